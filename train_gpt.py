@@ -1,0 +1,1891 @@
+"""Train a GPT to a target validation loss as fast as this machine allows, in one file.
+
+    python train_gpt.py --track nano                    one process: laptop CPU or one GPU
+    torchrun --nproc_per_node=8 train_gpt.py            one process per GPU (several nodes: see README)
+    python train_gpt.py --help                          every configuration field, default and meaning
+    python train_gpt.py --track nano --check            preflight only
+    python train_gpt.py sample --checkpoint F --prompt "import torch"
+    python train_gpt.py eval --checkpoint F
+
+Chapters, in reading order:
+    1. Configuration and tracks     one frozen, self-checking dataclass
+    2. Runtime                      ranks, device, collectives that count their bytes, the log
+    3. Data                         shards, document-aligned micro-batches, hashed n-gram rows, prefetching
+    4. Model                        attention back ends, the GPT
+    5. Optimizer                    update rules, the rule table, sharding over ranks, the n-gram table
+    6. Schedules                    pure functions of the step
+    7. Evaluation                   validation loss and the validity gates
+    8. Checkpoints                  atomic, checksummed, world-size independent
+    9. Training loop                warm-up and proven restore, clock, steps
+   10. Commands                     train, --check, sample, eval
+
+A step's global batch is a fixed list of micro-batches. Rank r of W takes every W-th, so world sizes
+see the same tokens and take the same step up to the order of floating-point sums.
+"""
+import ast
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import os
+import platform
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# ======================================================================================================
+# 1. Configuration and tracks
+# ======================================================================================================
+
+ATTENTION_BLOCK = 64  # back end sdpa: queries of a block share their keys
+EOT_TOKEN = {"bytes": 256, "gpt2": 50256}  # the largest id of each tokenizer; every document starts with it
+
+
+class ConfigError(ValueError):
+    """Something the user can put right: the message holds the value, the constraint and the remedy."""
+
+
+def knob(default, help):
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run, resolved. A field that follows a schedule is a tuple of (fraction of the run, value) pairs;
+    a bare value on the command line stands for a constant schedule."""
+    # --- data
+    track: str = knob("nano", "name of the track these values belong to")
+    data: str = knob("data/python", "corpus folder with *_train_*.bin, *_val_*.bin and manifest.json")
+    tokenizer: str = knob("bytes", "bytes | gpt2: what the token ids mean")
+    epochs: int = knob(1, "passes over the training shards that a run may take")
+    # --- batch; schedules are (fraction of the run, value) pairs
+    steps: int = knob(400, "optimizer steps, the length of every schedule")
+    micro_batch_tokens: int = knob(2048, "tokens of one forward and backward pass on one rank")
+    micro_batches: tuple = knob(((0.0, 4),), "schedule: micro-batches of a global step, a multiple of the world size")
+    document_cap: tuple = knob(((0.0, 512),), "schedule: longest piece of a document that attention sees at once")
+    # --- model
+    model_dim: int = knob(128, "width of the residual stream")
+    num_layers: int = knob(4, "transformer blocks")
+    head_dim: int = knob(32, "width of an attention head; model_dim / head_dim heads")
+    mlp_dim: int = knob(512, "hidden width of the ReLU^2 MLP")
+    windows: tuple = knob(((0.0, (64, 128)),), "schedule: (short, long) attention windows in tokens")
+    long_layers: tuple = knob((3,), "layers that attend through the long window")
+    value_embedding_layers: tuple = knob((0, 3), "layers whose values receive a gated token embedding")
+    logit_cap: float = knob(15.0, "logits are squashed into (-cap, cap) by tanh")
+    ngram_orders: tuple = knob((2, 3, 4, 5, 6), "orders of the hashed n-gram embedding; () switches it off")
+    ngram_rows: int = knob(2**19, "rows of the n-gram table, shared by all orders")
+    # --- optimizer; see RULES for what applies to which parameter
+    muon_lr: float = knob(0.03, "learning rate of matrices under Muon")
+    muon_decay: float = knob(0.02, "cautious weight decay of matrices under Muon, per unit of learning rate")
+    momentum: tuple = knob((0.85, 0.95), "Muon's momentum at the start and after the first tenth of the run")
+    adam_lr: float = knob(0.01, "learning rate of embeddings, head and scalars under Adam")
+    adam_every: int = knob(1, "Adam parameters step every k-th step, on the mean gradient since the last")
+    ngram_lr: float = knob(0.1, "learning rate of the n-gram table (row-wise Adagrad)")
+    cooldown: float = knob(0.6, "last fraction of the run over which learning rates fall linearly")
+    final_lr: float = knob(0.02, "learning-rate multiplier at the end of the cooldown")
+    mtp_weights: tuple = knob(((0.0, (1.0,)),), "schedule: loss weights of the next, second-next, ... token")
+    untie_at: float = knob(0.0, "fraction of the run at which the head gets weights of its own; 0: never tied")
+    # --- evaluation and bookkeeping
+    val_tokens: int = knob(1_048_576, "tokens of the validation split that are scored")
+    val_sha256: str = knob("", "sha256 of those tokens (little-endian uint16); empty: not checked")
+    val_every: int = knob(100, "validate every so many steps (untimed); 0: only at the end")
+    target_loss: float = knob(0.88, "the track's target validation loss, in nats per token")
+    log_every: int = knob(10, "log the training loss every so many steps")
+    save_every: int = knob(0, "keep a checkpoint every so many steps; 0: only the final one")
+    run_id: str = knob("", "name of the folder under logs/; empty: drawn from date and time")
+    resume: str = knob("", "run id, or checkpoint file, to continue from")
+    # --- machine
+    seed: int = knob(-1, "seed of initialisation and data order; -1: drawn, and logged")
+    device: str = knob("auto", "auto | cpu | cuda")
+    dtype: str = knob("bfloat16", "bfloat16 | float32: matrices and activations; reductions are float32")
+    attention: str = knob("auto", "auto | sdpa | varlen")
+    compile: bool = knob(True, "compile the model with torch.compile where a compiler is found")
+
+    def __post_init__(self):
+        for name in ("micro_batches", "document_cap", "windows", "mtp_weights"):
+            schedule = getattr(self, name)
+            starts = [pair[0] for pair in schedule]
+            if not schedule or starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= 1:
+                raise ConfigError(f"{name}={schedule}: a schedule is (fraction, value) pairs that start at 0 and "
+                                  f"rise below 1, such as ((0.0, {schedule[-1][1] if schedule else 1}),)")
+        positive = ("epochs", "steps", "micro_batch_tokens", "model_dim", "num_layers", "head_dim", "mlp_dim",
+                    "logit_cap", "muon_lr", "adam_lr", "adam_every", "val_tokens", "log_every", "ngram_lr")
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be positive")
+        for name in ("muon_decay", "val_every", "save_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: must not be negative; 0 switches it off")
+        for name in ("cooldown", "final_lr", "untie_at"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: is a fraction, from 0 to 1")
+        for name, allowed in (("tokenizer", tuple(EOT_TOKEN)), ("device", ("auto", "cpu", "cuda")),
+                              ("dtype", ("bfloat16", "float32")), ("attention", ("auto", "sdpa", "varlen"))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be one of {', '.join(allowed)}")
+        if self.model_dim % self.head_dim or self.head_dim % 4:
+            raise ConfigError(f"head_dim={self.head_dim}: must divide model_dim={self.model_dim}, and 4 must divide it")
+        for _, windows in self.windows:
+            for window in windows:
+                block = min(window, ATTENTION_BLOCK)
+                if window < 1 or window % block or self.micro_batch_tokens % block:
+                    raise ConfigError(f"windows={self.windows}: a window must be at most {ATTENTION_BLOCK} or a "
+                                      f"multiple of it, and its block must divide "
+                                      f"micro_batch_tokens={self.micro_batch_tokens}")
+        for name in ("long_layers", "value_embedding_layers"):
+            if not all(0 <= layer < self.num_layers for layer in getattr(self, name)):
+                raise ConfigError(f"{name}={getattr(self, name)}: layers are 0 to {self.num_layers - 1}")
+        if any(not 2 <= order <= 32 for order in self.ngram_orders) or len(set(self.ngram_orders)) != len(
+                self.ngram_orders):
+            raise ConfigError(f"ngram_orders={self.ngram_orders}: distinct orders from 2 to 32")
+        if self.ngram_orders and not 1 <= self.ngram_rows < 2**31:
+            raise ConfigError(f"ngram_rows={self.ngram_rows}: row ids are int32, so 1 to 2^31 - 1 rows")
+        if self.val_tokens % self.micro_batch_tokens:
+            raise ConfigError(f"val_tokens={self.val_tokens}: must be a multiple of "
+                              f"micro_batch_tokens={self.micro_batch_tokens}; nearest "
+                              f"{max(1, round(self.val_tokens / self.micro_batch_tokens)) * self.micro_batch_tokens}")
+        if not -1 <= self.seed < 2**63:
+            raise ConfigError(f"seed={self.seed}: must be 0 to 2^63 - 1, or -1 to draw one")
+
+    @property
+    def eot_token(self):
+        return EOT_TOKEN[self.tokenizer]
+
+    @property
+    def vocab_size(self):
+        """Rows of embedding and head: the tokenizer's ids, rounded up to what tensor cores like for large ones."""
+        ids = self.eot_token + 1
+        return ids if ids < 1024 else -(-ids // 128) * 128
+
+
+# Numbers without a note were carried over from the field's records; tuned ones say so in records/NOTES.md.
+TRACKS = {
+    "nano": Config(),
+    "fineweb": Config(
+        track="fineweb", data="data/fineweb10B", tokenizer="gpt2",
+        steps=1600, micro_batch_tokens=16384, micro_batches=((0.0, 8), (1 / 3, 16), (2 / 3, 24)),
+        document_cap=((0.0, 896), (1 / 3, 2048)),
+        model_dim=768, num_layers=12, head_dim=128, mlp_dim=3072,
+        windows=((0.0, (128, 384)), (1 / 3, (256, 640)), (2 / 3, (384, 896))), long_layers=(3, 7, 11),
+        value_embedding_layers=(1, 2, 10, 11), logit_cap=15.0,
+        ngram_orders=(2, 3), ngram_rows=5 * 50304, muon_lr=0.023, muon_decay=1.2, adam_lr=0.008, adam_every=2,
+        ngram_lr=0.05, cooldown=0.55, final_lr=0.1, mtp_weights=((0.0, (1.0, 0.5, 0.25)), (1 / 3, (1.0, 0.5)),
+                                                               (2 / 3, (1.0,))),
+        untie_at=2 / 3, val_tokens=10_485_760, val_every=250, target_loss=3.28),
+}
+
+
+# Fields that describe where and how long a run is watched, not what it computes. Overriding one of them leaves
+# the run a candidate for a record, and a resumed run may change them.
+NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume"}
+
+
+def nearest(name, names):
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def parse_value(field, text):
+    """Parse the command line's text for one Config field; the default's type is the field's type."""
+    kind = type(field.default)
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if kind is tuple:
+            value = ast.literal_eval(text)
+            if field.metadata["help"].startswith("schedule") and not (
+                    isinstance(value, tuple) and value and isinstance(value[0], tuple)):
+                return ((0.0, value),)
+            return value if isinstance(value, tuple) else (value,)
+        return kind(text)
+    except (ValueError, KeyError, SyntaxError):
+        raise ConfigError(f"--{field.name} {text}: expected {kind.__name__}, such as {field.default}") from None
+
+
+def parse_arguments(argv):
+    """Split `--key value` and `--key=value` into a dict of texts with underscores; refuse anything else."""
+    given, rest = {}, list(argv)
+    while rest:
+        key = rest.pop(0)
+        if not key.startswith("--"):
+            raise ConfigError(f"{key}: arguments come as --key value; see --help")
+        key, equals, value = key[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise ConfigError(f"--{key}: its value is missing; see --help")
+            value = rest.pop(0)
+        given[key.replace("-", "_")] = value
+    return given
+
+
+def config_from(given):
+    """Resolve a track and its overrides, as texts by key. Returns (Config, overridden fields by name)."""
+    fields = {field.name: field for field in dataclasses.fields(Config)}
+    given = dict(given)
+    track = given.pop("track", "nano")
+    if track not in TRACKS:
+        raise ConfigError(f"--track {track}: no such track; {nearest(track, TRACKS)} Tracks: {', '.join(TRACKS)}")
+    for key in given:
+        if key not in fields:
+            raise ConfigError(f"--{key}: no such key; {nearest(key, fields)} --help lists them all")
+    values = {key: parse_value(fields[key], text) for key, text in given.items()}
+    base = TRACKS[track]
+    overrides = {key: value for key, value in values.items() if value != getattr(base, key)}
+    return dataclasses.replace(base, **values), overrides
+
+
+def help_text():
+    lines = [__doc__.split("\n\nChapters")[0], "", f"Tracks (--track): {', '.join(TRACKS)}",
+             "Fields, with their defaults on the nano track:"]
+    for field in dataclasses.fields(Config):
+        lines.append(f"  --{field.name:<24}{field.metadata['help']} [{getattr(TRACKS['nano'], field.name)}]")
+    return "\n".join(lines)
+
+
+# ======================================================================================================
+# 2. Runtime
+# ======================================================================================================
+
+# torch 2.13 renames these collectives, 2.11 only has the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Runtime:
+    """This process among its peers: rank, world size, device, and the collectives.
+
+    Without torchrun's environment variables it is world size 1 and every collective is skipped; nothing
+    else differs. `sent_bytes` is the ledger: bytes this rank handed to the network by (collective, name).
+    """
+
+    def __init__(self, device="auto", timeout_s=600):
+        self.rank = int(os.environ.get("RANK", 0))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.sent_bytes = {}
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device=cuda: torch sees no CUDA device; use --device cpu")
+        cuda = device != "cpu" and torch.cuda.is_available()
+        if cuda and self.local_rank >= torch.cuda.device_count():
+            raise ConfigError(f"local rank {self.local_rank}: this node has {torch.cuda.device_count()} GPUs; "
+                              f"start as many processes as GPUs (--nproc_per_node)")
+        self.device = torch.device("cuda", self.local_rank) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(self.device)
+        if self.world_size > 1:
+            # Gloo serves CPU tensors beside NCCL; naming cuda:nccl on a machine without CUDA raises.
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+    def share(self, count):
+        """This rank's range [low, high) of `count` units; shares are equal but for the last ranks'."""
+        chunk = -(-count // self.world_size)
+        return min(self.rank * chunk, count), min((self.rank + 1) * chunk, count)
+
+    def _count(self, collective, name, peers_bytes):
+        key = (collective, name)
+        self.sent_bytes[key] = self.sent_bytes.get(key, 0) + peers_bytes
+
+    def all_reduce(self, tensor, name):
+        """Sum `tensor` (contiguous) in place over ranks. Returns a work handle, or None at world size 1."""
+        if self.world_size == 1:
+            return None
+        assert tensor.is_contiguous(), f"{name}: all_reduce of a non-contiguous tensor is silently wrong"
+        self._count("all_reduce", name, 2 * tensor.nbytes * (self.world_size - 1) // self.world_size)
+        return dist.all_reduce(tensor, async_op=True)
+
+    def reduce_scatter(self, out, tensor, name):
+        """Sum `tensor` (world_size * n, ...) over ranks; `out` (n, ...) receives this rank's part."""
+        assert tensor.is_contiguous() and out.is_contiguous(), f"{name}: collectives need contiguous tensors"
+        self._count("reduce_scatter", name, out.nbytes * (self.world_size - 1))
+        return _reduce_scatter(out, tensor, async_op=True)
+
+    def all_gather(self, out, tensor, name):
+        """Concatenate every rank's `tensor` (n, ...) into `out` (world_size * n, ...)."""
+        assert tensor.is_contiguous() and out.is_contiguous(), f"{name}: collectives need contiguous tensors"
+        self._count("all_gather", name, tensor.nbytes * (self.world_size - 1))
+        return _all_gather(out, tensor, async_op=True)
+
+    def broadcast_object(self, value):
+        """Rank 0's small Python object, on every rank."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def synchronize(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def peak_memory_mib(self):
+        """Peak memory in MiB: of the device's allocator on CUDA, of the process on a CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) // 2**20
+        import resource  # not on every platform; only this line needs it
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak // (2**20 if sys.platform == "darwin" else 2**10)
+
+    def close(self, failed=False):
+        if dist.is_initialized():
+            if not failed:
+                dist.barrier()
+            dist.destroy_process_group()
+
+
+def wait(work):
+    if work is not None:
+        work.wait()
+
+
+def device_name(device):
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.split(':')[1].strip()} x{os.cpu_count()}"
+    return f"{platform.processor() or platform.machine()} x{os.cpu_count()}"
+
+
+def git_state():
+    """(commit sha, 1 if the work tree differs from it else 0), or ("none", 0) outside a git checkout."""
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    try:
+        return git("rev-parse", "HEAD").stdout.strip(), int(bool(git("status", "--porcelain").stdout.strip()))
+    except (OSError, subprocess.CalledProcessError):
+        return "none", 0
+
+
+class Log:
+    """The run's log.txt, metrics.jsonl and console lines; silent on every rank but 0."""
+
+    def __init__(self, runtime, folder, append):
+        self.folder, self.is_main = Path(folder), runtime.is_main
+        self.live = self.is_main and sys.stdout.isatty()  # a progress line makes sense on a terminal only
+        if self.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            mode = "a" if append else "w"
+            self.text = open(self.folder / "log.txt", mode, buffering=1)
+            self.metrics = open(self.folder / "metrics.jsonl", mode, buffering=1)
+
+    def source(self, code):
+        if self.is_main:
+            self.text.write(code.rstrip("\n") + "\n===== END OF CODE =====\n")
+
+    def line(self, text):
+        """One event: to the file and to the console."""
+        if self.is_main:
+            self.text.write(text + "\n")
+            print(("\r\x1b[K" if self.live else "") + text, flush=True)
+
+    def step(self, step, steps, **values):
+        """One logged step, as a line and as a JSON record; losses have five decimals, times are in ms."""
+        fields = {"train_loss": "{:.5f}", "val_loss": "{:.5f}", "lr_mul": "{:.3f}", "train_time": "{:.0f}ms",
+                  "step_avg": "{:.2f}ms"}
+        self.line(f"step:{step}/{steps} " + " ".join(f"{k}:{fields[k].format(v)}" for k, v in values.items()))
+        if self.is_main:
+            self.metrics.write(json.dumps({"step": step, **values}) + "\n")
+
+    def progress(self, step, steps, seconds):
+        if self.live and step:
+            eta = seconds / step * (steps - step)
+            print(f"\r\x1b[Kstep {step}/{steps}  {seconds:.0f} s, {eta:.0f} s to go", end="", flush=True)
+
+    def close(self):
+        if self.is_main:
+            self.text.close()
+            self.metrics.close()
+
+
+# ======================================================================================================
+# 3. Data
+# ======================================================================================================
+
+SHARD_MAGIC, SHARD_VERSION, HEADER_INTS = 20240520, 1, 256
+
+
+def open_shard(path):
+    """Map a token shard (llm.c's format) as a read-only uint16 array, after checking header against size.
+
+    Raises ConfigError when magic, version or length are wrong."""
+    path = Path(path)
+    size = path.stat().st_size
+    remedy = "rebuild or download it again (data/text.py, data/fineweb.py)"
+    if size < HEADER_INTS * 4:
+        raise ConfigError(f"{path}: {size} bytes, shorter than the {HEADER_INTS * 4}-byte header; {remedy}")
+    header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+    if header[0] != SHARD_MAGIC:
+        raise ConfigError(f"{path}: magic {header[0]}, expected {SHARD_MAGIC}: not a token shard; {remedy}")
+    if header[1] != SHARD_VERSION:
+        raise ConfigError(f"{path}: shard version {header[1]}, expected {SHARD_VERSION}; {remedy}")
+    if size != HEADER_INTS * 4 + 2 * int(header[2]):
+        raise ConfigError(f"{path}: header says {header[2]} tokens, the file holds {(size - 1024) / 2:g}: "
+                          f"truncated; {remedy}")
+    if not header[2]:
+        raise ConfigError(f"{path}: no tokens; {remedy}")
+    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_INTS * 4)
+
+
+def open_corpus(config):
+    """Open all shards of the track's corpus. Returns (train shards, val tokens) after checking that every id is
+    in the vocabulary and that the run's tokens exist. Raises ConfigError with the remedy otherwise."""
+    folder = Path(config.data)
+    build = {"nano": "python data/text.py", "fineweb": "python data/fineweb.py"}.get(config.track, "data/*.py")
+    found = {}
+    for split in ("train", "val"):
+        paths = sorted(folder.glob(f"*_{split}_*.bin"))
+        if not paths:
+            raise ConfigError(f"{folder}: no *_{split}_*.bin shards; build them with `{build}`, or name a corpus "
+                              f"folder with --data")
+        found[split] = [open_shard(path) for path in paths]
+        for path, tokens in zip(paths, found[split]):
+            if (largest := int(tokens.max())) > config.eot_token:
+                raise ConfigError(f"{path}: token id {largest} is beyond the {config.tokenizer} vocabulary "
+                                  f"(0 to {config.eot_token}); is --tokenizer right?")
+            if tokens[0] != config.eot_token:
+                raise ConfigError(f"{path}: starts with token {tokens[0]}, documents start with the end-of-text id "
+                                  f"{config.eot_token}; is --tokenizer right?")
+    needed = sum(micro_batches_at(config, step) for step in range(config.steps)) * config.micro_batch_tokens
+    whole = sum((len(shard) - 1) // config.micro_batch_tokens for shard in found["train"])
+    available = whole * config.micro_batch_tokens * config.epochs
+    if needed > available:
+        raise ConfigError(f"{folder}: the schedule takes {needed:,} training tokens, the shards hold {available:,} in "
+                          f"{config.epochs} epoch(s); lower --steps, add shards or raise --epochs")
+    val = found["val"][0] if len(found["val"]) == 1 else np.concatenate(found["val"])
+    if len(val) <= config.val_tokens:
+        raise ConfigError(f"{folder}: val_tokens={config.val_tokens:,}, but the validation split holds {len(val):,}; "
+                          f"--val-tokens at most "
+                          f"{(len(val) - 1) // config.micro_batch_tokens * config.micro_batch_tokens}")
+    return found["train"], val
+
+
+# ----- hashed n-gram rows
+
+NGRAM_PAD = 0xFFFF  # stands for the tokens before a document's start; no tokenizer uses this id
+
+
+def _odd_constants():
+    """Fixed odd 64-bit multipliers: one for each distance back, drawn once from a fixed seed."""
+    return np.random.default_rng(20240520).integers(0, 2**63, size=64, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+
+
+def ngram_rows(tokens, position, document_start, orders, rows):
+    """Rows of the hashed n-gram table, and their signs, for tokens anywhere in a shard.
+
+    tokens: (n,) integer array, the shard.
+    position: (t,) int64, indices into tokens.
+    document_start: (t,) int64, index at which each position's document starts; nothing before it is read.
+    Returns row ids (t, len(orders)) int32 in [0, rows), and signs (t, len(orders)) float32 of +-1.
+
+    The row of order n at position i is a hash of tokens i-n+1 .. i: the xor of each token times an odd constant of
+    its distance, mixed, then mapped onto the table. One more hash bit is the sign that multiplies the row, so that
+    two n-grams that share a row push it apart half of the time (count-sketch's sign trick).
+    """
+    odd = _odd_constants()
+    ids = np.empty((len(position), len(orders)), dtype=np.int32)
+    signs = np.empty((len(position), len(orders)), dtype=np.float32)
+    rolling = np.zeros(len(position), dtype=np.uint64)
+    for back in range(max(orders, default=0)):
+        source = position - back
+        inside = source >= document_start
+        token = np.where(inside, tokens[np.where(inside, source, 0)], NGRAM_PAD).astype(np.uint64) + np.uint64(1)
+        rolling ^= token * odd[back]
+        if back + 1 in orders:
+            column = orders.index(back + 1)
+            mixed = (rolling ^ (rolling >> np.uint64(29))) * odd[32 + back]
+            mixed ^= mixed >> np.uint64(32)
+            # The low 32 bits scaled to [0, rows) pick the row, bit 40 the sign.
+            ids[:, column] = ((mixed & np.uint64(0xFFFFFFFF)) * np.uint64(rows)) >> np.uint64(32)
+            signs[:, column] = ((mixed >> np.uint64(40)) & np.uint64(1)).astype(np.float32) * 2 - 1
+    return ids, signs
+
+
+@dataclass
+class Placement:
+    """Where the T tokens of a micro-batch stand: `tokens` is a shard, the rest are (T,) arrays."""
+    tokens: np.ndarray
+    position: np.ndarray        # int64, indices into tokens
+    document_start: np.ndarray  # int64, index into tokens of each position's document
+    segment_start: np.ndarray   # int32, index within the micro-batch of each position's attention segment
+
+
+@dataclass
+class MicroBatch:
+    """One forward pass: T = micro_batch_tokens, O = number of n-gram orders. All on the model's device."""
+    inputs: Tensor          # (T,) int32 token ids
+    targets: Tensor         # (T,) int64 next token ids
+    segment_start: Tensor   # (T,) int32: index in [0, T) at which the token's attention segment starts
+    segment_bounds: Tensor  # (S+1,) int32: all segment boundaries, padded with T (varlen attention's cu_seqlens)
+    rows: Tensor            # (T, O) int32 rows of the n-gram table
+    signs: Tensor           # (T, O) float32 of +-1
+
+
+@dataclass
+class RowPlan:
+    """Which rows of the n-gram table a global step touches, and from which tokens each gathers its gradient.
+
+    `occurrence` indexes the step's gradient rows as they lie after the all-gather over ranks; those of row
+    `rows[u]` are occurrence[offsets[u]:offsets[u + 1]], in the order of the global batch at any world size."""
+    rows: Tensor        # (U,) int64, sorted, distinct
+    occurrence: Tensor  # (N,) int32
+    signs: Tensor       # (N,) float32
+    offsets: Tensor     # (U,) int32
+
+
+@dataclass
+class Batch:
+    """One rank's part of a global step, and the loader's state after it."""
+    micro_batches: list
+    row_plan: RowPlan | None
+    state: dict
+
+
+def to_device(array, device):
+    """Copy a numpy array to the device; through pinned memory and without a sync on CUDA."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def place_contiguous(tokens, low, config):
+    """Placement of tokens[low : low + T], cut into attention segments where documents start. Its n-grams may read
+    tokens of the same document from before `low`."""
+    high = low + config.micro_batch_tokens
+    begin = max(0, low - max(config.ngram_orders, default=1))  # n-grams see no further back
+    index = np.arange(begin, high)
+    document_start = np.maximum.accumulate(np.where(tokens[begin:high] == config.eot_token, index, begin))
+    document_start = document_start[low - begin:]
+    return Placement(tokens, index[low - begin:], document_start,
+                     (np.maximum(document_start, low) - low).astype(np.int32))
+
+
+def hash_placement(place, config):
+    return ngram_rows(place.tokens, place.position, place.document_start, config.ngram_orders, config.ngram_rows)
+
+
+def assemble(place, rows, signs, device):
+    """Build the MicroBatch of a Placement and its n-gram rows and signs (numpy) on the device."""
+    length = len(place.position)
+    starts = np.flatnonzero(place.segment_start == np.arange(length, dtype=np.int32))
+    bounds = np.full(length // 16 + 2, length, dtype=np.int32)  # a fixed shape: no recompilation
+    if len(starts) >= len(bounds):
+        raise ConfigError(f"{len(starts)} documents in a micro-batch of {length} tokens: batches are laid out for 16 "
+                          f"tokens a document on average; join short documents into longer ones")
+    bounds[:len(starts)] = starts
+    arrays = (place.tokens[place.position].astype(np.int32), place.tokens[place.position + 1].astype(np.int64),
+              place.segment_start, bounds, rows, signs)
+    return MicroBatch(*(to_device(array, device) for array in arrays))
+
+
+def plan_rows(rows, signs, micro_batches, world_size):
+    """Build the RowPlan (numpy arrays) of a global step.
+
+    rows, signs: (M * T, O), micro-batches in global order. Micro-batch m is rank m % W's (m // W)-th, so that
+    after an all-gather (rank-major) its gradient rows lie in block (m % W) * (M // W) + m // W."""
+    flat = rows.ravel()
+    order = np.argsort(flat, kind="stable")
+    ordered = flat[order]
+    offsets = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+    micro_batch, token = np.divmod(order // rows.shape[1], len(rows) // micro_batches)
+    block = micro_batch % world_size * (micro_batches // world_size) + micro_batch // world_size
+    occurrence = block * (len(rows) // micro_batches) + token
+    return (ordered[offsets].astype(np.int64), occurrence.astype(np.int32), signs.ravel()[order],
+            offsets.astype(np.int32))
+
+
+class TrainLoader:
+    """Deterministic stream of global steps, assembled ahead by a thread.
+
+    Documents are cut into pieces of at most the run's largest document cap; a shard's pieces are shuffled by seed
+    and laid end to end into micro-batches (the last piece of one goes on in the next). A smaller cap in force at a
+    step splits pieces further. The end of a shard that no longer fills a micro-batch is dropped.
+    `state`, all it takes to continue: shards opened before this one, piece of the shard, token of the piece.
+    """
+
+    def __init__(self, config, shards, runtime, first_step=0, state=None):
+        self.config, self.shards, self.runtime = config, shards, runtime
+        self.state = dict(state or {"shard": 0, "piece": 0, "offset": 0})
+        self._open_shard()
+        self._queue, self._stopped = queue.Queue(maxsize=2), threading.Event()
+        threading.Thread(target=self._run, args=(first_step,), daemon=True).start()
+
+    def _open_shard(self):
+        opened = self.state["shard"]
+        self.tokens = self.shards[opened % len(self.shards)]
+        usable = len(self.tokens) - 1  # the last token is only a target
+        starts = np.flatnonzero(self.tokens[:usable] == self.config.eot_token)
+        lengths = np.diff(np.append(starts, usable))
+        cap = max(cap for _, cap in self.config.document_cap)
+        pieces = -(-lengths // cap)
+        self.piece_document = np.repeat(starts, pieces)
+        number = np.arange(len(self.piece_document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        self.piece_start = self.piece_document + number * cap
+        self.piece_length = np.minimum(np.repeat(starts + lengths, pieces) - self.piece_start, cap)
+        self.order = np.random.default_rng([self.config.seed, opened]).permutation(len(self.piece_start))
+
+    def _place_next(self, cap):
+        """Placement of the next micro-batch, its segments at most `cap` tokens long."""
+        length, filled = self.config.micro_batch_tokens, 0
+        position, document_start = np.empty(length, np.int64), np.empty(length, np.int64)
+        segment_start = np.empty(length, np.int32)
+        while filled < length:
+            if self.state["piece"] == len(self.order):
+                self.state = {"shard": self.state["shard"] + 1, "piece": 0, "offset": 0}
+                self._open_shard()
+                filled = 0
+            piece, offset = self.order[self.state["piece"]], self.state["offset"]
+            take = int(min(self.piece_length[piece] - offset, cap, length - filled))
+            low = self.piece_start[piece] + offset
+            position[filled:filled + take] = np.arange(low, low + take)
+            document_start[filled:filled + take] = self.piece_document[piece]
+            segment_start[filled:filled + take] = filled
+            filled += take
+            self.state["offset"] += take
+            if self.state["offset"] == self.piece_length[piece]:
+                self.state = {**self.state, "piece": self.state["piece"] + 1, "offset": 0}
+        return Placement(self.tokens, position, document_start, segment_start)
+
+    def _next_batch(self, step):
+        config, runtime = self.config, self.runtime
+        cap, count = at_step(config.document_cap, step, config), micro_batches_at(config, step)
+        places = [self._place_next(cap) for _ in range(count)]
+        # Every rank hashes the whole step: the table is replicated, so all need the union of touched rows.
+        hashed = [hash_placement(place, config) for place in places]
+        mine = [assemble(place, *rows_signs, runtime.device)
+                for place, rows_signs in zip(places, hashed)][runtime.rank::runtime.world_size]
+        plan = None
+        if config.ngram_orders:
+            rows, signs = (np.concatenate(parts) for parts in zip(*hashed))
+            plan = RowPlan(*(to_device(a, runtime.device) for a in plan_rows(rows, signs, count, runtime.world_size)))
+        return Batch(mine, plan, dict(self.state))
+
+    def _run(self, step):
+        try:
+            for step in range(step, self.config.steps):
+                self._put(self._next_batch(step))
+                if self._stopped.is_set():
+                    return
+        except Exception as error:  # carried to the training loop, which raises it
+            self._put(error)
+
+    def _put(self, item):
+        while not self._stopped.is_set():
+            with contextlib.suppress(queue.Full):
+                return self._queue.put(item, timeout=0.2)
+
+    def next(self):
+        """The next step's Batch; raises what the thread raised."""
+        item = self._queue.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def close(self):
+        self._stopped.set()
+
+
+# ======================================================================================================
+# 4. Model
+# ======================================================================================================
+
+GATE_DIM = 12          # gates read the first few channels of the residual stream
+
+
+def reference_attention(q, k, v, segment_start, window, scale):
+    """The definition that every back end is tested against: (T, H, D) each; position i sees j with
+    max(segment_start[i], i - window + 1) <= j <= i. O(T^2) memory."""
+    index = torch.arange(q.size(0), device=q.device)
+    distance = index[:, None] - index[None, :]
+    visible = (distance >= 0) & (distance < window) & (index[None, :] >= segment_start[:, None])
+    scores = torch.einsum("ihd,jhd->hij", q, k) * scale
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~visible, -math.inf).softmax(-1), v)
+
+
+def blocked_attention(q, k, v, micro_batch, window, scale):
+    """Back end `sdpa`: scaled dot-product attention on any device, in time linear in T.
+
+    A block of queries attends to its own and the preceding blocks' keys that the window can reach; the products are
+    written out, since bf16 SDPA on a CPU takes twice their time at these sizes.
+    q, k, v: (T, H, D) with T a multiple of the block. Returns (T, H, D)."""
+    length, heads, dim = q.shape
+    block = min(window, ATTENTION_BLOCK)
+    reach, blocks = window, length // block  # reach: keys before the block; a multiple of the block
+    def spans(x):  # (T, H, D) -> (H, blocks, reach + block, D), zeros before the start
+        padded = F.pad(x.transpose(0, 1), (0, 0, reach, 0))
+        parts = [padded[:, start * block:start * block + length].reshape(heads, blocks, block, dim)
+                 for start in range(reach // block + 1)]
+        return torch.cat(parts, dim=2)
+    query = torch.arange(length, device=q.device).view(blocks, block, 1)
+    key = torch.arange(blocks, device=q.device).view(blocks, 1, 1) * block - reach + torch.arange(
+        reach + block, device=q.device)
+    visible = (key <= query) & (key > query - window) & (key >= micro_batch.segment_start.view(blocks, block, 1))
+    scores = q.transpose(0, 1).reshape(heads, blocks, block, dim) @ spans(k).transpose(-1, -2)
+    weights = (scores.float() * scale).masked_fill(~visible, -math.inf).softmax(-1).to(v.dtype)
+    return (weights @ spans(v)).view(heads, length, dim).transpose(0, 1)
+
+
+def varlen_attention(q, k, v, micro_batch, window, scale):
+    """Back end `varlen`: FlashAttention over packed segments (CUDA, half precision); arguments as blocked_attention."""
+    from torch.nn.attention.varlen import varlen_attn
+    length = q.size(0)
+    return varlen_attn(q, k, v, micro_batch.segment_bounds, micro_batch.segment_bounds, length, length,
+                       scale=scale, window_size=(window - 1, 0))
+
+
+ATTENTION = {"sdpa": blocked_attention, "varlen": varlen_attention}
+
+
+def choose_attention(config, device):
+    """Resolve the attention back end. Returns (name in ATTENTION, description for the log)."""
+    name = config.attention
+    able = device.type == "cuda" and config.dtype == "bfloat16"
+    if able:
+        try:
+            from torch.nn.attention import varlen  # noqa: F401
+        except ImportError:
+            able = False
+    if name == "varlen" and not able:
+        raise ConfigError(f"attention=varlen: needs CUDA, bfloat16 and torch.nn.attention.varlen (device={device.type}, "
+                          f"dtype={config.dtype}, torch {torch.__version__}); use --attention sdpa")
+    if name == "sdpa" or not able:
+        return "sdpa", "sdpa"
+    try:  # FlashAttention 3 where its package is installed, else the FlashAttention 2 that torch holds
+        from torch.nn.attention import activate_flash_attention_impl
+        activate_flash_attention_impl("FA3")
+        return "varlen", "varlen-fa3"
+    except Exception as error:  # whatever an absent or unfit package raises
+        return "varlen", f"varlen-fa2 (no FA3: {type(error).__name__})"
+
+
+def rotary_tables(length, head_dim, windows_so_far, device, dtype):
+    """cos and sin, each (length, 1, head_dim // 2): rotary position embedding, half of it switched off.
+
+    The faster half of the channel pairs rotates at 1 .. 1/1024 radians a token, the other half stands still. At each
+    growth of the long window YaRN (Peng et al. 2023) slows the pairs that turn less than once in the old window
+    by old/new and leaves those that turn over 32 times. Computed in float64: positions of a long batch are exact."""
+    pairs = head_dim // 2
+    speed = torch.cat([(1 / 1024) ** torch.linspace(0, 1, pairs // 2, dtype=torch.float64),
+                       torch.zeros(pairs - pairs // 2, dtype=torch.float64)])
+    for old, new in zip(windows_so_far, windows_so_far[1:]):
+        turns = old * speed / (2 * math.pi)
+        keep = ((turns - 1) / 31).clamp(0, 1)
+        speed = speed * (old / new + keep * (1 - old / new))
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * speed
+    return tuple(table[:, None].to(device=device, dtype=dtype) for table in (angle.cos(), angle.sin()))
+
+
+def attention_scale(head_dim, windows_so_far):
+    """Softmax scale for unit-RMS queries and keys; YaRN sharpens it by 0.2 ln(new/old) + 1 at each window growth."""
+    scale = 1.35 / math.sqrt(head_dim)
+    for old, new in zip(windows_so_far, windows_so_far[1:]):
+        scale *= 0.2 * math.log(new / old) + 1
+    return scale
+
+
+def rotate(x, cos, sin):
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
+
+
+def norm(x):
+    """RMSNorm without weights."""
+    return F.rms_norm(x, (x.size(-1),))
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What of the schedules the model's code depends on; each distinct Phase is compiled once."""
+    windows: tuple       # window of each layer
+    mtp_weights: tuple   # loss weights of the next, second-next, ... token
+    tied: bool           # the head is the embedding
+
+
+class GPT(nn.Module):
+    """Decoder-only transformer over packed documents. Its hidden matrices live in two banks: `attention`
+    (4 * layers, model_dim, model_dim) holds q, k, v, o of each layer, `mlp` (2 * layers, mlp_dim, model_dim) holds up
+    and the transpose of down, so that every update of a shape is one batched operation."""
+
+    def __init__(self, config, attention):
+        super().__init__()
+        self.config, self.attend = config, ATTENTION[attention]
+        dim, layers, vocab = config.model_dim, config.num_layers, config.vocab_size
+        heads = dim // config.head_dim
+        dtype = getattr(torch, config.dtype)
+        generator = torch.Generator().manual_seed(config.seed)
+        def matrix(*shape, std):
+            values = torch.randn(*shape, generator=generator) * std if std else torch.zeros(*shape)
+            return nn.Parameter(values.to(dtype))
+        self.embed = matrix(vocab, dim, std=0.7)
+        self.head = matrix(vocab, dim, std=0.005)
+        if config.untie_at > 0:
+            self.embed.data.copy_(self.head.data)  # tied at first: one table, started at the head's scale
+        self.attention = matrix(4 * layers, dim, dim, std=0.6 / math.sqrt(dim))
+        self.mlp = matrix(2 * layers, config.mlp_dim, dim, std=0.6 / math.sqrt(dim))
+        with torch.no_grad():  # zero-initialised output projections: every block starts as the identity
+            self.attention[3::4] = 0
+            self.mlp[1::2] = 0
+        values = len(config.value_embedding_layers)
+        self.value_embed = matrix(values, vocab, dim, std=0.01)
+        self.value_gate = matrix(values, heads, GATE_DIM, std=0)
+        self.smear_gate = matrix(1, GATE_DIM, std=0)
+        skips = layers // 2
+        self.smear_scale = nn.Parameter(torch.zeros(1))
+        self.residual_scale = nn.Parameter(torch.ones(layers))
+        self.embed_scale = nn.Parameter(torch.zeros(layers))
+        if config.ngram_orders:
+            self.ngram_scale = nn.Parameter(torch.ones(layers + 1))  # before each layer and before the head
+            # Row gradients are worked out by the optimizer from those of the summed rows, so autograd never sees it.
+            self.ngram_table = nn.Parameter(torch.zeros(config.ngram_rows, dim), requires_grad=False)
+        self.skip_scale = nn.Parameter(torch.full((skips,), 0.1))
+
+    def hidden(self, micro_batch, ngram, rotary, scale, phase):
+        """Final hidden states (T, model_dim), normalised. ngram: (T, model_dim), the summed rows of the n-gram table."""
+        config = self.config
+        length, layers, head_dim = micro_batch.inputs.size(0), config.num_layers, config.head_dim
+        x = F.embedding(micro_batch.inputs, self.head if phase.tied else self.embed)
+        # Smear: a gated share of the previous token's embedding, within a segment.
+        first = micro_batch.segment_start == torch.arange(length, device=x.device, dtype=torch.int32)
+        smear = torch.sigmoid(F.linear(x[:, :GATE_DIM], self.smear_gate)).masked_fill(first[:, None], 0)
+        x = x + self.smear_scale[0] * smear * F.pad(x, (0, 0, 1, -1))
+        embedded = x = norm(x)
+        skips = []
+        for layer in range(layers):
+            if layer >= layers - len(self.skip_scale):
+                x = x + self.skip_scale[layer - layers] * skips.pop()
+            x = self.residual_scale[layer] * x + self.embed_scale[layer] * embedded
+            if ngram is not None:
+                x = x + self.ngram_scale[layer] * ngram
+            # Attention
+            h = norm(x)
+            q, k, v = F.linear(h, self.attention[4 * layer:4 * layer + 3].flatten(0, 1)).view(
+                length, 3, -1, head_dim).unbind(1)
+            if layer in config.value_embedding_layers:
+                which = config.value_embedding_layers.index(layer)
+                gate = 2 * torch.sigmoid(F.linear(x[:, :GATE_DIM], self.value_gate[which]))
+                v = v + gate[..., None] * F.embedding(micro_batch.inputs, self.value_embed[which]).view_as(v)
+            q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)
+            y = self.attend(q, k, v, micro_batch, phase.windows[layer], scale)
+            x = x + F.linear(y.flatten(1), self.attention[4 * layer + 3])
+            # MLP
+            h = F.relu(F.linear(norm(x), self.mlp[2 * layer])).square()
+            x = x + h @ self.mlp[2 * layer + 1]
+            if layer < len(self.skip_scale):
+                skips.append(x)
+        if ngram is not None:
+            x = x + self.ngram_scale[layers] * ngram
+        return norm(x)
+
+    def next_token_losses(self, hidden, targets):
+        """Cross-entropy of each position: losses (n,), log-normalisers (n,) and soft-capped logits (n, vocab_size),
+        all float32."""
+        cap = self.config.logit_cap
+        logits = cap * torch.tanh(F.linear(hidden, self.head).float() / cap)
+        normaliser = torch.logsumexp(logits, -1)
+        return normaliser - logits.gather(1, targets[:, None])[:, 0], normaliser, logits
+
+    def forward(self, micro_batch, ngram, rotary, scale, phase):
+        """Returns (training loss, losses (T,)): the mean with multi-token weights, and the next token's alone."""
+        hidden = self.hidden(micro_batch, ngram, rotary, scale, phase)
+        losses, normaliser, logits = self.next_token_losses(hidden, micro_batch.targets)
+        loss = phase.mtp_weights[0] * losses.mean()
+        for ahead, weight in enumerate(phase.mtp_weights[1:], start=1):
+            # Position i also scores the token `ahead` after its target, where that is of the same segment.
+            far = micro_batch.targets[ahead:, None]
+            same = micro_batch.segment_start[ahead:] == micro_batch.segment_start[:-ahead]
+            loss = loss + weight * ((normaliser[:-ahead] - logits[:-ahead].gather(1, far)[:, 0]) * same).mean()
+        return loss, losses
+
+
+def ngram_embedding(table, micro_batch):
+    """Sum of the signed rows of each token's n-grams: (T, model_dim) in the table's dtype."""
+    return F.embedding_bag(micro_batch.rows, table, mode="sum", per_sample_weights=micro_batch.signs.to(table.dtype))
+
+
+# ======================================================================================================
+# 5. Optimizer
+# ======================================================================================================
+
+@dataclass(frozen=True)
+class Rule:
+    """How one parameter is updated, and how its gradient and value travel between ranks."""
+    update: str            # adam | muon | adagrad (row-wise, the n-gram table)
+    comms: str             # sharded along dim 0 | replicated (small, one bucket) | rows (touched rows only)
+    lr_mul: float = 1.0
+    decay_mul: float = 0.0
+    betas: tuple = (0.9, 0.95)  # muon reads the second only; its momentum follows a schedule
+
+
+RULES = {
+    "attention": Rule("muon", "sharded", decay_mul=1.0),
+    "mlp": Rule("muon", "sharded", decay_mul=1.0),
+    "embed": Rule("adam", "sharded", lr_mul=3.0),
+    "head": Rule("adam", "sharded", lr_mul=0.5),
+    "value_embed": Rule("adam", "sharded", lr_mul=3.0),
+    "value_gate": Rule("adam", "replicated"),
+    "smear_gate": Rule("adam", "replicated"),
+    "smear_scale": Rule("adam", "replicated"),
+    "residual_scale": Rule("adam", "replicated"),
+    "embed_scale": Rule("adam", "replicated"),
+    "ngram_scale": Rule("adam", "replicated"),
+    "skip_scale": Rule("adam", "replicated"),
+    "ngram_table": Rule("adagrad", "rows"),
+}
+# Communication starts in this order, largest first, and is consumed in the other, so that the Adam updates and the
+# table hide the transfer of the banks.
+LAUNCH_ORDER = ("mlp", "attention", "value_embed", "embed", "head")
+UPDATE_ORDER = ("head", "embed", "value_embed", "attention", "mlp")
+
+
+def join_mantissa(high, low):
+    """The float32 tensor whose upper 16 bits are `high` (bfloat16) and whose lower 16 bits are `low` (int16)."""
+    return ((high.view(torch.int16).to(torch.int32) << 16) | (low.to(torch.int32) & 0xFFFF)).view(torch.float32)
+
+
+def split_mantissa(value, high, low):
+    """Inverse of join_mantissa, in place: bf16 weights plus this buffer take exact float32 updates."""
+    bits = value.view(torch.int32)
+    high.copy_((bits >> 16).to(torch.int16).view(torch.bfloat16))
+    low.copy_(bits.to(torch.int16))  # keeps the low 16 bits
+
+
+def adam_update(weight, grad, first, second, step, lr, betas, decay):
+    """Adam (Kingma & Ba 2015) with decoupled weight decay, in place; float32 tensors of one shape, `step` from 1."""
+    first.lerp_(grad, 1 - betas[0])
+    second.lerp_(grad.square(), 1 - betas[1])
+    update = (first / (1 - betas[0] ** step)) / ((second / (1 - betas[1] ** step)).sqrt() + 1e-10)
+    weight.mul_(1 - lr * decay).sub_(update * lr)
+
+
+# Polar Express (Amsel et al. 2025): the composed odd polynomials that bring singular values in (0, 1] closest to 1
+# in five steps; coefficients for a lower bound of 1e-3 with the paper's safety factor of 2 %.
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+def polar_express(matrices, dtype):
+    """Approximate polar factor of a batch (k, m, n): the same singular vectors, singular values near 1. float32 in
+    and out; the products run in `dtype`. A zero matrix stays zero."""
+    x = matrices.to(dtype)
+    if tall := x.size(-2) > x.size(-1):
+        x = x.mT
+    x = x / (x.float().norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-12).to(dtype)
+    for a, b, c in POLAR_EXPRESS:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if tall else x).float()
+
+
+def muon_update(weight, grad, buffer, second, lr, momentum, beta2, decay, dtype):
+    """Muon on a bank (k, m, n) of float32 matrices, in place.
+
+    Nesterov momentum, orthogonalisation, NorMuon's scaling (Li et al. 2025: divide each row, or column of a wide
+    matrix, by its running RMS, at unchanged Frobenius norm; `second` is (k, m, 1) or (k, 1, n)), then cautious weight
+    decay (only where it agrees with the update's sign). The rate grows with sqrt(m / n) of tall matrices."""
+    buffer.lerp_(grad, 1 - momentum)
+    update = polar_express(grad.lerp(buffer, momentum), dtype)
+    rows, columns = weight.shape[-2:]
+    before = update.norm(dim=(-2, -1), keepdim=True)
+    second.lerp_(update.square().mean(-1 if rows >= columns else -2, keepdim=True), 1 - beta2)
+    update = update * second.clamp_min(1e-10).rsqrt()
+    update = update * (before / update.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
+    lr = lr * max(1.0, rows / columns) ** 0.5
+    agrees = (update * weight >= 0).to(weight.dtype)
+    weight.sub_(lr * (update + decay * weight * agrees))
+
+
+def adagrad_rows_update(table, second, grads, plan, lr):
+    """Row-wise Adagrad on the touched rows of the n-gram table, in place; cost is that of the touched rows.
+
+    table: (rows, dim) float32. second: (rows,) float32, the sum of each row's mean squared gradients.
+    grads: (tokens, dim), the gradient of each token's summed rows, ordered as plan.occurrence expects.
+    """
+    row_grads = F.embedding_bag(plan.occurrence, grads.float(), plan.offsets, mode="sum",
+                                per_sample_weights=plan.signs)
+    moment = second[plan.rows] + row_grads.square().mean(1)
+    second[plan.rows] = moment
+    table[plan.rows] -= row_grads * (lr * (moment + 1e-24).rsqrt())[:, None]
+
+
+class Optimizer:
+    """Holds states, sums gradients and schedules communication; the update rules are the functions above.
+
+    A `sharded` parameter is split along dimension 0 (banks: whole matrices) into shares of equal size but for the
+    last ranks'. Gradients accumulate in float32 buffers that are padded to world_size equal chunks, which is what
+    the collectives ask for; parameters and states are never padded. `replicated` parameters share one flat bucket.
+    """
+
+    def __init__(self, config, model, runtime):
+        self.config, self.runtime = config, runtime
+        self.params = dict(model.named_parameters())
+        if unruled := set(self.params) - set(RULES):
+            raise ConfigError(f"no optimizer rule for {', '.join(sorted(unruled))}; add one to RULES")
+        self.sharded = [name for name in UPDATE_ORDER if name in self.params]
+        self.replicated = [name for name in self.params if RULES[name].comms == "replicated"]
+        device, float32 = runtime.device, torch.float32
+        self.share, self.grads, self.state = {}, {}, {}
+        for name in self.sharded:
+            param = self.params[name]
+            self.share[name] = low, high = runtime.share(len(param))
+            chunk = -(-len(param) // runtime.world_size)
+            self.grads[name] = torch.zeros(runtime.world_size * chunk, *param.shape[1:], device=device)
+            shape = (high - low, *param.shape[1:])
+            self.state[name] = {"first": torch.zeros(shape, device=device)}
+            if RULES[name].update == "muon":  # `second` is one value a row, or a column of wide matrices
+                rows, columns = shape[1:]
+                shape = (shape[0], rows, 1) if rows >= columns else (shape[0], 1, columns)
+            self.state[name]["second"] = torch.zeros(shape, device=device)
+            if param.dtype == torch.bfloat16:
+                self.state[name]["mantissa"] = torch.zeros(high - low, *param.shape[1:], dtype=torch.int16, device=device)
+        sizes = [self.params[name].numel() for name in self.replicated]
+        self.bucket = torch.zeros(sum(sizes), dtype=float32, device=device)
+        for name, part in zip(self.replicated, self.bucket.split(sizes)):
+            param = self.params[name]
+            self.share[name] = (0, len(param))
+            self.grads[name] = part.view_as(param)
+            self.state[name] = {"first": torch.zeros_like(param, dtype=float32),
+                                "second": torch.zeros_like(param, dtype=float32)}
+            if param.dtype == torch.bfloat16:
+                self.state[name]["mantissa"] = torch.zeros_like(param, dtype=torch.int16)
+        if "ngram_table" in self.params:
+            self.state["ngram_table"] = {"second": torch.zeros(config.ngram_rows, device=device)}
+
+    def accumulate(self, grads):
+        """Add one micro-batch's gradients, {name: tensor or None for a parameter that was not used}."""
+        for name, grad in grads.items():
+            if grad is not None:
+                self.grads[name][:len(grad)] += grad
+
+    def due(self, name, step):
+        """Whether `name` steps at this step; Adam parameters wait for every k-th, and for the last."""
+        every = self.config.adam_every if RULES[name].update == "adam" else 1
+        return (step + 1) % every == 0 or step + 1 == self.config.steps
+
+    def step(self, step, lr_mul, ngram_grads=None, row_plan=None):
+        """Reduce what is due, update it and spread the new values.
+
+        ngram_grads: (micro-batches of this rank * T, dim), gradients of the summed n-gram rows."""
+        config, runtime = self.config, self.runtime
+        due = [name for name in self.sharded if self.due(name, step)]
+        replicated = [name for name in self.replicated if self.due(name, step)]
+        works, mine, gathers = {}, {}, {}
+        for name in sorted(due, key=LAUNCH_ORDER.index):
+            buffer = self.grads[name]
+            mine[name] = buffer
+            if runtime.world_size > 1:
+                mine[name] = buffer.new_empty(len(buffer) // runtime.world_size, *buffer.shape[1:])
+                works[name] = runtime.reduce_scatter(mine[name], buffer, name)
+        if replicated:
+            works["bucket"] = runtime.all_reduce(self.bucket, "replicated")
+        if row_plan is not None:
+            gathered = ngram_grads
+            if runtime.world_size > 1:
+                gathered = ngram_grads.new_empty(len(ngram_grads) * runtime.world_size, ngram_grads.size(1))
+                works["ngram_table"] = runtime.all_gather(gathered, ngram_grads, "ngram_table")
+        if replicated:
+            wait(works["bucket"])
+            for name in replicated:
+                self._update(name, self.grads[name], step, lr_mul)
+        for name in due:
+            wait(works.get(name))
+            low, high = self.share[name]
+            if high > low:
+                self._update(name, mine[name][:high - low], step, lr_mul)
+            gathers[name] = self._start_gather(name)
+        if row_plan is not None:
+            wait(works.get("ngram_table"))
+            adagrad_rows_update(self.params["ngram_table"].data, self.state["ngram_table"]["second"], gathered,
+                                row_plan, config.ngram_lr * lr_mul * RULES["ngram_table"].lr_mul)
+        for name in due:
+            self._finish_gather(name, gathers[name])
+            self.grads[name].zero_()
+        for name in replicated:
+            self.grads[name].zero_()
+
+    def _update(self, name, grad, step, lr_mul):
+        config, rule, state = self.config, RULES[name], self.state[name]
+        low, high = self.share[name]
+        param = self.params[name].data[low:high]
+        weight = join_mantissa(param, state["mantissa"]) if "mantissa" in state else param
+        if rule.update == "muon":
+            muon_update(weight, grad, state["first"], state["second"], config.muon_lr * rule.lr_mul * lr_mul,
+                        momentum_at(config, step), rule.betas[1], config.muon_decay * rule.decay_mul,
+                        getattr(torch, config.dtype))
+        else:
+            count = -(-(step + 1) // config.adam_every)
+            adam_update(weight, grad / config.adam_every, state["first"], state["second"], count,
+                        config.adam_lr * rule.lr_mul * lr_mul, rule.betas, rule.decay_mul)
+        if "mantissa" in state:
+            split_mantissa(weight, param, state["mantissa"])
+
+    def _start_gather(self, name):
+        """Start spreading this rank's share of a parameter. Returns (work, buffer), or None at world size 1."""
+        if self.runtime.world_size == 1:
+            return None
+        param, (low, high) = self.params[name].data, self.share[name]
+        chunk = -(-len(param) // self.runtime.world_size)
+        share = param.new_zeros(chunk, *param.shape[1:])
+        share[:high - low] = param[low:high]
+        buffer = param.new_empty(chunk * self.runtime.world_size, *param.shape[1:])
+        return self.runtime.all_gather(buffer, share, name), buffer
+
+    def _finish_gather(self, name, gather):
+        if gather is not None:
+            work, buffer = gather
+            wait(work)
+            param = self.params[name].data
+            param.copy_(buffer[:len(param)])
+
+    def untie(self):
+        """Give the embedding the weights and optimizer state that the tied head has learned."""
+        self.params["embed"].data.copy_(self.params["head"].data)
+        for key, value in self.state["embed"].items():
+            value.copy_(self.state["head"][key])
+
+    def full_state(self):
+        """{name: {key: tensor of the whole parameter}} on every rank: independent of the world size."""
+        def whole(name, value):
+            if self.runtime.world_size == 1 or RULES[name].comms != "sharded":
+                return value.clone()
+            chunk = -(-len(self.params[name]) // self.runtime.world_size)
+            share = value.new_zeros(chunk, *value.shape[1:])
+            share[:len(value)] = value
+            buffer = value.new_empty(chunk * self.runtime.world_size, *value.shape[1:])
+            # int16 cannot travel by gloo; its bytes can.
+            wait(self.runtime.all_gather(buffer.view(torch.uint8), share.view(torch.uint8), name))
+            return buffer[:len(self.params[name])].clone()
+        return {name: {key: whole(name, value) for key, value in state.items()} for name, state in self.state.items()}
+
+    def load_full_state(self, full):
+        for name, state in self.state.items():
+            low, high = self.share.get(name, (0, None))
+            for key, value in state.items():
+                value.copy_(full[name][key][low:high])
+
+
+# ======================================================================================================
+# 6. Schedules: pure functions of the step
+# ======================================================================================================
+
+def at_step(schedule, step, config):
+    """The value in force at `step` of (fraction, value) pairs."""
+    return [value for start, value in schedule if start * config.steps <= step][-1]
+
+
+def micro_batches_at(config, step):
+    return at_step(config.micro_batches, step, config)
+
+
+def lr_multiplier(config, step):
+    """1, then a linear fall over the last `cooldown` of the run, down to `final_lr`."""
+    left = (config.steps - step) / max(1.0, config.cooldown * config.steps)
+    return config.final_lr + (1 - config.final_lr) * min(1.0, left)
+
+
+def momentum_at(config, step):
+    start, end = config.momentum
+    return start + (end - start) * min(1.0, step / max(1.0, 0.1 * config.steps))
+
+
+def untie_step(config):
+    """The step before which the head is the embedding; 0 when it never is."""
+    return round(config.untie_at * config.steps)
+
+
+def phase_at(config, step):
+    short, long = at_step(config.windows, step, config)
+    windows = tuple(long if layer in config.long_layers else short for layer in range(config.num_layers))
+    return Phase(windows, at_step(config.mtp_weights, step, config), step < untie_step(config))
+
+
+def windows_until(config, step):
+    """The long windows that have been in force up to `step`, in order: what YaRN needs to know."""
+    longs = [long for start, (_, long) in config.windows if start * config.steps <= step]
+    return tuple(long for i, long in enumerate(longs) if i == 0 or long != longs[i - 1])
+
+
+# ======================================================================================================
+# 7. Evaluation
+# ======================================================================================================
+
+class Trainer:
+    """Model, optimizer and compiled forward of one run: what training, evaluation and sampling share."""
+
+    def __init__(self, config, runtime):
+        self.config, self.runtime = config, runtime
+        torch.set_float32_matmul_precision("highest")
+        attention, self.attention_name = choose_attention(config, runtime.device)
+        self.model = GPT(config, attention).to(runtime.device)
+        self.optimizer = Optimizer(config, self.model, runtime)
+        self.trained = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        self.compile_name = choose_compile(config, runtime.device)
+        self.forward = self.model
+        if self.compile_name == "inductor":
+            self.forward = torch.compile(self.model, dynamic=False)
+        self._rotary = {}
+
+    def position_tables(self, step):
+        """(rotary tables, softmax scale) in force at `step`."""
+        windows = windows_until(self.config, step)
+        if windows not in self._rotary:
+            self._rotary[windows] = rotary_tables(self.config.micro_batch_tokens, self.config.head_dim, windows,
+                                                  self.runtime.device, getattr(torch, self.config.dtype))
+        return self._rotary[windows], attention_scale(self.config.head_dim, windows)
+
+    def ngram(self, micro_batch):
+        """The micro-batch's summed n-gram rows as a leaf in the compute dtype; None without n-grams."""
+        if not self.config.ngram_orders:
+            return None
+        summed = ngram_embedding(self.model.ngram_table.data, micro_batch)
+        return summed.to(getattr(torch, self.config.dtype)).requires_grad_()
+
+    def step(self, step, batch):
+        """One optimizer step on this rank's micro-batches. Returns this rank's summed losses, a 0-dim tensor."""
+        rotary, scale = self.position_tables(step)
+        phase = phase_at(self.config, step)
+        if step and step == untie_step(self.config):
+            self.optimizer.untie()
+        total = len(batch.micro_batches) * self.runtime.world_size
+        ngram_grads, loss_sum = [], 0.0
+        for micro_batch in batch.micro_batches:
+            ngram = self.ngram(micro_batch)
+            loss, losses = self.forward(micro_batch, ngram, rotary, scale, phase)
+            leaves = list(self.trained.values()) + ([ngram] if ngram is not None else [])
+            grads = torch.autograd.grad(loss / total, leaves, allow_unused=True)
+            self.optimizer.accumulate(dict(zip(self.trained, grads)))
+            if ngram is not None:
+                ngram_grads.append(grads[-1])
+            loss_sum = loss_sum + losses.detach().sum()
+        self.optimizer.step(step, lr_multiplier(self.config, step),
+                            torch.cat(ngram_grads) if ngram_grads else None, batch.row_plan)
+        return loss_sum
+
+    @torch.no_grad()
+    def token_losses(self, step, micro_batch):
+        """Validation loss of each token, (T,) float32, of the model as it stands before `step`."""
+        rotary, scale = self.position_tables(step)
+        # Always scored on the next token alone, so that validation compiles once for all multi-token phases.
+        phase = dataclasses.replace(phase_at(self.config, step), mtp_weights=(1.0,))
+        return self.forward(micro_batch, self.ngram(micro_batch), rotary, scale, phase)[1]
+
+    def evaluate(self, step, val):
+        """Mean loss over the track's validation tokens, in nats per token; micro-batches are shared among ranks."""
+        length = self.config.micro_batch_tokens
+        total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
+        for index in range(self.runtime.rank, self.config.val_tokens // length, self.runtime.world_size):
+            place = place_contiguous(val, index * length, self.config)
+            micro_batch = assemble(place, *hash_placement(place, self.config), self.runtime.device)
+            total += self.token_losses(step, micro_batch).double().sum()
+        wait(self.runtime.all_reduce(total, "validation"))
+        return total.item() / self.config.val_tokens
+
+
+def choose_compile(config, device):
+    """inductor where it can work, else why not: announced in the log, never silent."""
+    if not config.compile:
+        return "off"
+    if device.type == "cpu":
+        try:
+            from torch._inductor.cpp_builder import get_cpp_compiler
+            get_cpp_compiler()
+        except Exception as error:  # inductor raises its own types for a missing compiler
+            return f"off (no C++ compiler: {type(error).__name__})"
+    return "inductor"
+
+
+@torch.no_grad()
+def check_causal(trainer, step, val):
+    """Replace all tokens after the middle of a validation micro-batch by others: the losses whose targets come
+    before must stay bitwise the same, n-gram rows, smearing and segment masks included."""
+    length = trainer.config.micro_batch_tokens
+    middle = length // 2
+    original = np.array(val[:length + 1])
+    changed = original.copy()
+    noise = np.random.default_rng(0).integers(1, trainer.config.eot_token, size=length - middle)
+    changed[middle + 1:] = (changed[middle + 1:].astype(np.int64) + noise) % (trainer.config.eot_token + 1)
+    losses = []
+    for tokens in (original, changed):
+        place = place_contiguous(tokens, 0, trainer.config)
+        micro_batch = assemble(place, *hash_placement(place, trainer.config), trainer.runtime.device)
+        losses.append(trainer.token_losses(step, micro_batch))
+    same = torch.equal(losses[0][:middle], losses[1][:middle])
+    return same and not torch.equal(losses[0][middle:], losses[1][middle:])
+
+
+@torch.no_grad()
+def check_normalised(trainer, step, val):
+    """At a few positions, exp(-loss) over every possible target must sum to 1."""
+    config = trainer.config
+    place = place_contiguous(val, 0, config)
+    micro_batch = assemble(place, *hash_placement(place, config), trainer.runtime.device)
+    phase = dataclasses.replace(phase_at(config, step), mtp_weights=(1.0,))
+    hidden = trainer.model.hidden(micro_batch, trainer.ngram(micro_batch), *trainer.position_tables(step), phase)
+    for row in hidden[::max(1, len(hidden) // 8)]:
+        targets = torch.arange(config.vocab_size, device=row.device)
+        losses = trainer.model.next_token_losses(row.expand(len(targets), -1), targets)[0]
+        if abs(torch.exp(-losses.double()).sum().item() - 1) > 1e-4:
+            return False
+    return True
+
+
+def validation_hash(config, val):
+    return hashlib.sha256(np.ascontiguousarray(val[:config.val_tokens + 1]).tobytes()).hexdigest()
+
+
+# ======================================================================================================
+# 8. Checkpoints
+# ======================================================================================================
+
+CHECKPOINT_FORMAT = 1
+
+
+def save_checkpoint(path, content):
+    """Write `content` (tensors and plain types) and its sha256 beside it. Atomic: a kill or a full disk leaves the
+    former file, or none, under the final name. Raises OSError."""
+    path = Path(path)
+    temporary = path.with_suffix(".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            try:
+                torch.save(content, file)
+            except RuntimeError as error:  # torch's zip writer reports a short write so
+                raise OSError(f"{path}: {str(error).splitlines()[0]}") from error
+            file.flush()
+            os.fsync(file.fileno())
+        with open(temporary, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        path.with_suffix(".sha256").write_text(f"{digest}  {path.name}\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_checkpoint(path):
+    """Read a checkpoint after checking its sha256. Raises ConfigError."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such checkpoint; runs leave theirs at logs/<run id>/checkpoint.pt")
+    recorded = path.with_suffix(".sha256")
+    if recorded.is_file():
+        with open(path, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != recorded.read_text().split()[0]:
+                raise ConfigError(f"{path}: sha256 differs from {recorded.name}: damaged; use another checkpoint")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises several types for a damaged file
+        raise ConfigError(f"{path}: cannot be read ({str(error).splitlines()[0]}); use another checkpoint") from None
+    if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
+        raise ConfigError(f"{path}: not a checkpoint of this trainer's format {CHECKPOINT_FORMAT}")
+    return content
+
+
+def config_of_checkpoint(content):
+    """The Config a checkpoint was made with; JSON-like lists become tuples again."""
+    def tuples(value):
+        return tuple(tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
+    known = {field.name for field in dataclasses.fields(Config)}
+    return Config(**{key: tuples(value) for key, value in content["config"].items() if key in known})
+
+
+# ======================================================================================================
+# 9. Training loop
+# ======================================================================================================
+
+class NonFiniteLoss(RuntimeError):
+    """The training or validation loss is NaN or infinite."""
+
+
+class Clock:
+    """Training time in seconds. Starting and stopping wait for the device, nothing else does."""
+
+    def __init__(self, runtime, seconds=0.0):
+        self.runtime, self.total, self.since = runtime, seconds, None
+
+    def start(self):
+        self.runtime.synchronize()
+        self.since = time.perf_counter()
+
+    def stop(self):
+        self.runtime.synchronize()
+        self.total, self.since = self.seconds(), None
+
+    def seconds(self):
+        return self.total + (time.perf_counter() - self.since if self.since is not None else 0.0)
+
+
+def local_state(trainer):
+    """Every tensor that a step changes on this rank, by name."""
+    tensors = dict(trainer.model.named_parameters())
+    for name, state in trainer.optimizer.state.items():
+        tensors.update({f"{name}.{key}": value for key, value in state.items()})
+    tensors.update({f"{name}.grad": value for name, value in trainer.optimizer.grads.items()})
+    tensors["rng"] = torch.get_rng_state()
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def state_digest(trainer):
+    """sha256 over the bytes of local_state: equal digests, equal state, bit for bit."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(local_state(trainer).items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()
+
+
+def warm_up(trainer):
+    """Compile and run every phase of the schedule on synthetic tokens, then put the state back and prove it.
+
+    The digest is taken before and after, apart from the copies that restore the state."""
+    config, runtime = trainer.config, trainer.runtime
+    before = state_digest(trainer)
+    kept = {name: tensor.clone() for name, tensor in local_state(trainer).items()}
+    tokens = np.random.default_rng(0).integers(0, config.eot_token, size=config.micro_batch_tokens + 1).astype(np.uint16)
+    tokens[0] = config.eot_token
+    place = place_contiguous(tokens, 0, config)
+    rows, signs = hash_placement(place, config)
+    micro_batch = assemble(place, rows, signs, runtime.device)
+    plan = None
+    if config.ngram_orders:
+        world = runtime.world_size
+        arrays = plan_rows(np.tile(rows, (world, 1)), np.tile(signs, (world, 1)), world, world)
+        plan = RowPlan(*(to_device(array, runtime.device) for array in arrays))
+    seen = set()
+    for step in range(config.steps):
+        key = (phase_at(config, step), windows_until(config, step))
+        if key in seen:
+            continue
+        seen.add(key)
+        for _ in range(2):  # the second call is the first without compilation
+            trainer.step(step, Batch([micro_batch], plan, {}))
+            trainer.token_losses(step, micro_batch)
+    trainer.token_losses(config.steps, micro_batch)
+    for name, tensor in local_state(trainer).items():
+        if name != "rng":
+            tensor.copy_(kept[name])
+    torch.set_rng_state(kept["rng"])
+    if state_digest(trainer) != before:
+        raise RuntimeError("the state after warm-up is not bitwise the state before it")
+
+
+def checkpoint_content(trainer, step, loader_state, clock):
+    """What a checkpoint holds. Every rank must call this: sharded states are gathered."""
+    optimizer = trainer.optimizer.full_state()
+    return {"format": CHECKPOINT_FORMAT, "step": step, "config": dataclasses.asdict(trainer.config),
+            "model": trainer.model.state_dict(), "optimizer": optimizer, "loader": loader_state,
+            "rng": torch.get_rng_state(), "train_seconds": clock.seconds()}
+
+
+def restore(trainer, content):
+    """Load weights and, if the checkpoint is for training, optimizer state."""
+    trainer.model.load_state_dict(content["model"])
+    trainer.optimizer.load_full_state(content["optimizer"])
+    torch.set_rng_state(content["rng"])
+
+
+def log_header(log, trainer, config, overrides, code):
+    """The lines that make a run reproducible: source, machine, resolved configuration, data, back ends."""
+    runtime = trainer.runtime
+    sha, dirty = git_state()
+    try:
+        import triton
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = "none"
+    manifest = Path(config.data) / "manifest.json"
+    data = hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else "none"
+    log.source(code)
+    log.line(f"run:{config.run_id} track:{config.track} commit:{sha} dirty:{dirty} "
+             f"code_sha256:{hashlib.sha256(code.encode()).hexdigest()} seed:{config.seed} "
+             f"world_size:{runtime.world_size} device:{device_name(runtime.device)} torch:{torch.__version__} "
+             f"cuda:{torch.version.cuda or 'none'} triton:{triton_version}")
+    log.line("config:" + json.dumps(dataclasses.asdict(config)))
+    if record_overrides := {key: value for key, value in overrides.items() if key not in NEUTRAL_FIELDS}:
+        log.line("overrides:" + json.dumps(record_overrides))
+    log.line(f"data:{data} backends:attention={trainer.attention_name},matmul=torch-{config.dtype},"
+             f"compile={trainer.compile_name}")
+    log.line(f"size: matrices={sum(p.numel() for n, p in trainer.trained.items() if RULES[n].update == 'muon'):,} "
+             f"embeddings_and_head={sum(p.numel() for n, p in trainer.trained.items() if RULES[n].update == 'adam'):,} "
+             f"ngram_table={trainer.model.ngram_table.numel() if config.ngram_orders else 0:,}")
+    log.line("===== START =====")
+
+
+def train_steps(trainer, log, shards, val, clock, folder, first_step, loader_state):
+    """The steps from first_step to the end. Returns the loader's final state."""
+    config, runtime = trainer.config, trainer.runtime
+    tokens_of = config.micro_batch_tokens
+    clock.start()
+    loader = TrainLoader(config, shards, runtime, first_step, loader_state)
+    try:
+        for step in range(first_step, config.steps):
+            batch = loader.next()
+            loss_sum = trainer.step(step, batch)
+            loader_state, done = batch.state, step + 1
+            if done % config.log_every == 0 or done == config.steps:
+                total = loss_sum.double()
+                wait(runtime.all_reduce(total, "training loss"))
+                loss = total.item() / (micro_batches_at(config, step) * tokens_of)
+                runtime.synchronize()
+                seconds = clock.seconds()
+                log.step(done, config.steps, train_loss=loss, lr_mul=lr_multiplier(config, step),
+                         train_time=1000 * seconds, step_avg=1000 * seconds / done)
+                if not math.isfinite(loss):
+                    raise NonFiniteLoss(f"training loss is {loss} at step {done}")
+            elif log.live:
+                log.progress(done, config.steps, clock.seconds())
+            if config.val_every and done % config.val_every == 0 and done < config.steps:
+                clock.stop()
+                log.step(done, config.steps, val_loss=trainer.evaluate(done, val), train_time=1000 * clock.total,
+                         step_avg=1000 * clock.total / done)
+                clock.start()
+            if config.save_every and done % config.save_every == 0 and done < config.steps:
+                clock.stop()
+                content = checkpoint_content(trainer, done, loader_state, clock)
+                if runtime.is_main:
+                    save_checkpoint(folder / f"step_{done:06d}.pt", content)
+                clock.start()
+    finally:
+        loader.close()
+    clock.stop()
+    return loader_state
+
+
+def finish(trainer, log, val, clock, loader_state, folder, overrides, code):
+    """Checkpoint, final validation, validity gates, plot and result. Returns the final validation loss."""
+    config, runtime = trainer.config, trainer.runtime
+    content = checkpoint_content(trainer, config.steps, loader_state, clock)
+    if runtime.is_main:
+        save_checkpoint(folder / "checkpoint.pt", content)
+    val_loss = trainer.evaluate(config.steps, val)
+    log.step(config.steps, config.steps, val_loss=val_loss, train_time=1000 * clock.total,
+             step_avg=1000 * clock.total / config.steps)
+    if not math.isfinite(val_loss):
+        raise NonFiniteLoss(f"validation loss is {val_loss}")
+    gates = {"causal": check_causal(trainer, config.steps, val),
+             "normalised": check_normalised(trainer, config.steps, val)}
+    digest = validation_hash(config, val)
+    gates["val_tokens"] = not config.val_sha256 or digest == config.val_sha256
+    comms = {f"{collective}/{name}": round(sent / config.steps)
+             for (collective, name), sent in sorted(runtime.sent_bytes.items())}
+    log.line("comms: sent_bytes per step " + (" ".join(f"{k}={v}" for k, v in comms.items()) or "none=0"))
+    verdict = {name: "ok" if passed else "FAILED" for name, passed in gates.items()}
+    expected = "" if gates["val_tokens"] else f" expected:{config.val_sha256}"
+    log.line(f"validity: causal:{verdict['causal']} normalised:{verdict['normalised']} "
+             f"val_tokens:{config.val_tokens} val_sha256:{digest}{expected}")
+    tokens = sum(micro_batches_at(config, step) for step in range(config.steps)) * config.micro_batch_tokens
+    memory = runtime.peak_memory_mib()
+    log.line(f"final val_loss:{val_loss:.5f} train_time:{1000 * clock.total:.0f}ms tokens:{tokens} "
+             f"peak_memory:{memory}MiB")
+    if runtime.is_main:
+        sha, dirty = git_state()
+        result = {"run": config.run_id, "track": config.track, "val_loss": val_loss, "seed": config.seed,
+                  "train_time_ms": 1000 * clock.total, "steps": config.steps, "tokens": tokens,
+                  "target_loss": config.target_loss, "world_size": runtime.world_size, "commit": sha, "dirty": dirty,
+                  "code_sha256": hashlib.sha256(code.encode()).hexdigest(), "device": device_name(runtime.device),
+                  "torch": torch.__version__, "peak_memory_mib": memory, "validity": gates, "val_sha256": digest,
+                  "overrides": {k: v for k, v in overrides.items() if k not in NEUTRAL_FIELDS},
+                  "sent_bytes_per_step": comms, "config": dataclasses.asdict(config)}
+        (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+        plot_losses(folder)
+    if not all(gates.values()):
+        failed = ", ".join(name for name, passed in gates.items() if not passed)
+        raise RuntimeError(f"validity gate failed: {failed}; see the validity line")
+    return val_loss
+
+
+def plot_losses(folder):
+    """Draw the losses of metrics.jsonl against training time into loss.png."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for key, style in (("train_loss", {"linewidth": 0.8, "alpha": 0.6}), ("val_loss", {"marker": "o"})):
+        points = [(event["train_time"] / 1000, event[key]) for event in events if key in event]
+        axes.plot(*zip(*points), label=key, **style) if points else None
+    axes.set(xlabel="training time, s", ylabel="loss, nats per token", title=folder.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(folder / "loss.png", dpi=120)
+    plt.close(figure)
+
+
+def train(config, overrides, content=None):
+    """Run a whole training run, from a checkpoint's content if given. Returns the exit status."""
+    runtime = Runtime(config.device)
+    status, log, failed = "error", None, True
+    try:
+        seed = config.seed if config.seed >= 0 else int.from_bytes(os.urandom(4), "little")
+        run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{os.urandom(2).hex()}"
+        seed, run_id = runtime.broadcast_object((seed, run_id))
+        config = dataclasses.replace(config, seed=seed, run_id=run_id)
+        check_world_size(config, runtime.world_size)
+        shards, val = open_corpus(config)
+        folder = Path("logs") / run_id
+        if not content and (folder / "log.txt").exists():
+            raise ConfigError(f"{folder}: this run exists; choose another --run-id, or continue it with "
+                              f"--resume {run_id}")
+        torch.manual_seed(seed)
+        trainer = Trainer(config, runtime)
+        clock, first_step, loader_state = Clock(runtime), 0, None
+        code = Path(__file__).read_text()
+        log = Log(runtime, folder, append=content is not None)
+        if content:
+            restore(trainer, content)
+            first_step, loader_state = content["step"], content["loader"]
+            clock.total = content["train_seconds"]
+            log.line(f"resumed:{run_id} step:{first_step}/{config.steps} world_size:{runtime.world_size}")
+        else:
+            log_header(log, trainer, config, overrides, code)
+        warm_up(trainer)
+        runtime.sent_bytes.clear()
+        loader_state = train_steps(trainer, log, shards, val, clock, folder, first_step, loader_state)
+        val_loss = finish(trainer, log, val, clock, loader_state, folder, overrides, code)
+        status, failed = f"ok run:{run_id} val_loss:{val_loss:.5f} train_time:{clock.total:.1f}s log:{folder}", False
+        return 0
+    except KeyboardInterrupt:
+        status = "interrupted"
+        return 130
+    except NonFiniteLoss as error:
+        status = f"nan {error}; lower the learning rate or continue an earlier checkpoint with --resume"
+        return 1
+    except torch.OutOfMemoryError as error:
+        status = f"oom {str(error).splitlines()[0]}; lower --micro-batch-tokens"
+        return 1
+    except ConfigError as error:
+        status = f"error {error}"
+        return 2
+    except OSError as error:
+        status = f"error {error}; free some disk space, or check the path"
+        return 1
+    except Exception as error:
+        status = f"error {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise
+    finally:
+        if log is not None:
+            log.line(f"status:{status}")
+            log.close()
+        elif runtime.is_main:
+            print(f"status:{status}", flush=True)
+        runtime.close(failed)
+
+
+# ======================================================================================================
+# 10. Commands
+# ======================================================================================================
+
+def check_world_size(config, world_size):
+    for _, count in config.micro_batches:
+        if count % world_size:
+            raise ConfigError(f"world size {world_size}: must divide the {count} micro-batches of a step; start a "
+                              f"number of processes that divides it, or change --micro-batches")
+
+
+def memory_estimate(config):
+    """Rough bytes at world size 1: weights, gradients, optimizer states, n-gram table, activations of one
+    micro-batch (about 34 values a channel and layer, and the float32 logits twice)."""
+    width = 2 if config.dtype == "bfloat16" else 4
+    matrices = config.num_layers * (4 * config.model_dim + 2 * config.mlp_dim) * config.model_dim
+    tables = (2 + len(config.value_embedding_layers)) * config.vocab_size * config.model_dim
+    state = (matrices + tables) * (width + 4 + 8 + 2)
+    table = config.ngram_rows * (config.model_dim + 1) * 4 * 2 if config.ngram_orders else 0  # twice: the warm-up copy
+    activations = config.micro_batch_tokens * (34 * config.num_layers * config.model_dim * width
+                                               + 8 * config.vocab_size)
+    return state + table + activations
+
+
+def preflight(config):
+    """Say what a run would use; raises ConfigError when something is missing."""
+    runtime = Runtime(config.device)
+    check_world_size(config, runtime.world_size)
+    _, attention = choose_attention(config, runtime.device)
+    print(f"device: {device_name(runtime.device)}, world size {runtime.world_size}, torch {torch.__version__}")
+    print(f"backends: attention={attention} compile={choose_compile(config, runtime.device)} dtype={config.dtype}")
+    shards, val = open_corpus(config)
+    needed = sum(micro_batches_at(config, step) for step in range(config.steps)) * config.micro_batch_tokens
+    print(f"data: {config.data}: {sum(map(len, shards)):,} training tokens in {len(shards)} shard(s), the schedule takes "
+          f"{needed:,}; {len(val):,} validation tokens, {config.val_tokens:,} are scored")
+    estimate = memory_estimate(config)
+    if runtime.device.type == "cuda":
+        available = torch.cuda.mem_get_info(runtime.device)[0]
+    else:
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    print(f"memory: about {estimate / 2**30:.1f} GiB needed, {available / 2**30:.1f} GiB free")
+    if estimate > available:
+        raise ConfigError(f"memory: about {estimate / 2**30:.1f} GiB needed, {available / 2**30:.1f} GiB free; lower "
+                          f"--micro-batch-tokens or --ngram-rows")
+    import shutil
+    checkpoint, free = estimate // 2, shutil.disk_usage(".").free
+    print(f"disk: up to {checkpoint / 2**30:.1f} GiB a checkpoint, {free / 2**30:.1f} GiB free")
+    if checkpoint > free:
+        raise ConfigError(f"disk: a checkpoint takes up to {checkpoint / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are "
+                          f"free; make room, or run from another disk")
+    runtime.close()
+    print("check:ok")
+
+
+def find_checkpoint(run):
+    """The newest checkpoint of a run id, or the file itself."""
+    if Path(run).is_file():
+        return Path(run)
+    folder = Path("logs") / run
+    kept = sorted(folder.glob("step_*.pt"))
+    for path in [folder / "checkpoint.pt", *reversed(kept)]:
+        if path.is_file():
+            return path
+    runs = [path.parent.name for path in Path("logs").glob("*/*.pt")]
+    raise ConfigError(f"--resume {run}: no checkpoint under {folder}; {nearest(run, runs)}")
+
+
+def resumed(given):
+    """(config, overrides, checkpoint content) of `--resume RUN`; other keys may only repeat what the run has."""
+    content = load_checkpoint(find_checkpoint(given["resume"]))
+    saved = config_of_checkpoint(content)
+    if content["step"] >= saved.steps:
+        raise ConfigError(f"--resume {given['resume']}: this run is complete ({content['step']} of {saved.steps} steps)")
+    asked, _ = config_from({"track": saved.track, **given})
+    for key in given:
+        if key not in NEUTRAL_FIELDS and getattr(asked, key) != getattr(saved, key):
+            raise ConfigError(f"--{key} {given[key]}: the run to resume has {getattr(saved, key)}, and a resumed run "
+                              f"keeps its configuration; leave the key out")
+    changed = {key: getattr(asked, key) for key in ("device", "log_every", "save_every") if key in given}
+    config = dataclasses.replace(saved, **changed)
+    _, overrides = config_from({"track": saved.track})
+    base = TRACKS[saved.track]
+    overrides = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)
+                 if getattr(config, field.name) != getattr(base, field.name)}
+    return config, overrides, content
+
+
+def open_trained(given):
+    """(trainer, step) of `--checkpoint F`, in this process alone."""
+    if "checkpoint" not in given:
+        raise ConfigError("--checkpoint F is missing; runs leave theirs at logs/<run id>/checkpoint.pt")
+    content = load_checkpoint(given["checkpoint"])
+    config = dataclasses.replace(config_of_checkpoint(content), compile=False, device=given.get("device", "auto"))
+    if "data" in given:
+        config = dataclasses.replace(config, data=given["data"])
+    trainer = Trainer(config, Runtime(config.device))
+    trainer.model.load_state_dict(content["model"])
+    return trainer, content["step"]
+
+
+def refuse_unknown(given, known):
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"--{key}: no such key here; {nearest(key, known)} Keys: {', '.join(sorted(known))}")
+
+
+def eval_command(given):
+    """Validation loss of a checkpoint, as `eval val_loss:<nats per token> ...`."""
+    refuse_unknown(given, {"checkpoint", "device", "data"})
+    trainer, step = open_trained(given)
+    _, val = open_corpus(trainer.config)
+    loss = trainer.evaluate(step, val)
+    print(f"eval val_loss:{loss:.5f} val_tokens:{trainer.config.val_tokens} "
+          f"val_sha256:{validation_hash(trainer.config, val)}")
+
+
+def text_codec(config):
+    """(encode, decode) between text and token ids of the track's tokenizer."""
+    if config.tokenizer == "bytes":
+        return (lambda text: list(text.encode())), (lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace"))
+    import tiktoken
+    try:
+        encoding = tiktoken.get_encoding("gpt2")
+    except Exception as error:  # requests' types, when neither network nor cache has the vocabulary
+        raise ConfigError(f"tiktoken cannot load the gpt2 vocabulary ({type(error).__name__}); needs the network once, "
+                          f"or a filled TIKTOKEN_CACHE_DIR") from None
+    return encoding.encode_ordinary, encoding.decode
+
+
+@torch.no_grad()
+def sample_command(given):
+    """Continue a prompt, token by token: --prompt TEXT, --tokens N, --temperature X, --seed N."""
+    refuse_unknown(given, {"checkpoint", "device", "prompt", "tokens", "temperature", "seed"})
+    try:
+        count, temperature = int(given.get("tokens", 200)), float(given.get("temperature", 0.7))
+        seed = int(given.get("seed", 0))
+    except ValueError as error:
+        raise ConfigError(f"--tokens, --seed and --temperature are numbers: {error}") from None
+    trainer, step = open_trained(given)
+    config = trainer.config
+    if count < 1 or temperature < 0:
+        raise ConfigError(f"--tokens {count} --temperature {temperature}: at least one token, no negative temperature")
+    encode, decode = text_codec(config)
+    tokens = [config.eot_token, *encode(given.get("prompt", ""))]
+    phase = dataclasses.replace(phase_at(config, step), mtp_weights=(1.0,))
+    generator = torch.Generator().manual_seed(seed)
+    limit, made = config.micro_batch_tokens, []
+    for _ in range(count):
+        context = tokens[-limit:]
+        padded = np.full(limit + 1, config.eot_token, dtype=np.uint16)  # what follows the context is never attended to
+        padded[:len(context)] = context
+        place = place_contiguous(padded, 0, config)
+        micro_batch = assemble(place, *hash_placement(place, config), trainer.runtime.device)
+        hidden = trainer.model.hidden(micro_batch, trainer.ngram(micro_batch), *trainer.position_tables(step), phase)
+        last = hidden[len(context) - 1:len(context)]
+        logits = trainer.model.next_token_losses(last, micro_batch.targets[:1])[2][0].cpu()[:config.eot_token + 1]
+        if temperature:
+            token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator).item()
+        else:
+            token = logits.argmax().item()
+        if token == config.eot_token:
+            break
+        tokens.append(token), made.append(token)
+    print(given.get("prompt", "") + decode(made))
+
+
+def main(argv=None):
+    """Returns the exit status: 0 complete, 1 failed on the way, 2 bad input, 130 interrupted."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # torchrun ends its workers so
+    commands = {"sample": sample_command, "eval": eval_command}
+    try:
+        if "--help" in argv or "-h" in argv:
+            print(help_text())
+            return 0
+        if argv and argv[0] in commands:
+            commands[argv[0]](parse_arguments(argv[1:]))
+            return 0
+        if check := "--check" in argv:
+            argv.remove("--check")
+        given = parse_arguments(argv)
+        if given.get("resume"):
+            config, overrides, content = resumed(given)
+        else:
+            (config, overrides), content = config_from(given), None
+        if check:
+            preflight(config)
+            return 0
+    except (ConfigError, OSError) as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"status:error {error}", flush=True)
+        return 2
+    return train(config, overrides, content)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
