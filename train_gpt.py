@@ -95,6 +95,7 @@ class Config:
     adam_lr: float = knob(0.01, "learning rate of embeddings, head and scalars under Adam")
     adam_every: int = knob(1, "Adam parameters step every k-th step, on the mean gradient since the last")
     ngram_lr: float = knob(0.1, "learning rate of the n-gram table (row-wise Adagrad)")
+    ngram_floor: float = knob(0.05, "gradient RMS of one token below which a table row's steps shrink")
     cooldown: float = knob(0.6, "last fraction of the run over which learning rates fall linearly")
     final_lr: float = knob(0.02, "learning-rate multiplier at the end of the cooldown")
     mtp_weights: tuple = knob(((0.0, (1.0,)),), "schedule: loss weights of the next, second-next, ... token")
@@ -123,7 +124,7 @@ class Config:
                 raise ConfigError(f"{name}={schedule}: a schedule is (fraction, value) pairs that start at 0 and "
                                   f"rise below 1, such as ((0.0, {schedule[-1][1] if schedule else 1}),)")
         positive = ("epochs", "steps", "micro_batch_tokens", "model_dim", "num_layers", "head_dim", "mlp_dim",
-                    "logit_cap", "muon_lr", "adam_lr", "adam_every", "val_tokens", "log_every", "ngram_lr")
+                    "logit_cap", "muon_lr", "adam_lr", "adam_every", "val_tokens", "log_every", "ngram_lr", "ngram_floor")
         for name in positive:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be positive")
@@ -680,8 +681,10 @@ class TrainLoader:
 
     def _run(self, step):
         try:
-            for step in range(step, self.config.steps):
-                self._put(self._next_batch(step))
+            if self.runtime.device.type == "cuda":
+                torch.cuda.set_device(self.runtime.device)  # the current device is each thread's own
+            for ahead in range(step, self.config.steps):
+                self._put(self._next_batch(ahead))
                 if self._stopped.is_set():
                     return
         except Exception as error:  # carried to the training loop, which raises it
@@ -720,31 +723,39 @@ def reference_attention(q, k, v, segment_start, window, scale):
     return torch.einsum("hij,jhd->ihd", scores.masked_fill(~visible, -math.inf).softmax(-1), v)
 
 
-def blocked_attention(q, k, v, micro_batch, window, scale):
+def blocked_bias(segment_start, window, dtype):
+    """What blocked_attention adds to its scores: 0 where the query sees the key, else -inf.
+
+    segment_start: (T,) int32. Returns (blocks, block, window + block) of `dtype`; the keys of a block of queries start
+    `window` before it. Worked out once a micro-batch, for all layers of that window."""
+    block = min(window, ATTENTION_BLOCK)
+    index = torch.arange(len(segment_start), dtype=torch.int32, device=segment_start.device).view(-1, block, 1)
+    key = index[:, :1] - window + torch.arange(window + block, dtype=torch.int32, device=index.device)
+    visible = (key <= index) & (key > index - window) & (key >= segment_start.view(-1, block, 1))
+    return torch.zeros(visible.shape, dtype=dtype, device=index.device).masked_fill_(~visible, -math.inf)
+
+
+def blocked_attention(q, k, v, micro_batch, bias, window, scale):
     """Back end `sdpa`: scaled dot-product attention on any device, in time linear in T.
 
     A block of queries attends to its own and the preceding blocks' keys that the window can reach; the products are
     written out, since bf16 SDPA on a CPU takes twice their time at these sizes.
-    q, k, v: (T, H, D) with T a multiple of the block. Returns (T, H, D)."""
+    q, k, v: (T, H, D) with T a multiple of the block. bias: from blocked_bias. Returns (T, H, D)."""
     length, heads, dim = q.shape
     block = min(window, ATTENTION_BLOCK)
-    reach, blocks = window, length // block  # reach: keys before the block; a multiple of the block
-    def spans(x):  # (T, H, D) -> (H, blocks, reach + block, D), zeros before the start
-        padded = F.pad(x.transpose(0, 1), (0, 0, reach, 0))
-        parts = [padded[:, start * block:start * block + length].reshape(heads, blocks, block, dim)
-                 for start in range(reach // block + 1)]
+    def spans(x):  # (T, H, D) -> (H, blocks, window + block, D), zeros before the start
+        padded = F.pad(x.transpose(0, 1), (0, 0, window, 0))
+        parts = [padded[:, start:start + length].reshape(heads, -1, block, dim)
+                 for start in range(0, window + block, block)]
         return torch.cat(parts, dim=2)
-    query = torch.arange(length, device=q.device).view(blocks, block, 1)
-    key = torch.arange(blocks, device=q.device).view(blocks, 1, 1) * block - reach + torch.arange(
-        reach + block, device=q.device)
-    visible = (key <= query) & (key > query - window) & (key >= micro_batch.segment_start.view(blocks, block, 1))
-    scores = q.transpose(0, 1).reshape(heads, blocks, block, dim) @ spans(k).transpose(-1, -2)
-    weights = (scores.float() * scale).masked_fill(~visible, -math.inf).softmax(-1).to(v.dtype)
+    scores = q.transpose(0, 1).reshape(heads, -1, block, dim) @ spans(k).transpose(-1, -2)
+    weights = (scores.float() * scale + bias).softmax(-1).to(v.dtype)
     return (weights @ spans(v)).view(heads, length, dim).transpose(0, 1)
 
 
-def varlen_attention(q, k, v, micro_batch, window, scale):
-    """Back end `varlen`: FlashAttention over packed segments (CUDA, half precision); arguments as blocked_attention."""
+def varlen_attention(q, k, v, micro_batch, bias, window, scale):
+    """Back end `varlen`: FlashAttention over packed segments (CUDA, half precision); arguments as blocked_attention,
+    bias unused."""
     from torch.nn.attention.varlen import varlen_attn
     length = q.size(0)
     return varlen_attn(q, k, v, micro_batch.segment_bounds, micro_batch.segment_bounds, length, length,
@@ -819,6 +830,15 @@ class Phase:
     tied: bool           # the head is the embedding
 
 
+@dataclass
+class Context:
+    """What the model needs beside tokens and weights."""
+    phase: Phase
+    rotary: tuple   # (cos, sin), as from rotary_tables
+    scale: float    # of the attention scores
+    biases: dict    # {window: blocked_bias}; empty for attention back ends that mask by themselves
+
+
 class GPT(nn.Module):
     """Decoder-only transformer over packed documents. Its hidden matrices live in two banks: `attention`
     (4 * layers, model_dim, model_dim) holds q, k, v, o of each layer, `mlp` (2 * layers, mlp_dim, model_dim) holds up
@@ -857,9 +877,9 @@ class GPT(nn.Module):
             self.ngram_table = nn.Parameter(torch.zeros(config.ngram_rows, dim), requires_grad=False)
         self.skip_scale = nn.Parameter(torch.full((skips,), 0.1))
 
-    def hidden(self, micro_batch, ngram, rotary, scale, phase):
+    def hidden(self, micro_batch, ngram, context):
         """Final hidden states (T, model_dim), normalised. ngram: (T, model_dim), the summed rows of the n-gram table."""
-        config = self.config
+        config, phase, rotary = self.config, context.phase, context.rotary
         length, layers, head_dim = micro_batch.inputs.size(0), config.num_layers, config.head_dim
         x = F.embedding(micro_batch.inputs, self.head if phase.tied else self.embed)
         # Smear: a gated share of the previous token's embedding, within a segment.
@@ -883,7 +903,8 @@ class GPT(nn.Module):
                 gate = 2 * torch.sigmoid(F.linear(x[:, :GATE_DIM], self.value_gate[which]))
                 v = v + gate[..., None] * F.embedding(micro_batch.inputs, self.value_embed[which]).view_as(v)
             q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)
-            y = self.attend(q, k, v, micro_batch, phase.windows[layer], scale)
+            window = phase.windows[layer]
+            y = self.attend(q, k, v, micro_batch, context.biases.get(window), window, context.scale)
             x = x + F.linear(y.flatten(1), self.attention[4 * layer + 3])
             # MLP
             h = F.relu(F.linear(norm(x), self.mlp[2 * layer])).square()
@@ -902,12 +923,13 @@ class GPT(nn.Module):
         normaliser = torch.logsumexp(logits, -1)
         return normaliser - logits.gather(1, targets[:, None])[:, 0], normaliser, logits
 
-    def forward(self, micro_batch, ngram, rotary, scale, phase):
+    def forward(self, micro_batch, ngram, context):
         """Returns (training loss, losses (T,)): the mean with multi-token weights, and the next token's alone."""
-        hidden = self.hidden(micro_batch, ngram, rotary, scale, phase)
+        hidden = self.hidden(micro_batch, ngram, context)
         losses, normaliser, logits = self.next_token_losses(hidden, micro_batch.targets)
-        loss = phase.mtp_weights[0] * losses.mean()
-        for ahead, weight in enumerate(phase.mtp_weights[1:], start=1):
+        mtp_weights = context.phase.mtp_weights
+        loss = mtp_weights[0] * losses.mean()
+        for ahead, weight in enumerate(mtp_weights[1:], start=1):
             # Position i also scores the token `ahead` after its target, where that is of the same segment.
             far = micro_batch.targets[ahead:, None]
             same = micro_batch.segment_start[ahead:] == micro_batch.segment_start[:-ahead]
@@ -1017,17 +1039,19 @@ def muon_update(weight, grad, buffer, second, lr, momentum, beta2, decay, dtype)
     weight.sub_(lr * (update + decay * weight * agrees))
 
 
-def adagrad_rows_update(table, second, grads, plan, lr):
+def adagrad_rows_update(table, second, grads, plan, lr, floor):
     """Row-wise Adagrad on the touched rows of the n-gram table, in place; cost is that of the touched rows.
 
     table: (rows, dim) float32. second: (rows,) float32, the sum of each row's mean squared gradients.
-    grads: (tokens, dim), the gradient of each token's summed rows, ordered as plan.occurrence expects.
+    grads: (tokens, dim), the gradient of the step's mean loss by each token's summed rows, as plan.occurrence expects.
+    floor: a token's gradient RMS (of its own loss, so of `grads` times tokens) that is added to the moment: a row seen
+    first by a token that was predicted well anyway hardly moves, where plain Adagrad would take a full step.
     """
-    row_grads = F.embedding_bag(plan.occurrence, grads.float(), plan.offsets, mode="sum",
+    row_grads = F.embedding_bag(plan.occurrence, grads.float() * len(grads), plan.offsets, mode="sum",
                                 per_sample_weights=plan.signs)
     moment = second[plan.rows] + row_grads.square().mean(1)
     second[plan.rows] = moment
-    table[plan.rows] -= row_grads * (lr * (moment + 1e-24).rsqrt())[:, None]
+    table[plan.rows] -= row_grads * (lr * (moment + floor * floor).rsqrt())[:, None]
 
 
 class Optimizer:
@@ -1118,7 +1142,7 @@ class Optimizer:
         if row_plan is not None:
             wait(works.get("ngram_table"))
             adagrad_rows_update(self.params["ngram_table"].data, self.state["ngram_table"]["second"], gathered,
-                                row_plan, config.ngram_lr * lr_mul * RULES["ngram_table"].lr_mul)
+                                row_plan, config.ngram_lr * lr_mul * RULES["ngram_table"].lr_mul, config.ngram_floor)
         for name in due:
             self._finish_gather(name, gathers[name])
             self.grads[name].zero_()
@@ -1244,16 +1268,25 @@ class Trainer:
         self.compile_name = choose_compile(config, runtime.device)
         self.forward = self.model
         if self.compile_name == "inductor":
+            # Each phase is a graph for training and one for validation; torch's default limit is 8.
+            torch._dynamo.config.recompile_limit = 64
             self.forward = torch.compile(self.model, dynamic=False)
         self._rotary = {}
 
-    def position_tables(self, step):
-        """(rotary tables, softmax scale) in force at `step`."""
-        windows = windows_until(self.config, step)
+    def context(self, step, micro_batch, training=False):
+        """The model's Context at `step`. Outside training only the next token is scored, whatever the schedule says."""
+        config, dtype = self.config, getattr(torch, self.config.dtype)
+        windows = windows_until(config, step)
         if windows not in self._rotary:
-            self._rotary[windows] = rotary_tables(self.config.micro_batch_tokens, self.config.head_dim, windows,
-                                                  self.runtime.device, getattr(torch, self.config.dtype))
-        return self._rotary[windows], attention_scale(self.config.head_dim, windows)
+            self._rotary[windows] = rotary_tables(config.micro_batch_tokens, config.head_dim, windows,
+                                                  self.runtime.device, dtype)
+        phase = phase_at(config, step)
+        if not training:
+            phase = dataclasses.replace(phase, mtp_weights=(1.0,))
+        biases = {}
+        if self.model.attend is blocked_attention:
+            biases = {window: blocked_bias(micro_batch.segment_start, window, dtype) for window in set(phase.windows)}
+        return Context(phase, self._rotary[windows], attention_scale(config.head_dim, windows), biases)
 
     def ngram(self, micro_batch):
         """The micro-batch's summed n-gram rows as a leaf in the compute dtype; None without n-grams."""
@@ -1264,15 +1297,13 @@ class Trainer:
 
     def step(self, step, batch):
         """One optimizer step on this rank's micro-batches. Returns this rank's summed losses, a 0-dim tensor."""
-        rotary, scale = self.position_tables(step)
-        phase = phase_at(self.config, step)
         if step and step == untie_step(self.config):
             self.optimizer.untie()
         total = len(batch.micro_batches) * self.runtime.world_size
         ngram_grads, loss_sum = [], 0.0
         for micro_batch in batch.micro_batches:
             ngram = self.ngram(micro_batch)
-            loss, losses = self.forward(micro_batch, ngram, rotary, scale, phase)
+            loss, losses = self.forward(micro_batch, ngram, self.context(step, micro_batch, training=True))
             leaves = list(self.trained.values()) + ([ngram] if ngram is not None else [])
             grads = torch.autograd.grad(loss / total, leaves, allow_unused=True)
             self.optimizer.accumulate(dict(zip(self.trained, grads)))
@@ -1286,10 +1317,7 @@ class Trainer:
     @torch.no_grad()
     def token_losses(self, step, micro_batch):
         """Validation loss of each token, (T,) float32, of the model as it stands before `step`."""
-        rotary, scale = self.position_tables(step)
-        # Always scored on the next token alone, so that validation compiles once for all multi-token phases.
-        phase = dataclasses.replace(phase_at(self.config, step), mtp_weights=(1.0,))
-        return self.forward(micro_batch, self.ngram(micro_batch), rotary, scale, phase)[1]
+        return self.forward(micro_batch, self.ngram(micro_batch), self.context(step, micro_batch))[1]
 
     def evaluate(self, step, val):
         """Mean loss over the track's validation tokens, in nats per token; micro-batches are shared among ranks."""
@@ -1341,8 +1369,7 @@ def check_normalised(trainer, step, val):
     config = trainer.config
     place = place_contiguous(val, 0, config)
     micro_batch = assemble(place, *hash_placement(place, config), trainer.runtime.device)
-    phase = dataclasses.replace(phase_at(config, step), mtp_weights=(1.0,))
-    hidden = trainer.model.hidden(micro_batch, trainer.ngram(micro_batch), *trainer.position_tables(step), phase)
+    hidden = trainer.model.hidden(micro_batch, trainer.ngram(micro_batch), trainer.context(step, micro_batch))
     for row in hidden[::max(1, len(hidden) // 8)]:
         targets = torch.arange(config.vocab_size, device=row.device)
         losses = trainer.model.next_token_losses(row.expand(len(targets), -1), targets)[0]
@@ -1632,9 +1659,8 @@ def plot_losses(folder):
     plt.close(figure)
 
 
-def train(config, overrides, content=None):
+def train(config, overrides, runtime, content=None):
     """Run a whole training run, from a checkpoint's content if given. Returns the exit status."""
-    runtime = Runtime(config.device)
     status, log, failed = "error", None, True
     try:
         seed = config.seed if config.seed >= 0 else int.from_bytes(os.urandom(4), "little")
@@ -1716,9 +1742,8 @@ def memory_estimate(config):
     return state + table + activations
 
 
-def preflight(config):
+def preflight(config, runtime):
     """Say what a run would use; raises ConfigError when something is missing."""
-    runtime = Runtime(config.device)
     check_world_size(config, runtime.world_size)
     _, attention = choose_attention(config, runtime.device)
     print(f"device: {device_name(runtime.device)}, world size {runtime.world_size}, torch {torch.__version__}")
@@ -1742,7 +1767,6 @@ def preflight(config):
     if checkpoint > free:
         raise ConfigError(f"disk: a checkpoint takes up to {checkpoint / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are "
                           f"free; make room, or run from another disk")
-    runtime.close()
     print("check:ok")
 
 
@@ -1836,7 +1860,6 @@ def sample_command(given):
         raise ConfigError(f"--tokens {count} --temperature {temperature}: at least one token, no negative temperature")
     encode, decode = text_codec(config)
     tokens = [config.eot_token, *encode(given.get("prompt", ""))]
-    phase = dataclasses.replace(phase_at(config, step), mtp_weights=(1.0,))
     generator = torch.Generator().manual_seed(seed)
     limit, made = config.micro_batch_tokens, []
     for _ in range(count):
@@ -1845,7 +1868,7 @@ def sample_command(given):
         padded[:len(context)] = context
         place = place_contiguous(padded, 0, config)
         micro_batch = assemble(place, *hash_placement(place, config), trainer.runtime.device)
-        hidden = trainer.model.hidden(micro_batch, trainer.ngram(micro_batch), *trainer.position_tables(step), phase)
+        hidden = trainer.model.hidden(micro_batch, trainer.ngram(micro_batch), trainer.context(step, micro_batch))
         last = hidden[len(context) - 1:len(context)]
         logits = trainer.model.next_token_losses(last, micro_batch.targets[:1])[2][0].cpu()[:config.eot_token + 1]
         if temperature:
@@ -1877,14 +1900,15 @@ def main(argv=None):
             config, overrides, content = resumed(given)
         else:
             (config, overrides), content = config_from(given), None
+        runtime = Runtime(config.device)
         if check:
-            preflight(config)
+            preflight(config, runtime)
             return 0
     except (ConfigError, OSError) as error:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"status:error {error}", flush=True)
         return 2
-    return train(config, overrides, content)
+    return train(config, overrides, runtime, content)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,491 @@
+"""How much sooner the nano track reaches the loss at which a plain GPT ends.
+
+    python benchmarks/nano_vs_baseline.py [--seconds 180] [--seeds 1] [--steps N]
+
+Four arms train on the same shards and are scored on the same validation tokens, in one process:
+    baseline              the GPT below: learned positions, LayerNorm, biases, GELU, AdamW with warm-up and
+                          cosine, float32, random windows of 256 tokens; as many matrix parameters as the track
+    baseline + n-grams    the same, given the track's n-gram table: orders, rows, hash and row-wise Adagrad
+    nano                  the track as it stands
+    nano, no table        the track with ngram_orders=()
+All are compiled. They take turns, a slice of training time each, so that a busy machine slows all alike. An arm's
+schedule has a length fixed beforehand (the baselines': `--seconds` over the step time of a calibration; the track's:
+its `steps`), and it stops at its end. The clock stands still during compilation and validation.
+
+The ratio is that of times to one loss, the one at which the baseline ends: the baseline's whole training time over
+the time after which the track had that loss. The track's own schedule is longer than that, so the ratio gives
+nothing to the track for a schedule cut to measure. Losses between two validation points are interpolated linearly in
+time, which errs against the track where its curve bends upwards.
+
+Results: benchmarks/results/nano_vs_baseline.{json,md,png}. Exit status: 0, or 2 for something to correct.
+"""
+import argparse
+import dataclasses
+import math
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train_gpt  # noqa: E402
+from benchmarks import common  # noqa: E402
+
+NAME = "nano_vs_baseline"
+ARMS = ("baseline", "baseline + n-grams", "nano", "nano, no table")
+BLOCK = 256                # tokens of a baseline's window
+SLICE_SECONDS = 10.0       # of training time before the next arm's turn
+POINTS = 12                # validation points of a curve
+CURVE_TOKENS = 131_072     # validation tokens of a point; the end is scored on all of the track's
+FIRST_POINT = 1 / 40       # of the schedule; points lie on a geometric scale, for losses fall fastest early
+
+# ----- the baseline: GPT-2's architecture and nanoGPT's recipe (Karpathy 2022) at the track's size
+
+
+class Block(nn.Module):
+    def __init__(self, dim, heads, mlp_dim):
+        super().__init__()
+        self.heads = heads
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, mlp_dim), nn.Linear(mlp_dim, dim)
+
+    def forward(self, x):  # (B, T, dim)
+        q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+
+
+class Baseline(nn.Module):
+    """A plain GPT with the head tied to the embedding. With n-grams, the summed rows of the table join the
+    residual stream where the track adds them: before each layer and before the head, with learned scales."""
+
+    def __init__(self, config):
+        super().__init__()
+        dim, layers = config.model_dim, config.num_layers
+        self.embed, self.position = nn.Embedding(config.vocab_size, dim), nn.Embedding(BLOCK, dim)
+        self.blocks = nn.ModuleList(Block(dim, dim // config.head_dim, config.mlp_dim) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        if config.ngram_orders:
+            self.ngram_scale = nn.Parameter(torch.ones(layers + 1))
+
+    @torch.no_grad()
+    def initialise(self, seed):
+        """GPT-2's: normal of 0.02, projections into the residual stream smaller by sqrt(2 layers), zero biases."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, param in self.named_parameters():
+            if param.ndim == 2:
+                shrink = math.sqrt(2 * len(self.blocks)) if name.endswith(("out.weight", "down.weight")) else 1.0
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.02 / shrink)
+            else:
+                param.fill_(0.0 if name.endswith("bias") else 1.0)
+
+    def matrix_parameters(self):
+        return sum(param.numel() for param in self.blocks.parameters() if param.ndim == 2)
+
+    def forward(self, inputs, targets, ngram=None):
+        """inputs, targets: (B, T) token ids. ngram: (B, T, dim). Returns losses (B, T)."""
+        x = self.embed(inputs) + self.position.weight[:inputs.size(1)]
+        for layer, block in enumerate(self.blocks):
+            x = block(x if ngram is None else x + self.ngram_scale[layer] * ngram)
+        x = self.norm(x if ngram is None else x + self.ngram_scale[-1] * ngram)
+        logits = F.linear(x, self.embed.weight)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+
+
+# ----- arms: what trains, in steps; each has its own clock
+
+class Arm:
+    """`steps`: length of the schedule, `done`: steps taken, `points`: (training seconds, step, loss) so far."""
+
+    def __init__(self, name, config, runtime, val):
+        self.name, self.config, self.runtime, self.val = name, config, runtime, val
+        self.clock, self.done, self.points = train_gpt.Clock(runtime), 0, []
+        self.steps = 0
+
+    def set_steps(self, steps):
+        self.steps = steps
+        self.marks = {max(1, round(steps * FIRST_POINT ** (1 - i / (POINTS - 1)))) for i in range(POINTS)}
+
+    def mean_loss(self, pieces):
+        """Mean validation loss over pieces of micro_batch_tokens that start at the given tokens."""
+        total = sum(self.piece_losses(low).double().sum() for low in pieces)
+        return float(total) / (len(pieces) * self.config.micro_batch_tokens)
+
+    def curve_point(self):
+        """Score pieces spread evenly over the validation tokens."""
+        length = self.config.micro_batch_tokens
+        whole = self.config.val_tokens // length
+        pieces = np.linspace(0, whole - 1, min(whole, CURVE_TOKENS // length)).astype(int) * length
+        self.points.append((self.clock.total, self.done, self.mean_loss(pieces)))
+
+    def train_for(self, seconds):
+        """Take steps for so much training time, or to the schedule's end; validate at the marks."""
+        if not self.points:
+            self.curve_point()  # before the first step
+        self.clock.start()
+        until = self.clock.seconds() + seconds
+        while self.done < self.steps and self.clock.seconds() < until:
+            self.train_step()
+            self.done += 1
+            if self.done in self.marks:
+                self.clock.stop()
+                self.curve_point()
+                self.clock.start()
+        self.clock.stop()
+
+    def result(self):
+        """The arm's figures after its schedule, with the loss over all of the track's validation tokens."""
+        length, tokens = self.config.micro_batch_tokens, self.tokens_seen()
+        final = self.mean_loss(range(0, self.config.val_tokens, length))
+        return {"arm": self.name, "seed": self.config.seed, "steps": self.steps, "seconds": self.clock.total,
+                "tokens": tokens, "tokens_per_second": tokens / self.clock.total, "val_loss": final,
+                "matrix_parameters": self.matrix_parameters(), "table_values": self.table_values(),
+                "points": [{"seconds": s, "step": n, "loss": loss} for s, n, loss in self.points]}
+
+    def table_values(self):
+        return self.config.ngram_rows * self.config.model_dim if self.config.ngram_orders else 0
+
+
+class NanoArm(Arm):
+    """The track: its trainer, loader, schedule and warm-up."""
+
+    def __init__(self, name, config, runtime, shards, val):
+        super().__init__(name, config, runtime, val)
+        self.shards, self.loader = shards, None
+        torch.manual_seed(config.seed)
+        self.trainer = train_gpt.Trainer(config, runtime)
+        train_gpt.warm_up(self.trainer)
+        self.set_steps(config.steps)
+
+    def train_step(self):
+        if self.loader is None:  # on the clock, as in a run; while other arms train it fills its queue of two steps
+            self.loader = train_gpt.TrainLoader(self.config, self.shards, self.runtime)
+        self.trainer.step(self.done, self.loader.next())
+
+    def piece_losses(self, low):
+        place = train_gpt.place_contiguous(self.val, low, self.config)
+        micro_batch = train_gpt.assemble(place, *train_gpt.hash_placement(place, self.config), self.runtime.device)
+        return self.trainer.token_losses(self.done, micro_batch)
+
+    def matrix_parameters(self):
+        return sum(param.numel() for name, param in self.trainer.trained.items()
+                   if train_gpt.RULES[name].update == "muon")
+
+    def tokens_seen(self):
+        return self.config.micro_batch_tokens * sum(
+            train_gpt.micro_batches_at(self.config, step) for step in range(self.done))
+
+    def close(self):
+        if self.loader is not None:
+            self.loader.close()
+
+
+class BaselineArm(Arm):
+    """The plain GPT. A thread prepares the next batch during a step, as the track's loader does."""
+    LEARNING_RATE, FINAL_LR, DECAY, CLIP = 2e-3, 0.1, 0.1, 1.0
+    WARM_UP = 0.05           # of the schedule
+    WINDOWS = 32             # a step: 8,192 tokens
+
+    def __init__(self, name, config, runtime, shards, val):
+        super().__init__(name, config, runtime, val)
+        self.shards = shards
+        self.starts = [np.flatnonzero(shard == config.eot_token) for shard in shards]
+        self.val_starts = np.flatnonzero(val[:config.val_tokens] == config.eot_token)
+        self.model = Baseline(config).to(runtime.device)
+        compiling = train_gpt.choose_compile(config, runtime.device) == "inductor"
+        self.forward = torch.compile(self.model, dynamic=False) if compiling else self.model
+        self.pool = ThreadPoolExecutor(1)
+        self.reset()
+        self.set_steps(1)
+        self.train_step()  # compile
+        self.piece_losses(0)
+        self.reset()
+
+    def reset(self):
+        """The state before the first step."""
+        self.model.initialise(self.config.seed)
+        matrices = [param for param in self.model.parameters() if param.ndim == 2]
+        others = [param for param in self.model.parameters() if param.ndim != 2]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": self.DECAY}, {"params": others, "weight_decay": 0.0}],
+            lr=self.LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+        if self.config.ngram_orders:
+            self.table = torch.zeros(self.config.ngram_rows, self.config.model_dim, device=self.runtime.device)
+            self.table_second = torch.zeros(self.config.ngram_rows, device=self.runtime.device)
+        self.rng = np.random.default_rng(self.config.seed)
+        self.done, self.next_batch = 0, None
+
+    def windows_at(self, tokens, starts, lows):
+        """The MicroBatch of windows of BLOCK tokens that start at `lows`; its arrays are flat."""
+        position = (np.asarray(lows)[:, None] + np.arange(BLOCK)).ravel()
+        document_start = starts[np.searchsorted(starts, position, side="right") - 1]
+        segment_start = np.repeat(np.arange(len(lows), dtype=np.int32) * BLOCK, BLOCK)
+        place = train_gpt.Placement(tokens, position, document_start, segment_start)
+        rows, signs = train_gpt.hash_placement(place, self.config)
+        return train_gpt.assemble(place, rows, signs, self.runtime.device), rows, signs
+
+    def random_batch(self):
+        """(MicroBatch, RowPlan or None) of random windows of one shard, drawn by size."""
+        sizes = np.array([len(shard) for shard in self.shards], dtype=float)
+        which = self.rng.choice(len(sizes), p=sizes / sizes.sum())
+        lows = self.rng.integers(0, len(self.shards[which]) - BLOCK, size=self.WINDOWS)
+        micro_batch, rows, signs = self.windows_at(self.shards[which], self.starts[which], lows)
+        plan = None
+        if self.config.ngram_orders:
+            arrays = train_gpt.plan_rows(rows, signs, 1, 1)
+            plan = train_gpt.RowPlan(*(train_gpt.to_device(array, self.runtime.device) for array in arrays))
+        return micro_batch, plan
+
+    def ngram(self, micro_batch):
+        if not self.config.ngram_orders:
+            return None
+        return train_gpt.ngram_embedding(self.table, micro_batch).view(-1, BLOCK, self.config.model_dim)
+
+    def lr_multiplier(self):
+        warm_up = max(1, round(self.WARM_UP * self.steps))
+        if self.done < warm_up:
+            return (self.done + 1) / warm_up
+        progress = (self.done - warm_up) / max(1, self.steps - warm_up)
+        return self.FINAL_LR + (1 - self.FINAL_LR) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    def train_step(self):
+        waiting = self.next_batch or self.pool.submit(self.random_batch)
+        micro_batch, plan = waiting.result()
+        self.next_batch = self.pool.submit(self.random_batch)
+        lr_mul = self.lr_multiplier()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.LEARNING_RATE * lr_mul
+        ngram = self.ngram(micro_batch)
+        if ngram is not None:
+            ngram.requires_grad_()
+        shape = (self.WINDOWS, BLOCK)
+        self.forward(micro_batch.inputs.view(shape), micro_batch.targets.view(shape), ngram).mean().backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if ngram is not None:
+            train_gpt.adagrad_rows_update(self.table, self.table_second, ngram.grad.flatten(0, 1), plan,
+                                          self.config.ngram_lr * lr_mul, self.config.ngram_floor)
+
+    @torch.no_grad()
+    def piece_losses(self, low):
+        lows = np.arange(low, low + self.config.micro_batch_tokens, BLOCK)
+        micro_batch, _, _ = self.windows_at(self.val, self.val_starts, lows)
+        shape = (len(lows), BLOCK)
+        return self.forward(micro_batch.inputs.view(shape), micro_batch.targets.view(shape), self.ngram(micro_batch))
+
+    def matrix_parameters(self):
+        return self.model.matrix_parameters()
+
+    def tokens_seen(self):
+        return self.done * self.WINDOWS * BLOCK
+
+    def close(self):
+        self.pool.shutdown()
+
+
+def calibrate(arms, seconds):
+    """Fix each baseline's schedule: `seconds` over the median time of a step, in turns of four steps."""
+    times = {arm: [] for arm in arms}
+    for _ in range(3):
+        for arm in arms:
+            for _ in range(4):
+                arm.runtime.synchronize()
+                began = time.perf_counter()
+                arm.train_step()
+                arm.runtime.synchronize()
+                times[arm].append(time.perf_counter() - began)
+    for arm in arms:
+        arm.reset()
+        arm.set_steps(max(1, round(seconds / statistics.median(times[arm]))))
+
+
+def run_seed(config, seconds, runtime, shards, val):
+    """Train all arms with config.seed. Returns their results."""
+    torch._dynamo.reset()  # the graphs of the last seed's models
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # an arm that silently ran eagerly would be slandered
+    plain = dataclasses.replace(config, ngram_orders=())
+    arms = [BaselineArm(ARMS[0], plain, runtime, shards, val), BaselineArm(ARMS[1], config, runtime, shards, val),
+            NanoArm(ARMS[2], config, runtime, shards, val), NanoArm(ARMS[3], plain, runtime, shards, val)]
+    calibrate(arms[:2], seconds)
+    try:
+        while waiting := [arm for arm in arms if arm.done < arm.steps]:
+            for arm in waiting:
+                arm.train_for(min(SLICE_SECONDS, seconds / 3))
+                print(f"seed:{config.seed} arm:{arm.name} step:{arm.done}/{arm.steps} "
+                      f"train_time:{1000 * arm.clock.total:.0f}ms loss:{arm.points[-1][2]:.5f} "
+                      f"at_step:{arm.points[-1][1]}", flush=True)
+        return [arm.result() for arm in arms]
+    finally:
+        for arm in arms:
+            arm.close()
+
+
+# ----- figures
+
+def seconds_to(points, loss):
+    """Training seconds at which a curve first has `loss`, linear between its points; None if it never has."""
+    for before, after in zip(points, points[1:]):
+        if after["loss"] <= loss < before["loss"]:
+            share = (before["loss"] - loss) / (before["loss"] - after["loss"])
+            return before["seconds"] + share * (after["seconds"] - before["seconds"])
+    return None
+
+
+def compare(results):
+    """Every other arm against each baseline: one dict a pair, with one entry a seed in its lists."""
+    by_arm = {arm: [result for result in results if result["arm"] == arm] for arm in ARMS}
+    pairs = []
+    for target in ARMS[:2]:
+        for arm in ARMS:
+            if arm != target:
+                ends = [result["points"][-1] for result in by_arm[target]]
+                times = [seconds_to(result["points"], end["loss"]) for result, end in zip(by_arm[arm], ends)]
+                ratios = [end["seconds"] / t for end, t in zip(ends, times) if t]
+                pairs.append({"arm": arm, "target": target, "target_losses": [end["loss"] for end in ends],
+                              "target_seconds": [end["seconds"] for end in ends], "seconds": times,
+                              "ratio": statistics.mean(ratios) if len(ratios) == len(ends) else None})
+    return pairs
+
+
+def spread(values, digits):
+    """`mean +- std`, the mean alone for one value."""
+    text = f"{statistics.mean(values):.{digits}f}"
+    return text + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def ratio_text(ratio):
+    return "not reached" if ratio is None else f"{ratio:.2f}"
+
+
+def report(facts, settings, results, pairs):
+    """The Markdown text of the results."""
+    seeds = len({result["seed"] for result in results})
+    rows = []
+    for arm in ARMS:
+        of_arm = [result for result in results if result["arm"] == arm]
+        first = of_arm[0]
+        rows.append([arm, f"{first['matrix_parameters']:,}", f"{first['table_values']:,}",
+                     f"{statistics.mean(r['tokens_per_second'] for r in of_arm):,.0f}", f"{first['tokens']:,}",
+                     spread([r["seconds"] for r in of_arm], 1), spread([r["val_loss"] for r in of_arm], 4)])
+    arms = common.markdown_table(["arm", "matrix parameters", "table values", "tokens/s", "tokens seen",
+                                  "training time, s", f"final validation loss, n={seeds}"], rows)
+    rows = []
+    for pair in pairs:
+        reached = [t for t in pair["seconds"] if t is not None]
+        rows.append([f"{pair['target']} at its end", spread(pair["target_losses"], 4),
+                     spread(pair["target_seconds"], 1), pair["arm"],
+                     spread(reached, 1) if len(reached) == seeds else "not reached", ratio_text(pair["ratio"])])
+    times = common.markdown_table(["loss of", "loss (curve's tokens)", "its training time, s", "arm",
+                                   "time to that loss, s", "ratio of times"], rows)
+    return f"""# The nano track against a plain GPT
+
+{arms}
+
+{times}
+
+Training times leave out compilation and validation. The baseline: learned positions, LayerNorm, biases, GELU, AdamW
+{BaselineArm.LEARNING_RATE} with warm-up and cosine, float32, compiled, {BaselineArm.WINDOWS} random windows of {BLOCK}
+tokens a step. With n-grams it has the track's table and row-wise Adagrad as well. Final losses are over
+{settings['val_tokens']:,} validation tokens, those of the curve over up to {CURVE_TOKENS:,} of them.
+
+{common.environment_line(facts)}
+"""
+
+
+def plot(path, results, pairs):
+    """Loss against training time, one line an arm and seed; dashes mark where the baselines end."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    colours = dict(zip(ARMS, ("tab:gray", "tab:brown", "tab:blue", "tab:cyan")))
+    labelled = set()
+    for result in results:
+        points = result["points"][1:]  # the first stands at time 0, which a logarithmic axis has not
+        arm = result["arm"]
+        axes.plot([p["seconds"] for p in points], [p["loss"] for p in points], marker=".", linewidth=1,
+                  color=colours[arm], label=None if arm in labelled else arm)
+        labelled.add(arm)
+    for target in ARMS[:2]:
+        pair = next(pair for pair in pairs if pair["target"] == target)
+        axes.axhline(statistics.mean(pair["target_losses"]), color=colours[target], linestyle="--", linewidth=0.8)
+    axes.set(xscale="log", xlabel="training time, s", ylabel="validation loss, nats per byte",
+             title="The nano track against a plain GPT")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--seconds", type=float, default=180.0, help="training time of each baseline (default: 180)")
+    add("--seeds", type=int, default=1, help="repetitions, each of all arms (default: 1)")
+    add("--seed", type=int, default=0, help="the first seed (default: 0)")
+    add("--steps", type=int, help="schedule of the track (default: the track's)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--data", help="corpus folder (default: the track's)")
+    add("--out", type=Path, default=common.RESULTS, help="folder of the results (default: benchmarks/results)")
+    add("--tiny", action="store_true", help="a tiny model on a tiny corpus, not compiled: tries out the script")
+    arguments = parser.parse_args(argv)
+    for name in ("seconds", "seeds"):
+        if not getattr(arguments, name) > 0:
+            parser.error(f"--{name} {getattr(arguments, name)}: must be positive")
+    return arguments
+
+
+def benchmark(arguments, config):
+    """Run every seed; results are written after each. Returns the comparison's pairs."""
+    runtime = train_gpt.Runtime(config.device)
+    shards, val = train_gpt.open_corpus(config)
+    facts = common.environment(runtime.device)
+    settings = {"seconds": arguments.seconds, "block": BLOCK, "slice_seconds": SLICE_SECONDS, "tiny": arguments.tiny,
+                "curve_tokens": CURVE_TOKENS, "val_tokens": config.val_tokens, "config": dataclasses.asdict(config)}
+    results = []
+    for seed in range(arguments.seed, arguments.seed + arguments.seeds):
+        results += run_seed(dataclasses.replace(config, seed=seed), arguments.seconds, runtime, shards, val)
+        pairs = compare(results)
+        common.write_results(arguments.out, NAME, {"environment": facts, "settings": settings, "results": results,
+                                                   "comparison": pairs}, report(facts, settings, results, pairs))
+        plot(arguments.out / f"{NAME}.png", results, pairs)
+    return pairs
+
+
+def main(argv=None):
+    arguments = parse_arguments(argv)
+    with tempfile.TemporaryDirectory() as temporary:
+        try:
+            changes = {"device": arguments.device, "data": str(common.ROOT / train_gpt.TRACKS["nano"].data)}
+            if arguments.tiny:
+                documents = common.python_documents(400_000)
+                changes |= {**common.TINY, "data": str(Path(temporary, "corpus"))}
+                common.write_corpus(changes["data"], documents, train_gpt.EOT_TOKEN["bytes"])
+            if arguments.steps is not None:
+                changes["steps"] = arguments.steps
+            if arguments.data:
+                changes["data"] = arguments.data
+            pairs = benchmark(arguments, dataclasses.replace(train_gpt.TRACKS["nano"], **changes))
+        except train_gpt.ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    print((arguments.out / f"{NAME}.md").read_text())
+    ratios = [next(pair["ratio"] for pair in pairs if (pair["arm"], pair["target"]) == (ARMS[2], target))
+              for target in ARMS[:2]]
+    texts = ["not_reached" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+    print(f"speedup_vs_baseline:{texts[0]} speedup_vs_baseline_with_ngrams:{texts[1]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,400 @@
+"""Download FineWeb-10B as GPT-2 tokens: a validation shard and up to 103 training shards.
+
+    python data/fineweb.py                # 9 training shards, 2 GB, into data/fineweb10B/
+    python data/fineweb.py 103            # all of them, 21 GB; shards that are there are kept
+    HF_ENDPOINT=https://... python data/fineweb.py    # from a mirror of the hub
+
+The shards are those of Keller Jordan's speedrun, 100M tokens each, in llm.c's format. Every file
+is checked against the sha256 that the hub states for it, and takes its final name only when right.
+A call that was cut short, by kill -9 too, is continued by the next one where it stopped. HF_TOKEN
+is honoured.
+
+The hub client gives addresses, metadata and headers. The bytes are fetched by the loop below: the
+client does not check content hashes, resume after a kill or retry a refused GET.
+
+REVISION and VAL_SHA256 are what several public reproductions of that speedrun pin. They agree with
+each other, but the hub itself was not at hand when they were written down. Should it refuse them,
+`--revision main` asks for its current commit, to which the manifest then holds the folder.
+
+Contents: hub -> retries -> one file -> corpus folder -> command line.
+Exit status: 0 done, 1 network, hub or disk failed, 2 something in the call to correct.
+"""
+
+import argparse
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.utils import build_hf_headers, get_session, httpx
+from tqdm import tqdm
+
+REPO = "kjj0/fineweb10B-gpt2"
+REVISION = "889765ea1f903759787add96995d81171b632d0c"
+VAL_NAME = "fineweb_val_000000.bin"
+# The validation shard decides what a loss means: at REVISION no mirror may offer another one.
+VAL_SHA256 = "5b95c8e0966f0861685b307b23dc5ae42b228ef74b28cb499784ae021f201640"
+TRAIN_SHARDS = 103
+MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
+EOT_TOKEN, VOCAB_SIZE = 50256, 50257
+
+RETRIES = 4  # failures in a row without a new byte; waits of 1, 2, 4 and 8 s outlast a hiccup
+BACKOFF_SECONDS, LONGEST_WAIT = 1.0, 60.0
+CONTENT_TRIES = 3  # whole downloads of one file whose content comes out wrong
+TIMEOUT_SECONDS = 30.0  # without a byte
+BLOCK_BYTES = 1 << 20
+
+
+class UsageError(Exception):
+    """What the caller has to change. The message is one line: value, constraint, remedy."""
+
+
+class FetchError(Exception):
+    """What network, hub or disk did not deliver, with the remedy, in one line."""
+
+
+class Temporary(Exception):
+    """A failure of one request that the next one may not meet."""
+
+
+# ----- hub
+
+class Remote(NamedTuple):
+    name: str
+    url: str
+    size: int  # bytes
+    sha256: str
+    commit: str
+
+
+def ask(name, revision):
+    """Ask the hub for size, sha256 and commit of a file. Raises FetchError when it gives none."""
+    url = hf_hub_url(REPO, name, repo_type="dataset", revision=revision)
+    meta = get_hf_file_metadata(url, timeout=TIMEOUT_SECONDS)
+    # large files carry their sha256 as ETag; for small ones it is a git hash, which has 40 digits
+    if not meta.size or not re.fullmatch("[0-9a-f]{64}", meta.etag or ""):
+        raise FetchError(f"{url}: no size and sha256 in the answer (ETag {meta.etag}), so it "
+                         f"could not be checked; set HF_ENDPOINT to a complete mirror")
+    if not meta.commit_hash or revision not in (meta.commit_hash, "main"):
+        raise FetchError(f"{url}: the answer is for commit {meta.commit_hash}, not {revision}; "
+                         f"set HF_ENDPOINT to another mirror")
+    if (name, meta.commit_hash) == (VAL_NAME, REVISION) and meta.etag != VAL_SHA256:
+        raise FetchError(f"{url}: sha256 {meta.etag[:12]}... is offered, {VAL_SHA256[:12]}... is "
+                         f"the validation shard's; set HF_ENDPOINT to another mirror")
+    return Remote(name, url, meta.size, meta.etag, meta.commit_hash)
+
+
+# ----- retries
+
+def persist(action, stop, progress=lambda: 0):
+    """Call action() until it succeeds, with longer and longer pauses after failures that may pass.
+
+    progress: a number that grows as bytes arrive; as long as it does, failures do not count.
+    Raises FetchError when the failure is lasting, or when `stop` was set meanwhile."""
+    failures, best = 0, progress()
+    while True:
+        try:
+            return action()
+        except HfHubHTTPError as error:
+            reason = f"status {error.response.status_code} for {error.response.request.url}"
+            if not is_temporary(error.response.status_code):
+                raise FetchError(f"{reason}; {remedy_for(error.response.status_code)}")
+        except OfflineModeIsEnabled:
+            raise FetchError("HF_HUB_OFFLINE is set; unset it, or run ./run.sh nano offline")
+        except (httpx.RequestError, httpx.InvalidURL, Temporary) as error:
+            reason = str(error) or type(error).__name__
+        if progress() > best:
+            failures, best = 0, progress()
+        failures += 1
+        if failures > RETRIES:
+            raise FetchError(f"{constants.ENDPOINT}: gave up after {failures} attempts "
+                             f"({reason}); check the network and run again to resume, set "
+                             f"HF_ENDPOINT to a mirror, or run ./run.sh nano, which works offline")
+        # the random factor keeps parallel downloads from coming back all at once
+        pause = min(BACKOFF_SECONDS * 2 ** (failures - 1), LONGEST_WAIT) * random.uniform(0.5, 1)
+        if stop.wait(pause):
+            raise FetchError("stopped")
+
+
+def is_temporary(status):
+    return status in (408, 429) or status >= 500
+
+
+def remedy_for(status):
+    if status in (401, 403):
+        return "set HF_TOKEN to a token that may read it"
+    return "check --revision, or set HF_ENDPOINT to another mirror"
+
+
+# ----- one file
+
+def receive(remote, file, bar, stop):
+    """Append what is missing to a file opened for appending. Raises Temporary on a short body."""
+    have = size_of(file)
+    if have == remote.size:
+        return
+    headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+    if have:
+        headers["Range"] = f"bytes={have}-"
+    with get_session().stream("GET", remote.url, headers=headers, follow_redirects=True,
+                              timeout=TIMEOUT_SECONDS) as response:
+        status = response.status_code
+        if is_temporary(status):
+            raise Temporary(f"status {status} for {remote.name}")
+        resumed = status == 206 and response.headers.get("Content-Range", "").startswith(
+            f"bytes {have}-")
+        if have and not resumed:  # a server without ranges, or with another file: begin again
+            have = restart(file, bar)
+            if status in (206, 416):
+                raise Temporary(f"the hub cannot continue {remote.name}")
+        if status not in (200, 206):
+            raise FetchError(f"status {status} for {remote.url}; {remedy_for(status)}")
+        for chunk in response.iter_bytes():
+            if stop.is_set():
+                raise FetchError("stopped")
+            have += len(chunk)
+            if have > remote.size:
+                restart(file, bar)
+                raise Temporary(f"{remote.name} came longer than its {remote.size} bytes")
+            file.write(chunk)
+            file.flush()  # what has arrived shall outlive a kill
+            advance(bar, len(chunk))
+    if have < remote.size:
+        raise Temporary(f"{remote.name} ended after {have} of {remote.size} bytes")
+
+
+def size_of(file):
+    return os.fstat(file.fileno()).st_size
+
+
+def restart(file, bar):
+    """Throw away what was received. Returns the new size, 0."""
+    advance(bar, -size_of(file))
+    file.truncate(0)
+    return 0
+
+
+def advance(bar, count):
+    with bar.get_lock():  # all threads share the bar
+        bar.update(count)
+
+
+def fetch(remote, folder, bar, stop):
+    """Bring one shard into the folder. Returns its manifest entry.
+
+    The bytes gather in NAME.part. NAME.part.json beside it says of which content they are a part,
+    so that they are continued after a kill, and dropped when the hub meanwhile offers another.
+    Raises FetchError; then nothing stands under the final name that was not there before."""
+    final, part = folder / remote.name, folder / f"{remote.name}.part"
+    note, content = folder / f"{remote.name}.part.json", {"sha256": remote.sha256}
+    if final.exists() and sha256_of(final) == remote.sha256:  # brought by another tool
+        advance(bar, remote.size)
+        return describe(final, remote)
+    with open(part, "ab") as file:
+        if read_json(note) != content or size_of(file) > remote.size:
+            file.truncate(0)
+            write_json(note, content)
+        advance(bar, size_of(file))
+        for _ in range(CONTENT_TRIES):
+            persist(lambda: receive(remote, file, bar, stop), stop, lambda: size_of(file))
+            os.fsync(file.fileno())
+            if sha256_of(part) == remote.sha256:
+                break
+            restart(file, bar)
+        else:
+            part.unlink()
+            note.unlink()
+            raise FetchError(f"{remote.name}: wrong sha256 in {CONTENT_TRIES} downloads, expected "
+                             f"{remote.sha256[:12]}...; set HF_ENDPOINT to another mirror")
+    entry = describe(part, remote)
+    part.rename(final)
+    note.unlink()
+    return entry
+
+
+def describe(path, remote):
+    """Manifest entry of a file whose sha256 was found right. Raises FetchError for no shard."""
+    header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+    if len(header) < HEADER_INTS or tuple(header[:2]) != (MAGIC, VERSION) or (
+            4 * HEADER_INTS + 2 * int(header[2]) != remote.size):
+        raise FetchError(f"{remote.name}: {remote.size} bytes that start with {list(header[:3])} "
+                         f"are no token shard; check --revision")
+    tokens = np.memmap(path, dtype="<u2", mode="r", offset=4 * HEADER_INTS)
+    blocks = (tokens[start:start + BLOCK_BYTES] for start in range(0, len(tokens), BLOCK_BYTES))
+    return {"file": remote.name, "split": remote.name.split("_")[1], "sha256": remote.sha256,
+            "tokens": len(tokens),
+            "documents": sum(int(np.count_nonzero(block == EOT_TOKEN)) for block in blocks)}
+
+
+def sha256_of(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+# ----- corpus folder
+
+def read_json(path):
+    """The content of a JSON file, or None where there is none to be read."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def write_json(path, value):
+    """Replace a JSON file in one step, through to the disk."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="ascii") as file:
+        file.write(json.dumps(value, indent=2, sort_keys=True) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def write_manifest(folder, entries, commit):
+    """Describe every complete shard in the folder, with the keys of data/text.py's manifests."""
+    write_json(folder / "manifest.json", {
+        "shards": [entries[name] for name in sorted(entries)], "skipped": None,
+        "source": source_at(commit), "tokenizer": "gpt2", "vocab_size": VOCAB_SIZE,
+        "split": "as published: shard 0 of the tokenised sample is validation, the rest training"})
+
+
+def source_at(commit):
+    return f"{REPO} at {commit}"
+
+
+def complete_shards(folder, revision):
+    """Manifest entries, by name, of the shards that the folder holds in full.
+
+    Raises UsageError when they are of another source: shards of two sources do not mix."""
+    manifest = read_json(folder / "manifest.json") or {"shards": [], "source": source_at(revision)}
+    if manifest.get("source") != source_at(revision):
+        raise UsageError(f"{folder}: holds {manifest.get('source')}, not revision {revision}; "
+                         f"give --revision what it holds, or --out another folder")
+    return {shard["file"]: shard for shard in manifest["shards"]
+            if (folder / shard["file"]).exists() and (folder / shard["file"]).stat().st_size
+            == 4 * HEADER_INTS + 2 * shard["tokens"]}
+
+
+def download(train_shards, folder, revision, workers):
+    """Complete the folder to the validation shard and the first `train_shards` training shards.
+
+    Returns the manifest entries by name. Raises FetchError, UsageError or OSError; what was
+    received until then is kept for the next call."""
+    stop = threading.Event()
+    if revision == "main":
+        revision = persist(lambda: ask(VAL_NAME, revision), stop).commit
+    entries = complete_shards(folder, revision)
+    names = [VAL_NAME] + [f"fineweb_train_{i:06d}.bin" for i in range(1, train_shards + 1)]
+    names = [name for name in names if name not in entries]
+    if not names:
+        return entries
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock, ThreadPoolExecutor(workers) as pool:
+        hold(lock, folder)
+        try:
+            files = list(pool.map(lambda name: persist(lambda: ask(name, revision), stop), names))
+            check_space(folder, files)
+            total = sum(remote.size for remote in files)
+            with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
+                if bar.disable:  # stderr is no terminal
+                    print(f"fetching {len(files)} shards, {total:,} bytes, from "
+                          f"{constants.ENDPOINT} to {folder}", file=sys.stderr)
+                jobs = [pool.submit(fetch, remote, folder, bar, stop) for remote in files]
+                for job in as_completed(jobs):
+                    entries[job.result()["file"]] = job.result()
+                    write_manifest(folder, entries, revision)
+        finally:  # after a failure the other threads end at their next chunk
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+    return entries
+
+
+def hold(lock, folder):
+    """Keep a second process from appending to the same files, where the file system can lock."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise FetchError(f"{folder}: another download into it is running; wait for that one")
+    except OSError:
+        pass
+
+
+def check_space(folder, files):
+    parts = [folder / f"{remote.name}.part" for remote in files]
+    received = sum(part.stat().st_size for part in parts if part.exists())
+    needed = sum(remote.size for remote in files) - received
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise FetchError(f"{folder}: {needed:,} bytes are still to come and the disk has {free:,} "
+                         f"free; free some, ask for fewer shards, or name another disk with --out")
+
+
+# ----- command line
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UsageError(f"{message}; see `python data/fineweb.py --help`")
+
+
+def parse_arguments(argv):
+    parser = Parser(description="Download FineWeb-10B as GPT-2 token shards.")
+    add = parser.add_argument
+    add("shards", nargs="?", metavar="SHARDS", type=int, default=9,
+        help=f"training shards of 100M tokens, 1 to {TRAIN_SHARDS} (default: 9)")
+    add("--out", type=Path, default=Path(__file__).parent / "fineweb10B",
+        help="folder of the corpus (default: data/fineweb10B)")
+    add("--workers", type=int, default=4, help="files fetched at once, 1 to 32 (default: 4)")
+    add("--revision", default=REVISION, help="commit of the dataset, 40 hex digits, or main")
+    arguments = parser.parse_args(argv)
+    if not 1 <= arguments.shards <= TRAIN_SHARDS:
+        parser.error(f"SHARDS {arguments.shards} must be between 1 and {TRAIN_SHARDS}")
+    if not 1 <= arguments.workers <= 32:
+        parser.error(f"--workers {arguments.workers} must be between 1 and 32")
+    if not re.fullmatch("[0-9a-f]{40}|main", arguments.revision):
+        parser.error(f"--revision {arguments.revision} must be a full commit hash or main")
+    return arguments
+
+
+def main(argv=None):
+    """Command line. Returns the exit status; what goes wrong is one line on stderr."""
+    try:
+        arguments = parse_arguments(argv)
+        entries = download(arguments.shards, arguments.out, arguments.revision, arguments.workers)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except FetchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "free some space and run again to resume" if full else "check --out"
+        where = error.filename or "writing the shards"
+        print(f"error: {where}: {error.strerror}; {remedy}", file=sys.stderr)
+        return 1 if full else 2
+    except KeyboardInterrupt:
+        print("error: interrupted; run again to resume", file=sys.stderr)
+        return 130
+    tokens = sum(entry["tokens"] for entry in entries.values() if entry["split"] == "train")
+    print(f"{arguments.out}: {len(entries)} shards complete, {tokens:,} training tokens")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,407 @@
+"""Turn text files into token shards that any llm.c-style loader reads.
+
+    python data/text.py                                   # the offline corpus, into data/python/
+    python data/text.py ~/notes book.txt --out data/mine  # your own text
+    python data/text.py DIR --suffix .h --out data/cpp    # only files with these endings
+
+Without PATH the corpus is one that every install already holds: the Python sources of the torch
+package, as bytes. Nothing is downloaded, and for the pinned torch it is the same bit for bit
+everywhere.
+
+A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens, then
+zeros) and uint16 tokens. Each document starts with the end-of-text id: 256 or, for gpt2, 50256.
+`manifest.json` beside the shards describes them. It holds no dates and no absolute paths, so its
+sha256 names the corpus on every machine.
+
+Contents: documents -> split -> tokens -> shards -> corpus -> command line.
+Exit status: 0 done, 1 disk full, 2 something in the call to correct; stderr says what.
+"""
+
+import argparse
+import contextlib
+import errno
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
+SHARD_TOKENS = 100_000_000  # the field's shard size: 200 MB, small enough to move and to hold
+VOCAB_SIZE = {"bytes": 257, "gpt2": 50257}  # the end-of-text id is the last one of each
+VAL_PERCENT = 5.0
+
+# The default corpus of the pinned torch. Its CPU and CUDA wheels hold the same Python sources.
+RECORD_TORCH = "2.13.0"
+RECORD_SHA256 = {
+    "manifest.json": "2b2614da039308c254c03bf8b61d385408d72e0f3d6c6a3695e599c89cb83d25",
+    "python_train_000000.bin": "b994b2f2d73229e3b714a8daf67c723018c92a306c06e88474c53ac70e1873bf",
+    "python_val_000000.bin": "399cd09f8e8b8d1ef7c69b0efd70bcc645becc8ec3c29ed5525f9c122352aa91",
+}
+
+
+class DataError(Exception):
+    """What the caller has to change. The message is one line: value, constraint, remedy."""
+
+
+# ----- documents
+
+class Document(NamedTuple):
+    name: bytes  # relative to its root, with forward slashes: the same wherever the root lies
+    path: Path
+
+
+def find_files(roots, suffixes=(), exclude=()):
+    """List the files under the roots (files or folders) as Documents, sorted by name.
+
+    suffixes: endings to keep, all when empty. exclude: names, as bytes, to leave out.
+    Hidden files and folders are left out, and links to folders are not followed.
+    Raises DataError for a missing root, OSError for a folder that cannot be listed."""
+    def refuse(error):
+        raise error
+
+    found = []
+    for root in roots:
+        if not root.exists():
+            raise DataError(f"{root}: no such file or folder; PATH has to name existing text")
+        if root.is_file():
+            found.append(Document(os.fsencode(root.name), root))
+            continue
+        for folder, subfolders, names in os.walk(root, onerror=refuse):
+            subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+            paths = [Path(folder, name) for name in names if not name.startswith(".")]
+            found += [Document(os.fsencode(path.relative_to(root).as_posix()), path)
+                      for path in paths if path.is_file()]
+    endings = tuple(suffixes) or ("",)
+    return sorted((file for file in found if file.path.name.endswith(endings)
+                   and file.name not in exclude), key=lambda file: file.name)
+
+
+def keep_text(files):
+    """Read every file once. Returns (documents, skipped): the distinct texts among the files, and
+    how many were left out as duplicates, empty or undecodable (not UTF-8, or with NUL bytes).
+
+    Copies go before anything is split: a training copy of a validation document is a leak."""
+    documents, seen = [], set()
+    skipped = {"duplicates": 0, "empty": 0, "undecodable": 0}
+    for file in files:
+        content = file.path.read_bytes()
+        digest = hashlib.sha256(content).digest()
+        if not content:
+            skipped["empty"] += 1
+        elif digest in seen:
+            skipped["duplicates"] += 1
+        elif not is_text(content):
+            skipped["undecodable"] += 1
+        else:
+            seen.add(digest)
+            documents.append(file)
+    return documents, skipped
+
+
+def is_text(content):
+    try:
+        return "\0" not in content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+
+
+# ----- split
+
+def split_documents(documents, val_percent):
+    """Draw the validation documents. Returns {"train": [...], "val": [...]}.
+
+    A document's draw is a hash of its name alone, so it stays on its side when others come or go.
+    Each side is ordered by the draw, which makes every prefix of a shard a random sample of
+    documents: a run that stops early, or validates on the first tokens only, does not see just
+    the packages whose names start with `a`.
+    The cut moves by as little as it takes to leave neither side empty. Raises DataError when there
+    is only one document."""
+    if len(documents) < 2:
+        raise DataError(f"{documents[0].path}: a single document, and validation needs one of its "
+                        f"own; cut it into several files, e.g. with `split -C 64k`")
+    draw = {document: hashlib.sha256(document.name).digest() for document in documents}
+    ordered = sorted(documents, key=draw.get)
+    limit = val_percent / 100 * 2**64
+    below = sum(int.from_bytes(draw[document][:8], "big") < limit for document in ordered)
+    cut = min(max(below, 1), len(ordered) - 1)
+    return {"train": ordered[cut:], "val": ordered[:cut]}
+
+
+def describe_split(val_percent):
+    return (f"validation: documents whose sha256 of the path relative to its root lies in the "
+            f"lowest {val_percent:g} % of its range; both splits in the order of that hash; "
+            f"exact duplicates dropped before the split")
+
+
+# ----- tokens
+
+def make_encoder(tokenizer):
+    """Return the function from a document's bytes to its tokens, uint16 (n,), end-of-text apart.
+
+    Raises DataError when the GPT-2 vocabulary cannot be had."""
+    if tokenizer == "bytes":
+        return lambda content: np.frombuffer(content, dtype=np.uint8).astype("<u2")
+    try:
+        import tiktoken
+        encode = tiktoken.get_encoding("gpt2").encode_ordinary
+    except Exception as error:  # requests, urllib3 and tiktoken all raise kinds of their own
+        raise DataError(f"--tokenizer gpt2: its vocabulary is neither cached nor reachable "
+                        f"({type(error).__name__}); go online once, set TIKTOKEN_CACHE_DIR to a "
+                        f"filled cache, or use --tokenizer bytes")
+    return lambda content: np.array(encode(content.decode("utf-8")), dtype="<u2")
+
+
+# ----- shards
+
+def write_file(path, pieces):
+    """Write byte pieces to a new file, through to the disk. Returns the sha256 as hex."""
+    digest = hashlib.sha256()
+    with open(path, "xb") as file:
+        for piece in pieces:
+            file.write(piece)
+            digest.update(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def write_split(folder, prefix, split, documents, encode, eot_token, bar):
+    """Write one side of the corpus as numbered shards. Returns their manifest entries.
+
+    Every shard starts with a document. A document longer than a shard is cut, and each piece
+    counts as a document of its own. A shard is held in memory until its header is known."""
+    shards, pending, tokens = [], [], 0
+
+    def close_shard():
+        nonlocal pending, tokens
+        header = np.zeros(HEADER_INTS, dtype="<i4")
+        header[:3] = MAGIC, VERSION, tokens
+        name = f"{prefix}_{split}_{len(shards):06d}.bin"
+        sha256 = write_file(folder / name, (array.tobytes() for array in [header, *pending]))
+        shards.append({"file": name, "split": split, "sha256": sha256, "tokens": tokens,
+                       "documents": len(pending)})
+        pending, tokens = [], 0
+
+    for document in documents:
+        content = document.path.read_bytes()
+        ids = encode(content)
+        for start in range(0, len(ids), SHARD_TOKENS - 1):
+            piece = np.insert(ids[start:start + SHARD_TOKENS - 1], 0, eot_token)
+            if tokens + len(piece) > SHARD_TOKENS:
+                close_shard()
+            pending.append(piece)
+            tokens += len(piece)
+        bar.update(len(content))
+    close_shard()
+    return shards
+
+
+# ----- corpus
+
+def build_corpus(files, out, source, prefix, tokenizer="bytes", val_percent=VAL_PERCENT):
+    """Build shards and manifest.json in the folder `out` from files as find_files lists them.
+
+    source: what the manifest says about the text's origin. Returns the manifest as a dict.
+    All is written to a temporary folder beside `out` and takes its place when complete: a kill or
+    a full disk leaves `out` as it was. Raises DataError for no text or an `out` not to replace."""
+    out = out.resolve()
+    check_out(out)
+    documents, skipped = keep_text(files)
+    if not documents:
+        raise DataError(f"no text in {source}: {len(files)} files, {skipped['empty']} of them "
+                        f"empty, {skipped['undecodable']} not text; name another PATH or --suffix")
+    splits = split_documents(documents, val_percent)
+    encode, eot_token = make_encoder(tokenizer), VOCAB_SIZE[tokenizer] - 1
+    size = sum(document.path.stat().st_size for document in documents)
+    with temporary_folder(out) as temporary:
+        folder = temporary / "new"
+        folder.mkdir()
+        bar = tqdm(total=size, unit="B", unit_scale=True, desc=out.name, disable=None)
+        if bar.disable:  # stderr is no terminal
+            print(f"building {out}: {len(documents):,} documents, {size:,} bytes", file=sys.stderr)
+        with bar:
+            shards = [shard for split, drawn in splits.items() for shard in
+                      write_split(folder, prefix, split, drawn, encode, eot_token, bar)]
+        manifest = {"shards": shards, "skipped": skipped, "source": source, "tokenizer": tokenizer,
+                    "split": describe_split(val_percent), "vocab_size": VOCAB_SIZE[tokenizer]}
+        write_file(folder / "manifest.json", [to_json(manifest)])
+        sync_folder(folder)
+        if out.exists():
+            out.rename(temporary / "old")
+        folder.rename(out)
+        sync_folder(out.parent)
+    return manifest
+
+
+def to_json(manifest):
+    """Bytes that depend on the values only, for their sha256 identifies the corpus."""
+    return (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode("ascii")
+
+
+def check_out(out):
+    """Refuse to replace anything but a corpus: the whole folder is going to be exchanged."""
+    if out.exists() and not out.is_dir():
+        raise DataError(f"{out}: not a folder; --out names the folder of the corpus")
+    for path in sorted(out.glob("*")):
+        if not any(map(path.match, ("manifest.json", "*_train_*.bin", "*_val_*.bin"))):
+            raise DataError(f"{out}: holds {path.name}, which is no part of a corpus, and --out "
+                            f"replaces the whole folder; name a new one")
+
+
+@contextlib.contextmanager
+def temporary_folder(out):
+    """A new folder beside `out`, for the time of a with block.
+
+    Its name holds machine and process: parallel builds do not meet, and what a killed build left
+    on this machine is recognised and removed."""
+    def name(pid):
+        return f".{out.name}.{platform.node()}.{pid}.partial"
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for left in out.parent.glob(name("*")):
+        try:
+            os.kill(int(left.name.split(".")[-2]), 0)  # signal 0 only asks whether it runs
+        except ProcessLookupError:
+            shutil.rmtree(left)
+        except PermissionError:
+            pass  # it runs, under another user
+    folder = out.parent / name(os.getpid())
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def sync_folder(folder):
+    """Make the names in a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+# ----- command line
+
+def torch_package():
+    """Folder and version (less the build's `+cpu`) of torch, without the seconds of importing it.
+
+    Raises DataError when it is not installed."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None:
+        raise DataError("torch is not installed, and its sources are the default corpus; install "
+                        "requirements.txt, or name text of your own: python data/text.py PATH")
+    version = importlib.metadata.version("torch").split("+")[0]
+    return Path(spec.submodule_search_locations[0]), version
+
+
+def existing_corpus(out, source, version):
+    """The manifest of the default corpus of this torch if `out` holds all of it, else None.
+
+    Looks at the manifest and at file sizes only, since every start of a run asks."""
+    try:
+        content = (out / "manifest.json").read_bytes()
+        manifest = json.loads(content)
+        same = (manifest["source"], manifest["split"]) == (source, describe_split(VAL_PERCENT))
+        whole = all((out / shard["file"]).stat().st_size == 4 * HEADER_INTS + 2 * shard["tokens"]
+                    for shard in manifest["shards"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    is_record = hashlib.sha256(content).hexdigest() == RECORD_SHA256["manifest.json"]
+    return manifest if same and whole and (is_record or version != RECORD_TORCH) else None
+
+
+def difference_from_records(manifest, version):
+    """What sets a default corpus apart from the records' one, in a few words; "" for nothing."""
+    if version != RECORD_TORCH:
+        return f"torch is {version}, not {RECORD_TORCH}"
+    found = {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
+    found["manifest.json"] = hashlib.sha256(to_json(manifest)).hexdigest()
+    if found != RECORD_SHA256:
+        return f"torch is {version}, but its sources were changed; reinstall it"
+    return ""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise DataError(f"{message}; see `python data/text.py --help`")
+
+
+def parse_arguments(argv):
+    parser = Parser(description="Turn text files into token shards in llm.c's format.")
+    add = parser.add_argument
+    add("paths", nargs="*", metavar="PATH", type=Path,
+        help="text files or folders (default: the Python sources of the installed torch)")
+    add("--out", type=Path, help="folder of the corpus, whose name becomes the shards' prefix "
+        "(default: data/python for the default corpus, data/text for any other)")
+    add("--suffix", nargs="+", default=[], metavar=".py", help="endings of the files to take")
+    add("--tokenizer", choices=sorted(VOCAB_SIZE), default="bytes")
+    add("--val-percent", type=float, default=VAL_PERCENT, help="share of documents held out")
+    add("--force", action="store_true", help="build the default corpus even when it is there")
+    arguments = parser.parse_args(argv)
+    if not 0 < arguments.val_percent <= 50:
+        parser.error(f"--val-percent {arguments.val_percent:g} must be above 0 and at most 50")
+    if arguments.suffix and not arguments.paths:
+        parser.error(f"--suffix {arguments.suffix[0]} selects files of a PATH; name one before it")
+    return arguments
+
+
+def run(arguments):
+    """Build what the command line asks for; the result is one line on stdout."""
+    started, version, manifest = time.monotonic(), None, None
+    tokenizer, val_percent = arguments.tokenizer, arguments.val_percent
+    is_default = not arguments.paths and (tokenizer, val_percent) == ("bytes", VAL_PERCENT)
+    out = arguments.out or Path(__file__).parent / ("python" if is_default else "text")
+    if arguments.paths:
+        source = " ".join([*(path.resolve().name for path in arguments.paths), *arguments.suffix])
+        files = find_files(arguments.paths, arguments.suffix)
+    else:
+        root, version = torch_package()
+        source = f"Python sources of torch {version}"
+        if is_default and not arguments.force:
+            manifest = existing_corpus(out, source, version)
+        # version.py names the build, so it is the one file that differs between the wheels
+        files = [] if manifest else find_files([root], [".py"], exclude={b"version.py"})
+    action = f"already in {out} (--force builds it again)"
+    if manifest is None:
+        prefix = "python" if is_default else out.resolve().name
+        manifest = build_corpus(files, out, source, prefix, tokenizer, val_percent)
+        action = f"written to {out} in {time.monotonic() - started:.1f} s"
+    train, val = (sum(shard["tokens"] for shard in manifest["shards"] if shard["split"] == split)
+                  for split in ("train", "val"))
+    print(f"{source}: {train:,} training and {val:,} validation tokens {action}")
+    if is_default and (difference := difference_from_records(manifest, version)):
+        print(f"note: losses are not comparable with the records: {difference}", file=sys.stderr)
+
+
+def main(argv=None):
+    """Command line. Returns the exit status; what goes wrong is one line on stderr."""
+    try:
+        run(parse_arguments(argv))
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "free some space, or name a larger disk with --out" if full else (
+            "check PATH, --out and their permissions")
+        where = error.filename or "writing the shards"
+        print(f"error: {where}: {error.strerror}; {remedy}", file=sys.stderr)
+        return 1 if full else 2
+    except KeyboardInterrupt:
+        print("error: interrupted; nothing was replaced", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

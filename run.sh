@@ -1,0 +1,153 @@
+#!/usr/bin/env bash
+# One command for everything: set-up, data, launch, tests. `./run.sh --help` says how.
+# All that this script says goes to stderr: stdout, and the exit status, are the trainer's own.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+venv_python=.venv/bin/python
+
+say() { echo "run.sh: $*" >&2; }
+
+usage() {
+    cat <<'TEXT'
+./run.sh [TRACK] [--key value ...]   set up what is missing, then train; the rest goes to train_gpt.py
+./run.sh TRACK --help                every key of train_gpt.py, with its default
+./run.sh TRACK --check               preflight only: device, data, memory, disk
+./run.sh test [pytest arguments]     set up, then run the tests
+
+Tracks: nano (minutes on a laptop), fineweb (1 to 8 GPUs); without TRACK it is fineweb where CUDA and
+FineWeb shards are present, else nano. The last line of a run names the folder of its log and plot.
+The first call makes .venv, installs requirements.txt and builds the track's data.
+PYTHON=/path/to/python chooses the Python (3.11 or newer) that .venv is made with.
+TEXT
+}
+
+# Print the first Python that is new enough: what PYTHON names, else the usual names.
+find_python() {
+    local name
+    if [ -n "${PYTHON:-}" ]; then set -- "$PYTHON"; else set -- python3 python3.13 python3.12 python3.11; fi
+    for name in "$@"; do
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$name"
+            return
+        fi
+    done
+    say "needs Python 3.11 or newer, and $1 is $("$1" --version 2>/dev/null || echo missing);" \
+        "install one, or name it: PYTHON=/path/to/python3.12 ./run.sh"
+    return 2
+}
+
+# Make .venv and install requirements.txt. The stamp is a copy of that file, written last: a killed
+# install is done again, and so is one whose requirements have changed since.
+set_up() {
+    local stamp=.venv/installed-requirements.txt base
+    if cmp -s requirements.txt "$stamp"; then
+        return
+    fi
+    rm -f "$stamp"
+    if ! "$venv_python" -m pip --version >/dev/null 2>&1; then
+        base=$(find_python)
+        say "making .venv with $base"
+        "$base" -m venv --clear .venv >&2
+    fi
+    say "installing requirements.txt"
+    "$venv_python" -m pip install --disable-pip-version-check --requirement requirements.txt >&2
+    cp requirements.txt "$stamp"
+}
+
+# Print "TRACK PROCESSES DATA" for the trainer's arguments; "-" stands for nothing to do. Arguments that
+# the trainer is going to refuse pass through, since its message is the better one.
+plan() {
+    "$venv_python" - "$@" <<'PYTHON'
+import sys
+from pathlib import Path
+
+import torch
+import train_gpt
+
+argv = [word for word in sys.argv[1:] if word != "--check"]
+gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+shards = any(Path("data/fineweb10B").glob("*_train_*.bin"))
+track, reason = "-", ""
+try:
+    if {"--help", "-h"} & set(argv):
+        raise train_gpt.ConfigError("help is no run")
+    given = train_gpt.parse_arguments(argv)
+    if given.get("resume"):
+        config = train_gpt.resumed(given)[0]
+    else:
+        if "track" not in given:
+            track = given["track"] = "fineweb" if gpus and shards else "nano"
+            reason = " by default: " + ("CUDA and FineWeb shards are present" if track == "fineweb" else
+                                        "no FineWeb shards in data/fineweb10B" if gpus else
+                                        "torch sees no CUDA device")
+        config = train_gpt.config_from(given)[0]
+except (train_gpt.ConfigError, OSError):
+    print(track, 1, "-")
+    sys.exit()
+processes, device = 1, "the CPU"
+if gpus and config.device != "cpu":
+    counts = [count for _, count in config.micro_batches]
+    processes = max(n for n in range(1, gpus + 1) if all(count % n == 0 for count in counts))
+    device = f"{processes} of {gpus} GPUs"
+    if processes < gpus:
+        device += f" ({gpus - processes} idle: the number used must divide {counts} micro-batches a step)"
+print(f"run.sh: track {config.track}{reason}; runs on {device}", file=sys.stderr)
+print(track, processes, config.data)
+PYTHON
+}
+
+# Build or complete a corpus that this repository has a builder for; others are the user's own.
+prepare_data() {
+    case $1 in
+    data/python) # each time: it looks at manifest and sizes only, and builds for the installed torch
+        "$venv_python" data/text.py >/dev/null ;;
+    data/fineweb10B) # *.part: a download that was cut short, which the builder continues
+        if ! ls "$1"/*_train_*.bin "$1"/*_val_*.bin >/dev/null 2>&1 || ls "$1"/*.part >/dev/null 2>&1; then
+            "$venv_python" data/fineweb.py >&2
+        fi ;;
+    esac
+}
+
+run_tests() {
+    local argument paths=tests
+    for argument in "$@"; do
+        case $argument in tests/*) paths= ;; esac # the caller chose some of them
+    done
+    exec "$venv_python" -m pytest ${paths:+"$paths"} "$@"
+}
+
+case ${1:-} in
+--help | -h)
+    usage
+    exit ;;
+esac
+set_up
+# A cache inside the repository outlives reboots that clear /tmp: only the first run compiles.
+export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$PWD/.cache/inductor}"
+if [ "${1:-}" = test ]; then
+    shift
+    run_tests "$@"
+fi
+case ${1:-} in
+'' | -*) ;;
+*)  track=$1
+    shift
+    set -- --track "$track" "$@" ;;
+esac
+
+planned=$(plan "$@")
+read -r track processes data <<<"$planned"
+if [ "$track" != - ]; then
+    set -- --track "$track" "$@"
+fi
+prepare_data "$data"
+# `exec`: signals reach the trainer, and its status is ours.
+if [ "$processes" -gt 1 ]; then
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # what torchrun would set, less its warning
+    exec "$venv_python" -m torch.distributed.run --standalone --nproc_per_node="$processes" train_gpt.py "$@"
+fi
+# On a CPU one process uses all cores: its matrices are large enough for threads, and a second process
+# would hold the n-gram table, and its optimizer state, a second time. records/NOTES.md has the figures.
+# Idle threads must not spin between operations: on a busy machine they take the cores from those that work.
+export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-0}"
+exec "$venv_python" train_gpt.py "$@"

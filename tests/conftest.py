@@ -1,0 +1,82 @@
+"""Fixtures: a tiny corpus, the command line in this process, and the training runs that several tests read."""
+import os
+import signal
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the suite shares small machines
+for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # a launcher's: this process is alone
+    os.environ.pop(name, None)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+import helpers  # noqa: E402
+import train_gpt  # noqa: E402
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(240))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder with two training shards and one of validation; not to be written to."""
+    return helpers.make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def tiny(corpus):
+    """Configuration values of a four-step run on the tiny corpus."""
+    return {**helpers.TINY, "data": str(corpus)}
+
+
+@pytest.fixture(scope="session")
+def rich(corpus):
+    """Configuration values of a twenty-step run in which every schedule changes."""
+    return {**helpers.RICH, "data": str(corpus)}
+
+
+@pytest.fixture
+def cli(tmp_path, monkeypatch, capsys):
+    """The command line without a new process: cli(*words) runs main() in tmp_path."""
+    monkeypatch.chdir(tmp_path)
+    terminate = signal.getsignal(signal.SIGTERM)
+    rng = torch.get_rng_state()
+
+    def run(*words, **values):
+        capsys.readouterr()
+        code = train_gpt.main([*map(str, words), *helpers.arguments(values)])
+        out, err = capsys.readouterr()
+        return helpers.Run(code, out, err, tmp_path / "logs" / str(values.get("run_id", "")))
+
+    yield run
+    signal.signal(signal.SIGTERM, terminate)
+    torch.set_rng_state(rng)
+
+
+@pytest.fixture(scope="session")
+def rich_run(rich, tmp_path_factory):
+    """The twenty steps in one process, checkpoint after ten."""
+    run = helpers.run_trainer(tmp_path_factory.mktemp("ranks1"), {**rich, "run_id": "rich"})
+    assert run.code == 0, run.stdout + run.stderr
+    return run
+
+
+@pytest.fixture(scope="session")
+def rich_run_of(rich, rich_run, tmp_path_factory):
+    """rich_run_of(world size): the same twenty steps, on that many processes; each is run once."""
+    runs = {1: rich_run}
+
+    def run_of(world_size):
+        if world_size not in runs:
+            run = helpers.run_trainer(tmp_path_factory.mktemp(f"ranks{world_size}"), {**rich, "run_id": "rich"},
+                                      world_size=world_size)
+            assert run.code == 0, run.stdout + run.stderr
+            runs[world_size] = run
+        return runs[world_size]
+
+    return run_of

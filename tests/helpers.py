@@ -1,0 +1,169 @@
+"""What the tests share: a tiny configuration, a tiny corpus, and ways to run the trainer."""
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+import train_gpt
+
+ROOT = Path(train_gpt.__file__).resolve().parent
+TRAINER = ROOT / "train_gpt.py"
+EOT = 256  # every document of the byte corpus starts with it
+
+# Small enough that a step takes milliseconds, with every part of the model in use.
+TINY = dict(
+    steps=4, micro_batch_tokens=256, micro_batches=((0.0, 2),), document_cap=((0.0, 128),),
+    model_dim=32, num_layers=2, head_dim=16, mlp_dim=64, windows=((0.0, (32, 64)),), long_layers=(1,),
+    value_embedding_layers=(0,), ngram_rows=1000, val_tokens=1024, val_every=0, log_every=1,
+    seed=1, device="cpu", dtype="float32", compile=False)
+
+# A run in which every schedule changes on the way; twelve micro-batches suit 1, 2, 3 and 4 ranks.
+RICH = dict(
+    TINY, steps=20, micro_batches=((0.0, 12),), document_cap=((0.0, 96), (0.5, 192)),
+    windows=((0.0, (32, 64)), (0.5, (64, 128))), mtp_weights=((0.0, (1.0, 0.5)), (0.5, (1.0,))),
+    untie_at=0.25, adam_every=2, val_every=10, save_every=10)
+
+
+def tiny_config(**changes):
+    return train_gpt.Config(**{**TINY, **changes})
+
+
+def arguments(values):
+    """Command-line words for a dict of configuration values."""
+    return [word for key, value in values.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+
+
+# ----- corpora
+
+def write_shard(path, tokens, magic=20240520, version=1, count=None):
+    """A shard in llm.c's format; magic, version and the header's token count can be made wrong."""
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    Path(path).write_bytes(header.tobytes() + np.asarray(tokens).astype("<u2").tobytes())
+    return Path(path)
+
+
+def byte_documents(count, seed=0):
+    """`count` tokens of the standard library's sources, as documents of 20 to 400 bytes."""
+    text = b"".join(Path(module.__file__).read_bytes() for module in (argparse, shutil, subprocess, tarfile))
+    tokens, low = [], 0
+    for length in np.random.default_rng(seed).integers(20, 400, size=count // 20 + 1):
+        tokens += [EOT, *text[low:low + length]]
+        low = (low + int(length)) % (len(text) - 400)
+    return tokens[:count]
+
+
+def make_corpus(folder, train_tokens=90_000, val_tokens=4_000, shards=2):
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard in range(shards):
+        write_shard(folder / f"tiny_train_{shard:06d}.bin", byte_documents(train_tokens // shards, seed=shard))
+    write_shard(folder / "tiny_val_000000.bin", byte_documents(val_tokens, seed=99))
+    (folder / "manifest.json").write_text('{"tokenizer": "bytes", "source": "standard library"}\n')
+    return folder
+
+
+# ----- running the trainer
+
+@dataclass
+class Run:
+    """A finished process of the trainer and what it left behind."""
+    code: int
+    stdout: str
+    stderr: str
+    folder: Path  # logs/<run id>
+
+    @property
+    def lines(self):
+        return self.stdout.splitlines()
+
+    @property
+    def metrics(self):
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def train_losses(self):
+        return {event["step"]: event["train_loss"] for event in self.metrics if "train_loss" in event}
+
+    @property
+    def result(self):
+        return json.loads((self.folder / "result.json").read_text())
+
+    def checkpoint(self, name="checkpoint.pt"):
+        return torch.load(self.folder / name, weights_only=True)
+
+
+def environment():
+    """The variables of a child process: one thread, no trace of a launcher."""
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {key: value for key, value in os.environ.items() if key not in launcher}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def command(world_size, script=TRAINER):
+    """The words that start `script` on world_size processes; plain Python for None."""
+    if world_size is None:
+        return [sys.executable, str(script)]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}",
+            str(script)]
+
+
+def run_trainer(cwd, values, *words, world_size=None, script=TRAINER, timeout=150, **options):
+    """Run the trainer in `cwd` (logs/ is made there) on configuration values and further words."""
+    done = subprocess.run([*command(world_size, script), *words, *arguments(values)], cwd=cwd, env=environment(),
+                          capture_output=True, text=True, timeout=timeout, **options)
+    return Run(done.returncode, done.stdout, done.stderr, Path(cwd) / "logs" / str(values.get("run_id", "")))
+
+
+def ranks(world_size, device="cpu"):
+    """Stand-ins for the Runtimes of world_size ranks, for code that asks only who it is."""
+    return [SimpleNamespace(rank=rank, world_size=world_size, device=torch.device(device)) for rank in range(world_size)]
+
+
+def assert_bitwise(actual, expected, where=""):
+    """Equal tensors bit for bit, through nested dicts and lists."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), where
+        for key in expected:
+            assert_bitwise(actual[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, torch.Tensor):
+        assert actual.dtype == expected.dtype and actual.shape == expected.shape, where
+        same = actual.contiguous().flatten().view(torch.uint8).equal(expected.contiguous().flatten().view(torch.uint8))
+        assert same, f"{where} differs"
+    else:
+        assert actual == expected, where
+
+
+def randomise(model, seed=0):
+    """Give every parameter values at which every path of the network matters (nothing zero, nothing huge)."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            noise = torch.randn(param.shape, generator=generator)
+            scale = {"attention": 0.2, "mlp": 0.2, "embed": 0.7, "head": 0.3, "value_embed": 0.5, "ngram_table": 0.3}
+            centre = 1.0 if name.endswith("_scale") else 0.0
+            param.copy_(centre + scale.get(name, 0.5) * noise)
+    return model
+
+
+def micro_batch_of(tokens, config, low=0):
+    """The MicroBatch of tokens[low : low + T], n-gram rows included."""
+    place = train_gpt.place_contiguous(np.asarray(tokens, dtype=np.uint16), low, config)
+    return train_gpt.assemble(place, *train_gpt.hash_placement(place, config), torch.device("cpu"))
+
+
+def make_trainer(random_weights=True, seed=0, **changes):
+    """A Trainer of the tiny model in this process, with random weights everywhere unless told otherwise."""
+    trainer = train_gpt.Trainer(tiny_config(**changes), train_gpt.Runtime("cpu"))
+    if random_weights:
+        randomise(trainer.model, seed)
+    return trainer

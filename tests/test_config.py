@@ -1,0 +1,255 @@
+"""Chapter 1: fields, parsing, refusals; importing the file does nothing."""
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+import train_gpt
+from helpers import environment, tiny_config
+from train_gpt import Config, ConfigError, TRACKS, config_from
+
+FIELDS = dataclasses.fields(Config)
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+def test_every_field_has_help_and_is_listed(field, cli):
+    assert len(field.metadata["help"]) > 10
+    line = next(line for line in cli("--help").lines if line.strip().startswith(f"--{field.name} "))
+    assert field.metadata["help"] in line
+    assert line.endswith(f"[{getattr(TRACKS['nano'], field.name)}]")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--track", "fineweb", "--help"]])
+def test_help_ends_with_status_0_and_names_the_tracks(words, cli):
+    run = cli(*words)
+    assert run.code == 0
+    assert all(track in run.stdout for track in TRACKS)
+
+
+@pytest.mark.parametrize("key, text, value", [
+    ("steps", "7", 7),
+    ("seed", "-1", -1),
+    ("muon_lr", "0.5", 0.5),
+    ("muon_lr", "1e-3", 1e-3),
+    ("muon_decay", "0", 0.0),
+    ("data", "some/where", "some/where"),
+    ("compile", "false", False),
+    ("compile", "False", False),
+    ("compile", "0", False),
+    ("compile", "true", True),
+    ("compile", "1", True),
+    ("long_layers", "2", (2,)),
+    ("long_layers", "(0, 2)", (0, 2)),
+    ("long_layers", "()", ()),
+    ("ngram_orders", "()", ()),
+    ("ngram_orders", "2,3", (2, 3)),
+    ("momentum", "(0.8, 0.9)", (0.8, 0.9)),
+    ("micro_batches", "6", ((0.0, 6),)),
+    ("micro_batches", "((0.0, 2), (0.5, 4))", ((0.0, 2), (0.5, 4))),
+    ("document_cap", "64", ((0.0, 64),)),
+    ("windows", "(64, 256)", ((0.0, (64, 256)),)),
+    ("windows", "((0, (64, 128)), (0.5, (128, 256)))", ((0, (64, 128)), (0.5, (128, 256)))),
+    ("mtp_weights", "(1.0, 0.5)", ((0.0, (1.0, 0.5)),)),
+])
+def test_overrides_are_parsed_by_the_type_of_their_field(key, text, value):
+    config, _ = config_from({key: text})
+    assert getattr(config, key) == value
+    assert type(getattr(config, key)) is type(value)
+
+
+def test_only_values_that_differ_from_the_track_are_overrides():
+    nano = TRACKS["nano"]
+    config, overrides = config_from({"steps": str(nano.steps), "adam_lr": "0.5", "seed": "3"})
+    assert overrides == {"adam_lr": 0.5, "seed": 3}
+    assert config == dataclasses.replace(nano, adam_lr=0.5, seed=3)
+    config, overrides = config_from({"track": "fineweb"})
+    assert config == TRACKS["fineweb"] and overrides == {}
+
+
+def test_keys_take_dashes_or_underscores_a_space_or_an_equals_sign():
+    texts = train_gpt.parse_arguments(["--adam-lr", "1", "--muon_lr=2", "--run-id=a=b", "--seed", "-1"])
+    assert texts == {"adam_lr": "1", "muon_lr": "2", "run_id": "a=b", "seed": "-1"}
+
+
+@pytest.mark.parametrize("track", TRACKS)
+def test_a_track_carries_its_own_name(track):
+    assert TRACKS[track].track == track
+
+
+def test_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tiny_config().steps = 5
+
+
+@pytest.mark.parametrize("tokenizer, eot, vocabulary", [("bytes", 256, 257), ("gpt2", 50256, 50304)])
+def test_vocabulary_holds_the_end_of_text_id(tokenizer, eot, vocabulary):
+    config = tiny_config(tokenizer=tokenizer)
+    assert (config.eot_token, config.vocab_size) == (eot, vocabulary)
+
+
+# ----- what a Config refuses: the message must hold the name, the value and words of the constraint or remedy
+
+REFUSED = [
+    ({"steps": 0}, "0", "positive"),
+    ({"steps": -5}, "-5", "positive"),
+    ({"epochs": 0}, "0", "positive"),
+    ({"micro_batch_tokens": 0}, "0", "positive"),
+    ({"adam_lr": 0.0}, "0.0", "positive"),
+    ({"adam_lr": float("nan")}, "nan", "positive"),
+    ({"logit_cap": -1.0}, "-1.0", "positive"),
+    ({"muon_decay": -0.1}, "-0.1", "negative"),
+    ({"val_every": -1}, "-1", "negative"),
+    ({"save_every": -1}, "-1", "negative"),
+    ({"cooldown": 1.5}, "1.5", "0 to 1"),
+    ({"final_lr": -0.5}, "-0.5", "0 to 1"),
+    ({"untie_at": 2.0}, "2.0", "0 to 1"),
+    ({"tokenizer": "words"}, "words", "bytes"),
+    ({"device": "tpu"}, "tpu", "cuda"),
+    ({"dtype": "float16"}, "float16", "bfloat16"),
+    ({"attention": "flash"}, "flash", "sdpa"),
+    ({"head_dim": 24}, "24", "divide"),
+    ({"head_dim": 2}, "2", "4 must divide"),
+    ({"windows": ((0.0, (32, 100)),)}, "100", "multiple"),
+    ({"windows": ((0.0, (0, 64)),)}, "0", "multiple"),
+    ({"windows": ((0.0, (48, 64)),)}, "48", "divide"),
+    ({"long_layers": (2,)}, "2", "0 to 1"),
+    ({"long_layers": (-1,)}, "-1", "0 to 1"),
+    ({"value_embedding_layers": (7,)}, "7", "0 to 1"),
+    ({"ngram_orders": (1,)}, "1", "2 to 32"),
+    ({"ngram_orders": (33,)}, "33", "2 to 32"),
+    ({"ngram_orders": (2, 2)}, "2, 2", "distinct"),
+    ({"ngram_rows": 0}, "0", "1 to"),
+    ({"ngram_rows": 2**31}, str(2**31), "1 to"),
+    ({"val_tokens": 1000}, "1000", "1024"),
+    ({"seed": -2}, "-2", "-1"),
+    ({"seed": 2**63}, str(2**63), "2^63"),
+    ({"micro_batches": ()}, "()", "(fraction, value)"),
+    ({"micro_batches": ((0.5, 2),)}, "0.5", "start at 0"),
+    ({"document_cap": ((0.0, 64), (0.5, 96), (0.5, 128))}, "0.5", "rise"),
+    ({"document_cap": ((0.0, 64), (1.0, 96))}, "1.0", "below 1"),
+    ({"micro_batches": ((0.0, 0),)}, "0", ""),
+    ({"micro_batches": ((0.0, -2),)}, "-2", ""),
+    ({"document_cap": ((0.0, 0),)}, "0", ""),
+    ({"document_cap": ((0.0, -8),)}, "-8", ""),
+    ({"windows": ((0.0, 64),)}, "64", ""),
+    ({"windows": ((0.0, (64,)),)}, "64", ""),
+    ({"mtp_weights": ((0.0, 1.0),)}, "1.0", ""),
+    ({"mtp_weights": ((0.0, ()),)}, "()", ""),
+    ({"momentum": (0.9,)}, "0.9", ""),
+    ({"momentum": (0.9, 1.5)}, "1.5", ""),
+    ({"long_layers": ("a",)}, "a", ""),
+    ({"muon_decay": float("nan")}, "nan", ""),
+    ({"model_dim": 8, "head_dim": 8}, "8", ""),
+]
+
+
+@pytest.mark.parametrize("changes, value, remedy", REFUSED, ids=[str(case[0]) for case in REFUSED])
+def test_out_of_range_values_are_refused(changes, value, remedy):
+    with pytest.raises(ConfigError) as refusal:
+        tiny_config(**changes)
+    message = str(refusal.value)
+    assert isinstance(refusal.value, ValueError)
+    assert any(name in message for name in changes)
+    assert value in message
+    assert remedy in message
+    assert "\n" not in message
+
+
+def test_val_tokens_names_the_nearest_multiple():
+    with pytest.raises(ConfigError, match="nearest 768"):
+        tiny_config(val_tokens=800)
+
+
+# ----- the same through the command line: one line, exit status 2
+
+BAD_WORDS = [
+    (["--micro-batch-token", "256"], "micro_batch_tokens"),
+    (["--lerning_rate", "1"], "--lerning_rate"),
+    (["--adam_rl", "0.1"], "adam_lr"),
+    (["--track", "fineweeb"], "did you mean fineweb"),
+    (["--steps"], "missing"),
+    (["steps", "5"], "--key value"),
+    (["--", "5"], "no such key"),
+    (["--steps", "ten"], "int"),
+    (["--steps", "1e3"], "int"),
+    (["--adam-lr", "fast"], "float"),
+    (["--compile", "maybe"], "bool"),
+    (["--windows", "(64"], "tuple"),
+    (["--windows", "64"], "windows"),
+    (["--long-layers", "('a',)"], "long_layers"),
+    (["--long-layers", "{[]}"], "long_layers"),
+    (["--micro-batches", "(4, 8)"], "micro_batches"),
+    (["--steps", "0"], "steps=0"),
+    (["--head-dim", "24"], "head_dim=24"),
+]
+
+
+@pytest.mark.parametrize("words, hint", BAD_WORDS, ids=[" ".join(case[0]) for case in BAD_WORDS])
+def test_bad_words_end_in_one_line_and_status_2(words, hint, cli, tmp_path):
+    run = cli(*words)
+    assert run.code == 2
+    assert len(run.lines) == 1 and run.lines[0].startswith("status:error ")
+    assert hint in run.lines[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_key_in_a_real_process(tmp_path):
+    done = subprocess.run([sys.executable, train_gpt.__file__, "--adam_rl", "1"], cwd=tmp_path, env=environment(),
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stdout.startswith("status:error ") and done.stdout.count("\n") == 1 and "adam_lr" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+# ----- preflight
+
+def test_check_passes_on_a_good_configuration(cli, tiny, tmp_path):
+    run = cli("--check", **tiny)
+    assert run.code == 0
+    assert run.lines[-1] == "check:ok"
+    for word in ("device:", "backends:", "data:", "memory:", "disk:"):
+        assert any(line.startswith(word) for line in run.lines), word
+    needed = tiny["steps"] * tiny["micro_batches"][0][1] * tiny["micro_batch_tokens"]
+    assert f"{needed:,}" in run.stdout
+    assert not list(tmp_path.iterdir())  # it only looks
+
+
+@pytest.mark.parametrize("changes, hint", [
+    ({"data": "nowhere"}, "nowhere"),
+    ({"steps": 100_000}, "--steps"),
+    ({"ngram_rows": 2**31 - 1, "model_dim": 8192}, "memory"),
+    ({"attention": "varlen"}, "sdpa"),
+])
+def test_check_refuses_what_cannot_run(changes, hint, cli, tiny):
+    run = cli("--check", **{**tiny, **changes})
+    assert run.code == 2
+    assert run.lines[-1].startswith("status:error ")
+    assert hint in run.lines[-1]
+    assert "check:ok" not in run.stdout
+
+
+# ----- importing
+
+def test_importing_the_file_has_no_side_effects(tmp_path):
+    script = """
+import os, signal, sys, threading
+import numpy, torch, torch.distributed
+torch.manual_seed(5)
+before = (torch.get_rng_state().tolist(), signal.getsignal(signal.SIGTERM), threading.active_count(),
+          torch.get_float32_matmul_precision(), torch.get_default_dtype(), dict(os.environ), os.getcwd())
+import train_gpt
+after = (torch.get_rng_state().tolist(), signal.getsignal(signal.SIGTERM), threading.active_count(),
+         torch.get_float32_matmul_precision(), torch.get_default_dtype(), dict(os.environ), os.getcwd())
+assert before == after
+assert not torch.distributed.is_initialized()
+assert not torch.cuda.is_initialized()
+assert "matplotlib" not in sys.modules and "tiktoken" not in sys.modules
+"""
+    env = {**environment(), "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+           "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True,
+                          timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "" and done.stderr == ""
+    assert not list(tmp_path.iterdir())
