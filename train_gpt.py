@@ -102,7 +102,8 @@ class Config:
     untie_at: float = knob(0.0, "fraction of the run at which the head gets weights of its own; 0: never tied")
     # --- evaluation and bookkeeping
     val_tokens: int = knob(1_048_576, "tokens of the validation split that are scored")
-    val_sha256: str = knob("", "sha256 of those tokens (little-endian uint16); empty: not checked")
+    val_sha256: str = knob("b966f400d6117f6907939cab7d973eba68b35e02d73334687b9e7074ac88eb2c",
+                           "sha256 of those tokens and the next (uint16); empty: not compared")
     val_every: int = knob(100, "validate every so many steps (untimed); 0: only at the end")
     target_loss: float = knob(0.88, "the track's target validation loss, in nats per token")
     log_every: int = knob(10, "log the training loss every so many steps")
@@ -119,10 +120,18 @@ class Config:
     def __post_init__(self):
         for name in ("micro_batches", "document_cap", "windows", "mtp_weights"):
             schedule = getattr(self, name)
-            starts = [pair[0] for pair in schedule]
-            if not schedule or starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= 1:
+            starts = [pair[0] for pair in schedule if type(pair) is tuple and len(pair) == 2]
+            if not starts or starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= 1:
                 raise ConfigError(f"{name}={schedule}: a schedule is (fraction, value) pairs that start at 0 and "
-                                  f"rise below 1, such as ((0.0, {schedule[-1][1] if schedule else 1}),)")
+                                  f"rise below 1, such as ((0.0, A), (0.5, B))")
+        for name in ("micro_batches", "document_cap"):
+            if any(type(value) is not int or value < 1 for _, value in getattr(self, name)):
+                raise ConfigError(f"{name}={getattr(self, name)}: values are positive integers")
+        if any(type(value) is not tuple or len(value) != 2 or any(type(w) is not int or w < 1 for w in value)
+               for _, value in self.windows):
+            raise ConfigError(f"windows={self.windows}: values are (short, long) pairs of positive integers")
+        if any(type(value) is not tuple or not value or min(value) < 0 or not value[0] for _, value in self.mtp_weights):
+            raise ConfigError(f"mtp_weights={self.mtp_weights}: values are tuples of weights, the first above 0")
         positive = ("epochs", "steps", "micro_batch_tokens", "model_dim", "num_layers", "head_dim", "mlp_dim",
                     "logit_cap", "muon_lr", "adam_lr", "adam_every", "val_tokens", "log_every", "ngram_lr", "ngram_floor")
         for name in positive:
@@ -143,7 +152,7 @@ class Config:
         for _, windows in self.windows:
             for window in windows:
                 block = min(window, ATTENTION_BLOCK)
-                if window < 1 or window % block or self.micro_batch_tokens % block:
+                if window % block or self.micro_batch_tokens % block:
                     raise ConfigError(f"windows={self.windows}: a window must be at most {ATTENTION_BLOCK} or a "
                                       f"multiple of it, and its block must divide "
                                       f"micro_batch_tokens={self.micro_batch_tokens}")
@@ -155,6 +164,9 @@ class Config:
             raise ConfigError(f"ngram_orders={self.ngram_orders}: distinct orders from 2 to 32")
         if self.ngram_orders and not 1 <= self.ngram_rows < 2**31:
             raise ConfigError(f"ngram_rows={self.ngram_rows}: row ids are int32, so 1 to 2^31 - 1 rows")
+        if self.save_every % self.adam_every:
+            raise ConfigError(f"save_every={self.save_every}: must be a multiple of adam_every={self.adam_every}, since "
+                              f"gradients that wait for a step are not saved")
         if self.val_tokens % self.micro_batch_tokens:
             raise ConfigError(f"val_tokens={self.val_tokens}: must be a multiple of "
                               f"micro_batch_tokens={self.micro_batch_tokens}; nearest "
@@ -186,7 +198,7 @@ TRACKS = {
         ngram_orders=(2, 3), ngram_rows=5 * 50304, muon_lr=0.023, muon_decay=1.2, adam_lr=0.008, adam_every=2,
         ngram_lr=0.05, cooldown=0.55, final_lr=0.1, mtp_weights=((0.0, (1.0, 0.5, 0.25)), (1 / 3, (1.0, 0.5)),
                                                                (2 / 3, (1.0,))),
-        untie_at=2 / 3, val_tokens=10_485_760, val_every=250, target_loss=3.28),
+        untie_at=2 / 3, val_tokens=10_485_760, val_sha256="", val_every=250, target_loss=3.28),
 }
 
 
@@ -246,6 +258,8 @@ def config_from(given):
     values = {key: parse_value(fields[key], text) for key, text in given.items()}
     base = TRACKS[track]
     overrides = {key: value for key, value in values.items() if value != getattr(base, key)}
+    if overrides.keys() & {"data", "tokenizer", "val_tokens"}:  # other tokens than those the track's hash is of
+        values = {"val_sha256": "", **values}
     return dataclasses.replace(base, **values), overrides
 
 
@@ -396,8 +410,8 @@ class Log:
     def line(self, text):
         """One event: to the file and to the console."""
         if self.is_main:
-            self.text.write(text + "\n")
             print(("\r\x1b[K" if self.live else "") + text, flush=True)
+            self.text.write(text + "\n")
 
     def step(self, step, steps, **values):
         """One logged step, as a line and as a JSON record; losses have five decimals, times are in ms."""
@@ -452,6 +466,7 @@ def open_corpus(config):
     in the vocabulary and that the run's tokens exist. Raises ConfigError with the remedy otherwise."""
     folder = Path(config.data)
     build = {"nano": "python data/text.py", "fineweb": "python data/fineweb.py"}.get(config.track, "data/*.py")
+    needed = sum(micro_batches_at(config, step) for step in range(config.steps)) * config.micro_batch_tokens
     found = {}
     for split in ("train", "val"):
         paths = sorted(folder.glob(f"*_{split}_*.bin"))
@@ -459,14 +474,14 @@ def open_corpus(config):
             raise ConfigError(f"{folder}: no *_{split}_*.bin shards; build them with `{build}`, or name a corpus "
                               f"folder with --data")
         found[split] = [open_shard(path) for path in paths]
+        read = 0
         for path, tokens in zip(paths, found[split]):
+            if split == "train" and read > needed:
+                break  # the run does not get here
+            read += len(tokens)
             if (largest := int(tokens.max())) > config.eot_token:
                 raise ConfigError(f"{path}: token id {largest} is beyond the {config.tokenizer} vocabulary "
                                   f"(0 to {config.eot_token}); is --tokenizer right?")
-            if tokens[0] != config.eot_token:
-                raise ConfigError(f"{path}: starts with token {tokens[0]}, documents start with the end-of-text id "
-                                  f"{config.eot_token}; is --tokenizer right?")
-    needed = sum(micro_batches_at(config, step) for step in range(config.steps)) * config.micro_batch_tokens
     whole = sum((len(shard) - 1) // config.micro_batch_tokens for shard in found["train"])
     available = whole * config.micro_batch_tokens * config.epochs
     if needed > available:
@@ -633,7 +648,8 @@ class TrainLoader:
         opened = self.state["shard"]
         self.tokens = self.shards[opened % len(self.shards)]
         usable = len(self.tokens) - 1  # the last token is only a target
-        starts = np.flatnonzero(self.tokens[:usable] == self.config.eot_token)
+        # A shard may begin inside a document that the one before it could not hold.
+        starts = np.union1d([0], np.flatnonzero(self.tokens[:usable] == self.config.eot_token))
         lengths = np.diff(np.append(starts, usable))
         cap = max(cap for _, cap in self.config.document_cap)
         pieces = -(-lengths // cap)
@@ -1160,7 +1176,8 @@ class Optimizer:
                         getattr(torch, config.dtype))
         else:
             count = -(-(step + 1) // config.adam_every)
-            adam_update(weight, grad / config.adam_every, state["first"], state["second"], count,
+            waited = step % config.adam_every + 1  # steps whose gradients were added up
+            adam_update(weight, grad / waited, state["first"], state["second"], count,
                         config.adam_lr * rule.lr_mul * lr_mul, rule.betas, rule.decay_mul)
         if "mantissa" in state:
             split_mantissa(weight, param, state["mantissa"])
@@ -1389,25 +1406,34 @@ def validation_hash(config, val):
 CHECKPOINT_FORMAT = 1
 
 
-def save_checkpoint(path, content):
-    """Write `content` (tensors and plain types) and its sha256 beside it. Atomic: a kill or a full disk leaves the
-    former file, or none, under the final name. Raises OSError."""
-    path = Path(path)
-    temporary = path.with_suffix(".tmp")
+@contextlib.contextmanager
+def atomic_file(path):
+    """Open a temporary file for writing bytes that becomes `path` when the block ends well: a kill or a full disk
+    leaves the former file, or none, under the final name. Raises OSError."""
+    temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "wb") as file:
-            try:
-                torch.save(content, file)
-            except RuntimeError as error:  # torch's zip writer reports a short write so
-                raise OSError(f"{path}: {str(error).splitlines()[0]}") from error
+        with open(temporary, "w+b") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        with open(temporary, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        path.with_suffix(".sha256").write_text(f"{digest}  {path.name}\n")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def save_checkpoint(path, content):
+    """Write `content` (tensors and plain types), and the file's sha256 beside it, atomically. Raises OSError."""
+    path = Path(path)
+    with atomic_file(path) as file:
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:  # torch's zip writer reports a failed write so
+            raise OSError(f"{path}: {str(error).splitlines()[0]}") from error
+        file.flush()
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        with atomic_file(path.with_suffix(".sha256")) as beside:
+            beside.write(f"{digest}  {path.name}\n".encode())
 
 
 def load_checkpoint(path):
@@ -1613,14 +1639,12 @@ def finish(trainer, log, val, clock, loader_state, folder, overrides, code):
     gates = {"causal": check_causal(trainer, config.steps, val),
              "normalised": check_normalised(trainer, config.steps, val)}
     digest = validation_hash(config, val)
-    gates["val_tokens"] = not config.val_sha256 or digest == config.val_sha256
     comms = {f"{collective}/{name}": round(sent / config.steps)
              for (collective, name), sent in sorted(runtime.sent_bytes.items())}
     log.line("comms: sent_bytes per step " + (" ".join(f"{k}={v}" for k, v in comms.items()) or "none=0"))
     verdict = {name: "ok" if passed else "FAILED" for name, passed in gates.items()}
-    expected = "" if gates["val_tokens"] else f" expected:{config.val_sha256}"
     log.line(f"validity: causal:{verdict['causal']} normalised:{verdict['normalised']} "
-             f"val_tokens:{config.val_tokens} val_sha256:{digest}{expected}")
+             f"val_tokens:{config.val_tokens} val_sha256:{digest}")
     tokens = sum(micro_batches_at(config, step) for step in range(config.steps)) * config.micro_batch_tokens
     memory = runtime.peak_memory_mib()
     log.line(f"final val_loss:{val_loss:.5f} train_time:{1000 * clock.total:.0f}ms tokens:{tokens} "
@@ -1634,11 +1658,12 @@ def finish(trainer, log, val, clock, loader_state, folder, overrides, code):
                   "torch": torch.__version__, "peak_memory_mib": memory, "validity": gates, "val_sha256": digest,
                   "overrides": {k: v for k, v in overrides.items() if k not in NEUTRAL_FIELDS},
                   "sent_bytes_per_step": comms, "config": dataclasses.asdict(config)}
-        (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+        with atomic_file(folder / "result.json") as file:
+            file.write((json.dumps(result, indent=1) + "\n").encode())
         plot_losses(folder)
     if not all(gates.values()):
-        failed = ", ".join(name for name, passed in gates.items() if not passed)
-        raise RuntimeError(f"validity gate failed: {failed}; see the validity line")
+        raise RuntimeError(f"validity gate failed: {', '.join(name for name in gates if not gates[name])}; the model "
+                           f"sees tokens that it must not see, or its losses are not those of a distribution")
     return val_loss
 
 
@@ -1655,7 +1680,8 @@ def plot_losses(folder):
     axes.set(xlabel="training time, s", ylabel="loss, nats per token", title=folder.name)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(folder / "loss.png", dpi=120)
+    with atomic_file(folder / "loss.png") as file:
+        figure.savefig(file, format="png", dpi=120)
     plt.close(figure)
 
 
@@ -1685,6 +1711,9 @@ def train(config, overrides, runtime, content=None):
             log.line(f"resumed:{run_id} step:{first_step}/{config.steps} world_size:{runtime.world_size}")
         else:
             log_header(log, trainer, config, overrides, code)
+        if config.val_sha256 and validation_hash(config, val) != config.val_sha256:
+            log.line(f"note: the validation tokens in {config.data} are not the {config.track} track's; losses are not "
+                     f"comparable with its records")
         warm_up(trainer)
         runtime.sent_bytes.clear()
         loader_state = train_steps(trainer, log, shards, val, clock, folder, first_step, loader_state)
@@ -1711,8 +1740,9 @@ def train(config, overrides, runtime, content=None):
         raise
     finally:
         if log is not None:
-            log.line(f"status:{status}")
-            log.close()
+            with contextlib.suppress(OSError):  # the disk may be full; the console still gets the status
+                log.line(f"status:{status}")
+                log.close()
         elif runtime.is_main:
             print(f"status:{status}", flush=True)
         runtime.close(failed)

@@ -155,12 +155,12 @@ def receive(remote, file, bar, stop):
             raise Temporary(f"status {status} for {remote.name}")
         resumed = status == 206 and response.headers.get("Content-Range", "").startswith(
             f"bytes {have}-")
+        if status not in (200, 206, 416):
+            raise FetchError(f"status {status} for {remote.url}; {remedy_for(status)}")
         if have and not resumed:  # a server without ranges, or with another file: begin again
             have = restart(file, bar)
-            if status in (206, 416):
-                raise Temporary(f"the hub cannot continue {remote.name}")
-        if status not in (200, 206):
-            raise FetchError(f"status {status} for {remote.url}; {remedy_for(status)}")
+        if status != 200 and not resumed:
+            raise Temporary(f"the hub cannot continue {remote.name}")
         for chunk in response.iter_bytes():
             if stop.is_set():
                 raise FetchError("stopped")
@@ -196,11 +196,13 @@ def fetch(remote, folder, bar, stop):
 
     The bytes gather in NAME.part. NAME.part.json beside it says of which content they are a part,
     so that they are continued after a kill, and dropped when the hub meanwhile offers another.
+    A file under the final name, whoever brought it, is kept when its content is right.
     Raises FetchError; then nothing stands under the final name that was not there before."""
     final, part = folder / remote.name, folder / f"{remote.name}.part"
     note, content = folder / f"{remote.name}.part.json", {"sha256": remote.sha256}
-    if final.exists() and sha256_of(final) == remote.sha256:  # brought by another tool
+    if final.exists() and sha256_of(final) == remote.sha256:
         advance(bar, remote.size)
+        note.unlink(missing_ok=True)  # left when a kill came between renaming and removing
         return describe(final, remote)
     with open(part, "ab") as file:
         if read_json(note) != content or size_of(file) > remote.size:

@@ -366,6 +366,7 @@ def test_files_brought_by_another_tool_are_checked(hub, tmp_path):
     wrong[5000] ^= 1
     (tmp_path / train(1)).write_bytes(hub.files[train(1)])
     (tmp_path / train(2)).write_bytes(wrong)
+    (tmp_path / f"{train(1)}.part.json").write_text("{}")
     assert call(hub.url, tmp_path, 2).returncode == 0
     assert hub.ranges(train(1)) == [] and hub.ranges(train(2)) == [None]
     check_folder(tmp_path, hub, 2)
@@ -419,9 +420,11 @@ def test_refusals_are_not_repeated(hub, tmp_path, status, words):
     one_line(call(hub.url, tmp_path / "f", 1), 1, *words)
     assert len(hub.head_trouble[train(1)]) == 49
     hub.head_trouble.clear()
-    hub.trouble[train(1)] = [("status", status)] * 50
+    hub.trouble[train(1)] = [("cut", 70_000)] + [("status", status)] * 50
     one_line(call(hub.url, tmp_path / "f", 1), 1, *words)
-    assert len(hub.ranges(train(1))) == 1 and train(1) not in shards_in(tmp_path / "f")
+    assert hub.ranges(train(1)) == [None, "bytes=70000-"]
+    assert train(1) not in shards_in(tmp_path / "f")
+    assert (tmp_path / "f" / f"{train(1)}.part").stat().st_size == 70_000  # for a later call
 
 
 @pytest.mark.parametrize("changes, words", [
