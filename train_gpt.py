@@ -52,6 +52,7 @@ from torch import Tensor, nn
 # ======================================================================================================
 
 ATTENTION_BLOCK = 64  # back end sdpa: queries of a block share their keys
+GATE_DIM = 12  # gates read the first few channels of the residual stream
 EOT_TOKEN = {"bytes": 256, "gpt2": 50256}  # the largest id of each tokenizer; every document starts with it
 
 
@@ -95,7 +96,7 @@ class Config:
     adam_lr: float = knob(0.01, "learning rate of embeddings, head and scalars under Adam")
     adam_every: int = knob(1, "Adam parameters step every k-th step, on the mean gradient since the last")
     ngram_lr: float = knob(0.1, "learning rate of the n-gram table (row-wise Adagrad)")
-    ngram_floor: float = knob(0.05, "gradient RMS of one token below which a table row's steps shrink")
+    ngram_floor: float = knob(0.2, "gradient RMS of one token below which a table row's steps shrink")
     cooldown: float = knob(0.6, "last fraction of the run over which learning rates fall linearly")
     final_lr: float = knob(0.02, "learning-rate multiplier at the end of the cooldown")
     mtp_weights: tuple = knob(((0.0, (1.0,)),), "schedule: loss weights of the next, second-next, ... token")
@@ -118,61 +119,56 @@ class Config:
     compile: bool = knob(True, "compile the model with torch.compile where a compiler is found")
 
     def __post_init__(self):
+        def refuse_unless(good, name, constraint):
+            if not good:
+                raise ConfigError(f"{name}={getattr(self, name)}: {constraint}")
         for name in ("micro_batches", "document_cap", "windows", "mtp_weights"):
-            schedule = getattr(self, name)
-            starts = [pair[0] for pair in schedule if type(pair) is tuple and len(pair) == 2]
-            if not starts or starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= 1:
-                raise ConfigError(f"{name}={schedule}: a schedule is (fraction, value) pairs that start at 0 and "
-                                  f"rise below 1, such as ((0.0, A), (0.5, B))")
+            starts = [pair[0] for pair in getattr(self, name) if type(pair) is tuple and len(pair) == 2]
+            refuse_unless(starts and starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] < 1, name,
+                          "a schedule is (fraction, value) pairs that start at 0 and rise below 1, such as "
+                          "((0.0, A), (0.5, B))")
         for name in ("micro_batches", "document_cap"):
-            if any(type(value) is not int or value < 1 for _, value in getattr(self, name)):
-                raise ConfigError(f"{name}={getattr(self, name)}: values are positive integers")
-        if any(type(value) is not tuple or len(value) != 2 or any(type(w) is not int or w < 1 for w in value)
-               for _, value in self.windows):
-            raise ConfigError(f"windows={self.windows}: values are (short, long) pairs of positive integers")
-        if any(type(value) is not tuple or not value or min(value) < 0 or not value[0] for _, value in self.mtp_weights):
-            raise ConfigError(f"mtp_weights={self.mtp_weights}: values are tuples of weights, the first above 0")
-        positive = ("epochs", "steps", "micro_batch_tokens", "model_dim", "num_layers", "head_dim", "mlp_dim",
-                    "logit_cap", "muon_lr", "adam_lr", "adam_every", "val_tokens", "log_every", "ngram_lr", "ngram_floor")
-        for name in positive:
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be positive")
+            refuse_unless(all(type(value) is int and value > 0 for _, value in getattr(self, name)), name,
+                          "values are positive integers")
+        refuse_unless(all(type(pair) is tuple and len(pair) == 2 and all(type(w) is int and w > 0 for w in pair)
+                          for _, pair in self.windows), "windows", "values are (short, long) pairs of positive integers")
+        refuse_unless(all(type(weights) is tuple and weights and min(weights) >= 0 and weights[0] > 0
+                          for _, weights in self.mtp_weights), "mtp_weights",
+                      "values are tuples of weights, the first above 0")
+        for name in ("epochs", "steps", "micro_batch_tokens", "model_dim", "num_layers", "head_dim", "mlp_dim",
+                     "logit_cap", "muon_lr", "adam_lr", "adam_every", "val_tokens", "log_every", "ngram_lr",
+                     "ngram_floor"):
+            refuse_unless(getattr(self, name) > 0, name, "must be positive")
         for name in ("muon_decay", "val_every", "save_every"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: must not be negative; 0 switches it off")
+            refuse_unless(getattr(self, name) >= 0, name, "must not be negative; 0 switches it off")
         for name in ("cooldown", "final_lr", "untie_at"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: is a fraction, from 0 to 1")
+            refuse_unless(0 <= getattr(self, name) <= 1, name, "is a fraction, from 0 to 1")
         for name, allowed in (("tokenizer", tuple(EOT_TOKEN)), ("device", ("auto", "cpu", "cuda")),
                               ("dtype", ("bfloat16", "float32")), ("attention", ("auto", "sdpa", "varlen"))):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be one of {', '.join(allowed)}")
-        if self.model_dim % self.head_dim or self.head_dim % 4:
-            raise ConfigError(f"head_dim={self.head_dim}: must divide model_dim={self.model_dim}, and 4 must divide it")
-        for _, windows in self.windows:
-            for window in windows:
-                block = min(window, ATTENTION_BLOCK)
-                if window % block or self.micro_batch_tokens % block:
-                    raise ConfigError(f"windows={self.windows}: a window must be at most {ATTENTION_BLOCK} or a "
-                                      f"multiple of it, and its block must divide "
-                                      f"micro_batch_tokens={self.micro_batch_tokens}")
+            refuse_unless(getattr(self, name) in allowed, name, f"must be one of {', '.join(allowed)}")
+        refuse_unless(self.model_dim % self.head_dim == 0 and self.head_dim % 4 == 0, "head_dim",
+                      f"must divide model_dim={self.model_dim}, and 4 must divide it")
+        refuse_unless(self.model_dim >= GATE_DIM, "model_dim", f"gates read {GATE_DIM} channels: at least as many")
+        refuse_unless(len(self.momentum) == 2 and all(0 <= value < 1 for value in self.momentum), "momentum",
+                      "two values, each at least 0 and below 1")
+        for window in {window for _, pair in self.windows for window in pair}:
+            block = min(window, ATTENTION_BLOCK)
+            refuse_unless(window % block == 0 and self.micro_batch_tokens % block == 0, "windows",
+                          f"a window is at most {ATTENTION_BLOCK} or a multiple of it, and its block must divide "
+                          f"micro_batch_tokens={self.micro_batch_tokens}")
         for name in ("long_layers", "value_embedding_layers"):
-            if not all(0 <= layer < self.num_layers for layer in getattr(self, name)):
-                raise ConfigError(f"{name}={getattr(self, name)}: layers are 0 to {self.num_layers - 1}")
-        if any(not 2 <= order <= 32 for order in self.ngram_orders) or len(set(self.ngram_orders)) != len(
-                self.ngram_orders):
-            raise ConfigError(f"ngram_orders={self.ngram_orders}: distinct orders from 2 to 32")
-        if self.ngram_orders and not 1 <= self.ngram_rows < 2**31:
-            raise ConfigError(f"ngram_rows={self.ngram_rows}: row ids are int32, so 1 to 2^31 - 1 rows")
-        if self.save_every % self.adam_every:
-            raise ConfigError(f"save_every={self.save_every}: must be a multiple of adam_every={self.adam_every}, since "
-                              f"gradients that wait for a step are not saved")
-        if self.val_tokens % self.micro_batch_tokens:
-            raise ConfigError(f"val_tokens={self.val_tokens}: must be a multiple of "
-                              f"micro_batch_tokens={self.micro_batch_tokens}; nearest "
-                              f"{max(1, round(self.val_tokens / self.micro_batch_tokens)) * self.micro_batch_tokens}")
-        if not -1 <= self.seed < 2**63:
-            raise ConfigError(f"seed={self.seed}: must be 0 to 2^63 - 1, or -1 to draw one")
+            refuse_unless(all(layer in range(self.num_layers) for layer in getattr(self, name)), name,
+                          f"layers are 0 to {self.num_layers - 1}")
+        orders = self.ngram_orders
+        refuse_unless(all(order in range(2, 33) for order in orders) and len(set(orders)) == len(orders),
+                      "ngram_orders", "distinct orders from 2 to 32; () for none")
+        refuse_unless(not orders or 0 < self.ngram_rows < 2**31, "ngram_rows", "row ids are int32: 1 to 2^31 - 1 rows")
+        refuse_unless(self.save_every % self.adam_every == 0, "save_every",
+                      f"must be a multiple of adam_every={self.adam_every}, for gradients that wait are not saved")
+        whole = max(1, round(self.val_tokens / self.micro_batch_tokens)) * self.micro_batch_tokens
+        refuse_unless(self.val_tokens == whole, "val_tokens",
+                      f"must be a multiple of micro_batch_tokens={self.micro_batch_tokens}; nearest {whole}")
+        refuse_unless(-1 <= self.seed < 2**63, "seed", "must be 0 to 2^63 - 1, or -1 to draw one")
 
     @property
     def eot_token(self):
@@ -225,7 +221,7 @@ def parse_value(field, text):
                 return ((0.0, value),)
             return value if isinstance(value, tuple) else (value,)
         return kind(text)
-    except (ValueError, KeyError, SyntaxError):
+    except (ValueError, TypeError, KeyError, SyntaxError):
         raise ConfigError(f"--{field.name} {text}: expected {kind.__name__}, such as {field.default}") from None
 
 
@@ -260,7 +256,11 @@ def config_from(given):
     overrides = {key: value for key, value in values.items() if value != getattr(base, key)}
     if overrides.keys() & {"data", "tokenizer", "val_tokens"}:  # other tokens than those the track's hash is of
         values = {"val_sha256": "", **values}
-    return dataclasses.replace(base, **values), overrides
+    try:
+        return dataclasses.replace(base, **values), overrides
+    except TypeError as error:  # a tuple of the wrong things
+        words = " ".join(f"--{key} {text}" for key, text in given.items())
+        raise ConfigError(f"{words}: a value of the wrong kind ({error}); see --help") from None
 
 
 def help_text():
@@ -478,7 +478,7 @@ def open_corpus(config):
         for path, tokens in zip(paths, found[split]):
             if split == "train" and read > needed:
                 break  # the run does not get here
-            read += len(tokens)
+            read += (len(tokens) - 1) // config.micro_batch_tokens * config.micro_batch_tokens
             if (largest := int(tokens.max())) > config.eot_token:
                 raise ConfigError(f"{path}: token id {largest} is beyond the {config.tokenizer} vocabulary "
                                   f"(0 to {config.eot_token}); is --tokenizer right?")
@@ -726,7 +726,6 @@ class TrainLoader:
 # 4. Model
 # ======================================================================================================
 
-GATE_DIM = 12          # gates read the first few channels of the residual stream
 
 
 def reference_attention(q, k, v, segment_start, window, scale):
@@ -888,10 +887,15 @@ class GPT(nn.Module):
         self.residual_scale = nn.Parameter(torch.ones(layers))
         self.embed_scale = nn.Parameter(torch.zeros(layers))
         if config.ngram_orders:
-            self.ngram_scale = nn.Parameter(torch.ones(layers + 1))  # before each layer and before the head
+            self.ngram_gate = matrix(layers + 1, GATE_DIM, std=0)  # before each layer and before the head
             # Row gradients are worked out by the optimizer from those of the summed rows, so autograd never sees it.
             self.ngram_table = nn.Parameter(torch.zeros(config.ngram_rows, dim), requires_grad=False)
         self.skip_scale = nn.Parameter(torch.full((skips,), 0.1))
+
+    @staticmethod
+    def gate(x, weight):
+        """Learned gates in (0, 2), 1 at the start: (T, n) from the first channels of x (T, model_dim), weight (n, 12)."""
+        return 2 * torch.sigmoid(F.linear(x[:, :GATE_DIM], weight))
 
     def hidden(self, micro_batch, ngram, context):
         """Final hidden states (T, model_dim), normalised. ngram: (T, model_dim), the summed rows of the n-gram table."""
@@ -909,15 +913,15 @@ class GPT(nn.Module):
                 x = x + self.skip_scale[layer - layers] * skips.pop()
             x = self.residual_scale[layer] * x + self.embed_scale[layer] * embedded
             if ngram is not None:
-                x = x + self.ngram_scale[layer] * ngram
+                x = x + self.gate(x, self.ngram_gate[layer:layer + 1]) * ngram
             # Attention
             h = norm(x)
             q, k, v = F.linear(h, self.attention[4 * layer:4 * layer + 3].flatten(0, 1)).view(
                 length, 3, -1, head_dim).unbind(1)
             if layer in config.value_embedding_layers:
                 which = config.value_embedding_layers.index(layer)
-                gate = 2 * torch.sigmoid(F.linear(x[:, :GATE_DIM], self.value_gate[which]))
-                v = v + gate[..., None] * F.embedding(micro_batch.inputs, self.value_embed[which]).view_as(v)
+                gate = self.gate(x, self.value_gate[which])[..., None]
+                v = v + gate * F.embedding(micro_batch.inputs, self.value_embed[which]).view_as(v)
             q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)
             window = phase.windows[layer]
             y = self.attend(q, k, v, micro_batch, context.biases.get(window), window, context.scale)
@@ -928,7 +932,7 @@ class GPT(nn.Module):
             if layer < len(self.skip_scale):
                 skips.append(x)
         if ngram is not None:
-            x = x + self.ngram_scale[layers] * ngram
+            x = x + self.gate(x, self.ngram_gate[layers:]) * ngram
         return norm(x)
 
     def next_token_losses(self, hidden, targets):
@@ -983,7 +987,7 @@ RULES = {
     "smear_scale": Rule("adam", "replicated"),
     "residual_scale": Rule("adam", "replicated"),
     "embed_scale": Rule("adam", "replicated"),
-    "ngram_scale": Rule("adam", "replicated"),
+    "ngram_gate": Rule("adam", "replicated"),
     "skip_scale": Rule("adam", "replicated"),
     "ngram_table": Rule("adagrad", "rows"),
 }
@@ -1298,8 +1302,8 @@ class Trainer:
             self._rotary[windows] = rotary_tables(config.micro_batch_tokens, config.head_dim, windows,
                                                   self.runtime.device, dtype)
         phase = phase_at(config, step)
-        if not training:
-            phase = dataclasses.replace(phase, mtp_weights=(1.0,))
+        if not training:  # the model as the last step left it: untying is the first thing that the next one does
+            phase = dataclasses.replace(phase, mtp_weights=(1.0,), tied=step <= untie_step(config) > 0)
         biases = {}
         if self.model.attend is blocked_attention:
             biases = {window: blocked_bias(micro_batch.segment_start, window, dtype) for window in set(phase.windows)}
@@ -1371,12 +1375,15 @@ def check_causal(trainer, step, val):
     changed = original.copy()
     noise = np.random.default_rng(0).integers(1, trainer.config.eot_token, size=length - middle)
     changed[middle + 1:] = (changed[middle + 1:].astype(np.int64) + noise) % (trainer.config.eot_token + 1)
-    losses = []
+    losses, hidden = [], []
     for tokens in (original, changed):
         place = place_contiguous(tokens, 0, trainer.config)
         micro_batch = assemble(place, *hash_placement(place, trainer.config), trainer.runtime.device)
         losses.append(trainer.token_losses(step, micro_batch))
-    same = torch.equal(losses[0][:middle], losses[1][:middle])
+        hidden.append(trainer.model.hidden(micro_batch, trainer.ngram(micro_batch), trainer.context(step, micro_batch)))
+    # The state at the middle predicts the first changed token: a look one token ahead shows there and nowhere before.
+    same = (torch.equal(losses[0][:middle], losses[1][:middle])
+            and torch.equal(hidden[0][:middle + 1], hidden[1][:middle + 1]))
     return same and not torch.equal(losses[0][middle:], losses[1][middle:])
 
 
@@ -1432,8 +1439,9 @@ def save_checkpoint(path, content):
         file.flush()
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        with atomic_file(path.with_suffix(".sha256")) as beside:
-            beside.write(f"{digest}  {path.name}\n".encode())
+        path.with_suffix(".sha256").unlink(missing_ok=True)
+    with atomic_file(path.with_suffix(".sha256")) as beside:
+        beside.write(f"{digest}  {path.name}\n".encode())
 
 
 def load_checkpoint(path):
@@ -1449,7 +1457,8 @@ def load_checkpoint(path):
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises several types for a damaged file
-        raise ConfigError(f"{path}: cannot be read ({str(error).splitlines()[0]}); use another checkpoint") from None
+        raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {str(error).partition(chr(10))[0]}); use "
+                          f"another checkpoint") from None
     if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
         raise ConfigError(f"{path}: not a checkpoint of this trainer's format {CHECKPOINT_FORMAT}")
     return content
@@ -1696,7 +1705,8 @@ def train(config, overrides, runtime, content=None):
         check_world_size(config, runtime.world_size)
         shards, val = open_corpus(config)
         folder = Path("logs") / run_id
-        if not content and (folder / "log.txt").exists():
+        exists = runtime.broadcast_object((folder / "log.txt").exists())  # rank 0 decides, before it opens the log
+        if not content and exists:
             raise ConfigError(f"{folder}: this run exists; choose another --run-id, or continue it with "
                               f"--resume {run_id}")
         torch.manual_seed(seed)
@@ -1745,6 +1755,8 @@ def train(config, overrides, runtime, content=None):
                 log.close()
         elif runtime.is_main:
             print(f"status:{status}", flush=True)
+        if not runtime.is_main and status.startswith("error"):
+            print(f"rank {runtime.rank}: {status}", file=sys.stderr, flush=True)
         runtime.close(failed)
 
 
@@ -1819,17 +1831,21 @@ def resumed(given):
     saved = config_of_checkpoint(content)
     if content["step"] >= saved.steps:
         raise ConfigError(f"--resume {given['resume']}: this run is complete ({content['step']} of {saved.steps} steps)")
-    asked, _ = config_from({"track": saved.track, **given})
+    fields = {field.name: field for field in dataclasses.fields(Config)}
     for key in given:
-        if key not in NEUTRAL_FIELDS and getattr(asked, key) != getattr(saved, key):
+        if key not in fields:
+            raise ConfigError(f"--{key}: no such key; {nearest(key, fields)} --help lists them all")
+    asked = {key: parse_value(fields[key], text) for key, text in given.items()}
+    for key in given:
+        if key not in NEUTRAL_FIELDS and asked[key] != getattr(saved, key):
             raise ConfigError(f"--{key} {given[key]}: the run to resume has {getattr(saved, key)}, and a resumed run "
                               f"keeps its configuration; leave the key out")
-    changed = {key: getattr(asked, key) for key in ("device", "log_every", "save_every") if key in given}
+    changed = {key: asked[key] for key in ("device", "log_every", "save_every") if key in given}
     config = dataclasses.replace(saved, **changed)
     _, overrides = config_from({"track": saved.track})
     base = TRACKS[saved.track]
     overrides = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)
-                 if getattr(config, field.name) != getattr(base, field.name)}
+                 if getattr(config, field.name) != getattr(base, field.name) and field.name != "val_sha256"}
     return config, overrides, content
 
 
@@ -1894,7 +1910,7 @@ def sample_command(given):
     limit, made = config.micro_batch_tokens, []
     for _ in range(count):
         context = tokens[-limit:]
-        padded = np.full(limit + 1, config.eot_token, dtype=np.uint16)  # what follows the context is never attended to
+        padded = np.zeros(limit + 1, dtype=np.uint16)  # what follows the context is never attended to
         padded[:len(context)] = context
         place = place_contiguous(padded, 0, config)
         micro_batch = assemble(place, *hash_placement(place, config), trainer.runtime.device)

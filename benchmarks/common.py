@@ -22,7 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 # Layers stay, since fields of the Config name them by number.
 TINY = {"model_dim": 32, "head_dim": 16, "mlp_dim": 64, "micro_batch_tokens": 512, "ngram_rows": 4096,
         "windows": ((0.0, (64, 128)),), "document_cap": ((0.0, 256),), "steps": 6, "val_tokens": 2048,
-        "compile": False, "val_sha256": ""}
+        "micro_batches": ((0.0, 2), (0.5, 4)), "tokenizer": "bytes", "compile": False, "val_sha256": ""}
 
 
 # ----- corpora
@@ -49,13 +49,14 @@ def random_documents(count, vocab_size, rng):
     return np.split(tokens, cuts)
 
 
-def write_corpus(folder, documents, eot_token):
-    """Write documents (integer arrays) as a corpus of one training and one validation shard, every tenth
-    document for validation. The folder appears when complete."""
+def write_corpus(folder, documents, eot_token, val_tokens):
+    """Write documents (integer arrays) as a corpus of one training and one validation shard: the first documents, as
+    many as hold more than val_tokens, are for validation. The folder appears when complete."""
     folder = Path(folder)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
-    splits = {"val": documents[::10], "train": [d for i, d in enumerate(documents) if i % 10]}
+    cut = int(np.searchsorted(np.cumsum([len(document) for document in documents]), val_tokens)) + 1
+    splits = {"val": documents[:cut], "train": documents[cut:]}
     for split, parts in splits.items():
         tokens = np.concatenate([piece for document in parts for piece in ([eot_token], document)]).astype("<u2")
         header = np.zeros(train_gpt.HEADER_INTS, dtype="<i4")

@@ -4,7 +4,7 @@ import signal
 import sys
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the suite shares small machines
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: bitwise comparisons with child processes
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # a launcher's: this process is alone
     os.environ.pop(name, None)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

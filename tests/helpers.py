@@ -129,6 +129,10 @@ def ranks(world_size, device="cpu"):
     return [SimpleNamespace(rank=rank, world_size=world_size, device=torch.device(device)) for rank in range(world_size)]
 
 
+def bytes_of(tensor):
+    return tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
 def assert_bitwise(actual, expected, where=""):
     """Equal tensors bit for bit, through nested dicts and lists."""
     if isinstance(expected, dict):
@@ -137,8 +141,7 @@ def assert_bitwise(actual, expected, where=""):
             assert_bitwise(actual[key], expected[key], f"{where}.{key}")
     elif isinstance(expected, torch.Tensor):
         assert actual.dtype == expected.dtype and actual.shape == expected.shape, where
-        same = actual.contiguous().flatten().view(torch.uint8).equal(expected.contiguous().flatten().view(torch.uint8))
-        assert same, f"{where} differs"
+        assert bytes_of(actual) == bytes_of(expected), f"{where} differs"
     else:
         assert actual == expected, where
 

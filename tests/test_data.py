@@ -44,7 +44,6 @@ DAMAGE = {
                           [TRAIN, "300", "0 to 256", "--tokenizer"]),
     "beyond vocabulary in val": (lambda path: write_shard(path / VAL, [*byte_documents(5000), 50256]),
                                  [VAL, "50256", "0 to 256", "--tokenizer"]),
-    "no document start": (lambda path: write_shard(path / TRAIN, [65, *byte_documents(5000)]), [TRAIN, "65", "256"]),
     "no train": (lambda path: [shard.unlink() for shard in path.glob("*_train_*")],
                  ["*_train_*.bin", "data/text.py", "--data"]),
     "no val": (lambda path: (path / VAL).unlink(), ["*_val_*.bin", "data/text.py", "--data"]),
@@ -66,6 +65,15 @@ def test_a_damaged_corpus_ends_in_one_line_and_status_2(damage, cli, tiny, tmp_p
     for word in words:
         assert word in run.lines[0]
     assert not (tmp_path / "logs").exists()
+
+
+def test_every_shard_that_a_run_reaches_is_checked(cli, tiny, tmp_path):
+    folder = make_corpus(tmp_path / "corpus", train_tokens=12 * 500, shards=12)  # one micro-batch each
+    for shard in (6, 7, 8):
+        write_shard(folder / f"tiny_train_{shard:06d}.bin", [*byte_documents(490), *range(300, 310)])
+    run = cli(**{**tiny, "data": str(folder), "steps": 5})  # takes ten of them
+    assert run.code == 2
+    assert len(run.lines) == 1 and "tiny_train_000006.bin: token id 309" in run.lines[0]
 
 
 def test_epochs_make_up_for_few_tokens(tmp_path):
@@ -132,6 +140,7 @@ def test_world_sizes_share_out_the_same_micro_batches(world_size):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_an_epoch_covers_each_shard_exactly_once(seed):
     shards = [countable(5000, seed=1), countable(4001, first=10_000, seed=2), countable(3333, first=20_000, seed=3)]
+    shards[1][0] = 10_000  # begins inside a document
     micro_batches = [(len(shard) - 1) // 256 for shard in shards]
     config = loader_config(steps=sum(micro_batches), micro_batches=((0.0, 1),), seed=seed)
     batches = [batch.micro_batches[0] for batch in load_all(config, shards)]

@@ -212,7 +212,7 @@ def slow_forward(model, config, tokens, windows, long_windows, tied):
         if layer >= config.num_layers - half:  # a skip connection from the mirrored layer
             x = x + weights["skip_scale"][layer - (config.num_layers - half)] * kept[config.num_layers - 1 - layer]
         x = weights["residual_scale"][layer] * x + weights["embed_scale"][layer] * embedded
-        x = x + weights["ngram_scale"][layer] * ngram
+        x = x + 2 * sigmoid(x[:, :12] @ weights["ngram_gate"][layer])[:, None] * ngram
         q_matrix, k_matrix, v_matrix, o_matrix = weights["attention"][4 * layer:4 * layer + 4]
         q, k, v = ((rms(x) @ matrix.T).reshape(length, heads, dim) for matrix in (q_matrix, k_matrix, v_matrix))
         if layer in config.value_embedding_layers:
@@ -231,7 +231,7 @@ def slow_forward(model, config, tokens, windows, long_windows, tied):
         up, down = weights["mlp"][2 * layer], weights["mlp"][2 * layer + 1]
         x = x + np.maximum(rms(x) @ up.T, 0) ** 2 @ down
         kept.append(x)
-    x = rms(x + weights["ngram_scale"][config.num_layers] * ngram)
+    x = rms(x + 2 * sigmoid(x[:, :12] @ weights["ngram_gate"][config.num_layers])[:, None] * ngram)
     logits = config.logit_cap * np.tanh(x @ weights["head"].T / config.logit_cap)
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True)), document
 

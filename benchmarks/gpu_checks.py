@@ -1,0 +1,537 @@
+"""Checks and benchmarks that need a GPU; benchmarks/gpu.sh starts them all.
+
+    python benchmarks/gpu_checks.py [--only PART ...] [--out FOLDER]
+    python benchmarks/gpu_checks.py --device cpu --tiny       try out the script without a GPU
+
+A part is a function in the registry PARTS (see `part`). It runs in a process of its own with a time limit, so that
+one that fails, hangs or breaks the CUDA context leaves the others alone; what it reported until then counts.
+A new check is one more function. Shards of data/ are used where present, else corpora are made for the occasion:
+speed and correctness do not depend on what the tokens mean.
+
+Results: a table, and benchmarks/results/gpu_<device>_<date>.{json,md} (tiny_... with --tiny).
+Exit status: 0 all passed, 1 some failed, 2 no CUDA device.
+"""
+import argparse
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train_gpt  # noqa: E402
+from benchmarks import common  # noqa: E402
+
+BUDGET_SECONDS = 530  # for all parts; a part's own limit stands beside it
+GRACE_SECONDS = 10    # for a part to end by itself before it is killed
+PARTS = {}
+
+
+def part(seconds):
+    """Enter a function of a Session into the registry, with its time limit. Its first line says what it does."""
+    def enter(function):
+        PARTS[function.__name__] = (function, seconds)
+        return function
+    return enter
+
+
+class Session:
+    """What a part works with: device, folder for temporary files, corpora, and `report`."""
+
+    def __init__(self, name, device, tiny, work):
+        self.name, self.device, self.tiny, self.work = name, torch.device(device), tiny, Path(work)
+        self.cuda = self.device.type == "cuda"
+
+    def report(self, item, ok, text, **values):
+        """One row of the table. ok: True, False, or None for what is only measured or does not apply here."""
+        row = {"part": self.name, "item": item, "ok": ok, "text": text, **values}
+        with open(self.work / f"{self.name}.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def config(self, track, **changes):
+        """The track's Config on this session's device and corpus; changes outrank the tiny overrides."""
+        values = {"device": self.device.type, "seed": 1, "val_sha256": "", **(common.TINY if self.tiny else {}),
+                  **changes}
+        base = dataclasses.replace(train_gpt.TRACKS[track], **values)
+        return dataclasses.replace(base, data=str(self.corpus(base)))
+
+    def corpus(self, config):
+        """The track's shards where they are present, else a corpus that is just large enough for the steps."""
+        present = common.ROOT / config.data
+        if not self.tiny and any(present.glob("*_train_*.bin")) and any(present.glob("*_val_*.bin")):
+            return present
+        steps = sum(train_gpt.micro_batches_at(config, step) for step in range(config.steps))
+        needed = (steps + 4) * config.micro_batch_tokens
+        folder = self.work / f"{config.tokenizer}_{needed}_{config.val_tokens}"
+        if not folder.exists():
+            # Validation takes whole documents, the largest of torch's sources has 700 kB.
+            limit = needed + config.val_tokens + 1_000_000
+            if config.tokenizer == "bytes":
+                documents = common.python_documents(limit)
+            else:
+                documents = common.random_documents(limit, config.eot_token, np.random.default_rng(0))
+            common.write_corpus(folder, documents, config.eot_token, config.val_tokens)
+        return folder
+
+    def trainer(self, config):
+        torch.manual_seed(config.seed)
+        return train_gpt.Trainer(config, train_gpt.Runtime(config.device))
+
+    def synchronize(self):
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def milliseconds(self, function, repeats=10):
+        """Mean time of a call, after three untimed ones; by CUDA events where there is CUDA."""
+        for _ in range(3):
+            function()
+        if not self.cuda:
+            began = time.perf_counter()
+            for _ in range(repeats):
+                function()
+            return 1000 * (time.perf_counter() - began) / repeats
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(repeats):
+            function()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / repeats
+
+
+def relative_error(value, reference):
+    """Norm of the difference over the norm of the reference, in float64 on the CPU."""
+    value, reference = (tensor.detach().double().cpu() for tensor in (value, reference))
+    return ((value - reference).norm() / reference.norm().clamp_min(1e-300)).item()
+
+
+def train_some(trainer, shards, steps, first_step=0):
+    """Take steps as the training loop does. Returns the mean training losses (a tensor a step)."""
+    config, losses = trainer.config, []
+    loader = train_gpt.TrainLoader(config, shards, trainer.runtime, first_step)
+    try:
+        for step in range(first_step, first_step + steps):
+            tokens = train_gpt.micro_batches_at(config, step) * config.micro_batch_tokens
+            losses.append(trainer.step(step, loader.next()) / tokens)
+    finally:
+        loader.close()
+    return losses
+
+
+# ----- attention back ends
+
+def segment_layouts(length, rng):
+    """{name: sorted starts of the segments of a micro-batch of `length` tokens}."""
+    def cut(lengths):
+        starts = np.concatenate(([0], np.cumsum(lengths)))
+        return starts[starts < length]
+    return {"one": np.array([0]), "long": cut(rng.integers(length // 8, length // 3, size=32)),
+            "short": cut(rng.integers(16, 48, size=length // 16)), "on edges": np.arange(0, length, 128)}
+
+
+def micro_batch_of(starts, length, device):
+    """A MicroBatch with these segments; its tokens mean nothing."""
+    index = np.arange(length)
+    segment_start = starts[np.searchsorted(starts, index, side="right") - 1].astype(np.int32)
+    place = train_gpt.Placement(np.zeros(length + 1, np.uint16), index, segment_start.astype(np.int64), segment_start)
+    nothing = np.empty((length, 0))
+    return train_gpt.assemble(place, nothing.astype(np.int32), nothing.astype(np.float32), device)
+
+
+def attend(name, q, k, v, micro_batch, window, scale):
+    bias = train_gpt.blocked_bias(micro_batch.segment_start, window, q.dtype) if name == "sdpa" else None
+    return train_gpt.ATTENTION[name](q, k, v, micro_batch, bias, window, scale)
+
+
+def attention_errors(session, name, dtype, windows, length, heads, dim):
+    """Worst relative error over windows and layouts: ({"out", "dq", "dk", "dv"}: error), where the worst was)."""
+    rng, scale = np.random.default_rng(0), train_gpt.attention_scale(dim, (1,))
+    generator = torch.Generator().manual_seed(0)
+    worst, where = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0), ""
+    for layout, starts in segment_layouts(length, rng).items():
+        micro_batch = micro_batch_of(starts, length, session.device)
+        for window in windows:
+            q, k, v, upstream = (torch.randn(length, heads, dim, generator=generator).to(session.device, dtype)
+                                 for _ in range(4))
+            q, k = train_gpt.norm(q), train_gpt.norm(k)
+            mine = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+            exact = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+            out = attend(name, *mine, micro_batch, window, scale)
+            reference = train_gpt.reference_attention(*exact, micro_batch.segment_start, window, scale)
+            values = [out, *torch.autograd.grad(out, mine, upstream)]
+            references = [reference, *torch.autograd.grad(reference, exact, upstream.double())]
+            for key, value, reference in zip(worst, values, references):
+                error = relative_error(value, reference)
+                if not error <= worst[key]:  # a NaN counts as worst
+                    worst[key], where = error, f"window {window}, segments {layout}"
+    return worst, where
+
+
+def attention_milliseconds(session, name, window, length, heads, dim):
+    """Time of a forward and backward pass at the size of a fineweb micro-batch; sdpa compiled, as it is used."""
+    micro_batch = micro_batch_of(np.arange(0, length, 700), length, session.device)
+    q, k, v, upstream = (torch.randn(length, heads, dim, device=session.device, dtype=torch.bfloat16)
+                         for _ in range(4))
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+    bias = train_gpt.blocked_bias(micro_batch.segment_start, window, q.dtype) if name == "sdpa" else None
+    forward = train_gpt.ATTENTION[name]
+    if name == "sdpa" and not session.tiny:
+        forward = torch.compile(forward, dynamic=False)
+    return session.milliseconds(lambda: torch.autograd.grad(
+        forward(*inputs, micro_batch, bias, window, 0.1), inputs, upstream))
+
+
+@part(seconds=120)
+def attention(session):
+    """Back ends against the quadratic reference in float64, forward and gradients; then their speed."""
+    config = session.config("fineweb")
+    windows = sorted({window for _, pair in config.windows for window in pair})
+    heads, dim = config.model_dim // config.head_dim, config.head_dim
+    length = 256 if session.tiny else 2048
+    backends = [("sdpa", "sdpa", torch.float32, 2e-5), ("sdpa", "sdpa", torch.bfloat16, 2e-2)]
+    speed = [("sdpa", "sdpa")]
+    if session.cuda:
+        backends.append(("varlen FA2", "varlen", torch.bfloat16, 2e-2))
+        speed.append(("varlen FA2", "varlen"))
+    def measure(backends, speed):
+        for label, name, dtype, tolerance in backends:
+            worst, where = attention_errors(session, name, dtype, windows, length, heads, dim)
+            text = " ".join(f"{key} {error:.1e}" for key, error in worst.items())
+            session.report(f"{label} {str(dtype)[6:]}", all(error < tolerance for error in worst.values()),
+                           f"relative errors {text} ({where})", errors=worst, tolerance=tolerance)
+        for label, name in speed:
+            for window in (windows[0], windows[-1]):
+                ms = attention_milliseconds(session, name, window, config.micro_batch_tokens, heads, dim)
+                session.report(f"{label} speed", None, f"{ms:.2f} ms forward and backward of "
+                               f"{config.micro_batch_tokens} tokens, window {window}", ms=ms, window=window)
+    measure(backends, speed)
+    if session.cuda:
+        try:
+            from torch.nn.attention import activate_flash_attention_impl
+            activate_flash_attention_impl("FA3")
+        except Exception as error:  # whatever an absent or unfit package raises
+            session.report("varlen FA3", None, f"not available: {type(error).__name__}")
+            return
+        measure([("varlen FA3", "varlen", torch.bfloat16, 2e-2)], [("varlen FA3", "varlen")])
+
+
+# ----- update rules
+
+@part(seconds=60)
+def updates(session):
+    """Update rules on the device against the same functions on the CPU; then their speed."""
+    config = session.config("fineweb")
+    generator = torch.Generator().manual_seed(0)
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
+    def on(device, dtype, tensors):
+        return [tensor.to(device, dtype, copy=True) for tensor in tensors]
+
+    dim, mlp_dim = config.model_dim, config.mlp_dim
+    weight, grads = random(dim, mlp_dim), [random(dim, mlp_dim) for _ in range(3)]
+    moved = {}
+    for key, device, dtype in (("device", session.device, torch.float32), ("cpu", "cpu", torch.float64)):
+        new, first, second = on(device, dtype, (weight, torch.zeros_like(weight), torch.zeros_like(weight)))
+        for step, grad in enumerate(grads, start=1):
+            train_gpt.adam_update(new, *on(device, dtype, [grad]), first, second, step, 0.01, (0.9, 0.95), 0.1)
+        moved[key] = new.double().cpu() - weight.double()
+    error = relative_error(moved["device"], moved["cpu"])
+    session.report("adam", error < 1e-4, f"relative error {error:.1e} against float64 after 3 steps", error=error)
+
+    for label, shape in (("square", (4, dim, dim)), ("tall", (2, mlp_dim, dim))):
+        weight, grads = random(*shape), [random(*shape) for _ in range(3)]
+        moved = {}
+        for key, device, dtype in (("float32", session.device, torch.float32),
+                                   ("bfloat16", session.device, torch.bfloat16), ("cpu", "cpu", torch.float32)):
+            buffers = (weight, torch.zeros_like(weight), torch.zeros(*shape[:2], 1))
+            new, buffer, second = on(device, torch.float32, buffers)
+            for grad in grads:
+                train_gpt.muon_update(new, *on(device, torch.float32, [grad]), buffer, second, 0.02, 0.9, 0.95, 0.1,
+                                      torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+            moved[key] = new.cpu() - weight
+        for key, tolerance in (("float32", 1e-3), ("bfloat16", 0.1)):
+            error = relative_error(moved[key], moved["cpu"])
+            session.report(f"muon {label} {key}", error < tolerance,
+                           f"relative error {error:.1e} against CPU float32 after 3 steps", error=error)
+
+    tokens, rows = 16 * 256, 4096
+    rng = np.random.default_rng(0)
+    ids, signs = rng.integers(0, rows, (tokens, 3)).astype(np.int32), rng.choice((-1, 1), (tokens, 3))
+    arrays = train_gpt.plan_rows(ids, signs.astype(np.float32), 4, 1)
+    table, grad = random(rows, dim), random(tokens, dim) / tokens
+    moved = {}
+    for key, device in (("device", session.device), ("cpu", torch.device("cpu"))):
+        plan = train_gpt.RowPlan(*(train_gpt.to_device(array, device) for array in arrays))
+        new, second = on(device, torch.float32, (table, torch.zeros(rows)))
+        for _ in range(2):
+            train_gpt.adagrad_rows_update(new, second, grad.to(device), plan, config.ngram_lr, config.ngram_floor)
+        moved[key] = new.cpu() - table
+    error = relative_error(moved["device"], moved["cpu"])
+    session.report("adagrad rows", error < 1e-4, f"relative error {error:.1e} against CPU after 2 steps", error=error)
+
+    value = random(dim, dim).to(session.device)
+    high = torch.empty(dim, dim, dtype=torch.bfloat16, device=session.device)
+    low = torch.empty(dim, dim, dtype=torch.int16, device=session.device)
+    train_gpt.split_mantissa(value, high, low)
+    session.report("mantissa", torch.equal(train_gpt.join_mantissa(high, low), value),
+                   "float32 split into bfloat16 and 16 more bits, and joined again")
+
+    layers = config.num_layers
+    for label, shape in (("attention", (4 * layers, dim, dim)), ("mlp", (2 * layers, mlp_dim, dim))):
+        weight, grad, buffer = (torch.randn(shape, device=session.device) for _ in range(3))
+        second = torch.ones(*shape[:2], 1, device=session.device)
+        ms = session.milliseconds(lambda: train_gpt.muon_update(weight, grad, buffer, second, 1e-6, 0.9, 0.95, 0.0,
+                                                                torch.bfloat16), repeats=5)
+        session.report(f"muon speed, {label} bank", None, f"{ms:.2f} ms for {'x'.join(map(str, shape))}", ms=ms)
+
+
+# ----- bitwise checks
+
+@part(seconds=150)
+def gates(session):
+    """The nano track, compiled, on every attention back end: warm-up restored, causal, normalised."""
+    for name in ("sdpa", "varlen") if session.cuda else ("sdpa",):
+        config = session.config("nano", steps=12, attention=name,
+                                val_tokens=4 * (512 if session.tiny else train_gpt.TRACKS["nano"].micro_batch_tokens))
+        shards, val = train_gpt.open_corpus(config)
+        trainer = session.trainer(config)
+        began = time.perf_counter()
+        train_gpt.warm_up(trainer)  # raises unless the state is bitwise what it was
+        seconds = time.perf_counter() - began
+        session.report(f"warm-up restored, {trainer.attention_name}", True, f"bitwise; it took {seconds:.1f} s",
+                       seconds=seconds)
+        train_some(trainer, shards, config.steps)  # a model at its start hardly looks at other tokens
+        for label, check in (("causal", train_gpt.check_causal), ("normalised", train_gpt.check_normalised)):
+            session.report(f"{label}, {trainer.attention_name}", check(trainer, config.steps, val), "after 12 steps")
+
+
+@part(seconds=100)
+def trajectory(session):
+    """Twenty float32 steps of the nano track, compiled on the device, against the same on the CPU, not compiled."""
+    steps = 4 if session.tiny else 20
+    losses = {}
+    for key, changes in (("device", {}), ("cpu", {"device": "cpu", "compile": False})):
+        config = session.config("nano", steps=steps, dtype="float32", **changes)
+        shards, _ = train_gpt.open_corpus(config)
+        losses[key] = [loss.item() for loss in train_some(session.trainer(config), shards, steps)]
+    differences = [abs(a - b) for a, b in zip(losses["device"], losses["cpu"])]
+    session.report("device against CPU", max(differences) < 2e-3,
+                   f"training losses differ by at most {max(differences):.1e} over {steps} steps, by "
+                   f"{differences[0]:.1e} at the first", losses=losses)
+
+
+# ----- the fineweb track
+
+@part(seconds=280)
+def fineweb(session):
+    """The fineweb model, compiled, in each phase of its schedule on one device: speed and memory."""
+    config = session.config("fineweb", steps=12 if session.tiny else 60,
+                            val_tokens=2048 if session.tiny else 8 * 16384)
+    shards, val = train_gpt.open_corpus(config)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # falling back to eager would go unnoticed
+    trainer = session.trainer(config)
+    began = time.perf_counter()
+    train_gpt.warm_up(trainer)
+    seconds = time.perf_counter() - began
+    session.report("warm-up restored", True, f"bitwise; compilation included it took {seconds:.1f} s; attention "
+                   f"{trainer.attention_name}, compile {trainer.compile_name}", seconds=seconds)
+    timed = 2 if session.tiny else 8
+    def phase(step):
+        return train_gpt.phase_at(config, step), train_gpt.micro_batches_at(config, step)
+    firsts = [step for step in range(config.steps) if step == 0 or phase(step) != phase(step - 1)]
+    for number, first in enumerate(firsts, start=1):
+        train_some(trainer, shards, 2, first)
+        if session.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        loader = train_gpt.TrainLoader(config, shards, trainer.runtime, first + 2)
+        loader.next()  # the loader has started
+        session.synchronize()
+        began = time.perf_counter()
+        for step in range(first + 3, first + 3 + timed):
+            loss = trainer.step(step, loader.next())
+        session.synchronize()
+        seconds = (time.perf_counter() - began) / timed
+        loader.close()
+        tokens = train_gpt.micro_batches_at(config, first) * config.micro_batch_tokens
+        memory = trainer.runtime.peak_memory_mib()
+        session.report(f"phase {number}", bool(torch.isfinite(loss)),
+                       f"{1000 * seconds:.1f} ms a step of {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s, peak "
+                       f"{memory:,} MiB", step_ms=1000 * seconds, tokens_per_second=tokens / seconds,
+                       peak_memory_mib=memory)
+    loader = train_gpt.TrainLoader(config, shards, trainer.runtime, config.steps - 6)
+    began = time.perf_counter()
+    for _ in range(6):
+        loader.next()
+    seconds = time.perf_counter() - began
+    loader.close()
+    tokens = 6 * config.micro_batches[-1][1] * config.micro_batch_tokens
+    session.report("loader alone", None, f"{tokens / seconds:,.0f} tokens/s", tokens_per_second=tokens / seconds)
+    began = time.perf_counter()
+    trainer.evaluate(config.steps, val)
+    seconds = time.perf_counter() - began
+    session.report("validation", None, f"{config.val_tokens / seconds:,.0f} tokens/s",
+                   tokens_per_second=config.val_tokens / seconds)
+    for label, check in (("causal", train_gpt.check_causal), ("normalised", train_gpt.check_normalised)):
+        if session.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        session.report(label, check(trainer, config.steps, val),
+                       f"on the trained weights, peak {trainer.runtime.peak_memory_mib():,} MiB")
+
+
+# ----- whole runs of the trainer
+
+def run_trainer(session, config, processes, timeout):
+    """Start train_gpt.py as its users do. Returns (exit status, last line, result.json as a dict or None)."""
+    run_id = f"{session.name}-{processes}"
+    words = [str(common.ROOT / "train_gpt.py"), "--track", config.track, "--run-id", run_id]
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in ("track", "run_id") and value != getattr(train_gpt.TRACKS[config.track], field.name):
+            words += [f"--{field.name.replace('_', '-')}", str(value)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    with subprocess.Popen([sys.executable, *(launcher if processes > 1 else []), *words], cwd=session.work,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun passes it on to its workers
+            output, _ = process.communicate()
+    print(output)
+    lines = [line for line in output.splitlines() if line.startswith("status:")] or output.splitlines()[-1:]
+    result = session.work / "logs" / run_id / "result.json"
+    return (process.returncode, lines[-1] if lines else "no output",
+            json.loads(result.read_text()) if result.is_file() else None)
+
+
+@part(seconds=150)
+def nano_run(session):
+    """The nano track from start to end through the trainer, with a short schedule."""
+    config = session.config("nano", steps=6 if session.tiny else 100, val_every=0,
+                            val_tokens=2048 if session.tiny else 131_072)
+    status, last, result = run_trainer(session, config, processes=1, timeout=130)
+    if status or not result:
+        session.report("run", False, f"exit status {status}: {last}")
+        return
+    limit = 5.5 if session.tiny else 2.0  # log(257) is 5.55; a model that learns passes 2 in 50 steps
+    session.report("run", result["val_loss"] < limit, f"loss {result['val_loss']:.4f} after {config.steps} steps, "
+                   f"{result['train_time_ms'] / config.steps:.1f} ms a step, "
+                   f"{1000 * result['tokens'] / result['train_time_ms']:,.0f} tokens/s", result=result)
+
+
+@part(seconds=200)
+def fineweb_world(session):
+    """The fineweb track through torchrun on all GPUs; nothing where there is one."""
+    gpus = torch.cuda.device_count() if session.cuda else 2
+    if gpus < 2:
+        session.report("all GPUs", None, "only one here")
+        return
+    config = session.config("fineweb", steps=6 if session.tiny else 24, val_every=0, log_every=2,
+                            val_tokens=2048 if session.tiny else 8 * 16384)
+    counts = [count for _, count in config.micro_batches]
+    processes = max(n for n in range(1, gpus + 1) if all(count % n == 0 for count in counts))
+    status, last, result = run_trainer(session, config, processes, timeout=180)
+    if status or not result:
+        session.report(f"{processes} processes", False, f"exit status {status}: {last}")
+        return
+    sent = sum(result["sent_bytes_per_step"].values()) / 2**20
+    session.report(f"{processes} processes", math.isfinite(result["val_loss"]),
+                   f"{result['train_time_ms'] / config.steps:.1f} ms a step, "
+                   f"{1000 * result['tokens'] / result['train_time_ms']:,.0f} tokens/s, peak "
+                   f"{result['peak_memory_mib']:,} MiB, {sent:,.0f} MiB sent a step and rank", result=result)
+
+
+# ----- running the parts
+
+def run_part(name, command, seconds, work):
+    """Run a part's process, at most so many seconds. Returns its rows, with a failed one if it did not end well."""
+    log = Path(work, f"{name}.log")
+    failure, began = "", time.monotonic()
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            if status := process.wait(timeout=seconds):
+                tail = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+                failure = f"exit status {status}: {tail[-1] if tail else 'no output'}"
+        except subprocess.TimeoutExpired:
+            failure = f"timed out after {seconds:.0f} s"
+        finally:
+            stop_group(process)
+    rows_file = Path(work, f"{name}.jsonl")
+    rows = [json.loads(line) for line in rows_file.read_text().splitlines()] if rows_file.is_file() else []
+    if failure:
+        rows.append({"part": name, "item": "ended early", "ok": False, "text": failure[:300]})
+    failed = sum(row["ok"] is False for row in rows)
+    if failed:
+        print("\n".join(log.read_text(errors="replace").splitlines()[-15:]), file=sys.stderr)
+    print(f"{name}: {len(rows)} rows, {failed} failed, {time.monotonic() - began:.0f} s", flush=True)
+    return rows
+
+
+def stop_group(process):
+    """End a process and all that it started: politely first, so that torchrun takes its workers along."""
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, kind)
+            process.wait(timeout=GRACE_SECONDS)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--only", nargs="+", choices=PARTS, metavar="PART", help=f"run only these parts, of {', '.join(PARTS)}")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--tiny", action="store_true", help="tiny shapes, not compiled: tries out the script")
+    add("--out", type=Path, default=common.RESULTS, help="folder of the results (default: benchmarks/results)")
+    add("--work", type=Path, help=argparse.SUPPRESS)  # of a part's own process
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    arguments = parse_arguments(argv)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("error: torch sees no CUDA device; these checks need one (--device cpu --tiny tries out the script)",
+              file=sys.stderr)
+        return 2
+    if arguments.work:  # this is a part's own process
+        name = arguments.only[0]
+        PARTS[name][0](Session(name, arguments.device, arguments.tiny, arguments.work))
+        return 0
+    facts, rows, began = common.environment(torch.device(arguments.device)), [], time.monotonic()
+    print(common.environment_line(facts), flush=True)
+    with tempfile.TemporaryDirectory() as work:
+        for name in arguments.only or PARTS:
+            left = BUDGET_SECONDS - (time.monotonic() - began)
+            if left < GRACE_SECONDS:
+                rows.append({"part": name, "item": "not started", "ok": False,
+                             "text": f"the budget of {BUDGET_SECONDS} s is spent; run it with --only {name}"})
+                continue
+            command = [sys.executable, __file__, "--only", name, "--device", arguments.device, "--work", work]
+            rows += run_part(name, command + ["--tiny"] * arguments.tiny, min(PARTS[name][1], left), work)
+    seconds = time.monotonic() - began
+    verdicts = {True: "ok", False: "FAIL", None: "-"}
+    table = common.markdown_table(["part", "item", "verdict", "figures"],
+                                  [[row["part"], row["item"], verdicts[row["ok"]], row["text"]] for row in rows])
+    kind = "tiny" if arguments.tiny else "gpu"
+    name = f"{kind}_{common.slug(facts['device'])}_{datetime.now():%Y-%m-%d}"
+    text = f"# Checks on {facts['device']}\n\n{table}\n\n{common.environment_line(facts)}; took {seconds:.0f} s.\n"
+    common.write_results(arguments.out, name, {"environment": facts, "seconds": seconds, "rows": rows}, text)
+    failed = sum(row["ok"] is False for row in rows)
+    print(f"\n{table}\n\n{len(rows)} rows, {failed} failed, {seconds:.0f} s; {arguments.out / name}.md")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
