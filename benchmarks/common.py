@@ -18,8 +18,8 @@ import train_gpt  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 
-# Overrides that shrink any track to seconds on one core: for trying out a benchmark's logic, not for measuring.
-# Layers stay, since fields of the Config name them by number.
+# Overrides that shrink any track to seconds on one core: for trying out a benchmark's logic, not for
+# measuring. Layers stay, since fields of the Config name them by number.
 TINY = {"model_dim": 32, "head_dim": 16, "mlp_dim": 64, "micro_batch_tokens": 512, "ngram_rows": 4096,
         "windows": ((0.0, (64, 128)),), "document_cap": ((0.0, 256),), "steps": 6, "val_tokens": 2048,
         "micro_batches": ((0.0, 2), (0.5, 4)), "tokenizer": "bytes", "compile": False, "val_sha256": ""}
@@ -28,7 +28,7 @@ TINY = {"model_dim": 32, "head_dim": 16, "mlp_dim": 64, "micro_batch_tokens": 51
 # ----- corpora
 
 def python_documents(limit):
-    """Python sources of the installed torch as byte tokens, about `limit` tokens in all: real text everywhere."""
+    """Python sources of the installed torch as byte tokens, about `limit` in all: real text everywhere."""
     documents, total = [], 0
     for path in sorted(Path(torch.__file__).parent.rglob("*.py")):
         content = path.read_bytes()
@@ -41,24 +41,25 @@ def python_documents(limit):
 
 
 def random_documents(count, vocab_size, rng):
-    """Random tokens, about `count`, in documents of about 800. Frequencies follow Zipf's law, so that n-grams, and
-    with them rows of the n-gram table, repeat about as often as in text; there is little else to learn."""
-    share = np.cumsum(1 / np.arange(1, vocab_size))
+    """Random tokens below vocab_size, `count` of them, in documents of about 800. Frequencies follow Zipf's
+    law, so that n-grams, and rows of the n-gram table, repeat much as in text."""
+    share = np.cumsum(1 / np.arange(1, vocab_size + 1))
     tokens = np.searchsorted(share, rng.random(count) * share[-1]).astype(np.uint16)
     cuts = np.sort(rng.choice(np.arange(1, count), size=max(1, count // 800), replace=False))
     return np.split(tokens, cuts)
 
 
 def write_corpus(folder, documents, eot_token, val_tokens):
-    """Write documents (integer arrays) as a corpus of one training and one validation shard: the first documents, as
-    many as hold more than val_tokens, are for validation. The folder appears when complete."""
+    """Write documents (integer arrays) as a corpus of one training and one validation shard: the first
+    documents, as many as hold val_tokens, are for validation. The folder appears when complete."""
     folder = Path(folder)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
     cut = int(np.searchsorted(np.cumsum([len(document) for document in documents]), val_tokens)) + 1
     splits = {"val": documents[:cut], "train": documents[cut:]}
     for split, parts in splits.items():
-        tokens = np.concatenate([piece for document in parts for piece in ([eot_token], document)]).astype("<u2")
+        pieces = [piece for document in parts for piece in ([eot_token], document)]
+        tokens = np.concatenate(pieces).astype("<u2")
         header = np.zeros(train_gpt.HEADER_INTS, dtype="<i4")
         header[:3] = train_gpt.SHARD_MAGIC, train_gpt.SHARD_VERSION, len(tokens)
         (partial / f"made_{split}_000000.bin").write_bytes(header.tobytes() + tokens.tobytes())
@@ -79,15 +80,15 @@ def environment(device):
     except ImportError:
         triton_version = "none"
     return {"device": train_gpt.device_name(device), "torch": torch.__version__,
-            "cuda": torch.version.cuda or "none", "triton": triton_version, "python": platform.python_version(),
-            "threads": torch.get_num_threads(), "commit": commit, "dirty": dirty,
-            "date": f"{datetime.now():%Y-%m-%d %H:%M}"}
+            "cuda": torch.version.cuda or "none", "triton": triton_version,
+            "python": platform.python_version(), "threads": torch.get_num_threads(), "commit": commit,
+            "dirty": dirty, "date": f"{datetime.now():%Y-%m-%d %H:%M}"}
 
 
 def environment_line(facts):
     commit = facts["commit"][:12] + (" with changes" if facts["dirty"] else "")
-    return (f"{facts['device']}, {facts['threads']} threads, torch {facts['torch']}, CUDA {facts['cuda']}, triton "
-            f"{facts['triton']}, Python {facts['python']}, commit {commit}, {facts['date']}")
+    return (f"{facts['device']}, {facts['threads']} threads, torch {facts['torch']}, CUDA {facts['cuda']}, "
+            f"triton {facts['triton']}, Python {facts['python']}, commit {commit}, {facts['date']}")
 
 
 def slug(text):

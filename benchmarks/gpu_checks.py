@@ -3,10 +3,10 @@
     python benchmarks/gpu_checks.py [--only PART ...] [--out FOLDER]
     python benchmarks/gpu_checks.py --device cpu --tiny       try out the script without a GPU
 
-A part is a function in the registry PARTS (see `part`). It runs in a process of its own with a time limit, so that
-one that fails, hangs or breaks the CUDA context leaves the others alone; what it reported until then counts.
-A new check is one more function. Shards of data/ are used where present, else corpora are made for the occasion:
-speed and correctness do not depend on what the tokens mean.
+A part is a function in the registry PARTS (see `part`). It runs in a process of its own with a time limit,
+so that one that fails, hangs or breaks the CUDA context leaves the others alone; what it reported until then
+counts. A new check is one more function. Shards of data/ are used where present, else corpora are made for
+the occasion: speed and correctness do not depend on what the tokens mean.
 
 Results: a table, and benchmarks/results/gpu_<device>_<date>.{json,md} (tiny_... with --tiny).
 Exit status: 0 all passed, 1 some failed, 2 no CUDA device.
@@ -37,7 +37,7 @@ PARTS = {}
 
 
 def part(seconds):
-    """Enter a function of a Session into the registry, with its time limit. Its first line says what it does."""
+    """Enter a function of a Session into the registry, with its time limit."""
     def enter(function):
         PARTS[function.__name__] = (function, seconds)
         return function
@@ -52,20 +52,20 @@ class Session:
         self.cuda = self.device.type == "cuda"
 
     def report(self, item, ok, text, **values):
-        """One row of the table. ok: True, False, or None for what is only measured or does not apply here."""
+        """One row of the table. ok: True, False, or None for what is measured only or does not apply."""
         row = {"part": self.name, "item": item, "ok": ok, "text": text, **values}
         with open(self.work / f"{self.name}.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
 
     def config(self, track, **changes):
         """The track's Config on this session's device and corpus; changes outrank the tiny overrides."""
-        values = {"device": self.device.type, "seed": 1, "val_sha256": "", **(common.TINY if self.tiny else {}),
-                  **changes}
+        values = {"device": self.device.type, "seed": 1, "val_sha256": "",
+                  **(common.TINY if self.tiny else {}), **changes}
         base = dataclasses.replace(train_gpt.TRACKS[track], **values)
         return dataclasses.replace(base, data=str(self.corpus(base)))
 
     def corpus(self, config):
-        """The track's shards where they are present, else a corpus that is just large enough for the steps."""
+        """The track's shards where they are present, else a corpus just large enough for the steps."""
         present = common.ROOT / config.data
         if not self.tiny and any(present.glob("*_train_*.bin")) and any(present.glob("*_val_*.bin")):
             return present
@@ -142,7 +142,8 @@ def micro_batch_of(starts, length, device):
     """A MicroBatch with these segments; its tokens mean nothing."""
     index = np.arange(length)
     segment_start = starts[np.searchsorted(starts, index, side="right") - 1].astype(np.int32)
-    place = train_gpt.Placement(np.zeros(length + 1, np.uint16), index, segment_start.astype(np.int64), segment_start)
+    tokens = np.zeros(length + 1, np.uint16)
+    place = train_gpt.Placement(tokens, index, segment_start.astype(np.int64), segment_start)
     nothing = np.empty((length, 0))
     return train_gpt.assemble(place, nothing.astype(np.int32), nothing.astype(np.float32), device)
 
@@ -153,15 +154,15 @@ def attend(name, q, k, v, micro_batch, window, scale):
 
 
 def attention_errors(session, name, dtype, windows, length, heads, dim):
-    """Worst relative error over windows and layouts: ({"out", "dq", "dk", "dv"}: error), where the worst was)."""
+    """Worst relative errors over windows and layouts: ({"out", "dq", "dk", "dv": error}, where it was)."""
     rng, scale = np.random.default_rng(0), train_gpt.attention_scale(dim, (1,))
     generator = torch.Generator().manual_seed(0)
     worst, where = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0), ""
     for layout, starts in segment_layouts(length, rng).items():
         micro_batch = micro_batch_of(starts, length, session.device)
         for window in windows:
-            q, k, v, upstream = (torch.randn(length, heads, dim, generator=generator).to(session.device, dtype)
-                                 for _ in range(4))
+            drawn = torch.randn(4, length, heads, dim, generator=generator)
+            q, k, v, upstream = drawn.to(session.device, dtype)
             q, k = train_gpt.norm(q), train_gpt.norm(k)
             mine = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
             exact = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
@@ -177,7 +178,7 @@ def attention_errors(session, name, dtype, windows, length, heads, dim):
 
 
 def attention_milliseconds(session, name, window, length, heads, dim):
-    """Time of a forward and backward pass at the size of a fineweb micro-batch; sdpa compiled, as it is used."""
+    """Time of forward and backward at the size of a fineweb micro-batch; sdpa compiled, as it is used."""
     micro_batch = micro_batch_of(np.arange(0, length, 700), length, session.device)
     q, k, v, upstream = (torch.randn(length, heads, dim, device=session.device, dtype=torch.bfloat16)
                          for _ in range(4))
@@ -242,21 +243,23 @@ def updates(session):
     for key, device, dtype in (("device", session.device, torch.float32), ("cpu", "cpu", torch.float64)):
         new, first, second = on(device, dtype, (weight, torch.zeros_like(weight), torch.zeros_like(weight)))
         for step, grad in enumerate(grads, start=1):
-            train_gpt.adam_update(new, *on(device, dtype, [grad]), first, second, step, 0.01, (0.9, 0.95), 0.1)
+            grad, = on(device, dtype, [grad])
+            train_gpt.adam_update(new, grad, first, second, step, 0.01, (0.9, 0.95), 0.1)
         moved[key] = new.double().cpu() - weight.double()
     error = relative_error(moved["device"], moved["cpu"])
-    session.report("adam", error < 1e-4, f"relative error {error:.1e} against float64 after 3 steps", error=error)
+    session.report("adam", error < 1e-4, f"relative error {error:.1e} against float64 after 3 steps",
+                   error=error)
 
     for label, shape in (("square", (4, dim, dim)), ("tall", (2, mlp_dim, dim))):
         weight, grads = random(*shape), [random(*shape) for _ in range(3)]
         moved = {}
-        for key, device, dtype in (("float32", session.device, torch.float32),
-                                   ("bfloat16", session.device, torch.bfloat16), ("cpu", "cpu", torch.float32)):
+        for key, device, dtype in (("float32", session.device, torch.float32), ("cpu", "cpu", torch.float32),
+                                   ("bfloat16", session.device, torch.bfloat16)):
             buffers = (weight, torch.zeros_like(weight), torch.zeros(*shape[:2], 1))
             new, buffer, second = on(device, torch.float32, buffers)
             for grad in grads:
-                train_gpt.muon_update(new, *on(device, torch.float32, [grad]), buffer, second, 0.02, 0.9, 0.95, 0.1,
-                                      torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+                grad = grad.to(device, copy=True)
+                train_gpt.muon_update(new, grad, buffer, second, 0.02, 0.9, 0.95, 0.1, dtype)
             moved[key] = new.cpu() - weight
         for key, tolerance in (("float32", 1e-3), ("bfloat16", 0.1)):
             error = relative_error(moved[key], moved["cpu"])
@@ -273,10 +276,12 @@ def updates(session):
         plan = train_gpt.RowPlan(*(train_gpt.to_device(array, device) for array in arrays))
         new, second = on(device, torch.float32, (table, torch.zeros(rows)))
         for _ in range(2):
-            train_gpt.adagrad_rows_update(new, second, grad.to(device), plan, config.ngram_lr, config.ngram_floor)
+            train_gpt.adagrad_rows_update(new, second, grad.to(device), plan, config.ngram_lr,
+                                          config.ngram_floor)
         moved[key] = new.cpu() - table
     error = relative_error(moved["device"], moved["cpu"])
-    session.report("adagrad rows", error < 1e-4, f"relative error {error:.1e} against CPU after 2 steps", error=error)
+    session.report("adagrad rows", error < 1e-4, f"relative error {error:.1e} against CPU after 2 steps",
+                   error=error)
 
     value = random(dim, dim).to(session.device)
     high = torch.empty(dim, dim, dtype=torch.bfloat16, device=session.device)
@@ -289,9 +294,10 @@ def updates(session):
     for label, shape in (("attention", (4 * layers, dim, dim)), ("mlp", (2 * layers, mlp_dim, dim))):
         weight, grad, buffer = (torch.randn(shape, device=session.device) for _ in range(3))
         second = torch.ones(*shape[:2], 1, device=session.device)
-        ms = session.milliseconds(lambda: train_gpt.muon_update(weight, grad, buffer, second, 1e-6, 0.9, 0.95, 0.0,
-                                                                torch.bfloat16), repeats=5)
-        session.report(f"muon speed, {label} bank", None, f"{ms:.2f} ms for {'x'.join(map(str, shape))}", ms=ms)
+        ms = session.milliseconds(lambda: train_gpt.muon_update(
+            weight, grad, buffer, second, 1e-6, 0.9, 0.95, 0.0, torch.bfloat16), repeats=5)
+        session.report(f"muon speed, {label} bank", None, f"{ms:.2f} ms for {'x'.join(map(str, shape))}",
+                       ms=ms)
 
 
 # ----- bitwise checks
@@ -300,23 +306,23 @@ def updates(session):
 def gates(session):
     """The nano track, compiled, on every attention back end: warm-up restored, causal, normalised."""
     for name in ("sdpa", "varlen") if session.cuda else ("sdpa",):
-        config = session.config("nano", steps=12, attention=name,
-                                val_tokens=4 * (512 if session.tiny else train_gpt.TRACKS["nano"].micro_batch_tokens))
+        config = session.config("nano", steps=12, attention=name, val_tokens=8192)
         shards, val = train_gpt.open_corpus(config)
         trainer = session.trainer(config)
         began = time.perf_counter()
         train_gpt.warm_up(trainer)  # raises unless the state is bitwise what it was
         seconds = time.perf_counter() - began
-        session.report(f"warm-up restored, {trainer.attention_name}", True, f"bitwise; it took {seconds:.1f} s",
-                       seconds=seconds)
+        session.report(f"warm-up restored, {trainer.attention_name}", True,
+                       f"bitwise; it took {seconds:.1f} s", seconds=seconds)
         train_some(trainer, shards, config.steps)  # a model at its start hardly looks at other tokens
         for label, check in (("causal", train_gpt.check_causal), ("normalised", train_gpt.check_normalised)):
-            session.report(f"{label}, {trainer.attention_name}", check(trainer, config.steps, val), "after 12 steps")
+            session.report(f"{label}, {trainer.attention_name}", check(trainer, config.steps, val),
+                           f"after {config.steps} steps")
 
 
 @part(seconds=100)
 def trajectory(session):
-    """Twenty float32 steps of the nano track, compiled on the device, against the same on the CPU, not compiled."""
+    """Twenty float32 steps of the nano track, compiled on the device, against the CPU, not compiled."""
     steps = 4 if session.tiny else 20
     losses = {}
     for key, changes in (("device", {}), ("cpu", {"device": "cpu", "compile": False})):
@@ -331,24 +337,17 @@ def trajectory(session):
 
 # ----- the fineweb track
 
-@part(seconds=280)
-def fineweb(session):
-    """The fineweb model, compiled, in each phase of its schedule on one device: speed and memory."""
-    config = session.config("fineweb", steps=12 if session.tiny else 60,
-                            val_tokens=2048 if session.tiny else 8 * 16384)
-    shards, val = train_gpt.open_corpus(config)
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # falling back to eager would go unnoticed
-    trainer = session.trainer(config)
-    began = time.perf_counter()
-    train_gpt.warm_up(trainer)
-    seconds = time.perf_counter() - began
-    session.report("warm-up restored", True, f"bitwise; compilation included it took {seconds:.1f} s; attention "
-                   f"{trainer.attention_name}, compile {trainer.compile_name}", seconds=seconds)
-    timed = 2 if session.tiny else 8
+def time_phases(session, trainer, shards):
+    """Time steps in each phase of the schedule, and report them."""
+    config = trainer.config
     def phase(step):
         return train_gpt.phase_at(config, step), train_gpt.micro_batches_at(config, step)
     firsts = [step for step in range(config.steps) if step == 0 or phase(step) != phase(step - 1)]
-    for number, first in enumerate(firsts, start=1):
+    for number, (first, end) in enumerate(zip(firsts, [*firsts[1:], config.steps]), start=1):
+        timed = min(2 if session.tiny else 8, end - first - 3)
+        if timed < 1:
+            session.report(f"phase {number}", None, f"only {end - first} steps of {config.steps}: not timed")
+            continue
         train_some(trainer, shards, 2, first)
         if session.cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -364,9 +363,25 @@ def fineweb(session):
         tokens = train_gpt.micro_batches_at(config, first) * config.micro_batch_tokens
         memory = trainer.runtime.peak_memory_mib()
         session.report(f"phase {number}", bool(torch.isfinite(loss)),
-                       f"{1000 * seconds:.1f} ms a step of {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s, peak "
-                       f"{memory:,} MiB", step_ms=1000 * seconds, tokens_per_second=tokens / seconds,
-                       peak_memory_mib=memory)
+                       f"{1000 * seconds:.1f} ms a step of {tokens:,} tokens, "
+                       f"{tokens / seconds:,.0f} tokens/s, peak {memory:,} MiB", step_ms=1000 * seconds,
+                       tokens_per_second=tokens / seconds, peak_memory_mib=memory)
+
+
+@part(seconds=280)
+def fineweb(session):
+    """The fineweb model, compiled, in each phase of its schedule on one device: speed and memory."""
+    config = session.config("fineweb", steps=24 if session.tiny else 60,
+                            val_tokens=2048 if session.tiny else 8 * 16384)
+    shards, val = train_gpt.open_corpus(config)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # falling back to eager would go unnoticed
+    trainer = session.trainer(config)
+    began = time.perf_counter()
+    train_gpt.warm_up(trainer)
+    seconds = time.perf_counter() - began
+    session.report("warm-up restored", True, f"bitwise; it took {seconds:.1f} s with compilation; attention "
+                   f"{trainer.attention_name}, compile {trainer.compile_name}", seconds=seconds)
+    time_phases(session, trainer, shards)
     loader = train_gpt.TrainLoader(config, shards, trainer.runtime, config.steps - 6)
     began = time.perf_counter()
     for _ in range(6):
@@ -374,7 +389,8 @@ def fineweb(session):
     seconds = time.perf_counter() - began
     loader.close()
     tokens = 6 * config.micro_batches[-1][1] * config.micro_batch_tokens
-    session.report("loader alone", None, f"{tokens / seconds:,.0f} tokens/s", tokens_per_second=tokens / seconds)
+    session.report("loader alone", None, f"{tokens / seconds:,.0f} tokens/s",
+                   tokens_per_second=tokens / seconds)
     began = time.perf_counter()
     trainer.evaluate(config.steps, val)
     seconds = time.perf_counter() - began
@@ -390,13 +406,13 @@ def fineweb(session):
 # ----- whole runs of the trainer
 
 def run_trainer(session, config, processes, timeout):
-    """Start train_gpt.py as its users do. Returns (exit status, last line, result.json as a dict or None)."""
+    """Start train_gpt.py as its users do. Returns (exit status, last line, result.json or None)."""
     run_id = f"{session.name}-{processes}"
     words = [str(common.ROOT / "train_gpt.py"), "--track", config.track, "--run-id", run_id]
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name not in ("track", "run_id") and value != getattr(train_gpt.TRACKS[config.track], field.name):
-            words += [f"--{field.name.replace('_', '-')}", str(value)]
+    defaults = dataclasses.asdict(train_gpt.TRACKS[config.track])
+    for key, value in dataclasses.asdict(config).items():
+        if key != "run_id" and value != defaults[key]:
+            words += [f"--{key.replace('_', '-')}", str(value)]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     with subprocess.Popen([sys.executable, *(launcher if processes > 1 else []), *words], cwd=session.work,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -422,7 +438,8 @@ def nano_run(session):
         session.report("run", False, f"exit status {status}: {last}")
         return
     limit = 5.5 if session.tiny else 2.0  # log(257) is 5.55; a model that learns passes 2 in 50 steps
-    session.report("run", result["val_loss"] < limit, f"loss {result['val_loss']:.4f} after {config.steps} steps, "
+    session.report("run", result["val_loss"] < limit,
+                   f"loss {result['val_loss']:.4f} after {config.steps} steps, "
                    f"{result['train_time_ms'] / config.steps:.1f} ms a step, "
                    f"{1000 * result['tokens'] / result['train_time_ms']:,.0f} tokens/s", result=result)
 
@@ -452,7 +469,7 @@ def fineweb_world(session):
 # ----- running the parts
 
 def run_part(name, command, seconds, work):
-    """Run a part's process, at most so many seconds. Returns its rows, with a failed one if it did not end well."""
+    """Run a part's process, at most so many seconds. Returns its rows, one more if it did not end well."""
     log = Path(work, f"{name}.log")
     failure, began = "", time.monotonic()
     with open(log, "w") as file:
@@ -491,10 +508,11 @@ def stop_group(process):
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--only", nargs="+", choices=PARTS, metavar="PART", help=f"run only these parts, of {', '.join(PARTS)}")
+    add("--only", nargs="+", choices=PARTS, metavar="PART",
+        help=f"run only these parts, of {', '.join(PARTS)}")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--tiny", action="store_true", help="tiny shapes, not compiled: tries out the script")
-    add("--out", type=Path, default=common.RESULTS, help="folder of the results (default: benchmarks/results)")
+    add("--out", type=Path, default=common.RESULTS, help="for the results (default: benchmarks/results)")
     add("--work", type=Path, help=argparse.SUPPRESS)  # of a part's own process
     return parser.parse_args(argv)
 
@@ -502,8 +520,8 @@ def parse_arguments(argv):
 def main(argv=None):
     arguments = parse_arguments(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("error: torch sees no CUDA device; these checks need one (--device cpu --tiny tries out the script)",
-              file=sys.stderr)
+        print("error: torch sees no CUDA device, which these checks are about; --device cpu --tiny "
+              "only tries out the script", file=sys.stderr)
         return 2
     if arguments.work:  # this is a part's own process
         name = arguments.only[0]
@@ -516,17 +534,19 @@ def main(argv=None):
             left = BUDGET_SECONDS - (time.monotonic() - began)
             if left < GRACE_SECONDS:
                 rows.append({"part": name, "item": "not started", "ok": False,
-                             "text": f"the budget of {BUDGET_SECONDS} s is spent; run it with --only {name}"})
+                             "text": f"the {BUDGET_SECONDS} s for all are spent; run it with --only {name}"})
                 continue
-            command = [sys.executable, __file__, "--only", name, "--device", arguments.device, "--work", work]
-            rows += run_part(name, command + ["--tiny"] * arguments.tiny, min(PARTS[name][1], left), work)
+            command = [sys.executable, __file__, "--only", name, "--device", arguments.device, "--work", work,
+                       *["--tiny"] * arguments.tiny]
+            rows += run_part(name, command, min(PARTS[name][1], left), work)
     seconds = time.monotonic() - began
     verdicts = {True: "ok", False: "FAIL", None: "-"}
-    table = common.markdown_table(["part", "item", "verdict", "figures"],
-                                  [[row["part"], row["item"], verdicts[row["ok"]], row["text"]] for row in rows])
+    table = common.markdown_table(["part", "item", "verdict", "figures"], [
+        [row["part"], row["item"], verdicts[row["ok"]], row["text"].replace("|", "/")] for row in rows])
     kind = "tiny" if arguments.tiny else "gpu"
     name = f"{kind}_{common.slug(facts['device'])}_{datetime.now():%Y-%m-%d}"
-    text = f"# Checks on {facts['device']}\n\n{table}\n\n{common.environment_line(facts)}; took {seconds:.0f} s.\n"
+    text = (f"# Checks on {facts['device']}\n\n{table}\n\n"
+            f"{common.environment_line(facts)}; took {seconds:.0f} s.\n")
     common.write_results(arguments.out, name, {"environment": facts, "seconds": seconds, "rows": rows}, text)
     failed = sum(row["ok"] is False for row in rows)
     print(f"\n{table}\n\n{len(rows)} rows, {failed} failed, {seconds:.0f} s; {arguments.out / name}.md")

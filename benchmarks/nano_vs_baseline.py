@@ -4,18 +4,17 @@
 
 Four arms train on the same shards and are scored on the same validation tokens, in one process:
     baseline              the GPT below: learned positions, LayerNorm, biases, GELU, AdamW with warm-up and
-                          cosine, float32, random windows of 256 tokens; as many matrix parameters as the track
+                          cosine, float32, random windows of 256 tokens; as many matrix parameters
     baseline + n-grams    the same, given the track's n-gram table: orders, rows, hash and row-wise Adagrad
     nano                  the track as it stands
     nano, no table        the track with ngram_orders=()
-All are compiled. They take turns, a slice of training time each, so that a busy machine slows all alike. An arm's
-schedule has a length fixed beforehand (the baselines': `--seconds` over the step time of a calibration; the track's:
-its `steps`), and it stops at its end. The clock stands still during compilation and validation.
+All are compiled. They take turns, a slice of training time each, so that a busy machine slows all alike. The
+length of a schedule is fixed beforehand (the baselines': `--seconds` over the step time of a calibration; the
+track's: its `steps`), and an arm stops at its end. The clock stands still during compilation and validation.
 
-The ratio is that of times to one loss, the one at which the baseline ends: the baseline's whole training time over
-the time after which the track had that loss. The track's own schedule is longer than that, so the ratio gives
-nothing to the track for a schedule cut to measure. Losses between two validation points are interpolated linearly in
-time, which errs against the track where its curve bends upwards.
+The ratio is that of times to one loss, the one at which the baseline ends: the baseline's whole training time
+over the time after which the track had that loss, on the way along its own, longer schedule. Between two
+validation points losses are interpolated linearly in time, which errs against the track on a convex curve.
 
 Results: benchmarks/results/nano_vs_baseline.{json,md,png}. Exit status: 0, or 2 for something to correct.
 """
@@ -72,19 +71,21 @@ class Baseline(nn.Module):
         super().__init__()
         dim, layers = config.model_dim, config.num_layers
         self.embed, self.position = nn.Embedding(config.vocab_size, dim), nn.Embedding(BLOCK, dim)
-        self.blocks = nn.ModuleList(Block(dim, dim // config.head_dim, config.mlp_dim) for _ in range(layers))
+        heads = dim // config.head_dim
+        self.blocks = nn.ModuleList(Block(dim, heads, config.mlp_dim) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
         if config.ngram_orders:
             self.ngram_scale = nn.Parameter(torch.ones(layers + 1))
 
     @torch.no_grad()
     def initialise(self, seed):
-        """GPT-2's: normal of 0.02, projections into the residual stream smaller by sqrt(2 layers), zero biases."""
+        """GPT-2's: normal of 0.02, less by sqrt(2 layers) into the residual stream; zero biases."""
         generator = torch.Generator().manual_seed(seed)
         for name, param in self.named_parameters():
             if param.ndim == 2:
-                shrink = math.sqrt(2 * len(self.blocks)) if name.endswith(("out.weight", "down.weight")) else 1.0
-                param.copy_(torch.randn(param.shape, generator=generator) * 0.02 / shrink)
+                residual = name.endswith(("out.weight", "down.weight"))
+                std = 0.02 / math.sqrt(2 * len(self.blocks)) if residual else 0.02
+                param.copy_(torch.randn(param.shape, generator=generator) * std)
             else:
                 param.fill_(0.0 if name.endswith("bias") else 1.0)
 
@@ -104,7 +105,7 @@ class Baseline(nn.Module):
 # ----- arms: what trains, in steps; each has its own clock
 
 class Arm:
-    """`steps`: length of the schedule, `done`: steps taken, `points`: (training seconds, step, loss) so far."""
+    """`steps`: length of the schedule, `done`: steps taken, `points`: (training seconds, step, loss)."""
 
     def __init__(self, name, config, runtime, val):
         self.name, self.config, self.runtime, self.val = name, config, runtime, val
@@ -167,13 +168,14 @@ class NanoArm(Arm):
         self.set_steps(config.steps)
 
     def train_step(self):
-        if self.loader is None:  # on the clock, as in a run; while other arms train it fills its queue of two steps
+        if self.loader is None:  # on the clock, as in a run; in other arms' turns it fills its queue of two
             self.loader = train_gpt.TrainLoader(self.config, self.shards, self.runtime)
         self.trainer.step(self.done, self.loader.next())
 
     def piece_losses(self, low):
         place = train_gpt.place_contiguous(self.val, low, self.config)
-        micro_batch = train_gpt.assemble(place, *train_gpt.hash_placement(place, self.config), self.runtime.device)
+        rows, signs = train_gpt.hash_placement(place, self.config)
+        micro_batch = train_gpt.assemble(place, rows, signs, self.runtime.device)
         return self.trainer.token_losses(self.done, micro_batch)
 
     def matrix_parameters(self):
@@ -193,8 +195,8 @@ class BaselineArm(Arm):
     """The plain GPT. A thread prepares the next batch during a step, as the track's loader does."""
     LEARNING_RATE, FINAL_LR, DECAY, CLIP = 2e-3, 0.1, 0.1, 1.0
     WARM_UP = 0.05           # of the schedule
-    # Tuned, for a baseline that is worth beating: in 25 s of the nano track's text 8, 16 and 32 windows a step ended
-    # at 2.65, 2.94 and 3.02, and 8 at twice the learning rate at 2.90.
+    # Tuned, for a baseline that is worth beating: after 25 s on two busy cores 8, 16 and 32 windows a step
+    # stood at 2.65, 2.94 and 3.02, and 8 at twice the learning rate at 2.90.
     WINDOWS = 8
 
     def __init__(self, name, config, runtime, shards, val):
@@ -221,8 +223,9 @@ class BaselineArm(Arm):
             [{"params": matrices, "weight_decay": self.DECAY}, {"params": others, "weight_decay": 0.0}],
             lr=self.LEARNING_RATE, betas=(0.9, 0.95), fused=True)
         if self.config.ngram_orders:
-            self.table = torch.zeros(self.config.ngram_rows, self.config.model_dim, device=self.runtime.device)
-            self.table_second = torch.zeros(self.config.ngram_rows, device=self.runtime.device)
+            rows, dim, device = self.config.ngram_rows, self.config.model_dim, self.runtime.device
+            self.table = torch.zeros(rows, dim, device=device)
+            self.table_second = torch.zeros(rows, device=device)
         self.rng = np.random.default_rng(self.config.seed)
         self.done, self.next_batch = 0, None
 
@@ -252,6 +255,9 @@ class BaselineArm(Arm):
             return None
         return train_gpt.ngram_embedding(self.table, micro_batch).view(-1, BLOCK, self.config.model_dim)
 
+    def losses(self, micro_batch, ngram):
+        return self.forward(micro_batch.inputs.view(-1, BLOCK), micro_batch.targets.view(-1, BLOCK), ngram)
+
     def lr_multiplier(self):
         warm_up = max(1, round(self.WARM_UP * self.steps))
         if self.done < warm_up:
@@ -269,8 +275,7 @@ class BaselineArm(Arm):
         ngram = self.ngram(micro_batch)
         if ngram is not None:
             ngram.requires_grad_()
-        shape = (self.WINDOWS, BLOCK)
-        self.forward(micro_batch.inputs.view(shape), micro_batch.targets.view(shape), ngram).mean().backward()
+        self.losses(micro_batch, ngram).mean().backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -282,8 +287,7 @@ class BaselineArm(Arm):
     def piece_losses(self, low):
         lows = np.arange(low, low + self.config.micro_batch_tokens, BLOCK)
         micro_batch, _, _ = self.windows_at(self.val, self.val_starts, lows)
-        shape = (len(lows), BLOCK)
-        return self.forward(micro_batch.inputs.view(shape), micro_batch.targets.view(shape), self.ngram(micro_batch))
+        return self.losses(micro_batch, self.ngram(micro_batch))
 
     def matrix_parameters(self):
         return self.model.matrix_parameters()
@@ -314,10 +318,9 @@ def calibrate(arms, seconds):
 def run_seed(config, seconds, runtime, shards, val):
     """Train all arms with config.seed. Returns their results."""
     torch._dynamo.reset()  # the graphs of the last seed's models
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # an arm that silently ran eagerly would be slandered
     plain = dataclasses.replace(config, ngram_orders=())
-    arms = [BaselineArm(ARMS[0], plain, runtime, shards, val), BaselineArm(ARMS[1], config, runtime, shards, val),
-            NanoArm(ARMS[2], config, runtime, shards, val), NanoArm(ARMS[3], plain, runtime, shards, val)]
+    kinds = ((BaselineArm, plain), (BaselineArm, config), (NanoArm, config), (NanoArm, plain))
+    arms = [kind(name, of_arm, runtime, shards, val) for name, (kind, of_arm) in zip(ARMS, kinds)]
     calibrate(arms[:2], seconds)
     try:
         while waiting := [arm for arm in arms if arm.done < arm.steps]:
@@ -335,7 +338,7 @@ def run_seed(config, seconds, runtime, shards, val):
 # ----- figures
 
 def seconds_to(points, loss):
-    """Training seconds at which a curve first has `loss`, linear between its points; None if it never has."""
+    """Training seconds at which a curve first has `loss`, linear between points; None if it never has."""
     for before, after in zip(points, points[1:]):
         if after["loss"] <= loss < before["loss"]:
             share = (before["loss"] - loss) / (before["loss"] - after["loss"])
@@ -387,7 +390,8 @@ def report(facts, settings, results, pairs):
         reached = [t for t in pair["seconds"] if t is not None]
         rows.append([f"{pair['target']} at its end", spread(pair["target_losses"], 4),
                      spread(pair["target_seconds"], 1), pair["arm"],
-                     spread(reached, 1) if len(reached) == seeds else "not reached", ratio_text(pair["ratio"])])
+                     spread(reached, 1) if len(reached) == seeds else "not reached",
+                     ratio_text(pair["ratio"])])
     times = common.markdown_table(["loss of", "loss (curve's tokens)", "its training time, s", "arm",
                                    "time to that loss, s", "ratio of times"], rows)
     return f"""# The nano track against a plain GPT
@@ -396,11 +400,11 @@ def report(facts, settings, results, pairs):
 
 {times}
 
-Training times leave out compilation and validation. The baseline: learned positions, LayerNorm, biases, GELU, AdamW
-{BaselineArm.LEARNING_RATE} with warm-up and cosine, float32, {BaselineArm.WINDOWS} random windows of {BLOCK} tokens a step.
-With n-grams it has the track's table and row-wise Adagrad as well. torch.compile for all arms: {settings['compile']}.
-Final losses are over {settings['val_tokens']:,} validation tokens, those of the curve over at most {CURVE_TOKENS:,} of
-them.
+Training times leave out compilation and validation. The baseline: learned positions, LayerNorm, biases,
+GELU, AdamW {BaselineArm.LEARNING_RATE} with warm-up and cosine, float32, {BaselineArm.WINDOWS} random windows
+of {BLOCK} tokens a step. With n-grams it has the track's table and row-wise Adagrad as well. torch.compile
+for all arms: {settings['compile']}. Final losses are over {settings['val_tokens']:,} validation tokens, those
+of the curve over at most {CURVE_TOKENS:,} of them.
 
 {common.environment_line(facts)}
 """
@@ -422,7 +426,8 @@ def plot(path, results, pairs):
         labelled.add(arm)
     for target in ARMS[:2]:
         pair = next(pair for pair in pairs if pair["target"] == target)
-        axes.axhline(statistics.mean(pair["target_losses"]), color=colours[target], linestyle="--", linewidth=0.8)
+        axes.axhline(statistics.mean(pair["target_losses"]), color=colours[target], linestyle="--",
+                     linewidth=0.8)
     axes.set(xscale="log", xlabel="training time, s", ylabel="validation loss, nats per byte",
              title="The nano track against a plain GPT")
     axes.grid(alpha=0.3, which="both")
@@ -440,8 +445,8 @@ def parse_arguments(argv):
     add("--steps", type=int, help="schedule of the track (default: the track's)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--data", help="corpus folder (default: the track's)")
-    add("--out", type=Path, default=common.RESULTS, help="folder of the results (default: benchmarks/results)")
-    add("--tiny", action="store_true", help="a tiny model on a tiny corpus, not compiled: tries out the script")
+    add("--out", type=Path, default=common.RESULTS, help="for the results (default: benchmarks/results)")
+    add("--tiny", action="store_true", help="tiny model and corpus, not compiled: tries out the script")
     arguments = parser.parse_args(argv)
     for name in ("seconds", "seeds"):
         if not getattr(arguments, name) > 0:
@@ -454,15 +459,19 @@ def benchmark(arguments, config):
     runtime = train_gpt.Runtime(config.device)
     shards, val = train_gpt.open_corpus(config)
     facts = common.environment(runtime.device)
-    settings = {"seconds": arguments.seconds, "block": BLOCK, "slice_seconds": SLICE_SECONDS, "tiny": arguments.tiny,
-                "curve_tokens": CURVE_TOKENS, "val_tokens": config.val_tokens,
-                "compile": train_gpt.choose_compile(config, runtime.device), "config": dataclasses.asdict(config)}
+    settings = {"seconds": arguments.seconds, "slice_seconds": SLICE_SECONDS, "tiny": arguments.tiny,
+                "curve_tokens": CURVE_TOKENS, "val_tokens": config.val_tokens, "block": BLOCK,
+                "windows": BaselineArm.WINDOWS, "learning_rate": BaselineArm.LEARNING_RATE,
+                "compile": train_gpt.choose_compile(config, runtime.device),
+                "config": dataclasses.asdict(config)}
     results = []
     for seed in range(arguments.seed, arguments.seed + arguments.seeds):
-        results += run_seed(dataclasses.replace(config, seed=seed), arguments.seconds, runtime, shards, val)
+        of_seed = dataclasses.replace(config, seed=seed)
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # or an arm might run eagerly
+            results += run_seed(of_seed, arguments.seconds, runtime, shards, val)
         pairs = compare(results)
-        common.write_results(arguments.out, NAME, {"environment": facts, "settings": settings, "results": results,
-                                                   "comparison": pairs}, report(facts, settings, results, pairs))
+        data = {"environment": facts, "settings": settings, "results": results, "comparison": pairs}
+        common.write_results(arguments.out, NAME, data, report(facts, settings, results, pairs))
         plot(arguments.out / f"{NAME}.png", results, pairs)
     return pairs
 
@@ -474,8 +483,8 @@ def main(argv=None):
             changes = {"device": arguments.device, "data": str(common.ROOT / train_gpt.TRACKS["nano"].data)}
             if arguments.tiny:
                 changes |= {**common.TINY, "data": str(Path(temporary, "corpus"))}
-                common.write_corpus(changes["data"], common.python_documents(400_000), train_gpt.EOT_TOKEN["bytes"],
-                                    common.TINY["val_tokens"])
+                common.write_corpus(changes["data"], common.python_documents(400_000),
+                                    train_gpt.EOT_TOKEN["bytes"], common.TINY["val_tokens"])
             if arguments.steps is not None:
                 changes["steps"] = arguments.steps
             if arguments.data:

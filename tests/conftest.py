@@ -1,4 +1,4 @@
-"""Fixtures: a tiny corpus, the command line in this process, and the training runs that several tests read."""
+"""Fixtures: a tiny corpus, the command line in this process, and training runs that several tests read."""
 import os
 import signal
 import sys
@@ -73,8 +73,8 @@ def rich_run_of(rich, rich_run, tmp_path_factory):
 
     def run_of(world_size):
         if world_size not in runs:
-            run = helpers.run_trainer(tmp_path_factory.mktemp(f"ranks{world_size}"), {**rich, "run_id": "rich"},
-                                      world_size=world_size)
+            folder = tmp_path_factory.mktemp(f"ranks{world_size}")
+            run = helpers.run_trainer(folder, {**rich, "run_id": "rich"}, world_size=world_size)
             assert run.code == 0, run.stdout + run.stderr
             runs[world_size] = run
         return runs[world_size]

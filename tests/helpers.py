@@ -66,7 +66,8 @@ def make_corpus(folder, train_tokens=90_000, val_tokens=4_000, shards=2):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for shard in range(shards):
-        write_shard(folder / f"tiny_train_{shard:06d}.bin", byte_documents(train_tokens // shards, seed=shard))
+        tokens = byte_documents(train_tokens // shards, seed=shard)
+        write_shard(folder / f"tiny_train_{shard:06d}.bin", tokens)
     write_shard(folder / "tiny_val_000000.bin", byte_documents(val_tokens, seed=99))
     (folder / "manifest.json").write_text('{"tokenizer": "bytes", "source": "standard library"}\n')
     return folder
@@ -80,7 +81,8 @@ class Run:
     code: int
     stdout: str
     stderr: str
-    folder: Path  # logs/<run id>
+    folder: Path      # logs/<run id>
+    source: str = ""  # of the trainer, when it was started
 
     @property
     def lines(self):
@@ -95,11 +97,22 @@ class Run:
         return {event["step"]: event["train_loss"] for event in self.metrics if "train_loss" in event}
 
     @property
+    def val_losses(self):
+        return {event["step"]: event["val_loss"] for event in self.metrics if "val_loss" in event}
+
+    @property
     def result(self):
         return json.loads((self.folder / "result.json").read_text())
 
     def checkpoint(self, name="checkpoint.pt"):
         return torch.load(self.folder / name, weights_only=True)
+
+
+def refusal(run):
+    """The one line of a run that refused its input, after checking that it did so properly."""
+    assert run.code == 2, run.stdout
+    assert len(run.lines) == 1 and run.lines[0].startswith("status:error "), run.stdout
+    return run.lines[0]
 
 
 def environment():
@@ -119,18 +132,22 @@ def command(world_size, script=TRAINER):
 
 def run_trainer(cwd, values, *words, world_size=None, script=TRAINER, timeout=150, **options):
     """Run the trainer in `cwd` (logs/ is made there) on configuration values and further words."""
-    done = subprocess.run([*command(world_size, script), *words, *arguments(values)], cwd=cwd, env=environment(),
-                          capture_output=True, text=True, timeout=timeout, **options)
-    return Run(done.returncode, done.stdout, done.stderr, Path(cwd) / "logs" / str(values.get("run_id", "")))
+    folder, source = Path(cwd) / "logs" / str(values.get("run_id", "")), TRAINER.read_text()
+    done = subprocess.run([*command(world_size, script), *words, *arguments(values)], cwd=cwd,
+                          env=environment(), capture_output=True, text=True, timeout=timeout, **options)
+    return Run(done.returncode, done.stdout, done.stderr, folder, source)
 
 
 def ranks(world_size, device="cpu"):
     """Stand-ins for the Runtimes of world_size ranks, for code that asks only who it is."""
-    return [SimpleNamespace(rank=rank, world_size=world_size, device=torch.device(device)) for rank in range(world_size)]
+    return [SimpleNamespace(rank=rank, world_size=world_size, device=torch.device(device))
+            for rank in range(world_size)]
 
 
 def bytes_of(tensor):
-    return tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    if not tensor.numel():
+        return b""  # an empty tensor has no view of another type
+    return tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def assert_bitwise(actual, expected, where=""):
@@ -147,14 +164,14 @@ def assert_bitwise(actual, expected, where=""):
 
 
 def randomise(model, seed=0):
-    """Give every parameter values at which every path of the network matters (nothing zero, nothing huge)."""
+    """Give every parameter values at which every path of the network matters (not zero, not huge)."""
     generator = torch.Generator().manual_seed(seed)
+    spread = {"attention": 0.2, "mlp": 0.2, "embed": 0.7, "head": 0.3, "ngram_table": 0.3}
     with torch.no_grad():
         for name, param in model.named_parameters():
             noise = torch.randn(param.shape, generator=generator)
-            scale = {"attention": 0.2, "mlp": 0.2, "embed": 0.7, "head": 0.3, "value_embed": 0.5, "ngram_table": 0.3}
             centre = 1.0 if name.endswith("_scale") else 0.0
-            param.copy_(centre + scale.get(name, 0.5) * noise)
+            param.copy_(centre + spread.get(name, 0.5) * noise)
     return model
 
 

@@ -44,10 +44,13 @@ class Weights(nn.Module):
         self.ngram_table = nn.Parameter(draw(2, (ROWS, 8)), requires_grad=False)
 
 
+def plus_one(full):
+    return {name: {key: value + 1 for key, value in state.items()} for name, state in full.items()}
+
+
 def steps(case, runtime):
-    """STEPS optimizer steps on gradients of twelve micro-batches. Returns parameters, full state and sent bytes."""
-    config = tiny_config(steps=6, adam_every=3 if case == "every third" else 1, ngram_rows=ROWS, dtype="float32",
-                         momentum=(0.9, 0.95))
+    """STEPS optimizer steps on gradients of twelve micro-batches. Returns what it left."""
+    config = tiny_config(steps=6, adam_every=3 if case == "every third" else 1, ngram_rows=ROWS)
     shapes = CASES[case]
     model = Weights(case, shapes)
     optimizer = Optimizer(config, model, runtime)
@@ -60,16 +63,17 @@ def steps(case, runtime):
         rows = rng.integers(0, ROWS // 2, size=(MICRO_BATCHES * TOKENS, 2)).astype(np.int32)
         signs = rng.choice([-1.0, 1.0], size=rows.shape).astype(np.float32)
         plan = RowPlan(*map(torch.from_numpy, plan_rows(rows, signs, MICRO_BATCHES, runtime.world_size)))
-        ngram_grads = torch.cat([draw(5, step, micro_batch, (TOKENS, 8)) for micro_batch in mine]) / MICRO_BATCHES
-        optimizer.step(step, 0.5, ngram_grads, plan)
+        ngram_grads = torch.cat([draw(5, step, micro_batch, (TOKENS, 8)) for micro_batch in mine])
+        optimizer.step(step, 0.5, ngram_grads / MICRO_BATCHES, plan)
     sent = {f"{collective}/{name}": count for (collective, name), count in runtime.sent_bytes.items()}
     runtime.sent_bytes.clear()
     full = optimizer.full_state()
-    optimizer.load_full_state({name: {key: value + 1 for key, value in state.items()} for name, state in full.items()})
+    optimizer.load_full_state(plus_one(full))
     raised = optimizer.full_state()  # what was loaded must come out again
     optimizer.load_full_state(full)
-    return {"params": dict(model.state_dict()), "full": full, "raised": raised, "again": optimizer.full_state(),
-            "sent": sent, "left": {name: grad.clone() for name, grad in optimizer.grads.items()}}
+    return {"params": dict(model.state_dict()), "full": full, "raised": raised,
+            "again": optimizer.full_state(), "sent": sent,
+            "left": {name: grad.clone() for name, grad in optimizer.grads.items()}}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import EOT, TRAINER, environment, make_corpus, write_shard
+from helpers import EOT, TRAINER, environment, make_corpus, refusal, write_shard
 
 BAD_WORDS = [
     (["--micro-batch-token", "256"], "micro_batch_tokens"),
@@ -37,9 +37,8 @@ BAD_WORDS = [
 @pytest.mark.parametrize("words, hint", BAD_WORDS, ids=[" ".join(case[0]) for case in BAD_WORDS])
 def test_bad_words_end_in_one_line_and_status_2(words, hint, cli, tmp_path):
     run = cli(*words)
-    assert run.code == 2
-    assert len(run.lines) == 1 and run.lines[0].startswith("status:error ")
-    assert hint in run.lines[0]
+    line = refusal(run)
+    assert hint in line
     assert not list(tmp_path.iterdir())
 
 
@@ -47,7 +46,8 @@ def test_an_unknown_key_in_a_real_process(tmp_path):
     done = subprocess.run([sys.executable, str(TRAINER), "--adam_rl", "1"], cwd=tmp_path, env=environment(),
                           capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stdout.startswith("status:error ") and done.stdout.count("\n") == 1 and "adam_lr" in done.stdout
+    assert done.stdout.startswith("status:error ") and done.stdout.count("\n") == 1
+    assert "adam_lr" in done.stdout
     assert "Traceback" not in done.stderr
 
 
@@ -70,9 +70,8 @@ BAD_COMMANDS = [
 @pytest.mark.parametrize("words, hint", BAD_COMMANDS, ids=[" ".join(case[0]) for case in BAD_COMMANDS])
 def test_bad_commands_end_in_one_line_and_status_2(words, hint, cli, tmp_path):
     run = cli(*words)
-    assert run.code == 2
-    assert len(run.lines) == 1 and run.lines[0].startswith("status:error ")
-    assert hint in run.lines[0]
+    line = refusal(run)
+    assert hint in line
     assert not list(tmp_path.iterdir())
 
 
@@ -80,16 +79,16 @@ def test_bad_commands_end_in_one_line_and_status_2(words, hint, cli, tmp_path):
 @pytest.mark.parametrize("words", [[], ["--check"]], ids=str)
 def test_asking_for_cuda_where_there_is_none(words, cli, tiny, tmp_path):
     run = cli(*words, **{**tiny, "device": "cuda"})
-    assert run.code == 2
-    assert len(run.lines) == 1 and run.lines[0].startswith("status:error ") and "--device cpu" in run.lines[0]
+    line = refusal(run)
+    assert "--device cpu" in line
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the back end exists here")
 def test_asking_for_an_attention_back_end_that_is_not_there(cli, tiny):
     run = cli(**{**tiny, "attention": "varlen"})
-    assert run.code == 2
-    assert len(run.lines) == 1 and "--attention sdpa" in run.lines[0]
+    line = refusal(run)
+    assert "--attention sdpa" in line
 
 
 def test_a_run_id_that_exists_is_refused(cli, tiny, tmp_path):
@@ -97,9 +96,8 @@ def test_a_run_id_that_exists_is_refused(cli, tiny, tmp_path):
     folder.mkdir(parents=True)
     (folder / "log.txt").write_text("precious")
     run = cli(**{**tiny, "run_id": "mine"})
-    assert run.code == 2
-    assert len(run.lines) == 1 and run.lines[0].startswith("status:error ")
-    assert "logs/mine" in run.lines[0] and "--resume mine" in run.lines[0] and "--run-id" in run.lines[0]
+    line = refusal(run)
+    assert "logs/mine" in line and "--resume mine" in line and "--run-id" in line
     assert (folder / "log.txt").read_text() == "precious" and len(list(folder.iterdir())) == 1
 
 

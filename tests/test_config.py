@@ -88,7 +88,7 @@ def test_vocabulary_holds_the_end_of_text_id(tokenizer, eot, vocabulary):
     assert (config.eot_token, config.vocab_size) == (eot, vocabulary)
 
 
-# ----- what a Config refuses: the message must hold the name, the value and words of the constraint or remedy
+# ----- what a Config refuses: the message must hold the name, the value and the constraint or remedy
 
 REFUSED = [
     ({"steps": 0}, "0", "positive"),
@@ -208,8 +208,8 @@ assert "matplotlib" not in sys.modules and "tiktoken" not in sys.modules
 """
     env = {**environment(), "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
            "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True,
-                          timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True,
+                          text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "" and done.stderr == ""
     assert not list(tmp_path.iterdir())

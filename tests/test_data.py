@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import EOT, byte_documents, make_corpus, ranks, tiny_config, write_shard
-from train_gpt import ConfigError, TrainLoader, ngram_rows, open_corpus, open_shard, place_contiguous, plan_rows
+from helpers import EOT, byte_documents, make_corpus, ranks, refusal, tiny_config, write_shard
+from train_gpt import (ConfigError, TrainLoader, ngram_rows, open_corpus, open_shard, place_contiguous,
+                       plan_rows)
 
 # ----- shards
 
@@ -31,15 +32,20 @@ TRAIN, VAL = "tiny_train_000000.bin", "tiny_val_000000.bin"
 DAMAGE = {
     "truncated": (lambda path: (path / TRAIN).write_bytes((path / TRAIN).read_bytes()[:-10]),
                   [TRAIN, "header says", "truncated", "data/text.py"]),
-    "longer": (lambda path: (path / TRAIN).write_bytes((path / TRAIN).read_bytes() + b"ab"), [TRAIN, "header says"]),
-    "half a token": (lambda path: (path / VAL).write_bytes((path / VAL).read_bytes() + b"a"), [VAL, "header says"]),
-    "header cut": (lambda path: (path / TRAIN).write_bytes(b"0" * 100), [TRAIN, "100 bytes", "1024-byte header"]),
+    "longer": (lambda path: (path / TRAIN).write_bytes((path / TRAIN).read_bytes() + b"ab"),
+               [TRAIN, "header says"]),
+    "half a token": (lambda path: (path / VAL).write_bytes((path / VAL).read_bytes() + b"a"),
+                     [VAL, "header says"]),
+    "header cut": (lambda path: (path / TRAIN).write_bytes(b"0" * 100),
+                   [TRAIN, "100 bytes", "1024-byte header"]),
     "empty file": (lambda path: (path / TRAIN).write_bytes(b""), [TRAIN, "0 bytes", "1024-byte header"]),
     "magic": (lambda path: write_shard(path / TRAIN, [EOT] * 100, magic=20240801),
               [TRAIN, "magic 20240801", "expected 20240520"]),
-    "version": (lambda path: write_shard(path / VAL, [EOT] * 100, version=7), [VAL, "version 7", "expected 1"]),
+    "version": (lambda path: write_shard(path / VAL, [EOT] * 100, version=7),
+                [VAL, "version 7", "expected 1"]),
     "no tokens": (lambda path: write_shard(path / TRAIN, []), [TRAIN, "no tokens"]),
-    "negative count": (lambda path: write_shard(path / TRAIN, [EOT] * 100, count=-100), [TRAIN, "header says -100"]),
+    "negative count": (lambda path: write_shard(path / TRAIN, [EOT] * 100, count=-100),
+                       [TRAIN, "header says -100"]),
     "beyond vocabulary": (lambda path: write_shard(path / TRAIN, [EOT, 300, *byte_documents(5000)]),
                           [TRAIN, "300", "0 to 256", "--tokenizer"]),
     "beyond vocabulary in val": (lambda path: write_shard(path / VAL, [*byte_documents(5000), 50256]),
@@ -47,10 +53,12 @@ DAMAGE = {
     "no train": (lambda path: [shard.unlink() for shard in path.glob("*_train_*")],
                  ["*_train_*.bin", "data/text.py", "--data"]),
     "no val": (lambda path: (path / VAL).unlink(), ["*_val_*.bin", "data/text.py", "--data"]),
-    "no folder": (lambda path: path.rename(path.with_name("elsewhere")), ["*_train_*.bin", "data/text.py", "--data"]),
-    "few train": (lambda path: [write_shard(shard, byte_documents(1000)) for shard in path.glob("*_train_*")],
+    "no folder": (lambda path: path.rename(path.with_name("elsewhere")),
+                  ["*_train_*.bin", "data/text.py", "--data"]),
+    "few train": (lambda path: [write_shard(shard, byte_documents(1000)) for shard in path.glob("*train*")],
                   ["2,048", "1,536", "--steps", "--epochs"]),
-    "few val": (lambda path: write_shard(path / VAL, byte_documents(1024)), ["1,024", "--val-tokens", "768"]),
+    "few val": (lambda path: write_shard(path / VAL, byte_documents(1024)),
+                ["1,024", "--val-tokens", "768"]),
 }
 
 
@@ -60,10 +68,9 @@ def test_a_damaged_corpus_ends_in_one_line_and_status_2(damage, cli, tiny, tmp_p
     act, words = DAMAGE[damage]
     act(folder)
     run = cli(**{**tiny, "data": str(folder)})
-    assert run.code == 2
-    assert len(run.lines) == 1 and run.lines[0].startswith("status:error ")
+    line = refusal(run)
     for word in words:
-        assert word in run.lines[0]
+        assert word in line
     assert not (tmp_path / "logs").exists()
 
 
@@ -72,8 +79,8 @@ def test_every_shard_that_a_run_reaches_is_checked(cli, tiny, tmp_path):
     for shard in (6, 7, 8):
         write_shard(folder / f"tiny_train_{shard:06d}.bin", [*byte_documents(490), *range(300, 310)])
     run = cli(**{**tiny, "data": str(folder), "steps": 5})  # takes ten of them
-    assert run.code == 2
-    assert len(run.lines) == 1 and "tiny_train_000006.bin: token id 309" in run.lines[0]
+    line = refusal(run)
+    assert "tiny_train_000006.bin: token id 309" in line
 
 
 def test_epochs_make_up_for_few_tokens(tmp_path):
@@ -118,7 +125,8 @@ def load_all(config, shards, runtime=None, first_step=0, state=None):
 
 
 def same_micro_batch(one, other):
-    return all(torch.equal(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one))
+    return all(torch.equal(getattr(one, field.name), getattr(other, field.name))
+               for field in dataclasses.fields(one))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -139,7 +147,8 @@ def test_world_sizes_share_out_the_same_micro_batches(world_size):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_an_epoch_covers_each_shard_exactly_once(seed):
-    shards = [countable(5000, seed=1), countable(4001, first=10_000, seed=2), countable(3333, first=20_000, seed=3)]
+    shards = [countable(5000, seed=1), countable(4001, first=10_000, seed=2),
+              countable(3333, first=20_000, seed=3)]
     shards[1][0] = 10_000  # begins inside a document
     micro_batches = [(len(shard) - 1) // 256 for shard in shards]
     config = loader_config(steps=sum(micro_batches), micro_batches=((0.0, 1),), seed=seed)
@@ -255,7 +264,8 @@ def test_contiguous_micro_batches(low, orders):
 def slow_ngram_rows(tokens, position, document_start, orders, rows):
     """ngram_rows with Python's integers: every product is cut to 64 bits by hand."""
     mask = 2**64 - 1
-    odd = [2 * int(k) + 1 for k in np.random.default_rng(20240520).integers(0, 2**63, size=64, dtype=np.uint64)]
+    drawn = np.random.default_rng(20240520).integers(0, 2**63, size=64, dtype=np.uint64)
+    odd = [2 * int(number) + 1 for number in drawn]
     ids, signs = [], []
     for at, start in zip(position, document_start):
         ids.append([]), signs.append([])
@@ -345,4 +355,5 @@ def test_plan_rows_against_a_dict(world_size, micro_batches):
     assert touched.tolist() == sorted(expected)
     assert len(occurrence) == len(plan_signs) == rows.size
     for row, low, high in zip(touched, offsets, [*offsets[1:], rows.size]):
-        assert [(gathered[occurrence[i]], float(plan_signs[i])) for i in range(low, high)] == expected[int(row)]
+        found = [(gathered[occurrence[i]], float(plan_signs[i])) for i in range(low, high)]
+        assert found == expected[int(row)]

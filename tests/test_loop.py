@@ -1,5 +1,7 @@
 """Chapters 6, 7 and 9: schedules, validity gates, warm-up, the log, and how runs end."""
+import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -7,15 +9,14 @@ import re
 import signal
 import subprocess
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import train_gpt
-from helpers import (TRAINER, arguments, assert_bitwise, byte_documents, command, environment, make_trainer, ranks,
-                     run_trainer, tiny_config)
+from helpers import (arguments, assert_bitwise, byte_documents, command, environment, make_trainer,
+                     micro_batch_of, ranks, tiny_config)
 
 # ----- schedules
 
@@ -55,16 +56,16 @@ def events(log):
     return log.split("\n===== END OF CODE =====\n")[1].splitlines()
 
 
-def test_the_log_opens_with_the_source(log):
+def test_the_log_opens_with_the_source(log, rich_run):
     source, mark, _ = log.partition("\n===== END OF CODE =====\n")
-    assert mark and source == TRAINER.read_text().rstrip("\n")
+    assert mark and source == rich_run.source.rstrip("\n")
     assert log.count("\n===== END OF CODE =====\n") == log.count("\n===== START =====\n") == 1
 
 
 def test_the_run_line(log, events, rich_run):
     run = re.fullmatch(r"run:rich track:nano commit:(?P<commit>[0-9a-f]{40}|none) dirty:[01] "
-                       r"code_sha256:(?P<sha>[0-9a-f]{64}) seed:1 world_size:1 device:(?P<device>.+) torch:(?P<torch>\S+) "
-                       r"cuda:\S+ triton:\S+", events[0])
+                       r"code_sha256:(?P<sha>[0-9a-f]{64}) seed:1 world_size:1 device:(?P<device>.+) "
+                       r"torch:(?P<torch>\S+) cuda:\S+ triton:\S+", events[0])
     assert run
     source = log.partition("===== END OF CODE =====\n")[0]
     assert run["sha"] == hashlib.sha256(source.encode()).hexdigest() == rich_run.result["code_sha256"]
@@ -82,7 +83,8 @@ def test_the_config_line_holds_every_field(events, rich_run, rich):
 
 
 def test_the_overrides_line_holds_what_makes_it_no_record(events, rich_run):
-    logged = json.loads(next(line for line in events if line.startswith("overrides:")).removeprefix("overrides:"))
+    line = next(line for line in events if line.startswith("overrides:"))
+    logged = json.loads(line.removeprefix("overrides:"))
     nano = train_gpt.TRACKS["nano"]
     assert logged == rich_run.result["overrides"]
     assert {"steps", "data", "model_dim", "val_tokens", "untie_at"} <= set(logged)
@@ -105,7 +107,8 @@ def test_lines_come_in_order(events):
 
 
 def test_step_lines_agree_with_the_metrics(events, rich_run):
-    train = re.compile(r"step:(\d+)/20 train_loss:(\d+\.\d{5}) lr_mul:(\d\.\d{3}) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms")
+    train = re.compile(r"step:(\d+)/20 train_loss:(\d+\.\d{5}) lr_mul:(\d\.\d{3}) train_time:(\d+)ms "
+                       r"step_avg:(\d+\.\d\d)ms")
     val = re.compile(r"step:(\d+)/20 val_loss:(\d+\.\d{5}) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms")
     lines = [line for line in events if line.startswith("step:")]
     assert len(lines) == len(rich_run.metrics) == 22
@@ -129,12 +132,14 @@ def test_step_lines_agree_with_the_metrics(events, rich_run):
 
 def test_the_final_lines_agree_with_the_result(events, rich_run, rich):
     result = rich_run.result
-    final = re.fullmatch(r"final val_loss:(\S+) train_time:(\d+)ms tokens:(\d+) peak_memory:(\d+)MiB", events[-2])
+    final = re.fullmatch(r"final val_loss:(\S+) train_time:(\d+)ms tokens:(\d+) peak_memory:(\d+)MiB",
+                         events[-2])
     assert final[1] == f"{result['val_loss']:.5f}" and result["val_loss"] == rich_run.metrics[-1]["val_loss"]
     assert int(final[2]) == pytest.approx(result["train_time_ms"], abs=1)
     assert int(final[3]) == result["tokens"] == 20 * 12 * 256
     assert int(final[4]) == result["peak_memory_mib"] > 50
-    validity = re.fullmatch(r"validity: causal:ok normalised:ok val_tokens:1024 val_sha256:([0-9a-f]{64}).*", events[-3])
+    validity = re.match(r"validity: causal:ok normalised:ok val_tokens:1024 val_sha256:([0-9a-f]{64})",
+                        events[-3])
     _, val = train_gpt.open_corpus(tiny_config(data=rich["data"]))
     assert validity[1] == result["val_sha256"] == hashlib.sha256(val[:1025].tobytes()).hexdigest()
     assert all(result["validity"].values()) and {"causal", "normalised"} <= set(result["validity"])
@@ -152,12 +157,12 @@ def test_the_plot_is_drawn(rich_run):
 
 
 def test_the_validation_loss_is_the_mean_over_the_first_tokens(rich_run, rich):
-    trainer, step = train_gpt.open_trained({"checkpoint": str(rich_run.folder / "checkpoint.pt"), "device": "cpu"})
+    path = rich_run.folder / "checkpoint.pt"
+    trainer, step = train_gpt.open_trained({"checkpoint": str(path), "device": "cpu"})
     _, val = train_gpt.open_corpus(trainer.config)
     total = 0.0
     for low in range(0, 1024, 256):
-        place = train_gpt.place_contiguous(val, low, trainer.config)
-        micro_batch = train_gpt.assemble(place, *train_gpt.hash_placement(place, trainer.config), torch.device("cpu"))
+        micro_batch = micro_batch_of(val, trainer.config, low)
         total += trainer.token_losses(step, micro_batch).double().sum().item()
     assert rich_run.result["val_loss"] == pytest.approx(total / 1024, abs=1e-9)
 
@@ -173,13 +178,33 @@ def test_the_logged_training_loss_is_that_of_the_global_batch(tiny, cli):
     assert run.train_losses[1] == pytest.approx(torch.cat(losses).double().mean().item(), abs=1e-5)
 
 
+def test_a_step_takes_the_gradient_of_the_mean_loss():
+    trainer = make_trainer(mtp_weights=((0.0, (1.0, 0.5)),))
+    tokens = byte_documents(1100)
+    micro_batches = [micro_batch_of(tokens, trainer.config, low) for low in (0, 256, 512)]
+    taken = {}
+    trainer.optimizer.step = lambda step, lr_mul, ngram_grads, plan: taken.update(
+        trainer.optimizer.grads, ngram=ngram_grads, lr_mul=lr_mul)
+    summed = trainer.step(2, train_gpt.Batch(micro_batches, None, {}))
+    ngrams = [trainer.ngram(micro_batch) for micro_batch in micro_batches]
+    outputs = [trainer.model(micro_batch, ngram, trainer.context(2, micro_batch, training=True))
+               for micro_batch, ngram in zip(micro_batches, ngrams)]
+    loss = sum(loss for loss, _ in outputs) / 3
+    *grads, first, second, third = torch.autograd.grad(loss, [*trainer.trained.values(), *ngrams])
+    for name, grad in zip(trainer.trained, grads):
+        torch.testing.assert_close(taken[name], grad, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(taken["ngram"], torch.cat([first, second, third]))
+    torch.testing.assert_close(summed, sum(losses.sum() for _, losses in outputs))
+    assert taken["lr_mul"] == train_gpt.lr_multiplier(trainer.config, 2)
+
+
 # ----- unusual but good runs
 
 @pytest.mark.parametrize("changes", [
     {"ngram_orders": ()},
     {"value_embedding_layers": ()},
     {"num_layers": 1, "long_layers": (), "value_embedding_layers": ()},
-    {"steps": 1},
+    {"steps": 1, "seed": 2**63 - 1},
     {"dtype": "bfloat16", "untie_at": 1.0},
     {"mtp_weights": ((0.0, (1.0, 0.5, 0.25)),), "adam_every": 3},
     {"val_every": 1, "log_every": 100, "muon_decay": 0.0, "cooldown": 0.0},
@@ -218,11 +243,11 @@ def test_validation_before_the_head_is_untied_scores_the_tied_model(tiny, cli):
     losses = []
     for run_id, untie_at in (("two", 0.5), ("three", 0.75)):
         run = cli(**{**tiny, "run_id": run_id, "untie_at": untie_at, "val_every": 2})
-        losses.append(next(event["val_loss"] for event in run.metrics if event["step"] == 2 and "val_loss" in event))
+        losses.append(run.val_losses[2])
     assert losses[0] == losses[1]
 
 
-def test_validation_and_saving_are_not_timed(tiny, cli, monkeypatch):
+def test_warm_up_validation_and_saving_are_not_timed(tiny, cli, monkeypatch):
     def slowly(function):
         def slow(*args):
             time.sleep(0.5)
@@ -230,19 +255,36 @@ def test_validation_and_saving_are_not_timed(tiny, cli, monkeypatch):
         return slow
     monkeypatch.setattr(train_gpt.Trainer, "evaluate", slowly(train_gpt.Trainer.evaluate))
     monkeypatch.setattr(train_gpt, "save_checkpoint", slowly(train_gpt.save_checkpoint))
+    monkeypatch.setattr(train_gpt, "warm_up", slowly(train_gpt.warm_up))
     begin = time.monotonic()
     run = cli(**{**tiny, "run_id": "slow", "val_every": 1, "save_every": 1})
     elapsed = time.monotonic() - begin
-    assert run.code == 0 and elapsed > 4  # four validations and four checkpoints
-    assert run.result["train_time_ms"] < 1000 * (elapsed - 4)
-    monkeypatch.undo()
+    assert run.code == 0 and elapsed > 4.5  # four validations, four checkpoints, one warm-up
+    assert run.result["train_time_ms"] < 1000 * (elapsed - 4.5)
 
 
-def test_data_and_steps_are_timed(tiny, cli, monkeypatch):
+def test_steps_are_timed_between_validations(tiny, cli, monkeypatch):
+    step = train_gpt.Trainer.step
+
+    def slow(self, number, batch):
+        time.sleep(0.3)
+        return step(self, number, batch)
+
+    def instead_of_warm_up(trainer):
+        monkeypatch.setattr(train_gpt.Trainer, "step", slow)
+
+    monkeypatch.setattr(train_gpt, "warm_up", instead_of_warm_up)
+    run = cli(**{**tiny, "run_id": "slow", "val_every": 1, "save_every": 1})
+    assert run.result["train_time_ms"] > 1200
+
+
+def test_reading_data_is_timed(tiny, cli, monkeypatch):
     next_batch = train_gpt.TrainLoader._next_batch
+
     def slow(self, step):
         time.sleep(0.3)
         return next_batch(self, step)
+
     monkeypatch.setattr(train_gpt.TrainLoader, "_next_batch", slow)
     assert cli(**{**tiny, "run_id": "slow"}).result["train_time_ms"] > 1200
 
@@ -251,14 +293,12 @@ def test_data_and_steps_are_timed(tiny, cli, monkeypatch):
 
 def whole_state(trainer):
     """Copies of everything that a step could have changed."""
-    state = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
-    optimizer = trainer.optimizer
-    return {"params": state, "grads": {name: grad.clone() for name, grad in optimizer.grads.items()},
-            "state": {name: {key: value.clone() for key, value in part.items()} for name, part in optimizer.state.items()},
-            "rng": torch.get_rng_state()}
+    return copy.deepcopy({"params": dict(trainer.model.state_dict()), "grads": trainer.optimizer.grads,
+                          "state": trainer.optimizer.state, "rng": torch.get_rng_state()})
 
 
-PHASES = dict(windows=((0.0, (32, 64)), (0.5, (64, 128))), mtp_weights=((0.0, (1.0, 0.5)), (0.5, (1.0,))), untie_at=0.25)
+PHASES = dict(windows=((0.0, (32, 64)), (0.5, (64, 128))), mtp_weights=((0.0, (1.0, 0.5)), (0.5, (1.0,))),
+              untie_at=0.25)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -266,12 +306,16 @@ def test_warm_up_leaves_no_trace(dtype, corpus):
     config = dict(dtype=dtype, steps=8, adam_every=2, **PHASES)
     warm, cold = (make_trainer(random_weights=False, **config) for _ in range(2))
     before = whole_state(warm)
-    stepped = []
-    step = warm.step
-    warm.step = lambda number, batch: stepped.append(train_gpt.phase_at(warm.config, number)) or step(number, batch)
+    step, stepped = warm.step, []
+
+    def recorded_step(number, batch):
+        stepped.append(train_gpt.phase_at(warm.config, number))
+        return step(number, batch)
+
+    warm.step = recorded_step
     train_gpt.warm_up(warm)
-    assert set(stepped) == {train_gpt.phase_at(warm.config, number) for number in range(8)}  # every phase was run
     warm.step = step
+    assert set(stepped) == {train_gpt.phase_at(warm.config, number) for number in range(8)}  # all were run
     assert_bitwise(whole_state(warm), before)
     # Nor does it show later: the next steps are bitwise those of a trainer that was never warmed up.
     shards, _ = train_gpt.open_corpus(dataclasses.replace(warm.config, data=str(corpus)))
@@ -294,9 +338,9 @@ def test_a_restore_that_misses_a_tensor_is_noticed(which, monkeypatch):
     trainer = make_trainer(**PHASES)
     forgotten = which(trainer).data_ptr()
     train_gpt.warm_up(trainer)  # all is well
-    copy = torch.Tensor.copy_
+    honest = torch.Tensor.copy_
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source, *rest: (
-        self if self.data_ptr() == forgotten and self.numel() > 0 else copy(self, source, *rest)))
+        self if self.data_ptr() == forgotten and self.numel() > 0 else honest(self, source, *rest)))
     with pytest.raises(RuntimeError, match="warm-up"):
         train_gpt.warm_up(trainer)
 
@@ -317,8 +361,9 @@ def test_a_loss_that_is_not_finite_ends_the_run(changes, tiny, cli):
 def test_an_interrupted_run_says_so(name, tiny, tmp_path):
     values = {**tiny, "steps": 1000, "epochs": 100, "run_id": "stopped"}
     process = subprocess.Popen([*command(None), *arguments(values)], cwd=tmp_path, env=environment(),
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for line in process.stdout:
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    for line in process.stdout:  # SIGINT is reset, since background jobs of a shell inherit that it is ignored
         if line.startswith("step:3/"):
             break
     process.send_signal(getattr(signal, name))
@@ -326,6 +371,24 @@ def test_an_interrupted_run_says_so(name, tiny, tmp_path):
     assert process.returncode == 130, err
     assert out.splitlines()[-1] == "status:interrupted" and err == ""
     assert (tmp_path / "logs" / "stopped" / "log.txt").read_text().splitlines()[-1] == "status:interrupted"
+
+
+def test_the_log_has_its_status_when_the_console_is_gone(tiny, tmp_path):
+    values = {**tiny, "steps": 200, "epochs": 100, "run_id": "piped"}
+    process = subprocess.Popen([*command(None), *arguments(values)], cwd=tmp_path, env=environment(),
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    process.stdout.close()  # as `| head -1` does
+    process.stderr.read()
+    assert process.wait(timeout=60) != 0
+    assert (tmp_path / "logs" / "piped" / "log.txt").read_text().splitlines()[-1].startswith("status:")
+
+
+def test_other_validation_tokens_than_the_tracks_are_announced(tiny, cli):
+    run = cli(**{**tiny, "run_id": "other", "val_sha256": "0" * 64})
+    assert any("validation tokens" in line for line in run.lines)
+    good = cli(**{**tiny, "run_id": "same", "val_sha256": run.result["val_sha256"]})
+    assert good.code == 0 and not any("validation tokens" in line for line in good.lines)
 
 
 def test_an_unexpected_error_is_the_status_and_has_a_traceback(tiny, cli, monkeypatch, capsys):
@@ -390,9 +453,9 @@ def leak_segments(trainer, monkeypatch):
 
 LEAKS = {
     "n-grams, one token ahead": leak_ngrams,
-    "n-grams, two tokens ahead": lambda trainer, monkeypatch: leak_ngrams(trainer, monkeypatch, ahead=2),
+    "n-grams, two tokens ahead": functools.partial(leak_ngrams, ahead=2),
     "attention, one token ahead": leak_attention,
-    "attention, sixty tokens ahead": lambda trainer, monkeypatch: leak_attention(trainer, monkeypatch, ahead=60),
+    "attention, sixty tokens ahead": functools.partial(leak_attention, ahead=60),
     "the target itself": leak_targets,
     "smearing": leak_segments,
 }

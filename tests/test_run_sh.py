@@ -1,0 +1,192 @@
+"""run.sh: set-up, choice of track and processes, arguments, exit status. In a copy of the repository's outer files
+where Python is a stub that writes down how it was called; only the launch plan runs in the real one."""
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import train_gpt
+
+ROOT = Path(train_gpt.__file__).resolve().parent
+
+# Stands for the Python that makes .venv, and for .venv's own.
+STUB = f"""#!/bin/sh
+if [ "$1" = - ] && [ "$STUB_PLAN" ]; then exec {sys.executable} "$@"; fi
+echo "$*" >>"$STUB_CALLS"
+case "$*" in
+*version_info*) exit "${{STUB_TOO_OLD:-0}}" ;;
+--version) echo "Python 3.9.6" ;;
+"-m venv --clear .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+"-m pip install "*) exit "${{STUB_PIP_STATUS:-0}}" ;;
+-*) [ "$1" = - ] && echo "- 1 -" ;;
+*train_gpt.py*) echo "OMP $OMP_NUM_THREADS GOMP $GOMP_SPINCOUNT CACHE $TORCHINDUCTOR_CACHE_DIR" >>"$STUB_CALLS"
+    echo status:ok; exit "${{STUB_STATUS:-0}}" ;;
+esac
+exit 0
+"""
+# Imported by the real Python before the plan: as many CUDA devices as FAKE_GPUS says.
+SITE = """import os
+import torch
+torch.cuda.is_available = lambda: int(os.environ["FAKE_GPUS"]) > 0
+torch.cuda.device_count = lambda: int(os.environ["FAKE_GPUS"])
+"""
+
+
+class Copy:
+    """A repository with run.sh, and a way to call it."""
+
+    def __init__(self, folder):
+        self.folder, self.calls_file = folder, folder / "calls"
+        for name in ("run.sh", "requirements.txt", ".ci/run"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+        (folder / "train_gpt.py").symlink_to(ROOT / "train_gpt.py")
+        (folder / "site").mkdir()
+        (folder / "site" / "sitecustomize.py").write_text(SITE)
+        self.python = self.stub("python-stub")
+
+    def stub(self, name):
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(STUB)
+        path.chmod(0o755)
+        return path
+
+    def set_up(self):
+        """As after a first call."""
+        self.stub(".venv/bin/python")
+        shutil.copy(self.folder / "requirements.txt", self.folder / ".venv/installed-requirements.txt")
+        return self
+
+    def run(self, *words, script="run.sh", gpus=None, **variables):
+        """Call run.sh from another folder. Returns (exit status, stdout, stderr, the stub's calls). With gpus, the
+        launch plan is made by the real Python, which sees so many devices."""
+        self.calls_file.write_text("")
+        environment = {key: value for key, value in os.environ.items() if key not in
+                       ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "TORCHINDUCTOR_CACHE_DIR")}
+        environment |= {"PYTHON": str(self.python), "STUB_CALLS": str(self.calls_file), **variables}
+        if gpus is not None:
+            environment |= {"STUB_PLAN": "1", "FAKE_GPUS": str(gpus), "PYTHONPATH": str(self.folder / "site")}
+        done = subprocess.run([self.folder / script, *words], cwd="/", env=environment, capture_output=True, text=True,
+                              timeout=100)
+        return done.returncode, done.stdout, done.stderr, self.calls_file.read_text().splitlines()
+
+
+@pytest.fixture
+def copy(tmp_path):
+    return Copy(tmp_path)
+
+
+def launch_of(calls):
+    """The call that starts the trainer."""
+    return next(call for call in calls if "train_gpt.py" in call)
+
+
+@pytest.mark.parametrize("name", ["run.sh", ".ci/run", "benchmarks/gpu.sh"])
+def test_scripts_are_executable_and_parse(name):
+    subprocess.run(["bash", "-n", ROOT / name], check=True)
+    assert os.access(ROOT / name, os.X_OK)
+
+
+def test_requirements_are_pinned():
+    lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and line[0] != "#"]
+    assert all(re.fullmatch(r"[A-Za-z0-9_-]+==[0-9][0-9.]*", line) for line in lines), lines
+    assert {line.split("==")[0] for line in lines} >= {"torch", "numpy", "tiktoken", "huggingface_hub", "tqdm",
+                                                       "matplotlib", "pytest", "pytest-timeout"}
+
+
+# ----- set-up
+
+def test_help_sets_nothing_up(copy):
+    code, out, _, calls = copy.run("--help")
+    assert (code, calls) == (0, []) and "./run.sh test" in out
+
+
+def test_set_up_happens_once(copy):
+    code, out, err, calls = copy.run("nano")
+    assert (code, out) == (0, "status:ok\n"), err  # stdout is the trainer's
+    assert "-m venv --clear .venv" in calls and any("pip install" in call for call in calls)
+    _, _, err, calls = copy.run("nano")
+    assert not err and not any("venv" in call or "pip" in call for call in calls)
+
+
+def test_changed_requirements_are_installed_into_the_same_environment(copy):
+    copy.set_up()
+    with open(copy.folder / "requirements.txt", "a") as file:
+        file.write("another==1.0\n")
+    _, _, _, calls = copy.run("nano")
+    assert any("pip install" in call for call in calls) and not any("-m venv" in call for call in calls)
+
+
+def test_failed_install_is_done_again(copy):
+    code, _, _, calls = copy.run("nano", STUB_PIP_STATUS="1")
+    assert code == 1 and "pip install" in calls[-1]  # and nothing was launched
+    code, _, _, calls = copy.run("nano")
+    assert code == 0 and any("pip install" in call for call in calls) and launch_of(calls)
+
+
+def test_old_python_is_refused_in_one_line(copy):
+    code, _, err, _ = copy.run("nano", STUB_TOO_OLD="1")
+    assert code == 2 and not (copy.folder / ".venv").exists()
+    assert err.count("\n") == 1 and "3.11" in err and "3.9.6" in err and "PYTHON=" in err
+
+
+# ----- tracks, processes, arguments
+
+def test_options_alone_go_to_the_default_track(copy):
+    code, _, err, calls = copy.set_up().run("--steps", "10", gpus=0)
+    assert code == 0 and "track nano by default" in err and "no CUDA device" in err
+    assert calls[0] == "data/text.py"
+    assert launch_of(calls) == "train_gpt.py --track nano --steps 10"
+    assert calls[-1] == f"OMP  GOMP 0 CACHE {copy.folder}/.cache/inductor"
+
+
+def test_fineweb_is_the_default_where_gpus_and_shards_are(copy):
+    shards = copy.set_up().folder / "data" / "fineweb10B"
+    shards.mkdir(parents=True)
+    for split in ("train", "val"):
+        (shards / f"fineweb_{split}_000000.bin").touch()
+    _, _, err, calls = copy.run(gpus=8)
+    assert "track fineweb by default" in err and "8 of 8 GPUs" in err
+    assert launch_of(calls) == ("-m torch.distributed.run --standalone --nproc_per_node=8 train_gpt.py "
+                                "--track fineweb")
+    assert not any("fineweb.py" in call for call in calls)
+    (shards / "fineweb_train_000001.bin.part").touch()  # a download that was cut short
+    _, _, _, calls = copy.run("fineweb", gpus=8)
+    assert calls[0] == "data/fineweb.py"
+
+
+def test_idle_gpus_are_announced(copy):
+    _, _, err, calls = copy.set_up().run("nano", "--micro-batches", "6", gpus=4)
+    assert "3 of 4 GPUs" in err and "1 idle" in err
+    assert "--nproc_per_node=3 train_gpt.py --track nano --micro-batches 6" in launch_of(calls)
+
+
+def test_one_process_on_the_cpu_if_asked_for(copy):
+    _, _, _, calls = copy.set_up().run("nano", "--device", "cpu", "--data", "my/corpus", gpus=8)
+    assert calls[0] == "train_gpt.py --track nano --device cpu --data my/corpus"  # no builder, no torchrun
+
+
+@pytest.mark.parametrize("words", [("naon",), ("nano", "--stepz", "3"), ("nano", "--help")])
+def test_what_the_trainer_answers_reaches_it_at_once(copy, words):
+    code, _, err, calls = copy.set_up().run(*words, gpus=8, STUB_STATUS="2")
+    assert code == 2 and not err
+    assert calls[0] == " ".join(["train_gpt.py --track", *words])
+
+
+# ----- tests
+
+def test_tests_run_with_further_arguments(copy):
+    _, _, _, calls = copy.set_up().run("test", "-k", "some")
+    assert calls == ["-m pytest tests -k some"]
+    _, _, _, calls = copy.run("test", "tests/test_run_sh.py", "-x")
+    assert calls == ["-m pytest tests/test_run_sh.py -x"]
+
+
+def test_ci_runs_the_tests(copy):
+    _, _, _, calls = copy.set_up().run(script=".ci/run")
+    assert calls == ["-m pytest tests"]
