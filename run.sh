@@ -148,6 +148,4 @@ if [ "$processes" -gt 1 ]; then
 fi
 # On a CPU one process uses all cores: its matrices are large enough for threads, and a second process
 # would hold the n-gram table, and its optimizer state, a second time. records/NOTES.md has the figures.
-# Idle threads must not spin between operations: on a busy machine they take the cores from those that work.
-export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-0}"
 exec "$venv_python" train_gpt.py "$@"

@@ -32,9 +32,11 @@ import math
 import os
 import platform
 import queue
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from dataclasses import dataclass
@@ -410,8 +412,10 @@ class Log:
     def line(self, text):
         """One event: to the file and to the console."""
         if self.is_main:
-            print(("\r\x1b[K" if self.live else "") + text, flush=True)
-            self.text.write(text + "\n")
+            try:  # a console that is gone must not keep the line out of the log
+                print(("\r\x1b[K" if self.live else "") + text, flush=True)
+            finally:
+                self.text.write(text + "\n")
 
     def step(self, step, steps, **values):
         """One logged step, as a line and as a JSON record; losses have five decimals, times are in ms."""
@@ -1286,11 +1290,12 @@ class Trainer:
         self.model = GPT(config, attention).to(runtime.device)
         self.optimizer = Optimizer(config, self.model, runtime)
         self.trained = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
-        self.compile_name = choose_compile(config, runtime.device)
+        self.compile_name = choose_compile(config)
         self.forward = self.model
         if self.compile_name == "inductor":
             # Each phase is a graph for training and one for validation; torch's default limit is 8.
             torch._dynamo.config.recompile_limit = 64
+            torch._dynamo.config.fail_on_recompile_limit_hit = True  # never eager in silence
             self.forward = torch.compile(self.model, dynamic=False)
         self._rotary = {}
 
@@ -1352,16 +1357,17 @@ class Trainer:
         return total.item() / self.config.val_tokens
 
 
-def choose_compile(config, device):
+def choose_compile(config):
     """inductor where it can work, else why not: announced in the log, never silent."""
     if not config.compile:
         return "off"
-    if device.type == "cpu":
-        try:
-            from torch._inductor.cpp_builder import get_cpp_compiler
-            get_cpp_compiler()
-        except Exception as error:  # inductor raises its own types for a missing compiler
-            return f"off (no C++ compiler: {type(error).__name__})"
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        get_cpp_compiler()
+    except Exception as error:  # inductor raises its own types for a missing compiler
+        return f"off (no C++ compiler: {type(error).__name__})"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():  # inductor's and triton's wrappers include it
+        return "off (no Python.h: install the python3-dev package)"
     return "inductor"
 
 
@@ -1395,9 +1401,11 @@ def check_normalised(trainer, step, val):
     micro_batch = assemble(place, *hash_placement(place, config), trainer.runtime.device)
     hidden = trainer.model.hidden(micro_batch, trainer.ngram(micro_batch), trainer.context(step, micro_batch))
     for row in hidden[::max(1, len(hidden) // 8)]:
-        targets = torch.arange(config.vocab_size, device=row.device)
-        losses = trainer.model.next_token_losses(row.expand(len(targets), -1), targets)[0]
-        if abs(torch.exp(-losses.double()).sum().item() - 1) > 1e-4:
+        total = 0.0
+        for targets in torch.arange(config.vocab_size, device=row.device).split(1024):  # bounds the logits' memory
+            losses = trainer.model.next_token_losses(row.expand(len(targets), -1), targets)[0]
+            total += torch.exp(-losses.double()).sum().item()
+        if not abs(total - 1) < 1e-4:
             return False
     return True
 
@@ -1669,7 +1677,7 @@ def finish(trainer, log, val, clock, loader_state, folder, overrides, code):
                   "sent_bytes_per_step": comms, "config": dataclasses.asdict(config)}
         with atomic_file(folder / "result.json") as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
-        plot_losses(folder)
+        log.line(f"plot: {plot_losses(folder)}")
     if not all(gates.values()):
         raise RuntimeError(f"validity gate failed: {', '.join(name for name in gates if not gates[name])}; the model "
                            f"sees tokens that it must not see, or its losses are not those of a distribution")
@@ -1677,8 +1685,11 @@ def finish(trainer, log, val, clock, loader_state, folder, overrides, code):
 
 
 def plot_losses(folder):
-    """Draw the losses of metrics.jsonl against training time into loss.png."""
-    import matplotlib
+    """Draw the losses of metrics.jsonl against training time into loss.png. Returns its path, or why there is none."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "none (matplotlib is not installed)"
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -1692,6 +1703,7 @@ def plot_losses(folder):
     with atomic_file(folder / "loss.png") as file:
         figure.savefig(file, format="png", dpi=120)
     plt.close(figure)
+    return folder / "loss.png"
 
 
 def train(config, overrides, runtime, content=None):
@@ -1728,7 +1740,7 @@ def train(config, overrides, runtime, content=None):
         runtime.sent_bytes.clear()
         loader_state = train_steps(trainer, log, shards, val, clock, folder, first_step, loader_state)
         val_loss = finish(trainer, log, val, clock, loader_state, folder, overrides, code)
-        status, failed = f"ok run:{run_id} val_loss:{val_loss:.5f} train_time:{clock.total:.1f}s log:{folder}", False
+        status, failed = f"ok run:{run_id} val_loss:{val_loss:.5f} train_time:{clock.total:.1f}s log:{folder}/log.txt", False
         return 0
     except KeyboardInterrupt:
         status = "interrupted"
@@ -1784,32 +1796,39 @@ def memory_estimate(config):
     return state + table + activations
 
 
+def available_memory(device):
+    """Bytes that a run could take: free on the GPU; available, or where that is not told all, on the host."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def preflight(config, runtime):
     """Say what a run would use; raises ConfigError when something is missing."""
+    say = print if runtime.is_main else (lambda text: None)
     check_world_size(config, runtime.world_size)
     _, attention = choose_attention(config, runtime.device)
-    print(f"device: {device_name(runtime.device)}, world size {runtime.world_size}, torch {torch.__version__}")
-    print(f"backends: attention={attention} compile={choose_compile(config, runtime.device)} dtype={config.dtype}")
+    say(f"device: {device_name(runtime.device)}, world size {runtime.world_size}, torch {torch.__version__}")
+    say(f"backends: attention={attention} compile={choose_compile(config)} dtype={config.dtype}")
     shards, val = open_corpus(config)
     needed = sum(micro_batches_at(config, step) for step in range(config.steps)) * config.micro_batch_tokens
-    print(f"data: {config.data}: {sum(map(len, shards)):,} training tokens in {len(shards)} shard(s), the schedule takes "
-          f"{needed:,}; {len(val):,} validation tokens, {config.val_tokens:,} are scored")
-    estimate = memory_estimate(config)
-    if runtime.device.type == "cuda":
-        available = torch.cuda.mem_get_info(runtime.device)[0]
-    else:
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    print(f"memory: about {estimate / 2**30:.1f} GiB needed, {available / 2**30:.1f} GiB free")
-    if estimate > available:
-        raise ConfigError(f"memory: about {estimate / 2**30:.1f} GiB needed, {available / 2**30:.1f} GiB free; lower "
-                          f"--micro-batch-tokens or --ngram-rows")
-    import shutil
-    checkpoint, free = estimate // 2, shutil.disk_usage(".").free
-    print(f"disk: up to {checkpoint / 2**30:.1f} GiB a checkpoint, {free / 2**30:.1f} GiB free")
-    if checkpoint > free:
-        raise ConfigError(f"disk: a checkpoint takes up to {checkpoint / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are "
-                          f"free; make room, or run from another disk")
-    print("check:ok")
+    say(f"data: {config.data}: {sum(map(len, shards)):,} training tokens in {len(shards)} shard(s), the schedule takes "
+        f"{needed:,}; {len(val):,} validation tokens, {config.val_tokens:,} are scored")
+    estimate, free = memory_estimate(config), shutil.disk_usage(".").free
+    checkpoint = estimate // 2
+    for what, taken, there, remedy in (
+            ("memory: a run takes about", estimate, available_memory(runtime.device),
+             "lower --micro-batch-tokens or --ngram-rows"),
+            ("disk: a checkpoint takes up to", checkpoint, free, "make room, or run from another disk")):
+        line = f"{what} {taken / 2**30:.1f} GiB, {there / 2**30:.1f} GiB are free"
+        if taken > there:
+            raise ConfigError(f"{line}; {remedy}")
+        say(line)
+    say("check:ok")
 
 
 def find_checkpoint(run):
@@ -1826,26 +1845,26 @@ def find_checkpoint(run):
 
 
 def resumed(given):
-    """(config, overrides, checkpoint content) of `--resume RUN`; other keys may only repeat what the run has."""
+    """(config, overrides, checkpoint content) of `--resume RUN`; other keys may only repeat what the run has, but for
+    those that say where and how it is watched."""
+    fields = {field.name: field for field in dataclasses.fields(Config)}
     content = load_checkpoint(find_checkpoint(given["resume"]))
     saved = config_of_checkpoint(content)
     if content["step"] >= saved.steps:
         raise ConfigError(f"--resume {given['resume']}: this run is complete ({content['step']} of {saved.steps} steps)")
-    fields = {field.name: field for field in dataclasses.fields(Config)}
-    for key in given:
+    changed = {}
+    for key, text in given.items():
         if key not in fields:
             raise ConfigError(f"--{key}: no such key; {nearest(key, fields)} --help lists them all")
-    asked = {key: parse_value(fields[key], text) for key, text in given.items()}
-    for key in given:
-        if key not in NEUTRAL_FIELDS and asked[key] != getattr(saved, key):
-            raise ConfigError(f"--{key} {given[key]}: the run to resume has {getattr(saved, key)}, and a resumed run "
-                              f"keeps its configuration; leave the key out")
-    changed = {key: asked[key] for key in ("device", "log_every", "save_every") if key in given}
-    config = dataclasses.replace(saved, **changed)
-    _, overrides = config_from({"track": saved.track})
-    base = TRACKS[saved.track]
-    overrides = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)
-                 if getattr(config, field.name) != getattr(base, field.name) and field.name != "val_sha256"}
+        value = parse_value(fields[key], text)
+        if key in ("device", "log_every", "save_every"):
+            changed[key] = value
+        elif key != "resume" and value != getattr(saved, key):
+            raise ConfigError(f"--{key} {text}: the run to resume has {getattr(saved, key)}, and a resumed run keeps "
+                              f"its configuration; leave the key out")
+    config, base = dataclasses.replace(saved, **changed), TRACKS[saved.track]
+    overrides = {name: getattr(config, name) for name in fields
+                 if getattr(config, name) != getattr(base, name) and name != "val_sha256"}
     return config, overrides, content
 
 

@@ -205,7 +205,7 @@ class BaselineArm(Arm):
         self.starts = [np.flatnonzero(shard == config.eot_token) for shard in shards]
         self.val_starts = np.flatnonzero(val[:config.val_tokens] == config.eot_token)
         self.model = Baseline(config).to(runtime.device)
-        compiling = train_gpt.choose_compile(config, runtime.device) == "inductor"
+        compiling = train_gpt.choose_compile(config) == "inductor"
         self.forward = torch.compile(self.model, dynamic=False) if compiling else self.model
         self.pool = ThreadPoolExecutor(1)
         self.reset()
@@ -462,7 +462,7 @@ def benchmark(arguments, config):
     settings = {"seconds": arguments.seconds, "slice_seconds": SLICE_SECONDS, "tiny": arguments.tiny,
                 "curve_tokens": CURVE_TOKENS, "val_tokens": config.val_tokens, "block": BLOCK,
                 "windows": BaselineArm.WINDOWS, "learning_rate": BaselineArm.LEARNING_RATE,
-                "compile": train_gpt.choose_compile(config, runtime.device),
+                "compile": train_gpt.choose_compile(config),
                 "config": dataclasses.asdict(config)}
     results = []
     for seed in range(arguments.seed, arguments.seed + arguments.seeds):

@@ -439,3 +439,24 @@ def test_windows_bound_what_is_seen():
     # Two layers reach back 31 + 63 tokens, smearing one more.
     assert not differs[:50].any() and differs[50:50 + 32].all()
     assert differs[50 + 94] and not differs[50 + 96:].any()
+
+
+# ----- compilation
+
+@pytest.mark.parametrize("missing, reason", [("Python.h", "no Python.h"), ("compiler", "no C++ compiler")])
+def test_compilation_is_switched_off_aloud_where_it_cannot_work(missing, reason, monkeypatch, tmp_path):
+    from torch._inductor import cpp_builder, exc
+    def compiler():
+        if missing == "compiler":
+            raise exc.InvalidCxxCompiler()
+        return "g++"
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", compiler)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "Python.h").touch()
+    include = tmp_path / ("here" if missing == "compiler" else "elsewhere")
+    monkeypatch.setattr(train_gpt.sysconfig, "get_paths", lambda: {"include": str(include)})
+    assert reason in train_gpt.choose_compile(tiny_config(compile=True))
+    assert train_gpt.choose_compile(tiny_config(compile=False)) == "off"
+    if missing == "compiler":
+        monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "g++")
+        assert train_gpt.choose_compile(tiny_config(compile=True)) == "inductor"

@@ -23,7 +23,7 @@ case "$*" in
 "-m venv --clear .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
 "-m pip install "*) exit "${{STUB_PIP_STATUS:-0}}" ;;
 -*) [ "$1" = - ] && echo "- 1 -" ;;
-*train_gpt.py*) echo "OMP $OMP_NUM_THREADS GOMP $GOMP_SPINCOUNT CACHE $TORCHINDUCTOR_CACHE_DIR" >>"$STUB_CALLS"
+*train_gpt.py*) echo "OMP $OMP_NUM_THREADS CACHE $TORCHINDUCTOR_CACHE_DIR" >>"$STUB_CALLS"
     echo status:ok; exit "${{STUB_STATUS:-0}}" ;;
 esac
 exit 0
@@ -67,7 +67,7 @@ class Copy:
         launch plan is made by the real Python, which sees so many devices."""
         self.calls_file.write_text("")
         environment = {key: value for key, value in os.environ.items() if key not in
-                       ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "TORCHINDUCTOR_CACHE_DIR")}
+                       ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")}
         environment |= {"PYTHON": str(self.python), "STUB_CALLS": str(self.calls_file), **variables}
         if gpus is not None:
             environment |= {"STUB_PLAN": "1", "FAKE_GPUS": str(gpus), "PYTHONPATH": str(self.folder / "site")}
@@ -142,7 +142,7 @@ def test_options_alone_go_to_the_default_track(copy):
     assert code == 0 and "track nano by default" in err and "no CUDA device" in err
     assert calls[0] == "data/text.py"
     assert launch_of(calls) == "train_gpt.py --track nano --steps 10"
-    assert calls[-1] == f"OMP  GOMP 0 CACHE {copy.folder}/.cache/inductor"
+    assert calls[-1] == f"OMP  CACHE {copy.folder}/.cache/inductor"
 
 
 def test_fineweb_is_the_default_where_gpus_and_shards_are(copy):
