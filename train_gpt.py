@@ -646,7 +646,8 @@ class TrainLoader:
         self.state = dict(state or {"shard": 0, "piece": 0, "offset": 0})
         self._open_shard()
         self._queue, self._stopped = queue.Queue(maxsize=2), threading.Event()
-        threading.Thread(target=self._run, args=(first_step,), daemon=True).start()
+        self._thread = threading.Thread(target=self._run, args=(first_step,), daemon=True)
+        self._thread.start()
 
     def _open_shard(self):
         opened = self.state["shard"]
@@ -724,6 +725,7 @@ class TrainLoader:
 
     def close(self):
         self._stopped.set()
+        self._thread.join()  # a thread inside torch while the interpreter ends would abort the process
 
 
 # ======================================================================================================
@@ -1677,7 +1679,7 @@ def finish(trainer, log, val, clock, loader_state, folder, overrides, code):
                   "sent_bytes_per_step": comms, "config": dataclasses.asdict(config)}
         with atomic_file(folder / "result.json") as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
-        log.line(f"plot: {plot_losses(folder)}")
+        plot_losses(folder)
     if not all(gates.values()):
         raise RuntimeError(f"validity gate failed: {', '.join(name for name in gates if not gates[name])}; the model "
                            f"sees tokens that it must not see, or its losses are not those of a distribution")
@@ -1685,11 +1687,12 @@ def finish(trainer, log, val, clock, loader_state, folder, overrides, code):
 
 
 def plot_losses(folder):
-    """Draw the losses of metrics.jsonl against training time into loss.png. Returns its path, or why there is none."""
+    """Draw the losses of metrics.jsonl against training time into loss.png, where matplotlib is installed."""
     try:
         import matplotlib
     except ImportError:
-        return "none (matplotlib is not installed)"
+        print("no plot: matplotlib is not installed; requirements.txt has it", file=sys.stderr)
+        return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -1703,7 +1706,6 @@ def plot_losses(folder):
     with atomic_file(folder / "loss.png") as file:
         figure.savefig(file, format="png", dpi=120)
     plt.close(figure)
-    return folder / "loss.png"
 
 
 def train(config, overrides, runtime, content=None):
@@ -1740,7 +1742,8 @@ def train(config, overrides, runtime, content=None):
         runtime.sent_bytes.clear()
         loader_state = train_steps(trainer, log, shards, val, clock, folder, first_step, loader_state)
         val_loss = finish(trainer, log, val, clock, loader_state, folder, overrides, code)
-        status, failed = f"ok run:{run_id} val_loss:{val_loss:.5f} train_time:{clock.total:.1f}s log:{folder}/log.txt", False
+        status, failed = (f"ok run:{run_id} val_loss:{val_loss:.5f} train_time:{clock.total:.1f}s "
+                          f"log:{folder}/log.txt plot:{folder}/loss.png"), False
         return 0
     except KeyboardInterrupt:
         status = "interrupted"

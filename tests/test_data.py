@@ -1,5 +1,6 @@
 """Chapter 3: shards, the loader, hashed n-gram rows and the row plan."""
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
@@ -239,6 +240,15 @@ def test_an_error_of_the_loading_thread_reaches_the_training_loop():
     loader = TrainLoader(tiny_config(), [shard], ranks(1)[0])
     with pytest.raises(ConfigError, match="documents in a micro-batch"):
         loader.next()
+
+
+def test_closing_the_loader_ends_its_thread():
+    """One that is inside torch when the interpreter goes away aborts the process."""
+    before = set(threading.enumerate())
+    loader = TrainLoader(loader_config(steps=5), [countable(6000)], ranks(1)[0])
+    loader.next()
+    loader.close()
+    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.parametrize("orders", [(2, 3, 4, 5, 6), (9,), ()])

@@ -56,6 +56,12 @@ def events(log):
     return log.split("\n===== END OF CODE =====\n")[1].splitlines()
 
 
+def event_of(kind, lines):
+    """The one line of that kind."""
+    line, = (line for line in lines if re.match(rf"{kind}\b", line))
+    return line
+
+
 def test_the_log_opens_with_the_source(log, rich_run):
     source, mark, _ = log.partition("\n===== END OF CODE =====\n")
     assert mark and source == rich_run.source.rstrip("\n")
@@ -74,8 +80,7 @@ def test_the_run_line(log, events, rich_run):
 
 
 def test_the_config_line_holds_every_field(events, rich_run, rich):
-    line = next(line for line in events if line.startswith("config:"))
-    logged = json.loads(line.removeprefix("config:"))
+    logged = json.loads(event_of("config", events).removeprefix("config:"))
     assert list(logged) == [field.name for field in dataclasses.fields(train_gpt.Config)]
     assert logged == rich_run.result["config"]
     assert train_gpt.config_of_checkpoint({"config": logged}) == train_gpt.config_from(
@@ -83,8 +88,7 @@ def test_the_config_line_holds_every_field(events, rich_run, rich):
 
 
 def test_the_overrides_line_holds_what_makes_it_no_record(events, rich_run):
-    line = next(line for line in events if line.startswith("overrides:"))
-    logged = json.loads(line.removeprefix("overrides:"))
+    logged = json.loads(event_of("overrides", events).removeprefix("overrides:"))
     nano = train_gpt.TRACKS["nano"]
     assert logged == rich_run.result["overrides"]
     assert {"steps", "data", "model_dim", "val_tokens", "untie_at"} <= set(logged)
@@ -133,13 +137,13 @@ def test_step_lines_agree_with_the_metrics(events, rich_run):
 def test_the_final_lines_agree_with_the_result(events, rich_run, rich):
     result = rich_run.result
     final = re.fullmatch(r"final val_loss:(\S+) train_time:(\d+)ms tokens:(\d+) peak_memory:(\d+)MiB",
-                         events[-2])
+                         event_of("final", events))
     assert final[1] == f"{result['val_loss']:.5f}" and result["val_loss"] == rich_run.metrics[-1]["val_loss"]
     assert int(final[2]) == pytest.approx(result["train_time_ms"], abs=1)
     assert int(final[3]) == result["tokens"] == 20 * 12 * 256
     assert int(final[4]) == result["peak_memory_mib"] > 50
     validity = re.match(r"validity: causal:ok normalised:ok val_tokens:1024 val_sha256:([0-9a-f]{64})",
-                        events[-3])
+                        event_of("validity", events))
     _, val = train_gpt.open_corpus(tiny_config(data=rich["data"]))
     assert validity[1] == result["val_sha256"] == hashlib.sha256(val[:1025].tobytes()).hexdigest()
     assert all(result["validity"].values()) and {"causal", "normalised"} <= set(result["validity"])
@@ -213,7 +217,7 @@ def test_unusual_configurations_complete(changes, tiny, cli):
     run = cli(**{**tiny, "run_id": "unusual", **changes})
     assert run.code == 0, run.stdout
     assert run.lines[-1].startswith("status:ok ")
-    assert "causal:ok normalised:ok" in run.lines[-3]
+    assert "causal:ok normalised:ok" in event_of("validity", run.lines)
 
 
 def test_a_seed_is_drawn_and_logged(tiny, cli):
@@ -363,7 +367,7 @@ def test_an_interrupted_run_says_so(name, tiny, tmp_path):
     process = subprocess.Popen([*command(None), *arguments(values)], cwd=tmp_path, env=environment(),
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    for line in process.stdout:  # SIGINT is reset, since background jobs of a shell inherit that it is ignored
+    for line in process.stdout:  # (SIGINT is reset, since background jobs of a shell ignore it)
         if line.startswith("step:3/"):
             break
     process.send_signal(getattr(signal, name))
