@@ -76,7 +76,7 @@ class Config:
     tokenizer: str = knob("bytes", "bytes | gpt2: what the token ids mean")
     epochs: int = knob(1, "passes over the training shards that a run may take")
     # --- batch; schedules are (fraction of the run, value) pairs
-    steps: int = knob(1040, "optimizer steps, the length of every schedule")
+    steps: int = knob(940, "optimizer steps, the length of every schedule")
     micro_batch_tokens: int = knob(1024, "tokens of one forward and backward pass on one rank")
     micro_batches: tuple = knob(((0.0, 4),), "schedule: micro-batches of a global step, a multiple of the world size")
     document_cap: tuple = knob(((0.0, 512),), "schedule: longest piece of a document that attention sees at once")
