@@ -1490,6 +1490,16 @@ class NonFiniteLoss(RuntimeError):
     """The training or validation loss is NaN or infinite."""
 
 
+INTERRUPTED = threading.Event()
+
+
+def interrupt(signum, frame):
+    """Signal handler: end the run at once, or at the next step if the exception falls where Python drops it (in a
+    callback of the garbage collector, say)."""
+    INTERRUPTED.set()
+    raise KeyboardInterrupt
+
+
 class Clock:
     """Training time in seconds. Starting and stopping wait for the device, nothing else does."""
 
@@ -1612,6 +1622,8 @@ def train_steps(trainer, log, shards, val, clock, folder, first_step, loader_sta
     loader = TrainLoader(config, shards, runtime, first_step, loader_state)
     try:
         for step in range(first_step, config.steps):
+            if INTERRUPTED.is_set():
+                raise KeyboardInterrupt
             batch = loader.next()
             loss_sum = trainer.step(step, batch)
             loader_state, done = batch.state, step + 1
@@ -1952,7 +1964,8 @@ def sample_command(given):
 def main(argv=None):
     """Returns the exit status: 0 complete, 1 failed on the way, 2 bad input, 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # torchrun ends its workers so
+    for number in (signal.SIGINT, signal.SIGTERM):  # torchrun ends its workers with the latter
+        signal.signal(number, interrupt)
     commands = {"sample": sample_command, "eval": eval_command}
     try:
         if "--help" in argv or "-h" in argv:
