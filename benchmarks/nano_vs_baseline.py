@@ -463,7 +463,7 @@ def benchmark(arguments, config):
                 "curve_tokens": CURVE_TOKENS, "val_tokens": config.val_tokens, "block": BLOCK,
                 "windows": BaselineArm.WINDOWS, "learning_rate": BaselineArm.LEARNING_RATE,
                 "compile": train_gpt.choose_compile(config),
-                "config": dataclasses.asdict(config)}
+                "config": {**dataclasses.asdict(config), "data": Path(config.data).name}}
     results = []
     for seed in range(arguments.seed, arguments.seed + arguments.seeds):
         of_seed = dataclasses.replace(config, seed=seed)
