@@ -44,7 +44,7 @@ def rich(corpus):
 def cli(tmp_path, monkeypatch, capsys):
     """The command line without a new process: cli(*words) runs main() in tmp_path."""
     monkeypatch.chdir(tmp_path)
-    terminate = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     rng = torch.get_rng_state()
 
     def run(*words, **values):
@@ -54,7 +54,8 @@ def cli(tmp_path, monkeypatch, capsys):
         return helpers.Run(code, out, err, tmp_path / "logs" / str(values.get("run_id", "")))
 
     yield run
-    signal.signal(signal.SIGTERM, terminate)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     torch.set_rng_state(rng)
 
 

@@ -1,8 +1,10 @@
 """What the tests share: a tiny configuration, a tiny corpus, and ways to run the trainer."""
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -136,6 +138,24 @@ def run_trainer(cwd, values, *words, world_size=None, script=TRAINER, timeout=15
     done = subprocess.run([*command(world_size, script), *words, *arguments(values)], cwd=cwd,
                           env=environment(), capture_output=True, text=True, timeout=timeout, **options)
     return Run(done.returncode, done.stdout, done.stderr, folder, source)
+
+
+@contextlib.contextmanager
+def started(cwd, values, world_size=None):
+    """The trainer as a running process with piped output, which is not left behind whatever happens."""
+    process = subprocess.Popen(
+        [*command(world_size), *arguments(values)], cwd=cwd, env=environment(), stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,  # background jobs of a shell ignore SIGINT and hand that down
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()  # a launcher passes it on to its ranks
+            try:
+                process.wait(timeout=40)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def ranks(world_size, device="cpu"):

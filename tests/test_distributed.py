@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import optimizer_ranks
-from helpers import ROOT, Run, arguments, assert_bitwise, command, environment, run_trainer
+from helpers import ROOT, assert_bitwise, command, environment, run_trainer, started
 from train_gpt import Runtime
 
 HERE = ROOT / "tests"
@@ -152,13 +152,12 @@ def test_ranks_may_start_at_different_times(tiny, tmp_path):
 
 def test_a_launcher_that_is_ended_ends_its_ranks_in_order(tiny, tmp_path):
     values = {**tiny, "steps": 1000, "epochs": 100, "run_id": "ended"}
-    process = subprocess.Popen([*command(2), *arguments(values)], cwd=tmp_path, env=environment(),
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if line.startswith("step:3/"):
-            break
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    run = Run(process.returncode, out, err, tmp_path / "logs" / "ended")
-    assert run.code != 0
-    assert (run.folder / "log.txt").read_text().splitlines()[-1] == "status:interrupted"
+    with started(tmp_path, values, world_size=2) as process:
+        for line in process.stdout:
+            if line.startswith("step:3/"):
+                break
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode != 0
+    log = (tmp_path / "logs" / "ended" / "log.txt").read_text()
+    assert log.splitlines()[-1] == "status:interrupted"

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import signal
-import subprocess
 import time
 
 import numpy as np
@@ -15,8 +14,8 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import (arguments, assert_bitwise, byte_documents, command, environment, make_trainer,
-                     micro_batch_of, ranks, tiny_config)
+from helpers import (arguments, assert_bitwise, byte_documents, make_trainer, micro_batch_of, ranks, started,
+                     tiny_config)
 
 # ----- schedules
 
@@ -363,28 +362,23 @@ def test_a_loss_that_is_not_finite_ends_the_run(changes, tiny, cli):
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_an_interrupted_run_says_so(name, tiny, tmp_path):
-    values = {**tiny, "steps": 1000, "epochs": 100, "run_id": "stopped"}
-    process = subprocess.Popen([*command(None), *arguments(values)], cwd=tmp_path, env=environment(),
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    for line in process.stdout:  # (SIGINT is reset, since background jobs of a shell ignore it)
-        if line.startswith("step:3/"):
-            break
-    process.send_signal(getattr(signal, name))
-    out, err = process.communicate(timeout=30)
+    with started(tmp_path, {**tiny, "steps": 1000, "epochs": 100, "run_id": "stopped"}) as process:
+        for line in process.stdout:
+            if line.startswith("step:3/"):
+                break
+        process.send_signal(getattr(signal, name))
+        out, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
     assert out.splitlines()[-1] == "status:interrupted" and err == ""
     assert (tmp_path / "logs" / "stopped" / "log.txt").read_text().splitlines()[-1] == "status:interrupted"
 
 
 def test_the_log_has_its_status_when_the_console_is_gone(tiny, tmp_path):
-    values = {**tiny, "steps": 200, "epochs": 100, "run_id": "piped"}
-    process = subprocess.Popen([*command(None), *arguments(values)], cwd=tmp_path, env=environment(),
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process.stdout.readline()
-    process.stdout.close()  # as `| head -1` does
-    process.stderr.read()
-    assert process.wait(timeout=60) != 0
+    with started(tmp_path, {**tiny, "steps": 200, "epochs": 100, "run_id": "piped"}) as process:
+        process.stdout.readline()
+        process.stdout.close()  # as `| head -1` does
+        process.stderr.read()
+        assert process.wait(timeout=60) != 0
     assert (tmp_path / "logs" / "piped" / "log.txt").read_text().splitlines()[-1].startswith("status:")
 
 
