@@ -685,7 +685,7 @@ def plan_rows(rows, weights, config, runtime, lane=None, name="ngram_indices"):
     send = receive = [len(distinct)]
     spread_chunk = 0
     if config.ngram_comms != "tokens" and world_size > 1:
-        def travel(array, send, receive):
+        def travel(array, send, receive, name=name):
             out, work = runtime.all_to_all(torch.from_numpy(array), send, receive, name, lane)
             wait(work)
             return out.numpy()
@@ -695,8 +695,9 @@ def plan_rows(rows, weights, config, runtime, lane=None, name="ngram_indices"):
         asked = travel(distinct.astype(np.int32), send, receive) - runtime.share(config.ngram_rows)[0]
         owned, merge, merge_offsets = group(asked)
         if config.ngram_comms == "rows":
-            counts = travel(np.full(world_size, len(owned), dtype=np.int32), each, each)
-            updated = travel(np.tile(owned.astype(np.int32), world_size), [len(owned)] * world_size, counts.tolist())
+            counts = travel(np.full(world_size, len(owned), dtype=np.int32), each, each, "ngram_updated")
+            updated = travel(np.tile(owned.astype(np.int32), world_size), [len(owned)] * world_size, counts.tolist(),
+                             "ngram_updated")
             owner = np.repeat(np.arange(world_size), counts)
             spread_chunk = int(counts.max())
             spread_rows = updated + owner * chunk
