@@ -30,8 +30,7 @@ from benchmarks import common  # noqa: E402
 import train_gpt  # noqa: E402
 
 ORDERS = {"bigrams": (2,), "six orders": (2, 3, 4, 5, 6, 8)}
-TOKENS = (1024, 4096)  # of a rank and cycle
-ROWS = (2**16, 2**18)
+SIZES = {"full": ((1024, 4096), (2**16, 2**18)), "tiny": ((256,), (2**12,))}  # (tokens of a rank and cycle, table rows)
 DIM, LR = 128, 0.1
 ARMS = ("dense", "tokens", "rows", "row_sharded")
 
@@ -139,13 +138,13 @@ def measure(config, runtime, tokens, repeats):
     return results, bounds.tolist()
 
 
-def worker(out, device, repeats):
+def worker(out, device, repeats, sizes):
     runtime = train_gpt.Runtime(device)
-    tokens = text((repeats + 1) * max(TOKENS) * runtime.world_size)
+    tokens = text((repeats + 1) * max(sizes[0]) * runtime.world_size)
     found = []
     for orders_name, orders in ORDERS.items():
-        for need in TOKENS:
-            for rows in ROWS:
+        for need in sizes[0]:
+            for rows in sizes[1]:
                 config = dataclasses.replace(
                     train_gpt.TRACKS["nano"], ngram_orders=orders, ngram_rows=rows, model_dim=DIM,
                     micro_batch_tokens=need, val_tokens=need, ngram_comms="tokens")
@@ -186,12 +185,13 @@ def plot(cases, path):
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(1, len(ORDERS), figsize=(9, 4), sharey=True, layout="constrained")
     for axis, orders in zip(axes, ORDERS):
-        chosen = [case for case in cases if (case["orders"], case["tokens"], case["rows"]) == (orders, TOKENS[0], ROWS[-1])]
+        mine = [case for case in cases if case["orders"] == orders]
+        chosen = [case for case in mine if (case["tokens"], case["rows"]) == (mine[0]["tokens"], mine[-1]["rows"])]
         sizes = [case["world_size"] for case in chosen]
         for arm in ARMS:
             axis.plot(sizes, [sum(case["arms"][arm]["bytes"].values()) / 2**20 for case in chosen], marker="o", label=arm)
         axis.plot(sizes, [2 * case["foreign_bound"] / 2**20 for case in chosen], "k:", label="bound, both ways")
-        axis.set(xscale="log", yscale="log", xlabel="world size", title=f"{orders}, {TOKENS[0]} tokens a rank")
+        axis.set(xscale="log", yscale="log", xlabel="world size", title=f"{orders}, {chosen[0]['tokens']} tokens a rank")
         axis.set_xticks(sizes, [str(size) for size in sizes])
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("MiB sent a rank and update")
@@ -205,10 +205,11 @@ def main():
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--results", type=Path, default=common.RESULTS, help="folder of the result files")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to try out the logic; measures nothing")
     parser.add_argument("--worker", help="internal: this process is a rank; the file for rank 0's figures")
     arguments = parser.parse_args()
     if arguments.worker:
-        return worker(arguments.worker, arguments.device, arguments.repeats)
+        return worker(arguments.worker, arguments.device, arguments.repeats, SIZES["tiny" if arguments.tiny else "full"])
     cases, device = [], "cpu"
     with tempfile.TemporaryDirectory() as folder:
         for world_size in map(int, arguments.world_sizes.split(",")):
@@ -217,7 +218,7 @@ def main():
             out = Path(folder) / f"{world_size}.json"
             subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
                             f"--nproc_per_node={world_size}", __file__, "--worker", str(out), "--device", chosen,
-                            "--repeats", str(arguments.repeats)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                            "--repeats", str(arguments.repeats), *(["--tiny"] if arguments.tiny else [])], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
             found = json.loads(out.read_text())
             cases += found["cases"]
             device = found["device"]
