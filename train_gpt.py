@@ -314,6 +314,8 @@ class Runtime:
         self.device = torch.device("cuda", self.local_rank) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(self.device)
+        elif "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # operations of this size lose to threads that wait for each other by spinning
         if self.world_size > 1:
             # Gloo serves CPU tensors beside NCCL; naming cuda:nccl on a machine without CUDA raises.
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
@@ -1204,6 +1206,7 @@ class NgramTable:
         self.second = torch.zeros(owned, device=self.home, pin_memory=pinned)
         self.scale = 1.0
         self.grads = []  # of the cycle's tokens so far, one tensor a micro-batch
+        self.sent = None  # plan, gradients or new rows under way, work
         self.pulled = (None, None, None)  # plan, values, work
 
     def start_pull(self, plan, name):
