@@ -176,6 +176,10 @@ def assert_bitwise(actual, expected, where=""):
         assert actual.keys() == expected.keys(), where
         for key in expected:
             assert_bitwise(actual[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected), where
+        for index, pair in enumerate(zip(actual, expected)):
+            assert_bitwise(*pair, f"{where}[{index}]")
     elif isinstance(expected, torch.Tensor):
         assert actual.dtype == expected.dtype and actual.shape == expected.shape, where
         assert bytes_of(actual) == bytes_of(expected), f"{where} differs"

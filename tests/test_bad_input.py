@@ -31,6 +31,16 @@ BAD_WORDS = [
     (["--momentum", "('a', 'b')"], "momentum"),
     (["--steps", "0"], "steps=0"),
     (["--head-dim", "24"], "head_dim=24"),
+    (["--ngram-comms", "shards"], "tokens, rows, row_sharded"),
+    (["--ngram-host", "true"], "--ngram-comms row_sharded"),
+    (["--ngram-host", "true", "--ngram-comms", "rows"], "--ngram-comms row_sharded"),
+    (["--ngram-decay", "10"], "ngram_lr=0.1"),
+    (["--ngram-decay", "-1"], "ngram_decay=-1"),
+    (["--ngram-every", "0"], "ngram_every=0"),
+    (["--ngram-every", "3", "--save-every", "4"], "ngram_every=3"),
+    (["--ngram-orders", "(2, 2)"], "distinct orders from 2 to 32"),
+    (["--ngram-orders", "(1, 2)"], "distinct orders from 2 to 32"),
+    (["--ngram-rows", "2147483648"], "int32"),
 ]
 
 

@@ -321,7 +321,7 @@ def test_ngram_rows_read_neither_other_documents_nor_the_future():
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, EOT, size=400).astype(np.uint16)
     tokens[[0, 150, 260]] = EOT
-    orders = (2, 3, 6, 32)
+    orders = tuple(range(2, 33))
     position = np.arange(400)
     ids, signs = ngram_rows(tokens, position, documents_of(tokens), orders, 2**31 - 1)
     noise = (tokens + rng.integers(1, 200, size=400).astype(np.uint16)) % EOT
@@ -334,12 +334,42 @@ def test_ngram_rows_read_neither_other_documents_nor_the_future():
         after = np.where(position > at, noise, tokens)
         other = ngram_rows(after, position, documents_of(tokens), orders, 2**31 - 1)
         assert np.array_equal(other[0][:at + 1], ids[:at + 1])
+        assert np.array_equal(other[1][:at + 1], signs[:at + 1])
     # The row of order n changes with each of its n tokens, and with no other.
     for back in range(8):
         changed = tokens.copy()
         changed[220 - back] = (int(tokens[220 - back]) + 1) % EOT
         other = ngram_rows(changed, position, documents_of(tokens), orders, 2**31 - 1)
         assert (other[0][220] != ids[220]).tolist() == [back < order for order in orders]
+
+
+def test_every_order_has_a_hash_and_signs_of_its_own():
+    orders = tuple(range(2, 33))
+    same = np.full(200, 7, dtype=np.uint16)  # one token again and again: n-grams of all orders look alike
+    position = np.arange(200)
+    ids, signs = ngram_rows(same, position, np.zeros(200, np.int64), orders, 2**31 - 1)
+    for at in (0, 1, 10, 199):  # at a document's start they are mostly padding
+        assert len(set(ids[at].tolist())) == len(orders)
+    assert (ids[40:] == ids[40]).all() and (signs[40:] == signs[40]).all()
+    tokens = np.random.default_rng(3).integers(0, EOT, size=20_000).astype(np.uint16)
+    ids, signs = ngram_rows(tokens, np.arange(20_000), np.zeros(20_000, np.int64), orders, 1000)
+    agree = signs.T @ signs / len(signs)
+    assert abs(agree - np.eye(len(orders))).max() < 6 / 20_000 ** 0.5  # six standard deviations
+    assert abs(signs.mean(0)).max() < 6 / 20_000 ** 0.5
+    for column in range(1, len(orders)):
+        assert (ids[:, column] == ids[:, column - 1]).mean() < 0.005
+
+
+def test_the_loaders_ngrams_read_whole_documents_and_no_others():
+    """A piece of a document knows the tokens before it, whatever was laid in front of it."""
+    shard = countable(6000)
+    config = loader_config(steps=5, document_cap=((0.0, 50),), ngram_orders=(2, 5, 17))
+    starts = np.maximum.accumulate(np.where(shard == GPT2_EOT, np.arange(len(shard)), 0))
+    for batch in load_all(config, [shard]):
+        for micro_batch in batch.micro_batches:
+            where = places(micro_batch.inputs, micro_batch.targets)
+            ids, signs = ngram_rows(shard, where, starts[where], config.ngram_orders, config.ngram_rows)
+            assert np.array_equal(micro_batch.rows.numpy(), ids) and np.array_equal(micro_batch.signs.numpy(), signs)
 
 
 def test_rows_and_signs_are_spread_evenly():

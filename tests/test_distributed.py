@@ -150,8 +150,9 @@ def test_ranks_may_start_at_different_times(tiny, tmp_path):
     assert run.code == 0, run.stdout + run.stderr
 
 
-def test_a_launcher_that_is_ended_ends_its_ranks_in_order(tiny, tmp_path):
-    values = {**tiny, "steps": 1000, "epochs": 100, "run_id": "ended"}
+@pytest.mark.parametrize("comms", ["tokens", "rows", "row_sharded"])
+def test_a_launcher_that_is_ended_ends_its_ranks_in_order(comms, tiny, tmp_path):
+    values = {**tiny, "steps": 1000, "epochs": 100, "ngram_comms": comms, "run_id": "ended"}
     with started(tmp_path, values, world_size=2) as process:
         for line in process.stdout:
             if line.startswith("step:3/"):

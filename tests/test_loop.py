@@ -306,9 +306,9 @@ PHASES = dict(windows=((0.0, (32, 64)), (0.5, (64, 128))), mtp_weights=((0.0, (1
               untie_at=0.25)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_warm_up_leaves_no_trace(dtype, corpus):
-    config = dict(dtype=dtype, steps=8, adam_every=2, ngram_decay=0.5, ngram_every=2, **PHASES)
+@pytest.mark.parametrize("dtype, comms", [("float32", "tokens"), ("bfloat16", "rows"), ("float32", "row_sharded")])
+def test_warm_up_leaves_no_trace(dtype, comms, corpus):
+    config = dict(dtype=dtype, steps=8, adam_every=2, ngram_decay=0.5, ngram_every=2, ngram_comms=comms, **PHASES)
     warm, cold = (make_trainer(random_weights=False, **config) for _ in range(2))
     before = whole_state(warm)
     step, stepped = warm.step, []

@@ -387,6 +387,7 @@ VARIANTS = {
     "short windows": {"windows": ((0.0, (16, 32)),)},
     "one layer": {"num_layers": 1, "long_layers": (0,), "windows": ((0.0, (64, 256)),)},
     "no n-grams": {"ngram_orders": ()},
+    "rows in a cache": {"ngram_comms": "row_sharded"},
     "tied": {"untie_at": 1.0},
 }
 
