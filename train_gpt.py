@@ -1143,22 +1143,185 @@ def polar_express(matrices, dtype):
     return (x.mT if tall else x).float()
 
 
-def muon_update(weight, grad, buffer, second, lr, momentum, beta2, decay, dtype):
-    """Muon on a bank (k, m, n) of float32 matrices, in place.
+class Whole:
+    """What an update rule sees where a rank holds whole matrices; see ShardedMatrices for where it does not."""
+    gather = part = staticmethod(lambda matrices: matrices)
 
-    Nesterov momentum, orthogonalisation, NorMuon's scaling (Li et al. 2025: divide each row, or column of a wide
-    matrix, by its running RMS, at unchanged Frobenius norm; `second` is (k, m, 1) or (k, 1, n)), then cautious weight
-    decay (only where it agrees with the update's sign). The rate grows with sqrt(m / n) of tall matrices."""
-    buffer.lerp_(grad, 1 - momentum)
-    update = polar_express(grad.lerp(buffer, momentum), dtype)
-    rows, columns = weight.shape[-2:]
+
+def cautious_step(weight, update, lr, decay):
+    """Step against `update` with weight decay only where both agree in sign, in place; tensors of one shape."""
+    agrees = (update * weight >= 0).to(weight.dtype)
+    weight.sub_(lr * (update + decay * weight * agrees))
+
+
+def orthogonal_step(weight, direction, second, lr, beta2, decay, dtype, shard):
+    """Muon's step along `direction`, whole matrices (k, m, n): orthogonalisation, NorMuon's scaling (Li et al. 2025:
+    divide each row, or column of a wide matrix, by its running RMS, at unchanged Frobenius norm; `second` is (k, m, 1)
+    or (k, 1, n)), cautious decay. The rate grows with sqrt(m / n) of tall matrices, so that whatever the shape, the
+    RMS of a step is lr / sqrt(n)."""
+    update = polar_express(direction, dtype)
+    rows, columns = update.shape[-2:]
     before = update.norm(dim=(-2, -1), keepdim=True)
     second.lerp_(update.square().mean(-1 if rows >= columns else -2, keepdim=True), 1 - beta2)
     update = update * second.clamp_min(1e-10).rsqrt()
     update = update * (before / update.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
-    lr = lr * max(1.0, rows / columns) ** 0.5
-    agrees = (update * weight >= 0).to(weight.dtype)
-    weight.sub_(lr * (update + decay * weight * agrees))
+    cautious_step(weight, shard.part(update), lr * max(1.0, rows / columns) ** 0.5, decay)
+
+
+def muon_update(weight, grad, buffer, second, lr, momentum, beta2, decay, dtype, shard=Whole):
+    """Muon (Jordan et al. 2024) on a bank (k, m, n) of float32 matrices, in place: Nesterov momentum in `buffer`, then
+    orthogonal_step. weight, grad and buffer are this rank's part of the matrices, `second` is whole."""
+    buffer.lerp_(grad, 1 - momentum)
+    orthogonal_step(weight, shard.gather(grad.lerp(buffer, momentum)), second, lr, beta2, decay, dtype, shard)
+
+
+# SOAP (Vyas et al. 2024) and its relatives keep, for the rows and for the columns of a matrix G, a Kronecker factor
+# (the running mean of G Gᵀ, of Gᵀ G) and a basis that follows the factor's eigenvectors. Momentum stays in the
+# parameters' own basis; only the second moment lives in the eigenbasis, and it is permuted with it.
+FACTOR_BETA = 0.9  # of the factors, and of the second moment of soap_muon
+KL_FLOOR = 1e-3    # eigenvalues below this share of their mean are taken to be it
+
+
+@dataclass
+class Side:
+    """The rows or the columns of a bank of k matrices (m, n), s = m or n; all float32 but the count."""
+    axis: int        # -2: rows, -1: columns
+    factor: Tensor   # (k, s, s), symmetric; zero until the first gradient
+    basis: Tensor    # (k, s, s), orthonormal columns, the largest eigenvalue's first
+    moment: Tensor   # (k, m, n), second moment in the eigenbasis, shared by both sides
+    rejects: Tensor  # (k,) int32, refreshes that kept the old basis, shared by both sides
+
+    def staggered(self, first, every):
+        """The side of every so many of the matrices, as views."""
+        return Side(self.axis, *(getattr(self, key)[first::every] for key in ("factor", "basis", "moment", "rejects")))
+
+
+def rotate_to(x, sides):
+    """Matrices (k, m, n) from the parameters' basis to the eigenbasis."""
+    for side in sides:
+        x = side.basis.mT @ x if side.axis == -2 else x @ side.basis
+    return x
+
+
+def rotate_from(x, sides):
+    """Inverse of rotate_to."""
+    for side in sides:
+        x = side.basis @ x if side.axis == -2 else x @ side.basis.mT
+    return x
+
+
+def known_bases(sides, like):
+    """(k, 1, 1): 1.0 where the matrix has had a gradient that its bases could follow, else 0.0."""
+    known = torch.ones_like(like[:, :1, :1])
+    for side in sides:
+        known = known * (side.factor.diagonal(dim1=-2, dim2=-1).sum(-1) > 0)[:, None, None]
+    return known
+
+
+def soap_update(weight, grad, buffer, moment, count, sides, step, lr, betas, decay, shard=Whole):
+    """SOAP on a bank (k, m, n) of float32 matrices, in place: Adam in the eigenbasis, then cautious decay. Scaled by
+    1 / sqrt(n), so that a rate means what it means for Muon.
+
+    weight, grad, buffer: this rank's part. moment: whole, with `count` (k, 1, 1) gradients in it. step: from 1.
+    A matrix without a basis yet stays where it is. Without sides this is Adam."""
+    buffer.lerp_(grad, 1 - betas[0])
+    known = known_bases(sides, moment)
+    count.add_(known)
+    moment.lerp_(rotate_to(shard.gather(grad), sides).square(), (1 - betas[1]) * known)
+    first = rotate_to(shard.gather(buffer), sides) / (1 - betas[0] ** step)
+    second = moment / (1 - betas[1] ** count).clamp_min(1e-8)
+    update = rotate_from(known * first * second.clamp_min(1e-16).rsqrt(), sides)
+    cautious_step(weight, shard.part(update / update.size(-1) ** 0.5), lr, decay)
+
+
+def soap_muon_update(weight, grad, buffer, second, moment, sides, lr, momentum, beta2, decay, dtype, shard=Whole):
+    """SOAP-Muon on a bank (k, m, n) of float32 matrices, in place: Muon whose Nesterov momentum is divided, in the
+    eigenbasis, by the root of its own second moment. Arguments as muon_update's; `moment` is whole. A matrix without
+    a basis yet takes a step of Muon."""
+    buffer.lerp_(grad, 1 - momentum)
+    direction = shard.gather(grad.lerp(buffer, momentum))
+    known = known_bases(sides, moment)
+    rotated = rotate_to(direction, sides)
+    moment.lerp_(rotated.square(), (1 - FACTOR_BETA) * known)
+    whitened = rotate_from(rotated * moment.clamp_min(1e-16).rsqrt(), sides)
+    orthogonal_step(weight, torch.where(known > 0, whitened, direction), second, lr, beta2, decay, dtype, shard)
+
+
+def update_factors(grad, sides, kl):
+    """Take whole gradients (k, m, n) into the factors of their sides, in place.
+
+    kl: KL-Shampoo's estimate (Lin et al. 2025): each side's gradient is first whitened by the other side's factor.
+    Only the product of both factors' scales means something, so whitening uses eigenvalues over their mean: else
+    the split between the two drifts, and with it how fast a factor forgets."""
+    products = []
+    for side, other in zip(sides, sides[::-1]):
+        half = grad if side.axis == -2 else grad.mT
+        if kl and other is not side:
+            spectrum = (other.basis * (other.factor @ other.basis)).sum(-2)
+            mean = spectrum.mean(-1, keepdim=True)
+            spectrum = torch.where(mean > 0, spectrum / mean, 1.0).clamp_min(KL_FLOOR)
+            half = half @ other.basis * spectrum.rsqrt()[:, None]
+        products.append(half @ half.mT / half.size(-1))
+    for side, product in zip(sides, products):
+        side.factor.lerp_(product, 1 - FACTOR_BETA)
+
+
+DAMPING = {"cholesky": 1e-7, "cholesky_lr": 1e-6}  # added to a factor, as a share of its largest eigenvalue
+
+
+def eigenbasis_step(factors, bases, method):
+    """Bring orthonormal bases (k, s, s) closer to the eigenvectors of symmetric factors (k, s, s), both float32.
+
+    Orthonormalises factor @ basis, columns by falling Rayleigh quotient. torch.linalg.qr does so matrix by matrix,
+    which is fastest on a CPU; Cholesky's way is batched products and factorisations:
+      eigh          the eigenvectors themselves; on CUDA the only one that waits for the device
+      householder   LAPACK's QR, as torch.linalg.qr without forming R
+      cholesky      upper R with RᵀR = AᵀA in float64, then A / R
+      cholesky_lr   float32: B = basisᵀ factor basis = RᵀR, R Rᵀ = SᵀS, then basis Rᵀ / S (Rutishauser's LR step),
+                    which squares no condition number
+    Cholesky's end in two Newton-Schulz steps. Returns (bases, order (k, s) that sorted the old columns, accepted (k,)):
+    where a factor is zero, not finite or too close to singular, that matrix keeps its old basis, sorted."""
+    product = factors @ bases
+    spectrum, order = (bases * product).sum(-2).sort(descending=True, stable=True)
+    index = order[:, None].expand_as(bases)
+    old, product = bases.gather(-1, index), product.gather(-1, index)
+    accepted = spectrum.isfinite().all(-1) & (spectrum[:, 0] > 0)
+    if method == "eigh":
+        eye = torch.eye(bases.size(-1), device=bases.device)  # eigh raises where a factor is not finite
+        new = torch.linalg.eigh(torch.where(accepted[:, None, None], factors, eye)).eigenvectors.flip(-1)
+    elif method == "householder":
+        new = torch.linalg.householder_product(*torch.geqrf(product))
+    else:
+        product = product + (DAMPING[method] * spectrum[:, :1, None]).clamp_min(1e-30) * old
+        if method == "cholesky":
+            product = (product / product.norm(dim=-2, keepdim=True)).double()
+            upper, info = torch.linalg.cholesky_ex(product.mT @ product, upper=True)
+            new = torch.linalg.solve_triangular(upper, product, upper=True, left=False).float()
+        else:
+            upper, failed = torch.linalg.cholesky_ex(old.mT @ product, upper=True)
+            again, info = torch.linalg.cholesky_ex(upper @ upper.mT, upper=True)
+            new, info = old @ torch.linalg.solve_triangular(again, upper.mT, upper=True, left=False), info + failed
+        for _ in range(2):
+            new = 1.5 * new - 0.5 * new @ (new.mT @ new)
+        error = new.mT @ new - torch.eye(bases.size(-1), device=bases.device)
+        accepted &= (info == 0) & (error.abs().amax((-2, -1)) < 1e-4)
+    return torch.where(accepted[:, None, None], new, old), order, accepted
+
+
+def refresh_eigenbases(sides, method):
+    """One eigenbasis_step for all matrices of all sides, in place: one batch a size. Nothing waits for the device."""
+    groups = {}
+    for side in sides:
+        groups.setdefault(side.basis.size(-1), []).append(side)
+    for group in groups.values():
+        counts = [len(side.basis) for side in group]
+        stepped = eigenbasis_step(torch.cat([side.factor for side in group]),
+                                  torch.cat([side.basis for side in group]), method)
+        for side, basis, order, accepted in zip(group, *(tensor.split(counts) for tensor in stepped)):
+            side.basis.copy_(basis)
+            index = order[:, :, None] if side.axis == -2 else order[:, None]
+            side.moment.copy_(side.moment.gather(side.axis, index.expand_as(side.moment)))
+            side.rejects.add_(~accepted)
 
 
 def adagrad_rows_update(table, second, rows, grads, lr, floor):
