@@ -55,6 +55,8 @@ from torch import Tensor, nn
 
 ATTENTION_BLOCK = 64  # back end sdpa: queries of a block share their keys
 GATE_DIM = 12  # gates read the first few channels of the residual stream
+SOAP_RULES = ("soap", "soap_muon", "kl_soap")  # update rules that work in eigenbases
+SHARD_AXIS = {"whole": 0, "rows": 1, "cols": 2}  # the axis of a bank (matrices, rows, columns) that ranks share
 EOT_TOKEN = {"bytes": 256, "gpt2": 50256}  # the largest id of each tokenizer; every document starts with it
 
 
@@ -92,8 +94,12 @@ class Config:
     ngram_orders: tuple = knob((2, 3, 4, 5, 6, 8), "orders of the hashed n-gram embedding; () switches it off")
     ngram_rows: int = knob(2**20, "rows of the n-gram table, shared by all orders")
     # --- optimizer; see RULES for what applies to which parameter
-    muon_lr: float = knob(0.03, "learning rate of matrices under Muon")
-    muon_decay: float = knob(0.02, "cautious weight decay of matrices under Muon, per unit of learning rate")
+    matrix_update: str = knob("muon", "muon | soap | soap_muon | kl_soap | adam: rule of the hidden matrices")
+    matrix_lr: float = knob(0.03, "learning rate of hidden matrices; a step's RMS is this / sqrt(columns) at most")
+    matrix_decay: float = knob(0.02, "cautious weight decay of hidden matrices, per unit of learning rate")
+    basis_every: int = knob(10, "soap rules: each matrix gets new eigenbases every k-th step, staggered")
+    one_sided_above: int = knob(256, "soap rules: a matrix side larger than this gets no eigenbasis")
+    matrix_shard: str = knob("whole", "whole | rows | cols: ranks share whole matrices, or each one's rows or columns")
     momentum: tuple = knob((0.85, 0.95), "Muon's momentum at the start and after the first tenth of the run")
     adam_lr: float = knob(0.01, "learning rate of embeddings, head and scalars under Adam")
     adam_every: int = knob(1, "Adam parameters step every k-th step, on the mean gradient since the last")
@@ -142,15 +148,18 @@ class Config:
                           for _, weights in self.mtp_weights), "mtp_weights",
                       "values are tuples of weights, the first above 0")
         for name in ("epochs", "steps", "micro_batch_tokens", "model_dim", "num_layers", "head_dim", "mlp_dim",
-                     "logit_cap", "muon_lr", "adam_lr", "adam_every", "val_tokens", "log_every", "ngram_lr",
+                     "logit_cap", "matrix_lr", "basis_every", "adam_lr", "adam_every", "val_tokens", "log_every",
+                     "ngram_lr",
                      "ngram_floor", "ngram_every"):
             refuse_unless(getattr(self, name) > 0, name, "must be positive")
-        for name in ("muon_decay", "ngram_decay", "val_every", "save_every"):
+        for name in ("matrix_decay", "one_sided_above", "ngram_decay", "val_every", "save_every"):
             refuse_unless(getattr(self, name) >= 0, name, "must not be negative; 0 switches it off")
         for name in ("cooldown", "final_lr", "untie_at"):
             refuse_unless(0 <= getattr(self, name) <= 1, name, "is a fraction, from 0 to 1")
         for name, allowed in (("tokenizer", tuple(EOT_TOKEN)), ("device", ("auto", "cpu", "cuda")),
-                              ("dtype", ("bfloat16", "float32")), ("attention", ("auto", "sdpa", "varlen")),
+                              ("dtype", ("bfloat16", "float32")), ("matrix_shard", tuple(SHARD_AXIS)),
+                              ("matrix_update", ("muon", *SOAP_RULES, "adam")),
+                              ("attention", ("auto", "sdpa", "varlen")),
                               ("ngram_comms", ("tokens", "rows", "row_sharded"))):
             refuse_unless(getattr(self, name) in allowed, name, f"must be one of {', '.join(allowed)}")
         refuse_unless(self.model_dim % self.head_dim == 0 and self.head_dim % 4 == 0, "head_dim",
@@ -203,7 +212,8 @@ TRACKS = {
         model_dim=768, num_layers=12, head_dim=128, mlp_dim=3072,
         windows=((0.0, (128, 384)), (1 / 3, (256, 640)), (2 / 3, (384, 896))), long_layers=(3, 7, 11),
         value_embedding_layers=(1, 2, 10, 11), logit_cap=15.0,
-        ngram_orders=(2, 3), ngram_rows=5 * 50304, muon_lr=0.023, muon_decay=1.2, adam_lr=0.008, adam_every=2,
+        ngram_orders=(2, 3), ngram_rows=5 * 50304, matrix_lr=0.023, matrix_decay=1.2, one_sided_above=1024,
+        adam_lr=0.008, adam_every=2,
         ngram_lr=0.05, cooldown=0.55, final_lr=0.1, mtp_weights=((0.0, (1.0, 0.5, 0.25)), (1 / 3, (1.0, 0.5)),
                                                                (2 / 3, (1.0,))),
         untie_at=2 / 3, val_tokens=10_485_760, val_sha256="", val_every=250, target_loss=3.28),
@@ -366,6 +376,17 @@ class Runtime:
         self._count("all_to_all", name, sum(abroad) * math.prod(tensor.shape[1:]) * tensor.element_size(), len(abroad))
         out = tensor.new_empty(sum(receive), *tensor.shape[1:])
         return out, dist.all_to_all_single(out, tensor.contiguous(), receive, send, group=group, async_op=True)
+
+    def gather_shares(self, part, count, name):
+        """Join the ranks' shares, in the sense of `share`, of `count` units. Returns (whole (count, ...), work)."""
+        if self.world_size == 1:
+            return part, None
+        chunk = -(-count // self.world_size)
+        padded = part.new_zeros(chunk, *part.shape[1:])
+        padded[:len(part)] = part
+        whole = part.new_empty(chunk * self.world_size, *part.shape[1:])
+        # int16 cannot travel by gloo; its bytes can.
+        return whole[:count], self.all_gather(whole.view(torch.uint8), padded.view(torch.uint8), name)
 
     def broadcast_object(self, value):
         """Rank 0's small Python object, on every rank."""
@@ -1071,16 +1092,16 @@ class GPT(nn.Module):
 @dataclass(frozen=True)
 class Rule:
     """How one parameter is updated, and how its gradient and value travel between ranks."""
-    update: str            # adam | muon | adagrad (row-wise)
+    update: str            # adam | matrix (a bank: see Config.matrix_update) | adagrad (row-wise)
     comms: str             # sharded along dim 0 | replicated (small, one bucket) | ngram (see NgramTable)
     lr_mul: float = 1.0
     decay_mul: float = 0.0
-    betas: tuple = (0.9, 0.95)  # muon reads the second only; its momentum follows a schedule
+    betas: tuple = (0.9, 0.95)  # muon and soap_muon read the second only; their momentum follows a schedule
 
 
 RULES = {
-    "attention": Rule("muon", "sharded", decay_mul=1.0),
-    "mlp": Rule("muon", "sharded", decay_mul=1.0),
+    "attention": Rule("matrix", "sharded", decay_mul=1.0),
+    "mlp": Rule("matrix", "sharded", decay_mul=1.0),
     "embed": Rule("adam", "sharded", lr_mul=3.0),
     "head": Rule("adam", "sharded", lr_mul=0.5),
     "value_embed": Rule("adam", "sharded", lr_mul=3.0),
@@ -1144,8 +1165,25 @@ def polar_express(matrices, dtype):
 
 
 class Whole:
-    """What an update rule sees where a rank holds whole matrices; see ShardedMatrices for where it does not."""
+    """A bank whose matrices are whole on the rank that updates them: its part of a matrix is all of it."""
     gather = part = staticmethod(lambda matrices: matrices)
+
+
+class Sharded:
+    """A bank (k, m, n) of which every rank updates a share of axis 1 or 2, the tensor-parallel layout."""
+
+    def __init__(self, runtime, name, axis, size):
+        self.runtime, self.name, self.axis, self.size = runtime, name, axis, size
+
+    def gather(self, part):
+        """Whole matrices of the ranks' parts."""
+        whole, work = self.runtime.gather_shares(part.transpose(0, self.axis), self.size, f"{self.name} parts")
+        wait(work)
+        return whole.transpose(0, self.axis)
+
+    def part(self, whole):
+        low, high = self.runtime.share(self.size)
+        return whole.narrow(self.axis, low, high - low)
 
 
 def cautious_step(weight, update, lr, decay):
@@ -1180,6 +1218,7 @@ def muon_update(weight, grad, buffer, second, lr, momentum, beta2, decay, dtype,
 # parameters' own basis; only the second moment lives in the eigenbasis, and it is permuted with it.
 FACTOR_BETA = 0.9  # of the factors, and of the second moment of soap_muon
 KL_FLOOR = 1e-3    # eigenvalues below this share of their mean are taken to be it
+EIGH_STEPS = 3     # at first all bases are exact: behind zero-initialised projections, gradients come two steps later
 
 
 @dataclass
@@ -1222,12 +1261,12 @@ def soap_update(weight, grad, buffer, moment, count, sides, step, lr, betas, dec
     """SOAP on a bank (k, m, n) of float32 matrices, in place: Adam in the eigenbasis, then cautious decay. Scaled by
     1 / sqrt(n), so that a rate means what it means for Muon.
 
-    weight, grad, buffer: this rank's part. moment: whole, with `count` (k, 1, 1) gradients in it. step: from 1.
+    weight, buffer: this rank's part. grad, moment: whole, `count` (k, 1, 1) gradients are in the moment. step: from 1.
     A matrix without a basis yet stays where it is. Without sides this is Adam."""
-    buffer.lerp_(grad, 1 - betas[0])
+    buffer.lerp_(shard.part(grad), 1 - betas[0])
     known = known_bases(sides, moment)
     count.add_(known)
-    moment.lerp_(rotate_to(shard.gather(grad), sides).square(), (1 - betas[1]) * known)
+    moment.lerp_(rotate_to(grad, sides).square(), (1 - betas[1]) * known)
     first = rotate_to(shard.gather(buffer), sides) / (1 - betas[0] ** step)
     second = moment / (1 - betas[1] ** count).clamp_min(1e-8)
     update = rotate_from(known * first * second.clamp_min(1e-16).rsqrt(), sides)
@@ -1236,8 +1275,9 @@ def soap_update(weight, grad, buffer, moment, count, sides, step, lr, betas, dec
 
 def soap_muon_update(weight, grad, buffer, second, moment, sides, lr, momentum, beta2, decay, dtype, shard=Whole):
     """SOAP-Muon on a bank (k, m, n) of float32 matrices, in place: Muon whose Nesterov momentum is divided, in the
-    eigenbasis, by the root of its own second moment. Arguments as muon_update's; `moment` is whole. A matrix without
-    a basis yet takes a step of Muon."""
+    eigenbasis, by the root of its own second moment. Arguments as muon_update's, but grad is whole; so is `moment`.
+    A matrix without a basis yet takes a step of Muon."""
+    grad = shard.part(grad)
     buffer.lerp_(grad, 1 - momentum)
     direction = shard.gather(grad.lerp(buffer, momentum))
     known = known_bases(sides, moment)
@@ -1277,10 +1317,11 @@ def eigenbasis_step(factors, bases, method):
       eigh          the eigenvectors themselves; on CUDA the only one that waits for the device
       householder   LAPACK's QR, as torch.linalg.qr without forming R
       cholesky      upper R with RᵀR = AᵀA in float64, then A / R
-      cholesky_lr   float32: B = basisᵀ factor basis = RᵀR, R Rᵀ = SᵀS, then basis Rᵀ / S (Rutishauser's LR step),
-                    which squares no condition number
-    Cholesky's end in two Newton-Schulz steps. Returns (bases, order (k, s) that sorted the old columns, accepted (k,)):
-    where a factor is zero, not finite or too close to singular, that matrix keeps its old basis, sorted."""
+      cholesky_lr   float32: B = basisᵀ factor basis = RᵀR, R Rᵀ = SᵀS, then basis Rᵀ / S (an LR step of
+                    Rutishauser's), which squares no condition number
+    Cholesky's end in two Newton-Schulz steps. Returns (bases, order (k, s) that sorted the old columns, rejected (k,)):
+    where a factor is not finite or too close to singular, that matrix keeps its old basis, sorted. So it does where
+    the factor is zero, which is no reject: there was nothing to follow yet."""
     product = factors @ bases
     spectrum, order = (bases * product).sum(-2).sort(descending=True, stable=True)
     index = order[:, None].expand_as(bases)
@@ -1305,23 +1346,57 @@ def eigenbasis_step(factors, bases, method):
             new = 1.5 * new - 0.5 * new @ (new.mT @ new)
         error = new.mT @ new - torch.eye(bases.size(-1), device=bases.device)
         accepted &= (info == 0) & (error.abs().amax((-2, -1)) < 1e-4)
-    return torch.where(accepted[:, None, None], new, old), order, accepted
+    return torch.where(accepted[:, None, None], new, old), order, ~accepted & (spectrum != 0).any(-1)
 
 
-def refresh_eigenbases(sides, method):
-    """One eigenbasis_step for all matrices of all sides, in place: one batch a size. Nothing waits for the device."""
+def owned_eigenbasis_step(factors, bases, method, runtime, loads):
+    """eigenbasis_step, each factor by one rank that sends the result to all: the one with the least to do so far.
+    loads: the work of each rank until now, as a list; grows by s cubed a factor."""
+    size, owners = bases.size(-1), []
+    for _ in range(len(factors)):
+        owners.append(loads.index(min(loads)))
+        loads[owners[-1]] += size ** 3
+    mine = [slice(i, i + 1) for i, owner in enumerate(owners) if owner == runtime.rank]
+    basis, order, rejected = eigenbasis_step(*(torch.cat([tensor[:0], *(tensor[i] for i in mine)])
+                                               for tensor in (factors, bases)), method)
+    chunk = max(owners.count(rank) for rank in range(runtime.world_size))
+    sent = basis.new_zeros(chunk, size + 2, size)
+    sent[:len(mine)] = torch.cat([basis, order[:, None].float(), rejected[:, None, None].expand(-1, 1, size)], 1)
+    received = sent.new_empty(chunk * runtime.world_size, size + 2, size)
+    wait(runtime.all_gather(received, sent, "eigenbases"))
+    slots = [owner * chunk + owners[:i].count(owner) for i, owner in enumerate(owners)]
+    received = torch.cat([received[slot:slot + 1] for slot in slots])
+    return received[:, :size], received[:, size].long(), received[:, size + 1, 0] > 0
+
+
+def refresh_eigenbases(sides, method, runtime=None):
+    """One eigenbasis_step for all matrices of all sides, in place: one batch a size. Nothing waits for the device.
+    With a runtime its ranks, which must hold the same, share the work."""
     groups = {}
     for side in sides:
-        groups.setdefault(side.basis.size(-1), []).append(side)
-    for group in groups.values():
+        if len(side.basis):
+            groups.setdefault(side.basis.size(-1), []).append(side)
+    loads = [0] * (runtime.world_size if runtime else 1)
+    for _, group in sorted(groups.items(), reverse=True):
+        factors, bases = (torch.cat([getattr(side, key) for side in group]) for key in ("factor", "basis"))
+        stepped = (owned_eigenbasis_step(factors, bases, method, runtime, loads) if len(loads) > 1
+                   else eigenbasis_step(factors, bases, method))
         counts = [len(side.basis) for side in group]
-        stepped = eigenbasis_step(torch.cat([side.factor for side in group]),
-                                  torch.cat([side.basis for side in group]), method)
-        for side, basis, order, accepted in zip(group, *(tensor.split(counts) for tensor in stepped)):
+        for side, basis, order, rejected in zip(group, *(tensor.split(counts) for tensor in stepped)):
             side.basis.copy_(basis)
             index = order[:, :, None] if side.axis == -2 else order[:, None]
             side.moment.copy_(side.moment.gather(side.axis, index.expand_as(side.moment)))
-            side.rejects.add_(~accepted)
+            side.rejects.add_(rejected)
+
+
+def refresh_method(step, every, device):
+    """How to step the eigenbases at a step: exactly at first, then without fail, then in batches where that is fast."""
+    if step < EIGH_STEPS:
+        return "eigh"
+    if device.type == "cpu" or step < 25 * every:
+        return "householder"
+    fast_float64 = torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))  # A100, H100, B200
+    return "cholesky" if fast_float64 else "cholesky_lr"
 
 
 def adagrad_rows_update(table, second, rows, grads, lr, floor):
@@ -1459,12 +1534,33 @@ class NgramTable:
         self.scale = full["scale"]
 
 
+PARTS = ("first", "mantissa")  # the state of a bank that is shaped as its weights are; the rest goes by matrix
+
+
+def matrix_state(config, count, rows, columns, device):
+    """What the rule of the hidden matrices keeps for `count` of them, beside PARTS."""
+    state, kind = {}, config.matrix_update
+    if kind in ("muon", "soap_muon"):  # `second` is one value a row, or a column of wide matrices
+        state["second"] = torch.zeros((count, rows, 1) if rows >= columns else (count, 1, columns), device=device)
+    if kind != "muon":
+        state["moment"] = torch.zeros(count, rows, columns, device=device)
+        state["count"] = torch.zeros(count, 1, 1, device=device)
+        state["rejects"] = torch.zeros(count, dtype=torch.int32, device=device)
+    for key, size in (("row", rows), ("column", columns)):
+        if kind in SOAP_RULES and size <= config.one_sided_above:
+            state[f"{key}_factor"] = torch.zeros(count, size, size, device=device)
+            state[f"{key}_basis"] = torch.eye(size, device=device).repeat(count, 1, 1)
+    return state
+
+
 class Optimizer:
     """Holds states, sums gradients and schedules communication; the update rules are the functions above.
 
     A `sharded` parameter is split along dimension 0 (banks: whole matrices) into shares of equal size but for the
     last ranks'. Gradients accumulate in float32 buffers that are padded to world_size equal chunks, which is what
     the collectives ask for; parameters and states are never padded. `replicated` parameters share one flat bucket.
+    With Config.matrix_shard the banks are split along their rows or columns instead; then gradients, weights and
+    momentum are shared, while second moments, factors and bases are whole on every rank.
     """
 
     def __init__(self, config, model, runtime, table=None):
@@ -1476,19 +1572,22 @@ class Optimizer:
         self.replicated = [name for name in self.params if RULES[name].comms == "replicated"]
         device, float32 = runtime.device, torch.float32
         self.share, self.grads, self.state = {}, {}, {}
+        self.banks, self.shard = [name for name in self.sharded if RULES[name].update == "matrix"], {}
+        self.axis = {name: SHARD_AXIS[config.matrix_shard] if name in self.banks else 0 for name in self.sharded}
         for name in self.sharded:
-            param = self.params[name]
+            param, axis = self._shared_first(name), self.axis[name]
             self.share[name] = low, high = runtime.share(len(param))
             chunk = -(-len(param) // runtime.world_size)
             self.grads[name] = torch.zeros(runtime.world_size * chunk, *param.shape[1:], device=device)
-            shape = (high - low, *param.shape[1:])
-            self.state[name] = {"first": torch.zeros(shape, device=device)}
-            if RULES[name].update == "muon":  # `second` is one value a row, or a column of wide matrices
-                rows, columns = shape[1:]
-                shape = (shape[0], rows, 1) if rows >= columns else (shape[0], 1, columns)
-            self.state[name]["second"] = torch.zeros(shape, device=device)
+            self.state[name] = {"first": torch.zeros(high - low, *param.shape[1:], device=device)}
             if param.dtype == torch.bfloat16:
-                self.state[name]["mantissa"] = torch.zeros(high - low, *param.shape[1:], dtype=torch.int16, device=device)
+                self.state[name]["mantissa"] = torch.zeros_like(self.state[name]["first"], dtype=torch.int16)
+            if name in self.banks:
+                self.shard[name] = Sharded(runtime, name, axis, len(param)) if axis else Whole
+                count, *shape = self.params[name].shape
+                self.state[name].update(matrix_state(config, count if axis else high - low, *shape, device))
+            else:
+                self.state[name]["second"] = torch.zeros(high - low, *param.shape[1:], device=device)
         sizes = [self.params[name].numel() for name in self.replicated]
         self.bucket = torch.zeros(sum(sizes), dtype=float32, device=device)
         for name, part in zip(self.replicated, self.bucket.split(sizes)):
@@ -1500,10 +1599,20 @@ class Optimizer:
             if param.dtype == torch.bfloat16:
                 self.state[name]["mantissa"] = torch.zeros_like(param, dtype=torch.int16)
 
+    def _shared_first(self, name):
+        """A parameter's data, the axis that ranks share in front."""
+        return self.params[name].data.transpose(0, self.axis.get(name, 0))
+
+    def _sides(self, name):
+        state = self.state[name]
+        return [Side(axis, state[f"{key}_factor"], state[f"{key}_basis"], state["moment"], state["rejects"])
+                for key, axis in (("row", -2), ("column", -1)) if f"{key}_factor" in state]
+
     def accumulate(self, grads):
         """Add one micro-batch's gradients, {name: tensor or None for a parameter that was not used}."""
         for name, grad in grads.items():
             if grad is not None:
+                grad = grad.transpose(0, self.axis.get(name, 0))
                 self.grads[name][:len(grad)] += grad
 
     def due(self, name, step):
@@ -1541,12 +1650,13 @@ class Optimizer:
                 self.table.update(config.ngram_lr * RULES[name].lr_mul * lr_mul)
                 if next_plan is not None:
                     self.table.pull(next_plan)
-                continue
-            wait(works.get(name))
-            low, high = self.share[name]
-            if high > low:
-                self._update(name, mine[name][:high - low], step, lr_mul)
-            gathers[name] = self._start_gather(name)
+            elif name not in self.banks:
+                wait(works.get(name))
+                low, high = self.share[name]
+                if high > low:
+                    self._update(name, mine[name][:high - low], step, lr_mul)
+                gathers[name] = self._start_gather(name)
+        gathers.update(self._update_banks(works, mine, step, lr_mul))
         for name in due:
             if name == "ngram_table":
                 self.table.finish()
@@ -1556,15 +1666,52 @@ class Optimizer:
         for name in replicated:
             self.grads[name].zero_()
 
+    def _update_banks(self, works, mine, step, lr_mul):
+        """Update the hidden matrices and, under a soap rule, their factors and bases: before the weights for kl_soap,
+        whose basis is of this step, after them for the others. Returns the gathers of new values under way."""
+        kind, names, grads, gathers = self.config.matrix_update, sorted(self.banks, key=UPDATE_ORDER.index), {}, {}
+        def gradient(name):
+            if name not in grads:
+                wait(works.get(name))
+                low, high = self.share[name]
+                part = mine[name][:high - low].transpose(0, self.axis[name])
+                grads[name] = part if kind == "muon" else self.shard[name].gather(part)
+            return grads[name]
+        def refresh():
+            sides = []
+            for name in names:
+                update_factors(gradient(name), self._sides(name), kind == "kl_soap")
+                first = step - (0 if self.axis[name] else self.share[name][0])
+                every = self.config.basis_every if step >= EIGH_STEPS else 1
+                sides += [side.staggered(first % every, every) for side in self._sides(name)]
+            refresh_eigenbases(sides, refresh_method(step, self.config.basis_every, self.runtime.device),
+                               self.runtime if self.config.matrix_shard != "whole" else None)
+        if kind == "kl_soap":
+            refresh()
+        for name in names:
+            self._update(name, gradient(name), step, lr_mul)
+            gathers[name] = self._start_gather(name)
+        if kind in ("soap", "soap_muon"):
+            refresh()
+        return gathers
+
     def _update(self, name, grad, step, lr_mul):
-        config, rule, state = self.config, RULES[name], self.state[name]
+        config, rule, axis = self.config, RULES[name], self.axis.get(name, 0)
+        state = {key: value.transpose(0, axis) if key in PARTS else value for key, value in self.state[name].items()}
         low, high = self.share[name]
-        param = self.params[name].data[low:high]
+        param = self._shared_first(name)[low:high].transpose(0, axis)
         weight = join_mantissa(param, state["mantissa"]) if "mantissa" in state else param
-        if rule.update == "muon":
-            muon_update(weight, grad, state["first"], state["second"], config.muon_lr * rule.lr_mul * lr_mul,
-                        momentum_at(config, step), rule.betas[1], config.muon_decay * rule.decay_mul,
-                        getattr(torch, config.dtype))
+        if rule.update == "matrix":
+            lr, decay = config.matrix_lr * rule.lr_mul * lr_mul, config.matrix_decay * rule.decay_mul
+            shared = (lr, momentum_at(config, step), rule.betas[1], decay, getattr(torch, config.dtype), self.shard[name])
+            if config.matrix_update == "muon":
+                muon_update(weight, grad, state["first"], state["second"], *shared)
+            elif config.matrix_update == "soap_muon":
+                soap_muon_update(weight, grad, state["first"], state["second"], state["moment"], self._sides(name),
+                                 *shared)
+            else:
+                soap_update(weight, grad, state["first"], state["moment"], state["count"], self._sides(name), step + 1,
+                            lr, rule.betas, decay, self.shard[name])
         else:
             count = -(-(step + 1) // config.adam_every)
             waited = step % config.adam_every + 1  # steps whose gradients were added up
@@ -1574,22 +1721,17 @@ class Optimizer:
             split_mantissa(weight, param, state["mantissa"])
 
     def _start_gather(self, name):
-        """Start spreading this rank's share of a parameter. Returns (work, buffer), or None at world size 1."""
+        """Start spreading this rank's share of a parameter. Returns (whole, work), or None at world size 1."""
         if self.runtime.world_size == 1:
             return None
-        param, (low, high) = self.params[name].data, self.share[name]
-        chunk = -(-len(param) // self.runtime.world_size)
-        share = param.new_zeros(chunk, *param.shape[1:])
-        share[:high - low] = param[low:high]
-        buffer = param.new_empty(chunk * self.runtime.world_size, *param.shape[1:])
-        return self.runtime.all_gather(buffer, share, name), buffer
+        param, (low, high) = self._shared_first(name), self.share[name]
+        return self.runtime.gather_shares(param[low:high], len(param), name)
 
     def _finish_gather(self, name, gather):
         if gather is not None:
-            work, buffer = gather
+            whole, work = gather
             wait(work)
-            param = self.params[name].data
-            param.copy_(buffer[:len(param)])
+            self._shared_first(name).copy_(whole)
 
     def untie(self):
         """Give the embedding the weights and optimizer state that the tied head has learned."""
@@ -1599,23 +1741,22 @@ class Optimizer:
 
     def full_state(self):
         """{name: {key: tensor of the whole parameter}} on every rank: independent of the world size."""
-        def whole(name, value):
-            if self.runtime.world_size == 1 or RULES[name].comms != "sharded":
+        def whole(name, key, value):
+            axis = self.axis.get(name)
+            if axis is None or axis and key not in PARTS:
                 return value.clone()
-            chunk = -(-len(self.params[name]) // self.runtime.world_size)
-            share = value.new_zeros(chunk, *value.shape[1:])
-            share[:len(value)] = value
-            buffer = value.new_empty(chunk * self.runtime.world_size, *value.shape[1:])
-            # int16 cannot travel by gloo; its bytes can.
-            wait(self.runtime.all_gather(buffer.view(torch.uint8), share.view(torch.uint8), name))
-            return buffer[:len(self.params[name])].clone()
-        return {name: {key: whole(name, value) for key, value in state.items()} for name, state in self.state.items()}
+            joined, work = self.runtime.gather_shares(value, len(self._shared_first(name)), name)
+            wait(work)
+            return joined.transpose(0, axis).clone(memory_format=torch.contiguous_format)
+        return {name: {key: whole(name, key, value) for key, value in state.items()}
+                for name, state in self.state.items()}
 
     def load_full_state(self, full):
         for name, state in self.state.items():
-            low, high = self.share[name]
+            (low, high), axis = self.share[name], self.axis.get(name, 0)
             for key, value in state.items():
-                value.copy_(full[name][key][low:high])
+                given = full[name][key]
+                value.copy_(given if axis and key not in PARTS else given.transpose(0, axis)[low:high])
 
 
 # ======================================================================================================
@@ -1663,6 +1804,27 @@ def windows_until(config, step):
 # 7. Evaluation
 # ======================================================================================================
 
+class Stopwatch:
+    """Adds up device time between pairs of marks. Reading waits for the device, marking does not."""
+
+    def __init__(self, device):
+        self.device, self.marks = device, []
+
+    def mark(self):
+        if self.device.type == "cuda":
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+        else:
+            self.marks.append(time.perf_counter())
+
+    def seconds(self):
+        pairs = list(zip(self.marks[::2], self.marks[1::2]))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
+        return sum(end - begin for begin, end in pairs)
+
+
 class Trainer:
     """Model, optimizer and compiled forward of one run: what training, evaluation and sampling share."""
 
@@ -1673,6 +1835,7 @@ class Trainer:
         self.model = GPT(config, attention).to(runtime.device)
         self.table = NgramTable(config, runtime) if config.ngram_orders else None
         self.optimizer = Optimizer(config, self.model, runtime, self.table)
+        self.stopwatch = Stopwatch(runtime.device)  # of the optimizer's steps
         self.compile_name = choose_compile(config)
         self.forward = self.model
         if self.compile_name == "inductor":
@@ -1740,7 +1903,9 @@ class Trainer:
         which is called when the backward pass is under way."""
         loss_sum = self.accumulate(step, batch)
         upcoming = following() if following else None
+        self.stopwatch.mark()
         self.optimizer.step(step, lr_multiplier(self.config, step), batch.row_plan, upcoming and upcoming.row_plan)
+        self.stopwatch.mark()
         return loss_sum, upcoming
 
     @torch.no_grad()
@@ -1911,7 +2076,7 @@ class Clock:
     """Training time in seconds. Starting and stopping wait for the device, nothing else does."""
 
     def __init__(self, runtime, seconds=0.0):
-        self.runtime, self.total, self.since = runtime, seconds, None
+        self.runtime, self.total, self.before, self.since = runtime, seconds, seconds, None
 
     def start(self):
         self.runtime.synchronize()
@@ -2029,8 +2194,8 @@ def log_header(log, trainer, config, overrides, code):
     log.line(f"data:{data} backends:attention={trainer.attention_name},matmul=torch-{config.dtype},"
              f"compile={trainer.compile_name}")
     sizes = {rule: sum(param.numel() for name, param in trainer.optimizer.params.items() if RULES[name].update == rule)
-             for rule in ("muon", "adam")}
-    log.line(f"size: matrices={sizes['muon']:,} embeddings_and_head={sizes['adam']:,} "
+             for rule in ("matrix", "adam")}
+    log.line(f"size: matrices={sizes['matrix']:,} embeddings_and_head={sizes['adam']:,} "
              f"ngram_table={config.ngram_rows * config.model_dim if config.ngram_orders else 0:,}")
     log.line("===== START =====")
 
@@ -2100,6 +2265,9 @@ def finish(trainer, log, val, clock, loader_state, folder, overrides, code):
     verdict = {name: "ok" if passed else "FAILED" for name, passed in gates.items()}
     log.line(f"validity: causal:{verdict['causal']} normalised:{verdict['normalised']} "
              f"val_tokens:{config.val_tokens} val_sha256:{digest}")
+    share = 100 * trainer.stopwatch.seconds() / max(1e-9, clock.total - clock.before)  # since it was resumed
+    rejects = sum(int(state["rejects"].sum()) for state in content["optimizer"].values() if "rejects" in state)
+    log.line(f"optimizer: share:{share:.1f}% basis_rejects:{rejects}")
     tokens = sum(micro_batches_at(config, step) for step in range(config.steps)) * config.micro_batch_tokens
     log.line(f"final val_loss:{val_loss:.5f} train_time:{1000 * clock.total:.0f}ms tokens:{tokens} "
              f"peak_memory:{max(memory)}MiB")
@@ -2109,7 +2277,8 @@ def finish(trainer, log, val, clock, loader_state, folder, overrides, code):
                   "train_time_ms": 1000 * clock.total, "steps": config.steps, "tokens": tokens,
                   "target_loss": config.target_loss, "world_size": runtime.world_size, "commit": sha, "dirty": dirty,
                   "code_sha256": hashlib.sha256(code.encode()).hexdigest(), "device": device_name(runtime.device),
-                  "torch": torch.__version__, "peak_memory_mib_by_rank": memory, "validity": gates, "val_sha256": digest,
+                  "torch": torch.__version__, "peak_memory_mib_by_rank": memory, "validity": gates,
+                  "optimizer_percent": share, "basis_rejects": rejects, "val_sha256": digest,
                   "overrides": {k: v for k, v in overrides.items() if k not in NEUTRAL_FIELDS},
                   "sent_bytes_per_step": {key: size for key, (size, _) in sent.items()},
                   "sent_messages_per_step": {key: messages for key, (_, messages) in sent.items()}, "config": dataclasses.asdict(config)}
@@ -2167,7 +2336,7 @@ def train(config, overrides, runtime, content=None):
         if content:
             restore(trainer, content)
             first_step, loader_state = content["step"], content["loader"]
-            clock.total = content["train_seconds"]
+            clock.total = clock.before = content["train_seconds"]
             log.line(f"resumed:{run_id} step:{first_step}/{config.steps} world_size:{runtime.world_size}")
         else:
             log_header(log, trainer, config, overrides, code)
@@ -2176,6 +2345,7 @@ def train(config, overrides, runtime, content=None):
                      f"comparable with its records")
         warm_up(trainer)
         runtime.ledger.clear()
+        trainer.stopwatch.marks.clear()
         loader_state = train_steps(trainer, log, shards, val, clock, folder, first_step, loader_state)
         val_loss = finish(trainer, log, val, clock, loader_state, folder, overrides, code)
         status, failed = (f"ok run:{run_id} val_loss:{val_loss:.5f} train_time:{clock.total:.1f}s "
@@ -2232,6 +2402,9 @@ def memory_estimate(config, world_size=1):
     matrices = config.num_layers * (4 * config.model_dim + 2 * config.mlp_dim) * config.model_dim
     tables = (2 + len(config.value_embedding_layers)) * config.vocab_size * config.model_dim
     state = (matrices + tables) * (width + 4 + 8 + 2)
+    if config.matrix_update in SOAP_RULES:  # a moment; factor and basis of each side
+        sides = {config.model_dim: 10 * config.num_layers, config.mlp_dim: 2 * config.num_layers}
+        state += 4 * matrices + sum(8 * count * size**2 for size, count in sides.items() if size <= config.one_sided_above)
     table = config.ngram_rows * (config.model_dim + 1) * 4 if config.ngram_orders else 0
     if config.ngram_comms == "row_sharded":
         table //= world_size

@@ -180,7 +180,7 @@ class NanoArm(Arm):
 
     def matrix_parameters(self):
         return sum(param.numel() for name, param in self.trainer.optimizer.params.items()
-                   if train_gpt.RULES[name].update == "muon")
+                   if train_gpt.RULES[name].update == "matrix")
 
     def tokens_seen(self):
         return self.config.micro_batch_tokens * sum(

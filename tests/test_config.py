@@ -30,9 +30,9 @@ def test_help_ends_with_status_0_and_names_the_tracks(words, cli):
 @pytest.mark.parametrize("key, text, value", [
     ("steps", "7", 7),
     ("seed", "-1", -1),
-    ("muon_lr", "0.5", 0.5),
-    ("muon_lr", "1e-3", 1e-3),
-    ("muon_decay", "0", 0.0),
+    ("matrix_lr", "0.5", 0.5),
+    ("matrix_lr", "1e-3", 1e-3),
+    ("matrix_decay", "0", 0.0),
     ("data", "some/where", "some/where"),
     ("compile", "false", False),
     ("compile", "False", False),
@@ -68,8 +68,8 @@ def test_only_values_that_differ_from_the_track_are_overrides():
 
 
 def test_keys_take_dashes_or_underscores_a_space_or_an_equals_sign():
-    texts = train_gpt.parse_arguments(["--adam-lr", "1", "--muon_lr=2", "--run-id=a=b", "--seed", "-1"])
-    assert texts == {"adam_lr": "1", "muon_lr": "2", "run_id": "a=b", "seed": "-1"}
+    texts = train_gpt.parse_arguments(["--adam-lr", "1", "--matrix_lr=2", "--run-id=a=b", "--seed", "-1"])
+    assert texts == {"adam_lr": "1", "matrix_lr": "2", "run_id": "a=b", "seed": "-1"}
 
 
 @pytest.mark.parametrize("track", TRACKS)
@@ -98,7 +98,7 @@ REFUSED = [
     ({"adam_lr": 0.0}, "0.0", "positive"),
     ({"adam_lr": float("nan")}, "nan", "positive"),
     ({"logit_cap": -1.0}, "-1.0", "positive"),
-    ({"muon_decay": -0.1}, "-0.1", "negative"),
+    ({"matrix_decay": -0.1}, "-0.1", "negative"),
     ({"val_every": -1}, "-1", "negative"),
     ({"save_every": -1}, "-1", "negative"),
     ({"save_every": 5, "adam_every": 2}, "5", "multiple of adam_every=2"),
@@ -140,7 +140,7 @@ REFUSED = [
     ({"momentum": (0.9,)}, "0.9", ""),
     ({"momentum": (0.9, 1.5)}, "1.5", ""),
     ({"long_layers": ("a",)}, "a", ""),
-    ({"muon_decay": float("nan")}, "nan", ""),
+    ({"matrix_decay": float("nan")}, "nan", ""),
     ({"model_dim": 8, "head_dim": 8}, "8", ""),
 ]
 

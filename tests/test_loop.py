@@ -211,7 +211,7 @@ def test_a_step_takes_the_gradient_of_the_mean_loss():
     {"steps": 1, "seed": 2**63 - 1},
     {"dtype": "bfloat16", "untie_at": 1.0},
     {"mtp_weights": ((0.0, (1.0, 0.5, 0.25)),), "adam_every": 3},
-    {"val_every": 1, "log_every": 100, "muon_decay": 0.0, "cooldown": 0.0},
+    {"val_every": 1, "log_every": 100, "matrix_decay": 0.0, "cooldown": 0.0},
 ], ids=str)
 def test_unusual_configurations_complete(changes, tiny, cli):
     run = cli(**{**tiny, "run_id": "unusual", **changes})
@@ -364,7 +364,7 @@ def test_a_table_row_that_is_not_restored_is_noticed(monkeypatch):
 
 # ----- how runs end
 
-@pytest.mark.parametrize("changes", [{"adam_lr": 1e30}, {"muon_lr": 1e30}], ids=str)
+@pytest.mark.parametrize("changes", [{"adam_lr": 1e30}, {"matrix_lr": 1e30}], ids=str)
 def test_a_loss_that_is_not_finite_ends_the_run(changes, tiny, cli):
     run = cli(**{**tiny, "run_id": "diverged", "steps": 20, **changes})
     assert run.code == 1

@@ -232,7 +232,7 @@ def test_every_parameter_has_one_rule(config):
     assert names <= set(RULES)
     assert sorted([*optimizer.sharded, *optimizer.replicated]) == sorted(names)
     for name in names:
-        assert RULES[name].update in ("adam", "muon") and RULES[name].comms in ("sharded", "replicated")
+        assert RULES[name].update in ("adam", "matrix") and RULES[name].comms in ("sharded", "replicated")
         assert set(optimizer.state[name])  # and state of its own
 
 
