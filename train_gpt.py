@@ -1219,6 +1219,7 @@ def muon_update(weight, grad, buffer, second, lr, momentum, beta2, decay, dtype,
 FACTOR_BETA = 0.9  # of the factors, and of the second moment of soap_muon
 KL_FLOOR = 1e-3    # eigenvalues below this share of their mean are taken to be it
 EIGH_STEPS = 3     # at first all bases are exact: behind zero-initialised projections, gradients come two steps later
+HOUSEHOLDER_STEPS = 25  # then factors are conditioned well enough for Cholesky; on the nano track they always were
 
 
 @dataclass
@@ -1249,22 +1250,24 @@ def rotate_from(x, sides):
     return x
 
 
-def known_bases(sides, like):
+def known_bases(sides, moment):
     """(k, 1, 1): 1.0 where the matrix has had a gradient that its bases could follow, else 0.0."""
-    known = torch.ones_like(like[:, :1, :1])
+    known = torch.ones_like(moment[:, :1, :1])
     for side in sides:
         known = known * (side.factor.diagonal(dim1=-2, dim2=-1).sum(-1) > 0)[:, None, None]
     return known
 
 
-def soap_update(weight, grad, buffer, moment, count, sides, step, lr, betas, decay, shard=Whole):
+def soap_update(weight, grad, buffer, moment, count, sides, known, step, lr, betas, decay, shard=Whole):
     """SOAP on a bank (k, m, n) of float32 matrices, in place: Adam in the eigenbasis, then cautious decay. Scaled by
     1 / sqrt(n), so that a rate means what it means for Muon.
 
     weight, buffer: this rank's part. grad, moment: whole, `count` (k, 1, 1) gradients are in the moment. step: from 1.
-    A matrix without a basis yet stays where it is. Without sides this is Adam."""
+    known: as known_bases; a matrix without bases stays where it is. Without sides this is Adam.
+
+    KL-SOAP is this update in the bases of factors that have seen `grad` (update_factors with kl), with `known` from
+    before: in the basis of a single gradient that gradient is diagonal, and all else is rounding, blown up."""
     buffer.lerp_(shard.part(grad), 1 - betas[0])
-    known = known_bases(sides, moment)
     count.add_(known)
     moment.lerp_(rotate_to(grad, sides).square(), (1 - betas[1]) * known)
     first = rotate_to(shard.gather(buffer), sides) / (1 - betas[0] ** step)
@@ -1273,14 +1276,13 @@ def soap_update(weight, grad, buffer, moment, count, sides, step, lr, betas, dec
     cautious_step(weight, shard.part(update / update.size(-1) ** 0.5), lr, decay)
 
 
-def soap_muon_update(weight, grad, buffer, second, moment, sides, lr, momentum, beta2, decay, dtype, shard=Whole):
+def soap_muon_update(weight, grad, buffer, second, moment, sides, known, lr, momentum, beta2, decay, dtype, shard=Whole):
     """SOAP-Muon on a bank (k, m, n) of float32 matrices, in place: Muon whose Nesterov momentum is divided, in the
     eigenbasis, by the root of its own second moment. Arguments as muon_update's, but grad is whole; so is `moment`.
-    A matrix without a basis yet takes a step of Muon."""
+    A matrix that is not `known` takes a step of Muon."""
     grad = shard.part(grad)
     buffer.lerp_(grad, 1 - momentum)
     direction = shard.gather(grad.lerp(buffer, momentum))
-    known = known_bases(sides, moment)
     rotated = rotate_to(direction, sides)
     moment.lerp_(rotated.square(), (1 - FACTOR_BETA) * known)
     whitened = rotate_from(rotated * moment.clamp_min(1e-16).rsqrt(), sides)
@@ -1389,11 +1391,11 @@ def refresh_eigenbases(sides, method, runtime=None):
             side.rejects.add_(rejected)
 
 
-def refresh_method(step, every, device):
+def refresh_method(step, device):
     """How to step the eigenbases at a step: exactly at first, then without fail, then in batches where that is fast."""
     if step < EIGH_STEPS:
         return "eigh"
-    if device.type == "cpu" or step < 25 * every:
+    if device.type == "cpu" or step < HOUSEHOLDER_STEPS:
         return "householder"
     fast_float64 = torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))  # A100, H100, B200
     return "cholesky" if fast_float64 else "cholesky_lr"
@@ -1684,18 +1686,19 @@ class Optimizer:
                 first = step - (0 if self.axis[name] else self.share[name][0])
                 every = self.config.basis_every if step >= EIGH_STEPS else 1
                 sides += [side.staggered(first % every, every) for side in self._sides(name)]
-            refresh_eigenbases(sides, refresh_method(step, self.config.basis_every, self.runtime.device),
+            refresh_eigenbases(sides, refresh_method(step, self.runtime.device),
                                self.runtime if self.config.matrix_shard != "whole" else None)
+        known = {name: known_bases(self._sides(name), self.state[name]["moment"]) for name in names if kind != "muon"}
         if kind == "kl_soap":
             refresh()
         for name in names:
-            self._update(name, gradient(name), step, lr_mul)
+            self._update(name, gradient(name), step, lr_mul, known.get(name))
             gathers[name] = self._start_gather(name)
         if kind in ("soap", "soap_muon"):
             refresh()
         return gathers
 
-    def _update(self, name, grad, step, lr_mul):
+    def _update(self, name, grad, step, lr_mul, known=None):
         config, rule, axis = self.config, RULES[name], self.axis.get(name, 0)
         state = {key: value.transpose(0, axis) if key in PARTS else value for key, value in self.state[name].items()}
         low, high = self.share[name]
@@ -1703,15 +1706,16 @@ class Optimizer:
         weight = join_mantissa(param, state["mantissa"]) if "mantissa" in state else param
         if rule.update == "matrix":
             lr, decay = config.matrix_lr * rule.lr_mul * lr_mul, config.matrix_decay * rule.decay_mul
-            shared = (lr, momentum_at(config, step), rule.betas[1], decay, getattr(torch, config.dtype), self.shard[name])
+            sides, shard = self._sides(name), self.shard[name]
+            shared = (lr, momentum_at(config, step), rule.betas[1], decay, getattr(torch, config.dtype), shard)
             if config.matrix_update == "muon":
                 muon_update(weight, grad, state["first"], state["second"], *shared)
             elif config.matrix_update == "soap_muon":
-                soap_muon_update(weight, grad, state["first"], state["second"], state["moment"], self._sides(name),
+                soap_muon_update(weight, grad, state["first"], state["second"], state["moment"], sides, known,
                                  *shared)
             else:
-                soap_update(weight, grad, state["first"], state["moment"], state["count"], self._sides(name), step + 1,
-                            lr, rule.betas, decay, self.shard[name])
+                soap_update(weight, grad, state["first"], state["moment"], state["count"], sides, known, step + 1,
+                            lr, rule.betas, decay, shard)
         else:
             count = -(-(step + 1) // config.adam_every)
             waited = step % config.adam_every + 1  # steps whose gradients were added up
