@@ -1324,14 +1324,15 @@ def eigenbasis_step(factors, bases, method):
     Cholesky's end in two Newton-Schulz steps. Returns (bases, order (k, s) that sorted the old columns, rejected (k,)):
     where a factor is not finite or too close to singular, that matrix keeps its old basis, sorted. So it does where
     the factor is zero, which is no reject: there was nothing to follow yet."""
-    product = factors @ bases
-    spectrum, order = (bases * product).sum(-2).sort(descending=True, stable=True)
-    index = order[:, None].expand_as(bases)
-    old, product = bases.gather(-1, index), product.gather(-1, index)
+    count, size = bases.shape[:2]
+    product = bases.mT @ factors  # transposed: sorting moves whole rows
+    spectrum, order = (bases.mT * product).sum(-1).sort(descending=True, stable=True)
+    rows = (order + size * torch.arange(count, device=order.device)[:, None]).flatten()
+    old, product = (columns.reshape(-1, size).index_select(0, rows).view_as(bases).mT for columns in (bases.mT, product))
     accepted = spectrum.isfinite().all(-1) & (spectrum[:, 0] > 0)
     if method == "eigh":
-        eye = torch.eye(bases.size(-1), device=bases.device)  # eigh raises where a factor is not finite
-        new = torch.linalg.eigh(torch.where(accepted[:, None, None], factors, eye)).eigenvectors.flip(-1)
+        safe = torch.where(accepted[:, None, None], factors, torch.eye(size, device=bases.device))  # eigh raises on NaN
+        new = torch.linalg.eigh(safe).eigenvectors.flip(-1)
     elif method == "householder":
         new = torch.linalg.householder_product(*torch.geqrf(product))
     else:
@@ -1346,7 +1347,7 @@ def eigenbasis_step(factors, bases, method):
             new, info = old @ torch.linalg.solve_triangular(again, upper.mT, upper=True, left=False), info + failed
         for _ in range(2):
             new = 1.5 * new - 0.5 * new @ (new.mT @ new)
-        error = new.mT @ new - torch.eye(bases.size(-1), device=bases.device)
+        error = new.mT @ new - torch.eye(size, device=bases.device)
         accepted &= (info == 0) & (error.abs().amax((-2, -1)) < 1e-4)
     return torch.where(accepted[:, None, None], new, old), order, ~accepted & (spectrum != 0).any(-1)
 

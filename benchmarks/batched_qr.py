@@ -1,0 +1,171 @@
+"""Measure the eigenbasis refresh against a loop of torch.linalg.qr, which is what published code does.
+
+    python benchmarks/batched_qr.py [--device auto] [--repeats 7] [--scale N]
+
+All do one whole refresh: factor times basis, columns sorted by Rayleigh quotient, an orthonormal basis of them, and the
+second moment permuted alike. `loop` does so matrix by matrix with torch.linalg.qr, `streams` (CUDA) spreads that over
+eight streams, `eigh` decomposes each factor, `refresh` is train_gpt.refresh_eigenbases with the method that training
+would use on the device, and the other methods stand beside it. Factors are made as training makes them: running means
+of products of low-rank gradients whose spectrum spans decades; each basis is that of the factor one step before.
+
+Counts and sizes of all but the nano track's shapes are divided by --scale: on a CPU by 4 unless told otherwise. The last
+line then is of the nano track's shapes alone, those that a CPU trains. Arms take turns; times are medians, speed-ups the
+medians of each round's.
+Results: benchmarks/results/batched_qr.{json,md}, named batched_qr_<device> for CUDA.
+"""
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train_gpt  # noqa: E402
+from benchmarks import common  # noqa: E402
+
+SHAPES = ((60, 256), (22, 768), (96, 1024), (22, 3072))  # matrices, size
+ENOUGH_SECONDS = 20  # of one arm on one shape: it is not repeated beyond
+STREAMS = 8
+
+
+def nano_shapes():
+    """All bases of the nano track at once, and the share of one staggered step."""
+    config = train_gpt.TRACKS["nano"]
+    sides = {config.model_dim: 10 * config.num_layers, config.mlp_dim: 2 * config.num_layers}
+    kept = [(count, size) for size, count in sides.items() if size <= config.one_sided_above]
+    return [(share, size) for count, size in kept for share in (count, -(-count // config.basis_every))]
+
+
+def training_factors(count, size, device, seed=0, steps=12):
+    """Kronecker factors (count, size, size) of the last step of a short history, and bases of the step before."""
+    generator = torch.Generator(device).manual_seed(seed)
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, device=device)
+    spectrum = torch.logspace(0, -3, size, device=device)
+    frame = torch.linalg.qr(normal(size, size)).Q * spectrum
+    factor, basis = torch.zeros(count, size, size, device=device), torch.eye(size, device=device).repeat(count, 1, 1)
+    for step in range(steps):
+        if step == steps - 1:  # near the eigenvectors, as after many refreshes, and cheaper than eigh for large sizes
+            for _ in range(4):
+                basis = train_gpt.eigenbasis_step(factor, basis, "householder")[0]
+        grad = 1e-3 * frame @ normal(count, size, max(1, size // 4))
+        factor.lerp_(grad @ grad.mT / size, 1 - train_gpt.FACTOR_BETA)
+    return factor, basis
+
+
+def refresh_one(factor, basis, moment, decompose):
+    """What published code does for one matrix. Returns its new basis and moment."""
+    product = factor @ basis
+    order = (basis * product).sum(0).argsort(descending=True)
+    return decompose(factor, product[:, order]), moment[order]
+
+
+def arms(factor, basis, device):
+    """{name: function that returns the new bases (count, size, size)} of one shape."""
+    moment = torch.rand(factor.shape, device=device)
+    rejects = torch.zeros(len(factor), dtype=torch.int32, device=device)
+
+    def loop(decompose):
+        return lambda: torch.stack([refresh_one(*matrix, decompose)[0] for matrix in zip(factor, basis, moment)])
+
+    def streams():
+        current, results = torch.cuda.current_stream(), []
+        pool = [torch.cuda.Stream() for _ in range(STREAMS)]
+        for stream in pool:
+            stream.wait_stream(current)
+        for index, matrix in enumerate(zip(factor, basis, moment)):
+            with torch.cuda.stream(pool[index % STREAMS]):
+                results.append(refresh_one(*matrix, qr)[0])
+        for stream in pool:
+            current.wait_stream(stream)
+        return torch.stack(results)
+
+    def refresh(method):
+        side = train_gpt.Side(-2, factor, basis.clone(), moment.clone(), rejects)
+        def run():
+            rejects.zero_()
+            train_gpt.refresh_eigenbases([side], method)
+            return side.basis
+        return run
+
+    qr = lambda factor, product: torch.linalg.qr(product).Q  # noqa: E731
+    chosen = train_gpt.refresh_method(10**6, device)
+    functions = {"loop": loop(qr), "refresh": refresh(chosen)}
+    if device.type == "cuda":
+        functions["streams"] = streams
+    for method in ("householder", "cholesky", "cholesky_lr"):
+        if method != chosen:
+            functions[method] = refresh(method)
+    functions["eigh"] = loop(lambda factor, product: torch.linalg.eigh(factor).eigenvectors.flip(-1))
+    return functions, rejects
+
+
+def measure(count, size, device, repeats):
+    """Times, errors and rejects of one shape."""
+    factor, basis = training_factors(count, size, device)
+    functions, rejects = arms(factor, basis, device)
+    seconds, facts = {name: [] for name in functions}, {}
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    for repeat in range(repeats + 1):  # the first warms up, and is looked at
+        for name, function in functions.items():
+            if sum(seconds[name]) > ENOUGH_SECONDS:
+                continue
+            if repeat == 0 and device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            synchronize()
+            began = time.perf_counter()
+            bases = function()
+            synchronize()
+            if repeat or time.perf_counter() - began > ENOUGH_SECONDS:
+                seconds[name].append(time.perf_counter() - began)
+            if repeat == 0:
+                error = (bases.mT @ bases - torch.eye(size, device=device)).abs().max().item()
+                memory = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else None
+                facts[name] = {"orth_error": error, "peak_memory_mib": memory,
+                               "rejects": int(rejects.sum()) if name not in ("loop", "streams", "eigh") else 0}
+            del bases
+    for name, values in seconds.items():
+        facts[name]["ms"] = 1000 * statistics.median(values)
+        facts[name]["speedup"] = statistics.median(base / own for base, own in zip(seconds["loop"], values))
+    return {"count": count, "size": size, "method": train_gpt.refresh_method(10**6, device), "arms": facts}
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--scale", type=int, help="divide counts and sizes by this (default: 1 on CUDA, 4 on a CPU)")
+    parser.add_argument("--out", type=Path, default=common.RESULTS)
+    arguments = parser.parse_args(argv)
+    device = train_gpt.Runtime(arguments.device).device
+    scale = arguments.scale or (1 if device.type == "cuda" else 4)
+    shapes = [(-(-count // scale), size // scale) for count, size in SHAPES]
+    results = []
+    for count, size in [*shapes, *nano_shapes()]:
+        results.append({**measure(count, size, device, arguments.repeats), "scaled": (count, size) in shapes and scale > 1})
+        print(f"{count}x{size}²: " + ", ".join(f"{name} {fact['ms']:.2f} ms" for name, fact in results[-1]["arms"].items()),
+              flush=True)
+    rows = [[f"{result['count']}x{result['size']}²" + (" (scaled down)" if result["scaled"] else ""), name,
+             f"{fact['ms']:.2f}", f"{fact['speedup']:.2f}x", f"{fact['orth_error']:.1e}", fact["rejects"],
+             "-" if fact["peak_memory_mib"] is None else f"{fact['peak_memory_mib']:.0f}"]
+            for result in results
+            for name, fact in ((f"refresh ({result['method']})" if name == "refresh" else name, fact)
+                               for name, fact in result["arms"].items())]
+    table = common.markdown_table(["shape", "arm", "ms", "against loop", "orthogonality error", "rejects", "peak MiB"], rows)
+    facts = common.environment(device)
+    own = [result["arms"]["refresh"] for result in results if not result["scaled"]]
+    last = (f"qr_speedup:{min(fact['speedup'] for fact in own):.2f} max_orth_error:"
+            f"{max(fact['orth_error'] for fact in own):.1e} rejects:{sum(fact['rejects'] for fact in own)}")
+    name = "batched_qr" if device.type == "cpu" else f"batched_qr_{common.slug(facts['device'])}"
+    note = f" Shapes are divided by {scale}; peak memory is measured on CUDA only." if scale > 1 else ""
+    common.write_results(arguments.out, name, {"environment": facts, "scale": scale, "results": results},
+                         f"{table}\n\n{last}\n\n{common.environment_line(facts)}.{note}")
+    print(f"scaled:{int(scale > 1)} device:{facts['device']}")
+    print(last)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
