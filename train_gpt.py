@@ -1276,7 +1276,8 @@ def soap_update(weight, grad, buffer, moment, count, sides, known, step, lr, bet
     cautious_step(weight, shard.part(update / update.size(-1) ** 0.5), lr, decay)
 
 
-def soap_muon_update(weight, grad, buffer, second, moment, sides, known, lr, momentum, beta2, decay, dtype, shard=Whole):
+def soap_muon_update(weight, grad, buffer, second, moment, sides, known, lr, momentum, beta2, decay, dtype,
+                     shard=Whole):
     """SOAP-Muon on a bank (k, m, n) of float32 matrices, in place: Muon whose Nesterov momentum is divided, in the
     eigenbasis, by the root of its own second moment. Arguments as muon_update's, but grad is whole; so is `moment`.
     A matrix that is not `known` takes a step of Muon."""
@@ -1328,7 +1329,7 @@ def eigenbasis_step(factors, bases, method):
     product = bases.mT @ factors  # transposed: sorting moves whole rows
     spectrum, order = (bases.mT * product).sum(-1).sort(descending=True, stable=True)
     rows = (order + size * torch.arange(count, device=order.device)[:, None]).flatten()
-    old, product = (columns.reshape(-1, size).index_select(0, rows).view_as(bases).mT for columns in (bases.mT, product))
+    old, product = (lines.reshape(-1, size).index_select(0, rows).view_as(bases).mT for lines in (bases.mT, product))
     accepted = spectrum.isfinite().all(-1) & (spectrum[:, 0] > 0)
     if method == "eigh":
         safe = torch.where(accepted[:, None, None], factors, torch.eye(size, device=bases.device))  # eigh raises on NaN
@@ -2408,8 +2409,8 @@ def memory_estimate(config, world_size=1):
     tables = (2 + len(config.value_embedding_layers)) * config.vocab_size * config.model_dim
     state = (matrices + tables) * (width + 4 + 8 + 2)
     if config.matrix_update in SOAP_RULES:  # a moment; factor and basis of each side
-        sides = {config.model_dim: 10 * config.num_layers, config.mlp_dim: 2 * config.num_layers}
-        state += 4 * matrices + sum(8 * count * size**2 for size, count in sides.items() if size <= config.one_sided_above)
+        sides = ((config.model_dim, 10 * config.num_layers), (config.mlp_dim, 2 * config.num_layers))
+        state += 4 * matrices + sum(8 * count * size**2 for size, count in sides if size <= config.one_sided_above)
     table = config.ngram_rows * (config.model_dim + 1) * 4 if config.ngram_orders else 0
     if config.ngram_comms == "row_sharded":
         table //= world_size

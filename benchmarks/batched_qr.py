@@ -8,9 +8,9 @@ eight streams, `eigh` decomposes each factor, `refresh` is train_gpt.refresh_eig
 would use on the device, and the other methods stand beside it. Factors are made as training makes them: running means
 of products of low-rank gradients whose spectrum spans decades; each basis is that of the factor one step before.
 
-Counts and sizes of all but the nano track's shapes are divided by --scale: on a CPU by 4 unless told otherwise. The last
-line then is of the nano track's shapes alone, those that a CPU trains. Arms take turns; times are medians, speed-ups the
-medians of each round's.
+Counts and sizes of all but the nano track's shapes are divided by --scale: on a CPU by 4 unless told otherwise.
+The last line then is of the nano track's shapes alone, those that a CPU trains. Arms take turns; times are medians,
+speed-ups the medians of each round's.
 Results: benchmarks/results/batched_qr.{json,md}, named batched_qr_<device> for CUDA.
 """
 import argparse
@@ -144,16 +144,18 @@ def main(argv=None):
     shapes = [(-(-count // scale), size // scale) for count, size in SHAPES]
     results = []
     for count, size in [*shapes, *nano_shapes()]:
-        results.append({**measure(count, size, device, arguments.repeats), "scaled": (count, size) in shapes and scale > 1})
-        print(f"{count}x{size}²: " + ", ".join(f"{name} {fact['ms']:.2f} ms" for name, fact in results[-1]["arms"].items()),
-              flush=True)
+        scaled = scale > 1 and (count, size) in shapes
+        results.append({**measure(count, size, device, arguments.repeats), "scaled": scaled})
+        times = ", ".join(f"{name} {fact['ms']:.2f} ms" for name, fact in results[-1]["arms"].items())
+        print(f"{count}x{size}²: {times}", flush=True)
     rows = [[f"{result['count']}x{result['size']}²" + (" (scaled down)" if result["scaled"] else ""), name,
              f"{fact['ms']:.2f}", f"{fact['speedup']:.2f}x", f"{fact['orth_error']:.1e}", fact["rejects"],
              "-" if fact["peak_memory_mib"] is None else f"{fact['peak_memory_mib']:.0f}"]
             for result in results
             for name, fact in ((f"refresh ({result['method']})" if name == "refresh" else name, fact)
                                for name, fact in result["arms"].items())]
-    table = common.markdown_table(["shape", "arm", "ms", "against loop", "orthogonality error", "rejects", "peak MiB"], rows)
+    table = common.markdown_table(["shape", "arm", "ms", "speed / loop", "orthogonality error", "rejects", "peak MiB"],
+                                  rows)
     facts = common.environment(device)
     own = [result["arms"]["refresh"] for result in results if not result["scaled"]]
     last = (f"qr_speedup:{min(fact['speedup'] for fact in own):.2f} max_orth_error:"

@@ -29,7 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt  # noqa: E402
-from benchmarks import common  # noqa: E402
+from benchmarks import batched_qr, common  # noqa: E402
 
 BUDGET_SECONDS = 530  # for all parts; a part's own limit stands beside it
 GRACE_SECONDS = 10    # for a part to end by itself before it is killed
@@ -301,6 +301,42 @@ def updates(session):
             weight, grad, buffer, second, 1e-6, 0.9, 0.95, 0.0, torch.bfloat16), repeats=5)
         session.report(f"muon speed, {label} bank", None, f"{ms:.2f} ms for {'x'.join(map(str, shape))}",
                        ms=ms)
+
+
+@part(seconds=60)
+def eigenbases(session):
+    """Eigenbases and the soap rules on the device against the CPU: every method of refreshing, then one step a rule."""
+    generator, size = torch.Generator().manual_seed(0), 32 if session.tiny else 256
+    factor, basis = batched_qr.training_factors(4, size, torch.device("cpu"))
+    weight, grad = (torch.randn(4, size, size, generator=generator) for _ in range(2))
+    moved = {}
+    for device in ("cpu", session.device):
+        def side(axis):
+            state = (factor, basis, torch.ones(4, size, size), torch.zeros(4, dtype=torch.int32))
+            return train_gpt.Side(axis, *(tensor.to(device, copy=True) for tensor in state))
+        def here(tensor):
+            return tensor.to(device, copy=True)
+        found = moved[str(device)] = {}
+        for method in ("eigh", "householder", "cholesky", "cholesky_lr"):
+            one = side(-2)
+            train_gpt.refresh_eigenbases([one], method)
+            leading = one.basis[:, :, :size // 8]
+            found[f"refresh {method}"] = leading @ leading.mT  # the space they span, whatever their signs
+            if device != "cpu":
+                error = (one.basis.mT @ one.basis - torch.eye(size, device=device)).abs().max().item()
+                session.report(f"orthonormal, {method}", error < 1e-5 and not one.rejects.any().item(),
+                               f"max |QᵀQ - I| {error:.1e}, {int(one.rejects.sum())} rejects", error=error)
+        new, sides, zero, known = here(weight), [side(-2), side(-1)], torch.zeros_like(weight), torch.ones(4, 1, 1)
+        train_gpt.soap_update(new, here(grad), here(zero), here(zero), here(0 * known), sides, here(known), 1, 0.1,
+                              (0.9, 0.95), 0.1)
+        found["soap"] = new.cpu() - weight
+        new = here(weight)
+        train_gpt.soap_muon_update(new, here(grad), here(zero), here(zero[:, :, :1]), here(zero) + 1, sides, here(known),
+                                   0.1, 0.9, 0.95, 0.1, torch.float32)
+        found["soap_muon"] = new.cpu() - weight
+    for item, value in moved[str(session.device)].items():
+        error = relative_error(value, moved["cpu"][item])
+        session.report(item, error < 1e-2, f"relative error {error:.1e} against the CPU", error=error)
 
 
 # ----- bitwise checks

@@ -112,7 +112,7 @@ def rows_of(name, work):
     return [json.loads(line) for line in (work / f"{name}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["attention", "updates", "gates"])
+@pytest.mark.parametrize("name", ["attention", "updates", "eigenbases", "gates"])
 def test_parts_pass(name, tmp_path):
     rows = rows_of(name, tmp_path)
     assert any(row["ok"] for row in rows) and not any(row["ok"] is False for row in rows), rows

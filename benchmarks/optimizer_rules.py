@@ -1,0 +1,168 @@
+"""Which rule should update the hidden matrices: adam, muon, soap, soap_muon and kl_soap on the nano track.
+
+    python benchmarks/optimizer_rules.py [--steps 313] [--seeds 3] [--jobs 1]
+
+1. Each rule's learning rate is tuned on the same grid around a centre of its own, one seed; where the best is at an
+   edge, the grid grows until it is not.
+2. At its best rate each rule runs with every seed, at equal steps,
+3. and at equal time: with as many steps as fit into the time of Muon's, by the cost ratios that optimizer_step.py has
+   measured in turns on a quiet machine, so that no other load decides.
+All else is as in the track, schedule included, which ends with the run. Every run counts and is a process of its own;
+one that is complete in --work is not repeated. Results: benchmarks/results/optimizer_rules.{json,md}, and the runs'
+logs, less the source that they begin with, under benchmarks/results/optimizer_rules/.
+"""
+import argparse
+import json
+import math
+import statistics
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import common  # noqa: E402
+import train_gpt  # noqa: E402
+
+TRACK = train_gpt.TRACKS["nano"]
+# Centres of the grids: the track's rate for what ends in Muon's step; Adam's steps are about half as long at a rate.
+CENTRES = {"muon": TRACK.matrix_lr, "soap_muon": TRACK.matrix_lr, "adam": 2 * TRACK.matrix_lr,
+           "soap": 2 * TRACK.matrix_lr, "kl_soap": 2 * TRACK.matrix_lr}
+GRID = (0.5, 1.0, 2.0)
+WIDEST = (1 / 16, 16.0)  # beyond, a rule is taken to have no best rate
+
+
+def best_multiple(losses):
+    """The multiple with the lowest loss, and the one to try next: None where neighbours on both sides are worse."""
+    best = min(losses, key=losses.get)
+    if best == min(losses) and best > WIDEST[0]:
+        return best, best / 2
+    if best == max(losses) and best < WIDEST[1]:
+        return best, best * 2
+    return best, None
+
+
+def cost_ratios(file, basis_every):
+    """{rule: time of a training step over that with Muon}, from optimizer_step.py's results."""
+    if not file.is_file():
+        raise SystemExit(f"{file} is missing: run benchmarks/optimizer_step.py first, for equal time needs its ratios")
+    found = {(row["rule"], row["every"]): row["step_ratio"] for row in json.loads(file.read_text())["results"]}
+    try:
+        return {rule: found[rule, basis_every if rule in train_gpt.SOAP_RULES else None] for rule in CENTRES}
+    except KeyError as error:
+        raise SystemExit(f"{file} has no {error.args[0]}: run benchmarks/optimizer_step.py again") from None
+
+
+class Runs:
+    """Runs of the trainer by (rule, learning rate, steps, seed), kept as files."""
+
+    def __init__(self, arguments):
+        self.arguments, self.logs, self.results = arguments, arguments.out / "optimizer_rules", {}
+        self.logs.mkdir(parents=True, exist_ok=True)
+        arguments.work.mkdir(parents=True, exist_ok=True)
+
+    def one(self, key):
+        """The run's result.json; its loss is infinite where the run ended with one that is not finite."""
+        rule, lr, steps, seed = key
+        run_id = f"{rule}_lr{lr:g}_steps{steps}_seed{seed}"
+        try:
+            result = common.train(self.arguments.work, run_id, [
+                "--track", "nano", "--data", str(self.arguments.data.resolve()), "--device", "cpu", "--val_every", "0",
+                "--val_tokens", str(self.arguments.val_tokens), "--steps", str(steps), "--seed", str(seed),
+                "--matrix_update", rule, "--matrix_lr", f"{lr:g}", *self.arguments.options])
+            (self.logs / f"{run_id}.log").write_text(common.log_tail(self.arguments.work, run_id))
+        except SystemExit as failure:
+            if "status:nan" not in str(failure):
+                raise
+            result = {"val_loss": math.inf, "train_time_ms": math.nan, "basis_rejects": 0, "optimizer_percent": math.nan}
+        print(f"{run_id}: {result['val_loss']:.5f}", flush=True)
+        return result
+
+    def losses(self, keys):
+        """The validation losses of these runs, `jobs` of which run side by side on one thread each."""
+        missing = [key for key in dict.fromkeys(keys) if key not in self.results]
+        with ThreadPoolExecutor(self.arguments.jobs) as pool:
+            self.results.update(zip(missing, pool.map(self.one, missing)))
+        return [self.results[key]["val_loss"] for key in keys]
+
+
+def tune(runs, steps):
+    """{rule: {multiple of its centre: loss}} with seed 1, each with its best multiple inside."""
+    found, wanted = {rule: {} for rule in CENTRES}, {rule: list(GRID) for rule in CENTRES}
+    while any(wanted.values()):
+        pairs = [(rule, multiple) for rule, multiples in wanted.items() for multiple in multiples]
+        for (rule, multiple), loss in zip(pairs, runs.losses([(r, m * CENTRES[r], steps, 1) for r, m in pairs])):
+            found[rule][multiple] = loss
+        following = {rule: best_multiple(losses)[1] for rule, losses in found.items()}
+        wanted = {rule: [multiple] if multiple and multiple not in found[rule] else []
+                  for rule, multiple in following.items()}
+    return found
+
+
+def spread(losses):
+    return f"{statistics.mean(losses):.5f} ± {statistics.stdev(losses):.5f}" if len(losses) > 1 else f"{losses[0]:.5f}"
+
+
+def compare(runs, grid, ratios, arguments):
+    """[{rule, lr, ratio, steps, equal_steps, equal_time}], best at equal time first; the last two are lists of losses."""
+    rows, seeds = [], range(1, arguments.seeds + 1)
+    for rule, losses in grid.items():
+        lr = best_multiple(losses)[0] * CENTRES[rule]
+        rows.append({"rule": rule, "lr": lr, "ratio": ratios[rule], "steps": round(arguments.steps / ratios[rule])})
+    runs.losses([(row["rule"], row["lr"], steps, seed) for row in rows for steps in (arguments.steps, row["steps"])
+                 for seed in seeds])
+    for row in rows:
+        for name, steps in (("equal_steps", arguments.steps), ("equal_time", row["steps"])):
+            row[name] = runs.losses([(row["rule"], row["lr"], steps, seed) for seed in seeds])
+    return sorted(rows, key=lambda row: statistics.mean(row["equal_time"]))
+
+
+def report(rows, grid, arguments, facts):
+    multiples = sorted({multiple for losses in grid.values() for multiple in losses})
+    tuning = common.markdown_table(
+        ["rule", *(f"x{multiple:g}" for multiple in multiples), "centre"],
+        [[rule, *(f"{losses[m]:.5f}" if m in losses else "-" for m in multiples), f"{CENTRES[rule]:g}"]
+         for rule, losses in grid.items()])
+    muon = statistics.mean(next(row for row in rows if row["rule"] == "muon")["equal_time"])
+    final = common.markdown_table(
+        ["rule", "learning rate", "n", "loss at equal steps", "step time / muon", "steps at equal time",
+         "loss at equal time", "less muon's"],
+        [[row["rule"], f"{row['lr']:g}", len(row["equal_time"]), spread(row["equal_steps"]), f"{row['ratio']:.3f}",
+          row["steps"], spread(row["equal_time"]), f"{statistics.mean(row['equal_time']) - muon:+.5f}"] for row in rows])
+    return (f"{final}\n\n{arguments.steps} steps at equal steps, {arguments.val_tokens:,} validation tokens; mean ± standard "
+            f"deviation over seeds, best at equal time first.\nLearning rates were tuned with seed 1, loss by multiple of "
+            f"the centre:\n\n{tuning}\n\nLogs: benchmarks/results/optimizer_rules/. {common.environment_line(facts)}")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=TRACK.steps // 3)
+    parser.add_argument("--val-tokens", type=int, default=262_144)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
+    parser.add_argument("--data", type=Path, default=common.ROOT / "data/python")
+    parser.add_argument("--work", type=Path, default=common.ROOT / "logs/optimizer_rules", help="folder of the runs")
+    parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of the result files")
+    parser.add_argument("--ratios", type=Path, default=common.RESULTS / "optimizer_step.json")
+    parser.add_argument("options", nargs="*", help="after --: further words for train_gpt.py")
+    arguments = parser.parse_args(argv)
+    ratios = cost_ratios(arguments.ratios, TRACK.basis_every)
+    runs = Runs(arguments)
+    grid = tune(runs, arguments.steps)
+    rows = compare(runs, grid, ratios, arguments)
+    facts = common.environment(torch.device("cpu"))
+    text = report(rows, grid, arguments, facts)
+    common.write_results(arguments.out, "optimizer_rules", {
+        "environment": facts, "grid": grid, "rules": rows,
+        "runs": [{"rule": rule, "lr": lr, "steps": steps, "seed": seed, "val_loss": result["val_loss"],
+                  "train_time_ms": result["train_time_ms"], "optimizer_percent": result["optimizer_percent"],
+                  "basis_rejects": result["basis_rejects"]}
+                 for (rule, lr, steps, seed), result in runs.results.items()]}, text)
+    print(text)
+    print(f"best_at_equal_time:{rows[0]['rule']} rejects:{sum(r['basis_rejects'] for r in runs.results.values())}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

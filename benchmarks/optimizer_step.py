@@ -1,0 +1,131 @@
+"""Measure what each update rule of the hidden matrices costs, as a share of a training step of the nano track.
+
+    python benchmarks/optimizer_step.py [--device auto] [--rounds 7] [--threads N]
+
+The step is the track's own: forward and backward passes of its micro-batches, compiled where it can be, and the update
+of all parameters. Rules take turns on the gradients of that model; a turn is ten steps, so that every stagger sees each
+matrix as often as it would. `share` is the rule's update (Adam's parameters included, the n-gram table not) over the
+whole step with that rule, `over muon` what it adds to Muon's step, `step / muon` the ratio of whole steps, which
+optimizer_rules.py takes for equal time. All are medians over rounds of ratios within a round.
+Results: benchmarks/results/optimizer_step.{json,md}, named optimizer_step_<device> for CUDA.
+"""
+import argparse
+import dataclasses
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train_gpt  # noqa: E402
+from benchmarks import common  # noqa: E402
+
+STAGGERS = (1, 2, 5, 10)
+FIRST_STEP = 100  # so late that bases are refreshed as in most of a run
+TURN = range(FIRST_STEP, FIRST_STEP + 10)  # steps of a rule in a row; every stagger divides their number
+
+
+def arms(config):
+    """{(rule, stagger or None): Config}."""
+    plain = {(kind, None): dataclasses.replace(config, matrix_update=kind) for kind in ("muon", "adam")}
+    return plain | {(kind, every): dataclasses.replace(config, matrix_update=kind, basis_every=every)
+                    for kind in train_gpt.SOAP_RULES for every in STAGGERS}
+
+
+def seconds_of(function, runtime):
+    runtime.synchronize()
+    began = time.perf_counter()
+    function()
+    runtime.synchronize()
+    return time.perf_counter() - began
+
+
+def measure(config, rounds):
+    """Seconds of each round: {"model": forward and backward, "table": the n-gram table's update, arm: its update}.
+    The table's is what the trainer's own update takes beyond that of the same rule without a table."""
+    runtime = train_gpt.Runtime(config.device)
+    shards, _ = train_gpt.open_corpus(config)
+    trainer = train_gpt.Trainer(config, runtime)
+    loader = train_gpt.TrainLoader(config, shards, runtime)
+    optimizers = {arm: train_gpt.Optimizer(own, train_gpt.GPT(own, trainer.attention_name).to(runtime.device), runtime)
+                  for arm, own in arms(config).items()}
+    def give(optimizer):
+        for name, grad in trainer.optimizer.grads.items():
+            optimizer.grads[name].copy_(grad)
+    def turn(optimizer, steps, lr_mul):
+        for step in steps:
+            give(optimizer)
+            optimizer.step(step, lr_mul)
+    times = {key: [] for key in ("model", "table", *optimizers)}
+    try:
+        for step in range(3):  # compiles, and makes the first bases
+            batch = loader.next()
+            trainer.accumulate(step, batch)
+            for optimizer in optimizers.values():
+                turn(optimizer, [step], 1.0)
+            trainer.optimizer.step(step, 1.0, batch.row_plan)
+        for _ in range(rounds):
+            batch = loader.next()
+            times["model"].append(seconds_of(lambda: trainer.accumulate(FIRST_STEP, batch), runtime))
+            for arm, optimizer in optimizers.items():
+                copying = seconds_of(lambda: give(optimizer), runtime)
+                times[arm].append(seconds_of(lambda: turn(optimizer, TURN, 1e-3), runtime) / len(TURN) - copying)
+            together = seconds_of(lambda: trainer.optimizer.step(FIRST_STEP, 1e-3, batch.row_plan), runtime)
+            times["table"].append(together - times["muon", None][-1])
+    finally:
+        loader.close()
+    return times
+
+
+def summary(times):
+    """{arm: {"ms", "share", "over_muon", "step_ratio"}}, medians over rounds."""
+    rest = [model + table for model, table in zip(times["model"], times["table"])]
+    muon = times["muon", None]
+    def median(values):
+        return statistics.median(values)
+    return {arm: {"ms": 1000 * median(own), "share": median(o / (r + o) for o, r in zip(own, rest)),
+                  "over_muon": median((o - m) / (r + m) for o, m, r in zip(own, muon, rest)),
+                  "step_ratio": median((r + o) / (r + m) for o, m, r in zip(own, muon, rest))}
+            for arm, own in times.items() if arm not in ("model", "table")}
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
+    parser.add_argument("--data", default=str(common.ROOT / "data/python"))
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, not compiled: tries out the script")
+    parser.add_argument("--out", type=Path, default=common.RESULTS)
+    arguments = parser.parse_args(argv)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    overrides = {"data": arguments.data, "device": arguments.device, "seed": 1}
+    if arguments.tiny:
+        overrides = {**common.TINY, "steps": 200, "epochs": 5, "micro_batches": ((0.0, 2),), **overrides}
+    config = dataclasses.replace(train_gpt.TRACKS["nano"], **overrides)
+    times = measure(config, arguments.rounds)
+    results = summary(times)
+    rows = [[kind, every or "-", f"{fact['ms']:.2f}", f"{fact['share']:.1%}", f"{fact['over_muon']:+.1%}",
+             f"{fact['step_ratio']:.3f}"] for (kind, every), fact in results.items()]
+    table = common.markdown_table(["rule", "new bases every", "ms a step", "share", "over muon", "step / muon"], rows)
+    device = train_gpt.Runtime(arguments.device).device
+    facts = common.environment(device)
+    rest = " and ".join(f"{1000 * statistics.median(times[key]):.1f} ms {text}"
+                        for key, text in (("model", "forward and backward"), ("table", "n-gram table")))
+    name = "optimizer_step" if device.type == "cpu" else f"optimizer_step_{common.slug(facts['device'])}"
+    data = {"environment": facts, "one_sided_above": config.one_sided_above, "basis_every": config.basis_every,
+            "results": [{"rule": kind, "every": every, **fact} for (kind, every), fact in results.items()],
+            "seconds": {key if isinstance(key, str) else " ".join(map(str, key)): values for key, values in times.items()}}
+    common.write_results(arguments.out, name, data, f"{table}\n\nBeside it, per step: {rest}. Sides above "
+                         f"{config.one_sided_above} have no basis.\n{common.environment_line(facts)}")
+    print(table)
+    chosen = results["soap_muon", config.basis_every] if config.basis_every in STAGGERS else results["soap_muon", 10]
+    print(f"soap_muon_share:{chosen['share']:.4f} soap_muon_over_muon:{chosen['over_muon']:.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
