@@ -149,8 +149,7 @@ class Config:
                       "values are tuples of weights, the first above 0")
         for name in ("epochs", "steps", "micro_batch_tokens", "model_dim", "num_layers", "head_dim", "mlp_dim",
                      "logit_cap", "matrix_lr", "basis_every", "adam_lr", "adam_every", "val_tokens", "log_every",
-                     "ngram_lr",
-                     "ngram_floor", "ngram_every"):
+                     "ngram_lr", "ngram_floor", "ngram_every"):
             refuse_unless(getattr(self, name) > 0, name, "must be positive")
         for name in ("matrix_decay", "one_sided_above", "ngram_decay", "val_every", "save_every"):
             refuse_unless(getattr(self, name) >= 0, name, "must not be negative; 0 switches it off")
@@ -213,9 +212,8 @@ TRACKS = {
         windows=((0.0, (128, 384)), (1 / 3, (256, 640)), (2 / 3, (384, 896))), long_layers=(3, 7, 11),
         value_embedding_layers=(1, 2, 10, 11), logit_cap=15.0,
         ngram_orders=(2, 3), ngram_rows=5 * 50304, matrix_lr=0.023, matrix_decay=1.2, one_sided_above=1024,
-        adam_lr=0.008, adam_every=2,
-        ngram_lr=0.05, cooldown=0.55, final_lr=0.1, mtp_weights=((0.0, (1.0, 0.5, 0.25)), (1 / 3, (1.0, 0.5)),
-                                                               (2 / 3, (1.0,))),
+        adam_lr=0.008, adam_every=2, ngram_lr=0.05, cooldown=0.55, final_lr=0.1,
+        mtp_weights=((0.0, (1.0, 0.5, 0.25)), (1 / 3, (1.0, 0.5)), (2 / 3, (1.0,))),
         untie_at=2 / 3, val_tokens=10_485_760, val_sha256="", val_every=250, target_loss=3.28),
 }
 
@@ -1224,7 +1222,7 @@ HOUSEHOLDER_STEPS = 25  # then factors are conditioned well enough for Cholesky;
 
 @dataclass
 class Side:
-    """The rows or the columns of a bank of k matrices (m, n), s = m or n; all float32 but the count."""
+    """The rows or the columns of a bank of k matrices (m, n), s = m or n; all float32 but the rejects."""
     axis: int        # -2: rows, -1: columns
     factor: Tensor   # (k, s, s), symmetric; zero until the first gradient
     basis: Tensor    # (k, s, s), orthonormal columns, the largest eigenvalue's first

@@ -535,3 +535,9 @@ def test_the_log_tells_share_and_rejects(cli, tiny):
     assert 0 < float(share.rstrip("%")) < 100 and rejects == "0"
     assert run.result["basis_rejects"] == 0
     assert run.result["optimizer_percent"] == pytest.approx(float(share[:-1]), abs=0.1)
+
+
+@pytest.mark.parametrize("kind", ["adam", *SOAP_RULES])
+def test_a_run_that_diverges_ends_as_nan(kind, cli, tiny):
+    run = cli(**{**tiny, "run_id": "diverged", "matrix_update": kind, "matrix_lr": 1e30, "steps": 8})
+    assert run.code == 1 and run.lines[-1].startswith("status:nan ")
