@@ -91,7 +91,7 @@ class Config:
     long_layers: tuple = knob((3,), "layers that attend through the long window")
     value_embedding_layers: tuple = knob((0, 3), "layers whose values receive a gated token embedding")
     logit_cap: float = knob(15.0, "logits are squashed into (-cap, cap) by tanh")
-    ngram_orders: tuple = knob((2, 3, 4, 5, 6, 8), "orders of the hashed n-gram embedding; () switches it off")
+    ngram_orders: tuple = knob((2, 3, 4, 5, 6, 8, 12), "orders of the hashed n-gram embedding; () switches it off")
     ngram_rows: int = knob(2**20, "rows of the n-gram table, shared by all orders")
     # --- optimizer; see RULES for what applies to which parameter
     matrix_update: str = knob("muon", "muon | soap | soap_muon | kl_soap | adam: rule of the hidden matrices")
@@ -105,7 +105,7 @@ class Config:
     adam_every: int = knob(1, "Adam parameters step every k-th step, on the mean gradient since the last")
     ngram_lr: float = knob(0.1, "learning rate of the n-gram table (row-wise Adagrad)")
     ngram_floor: float = knob(0.2, "gradient RMS of one token below which a table row's steps shrink")
-    ngram_decay: float = knob(0.0, "weight decay of the n-gram table, per unit of learning rate")
+    ngram_decay: float = knob(0.01, "weight decay of the n-gram table, per unit of learning rate")
     ngram_every: int = knob(1, "the n-gram table steps every k-th step, on the gradients since the last")
     ngram_comms: str = knob("tokens", "tokens | rows | row_sharded: what travels of the n-gram table, see NgramTable")
     ngram_host: bool = knob(False, "keep a row_sharded table in host memory instead of the device's")
@@ -212,7 +212,8 @@ TRACKS = {
         windows=((0.0, (128, 384)), (1 / 3, (256, 640)), (2 / 3, (384, 896))), long_layers=(3, 7, 11),
         value_embedding_layers=(1, 2, 10, 11), logit_cap=15.0,
         ngram_orders=(2, 3), ngram_rows=5 * 50304, matrix_lr=0.023, matrix_decay=1.2, one_sided_above=1024,
-        adam_lr=0.008, adam_every=2, ngram_lr=0.05, cooldown=0.55, final_lr=0.1,
+        adam_lr=0.008, adam_every=2, ngram_lr=0.05, ngram_decay=0.0, ngram_comms="row_sharded",
+        cooldown=0.55, final_lr=0.1,
         mtp_weights=((0.0, (1.0, 0.5, 0.25)), (1 / 3, (1.0, 0.5)), (2 / 3, (1.0,))),
         untie_at=2 / 3, val_tokens=10_485_760, val_sha256="", val_every=250, target_loss=3.28),
 }
