@@ -27,9 +27,10 @@ def plot(repository, paths, out):
     sides = [side_of(path, repository) for path in paths]
     figure, panels = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained", sharey=True)
     for number, side in enumerate(sides):
+        name = Path(side.label).name.replace("$", r"\$")  # no formula
         for run in side.runs:
             for kind, style in (("train", {"linewidth": 0.6, "alpha": 0.25}), ("val", {"marker": "o", "markersize": 3})):
-                label = Path(side.label).name if kind == "val" and run is side.runs[0] else None
+                label = name if kind == "val" and run is side.runs[0] else None
                 for axes, xs in zip(panels, points_of(run.curves[kind])):
                     axes.plot(xs, [point.loss for point in run.curves[kind]], color=f"C{number}", label=label, **style)
     for track in sorted({side.track for side in sides}):
@@ -39,7 +40,7 @@ def plot(repository, paths, out):
     panels[1].set(xlabel="step")
     for axes in panels:
         axes.grid(alpha=0.3)
-    panels[0].legend(parse_math=False)
+    panels[0].legend()
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, format="png", dpi=120)

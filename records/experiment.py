@@ -161,7 +161,7 @@ def ab_report(a, b):
         lines.append("in steps: cannot be told, B's loss does not fall at its end")
     else:
         mean, low, high = (value / slope for value in stats.interval(losses))
-        lines.append(f"in steps: A's loss is that of B {mean:+.0f} steps later ({high:+.0f} to {low:+.0f}), at B's slope "
+        lines.append(f"in steps: A's loss is that of B {mean:+.1f} steps later ({high:+.1f} to {low:+.1f}), at B's slope "
                      f"of {slope:.2g} a step")
     return "\n".join(lines)
 

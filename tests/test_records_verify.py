@@ -11,6 +11,7 @@ import pytest
 
 import records_helpers as made
 import train_gpt
+from benchmarks import records_verify
 from records.__main__ import main
 from records.judge import judge, judge_all
 from records.log import parse_log
@@ -390,3 +391,11 @@ def test_hostile_field_is_refused(repository, old, new, reason):
     folder = folder_of(repository, FIRST)
     edit(folder / LOG, old, new)
     assert any(re.search(reason, line) for line in failures_of(repository)), failures_of(repository)
+
+
+# ----- the benchmark
+
+def test_benchmark_counts_what_it_verifies(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["records_verify.py", "--records", "2", "--runs", "2"])
+    assert records_verify.main() == 0
+    assert re.search(r"^records: 2 logs: 6 size: \d+ MiB verify: \d+\.\d\d s$", capsys.readouterr().out, re.MULTILINE)
