@@ -2,8 +2,8 @@
 
     python benchmarks/records_verify.py [--records 100] [--runs 8]
 
-Makes a chain of synthetic records of the nano track in a temporary folder, each with the given number of runs and as many
-paired runs of its parent, source and logs as long as real ones. Prints one line; the process start is not in the time.
+Makes a chain of synthetic records of the nano track in a temporary folder, each with the given number of runs and as
+many paired runs of its parent, source and logs as long as real ones. Prints one line, without the process's start.
 """
 import argparse
 import sys
@@ -30,8 +30,9 @@ def build(root, count, runs):
         name, source = f"ab-nano-{word}", records_helpers.source_of(word, padding)
         paths = records_helpers.write_logs(logs, name, side="a", seed=1000 * number, source=source,
                                            time_ms=2**20 * 0.99**number, **options)
+        before = records_helpers.source_of(words[number - 1], padding)
         baseline = records_helpers.write_logs(
-            logs, name, side="b", seed=1000 * number + 500, source=records_helpers.source_of(words[number - 1], padding),
+            logs, name, side="b", seed=1000 * number + 500, source=before,
             time_ms=2**20 * 0.99**(number - 1), **options) if number else []
         record, failures = records_helpers.submit(repository, f"R{number:03d}", paths, baseline)
         assert not failures, failures

@@ -26,10 +26,11 @@ def plot(repository, paths, out):
     import matplotlib.pyplot as plt
     sides = [side_of(path, repository) for path in paths]
     figure, panels = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained", sharey=True)
+    styles = (("train", {"linewidth": 0.6, "alpha": 0.25}), ("val", {"marker": "o", "markersize": 3}))
     for number, side in enumerate(sides):
         name = Path(side.label).name.replace("$", r"\$")  # no formula
         for run in side.runs:
-            for kind, style in (("train", {"linewidth": 0.6, "alpha": 0.25}), ("val", {"marker": "o", "markersize": 3})):
+            for kind, style in styles:
                 label = name if kind == "val" and run is side.runs[0] else None
                 for axes, xs in zip(panels, points_of(run.curves[kind])):
                     axes.plot(xs, [point.loss for point in run.curves[kind]], color=f"C{number}", label=label, **style)
@@ -124,7 +125,8 @@ def section(track, records, rules, page_folder):
     rows = []
     for record in records:
         logs = " ".join(link(run.path, str(number), page_folder) for number, run in enumerate(record.runs, 1))
-        cells = [link(record.folder, record.name[11:], page_folder), *map(html.escape, render.leaderboard_cells(record)), logs]
+        cells = [link(record.folder, record.name[11:], page_folder),
+                 *map(html.escape, render.leaderboard_cells(record)), logs]
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return (f"<section><h2>{html.escape(track)}: {rules.target_loss:g} nats per token</h2>"
             f"<table><tr>{head}</tr>{''.join(rows)}</table>"

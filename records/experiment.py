@@ -98,13 +98,14 @@ class Experiment:
         if folder.exists():
             folder.rename(self.logs / f"{run_id}.stopped-{time.time_ns()}")
         with open(self.folder / "console.txt", "a") as console:
-            code = subprocess.run(self.command(letter, run_id), cwd=self.root, stdout=console, stderr=console).returncode
+            words = self.command(letter, run_id)
+            code = subprocess.run(words, cwd=self.root, stdout=console, stderr=console).returncode
         for checkpoint in folder.glob("*.pt*"):  # one is hundreds of MiB, and nothing here reads it
             checkpoint.unlink()
         done = self.completed(run_id)
         if code or done is None:
-            raise RecordError(f"run {run_id} ended with exit status {code}; see {self.folder}/console.txt, and call again "
-                              f"to go on")
+            raise RecordError(f"run {run_id} ended with exit status {code}; see {self.folder}/console.txt, and call "
+                              f"again to go on")
         return done
 
     def run_all(self, plan):
@@ -113,10 +114,11 @@ class Experiment:
         for place, (letter, number) in enumerate(plan, 1):
             run_id = f"{self.name}-{number:02d}{letter}"
             began, fresh = time.monotonic(), self.completed(run_id) is None
+            print(f"run {place}/{len(plan)} {run_id} ... ", end="", flush=True)
             runs[letter, number] = run = self.run(letter, run_id)
             spent += [time.monotonic() - began] if fresh else []
             left = f", about {sum(spent) / len(spent) * (len(plan) - place) / 60:.0f} min to go" if spent else ""
-            print(f"run {place}/{len(plan)} {run_id}: val_loss {run.val_loss:.5f} time {run.train_time_ms / 1000:.1f} s"
+            print(f"val_loss {run.val_loss:.5f} time {run.train_time_ms / 1000:.1f} s"
                   f"{'' if fresh else ' (was there)'}{left}", flush=True)
         return runs
 
@@ -161,8 +163,8 @@ def ab_report(a, b):
         lines.append("in steps: cannot be told, B's loss does not fall at its end")
     else:
         mean, low, high = (value / slope for value in stats.interval(losses))
-        lines.append(f"in steps: A's loss is that of B {mean:+.1f} steps later ({high:+.1f} to {low:+.1f}), at B's slope "
-                     f"of {slope:.2g} a step")
+        lines.append(f"in steps: A's loss is that of B {mean:+.1f} steps later ({high:+.1f} to {low:+.1f}), at B's "
+                     f"slope of {slope:.2g} a step")
     return "\n".join(lines)
 
 
@@ -192,11 +194,11 @@ def verdict(losses, claimed, target):
     """(yes | no | undecided, reason) for the losses of new runs, the record's own, and the target."""
     below, worse = stats.p_below(losses, target), stats.p_worse(losses, claimed)
     above = stats.p_below([-loss for loss in losses], -target)
-    mean = stats.mean_and_std(losses)[0]
+    mean, claimed_mean = (stats.mean_and_std(some)[0] for some in (losses, claimed))
     if above < stats.ALPHA:
         return "no", f"the mean {mean:.5f} lies above the target {target:g}, p = {above:.2g}"
     if worse < stats.ALPHA:
-        return "no", f"the mean {mean:.5f} lies above the record's {stats.mean_and_std(claimed)[0]:.5f}, p = {worse:.2g}"
+        return "no", f"the mean {mean:.5f} lies above the record's {claimed_mean:.5f}, p = {worse:.2g}"
     if below < stats.ALPHA:
         return "yes", f"the mean {mean:.5f} lies below the target {target:g}, p = {below:.2g}"
     needed = stats.runs_needed([loss - target for loss in losses])
@@ -216,7 +218,8 @@ def reproduce(repository, record, count, world_size, yes):
     runs = experiment.run_all([("r", number) for number in range(1, count + 1)]).values()
     losses, claimed = ([run.val_loss for run in some] for some in (runs, record.runs))
     answer, reason = verdict(losses, claimed, repository.rules[record.track].target_loss)
-    mean_s, claimed_s = (stats.mean_and_std([run.train_time_ms / 1000 for run in some])[0] for some in (runs, record.runs))
+    mean_s, claimed_s = (stats.mean_and_std([run.train_time_ms / 1000 for run in some])[0]
+                         for some in (runs, record.runs))
     print(f"\ntime: {mean_s:.1f} s here, {claimed_s:.1f} s on {record.runs[0].device}\n"
           f"loss reproduced: {answer}, n = {count}: {reason}")
     return answer

@@ -6,7 +6,7 @@ import re
 import stat
 from pathlib import Path
 
-LOG_LIMIT = 16 * 2**20  # bytes; a log of 10,000 logged steps and 2,000 lines of source takes about one
+LOG_LIMIT = 4 * 2**20  # bytes; a log of 10,000 logged steps and 2,000 lines of source takes about one
 SMALL_LIMIT = 2**20  # source, README.md, result.json
 NESTING = 20  # levels of JSON
 CONTROL = re.compile(r"[^\t\n -\x7e\x80-\U0010ffff]|[\x80-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")

@@ -78,8 +78,8 @@ def check_one_machine(record, fail):
     for name in ("device", "world_size", "torch", "cuda", "triton"):
         values = sorted({str(getattr(run, name)) for run in [*record.runs, *record.baseline]})
         if len(values) > 1:
-            fail(record.folder, f"{name} differs between runs: {', '.join(map(ascii, values[:3]))}; a record is made on "
-                                f"one machine")
+            fail(record.folder, f"{name} differs between runs: {', '.join(map(ascii, values[:3]))}; a record is made "
+                                f"on one machine")
 
 
 def check_validation_hash(record, rules, repository, fail):
@@ -95,8 +95,8 @@ def check_validation_hash(record, rules, repository, fail):
 def check_code(record, fail):
     codes = Counter(run.code_sha256 for run in record.runs)
     if len(codes) > 1:
-        fail(record.folder / "logs", f"{len(codes)} versions of the code ({', '.join(code[:8] for code in codes)}); all "
-                                     f"runs of a record run the same")
+        shown = ", ".join(code[:8] for code in codes)
+        fail(record.folder / "logs", f"{len(codes)} versions of the code ({shown}); all runs of a record run the same")
     elif record.runs and record.source and record.source != record.runs[0].source:
         fail(record.folder / "train_gpt.py", "is not the source in the logs; take theirs")
 
@@ -107,7 +107,8 @@ def check_batch(record, fail):
     for run in runs:
         batch = run.batch
         if batch is None or not (0 < batch.counter <= batch.declared <= MOST_LOGS and batch.number and batch.start):
-            fail(run.path, f"no valid number of declared runs (2 to {MOST_LOGS}); start every run of a record with --runs N")
+            fail(run.path, f"no valid number of declared runs (2 to {MOST_LOGS}); start every run of a record with "
+                           f"--runs N")
             return
     if len({(run.batch.number, run.batch.declared) for run in runs}) > 1:
         fail(folder, "runs of several batches; a record is one batch declared with --runs N")
@@ -116,7 +117,8 @@ def check_batch(record, fail):
         present = [run.batch.counter for run in runs]
         missing = sorted(set(range(1, declared + 1)) - set(present))
         if missing:
-            fail(folder, f"{declared} runs were declared, run {', '.join(map(str, missing[:8]))} missing; every run counts")
+            shown = ", ".join(map(str, missing[:8]))
+            fail(folder, f"{declared} runs were declared, run {shown} missing; every run counts")
         if len(set(present)) < len(present):
             fail(folder, f"run counters {present} repeat; every run counts once")
     restarts = sum(run.batch.start - 1 for run in runs)
@@ -129,7 +131,8 @@ def check_lineage(record, repository, fail):
     others = [other for other in repository.records[record.track] if other.name != record.name]
     path = record.folder / "result.json"
     if record.parent is None:
-        if earlier := [other.name for other in others if other.result and not other.parent and other.name < record.name]:
+        roots = [other.name for other in others if other.result and not other.parent]
+        if earlier := [name for name in roots if name < record.name]:
             fail(path, f"names no parent, though {earlier[0]} came before")
         return None
     parent = next((other for other in others if other.name == record.parent), None)
@@ -215,7 +218,8 @@ def judge_all(repository):
         try:
             text = read_text(repository.readme)
             if render.with_leaderboards(text, repository.records) != text:
-                failures.append(Failure(repository.readme, "a leaderboard is not current; run `python -m records table`"))
+                failures.append(Failure(repository.readme, "a leaderboard is not current; run `python -m records "
+                                                           "table`"))
         except RecordError as error:
             failures.append(Failure(repository.readme, str(error)))
     return failures

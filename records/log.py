@@ -1,6 +1,7 @@
-"""One run's log.txt, parsed strictly and never executed. The format is the trainer's (`Log`, `log_header`, `finish`)."""
+"""One run's log.txt, parsed strictly and never executed; the trainer writes it (`Log`, `log_header`, `finish`)."""
 import hashlib
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +23,13 @@ def pattern(template):
 
 HEADER = pattern("run:<run=name> track:<track=word> commit:<commit=word> dirty:<dirty=bit> "
                  "code_sha256:<code_sha256=word> seed:<seed=number> world_size:<world_size=number> "
-                 "device:<device=text> torch:<torch=word> cuda:<cuda=word> triton:<triton=word>")
+                 "device:<device=text> torch:<torch=word> cuda:<cuda=word> triton:<triton=word>(?: .*)?")
 DATA = pattern("data:<data_sha256=word> backends:.+")
 BATCH = pattern("batch:<number=number> counter:<counter=number>/<declared=number> start:<start=number>")
-STEP = pattern(r"step:<step=number>/<steps=number> <split=split>_loss:<loss=loss> (?:lr_mul:\S+ )?"
-               "train_time:<time=number>ms step_avg:<average=decimal>ms")
+STEP = pattern(r"step:<step=number>/<steps=number> <split=split>_loss:<loss=loss> (?:\S+ )*?"
+               "train_time:<time=number>ms step_avg:<average=decimal>ms(?: .*)?")
 FINAL = pattern("final val_loss:<loss=loss> train_time:<time=number>ms tokens:<tokens=number> "
-                "peak_memory:<memory=number>MiB")
+                "peak_memory:<memory=number>MiB(?: .*)?")
 STATUS = pattern("status:ok run:<run=word> val_loss:<loss=loss> train_time:<time=decimal>s .*")
 
 
@@ -52,7 +53,6 @@ class Point:
 class Run:
     """What a complete log says. Losses in nats per token, times in ms, memory in MiB."""
     path: Path
-    text: str
     source: str
     run: str
     track: str
@@ -145,8 +145,8 @@ def parse_curves(lines, config):
         every = every if 0 < every < steps else steps
         expected, logged = range(every, steps + every, every), curves[kind]
         if len(logged) != len(expected) or any(point.step != min(step, steps) for point, step in zip(logged, expected)):
-            raise RecordError(f"{kind}_loss lines: {len(logged)} found, one every {every} of {steps} steps needed: cut, or "
-                              f"added to?")
+            raise RecordError(f"{kind}_loss lines: {len(logged)} found, one every {every} of {steps} steps needed: "
+                              f"cut, or added to?")
     return curves
 
 
@@ -185,7 +185,7 @@ def parse_log(path):
     if status["run"] != header["run"]:
         raise RecordError(f"the status line is run {ascii(status['run'])}'s, the log {header['run']}'s")
     return Run(
-        path=Path(path), text=text, source=source, run=header["run"], track=header["track"],
+        path=Path(path), source=sys.intern(source), run=header["run"], track=header["track"],
         code_sha256=header["code_sha256"], seed=int(header["seed"]), world_size=int(header["world_size"]),
         **{name: header[name] for name in ("device", "torch", "cuda", "triton")}, config=config,
         overrides=parse_json(overrides.removeprefix("overrides:")) if overrides else {},

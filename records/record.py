@@ -13,7 +13,7 @@ from records.log import parse_log
 
 SCHEMA = 1  # of result.json
 FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_([A-Za-z0-9][A-Za-z0-9-]{0,59})", re.ASCII)
-MOST_LOGS = 200
+MOST_LOGS = 100
 PAIR = re.compile(r"(ab-.+-\d+)([ab])", re.ASCII)  # run ids of `ab`: the record's script is a, its parent's b
 MANIFESTS = {"nano": RECORD_SHA256["manifest.json"]}  # fineweb's depends on how many shards were fetched
 
@@ -229,7 +229,8 @@ def figures(record, rules, parent):
         "config_changes": config_changes(parent.runs[0].config, record.runs[0].config) if parent else {},
         "declared_runs": batch.declared, "batch": batch.number,
         "restarts": sum(run.batch.start - 1 for run in record.runs),
-        "loss": {"mean": loss, "std": loss_std, "target": rules.target_loss, "p": rounded(stats.p_below(losses, rules.target_loss))},
+        "loss": {"mean": loss, "std": loss_std, "target": rules.target_loss,
+                 "p": rounded(stats.p_below(losses, rules.target_loss))},
         "p_needed": rounded(stats.ALPHA / batch.number),  # batches of one code share the level
         "train_time_ms": {"mean": time_ms, "std": time_std},
         "speed": speed_figures(pairs) if len(pairs) > 1 else None,

@@ -52,10 +52,10 @@ def record_block(figures):
     loss, time_ms, first = figures["loss"], figures["train_time_ms"], figures["runs"][0]
     lines = [
         run_table(figures["runs"]), "",
-        f"Validation loss {loss['mean']:.5f}, standard deviation {loss['std']:.5f}, n = {len(figures['runs'])} (declared "
-        f"{figures['declared_runs']}, batch {figures['batch']} of this code, restarts {figures['restarts']}).",
-        f"Mean below the target {loss['target']:g}: {p_text(loss['p'])} (one-sided t-test; below {figures['p_needed']:g} is "
-        f"needed).",
+        f"Validation loss {loss['mean']:.5f}, standard deviation {loss['std']:.5f}, n = "
+        f"{len(figures['runs'])} (declared {figures['declared_runs']}, batch {figures['batch']} of this code, restarts {figures['restarts']}).",
+        f"Mean below the target {loss['target']:g}: {p_text(loss['p'])} (one-sided t-test; below "
+        f"{figures['p_needed']:g} is needed).",
         f"Training time {seconds(time_ms['mean'])} s, standard deviation {seconds(time_ms['std'])} s.", "",
         f"Hardware: {cell(first['device'])}, world size {first['world_size']}, torch {cell(first['torch'])}, CUDA "
         f"{cell(first['cuda'])}, triton {cell(first['triton'])}.",

@@ -47,7 +47,7 @@
       make(label, "span", {}, record.name);
       return box;
     });
-    const svg = make(place, "svg", {viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": "losses of the records"});
+    const svg = make(place, "svg", {viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": "losses"});
     const reading = make(place, "p", {class: "reading"});
     let drawn = [];  // points on the screen: {x, y, text}
 

@@ -5,7 +5,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from records import render, stats
-from records.files import RecordError
+from records.files import LOG_LIMIT, RecordError, read_text
 from records.judge import judge
 from records.log import parse_log
 from records.record import FOLDER, MOST_LOGS, figures, load
@@ -40,7 +40,7 @@ def lay_out(folder, runs, baseline):
         if logs:
             (folder / part).mkdir(parents=True)
         for run in logs:
-            (folder / part / f"{run.run}.txt").write_text(run.text)
+            (folder / part / f"{run.run}.txt").write_text(read_text(run.path, LOG_LIMIT))
     (folder / "train_gpt.py").write_text(runs[0].source)
 
 
@@ -54,8 +54,8 @@ def submit(repository, name, logs, baseline=()):
     track = runs[0].track
     if track not in repository.rules:
         raise RecordError(f"track {ascii(track)} of the logs is none of {', '.join(repository.rules)}")
-    if undeclared := [run for run in runs if run.batch is None]:
-        raise RecordError(f"{undeclared[0].path}: no declared number of runs; start every run of a record with --runs N")
+    if undeclared := [run.path for run in runs if run.batch is None]:
+        raise RecordError(f"{undeclared[0]}: no declared number of runs; start every run of a record with --runs N")
     final = repository.track_folder(track) / folder_name
     if final.exists():
         raise RecordError(f"{final} exists; choose another --name")
@@ -89,8 +89,8 @@ def pull_request(record):
         f"- Record: `records/{record.track}/{record.name}/`",
         f"- Training time: {render.seconds(figures['train_time_ms']['mean'])} s on "
         f"{render.cell(figures['runs'][0]['device'])}, world size {figures['runs'][0]['world_size']}",
-        f"- Validation loss: {loss['mean']:.5f} ± {loss['std']:.5f}, n = {len(figures['runs'])}, target {loss['target']:g}, "
-        f"{render.p_text(loss['p'])}",
+        f"- Validation loss: {loss['mean']:.5f} ± {loss['std']:.5f}, n = {len(figures['runs'])}, target "
+        f"{loss['target']:g}, {render.p_text(loss['p'])}",
         f"- Against its parent: {against}",
         f"- Code: {figures['lines_added']} lines added, {figures['lines_removed']} removed", "",
         "## Why it works", "", render.WHY, "",

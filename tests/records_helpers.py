@@ -33,7 +33,8 @@ def log_text(run, source=None, seed=1, loss=0.87, time_ms=60_000, counter=1, dec
         at = round(time_ms * step / steps)
         tail = f"train_time:{at}ms step_avg:{at / step:.2f}ms"
         if step % values["log_every"] == 0 or step == steps:
-            lines.append(f"step:{step}/{steps} train_loss:{loss + 3 / step + 0.1 * rng.random():.5f} lr_mul:1.000 {tail}")
+            noisy = loss + 3 / step + 0.1 * rng.random()
+            lines.append(f"step:{step}/{steps} train_loss:{noisy:.5f} lr_mul:1.000 {tail}")
         if step == steps or (values["val_every"] and step % values["val_every"] == 0):
             lines.append(f"step:{step}/{steps} val_loss:{loss + 2 * (steps - step) / steps:.5f} {tail}")
     return "\n".join([

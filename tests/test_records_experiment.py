@@ -57,8 +57,7 @@ class Config:
 def repository(tmp_path):
     """A working script that is faster and better than the other, of which there is one log."""
     repository = made.make_repository(tmp_path)
-    (tmp_path / "train_gpt.py").write_text(FAKE.format(loss=0.80, time=1000).replace("\nLOSS", f"\nKNOB = {KNOB!r}\nLOSS")
-                                           + f"'''{KNOB}'''\n")
+    (tmp_path / "train_gpt.py").write_text(FAKE.format(loss=0.80, time=1000) + f"'''{KNOB}'''\n")
     other = FAKE.format(loss=0.85, time=2000)
     (tmp_path / "logs" / "other").mkdir(parents=True)
     (tmp_path / "logs" / "other" / "log.txt").write_text(made.log_text("other", other))
