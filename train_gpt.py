@@ -99,6 +99,10 @@ class Config:
     adam_every: int = knob(1, "Adam parameters step every k-th step, on the mean gradient since the last")
     ngram_lr: float = knob(0.1, "learning rate of the n-gram table (row-wise Adagrad)")
     ngram_floor: float = knob(0.2, "gradient RMS of one token below which a table row's steps shrink")
+    ngram_decay: float = knob(0.0, "weight decay of the n-gram table, per unit of learning rate")
+    ngram_every: int = knob(1, "the n-gram table steps every k-th step, on the gradients since the last")
+    ngram_comms: str = knob("tokens", "tokens | rows | row_sharded: what travels of the n-gram table, see NgramTable")
+    ngram_host: bool = knob(False, "keep a row_sharded table in host memory instead of the device's")
     cooldown: float = knob(0.6, "last fraction of the run over which learning rates fall linearly")
     final_lr: float = knob(0.02, "learning-rate multiplier at the end of the cooldown")
     mtp_weights: tuple = knob(((0.0, (1.0,)),), "schedule: loss weights of the next, second-next, ... token")
@@ -139,14 +143,15 @@ class Config:
                       "values are tuples of weights, the first above 0")
         for name in ("epochs", "steps", "micro_batch_tokens", "model_dim", "num_layers", "head_dim", "mlp_dim",
                      "logit_cap", "muon_lr", "adam_lr", "adam_every", "val_tokens", "log_every", "ngram_lr",
-                     "ngram_floor"):
+                     "ngram_floor", "ngram_every"):
             refuse_unless(getattr(self, name) > 0, name, "must be positive")
-        for name in ("muon_decay", "val_every", "save_every"):
+        for name in ("muon_decay", "ngram_decay", "val_every", "save_every"):
             refuse_unless(getattr(self, name) >= 0, name, "must not be negative; 0 switches it off")
         for name in ("cooldown", "final_lr", "untie_at"):
             refuse_unless(0 <= getattr(self, name) <= 1, name, "is a fraction, from 0 to 1")
         for name, allowed in (("tokenizer", tuple(EOT_TOKEN)), ("device", ("auto", "cpu", "cuda")),
-                              ("dtype", ("bfloat16", "float32")), ("attention", ("auto", "sdpa", "varlen"))):
+                              ("dtype", ("bfloat16", "float32")), ("attention", ("auto", "sdpa", "varlen")),
+                              ("ngram_comms", ("tokens", "rows", "row_sharded"))):
             refuse_unless(getattr(self, name) in allowed, name, f"must be one of {', '.join(allowed)}")
         refuse_unless(self.model_dim % self.head_dim == 0 and self.head_dim % 4 == 0, "head_dim",
                       f"must divide model_dim={self.model_dim}, and 4 must divide it")
@@ -165,8 +170,13 @@ class Config:
         refuse_unless(all(order in range(2, 33) for order in orders) and len(set(orders)) == len(orders),
                       "ngram_orders", "distinct orders from 2 to 32; () for none")
         refuse_unless(not orders or 0 < self.ngram_rows < 2**31, "ngram_rows", "row ids are int32: 1 to 2^31 - 1 rows")
-        refuse_unless(self.save_every % self.adam_every == 0, "save_every",
-                      f"must be a multiple of adam_every={self.adam_every}, for gradients that wait are not saved")
+        refuse_unless(self.ngram_lr * self.ngram_decay < 1, "ngram_decay",
+                      f"times ngram_lr={self.ngram_lr} must be below 1, or a step would turn the rows' signs")
+        refuse_unless(not self.ngram_host or self.ngram_comms == "row_sharded", "ngram_host",
+                      f"needs --ngram-comms row_sharded (it is {self.ngram_comms}): replicas stay on the device")
+        for name in ("adam_every", "ngram_every"):
+            refuse_unless(self.save_every % getattr(self, name) == 0, "save_every",
+                          f"must be a multiple of {name}={getattr(self, name)}, for gradients that wait are not saved")
         whole = max(1, round(self.val_tokens / self.micro_batch_tokens)) * self.micro_batch_tokens
         refuse_unless(self.val_tokens == whole, "val_tokens",
                       f"must be a multiple of micro_batch_tokens={self.micro_batch_tokens}; nearest {whole}")
@@ -286,14 +296,15 @@ class Runtime:
     """This process among its peers: rank, world size, device, and the collectives.
 
     Without torchrun's environment variables it is world size 1 and every collective is skipped; nothing
-    else differs. `sent_bytes` is the ledger: bytes this rank handed to the network by (collective, name).
+    else differs. `ledger` holds what this rank handed to the network: [bytes, messages] by (collective, name).
     """
 
     def __init__(self, device="auto", timeout_s=600):
         self.rank = int(os.environ.get("RANK", 0))
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.sent_bytes = {}
+        self.ledger = {}
+        self.loader_group = None  # of the loader's thread, whose collectives keep an order of their own
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device=cuda: torch sees no CUDA device; use --device cpu")
         cuda = device != "cpu" and torch.cuda.is_available()
@@ -307,39 +318,52 @@ class Runtime:
             # Gloo serves CPU tensors beside NCCL; naming cuda:nccl on a machine without CUDA raises.
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+            self.loader_group = dist.new_group(backend="gloo")
 
     @property
     def is_main(self):
         return self.rank == 0
 
-    def share(self, count):
-        """This rank's range [low, high) of `count` units; shares are equal but for the last ranks'."""
-        chunk = -(-count // self.world_size)
-        return min(self.rank * chunk, count), min((self.rank + 1) * chunk, count)
+    def share(self, count, rank=None):
+        """The range [low, high) of `count` units that a rank (this one) owns; shares are equal but for the last."""
+        chunk, rank = -(-count // self.world_size), self.rank if rank is None else rank
+        return min(rank * chunk, count), min((rank + 1) * chunk, count)
 
-    def _count(self, collective, name, peers_bytes):
-        key = (collective, name)
-        self.sent_bytes[key] = self.sent_bytes.get(key, 0) + peers_bytes
+    def _count(self, collective, name, peers_bytes, messages):
+        entry = self.ledger.setdefault((collective, name), [0, 0])
+        entry[0] += peers_bytes
+        entry[1] += messages
 
     def all_reduce(self, tensor, name):
         """Sum `tensor` (contiguous) in place over ranks. Returns a work handle, or None at world size 1."""
         if self.world_size == 1:
             return None
         assert tensor.is_contiguous(), f"{name}: all_reduce of a non-contiguous tensor is silently wrong"
-        self._count("all_reduce", name, 2 * tensor.nbytes * (self.world_size - 1) // self.world_size)
+        peers = self.world_size - 1
+        self._count("all_reduce", name, 2 * tensor.nbytes * peers // self.world_size, 2 * peers)
         return dist.all_reduce(tensor, async_op=True)
 
     def reduce_scatter(self, out, tensor, name):
         """Sum `tensor` (world_size * n, ...) over ranks; `out` (n, ...) receives this rank's part."""
         assert tensor.is_contiguous() and out.is_contiguous(), f"{name}: collectives need contiguous tensors"
-        self._count("reduce_scatter", name, out.nbytes * (self.world_size - 1))
+        self._count("reduce_scatter", name, out.nbytes * (self.world_size - 1), self.world_size - 1)
         return _reduce_scatter(out, tensor, async_op=True)
 
     def all_gather(self, out, tensor, name):
         """Concatenate every rank's `tensor` (n, ...) into `out` (world_size * n, ...)."""
         assert tensor.is_contiguous() and out.is_contiguous(), f"{name}: collectives need contiguous tensors"
-        self._count("all_gather", name, tensor.nbytes * (self.world_size - 1))
+        self._count("all_gather", name, tensor.nbytes * (self.world_size - 1), self.world_size - 1)
         return _all_gather(out, tensor, async_op=True)
+
+    def all_to_all(self, tensor, send, receive, name, group=None):
+        """Send the first send[0] rows of `tensor` (n, ...) to rank 0, the next send[1] to rank 1, ... Returns (the rows
+        that ranks 0, 1, ... sent here, receive[r] of each; work): at world size 1 the tensor itself."""
+        if self.world_size == 1:
+            return tensor, None
+        abroad = [count for rank, count in enumerate(send) if rank != self.rank and count]
+        self._count("all_to_all", name, sum(abroad) * math.prod(tensor.shape[1:]) * tensor.element_size(), len(abroad))
+        out = tensor.new_empty(sum(receive), *tensor.shape[1:])
+        return out, dist.all_to_all_single(out, tensor.contiguous(), receive, send, group=group, async_op=True)
 
     def broadcast_object(self, value):
         """Rank 0's small Python object, on every rank."""
@@ -354,12 +378,16 @@ class Runtime:
             torch.cuda.synchronize(self.device)
 
     def peak_memory_mib(self):
-        """Peak memory in MiB: of the device's allocator on CUDA, of the process on a CPU."""
+        """Peak memory of each rank in MiB: of the device's allocator on CUDA, of the process on a CPU."""
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) // 2**20
-        import resource  # not on every platform; only this line needs it
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak // (2**20 if sys.platform == "darwin" else 2**10)
+            peak = torch.cuda.max_memory_allocated(self.device) // 2**20
+        else:
+            import resource  # not on every platform; only this line needs it
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
+        peaks = torch.zeros(self.world_size, dtype=torch.int64)
+        peaks[self.rank] = peak
+        wait(self.all_reduce(peaks, "validation"))
+        return peaks.tolist()
 
     def close(self, failed=False):
         if dist.is_initialized():
@@ -556,20 +584,29 @@ class MicroBatch:
     targets: Tensor         # (T,) int64 next token ids
     segment_start: Tensor   # (T,) int32: index in [0, T) at which the token's attention segment starts
     segment_bounds: Tensor  # (S+1,) int32: all segment boundaries, padded with T (varlen attention's cu_seqlens)
-    rows: Tensor            # (T, O) int32 rows of the n-gram table
+    rows: Tensor            # (T, O) int32 rows of the n-gram table, or of the cache that stands for it
     signs: Tensor           # (T, O) float32 of +-1
 
 
 @dataclass
 class RowPlan:
-    """Which rows of the n-gram table a global step touches, and from which tokens each gathers its gradient.
+    """The rows of the n-gram table that the tokens of an update cycle read, and the routes of their values.
 
-    `occurrence` indexes the step's gradient rows as they lie after the all-gather over ranks; those of row
-    `rows[u]` are occurrence[offsets[u]:offsets[u + 1]], in the order of the global batch at any world size."""
-    rows: Tensor        # (U,) int64, sorted, distinct
-    occurrence: Tensor  # (N,) int32
-    signs: Tensor       # (N,) float32
-    offsets: Tensor     # (U,) int32
+    N (token, order) pairs of this rank (comms "tokens": of all ranks) read U distinct rows. All ranks read R rows, V
+    distinct ones, of this rank's share. At world size 1 there are no routes, and asked = owned = rows."""
+    rows: Tensor            # (U,) int64, rising
+    token: Tensor           # (N,) int32: the tokens that read rows[0], then those that read rows[1], ...
+    offsets: Tensor         # (U,) int32: where in `token` those of each row begin
+    weights: Tensor         # (N,) float32: their signs times the tokens of the step, for gradients of the mean loss
+    owned: Tensor           # (V,) int64, rising, counted from the share's start
+    asked: Tensor           # (R,) int64, likewise, rank after rank
+    merge: Tensor           # (R,) int32: positions in `asked` of owned[0], then those of owned[1], ...
+    merge_offsets: Tensor   # (V,) int32
+    send: list              # how many of `rows` each rank owns
+    receive: list           # how many of `asked` each rank reads
+    spread_rows: Tensor     # comms "rows": every row that some rank updates, int64
+    spread_slots: Tensor    # and where it lies in the all-gather of updated rows
+    spread_chunk: int       # rows of that all-gather on each rank
 
 
 @dataclass
@@ -616,20 +653,67 @@ def assemble(place, rows, signs, device):
     return MicroBatch(*(to_device(array, device) for array in arrays))
 
 
-def plan_rows(rows, signs, micro_batches, world_size):
-    """Build the RowPlan (numpy arrays) of a global step.
+def group(ids):
+    """Group equal integers of ids (n,). Returns the distinct ones (u,), rising; int32 positions (n,) of the first one's
+    occurrences in ids, then of the second's, ...; and where in these each begins, (u,) int32."""
+    order = np.argsort(ids, kind="stable")
+    ordered = ids[order]
+    offsets = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))[:len(ids)])
+    return ordered[offsets], order.astype(np.int32), offsets.astype(np.int32)
 
-    rows, signs: (M * T, O), micro-batches in global order. Micro-batch m is rank m % W's (m // W)-th, so that
-    after an all-gather (rank-major) its gradient rows lie in block (m % W) * (M // W) + m // W."""
-    flat = rows.ravel()
-    order = np.argsort(flat, kind="stable")
-    ordered = flat[order]
-    offsets = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
-    micro_batch, token = np.divmod(order // rows.shape[1], len(rows) // micro_batches)
-    block = micro_batch % world_size * (micro_batches // world_size) + micro_batch // world_size
-    occurrence = block * (len(rows) // micro_batches) + token
-    return (ordered[offsets].astype(np.int64), occurrence.astype(np.int32), signs.ravel()[order],
-            offsets.astype(np.int32))
+
+def sum_groups(values, positions, offsets, weights=None):
+    """Sums (u, d) float32 of the rows of values (n, d) that `group` put together, in that order: no atomics."""
+    return F.embedding_bag(positions, values.float(), offsets, mode="sum", per_sample_weights=weights)
+
+
+def plan_rows(rows, weights, config, runtime, lane=None, name="ngram_indices"):
+    """Build the RowPlan of an update cycle. All ranks call it together when the table has owners.
+
+    rows, weights: (n, O) of the cycle's tokens. lane: the process group of the calling thread. name: for the ledger.
+    Counts and indices travel here, on the CPU, before the forward pass that reads the rows; values follow when there
+    are any, without a word, for both sides know the sizes. Returns (plan, where in plan.rows each of `rows` is).
+    Raises ConfigError for rows outside the table."""
+    distinct, order, offsets = group(rows.ravel())
+    if len(distinct) and not 0 <= distinct[0] <= distinct[-1] < config.ngram_rows:
+        raise ConfigError(f"n-gram rows {distinct[0]} to {distinct[-1]}: the hash leaves the table's range 0 to "
+                          f"{config.ngram_rows - 1}; correct ngram_rows(), or raise --ngram-rows")
+    world_size, chunk = runtime.world_size, -(-config.ngram_rows // runtime.world_size)
+    none = np.empty(0, dtype=np.int32)
+    owned = asked = distinct
+    merge = merge_offsets = spread_rows = spread_slots = none
+    send = receive = [len(distinct)]
+    spread_chunk = 0
+    if config.ngram_comms != "tokens" and world_size > 1:
+        def travel(array, send, receive, name=name):
+            out, work = runtime.all_to_all(torch.from_numpy(array), send, receive, name, lane)
+            wait(work)
+            return out.numpy()
+        send = np.bincount(distinct // chunk, minlength=world_size).tolist()
+        each = [1] * world_size
+        receive = travel(np.array(send, dtype=np.int32), each, each).tolist()
+        asked = travel(distinct.astype(np.int32), send, receive) - runtime.share(config.ngram_rows)[0]
+        owned, merge, merge_offsets = group(asked)
+        if config.ngram_comms == "rows":
+            counts = travel(np.full(world_size, len(owned), dtype=np.int32), each, each, "ngram_updated")
+            updated = travel(np.tile(owned.astype(np.int32), world_size), [len(owned)] * world_size, counts.tolist(),
+                             "ngram_updated")
+            owner = np.repeat(np.arange(world_size), counts)
+            spread_chunk = int(counts.max())
+            spread_rows = updated + owner * chunk
+            spread_slots = owner * spread_chunk + np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    device = runtime.device
+    home = torch.device("cpu") if config.ngram_host else device
+    plan = RowPlan(
+        rows=to_device(distinct.astype(np.int64), device), token=to_device(order // rows.shape[1], device),
+        offsets=to_device(offsets, device), weights=to_device(weights.ravel()[order], device),
+        owned=to_device(owned.astype(np.int64), home), asked=to_device(asked.astype(np.int64), home),
+        merge=to_device(merge, home), merge_offsets=to_device(merge_offsets, home), send=send, receive=receive,
+        spread_rows=to_device(spread_rows.astype(np.int64), home),
+        spread_slots=to_device(spread_slots.astype(np.int64), home), spread_chunk=spread_chunk)
+    slots = np.empty(rows.size, dtype=np.int32)
+    slots[order] = np.repeat(np.arange(len(distinct), dtype=np.int32), np.diff(np.append(offsets, rows.size)))
+    return plan, slots.reshape(rows.shape)
 
 
 class TrainLoader:
@@ -686,26 +770,43 @@ class TrainLoader:
                 self.state = {**self.state, "piece": self.state["piece"] + 1, "offset": 0}
         return Placement(self.tokens, position, document_start, segment_start)
 
-    def _next_batch(self, step):
+    def _next_cycle(self, first):
+        """The Batches of the steps from `first` to the n-gram table's next update."""
         config, runtime = self.config, self.runtime
-        cap, count = at_step(config.document_cap, step, config), micro_batches_at(config, step)
-        places = [self._place_next(cap) for _ in range(count)]
-        # Every rank hashes the whole step: the table is replicated, so all need the union of touched rows.
-        hashed = [hash_placement(place, config) for place in places]
-        mine = [assemble(place, *rows_signs, runtime.device)
-                for place, rows_signs in zip(places, hashed)][runtime.rank::runtime.world_size]
-        plan = None
-        if config.ngram_orders:
-            rows, signs = (np.concatenate(parts) for parts in zip(*hashed))
-            plan = RowPlan(*(to_device(a, runtime.device) for a in plan_rows(rows, signs, count, runtime.world_size)))
-        return Batch(mine, plan, dict(self.state))
+        steps, states = [], []
+        for step in range(first, min(first + config.ngram_every, config.steps)):
+            cap, count = at_step(config.document_cap, step, config), micro_batches_at(config, step)
+            steps.append([self._place_next(cap) for _ in range(count)])
+            states.append(dict(self.state))
+        mine = [places[runtime.rank::runtime.world_size] for places in steps]
+        if not config.ngram_orders:
+            none = np.empty((config.micro_batch_tokens, 0), dtype=np.int32)
+            return [Batch([assemble(place, none, none, runtime.device) for place in places], None, state)
+                    for places, state in zip(mine, states)]
+        # Where token gradients are gathered, each rank updates every row and so hashes the tokens of all.
+        readers = range(runtime.world_size) if config.ngram_comms == "tokens" else [runtime.rank]
+        hashed = {}
+        weights = []
+        for rank in readers:
+            for places in steps:
+                for place in places[rank::runtime.world_size]:
+                    hashed[id(place)] = rows, signs = hash_placement(place, config)
+                    weights.append(signs * (len(places) * config.micro_batch_tokens))
+        plan, slots = plan_rows(np.concatenate([rows for rows, _ in hashed.values()]), np.concatenate(weights), config,
+                                runtime, runtime.loader_group)
+        if config.ngram_comms == "row_sharded":  # the model reads a cache of the cycle's rows, not the table
+            slots = np.split(slots, len(hashed))
+            hashed = {key: (part, signs) for part, (key, (_, signs)) in zip(slots, hashed.items())}
+        return [Batch([assemble(place, *hashed[id(place)], runtime.device) for place in places], plan, state)
+                for places, state in zip(mine, states)]
 
     def _run(self, step):
         try:
             if self.runtime.device.type == "cuda":
                 torch.cuda.set_device(self.runtime.device)  # the current device is each thread's own
-            for ahead in range(step, self.config.steps):
-                self._put(self._next_batch(ahead))
+            for first in range(step, self.config.steps, self.config.ngram_every):
+                for batch in self._next_cycle(first):
+                    self._put(batch)
                 if self._stopped.is_set():
                     return
         except Exception as error:  # carried to the training loop, which raises it
@@ -894,8 +995,6 @@ class GPT(nn.Module):
         self.embed_scale = nn.Parameter(torch.zeros(layers))
         if config.ngram_orders:
             self.ngram_gate = matrix(layers + 1, GATE_DIM, std=0)  # before each layer and before the head
-            # Row gradients are worked out by the optimizer from those of the summed rows, so autograd never sees it.
-            self.ngram_table = nn.Parameter(torch.zeros(config.ngram_rows, dim), requires_grad=False)
         self.skip_scale = nn.Parameter(torch.full((skips,), 0.1))
 
     @staticmethod
@@ -904,7 +1003,7 @@ class GPT(nn.Module):
         return 2 * torch.sigmoid(F.linear(x[:, :GATE_DIM], weight))
 
     def hidden(self, micro_batch, ngram, context):
-        """Final hidden states (T, model_dim), normalised. ngram: (T, model_dim), the summed rows of the n-gram table."""
+        """Final hidden states (T, model_dim), normalised. ngram: (T, model_dim), the NgramTable's part, or None."""
         config, phase, rotary = self.config, context.phase, context.rotary
         length, layers, head_dim = micro_batch.inputs.size(0), config.num_layers, config.head_dim
         x = F.embedding(micro_batch.inputs, self.head if phase.tied else self.embed)
@@ -963,11 +1062,6 @@ class GPT(nn.Module):
         return loss, losses
 
 
-def ngram_embedding(table, micro_batch):
-    """Sum of the signed rows of each token's n-grams: (T, model_dim) in the table's dtype."""
-    return F.embedding_bag(micro_batch.rows, table, mode="sum", per_sample_weights=micro_batch.signs.to(table.dtype))
-
-
 # ======================================================================================================
 # 5. Optimizer
 # ======================================================================================================
@@ -975,8 +1069,8 @@ def ngram_embedding(table, micro_batch):
 @dataclass(frozen=True)
 class Rule:
     """How one parameter is updated, and how its gradient and value travel between ranks."""
-    update: str            # adam | muon | adagrad (row-wise, the n-gram table)
-    comms: str             # sharded along dim 0 | replicated (small, one bucket) | rows (touched rows only)
+    update: str            # adam | muon | adagrad (row-wise)
+    comms: str             # sharded along dim 0 | replicated (small, one bucket) | ngram (see NgramTable)
     lr_mul: float = 1.0
     decay_mul: float = 0.0
     betas: tuple = (0.9, 0.95)  # muon reads the second only; its momentum follows a schedule
@@ -995,12 +1089,12 @@ RULES = {
     "embed_scale": Rule("adam", "replicated"),
     "ngram_gate": Rule("adam", "replicated"),
     "skip_scale": Rule("adam", "replicated"),
-    "ngram_table": Rule("adagrad", "rows"),
+    "ngram_table": Rule("adagrad", "ngram"),
 }
-# Communication starts in this order, largest first, and is consumed in the other, so that the Adam updates and the
-# table hide the transfer of the banks.
-LAUNCH_ORDER = ("mlp", "attention", "value_embed", "embed", "head")
-UPDATE_ORDER = ("head", "embed", "value_embed", "attention", "mlp")
+# Communication starts in this order, largest first, and is consumed in the other: Adam updates and the table hide the
+# transfer of the banks, and the banks' updates hide the way of the table's new rows.
+LAUNCH_ORDER = ("mlp", "attention", "ngram_table", "value_embed", "embed", "head")
+UPDATE_ORDER = ("head", "embed", "value_embed", "ngram_table", "attention", "mlp")
 
 
 def join_mantissa(high, low):
@@ -1065,19 +1159,138 @@ def muon_update(weight, grad, buffer, second, lr, momentum, beta2, decay, dtype)
     weight.sub_(lr * (update + decay * weight * agrees))
 
 
-def adagrad_rows_update(table, second, grads, plan, lr, floor):
-    """Row-wise Adagrad on the touched rows of the n-gram table, in place; cost is that of the touched rows.
+def adagrad_rows_update(table, second, rows, grads, lr, floor):
+    """Row-wise Adagrad on some rows of the n-gram table, in place; cost is that of these rows.
 
-    table: (rows, dim) float32. second: (rows,) float32, the sum of each row's mean squared gradients.
-    grads: (tokens, dim), the gradient of the step's mean loss by each token's summed rows, as plan.occurrence expects.
-    floor: a token's gradient RMS (of its own loss, so of `grads` times tokens) that is added to the moment: a row seen
-    first by a token that was predicted well anyway hardly moves, where plain Adagrad would take a full step.
+    table: (n, dim) float32. second: (n,) float32, the sum of each row's mean squared gradients.
+    rows: (u,) int64, distinct. grads: (u, dim) float32, sums over tokens of the gradients of their own losses.
+    floor: a token's gradient RMS that is added to the moment: a row seen first by a token that was predicted well
+    anyway hardly moves, where plain Adagrad would take a full step."""
+    moment = second[rows] + grads.square().mean(1)
+    second[rows] = moment
+    table[rows] -= grads * (lr * (moment + floor * floor).rsqrt())[:, None]
+
+
+class NgramTable:
+    """The hashed n-gram embedding: this rank's rows, their optimizer state, and all that travels of them.
+
+    Config.ngram_comms says what does, per update cycle and rank (benchmarks/ngram_exchange.py has the bytes):
+    - tokens: replicas; the gradients of tokens are gathered, and every rank updates every row that was read.
+    - rows: replicas; a row's summed gradient goes to its owner, which updates it and sends the new row to all.
+    - row_sharded: a rank holds only the rows it owns. Those that its tokens read are pulled into a cache before the
+      cycle, their summed gradients go back the same way.
+    Rows that a rank owns never travel, and a row travels once however many tokens read it.
+
+    Weight decay acts on all rows at each update, at no cost: the table is `weight` times the number `scale`, and decay
+    shrinks that number alone. So a row that is touched again after 100 updates has seen all their decays.
     """
-    row_grads = F.embedding_bag(plan.occurrence, grads.float() * len(grads), plan.offsets, mode="sum",
-                                per_sample_weights=plan.signs)
-    moment = second[plan.rows] + row_grads.square().mean(1)
-    second[plan.rows] = moment
-    table[plan.rows] -= row_grads * (lr * (moment + floor * floor).rsqrt())[:, None]
+
+    def __init__(self, config, runtime):
+        self.config, self.runtime, self.comms = config, runtime, config.ngram_comms
+        self.home = torch.device("cpu") if config.ngram_host else runtime.device
+        whole = (0, config.ngram_rows)
+        self.owned = whole if self.comms == "tokens" else runtime.share(config.ngram_rows)  # the rows updated here
+        self.held = self.owned if self.comms == "row_sharded" else whole
+        count, owned = self.held[1] - self.held[0], self.owned[1] - self.owned[0]
+        needed, there = 4 * (count * config.model_dim + owned), available_memory(self.home)
+        if self.home.type == "cpu":
+            there //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of the ranks that share this host
+        if needed > there:
+            raise ConfigError(f"ngram_rows={config.ngram_rows:,}: a rank's {count:,} rows take {needed / 2**30:.1f} GiB, and "
+                              f"{there / 2**30:.1f} GiB are free for it on {self.home}; lower --ngram-rows, or share them "
+                              f"among more ranks with --ngram-comms row_sharded")
+        pinned = self.home != runtime.device
+        self.weight = torch.zeros(count, config.model_dim, device=self.home, pin_memory=pinned)
+        self.second = torch.zeros(owned, device=self.home, pin_memory=pinned)
+        self.scale = 1.0
+        self.grads = []  # of the cycle's tokens so far, one tensor a micro-batch
+        self.pulled = (None, None, None)  # plan, values, work
+
+    def start_pull(self, plan, name):
+        """Start bringing the rows of `plan` here from their owners. Returns (values (U, model_dim), work)."""
+        return self.runtime.all_to_all(self.weight[plan.asked], plan.receive, plan.send, name)
+
+    def pull(self, plan):
+        """Start bringing the rows of a training cycle here, if they do not live here."""
+        if self.comms == "row_sharded" and self.pulled[0] is not plan:
+            self.pulled = (plan, *self.start_pull(plan, "ngram_table"))
+
+    def arrived(self, values, work):
+        """What a pull brought, on the model's device."""
+        wait(work)
+        return values.to(self.runtime.device, non_blocking=True)
+
+    def lookup(self, micro_batch, cache=None):
+        """Sum of the signed rows of each token's n-grams: (T, model_dim), a leaf in the compute dtype. Its gradient is
+        for `grads`; autograd never sees the table. cache: stands for the table where micro_batch.rows point into it."""
+        table = self.weight if cache is None else cache
+        summed = F.embedding_bag(micro_batch.rows, table, mode="sum", per_sample_weights=micro_batch.signs)
+        return (summed * self.scale).to(getattr(torch, self.config.dtype)).requires_grad_()
+
+    def send(self, plan):
+        """Start the way of the cycle's gradients to the ranks that update their rows."""
+        runtime, grads = self.runtime, torch.cat(self.grads)
+        self.grads = []
+        if self.comms == "tokens":
+            gathered, work = grads, None
+            if runtime.world_size > 1:
+                gathered = grads.new_empty(len(grads) * runtime.world_size, grads.size(1))
+                work = runtime.all_gather(gathered, grads, "ngram_table")
+            self.sent = (plan, gathered, work)
+        else:
+            sums = sum_groups(grads, plan.token, plan.offsets, plan.weights).to(self.home)
+            self.sent = (plan, *runtime.all_to_all(sums, plan.send, plan.receive, "ngram_table"))
+
+    def update(self, lr):
+        """Update the owned rows that some rank's tokens read, and start sending them out where there are replicas."""
+        config, runtime, (plan, grads, work) = self.config, self.runtime, self.sent
+        wait(work)
+        if self.comms == "tokens":
+            grads = sum_groups(grads, plan.token, plan.offsets, plan.weights)
+        elif runtime.world_size > 1:
+            grads = sum_groups(grads, plan.merge, plan.merge_offsets)
+        self.scale *= 1 - lr * config.ngram_decay
+        low, high = self.owned
+        weight = self.weight[low - self.held[0]:high - self.held[0]]
+        adagrad_rows_update(weight, self.second, plan.owned, grads, lr / self.scale, config.ngram_floor)
+        self.sent = (plan, None, None)
+        if self.comms == "rows" and runtime.world_size > 1:
+            share = weight.new_zeros(plan.spread_chunk, weight.size(1))
+            share[:len(plan.owned)] = weight[plan.owned]
+            gathered = share.new_empty(plan.spread_chunk * runtime.world_size, weight.size(1))
+            self.sent = (plan, gathered, runtime.all_gather(gathered, share, "ngram_table"))
+
+    def finish(self):
+        """Receive the rows that other ranks have updated."""
+        plan, gathered, work = self.sent
+        if gathered is not None:
+            wait(work)
+            self.weight[plan.spread_rows] = gathered[plan.spread_slots]
+
+    def full_state(self):
+        """{"weight", "second": the whole tables on rank 0's host (None elsewhere), "scale"}. All ranks call it."""
+        return {"weight": self._whole(self.weight, self.held), "second": self._whole(self.second, self.owned),
+                "scale": self.scale}
+
+    def _whole(self, part, held):
+        runtime, rows = self.runtime, self.config.ngram_rows
+        if held == (0, rows):
+            return part.cpu()
+        whole = torch.empty(rows, *part.shape[1:]) if runtime.is_main else None
+        for rank in range(runtime.world_size):
+            low, high = runtime.share(rows, rank)
+            if rank == 0 and runtime.is_main:
+                whole[low:high] = part
+            elif runtime.is_main and high > low:
+                dist.recv(whole[low:high], rank)
+            elif runtime.rank == rank and high > low:
+                dist.send(part.cpu(), 0)
+        return whole
+
+    def load_full_state(self, full):
+        self.weight.copy_(full["weight"][slice(*self.held)])
+        self.second.copy_(full["second"][slice(*self.owned)])
+        self.scale = full["scale"]
 
 
 class Optimizer:
@@ -1088,12 +1301,12 @@ class Optimizer:
     the collectives ask for; parameters and states are never padded. `replicated` parameters share one flat bucket.
     """
 
-    def __init__(self, config, model, runtime):
-        self.config, self.runtime = config, runtime
+    def __init__(self, config, model, runtime, table=None):
+        self.config, self.runtime, self.table = config, runtime, table
         self.params = dict(model.named_parameters())
         if unruled := set(self.params) - set(RULES):
             raise ConfigError(f"no optimizer rule for {', '.join(sorted(unruled))}; add one to RULES")
-        self.sharded = [name for name in UPDATE_ORDER if name in self.params]
+        self.sharded = [name for name in self.params if RULES[name].comms == "sharded"]
         self.replicated = [name for name in self.params if RULES[name].comms == "replicated"]
         device, float32 = runtime.device, torch.float32
         self.share, self.grads, self.state = {}, {}, {}
@@ -1120,8 +1333,6 @@ class Optimizer:
                                 "second": torch.zeros_like(param, dtype=float32)}
             if param.dtype == torch.bfloat16:
                 self.state[name]["mantissa"] = torch.zeros_like(param, dtype=torch.int16)
-        if "ngram_table" in self.params:
-            self.state["ngram_table"] = {"second": torch.zeros(config.ngram_rows, device=device)}
 
     def accumulate(self, grads):
         """Add one micro-batch's gradients, {name: tensor or None for a parameter that was not used}."""
@@ -1130,19 +1341,24 @@ class Optimizer:
                 self.grads[name][:len(grad)] += grad
 
     def due(self, name, step):
-        """Whether `name` steps at this step; Adam parameters wait for every k-th, and for the last."""
-        every = self.config.adam_every if RULES[name].update == "adam" else 1
+        """Whether `name` steps at this step; Adam parameters and the table wait for every k-th, and for the last."""
+        every = {"adam": self.config.adam_every, "adagrad": self.config.ngram_every}.get(RULES[name].update, 1)
         return (step + 1) % every == 0 or step + 1 == self.config.steps
 
-    def step(self, step, lr_mul, ngram_grads=None, row_plan=None):
+    def step(self, step, lr_mul, row_plan=None, next_plan=None):
         """Reduce what is due, update it and spread the new values.
 
-        ngram_grads: (micro-batches of this rank * T, dim), gradients of the summed n-gram rows."""
+        row_plan, next_plan: of the table's update cycle that this step is in, and that the next step is in."""
         config, runtime = self.config, self.runtime
         due = [name for name in self.sharded if self.due(name, step)]
+        if row_plan is not None and self.due("ngram_table", step):
+            due.append("ngram_table")
         replicated = [name for name in self.replicated if self.due(name, step)]
         works, mine, gathers = {}, {}, {}
         for name in sorted(due, key=LAUNCH_ORDER.index):
+            if name == "ngram_table":
+                self.table.send(row_plan)
+                continue
             buffer = self.grads[name]
             mine[name] = buffer
             if runtime.world_size > 1:
@@ -1150,28 +1366,27 @@ class Optimizer:
                 works[name] = runtime.reduce_scatter(mine[name], buffer, name)
         if replicated:
             works["bucket"] = runtime.all_reduce(self.bucket, "replicated")
-        if row_plan is not None:
-            gathered = ngram_grads
-            if runtime.world_size > 1:
-                gathered = ngram_grads.new_empty(len(ngram_grads) * runtime.world_size, ngram_grads.size(1))
-                works["ngram_table"] = runtime.all_gather(gathered, ngram_grads, "ngram_table")
         if replicated:
             wait(works["bucket"])
             for name in replicated:
                 self._update(name, self.grads[name], step, lr_mul)
-        for name in due:
+        for name in sorted(due, key=UPDATE_ORDER.index):
+            if name == "ngram_table":
+                self.table.update(config.ngram_lr * RULES[name].lr_mul * lr_mul)
+                if next_plan is not None:
+                    self.table.pull(next_plan)
+                continue
             wait(works.get(name))
             low, high = self.share[name]
             if high > low:
                 self._update(name, mine[name][:high - low], step, lr_mul)
             gathers[name] = self._start_gather(name)
-        if row_plan is not None:
-            wait(works.get("ngram_table"))
-            adagrad_rows_update(self.params["ngram_table"].data, self.state["ngram_table"]["second"], gathered,
-                                row_plan, config.ngram_lr * lr_mul * RULES["ngram_table"].lr_mul, config.ngram_floor)
         for name in due:
-            self._finish_gather(name, gathers[name])
-            self.grads[name].zero_()
+            if name == "ngram_table":
+                self.table.finish()
+            else:
+                self._finish_gather(name, gathers[name])
+                self.grads[name].zero_()
         for name in replicated:
             self.grads[name].zero_()
 
@@ -1232,7 +1447,7 @@ class Optimizer:
 
     def load_full_state(self, full):
         for name, state in self.state.items():
-            low, high = self.share.get(name, (0, None))
+            low, high = self.share[name]
             for key, value in state.items():
                 value.copy_(full[name][key][low:high])
 
@@ -1290,8 +1505,8 @@ class Trainer:
         torch.set_float32_matmul_precision("highest")
         attention, self.attention_name = choose_attention(config, runtime.device)
         self.model = GPT(config, attention).to(runtime.device)
-        self.optimizer = Optimizer(config, self.model, runtime)
-        self.trained = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        self.table = NgramTable(config, runtime) if config.ngram_orders else None
+        self.optimizer = Optimizer(config, self.model, runtime, self.table)
         self.compile_name = choose_compile(config)
         self.forward = self.model
         if self.compile_name == "inductor":
@@ -1316,45 +1531,74 @@ class Trainer:
             biases = {window: blocked_bias(micro_batch.segment_start, window, dtype) for window in set(phase.windows)}
         return Context(phase, self._rotary[windows], attention_scale(config.head_dim, windows), biases)
 
-    def ngram(self, micro_batch):
-        """The micro-batch's summed n-gram rows as a leaf in the compute dtype; None without n-grams."""
-        if not self.config.ngram_orders:
-            return None
-        summed = ngram_embedding(self.model.ngram_table.data, micro_batch)
-        return summed.to(getattr(torch, self.config.dtype)).requires_grad_()
+    def read(self, place):
+        """(MicroBatch, its summed n-gram rows) of a Placement outside training. When the table is shared out, all ranks
+        must call it together; one that has nothing to read (place None) serves the others."""
+        config, device, table = self.config, self.runtime.device, self.table
+        if table is None or self.config.ngram_comms != "row_sharded":
+            micro_batch = assemble(place, *hash_placement(place, config), device)
+            return micro_batch, table and table.lookup(micro_batch)
+        none = np.empty((0, len(config.ngram_orders)), dtype=np.int32)
+        rows, signs = hash_placement(place, config) if place else (none, none)
+        plan, slots = plan_rows(rows, signs, config, self.runtime, name="validation")
+        cache = table.arrived(*table.start_pull(plan, "validation"))
+        if place is None:
+            return None, None
+        micro_batch = assemble(place, slots, signs, device)
+        return micro_batch, table.lookup(micro_batch, cache)
 
-    def step(self, step, batch):
-        """One optimizer step on this rank's micro-batches. Returns this rank's summed losses, a 0-dim tensor."""
+    def accumulate(self, step, batch):
+        """Add up the gradients of this rank's micro-batches. Returns their summed losses, a 0-dim tensor."""
         if step and step == untie_step(self.config):
             self.optimizer.untie()
         total = len(batch.micro_batches) * self.runtime.world_size
-        ngram_grads, loss_sum = [], 0.0
+        loss_sum, ngram, cache = 0.0, None, None
+        if self.table is not None:
+            self.table.pull(batch.row_plan)
+            if self.config.ngram_comms == "row_sharded":
+                cache = self.table.arrived(*self.table.pulled[1:])
         for micro_batch in batch.micro_batches:
-            ngram = self.ngram(micro_batch)
+            if self.table is not None:
+                ngram = self.table.lookup(micro_batch, cache)
             loss, losses = self.forward(micro_batch, ngram, self.context(step, micro_batch, training=True))
-            leaves = list(self.trained.values()) + ([ngram] if ngram is not None else [])
+            leaves = list(self.optimizer.params.values()) + ([ngram] if ngram is not None else [])
             grads = torch.autograd.grad(loss / total, leaves, allow_unused=True)
-            self.optimizer.accumulate(dict(zip(self.trained, grads)))
+            self.optimizer.accumulate(dict(zip(self.optimizer.params, grads)))
             if ngram is not None:
-                ngram_grads.append(grads[-1])
+                self.table.grads.append(grads[-1])
             loss_sum = loss_sum + losses.detach().sum()
-        self.optimizer.step(step, lr_multiplier(self.config, step),
-                            torch.cat(ngram_grads) if ngram_grads else None, batch.row_plan)
         return loss_sum
 
+    def step(self, step, batch, following=None):
+        """One optimizer step. Returns this rank's summed losses and the next step's Batch: what `following` returns,
+        which is called when the backward pass is under way."""
+        loss_sum = self.accumulate(step, batch)
+        upcoming = following() if following else None
+        self.optimizer.step(step, lr_multiplier(self.config, step), batch.row_plan, upcoming and upcoming.row_plan)
+        return loss_sum, upcoming
+
     @torch.no_grad()
-    def token_losses(self, step, micro_batch):
+    def token_losses(self, step, micro_batch, ngram):
         """Validation loss of each token, (T,) float32, of the model as it stands before `step`."""
-        return self.forward(micro_batch, self.ngram(micro_batch), self.context(step, micro_batch))[1]
+        return self.forward(micro_batch, ngram, self.context(step, micro_batch))[1]
+
+    @torch.no_grad()
+    def hidden(self, step, micro_batch, ngram):
+        """Final hidden states, (T, model_dim), of the model as it stands before `step`."""
+        return self.model.hidden(micro_batch, ngram, self.context(step, micro_batch))
 
     def evaluate(self, step, val):
         """Mean loss over the track's validation tokens, in nats per token; micro-batches are shared among ranks."""
-        length = self.config.micro_batch_tokens
-        total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
-        for index in range(self.runtime.rank, self.config.val_tokens // length, self.runtime.world_size):
-            place = place_contiguous(val, index * length, self.config)
-            micro_batch = assemble(place, *hash_placement(place, self.config), self.runtime.device)
-            total += self.token_losses(step, micro_batch).double().sum()
+        length, runtime = self.config.micro_batch_tokens, self.runtime
+        total = torch.zeros((), dtype=torch.float64, device=runtime.device)
+        count = self.config.val_tokens // length
+        for first in range(0, count, runtime.world_size):  # ranks without a last micro-batch still serve rows
+            index = first + runtime.rank
+            place = place_contiguous(val, index * length, self.config) if index < count else None
+            if place or self.config.ngram_comms == "row_sharded":
+                micro_batch, ngram = self.read(place)
+            if place:
+                total += self.token_losses(step, micro_batch, ngram).double().sum()
         wait(self.runtime.all_reduce(total, "validation"))
         return total.item() / self.config.val_tokens
 
@@ -1385,10 +1629,9 @@ def check_causal(trainer, step, val):
     changed[middle + 1:] = (changed[middle + 1:].astype(np.int64) + noise) % (trainer.config.eot_token + 1)
     losses, hidden = [], []
     for tokens in (original, changed):
-        place = place_contiguous(tokens, 0, trainer.config)
-        micro_batch = assemble(place, *hash_placement(place, trainer.config), trainer.runtime.device)
-        losses.append(trainer.token_losses(step, micro_batch))
-        hidden.append(trainer.model.hidden(micro_batch, trainer.ngram(micro_batch), trainer.context(step, micro_batch)))
+        micro_batch, ngram = trainer.read(place_contiguous(tokens, 0, trainer.config))
+        losses.append(trainer.token_losses(step, micro_batch, ngram))
+        hidden.append(trainer.hidden(step, micro_batch, ngram))
     # The state at the middle predicts the first changed token: a look one token ahead shows there and nowhere before.
     same = (torch.equal(losses[0][:middle], losses[1][:middle])
             and torch.equal(hidden[0][:middle + 1], hidden[1][:middle + 1]))
@@ -1399,9 +1642,7 @@ def check_causal(trainer, step, val):
 def check_normalised(trainer, step, val):
     """At a few positions, exp(-loss) over every possible target must sum to 1."""
     config = trainer.config
-    place = place_contiguous(val, 0, config)
-    micro_batch = assemble(place, *hash_placement(place, config), trainer.runtime.device)
-    hidden = trainer.model.hidden(micro_batch, trainer.ngram(micro_batch), trainer.context(step, micro_batch))
+    hidden = trainer.hidden(step, *trainer.read(place_contiguous(val, 0, config)))
     for row in hidden[::max(1, len(hidden) // 8)]:
         total = 0.0
         for targets in torch.arange(config.vocab_size, device=row.device).split(1024):  # bounds the logits' memory
@@ -1420,7 +1661,7 @@ def validation_hash(config, val):
 # 8. Checkpoints
 # ======================================================================================================
 
-CHECKPOINT_FORMAT = 1
+CHECKPOINT_FORMAT = 2
 
 
 @contextlib.contextmanager
@@ -1524,6 +1765,9 @@ def local_state(trainer):
     for name, state in trainer.optimizer.state.items():
         tensors.update({f"{name}.{key}": value for key, value in state.items()})
     tensors.update({f"{name}.grad": value for name, value in trainer.optimizer.grads.items()})
+    if trainer.table:
+        tensors.update({"ngram_table": trainer.table.weight, "ngram_table.second": trainer.table.second,
+                        "ngram_table.scale": torch.tensor([trainer.table.scale], dtype=torch.float64)})
     tensors["rng"] = torch.get_rng_state()
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
@@ -1540,20 +1784,24 @@ def state_digest(trainer):
 def warm_up(trainer):
     """Compile and run every phase of the schedule on synthetic tokens, then put the state back and prove it.
 
-    The digest is taken before and after, apart from the copies that restore the state."""
-    config, runtime = trainer.config, trainer.runtime
+    The digest is taken before and after, apart from the copies that restore the state. Of the n-gram table only the
+    rows that the synthetic tokens touch are copied."""
+    config, runtime, table = trainer.config, trainer.runtime, trainer.table
     before = state_digest(trainer)
-    kept = {name: tensor.clone() for name, tensor in local_state(trainer).items()}
+    kept = {name: tensor.clone() for name, tensor in local_state(trainer).items() if not name.startswith("ngram_table")}
     tokens = np.random.default_rng(0).integers(0, config.eot_token, size=config.micro_batch_tokens + 1).astype(np.uint16)
     tokens[0] = config.eot_token
     place = place_contiguous(tokens, 0, config)
     rows, signs = hash_placement(place, config)
-    micro_batch = assemble(place, rows, signs, runtime.device)
     plan = None
-    if config.ngram_orders:
-        world = runtime.world_size
-        arrays = plan_rows(np.tile(rows, (world, 1)), np.tile(signs, (world, 1)), world, world)
-        plan = RowPlan(*(to_device(array, runtime.device) for array in arrays))
+    if table:
+        readers = runtime.world_size if config.ngram_comms == "tokens" else 1
+        plan, slots = plan_rows(np.tile(rows, (readers, 1)), np.tile(signs, (readers, 1)), config, runtime)
+        if config.ngram_comms == "row_sharded":
+            rows = slots
+        touched = plan.owned if config.ngram_comms == "row_sharded" else plan.rows  # all ranks have the same tokens
+        kept_rows, kept_second, kept_scale = table.weight[touched], table.second[plan.owned], table.scale
+    micro_batch = assemble(place, rows, signs, runtime.device)
     seen = set()
     for step in range(config.steps):
         key = (phase_at(config, step), windows_until(config, step))
@@ -1562,11 +1810,14 @@ def warm_up(trainer):
         seen.add(key)
         for _ in range(2):  # the second call is the first without compilation
             trainer.step(step, Batch([micro_batch], plan, {}))
-            trainer.token_losses(step, micro_batch)
-    trainer.token_losses(config.steps, micro_batch)
+            trainer.token_losses(step, *trainer.read(place))
+    trainer.token_losses(config.steps, *trainer.read(place))
     for name, tensor in local_state(trainer).items():
-        if name != "rng":
+        if name in kept and name != "rng":
             tensor.copy_(kept[name])
+    if table:
+        table.weight[touched], table.second[plan.owned], table.scale = kept_rows, kept_second, kept_scale
+        table.grads.clear()
     torch.set_rng_state(kept["rng"])
     if state_digest(trainer) != before:
         raise RuntimeError("the state after warm-up is not bitwise the state before it")
@@ -1577,12 +1828,15 @@ def checkpoint_content(trainer, step, loader_state, clock):
     optimizer = trainer.optimizer.full_state()
     return {"format": CHECKPOINT_FORMAT, "step": step, "config": dataclasses.asdict(trainer.config),
             "model": trainer.model.state_dict(), "optimizer": optimizer, "loader": loader_state,
-            "rng": torch.get_rng_state(), "train_seconds": clock.seconds()}
+            "ngram_table": trainer.table and trainer.table.full_state(), "rng": torch.get_rng_state(),
+            "train_seconds": clock.seconds()}
 
 
 def restore(trainer, content):
     """Load weights and, if the checkpoint is for training, optimizer state."""
     trainer.model.load_state_dict(content["model"])
+    if trainer.table:
+        trainer.table.load_full_state(content["ngram_table"])
     trainer.optimizer.load_full_state(content["optimizer"])
     torch.set_rng_state(content["rng"])
 
@@ -1608,9 +1862,10 @@ def log_header(log, trainer, config, overrides, code):
         log.line("overrides:" + json.dumps(record_overrides))
     log.line(f"data:{data} backends:attention={trainer.attention_name},matmul=torch-{config.dtype},"
              f"compile={trainer.compile_name}")
-    log.line(f"size: matrices={sum(p.numel() for n, p in trainer.trained.items() if RULES[n].update == 'muon'):,} "
-             f"embeddings_and_head={sum(p.numel() for n, p in trainer.trained.items() if RULES[n].update == 'adam'):,} "
-             f"ngram_table={trainer.model.ngram_table.numel() if config.ngram_orders else 0:,}")
+    sizes = {rule: sum(param.numel() for name, param in trainer.optimizer.params.items() if RULES[name].update == rule)
+             for rule in ("muon", "adam")}
+    log.line(f"size: matrices={sizes['muon']:,} embeddings_and_head={sizes['adam']:,} "
+             f"ngram_table={config.ngram_rows * config.model_dim if config.ngram_orders else 0:,}")
     log.line("===== START =====")
 
 
@@ -1621,12 +1876,12 @@ def train_steps(trainer, log, shards, val, clock, folder, first_step, loader_sta
     clock.start()
     loader = TrainLoader(config, shards, runtime, first_step, loader_state)
     try:
+        batch = loader.next()
         for step in range(first_step, config.steps):
             if INTERRUPTED.is_set():
                 raise KeyboardInterrupt
-            batch = loader.next()
-            loss_sum = trainer.step(step, batch)
             loader_state, done = batch.state, step + 1
+            loss_sum, batch = trainer.step(step, batch, loader.next if done < config.steps else None)
             if done % config.log_every == 0 or done == config.steps:
                 total = loss_sum.double()
                 wait(runtime.all_reduce(total, "training loss"))
@@ -1659,6 +1914,10 @@ def train_steps(trainer, log, shards, val, clock, folder, first_step, loader_sta
 def finish(trainer, log, val, clock, loader_state, folder, overrides, code):
     """Checkpoint, final validation, validity gates, plot and result. Returns the final validation loss."""
     config, runtime = trainer.config, trainer.runtime
+    # Of training alone: before rank 0 collects the checkpoint.
+    sent = {f"{collective}/{name}": [round(count / config.steps, 1) for count in counts]
+            for (collective, name), counts in sorted(runtime.ledger.items()) if name != "validation"}
+    memory = runtime.peak_memory_mib()
     content = checkpoint_content(trainer, config.steps, loader_state, clock)
     if runtime.is_main:
         save_checkpoint(folder / "checkpoint.pt", content)
@@ -1670,25 +1929,24 @@ def finish(trainer, log, val, clock, loader_state, folder, overrides, code):
     gates = {"causal": check_causal(trainer, config.steps, val),
              "normalised": check_normalised(trainer, config.steps, val)}
     digest = validation_hash(config, val)
-    comms = {f"{collective}/{name}": round(sent / config.steps)
-             for (collective, name), sent in sorted(runtime.sent_bytes.items())}
-    log.line("comms: sent_bytes per step " + (" ".join(f"{k}={v}" for k, v in comms.items()) or "none=0"))
+    log.line("comms: sent_bytes per step (messages) "
+             + (" ".join(f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent.items()) or "none=0(0)"))
     verdict = {name: "ok" if passed else "FAILED" for name, passed in gates.items()}
     log.line(f"validity: causal:{verdict['causal']} normalised:{verdict['normalised']} "
              f"val_tokens:{config.val_tokens} val_sha256:{digest}")
     tokens = sum(micro_batches_at(config, step) for step in range(config.steps)) * config.micro_batch_tokens
-    memory = runtime.peak_memory_mib()
     log.line(f"final val_loss:{val_loss:.5f} train_time:{1000 * clock.total:.0f}ms tokens:{tokens} "
-             f"peak_memory:{memory}MiB")
+             f"peak_memory:{max(memory)}MiB")
     if runtime.is_main:
         sha, dirty = git_state()
         result = {"run": config.run_id, "track": config.track, "val_loss": val_loss, "seed": config.seed,
                   "train_time_ms": 1000 * clock.total, "steps": config.steps, "tokens": tokens,
                   "target_loss": config.target_loss, "world_size": runtime.world_size, "commit": sha, "dirty": dirty,
                   "code_sha256": hashlib.sha256(code.encode()).hexdigest(), "device": device_name(runtime.device),
-                  "torch": torch.__version__, "peak_memory_mib": memory, "validity": gates, "val_sha256": digest,
+                  "torch": torch.__version__, "peak_memory_mib_by_rank": memory, "validity": gates, "val_sha256": digest,
                   "overrides": {k: v for k, v in overrides.items() if k not in NEUTRAL_FIELDS},
-                  "sent_bytes_per_step": comms, "config": dataclasses.asdict(config)}
+                  "sent_bytes_per_step": {key: size for key, (size, _) in sent.items()},
+                  "sent_messages_per_step": {key: messages for key, (_, messages) in sent.items()}, "config": dataclasses.asdict(config)}
         with atomic_file(folder / "result.json") as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
         plot_losses(folder)
@@ -1751,7 +2009,7 @@ def train(config, overrides, runtime, content=None):
             log.line(f"note: the validation tokens in {config.data} are not the {config.track} track's; losses are not "
                      f"comparable with its records")
         warm_up(trainer)
-        runtime.sent_bytes.clear()
+        runtime.ledger.clear()
         loader_state = train_steps(trainer, log, shards, val, clock, folder, first_step, loader_state)
         val_loss = finish(trainer, log, val, clock, loader_state, folder, overrides, code)
         status, failed = (f"ok run:{run_id} val_loss:{val_loss:.5f} train_time:{clock.total:.1f}s "
@@ -1792,20 +2050,25 @@ def train(config, overrides, runtime, content=None):
 # ======================================================================================================
 
 def check_world_size(config, world_size):
+    if config.ngram_orders and config.ngram_rows < world_size:
+        raise ConfigError(f"ngram_rows={config.ngram_rows}: fewer than world size {world_size}, so that some rank would own "
+                          f"none; raise --ngram-rows, or start fewer processes")
     for _, count in config.micro_batches:
         if count % world_size:
             raise ConfigError(f"world size {world_size}: must divide the {count} micro-batches of a step; start a "
                               f"number of processes that divides it, or change --micro-batches")
 
 
-def memory_estimate(config):
-    """Rough bytes at world size 1: weights, gradients, optimizer states, n-gram table, activations of one
+def memory_estimate(config, world_size=1):
+    """Rough bytes of a rank, banks unshared: weights, gradients, optimizer states, n-gram table, activations of one
     micro-batch (about 34 values a channel and layer, and the float32 logits twice)."""
     width = 2 if config.dtype == "bfloat16" else 4
     matrices = config.num_layers * (4 * config.model_dim + 2 * config.mlp_dim) * config.model_dim
     tables = (2 + len(config.value_embedding_layers)) * config.vocab_size * config.model_dim
     state = (matrices + tables) * (width + 4 + 8 + 2)
-    table = config.ngram_rows * (config.model_dim + 1) * 4 * 2 if config.ngram_orders else 0  # twice: the warm-up copy
+    table = config.ngram_rows * (config.model_dim + 1) * 4 if config.ngram_orders else 0
+    if config.ngram_comms == "row_sharded":
+        table //= world_size
     activations = config.micro_batch_tokens * (34 * config.num_layers * config.model_dim * width
                                                + 8 * config.vocab_size)
     return state + table + activations
@@ -1833,8 +2096,8 @@ def preflight(config, runtime):
     needed = sum(micro_batches_at(config, step) for step in range(config.steps)) * config.micro_batch_tokens
     say(f"data: {config.data}: {sum(map(len, shards)):,} training tokens in {len(shards)} shard(s), the schedule takes "
         f"{needed:,}; {len(val):,} validation tokens, {config.val_tokens:,} are scored")
-    estimate, free = memory_estimate(config), shutil.disk_usage(".").free
-    checkpoint = estimate // 2
+    estimate, free = memory_estimate(config, runtime.world_size), shutil.disk_usage(".").free
+    checkpoint = memory_estimate(config)
     for what, taken, there, remedy in (
             ("memory: a run takes about", estimate, available_memory(runtime.device),
              "lower --micro-batch-tokens or --ngram-rows"),
@@ -1892,7 +2155,7 @@ def open_trained(given):
     if "data" in given:
         config = dataclasses.replace(config, data=given["data"])
     trainer = Trainer(config, Runtime(config.device))
-    trainer.model.load_state_dict(content["model"])
+    restore(trainer, content)
     return trainer, content["step"]
 
 
@@ -1946,10 +2209,8 @@ def sample_command(given):
         context = tokens[-limit:]
         padded = np.zeros(limit + 1, dtype=np.uint16)  # what follows the context is never attended to
         padded[:len(context)] = context
-        place = place_contiguous(padded, 0, config)
-        micro_batch = assemble(place, *hash_placement(place, config), trainer.runtime.device)
-        hidden = trainer.model.hidden(micro_batch, trainer.ngram(micro_batch), trainer.context(step, micro_batch))
-        last = hidden[len(context) - 1:len(context)]
+        micro_batch, ngram = trainer.read(place_contiguous(padded, 0, config))
+        last = trainer.hidden(step, micro_batch, ngram)[len(context) - 1:len(context)]
         logits = trainer.model.next_token_losses(last, micro_batch.targets[:1])[2][0].cpu()[:config.eot_token + 1]
         if temperature:
             token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator).item()

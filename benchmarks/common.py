@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -67,6 +68,29 @@ def write_corpus(folder, documents, eot_token, val_tokens):
         partial.rename(folder)
     shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+# ----- runs
+
+def train(folder, run_id, options, world_size=1, threads=1):
+    """Run train_gpt.py from `folder`, as its users would, unless that run is complete. Returns its result.json.
+
+    Raises SystemExit with the run's last words when it fails."""
+    run = Path(folder) / "logs" / run_id
+    if not (run / "result.json").is_file():
+        shutil.rmtree(run, ignore_errors=True)
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"] if world_size > 1 else []
+        command = [sys.executable, *launcher, str(ROOT / "train_gpt.py"), "--run_id", run_id, *options]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True,
+                              env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+        if done.returncode:
+            sys.exit(f"{run_id} failed: {(done.stdout + done.stderr)[-600:]}")
+    return json.loads((run / "result.json").read_text())
+
+
+def log_tail(folder, run_id):
+    """The run's log without the source that it begins with."""
+    return (Path(folder) / "logs" / run_id / "log.txt").read_text().partition("===== END OF CODE =====\n")[2]
 
 
 # ----- machine and code

@@ -119,9 +119,11 @@ def train_some(trainer, shards, steps, first_step=0):
     config, losses = trainer.config, []
     loader = train_gpt.TrainLoader(config, shards, trainer.runtime, first_step)
     try:
+        batch = loader.next()
         for step in range(first_step, first_step + steps):
             tokens = train_gpt.micro_batches_at(config, step) * config.micro_batch_tokens
-            losses.append(trainer.step(step, loader.next()) / tokens)
+            loss_sum, batch = trainer.step(step, batch, loader.next if step + 1 < first_step + steps else None)
+            losses.append(loss_sum / tokens)
     finally:
         loader.close()
     return losses
@@ -269,15 +271,16 @@ def updates(session):
     tokens, rows = 16 * 256, 4096
     rng = np.random.default_rng(0)
     ids, signs = rng.integers(0, rows, (tokens, 3)).astype(np.int32), rng.choice((-1, 1), (tokens, 3))
-    arrays = train_gpt.plan_rows(ids, signs.astype(np.float32), 4, 1)
+    of_table = dataclasses.replace(config, ngram_rows=rows)
     table, grad = random(rows, dim), random(tokens, dim) / tokens
     moved = {}
-    for key, device in (("device", session.device), ("cpu", torch.device("cpu"))):
-        plan = train_gpt.RowPlan(*(train_gpt.to_device(array, device) for array in arrays))
-        new, second = on(device, torch.float32, (table, torch.zeros(rows)))
+    for key, device in (("device", session.device.type), ("cpu", "cpu")):
+        runtime = train_gpt.Runtime(device)
+        plan, _ = train_gpt.plan_rows(ids, tokens * signs.astype(np.float32), of_table, runtime)
+        new, second = on(runtime.device, torch.float32, (table, torch.zeros(rows)))
         for _ in range(2):
-            train_gpt.adagrad_rows_update(new, second, grad.to(device), plan, config.ngram_lr,
-                                          config.ngram_floor)
+            sums = train_gpt.sum_groups(grad.to(runtime.device), plan.token, plan.offsets, plan.weights)
+            train_gpt.adagrad_rows_update(new, second, plan.owned, sums, config.ngram_lr, config.ngram_floor)
         moved[key] = new.cpu() - table
     error = relative_error(moved["device"], moved["cpu"])
     session.report("adagrad rows", error < 1e-4, f"relative error {error:.1e} against CPU after 2 steps",
@@ -352,16 +355,16 @@ def time_phases(session, trainer, shards):
         if session.cuda:
             torch.cuda.reset_peak_memory_stats()
         loader = train_gpt.TrainLoader(config, shards, trainer.runtime, first + 2)
-        loader.next()  # the loader has started
+        batch = loader.next()  # the loader has started
         session.synchronize()
         began = time.perf_counter()
-        for step in range(first + 3, first + 3 + timed):
-            loss = trainer.step(step, loader.next())
+        for step in range(first + 2, first + 2 + timed):
+            loss, batch = trainer.step(step, batch, loader.next)
         session.synchronize()
         seconds = (time.perf_counter() - began) / timed
         loader.close()
         tokens = train_gpt.micro_batches_at(config, first) * config.micro_batch_tokens
-        memory = trainer.runtime.peak_memory_mib()
+        memory, = trainer.runtime.peak_memory_mib()
         session.report(f"phase {number}", bool(torch.isfinite(loss)),
                        f"{1000 * seconds:.1f} ms a step of {tokens:,} tokens, "
                        f"{tokens / seconds:,.0f} tokens/s, peak {memory:,} MiB", step_ms=1000 * seconds,
@@ -400,7 +403,7 @@ def fineweb(session):
         if session.cuda:
             torch.cuda.reset_peak_memory_stats()
         session.report(label, check(trainer, config.steps, val),
-                       f"on the trained weights, peak {trainer.runtime.peak_memory_mib():,} MiB")
+                       f"on the trained weights, peak {trainer.runtime.peak_memory_mib()[0]:,} MiB")
 
 
 # ----- whole runs of the trainer
@@ -463,7 +466,8 @@ def fineweb_world(session):
     session.report(f"{processes} processes", math.isfinite(result["val_loss"]),
                    f"{result['train_time_ms'] / config.steps:.1f} ms a step, "
                    f"{1000 * result['tokens'] / result['train_time_ms']:,.0f} tokens/s, peak "
-                   f"{result['peak_memory_mib']:,} MiB, {sent:,.0f} MiB sent a step and rank", result=result)
+                   f"{max(result['peak_memory_mib_by_rank']):,} MiB, {sent:,.0f} MiB sent a step and rank",
+                   result=result)
 
 
 # ----- running the parts

@@ -161,7 +161,7 @@ class NanoArm(Arm):
 
     def __init__(self, name, config, runtime, shards, val):
         super().__init__(name, config, runtime, val)
-        self.shards, self.loader = shards, None
+        self.shards, self.loader, self.batch = shards, None, None
         torch.manual_seed(config.seed)
         self.trainer = train_gpt.Trainer(config, runtime)
         train_gpt.warm_up(self.trainer)
@@ -170,16 +170,16 @@ class NanoArm(Arm):
     def train_step(self):
         if self.loader is None:  # on the clock, as in a run; in other arms' turns it fills its queue of two
             self.loader = train_gpt.TrainLoader(self.config, self.shards, self.runtime)
-        self.trainer.step(self.done, self.loader.next())
+            self.batch = self.loader.next()
+        following = self.loader.next if self.done + 1 < self.steps else None
+        _, self.batch = self.trainer.step(self.done, self.batch, following)
 
     def piece_losses(self, low):
         place = train_gpt.place_contiguous(self.val, low, self.config)
-        rows, signs = train_gpt.hash_placement(place, self.config)
-        micro_batch = train_gpt.assemble(place, rows, signs, self.runtime.device)
-        return self.trainer.token_losses(self.done, micro_batch)
+        return self.trainer.token_losses(self.done, *self.trainer.read(place))
 
     def matrix_parameters(self):
-        return sum(param.numel() for name, param in self.trainer.trained.items()
+        return sum(param.numel() for name, param in self.trainer.optimizer.params.items()
                    if train_gpt.RULES[name].update == "muon")
 
     def tokens_seen(self):
@@ -223,9 +223,7 @@ class BaselineArm(Arm):
             [{"params": matrices, "weight_decay": self.DECAY}, {"params": others, "weight_decay": 0.0}],
             lr=self.LEARNING_RATE, betas=(0.9, 0.95), fused=True)
         if self.config.ngram_orders:
-            rows, dim, device = self.config.ngram_rows, self.config.model_dim, self.runtime.device
-            self.table = torch.zeros(rows, dim, device=device)
-            self.table_second = torch.zeros(rows, device=device)
+            self.table = train_gpt.NgramTable(dataclasses.replace(self.config, dtype="float32"), self.runtime)
         self.rng = np.random.default_rng(self.config.seed)
         self.done, self.next_batch = 0, None
 
@@ -246,17 +244,17 @@ class BaselineArm(Arm):
         micro_batch, rows, signs = self.windows_at(self.shards[which], self.starts[which], lows)
         plan = None
         if self.config.ngram_orders:
-            arrays = train_gpt.plan_rows(rows, signs, 1, 1)
-            plan = train_gpt.RowPlan(*(train_gpt.to_device(array, self.runtime.device) for array in arrays))
+            plan, _ = train_gpt.plan_rows(rows, len(signs) * signs, self.config, self.runtime)
         return micro_batch, plan
 
     def ngram(self, micro_batch):
         if not self.config.ngram_orders:
             return None
-        return train_gpt.ngram_embedding(self.table, micro_batch).view(-1, BLOCK, self.config.model_dim)
+        return self.table.lookup(micro_batch)
 
     def losses(self, micro_batch, ngram):
-        return self.forward(micro_batch.inputs.view(-1, BLOCK), micro_batch.targets.view(-1, BLOCK), ngram)
+        windows = [tensor.view(-1, BLOCK) for tensor in (micro_batch.inputs, micro_batch.targets)]
+        return self.forward(*windows, None if ngram is None else ngram.view(-1, BLOCK, self.config.model_dim))
 
     def lr_multiplier(self):
         warm_up = max(1, round(self.WARM_UP * self.steps))
@@ -273,15 +271,14 @@ class BaselineArm(Arm):
         for group in self.optimizer.param_groups:
             group["lr"] = self.LEARNING_RATE * lr_mul
         ngram = self.ngram(micro_batch)
-        if ngram is not None:
-            ngram.requires_grad_()
         self.losses(micro_batch, ngram).mean().backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if ngram is not None:
-            train_gpt.adagrad_rows_update(self.table, self.table_second, ngram.grad.flatten(0, 1), plan,
-                                          self.config.ngram_lr * lr_mul, self.config.ngram_floor)
+            self.table.grads.append(ngram.grad)
+            self.table.send(plan)
+            self.table.update(self.config.ngram_lr * lr_mul)
 
     @torch.no_grad()
     def piece_losses(self, low):

@@ -8,8 +8,6 @@ Results: benchmarks/results/world_sizes.{json,md}. Exit status 1 if a loss diffe
 """
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -25,13 +23,9 @@ TOLERANCE = 1e-4
 def losses_of_run(folder, world_size, options):
     """Training loss of every step, from the run's metrics.jsonl."""
     run_id = f"world{world_size}_" + "_".join(options[1::2]).replace("/", "-")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}",
-               str(common.ROOT / "train_gpt.py"), "--track", "nano", "--data", str(common.ROOT / "data/python"),
-               "--dtype", "float32", "--compile", "false", "--log_every", "1", "--val_every", "0",
-               "--val_tokens", "8192", "--seed", "1", "--run_id", run_id, *options]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    if done.returncode:
-        sys.exit(f"world size {world_size} failed: {(done.stdout + done.stderr)[-600:]}")
+    common.train(folder, run_id, ["--track", "nano", "--data", str(common.ROOT / "data/python"), "--dtype", "float32",
+                                  "--compile", "false", "--log_every", "1", "--val_every", "0", "--val_tokens", "8192",
+                                  "--seed", "1", *options], world_size)
     events = [json.loads(line) for line in (Path(folder) / "logs" / run_id / "metrics.jsonl").read_text().splitlines()]
     return [event["train_loss"] for event in events if "train_loss" in event]
 

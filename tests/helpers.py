@@ -160,7 +160,7 @@ def started(cwd, values, world_size=None):
 
 def ranks(world_size, device="cpu"):
     """Stand-ins for the Runtimes of world_size ranks, for code that asks only who it is."""
-    return [SimpleNamespace(rank=rank, world_size=world_size, device=torch.device(device))
+    return [SimpleNamespace(rank=rank, world_size=world_size, device=torch.device(device), loader_group=None)
             for rank in range(world_size)]
 
 
@@ -183,27 +183,27 @@ def assert_bitwise(actual, expected, where=""):
         assert actual == expected, where
 
 
-def randomise(model, seed=0):
-    """Give every parameter values at which every path of the network matters (not zero, not huge)."""
+def randomise(trainer, seed=0):
+    """Give every weight values at which every path of the network matters (not zero, not huge)."""
     generator = torch.Generator().manual_seed(seed)
-    spread = {"attention": 0.2, "mlp": 0.2, "embed": 0.7, "head": 0.3, "ngram_table": 0.3}
+    spread = {"attention": 0.2, "mlp": 0.2, "embed": 0.7, "head": 0.3}
     with torch.no_grad():
-        for name, param in model.named_parameters():
+        for name, param in trainer.model.named_parameters():
             noise = torch.randn(param.shape, generator=generator)
             centre = 1.0 if name.endswith("_scale") else 0.0
             param.copy_(centre + spread.get(name, 0.5) * noise)
-    return model
+    if trainer.table:
+        trainer.table.weight.copy_(0.3 * torch.randn(trainer.table.weight.shape, generator=generator))
 
 
-def micro_batch_of(tokens, config, low=0):
-    """The MicroBatch of tokens[low : low + T], n-gram rows included."""
-    place = train_gpt.place_contiguous(np.asarray(tokens, dtype=np.uint16), low, config)
-    return train_gpt.assemble(place, *train_gpt.hash_placement(place, config), torch.device("cpu"))
+def read(trainer, tokens, low=0):
+    """The MicroBatch of tokens[low : low + T] and its summed n-gram rows (None without a table)."""
+    return trainer.read(train_gpt.place_contiguous(np.asarray(tokens, dtype=np.uint16), low, trainer.config))
 
 
 def make_trainer(random_weights=True, seed=0, **changes):
     """A Trainer of the tiny model in this process, with random weights everywhere unless told otherwise."""
     trainer = train_gpt.Trainer(tiny_config(**changes), train_gpt.Runtime("cpu"))
     if random_weights:
-        randomise(trainer.model, seed)
+        randomise(trainer, seed)
     return trainer

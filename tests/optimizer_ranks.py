@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from helpers import tiny_config
-from train_gpt import Optimizer, RowPlan, Runtime, plan_rows
+from train_gpt import Optimizer, Runtime
 
-MICRO_BATCHES, TOKENS, ROWS, STEPS = 12, 10, 60, 4
+MICRO_BATCHES, STEPS = 12, 4
 
 # Leading dimensions that no world size divides, that are smaller than it, and that are empty.
 CASES = {
@@ -41,7 +41,6 @@ class Weights(nn.Module):
         for index, (name, shape) in enumerate(shapes.items()):
             scalars = name.endswith("_scale")  # these stay in float32
             setattr(self, name, nn.Parameter(draw(1, index, shape).to(torch.float32 if scalars else dtype)))
-        self.ngram_table = nn.Parameter(draw(2, (ROWS, 8)), requires_grad=False)
 
 
 def plus_one(full):
@@ -50,29 +49,25 @@ def plus_one(full):
 
 def steps(case, runtime):
     """STEPS optimizer steps on gradients of twelve micro-batches. Returns what it left."""
-    config = tiny_config(steps=6, adam_every=3 if case == "every third" else 1, ngram_rows=ROWS)
+    config = tiny_config(steps=6, adam_every=3 if case == "every third" else 1)
     shapes = CASES[case]
     model = Weights(case, shapes)
     optimizer = Optimizer(config, model, runtime)
     mine = range(runtime.rank, MICRO_BATCHES, runtime.world_size)
     for step in range(STEPS):
         for micro_batch in mine:
-            optimizer.accumulate({name: draw(3, step, micro_batch, index, shape) / MICRO_BATCHES
+            optimizer.accumulate({name: draw(2, step, micro_batch, index, shape) / MICRO_BATCHES
                                   for index, (name, shape) in enumerate(shapes.items())})
-        rng = np.random.default_rng([4, step])
-        rows = rng.integers(0, ROWS // 2, size=(MICRO_BATCHES * TOKENS, 2)).astype(np.int32)
-        signs = rng.choice([-1.0, 1.0], size=rows.shape).astype(np.float32)
-        plan = RowPlan(*map(torch.from_numpy, plan_rows(rows, signs, MICRO_BATCHES, runtime.world_size)))
-        ngram_grads = torch.cat([draw(5, step, micro_batch, (TOKENS, 8)) for micro_batch in mine])
-        optimizer.step(step, 0.5, ngram_grads / MICRO_BATCHES, plan)
-    sent = {f"{collective}/{name}": count for (collective, name), count in runtime.sent_bytes.items()}
-    runtime.sent_bytes.clear()
+        optimizer.step(step, 0.5)
+    sent = {f"{collective}/{name}": count for (collective, name), (count, _) in runtime.ledger.items()}
+    messages = {f"{collective}/{name}": count for (collective, name), (_, count) in runtime.ledger.items()}
+    runtime.ledger.clear()
     full = optimizer.full_state()
     optimizer.load_full_state(plus_one(full))
     raised = optimizer.full_state()  # what was loaded must come out again
     optimizer.load_full_state(full)
     return {"params": dict(model.state_dict()), "full": full, "raised": raised,
-            "again": optimizer.full_state(), "sent": sent,
+            "again": optimizer.full_state(), "sent": sent, "messages": messages,
             "left": {name: grad.clone() for name, grad in optimizer.grads.items()}}
 
 

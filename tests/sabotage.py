@@ -13,10 +13,10 @@ def die():
     """Rank 1 vanishes in its third step."""
     step = train_gpt.Trainer.step
 
-    def dying_step(self, number, batch):
+    def dying_step(self, number, *rest):
         if self.runtime.rank == 1 and number == 2:
             os._exit(3)
-        return step(self, number, batch)
+        return step(self, number, *rest)
 
     train_gpt.Trainer.step = dying_step
     train_gpt.warm_up = lambda trainer: None
@@ -26,10 +26,10 @@ def fail():
     """Rank 1 alone finds something wrong with its input."""
     step = train_gpt.Trainer.step
 
-    def failing_step(self, number, batch):
+    def failing_step(self, number, *rest):
         if self.runtime.rank == 1 and number == 2:
             raise train_gpt.ConfigError("only rank 1 knows what is wrong")
-        return step(self, number, batch)
+        return step(self, number, *rest)
 
     train_gpt.Trainer.step = failing_step
     train_gpt.warm_up = lambda trainer: None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import EOT, assert_bitwise, make_trainer, refusal, run_trainer
+from helpers import EOT, assert_bitwise, make_trainer, read, refusal, run_trainer
 from train_gpt import ConfigError, load_checkpoint, save_checkpoint
 
 CONTENT = {"format": train_gpt.CHECKPOINT_FORMAT, "step": 3, "config": {"windows": ((0.0, (64, 128)),)},
@@ -128,6 +128,7 @@ def test_a_run_keeps_what_it_was_told_to(rich_run):
         assert train_gpt.config_of_checkpoint(content).run_id == "rich"
         assert set(content["model"]) == set(content["optimizer"]) <= set(train_gpt.RULES)
         assert all(tensor.isfinite().all() for tensor in content["model"].values())
+        assert content["ngram_table"]["weight"].any() and content["ngram_table"]["second"].any()
     assert not torch.equal(half["model"]["mlp"], end["model"]["mlp"])
     assert half["train_seconds"] < end["train_seconds"]
 
@@ -145,7 +146,7 @@ def interrupted(run, tmp_path):
 
 
 def assert_same_end(actual, expected):
-    for part in ("step", "model", "optimizer", "loader", "rng", "config"):
+    for part in ("step", "model", "optimizer", "ngram_table", "loader", "rng", "config"):
         assert_bitwise(actual[part], expected[part], part)
 
 
@@ -293,18 +294,15 @@ def test_eval_of_a_checkpoint_on_the_way(rich_run, cli):
 def greedy(checkpoint, prompt, count):
     """The most probable continuation, each token from the model's own losses of all candidates."""
     trainer, step = train_gpt.open_trained({"checkpoint": str(checkpoint), "device": "cpu"})
-    config = trainer.config
     tokens = [EOT, *prompt]
     for _ in range(count):
-        filled = torch.zeros(config.micro_batch_tokens + 1, dtype=torch.int64)
+        filled = torch.zeros(trainer.config.micro_batch_tokens + 1, dtype=torch.int64)
         filled[:len(tokens)] = torch.tensor(tokens)
-        place = train_gpt.place_contiguous(filled.numpy().astype("uint16"), 0, config)
-        rows, signs = train_gpt.hash_placement(place, config)
-        micro_batch = train_gpt.assemble(place, rows, signs, torch.device("cpu"))
+        micro_batch, ngram = read(trainer, filled)
         losses = []
         for candidate in range(257):
             micro_batch.targets[len(tokens) - 1] = candidate
-            losses.append(trainer.token_losses(step, micro_batch)[len(tokens) - 1].item())
+            losses.append(trainer.token_losses(step, micro_batch, ngram)[len(tokens) - 1].item())
         tokens.append(losses.index(min(losses)))
         if tokens[-1] == EOT:
             break

@@ -130,6 +130,17 @@ def same_micro_batch(one, other):
                for field in dataclasses.fields(one))
 
 
+def reads_of(plan, world_size, length=256, micro_batches=4):
+    """{(row, token of the global batch): weights} of a RowPlan whose tokens are those of rank 0, then of rank 1, ..."""
+    rank, left = np.divmod(plan.token.numpy(), micro_batches // world_size * length)
+    tokens = (left // length * world_size + rank) * length + left % length
+    rows = np.repeat(plan.rows.numpy(), np.diff([*plan.offsets.tolist(), len(tokens)]))
+    reads = {}
+    for row, token, weight in zip(rows.tolist(), tokens.tolist(), plan.weights.tolist(), strict=True):
+        reads.setdefault((row, token), []).append(weight)
+    return {key: sorted(weights) for key, weights in reads.items()}
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_world_sizes_share_out_the_same_micro_batches(world_size):
     config = loader_config(steps=5)
@@ -141,9 +152,7 @@ def test_world_sizes_share_out_the_same_micro_batches(world_size):
             for mine, theirs in zip(part.micro_batches, whole.micro_batches[rank::world_size], strict=True):
                 assert same_micro_batch(mine, theirs)
             assert part.state == whole.state
-            assert torch.equal(part.row_plan.rows, whole.row_plan.rows)
-            assert torch.equal(part.row_plan.offsets, whole.row_plan.offsets)
-            assert torch.equal(part.row_plan.signs, whole.row_plan.signs)
+            assert reads_of(part.row_plan, world_size) == reads_of(whole.row_plan, 1)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -347,23 +356,55 @@ def test_rows_and_signs_are_spread_evenly():
 
 # ----- the row plan
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("micro_batches", [12, 24])
-def test_plan_rows_against_a_dict(world_size, micro_batches):
-    rng = np.random.default_rng(world_size)
-    length, orders = 5, 3
-    rows = rng.integers(0, 40, size=(micro_batches * length, orders)).astype(np.int32)
-    signs = rng.choice([-1.0, 1.0], size=rows.shape).astype(np.float32)
+def random_reads(count, orders, rows, seed=0):
+    """Row ids (count, orders) with repetitions, and weights of them."""
+    rng = np.random.default_rng(seed)
+    return (rng.integers(0, rows, size=(count, orders)).astype(np.int32),
+            rng.standard_normal((count, orders)).astype(np.float32))
+
+
+@pytest.mark.parametrize("orders", [1, 3])
+def test_plan_rows_against_a_dict(orders):
+    rows, weights = random_reads(60, orders, 40)
     expected = {}
-    for token in range(len(rows)):  # in the order of the global batch
+    for token in range(len(rows)):
         for column in range(orders):
-            expected.setdefault(int(rows[token, column]), []).append((token, float(signs[token, column])))
-    # After the all-gather the micro-batches of rank 0 come first, then those of rank 1, ...
-    gathered = [micro_batch * length + token for rank in range(world_size)
-                for micro_batch in range(rank, micro_batches, world_size) for token in range(length)]
-    touched, occurrence, plan_signs, offsets = plan_rows(rows, signs, micro_batches, world_size)
-    assert touched.tolist() == sorted(expected)
-    assert len(occurrence) == len(plan_signs) == rows.size
-    for row, low, high in zip(touched, offsets, [*offsets[1:], rows.size]):
-        found = [(gathered[occurrence[i]], float(plan_signs[i])) for i in range(low, high)]
-        assert found == expected[int(row)]
+            expected.setdefault(int(rows[token, column]), []).append((token, float(weights[token, column])))
+    plan, slots = plan_rows(rows, weights, tiny_config(), ranks(1)[0])
+    assert plan.rows.tolist() == sorted(expected) and plan.rows.dtype == torch.int64
+    bounds = [*plan.offsets.tolist(), rows.size]
+    for row, low, high in zip(plan.rows.tolist(), bounds, bounds[1:]):
+        assert list(zip(plan.token[low:high].tolist(), plan.weights[low:high].tolist())) == expected[row]
+    assert np.array_equal(plan.rows.numpy()[slots], rows) and slots.dtype == np.int32
+    assert plan.owned.tolist() == plan.asked.tolist() == plan.rows.tolist()  # of a single process
+
+
+@pytest.mark.parametrize("bad", [-1, 1000, 2**31 - 1])
+def test_rows_outside_the_table_are_refused(bad):
+    rows, weights = random_reads(60, 3, 1000)
+    plan_rows(rows, weights, tiny_config(), ranks(1)[0])
+    rows[30, 1] = bad
+    with pytest.raises(ConfigError, match=rf"{bad}.*0 to 999.*--ngram-rows"):
+        plan_rows(rows, weights, tiny_config(), ranks(1)[0])
+
+
+# ----- update cycles of the n-gram table
+
+@pytest.mark.parametrize("comms", ["tokens", "row_sharded"])
+def test_steps_of_a_cycle_share_its_plan(comms):
+    config = loader_config(steps=5, micro_batches=((0.0, 2), (0.4, 4)), ngram_every=3, ngram_comms=comms)
+    once = dataclasses.replace(config, ngram_every=1, ngram_comms="tokens")
+    batches, singles = (load_all(of, [countable(6000)]) for of in (config, once))
+    plans = [batch.row_plan for batch in batches]
+    assert plans[0] is plans[1] is plans[2] is not plans[3] is plans[4]
+    for plan, first, last in ((plans[0], 0, 3), (plans[3], 3, 5)):
+        parts = [batch.row_plan for batch in singles[first:last]]
+        assert torch.equal(plan.rows, torch.cat([part.rows for part in parts]).unique())
+        # A gradient of the mean loss is weighed by the tokens of its own step.
+        assert sorted(plan.weights.tolist()) == sorted(torch.cat([part.weights for part in parts]).tolist())
+        assert len(plan.token) == sum(len(part.token) for part in parts)
+    for batch, single in zip(batches, singles, strict=True):
+        assert batch.state == single.state
+        for one, other in zip(batch.micro_batches, single.micro_batches, strict=True):
+            rows = batch.row_plan.rows[one.rows] if comms == "row_sharded" else one.rows
+            assert torch.equal(rows, other.rows.to(rows.dtype)) and torch.equal(one.signs, other.signs)

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import (arguments, assert_bitwise, byte_documents, make_trainer, micro_batch_of, ranks, started,
-                     tiny_config)
+from helpers import arguments, assert_bitwise, byte_documents, make_trainer, ranks, read, started, tiny_config
 
 # ----- schedules
 
@@ -140,7 +139,8 @@ def test_the_final_lines_agree_with_the_result(events, rich_run, rich):
     assert final[1] == f"{result['val_loss']:.5f}" and result["val_loss"] == rich_run.metrics[-1]["val_loss"]
     assert int(final[2]) == pytest.approx(result["train_time_ms"], abs=1)
     assert int(final[3]) == result["tokens"] == 20 * 12 * 256
-    assert int(final[4]) == result["peak_memory_mib"] > 50
+    assert int(final[4]) == max(result["peak_memory_mib_by_rank"]) > 50
+    assert len(result["peak_memory_mib_by_rank"]) == 1
     validity = re.match(r"validity: causal:ok normalised:ok val_tokens:1024 val_sha256:([0-9a-f]{64})",
                         event_of("validity", events))
     _, val = train_gpt.open_corpus(tiny_config(data=rich["data"]))
@@ -165,8 +165,7 @@ def test_the_validation_loss_is_the_mean_over_the_first_tokens(rich_run, rich):
     _, val = train_gpt.open_corpus(trainer.config)
     total = 0.0
     for low in range(0, 1024, 256):
-        micro_batch = micro_batch_of(val, trainer.config, low)
-        total += trainer.token_losses(step, micro_batch).double().sum().item()
+        total += trainer.token_losses(step, *read(trainer, val, low)).double().sum().item()
     assert rich_run.result["val_loss"] == pytest.approx(total / 1024, abs=1e-9)
 
 
@@ -176,7 +175,8 @@ def test_the_logged_training_loss_is_that_of_the_global_batch(tiny, cli):
     trainer = make_trainer(random_weights=False, steps=2, micro_batches=((0.0, 4),))
     shards, _ = train_gpt.open_corpus(dataclasses.replace(trainer.config, data=tiny["data"]))
     loader = train_gpt.TrainLoader(trainer.config, shards, ranks(1)[0])
-    losses = [trainer.token_losses(0, micro_batch) for micro_batch in loader.next().micro_batches]
+    losses = [trainer.token_losses(0, micro_batch, trainer.table.lookup(micro_batch))
+              for micro_batch in loader.next().micro_batches]
     loader.close()
     assert run.train_losses[1] == pytest.approx(torch.cat(losses).double().mean().item(), abs=1e-5)
 
@@ -184,17 +184,18 @@ def test_the_logged_training_loss_is_that_of_the_global_batch(tiny, cli):
 def test_a_step_takes_the_gradient_of_the_mean_loss():
     trainer = make_trainer(mtp_weights=((0.0, (1.0, 0.5)),))
     tokens = byte_documents(1100)
-    micro_batches = [micro_batch_of(tokens, trainer.config, low) for low in (0, 256, 512)]
+    micro_batches, ngrams = zip(*(read(trainer, tokens, low) for low in (0, 256, 512)))
     taken = {}
-    trainer.optimizer.step = lambda step, lr_mul, ngram_grads, plan: taken.update(
-        trainer.optimizer.grads, ngram=ngram_grads, lr_mul=lr_mul)
-    summed = trainer.step(2, train_gpt.Batch(micro_batches, None, {}))
-    ngrams = [trainer.ngram(micro_batch) for micro_batch in micro_batches]
+    trainer.optimizer.step = lambda step, lr_mul, plan, next_plan: taken.update(
+        trainer.optimizer.grads, ngram=torch.cat(trainer.table.grads), lr_mul=lr_mul, plans=(plan, next_plan))
+    upcoming = train_gpt.Batch([], "next plan", {})
+    summed, returned = trainer.step(2, train_gpt.Batch(list(micro_batches), "plan", {}), lambda: upcoming)
+    assert returned is upcoming and taken["plans"] == ("plan", "next plan")
     outputs = [trainer.model(micro_batch, ngram, trainer.context(2, micro_batch, training=True))
                for micro_batch, ngram in zip(micro_batches, ngrams)]
     loss = sum(loss for loss, _ in outputs) / 3
-    *grads, first, second, third = torch.autograd.grad(loss, [*trainer.trained.values(), *ngrams])
-    for name, grad in zip(trainer.trained, grads):
+    *grads, first, second, third = torch.autograd.grad(loss, [*trainer.optimizer.params.values(), *ngrams])
+    for name, grad in zip(trainer.optimizer.params, grads):
         torch.testing.assert_close(taken[name], grad, atol=1e-6, rtol=1e-4)
     torch.testing.assert_close(taken["ngram"], torch.cat([first, second, third]))
     torch.testing.assert_close(summed, sum(losses.sum() for _, losses in outputs))
@@ -269,9 +270,9 @@ def test_warm_up_validation_and_saving_are_not_timed(tiny, cli, monkeypatch):
 def test_steps_are_timed_between_validations(tiny, cli, monkeypatch):
     step = train_gpt.Trainer.step
 
-    def slow(self, number, batch):
+    def slow(self, *rest):
         time.sleep(0.3)
-        return step(self, number, batch)
+        return step(self, *rest)
 
     def instead_of_warm_up(trainer):
         monkeypatch.setattr(train_gpt.Trainer, "step", slow)
@@ -282,13 +283,13 @@ def test_steps_are_timed_between_validations(tiny, cli, monkeypatch):
 
 
 def test_reading_data_is_timed(tiny, cli, monkeypatch):
-    next_batch = train_gpt.TrainLoader._next_batch
+    next_cycle = train_gpt.TrainLoader._next_cycle
 
     def slow(self, step):
         time.sleep(0.3)
-        return next_batch(self, step)
+        return next_cycle(self, step)
 
-    monkeypatch.setattr(train_gpt.TrainLoader, "_next_batch", slow)
+    monkeypatch.setattr(train_gpt.TrainLoader, "_next_cycle", slow)
     assert cli(**{**tiny, "run_id": "slow"}).result["train_time_ms"] > 1200
 
 
@@ -297,7 +298,8 @@ def test_reading_data_is_timed(tiny, cli, monkeypatch):
 def whole_state(trainer):
     """Copies of everything that a step could have changed."""
     return copy.deepcopy({"params": dict(trainer.model.state_dict()), "grads": trainer.optimizer.grads,
-                          "state": trainer.optimizer.state, "rng": torch.get_rng_state()})
+                          "state": trainer.optimizer.state, "rng": torch.get_rng_state(),
+                          "table": trainer.table.full_state(), "waiting": trainer.table.grads})
 
 
 PHASES = dict(windows=((0.0, (32, 64)), (0.5, (64, 128))), mtp_weights=((0.0, (1.0, 0.5)), (0.5, (1.0,))),
@@ -306,14 +308,14 @@ PHASES = dict(windows=((0.0, (32, 64)), (0.5, (64, 128))), mtp_weights=((0.0, (1
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_warm_up_leaves_no_trace(dtype, corpus):
-    config = dict(dtype=dtype, steps=8, adam_every=2, **PHASES)
+    config = dict(dtype=dtype, steps=8, adam_every=2, ngram_decay=0.5, ngram_every=2, **PHASES)
     warm, cold = (make_trainer(random_weights=False, **config) for _ in range(2))
     before = whole_state(warm)
     step, stepped = warm.step, []
 
-    def recorded_step(number, batch):
+    def recorded_step(number, *rest):
         stepped.append(train_gpt.phase_at(warm.config, number))
-        return step(number, batch)
+        return step(number, *rest)
 
     warm.step = recorded_step
     train_gpt.warm_up(warm)
@@ -332,11 +334,9 @@ def test_warm_up_leaves_no_trace(dtype, corpus):
 
 @pytest.mark.parametrize("which", [
     lambda trainer: trainer.model.embed,
-    lambda trainer: trainer.model.ngram_table,
     lambda trainer: trainer.model.residual_scale,
     lambda trainer: trainer.optimizer.state["mlp"]["first"],
-    lambda trainer: trainer.optimizer.state["ngram_table"]["second"],
-], ids=["weight", "table", "scalar", "moment", "table's moment"])
+], ids=["weight", "scalar", "moment"])
 def test_a_restore_that_misses_a_tensor_is_noticed(which, monkeypatch):
     trainer = make_trainer(**PHASES)
     forgotten = which(trainer).data_ptr()
@@ -344,6 +344,20 @@ def test_a_restore_that_misses_a_tensor_is_noticed(which, monkeypatch):
     honest = torch.Tensor.copy_
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source, *rest: (
         self if self.data_ptr() == forgotten and self.numel() > 0 else honest(self, source, *rest)))
+    with pytest.raises(RuntimeError, match="warm-up"):
+        train_gpt.warm_up(trainer)
+
+
+def test_a_table_row_that_is_not_restored_is_noticed(monkeypatch):
+    trainer = make_trainer(**PHASES)
+    honest = train_gpt.adagrad_rows_update
+
+    def careless(table, second, rows, *rest):
+        honest(table, second, rows, *rest)
+        untouched = ~torch.isin(torch.arange(len(table)), rows)
+        table[untouched.nonzero()[0]] += 1
+
+    monkeypatch.setattr(train_gpt, "adagrad_rows_update", careless)
     with pytest.raises(RuntimeError, match="warm-up"):
         train_gpt.warm_up(trainer)
 

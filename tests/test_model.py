@@ -8,19 +8,16 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
-from helpers import EOT, assert_bitwise, byte_documents, make_trainer, micro_batch_of, tiny_config
-from train_gpt import GPT, attention_scale, ngram_embedding, reference_attention, rotary_tables, rotate
+from helpers import EOT, assert_bitwise, byte_documents, make_trainer, read, tiny_config
+from train_gpt import GPT, attention_scale, reference_attention, rotary_tables, rotate
 
 CPU = torch.device("cpu")
 
 
 def hidden_and_losses(trainer, tokens, step=0):
     """Final hidden states and next-token losses of the first micro-batch of `tokens`."""
-    micro_batch = micro_batch_of(tokens, trainer.config)
-    context = trainer.context(step, micro_batch)
-    with torch.no_grad():
-        hidden = trainer.model.hidden(micro_batch, trainer.ngram(micro_batch), context)
-    return hidden, trainer.token_losses(step, micro_batch)
+    inputs = read(trainer, tokens)
+    return trainer.hidden(step, *inputs), trainer.token_losses(step, *inputs)
 
 
 # ----- attention
@@ -169,9 +166,8 @@ def test_every_block_is_the_identity_at_the_start():
 
 def test_the_projections_that_start_at_zero_learn_at_once():
     trainer = make_trainer(random_weights=False)
-    micro_batch = micro_batch_of(byte_documents(300), trainer.config)
-    context = trainer.context(0, micro_batch, training=True)
-    loss, _ = trainer.model(micro_batch, trainer.ngram(micro_batch), context)
+    micro_batch, ngram = read(trainer, byte_documents(300))
+    loss, _ = trainer.model(micro_batch, ngram, trainer.context(0, micro_batch, training=True))
     attention, mlp = torch.autograd.grad(loss, [trainer.model.attention, trainer.model.mlp])
     for layer in range(2):
         assert attention[4 * layer + 3].any() and mlp[2 * layer + 1].any()
@@ -183,9 +179,10 @@ def rms(x):
     return x / np.sqrt((x * x).mean(-1, keepdims=True))
 
 
-def slow_forward(model, config, tokens, windows, long_windows, tied):
+def slow_forward(trainer, tokens, windows, long_windows, tied):
     """Log-probabilities (T, vocabulary) by loops in float64, written from the model's description."""
-    weights = {name: param.detach().double().numpy() for name, param in model.named_parameters()}
+    config, table = trainer.config, trainer.table.weight.double().numpy()
+    weights = {name: param.detach().double().numpy() for name, param in trainer.model.named_parameters()}
     length, heads, dim = config.micro_batch_tokens, config.model_dim // config.head_dim, config.head_dim
     inputs = np.asarray(tokens[:length])
     document = [max(j for j in range(i + 1) if j == 0 or inputs[j] == EOT) for i in range(length)]
@@ -194,7 +191,7 @@ def slow_forward(model, config, tokens, windows, long_windows, tied):
     ngram = np.zeros((length, config.model_dim))
     for i in range(length):
         for row, sign in zip(rows[i], signs[i]):
-            ngram[i] += sign * weights["ngram_table"][row]
+            ngram[i] += sign * table[row]
 
     speeds = np.array(slow_speeds(dim, long_windows))
     scale = 1.35 / dim ** 0.5
@@ -270,11 +267,10 @@ def test_the_network_against_a_slow_float64_reference(num_layers, tied, mtp_weig
     tokens = [*text[1:60], EOT, *text[60:70], EOT, *text[100:158]]  # the first document has lost its start
     step = 1  # windows have grown once, and the head is still tied if it ever was
     windows = tuple(64 if layer in (1, 3) else 32 for layer in range(num_layers))
-    expected, document = slow_forward(trainer.model, trainer.config, tokens, windows, (32, 64), tied)
-    micro_batch = micro_batch_of(tokens, trainer.config)
+    expected, document = slow_forward(trainer, tokens, windows, (32, 64), tied)
+    micro_batch, ngram = read(trainer, tokens)
     with torch.no_grad():
-        loss, losses = trainer.model(micro_batch, trainer.ngram(micro_batch),
-                                     trainer.context(step, micro_batch, training=True))
+        loss, losses = trainer.model(micro_batch, ngram, trainer.context(step, micro_batch, training=True))
     slow = -expected[np.arange(128), tokens[1:129]]
     np.testing.assert_allclose(losses.double().numpy(), slow, atol=2e-4)
     slow_loss = slow_training_loss(expected, document, tokens, mtp_weights)
@@ -284,11 +280,10 @@ def test_the_network_against_a_slow_float64_reference(num_layers, tied, mtp_weig
 
 def test_validation_scores_the_next_token_alone():
     trainer = make_trainer(mtp_weights=((0.0, (1.0, 0.5)),))
-    micro_batch = micro_batch_of(byte_documents(300), trainer.config)
-    losses = trainer.token_losses(0, micro_batch)
+    micro_batch, ngram = read(trainer, byte_documents(300))
+    losses = trainer.token_losses(0, micro_batch, ngram)
     with torch.no_grad():
-        whole, alone = trainer.model(micro_batch, trainer.ngram(micro_batch),
-                                     trainer.context(0, micro_batch, training=True))
+        whole, alone = trainer.model(micro_batch, ngram, trainer.context(0, micro_batch, training=True))
     assert_bitwise(losses, alone)
     assert abs(whole.item() - alone.mean().item()) > 0.1
 
@@ -296,12 +291,11 @@ def test_validation_scores_the_next_token_alone():
 def test_gradients_against_finite_differences():
     trainer = make_trainer(micro_batch_tokens=64, mtp_weights=((0.0, (1.0, 0.5)),))
     model = trainer.model
-    micro_batch = micro_batch_of(byte_documents(100), trainer.config)
+    micro_batch, ngram = read(trainer, byte_documents(100))
     context = trainer.context(0, micro_batch, training=True)
-    ngram = trainer.ngram(micro_batch)
     def loss():
         return model(micro_batch, ngram, context)[0]
-    params = {**{name: p for name, p in model.named_parameters() if p.requires_grad}, "summed rows": ngram}
+    params = {**dict(model.named_parameters()), "summed rows": ngram}
     grads = dict(zip(params, torch.autograd.grad(loss(), list(params.values()))))
     generator = torch.Generator().manual_seed(0)
     for name, param in params.items():
@@ -319,13 +313,13 @@ def test_gradients_against_finite_differences():
 
 def test_compiled_equals_eager():
     trainer = make_trainer(mtp_weights=((0.0, (1.0, 0.5)),))
-    micro_batch = micro_batch_of(byte_documents(300), trainer.config)
+    micro_batch, _ = read(trainer, byte_documents(300))
     compiled = torch.compile(trainer.model, backend="aot_eager", dynamic=False)
     results = []
     for forward in (trainer.model, compiled):
-        ngram = trainer.ngram(micro_batch)
+        ngram = trainer.table.lookup(micro_batch)
         loss, losses = forward(micro_batch, ngram, trainer.context(0, micro_batch, training=True))
-        grads = torch.autograd.grad(loss, [*trainer.trained.values(), ngram])
+        grads = torch.autograd.grad(loss, [*trainer.optimizer.params.values(), ngram])
         results.append([loss, losses, *grads])
     torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-4)
     torch._dynamo.reset()
@@ -342,15 +336,17 @@ def test_logits_are_capped_and_their_normaliser_normalises():
     torch.testing.assert_close(torch.exp(logits - normaliser[:, None]).sum(-1), torch.ones(256))
 
 
-def test_ngram_embedding_sums_signed_rows():
-    config = tiny_config()
-    micro_batch = micro_batch_of(byte_documents(300), config)
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randn(config.ngram_rows, 32, generator=generator, dtype=torch.float64)
-    summed = ngram_embedding(table, micro_batch)
+def test_a_lookup_sums_signed_rows():
+    trainer = make_trainer()
+    trainer.table.scale = 0.75  # what decay has left of the table
+    micro_batch, summed = read(trainer, byte_documents(300))
     for i in range(0, 256, 13):
-        expected = sum(sign * table[row] for row, sign in zip(micro_batch.rows[i], micro_batch.signs[i]))
-        torch.testing.assert_close(summed[i], expected)
+        rows = zip(micro_batch.rows[i], micro_batch.signs[i])
+        expected = 0.75 * sum(sign * trainer.table.weight[row] for row, sign in rows)
+        torch.testing.assert_close(summed[i].detach(), expected)
+    assert summed.is_leaf and summed.requires_grad
+    half = make_trainer(dtype="bfloat16")
+    assert read(half, byte_documents(300))[1].dtype == torch.bfloat16 and half.table.weight.dtype == torch.float32
 
 
 # ----- the tied head
@@ -358,10 +354,9 @@ def test_ngram_embedding_sums_signed_rows():
 def test_a_tied_head_is_the_embedding_until_it_is_untied():
     trainer = make_trainer(untie_at=0.5, mtp_weights=((0.0, (1.0, 0.5)),))
     model = trainer.model
-    micro_batch = micro_batch_of(byte_documents(300), trainer.config)
+    micro_batch, ngram = read(trainer, byte_documents(300))
     def loss_and_grads(step):
-        context = trainer.context(step, micro_batch, training=True)
-        loss, _ = model(micro_batch, trainer.ngram(micro_batch), context)
+        loss, _ = model(micro_batch, ngram, trainer.context(step, micro_batch, training=True))
         return loss.detach(), *torch.autograd.grad(loss, [model.embed, model.head], allow_unused=True)
     tied, unused, both = loss_and_grads(step=1)
     assert unused is None
