@@ -5,7 +5,7 @@ from pathlib import Path
 
 from records import compare, curves, experiment, render
 from records.files import RecordError, read_text, write_whole
-from records.judge import judge, judge_all
+from records.judge import judge_all, judge_one, judge_records
 from records.record import Repository, load
 from records.submit import pull_request, submit
 
@@ -70,16 +70,14 @@ def verify_command(repository, folders):
             folder = folder if folder.is_symlink() else folder.resolve()
             if folder.parent.name not in repository.rules:
                 raise RecordError(f"{folder}: lies in no track's folder; those are {', '.join(repository.rules)}")
-            status |= tell(judge(load(folder, folder.parent.name), repository), repository.root)
+            status |= tell(judge_one(load(folder, folder.parent.name), repository), repository.root)
     if not status:
         print(f"verify: ok, {count} record{'s' * (count != 1)}")
     return status
 
 
 def table_command(repository):
-    failures = [failure for records in repository.records.values() for record in records
-                for failure in judge(record, repository)]
-    if failures:
+    if failures := judge_records(repository):
         return tell(failures, repository.root)
     text = read_text(repository.readme)
     write_whole(repository.readme, render.with_leaderboards(text, repository.records))

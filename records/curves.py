@@ -14,7 +14,7 @@ from urllib.parse import quote
 from records import render
 from records.compare import side_of
 from records.files import write_whole
-from records.judge import judge_all
+from records.judge import judge_records
 
 POINTS = 400  # of one curve in the report; more would not be told apart
 
@@ -62,7 +62,7 @@ def thinned(curve):
 def report(repository, out):
     """Write the page; returns the number of records shown and the failures of `verify`, which the page counts."""
     out = Path(out)
-    failures = judge_all(repository)
+    failures = judge_records(repository)
     failed = {record.folder for records in repository.records.values() for record in records
               if any(record.folder in (failure.path, *failure.path.parents) for failure in failures)}
     shown = {track: [record for record in render.ranked(good)]

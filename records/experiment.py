@@ -62,7 +62,7 @@ class Experiment:
 
     def prepare(self):
         """Extract the scripts; RecordError when the experiment was begun on another machine."""
-        facts, path = fingerprint(), self.folder / "machine.json"
+        facts, path = {**fingerprint(), "world_size": self.world_size}, self.folder / "machine.json"
         for letter, source in self.scripts.items():
             (self.folder / letter).mkdir(parents=True, exist_ok=True)
             write_whole(self.folder / letter / "train_gpt.py", source)

@@ -195,10 +195,10 @@ def check_written(record, expected, fail):
         fail(record.folder / "README.md", str(error))
 
 
-def check_copies(repository):
-    """Failures of logs that stand in two records: a run counts for one record."""
+def check_copies(records):
+    """Failures of logs that stand in two of these records: a run counts for one."""
     seen, failures = {}, []
-    for record in (record for records in repository.records.values() for record in records):
+    for record in records:
         for run in [*record.runs, *record.baseline]:
             first = seen.setdefault((run.code_sha256, run.seed, str(run.curves["train"])), (record, run))
             if first[0] is not record:
@@ -207,13 +207,27 @@ def check_copies(repository):
     return failures
 
 
-def judge_all(repository):
-    """Every Failure of the repository: records, then the README's leaderboards where all records are good."""
-    failures = [failure for records in repository.records.values() for record in records
-                for failure in judge(record, repository)] + check_copies(repository)
+def judge_one(record, repository):
+    """Every Failure of one record among those of the repository, which may hold it or not."""
+    others = [other for records in repository.records.values() for other in records
+              if (other.track, other.name) != (record.track, record.name)]
+    copies = check_copies([*others, record])
+    return judge(record, repository) + [failure for failure in copies if failure.path.is_relative_to(record.folder)]
+
+
+def judge_records(repository):
+    """Every Failure of the repository's records."""
+    everything = [record for records in repository.records.values() for record in records]
+    failures = [failure for record in everything for failure in judge(record, repository)] + check_copies(everything)
     for track in repository.rules:
         if repository.track_folder(track).is_symlink():
             failures.append(Failure(repository.track_folder(track), "is a symbolic link; records lie in a folder"))
+    return failures
+
+
+def judge_all(repository):
+    """Every Failure of the repository: its records, and where all of those are good the README's leaderboards."""
+    failures = judge_records(repository)
     if not failures:
         try:
             text = read_text(repository.readme)

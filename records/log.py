@@ -160,7 +160,8 @@ def parse_log(path):
         raise RecordError(f"the run did not complete: {ascii(lines[-1][:80])}")
     header = match(HEADER, lines[0], "run").groupdict()
     if header["code_sha256"] != hashlib.sha256(source.encode()).hexdigest():
-        raise RecordError("code_sha256 is not that of the source in the log: source or hash was edited")
+        raise RecordError("code_sha256 is not that of the source in the log: source or hash was edited, or the source "
+                          "does not end in exactly one line break")
     if lines.count(START) != 1:
         raise RecordError(f"the line {START!r} must stand once")
     head, body = lines[1:lines.index(START)], lines[lines.index(START) + 1:]

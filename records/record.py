@@ -101,9 +101,6 @@ class Repository:
             found[track] = [load(entry, track) for entry in entries if not entry.name.startswith(".")]
         return found
 
-    def find(self, track, name):
-        return next((record for record in self.records[track] if record.name == name), None)
-
 
 def load(folder, track):
     """Read a record's folder. Nothing outside of it is opened, no link is followed."""

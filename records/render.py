@@ -74,7 +74,7 @@ def record_block(figures):
                   f"{difference(speed)} ({stats.CONFIDENCE:.0%} interval, {p_text(speed['p'])}, parent "
                   f"{seconds(speed['baseline_mean_ms'])} s).", "", "The parent's runs:", "",
                   run_table(figures["baseline"])]
-    else:
+    elif figures["parent"]:
         lines += ["", "No claim of speed: the parent did not run beside it."]
     return "\n".join(lines) + "\n"
 

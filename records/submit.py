@@ -6,7 +6,7 @@ from pathlib import Path
 
 from records import render, stats
 from records.files import LOG_LIMIT, RecordError, read_text
-from records.judge import judge
+from records.judge import judge_one
 from records.log import parse_log
 from records.record import FOLDER, MOST_LOGS, figures, load
 
@@ -69,7 +69,7 @@ def submit(repository, name, logs, baseline=()):
         (staging / "result.json").write_text(json.dumps(content, indent=1) + "\n")
         (staging / "README.md").write_text(render.record_readme(content))
         record = load(staging, track)
-        failures = judge(record, repository)
+        failures = judge_one(record, repository)
         if not failures:
             staging.rename(final)
             record.folder = final

@@ -58,6 +58,10 @@ def test_untouched_records_pass(repository, capsys):
     assert not list(repository.root.rglob("executed")) and not Path("executed").exists()
 
 
+def test_records_of_this_repository_pass():
+    assert judge_all(made.Repository.of_trainer()) == []
+
+
 # ----- tampered records: (name, which record, what is done to its folder, the file and the reason that are told)
 
 def replace_in(path, old, new, count=0):
@@ -238,6 +242,30 @@ def test_each_failure_is_one_line_and_the_status_is_1(repository, capsys):
     assert len(lines) == 2
     assert lines[0] == f"records/nano/{folder.name}/logs/first-01.txt: validity gate causal is 'FAILED', must be ok"
     assert main(["verify", str(folder_of(repository, FASTER))], made.fresh(repository)) == 0
+
+
+# ----- submit
+
+@pytest.mark.parametrize("name", ["../../escape", "a/b", "", "-x", "a" * 61, "x\n", "naïve", "<b>"])
+def test_submit_refuses_names_that_are_no_folder(repository, capsys, name):
+    before = sorted(repository.root.rglob("*"))
+    logs = [str(path) for path in (repository.root / "logs").glob("first-*")]
+    assert main(["submit", *logs, f"--name={name}"], made.fresh(repository)) == 2
+    assert "up to 60 letters, digits and '-'" in capsys.readouterr().err
+    assert sorted(repository.root.rglob("*")) == before
+
+
+def test_submit_refuses_what_verify_refuses(repository, capsys):
+    """Runs that stand in a record already, a target that is not reached; nothing is left behind."""
+    before = sorted(repository.root.rglob("*"))
+    logs = sorted(map(str, (repository.root / "logs").glob("first-*")))
+    assert main(["submit", *logs, "--name", "Again"], made.fresh(repository)) == 1
+    assert capsys.readouterr().out.splitlines()[0].startswith("logs/first-01.txt: is the run first-01 of ")
+    assert main(["submit", *logs[:3], "--name", "Chosen"], made.fresh(repository)) == 1
+    assert "logs: 4 runs were declared, run 4 missing" in capsys.readouterr().out
+    assert main(["submit", "nowhere", "--name", "Again"], made.fresh(repository)) == 2
+    assert capsys.readouterr().err == "records: nowhere: cannot be read: No such file or directory\n"
+    assert sorted(repository.root.rglob("*")) == before
 
 
 # ----- the repository around the records
