@@ -123,6 +123,7 @@ class Config:
     save_every: int = knob(0, "keep a checkpoint every so many steps; 0: only the final one")
     run_id: str = knob("", "name of the folder under logs/; empty: drawn from date and time")
     resume: str = knob("", "run id, or checkpoint file, to continue from")
+    runs: int = knob(0, "runs of a record, declared with each of them; 0: not for a record")
     # --- machine
     seed: int = knob(-1, "seed of initialisation and data order; -1: drawn, and logged")
     device: str = knob("auto", "auto | cpu | cuda")
@@ -188,6 +189,7 @@ class Config:
         whole = max(1, round(self.val_tokens / self.micro_batch_tokens)) * self.micro_batch_tokens
         refuse_unless(self.val_tokens == whole, "val_tokens",
                       f"must be a multiple of micro_batch_tokens={self.micro_batch_tokens}; nearest {whole}")
+        refuse_unless(self.runs >= 0, "runs", "must not be negative; 0: not for a record")
         refuse_unless(-1 <= self.seed < 2**63, "seed", "must be 0 to 2^63 - 1, or -1 to draw one")
 
     @property
@@ -221,7 +223,7 @@ TRACKS = {
 
 # Fields that describe where and how long a run is watched, not what it computes. Overriding one of them leaves
 # the run a candidate for a record, and a resumed run may change them.
-NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume"}
+NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume", "runs"}
 
 
 def nearest(name, names):
@@ -2177,6 +2179,25 @@ def restore(trainer, content):
     torch.set_rng_state(content["rng"])
 
 
+def count_run(config, code_sha256):
+    """The log line of this run's place among those declared with --runs. logs/runs.jsonl counts every start: so many
+    runs of one code and track are a batch, then the next begins; a run id that is started again keeps its place."""
+    ledger, code = Path("logs/runs.jsonl"), [config.track, code_sha256]
+    entries = [json.loads(line) for line in ledger.read_text().splitlines()] if ledger.exists() else []
+    entries = [entry for entry in entries if entry["code"] == code]
+    again = [entry["place"] for entry in entries if entry["run"] == config.run_id]
+    last = max((entry["place"] for entry in entries), default=[1, 0, config.runs])
+    batch, counter, declared = again[-1] if again else last
+    if not again:
+        batch, counter, declared = (batch, counter + 1, declared) if counter < declared else (batch + 1, 1, config.runs)
+    if declared != config.runs:
+        raise ConfigError(f"--runs {config.runs}: {declared} were declared at the first run of this batch ({ledger}); "
+                          f"keep to that number")
+    with open(ledger, "a") as file:
+        file.write(json.dumps({"code": code, "place": [batch, counter, declared], "run": config.run_id}) + "\n")
+    return f"batch:{batch} counter:{counter}/{declared} start:{len(again) + 1}"
+
+
 def log_header(log, trainer, config, overrides, code):
     """The lines that make a run reproducible: source, machine, resolved configuration, data, back ends."""
     runtime = trainer.runtime
@@ -2196,6 +2217,8 @@ def log_header(log, trainer, config, overrides, code):
     log.line("config:" + json.dumps(dataclasses.asdict(config)))
     if record_overrides := {key: value for key, value in overrides.items() if key not in NEUTRAL_FIELDS}:
         log.line("overrides:" + json.dumps(record_overrides))
+    if config.runs and not record_overrides and runtime.is_main:
+        log.line(count_run(config, hashlib.sha256(code.encode()).hexdigest()))
     log.line(f"data:{data} backends:attention={trainer.attention_name},matmul=torch-{config.dtype},"
              f"compile={trainer.compile_name}")
     sizes = {rule: sum(param.numel() for name, param in trainer.optimizer.params.items() if RULES[name].update == rule)

@@ -35,7 +35,7 @@ def test_named_files_exist():
 def test_named_keys_exist():
     fields = {field.name for field in dataclasses.fields(train_gpt.Config)}
     elsewhere = {"help", "check", "track", "checkpoint", "prompt", "out", "key",
-                 "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}
+                 "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "name", "baseline"}
     for key in re.findall(r"--([a-z_]+)", TEXT):
         assert key in fields | elsewhere, key
 

@@ -1,0 +1,13 @@
+"""Records: folders of logs that a tool can judge and that anyone can run again; `python -m records --help`.
+
+    files.py        reading what others wrote: bounded, no links, no binaries
+    log.py          one run's log, parsed strictly
+    record.py       the repository, a record's folder, and every figure that follows from its logs
+    stats.py        the tests and intervals
+    judge.py        `verify`: what a record must fulfil
+    render.py       a record's README and the leaderboards
+    submit.py       `submit`
+    compare.py      `diff`
+    experiment.py   `ab` and `reproduce`: the only commands that run code from a record
+    curves.py       `plot` and `report` (report.css and report.js are parts of the page)
+"""

@@ -1,0 +1,97 @@
+"""`submit`: a record's folder out of logs, judged before it takes its name."""
+import json
+import shutil
+from datetime import datetime, timezone
+from pathlib import Path
+
+from records import render, stats
+from records.files import LOG_LIMIT, RecordError, read_text
+from records.judge import judge_one
+from records.log import parse_log
+from records.record import FOLDER, MOST_LOGS, figures, load
+
+
+def gather(paths):
+    """The Runs of log files or run folders, in the order of their counters."""
+    runs = []
+    for path in map(Path, paths):
+        path = path / "log.txt" if path.is_dir() else path
+        try:
+            runs.append(parse_log(path))
+        except RecordError as error:
+            raise RecordError(f"{path}: {error}") from None
+    if len(runs) > MOST_LOGS:
+        raise RecordError(f"{len(runs)} logs: a record holds at most {MOST_LOGS}")
+    return sorted(runs, key=lambda run: (run.batch.counter if run.batch else 0, run.run))
+
+
+def tip(records):
+    """The record that a new one of the track is measured against: the last of the chain of speed claims."""
+    by_parent = {record.parent: record for record in records if record.claims_speed or not record.parent}
+    current = by_parent.get(None)
+    while current and current.name in by_parent:
+        current = by_parent[current.name]
+    return current
+
+
+def lay_out(folder, runs, baseline):
+    """Write source and logs into a new folder."""
+    for part, logs in (("logs", runs), ("baseline", baseline)):
+        if logs:
+            (folder / part).mkdir(parents=True)
+        for run in logs:
+            (folder / part / f"{run.run}.txt").write_text(read_text(run.path, LOG_LIMIT))
+    (folder / "train_gpt.py").write_text(runs[0].source)
+
+
+def submit(repository, name, logs, baseline=()):
+    """Make records/<track>/<date>_<name>/ of logs. Returns (record, failures): the folder exists only if there are
+    no failures. RecordError for what cannot be tried at all."""
+    folder_name = f"{datetime.now(timezone.utc):%Y-%m-%d}_{name}"
+    if not FOLDER.fullmatch(folder_name):
+        raise RecordError(f"--name {ascii(name)}: up to 60 letters, digits and '-', a letter or digit first")
+    runs, base = gather(logs), gather(baseline)
+    track = runs[0].track
+    if track not in repository.rules:
+        raise RecordError(f"track {ascii(track)} of the logs is none of {', '.join(repository.rules)}")
+    if undeclared := [run.path for run in runs if run.batch is None]:
+        raise RecordError(f"{undeclared[0]}: no declared number of runs; start every run of a record with --runs N")
+    final = repository.track_folder(track) / folder_name
+    if final.exists():
+        raise RecordError(f"{final} exists; choose another --name")
+    parent = tip(repository.records[track])
+    staging = repository.track_folder(track) / ".submitting" / folder_name
+    shutil.rmtree(staging.parent, ignore_errors=True)  # of a submission that was killed
+    try:
+        lay_out(staging, runs, base)
+        record = load(staging, track)
+        content = figures(record, repository.rules[track], parent)
+        (staging / "result.json").write_text(json.dumps(content, indent=1) + "\n")
+        (staging / "README.md").write_text(render.record_readme(content))
+        record = load(staging, track)
+        failures = judge_one(record, repository)
+        if not failures:
+            staging.rename(final)
+            record.folder = final
+        return record, failures
+    finally:
+        shutil.rmtree(staging.parent, ignore_errors=True)
+
+
+def pull_request(record):
+    """The description of the pull request that adds a record."""
+    figures = record.result
+    loss, speed = figures["loss"], figures["speed"]
+    against = (f"{render.difference(speed)} against {figures['parent']} in {speed['pairs']} interleaved pairs "
+               f"({stats.CONFIDENCE:.0%} interval, {render.p_text(speed['p'])})" if speed else "no claim of speed")
+    return "\n".join([
+        f"# {record.track}: {record.name[11:]}", "",
+        f"- Record: `records/{record.track}/{record.name}/`",
+        f"- Training time: {render.seconds(figures['train_time_ms']['mean'])} s on "
+        f"{render.cell(figures['runs'][0]['device'])}, world size {figures['runs'][0]['world_size']}",
+        f"- Validation loss: {loss['mean']:.5f} ± {loss['std']:.5f}, n = {len(figures['runs'])}, target "
+        f"{loss['target']:g}, {render.p_text(loss['p'])}",
+        f"- Against its parent: {against}",
+        f"- Code: {figures['lines_added']} lines added, {figures['lines_removed']} removed", "",
+        "## Why it works", "", render.WHY, "",
+        "- [x] `python -m records verify` passes", "- [ ] the record's README says why"])

@@ -1,0 +1,170 @@
+"""The records tool on logs of the trainer itself: what it writes is what `records` reads. A copy of the trainer gets a
+tiny track, so that its runs need no overrides and are candidates for a record."""
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import helpers
+import records_helpers as made
+import train_gpt
+from records.__main__ import main
+from records.log import parse_log
+from records.record import TrackRules
+
+DECLARED = 2
+SLOW = ("batch = loader.next()", "batch = loader.next(); time.sleep(0.2)")  # of the first record's script
+
+
+def script_with_track(corpus, **changes):
+    """The trainer's source with a track "tiny" on the tests' corpus."""
+    values = {**helpers.TINY, "track": "tiny", "data": str(corpus), "val_every": 2, "target_loss": 8.0, "seed": -1,
+              "val_sha256": "", **changes}
+    words = ", ".join(f"{key}={value!r}" for key, value in values.items())
+    code = helpers.TRAINER.read_text().replace("TRACKS = {\n", f'TRACKS = {{\n    "tiny": Config({words}),\n', 1)
+    assert "tiny" in code
+    return code
+
+
+@pytest.fixture(scope="module")
+def made_once(corpus, tmp_path_factory):
+    """A repository with the tiny track alone, and two declared runs on it in logs/. Not to be changed."""
+    root = tmp_path_factory.mktemp("real")
+    _, val = train_gpt.open_corpus(helpers.tiny_config(data=str(corpus)))
+    val_sha256 = train_gpt.validation_hash(helpers.tiny_config(), val)
+    manifest = hashlib.sha256((corpus / "manifest.json").read_bytes()).hexdigest()
+    rules = TrackRules("tiny", "bytes", helpers.TINY["val_tokens"], val_sha256, 8.0, manifest)
+    repository = made.Repository(root, {"tiny": rules})
+    (root / "README.md").write_text(made.README.replace("records/nano", "records/tiny"))
+    code = script_with_track(corpus, val_sha256=val_sha256)
+    assert SLOW[0] in code
+    (root / "train_gpt.py").write_text(code.replace(*SLOW))
+    for name in ("one", "two"):
+        run = helpers.run_trainer(root, {"track": "tiny", "run_id": name, "runs": DECLARED},
+                                  script=root / "train_gpt.py")
+        assert run.code == 0, run.stdout + run.stderr
+    return repository
+
+
+@pytest.fixture
+def repository(made_once, tmp_path):
+    """A copy of it for each test."""
+    return made.Repository(shutil.copytree(made_once.root, tmp_path / "repository"), made_once.rules)
+
+
+def call(repository, capsys, *words):
+    capsys.readouterr()
+    status = main([*map(str, words)], made.fresh(repository))
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_log_is_read_as_the_trainer_meant_it(repository):
+    runs = [parse_log(repository.root / "logs" / name / "log.txt") for name in ("one", "two")]
+    assert [(run.batch.number, run.batch.counter, run.batch.declared, run.batch.start) for run in runs] == [
+        (1, 1, DECLARED, 1), (1, 2, DECLARED, 1)]
+    result = helpers.Run(0, "", "", repository.root / "logs" / "one").result
+    run = runs[0]
+    assert run.source == (repository.root / "train_gpt.py").read_text()
+    assert (run.seed, run.tokens, run.device) == tuple(
+        result[key] for key in ("seed", "tokens", "device"))
+    assert run.val_loss == round(result["val_loss"], 5) and run.train_time_ms == round(result["train_time_ms"])
+    assert [point.step for point in run.curves["train"]] == [1, 2, 3, 4]
+    assert [point.step for point in run.curves["val"]] == [2, 4]
+
+
+def test_submit_verify_table_diff(repository, capsys):
+    logs = [repository.root / "logs" / name for name in ("one", "two")]
+    assert call(repository, capsys, "submit", *logs[:1], "--name", "Half")[1].startswith("logs: 2 runs were declared")
+    status, out, err = call(repository, capsys, "submit", *logs, "--name", "Tiny-start")
+    assert status == 0, out + err
+    folder = next((repository.root / "records" / "tiny").glob("*_Tiny-start"))
+    assert f"- Record: `records/tiny/{folder.name}/`" in out
+    assert {path.name for path in folder.iterdir()} == {"train_gpt.py", "logs", "result.json", "README.md"}
+    assert (folder / "train_gpt.py").read_bytes() == (repository.root / "train_gpt.py").read_bytes()
+    assert call(repository, capsys, "verify")[1].startswith("README.md: a leaderboard is not current; run `python -m ")
+    status, out, _ = call(repository, capsys, "table")
+    assert status == 0 and f"[Tiny-start](records/tiny/{folder.name}/)" in out
+    assert out in repository.readme.read_text()
+    assert call(repository, capsys, "verify") == (0, "verify: ok, 1 record\n", "")
+    _, out, _ = call(repository, capsys, "diff", folder / "logs" / "one.txt", folder / "logs" / "two.txt")
+    assert out.endswith("a seed-only difference\n")
+    status, _, err = call(repository, capsys, "submit", *logs, "--name", "Tiny-start")
+    assert status == 2 and "exists; choose another --name" in err
+
+
+def test_overrides_and_other_data_are_no_record(repository, corpus, tmp_path, capsys):
+    """Runs of the same script with an override, and one without --runs."""
+    log = tmp_path / "logs" / "other" / "log.txt"
+    run = helpers.run_trainer(tmp_path, {"run_id": "other", "muon_lr": 0.01, "runs": 2, "track": "tiny"},
+                              script=repository.root / "train_gpt.py")
+    assert run.code == 0, run.stdout
+    assert parse_log(log).overrides == {"muon_lr": 0.01} and parse_log(log).batch is None
+    status, _, err = call(repository, capsys, "submit", log, "--name", "Tuned")
+    assert status == 2 and "no declared number of runs" in err
+
+
+# ----- --runs in the trainer
+
+def count(folder, monkeypatch, *run_ids, runs=2, code="c0de"):
+    monkeypatch.chdir(folder)
+    (folder / "logs").mkdir(exist_ok=True)
+    return [train_gpt.count_run(helpers.tiny_config(run_id=run_id, runs=runs), code) for run_id in run_ids]
+
+
+def test_runs_are_counted_in_batches(tmp_path, monkeypatch):
+    assert count(tmp_path, monkeypatch, "a", "b", "c") == [
+        "batch:1 counter:1/2 start:1", "batch:1 counter:2/2 start:1", "batch:2 counter:1/2 start:1"]
+    assert count(tmp_path, monkeypatch, "a", "c", "d") == [  # started again
+        "batch:1 counter:1/2 start:2", "batch:2 counter:1/2 start:2", "batch:2 counter:2/2 start:1"]
+    assert count(tmp_path, monkeypatch, "e", code="other") == ["batch:1 counter:1/2 start:1"]
+    with pytest.raises(train_gpt.ConfigError, match="--runs 5: 2 were declared at the first run of this batch"):
+        count(tmp_path, monkeypatch, "f", runs=5, code="other")
+    assert count(tmp_path, monkeypatch, "g", runs=5) == ["batch:3 counter:1/5 start:1"]
+
+
+# ----- code of a record runs
+
+def test_reproduce_runs_real_code(repository, capsys):
+    log = repository.root / "logs" / "one"
+    status, out, err = call(repository, capsys, "reproduce", log, "--runs", 2)
+    assert status == 2 and "nothing was run; add --yes" in err and "This executes 2 runs of the code in" in out
+    status, out, err = call(repository, capsys, "reproduce", log, "--runs", 2, "--yes")
+    assert status == 0, out + err
+    assert re.search(r"^loss reproduced: (yes|no|undecided), n = 2: ", out, re.MULTILINE), out
+    made_runs = sorted(path for path in (repository.root / "logs").glob("reproduce-tiny-*-n2-0?r"))
+    assert len(made_runs) == 2 and not list(made_runs[0].glob("*.pt*"))
+    assert parse_log(made_runs[0] / "log.txt").seed != parse_log(made_runs[1] / "log.txt").seed
+    _, out, _ = call(repository, capsys, "reproduce", log, "--runs", 2, "--yes")
+    assert out.count("(was there)") == 2
+
+
+def test_from_ab_to_a_record(repository, capsys, monkeypatch):
+    """A faster script against the first record in real runs, and the claim submitted as `ab` says."""
+    monkeypatch.setitem(train_gpt.TRACKS, "tiny", helpers.tiny_config())  # of which `diff` would show the differences
+    logs = repository.root / "logs"
+    assert call(repository, capsys, "submit", logs / "one", logs / "two", "--name", "Slow")[0] == 0
+    script = repository.root / "train_gpt.py"
+    script.write_text(script.read_text().replace(*SLOW[::-1]))
+    slow = next((repository.root / "records" / "tiny").glob("*_Slow"))
+    status, out, err = call(repository, capsys, "ab", slow, "--runs", 3, "--yes")
+    assert status == 0, out + err
+    assert re.search(r"^time A - B: -0\.\d\d s .*: A is lower$", out, re.MULTILINE), out
+    sides = [sorted(logs.glob(f"ab-*-n3-*{letter}")) for letter in "ab"]
+    assert f"submit --name NAME logs/{sides[0][0].name[:-3]}*a --baseline" in out
+    status, out, err = call(repository, capsys, "submit", *sides[0], "--name", "Fast", "--baseline", *sides[1])
+    assert status == 0, out + err
+    assert "3 interleaved pairs" in out
+    assert call(repository, capsys, "table")[0] == 0
+    assert call(repository, capsys, "verify") == (0, "verify: ok, 2 records\n", "")
+
+
+def test_command_line():
+    """`python -m records` as users call it, from the repository's root."""
+    done = subprocess.run([sys.executable, "-m", "records", "verify", "nowhere"], cwd=helpers.ROOT, capture_output=True,
+                          text=True, env=helpers.environment())
+    assert done.returncode == 2
+    assert re.fullmatch(r"records: .*nowhere: lies in no track's folder; those are nano, fineweb.*\n", done.stderr)
