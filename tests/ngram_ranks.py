@@ -211,8 +211,8 @@ def tables(folder):
     runtime.close()
 
 
-# ----- whole runs: 1 to 4 ranks; five validation micro-batches, so that some ranks have one less; a cycle of four steps,
-# in which a step takes more tokens than the others and a validation falls, and one of the two that are left
+# ----- whole runs: 1 to 4 ranks; five validation micro-batches, so that some ranks have one less; a cycle of four
+# steps, among them a validation and a step of more tokens, and one of the two steps that are left
 
 COMMON = {**TINY, "steps": 6, "micro_batches": ((0.0, 4), (0.5, 8)), "val_tokens": 1280, "val_every": 2,
           "save_every": 4, "ngram_decay": 0.5, "run_id": "run"}
