@@ -1645,9 +1645,7 @@ class Optimizer:
                 mine[name] = buffer.new_empty(len(buffer) // runtime.world_size, *buffer.shape[1:])
                 works[name] = runtime.reduce_scatter(mine[name], buffer, name)
         if replicated:
-            works["bucket"] = runtime.all_reduce(self.bucket, "replicated")
-        if replicated:
-            wait(works["bucket"])
+            wait(runtime.all_reduce(self.bucket, "replicated"))
             for name in replicated:
                 self._update(name, self.grads[name], step, lr_mul)
         for name in sorted(due, key=UPDATE_ORDER.index):
@@ -1752,7 +1750,7 @@ class Optimizer:
             axis = self.axis.get(name)
             if axis is None or axis and key not in PARTS:
                 return value.clone()
-            joined, work = self.runtime.gather_shares(value, len(self._shared_first(name)), name)
+            joined, work = self.runtime.gather_shares(value, len(self._shared_first(name)), "checkpoint")
             wait(work)
             return joined.transpose(0, axis).clone(memory_format=torch.contiguous_format)
         return {name: {key: whole(name, key, value) for key, value in state.items()}
@@ -2270,12 +2268,12 @@ def train_steps(trainer, log, shards, val, clock, folder, first_step, loader_sta
     return loader_state
 
 
-def finish(trainer, log, val, clock, loader_state, folder, overrides, code):
+def finish(trainer, log, val, clock, first_step, loader_state, folder, overrides, code):
     """Checkpoint, final validation, validity gates, plot and result. Returns the final validation loss."""
     config, runtime = trainer.config, trainer.runtime
     # Of training alone: before rank 0 collects the checkpoint.
-    sent = {f"{collective}/{name}": [round(count / config.steps, 1) for count in counts]
-            for (collective, name), counts in sorted(runtime.ledger.items()) if name != "validation"}
+    sent = {f"{collective}/{name}": [round(count / (config.steps - first_step), 1) for count in counts]
+            for (collective, name), counts in sorted(runtime.ledger.items()) if name not in ("validation", "checkpoint")}
     memory = runtime.peak_memory_mib()
     content = checkpoint_content(trainer, config.steps, loader_state, clock)
     if runtime.is_main:
@@ -2375,7 +2373,7 @@ def train(config, overrides, runtime, content=None):
         runtime.ledger.clear()
         trainer.stopwatch.marks.clear()
         loader_state = train_steps(trainer, log, shards, val, clock, folder, first_step, loader_state)
-        val_loss = finish(trainer, log, val, clock, loader_state, folder, overrides, code)
+        val_loss = finish(trainer, log, val, clock, first_step, loader_state, folder, overrides, code)
         status, failed = (f"ok run:{run_id} val_loss:{val_loss:.5f} train_time:{clock.total:.1f}s "
                           f"log:{folder}/log.txt plot:{folder}/loss.png"), False
         return 0

@@ -147,7 +147,7 @@ def worker(out, device, repeats, sizes):
             for rows in sizes[1]:
                 config = dataclasses.replace(
                     train_gpt.TRACKS["nano"], ngram_orders=orders, ngram_rows=rows, model_dim=DIM,
-                    micro_batch_tokens=need, val_tokens=need, ngram_comms="tokens")
+                    micro_batch_tokens=need, val_tokens=need, ngram_comms="tokens", ngram_decay=0.0)
                 results, bounds = measure(config, runtime, tokens, repeats)
                 found.append({"world_size": runtime.world_size, "orders": orders_name, "tokens": need, "rows": rows,
                               "arms": results, "foreign_bound": bounds[0], "updated_bound": bounds[1]})
