@@ -136,7 +136,7 @@ def report(rows, grid, arguments, facts):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=TRACK.steps // 3)
+    parser.add_argument("--steps", type=int, default=313)
     parser.add_argument("--val-tokens", type=int, default=262_144)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
