@@ -78,7 +78,7 @@ class Config:
     tokenizer: str = knob("bytes", "bytes | gpt2: what the token ids mean")
     epochs: int = knob(1, "passes over the training shards that a run may take")
     # --- batch; schedules are (fraction of the run, value) pairs
-    steps: int = knob(640, "optimizer steps, the length of every schedule")
+    steps: int = knob(720, "optimizer steps, the length of every schedule")
     micro_batch_tokens: int = knob(1024, "tokens of one forward and backward pass on one rank")
     micro_batches: tuple = knob(((0.0, 4),), "schedule: micro-batches of a global step, a multiple of the world size")
     document_cap: tuple = knob(((0.0, 512),), "schedule: longest piece of a document that attention sees at once")
@@ -117,7 +117,7 @@ class Config:
     val_tokens: int = knob(1_048_576, "tokens of the validation split that are scored")
     val_sha256: str = knob("b966f400d6117f6907939cab7d973eba68b35e02d73334687b9e7074ac88eb2c",
                            "sha256 of those tokens and the next (uint16); empty: not compared")
-    val_every: int = knob(320, "validate every so many steps (untimed); 0: only at the end")
+    val_every: int = knob(0, "validate every so many steps (untimed); 0: only at the end")
     target_loss: float = knob(0.88, "the track's target validation loss, in nats per token")
     log_every: int = knob(20, "log the training loss every so many steps")
     save_every: int = knob(0, "keep a checkpoint every so many steps; 0: only the final one")
