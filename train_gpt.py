@@ -1581,13 +1581,12 @@ FROZEN = ("frozen_left", "frozen_right")  # the factors, kept with the state of 
 MIN_RETENTION = 0.1  # adaptive_rank: the share that a layer without importance keeps, the paper's value
 
 
-def frozen_directions(matrices, counts):
-    """The top counts[i] singular directions of each matrix (k, m, n): left (k, m, c) and right (k, c, n), float32, with
-    c = max(counts). Where a matrix has fewer, zeros fill up, which project nothing away."""
+def frozen_directions(matrices, counts, width):
+    """The top counts[i] singular directions of each matrix (k, m, n): left (k, m, width), right (k, width, n), float32.
+    Where a matrix has fewer than `width`, zeros fill up, which project nothing away."""
     left, _, right = torch.linalg.svd(matrices.float(), full_matrices=False)
-    index = torch.arange(max(counts, default=0), device=matrices.device)
-    kept = (index < torch.tensor(counts, device=matrices.device)[:, None]).float()
-    return left[..., :len(index)] * kept[:, None], right[:, :len(index)] * kept[:, :, None]
+    kept = torch.arange(width, device=left.device) < torch.tensor(counts, device=left.device)[:, None]
+    return left[..., :width] * kept[:, None], right[:, :width] * kept[:, :, None]
 
 
 def project_update(update, left, right):
@@ -1688,10 +1687,11 @@ class Optimizer:
 
     def protect(self, counts):
         """Freeze the top singular directions of all hidden matrices as they stand; counts: {bank: one of each matrix}.
-        A rank projects the updates of the matrices that it owns, so nothing travels."""
+        A rank splits the matrices that it owns, and projects their updates, so nothing travels."""
         for name in self.banks:
-            factors = frozen_directions(self.params[name].data, counts[name])
-            self.state[name].update(zip(FROZEN, (factor[slice(*self.share[name])].clone() for factor in factors)))
+            own = slice(*self.share[name])
+            factors = frozen_directions(self.params[name].data[own], counts[name][own], max(counts[name]))
+            self.state[name].update(zip(FROZEN, factors))
 
     def step(self, step, lr_mul, row_plan=None, next_plan=None):
         """Reduce what is due, update it and spread the new values.
