@@ -124,7 +124,7 @@ class Config:
     val_sha256: str = knob("b966f400d6117f6907939cab7d973eba68b35e02d73334687b9e7074ac88eb2c",
                            "sha256 of those tokens and the next (uint16); empty: not compared")
     val_every: int = knob(250, "validate every so many steps (untimed); 0: only at the end")
-    target_loss: float = knob(0.88, "the track's target validation loss, in nats per token")
+    target_loss: float = knob(0.88, "the track's target validation loss, in nats per token; 0: none")
     log_every: int = knob(20, "log the training loss every so many steps")
     save_every: int = knob(0, "keep a checkpoint every so many steps; 0: only the final one")
     run_id: str = knob("", "name of the folder under logs/; empty: drawn from date and time")
@@ -246,7 +246,7 @@ TRACKS = {
 TRACKS["continual"] = dataclasses.replace(
     TRACKS["nano"], track="continual", data="data/cpp", first_data="data/python", steps=300, trained="matrices",
     unfreeze_rank_ratio=0.5, matrix_lr=0.01, adam_lr=0.003, ngram_lr=0.0, val_tokens=524_288, val_every=100,
-    val_sha256="5a9f95f8cf4677aa06071e6ba095f25381ac7da5fcaf84fb938244026e0cf2be", target_loss=1.6)
+    val_sha256="5a9f95f8cf4677aa06071e6ba095f25381ac7da5fcaf84fb938244026e0cf2be", target_loss=0.0)
 
 
 # Fields that describe where and how long a run is watched, not what it computes. Overriding one of them leaves
@@ -1574,9 +1574,9 @@ class NgramTable:
 
 
 # OSFT (Nayak et al. 2025): what a matrix knows is in its top singular directions, and a new domain may have the rest.
-# The paper trains factors of the rest. What these can reach is W_0 plus any update whose rows and columns are orthogonal
-# to the frozen ones, so here W stays dense and every update is projected, whatever the rule that made it. Projecting
-# gradients instead would not do: Adam's scaling turns a step back.
+# The paper trains factors of the rest. What these can reach is W_0 plus any update whose rows and columns are
+# orthogonal to the frozen, so here W stays dense and every update is projected, whatever the rule that made it.
+# Projecting gradients instead would not do: Adam's scaling turns a step back.
 FROZEN = ("frozen_left", "frozen_right")  # the factors, kept with the state of a bank
 MIN_RETENTION = 0.1  # adaptive_rank: the share that a layer without importance keeps, the paper's value
 
@@ -2279,8 +2279,8 @@ def initial_content(config):
     here = model_facts(config, 0)
     for name, value in model_facts(saved, content["step"]).items():
         if value != here[name]:
-            raise ConfigError(f"--init-from {config.init_from}: a checkpoint of track {saved.track} with {name}={value}, "
-                              f"where this run has {here[name]}; choose one of the same shape, or override --{name}")
+            raise ConfigError(f"--init-from {config.init_from}: a checkpoint of track {saved.track}, with {name}="
+                              f"{value} where this run has {here[name]}; choose one of its shape, or override --{name}")
     return content
 
 

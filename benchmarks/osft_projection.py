@@ -38,7 +38,7 @@ import train_gpt  # noqa: E402
 # (rows N, columns M) of a layer's matrices. Float64 references and CPU ranks ask for less than the models' sizes.
 SHAPES = {
     "GPT-2 small, widths / 2": ((384, 384), (384, 384), (1536, 384)),
-    "Llama 8B, widths / 8": ((512, 512), (512, 128), (1792, 512)),
+    "Llama 8B, widths / 8": ((512, 512), (128, 512), (1792, 512)),
     "nothing divides": ((203, 101), (67, 301)),
 }
 TINY_SHAPES = {"even": ((16, 8), (8, 24)), "nothing divides": ((13, 7), (5, 11))}
@@ -399,8 +399,8 @@ def main():
     text = (f"{table}\n\nHalf of the directions frozen; medians of {arguments.repeats}; float32; more ranks than cores "
             f"share them.\n\nForward pass, all factors, 2,048 tokens:\n\n{forwards}\n\nWhat the projection adds to a "
             f"step of the continual track: {steps}.\n{common.environment_line(facts)}")
-    common.write_results(arguments.results, "osft_projection", {"environment": facts, "cases": cases, "forward": forward,
-                                                                "added_to_step": added}, text)
+    figures = {"environment": facts, "cases": cases, "forward": forward, "added_to_step": added}
+    common.write_results(arguments.results, "osft_projection", figures, text)
     print(table, forwards, f"projection adds {steps}", sep="\n\n")
     right = max(own["error"] for case in cases for arm, own in case["arms"].items() if arm != "wrong")
     wrong = min((case["arms"]["wrong"]["error"] for case in cases if "wrong" in case["arms"]), default=float("nan"))

@@ -229,7 +229,8 @@ def test_chunks_cover_every_coefficient_once_within_the_limit(limit):
         size = sum(shapes[index][0] * (end - first) for index, first, end in chunk)
         assert 0 < size <= limit or len(chunk) == 1 and chunk[0][2] - chunk[0][1] == 1
         covered += [(index, column) for index, first, end in chunk for column in range(first, end)]
-    assert covered == [(index, column) for index, (rows, columns) in enumerate(shapes) if rows for column in range(columns)]
+    assert covered == [(index, column) for index, (rows, columns) in enumerate(shapes) if rows
+                       for column in range(columns)]
 
 
 @WORLDS
@@ -435,7 +436,7 @@ def test_adaptive_shares_follow_importance(values, base, cli, monkeypatch):
     ({"trained": "some"}, ["trained=some", "all, matrices"]),
     ({"init_from": ""}, ["--init-from", "./run.sh nano"]),
     ({"init_from": "nowhere"}, ["--init-from nowhere", "no checkpoint"]),
-    ({"model_dim": 64}, ["track nano with model_dim=32", "64", "--model_dim"]),
+    ({"model_dim": 64}, ["track nano, with model_dim=32", "64", "--model_dim"]),
     ({"windows": "((0.0, (64, 128)),)"}, ["windows"]),
     ({"ngram_rows": 2000}, ["ngram_rows=1000", "2000"]),
     ({"untie_at": 0.5}, ["untie_at=False", "True"]),
