@@ -2258,15 +2258,6 @@ def restore(trainer, content):
     torch.set_rng_state(content["rng"])
 
 
-def model_facts(config, step):
-    """What a model trained until `step` brings along: weights mean nothing where one of these differs."""
-    facts = {name: getattr(config, name) for name in (
-        "tokenizer", "model_dim", "num_layers", "head_dim", "mlp_dim", "long_layers", "value_embedding_layers",
-        "logit_cap", "ngram_orders", "ngram_rows")}
-    return {**facts, "untie_at": step <= untie_step(config) > 0,
-            "windows": (at_step(config.windows, step, config), windows_until(config, step))}
-
-
 def initial_content(config):
     """The content of --init-from, None without. Raises ConfigError where it is missing or does not fit."""
     if not config.init_from:
@@ -2274,10 +2265,14 @@ def initial_content(config):
             raise ConfigError(f"track {config.track}: goes on with a trained model; name its run or checkpoint with "
                               f"--init-from (`./run.sh nano --run-id NAME` trains one)")
         return None
+    def shape(config, step):  # what weights mean nothing without
+        names = ("tokenizer", "model_dim", "num_layers", "head_dim", "mlp_dim", "long_layers", "value_embedding_layers",
+                 "logit_cap", "ngram_orders", "ngram_rows")
+        return {**{name: getattr(config, name) for name in names}, "untie_at": step <= untie_step(config) > 0,
+                "windows": (at_step(config.windows, step, config), windows_until(config, step))}
     content = load_checkpoint(find_checkpoint(config.init_from, "init-from"))
-    saved = config_of_checkpoint(content)
-    here = model_facts(config, 0)
-    for name, value in model_facts(saved, content["step"]).items():
+    saved, here = config_of_checkpoint(content), shape(config, 0)
+    for name, value in shape(saved, content["step"]).items():
         if value != here[name]:
             raise ConfigError(f"--init-from {config.init_from}: a checkpoint of track {saved.track}, with {name}="
                               f"{value} where this run has {here[name]}; choose one of its shape, or override --{name}")
