@@ -79,7 +79,7 @@ class Config:
     epochs: int = knob(1, "passes over the training shards that a run may take")
     first_data: str = knob("", "corpus that the model of --init-from has learned, validated on as well; empty: none")
     # --- batch; schedules are (fraction of the run, value) pairs
-    steps: int = knob(940, "optimizer steps, the length of every schedule")
+    steps: int = knob(640, "optimizer steps, the length of every schedule")
     micro_batch_tokens: int = knob(1024, "tokens of one forward and backward pass on one rank")
     micro_batches: tuple = knob(((0.0, 4),), "schedule: micro-batches of a global step, a multiple of the world size")
     document_cap: tuple = knob(((0.0, 512),), "schedule: longest piece of a document that attention sees at once")
@@ -96,7 +96,7 @@ class Config:
     ngram_rows: int = knob(2**20, "rows of the n-gram table, shared by all orders")
     # --- optimizer; see RULES for what applies to which parameter
     matrix_update: str = knob("muon", "muon | soap | soap_muon | kl_soap | adam: rule of the hidden matrices")
-    matrix_lr: float = knob(0.03, "learning rate of hidden matrices; a step's RMS is this / sqrt(columns) at most")
+    matrix_lr: float = knob(0.015, "learning rate of hidden matrices; a step's RMS is this / sqrt(columns) at most")
     matrix_decay: float = knob(0.02, "cautious weight decay of hidden matrices, per unit of learning rate")
     basis_every: int = knob(10, "soap rules: each matrix gets new eigenbases every k-th step, staggered")
     one_sided_above: int = knob(256, "soap rules: a matrix side larger than this gets no eigenbasis")
@@ -123,7 +123,7 @@ class Config:
     val_tokens: int = knob(1_048_576, "tokens of the validation split that are scored")
     val_sha256: str = knob("b966f400d6117f6907939cab7d973eba68b35e02d73334687b9e7074ac88eb2c",
                            "sha256 of those tokens and the next (uint16); empty: not compared")
-    val_every: int = knob(250, "validate every so many steps (untimed); 0: only at the end")
+    val_every: int = knob(320, "validate every so many steps (untimed); 0: only at the end")
     target_loss: float = knob(0.88, "the track's target validation loss, in nats per token; 0: none")
     log_every: int = knob(20, "log the training loss every so many steps")
     save_every: int = knob(0, "keep a checkpoint every so many steps; 0: only the final one")
@@ -1713,9 +1713,7 @@ class Optimizer:
                 mine[name] = buffer.new_empty(len(buffer) // runtime.world_size, *buffer.shape[1:])
                 works[name] = runtime.reduce_scatter(mine[name], buffer, name)
         if replicated:
-            works["bucket"] = runtime.all_reduce(self.bucket, "replicated")
-        if replicated:
-            wait(works["bucket"])
+            wait(runtime.all_reduce(self.bucket, "replicated"))
             for name in replicated:
                 self._update(name, self.grads[name], step, lr_mul)
         for name in sorted(due, key=UPDATE_ORDER.index):
@@ -1823,7 +1821,7 @@ class Optimizer:
             axis = self.axis.get(name)
             if axis is None or axis and key not in PARTS:
                 return value.clone()
-            joined, work = self.runtime.gather_shares(value, len(self._shared_first(name)), name)
+            joined, work = self.runtime.gather_shares(value, len(self._shared_first(name)), "checkpoint")
             wait(work)
             return joined.transpose(0, axis).clone(memory_format=torch.contiguous_format)
         return {name: {key: whole(name, key, value) for key, value in state.items()}
@@ -2404,12 +2402,12 @@ def train_steps(trainer, log, shards, vals, clock, folder, first_step, loader_st
     return loader_state
 
 
-def finish(trainer, log, vals, clock, loader_state, folder, overrides, code):
+def finish(trainer, log, vals, clock, first_step, loader_state, folder, overrides, code):
     """Checkpoint, final validation, validity gates, plot and result. Returns the final validation loss."""
     config, runtime, val = trainer.config, trainer.runtime, vals["val_loss"]
     # Of training alone: before rank 0 collects the checkpoint.
-    sent = {f"{collective}/{name}": [round(count / config.steps, 1) for count in counts]
-            for (collective, name), counts in sorted(runtime.ledger.items()) if name != "validation"}
+    sent = {f"{collective}/{name}": [round(count / (config.steps - first_step), 1) for count in counts]
+            for (collective, name), counts in sorted(runtime.ledger.items()) if name not in ("validation", "checkpoint")}
     memory = runtime.peak_memory_mib()
     content = checkpoint_content(trainer, config.steps, loader_state, clock)
     if runtime.is_main:
@@ -2519,7 +2517,7 @@ def train(config, overrides, runtime, content=None):
         if initial and config.val_every:
             log.step(0, config.steps, **trainer.evaluate_all(0, vals), train_time=0.0, step_avg=0.0)
         loader_state = train_steps(trainer, log, shards, vals, clock, folder, first_step, loader_state)
-        val_loss = finish(trainer, log, vals, clock, loader_state, folder, overrides, code)
+        val_loss = finish(trainer, log, vals, clock, first_step, loader_state, folder, overrides, code)
         status, failed = (f"ok run:{run_id} val_loss:{val_loss:.5f} train_time:{clock.total:.1f}s "
                           f"log:{folder}/log.txt plot:{folder}/loss.png"), False
         return 0

@@ -2,7 +2,7 @@
 
     python benchmarks/continual.py [--jobs 2] [--seeds 3]
 
-For each seed a model of the nano track is trained on Python, on a third of its schedule, and goes on with C++ headers:
+For each seed a model of the nano track is trained on Python, 313 steps by default, and goes on with C++ headers:
     full             all weights move
     same matrices    only those that OSFT changes: attention and MLP
     OSFT r           the same, but only a share r of each matrix' singular directions
@@ -166,7 +166,7 @@ def main(argv=None):
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--pretrain-steps", type=int, default=train_gpt.TRACKS["nano"].steps // 3)
+    parser.add_argument("--pretrain-steps", type=int, default=313)
     parser.add_argument("--val-tokens", type=int, default=131_072, help="of each domain")
     parser.add_argument("--data", type=Path, default=common.ROOT / TRACK.data)
     parser.add_argument("--first-data", type=Path, default=common.ROOT / TRACK.first_data)

@@ -2,7 +2,7 @@
 
     python benchmarks/ngram_ablation.py [--seeds 3] [--steps 313]
 
-A third of the track's schedule by default, everything else as in the track; seeds 1 to n, arms taking turns. Every run
+313 steps by default (1.3 M tokens), everything else as in the track; seeds 1 to n, arms taking turns. Every run
 counts. Results: benchmarks/results/ngram_ablation.{json,md}, and the runs' logs, less the source that they begin with,
 under benchmarks/results/ngram_ablation/. A run that is complete in --work is not repeated.
 """
@@ -33,7 +33,7 @@ def summary(arm, runs, reference):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=train_gpt.TRACKS["nano"].steps // 3)
+    parser.add_argument("--steps", type=int, default=313)
     parser.add_argument("--val-tokens", type=int, default=train_gpt.TRACKS["nano"].val_tokens)
     parser.add_argument("--data", type=Path, default=common.ROOT / "data/python")
     parser.add_argument("--work", type=Path, default=common.ROOT / "logs/ngram_ablation", help="folder of the runs")

@@ -9,7 +9,8 @@ windows of the Python sources inside torch, as the nano track does, and take upd
 Bytes are those that Runtime counts where it sends them: exact, averaged over ranks and cycles. Times are medians as
 ratios to dense in the same process; arms take turns. The lower bound is each distinct foreign row that a rank's tokens
 read once each way at 4 bytes a value; for the new rows of replicas, each updated row once to each other rank.
-Results: benchmarks/results/ngram_exchange.{json,md,png}.
+Results: benchmarks/results/ngram_exchange.{json,md,png}; the .md has the largest case of each world size, and
+ngram_exchange_all.md has all of them.
 """
 import argparse
 import dataclasses
@@ -147,7 +148,7 @@ def worker(out, device, repeats, sizes):
             for rows in sizes[1]:
                 config = dataclasses.replace(
                     train_gpt.TRACKS["nano"], ngram_orders=orders, ngram_rows=rows, model_dim=DIM,
-                    micro_batch_tokens=need, val_tokens=need, ngram_comms="tokens")
+                    micro_batch_tokens=need, val_tokens=need, ngram_comms="tokens", ngram_decay=0.0)
                 results, bounds = measure(config, runtime, tokens, repeats)
                 found.append({"world_size": runtime.world_size, "orders": orders_name, "tokens": need, "rows": rows,
                               "arms": results, "foreign_bound": bounds[0], "updated_bound": bounds[1]})
@@ -164,9 +165,9 @@ def ratios(case):
 
 
 def table_of(cases):
-    header = ["world size", "orders", "tokens a rank", "table rows", *[f"{arm}, KiB sent a rank" for arm in ARMS],
-              "bound one way, KiB", "rows' gradients / bound", "row_sharded / bound both ways",
-              *[f"{arm}, time / dense" for arm in ARMS[1:]], "largest difference from dense"]
+    header = ["world size", "orders", "tokens a rank", "table rows", *[f"{arm}, KiB" for arm in ARMS],
+              "bound one way, KiB", "rows' gradients / bound", "row_sharded / bound",
+              *[f"time of {arm} / dense" for arm in ARMS[1:]]]
     lines = []
     for case in cases:
         median = {arm: statistics.median(case["arms"][arm]["seconds"]) for arm in ARMS}
@@ -174,9 +175,23 @@ def table_of(cases):
         lines.append([case["world_size"], case["orders"], case["tokens"], case["rows"],
                       *[f"{sum(case['arms'][arm]['bytes'].values()) / 1024:,.0f}" for arm in ARMS],
                       f"{case['foreign_bound'] / 1024:,.0f}", f"{exchange:.3f}", f"{sharded:.3f}",
-                      *[f"{median[arm] / median['dense']:.2f}" for arm in ARMS[1:]],
-                      f"{max(case['arms'][arm]['difference'] for arm in ARMS):.1e}"])
+                      *[f"{median[arm] / median['dense']:.2f}" for arm in ARMS[1:]]])
     return common.markdown_table(header, lines)
+
+
+def write(folder, cases, repeats, facts):
+    """The result files of all cases; returns the table that says most."""
+    difference = max(case["arms"][arm]["difference"] for case in cases for arm in ARMS)
+    note = (f"KiB sent by a rank in an update, indices included. Medians of {repeats} updates; {DIM} channels, float32; "
+            f"ranks beyond the cores share them. Largest difference from dense, over the largest value: "
+            f"{difference:.1e}.\n{common.environment_line(facts)}")
+    largest = [case for case in cases if (case["tokens"], case["rows"]) == max((c["tokens"], c["rows"]) for c in cases)]
+    table = table_of(largest)
+    common.write_results(folder, "ngram_exchange", {"environment": facts, "repeats": repeats, "cases": cases},
+                         f"{table}\n\n{note}")
+    (folder / "ngram_exchange_all.md").write_text(f"{table_of(cases)}\n\n{note}\n")
+    plot(cases, folder / "ngram_exchange.png")
+    return table
 
 
 def plot(cases, path):
@@ -223,14 +238,8 @@ def main():
             cases += found["cases"]
             device = found["device"]
     facts = common.environment(torch.device(device))
+    print(write(arguments.results, cases, arguments.repeats, facts))
     worst = [max(values) for values in zip(*map(ratios, cases))]
-    table = table_of(cases)
-    common.write_results(arguments.results, "ngram_exchange", {"environment": facts, "repeats": arguments.repeats,
-                                                              "cases": cases},
-                         f"{table}\n\nMedians of {arguments.repeats} update cycles; {DIM} channels, float32; more ranks than "
-                         f"cores share them.\n{common.environment_line(facts)}")
-    plot(cases, arguments.results / "ngram_exchange.png")
-    print(table)
     print(f"exchange_over_bound:{worst[0]:.3f} sharded_over_bound:{worst[1]:.3f}")
 
 

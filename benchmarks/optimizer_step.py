@@ -1,6 +1,6 @@
 """Measure what each update rule of the hidden matrices costs, as a share of a training step of the nano track.
 
-    python benchmarks/optimizer_step.py [--device auto] [--rounds 7] [--threads N]
+    python benchmarks/optimizer_step.py [--device auto] [--rounds 7]
 
 The step is the track's own: forward and backward passes of its micro-batches, compiled where it can be, and the update
 of all parameters. Rules take turns on the gradients of that model; a turn is ten steps, so that every stagger sees each
@@ -15,8 +15,6 @@ import statistics
 import sys
 import time
 from pathlib import Path
-
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt  # noqa: E402
@@ -95,13 +93,10 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
     parser.add_argument("--data", default=str(common.ROOT / "data/python"))
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, not compiled: tries out the script")
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     arguments = parser.parse_args(argv)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     overrides = {"data": arguments.data, "device": arguments.device, "seed": 1}
     if arguments.tiny:
         overrides = {**common.TINY, "steps": 200, "epochs": 5, "micro_batches": ((0.0, 2),), **overrides}

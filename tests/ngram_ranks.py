@@ -4,12 +4,11 @@ torch by then: a group of them starts in a fraction of a second.
     python ngram_ranks.py FOLDER CORPUS
 
 FOLDER/table<W>/rank<r>.pt has {case: {variant: what `take_steps` returns}} of rank r of W, and what came of
-`exchanges`. FOLDER/runs/<name>/ is where a run of RUNS or RESUMED worked; out.txt and err.txt have its words,
-codes.json the exit statuses of its ranks. test_ngram_table.py compares all that with slow references.
+`exchanges`. FOLDER/runs/<name>/ is where a run of RUNS or RESUMED worked; out<r>.txt and err<r>.txt have the words
+of rank r, code.txt the exit status. test_ngram_table.py compares all that with slow references.
 """
 import dataclasses
 import functools
-import json
 import os
 import shutil
 import signal
@@ -212,18 +211,20 @@ def tables(folder):
     runtime.close()
 
 
-# ----- whole runs: 1 to 4 ranks, five validation micro-batches, so that some ranks have one less
+# ----- whole runs: 1 to 4 ranks; five validation micro-batches, so that some ranks have one less; a cycle of four
+# steps, among them a validation and a step of more tokens, and one of the two steps that are left
 
 COMMON = {**TINY, "steps": 6, "micro_batches": ((0.0, 4), (0.5, 8)), "val_tokens": 1280, "val_every": 2,
-          "save_every": 2, "ngram_decay": 0.5, "run_id": "run"}
+          "save_every": 4, "ngram_decay": 0.5, "run_id": "run"}
 RUNS = {f"{comms} {every} {world_size}": (world_size, {"ngram_comms": comms, "ngram_every": every})
-        for comms in ("tokens", "rows", "row_sharded") for every in (1, 2) for world_size in (1, 2, 4)}
-RUNS["host"] = (2, {"ngram_comms": "row_sharded", "ngram_every": 2, "ngram_host": True})
+        for comms in ("tokens", "rows", "row_sharded") for every in (1, 4) for world_size in (1, 2, 4)}
+RUNS["host"] = (2, {"ngram_comms": "row_sharded", "ngram_every": 4, "ngram_host": True})
 RUNS["few rows"] = (4, {"ngram_rows": 3, "ngram_comms": "rows"})
-RUNS["rows, wrong"] = (2, {"ngram_comms": "rows", "steps": 40})
-RUNS["row_sharded, wrong"] = (2, {"ngram_comms": "row_sharded", "steps": 40})
-RESUMED = {"resumed": ("row_sharded 2 2", 2), "resumed by one": ("row_sharded 2 2", 1),
-           "resumed rows": ("rows 2 2", 2)}
+for comms in ("rows", "row_sharded"):
+    RUNS[f"{comms}, wrong"] = (2, {"ngram_comms": comms, "steps": 40})
+    RUNS[f"{comms}, diverging"] = (2, {"ngram_comms": comms, "steps": 40, "adam_lr": 1e30})
+RESUMED = {"resumed": ("row_sharded 4 2", 2), "resumed by one": ("row_sharded 4 2", 1),
+           "resumed rows": ("rows 4 2", 2)}
 WRONG_ROW = 123_456
 
 
@@ -243,8 +244,8 @@ def spoil_second_rank():
 def train(folder, words, wrong):
     """The trainer's command line in `folder`. Returns its exit status."""
     os.chdir(folder)
-    for number, name in ((1, "out.txt"), (2, "err.txt")):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{name}{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT), number)
     train_gpt.plot_losses = lambda folder: None  # half of the time of such a run
     if wrong:
         spoil_second_rank()
@@ -253,17 +254,16 @@ def train(folder, words, wrong):
 
 def launch(folder, world_size, words, wrong=False):
     folder.mkdir(parents=True, exist_ok=True)
-    codes = fork(world_size, train, folder, words, wrong)
-    (folder / "codes.json").write_text(json.dumps(codes))
+    (folder / "code.txt").write_text(str(fork(world_size, train, folder, words, wrong)))
 
 
 def fork(world_size, function, *words):
     """Call a function on so many ranks, each a process, as a launcher would: when one fails the others are ended.
-    Returns their exit statuses."""
+    Returns the exit status of the first that failed, or 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = {}
+    left, code = set(), 0
     for rank in range(world_size):
         child = os.fork()
         if not child:
@@ -278,30 +278,29 @@ def fork(world_size, function, *words):
             finally:
                 sys.stdout.flush(), sys.stderr.flush()
                 os._exit(status)
-        ranks[child] = rank
-    codes, left = [None] * world_size, set(ranks)
+        left.add(child)
     while left:
         child, status = os.wait()
         left.remove(child)
-        codes[ranks[child]] = os.waitstatus_to_exitcode(status)
-        if codes[ranks[child]]:
+        if status:
+            code = code or os.waitstatus_to_exitcode(status)
             for other in left:
                 os.kill(other, signal.SIGTERM)
-    return codes
+    return code
 
 
 def main(folder, corpus):
     for world_size in WORLD_SIZES:
         place = folder / f"table{world_size}"
         place.mkdir()
-        if any(fork(world_size, tables, place)):
+        if fork(world_size, tables, place):
             return 1
     for name, (world_size, values) in RUNS.items():
         words = arguments({**COMMON, "data": corpus, **values})
         launch(folder / "runs" / name, world_size, words, wrong="wrong" in name)
     for name, (former, world_size) in RESUMED.items():
         logs = folder / "runs" / former / "logs"
-        shutil.copytree(logs, folder / "runs" / name / "logs", ignore=shutil.ignore_patterns("checkpoint.*", "*06.*"))
+        shutil.copytree(logs, folder / "runs" / name / "logs", ignore=shutil.ignore_patterns("checkpoint.*"))
         launch(folder / "runs" / name, world_size, ["--resume", "run"])
     return 0
 

@@ -433,6 +433,8 @@ def test_steps_of_a_cycle_share_its_plan(comms):
         # A gradient of the mean loss is weighed by the tokens of its own step.
         assert sorted(plan.weights.tolist()) == sorted(torch.cat([part.weights for part in parts]).tolist())
         assert len(plan.token) == sum(len(part.token) for part in parts)
+    for single in singles:  # the sum over tokens of their own losses' gradients
+        assert (single.row_plan.weights.abs() == len(single.micro_batches) * 256).all()
     for batch, single in zip(batches, singles, strict=True):
         assert batch.state == single.state
         for one, other in zip(batch.micro_batches, single.micro_batches, strict=True):

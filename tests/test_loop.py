@@ -104,8 +104,8 @@ def test_lines_come_in_order(events):
     kinds = [re.match(r"===== START =====|[a-z]+", line)[0] for line in events]
     assert kinds[:3] == ["run", "config", "overrides"]
     assert kinds.index("data") < kinds.index("===== START =====") < kinds.index("step")
-    assert kinds[-4:] == ["comms", "validity", "final", "status"]
-    assert set(kinds[kinds.index("===== START =====") + 1:-4]) == {"step"}
+    assert kinds[-5:] == ["comms", "validity", "optimizer", "final", "status"]
+    assert set(kinds[kinds.index("===== START =====") + 1:-5]) == {"step"}
 
 
 def test_step_lines_agree_with_the_metrics(events, rich_run):

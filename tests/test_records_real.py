@@ -99,10 +99,10 @@ def test_submit_verify_table_diff(repository, capsys):
 def test_overrides_and_other_data_are_no_record(repository, corpus, tmp_path, capsys):
     """Runs of the same script with an override, and one without --runs."""
     log = tmp_path / "logs" / "other" / "log.txt"
-    run = helpers.run_trainer(tmp_path, {"run_id": "other", "muon_lr": 0.01, "runs": 2, "track": "tiny"},
+    run = helpers.run_trainer(tmp_path, {"run_id": "other", "matrix_lr": 0.01, "runs": 2, "track": "tiny"},
                               script=repository.root / "train_gpt.py")
     assert run.code == 0, run.stdout
-    assert parse_log(log).overrides == {"muon_lr": 0.01} and parse_log(log).batch is None
+    assert parse_log(log).overrides == {"matrix_lr": 0.01} and parse_log(log).batch is None
     status, _, err = call(repository, capsys, "submit", log, "--name", "Tuned")
     assert status == 2 and "no declared number of runs" in err
 

@@ -181,7 +181,7 @@ TAMPERED = {
     "runs of two batches": (FIRST, replace_in(LOG, "batch:1 ", "batch:2 "), "logs", "several batches"),
     "restarted runs": (FIRST, all_logs("start:1$", "start:2"), "logs", "4 runs were started again"),
     "third batch": (FIRST, all_logs("^batch:1 ", "batch:3 "), "result.json", "batch is 1, the logs say 3"),
-    "overrides": (FIRST, replace_in(LOG, r"^data:", 'overrides:{"muon_lr": 0.04}\ndata:'), LOG, "overrides: 'muon_lr'"),
+    "overrides": (FIRST, replace_in(LOG, r"^data:", 'overrides:{"matrix_lr": 0.04}\ndata:'), LOG, "overrides: 'matrix_lr'"),
     "resumed run": (FIRST, replace_in(LOG, r"^step:40", "resumed:first-02 step:39/60 world_size:1\nstep:40"), LOG,
                     "was resumed"),
     "wrong data": (FIRST, replace_in(LOG, r"^data:\w+", "data:" + "ab" * 32), LOG, "data manifest abab"),
