@@ -14,8 +14,9 @@ usage() {
 ./run.sh TRACK --check               preflight only: device, data, memory, disk
 ./run.sh test [pytest arguments]     set up, then run the tests
 
-Tracks: nano (minutes on a laptop), fineweb (1 to 8 GPUs); without TRACK it is fineweb where CUDA and
-FineWeb shards are present, else nano. The last line of a run names the folder of its log and plot.
+Tracks: nano (minutes on a laptop), fineweb (1 to 8 GPUs), continual (a trained nano model goes on to C++; needs
+--init-from RUN). Without TRACK it is fineweb where CUDA and FineWeb shards are present, else nano. The last line of
+a run names the folder of its log and plot.
 The first call makes .venv, installs requirements.txt and builds the track's data.
 PYTHON=/path/to/python chooses the Python (3.11 or newer) that .venv is made with.
 TEXT
@@ -101,6 +102,9 @@ prepare_data() {
     case $1 in
     data/python) # each time: it looks at manifest and sizes only, and builds for the installed torch
         "$venv_python" data/text.py >/dev/null ;;
+    data/cpp) # of the continual track, whose first domain is the Python corpus
+        "$venv_python" data/text.py >/dev/null
+        "$venv_python" data/text.py --corpus cpp >/dev/null ;;
     data/fineweb10B) # *.part: a download that was cut short, which the builder continues
         if ! ls "$1"/*_train_*.bin "$1"/*_val_*.bin >/dev/null 2>&1 || ls "$1"/*.part >/dev/null 2>&1; then
             "$venv_python" data/fineweb.py >&2

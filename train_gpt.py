@@ -77,6 +77,7 @@ class Config:
     data: str = knob("data/python", "corpus folder with *_train_*.bin, *_val_*.bin and manifest.json")
     tokenizer: str = knob("bytes", "bytes | gpt2: what the token ids mean")
     epochs: int = knob(1, "passes over the training shards that a run may take")
+    first_data: str = knob("", "corpus that the model of --init-from has learned, validated on as well; empty: none")
     # --- batch; schedules are (fraction of the run, value) pairs
     steps: int = knob(720, "optimizer steps, the length of every schedule")
     micro_batch_tokens: int = knob(1024, "tokens of one forward and backward pass on one rank")
@@ -103,7 +104,7 @@ class Config:
     momentum: tuple = knob((0.85, 0.95), "Muon's momentum at the start and after the first tenth of the run")
     adam_lr: float = knob(0.01, "learning rate of embeddings, head and scalars under Adam")
     adam_every: int = knob(1, "Adam parameters step every k-th step, on the mean gradient since the last")
-    ngram_lr: float = knob(0.1, "learning rate of the n-gram table (row-wise Adagrad)")
+    ngram_lr: float = knob(0.1, "learning rate of the n-gram table (row-wise Adagrad); 0: the table is frozen")
     ngram_floor: float = knob(0.2, "gradient RMS of one token below which a table row's steps shrink")
     ngram_decay: float = knob(0.01, "weight decay of the n-gram table, per unit of learning rate")
     ngram_every: int = knob(1, "the n-gram table steps every k-th step, on the gradients since the last")
@@ -113,12 +114,17 @@ class Config:
     final_lr: float = knob(0.02, "learning-rate multiplier at the end of the cooldown")
     mtp_weights: tuple = knob(((0.0, (1.0,)),), "schedule: loss weights of the next, second-next, ... token")
     untie_at: float = knob(0.0, "fraction of the run at which the head gets weights of its own; 0: never tied")
+    # --- continual training, see frozen_directions
+    init_from: str = knob("", "run id, or checkpoint file, whose weights and n-gram table a run starts from")
+    trained: str = knob("all", "all | matrices: what steps change; the hidden matrices are the banks attention and mlp")
+    unfreeze_rank_ratio: float = knob(1.0, "share of a hidden matrix' singular directions that may move; 1: all of it")
+    adaptive_rank: bool = knob(False, "that share is a mean: layers that change their input more move more")
     # --- evaluation and bookkeeping
     val_tokens: int = knob(1_048_576, "tokens of the validation split that are scored")
     val_sha256: str = knob("b966f400d6117f6907939cab7d973eba68b35e02d73334687b9e7074ac88eb2c",
                            "sha256 of those tokens and the next (uint16); empty: not compared")
     val_every: int = knob(0, "validate every so many steps (untimed); 0: only at the end")
-    target_loss: float = knob(0.88, "the track's target validation loss, in nats per token")
+    target_loss: float = knob(0.88, "the track's target validation loss, in nats per token; 0: none")
     log_every: int = knob(20, "log the training loss every so many steps")
     save_every: int = knob(0, "keep a checkpoint every so many steps; 0: only the final one")
     run_id: str = knob("", "name of the folder under logs/; empty: drawn from date and time")
@@ -150,16 +156,16 @@ class Config:
                       "values are tuples of weights, the first above 0")
         for name in ("epochs", "steps", "micro_batch_tokens", "model_dim", "num_layers", "head_dim", "mlp_dim",
                      "logit_cap", "matrix_lr", "basis_every", "adam_lr", "adam_every", "val_tokens", "log_every",
-                     "ngram_lr", "ngram_floor", "ngram_every"):
+                     "ngram_floor", "ngram_every"):
             refuse_unless(getattr(self, name) > 0, name, "must be positive")
-        for name in ("matrix_decay", "one_sided_above", "ngram_decay", "val_every", "save_every"):
+        for name in ("matrix_decay", "one_sided_above", "ngram_lr", "ngram_decay", "val_every", "save_every"):
             refuse_unless(getattr(self, name) >= 0, name, "must not be negative; 0 switches it off")
         for name in ("cooldown", "final_lr", "untie_at"):
             refuse_unless(0 <= getattr(self, name) <= 1, name, "is a fraction, from 0 to 1")
         for name, allowed in (("tokenizer", tuple(EOT_TOKEN)), ("device", ("auto", "cpu", "cuda")),
                               ("dtype", ("bfloat16", "float32")), ("matrix_shard", tuple(SHARD_AXIS)),
                               ("matrix_update", ("muon", *SOAP_RULES, "adam")),
-                              ("attention", ("auto", "sdpa", "varlen")),
+                              ("attention", ("auto", "sdpa", "varlen")), ("trained", ("all", "matrices")),
                               ("ngram_comms", ("tokens", "rows", "row_sharded"))):
             refuse_unless(getattr(self, name) in allowed, name, f"must be one of {', '.join(allowed)}")
         refuse_unless(self.model_dim % self.head_dim == 0 and self.head_dim % 4 == 0, "head_dim",
@@ -186,6 +192,16 @@ class Config:
         for name in ("adam_every", "ngram_every"):
             refuse_unless(self.save_every % getattr(self, name) == 0, "save_every",
                           f"must be a multiple of {name}={getattr(self, name)}, for gradients that wait are not saved")
+        ratio = self.unfreeze_rank_ratio
+        refuse_unless(0 < ratio <= 1, "unfreeze_rank_ratio", "a share above 0, and at most 1, which is no constraint")
+        for rank in (self.model_dim, min(self.model_dim, self.mlp_dim)) if ratio < 1 else ():
+            refuse_unless(0 < frozen_count(rank, ratio) < rank, "unfreeze_rank_ratio",
+                          f"rounds to {round(ratio * rank)} of a matrix' {rank} directions that may move; at 0 nothing "
+                          f"learns, and at {rank} nothing is protected: say 1 if that is meant")
+        refuse_unless(ratio == 1 or self.matrix_shard == "whole", "unfreeze_rank_ratio",
+                      f"below 1 needs --matrix-shard whole (it is {self.matrix_shard}), for matrices are split whole")
+        refuse_unless(not self.adaptive_rank or ratio < 1 and self.first_data, "adaptive_rank",
+                      "shares out an --unfreeze-rank-ratio below 1, by text of --first-data")
         whole = max(1, round(self.val_tokens / self.micro_batch_tokens)) * self.micro_batch_tokens
         refuse_unless(self.val_tokens == whole, "val_tokens",
                       f"must be a multiple of micro_batch_tokens={self.micro_batch_tokens}; nearest {whole}")
@@ -201,6 +217,12 @@ class Config:
         """Rows of embedding and head: the tokenizer's ids, rounded up to what tensor cores like for large ones."""
         ids = self.eot_token + 1
         return ids if ids < 1024 else -(-ids // 128) * 128
+
+
+def frozen_count(rank, ratio):
+    """How many of `rank` singular directions stay frozen. Rounds what may move: int(rank * (1 - ratio)) would lose one
+    (1000 * (1 - 0.9) is below 100)."""
+    return rank - round(ratio * rank)
 
 
 # Numbers without a note were carried over from the field's records; tuned ones say so in records/NOTES.md.
@@ -219,6 +241,12 @@ TRACKS = {
         mtp_weights=((0.0, (1.0, 0.5, 0.25)), (1 / 3, (1.0, 0.5)), (2 / 3, (1.0,))),
         untie_at=2 / 3, val_tokens=10_485_760, val_sha256="", val_every=250, target_loss=3.28),
 }
+# The nano track's model goes on to C++. The n-gram table is frozen, in baselines too: it holds 99 % of the parameters,
+# has no directions to protect, and would learn much of C++ in rows of its own, whatever the matrices do.
+TRACKS["continual"] = dataclasses.replace(
+    TRACKS["nano"], track="continual", data="data/cpp", first_data="data/python", steps=300, trained="matrices",
+    unfreeze_rank_ratio=0.5, matrix_lr=0.01, adam_lr=0.003, ngram_lr=0.0, val_tokens=524_288, val_every=100,
+    val_sha256="5a9f95f8cf4677aa06071e6ba095f25381ac7da5fcaf84fb938244026e0cf2be", target_loss=0.0)
 
 
 # Fields that describe where and how long a run is watched, not what it computes. Overriding one of them leaves
@@ -471,8 +499,8 @@ class Log:
 
     def step(self, step, steps, **values):
         """One logged step, as a line and as a JSON record; losses have five decimals, times are in ms."""
-        fields = {"train_loss": "{:.5f}", "val_loss": "{:.5f}", "lr_mul": "{:.3f}", "train_time": "{:.0f}ms",
-                  "step_avg": "{:.2f}ms"}
+        fields = {"train_loss": "{:.5f}", "val_loss": "{:.5f}", "first_val_loss": "{:.5f}", "lr_mul": "{:.3f}",
+                  "train_time": "{:.0f}ms", "step_avg": "{:.2f}ms"}
         self.line(f"step:{step}/{steps} " + " ".join(f"{k}:{fields[k].format(v)}" for k, v in values.items()))
         if self.is_main:
             self.metrics.write(json.dumps({"step": step, **values}) + "\n")
@@ -517,18 +545,19 @@ def open_shard(path):
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_INTS * 4)
 
 
-def open_corpus(config):
-    """Open all shards of the track's corpus. Returns (train shards, val tokens) after checking that every id is
-    in the vocabulary and that the run's tokens exist. Raises ConfigError with the remedy otherwise."""
-    folder = Path(config.data)
-    build = {"nano": "python data/text.py", "fineweb": "python data/fineweb.py"}.get(config.track, "data/*.py")
+def open_corpus(config, key="data"):
+    """Open all shards of the corpus that a field names. Returns (train shards, val tokens) after checking that every id
+    is in the vocabulary and that the run's tokens exist. Raises ConfigError with the remedy otherwise."""
+    folder = Path(getattr(config, key))
+    build = {"python": "python data/text.py", "cpp": "python data/text.py --corpus cpp",
+             "fineweb10B": "python data/fineweb.py"}.get(folder.name, "python data/text.py PATH")
     needed = sum(micro_batches_at(config, step) for step in range(config.steps)) * config.micro_batch_tokens
     found = {}
     for split in ("train", "val"):
         paths = sorted(folder.glob(f"*_{split}_*.bin"))
         if not paths:
             raise ConfigError(f"{folder}: no *_{split}_*.bin shards; build them with `{build}`, or name a corpus "
-                              f"folder with --data")
+                              f"folder with --{key}")
         found[split] = [open_shard(path) for path in paths]
         read = 0
         for path, tokens in zip(paths, found[split]):
@@ -1026,8 +1055,9 @@ class GPT(nn.Module):
         """Learned gates in (0, 2), 1 at the start: (T, n) from the first channels of x (T, model_dim), weight (n, 12)."""
         return 2 * torch.sigmoid(F.linear(x[:, :GATE_DIM], weight))
 
-    def hidden(self, micro_batch, ngram, context):
-        """Final hidden states (T, model_dim), normalised. ngram: (T, model_dim), the NgramTable's part, or None."""
+    def hidden(self, micro_batch, ngram, context, stream=None):
+        """Final hidden states (T, model_dim), normalised. ngram: (T, model_dim), the NgramTable's part, or None.
+        stream: a list that receives the residual stream before the first layer and after each."""
         config, phase, rotary = self.config, context.phase, context.rotary
         length, layers, head_dim = micro_batch.inputs.size(0), config.num_layers, config.head_dim
         x = F.embedding(micro_batch.inputs, self.head if phase.tied else self.embed)
@@ -1038,6 +1068,8 @@ class GPT(nn.Module):
         embedded = x = norm(x)
         skips = []
         for layer in range(layers):
+            if stream is not None:
+                stream.append(x)
             if layer >= layers - len(self.skip_scale):
                 x = x + self.skip_scale[layer - layers] * skips.pop()
             x = self.residual_scale[layer] * x + self.embed_scale[layer] * embedded
@@ -1060,6 +1092,8 @@ class GPT(nn.Module):
             x = x + h @ self.mlp[2 * layer + 1]
             if layer < len(self.skip_scale):
                 skips.append(x)
+        if stream is not None:
+            stream.append(x)
         if ngram is not None:
             x = x + self.gate(x, self.ngram_gate[layers:]) * ngram
         return norm(x)
@@ -1471,7 +1505,7 @@ class NgramTable:
         for `grads`; autograd never sees the table. cache: stands for the table where micro_batch.rows point into it."""
         table = self.weight if cache is None else cache
         summed = F.embedding_bag(micro_batch.rows, table, mode="sum", per_sample_weights=micro_batch.signs)
-        return (summed * self.scale).to(getattr(torch, self.config.dtype)).requires_grad_()
+        return (summed * self.scale).to(getattr(torch, self.config.dtype)).requires_grad_(self.config.ngram_lr > 0)
 
     def send(self, plan):
         """Start the way of the cycle's gradients to the ranks that update their rows."""
@@ -1539,6 +1573,29 @@ class NgramTable:
         self.scale = full["scale"]
 
 
+# OSFT (Nayak et al. 2025): what a matrix knows is in its top singular directions, and a new domain may have the rest.
+# The paper trains factors of the rest. What these can reach is W_0 plus any update whose rows and columns are
+# orthogonal to the frozen, so here W stays dense and every update is projected, whatever the rule that made it.
+# Projecting gradients instead would not do: Adam's scaling turns a step back.
+FROZEN = ("frozen_left", "frozen_right")  # the factors, kept with the state of a bank
+MIN_RETENTION = 0.1  # adaptive_rank: the share that a layer without importance keeps, the paper's value
+
+
+def frozen_directions(matrices, counts, width):
+    """The top counts[i] singular directions of each matrix (k, m, n): left (k, m, width), right (k, width, n), float32.
+    Where a matrix has fewer than `width`, zeros fill up, which project nothing away."""
+    left, _, right = torch.linalg.svd(matrices.float(), full_matrices=False)
+    kept = torch.arange(width, device=left.device) < torch.tensor(counts, device=left.device)[:, None]
+    return left[..., :width] * kept[:, None], right[:, :width] * kept[:, :, None]
+
+
+def project_update(update, left, right):
+    """Take what touches frozen directions out of updates (k, m, n) float32, in place: leftᵀ update = 0, update rightᵀ
+    = 0. Neither (m, m) nor (n, n) matrices are formed."""
+    update.baddbmm_(left, left.mT @ update, alpha=-1)
+    return update.baddbmm_(update @ right.mT, right, alpha=-1)
+
+
 PARTS = ("first", "mantissa")  # the state of a bank that is shaped as its weights are; the rest goes by matrix
 
 
@@ -1571,6 +1628,7 @@ class Optimizer:
     def __init__(self, config, model, runtime, table=None):
         self.config, self.runtime, self.table = config, runtime, table
         self.params = dict(model.named_parameters())
+        self.untrained = {name for name in self.params if config.trained != "all" and RULES[name].update != "matrix"}
         if unruled := set(self.params) - set(RULES):
             raise ConfigError(f"no optimizer rule for {', '.join(sorted(unruled))}; add one to RULES")
         self.sharded = [name for name in self.params if RULES[name].comms == "sharded"]
@@ -1593,6 +1651,8 @@ class Optimizer:
                 self.state[name].update(matrix_state(config, count if axis else high - low, *shape, device))
             else:
                 self.state[name]["second"] = torch.zeros(high - low, *param.shape[1:], device=device)
+        for name in self.untrained:
+            self.params[name].requires_grad_(False)
         sizes = [self.params[name].numel() for name in self.replicated]
         self.bucket = torch.zeros(sum(sizes), dtype=float32, device=device)
         for name, part in zip(self.replicated, self.bucket.split(sizes)):
@@ -1623,7 +1683,15 @@ class Optimizer:
     def due(self, name, step):
         """Whether `name` steps at this step; Adam parameters and the table wait for every k-th, and for the last."""
         every = {"adam": self.config.adam_every, "adagrad": self.config.ngram_every}.get(RULES[name].update, 1)
-        return (step + 1) % every == 0 or step + 1 == self.config.steps
+        return name not in self.untrained and ((step + 1) % every == 0 or step + 1 == self.config.steps)
+
+    def protect(self, counts):
+        """Freeze the top singular directions of all hidden matrices as they stand; counts: {bank: one of each matrix}.
+        A rank splits the matrices that it owns, and projects their updates, so nothing travels."""
+        for name in self.banks:
+            own = slice(*self.share[name])
+            factors = frozen_directions(self.params[name].data[own], counts[name][own], max(counts[name]))
+            self.state[name].update(zip(FROZEN, factors))
 
     def step(self, step, lr_mul, row_plan=None, next_plan=None):
         """Reduce what is due, update it and spread the new values.
@@ -1631,7 +1699,7 @@ class Optimizer:
         row_plan, next_plan: of the table's update cycle that this step is in, and that the next step is in."""
         config, runtime = self.config, self.runtime
         due = [name for name in self.sharded if self.due(name, step)]
-        if row_plan is not None and self.due("ngram_table", step):
+        if row_plan is not None and config.ngram_lr and self.due("ngram_table", step):
             due.append("ngram_table")
         replicated = [name for name in self.replicated if self.due(name, step)]
         works, mine, gathers = {}, {}, {}
@@ -1708,6 +1776,7 @@ class Optimizer:
         if rule.update == "matrix":
             lr, decay = config.matrix_lr * rule.lr_mul * lr_mul, config.matrix_decay * rule.decay_mul
             sides, shard = self._sides(name), self.shard[name]
+            before = weight.clone() if FROZEN[0] in state else None
             shared = (lr, momentum_at(config, step), rule.betas[1], decay, getattr(torch, config.dtype), shard)
             if config.matrix_update == "muon":
                 muon_update(weight, grad, state["first"], state["second"], *shared)
@@ -1717,6 +1786,8 @@ class Optimizer:
             else:
                 soap_update(weight, grad, state["first"], state["moment"], state["count"], sides, known, step + 1,
                             lr, rule.betas, decay, shard)
+            if before is not None:  # decay included
+                weight.copy_(before + project_update(weight - before, *(state[key] for key in FROZEN)))
         else:
             count = -(-(step + 1) // config.adam_every)
             waited = step % config.adam_every + 1  # steps whose gradients were added up
@@ -1759,6 +1830,8 @@ class Optimizer:
     def load_full_state(self, full):
         for name, state in self.state.items():
             (low, high), axis = self.share[name], self.axis.get(name, 0)
+            state.update({key: torch.empty_like(full[name][key][low:high], device=self.runtime.device)
+                          for key in FROZEN if key in full[name]})
             for key, value in state.items():
                 given = full[name][key]
                 value.copy_(given if axis and key not in PARTS else given.transpose(0, axis)[low:high])
@@ -1895,10 +1968,12 @@ class Trainer:
             if self.table is not None:
                 ngram = self.table.lookup(micro_batch, cache)
             loss, losses = self.forward(micro_batch, ngram, self.context(step, micro_batch, training=True))
-            leaves = list(self.optimizer.params.values()) + ([ngram] if ngram is not None else [])
+            params = {name: param for name, param in self.optimizer.params.items() if param.requires_grad}
+            learns_rows = ngram is not None and ngram.requires_grad
+            leaves = list(params.values()) + ([ngram] if learns_rows else [])
             grads = torch.autograd.grad(loss / total, leaves, allow_unused=True)
-            self.optimizer.accumulate(dict(zip(self.optimizer.params, grads)))
-            if ngram is not None:
+            self.optimizer.accumulate(dict(zip(params, grads)))
+            if learns_rows:
                 self.table.grads.append(grads[-1])
             loss_sum = loss_sum + losses.detach().sum()
         return loss_sum
@@ -1937,6 +2012,10 @@ class Trainer:
                 total += self.token_losses(step, micro_batch, ngram).double().sum()
         wait(self.runtime.all_reduce(total, "validation"))
         return total.item() / self.config.val_tokens
+
+    def evaluate_all(self, step, vals):
+        """{name of the loss: evaluate} of validation tokens by name."""
+        return {name: self.evaluate(step, val) for name, val in vals.items()}
 
 
 def choose_compile(config):
@@ -2177,6 +2256,60 @@ def restore(trainer, content):
     torch.set_rng_state(content["rng"])
 
 
+def initial_content(config):
+    """The content of --init-from, None without. Raises ConfigError where it is missing or does not fit."""
+    if not config.init_from:
+        if config.first_data or config.unfreeze_rank_ratio < 1:
+            raise ConfigError(f"track {config.track}: goes on with a trained model; name its run or checkpoint with "
+                              f"--init-from (`./run.sh nano --run-id NAME` trains one)")
+        return None
+    def shape(config, step):  # what weights mean nothing without
+        names = ("tokenizer", "model_dim", "num_layers", "head_dim", "mlp_dim", "long_layers", "value_embedding_layers",
+                 "logit_cap", "ngram_orders", "ngram_rows")
+        return {**{name: getattr(config, name) for name in names}, "untie_at": step <= untie_step(config) > 0,
+                "windows": (at_step(config.windows, step, config), windows_until(config, step))}
+    content = load_checkpoint(find_checkpoint(config.init_from, "init-from"))
+    saved, here = config_of_checkpoint(content), shape(config, 0)
+    for name, value in shape(saved, content["step"]).items():
+        if value != here[name]:
+            raise ConfigError(f"--init-from {config.init_from}: a checkpoint of track {saved.track}, with {name}="
+                              f"{value} where this run has {here[name]}; choose one of its shape, or override --{name}")
+    return content
+
+
+@torch.no_grad()
+def layer_importance(trainer, tokens):
+    """OSFT's importance of each layer: the mean cosine between its input and its output over the first micro-batch of a
+    shard, divided by the mean over layers. The residual stream's: other matrices' sides have no cosine."""
+    micro_batch, ngram = trainer.read(place_contiguous(tokens, 0, trainer.config))
+    stream = []
+    trainer.model.hidden(micro_batch, ngram, trainer.context(0, micro_batch), stream)
+    cosines = [F.cosine_similarity(x.float(), y.float(), dim=-1).mean().item() for x, y in zip(stream, stream[1:])]
+    return [cosine * len(cosines) / sum(cosines) for cosine in cosines]
+
+
+def start_from(trainer, content, tokens):
+    """Take over a trained model, optimizer state apart, and freeze its top directions if the Config says so. tokens: a
+    training shard of the domain that it knows. Returns a line for the log."""
+    config, optimizer, table = trainer.config, trainer.optimizer, content["ngram_table"]
+    trainer.model.load_state_dict(content["model"])
+    if trainer.table:
+        trainer.table.load_full_state({**table, "second": torch.zeros_like(table["second"])})
+    ratio, line = config.unfreeze_rank_ratio, f"started_from:{config.init_from} step:{content['step']}"
+    if ratio == 1:
+        return line
+    ratios = [ratio] * config.num_layers
+    if config.adaptive_rank:
+        low = min(MIN_RETENTION, 1 - ratio)
+        ratios = [min(1.0, max(0.0, 1 - low - importance * (1 - ratio - low)))
+                  for importance in trainer.runtime.broadcast_object(layer_importance(trainer, tokens))]
+    ranks = {name: min(optimizer.params[name].shape[1:]) for name in optimizer.banks}
+    layers = {name: [frozen_count(rank, own) for own in ratios] for name, rank in ranks.items()}
+    optimizer.protect({name: [count for count in counts for _ in range(len(optimizer.params[name]) // len(counts))]
+                       for name, counts in layers.items()})
+    return f"{line} frozen: " + " ".join(f"{name}={layers[name]}/{rank}" for name, rank in ranks.items())
+
+
 def count_run(config, code_sha256):
     """The log line of this run's place among those declared with --runs. logs/runs.jsonl counts every start: so many
     runs of one code and track are a batch, then the next begins; a run id that is started again keeps its place."""
@@ -2226,8 +2359,9 @@ def log_header(log, trainer, config, overrides, code):
     log.line("===== START =====")
 
 
-def train_steps(trainer, log, shards, val, clock, folder, first_step, loader_state):
-    """The steps from first_step to the end. Returns the loader's final state."""
+def train_steps(trainer, log, shards, vals, clock, folder, first_step, loader_state):
+    """The steps from first_step to the end; vals: validation tokens by name of the loss. Returns the loader's final
+    state."""
     config, runtime = trainer.config, trainer.runtime
     tokens_of = config.micro_batch_tokens
     clock.start()
@@ -2253,7 +2387,7 @@ def train_steps(trainer, log, shards, val, clock, folder, first_step, loader_sta
                 log.progress(done, config.steps, clock.seconds())
             if config.val_every and done % config.val_every == 0 and done < config.steps:
                 clock.stop()
-                log.step(done, config.steps, val_loss=trainer.evaluate(done, val), train_time=1000 * clock.total,
+                log.step(done, config.steps, **trainer.evaluate_all(done, vals), train_time=1000 * clock.total,
                          step_avg=1000 * clock.total / done)
                 clock.start()
             if config.save_every and done % config.save_every == 0 and done < config.steps:
@@ -2268,9 +2402,9 @@ def train_steps(trainer, log, shards, val, clock, folder, first_step, loader_sta
     return loader_state
 
 
-def finish(trainer, log, val, clock, first_step, loader_state, folder, overrides, code):
+def finish(trainer, log, vals, clock, first_step, loader_state, folder, overrides, code):
     """Checkpoint, final validation, validity gates, plot and result. Returns the final validation loss."""
-    config, runtime = trainer.config, trainer.runtime
+    config, runtime, val = trainer.config, trainer.runtime, vals["val_loss"]
     # Of training alone: before rank 0 collects the checkpoint.
     sent = {f"{collective}/{name}": [round(count / (config.steps - first_step), 1) for count in counts]
             for (collective, name), counts in sorted(runtime.ledger.items()) if name not in ("validation", "checkpoint")}
@@ -2278,11 +2412,12 @@ def finish(trainer, log, val, clock, first_step, loader_state, folder, overrides
     content = checkpoint_content(trainer, config.steps, loader_state, clock)
     if runtime.is_main:
         save_checkpoint(folder / "checkpoint.pt", content)
-    val_loss = trainer.evaluate(config.steps, val)
-    log.step(config.steps, config.steps, val_loss=val_loss, train_time=1000 * clock.total,
+    losses = trainer.evaluate_all(config.steps, vals)
+    val_loss = losses["val_loss"]
+    log.step(config.steps, config.steps, **losses, train_time=1000 * clock.total,
              step_avg=1000 * clock.total / config.steps)
-    if not math.isfinite(val_loss):
-        raise NonFiniteLoss(f"validation loss is {val_loss}")
+    if not all(map(math.isfinite, losses.values())):
+        raise NonFiniteLoss(f"validation loss is {' and '.join(map(str, losses.values()))}")
     gates = {"causal": check_causal(trainer, config.steps, val),
              "normalised": check_normalised(trainer, config.steps, val)}
     digest = validation_hash(config, val)
@@ -2296,10 +2431,10 @@ def finish(trainer, log, val, clock, first_step, loader_state, folder, overrides
     log.line(f"optimizer: share:{share:.1f}% basis_rejects:{rejects}")
     tokens = sum(micro_batches_at(config, step) for step in range(config.steps)) * config.micro_batch_tokens
     log.line(f"final val_loss:{val_loss:.5f} train_time:{1000 * clock.total:.0f}ms tokens:{tokens} "
-             f"peak_memory:{max(memory)}MiB")
+             f"peak_memory:{max(memory)}MiB" + "".join(f" {k}:{v:.5f}" for k, v in losses.items() if k != "val_loss"))
     if runtime.is_main:
         sha, dirty = git_state()
-        result = {"run": config.run_id, "track": config.track, "val_loss": val_loss, "seed": config.seed,
+        result = {"run": config.run_id, "track": config.track, **losses, "seed": config.seed,
                   "train_time_ms": 1000 * clock.total, "steps": config.steps, "tokens": tokens,
                   "target_loss": config.target_loss, "world_size": runtime.world_size, "commit": sha, "dirty": dirty,
                   "code_sha256": hashlib.sha256(code.encode()).hexdigest(), "device": device_name(runtime.device),
@@ -2328,7 +2463,8 @@ def plot_losses(folder):
     import matplotlib.pyplot as plt
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for key, style in (("train_loss", {"linewidth": 0.8, "alpha": 0.6}), ("val_loss", {"marker": "o"})):
+    for key, style in (("train_loss", {"linewidth": 0.8, "alpha": 0.6}), ("val_loss", {"marker": "o"}),
+                       ("first_val_loss", {"marker": "s"})):
         points = [(event["train_time"] / 1000, event[key]) for event in events if key in event]
         axes.plot(*zip(*points), label=key, **style) if points else None
     axes.set(xlabel="training time, s", ylabel="loss, nats per token", title=folder.name)
@@ -2349,6 +2485,10 @@ def train(config, overrides, runtime, content=None):
         config = dataclasses.replace(config, seed=seed, run_id=run_id)
         check_world_size(config, runtime.world_size)
         shards, val = open_corpus(config)
+        vals, first_shards = {"val_loss": val}, [None]
+        if config.first_data:
+            first_shards, vals["first_val_loss"] = open_corpus(config, "first_data")
+        initial = None if content else initial_content(config)
         folder = Path("logs") / run_id
         exists = runtime.broadcast_object((folder / "log.txt").exists())  # rank 0 decides, before it opens the log
         if not content and exists:
@@ -2366,14 +2506,18 @@ def train(config, overrides, runtime, content=None):
             log.line(f"resumed:{run_id} step:{first_step}/{config.steps} world_size:{runtime.world_size}")
         else:
             log_header(log, trainer, config, overrides, code)
+        if initial:
+            log.line(start_from(trainer, initial, first_shards[0]))
         if config.val_sha256 and validation_hash(config, val) != config.val_sha256:
             log.line(f"note: the validation tokens in {config.data} are not the {config.track} track's; losses are not "
                      f"comparable with its records")
         warm_up(trainer)
         runtime.ledger.clear()
         trainer.stopwatch.marks.clear()
-        loader_state = train_steps(trainer, log, shards, val, clock, folder, first_step, loader_state)
-        val_loss = finish(trainer, log, val, clock, first_step, loader_state, folder, overrides, code)
+        if initial and config.val_every:
+            log.step(0, config.steps, **trainer.evaluate_all(0, vals), train_time=0.0, step_avg=0.0)
+        loader_state = train_steps(trainer, log, shards, vals, clock, folder, first_step, loader_state)
+        val_loss = finish(trainer, log, vals, clock, first_step, loader_state, folder, overrides, code)
         status, failed = (f"ok run:{run_id} val_loss:{val_loss:.5f} train_time:{clock.total:.1f}s "
                           f"log:{folder}/log.txt plot:{folder}/loss.png"), False
         return 0
@@ -2431,6 +2575,8 @@ def memory_estimate(config, world_size=1):
     if config.matrix_update in SOAP_RULES:  # a moment; factor and basis of each side
         sides = ((config.model_dim, 10 * config.num_layers), (config.mlp_dim, 2 * config.num_layers))
         state += 4 * matrices + sum(8 * count * size**2 for size, count in sides if size <= config.one_sided_above)
+    if config.unfreeze_rank_ratio < 1:
+        state += 8 * matrices  # at most, for square matrices of which nearly all is frozen
     table = config.ngram_rows * (config.model_dim + 1) * 4 if config.ngram_orders else 0
     if config.ngram_comms == "row_sharded":
         table //= world_size
@@ -2458,6 +2604,9 @@ def preflight(config, runtime):
     say(f"device: {device_name(runtime.device)}, world size {runtime.world_size}, torch {torch.__version__}")
     say(f"backends: attention={attention} compile={choose_compile(config)} dtype={config.dtype}")
     shards, val = open_corpus(config)
+    if config.first_data:
+        open_corpus(config, "first_data")
+    initial_content(config)
     needed = sum(micro_batches_at(config, step) for step in range(config.steps)) * config.micro_batch_tokens
     say(f"data: {config.data}: {sum(map(len, shards)):,} training tokens in {len(shards)} shard(s), the schedule takes "
         f"{needed:,}; {len(val):,} validation tokens, {config.val_tokens:,} are scored")
@@ -2474,7 +2623,7 @@ def preflight(config, runtime):
     say("check:ok")
 
 
-def find_checkpoint(run):
+def find_checkpoint(run, key="resume"):
     """The newest checkpoint of a run id, or the file itself."""
     if Path(run).is_file():
         return Path(run)
@@ -2484,7 +2633,7 @@ def find_checkpoint(run):
         if path.is_file():
             return path
     runs = [path.parent.name for path in Path("logs").glob("*/*.pt")]
-    raise ConfigError(f"--resume {run}: no checkpoint under {folder}; {nearest(run, runs)}")
+    raise ConfigError(f"--{key} {run}: no checkpoint under {folder}; {nearest(run, runs)}")
 
 
 def resumed(given):

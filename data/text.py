@@ -1,12 +1,13 @@
 """Turn text files into token shards that any llm.c-style loader reads.
 
     python data/text.py                                   # the offline corpus, into data/python/
+    python data/text.py --corpus cpp                      # a second domain, into data/cpp/
     python data/text.py ~/notes book.txt --out data/mine  # your own text
     python data/text.py DIR --suffix .h --out data/cpp    # only files with these endings
 
 Without PATH the corpus is one that every install already holds: the Python sources of the torch
 package, as bytes. Nothing is downloaded, and for the pinned torch it is the same bit for bit
-everywhere.
+everywhere. `cpp` are the C++ headers beside them, less what torch's build generated.
 
 A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens, then
 zeros) and uint16 tokens. Each document starts with the end-of-text id: 256 or, for gpt2, 50256.
@@ -40,12 +41,33 @@ SHARD_TOKENS = 100_000_000  # the field's shard size: 200 MB, small enough to mo
 VOCAB_SIZE = {"bytes": 257, "gpt2": 50257}  # the end-of-text id is the last one of each
 VAL_PERCENT = 5.0
 
-# The default corpus of the pinned torch. Its CPU and CUDA wheels hold the same Python sources.
+class Offline(NamedTuple):
+    """A corpus out of the installed torch."""
+    what: str
+    folder: str      # inside the package
+    suffixes: tuple
+    exclude: set     # names as bytes, folders with a slash at their end
+    sha256: dict     # of the files that the pinned torch gives
+
+
+# The corpora of the pinned torch. Its CPU and CUDA wheels hold the same Python sources; the headers' are those of the
+# CPU wheel.
 RECORD_TORCH = "2.13.0"
 RECORD_SHA256 = {
     "manifest.json": "2b2614da039308c254c03bf8b61d385408d72e0f3d6c6a3695e599c89cb83d25",
     "python_train_000000.bin": "b994b2f2d73229e3b714a8daf67c723018c92a306c06e88474c53ac70e1873bf",
     "python_val_000000.bin": "399cd09f8e8b8d1ef7c69b0efd70bcc645becc8ec3c29ed5525f9c122352aa91",
+}
+OFFLINE = {
+    # version.py names the build, so it is the one file that differs between the wheels
+    "python": Offline("Python sources", "", (".py",), {b"version.py"}, RECORD_SHA256),
+    # left out: 17 MB that torch's build generated, near copies of each other
+    "cpp": Offline("C++ headers", "include", (".h", ".hpp", ".cuh"),
+                   {b"ATen/ops/", b"ATen/RedispatchFunctions.h", b"ATen/RegistrationDeclarations.h",
+                    b"ATen/VmapGeneratedPlumbing.h"},
+                   {"manifest.json": "532a8c6864bc92a8899598896ebfa9348051fc42094918089dce08694190e700",
+                    "cpp_train_000000.bin": "0d7f0226ec69a58a6e373a0683a4b14ad2443f7826bbf913b72293e3e422a245",
+                    "cpp_val_000000.bin": "44057eec07fd5e14c002b08488728b0404afa8bdf3c2b584d3d7ef14c33c199f"}),
 }
 
 
@@ -63,7 +85,8 @@ class Document(NamedTuple):
 def find_files(roots, suffixes=(), exclude=()):
     """List the files under the roots (files or folders) as Documents, sorted by name.
 
-    suffixes: endings to keep, all when empty. exclude: names, as bytes, to leave out.
+    suffixes: endings to keep, all when empty. exclude: names, as bytes, to leave out; one that
+    ends in a slash is a folder.
     Hidden files and folders are left out, and links to folders are not followed.
     Raises DataError for a missing root, OSError for a folder that cannot be listed."""
     def refuse(error):
@@ -82,8 +105,9 @@ def find_files(roots, suffixes=(), exclude=()):
             found += [Document(os.fsencode(path.relative_to(root).as_posix()), path)
                       for path in paths if path.is_file()]
     endings = tuple(suffixes) or ("",)
+    folders = tuple(name for name in exclude if name.endswith(b"/"))
     return sorted((file for file in found if file.path.name.endswith(endings)
-                   and file.name not in exclude), key=lambda file: file.name)
+                   and file.name not in exclude and not file.name.startswith(folders)), key=lambda file: file.name)
 
 
 def keep_text(files):
@@ -304,8 +328,8 @@ def torch_package():
     return Path(spec.submodule_search_locations[0]), version
 
 
-def existing_corpus(out, source, version):
-    """The manifest of the default corpus of this torch if `out` holds all of it, else None.
+def existing_corpus(out, source, version, sha256):
+    """The manifest of an offline corpus of this torch if `out` holds all of it, else None.
 
     Looks at the manifest and at file sizes only, since every start of a run asks."""
     try:
@@ -316,18 +340,18 @@ def existing_corpus(out, source, version):
                     for shard in manifest["shards"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    is_record = hashlib.sha256(content).hexdigest() == RECORD_SHA256["manifest.json"]
+    is_record = hashlib.sha256(content).hexdigest() == sha256["manifest.json"]
     return manifest if same and whole and (is_record or version != RECORD_TORCH) else None
 
 
-def difference_from_records(manifest, version):
-    """What sets a default corpus apart from the records' one, in a few words; "" for nothing."""
+def difference_from_records(manifest, version, sha256):
+    """What sets an offline corpus apart from the records' one, in a few words; "" for nothing."""
     if version != RECORD_TORCH:
         return f"torch is {version}, not {RECORD_TORCH}"
     found = {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
     found["manifest.json"] = hashlib.sha256(to_json(manifest)).hexdigest()
-    if found != RECORD_SHA256:
-        return f"torch is {version}, but its sources were changed; reinstall it"
+    if found != sha256:
+        return f"torch is {version}, but its sources were changed, or are another build's; reinstall it"
     return ""
 
 
@@ -341,17 +365,21 @@ def parse_arguments(argv):
     add = parser.add_argument
     add("paths", nargs="*", metavar="PATH", type=Path,
         help="text files or folders (default: the Python sources of the installed torch)")
+    add("--corpus", choices=sorted(OFFLINE), help="without PATH: which of the installed torch's own "
+        "(default: python)")
     add("--out", type=Path, help="folder of the corpus, whose name becomes the shards' prefix "
-        "(default: data/python for the default corpus, data/text for any other)")
+        "(default: data/python or data/cpp for torch's own, data/text for any other)")
     add("--suffix", nargs="+", default=[], metavar=".py", help="endings of the files to take")
     add("--tokenizer", choices=sorted(VOCAB_SIZE), default="bytes")
     add("--val-percent", type=float, default=VAL_PERCENT, help="share of documents held out")
-    add("--force", action="store_true", help="build the default corpus even when it is there")
+    add("--force", action="store_true", help="build torch's own corpus even when it is there")
     arguments = parser.parse_args(argv)
     if not 0 < arguments.val_percent <= 50:
         parser.error(f"--val-percent {arguments.val_percent:g} must be above 0 and at most 50")
     if arguments.suffix and not arguments.paths:
         parser.error(f"--suffix {arguments.suffix[0]} selects files of a PATH; name one before it")
+    if arguments.corpus and arguments.paths:
+        parser.error(f"--corpus {arguments.corpus} is torch's own text; leave it out, or the PATH")
     return arguments
 
 
@@ -360,26 +388,27 @@ def run(arguments):
     started, version, manifest = time.monotonic(), None, None
     tokenizer, val_percent = arguments.tokenizer, arguments.val_percent
     is_default = not arguments.paths and (tokenizer, val_percent) == ("bytes", VAL_PERCENT)
-    out = arguments.out or Path(__file__).parent / ("python" if is_default else "text")
+    name = arguments.corpus or "python"
+    what, folder, suffixes, exclude, sha256 = OFFLINE[name]
+    out = arguments.out or Path(__file__).parent / (name if is_default else "text")
     if arguments.paths:
         source = " ".join([*(path.resolve().name for path in arguments.paths), *arguments.suffix])
         files = find_files(arguments.paths, arguments.suffix)
     else:
         root, version = torch_package()
-        source = f"Python sources of torch {version}"
+        source = f"{what} of torch {version}"
         if is_default and not arguments.force:
-            manifest = existing_corpus(out, source, version)
-        # version.py names the build, so it is the one file that differs between the wheels
-        files = [] if manifest else find_files([root], [".py"], exclude={b"version.py"})
+            manifest = existing_corpus(out, source, version, sha256)
+        files = [] if manifest else find_files([root / folder], suffixes, exclude)
     action = f"already in {out} (--force builds it again)"
     if manifest is None:
-        prefix = "python" if is_default else out.resolve().name
+        prefix = name if is_default else out.resolve().name
         manifest = build_corpus(files, out, source, prefix, tokenizer, val_percent)
         action = f"written to {out} in {time.monotonic() - started:.1f} s"
     train, val = (sum(shard["tokens"] for shard in manifest["shards"] if shard["split"] == split)
                   for split in ("train", "val"))
     print(f"{source}: {train:,} training and {val:,} validation tokens {action}")
-    if is_default and (difference := difference_from_records(manifest, version)):
+    if is_default and (difference := difference_from_records(manifest, version, sha256)):
         print(f"note: losses are not comparable with the records: {difference}", file=sys.stderr)
 
 

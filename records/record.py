@@ -79,9 +79,10 @@ class Repository:
 
     @classmethod
     def of_trainer(cls):
-        """This repository, with the tracks of its train_gpt.py."""
+        """This repository, with the tracks of its train_gpt.py but those that go on with a trained model."""
         rules = {name: TrackRules(name, config.tokenizer, config.val_tokens, config.val_sha256, config.target_loss,
-                                  MANIFESTS.get(name, "")) for name, config in train_gpt.TRACKS.items()}
+                                  MANIFESTS.get(name, "")) for name, config in train_gpt.TRACKS.items()
+                 if not config.first_data}
         return cls(Path(train_gpt.__file__).resolve().parent, rules)
 
     @property

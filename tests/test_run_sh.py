@@ -160,6 +160,12 @@ def test_fineweb_is_the_default_where_gpus_and_shards_are(copy):
     assert calls[0] == "data/fineweb.py"
 
 
+def test_the_continual_track_builds_both_corpora(copy):
+    _, _, _, calls = copy.set_up().run("continual", "--init-from", "first", gpus=0)
+    assert calls[:2] == ["data/text.py", "data/text.py --corpus cpp"]
+    assert launch_of(calls) == "train_gpt.py --track continual --init-from first"
+
+
 def test_idle_gpus_are_announced(copy):
     _, _, err, calls = copy.set_up().run("nano", "--micro-batches", "6", gpus=4)
     assert "3 of 4 GPUs" in err and "1 idle" in err
