@@ -85,12 +85,17 @@ def train(folder, run_id, options, world_size=1, threads=1):
                               env={**os.environ, "OMP_NUM_THREADS": str(threads)})
         if done.returncode:
             sys.exit(f"{run_id} failed: {(done.stdout + done.stderr)[-600:]}")
-    return json.loads((run / "result.json").read_text())
+    return json.loads(portable((run / "result.json").read_text()))
 
 
 def log_tail(folder, run_id):
     """The run's log without the source that it begins with."""
-    return (Path(folder) / "logs" / run_id / "log.txt").read_text().partition("===== END OF CODE =====\n")[2]
+    return portable((Path(folder) / "logs" / run_id / "log.txt").read_text().partition("===== END OF CODE =====\n")[2])
+
+
+def portable(text):
+    """The text with paths relative to the repository: results must not tell where it lay."""
+    return text.replace(f"{ROOT}/", "")
 
 
 # ----- machine and code
