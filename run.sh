@@ -150,6 +150,6 @@ if [ "$processes" -gt 1 ]; then
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # what torchrun would set, less its warning
     exec "$venv_python" -m torch.distributed.run --standalone --nproc_per_node="$processes" train_gpt.py "$@"
 fi
-# On a CPU one process uses all cores. A second one would hold the n-gram table and its optimizer state
-# a second time; whether two are faster has not been measured.
+# On a CPU it is one process of one thread, beside the loader's: two ranks were not reliably faster on two
+# cores (records/NOTES.md), and would hold the n-gram table twice.
 exec "$venv_python" train_gpt.py "$@"
