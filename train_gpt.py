@@ -1475,9 +1475,9 @@ class NgramTable:
         if self.home.type == "cpu":
             there //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of the ranks that share this host
         if needed > there:
-            raise ConfigError(f"ngram_rows={config.ngram_rows:,}: a rank's {count:,} rows take {needed / 2**30:.1f} GiB, and "
-                              f"{there / 2**30:.1f} GiB are free for it on {self.home}; lower --ngram-rows, or share them "
-                              f"among more ranks with --ngram-comms row_sharded")
+            raise ConfigError(f"ngram_rows={config.ngram_rows:,}: a rank's {count:,} rows take {needed / 2**30:.1f} GiB, "
+                              f"and {there / 2**30:.1f} GiB are free for it on {self.home}; lower --ngram-rows, or "
+                              f"share them among more ranks with --ngram-comms row_sharded")
         pinned = self.home != runtime.device
         self.weight = torch.zeros(count, config.model_dim, device=self.home, pin_memory=pinned)
         self.second = torch.zeros(owned, device=self.home, pin_memory=pinned)
@@ -2407,7 +2407,8 @@ def finish(trainer, log, vals, clock, first_step, loader_state, folder, override
     config, runtime, val = trainer.config, trainer.runtime, vals["val_loss"]
     # Of training alone: before rank 0 collects the checkpoint.
     sent = {f"{collective}/{name}": [round(count / (config.steps - first_step), 1) for count in counts]
-            for (collective, name), counts in sorted(runtime.ledger.items()) if name not in ("validation", "checkpoint")}
+            for (collective, name), counts in sorted(runtime.ledger.items())
+            if name not in ("validation", "checkpoint")}
     memory = runtime.peak_memory_mib()
     content = checkpoint_content(trainer, config.steps, loader_state, clock)
     if runtime.is_main:
@@ -2442,7 +2443,8 @@ def finish(trainer, log, vals, clock, first_step, loader_state, folder, override
                   "optimizer_percent": share, "basis_rejects": rejects, "val_sha256": digest,
                   "overrides": {k: v for k, v in overrides.items() if k not in NEUTRAL_FIELDS},
                   "sent_bytes_per_step": {key: size for key, (size, _) in sent.items()},
-                  "sent_messages_per_step": {key: messages for key, (_, messages) in sent.items()}, "config": dataclasses.asdict(config)}
+                  "sent_messages_per_step": {key: messages for key, (_, messages) in sent.items()},
+                  "config": dataclasses.asdict(config)}
         with atomic_file(folder / "result.json") as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
         plot_losses(folder)
@@ -2557,8 +2559,8 @@ def train(config, overrides, runtime, content=None):
 
 def check_world_size(config, world_size):
     if config.ngram_orders and config.ngram_rows < world_size:
-        raise ConfigError(f"ngram_rows={config.ngram_rows}: fewer than world size {world_size}, so that some rank would own "
-                          f"none; raise --ngram-rows, or start fewer processes")
+        raise ConfigError(f"ngram_rows={config.ngram_rows}: fewer than world size {world_size}, so that some rank would "
+                          f"own none; raise --ngram-rows, or start fewer processes")
     for _, count in config.micro_batches:
         if count % world_size:
             raise ConfigError(f"world size {world_size}: must divide the {count} micro-batches of a step; start a "

@@ -79,7 +79,8 @@ def train(folder, run_id, options, world_size=1, threads=1):
     run = Path(folder) / "logs" / run_id
     if not (run / "result.json").is_file():
         shutil.rmtree(run, ignore_errors=True)
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"] if world_size > 1 else []
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
+        launcher *= world_size > 1
         command = [sys.executable, *launcher, str(ROOT / "train_gpt.py"), "--run_id", run_id, *options]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True,
                               env={**os.environ, "OMP_NUM_THREADS": str(threads)})

@@ -25,8 +25,8 @@ def summary(arm, runs, reference):
     config, losses = runs[0]["config"], [run["val_loss"] for run in runs]
     rows = config["ngram_rows"] if config["ngram_orders"] else 0
     ratios = [run["train_time_ms"] / of for run, of in zip(runs, reference, strict=True)]
-    return [arm, ", ".join(map(str, config["ngram_orders"])) or "-", f"{rows:,}", f"{rows * config['model_dim']:,}", len(losses),
-            f"{statistics.mean(losses):.5f}", f"{statistics.stdev(losses):.5f}" if len(losses) > 1 else "-",
+    return [arm, ", ".join(map(str, config["ngram_orders"])) or "-", f"{rows:,}", f"{rows * config['model_dim']:,}",
+            len(losses), f"{statistics.mean(losses):.5f}", f"{statistics.stdev(losses):.5f}" if len(losses) > 1 else "-",
             f"{statistics.median(ratios):.2f}"]
 
 
@@ -58,8 +58,8 @@ def main():
                                   [summary(arm, found, reference) for arm, found in runs.items()])
     facts = common.environment(torch.device("cpu"))
     common.write_results(arguments.results, "ngram_ablation", {"environment": facts, "runs": runs},
-                         f"{table}\n\n{arguments.steps} steps, {arguments.val_tokens:,} validation tokens, one thread a run; times "
-                         f"are medians of ratios, seed by seed. Logs: benchmarks/results/ngram_ablation/.\n"
+                         f"{table}\n\n{arguments.steps} steps, {arguments.val_tokens:,} validation tokens, one thread a run; "
+                         f"times are medians of ratios, seed by seed. Logs: benchmarks/results/ngram_ablation/.\n"
                          f"{common.environment_line(facts)}")
     print(table)
 

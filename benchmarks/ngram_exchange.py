@@ -231,9 +231,11 @@ def main():
             enough = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
             chosen = arguments.device if arguments.device != "auto" else "cuda" if enough else "cpu"
             out = Path(folder) / f"{world_size}.json"
+            words = ["--worker", str(out), "--device", chosen, "--repeats", str(arguments.repeats)]
+            words += ["--tiny"] if arguments.tiny else []
             subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                            f"--nproc_per_node={world_size}", __file__, "--worker", str(out), "--device", chosen,
-                            "--repeats", str(arguments.repeats), *(["--tiny"] if arguments.tiny else [])], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                            f"--nproc_per_node={world_size}", __file__, *words], check=True,
+                           env={**os.environ, "OMP_NUM_THREADS": "1"})
             found = json.loads(out.read_text())
             cases += found["cases"]
             device = found["device"]
