@@ -181,6 +181,8 @@ def with_revision(arguments, out, revision):
 
 def start(url, out, *arguments, variables=None, **options):
     """Start the script as a command. Returns the process."""
+    # Background jobs of a shell ignore SIGINT and hand that down.
+    options.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *with_revision(arguments, out, COMMIT)], text=True,
         env=environment(url, **(variables or {})), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
