@@ -30,7 +30,7 @@ TRACK = train_gpt.TRACKS["continual"]
 ARMS = {"full": ("all", 1.0), "same matrices": ("matrices", 1.0), "OSFT 0.5": ("matrices", 0.5),
         "OSFT 0.25": ("matrices", 0.25)}  # (trained, unfreeze_rank_ratio)
 # Learning rates of the matrices: the less may move, the higher, so that the arms' losses on C++ overlap.
-RATES = {"full": (0.001, 0.003, 0.01), "same matrices": (0.003, 0.01, 0.03), "OSFT 0.5": (0.006, 0.02, 0.06),
+RATES = {"full": (0.001, 0.003, 0.01), "same matrices": (0.001, 0.003, 0.01, 0.03), "OSFT 0.5": (0.006, 0.02, 0.06),
          "OSFT 0.25": (0.01, 0.03, 0.1)}
 REFERENCE = "same matrices"
 LEVELS = 3  # losses on C++ at which the arms are compared
@@ -124,7 +124,7 @@ def report(runs):
         for rate in sorted({run["rate"] for run in runs if run["arm"] == arm}):
             own = [run for run in runs if (run["arm"], run["rate"]) == (arm, rate)]
             rows.append([arm, f"{rate:g}", len(own), *(spread([run[key] for run in own]) for key in "BA")])
-    starts = [run["start"] for run in runs if run["start"]]
+    starts = list({run["seed"]: run["start"] for run in runs if run["start"]}.values())  # one model a seed
     if starts:
         rows.insert(0, ["before", "-", len(starts), *(spread(values) for values in zip(*starts))])
     found = common.markdown_table(["arm", "learning rate", "n", "loss on C++", "loss on Python"], rows)
