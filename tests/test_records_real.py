@@ -168,3 +168,10 @@ def test_command_line():
                           text=True, env=helpers.environment())
     assert done.returncode == 2
     assert re.fullmatch(r"records: .*nowhere: lies in no track's folder; those are nano, fineweb.*\n", done.stderr)
+
+
+def test_the_repositorys_own_records_pass():
+    done = subprocess.run([sys.executable, "-m", "records", "verify"], cwd=helpers.ROOT, capture_output=True, text=True,
+                          timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("verify: ok, ")
