@@ -12,11 +12,11 @@ Chapters, in reading order:
     2. Runtime                      ranks, device, collectives that count their bytes, the log
     3. Data                         shards, document-aligned micro-batches, hashed n-gram rows, prefetching
     4. Model                        attention back ends, the GPT
-    5. Optimizer                    update rules, the rule table, sharding over ranks, the n-gram table
+    5. Optimizer                    the rule table, update rules, eigenbases, the n-gram table, sharding
     6. Schedules                    pure functions of the step
     7. Evaluation                   validation loss and the validity gates
     8. Checkpoints                  atomic, checksummed, world-size independent
-    9. Training loop                warm-up and proven restore, clock, steps
+    9. Training loop                warm-up and proven restore, starting models, clock, steps
    10. Commands                     train, --check, sample, eval
 
 A step's global batch is a fixed list of micro-batches. Rank r of W takes every W-th, so world sizes
@@ -621,6 +621,8 @@ def ngram_rows(tokens, position, document_start, orders, rows):
     return ids, signs
 
 
+# ----- micro-batches
+
 @dataclass
 class Placement:
     """Where the T tokens of a micro-batch stand: `tokens` is a shard, the rest are (T,) arrays."""
@@ -706,6 +708,8 @@ def assemble(place, rows, signs, device):
     return MicroBatch(*(to_device(array, device) for array in arrays))
 
 
+# ----- which rows of the n-gram table a cycle touches, and their routes between ranks
+
 def group(ids):
     """Group equal integers of ids (n,). Returns the distinct ones (u,), rising; int32 positions (n,) of the first one's
     occurrences in ids, then of the second's, ...; and where in these each begins, (u,) int32."""
@@ -768,6 +772,8 @@ def plan_rows(rows, weights, config, runtime, lane=None, name="ngram_indices"):
     slots[order] = np.repeat(np.arange(len(distinct), dtype=np.int32), np.diff(np.append(offsets, rows.size)))
     return plan, slots.reshape(rows.shape)
 
+
+# ----- the stream of steps
 
 class TrainLoader:
     """Deterministic stream of global steps, assembled ahead by a thread.
@@ -885,8 +891,6 @@ class TrainLoader:
 # ======================================================================================================
 # 4. Model
 # ======================================================================================================
-
-
 
 def reference_attention(q, k, v, segment_start, window, scale):
     """The definition that every back end is tested against: (T, H, D) each; position i sees j with
@@ -1199,6 +1203,8 @@ def polar_express(matrices, dtype):
     return (x.mT if tall else x).float()
 
 
+# ----- hidden matrices under Muon
+
 class Whole:
     """A bank whose matrices are whole on the rank that updates them: its part of a matrix is all of it."""
     gather = part = staticmethod(lambda matrices: matrices)
@@ -1247,6 +1253,8 @@ def muon_update(weight, grad, buffer, second, lr, momentum, beta2, decay, dtype,
     buffer.lerp_(grad, 1 - momentum)
     orthogonal_step(weight, shard.gather(grad.lerp(buffer, momentum)), second, lr, beta2, decay, dtype, shard)
 
+
+# ----- hidden matrices under SOAP, SOAP-Muon and KL-SOAP
 
 # SOAP (Vyas et al. 2024) and its relatives keep, for the rows and for the columns of a matrix G, a Kronecker factor
 # (the running mean of G Gᵀ, of Gᵀ G) and a basis that follows the factor's eigenvectors. Momentum stays in the
@@ -1438,6 +1446,8 @@ def refresh_method(step, device):
     return "cholesky" if fast_float64 else "cholesky_lr"
 
 
+# ----- the n-gram table
+
 def adagrad_rows_update(table, second, rows, grads, lr, floor):
     """Row-wise Adagrad on some rows of the n-gram table, in place; cost is that of these rows.
 
@@ -1573,6 +1583,8 @@ class NgramTable:
         self.scale = full["scale"]
 
 
+# ----- frozen directions, for the continual track
+
 # OSFT (Nayak et al. 2025): what a matrix knows is in its top singular directions, and a new domain may have the rest.
 # The paper trains factors of the rest. What these can reach is W_0 plus any update whose rows and columns are
 # orthogonal to the frozen, so here W stays dense and every update is projected, whatever the rule that made it.
@@ -1595,6 +1607,8 @@ def project_update(update, left, right):
     update.baddbmm_(left, left.mT @ update, alpha=-1)
     return update.baddbmm_(update @ right.mT, right, alpha=-1)
 
+
+# ----- state, sharding and order of communication
 
 PARTS = ("first", "mantissa")  # the state of a bank that is shaped as its weights are; the rest goes by matrix
 
