@@ -368,6 +368,19 @@ def test_the_ledger_of_a_run_is_logged(run_of, corpus):
     assert not [key for key in sent if "validation" in key]
 
 
+def test_the_ledger_counts_the_training_steps_of_this_process(run_of):
+    """What a bank sends in a step is neither raised by checkpoints on the way nor lowered by the steps before a resume."""
+    pairs = [names for names in RESUMED.items() if names[1][1] == 2]
+    assert pairs
+    for resumed, (former, _) in pairs:
+        for result in (run_of(resumed).result, run_of(former).result):
+            config = result["config"]
+            assert config["dtype"] == "float32" and config["save_every"]
+            bank = 4 * 2 * config["num_layers"] * config["mlp_dim"] * config["model_dim"]
+            assert result["sent_bytes_per_step"]["all_gather/mlp"] == bank / 2
+            assert result["sent_messages_per_step"]["all_gather/mlp"] == 1
+
+
 # ----- bad input, and failures on the way
 
 @pytest.mark.parametrize("comms", ["rows", "row_sharded"])
