@@ -9,9 +9,9 @@ say() { echo "run.sh: $*" >&2; }
 
 usage() {
     cat <<'TEXT'
-./run.sh [TRACK] [--key value ...]   set up what is missing, then train; the rest goes to train_gpt.py
-./run.sh TRACK --help                every key of train_gpt.py, with its default
-./run.sh TRACK --check               preflight only: device, data, memory, disk
+./run.sh [TRACK] [--key value ...]   set up what is missing, then train; the keys go to the track's script
+./run.sh TRACK --help                every key, with its default
+./run.sh TRACK --check               everything but the steps: device, data, memory, disk
 ./run.sh test [pytest arguments]     set up, then run the tests
 
 Tracks: nano (minutes on a laptop), fineweb (1 to 8 GPUs), continual (a trained nano model goes on to C++; needs
@@ -55,7 +55,7 @@ set_up() {
     cp requirements.txt "$stamp"
 }
 
-# Print "TRACK PROCESSES DATA" for the trainer's arguments; "-" stands for nothing to do. Arguments that
+# Print "TRACK PROCESSES SCRIPT DATA" for the trainer's arguments; "-" stands for nothing to do. Arguments that
 # the trainer is going to refuse pass through, since its message is the better one.
 plan() {
     "$venv_python" - "$@" <<'PYTHON'
@@ -63,7 +63,11 @@ import sys
 from pathlib import Path
 
 import torch
+import continual  # its track becomes known
 import train_gpt
+
+def script(track):
+    return "continual.py" if track == "continual" else "train_gpt.py"
 
 argv = [word for word in sys.argv[1:] if word != "--check"]
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -83,7 +87,7 @@ try:
                                         "torch sees no CUDA device")
         config = train_gpt.config_from(given)[0]
 except (train_gpt.ConfigError, OSError):
-    print(track, 1, "-")
+    print(track, 1, script(dict(zip(argv, argv[1:])).get("--track")), "-")
     sys.exit()
 processes, device = 1, "the CPU"
 if gpus and config.device != "cpu":
@@ -93,7 +97,7 @@ if gpus and config.device != "cpu":
     if processes < gpus:
         device += f" ({gpus - processes} idle: the number used must divide {counts} micro-batches a step)"
 print(f"run.sh: track {config.track}{reason}; runs on {device}", file=sys.stderr)
-print(track, processes, config.data)
+print(track, processes, script(config.track), config.data)
 PYTHON
 }
 
@@ -140,7 +144,7 @@ case ${1:-} in
 esac
 
 planned=$(plan "$@")
-read -r track processes data <<<"$planned"
+read -r track processes script data <<<"$planned"
 if [ "$track" != - ]; then
     set -- --track "$track" "$@"
 fi
@@ -148,8 +152,8 @@ prepare_data "$data"
 # `exec`: signals reach the trainer, and its status is ours.
 if [ "$processes" -gt 1 ]; then
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # what torchrun would set, less its warning
-    exec "$venv_python" -m torch.distributed.run --standalone --nproc_per_node="$processes" train_gpt.py "$@"
+    exec "$venv_python" -m torch.distributed.run --standalone --nproc_per_node="$processes" "$script" "$@"
 fi
 # On a CPU it is one process of one thread, beside the loader's: two ranks were not reliably faster on two
 # cores (records/NOTES.md), and would hold the n-gram table twice.
-exec "$venv_python" train_gpt.py "$@"
+exec "$venv_python" "$script" "$@"

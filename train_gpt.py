@@ -3,45 +3,30 @@
     python train_gpt.py --track nano                    one process: laptop CPU or one GPU
     torchrun --nproc_per_node=8 train_gpt.py            one process per GPU (several nodes: see README)
     python train_gpt.py --help                          every configuration field, default and meaning
-    python train_gpt.py --track nano --check            preflight only
-    python train_gpt.py sample --checkpoint F --prompt "import torch"
-    python train_gpt.py eval --checkpoint F
+    python train_gpt.py --track nano --check            everything but the steps: would this run start?
 
 Chapters, in reading order:
-    1. Configuration and tracks     one frozen, self-checking dataclass
-    2. Runtime                      ranks, device, collectives that count their bytes, the log
-    3. Data                         shards, document-aligned micro-batches, hashed n-gram rows, prefetching
-    4. Model                        attention back ends, the GPT
-    5. Optimizer                    the rule table, update rules, eigenbases, the n-gram table, sharding
-    6. Schedules                    pure functions of the step
-    7. Evaluation                   validation loss and the validity gates
-    8. Checkpoints                  atomic, checksummed, world-size independent
-    9. Training loop                warm-up and proven restore, starting models, clock, steps
-   10. Commands                     train, --check, sample, eval
+    1. Configuration, tracks and schedules   one frozen dataclass, each field beside its check
+    2. Runtime and log                       ranks, device, collectives that count their bytes, the log
+    3. Data                                  shards, micro-batches of whole documents, a loader that works ahead
+    4. N-gram table                          the way of a row id: hash, plan, pull, lookup, reduce, update, spread
+    5. Model                                 attention back ends, the GPT
+    6. Optimizer                             update rules, eigenbases, and the groups of parameters that they step
+    7. Trainer and validity gates            forward and backward pass, a step, validation
+    8. Checkpoints                           atomic, checksummed, independent of the world size
+    9. Run                                   warm-up and its proof, the clock, the steps, the result
+   10. Commands                              what the command line says
 
-A step's global batch is a fixed list of micro-batches. Rank r of W takes every W-th, so world sizes
-see the same tokens and take the same step up to the order of floating-point sums.
+A step's global batch is a fixed list of micro-batches. Rank r of W takes every W-th, so all world sizes see the same
+tokens, and under muon and adam they take the same step up to the order of floating-point sums.
 """
-import ast
-import contextlib
-import dataclasses
-import difflib
-import hashlib
-import json
-import math
-import os
-import platform
-import queue
-import shutil
-import signal
-import subprocess
-import sys
-import sysconfig
-import threading
-import time
+import ast, collections, contextlib, copy, dataclasses, difflib, functools, hashlib, importlib.util, itertools, json
+import math, os, platform, re, shutil, signal, subprocess, sys, sysconfig, threading, time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Callable, NamedTuple
 
 import numpy as np
 import torch
@@ -49,24 +34,39 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# ======================================================================================================
-# 1. Configuration and tracks
-# ======================================================================================================
+# 1. Configuration, tracks and schedules =====================================================================
 
 ATTENTION_BLOCK = 64  # back end sdpa: queries of a block share their keys
 GATE_DIM = 12  # gates read the first few channels of the residual stream
-SOAP_RULES = ("soap", "soap_muon", "kl_soap")  # update rules that work in eigenbases
-SHARD_AXIS = {"whole": 0, "rows": 1, "cols": 2}  # the axis of a bank (matrices, rows, columns) that ranks share
 EOT_TOKEN = {"bytes": 256, "gpt2": 50256}  # the largest id of each tokenizer; every document starts with it
-
 
 class ConfigError(ValueError):
     """Something the user can put right: the message holds the value, the constraint and the remedy."""
 
+def refuse(bad, message):
+    if bad:
+        raise ConfigError(message)
 
-def knob(default, help):
-    return dataclasses.field(default=default, metadata={"help": help})
+def knob(default, help, good=lambda value: True, constraint="", schedule=False):
+    """A field of Config. good: whether a value is acceptable; constraint: what the error says where it is not."""
+    return dataclasses.field(default=default, metadata={
+        "help": help, "good": good, "constraint": constraint, "schedule": schedule})
 
+def choice(*allowed, help):
+    return knob(allowed[0], f"{' | '.join(allowed)}: {help}", lambda value: value in allowed,
+                f"must be one of {', '.join(allowed)}")
+
+def schedule(value, help, good_value, constraint):
+    def good(pairs):
+        starts = [start for start, value in pairs if good_value(value)]
+        return len(starts) == len(pairs) > 0 and starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] < 1
+    return knob(((0.0, value),), f"schedule: {help}", good, "a schedule is (fraction, value) pairs, fractions from 0 "
+                f"rising below 1, such as ((0.0, A), (0.5, B)); values are {constraint}", schedule=True)
+
+positive = (lambda value: 0 < value < math.inf, "must be positive")
+not_negative = (lambda value: 0 <= value < math.inf, "must not be negative; 0 switches it off")
+fraction = (lambda value: 0 <= value <= 1, "is a fraction, from 0 to 1")
+counts = (lambda value: type(value) is int and value > 0, "positive integers")
 
 @dataclass(frozen=True)
 class Config:
@@ -75,553 +75,447 @@ class Config:
     # --- data
     track: str = knob("nano", "name of the track these values belong to")
     data: str = knob("data/python", "corpus folder with *_train_*.bin, *_val_*.bin and manifest.json")
-    tokenizer: str = knob("bytes", "bytes | gpt2: what the token ids mean")
-    epochs: int = knob(1, "passes over the training shards that a run may take")
-    first_data: str = knob("", "corpus that the model of --init-from has learned, validated on as well; empty: none")
-    # --- batch; schedules are (fraction of the run, value) pairs
-    steps: int = knob(720, "optimizer steps, the length of every schedule")
-    micro_batch_tokens: int = knob(1024, "tokens of one forward and backward pass on one rank")
-    micro_batches: tuple = knob(((0.0, 4),), "schedule: micro-batches of a global step, a multiple of the world size")
-    document_cap: tuple = knob(((0.0, 512),), "schedule: longest piece of a document that attention sees at once")
+    tokenizer: str = choice("bytes", "gpt2", help="what the token ids mean")
+    epochs: int = knob(1, "passes over the training shards that a run may take", *positive)
+    # --- batch
+    steps: int = knob(720, "optimizer steps, the length of every schedule", *positive)
+    micro_batch_tokens: int = knob(1024, "tokens of one forward and backward pass on one rank", *positive)
+    micro_batches: tuple = schedule(4, "micro-batches of a step, which ranks share out", *counts)
+    document_cap: tuple = schedule(512, "longest piece of a document that attention sees at once", *counts)
     # --- model
-    model_dim: int = knob(128, "width of the residual stream")
-    num_layers: int = knob(4, "transformer blocks")
-    head_dim: int = knob(64, "width of an attention head; model_dim / head_dim heads")
-    mlp_dim: int = knob(512, "hidden width of the ReLU^2 MLP")
-    windows: tuple = knob(((0.0, (64, 128)),), "schedule: (short, long) attention windows in tokens")
+    model_dim: int = knob(128, "width of the residual stream", lambda dim: dim >= GATE_DIM,
+                          f"gates read {GATE_DIM} channels: at least as many")
+    num_layers: int = knob(4, "transformer blocks", *positive)
+    head_dim: int = knob(64, "width of an attention head; model_dim / head_dim heads",
+                         lambda dim: dim > 0 and dim % 4 == 0, "must be a positive multiple of 4")
+    mlp_dim: int = knob(512, "hidden width of the ReLU^2 MLP", *positive)
+    windows: tuple = schedule(
+        (64, 128), "(short, long) attention windows in tokens", lambda pair: type(pair) is tuple and len(pair) == 2
+        and all(counts[0](window) for window in pair), "(short, long) pairs of positive integers")
     long_layers: tuple = knob((3,), "layers that attend through the long window")
     value_embedding_layers: tuple = knob((0, 3), "layers whose values receive a gated token embedding")
-    logit_cap: float = knob(15.0, "logits are squashed into (-cap, cap) by tanh")
-    ngram_orders: tuple = knob((2, 3, 4, 5, 6, 8, 12), "orders of the hashed n-gram embedding; () switches it off")
-    ngram_rows: int = knob(2**20, "rows of the n-gram table, shared by all orders")
+    logit_cap: float = knob(15.0, "logits are squashed into (-cap, cap) by tanh", *positive)
+    ngram_orders: tuple = knob((2, 3, 4, 5, 6, 8, 12), "orders of the hashed n-gram embedding; () for none",
+                               lambda some: all(type(n) is int and 1 < n < 33 for n in some) and len({*some}) == len(some),
+                               "distinct orders from 2 to 32; () for none")
+    ngram_rows: int = knob(2**20, "rows of the n-gram table, shared by all orders", lambda rows: 0 < rows < 2**31,
+                           "row ids are int32: 1 to 2^31 - 1 rows")
     # --- optimizer; see RULES for what applies to which parameter
-    matrix_update: str = knob("muon", "muon | soap | soap_muon | kl_soap | adam: rule of the hidden matrices")
-    matrix_lr: float = knob(0.015, "learning rate of hidden matrices; a step's RMS is this / sqrt(columns) at most")
-    matrix_decay: float = knob(0.02, "cautious weight decay of hidden matrices, per unit of learning rate")
-    basis_every: int = knob(10, "soap rules: each matrix gets new eigenbases every k-th step, staggered")
-    one_sided_above: int = knob(256, "soap rules: a matrix side larger than this gets no eigenbasis")
-    matrix_shard: str = knob("whole", "whole | rows | cols: ranks share whole matrices, or each one's rows or columns")
-    momentum: tuple = knob((0.85, 0.95), "Muon's momentum at the start and after the first tenth of the run")
-    adam_lr: float = knob(0.01, "learning rate of embeddings, head and scalars under Adam")
-    adam_every: int = knob(1, "Adam parameters step every k-th step, on the mean gradient since the last")
-    ngram_lr: float = knob(0.1, "learning rate of the n-gram table (row-wise Adagrad); 0: the table is frozen")
-    ngram_floor: float = knob(0.2, "gradient RMS of one token below which a table row's steps shrink")
-    ngram_decay: float = knob(0.01, "weight decay of the n-gram table, per unit of learning rate")
-    ngram_every: int = knob(1, "the n-gram table steps every k-th step, on the gradients since the last")
-    ngram_comms: str = knob("tokens", "tokens | rows | row_sharded: what travels of the n-gram table, see NgramTable")
-    ngram_host: bool = knob(False, "keep a row_sharded table in host memory instead of the device's")
-    cooldown: float = knob(0.6, "last fraction of the run over which learning rates fall linearly")
-    final_lr: float = knob(0.02, "learning-rate multiplier at the end of the cooldown")
-    mtp_weights: tuple = knob(((0.0, (1.0,)),), "schedule: loss weights of the next, second-next, ... token")
-    untie_at: float = knob(0.0, "fraction of the run at which the head gets weights of its own; 0: never tied")
-    # --- continual training, see frozen_directions
-    init_from: str = knob("", "run id, or checkpoint file, whose weights and n-gram table a run starts from")
-    trained: str = knob("all", "all | matrices: what steps change; the hidden matrices are the banks attention and mlp")
-    unfreeze_rank_ratio: float = knob(1.0, "share of a hidden matrix' singular directions that may move; 1: all of it")
-    adaptive_rank: bool = knob(False, "that share is a mean: layers that change their input more move more")
+    matrix_update: str = knob("muon", "rule of the hidden matrices, a row of MATRIX_RULES")
+    matrix_lr: float = knob(0.015, "rate of hidden matrices; a step's RMS is this / sqrt(columns) at most", *positive)
+    matrix_decay: float = knob(0.02, "cautious weight decay of hidden matrices, per unit of rate", *not_negative)
+    basis_every: int = knob(10, "soap rules: each matrix gets new eigenbases every k-th step, staggered", *positive)
+    one_sided_above: int = knob(256, "soap rules: a matrix side larger than this gets no eigenbasis", *not_negative)
+    matrix_shard: str = choice("whole", "rows", "cols", help="what ranks share of the hidden matrices")
+    momentum: tuple = knob((0.85, 0.95), "Muon's momentum at the start and after the first tenth of the run",
+                           lambda pair: len(pair) == 2 and 0 <= min(pair) <= max(pair) < 1, "two values in [0, 1)")
+    adam_lr: float = knob(0.01, "learning rate of embeddings, head and scalars under Adam", *positive)
+    adam_every: int = knob(1, "Adam parameters step every k-th step, on the mean gradient since the last", *positive)
+    ngram_lr: float = knob(0.1, "rate of the n-gram table (row-wise Adagrad); 0: it is frozen", *not_negative)
+    ngram_floor: float = knob(0.2, "gradient RMS of one token below which a table row's steps shrink", *positive)
+    ngram_decay: float = knob(0.01, "weight decay of the n-gram table, per unit of learning rate", *not_negative)
+    ngram_every: int = knob(1, "the n-gram table steps every k-th step, on the gradients since the last", *positive)
+    ngram_comms: str = choice("replicated", "sharded", help="a rank holds the whole n-gram table, or its share")
+    ngram_host: bool = knob(False, "keep a sharded table in host memory instead of the device's")
+    cooldown: float = knob(0.6, "last fraction of the run over which learning rates fall linearly", *fraction)
+    final_lr: float = knob(0.02, "learning-rate multiplier at the end of the cooldown", *fraction)
+    mtp_weights: tuple = schedule(
+        (1.0,), "loss weights of the next, second-next, ... token", lambda weights: type(weights) is tuple
+        and weights[0] > 0 and min(weights) >= 0, "tuples of weights, the first above 0")
+    untie_at: float = knob(0.0, "fraction of the run at which head and embedding part; 0: never tied", *fraction)
     # --- evaluation and bookkeeping
-    val_tokens: int = knob(1_048_576, "tokens of the validation split that are scored")
+    val_tokens: int = knob(1_048_576, "tokens of the validation split that are scored", *positive)
     val_sha256: str = knob("b966f400d6117f6907939cab7d973eba68b35e02d73334687b9e7074ac88eb2c",
                            "sha256 of those tokens and the next (uint16); empty: not compared")
-    val_every: int = knob(0, "validate every so many steps (untimed); 0: only at the end")
-    target_loss: float = knob(0.88, "the track's target validation loss, in nats per token; 0: none")
-    log_every: int = knob(20, "log the training loss every so many steps")
-    save_every: int = knob(0, "keep a checkpoint every so many steps; 0: only the final one")
+    val_every: int = knob(0, "validate every so many steps (untimed); 0: only at the end", *not_negative)
+    target_loss: float = knob(0.88, "the track's target validation loss, in nats per token; 0: none", *not_negative)
+    log_every: int = knob(20, "log the training loss every so many steps", *positive)
+    save_every: int = knob(0, "keep a checkpoint every so many steps; 0: only the final one", *not_negative)
     run_id: str = knob("", "name of the folder under logs/; empty: drawn from date and time")
     resume: str = knob("", "run id, or checkpoint file, to continue from")
-    runs: int = knob(0, "runs of a record, declared with each of them; 0: not for a record")
+    run_of: str = knob("", "BATCH:COUNTER/RUNS:START, the run's place in a record",
+                       lambda text: re.fullmatch(r"(\d{1,9}:\d{1,9}/\d{1,9}:\d{1,9})?", text),
+                       "must read BATCH:COUNTER/RUNS:START, such as 1:3/8:1; let `python -m records run` set it")
     # --- machine
-    seed: int = knob(-1, "seed of initialisation and data order; -1: drawn, and logged")
-    device: str = knob("auto", "auto | cpu | cuda")
-    dtype: str = knob("bfloat16", "bfloat16 | float32: matrices and activations; reductions are float32")
-    attention: str = knob("auto", "auto | sdpa | varlen")
+    seed: int = knob(-1, "seed of initialisation and data order; -1: drawn, and logged",
+                     lambda seed: -1 <= seed < 2**63, "must be 0 to 2^63 - 1, or -1 to draw one")
+    device: str = choice("auto", "cpu", "cuda", help="where the run computes")
+    dtype: str = choice("bfloat16", "float32", help="matrices and activations; reductions are float32")
+    attention: str = choice("auto", "sdpa", "varlen", help="back end of attention")
     compile: bool = knob(True, "compile the model with torch.compile where a compiler is found")
-
     def __post_init__(self):
+        """Check each field alone, then those that depend on each other. Raises ConfigError."""
         def refuse_unless(good, name, constraint):
-            if not good:
-                raise ConfigError(f"{name}={getattr(self, name)}: {constraint}")
-        for name in ("micro_batches", "document_cap", "windows", "mtp_weights"):
-            starts = [pair[0] for pair in getattr(self, name) if type(pair) is tuple and len(pair) == 2]
-            refuse_unless(starts and starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] < 1, name,
-                          "a schedule is (fraction, value) pairs that start at 0 and rise below 1, such as "
-                          "((0.0, A), (0.5, B))")
-        for name in ("micro_batches", "document_cap"):
-            refuse_unless(all(type(value) is int and value > 0 for _, value in getattr(self, name)), name,
-                          "values are positive integers")
-        refuse_unless(all(type(pair) is tuple and len(pair) == 2 and all(type(w) is int and w > 0 for w in pair)
-                          for _, pair in self.windows), "windows", "values are (short, long) pairs of positive integers")
-        refuse_unless(all(type(weights) is tuple and weights and min(weights) >= 0 and weights[0] > 0
-                          for _, weights in self.mtp_weights), "mtp_weights",
-                      "values are tuples of weights, the first above 0")
-        for name in ("epochs", "steps", "micro_batch_tokens", "model_dim", "num_layers", "head_dim", "mlp_dim",
-                     "logit_cap", "matrix_lr", "basis_every", "adam_lr", "adam_every", "val_tokens", "log_every",
-                     "ngram_floor", "ngram_every"):
-            refuse_unless(getattr(self, name) > 0, name, "must be positive")
-        for name in ("matrix_decay", "one_sided_above", "ngram_lr", "ngram_decay", "val_every", "save_every"):
-            refuse_unless(getattr(self, name) >= 0, name, "must not be negative; 0 switches it off")
-        for name in ("cooldown", "final_lr", "untie_at"):
-            refuse_unless(0 <= getattr(self, name) <= 1, name, "is a fraction, from 0 to 1")
-        for name, allowed in (("tokenizer", tuple(EOT_TOKEN)), ("device", ("auto", "cpu", "cuda")),
-                              ("dtype", ("bfloat16", "float32")), ("matrix_shard", tuple(SHARD_AXIS)),
-                              ("matrix_update", ("muon", *SOAP_RULES, "adam")),
-                              ("attention", ("auto", "sdpa", "varlen")), ("trained", ("all", "matrices")),
-                              ("ngram_comms", ("tokens", "rows", "row_sharded"))):
-            refuse_unless(getattr(self, name) in allowed, name, f"must be one of {', '.join(allowed)}")
-        refuse_unless(self.model_dim % self.head_dim == 0 and self.head_dim % 4 == 0, "head_dim",
-                      f"must divide model_dim={self.model_dim}, and 4 must divide it")
-        refuse_unless(self.model_dim >= GATE_DIM, "model_dim", f"gates read {GATE_DIM} channels: at least as many")
-        refuse_unless(len(self.momentum) == 2 and all(0 <= value < 1 for value in self.momentum), "momentum",
-                      "two values, each at least 0 and below 1")
-        for window in {window for _, pair in self.windows for window in pair}:
-            block = min(window, ATTENTION_BLOCK)
-            refuse_unless(window % block == 0 and self.micro_batch_tokens % block == 0, "windows",
-                          f"a window is at most {ATTENTION_BLOCK} or a multiple of it, and its block must divide "
-                          f"micro_batch_tokens={self.micro_batch_tokens}")
+            refuse(not good, f"{name}={getattr(self, name)}: {constraint}")
+        for field in dataclasses.fields(self):
+            good = False
+            with contextlib.suppress(TypeError, ValueError, IndexError):  # a tuple of the wrong things
+                good = field.metadata["good"](getattr(self, field.name))
+            refuse_unless(good, field.name, field.metadata["constraint"])
+        length = self.micro_batch_tokens
+        blocks = [(window, min(window, ATTENTION_BLOCK)) for _, pair in self.windows for window in pair]
+        refuse_unless(all(window % block == length % block == 0 for window, block in blocks), "windows", "a window is "
+                      f"at most {ATTENTION_BLOCK} or a multiple, and its block must divide micro_batch_tokens={length}")
+        refuse_unless(self.model_dim % self.head_dim == 0, "head_dim", f"must divide model_dim={self.model_dim}")
         for name in ("long_layers", "value_embedding_layers"):
-            refuse_unless(all(layer in range(self.num_layers) for layer in getattr(self, name)), name,
-                          f"layers are 0 to {self.num_layers - 1}")
-        orders = self.ngram_orders
-        refuse_unless(all(order in range(2, 33) for order in orders) and len(set(orders)) == len(orders),
-                      "ngram_orders", "distinct orders from 2 to 32; () for none")
-        refuse_unless(not orders or 0 < self.ngram_rows < 2**31, "ngram_rows", "row ids are int32: 1 to 2^31 - 1 rows")
+            refuse_unless(all(type(layer) is int and 0 <= layer < self.num_layers for layer in getattr(self, name)),
+                          name, f"layers are 0 to {self.num_layers - 1}")
         refuse_unless(self.ngram_lr * self.ngram_decay < 1, "ngram_decay",
                       f"times ngram_lr={self.ngram_lr} must be below 1, or a step would turn the rows' signs")
-        refuse_unless(not self.ngram_host or self.ngram_comms == "row_sharded", "ngram_host",
-                      f"needs --ngram-comms row_sharded (it is {self.ngram_comms}): replicas stay on the device")
+        refuse_unless(not self.ngram_host or self.ngram_comms == "sharded", "ngram_host",
+                      f"needs --ngram-comms sharded (it is {self.ngram_comms}): replicas stay on the device")
         for name in ("adam_every", "ngram_every"):
             refuse_unless(self.save_every % getattr(self, name) == 0, "save_every",
                           f"must be a multiple of {name}={getattr(self, name)}, for gradients that wait are not saved")
-        ratio = self.unfreeze_rank_ratio
-        refuse_unless(0 < ratio <= 1, "unfreeze_rank_ratio", "a share above 0, and at most 1, which is no constraint")
-        for rank in (self.model_dim, min(self.model_dim, self.mlp_dim)) if ratio < 1 else ():
-            refuse_unless(0 < frozen_count(rank, ratio) < rank, "unfreeze_rank_ratio",
-                          f"rounds to {round(ratio * rank)} of a matrix' {rank} directions that may move; at 0 nothing "
-                          f"learns, and at {rank} nothing is protected: say 1 if that is meant")
-        refuse_unless(ratio == 1 or self.matrix_shard == "whole", "unfreeze_rank_ratio",
-                      f"below 1 needs --matrix-shard whole (it is {self.matrix_shard}), for matrices are split whole")
-        refuse_unless(not self.adaptive_rank or ratio < 1 and self.first_data, "adaptive_rank",
-                      "shares out an --unfreeze-rank-ratio below 1, by text of --first-data")
-        whole = max(1, round(self.val_tokens / self.micro_batch_tokens)) * self.micro_batch_tokens
+        whole = max(1, round(self.val_tokens / length)) * length
         refuse_unless(self.val_tokens == whole, "val_tokens",
-                      f"must be a multiple of micro_batch_tokens={self.micro_batch_tokens}; nearest {whole}")
-        refuse_unless(self.runs >= 0, "runs", "must not be negative; 0: not for a record")
-        refuse_unless(-1 <= self.seed < 2**63, "seed", "must be 0 to 2^63 - 1, or -1 to draw one")
-
+                      f"must be a multiple of micro_batch_tokens={length}; nearest {whole}")
     @property
     def eot_token(self):
         return EOT_TOKEN[self.tokenizer]
-
     @property
     def vocab_size(self):
         """Rows of embedding and head: the tokenizer's ids, rounded up to what tensor cores like for large ones."""
-        ids = self.eot_token + 1
-        return ids if ids < 1024 else -(-ids // 128) * 128
+        return self.eot_token + 1 if self.eot_token < 1024 else -(-(self.eot_token + 1) // 128) * 128
 
-
-def frozen_count(rank, ratio):
-    """How many of `rank` singular directions stay frozen. Rounds what may move: int(rank * (1 - ratio)) would lose one
-    (1000 * (1 - 0.9) is below 100)."""
-    return rank - round(ratio * rank)
-
-
-# Numbers without a note were carried over from the field's records; tuned ones say so in records/NOTES.md.
+# Numbers were carried over from the field's records, or tuned, as records/NOTES.md says.
 TRACKS = {
     "nano": Config(),
     "fineweb": Config(
         track="fineweb", data="data/fineweb10B", tokenizer="gpt2",
         steps=1600, micro_batch_tokens=16384, micro_batches=((0.0, 8), (1 / 3, 16), (2 / 3, 24)),
-        document_cap=((0.0, 896), (1 / 3, 2048)),
-        model_dim=768, num_layers=12, head_dim=128, mlp_dim=3072,
+        document_cap=((0.0, 896), (1 / 3, 2048)), model_dim=768, num_layers=12, head_dim=128, mlp_dim=3072,
         windows=((0.0, (128, 384)), (1 / 3, (256, 640)), (2 / 3, (384, 896))), long_layers=(3, 7, 11),
-        value_embedding_layers=(1, 2, 10, 11), logit_cap=15.0,
-        ngram_orders=(2, 3), ngram_rows=5 * 50304, matrix_lr=0.023, matrix_decay=1.2, one_sided_above=1024,
-        adam_lr=0.008, adam_every=2, ngram_lr=0.05, ngram_decay=0.0, ngram_comms="row_sharded",
-        cooldown=0.55, final_lr=0.1,
-        mtp_weights=((0.0, (1.0, 0.5, 0.25)), (1 / 3, (1.0, 0.5)), (2 / 3, (1.0,))),
-        untie_at=2 / 3, val_tokens=10_485_760, val_sha256="", val_every=250, target_loss=3.28),
+        value_embedding_layers=(1, 2, 10, 11), ngram_orders=(2, 3), ngram_rows=5 * 50304, ngram_comms="sharded",
+        matrix_lr=0.023, matrix_decay=1.2, one_sided_above=1024, adam_lr=0.008, adam_every=2, ngram_lr=0.05,
+        ngram_decay=0.0, mtp_weights=((0.0, (1.0, 0.5, 0.25)), (1 / 3, (1.0, 0.5)), (2 / 3, (1.0,))),
+        cooldown=0.55, final_lr=0.1, untie_at=2 / 3,
+        val_tokens=10_485_760, val_sha256="", val_every=250, target_loss=3.28),
 }
-# The nano track's model goes on to C++. The n-gram table is frozen, in baselines too: it holds 99 % of the parameters,
-# has no directions to protect, and would learn much of C++ in rows of its own, whatever the matrices do.
-TRACKS["continual"] = dataclasses.replace(
-    TRACKS["nano"], track="continual", data="data/cpp", first_data="data/python", steps=300, trained="matrices",
-    unfreeze_rank_ratio=0.5, matrix_lr=0.01, adam_lr=0.003, ngram_lr=0.0, val_tokens=524_288, val_every=100,
-    val_sha256="5a9f95f8cf4677aa06071e6ba095f25381ac7da5fcaf84fb938244026e0cf2be", target_loss=0.0)
 
+# Fields that say where and as which run it is watched, not what it computes: with such overrides it may be a record.
+NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume", "run_of"}
 
-# Fields that describe where and how long a run is watched, not what it computes. Overriding one of them leaves
-# the run a candidate for a record, and a resumed run may change them.
-NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume", "runs"}
+# ----- schedules: pure functions of the step
+def at_step(schedule, step, config):
+    """The value in force at `step` of (fraction, value) pairs."""
+    return [value for start, value in schedule if start * config.steps <= step][-1]
 
+def micro_batches_at(config, step):
+    return at_step(config.micro_batches, step, config)
 
+def training_tokens(config):
+    """Tokens that the whole schedule takes."""
+    starts = [math.ceil(start * config.steps) for start, _ in config.micro_batches] + [config.steps]
+    return config.micro_batch_tokens * sum(count * (end - start) for (_, count), start, end
+                                           in zip(config.micro_batches, starts, starts[1:]))
+
+def lr_multiplier(config, step):
+    """1, then a linear fall over the last `cooldown` of the run, down to `final_lr`."""
+    left = (config.steps - step) / max(1.0, config.cooldown * config.steps)
+    return config.final_lr + (1 - config.final_lr) * min(1.0, left)
+
+def momentum_at(config, step):
+    start, end = config.momentum
+    return start + (end - start) * min(1.0, step / max(1.0, 0.1 * config.steps))
+
+def untie_step(config):
+    """The step at whose start head and embedding part; 0: they never were one. It begins a cycle of Adam's steps."""
+    return -(-round(config.untie_at * config.steps) // config.adam_every) * config.adam_every
+
+def is_tied_before(config, step):
+    """Whether head and embedding are one in the model that the steps before `step` left behind."""
+    return step <= untie_step(config) > 0
+
+# What of the schedules the model's code depends on, each compiled once: the window of each layer; loss weights of the
+# next, second-next, ... token; whether the head is the embedding.
+Phase = collections.namedtuple("Phase", "windows mtp_weights tied")
+
+def phase_at(config, step):
+    short, long = at_step(config.windows, step, config)
+    windows = tuple(long if layer in config.long_layers else short for layer in range(config.num_layers))
+    return Phase(windows, at_step(config.mtp_weights, step, config), step < untie_step(config))
+
+def windows_until(config, step):
+    """The long windows that have been in force up to `step`, in order: what YaRN needs to know."""
+    longs = [long for start, (_, long) in config.windows if start * config.steps <= step]
+    return tuple(long for i, long in enumerate(longs) if i == 0 or long != longs[i - 1])
+
+# ----- the command line
 def nearest(name, names):
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
     return f"did you mean {close[0]}?" if close else ""
 
-
 def parse_value(field, text):
-    """Parse the command line's text for one Config field; the default's type is the field's type."""
+    """The value of one Config field from the command line's text; the default's type is the field's type."""
     kind = type(field.default)
     try:
         if kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        if kind is tuple:
-            value = ast.literal_eval(text)
-            if field.metadata["help"].startswith("schedule") and not (
-                    isinstance(value, tuple) and value and isinstance(value[0], tuple)):
-                return ((0.0, value),)
-            return value if isinstance(value, tuple) else (value,)
-        return kind(text)
-    except (ValueError, TypeError, KeyError, SyntaxError):
+        value = ast.literal_eval(text) if kind is tuple else kind(text)
+        if field.metadata["schedule"] and not (type(value) is tuple and value and type(value[0]) is tuple):
+            value = ((0.0, value),)
+        return (value,) if kind is tuple and type(value) is not tuple else value
+    except (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError):
         raise ConfigError(f"--{field.name} {text}: expected {kind.__name__}, such as {field.default}") from None
-
 
 def parse_arguments(argv):
     """Split `--key value` and `--key=value` into a dict of texts with underscores; refuse anything else."""
-    given, rest = {}, list(argv)
-    while rest:
-        key = rest.pop(0)
-        if not key.startswith("--"):
-            raise ConfigError(f"{key}: arguments come as --key value; see --help")
-        key, equals, value = key[2:].partition("=")
-        if not equals:
-            if not rest:
-                raise ConfigError(f"--{key}: its value is missing; see --help")
-            value = rest.pop(0)
+    given, words = {}, iter(argv)
+    for word in words:
+        key, equals, value = word.removeprefix("--").partition("=")
+        value = value if equals else next(words, None)
+        if value is None or not word.startswith("--"):
+            raise ConfigError(f"{word}: arguments come as --key value, and one of the two is missing; see --help")
         given[key.replace("-", "_")] = value
     return given
 
+def parse_fields(given, config):
+    """Values of the fields of a Config that `given` names, from texts."""
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    for key in given:
+        refuse(key not in fields, f"--{key}: no such key; {nearest(key, fields)} --help lists them all")
+    return {key: parse_value(fields[key], text) for key, text in given.items()}
 
 def config_from(given):
     """Resolve a track and its overrides, as texts by key. Returns (Config, overridden fields by name)."""
-    fields = {field.name: field for field in dataclasses.fields(Config)}
-    given = dict(given)
-    track = given.pop("track", "nano")
-    if track not in TRACKS:
-        raise ConfigError(f"--track {track}: no such track; {nearest(track, TRACKS)} Tracks: {', '.join(TRACKS)}")
-    for key in given:
-        if key not in fields:
-            raise ConfigError(f"--{key}: no such key; {nearest(key, fields)} --help lists them all")
-    values = {key: parse_value(fields[key], text) for key, text in given.items()}
-    base = TRACKS[track]
+    track = given.get("track", "nano")
+    refuse(track not in TRACKS, f"--track {track}: no such track; {nearest(track, TRACKS)} Tracks: {', '.join(TRACKS)}")
+    base, values = TRACKS[track], parse_fields(given, TRACKS[track])
     overrides = {key: value for key, value in values.items() if value != getattr(base, key)}
     if overrides.keys() & {"data", "tokenizer", "val_tokens"}:  # other tokens than those the track's hash is of
         values = {"val_sha256": "", **values}
-    try:
-        return dataclasses.replace(base, **values), overrides
-    except TypeError as error:  # a tuple of the wrong things
-        words = " ".join(f"--{key} {text}" for key, text in given.items())
-        raise ConfigError(f"{words}: a value of the wrong kind ({error}); see --help") from None
-
+    return dataclasses.replace(base, **values), overrides
 
 def help_text():
-    lines = [__doc__.split("\n\nChapters")[0], "", f"Tracks (--track): {', '.join(TRACKS)}",
-             "Fields, with their defaults on the nano track:"]
-    for field in dataclasses.fields(Config):
-        lines.append(f"  --{field.name:<24}{field.metadata['help']} [{getattr(TRACKS['nano'], field.name)}]")
-    return "\n".join(lines)
+    """What --help prints: how to call the file, and every field of every track."""
+    fields = {field.name: field for track in TRACKS.values() for field in dataclasses.fields(track)}
+    rows = [f"  --{name.replace('_', '-'):<24}{it.metadata['help']} [{it.default}]" for name, it in fields.items()]
+    return "\n".join([__doc__.split("\n\nChapters")[0], f"\nTracks (--track): {', '.join(TRACKS)}",
+                      "Fields, with their defaults on the nano track:", *rows])
 
-
-# ======================================================================================================
-# 2. Runtime
-# ======================================================================================================
+# 2. Runtime and log =========================================================================================
 
 # torch 2.13 renames these collectives, 2.11 only has the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-
 class Runtime:
-    """This process among its peers: rank, world size, device, and the collectives.
-
-    Without torchrun's environment variables it is world size 1 and every collective is skipped; nothing
-    else differs. `ledger` holds what this rank handed to the network: [bytes, messages] by (collective, name).
-    """
-
+    """This process among its peers: rank, world size, device, and the collectives, which are asynchronous and return
+    work for `wait`. Without torchrun's environment variables the world size is 1, and each returns its argument and no
+    work. `ledger` holds what this rank handed to the network: [bytes, messages] by (collective, name)."""
     def __init__(self, device="auto", timeout_s=600):
-        self.rank = int(os.environ.get("RANK", 0))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.ledger = {}
-        self.loader_group = None  # of the loader's thread, whose collectives keep an order of their own
-        if device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("device=cuda: torch sees no CUDA device; use --device cpu")
+        self.rank, self.local_rank, self.world_size = (
+            int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+        self.is_main, self.ledger = self.rank == 0, {}
+        self.loader_group = None  # the loader's thread keeps an order of collectives of its own
         cuda = device != "cpu" and torch.cuda.is_available()
-        if cuda and self.local_rank >= torch.cuda.device_count():
-            raise ConfigError(f"local rank {self.local_rank}: this node has {torch.cuda.device_count()} GPUs; "
-                              f"start as many processes as GPUs (--nproc_per_node)")
+        refuse(device == "cuda" and not cuda, "device=cuda: torch sees no CUDA device; use --device cpu")
+        refuse(cuda and self.local_rank >= torch.cuda.device_count(), f"local rank {self.local_rank}: this node has "
+               f"{torch.cuda.device_count()} GPUs; start as many processes as GPUs (--nproc_per_node)")
         self.device = torch.device("cuda", self.local_rank) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(self.device)
         elif "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # operations of this size lose to threads that wait for each other by spinning
         if self.world_size > 1:
-            # Gloo serves CPU tensors beside NCCL; naming cuda:nccl on a machine without CUDA raises.
-            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # naming cuda:nccl on a machine without CUDA raises
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
             self.loader_group = dist.new_group(backend="gloo")
-
-    @property
-    def is_main(self):
-        return self.rank == 0
-
-    def share(self, count, rank=None):
-        """The range [low, high) of `count` units that a rank (this one) owns; shares are equal but for the last."""
-        chunk, rank = -(-count // self.world_size), self.rank if rank is None else rank
-        return min(rank * chunk, count), min((rank + 1) * chunk, count)
-
-    def _count(self, collective, name, peers_bytes, messages):
+    def alone(self):
+        """This process as if it had no peers."""
+        lone = copy.copy(self)
+        lone.rank, lone.world_size = 0, 1
+        return lone
+    def share(self, count):
+        """The range [low, high) of `count` units that this rank owns; shares are equal but for the last."""
+        chunk = -(-count // self.world_size)
+        return min(self.rank * chunk, count), min((self.rank + 1) * chunk, count)
+    def _count(self, collective, name, tensor, size, messages):
+        """Enter into the ledger that `size` bytes of a tensor are about to be sent."""
+        assert tensor.is_contiguous(), f"{name}: a collective of a strided tensor is silently wrong"
         entry = self.ledger.setdefault((collective, name), [0, 0])
-        entry[0] += peers_bytes
-        entry[1] += messages
-
+        entry[:] = entry[0] + size, entry[1] + messages
     def all_reduce(self, tensor, name):
-        """Sum `tensor` (contiguous) in place over ranks. Returns a work handle, or None at world size 1."""
+        """Sum `tensor` in place over ranks. Returns work."""
         if self.world_size == 1:
             return None
-        assert tensor.is_contiguous(), f"{name}: all_reduce of a non-contiguous tensor is silently wrong"
         peers = self.world_size - 1
-        self._count("all_reduce", name, 2 * tensor.nbytes * peers // self.world_size, 2 * peers)
+        self._count("all_reduce", name, tensor, 2 * tensor.nbytes * peers // self.world_size, 2 * peers)
         return dist.all_reduce(tensor, async_op=True)
-
-    def reduce_scatter(self, out, tensor, name):
-        """Sum `tensor` (world_size * n, ...) over ranks; `out` (n, ...) receives this rank's part."""
-        assert tensor.is_contiguous() and out.is_contiguous(), f"{name}: collectives need contiguous tensors"
-        self._count("reduce_scatter", name, out.nbytes * (self.world_size - 1), self.world_size - 1)
-        return _reduce_scatter(out, tensor, async_op=True)
-
-    def all_gather(self, out, tensor, name):
-        """Concatenate every rank's `tensor` (n, ...) into `out` (world_size * n, ...)."""
-        assert tensor.is_contiguous() and out.is_contiguous(), f"{name}: collectives need contiguous tensors"
-        self._count("all_gather", name, tensor.nbytes * (self.world_size - 1), self.world_size - 1)
-        return _all_gather(out, tensor, async_op=True)
-
+    def reduce_scatter(self, tensor, name):
+        """Sum `tensor` (world_size * n, ...) over ranks. Returns (this rank's n of the sums, work)."""
+        if self.world_size == 1:
+            return tensor, None
+        part, peers = tensor.new_empty(len(tensor) // self.world_size, *tensor.shape[1:]), self.world_size - 1
+        self._count("reduce_scatter", name, tensor, part.nbytes * peers, peers)
+        return part, _reduce_scatter(part, tensor, async_op=True)
+    def all_gather(self, part, chunk, name, group=None):
+        """Join the ranks' `part` (n, ...), padded to `chunk` >= n with 0. Returns ((world_size * chunk, ...), work)."""
+        if self.world_size == 1:
+            return part, None
+        padded, whole = (part.new_zeros(chunk * ranks, *part.shape[1:]) for ranks in (1, self.world_size))
+        padded[:len(part)] = part
+        self._count("all_gather", name, padded, padded.nbytes * (self.world_size - 1), self.world_size - 1)
+        # int16 cannot travel by gloo; its bytes can.
+        return whole, _all_gather(whole.view(torch.uint8), padded.view(torch.uint8), group=group, async_op=True)
+    def gather_shares(self, part, count, name):
+        """Join the ranks' shares, in the sense of `share`, of `count` units. Returns (whole (count, ...), work)."""
+        whole, work = self.all_gather(part, -(-count // self.world_size), name)
+        return whole[:count], work
     def all_to_all(self, tensor, send, receive, name, group=None):
-        """Send the first send[0] rows of `tensor` (n, ...) to rank 0, the next send[1] to rank 1, ... Returns (the rows
-        that ranks 0, 1, ... sent here, receive[r] of each; work): at world size 1 the tensor itself."""
+        """Send the first send[0] rows of `tensor` to rank 0, and so on. Returns (receive[r] rows of rank r, work)."""
         if self.world_size == 1:
             return tensor, None
         abroad = [count for rank, count in enumerate(send) if rank != self.rank and count]
-        self._count("all_to_all", name, sum(abroad) * math.prod(tensor.shape[1:]) * tensor.element_size(), len(abroad))
+        size = sum(abroad) * math.prod(tensor.shape[1:]) * tensor.element_size()
+        self._count("all_to_all", name, tensor, size, len(abroad))
         out = tensor.new_empty(sum(receive), *tensor.shape[1:])
-        return out, dist.all_to_all_single(out, tensor.contiguous(), receive, send, group=group, async_op=True)
-
-    def gather_shares(self, part, count, name):
-        """Join the ranks' shares, in the sense of `share`, of `count` units. Returns (whole (count, ...), work)."""
-        if self.world_size == 1:
-            return part, None
-        chunk = -(-count // self.world_size)
-        padded = part.new_zeros(chunk, *part.shape[1:])
-        padded[:len(part)] = part
-        whole = part.new_empty(chunk * self.world_size, *part.shape[1:])
-        # int16 cannot travel by gloo; its bytes can.
-        return whole[:count], self.all_gather(whole.view(torch.uint8), padded.view(torch.uint8), name)
-
+        return out, dist.all_to_all_single(out, tensor, receive, send, group=group, async_op=True)
     def broadcast_object(self, value):
         """Rank 0's small Python object, on every rank."""
-        if self.world_size == 1:
-            return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        if self.world_size > 1:
+            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
-
     def synchronize(self):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
     def peak_memory_mib(self):
         """Peak memory of each rank in MiB: of the device's allocator on CUDA, of the process on a CPU."""
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device) // 2**20
-        else:
-            import resource  # not on every platform; only this line needs it
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
         peaks = torch.zeros(self.world_size, dtype=torch.int64)
-        peaks[self.rank] = peak
+        if self.device.type == "cuda":
+            peaks[self.rank] = torch.cuda.max_memory_allocated(self.device) // 2**20
+        else:
+            import resource  # not on every platform; in KiB, but for macOS
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            peaks[self.rank] = peak // (2**20 if sys.platform == "darwin" else 2**10)
         wait(self.all_reduce(peaks, "validation"))
         return peaks.tolist()
-
     def close(self, failed=False):
         if dist.is_initialized():
             if not failed:
                 dist.barrier()
             dist.destroy_process_group()
 
-
 def wait(work):
     if work is not None:
         work.wait()
 
+def line_of(path, beginning):
+    """What follows the colon in the first line of a file under /proc that begins so; "" where there is none."""
+    with contextlib.suppress(OSError):
+        for line in Path(path).read_text().splitlines():
+            if line.startswith(beginning):
+                return line.partition(":")[2].strip()
+    return ""
+
+def available_memory(device):
+    """Bytes that this process could take: free ones of the GPU; of the host its part of those that are available."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    told = line_of("/proc/meminfo", "MemAvailable").removesuffix(" kB")
+    there = int(told) * 1024 if told else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return there // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 def device_name(device):
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return f"{line.split(':')[1].strip()} x{os.cpu_count()}"
-    return f"{platform.processor() or platform.machine()} x{os.cpu_count()}"
-
+    return f"{line_of('/proc/cpuinfo', 'model name') or platform.processor() or platform.machine()} x{os.cpu_count()}"
 
 def git_state():
     """(commit sha, 1 if the work tree differs from it else 0), or ("none", 0) outside a git checkout."""
-    def git(*words):
-        return subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     try:
-        return git("rev-parse", "HEAD").stdout.strip(), int(bool(git("status", "--porcelain").stdout.strip()))
+        run = functools.partial(subprocess.run, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        sha, changes = (run(["git", *words]).stdout.strip() for words in (["rev-parse", "HEAD"], ["status", "-s"]))
     except (OSError, subprocess.CalledProcessError):
         return "none", 0
-
+    return sha, int(bool(changes))
 
 class Log:
-    """The run's log.txt, metrics.jsonl and console lines; silent on every rank but 0."""
-
-    def __init__(self, runtime, folder, append):
-        self.folder, self.is_main = Path(folder), runtime.is_main
-        self.live = self.is_main and sys.stdout.isatty()  # a progress line makes sense on a terminal only
+    """The run's log.txt, metrics.jsonl and console lines; silent on every rank but 0. On a terminal the console shows
+    what a person wants to read there: a short header, a progress line, and how it ended. All else shows every line."""
+    def __init__(self, runtime):
+        self.is_main, self.text, self.metrics = runtime.is_main, None, None
+        self.live = self.is_main and sys.stdout.isatty()
+    def open(self, folder, code=""):
+        """Begin the files with the run's source, or go on with those that are there."""
         if self.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            mode = "a" if append else "w"
-            self.text = open(self.folder / "log.txt", mode, buffering=1)
-            self.metrics = open(self.folder / "metrics.jsonl", mode, buffering=1)
-
-    def source(self, code):
-        if self.is_main:
-            self.text.write(code.rstrip("\n") + "\n===== END OF CODE =====\n")
-
-    def line(self, text):
-        """One event: to the file and to the console."""
+            folder.mkdir(parents=True, exist_ok=True)
+            self.text, self.metrics = (open(folder / name, "w" if code else "a", buffering=1)
+                                       for name in ("log.txt", "metrics.jsonl"))
+            self.text.write(code and code.rstrip("\n") + "\n===== END OF CODE =====\n")
+    def line(self, text, on_terminal=True):
+        """One event, to the file and to the console; on a terminal only where a person should see it."""
         if self.is_main:
             try:  # a console that is gone must not keep the line out of the log
-                print(("\r\x1b[K" if self.live else "") + text, flush=True)
+                if on_terminal or not self.live:
+                    print(("\r\x1b[K" if self.live else "") + text, flush=True)
             finally:
-                self.text.write(text + "\n")
-
+                if self.text:
+                    self.text.write(text + "\n")
     def step(self, step, steps, **values):
         """One logged step, as a line and as a JSON record; losses have five decimals, times are in ms."""
-        fields = {"train_loss": "{:.5f}", "val_loss": "{:.5f}", "first_val_loss": "{:.5f}", "lr_mul": "{:.3f}",
-                  "train_time": "{:.0f}ms", "step_avg": "{:.2f}ms"}
-        self.line(f"step:{step}/{steps} " + " ".join(f"{k}:{fields[k].format(v)}" for k, v in values.items()))
+        formats = {"lr_mul": "{:.3f}", "train_time": "{:.0f}ms", "step_avg": "{:.2f}ms"}
+        words = " ".join(f"{key}:{formats.get(key, '{:.5f}').format(value)}" for key, value in values.items())
+        self.line(f"step:{step}/{steps} {words}", on_terminal="val_loss" in values)
         if self.is_main:
             self.metrics.write(json.dumps({"step": step, **values}) + "\n")
-
-    def progress(self, step, steps, seconds):
-        if self.live and step:
-            eta = seconds / step * (steps - step)
-            print(f"\r\x1b[Kstep {step}/{steps}  {seconds:.0f} s, {eta:.0f} s to go", end="", flush=True)
-
+    def progress(self, step, steps, loss, seconds):
+        """Rewrite the terminal's last line."""
+        if self.live:
+            shown, left = f"training loss {loss:.3f}  " if loss else "", seconds / step * (steps - step)
+            print(f"\r\x1b[Kstep {step}/{steps}  {shown}{seconds:.0f} s, {left:.0f} s to go", end="", flush=True)
     def close(self):
-        if self.is_main:
-            self.text.close()
-            self.metrics.close()
+        for file in filter(None, (self.text, self.metrics)):
+            file.close()
 
-
-# ======================================================================================================
-# 3. Data
-# ======================================================================================================
+# 3. Data ====================================================================================================
 
 SHARD_MAGIC, SHARD_VERSION, HEADER_INTS = 20240520, 1, 256
 
-
 def open_shard(path):
-    """Map a token shard (llm.c's format) as a read-only uint16 array, after checking header against size.
+    """Map a token shard (llm.c's format) as a read-only uint16 array; ConfigError where the header is wrong."""
+    path, header = Path(path), np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+    held = (path.stat().st_size - 4 * HEADER_INTS) / 2
+    problem = (f"{path.stat().st_size} bytes, shorter than the {4 * HEADER_INTS}-byte header" if held < 0 else
+               f"magic {header[0]}, expected {SHARD_MAGIC}: not a token shard" if header[0] != SHARD_MAGIC else
+               f"shard version {header[1]}, expected {SHARD_VERSION}" if header[1] != SHARD_VERSION else
+               f"header says {header[2]} tokens, the file holds {held:g}: truncated" if header[2] != held else
+               "no tokens" if not held else "")
+    refuse(problem, f"{path}: {problem}; rebuild or download it again (data/text.py, data/fineweb.py)")
+    return np.memmap(path, dtype="<u2", mode="r", offset=4 * HEADER_INTS)
 
-    Raises ConfigError when magic, version or length are wrong."""
-    path = Path(path)
-    size = path.stat().st_size
-    remedy = "rebuild or download it again (data/text.py, data/fineweb.py)"
-    if size < HEADER_INTS * 4:
-        raise ConfigError(f"{path}: {size} bytes, shorter than the {HEADER_INTS * 4}-byte header; {remedy}")
-    header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
-    if header[0] != SHARD_MAGIC:
-        raise ConfigError(f"{path}: magic {header[0]}, expected {SHARD_MAGIC}: not a token shard; {remedy}")
-    if header[1] != SHARD_VERSION:
-        raise ConfigError(f"{path}: shard version {header[1]}, expected {SHARD_VERSION}; {remedy}")
-    if size != HEADER_INTS * 4 + 2 * int(header[2]):
-        raise ConfigError(f"{path}: header says {header[2]} tokens, the file holds {(size - 1024) / 2:g}: "
-                          f"truncated; {remedy}")
-    if not header[2]:
-        raise ConfigError(f"{path}: no tokens; {remedy}")
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_INTS * 4)
-
-
-def open_corpus(config, key="data"):
-    """Open all shards of the corpus that a field names. Returns (train shards, val tokens) after checking that every id
-    is in the vocabulary and that the run's tokens exist. Raises ConfigError with the remedy otherwise."""
-    folder = Path(getattr(config, key))
+def open_corpus(config):
+    """(train shards, val tokens) of the corpus; ConfigError where ids or sizes do not suit the run."""
+    folder, length, needed = Path(config.data), config.micro_batch_tokens, training_tokens(config)
+    def whole(tokens):  # what micro-batches can take of a shard, whose last token is only a target
+        return (len(tokens) - 1) // length * length
     build = {"python": "python data/text.py", "cpp": "python data/text.py --corpus cpp",
              "fineweb10B": "python data/fineweb.py"}.get(folder.name, "python data/text.py PATH")
-    needed = sum(micro_batches_at(config, step) for step in range(config.steps)) * config.micro_batch_tokens
     found = {}
     for split in ("train", "val"):
-        paths = sorted(folder.glob(f"*_{split}_*.bin"))
-        if not paths:
-            raise ConfigError(f"{folder}: no *_{split}_*.bin shards; build them with `{build}`, or name a corpus "
-                              f"folder with --{key}")
+        paths, read = sorted(folder.glob(f"*_{split}_*.bin")), 0
+        refuse(not paths, f"{folder}: no *_{split}_*.bin shards; build them with `{build}`, or name a corpus folder "
+               "with --data")
         found[split] = [open_shard(path) for path in paths]
-        read = 0
         for path, tokens in zip(paths, found[split]):
             if split == "train" and read > needed:
                 break  # the run does not get here
-            read += (len(tokens) - 1) // config.micro_batch_tokens * config.micro_batch_tokens
-            if (largest := int(tokens.max())) > config.eot_token:
-                raise ConfigError(f"{path}: token id {largest} is beyond the {config.tokenizer} vocabulary "
-                                  f"(0 to {config.eot_token}); is --tokenizer right?")
-    whole = sum((len(shard) - 1) // config.micro_batch_tokens for shard in found["train"])
-    available = whole * config.micro_batch_tokens * config.epochs
-    if needed > available:
-        raise ConfigError(f"{folder}: the schedule takes {needed:,} training tokens, the shards hold {available:,} in "
-                          f"{config.epochs} epoch(s); lower --steps, add shards or raise --epochs")
+            read += whole(tokens)
+            refuse((largest := int(tokens.max())) > config.eot_token, f"{path}: token id {largest} is beyond the "
+                   f"{config.tokenizer} vocabulary (0 to {config.eot_token}); is --tokenizer right?")
+    available = sum(map(whole, found["train"])) * config.epochs
+    refuse(needed > available, f"{folder}: the schedule takes {needed:,} training tokens, the shards hold "
+           f"{available:,} in {config.epochs} epoch(s); lower --steps, add shards or raise --epochs")
     val = found["val"][0] if len(found["val"]) == 1 else np.concatenate(found["val"])
-    if len(val) <= config.val_tokens:
-        raise ConfigError(f"{folder}: val_tokens={config.val_tokens:,}, but the validation split holds {len(val):,}; "
-                          f"--val-tokens at most "
-                          f"{(len(val) - 1) // config.micro_batch_tokens * config.micro_batch_tokens}")
+    refuse(len(val) <= config.val_tokens, f"{folder}: val_tokens={config.val_tokens:,}, but the validation split holds "
+           f"{len(val):,}; --val-tokens at most {whole(val)}")
     return found["train"], val
 
+def validation_hash(config, val):
+    return hashlib.sha256(np.ascontiguousarray(val[:config.val_tokens + 1]).tobytes()).hexdigest()
 
-# ----- hashed n-gram rows
-
-NGRAM_PAD = 0xFFFF  # stands for the tokens before a document's start; no tokenizer uses this id
-
-
-def _odd_constants():
-    """Fixed odd 64-bit multipliers: one for each distance back, drawn once from a fixed seed."""
-    return np.random.default_rng(20240520).integers(0, 2**63, size=64, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-
-
-def ngram_rows(tokens, position, document_start, orders, rows):
-    """Rows of the hashed n-gram table, and their signs, for tokens anywhere in a shard.
-
-    tokens: (n,) integer array, the shard.
-    position: (t,) int64, indices into tokens.
-    document_start: (t,) int64, index at which each position's document starts; nothing before it is read.
-    Returns row ids (t, len(orders)) int32 in [0, rows), and signs (t, len(orders)) float32 of +-1.
-
-    The row of order n at position i is a hash of tokens i-n+1 .. i: the xor of each token times an odd constant of
-    its distance, mixed, then mapped onto the table. One more hash bit is the sign that multiplies the row, so that
-    two n-grams that share a row push it apart half of the time (count-sketch's sign trick).
-    """
-    odd = _odd_constants()
-    ids = np.empty((len(position), len(orders)), dtype=np.int32)
-    signs = np.empty((len(position), len(orders)), dtype=np.float32)
-    rolling = np.zeros(len(position), dtype=np.uint64)
-    for back in range(max(orders, default=0)):
-        source = position - back
-        inside = source >= document_start
-        token = np.where(inside, tokens[np.where(inside, source, 0)], NGRAM_PAD).astype(np.uint64) + np.uint64(1)
-        rolling ^= token * odd[back]
-        if back + 1 in orders:
-            column = orders.index(back + 1)
-            mixed = (rolling ^ (rolling >> np.uint64(29))) * odd[32 + back]
-            mixed ^= mixed >> np.uint64(32)
-            # The low 32 bits scaled to [0, rows) pick the row, bit 40 the sign.
-            ids[:, column] = ((mixed & np.uint64(0xFFFFFFFF)) * np.uint64(rows)) >> np.uint64(32)
-            signs[:, column] = ((mixed >> np.uint64(40)) & np.uint64(1)).astype(np.float32) * 2 - 1
-    return ids, signs
-
-
-# ----- micro-batches
 
 @dataclass
 class Placement:
@@ -631,7 +525,6 @@ class Placement:
     document_start: np.ndarray  # int64, index into tokens of each position's document
     segment_start: np.ndarray   # int32, index within the micro-batch of each position's attention segment
 
-
 @dataclass
 class MicroBatch:
     """One forward pass: T = micro_batch_tokens, O = number of n-gram orders. All on the model's device."""
@@ -639,159 +532,53 @@ class MicroBatch:
     targets: Tensor         # (T,) int64 next token ids
     segment_start: Tensor   # (T,) int32: index in [0, T) at which the token's attention segment starts
     segment_bounds: Tensor  # (S+1,) int32: all segment boundaries, padded with T (varlen attention's cu_seqlens)
-    rows: Tensor            # (T, O) int32 rows of the n-gram table, or of the cache that stands for it
+    slots: Tensor           # (T, O) int32: which of the values that NgramTable.lookup is given are the token's rows
     signs: Tensor           # (T, O) float32 of +-1
 
-
-@dataclass
-class RowPlan:
-    """The rows of the n-gram table that the tokens of an update cycle read, and the routes of their values.
-
-    N (token, order) pairs of this rank (comms "tokens": of all ranks) read U distinct rows. All ranks read R rows, V
-    distinct ones, of this rank's share. At world size 1 there are no routes, and asked = owned = rows."""
-    rows: Tensor            # (U,) int64, rising
-    token: Tensor           # (N,) int32: the tokens that read rows[0], then those that read rows[1], ...
-    offsets: Tensor         # (U,) int32: where in `token` those of each row begin
-    weights: Tensor         # (N,) float32: their signs times the tokens of the step, for gradients of the mean loss
-    owned: Tensor           # (V,) int64, rising, counted from the share's start
-    asked: Tensor           # (R,) int64, likewise, rank after rank
-    merge: Tensor           # (R,) int32: positions in `asked` of owned[0], then those of owned[1], ...
-    merge_offsets: Tensor   # (V,) int32
-    send: list              # how many of `rows` each rank owns
-    receive: list           # how many of `asked` each rank reads
-    spread_rows: Tensor     # comms "rows": every row that some rank updates, int64
-    spread_slots: Tensor    # and where it lies in the all-gather of updated rows
-    spread_chunk: int       # rows of that all-gather on each rank
-
-
-@dataclass
-class Batch:
-    """One rank's part of a global step, and the loader's state after it."""
-    micro_batches: list
-    row_plan: RowPlan | None
-    state: dict
-
+# One rank's part of a global step; the RowPlan of its update cycle of the n-gram table; the loader's state after it.
+Batch = collections.namedtuple("Batch", "micro_batches plan state")
 
 def to_device(array, device):
     """Copy a numpy array to the device; through pinned memory and without a sync on CUDA."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
-
 def place_contiguous(tokens, low, config):
-    """Placement of tokens[low : low + T], cut into attention segments where documents start. Its n-grams may read
-    tokens of the same document from before `low`."""
-    high = low + config.micro_batch_tokens
+    """Placement of tokens[low : low + T], cut at documents; n-grams may read tokens of the document before `low`."""
     begin = max(0, low - max(config.ngram_orders, default=1))  # n-grams see no further back
-    index = np.arange(begin, high)
-    document_start = np.maximum.accumulate(np.where(tokens[begin:high] == config.eot_token, index, begin))
-    document_start = document_start[low - begin:]
+    index = np.arange(begin, low + config.micro_batch_tokens)
+    document_start = np.maximum.accumulate(np.where(tokens[index] == config.eot_token, index, begin))[low - begin:]
     return Placement(tokens, index[low - begin:], document_start,
                      (np.maximum(document_start, low) - low).astype(np.int32))
 
-
-def hash_placement(place, config):
-    return ngram_rows(place.tokens, place.position, place.document_start, config.ngram_orders, config.ngram_rows)
-
-
-def assemble(place, rows, signs, device):
-    """Build the MicroBatch of a Placement and its n-gram rows and signs (numpy) on the device."""
+def assemble(place, slots, signs, device):
+    """Build the MicroBatch of a Placement and its n-grams' slots and signs (numpy) on the device."""
     length = len(place.position)
     starts = np.flatnonzero(place.segment_start == np.arange(length, dtype=np.int32))
     bounds = np.full(length // 16 + 2, length, dtype=np.int32)  # a fixed shape: no recompilation
-    if len(starts) >= len(bounds):
-        raise ConfigError(f"{len(starts)} documents in a micro-batch of {length} tokens: batches are laid out for 16 "
-                          f"tokens a document on average; join short documents into longer ones")
+    refuse(len(starts) >= len(bounds), f"{len(starts)} documents in a micro-batch of {length} tokens: batches are laid "
+           "out for 16 tokens a document on average; join short documents into longer ones")
     bounds[:len(starts)] = starts
     arrays = (place.tokens[place.position].astype(np.int32), place.tokens[place.position + 1].astype(np.int64),
-              place.segment_start, bounds, rows, signs)
+              place.segment_start, bounds, slots, signs)
     return MicroBatch(*(to_device(array, device) for array in arrays))
 
 
-# ----- which rows of the n-gram table a cycle touches, and their routes between ranks
-
-def group(ids):
-    """Group equal integers of ids (n,). Returns the distinct ones (u,), rising; int32 positions (n,) of the first one's
-    occurrences in ids, then of the second's, ...; and where in these each begins, (u,) int32."""
-    order = np.argsort(ids, kind="stable")
-    ordered = ids[order]
-    offsets = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))[:len(ids)])
-    return ordered[offsets], order.astype(np.int32), offsets.astype(np.int32)
-
-
-def sum_groups(values, positions, offsets, weights=None):
-    """Sums (u, d) float32 of the rows of values (n, d) that `group` put together, in that order: no atomics."""
-    return F.embedding_bag(positions, values.float(), offsets, mode="sum", per_sample_weights=weights)
-
-
-def plan_rows(rows, weights, config, runtime, lane=None, name="ngram_indices"):
-    """Build the RowPlan of an update cycle. All ranks call it together when the table has owners.
-
-    rows, weights: (n, O) of the cycle's tokens. lane: the process group of the calling thread. name: for the ledger.
-    Counts and indices travel here, on the CPU, before the forward pass that reads the rows; values follow when there
-    are any, without a word, for both sides know the sizes. Returns (plan, where in plan.rows each of `rows` is).
-    Raises ConfigError for rows outside the table."""
-    distinct, order, offsets = group(rows.ravel())
-    if len(distinct) and not 0 <= distinct[0] <= distinct[-1] < config.ngram_rows:
-        raise ConfigError(f"n-gram rows {distinct[0]} to {distinct[-1]}: the hash leaves the table's range 0 to "
-                          f"{config.ngram_rows - 1}; correct ngram_rows(), or raise --ngram-rows")
-    world_size, chunk = runtime.world_size, -(-config.ngram_rows // runtime.world_size)
-    none = np.empty(0, dtype=np.int32)
-    owned = asked = distinct
-    merge = merge_offsets = spread_rows = spread_slots = none
-    send = receive = [len(distinct)]
-    spread_chunk = 0
-    if config.ngram_comms != "tokens" and world_size > 1:
-        def travel(array, send, receive, name=name):
-            out, work = runtime.all_to_all(torch.from_numpy(array), send, receive, name, lane)
-            wait(work)
-            return out.numpy()
-        send = np.bincount(distinct // chunk, minlength=world_size).tolist()
-        each = [1] * world_size
-        receive = travel(np.array(send, dtype=np.int32), each, each).tolist()
-        asked = travel(distinct.astype(np.int32), send, receive) - runtime.share(config.ngram_rows)[0]
-        owned, merge, merge_offsets = group(asked)
-        if config.ngram_comms == "rows":
-            counts = travel(np.full(world_size, len(owned), dtype=np.int32), each, each, "ngram_updated")
-            updated = travel(np.tile(owned.astype(np.int32), world_size), [len(owned)] * world_size, counts.tolist(),
-                             "ngram_updated")
-            owner = np.repeat(np.arange(world_size), counts)
-            spread_chunk = int(counts.max())
-            spread_rows = updated + owner * chunk
-            spread_slots = owner * spread_chunk + np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    device = runtime.device
-    home = torch.device("cpu") if config.ngram_host else device
-    plan = RowPlan(
-        rows=to_device(distinct.astype(np.int64), device), token=to_device(order // rows.shape[1], device),
-        offsets=to_device(offsets, device), weights=to_device(weights.ravel()[order], device),
-        owned=to_device(owned.astype(np.int64), home), asked=to_device(asked.astype(np.int64), home),
-        merge=to_device(merge, home), merge_offsets=to_device(merge_offsets, home), send=send, receive=receive,
-        spread_rows=to_device(spread_rows.astype(np.int64), home),
-        spread_slots=to_device(spread_slots.astype(np.int64), home), spread_chunk=spread_chunk)
-    slots = np.empty(rows.size, dtype=np.int32)
-    slots[order] = np.repeat(np.arange(len(distinct), dtype=np.int32), np.diff(np.append(offsets, rows.size)))
-    return plan, slots.reshape(rows.shape)
-
-
-# ----- the stream of steps
-
 class TrainLoader:
-    """Deterministic stream of global steps, assembled ahead by a thread.
-
-    Documents are cut into pieces of at most the run's largest document cap; a shard's pieces are shuffled by seed
-    and laid end to end into micro-batches (the last piece of one goes on in the next). A smaller cap in force at a
-    step splits pieces further. The end of a shard that no longer fills a micro-batch is dropped.
-    `state`, all it takes to continue: shards opened before this one, piece of the shard, token of the piece.
-    """
-
+    """Deterministic stream of global steps, assembled ahead by a thread. Documents are cut into pieces of at most the
+    run's largest document cap; a shard's pieces are shuffled by seed and laid end to end into micro-batches (the last
+    piece of one goes on in the next). A smaller cap in force at a step splits pieces further. The end of a shard that
+    fills no micro-batch is dropped. `state`: shards opened before this one, piece of the shard, token of the piece."""
     def __init__(self, config, shards, runtime, first_step=0, state=None):
         self.config, self.shards, self.runtime = config, shards, runtime
         self.state = dict(state or {"shard": 0, "piece": 0, "offset": 0})
         self._open_shard()
-        self._queue, self._stopped = queue.Queue(maxsize=2), threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(first_step,), daemon=True)
-        self._thread.start()
-
+        on_device = functools.partial(torch.cuda.set_device, runtime.device)  # the current device is each thread's own
+        self._thread = ThreadPoolExecutor(1, initializer=on_device if runtime.device.type == "cuda" else None)
+        batches = (batch for first in range(first_step, config.steps, config.ngram_every)
+                   for batch in self._next_cycle(first))
+        self._made = (self._thread.submit(next, batches) for _ in range(first_step, config.steps))
+        self._ahead = collections.deque(itertools.islice(self._made, 3))
     def _open_shard(self):
         opened = self.state["shard"]
         self.tokens = self.shards[opened % len(self.shards)]
@@ -802,161 +589,341 @@ class TrainLoader:
         cap = max(cap for _, cap in self.config.document_cap)
         pieces = -(-lengths // cap)
         self.piece_document = np.repeat(starts, pieces)
-        number = np.arange(len(self.piece_document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        number = np.arange(len(self.piece_document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # in its document
         self.piece_start = self.piece_document + number * cap
         self.piece_length = np.minimum(np.repeat(starts + lengths, pieces) - self.piece_start, cap)
         self.order = np.random.default_rng([self.config.seed, opened]).permutation(len(self.piece_start))
-
     def _place_next(self, cap):
         """Placement of the next micro-batch, its segments at most `cap` tokens long."""
         length, filled = self.config.micro_batch_tokens, 0
-        position, document_start = np.empty(length, np.int64), np.empty(length, np.int64)
-        segment_start = np.empty(length, np.int32)
+        position, document_start, segment_start = (np.empty(length, kind) for kind in (np.int64, np.int64, np.int32))
         while filled < length:
             if self.state["piece"] == len(self.order):
                 self.state = {"shard": self.state["shard"] + 1, "piece": 0, "offset": 0}
                 self._open_shard()
                 filled = 0
             piece, offset = self.order[self.state["piece"]], self.state["offset"]
-            take = int(min(self.piece_length[piece] - offset, cap, length - filled))
-            low = self.piece_start[piece] + offset
-            position[filled:filled + take] = np.arange(low, low + take)
-            document_start[filled:filled + take] = self.piece_document[piece]
-            segment_start[filled:filled + take] = filled
+            low, left = self.piece_start[piece] + offset, self.piece_length[piece] - offset
+            take = int(min(left, cap, length - filled))
+            placed = slice(filled, filled + take)
+            position[placed] = np.arange(low, low + take)
+            document_start[placed], segment_start[placed] = self.piece_document[piece], filled
             filled += take
             self.state["offset"] += take
-            if self.state["offset"] == self.piece_length[piece]:
+            if take == left:
                 self.state = {**self.state, "piece": self.state["piece"] + 1, "offset": 0}
         return Placement(self.tokens, position, document_start, segment_start)
-
     def _next_cycle(self, first):
         """The Batches of the steps from `first` to the n-gram table's next update."""
-        config, runtime = self.config, self.runtime
-        steps, states = [], []
+        config, runtime, steps, states = self.config, self.runtime, [], []
         for step in range(first, min(first + config.ngram_every, config.steps)):
             cap, count = at_step(config.document_cap, step, config), micro_batches_at(config, step)
-            steps.append([self._place_next(cap) for _ in range(count)])
+            steps.append([self._place_next(cap) for _ in range(count)][runtime.rank::runtime.world_size])
             states.append(dict(self.state))
-        mine = [places[runtime.rank::runtime.world_size] for places in steps]
-        if not config.ngram_orders:
-            none = np.empty((config.micro_batch_tokens, 0), dtype=np.int32)
-            return [Batch([assemble(place, none, none, runtime.device) for place in places], None, state)
-                    for places, state in zip(mine, states)]
-        # Where token gradients are gathered, each rank updates every row and so hashes the tokens of all.
-        readers = range(runtime.world_size) if config.ngram_comms == "tokens" else [runtime.rank]
-        hashed = {}
-        weights = []
-        for rank in readers:
-            for places in steps:
-                for place in places[rank::runtime.world_size]:
-                    hashed[id(place)] = rows, signs = hash_placement(place, config)
-                    weights.append(signs * (len(places) * config.micro_batch_tokens))
-        plan, slots = plan_rows(np.concatenate([rows for rows, _ in hashed.values()]), np.concatenate(weights), config,
-                                runtime, runtime.loader_group)
-        if config.ngram_comms == "row_sharded":  # the model reads a cache of the cycle's rows, not the table
-            slots = np.split(slots, len(hashed))
-            hashed = {key: (part, signs) for part, (key, (_, signs)) in zip(slots, hashed.items())}
-        return [Batch([assemble(place, *hashed[id(place)], runtime.device) for place in places], plan, state)
-                for places, state in zip(mine, states)]
-
-    def _run(self, step):
-        try:
-            if self.runtime.device.type == "cuda":
-                torch.cuda.set_device(self.runtime.device)  # the current device is each thread's own
-            for first in range(step, self.config.steps, self.config.ngram_every):
-                for batch in self._next_cycle(first):
-                    self._put(batch)
-                if self._stopped.is_set():
-                    return
-        except Exception as error:  # carried to the training loop, which raises it
-            self._put(error)
-
-    def _put(self, item):
-        while not self._stopped.is_set():
-            with contextlib.suppress(queue.Full):
-                return self._queue.put(item, timeout=0.2)
-
+        hashed = [hash_placement(place, config) for places in steps for place in places]
+        rows, signs = map(np.concatenate, zip(*hashed))
+        plan, slots = plan_rows(rows, signs, config, runtime, runtime.loader_group)
+        made = iter(zip(np.split(slots, len(hashed)), np.split(signs, len(hashed))))
+        return [Batch([assemble(place, *next(made), runtime.device) for place in places], plan, state)
+                for places, state in zip(steps, states)]
     def next(self):
         """The next step's Batch; raises what the thread raised."""
-        item = self._queue.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
-
+        batch = self._ahead.popleft().result()
+        self._ahead.extend(itertools.islice(self._made, 1))
+        return batch
     def close(self):
-        self._stopped.set()
-        self._thread.join()  # a thread inside torch while the interpreter ends would abort the process
+        self._thread.shutdown(cancel_futures=True)  # a thread inside torch would abort a process that ends
 
+# 4. N-gram table ============================================================================================
 
-# ======================================================================================================
-# 4. Model
-# ======================================================================================================
+# The way of a row id. The loader's thread hashes the last n tokens up to each position (ngram_rows) and plans the cycle
+# of steps until the table's next update (plan_rows): which rows are read, who owns them, and, where ranks share the
+# table, at which slot a row will stand among the pulled values. The rest is NgramTable's, in this order: `pull` brings
+# the cycle's rows here; `lookup` sums the rows of each token, which the model adds to its residual stream; `accumulate`
+# keeps the gradients of these sums; `reduce` sums them by row and sends them to the rows' owners; `update` is the
+# owner's step; `spread` sends new rows to the replicas, which `receive` them, or else pulls the next cycle's rows.
+# A row that a rank owns never travels, and a row travels once however many of a rank's tokens read it.
 
-def reference_attention(q, k, v, segment_start, window, scale):
-    """The definition that every back end is tested against: (T, H, D) each; position i sees j with
-    max(segment_start[i], i - window + 1) <= j <= i. O(T^2) memory."""
-    index = torch.arange(q.size(0), device=q.device)
-    distance = index[:, None] - index[None, :]
-    visible = (distance >= 0) & (distance < window) & (index[None, :] >= segment_start[:, None])
-    scores = torch.einsum("ihd,jhd->hij", q, k) * scale
-    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~visible, -math.inf).softmax(-1), v)
+NGRAM_PAD = 0xFFFF  # stands for the tokens before a document's start; no tokenizer uses this id
+NGRAM_ODD = np.random.default_rng(20240520).integers(0, 2**63, size=64, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 
+def ngram_rows(tokens, position, document_start, orders, rows):
+    """Rows of the hashed n-gram table (t, len(orders)) int32 in [0, rows), and their signs, float32 of +-1, for tokens
+    anywhere in a shard. tokens: (n,) integer array, the shard. position: (t,) int64, indices into tokens.
+    document_start: (t,) int64, index at which each position's document starts; nothing before it is read. The row of
+    order n at position i is a hash of tokens i-n+1 .. i: the xor of each token times an odd constant of its distance,
+    mixed, then mapped onto the table. One more hash bit is the sign that multiplies the row, so that two n-grams that
+    share a row push it apart half of the time (count-sketch's sign trick)."""
+    ids, signs = (np.empty((len(position), len(orders)), dtype) for dtype in (np.int32, np.float32))
+    rolling = np.zeros(len(position), dtype=np.uint64)
+    for back in range(max(orders, default=0)):
+        source = position - back
+        inside = source >= document_start
+        token = np.where(inside, tokens[np.where(inside, source, 0)], NGRAM_PAD).astype(np.uint64) + np.uint64(1)
+        rolling ^= token * NGRAM_ODD[back]
+        if back + 1 in orders:
+            column = orders.index(back + 1)
+            mixed = (rolling ^ (rolling >> np.uint64(29))) * NGRAM_ODD[32 + back]
+            mixed ^= mixed >> np.uint64(32)
+            # The low 32 bits scaled to [0, rows) pick the row, bit 40 the sign.
+            ids[:, column] = ((mixed & np.uint64(0xFFFFFFFF)) * np.uint64(rows)) >> np.uint64(32)
+            signs[:, column] = ((mixed >> np.uint64(40)) & np.uint64(1)).astype(np.float32) * 2 - 1
+    return ids, signs
+
+def hash_placement(place, config):
+    return ngram_rows(place.tokens, place.position, place.document_start, config.ngram_orders, config.ngram_rows)
+
+# ----- which rows a cycle touches, and their routes between ranks
+@dataclass
+class RowPlan:
+    """The rows that the tokens of an update cycle read, and the routes of their values and gradients. This rank's N
+    (token, order) pairs read U distinct rows. All ranks read R rows of this rank's share, V distinct ones. At world
+    size 1 every row is owned: `asked` and `owned` are the rows read, and there is nothing to merge."""
+    token: Tensor            # (N,) int32: the tokens that read the first of the U rows, then those that read the second
+    offsets: Tensor          # (U,) int32: where in `token` those of each row begin
+    signs: Tensor            # (N,) float32 of +-1, in the order of `token`
+    send: list               # how many of the U rows each rank owns: rows are in the order of their ids, hence of ranks
+    receive: list            # how many of `asked` each rank reads
+    asked: Tensor            # (R,) int64, counted from the share's start, rank after rank
+    owned: Tensor            # (V,) int64, likewise, rising
+    merge: tuple = ()        # positions in `asked` of owned[0], then of owned[1], ... (R,) int32; offsets (V,) int32
+    updated: tuple = ()      # replicas: ids of all rows that ranks update, int64; their slots among all ranks' chunks
+    chunk: int = 0           # replicas: the most rows that a rank updates
+
+def group_equal(ids):
+    """The distinct ones of integers (n,), rising, (u,); int32 positions (n,) of the first one's occurrences, then of
+    the second's, and so on; where in these each begins, (u,) int32."""
+    order = np.argsort(ids, kind="stable")
+    ordered = ids[order]
+    offsets = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))[:len(ids)])
+    return ordered[offsets], order.astype(np.int32), offsets.astype(np.int32)
+
+def sum_groups(values, positions, offsets, weights=None):
+    """Sums (u, d) float32 of the rows of values (n, d) that `group_equal` put together, in that order: no atomics."""
+    return F.embedding_bag(positions, values.float(), offsets, mode="sum", per_sample_weights=weights)
+
+def table_is_here(config, runtime):
+    """Whether lookups read the table itself; else they read values that were pulled, and slots are places in these."""
+    return config.ngram_comms == "replicated" or runtime.world_size == 1 and not config.ngram_host
+
+def plan_rows(rows, signs, config, runtime, lane=None, name="ngram_indices"):
+    """Build the RowPlan of an update cycle, together with all ranks. rows, signs: (n, O) of the cycle's tokens. lane:
+    the process group of the calling thread. name: for the ledger. Counts and indices travel here, on the CPU, ahead of
+    the forward pass; values follow later, and both sides already know the sizes, so no further handshake is needed.
+    Returns (plan, slots (n, O) int32: where lookups find each of `rows`). Raises ConfigError for rows outside."""
+    distinct, order, offsets = group_equal(rows.ravel())
+    if len(distinct) and not 0 <= distinct[0] <= distinct[-1] < config.ngram_rows:
+        raise ConfigError(f"n-gram rows {distinct[0]} to {distinct[-1]}: the hash leaves the table's range 0 to "
+                          f"{config.ngram_rows - 1}; correct ngram_rows(), or raise --ngram-rows")
+    device, home = runtime.device, torch.device("cpu") if config.ngram_host else runtime.device
+    routes = {"send": [len(distinct)], "receive": [len(distinct)]}
+    routes["asked"] = routes["owned"] = to_device(distinct.astype(np.int64), home)
+    if runtime.world_size > 1:
+        routes = plan_routes(distinct, config, runtime, home, lane, name)
+    plan = RowPlan(to_device(order // max(1, rows.shape[1]), device), to_device(offsets, device),
+                   to_device(signs.ravel()[order], device), **routes)
+    if table_is_here(config, runtime):
+        return plan, rows
+    slots = np.empty(rows.size, dtype=np.int32)
+    slots[order] = np.repeat(np.arange(len(distinct), dtype=np.int32), np.diff(np.append(offsets, rows.size)))
+    return plan, slots.reshape(rows.shape)
+
+def plan_routes(distinct, config, runtime, home, lane, name):
+    """Tell owners which rows this rank reads, and hear which of its own are read. Returns fields of RowPlan."""
+    world_size, low, each = runtime.world_size, runtime.share(config.ngram_rows)[0], [1] * runtime.world_size
+    def travelled(collective, array, *words):
+        out, work = collective(torch.from_numpy(array.astype(np.int32)), *words, lane)
+        wait(work)
+        return out.numpy()
+    send = np.bincount(distinct // -(-config.ngram_rows // world_size), minlength=world_size)
+    receive = travelled(runtime.all_to_all, send, each, each, name)
+    asked = travelled(runtime.all_to_all, distinct, send.tolist(), receive.tolist(), name) - low
+    owned, *merge = group_equal(asked)
+    routes = {"send": send.tolist(), "receive": receive.tolist(), "asked": to_device(asked.astype(np.int64), home),
+              "owned": to_device(owned.astype(np.int64), home), "merge": [to_device(part, home) for part in merge]}
+    if config.ngram_comms == "replicated":
+        chunk = int(travelled(runtime.all_gather, np.array([len(owned)]), 1, "ngram_updated").max())
+        ids = travelled(runtime.all_gather, owned + low + 1, chunk, "ngram_updated")  # where a rank has fewer, 0
+        slots = np.flatnonzero(ids)
+        routes.update(chunk=chunk, updated=[to_device(part.astype(np.int64), home) for part in (ids[slots] - 1, slots)])
+    return routes
+
+# ----- the table, the first of four groups of parameters; chapter 6 has the others
+class Group:
+    """Parameters that step, travel and are saved together. Optimizer.step takes all groups that are due through:
+        reduce(step)           start to sum their gradients over ranks
+        update(step, lr_mul)   wait for the sums and update this rank's share; yields each object that can travel now
+        spread()               of such an object: start to send the new values
+        receive(step)          take over what other ranks have sent, and begin the next sum of gradients at zero
+    `tensors()` are all that a step changes on this rank, by name; `full_state()` is what a checkpoint keeps of the
+    group, whatever the world size, and `load` its inverse; `size()` counts the parameters' values."""
+    every, frozen = 1, False
+    def due(self, step):
+        """Whether the group steps at this step: at every k-th, and at the run's last."""
+        return not self.frozen and ((step + 1) % self.every == 0 or step + 1 == self.config.steps)
+    def keep(self):
+        """A function that puts all tensors back to what they are now."""
+        kept = {name: tensor.clone() for name, tensor in self.tensors().items()}
+        def put_back():
+            for name, tensor in self.tensors().items():
+                tensor.copy_(kept[name])
+        return put_back
+
+def adagrad_rows_update(table, second, rows, grads, lr, floor):
+    """Row-wise Adagrad on distinct rows (u,) of the n-gram table (n, dim), in place; cost is that of these rows.
+    second: (n,), the sum of each row's mean squared gradients. grads: (u, dim), sums of the gradients of each token's
+    own loss. floor: a gradient RMS that is added to the moment: a row seen first by a token that was predicted well
+    anyway hardly moves, where plain Adagrad would take a full step."""
+    moment = second[rows] + grads.square().mean(1)
+    second[rows] = moment
+    table[rows] -= grads * (lr * (moment + floor * floor).rsqrt())[:, None]
+
+class NgramTable(Group):
+    """The hashed n-gram embedding: this rank's rows, their optimizer state, and all that travels of them. The rank that
+    owns a row updates it. Config.ngram_comms says who holds it: all ranks (replicated), which get the new row; or the
+    owner alone (sharded; in host memory with ngram_host), from whom readers pull it before a cycle. Summed gradients go
+    to the owner either way. benchmarks/README.md has the bytes. At world size 1 both are the plain table.
+
+    Weight decay acts on all rows at each update, at no cost: the table is `weight` times the number `scale`, and decay
+    shrinks that number alone. So a row that is touched again after 100 updates has seen all their decays."""
+    name, FOLD_BELOW = "ngram_table", 2.0**-20  # where scale is folded into weight, long before float32 ends
+    def __init__(self, config, runtime):
+        self.config, self.runtime, self.every = config, runtime, config.ngram_every
+        self.frozen = not (config.ngram_orders and config.ngram_lr)
+        pinned = config.ngram_host and runtime.device.type == "cuda"
+        self.home = torch.device("cpu") if pinned else runtime.device
+        self.rows = config.ngram_rows if config.ngram_orders else 0
+        self.owned = runtime.share(self.rows)  # the rows updated here
+        self.held = (0, self.rows) if config.ngram_comms == "replicated" else self.owned
+        self.weight = torch.zeros(self.held[1] - self.held[0], config.model_dim, device=self.home, pin_memory=pinned)
+        self.second = torch.zeros(self.owned[1] - self.owned[0], device=self.home, pin_memory=pinned)
+        self.own_rows = self.weight[self.owned[0] - self.held[0]:self.owned[1] - self.held[0]]
+        self.scale = 1.0
+        self.grads = []  # of the cycle's tokens so far: (gradients of one micro-batch, tokens of its step)
+        self.plan = self.upcoming = self.pulled = None  # the cycle's RowPlan, the next step's, (values, work)
+    def fetch(self, plan, name):
+        """Start bringing the rows of `plan` here. Returns (values that slots point into, work)."""
+        if table_is_here(self.config, self.runtime):
+            return self.weight, None
+        return self.runtime.all_to_all(self.weight[plan.asked], plan.receive, plan.send, name)
+    def pull(self, plan):
+        """Start bringing the rows of a training cycle here, unless they are on their way."""
+        if plan is not self.plan:
+            self.plan, self.pulled = plan, self.fetch(plan, self.name)
+    def arrived(self, values, work):
+        """What `fetch` has brought, on the model's device."""
+        wait(work)
+        return values.to(self.runtime.device, non_blocking=True)
+    def read(self, rows, signs):
+        """Bring rows (n, O) here outside training, where all ranks must do so together. Returns (slots, values)."""
+        if table_is_here(self.config, self.runtime):
+            return rows, self.weight
+        plan, slots = plan_rows(rows, signs, self.config, self.runtime, name="validation")
+        return slots, self.arrived(*self.fetch(plan, "validation"))
+    def lookup(self, micro_batch, values):
+        """Sum of the signed rows of each token's n-grams: (T, model_dim), a leaf in the compute dtype, whose gradient
+        is for `accumulate`; autograd never sees the table. values: what slots point into. None without n-grams."""
+        if not self.config.ngram_orders:
+            return None
+        summed = F.embedding_bag(micro_batch.slots, values, mode="sum", per_sample_weights=micro_batch.signs)
+        return (summed * self.scale).to(getattr(torch, self.config.dtype)).requires_grad_(not self.frozen)
+    def accumulate(self, grad, tokens):
+        """Keep a micro-batch's gradient (T, model_dim) of the loss that is a mean over the `tokens` of its step."""
+        self.grads.append((grad, tokens))
+    def reduce(self, step):
+        """Sum the cycle's gradients by row, as those of each token's own loss, and start sending them to the owners."""
+        grads = torch.cat([grad.float() * tokens for grad, tokens in self.grads])
+        sums = sum_groups(grads, self.plan.token, self.plan.offsets, self.plan.signs).to(self.home)
+        self.sums, self.work = self.runtime.all_to_all(sums, self.plan.send, self.plan.receive, self.name)
+        self.grads = []
+    def update(self, step, lr_mul):
+        plan, lr = self.plan, self.config.ngram_lr * lr_mul
+        wait(self.work)
+        sums = sum_groups(self.sums, *plan.merge) if plan.merge else self.sums
+        self.scale *= 1 - lr * self.config.ngram_decay
+        if self.scale < self.FOLD_BELOW:  # at the same update on every rank
+            self.weight *= self.scale
+            self.scale = 1.0
+        adagrad_rows_update(self.own_rows, self.second, plan.owned, sums, lr / self.scale, self.config.ngram_floor)
+        yield self
+    def spread(self):
+        if self.plan.updated:
+            rows = self.own_rows[self.plan.owned]
+            self.gathered, self.work = self.runtime.all_gather(rows, self.plan.chunk, self.name)
+        elif self.upcoming and not table_is_here(self.config, self.runtime):
+            self.pull(self.upcoming)
+    def receive(self, step):
+        if self.plan.updated:
+            rows, slots = self.plan.updated
+            wait(self.work)
+            self.weight[rows] = self.gathered[slots]
+    def size(self):
+        return self.rows * self.config.model_dim
+    def tensors(self):
+        return {"weight": self.weight, "second": self.second, "scale": torch.tensor([self.scale], dtype=torch.float64)}
+    def keep(self):
+        """As Group.keep, but of the rows of the cycle at hand alone: the table is too large for a copy."""
+        owned, scale = self.plan.owned, self.scale
+        rows = self.plan.updated[0] if self.plan.updated else owned
+        rows = slice(None) if scale < 2**10 * self.FOLD_BELOW else rows  # folding changes every row
+        weight, second = self.weight[rows].clone(), self.second[owned]
+        def put_back():
+            self.weight[rows], self.second[owned], self.scale, self.grads, self.plan = weight, second, scale, [], None
+        return put_back
+    def full_state(self):
+        """{"weight", "second": the whole tables on rank 0's host (None elsewhere), "scale"}. All ranks call it."""
+        def whole(part):
+            joined, work = self.runtime.gather_shares(part.cpu(), self.rows, "checkpoint")
+            wait(work)
+            return joined if self.runtime.is_main else None
+        weight = self.weight.cpu() if self.config.ngram_comms == "replicated" else whole(self.weight)
+        return {"weight": weight, "second": whole(self.second), "scale": self.scale}
+    def load(self, full):
+        self.weight.copy_(full["weight"][slice(*self.held)])
+        self.second.copy_(full["second"][slice(*self.owned)])
+        self.scale = full["scale"]
+
+# 5. Model ===================================================================================================
+
+# Tests hold the O(T^2) definition: position i sees j where max(segment_start[i], i - window + 1) <= j <= i.
 
 def blocked_bias(segment_start, window, dtype):
-    """What blocked_attention adds to its scores: 0 where the query sees the key, else -inf.
-
-    segment_start: (T,) int32. Returns (blocks, block, window + block) of `dtype`; the keys of a block of queries start
-    `window` before it. Worked out once a micro-batch, for all layers of that window."""
+    """What blocked_attention adds to its scores, (blocks, block, window + block): 0 where the query sees the key, else
+    -inf. The keys of a block of queries start `window` before it. Worked out once a micro-batch, for all layers."""
     block = min(window, ATTENTION_BLOCK)
     index = torch.arange(len(segment_start), dtype=torch.int32, device=segment_start.device).view(-1, block, 1)
     key = index[:, :1] - window + torch.arange(window + block, dtype=torch.int32, device=index.device)
     visible = (key <= index) & (key > index - window) & (key >= segment_start.view(-1, block, 1))
     return torch.zeros(visible.shape, dtype=dtype, device=index.device).masked_fill_(~visible, -math.inf)
 
-
 def blocked_attention(q, k, v, micro_batch, bias, window, scale):
-    """Back end `sdpa`: scaled dot-product attention on any device, in time linear in T.
-
-    A block of queries attends to its own and the preceding blocks' keys that the window can reach; the products are
-    written out, since bf16 SDPA on a CPU takes twice their time at these sizes.
-    q, k, v: (T, H, D) with T a multiple of the block. bias: from blocked_bias. Returns (T, H, D)."""
+    """Back end `sdpa`: scaled dot-product attention on any device, in time linear in T. A block of queries attends to
+    its own and the preceding blocks' keys that the window can reach; the products are written out, since bf16 SDPA on a
+    CPU takes twice their time at these sizes. q, k, v, result: (T, H, D), T a multiple of the block."""
     length, heads, dim = q.shape
     block = min(window, ATTENTION_BLOCK)
     def spans(x):  # (T, H, D) -> (H, blocks, window + block, D), zeros before the start
         padded = F.pad(x.transpose(0, 1), (0, 0, window, 0))
-        parts = [padded[:, start:start + length].reshape(heads, -1, block, dim)
-                 for start in range(0, window + block, block)]
-        return torch.cat(parts, dim=2)
+        return torch.cat([padded[:, start:start + length].reshape(heads, -1, block, dim)
+                          for start in range(0, window + block, block)], dim=2)
     scores = q.transpose(0, 1).reshape(heads, -1, block, dim) @ spans(k).transpose(-1, -2)
     weights = (scores.float() * scale + bias).softmax(-1).to(v.dtype)
     return (weights @ spans(v)).view(heads, length, dim).transpose(0, 1)
 
-
 def varlen_attention(q, k, v, micro_batch, bias, window, scale):
-    """Back end `varlen`: FlashAttention over packed segments (CUDA, half precision); arguments as blocked_attention,
-    bias unused."""
+    """Back end `varlen`: FlashAttention over packed segments (CUDA, half precision); arguments as blocked_attention."""
     from torch.nn.attention.varlen import varlen_attn
-    length = q.size(0)
-    return varlen_attn(q, k, v, micro_batch.segment_bounds, micro_batch.segment_bounds, length, length,
-                       scale=scale, window_size=(window - 1, 0))
-
+    bounds, length = micro_batch.segment_bounds, q.size(0)
+    return varlen_attn(q, k, v, bounds, bounds, length, length, scale=scale, window_size=(window - 1, 0))
 
 ATTENTION = {"sdpa": blocked_attention, "varlen": varlen_attention}
 
-
 def choose_attention(config, device):
     """Resolve the attention back end. Returns (name in ATTENTION, description for the log)."""
-    name = config.attention
-    able = device.type == "cuda" and config.dtype == "bfloat16"
-    if able:
-        try:
-            from torch.nn.attention import varlen  # noqa: F401
-        except ImportError:
-            able = False
-    if name == "varlen" and not able:
-        raise ConfigError(f"attention=varlen: needs CUDA, bfloat16 and torch.nn.attention.varlen (device={device.type}, "
-                          f"dtype={config.dtype}, torch {torch.__version__}); use --attention sdpa")
-    if name == "sdpa" or not able:
+    able = (device.type, config.dtype) == ("cuda", "bfloat16") and importlib.util.find_spec("torch.nn.attention.varlen")
+    refuse(config.attention == "varlen" and not able, "attention=varlen: needs CUDA, bfloat16 and torch.nn.attention."
+           f"varlen, and has {device.type}, {config.dtype} and torch {torch.__version__}; use --attention sdpa")
+    if config.attention == "sdpa" or not able:
         return "sdpa", "sdpa"
     try:  # FlashAttention 3 where its package is installed, else the FlashAttention 2 that torch holds
         from torch.nn.attention import activate_flash_attention_impl
@@ -965,104 +932,70 @@ def choose_attention(config, device):
     except Exception as error:  # whatever an absent or unfit package raises
         return "varlen", f"varlen-fa2 (no FA3: {type(error).__name__})"
 
-
 def rotary_tables(length, head_dim, windows_so_far, device, dtype):
-    """cos and sin, each (length, 1, head_dim // 2): rotary position embedding, half of it switched off.
-
-    The faster half of the channel pairs rotates at 1 .. 1/1024 radians a token, the other half stands still. At each
-    growth of the long window YaRN (Peng et al. 2023) slows the pairs that turn less than once in the old window
-    by old/new and leaves those that turn over 32 times. Computed in float64: positions of a long batch are exact."""
-    pairs = head_dim // 2
+    """(cos, sin, scale): rotary position embedding, half of it switched off, (length, 1, head_dim // 2) each, and the
+    softmax scale for unit-RMS queries and keys. The faster half of the channel pairs rotates at 1 .. 1/1024 radians a
+    token, the other half stands still. At each growth of the long window YaRN (Peng et al. 2023) slows the pairs that
+    turn less than once in the old window by old/new, leaves those that turn over 32 times, and sharpens the scale by
+    0.2 ln(new/old) + 1. Computed in float64: positions of a long batch are exact."""
+    pairs, scale = head_dim // 2, 1.35 / math.sqrt(head_dim)
     speed = torch.cat([(1 / 1024) ** torch.linspace(0, 1, pairs // 2, dtype=torch.float64),
                        torch.zeros(pairs - pairs // 2, dtype=torch.float64)])
     for old, new in zip(windows_so_far, windows_so_far[1:]):
-        turns = old * speed / (2 * math.pi)
-        keep = ((turns - 1) / 31).clamp(0, 1)
-        speed = speed * (old / new + keep * (1 - old / new))
+        keep = ((old * speed / (2 * math.pi) - 1) / 31).clamp(0, 1)
+        speed, scale = speed * (old / new + keep * (1 - old / new)), scale * (0.2 * math.log(new / old) + 1)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * speed
-    return tuple(table[:, None].to(device=device, dtype=dtype) for table in (angle.cos(), angle.sin()))
-
-
-def attention_scale(head_dim, windows_so_far):
-    """Softmax scale for unit-RMS queries and keys; YaRN sharpens it by 0.2 ln(new/old) + 1 at each window growth."""
-    scale = 1.35 / math.sqrt(head_dim)
-    for old, new in zip(windows_so_far, windows_so_far[1:]):
-        scale *= 0.2 * math.log(new / old) + 1
-    return scale
-
+    return *(table[:, None].to(device=device, dtype=dtype) for table in (angle.cos(), angle.sin())), scale
 
 def rotate(x, cos, sin):
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
 
-
 def norm(x):
     """RMSNorm without weights."""
     return F.rms_norm(x, (x.size(-1),))
 
-
-@dataclass(frozen=True)
-class Phase:
-    """What of the schedules the model's code depends on; each distinct Phase is compiled once."""
-    windows: tuple       # window of each layer
-    mtp_weights: tuple   # loss weights of the next, second-next, ... token
-    tied: bool           # the head is the embedding
-
-
-@dataclass
-class Context:
-    """What the model needs beside tokens and weights."""
-    phase: Phase
-    rotary: tuple   # (cos, sin), as from rotary_tables
-    scale: float    # of the attention scores
-    biases: dict    # {window: blocked_bias}; empty for attention back ends that mask by themselves
-
+# What the model needs beside tokens and weights: a Phase; what rotary_tables returns; {window: blocked_bias}, empty for
+# attention back ends that mask by themselves.
+Context = collections.namedtuple("Context", "phase rotary biases")
 
 class GPT(nn.Module):
     """Decoder-only transformer over packed documents. Its hidden matrices live in two banks: `attention`
     (4 * layers, model_dim, model_dim) holds q, k, v, o of each layer, `mlp` (2 * layers, mlp_dim, model_dim) holds up
     and the transpose of down, so that every update of a shape is one batched operation."""
-
-    def __init__(self, config, attention):
+    def __init__(self, config, attention, drawn=True):
         super().__init__()
         self.config, self.attend = config, ATTENTION[attention]
         dim, layers, vocab = config.model_dim, config.num_layers, config.vocab_size
-        heads = dim // config.head_dim
         dtype = getattr(torch, config.dtype)
         generator = torch.Generator().manual_seed(config.seed)
         def matrix(*shape, std):
-            values = torch.randn(*shape, generator=generator) * std if std else torch.zeros(*shape)
+            values = torch.randn(*shape, generator=generator) * std if std and drawn else torch.zeros(*shape)
             return nn.Parameter(values.to(dtype))
         self.embed = matrix(vocab, dim, std=0.7)
         self.head = matrix(vocab, dim, std=0.005)
-        if config.untie_at > 0:
+        if untie_step(config):
             self.embed.data.copy_(self.head.data)  # tied at first: one table, started at the head's scale
         self.attention = matrix(4 * layers, dim, dim, std=0.6 / math.sqrt(dim))
         self.mlp = matrix(2 * layers, config.mlp_dim, dim, std=0.6 / math.sqrt(dim))
-        with torch.no_grad():  # zero-initialised output projections: every block starts as the identity
-            self.attention[3::4] = 0
-            self.mlp[1::2] = 0
+        self.attention.data[3::4], self.mlp.data[1::2] = 0, 0  # output projections: every block starts as the identity
         values = len(config.value_embedding_layers)
         self.value_embed = matrix(values, vocab, dim, std=0.01)
-        self.value_gate = matrix(values, heads, GATE_DIM, std=0)
+        self.value_gate = matrix(values, dim // config.head_dim, GATE_DIM, std=0)
         self.smear_gate = matrix(1, GATE_DIM, std=0)
-        skips = layers // 2
         self.smear_scale = nn.Parameter(torch.zeros(1))
         self.residual_scale = nn.Parameter(torch.ones(layers))
         self.embed_scale = nn.Parameter(torch.zeros(layers))
         if config.ngram_orders:
             self.ngram_gate = matrix(layers + 1, GATE_DIM, std=0)  # before each layer and before the head
-        self.skip_scale = nn.Parameter(torch.full((skips,), 0.1))
-
+        self.skip_scale = nn.Parameter(torch.full((layers // 2,), 0.1))
     @staticmethod
     def gate(x, weight):
-        """Learned gates in (0, 2), 1 at the start: (T, n) from the first channels of x (T, model_dim), weight (n, 12)."""
+        """Learned gates in (0, 2), 1 at the start: (T, n) from the first channels of x (T, model_dim)."""
         return 2 * torch.sigmoid(F.linear(x[:, :GATE_DIM], weight))
-
-    def hidden(self, micro_batch, ngram, context, stream=None):
-        """Final hidden states (T, model_dim), normalised. ngram: (T, model_dim), the NgramTable's part, or None.
-        stream: a list that receives the residual stream before the first layer and after each."""
-        config, phase, rotary = self.config, context.phase, context.rotary
+    def hidden(self, micro_batch, ngram, context):
+        """Final hidden states (T, model_dim), normalised. ngram: (T, model_dim), from NgramTable.lookup, or None."""
+        config, phase, (cos, sin, scale) = self.config, context.phase, context.rotary
         length, layers, head_dim = micro_batch.inputs.size(0), config.num_layers, config.head_dim
         x = F.embedding(micro_batch.inputs, self.head if phase.tied else self.embed)
         # Smear: a gated share of the previous token's embedding, within a segment.
@@ -1072,44 +1005,35 @@ class GPT(nn.Module):
         embedded = x = norm(x)
         skips = []
         for layer in range(layers):
-            if stream is not None:
-                stream.append(x)
             if layer >= layers - len(self.skip_scale):
                 x = x + self.skip_scale[layer - layers] * skips.pop()
             x = self.residual_scale[layer] * x + self.embed_scale[layer] * embedded
             if ngram is not None:
                 x = x + self.gate(x, self.ngram_gate[layer:layer + 1]) * ngram
-            # Attention
             h = norm(x)
             q, k, v = F.linear(h, self.attention[4 * layer:4 * layer + 3].flatten(0, 1)).view(
                 length, 3, -1, head_dim).unbind(1)
             if layer in config.value_embedding_layers:
                 which = config.value_embedding_layers.index(layer)
-                gate = self.gate(x, self.value_gate[which])[..., None]
-                v = v + gate * F.embedding(micro_batch.inputs, self.value_embed[which]).view_as(v)
-            q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)
+                embedding = F.embedding(micro_batch.inputs, self.value_embed[which]).view_as(v)
+                v = v + self.gate(x, self.value_gate[which])[..., None] * embedding
+            q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
             window = phase.windows[layer]
-            y = self.attend(q, k, v, micro_batch, context.biases.get(window), window, context.scale)
+            y = self.attend(q, k, v, micro_batch, context.biases.get(window), window, scale)
             x = x + F.linear(y.flatten(1), self.attention[4 * layer + 3])
-            # MLP
             h = F.relu(F.linear(norm(x), self.mlp[2 * layer])).square()
             x = x + h @ self.mlp[2 * layer + 1]
             if layer < len(self.skip_scale):
                 skips.append(x)
-        if stream is not None:
-            stream.append(x)
         if ngram is not None:
             x = x + self.gate(x, self.ngram_gate[layers:]) * ngram
         return norm(x)
-
     def next_token_losses(self, hidden, targets):
-        """Cross-entropy of each position: losses (n,), log-normalisers (n,) and soft-capped logits (n, vocab_size),
-        all float32."""
+        """Of each position: cross-entropy (n,), log-normaliser (n,) and soft-capped logits (n, vocab_size), float32."""
         cap = self.config.logit_cap
         logits = cap * torch.tanh(F.linear(hidden, self.head).float() / cap)
         normaliser = torch.logsumexp(logits, -1)
         return normaliser - logits.gather(1, targets[:, None])[:, 0], normaliser, logits
-
     def forward(self, micro_batch, ngram, context):
         """Returns (training loss, losses (T,)): the mean with multi-token weights, and the next token's alone."""
         hidden = self.hidden(micro_batch, ngram, context)
@@ -1123,53 +1047,39 @@ class GPT(nn.Module):
             loss = loss + weight * ((normaliser[:-ahead] - logits[:-ahead].gather(1, far)[:, 0]) * same).mean()
         return loss, losses
 
-
-# ======================================================================================================
-# 5. Optimizer
-# ======================================================================================================
+# 6. Optimizer ===============================================================================================
 
 @dataclass(frozen=True)
 class Rule:
-    """How one parameter is updated, and how its gradient and value travel between ranks."""
-    update: str            # adam | matrix (a bank: see Config.matrix_update) | adagrad (row-wise)
-    comms: str             # sharded along dim 0 | replicated (small, one bucket) | ngram (see NgramTable)
-    lr_mul: float = 1.0
-    decay_mul: float = 0.0
+    """Which group steps a parameter, and with which numbers."""
+    group: str              # small | embeddings | matrices
+    lr_mul: float = 1.0     # times the group's learning rate
+    decay_mul: float = 0.0  # times Config.matrix_decay for matrices, else the decay itself
     betas: tuple = (0.9, 0.95)  # muon and soap_muon read the second only; their momentum follows a schedule
 
-
 RULES = {
-    "attention": Rule("matrix", "sharded", decay_mul=1.0),
-    "mlp": Rule("matrix", "sharded", decay_mul=1.0),
-    "embed": Rule("adam", "sharded", lr_mul=3.0),
-    "head": Rule("adam", "sharded", lr_mul=0.5),
-    "value_embed": Rule("adam", "sharded", lr_mul=3.0),
-    "value_gate": Rule("adam", "replicated"),
-    "smear_gate": Rule("adam", "replicated"),
-    "smear_scale": Rule("adam", "replicated"),
-    "residual_scale": Rule("adam", "replicated"),
-    "embed_scale": Rule("adam", "replicated"),
-    "ngram_gate": Rule("adam", "replicated"),
-    "skip_scale": Rule("adam", "replicated"),
-    "ngram_table": Rule("adagrad", "ngram"),
+    "attention": Rule("matrices", decay_mul=1.0),
+    "mlp": Rule("matrices", decay_mul=1.0),
+    "embed": Rule("embeddings", lr_mul=3.0),
+    "head": Rule("embeddings", lr_mul=0.5),
+    "value_embed": Rule("embeddings", lr_mul=3.0),
+    **dict.fromkeys(("value_gate", "smear_gate", "smear_scale", "residual_scale", "embed_scale", "ngram_gate",
+                     "skip_scale"), Rule("small")),
 }
-# Communication starts in this order, largest first, and is consumed in the other: Adam updates and the table hide the
-# transfer of the banks, and the banks' updates hide the way of the table's new rows.
-LAUNCH_ORDER = ("mlp", "attention", "ngram_table", "value_embed", "embed", "head")
-UPDATE_ORDER = ("head", "embed", "value_embed", "ngram_table", "attention", "mlp")
 
+# The numbers of one update: step, counted from 1; rate; decay, per unit of rate; momentum; betas; dtype of products.
+Hyper = collections.namedtuple("Hyper", "step lr decay momentum betas dtype")
 
 def join_mantissa(high, low):
-    """The float32 tensor whose upper 16 bits are `high` (bfloat16) and whose lower 16 bits are `low` (int16)."""
-    return ((high.view(torch.int16).to(torch.int32) << 16) | (low.to(torch.int32) & 0xFFFF)).view(torch.float32)
-
+    """The float32 tensor that split_mantissa has taken apart into `high` (bfloat16) and `low` (int16)."""
+    return ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
 
 def split_mantissa(value, high, low):
-    """Inverse of join_mantissa, in place: bf16 weights plus this buffer take exact float32 updates."""
+    """Write float32 `value` as the nearest bfloat16 and the bits that are left: so bf16 weights take exact updates."""
     bits = value.view(torch.int32)
-    high.copy_((bits >> 16).to(torch.int16).view(torch.bfloat16))
-    low.copy_(bits.to(torch.int16))  # keeps the low 16 bits
-
+    nearest = (bits + 0x8000 >> 16).to(torch.int16).view(torch.bfloat16)
+    high.copy_(torch.where(value.isnan(), value.to(torch.bfloat16), nearest))  # the sum wraps for some NaNs
+    low.copy_(bits.to(torch.int16))  # the low 16 bits; as a signed number, what rounding has added or taken
 
 def adam_update(weight, grad, first, second, step, lr, betas, decay):
     """Adam (Kingma & Ba 2015) with decoupled weight decay, in place; float32 tensors of one shape, `step` from 1."""
@@ -1178,21 +1088,16 @@ def adam_update(weight, grad, first, second, step, lr, betas, decay):
     update = (first / (1 - betas[0] ** step)) / ((second / (1 - betas[1] ** step)).sqrt() + 1e-10)
     weight.mul_(1 - lr * decay).sub_(update * lr)
 
-
-# Polar Express (Amsel et al. 2025): the composed odd polynomials that bring singular values in (0, 1] closest to 1
-# in five steps; coefficients for a lower bound of 1e-3 with the paper's safety factor of 2 %.
-POLAR_EXPRESS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
-
+# Polar Express (Amsel et al. 2025): the composed odd polynomials that bring singular values in [1e-3, 1] closest to 1
+# in five steps; coefficients by the paper's method, with a cushion of 0.02 and a safety factor of 2 % (theirs is 1 %).
+POLAR_EXPRESS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),
+                 (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+                 (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+                 (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                 (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 
 def polar_express(matrices, dtype):
-    """Approximate polar factor of a batch (k, m, n): the same singular vectors, singular values near 1. float32 in
-    and out; the products run in `dtype`. A zero matrix stays zero."""
+    """Approximate polar factor of a batch (k, m, n): singular values near 1; 0 stays 0. Products in `dtype`."""
     x = matrices.to(dtype)
     if tall := x.size(-2) > x.size(-1):
         x = x.mT
@@ -1202,59 +1107,32 @@ def polar_express(matrices, dtype):
         x = a * x + (b * gram + c * gram @ gram) @ x
     return (x.mT if tall else x).float()
 
-
-# ----- hidden matrices under Muon
-
-class Whole:
-    """A bank whose matrices are whole on the rank that updates them: its part of a matrix is all of it."""
-    gather = part = staticmethod(lambda matrices: matrices)
-
-
-class Sharded:
-    """A bank (k, m, n) of which every rank updates a share of axis 1 or 2, the tensor-parallel layout."""
-
-    def __init__(self, runtime, name, axis, size):
-        self.runtime, self.name, self.axis, self.size = runtime, name, axis, size
-
-    def gather(self, part):
-        """Whole matrices of the ranks' parts."""
-        whole, work = self.runtime.gather_shares(part.transpose(0, self.axis), self.size, f"{self.name} parts")
-        wait(work)
-        return whole.transpose(0, self.axis)
-
-    def part(self, whole):
-        low, high = self.runtime.share(self.size)
-        return whole.narrow(self.axis, low, high - low)
-
+# ----- update rules of the hidden matrices
+# A rule is a function of this rank's part of a bank (k, m, n), weight and grad in float32; of its state, a dict of
+# tensors; of the numbers in Hyper; and of the Layout, which knows whole matrices from parts of them. It changes weight
+# and state in place. MATRIX_RULES, below, has a row for each.
 
 def cautious_step(weight, update, lr, decay):
     """Step against `update` with weight decay only where both agree in sign, in place; tensors of one shape."""
     agrees = (update * weight >= 0).to(weight.dtype)
     weight.sub_(lr * (update + decay * weight * agrees))
 
-
-def orthogonal_step(weight, direction, second, lr, beta2, decay, dtype, shard):
+def orthogonal_step(weight, direction, state, hyper, layout):
     """Muon's step along `direction`, whole matrices (k, m, n): orthogonalisation, NorMuon's scaling (Li et al. 2025:
-    divide each row, or column of a wide matrix, by its running RMS, at unchanged Frobenius norm; `second` is (k, m, 1)
-    or (k, 1, n)), cautious decay. The rate grows with sqrt(m / n) of tall matrices, so that whatever the shape, the
-    RMS of a step is lr / sqrt(n)."""
-    update = polar_express(direction, dtype)
+    divide each row, or column of a wide matrix, by its running RMS, at unchanged Frobenius norm), cautious decay. The
+    rate grows with sqrt(m / n) of tall matrices: whatever the shape, the RMS of a step is lr / sqrt(n)."""
+    update, second = polar_express(direction, hyper.dtype), state["second"]
     rows, columns = update.shape[-2:]
     before = update.norm(dim=(-2, -1), keepdim=True)
-    second.lerp_(update.square().mean(-1 if rows >= columns else -2, keepdim=True), 1 - beta2)
+    second.lerp_(update.square().mean(-1 if rows >= columns else -2, keepdim=True), 1 - hyper.betas[1])
     update = update * second.clamp_min(1e-10).rsqrt()
     update = update * (before / update.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
-    cautious_step(weight, shard.part(update), lr * max(1.0, rows / columns) ** 0.5, decay)
+    cautious_step(weight, layout.part(update), hyper.lr * max(1.0, rows / columns) ** 0.5, hyper.decay)
 
-
-def muon_update(weight, grad, buffer, second, lr, momentum, beta2, decay, dtype, shard=Whole):
-    """Muon (Jordan et al. 2024) on a bank (k, m, n) of float32 matrices, in place: Nesterov momentum in `buffer`, then
-    orthogonal_step. weight, grad and buffer are this rank's part of the matrices, `second` is whole."""
-    buffer.lerp_(grad, 1 - momentum)
-    orthogonal_step(weight, shard.gather(grad.lerp(buffer, momentum)), second, lr, beta2, decay, dtype, shard)
-
-
-# ----- hidden matrices under SOAP, SOAP-Muon and KL-SOAP
+def muon_update(weight, grad, state, hyper, layout):
+    """Muon (Jordan et al. 2024): Nesterov momentum, then orthogonal_step."""
+    state["momentum"].lerp_(grad, 1 - hyper.momentum)
+    orthogonal_step(weight, layout.whole(grad.lerp(state["momentum"], hyper.momentum)), state, hyper, layout)
 
 # SOAP (Vyas et al. 2024) and its relatives keep, for the rows and for the columns of a matrix G, a Kronecker factor
 # (the running mean of G Gᵀ, of Gᵀ G) and a basis that follows the factor's eigenvectors. Momentum stays in the
@@ -1262,83 +1140,78 @@ def muon_update(weight, grad, buffer, second, lr, momentum, beta2, decay, dtype,
 FACTOR_BETA = 0.9  # of the factors, and of the second moment of soap_muon
 KL_FLOOR = 1e-3    # eigenvalues below this share of their mean are taken to be it
 EIGH_STEPS = 3     # at first all bases are exact: behind zero-initialised projections, gradients come two steps later
+DAMPING = 3e-6  # added to a factor before Cholesky, as a share of its largest eigenvalue
 HOUSEHOLDER_STEPS = 25  # then factors are conditioned well enough for Cholesky; on the nano track they always were
 
+# The rows (axis -2) or columns (-1) of a bank of k matrices: factor (k, s, s), symmetric, zero until the first
+# gradient; basis (k, s, s), orthonormal columns, the largest eigenvalue's first.
+Side = collections.namedtuple("Side", "axis factor basis")
 
-@dataclass
-class Side:
-    """The rows or the columns of a bank of k matrices (m, n), s = m or n; all float32 but the rejects."""
-    axis: int        # -2: rows, -1: columns
-    factor: Tensor   # (k, s, s), symmetric; zero until the first gradient
-    basis: Tensor    # (k, s, s), orthonormal columns, the largest eigenvalue's first
-    moment: Tensor   # (k, m, n), second moment in the eigenbasis, shared by both sides
-    rejects: Tensor  # (k,) int32, refreshes that kept the old basis, shared by both sides
+def sides_of(state):
+    return [Side(axis, state[f"{key}_factor"], state[f"{key}_basis"])
+            for key, axis in (("row", -2), ("column", -1)) if f"{key}_factor" in state]
 
-    def staggered(self, first, every):
-        """The side of every so many of the matrices, as views."""
-        return Side(self.axis, *(getattr(self, key)[first::every] for key in ("factor", "basis", "moment", "rejects")))
-
-
-def rotate_to(x, sides):
-    """Matrices (k, m, n) from the parameters' basis to the eigenbasis."""
-    for side in sides:
-        x = side.basis.mT @ x if side.axis == -2 else x @ side.basis
+def change_basis(x, sides, back=False):
+    """Matrices (k, m, n) from the parameters' basis to the eigenbasis, or back."""
+    for axis, _, basis in sides:
+        basis = basis if back else basis.mT
+        x = basis @ x if axis == -2 else x @ basis.mT
     return x
 
-
-def rotate_from(x, sides):
-    """Inverse of rotate_to."""
-    for side in sides:
-        x = side.basis @ x if side.axis == -2 else x @ side.basis.mT
-    return x
-
-
-def known_bases(sides, moment):
+def known_bases(state):
     """(k, 1, 1): 1.0 where the matrix has had a gradient that its bases could follow, else 0.0."""
-    known = torch.ones_like(moment[:, :1, :1])
-    for side in sides:
+    known = torch.ones_like(state["moment"][:, :1, :1])
+    for side in sides_of(state):
         known = known * (side.factor.diagonal(dim1=-2, dim2=-1).sum(-1) > 0)[:, None, None]
     return known
 
-
-def soap_update(weight, grad, buffer, moment, count, sides, known, step, lr, betas, decay, shard=Whole):
-    """SOAP on a bank (k, m, n) of float32 matrices, in place: Adam in the eigenbasis, then cautious decay. Scaled by
-    1 / sqrt(n), so that a rate means what it means for Muon.
-
-    weight, buffer: this rank's part. grad, moment: whole, `count` (k, 1, 1) gradients are in the moment. step: from 1.
-    known: as known_bases; a matrix without bases stays where it is. Without sides this is Adam.
-
-    KL-SOAP is this update in the bases of factors that have seen `grad` (update_factors with kl), with `known` from
-    before: in the basis of a single gradient that gradient is diagonal, and all else is rounding, blown up."""
-    buffer.lerp_(shard.part(grad), 1 - betas[0])
+def soap_update(weight, grad, state, hyper, layout):
+    """SOAP: Adam in the eigenbasis, then cautious decay; scaled by 1 / sqrt(n), so that a rate means what it does for
+    Muon. Without bases a matrix only decays, without sides this is Adam."""
+    sides, known, moment, count = sides_of(state), known_bases(state), state["moment"], state["count"]
+    state["momentum"].lerp_(layout.part(grad), 1 - hyper.betas[0])
     count.add_(known)
-    moment.lerp_(rotate_to(grad, sides).square(), (1 - betas[1]) * known)
-    first = rotate_to(shard.gather(buffer), sides) / (1 - betas[0] ** step)
-    second = moment / (1 - betas[1] ** count).clamp_min(1e-8)
-    update = rotate_from(known * first * second.clamp_min(1e-16).rsqrt(), sides)
-    cautious_step(weight, shard.part(update / update.size(-1) ** 0.5), lr, decay)
+    moment.lerp_(change_basis(grad, sides).square(), (1 - hyper.betas[1]) * known)
+    first = change_basis(layout.whole(state["momentum"]), sides) / (1 - hyper.betas[0] ** hyper.step)
+    second = moment / (1 - hyper.betas[1] ** count).clamp_min(1e-8)
+    update = change_basis(known * first * second.clamp_min(1e-16).rsqrt(), sides, back=True)
+    cautious_step(weight, layout.part(update / update.size(-1) ** 0.5), hyper.lr, hyper.decay)
 
-
-def soap_muon_update(weight, grad, buffer, second, moment, sides, known, lr, momentum, beta2, decay, dtype,
-                     shard=Whole):
-    """SOAP-Muon on a bank (k, m, n) of float32 matrices, in place: Muon whose Nesterov momentum is divided, in the
-    eigenbasis, by the root of its own second moment. Arguments as muon_update's, but grad is whole; so is `moment`.
-    A matrix that is not `known` takes a step of Muon."""
-    grad = shard.part(grad)
-    buffer.lerp_(grad, 1 - momentum)
-    direction = shard.gather(grad.lerp(buffer, momentum))
-    rotated = rotate_to(direction, sides)
+def soap_muon_update(weight, grad, state, hyper, layout):
+    """SOAP-Muon: Muon of a momentum that is divided, in the eigenbasis, by the root of its own second moment."""
+    sides, known, moment, grad = sides_of(state), known_bases(state), state["moment"], layout.part(grad)
+    state["momentum"].lerp_(grad, 1 - hyper.momentum)
+    direction = layout.whole(grad.lerp(state["momentum"], hyper.momentum))
+    rotated = change_basis(direction, sides)
     moment.lerp_(rotated.square(), (1 - FACTOR_BETA) * known)
-    whitened = rotate_from(rotated * moment.clamp_min(1e-16).rsqrt(), sides)
-    orthogonal_step(weight, torch.where(known > 0, whitened, direction), second, lr, beta2, decay, dtype, shard)
+    whitened = change_basis(rotated * moment.clamp_min(1e-16).rsqrt(), sides, back=True)
+    orthogonal_step(weight, torch.where(known > 0, whitened, direction), state, hyper, layout)
 
+class MatrixRule(NamedTuple):
+    """An update rule, and the state that it needs."""
+    update: Callable
+    keeps: tuple = ()             # of whole matrices: see ParameterGroup.new_state
+    parts: tuple = ("momentum",)  # shaped as this rank's part of the weights
+    whole_gradient: bool = False  # the update reads gradients of whole matrices, where ranks share rows or columns
+    bases: bool = False           # eigenbases, which follow the gradients after each update
+    kl: bool = False              # whose factors are KL-Shampoo's
 
+ADAM = MatrixRule(lambda weight, grad, state, hyper, layout: adam_update(weight, grad, state["first"], state["second"],
+                  hyper.step, hyper.lr, hyper.betas, hyper.decay), parts=("first", "second"))
+MATRIX_RULES = {
+    "muon": MatrixRule(muon_update, ("second",)),
+    "soap": MatrixRule(soap_update, ("moment", "count"), whole_gradient=True, bases=True),
+    "soap_muon": MatrixRule(soap_muon_update, ("second", "moment"), whole_gradient=True, bases=True),
+    # The weights step before the bases follow, as in the authors' optim/kl_opt.py (github.com/yorkerlin/KL-Methods).
+    "kl_soap": MatrixRule(soap_update, ("moment", "count"), whole_gradient=True, bases=True, kl=True),
+    "adam": MatrixRule(soap_update, ("moment", "count"), whole_gradient=True),
+}
+
+# ----- eigenbases
 def update_factors(grad, sides, kl):
-    """Take whole gradients (k, m, n) into the factors of their sides, in place.
-
-    kl: KL-Shampoo's estimate (Lin et al. 2025): each side's gradient is first whitened by the other side's factor.
-    Only the product of both factors' scales means something, so whitening uses eigenvalues over their mean: else
-    the split between the two drifts, and with it how fast a factor forgets."""
+    """Take whole gradients (k, m, n) into the factors of their sides, in place. kl: KL-Shampoo's estimate (Lin et al.
+    2025): each side's gradient is first whitened by the other side's factor. Only the product of both factors' scales
+    means something, so whitening uses eigenvalues over their mean: else the split between the two drifts."""
     products = []
     for side, other in zip(sides, sides[::-1]):
         half = grad if side.axis == -2 else grad.mT
@@ -1351,23 +1224,17 @@ def update_factors(grad, sides, kl):
     for side, product in zip(sides, products):
         side.factor.lerp_(product, 1 - FACTOR_BETA)
 
-
-DAMPING = {"cholesky": 1e-7, "cholesky_lr": 1e-6}  # added to a factor, as a share of its largest eigenvalue
-
-
 def eigenbasis_step(factors, bases, method):
-    """Bring orthonormal bases (k, s, s) closer to the eigenvectors of symmetric factors (k, s, s), both float32.
-
-    Orthonormalises factor @ basis, columns by falling Rayleigh quotient. torch.linalg.qr does so matrix by matrix,
+    """Bring orthonormal bases (k, s, s) closer to the eigenvectors of symmetric factors (k, s, s), both float32:
+    orthonormalises factor @ basis, columns by falling Rayleigh quotient. torch.linalg.qr does so matrix by matrix,
     which is fastest on a CPU; Cholesky's way is batched products and factorisations:
       eigh          the eigenvectors themselves; on CUDA the only one that waits for the device
       householder   LAPACK's QR, as torch.linalg.qr without forming R
-      cholesky      upper R with RᵀR = AᵀA in float64, then A / R
-      cholesky_lr   float32: B = basisᵀ factor basis = RᵀR, R Rᵀ = SᵀS, then basis Rᵀ / S (an LR step of
-                    Rutishauser's), which squares no condition number
-    Cholesky's end in two Newton-Schulz steps. Returns (bases, order (k, s) that sorted the old columns, rejected (k,)):
-    where a factor is not finite or too close to singular, that matrix keeps its old basis, sorted. So it does where
-    the factor is zero, which is no reject: there was nothing to follow yet."""
+      cholesky      B = basisᵀ factor basis = RᵀR, R Rᵀ = SᵀS, then basis Rᵀ / S: an LR step of Rutishauser's, which
+                    squares no condition number; on the factor over its largest Rayleigh quotient, so that its scale
+                    does not matter, lightly damped, and with two Newton-Schulz steps behind it
+    Returns (bases, order (k, s) that sorted the old columns, rejected (k,)): where a factor is not finite or too close
+    to singular, that matrix keeps its old basis, sorted; where it is zero too, but that is no reject."""
     count, size = bases.shape[:2]
     product = bases.mT @ factors  # transposed: sorting moves whole rows
     spectrum, order = (bases.mT * product).sum(-1).sort(descending=True, stable=True)
@@ -1380,723 +1247,350 @@ def eigenbasis_step(factors, bases, method):
     elif method == "householder":
         new = torch.linalg.householder_product(*torch.geqrf(product))
     else:
-        product = product + (DAMPING[method] * spectrum[:, :1, None]).clamp_min(1e-30) * old
-        if method == "cholesky":
-            product = (product / product.norm(dim=-2, keepdim=True)).double()
-            upper, info = torch.linalg.cholesky_ex(product.mT @ product, upper=True)
-            new = torch.linalg.solve_triangular(upper, product, upper=True, left=False).float()
-        else:
-            upper, failed = torch.linalg.cholesky_ex(old.mT @ product, upper=True)
-            again, info = torch.linalg.cholesky_ex(upper @ upper.mT, upper=True)
-            new, info = old @ torch.linalg.solve_triangular(again, upper.mT, upper=True, left=False), info + failed
+        product = product / spectrum[:, :1, None].clamp_min(1e-38) + DAMPING * old
+        upper, failed = torch.linalg.cholesky_ex(old.mT @ product, upper=True)
+        again, info = torch.linalg.cholesky_ex(upper @ upper.mT, upper=True)
+        new, info = old @ torch.linalg.solve_triangular(again, upper.mT, upper=True, left=False), info + failed
         for _ in range(2):
             new = 1.5 * new - 0.5 * new @ (new.mT @ new)
         error = new.mT @ new - torch.eye(size, device=bases.device)
         accepted &= (info == 0) & (error.abs().amax((-2, -1)) < 1e-4)
     return torch.where(accepted[:, None, None], new, old), order, ~accepted & (spectrum != 0).any(-1)
 
-
-def owned_eigenbasis_step(factors, bases, method, runtime, loads):
-    """eigenbasis_step, each factor by one rank that sends the result to all: the one with the least to do so far.
-    loads: the work of each rank until now, as a list; grows by s cubed a factor."""
-    size, owners = bases.size(-1), []
-    for _ in range(len(factors)):
-        owners.append(loads.index(min(loads)))
-        loads[owners[-1]] += size ** 3
-    mine = [slice(i, i + 1) for i, owner in enumerate(owners) if owner == runtime.rank]
-    basis, order, rejected = eigenbasis_step(*(torch.cat([tensor[:0], *(tensor[i] for i in mine)])
-                                               for tensor in (factors, bases)), method)
-    chunk = max(owners.count(rank) for rank in range(runtime.world_size))
-    sent = basis.new_zeros(chunk, size + 2, size)
-    sent[:len(mine)] = torch.cat([basis, order[:, None].float(), rejected[:, None, None].expand(-1, 1, size)], 1)
-    received = sent.new_empty(chunk * runtime.world_size, size + 2, size)
-    wait(runtime.all_gather(received, sent, "eigenbases"))
-    slots = [owner * chunk + owners[:i].count(owner) for i, owner in enumerate(owners)]
-    received = torch.cat([received[slot:slot + 1] for slot in slots])
-    return received[:, :size], received[:, size].long(), received[:, size + 1, 0] > 0
-
-
-def refresh_eigenbases(sides, method, runtime=None):
-    """One eigenbasis_step for all matrices of all sides, in place: one batch a size. Nothing waits for the device.
-    With a runtime its ranks, which must hold the same, share the work."""
-    groups = {}
-    for side in sides:
-        if len(side.basis):
-            groups.setdefault(side.basis.size(-1), []).append(side)
-    loads = [0] * (runtime.world_size if runtime else 1)
-    for _, group in sorted(groups.items(), reverse=True):
-        factors, bases = (torch.cat([getattr(side, key) for side in group]) for key in ("factor", "basis"))
-        stepped = (owned_eigenbasis_step(factors, bases, method, runtime, loads) if len(loads) > 1
-                   else eigenbasis_step(factors, bases, method))
-        counts = [len(side.basis) for side in group]
-        for side, basis, order, rejected in zip(group, *(tensor.split(counts) for tensor in stepped)):
-            side.basis.copy_(basis)
+def refresh_eigenbases(banks, method, runtime):
+    """One eigenbasis_step for all sides of all banks' states, in place: one batch a size, of which each rank of
+    `runtime` steps a share and sends it to all, which hold the same. Nothing waits for the device."""
+    sides = [(state, side) for state in banks for side in sides_of(state) if len(side.basis)]
+    for size in sorted({side.basis.size(-1) for _, side in sides}, reverse=True):
+        found = [(state, side) for state, side in sides if side.basis.size(-1) == size]
+        factors, bases = (torch.cat([getattr(side, key) for _, side in found]) for key in ("factor", "basis"))
+        mine = slice(*runtime.share(len(bases)))
+        basis, order, rejected = eigenbasis_step(factors[mine], bases[mine], method)
+        packed = torch.cat([basis, order[:, None].float(), rejected[:, None, None].expand(-1, 1, size)], 1)
+        joined, work = runtime.gather_shares(packed, len(bases), "eigenbases")
+        wait(work)
+        for (state, side), stepped in zip(found, joined.split([len(side.basis) for _, side in found])):
+            side.basis.copy_(stepped[:, :size])
+            order = stepped[:, size].long()
             index = order[:, :, None] if side.axis == -2 else order[:, None]
-            side.moment.copy_(side.moment.gather(side.axis, index.expand_as(side.moment)))
-            side.rejects.add_(rejected)
-
+            state["moment"].copy_(state["moment"].gather(side.axis, index.expand_as(state["moment"])))
+            state["rejects"].add_(stepped[:, size + 1, 0] > 0)
 
 def refresh_method(step, device):
     """How to step the eigenbases at a step: exactly at first, then without fail, then in batches where that is fast."""
-    if step < EIGH_STEPS:
-        return "eigh"
-    if device.type == "cpu" or step < HOUSEHOLDER_STEPS:
-        return "householder"
-    fast_float64 = torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))  # A100, H100, B200
-    return "cholesky" if fast_float64 else "cholesky_lr"
+    exact = step < EIGH_STEPS
+    return "eigh" if exact else "householder" if device.type == "cpu" or step < HOUSEHOLDER_STEPS else "cholesky"
 
-
-# ----- the n-gram table
-
-def adagrad_rows_update(table, second, rows, grads, lr, floor):
-    """Row-wise Adagrad on some rows of the n-gram table, in place; cost is that of these rows.
-
-    table: (n, dim) float32. second: (n,) float32, the sum of each row's mean squared gradients.
-    rows: (u,) int64, distinct. grads: (u, dim) float32, sums over tokens of the gradients of their own losses.
-    floor: a token's gradient RMS that is added to the moment: a row seen first by a token that was predicted well
-    anyway hardly moves, where plain Adagrad would take a full step."""
-    moment = second[rows] + grads.square().mean(1)
-    second[rows] = moment
-    table[rows] -= grads * (lr * (moment + floor * floor).rsqrt())[:, None]
-
-
-class NgramTable:
-    """The hashed n-gram embedding: this rank's rows, their optimizer state, and all that travels of them.
-
-    Config.ngram_comms says what does, per update cycle and rank (benchmarks/ngram_exchange.py has the bytes):
-    - tokens: replicas; the gradients of tokens are gathered, and every rank updates every row that was read.
-    - rows: replicas; a row's summed gradient goes to its owner, which updates it and sends the new row to all.
-    - row_sharded: a rank holds only the rows it owns. Those that its tokens read are pulled into a cache before the
-      cycle, their summed gradients go back the same way.
-    Rows that a rank owns never travel, and a row travels once however many tokens read it.
-
-    Weight decay acts on all rows at each update, at no cost: the table is `weight` times the number `scale`, and decay
-    shrinks that number alone. So a row that is touched again after 100 updates has seen all their decays.
-    """
-
-    def __init__(self, config, runtime):
-        self.config, self.runtime, self.comms = config, runtime, config.ngram_comms
-        self.home = torch.device("cpu") if config.ngram_host else runtime.device
-        whole = (0, config.ngram_rows)
-        self.owned = whole if self.comms == "tokens" else runtime.share(config.ngram_rows)  # the rows updated here
-        self.held = self.owned if self.comms == "row_sharded" else whole
-        count, owned = self.held[1] - self.held[0], self.owned[1] - self.owned[0]
-        needed, there = 4 * (count * config.model_dim + owned), available_memory(self.home)
-        if self.home.type == "cpu":
-            there //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of the ranks that share this host
-        if needed > there:
-            raise ConfigError(f"ngram_rows={config.ngram_rows:,}: a rank's {count:,} rows take {needed / 2**30:.1f} GiB, "
-                              f"and {there / 2**30:.1f} GiB are free for it on {self.home}; lower --ngram-rows, or "
-                              f"share them among more ranks with --ngram-comms row_sharded")
-        pinned = self.home != runtime.device
-        self.weight = torch.zeros(count, config.model_dim, device=self.home, pin_memory=pinned)
-        self.second = torch.zeros(owned, device=self.home, pin_memory=pinned)
-        self.scale = 1.0
-        self.grads = []  # of the cycle's tokens so far, one tensor a micro-batch
-        self.sent = None  # plan, gradients or new rows under way, work
-        self.pulled = (None, None, None)  # plan, values, work
-
-    def start_pull(self, plan, name):
-        """Start bringing the rows of `plan` here from their owners. Returns (values (U, model_dim), work)."""
-        return self.runtime.all_to_all(self.weight[plan.asked], plan.receive, plan.send, name)
-
-    def pull(self, plan):
-        """Start bringing the rows of a training cycle here, if they do not live here."""
-        if self.comms == "row_sharded" and self.pulled[0] is not plan:
-            self.pulled = (plan, *self.start_pull(plan, "ngram_table"))
-
-    def arrived(self, values, work):
-        """What a pull brought, on the model's device."""
+# ----- the groups of the model's parameters
+class Layout:
+    """How ranks share a parameter along one of its axes, in the sense of Runtime.share, and what travels of it. Every
+    rank holds the whole of `param` and updates its part. Gradients add up in a float32 buffer that has the shared axis
+    in front and is padded to equal parts, which is what collectives ask for; nothing else is padded. Along axis 0 of a
+    bank a rank has whole matrices, along axis 1 or 2 the rows or columns of all of them."""
+    def __init__(self, name, param, runtime, axis=0):
+        self.name, self.param, self.runtime, self.axis, self.count = name, param, runtime, axis, param.shape[axis]
+        self.low, self.high = runtime.share(self.count)
+        padded = -(-self.count // runtime.world_size) * runtime.world_size
+        self.grad = torch.zeros(padded, *param.data.transpose(0, axis).shape[1:], device=param.device)
+    def own(self, tensor):
+        """This rank's part of a tensor that has the parameter's shape."""
+        return tensor.narrow(self.axis, self.low, self.high - self.low)
+    def join(self, part, name):
+        """Start joining the ranks' parts. Returns (their whole with the shared axis in front, work)."""
+        return self.runtime.gather_shares(part.transpose(0, self.axis), self.count, name)
+    def whole(self, part):
+        """Whole matrices of this rank's part of them, for a rule that must see them."""
+        if self.axis == 0:
+            return part
+        whole, work = self.join(part, f"{self.name} parts")
         wait(work)
-        return values.to(self.runtime.device, non_blocking=True)
+        return whole.transpose(0, self.axis)
+    def part(self, matrices):
+        """This rank's part of what `whole` returned."""
+        return matrices if self.axis == 0 else self.own(matrices)
+    def reduced(self):
+        """This rank's part of the summed gradients."""
+        wait(self.work)
+        return self.sum[:self.high - self.low].transpose(0, self.axis)
+    def spread(self):
+        self.joined, self.work = self.join(self.own(self.param.data), self.name)
 
-    def lookup(self, micro_batch, cache=None):
-        """Sum of the signed rows of each token's n-grams: (T, model_dim), a leaf in the compute dtype. Its gradient is
-        for `grads`; autograd never sees the table. cache: stands for the table where micro_batch.rows point into it."""
-        table = self.weight if cache is None else cache
-        summed = F.embedding_bag(micro_batch.rows, table, mode="sum", per_sample_weights=micro_batch.signs)
-        return (summed * self.scale).to(getattr(torch, self.config.dtype)).requires_grad_(self.config.ngram_lr > 0)
-
-    def send(self, plan):
-        """Start the way of the cycle's gradients to the ranks that update their rows."""
-        runtime, grads = self.runtime, torch.cat(self.grads)
-        self.grads = []
-        if self.comms == "tokens":
-            gathered, work = grads, None
-            if runtime.world_size > 1:
-                gathered = grads.new_empty(len(grads) * runtime.world_size, grads.size(1))
-                work = runtime.all_gather(gathered, grads, "ngram_table")
-            self.sent = (plan, gathered, work)
-        else:
-            sums = sum_groups(grads, plan.token, plan.offsets, plan.weights).to(self.home)
-            self.sent = (plan, *runtime.all_to_all(sums, plan.send, plan.receive, "ngram_table"))
-
-    def update(self, lr):
-        """Update the owned rows that some rank's tokens read, and start sending them out where there are replicas."""
-        config, runtime, (plan, grads, work) = self.config, self.runtime, self.sent
-        wait(work)
-        if self.comms == "tokens":
-            grads = sum_groups(grads, plan.token, plan.offsets, plan.weights)
-        elif runtime.world_size > 1:
-            grads = sum_groups(grads, plan.merge, plan.merge_offsets)
-        self.scale *= 1 - lr * config.ngram_decay
-        low, high = self.owned
-        weight = self.weight[low - self.held[0]:high - self.held[0]]
-        adagrad_rows_update(weight, self.second, plan.owned, grads, lr / self.scale, config.ngram_floor)
-        self.sent = (plan, None, None)
-        if self.comms == "rows" and runtime.world_size > 1:
-            share = weight.new_zeros(plan.spread_chunk, weight.size(1))
-            share[:len(plan.owned)] = weight[plan.owned]
-            gathered = share.new_empty(plan.spread_chunk * runtime.world_size, weight.size(1))
-            self.sent = (plan, gathered, runtime.all_gather(gathered, share, "ngram_table"))
-
-    def finish(self):
-        """Receive the rows that other ranks have updated."""
-        plan, gathered, work = self.sent
-        if gathered is not None:
-            wait(work)
-            self.weight[plan.spread_rows] = gathered[plan.spread_slots]
-
+class ParameterGroup(Group):
+    """Parameters of the model under one rule, with a Layout and a state {key: tensor} each."""
+    def __init__(self, name, config, params, runtime):
+        self.name, self.config, self.runtime, self.layouts, self.state = name, config, runtime, {}, {}
+        self.after_update = None  # hook(name, weight, weight before); continual.py projects updates with it
+        self.rule, self.every, self.lr, self.decay, axis = ADAM, config.adam_every, config.adam_lr, 1.0, 0
+        if name == "matrices":
+            refuse(config.matrix_update not in MATRIX_RULES,
+                   f"matrix_update={config.matrix_update}: must be one of {', '.join(MATRIX_RULES)}")
+            self.rule, self.every = MATRIX_RULES[config.matrix_update], 1
+            self.lr, self.decay = config.matrix_lr, config.matrix_decay
+            axis = ("whole", "rows", "cols").index(config.matrix_shard)
+        for key, param in params.items():
+            self.layouts[key] = layout = Layout(key, param, runtime, axis)
+            self.state[key] = self.new_state(layout)
+    def new_state(self, layout):
+        part, zeros = layout.own(layout.param.data), functools.partial(torch.zeros, device=layout.param.device)
+        ordered = part.transpose(0, layout.axis).shape  # in memory, as its gradients are
+        state = {key: zeros(ordered).transpose(0, layout.axis) for key in self.rule.parts}
+        if part.dtype == torch.bfloat16:
+            state["mantissa"] = zeros(ordered, dtype=torch.int16).transpose(0, layout.axis)
+        if self.name == "matrices":  # the rest is of whole matrices: `second` a value a row, or a column of wide ones
+            count, (rows, columns) = len(layout.param if layout.axis else part), layout.param.shape[1:]
+            second = (rows, 1) if rows >= columns else (1, columns)
+            shapes = {"moment": (rows, columns), "count": (1, 1), "second": second}
+            state |= {key: zeros(count, *shapes[key]) for key in self.rule.keeps}
+            if self.rule.bases:
+                state["rejects"] = zeros(count, dtype=torch.int32)
+            for side, size in (("row", rows), ("column", columns)):
+                if self.rule.bases and size <= self.config.one_sided_above:
+                    state[f"{side}_factor"] = zeros(count, size, size)
+                    state[f"{side}_basis"] = torch.eye(size, device=part.device).repeat(count, 1, 1)
+        return state
+    def is_part(self, key):
+        return key == "mantissa" or key in self.rule.parts
+    def stepping(self, step):
+        """The layouts of the parameters that take part in a step: all but a tied embedding, which has no gradient."""
+        return [layout for name, layout in self.layouts.items()
+                if not (name == "embed" and step < untie_step(self.config))]
+    def reduce(self, step):
+        for layout in self.stepping(step):
+            layout.sum, layout.work = self.runtime.reduce_scatter(layout.grad, layout.name)
+    def update(self, step, lr_mul):
+        waited, grads = step % self.every + 1, {}  # steps whose gradients were added up
+        for layout in self.stepping(step):
+            rule, state, grad = RULES[layout.name], self.state[layout.name], layout.reduced()
+            hyper = Hyper(-(-(step + 1) // self.every), self.lr * rule.lr_mul * lr_mul, self.decay * rule.decay_mul,
+                          momentum_at(self.config, step), rule.betas, getattr(torch, self.config.dtype))
+            grad = grad / waited if waited > 1 else grad
+            grads[layout.name] = grad = layout.whole(grad) if self.rule.whole_gradient else grad
+            part, mantissa = layout.own(layout.param.data), state.get("mantissa")
+            weight = part if mantissa is None else join_mantissa(part, mantissa)
+            before = weight.clone() if self.after_update else None
+            self.rule.update(weight, grad, state, hyper, layout)
+            if self.after_update:
+                self.after_update(layout.name, weight, before)
+            if mantissa is not None:
+                split_mantissa(weight, part, mantissa)
+            yield layout
+        if self.rule.bases:  # while the new weights travel
+            self.refresh(grads, step)
+    def refresh(self, grads, step):
+        """Take the step's gradients into the factors, and step the bases of the matrices whose turn it is."""
+        banks, every = [], self.config.basis_every if step >= EIGH_STEPS else 1
+        for name, layout in self.layouts.items():
+            update_factors(grads[name], sides_of(self.state[name]), self.rule.kl)
+            first = (step - (0 if layout.axis else layout.low)) % every
+            banks.append({key: value[first::every] for key, value in self.state[name].items() if not self.is_part(key)})
+        among = self.runtime.alone() if self.config.matrix_shard == "whole" else self.runtime
+        refresh_eigenbases(banks, refresh_method(step, self.runtime.device), among)
+    def receive(self, step):
+        for layout in self.stepping(step):
+            if layout.work is not None:
+                wait(layout.work)
+                layout.param.data.transpose(0, layout.axis).copy_(layout.joined)
+            layout.grad.zero_()
+    def size(self):
+        return sum(layout.param.numel() for layout in self.layouts.values())
+    def tensors(self):
+        return {f"{name}.{key}": value for name, layout in self.layouts.items() for key, value in
+                {"param": layout.param.data, "grad": layout.grad, **self.state[name]}.items()}
     def full_state(self):
-        """{"weight", "second": the whole tables on rank 0's host (None elsewhere), "scale"}. All ranks call it."""
-        return {"weight": self._whole(self.weight, self.held), "second": self._whole(self.second, self.owned),
-                "scale": self.scale}
+        """{name: {key: tensor of the whole parameter, or of all matrices}} on every rank, whatever the world size."""
+        def whole(layout, key, value):
+            if layout.axis and not self.is_part(key):
+                return value.clone()  # whole on every rank
+            joined, work = layout.join(value, "checkpoint")
+            wait(work)
+            return joined.transpose(0, layout.axis).clone(memory_format=torch.contiguous_format)
+        return {name: {key: whole(self.layouts[name], key, value) for key, value in state.items()}
+                for name, state in self.state.items()}
+    def load(self, full):
+        for name, state in self.state.items():
+            layout = self.layouts[name]
+            for key, value in state.items():
+                shared = self.is_part(key) or not layout.axis
+                value.copy_(layout.own(full[name][key]) if shared else full[name][key])
 
-    def _whole(self, part, held):
-        runtime, rows = self.runtime, self.config.ngram_rows
-        if held == (0, rows):
-            return part.cpu()
-        whole = torch.empty(rows, *part.shape[1:]) if runtime.is_main else None
-        for rank in range(runtime.world_size):
-            low, high = runtime.share(rows, rank)
-            if rank == 0 and runtime.is_main:
-                whole[low:high] = part
-            elif runtime.is_main and high > low:
-                dist.recv(whole[low:high], rank)
-            elif runtime.rank == rank and high > low:
-                dist.send(part.cpu(), 0)
-        return whole
+class SmallGroup(ParameterGroup):
+    """Small parameters: their gradients are summed as one bucket, and every rank updates all of them."""
+    def __init__(self, name, config, params, runtime):
+        super().__init__(name, config, params, runtime.alone())
+        self.among, sizes = runtime, [param.numel() for param in params.values()]
+        self.bucket = torch.zeros(sum(sizes), device=runtime.device)
+        for layout, part in zip(self.layouts.values(), self.bucket.split(sizes)):
+            layout.grad = part.view_as(layout.param)
+    def reduce(self, step):
+        super().reduce(step)
+        self.work = self.among.all_reduce(self.bucket, self.name)
+    def update(self, step, lr_mul):
+        wait(self.work)
+        return super().update(step, lr_mul)
 
-    def load_full_state(self, full):
-        self.weight.copy_(full["weight"][slice(*self.held)])
-        self.second.copy_(full["second"][slice(*self.owned)])
-        self.scale = full["scale"]
-
-
-# ----- frozen directions, for the continual track
-
-# OSFT (Nayak et al. 2025): what a matrix knows is in its top singular directions, and a new domain may have the rest.
-# The paper trains factors of the rest. What these can reach is W_0 plus any update whose rows and columns are
-# orthogonal to the frozen, so here W stays dense and every update is projected, whatever the rule that made it.
-# Projecting gradients instead would not do: Adam's scaling turns a step back.
-FROZEN = ("frozen_left", "frozen_right")  # the factors, kept with the state of a bank
-MIN_RETENTION = 0.1  # adaptive_rank: the share that a layer without importance keeps, the paper's value
-
-
-def frozen_directions(matrices, counts, width):
-    """The top counts[i] singular directions of each matrix (k, m, n): left (k, m, width), right (k, width, n), float32.
-    Where a matrix has fewer than `width`, zeros fill up, which project nothing away."""
-    left, _, right = torch.linalg.svd(matrices.float(), full_matrices=False)
-    kept = torch.arange(width, device=left.device) < torch.tensor(counts, device=left.device)[:, None]
-    return left[..., :width] * kept[:, None], right[:, :width] * kept[:, :, None]
-
-
-def project_update(update, left, right):
-    """Take what touches frozen directions out of updates (k, m, n) float32, in place: leftᵀ update = 0, update rightᵀ
-    = 0. Neither (m, m) nor (n, n) matrices are formed."""
-    update.baddbmm_(left, left.mT @ update, alpha=-1)
-    return update.baddbmm_(update @ right.mT, right, alpha=-1)
-
-
-# ----- state, sharding and order of communication
-
-PARTS = ("first", "mantissa")  # the state of a bank that is shaped as its weights are; the rest goes by matrix
-
-
-def matrix_state(config, count, rows, columns, device):
-    """What the rule of the hidden matrices keeps for `count` of them, beside PARTS."""
-    state, kind = {}, config.matrix_update
-    if kind in ("muon", "soap_muon"):  # `second` is one value a row, or a column of wide matrices
-        state["second"] = torch.zeros((count, rows, 1) if rows >= columns else (count, 1, columns), device=device)
-    if kind != "muon":
-        state["moment"] = torch.zeros(count, rows, columns, device=device)
-        state["count"] = torch.zeros(count, 1, 1, device=device)
-        state["rejects"] = torch.zeros(count, dtype=torch.int32, device=device)
-    for key, size in (("row", rows), ("column", columns)):
-        if kind in SOAP_RULES and size <= config.one_sided_above:
-            state[f"{key}_factor"] = torch.zeros(count, size, size, device=device)
-            state[f"{key}_basis"] = torch.eye(size, device=device).repeat(count, 1, 1)
-    return state
-
+GROUPS = {"small": SmallGroup, "embeddings": ParameterGroup, "matrices": ParameterGroup}
 
 class Optimizer:
-    """Holds states, sums gradients and schedules communication; the update rules are the functions above.
-
-    A `sharded` parameter is split along dimension 0 (banks: whole matrices) into shares of equal size but for the
-    last ranks'. Gradients accumulate in float32 buffers that are padded to world_size equal chunks, which is what
-    the collectives ask for; parameters and states are never padded. `replicated` parameters share one flat bucket.
-    With Config.matrix_shard the banks are split along their rows or columns instead; then gradients, weights and
-    momentum are shared, while second moments, factors and bases are whole on every rank.
-    """
-
-    def __init__(self, config, model, runtime, table=None):
-        self.config, self.runtime, self.table = config, runtime, table
-        self.params = dict(model.named_parameters())
-        self.untrained = {name for name in self.params if config.trained != "all" and RULES[name].update != "matrix"}
-        if unruled := set(self.params) - set(RULES):
-            raise ConfigError(f"no optimizer rule for {', '.join(sorted(unruled))}; add one to RULES")
-        self.sharded = [name for name in self.params if RULES[name].comms == "sharded"]
-        self.replicated = [name for name in self.params if RULES[name].comms == "replicated"]
-        device, float32 = runtime.device, torch.float32
-        self.share, self.grads, self.state = {}, {}, {}
-        self.banks, self.shard = [name for name in self.sharded if RULES[name].update == "matrix"], {}
-        self.axis = {name: SHARD_AXIS[config.matrix_shard] if name in self.banks else 0 for name in self.sharded}
-        for name in self.sharded:
-            param, axis = self._shared_first(name), self.axis[name]
-            self.share[name] = low, high = runtime.share(len(param))
-            chunk = -(-len(param) // runtime.world_size)
-            self.grads[name] = torch.zeros(runtime.world_size * chunk, *param.shape[1:], device=device)
-            self.state[name] = {"first": torch.zeros(high - low, *param.shape[1:], device=device)}
-            if param.dtype == torch.bfloat16:
-                self.state[name]["mantissa"] = torch.zeros_like(self.state[name]["first"], dtype=torch.int16)
-            if name in self.banks:
-                self.shard[name] = Sharded(runtime, name, axis, len(param)) if axis else Whole
-                count, *shape = self.params[name].shape
-                self.state[name].update(matrix_state(config, count if axis else high - low, *shape, device))
-            else:
-                self.state[name]["second"] = torch.zeros(high - low, *param.shape[1:], device=device)
-        for name in self.untrained:
-            self.params[name].requires_grad_(False)
-        sizes = [self.params[name].numel() for name in self.replicated]
-        self.bucket = torch.zeros(sum(sizes), dtype=float32, device=device)
-        for name, part in zip(self.replicated, self.bucket.split(sizes)):
-            param = self.params[name]
-            self.share[name] = (0, len(param))
-            self.grads[name] = part.view_as(param)
-            self.state[name] = {"first": torch.zeros_like(param, dtype=float32),
-                                "second": torch.zeros_like(param, dtype=float32)}
-            if param.dtype == torch.bfloat16:
-                self.state[name]["mantissa"] = torch.zeros_like(param, dtype=torch.int16)
-
-    def _shared_first(self, name):
-        """A parameter's data, the axis that ranks share in front."""
-        return self.params[name].data.transpose(0, self.axis.get(name, 0))
-
-    def _sides(self, name):
-        state = self.state[name]
-        return [Side(axis, state[f"{key}_factor"], state[f"{key}_basis"], state["moment"], state["rejects"])
-                for key, axis in (("row", -2), ("column", -1)) if f"{key}_factor" in state]
-
+    """All groups, in the one order in which their communication is started and waited for: the small ones first, so
+    that no small transfer queues behind a large one, and updates hide the transfers of the groups behind them."""
+    def __init__(self, config, model, table, runtime):
+        members = {key: {} for key in GROUPS}
+        for name, param in model.named_parameters():
+            refuse(name not in RULES or RULES[name].group not in GROUPS, f"no optimizer rule for {name}; give it a row "
+                   f"of RULES, in one of the groups {', '.join(GROUPS)}")
+            members[RULES[name].group][name] = param
+        small, self.embeddings, self.matrices = (
+            group(key, config, members[key], runtime) for key, group in GROUPS.items())
+        self.groups = [small, self.embeddings, table, self.matrices]
+        self.layouts = {**small.layouts, **self.embeddings.layouts, **self.matrices.layouts}
     def accumulate(self, grads):
         """Add one micro-batch's gradients, {name: tensor or None for a parameter that was not used}."""
         for name, grad in grads.items():
             if grad is not None:
-                grad = grad.transpose(0, self.axis.get(name, 0))
-                self.grads[name][:len(grad)] += grad
-
-    def due(self, name, step):
-        """Whether `name` steps at this step; Adam parameters and the table wait for every k-th, and for the last."""
-        every = {"adam": self.config.adam_every, "adagrad": self.config.ngram_every}.get(RULES[name].update, 1)
-        return name not in self.untrained and ((step + 1) % every == 0 or step + 1 == self.config.steps)
-
-    def protect(self, counts):
-        """Freeze the top singular directions of all hidden matrices as they stand; counts: {bank: one of each matrix}.
-        A rank splits the matrices that it owns, and projects their updates, so nothing travels."""
-        for name in self.banks:
-            own = slice(*self.share[name])
-            factors = frozen_directions(self.params[name].data[own], counts[name][own], max(counts[name]))
-            self.state[name].update(zip(FROZEN, factors))
-
-    def step(self, step, lr_mul, row_plan=None, next_plan=None):
-        """Reduce what is due, update it and spread the new values.
-
-        row_plan, next_plan: of the table's update cycle that this step is in, and that the next step is in."""
-        config, runtime = self.config, self.runtime
-        due = [name for name in self.sharded if self.due(name, step)]
-        if row_plan is not None and config.ngram_lr and self.due("ngram_table", step):
-            due.append("ngram_table")
-        replicated = [name for name in self.replicated if self.due(name, step)]
-        works, mine, gathers = {}, {}, {}
-        for name in sorted(due, key=LAUNCH_ORDER.index):
-            if name == "ngram_table":
-                self.table.send(row_plan)
-                continue
-            buffer = self.grads[name]
-            mine[name] = buffer
-            if runtime.world_size > 1:
-                mine[name] = buffer.new_empty(len(buffer) // runtime.world_size, *buffer.shape[1:])
-                works[name] = runtime.reduce_scatter(mine[name], buffer, name)
-        if replicated:
-            wait(runtime.all_reduce(self.bucket, "replicated"))
-            for name in replicated:
-                self._update(name, self.grads[name], step, lr_mul)
-        for name in sorted(due, key=UPDATE_ORDER.index):
-            if name == "ngram_table":
-                self.table.update(config.ngram_lr * RULES[name].lr_mul * lr_mul)
-                if next_plan is not None:
-                    self.table.pull(next_plan)
-            elif name not in self.banks:
-                wait(works.get(name))
-                low, high = self.share[name]
-                if high > low:
-                    self._update(name, mine[name][:high - low], step, lr_mul)
-                gathers[name] = self._start_gather(name)
-        gathers.update(self._update_banks(works, mine, step, lr_mul))
-        for name in due:
-            if name == "ngram_table":
-                self.table.finish()
-            else:
-                self._finish_gather(name, gathers[name])
-                self.grads[name].zero_()
-        for name in replicated:
-            self.grads[name].zero_()
-
-    def _update_banks(self, works, mine, step, lr_mul):
-        """Update the hidden matrices and, under a soap rule, their factors and bases: before the weights for kl_soap,
-        whose basis is of this step, after them for the others. Returns the gathers of new values under way."""
-        kind, names, grads, gathers = self.config.matrix_update, sorted(self.banks, key=UPDATE_ORDER.index), {}, {}
-        def gradient(name):
-            if name not in grads:
-                wait(works.get(name))
-                low, high = self.share[name]
-                part = mine[name][:high - low].transpose(0, self.axis[name])
-                grads[name] = part if kind == "muon" else self.shard[name].gather(part)
-            return grads[name]
-        def refresh():
-            sides = []
-            for name in names:
-                update_factors(gradient(name), self._sides(name), kind == "kl_soap")
-                first = step - (0 if self.axis[name] else self.share[name][0])
-                every = self.config.basis_every if step >= EIGH_STEPS else 1
-                sides += [side.staggered(first % every, every) for side in self._sides(name)]
-            refresh_eigenbases(sides, refresh_method(step, self.runtime.device),
-                               self.runtime if self.config.matrix_shard != "whole" else None)
-        known = {name: known_bases(self._sides(name), self.state[name]["moment"]) for name in names if kind != "muon"}
-        if kind == "kl_soap":
-            refresh()
-        for name in names:
-            self._update(name, gradient(name), step, lr_mul, known.get(name))
-            gathers[name] = self._start_gather(name)
-        if kind in ("soap", "soap_muon"):
-            refresh()
-        return gathers
-
-    def _update(self, name, grad, step, lr_mul, known=None):
-        config, rule, axis = self.config, RULES[name], self.axis.get(name, 0)
-        state = {key: value.transpose(0, axis) if key in PARTS else value for key, value in self.state[name].items()}
-        low, high = self.share[name]
-        param = self._shared_first(name)[low:high].transpose(0, axis)
-        weight = join_mantissa(param, state["mantissa"]) if "mantissa" in state else param
-        if rule.update == "matrix":
-            lr, decay = config.matrix_lr * rule.lr_mul * lr_mul, config.matrix_decay * rule.decay_mul
-            sides, shard = self._sides(name), self.shard[name]
-            before = weight.clone() if FROZEN[0] in state else None
-            shared = (lr, momentum_at(config, step), rule.betas[1], decay, getattr(torch, config.dtype), shard)
-            if config.matrix_update == "muon":
-                muon_update(weight, grad, state["first"], state["second"], *shared)
-            elif config.matrix_update == "soap_muon":
-                soap_muon_update(weight, grad, state["first"], state["second"], state["moment"], sides, known,
-                                 *shared)
-            else:
-                soap_update(weight, grad, state["first"], state["moment"], state["count"], sides, known, step + 1,
-                            lr, rule.betas, decay, shard)
-            if before is not None:  # decay included
-                weight.copy_(before + project_update(weight - before, *(state[key] for key in FROZEN)))
-        else:
-            count = -(-(step + 1) // config.adam_every)
-            waited = step % config.adam_every + 1  # steps whose gradients were added up
-            adam_update(weight, grad / waited, state["first"], state["second"], count,
-                        config.adam_lr * rule.lr_mul * lr_mul, rule.betas, rule.decay_mul)
-        if "mantissa" in state:
-            split_mantissa(weight, param, state["mantissa"])
-
-    def _start_gather(self, name):
-        """Start spreading this rank's share of a parameter. Returns (whole, work), or None at world size 1."""
-        if self.runtime.world_size == 1:
-            return None
-        param, (low, high) = self._shared_first(name), self.share[name]
-        return self.runtime.gather_shares(param[low:high], len(param), name)
-
-    def _finish_gather(self, name, gather):
-        if gather is not None:
-            whole, work = gather
-            wait(work)
-            self._shared_first(name).copy_(whole)
-
+                layout = self.layouts[name]
+                layout.grad[:layout.count] += grad.transpose(0, layout.axis)
+    def step(self, step, lr_mul):
+        due = [group for group in self.groups if group.due(step)]
+        for group in due:
+            group.reduce(step)
+        for group in due:
+            for updated in group.update(step, lr_mul):
+                updated.spread()
+        for group in due:
+            group.receive(step)
     def untie(self):
         """Give the embedding the weights and optimizer state that the tied head has learned."""
-        self.params["embed"].data.copy_(self.params["head"].data)
-        for key, value in self.state["embed"].items():
-            value.copy_(self.state["head"][key])
+        state = self.embeddings.state
+        self.layouts["embed"].param.data.copy_(self.layouts["head"].param.data)
+        for key, value in state["embed"].items():
+            value.copy_(state["head"][key])
 
-    def full_state(self):
-        """{name: {key: tensor of the whole parameter}} on every rank: independent of the world size."""
-        def whole(name, key, value):
-            axis = self.axis.get(name)
-            if axis is None or axis and key not in PARTS:
-                return value.clone()
-            joined, work = self.runtime.gather_shares(value, len(self._shared_first(name)), "checkpoint")
-            wait(work)
-            return joined.transpose(0, axis).clone(memory_format=torch.contiguous_format)
-        return {name: {key: whole(name, key, value) for key, value in state.items()}
-                for name, state in self.state.items()}
-
-    def load_full_state(self, full):
-        for name, state in self.state.items():
-            (low, high), axis = self.share[name], self.axis.get(name, 0)
-            state.update({key: torch.empty_like(full[name][key][low:high], device=self.runtime.device)
-                          for key in FROZEN if key in full[name]})
-            for key, value in state.items():
-                given = full[name][key]
-                value.copy_(given if axis and key not in PARTS else given.transpose(0, axis)[low:high])
-
-
-# ======================================================================================================
-# 6. Schedules: pure functions of the step
-# ======================================================================================================
-
-def at_step(schedule, step, config):
-    """The value in force at `step` of (fraction, value) pairs."""
-    return [value for start, value in schedule if start * config.steps <= step][-1]
-
-
-def micro_batches_at(config, step):
-    return at_step(config.micro_batches, step, config)
-
-
-def lr_multiplier(config, step):
-    """1, then a linear fall over the last `cooldown` of the run, down to `final_lr`."""
-    left = (config.steps - step) / max(1.0, config.cooldown * config.steps)
-    return config.final_lr + (1 - config.final_lr) * min(1.0, left)
-
-
-def momentum_at(config, step):
-    start, end = config.momentum
-    return start + (end - start) * min(1.0, step / max(1.0, 0.1 * config.steps))
-
-
-def untie_step(config):
-    """The step before which the head is the embedding; 0 when it never is."""
-    return round(config.untie_at * config.steps)
-
-
-def phase_at(config, step):
-    short, long = at_step(config.windows, step, config)
-    windows = tuple(long if layer in config.long_layers else short for layer in range(config.num_layers))
-    return Phase(windows, at_step(config.mtp_weights, step, config), step < untie_step(config))
-
-
-def windows_until(config, step):
-    """The long windows that have been in force up to `step`, in order: what YaRN needs to know."""
-    longs = [long for start, (_, long) in config.windows if start * config.steps <= step]
-    return tuple(long for i, long in enumerate(longs) if i == 0 or long != longs[i - 1])
-
-
-# ======================================================================================================
-# 7. Evaluation
-# ======================================================================================================
-
-class Stopwatch:
-    """Adds up device time between pairs of marks. Reading waits for the device, marking does not."""
-
-    def __init__(self, device):
-        self.device, self.marks = device, []
-
-    def mark(self):
-        if self.device.type == "cuda":
-            self.marks.append(torch.cuda.Event(enable_timing=True))
-            self.marks[-1].record()
-        else:
-            self.marks.append(time.perf_counter())
-
-    def seconds(self):
-        pairs = list(zip(self.marks[::2], self.marks[1::2]))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
-        return sum(end - begin for begin, end in pairs)
-
+# 7. Trainer and validity gates ==============================================================================
 
 class Trainer:
     """Model, optimizer and compiled forward of one run: what training, evaluation and sampling share."""
-
     def __init__(self, config, runtime):
         self.config, self.runtime = config, runtime
         torch.set_float32_matmul_precision("highest")
         attention, self.attention_name = choose_attention(config, runtime.device)
         self.model = GPT(config, attention).to(runtime.device)
-        self.table = NgramTable(config, runtime) if config.ngram_orders else None
-        self.optimizer = Optimizer(config, self.model, runtime, self.table)
-        self.stopwatch = Stopwatch(runtime.device)  # of the optimizer's steps
-        self.compile_name = choose_compile(config)
-        self.forward = self.model
+        self.table = NgramTable(config, runtime)
+        self.optimizer = Optimizer(config, self.model, self.table, runtime)
+        self.compile_name, self.forward, self._rotary = choose_compile(config), self.model, {}
         if self.compile_name == "inductor":
-            # Each phase is a graph for training and one for validation; torch's default limit is 8.
-            torch._dynamo.config.recompile_limit = 64
+            torch._dynamo.config.recompile_limit = 64  # a phase is two graphs, and torch's default limit is 8
             torch._dynamo.config.fail_on_recompile_limit_hit = True  # never eager in silence
             self.forward = torch.compile(self.model, dynamic=False)
-        self._rotary = {}
-
     def context(self, step, micro_batch, training=False):
         """The model's Context at `step`. Outside training only the next token is scored, whatever the schedule says."""
         config, dtype = self.config, getattr(torch, self.config.dtype)
-        windows = windows_until(config, step)
+        windows, phase = windows_until(config, step), phase_at(config, step)
         if windows not in self._rotary:
             self._rotary[windows] = rotary_tables(config.micro_batch_tokens, config.head_dim, windows,
                                                   self.runtime.device, dtype)
-        phase = phase_at(config, step)
         if not training:  # the model as the last step left it: untying is the first thing that the next one does
-            phase = dataclasses.replace(phase, mtp_weights=(1.0,), tied=step <= untie_step(config) > 0)
+            phase = phase._replace(mtp_weights=(1.0,), tied=is_tied_before(config, step))
         biases = {}
         if self.model.attend is blocked_attention:
             biases = {window: blocked_bias(micro_batch.segment_start, window, dtype) for window in set(phase.windows)}
-        return Context(phase, self._rotary[windows], attention_scale(config.head_dim, windows), biases)
-
-    def read(self, place):
-        """(MicroBatch, its summed n-gram rows) of a Placement outside training. When the table is shared out, all ranks
-        must call it together; one that has nothing to read (place None) serves the others."""
-        config, device, table = self.config, self.runtime.device, self.table
-        if table is None or self.config.ngram_comms != "row_sharded":
-            micro_batch = assemble(place, *hash_placement(place, config), device)
-            return micro_batch, table and table.lookup(micro_batch)
-        none = np.empty((0, len(config.ngram_orders)), dtype=np.int32)
-        rows, signs = hash_placement(place, config) if place else (none, none)
-        plan, slots = plan_rows(rows, signs, config, self.runtime, name="validation")
-        cache = table.arrived(*table.start_pull(plan, "validation"))
-        if place is None:
-            return None, None
-        micro_batch = assemble(place, slots, signs, device)
-        return micro_batch, table.lookup(micro_batch, cache)
-
+        return Context(phase, self._rotary[windows], biases)
     def accumulate(self, step, batch):
         """Add up the gradients of this rank's micro-batches. Returns their summed losses, a 0-dim tensor."""
         if step and step == untie_step(self.config):
             self.optimizer.untie()
-        total = len(batch.micro_batches) * self.runtime.world_size
-        loss_sum, ngram, cache = 0.0, None, None
-        if self.table is not None:
-            self.table.pull(batch.row_plan)
-            if self.config.ngram_comms == "row_sharded":
-                cache = self.table.arrived(*self.table.pulled[1:])
+        self.table.pull(batch.plan)
+        values, loss_sum = self.table.arrived(*self.table.pulled), 0.0
+        params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        count = len(batch.micro_batches) * self.runtime.world_size
         for micro_batch in batch.micro_batches:
-            if self.table is not None:
-                ngram = self.table.lookup(micro_batch, cache)
+            ngram = self.table.lookup(micro_batch, values)
             loss, losses = self.forward(micro_batch, ngram, self.context(step, micro_batch, training=True))
-            params = {name: param for name, param in self.optimizer.params.items() if param.requires_grad}
-            learns_rows = ngram is not None and ngram.requires_grad
-            leaves = list(params.values()) + ([ngram] if learns_rows else [])
-            grads = torch.autograd.grad(loss / total, leaves, allow_unused=True)
+            leaves = [*params.values(), ngram] if ngram is not None and ngram.requires_grad else [*params.values()]
+            grads = torch.autograd.grad(loss / count, leaves, allow_unused=True)
             self.optimizer.accumulate(dict(zip(params, grads)))
-            if learns_rows:
-                self.table.grads.append(grads[-1])
+            if len(grads) > len(params):
+                self.table.accumulate(grads[-1], count * len(losses))
             loss_sum = loss_sum + losses.detach().sum()
         return loss_sum
-
-    def step(self, step, batch, following=None):
-        """One optimizer step. Returns this rank's summed losses and the next step's Batch: what `following` returns,
-        which is called when the backward pass is under way."""
-        loss_sum = self.accumulate(step, batch)
-        upcoming = following() if following else None
-        self.stopwatch.mark()
-        self.optimizer.step(step, lr_multiplier(self.config, step), batch.row_plan, upcoming and upcoming.row_plan)
-        self.stopwatch.mark()
+    def step(self, step, batch, following=lambda: None):
+        """One optimizer step. Returns this rank's summed losses and the next step's Batch, from `following`: called
+        while the backward pass is under way, so that the batch's rows can be pulled early."""
+        loss_sum, upcoming = self.accumulate(step, batch), following()
+        self.table.upcoming = upcoming and upcoming.plan
+        self.optimizer.step(step, lr_multiplier(self.config, step))
         return loss_sum, upcoming
-
+    def read(self, place):
+        """(MicroBatch, its summed n-gram rows) of a Placement outside training. All ranks must call it together."""
+        rows, signs = hash_placement(place, self.config)
+        slots, values = self.table.read(rows, signs)
+        micro_batch = assemble(place, slots, signs, self.runtime.device)
+        return micro_batch, self.table.lookup(micro_batch, values)
     @torch.no_grad()
     def token_losses(self, step, micro_batch, ngram):
         """Validation loss of each token, (T,) float32, of the model as it stands before `step`."""
         return self.forward(micro_batch, ngram, self.context(step, micro_batch))[1]
-
     @torch.no_grad()
     def hidden(self, step, micro_batch, ngram):
         """Final hidden states, (T, model_dim), of the model as it stands before `step`."""
         return self.model.hidden(micro_batch, ngram, self.context(step, micro_batch))
-
     def evaluate(self, step, val):
         """Mean loss over the track's validation tokens, in nats per token; micro-batches are shared among ranks."""
         length, runtime = self.config.micro_batch_tokens, self.runtime
-        total = torch.zeros((), dtype=torch.float64, device=runtime.device)
-        count = self.config.val_tokens // length
-        for first in range(0, count, runtime.world_size):  # ranks without a last micro-batch still serve rows
+        total, count = torch.zeros((), dtype=torch.float64, device=runtime.device), self.config.val_tokens // length
+        for first in range(0, count, runtime.world_size):
+            # Ranks without a last micro-batch score one again, at weight 0, since reading rows takes all of them.
             index = first + runtime.rank
-            place = place_contiguous(val, index * length, self.config) if index < count else None
-            if place or self.config.ngram_comms == "row_sharded":
-                micro_batch, ngram = self.read(place)
-            if place:
-                total += self.token_losses(step, micro_batch, ngram).double().sum()
-        wait(self.runtime.all_reduce(total, "validation"))
+            place = place_contiguous(val, min(index, count - 1) * length, self.config)
+            total += self.token_losses(step, *self.read(place)).double().sum() * (index < count)
+        wait(runtime.all_reduce(total, "validation"))
         return total.item() / self.config.val_tokens
-
-    def evaluate_all(self, step, vals):
-        """{name of the loss: evaluate} of validation tokens by name."""
-        return {name: self.evaluate(step, val) for name, val in vals.items()}
-
 
 def choose_compile(config):
     """inductor where it can work, else why not: announced in the log, never silent."""
     if not config.compile:
         return "off"
-    try:
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        get_cpp_compiler()
-    except Exception as error:  # inductor raises its own types for a missing compiler
-        return f"off (no C++ compiler: {type(error).__name__})"
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():  # inductor's and triton's wrappers include it
         return "off (no Python.h: install the python3-dev package)"
-    return "inductor"
-
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        return "inductor" if get_cpp_compiler() else "off"
+    except Exception as error:  # inductor raises its own types for a missing compiler
+        return f"off (no C++ compiler: {type(error).__name__})"
 
 @torch.no_grad()
 def check_causal(trainer, step, val):
-    """Replace all tokens after the middle of a validation micro-batch by others: the losses whose targets come
-    before must stay bitwise the same, n-gram rows, smearing and segment masks included."""
-    length = trainer.config.micro_batch_tokens
-    middle = length // 2
-    original = np.array(val[:length + 1])
+    """Replace all tokens after the middle of a micro-batch by others: the losses before stay bitwise the same."""
+    length, largest = trainer.config.micro_batch_tokens, trainer.config.eot_token
+    middle, original = length // 2, np.array(val[:length + 1])
     changed = original.copy()
-    noise = np.random.default_rng(0).integers(1, trainer.config.eot_token, size=length - middle)
-    changed[middle + 1:] = (changed[middle + 1:].astype(np.int64) + noise) % (trainer.config.eot_token + 1)
-    losses, hidden = [], []
-    for tokens in (original, changed):
-        micro_batch, ngram = trainer.read(place_contiguous(tokens, 0, trainer.config))
-        losses.append(trainer.token_losses(step, micro_batch, ngram))
-        hidden.append(trainer.hidden(step, micro_batch, ngram))
+    noise = np.random.default_rng(0).integers(1, largest, size=length - middle)
+    changed[middle + 1:] = (changed[middle + 1:].astype(np.int64) + noise) % (largest + 1)
+    reads = [trainer.read(place_contiguous(tokens, 0, trainer.config)) for tokens in (original, changed)]
+    losses, hidden = ([score(step, *read) for read in reads] for score in (trainer.token_losses, trainer.hidden))
     # The state at the middle predicts the first changed token: a look one token ahead shows there and nowhere before.
-    same = (torch.equal(losses[0][:middle], losses[1][:middle])
-            and torch.equal(hidden[0][:middle + 1], hidden[1][:middle + 1]))
-    return same and not torch.equal(losses[0][middle:], losses[1][middle:])
-
+    return (torch.equal(losses[0][:middle], losses[1][:middle])
+            and torch.equal(hidden[0][:middle + 1], hidden[1][:middle + 1])
+            and not torch.equal(losses[0][middle:], losses[1][middle:]))
 
 @torch.no_grad()
 def check_normalised(trainer, step, val):
     """At a few positions, exp(-loss) over every possible target must sum to 1."""
-    config = trainer.config
-    hidden = trainer.hidden(step, *trainer.read(place_contiguous(val, 0, config)))
-    for row in hidden[::max(1, len(hidden) // 8)]:
-        total = 0.0
-        for targets in torch.arange(config.vocab_size, device=row.device).split(1024):  # bounds the logits' memory
-            losses = trainer.model.next_token_losses(row.expand(len(targets), -1), targets)[0]
-            total += torch.exp(-losses.double()).sum().item()
-        if not abs(total - 1) < 1e-4:
-            return False
-    return True
+    hidden = trainer.hidden(step, *trainer.read(place_contiguous(val, 0, trainer.config)))
+    def total(row):
+        targets = torch.arange(trainer.config.vocab_size, device=row.device).split(1024)  # bounds the memory
+        return sum(torch.exp(-trainer.model.next_token_losses(row.expand(len(part), -1), part)[0].double()).sum().item()
+                   for part in targets)
+    return all(abs(total(row) - 1) < 1e-4 for row in hidden[::max(1, len(hidden) // 8)])
 
+GATES = {"causal": check_causal, "normalised": check_normalised}
 
-def validation_hash(config, val):
-    return hashlib.sha256(np.ascontiguousarray(val[:config.val_tokens + 1]).tobytes()).hexdigest()
+# 8. Checkpoints =============================================================================================
 
-
-# ======================================================================================================
-# 8. Checkpoints
-# ======================================================================================================
-
-CHECKPOINT_FORMAT = 2
-
+CHECKPOINT_FORMAT = 3
 
 @contextlib.contextmanager
 def atomic_file(path):
-    """Open a temporary file for writing bytes that becomes `path` when the block ends well: a kill or a full disk
-    leaves the former file, or none, under the final name. Raises OSError."""
+    """A temporary file that becomes `path` when the block ends well: a kill or a full disk leaves what was there."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "w+b") as file:
@@ -2107,681 +1601,400 @@ def atomic_file(path):
     finally:
         temporary.unlink(missing_ok=True)
 
-
 def save_checkpoint(path, content):
     """Write `content` (tensors and plain types), and the file's sha256 beside it, atomically. Raises OSError."""
-    path = Path(path)
     with atomic_file(path) as file:
         try:
             torch.save(content, file)
         except RuntimeError as error:  # torch's zip writer reports a failed write so
             raise OSError(f"{path}: {str(error).splitlines()[0]}") from error
-        file.flush()
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         path.with_suffix(".sha256").unlink(missing_ok=True)
     with atomic_file(path.with_suffix(".sha256")) as beside:
         beside.write(f"{digest}  {path.name}\n".encode())
 
-
 def load_checkpoint(path):
     """Read a checkpoint after checking its sha256. Raises ConfigError."""
     path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such checkpoint; runs leave theirs at logs/<run id>/checkpoint.pt")
+    refuse(not path.is_file(), f"{path}: no such checkpoint; runs leave theirs at logs/<run id>/checkpoint.pt")
     recorded = path.with_suffix(".sha256")
-    if recorded.is_file():
-        with open(path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != recorded.read_text().split()[0]:
-                raise ConfigError(f"{path}: sha256 differs from {recorded.name}: damaged; use another checkpoint")
     try:
+        if recorded.is_file():
+            with open(path, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != recorded.read_text().split()[0]:
+                    raise ValueError(f"sha256 differs from {recorded.name}: damaged")
         content = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
+            raise ValueError(f"not of this trainer's format {CHECKPOINT_FORMAT}")
     except Exception as error:  # torch raises several types for a damaged file
         raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {str(error).partition(chr(10))[0]}); use "
                           f"another checkpoint") from None
-    if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
-        raise ConfigError(f"{path}: not a checkpoint of this trainer's format {CHECKPOINT_FORMAT}")
     return content
-
 
 def config_of_checkpoint(content):
-    """The Config a checkpoint was made with; JSON-like lists become tuples again."""
-    def tuples(value):
-        return tuple(tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
-    known = {field.name for field in dataclasses.fields(Config)}
-    return Config(**{key: tuples(value) for key, value in content["config"].items() if key in known})
+    """The Config a checkpoint was made with."""
+    base = TRACKS.get(content["config"]["track"], TRACKS["nano"])
+    known = {field.name for field in dataclasses.fields(base)}
+    return type(base)(**{key: value for key, value in content["config"].items() if key in known})
 
-
-# ======================================================================================================
-# 9. Training loop
-# ======================================================================================================
-
-class NonFiniteLoss(RuntimeError):
-    """The training or validation loss is NaN or infinite."""
-
-
-INTERRUPTED = threading.Event()
-
-
-def interrupt(signum, frame):
-    """Signal handler: end the run at once, or at the next step if the exception falls where Python drops it (in a
-    callback of the garbage collector, say)."""
-    INTERRUPTED.set()
-    raise KeyboardInterrupt
-
-
-class Clock:
-    """Training time in seconds. Starting and stopping wait for the device, nothing else does."""
-
-    def __init__(self, runtime, seconds=0.0):
-        self.runtime, self.total, self.before, self.since = runtime, seconds, seconds, None
-
-    def start(self):
-        self.runtime.synchronize()
-        self.since = time.perf_counter()
-
-    def stop(self):
-        self.runtime.synchronize()
-        self.total, self.since = self.seconds(), None
-
-    def seconds(self):
-        return self.total + (time.perf_counter() - self.since if self.since is not None else 0.0)
-
-
-def local_state(trainer):
-    """Every tensor that a step changes on this rank, by name."""
-    tensors = dict(trainer.model.named_parameters())
-    for name, state in trainer.optimizer.state.items():
-        tensors.update({f"{name}.{key}": value for key, value in state.items()})
-    tensors.update({f"{name}.grad": value for name, value in trainer.optimizer.grads.items()})
-    if trainer.table:
-        tensors.update({"ngram_table": trainer.table.weight, "ngram_table.second": trainer.table.second,
-                        "ngram_table.scale": torch.tensor([trainer.table.scale], dtype=torch.float64)})
-    tensors["rng"] = torch.get_rng_state()
-    return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
-def state_digest(trainer):
-    """sha256 over the bytes of local_state: equal digests, equal state, bit for bit."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(local_state(trainer).items()):
-        digest.update(name.encode())
-        digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy())
-    return digest.hexdigest()
-
-
-def warm_up(trainer):
-    """Compile and run every phase of the schedule on synthetic tokens, then put the state back and prove it.
-
-    The digest is taken before and after, apart from the copies that restore the state. Of the n-gram table only the
-    rows that the synthetic tokens touch are copied."""
-    config, runtime, table = trainer.config, trainer.runtime, trainer.table
-    before = state_digest(trainer)
-    kept = {name: tensor.clone() for name, tensor in local_state(trainer).items() if not name.startswith("ngram_table")}
-    tokens = np.random.default_rng(0).integers(0, config.eot_token, size=config.micro_batch_tokens + 1).astype(np.uint16)
-    tokens[0] = config.eot_token
-    place = place_contiguous(tokens, 0, config)
-    rows, signs = hash_placement(place, config)
-    plan = None
-    if table:
-        readers = runtime.world_size if config.ngram_comms == "tokens" else 1
-        plan, slots = plan_rows(np.tile(rows, (readers, 1)), np.tile(signs, (readers, 1)), config, runtime)
-        if config.ngram_comms == "row_sharded":
-            rows = slots
-        touched = plan.owned if config.ngram_comms == "row_sharded" else plan.rows  # all ranks have the same tokens
-        kept_rows, kept_second, kept_scale = table.weight[touched], table.second[plan.owned], table.scale
-    micro_batch = assemble(place, rows, signs, runtime.device)
-    seen = set()
-    for step in range(config.steps):
-        key = (phase_at(config, step), windows_until(config, step))
-        if key in seen:
-            continue
-        seen.add(key)
-        for _ in range(2):  # the second call is the first without compilation
-            trainer.step(step, Batch([micro_batch], plan, {}))
-            trainer.token_losses(step, *trainer.read(place))
-    trainer.token_losses(config.steps, *trainer.read(place))
-    for name, tensor in local_state(trainer).items():
-        if name in kept and name != "rng":
-            tensor.copy_(kept[name])
-    if table:
-        table.weight[touched], table.second[plan.owned], table.scale = kept_rows, kept_second, kept_scale
-        table.grads.clear()
-    torch.set_rng_state(kept["rng"])
-    if state_digest(trainer) != before:
-        raise RuntimeError("the state after warm-up is not bitwise the state before it")
-
-
-def checkpoint_content(trainer, step, loader_state, clock):
+def checkpoint_content(trainer, step, loader_state, seconds):
     """What a checkpoint holds. Every rank must call this: sharded states are gathered."""
-    optimizer = trainer.optimizer.full_state()
     return {"format": CHECKPOINT_FORMAT, "step": step, "config": dataclasses.asdict(trainer.config),
-            "model": trainer.model.state_dict(), "optimizer": optimizer, "loader": loader_state,
-            "ngram_table": trainer.table and trainer.table.full_state(), "rng": torch.get_rng_state(),
-            "train_seconds": clock.seconds()}
-
+            "model": trainer.model.state_dict(), "loader": loader_state, "rng": torch.get_rng_state(),
+            "groups": {group.name: group.full_state() for group in trainer.optimizer.groups}, "train_seconds": seconds}
 
 def restore(trainer, content):
-    """Load weights and, if the checkpoint is for training, optimizer state."""
+    """Load weights, optimizer state and the state of the random numbers."""
     trainer.model.load_state_dict(content["model"])
-    if trainer.table:
-        trainer.table.load_full_state(content["ngram_table"])
-    trainer.optimizer.load_full_state(content["optimizer"])
+    for group in trainer.optimizer.groups:
+        group.load(content["groups"][group.name])
     torch.set_rng_state(content["rng"])
-
-
-def initial_content(config):
-    """The content of --init-from, None without. Raises ConfigError where it is missing or does not fit."""
-    if not config.init_from:
-        if config.first_data or config.unfreeze_rank_ratio < 1:
-            raise ConfigError(f"track {config.track}: goes on with a trained model; name its run or checkpoint with "
-                              f"--init-from (`./run.sh nano --run-id NAME` trains one)")
-        return None
-    def shape(config, step):  # what weights mean nothing without
-        names = ("tokenizer", "model_dim", "num_layers", "head_dim", "mlp_dim", "long_layers", "value_embedding_layers",
-                 "logit_cap", "ngram_orders", "ngram_rows")
-        return {**{name: getattr(config, name) for name in names}, "untie_at": step <= untie_step(config) > 0,
-                "windows": (at_step(config.windows, step, config), windows_until(config, step))}
-    content = load_checkpoint(find_checkpoint(config.init_from, "init-from"))
-    saved, here = config_of_checkpoint(content), shape(config, 0)
-    for name, value in shape(saved, content["step"]).items():
-        if value != here[name]:
-            raise ConfigError(f"--init-from {config.init_from}: a checkpoint of track {saved.track}, with {name}="
-                              f"{value} where this run has {here[name]}; choose one of its shape, or override --{name}")
-    return content
-
-
-@torch.no_grad()
-def layer_importance(trainer, tokens):
-    """OSFT's importance of each layer: the mean cosine between its input and its output over the first micro-batch of a
-    shard, divided by the mean over layers. The residual stream's: other matrices' sides have no cosine."""
-    micro_batch, ngram = trainer.read(place_contiguous(tokens, 0, trainer.config))
-    stream = []
-    trainer.model.hidden(micro_batch, ngram, trainer.context(0, micro_batch), stream)
-    cosines = [F.cosine_similarity(x.float(), y.float(), dim=-1).mean().item() for x, y in zip(stream, stream[1:])]
-    return [cosine * len(cosines) / sum(cosines) for cosine in cosines]
-
-
-def start_from(trainer, content, tokens):
-    """Take over a trained model, optimizer state apart, and freeze its top directions if the Config says so. tokens: a
-    training shard of the domain that it knows. Returns a line for the log."""
-    config, optimizer, table = trainer.config, trainer.optimizer, content["ngram_table"]
-    trainer.model.load_state_dict(content["model"])
-    if trainer.table:
-        trainer.table.load_full_state({**table, "second": torch.zeros_like(table["second"])})
-    ratio, line = config.unfreeze_rank_ratio, f"started_from:{config.init_from} step:{content['step']}"
-    if ratio == 1:
-        return line
-    ratios = [ratio] * config.num_layers
-    if config.adaptive_rank:
-        low = min(MIN_RETENTION, 1 - ratio)
-        ratios = [min(1.0, max(0.0, 1 - low - importance * (1 - ratio - low)))
-                  for importance in trainer.runtime.broadcast_object(layer_importance(trainer, tokens))]
-    ranks = {name: min(optimizer.params[name].shape[1:]) for name in optimizer.banks}
-    layers = {name: [frozen_count(rank, own) for own in ratios] for name, rank in ranks.items()}
-    optimizer.protect({name: [count for count in counts for _ in range(len(optimizer.params[name]) // len(counts))]
-                       for name, counts in layers.items()})
-    return f"{line} frozen: " + " ".join(f"{name}={layers[name]}/{rank}" for name, rank in ranks.items())
-
-
-def count_run(config, code_sha256):
-    """The log line of this run's place among those declared with --runs. logs/runs.jsonl counts every start: so many
-    runs of one code and track are a batch, then the next begins; a run id that is started again keeps its place."""
-    ledger, code = Path("logs/runs.jsonl"), [config.track, code_sha256]
-    entries = [json.loads(line) for line in ledger.read_text().splitlines()] if ledger.exists() else []
-    entries = [entry for entry in entries if entry["code"] == code]
-    again = [entry["place"] for entry in entries if entry["run"] == config.run_id]
-    last = max((entry["place"] for entry in entries), default=[1, 0, config.runs])
-    batch, counter, declared = again[-1] if again else last
-    if not again:
-        batch, counter, declared = (batch, counter + 1, declared) if counter < declared else (batch + 1, 1, config.runs)
-    if declared != config.runs:
-        raise ConfigError(f"--runs {config.runs}: {declared} were declared at the first run of this batch ({ledger}); "
-                          f"keep to that number")
-    with open(ledger, "a") as file:
-        file.write(json.dumps({"code": code, "place": [batch, counter, declared], "run": config.run_id}) + "\n")
-    return f"batch:{batch} counter:{counter}/{declared} start:{len(again) + 1}"
-
-
-def log_header(log, trainer, config, overrides, code):
-    """The lines that make a run reproducible: source, machine, resolved configuration, data, back ends."""
-    runtime = trainer.runtime
-    sha, dirty = git_state()
-    try:
-        import triton
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = "none"
-    manifest = Path(config.data) / "manifest.json"
-    data = hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else "none"
-    log.source(code)
-    log.line(f"run:{config.run_id} track:{config.track} commit:{sha} dirty:{dirty} "
-             f"code_sha256:{hashlib.sha256(code.encode()).hexdigest()} seed:{config.seed} "
-             f"world_size:{runtime.world_size} device:{device_name(runtime.device)} torch:{torch.__version__} "
-             f"cuda:{torch.version.cuda or 'none'} triton:{triton_version}")
-    log.line("config:" + json.dumps(dataclasses.asdict(config)))
-    if record_overrides := {key: value for key, value in overrides.items() if key not in NEUTRAL_FIELDS}:
-        log.line("overrides:" + json.dumps(record_overrides))
-    if config.runs and not record_overrides and runtime.is_main:
-        log.line(count_run(config, hashlib.sha256(code.encode()).hexdigest()))
-    log.line(f"data:{data} backends:attention={trainer.attention_name},matmul=torch-{config.dtype},"
-             f"compile={trainer.compile_name}")
-    sizes = {rule: sum(param.numel() for name, param in trainer.optimizer.params.items() if RULES[name].update == rule)
-             for rule in ("matrix", "adam")}
-    log.line(f"size: matrices={sizes['matrix']:,} embeddings_and_head={sizes['adam']:,} "
-             f"ngram_table={config.ngram_rows * config.model_dim if config.ngram_orders else 0:,}")
-    log.line("===== START =====")
-
-
-def train_steps(trainer, log, shards, vals, clock, folder, first_step, loader_state):
-    """The steps from first_step to the end; vals: validation tokens by name of the loss. Returns the loader's final
-    state."""
-    config, runtime = trainer.config, trainer.runtime
-    tokens_of = config.micro_batch_tokens
-    clock.start()
-    loader = TrainLoader(config, shards, runtime, first_step, loader_state)
-    try:
-        batch = loader.next()
-        for step in range(first_step, config.steps):
-            if INTERRUPTED.is_set():
-                raise KeyboardInterrupt
-            loader_state, done = batch.state, step + 1
-            loss_sum, batch = trainer.step(step, batch, loader.next if done < config.steps else None)
-            if done % config.log_every == 0 or done == config.steps:
-                total = loss_sum.double()
-                wait(runtime.all_reduce(total, "training loss"))
-                loss = total.item() / (micro_batches_at(config, step) * tokens_of)
-                runtime.synchronize()
-                seconds = clock.seconds()
-                log.step(done, config.steps, train_loss=loss, lr_mul=lr_multiplier(config, step),
-                         train_time=1000 * seconds, step_avg=1000 * seconds / done)
-                if not math.isfinite(loss):
-                    raise NonFiniteLoss(f"training loss is {loss} at step {done}")
-            elif log.live:
-                log.progress(done, config.steps, clock.seconds())
-            if config.val_every and done % config.val_every == 0 and done < config.steps:
-                clock.stop()
-                log.step(done, config.steps, **trainer.evaluate_all(done, vals), train_time=1000 * clock.total,
-                         step_avg=1000 * clock.total / done)
-                clock.start()
-            if config.save_every and done % config.save_every == 0 and done < config.steps:
-                clock.stop()
-                content = checkpoint_content(trainer, done, loader_state, clock)
-                if runtime.is_main:
-                    save_checkpoint(folder / f"step_{done:06d}.pt", content)
-                clock.start()
-    finally:
-        loader.close()
-    clock.stop()
-    return loader_state
-
-
-def finish(trainer, log, vals, clock, first_step, loader_state, folder, overrides, code):
-    """Checkpoint, final validation, validity gates, plot and result. Returns the final validation loss."""
-    config, runtime, val = trainer.config, trainer.runtime, vals["val_loss"]
-    # Of training alone: before rank 0 collects the checkpoint.
-    sent = {f"{collective}/{name}": [round(count / (config.steps - first_step), 1) for count in counts]
-            for (collective, name), counts in sorted(runtime.ledger.items())
-            if name not in ("validation", "checkpoint")}
-    memory = runtime.peak_memory_mib()
-    content = checkpoint_content(trainer, config.steps, loader_state, clock)
-    if runtime.is_main:
-        save_checkpoint(folder / "checkpoint.pt", content)
-    losses = trainer.evaluate_all(config.steps, vals)
-    val_loss = losses["val_loss"]
-    log.step(config.steps, config.steps, **losses, train_time=1000 * clock.total,
-             step_avg=1000 * clock.total / config.steps)
-    if not all(map(math.isfinite, losses.values())):
-        raise NonFiniteLoss(f"validation loss is {' and '.join(map(str, losses.values()))}")
-    gates = {"causal": check_causal(trainer, config.steps, val),
-             "normalised": check_normalised(trainer, config.steps, val)}
-    digest = validation_hash(config, val)
-    log.line("comms: sent_bytes per step (messages) "
-             + (" ".join(f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent.items()) or "none=0(0)"))
-    verdict = {name: "ok" if passed else "FAILED" for name, passed in gates.items()}
-    log.line(f"validity: causal:{verdict['causal']} normalised:{verdict['normalised']} "
-             f"val_tokens:{config.val_tokens} val_sha256:{digest}")
-    share = 100 * trainer.stopwatch.seconds() / max(1e-9, clock.total - clock.before)  # since it was resumed
-    rejects = sum(int(state["rejects"].sum()) for state in content["optimizer"].values() if "rejects" in state)
-    log.line(f"optimizer: share:{share:.1f}% basis_rejects:{rejects}")
-    tokens = sum(micro_batches_at(config, step) for step in range(config.steps)) * config.micro_batch_tokens
-    log.line(f"final val_loss:{val_loss:.5f} train_time:{1000 * clock.total:.0f}ms tokens:{tokens} "
-             f"peak_memory:{max(memory)}MiB" + "".join(f" {k}:{v:.5f}" for k, v in losses.items() if k != "val_loss"))
-    if runtime.is_main:
-        sha, dirty = git_state()
-        result = {"run": config.run_id, "track": config.track, **losses, "seed": config.seed,
-                  "train_time_ms": 1000 * clock.total, "steps": config.steps, "tokens": tokens,
-                  "target_loss": config.target_loss, "world_size": runtime.world_size, "commit": sha, "dirty": dirty,
-                  "code_sha256": hashlib.sha256(code.encode()).hexdigest(), "device": device_name(runtime.device),
-                  "torch": torch.__version__, "peak_memory_mib_by_rank": memory, "validity": gates,
-                  "optimizer_percent": share, "basis_rejects": rejects, "val_sha256": digest,
-                  "overrides": {k: v for k, v in overrides.items() if k not in NEUTRAL_FIELDS},
-                  "sent_bytes_per_step": {key: size for key, (size, _) in sent.items()},
-                  "sent_messages_per_step": {key: messages for key, (_, messages) in sent.items()},
-                  "config": dataclasses.asdict(config)}
-        with atomic_file(folder / "result.json") as file:
-            file.write((json.dumps(result, indent=1) + "\n").encode())
-        plot_losses(folder)
-    if not all(gates.values()):
-        raise RuntimeError(f"validity gate failed: {', '.join(name for name in gates if not gates[name])}; the model "
-                           f"sees tokens that it must not see, or its losses are not those of a distribution")
-    return val_loss
-
-
-def plot_losses(folder):
-    """Draw the losses of metrics.jsonl against training time into loss.png, where matplotlib is installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is not installed; requirements.txt has it", file=sys.stderr)
-        return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for key, style in (("train_loss", {"linewidth": 0.8, "alpha": 0.6}), ("val_loss", {"marker": "o"}),
-                       ("first_val_loss", {"marker": "s"})):
-        points = [(event["train_time"] / 1000, event[key]) for event in events if key in event]
-        axes.plot(*zip(*points), label=key, **style) if points else None
-    axes.set(xlabel="training time, s", ylabel="loss, nats per token", title=folder.name)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    with atomic_file(folder / "loss.png") as file:
-        figure.savefig(file, format="png", dpi=120)
-    plt.close(figure)
-
-
-def train(config, overrides, runtime, content=None):
-    """Run a whole training run, from a checkpoint's content if given. Returns the exit status."""
-    status, log, failed = "error", None, True
-    try:
-        seed = config.seed if config.seed >= 0 else int.from_bytes(os.urandom(4), "little")
-        run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{os.urandom(2).hex()}"
-        seed, run_id = runtime.broadcast_object((seed, run_id))
-        config = dataclasses.replace(config, seed=seed, run_id=run_id)
-        check_world_size(config, runtime.world_size)
-        shards, val = open_corpus(config)
-        vals, first_shards = {"val_loss": val}, [None]
-        if config.first_data:
-            first_shards, vals["first_val_loss"] = open_corpus(config, "first_data")
-        initial = None if content else initial_content(config)
-        folder = Path("logs") / run_id
-        exists = runtime.broadcast_object((folder / "log.txt").exists())  # rank 0 decides, before it opens the log
-        if not content and exists:
-            raise ConfigError(f"{folder}: this run exists; choose another --run-id, or continue it with "
-                              f"--resume {run_id}")
-        torch.manual_seed(seed)
-        trainer = Trainer(config, runtime)
-        clock, first_step, loader_state = Clock(runtime), 0, None
-        code = Path(__file__).read_text()
-        log = Log(runtime, folder, append=content is not None)
-        if content:
-            restore(trainer, content)
-            first_step, loader_state = content["step"], content["loader"]
-            clock.total = clock.before = content["train_seconds"]
-            log.line(f"resumed:{run_id} step:{first_step}/{config.steps} world_size:{runtime.world_size}")
-        else:
-            log_header(log, trainer, config, overrides, code)
-        if initial:
-            log.line(start_from(trainer, initial, first_shards[0]))
-        if config.val_sha256 and validation_hash(config, val) != config.val_sha256:
-            log.line(f"note: the validation tokens in {config.data} are not the {config.track} track's; losses are not "
-                     f"comparable with its records")
-        warm_up(trainer)
-        runtime.ledger.clear()
-        trainer.stopwatch.marks.clear()
-        if initial and config.val_every:
-            log.step(0, config.steps, **trainer.evaluate_all(0, vals), train_time=0.0, step_avg=0.0)
-        loader_state = train_steps(trainer, log, shards, vals, clock, folder, first_step, loader_state)
-        val_loss = finish(trainer, log, vals, clock, first_step, loader_state, folder, overrides, code)
-        status, failed = (f"ok run:{run_id} val_loss:{val_loss:.5f} train_time:{clock.total:.1f}s "
-                          f"log:{folder}/log.txt plot:{folder}/loss.png"), False
-        return 0
-    except KeyboardInterrupt:
-        status = "interrupted"
-        return 130
-    except NonFiniteLoss as error:
-        status = f"nan {error}; lower the learning rate or continue an earlier checkpoint with --resume"
-        return 1
-    except torch.OutOfMemoryError as error:
-        status = f"oom {str(error).splitlines()[0]}; lower --micro-batch-tokens"
-        return 1
-    except ConfigError as error:
-        status = f"error {error}"
-        return 2
-    except OSError as error:
-        status = f"error {error}; free some disk space, or check the path"
-        return 1
-    except Exception as error:
-        status = f"error {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        raise
-    finally:
-        if log is not None:
-            with contextlib.suppress(OSError):  # the disk may be full; the console still gets the status
-                log.line(f"status:{status}")
-                log.close()
-        elif runtime.is_main:
-            print(f"status:{status}", flush=True)
-        if not runtime.is_main and status.startswith("error"):
-            print(f"rank {runtime.rank}: {status}", file=sys.stderr, flush=True)
-        runtime.close(failed)
-
-
-# ======================================================================================================
-# 10. Commands
-# ======================================================================================================
-
-def check_world_size(config, world_size):
-    if config.ngram_orders and config.ngram_rows < world_size:
-        raise ConfigError(f"ngram_rows={config.ngram_rows}: fewer than world size {world_size}, so that some rank would "
-                          f"own none; raise --ngram-rows, or start fewer processes")
-    for _, count in config.micro_batches:
-        if count % world_size:
-            raise ConfigError(f"world size {world_size}: must divide the {count} micro-batches of a step; start a "
-                              f"number of processes that divides it, or change --micro-batches")
-
-
-def memory_estimate(config, world_size=1):
-    """Rough bytes of a rank, banks unshared: weights, gradients, optimizer states, n-gram table, activations of one
-    micro-batch (about 34 values a channel and layer, and the float32 logits twice)."""
-    width = 2 if config.dtype == "bfloat16" else 4
-    matrices = config.num_layers * (4 * config.model_dim + 2 * config.mlp_dim) * config.model_dim
-    tables = (2 + len(config.value_embedding_layers)) * config.vocab_size * config.model_dim
-    state = (matrices + tables) * (width + 4 + 8 + 2)
-    if config.matrix_update in SOAP_RULES:  # a moment; factor and basis of each side
-        sides = ((config.model_dim, 10 * config.num_layers), (config.mlp_dim, 2 * config.num_layers))
-        state += 4 * matrices + sum(8 * count * size**2 for size, count in sides if size <= config.one_sided_above)
-    if config.unfreeze_rank_ratio < 1:
-        state += 8 * matrices  # at most, for square matrices of which nearly all is frozen
-    table = config.ngram_rows * (config.model_dim + 1) * 4 if config.ngram_orders else 0
-    if config.ngram_comms == "row_sharded":
-        table //= world_size
-    activations = config.micro_batch_tokens * (34 * config.num_layers * config.model_dim * width
-                                               + 8 * config.vocab_size)
-    return state + table + activations
-
-
-def available_memory(device):
-    """Bytes that a run could take: free on the GPU; available, or where that is not told all, on the host."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def preflight(config, runtime):
-    """Say what a run would use; raises ConfigError when something is missing."""
-    say = print if runtime.is_main else (lambda text: None)
-    check_world_size(config, runtime.world_size)
-    _, attention = choose_attention(config, runtime.device)
-    say(f"device: {device_name(runtime.device)}, world size {runtime.world_size}, torch {torch.__version__}")
-    say(f"backends: attention={attention} compile={choose_compile(config)} dtype={config.dtype}")
-    shards, val = open_corpus(config)
-    if config.first_data:
-        open_corpus(config, "first_data")
-    initial_content(config)
-    needed = sum(micro_batches_at(config, step) for step in range(config.steps)) * config.micro_batch_tokens
-    say(f"data: {config.data}: {sum(map(len, shards)):,} training tokens in {len(shards)} shard(s), the schedule takes "
-        f"{needed:,}; {len(val):,} validation tokens, {config.val_tokens:,} are scored")
-    estimate, free = memory_estimate(config, runtime.world_size), shutil.disk_usage(".").free
-    checkpoint = memory_estimate(config)
-    for what, taken, there, remedy in (
-            ("memory: a run takes about", estimate, available_memory(runtime.device),
-             "lower --micro-batch-tokens or --ngram-rows"),
-            ("disk: a checkpoint takes up to", checkpoint, free, "make room, or run from another disk")):
-        line = f"{what} {taken / 2**30:.1f} GiB, {there / 2**30:.1f} GiB are free"
-        if taken > there:
-            raise ConfigError(f"{line}; {remedy}")
-        say(line)
-    say("check:ok")
-
 
 def find_checkpoint(run, key="resume"):
     """The newest checkpoint of a run id, or the file itself."""
-    if Path(run).is_file():
-        return Path(run)
     folder = Path("logs") / run
-    kept = sorted(folder.glob("step_*.pt"))
-    for path in [folder / "checkpoint.pt", *reversed(kept)]:
-        if path.is_file():
-            return path
-    runs = [path.parent.name for path in Path("logs").glob("*/*.pt")]
-    raise ConfigError(f"--{key} {run}: no checkpoint under {folder}; {nearest(run, runs)}")
-
+    newest = sorted(folder.glob("step_*.pt"), reverse=True)
+    found = [*filter(Path.is_file, [Path(run), folder / "checkpoint.pt", *newest])]
+    others = [path.parent.name for path in Path("logs").glob("*/*.pt")]
+    refuse(not found, f"--{key} {run}: no checkpoint under {folder}; {nearest(run, others)}")
+    return found[0]
 
 def resumed(given):
-    """(config, overrides, checkpoint content) of `--resume RUN`; other keys may only repeat what the run has, but for
-    those that say where and how it is watched."""
-    fields = {field.name: field for field in dataclasses.fields(Config)}
-    content = load_checkpoint(find_checkpoint(given["resume"]))
-    saved = config_of_checkpoint(content)
-    if content["step"] >= saved.steps:
-        raise ConfigError(f"--resume {given['resume']}: this run is complete ({content['step']} of {saved.steps} steps)")
-    changed = {}
-    for key, text in given.items():
-        if key not in fields:
-            raise ConfigError(f"--{key}: no such key; {nearest(key, fields)} --help lists them all")
-        value = parse_value(fields[key], text)
-        if key in ("device", "log_every", "save_every"):
-            changed[key] = value
-        elif key != "resume" and value != getattr(saved, key):
-            raise ConfigError(f"--{key} {text}: the run to resume has {getattr(saved, key)}, and a resumed run keeps "
-                              f"its configuration; leave the key out")
-    config, base = dataclasses.replace(saved, **changed), TRACKS[saved.track]
-    overrides = {name: getattr(config, name) for name in fields
-                 if getattr(config, name) != getattr(base, name) and name != "val_sha256"}
+    """(config, overrides, checkpoint content) of `--resume RUN`; most other keys may only repeat what the run has."""
+    run = given["resume"]
+    content = load_checkpoint(find_checkpoint(run))
+    saved, track = config_of_checkpoint(content), content["config"]["track"]
+    refuse(track not in TRACKS, f"--resume {run}: of track {track}; resume it with the script that it began with")
+    refuse(content["step"] >= saved.steps, f"--resume {run}: this run is complete, all {saved.steps} steps")
+    values = parse_fields(given, saved)
+    for key, value in values.items():
+        refuse(key not in ("resume", "device", "log_every", "save_every") and value != getattr(saved, key),
+               f"--{key} {given[key]}: the run to resume has {getattr(saved, key)}, and keeps it; leave the key out")
+    config = dataclasses.replace(saved, **{**values, "resume": saved.resume})
+    overrides = {field.name: value for field in dataclasses.fields(config) if field.name != "val_sha256"
+                 and (value := getattr(config, field.name)) != getattr(TRACKS[track], field.name)}
     return config, overrides, content
 
+# 9. Run =====================================================================================================
 
-def open_trained(given):
-    """(trainer, step) of `--checkpoint F`, in this process alone."""
-    if "checkpoint" not in given:
-        raise ConfigError("--checkpoint F is missing; runs leave theirs at logs/<run id>/checkpoint.pt")
-    content = load_checkpoint(given["checkpoint"])
-    config = dataclasses.replace(config_of_checkpoint(content), compile=False, device=given.get("device", "auto"))
-    if "data" in given:
-        config = dataclasses.replace(config, data=given["data"])
-    trainer = Trainer(config, Runtime(config.device))
-    restore(trainer, content)
-    return trainer, content["step"]
+INTERRUPTED = threading.Event()
 
+def interrupt(signum, frame):
+    """Signal handler: end the run now, or at the next step if the exception falls where Python drops it."""
+    INTERRUPTED.set()
+    raise KeyboardInterrupt
 
-def refuse_unknown(given, known):
-    for key in given:
-        if key not in known:
-            raise ConfigError(f"--{key}: no such key here; {nearest(key, known)} Keys: {', '.join(sorted(known))}")
+class Clock:
+    """Training time in seconds. Starting and stopping wait for the device, nothing else does."""
+    def __init__(self, runtime, seconds=0.0):
+        self.runtime, self.total, self.since = runtime, seconds, None
+    def start(self):
+        self.runtime.synchronize()
+        self.since = time.perf_counter()
+    def stop(self):
+        self.runtime.synchronize()
+        self.total, self.since = self.seconds(), None
+    def seconds(self):
+        return self.total + (time.perf_counter() - self.since if self.since is not None else 0.0)
 
+def state_digest(trainer):
+    """sha256 over every tensor that a step changes on this rank: equal digests, equal state, bit for bit."""
+    digest = hashlib.sha256(torch.get_rng_state().numpy())
+    for group in trainer.optimizer.groups:
+        for tensor in group.tensors().values():
+            digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()
 
-def eval_command(given):
-    """Validation loss of a checkpoint, as `eval val_loss:<nats per token> ...`."""
-    refuse_unknown(given, {"checkpoint", "device", "data"})
-    trainer, step = open_trained(given)
-    _, val = open_corpus(trainer.config)
-    loss = trainer.evaluate(step, val)
-    print(f"eval val_loss:{loss:.5f} val_tokens:{trainer.config.val_tokens} "
-          f"val_sha256:{validation_hash(trainer.config, val)}")
+def warm_up(trainer):
+    """Compile and run every phase of the schedule on synthetic tokens, then put the state back; digests prove it."""
+    config, runtime = trainer.config, trainer.runtime
+    before, rng = state_digest(trainer), torch.get_rng_state()
+    tokens = np.random.default_rng(0).integers(0, config.eot_token, config.micro_batch_tokens + 1).astype(np.uint16)
+    tokens[0] = config.eot_token
+    place = place_contiguous(tokens, 0, config)
+    rows, signs = hash_placement(place, config)
+    plan, slots = plan_rows(rows, signs, config, runtime)
+    batch = Batch([assemble(place, slots, signs, runtime.device)], plan, {})
+    trainer.table.pull(plan)
+    put_back = [group.keep() for group in trainer.optimizer.groups]
+    seen = set()
+    for step in range(config.steps):
+        if (key := (phase_at(config, step), windows_until(config, step))) not in seen:
+            seen.add(key)
+            for _ in range(2):  # the second call is the first without compilation
+                trainer.step(step, batch)
+                trainer.token_losses(step, *trainer.read(place))
+    trainer.token_losses(config.steps, *trainer.read(place))
+    for put_group_back in put_back:
+        put_group_back()
+    torch.set_rng_state(rng)
+    if state_digest(trainer) != before:
+        raise RuntimeError("the state after warm-up is not bitwise the state before it")
+    runtime.ledger.clear()
 
+@dataclass
+class Run:
+    """One run between its opening and its result."""
+    config: Config
+    overrides: dict
+    folder: Path
+    trainer: Trainer
+    log: Log
+    clock: Clock
+    shards: list        # training shards
+    vals: dict          # validation tokens by the name of their loss in the log
+    facts: dict         # about code and machine, for log and result
+    check: bool         # it stops before the first step
+    step: int = 0       # steps done
+    loader_state: dict | None = None
+    def times(self):
+        seconds = self.clock.seconds()
+        return {"train_time": 1000 * seconds, "step_avg": 1000 * seconds / max(1, self.step)}
+    def validate(self):
+        """Log the validation losses of the model as it stands, and return them by name. The clock must stand still."""
+        losses = {name: self.trainer.evaluate(self.step, val) for name, val in self.vals.items()}
+        self.log.step(self.step, self.config.steps, **losses, **self.times())
+        if not all(map(math.isfinite, losses.values())):
+            raise FloatingPointError(f"validation loss is {' and '.join(map(str, losses.values()))}")
+        return losses
+    def save(self, name=None):
+        content = checkpoint_content(self.trainer, self.step, self.loader_state, self.clock.seconds())
+        if self.log.is_main:
+            save_checkpoint(self.folder / (name or f"step_{self.step:06d}.pt"), content)
 
-def text_codec(config):
-    """(encode, decode) between text and token ids of the track's tokenizer."""
-    if config.tokenizer == "bytes":
-        return (lambda text: list(text.encode())), (lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace"))
-    import tiktoken
-    try:
-        encoding = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # requests' types, when neither network nor cache has the vocabulary
-        raise ConfigError(f"tiktoken cannot load the gpt2 vocabulary ({type(error).__name__}); needs the network once, "
-                          f"or a filled TIKTOKEN_CACHE_DIR") from None
-    return encoding.encode_ordinary, encoding.decode
+def state_bytes(config, runtime):
+    """{group: bytes} of a rank's weights, gradients and optimizer state, from a build of tensors without memory."""
+    ghost = copy.copy(runtime)
+    ghost.device = torch.device("meta")
+    with ghost.device:
+        optimizer = Optimizer(config, GPT(config, "sdpa", drawn=False), NgramTable(config, ghost), ghost)
+        return {group.name: sum(tensor.nbytes for tensor in group.tensors().values()) for group in optimizer.groups}
 
+def check_room(config, runtime):
+    """Lines on memory and disk; raises ConfigError where a run would not fit."""
+    parts, value = state_bytes(config, runtime), 2 if config.dtype == "bfloat16" else 4
+    # An estimate: about 34 values a channel and layer, and the float32 logits twice.
+    channel_bytes = 34 * config.num_layers * config.model_dim * value
+    parts["activations"] = config.micro_batch_tokens * (channel_bytes + 8 * config.vocab_size)
+    shares = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
+    on_host, lines = parts.pop("ngram_table") if config.ngram_host and runtime.device.type == "cuda" else 0, []
+    for what, needed, free in (
+            ("memory", sum(parts.values()), available_memory(runtime.device)),
+            ("host memory for the n-gram table", on_host, available_memory(torch.device("cpu"))),
+            ("disk for a checkpoint", sum(state_bytes(config, runtime.alone()).values()), shutil.disk_usage(".").free)):
+        lines.append(f"{what}: {needed / 2**30:.2f} GiB needed, {free / 2**30:.1f} GiB free")
+        refuse(needed > free, f"{lines[-1]} (GiB: {shares}); make room, lower --ngram-rows={config.ngram_rows:,} or "
+               "--micro-batch-tokens, or share the table among more ranks with --ngram-comms sharded")
+    return lines
 
-@torch.no_grad()
-def sample_command(given):
-    """Continue a prompt, token by token: --prompt TEXT, --tokens N, --temperature X, --seed N."""
-    refuse_unknown(given, {"checkpoint", "device", "prompt", "tokens", "temperature", "seed"})
-    try:
-        count, temperature = int(given.get("tokens", 200)), float(given.get("temperature", 0.7))
-        seed = int(given.get("seed", 0))
-    except ValueError as error:
-        raise ConfigError(f"--tokens, --seed and --temperature are numbers: {error}") from None
-    trainer, step = open_trained(given)
-    config = trainer.config
-    if count < 1 or temperature < 0:
-        raise ConfigError(f"--tokens {count} --temperature {temperature}: at least one token, no negative temperature")
-    encode, decode = text_codec(config)
-    tokens = [config.eot_token, *encode(given.get("prompt", ""))]
-    generator = torch.Generator().manual_seed(seed)
-    limit, made = config.micro_batch_tokens, []
-    for _ in range(count):
-        context = tokens[-limit:]
-        padded = np.zeros(limit + 1, dtype=np.uint16)  # what follows the context is never attended to
-        padded[:len(context)] = context
-        micro_batch, ngram = trainer.read(place_contiguous(padded, 0, config))
-        last = trainer.hidden(step, micro_batch, ngram)[len(context) - 1:len(context)]
-        logits = trainer.model.next_token_losses(last, micro_batch.targets[:1])[2][0].cpu()[:config.eot_token + 1]
-        if temperature:
-            token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator).item()
+def open_run(config, overrides, runtime, log, content, check):
+    """Look at all that a run needs, then build it; raises ConfigError. content: of the checkpoint to go on from."""
+    seed = config.seed if config.seed >= 0 else int.from_bytes(os.urandom(4), "little")
+    run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{os.urandom(2).hex()}"
+    folder, exists = Path("logs", run_id), Path("logs", run_id, "log.txt").exists()
+    seed, run_id, folder, exists = runtime.broadcast_object((seed, run_id, folder, exists))  # rank 0 decides
+    config = dataclasses.replace(config, seed=seed, run_id=run_id)
+    refuse(exists and not content and not check, f"logs/{run_id}: this run exists; choose another --run-id, or "
+           f"continue it with --resume {run_id}")
+    for _, count in config.micro_batches:
+        refuse(count % runtime.world_size, f"world size {runtime.world_size}: must divide the {count} micro-batches of "
+               "a step; start another number of processes, or change --micro-batches")
+    room, (shards, val) = check_room(config, runtime), open_corpus(config)
+    torch.manual_seed(seed)
+    trainer, code, (sha, dirty) = Trainer(config, runtime), Path(__file__).read_text(), git_state()
+    triton = sys.modules.get("triton") or importlib.util.find_spec("triton") and importlib.import_module("triton")
+    facts = {"commit": sha, "dirty": dirty, "code_sha256": hashlib.sha256(code.encode()).hexdigest(), "seed": seed,
+             "world_size": runtime.world_size, "device": device_name(runtime.device), "torch": torch.__version__,
+             "cuda": torch.version.cuda or "none", "triton": triton.__version__ if triton else "none"}
+    run = Run(config, overrides, folder, trainer, log, Clock(runtime), shards, {"val_loss": val}, facts, check)
+    if content:
+        restore(trainer, content)
+        run.step, run.loader_state, run.clock.total = content["step"], content["loader"], content["train_seconds"]
+    for line in [*describe(run), *room] if check or log.live else []:
+        log.line(line)
+    if not check:
+        log.open(run.folder, "" if content else code)
+        if content:
+            log.line(f"resumed:{run_id} step:{run.step}/{config.steps} world_size:{runtime.world_size}")
         else:
-            token = logits.argmax().item()
-        if token == config.eot_token:
-            break
-        tokens.append(token), made.append(token)
-    print(given.get("prompt", "") + decode(made))
+            log_header(run)
+    if config.val_sha256 and validation_hash(config, val) != config.val_sha256:
+        log.line(f"note: the validation tokens in {config.data} are not the {config.track} track's; losses are not "
+                 f"comparable with its records")
+    return run
 
+def describe(run):
+    """What a person wants to know of a run before it starts, as lines."""
+    config, trainer, facts = run.config, run.trainer, run.facts
+    return [f"device: {facts['device']}, world size {facts['world_size']}, {torch.get_num_threads()} CPU thread(s)",
+            f"backends: attention={trainer.attention_name} compile={trainer.compile_name} dtype={config.dtype}",
+            f"corpus: {config.data}: {sum(map(len, run.shards)):,} training tokens in {len(run.shards)} shard(s), the "
+            f"schedule takes {training_tokens(config):,}; {config.val_tokens:,} validation tokens are scored",
+            "parameters: " + ", ".join(f"{group.name} {group.size():,}" for group in trainer.optimizer.groups)]
 
-def main(argv=None):
-    """Returns the exit status: 0 complete, 1 failed on the way, 2 bad input, 130 interrupted."""
+def log_header(run):
+    """The lines that make a run reproducible: machine, resolved configuration, data, back ends."""
+    config, manifest = run.config, Path(run.config.data) / "manifest.json"
+    data = hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else "none"
+    facts = " ".join(f"{key}:{value}" for key, value in run.facts.items())
+    lines = [f"run:{config.run_id} track:{config.track} {facts}", "config:" + json.dumps(dataclasses.asdict(config))]
+    if overrides := {key: value for key, value in run.overrides.items() if key not in NEUTRAL_FIELDS}:
+        lines.append("overrides:" + json.dumps(overrides))
+    elif config.run_of:
+        lines.append("batch:{} counter:{} start:{}".format(*config.run_of.split(":")))
+    lines += [f"data:{data} backends:attention={run.trainer.attention_name},matmul=torch-{config.dtype},"
+              f"compile={run.trainer.compile_name}",
+              "size: " + " ".join(f"{group.name}={group.size():,}" for group in run.trainer.optimizer.groups),
+              "===== START ====="]
+    for line in lines:
+        run.log.line(line, on_terminal=False)
+
+def train_steps(run):
+    """The steps that are left, on the clock."""
+    config, trainer, log, clock = run.config, run.trainer, run.log, run.clock
+    loss, total, tokens = None, 0.0, 0  # the mean at the last logged point; sum and number of losses since then
+    clock.start()
+    loader = TrainLoader(config, run.shards, trainer.runtime, run.step, run.loader_state)
+    try:
+        batch = loader.next()
+        for step in range(run.step, config.steps):
+            if INTERRUPTED.is_set():
+                raise KeyboardInterrupt
+            run.step, run.loader_state, is_last = step + 1, batch.state, step + 1 == config.steps
+            loss_sum, batch = trainer.step(step, batch, (lambda: None) if is_last else loader.next)
+            total, tokens = total + loss_sum.double(), tokens + micro_batches_at(config, step) * config.micro_batch_tokens
+            if run.step % config.log_every == 0 or is_last:
+                wait(trainer.runtime.all_reduce(total, "training loss"))
+                loss, total, tokens = total.item() / tokens, 0.0, 0
+                log.step(run.step, config.steps, train_loss=loss, lr_mul=lr_multiplier(config, step), **run.times())
+                if not math.isfinite(loss):
+                    raise FloatingPointError(f"training loss is {loss} at step {run.step}")
+            log.progress(run.step, config.steps, loss, clock.seconds())
+            for every, act in ((config.val_every, run.validate), (config.save_every, run.save)):
+                if every and run.step % every == 0 and not is_last:
+                    clock.stop()
+                    act()
+                    clock.start()
+    finally:
+        loader.close()
+    clock.stop()
+
+def matmul_rate(device, dtype):
+    """Floating-point operations a second of a large square matrix product, best of six: what MFU is a share of."""
+    size = 8192 if device.type == "cuda" else 1024
+    matrix, marks = torch.ones(size, size, dtype=dtype, device=device), [time.perf_counter()]
+    for _ in range(6):
+        (matrix @ matrix)[0, 0].item()  # waits for the device
+        marks.append(time.perf_counter())
+    return 2 * size**3 / np.diff(marks).min().item()
+
+def finish(run, first_step):
+    """Checkpoint, final validation, validity gates and result. Returns the final validation loss."""
+    config, trainer, log, runtime = run.config, run.trainer, run.log, run.trainer.runtime
+    # Of training alone: before rank 0 collects the checkpoint.
+    sent = {"/".join(key): [round(count / (config.steps - first_step), 1) for count in entry]
+            for key, entry in sorted(runtime.ledger.items()) if key[1] not in ("validation", "checkpoint")}
+    memory, val = runtime.peak_memory_mib(), run.vals["val_loss"]
+    run.save("checkpoint.pt")
+    losses, digest = run.validate(), validation_hash(config, val)
+    gates = {name: gate(trainer, config.steps, val) for name, gate in GATES.items()}
+    comms = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent.items()] or ["none=0(0)"]
+    log.line(f"comms: sent_bytes per step (messages) {' '.join(comms)}", on_terminal=False)
+    verdicts = " ".join(f"{name}:{'ok' if passed else 'FAILED'}" for name, passed in gates.items())
+    log.line(f"validity: {verdicts} val_tokens:{config.val_tokens} val_sha256:{digest}", not all(gates.values()))
+    seconds, tokens = run.clock.seconds(), training_tokens(config)
+    # Of matrices and head alone, 6 operations a weight and token; attention's scores are not counted.
+    operations = 6 * (trainer.optimizer.matrices.size() + trainer.model.head.numel()) * tokens / seconds
+    mfu = 100 * operations / (runtime.world_size * matmul_rate(runtime.device, getattr(torch, config.dtype)))
+    log.line(f"final val_loss:{losses['val_loss']:.5f} train_time:{1000 * seconds:.0f}ms tokens:{tokens} "
+             f"peak_memory:{max(memory)}MiB tokens_per_s:{tokens / seconds:.0f} mfu:{mfu:.1f}%"
+             + "".join(f" {name}:{loss:.5f}" for name, loss in losses.items() if name != "val_loss"))
+    if log.is_main:
+        result = {"run": config.run_id, "track": config.track, **losses, "train_time_ms": 1000 * seconds,
+                  "steps": config.steps, "tokens": tokens, "target_loss": config.target_loss, **run.facts,
+                  "tokens_per_s": tokens / seconds, "mfu_percent": mfu, "peak_memory_mib_by_rank": memory,
+                  "validity": gates, "val_sha256": digest,
+                  "basis_rejects": sum(int(state["rejects"].sum()) for state in
+                                       trainer.optimizer.matrices.state.values() if "rejects" in state),
+                  "overrides": {k: v for k, v in run.overrides.items() if k not in NEUTRAL_FIELDS},
+                  "sent_bytes_per_step": {key: size for key, (size, _) in sent.items()},
+                  "sent_messages_per_step": {key: messages for key, (_, messages) in sent.items()},
+                  "config": dataclasses.asdict(config)}
+        with atomic_file(run.folder / "result.json") as file:
+            file.write((json.dumps(result, indent=1) + "\n").encode())
+    if not all(gates.values()):
+        raise RuntimeError(f"validity gate failed: {verdicts}; the model sees tokens that it must not see, or its "
+                           f"losses are not those of a distribution")
+    return losses["val_loss"]
+
+def plot(folder):
+    """Draw the run with the records package. Returns the status line's word for it; a failure ends nothing."""
+    try:
+        from records.picture import plot_run
+        return f" plot:{plot_run(folder)}"
+    except Exception as error:
+        print(f"no plot: {type(error).__name__}: {error}", file=sys.stderr)
+        return ""
+
+ENDINGS = {  # of a run that an exception has ended: exit status, word of the status line, what the user can do
+    KeyboardInterrupt: (130, "interrupted", ""), ConfigError: (2, "error ", ""),
+    FloatingPointError: (1, "nan ", "; lower the learning rate or continue an earlier checkpoint with --resume"),
+    torch.OutOfMemoryError: (1, "oom ", "; lower --micro-batch-tokens"),
+    OSError: (1, "error ", "; free some disk space, or check the path")}
+
+def train(config, overrides, runtime, content=None, hook=None, check=False):
+    """A whole run; returns the exit status. content: of a checkpoint. hook: gets the Run. check: stop at warm-up."""
+    log, code, last_line = Log(runtime), 1, "status:error"
+    try:
+        run = open_run(config, overrides, runtime, log, content, check)
+        if hook:
+            hook(run)
+        code, last_line = 0, "check:ok"
+        if not check:
+            first_step = run.step
+            warm_up(run.trainer)
+            train_steps(run)
+            val_loss = finish(run, first_step)
+            drawn = plot(run.folder) if log.is_main else ""
+            last_line = (f"status:ok run:{run.config.run_id} val_loss:{val_loss:.5f} "
+                         f"train_time:{run.clock.seconds():.1f}s log:{run.folder}/log.txt{drawn}")
+    except (KeyboardInterrupt, Exception) as error:
+        known = next((kind for kind in ENDINGS if isinstance(error, kind)), None)
+        code, word, remedy = ENDINGS.get(known, (1, f"error {type(error).__name__}: ", ""))
+        last_line = f"status:{word}{str(error).partition(chr(10))[0]}{remedy}"
+        if not known:
+            raise
+    finally:
+        with contextlib.suppress(OSError):  # the disk may be full; the console still gets the status
+            log.line(last_line)
+            log.close()
+        if not runtime.is_main and last_line.startswith("status:error"):
+            print(f"rank {runtime.rank}: {last_line}", file=sys.stderr, flush=True)
+        runtime.close(failed=code != 0)
+    return code
+
+# 10. Commands ===============================================================================================
+
+def main(argv=None, extend=None):
+    """Returns the exit status: 0 complete, 1 failed on the way, 2 bad input, 130 interrupted. extend: another script's
+    way to build on this one: given the Config, it checks it and returns the hook of `train`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     for number in (signal.SIGINT, signal.SIGTERM):  # torchrun ends its workers with the latter
         signal.signal(number, interrupt)
-    commands = {"sample": sample_command, "eval": eval_command}
     try:
         if "--help" in argv or "-h" in argv:
             print(help_text())
             return 0
-        if argv and argv[0] in commands:
-            commands[argv[0]](parse_arguments(argv[1:]))
-            return 0
-        if check := "--check" in argv:
-            argv.remove("--check")
-        given = parse_arguments(argv)
-        if given.get("resume"):
-            config, overrides, content = resumed(given)
-        else:
-            (config, overrides), content = config_from(given), None
+        given = parse_arguments([word for word in argv if word != "--check"])
+        config, overrides, content = resumed(given) if given.get("resume") else (*config_from(given), None)
+        hook = extend(config) if extend else None
         runtime = Runtime(config.device)
-        if check:
-            preflight(config, runtime)
-            return 0
     except (ConfigError, OSError) as error:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"status:error {error}", flush=True)
         return 2
-    return train(config, overrides, runtime, content)
-
+    return train(config, overrides, runtime, content, hook, "--check" in argv)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,10 +13,8 @@ The last line then is of the nano track's shapes alone, those that a CPU trains.
 speed-ups the medians of each round's.
 Results: benchmarks/results/batched_qr.{json,md}, named batched_qr_<device> for CUDA.
 """
-import argparse
 import statistics
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -62,8 +60,9 @@ def refresh_one(factor, basis, moment, decompose):
     return decompose(factor, product[:, order]), moment[order]
 
 
-def arms(factor, basis, device):
+def arms(factor, basis, runtime):
     """{name: function that returns the new bases (count, size, size)} of one shape."""
+    device = runtime.device
     moment = torch.rand(factor.shape, device=device)
     rejects = torch.zeros(len(factor), dtype=torch.int32, device=device)
 
@@ -83,11 +82,11 @@ def arms(factor, basis, device):
         return torch.stack(results)
 
     def refresh(method):
-        side = train_gpt.Side(-2, factor, basis.clone(), moment.clone(), rejects)
+        bank = {"row_factor": factor, "row_basis": basis.clone(), "moment": moment.clone(), "rejects": rejects}
         def run():
             rejects.zero_()
-            train_gpt.refresh_eigenbases([side], method)
-            return side.basis
+            train_gpt.refresh_eigenbases([bank], method, runtime)
+            return bank["row_basis"]
         return run
 
     qr = lambda factor, product: torch.linalg.qr(product).Q  # noqa: E731
@@ -95,31 +94,28 @@ def arms(factor, basis, device):
     functions = {"loop": loop(qr), "refresh": refresh(chosen)}
     if device.type == "cuda":
         functions["streams"] = streams
-    for method in ("householder", "cholesky", "cholesky_lr"):
+    for method in ("householder", "cholesky"):
         if method != chosen:
             functions[method] = refresh(method)
     functions["eigh"] = loop(lambda factor, product: torch.linalg.eigh(factor).eigenvectors.flip(-1))
     return functions, rejects
 
 
-def measure(count, size, device, repeats):
+def measure(count, size, runtime, repeats):
     """Times, errors and rejects of one shape."""
+    device = runtime.device
     factor, basis = training_factors(count, size, device)
-    functions, rejects = arms(factor, basis, device)
+    functions, rejects = arms(factor, basis, runtime)
     seconds, facts = {name: [] for name in functions}, {}
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for repeat in range(repeats + 1):  # the first warms up, and is looked at
         for name, function in functions.items():
             if sum(seconds[name]) > ENOUGH_SECONDS:
                 continue
             if repeat == 0 and device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            synchronize()
-            began = time.perf_counter()
-            bases = function()
-            synchronize()
-            if repeat or time.perf_counter() - began > ENOUGH_SECONDS:
-                seconds[name].append(time.perf_counter() - began)
+            taken, bases = common.timed(function, device)
+            if repeat or taken > ENOUGH_SECONDS:
+                seconds[name].append(taken)
             if repeat == 0:
                 error = (bases.mT @ bases - torch.eye(size, device=device)).abs().max().item()
                 memory = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else None
@@ -132,22 +128,8 @@ def measure(count, size, device, repeats):
     return {"count": count, "size": size, "method": train_gpt.refresh_method(10**6, device), "arms": facts}
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--scale", type=int, help="divide counts and sizes by this (default: 1 on CUDA, 4 on a CPU)")
-    parser.add_argument("--out", type=Path, default=common.RESULTS)
-    arguments = parser.parse_args(argv)
-    device = train_gpt.Runtime(arguments.device).device
-    scale = arguments.scale or (1 if device.type == "cuda" else 4)
-    shapes = [(-(-count // scale), size // scale) for count, size in SHAPES]
-    results = []
-    for count, size in [*shapes, *nano_shapes()]:
-        scaled = scale > 1 and (count, size) in shapes
-        results.append({**measure(count, size, device, arguments.repeats), "scaled": scaled})
-        times = ", ".join(f"{name} {fact['ms']:.2f} ms" for name, fact in results[-1]["arms"].items())
-        print(f"{count}x{size}²: {times}", flush=True)
+def report(results, scale):
+    """(the text of the results, its last line)"""
     rows = [[f"{result['count']}x{result['size']}²" + (" (scaled down)" if result["scaled"] else ""), name,
              f"{fact['ms']:.2f}", f"{fact['speedup']:.2f}x", f"{fact['orth_error']:.1e}", fact["rejects"],
              "-" if fact["peak_memory_mib"] is None else f"{fact['peak_memory_mib']:.0f}"]
@@ -156,14 +138,30 @@ def main(argv=None):
                                for name, fact in result["arms"].items())]
     table = common.markdown_table(["shape", "arm", "ms", "speed / loop", "orthogonality error", "rejects", "peak MiB"],
                                   rows)
-    facts = common.environment(device)
     own = [result["arms"]["refresh"] for result in results if not result["scaled"]]
     last = (f"qr_speedup:{min(fact['speedup'] for fact in own):.2f} max_orth_error:"
             f"{max(fact['orth_error'] for fact in own):.1e} rejects:{sum(fact['rejects'] for fact in own)}")
+    note = f"\n\nShapes are divided by {scale}; peak memory is measured on CUDA only." if scale > 1 else ""
+    return f"{table}\n\n{last}{note}", last
+
+
+def main(argv=None):
+    parser = common.parser(__doc__, device="auto", repeats=7)
+    parser.add_argument("--scale", type=int, help="divide counts and sizes by this (default: 1 on CUDA, 4 on a CPU)")
+    arguments = parser.parse_args(argv)
+    runtime = train_gpt.Runtime(arguments.device)
+    device = runtime.device
+    scale = arguments.scale or (1 if device.type == "cuda" else 4)
+    shapes = [(-(-count // scale), size // scale) for count, size in SHAPES]
+    results = []
+    for count, size in [*shapes, *nano_shapes()]:
+        scaled = scale > 1 and (count, size) in shapes
+        results.append({**measure(count, size, runtime, arguments.repeats), "scaled": scaled})
+        times = ", ".join(f"{name} {fact['ms']:.2f} ms" for name, fact in results[-1]["arms"].items())
+        print(f"{count}x{size}²: {times}", flush=True)
+    facts, (text, last) = common.environment(device), report(results, scale)
     name = "batched_qr" if device.type == "cpu" else f"batched_qr_{common.slug(facts['device'])}"
-    note = f" Shapes are divided by {scale}; peak memory is measured on CUDA only." if scale > 1 else ""
-    common.write_results(arguments.out, name, {"environment": facts, "scale": scale, "results": results},
-                         f"{table}\n\n{last}\n\n{common.environment_line(facts)}.{note}")
+    common.write_results(arguments.results, name, facts, {"scale": scale, "results": results}, text)
     print(f"scaled:{int(scale > 1)} device:{facts['device']}")
     print(last)
     return 0

@@ -1,12 +1,16 @@
-"""What the benchmarks share: temporary corpora, the description of machine and code, tables, results."""
+"""What the benchmarks share: command lines, temporary corpora, runs and ranks, machine and code, tables, results."""
+import argparse
 import contextlib
 import json
 import os
 import platform
 import re
 import shutil
+import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -24,6 +28,45 @@ RESULTS = ROOT / "benchmarks" / "results"
 TINY = {"model_dim": 32, "head_dim": 16, "mlp_dim": 64, "micro_batch_tokens": 512, "ngram_rows": 4096,
         "windows": ((0.0, (64, 128)),), "document_cap": ((0.0, 256),), "steps": 6, "val_tokens": 2048,
         "micro_batches": ((0.0, 2), (0.5, 4)), "tokenizer": "bytes", "compile": False, "val_sha256": ""}
+
+
+# ----- command lines
+
+HELP = {"data": "folder of the corpus", "work": "folder of the runs", "results": "folder of the results",
+        "tiny": "tiny shapes, not compiled: tries out the script, and measures nothing", "pretrain_steps": "on Python",
+        "jobs": "runs side by side, one thread each", "rounds": "of measured steps", "before": "commit to compare with",
+        "seconds": "training time of each baseline", "seed": "the first one", "seeds": "repetitions of all arms"}
+
+
+class Parser(argparse.ArgumentParser):
+    def parse_args(self, *words):
+        """Refuses a launcher's ranks: each would measure while the others do, and write the same results."""
+        arguments = super().parse_args(*words)
+        if "WORLD_SIZE" in os.environ and not getattr(arguments, "worker", None):
+            self.exit(2, f"error: {self.prog} starts its ranks itself; start it with python, not with torchrun\n")
+        return arguments
+
+
+def parser(doc, **defaults):
+    """The command line of the benchmark with this docstring: an option for each default, a flag where that is False."""
+    made = Parser(description=doc.splitlines()[0])
+    for name, default in {**defaults, "results": RESULTS}.items():
+        kind = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
+        made.add_argument(f"--{name.replace('_', '-')}", help=f"{HELP.get(name, '')} [{default}]", **kind,
+                          **{"choices": ("auto", "cpu", "cuda")} if name == "device" else {})
+    return made
+
+
+def ranks_parser(doc, **defaults):
+    """The same for a benchmark whose cases are measured by ranks that it starts itself, see cases_of_ranks."""
+    made = parser(doc, repeats=5, device="auto", tiny=False, **defaults)
+    made.add_argument("--worker", help="internal: this process is a rank; the file for rank 0's figures")
+    return made
+
+
+def words_of(values):
+    """The command-line words of train_gpt.py for a dict of configuration values."""
+    return [word for key, value in values.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 
 
 # ----- corpora
@@ -70,23 +113,64 @@ def write_corpus(folder, documents, eot_token, val_tokens):
     return folder
 
 
-# ----- runs
+# ----- runs and ranks
 
-def train(folder, run_id, options, world_size=1, threads=1):
-    """Run train_gpt.py from `folder`, as its users would, unless that run is complete. Returns its result.json.
+def rank_command(script, world_size):
+    """The words that start a script on so many processes; a single one needs no launcher."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
+    return [sys.executable, *(launcher if world_size > 1 else []), str(script)]
+
+
+def on_ranks(script, world_size, words, **options):
+    """Run a script on so many processes of one thread each. Takes and returns what subprocess.run does."""
+    return subprocess.run([*rank_command(script, world_size), *words], env={**os.environ, "OMP_NUM_THREADS": "1"},
+                          **options)
+
+
+def cases_of_ranks(script, arguments):
+    """Start `script --worker FILE` at each of arguments.world_sizes: on GPUs where there are as many, else on the CPU.
+    Returns (the cases of all, the type of the last one's device)."""
+    cases, device = [], "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        for world_size in map(int, arguments.world_sizes.split(",")):
+            enough = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
+            chosen = arguments.device if arguments.device != "auto" else "cuda" if enough else "cpu"
+            out = Path(folder) / f"{world_size}.json"
+            on_ranks(script, world_size, ["--worker", str(out), "--device", chosen, "--repeats", str(arguments.repeats),
+                                          *["--tiny"] * arguments.tiny], check=True)
+            found = json.loads(out.read_text())
+            cases, device = cases + found["cases"], found["device"]
+    return cases, device
+
+
+def work_as_rank(arguments, measure):
+    """Be such a rank: measure(runtime) returns the cases of this world size, and rank 0 leaves them in the file."""
+    runtime = train_gpt.Runtime(arguments.device)
+    cases = measure(runtime)
+    if runtime.is_main:
+        Path(arguments.worker).write_text(json.dumps({"cases": cases, "device": runtime.device.type}))
+    runtime.close()
+
+
+def train(folder, run_id, options, world_size=1, script="train_gpt.py"):
+    """Run train_gpt.py, or a script that builds on it, from `folder`, as its users would, unless that run is complete.
+    Returns its result.json.
 
     Raises SystemExit with the run's last words when it fails."""
     run = Path(folder) / "logs" / run_id
     if not (run / "result.json").is_file():
         shutil.rmtree(run, ignore_errors=True)
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
-        launcher *= world_size > 1
-        command = [sys.executable, *launcher, str(ROOT / "train_gpt.py"), "--run_id", run_id, *options]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True,
-                              env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+        done = on_ranks(ROOT / script, world_size, ["--run-id", run_id, *options], cwd=folder,
+                        capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{run_id} failed: {(done.stdout + done.stderr)[-600:]}")
     return json.loads(portable((run / "result.json").read_text()))
+
+
+def train_losses(folder):
+    """The training losses that a run has left in its folder; as many as its steps where --log-every is 1."""
+    events = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    return [event["train_loss"] for event in events if "train_loss" in event]
 
 
 def log_tail(folder, run_id):
@@ -99,6 +183,26 @@ def portable(text):
     return text.replace(f"{ROOT}/", "")
 
 
+def reference_attention(q, k, v, segment_start, window, scale):
+    """The definition that every attention back end is tested against: (T, H, D) each; position i sees j with
+    max(segment_start[i], i - window + 1) <= j <= i. O(T^2) memory."""
+    index = torch.arange(q.size(0), device=q.device)
+    distance = index[:, None] - index[None, :]
+    visible = (distance >= 0) & (distance < window) & (index[None, :] >= segment_start[:, None])
+    scores = torch.einsum("ihd,jhd->hij", q, k) * scale
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+
+
+def timed(function, device):
+    """(seconds, result) of a call, together with what it started on the device."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize()
+    began = time.perf_counter()
+    result = function()
+    synchronize()
+    return time.perf_counter() - began, result
+
+
 # ----- machine and code
 
 def environment(device):
@@ -109,10 +213,10 @@ def environment(device):
         triton_version = triton.__version__
     except ImportError:
         triton_version = "none"
-    return {"device": train_gpt.device_name(device), "torch": torch.__version__,
-            "cuda": torch.version.cuda or "none", "triton": triton_version,
-            "python": platform.python_version(), "threads": torch.get_num_threads(), "commit": commit,
-            "dirty": dirty, "date": f"{datetime.now():%Y-%m-%d %H:%M}"}
+    return {"device": train_gpt.device_name(torch.device(device)), "torch": torch.__version__,
+            "cuda": torch.version.cuda or "none", "triton": triton_version, "python": platform.python_version(),
+            "threads": torch.get_num_threads(), "commit": commit, "dirty": dirty,
+            "date": f"{datetime.now():%Y-%m-%d %H:%M}"}
 
 
 def environment_line(facts):
@@ -125,6 +229,12 @@ def slug(text):
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
+def spread(values, digits):
+    """`mean ± standard deviation`, the mean alone for one value."""
+    text = f"{statistics.mean(values):.{digits}f}"
+    return text + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
 # ----- output
 
 def markdown_table(header, rows):
@@ -132,11 +242,24 @@ def markdown_table(header, rows):
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def write_results(folder, name, data, text):
-    """Write `data` as NAME.json and `text` as NAME.md; each file is whole or absent."""
+def write_results(folder, name, facts, data, text):
+    """Write `data` as NAME.json and `text` as NAME.md, both with the environment; each file is whole or absent."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for ending, content in ((".json", json.dumps(data, indent=1) + "\n"), (".md", text.rstrip("\n") + "\n")):
+    data = json.dumps({"environment": facts, **data}, indent=1)
+    for ending, content in ((".json", data), (".md", f"{text.rstrip()}\n\n{environment_line(facts)}")):
         partial = folder / f".{name}{ending}.partial"
-        partial.write_text(content)
+        partial.write_text(content + "\n")
         partial.replace(folder / f"{name}{ending}")
+
+
+@contextlib.contextmanager
+def picture(path, *grid, **options):
+    """The axes of a figure (matplotlib's subplots), which becomes a PNG when they are drawn."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(*grid, layout="constrained", **options)
+    yield axes
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -6,24 +6,21 @@ For each seed a model of the nano track is trained on Python, 313 steps by defau
     full             all weights move
     same matrices    only those that OSFT changes: attention and MLP
     OSFT r           the same, but only a share r of each matrix' singular directions
-The n-gram table is frozen in all of them: see the continual track in train_gpt.py. Each arm runs at several learning
+The n-gram table is frozen in all of them: see the track's values in continual.py. Each arm runs at several learning
 rates; Adam's rates, where weights under Adam move, follow in the track's proportion. A single rate compares how far the
 arms went; so each arm's loss on Python is read, seed by seed, where its curve passes through the same loss on C++.
-Logs, less the source that they begin with, are kept in --records. A run whose log lies there is not repeated, and all
-figures come from these logs. Results: benchmarks/results/continual.{json,md}, and continual.png beside the logs.
+Logs, less the source that they begin with, are kept in benchmarks/results/continual/, beside the plot. A run whose log
+lies there is not repeated, and all figures come from these logs. Results: benchmarks/results/continual.{json,md}.
 """
-import argparse
 import json
 import re
-import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import common  # noqa: E402
+import continual  # noqa: E402, F401: the script beside train_gpt.py, whose import registers the track
 import train_gpt  # noqa: E402
 
 TRACK = train_gpt.TRACKS["continual"]
@@ -42,8 +39,8 @@ def pretrain(arguments, seed):
     """The id of a run on the first domain, kept in --work."""
     run_id = f"python_seed{seed}"
     common.train(arguments.work, run_id, [
-        "--track", "nano", "--data", str(arguments.first_data.resolve()), "--device", "cpu", "--val_every", "0",
-        "--steps", str(arguments.pretrain_steps), "--val_tokens", str(arguments.val_tokens), "--seed", str(seed),
+        "--track", "nano", "--data", str(arguments.first_data.resolve()), "--device", "cpu", "--val-every", "0",
+        "--steps", str(arguments.pretrain_steps), "--val-tokens", str(arguments.val_tokens), "--seed", str(seed),
         *arguments.options])
     keep_log(arguments, run_id)
     return run_id
@@ -57,19 +54,23 @@ def go_on(arguments, arm, rate, seed):
     """One run on the second domain. Its checkpoint goes when it is done: each takes half a gigabyte."""
     (trained, ratio), run_id = ARMS[arm], name_of(arm, rate, seed)
     first = (arm, rate) == (REFERENCE, RATES[arm][0])  # also scores the model that all arms start from
-    common.train(arguments.work, run_id, [
-        "--track", "continual", "--init_from", f"python_seed{seed}", "--data", str(arguments.data.resolve()),
-        "--first_data", str(arguments.first_data.resolve()), "--device", "cpu", "--seed", str(seed),
-        "--val_every", str(arguments.steps if first else 0), "--steps", str(arguments.steps),
-        "--val_tokens", str(arguments.val_tokens), "--trained", trained, "--unfreeze_rank_ratio", str(ratio),
-        "--matrix_lr", f"{rate:g}", "--adam_lr", f"{rate * TRACK.adam_lr / TRACK.matrix_lr:g}", *arguments.options])
+    common.train(arguments.work, run_id, script="continual.py", options=[
+        "--init-from", f"python_seed{seed}", "--data", str(arguments.data.resolve()),
+        "--first-data", str(arguments.first_data.resolve()), "--device", "cpu", "--seed", str(seed),
+        "--val-every", str(arguments.steps if first else 0), "--steps", str(arguments.steps),
+        "--val-tokens", str(arguments.val_tokens), "--trained", trained, "--unfreeze-rank-ratio", str(ratio),
+        "--matrix-lr", f"{rate:g}", "--adam-lr", f"{rate * TRACK.adam_lr / TRACK.matrix_lr:g}", *arguments.options])
     keep_log(arguments, run_id)
     for ending in (".pt", ".sha256"):
         (arguments.work / "logs" / run_id / f"checkpoint{ending}").unlink(missing_ok=True)
 
 
+def logs_of(arguments):
+    return arguments.results / "continual"
+
+
 def keep_log(arguments, run_id):
-    (arguments.records / f"{run_id}.log").write_text(common.log_tail(arguments.work, run_id))
+    (logs_of(arguments) / f"{run_id}.log").write_text(common.log_tail(arguments.work, run_id))
     print(run_id, flush=True)
 
 
@@ -113,28 +114,24 @@ def levels_of(curves):
     return [high + (low - high) * i / (LEVELS - 1) for i in range(LEVELS)]
 
 
-def spread(values):
-    return f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}" if len(values) > 1 else f"{values[0]:.4f}"
-
-
 def report(runs):
     """The two tables, as markdown: every arm and rate, and the arms at matched loss on C++."""
     curves, rows = curves_of(runs), []
     for arm in ARMS:
         for rate in sorted({run["rate"] for run in runs if run["arm"] == arm}):
             own = [run for run in runs if (run["arm"], run["rate"]) == (arm, rate)]
-            rows.append([arm, f"{rate:g}", len(own), *(spread([run[key] for run in own]) for key in "BA")])
+            rows.append([arm, f"{rate:g}", len(own), *(common.spread([run[key] for run in own], 4) for key in "BA")])
     starts = list({run["seed"]: run["start"] for run in runs if run["start"]}.values())  # one model a seed
     if starts:
-        rows.insert(0, ["before", "-", len(starts), *(spread(values) for values in zip(*starts))])
+        rows.insert(0, ["before", "-", len(starts), *(common.spread(values, 4) for values in zip(*starts))])
     found = common.markdown_table(["arm", "learning rate", "n", "loss on C++", "loss on Python"], rows)
     matched = []
     for level in levels_of(curves):
         at = {arm: {seed: at_level(curve, level) for seed, curve in curves[arm].items()} for arm in ARMS}
         for arm in ARMS:
             over = [at[arm][seed] - at[REFERENCE][seed] for seed in at[arm]]
-            matched.append([f"{level:.4f}", arm, len(over), spread(list(at[arm].values())),
-                            "-" if arm == REFERENCE else spread(over)])
+            matched.append([f"{level:.4f}", arm, len(over), common.spread(list(at[arm].values()), 4),
+                            "-" if arm == REFERENCE else common.spread(over, 4)])
     if not matched:
         return f"{found}\n\nThe arms' curves share no loss on C++, so nothing can be compared at matched loss."
     table = common.markdown_table(["loss on C++", "arm", "n", "loss on Python there", f"less that of {REFERENCE}"],
@@ -144,54 +141,43 @@ def report(runs):
 
 
 def plot(runs, path):
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for colour, (arm, by_seed) in zip(("k", "tab:blue", "tab:orange", "tab:red"), curves_of(runs).items()):
-        for index, curve in enumerate(by_seed.values()):
-            axis.plot(*zip(*curve), marker="o", markersize=4, linewidth=1, color=colour, label=None if index else arm)
-    for index, start in enumerate(run["start"] for run in runs if run["start"]):
-        axis.plot(*start, "g*", markersize=10, label=None if index else "before")
-    axis.set(xlabel="loss on C++, nats per byte", ylabel="loss on Python, nats per byte")
-    axis.invert_xaxis()
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with common.picture(path, figsize=(7, 4.5)) as axis:
+        for colour, (arm, by_seed) in zip(("k", "tab:blue", "tab:orange", "tab:red"), curves_of(runs).items()):
+            for index, curve in enumerate(by_seed.values()):
+                axis.plot(*zip(*curve), marker="o", markersize=4, linewidth=1, color=colour,
+                          label=None if index else arm)
+        for index, start in enumerate(run["start"] for run in runs if run["start"]):
+            axis.plot(*start, "g*", markersize=10, label=None if index else "before")
+        axis.set(xlabel="loss on C++, nats per byte", ylabel="loss on Python, nats per byte")
+        axis.invert_xaxis()
+        axis.grid(alpha=0.3)
+        axis.legend()
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--pretrain-steps", type=int, default=313)
-    parser.add_argument("--val-tokens", type=int, default=131_072, help="of each domain")
-    parser.add_argument("--data", type=Path, default=common.ROOT / TRACK.data)
-    parser.add_argument("--first-data", type=Path, default=common.ROOT / TRACK.first_data)
-    parser.add_argument("--work", type=Path, default=common.ROOT / "logs/continual", help="folder of the runs")
-    parser.add_argument("--records", type=Path, default=common.ROOT / "records/continual", help="folder of the logs")
-    parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of the result files")
-    parser.add_argument("options", nargs="*", help="after --: further words for train_gpt.py")
+    parser = common.parser(__doc__, jobs=1, seeds=3, steps=120, pretrain_steps=313, val_tokens=131_072,
+                           data=common.ROOT / TRACK.data, first_data=common.ROOT / TRACK.first_data,
+                           work=common.ROOT / "logs/continual")
+    parser.add_argument("options", nargs="*", help="after --: further words for train_gpt.py and continual.py")
     arguments = parser.parse_args(argv)
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    arguments.records.mkdir(parents=True, exist_ok=True)
+    logs = logs_of(arguments)
+    for folder in (arguments.work, logs):
+        folder.mkdir(parents=True, exist_ok=True)
     seeds = range(1, arguments.seeds + 1)
     keys = [(arm, rate, seed) for seed in seeds for arm in ARMS for rate in RATES[arm]]
-    missing = [key for key in keys if not (arguments.records / f"{name_of(*key)}.log").exists()]
+    missing = [key for key in keys if not (logs / f"{name_of(*key)}.log").exists()]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(pool.map(lambda seed: pretrain(arguments, seed), sorted({seed for *_, seed in missing})))
         list(pool.map(lambda key: go_on(arguments, *key), missing))
-    runs = [read_log((arguments.records / f"{name_of(*key)}.log").read_text()) for key in keys]
+    runs = [read_log((logs / f"{name_of(*key)}.log").read_text()) for key in keys]
     if {run["steps"] for run in runs} != {arguments.steps}:
-        raise SystemExit(f"{arguments.records} holds logs of another --steps; remove them, or name another folder")
-    facts, text = common.environment(torch.device("cpu")), report(runs)
-    plot(runs, arguments.records / "continual.png")
-    common.write_results(arguments.out, "continual", {"environment": facts, "runs": runs},
+        raise SystemExit(f"{logs} holds logs of another --steps; remove them, or name another folder")
+    text = report(runs)
+    plot(runs, logs / "continual.png")
+    common.write_results(arguments.results, "continual", common.environment("cpu"), {"runs": runs},
                          f"{text}\n\n{arguments.steps} steps on C++ after {arguments.pretrain_steps} on Python, "
                          f"{arguments.val_tokens:,} validation tokens of each; mean ± standard deviation over seeds. "
-                         f"Logs and plot: records/continual/.\n{common.environment_line(facts)}")
+                         f"Logs and plot: benchmarks/results/continual/.")
     print(text)
 
 

@@ -1,12 +1,12 @@
 """Checks and benchmarks that need a GPU; benchmarks/gpu.sh starts them all.
 
-    python benchmarks/gpu_checks.py [--only PART ...] [--out FOLDER]
+    python benchmarks/gpu_checks.py [--only PART ...] [--results FOLDER]
     python benchmarks/gpu_checks.py --device cpu --tiny       try out the script without a GPU
 
-A part is a function in the registry PARTS (see `part`). It runs in a process of its own with a time limit,
-so that one that fails, hangs or breaks the CUDA context leaves the others alone; what it reported until then
-counts. A new check is one more function. Shards of data/ are used where present, else corpora are made for
-the occasion: speed and correctness do not depend on what the tokens mean.
+A part is a function in the registry PARTS (see `part`). It runs in a process of its own with a time limit, so that one
+that fails, hangs or breaks the CUDA context leaves the others alone; what it reported until then counts. A new check is
+one more function. Shards of data/ are used where present, else corpora are made for the occasion: speed and correctness
+do not depend on what the tokens mean.
 
 Results: a table, and benchmarks/results/gpu_<device>_<date>.{json,md} (tiny_... with --tiny).
 Exit status: 0 all passed, 1 some failed, 2 no CUDA device.
@@ -69,8 +69,7 @@ class Session:
         present = common.ROOT / config.data
         if not self.tiny and any(present.glob("*_train_*.bin")) and any(present.glob("*_val_*.bin")):
             return present
-        steps = sum(train_gpt.micro_batches_at(config, step) for step in range(config.steps))
-        needed = (steps + 4) * config.micro_batch_tokens
+        needed = train_gpt.training_tokens(config) + 4 * config.micro_batch_tokens
         folder = self.work / f"{config.tokenizer}_{needed}_{config.val_tokens}"
         if not folder.exists():
             # Validation takes whole documents, the largest of torch's sources has 700 kB.
@@ -86,19 +85,12 @@ class Session:
         torch.manual_seed(config.seed)
         return train_gpt.Trainer(config, train_gpt.Runtime(config.device))
 
-    def synchronize(self):
-        if self.cuda:
-            torch.cuda.synchronize()
-
     def milliseconds(self, function, repeats=10):
         """Mean time of a call, after three untimed ones; by CUDA events where there is CUDA."""
         for _ in range(3):
             function()
         if not self.cuda:
-            began = time.perf_counter()
-            for _ in range(repeats):
-                function()
-            return 1000 * (time.perf_counter() - began) / repeats
+            return 1000 * common.timed(lambda: [function() for _ in range(repeats)], self.device)[0] / repeats
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(repeats):
@@ -115,18 +107,21 @@ def relative_error(value, reference):
 
 
 def train_some(trainer, shards, steps, first_step=0):
-    """Take steps as the training loop does. Returns the mean training losses (a tensor a step)."""
-    config, losses = trainer.config, []
+    """Take steps as the training loop does. Returns (mean training losses, a tensor a step; seconds of the steps)."""
+    config, losses, clock = trainer.config, [], train_gpt.Clock(trainer.runtime)
     loader = train_gpt.TrainLoader(config, shards, trainer.runtime, first_step)
     try:
-        batch = loader.next()
+        batch = loader.next()  # the loader has started
+        clock.start()
         for step in range(first_step, first_step + steps):
             tokens = train_gpt.micro_batches_at(config, step) * config.micro_batch_tokens
-            loss_sum, batch = trainer.step(step, batch, loader.next if step + 1 < first_step + steps else None)
+            following = loader.next if step + 1 < first_step + steps else lambda: None
+            loss_sum, batch = trainer.step(step, batch, following)
             losses.append(loss_sum / tokens)
+        clock.stop()
     finally:
         loader.close()
-    return losses
+    return losses, clock.total
 
 
 # ----- attention back ends
@@ -157,7 +152,7 @@ def attend(name, q, k, v, micro_batch, window, scale):
 
 def attention_errors(session, name, dtype, windows, length, heads, dim):
     """Worst relative errors over windows and layouts: ({"out", "dq", "dk", "dv": error}, where it was)."""
-    rng, scale = np.random.default_rng(0), train_gpt.attention_scale(dim, (1,))
+    rng, (_, _, scale) = np.random.default_rng(0), train_gpt.rotary_tables(1, dim, (), "cpu", dtype)
     generator = torch.Generator().manual_seed(0)
     worst, where = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0), ""
     for layout, starts in segment_layouts(length, rng).items():
@@ -169,7 +164,7 @@ def attention_errors(session, name, dtype, windows, length, heads, dim):
             mine = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
             exact = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
             out = attend(name, *mine, micro_batch, window, scale)
-            reference = train_gpt.reference_attention(*exact, micro_batch.segment_start, window, scale)
+            reference = common.reference_attention(*exact, micro_batch.segment_start, window, scale)
             values = [out, *torch.autograd.grad(out, mine, upstream)]
             references = [reference, *torch.autograd.grad(reference, exact, upstream.double())]
             for key, value, reference in zip(worst, values, references):
@@ -200,107 +195,122 @@ def attention(session):
     windows = sorted({window for _, pair in config.windows for window in pair})
     heads, dim = config.model_dim // config.head_dim, config.head_dim
     length = 256 if session.tiny else 2048
-    backends = [("sdpa", "sdpa", torch.float32, 2e-5), ("sdpa", "sdpa", torch.bfloat16, 2e-2)]
-    speed = [("sdpa", "sdpa")]
-    if session.cuda:
-        backends.append(("varlen FA2", "varlen", torch.bfloat16, 2e-2))
-        speed.append(("varlen FA2", "varlen"))
-    def measure(backends, speed):
-        for label, name, dtype, tolerance in backends:
+    def measure(label, name, tolerances):
+        for dtype, tolerance in tolerances.items():
             worst, where = attention_errors(session, name, dtype, windows, length, heads, dim)
             text = " ".join(f"{key} {error:.1e}" for key, error in worst.items())
             session.report(f"{label} {str(dtype)[6:]}", all(error < tolerance for error in worst.values()),
                            f"relative errors {text} ({where})", errors=worst, tolerance=tolerance)
-        for label, name in speed:
-            for window in (windows[0], windows[-1]):
-                ms = attention_milliseconds(session, name, window, config.micro_batch_tokens, heads, dim)
-                session.report(f"{label} speed", None, f"{ms:.2f} ms forward and backward of "
-                               f"{config.micro_batch_tokens} tokens, window {window}", ms=ms, window=window)
-    measure(backends, speed)
+        for window in (windows[0], windows[-1]):
+            ms = attention_milliseconds(session, name, window, config.micro_batch_tokens, heads, dim)
+            session.report(f"{label} speed", None, f"{ms:.2f} ms forward and backward of {config.micro_batch_tokens} "
+                           f"tokens, window {window}", ms=ms, window=window)
+    measure("sdpa", "sdpa", {torch.float32: 2e-5, torch.bfloat16: 2e-2})
     if session.cuda:
+        measure("varlen FA2", "varlen", {torch.bfloat16: 2e-2})
         try:
             from torch.nn.attention import activate_flash_attention_impl
             activate_flash_attention_impl("FA3")
         except Exception as error:  # whatever an absent or unfit package raises
             session.report("varlen FA3", None, f"not available: {type(error).__name__}")
             return
-        measure([("varlen FA3", "varlen", torch.bfloat16, 2e-2)], [("varlen FA3", "varlen")])
+        measure("varlen FA3", "varlen", {torch.bfloat16: 2e-2})
 
 
 # ----- update rules
 
+def movement(function, weight, device, dtype, *tensors):
+    """What function(weight, *tensors) adds to a weight in place, from copies of all on the device; float64, CPU."""
+    weight_there, *there = (tensor.to(device, dtype, copy=True) for tensor in (weight, *tensors))
+    function(weight_there, *there)
+    return weight_there.double().cpu() - weight.double()
+
+
+def zero_state(weight):
+    """What the rules keep of a bank (k, m, n) on its device, less factors and bases, before the first step."""
+    def zeros(*shape):
+        return torch.zeros(len(weight), *shape, device=weight.device)
+    rows, columns = weight.shape[1:]
+    return {"momentum": zeros(rows, columns), "moment": zeros(rows, columns), "second": zeros(rows, 1),
+            "count": zeros(1, 1)}
+
+
+def update_bank(rule, weight, grads, state, lr, decay, dtype=torch.float32):
+    """Take steps of a rule of the hidden matrices, in place, as one rank does."""
+    layout = train_gpt.Layout("bank", weight, train_gpt.Runtime(weight.device.type))
+    for step, grad in enumerate(grads, start=1):
+        train_gpt.MATRIX_RULES[rule].update(
+            weight, grad, state, train_gpt.Hyper(step, lr, decay, 0.9, (0.9, 0.95), dtype), layout)
+
+
+def check_adam(session, shape, generator):
+    weight, *grads = torch.randn(4, *shape, generator=generator)
+    def update(weight, *grads):
+        first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+        for step, grad in enumerate(grads, start=1):
+            train_gpt.adam_update(weight, grad, first, second, step, 0.01, (0.9, 0.95), 0.1)
+    error = relative_error(movement(update, weight, session.device, torch.float32, *grads),
+                           movement(update, weight, "cpu", torch.float64, *grads))
+    session.report("adam", error < 1e-4, f"relative error {error:.1e} against float64 after 3 steps", error=error)
+
+
+def check_muon(session, label, shape, generator):
+    weight, *grads = torch.randn(4, *shape, generator=generator)
+    def moved(device, dtype):
+        def update(weight, *grads):
+            update_bank("muon", weight, grads, zero_state(weight), 0.02, 0.1, dtype)
+        return movement(update, weight, device, torch.float32, *grads)
+    expected = moved("cpu", torch.float32)
+    for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 0.1)):
+        error = relative_error(moved(session.device, dtype), expected)
+        session.report(f"muon {label} {str(dtype)[6:]}", error < tolerance,
+                       f"relative error {error:.1e} against CPU float32 after 3 steps", error=error)
+
+
+def check_table(session, config, generator):
+    """Two steps of the n-gram table's rows, through NgramTable itself."""
+    tokens, rng = 16 * 256, np.random.default_rng(0)
+    config = dataclasses.replace(config, ngram_rows=4096)
+    rows = rng.integers(0, config.ngram_rows, (tokens, 3)).astype(np.int32)
+    signs = rng.choice((-1, 1), (tokens, 3)).astype(np.float32)
+    weight, grad = (torch.randn(count, config.model_dim, generator=generator) for count in (config.ngram_rows, tokens))
+    def update(weight, grad):
+        table = train_gpt.NgramTable(config, train_gpt.Runtime(weight.device.type))
+        table.weight.copy_(weight)
+        table.pull(train_gpt.plan_rows(rows, signs, config, table.runtime)[0])
+        for step in range(2):
+            table.accumulate(grad / tokens, tokens)
+            table.reduce(step)
+            list(table.update(step, 1.0))
+        weight.copy_(table.weight)
+    error = relative_error(movement(update, weight, session.device, torch.float32, grad),
+                           movement(update, weight, "cpu", torch.float32, grad))
+    session.report("adagrad rows", error < 1e-4, f"relative error {error:.1e} against CPU after 2 steps", error=error)
+
+
 @part(seconds=60)
 def updates(session):
     """Update rules on the device against the same functions on the CPU; then their speed."""
-    config = session.config("fineweb")
-    generator = torch.Generator().manual_seed(0)
-    def random(*shape):
-        return torch.randn(*shape, generator=generator)
-    def on(device, dtype, tensors):
-        return [tensor.to(device, dtype, copy=True) for tensor in tensors]
-
+    config, generator = session.config("fineweb"), torch.Generator().manual_seed(0)
     dim, mlp_dim = config.model_dim, config.mlp_dim
-    weight, grads = random(dim, mlp_dim), [random(dim, mlp_dim) for _ in range(3)]
-    moved = {}
-    for key, device, dtype in (("device", session.device, torch.float32), ("cpu", "cpu", torch.float64)):
-        new, first, second = on(device, dtype, (weight, torch.zeros_like(weight), torch.zeros_like(weight)))
-        for step, grad in enumerate(grads, start=1):
-            grad, = on(device, dtype, [grad])
-            train_gpt.adam_update(new, grad, first, second, step, 0.01, (0.9, 0.95), 0.1)
-        moved[key] = new.double().cpu() - weight.double()
-    error = relative_error(moved["device"], moved["cpu"])
-    session.report("adam", error < 1e-4, f"relative error {error:.1e} against float64 after 3 steps",
-                   error=error)
+    check_adam(session, (dim, mlp_dim), generator)
+    check_muon(session, "square", (4, dim, dim), generator)
+    check_muon(session, "tall", (2, mlp_dim, dim), generator)
+    check_table(session, config, generator)
 
-    for label, shape in (("square", (4, dim, dim)), ("tall", (2, mlp_dim, dim))):
-        weight, grads = random(*shape), [random(*shape) for _ in range(3)]
-        moved = {}
-        for key, device, dtype in (("float32", session.device, torch.float32), ("cpu", "cpu", torch.float32),
-                                   ("bfloat16", session.device, torch.bfloat16)):
-            buffers = (weight, torch.zeros_like(weight), torch.zeros(*shape[:2], 1))
-            new, buffer, second = on(device, torch.float32, buffers)
-            for grad in grads:
-                grad = grad.to(device, copy=True)
-                train_gpt.muon_update(new, grad, buffer, second, 0.02, 0.9, 0.95, 0.1, dtype)
-            moved[key] = new.cpu() - weight
-        for key, tolerance in (("float32", 1e-3), ("bfloat16", 0.1)):
-            error = relative_error(moved[key], moved["cpu"])
-            session.report(f"muon {label} {key}", error < tolerance,
-                           f"relative error {error:.1e} against CPU float32 after 3 steps", error=error)
-
-    tokens, rows = 16 * 256, 4096
-    rng = np.random.default_rng(0)
-    ids, signs = rng.integers(0, rows, (tokens, 3)).astype(np.int32), rng.choice((-1, 1), (tokens, 3))
-    of_table = dataclasses.replace(config, ngram_rows=rows)
-    table, grad = random(rows, dim), random(tokens, dim) / tokens
-    moved = {}
-    for key, device in (("device", session.device.type), ("cpu", "cpu")):
-        runtime = train_gpt.Runtime(device)
-        plan, _ = train_gpt.plan_rows(ids, tokens * signs.astype(np.float32), of_table, runtime)
-        new, second = on(runtime.device, torch.float32, (table, torch.zeros(rows)))
-        for _ in range(2):
-            sums = train_gpt.sum_groups(grad.to(runtime.device), plan.token, plan.offsets, plan.weights)
-            train_gpt.adagrad_rows_update(new, second, plan.owned, sums, config.ngram_lr, config.ngram_floor)
-        moved[key] = new.cpu() - table
-    error = relative_error(moved["device"], moved["cpu"])
-    session.report("adagrad rows", error < 1e-4, f"relative error {error:.1e} against CPU after 2 steps",
-                   error=error)
-
-    value = random(dim, dim).to(session.device)
-    high = torch.empty(dim, dim, dtype=torch.bfloat16, device=session.device)
-    low = torch.empty(dim, dim, dtype=torch.int16, device=session.device)
+    value = torch.randn(dim, dim, generator=generator).to(session.device)
+    high, low = (torch.empty_like(value, dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
     train_gpt.split_mantissa(value, high, low)
     session.report("mantissa", torch.equal(train_gpt.join_mantissa(high, low), value),
                    "float32 split into bfloat16 and 16 more bits, and joined again")
 
     layers = config.num_layers
     for label, shape in (("attention", (4 * layers, dim, dim)), ("mlp", (2 * layers, mlp_dim, dim))):
-        weight, grad, buffer = (torch.randn(shape, device=session.device) for _ in range(3))
-        second = torch.ones(*shape[:2], 1, device=session.device)
-        ms = session.milliseconds(lambda: train_gpt.muon_update(
-            weight, grad, buffer, second, 1e-6, 0.9, 0.95, 0.0, torch.bfloat16), repeats=5)
-        session.report(f"muon speed, {label} bank", None, f"{ms:.2f} ms for {'x'.join(map(str, shape))}",
-                       ms=ms)
+        weight, grad = (torch.randn(shape, device=session.device) for _ in range(2))
+        state = zero_state(weight)
+        ms = session.milliseconds(lambda: update_bank("muon", weight, [grad], state, 1e-6, 0.0, torch.bfloat16),
+                                  repeats=5)
+        session.report(f"muon speed, {label} bank", None, f"{ms:.2f} ms for {'x'.join(map(str, shape))}", ms=ms)
 
 
 @part(seconds=60)
@@ -308,34 +318,32 @@ def eigenbases(session):
     """Eigenbases and the soap rules on the device against the CPU: every method of refreshing, then one step a rule."""
     generator, size = torch.Generator().manual_seed(0), 32 if session.tiny else 256
     factor, basis = batched_qr.training_factors(4, size, torch.device("cpu"))
-    weight, grad = (torch.randn(4, size, size, generator=generator) for _ in range(2))
-    moved = {}
-    for device in ("cpu", session.device):
-        def side(axis):
-            state = (factor, basis, torch.ones(4, size, size), torch.zeros(4, dtype=torch.int32))
-            return train_gpt.Side(axis, *(tensor.to(device, copy=True) for tensor in state))
-        def here(tensor):
-            return tensor.to(device, copy=True)
-        found = moved[str(device)] = {}
-        for method in ("eigh", "householder", "cholesky", "cholesky_lr"):
-            one = side(-2)
-            train_gpt.refresh_eigenbases([one], method)
-            leading = one.basis[:, :, :size // 8]
+    weight, grad = torch.randn(2, 4, size, size, generator=generator)
+    def found_on(device):
+        def side(name):
+            return {f"{name}_factor": factor.to(device, copy=True), f"{name}_basis": basis.to(device, copy=True)}
+        found = {}
+        for method in ("eigh", "householder", "cholesky"):
+            bank = {**side("row"), "moment": torch.ones(4, size, size, device=device),
+                    "rejects": torch.zeros(4, dtype=torch.int32, device=device)}
+            train_gpt.refresh_eigenbases([bank], method, train_gpt.Runtime(device.type))
+            bases, rejects = bank["row_basis"], int(bank["rejects"].sum())
+            leading = bases[:, :, :size // 8]
             found[f"refresh {method}"] = leading @ leading.mT  # the space they span, whatever their signs
-            if device != "cpu":
-                error = (one.basis.mT @ one.basis - torch.eye(size, device=device)).abs().max().item()
-                session.report(f"orthonormal, {method}", error < 1e-5 and not one.rejects.any().item(),
-                               f"max |QᵀQ - I| {error:.1e}, {int(one.rejects.sum())} rejects", error=error)
-        new, sides, zero, known = here(weight), [side(-2), side(-1)], torch.zeros_like(weight), torch.ones(4, 1, 1)
-        train_gpt.soap_update(new, here(grad), here(zero), here(zero), here(0 * known), sides, here(known), 1, 0.1,
-                              (0.9, 0.95), 0.1)
-        found["soap"] = new.cpu() - weight
-        new = here(weight)
-        train_gpt.soap_muon_update(new, here(grad), here(zero), here(zero[:, :, :1]), here(zero) + 1, sides, here(known),
-                                   0.1, 0.9, 0.95, 0.1, torch.float32)
-        found["soap_muon"] = new.cpu() - weight
-    for item, value in moved[str(session.device)].items():
-        error = relative_error(value, moved["cpu"][item])
+            if device is session.device:
+                error = (bases.mT @ bases - torch.eye(size, device=device)).abs().max().item()
+                session.report(f"orthonormal, {method}", error < 1e-5 and not rejects,
+                               f"max |QᵀQ - I| {error:.1e}, {rejects} rejects", error=error)
+        for rule in ("soap", "soap_muon"):
+            def update(weight, grad):
+                state = {**zero_state(weight), **side("row"), **side("column")}
+                state["moment"] += rule == "soap_muon"
+                update_bank(rule, weight, [grad], state, 0.1, 0.1)
+            found[rule] = movement(update, weight, device, torch.float32, grad)
+        return found
+    expected = found_on(torch.device("cpu"))
+    for item, value in found_on(session.device).items():
+        error = relative_error(value, expected[item])
         session.report(item, error < 1e-2, f"relative error {error:.1e} against the CPU", error=error)
 
 
@@ -348,13 +356,12 @@ def gates(session):
         config = session.config("nano", steps=12, attention=name, val_tokens=8192)
         shards, val = train_gpt.open_corpus(config)
         trainer = session.trainer(config)
-        began = time.perf_counter()
-        train_gpt.warm_up(trainer)  # raises unless the state is bitwise what it was
-        seconds = time.perf_counter() - began
+        # It raises unless the state is bitwise what it was.
+        seconds, _ = common.timed(lambda: train_gpt.warm_up(trainer), session.device)
         session.report(f"warm-up restored, {trainer.attention_name}", True,
                        f"bitwise; it took {seconds:.1f} s", seconds=seconds)
         train_some(trainer, shards, config.steps)  # a model at its start hardly looks at other tokens
-        for label, check in (("causal", train_gpt.check_causal), ("normalised", train_gpt.check_normalised)):
+        for label, check in train_gpt.GATES.items():
             session.report(f"{label}, {trainer.attention_name}", check(trainer, config.steps, val),
                            f"after {config.steps} steps")
 
@@ -367,11 +374,10 @@ def trajectory(session):
     for key, changes in (("device", {}), ("cpu", {"device": "cpu", "compile": False})):
         config = session.config("nano", steps=steps, dtype="float32", **changes)
         shards, _ = train_gpt.open_corpus(config)
-        losses[key] = [loss.item() for loss in train_some(session.trainer(config), shards, steps)]
+        losses[key] = [loss.item() for loss in train_some(session.trainer(config), shards, steps)[0]]
     differences = [abs(a - b) for a, b in zip(losses["device"], losses["cpu"])]
-    session.report("device against CPU", max(differences) < 2e-3,
-                   f"training losses differ by at most {max(differences):.1e} over {steps} steps, by "
-                   f"{differences[0]:.1e} at the first", losses=losses)
+    session.report("device against CPU", max(differences) < 2e-3, "training losses differ by at most "
+                   f"{max(differences):.1e} over {steps} steps, by {differences[0]:.1e} at the first", losses=losses)
 
 
 # ----- the fineweb track
@@ -390,52 +396,35 @@ def time_phases(session, trainer, shards):
         train_some(trainer, shards, 2, first)
         if session.cuda:
             torch.cuda.reset_peak_memory_stats()
-        loader = train_gpt.TrainLoader(config, shards, trainer.runtime, first + 2)
-        batch = loader.next()  # the loader has started
-        session.synchronize()
-        began = time.perf_counter()
-        for step in range(first + 2, first + 2 + timed):
-            loss, batch = trainer.step(step, batch, loader.next)
-        session.synchronize()
-        seconds = (time.perf_counter() - began) / timed
-        loader.close()
+        losses, seconds = train_some(trainer, shards, timed, first + 2)
+        seconds /= timed
         tokens = train_gpt.micro_batches_at(config, first) * config.micro_batch_tokens
         memory, = trainer.runtime.peak_memory_mib()
-        session.report(f"phase {number}", bool(torch.isfinite(loss)),
-                       f"{1000 * seconds:.1f} ms a step of {tokens:,} tokens, "
-                       f"{tokens / seconds:,.0f} tokens/s, peak {memory:,} MiB", step_ms=1000 * seconds,
-                       tokens_per_second=tokens / seconds, peak_memory_mib=memory)
+        session.report(f"phase {number}", bool(torch.isfinite(losses[-1])),
+                       f"{1000 * seconds:.1f} ms a step of {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s, peak "
+                       f"{memory:,} MiB", step_ms=1000 * seconds, tokens_per_second=tokens / seconds,
+                       peak_memory_mib=memory)
 
 
 @part(seconds=280)
 def fineweb(session):
     """The fineweb model, compiled, in each phase of its schedule on one device: speed and memory."""
-    config = session.config("fineweb", steps=24 if session.tiny else 60,
-                            val_tokens=2048 if session.tiny else 8 * 16384)
+    config = session.config("fineweb", steps=24 if session.tiny else 60, val_tokens=2048 if session.tiny else 8 * 16384)
     shards, val = train_gpt.open_corpus(config)
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # falling back to eager would go unnoticed
     trainer = session.trainer(config)
-    began = time.perf_counter()
-    train_gpt.warm_up(trainer)
-    seconds = time.perf_counter() - began
+    seconds, _ = common.timed(lambda: train_gpt.warm_up(trainer), session.device)
     session.report("warm-up restored", True, f"bitwise; it took {seconds:.1f} s with compilation; attention "
                    f"{trainer.attention_name}, compile {trainer.compile_name}", seconds=seconds)
     time_phases(session, trainer, shards)
     loader = train_gpt.TrainLoader(config, shards, trainer.runtime, config.steps - 6)
-    began = time.perf_counter()
-    for _ in range(6):
-        loader.next()
-    seconds = time.perf_counter() - began
+    seconds, _ = common.timed(lambda: [loader.next() for _ in range(6)], session.device)
     loader.close()
     tokens = 6 * config.micro_batches[-1][1] * config.micro_batch_tokens
-    session.report("loader alone", None, f"{tokens / seconds:,.0f} tokens/s",
-                   tokens_per_second=tokens / seconds)
-    began = time.perf_counter()
-    trainer.evaluate(config.steps, val)
-    seconds = time.perf_counter() - began
+    session.report("loader alone", None, f"{tokens / seconds:,.0f} tokens/s", tokens_per_second=tokens / seconds)
+    seconds, _ = common.timed(lambda: trainer.evaluate(config.steps, val), session.device)
     session.report("validation", None, f"{config.val_tokens / seconds:,.0f} tokens/s",
                    tokens_per_second=config.val_tokens / seconds)
-    for label, check in (("causal", train_gpt.check_causal), ("normalised", train_gpt.check_normalised)):
+    for label, check in train_gpt.GATES.items():
         if session.cuda:
             torch.cuda.reset_peak_memory_stats()
         session.report(label, check(trainer, config.steps, val),
@@ -447,13 +436,10 @@ def fineweb(session):
 def run_trainer(session, config, processes, timeout):
     """Start train_gpt.py as its users do. Returns (exit status, last line, result.json or None)."""
     run_id = f"{session.name}-{processes}"
-    words = [str(common.ROOT / "train_gpt.py"), "--track", config.track, "--run-id", run_id]
     defaults = dataclasses.asdict(train_gpt.TRACKS[config.track])
-    for key, value in dataclasses.asdict(config).items():
-        if key != "run_id" and value != defaults[key]:
-            words += [f"--{key.replace('_', '-')}", str(value)]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    with subprocess.Popen([sys.executable, *(launcher if processes > 1 else []), *words], cwd=session.work,
+    changes = {key: value for key, value in dataclasses.asdict(config).items() if value != defaults[key]}
+    words = common.words_of({"track": config.track, **changes, "run_id": run_id})
+    with subprocess.Popen([*common.rank_command(common.ROOT / "train_gpt.py", processes), *words], cwd=session.work,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             output, _ = process.communicate(timeout=timeout)
@@ -477,8 +463,7 @@ def nano_run(session):
         session.report("run", False, f"exit status {status}: {last}")
         return
     limit = 5.5 if session.tiny else 2.0  # log(257) is 5.55; a model that learns passes 2 in 50 steps
-    session.report("run", result["val_loss"] < limit,
-                   f"loss {result['val_loss']:.4f} after {config.steps} steps, "
+    session.report("run", result["val_loss"] < limit, f"loss {result['val_loss']:.4f} after {config.steps} steps, "
                    f"{result['train_time_ms'] / config.steps:.1f} ms a step, "
                    f"{1000 * result['tokens'] / result['train_time_ms']:,.0f} tokens/s", result=result)
 
@@ -546,14 +531,10 @@ def stop_group(process):
 
 
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--only", nargs="+", choices=PARTS, metavar="PART",
-        help=f"run only these parts, of {', '.join(PARTS)}")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--tiny", action="store_true", help="tiny shapes, not compiled: tries out the script")
-    add("--out", type=Path, default=common.RESULTS, help="for the results (default: benchmarks/results)")
-    add("--work", type=Path, help=argparse.SUPPRESS)  # of a part's own process
+    parser = common.parser(__doc__, tiny=False)
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"these parts, of {', '.join(PARTS)}")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)  # of a part's own process
     return parser.parse_args(argv)
 
 
@@ -585,11 +566,10 @@ def main(argv=None):
         [row["part"], row["item"], verdicts[row["ok"]], row["text"].replace("|", "/")] for row in rows])
     kind = "tiny" if arguments.tiny else "gpu"
     name = f"{kind}_{common.slug(facts['device'])}_{datetime.now():%Y-%m-%d}"
-    text = (f"# Checks on {facts['device']}\n\n{table}\n\n"
-            f"{common.environment_line(facts)}; took {seconds:.0f} s.\n")
-    common.write_results(arguments.out, name, {"environment": facts, "seconds": seconds, "rows": rows}, text)
+    common.write_results(arguments.results, name, facts, {"seconds": seconds, "rows": rows},
+                         f"# Checks on {facts['device']}\n\n{table}\n\nThey took {seconds:.0f} s.")
     failed = sum(row["ok"] is False for row in rows)
-    print(f"\n{table}\n\n{len(rows)} rows, {failed} failed, {seconds:.0f} s; {arguments.out / name}.md")
+    print(f"\n{table}\n\n{len(rows)} rows, {failed} failed, {seconds:.0f} s; {arguments.results / name}.md")
     return 1 if failed else 0
 
 

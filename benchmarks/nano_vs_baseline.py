@@ -3,28 +3,27 @@
     python benchmarks/nano_vs_baseline.py [--seconds 180] [--seeds 1] [--steps N]
 
 Four arms train on the same shards and are scored on the same validation tokens, in one process:
-    baseline              the GPT below: learned positions, LayerNorm, biases, GELU, AdamW with warm-up and
-                          cosine, float32, random windows of 256 tokens; as many matrix parameters
+    baseline              the GPT below: learned positions, LayerNorm, biases, GELU, AdamW with warm-up and cosine,
+                          float32, random windows of 256 tokens; as many matrix parameters
     baseline + n-grams    the same, given the track's n-gram table: orders, rows, hash and row-wise Adagrad
     nano                  the track as it stands
     nano, no table        the track with ngram_orders=()
-All are compiled. They take turns, a slice of training time each, so that a busy machine slows all alike. The
-length of a schedule is fixed beforehand (the baselines': `--seconds` over the step time of a calibration; the
-track's: its `steps`), and an arm stops at its end. The clock stands still during compilation and validation.
+All are compiled. They take turns, a slice of training time each, so that a busy machine slows all alike. The length of
+a schedule is fixed beforehand (the baselines': `--seconds` over the step time of a calibration; the track's: its
+`steps`), and an arm stops at its end. The clock stands still during compilation and validation.
 
-The ratio is that of times to one loss, the one at which the baseline ends: the baseline's whole training time
-over the time after which the track had that loss, on the way along its own, longer schedule. Between two
-validation points losses are interpolated linearly in time, which errs against the track on a convex curve.
+The ratio is that of times to one loss, the one at which the baseline ends: the baseline's whole training time over the
+time after which the track had that loss, on the way along its own, longer schedule. Between two validation points
+losses are interpolated linearly in time, which errs against the track on a convex curve.
 
-Results: benchmarks/results/nano_vs_baseline.{json,md,png}. Exit status: 0, or 2 for something to correct.
+Results: benchmarks/results/nano_vs_baseline.{json,md,png}, and nano_vs_baseline_short.md, the table of README.md. Exit
+status: 0, or 2 for something to correct.
 """
-import argparse
 import dataclasses
 import math
 import statistics
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,6 +38,7 @@ from benchmarks import common  # noqa: E402
 
 NAME = "nano_vs_baseline"
 ARMS = ("baseline", "baseline + n-grams", "nano", "nano, no table")
+SHORT_NAMES = ("plain GPT", "plain GPT + n-grams", "nano", "nano without the table")  # of README.md's table
 BLOCK = 256                # tokens of a baseline's window
 SLICE_SECONDS = 10.0       # of training time before the next arm's turn
 POINTS = 12                # validation points of a curve
@@ -171,7 +171,7 @@ class NanoArm(Arm):
         if self.loader is None:  # on the clock, as in a run; in other arms' turns it fills its queue of two
             self.loader = train_gpt.TrainLoader(self.config, self.shards, self.runtime)
             self.batch = self.loader.next()
-        following = self.loader.next if self.done + 1 < self.steps else None
+        following = self.loader.next if self.done + 1 < self.steps else lambda: None
         _, self.batch = self.trainer.step(self.done, self.batch, following)
 
     def piece_losses(self, low):
@@ -179,12 +179,10 @@ class NanoArm(Arm):
         return self.trainer.token_losses(self.done, *self.trainer.read(place))
 
     def matrix_parameters(self):
-        return sum(param.numel() for name, param in self.trainer.optimizer.params.items()
-                   if train_gpt.RULES[name].update == "matrix")
+        return self.trainer.optimizer.matrices.size()
 
     def tokens_seen(self):
-        return self.config.micro_batch_tokens * sum(
-            train_gpt.micro_batches_at(self.config, step) for step in range(self.done))
+        return train_gpt.training_tokens(self.config)  # of the whole schedule, which is over by then
 
     def close(self):
         if self.loader is not None:
@@ -222,35 +220,26 @@ class BaselineArm(Arm):
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": self.DECAY}, {"params": others, "weight_decay": 0.0}],
             lr=self.LEARNING_RATE, betas=(0.9, 0.95), fused=True)
-        if self.config.ngram_orders:
-            self.table = train_gpt.NgramTable(dataclasses.replace(self.config, dtype="float32"), self.runtime)
+        self.table = train_gpt.NgramTable(dataclasses.replace(self.config, dtype="float32"), self.runtime)
         self.rng = np.random.default_rng(self.config.seed)
         self.done, self.next_batch = 0, None
 
     def windows_at(self, tokens, starts, lows):
-        """The MicroBatch of windows of BLOCK tokens that start at `lows`; its arrays are flat."""
+        """(MicroBatch, RowPlan) of windows of BLOCK tokens that start at `lows`; arrays are flat."""
         position = (np.asarray(lows)[:, None] + np.arange(BLOCK)).ravel()
         document_start = starts[np.searchsorted(starts, position, side="right") - 1]
         segment_start = np.repeat(np.arange(len(lows), dtype=np.int32) * BLOCK, BLOCK)
         place = train_gpt.Placement(tokens, position, document_start, segment_start)
         rows, signs = train_gpt.hash_placement(place, self.config)
-        return train_gpt.assemble(place, rows, signs, self.runtime.device), rows, signs
+        plan, slots = train_gpt.plan_rows(rows, signs, self.config, self.runtime)
+        return train_gpt.assemble(place, slots, signs, self.runtime.device), plan
 
     def random_batch(self):
-        """(MicroBatch, RowPlan or None) of random windows of one shard, drawn by size."""
+        """(MicroBatch, RowPlan) of random windows of one shard, drawn by size."""
         sizes = np.array([len(shard) for shard in self.shards], dtype=float)
         which = self.rng.choice(len(sizes), p=sizes / sizes.sum())
         lows = self.rng.integers(0, len(self.shards[which]) - BLOCK, size=self.WINDOWS)
-        micro_batch, rows, signs = self.windows_at(self.shards[which], self.starts[which], lows)
-        plan = None
-        if self.config.ngram_orders:
-            plan, _ = train_gpt.plan_rows(rows, len(signs) * signs, self.config, self.runtime)
-        return micro_batch, plan
-
-    def ngram(self, micro_batch):
-        if not self.config.ngram_orders:
-            return None
-        return self.table.lookup(micro_batch)
+        return self.windows_at(self.shards[which], self.starts[which], lows)
 
     def losses(self, micro_batch, ngram):
         windows = [tensor.view(-1, BLOCK) for tensor in (micro_batch.inputs, micro_batch.targets)]
@@ -270,21 +259,22 @@ class BaselineArm(Arm):
         lr_mul = self.lr_multiplier()
         for group in self.optimizer.param_groups:
             group["lr"] = self.LEARNING_RATE * lr_mul
-        ngram = self.ngram(micro_batch)
+        ngram = self.table.lookup(micro_batch, self.table.weight)
         self.losses(micro_batch, ngram).mean().backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if ngram is not None:
-            self.table.grads.append(ngram.grad)
-            self.table.send(plan)
-            self.table.update(self.config.ngram_lr * lr_mul)
+            self.table.pull(plan)
+            self.table.accumulate(ngram.grad, len(ngram))
+            self.table.reduce(self.done)
+            list(self.table.update(self.done, lr_mul))  # a generator of what would travel to other ranks
 
     @torch.no_grad()
     def piece_losses(self, low):
         lows = np.arange(low, low + self.config.micro_batch_tokens, BLOCK)
-        micro_batch, _, _ = self.windows_at(self.val, self.val_starts, lows)
-        return self.losses(micro_batch, self.ngram(micro_batch))
+        micro_batch, _ = self.windows_at(self.val, self.val_starts, lows)
+        return self.losses(micro_batch, self.table.lookup(micro_batch, self.table.weight))
 
     def matrix_parameters(self):
         return self.model.matrix_parameters()
@@ -302,11 +292,7 @@ def calibrate(arms, seconds):
     for _ in range(3):
         for arm in arms:
             for _ in range(4):
-                arm.runtime.synchronize()
-                began = time.perf_counter()
-                arm.train_step()
-                arm.runtime.synchronize()
-                times[arm].append(time.perf_counter() - began)
+                times[arm].append(common.timed(arm.train_step, arm.runtime.device)[0])
     for arm in arms:
         arm.reset()
         arm.set_steps(max(1, round(seconds / statistics.median(times[arm]))))
@@ -359,91 +345,66 @@ def compare(results):
     return pairs
 
 
-def spread(values, digits):
-    """`mean +- std`, the mean alone for one value."""
-    text = f"{statistics.mean(values):.{digits}f}"
-    return text + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
-
-
-def ratio_text(ratio):
-    return "not reached" if ratio is None else f"{ratio:.2f}"
-
-
-def report(facts, settings, results, pairs):
-    """The Markdown text of the results."""
+def report(settings, results, pairs):
+    """The Markdown text of the results, and that of the table for README.md."""
     seeds = len({result["seed"] for result in results})
     rows = []
     for arm in ARMS:
         of_arm = [result for result in results if result["arm"] == arm]
         first = of_arm[0]
-        rows.append([arm, f"{first['matrix_parameters']:,}", f"{first['table_values']:,}",
-                     f"{statistics.mean(r['tokens_per_second'] for r in of_arm):,.0f}",
-                     f"{statistics.mean(r['tokens'] for r in of_arm):,.0f}",
-                     spread([r["seconds"] for r in of_arm], 1), spread([r["val_loss"] for r in of_arm], 4)])
+        means = [f"{statistics.mean(result[key] for result in of_arm):,.0f}" for key in ("tokens_per_second", "tokens")]
+        rows.append([arm, f"{first['matrix_parameters']:,}", f"{first['table_values']:,}", *means,
+                     *(common.spread([result[key] for result in of_arm], digits)
+                       for key, digits in (("seconds", 1), ("val_loss", 4)))])
     arms = common.markdown_table(["arm", "matrix parameters", "table values", "tokens/s", "tokens seen",
                                   "training time, s", f"final validation loss, n={seeds}"], rows)
+    short = common.markdown_table(["arm", "tokens/s", "training time, s", "final validation loss", "n"],
+                                  [[name, row[3], *row[5:], seeds] for name, row in zip(SHORT_NAMES, rows)])
     rows = []
     for pair in pairs:
         reached = [t for t in pair["seconds"] if t is not None]
-        rows.append([f"{pair['target']} at its end", spread(pair["target_losses"], 4),
-                     spread(pair["target_seconds"], 1), pair["arm"],
-                     spread(reached, 1) if len(reached) == seeds else "not reached",
-                     ratio_text(pair["ratio"])])
+        rows.append([f"{pair['target']} at its end", common.spread(pair["target_losses"], 4),
+                     common.spread(pair["target_seconds"], 1), pair["arm"],
+                     common.spread(reached, 1) if len(reached) == seeds else "not reached",
+                     "not reached" if pair["ratio"] is None else f"{pair['ratio']:.2f}"])
     times = common.markdown_table(["loss of", "loss (curve's tokens)", "its training time, s", "arm",
                                    "time to that loss, s", "ratio of times"], rows)
-    return f"""# The nano track against a plain GPT
+    text = f"""{arms}\n\n{times}
 
-{arms}
-
-{times}
-
-Training times leave out compilation and validation. The baseline: learned positions, LayerNorm, biases,
-GELU, AdamW {BaselineArm.LEARNING_RATE} with warm-up and cosine, float32, {BaselineArm.WINDOWS} random windows
-of {BLOCK} tokens a step. With n-grams it has the track's table and row-wise Adagrad as well. torch.compile
-for all arms: {settings['compile']}. Final losses are over {settings['val_tokens']:,} validation tokens, those
-of the curve over at most {CURVE_TOKENS:,} of them.
-
-{common.environment_line(facts)}
-"""
+Training times leave out compilation and validation. The baseline: learned positions, LayerNorm, biases, GELU, AdamW
+{BaselineArm.LEARNING_RATE} with warm-up and cosine, float32, {BaselineArm.WINDOWS} random windows of {BLOCK} tokens a
+step. With n-grams it has the track's table and row-wise Adagrad as well. torch.compile for all arms:
+{settings['compile']}. Final losses are over {settings['val_tokens']:,} validation tokens, those of the curve over at
+most {CURVE_TOKENS:,} of them."""
+    return text, (f"{short}\n\n{first['matrix_parameters']:,} matrix parameters in every arm, "
+                  f"{max(result['table_values'] for result in results):,} values in the table, "
+                  f"{settings['val_tokens']:,} validation tokens.")
 
 
 def plot(path, results, pairs):
     """Loss against training time, one line an arm and seed; dashes mark where the baselines end."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     colours = dict(zip(ARMS, ("tab:gray", "tab:brown", "tab:blue", "tab:cyan")))
     labelled = set()
-    for result in results:
-        points = result["points"][1:]  # the first stands at time 0, which a logarithmic axis has not
-        arm = result["arm"]
-        axes.plot([p["seconds"] for p in points], [p["loss"] for p in points], marker=".", linewidth=1,
-                  color=colours[arm], label=None if arm in labelled else arm)
-        labelled.add(arm)
-    for target in ARMS[:2]:
-        pair = next(pair for pair in pairs if pair["target"] == target)
-        axes.axhline(statistics.mean(pair["target_losses"]), color=colours[target], linestyle="--",
-                     linewidth=0.8)
-    axes.set(xscale="log", xlabel="training time, s", ylabel="validation loss, nats per byte",
-             title="The nano track against a plain GPT")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with common.picture(path, figsize=(8, 5)) as axes:
+        for result in results:
+            points = result["points"][1:]  # the first stands at time 0, which a logarithmic axis has not
+            arm = result["arm"]
+            axes.plot([p["seconds"] for p in points], [p["loss"] for p in points], marker=".", linewidth=1,
+                      color=colours[arm], label=None if arm in labelled else arm)
+            labelled.add(arm)
+        for pair in {pair["target"]: pair for pair in pairs}.values():
+            loss, colour = statistics.mean(pair["target_losses"]), colours[pair["target"]]
+            axes.axhline(loss, color=colour, linestyle="--", linewidth=0.8)
+        axes.set(xscale="log", xlabel="training time, s", ylabel="validation loss, nats per byte",
+                 title="The nano track against a plain GPT")
+        axes.grid(alpha=0.3, which="both")
+        axes.legend()
 
 
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--seconds", type=float, default=180.0, help="training time of each baseline (default: 180)")
-    add("--seeds", type=int, default=1, help="repetitions, each of all arms (default: 1)")
-    add("--seed", type=int, default=0, help="the first seed (default: 0)")
-    add("--steps", type=int, help="schedule of the track (default: the track's)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--data", help="corpus folder (default: the track's)")
-    add("--out", type=Path, default=common.RESULTS, help="for the results (default: benchmarks/results)")
-    add("--tiny", action="store_true", help="tiny model and corpus, not compiled: tries out the script")
+    parser = common.parser(__doc__, seconds=180.0, seeds=1, seed=0, device="auto", tiny=False,
+                           data=str(common.ROOT / train_gpt.TRACKS["nano"].data))
+    parser.add_argument("--steps", type=int, help="schedule of the track [the track's]")
     arguments = parser.parse_args(argv)
     for name in ("seconds", "seeds"):
         if not getattr(arguments, name) > 0:
@@ -467,9 +428,11 @@ def benchmark(arguments, config):
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # or an arm might run eagerly
             results += run_seed(of_seed, arguments.seconds, runtime, shards, val)
         pairs = compare(results)
-        data = {"environment": facts, "settings": settings, "results": results, "comparison": pairs}
-        common.write_results(arguments.out, NAME, data, report(facts, settings, results, pairs))
-        plot(arguments.out / f"{NAME}.png", results, pairs)
+        data = {"settings": settings, "results": results, "comparison": pairs}
+        text, short = report(settings, results, pairs)
+        common.write_results(arguments.results, NAME, facts, data, text)
+        (arguments.results / f"{NAME}_short.md").write_text(f"{short} {common.environment_line(facts)}\n")
+        plot(arguments.results / f"{NAME}.png", results, pairs)
     return pairs
 
 
@@ -477,20 +440,18 @@ def main(argv=None):
     arguments = parse_arguments(argv)
     with tempfile.TemporaryDirectory() as temporary:
         try:
-            changes = {"device": arguments.device, "data": str(common.ROOT / train_gpt.TRACKS["nano"].data)}
+            changes = {"device": arguments.device, "data": arguments.data}
             if arguments.tiny:
                 changes |= {**common.TINY, "data": str(Path(temporary, "corpus"))}
                 common.write_corpus(changes["data"], common.python_documents(400_000),
                                     train_gpt.EOT_TOKEN["bytes"], common.TINY["val_tokens"])
             if arguments.steps is not None:
                 changes["steps"] = arguments.steps
-            if arguments.data:
-                changes["data"] = arguments.data
             pairs = benchmark(arguments, dataclasses.replace(train_gpt.TRACKS["nano"], **changes))
         except train_gpt.ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-    print((arguments.out / f"{NAME}.md").read_text())
+    print((arguments.results / f"{NAME}.md").read_text())
     ratios = [next(pair["ratio"] for pair in pairs if (pair["arm"], pair["target"]) == (ARMS[2], target))
               for target in ARMS[:2]]
     texts = ["not_reached" if ratio is None else f"{ratio:.2f}" for ratio in ratios]

@@ -6,12 +6,9 @@
 counts. Results: benchmarks/results/ngram_ablation.{json,md}, and the runs' logs, less the source that they begin with,
 under benchmarks/results/ngram_ablation/. A run that is complete in --work is not repeated.
 """
-import argparse
 import statistics
 import sys
 from pathlib import Path
-
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import common  # noqa: E402
@@ -26,19 +23,13 @@ def summary(arm, runs, reference):
     rows = config["ngram_rows"] if config["ngram_orders"] else 0
     ratios = [run["train_time_ms"] / of for run, of in zip(runs, reference, strict=True)]
     return [arm, ", ".join(map(str, config["ngram_orders"])) or "-", f"{rows:,}", f"{rows * config['model_dim']:,}",
-            len(losses), f"{statistics.mean(losses):.5f}", f"{statistics.stdev(losses):.5f}" if len(losses) > 1 else "-",
-            f"{statistics.median(ratios):.2f}"]
+            len(losses), f"{statistics.mean(losses):.5f}",
+            f"{statistics.stdev(losses):.5f}" if len(losses) > 1 else "-", f"{statistics.median(ratios):.2f}"]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=313)
-    parser.add_argument("--val-tokens", type=int, default=train_gpt.TRACKS["nano"].val_tokens)
-    parser.add_argument("--data", type=Path, default=common.ROOT / "data/python")
-    parser.add_argument("--work", type=Path, default=common.ROOT / "logs/ngram_ablation", help="folder of the runs")
-    parser.add_argument("--results", type=Path, default=common.RESULTS, help="folder of the result files")
-    arguments = parser.parse_args()
+    arguments = common.parser(__doc__, seeds=3, steps=313, val_tokens=train_gpt.TRACKS["nano"].val_tokens,
+                              data=common.ROOT / "data/python", work=common.ROOT / "logs/ngram_ablation").parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     logs = arguments.results / "ngram_ablation"
     logs.mkdir(parents=True, exist_ok=True)
@@ -47,20 +38,18 @@ def main():
         for arm, orders in ARMS.items():
             run_id = f"{common.slug(arm)}_seed{seed}"
             runs[arm].append(common.train(arguments.work, run_id, [
-                "--track", "nano", "--data", str(arguments.data.resolve()), "--device", "cpu", "--val_every", "0",
-                "--steps", str(arguments.steps), "--val_tokens", str(arguments.val_tokens), "--seed", str(seed),
-                "--ngram_orders", str(orders)]))
+                "--track", "nano", "--data", str(arguments.data.resolve()), "--device", "cpu", "--val-every", "0",
+                "--steps", str(arguments.steps), "--val-tokens", str(arguments.val_tokens), "--seed", str(seed),
+                "--ngram-orders", str(orders)]))
             (logs / f"{run_id}.log").write_text(common.log_tail(arguments.work, run_id))
             print(f"{run_id}: {runs[arm][-1]['val_loss']:.5f}", flush=True)
     reference = [run["train_time_ms"] for run in runs["all orders"]]
     table = common.markdown_table(["arm", "orders", "table rows", "table values", "n", "validation loss, mean",
                                    "standard deviation", "training time / all orders"],
                                   [summary(arm, found, reference) for arm, found in runs.items()])
-    facts = common.environment(torch.device("cpu"))
-    common.write_results(arguments.results, "ngram_ablation", {"environment": facts, "runs": runs},
-                         f"{table}\n\n{arguments.steps} steps, {arguments.val_tokens:,} validation tokens, one thread a run; "
-                         f"times are medians of ratios, seed by seed. Logs: benchmarks/results/ngram_ablation/.\n"
-                         f"{common.environment_line(facts)}")
+    common.write_results(arguments.results, "ngram_ablation", common.environment("cpu"), {"runs": runs},
+                         f"{table}\n\n{arguments.steps} steps, {arguments.val_tokens:,} validation tokens, one thread "
+                         f"a run; times are medians of ratios, seed by seed. Logs: benchmarks/results/ngram_ablation/.")
     print(table)
 
 

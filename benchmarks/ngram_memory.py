@@ -2,36 +2,28 @@
 
     python benchmarks/ngram_memory.py [--rows 1048576] [--world-size 4] [--steps 20]
 
-Trains the nano track on the CPU with a replicated table of --rows rows, then with a row-sharded one of world size times
-as many. Results: benchmarks/results/ngram_memory.{json,md}; the last line is `sharded_over_replicated:<ratio of the
+Trains the nano track on the CPU with a replicated table of --rows rows, then with a sharded one of world size times as
+many. Results: benchmarks/results/ngram_memory.{json,md}; the last line is `sharded_over_replicated:<ratio of the
 largest rank's peak memory>`.
 """
-import argparse
 import re
 import sys
 import tempfile
 from pathlib import Path
-
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import common  # noqa: E402
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=2**20)
-    parser.add_argument("--world-size", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--results", type=Path, default=common.RESULTS, help="folder of the result files")
-    arguments = parser.parse_args()
+    arguments = common.parser(__doc__, rows=2**20, world_size=4, steps=20, data=common.ROOT / "data/python").parse_args()
     rows, data, peaks = [], {}, []
     with tempfile.TemporaryDirectory() as folder:
-        for comms, factor in (("tokens", 1), ("row_sharded", arguments.world_size)):
+        for comms, factor in (("replicated", 1), ("sharded", arguments.world_size)):
             result = common.train(folder, comms, [
-                "--track", "nano", "--data", str(common.ROOT / "data/python"), "--device", "cpu", "--compile", "false",
-                "--steps", str(arguments.steps), "--val_tokens", "8192", "--seed", "1", "--ngram_comms", comms,
-                "--ngram_rows", str(factor * arguments.rows)], arguments.world_size)
+                "--track", "nano", "--data", str(arguments.data.resolve()), "--device", "cpu", "--compile", "false",
+                "--steps", str(arguments.steps), "--val-tokens", "8192", "--seed", "1", "--ngram-comms", comms,
+                "--ngram-rows", str(factor * arguments.rows)], arguments.world_size)
             peak = result["peak_memory_mib_by_rank"]
             values = factor * arguments.rows * result["config"]["model_dim"]
             rows.append([comms, f"{factor * arguments.rows:,}", f"{values * 4 / 2**20:,.0f}", f"{max(peak):,}",
@@ -39,13 +31,11 @@ def main():
             final = re.findall(r"^(?:comms|final).*$", common.log_tail(folder, comms), re.MULTILINE)
             data[comms] = {"result": result, "log": final}
             peaks.append(max(peak))
-    table = common.markdown_table(["comms", "table rows", "table, MiB", "peak memory of a rank, MiB: largest", "smallest",
-                                   "validation loss"], rows)
-    facts = common.environment(torch.device("cpu"))
-    common.write_results(arguments.results, "ngram_memory", {"environment": facts, "runs": data},
+    table = common.markdown_table(["comms", "table rows", "table, MiB", "peak memory of a rank, MiB: largest",
+                                   "smallest", "validation loss"], rows)
+    common.write_results(arguments.results, "ngram_memory", common.environment("cpu"), {"runs": data},
                          f"{table}\n\n{arguments.world_size} ranks on one CPU host, {arguments.steps} steps, without "
-                         f"torch.compile; peak of the whole process, up to the end of training.\n"
-                         f"{common.environment_line(facts)}")
+                         f"torch.compile; peak of the whole process, up to the end of training.")
     print(table)
     print(f"sharded_over_replicated:{peaks[1] / peaks[0]:.3f}")
 

@@ -11,7 +11,6 @@ All else is as in the track, schedule included, which ends with the run. Every r
 one that is complete in --work is not repeated. Results: benchmarks/results/optimizer_rules.{json,md}, and the runs'
 logs, less the source that they begin with, under benchmarks/results/optimizer_rules/.
 """
-import argparse
 import json
 import math
 import statistics
@@ -19,15 +18,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import common  # noqa: E402
 import train_gpt  # noqa: E402
 
 TRACK = train_gpt.TRACKS["nano"]
 # The centre of each rule's grid: in 60 steps this rate did better than its double for all five.
-CENTRES = dict.fromkeys(("adam", "muon", "soap", "soap_muon", "kl_soap"), 0.03)
+CENTRES = dict.fromkeys(train_gpt.MATRIX_RULES, 0.03)
 GRID = (0.5, 1.0, 2.0)
 WIDEST = (1 / 16, 16.0)  # beyond, a rule is taken to have no best rate
 
@@ -48,7 +45,7 @@ def cost_ratios(file, basis_every):
         raise SystemExit(f"{file} is missing: run benchmarks/optimizer_step.py first, for equal time needs its ratios")
     found = {(row["rule"], row["every"]): row["step_ratio"] for row in json.loads(file.read_text())["results"]}
     try:
-        return {rule: found[rule, basis_every if rule in train_gpt.SOAP_RULES else None] for rule in CENTRES}
+        return {name: found[name, basis_every if train_gpt.MATRIX_RULES[name].bases else None] for name in CENTRES}
     except KeyError as error:
         raise SystemExit(f"{file} has no {error.args[0]}: run benchmarks/optimizer_step.py again") from None
 
@@ -57,7 +54,7 @@ class Runs:
     """Runs of the trainer by (rule, learning rate, steps, seed), kept as files."""
 
     def __init__(self, arguments):
-        self.arguments, self.logs, self.results = arguments, arguments.out / "optimizer_rules", {}
+        self.arguments, self.logs, self.results = arguments, arguments.results / "optimizer_rules", {}
         self.logs.mkdir(parents=True, exist_ok=True)
         arguments.work.mkdir(parents=True, exist_ok=True)
 
@@ -67,14 +64,14 @@ class Runs:
         run_id = f"{rule}_lr{lr:g}_steps{steps}_seed{seed}"
         try:
             result = common.train(self.arguments.work, run_id, [
-                "--track", "nano", "--data", str(self.arguments.data.resolve()), "--device", "cpu", "--val_every", "0",
-                "--val_tokens", str(self.arguments.val_tokens), "--steps", str(steps), "--seed", str(seed),
-                "--matrix_update", rule, "--matrix_lr", f"{lr:g}", *self.arguments.options])
+                "--track", "nano", "--data", str(self.arguments.data.resolve()), "--device", "cpu", "--val-every", "0",
+                "--val-tokens", str(self.arguments.val_tokens), "--steps", str(steps), "--seed", str(seed),
+                "--matrix-update", rule, "--matrix-lr", f"{lr:g}", *self.arguments.options])
             (self.logs / f"{run_id}.log").write_text(common.log_tail(self.arguments.work, run_id))
         except SystemExit as failure:
             if "status:nan" not in str(failure):
                 raise
-            result = {"val_loss": math.inf, "train_time_ms": math.nan, "basis_rejects": 0, "optimizer_percent": math.nan}
+            result = {"val_loss": math.inf, "train_time_ms": math.nan, "basis_rejects": 0}
         print(f"{run_id}: {result['val_loss']:.5f}", flush=True)
         return result
 
@@ -99,12 +96,8 @@ def tune(runs, steps):
     return found
 
 
-def spread(losses):
-    return f"{statistics.mean(losses):.5f} ± {statistics.stdev(losses):.5f}" if len(losses) > 1 else f"{losses[0]:.5f}"
-
-
 def compare(runs, grid, ratios, arguments):
-    """[{rule, lr, ratio, steps, equal_steps, equal_time}], best at equal time first; the last two are lists of losses."""
+    """[{rule, lr, ratio, steps, equal_steps, equal_time}], best at equal time first; the last two are losses."""
     rows, seeds = [], range(1, arguments.seeds + 1)
     for rule, losses in grid.items():
         lr = best_multiple(losses)[0] * CENTRES[rule]
@@ -117,7 +110,7 @@ def compare(runs, grid, ratios, arguments):
     return sorted(rows, key=lambda row: statistics.mean(row["equal_time"]))
 
 
-def report(rows, grid, arguments, facts):
+def report(rows, grid, arguments):
     multiples = sorted({multiple for losses in grid.values() for multiple in losses})
     tuning = common.markdown_table(
         ["rule", *(f"x{multiple:g}" for multiple in multiples), "centre"],
@@ -127,36 +120,28 @@ def report(rows, grid, arguments, facts):
     final = common.markdown_table(
         ["rule", "learning rate", "n", "loss at equal steps", "step time / muon", "steps at equal time",
          "loss at equal time", "less muon's"],
-        [[row["rule"], f"{row['lr']:g}", len(row["equal_time"]), spread(row["equal_steps"]), f"{row['ratio']:.3f}",
-          row["steps"], spread(row["equal_time"]), f"{statistics.mean(row['equal_time']) - muon:+.5f}"] for row in rows])
-    return (f"{final}\n\n{arguments.steps} steps at equal steps, {arguments.val_tokens:,} validation tokens; mean ± standard "
-            f"deviation over seeds, best at equal time first.\nLearning rates were tuned with seed 1, loss by multiple of "
-            f"the centre:\n\n{tuning}\n\nLogs: benchmarks/results/optimizer_rules/. {common.environment_line(facts)}")
+        [[row["rule"], f"{row['lr']:g}", len(row["equal_time"]), common.spread(row["equal_steps"], 5),
+          f"{row['ratio']:.3f}", row["steps"], common.spread(row["equal_time"], 5),
+          f"{statistics.mean(row['equal_time']) - muon:+.5f}"] for row in rows])
+    return (f"{final}\n\n{arguments.steps} steps at equal steps, {arguments.val_tokens:,} validation tokens; mean ± "
+            f"standard deviation over seeds, best at equal time first.\nLearning rates were tuned with seed 1, loss by "
+            f"multiple of the centre:\n\n{tuning}\n\nLogs: benchmarks/results/optimizer_rules/.")
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=313)
-    parser.add_argument("--val-tokens", type=int, default=262_144)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
-    parser.add_argument("--data", type=Path, default=common.ROOT / "data/python")
-    parser.add_argument("--work", type=Path, default=common.ROOT / "logs/optimizer_rules", help="folder of the runs")
-    parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of the result files")
-    parser.add_argument("--ratios", type=Path, default=common.RESULTS / "optimizer_step.json")
+    parser = common.parser(__doc__, steps=313, val_tokens=262_144, seeds=3, jobs=1, data=common.ROOT / "data/python",
+                           work=common.ROOT / "logs/optimizer_rules", ratios=common.RESULTS / "optimizer_step.json")
     parser.add_argument("options", nargs="*", help="after --: further words for train_gpt.py")
     arguments = parser.parse_args(argv)
     ratios = cost_ratios(arguments.ratios, TRACK.basis_every)
     runs = Runs(arguments)
     grid = tune(runs, arguments.steps)
     rows = compare(runs, grid, ratios, arguments)
-    facts = common.environment(torch.device("cpu"))
-    text = report(rows, grid, arguments, facts)
-    common.write_results(arguments.out, "optimizer_rules", {
-        "environment": facts, "grid": grid, "rules": rows,
+    text = report(rows, grid, arguments)
+    common.write_results(arguments.results, "optimizer_rules", common.environment("cpu"), {
+        "grid": grid, "rules": rows,
         "runs": [{"rule": rule, "lr": lr, "steps": steps, "seed": seed, "val_loss": result["val_loss"],
-                  "train_time_ms": result["train_time_ms"], "optimizer_percent": result["optimizer_percent"],
-                  "basis_rejects": result["basis_rejects"]}
+                  "train_time_ms": result["train_time_ms"], "basis_rejects": result["basis_rejects"]}
                  for (rule, lr, steps, seed), result in runs.results.items()]}, text)
     print(text)
     print(f"best_at_equal_time:{rows[0]['rule']} rejects:{sum(r['basis_rejects'] for r in runs.results.values())}")

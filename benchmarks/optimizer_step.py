@@ -9,11 +9,10 @@ whole step with that rule, `over muon` what it adds to Muon's step, `step / muon
 optimizer_rules.py takes for equal time. All are medians over rounds of ratios within a round.
 Results: benchmarks/results/optimizer_step.{json,md}, named optimizer_step_<device> for CUDA.
 """
-import argparse
+import copy
 import dataclasses
 import statistics
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -27,17 +26,8 @@ TURN = range(FIRST_STEP, FIRST_STEP + 10)  # steps of a rule in a row; every sta
 
 def arms(config):
     """{(rule, stagger or None): Config}."""
-    plain = {(kind, None): dataclasses.replace(config, matrix_update=kind) for kind in ("muon", "adam")}
-    return plain | {(kind, every): dataclasses.replace(config, matrix_update=kind, basis_every=every)
-                    for kind in train_gpt.SOAP_RULES for every in STAGGERS}
-
-
-def seconds_of(function, runtime):
-    runtime.synchronize()
-    began = time.perf_counter()
-    function()
-    runtime.synchronize()
-    return time.perf_counter() - began
+    return {(kind, every): dataclasses.replace(config, matrix_update=kind, basis_every=every or config.basis_every)
+            for kind, rule in train_gpt.MATRIX_RULES.items() for every in (STAGGERS if rule.bases else (None,))}
 
 
 def measure(config, rounds):
@@ -47,11 +37,14 @@ def measure(config, rounds):
     shards, _ = train_gpt.open_corpus(config)
     trainer = train_gpt.Trainer(config, runtime)
     loader = train_gpt.TrainLoader(config, shards, runtime)
-    optimizers = {arm: train_gpt.Optimizer(own, train_gpt.GPT(own, trainer.attention_name).to(runtime.device), runtime)
+    no_table = train_gpt.NgramTable(dataclasses.replace(config, ngram_orders=()), runtime)
+    optimizers = {arm: train_gpt.Optimizer(own, copy.deepcopy(trainer.model), no_table, runtime)
                   for arm, own in arms(config).items()}
+    def seconds_of(function):
+        return common.timed(function, runtime.device)[0]
     def give(optimizer):
-        for name, grad in trainer.optimizer.grads.items():
-            optimizer.grads[name].copy_(grad)
+        for name, layout in trainer.optimizer.layouts.items():
+            optimizer.layouts[name].grad.copy_(layout.grad)
     def turn(optimizer, steps, lr_mul):
         for step in steps:
             give(optimizer)
@@ -63,14 +56,14 @@ def measure(config, rounds):
             trainer.accumulate(step, batch)
             for optimizer in optimizers.values():
                 turn(optimizer, [step], 1.0)
-            trainer.optimizer.step(step, 1.0, batch.row_plan)
+            trainer.optimizer.step(step, 1.0)
         for _ in range(rounds):
             batch = loader.next()
-            times["model"].append(seconds_of(lambda: trainer.accumulate(FIRST_STEP, batch), runtime))
+            times["model"].append(seconds_of(lambda: trainer.accumulate(FIRST_STEP, batch)))
             for arm, optimizer in optimizers.items():
-                copying = seconds_of(lambda: give(optimizer), runtime)
-                times[arm].append(seconds_of(lambda: turn(optimizer, TURN, 1e-3), runtime) / len(TURN) - copying)
-            together = seconds_of(lambda: trainer.optimizer.step(FIRST_STEP, 1e-3, batch.row_plan), runtime)
+                copying = seconds_of(lambda: give(optimizer))
+                times[arm].append(seconds_of(lambda: turn(optimizer, TURN, 1e-3)) / len(TURN) - copying)
+            together = seconds_of(lambda: trainer.optimizer.step(FIRST_STEP, 1e-3))
             times["table"].append(together - times["muon", None][-1])
     finally:
         loader.close()
@@ -81,8 +74,7 @@ def summary(times):
     """{arm: {"ms", "share", "over_muon", "step_ratio"}}, medians over rounds."""
     rest = [model + table for model, table in zip(times["model"], times["table"])]
     muon = times["muon", None]
-    def median(values):
-        return statistics.median(values)
+    median = statistics.median
     return {arm: {"ms": 1000 * median(own), "share": median(o / (r + o) for o, r in zip(own, rest)),
                   "over_muon": median((o - m) / (r + m) for o, m, r in zip(own, muon, rest)),
                   "step_ratio": median((r + o) / (r + m) for o, m, r in zip(own, muon, rest))}
@@ -90,13 +82,8 @@ def summary(times):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--data", default=str(common.ROOT / "data/python"))
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, not compiled: tries out the script")
-    parser.add_argument("--out", type=Path, default=common.RESULTS)
-    arguments = parser.parse_args(argv)
+    arguments = common.parser(__doc__, device="auto", rounds=7, data=str(common.ROOT / "data/python"),
+                              tiny=False).parse_args(argv)
     overrides = {"data": arguments.data, "device": arguments.device, "seed": 1}
     if arguments.tiny:
         overrides = {**common.TINY, "steps": 200, "epochs": 5, "micro_batches": ((0.0, 2),), **overrides}
@@ -111,13 +98,13 @@ def main(argv=None):
     rest = " and ".join(f"{1000 * statistics.median(times[key]):.1f} ms {text}"
                         for key, text in (("model", "forward and backward"), ("table", "n-gram table")))
     name = "optimizer_step" if device.type == "cpu" else f"optimizer_step_{common.slug(facts['device'])}"
-    data = {"environment": facts, "one_sided_above": config.one_sided_above, "basis_every": config.basis_every,
+    data = {"one_sided_above": config.one_sided_above, "basis_every": config.basis_every,
             "results": [{"rule": kind, "every": every, **fact} for (kind, every), fact in results.items()],
-            "seconds": {key if isinstance(key, str) else " ".join(map(str, key)): values for key, values in times.items()}}
-    common.write_results(arguments.out, name, data, f"{table}\n\nBeside it, per step: {rest}. Sides above "
-                         f"{config.one_sided_above} have no basis.\n{common.environment_line(facts)}")
+            "seconds": {key if isinstance(key, str) else " ".join(map(str, key)): own for key, own in times.items()}}
+    common.write_results(arguments.results, name, facts, data, f"{table}\n\nBeside it, per step: {rest}. Sides above "
+                         f"{config.one_sided_above} have no basis.")
     print(table)
-    chosen = results["soap_muon", config.basis_every] if config.basis_every in STAGGERS else results["soap_muon", 10]
+    chosen = results["soap_muon", config.basis_every if config.basis_every in STAGGERS else 10]
     print(f"soap_muon_share:{chosen['share']:.4f} soap_muon_over_muon:{chosen['over_muon']:.4f}")
     return 0
 

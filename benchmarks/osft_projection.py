@@ -2,7 +2,7 @@
 
     python benchmarks/osft_projection.py [--world-sizes 2,4] [--repeats 5] [--device auto]
 
-The trainer keeps matrices dense and whole on their owners (train_gpt.py, project_update), so nothing travels. Code that
+The trainer keeps matrices dense and whole on their owners (continual.py, project_update), so nothing travels. Code that
 trains the factors U_l and V_l themselves, and shares the rows of every tensor among ranks (FSDP), has to project their
 gradients against U_h and V_h of which it holds a part. The ways to do so are functions here, and the arms:
     gram           V's side by the (M, M) matrix V_hᵀ V_h, summed over ranks
@@ -16,14 +16,9 @@ relative to float64, bytes are those that Runtime counts, times are medians as r
 Then, in one process: the forward pass, dense and factored, and what the projection adds to the continual track's step.
 Results: benchmarks/results/osft_projection.{json,md}. Exit status 1 where an arm that ought to be right is not.
 """
-import argparse
 import dataclasses
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -33,14 +28,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import common  # noqa: E402
+import continual  # noqa: E402
 import train_gpt  # noqa: E402
 
 # (rows N, columns M) of a layer's matrices. Float64 references and CPU ranks ask for less than the models' sizes.
 SHAPES = {
     "GPT-2 small, widths / 2": ((384, 384), (384, 384), (1536, 384)),
     "Llama 8B, widths / 8": ((512, 512), (128, 512), (1792, 512)),
-    "nothing divides": ((203, 101), (67, 301)),
-}
+    "nothing divides": ((203, 101), (67, 301))}
 TINY_SHAPES = {"even": ((16, 8), (8, 24)), "nothing divides": ((13, 7), (5, 11))}
 RATIO = 0.5
 ARMS = ("gram", "gathered", "cached", "coefficients", "owned", "wrong")
@@ -149,7 +144,7 @@ def draw_matrix(rows, columns, seed, ratio=RATIO):
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
     rank = min(rows, columns)
-    frozen = train_gpt.frozen_count(rank, ratio)
+    frozen = continual.frozen_count(rank, ratio)
     left, right = (torch.linalg.qr(draw(size, frozen)).Q for size in (rows, columns))
     return Matrix(left, draw(rows, rank - frozen), right.T.contiguous(), draw(rank - frozen, columns),
                   draw(rows, columns))
@@ -182,7 +177,7 @@ def run_arm(arm, matrices, runtime, cache):
     began = time.perf_counter()
     if arm == "owned":
         for parts in mine:
-            train_gpt.project_update(*parts)
+            continual.project_update(*parts)
     elif arm == "coefficients":
         project_by_coefficients(lefts + rights, runtime)
     else:
@@ -233,14 +228,6 @@ def measure(name, shapes, runtime, repeats):
     return {"layer": name, "shapes": shapes, "world_size": runtime.world_size, "arms": found}
 
 
-def worker(out, device, repeats, shapes):
-    runtime = train_gpt.Runtime(device)
-    found = [measure(name, layer, runtime, repeats) for name, layer in shapes.items()]
-    if runtime.is_main:
-        Path(out).write_text(json.dumps({"cases": found, "device": runtime.device.type}))
-    runtime.close()
-
-
 # ----- the forward pass
 
 def forward_naive(x, left, scale, right, left_low, scale_low, right_low):
@@ -264,7 +251,7 @@ def measure_forward(shapes, device, repeats, tokens):
         generator = torch.Generator().manual_seed(0)
         weight = torch.randn(rows, columns, generator=generator).to(device)
         left, scale, right = torch.linalg.svd(weight, full_matrices=False)
-        cut = train_gpt.frozen_count(len(scale), RATIO)
+        cut = continual.frozen_count(len(scale), RATIO)
         factors = [part.contiguous() for half in (slice(cut), slice(cut, None))
                    for part in (left[:, half], scale[half], right[half])]
         x = torch.randn(2, tokens // 2, columns, generator=generator).to(device)
@@ -274,7 +261,7 @@ def measure_forward(shapes, device, repeats, tokens):
         exact = x.double() @ weight.double().T
         for repeat in range(repeats + 1):
             for arm, function in arms.items():
-                taken, y = timed(function, device)
+                taken, y = common.timed(function, device)
                 if repeat:
                     seconds[arm].append(taken)
                 error = max(error, ((y.double() - exact).norm() / exact.norm()).item())
@@ -283,16 +270,6 @@ def measure_forward(shapes, device, repeats, tokens):
                            "fused": median["fused"] / median["dense"], "error": error,
                            "expected": len(scale) * (rows + columns) / (rows * columns)})
     return rows_found
-
-
-def timed(function, device):
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    result = function()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began, result
 
 
 # ----- a training step
@@ -306,30 +283,23 @@ def measure_step(config, rounds, ratios=(0.25, 0.5)):
     trainer = train_gpt.Trainer(config, runtime)
     shards, _ = train_gpt.open_corpus(config)
     loader = train_gpt.TrainLoader(config, shards, runtime)
-    optimizer, counts = trainer.optimizer, {}
-    factors = {None: {}}
+    continual.train_matrices_alone(trainer)
+    matrices, hooks = trainer.optimizer.matrices, {None: None}
     for ratio in ratios:
-        for name in optimizer.banks:
-            count, *shape = optimizer.params[name].shape
-            counts[name] = [train_gpt.frozen_count(min(shape), ratio)] * count
-        optimizer.protect(counts)
-        factors[ratio] = {name: {key: optimizer.state[name].pop(key) for key in train_gpt.FROZEN}
-                          for name in optimizer.banks}
+        continual.protect(matrices, trainer.model.state_dict(), ratio)
+        hooks[ratio] = matrices.after_update
     added = {ratio: [] for ratio in ratios}
     try:
         for turn in range(rounds + 1):
-            batch, seconds = loader.next(), {ratio: 0.0 for ratio in factors}
-            passes, _ = timed(lambda: trainer.accumulate(turn, batch), runtime.device)
-            grads = {name: optimizer.grads[name].clone() for name in optimizer.banks}
+            batch, seconds = loader.next(), {ratio: 0.0 for ratio in hooks}
+            passes, _ = common.timed(lambda: trainer.accumulate(turn, batch), runtime.device)
+            grads = {layout: layout.grad.clone() for layout in matrices.layouts.values()}
             for repeat in range(4):
-                for ratio, own in list(factors.items())[::1 if repeat % 2 else -1]:
-                    for name in optimizer.banks:
-                        optimizer.state[name].update(own.get(name, {}))
-                        optimizer.grads[name].copy_(grads[name])
-                    seconds[ratio] += timed(lambda: optimizer.step(turn, 1e-3, batch.row_plan), runtime.device)[0] / 4
-                    for name in own:
-                        for key in train_gpt.FROZEN:
-                            del optimizer.state[name][key]
+                for ratio, matrices.after_update in list(hooks.items())[::1 if repeat % 2 else -1]:
+                    for layout, grad in grads.items():
+                        layout.grad.copy_(grad)
+                    taken, _ = common.timed(lambda: trainer.optimizer.step(turn, 1e-3), runtime.device)
+                    seconds[ratio] += taken / 4
             if turn:  # the first compiles
                 for ratio in ratios:
                     added[ratio].append((seconds[ratio] - seconds[None]) / (passes + seconds[None]))
@@ -355,39 +325,18 @@ def exchange_table(cases):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--world-sizes", default="2,4")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=15, help="training steps that the projection is timed on")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--data", default=str(common.ROOT / train_gpt.TRACKS["continual"].data))
-    parser.add_argument("--results", type=Path, default=common.RESULTS, help="folder of the result files")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, to try out the logic; measures nothing")
-    parser.add_argument("--worker", help="internal: this process is a rank; the file for rank 0's figures")
-    arguments = parser.parse_args()
+    arguments = common.ranks_parser(__doc__, world_sizes="2,4", rounds=15,
+                                    data=str(common.ROOT / train_gpt.TRACKS["continual"].data)).parse_args()
     shapes = TINY_SHAPES if arguments.tiny else SHAPES
     if arguments.worker:
-        return worker(arguments.worker, arguments.device, arguments.repeats, shapes)
-    cases, device = [], "cpu"
-    with tempfile.TemporaryDirectory() as folder:
-        for world_size in map(int, arguments.world_sizes.split(",")):
-            enough = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
-            chosen = arguments.device if arguments.device != "auto" else "cuda" if enough else "cpu"
-            out = Path(folder) / f"{world_size}.json"
-            subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                            f"--nproc_per_node={world_size}", __file__, "--worker", str(out), "--device", chosen,
-                            "--repeats", str(arguments.repeats), *(["--tiny"] if arguments.tiny else [])],
-                           check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-            found = json.loads(out.read_text())
-            cases += found["cases"]
-            device = found["device"]
+        return common.work_as_rank(arguments, lambda runtime: [measure(name, layer, runtime, arguments.repeats)
+                                                               for name, layer in shapes.items()])
+    cases, device = common.cases_of_ranks(__file__, arguments)
     here = train_gpt.Runtime(arguments.device).device
     forward = measure_forward(shapes, here, arguments.repeats, 64 if arguments.tiny else 2048)
     tiny = {**common.TINY, "micro_batches": ((0.0, 2),), "steps": 40} if arguments.tiny else {}
-    config = dataclasses.replace(train_gpt.TRACKS["continual"], device=arguments.device, data=arguments.data, seed=1,
-                                 **tiny)
-    added = measure_step(config, arguments.rounds)
-    facts = common.environment(torch.device(device))
+    config = {"device": arguments.device, "data": arguments.data, "seed": 1, **tiny}
+    added = measure_step(dataclasses.replace(train_gpt.TRACKS["continual"], **config), arguments.rounds)
     table = exchange_table(cases)
     forwards = common.markdown_table(
         ["matrix", "multiplications / dense", "time / dense, naive", "time / dense, fused", "error against float64"],
@@ -398,9 +347,9 @@ def main():
                       for ratio, values in added.items())
     text = (f"{table}\n\nHalf of the directions frozen; medians of {arguments.repeats}; float32; more ranks than cores "
             f"share them.\n\nForward pass, all factors, 2,048 tokens:\n\n{forwards}\n\nWhat the projection adds to a "
-            f"step of the continual track: {steps}.\n{common.environment_line(facts)}")
-    figures = {"environment": facts, "cases": cases, "forward": forward, "added_to_step": added}
-    common.write_results(arguments.results, "osft_projection", figures, text)
+            f"step of the continual track: {steps}.")
+    figures = {"cases": cases, "forward": forward, "added_to_step": added}
+    common.write_results(arguments.results, "osft_projection", common.environment(device), figures, text)
     print(table, forwards, f"projection adds {steps}", sep="\n\n")
     right = max(own["error"] for case in cases for arm, own in case["arms"].items() if arm != "wrong")
     wrong = min((case["arms"]["wrong"]["error"] for case in cases if "wrong" in case["arms"]), default=float("nan"))

@@ -6,8 +6,6 @@ Runs the nano track in float32 with one seed at world sizes 1, 2 and 4 (and, wit
 each as its users would: through torchrun. Compares the training losses of all steps with those of world size 1.
 Results: benchmarks/results/world_sizes.{json,md}. Exit status 1 if a loss differs by more than 1e-4.
 """
-import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -21,37 +19,31 @@ TOLERANCE = 1e-4
 
 
 def losses_of_run(folder, world_size, options):
-    """Training loss of every step, from the run's metrics.jsonl."""
+    """Training loss of every step."""
     run_id = f"world{world_size}_" + "_".join(options[1::2]).replace("/", "-")
     common.train(folder, run_id, ["--track", "nano", "--data", str(common.ROOT / "data/python"), "--dtype", "float32",
-                                  "--compile", "false", "--log_every", "1", "--val_every", "0", "--val_tokens", "8192",
+                                  "--compile", "false", "--log-every", "1", "--val-every", "0", "--val-tokens", "8192",
                                   "--seed", "1", *options], world_size)
-    events = [json.loads(line) for line in (Path(folder) / "logs" / run_id / "metrics.jsonl").read_text().splitlines()]
-    return [event["train_loss"] for event in events if "train_loss" in event]
+    return common.train_losses(Path(folder) / "logs" / run_id)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--device", default="auto")
-    arguments = parser.parse_args()
+    arguments = common.parser(__doc__, steps=20, device="auto").parse_args()
     rows, data, worst = [], {}, 0.0
     with tempfile.TemporaryDirectory() as folder:
         for micro_batches, world_sizes in ((4, (1, 2, 4)), (6, (1, 3))):
-            options = ["--steps", str(arguments.steps), "--micro_batches", str(micro_batches),
-                       "--device", arguments.device]
+            options = common.words_of({"steps": arguments.steps, "micro_batches": micro_batches,
+                                       "device": arguments.device})
             for world_size in world_sizes:
                 losses = data[f"{micro_batches}/{world_size}"] = losses_of_run(folder, world_size, options)
                 alone = data[f"{micro_batches}/1"]
                 difference = max(abs(a - b) for a, b in zip(losses, alone, strict=True))
                 worst = max(worst, difference)
                 rows.append([micro_batches, world_size, f"{losses[0]:.5f}", f"{losses[-1]:.5f}", f"{difference:.1e}"])
-    facts = common.environment(torch.device("cpu" if arguments.device == "cpu" or not torch.cuda.is_available()
-                                            else "cuda"))
-    table = common.markdown_table(["micro-batches a step", "world size", "loss, step 1", f"loss, step {arguments.steps}",
-                                   "largest difference from world size 1"], rows)
-    common.write_results(common.RESULTS, "world_sizes", {"environment": facts, "losses": data},
-                         f"{table}\n\n{common.environment_line(facts)}")
+    device = "cpu" if arguments.device == "cpu" or not torch.cuda.is_available() else "cuda"
+    table = common.markdown_table(["micro-batches a step", "world size", "loss, step 1",
+                                   f"loss, step {arguments.steps}", "largest difference from world size 1"], rows)
+    common.write_results(arguments.results, "world_sizes", common.environment(device), {"losses": data}, table)
     print(table)
     print(f"max_difference:{worst:.1e}")
     return int(worst > TOLERANCE)

@@ -8,6 +8,8 @@
     render.py       a record's README and the leaderboards
     submit.py       `submit`
     compare.py      `diff`
-    experiment.py   `ab` and `reproduce`: the only commands that run code from a record
+    experiment.py   `run`, `ab` and `reproduce`; the last two alone run code from a record
+    ledger.py       counting the runs that are started for records
     curves.py       `plot` and `report` (report.css and report.js are parts of the page)
+    picture.py      loss.png, which the trainer draws at the end of a run
 """

@@ -1,4 +1,4 @@
-"""python -m records submit|verify|table|diff|ab|reproduce|plot|report: see the records chapter of the README."""
+"""python -m records run|submit|verify|table|diff|ab|reproduce|plot|report: see records/README.md."""
 import argparse
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from records import compare, curves, experiment, render
 from records.files import RecordError, read_text, write_whole
 from records.judge import judge_all, judge_one, judge_records
-from records.record import Repository, load
+from records.record import MOST_LOGS, Repository, load
 from records.submit import pull_request, submit
 
 
@@ -25,20 +25,24 @@ def parser():
     it.add_argument("logs", nargs="+", metavar="LOG", help="log.txt or folder of a run")
     it.add_argument("--name", required=True, help="letters, digits and '-'")
     it.add_argument("--baseline", nargs="+", default=[], metavar="LOG", help="the parent's runs, made in pairs by ab")
-    it = command("verify", "judge records; without FOLDER all of them and the README's leaderboards")
+    it = command("verify", "judge records; without FOLDER all of them and the leaderboards")
     it.add_argument("folders", nargs="*", metavar="FOLDER")
-    command("table", "renew the leaderboards in README.md")
+    command("table", "renew the leaderboards in records/README.md")
     it = command("diff", "code and configuration of two records, or of a record and the working train_gpt.py")
     it.add_argument("a", metavar="A", help="a record's folder, a run's folder or a log")
     it.add_argument("b", metavar="B", nargs="?", help="the same; left out: the working train_gpt.py")
     for name, path, runs, help in (
+            ("run", "", 8, "make the runs of a record of the working train_gpt.py that are still missing"),
             ("ab", "OTHER", 8, "run the working train_gpt.py (A) and OTHER's script (B) in turns: A B B A ..."),
             ("reproduce", "FOLDER", 4, "run a record's code with fresh seeds, and say whether its loss is reproduced")):
-        it = command(name, help + "; executes code of a record")
-        it.add_argument("path", metavar=path, help="a record's folder, a run's folder or a log")
+        it = command(name, help + "; executes code of a record" * bool(path))
         it.add_argument("--runs", type=int, default=runs, metavar="N", help=f"fixed before the first run [{runs}]")
-        it.add_argument("--world-size", type=int, default=0, metavar="W", help="processes of a run [as in the logs]")
-        it.add_argument("--yes", action="store_true", help="do not ask before code is executed")
+        it.add_argument("--world-size", type=int, default=0, metavar="W", help="processes [as in the logs, else 1]")
+        if path:
+            it.add_argument("path", metavar=path, help="a record's folder, a run's folder or a log")
+            it.add_argument("--yes", action="store_true", help="do not ask before code is executed")
+        else:
+            it.add_argument("--track", default="nano", help="[nano]")
     it = command("plot", "draw losses of runs or records against time and steps, as PNG")
     it.add_argument("paths", nargs="+", metavar="PATH", help="a record's folder, a run's folder or a log")
     it.add_argument("--out", default="logs/plot.png", help="[logs/plot.png]")
@@ -97,6 +101,8 @@ def submit_command(repository, options):
 
 def run(repository, options):
     """Carry out a parsed command; returns the exit status."""
+    if "runs" in options and not 2 <= options.runs <= MOST_LOGS:
+        raise RecordError(f"--runs {options.runs}: takes at least 2, for statistics, and at most {MOST_LOGS}")
     if options.command == "submit":
         return submit_command(repository, options)
     if options.command == "verify":
@@ -106,23 +112,20 @@ def run(repository, options):
     if options.command == "plot":
         curves.plot(repository, options.paths, options.out)
         print(f"plot: {options.out}")
-        return 0
-    if options.command == "report":
+    elif options.command == "report":
         count, failures = curves.report(repository, options.out)
         print(f"report: {options.out}, {count} record{'s' * (count != 1)}, {len(failures)} failures of verify")
-        return 0
-    if options.command == "diff":
+    elif options.command == "diff":
         before = compare.side_of(options.a, repository)
         after = (compare.side_of(options.b, repository) if options.b
                  else compare.working_side(before.track, repository))
         print(compare.describe(before, after))
-        return 0
-    other = compare.side_of(options.path, repository)
-    if options.command == "ab":
-        working = compare.working_side(other.track, repository)
-        experiment.ab(repository, working, other, options.runs, options.world_size, options.yes)
+    elif options.command == "run":
+        experiment.run(repository, options.track, options.runs, options.world_size)
     else:
-        experiment.reproduce(repository, other, options.runs, options.world_size, options.yes)
+        other = compare.side_of(options.path, repository)
+        command = experiment.ab if options.command == "ab" else experiment.reproduce
+        command(repository, other, options.runs, options.world_size, options.yes)
     return 0
 
 
@@ -135,7 +138,7 @@ def main(argv=None, repository=None):
         print(f"records: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("records: interrupted; ab and reproduce go on where they stopped when called again", file=sys.stderr)
+        print("records: interrupted; run, ab and reproduce go on where they stopped when called again", file=sys.stderr)
         return 130
 
 

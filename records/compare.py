@@ -9,7 +9,7 @@ from pathlib import Path
 import train_gpt
 from records import render
 from records.files import RecordError
-from records.log import parse_log
+from records.log import run_at
 from records.record import changed_lines, config_changes, load
 
 SEED = re.compile(r"(\bseed\b\D*?)-?\d+")
@@ -35,11 +35,7 @@ def side_of(path, repository):
             raise RecordError(f"{path}: holds no readable log" + (f" ({reasons[0]})" if reasons else ""))
         runs = tuple(record.runs)
     else:
-        log = path / "log.txt" if path.is_dir() else path
-        try:
-            runs = (parse_log(log),)
-        except RecordError as error:
-            raise RecordError(f"{log}: {error}") from None
+        runs = (run_at(path),)
     if runs[0].track not in repository.rules:
         raise RecordError(f"{path}: track {ascii(runs[0].track)} is none of {', '.join(repository.rules)}")
     return Side(str(path), runs[0].source, runs[0].config, runs[0].track, runs)

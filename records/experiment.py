@@ -1,4 +1,4 @@
-"""`ab` and `reproduce`: the only commands that execute code from a record. They say so and ask first.
+"""`run`, `ab` and `reproduce`. The last two are the only commands that execute code from a record: they ask first.
 
 The runs of an experiment lie at logs/<experiment>-<number>, an id that holds the code's hash and the number of runs: a
 call that was interrupted goes on where it stopped, and another number of runs is another experiment.
@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -19,9 +18,10 @@ import torch
 import train_gpt
 from records import render, stats
 from records.files import RecordError, write_whole
-from records.log import parse_log
+from records.ledger import Ledger
+from records.log import START, parse_log
 
-DECLARES_RUNS = re.compile(r"^    runs: int = knob\(", re.MULTILINE)  # older scripts have no --runs
+RUN_OF, RUNS = "\n    run_of: str = knob(", "\n    runs: int = knob("  # fields of a script that is told its place, or N
 
 
 # ----- the machine
@@ -58,7 +58,7 @@ class Experiment:
     def __init__(self, repository, name, scripts, track, world_size, declared):
         self.logs, self.name, self.scripts = repository.root / "logs", name, scripts
         self.root, self.track, self.world_size, self.declared = repository.root, track, world_size, declared
-        self.folder = self.logs / name
+        self.folder, self.ledger = self.logs / name, Ledger(self.logs / "runs.jsonl")
 
     def prepare(self):
         """Extract the scripts; RecordError when the experiment was begun on another machine."""
@@ -70,18 +70,23 @@ class Experiment:
             raise RecordError(f"{path}: the runs there are another machine's or software's; move {self.folder} away to "
                               f"begin anew")
         write_whole(path, json.dumps(facts, indent=1) + "\n")
+        if self.declared:  # older scripts read the ledger themselves, and an incomplete line would stop them
+            self.ledger.write(self.ledger.read())
         print("machine: " + json.dumps(facts))
         if os.getloadavg()[0] > 0.5:
             print(f"note: the load is {os.getloadavg()[0]:.1f}; times are those of a busy machine")
 
     def command(self, letter, run_id):
+        """The words that start a run, which counts from now on if its script does not count itself."""
         script = str(self.folder / letter / "train_gpt.py")
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.world_size}"]
         words = [sys.executable, *(launcher if self.world_size > 1 else []), script, "--track", self.track,
                  "--run-id", run_id]
-        if self.declared and DECLARES_RUNS.search(self.scripts[letter]):
-            words += ["--runs", str(self.declared)]
-        return words
+        source = self.scripts[letter]
+        if self.declared and RUN_OF in source:
+            code = hashlib.sha256(source.encode()).hexdigest()
+            return [*words, "--run-of", self.ledger.start(self.track, code, self.declared, run_id)]
+        return [*words, "--runs", str(self.declared)] if self.declared and RUNS in source else words
 
     def completed(self, run_id):
         """The Run of a complete log, or None."""
@@ -91,15 +96,17 @@ class Experiment:
             return None
 
     def run(self, letter, run_id):
-        """The Run, made now unless it is there. What an interrupted run left is put aside."""
-        if done := self.completed(run_id):
-            return done
+        """The Run, made now. What an interrupted run left is put aside."""
         folder = self.logs / run_id
         if folder.exists():
-            folder.rename(self.logs / f"{run_id}.stopped-{time.time_ns()}")
-        with open(self.folder / "console.txt", "a") as console:
-            words = self.command(letter, run_id)
-            code = subprocess.run(words, cwd=self.root, stdout=console, stderr=console).returncode
+            folder.rename(self.folder / f"{run_id}.stopped-{time.time_ns()}")
+        words, log = self.command(letter, run_id), folder / "log.txt"
+        try:
+            with open(self.folder / "console.txt", "a") as console:
+                code = subprocess.run(words, cwd=self.root, stdout=console, stderr=console).returncode
+        finally:
+            if "--run-of" in words and not (log.exists() and f"\n{START}\n" in log.read_text(errors="replace")):
+                self.ledger.take_back(run_id)
         for checkpoint in folder.glob("*.pt*"):  # one is hundreds of MiB, and nothing here reads it
             checkpoint.unlink()
         done = self.completed(run_id)
@@ -109,18 +116,35 @@ class Experiment:
         return done
 
     def run_all(self, plan):
-        """Run every (letter, number) of the plan in order, telling how far it is. Returns {(letter, number): Run}."""
+        """The Run of every (letter, number) of the plan, in order, made now unless it is there. Tells how far it is."""
+        self.prepare()
         runs, spent = {}, []
         for place, (letter, number) in enumerate(plan, 1):
             run_id = f"{self.name}-{number:02d}{letter}"
-            began, fresh = time.monotonic(), self.completed(run_id) is None
+            began, there = time.monotonic(), self.completed(run_id)
             print(f"run {place}/{len(plan)} {run_id} ... ", end="", flush=True)
-            runs[letter, number] = run = self.run(letter, run_id)
-            spent += [time.monotonic() - began] if fresh else []
+            runs[letter, number] = run = there or self.run(letter, run_id)
+            spent += [] if there else [time.monotonic() - began]
             left = f", about {sum(spent) / len(spent) * (len(plan) - place) / 60:.0f} min to go" if spent else ""
             print(f"val_loss {run.val_loss:.5f} time {run.train_time_ms / 1000:.1f} s"
-                  f"{'' if fresh else ' (was there)'}{left}", flush=True)
+                  f"{' (was there)' if there else ''}{left}", flush=True)
         return runs
+
+
+# ----- run
+
+def run(repository, track, count, world_size):
+    """The runs of a record of the working script that are still missing, one after another. Prints as it goes."""
+    if track not in repository.rules:
+        raise RecordError(f"--track {ascii(track)}: is none of {', '.join(repository.rules)}")
+    source = (repository.root / "train_gpt.py").read_text()
+    name = f"run-{track}-{digest(source)}-n{count}"
+    experiment = Experiment(repository, name, {"": source}, track, world_size or 1, count)
+    runs = experiment.run_all([("", number) for number in range(1, count + 1)]).values()
+    losses, target = [run.val_loss for run in runs], repository.rules[track].target_loss
+    print(f"\nmean loss {np.mean(losses):.5f}, target {target:g}, p = {stats.p_below(losses, target):.2g}; mean time "
+          f"{np.mean([run.train_time_ms for run in runs]) / 1000:.1f} s\n\n"
+          f"To claim it: python -m records submit --name NAME logs/{name}-*")
 
 
 # ----- ab
@@ -168,19 +192,17 @@ def ab_report(a, b):
     return "\n".join(lines)
 
 
-def ab(repository, working, other, pairs, world_size, yes):
-    """Interleaved runs of the working script (A) and another's (B); Sides of compare.py. Prints as it goes."""
-    if pairs < 2:
-        raise RecordError(f"--runs {pairs}: a comparison takes at least 2 pairs")
+def ab(repository, other, pairs, world_size, yes):
+    """Interleaved runs of the working script (A) and another's (B), a Side of compare.py. Prints as it goes."""
+    source = (repository.root / "train_gpt.py").read_text()
     world_size = world_size or other.runs[0].world_size
-    a_hash, b_hash = digest(working.source), digest(other.source)
-    consent(f"{2 * pairs} runs of {working.label} ({a_hash}) and of the code in {other.label} ({b_hash})", yes)
+    a_hash, b_hash = digest(source), digest(other.source)
+    consent(f"{2 * pairs} runs of train_gpt.py ({a_hash}) and of the code in {other.label} ({b_hash})", yes)
     name = f"ab-{other.track}-{a_hash}-{b_hash}-n{pairs}"
-    experiment = Experiment(repository, name, {"a": working.source, "b": other.source}, other.track, world_size, pairs)
-    experiment.prepare()
+    experiment = Experiment(repository, name, {"a": source, "b": other.source}, other.track, world_size, pairs)
     runs = experiment.run_all(interleaved(pairs))
     a, b = ([runs[letter, number] for number in range(1, pairs + 1)] for letter in "ab")
-    print(f"\nA: {working.label} ({a_hash})\nB: {other.label} ({b_hash})\n\n{ab_report(a, b)}\n\n"
+    print(f"\nA: train_gpt.py ({a_hash})\nB: {other.label} ({b_hash})\n\n{ab_report(a, b)}\n\n"
           f"To claim it: python -m records submit --name NAME logs/{name}-*a --baseline logs/{name}-*b")
 
 
@@ -208,13 +230,10 @@ def verdict(losses, claimed, target):
 
 def reproduce(repository, record, count, world_size, yes):
     """Run a record's code with fresh seeds and judge its losses. Returns the verdict."""
-    if count < 2:
-        raise RecordError(f"--runs {count}: a verdict takes at least 2 runs")
     code = digest(record.source)
     consent(f"{count} runs of the code in {record.label} ({code})", yes)
     experiment = Experiment(repository, f"reproduce-{record.track}-{code}-n{count}", {"r": record.source}, record.track,
                             world_size or record.runs[0].world_size, 0)
-    experiment.prepare()
     runs = experiment.run_all([("r", number) for number in range(1, count + 1)]).values()
     losses, claimed = ([run.val_loss for run in some] for some in (runs, record.runs))
     answer, reason = verdict(losses, claimed, repository.rules[record.track].target_loss)

@@ -107,11 +107,10 @@ def check_batch(record, fail):
     for run in runs:
         batch = run.batch
         if batch is None or not (0 < batch.counter <= batch.declared <= MOST_LOGS and batch.number and batch.start):
-            fail(run.path, f"no valid number of declared runs (2 to {MOST_LOGS}); start every run of a record with "
-                           f"--runs N")
+            fail(run.path, f"no valid number of declared runs (2 to {MOST_LOGS}); use `python -m records run` or `ab`")
             return
     if len({(run.batch.number, run.batch.declared) for run in runs}) > 1:
-        fail(folder, "runs of several batches; a record is one batch declared with --runs N")
+        fail(folder, "runs of several batches; a record is one batch of `python -m records run` or `ab`")
     elif runs:
         declared = runs[0].batch.declared
         present = [run.batch.counter for run in runs]
@@ -226,7 +225,7 @@ def judge_records(repository):
 
 
 def judge_all(repository):
-    """Every Failure of the repository: its records, and where all of those are good the README's leaderboards."""
+    """Every Failure of the repository: its records, and where all of those are good the leaderboards."""
     failures = judge_records(repository)
     if not failures:
         try:

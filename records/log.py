@@ -132,6 +132,8 @@ def parse_curves(lines, config):
     for line in lines:
         found = match(STEP, line, "step")
         point = Point(int(found["step"]), float(found["loss"]), int(found["time"]))
+        if point.step == 0 and found["split"] == "val":
+            continue  # a run that goes on with a trained model is validated before its first step
         if int(found["steps"]) != steps or not 0 < point.step <= steps:
             raise RecordError(f"step {found['step']}/{found['steps']}: the configuration has {steps} steps")
         if point.step < before.step or point.time_ms < before.time_ms:
@@ -148,6 +150,15 @@ def parse_curves(lines, config):
             raise RecordError(f"{kind}_loss lines: {len(logged)} found, one every {every} of {steps} steps needed: "
                               f"cut, or added to?")
     return curves
+
+
+def run_at(path):
+    """The Run of a log, or of the one in a run's folder. A RecordError names the log."""
+    path = Path(path) / "log.txt" if Path(path).is_dir() else Path(path)
+    try:
+        return parse_log(path)
+    except RecordError as error:
+        raise RecordError(f"{path}: {error}") from None
 
 
 def parse_log(path):

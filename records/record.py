@@ -73,21 +73,21 @@ class Record:
 
 @dataclass(frozen=True)
 class Repository:
-    """The working tree: records/<track>/<date>_<Name>/, README.md, train_gpt.py."""
+    """The working tree: records/<track>/<date>_<Name>/, records/README.md, train_gpt.py."""
     root: Path
     rules: dict  # TrackRules by track
 
     @classmethod
     def of_trainer(cls):
-        """This repository, with the tracks of its train_gpt.py but those that go on with a trained model."""
+        """This repository, with the tracks of its train_gpt.py that have a target."""
         rules = {name: TrackRules(name, config.tokenizer, config.val_tokens, config.val_sha256, config.target_loss,
                                   MANIFESTS.get(name, "")) for name, config in train_gpt.TRACKS.items()
-                 if not config.first_data}
+                 if config.target_loss}
         return cls(Path(train_gpt.__file__).resolve().parent, rules)
 
     @property
     def readme(self):
-        return self.root / "README.md"
+        return self.root / "records" / "README.md"
 
     def track_folder(self, track):
         return self.root / "records" / track
@@ -170,8 +170,8 @@ def changed_lines(before, after):
 
 def config_changes(before, after):
     """{field: [value before, value after]} of two logged configurations, but for fields that say where and how a run
-    is watched; a field that one of them lacks is None there."""
-    names = sorted((before.keys() | after.keys()) - train_gpt.NEUTRAL_FIELDS)
+    is watched, or counted; a field that one of them lacks is None there."""
+    names = sorted((before.keys() | after.keys()) - train_gpt.NEUTRAL_FIELDS - {"run_of", "runs"})
     return {name: [before.get(name), after.get(name)] for name in names if before.get(name) != after.get(name)}
 
 

@@ -53,7 +53,8 @@ def record_block(figures):
     lines = [
         run_table(figures["runs"]), "",
         f"Validation loss {loss['mean']:.5f}, standard deviation {loss['std']:.5f}, n = "
-        f"{len(figures['runs'])} (declared {figures['declared_runs']}, batch {figures['batch']} of this code, restarts {figures['restarts']}).",
+        f"{len(figures['runs'])} (declared {figures['declared_runs']}, batch {figures['batch']} of this code, restarts "
+        f"{figures['restarts']}).",
         f"Mean below the target {loss['target']:g}: {p_text(loss['p'])} (one-sided t-test; below "
         f"{figures['p_needed']:g} is needed).",
         f"Training time {seconds(time_ms['mean'])} s, standard deviation {seconds(time_ms['std'])} s.", "",
@@ -119,7 +120,7 @@ def leaderboard_cells(record):
 
 def leaderboard(records):
     """The table of a track's verified records, fastest first."""
-    rows = [[f"[{record.name[11:]}](records/{record.track}/{record.name}/)", *map(cell, leaderboard_cells(record))]
+    rows = [[f"[{record.name[11:]}]({record.track}/{record.name}/)", *map(cell, leaderboard_cells(record))]
             for record in ranked(records)]
     return (table(LEADERBOARD, rows) if rows else "No records yet.") + "\n"
 

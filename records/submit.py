@@ -2,24 +2,17 @@
 import json
 import shutil
 from datetime import datetime, timezone
-from pathlib import Path
 
 from records import render, stats
 from records.files import LOG_LIMIT, RecordError, read_text
 from records.judge import judge_one
-from records.log import parse_log
+from records.log import run_at
 from records.record import FOLDER, MOST_LOGS, figures, load
 
 
 def gather(paths):
     """The Runs of log files or run folders, in the order of their counters."""
-    runs = []
-    for path in map(Path, paths):
-        path = path / "log.txt" if path.is_dir() else path
-        try:
-            runs.append(parse_log(path))
-        except RecordError as error:
-            raise RecordError(f"{path}: {error}") from None
+    runs = [run_at(path) for path in paths]
     if len(runs) > MOST_LOGS:
         raise RecordError(f"{len(runs)} logs: a record holds at most {MOST_LOGS}")
     return sorted(runs, key=lambda run: (run.batch.counter if run.batch else 0, run.run))
@@ -55,7 +48,7 @@ def submit(repository, name, logs, baseline=()):
     if track not in repository.rules:
         raise RecordError(f"track {ascii(track)} of the logs is none of {', '.join(repository.rules)}")
     if undeclared := [run.path for run in runs if run.batch is None]:
-        raise RecordError(f"{undeclared[0]}: no declared number of runs; start every run of a record with --runs N")
+        raise RecordError(f"{undeclared[0]}: no declared number of runs; use `python -m records run`")
     final = repository.track_folder(track) / folder_name
     if final.exists():
         raise RecordError(f"{final} exists; choose another --name")

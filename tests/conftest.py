@@ -7,12 +7,14 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: bitwise comparisons with child processes
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # a launcher's: this process is alone
     os.environ.pop(name, None)
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+TESTS = Path(__file__).resolve().parent
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # the repository before this folder, which has some of the same names
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
 import helpers  # noqa: E402
+import ranks  # noqa: E402
 import train_gpt  # noqa: E402
 
 
@@ -42,14 +44,15 @@ def rich(corpus):
 
 @pytest.fixture
 def cli(tmp_path, monkeypatch, capsys):
-    """The command line without a new process: cli(*words) runs main() in tmp_path."""
+    """The command line without a new process: cli(*words) runs main() in tmp_path, without a plot at the end."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_gpt, "plot", lambda folder: "")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     rng = torch.get_rng_state()
 
-    def run(*words, **values):
+    def run(*words, main=train_gpt.main, **values):
         capsys.readouterr()
-        code = train_gpt.main([*map(str, words), *helpers.arguments(values)])
+        code = main([*map(str, words), *helpers.arguments(values)])
         out, err = capsys.readouterr()
         return helpers.Run(code, out, err, tmp_path / "logs" / str(values.get("run_id", "")))
 
@@ -60,24 +63,22 @@ def cli(tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture(scope="session")
-def rich_run(rich, tmp_path_factory):
-    """The twenty steps in one process, checkpoint after ten."""
-    run = helpers.run_trainer(tmp_path_factory.mktemp("ranks1"), {**rich, "run_id": "rich"})
-    assert run.code == 0, run.stdout + run.stderr
-    return run
-
-
-@pytest.fixture(scope="session")
-def rich_run_of(rich, rich_run, tmp_path_factory):
-    """rich_run_of(world size): the same twenty steps, on that many processes; each is run once."""
-    runs = {1: rich_run}
+def rich_run_of(rich, tmp_path_factory):
+    """rich_run_of(world size): the twenty steps, with a checkpoint after ten, on that many ranks; each is run once."""
+    runs = {}
 
     def run_of(world_size):
         if world_size not in runs:
             folder = tmp_path_factory.mktemp(f"ranks{world_size}")
-            run = helpers.run_trainer(folder, {**rich, "run_id": "rich"}, world_size=world_size)
+            run = ranks.train(folder, {**rich, "run_id": "rich"}, world_size=world_size)
             assert run.code == 0, run.stdout + run.stderr
             runs[world_size] = run
         return runs[world_size]
 
     return run_of
+
+
+@pytest.fixture(scope="session")
+def rich_run(rich_run_of):
+    """The twenty steps on one rank."""
+    return rich_run_of(1)

@@ -167,7 +167,8 @@ def ranks(world_size, device="cpu"):
 def bytes_of(tensor):
     if not tensor.numel():
         return b""  # an empty tensor has no view of another type
-    return tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    flat = tensor.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def assert_bitwise(actual, expected, where=""):
@@ -196,18 +197,18 @@ def randomise(trainer, seed=0):
             noise = torch.randn(param.shape, generator=generator)
             centre = 1.0 if name.endswith("_scale") else 0.0
             param.copy_(centre + spread.get(name, 0.5) * noise)
-    if trainer.table:
-        trainer.table.weight.copy_(0.3 * torch.randn(trainer.table.weight.shape, generator=generator))
+    trainer.table.weight.copy_(0.3 * torch.randn(trainer.table.weight.shape, generator=generator))
 
 
 def read(trainer, tokens, low=0):
-    """The MicroBatch of tokens[low : low + T] and its summed n-gram rows (None without a table)."""
+    """The MicroBatch of tokens[low : low + T] and its summed n-gram rows (None without n-grams)."""
     return trainer.read(train_gpt.place_contiguous(np.asarray(tokens, dtype=np.uint16), low, trainer.config))
 
 
-def make_trainer(random_weights=True, seed=0, **changes):
-    """A Trainer of the tiny model in this process, with random weights everywhere unless told otherwise."""
-    trainer = train_gpt.Trainer(tiny_config(**changes), train_gpt.Runtime("cpu"))
+def make_trainer(random_weights=True, seed=0, runtime=None, **changes):
+    """A Trainer of the tiny model, of this process alone or of a rank's runtime; with random weights everywhere unless
+    told otherwise."""
+    trainer = train_gpt.Trainer(tiny_config(**changes), runtime or train_gpt.Runtime("cpu"))
     if random_weights:
         randomise(trainer, seed)
     return trainer

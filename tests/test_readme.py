@@ -1,16 +1,22 @@
-"""README.md says what the repository holds: result tables are those of benchmarks/results, paths and keys exist."""
+"""README.md and records/README.md say what the repository holds: tables, paths, keys, chapters, targets, claims."""
 import dataclasses
+import json
 import re
-import sys
-from pathlib import Path
+
+import pytest
 
 import train_gpt
+from benchmarks import readme
+from continual import ContinualConfig
+from helpers import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from benchmarks import readme  # noqa: E402
+PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "records/README.md")}
+TEXT = PAGES["README.md"]
+SOURCE = (ROOT / "train_gpt.py").read_text()
 
-TEXT = (ROOT / "README.md").read_text()
+
+def test_it_is_a_page():
+    assert len(TEXT.splitlines()) <= 150
 
 
 def test_result_tables_are_current():
@@ -27,22 +33,49 @@ def test_changed_results_are_noticed(tmp_path, monkeypatch):
     assert readme.with_results(TEXT) != TEXT
 
 
-def test_named_files_exist():
-    for path in re.findall(r"\b(?:data|benchmarks|records)/\w+\.(?:py|sh|md)\b", TEXT):
+@pytest.mark.parametrize("page", PAGES)
+def test_named_files_exist(page):
+    for path in re.findall(r"\b(?:data|benchmarks|records)/\w+\.(?:py|sh|md)\b", PAGES[page]):
         assert (ROOT / path).is_file(), path
+    for path in re.findall(r"\]\((?!https?:)([^)#]+)\)", PAGES[page]):
+        assert (ROOT / page).parent.joinpath(path).exists(), path
 
 
-def test_named_keys_exist():
-    fields = {field.name for field in dataclasses.fields(train_gpt.Config)}
-    elsewhere = {"help", "check", "track", "checkpoint", "prompt", "out", "key",
-                 "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "name", "baseline"}
-    for key in re.findall(r"--([a-z][a-z_-]*)", TEXT):
-        assert key.replace("-", "_") in fields | elsewhere, key
+@pytest.mark.parametrize("page", PAGES)
+def test_named_keys_exist_and_are_spelt_one_way(page):
+    fields = {field.name for field in dataclasses.fields(ContinualConfig)}
+    elsewhere = {"help", "check", "checkpoint", "prompt", "eval", "out", "nproc_per_node", "nnodes", "rdzv_backend",
+                 "rdzv_endpoint", "name", "baseline", "runs", "world_size", "yes"}
+    written = re.sub(r"<!-- results/.*?<!-- end -->", "", PAGES[page], flags=re.DOTALL)
+    for key in re.findall(r"--([a-z][a-z_-]*)", written):
+        assert "_" not in key and key.replace("-", "_") in fields | elsewhere, key
 
 
 def test_chapters_of_the_map_are_those_of_the_file():
-    banners = re.findall(r"^# (\d+)\. ([^:\n]+)", (ROOT / "train_gpt.py").read_text(), re.MULTILINE)
-    mapped = re.findall(r"^\| (\d+) ([^|]+) \|", TEXT, re.MULTILINE)
-    assert [(n, name.strip()) for n, name in mapped] == [(n, name.strip()) for n, name in banners]
-    docstring = re.findall(r"^ +(\d+)\. (.+?)  +", train_gpt.__doc__, re.MULTILINE)
-    assert docstring == [(n, name.strip()) for n, name in banners]
+    banners = [(number, name.rstrip(" =")) for number, name in re.findall(r"^# (\d+)\. (.+)$", SOURCE, re.MULTILINE)]
+    assert len(banners) == 10
+    assert re.findall(r"^\| (\d+) ([^|]+?) \|", TEXT, re.MULTILINE) == banners
+    assert re.findall(r"^ +(\d+)\. (.+?)  +", train_gpt.__doc__, re.MULTILINE) == banners
+
+
+def test_the_map_names_what_the_file_defines():
+    table = TEXT[TEXT.index("| chapter |"):TEXT.index("The command line changes")]
+    for name in set(re.findall(r"`([A-Za-z_.]+)`", table)):
+        assert re.search(rf"^ *(def |class |){name.split('.')[-1]}\b", SOURCE, re.MULTILINE), name
+
+
+def test_targets_are_those_of_the_tracks():
+    for track in ("nano", "fineweb"):
+        row = re.search(rf"^\| `{track}` \|.*\| ([\d.]+) nats per", TEXT, re.MULTILINE)
+        assert float(row[1]) == train_gpt.TRACKS[track].target_loss
+
+
+def test_what_it_says_of_the_table_follows_from_the_figures():
+    """It takes the plain GPT most of the way to nano, nano without it ends higher, and it outweighs the matrices."""
+    results = json.loads((ROOT / "benchmarks/results/nano_vs_baseline.json").read_text())["results"]
+    arms = {result["arm"]: result for result in results}
+    plain, with_table, nano, without = (arms[name]["val_loss"] for name in (
+        "baseline", "baseline + n-grams", "nano", "nano, no table"))
+    assert (plain - with_table) / (plain - nano) > 0.5
+    assert without > nano + 0.1
+    assert arms["nano"]["table_values"] > 10 * arms["nano"]["matrix_parameters"]

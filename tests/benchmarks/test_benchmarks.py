@@ -1,0 +1,158 @@
+"""The benchmarks' logic on tiny shapes: that they measure what they say, and leave their results behind."""
+import dataclasses
+import json
+import math
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt
+from benchmarks import common, gpu_checks
+from benchmarks import nano_vs_baseline as versus
+
+
+def tiny(**changes):
+    return dataclasses.replace(train_gpt.TRACKS["nano"], **{**common.TINY, "device": "cpu", "seed": 1, **changes})
+
+
+# ----- shared
+
+def test_made_corpora_pass_the_trainers_checks(tmp_path):
+    for name, documents, tokenizer in (
+            ("text", common.python_documents(30_000), "bytes"),
+            ("random", common.random_documents(30_000, 50256, np.random.default_rng(0)), "gpt2")):
+        eot_token = train_gpt.EOT_TOKEN[tokenizer]
+        folder = common.write_corpus(tmp_path / name, documents, eot_token, 2048)
+        shards, val = train_gpt.open_corpus(tiny(data=str(folder), tokenizer=tokenizer, steps=1))
+        assert len(val) > 2048 and val[0] == shards[0][0] == eot_token
+        assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+
+
+# ----- nano against the baseline
+
+def test_baseline_is_causal_and_of_the_tracks_size():
+    config = train_gpt.TRACKS["nano"]
+    model = versus.Baseline(config)
+    model.initialise(0)
+    track = 4 * config.num_layers * config.model_dim**2 + 2 * config.num_layers * config.model_dim * config.mlp_dim
+    assert model.matrix_parameters() == track
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(257, (1, versus.BLOCK + 1), generator=generator)
+    ngram = torch.randn(1, versus.BLOCK, config.model_dim, generator=generator)
+    changed, changed_ngram = tokens.clone(), ngram.clone()
+    changed[:, 129:] = (changed[:, 129:] + 1) % 257  # tokens after position 128, and their n-grams
+    changed_ngram[:, 129:] += 1
+    with torch.no_grad():
+        for ngrams in ((None, None), (ngram, changed_ngram)):
+            before, after = (model(t[:, :-1], t[:, 1:], n) for t, n in zip((tokens, changed), ngrams))
+            assert torch.equal(before[:, :128], after[:, :128]) and not torch.equal(before, after)
+    assert before.mean().item() < 20 and model(tokens[:, :-1], tokens[:, 1:]).mean().item() == pytest.approx(
+        math.log(257), abs=0.1)
+
+
+def test_baseline_scores_every_validation_token_once(tmp_path):
+    folder = common.write_corpus(tmp_path / "corpus", common.python_documents(60_000), 256, 2048)
+    config = tiny(data=str(folder), steps=1, ngram_orders=())
+    shards, val = train_gpt.open_corpus(config)
+    arm = versus.BaselineArm("baseline", config, train_gpt.Runtime("cpu"), shards, val)
+    windows = np.array(val[:2049]).astype(np.int64)
+    inputs = torch.from_numpy(windows[:-1]).view(-1, versus.BLOCK)
+    targets = torch.from_numpy(windows[1:]).view(-1, versus.BLOCK)
+    with torch.no_grad():
+        expected = arm.model(inputs, targets).mean().item()
+    assert arm.mean_loss(range(0, 2048, config.micro_batch_tokens)) == pytest.approx(expected, abs=1e-5)
+    arm.close()
+
+
+def test_time_to_a_loss_is_interpolated():
+    points = [{"seconds": s, "loss": loss} for s, loss in ((0, 5.5), (10, 3.0), (20, 2.0), (30, 1.5))]
+    assert versus.seconds_to(points, 2.5) == pytest.approx(15)
+    assert versus.seconds_to(points, 1.5) == pytest.approx(30)
+    assert versus.seconds_to(points, 1.4) is None
+
+
+def test_ratio_is_of_times_to_the_baselines_last_loss():
+    def result(arm, *points):
+        return {"arm": arm, "points": [{"seconds": s, "loss": loss} for s, loss in points]}
+    results = [result("baseline", (0, 5), (100, 2)), result("baseline + n-grams", (0, 5), (90, 1.5)),
+               result("nano", (0, 5), (10, 2), (40, 1)), result("nano, no table", (0, 5), (50, 1.75))]
+    ratios = {(pair["arm"], pair["target"]): pair["ratio"] for pair in versus.compare(results)}
+    assert ratios["nano", "baseline"] == pytest.approx(10)
+    assert ratios["nano", "baseline + n-grams"] == pytest.approx(90 / 25)
+    assert ratios["nano, no table", "baseline + n-grams"] is None
+
+
+def test_comparison_leaves_its_results(tmp_path, capsys):
+    assert versus.main(["--tiny", "--seconds", "0.3", "--device", "cpu", "--results", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("speedup_vs_baseline:")
+    data = json.loads((tmp_path / "nano_vs_baseline.json").read_text())
+    assert [result["arm"] for result in data["results"]] == list(versus.ARMS)
+    for result in data["results"]:
+        assert result["points"][-1]["step"] == result["steps"] and math.isfinite(result["val_loss"])
+        assert result["points"][-1]["seconds"] == pytest.approx(result["seconds"], abs=0.1)
+    assert data["results"][1]["val_loss"] != data["results"][0]["val_loss"]  # the table is in use
+    text = (tmp_path / "nano_vs_baseline.md").read_text()
+    assert all(f"| {arm} |" in text for arm in versus.ARMS) and data["environment"]["torch"] in text
+    assert (tmp_path / "nano_vs_baseline.png").stat().st_size > 10_000
+
+
+def test_comparison_without_a_corpus_ends_in_one_line(tmp_path, capsys):
+    assert versus.main(["--data", str(tmp_path), "--device", "cpu", "--results", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+# ----- GPU checks
+
+def rows_of(name, work):
+    """Run a part in this process. Returns its rows."""
+    gpu_checks.PARTS[name][0](gpu_checks.Session(name, "cpu", True, work))
+    return [json.loads(line) for line in (work / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["attention", "updates", "eigenbases", "gates"])
+def test_parts_pass(name, tmp_path):
+    rows = rows_of(name, tmp_path)
+    assert any(row["ok"] for row in rows) and not any(row["ok"] is False for row in rows), rows
+
+
+def test_wrong_attention_is_found(tmp_path, monkeypatch):
+    right = train_gpt.ATTENTION["sdpa"]
+    monkeypatch.setitem(train_gpt.ATTENTION, "sdpa", lambda *words: right(*words[:-1], 1.2 * words[-1]))
+    rows = {row["item"]: row["ok"] for row in rows_of("attention", tmp_path)}
+    assert rows["sdpa float32"] is False and rows["sdpa bfloat16"] is False
+
+
+def test_parts_that_fail_or_hang_leave_a_row(tmp_path):
+    failing = [sys.executable, "-c", "raise SystemExit('went wrong')"]
+    row, = gpu_checks.run_part("failing", failing, 60, tmp_path)
+    assert row["ok"] is False and "went wrong" in row["text"]
+    (tmp_path / "hanging.jsonl").write_text('{"part": "hanging", "item": "first", "ok": true, "text": ""}\n')
+    began = time.monotonic()
+    rows = gpu_checks.run_part("hanging", [sys.executable, "-c", "import time; time.sleep(60)"], 0.5, tmp_path)
+    assert [row["ok"] for row in rows] == [True, False] and "timed out" in rows[1]["text"]
+    assert time.monotonic() - began < 20
+
+
+def test_checks_leave_their_results(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = ["--device", "cpu", "--tiny", "--results", str(tmp_path), "--only", "updates"]
+    assert gpu_checks.main(words) == 0
+    assert "| updates | adam | ok |" in capsys.readouterr().out
+    (data_file,), (text_file,) = tmp_path.glob("tiny_*.json"), tmp_path.glob("tiny_*.md")
+    assert all(row["part"] == "updates" for row in json.loads(data_file.read_text())["rows"])
+    assert "| updates | mantissa | ok |" in text_file.read_text()
+
+
+def test_failed_checks_end_in_status_1(tmp_path, monkeypatch):
+    failed = {"part": "updates", "item": "some", "ok": False, "text": ""}
+    monkeypatch.setattr(gpu_checks, "run_part", lambda *words: [failed])
+    assert gpu_checks.main(["--device", "cpu", "--tiny", "--results", str(tmp_path), "--only", "updates"]) == 1
+
+
+def test_without_cuda_checks_end_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_checks.main([]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

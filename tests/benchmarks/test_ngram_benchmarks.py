@@ -1,0 +1,61 @@
+"""The n-gram benchmarks' logic: their bounds, their tables, and that a complete run is not repeated."""
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import train_gpt
+from benchmarks import common, ngram_ablation, ngram_exchange
+from helpers import ROOT, tiny_config
+
+
+def test_bounds_against_sets():
+    config = tiny_config(ngram_rows=10)
+    rows = [np.array([[0, 1], [9, 9]]), np.array([[4, 0], [3, 1]]), np.array([[0, 0]])]  # shares: 0-3, 4-7, 8-9
+    one_way, updated = ngram_exchange.lower_bounds(rows, config, 3)
+    width = 4 * config.model_dim
+    assert one_way == pytest.approx((1 + 3 + 1) * width / 3)  # 9; 0, 3, 1; 0
+    assert updated == pytest.approx(len({0, 1, 3, 4, 9}) * 2 * width / 3)
+
+
+def test_exchange_leaves_its_results(tmp_path):
+    done = subprocess.run([sys.executable, ROOT / "benchmarks/ngram_exchange.py", "--tiny", "--world-sizes", "2",
+                           "--repeats", "2", "--device", "cpu", "--results", tmp_path], capture_output=True, text=True,
+                          timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    last = dict(word.split(":") for word in done.stdout.splitlines()[-1].split())
+    assert 1 <= float(last["sharded_over_bound"]) <= float(last["exchange_over_bound"]) < 1.1
+    cases = json.loads((tmp_path / "ngram_exchange.json").read_text())["cases"]
+    assert {case["orders"] for case in cases} == set(ngram_exchange.ORDERS)
+    for case in cases:
+        assert all(len(case["arms"][arm]["seconds"]) == 2 for arm in ngram_exchange.ARMS)
+        assert all(case["arms"][arm]["difference"] < 1e-5 for arm in ngram_exchange.ARMS)
+    assert (tmp_path / "ngram_exchange.png").stat().st_size > 10_000
+
+
+def test_ablation_summarises_every_run():
+    runs = [{"config": {"ngram_orders": [2], "ngram_rows": 8, "model_dim": 4}, "val_loss": loss, "train_time_ms": time}
+            for loss, time in ((1.0, 50), (3.0, 60), (2.0, 70))]
+    assert ngram_ablation.summary("bigrams", runs, [100, 100, 100]) == [
+        "bigrams", "2", "8", "32", 3, "2.00000", "1.00000", "0.60"]
+    nothing = [{**run, "config": {**run["config"], "ngram_orders": []}} for run in runs]
+    assert ngram_ablation.summary("none", nothing, [100, 100, 100])[1:4] == ["-", "0", "0"]
+
+
+def test_a_complete_run_is_not_repeated_and_a_failed_one_speaks(tmp_path):
+    run = tmp_path / "logs/done"
+    run.mkdir(parents=True)
+    (run / "result.json").write_text('{"val_loss": 1.5}')
+    assert common.train(tmp_path, "done", ["--no-such-key", "1"]) == {"val_loss": 1.5}
+    with pytest.raises(SystemExit, match="no such key"):
+        common.train(tmp_path, "other", ["--no-such-key", "1"])
+
+
+def test_log_tail_leaves_the_source_out(tmp_path):
+    run = tmp_path / "logs/r"
+    run.mkdir(parents=True)
+    (run / "log.txt").write_text("import os\n===== END OF CODE =====\nrun:r\nstatus:ok\n")
+    assert common.log_tail(tmp_path, "r") == "run:r\nstatus:ok\n"
+    assert train_gpt.__doc__ not in common.log_tail(tmp_path, "r")

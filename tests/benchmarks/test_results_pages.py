@@ -1,0 +1,45 @@
+"""benchmarks/README.md shows every result as it is, and names what exists; benchmarks/readme.py renews both pages."""
+import re
+
+from benchmarks import readme
+from helpers import ROOT
+
+PAGE = ROOT / "benchmarks/README.md"
+TEXT = PAGE.read_text()
+ELSEWHERE = {"ngram_exchange_all.md", "nano_vs_baseline_short.md"}  # linked to; in README.md
+
+
+def test_result_tables_are_current():
+    assert readme.with_results(TEXT) == TEXT
+
+
+def test_every_result_is_shown():
+    shown = [match[2] for match in readme.BLOCK.finditer(TEXT)]
+    assert len(set(shown)) == len(shown)
+    kept = {path.name for path in (ROOT / "benchmarks/results").glob("*.md") if not path.name.startswith("gpu_")}
+    assert set(shown) == kept - ELSEWHERE
+
+
+def test_both_pages_are_renewed():
+    assert [ROOT / page for page in readme.PAGES] == [ROOT / "README.md", PAGE]
+
+
+def test_changed_results_are_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    for match in readme.BLOCK.finditer(TEXT):
+        target = tmp_path / "benchmarks/results" / match[2]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(f"other {match[2]}\n")
+    assert readme.with_results(TEXT).count("other ") == len(readme.BLOCK.findall(TEXT)) + TEXT.count("other ")
+
+
+def test_links_and_pictures_lead_somewhere():
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", TEXT)
+    assert len(targets) > 3
+    for target in targets:
+        assert (PAGE.parent / target).is_file(), target
+
+
+def test_every_script_has_its_place():
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")} - {"__init__.py", "common.py"}
+    assert scripts == set(re.findall(r"python benchmarks/(\w+\.py)", TEXT))

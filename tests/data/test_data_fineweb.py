@@ -1,0 +1,500 @@
+"""data/fineweb.py against a local hub that cuts, corrupts, refuses, stalls and hangs up.
+
+Where environment, signals or limits matter the script runs as a command with HF_ENDPOINT at the
+server below; elsewhere its main() is called, which saves a second a time. Its waits are shortened,
+nothing else of it is touched."""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import http.server
+import importlib.util
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from huggingface_hub import close_session, constants
+
+SCRIPT = Path(__file__).parents[2] / "data" / "fineweb.py"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+VAL = "fineweb_val_000000.bin"
+SHORT_WAITS = {"BACKOFF_SECONDS": 0.01, "TIMEOUT_SECONDS": 1.0}
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("data_fineweb", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    vars(module).update(SHORT_WAITS)
+    return module
+
+
+fineweb = load_script()
+PROGRAM = (f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import fineweb\n"
+           f"vars(fineweb).update({SHORT_WAITS})\n"
+           f"sys.exit(fineweb.main(sys.argv[1:]))\n")
+
+
+def train(i):
+    return f"fineweb_train_{i:06d}.bin"
+
+
+def make_shard(seed, tokens=200_000):
+    """Bytes of a shard that starts in the middle of a document, as the real ones do."""
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = 20240520, 1, tokens
+    body = np.random.default_rng(seed).integers(0, 50256, size=tokens).astype("<u2")
+    body[1000::1000] = 50256
+    return header.tobytes() + body.tobytes()
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """files: {name: bytes}. trouble: {name: list of actions, one for each GET of that file}; an
+    action of None, or no more actions, is an answer as it should be. head_trouble likewise.
+    As on the real hub, a large file is a redirect to another host, here localhost for 127.0.0.1."""
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files = {VAL: make_shard(0)} | {train(i): make_shard(i) for i in range(1, 9)}
+        self.trouble, self.head_trouble = {}, {}
+        self.head_changes = {}  # header names and values to answer with instead; None leaves it out
+        self.requests = []  # (method, path, Range, Authorization)
+        self.sent = []  # (name, action) of the answers that the client took to their end
+        self.released = threading.Event()  # ends a stall
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def ranges(self, name):
+        """The Range headers of the GETs that asked for the content of a file, in order."""
+        return [asked for method, path, asked, _ in self.requests
+                if method == "GET" and path == f"/content/{name}"]
+
+    def handle_error(self, request, address):
+        pass  # clients are killed on purpose
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def reply(self, status, headers=(), body=b""):
+        self.send_response(status)
+        for name, value in dict(headers).items():
+            if value is not None:
+                self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def note(self):
+        self.server.requests.append((self.command, self.path, self.headers.get("Range"),
+                                     self.headers.get("Authorization")))
+        return self.path.rsplit("/", 1)[-1]
+
+    def to_content(self, name):
+        content = self.server.files[name]
+        headers = {"X-Repo-Commit": COMMIT, "X-Linked-Size": len(content), "Content-Length": 0,
+                   "X-Linked-Etag": f'"{hashlib.sha256(content).hexdigest()}"', "ETag": '"short"',
+                   "Location": f"http://localhost:{self.server.server_port}/content/{name}"}
+        self.reply(302, headers | self.server.head_changes)
+
+    def do_HEAD(self):
+        name = self.note()
+        action = next(iter(self.server.head_trouble.get(name, [])), None)
+        if action is not None:
+            self.server.head_trouble[name].pop(0)
+            self.reply(action, {"Content-Length": 0})
+        elif name not in self.server.files or "/resolve/" not in self.path:
+            self.reply(404, {"X-Error-Code": "EntryNotFound", "Content-Length": 0})
+        else:
+            self.to_content(name)
+
+    def do_GET(self):
+        name = self.note()
+        if self.path.startswith("/datasets/kjj0/fineweb10B-gpt2/resolve/"):
+            return self.to_content(name)
+        content, asked = self.server.files[name], self.headers.get("Range")
+        actions = self.server.trouble.get(name, [])
+        action, argument = (actions.pop(0) if actions else None) or (None, None)
+        if action == "status":
+            return self.reply(argument, {"Content-Length": 0})
+        if action == "hang up":
+            return None
+        start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
+        if action == "no ranges":
+            start, asked = 0, None
+        body = content[start:]
+        if action == "corrupt":
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        if action == "long":
+            body += bytes(64 << 20)
+        partial = {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
+        headers = {"Content-Length": len(body)} | (partial if asked else {})
+        if action == "cut without length":  # then the client cannot know that there was to be more
+            del headers["Content-Length"]
+        stop = argument if action in ("cut", "cut without length", "stall") else None
+        self.reply(206 if asked else 200, headers, body[:stop])
+        self.server.sent.append((name, action))
+        if action == "stall":
+            self.server.released.wait(30)
+        return None
+
+
+@pytest.fixture
+def hub():
+    server = Hub()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.released.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def environment(url, **more):
+    """Variables for a command that shall know this hub, no proxy and no token."""
+    kept = {name: value for name, value in os.environ.items()
+            if not name.lower().endswith("_proxy") and not name.startswith("HF_")}
+    # the client's own question about its caller would be one more request in the hub's log
+    return kept | {"HF_ENDPOINT": url, "HF_HOME": "/nonexistent",
+                   "HF_HUB_DISABLE_TELEMETRY": "1"} | more
+
+
+def with_revision(arguments, out, revision):
+    pinned = ["--revision", revision] if revision else []
+    return [*map(str, arguments), "--out", str(out), *pinned]
+
+
+def start(url, out, *arguments, variables=None, **options):
+    """Start the script as a command. Returns the process."""
+    # Background jobs of a shell ignore SIGINT and hand that down.
+    options.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *with_revision(arguments, out, COMMIT)], text=True,
+        env=environment(url, **(variables or {})), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        **options)
+
+
+def run(url, out, *arguments, **options):
+    """Run the script as a command. Returns returncode and err."""
+    process = start(url, out, *arguments, **options)
+    process.out, process.err = process.communicate(timeout=60)
+    return process
+
+
+def call(url, out, *arguments, revision=COMMIT):
+    """Call the script's main(). Returns returncode and err, as run does."""
+    err = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(err):
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, url)
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        patch.setattr(constants, "ENDPOINT", url)
+        patch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+        for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+            patch.delenv(name)
+        close_session()  # one made earlier in this process would still use the proxy
+        status = fineweb.main(with_revision(arguments, out, revision))
+    return types.SimpleNamespace(returncode=status, err=err.getvalue())
+
+
+def one_line(process, status, *words):
+    """The call failed with this status and said so in exactly one line with these words in it."""
+    assert process.returncode == status, (process.returncode, process.err)
+    lines = [line for line in process.err.splitlines() if not line.startswith("fetching ")]
+    assert len(lines) == 1 and lines[0].startswith("error: "), process.err
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+def shards_in(folder):
+    return sorted(path.name for path in folder.glob("*.bin")) if folder.exists() else []
+
+
+def check_folder(folder, hub, count):
+    """The folder holds exactly the first `count` training shards and validation, and says so."""
+    names = [train(i) for i in range(1, count + 1)] + [VAL]
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", *names, "manifest.json"]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name, shard in zip(names, manifest.pop("shards"), strict=True):
+        content = (folder / name).read_bytes()
+        assert content == hub.files[name], name
+        tokens = np.frombuffer(content, "<u2", offset=1024)
+        assert shard == {"file": name, "split": name.split("_")[1], "tokens": len(tokens),
+                         "sha256": hashlib.sha256(content).hexdigest(),
+                         "documents": int((tokens == 50256).sum())}
+    assert manifest.pop("split")
+    assert manifest == {"skipped": None, "source": f"kjj0/fineweb10B-gpt2 at {COMMIT}",
+                        "tokenizer": "gpt2", "vocab_size": 50257}
+
+
+# ----- the way it should go
+
+def test_download_then_nothing_then_more(hub, tmp_path):
+    out = tmp_path / "f"
+    process = run(hub.url, out, 2)
+    assert process.returncode == 0, process.err
+    check_folder(out, hub, 2)
+    assert len(process.err.splitlines()) == 1 and "3 shards" in process.err
+    assert all(f"/resolve/{COMMIT}/" in path or path.startswith("/content/")
+               for _, path, _, _ in hub.requests)
+    hub.requests.clear()
+    assert call("http://127.0.0.1:9", out, 2).returncode == 0  # complete: needs no network
+    assert call(hub.url, out, 3, "--workers", 1).returncode == 0
+    assert {path.rsplit("/", 1)[-1] for _, path, _, _ in hub.requests} == {train(3)}
+    assert call(hub.url, out, 1).returncode == 0  # the manifest still names all that is there
+    check_folder(out, hub, 3)
+
+
+def test_the_token_reaches_the_hub_and_nobody_else(hub, tmp_path):
+    assert run(hub.url, tmp_path, 1, variables={"HF_TOKEN": "hf_secret"}).returncode == 0
+    assert len(hub.requests) == 2 * 3
+    for method, path, _, authorization in hub.requests:
+        assert authorization == (None if path.startswith("/content/") else "Bearer hf_secret"), path
+
+
+def test_main_is_resolved_once_and_then_pinned(hub, tmp_path):
+    assert call(hub.url, tmp_path / "f", 2, revision="main").returncode == 0
+    check_folder(tmp_path / "f", hub, 2)
+    assert sum("/resolve/main/" in path for _, path, _, _ in hub.requests) == 1
+    process = call(hub.url, tmp_path / "f", 3, revision="f" * 40)
+    one_line(process, 2, COMMIT, "f" * 40, "--revision", "--out")
+    assert shards_in(tmp_path / "f") == [train(1), train(2), VAL]
+
+
+# ----- trouble that passes
+
+PASSING = {
+    "cut": [("cut", 150_000), ("cut", 100_000)],
+    "cut more often than retries": [("cut", 30_000)] * 9,
+    "503 and 429": [("status", 503), ("status", 429), ("status", 500)],
+    "hang up": [("hang up", None), ("cut", 0)],
+    "corrupt": [("corrupt", None)],
+    "corrupt at the end of a resumed file": [("cut", 200_000), ("corrupt", None)],
+    "too long": [("long", None)],
+    "no ranges": [("cut", 200_000), ("no ranges", None)],
+    "range refused": [("cut", 200_000), ("status", 416)],
+    "stall": [("stall", 100_000)],
+    "cut without length": [("cut without length", 100_000)],
+}
+
+
+def test_trouble_that_passes(hub, tmp_path):
+    """One troubled shard for each kind, all in one call; the log shows that it did happen."""
+    hub.files |= {train(i): make_shard(i) for i in range(1, len(PASSING) + 1)}
+    hub.trouble = {train(i): list(actions) for i, actions in enumerate(PASSING.values(), 1)}
+    hub.head_trouble = {VAL: [503, 502]}
+    process = call(hub.url, tmp_path / "f", len(PASSING), "--workers", len(PASSING))
+    assert process.returncode == 0, process.err
+    check_folder(tmp_path / "f", hub, len(PASSING))
+    ranges = {kind: hub.ranges(train(i)) for i, kind in enumerate(PASSING, 1)}
+    assert ranges["cut"] == [None, "bytes=150000-", "bytes=250000-"]
+    assert len(ranges["cut more often than retries"]) == 10
+    assert ranges["cut more often than retries"][-1] == f"bytes={9 * 30_000}-"
+    assert ranges["503 and 429"] == [None] * 4
+    assert ranges["hang up"] == [None] * 3
+    assert ranges["corrupt"] == [None] * 2
+    assert ranges["corrupt at the end of a resumed file"] == [None, "bytes=200000-", None]
+    assert ranges["too long"] == [None] * 2
+    assert "long" not in [action for _, action in hub.sent]  # its end was not waited for
+    assert ranges["no ranges"] == [None, "bytes=200000-"]
+    assert ranges["range refused"] == [None, "bytes=200000-", None]
+    assert ranges["stall"] == ranges["cut without length"] == [None, "bytes=100000-"]
+
+
+def stalled(hub, folder, size):
+    """Start a download of 2 training shards whose shard 1 stalls after `size` bytes; wait until
+    exactly these have arrived and the others are complete."""
+    hub.trouble[train(1)] = [("stall", size)]
+    process = start(hub.url, folder, 2)
+    deadline = time.monotonic() + 30
+    while shards_in(folder) != [train(2), VAL] or not (folder / "manifest.json").exists() or (
+            (folder / f"{train(1)}.part").stat().st_size != size):
+        assert time.monotonic() < deadline and process.poll() is None, process.stderr.read()
+        time.sleep(0.005)
+    return process
+
+
+def test_kill_then_resume_asks_for_the_rest_only(hub, tmp_path):
+    out = tmp_path / "f"
+    with stalled(hub, out, 1_000) as process:  # few enough to wait in a buffer, were there one
+        process.send_signal(signal.SIGKILL)
+    assert shards_in(out) == [train(2), VAL]
+    hub.requests.clear()
+    assert call(hub.url, out, 2).returncode == 0
+    assert hub.ranges(train(1)) == ["bytes=1000-"]
+    assert hub.ranges(train(2)) == hub.ranges(VAL) == []
+    check_folder(out, hub, 2)
+
+
+def test_part_of_another_content_is_not_continued(hub, tmp_path):
+    out = tmp_path / "f"
+    with stalled(hub, out, 123_456) as process:
+        process.send_signal(signal.SIGKILL)
+    hub.files[train(1)] = make_shard(99)
+    hub.requests.clear()
+    assert call(hub.url, out, 2).returncode == 0
+    assert hub.ranges(train(1)) == [None]
+    check_folder(out, hub, 2)
+
+
+def test_interrupt_is_one_line_and_resumes(hub, tmp_path):
+    out = tmp_path / "f"
+    process = stalled(hub, out, 50_000)
+    process.send_signal(signal.SIGINT)
+    process.out, process.err = process.communicate(timeout=30)
+    one_line(process, 130, "run again")
+    hub.requests.clear()
+    assert call(hub.url, out, 2).returncode == 0
+    assert hub.ranges(train(1)) == ["bytes=50000-"]
+    check_folder(out, hub, 2)
+
+
+def test_files_brought_by_another_tool_are_checked(hub, tmp_path):
+    wrong = bytearray(hub.files[train(2)])
+    wrong[5000] ^= 1
+    (tmp_path / train(1)).write_bytes(hub.files[train(1)])
+    (tmp_path / train(2)).write_bytes(wrong)
+    (tmp_path / f"{train(1)}.part.json").write_text("{}")
+    assert call(hub.url, tmp_path, 2).returncode == 0
+    assert hub.ranges(train(1)) == [] and hub.ranges(train(2)) == [None]
+    check_folder(tmp_path, hub, 2)
+
+
+# ----- trouble that stays
+
+def test_wrong_content_for_ever(hub, tmp_path):
+    out = tmp_path / "f"
+    hub.trouble[train(1)] = [("corrupt", None)] * 50
+    one_line(call(hub.url, out, 1), 1, train(1), "wrong sha256", "HF_ENDPOINT")
+    assert train(1) not in shards_in(out) and not list(out.glob(f"{train(1)}*"))
+    assert hub.ranges(train(1)) == [None] * 3
+
+
+@pytest.mark.parametrize("action", [("status", 503), ("hang up", None), ("cut", 0)])
+def test_giving_up(hub, tmp_path, action):
+    out = tmp_path / "f"
+    hub.trouble[train(1)] = [("cut", 70_000)] + [action] * 50
+    one_line(call(hub.url, out, 1), 1, "gave up after 5 attempts", "HF_ENDPOINT", "./run.sh nano")
+    assert train(1) not in shards_in(out)
+    hub.trouble.clear()
+    assert call(hub.url, out, 1).returncode == 0
+    assert hub.ranges(train(1))[-1] == "bytes=70000-"  # what had arrived was worth keeping
+    check_folder(out, hub, 1)
+
+
+def test_no_server(tmp_path):
+    with contextlib.closing(socket.socket()) as unused:
+        unused.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        process = run(url, tmp_path / "f", 1)
+    one_line(process, 1, url, "HF_ENDPOINT", "./run.sh nano")
+    assert len(process.err.splitlines()) == 1 and not shards_in(tmp_path / "f")
+
+
+@pytest.mark.parametrize("url", ["nonsense", "http://127.0.0.1:x", "ftp://127.0.0.1"])
+def test_endpoint_that_is_no_address(tmp_path, url):
+    one_line(call(url, tmp_path / "f", 1), 1, "HF_ENDPOINT")
+
+
+def test_offline_mode_is_named(hub, tmp_path):
+    process = run(hub.url, tmp_path / "f", 1, variables={"HF_HUB_OFFLINE": "1"})
+    one_line(process, 1, "HF_HUB_OFFLINE")
+
+
+@pytest.mark.parametrize("status, words", [
+    (404, ["404", "--revision"]), (403, ["403", "HF_TOKEN"])])
+def test_refusals_are_not_repeated(hub, tmp_path, status, words):
+    hub.head_trouble[train(1)] = [status] * 50
+    one_line(call(hub.url, tmp_path / "f", 1), 1, *words)
+    assert len(hub.head_trouble[train(1)]) == 49
+    hub.head_trouble.clear()
+    hub.trouble[train(1)] = [("cut", 70_000)] + [("status", status)] * 50
+    one_line(call(hub.url, tmp_path / "f", 1), 1, *words)
+    assert hub.ranges(train(1)) == [None, "bytes=70000-"]
+    assert train(1) not in shards_in(tmp_path / "f")
+    assert (tmp_path / "f" / f"{train(1)}.part").stat().st_size == 70_000  # for a later call
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"X-Repo-Commit": "e" * 40}, ["e" * 40, COMMIT]),
+    ({"X-Repo-Commit": None}, ["commit None", "mirror"]),
+    ({"X-Linked-Etag": '"0123"'}, ["no size and sha256", "0123"]),
+])
+def test_metadata_that_cannot_be_trusted(hub, tmp_path, changes, words):
+    hub.head_changes = changes
+    one_line(call(hub.url, tmp_path / "f", 1), 1, *words)
+    assert not shards_in(tmp_path / "f")
+
+
+def test_another_validation_shard_at_the_pinned_commit(hub, tmp_path):
+    hub.head_changes = {"X-Repo-Commit": fineweb.REVISION}
+    process = call(hub.url, tmp_path / "f", 1, revision=None)
+    one_line(process, 1, fineweb.VAL_SHA256[:12], "validation shard")
+    assert not shards_in(tmp_path / "f")
+
+
+@pytest.mark.parametrize("content", [b"<html>", make_shard(1)[:-2], b"\0" * 2048])
+def test_what_the_hub_offers_is_no_shard(hub, tmp_path, content):
+    hub.files[train(1)] = content
+    one_line(call(hub.url, tmp_path / "f", 1), 1, train(1), "no token shard")
+    assert train(1) not in shards_in(tmp_path / "f")
+
+
+# ----- disk, other processes, arguments
+
+def test_full_disk_is_said_before_and_during(hub, tmp_path):
+    import resource
+    out = tmp_path / "f"
+    limits = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100_000, 100_000))
+    process = run(hub.url, out, 1, "--workers", 1, preexec_fn=limits)
+    one_line(process, 1, "File too large", "free some space")
+    assert not shards_in(out)
+    assert call(hub.url, out, 1).returncode == 0
+    assert hub.ranges(VAL) == [None, "bytes=100000-"]  # continues with what fitted
+    check_folder(out, hub, 1)
+    hub.head_changes = {"X-Linked-Size": 10**17}
+    one_line(call(hub.url, out, 3), 1, f"{2 * 10**17:,}", "free", "--out")
+    assert len(hub.ranges(train(2))) == 0
+
+
+def test_two_downloads_into_one_folder(hub, tmp_path):
+    with open(tmp_path / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        one_line(call(hub.url, tmp_path, 1), 1, "another download", "wait")
+    assert hub.requests == []
+    assert call(hub.url, tmp_path, 1).returncode == 0
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["0"], ["SHARDS 0", "between 1 and 103"]),
+    (["104"], ["SHARDS 104", "between 1 and 103"]),
+    (["-3"], ["SHARDS -3", "between 1 and 103"]),
+    (["many"], ["SHARDS", "many"]),
+    (["1", "--workers", "0"], ["--workers 0", "between 1 and 32"]),
+    (["1", "--revision", "v2"], ["--revision v2", "commit hash"]),
+])
+def test_bad_arguments_are_one_line_and_status_2(hub, tmp_path, arguments, words):
+    out = tmp_path / "f"
+    process = call(hub.url, out, *arguments, revision=None)
+    one_line(process, 2, *words)
+    assert hub.requests == [] and not out.exists()
+
+
+def test_folder_that_cannot_be_made(hub, tmp_path):
+    one_line(call(hub.url, "/proc/nobody/f", 1), 2, "/proc/nobody", "--out")
+    (tmp_path / "file").write_text("x")
+    one_line(call(hub.url, tmp_path / "file", 1), 2, "file", "--out")

@@ -1,0 +1,459 @@
+"""data/text.py: format, determinism, split, atomicity and messages.
+
+The script runs as a command wherever the command line, a kill or the disk is what matters; its
+functions are called directly otherwise."""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "data" / "text.py"
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("data_text", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+text = load_script()
+
+
+def command(*arguments, **options):
+    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], text=True, timeout=60,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+def make_tree(root, seed=0, documents=60, order=None):
+    """A folder of small texts, with copies, empty, hidden and binary files among them."""
+    rng = random.Random(seed)
+    contents = {f"p{i % 7}/f{i}.py":
+                f"# {i}\n" + "".join(rng.choices("abc é\n", k=rng.randrange(1, 900)))
+                for i in range(documents)}
+    contents = {name: content.encode() for name, content in contents.items()}
+    contents |= {"copy/a.py": contents["p0/f0.py"], "p0/zzz.py": contents["p1/f1.py"],
+                 "empty.py": b"", "latin.py": b"caf\xe9", "nul.py": b"a\0b",
+                 ".hidden.py": b"hidden", ".git/x.py": b"git", "notes.txt": b"not Python"}
+    for name in order(contents) if order else contents:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(contents[name])
+    return contents
+
+
+def reference_split(contents, percent):
+    """What the documentation promises, one token at a time: {split: list of tokens}, and names."""
+    unique = {}
+    for name in sorted(contents, key=os.fsencode):
+        unique.setdefault(contents[name], name)
+    draw = {name: hashlib.sha256(name.encode()).hexdigest() for name in unique.values()}
+    tokens, names = {"train": [], "val": []}, {"train": [], "val": []}
+    for name in sorted(draw, key=draw.get):
+        split = "val" if int(draw[name][:16], 16) / 2**64 < percent / 100 else "train"
+        names[split].append(name)
+        tokens[split].append(256)
+        for byte in contents[name]:
+            tokens[split].append(byte)
+    return tokens, names
+
+
+def read_shard(path):
+    """The tokens of one shard as a list, by struct instead of numpy."""
+    raw = path.read_bytes()
+    header = struct.unpack("<256i", raw[:1024])
+    assert header[:2] == (20240520, 1) and set(header[3:]) == {0}
+    assert len(raw) == 1024 + 2 * header[2]
+    return list(struct.unpack(f"<{header[2]}H", raw[1024:]))
+
+
+def read_folder(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def hashes(folder):
+    return {name: hashlib.sha256(content).hexdigest()
+            for name, content in read_folder(folder).items()}
+
+
+def one_line(result, status, *words):
+    """The call failed with this status and said so in exactly one line with these words in it."""
+    assert result.returncode == status, (result.returncode, result.stderr)
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+# ----- content
+
+def test_shards_equal_a_slow_reference(tmp_path):
+    contents = make_tree(tmp_path / "tree")
+    result = command(tmp_path / "tree", "--suffix", ".py", "--val-percent", "20", "--out",
+                     tmp_path / "mine")
+    assert result.returncode == 0, result.stderr
+    expected = {name: content for name, content in contents.items() if name.endswith(".py")
+                and not name.startswith(".") and name not in ("empty.py", "latin.py", "nul.py")}
+    tokens, names = reference_split(expected, 20)
+    assert len(names["val"]) > 5 and len(names["train"]) > 30
+    assert sorted(read_folder(tmp_path / "mine")) == [
+        "manifest.json", "mine_train_000000.bin", "mine_val_000000.bin"]
+    manifest = json.loads((tmp_path / "mine" / "manifest.json").read_text())
+    for shard in manifest["shards"]:
+        path = tmp_path / "mine" / shard["file"]
+        assert read_shard(path) == tokens[shard["split"]]
+        assert shard["tokens"] == len(tokens[shard["split"]])
+        assert shard["documents"] == len(names[shard["split"]])
+        assert shard["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert manifest["skipped"] == {"duplicates": 2, "empty": 1, "undecodable": 2}
+    assert (manifest["tokenizer"], manifest["vocab_size"]) == ("bytes", 257)
+    assert manifest["source"] == "tree .py"
+
+
+def test_a_shard_ends_at_a_document_and_long_documents_are_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "SHARD_TOKENS", 100)
+    lengths = [60, 30, 50, 250, 99, 100, 1, 40]
+    for i, length in enumerate(lengths):
+        (tmp_path / f"{i}.txt").write_bytes(bytes([65 + i]) * length)
+    out = tmp_path / "out" / "c"
+    assert text.main([str(tmp_path), "--out", str(out), "--val-percent", "1"]) == 0
+    manifest = json.loads((out / "manifest.json").read_text())
+    seen, documents = [], []
+    for shard in manifest["shards"]:
+        tokens = read_shard(out / shard["file"])
+        assert tokens[0] == 256 and len(tokens) <= 100
+        assert shard["documents"] == tokens.count(256)
+        documents.append(tokens.count(256))
+        seen += [token for token in tokens if token != 256]
+    assert sorted(seen) == sorted(65 + i for i, length in enumerate(lengths) for _ in range(length))
+    assert len(documents) > 5 and sum(documents) == len(lengths) + 2 + 1  # 250 in three, 100 in two
+    assert [shard["file"] for shard in manifest["shards"] if shard["split"] == "train"] == [
+        f"c_train_{i:06d}.bin" for i in range(len(documents) - 1)]
+
+
+def test_gpt2_tokens_come_from_tiktoken(tmp_path, monkeypatch):
+    import tiktoken
+    make_tree(tmp_path / "tree", documents=10)
+    # the real vocabulary needs the network, so this one stands in: bytes, and "XYZ" as token 1000
+    ranks = {bytes([i]): i for i in range(256)} | {b"XY": 999, b"XYZ": 1000}
+    encoding = tiktoken.Encoding("test", pat_str=r"[^\n]+|\n", mergeable_ranks=ranks,
+                                 special_tokens={})
+    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": encoding}.__getitem__)
+    (tmp_path / "tree" / "merge.py").write_text("XYZ<|endoftext|>")
+    out = tmp_path / "g"
+    assert text.main([str(tmp_path / "tree"), "--tokenizer", "gpt2", "--out", str(out)]) == 0
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert (manifest["tokenizer"], manifest["vocab_size"]) == ("gpt2", 50257)
+    tokens = [token for shard in manifest["shards"] for token in read_shard(out / shard["file"])]
+    assert tokens.count(50256) == sum(shard["documents"] for shard in manifest["shards"])
+    at = tokens.index(1000)
+    # text that looks like the special token must not become a document boundary
+    assert tokens[at - 1:at + 14] == [50256, 1000, *b"<|endoftext|>"]
+
+
+def test_gpt2_without_its_vocabulary_is_one_line(tmp_path):
+    make_tree(tmp_path / "tree", documents=5)
+    nowhere = {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9",
+               "TIKTOKEN_CACHE_DIR": str(tmp_path / "empty")}
+    result = command(tmp_path / "tree", "--tokenizer", "gpt2", "--out", tmp_path / "g",
+                     env=os.environ | nowhere)
+    one_line(result, 2, "--tokenizer gpt2", "TIKTOKEN_CACHE_DIR")
+    assert not (tmp_path / "g").exists()
+
+
+# ----- determinism and split
+
+def test_same_bytes_from_another_place_order_and_time(tmp_path):
+    first, second = tmp_path / "tree", tmp_path / "deep" / "er" / "tree"
+    make_tree(first)
+    make_tree(second, order=lambda contents: sorted(contents, reverse=True))
+    for path in second.rglob("*.py"):
+        os.utime(path, (1, 1))
+    for root, out in ((first, tmp_path / "a" / "c"), (second, tmp_path / "b" / "c")):
+        assert text.main([str(root), "--out", str(out)]) == 0
+    assert read_folder(tmp_path / "a" / "c") == read_folder(tmp_path / "b" / "c")
+    assert str(tmp_path).encode() not in (tmp_path / "a" / "c" / "manifest.json").read_bytes()
+    # and the bytes do depend on the content
+    (second / "p1" / "f8.py").write_text("changed")
+    assert text.main([str(second), "--out", str(tmp_path / "b" / "c")]) == 0
+    assert read_folder(tmp_path / "a" / "c") != read_folder(tmp_path / "b" / "c")
+
+
+def test_a_document_keeps_its_side_when_others_come_and_go(tmp_path):
+    make_tree(tmp_path / "tree", documents=400)
+    files = text.find_files([tmp_path / "tree"], [".py"])
+    documents, _ = text.keep_text(files)
+    all_sides = text.split_documents(documents, 10)
+    some_sides = text.split_documents(documents[::3], 10)
+    assert 20 <= len(all_sides["val"]) <= 60
+    for side, drawn in some_sides.items():
+        assert set(drawn) <= set(all_sides[side])
+        assert drawn == [document for document in all_sides[side] if document in set(drawn)]
+
+
+def test_neither_side_is_empty(tmp_path):
+    for count in (2, 3, 10):
+        documents = [text.Document(b"%d" % i, tmp_path) for i in range(count)]
+        for percent in (1e-9, 50):
+            sides = text.split_documents(documents, percent)
+            assert sides["train"] and sides["val"]
+            assert len(sides["train"]) + len(sides["val"]) == count
+
+
+def test_no_copy_crosses_the_split(tmp_path):
+    for i in range(50):
+        for j in range(4):
+            path = tmp_path / "tree" / f"{j}" / f"{i}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"document {i}\n")
+    out = tmp_path / "c"
+    assert text.main([str(tmp_path / "tree"), "--out", str(out), "--val-percent", "30"]) == 0
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["skipped"]["duplicates"] == 150
+    assert sum(shard["documents"] for shard in manifest["shards"]) == 50
+
+
+def test_several_roots_and_links(tmp_path):
+    make_tree(tmp_path / "tree", documents=5)
+    (tmp_path / "tree" / "loop").symlink_to(tmp_path / "tree")
+    (tmp_path / "tree" / "broken.py").symlink_to(tmp_path / "nothing")
+    single = tmp_path / "single.py"
+    single.write_text("alone")
+    names = [file.name for file in text.find_files([single, tmp_path / "tree"], [".py"])]
+    assert names == sorted(names) and b"single.py" in names and b"p0/f0.py" in names
+    assert not any(name.startswith((b"loop", b"broken", b".")) for name in names)
+
+
+# ----- the default corpus
+
+def test_default_corpus_is_the_records_one(tmp_path):
+    torch_version = importlib.metadata.version("torch").split("+")[0]
+    out = tmp_path / "any name"
+    result = command("--out", out)
+    assert result.returncode == 0, result.stderr
+    found = hashes(out)
+    if torch_version != text.RECORD_TORCH:
+        assert "not comparable" in result.stderr
+        pytest.skip(f"torch {torch_version}: the constants are for {text.RECORD_TORCH}")
+    assert found == text.RECORD_SHA256
+    assert "not comparable" not in result.stderr
+    first = np.memmap(out / "python_val_000000.bin", "<u2", offset=1024)
+    assert first[0] == 256 and first.max() == 256
+
+    # a second call leaves everything alone, quickly
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    started = time.monotonic()
+    result = command("--out", out)
+    assert time.monotonic() - started < 5  # about 0.3 s on an idle machine
+    assert result.returncode == 0 and "already" in result.stdout
+    assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
+
+    # a shard cut short is noticed, and everything is built again
+    with open(out / "python_val_000000.bin", "r+b") as file:
+        file.truncate(5000)
+    assert "written" in command("--out", out).stdout
+    assert found == hashes(out)
+
+
+def test_the_second_domain_is_the_headers(tmp_path):
+    out = tmp_path / "headers"
+    result = command("--corpus", "cpp", "--out", out)
+    assert result.returncode == 0 and "C++ headers of torch" in result.stdout, result.stderr
+    if "not comparable" not in result.stderr:
+        assert hashes(out) == text.OFFLINE["cpp"].sha256
+    train = np.memmap(out / "cpp_train_000000.bin", "<u2", offset=1024)
+    content = train[train < 256].astype(np.uint8).tobytes()
+    assert content.count(b"#include") > 1000 and b"@generated by torchgen/gen.py from Operator.h" not in content
+    assert "already" in command("--corpus", "cpp", "--out", out).stdout
+    other = command("--out", out)  # a corpus of the other domain is not taken for this one
+    assert "Python sources" in other.stdout and "written" in other.stdout
+
+
+def test_folders_can_be_left_out(tmp_path):
+    make_tree(tmp_path / "tree", documents=5)
+    names = [file.name for file in text.find_files([tmp_path / "tree"], [".py"])]
+    assert b"p0/f0.py" in names
+    left = [file.name for file in text.find_files([tmp_path / "tree"], [".py"], exclude={b"p0/", b"p1"})]
+    assert left == [name for name in names if not name.startswith(b"p0/")]  # p1 is no folder's name
+
+
+@pytest.mark.parametrize("words", [("--corpus", "rust"), ("--corpus", "cpp", ".")])
+def test_corpora_that_do_not_exist_are_refused(words):
+    result = command(*words)
+    assert result.returncode == 2 and "--corpus" in result.stderr and result.stderr.count("\n") == 1
+
+
+def fake_torch(root, version):
+    """An installation of some torch that consists of three sources."""
+    (root / "torch" / "nn").mkdir(parents=True)
+    for name in ("__init__", "nn/a", "nn/version", "version"):
+        (root / "torch" / f"{name}.py").write_text(f"# {name}\nraise RuntimeError('imported')\n")
+    (root / f"torch-{version}.dist-info").mkdir()
+    (root / f"torch-{version}.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    return os.environ | {"PYTHONPATH": str(root)}
+
+
+def test_another_torch_works_and_says_so(tmp_path):
+    environment = fake_torch(tmp_path / "site", "1.99.0+cu130")
+    result = command("--out", tmp_path / "c", env=environment)
+    assert result.returncode == 0, result.stderr
+    manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    assert manifest["source"] == "Python sources of torch 1.99.0"
+    assert sum(shard["documents"] for shard in manifest["shards"]) == 3  # nn/version.py included
+    notes = [line for line in result.stderr.splitlines() if "not comparable" in line]
+    assert len(notes) == 1 and "1.99.0" in notes[0]
+    again = command("--out", tmp_path / "c", env=environment)
+    assert "already" in again.stdout and "not comparable" in again.stderr
+    assert "written" in command("--out", tmp_path / "c", "--force", env=environment).stdout
+    # what stands there was made from another torch than the one installed now
+    environment = fake_torch(tmp_path / "newer", "1.99.1")
+    assert "written" in command("--out", tmp_path / "c", env=environment).stdout
+
+
+def test_changed_sources_of_the_pinned_torch_are_announced(tmp_path):
+    environment = fake_torch(tmp_path / "site", text.RECORD_TORCH + "+cpu")
+    result = command("--out", tmp_path / "c", env=environment)
+    assert result.returncode == 0, result.stderr
+    assert "not comparable" in result.stderr and "changed" in result.stderr
+
+
+def test_own_text_needs_no_torch(tmp_path, monkeypatch, capsys):
+    make_tree(tmp_path / "tree")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert text.main([str(tmp_path / "tree"), "--out", str(tmp_path / "c")]) == 0
+    capsys.readouterr()
+    assert text.main([]) == 2
+    assert "torch is not installed" in capsys.readouterr().err
+
+
+# ----- nothing half-written
+
+def leftovers(folder):
+    return [path for path in folder.iterdir() if path.name.endswith(".partial")]
+
+
+def test_kill_in_the_middle_leaves_the_old_corpus(tmp_path):
+    """Kill the build while a document cannot be read to its end: a named pipe holds it there."""
+    out = tmp_path / "work" / "c"
+    make_tree(tmp_path / "old")
+    assert text.main([str(tmp_path / "old"), "--out", str(out)]) == 0
+    before = read_folder(out)
+    tree = tmp_path / "new"
+    make_tree(tree, seed=1)
+    os.mkfifo(tmp_path / "pipe")
+    # the second read of the last document, the one that tokenises it, is made to block
+    program = (f"import runpy, sys, pathlib\n"
+               f"original, reads = pathlib.Path.read_bytes, []\n"
+               f"def read_bytes(path):\n"
+               f"    reads.append(path)\n"
+               f"    if len(reads) == {2 * 60}: open({str(tmp_path / 'pipe')!r}).read()\n"
+               f"    return original(path)\n"
+               f"pathlib.Path.read_bytes = read_bytes\n"
+               f"sys.argv = ['text.py', {str(tree)!r}, '--suffix', '.py', '--out', {str(out)!r}]\n"
+               f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n")
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    pipe = os.open(tmp_path / "pipe", os.O_WRONLY)  # returns once the build has reached the pipe
+    assert len(leftovers(out.parent)) == 1
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    os.close(pipe)
+    assert read_folder(out) == before
+    assert [path for path in out.parent.iterdir() if not path.name.startswith(".")] == [out]
+    # the next build replaces the corpus and removes what the killed one left
+    assert text.main([str(tree), "--suffix", ".py", "--out", str(out)]) == 0
+    assert read_folder(out) != before
+    assert leftovers(out.parent) == []
+
+
+def test_a_running_build_is_left_alone(tmp_path):
+    make_tree(tmp_path / "tree", documents=5)
+    out = tmp_path / "work" / "c"
+    with text.temporary_folder(out) as mine:
+        theirs = mine.with_name(mine.name.replace(f".{os.getpid()}.", f".{os.getppid()}."))
+        theirs.mkdir()
+    assert command(tmp_path / "tree", "--out", out).returncode == 0
+    assert leftovers(out.parent) == [theirs]
+
+
+def test_full_disk(tmp_path):
+    make_tree(tmp_path / "old")
+    out = tmp_path / "work" / "c"
+    make_tree(tmp_path / "tree", documents=600)
+
+    def small_files():  # a write beyond 64 KiB fails, as it would on a full disk
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+
+    result = command(tmp_path / "tree", "--out", out, preexec_fn=small_files)
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("error: ") and "free some space" in last
+    assert "Traceback" not in result.stderr
+    assert list(out.parent.iterdir()) == []
+    assert text.main([str(tmp_path / "old"), "--out", str(out)]) == 0
+    before = read_folder(out)
+    assert command(tmp_path / "tree", "--out", out, preexec_fn=small_files).returncode == 1
+    assert read_folder(out) == before and list(out.parent.iterdir()) == [out]
+
+
+def test_out_that_is_no_corpus_is_not_replaced(tmp_path):
+    make_tree(tmp_path / "tree", documents=5)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "diary.txt").write_text("dear diary")
+    one_line(command(tmp_path / "tree", "--out", tmp_path / "home"), 2, "diary.txt", "--out")
+    assert (tmp_path / "home" / "diary.txt").read_text() == "dear diary"
+    (tmp_path / "file").write_text("x")
+    one_line(command(tmp_path / "tree", "--out", tmp_path / "file"), 2, "not a folder")
+
+
+# ----- bad input
+
+@pytest.mark.parametrize("arguments, words", [
+    (["missing"], ["missing", "no such file"]),
+    (["tree", "--suffix", ".rs"], ["no text", ".rs", "0 files"]),
+    (["binary"], ["no text", "2 of them empty", "1 not text"]),
+    (["tree/p0/f0.py"], ["a single document", "f0.py", "split"]),
+    (["tree", "--val-percent", "0"], ["--val-percent 0", "above 0"]),
+    (["tree", "--val-percent", "51"], ["--val-percent 51", "at most 50"]),
+    (["tree", "--val-percent", "nan"], ["--val-percent nan", "at most 50"]),
+    (["tree", "--val-percent", "many"], ["--val-percent", "many"]),
+    (["tree", "--tokenizer", "gpt3"], ["--tokenizer", "gpt3", "gpt2"]),
+    (["--suffix", ".py"], ["--suffix .py", "PATH"]),
+    (["tree", "--ouch"], ["--ouch", "--help"]),
+    (["tree", "--out", "tree/p0/f0.py/c"], ["f0.py", "--out"]),
+    (["tree", "--out", "/proc/nobody/c"], ["/proc/nobody", "--out"]),
+])
+def test_bad_input_is_one_line_and_status_2(tmp_path, arguments, words):
+    make_tree(tmp_path / "tree", documents=8)
+    (tmp_path / "binary").mkdir()
+    for name, content in (("a", b""), ("b", b""), ("c", b"\xff\xfe\0")):
+        (tmp_path / "binary" / name).write_bytes(content)
+    if "--out" not in arguments:
+        arguments = [*arguments, "--out", "c"]
+    one_line(command(*arguments, cwd=tmp_path), 2, *words)
+    assert not (tmp_path / "c").exists()
+
+
+def test_unreadable_files_are_not_skipped_in_silence(tmp_path, monkeypatch, capsys):
+    """Root may read everything, so the refusal is simulated where the system would give it."""
+    make_tree(tmp_path / "tree", documents=8)
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert text.main([str(tmp_path / "tree"), "--out", str(tmp_path / "c")]) == 2
+    assert "Permission denied" in capsys.readouterr().err

@@ -1,0 +1,196 @@
+"""Synthetic records: logs as the trainer writes them, from a source that must never run; and scripts that stand in for
+a trainer."""
+import hashlib
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+
+import train_gpt
+from records.__main__ import main
+from records.record import MANIFESTS, Repository
+from records.submit import submit
+
+STEPS = 60
+README = "# A repository\n\n<!-- records/nano -->\nNo records yet.\n<!-- end -->\n\nThe end.\n"
+
+
+def source_of(word="first", padding=0):
+    """A script that leaves a file behind if anything imports or runs it."""
+    lines = [f"# {word}: line {number} of the padding\n" for number in range(padding)]
+    return f"open('executed', 'w').write({word!r})\nraise SystemExit('executed')\n" + "".join(lines)
+
+
+def log_text(run, source=None, seed=1, loss=0.87, time_ms=60_000, counter=1, declared=4, batch=1, start=1, steps=STEPS,
+             device="Slow CPU (R) @ 2 GHz x2", data=MANIFESTS["nano"], config=None):
+    """What Log, log_header and finish write for one complete run on the nano track."""
+    source = source_of() if source is None else source
+    values = json.loads(json.dumps(asdict(replace(train_gpt.TRACKS["nano"], seed=seed, run_id=run, steps=steps))))
+    values.update(config or {})
+    sha = hashlib.sha256(source.encode()).hexdigest()
+    rng, lines = np.random.default_rng(seed), []
+    for step in range(1, steps + 1):
+        at = round(time_ms * step / steps)
+        tail = f"train_time:{at}ms step_avg:{at / step:.2f}ms"
+        if step % values["log_every"] == 0 or step == steps:
+            noisy = loss + 3 / step + 0.1 * rng.random()
+            lines.append(f"step:{step}/{steps} train_loss:{noisy:.5f} lr_mul:1.000 {tail}")
+        if step == steps or (values["val_every"] and step % values["val_every"] == 0):
+            lines.append(f"step:{step}/{steps} val_loss:{loss + 2 * (steps - step) / steps:.5f} {tail}")
+    return "\n".join([
+        source.rstrip("\n"), "===== END OF CODE =====",
+        f"run:{run} track:nano commit:{'0' * 40} dirty:0 code_sha256:{sha} seed:{seed} world_size:1 device:{device} "
+        f"torch:2.13.0+cpu cuda:none triton:none",
+        "config:" + json.dumps(values), f"batch:{batch} counter:{counter}/{declared} start:{start}",
+        f"data:{data} backends:attention=sdpa,matmul=torch-bfloat16,compile=inductor",
+        "size: matrices=1 embeddings_and_head=2 ngram_table=3", "===== START =====", *lines,
+        "comms: sent_bytes per step none=0",
+        f"validity: causal:ok normalised:ok val_tokens:{values['val_tokens']} val_sha256:{values['val_sha256']}",
+        f"final val_loss:{loss:.5f} train_time:{time_ms}ms tokens:245760 peak_memory:900MiB tokens_per_s:4096 "
+        "mfu:1.5%",
+        f"status:ok run:{run} val_loss:{loss:.5f} train_time:{time_ms / 1000:.1f}s log:logs/{run}/log.txt "
+        f"plot:logs/{run}/loss.png"]) + "\n"
+
+
+def write_logs(folder, name, count=4, side="", seed=100, loss=0.87, time_ms=60_000, spread=0.001, **values):
+    """Logs of a batch of runs with scattered losses and times; returns their paths."""
+    rng, paths = np.random.default_rng(seed), []
+    for number in range(1, count + 1):
+        run = f"{name}-{number:02d}{side}"
+        path = Path(folder) / run / "log.txt"
+        path.parent.mkdir(parents=True)
+        path.write_text(log_text(run, **{
+            "seed": seed + number, "loss": loss + spread * rng.standard_normal(), "counter": number, "declared": count,
+            "time_ms": round(time_ms * (1 + 0.002 * rng.standard_normal())), **values}))
+        paths.append(path)
+    return paths
+
+
+def make_repository(root):
+    """An empty repository with the real tracks."""
+    (root / "records" / "nano").mkdir(parents=True)
+    (root / "records" / "README.md").write_text(README)
+    return Repository(root, Repository.of_trainer().rules)
+
+
+def fresh(repository):
+    """The same repository, read again."""
+    return Repository(repository.root, repository.rules)
+
+
+def add_first(repository, count=4, padding=0):
+    """A first record; returns its folder."""
+    logs = write_logs(repository.root / "logs", "first", count, source=source_of("first", padding))
+    record, failures = submit(fresh(repository), "First", logs)
+    assert not failures, failures
+    return record.folder
+
+
+def add_faster(repository, name="Faster", before="first", word="second", seed=500, count=4, padding=0, time_ms=50_000):
+    """A record with pairs against the last one, whose source has the word `before`; returns its folder."""
+    root, experiment = repository.root / "logs", f"ab-nano-{word}-{before}-n{count}"
+    logs = write_logs(root, experiment, count, "a", seed, time_ms=time_ms, source=source_of(word, padding))
+    base = write_logs(root, experiment, count, "b", seed + 50, time_ms=time_ms * 1.2, source=source_of(before, padding))
+    record, failures = submit(fresh(repository), name, logs, base)
+    assert not failures, failures
+    return record.folder
+
+
+def edit(path, old, new, count=0):
+    """Replace a regular expression in a file; it must be found."""
+    text = path.read_text()
+    changed = re.sub(old, new, text, count=count, flags=re.MULTILINE)
+    assert changed != text, (path, old)
+    path.write_text(changed)
+
+
+def rehash(path):
+    """Make a log's code_sha256 that of its source, as a careful forger would."""
+    text = path.read_text()
+    sha = hashlib.sha256((text.partition("\n===== END OF CODE")[0] + "\n").encode()).hexdigest()
+    path.write_text(re.sub(r"code_sha256:\w+", f"code_sha256:{sha}", text))
+
+
+def call(repository, capsys, *words):
+    """(exit status, stdout, stderr) of `python -m records` with these words, in this process."""
+    capsys.readouterr()
+    status = main([*map(str, words)], fresh(repository))
+    return status, *capsys.readouterr()
+
+
+# ----- scripts that stand in for a trainer
+
+# Writes the log of a complete run in no time, and notes the order of runs and how each one was told its place. A file
+# `stop` holds the number of a run and how it ends: "refused" before its log has a header, "failed" and "interrupted"
+# (the caller is, as by Ctrl-C) after that.
+FAKE = '''import hashlib, json, os, signal, sys, time
+from pathlib import Path
+
+def knob(default, help):
+    return default
+
+
+class Config:
+    track: str = knob("nano", "track")
+{field}
+
+
+LOSS, TIME = {loss}, {time}
+argv = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+run, code, seed = argv["--run-id"], Path(__file__).read_text(), int.from_bytes(os.urandom(4), "little")
+number, stop, end = run.rpartition("-")[2], Path("stop"), None
+with open("order.txt", "a") as order:
+    order.write(number + " " + argv.get("--run-of", argv.get("--runs", "-")) + "\\n")
+if stop.exists() and stop.read_text().split()[0] == number:
+    end = stop.read_text().split()[1]
+    stop.unlink()
+if end == "refused":
+    sys.exit("status:error no data")
+batch = ""
+if "--runs" in argv:  # older scripts count themselves, and read every line of the ledger
+    assert [json.loads(line) for line in open("logs/runs.jsonl")] is not None
+if "--run-of" in argv:
+    batch = "batch:%s counter:%s start:%s\\n" % tuple(argv["--run-of"].split(":"))
+folder = Path("logs") / run
+folder.mkdir()
+(folder / "checkpoint.pt").write_text("weights")
+config = {{"track": "nano", "run_id": run, "seed": seed, "steps": 2, "data": "d", "tokenizer": "bytes", "val_tokens": 1,
+          "val_sha256": "", "target_loss": 0.88, "log_every": 1, "val_every": 1}}
+header = f"""{{code.rstrip()}}
+{{"=" * 5}} END OF CODE {{"=" * 5}}
+run:{{run}} track:nano commit:0 dirty:0 code_sha256:{{hashlib.sha256(code.encode()).hexdigest()}} seed:{{seed}} \\
+world_size:1 device:fake torch:1 cuda:none triton:none
+config:{{json.dumps(config)}}
+{{batch}}data:0 backends:none
+{{"=" * 5}} START {{"=" * 5}}
+"""
+(folder / "log.txt").write_text(header)
+if end == "interrupted":
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(60)
+if end:
+    sys.exit(1)
+loss, time = f"{{LOSS + seed % 1000 / 1e6:.5f}}", TIME + seed % 10 * 2
+(folder / "log.txt").write_text(f"""{{header}}\\
+step:1/2 train_loss:2.00000 train_time:{{time // 2}}ms step_avg:{{time // 2:.2f}}ms
+step:1/2 val_loss:{{LOSS + 0.1:.5f}} train_time:{{time // 2}}ms step_avg:{{time // 2:.2f}}ms
+step:2/2 train_loss:1.00000 train_time:{{time}}ms step_avg:{{time / 2:.2f}}ms
+step:2/2 val_loss:{{loss}} train_time:{{time}}ms step_avg:{{time / 2:.2f}}ms
+validity: causal:ok normalised:ok val_tokens:1 val_sha256:0
+final val_loss:{{loss}} train_time:{{time}}ms tokens:1 peak_memory:1MiB
+status:ok run:{{run}} val_loss:{{loss}} train_time:{{time / 1000:.1f}}s log:l plot:p
+""")
+'''
+FIELDS = {"run_of": '    run_of: str = knob("", "its place")', "runs": '    runs: int = knob(0, "declared")', "": ""}
+
+
+def fake_trainer(field="run_of", loss=0.80, time=1000):
+    """A stand-in for a trainer which has that field."""
+    return FAKE.format(loss=loss, time=time, field=FIELDS[field])
+
+
+def order_of(repository):
+    """[(number of a run with its letter, what it was told of its place), ...] of the stand-ins' runs."""
+    return [tuple(line.split()) for line in (repository.root / "order.txt").read_text().splitlines()]

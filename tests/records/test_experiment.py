@@ -1,0 +1,190 @@
+"""ab and reproduce with scripts that write a log in no time; their statistics; diff. `run` is in test_ledger.py."""
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+
+import helpers
+import records_helpers as made
+import train_gpt
+from records import experiment, stats
+from records.compare import Side, describe, seed_only
+from records.record import config_changes
+from records_helpers import call
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A working script that is faster and better than the other, older one, of which there is one log."""
+    repository = made.make_repository(tmp_path)
+    (tmp_path / "train_gpt.py").write_text(made.fake_trainer())
+    add_other(repository, made.fake_trainer("runs", loss=0.85, time=2000))
+    return repository
+
+
+def add_other(repository, source):
+    (repository.root / "logs" / "other").mkdir(parents=True, exist_ok=True)
+    (repository.root / "logs" / "other" / "log.txt").write_text(made.log_text("other", source))
+
+
+# ----- ab
+
+def test_ab_takes_turns_and_goes_on_where_it_stopped(repository, capsys):
+    words = ("ab", repository.root / "logs" / "other", "--runs", 4, "--yes")
+    (repository.root / "stop").write_text("02b failed")
+    status, out, err = call(repository, capsys, *words)
+    assert status == 2 and re.search(r"run ab-\S+-02b ended with exit status 1; see .*console.txt, and call again", err)
+    assert "This executes 8 runs of train_gpt.py" in out and out.count("val_loss") == 2
+    status, out, err = call(repository, capsys, *words)
+    assert status == 0, out + err
+    assert out.count("(was there)") == 2 and "min to go" in out and '"device"' in out
+    assert [run for run, _ in made.order_of(repository)] == [
+        "01a", "01b", "02b", "02b", "02a", "03a", "03b", "04b", "04a"]
+    assert re.search(r"^time A - B: -\d\.\d\d s \(95%: -\d.* to -\d.*\), p = \S+: A is lower$", out, re.MULTILINE), out
+    assert re.search(r"^loss A - B: -0\.0\d+ \(95%: .*\), p = \S+: A is lower$", out, re.MULTILINE), out
+    assert re.search(r"^in steps: A's loss is that of B \+0\.5 steps later", out, re.MULTILINE), out
+    logs = repository.root / "logs"
+    assert not list(logs.glob("ab-*-n4-*/*.pt")) and len(list(logs.glob("ab-*-n4/*-02b.stopped-*"))) == 1
+    assert len(list(logs.glob("ab-*-n4-*a"))) == len(list(logs.glob("ab-*-n4-*b"))) == 4
+
+
+@pytest.mark.parametrize("working, other, told", [
+    ("run_of", "runs", {"a": ["1:1/2:1", "1:2/2:1"], "b": ["2", "2"]}),
+    ("runs", "run_of", {"a": ["2", "2"], "b": ["1:1/2:1", "1:2/2:1"]}),
+    ("run_of", "run_of", {"a": ["1:1/2:1", "1:2/2:1"], "b": ["1:1/2:1", "1:2/2:1"]}),
+    ("runs", "", {"a": ["2", "2"], "b": ["-", "-"]})])
+def test_ab_tells_each_script_its_place_in_the_way_of_its_age(repository, capsys, working, other, told):
+    (repository.root / "train_gpt.py").write_text(made.fake_trainer(working))
+    add_other(repository, made.fake_trainer(other, loss=0.85))
+    assert call(repository, capsys, "ab", repository.root / "logs" / "other", "--runs", 2, "--yes")[0] == 0
+    for letter, words in told.items():
+        assert [word for run, word in sorted(made.order_of(repository)) if run[-1] == letter] == words
+
+
+def test_reproduced_runs_do_not_count(repository, capsys):
+    add_other(repository, made.fake_trainer())
+    assert call(repository, capsys, "reproduce", repository.root / "logs" / "other", "--runs", 2, "--yes")[0] == 0
+    assert made.order_of(repository) == [("01r", "-"), ("02r", "-")]
+    assert not (repository.root / "logs" / "runs.jsonl").exists()
+
+
+def test_ab_on_another_machine_is_refused(repository, capsys):
+    words = ("ab", repository.root / "logs" / "other", "--runs", 2, "--yes")
+    assert call(repository, capsys, *words)[0] == 0
+    path = next((repository.root / "logs").glob("ab-*/machine.json"))
+    path.write_text(json.dumps({"device": "another"}))
+    status, _, err = call(repository, capsys, *words)
+    assert status == 2 and "another machine's" in err
+
+
+def test_code_runs_only_with_consent(repository, capsys, monkeypatch):
+    other = repository.root / "logs" / "other"
+    for command in ("ab", "reproduce"):
+        status, out, err = call(repository, capsys, command, other)
+        assert status == 2 and out.startswith("This executes ") and "nothing was run; add --yes" in err
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", lambda prompt: "no")
+    assert "not confirmed: nothing was run" in call(repository, capsys, "reproduce", other)[2]
+    assert not (repository.root / "order.txt").exists()
+    monkeypatch.setattr("builtins.input", lambda prompt: "yes")
+    assert call(repository, capsys, "reproduce", other, "--runs", 2)[0] == 0
+
+
+@pytest.mark.parametrize("count", [-1, 0, 1, 101])
+def test_number_of_runs_has_bounds(repository, capsys, count):
+    other = repository.root / "logs" / "other"
+    for words in (["ab", other, "--yes"], ["reproduce", other, "--yes"], ["run"]):
+        status, _, err = call(repository, capsys, *words, "--runs", count)
+        assert status == 2 and err == f"records: --runs {count}: takes at least 2, for statistics, and at most 100\n"
+
+
+def test_report_of_an_undecided_comparison():
+    values = [(0.87, 60_000), (0.88, 61_000), (0.875, 60_500), (0.874, 60_100)]
+    a, b = ([SimpleNamespace(val_loss=loss, train_time_ms=time_ms, steps=1, curves={"val": [], "train": []})
+             for loss, time_ms in side] for side in (values, values[::-1]))
+    text = experiment.ab_report(a, b)
+    assert "time A - B: +0.00 s" in text and "pairs would not tell" in text
+    assert "in steps: cannot be told" in text
+
+
+# ----- reproduce
+
+@pytest.mark.parametrize("losses, answer", [
+    ([0.870, 0.871, 0.8705, 0.8702], "yes"),
+    ([0.890, 0.891, 0.8905, 0.8902], "no"),  # above the target
+    ([0.8785, 0.8786, 0.8787, 0.8785], "no"),  # below the target, but not what was claimed
+    ([0.870, 0.89], "undecided")])
+def test_verdict(losses, answer):
+    assert experiment.verdict(losses, [0.8701, 0.8703, 0.8708, 0.8699], 0.88)[0] == answer
+
+
+def test_verdict_says_how_many_runs_would_tell():
+    assert re.search(r"about --runs \d+ would tell", experiment.verdict([0.870, 0.885, 0.874], [0.87, 0.88], 0.88)[1])
+
+
+# ----- statistics
+
+def test_t_test_against_textbook_values():
+    values = [5.1, 4.9, 5.0, 4.8, 4.7]  # mean 4.9, std 0.158114, t = -1.414214 against 5.0 with 4 degrees of freedom
+    assert stats.p_below(values, 5.0) == pytest.approx(0.1150998, abs=1e-6)
+    assert stats.interval(values) == pytest.approx((4.9, 4.703676, 5.096324), abs=1e-5)
+    assert stats.p_below([1.0], 5.0) == 1.0
+    assert (stats.p_below([1.0, 1.0], 5.0), stats.p_below([5.0, 5.0], 5.0)) == (0.0, 1.0)
+    assert stats.p_worse([2.0, 2.1, 2.2], [1.0, 1.1, 1.2]) < 0.001 < 0.9 < stats.p_worse([1.0, 1.1], [2.0, 2.1])
+    assert (stats.p_worse([2.0, 2.0], [1.0, 1.0]), stats.p_worse([1.0], [2.0, 2.0])) == (0.0, 1.0)
+
+
+def test_runs_needed_hold_what_they_promise():
+    """Power of the proposed number, by simulation: at least 80 %, and less with two runs fewer."""
+    import numpy as np
+    difference = [0.4, -0.2, 0.9, 0.1, 0.3]
+    mean, std = stats.mean_and_std(difference)
+    count, rng = stats.runs_needed(difference), np.random.default_rng(0)
+
+    def power(n):
+        sample = rng.normal(mean, std, (4000, n))
+        return np.mean(sample.mean(1) * n**0.5 / sample.std(1, ddof=1) > stats.stats.t.ppf(0.99, n - 1))
+    assert power(count) > 0.78 and power(count - 2) < 0.8
+    assert stats.runs_needed([1.0, 1.0]) == 2 and stats.runs_needed([1.0]) is None
+    assert stats.runs_needed([1.0, -1.0]) is None and stats.runs_needed([1.0, -0.9999]) is None
+
+
+def test_pairs_take_turns():
+    assert "".join(letter for letter, _ in experiment.interleaved(4)) == "abbaabba"
+
+
+# ----- diff
+
+def side(source, seed=1, **config):
+    return Side("x", source, {"seed": seed, "steps": 3, **config}, "nano", (SimpleNamespace(seed=seed),))
+
+
+def test_diff_counts_lines_and_fields():
+    text = describe(side("a = 1\nb = 2\n"), side("b = 2\na = 3\nc = 4\n", steps=5, width=[[0, 1]]))
+    assert text.startswith("--- x\n+++ x\n@@ ") and "+c = 4" in text
+    assert "| steps | 3 | 5 |" in text and "| width | null | &#91;&#91;0, 1&#93;&#93; |" in text
+    assert text.endswith("code: 2 lines added, 1 removed; configuration: 2 fields differ")
+
+
+def test_seed_only_differences_are_called_so():
+    assert seed_only('seed: int = knob(-1, "x")\n', 'seed: int = knob(7, "x")\n')
+    assert not seed_only("seed = 1\nlr = 2\n", "seed = 1\nlr = 3\n") and not seed_only("a\n", "a\n")
+    assert describe(side("seed = 1\n"), side("seed = 2\n")).endswith("a seed-only difference")
+    assert describe(side("a\n", seed=1), side("a\n", seed=2)).endswith("a seed-only difference")
+    assert describe(side("a\n"), side("a\n")).endswith("no difference")
+    assert describe(side("seed = 1\n"), side("seed = 2\n", steps=9)).endswith("1 fields differ")
+
+
+def test_diff_leaves_out_what_changes_no_result():
+    before = {"seed": 1, "steps": 3, "runs": 8, "run_id": "a"}
+    assert config_changes(before, {"seed": 2, "steps": 4, "run_of": "1:1/8:1", "run_id": "b"}) == {"steps": [3, 4]}
+
+
+def test_diff_against_the_working_script(tmp_path, capsys):
+    repository = made.make_repository(tmp_path)
+    (tmp_path / "train_gpt.py").write_text(helpers.TRAINER.read_text())
+    folder = made.add_first(repository)
+    status, out, _ = call(repository, capsys, "diff", folder)
+    assert status == 0 and "-raise SystemExit('executed')" in out and "+++ train_gpt.py" in out
+    assert f"| steps | 60 | {train_gpt.TRACKS['nano'].steps} |" in out

@@ -1,0 +1,58 @@
+"""Things that go wrong on one rank alone: functions that ranks call before the trainer, as `before` of ranks.train."""
+import os
+import threading
+import time
+
+import train_gpt
+
+WRONG_ROW = 123_456
+
+
+def before_third_step_of_rank_1(act):
+    """Rank 1 calls `act` in place of its third step; nobody warms up."""
+    step = train_gpt.Trainer.step
+
+    def acting_step(self, number, *rest):
+        if self.runtime.rank == 1 and number == 2:
+            act()
+        return step(self, number, *rest)
+
+    train_gpt.Trainer.step = acting_step
+    train_gpt.warm_up = lambda trainer: None
+
+
+def die():
+    """Rank 1 vanishes in its third step."""
+    before_third_step_of_rank_1(lambda: os._exit(3))
+
+
+def fail():
+    """Rank 1 alone finds something wrong with its input."""
+    def refuse():
+        raise train_gpt.ConfigError("only rank 1 knows what is wrong")
+    before_third_step_of_rank_1(refuse)
+
+
+def lag():
+    """Rank 1 reads the corpus from a slow disk."""
+    open_corpus = train_gpt.open_corpus
+
+    def slow_open_corpus(config):
+        if os.environ["RANK"] == "1":
+            time.sleep(1.5)
+        return open_corpus(config)
+
+    train_gpt.open_corpus = slow_open_corpus
+
+
+def spoil_second_rank():
+    """The hash leaves the table on rank 1, in the loader's thread alone."""
+    honest = train_gpt.ngram_rows
+
+    def wrong(*words):
+        rows, signs = honest(*words)
+        if threading.current_thread() is not threading.main_thread() and os.environ["RANK"] == "1":
+            rows[5, 0] = WRONG_ROW
+        return rows, signs
+
+    train_gpt.ngram_rows = wrong

@@ -1,0 +1,94 @@
+"""README.md's example of a new update rule, executed as it stands there: SGD with momentum, a function and a row."""
+import functools
+import re
+
+import pytest
+import torch
+
+import train_gpt
+from helpers import ROOT
+from optimizer_cases import MICRO_BATCHES, Weights, accumulate, gradient, optimizer_of, state_of
+from ranks import on_ranks
+from train_gpt import RULES, Runtime, join_mantissa, momentum_at
+
+BLOCK, = [block for block in re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+          if "MATRIX_RULES" in block]
+# Five matrices go 2, 2, 1 over three ranks, three go 1, 1, 1; ten rows go 4, 4, 2, and seven columns 3, 3, 1.
+SHAPES = {"attention": (5, 6, 6), "mlp": (3, 10, 7)}
+CASES = [(shard, dtype, decay) for shard in ("whole", "rows", "cols")
+         for dtype, decay in (("float32", 0.0), ("float32", 0.3), ("bfloat16", 0.0))]
+STEPS, LR_MUL = 12, 0.5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rule():
+    names, rules = set(vars(train_gpt)), set(train_gpt.MATRIX_RULES)
+    exec(BLOCK, vars(train_gpt))
+    yield
+    for name in set(train_gpt.MATRIX_RULES) - rules:
+        del train_gpt.MATRIX_RULES[name]
+    for name in set(vars(train_gpt)) - names:
+        delattr(train_gpt, name)
+
+
+def config_of(shard, decay):
+    return {"matrix_update": "sgd", "matrix_shard": shard, "matrix_decay": decay, "matrix_lr": 0.1, "steps": STEPS}
+
+
+def train(runtime):
+    """{case: the float32 weights that this rank holds after some steps}."""
+    left = {}
+    for shard, dtype, decay in CASES:
+        optimizer = optimizer_of(runtime, SHAPES, dtype, **config_of(shard, decay))
+        for step in range(STEPS):
+            accumulate(optimizer, step, runtime)
+            optimizer.step(step, LR_MUL)
+        mantissas = optimizer.matrices.full_state()
+        left[shard, dtype, decay] = {
+            name: join_mantissa(layout.param.data, mantissas[name]["mantissa"]) if dtype == "bfloat16"
+            else layout.param.data for name, layout in optimizer.layouts.items()}
+        assert all(list(state) == ["momentum"] + ["mantissa"] * (dtype == "bfloat16")
+                   for state in state_of(optimizer).values())
+    return left
+
+
+@functools.cache
+def trained(world_size):
+    return on_ranks(world_size, train) if world_size > 1 else [train(Runtime("cpu"))]
+
+
+@functools.cache
+def reference(dtype, decay):
+    """The same steps in float64: torch's SGD, whose weights shrink first where that takes them the way of the step."""
+    model = Weights(dtype, SHAPES).double()
+    config = optimizer_of(Runtime("cpu"), SHAPES, **config_of("whole", decay)).matrices.config
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1 * LR_MUL, momentum=0.9)
+    for step in range(STEPS):
+        sgd.param_groups[0]["momentum"] = momentum_at(config, step)
+        for name, param in model.named_parameters():
+            param.grad = sum(gradient(step, index, name, param.shape) for index in range(MICRO_BATCHES)).double()
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        sgd.step()
+        for name, param in model.named_parameters():
+            step_taken = before[name] - param.detach()
+            agrees = step_taken * before[name] >= 0
+            param.data.sub_(0.1 * LR_MUL * decay * RULES[name].decay_mul * before[name] * agrees)
+    return dict(model.state_dict())
+
+
+def test_the_example_is_short():
+    assert len([line for line in BLOCK.splitlines() if line.strip()]) <= 10
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_sgd_is_torchs_sgd_however_matrices_are_shared(world_size, case):
+    _, dtype, decay = case
+    for left in trained(world_size):
+        for name, expected in reference(dtype, decay).items():
+            torch.testing.assert_close(left[case][name].double(), expected, atol=2e-6, rtol=2e-6)
+
+
+def test_sgd_trains_a_model(cli, tiny):
+    run = cli(**{**tiny, "run_id": "sgd", "matrix_update": "sgd", "matrix_lr": 0.1, "steps": 12, "ngram_orders": ()})
+    assert run.code == 0 and run.train_losses[12] < run.train_losses[1] - 0.3

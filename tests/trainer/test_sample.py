@@ -1,0 +1,127 @@
+"""sample.py: continuations and validation losses of what runs have left."""
+import pytest
+import torch
+
+import sample
+import train_gpt
+from helpers import EOT, make_corpus, make_trainer, read, refusal
+
+
+@pytest.fixture
+def use(cli):
+    """use(*words): sample.py's command line in this process."""
+    return lambda *words: cli(*words, main=sample.main)
+
+
+@pytest.fixture(scope="module")
+def path(rich_run):
+    return rich_run.folder / "checkpoint.pt"
+
+
+# ----- the validation loss
+
+def test_eval_reproduces_the_final_loss(rich_run, path, use):
+    run = use("--checkpoint", path, "--eval")
+    assert run.code == 0 and run.stdout == (f"eval val_loss:{rich_run.result['val_loss']:.5f} val_tokens:1024 "
+                                            f"val_sha256:{rich_run.result['val_sha256']}\n")
+
+
+def test_eval_of_a_checkpoint_on_the_way(rich_run, use):
+    run = use("--checkpoint", rich_run.folder / "step_000010.pt", "--eval", "--device", "cpu")
+    assert run.code == 0 and run.stdout.startswith(f"eval val_loss:{rich_run.val_losses[10]:.5f} ")
+
+
+def test_eval_on_another_corpus_wants_validation_tokens_alone(rich_run, path, use, tmp_path):
+    """A whole run would need more training tokens than this corpus has."""
+    corpus = make_corpus(tmp_path / "small", train_tokens=8_000)
+    run = use("--checkpoint", path, "--eval", "--data", corpus)
+    assert run.code == 0 and run.stdout.startswith(f"eval val_loss:{rich_run.result['val_loss']:.5f} "), run.stdout
+
+
+# ----- continuations
+
+def greedy(checkpoint, prompt, count):
+    """The most probable continuation, each token from the losses of all candidates, with the weights that the run's own
+    trainer would restore."""
+    content = train_gpt.load_checkpoint(checkpoint)
+    trainer = train_gpt.Trainer(train_gpt.config_of_checkpoint(content), train_gpt.Runtime("cpu"))
+    train_gpt.restore(trainer, content)
+    tokens = [EOT, *prompt]
+    for _ in range(count):
+        filled = torch.zeros(trainer.config.micro_batch_tokens + 1, dtype=torch.int64)
+        filled[:len(tokens)] = torch.tensor(tokens)
+        last = trainer.hidden(content["step"], *read(trainer, filled))[len(tokens) - 1]
+        losses = trainer.model.next_token_losses(last.expand(EOT + 1, -1), torch.arange(EOT + 1))[0]
+        tokens.append(losses.argmin().item())
+        if tokens[-1] == EOT:
+            break
+    return bytes(token for token in tokens if token != EOT).decode(errors="replace")
+
+
+@pytest.mark.parametrize("prompt", ["import os", "", "é"])
+def test_sample_continues_a_prompt(prompt, use, tmp_path):
+    """With random weights, so that every token of the context counts."""
+    path = tmp_path / "random.pt"
+    train_gpt.save_checkpoint(path, train_gpt.checkpoint_content(make_trainer(), 2, None, 0.0))
+    run = use("--checkpoint", path, "--prompt", prompt, "--tokens", 8, "--temperature", 0)
+    assert run.code == 0, run.stdout
+    assert run.stdout == greedy(path, prompt.encode(), 8) + "\n"
+
+
+def test_sample_draws_by_its_seed(path, use):
+    def drawn(seed):
+        run = use("--checkpoint", path, "--prompt", "def f(", "--tokens", 12, "--temperature", 1.5, "--seed", seed)
+        assert run.code == 0 and run.stdout.startswith("def f("), run.stdout
+        return run.stdout
+    assert drawn(1) == drawn(1)
+    assert len({drawn(seed) for seed in range(1, 6)}) > 1
+
+
+def test_sample_takes_a_prompt_that_is_longer_than_the_context(path, use):
+    prompt = "x = 1\n" * 100
+    run = use("--checkpoint", path, "--prompt", prompt, "--tokens", 3)
+    assert run.code == 0 and run.stdout.startswith(prompt), run.stdout
+
+
+def test_without_a_prompt_a_document_starts(path, use):
+    run = use("--checkpoint", path, "--tokens", 5, "--temperature", 0)
+    assert run.code == 0 and run.stdout == greedy(path, b"", 5) + "\n"
+
+
+# ----- bad input
+
+@pytest.mark.parametrize("words, hint", [
+    (["--eval"], "--checkpoint"),
+    (["--prompt", "x"], "--checkpoint"),
+    (["--checkpoint", "nowhere.pt", "--eval"], "nowhere.pt"),
+    (["--checkpoint", ".", "--eval"], "no such checkpoint"),
+    (["--chekpoint", "x.pt", "--eval"], "--checkpoint"),
+    (["--checkpoint", "x.pt", "--steps", "5"], "--steps"),
+    (["--checkpoint", "x.pt", "--prompt"], "--prompt"),
+    (["--checkpoint", "x.pt", "--prompt", "x", "--eval"], "--prompt"),
+    (["--checkpoint", "x.pt", "--prompt", "x", "--data", "y"], "--data y"),
+    (["--checkpoint", "x.pt", "--tokens", "many"], "--tokens"),
+    (["--checkpoint", "x.pt", "--tokens", "0"], "--tokens 0"),
+    (["--checkpoint", "x.pt", "--temperature", "-1"], "--temperature -1"),
+    (["--checkpoint", "x.pt", "--temperature", "nan"], "--temperature nan"),
+    (["--checkpoint", "x.pt", "--seed", "-1"], "--seed -1"),
+    (["--checkpoint", "x.pt", "--device", "tpu"], "tpu"),
+    (["checkpoint.pt"], "checkpoint"),
+], ids=" ".join)
+def test_bad_words_end_in_one_line_and_status_2(words, hint, use, tmp_path):
+    assert hint in refusal(use(*words))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [["--device", "cuda"], ["--eval", "--data", "gone"]], ids=" ".join)
+def test_what_a_checkpoint_cannot_be_used_on(words, path, use):
+    if torch.cuda.is_available() and "cuda" in words:
+        pytest.skip("CUDA is here, so asking for it is no mistake")
+    assert words[-1] in refusal(use("--checkpoint", path, *words))
+
+
+def test_help_tells_of_every_option(cli, capsys):
+    with pytest.raises(SystemExit) as ended:
+        sample.main(["--help"])
+    assert ended.value.code == 0
+    assert "--temperature" in capsys.readouterr().out
