@@ -96,7 +96,7 @@ class Config:
     value_embedding_layers: tuple = knob((0, 3), "layers whose values receive a gated token embedding")
     logit_cap: float = knob(15.0, "logits are squashed into (-cap, cap) by tanh", *positive)
     ngram_orders: tuple = knob((2, 3, 4, 5, 6, 8, 12), "orders of the hashed n-gram embedding; () for none",
-                               lambda some: all(type(n) is int and 1 < n < 33 for n in some) and len({*some}) == len(some),
+                               lambda ns: all(type(n) is int and 1 < n < 33 for n in ns) and len({*ns}) == len(ns),
                                "distinct orders from 2 to 32; () for none")
     ngram_rows: int = knob(2**20, "rows of the n-gram table, shared by all orders", lambda rows: 0 < rows < 2**31,
                            "row ids are int32: 1 to 2^31 - 1 rows")
@@ -1778,10 +1778,10 @@ def check_room(config, runtime):
     channel_bytes = 34 * config.num_layers * config.model_dim * value
     parts["activations"] = config.micro_batch_tokens * (channel_bytes + 8 * config.vocab_size)
     shares = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
-    on_host, lines = parts.pop("ngram_table") if config.ngram_host and runtime.device.type == "cuda" else 0, []
+    hosted, lines = parts.pop("ngram_table") if config.ngram_host and runtime.device.type == "cuda" else 0, []
     for what, needed, free in (
             ("memory", sum(parts.values()), available_memory(runtime.device)),
-            ("host memory for the n-gram table", on_host, available_memory(torch.device("cpu"))),
+            ("host memory for the n-gram table", hosted, available_memory(torch.device("cpu"))),
             ("disk for a checkpoint", sum(state_bytes(config, runtime.alone()).values()), shutil.disk_usage(".").free)):
         lines.append(f"{what}: {needed / 2**30:.2f} GiB needed, {free / 2**30:.1f} GiB free")
         refuse(needed > free, f"{lines[-1]} (GiB: {shares}); make room, lower --ngram-rows={config.ngram_rows:,} or "
@@ -1853,7 +1853,7 @@ def log_header(run):
 def train_steps(run):
     """The steps that are left, on the clock."""
     config, trainer, log, clock = run.config, run.trainer, run.log, run.clock
-    loss, total, tokens = None, 0.0, 0  # the mean at the last logged point; sum and number of losses since then
+    loss, total, seen = None, 0.0, 0  # the mean at the last logged point; sum and number of losses since then
     clock.start()
     loader = TrainLoader(config, run.shards, trainer.runtime, run.step, run.loader_state)
     try:
@@ -1863,10 +1863,10 @@ def train_steps(run):
                 raise KeyboardInterrupt
             run.step, run.loader_state, is_last = step + 1, batch.state, step + 1 == config.steps
             loss_sum, batch = trainer.step(step, batch, (lambda: None) if is_last else loader.next)
-            total, tokens = total + loss_sum.double(), tokens + micro_batches_at(config, step) * config.micro_batch_tokens
+            total, seen = total + loss_sum.double(), seen + micro_batches_at(config, step) * config.micro_batch_tokens
             if run.step % config.log_every == 0 or is_last:
                 wait(trainer.runtime.all_reduce(total, "training loss"))
-                loss, total, tokens = total.item() / tokens, 0.0, 0
+                loss, total, seen = total.item() / seen, 0.0, 0
                 log.step(run.step, config.steps, train_loss=loss, lr_mul=lr_multiplier(config, step), **run.times())
                 if not math.isfinite(loss):
                     raise FloatingPointError(f"training loss is {loss} at step {run.step}")

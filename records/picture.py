@@ -3,8 +3,8 @@ import json
 
 
 def plot_run(folder):
-    """Draw what a run of the trainer left in metrics.jsonl and result.json against training time into loss.png: the mean
-    training loss since the last point, validation losses, and the target as a line. Returns the picture's path."""
+    """Draw what a run left in metrics.jsonl and result.json against training time into loss.png: the mean training loss
+    since the last point, validation losses, and the target as a line. Returns the picture's path."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
