@@ -121,7 +121,8 @@ run_tests() {
     for argument in "$@"; do
         case $argument in tests/*) paths= ;; esac # the caller chose some of them
     done
-    exec "$venv_python" -m pytest ${paths:+"$paths"} "$@"
+    # All of them are shared out among two processes, file by file, for what a file sets up stays in one.
+    exec "$venv_python" -m pytest ${paths:+"$paths" --numprocesses=2 --dist=loadfile} "$@"
 }
 
 case ${1:-} in

@@ -16,7 +16,8 @@ from benchmarks import common  # noqa: E402
 
 
 def main():
-    arguments = common.parser(__doc__, rows=2**20, world_size=4, steps=20, data=common.ROOT / "data/python").parse_args()
+    corpus = common.ROOT / "data/python"
+    arguments = common.parser(__doc__, rows=2**20, world_size=4, steps=20, data=corpus).parse_args()
     rows, data, peaks = [], {}, []
     with tempfile.TemporaryDirectory() as folder:
         for comms, factor in (("replicated", 1), ("sharded", arguments.world_size)):

@@ -108,8 +108,6 @@ def train(cwd, values, *words, world_size=1, before=None, main=train_gpt.main):
     """The trainer's command line on so many ranks in the folder `cwd`, where logs/ is made, without the plot at the
     end. Returns a helpers.Run with the words of all ranks, one after the other. before: a function that each rank
     calls first. main: of a script."""
-    import torch._dynamo  # noqa: F401  a run imports it, which takes two seconds: here once, not in every rank
-
     def call():
         speak_into(folder)
         os.chdir(cwd)

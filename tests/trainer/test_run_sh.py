@@ -120,7 +120,8 @@ def test_requirements_are_pinned():
     lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and line[0] != "#"]
     assert all(re.fullmatch(r"[A-Za-z0-9_-]+==[0-9][0-9.]*", line) for line in lines), lines
     assert {line.split("==")[0] for line in lines} >= {"torch", "numpy", "tiktoken", "huggingface_hub", "tqdm",
-                                                       "matplotlib", "pytest", "pytest-timeout"}
+                                                       "matplotlib", "pytest", "pytest-timeout",
+                                                       "pytest-xdist"}
 
 
 # ----- set-up
@@ -242,11 +243,11 @@ def test_what_the_trainer_answers_reaches_it_at_once(copy, words, script):
 
 def test_tests_run_with_further_arguments(copy):
     _, _, _, calls = copy.set_up().run("test", "-k", "some")
-    assert calls == ["-m pytest tests -k some"]
+    assert calls == ["-m pytest tests --numprocesses=2 --dist=loadfile -k some"]
     _, _, _, calls = copy.run("test", "tests/trainer/test_run_sh.py", "-x")
     assert calls == ["-m pytest tests/trainer/test_run_sh.py -x"]
 
 
 def test_ci_runs_the_tests(copy):
     _, _, _, calls = copy.set_up().run(script=".ci/run")
-    assert calls == ["-m pytest tests"]
+    assert calls == ["-m pytest tests --numprocesses=2 --dist=loadfile"]
