@@ -481,7 +481,7 @@ def open_shard(path):
     problem = (f"{path.stat().st_size} bytes, shorter than the {4 * HEADER_INTS}-byte header" if held < 0 else
                f"magic {header[0]}, expected {SHARD_MAGIC}: not a token shard" if header[0] != SHARD_MAGIC else
                f"shard version {header[1]}, expected {SHARD_VERSION}" if header[1] != SHARD_VERSION else
-               f"header says {header[2]} tokens, the file holds {held:g}: truncated" if header[2] != held else
+               f"header says {header[2]} tokens, the file holds {held:.12g}: truncated" if header[2] != held else
                "no tokens" if not held else "")
     refuse(problem, f"{path}: {problem}; rebuild or download it again (data/text.py, data/fineweb.py)")
     return np.memmap(path, dtype="<u2", mode="r", offset=4 * HEADER_INTS)
@@ -865,7 +865,8 @@ class NgramTable(Group):
         """As Group.keep, but of the rows of the cycle at hand alone: the table is too large for a copy."""
         owned, scale = self.plan.owned, self.scale
         rows = self.plan.updated[0] if self.plan.updated else owned
-        rows = slice(None) if scale < 2**10 * self.FOLD_BELOW else rows  # folding changes every row
+        soon = scale * (1 - self.config.ngram_lr * self.config.ngram_decay) ** 64  # after more updates than will follow
+        rows = slice(None) if soon < self.FOLD_BELOW else rows  # folding changes every row
         weight, second = self.weight[rows].clone(), self.second[owned]
         def put_back():
             self.weight[rows], self.second[owned], self.scale, self.grads, self.plan = weight, second, scale, [], None
@@ -1851,9 +1852,9 @@ def log_header(run):
         run.log.line(line, on_terminal=False)
 
 def train_steps(run):
-    """The steps that are left, on the clock."""
+    """The steps that are left, on the clock. Returns how many there were."""
     config, trainer, log, clock = run.config, run.trainer, run.log, run.clock
-    loss, total, seen = None, 0.0, 0  # the mean at the last logged point; sum and number of losses since then
+    first, loss, total, seen = run.step, None, 0.0, 0  # mean at the last logged point; sum and number since then
     clock.start()
     loader = TrainLoader(config, run.shards, trainer.runtime, run.step, run.loader_state)
     try:
@@ -1879,6 +1880,7 @@ def train_steps(run):
     finally:
         loader.close()
     clock.stop()
+    return config.steps - first
 
 def matmul_rate(device, dtype):
     """Floating-point operations a second of a large square matrix product, best of six: what MFU is a share of."""
@@ -1889,11 +1891,11 @@ def matmul_rate(device, dtype):
         marks.append(time.perf_counter())
     return 2 * size**3 / np.diff(marks).min().item()
 
-def finish(run, first_step):
+def finish(run, steps):
     """Checkpoint, final validation, validity gates and result. Returns the final validation loss."""
     config, trainer, log, runtime = run.config, run.trainer, run.log, run.trainer.runtime
     # Of training alone: before rank 0 collects the checkpoint.
-    sent = {"/".join(key): [round(count / (config.steps - first_step), 1) for count in entry]
+    sent = {"/".join(key): [round(count / steps, 1) for count in entry]
             for key, entry in sorted(runtime.ledger.items()) if key[1] not in ("validation", "checkpoint")}
     memory, val = runtime.peak_memory_mib(), run.vals["val_loss"]
     run.save("checkpoint.pt")
@@ -1950,15 +1952,13 @@ def train(config, overrides, runtime, content=None, hook=None, check=False):
         run = open_run(config, overrides, runtime, log, content, check)
         if hook:
             hook(run)
-        code, last_line = 0, "check:ok"
+        status = "check:ok"
         if not check:
-            first_step = run.step
             warm_up(run.trainer)
-            train_steps(run)
-            val_loss = finish(run, first_step)
-            drawn = plot(run.folder) if log.is_main else ""
-            last_line = (f"status:ok run:{run.config.run_id} val_loss:{val_loss:.5f} "
-                         f"train_time:{run.clock.seconds():.1f}s log:{run.folder}/log.txt{drawn}")
+            val_loss = finish(run, train_steps(run))
+            status = (f"status:ok run:{run.config.run_id} val_loss:{val_loss:.5f} train_time:{run.clock.seconds():.1f}s"
+                      f" log:{run.folder}/log.txt{plot(run.folder) if log.is_main else ''}")
+        code, last_line = 0, status
     except (KeyboardInterrupt, Exception) as error:
         known = next((kind for kind in ENDINGS if isinstance(error, kind)), None)
         code, word, remedy = ENDINGS.get(known, (1, f"error {type(error).__name__}: ", ""))
