@@ -63,12 +63,14 @@ def accumulate(optimizer, step, runtime, unused=()):
 
 
 def full_state(optimizer):
-    return {group.name: group.full_state() for group in optimizer.groups}
+    """What a checkpoint keeps of each group that has parameters; of an n-gram table, rank 0 alone has all."""
+    return {group.name: group.full_state() for group in optimizer.groups if group.size() or hasattr(group, "state")}
 
 
 def load(optimizer, full):
     for group in optimizer.groups:
-        group.load(full[group.name])
+        if group.name in full:
+            group.load(full[group.name])
 
 
 def batch_of(trainer, *tokens):
