@@ -325,7 +325,7 @@ class Runtime:
     def alone(self):
         """This process as if it had no peers."""
         lone = copy.copy(self)
-        lone.rank, lone.world_size = 0, 1
+        lone.rank, lone.world_size, lone.is_main = 0, 1, True
         return lone
     def share(self, count):
         """The range [low, high) of `count` units that this rank owns; shares are equal but for the last."""
