@@ -67,6 +67,8 @@ positive = (lambda value: 0 < value < math.inf, "must be positive")
 not_negative = (lambda value: 0 <= value < math.inf, "must not be negative; 0 switches it off")
 fraction = (lambda value: 0 <= value <= 1, "is a fraction, from 0 to 1")
 counts = (lambda value: type(value) is int and value > 0, "positive integers")
+distinct_orders = (lambda ns: all(type(n) is int and 1 < n < 33 for n in ns) and len({*ns}) == len(ns),
+                   "distinct orders from 2 to 32; () for none")
 
 @dataclass(frozen=True)
 class Config:
@@ -96,10 +98,17 @@ class Config:
     value_embedding_layers: tuple = knob((0, 3), "layers whose values receive a gated token embedding")
     logit_cap: float = knob(15.0, "logits are squashed into (-cap, cap) by tanh", *positive)
     ngram_orders: tuple = knob((2, 3, 4, 5, 6, 8, 12), "orders of the hashed n-gram embedding; () for none",
-                               lambda ns: all(type(n) is int and 1 < n < 33 for n in ns) and len({*ns}) == len(ns),
-                               "distinct orders from 2 to 32; () for none")
-    ngram_rows: int = knob(2**20, "rows of the n-gram table, shared by all orders", lambda rows: 0 < rows < 2**31,
-                           "row ids are int32: 1 to 2^31 - 1 rows")
+                               *distinct_orders)
+    ngram_rows: int = knob(2**20, "rows of the table, shared by all orders of all three kinds",
+                           lambda rows: 0 < rows < 2**31, "row ids are int32: 1 to 2^31 - 1 rows")
+    copy_orders: tuple = knob((4, 6, 9, 14, 20, 32), "orders at which the document's past is searched for a guess at "
+                              "the next token; () for none", *distinct_orders)
+    copy_reach: int = knob(65536, "tokens that copies look back", *not_negative)
+    index_orders: tuple = knob((8, 12, 16, 20, 24), "orders at which an index of training text is asked for a guess; () "
+                               "for none", *distinct_orders)
+    index_bits: int = knob(24, "slots of the index for each order, as a power of two", lambda bits: 0 < bits < 32, "1 to 31")
+    index_share: float = knob(0.85, "share of the first training shard that the index reads, and training leaves",
+                              lambda share: 0 <= share < 1, "at least 0, below 1")
     # --- optimizer; see RULES for what applies to which parameter
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of MATRIX_RULES")
     matrix_lr: float = knob(0.015, "rate of hidden matrices; a step's RMS is this / sqrt(columns) at most", *positive)
@@ -143,6 +152,7 @@ class Config:
     dtype: str = choice("bfloat16", "float32", help="matrices and activations; reductions are float32")
     attention: str = choice("auto", "sdpa", "varlen", help="back end of attention")
     compile: bool = knob(True, "compile the model with torch.compile where a compiler is found")
+    workers: int = knob(0, "threads of a process that take micro-batches on a CPU; 0: one a core", *not_negative)
     def __post_init__(self):
         """Check each field alone, then those that depend on each other. Raises ConfigError."""
         def refuse_unless(good, name, constraint):
@@ -174,6 +184,15 @@ class Config:
     def eot_token(self):
         return EOT_TOKEN[self.tokenizer]
     @property
+    def columns(self):
+        """Rows of the table that a token reads: one for each order of n-grams, copies and the index."""
+        return len(self.ngram_orders + self.copy_orders + self.index_orders)
+    @property
+    def horizon(self):
+        """How many tokens before a position can bear on its rows."""
+        reach = self.copy_reach + max(self.copy_orders, default=0)
+        return max(reach, *self.ngram_orders, *self.index_orders, 0)
+    @property
     def vocab_size(self):
         """Rows of embedding and head: the tokenizer's ids, rounded up to what tensor cores like for large ones."""
         return self.eot_token + 1 if self.eot_token < 1024 else -(-(self.eot_token + 1) // 128) * 128
@@ -194,7 +213,7 @@ TRACKS = {
 }
 
 # Fields that say where and as which run it is watched, not what it computes: with such overrides it may be a record.
-NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume", "run_of"}
+NEUTRAL_FIELDS = {"seed", "device", "workers", "log_every", "save_every", "run_id", "resume", "run_of"}
 
 # ----- schedules: pure functions of the step
 def at_step(schedule, step, config):
@@ -304,7 +323,7 @@ class Runtime:
     """This process among its peers: rank, world size, device, and the collectives, which are asynchronous and return
     work for `wait`. Without torchrun's environment variables the world size is 1, and each returns its argument and no
     work. `ledger` holds what this rank handed to the network: [bytes, messages] by (collective, name)."""
-    def __init__(self, device="auto", timeout_s=600):
+    def __init__(self, device="auto", timeout_s=600, workers=1):
         self.rank, self.local_rank, self.world_size = (
             int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
         self.is_main, self.ledger = self.rank == 0, {}
@@ -318,6 +337,10 @@ class Runtime:
             torch.cuda.set_device(self.device)
         elif "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # operations of this size lose to threads that wait for each other by spinning
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self.workers = 1 if cuda else workers or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        self._pool = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads,
+                                        initargs=(torch.get_num_threads(),)) if self.workers > 1 else None
         if self.world_size > 1:
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # naming cuda:nccl on a machine without CUDA raises
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
@@ -327,6 +350,9 @@ class Runtime:
         lone = copy.copy(self)
         lone.rank, lone.world_size, lone.is_main = 0, 1, True
         return lone
+    def map(self, function, items):
+        """function(item) of all items, in their order; on a CPU worker threads take them side by side."""
+        return self._pool.map(function, items) if self._pool else map(function, items)
     def share(self, count):
         """The range [low, high) of `count` units that this rank owns; shares are equal but for the last."""
         chunk = -(-count // self.world_size)
@@ -393,6 +419,8 @@ class Runtime:
         wait(self.all_reduce(peaks, "validation"))
         return peaks.tolist()
     def close(self, failed=False):
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)
         if dist.is_initialized():
             if not failed:
                 dist.barrier()
@@ -487,7 +515,8 @@ def open_shard(path):
     return np.memmap(path, dtype="<u2", mode="r", offset=4 * HEADER_INTS)
 
 def open_corpus(config):
-    """(train shards, val tokens) of the corpus; ConfigError where ids or sizes do not suit the run."""
+    """(training shards, tokens for the index, val tokens) of the corpus; ConfigError where ids or sizes do not suit the
+    run. The index gets the end of the first shard, whole documents, which are not trained on."""
     folder, length, needed = Path(config.data), config.micro_batch_tokens, training_tokens(config)
     def whole(tokens):  # what micro-batches can take of a shard, whose last token is only a target
         return (len(tokens) - 1) // length * length
@@ -505,13 +534,18 @@ def open_corpus(config):
             read += whole(tokens)
             refuse((largest := int(tokens.max())) > config.eot_token, f"{path}: token id {largest} is beyond the "
                    f"{config.tokenizer} vocabulary (0 to {config.eot_token}); is --tokenizer right?")
+    first, wanted = found["train"][0], config.index_share if config.index_orders else 0.0
+    cut = round(len(first) * (1 - wanted))
+    cut += int(np.argmax(np.append(first[cut:] == config.eot_token, True)))  # the start of a document, or the end
+    found["train"][0], indexed = first[:cut + 1], first[cut:]
     available = sum(map(whole, found["train"])) * config.epochs
     refuse(needed > available, f"{folder}: the schedule takes {needed:,} training tokens, the shards hold "
-           f"{available:,} in {config.epochs} epoch(s); lower --steps, add shards or raise --epochs")
+           f"{available:,} in {config.epochs} epoch(s) beside the index; lower --steps or --index-share, add shards, or "
+           "raise --epochs")
     val = found["val"][0] if len(found["val"]) == 1 else np.concatenate(found["val"])
     refuse(len(val) <= config.val_tokens, f"{folder}: val_tokens={config.val_tokens:,}, but the validation split holds "
            f"{len(val):,}; --val-tokens at most {whole(val)}")
-    return found["train"], val
+    return found["train"], indexed, val
 
 def validation_hash(config, val):
     return hashlib.sha256(np.ascontiguousarray(val[:config.val_tokens + 1]).tobytes()).hexdigest()
@@ -527,13 +561,13 @@ class Placement:
 
 @dataclass
 class MicroBatch:
-    """One forward pass: T = micro_batch_tokens, O = number of n-gram orders. All on the model's device."""
+    """One forward pass: T = micro_batch_tokens, O = number of columns of the table. All on the model's device."""
     inputs: Tensor          # (T,) int32 token ids
     targets: Tensor         # (T,) int64 next token ids
     segment_start: Tensor   # (T,) int32: index in [0, T) at which the token's attention segment starts
     segment_bounds: Tensor  # (S+1,) int32: all segment boundaries, padded with T (varlen attention's cu_seqlens)
     slots: Tensor           # (T, O) int32: which of the values that NgramTable.lookup is given are the token's rows
-    signs: Tensor           # (T, O) float32 of +-1
+    signs: Tensor           # (T, O) float32 of +-1, or 0 for no row
 
 # One rank's part of a global step; the RowPlan of its update cycle of the n-gram table; the loader's state after it.
 Batch = collections.namedtuple("Batch", "micro_batches plan state")
@@ -544,8 +578,8 @@ def to_device(array, device):
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 def place_contiguous(tokens, low, config):
-    """Placement of tokens[low : low + T], cut at documents; n-grams may read tokens of the document before `low`."""
-    begin = max(0, low - max(config.ngram_orders, default=1))  # n-grams see no further back
+    """Placement of tokens[low : low + T], cut at documents, of which the table's rows may see more than attention."""
+    begin = max(0, low - config.horizon)
     index = np.arange(begin, low + config.micro_batch_tokens)
     document_start = np.maximum.accumulate(np.where(tokens[index] == config.eot_token, index, begin))[low - begin:]
     return Placement(tokens, index[low - begin:], document_start,
@@ -569,8 +603,8 @@ class TrainLoader:
     run's largest document cap; a shard's pieces are shuffled by seed and laid end to end into micro-batches (the last
     piece of one goes on in the next). A smaller cap in force at a step splits pieces further. The end of a shard that
     fills no micro-batch is dropped. `state`: shards opened before this one, piece of the shard, token of the piece."""
-    def __init__(self, config, shards, runtime, first_step=0, state=None):
-        self.config, self.shards, self.runtime = config, shards, runtime
+    def __init__(self, config, shards, runtime, first_step=0, state=None, index=None):
+        self.config, self.shards, self.runtime, self.index = config, shards, runtime, index or TextIndex(config)
         self.state = dict(state or {"shard": 0, "piece": 0, "offset": 0})
         self._open_shard()
         on_device = functools.partial(torch.cuda.set_device, runtime.device)  # the current device is each thread's own
@@ -620,7 +654,7 @@ class TrainLoader:
             cap, count = at_step(config.document_cap, step, config), micro_batches_at(config, step)
             steps.append([self._place_next(cap) for _ in range(count)][runtime.rank::runtime.world_size])
             states.append(dict(self.state))
-        hashed = [hash_placement(place, config) for places in steps for place in places]
+        hashed = [table_rows(place, config, self.index) for places in steps for place in places]
         rows, signs = map(np.concatenate, zip(*hashed))
         plan, slots = plan_rows(rows, signs, config, runtime, runtime.loader_group)
         made = iter(zip(np.split(slots, len(hashed)), np.split(signs, len(hashed))))
@@ -644,34 +678,115 @@ class TrainLoader:
 # owner's step; `spread` sends new rows to the replicas, which `receive` them, or else pulls the next cycle's rows.
 # A row that a rank owns never travels, and a row travels once however many of a rank's tokens read it.
 
-NGRAM_PAD = 0xFFFF  # stands for the tokens before a document's start; no tokenizer uses this id
-NGRAM_ODD = np.random.default_rng(20240520).integers(0, 2**63, size=64, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+GRAM_BASE = 0x9E3779B97F4A7C15  # odd, and so with an inverse modulo 2^64
+GRAM_TOKENS = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)  # one a token id
 
-def ngram_rows(tokens, position, document_start, orders, rows):
-    """Rows of the hashed n-gram table (t, len(orders)) int32 in [0, rows), and their signs, float32 of +-1, for tokens
-    anywhere in a shard. tokens: (n,) integer array, the shard. position: (t,) int64, indices into tokens.
-    document_start: (t,) int64, index at which each position's document starts; nothing before it is read. The row of
-    order n at position i is a hash of tokens i-n+1 .. i: the xor of each token times an odd constant of its distance,
-    mixed, then mapped onto the table. One more hash bit is the sign that multiplies the row, so that two n-grams that
-    share a row push it apart half of the time (count-sketch's sign trick)."""
-    ids, signs = (np.empty((len(position), len(orders)), dtype) for dtype in (np.int32, np.float32))
-    rolling = np.zeros(len(position), dtype=np.uint64)
-    for back in range(max(orders, default=0)):
-        source = position - back
-        inside = source >= document_start
-        token = np.where(inside, tokens[np.where(inside, source, 0)], NGRAM_PAD).astype(np.uint64) + np.uint64(1)
-        rolling ^= token * NGRAM_ODD[back]
-        if back + 1 in orders:
-            column = orders.index(back + 1)
-            mixed = (rolling ^ (rolling >> np.uint64(29))) * NGRAM_ODD[32 + back]
-            mixed ^= mixed >> np.uint64(32)
-            # The low 32 bits scaled to [0, rows) pick the row, bit 40 the sign.
-            ids[:, column] = ((mixed & np.uint64(0xFFFFFFFF)) * np.uint64(rows)) >> np.uint64(32)
-            signs[:, column] = ((mixed >> np.uint64(40)) & np.uint64(1)).astype(np.float32) * 2 - 1
-    return ids, signs
+@functools.lru_cache(maxsize=4)
+def powers(base, count):
+    return np.multiply.accumulate(np.append(np.uint64(1), np.full(count - 1, base % 2**64, np.uint64)))
 
-def hash_placement(place, config):
-    return ngram_rows(place.tokens, place.position, place.document_start, config.ngram_orders, config.ngram_rows)
+class Grams:
+    """Keys of all n-grams of a text (L,): 64-bit numbers that are equal where the tokens are, wherever they stand. A
+    key is the polynomial of the tokens' random numbers modulo 2^64 (Karp & Rabin 1987). Prefix sums make it one
+    difference and one product at any order."""
+    def __init__(self, text):
+        self.text, count = text, 1 << len(text).bit_length()
+        self.inverse = powers(pow(GRAM_BASE, -1, 2**64), count)
+        self.sums = np.zeros(len(text) + 1, np.uint64)
+        np.cumsum(GRAM_TOKENS[text] * powers(GRAM_BASE, count)[:len(text)], out=self.sums[1:])
+    def keys(self, n, low, high):
+        """Of the n-grams that end at low .. high - 1: (high - low,) uint64; shorter ones where the text begins later."""
+        keys = self.sums[low + 1:high + 1].copy()
+        keys[max(0, n - 1 - low):] -= self.sums[max(0, low + 1 - n):max(0, high + 1 - n)]
+        return keys * self.inverse[low:high]
+    def latest_matches(self, behind, orders):
+        """For each position from `behind` on and each order, the latest earlier position at which the same n-gram ends:
+        (L - behind, len(orders)) int64, -1 for none. What stands before `behind` is looked through once: only where an
+        n-gram is one of those asked for, longer ones are compared at all."""
+        found = np.full((len(self.text) - behind, len(orders)), -1)
+        alive = np.arange(behind)
+        for n in sorted(orders):
+            asked, order, offsets = group_equal(self.keys(n, behind, len(self.text)))
+            first = np.full(2**16, -1, np.int32)  # of those asked for, by the key's top bits: the first one
+            first[asked[::-1] >> 48] = np.arange(len(asked))[::-1]
+            keys = self.keys(n, 0, behind)[alive]
+            group = first[keys >> 48]
+            alive, keys, group = (part[group >= 0] for part in (alive, keys, group))
+            asked = np.append(asked, np.uint64(2**64 - 1))
+            while (smaller := asked[group] < keys).any():
+                group += smaller
+            same = asked[group] == keys
+            alive, latest = alive[same], np.full(len(asked) - 1, -1)
+            latest[group[same]] = alive  # of equal groups the last one counts
+            previous = np.append(0, order[:-1] + behind)
+            previous[offsets] = latest
+            found[order, orders.index(n)] = previous
+        return found
+
+class TextIndex:
+    """Which token follows an n-gram in training text: a slot of 32 bits for each n-gram's hash, a table an order. It
+    holds a token (16 bits), a confidence (2 bits), and a tag of the n-gram that it is about (14 bits). Each time the
+    n-gram is read, the token gains in confidence if it is the one that follows, and else loses it until another one
+    takes its place: a majority vote (Boyer & Moore 1981), in which n-grams of one slot compete alike."""
+    CHUNK = 2**15  # n-grams that are read at once; of equal ones the last one counts
+    def __init__(self, config):
+        self.orders, self.bits = config.index_orders, config.index_bits
+        self.slots = torch.zeros(len(self.orders), 2**self.bits, dtype=torch.int32)
+    def _find(self, column, grams, low, high):
+        """(The order's table, slots and tags of the n-grams that end at low .. high - 1)."""
+        keys = grams.keys(self.orders[column], low, high)
+        tags = (keys >> 14).astype(np.uint32) & 0xFFFC0000
+        return self.slots[column].numpy().view(np.uint32), keys >> (64 - self.bits), tags
+    def read(self, text, runtime):
+        """Take in training text, (n,) tokens."""
+        def read_order(column):
+            for low in range(0, len(text) - 1, self.CHUNK):
+                begin, end = max(0, low - self.orders[column] + 1), min(low + self.CHUNK, len(text) - 1)
+                table, slots, tags = self._find(column, Grams(text[begin:end]), low - begin, end - begin)
+                new, old = tags | text[low + 1:end + 1], table[slots]
+                confident = old & 0x30000
+                more = new | np.minimum(confident + 0x10000, 0x30000)
+                table[slots] = np.where(old & 0xFFFCFFFF == new, more, np.where(confident, old - 0x10000, new))
+        collections.deque(runtime.map(read_order, range(len(self.orders))), 0)
+    def guesses(self, grams, behind):
+        """For each position from `behind` on and each order: a token with its confidence, (t, O) int64; -1 for none."""
+        found = np.empty((len(grams.text) - behind, len(self.orders)), np.int64)
+        for column in range(len(self.orders)):
+            table, slots, tags = self._find(column, grams, behind, len(grams.text))
+            entries = table[slots]
+            known = (entries & 0xFFFC0000 == tags) & (entries != 0)
+            found[:, column] = np.where(known, entries & 0x3FFFF, -1)
+        return found
+
+def table_rows(place, config, index):
+    """Rows of the table (T, config.columns) int32 in [0, config.ngram_rows) that the tokens of a Placement read, and
+    their signs, float32 of +-1, or 0 for no row. index: a TextIndex. Columns are, in this order:
+    - n-grams: the row is a hash of the last n tokens, of fewer where the document begins later;
+    - copies: the last n tokens are searched for in the document, `copy_reach` tokens back; the row is a hash of the
+      order and of the token that followed them when they stood there last;
+    - the index: the row is a hash of the order, the token that it guesses, and the confidence.
+    The sign is one more bit of the hash, so that two that share a row push it apart half of the time (count-sketch's
+    trick). Nothing before the document's start or behind a position bears on the position's rows."""
+    position, starts = place.position, place.document_start
+    keys = np.empty((len(position), config.columns), np.uint64)
+    guesses = np.empty((len(position), config.columns - len(config.ngram_orders)), np.int64)
+    new_run = (np.diff(position) != 1) | (np.diff(starts) != 0)
+    for run in np.split(np.arange(len(position)), np.flatnonzero(new_run) + 1):
+        begin = max(starts[run[0]], position[run[0]] - config.horizon)
+        grams, behind = Grams(place.tokens[begin:position[run[-1]] + 1]), position[run[0]] - begin
+        for column, n in enumerate(config.ngram_orders):
+            keys[run, column] = grams.keys(n, behind, len(grams.text))
+        match = grams.latest_matches(behind, config.copy_orders)
+        near = (match >= 0) & (behind + np.arange(len(run))[:, None] - match <= config.copy_reach)
+        copies = np.where(near, grams.text[np.where(near, match + 1, 0)], -1)
+        guesses[run] = np.concatenate([copies, index.guesses(grams, behind)], 1)
+    keys[:, len(config.ngram_orders):] = guesses
+    keys += GRAM_TOKENS[:config.columns]  # else orders would share the rows of a document's first tokens
+    keys = (keys ^ keys >> 29) * GRAM_BASE
+    keys ^= keys >> 32
+    signs = (keys >> 40 & 1).astype(np.float32) * 2 - 1
+    signs[:, len(config.ngram_orders):] *= guesses >= 0
+    return ((keys & 0xFFFFFFFF) * config.ngram_rows >> 32).astype(np.int32), signs
 
 # ----- which rows a cycle touches, and their routes between ranks
 @dataclass
@@ -681,7 +796,7 @@ class RowPlan:
     size 1 every row is owned: `asked` and `owned` are the rows read, and there is nothing to merge."""
     token: Tensor            # (N,) int32: the tokens that read the first of the U rows, then those that read the second
     offsets: Tensor          # (U,) int32: where in `token` those of each row begin
-    signs: Tensor            # (N,) float32 of +-1, in the order of `token`
+    signs: Tensor            # (N,) float32 of +-1 or 0, in the order of `token`
     send: list               # how many of the U rows each rank owns: rows are in the order of their ids, hence of ranks
     receive: list            # how many of `asked` each rank reads
     asked: Tensor            # (R,) int64, counted from the share's start, rank after rank
@@ -789,10 +904,11 @@ class NgramTable(Group):
     name, FOLD_BELOW = "ngram_table", 2.0**-20  # where scale is folded into weight, long before float32 ends
     def __init__(self, config, runtime):
         self.config, self.runtime, self.every = config, runtime, config.ngram_every
-        self.frozen = not (config.ngram_orders and config.ngram_lr)
+        self.index = TextIndex(config)
+        self.frozen = not (config.columns and config.ngram_lr)
         pinned = config.ngram_host and runtime.device.type == "cuda"
         self.home = torch.device("cpu") if pinned else runtime.device
-        self.rows = config.ngram_rows if config.ngram_orders else 0
+        self.rows = config.ngram_rows if config.columns else 0
         self.owned = runtime.share(self.rows)  # the rows updated here
         self.held = (0, self.rows) if config.ngram_comms == "replicated" else self.owned
         self.weight = torch.zeros(self.held[1] - self.held[0], config.model_dim, device=self.home, pin_memory=pinned)
@@ -823,7 +939,7 @@ class NgramTable(Group):
     def lookup(self, micro_batch, values):
         """Sum of the signed rows of each token's n-grams: (T, model_dim), a leaf in the compute dtype, whose gradient
         is for `accumulate`; autograd never sees the table. values: what slots point into. None without n-grams."""
-        if not self.config.ngram_orders:
+        if not self.config.columns:
             return None
         summed = F.embedding_bag(micro_batch.slots, values, mode="sum", per_sample_weights=micro_batch.signs)
         return (summed * self.scale).to(getattr(torch, self.config.dtype)).requires_grad_(not self.frozen)
@@ -860,7 +976,8 @@ class NgramTable(Group):
     def size(self):
         return self.rows * self.config.model_dim
     def tensors(self):
-        return {"weight": self.weight, "second": self.second, "scale": torch.tensor([self.scale], dtype=torch.float64)}
+        return {"weight": self.weight, "second": self.second, "scale": torch.tensor([self.scale], dtype=torch.float64),
+                "index": self.index.slots}
     def keep(self):
         """As Group.keep, but of the rows of the cycle at hand alone: the table is too large for a copy."""
         owned, scale = self.plan.owned, self.scale
@@ -872,17 +989,19 @@ class NgramTable(Group):
             self.weight[rows], self.second[owned], self.scale, self.grads, self.plan = weight, second, scale, [], None
         return put_back
     def full_state(self):
-        """{"weight", "second": the whole tables on rank 0's host (None elsewhere), "scale"}. All ranks call it."""
+        """{"weight", "second": the whole tables on rank 0's host (None elsewhere), "scale", "index": the same on all
+        ranks}. All ranks call it."""
         def whole(part):
             joined, work = self.runtime.gather_shares(part.cpu(), self.rows, "checkpoint")
             wait(work)
             return joined if self.runtime.is_main else None
         weight = self.weight.cpu() if self.config.ngram_comms == "replicated" else whole(self.weight)
-        return {"weight": weight, "second": whole(self.second), "scale": self.scale}
+        return {"weight": weight, "second": whole(self.second), "scale": self.scale, "index": self.index.slots}
     def load(self, full):
         self.weight.copy_(full["weight"][slice(*self.held)])
         self.second.copy_(full["second"][slice(*self.owned)])
         self.scale = full["scale"]
+        self.index.slots.copy_(full["index"])
 
 # 5. Model ===================================================================================================
 
@@ -987,7 +1106,7 @@ class GPT(nn.Module):
         self.smear_scale = nn.Parameter(torch.zeros(1))
         self.residual_scale = nn.Parameter(torch.ones(layers))
         self.embed_scale = nn.Parameter(torch.zeros(layers))
-        if config.ngram_orders:
+        if config.columns:
             self.ngram_gate = matrix(layers + 1, GATE_DIM, std=0)  # before each layer and before the head
         self.skip_scale = nn.Parameter(torch.full((layers // 2,), 0.1))
     @staticmethod
@@ -1435,7 +1554,7 @@ class Optimizer:
     """All groups, in the one order in which their communication is started and waited for: the small ones first, so
     that no small transfer queues behind a large one, and updates hide the transfers of the groups behind them."""
     def __init__(self, config, model, table, runtime):
-        members = {key: {} for key in GROUPS}
+        self.runtime, members = runtime, {key: {} for key in GROUPS}
         for name, param in model.named_parameters():
             refuse(name not in RULES or RULES[name].group not in GROUPS, f"no optimizer rule for {name}; give it a row "
                    f"of RULES, in one of the groups {', '.join(GROUPS)}")
@@ -1452,6 +1571,9 @@ class Optimizer:
                 layout.grad[:layout.count] += grad.transpose(0, layout.axis)
     def step(self, step, lr_mul):
         due = [group for group in self.groups if group.due(step)]
+        if self.runtime.world_size == 1:  # nothing travels, so there is no order to keep
+            collections.deque(self.runtime.map(functools.partial(self._step_alone, step, lr_mul), due), 0)
+            return
         for group in due:
             group.reduce(step)
         for group in due:
@@ -1459,6 +1581,12 @@ class Optimizer:
                 updated.spread()
         for group in due:
             group.receive(step)
+    @staticmethod
+    def _step_alone(step, lr_mul, group):
+        group.reduce(step)
+        for updated in group.update(step, lr_mul):
+            updated.spread()
+        group.receive(step)
     def untie(self):
         """Give the embedding the weights and optimizer state that the tied head has learned."""
         state = self.embeddings.state
@@ -1481,7 +1609,9 @@ class Trainer:
         if self.compile_name == "inductor":
             torch._dynamo.config.recompile_limit = 64  # a phase is two graphs, and torch's default limit is 8
             torch._dynamo.config.fail_on_recompile_limit_hit = True  # never eager in silence
-            self.forward = torch.compile(self.model, dynamic=False)
+            # On a CPU the compiled code calls its kernels itself: else the interpreter's lock would halt other workers.
+            self.forward = torch.compile(self.model, dynamic=False, options={
+                "cpp_wrapper": runtime.device.type == "cpu"})
     def context(self, step, micro_batch, training=False):
         """The model's Context at `step`. Outside training only the next token is scored, whatever the schedule says."""
         config, dtype = self.config, getattr(torch, self.config.dtype)
@@ -1503,15 +1633,17 @@ class Trainer:
         values, loss_sum = self.table.arrived(*self.table.pulled), 0.0
         params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         count = len(batch.micro_batches) * self.runtime.world_size
-        for micro_batch in batch.micro_batches:
+        def gradients(micro_batch):
             ngram = self.table.lookup(micro_batch, values)
             loss, losses = self.forward(micro_batch, ngram, self.context(step, micro_batch, training=True))
             leaves = [*params.values(), ngram] if ngram is not None and ngram.requires_grad else [*params.values()]
-            grads = torch.autograd.grad(loss / count, leaves, allow_unused=True)
+            return torch.autograd.grad(loss / count, leaves, allow_unused=True), losses.detach().sum()
+        # Whoever works out a micro-batch, its gradients are added in its turn: so workers change no bit of a run.
+        for grads, summed in self.runtime.map(gradients, batch.micro_batches):
             self.optimizer.accumulate(dict(zip(params, grads)))
             if len(grads) > len(params):
-                self.table.accumulate(grads[-1], count * len(losses))
-            loss_sum = loss_sum + losses.detach().sum()
+                self.table.accumulate(grads[-1], count * self.config.micro_batch_tokens)
+            loss_sum = loss_sum + summed
         return loss_sum
     def step(self, step, batch, following=lambda: None):
         """One optimizer step. Returns this rank's summed losses and the next step's Batch, from `following`: called
@@ -1522,7 +1654,7 @@ class Trainer:
         return loss_sum, upcoming
     def read(self, place):
         """(MicroBatch, its summed n-gram rows) of a Placement outside training. All ranks must call it together."""
-        rows, signs = hash_placement(place, self.config)
+        rows, signs = table_rows(place, self.config, self.table.index)
         slots, values = self.table.read(rows, signs)
         micro_batch = assemble(place, slots, signs, self.runtime.device)
         return micro_batch, self.table.lookup(micro_batch, values)
@@ -1537,12 +1669,13 @@ class Trainer:
     def evaluate(self, step, val):
         """Mean loss over the track's validation tokens, in nats per token; micro-batches are shared among ranks."""
         length, runtime = self.config.micro_batch_tokens, self.runtime
-        total, count = torch.zeros((), dtype=torch.float64, device=runtime.device), self.config.val_tokens // length
-        for first in range(0, count, runtime.world_size):
+        count, here = self.config.val_tokens // length, table_is_here(self.config, runtime)
+        def summed(first):
             # Ranks without a last micro-batch score one again, at weight 0, since reading rows takes all of them.
             index = first + runtime.rank
             place = place_contiguous(val, min(index, count - 1) * length, self.config)
-            total += self.token_losses(step, *self.read(place)).double().sum() * (index < count)
+            return self.token_losses(step, *self.read(place)).double().sum() * (index < count)
+        total = sum((runtime.map if here else map)(summed, range(0, count, runtime.world_size)))
         wait(runtime.all_reduce(total, "validation"))
         return total.item() / self.config.val_tokens
 
@@ -1714,7 +1847,7 @@ def warm_up(trainer):
     tokens = np.random.default_rng(0).integers(0, config.eot_token, config.micro_batch_tokens + 1).astype(np.uint16)
     tokens[0] = config.eot_token
     place = place_contiguous(tokens, 0, config)
-    rows, signs = hash_placement(place, config)
+    rows, signs = table_rows(place, config, trainer.table.index)
     plan, slots = plan_rows(rows, signs, config, runtime)
     batch = Batch([assemble(place, slots, signs, runtime.device)], plan, {})
     trainer.table.pull(plan)
@@ -1744,6 +1877,7 @@ class Run:
     log: Log
     clock: Clock
     shards: list        # training shards
+    indexed: np.ndarray  # training tokens that the index reads
     vals: dict          # validation tokens by the name of their loss in the log
     facts: dict         # about code and machine, for log and result
     check: bool         # it stops before the first step
@@ -1801,14 +1935,14 @@ def open_run(config, overrides, runtime, log, content, check):
     for _, count in config.micro_batches:
         refuse(count % runtime.world_size, f"world size {runtime.world_size}: must divide the {count} micro-batches of "
                "a step; start another number of processes, or change --micro-batches")
-    room, (shards, val) = check_room(config, runtime), open_corpus(config)
+    room, (shards, indexed, val) = check_room(config, runtime), open_corpus(config)
     torch.manual_seed(seed)
     trainer, code, (sha, dirty) = Trainer(config, runtime), Path(__file__).read_text(), git_state()
     triton = sys.modules.get("triton") or importlib.util.find_spec("triton") and importlib.import_module("triton")
     facts = {"commit": sha, "dirty": dirty, "code_sha256": hashlib.sha256(code.encode()).hexdigest(), "seed": seed,
              "world_size": runtime.world_size, "device": device_name(runtime.device), "torch": torch.__version__,
              "cuda": torch.version.cuda or "none", "triton": triton.__version__ if triton else "none"}
-    run = Run(config, overrides, folder, trainer, log, Clock(runtime), shards, {"val_loss": val}, facts, check)
+    run = Run(config, overrides, folder, trainer, log, Clock(runtime), shards, indexed, {"val_loss": val}, facts, check)
     if content:
         restore(trainer, content)
         run.step, run.loader_state, run.clock.total = content["step"], content["loader"], content["train_seconds"]
@@ -1856,7 +1990,9 @@ def train_steps(run):
     config, trainer, log, clock = run.config, run.trainer, run.log, run.clock
     first, loss, total, seen = run.step, None, 0.0, 0  # mean at the last logged point; sum and number since then
     clock.start()
-    loader = TrainLoader(config, run.shards, trainer.runtime, run.step, run.loader_state)
+    if not run.step:
+        trainer.table.index.read(run.indexed, trainer.runtime)
+    loader = TrainLoader(config, run.shards, trainer.runtime, run.step, run.loader_state, trainer.table.index)
     try:
         batch = loader.next()
         for step in range(run.step, config.steps):
@@ -1989,7 +2125,7 @@ def main(argv=None, extend=None):
         given = parse_arguments([word for word in argv if word != "--check"])
         config, overrides, content = resumed(given) if given.get("resume") else (*config_from(given), None)
         hook = extend(config) if extend else None
-        runtime = Runtime(config.device)
+        runtime = Runtime(config.device, workers=config.workers)
     except (ConfigError, OSError) as error:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"status:error {error}", flush=True)
