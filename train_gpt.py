@@ -685,6 +685,9 @@ GRAM_TOKENS = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dty
 def powers(base, count):
     return np.multiply.accumulate(np.append(np.uint64(1), np.full(count - 1, base % 2**64, np.uint64)))
 
+def top_bits(keys, bits):
+    return (keys >> (64 - bits)).view(np.int64)  # numpy indexes faster with these than with unsigned ones
+
 class Grams:
     """Keys of all n-grams of a text (L,): 64-bit numbers that are equal where the tokens are, wherever they stand. A
     key is the polynomial of the tokens' random numbers modulo 2^64 (Karp & Rabin 1987). Prefix sums make it one
@@ -693,7 +696,7 @@ class Grams:
         self.text, count = text, 1 << len(text).bit_length()
         self.inverse = powers(pow(GRAM_BASE, -1, 2**64), count)
         self.sums = np.zeros(len(text) + 1, np.uint64)
-        np.cumsum(GRAM_TOKENS[text] * powers(GRAM_BASE, count)[:len(text)], out=self.sums[1:])
+        np.cumsum(GRAM_TOKENS.take(text) * powers(GRAM_BASE, count)[:len(text)], out=self.sums[1:])
     def keys(self, n, low, high):
         """Of the n-grams that end at low .. high - 1: (high - low,) uint64; shorter ones where the text begins later."""
         keys = self.sums[low + 1:high + 1].copy()
@@ -708,14 +711,15 @@ class Grams:
         for n in sorted(orders):
             asked, order, offsets = group_equal(self.keys(n, behind, len(self.text)))
             first = np.full(2**16, -1, np.int32)  # of those asked for, by the key's top bits: the first one
-            first[asked[::-1] >> 48] = np.arange(len(asked))[::-1]
-            keys = self.keys(n, 0, behind)[alive]
-            group = first[keys >> 48]
-            alive, keys, group = (part[group >= 0] for part in (alive, keys, group))
+            first[top_bits(asked[::-1], 16)] = np.arange(len(asked))[::-1]
+            keys = self.keys(n, 0, behind).take(alive)
+            group = first.take(top_bits(keys, 16))
+            kept = np.flatnonzero(group >= 0)
+            alive, keys, group = alive[kept], keys[kept], group[kept]
             asked = np.append(asked, np.uint64(2**64 - 1))
             while (smaller := asked[group] < keys).any():
                 group += smaller
-            same = asked[group] == keys
+            same = np.flatnonzero(asked[group] == keys)
             alive, latest = alive[same], np.full(len(asked) - 1, -1)
             latest[group[same]] = alive  # of equal groups the last one counts
             previous = np.append(0, order[:-1] + behind)
@@ -736,18 +740,21 @@ class TextIndex:
         """(The order's table, slots and tags of the n-grams that end at low .. high - 1)."""
         keys = grams.keys(self.orders[column], low, high)
         tags = (keys >> 14).astype(np.uint32) & 0xFFFC0000
-        return self.slots[column].numpy().view(np.uint32), keys >> (64 - self.bits), tags
+        return self.slots[column].numpy().view(np.uint32), top_bits(keys, self.bits), tags
     def read(self, text, runtime):
         """Take in training text, (n,) tokens."""
-        def read_order(column):
+        def read_orders(columns):
             for low in range(0, len(text) - 1, self.CHUNK):
-                begin, end = max(0, low - self.orders[column] + 1), min(low + self.CHUNK, len(text) - 1)
-                table, slots, tags = self._find(column, Grams(text[begin:end]), low - begin, end - begin)
-                new, old = tags | text[low + 1:end + 1], table[slots]
-                confident = old & 0x30000
-                more = new | np.minimum(confident + 0x10000, 0x30000)
-                table[slots] = np.where(old & 0xFFFCFFFF == new, more, np.where(confident, old - 0x10000, new))
-        collections.deque(runtime.map(read_order, range(len(self.orders))), 0)
+                begin, end = max(0, low - max(self.orders) + 1), min(low + self.CHUNK, len(text) - 1)
+                grams = Grams(text[begin:end])
+                for column in columns:
+                    table, slots, tags = self._find(column, grams, low - begin, end - begin)
+                    new, old = tags | text[low + 1:end + 1], table[slots]
+                    confidence = old & 0x30000
+                    more = new | np.minimum(confidence + 0x10000, 0x30000)
+                    table[slots] = np.where(old - confidence == new, more, np.where(confidence, old - 0x10000, new))
+        shares = [range(first, len(self.orders), runtime.workers) for first in range(runtime.workers)]
+        collections.deque(runtime.map(read_orders, shares), 0)
     def guesses(self, grams, behind):
         """For each position from `behind` on and each order: a token with its confidence, (t, O) int64; -1 for none."""
         found = np.empty((len(grams.text) - behind, len(self.orders)), np.int64)
