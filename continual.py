@@ -111,7 +111,7 @@ def initial_checkpoint(config):
 
 def validation_tokens(config, data):
     """The validation tokens of a corpus, whose training shards need not hold all that the run takes."""
-    return train_gpt.open_corpus(dataclasses.replace(config, data=data, steps=1))[1]
+    return train_gpt.open_corpus(dataclasses.replace(config, data=data, steps=1))[-1]
 
 
 def train_matrices_alone(trainer):
