@@ -762,7 +762,7 @@ class TextIndex:
             table, slots, tags = self._find(column, grams, behind, len(grams.text))
             entries = table[slots]
             known = (entries & 0xFFFC0000 == tags) & (entries != 0)
-            found[:, column] = np.where(known, entries & 0x3FFFF, -1)
+            found[:, column] = np.where(known, entries & 0x3FFFF, np.int64(-1))  # entries are unsigned
         return found
 
 def table_rows(place, config, index):
@@ -785,7 +785,7 @@ def table_rows(place, config, index):
             keys[run, column] = grams.keys(n, behind, len(grams.text))
         match = grams.latest_matches(behind, config.copy_orders)
         near = (match >= 0) & (behind + np.arange(len(run))[:, None] - match <= config.copy_reach)
-        copies = np.where(near, grams.text[np.where(near, match + 1, 0)], -1)
+        copies = np.where(near, grams.text[np.where(near, match + 1, 0)], np.int64(-1))  # tokens are unsigned
         guesses[run] = np.concatenate([copies, index.guesses(grams, behind)], 1)
     keys[:, len(config.ngram_orders):] = guesses
     keys += GRAM_TOKENS[:config.columns]  # else orders would share the rows of a document's first tokens
