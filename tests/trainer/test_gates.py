@@ -85,6 +85,13 @@ def into_the_residual_stream(trainer, extra):
         micro_batch, ngram + extra(micro_batch).to(ngram.dtype), context)
 
 
+def rows_of(monkeypatch, change):
+    """The table's rows are those of change(place), another Placement."""
+    honest = train_gpt.Trainer.read
+    monkeypatch.setattr(train_gpt.Trainer, "read", lambda self, place: (
+        honest(self, place)[0], honest(self, change(place))[1]))
+
+
 def as_losses(trainer, change):
     """The forward pass returns change(losses, logits, targets) for its losses."""
     def forward(*inputs):
@@ -170,9 +177,8 @@ def smear_from_the_next_token(trainer, monkeypatch):
 
 @caught_by("causal", "local")
 def rows_of_the_next_token(trainer, monkeypatch):
-    honest = train_gpt.ngram_rows
-    monkeypatch.setattr(train_gpt, "ngram_rows", lambda tokens, position, *rest: honest(
-        tokens, np.minimum(position + 1, len(tokens) - 1), *rest))
+    rows_of(monkeypatch, lambda place: dataclasses.replace(
+        place, position=np.minimum(place.position + 1, len(place.tokens) - 2)))
 
 
 @caught_by("causal")
@@ -209,9 +215,7 @@ def attention_across_documents(trainer, monkeypatch):
 
 @caught_by("local")
 def rows_that_read_into_the_document_before(trainer, monkeypatch):
-    honest = train_gpt.ngram_rows
-    monkeypatch.setattr(train_gpt, "ngram_rows", lambda tokens, position, document_start, *rest: honest(
-        tokens, position, np.zeros_like(document_start), *rest))
+    rows_of(monkeypatch, lambda place: dataclasses.replace(place, document_start=np.zeros_like(place.document_start)))
 
 
 @caught_by("local")
