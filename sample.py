@@ -74,8 +74,8 @@ def continuation(trainer, step, prompt, count, temperature, seed):
         padded = np.zeros(config.micro_batch_tokens + 1, dtype=np.uint16)  # what follows is never attended to
         padded[:len(context)] = context
         micro_batch, ngram = trainer.read(train_gpt.place_contiguous(padded, 0, config))
-        last = trainer.hidden(step, micro_batch, ngram)[len(context) - 1:len(context)]
-        logits = trainer.model.next_token_losses(last, micro_batch.targets[:1])[2][0, :config.eot_token + 1].cpu()
+        hidden = trainer.model.hidden(micro_batch, ngram, trainer.context(step, micro_batch))
+        logits = trainer.model.logits(hidden[len(context) - 1:len(context)])[0, :config.eot_token + 1].cpu()
         token = logits.argmax().item()
         if temperature:
             token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator).item()

@@ -1155,24 +1155,21 @@ class GPT(nn.Module):
         if ngram is not None:
             x = x + self.gate(x, self.ngram_gate[layers:]) * ngram
         return norm(x)
-    def next_token_losses(self, hidden, targets):
-        """Of each position: cross-entropy (n,), log-normaliser (n,) and soft-capped logits (n, vocab_size), float32."""
-        cap = self.config.logit_cap
-        logits = cap * torch.tanh(F.linear(hidden, self.head).float() / cap)
-        normaliser = torch.logsumexp(logits, -1)
-        return normaliser - logits.gather(1, targets[:, None])[:, 0], normaliser, logits
+    def logits(self, hidden):
+        """Soft-capped logits (n, vocab_size), float32, of hidden states (n, model_dim)."""
+        return self.config.logit_cap * torch.tanh(F.linear(hidden, self.head).float() / self.config.logit_cap)
     def forward(self, micro_batch, ngram, context):
-        """Returns (training loss, losses (T,)): the mean with multi-token weights, and the next token's alone."""
+        """Returns (training loss, a mean with multi-token weights; the next token's losses (T,); hidden states)."""
         hidden = self.hidden(micro_batch, ngram, context)
-        losses, normaliser, logits = self.next_token_losses(hidden, micro_batch.targets)
-        mtp_weights = context.phase.mtp_weights
+        logits, targets, mtp_weights = self.logits(hidden), micro_batch.targets[:, None], context.phase.mtp_weights
+        normaliser = torch.logsumexp(logits, -1)
+        losses = normaliser - logits.gather(1, targets)[:, 0]
         loss = mtp_weights[0] * losses.mean()
         for ahead, weight in enumerate(mtp_weights[1:], start=1):
             # Position i also scores the token `ahead` after its target, where that is of the same segment.
-            far = micro_batch.targets[ahead:, None]
             same = micro_batch.segment_start[ahead:] == micro_batch.segment_start[:-ahead]
-            loss = loss + weight * ((normaliser[:-ahead] - logits[:-ahead].gather(1, far)[:, 0]) * same).mean()
-        return loss, losses
+            loss += weight * ((normaliser[:-ahead] - logits[:-ahead].gather(1, targets[ahead:])[:, 0]) * same).mean()
+        return loss, losses.detach(), hidden.detach()
 
 # 6. Optimizer ===============================================================================================
 
@@ -1612,7 +1609,9 @@ class Trainer:
         self.model = GPT(config, attention).to(runtime.device)
         self.table = NgramTable(config, runtime)
         self.optimizer = Optimizer(config, self.model, self.table, runtime)
-        self.compile_name, self.forward, self._rotary = choose_compile(config), self.model, {}
+        self.rotary = functools.cache(lambda windows: rotary_tables(
+            config.micro_batch_tokens, config.head_dim, windows, runtime.device, getattr(torch, config.dtype)))
+        self.compile_name, self.forward = choose_compile(config), self.model
         if self.compile_name == "inductor":
             torch._dynamo.config.recompile_limit = 64  # a phase is two graphs, and torch's default limit is 8
             torch._dynamo.config.fail_on_recompile_limit_hit = True  # never eager in silence
@@ -1621,17 +1620,12 @@ class Trainer:
                 "cpp_wrapper": runtime.device.type == "cpu"})
     def context(self, step, micro_batch, training=False):
         """The model's Context at `step`. Outside training only the next token is scored, whatever the schedule says."""
-        config, dtype = self.config, getattr(torch, self.config.dtype)
-        windows, phase = windows_until(config, step), phase_at(config, step)
-        if windows not in self._rotary:
-            self._rotary[windows] = rotary_tables(config.micro_batch_tokens, config.head_dim, windows,
-                                                  self.runtime.device, dtype)
+        config, phase, dtype = self.config, phase_at(self.config, step), getattr(torch, self.config.dtype)
         if not training:  # the model as the last step left it: untying is the first thing that the next one does
             phase = phase._replace(mtp_weights=(1.0,), tied=is_tied_before(config, step))
-        biases = {}
-        if self.model.attend is blocked_attention:
-            biases = {window: blocked_bias(micro_batch.segment_start, window, dtype) for window in set(phase.windows)}
-        return Context(phase, self._rotary[windows], biases)
+        windows = set(phase.windows) if self.model.attend is blocked_attention else ()
+        biases = {window: blocked_bias(micro_batch.segment_start, window, dtype) for window in windows}
+        return Context(phase, self.rotary(windows_until(config, step)), biases)
     def accumulate(self, step, batch):
         """Add up the gradients of this rank's micro-batches. Returns their summed losses, a 0-dim tensor."""
         if step and step == untie_step(self.config):
@@ -1642,9 +1636,9 @@ class Trainer:
         count = len(batch.micro_batches) * self.runtime.world_size
         def gradients(micro_batch):
             ngram = self.table.lookup(micro_batch, values)
-            loss, losses = self.forward(micro_batch, ngram, self.context(step, micro_batch, training=True))
+            loss, losses, _ = self.forward(micro_batch, ngram, self.context(step, micro_batch, training=True))
             leaves = [*params.values(), ngram] if ngram is not None and ngram.requires_grad else [*params.values()]
-            return torch.autograd.grad(loss / count, leaves, allow_unused=True), losses.detach().sum()
+            return torch.autograd.grad(loss / count, leaves, allow_unused=True), losses.sum()
         # Whoever works out a micro-batch, its gradients are added in its turn: so workers change no bit of a run.
         for grads, summed in self.runtime.map(gradients, batch.micro_batches):
             self.optimizer.accumulate(dict(zip(params, grads)))
@@ -1666,13 +1660,10 @@ class Trainer:
         micro_batch = assemble(place, slots, signs, self.runtime.device)
         return micro_batch, self.table.lookup(micro_batch, values)
     @torch.no_grad()
-    def token_losses(self, step, micro_batch, ngram):
-        """Validation loss of each token, (T,) float32, of the model as it stands before `step`."""
-        return self.forward(micro_batch, ngram, self.context(step, micro_batch))[1]
-    @torch.no_grad()
-    def hidden(self, step, micro_batch, ngram):
-        """Final hidden states, (T, model_dim), of the model as it stands before `step`."""
-        return self.model.hidden(micro_batch, ngram, self.context(step, micro_batch))
+    def score(self, step, tokens, low):
+        """Losses (T,) of the tokens behind tokens[low : low + T], and final hidden states, by the model before `step`."""
+        micro_batch, ngram = self.read(place_contiguous(tokens, low, self.config))
+        return self.forward(micro_batch, ngram, self.context(step, micro_batch))[1:]
     def evaluate(self, step, val):
         """Mean loss over the track's validation tokens, in nats per token; micro-batches are shared among ranks."""
         length, runtime = self.config.micro_batch_tokens, self.runtime
@@ -1680,8 +1671,7 @@ class Trainer:
         def summed(first):
             # Ranks without a last micro-batch score one again, at weight 0, since reading rows takes all of them.
             index = first + runtime.rank
-            place = place_contiguous(val, min(index, count - 1) * length, self.config)
-            return self.token_losses(step, *self.read(place)).double().sum() * (index < count)
+            return self.score(step, val, min(index, count - 1) * length)[0].double().sum() * (index < count)
         total = sum((runtime.map if here else map)(summed, range(0, count, runtime.world_size)))
         wait(runtime.all_reduce(total, "validation"))
         return total.item() / self.config.val_tokens
@@ -1698,32 +1688,52 @@ def choose_compile(config):
     except Exception as error:  # inductor raises its own types for a missing compiler
         return f"off (no C++ compiler: {type(error).__name__})"
 
-@torch.no_grad()
+def unaffected(trainer, step, tokens, low, spans):
+    """Whether, for each (a, b) of `spans`, losses and hidden states of tokens[a:b] stay bitwise the same when all other
+    tokens become noise without ends of text. The last of these states predicts the token behind, whose loss changes."""
+    before, eot, same = trainer.score(step, tokens, low), trainer.config.eot_token, True
+    for a, b in spans:
+        changed = ((tokens + np.random.default_rng(b).integers(1, eot, len(tokens))) % eot).astype(np.uint16)
+        changed[a:b] = tokens[a:b]
+        after = trainer.score(step, changed, low)
+        for old, new, end in zip(before, after, (b - 1, b)):
+            same &= torch.equal(old[max(0, a - low):end - low], new[max(0, a - low):end - low])
+    return same and not torch.equal(before[0], after[0])  # as those of a constant would be
+
 def check_causal(trainer, step, val):
-    """Replace all tokens after the middle of a micro-batch by others: the losses before stay bitwise the same."""
-    length, largest = trainer.config.micro_batch_tokens, trainer.config.eot_token
-    middle, original = length // 2, np.array(val[:length + 1])
-    changed = original.copy()
-    noise = np.random.default_rng(0).integers(1, largest, size=length - middle)
-    changed[middle + 1:] = (changed[middle + 1:].astype(np.int64) + noise) % (largest + 1)
-    reads = [trainer.read(place_contiguous(tokens, 0, trainer.config)) for tokens in (original, changed)]
-    losses, hidden = ([score(step, *read) for read in reads] for score in (trainer.token_losses, trainer.hidden))
-    # The state at the middle predicts the first changed token: a look one token ahead shows there and nowhere before.
-    return (torch.equal(losses[0][:middle], losses[1][:middle])
-            and torch.equal(hidden[0][:middle + 1], hidden[1][:middle + 1])
-            and not torch.equal(losses[0][middle:], losses[1][middle:]))
+    """Nothing depends on later tokens: cuts are at both ends, at edges of blocks and documents, and drawn anew."""
+    length, rng = trainer.config.micro_batch_tokens, np.random.default_rng(trainer.config.seed)
+    tokens = np.resize(val[:trainer.config.val_tokens], 2 * length + 1)  # the first half is there to look back at
+    tokens[length + length // 3] = trainer.config.eot_token
+    drawn = (np.arange(16) + 16 * rng.integers(-(-length // 16), size=16)) % length  # all residues of 2, 4, 8, 16
+    cuts = [*drawn, length // 2 - 1, length // 2, length // 3 - 1, length - 1, 0]
+    return unaffected(trainer, step, tokens, length, [(0, length + cut + 1) for cut in cuts])
+
+def check_local(trainer, step, val):
+    """Nothing depends on other documents, of sixteen with the same text: what is looked up in them would be found."""
+    length, eot = trainer.config.micro_batch_tokens, trainer.config.eot_token
+    size = max(length // 16, 16) | 1  # odd, so that documents begin anywhere in a block of attention
+    tokens = np.resize(np.where(val[:size] == eot, 0, val[:size]), 2 * size + length)
+    tokens[::size] = eot  # the first document stands before the micro-batch
+    return unaffected(trainer, step, tokens, size, [(low, low + size + 1) for low in range(size, size + length, size)])
 
 @torch.no_grad()
 def check_normalised(trainer, step, val):
-    """At a few positions, exp(-loss) over every possible target must sum to 1."""
-    hidden = trainer.hidden(step, *trainer.read(place_contiguous(val, 0, trainer.config)))
-    def total(row):
-        targets = torch.arange(trainer.config.vocab_size, device=row.device).split(1024)  # bounds the memory
-        return sum(torch.exp(-trainer.model.next_token_losses(row.expand(len(part), -1), part)[0].double()).sum().item()
-                   for part in targets)
-    return all(abs(total(row) - 1) < 1e-4 for row in hidden[::max(1, len(hidden) // 8)])
+    """Losses are the negative log-softmax, over the whole vocabulary, of the logits at the hidden states that the same
+    forward pass ends in, up to a logit's last bit; `evaluate` is their mean, in whatever order they are scored."""
+    config, length, exact, same = trainer.config, trainer.config.micro_batch_tokens, [], True
+    count = min(config.val_tokens // length, trainer.runtime.world_size + 1)  # shares of ranks are uneven
+    for low in reversed(range(0, count * length, length)):
+        losses, hidden = trainer.score(step, val, low)
+        targets = to_device(val[low + 1:low + 1 + length].astype(np.int64), losses.device)
+        for part in torch.arange(length, device=losses.device).split(1024):  # bounds the memory
+            exact.append(F.cross_entropy(trainer.model.logits(hidden[part]).double(), targets[part], reduction="none"))
+            same &= (losses[part] - exact[-1]).abs().max() < 1e-4 + config.logit_cap * torch.finfo(hidden.dtype).eps
+    short = copy.copy(trainer)
+    short.config = dataclasses.replace(config, val_tokens=count * length)
+    return bool(same) and abs(short.evaluate(step, val) - torch.cat(exact).mean().item()) < 1e-4
 
-GATES = {"causal": check_causal, "normalised": check_normalised}
+GATES = {"causal": check_causal, "normalised": check_normalised, "local": check_local}
 
 # 8. Checkpoints =============================================================================================
 
@@ -1865,8 +1875,8 @@ def warm_up(trainer):
             seen.add(key)
             for _ in range(2):  # the second call is the first without compilation
                 trainer.step(step, batch)
-                trainer.token_losses(step, *trainer.read(place))
-    trainer.token_losses(config.steps, *trainer.read(place))
+                trainer.score(step, tokens, 0)
+    trainer.score(config.steps, tokens, 0)
     for put_group_back in put_back:
         put_group_back()
     torch.set_rng_state(rng)

@@ -351,7 +351,7 @@ def eigenbases(session):
 
 @part(seconds=150)
 def gates(session):
-    """The nano track, compiled, on every attention back end: warm-up restored, causal, normalised."""
+    """The nano track, compiled, on every attention back end: warm-up restored, and the validity gates."""
     for name in ("sdpa", "varlen") if session.cuda else ("sdpa",):
         config = session.config("nano", steps=12, attention=name, val_tokens=8192)
         shards, val = train_gpt.open_corpus(config)

@@ -175,8 +175,7 @@ class NanoArm(Arm):
         _, self.batch = self.trainer.step(self.done, self.batch, following)
 
     def piece_losses(self, low):
-        place = train_gpt.place_contiguous(self.val, low, self.config)
-        return self.trainer.token_losses(self.done, *self.trainer.read(place))
+        return self.trainer.score(self.done, self.val, low)[0]
 
     def matrix_parameters(self):
         return self.trainer.optimizer.matrices.size()

@@ -47,7 +47,8 @@ def log_text(run, source=None, seed=1, loss=0.87, time_ms=60_000, counter=1, dec
         f"data:{data} backends:attention=sdpa,matmul=torch-bfloat16,compile=inductor",
         "size: matrices=1 embeddings_and_head=2 ngram_table=3", "===== START =====", *lines,
         "comms: sent_bytes per step none=0",
-        f"validity: causal:ok normalised:ok val_tokens:{values['val_tokens']} val_sha256:{values['val_sha256']}",
+        f"validity: causal:ok normalised:ok local:ok val_tokens:{values['val_tokens']} "
+        f"val_sha256:{values['val_sha256']}",
         f"final val_loss:{loss:.5f} train_time:{time_ms}ms tokens:245760 peak_memory:900MiB tokens_per_s:4096 "
         "mfu:1.5%",
         f"status:ok run:{run} val_loss:{loss:.5f} train_time:{time_ms / 1000:.1f}s log:logs/{run}/log.txt "
@@ -178,7 +179,7 @@ step:1/2 train_loss:2.00000 train_time:{{time // 2}}ms step_avg:{{time // 2:.2f}
 step:1/2 val_loss:{{LOSS + 0.1:.5f}} train_time:{{time // 2}}ms step_avg:{{time // 2:.2f}}ms
 step:2/2 train_loss:1.00000 train_time:{{time}}ms step_avg:{{time / 2:.2f}}ms
 step:2/2 val_loss:{{loss}} train_time:{{time}}ms step_avg:{{time / 2:.2f}}ms
-validity: causal:ok normalised:ok val_tokens:1 val_sha256:0
+validity: causal:ok normalised:ok local:ok val_tokens:1 val_sha256:0
 final val_loss:{{loss}} train_time:{{time}}ms tokens:1 peak_memory:1MiB
 status:ok run:{{run}} val_loss:{{loss}} train_time:{{time / 1000:.1f}}s log:l plot:p
 """)

@@ -7,13 +7,14 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import records_helpers as made
 import train_gpt
 from records.__main__ import main
-from records.judge import judge, judge_all
+from records.judge import check_gates, judge, judge_all
 from records.log import parse_log
 from records.record import load
 from records.submit import submit
@@ -199,6 +200,7 @@ TAMPERED = {
                         "tokenizer is 'gpt2'"),
     "another track": (FIRST, all_logs('track(:|": ")nano', r"track\1fineweb"), LOG, "run of track 'fineweb'"),
     "not causal": (FIRST, replace_in(LOG, "causal:ok", "causal:FAILED"), LOG, "gate causal is 'FAILED'"),
+    "not local": (FIRST, replace_in(LOG, "local:ok", "local:FAILED"), LOG, "gate local is 'FAILED'"),
     "gate left out": (FIRST, replace_in(LOG, " normalised:ok", ""), LOG, "gate normalised is None"),
     "target not reached": (FIRST, above_target, "logs", "target 0.88 not reached"),
     "two machines": (FIRST, replace_in(LOG, "Slow CPU", "Fast CPU"), "", "device differs between runs"),
@@ -231,6 +233,19 @@ def test_tampered_record_is_caught(repository, name):
     found = failures_of(repository)
     expected = f"{(folder / file).relative_to(repository.root)}: "
     assert any(line.startswith(expected) and re.search(reason, line) for line in found), found
+
+
+@pytest.mark.parametrize("day, part, fails", [
+    ("2026-11-21", "runs", False), ("2026-11-22", "runs", True), ("2026-11-22", "baseline", False)])
+def test_a_gate_is_asked_of_records_since_it_exists(day, part, fails):
+    """Parents are of any age; what a log says of a gate counts in any case."""
+    failures, said = [], {"causal": "ok", "normalised": "ok"}
+    for validity in (said, {**said, "local": "ok"}, {**said, "local": "FAILED"}):
+        record = SimpleNamespace(date=day, runs=[], baseline=[])
+        setattr(record, part, [SimpleNamespace(path="a log", validity=validity)])
+        check_gates(record, lambda path, reason: failures.append(reason))
+    reasons = [f"validity gate local is {word}, must be ok" for word in ("None", "'FAILED'")]
+    assert failures == (reasons if fails else reasons[1:])
 
 
 def test_each_failure_is_one_line_and_the_status_is_1(repository, capsys):

@@ -94,7 +94,7 @@ def test_a_failed_gate_is_seen_on_a_terminal(tiny, cli, terminal, monkeypatch, c
     with pytest.raises(RuntimeError, match="normalised"):
         cli(**{**tiny, "run_id": "shown", "steps": 1})
     *_, gates, _, status = screen(capsys.readouterr().out)
-    assert gates.startswith("validity: causal:ok normalised:FAILED ") and status.startswith("status:error ")
+    assert gates.startswith("validity: causal:ok normalised:FAILED local:ok ") and status.startswith("status:error ")
 
 
 def test_a_resumed_run_says_so_on_a_terminal(rich_run, tmp_path, cli, terminal):

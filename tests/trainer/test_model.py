@@ -17,8 +17,8 @@ CPU = torch.device("cpu")
 
 def hidden_and_losses(trainer, tokens, step=0):
     """Final hidden states and next-token losses of the first micro-batch of `tokens`."""
-    inputs = read(trainer, tokens)
-    return trainer.hidden(step, *inputs), trainer.token_losses(step, *inputs)
+    losses, hidden = trainer.score(step, np.asarray(tokens, dtype=np.uint16), 0)
+    return hidden, losses
 
 
 # ----- attention
@@ -175,7 +175,7 @@ def test_every_block_is_the_identity_at_the_start():
 def test_the_projections_that_start_at_zero_learn_at_once():
     trainer = make_trainer(random_weights=False)
     micro_batch, ngram = read(trainer, byte_documents(300))
-    loss, _ = trainer.model(micro_batch, ngram, trainer.context(0, micro_batch, training=True))
+    loss, *_ = trainer.model(micro_batch, ngram, trainer.context(0, micro_batch, training=True))
     attention, mlp = torch.autograd.grad(loss, [trainer.model.attention, trainer.model.mlp])
     for layer in range(2):
         assert attention[4 * layer + 3].any() and mlp[2 * layer + 1].any()
@@ -278,7 +278,7 @@ def test_the_network_against_a_slow_float64_reference(num_layers, tied, mtp_weig
     expected, document = slow_forward(trainer, tokens, windows, (32, 64), tied)
     micro_batch, ngram = read(trainer, tokens)
     with torch.no_grad():
-        loss, losses = trainer.model(micro_batch, ngram, trainer.context(step, micro_batch, training=True))
+        loss, losses, _ = trainer.model(micro_batch, ngram, trainer.context(step, micro_batch, training=True))
     slow = -expected[np.arange(128), tokens[1:129]]
     np.testing.assert_allclose(losses.double().numpy(), slow, atol=2e-4)
     slow_loss = slow_training_loss(expected, document, tokens, mtp_weights)
@@ -289,9 +289,9 @@ def test_the_network_against_a_slow_float64_reference(num_layers, tied, mtp_weig
 def test_validation_scores_the_next_token_alone():
     trainer = make_trainer(mtp_weights=((0.0, (1.0, 0.5)),))
     micro_batch, ngram = read(trainer, byte_documents(300))
-    losses = trainer.token_losses(0, micro_batch, ngram)
+    _, losses = hidden_and_losses(trainer, byte_documents(300))
     with torch.no_grad():
-        whole, alone = trainer.model(micro_batch, ngram, trainer.context(0, micro_batch, training=True))
+        whole, alone, _ = trainer.model(micro_batch, ngram, trainer.context(0, micro_batch, training=True))
     assert_bitwise(losses, alone)
     assert abs(whole.item() - alone.mean().item()) > 0.1
 
@@ -326,22 +326,21 @@ def test_compiled_equals_eager():
     results, weights = [], list(trainer.model.parameters())
     for forward in (trainer.model, compiled):
         _, ngram = read(trainer, byte_documents(300))
-        loss, losses = forward(micro_batch, ngram, trainer.context(0, micro_batch, training=True))
-        grads = torch.autograd.grad(loss, [*weights, ngram])
-        results.append([loss, losses, *grads])
+        outputs = forward(micro_batch, ngram, trainer.context(0, micro_batch, training=True))
+        results.append([*outputs, *torch.autograd.grad(outputs[0], [*weights, ngram])])
     torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-4)
     torch._dynamo.reset()
 
 
-def test_logits_are_capped_and_their_normaliser_normalises():
+def test_logits_are_capped_and_give_the_losses():
     trainer = make_trainer(logit_cap=3.0)
-    hidden, _ = hidden_and_losses(trainer, byte_documents(300))
-    targets = torch.arange(256)
-    losses, normaliser, logits = trainer.model.next_token_losses(100 * hidden, targets)
+    tokens = byte_documents(300)
+    hidden, losses = hidden_and_losses(trainer, tokens)
+    logits = trainer.model.logits(hidden)
     assert logits.dtype == losses.dtype == torch.float32 and logits.shape == (256, 257)
-    assert logits.abs().max() <= 3 and logits.abs().max() > 2.9
-    torch.testing.assert_close(losses, F.cross_entropy(logits, targets, reduction="none"))
-    torch.testing.assert_close(torch.exp(logits - normaliser[:, None]).sum(-1), torch.ones(256))
+    torch.testing.assert_close(losses, F.cross_entropy(logits, torch.tensor(tokens[1:257]), reduction="none"))
+    large = trainer.model.logits(100 * hidden)
+    assert large.abs().max() <= 3 and large.abs().max() > 2.9
 
 
 def test_a_lookup_sums_signed_rows():
@@ -364,7 +363,7 @@ def test_a_tied_head_is_the_embedding_until_it_is_untied():
     model = trainer.model
     micro_batch, ngram = read(trainer, byte_documents(300))
     def loss_and_grads(step):
-        loss, _ = model(micro_batch, ngram, trainer.context(step, micro_batch, training=True))
+        loss, *_ = model(micro_batch, ngram, trainer.context(step, micro_batch, training=True))
         return loss.detach(), *torch.autograd.grad(loss, [model.embed, model.head], allow_unused=True)
     tied, unused, both = loss_and_grads(step=1)
     assert unused is None

@@ -1,10 +1,11 @@
 """sample.py: continuations and validation losses of what runs have left."""
+import numpy as np
 import pytest
 import torch
 
 import sample
 import train_gpt
-from helpers import EOT, make_corpus, make_trainer, read, refusal
+from helpers import EOT, make_corpus, make_trainer, refusal
 
 
 @pytest.fixture
@@ -41,18 +42,17 @@ def test_eval_on_another_corpus_wants_validation_tokens_alone(rich_run, path, us
 # ----- continuations
 
 def greedy(checkpoint, prompt, count):
-    """The most probable continuation, each token from the losses of all candidates, with the weights that the run's own
+    """The most probable continuation, by the forward pass that validation takes, with the weights that the run's own
     trainer would restore."""
     content = train_gpt.load_checkpoint(checkpoint)
     trainer = train_gpt.Trainer(train_gpt.config_of_checkpoint(content), train_gpt.Runtime("cpu"))
     train_gpt.restore(trainer, content)
     tokens = [EOT, *prompt]
     for _ in range(count):
-        filled = torch.zeros(trainer.config.micro_batch_tokens + 1, dtype=torch.int64)
-        filled[:len(tokens)] = torch.tensor(tokens)
-        last = trainer.hidden(content["step"], *read(trainer, filled))[len(tokens) - 1]
-        losses = trainer.model.next_token_losses(last.expand(EOT + 1, -1), torch.arange(EOT + 1))[0]
-        tokens.append(losses.argmin().item())
+        filled = np.zeros(trainer.config.micro_batch_tokens + 1, dtype=np.uint16)
+        filled[:len(tokens)] = tokens
+        _, hidden = trainer.score(content["step"], filled, 0)
+        tokens.append(trainer.model.logits(hidden[len(tokens) - 1]).argmax().item())
         if tokens[-1] == EOT:
             break
     return bytes(token for token in tokens if token != EOT).decode(errors="replace")
