@@ -406,14 +406,13 @@ class Runtime:
             torch.cuda.synchronize(self.device)
     def peak_memory_mib(self):
         """Peak memory of each rank in MiB: of the device's allocator on CUDA, of the process on a CPU."""
-        peaks = torch.zeros(self.world_size, dtype=torch.int64)
         if self.device.type == "cuda":
-            peaks[self.rank] = torch.cuda.max_memory_allocated(self.device) // 2**20
+            peak = torch.cuda.max_memory_allocated(self.device) // 2**20
         else:
             import resource  # not on every platform; in KiB, but for macOS
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            peaks[self.rank] = peak // (2**20 if sys.platform == "darwin" else 2**10)
-        wait(self.all_reduce(peaks, "validation"))
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
+        peaks, work = self.gather_shares(torch.tensor([peak]), self.world_size, "validation")
+        wait(work)
         return peaks.tolist()
     def close(self, failed=False):
         if self._pool:
@@ -547,7 +546,6 @@ def open_corpus(config):
 def validation_hash(config, val):
     return hashlib.sha256(np.ascontiguousarray(val[:config.val_tokens + 1]).tobytes()).hexdigest()
 
-
 @dataclass
 class Placement:
     """Where the T tokens of a micro-batch stand: `tokens` is a shard, the rest are (T,) arrays."""
@@ -593,7 +591,6 @@ def assemble(place, slots, signs, device):
     arrays = (place.tokens[place.position].astype(np.int32), place.tokens[place.position + 1].astype(np.int64),
               place.segment_start, bounds, slots, signs)
     return MicroBatch(*(to_device(array, device) for array in arrays))
-
 
 class TrainLoader:
     """Deterministic stream of global steps, assembled ahead by a thread. Documents are cut into pieces of at most the
@@ -665,9 +662,9 @@ class TrainLoader:
 # (plan_rows): which rows are read, who owns them, and, where ranks share the table, at which slot a row will stand
 # among the pulled values. The rest is NgramTable's, in this order: `pull` brings the step's rows here; `lookup` sums
 # the rows of each token, which the model adds to its residual stream; `accumulate` keeps the gradients of these sums;
-# `reduce` sums them by row and sends them to the rows' owners; `update` is the owner's step; `spread` sends new rows to
-# the replicas, which `receive` them, or else pulls the next step's rows.
-# A row that a rank owns never travels, and a row travels once however many of a rank's tokens read it.
+# `reduce` sums them by row and sends them to the rows' owners; `update` is the owner's step, after which new rows go to
+# the replicas, which `receive` them, or else the next step's rows are pulled. A row that a rank owns never travels, and
+# a row travels once however many of a rank's tokens read it.
 
 GRAM_BASE = 0x9E3779B97F4A7C15  # odd, and so with an inverse modulo 2^64
 GRAM_TOKENS = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)  # one a token id
@@ -858,8 +855,7 @@ def plan_routes(distinct, config, runtime, home, lane, name):
 class Group:
     """Parameters that step, travel and are saved together. Optimizer.step takes all groups that are due through:
         reduce(step)           start to sum their gradients over ranks
-        update(step, lr_mul)   wait for the sums and update this rank's share; yields each object that can travel now
-        spread()               of such an object: start to send the new values
+        update(step, lr_mul)   wait for the sums, update this rank's share, and start to send the new values
         receive(step)          take over what other ranks have sent, and begin the next sum of gradients at zero
     `tensors()` are all that a step changes on this rank, by name; `full_state()` is what a checkpoint keeps of the
     group, whatever the world size, and `load` its inverse; `size()` counts the parameters' values."""
@@ -956,11 +952,8 @@ class NgramTable(Group):
             self.weight *= self.scale
             self.scale = 1.0
         adagrad_rows_update(self.own_rows, self.second, plan.owned, sums, lr / self.scale, self.config.ngram_floor)
-        yield self
-    def spread(self):
-        if self.plan.updated:
-            rows = self.own_rows[self.plan.owned]
-            self.gathered, self.work = self.runtime.all_gather(rows, self.plan.chunk, self.name)
+        if plan.updated:
+            self.gathered, self.work = self.runtime.all_gather(self.own_rows[plan.owned], plan.chunk, self.name)
         elif self.upcoming and not table_is_here(self.config, self.runtime):
             self.pull(self.upcoming)
     def receive(self, step):
@@ -984,13 +977,10 @@ class NgramTable(Group):
             self.weight[rows], self.second[owned], self.scale, self.grads, self.plan = weight, second, scale, [], None
         return put_back
     def full_state(self):
-        """{"weight", "second": the whole tables on rank 0's host (None elsewhere), "scale", "index": the same on all
-        ranks}. All ranks call it."""
-        def whole(part):
-            joined = self.whole(part.cpu(), self.rows)
-            return joined if self.runtime.is_main else None
-        weight = self.weight.cpu() if self.config.ngram_comms == "replicated" else whole(self.weight)
-        return {"weight": weight, "second": whole(self.second), "scale": self.scale, "index": self.index.slots}
+        """{"weight", "second": the whole tables on the host, "scale", "index"} on all ranks, which all call it."""
+        weight, second = self.weight.cpu(), self.whole(self.second.cpu(), self.rows)
+        weight = weight if self.config.ngram_comms == "replicated" else self.whole(weight, self.rows)
+        return {"weight": weight, "second": second, "scale": self.scale, "index": self.index.slots}
     def load(self, full):
         self.weight.copy_(full["weight"][slice(*self.held)])
         self.second.copy_(full["second"][slice(*self.owned)])
@@ -1163,8 +1153,7 @@ class GPT(nn.Module):
 
 # 6. Optimizer ===============================================================================================
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """Which group steps a parameter, and with which numbers."""
     group: str              # small | embeddings | matrices
     lr_mul: float = 1.0     # times the group's learning rate
@@ -1195,12 +1184,13 @@ def split_mantissa(value, high, low):
     high.copy_(torch.where(value.isnan(), value.to(torch.bfloat16), nearest))  # the sum wraps for some NaNs
     low.copy_(bits.to(torch.int16))  # the low 16 bits; as a signed number, what rounding has added or taken
 
-def adam_update(weight, grad, first, second, step, lr, betas, decay):
-    """Adam (Kingma & Ba 2015) with decoupled weight decay, in place; float32 tensors of one shape, `step` from 1."""
+def adam_update(weight, grad, state, hyper):
+    """Adam (Kingma & Ba 2015) with decoupled weight decay, in place; float32 tensors of one shape."""
+    betas, first, second = hyper.betas, state["first"], state["second"]
     first.lerp_(grad, 1 - betas[0])
     second.lerp_(grad.square(), 1 - betas[1])
-    update = (first / (1 - betas[0] ** step)) / ((second / (1 - betas[1] ** step)).sqrt() + 1e-10)
-    weight.mul_(1 - lr * decay).sub_(update * lr)
+    update = (first / (1 - betas[0] ** hyper.step)) / ((second / (1 - betas[1] ** hyper.step)).sqrt() + 1e-10)
+    weight.mul_(1 - hyper.lr * hyper.decay).sub_(update * hyper.lr)
 
 # Polar Express (Amsel et al. 2025): the composed odd polynomials that bring singular values in [1e-3, 1] closest to 1
 # in five steps; coefficients by the paper's method, with a cushion of 0.02 and a safety factor of 2 % (theirs is 1 %).
@@ -1227,8 +1217,7 @@ def polar_express(matrices, dtype):
 
 def cautious_step(weight, update, lr, decay):
     """Step against `update` with weight decay only where both agree in sign, in place; tensors of one shape."""
-    agrees = (update * weight >= 0).to(weight.dtype)
-    weight.sub_(lr * (update + decay * weight * agrees))
+    weight.sub_(lr * (update + decay * weight * (update * weight >= 0)))
 
 def orthogonal_step(weight, direction, state, hyper):
     """Muon's step along `direction` (k, m, n): orthogonalisation, NorMuon's scaling (Li et al. 2025: divide each row,
@@ -1307,8 +1296,7 @@ class MatrixRule(NamedTuple):
     bases: bool = False  # eigenbases, which follow the gradients after each update
     kl: bool = False     # whose factors are KL-Shampoo's
 
-ADAM = MatrixRule(lambda weight, grad, state, hyper: adam_update(weight, grad, state["first"], state["second"],
-                  hyper.step, hyper.lr, hyper.betas, hyper.decay), ("first", "second"))
+ADAM = MatrixRule(adam_update, ("first", "second"))
 MATRIX_RULES = {
     "muon": MatrixRule(muon_update, ("momentum", "second")),
     "soap": MatrixRule(soap_update, ("momentum", "moment", "count"), bases=True),
@@ -1320,9 +1308,9 @@ MATRIX_RULES = {
 
 # ----- eigenbases
 def update_factors(grad, sides, kl):
-    """Take gradients (k, m, n) into the factors of their sides, in place. kl: KL-Shampoo's estimate (Lin et al.
-    2025): each side's gradient is first whitened by the other side's factor. Only the product of both factors' scales
-    means something, so whitening uses eigenvalues over their mean: else the split between the two drifts."""
+    """Take gradients (k, m, n) into the factors of their sides, in place. kl: KL-Shampoo's estimate (Lin et al. 2025):
+    each side's gradient is first whitened by the other side's factor, with eigenvalues over their mean: only the
+    product of both factors' scales means something, and the split between the two would drift."""
     products = []
     for side, other in zip(sides, sides[::-1]):
         half = grad if side.axis == -2 else grad.mT
@@ -1337,13 +1325,11 @@ def update_factors(grad, sides, kl):
 
 def eigenbasis_step(factors, bases, method):
     """Bring orthonormal bases (k, s, s) closer to the eigenvectors of symmetric factors (k, s, s), both float32:
-    orthonormalises factor @ basis, columns by falling Rayleigh quotient. torch.linalg.qr does so matrix by matrix,
-    which is fastest on a CPU; Cholesky's way is batched products and factorisations:
+    orthonormalises factor @ basis, columns by falling Rayleigh quotient. Methods:
       eigh          the eigenvectors themselves; on CUDA the only one that waits for the device
-      householder   LAPACK's QR, as torch.linalg.qr without forming R
-      cholesky      B = basisᵀ factor basis = RᵀR, R Rᵀ = SᵀS, then basis Rᵀ / S: an LR step of Rutishauser's, which
-                    squares no condition number; on the factor over its largest Rayleigh quotient, so that its scale
-                    does not matter, lightly damped, and with two Newton-Schulz steps behind it
+      householder   LAPACK's QR, matrix by matrix, which is fastest on a CPU
+      cholesky      batched: B = basisᵀ factor basis = RᵀR, R Rᵀ = SᵀS, then basis Rᵀ / S: an LR step of Rutishauser's,
+                    which squares no condition number, on the scaled factor, and two Newton-Schulz steps behind it
     Returns (bases, order (k, s) that sorted the old columns, rejected (k,)): where a factor is not finite or too close
     to singular, that matrix keeps its old basis, sorted; where it is zero too, but that is no reject."""
     count, size = bases.shape[:2]
@@ -1369,8 +1355,7 @@ def eigenbasis_step(factors, bases, method):
     return torch.where(accepted[:, None, None], new, old), order, ~accepted & (spectrum != 0).any(-1)
 
 def refresh_eigenbases(banks, method):
-    """One eigenbasis_step for all sides of all banks' states, in place, one batch a size. Nothing waits for the
-    device."""
+    """One eigenbasis_step, a batch a size, for all sides of banks' states, in place; nothing waits for the device."""
     sides = [(state, side) for state in banks for side in sides_of(state) if len(side.basis)]
     for size in {side.basis.size(-1) for _, side in sides}:
         found = [(state, side) for state, side in sides if side.basis.size(-1) == size]
@@ -1390,29 +1375,22 @@ def refresh_method(step, device):
 
 # ----- the groups of the model's parameters
 class Layout:
-    """How ranks share a parameter along its first axis, in the sense of Runtime.share, and what travels of it. Every
-    rank holds the whole of `param` and updates its part: of a bank, whole matrices. Gradients add up in a float32
-    buffer that is padded to equal parts, which is what collectives ask for; nothing else is padded."""
+    """How ranks share a parameter along its first axis, of a bank whole matrices, in the sense of Runtime.share. Each
+    holds all of `param` and updates its part. Gradients add up in a float32 buffer that is padded to equal parts, which
+    is what collectives ask for; nothing else is padded."""
     def __init__(self, name, param, runtime):
-        self.name, self.param, self.runtime, self.count = name, param, runtime, len(param)
+        self.name, self.param, self.count = name, param, len(param)
         self.low, self.high = runtime.share(self.count)
         padded = -(-self.count // runtime.world_size) * runtime.world_size
         self.grad = torch.zeros(padded, *param.shape[1:], device=param.device)
     def own(self, tensor):
         """This rank's part of a tensor that has the parameter's shape."""
         return tensor[self.low:self.high]
-    def reduced(self):
-        """This rank's part of the summed gradients."""
-        wait(self.work)
-        return self.sum[:self.high - self.low]
-    def spread(self):
-        self.joined, self.work = self.runtime.gather_shares(self.own(self.param.data), self.count, self.name)
 
 class ParameterGroup(Group):
     """Parameters of the model under one rule, with a Layout and a state {key: tensor} each."""
     def __init__(self, name, config, params, runtime):
         self.name, self.config, self.runtime = name, config, runtime
-        self.after_update = None  # hook(name, weight, weight before); continual.py projects updates with it
         self.rule, self.every, self.lr, self.decay = ADAM, config.adam_every, config.adam_lr, 1.0
         if name == "matrices":
             refuse(config.matrix_update not in MATRIX_RULES,
@@ -1439,37 +1417,30 @@ class ParameterGroup(Group):
         return state
     def stepping(self, step):
         """The layouts of the parameters that take part in a step: all but a tied embedding, which has no gradient."""
-        return [layout for name, layout in self.layouts.items()
-                if not (name == "embed" and step < untie_step(self.config))]
+        return [layout for name, layout in self.layouts.items() if name != "embed" or step >= untie_step(self.config)]
     def reduce(self, step):
         for layout in self.stepping(step):
-            layout.sum, layout.work = self.runtime.reduce_scatter(layout.grad, layout.name)
+            summed, layout.work = self.runtime.reduce_scatter(layout.grad, layout.name)
+            layout.sum = summed[:layout.high - layout.low]
     def update(self, step, lr_mul):
-        waited, grads = step % self.every + 1, {}  # steps whose gradients were added up
+        waited = step % self.every + 1  # steps whose gradients were added up
         for layout in self.stepping(step):
-            rule, state, grad = RULES[layout.name], self.state[layout.name], layout.reduced()
+            rule, state = RULES[layout.name], self.state[layout.name]
             hyper = Hyper(-(-(step + 1) // self.every), self.lr * rule.lr_mul * lr_mul, self.decay * rule.decay_mul,
                           momentum_at(self.config, step), rule.betas, getattr(torch, self.config.dtype))
-            grads[layout.name] = grad = grad / waited if waited > 1 else grad
             part, mantissa = layout.own(layout.param.data), state.get("mantissa")
             weight = part if mantissa is None else join_mantissa(part, mantissa)
-            before = weight.clone() if self.after_update else None
-            self.rule.update(weight, grad, state, hyper)
-            if self.after_update:
-                self.after_update(layout.name, weight, before)
+            wait(layout.work)
+            self.rule.update(weight, layout.sum / waited if waited > 1 else layout.sum, state, hyper)
             if mantissa is not None:
                 split_mantissa(weight, part, mantissa)
-            yield layout
-        if self.rule.bases:  # while the new weights travel
-            self.refresh(grads, step)
-    def refresh(self, grads, step):
-        """Take the step's gradients into the factors, and step the bases of the matrices whose turn it is."""
-        banks, every = [], self.config.basis_every if step >= EIGH_STEPS else 1
-        for name, state in self.state.items():
-            update_factors(grads[name], sides_of(state), self.rule.kl)
-            first = (step - self.layouts[name].low) % every
-            banks.append({key: value[first::every] for key, value in state.items()})
-        refresh_eigenbases(banks, refresh_method(step, self.runtime.device))
+            layout.joined, layout.work = self.runtime.gather_shares(part, layout.count, layout.name)
+        if self.rule.bases:  # follow the gradients while the new weights travel; a matrix' bases step in their turn
+            banks, every = [], self.config.basis_every if step >= EIGH_STEPS else 1
+            for layout, state in zip(self.layouts.values(), self.state.values()):
+                update_factors(layout.sum, sides_of(state), self.rule.kl)
+                banks.append({key: value[(step - layout.low) % every::every] for key, value in state.items()})
+            refresh_eigenbases(banks, refresh_method(step, self.runtime.device))
     def receive(self, step):
         for layout in self.stepping(step):
             if layout.work is not None:
@@ -1503,7 +1474,7 @@ class SmallGroup(ParameterGroup):
         self.work = self.among.all_reduce(self.bucket, self.name)
     def update(self, step, lr_mul):
         wait(self.work)
-        return super().update(step, lr_mul)
+        super().update(step, lr_mul)
 
 GROUPS = {"small": SmallGroup, "embeddings": ParameterGroup, "matrices": ParameterGroup}
 
@@ -1516,8 +1487,7 @@ class Optimizer:
             refuse(name not in RULES or RULES[name].group not in GROUPS, f"no optimizer rule for {name}; give it a row "
                    f"of RULES, in one of the groups {', '.join(GROUPS)}")
             members[RULES[name].group][name] = param
-        small, self.embeddings, self.matrices = (
-            group(key, config, members[key], runtime) for key, group in GROUPS.items())
+        small, self.embeddings, self.matrices = (GROUPS[key](key, config, members[key], runtime) for key in GROUPS)
         self.groups = [small, self.embeddings, table, self.matrices]
         self.layouts = {**small.layouts, **self.embeddings.layouts, **self.matrices.layouts}
     def accumulate(self, grads):
@@ -1530,8 +1500,7 @@ class Optimizer:
             for group in groups:
                 group.reduce(step)
             for group in groups:
-                for updated in group.update(step, lr_mul):
-                    updated.spread()
+                group.update(step, lr_mul)
             for group in groups:
                 group.receive(step)
         due = [group for group in self.groups if group.due(step)]
@@ -1804,13 +1773,11 @@ def warm_up(trainer):
     batch = Batch([assemble(place, slots, signs, runtime.device)], plan, {})
     trainer.table.pull(plan)
     put_back = [group.keep() for group in trainer.optimizer.groups]
-    seen = set()
-    for step in range(config.steps):
-        if (key := (phase_at(config, step), windows_until(config, step))) not in seen:
-            seen.add(key)
-            for _ in range(2):  # the second call is the first without compilation
-                trainer.step(step, batch)
-                trainer.token_losses(step, *trainer.read(place))
+    first = {(phase_at(config, step), windows_until(config, step)): step for step in reversed(range(config.steps))}
+    for step in sorted(first.values()):
+        for _ in range(2):  # the second call is the first without compilation
+            trainer.step(step, batch)
+            trainer.token_losses(step, *trainer.read(place))
     trainer.token_losses(config.steps, *trainer.read(place))
     for put_group_back in put_back:
         put_group_back()
@@ -1882,8 +1849,7 @@ def open_run(config, overrides, runtime, log, content, check):
     folder, exists = Path("logs", run_id), Path("logs", run_id, "log.txt").exists()
     seed, run_id, folder, exists = runtime.broadcast_object((seed, run_id, folder, exists))  # rank 0 decides
     config = dataclasses.replace(config, seed=seed, run_id=run_id)
-    refuse(exists and not content and not check, f"logs/{run_id}: this run exists; choose another --run-id, or "
-           f"continue it with --resume {run_id}")
+    refuse(exists and not content and not check, f"logs/{run_id} exists; choose another --run-id, or --resume {run_id}")
     for _, count in config.micro_batches:
         refuse(count % runtime.world_size, f"world size {runtime.world_size}: must divide the {count} micro-batches of "
                "a step; start another number of processes, or change --micro-batches")
@@ -1894,12 +1860,18 @@ def open_run(config, overrides, runtime, log, content, check):
     facts = {"commit": sha, "dirty": dirty, "code_sha256": hashlib.sha256(code.encode()).hexdigest(), "seed": seed,
              "world_size": runtime.world_size, "device": device_name(runtime.device), "torch": torch.__version__,
              "cuda": torch.version.cuda or "none", "triton": triton.__version__ if triton else "none"}
+    overrides = {key: value for key, value in overrides.items() if key not in NEUTRAL_FIELDS}
     run = Run(config, overrides, folder, trainer, log, Clock(runtime), shards, indexed, {"val_loss": val}, facts, check)
     if content:
         restore(trainer, content)
         run.step, run.loader_state, run.clock.total = content["step"], content["loader"], content["train_seconds"]
-    for line in [*describe(run), *room] if check or log.live else []:
-        log.line(line)
+    if check or log.live:  # what a person wants to know before it starts
+        log.line("\n".join([
+            f"device: {facts['device']}, world size {runtime.world_size}, {torch.get_num_threads()} CPU thread(s)",
+            f"backends: attention={trainer.attention_name} compile={trainer.compile_name} dtype={config.dtype}",
+            f"corpus: {config.data}: {sum(map(len, shards)):,} training tokens in {len(shards)} shard(s), the schedule "
+            f"takes {training_tokens(config):,}; {config.val_tokens:,} validation tokens are scored",
+            "parameters: " + ", ".join(f"{group.name} {group.size():,}" for group in trainer.optimizer.groups), *room]))
     if not check:
         log.open(run.folder, "" if content else code)
         if content:
@@ -1907,18 +1879,8 @@ def open_run(config, overrides, runtime, log, content, check):
         else:
             log_header(run)
     if config.val_sha256 and validation_hash(config, val) != config.val_sha256:
-        log.line(f"note: the validation tokens in {config.data} are not the {config.track} track's; losses are not "
-                 f"comparable with its records")
+        log.line(f"note: {config.data} has other validation tokens than track {config.track}: losses do not compare")
     return run
-
-def describe(run):
-    """What a person wants to know of a run before it starts, as lines."""
-    config, trainer, facts = run.config, run.trainer, run.facts
-    return [f"device: {facts['device']}, world size {facts['world_size']}, {torch.get_num_threads()} CPU thread(s)",
-            f"backends: attention={trainer.attention_name} compile={trainer.compile_name} dtype={config.dtype}",
-            f"corpus: {config.data}: {sum(map(len, run.shards)):,} training tokens in {len(run.shards)} shard(s), the "
-            f"schedule takes {training_tokens(config):,}; {config.val_tokens:,} validation tokens are scored",
-            "parameters: " + ", ".join(f"{group.name} {group.size():,}" for group in trainer.optimizer.groups)]
 
 def log_header(run):
     """The lines that make a run reproducible: machine, resolved configuration, data, back ends."""
@@ -1926,16 +1888,15 @@ def log_header(run):
     data = hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else "none"
     facts = " ".join(f"{key}:{value}" for key, value in run.facts.items())
     lines = [f"run:{config.run_id} track:{config.track} {facts}", "config:" + json.dumps(dataclasses.asdict(config))]
-    if overrides := {key: value for key, value in run.overrides.items() if key not in NEUTRAL_FIELDS}:
-        lines.append("overrides:" + json.dumps(overrides))
+    if run.overrides:
+        lines.append("overrides:" + json.dumps(run.overrides))
     elif config.run_of:
         lines.append("batch:{} counter:{} start:{}".format(*config.run_of.split(":")))
     lines += [f"data:{data} backends:attention={run.trainer.attention_name},matmul=torch-{config.dtype},"
               f"compile={run.trainer.compile_name}",
               "size: " + " ".join(f"{group.name}={group.size():,}" for group in run.trainer.optimizer.groups),
               "===== START ====="]
-    for line in lines:
-        run.log.line(line, on_terminal=False)
+    run.log.line("\n".join(lines), on_terminal=False)
 
 def train_steps(run):
     """The steps that are left, on the clock. Returns how many there were."""
@@ -1944,8 +1905,8 @@ def train_steps(run):
     clock.start()
     if not run.step:
         trainer.table.index.read(run.indexed, trainer.runtime)
-    loader = TrainLoader(config, run.shards, trainer.runtime, run.step, run.loader_state, trainer.table.index)
-    try:
+    with contextlib.closing(TrainLoader(config, run.shards, trainer.runtime, run.step, run.loader_state,
+                                        trainer.table.index)) as loader:
         batch = loader.next()
         for step in range(run.step, config.steps):
             if INTERRUPTED.is_set():
@@ -1965,8 +1926,6 @@ def train_steps(run):
                     clock.stop()
                     act()
                     clock.start()
-    finally:
-        loader.close()
     clock.stop()
     return config.steps - first
 
@@ -2004,18 +1963,16 @@ def finish(run, steps):
         result = {"run": config.run_id, "track": config.track, **losses, "train_time_ms": 1000 * seconds,
                   "steps": config.steps, "tokens": tokens, "target_loss": config.target_loss, **run.facts,
                   "tokens_per_s": tokens / seconds, "mfu_percent": mfu, "peak_memory_mib_by_rank": memory,
-                  "validity": gates, "val_sha256": digest,
+                  "validity": gates, "val_sha256": digest, "overrides": run.overrides,
                   "basis_rejects": sum(int(state["rejects"].sum()) for state in
                                        trainer.optimizer.matrices.state.values() if "rejects" in state),
-                  "overrides": {k: v for k, v in run.overrides.items() if k not in NEUTRAL_FIELDS},
                   "sent_bytes_per_step": {key: size for key, (size, _) in sent.items()},
                   "sent_messages_per_step": {key: messages for key, (_, messages) in sent.items()},
                   "config": dataclasses.asdict(config)}
         with atomic_file(run.folder / "result.json") as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
     if not all(gates.values()):
-        raise RuntimeError(f"validity gate failed: {verdicts}; the model sees tokens that it must not see, or its "
-                           f"losses are not those of a distribution")
+        raise RuntimeError(f"validity gate failed: {verdicts}; the model sees its future, or gives no distribution")
     return losses["val_loss"]
 
 def plot(folder):
