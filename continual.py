@@ -39,8 +39,6 @@ class ContinualConfig(Config):
         refuse(self.trained == "matrices" and self.ngram_lr, f"ngram_lr={self.ngram_lr}: trained=matrices freezes the "
                f"n-gram table, too; use --ngram-lr 0, or --trained all")
         ratio = self.unfreeze_rank_ratio
-        refuse(ratio < 1 and self.matrix_shard != "whole", f"unfreeze_rank_ratio={ratio}: below 1 needs --matrix-shard "
-               f"whole (it is {self.matrix_shard}), for matrices are split whole")
         for rank in (self.model_dim, min(self.model_dim, self.mlp_dim)):
             refuse(ratio < 1 and not 0 < frozen_count(rank, ratio) < rank, f"unfreeze_rank_ratio={ratio}: rounds to "
                    f"{round(ratio * rank)} of a matrix' {rank} directions that may move; at 0 nothing learns, and at "
@@ -73,7 +71,7 @@ def protect(matrices, initial, ratio):
     """Make the group `matrices` project all updates off the top directions of the weights `initial`, {bank: tensor},
     from which it may have moved on, though not along these. A rank splits the matrices that it owns, so nothing
     travels. Returns how many directions are frozen, as text."""
-    factors, counts = {}, []
+    rule, factors, counts = matrices.rule, {}, []
     for name, layout in matrices.layouts.items():
         start = layout.own(initial[name].to(layout.param.data)).float()  # as this run's type rounds it
         rank = min(start.shape[1:])
@@ -84,9 +82,11 @@ def protect(matrices, initial, ratio):
         now = train_gpt.join_mantissa(now, state["mantissa"]) if "mantissa" in state else now
         refuse((left.mT @ (now - start)).norm() > 1e-3 * (left.mT @ start).norm(), f"{name}: the run started from "
                f"another checkpoint than --init-from names now; put that one back")
-    def project(name, weight, before):
+    def projected_update(weight, grad, state, hyper):
+        name, before = next(name for name, own in matrices.state.items() if own is state), weight.clone()
+        rule.update(weight, grad, state, hyper)
         weight.copy_(before + project_update(weight - before, *factors[name]))
-    matrices.after_update = project
+    matrices.rule = rule._replace(update=projected_update)
     return " ".join(counts)
 
 

@@ -115,7 +115,6 @@ class Config:
     matrix_decay: float = knob(0.02, "cautious weight decay of hidden matrices, per unit of rate", *not_negative)
     basis_every: int = knob(10, "soap rules: each matrix gets new eigenbases every k-th step, staggered", *positive)
     one_sided_above: int = knob(256, "soap rules: a matrix side larger than this gets no eigenbasis", *not_negative)
-    matrix_shard: str = choice("whole", "rows", "cols", help="what ranks share of the hidden matrices")
     momentum: tuple = knob((0.85, 0.95), "Muon's momentum at the start and after the first tenth of the run",
                            lambda pair: len(pair) == 2 and 0 <= min(pair) <= max(pair) < 1, "two values in [0, 1)")
     adam_lr: float = knob(0.01, "learning rate of embeddings, head and scalars under Adam", *positive)
@@ -123,7 +122,6 @@ class Config:
     ngram_lr: float = knob(0.1, "rate of the n-gram table (row-wise Adagrad); 0: it is frozen", *not_negative)
     ngram_floor: float = knob(0.2, "gradient RMS of one token below which a table row's steps shrink", *positive)
     ngram_decay: float = knob(0.01, "weight decay of the n-gram table, per unit of learning rate", *not_negative)
-    ngram_every: int = knob(1, "the n-gram table steps every k-th step, on the gradients since the last", *positive)
     ngram_comms: str = choice("replicated", "sharded", help="a rank holds the whole n-gram table, or its share")
     ngram_host: bool = knob(False, "keep a sharded table in host memory instead of the device's")
     cooldown: float = knob(0.6, "last fraction of the run over which learning rates fall linearly", *fraction)
@@ -174,9 +172,8 @@ class Config:
                       f"times ngram_lr={self.ngram_lr} must be below 1, or a step would turn the rows' signs")
         refuse_unless(not self.ngram_host or self.ngram_comms == "sharded", "ngram_host",
                       f"needs --ngram-comms sharded (it is {self.ngram_comms}): replicas stay on the device")
-        for name in ("adam_every", "ngram_every"):
-            refuse_unless(self.save_every % getattr(self, name) == 0, "save_every",
-                          f"must be a multiple of {name}={getattr(self, name)}, for gradients that wait are not saved")
+        refuse_unless(self.save_every % self.adam_every == 0, "save_every",
+                      f"must be a multiple of adam_every={self.adam_every}, for gradients that wait are not saved")
         whole = max(1, round(self.val_tokens / length)) * length
         refuse_unless(self.val_tokens == whole, "val_tokens",
                       f"must be a multiple of micro_batch_tokens={length}; nearest {whole}")
@@ -409,14 +406,13 @@ class Runtime:
             torch.cuda.synchronize(self.device)
     def peak_memory_mib(self):
         """Peak memory of each rank in MiB: of the device's allocator on CUDA, of the process on a CPU."""
-        peaks = torch.zeros(self.world_size, dtype=torch.int64)
         if self.device.type == "cuda":
-            peaks[self.rank] = torch.cuda.max_memory_allocated(self.device) // 2**20
+            peak = torch.cuda.max_memory_allocated(self.device) // 2**20
         else:
             import resource  # not on every platform; in KiB, but for macOS
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            peaks[self.rank] = peak // (2**20 if sys.platform == "darwin" else 2**10)
-        wait(self.all_reduce(peaks, "validation"))
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
+        peaks, work = self.gather_shares(torch.tensor([peak]), self.world_size, "validation")
+        wait(work)
         return peaks.tolist()
     def close(self, failed=False):
         if self._pool:
@@ -550,7 +546,6 @@ def open_corpus(config):
 def validation_hash(config, val):
     return hashlib.sha256(np.ascontiguousarray(val[:config.val_tokens + 1]).tobytes()).hexdigest()
 
-
 @dataclass
 class Placement:
     """Where the T tokens of a micro-batch stand: `tokens` is a shard, the rest are (T,) arrays."""
@@ -569,7 +564,7 @@ class MicroBatch:
     slots: Tensor           # (T, O) int32: which of the values that NgramTable.lookup is given are the token's rows
     signs: Tensor           # (T, O) float32 of +-1, or 0 for no row
 
-# One rank's part of a global step; the RowPlan of its update cycle of the n-gram table; the loader's state after it.
+# One rank's part of a global step; the RowPlan of its rows of the n-gram table; the loader's state after it.
 Batch = collections.namedtuple("Batch", "micro_batches plan state")
 
 def to_device(array, device):
@@ -597,7 +592,6 @@ def assemble(place, slots, signs, device):
               place.segment_start, bounds, slots, signs)
     return MicroBatch(*(to_device(array, device) for array in arrays))
 
-
 class TrainLoader:
     """Deterministic stream of global steps, assembled ahead by a thread. Documents are cut into pieces of at most the
     run's largest document cap; a shard's pieces are shuffled by seed and laid end to end into micro-batches (the last
@@ -609,8 +603,7 @@ class TrainLoader:
         self._open_shard()
         on_device = functools.partial(torch.cuda.set_device, runtime.device)  # the current device is each thread's own
         self._thread = ThreadPoolExecutor(1, initializer=on_device if runtime.device.type == "cuda" else None)
-        batches = (batch for first in range(first_step, config.steps, config.ngram_every)
-                   for batch in self._next_cycle(first))
+        batches = (self._next_batch(step) for step in range(first_step, config.steps))  # which an error ends
         self._made = (self._thread.submit(next, batches) for _ in range(first_step, config.steps))
         self._ahead = collections.deque(itertools.islice(self._made, 3))
     def _open_shard(self):
@@ -647,19 +640,14 @@ class TrainLoader:
             if take == left:
                 self.state = {**self.state, "piece": self.state["piece"] + 1, "offset": 0}
         return Placement(self.tokens, position, document_start, segment_start)
-    def _next_cycle(self, first):
-        """The Batches of the steps from `first` to the n-gram table's next update."""
-        config, runtime, steps, states = self.config, self.runtime, [], []
-        for step in range(first, min(first + config.ngram_every, config.steps)):
-            cap, count = at_step(config.document_cap, step, config), micro_batches_at(config, step)
-            steps.append([self._place_next(cap) for _ in range(count)][runtime.rank::runtime.world_size])
-            states.append(dict(self.state))
-        hashed = [table_rows(place, config, self.index) for places in steps for place in places]
-        rows, signs = map(np.concatenate, zip(*hashed))
+    def _next_batch(self, step):
+        config, runtime = self.config, self.runtime
+        cap, count = at_step(config.document_cap, step, config), micro_batches_at(config, step)
+        places = [self._place_next(cap) for _ in range(count)][runtime.rank::runtime.world_size]
+        rows, signs = map(np.concatenate, zip(*(table_rows(place, config, self.index) for place in places)))
         plan, slots = plan_rows(rows, signs, config, runtime, runtime.loader_group)
-        made = iter(zip(np.split(slots, len(hashed)), np.split(signs, len(hashed))))
-        return [Batch([assemble(place, *next(made), runtime.device) for place in places], plan, state)
-                for places, state in zip(steps, states)]
+        parts = zip(places, np.split(slots, len(places)), np.split(signs, len(places)))
+        return Batch([assemble(*part, runtime.device) for part in parts], plan, dict(self.state))
     def next(self):
         """The next step's Batch; raises what the thread raised."""
         batch = self._ahead.popleft().result()
@@ -670,13 +658,13 @@ class TrainLoader:
 
 # 4. N-gram table ============================================================================================
 
-# The way of a row id. The loader's thread hashes the last n tokens up to each position (ngram_rows) and plans the cycle
-# of steps until the table's next update (plan_rows): which rows are read, who owns them, and, where ranks share the
-# table, at which slot a row will stand among the pulled values. The rest is NgramTable's, in this order: `pull` brings
-# the cycle's rows here; `lookup` sums the rows of each token, which the model adds to its residual stream; `accumulate`
-# keeps the gradients of these sums; `reduce` sums them by row and sends them to the rows' owners; `update` is the
-# owner's step; `spread` sends new rows to the replicas, which `receive` them, or else pulls the next cycle's rows.
-# A row that a rank owns never travels, and a row travels once however many of a rank's tokens read it.
+# The way of a row id. The loader's thread hashes the last n tokens up to each position (ngram_rows) and plans the step
+# (plan_rows): which rows are read, who owns them, and, where ranks share the table, at which slot a row will stand
+# among the pulled values. The rest is NgramTable's, in this order: `pull` brings the step's rows here; `lookup` sums
+# the rows of each token, which the model adds to its residual stream; `accumulate` keeps the gradients of these sums;
+# `reduce` sums them by row and sends them to the rows' owners; `update` is the owner's step, after which new rows go to
+# the replicas, which `receive` them, or else the next step's rows are pulled. A row that a rank owns never travels, and
+# a row travels once however many of a rank's tokens read it.
 
 GRAM_BASE = 0x9E3779B97F4A7C15  # odd, and so with an inverse modulo 2^64
 GRAM_TOKENS = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)  # one a token id
@@ -795,12 +783,12 @@ def table_rows(place, config, index):
     signs[:, len(config.ngram_orders):] *= guesses >= 0
     return ((keys & 0xFFFFFFFF) * config.ngram_rows >> 32).astype(np.int32), signs
 
-# ----- which rows a cycle touches, and their routes between ranks
+# ----- which rows a step touches, and their routes between ranks
 @dataclass
 class RowPlan:
-    """The rows that the tokens of an update cycle read, and the routes of their values and gradients. This rank's N
-    (token, order) pairs read U distinct rows. All ranks read R rows of this rank's share, V distinct ones. At world
-    size 1 every row is owned: `asked` and `owned` are the rows read, and there is nothing to merge."""
+    """The rows that the tokens of a step read, and the routes of their values and gradients. This rank's N (token,
+    order) pairs read U distinct rows. All ranks read R rows of this rank's share, V distinct ones. At world size 1
+    every row is owned: `asked` and `owned` are the rows read, and there is nothing to merge."""
     token: Tensor            # (N,) int32: the tokens that read the first of the U rows, then those that read the second
     offsets: Tensor          # (U,) int32: where in `token` those of each row begin
     signs: Tensor            # (N,) float32 of +-1 or 0, in the order of `token`
@@ -829,9 +817,9 @@ def table_is_here(config, runtime):
     return config.ngram_comms == "replicated" or runtime.world_size == 1 and not config.ngram_host
 
 def plan_rows(rows, signs, config, runtime, lane=None, name="ngram_indices"):
-    """Build the RowPlan of an update cycle, together with all ranks. rows, signs: (n, O) of the cycle's tokens. lane:
-    the process group of the calling thread. name: for the ledger. Counts and indices travel here, on the CPU, ahead of
-    the forward pass; values follow later, and both sides already know the sizes, so no further handshake is needed.
+    """Build the RowPlan of a step, together with all ranks. rows, signs: (n, O) of this rank's tokens. lane: the
+    process group of the calling thread. name: for the ledger. Counts and indices travel here, on the CPU, ahead of the
+    forward pass; values follow later, and both sides already know the sizes, so no further handshake is needed.
     Returns (plan, slots (n, O) int32: where lookups find each of `rows`). Raises ConfigError for rows outside."""
     distinct, order, offsets = group_equal(rows.ravel())
     if len(distinct) and not 0 <= distinct[0] <= distinct[-1] < config.ngram_rows:
@@ -874,8 +862,7 @@ def plan_routes(distinct, config, runtime, home, lane, name):
 class Group:
     """Parameters that step, travel and are saved together. Optimizer.step takes all groups that are due through:
         reduce(step)           start to sum their gradients over ranks
-        update(step, lr_mul)   wait for the sums and update this rank's share; yields each object that can travel now
-        spread()               of such an object: start to send the new values
+        update(step, lr_mul)   wait for the sums, update this rank's share, and start to send the new values
         receive(step)          take over what other ranks have sent, and begin the next sum of gradients at zero
     `tensors()` are all that a step changes on this rank, by name; `full_state()` is what a checkpoint keeps of the
     group, whatever the world size, and `load` its inverse; `size()` counts the parameters' values."""
@@ -890,6 +877,11 @@ class Group:
             for name, tensor in self.tensors().items():
                 tensor.copy_(kept[name])
         return put_back
+    def whole(self, part, count):
+        """The ranks' shares of `count` units, joined for a checkpoint."""
+        joined, work = self.runtime.gather_shares(part, count, "checkpoint")
+        wait(work)
+        return joined
 
 def adagrad_rows_update(table, second, rows, grads, lr, floor):
     """Row-wise Adagrad on distinct rows (u,) of the n-gram table (n, dim), in place; cost is that of these rows.
@@ -903,15 +895,14 @@ def adagrad_rows_update(table, second, rows, grads, lr, floor):
 class NgramTable(Group):
     """The hashed n-gram embedding: this rank's rows, their optimizer state, and all that travels of them. The rank that
     owns a row updates it. Config.ngram_comms says who holds it: all ranks (replicated), which get the new row; or the
-    owner alone (sharded; in host memory with ngram_host), from whom readers pull it before a cycle. Summed gradients go
+    owner alone (sharded; in host memory with ngram_host), from whom readers pull it before a step. Summed gradients go
     to the owner either way. benchmarks/README.md has the bytes. At world size 1 both are the plain table.
 
     Weight decay acts on all rows at each update, at no cost: the table is `weight` times the number `scale`, and decay
     shrinks that number alone. So a row that is touched again after 100 updates has seen all their decays."""
     name, FOLD_BELOW = "ngram_table", 2.0**-20  # where scale is folded into weight, long before float32 ends
     def __init__(self, config, runtime):
-        self.config, self.runtime, self.every = config, runtime, config.ngram_every
-        self.index = TextIndex(config)
+        self.config, self.runtime, self.index = config, runtime, TextIndex(config)
         self.frozen = not (config.columns and config.ngram_lr)
         pinned = config.ngram_host and runtime.device.type == "cuda"
         self.home = torch.device("cpu") if pinned else runtime.device
@@ -922,15 +913,15 @@ class NgramTable(Group):
         self.second = torch.zeros(self.owned[1] - self.owned[0], device=self.home, pin_memory=pinned)
         self.own_rows = self.weight[self.owned[0] - self.held[0]:self.owned[1] - self.held[0]]
         self.scale = 1.0
-        self.grads = []  # of the cycle's tokens so far: (gradients of one micro-batch, tokens of its step)
-        self.plan = self.upcoming = self.pulled = None  # the cycle's RowPlan, the next step's, (values, work)
+        self.grads = []  # of the step so far: (gradients of one micro-batch, tokens of the step)
+        self.plan = self.upcoming = self.pulled = None  # this step's RowPlan, the next step's, (values, work)
     def fetch(self, plan, name):
         """Start bringing the rows of `plan` here. Returns (values that slots point into, work)."""
         if table_is_here(self.config, self.runtime):
             return self.weight, None
         return self.runtime.all_to_all(self.weight[plan.asked], plan.receive, plan.send, name)
     def pull(self, plan):
-        """Start bringing the rows of a training cycle here, unless they are on their way."""
+        """Start bringing the rows of a training step here, unless they are on their way."""
         if plan is not self.plan:
             self.plan, self.pulled = plan, self.fetch(plan, self.name)
     def arrived(self, values, work):
@@ -954,7 +945,7 @@ class NgramTable(Group):
         """Keep a micro-batch's gradient (T, model_dim) of the loss that is a mean over the `tokens` of its step."""
         self.grads.append((grad, tokens))
     def reduce(self, step):
-        """Sum the cycle's gradients by row, as those of each token's own loss, and start sending them to the owners."""
+        """Sum the step's gradients by row, as those of each token's own loss, and start sending them to the owners."""
         grads = torch.cat([grad.float() * tokens for grad, tokens in self.grads])
         sums = sum_groups(grads, self.plan.token, self.plan.offsets, self.plan.signs).to(self.home)
         self.sums, self.work = self.runtime.all_to_all(sums, self.plan.send, self.plan.receive, self.name)
@@ -968,11 +959,8 @@ class NgramTable(Group):
             self.weight *= self.scale
             self.scale = 1.0
         adagrad_rows_update(self.own_rows, self.second, plan.owned, sums, lr / self.scale, self.config.ngram_floor)
-        yield self
-    def spread(self):
-        if self.plan.updated:
-            rows = self.own_rows[self.plan.owned]
-            self.gathered, self.work = self.runtime.all_gather(rows, self.plan.chunk, self.name)
+        if plan.updated:
+            self.gathered, self.work = self.runtime.all_gather(self.own_rows[plan.owned], plan.chunk, self.name)
         elif self.upcoming and not table_is_here(self.config, self.runtime):
             self.pull(self.upcoming)
     def receive(self, step):
@@ -986,7 +974,7 @@ class NgramTable(Group):
         return {"weight": self.weight, "second": self.second, "scale": torch.tensor([self.scale], dtype=torch.float64),
                 "index": self.index.slots}
     def keep(self):
-        """As Group.keep, but of the rows of the cycle at hand alone: the table is too large for a copy."""
+        """As Group.keep, but of the rows of the step at hand alone: the table is too large for a copy."""
         owned, scale = self.plan.owned, self.scale
         rows = self.plan.updated[0] if self.plan.updated else owned
         soon = scale * (1 - self.config.ngram_lr * self.config.ngram_decay) ** 64  # after more updates than will follow
@@ -996,14 +984,10 @@ class NgramTable(Group):
             self.weight[rows], self.second[owned], self.scale, self.grads, self.plan = weight, second, scale, [], None
         return put_back
     def full_state(self):
-        """{"weight", "second": the whole tables on rank 0's host (None elsewhere), "scale", "index": the same on all
-        ranks}. All ranks call it."""
-        def whole(part):
-            joined, work = self.runtime.gather_shares(part.cpu(), self.rows, "checkpoint")
-            wait(work)
-            return joined if self.runtime.is_main else None
-        weight = self.weight.cpu() if self.config.ngram_comms == "replicated" else whole(self.weight)
-        return {"weight": weight, "second": whole(self.second), "scale": self.scale, "index": self.index.slots}
+        """{"weight", "second": the whole tables on the host, "scale", "index"} on all ranks, which all call it."""
+        weight, second = self.weight.cpu(), self.whole(self.second.cpu(), self.rows)
+        weight = weight if self.config.ngram_comms == "replicated" else self.whole(weight, self.rows)
+        return {"weight": weight, "second": second, "scale": self.scale, "index": self.index.slots}
     def load(self, full):
         self.weight.copy_(full["weight"][slice(*self.held)])
         self.second.copy_(full["second"][slice(*self.owned)])
@@ -1173,8 +1157,7 @@ class GPT(nn.Module):
 
 # 6. Optimizer ===============================================================================================
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """Which group steps a parameter, and with which numbers."""
     group: str              # small | embeddings | matrices
     lr_mul: float = 1.0     # times the group's learning rate
@@ -1205,12 +1188,13 @@ def split_mantissa(value, high, low):
     high.copy_(torch.where(value.isnan(), value.to(torch.bfloat16), nearest))  # the sum wraps for some NaNs
     low.copy_(bits.to(torch.int16))  # the low 16 bits; as a signed number, what rounding has added or taken
 
-def adam_update(weight, grad, first, second, step, lr, betas, decay):
-    """Adam (Kingma & Ba 2015) with decoupled weight decay, in place; float32 tensors of one shape, `step` from 1."""
+def adam_update(weight, grad, state, hyper):
+    """Adam (Kingma & Ba 2015) with decoupled weight decay, in place; float32 tensors of one shape."""
+    betas, first, second = hyper.betas, state["first"], state["second"]
     first.lerp_(grad, 1 - betas[0])
     second.lerp_(grad.square(), 1 - betas[1])
-    update = (first / (1 - betas[0] ** step)) / ((second / (1 - betas[1] ** step)).sqrt() + 1e-10)
-    weight.mul_(1 - lr * decay).sub_(update * lr)
+    update = (first / (1 - betas[0] ** hyper.step)) / ((second / (1 - betas[1] ** hyper.step)).sqrt() + 1e-10)
+    weight.mul_(1 - hyper.lr * hyper.decay).sub_(update * hyper.lr)
 
 # Polar Express (Amsel et al. 2025): the composed odd polynomials that bring singular values in [1e-3, 1] closest to 1
 # in five steps; coefficients by the paper's method, with a cushion of 0.02 and a safety factor of 2 % (theirs is 1 %).
@@ -1232,31 +1216,29 @@ def polar_express(matrices, dtype):
     return (x.mT if tall else x).float()
 
 # ----- update rules of the hidden matrices
-# A rule is a function of this rank's part of a bank (k, m, n), weight and grad in float32; of its state, a dict of
-# tensors; of the numbers in Hyper; and of the Layout, which knows whole matrices from parts of them. It changes weight
-# and state in place. MATRIX_RULES, below, has a row for each.
+# A rule is a function of a rank's matrices of a bank, weight and grad (k, m, n) in float32; of their state, a dict of
+# tensors; and of the numbers in Hyper. It changes weight and state in place. MATRIX_RULES, below, has a row for each.
 
 def cautious_step(weight, update, lr, decay):
     """Step against `update` with weight decay only where both agree in sign, in place; tensors of one shape."""
-    agrees = (update * weight >= 0).to(weight.dtype)
-    weight.sub_(lr * (update + decay * weight * agrees))
+    weight.sub_(lr * (update + decay * weight * (update * weight >= 0)))
 
-def orthogonal_step(weight, direction, state, hyper, layout):
-    """Muon's step along `direction`, whole matrices (k, m, n): orthogonalisation, NorMuon's scaling (Li et al. 2025:
-    divide each row, or column of a wide matrix, by its running RMS, at unchanged Frobenius norm), cautious decay. The
-    rate grows with sqrt(m / n) of tall matrices: whatever the shape, the RMS of a step is lr / sqrt(n)."""
+def orthogonal_step(weight, direction, state, hyper):
+    """Muon's step along `direction` (k, m, n): orthogonalisation, NorMuon's scaling (Li et al. 2025: divide each row,
+    or column of a wide matrix, by its running RMS, at unchanged Frobenius norm), cautious decay. The rate grows with
+    sqrt(m / n) of tall matrices: whatever the shape, the RMS of a step is lr / sqrt(n)."""
     update, second = polar_express(direction, hyper.dtype), state["second"]
     rows, columns = update.shape[-2:]
     before = update.norm(dim=(-2, -1), keepdim=True)
     second.lerp_(update.square().mean(-1 if rows >= columns else -2, keepdim=True), 1 - hyper.betas[1])
     update = update * second.clamp_min(1e-10).rsqrt()
     update = update * (before / update.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
-    cautious_step(weight, layout.part(update), hyper.lr * max(1.0, rows / columns) ** 0.5, hyper.decay)
+    cautious_step(weight, update, hyper.lr * max(1.0, rows / columns) ** 0.5, hyper.decay)
 
-def muon_update(weight, grad, state, hyper, layout):
+def muon_update(weight, grad, state, hyper):
     """Muon (Jordan et al. 2024): Nesterov momentum, then orthogonal_step."""
     state["momentum"].lerp_(grad, 1 - hyper.momentum)
-    orthogonal_step(weight, layout.whole(grad.lerp(state["momentum"], hyper.momentum)), state, hyper, layout)
+    orthogonal_step(weight, grad.lerp(state["momentum"], hyper.momentum), state, hyper)
 
 # SOAP (Vyas et al. 2024) and its relatives keep, for the rows and for the columns of a matrix G, a Kronecker factor
 # (the running mean of G Gᵀ, of Gᵀ G) and a basis that follows the factor's eigenvectors. Momentum stays in the
@@ -1289,53 +1271,50 @@ def known_bases(state):
         known = known * (side.factor.diagonal(dim1=-2, dim2=-1).sum(-1) > 0)[:, None, None]
     return known
 
-def soap_update(weight, grad, state, hyper, layout):
+def soap_update(weight, grad, state, hyper):
     """SOAP: Adam in the eigenbasis, then cautious decay; scaled by 1 / sqrt(n), so that a rate means what it does for
     Muon. Without bases a matrix only decays, without sides this is Adam."""
     sides, known, moment, count = sides_of(state), known_bases(state), state["moment"], state["count"]
-    state["momentum"].lerp_(layout.part(grad), 1 - hyper.betas[0])
+    state["momentum"].lerp_(grad, 1 - hyper.betas[0])
     count.add_(known)
     moment.lerp_(change_basis(grad, sides).square(), (1 - hyper.betas[1]) * known)
-    first = change_basis(layout.whole(state["momentum"]), sides) / (1 - hyper.betas[0] ** hyper.step)
+    first = change_basis(state["momentum"], sides) / (1 - hyper.betas[0] ** hyper.step)
     second = moment / (1 - hyper.betas[1] ** count).clamp_min(1e-8)
     update = change_basis(known * first * second.clamp_min(1e-16).rsqrt(), sides, back=True)
-    cautious_step(weight, layout.part(update / update.size(-1) ** 0.5), hyper.lr, hyper.decay)
+    cautious_step(weight, update / update.size(-1) ** 0.5, hyper.lr, hyper.decay)
 
-def soap_muon_update(weight, grad, state, hyper, layout):
+def soap_muon_update(weight, grad, state, hyper):
     """SOAP-Muon: Muon of a momentum that is divided, in the eigenbasis, by the root of its own second moment."""
-    sides, known, moment, grad = sides_of(state), known_bases(state), state["moment"], layout.part(grad)
+    sides, known, moment = sides_of(state), known_bases(state), state["moment"]
     state["momentum"].lerp_(grad, 1 - hyper.momentum)
-    direction = layout.whole(grad.lerp(state["momentum"], hyper.momentum))
+    direction = grad.lerp(state["momentum"], hyper.momentum)
     rotated = change_basis(direction, sides)
     moment.lerp_(rotated.square(), (1 - FACTOR_BETA) * known)
     whitened = change_basis(rotated * moment.clamp_min(1e-16).rsqrt(), sides, back=True)
-    orthogonal_step(weight, torch.where(known > 0, whitened, direction), state, hyper, layout)
+    orthogonal_step(weight, torch.where(known > 0, whitened, direction), state, hyper)
 
 class MatrixRule(NamedTuple):
-    """An update rule, and the state that it needs."""
+    """An update rule, and the state that it needs: see ParameterGroup.new_state."""
     update: Callable
-    keeps: tuple = ()             # of whole matrices: see ParameterGroup.new_state
-    parts: tuple = ("momentum",)  # shaped as this rank's part of the weights
-    whole_gradient: bool = False  # the update reads gradients of whole matrices, where ranks share rows or columns
-    bases: bool = False           # eigenbases, which follow the gradients after each update
-    kl: bool = False              # whose factors are KL-Shampoo's
+    keeps: tuple = ("momentum",)
+    bases: bool = False  # eigenbases, which follow the gradients after each update
+    kl: bool = False     # whose factors are KL-Shampoo's
 
-ADAM = MatrixRule(lambda weight, grad, state, hyper, layout: adam_update(weight, grad, state["first"], state["second"],
-                  hyper.step, hyper.lr, hyper.betas, hyper.decay), parts=("first", "second"))
+ADAM = MatrixRule(adam_update, ("first", "second"))
 MATRIX_RULES = {
-    "muon": MatrixRule(muon_update, ("second",)),
-    "soap": MatrixRule(soap_update, ("moment", "count"), whole_gradient=True, bases=True),
-    "soap_muon": MatrixRule(soap_muon_update, ("second", "moment"), whole_gradient=True, bases=True),
+    "muon": MatrixRule(muon_update, ("momentum", "second")),
+    "soap": MatrixRule(soap_update, ("momentum", "moment", "count"), bases=True),
+    "soap_muon": MatrixRule(soap_muon_update, ("momentum", "second", "moment"), bases=True),
     # The weights step before the bases follow, as in the authors' optim/kl_opt.py (github.com/yorkerlin/KL-Methods).
-    "kl_soap": MatrixRule(soap_update, ("moment", "count"), whole_gradient=True, bases=True, kl=True),
-    "adam": MatrixRule(soap_update, ("moment", "count"), whole_gradient=True),
+    "kl_soap": MatrixRule(soap_update, ("momentum", "moment", "count"), bases=True, kl=True),
+    "adam": MatrixRule(soap_update, ("momentum", "moment", "count")),
 }
 
 # ----- eigenbases
 def update_factors(grad, sides, kl):
-    """Take whole gradients (k, m, n) into the factors of their sides, in place. kl: KL-Shampoo's estimate (Lin et al.
-    2025): each side's gradient is first whitened by the other side's factor. Only the product of both factors' scales
-    means something, so whitening uses eigenvalues over their mean: else the split between the two drifts."""
+    """Take gradients (k, m, n) into the factors of their sides, in place. kl: KL-Shampoo's estimate (Lin et al. 2025):
+    each side's gradient is first whitened by the other side's factor, with eigenvalues over their mean: only the
+    product of both factors' scales means something, and the split between the two would drift."""
     products = []
     for side, other in zip(sides, sides[::-1]):
         half = grad if side.axis == -2 else grad.mT
@@ -1350,13 +1329,11 @@ def update_factors(grad, sides, kl):
 
 def eigenbasis_step(factors, bases, method):
     """Bring orthonormal bases (k, s, s) closer to the eigenvectors of symmetric factors (k, s, s), both float32:
-    orthonormalises factor @ basis, columns by falling Rayleigh quotient. torch.linalg.qr does so matrix by matrix,
-    which is fastest on a CPU; Cholesky's way is batched products and factorisations:
+    orthonormalises factor @ basis, columns by falling Rayleigh quotient. Methods:
       eigh          the eigenvectors themselves; on CUDA the only one that waits for the device
-      householder   LAPACK's QR, as torch.linalg.qr without forming R
-      cholesky      B = basisᵀ factor basis = RᵀR, R Rᵀ = SᵀS, then basis Rᵀ / S: an LR step of Rutishauser's, which
-                    squares no condition number; on the factor over its largest Rayleigh quotient, so that its scale
-                    does not matter, lightly damped, and with two Newton-Schulz steps behind it
+      householder   LAPACK's QR, matrix by matrix, which is fastest on a CPU
+      cholesky      batched: B = basisᵀ factor basis = RᵀR, R Rᵀ = SᵀS, then basis Rᵀ / S: an LR step of Rutishauser's,
+                    which squares no condition number, on the scaled factor, and two Newton-Schulz steps behind it
     Returns (bases, order (k, s) that sorted the old columns, rejected (k,)): where a factor is not finite or too close
     to singular, that matrix keeps its old basis, sorted; where it is zero too, but that is no reject."""
     count, size = bases.shape[:2]
@@ -1381,24 +1358,19 @@ def eigenbasis_step(factors, bases, method):
         accepted &= (info == 0) & (error.abs().amax((-2, -1)) < 1e-4)
     return torch.where(accepted[:, None, None], new, old), order, ~accepted & (spectrum != 0).any(-1)
 
-def refresh_eigenbases(banks, method, runtime):
-    """One eigenbasis_step for all sides of all banks' states, in place: one batch a size, of which each rank of
-    `runtime` steps a share and sends it to all, which hold the same. Nothing waits for the device."""
+def refresh_eigenbases(banks, method):
+    """One eigenbasis_step, a batch a size, for all sides of banks' states, in place; nothing waits for the device."""
     sides = [(state, side) for state in banks for side in sides_of(state) if len(side.basis)]
-    for size in sorted({side.basis.size(-1) for _, side in sides}, reverse=True):
+    for size in {side.basis.size(-1) for _, side in sides}:
         found = [(state, side) for state, side in sides if side.basis.size(-1) == size]
         factors, bases = (torch.cat([getattr(side, key) for _, side in found]) for key in ("factor", "basis"))
-        mine = slice(*runtime.share(len(bases)))
-        basis, order, rejected = eigenbasis_step(factors[mine], bases[mine], method)
-        packed = torch.cat([basis, order[:, None].float(), rejected[:, None, None].expand(-1, 1, size)], 1)
-        joined, work = runtime.gather_shares(packed, len(bases), "eigenbases")
-        wait(work)
-        for (state, side), stepped in zip(found, joined.split([len(side.basis) for _, side in found])):
-            side.basis.copy_(stepped[:, :size])
-            order = stepped[:, size].long()
+        counts = [len(side.basis) for _, side in found]
+        stepped = (part.split(counts) for part in eigenbasis_step(factors, bases, method))
+        for (state, side), basis, order, rejected in zip(found, *stepped):
+            side.basis.copy_(basis)
             index = order[:, :, None] if side.axis == -2 else order[:, None]
             state["moment"].copy_(state["moment"].gather(side.axis, index.expand_as(state["moment"])))
-            state["rejects"].add_(stepped[:, size + 1, 0] > 0)
+            state["rejects"].add_(rejected)
 
 def refresh_method(step, device):
     """How to step the eigenbases at a step: exactly at first, then without fail, then in batches where that is fast."""
@@ -1407,113 +1379,77 @@ def refresh_method(step, device):
 
 # ----- the groups of the model's parameters
 class Layout:
-    """How ranks share a parameter along one of its axes, in the sense of Runtime.share, and what travels of it. Every
-    rank holds the whole of `param` and updates its part. Gradients add up in a float32 buffer that has the shared axis
-    in front and is padded to equal parts, which is what collectives ask for; nothing else is padded. Along axis 0 of a
-    bank a rank has whole matrices, along axis 1 or 2 the rows or columns of all of them."""
-    def __init__(self, name, param, runtime, axis=0):
-        self.name, self.param, self.runtime, self.axis, self.count = name, param, runtime, axis, param.shape[axis]
+    """How ranks share a parameter along its first axis, of a bank whole matrices, in the sense of Runtime.share. Each
+    holds all of `param` and updates its part. Gradients add up in a float32 buffer that is padded to equal parts, which
+    is what collectives ask for; nothing else is padded."""
+    def __init__(self, name, param, runtime):
+        self.name, self.param, self.count = name, param, len(param)
         self.low, self.high = runtime.share(self.count)
         padded = -(-self.count // runtime.world_size) * runtime.world_size
-        self.grad = torch.zeros(padded, *param.data.transpose(0, axis).shape[1:], device=param.device)
+        self.grad = torch.zeros(padded, *param.shape[1:], device=param.device)
     def own(self, tensor):
         """This rank's part of a tensor that has the parameter's shape."""
-        return tensor.narrow(self.axis, self.low, self.high - self.low)
-    def join(self, part, name):
-        """Start joining the ranks' parts. Returns (their whole with the shared axis in front, work)."""
-        return self.runtime.gather_shares(part.transpose(0, self.axis), self.count, name)
-    def whole(self, part):
-        """Whole matrices of this rank's part of them, for a rule that must see them."""
-        if self.axis == 0:
-            return part
-        whole, work = self.join(part, f"{self.name} parts")
-        wait(work)
-        return whole.transpose(0, self.axis)
-    def part(self, matrices):
-        """This rank's part of what `whole` returned."""
-        return matrices if self.axis == 0 else self.own(matrices)
-    def reduced(self):
-        """This rank's part of the summed gradients."""
-        wait(self.work)
-        return self.sum[:self.high - self.low].transpose(0, self.axis)
-    def spread(self):
-        self.joined, self.work = self.join(self.own(self.param.data), self.name)
+        return tensor[self.low:self.high]
 
 class ParameterGroup(Group):
     """Parameters of the model under one rule, with a Layout and a state {key: tensor} each."""
     def __init__(self, name, config, params, runtime):
-        self.name, self.config, self.runtime, self.layouts, self.state = name, config, runtime, {}, {}
-        self.after_update = None  # hook(name, weight, weight before); continual.py projects updates with it
-        self.rule, self.every, self.lr, self.decay, axis = ADAM, config.adam_every, config.adam_lr, 1.0, 0
+        self.name, self.config, self.runtime = name, config, runtime
+        self.rule, self.every, self.lr, self.decay = ADAM, config.adam_every, config.adam_lr, 1.0
         if name == "matrices":
             refuse(config.matrix_update not in MATRIX_RULES,
                    f"matrix_update={config.matrix_update}: must be one of {', '.join(MATRIX_RULES)}")
             self.rule, self.every = MATRIX_RULES[config.matrix_update], 1
             self.lr, self.decay = config.matrix_lr, config.matrix_decay
-            axis = ("whole", "rows", "cols").index(config.matrix_shard)
-        for key, param in params.items():
-            self.layouts[key] = layout = Layout(key, param, runtime, axis)
-            self.state[key] = self.new_state(layout)
-    def new_state(self, layout):
-        part, zeros = layout.own(layout.param.data), functools.partial(torch.zeros, device=layout.param.device)
-        ordered = part.transpose(0, layout.axis).shape  # in memory, as its gradients are
-        state = {key: zeros(ordered).transpose(0, layout.axis) for key in self.rule.parts}
+        self.layouts = {key: Layout(key, param, runtime) for key, param in params.items()}
+        self.state = {key: self.new_state(layout.own(layout.param.data)) for key, layout in self.layouts.items()}
+    def new_state(self, part):
+        """What the rule keeps of this rank's part of a parameter, at its start."""
+        shapes, zeros = {}, functools.partial(torch.zeros, device=part.device)
+        if self.name == "matrices":  # `second` is a value a row, or a column of wide ones
+            count, rows, columns = part.shape
+            shapes = {"count": (count, 1, 1), "second": (count, rows, 1) if rows >= columns else (count, 1, columns)}
+        state = {key: zeros(shapes.get(key, part.shape)) for key in self.rule.keeps}
         if part.dtype == torch.bfloat16:
-            state["mantissa"] = zeros(ordered, dtype=torch.int16).transpose(0, layout.axis)
-        if self.name == "matrices":  # the rest is of whole matrices: `second` a value a row, or a column of wide ones
-            count, (rows, columns) = len(layout.param if layout.axis else part), layout.param.shape[1:]
-            second = (rows, 1) if rows >= columns else (1, columns)
-            shapes = {"moment": (rows, columns), "count": (1, 1), "second": second}
-            state |= {key: zeros(count, *shapes[key]) for key in self.rule.keeps}
-            if self.rule.bases:
-                state["rejects"] = zeros(count, dtype=torch.int32)
+            state["mantissa"] = zeros(part.shape, dtype=torch.int16)
+        if self.rule.bases:
+            state["rejects"] = zeros(count, dtype=torch.int32)
             for side, size in (("row", rows), ("column", columns)):
-                if self.rule.bases and size <= self.config.one_sided_above:
+                if size <= self.config.one_sided_above:
                     state[f"{side}_factor"] = zeros(count, size, size)
                     state[f"{side}_basis"] = torch.eye(size, device=part.device).repeat(count, 1, 1)
         return state
-    def is_part(self, key):
-        return key == "mantissa" or key in self.rule.parts
     def stepping(self, step):
         """The layouts of the parameters that take part in a step: all but a tied embedding, which has no gradient."""
-        return [layout for name, layout in self.layouts.items()
-                if not (name == "embed" and step < untie_step(self.config))]
+        return [layout for name, layout in self.layouts.items() if name != "embed" or step >= untie_step(self.config)]
     def reduce(self, step):
         for layout in self.stepping(step):
-            layout.sum, layout.work = self.runtime.reduce_scatter(layout.grad, layout.name)
+            summed, layout.work = self.runtime.reduce_scatter(layout.grad, layout.name)
+            layout.sum = summed[:layout.high - layout.low]
     def update(self, step, lr_mul):
-        waited, grads = step % self.every + 1, {}  # steps whose gradients were added up
+        waited = step % self.every + 1  # steps whose gradients were added up
         for layout in self.stepping(step):
-            rule, state, grad = RULES[layout.name], self.state[layout.name], layout.reduced()
+            rule, state = RULES[layout.name], self.state[layout.name]
             hyper = Hyper(-(-(step + 1) // self.every), self.lr * rule.lr_mul * lr_mul, self.decay * rule.decay_mul,
                           momentum_at(self.config, step), rule.betas, getattr(torch, self.config.dtype))
-            grad = grad / waited if waited > 1 else grad
-            grads[layout.name] = grad = layout.whole(grad) if self.rule.whole_gradient else grad
             part, mantissa = layout.own(layout.param.data), state.get("mantissa")
             weight = part if mantissa is None else join_mantissa(part, mantissa)
-            before = weight.clone() if self.after_update else None
-            self.rule.update(weight, grad, state, hyper, layout)
-            if self.after_update:
-                self.after_update(layout.name, weight, before)
+            wait(layout.work)
+            self.rule.update(weight, layout.sum / waited if waited > 1 else layout.sum, state, hyper)
             if mantissa is not None:
                 split_mantissa(weight, part, mantissa)
-            yield layout
-        if self.rule.bases:  # while the new weights travel
-            self.refresh(grads, step)
-    def refresh(self, grads, step):
-        """Take the step's gradients into the factors, and step the bases of the matrices whose turn it is."""
-        banks, every = [], self.config.basis_every if step >= EIGH_STEPS else 1
-        for name, layout in self.layouts.items():
-            update_factors(grads[name], sides_of(self.state[name]), self.rule.kl)
-            first = (step - (0 if layout.axis else layout.low)) % every
-            banks.append({key: value[first::every] for key, value in self.state[name].items() if not self.is_part(key)})
-        among = self.runtime.alone() if self.config.matrix_shard == "whole" else self.runtime
-        refresh_eigenbases(banks, refresh_method(step, self.runtime.device), among)
+            layout.joined, layout.work = self.runtime.gather_shares(part, layout.count, layout.name)
+        if self.rule.bases:  # follow the gradients while the new weights travel; a matrix' bases step in their turn
+            banks, every = [], self.config.basis_every if step >= EIGH_STEPS else 1
+            for layout, state in zip(self.layouts.values(), self.state.values()):
+                update_factors(layout.sum, sides_of(state), self.rule.kl)
+                banks.append({key: value[(step - layout.low) % every::every] for key, value in state.items()})
+            refresh_eigenbases(banks, refresh_method(step, self.runtime.device))
     def receive(self, step):
         for layout in self.stepping(step):
             if layout.work is not None:
                 wait(layout.work)
-                layout.param.data.transpose(0, layout.axis).copy_(layout.joined)
+                layout.param.data.copy_(layout.joined)
             layout.grad.zero_()
     def size(self):
         return sum(layout.param.numel() for layout in self.layouts.values())
@@ -1522,20 +1458,12 @@ class ParameterGroup(Group):
                 {"param": layout.param.data, "grad": layout.grad, **self.state[name]}.items()}
     def full_state(self):
         """{name: {key: tensor of the whole parameter, or of all matrices}} on every rank, whatever the world size."""
-        def whole(layout, key, value):
-            if layout.axis and not self.is_part(key):
-                return value.clone()  # whole on every rank
-            joined, work = layout.join(value, "checkpoint")
-            wait(work)
-            return joined.transpose(0, layout.axis).clone(memory_format=torch.contiguous_format)
-        return {name: {key: whole(self.layouts[name], key, value) for key, value in state.items()}
+        return {name: {key: self.whole(value, self.layouts[name].count).clone() for key, value in state.items()}
                 for name, state in self.state.items()}
     def load(self, full):
         for name, state in self.state.items():
-            layout = self.layouts[name]
             for key, value in state.items():
-                shared = self.is_part(key) or not layout.axis
-                value.copy_(layout.own(full[name][key]) if shared else full[name][key])
+                value.copy_(self.layouts[name].own(full[name][key]))
 
 class SmallGroup(ParameterGroup):
     """Small parameters: their gradients are summed as one bucket, and every rank updates all of them."""
@@ -1550,7 +1478,7 @@ class SmallGroup(ParameterGroup):
         self.work = self.among.all_reduce(self.bucket, self.name)
     def update(self, step, lr_mul):
         wait(self.work)
-        return super().update(step, lr_mul)
+        super().update(step, lr_mul)
 
 GROUPS = {"small": SmallGroup, "embeddings": ParameterGroup, "matrices": ParameterGroup}
 
@@ -1563,34 +1491,27 @@ class Optimizer:
             refuse(name not in RULES or RULES[name].group not in GROUPS, f"no optimizer rule for {name}; give it a row "
                    f"of RULES, in one of the groups {', '.join(GROUPS)}")
             members[RULES[name].group][name] = param
-        small, self.embeddings, self.matrices = (
-            group(key, config, members[key], runtime) for key, group in GROUPS.items())
+        small, self.embeddings, self.matrices = (GROUPS[key](key, config, members[key], runtime) for key in GROUPS)
         self.groups = [small, self.embeddings, table, self.matrices]
         self.layouts = {**small.layouts, **self.embeddings.layouts, **self.matrices.layouts}
     def accumulate(self, grads):
         """Add one micro-batch's gradients, {name: tensor or None for a parameter that was not used}."""
         for name, grad in grads.items():
             if grad is not None:
-                layout = self.layouts[name]
-                layout.grad[:layout.count] += grad.transpose(0, layout.axis)
+                self.layouts[name].grad[:len(grad)] += grad
     def step(self, step, lr_mul):
+        def take(groups):
+            for group in groups:
+                group.reduce(step)
+            for group in groups:
+                group.update(step, lr_mul)
+            for group in groups:
+                group.receive(step)
         due = [group for group in self.groups if group.due(step)]
-        if self.runtime.world_size == 1:  # nothing travels, so there is no order to keep
-            collections.deque(self.runtime.map(functools.partial(self._step_alone, step, lr_mul), due), 0)
-            return
-        for group in due:
-            group.reduce(step)
-        for group in due:
-            for updated in group.update(step, lr_mul):
-                updated.spread()
-        for group in due:
-            group.receive(step)
-    @staticmethod
-    def _step_alone(step, lr_mul, group):
-        group.reduce(step)
-        for updated in group.update(step, lr_mul):
-            updated.spread()
-        group.receive(step)
+        if self.runtime.world_size > 1:
+            take(due)
+        else:  # nothing travels, so there is no order to keep
+            collections.deque(self.runtime.map(lambda group: take([group]), due), 0)
     def untie(self):
         """Give the embedding the weights and optimizer state that the tied head has learned."""
         state = self.embeddings.state
@@ -1869,13 +1790,11 @@ def warm_up(trainer):
     batch = Batch([assemble(place, slots, signs, runtime.device)], plan, {})
     trainer.table.pull(plan)
     put_back = [group.keep() for group in trainer.optimizer.groups]
-    seen = set()
-    for step in range(config.steps):
-        if (key := (phase_at(config, step), windows_until(config, step))) not in seen:
-            seen.add(key)
-            for _ in range(2):  # the second call is the first without compilation
-                trainer.step(step, batch)
-                trainer.score(step, tokens, 0)
+    first = {(phase_at(config, step), windows_until(config, step)): step for step in reversed(range(config.steps))}
+    for step in sorted(first.values()):
+        for _ in range(2):  # the second call is the first without compilation
+            trainer.step(step, batch)
+            trainer.score(step, tokens, 0)
     trainer.score(config.steps, tokens, 0)
     for put_group_back in put_back:
         put_group_back()
@@ -1947,8 +1866,7 @@ def open_run(config, overrides, runtime, log, content, check):
     folder, exists = Path("logs", run_id), Path("logs", run_id, "log.txt").exists()
     seed, run_id, folder, exists = runtime.broadcast_object((seed, run_id, folder, exists))  # rank 0 decides
     config = dataclasses.replace(config, seed=seed, run_id=run_id)
-    refuse(exists and not content and not check, f"logs/{run_id}: this run exists; choose another --run-id, or "
-           f"continue it with --resume {run_id}")
+    refuse(exists and not content and not check, f"logs/{run_id} exists; choose another --run-id, or --resume {run_id}")
     for _, count in config.micro_batches:
         refuse(count % runtime.world_size, f"world size {runtime.world_size}: must divide the {count} micro-batches of "
                "a step; start another number of processes, or change --micro-batches")
@@ -1959,12 +1877,18 @@ def open_run(config, overrides, runtime, log, content, check):
     facts = {"commit": sha, "dirty": dirty, "code_sha256": hashlib.sha256(code.encode()).hexdigest(), "seed": seed,
              "world_size": runtime.world_size, "device": device_name(runtime.device), "torch": torch.__version__,
              "cuda": torch.version.cuda or "none", "triton": triton.__version__ if triton else "none"}
+    overrides = {key: value for key, value in overrides.items() if key not in NEUTRAL_FIELDS}
     run = Run(config, overrides, folder, trainer, log, Clock(runtime), shards, indexed, {"val_loss": val}, facts, check)
     if content:
         restore(trainer, content)
         run.step, run.loader_state, run.clock.total = content["step"], content["loader"], content["train_seconds"]
-    for line in [*describe(run), *room] if check or log.live else []:
-        log.line(line)
+    if check or log.live:  # what a person wants to know before it starts
+        log.line("\n".join([
+            f"device: {facts['device']}, world size {runtime.world_size}, {torch.get_num_threads()} CPU thread(s)",
+            f"backends: attention={trainer.attention_name} compile={trainer.compile_name} dtype={config.dtype}",
+            f"corpus: {config.data}: {sum(map(len, shards)):,} training tokens in {len(shards)} shard(s), the schedule "
+            f"takes {training_tokens(config):,}; {config.val_tokens:,} validation tokens are scored",
+            "parameters: " + ", ".join(f"{group.name} {group.size():,}" for group in trainer.optimizer.groups), *room]))
     if not check:
         log.open(run.folder, "" if content else code)
         if content:
@@ -1972,18 +1896,8 @@ def open_run(config, overrides, runtime, log, content, check):
         else:
             log_header(run)
     if config.val_sha256 and validation_hash(config, val) != config.val_sha256:
-        log.line(f"note: the validation tokens in {config.data} are not the {config.track} track's; losses are not "
-                 f"comparable with its records")
+        log.line(f"note: {config.data} has other validation tokens than track {config.track}: losses do not compare")
     return run
-
-def describe(run):
-    """What a person wants to know of a run before it starts, as lines."""
-    config, trainer, facts = run.config, run.trainer, run.facts
-    return [f"device: {facts['device']}, world size {facts['world_size']}, {torch.get_num_threads()} CPU thread(s)",
-            f"backends: attention={trainer.attention_name} compile={trainer.compile_name} dtype={config.dtype}",
-            f"corpus: {config.data}: {sum(map(len, run.shards)):,} training tokens in {len(run.shards)} shard(s), the "
-            f"schedule takes {training_tokens(config):,}; {config.val_tokens:,} validation tokens are scored",
-            "parameters: " + ", ".join(f"{group.name} {group.size():,}" for group in trainer.optimizer.groups)]
 
 def log_header(run):
     """The lines that make a run reproducible: machine, resolved configuration, data, back ends."""
@@ -1991,16 +1905,15 @@ def log_header(run):
     data = hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else "none"
     facts = " ".join(f"{key}:{value}" for key, value in run.facts.items())
     lines = [f"run:{config.run_id} track:{config.track} {facts}", "config:" + json.dumps(dataclasses.asdict(config))]
-    if overrides := {key: value for key, value in run.overrides.items() if key not in NEUTRAL_FIELDS}:
-        lines.append("overrides:" + json.dumps(overrides))
+    if run.overrides:
+        lines.append("overrides:" + json.dumps(run.overrides))
     elif config.run_of:
         lines.append("batch:{} counter:{} start:{}".format(*config.run_of.split(":")))
     lines += [f"data:{data} backends:attention={run.trainer.attention_name},matmul=torch-{config.dtype},"
               f"compile={run.trainer.compile_name}",
               "size: " + " ".join(f"{group.name}={group.size():,}" for group in run.trainer.optimizer.groups),
               "===== START ====="]
-    for line in lines:
-        run.log.line(line, on_terminal=False)
+    run.log.line("\n".join(lines), on_terminal=False)
 
 def train_steps(run):
     """The steps that are left, on the clock. Returns how many there were."""
@@ -2009,8 +1922,8 @@ def train_steps(run):
     clock.start()
     if not run.step:
         trainer.table.index.read(run.indexed, trainer.runtime)
-    loader = TrainLoader(config, run.shards, trainer.runtime, run.step, run.loader_state, trainer.table.index)
-    try:
+    with contextlib.closing(TrainLoader(config, run.shards, trainer.runtime, run.step, run.loader_state,
+                                        trainer.table.index)) as loader:
         batch = loader.next()
         for step in range(run.step, config.steps):
             if INTERRUPTED.is_set():
@@ -2030,8 +1943,6 @@ def train_steps(run):
                     clock.stop()
                     act()
                     clock.start()
-    finally:
-        loader.close()
     clock.stop()
     return config.steps - first
 
@@ -2069,18 +1980,16 @@ def finish(run, steps):
         result = {"run": config.run_id, "track": config.track, **losses, "train_time_ms": 1000 * seconds,
                   "steps": config.steps, "tokens": tokens, "target_loss": config.target_loss, **run.facts,
                   "tokens_per_s": tokens / seconds, "mfu_percent": mfu, "peak_memory_mib_by_rank": memory,
-                  "validity": gates, "val_sha256": digest,
+                  "validity": gates, "val_sha256": digest, "overrides": run.overrides,
                   "basis_rejects": sum(int(state["rejects"].sum()) for state in
                                        trainer.optimizer.matrices.state.values() if "rejects" in state),
-                  "overrides": {k: v for k, v in run.overrides.items() if k not in NEUTRAL_FIELDS},
                   "sent_bytes_per_step": {key: size for key, (size, _) in sent.items()},
                   "sent_messages_per_step": {key: messages for key, (_, messages) in sent.items()},
                   "config": dataclasses.asdict(config)}
         with atomic_file(run.folder / "result.json") as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
     if not all(gates.values()):
-        raise RuntimeError(f"validity gate failed: {verdicts}; the model sees tokens that it must not see, or its "
-                           f"losses are not those of a distribution")
+        raise RuntimeError(f"validity gate failed: {verdicts}; the model sees its future, or gives no distribution")
     return losses["val_loss"]
 
 def plot(folder):

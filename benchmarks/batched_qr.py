@@ -60,9 +60,9 @@ def refresh_one(factor, basis, moment, decompose):
     return decompose(factor, product[:, order]), moment[order]
 
 
-def arms(factor, basis, runtime):
+def arms(factor, basis):
     """{name: function that returns the new bases (count, size, size)} of one shape."""
-    device = runtime.device
+    device = factor.device
     moment = torch.rand(factor.shape, device=device)
     rejects = torch.zeros(len(factor), dtype=torch.int32, device=device)
 
@@ -85,7 +85,7 @@ def arms(factor, basis, runtime):
         bank = {"row_factor": factor, "row_basis": basis.clone(), "moment": moment.clone(), "rejects": rejects}
         def run():
             rejects.zero_()
-            train_gpt.refresh_eigenbases([bank], method, runtime)
+            train_gpt.refresh_eigenbases([bank], method)
             return bank["row_basis"]
         return run
 
@@ -101,11 +101,10 @@ def arms(factor, basis, runtime):
     return functions, rejects
 
 
-def measure(count, size, runtime, repeats):
+def measure(count, size, device, repeats):
     """Times, errors and rejects of one shape."""
-    device = runtime.device
     factor, basis = training_factors(count, size, device)
-    functions, rejects = arms(factor, basis, runtime)
+    functions, rejects = arms(factor, basis)
     seconds, facts = {name: [] for name in functions}, {}
     for repeat in range(repeats + 1):  # the first warms up, and is looked at
         for name, function in functions.items():
@@ -149,14 +148,13 @@ def main(argv=None):
     parser = common.parser(__doc__, device="auto", repeats=7)
     parser.add_argument("--scale", type=int, help="divide counts and sizes by this (default: 1 on CUDA, 4 on a CPU)")
     arguments = parser.parse_args(argv)
-    runtime = train_gpt.Runtime(arguments.device)
-    device = runtime.device
+    device = train_gpt.Runtime(arguments.device).device
     scale = arguments.scale or (1 if device.type == "cuda" else 4)
     shapes = [(-(-count // scale), size // scale) for count, size in SHAPES]
     results = []
     for count, size in [*shapes, *nano_shapes()]:
         scaled = scale > 1 and (count, size) in shapes
-        results.append({**measure(count, size, runtime, arguments.repeats), "scaled": scaled})
+        results.append({**measure(count, size, device, arguments.repeats), "scaled": scaled})
         times = ", ".join(f"{name} {fact['ms']:.2f} ms" for name, fact in results[-1]["arms"].items())
         print(f"{count}x{size}²: {times}", flush=True)
     facts, (text, last) = common.environment(device), report(results, scale)

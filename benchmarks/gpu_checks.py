@@ -237,18 +237,17 @@ def zero_state(weight):
 
 def update_bank(rule, weight, grads, state, lr, decay, dtype=torch.float32):
     """Take steps of a rule of the hidden matrices, in place, as one rank does."""
-    layout = train_gpt.Layout("bank", weight, train_gpt.Runtime(weight.device.type))
     for step, grad in enumerate(grads, start=1):
         train_gpt.MATRIX_RULES[rule].update(
-            weight, grad, state, train_gpt.Hyper(step, lr, decay, 0.9, (0.9, 0.95), dtype), layout)
+            weight, grad, state, train_gpt.Hyper(step, lr, decay, 0.9, (0.9, 0.95), dtype))
 
 
 def check_adam(session, shape, generator):
     weight, *grads = torch.randn(4, *shape, generator=generator)
     def update(weight, *grads):
-        first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+        state = {key: torch.zeros_like(weight) for key in ("first", "second")}
         for step, grad in enumerate(grads, start=1):
-            train_gpt.adam_update(weight, grad, first, second, step, 0.01, (0.9, 0.95), 0.1)
+            train_gpt.adam_update(weight, grad, state, train_gpt.Hyper(step, 0.01, 0.1, 0.9, (0.9, 0.95), None))
     error = relative_error(movement(update, weight, session.device, torch.float32, *grads),
                            movement(update, weight, "cpu", torch.float64, *grads))
     session.report("adam", error < 1e-4, f"relative error {error:.1e} against float64 after 3 steps", error=error)
@@ -281,7 +280,7 @@ def check_table(session, config, generator):
         for step in range(2):
             table.accumulate(grad / tokens, tokens)
             table.reduce(step)
-            list(table.update(step, 1.0))
+            table.update(step, 1.0)
         weight.copy_(table.weight)
     error = relative_error(movement(update, weight, session.device, torch.float32, grad),
                            movement(update, weight, "cpu", torch.float32, grad))
@@ -326,7 +325,7 @@ def eigenbases(session):
         for method in ("eigh", "householder", "cholesky"):
             bank = {**side("row"), "moment": torch.ones(4, size, size, device=device),
                     "rejects": torch.zeros(4, dtype=torch.int32, device=device)}
-            train_gpt.refresh_eigenbases([bank], method, train_gpt.Runtime(device.type))
+            train_gpt.refresh_eigenbases([bank], method)
             bases, rejects = bank["row_basis"], int(bank["rejects"].sum())
             leading = bases[:, :, :size // 8]
             found[f"refresh {method}"] = leading @ leading.mT  # the space they span, whatever their signs

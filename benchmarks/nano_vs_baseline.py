@@ -267,7 +267,7 @@ class BaselineArm(Arm):
             self.table.pull(plan)
             self.table.accumulate(ngram.grad, len(ngram))
             self.table.reduce(self.done)
-            list(self.table.update(self.done, lr_mul))  # a generator of what would travel to other ranks
+            self.table.update(self.done, lr_mul)
 
     @torch.no_grad()
     def piece_losses(self, low):

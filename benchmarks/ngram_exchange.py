@@ -3,10 +3,10 @@
     python benchmarks/ngram_exchange.py [--world-sizes 2,4,8] [--repeats 5] [--device auto]
 
 Starts itself through torchrun at each world size (gloo on CPUs, NCCL where there are that many GPUs). The ranks hash
-windows of the Python sources inside torch, as the nano track does, and take update cycles with random gradients:
+windows of the Python sources inside torch, as the nano track does, and take steps with random gradients:
     dense                  reduce-scatter of the whole table's gradient, update of the owner's share, all-gather
     replicated, sharded    NgramTable's two ways
-Bytes are those that Runtime counts where it sends them: exact, averaged over ranks and cycles. Times are medians as
+Bytes are those that Runtime counts where it sends them: exact, averaged over ranks and steps. Times are medians as
 ratios to dense in the same process; arms take turns. The lower bound is each distinct foreign row that a rank's tokens
 read once each way at 4 bytes a value; for the new rows of replicas, each updated row once to each other rank.
 Results: benchmarks/results/ngram_exchange.{json,md,png}; the .md has the largest case of each world size, and
@@ -26,7 +26,7 @@ from benchmarks import common  # noqa: E402
 import train_gpt  # noqa: E402
 
 ORDERS = {"bigrams": (2,), "six orders": (2, 3, 4, 5, 6, 8)}
-SIZES = {"full": ((1024, 4096), (2**16, 2**18)), "tiny": ((256,), (2**12,))}  # (tokens of a rank and cycle, table rows)
+SIZES = {"full": ((1024, 4096), (2**16, 2**18)), "tiny": ((256,), (2**12,))}  # (tokens of a rank and step, table rows)
 DIM = 128
 ARMS = ("dense", "replicated", "sharded")
 
@@ -40,7 +40,7 @@ class Dense:
         self.weight = torch.zeros(self.chunk * runtime.world_size, config.model_dim, device=runtime.device)
         self.second = torch.zeros(self.chunk, device=runtime.device)
 
-    def cycle(self, rows, signs, grad, tokens):
+    def step(self, rows, signs, grad, tokens):
         runtime, config = self.runtime, self.config
         dense = torch.zeros_like(self.weight)
         for column in range(rows.shape[1]):
@@ -57,16 +57,15 @@ class Dense:
 
 
 class Routed(train_gpt.NgramTable):
-    """The table through a whole cycle: plan, pull, gradients, update, new rows."""
+    """The table through a whole step: plan, pull, gradients, update, new rows."""
 
-    def cycle(self, rows, signs, grad, tokens):
+    def step(self, rows, signs, grad, tokens):
         plan, _ = train_gpt.plan_rows(rows, signs, self.config, self.runtime)
         self.pull(plan)
         self.arrived(*self.pulled)
         self.accumulate(grad, tokens)
         self.reduce(0)
-        for updated in self.update(0, 1.0):
-            updated.spread()
+        self.update(0, 1.0)
         self.receive(0)
 
 
@@ -92,19 +91,19 @@ def measure(config, runtime, tokens, repeats):
     results = {arm: {"bytes": {}, "seconds": []} for arm in arms}
     bounds = np.zeros(2)
     need = config.micro_batch_tokens
-    for cycle in range(repeats):
-        places = [train_gpt.place_contiguous(tokens, (cycle * world_size + rank) * need, config)
+    for step in range(repeats):
+        places = [train_gpt.place_contiguous(tokens, (step * world_size + rank) * need, config)
                   for rank in range(world_size)]
         hashed = [train_gpt.hash_placement(place, config) for place in places]
         bounds += np.array(lower_bounds([rows for rows, _ in hashed], config, world_size)) / repeats
-        generator = torch.Generator().manual_seed(cycle * world_size + runtime.rank)
+        generator = torch.Generator().manual_seed(step * world_size + runtime.rank)
         grad = torch.randn(need, config.model_dim, generator=generator).to(runtime.device) / (need * world_size)
         order = list(arms.items())
-        for name, arm in order[cycle % len(order):] + order[:cycle % len(order)]:
+        for name, arm in order[step % len(order):] + order[:step % len(order)]:
             runtime.ledger.clear()
             torch.distributed.barrier()
-            cycle_of = functools.partial(arm.cycle, *hashed[runtime.rank], grad, need * world_size)
-            seconds, _ = common.timed(cycle_of, runtime.device)
+            take_step = functools.partial(arm.step, *hashed[runtime.rank], grad, need * world_size)
+            seconds, _ = common.timed(take_step, runtime.device)
             results[name]["seconds"].append(seconds)
             for (collective, what), (size, _) in runtime.ledger.items():
                 sent = torch.tensor([float(size)])

@@ -284,18 +284,20 @@ def measure_step(config, rounds, ratios=(0.25, 0.5)):
     shards, _ = train_gpt.open_corpus(config)
     loader = train_gpt.TrainLoader(config, shards, runtime)
     continual.train_matrices_alone(trainer)
-    matrices, hooks = trainer.optimizer.matrices, {None: None}
+    matrices = trainer.optimizer.matrices
+    rules = {None: matrices.rule}
     for ratio in ratios:
+        matrices.rule = rules[None]
         continual.protect(matrices, trainer.model.state_dict(), ratio)
-        hooks[ratio] = matrices.after_update
+        rules[ratio] = matrices.rule
     added = {ratio: [] for ratio in ratios}
     try:
         for turn in range(rounds + 1):
-            batch, seconds = loader.next(), {ratio: 0.0 for ratio in hooks}
+            batch, seconds = loader.next(), {ratio: 0.0 for ratio in rules}
             passes, _ = common.timed(lambda: trainer.accumulate(turn, batch), runtime.device)
             grads = {layout: layout.grad.clone() for layout in matrices.layouts.values()}
             for repeat in range(4):
-                for ratio, matrices.after_update in list(hooks.items())[::1 if repeat % 2 else -1]:
+                for ratio, matrices.rule in list(rules.items())[::1 if repeat % 2 else -1]:
                     for layout, grad in grads.items():
                         layout.grad.copy_(grad)
                     taken, _ = common.timed(lambda: trainer.optimizer.step(turn, 1e-3), runtime.device)

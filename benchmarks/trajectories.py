@@ -3,16 +3,15 @@
     python benchmarks/trajectories.py [--before COMMIT] [--rules RULE ...] [--world-sizes 1,2,4]
 
 Both sides, the train_gpt.py of --before and the working one, take 20 float32 steps of a tiny model in which every
-schedule changes on the way, for each world size, update rule of the matrices, layout of the matrices on the ranks, way
-to keep the n-gram table, and pair of update cycles: 180 cases. They get the same words on the command line, which is
-the interface that versions share. A process imports each side once and forks the ranks of its runs, because a start of
-Python takes longer than a run. Results: benchmarks/results/trajectories.{json,md}. Exit status 1 if a loss differs by
-more than 1e-6. Rules named by --expected-to-differ do not count, and their differences are told apart.
+schedule changes on the way, for each world size, update rule of the matrices, way to keep the n-gram table, and cycle
+of Adam's steps: 60 cases. They get the same words on the command line, which is the interface that versions share. A
+process imports each side once and forks the ranks of its runs, because a start of Python takes longer than a run.
+Results: benchmarks/results/trajectories.{json,md}. Exit status 1 if a loss differs by more than 1e-6. Rules named by
+--expected-to-differ do not count, and their differences are told apart.
 """
 import contextlib
 import functools
 import importlib.util
-import io
 import itertools
 import multiprocessing
 import os
@@ -27,11 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import common  # noqa: E402
 import train_gpt  # noqa: E402
 
-BEFORE = "15678a3"
+BEFORE = "ecccfa1"
 RULES = ("muon", "soap", "soap_muon", "kl_soap", "adam")
-LAYOUTS = ("whole", "rows", "cols")
-OLD_COMMS = {"replicated": "rows", "sharded": "row_sharded"}  # what older versions call the ways to keep the table
-CYCLES = ((1, 1), (3, 2))  # (ngram_every, adam_every)
+COMMS = ("replicated", "sharded")
+ADAM_EVERY = (1, 2)
 TOLERANCE = 1e-6
 # Sums over powers of two are scaled exactly. The head is untied after step 4, where a cycle of Adam's ends.
 CONFIG = {
@@ -40,7 +38,8 @@ CONFIG = {
     "document_cap": ((0.0, 96), (0.5, 192)), "windows": ((0.0, (32, 64)), (0.5, (64, 128))), "long_layers": (1,),
     "mtp_weights": ((0.0, (1.0, 0.5)), (0.5, (1.0,))), "value_embedding_layers": (0,), "model_dim": 32, "mlp_dim": 64,
     "num_layers": 2, "head_dim": 16, "basis_every": 4, "one_sided_above": 48, "ngram_orders": (2, 3, 5),
-    "ngram_rows": 4096, "ngram_decay": 0.01}
+    "ngram_rows": 4096, "ngram_decay": 0.01, "copy_orders": (3, 5), "copy_reach": 256, "index_orders": (4,),
+    "index_bits": 12, "index_share": 0.25}
 
 
 # ----- one side: a process that has imported one version of the trainer
@@ -52,32 +51,28 @@ def load(file):
     spec.loader.exec_module(module)
 
 
-def rank_main(rank, world_size, port, words, comms):
+def rank_main(rank, world_size, port, words):
     """The process of one rank, in the folder of its run, where a file receives its output."""
     trainer = sys.modules["train_gpt"]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port))
     sys.modules.update(matplotlib=None, records=None)  # without them no plot is drawn; it takes longer than the steps
-    with contextlib.redirect_stdout(io.StringIO()) as help_text, contextlib.suppress(SystemExit):
-        trainer.main(["--help"])
-    if OLD_COMMS["sharded"] in help_text.getvalue():
-        comms = OLD_COMMS[comms]
     output = os.open(f"rank{rank}.txt", os.O_CREAT | os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(output, stream)
-    sys.exit(trainer.main([*words, "--ngram-comms", comms]))
+    sys.exit(trainer.main(words))
 
 
 def losses_of(corpus, case):
     """The training loss of every step of one case, by the trainer that this process has imported."""
-    world_size, rule, layout, comms, (ngram_every, adam_every) = case
-    words = common.words_of({**CONFIG, "data": corpus, "matrix_update": rule, "matrix_shard": layout,
-                             "ngram_every": ngram_every, "adam_every": adam_every})
+    world_size, rule, comms, adam_every = case
+    words = common.words_of({**CONFIG, "data": corpus, "matrix_update": rule, "ngram_comms": comms,
+                             "adam_every": adam_every})
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        fork, place = multiprocessing.get_context("fork"), (world_size, port, words, comms)
+        fork, place = multiprocessing.get_context("fork"), (world_size, port, words)
         ranks = [fork.Process(target=rank_main, args=(rank, *place)) for rank in range(world_size)]
         for process in ranks:
             process.start()
@@ -110,14 +105,13 @@ def compare(files, cases):
 
 
 def table_of(found, rules):
-    """The largest difference over the layouts of the matrices, for each rule in a column of its own."""
+    """A line for each world size, way to keep the table, and cycle of Adam's steps, with a column for each rule."""
     rows = {}
     for row in found:
-        world_size, rule, _, comms, cycles = row["case"]
-        line = rows.setdefault((world_size, comms, *cycles), dict.fromkeys(rules, 0.0))
-        line[rule] = max(line[rule], row["difference"])
-    return common.markdown_table(["world size", "table", "ngram_every", "adam_every", *rules],
-                                 [[*key, *(f"{value:.1e}" for value in line.values())] for key, line in rows.items()])
+        world_size, rule, *rest = row["case"]
+        rows.setdefault((world_size, *rest), {})[rule] = f"{row['difference']:.1e}"
+    return common.markdown_table(["world size", "table", "adam_every", *rules],
+                                 [[*key, *(line[rule] for rule in rules)] for key, line in rows.items()])
 
 
 def git(*words):
@@ -131,7 +125,7 @@ def main(argv=None):
     arguments = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"  # of the sides, which import torch
     world_sizes, commit = map(int, arguments.world_sizes.split(",")), git("rev-parse", arguments.before).strip()
-    cases = list(itertools.product(world_sizes, arguments.rules, LAYOUTS, OLD_COMMS, CYCLES))
+    cases = list(itertools.product(world_sizes, arguments.rules, COMMS, ADAM_EVERY))
     with tempfile.TemporaryDirectory() as folder:
         before = Path(folder, "train_gpt.py")
         before.write_text(git("show", f"{commit}:train_gpt.py"))

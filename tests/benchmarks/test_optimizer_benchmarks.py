@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 def test_all_arms_find_the_same_bases():
     factor, basis = batched_qr.training_factors(3, 24, CPU)
-    functions, rejects = batched_qr.arms(factor, basis, train_gpt.Runtime("cpu"))
+    functions, rejects = batched_qr.arms(factor, basis)
     exact = functions.pop("eigh")()
     bases = {name: function() for name, function in functions.items()}
     assert set(bases) == {"loop", "refresh", "cholesky"} and not rejects.any()

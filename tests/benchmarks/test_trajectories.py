@@ -11,8 +11,7 @@ from helpers import TRAINER
 @pytest.fixture
 def compare_with(tmp_path, monkeypatch, capsys):
     """compare_with(source, *words): main() against that source, in two cases. Returns (status, lines of stdout)."""
-    monkeypatch.setattr(trajectories, "LAYOUTS", ("rows",))
-    monkeypatch.setattr(trajectories, "CYCLES", ((3, 2),))
+    monkeypatch.setattr(trajectories, "ADAM_EVERY", (2,))
 
     def run(source, *words):
         monkeypatch.setattr(trajectories, "git", lambda *git: "0123456789abcdef\n" if git[0] == "rev-parse" else source)
@@ -24,7 +23,7 @@ def compare_with(tmp_path, monkeypatch, capsys):
 def test_the_same_trainer_does_not_differ(compare_with, tmp_path):
     status, lines = compare_with(TRAINER.read_text(), "--rules", "muon", "--world-sizes", "2")
     assert status == 0 and lines[-1] == "max_difference:0.0e+00 cases:2"
-    rows = ["| 2 | replicated | 3 | 2 | 0.0e+00 |", "| 2 | sharded | 3 | 2 | 0.0e+00 |"]
+    rows = ["| 2 | replicated | 2 | 0.0e+00 |", "| 2 | sharded | 2 | 0.0e+00 |"]
     text = (tmp_path / "trajectories.md").read_text()
     assert lines[2:4] == rows and "\n".join(rows) in text and "commit 0123456789ab." in text
     for case in json.loads((tmp_path / "trajectories.json").read_text())["cases"]:
@@ -46,17 +45,17 @@ def test_rules_that_are_expected_to_differ_do_not_count(compare_with, monkeypatc
     assert compare_with("", "--rules", "muon", "soap", "--world-sizes", "1,2")[0] == 1
     status, lines = compare_with("", "--rules", "muon", "soap", "--world-sizes", "1,2", "--expected-to-differ", "soap")
     assert status == 0 and lines[-1] == "max_difference:0.0e+00 cases:4"
-    assert "| 2 | sharded | 3 | 2 | 0.0e+00 | 2.5e-01 |" in lines and "not counted: soap 2.5e-01." in lines[-2]
+    assert "| 2 | sharded | 2 | 0.0e+00 | 2.5e-01 |" in lines and "not counted: soap 2.5e-01." in lines[-2]
 
 
-def test_there_are_180_cases(monkeypatch, tmp_path):
+def test_there_are_60_cases(monkeypatch, tmp_path):
     monkeypatch.setattr(trajectories, "git", lambda *words: "0123456789abcdef")
     counted = []
     monkeypatch.setattr(trajectories, "compare", lambda files, cases: counted.extend(cases) or [
         {"case": case, "difference": 0.0} for case in cases])
-    assert trajectories.main(["--results", str(tmp_path)]) == 0 and len(set(counted)) == 180
+    assert trajectories.main(["--results", str(tmp_path)]) == 0 and len(set(counted)) == 60
 
 
 def test_a_run_that_fails_ends_the_comparison():
     with pytest.raises(SystemExit, match="no such rule.* failed: status:error matrix_update"):
-        trajectories.compare([TRAINER, TRAINER], [(1, "no such rule", "rows", "sharded", (1, 1))] * 3)
+        trajectories.compare([TRAINER, TRAINER], [(1, "no such rule", "sharded", 1)] * 3)

@@ -24,7 +24,6 @@ class Case:
     """A table and what is read of it. rows 0: as many as ranks. pick: how rows are drawn, see `draw`."""
     rows: int
     steps: int
-    every: int = 1
     dim: int = 16
     decay: float = 0.0
     pick: str = "skewed"
@@ -37,8 +36,8 @@ class Case:
 CASES = {
     "one step": Case(rows=101, steps=1, variants=tuple(VARIANTS)),
     "fifty steps": Case(rows=101, steps=50, tokens=2, world_sizes=(1, 2, 3)),
-    "two steps a cycle": Case(rows=101, steps=7, every=2, decay=0.3, variants=tuple(VARIANTS)),
-    "three steps a cycle": Case(rows=50, steps=7, every=3),
+    "decay": Case(rows=101, steps=7, decay=0.3, variants=tuple(VARIANTS)),
+    "half as many rows": Case(rows=50, steps=7),
     "shares that are empty": Case(rows=5, steps=4),
     "a row for each rank": Case(rows=0, steps=4),
     "own rows alone": Case(rows=101, steps=3, pick="own"),
@@ -109,23 +108,18 @@ def start_of(name, world_size):
             "second": torch.from_numpy(rng.random(rows)).float(), "scale": 1.0}
 
 
-def cycles_of(case):
-    return [range(first, min(first + case.every, case.steps)) for first in range(0, case.steps, case.every)]
-
-
 # ----- one rank's steps
 
-def plan_cycle(name, cycle, config, runtime):
-    """The steps of a cycle as this rank's loader and model would hand them over: (plan, slots, rows, gradients), the
-    last as arguments of `accumulate`, one of them a micro-batch."""
+def plan_step(name, step, config, runtime):
+    """A step as this rank's loader and model would hand it over: (plan, slots, rows, gradients), the last as arguments
+    of `accumulate`, one of them a micro-batch."""
     rows, signs, grads = [], [], []
-    for step in cycle:
-        parts = draw(name, runtime.world_size, step)
-        total = sum(len(ids) for ids, _, _ in parts)
-        for ids, of_ids, token_grads in parts[runtime.rank::runtime.world_size]:
-            rows.append(ids), signs.append(of_ids)
-            mean = token_grads / np.float32(max(1, total))  # the gradient of the mean loss
-            grads.append((torch.from_numpy(mean).to(runtime.device), total))
+    parts = draw(name, runtime.world_size, step)
+    total = sum(len(ids) for ids, _, _ in parts)
+    for ids, of_ids, token_grads in parts[runtime.rank::runtime.world_size]:
+        rows.append(ids), signs.append(of_ids)
+        mean = token_grads / np.float32(max(1, total))  # the gradient of the mean loss
+        grads.append((torch.from_numpy(mean).to(runtime.device), total))
     rows = np.concatenate(rows)
     return *plan_rows(rows, np.concatenate(signs), config, runtime), rows, grads
 
@@ -134,40 +128,39 @@ def take_steps(name, variant, runtime):
     """The case's steps with the table's own communication. Returns what they left."""
     case = CASES[name]
     config = tiny_config(model_dim=case.dim, head_dim=4, ngram_rows=rows_of(case, runtime.world_size),
-                         steps=case.steps, ngram_every=case.every, ngram_decay=case.decay, **VARIANTS[variant])
+                         steps=case.steps, ngram_decay=case.decay, **VARIANTS[variant])
     table = NgramTable(config, runtime)
     table.load(start_of(name, runtime.world_size))
     runtime.ledger.clear()
-    seen, cycles, known = [], cycles_of(case), {}  # seen: (cycle, rows, their values)
+    seen, known = [], {}  # seen: (step, rows, their values)
 
-    def planned(cycle):
-        patterns = tuple(pattern_of(case, step) for step in cycle)
-        if patterns not in known:
-            known[patterns] = plan_cycle(name, cycle, config, runtime)
-        return known[patterns]
+    def planned(step):
+        pattern = pattern_of(case, step)
+        if pattern not in known:
+            known[pattern] = plan_step(name, step, config, runtime)
+        return known[pattern]
 
-    upcoming = planned(cycles[0])
-    for number, cycle in enumerate(cycles):
+    upcoming = planned(0)
+    for step in range(case.steps):
         plan, slots, rows, grads = upcoming
         table.pull(plan)
-        if number % 10 == 1:  # a validation between the prefetch and its use
+        if step % 10 == 1:  # a validation between the prefetch and its use
             every_other = np.arange(runtime.rank, config.ngram_rows, 2, dtype=np.int32)[:, None]
             places, values = table.read(every_other, np.ones_like(every_other, dtype=np.float32))
-            seen.append((number, torch.from_numpy(every_other), values.cpu()[places] * table.scale))
-        seen.append((number, torch.from_numpy(rows), table.arrived(*table.pulled).cpu()[slots] * table.scale))
+            seen.append((step, torch.from_numpy(every_other), values.cpu()[places] * table.scale))
+        seen.append((step, torch.from_numpy(rows), table.arrived(*table.pulled).cpu()[slots] * table.scale))
         for part in grads:
             table.accumulate(*part)
-        if number + 1 < len(cycles):
-            upcoming = planned(cycles[number + 1])
+        if step + 1 < case.steps:
+            upcoming = planned(step + 1)
         table.upcoming = upcoming[0]
-        table.reduce(cycle[-1])
-        for updated in table.update(cycle[-1], lr_multiplier(case, cycle[-1])):
-            updated.spread()
-        table.receive(cycle[-1])
+        table.reduce(step)
+        table.update(step, lr_multiplier(case, step))
+        table.receive(step)
     ledger = {f"{collective}/{what}": tuple(counts) for (collective, what), counts in runtime.ledger.items()}
     full = table.full_state()
     return {"full": full, "replica": table.weight.clone() if variant == "replicated" else None, "seen": seen,
-            "ledger": ledger, "reloaded": reload(full, config, runtime) if name == "two steps a cycle" else {}}
+            "ledger": ledger, "reloaded": reload(full, config, runtime) if name == "decay" else {}}
 
 
 def reload(full, config, runtime):
@@ -246,8 +239,7 @@ def steps_with_a_frozen_table(runtime, corpus, comms):
     return [*losses, trainer.evaluate(config.steps, val)], before, trainer.table.full_state()
 
 
-# ----- whole runs: 1 to 4 ranks; five validation micro-batches, so that some ranks have one less; a cycle of four
-# steps, among them a validation and a step of more tokens, and one of the two steps that are left
+# ----- whole runs: 1 to 4 ranks; five validation micro-batches, so that some ranks have one less
 
 COMMON = {**TINY, "steps": 6, "micro_batches": ((0.0, 4), (0.5, 8)), "val_tokens": 1280, "val_every": 2,
           "save_every": 4, "ngram_decay": 0.5, "run_id": "run"}
@@ -262,21 +254,19 @@ class Run:
 
 
 RUNS = {
-    **{f"alone {every}": Run(1, {"ngram_every": every}) for every in (1, 4)},
+    "alone": Run(1, {}),
     "alone, no n-grams": Run(1, {"ngram_orders": ()}),
     "alone, few rows": Run(1, {"ngram_rows": 1}),
-    "sharded 4 1": Run(1, {"ngram_comms": "sharded", "ngram_every": 4}, "alone 4"),
-    "host": Run(2, {"ngram_comms": "sharded", "ngram_every": 4, "ngram_host": True}, "alone 4"),
+    "sharded 1": Run(1, {"ngram_comms": "sharded"}, "alone"),
+    "host": Run(2, {"ngram_comms": "sharded", "ngram_host": True}, "alone"),
 }
 for comms in ("replicated", "sharded"):
-    RUNS |= {f"{comms} {every} {world_size}": Run(world_size, {"ngram_comms": comms, "ngram_every": every},
-                                                  f"alone {every}") for every, world_size in ((1, 4), (4, 2))}
+    RUNS |= {f"{comms} {world_size}": Run(world_size, {"ngram_comms": comms}, "alone") for world_size in (2, 4)}
     RUNS |= {f"{comms}, {case}": Run(2, {"ngram_comms": comms, **RUNS[f"alone, {case}"].values}, f"alone, {case}")
              for case in ("no n-grams", "few rows")}
 FAILING = {f"{comms}, {case}": Run(2, {"ngram_comms": comms, "steps": 40, **values})
            for comms in ("replicated", "sharded") for case, values in (("wrong", {}), ("diverging", {"adam_lr": 1e30}))}
-RESUMED = {"resumed": ("sharded 4 2", 2), "resumed by one": ("sharded 4 2", 1),
-           "resumed replicas": ("replicated 4 2", 2)}
+RESUMED = {"resumed": ("sharded 2", 2), "resumed by one": ("sharded 2", 1), "resumed replicas": ("replicated 2", 2)}
 
 
 def sabotage_of(name):

@@ -63,7 +63,7 @@ def accumulate(optimizer, step, runtime, unused=()):
 
 
 def full_state(optimizer):
-    """What a checkpoint keeps of each group that has parameters; of an n-gram table, rank 0 alone has all."""
+    """What a checkpoint keeps of each group that has parameters."""
     return {group.name: group.full_state() for group in optimizer.groups if group.size() or hasattr(group, "state")}
 
 
@@ -127,23 +127,21 @@ GROUPS = {
                    {"untie_at": 0.5}),  # at the last of four steps, three sixths of the run
 }
 
-# Sides of 5 go 2, 2, 1, 0 over four ranks, 10 go 3, 3, 3, 1, and 7 go 3, 3, 1 over three; 11 is above the limit.
+# Five matrices go 3, 2 over two ranks, 2, 2, 1 over three and 2, 2, 1, 0 over four; a side of 11 is above the limit.
 SHAPES = {"attention": (5, 5, 5), "mlp": (3, 10, 7), "embed": (2, 8)}
-WIDE = {"attention": (2, 7, 11), "mlp": (1, 1, 6)}
-SHARDS = ("whole", "rows", "cols")
+WIDE = {"attention": (2, 7, 11), "mlp": (1, 1, 6)}  # some ranks have none
 EVERY, LIMIT = 2, 10  # basis_every and one_sided_above
 
 
-def _shared(rule, shard, shapes=SHAPES, dtype="float32"):
+def _shared(rule, shapes=SHAPES, dtype="float32"):
     settled = train_gpt.MATRIX_RULES[rule].bases
     steps = (1, 3, 4) if settled else range(8)
-    return Case(shapes, {"matrix_update": rule, "matrix_shard": shard, "basis_every": EVERY, "one_sided_above": LIMIT,
-                         "steps": 25}, dtype, steps, settled)
+    return Case(shapes, {"matrix_update": rule, "basis_every": EVERY, "one_sided_above": LIMIT, "steps": 25}, dtype,
+                steps, settled)
 
 
-MATRICES = {(rule, shard): _shared(rule, shard) for rule in train_gpt.MATRIX_RULES for shard in SHARDS}
-MATRICES |= {("soap_muon wide", shard): _shared("soap_muon", shard, WIDE) for shard in SHARDS}
-MATRICES |= {("soap_muon bfloat16", shard): _shared("soap_muon", shard, dtype="bfloat16") for shard in ("rows", "cols")}
+MATRICES = {**{rule: _shared(rule) for rule in train_gpt.MATRIX_RULES}, "soap_muon wide": _shared("soap_muon", WIDE),
+            "soap_muon bfloat16": _shared("soap_muon", dtype="bfloat16")}
 
 
 def steps(case, runtime):
@@ -176,7 +174,7 @@ def steps(case, runtime):
     train_gpt.eigenbasis_step = exact
     return {"steps": found, "sent": sent, "decomposed": sum(decomposed),
             "left": {name: layout.grad.clone() for name, layout in optimizer.layouts.items()},
-            "held": state_of(optimizer)["mlp"]["momentum"].numel()}
+            "held": len(state_of(optimizer)["attention"]["momentum"])}
 
 
 def steps_of(cases):

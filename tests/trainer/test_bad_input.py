@@ -42,8 +42,10 @@ BAD_WORDS = [
     (["--ngram-host", "true"], "--ngram-comms sharded"),
     (["--ngram-decay", "10"], "ngram_lr=0.1"),
     (["--ngram-decay", "-1"], "ngram_decay=-1"),
-    (["--ngram-every", "0"], "ngram_every=0"),
-    (["--ngram-every", "3", "--save-every", "4"], "ngram_every=3"),
+    (["--adam-every", "0"], "adam_every=0"),
+    (["--adam-every", "3", "--save-every", "4"], "adam_every=3"),
+    (["--ngram-every", "2"], "no such key"),  # gone, as the next one
+    (["--matrix-shard", "rows"], "no such key"),
     (["--ngram-orders", "(2, 2)"], "distinct orders from 2 to 32"),
     (["--ngram-orders", "(1, 2)"], "distinct orders from 2 to 32"),
     (["--ngram-rows", "2147483648"], "int32"),

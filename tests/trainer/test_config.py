@@ -122,7 +122,6 @@ REFUSED = [
     ({"head_dim": 24}, "24", "divide"),
     ({"head_dim": 2}, "2", "multiple of 4"),
     ({"head_dim": 0}, "0", "multiple of 4"),
-    ({"matrix_shard": "columns"}, "columns", "whole, rows, cols"),
     ({"ngram_comms": "rows"}, "rows", "replicated, sharded"),
     ({"ngram_host": True}, "True", "--ngram-comms sharded (it is replicated)"),
     ({"ngram_lr": 0.5, "ngram_decay": 2.0}, "2.0", "ngram_lr=0.5"),

@@ -386,7 +386,6 @@ def test_a_check_stops_before_the_first_step(values, go_on, tmp_path):
     ({"unfreeze_rank_ratio": "nan"}, ["unfreeze_rank_ratio=nan"]),
     ({"unfreeze_rank_ratio": 0.99}, ["32", "nothing is protected"]),
     ({"unfreeze_rank_ratio": 0.01}, ["0 of", "nothing learns"]),
-    ({"matrix_shard": "rows"}, ["--matrix-shard whole", "rows"]),
     ({"ngram_lr": 0.1}, ["ngram_lr=0.1", "--ngram-lr 0"]),
     ({"trained": "some"}, ["trained=some", "matrices, all"]),
     ({"track": "nano", "init_from": None, "first_data": None}, ["track nano", "train_gpt.py"]),

@@ -425,25 +425,22 @@ def test_rows_outside_the_table_are_refused(bad):
         plan_rows(rows, signs, tiny_config(), Runtime("cpu"))
 
 
-# ----- update cycles of the n-gram table
+# ----- the plans of steps
 
-@pytest.mark.parametrize("comms", [{}, {"ngram_comms": "sharded", "ngram_host": True}], ids=["here", "pulled"])
-def test_steps_of_a_cycle_share_its_plan(comms):
-    config = loader_config(steps=5, micro_batches=((0.0, 2), (0.4, 4)), ngram_every=3, **comms)
-    batches = load_all(config, [countable(6000)])
-    singles = load_all(loader_config(steps=5, micro_batches=((0.0, 2), (0.4, 4))), [countable(6000)])
-    plans = [batch.plan for batch in batches]
-    assert plans[0] is plans[1] is plans[2] is not plans[3] is plans[4]
-    assert len({id(single.plan) for single in singles}) == 5
-    for plan, first, last in ((plans[0], 0, 3), (plans[3], 3, 5)):
-        expected, micro_batches = {}, [part for single in singles[first:last] for part in single.micro_batches]
-        for index, part in enumerate(micro_batches):
+def test_each_step_plans_what_its_micro_batches_read():
+    config = loader_config(steps=5, micro_batches=((0.0, 2), (0.4, 4)))
+    here, pulled = (load_all(dataclasses.replace(config, **comms), [countable(6000)])
+                    for comms in ({}, {"ngram_comms": "sharded", "ngram_host": True}))
+    assert len({id(batch.plan) for batch in here}) == 5
+    for one, other in zip(here, pulled, strict=True):
+        expected = {}
+        for index, part in enumerate(one.micro_batches):
             for token, (rows, signs) in enumerate(zip(part.slots.tolist(), part.signs.tolist())):
                 for row, sign in zip(rows, signs):
                     expected.setdefault(row, []).append((256 * index + token, sign))
-        assert reads_of(plan, plan.asked.tolist()) == expected
-    for batch, single in zip(batches, singles, strict=True):
-        assert batch.state == single.state
-        for one, other in zip(batch.micro_batches, single.micro_batches, strict=True):
-            rows = batch.plan.asked[one.slots] if comms else one.slots
-            assert torch.equal(rows, other.slots.to(rows.dtype)) and torch.equal(one.signs, other.signs)
+        for batch in (one, other):
+            assert reads_of(batch.plan, batch.plan.asked.tolist()) == expected
+        assert one.state == other.state
+        for part, same in zip(one.micro_batches, other.micro_batches, strict=True):
+            assert torch.equal(part.slots, other.plan.asked[same.slots].int())  # slots are places among pulled values
+            assert torch.equal(part.signs, same.signs)

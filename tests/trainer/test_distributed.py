@@ -112,7 +112,7 @@ def record(method, events):
 
 
 ORDERS = {"muon": {"matrix_update": "muon", "ngram_comms": "replicated"},
-          "soap": {"matrix_update": "soap", "matrix_shard": "rows", "ngram_comms": "sharded"}}
+          "soap": {"matrix_update": "soap", "ngram_comms": "sharded"}}
 
 
 def recorded(runtime):
@@ -132,10 +132,8 @@ def recorded(runtime):
 
 
 def declared_order(case):
-    """Small parameters, embeddings, table and matrices, in each of the three phases. What ranks that share rows need of
-    each other within an update is started and waited for at once, and bases come when all new weights are under way."""
+    """Small parameters, embeddings, table and matrices, in each of the three phases."""
     embeddings, matrices, replicated = ("embed", "head", "value_embed"), ("attention", "mlp"), case == "muon"
-    parts, sizes = (0, 0) if case == "muon" else (2, 2)  # whole gradient and momentum; matrices' sides of 64 and of 32
     events = ["start all_reduce/small", *(f"start reduce_scatter/{name}" for name in embeddings),
               "start all_to_all/ngram_table", *(f"start reduce_scatter/{name}" for name in matrices)]
     events += ["wait all_reduce/small"]
@@ -143,11 +141,9 @@ def declared_order(case):
         events += [f"wait reduce_scatter/{name}", f"start all_gather/{name}"]
     events += ["wait all_to_all/ngram_table", f"start {'all_gather' if replicated else 'all_to_all'}/ngram_table"]
     for name in matrices:
-        events += [f"wait reduce_scatter/{name}", *[f"start all_gather/{name} parts", f"wait all_gather/{name} parts"]
-                   * parts, f"start all_gather/{name}"]
-    events += ["start all_gather/eigenbases", "wait all_gather/eigenbases"] * sizes
+        events += [f"wait reduce_scatter/{name}", f"start all_gather/{name}"]
     events += [f"wait all_gather/{name}" for name in embeddings]
-    events += ["wait all_gather/ngram_table"] * replicated  # else the next cycle's rows are waited for by its lookups
+    events += ["wait all_gather/ngram_table"] * replicated  # else the next step's rows are waited for by its lookups
     return events + [f"wait all_gather/{name}" for name in matrices]
 
 
@@ -162,9 +158,9 @@ def test_collectives_are_started_and_waited_for_in_the_declared_order():
 SHAPES = dict(attention=(5, 12, 12), mlp=(3, 10, 7), embed=(7, 8), head=(2, 8), value_embed=(1, 9, 8),
               smear_gate=(1, 5), residual_scale=(3,))
 STATES = {
-    "soap_muon whole bfloat16": dict(matrix_update="soap_muon", dtype="bfloat16", ngram_comms="replicated"),
-    "kl_soap rows": dict(matrix_update="kl_soap", matrix_shard="rows", ngram_comms="sharded"),
-    "muon cols bfloat16": dict(matrix_update="muon", matrix_shard="cols", dtype="bfloat16", ngram_comms="sharded"),
+    "soap_muon bfloat16": dict(matrix_update="soap_muon", dtype="bfloat16", ngram_comms="replicated"),
+    "kl_soap": dict(matrix_update="kl_soap", ngram_comms="sharded"),
+    "muon bfloat16": dict(matrix_update="muon", dtype="bfloat16", ngram_comms="sharded"),
 }
 
 
@@ -205,13 +201,8 @@ def test_the_full_state_does_not_depend_on_the_world_size(world_size):
         _, full = state_for(case, Runtime("cpu"))
         assert set(full) == {"small", "embeddings", "ngram_table", "matrices"}
         for rank, result in enumerate(results):
-            again, table = result[case]["again"], full["ngram_table"]
-            if rank:  # only the first one has the whole of a table that ranks share
-                for key in ("weight", "second"):
-                    whole = again["ngram_table"][key]
-                    assert whole is None or world_size == 1 or key == "weight" and "whole" in case
-                    again["ngram_table"][key] = table[key] if whole is None else whole
-            assert_bitwise(again, full, f"{case} on rank {rank}")
+            table = full["ngram_table"]
+            assert_bitwise(result[case]["again"], full, f"{case} on rank {rank}")
             assert_bitwise(result[case]["weight"], table["weight"][slice(*result[case]["held"])])
             assert_bitwise(result[case]["second"], table["second"][slice(*result[case]["owned"])])
 
@@ -219,7 +210,7 @@ def test_the_full_state_does_not_depend_on_the_world_size(world_size):
 # ----- trajectories
 
 TRAJECTORIES = {"muon": dict(matrix_update="muon", ngram_comms="replicated"),
-                "adam": dict(matrix_update="adam", matrix_shard="rows", ngram_comms="sharded")}
+                "adam": dict(matrix_update="adam", ngram_comms="sharded")}
 
 
 def trajectories(runtime, values):

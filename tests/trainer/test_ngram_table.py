@@ -14,7 +14,7 @@ import ranks
 import sabotage
 import train_gpt
 from helpers import assert_bitwise, byte_documents, make_trainer, read, tiny_config
-from ngram_cases import (ALL, CASES, COMMON, FAILING, ORDERS, RESUMED, RUNS, VARIANTS, WORLD_SIZES, cycles_of, draw,
+from ngram_cases import (ALL, CASES, COMMON, FAILING, ORDERS, RESUMED, RUNS, VARIANTS, WORLD_SIZES, draw,
                          owner_bounds)
 from train_gpt import NgramTable, Runtime, group_equal, sum_groups
 
@@ -100,20 +100,19 @@ def test_all_to_all_of_uneven_and_empty_parts(world_size, results_of):
 
 @functools.cache
 def dense(name, world_size):
-    """The whole table before each cycle and after the last, and its moments at the end: in float64, every row updated
+    """The whole table before each step and after the last, and its moments at the end: in float64, every row updated
     with the full matrix of gradients."""
     case, config = CASES[name], tiny_config()
     start = ngram_cases.start_of(name, world_size)
     weight, second = start["weight"].double(), start["second"].double()
     history = [weight.clone()]
-    for cycle in cycles_of(case):
+    for step in range(case.steps):
         grads = torch.zeros_like(weight)
-        for step in cycle:
-            for ids, signs, token_grads in draw(name, world_size, step):
-                for column in range(ORDERS):
-                    grads.index_add_(0, torch.from_numpy(ids[:, column]).long(),
-                                     torch.from_numpy(signs[:, column:column + 1] * token_grads).double())
-        lr = config.ngram_lr * ngram_cases.lr_multiplier(case, cycle[-1])
+        for ids, signs, token_grads in draw(name, world_size, step):
+            for column in range(ORDERS):
+                grads.index_add_(0, torch.from_numpy(ids[:, column]).long(),
+                                 torch.from_numpy(signs[:, column:column + 1] * token_grads).double())
+        lr = config.ngram_lr * ngram_cases.lr_multiplier(case, step)
         second += grads.square().mean(1)
         weight *= 1 - lr * case.decay
         weight -= lr * grads / (second + config.ngram_floor ** 2).sqrt()[:, None]
@@ -173,7 +172,7 @@ def test_rows_that_are_read_are_those_of_the_dense_table_at_that_time(world_size
 def test_the_cases_are_as_awkward_as_they_are_meant_to_be(results_of):
     assert [owner_bounds(CASES["shares that are empty"], 4, rank) for rank in range(4)] == [
         (0, 2), (2, 4), (4, 5), (5, 5)]
-    sizes = {sum(len(ids) for ids, _, _ in draw("three steps a cycle", 2, step)) for step in range(7)}
+    sizes = {sum(len(ids) for ids, _, _ in draw("half as many rows", 2, step)) for step in range(7)}
     assert len(sizes) == 3
     name = "decay and folds"
     history, _ = dense(name, 2)
@@ -193,7 +192,7 @@ def test_the_cases_are_as_awkward_as_they_are_meant_to_be(results_of):
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_table_in_host_memory_is_the_same_table(world_size, results_of):
     for result in results_of(world_size):
-        for name in ("one step", "two steps a cycle"):
+        for name in ("one step", "decay"):
             assert_bitwise(result["cases"][name, "host"], result["cases"][name, "sharded"])
 
 
@@ -208,7 +207,7 @@ def test_one_rank_has_one_table_whatever_communicates(results_of):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a table beside the device needs a device")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_table_on_or_beside_the_device_is_the_table_on_the_cpu(variant):
-    name = "two steps a cycle"
+    name = "decay"
     full = ngram_cases.take_steps(name, variant, Runtime("cuda"))["full"]
     history, second = dense(name, 1)
     assert_near(full["weight"] * full["scale"], history[-1], 1e-6)
@@ -219,12 +218,12 @@ def test_a_table_on_or_beside_the_device_is_the_table_on_the_cpu(variant):
 def test_the_full_state_goes_from_one_way_of_communication_to_another(world_size, results_of):
     results = [result["cases"] for result in results_of(world_size)]
     for variant in VARIANTS:
-        left = results[0]["two steps a cycle", variant]
+        left = results[0]["decay", variant]
         assert left["reloaded"].keys() == {"replicated", "sharded"}
         for comms, full in left["reloaded"].items():
             assert_bitwise(full, left["full"], f"{variant} to {comms}")
-    if world_size > 1:  # only the first rank holds the whole of a table that is shared out
-        assert results[1]["two steps a cycle", "sharded"]["full"]["weight"] is None
+        for other in results[1:]:  # all ranks get the whole
+            assert_bitwise(other["decay", variant]["full"], left["full"])
 
 
 @pytest.mark.parametrize("comms", ["replicated", "sharded"])
@@ -260,17 +259,12 @@ def test_a_table_without_a_learning_rate_is_read_but_never_changes(corpus):
     assert summed.any() and not summed.requires_grad
 
 
-def test_the_table_steps_every_so_often_and_at_the_end():
-    table = make_trainer(steps=8, ngram_every=3).table
-    assert [step for step in range(8) if table.due(step)] == [2, 5, 7]
-
-
 # ----- the ledger, against an independent count
 
 def distinct_reads(name, world_size):
-    """For each cycle and rank, the set of rows that the rank reads."""
-    return [[{row for step in cycle for ids, _, _ in draw(name, world_size, step)[rank::world_size]
-              for row in ids.ravel().tolist()} for rank in range(world_size)] for cycle in cycles_of(CASES[name])]
+    """For each step and rank, the set of rows that the rank reads."""
+    return [[{row for ids, _, _ in draw(name, world_size, step)[rank::world_size] for row in ids.ravel().tolist()}
+             for rank in range(world_size)] for step in range(CASES[name].steps)]
 
 
 def counted(name, variant, world_size, me):
@@ -285,10 +279,10 @@ def counted(name, variant, world_size, me):
         return sum(low <= number < high for number in rows)
     def send(key, to_peers, size):
         count(key, sum(to_peers) * size, sum(map(bool, to_peers)))
-    for cycle, reads in zip(cycles_of(case), distinct_reads(name, world_size)):
+    for step, reads in enumerate(distinct_reads(name, world_size)):
         asked = [owned_by(rank, reads[me]) for rank in peers]
         updated = [owned_by(rank, set().union(*reads)) for rank in range(world_size)]
-        pattern = tuple(ngram_cases.pattern_of(case, step) for step in cycle)
+        pattern = ngram_cases.pattern_of(case, step)
         if pattern not in planned:
             planned.add(pattern)
             count("all_to_all/ngram_indices", 4 * len(peers), len(peers))
@@ -328,9 +322,9 @@ def test_bytes_are_close_to_the_lower_bound(world_size, results_of):
     def foreign(reads, rank):
         low, high = owner_bounds(case, world_size, rank)
         return sum(not low <= row < high for row in reads)
-    cycles = distinct_reads("wide", world_size)
-    one_way = 4 * case.dim * sum(foreign(reads, rank) for cycle in cycles for rank, reads in enumerate(cycle))
-    spread = 4 * case.dim * (world_size - 1) * sum(len(set().union(*cycle)) for cycle in cycles)
+    steps = distinct_reads("wide", world_size)
+    one_way = 4 * case.dim * sum(foreign(reads, rank) for step in steps for rank, reads in enumerate(step))
+    spread = 4 * case.dim * (world_size - 1) * sum(len(set().union(*step)) for step in steps)
     there = "all_to_all/ngram_indices", "all_to_all/ngram_table"
     updated = "all_gather/ngram_updated", "all_gather/ngram_table"
     assert 1 <= sent("replicated", *there) / one_way < 1.1
@@ -355,15 +349,15 @@ def test_losses_depend_on_neither_ranks_nor_communication(name, run_of):
 
 
 def test_the_runs_differ_from_each_other(run_of):
-    """By the length of a cycle and the size of the table: else their comparisons show nothing."""
+    """By the size of the table: else their comparisons show nothing."""
     assert COMMON["val_tokens"] // COMMON["micro_batch_tokens"] == 5  # some ranks have no last one
-    assert run_of("alone 4").checkpoint()["groups"]["ngram_table"]["scale"] < 1
+    assert run_of("alone").checkpoint()["groups"]["ngram_table"]["scale"] < 1
     ends = [run.train_losses[6] for run in map(run_of, RUNS) if run.result["world_size"] == 1]
-    assert len(ends) == 5 and len({round(loss, 3) for loss in ends}) == 4  # the plain table is there twice
+    assert len(ends) == 4 and len({round(loss, 3) for loss in ends}) == 3  # the plain table is there twice
 
 
 def test_a_table_in_host_memory_trains_alike(run_of):
-    host, device = run_of("host"), run_of("sharded 4 2")
+    host, device = run_of("host"), run_of("sharded 2")
     assert (host.train_losses, host.val_losses) == (device.train_losses, device.val_losses)
     assert_bitwise(host.checkpoint()["groups"], device.checkpoint()["groups"])
 
@@ -385,7 +379,7 @@ def test_a_resumed_run_ends_as_the_whole_one(name, run_of):
 
 @pytest.mark.parametrize("comms", ["replicated", "sharded"])
 def test_a_trained_table_is_used_by_one_process(comms, run_of):
-    run = run_of(f"{comms} 4 2")
+    run = run_of(f"{comms} 2")
     content = run.checkpoint()
     trainer = train_gpt.Trainer(train_gpt.config_of_checkpoint(content), Runtime("cpu"))
     assert trainer.config.ngram_comms == comms
@@ -396,25 +390,25 @@ def test_a_trained_table_is_used_by_one_process(comms, run_of):
 
 def test_the_ledger_of_a_run_is_logged(run_of, corpus):
     """The first rank's indices and values, counted from the tokens, in the log and in result.json."""
-    run = run_of("sharded 4 2")
+    run = run_of("sharded 2")
     line, = (line for line in run.lines if line.startswith("comms: "))
     words = dict(re.findall(r"(\w+/[\w ]+)=(\d+\([0-9.e+]+\))", line))
     result = run.result
     assert words == {key: f"{size:.0f}({result['sent_messages_per_step'][key]:g})"
                      for key, size in result["sent_bytes_per_step"].items()}
-    config = tiny_config(**{**COMMON, "data": str(corpus), "ngram_every": 4})
+    config = tiny_config(**{**COMMON, "data": str(corpus)})
     loader = train_gpt.TrainLoader(config, train_gpt.open_corpus(config)[0], Runtime("cpu"))
     batches = [loader.next() for _ in range(config.steps)]
     loader.close()
     foreign = 0, 0
-    for first in (0, 4):
-        reads = [torch.cat([micro_batch.slots.ravel() for batch in batches[first:first + 4]
-                            for micro_batch in batch.micro_batches[rank::2]]).unique() for rank in (0, 1)]
+    for batch in batches:
+        reads = [torch.cat([micro_batch.slots.ravel() for micro_batch in batch.micro_batches[rank::2]]).unique()
+                 for rank in (0, 1)]
         foreign = foreign[0] + (reads[0] >= 500).sum().item(), foreign[1] + (reads[1] < 500).sum().item()
     sent, messages = result["sent_bytes_per_step"], result["sent_messages_per_step"]
     assert sent["all_to_all/ngram_table"] == pytest.approx(sum(foreign) * 32 * 4 / 6, abs=0.1)
-    assert sent["all_to_all/ngram_indices"] == pytest.approx((foreign[0] + 2) * 4 / 6, abs=0.1)
-    assert messages["all_to_all/ngram_table"] == messages["all_to_all/ngram_indices"] == 0.7  # two a cycle
+    assert sent["all_to_all/ngram_indices"] == pytest.approx((foreign[0] + 6) * 4 / 6, abs=0.1)
+    assert messages["all_to_all/ngram_table"] == messages["all_to_all/ngram_indices"] == 2
     assert not [key for key in sent if "validation" in key]
 
 

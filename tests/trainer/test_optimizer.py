@@ -9,8 +9,8 @@ from torch import nn
 import train_gpt
 from helpers import assert_bitwise, make_trainer, ranks, tiny_config
 from optimizer_cases import batch_of, draw, hyper, normal, state_of
-from train_gpt import (GPT, RULES, ConfigError, Layout, NgramTable, Optimizer, Rule, Runtime, adagrad_rows_update,
-                       adam_update, join_mantissa, muon_update, polar_express, split_mantissa, untie_step)
+from train_gpt import (GPT, RULES, ConfigError, NgramTable, Optimizer, Rule, Runtime, adagrad_rows_update, adam_update,
+                       join_mantissa, muon_update, polar_express, split_mantissa, untie_step)
 
 
 def optimizer_of(config, model=None):
@@ -27,24 +27,23 @@ def test_adam_is_torchs_adamw(betas, decay):
     weight = normal(5, 7).double()
     param = nn.Parameter(weight.clone())
     reference = torch.optim.AdamW([param], lr=0.01, betas=betas, eps=1e-10, weight_decay=decay)
-    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+    state = {key: torch.zeros_like(weight) for key in ("first", "second")}
     for step in range(1, 9):
         lr = 0.01 * step
         grad = normal(5, 7, seed=step).double() * 10.0 ** (step - 6)
         reference.param_groups[0]["lr"] = lr
         param.grad = grad.clone()
         reference.step()
-        adam_update(weight, grad, first, second, step, lr, betas, decay)
+        adam_update(weight, grad, state, hyper(step, lr, decay, betas=betas))
         torch.testing.assert_close(weight, param.data, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(first, reference.state[param]["exp_avg"])
-    torch.testing.assert_close(second, reference.state[param]["exp_avg_sq"])
+    torch.testing.assert_close(state["first"], reference.state[param]["exp_avg"])
+    torch.testing.assert_close(state["second"], reference.state[param]["exp_avg_sq"])
 
 
 def test_adam_leaves_a_weight_without_gradient_alone():
     weight = normal(4)
     before = weight.clone()
-    zeros = torch.zeros(4)
-    adam_update(weight, zeros.clone(), zeros.clone(), zeros.clone(), 1, 0.1, (0.9, 0.95), 0.0)
+    adam_update(weight, torch.zeros(4), {"first": torch.zeros(4), "second": torch.zeros(4)}, hyper())
     assert_bitwise(weight, before)
 
 
@@ -114,12 +113,11 @@ def muon_state(count, rows, columns):
 @pytest.mark.parametrize("rows, columns", [(12, 12), (24, 8), (8, 24)])
 def test_muon_against_a_slow_float64_reference(rows, columns):
     weight, state = normal(3, rows, columns), muon_state(3, rows, columns)
-    layout = Layout("mlp", nn.Parameter(weight), Runtime("cpu"))
     slow = [tuple(x[k].double().numpy() for x in (weight, state["momentum"], state["second"])) for k in range(3)]
     for step in range(4):
         lr, momentum = 0.05 * (step + 1), 0.85 + 0.03 * step
         grad = normal(3, rows, columns, seed=step + 1)
-        muon_update(weight, grad.clone(), state, hyper(step + 1, lr, 0.5, momentum), layout)
+        muon_update(weight, grad.clone(), state, hyper(step + 1, lr, 0.5, momentum))
         slow = [slow_muon(w, grad[k].double().numpy(), b, s, lr, momentum, 0.95, 0.5)
                 for k, (w, b, s) in enumerate(slow)]
         for k in range(3):
@@ -132,8 +130,7 @@ def test_muons_decay_only_follows_the_update():
     results = []
     for decay in (0.0, 0.5):
         weight = normal(1, 6, 6, seed=1)
-        layout = Layout("mlp", nn.Parameter(weight), Runtime("cpu"))
-        muon_update(weight, grad.clone(), muon_state(1, 6, 6), hyper(decay=decay), layout)
+        muon_update(weight, grad.clone(), muon_state(1, 6, 6), hyper(decay=decay))
         results.append(weight)
     start = normal(1, 6, 6, seed=1)
     update = start - results[0]

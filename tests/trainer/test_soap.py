@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_gpt
 from helpers import assert_bitwise, make_trainer, tiny_config
 from optimizer_cases import batch_of, full_state, hyper, load, normal, state_of
-from train_gpt import (FACTOR_BETA, GPT, KL_FLOOR, MATRIX_RULES, ConfigError, Layout, NgramTable, Optimizer, Runtime,
-                       Side, eigenbasis_step, polar_express, refresh_eigenbases, refresh_method, sides_of,
-                       soap_muon_update, soap_update, update_factors)
+from train_gpt import (FACTOR_BETA, GPT, KL_FLOOR, MATRIX_RULES, ConfigError, NgramTable, Optimizer, Runtime, Side,
+                       eigenbasis_step, polar_express, refresh_eigenbases, refresh_method, sides_of, soap_muon_update,
+                       soap_update, update_factors)
 
 METHODS = ("eigh", "householder", "cholesky")
 ITERATIVE = METHODS[1:]
@@ -49,10 +49,6 @@ def copy_of(state):
 
 def one_matrix(state, index):
     return {key: value[index:index + 1] for key, value in state.items()}
-
-
-def refresh(banks, method):
-    refresh_eigenbases(banks, method, Runtime("cpu"))
 
 
 def sorted_columns(factor, basis):
@@ -164,9 +160,9 @@ def test_a_factor_of_low_rank_never_makes_a_wrong_basis(method, rank):
 def test_a_batch_is_its_matrices_one_by_one(method):
     together = [bank(3, 16, 24), bank(2, 24, 16, seed=2), bank(4, 8, 1, seed=4), bank(2, 16, 4, seed=6, keys=("row",))]
     alone = [copy_of(one_matrix(state, index)) for state in together for index in range(len(state["moment"]))]
-    refresh(together, method)
+    refresh_eigenbases(together, method)
     for state in alone:
-        refresh([state], method)
+        refresh_eigenbases([state], method)
     expected = iter(alone)
     for state in together:
         for index in range(len(state["moment"])):
@@ -180,8 +176,8 @@ def test_a_batch_is_its_matrices_one_by_one(method):
 def test_the_order_of_parameters_does_not_matter(method):
     forward = [bank(3, 16, 24), bank(2, 24, 16, seed=2)]
     backward = [copy_of(state) for state in reversed(forward)]
-    refresh(forward, method)
-    refresh(backward, method)
+    refresh_eigenbases(forward, method)
+    refresh_eigenbases(backward, method)
     for one, other in zip(forward, reversed(backward)):
         for key in ("row_basis", "column_basis"):
             torch.testing.assert_close(one[key], other[key], atol=1e-5, rtol=0)
@@ -193,7 +189,7 @@ def test_the_order_of_parameters_does_not_matter(method):
 def test_moments_follow_the_sort(keys, method):
     state = bank(3, 10, 6, keys=keys)
     before, expected = copy_of(state), state["moment"].clone()
-    refresh([state], method)
+    refresh_eigenbases([state], method)
     for key in keys:
         order = sorted_columns(before[f"{key}_factor"], before[f"{key}_basis"])
         assert not torch.equal(order[0], torch.arange(len(order[0])))
@@ -210,8 +206,8 @@ def test_a_bad_matrix_keeps_its_basis_and_spoils_no_other(poison, method):
     bad = copy_of(clean)
     bad["column_factor"][1, 2, 3] = poison
     old = copy_of(bad)
-    refresh([clean], method)
-    refresh([bad], method)
+    refresh_eigenbases([clean], method)
+    refresh_eigenbases([bad], method)
     for index in (0, 2):
         assert_bitwise(bad["column_basis"][index], clean["column_basis"][index])
         assert_bitwise(bad["moment"][index], clean["moment"][index])
@@ -228,7 +224,7 @@ def test_a_rejected_matrix_is_sorted_with_its_moment():
     state["row_factor"][0] = torch.diag(torch.tensor([0.0, 0, 0, 0, 1, -1, 3, 2]))  # not positive definite
     state["row_basis"][0] = torch.eye(8)
     moment = state["moment"].clone()
-    refresh([state], "cholesky")
+    refresh_eigenbases([state], "cholesky")
     assert state["rejects"].tolist() == [1, 0]
     order = [6, 7, 4, 0, 1, 2, 3, 5]
     assert_bitwise(state["row_basis"][0], torch.eye(8)[:, order])
@@ -240,7 +236,7 @@ def test_a_zero_factor_keeps_its_basis(method):
     state = bank(2, 8, 5, keys=("row",))
     state["row_factor"][0] = 0
     before = copy_of(state)
-    refresh([state], method)
+    refresh_eigenbases([state], method)
     assert_bitwise(state["row_basis"][0], before["row_basis"][0])
     assert_bitwise(state["moment"][0], before["moment"][0])
     assert not torch.equal(state["row_basis"][1], before["row_basis"][1])
@@ -255,7 +251,7 @@ def test_a_factor_that_stays_singular(method):
              "row_factor": torch.zeros(1, 9, 9), "row_basis": torch.eye(9)[None]}
     for _ in range(40):
         update_factors(grad, sides_of(state), kl=False)
-        refresh([state], method)
+        refresh_eigenbases([state], method)
     basis = state["row_basis"]
     assert (basis.mT @ basis - torch.eye(9)).abs().max() < 1e-5
     direction = nn.functional.normalize(grad[0, :, 0], dim=0)
@@ -264,13 +260,13 @@ def test_a_factor_that_stays_singular(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_empty_batches_and_single_rows(method):
-    refresh([], method)
-    refresh([{key: value[5::10] for key, value in bank(2, 8, 8).items()}], method)
+    refresh_eigenbases([], method)
+    refresh_eigenbases([{key: value[5::10] for key, value in bank(2, 8, 8).items()}], method)
     assert [len(value) for value in eigenbasis_step(torch.zeros(0, 4, 4), torch.zeros(0, 4, 4), method)] == [0, 0, 0]
     state = {"moment": normal(2, 1, 4), "rejects": torch.zeros(2, dtype=torch.int32),
              "row_factor": torch.full((2, 1, 1), 3.0), "row_basis": torch.ones(2, 1, 1)}
     moment = state["moment"].clone()
-    refresh([state], method)
+    refresh_eigenbases([state], method)
     torch.testing.assert_close(state["row_basis"].abs(), torch.ones(2, 1, 1))
     assert_bitwise(state["moment"], moment)
 
@@ -344,11 +340,6 @@ def second_of(count, rows, columns):
     return torch.zeros((count, rows, 1) if rows >= columns else (count, 1, columns))
 
 
-def whole_matrices(weight):
-    """The Layout of one rank, which has whole matrices."""
-    return Layout("mlp", nn.Parameter(weight), Runtime("cpu"))
-
-
 SIDES = {"both": ("row", "column"), "rows only": ("row",), "columns only": ("column",), "none": ()}
 
 
@@ -367,11 +358,10 @@ def settled(which, rows, columns):
 def test_soap_is_adam_in_the_eigenbasis(rows, columns, which):
     state, bases = settled(which, rows, columns)
     weight = normal(3, rows, columns)
-    layout = whole_matrices(weight)
     slow = [(weight[k].double().numpy(), 0, 0) for k in range(3)]
     for step in range(1, 5):
         grad = 0.01 * normal(3, rows, columns, seed=step)
-        soap_update(weight, grad, state, hyper(step, 0.1 * step, 0.5), layout)
+        soap_update(weight, grad, state, hyper(step, 0.1 * step, 0.5))
         for k, (w, m, v) in enumerate(slow):
             left, right = bases[k]
             rotated = left.T @ grad[k].double().numpy() @ right
@@ -388,12 +378,11 @@ def test_soap_is_adam_in_the_eigenbasis(rows, columns, which):
 def test_soap_muon_is_muon_on_the_whitened_momentum(rows, columns, which):
     state, bases = settled(which, rows, columns)
     weight = normal(3, rows, columns)
-    layout = whole_matrices(weight)
     slow = [(weight[k].double().numpy(), 0, 0, 0) for k in range(3)]
     for step in range(4):
         lr, momentum = 0.05 * (step + 1), 0.85 + 0.03 * step
         grad = 0.01 * normal(3, rows, columns, seed=step + 1)
-        soap_muon_update(weight, grad, state, hyper(step + 1, lr, 0.5, momentum), layout)
+        soap_muon_update(weight, grad, state, hyper(step + 1, lr, 0.5, momentum))
         for k, (w, b, v, s) in enumerate(slow):
             left, right = bases[k]
             g = grad[k].double().numpy()
@@ -416,7 +405,7 @@ def test_soap_muon_is_muon_on_the_whitened_momentum(rows, columns, which):
 def run_rule(kind, weight, grad, state):
     """One step of a rule on a copy of the state. Returns the weights it leaves."""
     state, weight = {**copy_of(state), "second": second_of(*weight.shape)}, weight.clone()
-    MATRIX_RULES[kind].update(weight, grad, state, hyper(3, decay=0.5), whole_matrices(weight))
+    MATRIX_RULES[kind].update(weight, grad, state, hyper(3, decay=0.5))
     return weight
 
 
@@ -450,7 +439,7 @@ def test_bad_gradients_spoil_no_other_matrix(rows, columns, kind):
         grad[1, 0, 0], grad[2] = poison, 0
         weight = run_rule(kind, normal(3, rows, columns), grad, state)
         update_factors(grad, sides_of(state), MATRIX_RULES[kind].kl)
-        refresh([state], "householder")
+        refresh_eigenbases([state], "householder")
         results.append((weight, state))
     (good, good_state), (bad, bad_state) = results
     for index in (0, 2):
@@ -599,8 +588,7 @@ def test_every_rule_learns(kind):
     assert len(rejects) == 2 * (kind in SOAP_RULES) and not any(each.any() for each in rejects)
 
 
-@pytest.mark.parametrize("field, value", [("matrix_shard", "row"), ("basis_every", 0), ("one_sided_above", -1),
-                                          ("matrix_lr", 0.0)])
+@pytest.mark.parametrize("field, value", [("basis_every", 0), ("one_sided_above", -1), ("matrix_lr", 0.0)])
 def test_wrong_values_are_refused(field, value):
     with pytest.raises(ConfigError, match=f"{field}={value}: must"):
         tiny_config(**{field: value})
