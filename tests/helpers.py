@@ -25,14 +25,17 @@ EOT = 256  # every document of the byte corpus starts with it
 TINY = dict(
     steps=4, micro_batch_tokens=256, micro_batches=((0.0, 2),), document_cap=((0.0, 128),),
     model_dim=32, num_layers=2, head_dim=16, mlp_dim=64, windows=((0.0, (32, 64)),), long_layers=(1,),
-    value_embedding_layers=(0,), ngram_rows=1000, val_tokens=1024, val_every=0, log_every=1,
-    seed=1, device="cpu", dtype="float32", compile=False)
+    value_embedding_layers=(0,), ngram_rows=1000, copy_orders=(3, 5), copy_reach=64, index_orders=(), index_bits=12,
+    val_tokens=1024, val_every=0, log_every=1, seed=1, device="cpu", dtype="float32", compile=False)
 
-# A run in which every schedule changes on the way; twelve micro-batches suit 1, 2, 3 and 4 ranks.
+NO_TABLE = dict(ngram_orders=(), copy_orders=(), index_orders=())
+
+# A run in which every schedule changes on the way, and with all kinds of rows; twelve micro-batches suit 1, 2, 3 and 4
+# ranks.
 RICH = dict(
     TINY, steps=20, micro_batches=((0.0, 12),), document_cap=((0.0, 96), (0.5, 192)),
     windows=((0.0, (32, 64)), (0.5, (64, 128))), mtp_weights=((0.0, (1.0, 0.5)), (0.5, (1.0,))),
-    untie_at=0.25, adam_every=2, val_every=10, save_every=10)
+    untie_at=0.25, adam_every=2, index_orders=(4,), index_share=0.25, val_every=10, save_every=10)
 
 
 def tiny_config(**changes):
@@ -162,6 +165,13 @@ def ranks(world_size, device="cpu"):
     """Stand-ins for the Runtimes of world_size ranks, for code that asks only who it is."""
     return [SimpleNamespace(rank=rank, world_size=world_size, device=torch.device(device), loader_group=None)
             for rank in range(world_size)]
+
+
+def ngram_rows(tokens, position, document_start, orders, rows):
+    """Rows and signs of the n-grams that end at the positions of a shard, of a table that has no other rows."""
+    config = tiny_config(**{**NO_TABLE, "ngram_orders": orders}, ngram_rows=rows)
+    place = train_gpt.Placement(tokens, position, document_start, None)
+    return train_gpt.table_rows(place, config, train_gpt.TextIndex(config))
 
 
 def bytes_of(tensor):

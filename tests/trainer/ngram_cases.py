@@ -8,13 +8,14 @@ import torch
 
 import sabotage
 import train_gpt
-from helpers import TINY, make_trainer, tiny_config
+from helpers import NO_TABLE, TINY, make_trainer, tiny_config
 from train_gpt import NgramTable, plan_rows
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
 ORDERS = 2
 VARIANTS = {"replicated": {"ngram_comms": "replicated"}, "sharded": {"ngram_comms": "sharded"},
             "host": {"ngram_comms": "sharded", "ngram_host": True}}
+INDEX = {"index_orders": (4,), "index_bits": 5}
 
 
 # ----- made-up reads and gradients
@@ -106,7 +107,8 @@ def start_of(name, world_size):
     case, rng = CASES[name], np.random.default_rng(0)
     rows = rows_of(case, world_size)
     return {"weight": torch.from_numpy(rng.standard_normal((rows, case.dim))).float(),
-            "second": torch.from_numpy(rng.random(rows)).float(), "scale": 1.0}
+            "second": torch.from_numpy(rng.random(rows)).float(), "scale": 1.0,
+            "index": torch.from_numpy(rng.integers(0, 2**31, (1, 2**INDEX["index_bits"])).astype(np.int32))}
 
 
 def cycles_of(case):
@@ -134,7 +136,8 @@ def take_steps(name, variant, runtime):
     """The case's steps with the table's own communication. Returns what they left."""
     case = CASES[name]
     config = tiny_config(model_dim=case.dim, head_dim=4, ngram_rows=rows_of(case, runtime.world_size),
-                         steps=case.steps, ngram_every=case.every, ngram_decay=case.decay, **VARIANTS[variant])
+                         steps=case.steps, ngram_every=case.every, ngram_decay=case.decay, **INDEX,
+                         **VARIANTS[variant])
     table = NgramTable(config, runtime)
     table.load(start_of(name, runtime.world_size))
     runtime.ledger.clear()
@@ -233,9 +236,10 @@ def steps_with_a_frozen_table(runtime, corpus, comms):
                            data=str(corpus))
     config, generator = trainer.config, torch.Generator().manual_seed(0)
     before = {"weight": torch.randn(config.ngram_rows, config.model_dim, generator=generator),
-              "second": torch.rand(config.ngram_rows, generator=generator), "scale": 0.5}
+              "second": torch.rand(config.ngram_rows, generator=generator), "scale": 0.5,
+              "index": trainer.table.index.slots}
     trainer.table.load(before)
-    shards, val = train_gpt.open_corpus(config)
+    shards, _, val = train_gpt.open_corpus(config)
     loader, losses = train_gpt.TrainLoader(config, shards, runtime), []
     batch = loader.next()
     for step in range(config.steps):
@@ -250,7 +254,7 @@ def steps_with_a_frozen_table(runtime, corpus, comms):
 # steps, among them a validation and a step of more tokens, and one of the two steps that are left
 
 COMMON = {**TINY, "steps": 6, "micro_batches": ((0.0, 4), (0.5, 8)), "val_tokens": 1280, "val_every": 2,
-          "save_every": 4, "ngram_decay": 0.5, "run_id": "run"}
+          "save_every": 4, "ngram_decay": 0.5, "index_orders": (4,), "index_share": 0.25, "run_id": "run"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +267,7 @@ class Run:
 
 RUNS = {
     **{f"alone {every}": Run(1, {"ngram_every": every}) for every in (1, 4)},
-    "alone, no n-grams": Run(1, {"ngram_orders": ()}),
+    "alone, no table": Run(1, NO_TABLE),
     "alone, few rows": Run(1, {"ngram_rows": 1}),
     "sharded 4 1": Run(1, {"ngram_comms": "sharded", "ngram_every": 4}, "alone 4"),
     "host": Run(2, {"ngram_comms": "sharded", "ngram_every": 4, "ngram_host": True}, "alone 4"),
@@ -272,7 +276,7 @@ for comms in ("replicated", "sharded"):
     RUNS |= {f"{comms} {every} {world_size}": Run(world_size, {"ngram_comms": comms, "ngram_every": every},
                                                   f"alone {every}") for every, world_size in ((1, 4), (4, 2))}
     RUNS |= {f"{comms}, {case}": Run(2, {"ngram_comms": comms, **RUNS[f"alone, {case}"].values}, f"alone, {case}")
-             for case in ("no n-grams", "few rows")}
+             for case in ("no table", "few rows")}
 FAILING = {f"{comms}, {case}": Run(2, {"ngram_comms": comms, "steps": 40, **values})
            for comms in ("replicated", "sharded") for case, values in (("wrong", {}), ("diverging", {"adam_lr": 1e30}))}
 RESUMED = {"resumed": ("sharded 4 2", 2), "resumed by one": ("sharded 4 2", 1),

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import EOT, byte_documents, make_corpus, refusal, tiny_config, write_shard
+from helpers import EOT, NO_TABLE, byte_documents, make_corpus, ngram_rows, refusal, tiny_config, write_shard
 from ranks import on_ranks
-from train_gpt import (ConfigError, Runtime, TrainLoader, ngram_rows, open_corpus, open_shard, place_contiguous,
-                       plan_rows)
+from train_gpt import ConfigError, Runtime, TrainLoader, open_corpus, open_shard, place_contiguous, plan_rows
 
 # ----- shards
 
@@ -23,7 +22,7 @@ def test_a_shard_is_read_back(tmp_path):
 def test_a_corpus_joins_its_validation_shards(tmp_path):
     folder = make_corpus(tmp_path / "corpus", shards=3)
     write_shard(folder / "tiny_val_000001.bin", byte_documents(300))
-    train, val = open_corpus(tiny_config(data=str(folder)))
+    train, _, val = open_corpus(tiny_config(data=str(folder)))
     assert len(train) == 3
     assert len(val) == sum(len(open_shard(path)) for path in folder.glob("*_val_*"))
 
@@ -258,10 +257,10 @@ def test_closing_the_loader_ends_its_thread():
 @pytest.mark.parametrize("orders", [(2, 3, 4, 5, 6), (9,), ()])
 @pytest.mark.parametrize("low", [0, 256, 300, 1024])
 def test_contiguous_micro_batches(low, orders):
-    config = tiny_config(ngram_orders=orders)
+    config = tiny_config(**{**NO_TABLE, "ngram_orders": orders})
     tokens = np.asarray(byte_documents(2000), dtype=np.uint16)
     place = place_contiguous(tokens, low, config)
-    rows, signs = train_gpt.hash_placement(place, config)
+    rows, signs = train_gpt.table_rows(place, config, train_gpt.TextIndex(config))
     micro_batch = train_gpt.assemble(place, rows, signs, torch.device("cpu"))
     assert np.array_equal(micro_batch.inputs, tokens[low:low + 256])
     assert np.array_equal(micro_batch.targets, tokens[low + 1:low + 257])
@@ -276,19 +275,18 @@ def test_contiguous_micro_batches(low, orders):
 # ----- hashed n-gram rows
 
 def slow_ngram_rows(tokens, position, document_start, orders, rows):
-    """ngram_rows with Python's integers: every product is cut to 64 bits by hand."""
-    mask = 2**64 - 1
-    drawn = np.random.default_rng(20240520).integers(0, 2**63, size=64, dtype=np.uint64)
-    odd = [2 * int(number) + 1 for number in drawn]
+    """ngram_rows with Python's integers, from the definition: the polynomial of the tokens' random numbers, in the
+    inverse of the base, the column's number, mixing. Every product is cut to 64 bits by hand."""
+    base, size = 0x9E3779B97F4A7C15, 2**64
+    drawn = np.random.default_rng(20240520).integers(0, size, size=2**16, dtype=np.uint64).tolist()
     ids, signs = [], []
     for at, start in zip(position, document_start):
         ids.append([]), signs.append([])
-        for order in orders:
-            rolling = 0
-            for back in range(order):
-                token = int(tokens[at - back]) if at - back >= start else 0xFFFF
-                rolling ^= ((token + 1) * odd[back]) & mask
-            mixed = ((rolling ^ (rolling >> 29)) * odd[32 + order - 1]) & mask
+        for column, order in enumerate(orders):
+            inside = range(min(order, at - start + 1))  # of the n tokens those that the document has
+            key = sum(drawn[tokens[at - back]] * pow(base, -back, size) for back in inside) + drawn[column]
+            key %= size
+            mixed = (key ^ key >> 29) * base % size
             mixed ^= mixed >> 32
             ids[-1].append(((mixed % 2**32) * rows) // 2**32)
             signs[-1].append(1.0 if mixed >> 40 & 1 else -1.0)
@@ -343,7 +341,7 @@ def test_every_order_has_a_hash_and_signs_of_its_own():
     same = np.full(200, 7, dtype=np.uint16)  # one token again and again: n-grams of all orders look alike
     position = np.arange(200)
     ids, signs = ngram_rows(same, position, np.zeros(200, np.int64), orders, 2**31 - 1)
-    for at in (0, 1, 10, 199):  # at a document's start they are mostly padding
+    for at in (0, 1, 10, 199):  # at a document's start they have the same tokens
         assert len(set(ids[at].tolist())) == len(orders)
     assert (ids[40:] == ids[40]).all() and (signs[40:] == signs[40]).all()
     tokens = np.random.default_rng(3).integers(0, EOT, size=20_000).astype(np.uint16)
@@ -358,7 +356,7 @@ def test_every_order_has_a_hash_and_signs_of_its_own():
 def test_the_loaders_ngrams_read_whole_documents_and_no_others():
     """A piece of a document knows the tokens before it, whatever was laid in front of it."""
     shard = countable(6000)
-    config = loader_config(steps=5, document_cap=((0.0, 50),), ngram_orders=(2, 5, 17))
+    config = loader_config(steps=5, document_cap=((0.0, 50),), **{**NO_TABLE, "ngram_orders": (2, 5, 17)})
     starts = np.maximum.accumulate(np.where(shard == GPT2_EOT, np.arange(len(shard)), 0))
     for batch in load_all(config, [shard]):
         for micro_batch in batch.micro_batches:

@@ -16,7 +16,7 @@ import torch
 
 import ranks
 import train_gpt
-from helpers import arguments, assert_bitwise, byte_documents, make_trainer, read, tiny_config
+from helpers import NO_TABLE, arguments, assert_bitwise, byte_documents, make_trainer, read, tiny_config
 from train_gpt import Runtime
 
 # ----- schedules
@@ -156,7 +156,7 @@ def test_the_final_lines_agree_with_the_result(events, rich_run, rich):
     assert float(final[6]) == pytest.approx(result["mfu_percent"], abs=0.051) and 0 < result["mfu_percent"] < 100
     validity = re.match(r"validity: causal:ok normalised:ok val_tokens:1024 val_sha256:([0-9a-f]{64})",
                         event_of("validity", events))
-    _, val = train_gpt.open_corpus(tiny_config(data=rich["data"]))
+    *_, val = train_gpt.open_corpus(tiny_config(data=rich["data"]))
     assert validity[1] == result["val_sha256"] == hashlib.sha256(val[:1025].tobytes()).hexdigest()
     assert all(result["validity"].values()) and {"causal", "normalised"} <= set(result["validity"])
     assert (result["run"], result["track"], result["seed"], result["steps"]) == ("rich", "nano", 1, 20)
@@ -204,7 +204,7 @@ def test_the_validation_loss_is_the_mean_over_the_first_tokens(rich_run, rich):
     content = rich_run.checkpoint()
     trainer, step = train_gpt.Trainer(train_gpt.config_of_checkpoint(content), Runtime("cpu")), content["step"]
     train_gpt.restore(trainer, content)
-    _, val = train_gpt.open_corpus(trainer.config)
+    *_, val = train_gpt.open_corpus(trainer.config)
     total = 0.0
     for low in range(0, 1024, 256):
         total += trainer.token_losses(step, *read(trainer, val, low)).double().sum().item()
@@ -215,7 +215,7 @@ def test_the_logged_training_loss_is_that_of_the_global_batch(tiny, cli):
     """The first loss of a run, worked out without the training loop."""
     run = cli(**{**tiny, "run_id": "first", "steps": 2, "micro_batches": ((0.0, 4),)})
     trainer = make_trainer(random_weights=False, steps=2, micro_batches=((0.0, 4),))
-    shards, _ = train_gpt.open_corpus(dataclasses.replace(trainer.config, data=tiny["data"]))
+    shards, *_ = train_gpt.open_corpus(dataclasses.replace(trainer.config, data=tiny["data"]))
     loader = train_gpt.TrainLoader(trainer.config, shards, trainer.runtime)
     losses = [trainer.token_losses(0, micro_batch, trainer.table.lookup(micro_batch, trainer.table.weight))
               for micro_batch in loader.next().micro_batches]
@@ -258,7 +258,7 @@ def test_a_step_takes_the_gradient_of_the_mean_loss():
 # ----- unusual but good runs
 
 @pytest.mark.parametrize("changes", [
-    {"ngram_orders": ()},
+    NO_TABLE,
     {"value_embedding_layers": ()},
     {"num_layers": 1, "long_layers": (), "value_embedding_layers": ()},
     {"steps": 1, "seed": 2**63 - 1},
@@ -351,10 +351,14 @@ PHASES = dict(windows=((0.0, (32, 64)), (0.5, (64, 128))), mtp_weights=((0.0, (1
 
 @pytest.mark.parametrize("changes", [
     {"ngram_every": 2}, {"dtype": "bfloat16", "ngram_comms": "sharded"}, {"matrix_update": "soap"},
-    {"ngram_comms": "sharded", "ngram_host": True, "ngram_every": 2}, {"ngram_orders": ()}], ids=str)
+    {"ngram_comms": "sharded", "ngram_host": True, "ngram_every": 2}, NO_TABLE], ids=str)
 def test_warm_up_leaves_no_trace(changes, corpus):
-    config = dict(steps=8, adam_every=2, ngram_decay=0.5, **PHASES, **changes)
+    config = {"steps": 8, "adam_every": 2, "ngram_decay": 0.5, "index_orders": (4,), "data": str(corpus), **PHASES,
+              **changes}
     warm, cold = (make_trainer(random_weights=False, **config) for _ in range(2))
+    shards, indexed, _ = train_gpt.open_corpus(warm.config)
+    for trainer in (warm, cold):
+        trainer.table.index.read(indexed, trainer.runtime)
     before = whole_state(warm)
     step, stepped = warm.step, []
 
@@ -368,8 +372,7 @@ def test_warm_up_leaves_no_trace(changes, corpus):
     assert set(stepped) == {train_gpt.phase_at(warm.config, number) for number in range(8)}  # all were run
     assert_bitwise(whole_state(warm), before)
     # Nor does it show later: the next steps are bitwise those of a trainer that was never warmed up.
-    shards, _ = train_gpt.open_corpus(dataclasses.replace(warm.config, data=str(corpus)))
-    loader = train_gpt.TrainLoader(warm.config, shards, warm.runtime)
+    loader = train_gpt.TrainLoader(warm.config, shards, warm.runtime, index=warm.table.index)
     for number in range(4):
         batch = loader.next()
         warm.step(number, batch), cold.step(number, batch)
@@ -516,20 +519,30 @@ def gates(trainer):
             train_gpt.check_normalised(trainer, trainer.config.steps, VAL))
 
 
-@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, {"ngram_orders": ()}, {"untie_at": 0.5},
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, NO_TABLE, {"untie_at": 0.5},
                                      {"mtp_weights": ((0.0, (1.0, 0.5)),)}], ids=str)
 def test_an_honest_model_passes_the_gates(changes):
     assert gates(make_trainer(**changes)) == (True, True)
 
 
-def leak_ngrams(trainer, monkeypatch, ahead=1):
-    """The n-gram rows of a position hash the tokens after it as well."""
-    honest = train_gpt.ngram_rows
+def leak_rows(trainer, monkeypatch, ahead=1):
+    """The rows of a position are those of a later one."""
+    honest = train_gpt.table_rows
 
-    def leaky(tokens, position, document_start, orders, rows):
-        return honest(tokens, np.minimum(position + ahead, len(tokens) - 1), document_start, orders, rows)
+    def leaky(place, *rest):
+        later = np.minimum(place.position + ahead, len(place.tokens) - 1)
+        return honest(dataclasses.replace(place, position=later), *rest)
 
-    monkeypatch.setattr(train_gpt, "ngram_rows", leaky)
+    monkeypatch.setattr(train_gpt, "table_rows", leaky)
+
+
+def leak_copies(trainer, monkeypatch):
+    """What is copied is the token that follows the position itself."""
+    def leaky(self, behind, orders):
+        itself = np.minimum(np.arange(behind, len(self.text)), len(self.text) - 2)
+        return np.repeat(itself[:, None], len(orders), axis=1)
+
+    monkeypatch.setattr(train_gpt.Grams, "latest_matches", leaky)
 
 
 def leak_attention(trainer, monkeypatch, ahead=1):
@@ -558,8 +571,9 @@ def leak_segments(trainer, monkeypatch):
 
 
 LEAKS = {
-    "n-grams, one token ahead": leak_ngrams,
-    "n-grams, two tokens ahead": functools.partial(leak_ngrams, ahead=2),
+    "rows, one token ahead": leak_rows,
+    "rows, two tokens ahead": functools.partial(leak_rows, ahead=2),
+    "copies of the target": leak_copies,
     "attention, one token ahead": leak_attention,
     "attention, sixty tokens ahead": functools.partial(leak_attention, ahead=60),
     "the target itself": leak_targets,
@@ -590,7 +604,7 @@ def test_losses_that_do_not_normalise_are_caught(factor, monkeypatch):
 
 
 def test_a_failed_gate_fails_the_run(tiny, cli, monkeypatch, capsys):
-    leak_ngrams(None, monkeypatch, ahead=2)
+    leak_rows(None, monkeypatch, ahead=2)
     with pytest.raises(RuntimeError, match="causal"):
         cli(**{**tiny, "run_id": "leaky"})
     lines = capsys.readouterr().out.splitlines()
