@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import common  # noqa: E402
 import train_gpt  # noqa: E402
 
-BEFORE = "15678a3"
+BEFORE = "ecccfa1"
 RULES = ("muon", "soap", "soap_muon", "kl_soap", "adam")
 LAYOUTS = ("whole", "rows", "cols")
 OLD_COMMS = {"replicated": "rows", "sharded": "row_sharded"}  # what older versions call the ways to keep the table
@@ -40,7 +40,8 @@ CONFIG = {
     "document_cap": ((0.0, 96), (0.5, 192)), "windows": ((0.0, (32, 64)), (0.5, (64, 128))), "long_layers": (1,),
     "mtp_weights": ((0.0, (1.0, 0.5)), (0.5, (1.0,))), "value_embedding_layers": (0,), "model_dim": 32, "mlp_dim": 64,
     "num_layers": 2, "head_dim": 16, "basis_every": 4, "one_sided_above": 48, "ngram_orders": (2, 3, 5),
-    "ngram_rows": 4096, "ngram_decay": 0.01}
+    "ngram_rows": 4096, "ngram_decay": 0.01, "copy_orders": (3, 5), "copy_reach": 256, "index_orders": (4,),
+    "index_bits": 12, "index_share": 0.25}
 
 
 # ----- one side: a process that has imported one version of the trainer
