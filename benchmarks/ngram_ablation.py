@@ -3,8 +3,9 @@
     python benchmarks/ngram_ablation.py [--seeds 3] [--steps 313]
 
 313 steps by default (1.3 M tokens), everything else as in the track, but for copies and the index, which no arm has;
-seeds 1 to n, arms taking turns. Every run counts. Results: benchmarks/results/ngram_ablation.{json,md}, and the runs' logs, less the source that they begin with,
-under benchmarks/results/ngram_ablation/. A run that is complete in --work is not repeated.
+seeds 1 to n, arms taking turns. Every run counts. Results: benchmarks/results/ngram_ablation.{json,md}, and the runs'
+logs, less the source that they begin with, under benchmarks/results/ngram_ablation/. A run that is complete in --work
+is not repeated.
 """
 import statistics
 import sys

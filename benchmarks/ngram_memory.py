@@ -3,8 +3,8 @@
     python benchmarks/ngram_memory.py [--rows 1048576] [--world-size 4] [--steps 20]
 
 Trains the nano track with n-grams alone on the CPU: with a replicated table of --rows rows, then with a sharded one of
-world size times as many. Results: benchmarks/results/ngram_memory.{json,md}; the last line is `sharded_over_replicated:<ratio of the
-largest rank's peak memory>`.
+world size times as many. Results: benchmarks/results/ngram_memory.{json,md}; the last line is
+`sharded_over_replicated:<ratio of the largest rank's peak memory>`.
 """
 import re
 import sys
