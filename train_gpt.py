@@ -739,7 +739,7 @@ class TextIndex:
     def _find(self, column, grams, low, high):
         """(The order's table, slots and tags of the n-grams that end at low .. high - 1)."""
         keys = grams.keys(self.orders[column], low, high)
-        tags = (keys >> 14).astype(np.uint32) & 0xFFFC0000
+        tags = (keys >> (32 - self.bits)).astype(np.uint32) & 0xFFFC0000  # the 14 bits after those of the slot
         return self.slots[column].numpy().view(np.uint32), top_bits(keys, self.bits), tags
     def read(self, text, runtime):
         """Take in training text, (n,) tokens."""
