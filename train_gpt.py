@@ -190,7 +190,7 @@ class Config:
     @property
     def horizon(self):
         """How many tokens before a position can bear on its rows."""
-        reach = self.copy_reach + max(self.copy_orders, default=0)
+        reach = self.copy_reach + max(self.copy_orders) if self.copy_orders else 0
         return max(reach, *self.ngram_orders, *self.index_orders, 0)
     @property
     def vocab_size(self):
