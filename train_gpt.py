@@ -1810,7 +1810,7 @@ def resumed(given):
     refuse(content["step"] >= saved.steps, f"--resume {run}: this run is complete, all {saved.steps} steps")
     values = parse_fields(given, saved)
     for key, value in values.items():
-        refuse(key not in ("resume", "device", "log_every", "save_every") and value != getattr(saved, key),
+        refuse(key not in ("resume", "device", "workers", "log_every", "save_every") and value != getattr(saved, key),
                f"--{key} {given[key]}: the run to resume has {getattr(saved, key)}, and keeps it; leave the key out")
     config = dataclasses.replace(saved, **{**values, "resume": saved.resume})
     overrides = {field.name: value for field in dataclasses.fields(config) if field.name != "val_sha256"

@@ -252,9 +252,9 @@ def test_resuming_may_repeat_what_the_run_has(words, interrupted_run, cli):
 
 
 def test_resuming_may_watch_the_run_in_another_way(interrupted_run, cli):
-    given = {"resume": "rich", "log_every": "7", "save_every": "4", "device": "cpu"}
+    given = {"resume": "rich", "log_every": "7", "save_every": "4", "device": "cpu", "workers": "3"}
     config, _, _ = train_gpt.resumed(given)
-    assert (config.log_every, config.save_every, config.steps) == (7, 4, 20)
+    assert (config.log_every, config.save_every, config.workers, config.steps) == (7, 4, 3, 20)
 
 
 def test_a_complete_run_is_not_resumed(rich_run, tmp_path, cli):
