@@ -1727,7 +1727,7 @@ GATES = {"causal": check_causal, "normalised": check_normalised}
 
 # 8. Checkpoints =============================================================================================
 
-CHECKPOINT_FORMAT = 3
+CHECKPOINT_FORMAT = 4
 
 @contextlib.contextmanager
 def atomic_file(path):

@@ -47,7 +47,7 @@ def test_a_truncated_file_is_noticed(length, keep_digest, tmp_path):
         load_checkpoint(path)
 
 
-@pytest.mark.parametrize("content", [[1, 2], {"step": 3}, {"format": 2, "step": 3}, {"format": 999, "step": 3}])
+@pytest.mark.parametrize("content", [[1, 2], {"step": 3}, {"format": 3, "step": 3}, {"format": 999, "step": 3}])
 def test_other_files_of_torch_are_no_checkpoints(content, tmp_path):
     torch.save(content, tmp_path / "other.pt")
     with pytest.raises(ConfigError, match="other.pt.*format"):
