@@ -29,13 +29,14 @@ TINY = dict(
     val_tokens=1024, val_every=0, log_every=1, seed=1, device="cpu", dtype="float32", compile=False)
 
 NO_TABLE = dict(ngram_orders=(), copy_orders=(), index_orders=())
+INDEX = dict(index_orders=(4,), index_share=0.25)
 
 # A run in which every schedule changes on the way, and with all kinds of rows; twelve micro-batches suit 1, 2, 3 and 4
 # ranks.
 RICH = dict(
     TINY, steps=20, micro_batches=((0.0, 12),), document_cap=((0.0, 96), (0.5, 192)),
     windows=((0.0, (32, 64)), (0.5, (64, 128))), mtp_weights=((0.0, (1.0, 0.5)), (0.5, (1.0,))),
-    untie_at=0.25, adam_every=2, index_orders=(4,), index_share=0.25, val_every=10, save_every=10)
+    untie_at=0.25, adam_every=2, val_every=10, save_every=10, **INDEX)
 
 
 def tiny_config(**changes):

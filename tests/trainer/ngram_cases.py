@@ -8,14 +8,14 @@ import torch
 
 import sabotage
 import train_gpt
-from helpers import NO_TABLE, TINY, make_trainer, tiny_config
+from helpers import INDEX, NO_TABLE, TINY, make_trainer, tiny_config
 from train_gpt import NgramTable, plan_rows
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
 ORDERS = 2
+INDEX_BITS = 5
 VARIANTS = {"replicated": {"ngram_comms": "replicated"}, "sharded": {"ngram_comms": "sharded"},
             "host": {"ngram_comms": "sharded", "ngram_host": True}}
-INDEX = {"index_orders": (4,), "index_bits": 5}
 
 
 # ----- made-up reads and gradients
@@ -108,7 +108,7 @@ def start_of(name, world_size):
     rows = rows_of(case, world_size)
     return {"weight": torch.from_numpy(rng.standard_normal((rows, case.dim))).float(),
             "second": torch.from_numpy(rng.random(rows)).float(), "scale": 1.0,
-            "index": torch.from_numpy(rng.integers(0, 2**31, (1, 2**INDEX["index_bits"])).astype(np.int32))}
+            "index": torch.from_numpy(rng.integers(0, 2**31, (1, 2**INDEX_BITS)).astype(np.int32))}
 
 
 def cycles_of(case):
@@ -136,8 +136,8 @@ def take_steps(name, variant, runtime):
     """The case's steps with the table's own communication. Returns what they left."""
     case = CASES[name]
     config = tiny_config(model_dim=case.dim, head_dim=4, ngram_rows=rows_of(case, runtime.world_size),
-                         steps=case.steps, ngram_every=case.every, ngram_decay=case.decay, **INDEX,
-                         **VARIANTS[variant])
+                         steps=case.steps, ngram_every=case.every, ngram_decay=case.decay, index_bits=INDEX_BITS,
+                         **INDEX, **VARIANTS[variant])
     table = NgramTable(config, runtime)
     table.load(start_of(name, runtime.world_size))
     runtime.ledger.clear()
@@ -254,7 +254,7 @@ def steps_with_a_frozen_table(runtime, corpus, comms):
 # steps, among them a validation and a step of more tokens, and one of the two steps that are left
 
 COMMON = {**TINY, "steps": 6, "micro_batches": ((0.0, 4), (0.5, 8)), "val_tokens": 1280, "val_every": 2,
-          "save_every": 4, "ngram_decay": 0.5, "index_orders": (4,), "index_share": 0.25, "run_id": "run"}
+          "save_every": 4, "ngram_decay": 0.5, "run_id": "run", **INDEX}
 
 
 @dataclasses.dataclass(frozen=True)
