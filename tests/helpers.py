@@ -79,6 +79,37 @@ def make_corpus(folder, train_tokens=90_000, val_tokens=4_000, shards=2):
     return folder
 
 
+# ----- rows of the table, with Python's integers
+
+DRAWN = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64).tolist()
+BASE = 0x9E3779B97F4A7C15
+
+
+def slow_key(tokens):
+    """The key of an n-gram: the polynomial of its tokens' random numbers in the inverse of the base, the last first."""
+    return sum(DRAWN[token] * pow(BASE, -back, 2**64) for back, token in enumerate(reversed(tokens))) % 2**64
+
+
+def slow_row(key, column, rows):
+    """(row, sign) that a column has for a key."""
+    mixed = (key + DRAWN[column]) % 2**64
+    mixed = (mixed ^ mixed >> 29) * BASE % 2**64
+    mixed ^= mixed >> 32
+    return mixed % 2**32 * rows // 2**32, 1.0 if mixed >> 40 & 1 else -1.0
+
+
+def documents_of(tokens):
+    """The index at which the document of each token starts."""
+    return np.maximum.accumulate(np.where(np.asarray(tokens) == EOT, np.arange(len(tokens)), 0))
+
+
+def ngram_rows(tokens, position, document_start, orders, rows):
+    """Rows and signs of the n-grams that end at the positions of a shard, of a table that has no other rows."""
+    config = tiny_config(**{**NO_TABLE, "ngram_orders": orders}, ngram_rows=rows)
+    place = train_gpt.Placement(tokens, position, document_start, None)
+    return train_gpt.table_rows(place, config, train_gpt.TextIndex(config))
+
+
 # ----- running the trainer
 
 @dataclass
@@ -166,13 +197,6 @@ def ranks(world_size, device="cpu"):
     """Stand-ins for the Runtimes of world_size ranks, for code that asks only who it is."""
     return [SimpleNamespace(rank=rank, world_size=world_size, device=torch.device(device), loader_group=None)
             for rank in range(world_size)]
-
-
-def ngram_rows(tokens, position, document_start, orders, rows):
-    """Rows and signs of the n-grams that end at the positions of a shard, of a table that has no other rows."""
-    config = tiny_config(**{**NO_TABLE, "ngram_orders": orders}, ngram_rows=rows)
-    place = train_gpt.Placement(tokens, position, document_start, None)
-    return train_gpt.table_rows(place, config, train_gpt.TextIndex(config))
 
 
 def bytes_of(tensor):

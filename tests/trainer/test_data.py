@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import EOT, NO_TABLE, byte_documents, make_corpus, ngram_rows, refusal, tiny_config, write_shard
+from helpers import (EOT, NO_TABLE, byte_documents, documents_of, make_corpus, ngram_rows, refusal, slow_key, slow_row,
+                     tiny_config, write_shard)
 from ranks import on_ranks
 from train_gpt import ConfigError, Runtime, TrainLoader, open_corpus, open_shard, place_contiguous, plan_rows
 
@@ -275,26 +276,11 @@ def test_contiguous_micro_batches(low, orders):
 # ----- hashed n-gram rows
 
 def slow_ngram_rows(tokens, position, document_start, orders, rows):
-    """ngram_rows with Python's integers, from the definition: the polynomial of the tokens' random numbers, in the
-    inverse of the base, the column's number, mixing. Every product is cut to 64 bits by hand."""
-    base, size = 0x9E3779B97F4A7C15, 2**64
-    drawn = np.random.default_rng(20240520).integers(0, size, size=2**16, dtype=np.uint64).tolist()
-    ids, signs = [], []
-    for at, start in zip(position, document_start):
-        ids.append([]), signs.append([])
-        for column, order in enumerate(orders):
-            inside = range(min(order, at - start + 1))  # of the n tokens those that the document has
-            key = sum(drawn[tokens[at - back]] * pow(base, -back, size) for back in inside) + drawn[column]
-            key %= size
-            mixed = (key ^ key >> 29) * base % size
-            mixed ^= mixed >> 32
-            ids[-1].append(((mixed % 2**32) * rows) // 2**32)
-            signs[-1].append(1.0 if mixed >> 40 & 1 else -1.0)
-    return ids, signs
-
-
-def documents_of(tokens):
-    return np.maximum.accumulate(np.where(np.asarray(tokens) == EOT, np.arange(len(tokens)), 0))
+    """ngram_rows with Python's integers, from the definition."""
+    found = [[slow_row(slow_key(tokens[max(start, at - order + 1):at + 1]), column, rows)
+              for column, order in enumerate(orders)] for at, start in zip(position, document_start)]
+    ids, signs = zip(*(zip(*each) for each in found))
+    return [list(each) for each in ids], [list(each) for each in signs]
 
 
 @pytest.mark.parametrize("orders", [(2, 3, 4, 5, 6), (2,), (5, 2), (32, 3)])
