@@ -98,7 +98,7 @@ def initial_checkpoint(config):
            f"--init-from (`./run.sh nano --run-id NAME` trains one)")
     def shape(config, step):  # what weights mean nothing without
         names = ("tokenizer", "model_dim", "num_layers", "head_dim", "mlp_dim", "long_layers", "value_embedding_layers",
-                 "logit_cap", "ngram_orders", "ngram_rows")
+                 "logit_cap", "ngram_orders", "ngram_rows", "copy_orders", "index_orders", "index_bits")
         return {**{name: getattr(config, name) for name in names}, "untie_at": train_gpt.is_tied_before(config, step),
                 "windows": (train_gpt.at_step(config.windows, step, config), train_gpt.windows_until(config, step))}
     content = train_gpt.load_checkpoint(train_gpt.find_checkpoint(config.init_from, "init-from"))
@@ -111,7 +111,7 @@ def initial_checkpoint(config):
 
 def validation_tokens(config, data):
     """The validation tokens of a corpus, whose training shards need not hold all that the run takes."""
-    return train_gpt.open_corpus(dataclasses.replace(config, data=data, steps=1))[-1]
+    return train_gpt.open_corpus(dataclasses.replace(config, data=data, steps=1, index_orders=()))[-1]
 
 
 def train_matrices_alone(trainer):

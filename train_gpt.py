@@ -187,7 +187,7 @@ class Config:
     @property
     def horizon(self):
         """How many tokens before a position can bear on its rows."""
-        reach = self.copy_reach + max(self.copy_orders, default=0)
+        reach = self.copy_reach + max(self.copy_orders) if self.copy_orders else 0
         return max(reach, *self.ngram_orders, *self.index_orders, 0)
     @property
     def vocab_size(self):
@@ -727,7 +727,7 @@ class TextIndex:
     def _find(self, column, grams, low, high):
         """(The order's table, slots and tags of the n-grams that end at low .. high - 1)."""
         keys = grams.keys(self.orders[column], low, high)
-        tags = (keys >> 14).astype(np.uint32) & 0xFFFC0000
+        tags = (keys >> (32 - self.bits)).astype(np.uint32) & 0xFFFC0000  # the 14 bits after those of the slot
         return self.slots[column].numpy().view(np.uint32), top_bits(keys, self.bits), tags
     def read(self, text, runtime):
         """Take in training text, (n,) tokens."""
@@ -1658,7 +1658,7 @@ GATES = {"causal": check_causal, "normalised": check_normalised, "local": check_
 
 # 8. Checkpoints =============================================================================================
 
-CHECKPOINT_FORMAT = 3
+CHECKPOINT_FORMAT = 4
 
 @contextlib.contextmanager
 def atomic_file(path):
@@ -1741,7 +1741,7 @@ def resumed(given):
     refuse(content["step"] >= saved.steps, f"--resume {run}: this run is complete, all {saved.steps} steps")
     values = parse_fields(given, saved)
     for key, value in values.items():
-        refuse(key not in ("resume", "device", "log_every", "save_every") and value != getattr(saved, key),
+        refuse(key not in ("resume", "device", "workers", "log_every", "save_every") and value != getattr(saved, key),
                f"--{key} {given[key]}: the run to resume has {getattr(saved, key)}, and keeps it; leave the key out")
     config = dataclasses.replace(saved, **{**values, "resume": saved.resume})
     overrides = {field.name: value for field in dataclasses.fields(config) if field.name != "val_sha256"

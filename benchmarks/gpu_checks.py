@@ -70,6 +70,7 @@ class Session:
         if not self.tiny and any(present.glob("*_train_*.bin")) and any(present.glob("*_val_*.bin")):
             return present
         needed = train_gpt.training_tokens(config) + 4 * config.micro_batch_tokens
+        needed = round(needed / (1 - config.index_share))
         folder = self.work / f"{config.tokenizer}_{needed}_{config.val_tokens}"
         if not folder.exists():
             # Validation takes whole documents, the largest of torch's sources has 700 kB.
@@ -353,7 +354,7 @@ def gates(session):
     """The nano track, compiled, on every attention back end: warm-up restored, and the validity gates."""
     for name in ("sdpa", "varlen") if session.cuda else ("sdpa",):
         config = session.config("nano", steps=12, attention=name, val_tokens=8192)
-        shards, val = train_gpt.open_corpus(config)
+        shards, _, val = train_gpt.open_corpus(config)
         trainer = session.trainer(config)
         # It raises unless the state is bitwise what it was.
         seconds, _ = common.timed(lambda: train_gpt.warm_up(trainer), session.device)
@@ -372,7 +373,7 @@ def trajectory(session):
     losses = {}
     for key, changes in (("device", {}), ("cpu", {"device": "cpu", "compile": False})):
         config = session.config("nano", steps=steps, dtype="float32", **changes)
-        shards, _ = train_gpt.open_corpus(config)
+        shards, *_ = train_gpt.open_corpus(config)
         losses[key] = [loss.item() for loss in train_some(session.trainer(config), shards, steps)[0]]
     differences = [abs(a - b) for a, b in zip(losses["device"], losses["cpu"])]
     session.report("device against CPU", max(differences) < 2e-3, "training losses differ by at most "
@@ -409,7 +410,7 @@ def time_phases(session, trainer, shards):
 def fineweb(session):
     """The fineweb model, compiled, in each phase of its schedule on one device: speed and memory."""
     config = session.config("fineweb", steps=24 if session.tiny else 60, val_tokens=2048 if session.tiny else 8 * 16384)
-    shards, val = train_gpt.open_corpus(config)
+    shards, _, val = train_gpt.open_corpus(config)
     trainer = session.trainer(config)
     seconds, _ = common.timed(lambda: train_gpt.warm_up(trainer), session.device)
     session.report("warm-up restored", True, f"bitwise; it took {seconds:.1f} s with compilation; attention "

@@ -2,12 +2,12 @@
 
     python benchmarks/nano_vs_baseline.py [--seconds 180] [--seeds 1] [--steps N]
 
-Four arms train on the same shards and are scored on the same validation tokens, in one process:
+Four arms train on the same corpus and are scored on the same validation tokens, in one process:
     baseline              the GPT below: learned positions, LayerNorm, biases, GELU, AdamW with warm-up and cosine,
                           float32, random windows of 256 tokens; as many matrix parameters
-    baseline + n-grams    the same, given the track's n-gram table: orders, rows, hash and row-wise Adagrad
-    nano                  the track as it stands
-    nano, no table        the track with ngram_orders=()
+    baseline + n-grams    the same, given the track's table with its n-grams alone: orders, rows, hash, row-wise Adagrad
+    nano                  the track as it stands; its index reads text that the others may train on, on the arm's clock
+    nano, no table        the track without n-grams, copies and index
 All are compiled. They take turns, a slice of training time each, so that a busy machine slows all alike. The length of
 a schedule is fixed beforehand (the baselines': `--seconds` over the step time of a calibration; the track's: its
 `steps`), and an arm stops at its end. The clock stands still during compilation and validation.
@@ -74,7 +74,7 @@ class Baseline(nn.Module):
         heads = dim // config.head_dim
         self.blocks = nn.ModuleList(Block(dim, heads, config.mlp_dim) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
-        if config.ngram_orders:
+        if config.columns:
             self.ngram_scale = nn.Parameter(torch.ones(layers + 1))
 
     @torch.no_grad()
@@ -107,8 +107,9 @@ class Baseline(nn.Module):
 class Arm:
     """`steps`: length of the schedule, `done`: steps taken, `points`: (training seconds, step, loss)."""
 
-    def __init__(self, name, config, runtime, val):
-        self.name, self.config, self.runtime, self.val = name, config, runtime, val
+    def __init__(self, name, config, runtime):
+        self.name, self.config, self.runtime = name, config, runtime
+        self.shards, self.indexed, self.val = train_gpt.open_corpus(config)
         self.clock, self.done, self.points = train_gpt.Clock(runtime), 0, []
         self.steps = 0
 
@@ -153,15 +154,15 @@ class Arm:
                 "points": [{"seconds": s, "step": n, "loss": loss} for s, n, loss in self.points]}
 
     def table_values(self):
-        return self.config.ngram_rows * self.config.model_dim if self.config.ngram_orders else 0
+        return self.config.ngram_rows * self.config.model_dim if self.config.columns else 0
 
 
 class NanoArm(Arm):
     """The track: its trainer, loader, schedule and warm-up."""
 
-    def __init__(self, name, config, runtime, shards, val):
-        super().__init__(name, config, runtime, val)
-        self.shards, self.loader, self.batch = shards, None, None
+    def __init__(self, name, config, runtime):
+        super().__init__(name, config, runtime)
+        self.loader, self.batch = None, None
         torch.manual_seed(config.seed)
         self.trainer = train_gpt.Trainer(config, runtime)
         train_gpt.warm_up(self.trainer)
@@ -169,7 +170,9 @@ class NanoArm(Arm):
 
     def train_step(self):
         if self.loader is None:  # on the clock, as in a run; in other arms' turns it fills its queue of two
-            self.loader = train_gpt.TrainLoader(self.config, self.shards, self.runtime)
+            index = self.trainer.table.index
+            index.read(self.indexed, self.runtime)
+            self.loader = train_gpt.TrainLoader(self.config, self.shards, self.runtime, index=index)
             self.batch = self.loader.next()
         following = self.loader.next if self.done + 1 < self.steps else lambda: None
         _, self.batch = self.trainer.step(self.done, self.batch, following)
@@ -196,11 +199,10 @@ class BaselineArm(Arm):
     # stood at 2.65, 2.94 and 3.02, and 8 at twice the learning rate at 2.90.
     WINDOWS = 8
 
-    def __init__(self, name, config, runtime, shards, val):
-        super().__init__(name, config, runtime, val)
-        self.shards = shards
-        self.starts = [np.flatnonzero(shard == config.eot_token) for shard in shards]
-        self.val_starts = np.flatnonzero(val[:config.val_tokens] == config.eot_token)
+    def __init__(self, name, config, runtime):
+        super().__init__(name, config, runtime)
+        self.starts = [np.flatnonzero(shard == config.eot_token) for shard in self.shards]
+        self.val_starts = np.flatnonzero(self.val[:config.val_tokens] == config.eot_token)
         self.model = Baseline(config).to(runtime.device)
         compiling = train_gpt.choose_compile(config) == "inductor"
         self.forward = torch.compile(self.model, dynamic=False) if compiling else self.model
@@ -229,7 +231,7 @@ class BaselineArm(Arm):
         document_start = starts[np.searchsorted(starts, position, side="right") - 1]
         segment_start = np.repeat(np.arange(len(lows), dtype=np.int32) * BLOCK, BLOCK)
         place = train_gpt.Placement(tokens, position, document_start, segment_start)
-        rows, signs = train_gpt.hash_placement(place, self.config)
+        rows, signs = train_gpt.table_rows(place, self.config, self.table.index)
         plan, slots = train_gpt.plan_rows(rows, signs, self.config, self.runtime)
         return train_gpt.assemble(place, slots, signs, self.runtime.device), plan
 
@@ -297,12 +299,12 @@ def calibrate(arms, seconds):
         arm.set_steps(max(1, round(seconds / statistics.median(times[arm]))))
 
 
-def run_seed(config, seconds, runtime, shards, val):
+def run_seed(config, seconds, runtime):
     """Train all arms with config.seed. Returns their results."""
     torch._dynamo.reset()  # the graphs of the last seed's models
-    plain = dataclasses.replace(config, ngram_orders=())
-    kinds = ((BaselineArm, plain), (BaselineArm, config), (NanoArm, config), (NanoArm, plain))
-    arms = [kind(name, of_arm, runtime, shards, val) for name, (kind, of_arm) in zip(ARMS, kinds)]
+    plain, n_grams = (dataclasses.replace(config, **kinds) for kinds in (common.NO_TABLE, common.N_GRAMS_ALONE))
+    kinds = ((BaselineArm, plain), (BaselineArm, n_grams), (NanoArm, config), (NanoArm, plain))
+    arms = [kind(name, of_arm, runtime) for name, (kind, of_arm) in zip(ARMS, kinds)]
     calibrate(arms[:2], seconds)
     try:
         while waiting := [arm for arm in arms if arm.done < arm.steps]:
@@ -372,7 +374,7 @@ def report(settings, results, pairs):
 
 Training times leave out compilation and validation. The baseline: learned positions, LayerNorm, biases, GELU, AdamW
 {BaselineArm.LEARNING_RATE} with warm-up and cosine, float32, {BaselineArm.WINDOWS} random windows of {BLOCK} tokens a
-step. With n-grams it has the track's table and row-wise Adagrad as well. torch.compile for all arms:
+step. With n-grams it has the track's table of n-grams and row-wise Adagrad as well. torch.compile for all arms:
 {settings['compile']}. Final losses are over {settings['val_tokens']:,} validation tokens, those of the curve over at
 most {CURVE_TOKENS:,} of them."""
     return text, (f"{short}\n\n{first['matrix_parameters']:,} matrix parameters in every arm, "
@@ -414,7 +416,6 @@ def parse_arguments(argv):
 def benchmark(arguments, config):
     """Run every seed; results are written after each. Returns the comparison's pairs."""
     runtime = train_gpt.Runtime(config.device)
-    shards, val = train_gpt.open_corpus(config)
     facts = common.environment(runtime.device)
     settings = {"seconds": arguments.seconds, "slice_seconds": SLICE_SECONDS, "tiny": arguments.tiny,
                 "curve_tokens": CURVE_TOKENS, "val_tokens": config.val_tokens, "block": BLOCK,
@@ -425,7 +426,7 @@ def benchmark(arguments, config):
     for seed in range(arguments.seed, arguments.seed + arguments.seeds):
         of_seed = dataclasses.replace(config, seed=seed)
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # or an arm might run eagerly
-            results += run_seed(of_seed, arguments.seconds, runtime, shards, val)
+            results += run_seed(of_seed, arguments.seconds, runtime)
         pairs = compare(results)
         data = {"settings": settings, "results": results, "comparison": pairs}
         text, short = report(settings, results, pairs)

@@ -1,10 +1,11 @@
-"""What the n-gram table is worth: the nano track without it, with bigrams alone, with all its orders.
+"""What n-grams are worth: the nano track without a table, with bigrams alone, with all its orders.
 
     python benchmarks/ngram_ablation.py [--seeds 3] [--steps 313]
 
-313 steps by default (1.3 M tokens), everything else as in the track; seeds 1 to n, arms taking turns. Every run
-counts. Results: benchmarks/results/ngram_ablation.{json,md}, and the runs' logs, less the source that they begin with,
-under benchmarks/results/ngram_ablation/. A run that is complete in --work is not repeated.
+313 steps by default (1.3 M tokens), everything else as in the track, but for copies and the index, which no arm has;
+seeds 1 to n, arms taking turns. Every run counts. Results: benchmarks/results/ngram_ablation.{json,md}, and the runs'
+logs, less the source that they begin with, under benchmarks/results/ngram_ablation/. A run that is complete in --work
+is not repeated.
 """
 import statistics
 import sys
@@ -40,7 +41,7 @@ def main():
             runs[arm].append(common.train(arguments.work, run_id, [
                 "--track", "nano", "--data", str(arguments.data.resolve()), "--device", "cpu", "--val-every", "0",
                 "--steps", str(arguments.steps), "--val-tokens", str(arguments.val_tokens), "--seed", str(seed),
-                "--ngram-orders", str(orders)]))
+                "--ngram-orders", str(orders), *common.words_of(common.N_GRAMS_ALONE)]))
             (logs / f"{run_id}.log").write_text(common.log_tail(arguments.work, run_id))
             print(f"{run_id}: {runs[arm][-1]['val_loss']:.5f}", flush=True)
     reference = [run["train_time_ms"] for run in runs["all orders"]]

@@ -89,12 +89,12 @@ def measure(config, runtime, tokens, repeats):
     for comms in ARMS[1:]:
         arms[comms] = Routed(dataclasses.replace(config, ngram_comms=comms), runtime)
     results = {arm: {"bytes": {}, "seconds": []} for arm in arms}
-    bounds = np.zeros(2)
+    bounds, nothing_read = np.zeros(2), train_gpt.TextIndex(config)
     need = config.micro_batch_tokens
     for step in range(repeats):
         places = [train_gpt.place_contiguous(tokens, (step * world_size + rank) * need, config)
                   for rank in range(world_size)]
-        hashed = [train_gpt.hash_placement(place, config) for place in places]
+        hashed = [train_gpt.table_rows(place, config, nothing_read) for place in places]
         bounds += np.array(lower_bounds([rows for rows, _ in hashed], config, world_size)) / repeats
         generator = torch.Generator().manual_seed(step * world_size + runtime.rank)
         grad = torch.randn(need, config.model_dim, generator=generator).to(runtime.device) / (need * world_size)
@@ -129,7 +129,7 @@ def measure_all(runtime, repeats, sizes):
             for rows in sizes[1]:
                 config = dataclasses.replace(
                     train_gpt.TRACKS["nano"], ngram_orders=orders, ngram_rows=rows, model_dim=DIM,
-                    micro_batch_tokens=need, val_tokens=need, ngram_decay=0.0)
+                    micro_batch_tokens=need, val_tokens=need, ngram_decay=0.0, **common.N_GRAMS_ALONE)
                 results, bounds = measure(config, runtime, tokens, repeats)
                 found.append({"world_size": runtime.world_size, "orders": orders_name, "tokens": need, "rows": rows,
                               "arms": results, "foreign_bound": bounds[0], "updated_bound": bounds[1]})

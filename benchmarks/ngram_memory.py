@@ -2,9 +2,9 @@
 
     python benchmarks/ngram_memory.py [--rows 1048576] [--world-size 4] [--steps 20]
 
-Trains the nano track on the CPU with a replicated table of --rows rows, then with a sharded one of world size times as
-many. Results: benchmarks/results/ngram_memory.{json,md}; the last line is `sharded_over_replicated:<ratio of the
-largest rank's peak memory>`.
+Trains the nano track with n-grams alone on the CPU: with a replicated table of --rows rows, then with a sharded one of
+world size times as many. Results: benchmarks/results/ngram_memory.{json,md}; the last line is
+`sharded_over_replicated:<ratio of the largest rank's peak memory>`.
 """
 import re
 import sys
@@ -24,7 +24,8 @@ def main():
             result = common.train(folder, comms, [
                 "--track", "nano", "--data", str(arguments.data.resolve()), "--device", "cpu", "--compile", "false",
                 "--steps", str(arguments.steps), "--val-tokens", "8192", "--seed", "1", "--ngram-comms", comms,
-                "--ngram-rows", str(factor * arguments.rows)], arguments.world_size)
+                "--ngram-rows", str(factor * arguments.rows), *common.words_of(common.N_GRAMS_ALONE)],
+                arguments.world_size)
             peak = result["peak_memory_mib_by_rank"]
             values = factor * arguments.rows * result["config"]["model_dim"]
             rows.append([comms, f"{factor * arguments.rows:,}", f"{values * 4 / 2**20:,.0f}", f"{max(peak):,}",

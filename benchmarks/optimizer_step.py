@@ -34,10 +34,10 @@ def measure(config, rounds):
     """Seconds of each round: {"model": forward and backward, "table": the n-gram table's update, arm: its update}.
     The table's is what the trainer's own update takes beyond that of the same rule without a table."""
     runtime = train_gpt.Runtime(config.device)
-    shards, _ = train_gpt.open_corpus(config)
+    shards, *_ = train_gpt.open_corpus(config)
     trainer = train_gpt.Trainer(config, runtime)
     loader = train_gpt.TrainLoader(config, shards, runtime)
-    no_table = train_gpt.NgramTable(dataclasses.replace(config, ngram_orders=()), runtime)
+    no_table = train_gpt.NgramTable(dataclasses.replace(config, **common.NO_TABLE), runtime)
     optimizers = {arm: train_gpt.Optimizer(own, copy.deepcopy(trainer.model), no_table, runtime)
                   for arm, own in arms(config).items()}
     def seconds_of(function):

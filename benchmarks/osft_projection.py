@@ -281,7 +281,7 @@ def measure_step(config, rounds, ratios=(0.25, 0.5)):
     else about it; the forward and backward passes of the round are the rest of the step."""
     runtime = train_gpt.Runtime(config.device)
     trainer = train_gpt.Trainer(config, runtime)
-    shards, _ = train_gpt.open_corpus(config)
+    shards, *_ = train_gpt.open_corpus(config)
     loader = train_gpt.TrainLoader(config, shards, runtime)
     continual.train_matrices_alone(trainer)
     matrices = trainer.optimizer.matrices

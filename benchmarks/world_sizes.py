@@ -23,7 +23,8 @@ def losses_of_run(folder, world_size, options):
     run_id = f"world{world_size}_" + "_".join(options[1::2]).replace("/", "-")
     common.train(folder, run_id, ["--track", "nano", "--data", str(common.ROOT / "data/python"), "--dtype", "float32",
                                   "--compile", "false", "--log-every", "1", "--val-every", "0", "--val-tokens", "8192",
-                                  "--seed", "1", *options], world_size)
+                                  "--seed", "1", "--index-share", "0.02", "--index-bits", "18", *options],
+                 world_size)
     return common.train_losses(Path(folder) / "logs" / run_id)
 
 

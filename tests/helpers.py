@@ -25,14 +25,18 @@ EOT = 256  # every document of the byte corpus starts with it
 TINY = dict(
     steps=4, micro_batch_tokens=256, micro_batches=((0.0, 2),), document_cap=((0.0, 128),),
     model_dim=32, num_layers=2, head_dim=16, mlp_dim=64, windows=((0.0, (32, 64)),), long_layers=(1,),
-    value_embedding_layers=(0,), ngram_rows=1000, val_tokens=1024, val_every=0, log_every=1,
-    seed=1, device="cpu", dtype="float32", compile=False)
+    value_embedding_layers=(0,), ngram_rows=1000, copy_orders=(3, 5), copy_reach=64, index_orders=(), index_bits=12,
+    val_tokens=1024, val_every=0, log_every=1, seed=1, device="cpu", dtype="float32", compile=False)
 
-# A run in which every schedule changes on the way; twelve micro-batches suit 1, 2, 3 and 4 ranks.
+NO_TABLE = dict(ngram_orders=(), copy_orders=(), index_orders=())
+INDEX = dict(index_orders=(4,), index_share=0.25)
+
+# A run in which every schedule changes on the way, and with all kinds of rows; twelve micro-batches suit 1, 2, 3 and 4
+# ranks.
 RICH = dict(
     TINY, steps=20, micro_batches=((0.0, 12),), document_cap=((0.0, 96), (0.5, 192)),
     windows=((0.0, (32, 64)), (0.5, (64, 128))), mtp_weights=((0.0, (1.0, 0.5)), (0.5, (1.0,))),
-    untie_at=0.25, adam_every=2, val_every=10, save_every=10)
+    untie_at=0.25, adam_every=2, val_every=10, save_every=10, **INDEX)
 
 
 def tiny_config(**changes):
@@ -73,6 +77,37 @@ def make_corpus(folder, train_tokens=90_000, val_tokens=4_000, shards=2):
     write_shard(folder / "tiny_val_000000.bin", byte_documents(val_tokens, seed=99))
     (folder / "manifest.json").write_text('{"tokenizer": "bytes", "source": "standard library"}\n')
     return folder
+
+
+# ----- rows of the table, with Python's integers
+
+DRAWN = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64).tolist()
+BASE = 0x9E3779B97F4A7C15
+
+
+def slow_key(tokens):
+    """The key of an n-gram: the polynomial of its tokens' random numbers in the inverse of the base, the last first."""
+    return sum(DRAWN[token] * pow(BASE, -back, 2**64) for back, token in enumerate(reversed(tokens))) % 2**64
+
+
+def slow_row(key, column, rows):
+    """(row, sign) that a column has for a key."""
+    mixed = (key + DRAWN[column]) % 2**64
+    mixed = (mixed ^ mixed >> 29) * BASE % 2**64
+    mixed ^= mixed >> 32
+    return mixed % 2**32 * rows // 2**32, 1.0 if mixed >> 40 & 1 else -1.0
+
+
+def documents_of(tokens):
+    """The index at which the document of each token starts."""
+    return np.maximum.accumulate(np.where(np.asarray(tokens) == EOT, np.arange(len(tokens)), 0))
+
+
+def ngram_rows(tokens, position, document_start, orders, rows):
+    """Rows and signs of the n-grams that end at the positions of a shard, of a table that has no other rows."""
+    config = tiny_config(**{**NO_TABLE, "ngram_orders": orders}, ngram_rows=rows)
+    place = train_gpt.Placement(tokens, position, document_start, None)
+    return train_gpt.table_rows(place, config, train_gpt.TextIndex(config))
 
 
 # ----- running the trainer

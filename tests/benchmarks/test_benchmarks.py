@@ -26,7 +26,7 @@ def test_made_corpora_pass_the_trainers_checks(tmp_path):
             ("random", common.random_documents(30_000, 50256, np.random.default_rng(0)), "gpt2")):
         eot_token = train_gpt.EOT_TOKEN[tokenizer]
         folder = common.write_corpus(tmp_path / name, documents, eot_token, 2048)
-        shards, val = train_gpt.open_corpus(tiny(data=str(folder), tokenizer=tokenizer, steps=1))
+        shards, _, val = train_gpt.open_corpus(tiny(data=str(folder), tokenizer=tokenizer, steps=1))
         assert len(val) > 2048 and val[0] == shards[0][0] == eot_token
         assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
 
@@ -55,10 +55,9 @@ def test_baseline_is_causal_and_of_the_tracks_size():
 
 def test_baseline_scores_every_validation_token_once(tmp_path):
     folder = common.write_corpus(tmp_path / "corpus", common.python_documents(60_000), 256, 2048)
-    config = tiny(data=str(folder), steps=1, ngram_orders=())
-    shards, val = train_gpt.open_corpus(config)
-    arm = versus.BaselineArm("baseline", config, train_gpt.Runtime("cpu"), shards, val)
-    windows = np.array(val[:2049]).astype(np.int64)
+    config = tiny(data=str(folder), steps=1, **common.NO_TABLE)
+    arm = versus.BaselineArm("baseline", config, train_gpt.Runtime("cpu"))
+    windows = np.array(arm.val[:2049]).astype(np.int64)
     inputs = torch.from_numpy(windows[:-1]).view(-1, versus.BLOCK)
     targets = torch.from_numpy(windows[1:]).view(-1, versus.BLOCK)
     with torch.no_grad():

@@ -34,7 +34,7 @@ def script_with_track(corpus, **changes):
 def made_once(corpus, tmp_path_factory):
     """A repository with the tiny track alone, and the runs of `python -m records run` on it. Not to be changed."""
     root = tmp_path_factory.mktemp("real")
-    _, val = train_gpt.open_corpus(helpers.tiny_config(data=str(corpus)))
+    *_, val = train_gpt.open_corpus(helpers.tiny_config(data=str(corpus)))
     val_sha256 = train_gpt.validation_hash(helpers.tiny_config(), val)
     manifest = hashlib.sha256((corpus / "manifest.json").read_bytes()).hexdigest()
     rules = TrackRules("tiny", "bytes", helpers.TINY["val_tokens"], val_sha256, 8.0, manifest)

@@ -8,11 +8,12 @@ import torch
 
 import sabotage
 import train_gpt
-from helpers import TINY, make_trainer, tiny_config
+from helpers import INDEX, NO_TABLE, TINY, make_trainer, tiny_config
 from train_gpt import NgramTable, plan_rows
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
 ORDERS = 2
+INDEX_BITS = 5
 VARIANTS = {"replicated": {"ngram_comms": "replicated"}, "sharded": {"ngram_comms": "sharded"},
             "host": {"ngram_comms": "sharded", "ngram_host": True}}
 
@@ -105,7 +106,8 @@ def start_of(name, world_size):
     case, rng = CASES[name], np.random.default_rng(0)
     rows = rows_of(case, world_size)
     return {"weight": torch.from_numpy(rng.standard_normal((rows, case.dim))).float(),
-            "second": torch.from_numpy(rng.random(rows)).float(), "scale": 1.0}
+            "second": torch.from_numpy(rng.random(rows)).float(), "scale": 1.0,
+            "index": torch.from_numpy(rng.integers(0, 2**31, (1, 2**INDEX_BITS)).astype(np.int32))}
 
 
 # ----- one rank's steps
@@ -128,7 +130,8 @@ def take_steps(name, variant, runtime):
     """The case's steps with the table's own communication. Returns what they left."""
     case = CASES[name]
     config = tiny_config(model_dim=case.dim, head_dim=4, ngram_rows=rows_of(case, runtime.world_size),
-                         steps=case.steps, ngram_decay=case.decay, **VARIANTS[variant])
+                         steps=case.steps, ngram_decay=case.decay, index_bits=INDEX_BITS, **INDEX,
+                         **VARIANTS[variant])
     table = NgramTable(config, runtime)
     table.load(start_of(name, runtime.world_size))
     runtime.ledger.clear()
@@ -226,9 +229,10 @@ def steps_with_a_frozen_table(runtime, corpus, comms):
                            data=str(corpus))
     config, generator = trainer.config, torch.Generator().manual_seed(0)
     before = {"weight": torch.randn(config.ngram_rows, config.model_dim, generator=generator),
-              "second": torch.rand(config.ngram_rows, generator=generator), "scale": 0.5}
+              "second": torch.rand(config.ngram_rows, generator=generator), "scale": 0.5,
+              "index": trainer.table.index.slots}
     trainer.table.load(before)
-    shards, val = train_gpt.open_corpus(config)
+    shards, _, val = train_gpt.open_corpus(config)
     loader, losses = train_gpt.TrainLoader(config, shards, runtime), []
     batch = loader.next()
     for step in range(config.steps):
@@ -242,7 +246,7 @@ def steps_with_a_frozen_table(runtime, corpus, comms):
 # ----- whole runs: 1 to 4 ranks; five validation micro-batches, so that some ranks have one less
 
 COMMON = {**TINY, "steps": 6, "micro_batches": ((0.0, 4), (0.5, 8)), "val_tokens": 1280, "val_every": 2,
-          "save_every": 4, "ngram_decay": 0.5, "run_id": "run"}
+          "save_every": 4, "ngram_decay": 0.5, "run_id": "run", **INDEX}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +259,7 @@ class Run:
 
 RUNS = {
     "alone": Run(1, {}),
-    "alone, no n-grams": Run(1, {"ngram_orders": ()}),
+    "alone, no table": Run(1, NO_TABLE),
     "alone, few rows": Run(1, {"ngram_rows": 1}),
     "sharded 1": Run(1, {"ngram_comms": "sharded"}, "alone"),
     "host": Run(2, {"ngram_comms": "sharded", "ngram_host": True}, "alone"),
@@ -263,7 +267,7 @@ RUNS = {
 for comms in ("replicated", "sharded"):
     RUNS |= {f"{comms} {world_size}": Run(world_size, {"ngram_comms": comms}, "alone") for world_size in (2, 4)}
     RUNS |= {f"{comms}, {case}": Run(2, {"ngram_comms": comms, **RUNS[f"alone, {case}"].values}, f"alone, {case}")
-             for case in ("no n-grams", "few rows")}
+             for case in ("no table", "few rows")}
 FAILING = {f"{comms}, {case}": Run(2, {"ngram_comms": comms, "steps": 40, **values})
            for comms in ("replicated", "sharded") for case, values in (("wrong", {}), ("diverging", {"adam_lr": 1e30}))}
 RESUMED = {"resumed": ("sharded 2", 2), "resumed by one": ("sharded 2", 1), "resumed replicas": ("replicated 2", 2)}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import train_gpt
-from helpers import tiny_config
+from helpers import NO_TABLE, tiny_config
 from train_gpt import Hyper, NgramTable, Optimizer
 
 MICRO_BATCHES = 12  # of a step, which suits 1, 2, 3 and 4 ranks
@@ -42,7 +42,7 @@ class Weights(nn.Module):
 
 def optimizer_of(runtime, shapes, dtype="float32", **changes):
     """An Optimizer of Weights, without an n-gram table unless `changes` of the configuration ask for it."""
-    config = tiny_config(**{"ngram_orders": (), "dtype": dtype, **changes})
+    config = tiny_config(**{**NO_TABLE, "dtype": dtype, **changes})
     return Optimizer(config, Weights(dtype, shapes), NgramTable(config, runtime), runtime)
 
 
@@ -76,7 +76,7 @@ def load(optimizer, full):
 def batch_of(trainer, *tokens):
     """A Batch of contiguous micro-batches, each the first of its tokens, as the loader would make it."""
     places = [train_gpt.place_contiguous(np.asarray(each, dtype=np.uint16), 0, trainer.config) for each in tokens]
-    hashed = [train_gpt.hash_placement(place, trainer.config) for place in places]
+    hashed = [train_gpt.table_rows(place, trainer.config, trainer.table.index) for place in places]
     rows, signs = map(np.concatenate, zip(*hashed))
     plan, slots = train_gpt.plan_rows(rows, signs, trainer.config, trainer.runtime)
     slots, signs = np.split(slots, len(places)), np.split(signs, len(places))

@@ -47,7 +47,7 @@ def lag():
 
 def spoil_second_rank():
     """The hash leaves the table on rank 1, in the loader's thread alone."""
-    honest = train_gpt.ngram_rows
+    honest = train_gpt.table_rows
 
     def wrong(*words):
         rows, signs = honest(*words)
@@ -55,4 +55,4 @@ def spoil_second_rank():
             rows[5, 0] = WRONG_ROW
         return rows, signs
 
-    train_gpt.ngram_rows = wrong
+    train_gpt.table_rows = wrong

@@ -8,7 +8,7 @@ import torch
 
 import ranks
 import train_gpt
-from helpers import assert_bitwise, make_trainer, refusal
+from helpers import NO_TABLE, assert_bitwise, make_trainer, refusal
 from train_gpt import ConfigError, load_checkpoint, save_checkpoint
 
 CONTENT = {"format": train_gpt.CHECKPOINT_FORMAT, "step": 3, "config": {"windows": ((0.0, (64, 128)),)},
@@ -47,7 +47,7 @@ def test_a_truncated_file_is_noticed(length, keep_digest, tmp_path):
         load_checkpoint(path)
 
 
-@pytest.mark.parametrize("content", [[1, 2], {"step": 3}, {"format": 2, "step": 3}, {"format": 999, "step": 3}])
+@pytest.mark.parametrize("content", [[1, 2], {"step": 3}, {"format": 3, "step": 3}, {"format": 999, "step": 3}])
 def test_other_files_of_torch_are_no_checkpoints(content, tmp_path):
     torch.save(content, tmp_path / "other.pt")
     with pytest.raises(ConfigError, match="other.pt.*format"):
@@ -132,7 +132,7 @@ def test_a_run_keeps_what_it_was_told_to(rich_run):
         assert set(content["model"]) == set(states) <= set(train_gpt.RULES)
         assert all(state for state in states.values())
         assert all(tensor.isfinite().all() for tensor in content["model"].values())
-        assert table["weight"].any() and table["second"].any() and 0 < table["scale"] < 1
+        assert table["weight"].any() and table["second"].any() and 0 < table["scale"] < 1 and table["index"].any()
     assert not torch.equal(half["model"]["mlp"], end["model"]["mlp"])
     assert half["train_seconds"] < end["train_seconds"]
 
@@ -185,7 +185,7 @@ def test_restoring_brings_back_the_random_numbers():
     {"dtype": "float32"},
     {"dtype": "bfloat16"},
     {"dtype": "float32", "adam_every": 5, "micro_batches": ((0.0, 1), (0.5, 2))},
-    {"dtype": "float32", "ngram_orders": (), "untie_at": 0.6},
+    {"dtype": "float32", **NO_TABLE, "untie_at": 0.6},
 ], ids=str)
 def test_resuming_is_exact_whatever_the_configuration(changes, tiny, tmp_path, cli):
     values = {**tiny, "steps": 8, "save_every": 5, "run_id": "whole", **changes}
@@ -252,9 +252,9 @@ def test_resuming_may_repeat_what_the_run_has(words, interrupted_run, cli):
 
 
 def test_resuming_may_watch_the_run_in_another_way(interrupted_run, cli):
-    given = {"resume": "rich", "log_every": "7", "save_every": "4", "device": "cpu"}
+    given = {"resume": "rich", "log_every": "7", "save_every": "4", "device": "cpu", "workers": "3"}
     config, _, _ = train_gpt.resumed(given)
-    assert (config.log_every, config.save_every, config.steps) == (7, 4, 20)
+    assert (config.log_every, config.save_every, config.workers, config.steps) == (7, 4, 3, 20)
 
 
 def test_a_complete_run_is_not_resumed(rich_run, tmp_path, cli):

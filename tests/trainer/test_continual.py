@@ -10,7 +10,7 @@ import ranks
 import sample
 import train_gpt
 from continual import ContinualConfig, frozen_count, frozen_directions, project_update, protect
-from helpers import EOT, assert_bitwise, make_corpus, make_trainer, refusal, tiny_config, write_shard
+from helpers import EOT, INDEX, assert_bitwise, make_corpus, make_trainer, refusal, tiny_config, write_shard
 from optimizer_cases import accumulate, batch_of, draw, optimizer_of, under_way
 from records.log import run_at
 from train_gpt import Config, Runtime
@@ -178,7 +178,8 @@ def second(tmp_path_factory):
 @pytest.fixture(scope="module")
 def base(tiny, tmp_path_factory):
     """A trained model of the nano track's kind: its run, with another checkpoint on the way."""
-    run = ranks.train(tmp_path_factory.mktemp("base"), {**tiny, "steps": 30, "save_every": 20, "run_id": "base"})
+    run = ranks.train(tmp_path_factory.mktemp("base"), {**tiny, **INDEX, "steps": 30, "save_every": 20,
+                                                         "run_id": "base"})
     assert run.code == 0, run.stdout + run.stderr
     return run
 
@@ -186,7 +187,7 @@ def base(tiny, tmp_path_factory):
 @pytest.fixture(scope="module")
 def values(tiny, second, base):
     """Configuration values of a continual run; six micro-batches suit 1, 2 and 3 ranks."""
-    return {**tiny, "data": str(second), "first_data": tiny["data"], "steps": 8, "val_every": 4,
+    return {**tiny, **INDEX, "data": str(second), "first_data": tiny["data"], "steps": 8, "val_every": 4,
             "micro_batches": ((0.0, 6),), "init_from": str(base.folder / "checkpoint.pt"), "run_id": "second"}
 
 
@@ -268,8 +269,10 @@ def test_with_all_directions_free_this_is_fine_tuning(values, base, go_on, cli):
         def load(run):  # what fine-tuning is: the same loop from other weights
             content = base.checkpoint()
             run.trainer.model.load_state_dict(content["model"])
-            run.trainer.table.weight.copy_(content["groups"]["ngram_table"]["weight"])
-            run.trainer.table.scale = content["groups"]["ngram_table"]["scale"]
+            table = content["groups"]["ngram_table"]
+            run.trainer.table.weight.copy_(table["weight"])
+            run.trainer.table.index.slots.copy_(table["index"])
+            run.trainer.table.scale = table["scale"]
         return load
 
     run = cli(main=lambda argv: train_gpt.main(argv, extend), **plain)
@@ -394,6 +397,8 @@ def test_a_check_stops_before_the_first_step(values, go_on, tmp_path):
     ({"model_dim": 64}, ["track nano, with model_dim=32", "64", "--model_dim"]),
     ({"windows": "((0.0, (64, 128)),)"}, ["windows"]),
     ({"ngram_rows": 2000}, ["ngram_rows=1000", "2000"]),
+    ({"copy_orders": (3,)}, ["copy_orders=(3, 5)", "(3,)"]),
+    ({"index_bits": 10}, ["index_bits=12", "10"]),
     ({"untie_at": 0.5}, ["untie_at=False", "True"]),
     ({"data": "gone/cpp"}, ["`python data/text.py --corpus cpp`", "--data"]),
     ({"first_data": "gone/python"}, ["`python data/text.py`", "--first-data"]),

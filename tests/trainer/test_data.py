@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import EOT, byte_documents, make_corpus, refusal, tiny_config, write_shard
+from helpers import (EOT, NO_TABLE, byte_documents, documents_of, make_corpus, ngram_rows, refusal, slow_key, slow_row,
+                     tiny_config, write_shard)
 from ranks import on_ranks
-from train_gpt import (ConfigError, Runtime, TrainLoader, ngram_rows, open_corpus, open_shard, place_contiguous,
-                       plan_rows)
+from train_gpt import ConfigError, Runtime, TrainLoader, open_corpus, open_shard, place_contiguous, plan_rows
 
 # ----- shards
 
@@ -23,7 +23,7 @@ def test_a_shard_is_read_back(tmp_path):
 def test_a_corpus_joins_its_validation_shards(tmp_path):
     folder = make_corpus(tmp_path / "corpus", shards=3)
     write_shard(folder / "tiny_val_000001.bin", byte_documents(300))
-    train, val = open_corpus(tiny_config(data=str(folder)))
+    train, _, val = open_corpus(tiny_config(data=str(folder)))
     assert len(train) == 3
     assert len(val) == sum(len(open_shard(path)) for path in folder.glob("*_val_*"))
 
@@ -258,10 +258,10 @@ def test_closing_the_loader_ends_its_thread():
 @pytest.mark.parametrize("orders", [(2, 3, 4, 5, 6), (9,), ()])
 @pytest.mark.parametrize("low", [0, 256, 300, 1024])
 def test_contiguous_micro_batches(low, orders):
-    config = tiny_config(ngram_orders=orders)
+    config = tiny_config(**{**NO_TABLE, "ngram_orders": orders})
     tokens = np.asarray(byte_documents(2000), dtype=np.uint16)
     place = place_contiguous(tokens, low, config)
-    rows, signs = train_gpt.hash_placement(place, config)
+    rows, signs = train_gpt.table_rows(place, config, train_gpt.TextIndex(config))
     micro_batch = train_gpt.assemble(place, rows, signs, torch.device("cpu"))
     assert np.array_equal(micro_batch.inputs, tokens[low:low + 256])
     assert np.array_equal(micro_batch.targets, tokens[low + 1:low + 257])
@@ -276,27 +276,11 @@ def test_contiguous_micro_batches(low, orders):
 # ----- hashed n-gram rows
 
 def slow_ngram_rows(tokens, position, document_start, orders, rows):
-    """ngram_rows with Python's integers: every product is cut to 64 bits by hand."""
-    mask = 2**64 - 1
-    drawn = np.random.default_rng(20240520).integers(0, 2**63, size=64, dtype=np.uint64)
-    odd = [2 * int(number) + 1 for number in drawn]
-    ids, signs = [], []
-    for at, start in zip(position, document_start):
-        ids.append([]), signs.append([])
-        for order in orders:
-            rolling = 0
-            for back in range(order):
-                token = int(tokens[at - back]) if at - back >= start else 0xFFFF
-                rolling ^= ((token + 1) * odd[back]) & mask
-            mixed = ((rolling ^ (rolling >> 29)) * odd[32 + order - 1]) & mask
-            mixed ^= mixed >> 32
-            ids[-1].append(((mixed % 2**32) * rows) // 2**32)
-            signs[-1].append(1.0 if mixed >> 40 & 1 else -1.0)
-    return ids, signs
-
-
-def documents_of(tokens):
-    return np.maximum.accumulate(np.where(np.asarray(tokens) == EOT, np.arange(len(tokens)), 0))
+    """ngram_rows with Python's integers, from the definition."""
+    found = [[slow_row(slow_key(tokens[max(start, at - order + 1):at + 1]), column, rows)
+              for column, order in enumerate(orders)] for at, start in zip(position, document_start)]
+    ids, signs = zip(*(zip(*each) for each in found))
+    return [list(each) for each in ids], [list(each) for each in signs]
 
 
 @pytest.mark.parametrize("orders", [(2, 3, 4, 5, 6), (2,), (5, 2), (32, 3)])
@@ -343,7 +327,7 @@ def test_every_order_has_a_hash_and_signs_of_its_own():
     same = np.full(200, 7, dtype=np.uint16)  # one token again and again: n-grams of all orders look alike
     position = np.arange(200)
     ids, signs = ngram_rows(same, position, np.zeros(200, np.int64), orders, 2**31 - 1)
-    for at in (0, 1, 10, 199):  # at a document's start they are mostly padding
+    for at in (0, 1, 10, 199):  # at a document's start they have the same tokens
         assert len(set(ids[at].tolist())) == len(orders)
     assert (ids[40:] == ids[40]).all() and (signs[40:] == signs[40]).all()
     tokens = np.random.default_rng(3).integers(0, EOT, size=20_000).astype(np.uint16)
@@ -358,7 +342,7 @@ def test_every_order_has_a_hash_and_signs_of_its_own():
 def test_the_loaders_ngrams_read_whole_documents_and_no_others():
     """A piece of a document knows the tokens before it, whatever was laid in front of it."""
     shard = countable(6000)
-    config = loader_config(steps=5, document_cap=((0.0, 50),), ngram_orders=(2, 5, 17))
+    config = loader_config(steps=5, document_cap=((0.0, 50),), **{**NO_TABLE, "ngram_orders": (2, 5, 17)})
     starts = np.maximum.accumulate(np.where(shard == GPT2_EOT, np.arange(len(shard)), 0))
     for batch in load_all(config, [shard]):
         for micro_batch in batch.micro_batches:

@@ -176,7 +176,7 @@ def made_up(value, *key):
 
 def state_for(case, runtime):
     """(an optimizer, the made-up state that the same optimizer of a single process could have left)."""
-    alone, optimizer = (optimizer_of(each, SHAPES, ngram_orders=(2, 3), ngram_rows=101, **STATES[case])
+    alone, optimizer = (optimizer_of(each, SHAPES, ngram_rows=101, index_orders=(3, 4), index_bits=5, **STATES[case])
                         for each in (runtime.alone(), runtime))
     return optimizer, made_up(full_state(alone))
 
@@ -219,7 +219,9 @@ def trajectories(runtime, values):
     for rule, changes in TRAJECTORIES.items():
         config = train_gpt.Config(**{**values, **changes})
         trainer = Trainer(config, runtime)
-        loader, losses = train_gpt.TrainLoader(config, train_gpt.open_corpus(config)[0], runtime), []
+        (shards, indexed, _), index, losses = train_gpt.open_corpus(config), trainer.table.index, []
+        index.read(indexed, runtime)
+        loader = train_gpt.TrainLoader(config, shards, runtime, index=index)
         batch = loader.next()
         for step in range(config.steps):
             last = step + 1 == config.steps
@@ -238,10 +240,11 @@ def trajectories_of(world_size, values):
 
 
 @pytest.mark.parametrize("rule", TRAJECTORIES)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_twenty_steps_do_not_depend_on_the_world_size(world_size, rule, rich):
-    """Every schedule changes on the way. Of the soap rules single steps are compared, in test_shared_matrices.py."""
-    values = tuple({**rich, "micro_batches": ((0.0, 6),)}.items())
+    """Every schedule changes on the way, and the table has all kinds of rows. Of the soap rules single steps are
+    compared, in test_shared_matrices.py."""
+    values = tuple({**rich, "micro_batch_tokens": 128}.items())
     (alone, weights), = [result[rule] for result in trajectories_of(1, values)]
     results = [result[rule] for result in trajectories_of(world_size, values)]
     losses = [sum(parts) for parts in zip(*(losses for losses, _ in results))]

@@ -13,7 +13,7 @@ import torch
 
 import ranks
 import train_gpt
-from helpers import arguments, assert_bitwise, byte_documents, make_trainer, read, tiny_config
+from helpers import NO_TABLE, arguments, assert_bitwise, byte_documents, make_trainer, read, tiny_config
 from train_gpt import Runtime
 
 # ----- schedules
@@ -153,7 +153,7 @@ def test_the_final_lines_agree_with_the_result(events, rich_run, rich):
     assert float(final[6]) == pytest.approx(result["mfu_percent"], abs=0.051) and 0 < result["mfu_percent"] < 100
     validity = re.match(r"validity: causal:ok normalised:ok local:ok val_tokens:1024 val_sha256:([0-9a-f]{64})",
                         event_of("validity", events))
-    _, val = train_gpt.open_corpus(tiny_config(data=rich["data"]))
+    *_, val = train_gpt.open_corpus(tiny_config(data=rich["data"]))
     assert validity[1] == result["val_sha256"] == hashlib.sha256(val[:1025].tobytes()).hexdigest()
     assert result["validity"] == {"causal": True, "normalised": True, "local": True}
     assert (result["run"], result["track"], result["seed"], result["steps"]) == ("rich", "nano", 1, 20)
@@ -201,7 +201,7 @@ def test_the_validation_loss_is_the_mean_over_the_first_tokens(rich_run, rich):
     content = rich_run.checkpoint()
     trainer, step = train_gpt.Trainer(train_gpt.config_of_checkpoint(content), Runtime("cpu")), content["step"]
     train_gpt.restore(trainer, content)
-    _, val = train_gpt.open_corpus(trainer.config)
+    *_, val = train_gpt.open_corpus(trainer.config)
     total = 0.0
     for low in range(0, 1024, 256):
         total += trainer.score(step, val, low)[0].double().sum().item()
@@ -212,7 +212,7 @@ def test_the_logged_training_loss_is_that_of_the_global_batch(tiny, cli):
     """The first loss of a run, worked out without the training loop."""
     run = cli(**{**tiny, "run_id": "first", "steps": 2, "micro_batches": ((0.0, 4),)})
     trainer = make_trainer(random_weights=False, steps=2, micro_batches=((0.0, 4),))
-    shards, _ = train_gpt.open_corpus(dataclasses.replace(trainer.config, data=tiny["data"]))
+    shards, *_ = train_gpt.open_corpus(dataclasses.replace(trainer.config, data=tiny["data"]))
     loader = train_gpt.TrainLoader(trainer.config, shards, trainer.runtime)
     losses = [trainer.model(micro_batch, trainer.table.lookup(micro_batch, trainer.table.weight),
                             trainer.context(0, micro_batch))[1] for micro_batch in loader.next().micro_batches]
@@ -255,7 +255,7 @@ def test_a_step_takes_the_gradient_of_the_mean_loss():
 # ----- unusual but good runs
 
 @pytest.mark.parametrize("changes", [
-    {"ngram_orders": ()},
+    NO_TABLE,
     {"value_embedding_layers": ()},
     {"num_layers": 1, "long_layers": (), "value_embedding_layers": ()},
     {"steps": 1, "seed": 2**63 - 1},
@@ -324,13 +324,14 @@ def test_steps_and_their_data_are_timed_and_nothing_else(tiny, cli, monkeypatch)
     spend(train_gpt.Trainer, "step", 1.0, True)
     spend(train_gpt.TrainLoader, "_open_shard", 0.25, True)
     spend(train_gpt.TrainLoader, "next", 10.0, True)
+    spend(train_gpt.TextIndex, "read", 0.5, True)
     for place, name in ((train_gpt.Trainer, "evaluate"), (train_gpt, "save_checkpoint"), (train_gpt, "warm_up"),
                         (train_gpt, "validation_hash"), (train_gpt, "open_corpus")):
         spend(place, name, 1000.0, False)
     run = cli(**{**tiny, "run_id": "slow", "val_every": 1, "save_every": 1})
-    assert run.code == 0 and now[0] == 12_000 + 2 + 44.25  # two steps were of the warm-up, an evaluation of a gate
-    assert timed[0] == 44.25 and run.result["train_time_ms"] == 44_250
-    assert [event["train_time"] for event in run.metrics if "val_loss" in event] == [21_250, 32_250, 43_250, 44_250]
+    assert run.code == 0 and now[0] == 12_000 + 2 + 44.75  # two steps were of the warm-up, an evaluation of a gate
+    assert timed[0] == 44.75 and run.result["train_time_ms"] == 44_750
+    assert [event["train_time"] for event in run.metrics if "val_loss" in event] == [21_750, 32_750, 43_750, 44_750]
 
 
 # ----- warm-up
@@ -348,10 +349,14 @@ PHASES = dict(windows=((0.0, (32, 64)), (0.5, (64, 128))), mtp_weights=((0.0, (1
 
 @pytest.mark.parametrize("changes", [
     {}, {"dtype": "bfloat16", "ngram_comms": "sharded"}, {"matrix_update": "soap"},
-    {"ngram_comms": "sharded", "ngram_host": True}, {"ngram_orders": ()}], ids=str)
+    {"ngram_comms": "sharded", "ngram_host": True}, NO_TABLE], ids=str)
 def test_warm_up_leaves_no_trace(changes, corpus):
-    config = dict(steps=8, adam_every=2, ngram_decay=0.5, **PHASES, **changes)
+    config = {"steps": 8, "adam_every": 2, "ngram_decay": 0.5, "index_orders": (4,), "data": str(corpus), **PHASES,
+              **changes}
     warm, cold = (make_trainer(random_weights=False, **config) for _ in range(2))
+    shards, indexed, _ = train_gpt.open_corpus(warm.config)
+    for trainer in (warm, cold):
+        trainer.table.index.read(indexed, trainer.runtime)
     before = whole_state(warm)
     step, stepped = warm.step, []
 
@@ -365,8 +370,7 @@ def test_warm_up_leaves_no_trace(changes, corpus):
     assert set(stepped) == {train_gpt.phase_at(warm.config, number) for number in range(8)}  # all were run
     assert_bitwise(whole_state(warm), before)
     # Nor does it show later: the next steps are bitwise those of a trainer that was never warmed up.
-    shards, _ = train_gpt.open_corpus(dataclasses.replace(warm.config, data=str(corpus)))
-    loader = train_gpt.TrainLoader(warm.config, shards, warm.runtime)
+    loader = train_gpt.TrainLoader(warm.config, shards, warm.runtime, index=warm.table.index)
     for number in range(4):
         batch = loader.next()
         warm.step(number, batch), cold.step(number, batch)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import train_gpt
 from benchmarks.common import reference_attention
-from helpers import EOT, assert_bitwise, byte_documents, make_trainer, read, tiny_config
+from helpers import EOT, NO_TABLE, assert_bitwise, byte_documents, make_trainer, read, tiny_config
 from train_gpt import GPT, rotary_tables, rotate
 
 CPU = torch.device("cpu")
@@ -194,8 +194,8 @@ def slow_forward(trainer, tokens, windows, long_windows, tied):
     length, heads, dim = config.micro_batch_tokens, config.model_dim // config.head_dim, config.head_dim
     inputs = np.asarray(tokens[:length])
     document = [max(j for j in range(i + 1) if j == 0 or inputs[j] == EOT) for i in range(length)]
-    rows, signs = train_gpt.ngram_rows(inputs, np.arange(length), np.array(document), config.ngram_orders,
-                                       config.ngram_rows)
+    place = train_gpt.Placement(inputs, np.arange(length), np.array(document), None)
+    rows, signs = train_gpt.table_rows(place, config, trainer.table.index)
     ngram = np.zeros((length, config.model_dim))
     for i in range(length):
         for row, sign in zip(rows[i], signs[i]):
@@ -395,7 +395,7 @@ VARIANTS = {
     "bfloat16": {"dtype": "bfloat16"},
     "short windows": {"windows": ((0.0, (16, 32)),)},
     "one layer": {"num_layers": 1, "long_layers": (0,), "windows": ((0.0, (64, 256)),)},
-    "no n-grams": {"ngram_orders": ()},
+    "no table": NO_TABLE,
     "rows that are pulled": {"ngram_comms": "sharded", "ngram_host": True},
     "tied": {"untie_at": 1.0},
 }
@@ -434,7 +434,7 @@ def test_documents_of_a_micro_batch_are_independent(variant):
 
 
 def test_windows_bound_what_is_seen():
-    trainer = make_trainer(windows=((0.0, (32, 64)),), ngram_orders=())
+    trainer = make_trainer(windows=((0.0, (32, 64)),), **NO_TABLE)
     tokens = np.random.default_rng(0).integers(0, EOT, size=257)
     changed = tokens.copy()
     changed[50] = (changed[50] + 1) % EOT

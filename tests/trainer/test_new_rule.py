@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import ROOT
+from helpers import NO_TABLE, ROOT
 from optimizer_cases import MICRO_BATCHES, Weights, accumulate, gradient, optimizer_of, state_of
 from ranks import on_ranks
 from train_gpt import RULES, Runtime, join_mantissa, momentum_at
@@ -88,5 +88,5 @@ def test_sgd_is_torchs_sgd_on_any_number_of_ranks(world_size, case):
 
 
 def test_sgd_trains_a_model(cli, tiny):
-    run = cli(**{**tiny, "run_id": "sgd", "matrix_update": "sgd", "matrix_lr": 0.1, "steps": 12, "ngram_orders": ()})
+    run = cli(**{**tiny, "run_id": "sgd", "matrix_update": "sgd", "matrix_lr": 0.1, "steps": 12, **NO_TABLE})
     assert run.code == 0 and run.train_losses[12] < run.train_losses[1] - 0.3

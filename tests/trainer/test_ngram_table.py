@@ -13,7 +13,7 @@ import ngram_cases
 import ranks
 import sabotage
 import train_gpt
-from helpers import assert_bitwise, byte_documents, make_trainer, read, tiny_config
+from helpers import NO_TABLE, assert_bitwise, byte_documents, make_trainer, read, tiny_config
 from ngram_cases import (ALL, CASES, COMMON, FAILING, ORDERS, RESUMED, RUNS, VARIANTS, WORLD_SIZES, draw,
                          owner_bounds)
 from train_gpt import NgramTable, Runtime, group_equal, sum_groups
@@ -237,7 +237,7 @@ def test_warm_up_puts_a_table_back_that_folds_on_the_way(world_size, comms):
 # ----- a table that does not learn
 
 def test_without_ngrams_the_table_is_empty_and_frozen():
-    trainer = make_trainer(ngram_orders=())
+    trainer = make_trainer(**NO_TABLE)
     table = trainer.table
     assert table.size() == 0 and table.weight.shape == (0, 32) and table.frozen and not table.due(3)
     assert read(trainer, byte_documents(300))[1] is None
@@ -384,7 +384,7 @@ def test_a_trained_table_is_used_by_one_process(comms, run_of):
     trainer = train_gpt.Trainer(train_gpt.config_of_checkpoint(content), Runtime("cpu"))
     assert trainer.config.ngram_comms == comms
     train_gpt.restore(trainer, content)
-    _, val = train_gpt.open_corpus(trainer.config)
+    *_, val = train_gpt.open_corpus(trainer.config)
     assert trainer.evaluate(content["step"], val) == pytest.approx(run.result["val_loss"], abs=1e-6)
 
 
@@ -397,7 +397,9 @@ def test_the_ledger_of_a_run_is_logged(run_of, corpus):
     assert words == {key: f"{size:.0f}({result['sent_messages_per_step'][key]:g})"
                      for key, size in result["sent_bytes_per_step"].items()}
     config = tiny_config(**{**COMMON, "data": str(corpus)})
-    loader = train_gpt.TrainLoader(config, train_gpt.open_corpus(config)[0], Runtime("cpu"))
+    (shards, indexed, _), index = train_gpt.open_corpus(config), train_gpt.TextIndex(config)
+    index.read(indexed, Runtime("cpu"))
+    loader = train_gpt.TrainLoader(config, shards, Runtime("cpu"), index=index)
     batches = [loader.next() for _ in range(config.steps)]
     loader.close()
     foreign = 0, 0
@@ -446,7 +448,7 @@ def test_a_diverged_run_ends_while_loaders_talk_to_each_other(comms, run_of):
 @pytest.mark.parametrize("comms", ["replicated", "sharded"])
 @pytest.mark.parametrize("when", ["always", "in the loader"])
 def test_a_hash_that_leaves_the_table_is_refused(when, comms, tiny, cli, monkeypatch):
-    honest = train_gpt.ngram_rows
+    honest = train_gpt.table_rows
 
     def wrong(*words):
         rows, signs = honest(*words)
@@ -454,7 +456,7 @@ def test_a_hash_that_leaves_the_table_is_refused(when, comms, tiny, cli, monkeyp
             rows[7, 1] = 1000
         return rows, signs
 
-    monkeypatch.setattr(train_gpt, "ngram_rows", wrong)
+    monkeypatch.setattr(train_gpt, "table_rows", wrong)
     run = cli(**{**tiny, "run_id": "wrong", "ngram_comms": comms})
     assert run.code == 2
     assert re.match(r"status:error n-gram rows \d+ to 1000: .*0 to 999.*--ngram-rows", run.lines[-1])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import train_gpt
-from helpers import assert_bitwise, make_trainer, ranks, tiny_config
+from helpers import NO_TABLE, assert_bitwise, make_trainer, ranks, tiny_config
 from optimizer_cases import batch_of, draw, hyper, normal, state_of
 from train_gpt import (GPT, RULES, ConfigError, NgramTable, Optimizer, Rule, Runtime, adagrad_rows_update, adam_update,
                        join_mantissa, muon_update, polar_express, split_mantissa, untie_step)
@@ -252,7 +252,7 @@ def test_adagrad_takes_no_rows_and_rows_without_gradient():
 
 # ----- the rule table
 
-CONFIGS = {"tiny": {}, "no n-grams": {"ngram_orders": ()}, "untied later": {"untie_at": 0.5},
+CONFIGS = {"tiny": {}, "no table": NO_TABLE, "untied later": {"untie_at": 0.5},
            "no value embeddings": {"value_embedding_layers": ()},
            "one layer": {"num_layers": 1, "long_layers": ()}}
 
@@ -287,7 +287,7 @@ def test_an_unknown_rule_of_the_matrices_is_refused():
 
 
 def test_every_parameter_moves_at_its_own_rate():
-    trainer = make_trainer(random_weights=False, ngram_orders=(), value_embedding_layers=(0, 1))
+    trainer = make_trainer(random_weights=False, **NO_TABLE, value_embedding_layers=(0, 1))
     layouts = trainer.optimizer.layouts
     before = {name: layout.param.detach().clone() for name, layout in layouts.items()}
     trainer.optimizer.accumulate({name: torch.ones_like(layout.param) for name, layout in layouts.items()})
@@ -315,7 +315,7 @@ def test_gradients_of_micro_batches_add_up():
 
 def adam_only(steps, every, grads, names=("embed", "smear_scale")):
     """Values of `names` after each of `steps` steps on per-step gradients {name: [tensor, ...]}."""
-    optimizer = optimizer_of(tiny_config(steps=steps, adam_every=every, cooldown=0.0, ngram_orders=()))
+    optimizer = optimizer_of(tiny_config(steps=steps, adam_every=every, cooldown=0.0, **NO_TABLE))
     history = []
     for step in range(steps):
         optimizer.accumulate({name: grads[name][step] for name in names})
@@ -344,7 +344,7 @@ def test_the_last_step_takes_the_mean_of_what_is_left():
 
 
 def test_muon_does_not_wait_for_adam():
-    optimizer = optimizer_of(tiny_config(steps=6, adam_every=3, ngram_orders=()))
+    optimizer = optimizer_of(tiny_config(steps=6, adam_every=3, **NO_TABLE))
     layout = optimizer.layouts["mlp"]
     for step in range(3):
         before = layout.param.detach().clone()
@@ -373,7 +373,7 @@ def test_untying_begins_a_cycle_of_adam():
 def test_untying_inside_a_cycle_is_torchs_adam_on_one_table_then_on_two(dtype):
     """Every third step; four steps in, the head is to be untied, so that it is at six. The reference knows a table, and
     from then on its copy with the table's moments. Both see means of whole cycles."""
-    config = tiny_config(steps=12, adam_every=3, untie_at=4 / 12, ngram_orders=(), dtype=dtype)
+    config = tiny_config(steps=12, adam_every=3, untie_at=4 / 12, **NO_TABLE, dtype=dtype)
     model = GPT(config, "sdpa")
     optimizer = optimizer_of(config, model)
     assert torch.equal(model.embed, model.head)
@@ -410,7 +410,7 @@ def test_untying_inside_a_cycle_is_torchs_adam_on_one_table_then_on_two(dtype):
 def test_untying_inside_a_cycle_is_untying_at_its_end():
     """A whole model: what the fraction says inside a cycle makes no difference to any weight, unlike the next cycle."""
     def weights(untie_at):
-        trainer = make_trainer(random_weights=False, steps=8, adam_every=2, untie_at=untie_at, ngram_orders=())
+        trainer = make_trainer(random_weights=False, steps=8, adam_every=2, untie_at=untie_at, **NO_TABLE)
         for step in range(8):
             trainer.step(step, batch_of(trainer, np.arange(300) % 37))
         return {name: param.detach() for name, param in trainer.model.named_parameters()}
@@ -420,7 +420,7 @@ def test_untying_inside_a_cycle_is_untying_at_its_end():
 
 
 def test_the_trainer_unties_ahead_of_the_steps_gradients():
-    trainer = make_trainer(random_weights=False, steps=8, untie_at=0.5, ngram_orders=())
+    trainer = make_trainer(random_weights=False, steps=8, untie_at=0.5, **NO_TABLE)
     embed, head = trainer.model.embed, trainer.model.head
     waiting, start = trainer.optimizer.layouts["embed"].grad, embed.detach().clone()
     for step in range(5):
@@ -432,7 +432,7 @@ def test_the_trainer_unties_ahead_of_the_steps_gradients():
 
 def test_a_tied_embedding_keeps_still():
     """Its weights and its moments, here such that a step would show, wait for the head's."""
-    optimizer = optimizer_of(tiny_config(steps=8, untie_at=0.5, ngram_orders=()))
+    optimizer = optimizer_of(tiny_config(steps=8, untie_at=0.5, **NO_TABLE))
     embed, head = (optimizer.layouts[name].param.detach() for name in ("embed", "head"))
     state = state_of(optimizer)["embed"]
     for value in state.values():

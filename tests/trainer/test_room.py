@@ -8,7 +8,7 @@ import torch
 
 import ranks
 import train_gpt
-from helpers import refusal, tiny_config
+from helpers import NO_TABLE, refusal, tiny_config
 from train_gpt import GPT, ConfigError, NgramTable, Optimizer, Runtime, check_room, state_bytes
 
 
@@ -39,7 +39,7 @@ def storages(thing, found):
 
 
 LAYOUTS = [{}, {"dtype": "bfloat16"}, {"ngram_comms": "sharded"}, {"ngram_comms": "sharded", "ngram_host": True},
-           {"ngram_orders": ()}, {"num_layers": 3, "model_dim": 48, "dtype": "bfloat16"},
+           NO_TABLE, {"num_layers": 3, "model_dim": 48, "dtype": "bfloat16"},
            *({"matrix_update": rule, "one_sided_above": 40} for rule in train_gpt.MATRIX_RULES)]
 
 

@@ -34,7 +34,7 @@ def test_eval_of_a_checkpoint_on_the_way(rich_run, use):
 
 def test_eval_on_another_corpus_wants_validation_tokens_alone(rich_run, path, use, tmp_path):
     """A whole run would need more training tokens than this corpus has."""
-    corpus = make_corpus(tmp_path / "small", train_tokens=8_000)
+    corpus = make_corpus(tmp_path / "small", train_tokens=4_000, shards=1)
     run = use("--checkpoint", path, "--eval", "--data", corpus)
     assert run.code == 0 and run.stdout.startswith(f"eval val_loss:{rich_run.result['val_loss']:.5f} "), run.stdout
 

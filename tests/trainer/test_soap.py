@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
-from helpers import assert_bitwise, make_trainer, tiny_config
+from helpers import NO_TABLE, assert_bitwise, make_trainer, tiny_config
 from optimizer_cases import batch_of, full_state, hyper, load, normal, state_of
 from train_gpt import (FACTOR_BETA, GPT, KL_FLOOR, MATRIX_RULES, ConfigError, NgramTable, Optimizer, Runtime, Side,
                        eigenbasis_step, polar_express, refresh_eigenbases, refresh_method, sides_of, soap_muon_update,
@@ -453,7 +453,7 @@ def test_bad_gradients_spoil_no_other_matrix(rows, columns, kind):
 # ----- in the optimizer
 
 def optimizer_of(kind, **changes):
-    config, runtime = tiny_config(**{"matrix_update": kind, "basis_every": 2, "steps": 40, "ngram_orders": (),
+    config, runtime = tiny_config(**{"matrix_update": kind, "basis_every": 2, "steps": 40, **NO_TABLE,
                                      **changes}), Runtime("cpu")
     return Optimizer(config, GPT(config, "sdpa"), NgramTable(config, runtime), runtime)
 
@@ -580,7 +580,7 @@ def test_zero_gradients_leave_everything_finite(kind):
 @pytest.mark.parametrize("kind", MATRIX_RULES)
 def test_every_rule_learns(kind):
     """A whole model on one batch it can remember: real, ill-conditioned gradients. Rejects stay at zero."""
-    trainer = make_trainer(random_weights=False, matrix_update=kind, steps=60, basis_every=2, ngram_orders=())
+    trainer = make_trainer(random_weights=False, matrix_update=kind, steps=60, basis_every=2, **NO_TABLE)
     batch = batch_of(trainer, np.arange(300) % 37)
     losses = [trainer.step(step, batch)[0].item() / 256 for step in range(30)]
     assert losses[-1] < 0.5 * losses[0]

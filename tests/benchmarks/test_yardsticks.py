@@ -1,0 +1,162 @@
+"""The yardsticks: that compressors are charged for each document on its own, token by token as the track counts."""
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+REASON = "requirements.txt has it, and only benchmarks/yardsticks.py needs it"
+pyppmd = pytest.importorskip("pyppmd", reason=f"no pyppmd: {REASON}")
+pytest.importorskip("zstandard", reason=f"no zstandard: {REASON}")
+
+import train_gpt  # noqa: E402
+from benchmarks import common, yardsticks  # noqa: E402
+from records.log import Point  # noqa: E402
+
+TEXT = b"\0" + b"\0".join(document.astype(np.uint8).tobytes() for document in common.python_documents(60_000))
+NOISE = np.random.default_rng(0).integers(1, 256, size=3000).astype(np.uint8).tobytes()
+DOCUMENTS = [TEXT[20_000:23_000] + b"\0", b"x = 1\n\0", b"\0", b"def new(argument):\n    return argument ** 2\n" * 9,
+             NOISE]
+SETTINGS = {"PPMd H": yardsticks.ppmd("H", 16, 64), "PPMd I": yardsticks.ppmd("I", 16, 64),
+            "xz": yardsticks.xz(len(TEXT)), "zstd": yardsticks.zstd(19, len(TEXT))}
+
+
+@pytest.fixture(params=SETTINGS)
+def setting(request):
+    return SETTINGS[request.param]
+
+
+@pytest.fixture
+def stream(setting):
+    """A stream that has read the training text."""
+    stream = setting.start()
+    yardsticks.read(stream, TEXT)
+    return stream
+
+
+def output(setting, *texts):
+    """The whole output for the texts one after the other, in this process."""
+    stream = setting.start()
+    parts = [stream.compress(text[low:low + yardsticks.PIECE]) for text in texts
+             for low in range(0, len(text), yardsticks.PIECE)]
+    return b"".join([*parts, stream.flush()])
+
+
+# ----- documents
+
+def test_size_in_a_fork_is_that_of_text_and_document_less_that_of_the_text(setting, stream):
+    alone = len(output(setting, TEXT, b"\0"))
+    expected = [len(output(setting, TEXT, b"\0", document)) - alone for document in DOCUMENTS]
+    assert yardsticks.document_sizes(stream, DOCUMENTS) == expected
+
+
+def test_documents_do_not_help_one_another(stream):
+    sizes = yardsticks.document_sizes(stream, DOCUMENTS)
+    assert yardsticks.document_sizes(stream, DOCUMENTS[::-1]) == sizes[::-1]
+    assert yardsticks.document_sizes(stream, [NOISE, NOISE]) == [sizes[-1]] * 2
+
+
+def test_a_document_that_repeats_training_text_costs_far_less_than_noise(stream):
+    repeated, *_, noise = yardsticks.document_sizes(stream, DOCUMENTS)
+    assert repeated < 0.05 * len(DOCUMENTS[0]) and noise > 0.99 * len(NOISE)
+
+
+def test_what_is_counted_for_ppmd_can_be_decoded():
+    """pyppmd drops bytes of one call's output beyond 32 KiB: the text is noise, whose output is longer than that."""
+    text = np.random.default_rng(1).integers(1, 256, size=80_000).astype(np.uint8).tobytes()
+    content = output(SETTINGS["PPMd H"], text)
+    assert len(content) > 2 * 32 * 1024
+    assert pyppmd.Ppmd7Decoder(16, 64 << 20).decode(content, len(text)) == text
+
+
+def test_a_failing_copy_is_an_error(capfd):
+    with pytest.raises(ChildProcessError, match="memory"):
+        yardsticks.in_a_fork(lambda: 1 // 0)
+
+
+# ----- tokens
+
+def test_every_scored_token_is_one_byte():
+    tokens = np.array([256, 97, 98, 256, 256, 99, 256], dtype=np.uint16)
+    text = yardsticks.text_of(tokens, 256)
+    assert text == b"\0ab\0\0c\0"
+    assert yardsticks.documents_of(text) == [b"ab\0", b"\0", b"c\0"]
+    assert yardsticks.documents_of(text[:-1]) == [b"ab\0", b"\0", b"c"]  # validation ends within a document
+    with pytest.raises(train_gpt.ConfigError, match="zero byte"):
+        yardsticks.text_of(np.array([256, 0], dtype=np.uint16), 256)
+
+
+def test_held_out_text_begins_a_document_and_is_not_read():
+    train, held_out = yardsticks.hold_out(TEXT, 5000)
+    assert train + held_out == TEXT and held_out[:1] == b"\0" and len(held_out) > 5000
+    assert 0 not in held_out[1:-5000]  # no later document would do
+
+
+def test_nats_by_hand():
+    assert yardsticks.nats_per_token([600, 400], [bytes(7000), bytes(1000)]) == pytest.approx(math.log(2))  # 1 bit
+    assert yardsticks.nats_per_token([1], [bytes(2)]) == pytest.approx(4 * 0.69314718)
+
+
+def test_amounts_double_and_hold_the_tracks_own():
+    assert yardsticks.amounts_of(3_000_000, 1_300_000) == [500_000, 1_000_000, 1_300_000, 2_000_000, 3_000_000]
+    assert yardsticks.amounts_of(400, 1000) == [400]
+
+
+def test_more_training_text_helps_and_scoring_leaves_no_trace():
+    setting = SETTINGS["PPMd H"]
+    document = [TEXT[-2000:]]
+    points = yardsticks.measure(setting, TEXT, [10_000, 30_000, len(TEXT)], document)
+    assert [point["tokens"] for point in points] == [10_000, 30_000, len(TEXT)]
+    assert points[0]["loss"] > points[1]["loss"] > 10 * points[2]["loss"]
+    alone, = yardsticks.measure(setting, TEXT, [len(TEXT)], document)
+    assert alone["loss"] == points[2]["loss"]
+
+
+def test_the_setting_of_the_lowest_loss_is_chosen():
+    arms = {"PPMd": [yardsticks.ppmd("H", order, 64) for order in (2, 12)], "xz": [SETTINGS["xz"]]}
+    chosen, tried = yardsticks.choose(arms, TEXT, 2000)
+    assert chosen == {"PPMd": arms["PPMd"][1], "xz": arms["xz"][0]}
+    assert [trial["setting"] for trial in tried] == [setting.words for arm in arms.values() for setting in arm]
+    assert tried[1]["loss"] < tried[0]["loss"]
+
+
+# ----- results
+
+def test_curves_are_means_over_seeds(tmp_path):
+    def result(arm, *points):
+        return {"arm": arm, "points": [{"seconds": s, "loss": loss} for s, loss in points]}
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"results": [result("a", (0, 5), (1, 3)), result("b", (2, 2)),
+                                            result("a", (0, 5), (3, 4))]}))
+    assert yardsticks.arm_curves(path) == {"a": [(2, 3.5)], "b": [(2, 2)]}
+
+
+def test_curves_of_records(monkeypatch):
+    runs = [SimpleNamespace(curves={"val": [Point(9, loss, time)]}) for loss, time in ((0.5, 1000), (0.7, 3000))]
+    record = SimpleNamespace(name="2026-01-01_Some-record", runs=runs)
+    monkeypatch.setattr(yardsticks.Repository, "of_trainer", lambda: SimpleNamespace(records={"nano": [record]}))
+    (name, ((seconds, loss),)), = yardsticks.record_curves().items()
+    assert (name, seconds, loss) == ("Some-record", 2.0, pytest.approx(0.6))
+
+
+def test_yardsticks_leave_their_results(tmp_path, capsys):
+    assert yardsticks.main(["--tiny", "--repeats", "1", "--results", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("ppmd_loss:")
+    data, text = (json.loads((tmp_path / "yardsticks.json").read_text()), (tmp_path / "yardsticks.md").read_text())
+    assert {result["arm"] for result in data["results"]} == set(yardsticks.candidates(1))
+    for result in data["results"]:
+        assert result["points"][-1]["tokens"] == data["settings"]["train_tokens"]
+        assert 0 < result["points"][-1]["loss"] < result["points"][0]["loss"]
+        assert f"| {result['arm']} | {result['setting']} |" in text
+    curve = yardsticks.arm_curves(tmp_path / "yardsticks.json")["PPMd"]
+    assert len(curve) == len(data["results"][0]["points"])
+    picture = tmp_path / "yardsticks.png"
+    assert picture.stat().st_size > 10_000
+    picture.unlink()
+    assert yardsticks.main(["--draw", "--results", str(tmp_path)]) == 0 and picture.is_file()
+
+
+def test_without_a_corpus_it_ends_in_one_line(tmp_path, capsys):
+    assert yardsticks.main(["--data", str(tmp_path), "--results", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
