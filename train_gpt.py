@@ -85,11 +85,9 @@ class Config:
     micro_batches: tuple = schedule(4, "micro-batches of a step, which ranks share out", *counts)
     document_cap: tuple = schedule(512, "longest piece of a document that attention sees at once", *counts)
     # --- model
-    model_dim: int = knob(128, "width of the residual stream", lambda dim: dim >= GATE_DIM,
-                          f"gates read {GATE_DIM} channels: at least as many")
+    model_dim: int = knob(128, "width of the residual stream", lambda dim: dim >= GATE_DIM, f"at least {GATE_DIM}")
     num_layers: int = knob(4, "transformer blocks", *positive)
-    head_dim: int = knob(64, "width of an attention head; model_dim / head_dim heads",
-                         lambda dim: dim > 0 and dim % 4 == 0, "must be a positive multiple of 4")
+    head_dim: int = knob(64, "width of an attention head", lambda dim: dim > 0 and dim % 4 == 0, "a multiple of 4")
     mlp_dim: int = knob(512, "hidden width of the ReLU^2 MLP", *positive)
     windows: tuple = schedule(
         (64, 128), "(short, long) attention windows in tokens", lambda pair: type(pair) is tuple and len(pair) == 2
@@ -97,18 +95,13 @@ class Config:
     long_layers: tuple = knob((3,), "layers that attend through the long window")
     value_embedding_layers: tuple = knob((0, 3), "layers whose values receive a gated token embedding")
     logit_cap: float = knob(15.0, "logits are squashed into (-cap, cap) by tanh", *positive)
-    ngram_orders: tuple = knob((2, 3, 4, 5, 6, 8, 12), "orders of the hashed n-gram embedding; () for none",
-                               *distinct_orders)
-    ngram_rows: int = knob(2**20, "rows of the table, shared by all orders of all three kinds",
-                           lambda rows: 0 < rows < 2**31, "row ids are int32: 1 to 2^31 - 1 rows")
-    copy_orders: tuple = knob((4, 6, 9, 14, 20, 32), "orders at which the document's past is searched for a guess at "
-                              "the next token; () for none", *distinct_orders)
+    ngram_orders: tuple = knob((2, 3, 4), "orders of hashed n-grams; () for none", *distinct_orders)
+    ngram_rows: int = knob(2**20, "rows of the table, for all columns", lambda rows: 0 < rows < 2**31, "int32 numbers")
+    copy_orders: tuple = knob((4, 8, 16, 32), "orders of copies from the document; () for none", *distinct_orders)
     copy_reach: int = knob(65536, "tokens that copies look back", *not_negative)
-    index_orders: tuple = knob((8, 12, 16, 20, 24), "orders at which an index of training text is asked for a guess; () "
-                               "for none", *distinct_orders)
-    index_bits: int = knob(24, "slots of the index for each order, as a power of two", lambda bits: 0 < bits < 32, "1 to 31")
-    index_share: float = knob(0.85, "share of the first training shard that the index reads, and training leaves",
-                              lambda share: 0 <= share < 1, "at least 0, below 1")
+    index_orders: tuple = knob((5, 7, 10, 14, 20), "orders of the index of training text; () for none", *distinct_orders)
+    index_bits: int = knob(24, "slots of the index for an order: 2 to this", lambda bits: 0 < bits < 32, "1 to 31")
+    index_share: float = knob(0.85, "share of the first training shard that is indexed, not trained on", *fraction)
     # --- optimizer; see RULES for what applies to which parameter
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of MATRIX_RULES")
     matrix_lr: float = knob(0.015, "rate of hidden matrices; a step's RMS is this / sqrt(columns) at most", *positive)
@@ -182,7 +175,7 @@ class Config:
         return EOT_TOKEN[self.tokenizer]
     @property
     def columns(self):
-        """Rows of the table that a token reads: one for each order of n-grams, copies and the index."""
+        """How many rows of the table a token reads."""
         return len(self.ngram_orders + self.copy_orders + self.index_orders)
     @property
     def horizon(self):
@@ -203,6 +196,7 @@ TRACKS = {
         document_cap=((0.0, 896), (1 / 3, 2048)), model_dim=768, num_layers=12, head_dim=128, mlp_dim=3072,
         windows=((0.0, (128, 384)), (1 / 3, (256, 640)), (2 / 3, (384, 896))), long_layers=(3, 7, 11),
         value_embedding_layers=(1, 2, 10, 11), ngram_orders=(2, 3), ngram_rows=5 * 50304, ngram_comms="sharded",
+        copy_orders=(2, 3, 5, 8), copy_reach=2048, index_orders=(),
         matrix_lr=0.023, matrix_decay=1.2, one_sided_above=1024, adam_lr=0.008, adam_every=2, ngram_lr=0.05,
         ngram_decay=0.0, mtp_weights=((0.0, (1.0, 0.5, 0.25)), (1 / 3, (1.0, 0.5)), (2 / 3, (1.0,))),
         cooldown=0.55, final_lr=0.1, untie_at=2 / 3,
