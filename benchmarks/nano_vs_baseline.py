@@ -2,10 +2,11 @@
 
     python benchmarks/nano_vs_baseline.py [--seconds 180] [--seeds 1] [--steps N]
 
-Four arms train on the same corpus and are scored on the same validation tokens, in one process:
-    baseline              the GPT below: learned positions, LayerNorm, biases, GELU, AdamW with warm-up and cosine,
-                          float32, random windows of 256 tokens; as many matrix parameters
+Five arms train on the same corpus and are scored on the same validation tokens, in one process:
+    baseline              the GPT below: four layers, learned positions, LayerNorm, biases, GELU, AdamW with warm-up and
+                          cosine, float32, random windows of 256 tokens
     baseline + n-grams    the same, given the track's table with its n-grams alone: orders, rows, hash, row-wise Adagrad
+    baseline + copies     the same, given the n-grams and the copies
     nano                  the track as it stands; its index reads text that the others may train on, on the arm's clock
     nano, no table        the track without n-grams, copies and index
 All are compiled. They take turns, a slice of training time each, so that a busy machine slows all alike. The length of
@@ -37,8 +38,10 @@ import train_gpt  # noqa: E402
 from benchmarks import common  # noqa: E402
 
 NAME = "nano_vs_baseline"
-ARMS = ("baseline", "baseline + n-grams", "nano", "nano, no table")
-SHORT_NAMES = ("plain GPT", "plain GPT + n-grams", "nano", "nano without the table")  # of README.md's table
+ARMS = ("baseline", "baseline + n-grams", "baseline + copies", "nano", "nano, no table")
+SHORT_NAMES = ("plain GPT", "plain GPT + n-grams", "plain GPT + n-grams and copies", "nano",
+               "nano without the table")  # of README.md's table
+BASELINE_LAYERS = 4        # the track has one, which its table makes up for
 BLOCK = 256                # tokens of a baseline's window
 SLICE_SECONDS = 10.0       # of training time before the next arm's turn
 POINTS = 12                # validation points of a curve
@@ -302,10 +305,12 @@ def calibrate(arms, seconds):
 def run_seed(config, seconds, runtime):
     """Train all arms with config.seed. Returns their results."""
     torch._dynamo.reset()  # the graphs of the last seed's models
-    plain, n_grams = (dataclasses.replace(config, **kinds) for kinds in (common.NO_TABLE, common.N_GRAMS_ALONE))
-    kinds = ((BaselineArm, plain), (BaselineArm, n_grams), (NanoArm, config), (NanoArm, plain))
+    plain, n_grams, copies = (dataclasses.replace(config, num_layers=BASELINE_LAYERS, **kinds)
+                              for kinds in (common.NO_TABLE, common.N_GRAMS_ALONE, {"index_orders": ()}))
+    kinds = ((BaselineArm, plain), (BaselineArm, n_grams), (BaselineArm, copies), (NanoArm, config),
+             (NanoArm, dataclasses.replace(config, **common.NO_TABLE)))
     arms = [kind(name, of_arm, runtime) for name, (kind, of_arm) in zip(ARMS, kinds)]
-    calibrate(arms[:2], seconds)
+    calibrate(arms[:3], seconds)
     try:
         while waiting := [arm for arm in arms if arm.done < arm.steps]:
             for arm in waiting:
@@ -374,17 +379,18 @@ def report(settings, results, pairs):
 
 Training times leave out compilation and validation. The baseline: learned positions, LayerNorm, biases, GELU, AdamW
 {BaselineArm.LEARNING_RATE} with warm-up and cosine, float32, {BaselineArm.WINDOWS} random windows of {BLOCK} tokens a
-step. With n-grams it has the track's table of n-grams and row-wise Adagrad as well. torch.compile for all arms:
+step. With n-grams it has the track's table of n-grams and row-wise Adagrad as well, with copies its copies too, but no
+index. torch.compile for all arms:
 {settings['compile']}. Final losses are over {settings['val_tokens']:,} validation tokens, those of the curve over at
 most {CURVE_TOKENS:,} of them."""
-    return text, (f"{short}\n\n{first['matrix_parameters']:,} matrix parameters in every arm, "
-                  f"{max(result['table_values'] for result in results):,} values in the table, "
+    return text, (f"{short}\n\nMatrix parameters: {results[0]['matrix_parameters']:,} of the plain GPT, "
+                  f"{first['matrix_parameters']:,} of nano. {max(result['table_values'] for result in results):,} values in the table, "
                   f"{settings['val_tokens']:,} validation tokens.")
 
 
 def plot(path, results, pairs):
     """Loss against training time, one line an arm and seed; dashes mark where the baselines end."""
-    colours = dict(zip(ARMS, ("tab:gray", "tab:brown", "tab:blue", "tab:cyan")))
+    colours = dict(zip(ARMS, ("tab:gray", "tab:brown", "tab:olive", "tab:blue", "tab:cyan")))
     labelled = set()
     with common.picture(path, figsize=(8, 5)) as axes:
         for result in results:
@@ -452,7 +458,7 @@ def main(argv=None):
             print(f"error: {error}", file=sys.stderr)
             return 2
     print((arguments.results / f"{NAME}.md").read_text())
-    ratios = [next(pair["ratio"] for pair in pairs if (pair["arm"], pair["target"]) == (ARMS[2], target))
+    ratios = [next(pair["ratio"] for pair in pairs if (pair["arm"], pair["target"]) == (ARMS[3], target))
               for target in ARMS[:2]]
     texts = ["not_reached" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
     print(f"speedup_vs_baseline:{texts[0]} speedup_vs_baseline_with_ngrams:{texts[1]}")
