@@ -14,7 +14,7 @@ usage() {
 ./run.sh TRACK --check               everything but the steps: device, data, memory, disk
 ./run.sh test [pytest arguments]     set up, then run the tests
 
-Tracks: nano (minutes on a laptop), fineweb (1 to 8 GPUs), continual (a trained nano model goes on to C++; needs
+Tracks: nano (a minute on a laptop), fineweb (1 to 8 GPUs), continual (a trained nano model goes on to C++; needs
 --init-from RUN). Without TRACK it is fineweb where CUDA and FineWeb shards are present, else nano. The last line of
 a run names the folder of its log and plot.
 The first call makes .venv, installs requirements.txt and builds the track's data.
@@ -155,6 +155,5 @@ if [ "$processes" -gt 1 ]; then
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # what torchrun would set, less its warning
     exec "$venv_python" -m torch.distributed.run --standalone --nproc_per_node="$processes" "$script" "$@"
 fi
-# On a CPU it is one process of one thread, beside the loader's: two ranks were not reliably faster on two
-# cores (records/NOTES.md), and would hold the n-gram table twice.
+# On a CPU it is one process, whose worker threads use every core: ranks would hold the n-gram table each.
 exec "$venv_python" "$script" "$@"
