@@ -70,12 +70,12 @@ def continuation(trainer, step, prompt, count, temperature, seed):
     config, generator = trainer.config, torch.Generator().manual_seed(seed)
     tokens = [config.eot_token, *prompt]
     for _ in range(count):
-        context = tokens[-config.micro_batch_tokens:]
-        padded = np.zeros(config.micro_batch_tokens + 1, dtype=np.uint16)  # what follows is never attended to
-        padded[:len(context)] = context
-        micro_batch, ngram = trainer.read(train_gpt.place_contiguous(padded, 0, config))
-        hidden = trainer.model.hidden(micro_batch, ngram, trainer.context(step, micro_batch))
-        logits = trainer.model.logits(hidden[len(context) - 1:len(context)])[0, :config.eot_token + 1].cpu()
+        low = max(0, len(tokens) - config.micro_batch_tokens)  # copies look back further
+        padded = np.zeros(low + config.micro_batch_tokens + 1, dtype=np.uint16)  # what follows is never attended to
+        padded[:len(tokens)] = tokens
+        micro_batch, ngram = trainer.read(train_gpt.place_contiguous(padded, low, config))
+        hidden = trainer.model.hidden(micro_batch, ngram, trainer.context(step, micro_batch))[len(tokens) - 1 - low]
+        logits = trainer.model.logits(hidden[None])[0, :config.eot_token + 1].cpu()
         token = logits.argmax().item()
         if temperature:
             token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator).item()

@@ -49,20 +49,23 @@ def greedy(checkpoint, prompt, count):
     train_gpt.restore(trainer, content)
     tokens = [EOT, *prompt]
     for _ in range(count):
-        filled = np.zeros(trainer.config.micro_batch_tokens + 1, dtype=np.uint16)
+        low = max(0, len(tokens) - trainer.config.micro_batch_tokens)
+        filled = np.zeros(low + trainer.config.micro_batch_tokens + 1, dtype=np.uint16)
         filled[:len(tokens)] = tokens
-        _, hidden = trainer.score(content["step"], filled, 0)
-        tokens.append(trainer.model.logits(hidden[len(tokens) - 1]).argmax().item())
+        _, hidden = trainer.score(content["step"], filled, low)
+        tokens.append(trainer.model.logits(hidden[len(tokens) - 1 - low]).argmax().item())
         if tokens[-1] == EOT:
             break
     return bytes(token for token in tokens if token != EOT).decode(errors="replace")
 
 
-@pytest.mark.parametrize("prompt", ["import os", "", "é"])
+@pytest.mark.parametrize("prompt", ["import os", "", "é", "WXYZ!" + bytes(range(32, 127)).decode() * 4 + "WXYZ"])
 def test_sample_continues_a_prompt(prompt, use, tmp_path):
-    """With random weights, so that every token of the context counts."""
+    """With random weights, so that every token of the context counts; the last prompt is longer than the context, and
+    what is copied at its end stands before that."""
     path = tmp_path / "random.pt"
-    train_gpt.save_checkpoint(path, train_gpt.checkpoint_content(make_trainer(), 2, None, 0.0))
+    trainer = make_trainer(copy_orders=(4,), copy_reach=1000)
+    train_gpt.save_checkpoint(path, train_gpt.checkpoint_content(trainer, 2, None, 0.0))
     run = use("--checkpoint", path, "--prompt", prompt, "--tokens", 8, "--temperature", 0)
     assert run.code == 0, run.stdout
     assert run.stdout == greedy(path, prompt.encode(), 8) + "\n"
