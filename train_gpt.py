@@ -1,6 +1,6 @@
 """Train a GPT to a target validation loss as fast as this machine allows, in one file.
 
-    python train_gpt.py --track nano                    one process: laptop CPU or one GPU
+    python train_gpt.py --track nano                    one process: every core of a CPU, or one GPU
     torchrun --nproc_per_node=8 train_gpt.py            one process per GPU (several nodes: see README)
     python train_gpt.py --help                          every configuration field, default and meaning
     python train_gpt.py --track nano --check            everything but the steps: would this run start?
@@ -9,7 +9,7 @@ Chapters, in reading order:
     1. Configuration, tracks and schedules   one frozen dataclass, each field beside its check
     2. Runtime and log                       ranks, device, collectives that count their bytes, the log
     3. Data                                  shards, micro-batches of whole documents, a loader that works ahead
-    4. N-gram table                          the way of a row id: hash, plan, pull, lookup, reduce, update, spread
+    4. N-gram table                          n-grams, copies, the index: from a token to its rows and back
     5. Model                                 attention back ends, the GPT
     6. Optimizer                             update rules, eigenbases, and the groups of parameters that they step
     7. Trainer and validity gates            forward and backward pass, a step, validation
@@ -17,8 +17,8 @@ Chapters, in reading order:
     9. Run                                   warm-up and its proof, the clock, the steps, the result
    10. Commands                              what the command line says
 
-A step's global batch is a fixed list of micro-batches. Rank r of W takes every W-th, so all world sizes see the same
-tokens, and under muon and adam they take the same step up to the order of floating-point sums.
+A step's global batch is a fixed list of micro-batches. Rank r of W takes every W-th, which on a CPU its threads share.
+All world sizes see the same tokens, and under muon and adam they take the same step up to the order of float sums.
 """
 import ast, collections, contextlib, copy, dataclasses, difflib, functools, hashlib, importlib.util, itertools, json
 import math, os, platform, re, shutil, signal, subprocess, sys, sysconfig, threading, time
@@ -53,8 +53,7 @@ def knob(default, help, good=lambda value: True, constraint="", schedule=False):
         "help": help, "good": good, "constraint": constraint, "schedule": schedule})
 
 def choice(*allowed, help):
-    return knob(allowed[0], f"{' | '.join(allowed)}: {help}", lambda value: value in allowed,
-                f"must be one of {', '.join(allowed)}")
+    return knob(allowed[0], f"{' | '.join(allowed)}: {help}", allowed.__contains__, f"one of {', '.join(allowed)}")
 
 def schedule(value, help, good_value, constraint):
     def good(pairs):
@@ -67,13 +66,11 @@ positive = (lambda value: 0 < value < math.inf, "must be positive")
 not_negative = (lambda value: 0 <= value < math.inf, "must not be negative; 0 switches it off")
 fraction = (lambda value: 0 <= value <= 1, "is a fraction, from 0 to 1")
 counts = (lambda value: type(value) is int and value > 0, "positive integers")
-distinct_orders = (lambda ns: all(type(n) is int and 1 < n < 33 for n in ns) and len({*ns}) == len(ns),
-                   "distinct orders from 2 to 32; () for none")
+orders = (lambda ns: all(type(n) is int and 1 < n < 33 for n in ns) and len({*ns}) == len(ns), "distinct, from 2 to 32")
 
 @dataclass(frozen=True)
 class Config:
-    """One run, resolved. A field that follows a schedule is a tuple of (fraction of the run, value) pairs;
-    a bare value on the command line stands for a constant schedule."""
+    """One run, resolved. Schedules are (fraction of the run, value) pairs; on the command line one value will do."""
     # --- data
     track: str = knob("nano", "name of the track these values belong to")
     data: str = knob("data/python", "corpus folder with *_train_*.bin, *_val_*.bin and manifest.json")
@@ -89,17 +86,16 @@ class Config:
     num_layers: int = knob(1, "transformer blocks", *positive)
     head_dim: int = knob(64, "width of an attention head", lambda dim: dim > 0 and dim % 4 == 0, "a multiple of 4")
     mlp_dim: int = knob(512, "hidden width of the ReLU^2 MLP", *positive)
-    windows: tuple = schedule(
-        (64, 128), "(short, long) attention windows in tokens", lambda pair: type(pair) is tuple and len(pair) == 2
-        and all(counts[0](window) for window in pair), "(short, long) pairs of positive integers")
+    windows: tuple = schedule((64, 128), "(short, long) attention windows in tokens", lambda pair: type(pair) is tuple
+                              and len(pair) == 2 and all(map(counts[0], pair)), "pairs of positive integers")
     long_layers: tuple = knob((0,), "layers that attend through the long window")
     value_embedding_layers: tuple = knob((0,), "layers whose values receive a gated token embedding")
     logit_cap: float = knob(15.0, "logits are squashed into (-cap, cap) by tanh", *positive)
-    ngram_orders: tuple = knob((2, 3, 4), "orders of hashed n-grams; () for none", *distinct_orders)
-    ngram_rows: int = knob(2**19, "rows of the table, for all columns", lambda rows: 0 < rows < 2**31, "int32 numbers")
-    copy_orders: tuple = knob((4, 8, 16, 32), "orders of copies from the document; () for none", *distinct_orders)
+    ngram_orders: tuple = knob((2, 3, 4), "orders of hashed n-grams; () for none", *orders)
+    ngram_rows: int = knob(2**19, "rows of the table, for all columns", lambda rows: 0 < rows < 2**31, "1 to 2^31 - 1")
+    copy_orders: tuple = knob((4, 8, 16, 32), "orders of copies from the document; () for none", *orders)
     copy_reach: int = knob(65536, "tokens that copies look back", *not_negative)
-    index_orders: tuple = knob((5, 6, 8, 11, 15, 22), "orders of the index of training text; () for none", *distinct_orders)
+    index_orders: tuple = knob((5, 6, 8, 11, 15, 22), "orders of the text index; () for none", *orders)
     index_bits: int = knob(24, "slots of the index for an order: 2 to this", lambda bits: 0 < bits < 32, "1 to 31")
     index_share: float = knob(0.85, "share of the first training shard that is indexed, not trained on", *fraction)
     # --- optimizer; see RULES for what applies to which parameter
@@ -119,9 +115,8 @@ class Config:
     ngram_host: bool = knob(False, "keep a sharded table in host memory instead of the device's")
     cooldown: float = knob(0.6, "last fraction of the run over which learning rates fall linearly", *fraction)
     final_lr: float = knob(0.02, "learning-rate multiplier at the end of the cooldown", *fraction)
-    mtp_weights: tuple = schedule(
-        (1.0,), "loss weights of the next, second-next, ... token", lambda weights: type(weights) is tuple
-        and weights[0] > 0 and min(weights) >= 0, "tuples of weights, the first above 0")
+    mtp_weights: tuple = schedule((1.0,), "loss weights of the next, second-next, ... token", lambda w: type(w) is tuple
+                                  and w[0] > 0 and min(w) >= 0, "tuples of weights, the first above 0")
     untie_at: float = knob(0.0, "fraction of the run at which head and embedding part; 0: never tied", *fraction)
     # --- evaluation and bookkeeping
     val_tokens: int = knob(1_048_576, "tokens of the validation split that are scored", *positive)
@@ -133,9 +128,8 @@ class Config:
     save_every: int = knob(0, "keep a checkpoint every so many steps; 0: only the final one", *not_negative)
     run_id: str = knob("", "name of the folder under logs/; empty: drawn from date and time")
     resume: str = knob("", "run id, or checkpoint file, to continue from")
-    run_of: str = knob("", "BATCH:COUNTER/RUNS:START, the run's place in a record",
-                       lambda text: re.fullmatch(r"(\d{1,9}:\d{1,9}/\d{1,9}:\d{1,9})?", text),
-                       "must read BATCH:COUNTER/RUNS:START, such as 1:3/8:1; let `python -m records run` set it")
+    run_of: str = knob("", "BATCH:COUNTER/RUNS:START, the run's place in a record", lambda text: re.fullmatch(
+        r"(\d{1,9}:\d{1,9}/\d{1,9}:\d{1,9})?", text), "must read like 1:3/8:1; let `python -m records run` set it")
     # --- machine
     seed: int = knob(-1, "seed of initialisation and data order; -1: drawn, and logged",
                      lambda seed: -1 <= seed < 2**63, "must be 0 to 2^63 - 1, or -1 to draw one")
@@ -146,30 +140,29 @@ class Config:
     workers: int = knob(0, "threads of a process that take micro-batches on a CPU; 0: one a core", *not_negative)
     def __post_init__(self):
         """Check each field alone, then those that depend on each other. Raises ConfigError."""
-        def refuse_unless(good, name, constraint):
+        def demand(good, name, constraint):
             refuse(not good, f"{name}={getattr(self, name)}: {constraint}")
         for field in dataclasses.fields(self):
             good = False
             with contextlib.suppress(TypeError, ValueError, IndexError):  # a tuple of the wrong things
                 good = field.metadata["good"](getattr(self, field.name))
-            refuse_unless(good, field.name, field.metadata["constraint"])
+            demand(good, field.name, field.metadata["constraint"])
         length = self.micro_batch_tokens
         blocks = [(window, min(window, ATTENTION_BLOCK)) for _, pair in self.windows for window in pair]
-        refuse_unless(all(window % block == length % block == 0 for window, block in blocks), "windows", "a window is "
-                      f"at most {ATTENTION_BLOCK} or a multiple, and its block must divide micro_batch_tokens={length}")
-        refuse_unless(self.model_dim % self.head_dim == 0, "head_dim", f"must divide model_dim={self.model_dim}")
+        demand(all(window % block == length % block == 0 for window, block in blocks), "windows", "a window is "
+               f"at most {ATTENTION_BLOCK} or a multiple, and its block must divide micro_batch_tokens={length}")
+        demand(self.model_dim % self.head_dim == 0, "head_dim", f"must divide model_dim={self.model_dim}")
         for name in ("long_layers", "value_embedding_layers"):
-            refuse_unless(all(type(layer) is int and 0 <= layer < self.num_layers for layer in getattr(self, name)),
-                          name, f"layers are 0 to {self.num_layers - 1}")
-        refuse_unless(self.ngram_lr * self.ngram_decay < 1, "ngram_decay",
-                      f"times ngram_lr={self.ngram_lr} must be below 1, or a step would turn the rows' signs")
-        refuse_unless(not self.ngram_host or self.ngram_comms == "sharded", "ngram_host",
-                      f"needs --ngram-comms sharded (it is {self.ngram_comms}): replicas stay on the device")
-        refuse_unless(self.save_every % self.adam_every == 0, "save_every",
-                      f"must be a multiple of adam_every={self.adam_every}, for gradients that wait are not saved")
-        whole = max(1, round(self.val_tokens / length)) * length
-        refuse_unless(self.val_tokens == whole, "val_tokens",
-                      f"must be a multiple of micro_batch_tokens={length}; nearest {whole}")
+            demand(all(type(layer) is int and 0 <= layer < self.num_layers for layer in getattr(self, name)),
+                   name, f"layers are 0 to {self.num_layers - 1}")
+        demand(self.ngram_lr * self.ngram_decay < 1, "ngram_decay",
+               f"times ngram_lr={self.ngram_lr} must be below 1, or a step would turn the rows' signs")
+        demand(not self.ngram_host or self.ngram_comms == "sharded", "ngram_host",
+               f"needs --ngram-comms sharded (it is {self.ngram_comms}): replicas stay on the device")
+        demand(self.save_every % self.adam_every == 0, "save_every",
+               f"must be a multiple of adam_every={self.adam_every}, for gradients that wait are not saved")
+        best = max(1, round(self.val_tokens / length)) * length
+        demand(self.val_tokens == best, "val_tokens", f"multiples of micro_batch_tokens={length}; nearest {best}")
     @property
     def eot_token(self):
         return EOT_TOKEN[self.tokenizer]
@@ -211,9 +204,6 @@ def at_step(schedule, step, config):
     """The value in force at `step` of (fraction, value) pairs."""
     return [value for start, value in schedule if start * config.steps <= step][-1]
 
-def micro_batches_at(config, step):
-    return at_step(config.micro_batches, step, config)
-
 def training_tokens(config):
     """Tokens that the whole schedule takes."""
     starts = [math.ceil(start * config.steps) for start, _ in config.micro_batches] + [config.steps]
@@ -249,7 +239,7 @@ def phase_at(config, step):
 def windows_until(config, step):
     """The long windows that have been in force up to `step`, in order: what YaRN needs to know."""
     longs = [long for start, (_, long) in config.windows if start * config.steps <= step]
-    return tuple(long for i, long in enumerate(longs) if i == 0 or long != longs[i - 1])
+    return tuple(long for long, _ in itertools.groupby(longs))
 
 # ----- the command line
 def nearest(name, names):
@@ -275,8 +265,7 @@ def parse_arguments(argv):
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
         value = value if equals else next(words, None)
-        if value is None or not word.startswith("--"):
-            raise ConfigError(f"{word}: arguments come as --key value, and one of the two is missing; see --help")
+        refuse(value is None or not word.startswith("--"), f"{word}: arguments come as --key value; see --help")
         given[key.replace("-", "_")] = value
     return given
 
@@ -380,6 +369,11 @@ class Runtime:
         """Join the ranks' shares, in the sense of `share`, of `count` units. Returns (whole (count, ...), work)."""
         whole, work = self.all_gather(part, -(-count // self.world_size), name)
         return whole[:count], work
+    def joined(self, part, count, name):
+        """What gather_shares returns, waited for."""
+        whole, work = self.gather_shares(part, count, name)
+        wait(work)
+        return whole
     def all_to_all(self, tensor, send, receive, name, group=None):
         """Send the first send[0] rows of `tensor` to rank 0, and so on. Returns (receive[r] rows of rank r, work)."""
         if self.world_size == 1:
@@ -405,9 +399,7 @@ class Runtime:
         else:
             import resource  # not on every platform; in KiB, but for macOS
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
-        peaks, work = self.gather_shares(torch.tensor([peak]), self.world_size, "validation")
-        wait(work)
-        return peaks.tolist()
+        return self.joined(torch.tensor([peak]), self.world_size, "validation").tolist()
     def close(self, failed=False):
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
@@ -460,8 +452,8 @@ class Log:
         """Begin the files with the run's source, or go on with those that are there."""
         if self.is_main:
             folder.mkdir(parents=True, exist_ok=True)
-            self.text, self.metrics = (open(folder / name, "w" if code else "a", buffering=1)
-                                       for name in ("log.txt", "metrics.jsonl"))
+            mode = "w" if code else "a"
+            self.text, self.metrics = (open(folder / name, mode, buffering=1) for name in ("log.txt", "metrics.jsonl"))
             self.text.write(code and code.rstrip("\n") + "\n===== END OF CODE =====\n")
     def line(self, text, on_terminal=True):
         """One event, to the file and to the console; on a terminal only where a person should see it."""
@@ -510,28 +502,26 @@ def open_corpus(config):
     folder, length, needed = Path(config.data), config.micro_batch_tokens, training_tokens(config)
     def whole(tokens):  # what micro-batches can take of a shard, whose last token is only a target
         return (len(tokens) - 1) // length * length
-    build = {"python": "python data/text.py", "cpp": "python data/text.py --corpus cpp",
-             "fineweb10B": "python data/fineweb.py"}.get(folder.name, "python data/text.py PATH")
-    found = {}
+    build = {"python": "text.py", "cpp": "text.py --corpus cpp", "fineweb10B": "fineweb.py"}
+    found, share = {}, config.index_share if config.index_orders else 0.0
     for split in ("train", "val"):
-        paths, read = sorted(folder.glob(f"*_{split}_*.bin")), 0
-        refuse(not paths, f"{folder}: no *_{split}_*.bin shards; build them with `{build}`, or name a corpus folder "
-               "with --data")
+        paths = sorted(folder.glob(f"*_{split}_*.bin"))
+        refuse(not paths, f"{folder}: no *_{split}_*.bin shards; build them with `python data/"
+               f"{build.get(folder.name, 'text.py PATH')}`, or name another folder with --data")
         found[split] = [open_shard(path) for path in paths]
+        read = -share * len(found[split][0])  # training tokens, up to the end of a shard
         for path, tokens in zip(paths, found[split]):
             if split == "train" and read > needed:
                 break  # the run does not get here
             read += whole(tokens)
             refuse((largest := int(tokens.max())) > config.eot_token, f"{path}: token id {largest} is beyond the "
                    f"{config.tokenizer} vocabulary (0 to {config.eot_token}); is --tokenizer right?")
-    first, wanted = found["train"][0], config.index_share if config.index_orders else 0.0
-    cut = round(len(first) * (1 - wanted))
+    first, cut = found["train"][0], round(len(found["train"][0]) * (1 - share))
     cut += int(np.argmax(np.append(first[cut:] == config.eot_token, True)))  # the start of a document, or the end
     found["train"][0], indexed = first[:cut + 1], first[cut:]
     available = sum(map(whole, found["train"])) * config.epochs
-    refuse(needed > available, f"{folder}: the schedule takes {needed:,} training tokens, the shards hold "
-           f"{available:,} in {config.epochs} epoch(s) beside the index; lower --steps or --index-share, add shards, or "
-           "raise --epochs")
+    refuse(needed > available, f"{folder}: the schedule takes {needed:,} training tokens, shards hold {available:,} in "
+           f"{config.epochs} epoch(s) beside the index; lower --steps or --index-share, raise --epochs, or add shards")
     val = found["val"][0] if len(found["val"]) == 1 else np.concatenate(found["val"])
     refuse(len(val) <= config.val_tokens, f"{folder}: val_tokens={config.val_tokens:,}, but the validation split holds "
            f"{len(val):,}; --val-tokens at most {whole(val)}")
@@ -542,7 +532,7 @@ def validation_hash(config, val):
 
 @dataclass
 class Placement:
-    """Where the T tokens of a micro-batch stand: `tokens` is a shard, the rest are (T,) arrays."""
+    """Where the T tokens of a micro-batch stand: `tokens` is a text, the rest are (T,) arrays."""
     tokens: np.ndarray
     position: np.ndarray        # int64, indices into tokens
     document_start: np.ndarray  # int64, index into tokens of each position's document
@@ -571,8 +561,7 @@ def place_contiguous(tokens, low, config):
     begin = max(0, low - config.horizon)
     index = np.arange(begin, low + config.micro_batch_tokens)
     document_start = np.maximum.accumulate(np.where(tokens[index] == config.eot_token, index, begin))[low - begin:]
-    return Placement(tokens, index[low - begin:], document_start,
-                     (np.maximum(document_start, low) - low).astype(np.int32))
+    return Placement(tokens, index[low - begin:], document_start, (document_start - low).clip(0).astype(np.int32))
 
 def assemble(place, slots, signs, device):
     """Build the MicroBatch of a Placement and its n-grams' slots and signs (numpy) on the device."""
@@ -636,7 +625,7 @@ class TrainLoader:
         return Placement(self.tokens, position, document_start, segment_start)
     def _next_batch(self, step):
         config, runtime = self.config, self.runtime
-        cap, count = at_step(config.document_cap, step, config), micro_batches_at(config, step)
+        cap, count = (at_step(schedule, step, config) for schedule in (config.document_cap, config.micro_batches))
         places = [self._place_next(cap) for _ in range(count)][runtime.rank::runtime.world_size]
         rows, signs = map(np.concatenate, zip(*(table_rows(place, config, self.index) for place in places)))
         plan, slots = plan_rows(rows, signs, config, runtime, runtime.loader_group)
@@ -652,13 +641,14 @@ class TrainLoader:
 
 # 4. N-gram table ============================================================================================
 
-# The way of a row id. The loader's thread hashes the last n tokens up to each position (ngram_rows) and plans the step
-# (plan_rows): which rows are read, who owns them, and, where ranks share the table, at which slot a row will stand
-# among the pulled values. The rest is NgramTable's, in this order: `pull` brings the step's rows here; `lookup` sums
-# the rows of each token, which the model adds to its residual stream; `accumulate` keeps the gradients of these sums;
-# `reduce` sums them by row and sends them to the rows' owners; `update` is the owner's step, after which new rows go to
-# the replicas, which `receive` them, or else the next step's rows are pulled. A row that a rank owns never travels, and
-# a row travels once however many of a rank's tokens read it.
+# Each token reads some rows of one table (table_rows): of the n-grams that end there; of the tokens that followed the
+# same n-grams earlier in the document, copies; of those that mostly follow them in a part of the training text, which
+# the index holds (TextIndex). From there on all rows are alike. The loader's thread plans the step (plan_rows): which
+# rows are read, who owns them, and at which slot a row will stand among pulled values. The rest is NgramTable's, in this
+# order: `pull` brings the step's rows here; `lookup` sums those of each token, for the model's residual stream;
+# `accumulate` keeps the gradients of these sums; `reduce` sums them by row and sends them to the rows' owners; `update`
+# is the owner's step, after which replicas `receive` the new rows, or else the next step's rows are pulled. A row that a
+# rank owns never travels, and a row travels once however many of a rank's tokens read it.
 
 GRAM_BASE = 0x9E3779B97F4A7C15  # odd, and so with an inverse modulo 2^64
 GRAM_TOKENS = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)  # one a token id
@@ -671,16 +661,15 @@ def top_bits(keys, bits):
     return (keys >> (64 - bits)).view(np.int64)  # numpy indexes faster with these than with unsigned ones
 
 class Grams:
-    """Keys of all n-grams of a text (L,): 64-bit numbers that are equal where the tokens are, wherever they stand. A
-    key is the polynomial of the tokens' random numbers modulo 2^64 (Karp & Rabin 1987). Prefix sums make it one
-    difference and one product at any order."""
+    """Keys of all n-grams of a text (L,): 64-bit numbers, equal where the tokens are. A key is the polynomial of their
+    random numbers modulo 2^64 (Karp & Rabin 1987): by prefix sums, one difference and one product at any order."""
     def __init__(self, text):
         self.text, count = text, 1 << len(text).bit_length()
         self.inverse = powers(pow(GRAM_BASE, -1, 2**64), count)
         self.sums = np.zeros(len(text) + 1, np.uint64)
         np.cumsum(GRAM_TOKENS.take(text) * powers(GRAM_BASE, count)[:len(text)], out=self.sums[1:])
     def keys(self, n, low, high):
-        """Of the n-grams that end at low .. high - 1: (high - low,) uint64; shorter ones where the text begins later."""
+        """Of the n-grams that end at low .. high - 1: (high - low,) uint64; of shorter ones where the text begins."""
         keys = self.sums[low + 1:high + 1].copy()
         keys[max(0, n - 1 - low):] -= self.sums[max(0, low + 1 - n):max(0, high + 1 - n)]
         return keys * self.inverse[low:high]
@@ -749,11 +738,11 @@ class TextIndex:
 
 def table_rows(place, config, index):
     """Rows of the table (T, config.columns) int32 in [0, config.ngram_rows) that the tokens of a Placement read, and
-    their signs, float32 of +-1, or 0 for no row. index: a TextIndex. Columns are, in this order:
-    - n-grams: the row is a hash of the last n tokens, of fewer where the document begins later;
-    - copies: the last n tokens are searched for in the document, `copy_reach` tokens back; the row is a hash of the
-      order and of the token that followed them when they stood there last;
-    - the index: the row is a hash of the order, the token that it guesses, and the confidence.
+    their signs, float32 of +-1, or 0 for no row. index: a TextIndex. A row is a hash, by columns in this order, of
+    - n-grams: the last n tokens, or fewer where the document begins later;
+    - copies: the order, and the token that followed the last n tokens where they stood in the document before, at most
+      `copy_reach` tokens back, the last time if there were several;
+    - the index: the order, the token that it guesses, and the confidence.
     The sign is one more bit of the hash, so that two that share a row push it apart half of the time (count-sketch's
     trick). Nothing before the document's start or behind a position bears on the position's rows."""
     position, starts = place.position, place.document_start
@@ -858,8 +847,8 @@ class Group:
         reduce(step)           start to sum their gradients over ranks
         update(step, lr_mul)   wait for the sums, update this rank's share, and start to send the new values
         receive(step)          take over what other ranks have sent, and begin the next sum of gradients at zero
-    `tensors()` are all that a step changes on this rank, by name; `full_state()` is what a checkpoint keeps of the
-    group, whatever the world size, and `load` its inverse; `size()` counts the parameters' values."""
+    `tensors()` are all that a step changes on this rank, by name; `size()` counts the group's values; `full_state()` is
+    what a checkpoint keeps of it, whatever the world size, and `load` its inverse."""
     every, frozen = 1, False
     def due(self, step):
         """Whether the group steps at this step: at every k-th, and at the run's last."""
@@ -871,17 +860,11 @@ class Group:
             for name, tensor in self.tensors().items():
                 tensor.copy_(kept[name])
         return put_back
-    def whole(self, part, count):
-        """The ranks' shares of `count` units, joined for a checkpoint."""
-        joined, work = self.runtime.gather_shares(part, count, "checkpoint")
-        wait(work)
-        return joined
 
 def adagrad_rows_update(table, second, rows, grads, lr, floor):
     """Row-wise Adagrad on distinct rows (u,) of the n-gram table (n, dim), in place; cost is that of these rows.
-    second: (n,), the sum of each row's mean squared gradients. grads: (u, dim), sums of the gradients of each token's
-    own loss. floor: a gradient RMS that is added to the moment: a row seen first by a token that was predicted well
-    anyway hardly moves, where plain Adagrad would take a full step."""
+    second: (n,), the sum of each row's mean squared gradients. grads: (u, dim), sums over tokens, each of its own loss.
+    floor: a gradient RMS added to the moment: a row that is new where tokens are predicted well should hardly move."""
     moment = second[rows] + grads.square().mean(1)
     second[rows] = moment
     table[rows] -= grads * (lr * (moment + floor * floor).rsqrt())[:, None]
@@ -979,8 +962,9 @@ class NgramTable(Group):
         return put_back
     def full_state(self):
         """{"weight", "second": the whole tables on the host, "scale", "index"} on all ranks, which all call it."""
-        weight, second = self.weight.cpu(), self.whole(self.second.cpu(), self.rows)
-        weight = weight if self.config.ngram_comms == "replicated" else self.whole(weight, self.rows)
+        weight, second = self.weight.cpu(), self.runtime.joined(self.second.cpu(), self.rows, "checkpoint")
+        if self.config.ngram_comms == "sharded":
+            weight = self.runtime.joined(weight, self.rows, "checkpoint")
         return {"weight": weight, "second": second, "scale": self.scale, "index": self.index.slots}
     def load(self, full):
         self.weight.copy_(full["weight"][slice(*self.held)])
@@ -1044,8 +1028,7 @@ def rotary_tables(length, head_dim, windows_so_far, device, dtype):
     turn less than once in the old window by old/new, leaves those that turn over 32 times, and sharpens the scale by
     0.2 ln(new/old) + 1. Computed in float64: positions of a long batch are exact."""
     pairs, scale = head_dim // 2, 1.35 / math.sqrt(head_dim)
-    speed = torch.cat([(1 / 1024) ** torch.linspace(0, 1, pairs // 2, dtype=torch.float64),
-                       torch.zeros(pairs - pairs // 2, dtype=torch.float64)])
+    speed = F.pad((1 / 1024) ** torch.linspace(0, 1, pairs // 2, dtype=torch.float64), (0, pairs - pairs // 2))
     for old, new in zip(windows_so_far, windows_so_far[1:]):
         keep = ((old * speed / (2 * math.pi) - 1) / 31).clamp(0, 1)
         speed, scale = speed * (old / new + keep * (1 - old / new)), scale * (0.2 * math.log(new / old) + 1)
@@ -1060,8 +1043,7 @@ def norm(x):
     """RMSNorm without weights."""
     return F.rms_norm(x, (x.size(-1),))
 
-# What the model needs beside tokens and weights: a Phase; what rotary_tables returns; {window: blocked_bias}, empty for
-# attention back ends that mask by themselves.
+# What the model needs beside tokens and weights: a Phase, what rotary_tables returns, {window: blocked_bias} for sdpa.
 Context = collections.namedtuple("Context", "phase rotary biases")
 
 class GPT(nn.Module):
@@ -1159,11 +1141,9 @@ class Rule(NamedTuple):
     betas: tuple = (0.9, 0.95)  # muon and soap_muon read the second only; their momentum follows a schedule
 
 RULES = {
-    "attention": Rule("matrices", decay_mul=1.0),
-    "mlp": Rule("matrices", decay_mul=1.0),
-    "embed": Rule("embeddings", lr_mul=3.0),
+    **dict.fromkeys(("attention", "mlp"), Rule("matrices", decay_mul=1.0)),
+    **dict.fromkeys(("embed", "value_embed"), Rule("embeddings", lr_mul=3.0)),
     "head": Rule("embeddings", lr_mul=0.5),
-    "value_embed": Rule("embeddings", lr_mul=3.0),
     **dict.fromkeys(("value_gate", "smear_gate", "smear_scale", "residual_scale", "embed_scale", "ngram_gate",
                      "skip_scale"), Rule("small")),
 }
@@ -1326,8 +1306,8 @@ def eigenbasis_step(factors, bases, method):
     orthonormalises factor @ basis, columns by falling Rayleigh quotient. Methods:
       eigh          the eigenvectors themselves; on CUDA the only one that waits for the device
       householder   LAPACK's QR, matrix by matrix, which is fastest on a CPU
-      cholesky      batched: B = basisᵀ factor basis = RᵀR, R Rᵀ = SᵀS, then basis Rᵀ / S: an LR step of Rutishauser's,
-                    which squares no condition number, on the scaled factor, and two Newton-Schulz steps behind it
+      cholesky      batched: B = basisᵀ factor basis = RᵀR, R Rᵀ = SᵀS, then basis Rᵀ / S: an LR step (Rutishauser)
+                    on the scaled factor, which squares no condition number, and two Newton-Schulz steps behind it
     Returns (bases, order (k, s) that sorted the old columns, rejected (k,)): where a factor is not finite or too close
     to singular, that matrix keeps its old basis, sorted; where it is zero too, but that is no reject."""
     count, size = bases.shape[:2]
@@ -1373,9 +1353,8 @@ def refresh_method(step, device):
 
 # ----- the groups of the model's parameters
 class Layout:
-    """How ranks share a parameter along its first axis, of a bank whole matrices, in the sense of Runtime.share. Each
-    holds all of `param` and updates its part. Gradients add up in a float32 buffer that is padded to equal parts, which
-    is what collectives ask for; nothing else is padded."""
+    """How ranks share a parameter along its first axis, as Runtime.share says: of a bank whole matrices. Each holds all
+    of `param` and updates its part. Only the float32 sum of gradients is padded: collectives ask for equal parts."""
     def __init__(self, name, param, runtime):
         self.name, self.param, self.count = name, param, len(param)
         self.low, self.high = runtime.share(self.count)
@@ -1391,10 +1370,9 @@ class ParameterGroup(Group):
         self.name, self.config, self.runtime = name, config, runtime
         self.rule, self.every, self.lr, self.decay = ADAM, config.adam_every, config.adam_lr, 1.0
         if name == "matrices":
-            refuse(config.matrix_update not in MATRIX_RULES,
-                   f"matrix_update={config.matrix_update}: must be one of {', '.join(MATRIX_RULES)}")
-            self.rule, self.every = MATRIX_RULES[config.matrix_update], 1
-            self.lr, self.decay = config.matrix_lr, config.matrix_decay
+            rule = config.matrix_update
+            refuse(rule not in MATRIX_RULES, f"matrix_update={rule}: must be one of {', '.join(MATRIX_RULES)}")
+            self.rule, self.every, self.lr, self.decay = MATRIX_RULES[rule], 1, config.matrix_lr, config.matrix_decay
         self.layouts = {key: Layout(key, param, runtime) for key, param in params.items()}
         self.state = {key: self.new_state(layout.own(layout.param.data)) for key, layout in self.layouts.items()}
     def new_state(self, part):
@@ -1452,8 +1430,8 @@ class ParameterGroup(Group):
                 {"param": layout.param.data, "grad": layout.grad, **self.state[name]}.items()}
     def full_state(self):
         """{name: {key: tensor of the whole parameter, or of all matrices}} on every rank, whatever the world size."""
-        return {name: {key: self.whole(value, self.layouts[name].count).clone() for key, value in state.items()}
-                for name, state in self.state.items()}
+        return {name: {key: self.runtime.joined(value, self.layouts[name].count, "checkpoint").clone()
+                       for key, value in state.items()} for name, state in self.state.items()}
     def load(self, full):
         for name, state in self.state.items():
             for key, value in state.items():
@@ -1501,11 +1479,9 @@ class Optimizer:
                 group.update(step, lr_mul)
             for group in groups:
                 group.receive(step)
-        due = [group for group in self.groups if group.due(step)]
-        if self.runtime.world_size > 1:
-            take(due)
-        else:  # nothing travels, so there is no order to keep
-            collections.deque(self.runtime.map(lambda group: take([group]), due), 0)
+        due, alone = [group for group in self.groups if group.due(step)], self.runtime.world_size == 1
+        # Of one rank nothing travels, so there is no order to keep.
+        collections.deque(self.runtime.map(take, [[group] for group in due] if alone else [due]), 0)
     def untie(self):
         """Give the embedding the weights and optimizer state that the tied head has learned."""
         state = self.embeddings.state
@@ -1526,13 +1502,12 @@ class Trainer:
         self.optimizer = Optimizer(config, self.model, self.table, runtime)
         self.rotary = functools.cache(lambda windows: rotary_tables(
             config.micro_batch_tokens, config.head_dim, windows, runtime.device, getattr(torch, config.dtype)))
-        self.compile_name, self.forward = choose_compile(config), self.model
+        self.compile_name, self.forward, on_cpu = choose_compile(config), self.model, runtime.device.type == "cpu"
         if self.compile_name == "inductor":
             torch._dynamo.config.recompile_limit = 64  # a phase is two graphs, and torch's default limit is 8
             torch._dynamo.config.fail_on_recompile_limit_hit = True  # never eager in silence
             # On a CPU the compiled code calls its kernels itself: else the interpreter's lock would halt other workers.
-            self.forward = torch.compile(self.model, dynamic=False, options={
-                "cpp_wrapper": runtime.device.type == "cpu"})
+            self.forward = torch.compile(self.model, dynamic=False, options={"cpp_wrapper": on_cpu})
     def context(self, step, micro_batch, training=False):
         """The model's Context at `step`. Outside training only the next token is scored, whatever the schedule says."""
         config, phase, dtype = self.config, phase_at(self.config, step), getattr(torch, self.config.dtype)
@@ -1576,7 +1551,7 @@ class Trainer:
         return micro_batch, self.table.lookup(micro_batch, values)
     @torch.no_grad()
     def score(self, step, tokens, low):
-        """Losses (T,) of the tokens behind tokens[low : low + T], and final hidden states, by the model before `step`."""
+        """Losses (T,) of the tokens behind tokens[low : low + T], and hidden states, of the model before `step`."""
         micro_batch, ngram = self.read(place_contiguous(tokens, low, self.config))
         return self.forward(micro_batch, ngram, self.context(step, micro_batch))[1:]
     def evaluate(self, step, val):
@@ -1700,9 +1675,8 @@ def load_checkpoint(path):
 
 def config_of_checkpoint(content):
     """The Config a checkpoint was made with."""
-    base = TRACKS.get(content["config"]["track"], TRACKS["nano"])
-    known = {field.name for field in dataclasses.fields(base)}
-    return type(base)(**{key: value for key, value in content["config"].items() if key in known})
+    kind = type(TRACKS.get(content["config"]["track"], TRACKS["nano"]))
+    return kind(**{key: value for key, value in content["config"].items() if key in kind.__dataclass_fields__})
 
 def checkpoint_content(trainer, step, loader_state, seconds):
     """What a checkpoint holds. Every rank must call this: sharded states are gathered."""
@@ -1857,9 +1831,8 @@ def open_run(config, overrides, runtime, log, content, check):
     """Look at all that a run needs, then build it; raises ConfigError. content: of the checkpoint to go on from."""
     seed = config.seed if config.seed >= 0 else int.from_bytes(os.urandom(4), "little")
     run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{os.urandom(2).hex()}"
-    folder, exists = Path("logs", run_id), Path("logs", run_id, "log.txt").exists()
-    seed, run_id, folder, exists = runtime.broadcast_object((seed, run_id, folder, exists))  # rank 0 decides
-    config = dataclasses.replace(config, seed=seed, run_id=run_id)
+    seed, run_id, exists = runtime.broadcast_object((seed, run_id, Path("logs", run_id, "log.txt").exists()))
+    config, folder = dataclasses.replace(config, seed=seed, run_id=run_id), Path("logs", run_id)
     refuse(exists and not content and not check, f"logs/{run_id} exists; choose another --run-id, or --resume {run_id}")
     for _, count in config.micro_batches:
         refuse(count % runtime.world_size, f"world size {runtime.world_size}: must divide the {count} micro-batches of "
@@ -1924,7 +1897,8 @@ def train_steps(run):
                 raise KeyboardInterrupt
             run.step, run.loader_state, is_last = step + 1, batch.state, step + 1 == config.steps
             loss_sum, batch = trainer.step(step, batch, (lambda: None) if is_last else loader.next)
-            total, seen = total + loss_sum.double(), seen + micro_batches_at(config, step) * config.micro_batch_tokens
+            total += loss_sum.double()
+            seen += at_step(config.micro_batches, step, config) * config.micro_batch_tokens
             if run.step % config.log_every == 0 or is_last:
                 wait(trainer.runtime.all_reduce(total, "training loss"))
                 loss, total, seen = total.item() / seen, 0.0, 0
@@ -1955,7 +1929,7 @@ def finish(run, steps):
     # Of training alone: before rank 0 collects the checkpoint.
     sent = {"/".join(key): [round(count / steps, 1) for count in entry]
             for key, entry in sorted(runtime.ledger.items()) if key[1] not in ("validation", "checkpoint")}
-    memory, val = runtime.peak_memory_mib(), run.vals["val_loss"]
+    memory, val, matrices = runtime.peak_memory_mib(), run.vals["val_loss"], trainer.optimizer.matrices
     run.save("checkpoint.pt")
     losses, digest = run.validate(), validation_hash(config, val)
     gates = {name: gate(trainer, config.steps, val) for name, gate in GATES.items()}
@@ -1965,7 +1939,7 @@ def finish(run, steps):
     log.line(f"validity: {verdicts} val_tokens:{config.val_tokens} val_sha256:{digest}", not all(gates.values()))
     seconds, tokens = run.clock.seconds(), training_tokens(config)
     # Of matrices and head alone, 6 operations a weight and token; attention's scores are not counted.
-    operations = 6 * (trainer.optimizer.matrices.size() + trainer.model.head.numel()) * tokens / seconds
+    operations = 6 * (matrices.size() + trainer.model.head.numel()) * tokens / seconds
     mfu = 100 * operations / (runtime.world_size * matmul_rate(runtime.device, getattr(torch, config.dtype)))
     log.line(f"final val_loss:{losses['val_loss']:.5f} train_time:{1000 * seconds:.0f}ms tokens:{tokens} "
              f"peak_memory:{max(memory)}MiB tokens_per_s:{tokens / seconds:.0f} mfu:{mfu:.1f}%"
@@ -1975,8 +1949,7 @@ def finish(run, steps):
                   "steps": config.steps, "tokens": tokens, "target_loss": config.target_loss, **run.facts,
                   "tokens_per_s": tokens / seconds, "mfu_percent": mfu, "peak_memory_mib_by_rank": memory,
                   "validity": gates, "val_sha256": digest, "overrides": run.overrides,
-                  "basis_rejects": sum(int(state["rejects"].sum()) for state in
-                                       trainer.optimizer.matrices.state.values() if "rejects" in state),
+                  "basis_rejects": sum(int(state.get("rejects", torch.zeros(1)).sum()) for state in matrices.state.values()),
                   "sent_bytes_per_step": {key: size for key, (size, _) in sent.items()},
                   "sent_messages_per_step": {key: messages for key, (_, messages) in sent.items()},
                   "config": dataclasses.asdict(config)}
