@@ -411,7 +411,7 @@ def test_a_checkpoint_keeps_the_index_that_the_run_has_read(rich_run, rich):
 WORKERS = {
     "muon float32": dict(dtype="float32"),
     "soap bfloat16": dict(dtype="bfloat16", matrix_update="soap", basis_every=2),
-    "soap_muon": dict(matrix_update="soap_muon", adam_every=2, ngram_every=2, mtp_weights=((0.0, (1.0, 0.5)),)),
+    "soap_muon": dict(matrix_update="soap_muon", adam_every=2, mtp_weights=((0.0, (1.0, 0.5)),)),
 }
 
 
