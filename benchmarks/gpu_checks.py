@@ -115,7 +115,7 @@ def train_some(trainer, shards, steps, first_step=0):
         batch = loader.next()  # the loader has started
         clock.start()
         for step in range(first_step, first_step + steps):
-            tokens = train_gpt.micro_batches_at(config, step) * config.micro_batch_tokens
+            tokens = train_gpt.at_step(config.micro_batches, step, config) * config.micro_batch_tokens
             following = loader.next if step + 1 < first_step + steps else lambda: None
             loss_sum, batch = trainer.step(step, batch, following)
             losses.append(loss_sum / tokens)
@@ -386,7 +386,7 @@ def time_phases(session, trainer, shards):
     """Time steps in each phase of the schedule, and report them."""
     config = trainer.config
     def phase(step):
-        return train_gpt.phase_at(config, step), train_gpt.micro_batches_at(config, step)
+        return train_gpt.phase_at(config, step), train_gpt.at_step(config.micro_batches, step, config)
     firsts = [step for step in range(config.steps) if step == 0 or phase(step) != phase(step - 1)]
     for number, (first, end) in enumerate(zip(firsts, [*firsts[1:], config.steps]), start=1):
         timed = min(2 if session.tiny else 8, end - first - 3)
@@ -398,7 +398,7 @@ def time_phases(session, trainer, shards):
             torch.cuda.reset_peak_memory_stats()
         losses, seconds = train_some(trainer, shards, timed, first + 2)
         seconds /= timed
-        tokens = train_gpt.micro_batches_at(config, first) * config.micro_batch_tokens
+        tokens = train_gpt.at_step(config.micro_batches, first, config) * config.micro_batch_tokens
         memory, = trainer.runtime.peak_memory_mib()
         session.report(f"phase {number}", bool(torch.isfinite(losses[-1])),
                        f"{1000 * seconds:.1f} ms a step of {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s, peak "
