@@ -20,11 +20,9 @@ Chapters, in reading order:
 A step's global batch is a fixed list of micro-batches. Rank r of W takes every W-th, which on a CPU its threads share.
 All world sizes see the same tokens, and under muon and adam they take the same step up to the order of float sums.
 """
-import ast, collections, contextlib, copy, dataclasses, difflib, functools, hashlib, importlib.util, itertools, json
-import math, os, platform, re, shutil, signal, subprocess, sys, sysconfig, threading, time
+import ast, collections, contextlib, copy, dataclasses, datetime, difflib, functools, hashlib, importlib.util, itertools
+import json, math, os, platform, re, shutil, signal, subprocess, sys, sysconfig, threading, time, timeit
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -47,20 +45,19 @@ def refuse(bad, message):
     if bad:
         raise ConfigError(message)
 
-def knob(default, help, good=lambda value: True, constraint="", schedule=False):
-    """A field of Config. good: whether a value is acceptable; constraint: what the error says where it is not."""
-    return dataclasses.field(default=default, metadata={
-        "help": help, "good": good, "constraint": constraint, "schedule": schedule})
+def knob(default, help, good=lambda value: True, limits="", schedule=False):
+    """A field of Config. good: whether a value is acceptable; limits: what the error says where it is not."""
+    return dataclasses.field(default=default, metadata=dict(help=help, good=good, limits=limits, schedule=schedule))
 
 def choice(*allowed, help):
     return knob(allowed[0], f"{' | '.join(allowed)}: {help}", allowed.__contains__, f"one of {', '.join(allowed)}")
 
-def schedule(value, help, good_value, constraint):
+def schedule(value, help, good_value, limits):
     def good(pairs):
         starts = [start for start, value in pairs if good_value(value)]
         return len(starts) == len(pairs) > 0 and starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] < 1
     return knob(((0.0, value),), f"schedule: {help}", good, "a schedule is (fraction, value) pairs, fractions from 0 "
-                f"rising below 1, such as ((0.0, A), (0.5, B)); values are {constraint}", schedule=True)
+                f"rising below 1, such as ((0.0, A), (0.5, B)); values are {limits}", schedule=True)
 
 positive = (lambda value: 0 < value < math.inf, "must be positive")
 not_negative = (lambda value: 0 <= value < math.inf, "must not be negative; 0 switches it off")
@@ -68,7 +65,7 @@ fraction = (lambda value: 0 <= value <= 1, "is a fraction, from 0 to 1")
 counts = (lambda value: type(value) is int and value > 0, "positive integers")
 orders = (lambda ns: all(type(n) is int and 1 < n < 33 for n in ns) and len({*ns}) == len(ns), "distinct, from 2 to 32")
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Config:
     """One run, resolved. Schedules are (fraction of the run, value) pairs; on the command line one value will do."""
     # --- data
@@ -77,7 +74,7 @@ class Config:
     tokenizer: str = choice("bytes", "gpt2", help="what the token ids mean")
     epochs: int = knob(1, "passes over the training shards that a run may take", *positive)
     # --- batch
-    steps: int = knob(260, "optimizer steps, the length of every schedule", *positive)
+    steps: int = knob(285, "optimizer steps, the length of every schedule", *positive)
     micro_batch_tokens: int = knob(1024, "tokens of one forward and backward pass on one rank", *positive)
     micro_batches: tuple = schedule(4, "micro-batches of a step, which ranks share out", *counts)
     document_cap: tuple = schedule(512, "longest piece of a document that attention sees at once", *counts)
@@ -131,8 +128,7 @@ class Config:
     run_of: str = knob("", "BATCH:COUNTER/RUNS:START, the run's place in a record", lambda text: re.fullmatch(
         r"(\d{1,9}:\d{1,9}/\d{1,9}:\d{1,9})?", text), "must read like 1:3/8:1; let `python -m records run` set it")
     # --- machine
-    seed: int = knob(-1, "seed of initialisation and data order; -1: drawn, and logged",
-                     lambda seed: -1 <= seed < 2**63, "must be 0 to 2^63 - 1, or -1 to draw one")
+    seed: int = knob(-1, "seed of weights and data order; -1: drawn", lambda n: -1 <= n < 2**63, "-1, or 0 to 2^63 - 1")
     device: str = choice("auto", "cpu", "cuda", help="where the run computes")
     dtype: str = choice("bfloat16", "float32", help="matrices and activations; reductions are float32")
     attention: str = choice("auto", "sdpa", "varlen", help="back end of attention")
@@ -140,13 +136,13 @@ class Config:
     workers: int = knob(0, "threads of a process that take micro-batches on a CPU; 0: one a core", *not_negative)
     def __post_init__(self):
         """Check each field alone, then those that depend on each other. Raises ConfigError."""
-        def demand(good, name, constraint):
-            refuse(not good, f"{name}={getattr(self, name)}: {constraint}")
+        def demand(good, name, limits):
+            refuse(not good, f"{name}={getattr(self, name)}: {limits}")
         for field in dataclasses.fields(self):
             good = False
             with contextlib.suppress(TypeError, ValueError, IndexError):  # a tuple of the wrong things
                 good = field.metadata["good"](getattr(self, field.name))
-            demand(good, field.name, field.metadata["constraint"])
+            demand(good, field.name, field.metadata["limits"])
         length = self.micro_batch_tokens
         blocks = [(window, min(window, ATTENTION_BLOCK)) for _, pair in self.windows for window in pair]
         demand(all(window % block == length % block == 0 for window, block in blocks), "windows", "a window is "
@@ -173,8 +169,7 @@ class Config:
     @property
     def horizon(self):
         """How many tokens before a position can bear on its rows."""
-        reach = self.copy_reach + max(self.copy_orders) if self.copy_orders else 0
-        return max(reach, *self.ngram_orders, *self.index_orders, 0)
+        return max([0, *(self.copy_reach + n for n in self.copy_orders), *self.ngram_orders, *self.index_orders])
     @property
     def vocab_size(self):
         """Rows of embedding and head: the tokenizer's ids, rounded up to what tensor cores like for large ones."""
@@ -189,10 +184,9 @@ TRACKS = {
         document_cap=((0.0, 896), (1 / 3, 2048)), model_dim=768, num_layers=12, head_dim=128, mlp_dim=3072,
         windows=((0.0, (128, 384)), (1 / 3, (256, 640)), (2 / 3, (384, 896))), long_layers=(3, 7, 11),
         value_embedding_layers=(1, 2, 10, 11), ngram_orders=(2, 3), ngram_rows=5 * 50304, ngram_comms="sharded",
-        copy_orders=(2, 3, 5, 8), copy_reach=2048, index_orders=(),
+        copy_orders=(2, 3, 5, 8), copy_reach=2048, index_orders=(), cooldown=0.55, final_lr=0.1, untie_at=2 / 3,
         matrix_lr=0.023, matrix_decay=1.2, one_sided_above=1024, adam_lr=0.008, adam_every=2, ngram_lr=0.05,
         ngram_decay=0.0, mtp_weights=((0.0, (1.0, 0.5, 0.25)), (1 / 3, (1.0, 0.5)), (2 / 3, (1.0,))),
-        cooldown=0.55, final_lr=0.1, untie_at=2 / 3,
         val_tokens=10_485_760, val_sha256="", val_every=250, target_loss=3.28),
 }
 
@@ -206,9 +200,8 @@ def at_step(schedule, step, config):
 
 def training_tokens(config):
     """Tokens that the whole schedule takes."""
-    starts = [math.ceil(start * config.steps) for start, _ in config.micro_batches] + [config.steps]
-    return config.micro_batch_tokens * sum(count * (end - start) for (_, count), start, end
-                                           in zip(config.micro_batches, starts, starts[1:]))
+    edges = [math.ceil(start * config.steps) for start, _ in config.micro_batches] + [config.steps]
+    return config.micro_batch_tokens * sum(n * (b - a) for (_, n), a, b in zip(config.micro_batches, edges, edges[1:]))
 
 def lr_multiplier(config, step):
     """1, then a linear fall over the last `cooldown` of the run, down to `final_lr`."""
@@ -227,8 +220,7 @@ def is_tied_before(config, step):
     """Whether head and embedding are one in the model that the steps before `step` left behind."""
     return step <= untie_step(config) > 0
 
-# What of the schedules the model's code depends on, each compiled once: the window of each layer; loss weights of the
-# next, second-next, ... token; whether the head is the embedding.
+# What the model is compiled for: each layer's window; loss weights by tokens ahead; whether the head is the embedding.
 Phase = collections.namedtuple("Phase", "windows mtp_weights tied")
 
 def phase_at(config, step):
@@ -265,7 +257,8 @@ def parse_arguments(argv):
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
         value = value if equals else next(words, None)
-        refuse(value is None or not word.startswith("--"), f"{word}: arguments come as --key value; see --help")
+        refuse(value is None or not word.startswith("--"),
+               f"{word}: arguments come as --key value, and one of the two is missing; see --help")
         given[key.replace("-", "_")] = value
     return given
 
@@ -306,8 +299,7 @@ class Runtime:
     def __init__(self, device="auto", timeout_s=600, workers=1):
         self.rank, self.local_rank, self.world_size = (
             int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
-        self.is_main, self.ledger = self.rank == 0, {}
-        self.loader_group = None  # the loader's thread keeps an order of collectives of its own
+        self.is_main, self.ledger, self.loader_group = self.rank == 0, {}, None
         cuda = device != "cpu" and torch.cuda.is_available()
         refuse(device == "cuda" and not cuda, "device=cuda: torch sees no CUDA device; use --device cpu")
         refuse(cuda and self.local_rank >= torch.cuda.device_count(), f"local rank {self.local_rank}: this node has "
@@ -323,8 +315,8 @@ class Runtime:
                                         initargs=(torch.get_num_threads(),)) if self.workers > 1 else None
         if self.world_size > 1:
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # naming cuda:nccl on a machine without CUDA raises
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-            self.loader_group = dist.new_group(backend="gloo")
+            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+            self.loader_group = dist.new_group(backend="gloo")  # its thread keeps an order of collectives of its own
     def alone(self):
         """This process as if it had no peers."""
         lone = copy.copy(self)
@@ -415,9 +407,8 @@ def wait(work):
 def line_of(path, beginning):
     """What follows the colon in the first line of a file under /proc that begins so; "" where there is none."""
     with contextlib.suppress(OSError):
-        for line in Path(path).read_text().splitlines():
-            if line.startswith(beginning):
-                return line.partition(":")[2].strip()
+        found = re.search(f"^{beginning}.*?:(.*)", Path(path).read_text(), re.MULTILINE)
+        return found[1].strip() if found else ""
     return ""
 
 def available_memory(device):
@@ -464,8 +455,9 @@ class Log:
             finally:
                 if self.text:
                     self.text.write(text + "\n")
-    def step(self, step, steps, **values):
+    def step(self, step, steps, seconds, **values):
         """One logged step, as a line and as a JSON record; losses have five decimals, times are in ms."""
+        values |= {"train_time": 1000 * seconds, "step_avg": 1000 * seconds / max(1, step)}
         formats = {"lr_mul": "{:.3f}", "train_time": "{:.0f}ms", "step_avg": "{:.2f}ms"}
         words = " ".join(f"{key}:{formats.get(key, '{:.5f}').format(value)}" for key, value in values.items())
         self.line(f"step:{step}/{steps} {words}", on_terminal="val_loss" in values)
@@ -530,7 +522,7 @@ def open_corpus(config):
 def validation_hash(config, val):
     return hashlib.sha256(np.ascontiguousarray(val[:config.val_tokens + 1]).tobytes()).hexdigest()
 
-@dataclass
+@dataclasses.dataclass
 class Placement:
     """Where the T tokens of a micro-batch stand: `tokens` is a text, the rest are (T,) arrays."""
     tokens: np.ndarray
@@ -538,7 +530,7 @@ class Placement:
     document_start: np.ndarray  # int64, index into tokens of each position's document
     segment_start: np.ndarray   # int32, index within the micro-batch of each position's attention segment
 
-@dataclass
+@dataclasses.dataclass
 class MicroBatch:
     """One forward pass: T = micro_batch_tokens, O = number of columns of the table. All on the model's device."""
     inputs: Tensor          # (T,) int32 token ids
@@ -577,18 +569,17 @@ def assemble(place, slots, signs, device):
 
 class TrainLoader:
     """Deterministic stream of global steps, assembled ahead by a thread. Documents are cut into pieces of at most the
-    run's largest document cap; a shard's pieces are shuffled by seed and laid end to end into micro-batches (the last
-    piece of one goes on in the next). A smaller cap in force at a step splits pieces further. The end of a shard that
-    fills no micro-batch is dropped. `state`: shards opened before this one, piece of the shard, token of the piece."""
+    run's largest document cap; a shard's pieces are shuffled by seed and laid end to end into micro-batches, of which
+    the next begins with what is left of a piece. A smaller cap in force at a step splits pieces further. The end of a
+    shard that fills none is dropped. `state`: shards opened before this one, piece of the shard, token of the piece."""
     def __init__(self, config, shards, runtime, first_step=0, state=None, index=None):
         self.config, self.shards, self.runtime, self.index = config, shards, runtime, index or TextIndex(config)
         self.state = dict(state or {"shard": 0, "piece": 0, "offset": 0})
         self._open_shard()
         on_device = functools.partial(torch.cuda.set_device, runtime.device)  # the current device is each thread's own
         self._thread = ThreadPoolExecutor(1, initializer=on_device if runtime.device.type == "cuda" else None)
-        batches = (self._next_batch(step) for step in range(first_step, config.steps))  # which an error ends
-        self._made = (self._thread.submit(next, batches) for _ in range(first_step, config.steps))
-        self._ahead = collections.deque(itertools.islice(self._made, 3))
+        self._batches = (self._next_batch(step) for step in range(first_step, config.steps))  # which an error ends
+        self._ahead = collections.deque(self._thread.submit(next, self._batches, None) for _ in range(3))
     def _open_shard(self):
         opened = self.state["shard"]
         self.tokens = self.shards[opened % len(self.shards)]
@@ -634,21 +625,21 @@ class TrainLoader:
     def next(self):
         """The next step's Batch; raises what the thread raised."""
         batch = self._ahead.popleft().result()
-        self._ahead.extend(itertools.islice(self._made, 1))
+        self._ahead.append(self._thread.submit(next, self._batches, None))
         return batch
     def close(self):
         self._thread.shutdown(cancel_futures=True)  # a thread inside torch would abort a process that ends
 
 # 4. N-gram table ============================================================================================
 
-# Each token reads some rows of one table (table_rows): of the n-grams that end there; of the tokens that followed the
-# same n-grams earlier in the document, copies; of those that mostly follow them in a part of the training text, which
-# the index holds (TextIndex). From there on all rows are alike. The loader's thread plans the step (plan_rows): which
-# rows are read, who owns them, and at which slot a row will stand among pulled values. The rest is NgramTable's, in this
+# Each token reads some rows of one table (table_rows): of the n-grams that end there; of the tokens that followed such
+# n-grams earlier in the document, copies; of those that mostly follow them in a part of the training text, which the
+# index holds (TextIndex). From there on all rows are alike. The loader's thread plans the step (plan_rows): which rows
+# are read, who owns them, and at which slot a row will stand among pulled values. The rest is NgramTable's, in this
 # order: `pull` brings the step's rows here; `lookup` sums those of each token, for the model's residual stream;
 # `accumulate` keeps the gradients of these sums; `reduce` sums them by row and sends them to the rows' owners; `update`
-# is the owner's step, after which replicas `receive` the new rows, or else the next step's rows are pulled. A row that a
-# rank owns never travels, and a row travels once however many of a rank's tokens read it.
+# is the owner's step, after which replicas `receive` the new rows, or else the next step's rows are pulled. To a rank
+# its own rows never travel, and others once, however many of its tokens read them.
 
 GRAM_BASE = 0x9E3779B97F4A7C15  # odd, and so with an inverse modulo 2^64
 GRAM_TOKENS = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)  # one a token id
@@ -675,8 +666,7 @@ class Grams:
         return keys * self.inverse[low:high]
     def latest_matches(self, behind, orders):
         """For each position from `behind` on and each order, the latest earlier position at which the same n-gram ends:
-        (L - behind, len(orders)) int64, -1 for none. What stands before `behind` is looked through once: only where an
-        n-gram is one of those asked for, longer ones are compared at all."""
+        (L - behind, len(orders)) int64, -1 for none. Before `behind`, longer n-grams are compared where shorter are."""
         found = np.full((len(self.text) - behind, len(orders)), -1)
         alive = np.arange(behind)
         for n in sorted(orders):
@@ -699,10 +689,9 @@ class Grams:
         return found
 
 class TextIndex:
-    """Which token follows an n-gram in training text: a slot of 32 bits for each n-gram's hash, a table an order. It
-    holds a token (16 bits), a confidence (2 bits), and a tag of the n-gram that it is about (14 bits). Each time the
-    n-gram is read, the token gains in confidence if it is the one that follows, and else loses it until another one
-    takes its place: a majority vote (Boyer & Moore 1981), in which n-grams of one slot compete alike."""
+    """Which token follows an n-gram in training text. An n-gram's hash has a slot in the order's table: a token (16
+    bits), a confidence (2), a tag of the n-gram (14). When that is read again the token gains confidence if it follows,
+    else loses it until another takes its place: a majority vote (Boyer & Moore 1981), as among n-grams of one slot."""
     CHUNK = 2**15  # n-grams that are read at once; of equal ones the last one counts
     def __init__(self, config):
         self.orders, self.bits = config.index_orders, config.index_bits
@@ -740,8 +729,7 @@ def table_rows(place, config, index):
     """Rows of the table (T, config.columns) int32 in [0, config.ngram_rows) that the tokens of a Placement read, and
     their signs, float32 of +-1, or 0 for no row. index: a TextIndex. A row is a hash, by columns in this order, of
     - n-grams: the last n tokens, or fewer where the document begins later;
-    - copies: the order, and the token that followed the last n tokens where they stood in the document before, at most
-      `copy_reach` tokens back, the last time if there were several;
+    - copies: the order, and what followed the last n tokens at their latest place, at most `copy_reach` tokens back;
     - the index: the order, the token that it guesses, and the confidence.
     The sign is one more bit of the hash, so that two that share a row push it apart half of the time (count-sketch's
     trick). Nothing before the document's start or behind a position bears on the position's rows."""
@@ -767,7 +755,7 @@ def table_rows(place, config, index):
     return ((keys & 0xFFFFFFFF) * config.ngram_rows >> 32).astype(np.int32), signs
 
 # ----- which rows a step touches, and their routes between ranks
-@dataclass
+@dataclasses.dataclass
 class RowPlan:
     """The rows that the tokens of a step read, and the routes of their values and gradients. This rank's N (token,
     order) pairs read U distinct rows. All ranks read R rows of this rank's share, V distinct ones. At world size 1
@@ -807,7 +795,7 @@ def plan_rows(rows, signs, config, runtime, lane=None, name="ngram_indices"):
     distinct, order, offsets = group_equal(rows.ravel())
     if len(distinct) and not 0 <= distinct[0] <= distinct[-1] < config.ngram_rows:
         raise ConfigError(f"n-gram rows {distinct[0]} to {distinct[-1]}: the hash leaves the table's range 0 to "
-                          f"{config.ngram_rows - 1}; correct ngram_rows(), or raise --ngram-rows")
+                          f"{config.ngram_rows - 1}; correct table_rows(), or raise --ngram-rows")
     device, home = runtime.device, torch.device("cpu") if config.ngram_host else runtime.device
     routes = {"send": [len(distinct)], "receive": [len(distinct)]}
     routes["asked"] = routes["owned"] = to_device(distinct.astype(np.int64), home)
@@ -870,13 +858,11 @@ def adagrad_rows_update(table, second, rows, grads, lr, floor):
     table[rows] -= grads * (lr * (moment + floor * floor).rsqrt())[:, None]
 
 class NgramTable(Group):
-    """The hashed n-gram embedding: this rank's rows, their optimizer state, and all that travels of them. The rank that
-    owns a row updates it. Config.ngram_comms says who holds it: all ranks (replicated), which get the new row; or the
-    owner alone (sharded; in host memory with ngram_host), from whom readers pull it before a step. Summed gradients go
-    to the owner either way. benchmarks/README.md has the bytes. At world size 1 both are the plain table.
-
-    Weight decay acts on all rows at each update, at no cost: the table is `weight` times the number `scale`, and decay
-    shrinks that number alone. So a row that is touched again after 100 updates has seen all their decays."""
+    """The table: this rank's rows, their optimizer state, and all that travels of them. The rank that owns a row
+    updates it, on summed gradients. Config.ngram_comms says who holds it: all ranks (replicated), which get the new
+    row; or the owner alone (sharded; in host memory with ngram_host), from whom readers pull it before a step. At world
+    size 1 both are the plain table; benchmarks/README.md has the bytes. Weight decay acts on all rows at each update,
+    at no cost: the table is `weight` times the number `scale`, which alone shrinks."""
     name, FOLD_BELOW = "ngram_table", 2.0**-20  # where scale is folded into weight, long before float32 ends
     def __init__(self, config, runtime):
         self.config, self.runtime, self.index = config, runtime, TextIndex(config)
@@ -889,8 +875,7 @@ class NgramTable(Group):
         self.weight = torch.zeros(self.held[1] - self.held[0], config.model_dim, device=self.home, pin_memory=pinned)
         self.second = torch.zeros(self.owned[1] - self.owned[0], device=self.home, pin_memory=pinned)
         self.own_rows = self.weight[self.owned[0] - self.held[0]:self.owned[1] - self.held[0]]
-        self.scale = 1.0
-        self.grads = []  # of the step so far: (gradients of one micro-batch, tokens of the step)
+        self.scale, self.grads = 1.0, []  # grads of the step so far: (of one micro-batch, tokens of the step)
         self.plan = self.upcoming = self.pulled = None  # this step's RowPlan, the next step's, (values, work)
     def fetch(self, plan, name):
         """Start bringing the rows of `plan` here. Returns (values that slots point into, work)."""
@@ -974,11 +959,10 @@ class NgramTable(Group):
 
 # 5. Model ===================================================================================================
 
-# Tests hold the O(T^2) definition: position i sees j where max(segment_start[i], i - window + 1) <= j <= i.
-
 def blocked_bias(segment_start, window, dtype):
-    """What blocked_attention adds to its scores, (blocks, block, window + block): 0 where the query sees the key, else
-    -inf. The keys of a block of queries start `window` before it. Worked out once a micro-batch, for all layers."""
+    """What blocked_attention adds to its scores, (blocks, block, window + block): 0 where query i sees key j, where
+    max(segment_start[i], i - window + 1) <= j <= i, else -inf. The keys of a block of queries start `window` before it.
+    Worked out once a micro-batch, for all layers."""
     block = min(window, ATTENTION_BLOCK)
     index = torch.arange(len(segment_start), dtype=torch.int32, device=segment_start.device).view(-1, block, 1)
     key = index[:, :1] - window + torch.arange(window + block, dtype=torch.int32, device=index.device)
@@ -1022,11 +1006,10 @@ def choose_attention(config, device):
         return "varlen", f"varlen-fa2 (no FA3: {type(error).__name__})"
 
 def rotary_tables(length, head_dim, windows_so_far, device, dtype):
-    """(cos, sin, scale): rotary position embedding, half of it switched off, (length, 1, head_dim // 2) each, and the
-    softmax scale for unit-RMS queries and keys. The faster half of the channel pairs rotates at 1 .. 1/1024 radians a
-    token, the other half stands still. At each growth of the long window YaRN (Peng et al. 2023) slows the pairs that
-    turn less than once in the old window by old/new, leaves those that turn over 32 times, and sharpens the scale by
-    0.2 ln(new/old) + 1. Computed in float64: positions of a long batch are exact."""
+    """(cos, sin, scale): rotary position embedding, (length, 1, head_dim // 2) each, and the softmax scale for unit-RMS
+    queries and keys. Half of the channel pairs rotate, at 1 .. 1/1024 radians a token. As the long window grows YaRN
+    (Peng et al. 2023) slows the pairs that turn less than once in the old one by old/new, leaves those that turn over
+    32 times, and sharpens the scale by 0.2 ln(new/old) + 1. In float64, for positions of a long batch to be exact."""
     pairs, scale = head_dim // 2, 1.35 / math.sqrt(head_dim)
     speed = F.pad((1 / 1024) ** torch.linspace(0, 1, pairs // 2, dtype=torch.float64), (0, pairs - pairs // 2))
     for old, new in zip(windows_so_far, windows_so_far[1:]):
@@ -1047,15 +1030,13 @@ def norm(x):
 Context = collections.namedtuple("Context", "phase rotary biases")
 
 class GPT(nn.Module):
-    """Decoder-only transformer over packed documents. Its hidden matrices live in two banks: `attention`
-    (4 * layers, model_dim, model_dim) holds q, k, v, o of each layer, `mlp` (2 * layers, mlp_dim, model_dim) holds up
-    and the transpose of down, so that every update of a shape is one batched operation."""
+    """Decoder-only transformer over packed documents. Two banks hold its matrices, for batched updates: `attention`
+    (4 * layers, model_dim, model_dim) q, k, v, o of each layer, `mlp` (2 * layers, mlp_dim, model_dim) up and downᵀ."""
     def __init__(self, config, attention, drawn=True):
         super().__init__()
         self.config, self.attend = config, ATTENTION[attention]
         dim, layers, vocab = config.model_dim, config.num_layers, config.vocab_size
-        dtype = getattr(torch, config.dtype)
-        generator = torch.Generator().manual_seed(config.seed)
+        dtype, generator = getattr(torch, config.dtype), torch.Generator().manual_seed(config.seed)
         def matrix(*shape, std):
             values = torch.randn(*shape, generator=generator) * std if std and drawn else torch.zeros(*shape)
             return nn.Parameter(values.to(dtype))
@@ -1189,9 +1170,8 @@ def polar_express(matrices, dtype):
         x = a * x + (b * gram + c * gram @ gram) @ x
     return (x.mT if tall else x).float()
 
-# ----- update rules of the hidden matrices
-# A rule is a function of a rank's matrices of a bank, weight and grad (k, m, n) in float32; of their state, a dict of
-# tensors; and of the numbers in Hyper. It changes weight and state in place. MATRIX_RULES, below, has a row for each.
+# ----- update rules of the hidden matrices; MATRIX_RULES, below, has a row for each
+# A rule changes weight and state {key: tensor} in place: weight and grad (k, m, n) float32, a rank's part of a bank.
 
 def cautious_step(weight, update, lr, decay):
     """Step against `update` with weight decay only where both agree in sign, in place; tensors of one shape."""
@@ -1348,8 +1328,9 @@ def refresh_eigenbases(banks, method):
 
 def refresh_method(step, device):
     """How to step the eigenbases at a step: exactly at first, then without fail, then in batches where that is fast."""
-    exact = step < EIGH_STEPS
-    return "eigh" if exact else "householder" if device.type == "cpu" or step < HOUSEHOLDER_STEPS else "cholesky"
+    if step < EIGH_STEPS:
+        return "eigh"
+    return "householder" if device.type == "cpu" or step < HOUSEHOLDER_STEPS else "cholesky"
 
 # ----- the groups of the model's parameters
 class Layout:
@@ -1447,23 +1428,21 @@ class SmallGroup(ParameterGroup):
             layout.grad = part.view_as(layout.param)
     def reduce(self, step):
         super().reduce(step)
-        self.work = self.among.all_reduce(self.bucket, self.name)
-    def update(self, step, lr_mul):
-        wait(self.work)
-        super().update(step, lr_mul)
-
-GROUPS = {"small": SmallGroup, "embeddings": ParameterGroup, "matrices": ParameterGroup}
+        work = self.among.all_reduce(self.bucket, self.name)
+        for layout in self.stepping(step):
+            layout.work = work
 
 class Optimizer:
     """All groups, in the one order in which their communication is started and waited for: the small ones first, so
     that no small transfer queues behind a large one, and updates hide the transfers of the groups behind them."""
     def __init__(self, config, model, table, runtime):
-        self.runtime, members = runtime, {key: {} for key in GROUPS}
+        kinds = {"small": SmallGroup, "embeddings": ParameterGroup, "matrices": ParameterGroup}
+        self.runtime, members = runtime, {key: {} for key in kinds}
         for name, param in model.named_parameters():
-            refuse(name not in RULES or RULES[name].group not in GROUPS, f"no optimizer rule for {name}; give it a row "
-                   f"of RULES, in one of the groups {', '.join(GROUPS)}")
+            refuse(name not in RULES or RULES[name].group not in kinds, f"no optimizer rule for {name}; give it a row "
+                   f"of RULES, in one of the groups {', '.join(kinds)}")
             members[RULES[name].group][name] = param
-        small, self.embeddings, self.matrices = (GROUPS[key](key, config, members[key], runtime) for key in GROUPS)
+        small, self.embeddings, self.matrices = (kinds[key](key, config, members[key], runtime) for key in kinds)
         self.groups = [small, self.embeddings, table, self.matrices]
         self.layouts = {**small.layouts, **self.embeddings.layouts, **self.matrices.layouts}
     def accumulate(self, grads):
@@ -1558,11 +1537,11 @@ class Trainer:
         """Mean loss over the track's validation tokens, in nats per token; micro-batches are shared among ranks."""
         length, runtime = self.config.micro_batch_tokens, self.runtime
         count, here = self.config.val_tokens // length, table_is_here(self.config, runtime)
-        def summed(first):
+        def summed(index):
             # Ranks without a last micro-batch score one again, at weight 0, since reading rows takes all of them.
-            index = first + runtime.rank
             return self.score(step, val, min(index, count - 1) * length)[0].double().sum() * (index < count)
-        total = sum((runtime.map if here else map)(summed, range(0, count, runtime.world_size)))
+        indices = range(runtime.rank, count + runtime.rank, runtime.world_size)
+        total = sum((runtime.map if here else map)(summed, indices))
         wait(runtime.all_reduce(total, "validation"))
         return total.item() / self.config.val_tokens
 
@@ -1657,14 +1636,13 @@ def save_checkpoint(path, content):
 
 def load_checkpoint(path):
     """Read a checkpoint after checking its sha256. Raises ConfigError."""
-    path = Path(path)
+    path, recorded = Path(path), Path(path).with_suffix(".sha256")
     refuse(not path.is_file(), f"{path}: no such checkpoint; runs leave theirs at logs/<run id>/checkpoint.pt")
-    recorded = path.with_suffix(".sha256")
     try:
-        if recorded.is_file():
-            with open(path, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != recorded.read_text().split()[0]:
-                    raise ValueError(f"sha256 differs from {recorded.name}: damaged")
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if recorded.is_file() and recorded.read_text().split()[0] != digest:
+            raise ValueError(f"sha256 differs from {recorded.name}: damaged")
         content = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
             raise ValueError(f"not of this trainer's format {CHECKPOINT_FORMAT}")
@@ -1694,16 +1672,15 @@ def restore(trainer, content):
 def find_checkpoint(run, key="resume"):
     """The newest checkpoint of a run id, or the file itself."""
     folder = Path("logs") / run
-    newest = sorted(folder.glob("step_*.pt"), reverse=True)
-    found = [*filter(Path.is_file, [Path(run), folder / "checkpoint.pt", *newest])]
+    paths = Path(run), folder / "checkpoint.pt", *sorted(folder.glob("step_*.pt"), reverse=True)
+    found = [path for path in paths if path.is_file()]
     others = [path.parent.name for path in Path("logs").glob("*/*.pt")]
     refuse(not found, f"--{key} {run}: no checkpoint under {folder}; {nearest(run, others)}")
     return found[0]
 
 def resumed(given):
     """(config, overrides, checkpoint content) of `--resume RUN`; most other keys may only repeat what the run has."""
-    run = given["resume"]
-    content = load_checkpoint(find_checkpoint(run))
+    content = load_checkpoint(find_checkpoint(run := given["resume"]))
     saved, track = config_of_checkpoint(content), content["config"]["track"]
     refuse(track not in TRACKS, f"--resume {run}: of track {track}; resume it with the script that it began with")
     refuse(content["step"] >= saved.steps, f"--resume {run}: this run is complete, all {saved.steps} steps")
@@ -1771,7 +1748,7 @@ def warm_up(trainer):
         raise RuntimeError("the state after warm-up is not bitwise the state before it")
     runtime.ledger.clear()
 
-@dataclass
+@dataclasses.dataclass
 class Run:
     """One run between its opening and its result."""
     config: Config
@@ -1787,13 +1764,10 @@ class Run:
     check: bool         # it stops before the first step
     step: int = 0       # steps done
     loader_state: dict | None = None
-    def times(self):
-        seconds = self.clock.seconds()
-        return {"train_time": 1000 * seconds, "step_avg": 1000 * seconds / max(1, self.step)}
     def validate(self):
         """Log the validation losses of the model as it stands, and return them by name. The clock must stand still."""
         losses = {name: self.trainer.evaluate(self.step, val) for name, val in self.vals.items()}
-        self.log.step(self.step, self.config.steps, **losses, **self.times())
+        self.log.step(self.step, self.config.steps, self.clock.seconds(), **losses)
         if not all(map(math.isfinite, losses.values())):
             raise FloatingPointError(f"validation loss is {' and '.join(map(str, losses.values()))}")
         return losses
@@ -1830,7 +1804,7 @@ def check_room(config, runtime):
 def open_run(config, overrides, runtime, log, content, check):
     """Look at all that a run needs, then build it; raises ConfigError. content: of the checkpoint to go on from."""
     seed = config.seed if config.seed >= 0 else int.from_bytes(os.urandom(4), "little")
-    run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{os.urandom(2).hex()}"
+    run_id = config.run_id or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.urandom(2).hex()}"
     seed, run_id, exists = runtime.broadcast_object((seed, run_id, Path("logs", run_id, "log.txt").exists()))
     config, folder = dataclasses.replace(config, seed=seed, run_id=run_id), Path("logs", run_id)
     refuse(exists and not content and not check, f"logs/{run_id} exists; choose another --run-id, or --resume {run_id}")
@@ -1851,7 +1825,7 @@ def open_run(config, overrides, runtime, log, content, check):
         run.step, run.loader_state, run.clock.total = content["step"], content["loader"], content["train_seconds"]
     if check or log.live:  # what a person wants to know before it starts
         log.line("\n".join([
-            f"device: {facts['device']}, world size {runtime.world_size}, {torch.get_num_threads()} CPU thread(s)",
+            f"device: {facts['device']}, world size {runtime.world_size}, {runtime.workers} CPU worker(s)",
             f"backends: attention={trainer.attention_name} compile={trainer.compile_name} dtype={config.dtype}",
             f"corpus: {config.data}: {sum(map(len, shards)):,} training tokens in {len(shards)} shard(s), the schedule "
             f"takes {training_tokens(config):,}; {config.val_tokens:,} validation tokens are scored",
@@ -1868,29 +1842,27 @@ def open_run(config, overrides, runtime, log, content, check):
 
 def log_header(run):
     """The lines that make a run reproducible: machine, resolved configuration, data, back ends."""
-    config, manifest = run.config, Path(run.config.data) / "manifest.json"
+    config, trainer, manifest = run.config, run.trainer, Path(run.config.data) / "manifest.json"
     data = hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else "none"
     facts = " ".join(f"{key}:{value}" for key, value in run.facts.items())
-    lines = [f"run:{config.run_id} track:{config.track} {facts}", "config:" + json.dumps(dataclasses.asdict(config))]
-    if run.overrides:
-        lines.append("overrides:" + json.dumps(run.overrides))
-    elif config.run_of:
-        lines.append("batch:{} counter:{} start:{}".format(*config.run_of.split(":")))
-    lines += [f"data:{data} backends:attention={run.trainer.attention_name},matmul=torch-{config.dtype},"
-              f"compile={run.trainer.compile_name}",
-              "size: " + " ".join(f"{group.name}={group.size():,}" for group in run.trainer.optimizer.groups),
-              "===== START ====="]
-    run.log.line("\n".join(lines), on_terminal=False)
+    place = "batch:{} counter:{} start:{}".format(*config.run_of.split(":")) if config.run_of else ""
+    run.log.line("\n".join(filter(None, [
+        f"run:{config.run_id} track:{config.track} {facts}", "config:" + json.dumps(dataclasses.asdict(config)),
+        "overrides:" + json.dumps(run.overrides) if run.overrides else place,
+        f"data:{data} backends:attention={trainer.attention_name},matmul=torch-{config.dtype},"
+        f"compile={trainer.compile_name}",
+        "size: " + " ".join(f"{group.name}={group.size():,}" for group in trainer.optimizer.groups),
+        "===== START ====="])), on_terminal=False)
 
 def train_steps(run):
     """The steps that are left, on the clock. Returns how many there were."""
-    config, trainer, log, clock = run.config, run.trainer, run.log, run.clock
+    config, trainer, log, clock, index = run.config, run.trainer, run.log, run.clock, run.trainer.table.index
     first, loss, total, seen = run.step, None, 0.0, 0  # mean at the last logged point; sum and number since then
     clock.start()
     if not run.step:
-        trainer.table.index.read(run.indexed, trainer.runtime)
-    with contextlib.closing(TrainLoader(config, run.shards, trainer.runtime, run.step, run.loader_state,
-                                        trainer.table.index)) as loader:
+        index.read(run.indexed, trainer.runtime)
+    loader = TrainLoader(config, run.shards, trainer.runtime, run.step, run.loader_state, index)
+    with contextlib.closing(loader):
         batch = loader.next()
         for step in range(run.step, config.steps):
             if INTERRUPTED.is_set():
@@ -1902,7 +1874,7 @@ def train_steps(run):
             if run.step % config.log_every == 0 or is_last:
                 wait(trainer.runtime.all_reduce(total, "training loss"))
                 loss, total, seen = total.item() / seen, 0.0, 0
-                log.step(run.step, config.steps, train_loss=loss, lr_mul=lr_multiplier(config, step), **run.times())
+                log.step(run.step, config.steps, clock.seconds(), train_loss=loss, lr_mul=lr_multiplier(config, step))
                 if not math.isfinite(loss):
                     raise FloatingPointError(f"training loss is {loss} at step {run.step}")
             log.progress(run.step, config.steps, loss, clock.seconds())
@@ -1917,11 +1889,8 @@ def train_steps(run):
 def matmul_rate(device, dtype):
     """Floating-point operations a second of a large square matrix product, best of six: what MFU is a share of."""
     size = 8192 if device.type == "cuda" else 1024
-    matrix, marks = torch.ones(size, size, dtype=dtype, device=device), [time.perf_counter()]
-    for _ in range(6):
-        (matrix @ matrix)[0, 0].item()  # waits for the device
-        marks.append(time.perf_counter())
-    return 2 * size**3 / np.diff(marks).min().item()
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    return 2 * size**3 / min(timeit.repeat(lambda: (matrix @ matrix)[0, 0].item(), number=1, repeat=6))  # item waits
 
 def finish(run, steps):
     """Checkpoint, final validation, validity gates and result. Returns the final validation loss."""
@@ -1949,7 +1918,7 @@ def finish(run, steps):
                   "steps": config.steps, "tokens": tokens, "target_loss": config.target_loss, **run.facts,
                   "tokens_per_s": tokens / seconds, "mfu_percent": mfu, "peak_memory_mib_by_rank": memory,
                   "validity": gates, "val_sha256": digest, "overrides": run.overrides,
-                  "basis_rejects": sum(int(state.get("rejects", torch.zeros(1)).sum()) for state in matrices.state.values()),
+                  "basis_rejects": sum(int(s["rejects"].sum()) for s in matrices.state.values() if "rejects" in s),
                   "sent_bytes_per_step": {key: size for key, (size, _) in sent.items()},
                   "sent_messages_per_step": {key: messages for key, (_, messages) in sent.items()},
                   "config": dataclasses.asdict(config)}

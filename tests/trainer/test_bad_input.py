@@ -46,9 +46,9 @@ BAD_WORDS = [
     (["--adam-every", "3", "--save-every", "4"], "adam_every=3"),
     (["--ngram-every", "2"], "no such key"),  # gone, as the next one
     (["--matrix-shard", "rows"], "no such key"),
-    (["--ngram-orders", "(2, 2)"], "distinct orders from 2 to 32"),
-    (["--ngram-orders", "(1, 2)"], "distinct orders from 2 to 32"),
-    (["--ngram-rows", "2147483648"], "int32"),
+    (["--ngram-orders", "(2, 2)"], "distinct, from 2 to 32"),
+    (["--ngram-orders", "(1, 2)"], "distinct, from 2 to 32"),
+    (["--ngram-rows", "2147483648"], "1 to 2^31 - 1"),
 ]
 
 

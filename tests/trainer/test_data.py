@@ -76,11 +76,14 @@ def test_a_damaged_corpus_ends_in_one_line_and_status_2(damage, cli, tiny, tmp_p
     assert not (tmp_path / "logs").exists()
 
 
-def test_every_shard_that_a_run_reaches_is_checked(cli, tiny, tmp_path):
+@pytest.mark.parametrize("index", [{}, {"index_orders": (4,), "index_share": 0.9}], ids=["all", "beside the index"])
+def test_every_shard_that_a_run_reaches_is_checked(index, cli, tiny, tmp_path):
     folder = make_corpus(tmp_path / "corpus", train_tokens=12 * 500, shards=12)  # one micro-batch each
+    if index:  # which leaves three micro-batches of the first shard at most
+        write_shard(folder / TRAIN, byte_documents(5000))
     for shard in (6, 7, 8):
         write_shard(folder / f"tiny_train_{shard:06d}.bin", [*byte_documents(490), *range(300, 310)])
-    run = cli(**{**tiny, "data": str(folder), "steps": 5})  # takes ten of them
+    run = cli(**{**tiny, "data": str(folder), "steps": 5, **index})  # takes ten of them
     line = refusal(run)
     assert "tiny_train_000006.bin: token id 309" in line
 

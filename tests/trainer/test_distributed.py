@@ -226,7 +226,8 @@ def trajectories(runtime, values):
         for step in range(config.steps):
             last = step + 1 == config.steps
             loss, batch = trainer.step(step, batch, (lambda: None) if last else loader.next)
-            losses.append(loss.item() / (train_gpt.micro_batches_at(config, step) * config.micro_batch_tokens))
+            micro_batches = train_gpt.at_step(config.micro_batches, step, config)
+            losses.append(loss.item() / (micro_batches * config.micro_batch_tokens))
         loader.close()
         left[rule] = losses, trainer.model.state_dict()
     return left

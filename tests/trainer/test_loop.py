@@ -23,7 +23,7 @@ def test_schedules_are_functions_of_the_step():
     config = tiny_config(steps=10, micro_batches=((0.0, 2), (0.25, 4), (0.5, 8)), cooldown=0.5, final_lr=0.1,
                          windows=((0.0, (16, 32)), (0.3, (32, 32)), (0.6, (32, 64))), momentum=(0.8, 0.9),
                          mtp_weights=((0.0, (1.0, 0.5)), (0.5, (1.0,))), untie_at=0.4)
-    assert [train_gpt.micro_batches_at(config, step) for step in range(10)] == [2, 2, 2, 4, 4, 8, 8, 8, 8, 8]
+    assert [train_gpt.at_step(config.micro_batches, step, config) for step in range(10)] == [2] * 3 + [4] * 2 + [8] * 5
     assert [train_gpt.lr_multiplier(config, step) for step in range(10)] == pytest.approx(
         [1, 1, 1, 1, 1, 1, 0.82, 0.64, 0.46, 0.28])
     assert train_gpt.lr_multiplier(config, 10) == pytest.approx(0.1)
