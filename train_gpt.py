@@ -603,7 +603,7 @@ class TrainLoader:
         self._open_shard()
         on_device = functools.partial(torch.cuda.set_device, runtime.device)  # the current device is each thread's own
         self._thread = ThreadPoolExecutor(1, initializer=on_device if runtime.device.type == "cuda" else None)
-        batches = (self._next_batch(step) for step in range(first_step, config.steps))  # which an error ends
+        batches = (self._next_batch(step) for step in range(first_step, config.steps))  # the first error ends it
         self._made = (self._thread.submit(next, batches) for _ in range(first_step, config.steps))
         self._ahead = collections.deque(itertools.islice(self._made, 3))
     def _open_shard(self):
