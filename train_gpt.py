@@ -311,6 +311,8 @@ class Runtime:
             torch.set_num_threads(1)  # operations of this size lose to threads that wait for each other by spinning
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self.workers = 1 if cuda else workers or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        if self.workers > 1:
+            sys.setswitchinterval(1e-4)  # with Python's 5 ms, threads wait for the interpreter much of a step
         self._pool = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads,
                                         initargs=(torch.get_num_threads(),)) if self.workers > 1 else None
         if self.world_size > 1:
