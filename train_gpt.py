@@ -37,6 +37,7 @@ from torch import Tensor, nn
 ATTENTION_BLOCK = 64  # back end sdpa: queries of a block share their keys
 GATE_DIM = 12  # gates read the first few channels of the residual stream
 EOT_TOKEN = {"bytes": 256, "gpt2": 50256}  # the largest id of each tokenizer; every document starts with it
+CHECKPOINT_FORMAT = 4
 
 class ConfigError(ValueError):
     """Something the user can put right: the message holds the value, the constraint and the remedy."""
@@ -299,7 +300,7 @@ class Runtime:
     def __init__(self, device="auto", timeout_s=600, workers=1):
         self.rank, self.local_rank, self.world_size = (
             int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
-        self.is_main, self.ledger, self.loader_group = self.rank == 0, {}, None
+        self.is_main, self.ledger, self.loader_group, self._pool = self.rank == 0, {}, None, None
         cuda = device != "cpu" and torch.cuda.is_available()
         refuse(device == "cuda" and not cuda, "device=cuda: torch sees no CUDA device; use --device cpu")
         refuse(cuda and self.local_rank >= torch.cuda.device_count(), f"local rank {self.local_rank}: this node has "
@@ -313,8 +314,7 @@ class Runtime:
         self.workers = 1 if cuda else workers or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         if self.workers > 1:
             sys.setswitchinterval(1e-4)  # with Python's 5 ms, threads wait for the interpreter much of a step
-        self._pool = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads,
-                                        initargs=(torch.get_num_threads(),)) if self.workers > 1 else None
+            self._pool = ThreadPoolExecutor(self.workers, "worker", torch.set_num_threads, (torch.get_num_threads(),))
         if self.world_size > 1:
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # naming cuda:nccl on a machine without CUDA raises
             dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
@@ -363,7 +363,7 @@ class Runtime:
         """Join the ranks' shares, in the sense of `share`, of `count` units. Returns (whole (count, ...), work)."""
         whole, work = self.all_gather(part, -(-count // self.world_size), name)
         return whole[:count], work
-    def joined(self, part, count, name):
+    def joined(self, part, count, name="checkpoint"):
         """What gather_shares returns, waited for."""
         whole, work = self.gather_shares(part, count, name)
         wait(work)
@@ -949,9 +949,8 @@ class NgramTable(Group):
         return put_back
     def full_state(self):
         """{"weight", "second": the whole tables on the host, "scale", "index"} on all ranks, which all call it."""
-        weight, second = self.weight.cpu(), self.runtime.joined(self.second.cpu(), self.rows, "checkpoint")
-        if self.config.ngram_comms == "sharded":
-            weight = self.runtime.joined(weight, self.rows, "checkpoint")
+        weight, second = self.weight.cpu(), self.runtime.joined(self.second.cpu(), self.rows)
+        weight = weight if self.config.ngram_comms == "replicated" else self.runtime.joined(weight, self.rows)
         return {"weight": weight, "second": second, "scale": self.scale, "index": self.index.slots}
     def load(self, full):
         self.weight.copy_(full["weight"][slice(*self.held)])
@@ -1341,8 +1340,7 @@ class Layout:
     def __init__(self, name, param, runtime):
         self.name, self.param, self.count = name, param, len(param)
         self.low, self.high = runtime.share(self.count)
-        padded = -(-self.count // runtime.world_size) * runtime.world_size
-        self.grad = torch.zeros(padded, *param.shape[1:], device=param.device)
+        self.grad = torch.zeros(self.count + -self.count % runtime.world_size, *param.shape[1:], device=param.device)
     def own(self, tensor):
         """This rank's part of a tensor that has the parameter's shape."""
         return tensor[self.low:self.high]
@@ -1413,8 +1411,8 @@ class ParameterGroup(Group):
                 {"param": layout.param.data, "grad": layout.grad, **self.state[name]}.items()}
     def full_state(self):
         """{name: {key: tensor of the whole parameter, or of all matrices}} on every rank, whatever the world size."""
-        return {name: {key: self.runtime.joined(value, self.layouts[name].count, "checkpoint").clone()
-                       for key, value in state.items()} for name, state in self.state.items()}
+        return {name: {key: self.runtime.joined(part, self.layouts[name].count).clone() for key, part in state.items()}
+                for name, state in self.state.items()}
     def load(self, full):
         for name, state in self.state.items():
             for key, value in state.items():
@@ -1608,8 +1606,6 @@ GATES = {"causal": check_causal, "normalised": check_normalised, "local": check_
 
 # 8. Checkpoints =============================================================================================
 
-CHECKPOINT_FORMAT = 4
-
 @contextlib.contextmanager
 def atomic_file(path):
     """A temporary file that becomes `path` when the block ends well: a kill or a full disk leaves what was there."""
@@ -1638,8 +1634,9 @@ def save_checkpoint(path, content):
 
 def load_checkpoint(path):
     """Read a checkpoint after checking its sha256. Raises ConfigError."""
-    path, recorded = Path(path), Path(path).with_suffix(".sha256")
+    path = Path(path)
     refuse(not path.is_file(), f"{path}: no such checkpoint; runs leave theirs at logs/<run id>/checkpoint.pt")
+    recorded = path.with_suffix(".sha256")
     try:
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

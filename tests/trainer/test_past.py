@@ -1,5 +1,5 @@
-"""Chapters 2 to 4: what a token's past says of the next one. Keys of n-grams, copies, guesses of the index, and the text
-that the index reads; worker threads."""
+"""Chapters 2 to 4: what a token's past says of the next one. Keys of n-grams, copies, guesses of the index, and the
+text that the index reads; worker threads."""
 import dataclasses
 import threading
 
@@ -437,6 +437,7 @@ def test_any_number_of_workers_gives_the_same_run(name, tiny, cli, monkeypatch):
     for workers in (1, 2, 3):
         threads.clear()
         runs.append(cli(**{**values, "workers": workers, "run_id": f"workers{workers}"}))
+        assert runs[-1].code == 0, runs[-1].stdout + runs[-1].stderr
         assert len(threads - {threading.main_thread()}) == (workers if workers > 1 else 0)
         assert not any(thread.is_alive() for thread in threads - {threading.main_thread()})
     for run in runs[1:]:
@@ -495,6 +496,7 @@ def test_a_process_has_a_worker_a_core_unless_it_is_told(monkeypatch):
 
 
 @pytest.mark.skipif(train_gpt.choose_compile(tiny_config(compile=True)) != "inductor", reason="no compiler")
+@pytest.mark.timeout(600)  # compilers are slow on a busy machine
 def test_workers_share_a_compiled_model():
     trainer = make_trainer(compile=True, num_layers=1, long_layers=(), micro_batch_tokens=128, val_tokens=1024)
     single, batch = (batch_of(trainer, *(byte_documents(300, seed) for seed in range(count))) for count in (1, 3))
