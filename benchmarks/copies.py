@@ -132,11 +132,11 @@ def main(argv=None):
     rates = common.markdown_table(["guesses of", "order", "coverage", "hit rate"],
                                   [[row["kind"], row["order"], f"{row['coverage']:.1%}", f"{row['hit_rate']:.1%}"]
                                    for row in found])
-    text = (f"{costs}\n\nProcessor time of one thread; medians of {arguments.rounds} rounds of {arguments.steps} steps, "
+    text = (f"{costs}\n\nProcessor time of one thread: medians of {arguments.rounds} rounds of {arguments.steps} steps "
             f"whose forward and backward passes take {1000 * step:.1f} ms. A million tokens take the index "
-            f"{piece / step:.1f} times as long, {piece:.2f} s. The machine's load average at the start was {load:.1f} on "
-            f"{os.cpu_count()} cores.\n\n{rates}\n\n{config.val_tokens:,} validation tokens; the index has read "
-            f"{len(reading)} million tokens of the training text.")
+            f"{piece / step:.1f} times as long, {piece:.2f} s. The load average at the start was {load:.1f}, on "
+            f"{os.cpu_count()} cores.\n\n{rates}\n\n{config.val_tokens:,} validation tokens; the index has read some "
+            f"{len(reading)} million tokens of training text.")
     data = {"ratios": ratios, "loader_seconds": loading, "step_seconds": passes, "index_seconds": reading,
             "columns": found, "load_average": load, "compile": train_gpt.choose_compile(config)}
     common.write_results(arguments.results, "copies", common.environment("cpu"), data, text)

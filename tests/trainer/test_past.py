@@ -1,5 +1,5 @@
-"""Chapters 2 to 4: what a token's past says of the next one. Keys of n-grams, copies, guesses of the index, and the
-text that the index reads; worker threads."""
+"""Chapters 2 to 4: what a token's past says of the next one. Keys of n-grams, copies, guesses of the index and the text
+that it reads; worker threads."""
 import dataclasses
 import threading
 
@@ -10,7 +10,7 @@ import torch
 import ranks
 import train_gpt
 from helpers import (EOT, INDEX, NO_TABLE, assert_bitwise, byte_documents, documents_of, make_corpus, make_trainer,
-                     refusal, slow_key, slow_row, tiny_config, write_shard)
+                     read, refusal, slow_key, slow_row, tiny_config, write_shard)
 from optimizer_cases import batch_of
 from train_gpt import Grams, Runtime, TextIndex, TrainLoader, open_corpus, place_contiguous, table_rows
 
@@ -404,6 +404,30 @@ def test_a_checkpoint_keeps_the_index_that_the_run_has_read(rich_run, rich):
     for name in ("step_000010.pt", "checkpoint.pt"):
         assert torch.equal(rich_run.checkpoint(name)["groups"]["ngram_table"]["index"], index.slots)
     assert (index.slots != 0).double().mean() > 0.3
+
+
+def test_a_run_trains_the_rows_that_its_index_guesses(tiny, cli):
+    values = {**tiny, **NO_TABLE, **INDEX, "steps": 2}
+    run, config = cli(**{**values, "run_id": "guesses"}), tiny_config(**values)
+    (shards, indexed, _), index, guessed = open_corpus(config), TextIndex(config), set()
+    index.read(indexed, Runtime("cpu"))
+    loader = TrainLoader(config, shards, Runtime("cpu"), index=index)
+    for micro_batch in loader.next().micro_batches + loader.next().micro_batches:
+        guessed |= set(micro_batch.slots[micro_batch.signs != 0].tolist())
+    loader.close()
+    assert run.code == 0 and len(guessed) > 20
+    assert set(run.checkpoint()["groups"]["ngram_table"]["second"].nonzero()[:, 0].tolist()) == guessed
+
+
+def test_validation_asks_the_index():
+    trainer, asked = make_trainer(**NO_TABLE | INDEX), byte_documents(300)
+    trainer.table.index.read(np.asarray(byte_documents(9000, seed=2), dtype=np.uint16), trainer.runtime)
+    micro_batch, summed = read(trainer, asked)
+    place = place_contiguous(np.asarray(asked, dtype=np.uint16), 0, trainer.config)
+    (column,), (signs,) = (part.T for part in table_rows(place, trainer.config, trainer.table.index))
+    expected = torch.from_numpy(signs)[:, None] * trainer.table.weight[torch.from_numpy(column).long()]
+    torch.testing.assert_close(summed.detach(), expected)
+    assert 50 < (signs != 0).sum() < 250 and np.array_equal(micro_batch.signs[:, 0], signs)
 
 
 # ----- worker threads
