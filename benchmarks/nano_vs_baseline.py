@@ -384,7 +384,8 @@ index. torch.compile for all arms:
 {settings['compile']}. Final losses are over {settings['val_tokens']:,} validation tokens, those of the curve over at
 most {CURVE_TOKENS:,} of them."""
     return text, (f"{short}\n\nMatrix parameters: {results[0]['matrix_parameters']:,} of the plain GPT, "
-                  f"{first['matrix_parameters']:,} of nano. {max(result['table_values'] for result in results):,} values in the table, "
+                  f"{first['matrix_parameters']:,} of nano. "
+                  f"{max(result['table_values'] for result in results):,} values in the table, "
                   f"{settings['val_tokens']:,} validation tokens.")
 
 

@@ -73,12 +73,12 @@ def main():
         rows.append([busy, *(f"{1000 * statistics.median(each):.0f}" for each in seconds.values()),
                      f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}"])
     same = arms[1].losses == arms[arguments.cores].losses
-    table = common.markdown_table(["other busy processes", "ms a step, 1 worker", f"ms a step, {arguments.cores} workers",
-                                   "ratio, median", "range"], rows)
+    table = common.markdown_table(["other busy processes", "ms a step, 1 worker",
+                                   f"ms a step, {arguments.cores} workers", "ratio, median", "range"], rows)
     common.write_results(arguments.results, "workers", common.environment("cpu"),
                          {"by_competitors": data, "losses_are_equal": same},
-                         f"{table}\n\n{arguments.cores} cores; {arguments.repeats} rounds of {arguments.steps} steps of "
-                         f"the nano track each; all losses of both arms are {'' if same else 'not '}bitwise equal.")
+                         f"{table}\n\n{arguments.cores} cores; {arguments.repeats} rounds of {arguments.steps} steps each; "
+                         f"all losses of both arms are {'' if same else 'not '}bitwise equal.")
     medians = [statistics.median(entry["ratios"]) for entry in data.values()]
     print(table)
     print(f"speedup:{medians[0]:.2f} busy:{min(medians[1:]):.2f}")
