@@ -408,9 +408,8 @@ def wait(work):
 
 def line_of(path, beginning):
     """What follows the colon in the first line of a file under /proc that begins so; "" where there is none."""
-    with contextlib.suppress(OSError):
-        found = re.search(f"^{beginning}.*?:(.*)", Path(path).read_text(), re.MULTILINE)
-        return found[1].strip() if found else ""
+    with contextlib.suppress(OSError, TypeError):  # no such file, no such line
+        return re.search(f"^{beginning}.*?:(.*)", Path(path).read_text(), re.MULTILINE)[1].strip()
     return ""
 
 def available_memory(device):
@@ -1428,9 +1427,10 @@ class SmallGroup(ParameterGroup):
             layout.grad = part.view_as(layout.param)
     def reduce(self, step):
         super().reduce(step)
-        work = self.among.all_reduce(self.bucket, self.name)
-        for layout in self.stepping(step):
-            layout.work = work
+        self.work = self.among.all_reduce(self.bucket, self.name)
+    def update(self, step, lr_mul):
+        wait(self.work)
+        super().update(step, lr_mul)
 
 class Optimizer:
     """All groups, in the one order in which their communication is started and waited for: the small ones first, so

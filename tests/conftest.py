@@ -7,6 +7,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: bitwise comparisons with child processes
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # a launcher's: this process is alone
     os.environ.pop(name, None)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it and hand that down
 TESTS = Path(__file__).resolve().parent
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # the repository before this folder, which has some of the same names
 

@@ -13,8 +13,10 @@ from helpers import ROOT, environment
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")
                  if path.stem not in ("__init__", "common", "readme", "records_verify"))  # which have no use for ranks
 
+# In one write, so that the words of two ranks do not mix.
 REPORTER = """import os, sys
-print(os.environ.get("RANK"), os.environ.get("WORLD_SIZE"), os.environ["OMP_NUM_THREADS"], *sys.argv[1:], flush=True)
+words = os.environ.get("RANK"), os.environ.get("WORLD_SIZE"), os.environ["OMP_NUM_THREADS"], *sys.argv[1:]
+os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 """
 
 
