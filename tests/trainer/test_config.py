@@ -1,4 +1,5 @@
 """Chapter 1: fields, parsing, refusals; importing the file does nothing."""
+import ast
 import dataclasses
 import re
 import shutil
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import train_gpt
-from helpers import environment, refusal, tiny_config
+from helpers import TRAINER, environment, refusal, tiny_config
 from train_gpt import Config, ConfigError, TRACKS, config_from
 
 FIELDS = dataclasses.fields(Config)
@@ -303,7 +304,16 @@ def test_check_refuses_what_cannot_run(changes, hint, cli, tiny, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# ----- importing
+# ----- the file
+
+def test_the_file_keeps_to_its_form():
+    """At most 2,000 lines of 120 characters, functions of 60 lines, and one blank line between definitions."""
+    source = TRAINER.read_text()
+    assert source.count("\n") <= 2000 and max(map(len, source.splitlines())) <= 120
+    assert "\n\n\n" not in source and "\n\n    def " not in source and not re.search(r"[ \t]\n", source)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 60, node.name
 
 def test_importing_the_file_has_no_side_effects(tmp_path):
     script = """
