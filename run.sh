@@ -12,7 +12,7 @@ usage() {
 ./run.sh [TRACK] [--key value ...]   set up what is missing, then train; the keys go to the track's script
 ./run.sh TRACK --help                every key, with its default
 ./run.sh TRACK --check               everything but the steps: device, data, memory, disk
-./run.sh test [pytest arguments]     set up, then run the tests
+./run.sh test [pytest arguments]     set up, then run the tests; with --all also the long ones, which take hours
 
 Tracks: nano (a minute on a laptop), fineweb (1 to 8 GPUs), continual (a trained nano model goes on to C++; needs
 --init-from RUN). Without TRACK it is fineweb where CUDA and FineWeb shards are present, else nano. The last line of

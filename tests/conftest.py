@@ -19,10 +19,22 @@ import ranks  # noqa: E402
 import train_gpt  # noqa: E402
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="run the tests that are marked `long`, too")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "long: takes minutes or more; runs with --all only")
+
+
+def pytest_collection_modifyitems(config, items):
+    long = [item for item in items if item.get_closest_marker("long")]
     for item in items:
         if not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(240))
+            item.add_marker(pytest.mark.timeout(7200 if item in long else 240))
+    if long and not config.getoption("--all"):
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -246,6 +247,28 @@ def test_tests_run_with_further_arguments(copy):
     assert calls == ["-m pytest tests --numprocesses=2 --dist=loadfile -k some"]
     _, _, _, calls = copy.run("test", "tests/trainer/test_run_sh.py", "-x")
     assert calls == ["-m pytest tests/trainer/test_run_sh.py -x"]
+
+
+def test_long_tests_run_only_with_all_of_them(copy):
+    _, _, _, calls = copy.set_up().run("test", "--all")
+    assert calls == ["-m pytest tests --numprocesses=2 --dist=loadfile --all"]
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_what_is_marked_long_is_left_out(everything, pytestconfig):
+    class Item:
+        def __init__(self, *marks):
+            self.marks = {mark: mark for mark in marks}
+            self.get_closest_marker, self.add_marker = self.marks.get, lambda mark: self.marks.update(timeout=mark)
+    items = [short, long] = [Item(), Item("long")]
+    left_out = []
+    config = SimpleNamespace(getoption={"--all": everything}.get, hook=SimpleNamespace(
+        pytest_deselected=lambda items: left_out.extend(items)))
+    conftest = next(plugin for plugin in pytestconfig.pluginmanager.get_plugins()
+                    if getattr(plugin, "__file__", None) == str(ROOT / "tests/conftest.py"))
+    conftest.pytest_collection_modifyitems(config, items)
+    assert (items, left_out) == (([short, long], []) if everything else ([short], [long]))
+    assert short.marks["timeout"].args < long.marks["timeout"].args
 
 
 def test_ci_runs_the_tests(copy):
