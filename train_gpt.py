@@ -1702,15 +1702,15 @@ def interrupt(signum, frame):
     raise KeyboardInterrupt
 
 class Clock:
-    """Training time in seconds. Starting and stopping wait for the device, nothing else does."""
+    """Seconds of training, and those that processors worked for this process. Only start and stop await the device."""
     def __init__(self, runtime, seconds=0.0):
-        self.runtime, self.total, self.since = runtime, seconds, None
+        self.runtime, self.total, self.since, self.processor = runtime, seconds, None, 0.0
     def start(self):
         self.runtime.synchronize()
-        self.since = time.perf_counter()
+        self.since, self.processor = time.perf_counter(), self.processor - time.process_time()
     def stop(self):
         self.runtime.synchronize()
-        self.total, self.since = self.seconds(), None
+        self.total, self.since, self.processor = self.seconds(), None, self.processor + time.process_time()
     def seconds(self):
         return self.total + (time.perf_counter() - self.since if self.since is not None else 0.0)
 
@@ -1905,17 +1905,17 @@ def finish(run, steps):
     log.line(f"comms: sent_bytes per step (messages) {' '.join(comms)}", on_terminal=False)
     verdicts = " ".join(f"{name}:{'ok' if passed else 'FAILED'}" for name, passed in gates.items())
     log.line(f"validity: {verdicts} val_tokens:{config.val_tokens} val_sha256:{digest}", not all(gates.values()))
-    seconds, tokens = run.clock.seconds(), training_tokens(config)
+    seconds, cpu_ms, tokens = run.clock.seconds(), 1000 * run.clock.processor, training_tokens(config)
     # Of matrices and head alone, 6 operations a weight and token; attention's scores are not counted.
     operations = 6 * (matrices.size() + trainer.model.head.numel()) * tokens / seconds
     mfu = 100 * operations / (runtime.world_size * matmul_rate(runtime.device, getattr(torch, config.dtype)))
     log.line(f"final val_loss:{losses['val_loss']:.5f} train_time:{1000 * seconds:.0f}ms tokens:{tokens} "
-             f"peak_memory:{max(memory)}MiB tokens_per_s:{tokens / seconds:.0f} mfu:{mfu:.1f}%"
+             f"peak_memory:{max(memory)}MiB tokens_per_s:{tokens / seconds:.0f} mfu:{mfu:.1f}% cpu_time:{cpu_ms:.0f}ms"
              + "".join(f" {name}:{loss:.5f}" for name, loss in losses.items() if name != "val_loss"))
     if log.is_main:
         result = {"run": config.run_id, "track": config.track, **losses, "train_time_ms": 1000 * seconds,
-                  "steps": config.steps, "tokens": tokens, "target_loss": config.target_loss, **run.facts,
-                  "tokens_per_s": tokens / seconds, "mfu_percent": mfu, "peak_memory_mib_by_rank": memory,
+                  "cpu_time_ms": cpu_ms, "steps": config.steps, "tokens": tokens, "target_loss": config.target_loss,
+                  **run.facts, "tokens_per_s": tokens / seconds, "mfu_percent": mfu, "peak_memory_mib_by_rank": memory,
                   "validity": gates, "val_sha256": digest, "overrides": run.overrides,
                   "basis_rejects": sum(int(s["rejects"].sum()) for s in matrices.state.values() if "rejects" in s),
                   "sent_bytes_per_step": {key: size for key, (size, _) in sent.items()},

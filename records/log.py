@@ -29,7 +29,7 @@ BATCH = pattern("batch:<number=number> counter:<counter=number>/<declared=number
 STEP = pattern(r"step:<step=number>/<steps=number> <split=split>_loss:<loss=loss> (?:\S+ )*?"
                "train_time:<time=number>ms step_avg:<average=decimal>ms(?: .*)?")
 FINAL = pattern("final val_loss:<loss=loss> train_time:<time=number>ms tokens:<tokens=number> "
-                "peak_memory:<memory=number>MiB(?: .*)?")
+                "peak_memory:<memory=number>MiB(?: tokens_per_s:\\S+ mfu:\\S+ cpu_time:<cpu=number>ms)?(?: .*)?")
 STATUS = pattern("status:ok run:<run=word> val_loss:<loss=loss> train_time:<time=decimal>s .*")
 
 
@@ -72,6 +72,7 @@ class Run:
     curves: dict  # {"train": [Point, ...], "val": [Point, ...]}
     val_loss: float
     train_time_ms: int
+    cpu_time_ms: int | None  # processor time of the (first) process while that clock ran; older logs lack it
     tokens: int
     memory_mib: int
 
@@ -194,6 +195,8 @@ def parse_log(path):
     if last.time_ms != time_ms or abs(float(status["time"]) - time_ms / 1000) > 0.051:
         raise RecordError(f"the training time is {time_ms} ms in the final line, {last.time_ms} ms at the last step "
                           f"and {status['time']} s in the status line")
+    if final["cpu"] and not int(final["cpu"]):
+        raise RecordError("the processor time is 0 ms, which no run takes")
     if status["run"] != header["run"]:
         raise RecordError(f"the status line is run {ascii(status['run'])}'s, the log {header['run']}'s")
     return Run(
@@ -204,4 +207,4 @@ def parse_log(path):
         data_sha256=data["data_sha256"], validity=validity, curves=curves, val_loss=loss, train_time_ms=time_ms,
         batch=Batch(*(int(value) for value in match(BATCH, batch, "batch").groups())) if batch else None,
         resumed=any(line.startswith("resumed:") for line in lines), tokens=int(final["tokens"]),
-        memory_mib=int(final["memory"]))
+        memory_mib=int(final["memory"]), cpu_time_ms=int(final["cpu"]) if final["cpu"] else None)

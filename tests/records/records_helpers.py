@@ -25,7 +25,7 @@ def source_of(word="first", padding=0):
 
 
 def log_text(run, source=None, seed=1, loss=0.87, time_ms=60_000, counter=1, declared=4, batch=1, start=1, steps=STEPS,
-             device="Slow CPU (R) @ 2 GHz x2", data=MANIFESTS["nano"], config=None):
+             device="Slow CPU (R) @ 2 GHz x2", data=MANIFESTS["nano"], config=None, cpu_ms=None):
     """What Log, log_header and finish write for one complete run on the nano track."""
     source = source_of() if source is None else source
     config_of_run = replace(train_gpt.TRACKS["nano"], target_loss=TARGET, seed=seed, run_id=run, steps=steps)
@@ -52,7 +52,7 @@ def log_text(run, source=None, seed=1, loss=0.87, time_ms=60_000, counter=1, dec
         f"validity: causal:ok normalised:ok local:ok val_tokens:{values['val_tokens']} "
         f"val_sha256:{values['val_sha256']}",
         f"final val_loss:{loss:.5f} train_time:{time_ms}ms tokens:245760 peak_memory:900MiB tokens_per_s:4096 "
-        "mfu:1.5%",
+        f"mfu:1.5% cpu_time:{2 * time_ms if cpu_ms is None else cpu_ms}ms",
         f"status:ok run:{run} val_loss:{loss:.5f} train_time:{time_ms / 1000:.1f}s log:logs/{run}/log.txt "
         f"plot:logs/{run}/loss.png"]) + "\n"
 

@@ -75,6 +75,7 @@ def test_log_is_read_as_the_trainer_meant_it(repository):
     assert (run.seed, run.tokens, run.device) == tuple(
         result[key] for key in ("seed", "tokens", "device"))
     assert run.val_loss == round(result["val_loss"], 5) and run.train_time_ms == round(result["train_time_ms"])
+    assert run.cpu_time_ms == round(result["cpu_time_ms"]) > 0
     assert [point.step for point in run.curves["train"]] == [1, 2, 3, 4]
     assert [point.step for point in run.curves["val"]] == [2, 4]
 

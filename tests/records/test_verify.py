@@ -145,6 +145,7 @@ def rename(old, new):
 
 
 TAMPERED = {
+    "no processor time": (FIRST, replace_in(LOG, r"cpu_time:\d+ms", "cpu_time:0ms"), LOG, "the processor time is 0 ms"),
     "edited loss, final line only": (FIRST, replace_in(LOG, r"^(final val_loss:)\S+", r"\g<1>0.50000"), LOG,
                                      "final loss is 0.50000 in the final line"),
     "edited loss in the log": (FIRST, edit_loss(LOG), "result.json", "loss is {.*the logs say"),

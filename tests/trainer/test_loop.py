@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -143,7 +144,7 @@ def test_step_lines_agree_with_the_metrics(events, rich_run):
 def test_the_final_lines_agree_with_the_result(events, rich_run, rich):
     result = rich_run.result
     final = re.fullmatch(r"final val_loss:(\S+) train_time:(\d+)ms tokens:(\d+) peak_memory:(\d+)MiB "
-                         r"tokens_per_s:(\d+) mfu:(\d+\.\d)%", event_of("final", events))
+                         r"tokens_per_s:(\d+) mfu:(\d+\.\d)% cpu_time:(\d+)ms", event_of("final", events))
     assert final[1] == f"{result['val_loss']:.5f}" and result["val_loss"] == rich_run.metrics[-1]["val_loss"]
     assert int(final[2]) == pytest.approx(result["train_time_ms"], abs=1)
     assert int(final[3]) == result["tokens"] == 20 * 12 * 256
@@ -151,6 +152,7 @@ def test_the_final_lines_agree_with_the_result(events, rich_run, rich):
     assert len(result["peak_memory_mib_by_rank"]) == 1
     assert int(final[5]) == pytest.approx(1000 * result["tokens"] / result["train_time_ms"], abs=1)
     assert float(final[6]) == pytest.approx(result["mfu_percent"], abs=0.051) and 0 < result["mfu_percent"] < 100
+    assert int(final[7]) == pytest.approx(result["cpu_time_ms"], abs=1)
     validity = re.match(r"validity: causal:ok normalised:ok local:ok val_tokens:1024 val_sha256:([0-9a-f]{64})",
                         event_of("validity", events))
     *_, val = train_gpt.open_corpus(tiny_config(data=rich["data"]))
@@ -176,8 +178,19 @@ def test_throughput_and_mfu_follow_from_the_clock(world_size, tiny, tmp_path):
     matrices, head = 2 * (4 * 32 * 32 + 2 * 64 * 32), 257 * 32  # what a token is multiplied with
     mfu = 100 * 6 * (matrices + head) * 1024 / (1e9 * world_size)
     assert run.result["tokens_per_s"] == 1024 and run.result["mfu_percent"] == pytest.approx(mfu)
-    assert run.lines[-2].endswith(f" train_time:2000ms tokens:2048 peak_memory:"
-                                  f"{max(run.result['peak_memory_mib_by_rank'])}MiB tokens_per_s:1024 mfu:{mfu:.1f}%")
+    assert f" train_time:2000ms tokens:2048 peak_memory:{max(run.result['peak_memory_mib_by_rank'])}MiB " \
+           f"tokens_per_s:1024 mfu:{mfu:.1f}% cpu_time:" in run.lines[-2]
+
+
+def test_processor_time_is_that_of_work_alone():
+    clock = train_gpt.Clock(Runtime("cpu"))
+    clock.start()
+    time.sleep(0.3)
+    slept = time.process_time()
+    while time.process_time() < slept + 0.1:
+        pass
+    clock.stop()
+    assert 0.1 <= clock.processor < 0.25 and clock.seconds() >= 0.3 + 0.1
 
 
 def test_a_matrix_product_is_timed():
@@ -304,7 +317,8 @@ def test_validation_before_the_head_is_untied_scores_the_tied_model(tiny, cli):
 def test_steps_and_their_data_are_timed_and_nothing_else(tiny, cli, monkeypatch):
     """On a clock that stands still but in the functions named here: seconds of each call, and of all that are timed."""
     now, timed = [0.0], [0.0]
-    monkeypatch.setattr(train_gpt, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(train_gpt, "time", SimpleNamespace(perf_counter=lambda: now[0],
+                                                           process_time=lambda: 2 * now[0]))
     monkeypatch.setattr(train_gpt, "matmul_rate", lambda device, dtype: 1e9)
 
     def spend(place, name, seconds, counts):
@@ -330,7 +344,7 @@ def test_steps_and_their_data_are_timed_and_nothing_else(tiny, cli, monkeypatch)
         spend(place, name, 1000.0, False)
     run = cli(**{**tiny, "run_id": "slow", "val_every": 1, "save_every": 1})
     assert run.code == 0 and now[0] == 12_000 + 2 + 44.75  # two steps were of the warm-up, an evaluation of a gate
-    assert timed[0] == 44.75 and run.result["train_time_ms"] == 44_750
+    assert timed[0] == 44.75 and run.result["train_time_ms"] == run.result["cpu_time_ms"] / 2 == 44_750
     assert [event["train_time"] for event in run.metrics if "val_loss" in event] == [21_750, 32_750, 43_750, 44_750]
 
 
