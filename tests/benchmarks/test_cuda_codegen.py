@@ -1,0 +1,69 @@
+"""benchmarks/cuda_codegen.py: what it reads from generated code. A test that generates some needs a CUDA build of torch
+(`python benchmarks/cuda_codegen.py --setup`), and is skipped without."""
+import json
+import subprocess
+
+import pytest
+
+from benchmarks import cuda_codegen
+from helpers import ROOT
+
+needs_cuda_build = pytest.mark.skipif(not cuda_codegen.cuda_python(), reason="no CUDA build of torch; "
+                                      "`python benchmarks/cuda_codegen.py --setup` makes an environment that has one")
+
+
+def test_peak_counts_what_lives_at_once():
+    body = """
+        buf0 = empty_strided_cuda((1024, 1024), (1024, 1), torch.float32)
+        buf1 = empty_strided_cuda((1024, ), (1, ), torch.bfloat16)
+        triton_a.run(arg0_1, buf0, buf1, 1024, stream=stream0)
+        del arg0_1
+        buf2 = buf0; del buf0  # reuse
+        buf3 = reinterpret_tensor(buf1, (32, 32), (32, 1), 0); del buf1  # reuse
+        del buf2
+        buf4 = empty_strided_cuda((), (), torch.float64)
+        del buf3
+    """
+    assert cuda_codegen.peak_bytes(body) == 4 * 1024**2 + 2 * 1024
+
+
+def test_without_the_environment_one_line_says_how_to_make_it(monkeypatch):
+    monkeypatch.setattr(cuda_codegen, "cuda_python", lambda: None)
+    with pytest.raises(SystemExit, match=r"has no CUDA; run `python benchmarks/cuda_codegen.py --setup`"):
+        cuda_codegen.main([])
+
+
+SCRIPT = """
+import json, torch
+from benchmarks import cuda_codegen as codegen
+codegen.pretend_h100()
+generator, found = codegen.Generator(), {}
+with codegen.FakeTensorMode():
+    a, b = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((256, 128), (128, 64)))
+    def function(a, b):
+        return torch.relu(a @ b).square()
+    def update(x):
+        return x.view(-1).t().relu().add_(1)
+    with codegen.EagerKernels(generator) as eager:
+        compiled = generator.compile(function, dynamic=False)
+        update(compiled(a, b))
+read, = map(codegen.read_graph, generator.graphs)
+rows = codegen.assemble(generator.graphs[0])
+print(json.dumps([read, rows, eager.launches, eager.bytes]))
+"""
+
+
+@needs_cuda_build
+def test_launches_bytes_and_products_of_a_small_function():
+    done = subprocess.run([cuda_codegen.cuda_python(), "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    read, rows, launches, moved = json.loads(done.stdout.splitlines()[-1])
+    product = 2 * 256 * 64  # bytes
+    assert (read["triton"], read["other"]) == (1, 1)
+    assert read["gigabytes"] == pytest.approx(2 * product / 1e9, rel=0.1)
+    assert read["product_gigabytes"] == pytest.approx((product + 2 * 256 * 128 + 2 * 128 * 64) / 1e9)
+    assert read["teraflops"] == pytest.approx(2 * 256 * 128 * 64 / 1e12)
+    assert read["peak_mib"] in (product / 2**20, 2 * product / 2**20)
+    (name, registers, spilled), = rows
+    assert "relu" in name and 0 < registers <= 255 and spilled == 0
+    assert (launches, moved) == (2, 2 * product + 2 * product)  # relu, and add in place: it reads and writes
