@@ -73,7 +73,7 @@ def continuation(trainer, step, prompt, count, temperature, seed):
         low = max(0, len(tokens) - config.micro_batch_tokens)  # copies look back further
         padded = np.zeros(low + config.micro_batch_tokens + 1, dtype=np.uint16)  # what follows is never attended to
         padded[:len(tokens)] = tokens
-        micro_batch, ngram = trainer.read(train_gpt.place_contiguous(padded, low, config))
+        micro_batch, ngram = trainer.read(train_gpt.place_contiguous(train_gpt.Text(padded, config), low, config))
         hidden = trainer.model.hidden(micro_batch, ngram, trainer.context(step, micro_batch))[len(tokens) - 1 - low]
         logits = trainer.model.logits(hidden[None])[0, :config.eot_token + 1].cpu()
         token = logits.argmax().item()

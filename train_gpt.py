@@ -168,10 +168,6 @@ class Config:
         """How many rows of the table a token reads."""
         return len(self.ngram_orders + self.copy_orders + self.index_orders)
     @property
-    def horizon(self):
-        """How many tokens before a position can bear on its rows."""
-        return max([0, *(self.copy_reach + n for n in self.copy_orders), *self.ngram_orders, *self.index_orders])
-    @property
     def vocab_size(self):
         """Rows of embedding and head: the tokenizer's ids, rounded up to what tensor cores like for large ones."""
         return self.eot_token + 1 if self.eot_token < 1024 else -(-(self.eot_token + 1) // 128) * 128
@@ -525,11 +521,10 @@ def validation_hash(config, val):
 
 @dataclasses.dataclass
 class Placement:
-    """Where the T tokens of a micro-batch stand: `tokens` is a text, the rest are (T,) arrays."""
-    tokens: np.ndarray
-    position: np.ndarray        # int64, indices into tokens
-    document_start: np.ndarray  # int64, index into tokens of each position's document
-    segment_start: np.ndarray   # int32, index within the micro-batch of each position's attention segment
+    """Where the T tokens of a micro-batch stand in a Text."""
+    text: "Text"
+    position: np.ndarray       # (T,) int64, indices of tokens
+    segment_start: np.ndarray  # (T,) int32, index within the micro-batch of each position's attention segment
 
 @dataclasses.dataclass
 class MicroBatch:
@@ -549,12 +544,10 @@ def to_device(array, device):
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
-def place_contiguous(tokens, low, config):
-    """Placement of tokens[low : low + T], cut at documents, of which the table's rows may see more than attention."""
-    begin = max(0, low - config.horizon)
-    index = np.arange(begin, low + config.micro_batch_tokens)
-    document_start = np.maximum.accumulate(np.where(tokens[index] == config.eot_token, index, begin))[low - begin:]
-    return Placement(tokens, index[low - begin:], document_start, (document_start - low).clip(0).astype(np.int32))
+def place_contiguous(text, low, config):
+    """Placement of the tokens low .. low + T - 1 of a Text, cut at documents."""
+    position = np.arange(low, low + config.micro_batch_tokens)
+    return Placement(text, position, (text.starts[text.documents(position)] - low).clip(0).astype(np.int32))
 
 def assemble(place, slots, signs, device):
     """Build the MicroBatch of a Placement and its n-grams' slots and signs (numpy) on the device."""
@@ -564,8 +557,9 @@ def assemble(place, slots, signs, device):
     refuse(len(starts) >= len(bounds), f"{len(starts)} documents in a micro-batch of {length} tokens: batches are laid "
            "out for 16 tokens a document on average; join short documents into longer ones")
     bounds[:len(starts)] = starts
-    arrays = (place.tokens[place.position].astype(np.int32), place.tokens[place.position + 1].astype(np.int64),
-              place.segment_start, bounds, slots, signs)
+    tokens, position = place.text.tokens, place.position
+    arrays = (tokens[position].astype(np.int32), tokens[position + 1].astype(np.int64), place.segment_start, bounds,
+              slots, signs)
     return MicroBatch(*(to_device(array, device) for array in arrays))
 
 class TrainLoader:
@@ -583,22 +577,18 @@ class TrainLoader:
         self._ahead = collections.deque(self._thread.submit(next, self._batches, None) for _ in range(3))
     def _open_shard(self):
         opened = self.state["shard"]
-        self.tokens = self.shards[opened % len(self.shards)]
-        usable = len(self.tokens) - 1  # the last token is only a target
-        # A shard may begin inside a document that the one before it could not hold.
-        starts = np.union1d([0], np.flatnonzero(self.tokens[:usable] == self.config.eot_token))
-        lengths = np.diff(np.append(starts, usable))
+        self.text = Text(self.shards[opened % len(self.shards)], self.config)
+        lengths = np.diff(np.append(starts := self.text.starts, len(self.text.tokens) - 1))  # the last one is a target
         cap = max(cap for _, cap in self.config.document_cap)
         pieces = -(-lengths // cap)
-        self.piece_document = np.repeat(starts, pieces)
-        number = np.arange(len(self.piece_document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # in its document
-        self.piece_start = self.piece_document + number * cap
+        number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # in its document
+        self.piece_start = np.repeat(starts, pieces) + number * cap
         self.piece_length = np.minimum(np.repeat(starts + lengths, pieces) - self.piece_start, cap)
         self.order = np.random.default_rng([self.config.seed, opened]).permutation(len(self.piece_start))
     def _place_next(self, cap):
         """Placement of the next micro-batch, its segments at most `cap` tokens long."""
         length, filled = self.config.micro_batch_tokens, 0
-        position, document_start, segment_start = (np.empty(length, kind) for kind in (np.int64, np.int64, np.int32))
+        position, segment_start = np.empty(length, np.int64), np.empty(length, np.int32)
         while filled < length:
             if self.state["piece"] == len(self.order):
                 self.state = {"shard": self.state["shard"] + 1, "piece": 0, "offset": 0}
@@ -608,13 +598,12 @@ class TrainLoader:
             low, left = self.piece_start[piece] + offset, self.piece_length[piece] - offset
             take = int(min(left, cap, length - filled))
             placed = slice(filled, filled + take)
-            position[placed] = np.arange(low, low + take)
-            document_start[placed], segment_start[placed] = self.piece_document[piece], filled
+            position[placed], segment_start[placed] = np.arange(low, low + take), filled
             filled += take
             self.state["offset"] += take
             if take == left:
                 self.state = {**self.state, "piece": self.state["piece"] + 1, "offset": 0}
-        return Placement(self.tokens, position, document_start, segment_start)
+        return Placement(self.text, position, segment_start)
     def _next_batch(self, step):
         config, runtime = self.config, self.runtime
         cap, count = (at_step(schedule, step, config) for schedule in (config.document_cap, config.micro_batches))
@@ -633,60 +622,86 @@ class TrainLoader:
 
 # 4. N-gram table ============================================================================================
 
-# Each token reads some rows of one table (table_rows): of the n-grams that end there; of the tokens that followed such
-# n-grams earlier in the document, copies; of those that mostly follow them in a part of the training text, which the
-# index holds (TextIndex). From there on all rows are alike. The loader's thread plans the step (plan_rows): which rows
-# are read, who owns them, and at which slot a row will stand among pulled values. The rest is NgramTable's, in this
-# order: `pull` brings the step's rows here; `lookup` sums those of each token, for the model's residual stream;
-# `accumulate` keeps the gradients of these sums; `reduce` sums them by row and sends them to the rows' owners; `update`
-# is the owner's step, after which replicas `receive` the new rows, or else the next step's rows are pulled. To a rank
-# its own rows never travel, and others once, however many of its tokens read them.
+# Each token reads rows of one table (table_rows): of the n-grams that end there; of the tokens that followed these
+# earlier in the document, copies; of those that mostly follow them in a part of the training text, the index. The
+# loader's thread plans the step (plan_rows): which rows are read, who owns them, and at which slot a row will stand
+# among pulled values. The rest is NgramTable's: `pull` brings the step's rows here; `lookup` sums those of each token,
+# for the model's residual stream; `accumulate` keeps the gradients of these sums; `reduce` sums them by row and sends
+# them to the rows' owners; `update` is the owner's step, after which replicas `receive` the new rows, or else the next
+# step's rows are pulled. No row travels to its owner, and others do once, however many tokens read them.
 
 GRAM_BASE = 0x9E3779B97F4A7C15  # odd, and so with an inverse modulo 2^64
+GRAM_INVERSE = pow(GRAM_BASE, -1, 2**64)
+NO_GUESS = 2**16 - 1  # no token's id
 GRAM_TOKENS = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)  # one a token id
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=64)
 def powers(base, count):
-    return np.multiply.accumulate(np.append(np.uint64(1), np.full(count - 1, base % 2**64, np.uint64)))
+    return np.multiply.accumulate(np.append(np.uint64(1), np.full(count - 1, base, np.uint64)))
 
-def top_bits(keys, bits):
-    return (keys >> (64 - bits)).view(np.int64)  # numpy indexes faster with these than with unsigned ones
+def gram_keys(text, orders):
+    """Keys of all n-grams of a text (L,), or of shorter ones where it begins, order after order: (L,) 64-bit numbers,
+    equal where the tokens are. A key is the polynomial of their random numbers modulo 2^64 (Karp & Rabin 1987): by
+    prefix sums, one difference and one product at any order."""
+    rising, falling = (powers(base, 1 << len(text).bit_length())[:len(text)] for base in (GRAM_BASE, GRAM_INVERSE))
+    sums = np.cumsum(GRAM_TOKENS.take(text) * rising)
+    for n in orders:
+        keys = sums.copy()
+        keys[n:] -= sums[:-n]
+        yield keys * falling
 
-class Grams:
-    """Keys of all n-grams of a text (L,): 64-bit numbers, equal where the tokens are. A key is the polynomial of their
-    random numbers modulo 2^64 (Karp & Rabin 1987): by prefix sums, one difference and one product at any order."""
-    def __init__(self, text):
-        self.text, count = text, 1 << len(text).bit_length()
-        self.inverse = powers(pow(GRAM_BASE, -1, 2**64), count)
-        self.sums = np.zeros(len(text) + 1, np.uint64)
-        np.cumsum(GRAM_TOKENS.take(text) * powers(GRAM_BASE, count)[:len(text)], out=self.sums[1:])
-    def keys(self, n, low, high):
-        """Of the n-grams that end at low .. high - 1: (high - low,) uint64; of shorter ones where the text begins."""
-        keys = self.sums[low + 1:high + 1].copy()
-        keys[max(0, n - 1 - low):] -= self.sums[max(0, low + 1 - n):max(0, high + 1 - n)]
-        return keys * self.inverse[low:high]
-    def latest_matches(self, behind, orders):
-        """For each position from `behind` on and each order, the latest earlier position at which the same n-gram ends:
-        (L - behind, len(orders)) int64, -1 for none. Before `behind`, longer n-grams are compared where shorter are."""
-        found = np.full((len(self.text) - behind, len(orders)), -1)
-        alive = np.arange(behind)
-        for n in sorted(orders):
-            asked, order, offsets = group_equal(self.keys(n, behind, len(self.text)))
-            first = np.full(2**16, -1, np.int32)  # of those asked for, by the key's top bits: the first one
-            first[top_bits(asked[::-1], 16)] = np.arange(len(asked))[::-1]
-            keys = self.keys(n, 0, behind).take(alive)
-            group = first.take(top_bits(keys, 16))
-            kept = np.flatnonzero(group >= 0)
-            alive, keys, group = alive[kept], keys[kept], group[kept]
-            asked = np.append(asked, np.uint64(2**64 - 1))
-            while (smaller := asked[group] < keys).any():
-                group += smaller
-            same = np.flatnonzero(asked[group] == keys)
-            alive, latest = alive[same], np.full(len(asked) - 1, -1)
-            latest[group[same]] = alive  # of equal groups the last one counts
-            previous = np.append(0, order[:-1] + behind)
-            previous[offsets] = latest
-            found[order, orders.index(n)] = previous
+def stable_order(values, bits):
+    """What sorts integers (n,) stably by their low bits: 16 at a time, of which numpy does a radix sort."""
+    order = np.argsort(values.astype(np.uint16), kind="stable")
+    for shift in range(16, bits, 16):
+        order = order[np.argsort((values >> shift).astype(np.uint16)[order], kind="stable")]
+    return order
+
+def latest_matches(text, orders):
+    """For each token of a text (L,) and each order, the latest earlier one at which the same n-gram ends: int32
+    (L, len(orders)), -1 for none. What recurs nowhere at one order does not at a longer one."""
+    found, recurs = np.full((len(text), len(orders)), -1, np.int32), np.ones(len(text), bool)
+    for n, keys in zip(sorted(orders), gram_keys(text, sorted(orders))):
+        place = n - 1 + np.flatnonzero(recurs[n - 1:])
+        place = place[stable_order(keys[place], 48)]
+        same = np.diff(keys[place]) == 0
+        found[place[1:][same], orders.index(n)] = place[:-1][same]
+        recurs[:] = False
+        recurs[place[1:][same]] = recurs[place[:-1][same]] = True
+    return found
+
+class Text:
+    """Tokens (L,), and what stands before each of them in its document; a shard may begin inside one. Copies are looked
+    for in a long stretch of a document at once and remembered: two bytes a token and order."""
+    STRETCH = 2**18
+    def __init__(self, tokens, config):
+        self.tokens, self.orders, self.reach = tokens, config.copy_orders, config.copy_reach
+        self.starts = np.union1d([0], np.flatnonzero(tokens == config.eot_token))  # of documents
+        self.stretch = functools.lru_cache(maxsize=2048)(self._stretch)
+    def documents(self, position):
+        return np.searchsorted(self.starts, position, side="right") - 1
+    def keys(self, position, orders):
+        """Of the n-grams that end at positions (t,), or of shorter ones where documents begin: (t, len(orders))."""
+        past = position[:, None] - np.arange(max([0, *orders]))
+        numbers = GRAM_TOKENS.take(self.tokens[past.clip(0)]) * powers(GRAM_INVERSE, 32)[:past.shape[1]]
+        numbers[past < self.starts[self.documents(position), None]] = 0
+        return numbers.cumsum(1)[:, np.array(orders, int) - 1]
+    def _stretch(self, document, number):
+        """Copies, as below, at all tokens of one stretch of a document."""
+        low = self.starts[document] + number * self.STRETCH
+        begin = max(self.starts[document], low - self.reach - max(self.orders) + 1)
+        end = min([low + self.STRETCH, len(self.tokens), *self.starts[document + 1:document + 2]])
+        match = latest_matches(self.tokens[begin:end], self.orders)[low - begin:]
+        near = (match >= 0) & (np.arange(low - begin, end - begin)[:, None] - match <= self.reach)
+        return np.where(near, self.tokens[begin + 1 + match], np.uint16(NO_GUESS))
+    def copies(self, position):
+        """For each of positions (t,) and each order, the token that followed the last n tokens at their latest place in
+        the document, at most `reach` tokens back: (t, O) uint64, NO_GUESS where they had none."""
+        found, document = np.empty((len(position), len(self.orders)), np.uint64), self.documents(position)
+        number, offset = np.divmod(position - self.starts[document], self.STRETCH)
+        for stretch in {*zip(document.tolist(), number.tolist())} if self.orders else ():
+            at = np.flatnonzero((document == stretch[0]) & (number == stretch[1]))
+            found[at] = self.stretch(*stretch)[offset[at]]
         return found
 
 class TextIndex:
@@ -697,62 +712,49 @@ class TextIndex:
     def __init__(self, config):
         self.orders, self.bits = config.index_orders, config.index_bits
         self.slots = torch.zeros(len(self.orders), 2**self.bits, dtype=torch.int32)
-    def _find(self, column, grams, low, high):
-        """(The order's table, slots and tags of the n-grams that end at low .. high - 1)."""
-        keys = grams.keys(self.orders[column], low, high)
+    def _find(self, column, keys):
+        """(The order's table, slots and tags of n-grams), by their keys."""
         tags = (keys >> (32 - self.bits)).astype(np.uint32) & 0xFFFC0000  # the 14 bits after those of the slot
-        return self.slots[column].numpy().view(np.uint32), top_bits(keys, self.bits), tags
+        slots = (keys >> (64 - self.bits)).view(np.int64)  # signed numbers are numpy's faster indices
+        return self.slots[column].numpy().view(np.uint32), slots, tags
     def read(self, text, runtime):
         """Take in training text, (n,) tokens."""
         def read_orders(columns):
             for low in range(0, len(text) - 1, self.CHUNK):
                 begin, end = max(0, low - max(self.orders) + 1), min(low + self.CHUNK, len(text) - 1)
-                grams = Grams(text[begin:end])
-                for column in columns:
-                    table, slots, tags = self._find(column, grams, low - begin, end - begin)
+                for column, keys in zip(columns, gram_keys(text[begin:end], [self.orders[it] for it in columns])):
+                    table, slots, tags = self._find(column, keys[low - begin:])
                     new, old = tags | text[low + 1:end + 1], table[slots]
                     confidence = old & 0x30000
                     more = new | np.minimum(confidence + 0x10000, 0x30000)
                     table[slots] = np.where(old - confidence == new, more, np.where(confidence, old - 0x10000, new))
         shares = [range(first, len(self.orders), runtime.workers) for first in range(runtime.workers)]
         collections.deque(runtime.map(read_orders, shares), 0)
-    def guesses(self, grams, behind):
-        """For each position from `behind` on and each order: a token with its confidence, (t, O) int64; -1 for none."""
-        found = np.empty((len(grams.text) - behind, len(self.orders)), np.int64)
+    def guesses(self, keys):
+        """For each n-gram, by keys (t, O), a token with its confidence: (t, O) uint64, NO_GUESS for none."""
+        found = np.empty_like(keys)
         for column in range(len(self.orders)):
-            table, slots, tags = self._find(column, grams, behind, len(grams.text))
+            table, slots, tags = self._find(column, keys[:, column])
             entries = table[slots]
-            known = (entries & 0xFFFC0000 == tags) & (entries != 0)
-            found[:, column] = np.where(known, entries & 0x3FFFF, np.int64(-1))  # entries are unsigned
+            found[:, column] = np.where((entries & 0xFFFC0000 == tags) & (entries != 0), entries & 0x3FFFF, NO_GUESS)
         return found
 
 def table_rows(place, config, index):
     """Rows of the table (T, config.columns) int32 in [0, config.ngram_rows) that the tokens of a Placement read, and
     their signs, float32 of +-1, or 0 for no row. index: a TextIndex. A row is a hash, by columns in this order, of
     - n-grams: the last n tokens, or fewer where the document begins later;
-    - copies: the order, and what followed the last n tokens at their latest place, at most `copy_reach` tokens back;
+    - copies: the order, and what followed the last n tokens at their latest place (Text.copies);
     - the index: the order, the token that it guesses, and the confidence.
-    The sign is one more bit of the hash, so that two that share a row push it apart half of the time (count-sketch's
-    trick). Nothing before the document's start or behind a position bears on the position's rows."""
-    position, starts = place.position, place.document_start
-    keys = np.empty((len(position), config.columns), np.uint64)
-    guesses = np.empty((len(position), config.columns - len(config.ngram_orders)), np.int64)
-    new_run = (np.diff(position) != 1) | (np.diff(starts) != 0)
-    for run in np.split(np.arange(len(position)), np.flatnonzero(new_run) + 1):
-        begin = max(starts[run[0]], position[run[0]] - config.horizon)
-        grams, behind = Grams(place.tokens[begin:position[run[-1]] + 1]), position[run[0]] - begin
-        for column, n in enumerate(config.ngram_orders):
-            keys[run, column] = grams.keys(n, behind, len(grams.text))
-        match = grams.latest_matches(behind, config.copy_orders)
-        near = (match >= 0) & (behind + np.arange(len(run))[:, None] - match <= config.copy_reach)
-        copies = np.where(near, grams.text[np.where(near, match + 1, 0)], np.int64(-1))  # tokens are unsigned
-        guesses[run] = np.concatenate([copies, index.guesses(grams, behind)], 1)
-    keys[:, len(config.ngram_orders):] = guesses
-    keys += GRAM_TOKENS[:config.columns]  # else orders would share the rows of a document's first tokens
+    The sign is one more bit of the hash: two that share a row push it apart half of the time (count-sketch's trick).
+    Nothing before the document's start or behind a position bears on its rows."""
+    keys = place.text.keys(place.position, config.ngram_orders + config.index_orders)
+    keys, indexed = np.split(keys, [len(config.ngram_orders)], axis=1)
+    guesses = np.concatenate([place.text.copies(place.position), index.guesses(indexed)], 1)
+    keys = np.concatenate([keys, guesses], 1) + GRAM_TOKENS[:config.columns]  # for orders to have rows of their own
     keys = (keys ^ keys >> 29) * GRAM_BASE
     keys ^= keys >> 32
     signs = (keys >> 40 & 1).astype(np.float32) * 2 - 1
-    signs[:, len(config.ngram_orders):] *= guesses >= 0
+    signs[:, len(config.ngram_orders):] *= guesses != NO_GUESS
     return ((keys & 0xFFFFFFFF) * config.ngram_rows >> 32).astype(np.int32), signs
 
 # ----- which rows a step touches, and their routes between ranks
@@ -773,9 +775,9 @@ class RowPlan:
     chunk: int = 0           # replicas: the most rows that a rank updates
 
 def group_equal(ids):
-    """The distinct ones of integers (n,), rising, (u,); int32 positions (n,) of the first one's occurrences, then of
-    the second's, and so on; where in these each begins, (u,) int32."""
-    order = np.argsort(ids, kind="stable")
+    """The distinct ones of integers (n,) from 0 to 2^32 - 1, rising, (u,); int32 positions (n,) of the first one's
+    occurrences, then of the second's, and so on; where in these each begins, (u,) int32."""
+    order = stable_order(ids, 32)
     ordered = ids[order]
     offsets = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))[:len(ids)])
     return ordered[offsets], order.astype(np.int32), offsets.astype(np.int32)
@@ -1529,17 +1531,17 @@ class Trainer:
         micro_batch = assemble(place, slots, signs, self.runtime.device)
         return micro_batch, self.table.lookup(micro_batch, values)
     @torch.no_grad()
-    def score(self, step, tokens, low):
-        """Losses (T,) of the tokens behind tokens[low : low + T], and hidden states, of the model before `step`."""
-        micro_batch, ngram = self.read(place_contiguous(tokens, low, self.config))
+    def score(self, step, text, low):
+        """Losses (T,) of the tokens behind low .. low + T - 1 of a Text, and hidden states, of the model at `step`."""
+        micro_batch, ngram = self.read(place_contiguous(text, low, self.config))
         return self.forward(micro_batch, ngram, self.context(step, micro_batch))[1:]
     def evaluate(self, step, val):
         """Mean loss over the track's validation tokens, in nats per token; micro-batches are shared among ranks."""
-        length, runtime = self.config.micro_batch_tokens, self.runtime
+        length, runtime, text = self.config.micro_batch_tokens, self.runtime, Text(val, self.config)
         count, here = self.config.val_tokens // length, table_is_here(self.config, runtime)
         def summed(index):
             # Ranks without a last micro-batch score one again, at weight 0, since reading rows takes all of them.
-            return self.score(step, val, min(index, count - 1) * length)[0].double().sum() * (index < count)
+            return self.score(step, text, min(index, count - 1) * length)[0].double().sum() * (index < count)
         indices = range(runtime.rank, count + runtime.rank, runtime.world_size)
         total = sum((runtime.map if here else map)(summed, indices))
         wait(runtime.all_reduce(total, "validation"))
@@ -1560,11 +1562,12 @@ def choose_compile(config):
 def unaffected(trainer, step, tokens, low, spans):
     """Whether, for each (a, b) of `spans`, losses and hidden states of tokens[a:b] stay bitwise the same when all other
     tokens become noise without ends of text. The last of these states predicts the token behind, whose loss changes."""
-    before, eot, same = trainer.score(step, tokens, low), trainer.config.eot_token, True
+    eot, same, score = trainer.config.eot_token, True, lambda text: trainer.score(step, Text(text, trainer.config), low)
+    before = score(tokens)
     for a, b in spans:
         changed = ((tokens + np.random.default_rng(b).integers(1, eot, len(tokens))) % eot).astype(np.uint16)
         changed[a:b] = tokens[a:b]
-        after = trainer.score(step, changed, low)
+        after = score(changed)
         for old, new, end in zip(before, after, (b - 1, b)):
             same &= torch.equal(old[max(0, a - low):end - low], new[max(0, a - low):end - low])
     return same and not torch.equal(before[0], after[0])  # as those of a constant would be
@@ -1593,7 +1596,7 @@ def check_normalised(trainer, step, val):
     config, length, exact, same = trainer.config, trainer.config.micro_batch_tokens, [], True
     count = min(config.val_tokens // length, trainer.runtime.world_size + 1)  # shares of ranks are uneven
     for low in reversed(range(0, count * length, length)):
-        losses, hidden = trainer.score(step, val, low)
+        losses, hidden = trainer.score(step, Text(val, config), low)
         targets = to_device(val[low + 1:low + 1 + length].astype(np.int64), losses.device)
         for part in torch.arange(length, device=losses.device).split(1024):  # bounds the memory
             exact.append(F.cross_entropy(trainer.model.logits(hidden[part]).double(), targets[part], reduction="none"))
@@ -1728,7 +1731,7 @@ def warm_up(trainer):
     before, rng = state_digest(trainer), torch.get_rng_state()
     tokens = np.random.default_rng(0).integers(0, config.eot_token, config.micro_batch_tokens + 1).astype(np.uint16)
     tokens[0] = config.eot_token
-    place = place_contiguous(tokens, 0, config)
+    place = place_contiguous(text := Text(tokens, config), 0, config)
     rows, signs = table_rows(place, config, trainer.table.index)
     plan, slots = plan_rows(rows, signs, config, runtime)
     batch = Batch([assemble(place, slots, signs, runtime.device)], plan, {})
@@ -1738,8 +1741,8 @@ def warm_up(trainer):
     for step in sorted(first.values()):
         for _ in range(2):  # the second call is the first without compilation
             trainer.step(step, batch)
-            trainer.score(step, tokens, 0)
-    trainer.score(config.steps, tokens, 0)
+            trainer.score(step, text, 0)
+    trainer.score(config.steps, text, 0)
     for put_group_back in put_back:
         put_group_back()
     torch.set_rng_state(rng)

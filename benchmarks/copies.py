@@ -89,21 +89,15 @@ def measure(config, rounds):
 
 
 def guesses_of(config, index, tokens):
-    """The tokens (n, O) that copies and the index guess to follow those of one document, -1 for none."""
-    grams = train_gpt.Grams(tokens)
-    match = grams.latest_matches(0, config.copy_orders)
-    near = (match >= 0) & (np.arange(len(tokens))[:, None] - match <= config.copy_reach)
-    copies = np.where(near, tokens.astype(np.int64)[np.where(near, match + 1, 0)], -1)
-    indexed = index.guesses(grams, 0)
-    return np.concatenate([copies, np.where(indexed >= 0, indexed & 0xFFFF, -1)], 1)
+    """The tokens (n, O) that copies and the index guess to follow each of these, NO_GUESS for none."""
+    text, position = train_gpt.Text(tokens, config), np.arange(len(tokens))
+    return np.concatenate([text.copies(position), index.guesses(text.keys(position, config.index_orders)) & 0xFFFF], 1)
 
 
 def success(config, index, val):
     """[{"kind", "order", "coverage", "hit_rate"}] on the validation tokens."""
-    starts = np.union1d(np.flatnonzero(val[:config.val_tokens] == config.eot_token), [0, config.val_tokens])
-    guesses = np.concatenate([guesses_of(config, index, np.array(val[low:high]))
-                              for low, high in zip(starts, starts[1:])])
-    made, right = guesses >= 0, guesses == val[1:config.val_tokens + 1, None]
+    guesses = guesses_of(config, index, np.array(val[:config.val_tokens]))
+    made, right = guesses != train_gpt.NO_GUESS, guesses == val[1:config.val_tokens + 1, None]
     columns = [("copy", n) for n in config.copy_orders] + [("index", n) for n in config.index_orders]
     return [{"kind": kind, "order": n, "coverage": made[:, column].mean(),
              "hit_rate": right[:, column].sum() / max(1, made[:, column].sum())}

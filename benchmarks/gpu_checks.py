@@ -140,8 +140,8 @@ def micro_batch_of(starts, length, device):
     """A MicroBatch with these segments; its tokens mean nothing."""
     index = np.arange(length)
     segment_start = starts[np.searchsorted(starts, index, side="right") - 1].astype(np.int32)
-    tokens = np.zeros(length + 1, np.uint16)
-    place = train_gpt.Placement(tokens, index, segment_start.astype(np.int64), segment_start)
+    text = train_gpt.Text(np.zeros(length + 1, np.uint16), train_gpt.TRACKS["nano"])
+    place = train_gpt.Placement(text, index, segment_start)
     nothing = np.empty((length, 0))
     return train_gpt.assemble(place, nothing.astype(np.int32), nothing.astype(np.float32), device)
 

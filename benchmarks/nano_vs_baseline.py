@@ -112,7 +112,8 @@ class Arm:
 
     def __init__(self, name, config, runtime):
         self.name, self.config, self.runtime = name, config, runtime
-        self.shards, self.indexed, self.val = train_gpt.open_corpus(config)
+        self.shards, self.indexed, val = train_gpt.open_corpus(config)
+        self.val_text = train_gpt.Text(val, config)
         self.clock, self.done, self.points = train_gpt.Clock(runtime), 0, []
         self.steps = 0
 
@@ -181,7 +182,7 @@ class NanoArm(Arm):
         _, self.batch = self.trainer.step(self.done, self.batch, following)
 
     def piece_losses(self, low):
-        return self.trainer.score(self.done, self.val, low)[0]
+        return self.trainer.score(self.done, self.val_text, low)[0]
 
     def matrix_parameters(self):
         return self.trainer.optimizer.matrices.size()
@@ -204,8 +205,7 @@ class BaselineArm(Arm):
 
     def __init__(self, name, config, runtime):
         super().__init__(name, config, runtime)
-        self.starts = [np.flatnonzero(shard == config.eot_token) for shard in self.shards]
-        self.val_starts = np.flatnonzero(self.val[:config.val_tokens] == config.eot_token)
+        self.texts = [train_gpt.Text(shard, self.config) for shard in self.shards]
         self.model = Baseline(config).to(runtime.device)
         compiling = train_gpt.choose_compile(config) == "inductor"
         self.forward = torch.compile(self.model, dynamic=False) if compiling else self.model
@@ -228,12 +228,11 @@ class BaselineArm(Arm):
         self.rng = np.random.default_rng(self.config.seed)
         self.done, self.next_batch = 0, None
 
-    def windows_at(self, tokens, starts, lows):
+    def windows_at(self, text, lows):
         """(MicroBatch, RowPlan) of windows of BLOCK tokens that start at `lows`; arrays are flat."""
         position = (np.asarray(lows)[:, None] + np.arange(BLOCK)).ravel()
-        document_start = starts[np.searchsorted(starts, position, side="right") - 1]
         segment_start = np.repeat(np.arange(len(lows), dtype=np.int32) * BLOCK, BLOCK)
-        place = train_gpt.Placement(tokens, position, document_start, segment_start)
+        place = train_gpt.Placement(text, position, segment_start)
         rows, signs = train_gpt.table_rows(place, self.config, self.table.index)
         plan, slots = train_gpt.plan_rows(rows, signs, self.config, self.runtime)
         return train_gpt.assemble(place, slots, signs, self.runtime.device), plan
@@ -243,7 +242,7 @@ class BaselineArm(Arm):
         sizes = np.array([len(shard) for shard in self.shards], dtype=float)
         which = self.rng.choice(len(sizes), p=sizes / sizes.sum())
         lows = self.rng.integers(0, len(self.shards[which]) - BLOCK, size=self.WINDOWS)
-        return self.windows_at(self.shards[which], self.starts[which], lows)
+        return self.windows_at(self.texts[which], lows)
 
     def losses(self, micro_batch, ngram):
         windows = [tensor.view(-1, BLOCK) for tensor in (micro_batch.inputs, micro_batch.targets)]
@@ -277,7 +276,7 @@ class BaselineArm(Arm):
     @torch.no_grad()
     def piece_losses(self, low):
         lows = np.arange(low, low + self.config.micro_batch_tokens, BLOCK)
-        micro_batch, _ = self.windows_at(self.val, self.val_starts, lows)
+        micro_batch, _ = self.windows_at(self.val_text, lows)
         return self.losses(micro_batch, self.table.lookup(micro_batch, self.table.weight))
 
     def matrix_parameters(self):

@@ -91,8 +91,9 @@ def measure(config, runtime, tokens, repeats):
     results = {arm: {"bytes": {}, "seconds": []} for arm in arms}
     bounds, nothing_read = np.zeros(2), train_gpt.TextIndex(config)
     need = config.micro_batch_tokens
+    text = train_gpt.Text(tokens, config)
     for step in range(repeats):
-        places = [train_gpt.place_contiguous(tokens, (step * world_size + rank) * need, config)
+        places = [train_gpt.place_contiguous(text, (step * world_size + rank) * need, config)
                   for rank in range(world_size)]
         hashed = [train_gpt.table_rows(place, config, nothing_read) for place in places]
         bounds += np.array(lower_bounds([rows for rows, _ in hashed], config, world_size)) / repeats

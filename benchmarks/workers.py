@@ -37,29 +37,26 @@ class Arm:
     """A trainer with a number of workers, and the batches of its first steps."""
 
     def __init__(self, config, workers, steps):
-        self.config = dataclasses.replace(config, workers=workers)
-        self.trainer = train_gpt.Trainer(self.config, train_gpt.Runtime("cpu", workers=workers))
-        shards, indexed, _ = train_gpt.open_corpus(self.config)
+        self.trainer = train_gpt.Trainer(config, train_gpt.Runtime("cpu", workers=workers))
+        shards, indexed, _ = train_gpt.open_corpus(config)
         train_gpt.warm_up(self.trainer)
         self.trainer.table.index.read(indexed, self.trainer.runtime)
-        self.shards, self.steps, self.losses = shards, steps, []
+        self.loader = train_gpt.TrainLoader(config, shards, self.trainer.runtime, index=self.trainer.table.index)
+        self.batch, self.steps, self.losses = self.loader.next(), steps, []
 
     def round(self):
         """Seconds a step, with the loader that works ahead, as in a run."""
-        loader = train_gpt.TrainLoader(self.config, self.shards, self.trainer.runtime, index=self.trainer.table.index)
-        batch = loader.next()
         began = time.perf_counter()
-        for step in range(self.steps):
-            loss, batch = self.trainer.step(step, batch, loader.next)
+        for step in range(len(self.losses), len(self.losses) + self.steps):
+            loss, self.batch = self.trainer.step(step, self.batch, self.loader.next)
             self.losses.append(loss.item())
-        seconds = time.perf_counter() - began
-        loader.close()
-        return seconds / self.steps
+        return (time.perf_counter() - began) / self.steps
 
 
 def main():
     arguments = common.parser(__doc__, steps=8, repeats=7, cores=2).parse_args()
     config = dataclasses.replace(train_gpt.TRACKS["nano"], seed=1)
+    assert 3 * arguments.repeats * arguments.steps < config.steps, "the rounds go on where the one before ended"
     arms = {workers: Arm(config, workers, arguments.steps) for workers in (1, arguments.cores)}
     rows, data = [], {}
     for busy in (0, 1, arguments.cores):

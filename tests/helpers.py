@@ -103,10 +103,10 @@ def documents_of(tokens):
     return np.maximum.accumulate(np.where(np.asarray(tokens) == EOT, np.arange(len(tokens)), 0))
 
 
-def ngram_rows(tokens, position, document_start, orders, rows):
+def ngram_rows(tokens, position, orders, rows, **changes):
     """Rows and signs of the n-grams that end at the positions of a shard, of a table that has no other rows."""
-    config = tiny_config(**{**NO_TABLE, "ngram_orders": orders}, ngram_rows=rows)
-    place = train_gpt.Placement(tokens, position, document_start, None)
+    config = tiny_config(**{**NO_TABLE, "ngram_orders": orders}, ngram_rows=rows, **changes)
+    place = train_gpt.Placement(train_gpt.Text(tokens, config), position, None)
     return train_gpt.table_rows(place, config, train_gpt.TextIndex(config))
 
 
@@ -237,7 +237,8 @@ def randomise(trainer, seed=0):
 
 def read(trainer, tokens, low=0):
     """The MicroBatch of tokens[low : low + T] and its summed n-gram rows (None without n-grams)."""
-    return trainer.read(train_gpt.place_contiguous(np.asarray(tokens, dtype=np.uint16), low, trainer.config))
+    text = train_gpt.Text(np.asarray(tokens, dtype=np.uint16), trainer.config)
+    return trainer.read(train_gpt.place_contiguous(text, low, trainer.config))
 
 
 def make_trainer(random_weights=True, seed=0, runtime=None, **changes):

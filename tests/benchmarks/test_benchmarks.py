@@ -57,7 +57,7 @@ def test_baseline_scores_every_validation_token_once(tmp_path):
     folder = common.write_corpus(tmp_path / "corpus", common.python_documents(60_000), 256, 2048)
     config = tiny(data=str(folder), steps=1, **common.NO_TABLE)
     arm = versus.BaselineArm("baseline", config, train_gpt.Runtime("cpu"))
-    windows = np.array(arm.val[:2049]).astype(np.int64)
+    windows = np.array(arm.val_text.tokens[:2049]).astype(np.int64)
     inputs = torch.from_numpy(windows[:-1]).view(-1, versus.BLOCK)
     targets = torch.from_numpy(windows[1:]).view(-1, versus.BLOCK)
     with torch.no_grad():

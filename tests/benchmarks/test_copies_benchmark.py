@@ -7,7 +7,7 @@ import pytest
 
 import train_gpt
 from benchmarks import common, copies
-from helpers import INDEX, NO_TABLE, byte_documents, documents_of, slow_row, tiny_config
+from helpers import INDEX, NO_TABLE, byte_documents, slow_row, tiny_config
 
 ROWS = 2**31 - 1
 
@@ -16,14 +16,14 @@ def test_guesses_are_those_of_the_rows():
     config = tiny_config(**{**NO_TABLE, **INDEX, "copy_orders": (3, 6), "copy_reach": 150, "ngram_rows": ROWS})
     tokens, index = np.asarray(byte_documents(3000), dtype=np.uint16), train_gpt.TextIndex(config)
     index.read(np.asarray(byte_documents(9000, seed=2), dtype=np.uint16), train_gpt.Runtime("cpu"))
-    starts = np.flatnonzero(tokens == config.eot_token)
-    guesses = np.concatenate([copies.guesses_of(config, index, document) for document in np.split(tokens, starts[1:])])
-    place = train_gpt.Placement(tokens, np.arange(3000), documents_of(tokens), None)
+    guesses = copies.guesses_of(config, index, tokens)
+    place = train_gpt.Placement(train_gpt.Text(tokens, config), np.arange(3000), None)
     rows, signs = train_gpt.table_rows(place, config, index)
-    assert np.array_equal(guesses >= 0, signs != 0) and ((guesses >= 0).any(0) & (guesses < 0).any(0)).all()
+    made = guesses != train_gpt.NO_GUESS
+    assert np.array_equal(made, signs != 0) and (made.any(0) & ~made.all(0)).all()
     for at in range(0, 3000, 7):
         for column in range(3):
-            if guesses[at, column] >= 0:
+            if made[at, column]:
                 possible = {slow_row(int(guesses[at, column]) + 2**16 * confidence, column, ROWS)
                             for confidence in range(4 if column == 2 else 1)}
                 assert (rows[at, column], signs[at, column]) in possible

@@ -75,7 +75,8 @@ def load(optimizer, full):
 
 def batch_of(trainer, *tokens):
     """A Batch of contiguous micro-batches, each the first of its tokens, as the loader would make it."""
-    places = [train_gpt.place_contiguous(np.asarray(each, dtype=np.uint16), 0, trainer.config) for each in tokens]
+    texts = [train_gpt.Text(np.asarray(each, dtype=np.uint16), trainer.config) for each in tokens]
+    places = [train_gpt.place_contiguous(text, 0, trainer.config) for text in texts]
     hashed = [train_gpt.table_rows(place, trainer.config, trainer.table.index) for place in places]
     rows, signs = map(np.concatenate, zip(*hashed))
     plan, slots = train_gpt.plan_rows(rows, signs, trainer.config, trainer.runtime)

@@ -263,7 +263,7 @@ def test_closing_the_loader_ends_its_thread():
 def test_contiguous_micro_batches(low, orders):
     config = tiny_config(**{**NO_TABLE, "ngram_orders": orders})
     tokens = np.asarray(byte_documents(2000), dtype=np.uint16)
-    place = place_contiguous(tokens, low, config)
+    place = place_contiguous(train_gpt.Text(tokens, config), low, config)
     rows, signs = train_gpt.table_rows(place, config, train_gpt.TextIndex(config))
     micro_batch = train_gpt.assemble(place, rows, signs, torch.device("cpu"))
     assert np.array_equal(micro_batch.inputs, tokens[low:low + 256])
@@ -271,8 +271,7 @@ def test_contiguous_micro_batches(low, orders):
     starts = [start - low for start in range(low, low + 256) if start == low or tokens[start] == EOT]
     assert [start for start, _ in segments(micro_batch)] == starts
     # The n-grams know the whole document, also what lies before this micro-batch.
-    document = [max(i for i in range(at + 1) if tokens[i] == EOT) for at in range(low, low + 256)]
-    expected = ngram_rows(tokens, np.arange(low, low + 256), np.array(document), orders, config.ngram_rows)
+    expected = ngram_rows(tokens, np.arange(low, low + 256), orders, config.ngram_rows)
     assert np.array_equal(rows, expected[0]) and np.array_equal(signs, expected[1])
 
 
@@ -292,7 +291,7 @@ def test_ngram_rows_against_python_integers(orders, rows):
     tokens = np.asarray(byte_documents(300), dtype=np.uint16)
     position = np.random.default_rng(0).permutation(300)
     start = documents_of(tokens)[position]
-    ids, signs = ngram_rows(tokens, position, start, orders, rows)
+    ids, signs = ngram_rows(tokens, position, orders, rows)
     assert ids.dtype == np.int32 and signs.dtype == np.float32
     assert ids.min() >= 0 and ids.max() < rows
     slow_ids, slow_signs = slow_ngram_rows(tokens, position, start, orders, rows)
@@ -305,23 +304,23 @@ def test_ngram_rows_read_neither_other_documents_nor_the_future():
     tokens[[0, 150, 260]] = EOT
     orders = tuple(range(2, 33))
     position = np.arange(400)
-    ids, signs = ngram_rows(tokens, position, documents_of(tokens), orders, 2**31 - 1)
+    ids, signs = ngram_rows(tokens, position, orders, 2**31 - 1)
     noise = (tokens + rng.integers(1, 200, size=400).astype(np.uint16)) % EOT
     for low, high in ((150, 260), (260, 400)):
         before = np.where(position < low, noise, tokens)  # other documents in front
-        other = ngram_rows(before, position, documents_of(tokens), orders, 2**31 - 1)
+        other = ngram_rows(before, position, orders, 2**31 - 1)
         assert np.array_equal(other[0][low:high], ids[low:high])
         assert np.array_equal(other[1][low:high], signs[low:high])
     for at in (0, 1, 149, 150, 200):
         after = np.where(position > at, noise, tokens)
-        other = ngram_rows(after, position, documents_of(tokens), orders, 2**31 - 1)
+        other = ngram_rows(after, position, orders, 2**31 - 1)
         assert np.array_equal(other[0][:at + 1], ids[:at + 1])
         assert np.array_equal(other[1][:at + 1], signs[:at + 1])
     # The row of order n changes with each of its n tokens, and with no other.
     for back in range(8):
         changed = tokens.copy()
         changed[220 - back] = (int(tokens[220 - back]) + 1) % EOT
-        other = ngram_rows(changed, position, documents_of(tokens), orders, 2**31 - 1)
+        other = ngram_rows(changed, position, orders, 2**31 - 1)
         assert (other[0][220] != ids[220]).tolist() == [back < order for order in orders]
 
 
@@ -329,12 +328,12 @@ def test_every_order_has_a_hash_and_signs_of_its_own():
     orders = tuple(range(2, 33))
     same = np.full(200, 7, dtype=np.uint16)  # one token again and again: n-grams of all orders look alike
     position = np.arange(200)
-    ids, signs = ngram_rows(same, position, np.zeros(200, np.int64), orders, 2**31 - 1)
+    ids, signs = ngram_rows(same, position, orders, 2**31 - 1)
     for at in (0, 1, 10, 199):  # at a document's start they have the same tokens
         assert len(set(ids[at].tolist())) == len(orders)
     assert (ids[40:] == ids[40]).all() and (signs[40:] == signs[40]).all()
     tokens = np.random.default_rng(3).integers(0, EOT, size=20_000).astype(np.uint16)
-    ids, signs = ngram_rows(tokens, np.arange(20_000), np.zeros(20_000, np.int64), orders, 1000)
+    ids, signs = ngram_rows(tokens, np.arange(20_000), orders, 1000)
     agree = signs.T @ signs / len(signs)
     assert abs(agree - np.eye(len(orders))).max() < 6 / 20_000 ** 0.5  # six standard deviations
     assert abs(signs.mean(0)).max() < 6 / 20_000 ** 0.5
@@ -346,17 +345,16 @@ def test_the_loaders_ngrams_read_whole_documents_and_no_others():
     """A piece of a document knows the tokens before it, whatever was laid in front of it."""
     shard = countable(6000)
     config = loader_config(steps=5, document_cap=((0.0, 50),), **{**NO_TABLE, "ngram_orders": (2, 5, 17)})
-    starts = np.maximum.accumulate(np.where(shard == GPT2_EOT, np.arange(len(shard)), 0))
     for batch in load_all(config, [shard]):
         for micro_batch in batch.micro_batches:
             where = places(micro_batch.inputs, micro_batch.targets)
-            ids, signs = ngram_rows(shard, where, starts[where], config.ngram_orders, config.ngram_rows)
+            ids, signs = ngram_rows(shard, where, config.ngram_orders, config.ngram_rows, tokenizer=config.tokenizer)
             assert np.array_equal(micro_batch.slots.numpy(), ids) and np.array_equal(micro_batch.signs.numpy(), signs)
 
 
 def test_rows_and_signs_are_spread_evenly():
     tokens = np.random.default_rng(2).integers(0, EOT, size=40_000).astype(np.uint16)
-    ids, signs = ngram_rows(tokens, np.arange(40_000), np.zeros(40_000, np.int64), (4, 5), 100)
+    ids, signs = ngram_rows(tokens, np.arange(40_000), (4, 5), 100)
     for column in range(2):
         counts = np.bincount(ids[:, column], minlength=100)
         assert abs(counts - 400).max() < 6 * 20  # six standard deviations

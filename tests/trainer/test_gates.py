@@ -178,7 +178,7 @@ def smear_from_the_next_token(trainer, monkeypatch):
 @caught_by("causal", "local")
 def rows_of_the_next_token(trainer, monkeypatch):
     rows_of(monkeypatch, lambda place: dataclasses.replace(
-        place, position=np.minimum(place.position + 1, len(place.tokens) - 2)))
+        place, position=np.minimum(place.position + 1, len(place.text.tokens) - 2)))
 
 
 @caught_by("causal")
@@ -215,7 +215,11 @@ def attention_across_documents(trainer, monkeypatch):
 
 @caught_by("local")
 def rows_that_read_into_the_document_before(trainer, monkeypatch):
-    rows_of(monkeypatch, lambda place: dataclasses.replace(place, document_start=np.zeros_like(place.document_start)))
+    def change(place):
+        text = train_gpt.Text(place.text.tokens, trainer.config)
+        text.starts = text.starts[:1]
+        return dataclasses.replace(place, text=text)
+    rows_of(monkeypatch, change)
 
 
 @caught_by("local")
@@ -331,7 +335,8 @@ def a_constant(trainer, monkeypatch):
 def weighted_mean(monkeypatch, weights):
     """`evaluate` returns the mean loss under weights(losses)."""
     def evaluate(self, step, val):
-        losses = torch.cat([self.score(step, val, low)[0] for low in range(0, self.config.val_tokens, 256)])
+        text = train_gpt.Text(val, self.config)
+        losses = torch.cat([self.score(step, text, low)[0] for low in range(0, self.config.val_tokens, 256)])
         return (losses * weights(losses)).sum().item() / weights(losses).sum().item()
     monkeypatch.setattr(train_gpt.Trainer, "evaluate", evaluate)
 

@@ -215,9 +215,9 @@ def test_the_validation_loss_is_the_mean_over_the_first_tokens(rich_run, rich):
     trainer, step = train_gpt.Trainer(train_gpt.config_of_checkpoint(content), Runtime("cpu")), content["step"]
     train_gpt.restore(trainer, content)
     *_, val = train_gpt.open_corpus(trainer.config)
-    total = 0.0
+    text, total = train_gpt.Text(val, trainer.config), 0.0
     for low in range(0, 1024, 256):
-        total += trainer.score(step, val, low)[0].double().sum().item()
+        total += trainer.score(step, text, low)[0].double().sum().item()
     assert rich_run.result["val_loss"] == pytest.approx(total / 1024, abs=1e-9)
 
 

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 def hidden_and_losses(trainer, tokens, step=0):
     """Final hidden states and next-token losses of the first micro-batch of `tokens`."""
-    losses, hidden = trainer.score(step, np.asarray(tokens, dtype=np.uint16), 0)
+    losses, hidden = trainer.score(step, train_gpt.Text(np.asarray(tokens, dtype=np.uint16), trainer.config), 0)
     return hidden, losses
 
 
@@ -194,7 +194,7 @@ def slow_forward(trainer, tokens, windows, long_windows, tied):
     length, heads, dim = config.micro_batch_tokens, config.model_dim // config.head_dim, config.head_dim
     inputs = np.asarray(tokens[:length])
     document = [max(j for j in range(i + 1) if j == 0 or inputs[j] == EOT) for i in range(length)]
-    place = train_gpt.Placement(inputs, np.arange(length), np.array(document), None)
+    place = train_gpt.Placement(train_gpt.Text(inputs, config), np.arange(length), None)
     rows, signs = train_gpt.table_rows(place, config, trainer.table.index)
     ngram = np.zeros((length, config.model_dim))
     for i in range(length):

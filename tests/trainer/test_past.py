@@ -12,7 +12,8 @@ import train_gpt
 from helpers import (EOT, INDEX, NO_TABLE, assert_bitwise, byte_documents, documents_of, make_corpus, make_trainer,
                      read, refusal, slow_key, slow_row, tiny_config, write_shard)
 from optimizer_cases import batch_of
-from train_gpt import Grams, Runtime, TextIndex, TrainLoader, open_corpus, place_contiguous, table_rows
+from train_gpt import (NO_GUESS, Runtime, Text, TextIndex, TrainLoader, gram_keys, latest_matches, open_corpus,
+                       place_contiguous, stable_order, table_rows)
 
 ROWS = 2**31 - 1  # a table of so many rows hardly ever gives two of them to one
 
@@ -53,25 +54,47 @@ def assert_rows(actual, guesses):
 def test_keys_against_python_integers(n):
     text = np.random.default_rng(n).integers(0, 2**16, size=70).astype(np.uint16)
     expected = [slow_key(text[max(0, at - n + 1):at + 1]) for at in range(70)]
-    grams = Grams(text)
-    for low, high in ((0, 70), (0, 1), (0, n), (n // 2, n + 9), (n - 1, n), (33, 70), (69, 70), (20, 20)):
-        keys = grams.keys(n, low, high)
-        assert keys.dtype == np.uint64 and keys.tolist() == expected[low:high]
+    for high in (70, n, n + 1, 1, 0):
+        keys, others = gram_keys(text[:high], (n, 3))
+        assert keys.dtype == np.uint64 and keys.tolist() == expected[:high] and len(others) == high
+    place = np.random.default_rng(0).permutation(70)
+    keys = Text(text, past_config()).keys(place, (3, n))
+    assert keys.dtype == np.uint64 and keys[:, 1].tolist() == [expected[at] for at in place]
 
 
 def test_keys_are_equal_where_the_tokens_are_and_nowhere_else():
     """All texts of six letters from an alphabet of three, laid end to end: 4,374 places."""
     text = np.stack(np.meshgrid(*[np.arange(3)] * 6), -1).reshape(-1).astype(np.uint16)
     assert len(text) == 6 * 3**6
-    grams, seen = Grams(text), {}
-    for n in (6, 5, 4, 3, 2, 1):
-        for at, key in enumerate(grams.keys(n, 0, len(text)).tolist()):
+    orders, seen = (6, 5, 4, 3, 2, 1), {}
+    for n, keys in zip(orders, gram_keys(text, orders)):
+        for at, key in enumerate(keys.tolist()):
             gram = tuple(text[max(0, at - n + 1):at + 1].tolist())  # shorter at the beginning
             assert seen.setdefault(gram, key) == key
     assert len(seen) == len(set(seen.values())) == sum(3**n for n in range(1, 7))
 
 
 # ----- copies
+
+@pytest.mark.parametrize("bits, dtype", [(16, np.int32), (32, np.int64), (48, np.uint64)])
+def test_stable_order_against_numpys(bits, dtype):
+    values = np.random.default_rng(bits).integers(0, 2**bits, size=3000) >> np.arange(3000) % bits  # many are equal
+    for count in (3000, 1, 0):
+        assert np.array_equal(stable_order(values[:count].astype(dtype), bits), np.argsort(values[:count], kind="stable"))
+
+
+@pytest.mark.parametrize("orders", [(3, 1, 9), (2,), ()], ids=str)
+def test_latest_matches_against_a_dict(orders):
+    for text in (small_alphabet(2000, 3, longest=None), np.arange(50).astype(np.uint16), np.full(40, 7, np.uint16)):
+        expected, seen = np.full((len(text), len(orders)), -1), {}
+        for at in range(len(text)):
+            for column, n in enumerate(orders):
+                if at >= n - 1:
+                    gram = tuple(text[at - n + 1:at + 1].tolist())
+                    expected[at, column] = seen.get(gram, -1)
+                    seen[gram] = at
+        assert np.array_equal(latest_matches(text, orders), expected)
+
 
 def slow_copies(tokens, start, at, orders, reach):
     """The tokens that followed the latest earlier occurrence of the last n tokens, None where there is none."""
@@ -83,25 +106,25 @@ def slow_copies(tokens, start, at, orders, reach):
     return found
 
 
-def shuffled_pieces(tokens, count, seed=0, longest=25):
+def shuffled_pieces(tokens, config, count, seed=0, longest=25):
     """A Placement of `count` tokens: pieces of documents in random order, as the training loader cuts and lays them."""
-    rng, starts = np.random.default_rng(seed), documents_of(tokens)
+    rng = np.random.default_rng(seed)
     cuts = np.union1d(np.flatnonzero(tokens == EOT), np.cumsum(rng.integers(1, longest, size=len(tokens) // 2)))
     pieces = np.split(np.arange(len(tokens)), cuts[(0 < cuts) & (cuts < len(tokens))])
     position = np.concatenate([pieces[piece] for piece in rng.permutation(len(pieces))])[:count]
-    return train_gpt.Placement(tokens, position, starts[position], None)
+    return train_gpt.Placement(Text(tokens, config), position, None)
 
 
 @pytest.mark.parametrize("orders", [(2, 3, 5), (7, 2), (32, 12, 4), (3,)], ids=str)
-@pytest.mark.parametrize("reach", [0, 1, 5, 30, 10_000])
-def test_copies_against_a_search(reach, orders):
+@pytest.mark.parametrize("reach, stretch", [(0, 2**18), (1, 64), (5, 2**18), (30, 64), (10_000, 2**18), (10_000, 64)])
+def test_copies_against_a_search(reach, stretch, orders, monkeypatch):
+    monkeypatch.setattr(Text, "STRETCH", stretch)
     found, asked = 0, 0
     for letters, longest in ((1, 90), (2, 60), (3, 400), (4, 1)):
         tokens = small_alphabet(700, letters, longest=longest)
         config = past_config(copy_orders=orders, copy_reach=reach)
-        place = shuffled_pieces(tokens, 450)
-        guesses = [slow_copies(tokens, start, at, orders, reach) for at, start in zip(place.position,
-                                                                                     place.document_start)]
+        place, starts = shuffled_pieces(tokens, config, 450), documents_of(tokens)
+        guesses = [slow_copies(tokens, starts[at], at, orders, reach) for at in place.position]
         assert_rows(table_rows(place, config, TextIndex(config)), guesses)
         found, asked = found + sum(guess is not None for line in guesses for guess in line), asked + 450 * len(orders)
     assert (found == 0) == (reach == 0) and found < asked
@@ -111,7 +134,7 @@ def test_copies_of_a_corpus_that_is_one_document():
     tokens = small_alphabet(900, 3, longest=None)
     for config in (past_config(copy_orders=(2, 6), copy_reach=reach, micro_batch_tokens=256) for reach in (40, 1000)):
         for low in (0, 256, 643):
-            place = place_contiguous(tokens, low, config)
+            place = place_contiguous(Text(tokens, config), low, config)
             guesses = [slow_copies(tokens, 0, at, (2, 6), config.copy_reach) for at in range(low, low + 256)]
             assert_rows(table_rows(place, config, TextIndex(config)), guesses)
             assert any(guess is None for line in guesses for guess in line) or config.copy_reach == 1000
@@ -120,7 +143,7 @@ def test_copies_of_a_corpus_that_is_one_document():
 def test_tokens_that_never_recur_have_no_copies():
     tokens = np.arange(1, 601).astype(np.uint16)
     config = past_config(copy_orders=(2, 9), copy_reach=1000)
-    place = train_gpt.Placement(tokens, np.arange(600), np.zeros(600, np.int64), None)
+    place = train_gpt.Placement(Text(tokens, config), np.arange(600), None)
     assert not table_rows(place, config, TextIndex(config))[1].any()
 
 
@@ -134,8 +157,7 @@ def test_copies_over_a_document_of_megabytes():
     orders, raw, far = (4, 12, 32), text.tobytes(), []
     config = past_config(copy_orders=orders, copy_reach=len(tokens))
     low = len(tokens) - 300
-    place = place_contiguous(tokens, low, config)
-    assert place.position[0] == low and not place.document_start.any()
+    place = place_contiguous(Text(tokens, config), low, config)
     guesses = []
     for at in range(low - 1, low + 255):  # in raw, which has no end-of-text token at its beginning
         ends = [raw.rfind(raw[at - n + 1:at + 1], 0, at) + n for n in orders]
@@ -165,7 +187,7 @@ def test_rows_read_neither_other_documents_nor_the_future():
     config = past_config(**ALL_KINDS)
     index, position = trained_index(config), np.arange(400)
     def read(tokens):
-        return table_rows(train_gpt.Placement(tokens, position, documents_of(tokens), None), config, index)
+        return table_rows(train_gpt.Placement(Text(tokens, config), position, None), config, index)
     def assert_same(other, low, high):
         for one, another in zip(other, (rows, signs)):
             assert np.array_equal(one[low:high], another[low:high])
@@ -185,12 +207,6 @@ def test_rows_read_neither_other_documents_nor_the_future():
                 same = [end for end in range(max(260 + n - 1, at - 100), at)
                         if np.array_equal(tokens[end - n + 1:end + 1], tokens[at - n + 1:at + 1])]
                 assert (rows[at, column], signs[at, column]) == slow_row(int(tokens[max(same) + 1]), column, ROWS)
-
-
-def test_without_copies_nothing_looks_back_over_their_reach():
-    assert tiny_config(copy_orders=(), copy_reach=10**6, index_orders=(20,)).horizon == 20
-    assert tiny_config(copy_orders=(4, 9), copy_reach=50, ngram_orders=(32,), index_orders=(20,)).horizon == 59
-    assert tiny_config(**NO_TABLE).horizon == 0
 
 
 def rows_in_training(runtime, config, shard, slots):
@@ -222,7 +238,8 @@ def test_a_token_has_the_same_rows_in_training_and_validation(world_size, cap):
                          document_cap=((0.0, cap),), seed=3)
     index = trained_index(config)
     rows, signs = map(np.concatenate, zip(*(
-        table_rows(place_contiguous(shard, low, config), config, index) for low in range(0, 12 * 256, 256))))
+        table_rows(place_contiguous(Text(shard, config), low, config), config, index)
+        for low in range(0, 12 * 256, 256))))
     work = (config, shard, index.slots)
     made = (ranks.on_ranks(world_size, rows_in_training, *work) if world_size > 1
             else [rows_in_training(Runtime("cpu"), *work)])
@@ -306,7 +323,7 @@ def test_the_index_against_a_dict(name, chunk, monkeypatch):
     starts = documents_of(asked)
     guesses = [[slow.guess(asked[max(start, at - slow.n + 1):at + 1].tolist()) for slow in expected]
                for at, start in enumerate(starts)]
-    place = train_gpt.Placement(asked, np.arange(500), starts, None)
+    place = train_gpt.Placement(Text(asked, config), np.arange(500), None)
     assert_rows(table_rows(place, config, index), guesses)
     assert len(text) < 1500 or {True, False} == {guess is None for line in guesses for guess in line}
 
@@ -317,7 +334,7 @@ def test_the_most_frequent_successor_wins_with_growing_confidence(monkeypatch):
     def guess_after(successors):
         index, text = TextIndex(config), [token for successor in successors for token in (7, 8, successor)]
         index.read(np.array(text, np.uint16), Runtime("cpu"))
-        guess, = index.guesses(Grams(np.array([7, 8], np.uint16)), 1)[0].tolist()
+        guess, = index.guesses(np.stack([*gram_keys(np.array([7, 8], np.uint16), (2,))], 1))[1].tolist()
         return guess % 2**16, guess // 2**16
     assert guess_after([5]) == (5, 0)
     assert guess_after([5, 5]) == (5, 1)
@@ -335,7 +352,8 @@ def test_a_stranger_is_taken_for_what_was_read_once_in_16384_times(bits):
     index.read(rng.integers(0, 2**16, size=2**18).astype(np.uint16), Runtime("cpu"))
     filled = (index.slots != 0).double().mean().item()
     assert filled == pytest.approx({10: 1.0, 24: 2**18 / 2**24}[bits], rel=0.02)
-    strangers = (index.guesses(Grams(rng.integers(0, 2**16, size=asked).astype(np.uint16)), 0) >= 0).sum()
+    keys, = gram_keys(rng.integers(0, 2**16, size=asked).astype(np.uint16), (4,))
+    strangers = (index.guesses(keys[:, None]) != NO_GUESS).sum()
     expected = asked * filled / 2**14
     assert abs(strangers - expected) < 6 * expected ** 0.5 + 2
 
@@ -423,7 +441,7 @@ def test_validation_asks_the_index():
     trainer, asked = make_trainer(**NO_TABLE | INDEX), byte_documents(300)
     trainer.table.index.read(np.asarray(byte_documents(9000, seed=2), dtype=np.uint16), trainer.runtime)
     micro_batch, summed = read(trainer, asked)
-    place = place_contiguous(np.asarray(asked, dtype=np.uint16), 0, trainer.config)
+    place = place_contiguous(Text(np.asarray(asked, dtype=np.uint16), trainer.config), 0, trainer.config)
     (column,), (signs,) = (part.T for part in table_rows(place, trainer.config, trainer.table.index))
     expected = torch.from_numpy(signs)[:, None] * trainer.table.weight[torch.from_numpy(column).long()]
     torch.testing.assert_close(summed.detach(), expected)

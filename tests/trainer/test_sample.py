@@ -52,7 +52,7 @@ def greedy(checkpoint, prompt, count):
         low = max(0, len(tokens) - trainer.config.micro_batch_tokens)
         filled = np.zeros(low + trainer.config.micro_batch_tokens + 1, dtype=np.uint16)
         filled[:len(tokens)] = tokens
-        _, hidden = trainer.score(content["step"], filled, low)
+        _, hidden = trainer.score(content["step"], train_gpt.Text(filled, trainer.config), low)
         tokens.append(trainer.model.logits(hidden[len(tokens) - 1 - low]).argmax().item())
         if tokens[-1] == EOT:
             break
