@@ -6,8 +6,9 @@
 
 The shards are those of Keller Jordan's speedrun, 100M tokens each, in llm.c's format. Every file
 is checked against the sha256 that the hub states for it, and takes its final name only when right.
-A call that was cut short, by kill -9 too, is continued by the next one where it stopped. HF_TOKEN
-is honoured.
+A call that was cut short, by kill -9 too, is continued by the next one where it stopped. Shards
+that are there are checked against the manifest, and fetched again where they were damaged.
+HF_TOKEN is honoured, and so is the hub's Retry-After.
 
 The hub client gives addresses, metadata and headers. The bytes are fetched by the loop below: the
 client does not check content hashes, resume after a kill or retry a refused GET.
@@ -21,6 +22,8 @@ Exit status: 0 done, 1 network, hub or disk failed, 2 something in the call to c
 """
 
 import argparse
+import contextlib
+import email.utils
 import errno
 import fcntl
 import hashlib
@@ -31,6 +34,7 @@ import re
 import shutil
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +42,7 @@ from typing import NamedTuple
 import numpy as np
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-from huggingface_hub.utils import build_hf_headers, get_session, httpx
+from huggingface_hub.utils import build_hf_headers, get_session, httpx, parse_ratelimit_headers
 from tqdm import tqdm
 
 REPO = "kjj0/fineweb10B-gpt2"
@@ -52,6 +56,7 @@ EOT_TOKEN, VOCAB_SIZE = 50256, 50257
 
 RETRIES = 4  # failures in a row without a new byte; waits of 1, 2, 4 and 8 s outlast a hiccup
 BACKOFF_SECONDS, LONGEST_WAIT = 1.0, 60.0
+PATIENCE = 330.0  # of Retry-After, in seconds: the hub counts requests in windows of 5 minutes
 CONTENT_TRIES = 3  # whole downloads of one file whose content comes out wrong
 TIMEOUT_SECONDS = 30.0  # without a byte
 BLOCK_BYTES = 1 << 20
@@ -66,7 +71,11 @@ class FetchError(Exception):
 
 
 class Temporary(Exception):
-    """A failure of one request that the next one may not meet."""
+    """A failure of one request that the next one may not meet, once `wait` seconds are over."""
+
+    def __init__(self, reason, wait=0.0):
+        super().__init__(reason)
+        self.wait = wait
 
 
 # ----- hub
@@ -84,7 +93,7 @@ def ask(name, revision):
     url = hf_hub_url(REPO, name, repo_type="dataset", revision=revision)
     meta = get_hf_file_metadata(url, timeout=TIMEOUT_SECONDS)
     # large files carry their sha256 as ETag; for small ones it is a git hash, which has 40 digits
-    if not meta.size or not re.fullmatch("[0-9a-f]{64}", meta.etag or ""):
+    if (meta.size or 0) <= 0 or not re.fullmatch("[0-9a-f]{64}", meta.etag or ""):
         raise FetchError(f"{url}: no size and sha256 in the answer (ETag {meta.etag}), so it "
                          f"could not be checked; set HF_ENDPOINT to a complete mirror")
     if not meta.commit_hash or revision not in (meta.commit_hash, "main"):
@@ -105,16 +114,20 @@ def persist(action, stop, progress=lambda: 0):
     Raises FetchError when the failure is lasting, or when `stop` was set meanwhile."""
     failures, best = 0, progress()
     while True:
+        asked = 0.0
         try:
             return action()
         except HfHubHTTPError as error:
             reason = f"status {error.response.status_code} for {error.response.request.url}"
             if not is_temporary(error.response.status_code):
                 raise FetchError(f"{reason}; {remedy_for(error.response.status_code)}")
+            asked = asked_wait(error.response.headers)
         except OfflineModeIsEnabled:
             raise FetchError("HF_HUB_OFFLINE is set; unset it, or run ./run.sh nano offline")
-        except (httpx.RequestError, httpx.InvalidURL, Temporary) as error:
-            reason = str(error) or type(error).__name__
+        except (httpx.InvalidURL, ValueError) as error:  # what is no address or no header
+            raise FetchError(f"{constants.ENDPOINT}: {error}; check HF_ENDPOINT and HF_TOKEN")
+        except (httpx.RequestError, Temporary) as error:
+            reason, asked = str(error) or type(error).__name__, getattr(error, "wait", 0.0)
         if progress() > best:
             failures, best = 0, progress()
         failures += 1
@@ -124,8 +137,21 @@ def persist(action, stop, progress=lambda: 0):
                              f"HF_ENDPOINT to a mirror, or run ./run.sh nano, which works offline")
         # the random factor keeps parallel downloads from coming back all at once
         pause = min(BACKOFF_SECONDS * 2 ** (failures - 1), LONGEST_WAIT) * random.uniform(0.5, 1)
-        if stop.wait(pause):
+        if asked > PATIENCE:
+            raise FetchError(f"{reason}, and the hub asks to wait {asked:.0f} s; run again then, or "
+                             f"set HF_TOKEN, with which it allows more requests")
+        if stop.wait(max(pause, asked)):
             raise FetchError("stopped")
+
+
+def asked_wait(headers):
+    """Seconds that a refusal asks to wait, by Retry-After or by the hub's own header; else 0."""
+    text, limit = headers.get("Retry-After", ""), parse_ratelimit_headers(headers)
+    if re.fullmatch("[0-9]{1,9}", text):
+        return float(text)
+    with contextlib.suppress(ValueError, OverflowError):
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    return float(limit.reset_in_seconds) if limit and not limit.remaining else 0.0
 
 
 def is_temporary(status):
@@ -152,11 +178,14 @@ def receive(remote, file, bar, stop):
                               timeout=TIMEOUT_SECONDS) as response:
         status = response.status_code
         if is_temporary(status):
-            raise Temporary(f"status {status} for {remote.name}")
+            raise Temporary(f"status {status} for {remote.name}", asked_wait(response.headers))
         resumed = status == 206 and response.headers.get("Content-Range", "").startswith(
             f"bytes {have}-")
         if status not in (200, 206, 416):
             raise FetchError(f"status {status} for {remote.url}; {remedy_for(status)}")
+        if response.headers.get("Content-Type", "").startswith("text/"):  # keep what was received
+            raise Temporary(f"{remote.name}: {response.url.host} sent a web page, of a proxy or a "
+                            f"login, instead of the shard")
         if have and not resumed:  # a server without ranges, or with another file: begin again
             have = restart(file, bar)
         if status != 200 and not resumed:
@@ -252,10 +281,8 @@ def sha256_of(path):
 
 def read_json(path):
     """The content of a JSON file, or None where there is none to be read."""
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        return json.loads(path.read_bytes()) if path.is_file() else None
 
 
 def write_json(path, value):
@@ -280,17 +307,33 @@ def source_at(commit):
     return f"{REPO} at {commit}"
 
 
-def complete_shards(folder, revision):
-    """Manifest entries, by name, of the shards that the folder holds in full.
+def check_shards(folder, revision, pool):
+    """Read every shard that the manifest lists and the folder holds.
 
+    Returns (manifest entries by name of those that are as listed, names of the others).
     Raises UsageError when they are of another source: shards of two sources do not mix."""
-    manifest = read_json(folder / "manifest.json") or {"shards": [], "source": source_at(revision)}
-    if manifest.get("source") != source_at(revision):
-        raise UsageError(f"{folder}: holds {manifest.get('source')}, not revision {revision}; "
-                         f"give --revision what it holds, or --out another folder")
-    return {shard["file"]: shard for shard in manifest["shards"]
-            if (folder / shard["file"]).exists() and (folder / shard["file"]).stat().st_size
-            == 4 * HEADER_INTS + 2 * shard["tokens"]}
+    manifest = read_json(folder / "manifest.json")
+    manifest = manifest if isinstance(manifest, dict) else {}
+    if (source := manifest.get("source", source_at(revision))) != source_at(revision):
+        raise UsageError(f"{folder}: holds {source}, not revision {revision}; give --revision what "
+                         f"it holds, or --out another folder")
+    shards = manifest.get("shards")
+    listed = {str(shard.get("file")): shard for shard in (shards if isinstance(shards, list) else [])
+              if isinstance(shard, dict)}
+    there = [name for name in listed if re.fullmatch(r"fineweb_(train|val)_[0-9]{6}\.bin", name)
+             and (folder / name).is_file()]
+
+    def is_as_listed(name):
+        path = folder / name
+        with contextlib.suppress(FetchError):
+            remote = Remote(name, "", path.stat().st_size, sha256_of(path), revision)
+            return describe(path, remote) == listed[name]
+
+    if there:
+        print(f"checking {len(there)} shards that are in {printable(folder)}", file=sys.stderr)
+    right = dict(zip(there, pool.map(is_as_listed, there)))
+    return ({name: listed[name] for name in there if right[name]},
+            [name for name in there if not right[name]])
 
 
 def download(train_shards, folder, revision, workers):
@@ -301,22 +344,22 @@ def download(train_shards, folder, revision, workers):
     stop = threading.Event()
     if revision == "main":
         revision = persist(lambda: ask(VAL_NAME, revision), stop).commit
-    entries = complete_shards(folder, revision)
-    names = [VAL_NAME] + [f"fineweb_train_{i:06d}.bin" for i in range(1, train_shards + 1)]
-    names = [name for name in names if name not in entries]
-    if not names:
-        return entries
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as lock, ThreadPoolExecutor(workers) as pool:
-        hold(lock, folder)
+    wanted = [VAL_NAME] + [f"fineweb_train_{i:06d}.bin" for i in range(1, train_shards + 1)]
+    with locked(folder), ThreadPoolExecutor(workers) as pool:
         try:
+            entries, damaged = check_shards(folder, revision, pool)
+            names = [name for name in dict.fromkeys(wanted + damaged) if name not in entries]
+            if not names:
+                return entries
+            for left in folder.glob("*.tmp"):  # of a call that was killed
+                left.unlink()
             files = list(pool.map(lambda name: persist(lambda: ask(name, revision), stop), names))
             check_space(folder, files)
             total = sum(remote.size for remote in files)
             with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
                 if bar.disable:  # stderr is no terminal
                     print(f"fetching {len(files)} shards, {total:,} bytes, from "
-                          f"{constants.ENDPOINT} to {folder}", file=sys.stderr)
+                          f"{printable(constants.ENDPOINT)} to {printable(folder)}", file=sys.stderr)
                 jobs = [pool.submit(fetch, remote, folder, bar, stop) for remote in files]
                 for job in as_completed(jobs):
                     entries[job.result()["file"]] = job.result()
@@ -327,14 +370,21 @@ def download(train_shards, folder, revision, workers):
     return entries
 
 
-def hold(lock, folder):
-    """Keep a second process from appending to the same files, where the file system can lock."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise FetchError(f"{folder}: another download into it is running; wait for that one")
-    except OSError:
-        pass
+@contextlib.contextmanager
+def locked(folder):
+    """Keep a second process from appending to the same files, where the file system can lock.
+
+    A folder that cannot be written to is not locked: it may be complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        try:
+            lock = stack.enter_context(open(folder / ".lock", "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FetchError(f"{folder}: another download into it is running; wait for that one")
+        except OSError:
+            pass
+        yield
 
 
 def check_space(folder, files):
@@ -348,6 +398,13 @@ def check_space(folder, files):
 
 
 # ----- command line
+
+def printable(text):
+    """The text as one line that standard output and error can show."""
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
+    encoding = sys.stdout.encoding or "ascii"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
@@ -378,24 +435,21 @@ def main(argv=None):
     try:
         arguments = parse_arguments(argv)
         entries = download(arguments.shards, arguments.out, arguments.revision, arguments.workers)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except FetchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    except (UsageError, FetchError) as error:
+        status, reason = 2 if isinstance(error, UsageError) else 1, error
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         remedy = "free some space and run again to resume" if full else "check --out"
-        where = error.filename or "writing the shards"
-        print(f"error: {where}: {error.strerror}; {remedy}", file=sys.stderr)
-        return 1 if full else 2
+        status = 1 if full else 2
+        reason = f"{error.filename or 'writing the shards'}: {error.strerror}; {remedy}"
     except KeyboardInterrupt:
-        print("error: interrupted; run again to resume", file=sys.stderr)
-        return 130
-    tokens = sum(entry["tokens"] for entry in entries.values() if entry["split"] == "train")
-    print(f"{arguments.out}: {len(entries)} shards complete, {tokens:,} training tokens")
-    return 0
+        status, reason = 130, "interrupted; run again to resume"
+    else:
+        tokens = sum(entry["tokens"] for entry in entries.values() if entry["split"] == "train")
+        print(printable(f"{arguments.out}: {len(entries)} shards complete, {tokens:,} training tokens"))
+        return 0
+    print(printable(f"error: {reason}"), file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

@@ -21,12 +21,15 @@ Exit status: 0 done, 1 disk full, 2 something in the call to correct; stderr say
 import argparse
 import contextlib
 import errno
+import fcntl
+import glob
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 import time
@@ -80,6 +83,7 @@ class DataError(Exception):
 class Document(NamedTuple):
     name: bytes  # relative to its root, with forward slashes: the same wherever the root lies
     path: Path
+    sha256: bytes = b""  # of its content, once that was read
 
 
 def find_files(roots, suffixes=(), exclude=()):
@@ -128,7 +132,7 @@ def keep_text(files):
             skipped["undecodable"] += 1
         else:
             seen.add(digest)
-            documents.append(file)
+            documents.append(file._replace(sha256=digest))
     return documents, skipped
 
 
@@ -218,6 +222,9 @@ def write_split(folder, prefix, split, documents, encode, eot_token, bar):
 
     for document in documents:
         content = document.path.read_bytes()
+        if hashlib.sha256(content).digest() != document.sha256:
+            raise DataError(f"{document.path}: changed while it was read; leave the text alone "
+                            f"until the corpus is built")
         ids = encode(content)
         for start in range(0, len(ids), SHARD_TOKENS - 1):
             piece = np.insert(ids[start:start + SHARD_TOKENS - 1], 0, eot_token)
@@ -238,7 +245,7 @@ def build_corpus(files, out, source, prefix, tokenizer="bytes", val_percent=VAL_
     source: what the manifest says about the text's origin. Returns the manifest as a dict.
     All is written to a temporary folder beside `out` and takes its place when complete: a kill or
     a full disk leaves `out` as it was. Raises DataError for no text or an `out` not to replace."""
-    out = out.resolve()
+    out = Path(os.path.realpath(out))  # where links go in circles, Path.resolve raises
     check_out(out)
     documents, skipped = keep_text(files)
     if not documents:
@@ -250,9 +257,9 @@ def build_corpus(files, out, source, prefix, tokenizer="bytes", val_percent=VAL_
     with temporary_folder(out) as temporary:
         folder = temporary / "new"
         folder.mkdir()
-        bar = tqdm(total=size, unit="B", unit_scale=True, desc=out.name, disable=None)
+        bar = tqdm(total=size, unit="B", unit_scale=True, desc=printable(out.name), disable=None)
         if bar.disable:  # stderr is no terminal
-            print(f"building {out}: {len(documents):,} documents, {size:,} bytes", file=sys.stderr)
+            print(f"building {printable(out)}: {len(documents):,} documents, {size:,} bytes", file=sys.stderr)
         with bar:
             shards = [shard for split, drawn in splits.items() for shard in
                       write_split(folder, prefix, split, drawn, encode, eot_token, bar)]
@@ -260,9 +267,10 @@ def build_corpus(files, out, source, prefix, tokenizer="bytes", val_percent=VAL_
                     "split": describe_split(val_percent), "vocab_size": VOCAB_SIZE[tokenizer]}
         write_file(folder / "manifest.json", [to_json(manifest)])
         sync_folder(folder)
-        if out.exists():
-            out.rename(temporary / "old")
-        folder.rename(out)
+        with locked(out.parent):  # another build may just take its place there
+            if out.exists():
+                out.rename(temporary / "old")
+            folder.rename(out)
         sync_folder(out.parent)
     return manifest
 
@@ -274,10 +282,10 @@ def to_json(manifest):
 
 def check_out(out):
     """Refuse to replace anything but a corpus: the whole folder is going to be exchanged."""
-    if out.exists() and not out.is_dir():
+    if os.path.lexists(out) and not out.is_dir():
         raise DataError(f"{out}: not a folder; --out names the folder of the corpus")
     for path in sorted(out.glob("*")):
-        if not any(map(path.match, ("manifest.json", "*_train_*.bin", "*_val_*.bin"))):
+        if not path.is_file() or not re.search(r"^manifest\.json$|_(train|val)_.*\.bin$", path.name, re.DOTALL):
             raise DataError(f"{out}: holds {path.name}, which is no part of a corpus, and --out "
                             f"replaces the whole folder; name a new one")
 
@@ -288,23 +296,33 @@ def temporary_folder(out):
 
     Its name holds machine and process: parallel builds do not meet, and what a killed build left
     on this machine is recognised and removed."""
-    def name(pid):
-        return f".{out.name}.{platform.node()}.{pid}.partial"
-
+    prefix = f".{out.name}.{platform.node()}."
     out.parent.mkdir(parents=True, exist_ok=True)
-    for left in out.parent.glob(name("*")):
+    for left in out.parent.glob(glob.escape(prefix) + "*.partial"):
         try:
             os.kill(int(left.name.split(".")[-2]), 0)  # signal 0 only asks whether it runs
         except ProcessLookupError:
             shutil.rmtree(left)
-        except PermissionError:
-            pass  # it runs, under another user
-    folder = out.parent / name(os.getpid())
+        except (PermissionError, ValueError, OverflowError):
+            pass  # it runs, under another user; or it is no build's
+    folder = out.parent / f"{prefix}{os.getpid()}.partial"
     folder.mkdir()
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(folder):
+    """Wait until no other process has this folder locked, where the file system can lock."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def sync_folder(folder):
@@ -315,6 +333,13 @@ def sync_folder(folder):
 
 
 # ----- command line
+
+def printable(text):
+    """The text as one line that standard output and error can show."""
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
+    encoding = sys.stdout.encoding or "ascii"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
 
 def torch_package():
     """Folder and version (less the build's `+cpu`) of torch, without the seconds of importing it.
@@ -331,14 +356,16 @@ def torch_package():
 def existing_corpus(out, source, version, sha256):
     """The manifest of an offline corpus of this torch if `out` holds all of it, else None.
 
-    Looks at the manifest and at file sizes only, since every start of a run asks."""
+    Reads all of it: a shard that was damaged keeps its size."""
     try:
-        content = (out / "manifest.json").read_bytes()
+        content, whole = (out / "manifest.json").read_bytes(), True
         manifest = json.loads(content)
         same = (manifest["source"], manifest["split"]) == (source, describe_split(VAL_PERCENT))
-        whole = all((out / shard["file"]).stat().st_size == 4 * HEADER_INTS + 2 * shard["tokens"]
-                    for shard in manifest["shards"])
-    except (OSError, ValueError, LookupError, TypeError):
+        for shard in manifest["shards"]:
+            path, size = out / shard["file"], 4 * HEADER_INTS + 2 * shard["tokens"]
+            whole &= (shard["split"] in ("train", "val") and path.stat().st_size == size
+                      and hashlib.sha256(path.read_bytes()).hexdigest() == shard["sha256"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     is_record = hashlib.sha256(content).hexdigest() == sha256["manifest.json"]
     return manifest if same and whole and (is_record or version != RECORD_TORCH) else None
@@ -392,7 +419,9 @@ def run(arguments):
     what, folder, suffixes, exclude, sha256 = OFFLINE[name]
     out = arguments.out or Path(__file__).parent / (name if is_default else "text")
     if arguments.paths:
-        source = " ".join([*(path.resolve().name for path in arguments.paths), *arguments.suffix])
+        names = [Path(os.path.realpath(path)).name for path in arguments.paths]
+        # The same text in every locale: what it holds is bytes, and Python's reading of them varies.
+        source = os.fsencode(" ".join([*names, *arguments.suffix])).decode(errors="backslashreplace")
         files = find_files(arguments.paths, arguments.suffix)
     else:
         root, version = torch_package()
@@ -402,12 +431,13 @@ def run(arguments):
         files = [] if manifest else find_files([root / folder], suffixes, exclude)
     action = f"already in {out} (--force builds it again)"
     if manifest is None:
-        prefix = name if is_default else out.resolve().name
+        # "_" would do, were there no folders called my_val_notes: shards are told apart by "_val_" and "_train_".
+        prefix = name if is_default else re.sub("[^A-Za-z0-9.]+", "-", Path(os.path.realpath(out)).name)
         manifest = build_corpus(files, out, source, prefix, tokenizer, val_percent)
         action = f"written to {out} in {time.monotonic() - started:.1f} s"
     train, val = (sum(shard["tokens"] for shard in manifest["shards"] if shard["split"] == split)
                   for split in ("train", "val"))
-    print(f"{source}: {train:,} training and {val:,} validation tokens {action}")
+    print(printable(f"{source}: {train:,} training and {val:,} validation tokens {action}"))
     if is_default and (difference := difference_from_records(manifest, version, sha256)):
         print(f"note: losses are not comparable with the records: {difference}", file=sys.stderr)
 
@@ -416,20 +446,22 @@ def main(argv=None):
     """Command line. Returns the exit status; what goes wrong is one line on stderr."""
     try:
         run(parse_arguments(argv))
+        return 0
     except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        status, reason = 2, error
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         remedy = "free some space, or name a larger disk with --out" if full else (
             "check PATH, --out and their permissions")
-        where = error.filename or "writing the shards"
-        print(f"error: {where}: {error.strerror}; {remedy}", file=sys.stderr)
-        return 1 if full else 2
+        status, reason = 1 if full else 2, f"{error.filename or 'writing the shards'}: {error.strerror}; {remedy}"
+    except MemoryError:
+        status, reason = 2, "a document does not fit in memory; cut it into several, e.g. with `split -C 64k`"
+    except RecursionError:
+        status, reason = 2, "folders of PATH are nested too deep; name one further inside"
     except KeyboardInterrupt:
-        print("error: interrupted; nothing was replaced", file=sys.stderr)
-        return 130
-    return 0
+        status, reason = 130, "interrupted; nothing was replaced"
+    print(printable(f"error: {reason}"), file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

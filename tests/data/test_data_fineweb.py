@@ -5,6 +5,7 @@ server below; elsewhere its main() is called, which saves a second a time. Its w
 nothing else of it is touched."""
 
 import contextlib
+import email.utils
 import fcntl
 import functools
 import hashlib
@@ -17,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -69,6 +71,7 @@ class Hub(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files = {VAL: make_shard(0)} | {train(i): make_shard(i) for i in range(1, 9)}
         self.trouble, self.head_trouble = {}, {}
+        self.refusal = {}  # headers of an answer by status alone
         self.head_changes = {}  # header names and values to answer with instead; None leaves it out
         self.requests = []  # (method, path, Range, Authorization)
         self.sent = []  # (name, action) of the answers that the client took to their end
@@ -116,7 +119,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         action = next(iter(self.server.head_trouble.get(name, [])), None)
         if action is not None:
             self.server.head_trouble[name].pop(0)
-            self.reply(action, {"Content-Length": 0})
+            self.reply(action, {"Content-Length": 0} | self.server.refusal)
         elif name not in self.server.files or "/resolve/" not in self.path:
             self.reply(404, {"X-Error-Code": "EntryNotFound", "Content-Length": 0})
         else:
@@ -130,7 +133,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         actions = self.server.trouble.get(name, [])
         action, argument = (actions.pop(0) if actions else None) or (None, None)
         if action == "status":
-            return self.reply(argument, {"Content-Length": 0})
+            return self.reply(argument, {"Content-Length": 0} | self.server.refusal)
+        if action == "page":
+            return self.reply(200, {"Content-Type": "text/html; charset=utf-8"}, b"<html>Sign in!</html>")
+        if action == "redirect":
+            return self.reply(302, {"Content-Length": 0, "Location": argument})
         if action == "hang up":
             return None
         start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
@@ -214,7 +221,7 @@ def call(url, out, *arguments, revision=COMMIT):
 def one_line(process, status, *words):
     """The call failed with this status and said so in exactly one line with these words in it."""
     assert process.returncode == status, (process.returncode, process.err)
-    lines = [line for line in process.err.splitlines() if not line.startswith("fetching ")]
+    lines = [line for line in process.err.splitlines() if not line.startswith(("fetching ", "checking "))]
     assert len(lines) == 1 and lines[0].startswith("error: "), process.err
     for word in words:
         assert word in lines[0], lines[0]
@@ -289,6 +296,7 @@ PASSING = {
     "range refused": [("cut", 200_000), ("status", 416)],
     "stall": [("stall", 100_000)],
     "cut without length": [("cut without length", 100_000)],
+    "a page instead": [("cut", 100_000), ("page", None)],
 }
 
 
@@ -313,6 +321,40 @@ def test_trouble_that_passes(hub, tmp_path):
     assert ranges["no ranges"] == [None, "bytes=200000-"]
     assert ranges["range refused"] == [None, "bytes=200000-", None]
     assert ranges["stall"] == ranges["cut without length"] == [None, "bytes=100000-"]
+    assert ranges["a page instead"] == [None] + ["bytes=100000-"] * 2  # what was there is still there
+
+
+def in_an_hour():
+    return email.utils.formatdate(time.time() + 3600, usegmt=True)
+
+
+@pytest.mark.parametrize("headers, low, high", [
+    ({"Retry-After": "7"}, 7, 7), ({"Retry-After": in_an_hour()}, 3590, 3600),
+    ({"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}, 0, 0), ({"Retry-After": "soon"}, 0, 0), ({}, 0, 0),
+    ({"Retry-After": "-5"}, 0, 0), ({"Retry-After": "9" * 400}, 0, 0), ({"Retry-After": "Mon, 1 Jan 99999"}, 0, 0),
+    ({"RateLimit": '"resolvers";r=0;t=42', "RateLimit-Policy": '"fixed window";"resolvers";q=5;w=300'}, 42, 42),
+    ({"RateLimit": '"resolvers";r=3;t=42'}, 0, 0),
+])
+def test_how_long_a_refusal_asks_to_wait(headers, low, high):
+    assert low <= fineweb.asked_wait(fineweb.httpx.Headers(headers)) <= high
+
+
+def test_retry_after_is_waited_for_and_an_hour_is_not(hub, tmp_path, monkeypatch):
+    waits = []
+
+    class Event(threading.Event):
+        def wait(self, timeout=None):
+            waits.append(timeout)
+            return self.is_set()
+
+    monkeypatch.setattr(fineweb, "threading", types.SimpleNamespace(Event=Event))
+    hub.refusal = {"Retry-After": "200"}
+    hub.head_trouble, hub.trouble[train(1)] = {VAL: [429]}, [("status", 429), ("status", 503)]
+    assert call(hub.url, tmp_path / "f", 1).returncode == 0
+    assert waits == [200] * 3
+    hub.refusal, hub.trouble[train(2)] = {"Retry-After": in_an_hour()}, [("cut", 70_000), ("status", 429)]
+    one_line(call(hub.url, tmp_path / "f", 2), 1, "status 429", "asks to wait 3", "HF_TOKEN")
+    assert max(waits) <= 200 and (tmp_path / "f" / f"{train(2)}.part").stat().st_size == 70_000
 
 
 def stalled(hub, folder, size):
@@ -374,6 +416,82 @@ def test_files_brought_by_another_tool_are_checked(hub, tmp_path):
     check_folder(tmp_path, hub, 2)
 
 
+def damage(path):
+    content = bytearray(path.read_bytes())
+    content[5000] ^= 1
+    path.write_bytes(content)
+
+
+def test_damaged_shards_are_fetched_again(hub, tmp_path):
+    """They keep their size; also where fewer shards are asked for than are there."""
+    assert call(hub.url, tmp_path, 3).returncode == 0
+    damage(tmp_path / train(2))
+    damage(tmp_path / VAL)
+    one_line(call("http://127.0.0.1:9", tmp_path, 3), 1, "./run.sh nano")  # not taken for sound
+    hub.requests.clear()
+    assert call(hub.url, tmp_path, 1).returncode == 0
+    assert [len(hub.ranges(name)) for name in (VAL, train(1), train(2), train(3))] == [1, 0, 1, 0]
+    check_folder(tmp_path, hub, 3)
+
+
+def entry(**changes):
+    return {"file": train(1), "split": "train", "sha256": "0" * 64, "tokens": 200_000, "documents": 199} | changes
+
+
+@pytest.mark.parametrize("manifest", [
+    "[]", "5", "null", '"x"', "{}", "\xff", "[" * 100_000, '{"shards": 5}', '{"shards": [5, null, []]}',
+    *(json.dumps({"shards": [shard]}) for shard in (
+        {}, entry(), entry(file=5), entry(file=["x"]), entry(file="../../etc/passwd"), entry(file="\0"),
+        entry(tokens="many"), entry(tokens=None), entry(tokens=1e300), entry(sha256=None), entry(file=train(1) + "\n"))),
+])
+def test_odd_manifests(hub, tmp_path, manifest):
+    """What they say is not relied on: every shard is looked at, and the manifest made anew."""
+    (tmp_path / "manifest.json").write_text(manifest, encoding="latin-1")
+    (tmp_path / train(1)).write_bytes(hub.files[train(1)])
+    assert call(hub.url, tmp_path, 1).returncode == 0
+    assert len(hub.ranges(VAL)) == 1 and hub.ranges(train(1)) == []
+    check_folder(tmp_path, hub, 1)
+
+
+def test_odd_files_in_the_folder(hub, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    one_line(call(hub.url, tmp_path / "loop", 1), 2, "loop", "--out")
+    one_line(call(hub.url, tmp_path / "loop" / "f", 1), 2, "loop", "--out")
+    out = tmp_path / "f"
+    out.mkdir()
+    (out / train(1)).symlink_to(train(1))
+    (out / VAL).symlink_to("nowhere")
+    os.mkfifo(out / "manifest.json")
+    for name in ("manifest.json.tmp", f"{train(1)}.part.json.tmp"):  # a kill before they took their names
+        (out / name).write_text("{")
+    assert call(hub.url, out, 1).returncode == 0
+    check_folder(out, hub, 1)
+    assert not any(path.is_symlink() for path in out.iterdir())
+
+
+NAMES = [b"two\nlines", b"caf\xe9", "caf\u00e9".encode(), b"esc\x1b[2J", "\u202eevil".encode()]
+
+
+@pytest.mark.parametrize("variables", [
+    {"PYTHONUTF8": "1"}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"},
+    {"PYTHONIOENCODING": "ascii"}], ids=["utf8", "ascii locale", "ascii"])
+def test_names_that_a_terminal_cannot_show(hub, tmp_path, variables):
+    """All in one process: what main() prints is one printable line, whatever the folder is called."""
+    program = PROGRAM.replace("sys.exit(fineweb.main(sys.argv[1:]))", "for out in sys.argv[1:]: "
+                              f"fineweb.main(['1', '--revision', '{COMMIT}', '--out', out])")
+    outs = [os.fsencode(tmp_path) + b"/" + name for name in NAMES] * 2
+    outs += [os.fsencode(tmp_path) + b"/file/" + name for name in NAMES]
+    (tmp_path / "file").write_text("x")
+    done = subprocess.run([sys.executable, "-c", program, *outs], env=environment(hub.url, **variables),
+                          capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    encoding = "utf-8" if "PYTHONUTF8" in variables and variables["PYTHONUTF8"] == "1" else "ascii"
+    shown, told = done.stdout.decode(encoding).split("\n"), done.stderr.decode(encoding).split("\n")
+    assert len(shown) == 2 * len(NAMES) + 1 and all(line.isprintable() for line in shown + told), shown + told
+    assert [line.split()[0] for line in told if line] == (
+        ["fetching"] * len(NAMES) + ["checking"] * len(NAMES) + ["error:"] * len(NAMES))
+
+
 # ----- trouble that stays
 
 def test_wrong_content_for_ever(hub, tmp_path):
@@ -384,10 +502,12 @@ def test_wrong_content_for_ever(hub, tmp_path):
     assert hub.ranges(train(1)) == [None] * 3
 
 
-@pytest.mark.parametrize("action", [("status", 503), ("hang up", None), ("cut", 0)])
+@pytest.mark.parametrize("action", [
+    ("status", 503), ("hang up", None), ("cut", 0), ("page", None), ("redirect", f"/content/{train(1)}"),
+    ("redirect", "file:///etc/passwd"), ("redirect", "http://nowhere.invalid/"), ("redirect", "http://[::1")])
 def test_giving_up(hub, tmp_path, action):
     out = tmp_path / "f"
-    hub.trouble[train(1)] = [("cut", 70_000)] + [action] * 50
+    hub.trouble[train(1)] = [("cut", 70_000)] + [action] * 150
     one_line(call(hub.url, out, 1), 1, "gave up after 5 attempts", "HF_ENDPOINT", "./run.sh nano")
     assert train(1) not in shards_in(out)
     hub.trouble.clear()
@@ -405,9 +525,17 @@ def test_no_server(tmp_path):
     assert len(process.err.splitlines()) == 1 and not shards_in(tmp_path / "f")
 
 
-@pytest.mark.parametrize("url", ["nonsense", "http://127.0.0.1:x", "ftp://127.0.0.1"])
+@pytest.mark.parametrize("url", [
+    "nonsense", "http://127.0.0.1:x", "ftp://127.0.0.1", "http://[", "http://127.0.0.1\nx", "http://\x1b[2J", ""])
 def test_endpoint_that_is_no_address(tmp_path, url):
     one_line(call(url, tmp_path / "f", 1), 1, "HF_ENDPOINT")
+
+
+def test_a_token_that_is_no_header(hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_t\u00f6ken")
+    process = call(hub.url, tmp_path / "f", 1)
+    one_line(process, 1, "HF_TOKEN")
+    assert "ken" not in process.err.replace("HF_TOKEN", "")  # it is a secret
 
 
 def test_offline_mode_is_named(hub, tmp_path):
@@ -433,6 +561,10 @@ def test_refusals_are_not_repeated(hub, tmp_path, status, words):
     ({"X-Repo-Commit": "e" * 40}, ["e" * 40, COMMIT]),
     ({"X-Repo-Commit": None}, ["commit None", "mirror"]),
     ({"X-Linked-Etag": '"0123"'}, ["no size and sha256", "0123"]),
+    ({"X-Linked-Size": "many"}, ["no size and sha256"]), ({"X-Linked-Size": "-5"}, ["no size and sha256"]),
+    ({"X-Linked-Size": None, "X-Linked-Etag": None, "X-Repo-Commit": None, "ETag": None,
+      "Location": "http://localhost:9/login.html"}, ["no size and sha256"]),
+    ({"Location": "http://[::1"}, ["HF_ENDPOINT"]), ({"Location": "http://a:b:c"}, ["HF_ENDPOINT"]),
 ])
 def test_metadata_that_cannot_be_trusted(hub, tmp_path, changes, words):
     hub.head_changes = changes
@@ -477,6 +609,58 @@ def test_two_downloads_into_one_folder(hub, tmp_path):
         one_line(call(hub.url, tmp_path, 1), 1, "another download", "wait")
     assert hub.requests == []
     assert call(hub.url, tmp_path, 1).returncode == 0
+
+
+def test_a_second_download_while_one_is_running(hub, tmp_path):
+    out = tmp_path / "f"
+    process = stalled(hub, out, 50_000)
+    one_line(run(hub.url, out, 3), 1, "another download", "wait")
+    assert process.poll() is None and (out / f"{train(1)}.part").stat().st_size == 50_000
+    hub.released.set()
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    check_folder(out, hub, 2)
+
+
+def test_a_download_that_ends_before_the_second_begins(hub, tmp_path, monkeypatch):
+    """The second one must not write what it read of the manifest before it had the folder for itself."""
+    lock = fcntl.flock
+
+    def after_another(*arguments):
+        monkeypatch.setattr(fineweb.fcntl, "flock", lock)
+        assert call(hub.url, tmp_path / "f", 3).returncode == 0
+        return lock(*arguments)
+
+    monkeypatch.setattr(fineweb.fcntl, "flock", after_another)
+    assert call(hub.url, tmp_path / "f", 1).returncode == 0
+    check_folder(tmp_path / "f", hub, 3)
+
+
+@contextlib.contextmanager
+def nobody():
+    """Permissions bind even where the tests run as root, who may do anything."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_folder_that_cannot_be_written_to(hub):
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are not for other users
+        out = Path(folder)
+        assert call(hub.url, out, 1).returncode == 0
+        (out / ".lock").unlink()
+        out.chmod(0o555)
+        hub.requests.clear()
+        with nobody():
+            assert call(hub.url, out, 1).returncode == 0  # it is complete
+            one_line(call(hub.url, out, 2), 2, "Permission denied", "--out")
+        assert hub.ranges(train(2)) == []
+        out.chmod(0o755)
 
 
 @pytest.mark.parametrize("arguments, words", [

@@ -6,6 +6,7 @@ functions are called directly otherwise."""
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import os
 import random
@@ -457,3 +458,187 @@ def test_unreadable_files_are_not_skipped_in_silence(tmp_path, monkeypatch, caps
     monkeypatch.setattr(Path, "read_bytes", refuse)
     assert text.main([str(tmp_path / "tree"), "--out", str(tmp_path / "c")]) == 2
     assert "Permission denied" in capsys.readouterr().err
+
+
+# ----- odd names, links, locales, other processes
+
+@pytest.mark.parametrize("name", ["my_val_notes", "a_train_b", "two\nlines", b"caf\xe9", "café", "[ab]*?", "**", "-x",
+                                  "\x1b[2J", "_"])
+def test_names_of_shards_are_plain_whatever_the_folder_is_called(tmp_path, capsys, name):
+    make_tree(tmp_path / "tree", documents=9)
+    out = tmp_path / os.fsdecode(name)
+    for _ in range(2):
+        assert text.main([str(tmp_path / "tree"), "--out", str(out)]) == 0
+    assert len(list(out.glob("*_train_*.bin"))) == len(list(out.glob("*_val_*.bin"))) == 1
+    names = [shard["file"] for shard in json.loads((out / "manifest.json").read_text())["shards"]]
+    assert sorted([*names, "manifest.json"]) == sorted(read_folder(out))
+    assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-.") for name in map(str.lower, names))
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == len(err.splitlines()) == 2
+    assert all(line.isprintable() for line in (out + err).splitlines())
+
+
+ODD_NAMES = [b"two\nlines.py", b"caf\xe9.py", "café.py".encode(), b"\x1b[2J.py", "\u202eevil.py".encode(), b"\xff\xfe"]
+LOCALES = [{"PYTHONUTF8": "1"}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"},
+           {"PYTHONUTF8": "1", "PYTHONIOENCODING": "ascii"}]
+
+
+def odd_tree(root):
+    for index, name in enumerate(ODD_NAMES):
+        path = os.fsencode(root) + b"/b\xe4d\n\xc3\xbc/" + name
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        Path(os.fsdecode(path)).write_text(f"# {index} ü\n")
+    return os.fsencode(root) + b"/b\xe4d\n\xc3\xbc"
+
+
+def test_odd_names_give_one_corpus_and_one_line_in_every_locale(tmp_path):
+    root, corpora = odd_tree(tmp_path), []
+    for number, variables in enumerate(LOCALES):
+        out = os.fsencode(tmp_path) + b"/%d/\xc3\xbc" % number
+        done = subprocess.run([sys.executable, SCRIPT, root, "--out", out], capture_output=True, timeout=60,
+                              env=os.environ | variables)
+        assert done.returncode == 0, done.stderr
+        lines = [stream.decode("utf-8" if number == 0 else "ascii") for stream in (done.stdout, done.stderr)]
+        assert all(line.count("\n") == 1 and line.strip("\n").isprintable() for line in lines), lines
+        corpora.append(read_folder(Path(os.fsdecode(out))))
+    assert corpora[0] == corpora[1] == corpora[2]
+    manifest = json.loads(corpora[0]["manifest.json"])
+    assert sum(shard["documents"] for shard in manifest["shards"]) == len(ODD_NAMES)
+    assert manifest["source"].encode() == rb"b\xe4d" + b"\n\xc3\xbc"  # of what is no UTF-8, its number
+    documents = text.find_files([Path(os.fsdecode(root))])
+    assert [document.name for document in documents] == sorted(ODD_NAMES)
+    os.unlink(root + b"/" + ODD_NAMES[0])
+    for name in ODD_NAMES[1:]:
+        Path(os.fsdecode(root + b"/" + name)).unlink()
+    for variables in LOCALES:  # a refusal that names them is one line, too
+        done = subprocess.run([sys.executable, SCRIPT, root], capture_output=True, timeout=60,
+                              env=os.environ | variables, cwd=tmp_path)
+        line = done.stderr.decode("utf-8" if variables == LOCALES[0] else "ascii")
+        assert done.returncode == 2 and line.count("\n") == 1 and line.strip("\n").isprintable(), line
+
+
+def test_links_in_a_loop(tmp_path):
+    make_tree(tmp_path / "tree", documents=5)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    (tmp_path / "tree" / "self.py").symlink_to("self.py")
+    (tmp_path / "tree" / "p0" / "up").symlink_to(tmp_path / "tree")
+    assert text.main([str(tmp_path / "tree"), "--out", str(tmp_path / "c")]) == 0
+    for name in ("loop", "a"):
+        one_line(command(tmp_path / name), 2, name, "no such file")
+        one_line(command(tmp_path / "tree", "--out", tmp_path / name), 2, name, "--out")
+        one_line(command(tmp_path / "tree", "--out", tmp_path / name / "c"), 2, name, "--out")
+        one_line(command("--out", tmp_path / name), 2, name, "--out")
+
+
+@pytest.mark.parametrize("manifest", [
+    b"", b"[]", b"5", b"{}", b"\xff", b"[" * 100_000, b"{\"shards\": 1e999999999999999999999}", b"9" * 5000])
+def test_odd_manifests_of_a_default_corpus(tmp_path, manifest):
+    (tmp_path / "manifest.json").write_bytes(manifest)
+    assert text.existing_corpus(tmp_path, "source", "1.99.0", {"manifest.json": ""}) is None
+
+
+@pytest.mark.parametrize("changes", [
+    {"file": 5}, {"file": "\0"}, {"file": "../c/manifest.json"}, {"file": "missing"}, {"tokens": "many"},
+    {"tokens": -512}, {"tokens": 10**30}, {"tokens": None}, {"split": None}, {"split": "test"}, {"sha256": "0" * 64},
+    {"sha256": None}], ids=str)
+def test_odd_entries_of_a_default_corpus(tmp_path, changes):
+    site, out = tmp_path / "site", tmp_path / "c"
+    environment = fake_torch(site, "1.99.0")
+    assert command("--out", out, env=environment).returncode == 0
+    manifest = json.loads((out / "manifest.json").read_text())
+    words = out, manifest["source"], "1.99.0", {"manifest.json": ""}
+    assert text.existing_corpus(*words) == manifest
+    manifest["shards"][0].update(changes)
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    assert text.existing_corpus(*words) is None
+
+
+def test_a_damaged_shard_of_the_default_corpus_is_built_again(tmp_path):
+    environment = fake_torch(tmp_path / "site", "1.99.0")
+    assert command("--out", tmp_path / "c", env=environment).returncode == 0
+    before = read_folder(tmp_path / "c")
+    with open(tmp_path / "c" / "python_train_000000.bin", "r+b") as file:
+        file.seek(1030)
+        file.write(b"!")  # it keeps its size
+    assert "written" in command("--out", tmp_path / "c", env=environment).stdout
+    assert read_folder(tmp_path / "c") == before
+
+
+def test_two_builds_of_one_folder_at_once(tmp_path):
+    """Both succeed, and the last one has the folder: one waits while the other exchanges it, as this test does here."""
+    make_tree(tmp_path / "tree", documents=5)
+    out = tmp_path / "work" / "c"
+    out.parent.mkdir()
+    words = [sys.executable, SCRIPT, str(tmp_path / "tree"), "--out", str(out)]
+    with text.locked(out.parent):
+        builds = [subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) for _ in range(2)]
+        deadline = time.monotonic() + 30
+        while len(list(out.parent.glob(".c.*.partial/new/manifest.json"))) < 2:
+            assert time.monotonic() < deadline and not out.exists()
+            time.sleep(0.01)
+        time.sleep(0.2)
+        assert [build.poll() for build in builds] == [None, None] and not out.exists()
+    told = [build.communicate(timeout=60)[1] for build in builds]
+    assert [build.returncode for build in builds] == [0, 0], told
+    assert len(read_folder(out)) == 3 and list(out.parent.iterdir()) == [out]
+
+
+def test_text_that_changes_during_the_build_is_refused(tmp_path, monkeypatch, capsys):
+    make_tree(tmp_path / "tree", documents=5)
+    split_documents = text.split_documents
+
+    def change(*arguments):
+        (tmp_path / "tree" / "p2" / "f2.py").write_bytes(b"\xff\0")
+        return split_documents(*arguments)
+
+    monkeypatch.setattr(text, "split_documents", change)
+    assert text.main([str(tmp_path / "tree"), "--out", str(tmp_path / "c")]) == 2
+    assert "f2.py: changed" in capsys.readouterr().err and not (tmp_path / "c").exists()
+    assert leftovers(tmp_path) == []
+
+
+def test_what_does_not_fit_is_one_line(tmp_path):
+    with open(tmp_path / "huge.txt", "wb") as file:
+        file.truncate(1 << 40)  # of holes: it takes no disk
+
+    def little_memory():
+        import resource
+        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+
+    one_line(command(tmp_path, "--out", tmp_path / "c", preexec_fn=little_memory), 2, "memory", "split")
+
+
+def test_folders_nested_deeper_than_can_be_read(tmp_path, monkeypatch, capsys):
+    (tmp_path / "/".join("d" * 300)).mkdir(parents=True)  # deeper ones could not be removed again
+    with monkeypatch.context() as patch:
+        patch.setattr(text, "find_files", lambda *_, find_files=text.find_files: in_little_stack(find_files, *_))
+        assert text.main([str(tmp_path), "--out", str(tmp_path / "c")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def in_little_stack(function, *arguments):
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 200)
+    try:
+        return function(*arguments)
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+def test_leftovers_that_are_no_builds_are_let_alone(tmp_path):
+    import platform
+    make_tree(tmp_path / "tree", documents=5)
+    others = [tmp_path / f".c.{platform.node()}.{word}.partial" for word in ("x", "9" * 30, "")]
+    for other in others:
+        other.mkdir()
+    one = command(tmp_path / "tree", "--out", tmp_path / "c")
+    assert one.returncode == 0, one.stderr
+    assert all(other.exists() for other in others)
+
+
+def test_a_folder_with_a_shards_name_is_not_replaced(tmp_path):
+    make_tree(tmp_path / "tree", documents=5)
+    (tmp_path / "c" / "my_train_1.bin").mkdir(parents=True)
+    one_line(command(tmp_path / "tree", "--out", tmp_path / "c"), 2, "my_train_1.bin", "--out")
