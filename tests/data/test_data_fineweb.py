@@ -186,12 +186,12 @@ def with_revision(arguments, out, revision):
     return [*map(str, arguments), "--out", str(out), *pinned]
 
 
-def start(url, out, *arguments, variables=None, **options):
+def start(url, out, *arguments, variables=None, program=PROGRAM, **options):
     """Start the script as a command. Returns the process."""
     # Background jobs of a shell ignore SIGINT and hand that down.
     options.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *with_revision(arguments, out, COMMIT)], text=True,
+        [sys.executable, "-c", program, *with_revision(arguments, out, COMMIT)], text=True,
         env=environment(url, **(variables or {})), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         **options)
 
@@ -357,11 +357,11 @@ def test_retry_after_is_waited_for_and_an_hour_is_not(hub, tmp_path, monkeypatch
     assert max(waits) <= 200 and (tmp_path / "f" / f"{train(2)}.part").stat().st_size == 70_000
 
 
-def stalled(hub, folder, size):
+def stalled(hub, folder, size, **options):
     """Start a download of 2 training shards whose shard 1 stalls after `size` bytes; wait until
     exactly these have arrived and the others are complete."""
     hub.trouble[train(1)] = [("stall", size)]
-    process = start(hub.url, folder, 2)
+    process = start(hub.url, folder, 2, **options)
     deadline = time.monotonic() + 30
     while shards_in(folder) != [train(2), VAL] or not (folder / "manifest.json").exists() or (
             (folder / f"{train(1)}.part").stat().st_size != size):
@@ -613,7 +613,7 @@ def test_two_downloads_into_one_folder(hub, tmp_path):
 
 def test_a_second_download_while_one_is_running(hub, tmp_path):
     out = tmp_path / "f"
-    process = stalled(hub, out, 50_000)
+    process = stalled(hub, out, 50_000, program=PROGRAM.replace("1.0", "30.0"))  # it waits for what was stalled
     one_line(run(hub.url, out, 3), 1, "another download", "wait")
     assert process.poll() is None and (out / f"{train(1)}.part").stat().st_size == 50_000
     hub.released.set()
