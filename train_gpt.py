@@ -16,6 +16,7 @@ Chapters, in reading order:
     8. Checkpoints                           atomic, checksummed, independent of the world size
     9. Run                                   warm-up and its proof, the clock, the steps, the result
    10. Commands                              what the command line says
+   11. Kernels                               what a GPU computes faster by hand, with the plain form of each
 
 A step's global batch is a fixed list of micro-batches. Rank r of W takes every W-th, which on a CPU its threads share.
 All world sizes see the same tokens, and under muon and adam they take the same step up to the order of float sums.
@@ -88,7 +89,7 @@ class Config:
                               and len(pair) == 2 and all(map(counts[0], pair)), "pairs of positive integers")
     long_layers: tuple = knob((0,), "layers that attend through the long window")
     value_embedding_layers: tuple = knob((0,), "layers whose values receive a gated token embedding")
-    logit_cap: float = knob(15.0, "logits are squashed into (-cap, cap) by tanh", *positive)
+    logit_cap: float = knob(15.0, "tanh squashes logits into (-cap, cap)", lambda cap: 0 < cap <= 40, "above 0 to 40")
     ngram_orders: tuple = knob((2, 3, 4), "orders of hashed n-grams; () for none", *orders)
     ngram_rows: int = knob(2**19, "rows of the table, for all columns", lambda rows: 0 < rows < 2**31, "1 to 2^31 - 1")
     copy_orders: tuple = knob((4, 8, 16, 32), "orders of copies from the document; () for none", *orders)
@@ -1103,16 +1104,15 @@ class GPT(nn.Module):
         return self.config.logit_cap * torch.tanh(F.linear(hidden, self.head).float() / self.config.logit_cap)
     def forward(self, micro_batch, ngram, context):
         """Returns (training loss, a mean with multi-token weights; the next token's losses (T,); hidden states)."""
-        hidden = self.hidden(micro_batch, ngram, context)
-        logits, targets, mtp_weights = self.logits(hidden), micro_batch.targets[:, None], context.phase.mtp_weights
-        normaliser = torch.logsumexp(logits, -1)
-        losses = normaliser - logits.gather(1, targets)[:, 0]
-        loss = mtp_weights[0] * losses.mean()
-        for ahead, weight in enumerate(mtp_weights[1:], start=1):
+        hidden, length, targets, shares = self.hidden(micro_batch, ngram, context), len(micro_batch.inputs), [], []
+        for ahead, weight in enumerate(context.phase.mtp_weights):
             # Position i also scores the token `ahead` after its target, where that is of the same segment.
-            same = micro_batch.segment_start[ahead:] == micro_batch.segment_start[:-ahead]
-            loss += weight * ((normaliser[:-ahead] - logits[:-ahead].gather(1, targets[ahead:])[:, 0]) * same).mean()
-        return loss, losses.detach(), hidden.detach()
+            same = micro_batch.segment_start[ahead:] == micro_batch.segment_start[:length - ahead]
+            targets.append(F.pad(micro_batch.targets[ahead:], (0, ahead)))
+            shares.append(F.pad(same * (weight / (length - ahead)), (0, ahead)))
+        loss, losses = CappedCrossEntropy.apply(hidden, self.head, torch.stack(targets, 1), torch.stack(shares, 1),
+                                                self.config.logit_cap, torch.is_grad_enabled())
+        return loss, losses, hidden.detach()
 
 # 6. Optimizer ===============================================================================================
 
@@ -1789,9 +1789,9 @@ def state_bytes(config, runtime):
 def check_room(config, runtime):
     """Lines on memory and disk; raises ConfigError where a run would not fit."""
     parts, value = state_bytes(config, runtime), 2 if config.dtype == "bfloat16" else 4
-    # An estimate: about 34 values a channel and layer, and the float32 logits twice.
-    channel_bytes = 34 * config.num_layers * config.model_dim * value
-    parts["activations"] = config.micro_batch_tokens * (channel_bytes + 8 * config.vocab_size)
+    # An estimate: about 34 values a channel and layer; float32 logits twice, of the tokens whose loss is worked out.
+    parts["activations"] = config.micro_batch_tokens * 34 * config.num_layers * config.model_dim * value
+    parts["activations"] += min(config.micro_batch_tokens, LOSS_CHUNK) * 8 * config.vocab_size
     shares = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
     hosted, lines = parts.pop("ngram_table") if config.ngram_host and runtime.device.type == "cuda" else 0, []
     for what, needed, free in (
@@ -1995,6 +1995,47 @@ def main(argv=None, extend=None):
             print(f"status:error {error}", flush=True)
         return 2
     return train(config, overrides, runtime, content, hook, "--check" in argv)
+
+# 11. Kernels ================================================================================================
+
+LOSS_CHUNK = 4096  # tokens whose logits exist at a time
+
+class CappedCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of soft-capped logits, and its gradients, of which a compiler makes one pass over the logits; the
+    plain form is GPT.logits and F.cross_entropy. A logit, cap * tanh(z / cap), lies `below` the cap by at most 2 * cap,
+    so that exp(-below) can be summed without a maximum, if the cap is small. In the same pass the logits give way to
+    their gradients times the sum, which is not known yet: dividing rows by it commutes with the products that follow.
+    Only the targets' columns are mended afterwards. Arguments: hidden (T, dim); head (vocab, dim); targets (T, K) and
+    shares (T, K): the loss weights of K tokens a position; learning: whether gradients will be asked for.
+    Returns (loss, the sum with these weights; losses (T,) of the first targets)."""
+    @staticmethod
+    def forward(ctx, hidden, head, targets, shares, cap, learning):
+        def slope(below):  # of a capped logit, by the logit itself
+            return below * (2 * cap - below) / cap**2
+        losses, grad_hidden, grad_head, columns = [], [], None, torch.arange(len(head), device=head.device)
+        for x, target, share in zip(*(tensor.split(LOSS_CHUNK) for tensor in (hidden, targets, shares))):
+            below = 2 * cap * torch.sigmoid((x @ head.T).float() * (-2 / cap))
+            total = torch.exp(-below).sum(1, keepdim=True)
+            at_target = torch.stack([torch.where(columns == one[:, None], below, 0).sum(1) for one in target.T], 1)
+            losses.append(total.log() + at_target)
+            if learning:
+                scale = share.sum(1, keepdim=True) / total
+                weight = ((target[:, :, None] == target[:, None]) * share[:, None]).sum(-1)  # of equal targets together
+                mended = (torch.exp(-at_target) - weight / scale) * slope(at_target)
+                grad = (torch.exp(-below) * slope(below)).to(x.dtype).scatter(1, target, mended.to(x.dtype))
+                grad_hidden.append(((grad @ head) * scale).to(x.dtype))
+                scaled = (x * scale).to(x.dtype)
+                grad_head = grad.T @ scaled if grad_head is None else torch.addmm(grad_head, grad.T, scaled)
+        losses = torch.cat(losses)
+        if learning:
+            ctx.save_for_backward(torch.cat(grad_hidden), grad_head)
+        first = losses[:, 0].clone()
+        ctx.mark_non_differentiable(first)
+        return (losses * shares).sum(), first
+    @staticmethod
+    def backward(ctx, upstream, _):
+        grad_hidden, grad_head = ctx.saved_tensors
+        return grad_hidden * upstream, grad_head * upstream, None, None, None, None
 
 if __name__ == "__main__":
     sys.exit(main())

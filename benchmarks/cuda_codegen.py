@@ -92,9 +92,10 @@ def pretend_h100():
     interface = interfaces.CudaInterface
     answers = {
         torch.cuda: {"is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": card,
-                     "get_device_capability": (9, 0), "get_device_name": card.name, "mem_get_info": (79 << 30, 80 << 30),
-                     "synchronize": None, "set_device": None, "_lazy_init": None, "init": None, "current_stream": stream,
-                     "_exchange_device": 0, "_maybe_exchange_device": 0, "get_rng_state": state, "set_rng_state": None},
+                     "get_device_capability": (9, 0), "get_device_name": card.name,
+                     "mem_get_info": (79 << 30, 80 << 30), "synchronize": None, "set_device": None,
+                     "_lazy_init": None, "init": None, "current_stream": stream, "_exchange_device": 0,
+                     "_maybe_exchange_device": 0, "get_rng_state": state, "set_rng_state": None},
         torch.cuda.random: {"get_rng_state": state, "set_rng_state": None, "_lazy_init": None},
         torch.accelerator: {"current_device_index": 0, "current_device_idx": 0, "device_count": 1, "is_available": True,
                             "set_device_index": None, "set_device_idx": None, "synchronize": None,

@@ -107,7 +107,8 @@ REFUSED = [
     ({"micro_batch_tokens": 0}, "0", "positive"),
     ({"adam_lr": 0.0}, "0.0", "positive"),
     ({"adam_lr": float("nan")}, "nan", "positive"),
-    ({"logit_cap": -1.0}, "-1.0", "positive"),
+    ({"logit_cap": -1.0}, "-1.0", "above 0"),
+    ({"logit_cap": 41.0}, "41.0", "to 40"),
     ({"adam_lr": float("inf")}, "inf", "positive"),
     ({"matrix_decay": -0.1}, "-0.1", "negative"),
     ({"val_every": -1}, "-1", "negative"),
@@ -307,9 +308,11 @@ def test_check_refuses_what_cannot_run(changes, hint, cli, tiny, tmp_path):
 # ----- the file
 
 def test_the_file_keeps_to_its_form():
-    """At most 2,000 lines of 120 characters, functions of 60 lines, and one blank line between definitions."""
+    """At most 2,000 lines of 120 characters, and 350 of kernels; functions of 60, one blank line between definitions."""
     source = TRAINER.read_text()
-    assert source.count("\n") <= 2000 and max(map(len, source.splitlines())) <= 120
+    kernels = re.search(r'^# 11\. Kernels =+\n.*?(?=^if __name__ == "__main__":)', source, re.DOTALL | re.MULTILINE)[0]
+    assert source.count("\n") - kernels.count("\n") <= 2000 and kernels.count("\n") <= 350
+    assert max(map(len, source.splitlines())) <= 120
     assert "\n\n\n" not in source and "\n\n    def " not in source and not re.search(r"[ \t]\n", source)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):

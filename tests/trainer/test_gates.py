@@ -200,7 +200,8 @@ def only_tokens_that_occur_are_probable(trainer, monkeypatch):
 
     def forward(micro_batch, *rest):
         occurs.zero_()[micro_batch.targets] = True
-        return trainer.model(micro_batch, *rest)
+        loss, _, hidden = trainer.model(micro_batch, *rest)
+        return loss, F.cross_entropy(trainer.model.logits(hidden), micro_batch.targets, reduction="none"), hidden
     monkeypatch.setattr(trainer.model, "logits", lambda hidden: logits(hidden).masked_fill(~occurs, -math.inf))
     trainer.forward = forward
 

@@ -1,0 +1,75 @@
+"""Chapter 11: each kernel against the plain form of what it computes, in float64."""
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train_gpt
+
+T, DIM, VOCAB, AHEAD = 150, 24, 70, 3
+
+
+def drawn(*shape, scale=1.0, seed=0):
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ----- the loss in one pass
+
+def loss_inputs(scale):
+    """Hidden states, head, targets that repeat within a position, and shares of which some are 0."""
+    targets = torch.randint(VOCAB, (T, AHEAD), generator=torch.Generator().manual_seed(1))
+    targets[::5, 1] = targets[::5, 0]
+    targets[::7, 2] = targets[::7, 0]
+    shares = drawn(T, AHEAD, seed=2).abs() / T
+    shares[::4, 2] = 0
+    return drawn(T, DIM), drawn(VOCAB, DIM, scale=scale, seed=3), targets, shares
+
+
+def plain_loss(hidden, head, targets, shares, cap):
+    """Losses (T, K) by torch's own cross-entropy, and the gradients of their weighted sum, in float64."""
+    hidden, head = (tensor.detach().double().requires_grad_() for tensor in (hidden, head))
+    logits = cap * torch.tanh(hidden @ head.T / cap)
+    losses = torch.stack([F.cross_entropy(logits, target, reduction="none") for target in targets.T], 1)
+    loss = (losses * shares).sum()
+    return loss, losses, *torch.autograd.grad(loss, (hidden, head))
+
+
+def one_pass(hidden, head, targets, shares, cap):
+    hidden, head = (tensor.clone().requires_grad_() for tensor in (hidden, head))
+    loss, losses = train_gpt.CappedCrossEntropy.apply(hidden, head, targets, shares, cap, True)
+    return loss, losses, *torch.autograd.grad(3 * loss, (hidden, head))
+
+
+@pytest.mark.parametrize("chunk", [1000, 64])
+@pytest.mark.parametrize("cap, scale", [(15.0, 1.0), (3.0, 2.0), (40.0, 20.0), (40.0, 1e-3)])
+def test_loss_and_gradients_are_those_of_the_plain_form(cap, scale, chunk, monkeypatch):
+    monkeypatch.setattr(train_gpt, "LOSS_CHUNK", chunk)
+    inputs = loss_inputs(scale)
+    loss, losses, *grads = one_pass(*inputs, cap)
+    expected_loss, expected, *expected_grads = plain_loss(*inputs, cap)
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(losses.double(), expected[:, 0], rtol=1e-5, atol=2e-5)
+    assert not losses.requires_grad
+    for grad, wanted in zip(grads, expected_grads):
+        assert (grad.double() - 3 * wanted).norm() < 2e-5 * wanted.norm()
+
+
+def test_gradients_in_bfloat16_are_as_close_as_those_of_the_plain_form():
+    hidden, head, targets, shares = loss_inputs(1.0)
+    hidden, head = hidden.bfloat16(), head.bfloat16()
+    *_, wanted_hidden, wanted_head = plain_loss(hidden, head, targets, shares, 15.0)
+    *_, grad_hidden, grad_head = one_pass(hidden, head, targets, shares, 15.0)
+    leaves = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+    logits = 15 * torch.tanh(F.linear(*leaves).float() / 15)
+    losses = torch.stack([F.cross_entropy(logits, target, reduction="none") for target in targets.T], 1)
+    plain = torch.autograd.grad((losses * shares).sum(), leaves)
+    for ours, theirs, wanted in zip((grad_hidden, grad_head), plain, (wanted_hidden, wanted_head)):
+        assert ours.dtype == torch.bfloat16
+        assert (ours.double() / 3 - wanted).norm() < 1.5 * (theirs.double() - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_without_gradients_the_losses_are_the_same():
+    inputs = loss_inputs(1.0)
+    with torch.no_grad():
+        scored = train_gpt.CappedCrossEntropy.apply(*inputs, 15.0, False)
+    for ours, learned in zip(scored, one_pass(*inputs, 15.0)):
+        torch.testing.assert_close(ours, learned, rtol=0, atol=0)
