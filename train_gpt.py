@@ -38,7 +38,7 @@ from torch import Tensor, nn
 ATTENTION_BLOCK = 64  # back end sdpa: queries of a block share their keys
 GATE_DIM = 12  # gates read the first few channels of the residual stream
 EOT_TOKEN = {"bytes": 256, "gpt2": 50256}  # the largest id of each tokenizer; every document starts with it
-CHECKPOINT_FORMAT = 4
+CHECKPOINT_FORMAT = 5
 
 class ConfigError(ValueError):
     """Something the user can put right: the message holds the value, the constraint and the remedy."""
@@ -233,8 +233,7 @@ def windows_until(config, step):
 
 # ----- the command line
 def nearest(name, names):
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-    return f"did you mean {close[0]}?" if close else ""
+    return f"did you mean {close[0]}?" if (close := difflib.get_close_matches(name, names, 1, cutoff=0.0)) else ""
 
 def parse_value(field, text):
     """The value of one Config field from the command line's text; the default's type is the field's type."""
@@ -418,18 +417,16 @@ def available_memory(device):
     return there // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 def device_name(device):
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{line_of('/proc/cpuinfo', 'model name') or platform.processor() or platform.machine()} x{os.cpu_count()}"
+    cpu = f"{line_of('/proc/cpuinfo', 'model name') or platform.processor() or platform.machine()} x{os.cpu_count()}"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
 
 def git_state():
     """(commit sha, 1 if the work tree differs from it else 0), or ("none", 0) outside a git checkout."""
-    try:
-        run = functools.partial(subprocess.run, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    run = functools.partial(subprocess.run, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
         sha, changes = (run(["git", *words]).stdout.strip() for words in (["rev-parse", "HEAD"], ["status", "-s"]))
-    except (OSError, subprocess.CalledProcessError):
-        return "none", 0
-    return sha, int(bool(changes))
+        return sha, int(bool(changes))
+    return "none", 0
 
 class Log:
     """The run's log.txt, metrics.jsonl and console lines; silent on every rank but 0. On a terminal the console shows
@@ -486,18 +483,24 @@ def open_shard(path):
     refuse(problem, f"{path}: {problem}; rebuild or download it again (data/text.py, data/fineweb.py)")
     return np.memmap(path, dtype="<u2", mode="r", offset=4 * HEADER_INTS)
 
+def file_sha256(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
 def open_corpus(config):
-    """(training shards, tokens for the index, val tokens) of the corpus; ConfigError where ids or sizes do not suit the
-    run. The index gets the end of the first shard, whole documents, which are not trained on."""
+    """(training shards, tokens for the index, val tokens) of the corpus; ConfigError where ids, sizes or the manifest's
+    sha256 do not suit the run. The index gets the end of the first shard, whole documents, which are not trained on."""
     folder, length, needed = Path(config.data), config.micro_batch_tokens, training_tokens(config)
     def whole(tokens):  # what micro-batches can take of a shard, whose last token is only a target
         return (len(tokens) - 1) // length * length
-    build = {"python": "text.py", "cpp": "text.py --corpus cpp", "fineweb10B": "fineweb.py"}
-    found, share = {}, config.index_share if config.index_orders else 0.0
+    found, known, manifest = {}, {}, folder / "manifest.json"
+    share = config.index_share if config.index_orders else 0.0
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # then it knows of no shard
+        known = {entry["file"]: entry["sha256"] for entry in json.loads(manifest.read_bytes())["shards"]}
     for split in ("train", "val"):
         paths = sorted(folder.glob(f"*_{split}_*.bin"))
-        refuse(not paths, f"{folder}: no *_{split}_*.bin shards; build them with `python data/"
-               f"{build.get(folder.name, 'text.py PATH')}`, or name another folder with --data")
+        refuse(not paths, f"{folder}: no *_{split}_*.bin shards; build them with data/text.py or data/fineweb.py, or "
+               "name another folder with --data")
         found[split] = [open_shard(path) for path in paths]
         read = -share * len(found[split][0])  # training tokens, up to the end of a shard
         for path, tokens in zip(paths, found[split]):
@@ -506,6 +509,8 @@ def open_corpus(config):
             read += whole(tokens)
             refuse((largest := int(tokens.max())) > config.eot_token, f"{path}: token id {largest} is beyond the "
                    f"{config.tokenizer} vocabulary (0 to {config.eot_token}); is --tokenizer right?")
+            refuse(manifest.is_file() and known.get(path.name) != file_sha256(path), f"{path}: its sha256 is not the "
+                   "manifest's: changed or damaged; build or download the corpus again, in an empty folder")
     first, cut = found["train"][0], round(len(found["train"][0]) * (1 - share))
     cut += int(np.argmax(np.append(first[cut:] == config.eot_token, True)))  # the start of a document, or the end
     found["train"][0], indexed = first[:cut + 1], first[cut:]
@@ -564,10 +569,10 @@ def assemble(place, slots, signs, device):
     return MicroBatch(*(to_device(array, device) for array in arrays))
 
 class TrainLoader:
-    """Deterministic stream of global steps, assembled ahead by a thread. Documents are cut into pieces of at most the
-    run's largest document cap; a shard's pieces are shuffled by seed and laid end to end into micro-batches, of which
-    the next begins with what is left of a piece. A smaller cap in force at a step splits pieces further. The end of a
-    shard that fills none is dropped. `state`: shards opened before this one, piece of the shard, token of the piece."""
+    """Deterministic stream of steps, assembled ahead by a thread. Documents are cut into pieces of at most the largest
+    document cap; a shard's pieces are shuffled by seed and laid end to end into micro-batches, which begin with the
+    rest of a piece. A smaller cap at a step splits pieces further. What fills no micro-batch at a shard's end is
+    dropped. `state`: shards opened before this one, piece of the shard, token of the piece."""
     def __init__(self, config, shards, runtime, first_step=0, state=None, index=None):
         self.config, self.shards, self.runtime, self.index = config, shards, runtime, index or TextIndex(config)
         self.state = dict(state or {"shard": 0, "piece": 0, "offset": 0})
@@ -794,8 +799,7 @@ def table_is_here(config, runtime):
 def plan_rows(rows, signs, config, runtime, lane=None, name="ngram_indices"):
     """Build the RowPlan of a step, together with all ranks. rows, signs: (n, O) of this rank's tokens. lane: the
     process group of the calling thread. name: for the ledger. Counts and indices travel here, on the CPU, ahead of the
-    forward pass; values follow later, and both sides already know the sizes, so no further handshake is needed.
-    Returns (plan, slots (n, O) int32: where lookups find each of `rows`). Raises ConfigError for rows outside."""
+    values, whose sizes both sides then know. Returns (plan, slots (n, O) int32: where lookups find each of `rows`)."""
     distinct, order, offsets = group_equal(rows.ravel())
     if len(distinct) and not 0 <= distinct[0] <= distinct[-1] < config.ngram_rows:
         raise ConfigError(f"n-gram rows {distinct[0]} to {distinct[-1]}: the hash leaves the table's range 0 to "
@@ -1477,6 +1481,7 @@ class Trainer:
     def __init__(self, config, runtime):
         self.config, self.runtime = config, runtime
         torch.set_float32_matmul_precision("highest")
+        self.data_sha256 = file_sha256(path) if (path := Path(config.data, "manifest.json")).is_file() else "none"
         attention, self.attention_name = choose_attention(config, runtime.device)
         self.model = GPT(config, attention).to(runtime.device)
         self.table = NgramTable(config, runtime)
@@ -1629,11 +1634,9 @@ def save_checkpoint(path, content):
             torch.save(content, file)
         except RuntimeError as error:  # torch's zip writer reports a failed write so
             raise OSError(f"{path}: {str(error).splitlines()[0]}") from error
-        file.seek(0)
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
         path.with_suffix(".sha256").unlink(missing_ok=True)
     with atomic_file(path.with_suffix(".sha256")) as beside:
-        beside.write(f"{digest}  {path.name}\n".encode())
+        beside.write(f"{file_sha256(path)}  {path.name}\n".encode())
 
 def load_checkpoint(path):
     """Read a checkpoint after checking its sha256. Raises ConfigError."""
@@ -1641,9 +1644,7 @@ def load_checkpoint(path):
     refuse(not path.is_file(), f"{path}: no such checkpoint; runs leave theirs at logs/<run id>/checkpoint.pt")
     recorded = path.with_suffix(".sha256")
     try:
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if recorded.is_file() and recorded.read_text().split()[0] != digest:
+        if recorded.is_file() and recorded.read_text().split()[0] != file_sha256(path):
             raise ValueError(f"sha256 differs from {recorded.name}: damaged")
         content = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
@@ -1661,7 +1662,8 @@ def config_of_checkpoint(content):
 def checkpoint_content(trainer, step, loader_state, seconds):
     """What a checkpoint holds. Every rank must call this: sharded states are gathered."""
     return {"format": CHECKPOINT_FORMAT, "step": step, "config": dataclasses.asdict(trainer.config),
-            "model": trainer.model.state_dict(), "loader": loader_state, "rng": torch.get_rng_state(),
+            "data": trainer.data_sha256, "model": trainer.model.state_dict(), "loader": loader_state,
+            "rng": torch.get_rng_state(),
             "groups": {group.name: group.full_state() for group in trainer.optimizer.groups}, "train_seconds": seconds}
 
 def restore(trainer, content):
@@ -1816,10 +1818,13 @@ def open_run(config, overrides, runtime, log, content, check):
     room, (shards, indexed, val) = check_room(config, runtime), open_corpus(config)
     torch.manual_seed(seed)
     trainer, code, (sha, dirty) = Trainer(config, runtime), Path(__file__).read_text(), git_state()
+    refuse(content and content["data"] != trainer.data_sha256, f"--resume {run_id}: {config.data}/manifest.json is not "
+           f"the one that the run began with (sha256 {trainer.data_sha256[:12]}); bring its corpus back")
     triton = sys.modules.get("triton") or importlib.util.find_spec("triton") and importlib.import_module("triton")
     facts = {"commit": sha, "dirty": dirty, "code_sha256": hashlib.sha256(code.encode()).hexdigest(), "seed": seed,
              "world_size": runtime.world_size, "device": device_name(runtime.device), "torch": torch.__version__,
-             "cuda": torch.version.cuda or "none", "triton": triton.__version__ if triton else "none"}
+             "cuda": torch.version.cuda or "none", "triton": triton.__version__ if triton else "none",
+             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     overrides = {key: value for key, value in overrides.items() if key not in NEUTRAL_FIELDS}
     run = Run(config, overrides, folder, trainer, log, Clock(runtime), shards, indexed, {"val_loss": val}, facts, check)
     if content:
@@ -1844,15 +1849,14 @@ def open_run(config, overrides, runtime, log, content, check):
 
 def log_header(run):
     """The lines that make a run reproducible: machine, resolved configuration, data, back ends."""
-    config, trainer, manifest = run.config, run.trainer, Path(run.config.data) / "manifest.json"
-    data = hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else "none"
+    config, trainer, data = run.config, run.trainer, run.trainer.data_sha256
     facts = " ".join(f"{key}:{value}" for key, value in run.facts.items())
     place = "batch:{} counter:{} start:{}".format(*config.run_of.split(":")) if config.run_of else ""
     run.log.line("\n".join(filter(None, [
         f"run:{config.run_id} track:{config.track} {facts}", "config:" + json.dumps(dataclasses.asdict(config)),
         "overrides:" + json.dumps(run.overrides) if run.overrides else place,
-        f"data:{data} backends:attention={trainer.attention_name},matmul=torch-{config.dtype},"
-        f"compile={trainer.compile_name}",
+        f"data:{data} shards:{'unknown' if data == 'none' else 'ok'} backends:attention={trainer.attention_name},"
+        f"matmul=torch-{config.dtype},compile={trainer.compile_name}",
         "size: " + " ".join(f"{group.name}={group.size():,}" for group in trainer.optimizer.groups),
         "===== START ====="])), on_terminal=False)
 
@@ -1897,8 +1901,7 @@ def matmul_rate(device, dtype):
 def finish(run, steps):
     """Checkpoint, final validation, validity gates and result. Returns the final validation loss."""
     config, trainer, log, runtime = run.config, run.trainer, run.log, run.trainer.runtime
-    # Of training alone: before rank 0 collects the checkpoint.
-    sent = {"/".join(key): [round(count / steps, 1) for count in entry]
+    sent = {"/".join(key): [round(count / steps, 1) for count in entry]  # while training, before rank 0 collects all
             for key, entry in sorted(runtime.ledger.items()) if key[1] not in ("validation", "checkpoint")}
     memory, val, matrices = runtime.peak_memory_mib(), run.vals["val_loss"], trainer.optimizer.matrices
     run.save("checkpoint.pt")
@@ -1921,8 +1924,7 @@ def finish(run, steps):
                   **run.facts, "tokens_per_s": tokens / seconds, "mfu_percent": mfu, "peak_memory_mib_by_rank": memory,
                   "validity": gates, "val_sha256": digest, "overrides": run.overrides,
                   "basis_rejects": sum(int(s["rejects"].sum()) for s in matrices.state.values() if "rejects" in s),
-                  "sent_bytes_per_step": {key: size for key, (size, _) in sent.items()},
-                  "sent_messages_per_step": {key: messages for key, (_, messages) in sent.items()},
+                  "sent_per_step": sent,  # [bytes, messages]
                   "config": dataclasses.asdict(config)}
         with atomic_file(run.folder / "result.json") as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())

@@ -483,7 +483,7 @@ def fineweb_world(session):
     if status or not result:
         session.report(f"{processes} processes", False, f"exit status {status}: {last}")
         return
-    sent = sum(result["sent_bytes_per_step"].values()) / 2**20
+    sent = sum(size for size, _ in result["sent_per_step"].values()) / 2**20
     session.report(f"{processes} processes", math.isfinite(result["val_loss"]),
                    f"{result['train_time_ms'] / config.steps:.1f} ms a step, "
                    f"{1000 * result['tokens'] / result['train_time_ms']:,.0f} tokens/s, peak "

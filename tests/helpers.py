@@ -75,7 +75,14 @@ def make_corpus(folder, train_tokens=90_000, val_tokens=4_000, shards=2):
         tokens = byte_documents(train_tokens // shards, seed=shard)
         write_shard(folder / f"tiny_train_{shard:06d}.bin", tokens)
     write_shard(folder / "tiny_val_000000.bin", byte_documents(val_tokens, seed=99))
-    (folder / "manifest.json").write_text('{"tokenizer": "bytes", "source": "standard library"}\n')
+    return with_manifest(folder)
+
+
+def with_manifest(folder):
+    """The folder, after its manifest has been made that of the shards which are there."""
+    shards = [{"file": path.name, "sha256": train_gpt.file_sha256(path)} for path in sorted(Path(folder).glob("*.bin"))]
+    manifest = {"tokenizer": "bytes", "source": "standard library", "shards": shards}
+    (folder / "manifest.json").write_text(json.dumps(manifest) + "\n")
     return folder
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import EOT, TRAINER, environment, make_corpus, refusal, write_shard
+from helpers import EOT, TRAINER, environment, make_corpus, refusal, with_manifest, write_shard
 
 BAD_WORDS = [
     (["--micro-batch-token", "256"], "micro_batch_tokens"),
@@ -123,6 +123,7 @@ def test_a_place_that_cannot_be_written_to_is_an_error(cli, tiny, tmp_path):
 def test_a_corpus_of_very_short_documents_is_refused(cli, tiny, tmp_path):
     folder = make_corpus(tmp_path / "corpus")
     write_shard(folder / "tiny_train_000000.bin", np.tile([EOT, 65, 66], 20_000))
+    with_manifest(folder)
     run = cli(**{**tiny, "data": str(folder), "run_id": "short"})
     assert run.code == 2
     assert run.lines[-1].startswith("status:error ") and "documents" in run.lines[-1]

@@ -10,7 +10,8 @@ import ranks
 import sample
 import train_gpt
 from continual import ContinualConfig, frozen_count, frozen_directions, project_update, protect
-from helpers import EOT, INDEX, assert_bitwise, make_corpus, make_trainer, refusal, tiny_config, write_shard
+from helpers import (EOT, INDEX, assert_bitwise, make_corpus, make_trainer, refusal, tiny_config, with_manifest,
+                     write_shard)
 from optimizer_cases import accumulate, batch_of, draw, optimizer_of, under_way
 from records.log import run_at
 from train_gpt import Config, Runtime
@@ -172,7 +173,7 @@ def second(tmp_path_factory):
     for path in folder.glob("*.bin"):
         tokens = np.array(train_gpt.open_shard(path))
         write_shard(path, np.where((tokens != EOT) & (tokens > 64), tokens ^ 32, tokens))
-    return folder
+    return with_manifest(folder)
 
 
 @pytest.fixture(scope="module")

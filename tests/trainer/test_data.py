@@ -8,7 +8,7 @@ import torch
 
 import train_gpt
 from helpers import (EOT, NO_TABLE, byte_documents, documents_of, make_corpus, ngram_rows, refusal, slow_key, slow_row,
-                     tiny_config, write_shard)
+                     tiny_config, with_manifest, write_shard)
 from ranks import on_ranks
 from train_gpt import ConfigError, Runtime, TrainLoader, open_corpus, open_shard, place_contiguous, plan_rows
 
@@ -23,12 +23,13 @@ def test_a_shard_is_read_back(tmp_path):
 def test_a_corpus_joins_its_validation_shards(tmp_path):
     folder = make_corpus(tmp_path / "corpus", shards=3)
     write_shard(folder / "tiny_val_000001.bin", byte_documents(300))
+    with_manifest(folder)
     train, _, val = open_corpus(tiny_config(data=str(folder)))
     assert len(train) == 3
     assert len(val) == sum(len(open_shard(path)) for path in folder.glob("*_val_*"))
 
 
-TRAIN, VAL = "tiny_train_000000.bin", "tiny_val_000000.bin"
+TRAIN, SECOND, VAL = "tiny_train_000000.bin", "tiny_train_000001.bin", "tiny_val_000000.bin"
 
 # What is done to a good corpus, and what the message must say.
 DAMAGE = {
@@ -61,7 +62,34 @@ DAMAGE = {
                   ["2,048", "1,536", "--steps", "--epochs"]),
     "few val": (lambda path: write_shard(path / VAL, byte_documents(1024)),
                 ["1,024", "--val-tokens", "768"]),
+    "another shard": (lambda path: write_shard(path / TRAIN, byte_documents(45_000, seed=7)),
+                      [TRAIN, "sha256 is not the manifest's", "again"]),
+    "one token changed": (lambda path: change_token(path / TRAIN, 20_000), [TRAIN, "sha256 is not the manifest's"]),
+    "one validation token changed": (lambda path: change_token(path / VAL, 9), [VAL, "sha256 is not the manifest's"]),
+    "shorter, with a header that says so": (lambda path: write_shard(path / TRAIN, byte_documents(44_000)),
+                                            [TRAIN, "sha256 is not the manifest's"]),
+    "shards exchanged": (lambda path: exchange(path / TRAIN, path / SECOND),
+                         [TRAIN, "sha256 is not the manifest's"]),
+    "a shard that the manifest lacks": (lambda path: (path / VAL).rename(path / "another_val_000000.bin"),
+                                        ["another_val_000000.bin", "sha256 is not the manifest's"]),
+    **{f"manifest {text[:12]}": (lambda path, text=text: (path / "manifest.json").write_text(text),
+                                 [TRAIN, "sha256 is not the manifest's"])
+       for text in ("", "[]", "{}", '{"shards": [{}]}', '{"shards": {"file": 1}}', "[" * 100_000)},
 }
+AS_BUILT = {"another shard", "one token changed", "one validation token changed", "shorter, with a header that says so",
+            "shards exchanged", "a shard that the manifest lacks", *(name for name in DAMAGE if "manifest " in name)}
+
+
+def change_token(path, at):
+    content = bytearray(path.read_bytes())
+    content[1024 + 2 * at] ^= 1
+    path.write_bytes(content)
+
+
+def exchange(one, other):
+    contents = one.read_bytes(), other.read_bytes()
+    for path, content in zip((other, one), contents):
+        path.write_bytes(content)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -69,11 +97,41 @@ def test_a_damaged_corpus_ends_in_one_line_and_status_2(damage, cli, tiny, tmp_p
     folder = make_corpus(tmp_path / "corpus")
     act, words = DAMAGE[damage]
     act(folder)
+    if damage not in AS_BUILT and folder.exists():
+        with_manifest(folder)  # which agrees with what is wrong
     run = cli(**{**tiny, "data": str(folder)})
     line = refusal(run)
     for word in words:
         assert word in line
     assert not (tmp_path / "logs").exists()
+
+
+def test_shards_that_a_run_does_not_reach_are_not_read(cli, tiny, tmp_path):
+    folder = make_corpus(tmp_path / "corpus")
+    change_token(folder / SECOND, 7)
+    run = cli(**{**tiny, "data": str(folder), "run_id": "first"})
+    assert run.code == 0, run.stdout
+
+
+def test_a_corpus_without_a_manifest_is_taken_as_it_is(cli, tiny, tmp_path):
+    folder = make_corpus(tmp_path / "corpus")
+    (folder / "manifest.json").unlink()
+    run = cli(**{**tiny, "data": str(folder), "run_id": "foreign"})
+    assert run.code == 0 and "data:none shards:unknown backends:" in run.stdout
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda folder: change_token(folder / TRAIN, 7), [TRAIN, "sha256 is not the manifest's"]),
+    (lambda folder: with_manifest(change_token(folder / TRAIN, 7) or folder), ["manifest.json is not the one"]),
+    (lambda folder: (folder / "manifest.json").unlink(), ["manifest.json is not the one", "none"])])
+def test_a_run_is_resumed_on_the_corpus_that_it_began_with(change, words, cli, tiny, tmp_path):
+    folder = make_corpus(tmp_path / "corpus")
+    values = {**tiny, "data": str(folder), "run_id": "first", "save_every": 2}
+    assert cli(**values).code == 0
+    (tmp_path / "logs/first/checkpoint.pt").unlink()
+    change(folder)
+    line = refusal(cli(resume="first"))
+    assert all(word in line for word in words), line
 
 
 @pytest.mark.parametrize("index", [{}, {"index_orders": (4,), "index_share": 0.9}], ids=["all", "beside the index"])
@@ -83,6 +141,7 @@ def test_every_shard_that_a_run_reaches_is_checked(index, cli, tiny, tmp_path):
         write_shard(folder / TRAIN, byte_documents(5000))
     for shard in (6, 7, 8):
         write_shard(folder / f"tiny_train_{shard:06d}.bin", [*byte_documents(490), *range(300, 310)])
+    with_manifest(folder)
     run = cli(**{**tiny, "data": str(folder), "steps": 5, **index})  # takes ten of them
     line = refusal(run)
     assert "tiny_train_000006.bin: token id 309" in line

@@ -1,6 +1,7 @@
 """Chapters 1, 7 and 9: schedules, a step, the log of a run, warm-up, how runs end."""
 import copy
 import dataclasses
+import datetime
 import hashlib
 import json
 import os
@@ -70,12 +71,16 @@ def test_the_log_opens_with_the_source(log, rich_run):
 def test_the_run_line(log, events, rich_run):
     run = re.fullmatch(r"run:rich track:nano commit:(?P<commit>[0-9a-f]{40}|none) dirty:[01] "
                        r"code_sha256:(?P<sha>[0-9a-f]{64}) seed:1 world_size:1 device:(?P<device>.+) "
-                       r"torch:(?P<torch>\S+) cuda:\S+ triton:\S+", events[0])
+                       r"torch:(?P<torch>\S+) cuda:\S+ triton:\S+ started:(?P<started>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ)",
+                       events[0])
     assert run
     source = log.partition("===== END OF CODE =====\n")[0]
     assert run["sha"] == hashlib.sha256(source.encode()).hexdigest() == rich_run.result["code_sha256"]
     assert run["torch"] == torch.__version__ == rich_run.result["torch"]
-    assert run["device"] == rich_run.result["device"] and run["commit"] == rich_run.result["commit"]
+    for key in ("device", "commit", "started"):
+        assert run[key] == rich_run.result[key]
+    age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(run["started"])
+    assert datetime.timedelta() <= age < datetime.timedelta(hours=3)  # it is UTC
 
 
 def test_the_config_line_holds_every_field(events, rich_run, rich):
@@ -98,7 +103,7 @@ def test_the_overrides_line_holds_what_makes_it_no_record(events, rich_run):
 
 def test_the_data_line(events, corpus):
     sha = hashlib.sha256((corpus / "manifest.json").read_bytes()).hexdigest()
-    assert f"data:{sha} backends:attention=sdpa,matmul=torch-float32,compile=off" in events
+    assert f"data:{sha} shards:ok backends:attention=sdpa,matmul=torch-float32,compile=off" in events
 
 
 def test_lines_come_in_order(events):

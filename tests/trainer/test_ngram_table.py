@@ -394,8 +394,7 @@ def test_the_ledger_of_a_run_is_logged(run_of, corpus):
     line, = (line for line in run.lines if line.startswith("comms: "))
     words = dict(re.findall(r"(\w+/[\w ]+)=(\d+\([0-9.e+]+\))", line))
     result = run.result
-    assert words == {key: f"{size:.0f}({result['sent_messages_per_step'][key]:g})"
-                     for key, size in result["sent_bytes_per_step"].items()}
+    assert words == {key: f"{size:.0f}({messages:g})" for key, (size, messages) in result["sent_per_step"].items()}
     config = tiny_config(**{**COMMON, "data": str(corpus)})
     (shards, indexed, _), index = train_gpt.open_corpus(config), train_gpt.TextIndex(config)
     index.read(indexed, Runtime("cpu"))
@@ -407,10 +406,9 @@ def test_the_ledger_of_a_run_is_logged(run_of, corpus):
         reads = [torch.cat([micro_batch.slots.ravel() for micro_batch in batch.micro_batches[rank::2]]).unique()
                  for rank in (0, 1)]
         foreign = foreign[0] + (reads[0] >= 500).sum().item(), foreign[1] + (reads[1] < 500).sum().item()
-    sent, messages = result["sent_bytes_per_step"], result["sent_messages_per_step"]
-    assert sent["all_to_all/ngram_table"] == pytest.approx(sum(foreign) * 32 * 4 / 6, abs=0.1)
-    assert sent["all_to_all/ngram_indices"] == pytest.approx((foreign[0] + 6) * 4 / 6, abs=0.1)
-    assert messages["all_to_all/ngram_table"] == messages["all_to_all/ngram_indices"] == 2
+    sent = result["sent_per_step"]  # [bytes, messages]
+    assert sent["all_to_all/ngram_table"] == [pytest.approx(sum(foreign) * 32 * 4 / 6, abs=0.1), 2]
+    assert sent["all_to_all/ngram_indices"] == [pytest.approx((foreign[0] + 6) * 4 / 6, abs=0.1), 2]
     assert not [key for key in sent if "validation" in key]
 
 
@@ -423,8 +421,7 @@ def test_the_ledger_counts_the_training_steps_of_this_process(run_of):
             config = result["config"]
             assert config["dtype"] == "float32" and config["save_every"]
             bank = 4 * 2 * config["num_layers"] * config["mlp_dim"] * config["model_dim"]
-            assert result["sent_bytes_per_step"]["all_gather/mlp"] == bank / 2
-            assert result["sent_messages_per_step"]["all_gather/mlp"] == 1
+            assert result["sent_per_step"]["all_gather/mlp"] == [bank / 2, 1]
 
 
 # ----- bad input, and failures on the way
