@@ -491,16 +491,16 @@ def open_corpus(config):
     """(training shards, tokens for the index, val tokens) of the corpus; ConfigError where ids, sizes or the manifest's
     sha256 do not suit the run. The index gets the end of the first shard, whole documents, which are not trained on."""
     folder, length, needed = Path(config.data), config.micro_batch_tokens, training_tokens(config)
+    manifest, share = Path(folder, "manifest.json"), config.index_share if config.index_orders else 0.0
     def whole(tokens):  # what micro-batches can take of a shard, whose last token is only a target
         return (len(tokens) - 1) // length * length
-    found, known, manifest = {}, {}, folder / "manifest.json"
-    share = config.index_share if config.index_orders else 0.0
+    found, known, build = {}, {}, {"python": "text.py", "cpp": "text.py --corpus cpp", "fineweb10B": "fineweb.py"}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # then it knows of no shard
         known = {entry["file"]: entry["sha256"] for entry in json.loads(manifest.read_bytes())["shards"]}
     for split in ("train", "val"):
         paths = sorted(folder.glob(f"*_{split}_*.bin"))
-        refuse(not paths, f"{folder}: no *_{split}_*.bin shards; build them with data/text.py or data/fineweb.py, or "
-               "name another folder with --data")
+        refuse(not paths, f"{folder}: no *_{split}_*.bin shards; build them with `python data/"
+               f"{build.get(folder.name, 'text.py PATH')}`, or name another folder with --data")
         found[split] = [open_shard(path) for path in paths]
         read = -share * len(found[split][0])  # training tokens, up to the end of a shard
         for path, tokens in zip(paths, found[split]):
@@ -1824,7 +1824,7 @@ def open_run(config, overrides, runtime, log, content, check):
     facts = {"commit": sha, "dirty": dirty, "code_sha256": hashlib.sha256(code.encode()).hexdigest(), "seed": seed,
              "world_size": runtime.world_size, "device": device_name(runtime.device), "torch": torch.__version__,
              "cuda": torch.version.cuda or "none", "triton": triton.__version__ if triton else "none",
-             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+             "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"}
     overrides = {key: value for key, value in overrides.items() if key not in NEUTRAL_FIELDS}
     run = Run(config, overrides, folder, trainer, log, Clock(runtime), shards, indexed, {"val_loss": val}, facts, check)
     if content:

@@ -19,9 +19,9 @@ import train_gpt
 from records import render, stats
 from records.files import RecordError, write_whole
 from records.ledger import Ledger
-from records.log import START, parse_log
+from records.log import START, Batch, parse_log
 
-RUN_OF, RUNS = "\n    run_of: str = knob(", "\n    runs: int = knob("  # fields of a script that is told its place, or N
+RUN_OF = "\n    run_of: str = knob("  # the field of a script that is told its place in a batch
 
 
 # ----- the machine
@@ -53,12 +53,15 @@ def consent(what, yes):
 # ----- runs that go on where they stopped
 
 class Experiment:
-    """Scripts by letter, their runs under logs/, and what has been completed."""
+    """Scripts by letter, their runs under logs/, and what has been completed. Counted runs are a batch of the first
+    script's code."""
 
-    def __init__(self, repository, name, scripts, track, world_size, declared):
+    def __init__(self, repository, name, scripts, track, world_size, count, counted=True):
         self.logs, self.name, self.scripts = repository.root / "logs", name, scripts
-        self.root, self.track, self.world_size, self.declared = repository.root, track, world_size, declared
+        self.root, self.track, self.world_size = repository.root, track, world_size
+        self.count, self.counted = count, counted
         self.folder, self.ledger = self.logs / name, Ledger(self.logs / "runs.jsonl")
+        self.code = hashlib.sha256(next(iter(scripts.values())).encode()).hexdigest()
 
     def prepare(self):
         """Extract the scripts; RecordError when the experiment was begun on another machine."""
@@ -70,23 +73,37 @@ class Experiment:
             raise RecordError(f"{path}: the runs there are another machine's or software's; move {self.folder} away to "
                               f"begin anew")
         write_whole(path, json.dumps(facts, indent=1) + "\n")
-        if self.declared:  # older scripts read the ledger themselves, and an incomplete line would stop them
-            self.ledger.write(self.ledger.read())
         print("machine: " + json.dumps(facts))
         if os.getloadavg()[0] > 0.5:
             print(f"note: the load is {os.getloadavg()[0]:.1f}; times are those of a busy machine")
 
-    def command(self, letter, run_id):
-        """The words that start a run, which counts from now on if its script does not count itself."""
+    def plan(self):
+        """[(letter, number), ...] in the order of the runs. Which one of a pair goes first is drawn, so that nothing
+        that the machine does beside can follow it."""
+        if len(self.scripts) == 1:
+            return [(letter, number) for letter in self.scripts for number in range(1, self.count + 1)]
+        batch = self.ledger.batch_of(self.track, self.code, self.name)
+        places = [Batch(batch, number, self.count, 1) for number in range(1, self.count + 1)]
+        return [(letter, place.counter) for place in places for letter in place.draw(self.code)[1]]
+
+    def seeds(self):
+        """Of runs that do not count: drawn at their first call, and kept."""
+        path = self.folder / "seeds.json"
+        if not path.exists():
+            write_whole(path, json.dumps([int.from_bytes(os.urandom(4), "little") for _ in range(self.count)]))
+        return json.loads(path.read_text())
+
+    def command(self, letter, number, run_id):
+        """The words that start a run, which counts from now on."""
         script = str(self.folder / letter / "train_gpt.py")
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.world_size}"]
         words = [sys.executable, *(launcher if self.world_size > 1 else []), script, "--track", self.track,
                  "--run-id", run_id]
-        source = self.scripts[letter]
-        if self.declared and RUN_OF in source:
-            code = hashlib.sha256(source.encode()).hexdigest()
-            return [*words, "--run-of", self.ledger.start(self.track, code, self.declared, run_id)]
-        return [*words, "--runs", str(self.declared)] if self.declared and RUNS in source else words
+        if not self.counted:
+            return [*words, "--seed", str(self.seeds()[number - 1])]
+        place = self.ledger.start(self.track, self.code, self.count, run_id)
+        told = ["--run-of", str(place)] if RUN_OF in self.scripts[letter] else []
+        return [*words, "--seed", str(place.draw(self.code)[0]), *told]
 
     def completed(self, run_id):
         """The Run of a complete log, or None."""
@@ -95,17 +112,17 @@ class Experiment:
         except RecordError:
             return None
 
-    def run(self, letter, run_id):
+    def run(self, letter, number, run_id):
         """The Run, made now. What an interrupted run left is put aside."""
         folder = self.logs / run_id
         if folder.exists():
             folder.rename(self.folder / f"{run_id}.stopped-{time.time_ns()}")
-        words, log = self.command(letter, run_id), folder / "log.txt"
+        words, log = self.command(letter, number, run_id), folder / "log.txt"
         try:
             with open(self.folder / "console.txt", "a") as console:
                 code = subprocess.run(words, cwd=self.root, stdout=console, stderr=console).returncode
         finally:
-            if "--run-of" in words and not (log.exists() and f"\n{START}\n" in log.read_text(errors="replace")):
+            if self.counted and not (log.exists() and f"\n{START}\n" in log.read_text(errors="replace")):
                 self.ledger.take_back(run_id)
         for checkpoint in folder.glob("*.pt*"):  # one is hundreds of MiB, and nothing here reads it
             checkpoint.unlink()
@@ -115,15 +132,15 @@ class Experiment:
                               f"again to go on")
         return done
 
-    def run_all(self, plan):
+    def run_all(self):
         """The Run of every (letter, number) of the plan, in order, made now unless it is there. Tells how far it is."""
         self.prepare()
-        runs, spent = {}, []
+        runs, spent, plan = {}, [], self.plan()
         for place, (letter, number) in enumerate(plan, 1):
             run_id = f"{self.name}-{number:02d}{letter}"
             began, there = time.monotonic(), self.completed(run_id)
             print(f"run {place}/{len(plan)} {run_id} ... ", end="", flush=True)
-            runs[letter, number] = run = there or self.run(letter, run_id)
+            runs[letter, number] = run = there or self.run(letter, number, run_id)
             spent += [] if there else [time.monotonic() - began]
             left = f", about {sum(spent) / len(spent) * (len(plan) - place) / 60:.0f} min to go" if spent else ""
             print(f"val_loss {run.val_loss:.5f} time {run.train_time_ms / 1000:.1f} s"
@@ -140,7 +157,7 @@ def run(repository, track, count, world_size):
     source = (repository.root / "train_gpt.py").read_text()
     name = f"run-{track}-{digest(source)}-n{count}"
     experiment = Experiment(repository, name, {"": source}, track, world_size or 1, count)
-    runs = experiment.run_all([("", number) for number in range(1, count + 1)]).values()
+    runs = experiment.run_all().values()
     losses, target = [run.val_loss for run in runs], repository.rules[track].target_loss
     print(f"\nmean loss {np.mean(losses):.5f}, target {target:g}, p = {stats.p_below(losses, target):.2g}; mean time "
           f"{np.mean([run.train_time_ms for run in runs]) / 1000:.1f} s\n\n"
@@ -148,11 +165,6 @@ def run(repository, track, count, world_size):
 
 
 # ----- ab
-
-def interleaved(pairs):
-    """[(letter, number), ...]: A B, B A, A B, ..., so that a drift of the machine falls on both."""
-    return [(letter, number) for number in range(1, pairs + 1) for letter in ("ab" if number % 2 else "ba")]
-
 
 def slope_at_end(runs):
     """Loss per step at the end of the runs' curves, from the last two validations, else the last quarter of the
@@ -200,7 +212,7 @@ def ab(repository, other, pairs, world_size, yes):
     consent(f"{2 * pairs} runs of train_gpt.py ({a_hash}) and of the code in {other.label} ({b_hash})", yes)
     name = f"ab-{other.track}-{a_hash}-{b_hash}-n{pairs}"
     experiment = Experiment(repository, name, {"a": source, "b": other.source}, other.track, world_size, pairs)
-    runs = experiment.run_all(interleaved(pairs))
+    runs = experiment.run_all()
     a, b = ([runs[letter, number] for number in range(1, pairs + 1)] for letter in "ab")
     print(f"\nA: train_gpt.py ({a_hash})\nB: {other.label} ({b_hash})\n\n{ab_report(a, b)}\n\n"
           f"To claim it: python -m records submit --name NAME logs/{name}-*a --baseline logs/{name}-*b")
@@ -233,8 +245,8 @@ def reproduce(repository, record, count, world_size, yes):
     code = digest(record.source)
     consent(f"{count} runs of the code in {record.label} ({code})", yes)
     experiment = Experiment(repository, f"reproduce-{record.track}-{code}-n{count}", {"r": record.source}, record.track,
-                            world_size or record.runs[0].world_size, 0)
-    runs = experiment.run_all([("r", number) for number in range(1, count + 1)]).values()
+                            world_size or record.runs[0].world_size, count, counted=False)
+    runs = experiment.run_all().values()
     losses, claimed = ([run.val_loss for run in some] for some in (runs, record.runs))
     answer, reason = verdict(losses, claimed, repository.rules[record.track].target_loss)
     mean_s, claimed_s = (stats.mean_and_std([run.train_time_ms / 1000 for run in some])[0]

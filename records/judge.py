@@ -1,4 +1,5 @@
 """`verify`: what a record must fulfil. Everything is read, nothing from a record is executed."""
+import re
 from collections import Counter
 from datetime import date
 
@@ -26,7 +27,10 @@ def judge(record, repository):
     check_one_machine(record, fail)
     check_validation_hash(record, rules, repository, fail)
     check_code(record, fail)
-    check_batch(record, fail)
+    for part, runs in (("logs", record.runs), ("baseline", record.baseline)):
+        check_batch(record.folder / part, runs, fail)
+    check_places(record, fail)
+    check_order(record, fail)
     parent = check_lineage(record, repository, fail)
     if not failures:
         check_claims(record, rules, parent, fail)
@@ -58,6 +62,8 @@ def check_run(run, rules, fail):
     if rules.manifest_sha256 and run.data_sha256 != rules.manifest_sha256:
         fail(run.path, f"data manifest {ascii(run.data_sha256)[1:13]}... is not the track's "
                        f"({rules.manifest_sha256[:12]}...); build it with run.sh")
+    if run.shards != "ok":
+        fail(run.path, f"shards: {ascii(run.shards)}; those that a record's run reads must be the manifest's (ok)")
 
 
 def check_gates(record, fail):
@@ -109,9 +115,8 @@ def check_code(record, fail):
         fail(record.folder / "train_gpt.py", "is not the source in the logs; take theirs")
 
 
-def check_batch(record, fail):
-    """All declared runs are there: none dropped, none added, few restarted."""
-    folder, runs = record.folder / "logs", record.runs
+def check_batch(folder, runs, fail):
+    """All declared runs of a side are there: none dropped, none added, few restarted."""
     for run in runs:
         batch = run.batch
         if batch is None or not (0 < batch.counter <= batch.declared <= MOST_LOGS and batch.number and batch.start):
@@ -131,6 +136,44 @@ def check_batch(record, fail):
     restarts = sum(run.batch.start - 1 for run in runs)
     if restarts > MOST_RESTARTS:
         fail(folder, f"{restarts} runs were started again; at most {MOST_RESTARTS} of a batch may be")
+
+
+def check_places(record, fail):
+    """Each run has the seed and the name that follow from code, batch and counter; a pair shares the former's seed."""
+    code, base = (runs[0].code_sha256 if runs else "" for runs in (record.runs, record.baseline))
+    for side, runs in (("a", record.runs), ("b", record.baseline)):
+        for run in runs:
+            if run.batch is None:
+                continue
+            seed, number = run.batch.draw(code)[0], f"n{run.batch.declared}-{run.batch.counter:02d}"
+            named = [f"ab-{run.track}-{code[:8]}-{base[:8]}-{number}{side}"] if record.baseline else [
+                f"run-{run.track}-{code[:8]}-{number}", f"ab-{run.track}-{code[:8]}-OTHER-{number}a"]
+            shown = run.run if record.baseline else re.sub(r"^(ab-.*-)[0-9a-f]{8}(-n\d+-\d+a)$", r"\1OTHER\2", run.run)
+            if shown not in named:
+                fail(run.path, f"is called {run.run}; `python -m records` calls it {' or '.join(map(ascii, named))}")
+            if run.seed != seed:
+                fail(run.path, f"has seed {run.seed}; run {run.batch.counter} of batch {run.batch.number} of the code "
+                               f"{code[:8]} has seed {seed}, which `python -m records` passes")
+
+
+def check_order(record, fail):
+    """Runs were started one after the other, those of a pair in the order that was drawn for it."""
+    places = {(side, run.batch.counter): run for side, runs in (("a", record.runs), ("b", record.baseline))
+              for run in runs if run.batch}
+    orders = {run.batch.counter: run.batch.draw(record.code_sha256)[1] for run in places.values()}
+    planned = [places[side, counter] for counter in sorted(orders) for side in orders[counter]
+               if (side, counter) in places]
+    for run in planned:
+        if run.started is None:
+            fail(run.path, "no time of its start (started:); made by an older trainer, and must be made again")
+            return
+    for run, following in zip(planned, planned[1:]):
+        if (following.started - run.started).total_seconds() < run.train_time_ms / 1000 - 1:  # starts are whole seconds
+            fail(following.path, f"was started at {following.started:%H:%M:%S}; {run.run}, which comes before it, was "
+                                 f"started at {run.started:%H:%M:%S} and took {run.train_time_ms / 1000:.0f} s")
+    for run in planned:
+        if f"{run.started:%Y-%m-%d}" > record.date:
+            fail(run.path, f"was started on {run.started:%Y-%m-%d}, after the record's date {record.date}")
 
 
 def check_lineage(record, repository, fail):

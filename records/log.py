@@ -3,6 +3,7 @@ import hashlib
 import re
 import sys
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from records.files import LOG_LIMIT, RecordError, parse_json, read_text
@@ -13,7 +14,7 @@ NUMBER = r"\d{1,19}"
 KINDS = {  # of what stands in a line
     "name": r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}",  # of a run: also the name of its log in a record, so no path
     "word": r"\S+", "text": r".{1,200}?", "bit": "[01]", "number": NUMBER, "decimal": rf"{NUMBER}\.\d{{1,2}}",
-    "loss": rf"{NUMBER}\.\d{{5}}", "split": "train|val"}
+    "loss": rf"{NUMBER}\.\d{{5}}", "split": "train|val", "moment": r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"}
 
 
 def pattern(template):
@@ -23,8 +24,9 @@ def pattern(template):
 
 HEADER = pattern("run:<run=name> track:<track=word> commit:<commit=word> dirty:<dirty=bit> "
                  "code_sha256:<code_sha256=word> seed:<seed=number> world_size:<world_size=number> "
-                 "device:<device=text> torch:<torch=word> cuda:<cuda=word> triton:<triton=word>(?: .*)?")
-DATA = pattern("data:<data_sha256=word> backends:.+")
+                 "device:<device=text> torch:<torch=word> cuda:<cuda=word> triton:<triton=word>"
+                 "(?: started:<started=moment>)?(?: .*)?")
+DATA = pattern("data:<data_sha256=word>(?: shards:<shards=word>)? backends:.+")
 BATCH = pattern("batch:<number=number> counter:<counter=number>/<declared=number> start:<start=number>")
 STEP = pattern(r"step:<step=number>/<steps=number> <split=split>_loss:<loss=loss> (?:\S+ )*?"
                "train_time:<time=number>ms step_avg:<average=decimal>ms(?: .*)?")
@@ -40,6 +42,16 @@ class Batch:
     counter: int
     declared: int
     start: int
+
+    def __str__(self):
+        """As a trainer's `run_of`."""
+        return f"{self.number}:{self.counter}/{self.declared}:{self.start}"
+
+    def draw(self, code_sha256):
+        """(seed of this run, and of both in a pair; the pair's order, `ab` or `ba`): from a hash of the code, the batch
+        and the counter alone, so that nobody chooses either, and a run that is started again is the same."""
+        digest = hashlib.sha256(f"{code_sha256}:{self.number}:{self.counter}".encode()).digest()
+        return int.from_bytes(digest[:4], "little"), ("ab", "ba")[digest[4] & 1]
 
 
 @dataclass(frozen=True)
@@ -63,9 +75,11 @@ class Run:
     torch: str
     cuda: str
     triton: str
+    started: datetime | None  # UTC
     config: dict
     overrides: dict
     data_sha256: str
+    shards: str  # `ok`: those that the run read are the manifest's
     batch: Batch | None
     resumed: bool
     validity: dict
@@ -153,6 +167,14 @@ def parse_curves(lines, config):
     return curves
 
 
+def moment(text):
+    """The time that a text of the kind `moment` names, or None without a text."""
+    try:
+        return datetime.fromisoformat(text) if text else None
+    except ValueError:
+        raise RecordError(f"started: {text} is no moment of the calendar") from None
+
+
 def run_at(path):
     """The Run of a log, or of the one in a run's folder. A RecordError names the log."""
     path = Path(path) / "log.txt" if Path(path).is_dir() else Path(path)
@@ -202,7 +224,8 @@ def parse_log(path):
     return Run(
         path=Path(path), source=sys.intern(source), run=header["run"], track=header["track"],
         code_sha256=header["code_sha256"], seed=int(header["seed"]), world_size=int(header["world_size"]),
-        **{name: header[name] for name in ("device", "torch", "cuda", "triton")}, config=config,
+        **{name: header[name] for name in ("device", "torch", "cuda", "triton")}, started=moment(header["started"]),
+        config=config, shards=data["shards"] or "unknown",
         overrides=parse_json(overrides.removeprefix("overrides:")) if overrides else {},
         data_sha256=data["data_sha256"], validity=validity, curves=curves, val_loss=loss, train_time_ms=time_ms,
         batch=Batch(*(int(value) for value in match(BATCH, batch, "batch").groups())) if batch else None,

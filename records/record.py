@@ -14,7 +14,6 @@ from records.log import parse_log
 SCHEMA = 1  # of result.json
 FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_([A-Za-z0-9][A-Za-z0-9-]{0,59})", re.ASCII)
 MOST_LOGS = 100
-PAIR = re.compile(r"(ab-.+-\d+)([ab])", re.ASCII)  # run ids of `ab`: the record's script is a, its parent's b
 MANIFESTS = {"nano": RECORD_SHA256["manifest.json"]}  # fineweb's depends on how many shards were fetched
 
 
@@ -176,18 +175,11 @@ def config_changes(before, after):
 
 
 def pairs_of(runs, baseline):
-    """[(run, baseline run), ...] made by `ab`. RecordError when a run has no partner, or none of `ab`'s names."""
-    sides = []
-    for side, part in (("a", runs), ("b", baseline)):
-        found = {match[1]: run for run in part if (match := PAIR.fullmatch(run.run)) and match[2] == side}
-        if len(found) < len(part):
-            raise RecordError(f"baseline pairs: side {side} holds runs that are none of `ab`'s; make both with "
-                              f"`python -m records ab`")
-        sides.append(found)
-    if sides[0].keys() != sides[1].keys():
-        alone = sorted(sides[0].keys() ^ sides[1].keys())
-        raise RecordError(f"baseline pairs: {', '.join(alone[:3])} ran on one side only; every pair counts")
-    return [(sides[0][key], sides[1][key]) for key in sorted(sides[0])]
+    """[(run, baseline run), ...] by their counters. RecordError when a run has no partner."""
+    sides = [{run.batch.counter: run for run in part if run.batch} for part in (runs, baseline)]
+    if alone := sorted(sides[0].keys() ^ sides[1].keys()):
+        raise RecordError(f"pairs: run {', '.join(map(str, alone[:8]))} ran on one side only; every pair counts")
+    return [(sides[0][counter], sides[1][counter]) for counter in sorted(sides[0])]
 
 
 def rounded(value):
@@ -196,8 +188,9 @@ def rounded(value):
 
 
 def run_figures(run):
-    return {"run": run.run, "seed": run.seed, "val_loss": run.val_loss, "train_time_ms": run.train_time_ms,
-            "tokens": run.tokens, "peak_memory_mib": run.memory_mib, "world_size": run.world_size,
+    return {"run": run.run, "started": f"{run.started:%Y-%m-%d %H:%M:%S}" if run.started else None, "seed": run.seed,
+            "val_loss": run.val_loss, "train_time_ms": run.train_time_ms, "tokens": run.tokens,
+            "peak_memory_mib": run.memory_mib, "world_size": run.world_size,
             "device": run.device, "torch": run.torch, "cuda": run.cuda, "triton": run.triton}
 
 

@@ -37,9 +37,9 @@ def difference(speed):
 
 
 def run_table(runs):
-    return table(["run", "seed", "validation loss", "training time, s", "tokens", "peak memory, MiB"],
-                 [[cell(run["run"]), str(run["seed"]), f"{run['val_loss']:.5f}", seconds(run["train_time_ms"]),
-                   f"{run['tokens']:,}", f"{run['peak_memory_mib']:,}"] for run in runs])
+    return table(["run", "started, UTC", "seed", "validation loss", "training time, s", "tokens", "peak memory, MiB"],
+                 [[cell(run["run"]), str(run["started"]), str(run["seed"]), f"{run['val_loss']:.5f}",
+                   seconds(run["train_time_ms"]), f"{run['tokens']:,}", f"{run['peak_memory_mib']:,}"] for run in runs])
 
 
 def config_table(changes, before, after):
