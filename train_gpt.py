@@ -1901,7 +1901,7 @@ def matmul_rate(device, dtype):
 def finish(run, steps):
     """Checkpoint, final validation, validity gates and result. Returns the final validation loss."""
     config, trainer, log, runtime = run.config, run.trainer, run.log, run.trainer.runtime
-    sent = {"/".join(key): [round(count / steps, 1) for count in entry]  # while training, before rank 0 collects all
+    sent = {"/".join(key): [round(count / steps, 1) for count in entry]  # bytes, messages; of training alone
             for key, entry in sorted(runtime.ledger.items()) if key[1] not in ("validation", "checkpoint")}
     memory, val, matrices = runtime.peak_memory_mib(), run.vals["val_loss"], trainer.optimizer.matrices
     run.save("checkpoint.pt")
@@ -1922,9 +1922,8 @@ def finish(run, steps):
         result = {"run": config.run_id, "track": config.track, **losses, "train_time_ms": 1000 * seconds,
                   "cpu_time_ms": cpu_ms, "steps": config.steps, "tokens": tokens, "target_loss": config.target_loss,
                   **run.facts, "tokens_per_s": tokens / seconds, "mfu_percent": mfu, "peak_memory_mib_by_rank": memory,
-                  "validity": gates, "val_sha256": digest, "overrides": run.overrides,
+                  "validity": gates, "val_sha256": digest, "overrides": run.overrides, "sent_per_step": sent,
                   "basis_rejects": sum(int(s["rejects"].sum()) for s in matrices.state.values() if "rejects" in s),
-                  "sent_per_step": sent,  # [bytes, messages]
                   "config": dataclasses.asdict(config)}
         with atomic_file(run.folder / "result.json") as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())

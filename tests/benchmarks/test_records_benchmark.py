@@ -1,11 +1,11 @@
-"""benchmarks/records_verify.py: its copies of the repository's records are records."""
+"""benchmarks/records_verify.py: what it makes up are records."""
 import re
 
 from benchmarks import records_verify
 
 
-def test_every_copied_log_is_verified(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["records_verify.py", "--records", "2", "--runs", "9"])  # more than any record has
+def test_every_log_is_verified(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["records_verify.py", "--records", "2", "--runs", "9"])
     assert records_verify.main() == 0
     verdict, last = capsys.readouterr().out.splitlines()[-2:]
     assert verdict == "verify: ok, 2 records"

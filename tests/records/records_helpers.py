@@ -4,16 +4,19 @@ import hashlib
 import json
 import re
 from dataclasses import asdict, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
 
 import train_gpt
 from records.__main__ import main
+from records.log import Batch
 from records.record import MANIFESTS, Repository
 from records.submit import submit
 
 STEPS = 60
+YESTERDAY = datetime.now(UTC).replace(microsecond=0) - timedelta(days=1)  # when runs began
 TARGET = 0.88  # of the nano track here, whatever it is now
 README = "# A repository\n\n<!-- records/nano -->\nNo records yet.\n<!-- end -->\n\nThe end.\n"
 
@@ -25,7 +28,8 @@ def source_of(word="first", padding=0):
 
 
 def log_text(run, source=None, seed=1, loss=0.87, time_ms=60_000, counter=1, declared=4, batch=1, start=1, steps=STEPS,
-             device="Slow CPU (R) @ 2 GHz x2", data=MANIFESTS["nano"], config=None, cpu_ms=None):
+             device="Slow CPU (R) @ 2 GHz x2", data=MANIFESTS["nano"], config=None, cpu_ms=None,
+             started=YESTERDAY):
     """What Log, log_header and finish write for one complete run on the nano track."""
     source = source_of() if source is None else source
     config_of_run = replace(train_gpt.TRACKS["nano"], target_loss=TARGET, seed=seed, run_id=run, steps=steps)
@@ -44,9 +48,9 @@ def log_text(run, source=None, seed=1, loss=0.87, time_ms=60_000, counter=1, dec
     return "\n".join([
         source.rstrip("\n"), "===== END OF CODE =====",
         f"run:{run} track:nano commit:{'0' * 40} dirty:0 code_sha256:{sha} seed:{seed} world_size:1 device:{device} "
-        f"torch:2.13.0+cpu cuda:none triton:none",
+        f"torch:2.13.0+cpu cuda:none triton:none started:{started:%Y-%m-%dT%H:%M:%SZ}",
         "config:" + json.dumps(values), f"batch:{batch} counter:{counter}/{declared} start:{start}",
-        f"data:{data} backends:attention=sdpa,matmul=torch-bfloat16,compile=inductor",
+        f"data:{data} shards:ok backends:attention=sdpa,matmul=torch-bfloat16,compile=inductor",
         "size: matrices=1 embeddings_and_head=2 ngram_table=3", "===== START =====", *lines,
         "comms: sent_bytes per step none=0",
         f"validity: causal:ok normalised:ok local:ok val_tokens:{values['val_tokens']} "
@@ -57,18 +61,34 @@ def log_text(run, source=None, seed=1, loss=0.87, time_ms=60_000, counter=1, dec
         f"plot:logs/{run}/loss.png"]) + "\n"
 
 
-def write_logs(folder, name, count=4, side="", seed=100, loss=0.87, time_ms=60_000, spread=0.001, **values):
-    """Logs of a batch of runs with scattered losses and times; returns their paths."""
-    rng, paths = np.random.default_rng(seed), []
+def sha_of(source):
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
+def name_of(source, base="", count=4):
+    """What `run`, or with a base `ab`, calls its experiment."""
+    pair = f"-{sha_of(base)[:8]}" if base else ""
+    return f"{'ab' if base else 'run'}-nano-{sha_of(source)[:8]}{pair}-n{count}"
+
+
+def write_logs(folder, source, base="", count=4, rng=1, loss=0.87, time_ms=60_000, base_ms=0, spread=0.001, batch=1,
+               began=YESTERDAY, **values):
+    """Logs of a batch of runs with scattered losses and times, in pairs with those of a base if there is one; returns
+    the paths, of both sides with a base."""
+    rng, paths = np.random.default_rng(rng), {"a": [], "b": []}
     for number in range(1, count + 1):
-        run = f"{name}-{number:02d}{side}"
-        path = Path(folder) / run / "log.txt"
-        path.parent.mkdir(parents=True)
-        path.write_text(log_text(run, **{
-            "seed": seed + number, "loss": loss + spread * rng.standard_normal(), "counter": number, "declared": count,
-            "time_ms": round(time_ms * (1 + 0.002 * rng.standard_normal())), **values}))
-        paths.append(path)
-    return paths
+        seed, order = Batch(batch, number, count, 1).draw(sha_of(source))
+        for side in order if base else "a":
+            run = f"{name_of(source, base, count)}-{number:02d}{side if base else ''}"
+            paths[side].append(Path(folder) / run / "log.txt")
+            took = round((base_ms if side == "b" else time_ms) * (1 + 0.002 * rng.standard_normal()))
+            text = log_text(run, **{
+                "source": base if side == "b" else source, "seed": seed, "loss": loss + spread * rng.standard_normal(),
+                "counter": number, "declared": count, "batch": batch, "time_ms": took, "started": began, **values})
+            paths[side][-1].parent.mkdir(parents=True)
+            paths[side][-1].write_text(text)
+            began += timedelta(milliseconds=took, seconds=20)
+    return (paths["a"], paths["b"]) if base else paths["a"]
 
 
 def make_repository(root):
@@ -86,17 +106,16 @@ def fresh(repository):
 
 def add_first(repository, count=4, padding=0):
     """A first record; returns its folder."""
-    logs = write_logs(repository.root / "logs", "first", count, source=source_of("first", padding))
+    logs = write_logs(repository.root / "logs", source_of("first", padding), count=count)
     record, failures = submit(fresh(repository), "First", logs)
     assert not failures, failures
     return record.folder
 
 
-def add_faster(repository, name="Faster", before="first", word="second", seed=500, count=4, padding=0, time_ms=50_000):
+def add_faster(repository, name="Faster", before="first", word="second", rng=5, count=4, padding=0, time_ms=50_000):
     """A record with pairs against the last one, whose source has the word `before`; returns its folder."""
-    root, experiment = repository.root / "logs", f"ab-nano-{word}-{before}-n{count}"
-    logs = write_logs(root, experiment, count, "a", seed, time_ms=time_ms, source=source_of(word, padding))
-    base = write_logs(root, experiment, count, "b", seed + 50, time_ms=time_ms * 1.2, source=source_of(before, padding))
+    logs, base = write_logs(repository.root / "logs", source_of(word, padding), source_of(before, padding), count, rng,
+                            time_ms=time_ms, base_ms=1.2 * time_ms, began=YESTERDAY + timedelta(hours=2))
     record, failures = submit(fresh(repository), name, logs, base)
     assert not failures, failures
     return record.folder
@@ -143,18 +162,16 @@ class Config:
 
 LOSS, TIME = {loss}, {time}
 argv = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-run, code, seed = argv["--run-id"], Path(__file__).read_text(), int.from_bytes(os.urandom(4), "little")
+run, code, seed = argv["--run-id"], Path(__file__).read_text(), int(argv["--seed"])
 number, stop, end = run.rpartition("-")[2], Path("stop"), None
 with open("order.txt", "a") as order:
-    order.write(number + " " + argv.get("--run-of", argv.get("--runs", "-")) + "\\n")
+    order.write(number + " " + argv.get("--run-of", "-") + "\\n")
 if stop.exists() and stop.read_text().split()[0] == number:
     end = stop.read_text().split()[1]
     stop.unlink()
 if end == "refused":
     sys.exit("status:error no data")
 batch = ""
-if "--runs" in argv:  # older scripts count themselves, and read every line of the ledger
-    assert [json.loads(line) for line in open("logs/runs.jsonl")] is not None
 if "--run-of" in argv:
     batch = "batch:%s counter:%s start:%s\\n" % tuple(argv["--run-of"].split(":"))
 folder = Path("logs") / run
@@ -165,9 +182,9 @@ config = {{"track": "nano", "run_id": run, "seed": seed, "steps": 2, "data": "d"
 header = f"""{{code.rstrip()}}
 {{"=" * 5}} END OF CODE {{"=" * 5}}
 run:{{run}} track:nano commit:0 dirty:0 code_sha256:{{hashlib.sha256(code.encode()).hexdigest()}} seed:{{seed}} \\
-world_size:1 device:fake torch:1 cuda:none triton:none
+world_size:1 device:fake torch:1 cuda:none triton:none started:{{time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}}
 config:{{json.dumps(config)}}
-{{batch}}data:0 backends:none
+{{batch}}data:0 shards:ok backends:none
 {{"=" * 5}} START {{"=" * 5}}
 """
 (folder / "log.txt").write_text(header)
@@ -176,18 +193,18 @@ if end == "interrupted":
     time.sleep(60)
 if end:
     sys.exit(1)
-loss, time = f"{{LOSS + seed % 1000 / 1e6:.5f}}", TIME + seed % 10 * 2
+loss, took = f"{{LOSS + (seed % 1000 + os.getpid() % 97) / 1e6:.5f}}", TIME + seed % 10 * 2 + os.getpid() % 10 * 4
 (folder / "log.txt").write_text(f"""{{header}}\\
-step:1/2 train_loss:2.00000 train_time:{{time // 2}}ms step_avg:{{time // 2:.2f}}ms
-step:1/2 val_loss:{{LOSS + 0.1:.5f}} train_time:{{time // 2}}ms step_avg:{{time // 2:.2f}}ms
-step:2/2 train_loss:1.00000 train_time:{{time}}ms step_avg:{{time / 2:.2f}}ms
-step:2/2 val_loss:{{loss}} train_time:{{time}}ms step_avg:{{time / 2:.2f}}ms
+step:1/2 train_loss:2.00000 train_time:{{took // 2}}ms step_avg:{{took // 2:.2f}}ms
+step:1/2 val_loss:{{LOSS + 0.1:.5f}} train_time:{{took // 2}}ms step_avg:{{took // 2:.2f}}ms
+step:2/2 train_loss:1.00000 train_time:{{took}}ms step_avg:{{took / 2:.2f}}ms
+step:2/2 val_loss:{{loss}} train_time:{{took}}ms step_avg:{{took / 2:.2f}}ms
 validity: causal:ok normalised:ok local:ok val_tokens:1 val_sha256:0
-final val_loss:{{loss}} train_time:{{time}}ms tokens:1 peak_memory:1MiB
-status:ok run:{{run}} val_loss:{{loss}} train_time:{{time / 1000:.1f}}s log:l plot:p
+final val_loss:{{loss}} train_time:{{took}}ms tokens:1 peak_memory:1MiB
+status:ok run:{{run}} val_loss:{{loss}} train_time:{{took / 1000:.1f}}s log:l plot:p
 """)
 '''
-FIELDS = {"run_of": '    run_of: str = knob("", "its place")', "runs": '    runs: int = knob(0, "declared")', "": ""}
+FIELDS = {"run_of": '    run_of: str = knob("", "its place")', "": ""}
 
 
 def fake_trainer(field="run_of", loss=0.80, time=1000):

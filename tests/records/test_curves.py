@@ -22,7 +22,7 @@ def repository(tmp_path_factory):
     repository = made.make_repository(tmp_path_factory.mktemp("curves"))
     made.add_first(repository)
     made.add_faster(repository)
-    logs = made.write_logs(repository.root / "logs", "evil", source=made.source_of("evil"), seed=900, device=EVIL)
+    logs = made.write_logs(repository.root / "logs", made.source_of("evil"), rng=9, device=EVIL)
     record, failures = submit(made.fresh(repository), "Zevil", logs)
     assert not failures, failures
     shutil.copytree(record.folder, record.folder.with_name(f"{record.date}_Zzbroken"))

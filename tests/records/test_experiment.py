@@ -1,4 +1,5 @@
 """ab and reproduce with scripts that write a log in no time; their statistics; diff. `run` is in test_ledger.py."""
+import hashlib
 import json
 import re
 from types import SimpleNamespace
@@ -10,16 +11,18 @@ import records_helpers as made
 import train_gpt
 from records import experiment, stats
 from records.compare import Side, describe, seed_only
+from records.ledger import Ledger
+from records.log import Batch, parse_log
 from records.record import config_changes
 from records_helpers import call
 
 
 @pytest.fixture
 def repository(tmp_path):
-    """A working script that is faster and better than the other, older one, of which there is one log."""
+    """A working script that is faster and better than the other one, of which there is one log."""
     repository = made.make_repository(tmp_path)
     (tmp_path / "train_gpt.py").write_text(made.fake_trainer())
-    add_other(repository, made.fake_trainer("runs", loss=0.85, time=2000))
+    add_other(repository, made.fake_trainer(loss=0.85, time=2000))
     return repository
 
 
@@ -30,43 +33,100 @@ def add_other(repository, source):
 
 # ----- ab
 
+def logs_of(repository, name):
+    return [parse_log(path) for path in sorted((repository.root / "logs").glob(f"{name}-*/log.txt"))]
+
+
+def drawn_order(count, loss=0.80, batch=1):
+    """Numbers of a pair's runs with their letters, in the order that follows from the code of the working script."""
+    code = made.sha_of(made.fake_trainer(loss=loss))
+    places = [Batch(batch, number, count, 1) for number in range(1, count + 1)]
+    return [f"{place.counter:02d}{side}" for place in places for side in place.draw(code)[1]]
+
+
 def test_ab_takes_turns_and_goes_on_where_it_stopped(repository, capsys):
-    words = ("ab", repository.root / "logs" / "other", "--runs", 4, "--yes")
-    (repository.root / "stop").write_text("02b failed")
+    words = ("ab", repository.root / "logs" / "other", "--runs", 6, "--yes")
+    planned = drawn_order(6)
+    assert len({tuple(side for _, _, side in planned[at:at + 2]) for at in range(0, 12, 2)}) == 2  # both orders occur
+    (repository.root / "stop").write_text(f"{planned[2]} failed")
     status, out, err = call(repository, capsys, *words)
-    assert status == 2 and re.search(r"run ab-\S+-02b ended with exit status 1; see .*console.txt, and call again", err)
-    assert "This executes 8 runs of train_gpt.py" in out and out.count("val_loss") == 2
+    assert status == 2
+    assert re.search(rf"run ab-\S+-{planned[2]} ended with exit status 1; see .*console.txt, and call again", err)
+    assert "This executes 12 runs of train_gpt.py" in out and out.count("val_loss") == 2
     status, out, err = call(repository, capsys, *words)
     assert status == 0, out + err
     assert out.count("(was there)") == 2 and "min to go" in out and '"device"' in out
-    assert [run for run, _ in made.order_of(repository)] == [
-        "01a", "01b", "02b", "02b", "02a", "03a", "03b", "04b", "04a"]
+    assert [run for run, _ in made.order_of(repository)] == [*planned[:3], *planned[2:]]
     assert re.search(r"^time A - B: -\d\.\d\d s \(95%: -\d.* to -\d.*\), p = \S+: A is lower$", out, re.MULTILINE), out
     assert re.search(r"^loss A - B: -0\.0\d+ \(95%: .*\), p = \S+: A is lower$", out, re.MULTILINE), out
     assert re.search(r"^in steps: A's loss is that of B \+0\.5 steps later", out, re.MULTILINE), out
     logs = repository.root / "logs"
-    assert not list(logs.glob("ab-*-n4-*/*.pt")) and len(list(logs.glob("ab-*-n4/*-02b.stopped-*"))) == 1
-    assert len(list(logs.glob("ab-*-n4-*a"))) == len(list(logs.glob("ab-*-n4-*b"))) == 4
+    assert not list(logs.glob("ab-*-n6-*/*.pt")) and len(list(logs.glob(f"ab-*-n6/*-{planned[2]}.stopped-*"))) == 1
+    assert len(list(logs.glob("ab-*-n6-*a"))) == len(list(logs.glob("ab-*-n6-*b"))) == 6
 
 
-@pytest.mark.parametrize("working, other, told", [
-    ("run_of", "runs", {"a": ["1:1/2:1", "1:2/2:1"], "b": ["2", "2"]}),
-    ("runs", "run_of", {"a": ["2", "2"], "b": ["1:1/2:1", "1:2/2:1"]}),
-    ("run_of", "run_of", {"a": ["1:1/2:1", "1:2/2:1"], "b": ["1:1/2:1", "1:2/2:1"]}),
-    ("runs", "", {"a": ["2", "2"], "b": ["-", "-"]})])
-def test_ab_tells_each_script_its_place_in_the_way_of_its_age(repository, capsys, working, other, told):
-    (repository.root / "train_gpt.py").write_text(made.fake_trainer(working))
-    add_other(repository, made.fake_trainer(other, loss=0.85))
+def test_runs_of_a_pair_share_a_seed_that_follows_from_the_code(repository, capsys):
+    """And their place in the batch; a run that is started again has the same; the parent's own code counts nothing."""
+    (repository.root / "stop").write_text(f"{drawn_order(3)[-1]} failed")
+    words = ("ab", repository.root / "logs" / "other", "--runs", 3, "--yes")
+    assert call(repository, capsys, *words)[0] == 2 and call(repository, capsys, *words)[0] == 0
+    code = made.sha_of(made.fake_trainer())
+    for run in logs_of(repository, "ab"):
+        number, again = int(run.run[-3:-1]), run.run[-3:] == drawn_order(3)[-1]
+        assert run.batch == Batch(1, number, 3, 2 if again else 1)
+        assert run.seed == run.batch.draw(code)[0]
+    entries = Ledger(repository.root / "logs" / "runs.jsonl").read()
+    assert [entry["code"] for entry in entries] == [["nano", code]] * 7
+    assert len({run.seed for run in logs_of(repository, "ab")}) == 3
+
+
+def test_the_draw_of_a_pair_is_fixed_for_all_time():
+    """Or records would become invalid: the first bytes of a sha256, worked out by hand here."""
+    digest = hashlib.sha256(b"c0de:2:3").digest()
+    seed = sum(byte << 8 * at for at, byte in enumerate(digest[:4]))
+    assert Batch(2, 3, 8, 1).draw("c0de") == Batch(2, 3, 12, 5).draw("c0de") == (seed, "ba" if digest[4] % 2 else "ab")
+    orders = [Batch(1, number, 400, 1).draw("c0de")[1] for number in range(1, 401)]
+    assert 160 < orders.count("ab") < 240
+
+
+def test_another_batch_of_pairs_has_other_seeds(repository, capsys):
+    for pairs in (2, 3):
+        assert call(repository, capsys, "ab", repository.root / "logs" / "other", "--runs", pairs, "--yes")[0] == 0
+    runs = logs_of(repository, "ab")
+    assert sorted({run.batch.number for run in runs}) == [1, 2] and len({run.seed for run in runs}) == 5
+    assert [run for run, _ in made.order_of(repository)] == drawn_order(2) + drawn_order(3, batch=2)
+
+
+def test_pairs_that_were_stopped_do_not_bind_the_parent(repository, capsys):
+    """The idea changes after a run of the baseline; another number of pairs is begun with the new code."""
+    other = repository.root / "logs" / "other"
+    (repository.root / "stop").write_text(f"{drawn_order(8)[1]} failed")
+    assert call(repository, capsys, "ab", other, "--runs", 8, "--yes")[0] == 2
+    (repository.root / "train_gpt.py").write_text(made.fake_trainer(loss=0.79))
+    status, out, err = call(repository, capsys, "ab", other, "--runs", 5, "--yes")
+    assert status == 0, out + err
+    assert len(logs_of(repository, "ab-*-n5")) == 10
+
+
+def test_a_script_without_the_field_is_told_no_place(repository, capsys):
+    add_other(repository, made.fake_trainer("", loss=0.85))
     assert call(repository, capsys, "ab", repository.root / "logs" / "other", "--runs", 2, "--yes")[0] == 0
-    for letter, words in told.items():
-        assert [word for run, word in sorted(made.order_of(repository)) if run[-1] == letter] == words
+    told = sorted(made.order_of(repository))
+    assert told == [("01a", "1:1/2:1"), ("01b", "-"), ("02a", "1:2/2:1"), ("02b", "-")]
 
 
 def test_reproduced_runs_do_not_count(repository, capsys):
+    """Their seeds are fresh, and kept for the case that they are stopped."""
     add_other(repository, made.fake_trainer())
-    assert call(repository, capsys, "reproduce", repository.root / "logs" / "other", "--runs", 2, "--yes")[0] == 0
+    words = ("reproduce", repository.root / "logs" / "other", "--runs", 2, "--yes")
+    assert call(repository, capsys, *words)[0] == 0
     assert made.order_of(repository) == [("01r", "-"), ("02r", "-")]
     assert not (repository.root / "logs" / "runs.jsonl").exists()
+    runs = logs_of(repository, "reproduce")
+    runs[1].path.unlink()
+    assert call(repository, capsys, *words)[0] == 0
+    assert [run.seed for run in runs] == [run.seed for run in logs_of(repository, "reproduce")]
+    assert runs[0].seed != runs[1].seed
 
 
 def test_ab_on_another_machine_is_refused(repository, capsys):
@@ -148,10 +208,6 @@ def test_runs_needed_hold_what_they_promise():
     assert power(count) > 0.78 and power(count - 2) < 0.8
     assert stats.runs_needed([1.0, 1.0]) == 2 and stats.runs_needed([1.0]) is None
     assert stats.runs_needed([1.0, -1.0]) is None and stats.runs_needed([1.0, -0.9999]) is None
-
-
-def test_pairs_take_turns():
-    assert "".join(letter for letter, _ in experiment.interleaved(4)) == "abbaabba"
 
 
 # ----- diff

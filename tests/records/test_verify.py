@@ -15,13 +15,16 @@ import records_helpers as made
 import train_gpt
 from records.__main__ import main
 from records.judge import check_gates, judge, judge_all
-from records.log import parse_log
+from records.log import Batch, parse_log
 from records.record import load
 from records.submit import submit
 from records_helpers import edit
 
-LOG = "logs/first-02.txt"
 FIRST, FASTER = "First", "Faster"
+RUN = made.name_of(made.source_of("first"))
+PAIR = made.name_of(made.source_of("second"), made.source_of("first"))
+LOG = f"logs/{RUN}-02.txt"
+SEEDS = {number: Batch(1, number, 4, 1).draw(made.sha_of(made.source_of("first")))[0] for number in (1, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +88,7 @@ def edit_loss(*paths):
     def tamper(folder):
         old = loss_of_log(folder)
         for path in paths:
-            edit(folder / path, re.escape(old), "0.50000")
+            edit(folder / path, re.escape(old.rstrip("0")) + "0*", "0.50000")
     return tamper
 
 
@@ -96,8 +99,8 @@ def second_version(folder):
 
 def copied_run(folder):
     """Run 1 again, under run 2's name and seed."""
-    text = (folder / "logs/first-01.txt").read_text().replace("first-01", "first-02")
-    (folder / LOG).write_text(re.sub(r'seed("?: ?)101', r"seed\g<1>102", text).replace("counter:1/", "counter:2/"))
+    text = (folder / f"logs/{RUN}-01.txt").read_text().replace(f"{RUN}-01", f"{RUN}-02")
+    (folder / LOG).write_text(text.replace(str(SEEDS[1]), str(SEEDS[2])).replace("counter:1/", "counter:2/"))
 
 
 def without_batch(folder):
@@ -113,8 +116,8 @@ def all_logs(old, new, part="logs"):
 
 
 def extra_log(folder):
-    text = re.sub(r'seed("?: ?)102', r"seed\g<1>109", (folder / LOG).read_text().replace("first-02", "first-09"))
-    (folder / "logs/first-09.txt").write_text(text.replace("loss:2", "loss:3"))
+    text = (folder / LOG).read_text().replace(f"{RUN}-02", f"{RUN}-09").replace(str(SEEDS[2]), "109")
+    (folder / f"logs/{RUN}-09.txt").write_text(text.replace("loss:2", "loss:3"))
 
 
 def result(key, value):
@@ -126,18 +129,43 @@ def result(key, value):
 
 
 def slower(folder):
-    """Side a takes longer than side b: its times are doubled."""
-    for path in (folder / "logs").iterdir():
+    """Side b takes half of its time."""
+    for path in (folder / "baseline").iterdir():
         run = parse_log(path)
-        values = dict(seed=run.seed, loss=run.val_loss, counter=run.batch.counter, source=run.source)
-        path.write_text(made.log_text(run.run, time_ms=2 * run.train_time_ms, **values))
+        path.write_text(made.log_text(run.run, time_ms=run.train_time_ms // 2, seed=run.seed, loss=run.val_loss,
+                                      counter=run.batch.counter, source=run.source, started=run.started))
 
 
 def above_target(folder):
     for path in (folder / "logs").iterdir():
         run = parse_log(path)
         path.write_text(made.log_text(run.run, seed=run.seed, loss=run.val_loss + 0.0095, counter=run.batch.counter,
-                                      time_ms=run.train_time_ms, source=run.source))
+                                      time_ms=run.train_time_ms, source=run.source, started=run.started))
+
+
+def chosen_seeds(folder):
+    seed = Batch(1, 3, 4, 1).draw(made.sha_of(made.source_of("second")))[0]
+    for side in "ab":
+        edit(next(folder.glob(f"*/{PAIR}-03{side}.txt")), str(seed), "7")
+
+
+def other_order(folder):
+    """The starts of two runs of a pair exchanged."""
+    paths = [next(folder.glob(f"*/{PAIR}-02{side}.txt")) for side in "ab"]
+    starts = [re.search(r"started:\S+", path.read_text())[0] for path in paths]
+    for path, old, new in zip(paths, starts, starts[::-1]):
+        edit(path, old, new)
+
+
+def paired_by_rank(folder):
+    """Baselines renumbered by their times, with seeds, names and starts as they are in the runs that they then meet."""
+    sides = [[parse_log(path) for path in (folder / part).iterdir()] for part in ("logs", "baseline")]
+    order = [sorted(side, key=lambda run: run.train_time_ms) for side in sides]
+    texts = {base.path: base.path.read_text() for base in sides[1]}
+    for run, base in zip(*order):
+        path = folder / f"baseline/{run.run[:-1]}b.txt"
+        text = texts[base.path].replace(base.run, f"{run.run[:-1]}b")
+        path.write_text(text.replace(f"counter:{base.batch.counter}/", f"counter:{run.batch.counter}/"))
 
 
 def rename(old, new):
@@ -173,18 +201,30 @@ TAMPERED = {
     "edited code in the folder": (FIRST, replace_in("train_gpt.py", r"^open\(", "OPEN("), "train_gpt.py",
                                   "not the source in the logs"),
     "two code versions": (FIRST, second_version, "logs", "2 versions of the code"),
-    "same seed twice": (FIRST, replace_in(LOG, r'seed("?: ?)102', r"seed\g<1>101"), "logs", "the same seed 101"),
-    "seed of the config only": (FIRST, replace_in(LOG, r'"seed": 102', '"seed": 7'), LOG, "seed is 7 in the config"),
+    "same seed twice": (FIRST, replace_in(LOG, str(SEEDS[2]), str(SEEDS[1])), "logs", f"the same seed {SEEDS[1]}"),
+    "seed of the config only": (FIRST, replace_in(LOG, f'"seed": {SEEDS[2]}', '"seed": 7'), LOG,
+                                "seed is 7 in the config"),
+    "chosen seed": (FIRST, replace_in(LOG, str(SEEDS[2]), "7"), LOG, f"has seed 7; run 2 of batch 1 of .* {SEEDS[2]}"),
+    "a pair's chosen seed": (FASTER, lambda folder: chosen_seeds(folder), f"baseline/{PAIR}-03b.txt", "has seed 7; run 3"),
+    "no time of a start": (FIRST, all_logs(" started:.*", ""), f"logs/{RUN}-01.txt", "no time of its start"),
+    "no such time": (FIRST, replace_in(LOG, r"started:\d{4}-\d\d", "started:2026-13"), LOG, "no moment of the calendar"),
+    "runs at once": (FIRST, replace_in(LOG, r"started:\S+", f"started:{made.YESTERDAY:%Y-%m-%dT%H:%M:%SZ}"), LOG,
+                     "which comes before it, was started at"),
+    "started after the record": (FIRST, all_logs(r"started:\d{4}", "started:2099"), f"logs/{RUN}-01.txt",
+                                 "was started on 2099-.*, after the record's date"),
+    "pairs in another order": (FASTER, lambda folder: other_order(folder), f"logs/{PAIR}-0", "which comes before it, was"),
+    "shards that were not checked": (FIRST, replace_in(LOG, "shards:ok", "shards:unknown"), LOG, "shards: 'unknown'"),
+    "shards of an older trainer": (FIRST, replace_in(LOG, "shards:ok ", ""), LOG, "shards: 'unknown'"),
     "copied run": (FIRST, copied_run, "logs", "the same curve of losses"),
     "missing run": (FIRST, lambda folder: (folder / LOG).unlink(), "logs", "4 runs were declared, run 2 missing"),
     "added run": (FIRST, extra_log, "logs", "run counters .* repeat"),
-    "undeclared runs": (FIRST, without_batch, "logs/first-01.txt", "no valid number of declared runs"),
+    "undeclared runs": (FIRST, without_batch, f"logs/{RUN}-01.txt", "no valid number of declared runs"),
     "runs of two batches": (FIRST, replace_in(LOG, "batch:1 ", "batch:2 "), "logs", "several batches"),
     "restarted runs": (FIRST, all_logs("start:1$", "start:2"), "logs", "4 runs were started again"),
-    "third batch": (FIRST, all_logs("^batch:1 ", "batch:3 "), "result.json", "batch is 1, the logs say 3"),
+    "third batch": (FIRST, all_logs("^batch:1 ", "batch:3 "), LOG, "run 2 of batch 3 of the code .* has seed"),
     "overrides": (FIRST, replace_in(LOG, r"^data:", 'overrides:{"matrix_lr": 0.04}\ndata:'), LOG,
                   "overrides: 'matrix_lr'"),
-    "resumed run": (FIRST, replace_in(LOG, r"^step:40", "resumed:first-02 step:39/60 world_size:1\nstep:40"), LOG,
+    "resumed run": (FIRST, replace_in(LOG, r"^step:40", f"resumed:{RUN}-02 step:39/60 world_size:1\nstep:40"), LOG,
                     "was resumed"),
     "wrong data": (FIRST, replace_in(LOG, r"^data:\w+", "data:" + "ab" * 32), LOG, "data manifest abab"),
     "wrong validation tokens": (FIRST, replace_in(LOG, r"^(validity.*val_sha256:)\w+", r"\g<1>" + "cd" * 32), LOG,
@@ -214,12 +254,18 @@ TAMPERED = {
     "parent is a path": (FASTER, result("parent", "../../nano"), "result.json", "no name of a record"),
     "baseline of other code": (FASTER, lambda folder: [
         (edit(path, r"^open\(", "OPEN("), made.rehash(path)) for path in (folder / "baseline").iterdir()],
-        "baseline/ab-nano-second-first-n4-01b.txt", "no run of the parent"),
-    "dropped pair": (FASTER, lambda folder: (folder / "baseline/ab-nano-second-first-n4-03b.txt").unlink(), "baseline",
-                     "n4-03 ran on one side only"),
+        f"baseline/{PAIR}-01b.txt", "no run of the parent"),
+    "dropped pair": (FASTER, lambda folder: (folder / f"baseline/{PAIR}-03b.txt").unlink(), "baseline",
+                     "4 runs were declared, run 3 missing"),
+    "dropped pair of both": (FASTER, lambda folder: [next(folder.glob(f"*/{PAIR}-03{side}.txt")).unlink()
+                                                     for side in "ab"], "logs", "4 runs were declared, run 3 missing"),
     "baseline without ab": (FASTER, lambda folder: [
         (edit(path, "ab-nano", "nano"), path.rename(path.with_name(path.name.replace("ab-nano", "nano"))))
-        for path in list((folder / "baseline").iterdir())], "baseline", "none of `ab`'s"),
+        for path in list((folder / "baseline").iterdir())], f"baseline/{PAIR[3:]}-01b.txt", f"calls it '{PAIR}-01b'"),
+    "restarted baseline": (FASTER, all_logs("start:1$", "start:2", "baseline"), "baseline", "4 runs were started again"),
+    "baseline of another batch": (FASTER, replace_in(f"baseline/{PAIR}-01b.txt", "batch:1 ", "batch:2 "), "baseline",
+                                  "several batches"),
+    "pairs by rank": (FASTER, paired_by_rank, f"baseline/{PAIR}-0", "has seed"),
     "not faster": (FASTER, slower, "baseline", "not shown to be faster"),
     "speed claimed without runs": (FASTER, lambda folder: shutil.rmtree(folder / "baseline"), "result.json",
                                    "claim is 'speed'"),
@@ -232,7 +278,7 @@ def test_tampered_record_is_caught(repository, name):
     folder = folder_of(repository, which)
     tamper(folder)
     found = failures_of(repository)
-    expected = f"{(folder / file).relative_to(repository.root)}: "
+    expected = str((folder / file).relative_to(repository.root)) + ": " * (not file.endswith("-0"))
     assert any(line.startswith(expected) and re.search(reason, line) for line in found), found
 
 
@@ -256,7 +302,7 @@ def test_each_failure_is_one_line_and_the_status_is_1(repository, capsys):
     assert main(["verify"], made.fresh(repository)) == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
-    assert lines[0] == f"records/nano/{folder.name}/logs/first-01.txt: validity gate causal is 'FAILED', must be ok"
+    assert lines[0] == f"records/nano/{folder.name}/logs/{RUN}-01.txt: validity gate causal is 'FAILED', must be ok"
     assert main(["verify", str(folder_of(repository, FASTER))], made.fresh(repository)) == 0
 
 
@@ -265,7 +311,7 @@ def test_each_failure_is_one_line_and_the_status_is_1(repository, capsys):
 @pytest.mark.parametrize("name", ["../../escape", "a/b", "", "-x", "a" * 61, "x\n", "naïve", "<b>"])
 def test_submit_refuses_names_that_are_no_folder(repository, capsys, name):
     before = sorted(repository.root.rglob("*"))
-    logs = [str(path) for path in (repository.root / "logs").glob("first-*")]
+    logs = [str(path) for path in (repository.root / "logs").glob(f"{RUN}-*")]
     assert main(["submit", *logs, f"--name={name}"], made.fresh(repository)) == 2
     assert "up to 60 letters, digits and '-'" in capsys.readouterr().err
     assert sorted(repository.root.rglob("*")) == before
@@ -274,9 +320,9 @@ def test_submit_refuses_names_that_are_no_folder(repository, capsys, name):
 def test_submit_refuses_what_verify_refuses(repository, capsys):
     """Runs that stand in a record already, a target that is not reached; nothing is left behind."""
     before = sorted(repository.root.rglob("*"))
-    logs = sorted(map(str, (repository.root / "logs").glob("first-*")))
+    logs = sorted(map(str, (repository.root / "logs").glob(f"{RUN}-*")))
     assert main(["submit", *logs, "--name", "Again"], made.fresh(repository)) == 1
-    assert capsys.readouterr().out.splitlines()[0].startswith("logs/first-01.txt: is the run first-01 of ")
+    assert capsys.readouterr().out.splitlines()[0].startswith(f"logs/{RUN}-01.txt: is the run {RUN}-01 of ")
     assert main(["submit", *logs[:3], "--name", "Chosen"], made.fresh(repository)) == 1
     assert "logs: 4 runs were declared, run 4 missing" in capsys.readouterr().out
     assert main(["submit", "nowhere", "--name", "Again"], made.fresh(repository)) == 2
@@ -298,7 +344,7 @@ def test_leaderboard_must_be_current(repository):
 def test_a_run_counts_for_one_record(repository):
     folder = folder_of(repository, FIRST)
     shutil.copytree(folder, folder.with_name(f"{folder.name[:10]}_Zwin"))
-    assert any(re.search(r"_Zwin/logs/first-01.txt: is the run first-01 of .*_First", line)
+    assert any(re.search(f"_Zwin/logs/{RUN}-01.txt: is the run {RUN}-01 of .*_First", line)
                for line in failures_of(repository))
 
 
@@ -331,13 +377,11 @@ def test_name_of_a_record(repository):
 
 def test_later_batches_of_a_code_share_the_level(tmp_path):
     """p between 0.005 and 0.01 is enough for a first batch, not for a second one."""
-    repository = made.make_repository(tmp_path)
     for batch, good in ((1, True), (2, False)):
-        logs = [tmp_path / "logs" / f"b{batch}-{number}" / "log.txt" for number in range(1, 5)]
-        for number, (path, loss) in enumerate(zip(logs, (0.8700, 0.8737, 0.8710, 0.8760)), 1):
-            path.parent.mkdir(parents=True)
-            path.write_text(made.log_text(path.parent.name, seed=10 * batch + number, loss=loss, counter=number,
-                                          batch=batch))
+        repository = made.make_repository(tmp_path / str(batch))
+        logs = made.write_logs(repository.root / "logs", made.source_of(), batch=batch)
+        for path, loss in zip(logs, ("0.87000", "0.87370", "0.87100", "0.87600")):
+            path.write_text(path.read_text().replace(f"{parse_log(path).val_loss:.5f}", loss))
         record, failures = submit(made.fresh(repository), f"Batch{batch}", logs)
         assert bool(failures) != good, failures
         assert 0.005 < record.result["loss"]["p"] < 0.01
