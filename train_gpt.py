@@ -1533,8 +1533,7 @@ class Trainer:
         """(MicroBatch, its summed n-gram rows) of a Placement outside training. All ranks must call it together."""
         rows, signs = table_rows(place, self.config, self.table.index)
         slots, values = self.table.read(rows, signs)
-        micro_batch = assemble(place, slots, signs, self.runtime.device)
-        return micro_batch, self.table.lookup(micro_batch, values)
+        return (made := assemble(place, slots, signs, self.runtime.device)), self.table.lookup(made, values)
     @torch.no_grad()
     def score(self, step, text, low):
         """Losses (T,) of the tokens behind low .. low + T - 1 of a Text, and hidden states, of the model at `step`."""
