@@ -11,7 +11,7 @@ import numpy as np
 
 import train_gpt
 from records.__main__ import main
-from records.log import Batch
+from records.log import Batch, order_of_pairs
 from records.record import MANIFESTS, Repository
 from records.submit import submit
 
@@ -76,18 +76,18 @@ def write_logs(folder, source, base="", count=4, rng=1, loss=0.87, time_ms=60_00
     """Logs of a batch of runs with scattered losses and times, in pairs with those of a base if there is one; returns
     the paths, of both sides with a base."""
     rng, paths = np.random.default_rng(rng), {"a": [], "b": []}
-    for number in range(1, count + 1):
-        seed, order = Batch(batch, number, count, 1).draw(sha_of(source))
-        for side in order if base else "a":
-            run = f"{name_of(source, base, count)}-{number:02d}{side if base else ''}"
-            paths[side].append(Path(folder) / run / "log.txt")
-            took = round((base_ms if side == "b" else time_ms) * (1 + 0.002 * rng.standard_normal()))
-            text = log_text(run, **{
-                "source": base if side == "b" else source, "seed": seed, "loss": loss + spread * rng.standard_normal(),
-                "counter": number, "declared": count, "batch": batch, "time_ms": took, "started": began, **values})
-            paths[side][-1].parent.mkdir(parents=True)
-            paths[side][-1].write_text(text)
-            began += timedelta(milliseconds=took, seconds=20)
+    order = order_of_pairs(sha_of(source), batch, count) if base else [("a", number) for number in range(1, count + 1)]
+    for side, number in order:
+        run = f"{name_of(source, base, count)}-{number:02d}{side if base else ''}"
+        paths[side].append(Path(folder) / run / "log.txt")
+        took = round((base_ms if side == "b" else time_ms) * (1 + 0.002 * rng.standard_normal()))
+        text = log_text(run, **{
+            "source": base if side == "b" else source, "seed": Batch(batch, number, count, 1).seed(sha_of(source)),
+            "loss": loss + spread * rng.standard_normal(), "counter": number, "declared": count, "batch": batch,
+            "time_ms": took, "started": began, **values})
+        paths[side][-1].parent.mkdir(parents=True)
+        paths[side][-1].write_text(text)
+        began += timedelta(milliseconds=took, seconds=20)
     return (paths["a"], paths["b"]) if base else paths["a"]
 
 

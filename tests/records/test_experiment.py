@@ -2,6 +2,7 @@
 import hashlib
 import json
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ import train_gpt
 from records import experiment, stats
 from records.compare import Side, describe, seed_only
 from records.ledger import Ledger
-from records.log import Batch, parse_log
+from records.log import Batch, order_of_pairs, parse_log
 from records.record import config_changes
 from records_helpers import call
 
@@ -38,16 +39,15 @@ def logs_of(repository, name):
 
 
 def drawn_order(count, loss=0.80, batch=1):
-    """Numbers of a pair's runs with their letters, in the order that follows from the code of the working script."""
-    code = made.sha_of(made.fake_trainer(loss=loss))
-    places = [Batch(batch, number, count, 1) for number in range(1, count + 1)]
-    return [f"{place.counter:02d}{side}" for place in places for side in place.draw(code)[1]]
+    """Numbers of pairs' runs with their letters, in the order that follows from the code of the working script."""
+    return [f"{number:02d}{side}"
+            for side, number in order_of_pairs(made.sha_of(made.fake_trainer(loss=loss)), batch, count)]
 
 
 def test_ab_takes_turns_and_goes_on_where_it_stopped(repository, capsys):
     words = ("ab", repository.root / "logs" / "other", "--runs", 6, "--yes")
     planned = drawn_order(6)
-    assert len({tuple(side for _, _, side in planned[at:at + 2]) for at in range(0, 12, 2)}) == 2  # both orders occur
+    assert len({tuple(side for _, _, side in planned[at:at + 4]) for at in range(0, 12, 4)}) > 1  # orders differ
     (repository.root / "stop").write_text(f"{planned[2]} failed")
     status, out, err = call(repository, capsys, *words)
     assert status == 2
@@ -74,7 +74,7 @@ def test_runs_of_a_pair_share_a_seed_that_follows_from_the_code(repository, caps
     for run in logs_of(repository, "ab"):
         number, again = int(run.run[-3:-1]), run.run[-3:] == drawn_order(3)[-1]
         assert run.batch == Batch(1, number, 3, 2 if again else 1)
-        assert run.seed == run.batch.draw(code)[0]
+        assert run.seed == run.batch.seed(code)
     entries = Ledger(repository.root / "logs" / "runs.jsonl").read()
     assert [entry["code"] for entry in entries] == [["nano", code]] * 7
     assert len({run.seed for run in logs_of(repository, "ab")}) == 3
@@ -84,9 +84,20 @@ def test_the_draw_of_a_pair_is_fixed_for_all_time():
     """Or records would become invalid: the first bytes of a sha256, worked out by hand here."""
     digest = hashlib.sha256(b"c0de:2:3").digest()
     seed = sum(byte << 8 * at for at, byte in enumerate(digest[:4]))
-    assert Batch(2, 3, 8, 1).draw("c0de") == Batch(2, 3, 12, 5).draw("c0de") == (seed, "ba" if digest[4] % 2 else "ab")
-    orders = [Batch(1, number, 400, 1).draw("c0de")[1] for number in range(1, 401)]
-    assert 160 < orders.count("ab") < 240
+    assert Batch(2, 3, 8, 1).seed("c0de") == Batch(2, 3, 12, 5).seed("c0de") == seed
+    place = int.from_bytes(hashlib.sha256(b"c0de:2:order:3").digest()[:4], "little") % 6
+    block = order_of_pairs("c0de", 2, 8)[4:8]
+    assert "".join(side for side, _ in block) == ("aabb", "abab", "abba", "baab", "baba", "bbaa")[place]
+    assert [number for side, number in block if side == "a"] == [number for side, number in block if side == "b"] == [
+        3, 4]
+
+
+def test_orders_of_blocks_are_equally_frequent():
+    order = "".join(side for side, _ in order_of_pairs("c0de", 1, 1200))
+    counts = Counter(order[at:at + 4] for at in range(0, 2400, 4))
+    assert len(counts) == 6 and all(65 < count < 135 for count in counts.values())  # of 600; standard deviation 9
+    places = order_of_pairs("c0de", 1, 7)
+    assert len(places) == len(set(places)) == 14 and {number for _, number in places[-2:]} == {7}  # a pair is left over
 
 
 def test_another_batch_of_pairs_has_other_seeds(repository, capsys):
@@ -190,9 +201,9 @@ def test_t_test_against_textbook_values():
     assert stats.p_below(values, 5.0) == pytest.approx(0.1150998, abs=1e-6)
     assert stats.interval(values) == pytest.approx((4.9, 4.703676, 5.096324), abs=1e-5)
     assert stats.p_below([1.0], 5.0) == 1.0
-    assert (stats.p_below([1.0, 1.0], 5.0), stats.p_below([5.0, 5.0], 5.0)) == (0.0, 1.0)
+    assert stats.p_below([1.0, 1.0], 5.0) == stats.p_below([5.0, 5.0], 5.0) == 1.0  # nothing follows without any spread
     assert stats.p_worse([2.0, 2.1, 2.2], [1.0, 1.1, 1.2]) < 0.001 < 0.9 < stats.p_worse([1.0, 1.1], [2.0, 2.1])
-    assert (stats.p_worse([2.0, 2.0], [1.0, 1.0]), stats.p_worse([1.0], [2.0, 2.0])) == (0.0, 1.0)
+    assert stats.p_worse([2.0, 2.0], [1.0, 1.0]) == stats.p_worse([1.0], [2.0, 2.0]) == 1.0
 
 
 def test_runs_needed_hold_what_they_promise():
@@ -206,7 +217,7 @@ def test_runs_needed_hold_what_they_promise():
         sample = rng.normal(mean, std, (4000, n))
         return np.mean(sample.mean(1) * n**0.5 / sample.std(1, ddof=1) > stats.stats.t.ppf(0.99, n - 1))
     assert power(count) > 0.78 and power(count - 2) < 0.8
-    assert stats.runs_needed([1.0, 1.0]) == 2 and stats.runs_needed([1.0]) is None
+    assert stats.runs_needed([1.0, 1.0]) == stats.LEAST_PAIRS and stats.runs_needed([1.0]) is None
     assert stats.runs_needed([1.0, -1.0]) is None and stats.runs_needed([1.0, -0.9999]) is None
 
 

@@ -70,7 +70,7 @@ def test_log_is_read_as_the_trainer_meant_it(repository):
     assert [(run.batch.number, run.batch.counter, run.batch.declared, run.batch.start) for run in runs] == [
         (1, 1, DECLARED, 1), (1, 2, DECLARED, 1)]
     result = helpers.Run(0, "", "", runs_of(repository)[0]).result
-    assert [run.seed for run in runs] == [run.batch.draw(run.code_sha256)[0] for run in runs]
+    assert [run.seed for run in runs] == [run.batch.seed(run.code_sha256) for run in runs]
     assert all(run.shards == "ok" for run in runs) and runs[1].started > runs[0].started
     run = runs[0]
     assert run.source == (repository.root / "train_gpt.py").read_text()
