@@ -357,6 +357,8 @@ def existing_corpus(out, source, version, sha256):
     """The manifest of an offline corpus of this torch if `out` holds all of it, else None.
 
     Reads all of it: a shard that was damaged keeps its size."""
+    if not (out / "manifest.json").is_file():
+        return None
     try:
         content, whole = (out / "manifest.json").read_bytes(), True
         manifest = json.loads(content)
