@@ -6,8 +6,10 @@ import contextlib
 import fcntl
 import io
 import itertools
+import os
 import re
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -21,8 +23,8 @@ from hypothesis import strategies as st
 PAGE = Path(__file__).with_name("fuzzing.md")
 HEAD = """# Fuzzing
 
-Written by the long tests (`./run.sh test --all tests/faults`): of the latest run of each part. The examples are drawn
-by `hypothesis`, the same ones each time. Each must end in success or in one printable line of at most {length:,}
+Written by the long tests (`./run.sh test --all tests/faults`), a row for the latest run of each part. The examples are
+drawn by `hypothesis`, the same ones each time. Each must end in success or in one printable line of at most {length:,}
 characters, within {seconds} s of processor time.
 
 | what | tried | accepted | refused | tracebacks | hangs | other messages | slowest |
@@ -119,8 +121,8 @@ def message_problem(status, out, err, lines, statuses):
 # ----- hypothesis
 
 def explore(strategy, trial, count, number=0, shrink=True):
-    """Call trial(example) on `count` examples, the same ones for the same number; the first that raises is made as small
-    as may be."""
+    """Call trial(example) on `count` examples, the same ones for the same number; the first that raises is made as
+    small as may be."""
     phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
     options = settings(max_examples=count, database=None, deadline=None, phases=phases,
                        suppress_health_check=list(HealthCheck))
@@ -184,12 +186,41 @@ ODD_TEXT = st.one_of(
                      "-inf", "1e400", "1e-400", "-0.0", "0x10", "1_000", "\u0663", "None", "True", "*" * 5000,
                      "(" * 5000, "-" * 5000, "9" * 5000, "\\", "$HOME", "%s", "{}", "a\nb"]))
 ODD_INT = st.one_of(
-    st.integers(-2, 300), st.integers(), st.sampled_from([2**k + d for k in (15, 16, 31, 32, 53, 63, 64) for d in (-1, 0)]),
+    st.integers(-2, 300), st.integers(),
+    st.sampled_from([2**bits + more for bits in (15, 16, 31, 32, 53, 63, 64) for more in (-1, 0)]),
     st.integers(5, 400).map(lambda digits: 10**digits), st.integers(5, 400).map(lambda digits: -10**digits))
 ODD_FLOAT = st.one_of(st.floats(), st.sampled_from([0.0, -0.0, 1.0, 0.5, 1e-300, 1e300, 1 - 1e-16]))
 ODD_JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), ODD_INT, ODD_FLOAT, ODD_TEXT),
     lambda inside: st.lists(inside, max_size=3) | st.dictionaries(ODD_TEXT, inside, max_size=3), max_leaves=6)
+
+
+class Files(dict):
+    """Contents by name; hypothesis need not write them out."""
+    def __repr__(self):
+        return f"{len(self)} files"
+
+
+def change(path, action, argument):
+    """Make something else of a file: bytes, gone, link, folder, pipe; or rename or copy it."""
+    if action in ("rename", "copy"):
+        with contextlib.suppress(OSError, ValueError):  # no name, or one that is there
+            if action == "rename":
+                path.rename(path.with_name(argument))
+            elif path.is_file():
+                path.with_name(argument).write_bytes(path.read_bytes())
+        return
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    if action == "bytes":
+        path.write_bytes(argument)
+    elif action == "link":
+        path.symlink_to(argument)
+    elif action == "folder":
+        path.mkdir()
+    elif action == "pipe":
+        os.mkfifo(path)
 
 
 @st.composite
@@ -230,7 +261,7 @@ def paths_in(value, path=()):
 
 
 def replaced(value, path, new):
-    """A copy of nested dicts and lists in which new(what was at the path) stands there; without it where that is DROP."""
+    """A copy of nested dicts and lists in which new(what was at the path) stands there, or nothing, if that is DROP."""
     if not path:
         return new(value)
     items = dict(value) if isinstance(value, dict) else dict(enumerate(value))

@@ -1,7 +1,5 @@
 """Logs of runs and folders of records: python -m records verify, plot, diff and table, in this process."""
-import contextlib
 import json
-import os
 import re
 import shutil
 import sys
@@ -27,8 +25,8 @@ def sound(tmp_path_factory):
     shutil.rmtree(repository.root / "logs")
     made = fuzzing.observe(lambda: main(["table"], helpers.fresh(repository)))
     assert made.status == 0, made.out + made.err
-    return repository, {str(path.relative_to(repository.root)): path.read_bytes()
-                        for path in sorted(repository.root.rglob("*")) if path.is_file()}
+    return repository, fuzzing.Files({str(path.relative_to(repository.root)): path.read_bytes()
+                                      for path in sorted(repository.root.rglob("*")) if path.is_file()})
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +42,7 @@ def outcome_of(sound, tmp_path_factory):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_bytes(content)
         for name, action, argument in changes:
-            change(root / name, action, argument)
+            fuzzing.change(root / name, action, argument)
         seen = fuzzing.observe(lambda: main(words, helpers.fresh(repository)), lines=None)
         if not seen.problem and seen.status == 2 and (seen.out or seen.err.count("\n") != 1):
             seen.problem = "message", f"{seen.err.count(chr(10))} lines of refusal: {seen.err[:200]!r}"
@@ -53,26 +51,6 @@ def outcome_of(sound, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         yield outcome
-
-
-def change(path, action, argument):
-    if action == "rename":
-        with contextlib.suppress(OSError, ValueError):  # no name, or one that is there
-            path.rename(path.with_name(argument))
-        return
-    if action == "beside":
-        with contextlib.suppress(OSError, ValueError):
-            path.with_name(argument).write_bytes(path.read_bytes() if path.is_file() else b"")
-        return
-    path.unlink(missing_ok=True)
-    if action == "bytes":
-        path.write_bytes(argument)
-    elif action == "link":
-        path.symlink_to(argument)
-    elif action == "folder":
-        path.mkdir()
-    elif action == "pipe":
-        os.mkfifo(path)
 
 
 @st.composite
@@ -111,7 +89,7 @@ def changed_lines(draw, content):
         else:
             lines.insert(at, draw(fuzzing.ODD_TEXT))
         lines = lines or [""]
-    return "\n".join(lines).encode(errors="surrogateescape" if draw(st.booleans()) else "replace")
+    return "\n".join(lines).encode(errors=draw(st.sampled_from(["replace", "surrogatepass"])))
 
 
 @st.composite
@@ -120,7 +98,7 @@ def repositories(draw, files):
     changes, names = [], sorted(name for name in files if name.count("/") > 1)
     for _ in range(draw(st.integers(1, 2))):
         name = draw(st.sampled_from(names))
-        action = draw(st.sampled_from(["bytes"] * 10 + ["gone", "link", "folder", "pipe", "rename", "beside"]))
+        action = draw(st.sampled_from(["bytes"] * 10 + ["gone", "link", "folder", "pipe", "rename", "copy"]))
         argument = None
         if action == "bytes":
             kinds = [changed_lines(files[name]), changed_lines(files[name]), fuzzing.changed_bytes(files[name])]
@@ -129,7 +107,7 @@ def repositories(draw, files):
             argument = draw(st.one_of(kinds))
         elif action == "link":
             argument = draw(st.sampled_from([Path(name).name, "nowhere", "/dev/null", ".", "../../../README.md"]))
-        elif action in ("rename", "beside"):
+        elif action in ("rename", "copy"):
             argument = draw(fuzzing.ODD_TEXT)
         changes.append((name, action, argument))
     folder = "/".join(changes[0][0].split("/")[:3])
@@ -142,7 +120,8 @@ def repositories(draw, files):
 
 def test_the_sound_repository_is_accepted(sound, outcome_of):
     folders = sorted({"/".join(name.split("/")[:3]) for name in sound[1] if name.count("/") > 2})
-    for words in (["verify"], ["verify", folders[0]], ["table"], ["diff", *folders], ["plot", *folders, "--out", "p.png"]):
+    for words in (["verify"], ["verify", folders[0]], ["table"], ["diff", *folders],
+                  ["plot", *folders, "--out", "p.png"]):
         outcome = outcome_of((words, []))
         assert outcome.status == 0 and not outcome.problem, (words, outcome.out, outcome.err, outcome.problem)
 
