@@ -54,10 +54,10 @@ def knob(default, help, good=lambda value: True, limits="", schedule=False):
 def choice(*allowed, help):
     return knob(allowed[0], f"{' | '.join(allowed)}: {help}", allowed.__contains__, f"one of {', '.join(allowed)}")
 
-def schedule(value, help, good_value, limits):
+def schedule(value, help, good_value, limits, end=math.nextafter(1, 0)):
     def good(pairs):
         starts = [start for start, value in pairs if good_value(value)]
-        return len(starts) == len(pairs) > 0 and starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] < 1
+        return len(starts) == len(pairs) > 0 and starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] <= end
     return knob(((0.0, value),), f"schedule: {help}", good, "a schedule is (fraction, value) pairs, fractions from 0 "
                 f"rising below 1, such as ((0.0, A), (0.5, B)); values are {limits}", schedule=True)
 
@@ -65,6 +65,7 @@ positive = (lambda value: 0 < value < math.inf, "must be positive")
 not_negative = (lambda value: 0 <= value < math.inf, "must not be negative; 0 switches it off")
 fraction = (lambda value: 0 <= value <= 1, "is a fraction, from 0 to 1")
 counts = (lambda value: type(value) is int and value > 0, "positive integers")
+pairs = (lambda it: type(it) is tuple and len(it) == 2 and all(map(counts[0], it)), "pairs of positive integers")
 orders = (lambda ns: all(type(n) is int and 1 < n < 33 for n in ns) and len({*ns}) == len(ns), "distinct, from 2 to 32")
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +86,7 @@ class Config:
     num_layers: int = knob(1, "transformer blocks", *positive)
     head_dim: int = knob(64, "width of an attention head", lambda dim: dim > 0 and dim % 4 == 0, "a multiple of 4")
     mlp_dim: int = knob(512, "hidden width of the ReLU^2 MLP", *positive)
-    windows: tuple = schedule((64, 128), "(short, long) attention windows in tokens", lambda pair: type(pair) is tuple
-                              and len(pair) == 2 and all(map(counts[0], pair)), "pairs of positive integers")
+    windows: tuple = schedule((64, 128), "(short, long) attention windows; at 1: the final validation's", *pairs, end=1)
     long_layers: tuple = knob((0,), "layers that attend through the long window")
     value_embedding_layers: tuple = knob((0,), "layers whose values receive a gated token embedding")
     logit_cap: float = knob(15.0, "tanh squashes logits into (-cap, cap)", lambda cap: 0 < cap <= 40, "above 0 to 40")
@@ -103,15 +103,17 @@ class Config:
     matrix_decay: float = knob(0.02, "cautious weight decay of hidden matrices, per unit of rate", *not_negative)
     basis_every: int = knob(10, "soap rules: each matrix gets new eigenbases every k-th step, staggered", *positive)
     one_sided_above: int = knob(256, "soap rules: a matrix side larger than this gets no eigenbasis", *not_negative)
-    momentum: tuple = knob((0.85, 0.95), "Muon's momentum at the start and after the first tenth of the run",
-                           lambda pair: len(pair) == 2 and 0 <= min(pair) <= max(pair) < 1, "two values in [0, 1)")
+    momentum: tuple = knob((0.85, 0.95), "Muon's momentum: first, then; rising over 0.1 of the run, falling over 0.0",
+                           lambda m: len(m) in (2, 4) and 0 <= min(m) <= max(m) < 1, "two or four values in [0, 1)")
     adam_lr: float = knob(0.015, "learning rate of embeddings, head and scalars under Adam", *positive)
     adam_every: int = knob(1, "Adam parameters step every k-th step, on the mean gradient since the last", *positive)
+    grad_comms: str = choice("float32", "bfloat16", help="what gradients of embeddings and matrices travel as")
     ngram_lr: float = knob(0.1, "rate of the n-gram table (row-wise Adagrad); 0: it is frozen", *not_negative)
     ngram_floor: float = knob(0.2, "gradient RMS of one token below which a table row's steps shrink", *positive)
     ngram_decay: float = knob(0.01, "weight decay of the n-gram table, per unit of learning rate", *not_negative)
     ngram_comms: str = choice("replicated", "sharded", help="a rank holds the whole n-gram table, or its share")
     ngram_host: bool = knob(False, "keep a sharded table in host memory instead of the device's")
+    lr_stages: tuple = schedule(1.0, "factor of all learning rates, ahead of the cooldown", *positive)
     cooldown: float = knob(0.6, "last fraction of the run over which learning rates fall linearly", *fraction)
     final_lr: float = knob(0.02, "learning-rate multiplier at the end of the cooldown", *fraction)
     mtp_weights: tuple = schedule((1.0,), "loss weights of the next, second-next, ... token", lambda w: type(w) is tuple
@@ -121,12 +123,13 @@ class Config:
     val_tokens: int = knob(1_048_576, "tokens of the validation split that are scored", *positive)
     val_sha256: str = knob("b966f400d6117f6907939cab7d973eba68b35e02d73334687b9e7074ac88eb2c",
                            "sha256 of those tokens and the next (uint16); empty: not compared")
+    val_batch_tokens: int = knob(0, "validation tokens of one forward pass; 0: micro_batch_tokens", *not_negative)
     val_every: int = knob(0, "validate every so many steps (untimed); 0: only at the end", *not_negative)
     target_loss: float = knob(0.69315, "the track's target validation loss, in nats per token; 0: none", *not_negative)
     log_every: int = knob(20, "log the training loss every so many steps", *positive)
     save_every: int = knob(0, "keep a checkpoint every so many steps; 0: only the final one", *not_negative)
     run_id: str = knob("", "name of the folder under logs/; empty: drawn from date and time")
-    resume: str = knob("", "run id, or checkpoint file, to continue from")
+    resume: str = knob("", "run id, or checkpoint file, to continue from: bit for bit but for CUDA's float32 atomics")
     run_of: str = knob("", "BATCH:COUNTER/RUNS:START, the run's place in a record", lambda text: re.fullmatch(
         r"(\d{1,9}:\d{1,9}/\d{1,9}:\d{1,9})?", text), "must read like 1:3/8:1; let `python -m records run` set it")
     # --- machine
@@ -159,11 +162,11 @@ class Config:
                f"needs --ngram-comms sharded (it is {self.ngram_comms}): replicas stay on the device")
         demand(self.save_every % self.adam_every == 0, "save_every",
                f"must be a multiple of adam_every={self.adam_every}, for gradients that wait are not saved")
-        best = max(1, round(self.val_tokens / length)) * length
-        demand(self.val_tokens == best, "val_tokens", f"multiples of micro_batch_tokens={length}; nearest {best}")
-    @property
-    def eot_token(self):
-        return EOT_TOKEN[self.tokenizer]
+        demand(self.val_length % length == 0, "val_batch_tokens", f"must be a multiple of micro_batch_tokens={length}")
+        best = max(1, round(self.val_tokens / self.val_length)) * self.val_length
+        demand(self.val_tokens == best, "val_tokens", f"a pass (val_batch_tokens) is {self.val_length}; nearest {best}")
+    eot_token = property(lambda self: EOT_TOKEN[self.tokenizer])
+    val_length = property(lambda self: self.val_batch_tokens or self.micro_batch_tokens)
     @property
     def columns(self):
         """How many rows of the table a token reads."""
@@ -173,19 +176,20 @@ class Config:
         """Rows of embedding and head: the tokenizer's ids, rounded up to what tensor cores like for large ones."""
         return self.eot_token + 1 if self.eot_token < 1024 else -(-(self.eot_token + 1) // 128) * 128
 
-# Numbers were carried over from the field's records, or tuned, as records/NOTES.md says.
+# Numbers are the field's, or were tuned; records/NOTES.md has the source of each. None of fineweb's was tried on a GPU.
 TRACKS = {
     "nano": Config(),
     "fineweb": Config(
         track="fineweb", data="data/fineweb10B", tokenizer="gpt2",
-        steps=1600, micro_batch_tokens=16384, micro_batches=((0.0, 8), (1 / 3, 16), (2 / 3, 24)),
+        steps=1600, micro_batch_tokens=16384, micro_batches=((0.0, 8), (1 / 3, 16), (0.667, 24)),
         document_cap=((0.0, 896), (1 / 3, 2048)), model_dim=768, num_layers=12, head_dim=128, mlp_dim=3072,
-        windows=((0.0, (128, 384)), (1 / 3, (256, 640)), (2 / 3, (384, 896))), long_layers=(3, 7, 11),
-        value_embedding_layers=(1, 2, 10, 11), ngram_orders=(2, 3), ngram_rows=5 * 50304, ngram_comms="sharded",
-        copy_orders=(2, 3, 5, 8), copy_reach=2048, index_orders=(), cooldown=0.55, final_lr=0.1, untie_at=2 / 3,
-        matrix_lr=0.023, matrix_decay=1.2, one_sided_above=1024, adam_lr=0.008, adam_every=2, ngram_lr=0.05,
-        ngram_decay=0.0, mtp_weights=((0.0, (1.0, 0.5, 0.25)), (1 / 3, (1.0, 0.5)), (2 / 3, (1.0,))),
-        val_tokens=10_485_760, val_sha256="", val_every=250, target_loss=3.28),
+        windows=((0.0, (128, 384)), (1 / 3, (384, 896)), (0.667, (640, 1408)), (0.99, (768, 1664)), (1.0, (768, 2560))),
+        long_layers=(3, 7, 11), value_embedding_layers=(1, 2, 10, 11), ngram_orders=(2, 3), ngram_rows=5 * 50304,
+        ngram_comms="sharded", copy_orders=(2, 3, 5, 8), copy_reach=2048, index_orders=(), matrix_lr=0.023,
+        matrix_decay=0.03, momentum=(0.85, 0.95, 0.19, 0.03), one_sided_above=1024, adam_lr=0.008, adam_every=2,
+        ngram_lr=0.05, ngram_decay=0.0, lr_stages=((0.0, 1.0), (1 / 3, 1.52), (0.667, 1.73)), final_lr=0.15,
+        mtp_weights=((0.0, (1.0, 0.5, 0.25)), (1 / 3, (1.0, 0.5)), (0.667, (1.0,))), untie_at=0.667,
+        val_tokens=10_485_760, val_sha256="", val_batch_tokens=65536, val_every=250, target_loss=3.28),
 }
 
 # Fields that say where and as which run it is watched, not what it computes: with such overrides it may be a record.
@@ -202,13 +206,14 @@ def training_tokens(config):
     return config.micro_batch_tokens * sum(n * (b - a) for (_, n), a, b in zip(config.micro_batches, edges, edges[1:]))
 
 def lr_multiplier(config, step):
-    """1, then a linear fall over the last `cooldown` of the run, down to `final_lr`."""
+    """The stage's factor, then a linear fall over the last `cooldown` of the run, down to `final_lr`."""
     left = (config.steps - step) / max(1.0, config.cooldown * config.steps)
-    return config.final_lr + (1 - config.final_lr) * min(1.0, left)
+    return config.final_lr + (at_step(config.lr_stages, step, config) - config.final_lr) * min(1.0, left)
 
 def momentum_at(config, step):
-    start, end = config.momentum
-    return start + (end - start) * min(1.0, step / max(1.0, 0.1 * config.steps))
+    low, high, rise, fall = (*config.momentum, 0.1, 0.0)[:4]
+    ramps = step / max(1.0, rise * config.steps), (config.steps - step) / max(1.0, fall * config.steps)
+    return low + (high - low) * min(1.0, *ramps)
 
 def untie_step(config):
     """The step at whose start head and embedding part; 0: they never were one. It begins a cycle of Adam's steps."""
@@ -218,17 +223,18 @@ def is_tied_before(config, step):
     """Whether head and embedding are one in the model that the steps before `step` left behind."""
     return step <= untie_step(config) > 0
 
-# What the model is compiled for: each layer's window; loss weights by tokens ahead; whether the head is the embedding.
-Phase = collections.namedtuple("Phase", "windows mtp_weights tied")
+# What it is compiled for: layers' windows; loss weights by tokens ahead; is the head the embedding; longest segment.
+Phase = collections.namedtuple("Phase", "windows mtp_weights tied cap")
 
 def phase_at(config, step):
     short, long = at_step(config.windows, step, config)
     windows = tuple(long if layer in config.long_layers else short for layer in range(config.num_layers))
-    return Phase(windows, at_step(config.mtp_weights, step, config), step < untie_step(config))
+    return Phase(windows, at_step(config.mtp_weights, step, config), step < untie_step(config),
+                 min(at_step(config.document_cap, step, config), config.micro_batch_tokens))
 
 def windows_until(config, step):
-    """The long windows that have been in force up to `step`, in order: what YaRN needs to know."""
-    longs = [long for start, (_, long) in config.windows if start * config.steps <= step]
+    """The long windows in force in training up to `step`, in order: what YaRN needs to know."""
+    longs = [long for start, (_, long) in config.windows if start * config.steps <= min(step, config.steps - 1)]
     return tuple(long for long, _ in itertools.groupby(longs))
 
 # ----- the command line
@@ -297,23 +303,26 @@ class Runtime:
         self.rank, self.local_rank, self.world_size = (
             int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
         self.is_main, self.ledger, self.loader_group, self._pool = self.rank == 0, {}, None, None
-        cuda = device != "cpu" and torch.cuda.is_available()
-        refuse(device == "cuda" and not cuda, "device=cuda: torch sees no CUDA device; use --device cpu")
-        refuse(cuda and self.local_rank >= torch.cuda.device_count(), f"local rank {self.local_rank}: this node has "
-               f"{torch.cuda.device_count()} GPUs; start as many processes as GPUs (--nproc_per_node)")
+        cuda, here = device != "cpu" and torch.cuda.is_available(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        reason = "" if cuda or device == "cpu" else why_no_cuda()
+        refuse(reason or device == "cuda" and not cuda, f"device={device}: torch {torch.__version__} sees no CUDA "
+               f"device{reason}; use --device cpu to train without one")
+        refuse(cuda and max(here, self.local_rank + 1) > torch.cuda.device_count(), f"{here} processes on a node with "
+               f"{torch.cuda.device_count()} GPU(s): start at most one a GPU (--nproc-per-node)")
         self.device = torch.device("cuda", self.local_rank) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(self.device)
         elif "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # operations of this size lose to threads that wait for each other by spinning
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        self.workers = 1 if cuda else workers or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        self.workers = 1 if cuda else workers or max(1, cores // here)
         if self.workers > 1:
             sys.setswitchinterval(1e-4)  # with Python's 5 ms, threads wait for the interpreter much of a step
             self._pool = ThreadPoolExecutor(self.workers, "worker", torch.set_num_threads, (torch.get_num_threads(),))
         if self.world_size > 1:
-            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # naming cuda:nccl on a machine without CUDA raises
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+            # Naming cuda:nccl without CUDA raises; with its device NCCL connects here and now, not at its first call.
+            backend, card = ("cpu:gloo,cuda:nccl", self.device) if cuda else ("gloo", None)
+            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s), device_id=card)
             self.loader_group = dist.new_group(backend="gloo")  # its thread keeps an order of collectives of its own
     def alone(self):
         """This process as if it had no peers."""
@@ -470,6 +479,9 @@ class Log:
 # 3. Data ====================================================================================================
 
 SHARD_MAGIC, SHARD_VERSION, HEADER_INTS = 20240520, 1, 256
+# Segments that a micro-batch has room for: FlashAttention starts blocks for each. FineWeb has at most 56 in 16,384
+# tokens (modded-nanogpt, record of 2026-03-22). For more it is the next power of two, at one compilation more.
+BOUNDS = 64
 
 def open_shard(path):
     """Map a token shard (llm.c's format) as a read-only uint16 array; ConfigError where the header is wrong."""
@@ -538,7 +550,7 @@ class MicroBatch:
     inputs: Tensor          # (T,) int32 token ids
     targets: Tensor         # (T,) int64 next token ids
     segment_start: Tensor   # (T,) int32: index in [0, T) at which the token's attention segment starts
-    segment_bounds: Tensor  # (S+1,) int32: all segment boundaries, padded with T (varlen attention's cu_seqlens)
+    segment_bounds: Tensor  # (S+1,) int32: where segments start, then T (varlen attention's cu_seqlens); see BOUNDS
     slots: Tensor           # (T, O) int32: which of the values that NgramTable.lookup is given are the token's rows
     signs: Tensor           # (T, O) float32 of +-1, or 0 for no row
 
@@ -550,23 +562,20 @@ def to_device(array, device):
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
-def place_contiguous(text, low, config):
-    """Placement of the tokens low .. low + T - 1 of a Text, cut at documents."""
-    position = np.arange(low, low + config.micro_batch_tokens)
+def place_contiguous(text, low, config, length=0):
+    """Placement of T tokens from `low` on of a Text, cut at documents."""
+    position = np.arange(low, low + (length or config.micro_batch_tokens))
     return Placement(text, position, (text.starts[text.documents(position)] - low).clip(0).astype(np.int32))
 
 def assemble(place, slots, signs, device):
     """Build the MicroBatch of a Placement and its n-grams' slots and signs (numpy) on the device."""
     length = len(place.position)
     starts = np.flatnonzero(place.segment_start == np.arange(length, dtype=np.int32))
-    bounds = np.full(length // 16 + 2, length, dtype=np.int32)  # a fixed shape: no recompilation
-    refuse(len(starts) >= len(bounds), f"{len(starts)} documents in a micro-batch of {length} tokens: batches are laid "
-           "out for 16 tokens a document on average; join short documents into longer ones")
-    bounds[:len(starts)] = starts
+    room = max(BOUNDS, 1 << (len(starts) - 1).bit_length())
+    bounds = np.append(starts, np.full(room + 1 - len(starts), length)).astype(np.int32)
     tokens, position = place.text.tokens, place.position
-    arrays = (tokens[position].astype(np.int32), tokens[position + 1].astype(np.int64), place.segment_start, bounds,
-              slots, signs)
-    return MicroBatch(*(to_device(array, device) for array in arrays))
+    arrays = tokens[position].astype(np.int32), tokens[position + 1].astype(np.int64), place.segment_start, bounds
+    return MicroBatch(*(to_device(array, device) for array in (*arrays, slots, signs)))
 
 class TrainLoader:
     """Deterministic stream of steps, assembled ahead by a thread. Documents are cut into pieces of at most the largest
@@ -976,10 +985,10 @@ def blocked_bias(segment_start, window, dtype):
     visible = (key <= index) & (key > index - window) & (key >= segment_start.view(-1, block, 1))
     return torch.zeros(visible.shape, dtype=dtype, device=index.device).masked_fill_(~visible, -math.inf)
 
-def blocked_attention(q, k, v, micro_batch, bias, window, scale):
+def blocked_attention(q, k, v, micro_batch, cap, bias, window, scale):
     """Back end `sdpa`: scaled dot-product attention on any device, in time linear in T. A block of queries attends to
     its own and the preceding blocks' keys that the window can reach; the products are written out, since bf16 SDPA on a
-    CPU takes twice their time at these sizes. q, k, v, result: (T, H, D), T a multiple of the block."""
+    CPU takes twice their time. q, k, v, result: (T, H, D), T a multiple of the block; cap: for the other back end."""
     length, heads, dim = q.shape
     block = min(window, ATTENTION_BLOCK)
     def spans(x):  # (T, H, D) -> (H, blocks, window + block, D), zeros before the start
@@ -989,28 +998,6 @@ def blocked_attention(q, k, v, micro_batch, bias, window, scale):
     scores = q.transpose(0, 1).reshape(heads, -1, block, dim) @ spans(k).transpose(-1, -2)
     weights = (scores.float() * scale + bias).softmax(-1).to(v.dtype)
     return (weights @ spans(v)).view(heads, length, dim).transpose(0, 1)
-
-def varlen_attention(q, k, v, micro_batch, bias, window, scale):
-    """Back end `varlen`: FlashAttention over packed segments (CUDA, half precision); arguments as blocked_attention."""
-    from torch.nn.attention.varlen import varlen_attn
-    bounds, length = micro_batch.segment_bounds, q.size(0)
-    return varlen_attn(q, k, v, bounds, bounds, length, length, scale=scale, window_size=(window - 1, 0))
-
-ATTENTION = {"sdpa": blocked_attention, "varlen": varlen_attention}
-
-def choose_attention(config, device):
-    """Resolve the attention back end. Returns (name in ATTENTION, description for the log)."""
-    able = (device.type, config.dtype) == ("cuda", "bfloat16") and importlib.util.find_spec("torch.nn.attention.varlen")
-    refuse(config.attention == "varlen" and not able, "attention=varlen: needs CUDA, bfloat16 and torch.nn.attention."
-           f"varlen, and has {device.type}, {config.dtype} and torch {torch.__version__}; use --attention sdpa")
-    if config.attention == "sdpa" or not able:
-        return "sdpa", "sdpa"
-    try:  # FlashAttention 3 where its package is installed, else the FlashAttention 2 that torch holds
-        from torch.nn.attention import activate_flash_attention_impl
-        activate_flash_attention_impl("FA3")
-        return "varlen", "varlen-fa3"
-    except Exception as error:  # whatever an absent or unfit package raises
-        return "varlen", f"varlen-fa2 (no FA3: {type(error).__name__})"
 
 def rotary_tables(length, head_dim, windows_so_far, device, dtype):
     """(cos, sin, scale): rotary position embedding, (length, 1, head_dim // 2) each, and the softmax scale for unit-RMS
@@ -1094,7 +1081,7 @@ class GPT(nn.Module):
                 v = v + self.gate(x, self.value_gate[which])[..., None] * embedding
             q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
             window = phase.windows[layer]
-            y = self.attend(q, k, v, micro_batch, context.biases.get(window), window, scale)
+            y = self.attend(q, k, v, micro_batch, phase.cap, context.biases.get(window), window, scale)
             x = x + F.linear(y.flatten(1), self.attention[4 * layer + 3])
             h = F.relu(F.linear(norm(x), self.mlp[2 * layer])).square()
             x = x + h @ self.mlp[2 * layer + 1]
@@ -1123,7 +1110,7 @@ class GPT(nn.Module):
 class Rule(NamedTuple):
     """Which group steps a parameter, and with which numbers."""
     group: str              # small | embeddings | matrices
-    lr_mul: float = 1.0     # times the group's learning rate
+    lr_mul: float | tuple = 1.0  # times the group's learning rate; a tuple: of the matrices of a bank in turn
     decay_mul: float = 0.0  # times Config.matrix_decay for matrices, else the decay itself
     betas: tuple = (0.9, 0.95)  # muon and soap_muon read the second only; their momentum follows a schedule
 
@@ -1134,6 +1121,16 @@ RULES = {
     **dict.fromkeys(("value_gate", "smear_gate", "smear_scale", "residual_scale", "embed_scale", "ngram_gate",
                      "skip_scale"), Rule("small")),
 }
+
+# modded-nanogpt's, whose Adam decays by the rate squared, where update and weight agree in sign: here half of the mean.
+TRACK_RULES = {"fineweb": {
+    "attention": Rule("matrices", 1.0, 1.0, (0.9, 0.9)), "mlp": Rule("matrices", (1.0, 2.0), 1.0, (0.9, 0.9)),
+    **dict.fromkeys(("embed", "head"), Rule("embeddings", 1.0, 0.003, (0.5, 0.95))),
+    "value_embed": Rule("embeddings", 75.0, 0.008, (0.75, 0.95)), "residual_scale": Rule("small", 5.0),
+    **dict.fromkeys(("embed_scale", "skip_scale", "smear_scale"), Rule("small", 5.0, 0.0, (0.9, 0.99))),
+    **dict.fromkeys(("value_gate", "ngram_gate"), Rule("small", 1.0, 0.0, (0.9, 0.99))),
+    "smear_gate": Rule("small", 0.01, 0.0, (0.9, 0.99)),
+}}
 
 # The numbers of one update: step, counted from 1; rate; decay, per unit of rate; momentum; betas; dtype of products.
 Hyper = collections.namedtuple("Hyper", "step lr decay momentum betas dtype")
@@ -1226,10 +1223,8 @@ def change_basis(x, sides, back=False):
 
 def known_bases(state):
     """(k, 1, 1): 1.0 where the matrix has had a gradient that its bases could follow, else 0.0."""
-    known = torch.ones_like(state["moment"][:, :1, :1])
-    for side in sides_of(state):
-        known = known * (side.factor.diagonal(dim1=-2, dim2=-1).sum(-1) > 0)[:, None, None]
-    return known
+    had = [(side.factor.diagonal(dim1=-2, dim2=-1).sum(-1) > 0)[:, None, None] for side in sides_of(state)]
+    return math.prod(had, start=torch.ones_like(state["moment"][:, :1, :1]))
 
 def soap_update(weight, grad, state, hyper):
     """SOAP: Adam in the eigenbasis, then cautious decay; scaled by 1 / sqrt(n), so that a rate means what it does for
@@ -1342,13 +1337,23 @@ def refresh_method(step, device):
 class Layout:
     """How ranks share a parameter along its first axis, as Runtime.share says: of a bank whole matrices. Each holds all
     of `param` and updates its part. Only the float32 sum of gradients is padded: collectives ask for equal parts."""
-    def __init__(self, name, param, runtime):
-        self.name, self.param, self.count = name, param, len(param)
-        self.low, self.high = runtime.share(self.count)
+    def __init__(self, name, param, runtime, rule):
+        self.name, self.param, self.count, self.rule, self.lr_mul = name, param, len(param), rule, rule.lr_mul
+        (self.low, self.high), self.fresh = runtime.share(self.count), True  # fresh: the next gradient begins a sum
+        if type(rule.lr_mul) is tuple:
+            self.lr_mul = torch.tensor(rule.lr_mul * self.count, device=param.device)[self.low:self.high, None, None]
         self.grad = torch.zeros(self.count + -self.count % runtime.world_size, *param.shape[1:], device=param.device)
     def own(self, tensor):
         """This rank's part of a tensor that has the parameter's shape."""
         return tensor[self.low:self.high]
+
+def take_step(update, part, grad, waited, state, hyper):
+    """An update of this rank's part of a parameter, in place. grad: the sum of so many steps' gradients."""
+    mantissa, grad = state.get("mantissa"), grad.float() / waited if waited > 1 else grad.float()
+    weight = part if mantissa is None else join_mantissa(part, mantissa)
+    update(weight, grad, state, hyper)
+    if mantissa is not None:
+        split_mantissa(weight, part, mantissa)
 
 class ParameterGroup(Group):
     """Parameters of the model under one rule, with a Layout and a state {key: tensor} each."""
@@ -1359,7 +1364,10 @@ class ParameterGroup(Group):
             rule = config.matrix_update
             refuse(rule not in MATRIX_RULES, f"matrix_update={rule}: must be one of {', '.join(MATRIX_RULES)}")
             self.rule, self.every, self.lr, self.decay = MATRIX_RULES[rule], 1, config.matrix_lr, config.matrix_decay
-        self.layouts = {key: Layout(key, param, runtime) for key, param in params.items()}
+        self.take_step = compiled_updates() if runtime.device.type == "cuda" and config.compile else take_step
+        self.wire = getattr(torch, config.grad_comms if runtime.world_size > 1 else "float32")
+        rules = RULES | TRACK_RULES.get(config.track, {})
+        self.layouts = {key: Layout(key, param, runtime, rules[key]) for key, param in params.items()}
         self.state = {key: self.new_state(layout.own(layout.param.data)) for key, layout in self.layouts.items()}
     def new_state(self, part):
         """What the rule keeps of this rank's part of a parameter, at its start."""
@@ -1382,25 +1390,23 @@ class ParameterGroup(Group):
         return [layout for name, layout in self.layouts.items() if name != "embed" or step >= untie_step(self.config)]
     def reduce(self, step):
         for layout in self.stepping(step):
-            summed, layout.work = self.runtime.reduce_scatter(layout.grad, layout.name)
-            layout.sum = summed[:layout.high - layout.low]
+            if layout.fresh:  # no gradient has come
+                layout.grad.zero_()
+            summed, layout.work = self.runtime.reduce_scatter(layout.grad.to(self.wire), layout.name)
+            layout.sum, layout.fresh = summed[:layout.high - layout.low], True
     def update(self, step, lr_mul):
-        waited = step % self.every + 1  # steps whose gradients were added up
+        waited, dtype = step % self.every + 1, getattr(torch, self.config.dtype)  # steps whose gradients were added up
         for layout in self.stepping(step):
-            rule, state = RULES[layout.name], self.state[layout.name]
-            hyper = Hyper(-(-(step + 1) // self.every), self.lr * rule.lr_mul * lr_mul, self.decay * rule.decay_mul,
-                          momentum_at(self.config, step), rule.betas, getattr(torch, self.config.dtype))
-            part, mantissa = layout.own(layout.param.data), state.get("mantissa")
-            weight = part if mantissa is None else join_mantissa(part, mantissa)
+            hyper = Hyper(-(-(step + 1) // self.every), self.lr * layout.lr_mul * lr_mul, self.decay *
+                          layout.rule.decay_mul, momentum_at(self.config, step), layout.rule.betas, dtype)
+            part = layout.own(layout.param.data)
             wait(layout.work)
-            self.rule.update(weight, layout.sum / waited if waited > 1 else layout.sum, state, hyper)
-            if mantissa is not None:
-                split_mantissa(weight, part, mantissa)
+            self.take_step(self.rule.update, part, layout.sum, waited, self.state[layout.name], hyper)
             layout.joined, layout.work = self.runtime.gather_shares(part, layout.count, layout.name)
         if self.rule.bases:  # follow the gradients while the new weights travel; a matrix' bases step in their turn
             banks, every = [], self.config.basis_every if step >= EIGH_STEPS else 1
             for layout, state in zip(self.layouts.values(), self.state.values()):
-                update_factors(layout.sum, sides_of(state), self.rule.kl)
+                update_factors(layout.sum.float(), sides_of(state), self.rule.kl)
                 banks.append({key: value[(step - layout.low) % every::every] for key, value in state.items()})
             refresh_eigenbases(banks, refresh_method(step, self.runtime.device))
     def receive(self, step):
@@ -1408,7 +1414,6 @@ class ParameterGroup(Group):
             if layout.work is not None:
                 wait(layout.work)
                 layout.param.data.copy_(layout.joined)
-            layout.grad.zero_()
     def size(self):
         return sum(layout.param.numel() for layout in self.layouts.values())
     def tensors(self):
@@ -1455,7 +1460,9 @@ class Optimizer:
         """Add one micro-batch's gradients, {name: tensor or None for a parameter that was not used}."""
         for name, grad in grads.items():
             if grad is not None:
-                self.layouts[name].grad[:len(grad)] += grad
+                layout, total = self.layouts[name], self.layouts[name].grad[:len(grad)]
+                (total.copy_ if layout.fresh else total.add_)(grad)
+                layout.fresh = False
     def step(self, step, lr_mul):
         def take(groups):
             for group in groups:
@@ -1486,22 +1493,20 @@ class Trainer:
         self.model = GPT(config, attention).to(runtime.device)
         self.table = NgramTable(config, runtime)
         self.optimizer = Optimizer(config, self.model, self.table, runtime)
-        self.rotary = functools.cache(lambda windows: rotary_tables(
-            config.micro_batch_tokens, config.head_dim, windows, runtime.device, getattr(torch, config.dtype)))
-        self.compile_name, self.forward, on_cpu = choose_compile(config), self.model, runtime.device.type == "cpu"
+        self.rotary = functools.cache(lambda length, windows: rotary_tables(
+            length, config.head_dim, windows, runtime.device, getattr(torch, config.dtype)))
+        self.compile_name, self.forward = choose_compile(config, runtime.device), self.model
         if self.compile_name == "inductor":
-            torch._dynamo.config.recompile_limit = 64  # a phase is two graphs, and torch's default limit is 8
-            torch._dynamo.config.fail_on_recompile_limit_hit = True  # never eager in silence
-            # On a CPU the compiled code calls its kernels itself: else the interpreter's lock would halt other workers.
-            self.forward = torch.compile(self.model, dynamic=False, options={"cpp_wrapper": on_cpu})
+            self.forward = compiled_model(self.model, runtime.device)
     def context(self, step, micro_batch, training=False):
         """The model's Context at `step`. Outside training only the next token is scored, whatever the schedule says."""
         config, phase, dtype = self.config, phase_at(self.config, step), getattr(torch, self.config.dtype)
+        length = len(micro_batch.inputs)
         if not training:  # the model as the last step left it: untying is the first thing that the next one does
-            phase = phase._replace(mtp_weights=(1.0,), tied=is_tied_before(config, step))
+            phase = phase._replace(mtp_weights=(1.0,), tied=is_tied_before(config, step), cap=length)
         windows = set(phase.windows) if self.model.attend is blocked_attention else ()
         biases = {window: blocked_bias(micro_batch.segment_start, window, dtype) for window in windows}
-        return Context(phase, self.rotary(windows_until(config, step)), biases)
+        return Context(phase, self.rotary(length, windows_until(config, step)), biases)
     def accumulate(self, step, batch):
         """Add up the gradients of this rank's micro-batches. Returns their summed losses, a 0-dim tensor."""
         if step and step == untie_step(self.config):
@@ -1536,12 +1541,12 @@ class Trainer:
         return (made := assemble(place, slots, signs, self.runtime.device)), self.table.lookup(made, values)
     @torch.no_grad()
     def score(self, step, text, low):
-        """Losses (T,) of the tokens behind low .. low + T - 1 of a Text, and hidden states, of the model at `step`."""
-        micro_batch, ngram = self.read(place_contiguous(text, low, self.config))
+        """Losses (val_length,) of the tokens behind those from `low` on of a Text, and hidden states, before `step`."""
+        micro_batch, ngram = self.read(place_contiguous(text, low, self.config, self.config.val_length))
         return self.forward(micro_batch, ngram, self.context(step, micro_batch))[1:]
     def evaluate(self, step, val):
         """Mean loss over the track's validation tokens, in nats per token; micro-batches are shared among ranks."""
-        length, runtime, text = self.config.micro_batch_tokens, self.runtime, Text(val, self.config)
+        length, runtime, text = self.config.val_length, self.runtime, Text(val, self.config)
         count, here = self.config.val_tokens // length, table_is_here(self.config, runtime)
         def summed(index):
             # Ranks without a last micro-batch score one again, at weight 0, since reading rows takes all of them.
@@ -1550,18 +1555,6 @@ class Trainer:
         total = sum((runtime.map if here else map)(summed, indices))
         wait(runtime.all_reduce(total, "validation"))
         return total.item() / self.config.val_tokens
-
-def choose_compile(config):
-    """inductor where it can work, else why not: announced in the log, never silent."""
-    if not config.compile:
-        return "off"
-    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():  # inductor's and triton's wrappers include it
-        return "off (no Python.h: install the python3-dev package)"
-    try:
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        return "inductor" if get_cpp_compiler() else "off"
-    except Exception as error:  # inductor raises its own types for a missing compiler
-        return f"off (no C++ compiler: {type(error).__name__})"
 
 def unaffected(trainer, step, tokens, low, spans):
     """Whether, for each (a, b) of `spans`, losses and hidden states of tokens[a:b] stay bitwise the same when all other
@@ -1578,7 +1571,7 @@ def unaffected(trainer, step, tokens, low, spans):
 
 def check_causal(trainer, step, val):
     """Nothing depends on later tokens: cuts are at both ends, at edges of blocks and documents, and drawn anew."""
-    length, rng = trainer.config.micro_batch_tokens, np.random.default_rng(trainer.config.seed)
+    length, rng = trainer.config.val_length, np.random.default_rng(trainer.config.seed)
     tokens = np.resize(val[:trainer.config.val_tokens], 2 * length + 1)  # the first half is there to look back at
     tokens[length + length // 3] = trainer.config.eot_token
     drawn = (np.arange(16) + 16 * rng.integers(-(-length // 16), size=16)) % length  # all residues of 2, 4, 8, 16
@@ -1587,7 +1580,7 @@ def check_causal(trainer, step, val):
 
 def check_local(trainer, step, val):
     """Nothing depends on other documents, of sixteen with the same text: what is looked up in them would be found."""
-    length, eot = trainer.config.micro_batch_tokens, trainer.config.eot_token
+    length, eot = trainer.config.val_length, trainer.config.eot_token
     size = max(length // 16, 16) | 1  # odd, so that documents begin anywhere in a block of attention
     tokens = np.resize(np.where(val[:size] == eot, 0, val[:size]), 2 * size + length)
     tokens[::size] = eot  # the first document stands before the micro-batch
@@ -1597,7 +1590,7 @@ def check_local(trainer, step, val):
 def check_normalised(trainer, step, val):
     """Losses are the negative log-softmax, over the whole vocabulary, of the logits at the hidden states that the same
     forward pass ends in, up to a logit's last bit; `evaluate` is their mean, in whatever order they are scored."""
-    config, length, exact, same = trainer.config, trainer.config.micro_batch_tokens, [], True
+    config, length, exact, same = trainer.config, trainer.config.val_length, [], True
     count = min(config.val_tokens // length, trainer.runtime.world_size + 1)  # shares of ranks are uneven
     for low in reversed(range(0, count * length, length)):
         losses, hidden = trainer.score(step, Text(val, config), low)
@@ -1730,7 +1723,7 @@ def warm_up(trainer):
     """Compile and run every phase of the schedule on synthetic tokens, then put the state back; digests prove it."""
     config, runtime = trainer.config, trainer.runtime
     before, rng = state_digest(trainer), torch.get_rng_state()
-    tokens = np.random.default_rng(0).integers(0, config.eot_token, config.micro_batch_tokens + 1).astype(np.uint16)
+    tokens = np.random.default_rng(0).integers(0, config.eot_token, config.val_length + 1).astype(np.uint16)
     tokens[0] = config.eot_token
     place = place_contiguous(text := Text(tokens, config), 0, config)
     rows, signs = table_rows(place, config, trainer.table.index)
@@ -1739,7 +1732,8 @@ def warm_up(trainer):
     trainer.table.pull(plan)
     put_back = [group.keep() for group in trainer.optimizer.groups]
     first = {(phase_at(config, step), windows_until(config, step)): step for step in reversed(range(config.steps))}
-    for step in sorted(first.values()):
+    # Adam's first step and the run's last: all groups step at these, on sums of as many steps as they ever do.
+    for step in sorted({*first.values(), min(config.adam_every, config.steps) - 1, config.steps - 1}):
         for _ in range(2):  # the second call is the first without compilation
             trainer.step(step, batch)
             trainer.score(step, text, 0)
@@ -1991,8 +1985,8 @@ def main(argv=None, extend=None):
         hook = extend(config) if extend else None
         runtime = Runtime(config.device, workers=config.workers)
     except (ConfigError, OSError) as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"status:error {error}", flush=True)
+        rank = int(os.environ.get("RANK", 0))  # whose own GPU may be what is lacking
+        print(f"rank {rank}: " * (rank > 0) + f"status:error {error}", file=sys.stderr if rank else None, flush=True)
         return 2
     return train(config, overrides, runtime, content, hook, "--check" in argv)
 
@@ -2036,6 +2030,69 @@ class CappedCrossEntropy(torch.autograd.Function):
     def backward(ctx, upstream, _):
         grad_hidden, grad_head = ctx.saved_tensors
         return grad_hidden * upstream, grad_head * upstream, None, None, None, None
+
+# ----- back ends, and what says that one is not to be had
+def why_no_cuda():
+    """What keeps torch from this machine's NVIDIA GPU; "" where there is none, or CUDA_VISIBLE_DEVICES hides it."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not list(Path("/dev").glob("nvidia[0-9]*")):
+        return ""
+    driver = line_of("/proc/driver/nvidia/version", "NVRM version") or "unknown"
+    return (f", for its CUDA {torch.version.cuda} does not run with this driver: {driver} (CUDA 13 needs 580 or newer)"
+            if torch.version.cuda else ", for this wheel is built without; install the one with CUDA (PyPI's has it)")
+
+def varlen_attention(q, k, v, micro_batch, cap, bias, window, scale):
+    """Back end `varlen`: FlashAttention over packed segments (CUDA, half precision) of at most `cap` tokens: for each
+    head and segment its grid has a block for every 128 of these. Other arguments as blocked_attention's."""
+    from torch.nn.attention.varlen import varlen_attn
+    bounds = micro_batch.segment_bounds
+    return varlen_attn(q, k, v, bounds, bounds, cap, cap, scale=scale, window_size=(window - 1, 0))
+
+ATTENTION = {"sdpa": blocked_attention, "varlen": varlen_attention}
+
+def choose_attention(config, device):
+    """Resolve the attention back end. Returns (name in ATTENTION, description for the log)."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    refuse(device.type == "cuda" and config.dtype == "bfloat16" and capability < (8, 0), f"dtype=bfloat16: "
+           f"{device_name(device)} has no bfloat16 (compute capability {capability}, from (8, 0) on); --dtype float32")
+    able = (device.type, config.dtype) == ("cuda", "bfloat16") and importlib.util.find_spec("torch.nn.attention.varlen")
+    refuse(config.attention == "varlen" and not able, "attention=varlen: needs CUDA, bfloat16 and torch.nn.attention."
+           f"varlen, and has {device.type}, {config.dtype} and torch {torch.__version__}; use --attention sdpa")
+    if config.attention == "sdpa" or not able:
+        return "sdpa", "sdpa"
+    newer = {9: "FA3", 10: "FA4"}.get(capability[0], "newer one for this device")
+    try:  # where its package is installed, else the FlashAttention 2 that torch holds
+        from torch.nn.attention import activate_flash_attention_impl
+        activate_flash_attention_impl(newer)
+        return "varlen", f"varlen-{newer} (activated; only a profile proves that its kernels run)"
+    except Exception as error:  # whatever an absent or unfit package raises
+        return "varlen", f"varlen-FA2 (no {newer}: {type(error).__name__})"
+
+def compiled_model(model, device):
+    torch._dynamo.config.recompile_limit = 64  # a phase is two graphs, and torch's default limit is 8
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # never eager in silence
+    # On a CPU the compiled code calls its kernels itself: else the interpreter's lock would halt other workers.
+    return torch.compile(model, dynamic=False, options={"cpp_wrapper": device.type == "cpu"})
+
+def compiled_updates():
+    """take_step as a handful of kernels. What changes from step to step is a tensor on the CPU: nothing recompiles."""
+    step = torch.compile(take_step, dynamic=False)
+    def call(update, part, grad, waited, state, hyper):
+        changing = {key: torch.as_tensor(getattr(hyper, key)) for key in ("step", "lr", "momentum")}
+        step(update, part, grad, waited, state, hyper._replace(**changing))
+    return call
+
+def choose_compile(config, device):
+    """inductor where it can work, else why not: for the log, and on CUDA, where a run would crawl, an error."""
+    if not config.compile:
+        return "off"
+    lacks = "" if Path(sysconfig.get_paths()["include"], "Python.h").is_file() else "Python.h: install python3-dev"
+    try:  # inductor's and triton's wrappers of kernels take both
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        get_cpp_compiler()
+    except Exception:  # inductor raises its own types for a missing compiler
+        lacks = "C++ compiler: install g++"
+    refuse(lacks and device.type == "cuda", f"compile=True: no {lacks}, or go without by --compile false")
+    return f"off (no {lacks})" if lacks else "inductor"
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -148,7 +148,7 @@ def micro_batch_of(starts, length, device):
 
 def attend(name, q, k, v, micro_batch, window, scale):
     bias = train_gpt.blocked_bias(micro_batch.segment_start, window, q.dtype) if name == "sdpa" else None
-    return train_gpt.ATTENTION[name](q, k, v, micro_batch, bias, window, scale)
+    return train_gpt.ATTENTION[name](q, k, v, micro_batch, len(q), bias, window, scale)
 
 
 def attention_errors(session, name, dtype, windows, length, heads, dim):
@@ -186,7 +186,7 @@ def attention_milliseconds(session, name, window, length, heads, dim):
     if name == "sdpa" and not session.tiny:
         forward = torch.compile(forward, dynamic=False)
     return session.milliseconds(lambda: torch.autograd.grad(
-        forward(*inputs, micro_batch, bias, window, 0.1), inputs, upstream))
+        forward(*inputs, micro_batch, length, bias, window, 0.1), inputs, upstream))
 
 
 @part(seconds=120)

@@ -53,7 +53,7 @@ def test_named_keys_exist_and_are_spelt_one_way(page):
 
 def test_chapters_of_the_map_are_those_of_the_file():
     banners = [(number, name.rstrip(" =")) for number, name in re.findall(r"^# (\d+)\. (.+)$", SOURCE, re.MULTILINE)]
-    assert len(banners) == 10
+    assert len(banners) == 11
     assert re.findall(r"^\| (\d+) ([^|]+?) \|", TEXT, re.MULTILINE) == banners
     assert re.findall(r"^ +(\d+)\. (.+?)  +", train_gpt.__doc__, re.MULTILINE) == banners
 
