@@ -1083,8 +1083,7 @@ class GPT(nn.Module):
             window = phase.windows[layer]
             y = self.attend(q, k, v, micro_batch, phase.cap, context.biases.get(window), window, scale)
             x = x + F.linear(y.flatten(1), self.attention[4 * layer + 3])
-            h = F.relu(F.linear(norm(x), self.mlp[2 * layer])).square()
-            x = x + h @ self.mlp[2 * layer + 1]
+            x = x + ReluSquareMLP.apply(norm(x), self.mlp[2 * layer], self.mlp[2 * layer + 1])
             if layer < len(self.skip_scale):
                 skips.append(x)
         if ngram is not None:
@@ -2030,6 +2029,70 @@ class CappedCrossEntropy(torch.autograd.Function):
     def backward(ctx, upstream, _):
         grad_hidden, grad_head = ctx.saved_tensors
         return grad_hidden * upstream, grad_head * upstream, None, None, None, None
+
+# ----- linear and ReLU^2
+try:  # triton comes with torch's builds for CUDA
+    import triton
+    import triton.language as tl
+    jit = triton.jit
+except ImportError:
+    triton, tl, jit = None, collections.namedtuple("Language", "constexpr")(None), lambda kernel: kernel
+
+def kernels_run(tensor):
+    """Whether Triton's kernels are what computes with this tensor; the plain form does elsewhere."""
+    return triton is not None and tensor.is_cuda
+
+@jit
+def relu_square_kernel(left, right, post, out, rows, columns: tl.constexpr, depth: tl.constexpr,
+                       TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr):
+    """out (rows, columns): relu(left rightᵀ)^2 of left (rows, depth) and right (columns, depth); where post is given,
+    the gradient through that, 2 sqrt(post) left rightᵀ. One program a tile of out; those of a row of tiles are
+    neighbours, so that what they share of left comes from the cache, as do all of right's."""
+    tile = tl.program_id(0)
+    across = tl.cdiv(columns, WIDE)
+    row, column = tile // across * TALL + tl.arange(0, TALL), tile % across * WIDE + tl.arange(0, WIDE)
+    inner = tl.arange(0, DEEP)
+    left_at = left + (row % rows)[:, None] * depth + inner[None, :]
+    right_at = right + (column % columns)[None, :] * depth + inner[:, None]
+    total = tl.zeros((TALL, WIDE), tl.float32)
+    for low in range(0, depth, DEEP):
+        here = inner < depth - low
+        total = tl.dot(tl.load(left_at + low, here[None, :], 0.0), tl.load(right_at + low, here[:, None], 0.0), total)
+    at = row[:, None] * columns + column[None, :]
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    if post is None:
+        total = tl.maximum(total, 0.0)
+        total = total * total
+    else:
+        total = 2 * total * tl.sqrt(tl.load(post + at, inside, 0.0).to(tl.float32))
+    tl.store(out + at, total.to(out.dtype.element_ty), inside)
+
+def relu_square(left, right, post=None):
+    """What relu_square_kernel computes, by the kernel where it runs: the product never reaches memory."""
+    if not kernels_run(left):
+        product = left @ right.T
+        return F.relu(product).square() if post is None else product * (2 * post.sqrt())
+    out = left.new_empty(len(left), len(right))
+    tall, wide = 128, 256
+    tiles = triton.cdiv(len(left), tall) * triton.cdiv(len(right), wide)
+    relu_square_kernel[(tiles,)](left, right, post, out, len(left), len(right), left.size(1), tall, wide, 64,
+                                 num_warps=8, num_stages=3)
+    return out
+
+class ReluSquareMLP(torch.autograd.Function):
+    """relu(x upᵀ)^2 down, of x (T, dim), up and down (mlp_dim, dim). Only the square is kept for the backward pass,
+    which wants the root of it."""
+    @staticmethod
+    def forward(ctx, x, up, down):
+        post = relu_square(x, up)
+        ctx.save_for_backward(x, up, down, post)
+        return post @ down
+    @staticmethod
+    def backward(ctx, grad):
+        x, up, down, post = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_product = relu_square(grad, down, post)
+        return grad_product @ up, grad_product.T @ x, post.T @ grad
 
 # ----- back ends, and what says that one is not to be had
 def why_no_cuda():

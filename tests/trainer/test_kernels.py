@@ -1,9 +1,15 @@
 """Chapter 11: each kernel against the plain form of what it computes, in float64."""
+import json
+import os
+import subprocess
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import train_gpt
+from benchmarks import cuda_codegen
+from helpers import ROOT
 
 T, DIM, VOCAB, AHEAD = 150, 24, 70, 3
 
@@ -73,3 +79,83 @@ def test_without_gradients_the_losses_are_the_same():
         scored = train_gpt.CappedCrossEntropy.apply(*inputs, 15.0, False)
     for ours, learned in zip(scored, one_pass(*inputs, 15.0)):
         torch.testing.assert_close(ours, learned, rtol=0, atol=0)
+
+
+# ----- linear and ReLU^2
+
+def plain_mlp(x, up, down):
+    return F.relu(x @ up.T).square() @ down
+
+
+def mlp_inputs(dtype):
+    return [drawn(*shape, scale=scale, seed=seed).to(dtype) for seed, (shape, scale) in enumerate(
+        [((T, DIM), 1.0), ((VOCAB, DIM), 0.3), ((VOCAB, DIM), 0.3), ((T, DIM), 1.0)])]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_mlp_and_its_gradients_are_those_of_the_plain_form(dtype, tolerance):
+    *leaves, upstream = mlp_inputs(dtype)
+    exact = [leaf.double().requires_grad_() for leaf in leaves]
+    expected = plain_mlp(*exact)
+    wanted = [expected, *torch.autograd.grad(expected, exact, upstream.double())]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    made = train_gpt.ReluSquareMLP.apply(*leaves)
+    for ours, value in zip([made, *torch.autograd.grad(made, leaves, upstream)], wanted):
+        assert ours.dtype == dtype and (ours.double() - value).norm() < tolerance * value.norm()
+
+
+# ----- on a GPU's terms: Triton's interpreter, and the code for sm_90
+
+needs_cuda_build = pytest.mark.skipif(not cuda_codegen.cuda_python(), reason="no CUDA build of torch with triton; "
+                                      "`python benchmarks/cuda_codegen.py --setup` makes an environment that has one")
+
+
+def with_cuda_build(script, **environment):
+    """The last line of a script's output, as JSON, in the Python that has triton."""
+    done = subprocess.run([cuda_codegen.cuda_python(), "-c", script], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, **environment})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+INTERPRETED = """
+import json, torch, train_gpt
+found = []
+for dtype in (torch.float32, torch.float16):
+    torch.manual_seed(0)
+    left, right = torch.randn(150, 40).to(dtype), (torch.randn(300, 40) / 6).to(dtype)
+    plain = train_gpt.relu_square(left, right)
+    plain = plain, train_gpt.relu_square(left, right, plain)
+    honest, train_gpt.kernels_run = train_gpt.kernels_run, lambda tensor: True
+    ours = train_gpt.relu_square(left, right), train_gpt.relu_square(left, right, plain[0])
+    train_gpt.kernels_run = honest
+    found += [((a - b).norm() / b.norm()).item() for a, b in zip(ours, plain)]
+print(json.dumps(found))
+"""
+
+
+@needs_cuda_build
+def test_the_triton_kernel_computes_what_the_plain_form_does():
+    """In float32 and float16: Triton's interpreter multiplies no bfloat16."""
+    found = with_cuda_build(INTERPRETED, TRITON_INTERPRET="1")
+    assert max(found[:2]) < 1e-6 and 0 < min(found[2:]) and max(found[2:]) < 1e-3
+
+
+ASSEMBLED = """
+import json, torch, train_gpt
+from benchmarks import cuda_codegen as codegen
+codegen.pretend_h100()
+generator = codegen.Generator()
+with codegen.FakeTensorMode():
+    leaves = [torch.empty(rows, 768, dtype=torch.bfloat16, requires_grad=True) for rows in (16384, 3072, 3072)]
+    made = generator.compile(train_gpt.ReluSquareMLP.apply, dynamic=False)(*leaves)
+    torch.autograd.grad(made.sum(), leaves)
+print(json.dumps([[codegen.read_graph(graph), codegen.assemble(graph)] for graph in generator.graphs]))
+"""
+
+
+@needs_cuda_build
+def test_the_triton_kernel_is_assembled_for_sm_90_and_keeps_products_out_of_memory():
+    for (read, rows), reads_post in zip(with_cuda_build(ASSEMBLED), (False, True)):
+        assert [(name, spilled) for name, _, spilled in rows] == [("relu_square_kernel", 0)]
+        assert read["gigabytes"] == pytest.approx(reads_post * 2 * 16384 * 3072 / 1e9)
