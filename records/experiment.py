@@ -4,6 +4,7 @@ The runs of an experiment lie at logs/<experiment>-<number>, an id that holds th
 call that was interrupted goes on where it stopped, and another number of runs is another experiment.
 """
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -19,7 +20,8 @@ import train_gpt
 from records import render, stats
 from records.files import RecordError, write_whole
 from records.ledger import Ledger
-from records.log import START, order_of_pairs, parse_log
+from records.log import BLOCK, START, order_of_pairs, parse_log
+from records.record import speed_figures
 
 RUN_OF = "\n    run_of: str = knob("  # the field of a script that is told its place in a batch
 
@@ -78,8 +80,8 @@ class Experiment:
             print(f"note: the load is {os.getloadavg()[0]:.1f}; times are those of a busy machine")
 
     def plan(self):
-        """[(letter, number), ...] in the order of the runs. That of pairs is drawn, so that nothing that the machine does
-        beside can follow it."""
+        """[(letter, number), ...] in the order of the runs. That of pairs is drawn, so that nothing that the machine
+        does beside can follow it."""
         if len(self.scripts) == 1:
             return [(letter, number) for letter in self.scripts for number in range(1, self.count + 1)]
         batch = self.ledger.batch_of(self.track, self.code, self.name)
@@ -131,8 +133,9 @@ class Experiment:
                               f"again to go on")
         return done
 
-    def run_all(self):
-        """The Run of every (letter, number) of the plan, in order, made now unless it is there. Tells how far it is."""
+    def run_all(self, enough=lambda runs: False):
+        """The Run of every (letter, number) of the plan, in order, made now unless it is there. Tells how far it is.
+        enough: of the runs so far, whether the rest can be spared."""
         self.prepare()
         runs, spent, plan = {}, [], self.plan()
         for place, (letter, number) in enumerate(plan, 1):
@@ -144,6 +147,8 @@ class Experiment:
             left = f", about {sum(spent) / len(spent) * (len(plan) - place) / 60:.0f} min to go" if spent else ""
             print(f"val_loss {run.val_loss:.5f} time {run.train_time_ms / 1000:.1f} s"
                   f"{' (was there)' if there else ''}{left}", flush=True)
+            if enough(runs):
+                break
         return runs
 
 
@@ -176,23 +181,46 @@ def slope_at_end(runs):
     return float(np.polyfit([point.step for point in curve], [point.loss for point in curve], 1)[0])
 
 
-def ab_report(a, b):
+def complete_pairs(runs):
+    """[(run of A, run of B), ...] of the pairs that are complete, of Runs by (letter, number)."""
+    numbers = itertools.takewhile(lambda number: {("a", number), ("b", number)} <= runs.keys(), itertools.count(1))
+    return [(runs["a", number], runs["b", number]) for number in numbers]
+
+
+def shown_early(pairs, declared, level, target):
+    """Whether fewer pairs than were declared show what a record claims, gain and target. Prints how it stands."""
+    speed, left = speed_figures(pairs, declared, level), declared - len(pairs)
+    needed = stats.pairs_needed(pairs, level)
+    loss_p = stats.p_below([run.val_loss for run, _ in pairs], target)
+    if len(pairs) in stats.looks(declared)[:-1] and speed["shown_by"] and loss_p < level / len(stats.looks(declared)):
+        print(f"pairs 1 to {len(pairs)} show the gain and the target; the other {left} are spared")
+        return True
+    outlook = "complete" if not left else "no number of pairs would show a gain" if needed is None else (
+        f"a gain of this size is likely to take {max(needed - len(pairs), 1)} pairs more")
+    print(f"pairs {len(pairs)}/{declared}, A in relation to B: {render.clocks(speed)}; {outlook}", flush=True)
+    return False
+
+
+def ab_report(a, b, speed, level):
     """The text that `ab` ends with, for Runs in pairs."""
     times = [(run.train_time_ms - base.train_time_ms) / 1000 for run, base in zip(a, b)]
     losses = [run.val_loss - base.val_loss for run, base in zip(a, b)]
     rows = [[str(number), f"{one.val_loss:.5f}", f"{two.val_loss:.5f}", f"{one.train_time_ms / 1000:.2f}",
              f"{two.train_time_ms / 1000:.2f}", f"{time_s:+.2f}"]
             for number, (one, two, time_s) in enumerate(zip(a, b, times), 1)]
-    lines = [render.table(["pair", "loss A", "loss B", "time A, s", "time B, s", "A - B, s"], rows), ""]
-    for what, unit, digits, values in (("time", " s", 2, times), ("loss", "", 5, losses)):
-        mean, low, high = stats.interval(values)
-        p = stats.p_below(values if mean < 0 else [-value for value in values], 0)
-        verdict = f"A is {'lower' if mean < 0 else 'higher'}" if p < stats.ALPHA else "undecided"
-        if verdict == "undecided":
-            needed = stats.runs_needed(values)
-            verdict += f"; about {needed} pairs would tell" if needed else f"; {stats.MOST_RUNS:,} pairs would not tell"
-        lines.append(f"{what} A - B: {mean:+.{digits}f}{unit} ({stats.CONFIDENCE:.0%}: {low:+.{digits}f} to "
-                     f"{high:+.{digits}f}), p = {p:.2g}: {verdict}")
+    shown = f"shown, by {speed['shown_by']} time" if speed["shown_by"] else f"not shown, at most {level:g} is needed"
+    mean, low, high = stats.interval(losses)
+    p = stats.p_below(losses if mean < 0 else [-loss for loss in losses], 0)
+    verdict = f"A is {'lower' if mean < 0 else 'higher'}" if p < stats.ALPHA else "undecided"
+    if verdict == "undecided":
+        needed = stats.runs_needed(losses)
+        verdict += f"; about {needed} pairs would tell" if needed else f"; {stats.MOST_RUNS:,} pairs would not tell"
+    lines = [render.table(["pair", "loss A", "loss B", "time A, s", "time B, s", "A - B, s"], rows), "",
+             f"time A - B: {render.difference(speed)}",
+             f"in relation to B: {render.clocks(speed)}; fastest parts {100 * speed['fastest_parts']:+.1f} %",
+             f"that A is faster: {render.p_text(speed['p'])}: {shown}",
+             f"loss A - B: {mean:+.5f} ({stats.CONFIDENCE:.0%}: {low:+.5f} to {high:+.5f}), {render.p_text(p)}: "
+             f"{verdict}"]
     slope = slope_at_end(b)
     if slope is None or slope >= 0:
         lines.append("in steps: cannot be told, B's loss does not fall at its end")
@@ -205,15 +233,26 @@ def ab_report(a, b):
 
 def ab(repository, other, pairs, world_size, yes):
     """Interleaved runs of the working script (A) and another's (B), a Side of compare.py. Prints as it goes."""
+    if pairs > stats.MOST_PAIRS:
+        raise RecordError(f"--runs {pairs}: pairs are at most {stats.MOST_PAIRS}")
     source = (repository.root / "train_gpt.py").read_text()
     world_size = world_size or other.runs[0].world_size
     a_hash, b_hash = digest(source), digest(other.source)
     consent(f"{2 * pairs} runs of train_gpt.py ({a_hash}) and of the code in {other.label} ({b_hash})", yes)
     name = f"ab-{other.track}-{a_hash}-{b_hash}-n{pairs}"
     experiment = Experiment(repository, name, {"a": source, "b": other.source}, other.track, world_size, pairs)
-    runs = experiment.run_all()
-    a, b = ([runs[letter, number] for number in range(1, pairs + 1)] for letter in "ab")
-    print(f"\nA: train_gpt.py ({a_hash})\nB: {other.label} ({b_hash})\n\n{ab_report(a, b)}\n\n"
+    level = stats.level(experiment.ledger.batch_of(other.track, experiment.code, name))
+    target = repository.rules[other.track].target_loss
+
+    def enough(runs):
+        """Asked after each run, answered after each block of pairs."""
+        made = complete_pairs(runs)
+        return len(runs) == 2 * len(made) and (len(made) % BLOCK == 0 or len(made) == pairs) and shown_early(
+            made, pairs, level, target)
+    runs = complete_pairs(experiment.run_all(enough))
+    a, b = zip(*runs)
+    report = ab_report(a, b, speed_figures(runs, pairs, level), level)
+    print(f"\nA: train_gpt.py ({a_hash})\nB: {other.label} ({b_hash})\n\n{report}\n\n"
           f"To claim it: python -m records submit --name NAME logs/{name}-*a --baseline logs/{name}-*b")
 
 

@@ -61,8 +61,8 @@ def drawn(text):
 
 
 def order_of_pairs(code_sha256, batch, declared):
-    """[(side, counter), ...] in the order of a batch's runs. Two pairs in a row are a block, whose four runs come in one
-    of the six orders that two runs of each side have; a pair that is left over has an order of two."""
+    """[(side, counter), ...] in the order of a batch's runs. Two pairs in a row are a block, whose four runs come in
+    one of the six orders that two runs of each side have; a pair that is left over has an order of two."""
     order = []
     for first in range(1, declared + 1, BLOCK):
         counters = range(first, min(first + BLOCK, declared + 1))
@@ -236,8 +236,9 @@ def parse_log(path):
     if last.time_ms != time_ms or abs(float(status["time"]) - time_ms / 1000) > 0.051:
         raise RecordError(f"the training time is {time_ms} ms in the final line, {last.time_ms} ms at the last step "
                           f"and {status['time']} s in the status line")
-    if final["cpu"] and not int(final["cpu"]):
-        raise RecordError("the processor time is 0 ms, which no run takes")
+    for what, took in (("training", time_ms), ("processor", final["cpu"])):
+        if took is not None and not int(took):
+            raise RecordError(f"the {what} time is 0 ms, which no run takes")
     if status["run"] != header["run"]:
         raise RecordError(f"the status line is run {ascii(status['run'])}'s, the log {header['run']}'s")
     return Run(

@@ -194,13 +194,16 @@ def run_figures(run):
             "device": run.device, "torch": run.torch, "cuda": run.cuda, "triton": run.triton}
 
 
-def speed_figures(pairs):
+def speed_figures(pairs, declared, level):
     """Of the record against its parent, from paired runs; negative differences are gains."""
+    found = stats.speed(pairs, declared, level)
     differences = [run.train_time_ms - base.train_time_ms for run, base in pairs]
     mean, low, high = map(rounded, stats.interval(differences))
     base = stats.mean_and_std([base.train_time_ms for _, base in pairs])[0]
     return {"pairs": len(pairs), "baseline_mean_ms": rounded(base), "difference_ms": mean, "low_ms": low,
-            "high_ms": high, "p": rounded(stats.p_below(differences, 0))}
+            "high_ms": high, "p": rounded(found["p"]), "shown_by": found["shown_by"],
+            "fastest_parts": rounded(found["fastest_parts"]),
+            "relative": {clock: [*map(rounded, values)] for clock, values in found["differences"].items()}}
 
 
 def figures(record, rules, parent):
@@ -211,6 +214,7 @@ def figures(record, rules, parent):
     loss, loss_std = map(rounded, stats.mean_and_std(losses))
     time_ms, time_std = map(rounded, stats.mean_and_std(times))
     batch = record.runs[0].batch
+    level = stats.level(batch.number)
     added, removed = changed_lines(parent.source, record.source) if parent else (0, 0)
     pairs = pairs_of(record.runs, record.baseline) if record.claims_speed else []
     return {
@@ -221,9 +225,10 @@ def figures(record, rules, parent):
         "declared_runs": batch.declared, "batch": batch.number,
         "restarts": sum(run.batch.start - 1 for run in record.runs),
         "loss": {"mean": loss, "std": loss_std, "target": rules.target_loss,
-                 "p": rounded(stats.p_below(losses, rules.target_loss))},
-        "p_needed": rounded(stats.ALPHA / batch.number),  # batches of one code share the level
+                 "p": rounded(stats.p_below(losses, rules.target_loss)),
+                 "p_needed": rounded(level / len(stats.looks(batch.declared) if record.claims_speed else [1]))},
+        "p_needed": rounded(level),
         "train_time_ms": {"mean": time_ms, "std": time_std},
-        "speed": speed_figures(pairs) if len(pairs) > 1 else None,
+        "speed": speed_figures(pairs, batch.declared, level) if len(pairs) > 1 else None,
         "runs": [run_figures(run) for run in record.runs],
         "baseline": [run_figures(base) for _, base in pairs]}

@@ -36,6 +36,17 @@ def difference(speed):
             f"({speed['low_ms'] / 1000:+.2f} to {speed['high_ms'] / 1000:+.2f})")
 
 
+def percent(difference):
+    """(mean, low, high) of a relative difference, such as `-5.1 % (-6.4 to -3.9)`."""
+    mean, low, high = (100 * value for value in difference)
+    return f"{mean:+.1f} % ({low:+.1f} to {high:+.1f})"
+
+
+def clocks(speed):
+    """What the clocks say of paired runs, such as `processor time -5.1 % (-6.4 to -3.9), wall time ...`."""
+    return ", ".join(f"{clock} time {percent(values)}" for clock, values in speed["relative"].items())
+
+
 def run_table(runs):
     return table(["run", "started, UTC", "seed", "validation loss", "training time, s", "tokens", "peak memory, MiB"],
                  [[cell(run["run"]), str(run["started"]), str(run["seed"]), f"{run['val_loss']:.5f}",
@@ -56,7 +67,7 @@ def record_block(figures):
         f"{len(figures['runs'])} (declared {figures['declared_runs']}, batch {figures['batch']} of this code, restarts "
         f"{figures['restarts']}).",
         f"Mean below the target {loss['target']:g}: {p_text(loss['p'])} (one-sided t-test; below "
-        f"{figures['p_needed']:g} is needed).",
+        f"{loss['p_needed']:g} is needed).",
         f"Training time {seconds(time_ms['mean'])} s, standard deviation {seconds(time_ms['std'])} s.", "",
         f"Hardware: {cell(first['device'])}, world size {first['world_size']}, torch {cell(first['torch'])}, CUDA "
         f"{cell(first['cuda'])}, triton {cell(first['triton'])}.",
@@ -72,9 +83,11 @@ def record_block(figures):
     speed = figures["speed"]
     if speed:
         lines += ["", f"Training time against the parent's on the same machine, {speed['pairs']} interleaved pairs: "
-                  f"{difference(speed)} ({stats.CONFIDENCE:.0%} interval, {p_text(speed['p'])}, parent "
-                  f"{seconds(speed['baseline_mean_ms'])} s).", "", "The parent's runs:", "",
-                  run_table(figures["baseline"])]
+                  f"{difference(speed)} ({stats.CONFIDENCE:.0%} interval, parent "
+                  f"{seconds(speed['baseline_mean_ms'])} s).",
+                  f"In relation to the parent: {clocks(speed)}; fastest parts {100 * speed['fastest_parts']:+.1f} %. "
+                  f"Permutation test: {p_text(speed['p'])} (at most {figures['p_needed']:g} is needed).", "",
+                  "The parent's runs:", "", run_table(figures["baseline"])]
     elif figures["parent"]:
         lines += ["", "No claim of speed: the parent did not run beside it."]
     return "\n".join(lines) + "\n"

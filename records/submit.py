@@ -76,7 +76,8 @@ def pull_request(record):
     figures = record.result
     loss, speed = figures["loss"], figures["speed"]
     against = (f"{render.difference(speed)} against {figures['parent']} in {speed['pairs']} interleaved pairs "
-               f"({stats.CONFIDENCE:.0%} interval, {render.p_text(speed['p'])})" if speed else "no claim of speed")
+               f"({stats.CONFIDENCE:.0%} interval), {render.clocks(speed)}, {render.p_text(speed['p'])}"
+               if speed else "no claim of speed")
     return "\n".join([
         f"# {record.track}: {record.name[11:]}", "",
         f"- Record: `records/{record.track}/{record.name}/`",

@@ -65,8 +65,9 @@ def sha_of(source):
     return hashlib.sha256(source.encode()).hexdigest()
 
 
-def name_of(source, base="", count=4):
-    """What `run`, or with a base `ab`, calls its experiment."""
+def name_of(source, base="", count=0):
+    """What `run`, or with a base `ab`, calls its experiment, of 4 runs or 8 pairs where no count is given."""
+    count = count or (8 if base else 4)
     pair = f"-{sha_of(base)[:8]}" if base else ""
     return f"{'ab' if base else 'run'}-nano-{sha_of(source)[:8]}{pair}-n{count}"
 
@@ -112,7 +113,7 @@ def add_first(repository, count=4, padding=0):
     return record.folder
 
 
-def add_faster(repository, name="Faster", before="first", word="second", rng=5, count=4, padding=0, time_ms=50_000):
+def add_faster(repository, name="Faster", before="first", word="second", rng=5, count=8, padding=0, time_ms=50_000):
     """A record with pairs against the last one, whose source has the word `before`; returns its folder."""
     logs, base = write_logs(repository.root / "logs", source_of(word, padding), source_of(before, padding), count, rng,
                             time_ms=time_ms, base_ms=1.2 * time_ms, began=YESTERDAY + timedelta(hours=2))

@@ -14,7 +14,7 @@ from records import experiment, stats
 from records.compare import Side, describe, seed_only
 from records.ledger import Ledger
 from records.log import Batch, order_of_pairs, parse_log
-from records.record import config_changes
+from records.record import config_changes, speed_figures
 from records_helpers import call
 
 
@@ -57,7 +57,9 @@ def test_ab_takes_turns_and_goes_on_where_it_stopped(repository, capsys):
     assert status == 0, out + err
     assert out.count("(was there)") == 2 and "min to go" in out and '"device"' in out
     assert [run for run, _ in made.order_of(repository)] == [*planned[:3], *planned[2:]]
-    assert re.search(r"^time A - B: -\d\.\d\d s \(95%: -\d.* to -\d.*\), p = \S+: A is lower$", out, re.MULTILINE), out
+    assert re.search(r"^time A - B: -\d\.\d\d s \(-\d.* to -\d.*\)$", out, re.MULTILINE), out
+    assert re.search(r"^in relation to B: wall time -\d\d.\d % \(.*\); fastest parts -\d\d.\d %$", out, re.M), out
+    assert re.search(r"^that A is faster: p = 0.0046: shown, by wall time$", out, re.MULTILINE), out
     assert re.search(r"^loss A - B: -0\.0\d+ \(95%: .*\), p = \S+: A is lower$", out, re.MULTILINE), out
     assert re.search(r"^in steps: A's loss is that of B \+0\.5 steps later", out, re.MULTILINE), out
     logs = repository.root / "logs"
@@ -174,8 +176,11 @@ def test_report_of_an_undecided_comparison():
     values = [(0.87, 60_000), (0.88, 61_000), (0.875, 60_500), (0.874, 60_100)]
     a, b = ([SimpleNamespace(val_loss=loss, train_time_ms=time_ms, steps=1, curves={"val": [], "train": []})
              for loss, time_ms in side] for side in (values, values[::-1]))
-    text = experiment.ab_report(a, b)
+    for run in (*a, *b):
+        run.cpu_time_ms, run.world_size, run.device = 2 * run.train_time_ms, 1, "CPU x2"
+    text = experiment.ab_report(a, b, speed_figures([*zip(a, b)], 4, 0.005), 0.005)
     assert "time A - B: +0.00 s" in text and "pairs would not tell" in text
+    assert "that A is faster: p = 1: not shown, at most 0.005 is needed" in text
     assert "in steps: cannot be told" in text
 
 

@@ -133,14 +133,16 @@ def slower(folder):
     for path in (folder / "baseline").iterdir():
         run = parse_log(path)
         path.write_text(made.log_text(run.run, time_ms=run.train_time_ms // 2, seed=run.seed, loss=run.val_loss,
-                                      counter=run.batch.counter, source=run.source, started=run.started))
+                                      counter=run.batch.counter, declared=run.batch.declared, source=run.source,
+                                      started=run.started))
 
 
 def above_target(folder):
     for path in (folder / "logs").iterdir():
         run = parse_log(path)
         path.write_text(made.log_text(run.run, seed=run.seed, loss=run.val_loss + 0.0095, counter=run.batch.counter,
-                                      time_ms=run.train_time_ms, source=run.source, started=run.started))
+                                      declared=run.batch.declared, time_ms=run.train_time_ms, source=run.source,
+                                      started=run.started))
 
 
 def chosen_seeds(folder):
@@ -181,7 +183,7 @@ TAMPERED = {
     "edited loss in result": (FIRST, edit_loss("result.json"), "result.json", "runs is .*the logs say"),
     "edited README": (FIRST, edit_loss("README.md"), "README.md", "figures are not those of the logs"),
     "README without markers": (FIRST, replace_in("README.md", "<!-- figures -->", ""), "README.md", "0 times"),
-    "edited p": (FIRST, result("p_needed", 0.05), "result.json", "p_needed is 0.05, the logs say 0.01"),
+    "edited p": (FIRST, result("p_needed", 0.05), "result.json", "p_needed is 0.05, the logs say 0.005"),
     "result with more": (FIRST, result("reviewed", True), "result.json", "reviewed is True, the logs say None"),
     "edited time": (FIRST, replace_in(LOG, r"^(final .*train_time:)\d+", r"\g<1>40000"), LOG, "time is 40000 ms"),
     "edited time of a step": (FIRST, replace_in(LOG, r"^(step:40.*train_time:)\d+", r"\g<1>20100"), LOG,
@@ -256,13 +258,14 @@ TAMPERED = {
         (edit(path, r"^open\(", "OPEN("), made.rehash(path)) for path in (folder / "baseline").iterdir()],
         f"baseline/{PAIR}-01b.txt", "no run of the parent"),
     "dropped pair": (FASTER, lambda folder: (folder / f"baseline/{PAIR}-03b.txt").unlink(), "baseline",
-                     "4 runs were declared, run 3 missing"),
+                     "8 runs were declared, run 3 missing"),
     "dropped pair of both": (FASTER, lambda folder: [next(folder.glob(f"*/{PAIR}-03{side}.txt")).unlink()
-                                                     for side in "ab"], "logs", "4 runs were declared, run 3 missing"),
+                                                     for side in "ab"], "logs", "8 runs were declared, run 3 missing"),
     "baseline without ab": (FASTER, lambda folder: [
         (edit(path, "ab-nano", "nano"), path.rename(path.with_name(path.name.replace("ab-nano", "nano"))))
         for path in list((folder / "baseline").iterdir())], f"baseline/{PAIR[3:]}-01b.txt", f"calls it '{PAIR}-01b'"),
-    "restarted baseline": (FASTER, all_logs("start:1$", "start:2", "baseline"), "baseline", "4 runs were started again"),
+    "restarted baseline": (FASTER, all_logs("start:1$", "start:2", "baseline"), "baseline",
+                           "8 runs were started again"),
     "baseline of another batch": (FASTER, replace_in(f"baseline/{PAIR}-01b.txt", "batch:1 ", "batch:2 "), "baseline",
                                   "several batches"),
     "pairs by rank": (FASTER, paired_by_rank, f"baseline/{PAIR}-0", "has seed"),
@@ -376,16 +379,16 @@ def test_name_of_a_record(repository):
 
 
 def test_later_batches_of_a_code_share_the_level(tmp_path):
-    """p between 0.005 and 0.01 is enough for a first batch, not for a second one."""
+    """p between 0.0025 and 0.005 is enough for a first batch, not for a second one."""
     for batch, good in ((1, True), (2, False)):
         repository = made.make_repository(tmp_path / str(batch))
         logs = made.write_logs(repository.root / "logs", made.source_of(), batch=batch)
-        for path, loss in zip(logs, ("0.87000", "0.87370", "0.87100", "0.87600")):
+        for path, loss in zip(logs, ("0.87000", "0.87370", "0.87100", "0.87510")):
             path.write_text(path.read_text().replace(f"{parse_log(path).val_loss:.5f}", loss))
         record, failures = submit(made.fresh(repository), f"Batch{batch}", logs)
         assert bool(failures) != good, failures
-        assert 0.005 < record.result["loss"]["p"] < 0.01
-    assert "below 0.005 is needed" in failures[0].reason
+        assert 0.0025 < record.result["loss"]["p"] < 0.005
+    assert "below 0.0025 is needed" in failures[0].reason
 
 
 def test_rules_are_those_of_the_trainer():
