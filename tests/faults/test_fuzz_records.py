@@ -21,7 +21,7 @@ def sound(tmp_path_factory):
     """(repository, its files as {path from its root: content}) with two records, the second with pairs."""
     repository = helpers.make_repository(tmp_path_factory.mktemp("sound"))
     helpers.add_first(repository, count=4)
-    helpers.add_faster(repository, count=4)
+    helpers.add_faster(repository)
     shutil.rmtree(repository.root / "logs")
     made = fuzzing.observe(lambda: main(["table"], helpers.fresh(repository)))
     assert made.status == 0, made.out + made.err
