@@ -14,14 +14,15 @@ import sys
 import time
 
 import numpy as np
-import torch
 
-import train_gpt
 from records import render, stats
-from records.files import RecordError, write_whole
+from records.compare import side_of
+from records.files import RecordError, read_text, write_whole
+from records.judge import check_run
 from records.ledger import Ledger
 from records.log import BLOCK, START, order_of_pairs, parse_log
-from records.record import speed_figures
+from records.record import chain, speed_figures
+from records.source import config_of
 
 RUN_OF = "\n    run_of: str = knob("  # the field of a script that is told its place in a batch
 
@@ -30,6 +31,9 @@ RUN_OF = "\n    run_of: str = knob("  # the field of a script that is told its p
 
 def fingerprint():
     """What times depend on beside the code."""
+    import torch  # here alone: nothing that only reads needs it, and train_gpt.py is code of the branch at hand
+
+    import train_gpt
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts = {"device": train_gpt.device_name(device), "cpu": train_gpt.device_name(torch.device("cpu")),
              "memory_gib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30,
@@ -64,6 +68,7 @@ class Experiment:
         self.count, self.counted = count, counted
         self.folder, self.ledger = self.logs / name, Ledger(self.logs / "runs.jsonl")
         self.code = hashlib.sha256(next(iter(scripts.values())).encode()).hexdigest()
+        self.wall = {}  # seconds that the processes of runs made now lived, by run id
 
     def prepare(self):
         """Extract the scripts; RecordError when the experiment was begun on another machine."""
@@ -119,6 +124,7 @@ class Experiment:
         if folder.exists():
             folder.rename(self.folder / f"{run_id}.stopped-{time.time_ns()}")
         words, log = self.command(letter, number, run_id), folder / "log.txt"
+        began, clock = time.time(), time.monotonic()
         try:
             with open(self.folder / "console.txt", "a") as console:
                 code = subprocess.run(words, cwd=self.root, stdout=console, stderr=console).returncode
@@ -128,6 +134,12 @@ class Experiment:
         for checkpoint in folder.glob("*.pt*"):  # one is hundreds of MiB, and nothing here reads it
             checkpoint.unlink()
         done = self.completed(run_id)
+        wall = self.wall[run_id] = time.monotonic() - clock
+        if done and (done.train_time_ms > 1000 * wall + 1 or done.started and not (
+                began - 1 <= done.started.timestamp() <= began + wall + 1)):
+            raise RecordError(f"run {run_id}: its log says {done.train_time_ms / 1000:.1f} s of training, started at "
+                              f"{done.started:%H:%M:%S}; the process lived for {wall:.1f} s and ended at "
+                              f"{time.strftime('%H:%M:%S', time.gmtime())}: its clock is wrong")
         if code or done is None:
             raise RecordError(f"run {run_id} ended with exit status {code}; see {self.folder}/console.txt, and call "
                               f"again to go on")
@@ -152,13 +164,53 @@ class Experiment:
         return runs
 
 
+# ----- what submit would refuse
+
+def obstacles(repository, track, source, other=None):
+    """[reason, ...] for which no record could be made of runs of this source, or of its pairs with another: told before
+    hours of runs, not after."""
+    rules, found = repository.rules[track], []
+    records, code = repository.records[track], hashlib.sha256(source.encode()).hexdigest()
+    try:
+        config = config_of(source, track)
+    except RecordError as error:
+        return [f"train_gpt.py: {error}"]
+    for name in ("tokenizer", "val_tokens", "val_sha256", "target_loss"):
+        if config.get(name) != getattr(rules, name):
+            found.append(f"train_gpt.py: {name} is {ascii(config.get(name))[:60]}, by the rules {getattr(rules, name)}")
+    if "run_of" not in config:
+        found.append("train_gpt.py: Config has no field run_of, so that its log cannot say its place in the batch")
+    manifest = repository.root / str(config.get("data")) / "manifest.json"
+    if rules.manifest_sha256 and manifest.is_file() and (
+            hashlib.sha256(manifest.read_bytes()).hexdigest() != rules.manifest_sha256):
+        found.append(f"{manifest}: is not the track's; build it with run.sh")
+    found += [f"train_gpt.py: is the code of {record.name}; change it first" for record in records
+              if record.code_sha256 == code][:1]
+    if other is not None:
+        tip = (chain(records) or [None])[-1]
+        if tip is None:
+            found.append(f"track {track} has no record yet; make the first one with `python -m records run`")
+        elif tip.source != other.source:
+            found.append(f"{other.label}: is not the code of {tip.name}, the last of the track's chain of records, "
+                         f"which a new one is measured against")
+    return found
+
+
+def check_obstacles(found, compare=False):
+    if found and not compare:
+        raise RecordError(f"{found[0]} (submit would refuse the runs)")
+    for reason in found:
+        print(f"note: no record will come of this: {reason}")
+
+
 # ----- run
 
 def run(repository, track, count, world_size):
     """The runs of a record of the working script that are still missing, one after another. Prints as it goes."""
     if track not in repository.rules:
         raise RecordError(f"--track {ascii(track)}: is none of {', '.join(repository.rules)}")
-    source = (repository.root / "train_gpt.py").read_text()
+    source = read_text(repository.root / "train_gpt.py")
+    check_obstacles(obstacles(repository, track, source))
     name = f"run-{track}-{digest(source)}-n{count}"
     experiment = Experiment(repository, name, {"": source}, track, world_size or 1, count)
     runs = experiment.run_all().values()
@@ -231,11 +283,22 @@ def ab_report(a, b, speed, level):
     return "\n".join(lines)
 
 
-def ab(repository, other, pairs, world_size, yes):
+def tip_of(repository, track):
+    """The Side of the last record of a track's chain."""
+    if track not in repository.rules:
+        raise RecordError(f"--track {ascii(track)}: is none of {', '.join(repository.rules)}")
+    if not (links := chain(repository.records[track])):
+        raise RecordError(f"track {track} has no record to compare with; name a run or a log, or make the first record "
+                          f"with `python -m records run`")
+    return side_of(links[-1].folder, repository)
+
+
+def ab(repository, other, pairs, world_size, yes, compare=False):
     """Interleaved runs of the working script (A) and another's (B), a Side of compare.py. Prints as it goes."""
     if pairs > stats.MOST_PAIRS:
         raise RecordError(f"--runs {pairs}: pairs are at most {stats.MOST_PAIRS}")
-    source = (repository.root / "train_gpt.py").read_text()
+    source = read_text(repository.root / "train_gpt.py")
+    check_obstacles(obstacles(repository, other.track, source, other), compare)
     world_size = world_size or other.runs[0].world_size
     a_hash, b_hash = digest(source), digest(other.source)
     consent(f"{2 * pairs} runs of train_gpt.py ({a_hash}) and of the code in {other.label} ({b_hash})", yes)
@@ -279,16 +342,23 @@ def verdict(losses, claimed, target):
 
 
 def reproduce(repository, record, count, world_size, yes):
-    """Run a record's code with fresh seeds and judge its losses. Returns the verdict."""
-    code = digest(record.source)
+    """Run a record's code with fresh seeds and judge its runs and their losses. Returns the verdict."""
+    code, rules = digest(record.source), repository.rules[record.track]
     consent(f"{count} runs of the code in {record.label} ({code})", yes)
     experiment = Experiment(repository, f"reproduce-{record.track}-{code}-n{count}", {"r": record.source}, record.track,
                             world_size or record.runs[0].world_size, count, counted=False)
-    runs = experiment.run_all().values()
+    runs, broken = [*experiment.run_all().values()], []
+    for run in runs:
+        check_run(run, rules, lambda path, reason: broken.append(f"{path.parent.name} {reason}"), counted=False)
+        broken += [f"{run.run} validity gate {gate} is {ascii(word)}" for gate in ("causal", "normalised", "local")
+                   if (word := run.validity.get(gate)) not in ("ok", None)]
     losses, claimed = ([run.val_loss for run in some] for some in (runs, record.runs))
-    answer, reason = verdict(losses, claimed, repository.rules[record.track].target_loss)
+    answer, reason = ("no", broken[0]) if broken else verdict(losses, claimed, rules.target_loss)
     mean_s, claimed_s = (stats.mean_and_std([run.train_time_ms / 1000 for run in some])[0]
                          for some in (runs, record.runs))
-    print(f"\ntime: {mean_s:.1f} s here, {claimed_s:.1f} s on {record.runs[0].device}\n"
-          f"loss reproduced: {answer}, n = {count}: {reason}")
+    wall = f" ({np.mean([*experiment.wall.values()]):.1f} s with all that is not timed)" if experiment.wall else ""
+    print(f"\ntime: {mean_s:.1f} s here{wall}, {claimed_s:.1f} s on {record.runs[0].device}\n"
+          f"loss reproduced: {answer}, n = {count}: {reason}\n"
+          f"What no run shows: whether the code reads validation text, slows its clock or fakes its gates. Read "
+          f"`python -m records diff` for that.")
     return answer

@@ -5,6 +5,7 @@ import re
 
 from records import stats
 from records.files import RecordError
+from records.record import chain
 
 END = "<!-- end -->"
 FIGURES = "<!-- figures -->"
@@ -100,6 +101,15 @@ def record_readme(figures, why=WHY):
             f"```\npython -m records reproduce records/{figures['track']}/{figures['name']}\n```\n")
 
 
+# What prose has none of: HTML, tables, headings, pictures.
+ODD_PROSE = re.compile(r"<[A-Za-z/!?]|^ *\||^ *:?-+:? *\||^ {0,3}#|^ *(?:-{3,}|=+) *$|!\[", re.MULTILINE)
+
+
+def why_of(readme):
+    """What a record's README says of its reasons."""
+    return readme.partition("\n## Why\n\n")[2].partition("\n\n## Figures\n\n")[0]
+
+
 def block_of(text, start):
     """What stands between a start marker and the next end marker; RecordError unless it is there just once."""
     if text.count(start) != 1:
@@ -118,7 +128,11 @@ LEADERBOARD = ["record", "date", "training time, s", "validation loss", "against
 
 
 def ranked(records):
-    return sorted(records, key=lambda record: (record.result["train_time_ms"]["mean"], record.name))
+    """The track's chain, its last record first, then those beside it, the latest first. Times of different machines do
+    not compare, and so they rank nothing."""
+    links = chain(records)
+    beside = sorted((record for record in records if record not in links), key=lambda record: record.age)
+    return [*links[::-1], *beside[::-1]]
 
 
 def leaderboard_cells(record):
@@ -132,7 +146,7 @@ def leaderboard_cells(record):
 
 
 def leaderboard(records):
-    """The table of a track's verified records, fastest first."""
+    """The table of a track's verified records, as `ranked`."""
     rows = [[f"[{record.name[11:]}]({record.track}/{record.name}/)", *map(cell, leaderboard_cells(record))]
             for record in ranked(records)]
     return (table(LEADERBOARD, rows) if rows else "No records yet.") + "\n"

@@ -23,7 +23,7 @@ def repository(tmp_path):
     """A working script that is faster and better than the other one, of which there is one log."""
     repository = made.make_repository(tmp_path)
     (tmp_path / "train_gpt.py").write_text(made.fake_trainer())
-    add_other(repository, made.fake_trainer(loss=0.85, time=2000))
+    add_other(repository, made.fake_trainer(loss=0.85, time=150))
     return repository
 
 
@@ -45,7 +45,7 @@ def drawn_order(count, loss=0.80, batch=1):
 
 
 def test_ab_takes_turns_and_goes_on_where_it_stopped(repository, capsys):
-    words = ("ab", repository.root / "logs" / "other", "--runs", 6, "--yes")
+    words = ("ab", repository.root / "logs" / "other", "--runs", 6, "--yes", "--compare")
     planned = drawn_order(6)
     assert len({tuple(side for _, _, side in planned[at:at + 4]) for at in range(0, 12, 4)}) > 1  # orders differ
     (repository.root / "stop").write_text(f"{planned[2]} failed")
@@ -70,7 +70,7 @@ def test_ab_takes_turns_and_goes_on_where_it_stopped(repository, capsys):
 def test_runs_of_a_pair_share_a_seed_that_follows_from_the_code(repository, capsys):
     """And their place in the batch; a run that is started again has the same; the parent's own code counts nothing."""
     (repository.root / "stop").write_text(f"{drawn_order(3)[-1]} failed")
-    words = ("ab", repository.root / "logs" / "other", "--runs", 3, "--yes")
+    words = ("ab", repository.root / "logs" / "other", "--runs", 3, "--yes", "--compare")
     assert call(repository, capsys, *words)[0] == 2 and call(repository, capsys, *words)[0] == 0
     code = made.sha_of(made.fake_trainer())
     for run in logs_of(repository, "ab"):
@@ -104,7 +104,7 @@ def test_orders_of_blocks_are_equally_frequent():
 
 def test_another_batch_of_pairs_has_other_seeds(repository, capsys):
     for pairs in (2, 3):
-        assert call(repository, capsys, "ab", repository.root / "logs" / "other", "--runs", pairs, "--yes")[0] == 0
+        assert call(repository, capsys, "ab", repository.root / "logs" / "other", "--runs", pairs, "--yes", "--compare")[0] == 0
     runs = logs_of(repository, "ab")
     assert sorted({run.batch.number for run in runs}) == [1, 2] and len({run.seed for run in runs}) == 5
     assert [run for run, _ in made.order_of(repository)] == drawn_order(2) + drawn_order(3, batch=2)
@@ -114,16 +114,16 @@ def test_pairs_that_were_stopped_do_not_bind_the_parent(repository, capsys):
     """The idea changes after a run of the baseline; another number of pairs is begun with the new code."""
     other = repository.root / "logs" / "other"
     (repository.root / "stop").write_text(f"{drawn_order(8)[1]} failed")
-    assert call(repository, capsys, "ab", other, "--runs", 8, "--yes")[0] == 2
+    assert call(repository, capsys, "ab", other, "--runs", 8, "--yes", "--compare")[0] == 2
     (repository.root / "train_gpt.py").write_text(made.fake_trainer(loss=0.79))
-    status, out, err = call(repository, capsys, "ab", other, "--runs", 5, "--yes")
+    status, out, err = call(repository, capsys, "ab", other, "--runs", 5, "--yes", "--compare")
     assert status == 0, out + err
     assert len(logs_of(repository, "ab-*-n5")) == 10
 
 
 def test_a_script_without_the_field_is_told_no_place(repository, capsys):
     add_other(repository, made.fake_trainer("", loss=0.85))
-    assert call(repository, capsys, "ab", repository.root / "logs" / "other", "--runs", 2, "--yes")[0] == 0
+    assert call(repository, capsys, "ab", repository.root / "logs" / "other", "--runs", 2, "--yes", "--compare")[0] == 0
     told = sorted(made.order_of(repository))
     assert told == [("01a", "1:1/2:1"), ("01b", "-"), ("02a", "1:2/2:1"), ("02b", "-")]
 
@@ -143,7 +143,7 @@ def test_reproduced_runs_do_not_count(repository, capsys):
 
 
 def test_ab_on_another_machine_is_refused(repository, capsys):
-    words = ("ab", repository.root / "logs" / "other", "--runs", 2, "--yes")
+    words = ("ab", repository.root / "logs" / "other", "--runs", 2, "--yes", "--compare")
     assert call(repository, capsys, *words)[0] == 0
     path = next((repository.root / "logs").glob("ab-*/machine.json"))
     path.write_text(json.dumps({"device": "another"}))
@@ -154,8 +154,8 @@ def test_ab_on_another_machine_is_refused(repository, capsys):
 def test_code_runs_only_with_consent(repository, capsys, monkeypatch):
     other = repository.root / "logs" / "other"
     for command in ("ab", "reproduce"):
-        status, out, err = call(repository, capsys, command, other)
-        assert status == 2 and out.startswith("This executes ") and "nothing was run; add --yes" in err
+        status, out, err = call(repository, capsys, command, other, *["--compare"] * (command == "ab"))
+        assert status == 2 and "This executes " in out and "nothing was run; add --yes" in err
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("builtins.input", lambda prompt: "no")
     assert "not confirmed: nothing was run" in call(repository, capsys, "reproduce", other)[2]
@@ -249,7 +249,7 @@ def test_seed_only_differences_are_called_so():
 
 
 def test_diff_leaves_out_what_changes_no_result():
-    before = {"seed": 1, "steps": 3, "runs": 8, "run_id": "a"}
+    before = {"seed": 1, "steps": 3, "run_of": "1:2/8:1", "run_id": "a"}
     assert config_changes(before, {"seed": 2, "steps": 4, "run_of": "1:1/8:1", "run_id": "b"}) == {"steps": [3, 4]}
 
 

@@ -62,7 +62,7 @@ def test_untouched_records_pass(repository, capsys):
 
 
 def test_records_of_this_repository_pass():
-    assert judge_all(made.Repository.of_trainer()) == []
+    assert judge_all(made.Repository.at()) == []
 
 
 # ----- tampered records: (name, which record, what is done to its folder, the file and the reason that are told)
@@ -203,21 +203,24 @@ TAMPERED = {
     "edited code in the folder": (FIRST, replace_in("train_gpt.py", r"^open\(", "OPEN("), "train_gpt.py",
                                   "not the source in the logs"),
     "two code versions": (FIRST, second_version, "logs", "2 versions of the code"),
-    "same seed twice": (FIRST, replace_in(LOG, str(SEEDS[2]), str(SEEDS[1])), "logs", f"the same seed {SEEDS[1]}"),
+    "same seed twice": (FIRST, replace_in(LOG, str(SEEDS[2]), str(SEEDS[1])), "logs", f"have one seed, {SEEDS[1]}"),
     "seed of the config only": (FIRST, replace_in(LOG, f'"seed": {SEEDS[2]}', '"seed": 7'), LOG,
                                 "seed is 7 in the config"),
     "chosen seed": (FIRST, replace_in(LOG, str(SEEDS[2]), "7"), LOG, f"has seed 7; run 2 of batch 1 of .* {SEEDS[2]}"),
-    "a pair's chosen seed": (FASTER, lambda folder: chosen_seeds(folder), f"baseline/{PAIR}-03b.txt", "has seed 7; run 3"),
+    "a pair's chosen seed": (FASTER, lambda folder: chosen_seeds(folder), f"baseline/{PAIR}-03b.txt",
+                             "has seed 7; run 3"),
     "no time of a start": (FIRST, all_logs(" started:.*", ""), f"logs/{RUN}-01.txt", "no time of its start"),
-    "no such time": (FIRST, replace_in(LOG, r"started:\d{4}-\d\d", "started:2026-13"), LOG, "no moment of the calendar"),
+    "no such time": (FIRST, replace_in(LOG, r"started:\d{4}-\d\d", "started:2026-13"), LOG,
+                     "no moment of the calendar"),
     "runs at once": (FIRST, replace_in(LOG, r"started:\S+", f"started:{made.YESTERDAY:%Y-%m-%dT%H:%M:%SZ}"), LOG,
                      "which comes before it, was started at"),
     "started after the record": (FIRST, all_logs(r"started:\d{4}", "started:2099"), f"logs/{RUN}-01.txt",
                                  "was started on 2099-.*, after the record's date"),
-    "pairs in another order": (FASTER, lambda folder: other_order(folder), f"logs/{PAIR}-0", "which comes before it, was"),
+    "pairs in another order": (FASTER, lambda folder: other_order(folder), f"logs/{PAIR}-0",
+                               "which comes before it, was"),
     "shards that were not checked": (FIRST, replace_in(LOG, "shards:ok", "shards:unknown"), LOG, "shards: 'unknown'"),
     "shards of an older trainer": (FIRST, replace_in(LOG, "shards:ok ", ""), LOG, "shards: 'unknown'"),
-    "copied run": (FIRST, copied_run, "logs", "the same curve of losses"),
+    "copied run": (FIRST, copied_run, LOG, f"has the losses of {RUN}-01"),
     "missing run": (FIRST, lambda folder: (folder / LOG).unlink(), "logs", "4 runs were declared, run 2 missing"),
     "added run": (FIRST, extra_log, "logs", "run counters .* repeat"),
     "undeclared runs": (FIRST, without_batch, f"logs/{RUN}-01.txt", "no valid number of declared runs"),
@@ -250,7 +253,7 @@ TAMPERED = {
     "renamed log": (FIRST, rename(LOG, "logs/best.txt"), "logs/best.txt", "named otherwise than its run"),
     "no README": (FIRST, lambda folder: (folder / "README.md").unlink(), "README.md", "is missing"),
     "a file too many": (FIRST, lambda folder: (folder / "setup.py").write_text("1"), "setup.py", "no part of a record"),
-    "no parent": (FASTER, result("parent", None), "baseline", "no parent to compare with"),
+    "no parent": (FASTER, result("parent", None), "result.json", "names no parent, though"),
     "unknown parent": (FASTER, result("parent", "2020-01-01_Nobody"), "result.json", "no earlier record"),
     "its own parent": (FASTER, lambda folder: result("parent", folder.name)(folder), "result.json", "no earlier"),
     "parent is a path": (FASTER, result("parent", "../../nano"), "result.json", "no name of a record"),
@@ -325,7 +328,7 @@ def test_submit_refuses_what_verify_refuses(repository, capsys):
     before = sorted(repository.root.rglob("*"))
     logs = sorted(map(str, (repository.root / "logs").glob(f"{RUN}-*")))
     assert main(["submit", *logs, "--name", "Again"], made.fresh(repository)) == 1
-    assert capsys.readouterr().out.splitlines()[0].startswith(f"logs/{RUN}-01.txt: is the run {RUN}-01 of ")
+    assert f"logs/{RUN}-01.txt: has the losses of {RUN}-01 of " in capsys.readouterr().out
     assert main(["submit", *logs[:3], "--name", "Chosen"], made.fresh(repository)) == 1
     assert "logs: 4 runs were declared, run 4 missing" in capsys.readouterr().out
     assert main(["submit", "nowhere", "--name", "Again"], made.fresh(repository)) == 2
@@ -347,7 +350,7 @@ def test_leaderboard_must_be_current(repository):
 def test_a_run_counts_for_one_record(repository):
     folder = folder_of(repository, FIRST)
     shutil.copytree(folder, folder.with_name(f"{folder.name[:10]}_Zwin"))
-    assert any(re.search(f"_Zwin/logs/{RUN}-01.txt: is the run {RUN}-01 of .*_First", line)
+    assert any(re.search(f"_Zwin/logs/{RUN}-01.txt: has the losses of {RUN}-01 of .*_First", line)
                for line in failures_of(repository))
 
 
@@ -392,7 +395,7 @@ def test_later_batches_of_a_code_share_the_level(tmp_path):
 
 
 def test_rules_are_those_of_the_trainer():
-    rules = made.Repository.of_trainer().rules
+    rules = made.Repository.at().rules
     assert rules.keys() == train_gpt.TRACKS.keys() - {"continual"}
     assert rules["nano"].val_sha256 == train_gpt.TRACKS["nano"].val_sha256 and rules["nano"].manifest_sha256
 
