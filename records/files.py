@@ -61,7 +61,7 @@ def parse_json(text):
         layers, level = 0, [value]
         while level:
             for text in level:
-                if isinstance(text, str) and (CONTROL.search(text) or SURROGATE.search(text)):
+                if isinstance(text, str) and (CONTROL.search(text) or SURROGATE.search(text) or "\n" in text):
                     raise ValueError(f"{ascii(text)[:60]} holds a control character or half a character")
             level = [item for container in level if isinstance(container, (dict, list))
                      for item in ((*container, *container.values()) if isinstance(container, dict) else container)]

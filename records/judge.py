@@ -109,8 +109,8 @@ def check_figures(run, fail):
     for point in run.curves["train"]:
         if point.time_ms - before.time_ms < FASTEST * mean * (point.step - before.step) - 1:
             took = point.time_ms - before.time_ms
-            fail(run.path, f"steps {before.step} to {point.step} took {took} ms, but a step of the run {mean:.1f} ms on "
-                           f"average; no part of a run is so fast")
+            fail(run.path, f"steps {before.step} to {point.step} took {took} ms, but a step {mean:.1f} ms on average; no "
+                           f"part of a run is so fast")
             return
         before = point
 
@@ -253,7 +253,8 @@ def check_lineage(record, repository, draft, fail):
         fail(path, f"parent {record.parent} is no earlier record of the track")
         return None
     if parent.name not in names:
-        fail(path, f"parent {parent.name} is not of the track's chain of records, which ends with {(names or ['none'])[-1]}")
+        fail(path, f"parent {parent.name} is not of the track's chain of records, which ends with "
+                   f"{(names or ['none'])[-1]}")
         return None
     after = [link for link in links[names.index(parent.name) + 1:][:1] if link is not record]
     if after and (draft or record.claims_speed or after[0].date < record.date):

@@ -104,7 +104,8 @@ def test_orders_of_blocks_are_equally_frequent():
 
 def test_another_batch_of_pairs_has_other_seeds(repository, capsys):
     for pairs in (2, 3):
-        assert call(repository, capsys, "ab", repository.root / "logs" / "other", "--runs", pairs, "--yes", "--compare")[0] == 0
+        words = ("ab", repository.root / "logs" / "other", "--runs", pairs, "--yes", "--compare")
+        assert call(repository, capsys, *words)[0] == 0
     runs = logs_of(repository, "ab")
     assert sorted({run.batch.number for run in runs}) == [1, 2] and len({run.seed for run in runs}) == 5
     assert [run for run, _ in made.order_of(repository)] == drawn_order(2) + drawn_order(3, batch=2)

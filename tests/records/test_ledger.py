@@ -145,7 +145,7 @@ def test_a_batch_is_finished_before_another_is_begun(repository, capsys):
     call(repository, capsys, "run", "--runs", 3)
     for words in (["run", "--runs", 2], ["ab", other, "--runs", 3, "--yes", "--compare"]):
         status, _, err = call(repository, capsys, *words)
-        assert status == 2 and re.search(r"^records: --runs \d for \S+-01[ab]?: batch 1 of this code has 3 runs, 2 begun "
+        assert status == 2 and re.search(r"^records: --runs \d for \S+-01\w?: batch 1 of this code has 3 runs, 2 begun "
                                          r"\(last run-nano-\w+-n3-02\); finish it first, with the command", err), err
     assert len(made.order_of(repository)) == 2
     assert call(repository, capsys, "run", "--runs", 3)[0] == 0

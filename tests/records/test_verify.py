@@ -1,5 +1,6 @@
 """`python -m records verify`: untouched records pass, tampered ones are caught with the right reason, malicious ones
 harm nothing. The records are synthetic, the track's rules are the nano track's own."""
+import dataclasses
 import json
 import os
 import re
@@ -13,7 +14,10 @@ import pytest
 
 import records_helpers as made
 import train_gpt
+from data import text as data_text
+from records import source
 from records.__main__ import main
+from records.files import RecordError
 from records.judge import check_gates, judge, judge_all
 from records.log import Batch, parse_log
 from records.record import load
@@ -397,7 +401,39 @@ def test_later_batches_of_a_code_share_the_level(tmp_path):
 def test_rules_are_those_of_the_trainer():
     rules = made.Repository.at().rules
     assert rules.keys() == train_gpt.TRACKS.keys() - {"continual"}
-    assert rules["nano"].val_sha256 == train_gpt.TRACKS["nano"].val_sha256 and rules["nano"].manifest_sha256
+    for name, rule in rules.items():
+        for key in ("tokenizer", "val_tokens", "val_sha256", "target_loss"):
+            assert getattr(rule, key) == getattr(train_gpt.TRACKS[name], key)
+    assert rules["nano"].manifest_sha256 == data_text.RECORD_SHA256["manifest.json"]
+
+
+def test_configurations_are_read_off_the_trainer():
+    """As they are when it runs; so are the tokens, and which fields change no result."""
+    text = Path(train_gpt.__file__).read_text()
+    for name in ("nano", "fineweb"):
+        found = source.config_of(text, name)
+        assert found == json.loads(json.dumps(dataclasses.asdict(train_gpt.TRACKS[name])))
+        assert source.training_tokens(found) == train_gpt.training_tokens(train_gpt.TRACKS[name])
+    assert source.NEUTRAL_FIELDS == train_gpt.NEUTRAL_FIELDS
+
+
+@pytest.mark.parametrize("text, reason", [
+    ("", "no line TRACKS"), ("class Config:\n    a: int = knob(1, '')\n", "no line TRACKS"),
+    ("class Config:\n    a: int = knob(9**9**9, '')\n\nTRACKS = {\n}\n", "an exponent of 387420489"),
+    ("class Config:\n    a: int = knob(2**63 * 2**63, '')\n\nTRACKS = {\n}\n", "no arithmetic on small numbers"),
+    ("class Config:\n    a: int = knob(open('x'), '')\n\nTRACKS = {\n}\n", "line 2 is no literal"),
+    ("class Config:\n    a: int = field(1)\n\nTRACKS = {\n}\n", "a call of knob, choice or schedule"),
+    ("class Config:\n    a: int = knob(1/0, '')\n\nTRACKS = {\n}\n", "ZeroDivisionError"),
+    ("(" * 5000 + "\nTRACKS = {\n}\n", "SyntaxError"),
+    ("class Config:\n    a: int = knob(" + "-" * 3000 + "1, '')\n\nTRACKS = {\n}\n", "RecursionError"),
+    ("class Config:\n    a: int = knob(1, '')\n\nTRACKS = {\n    'x': Config(b=1),\n}\n", "Config has no field 'b'"),
+    ("class Config:\n    a: int = knob(1, '')\n\nTRACKS = {\n    'x': made(),\n}\n", "a track is Config"),
+    ("class Config:\n    a: int = knob(1, '')\n\nTRACKS = {\n    **more,\n}\n", "cannot be read"),
+    ("class Config:\n    a: int = knob(1, '')\n\nTRACKS = {\n}\n\nTRACKS['x'] = 1\n", "more than one line"),
+    ('"""\nTRACKS = {\n    "nano": Config(),\n}\n"""\nclass Config: 1\n', "cannot be read")])
+def test_sources_whose_configuration_cannot_be_read_off(text, reason):
+    with pytest.raises(RecordError, match=re.escape(reason)):
+        source.config_of(text, "x")
 
 
 def test_unknown_validation_hash_is_that_of_earlier_records(repository):
