@@ -72,6 +72,9 @@ def parse_json(text):
         raise RecordError(f"is no valid JSON: {' '.join(str(error).split())[:120]}") from None
 
 
+RULES = parse_json(read_text(Path(__file__).parent / "rules.json"))  # the level, and what no record of a track changes
+
+
 def write_whole(path, text):
     """Write a file that is whole or absent at any time."""
     path = Path(path)

@@ -6,14 +6,13 @@ from functools import cached_property
 from pathlib import Path
 
 from records import stats
-from records.files import RecordError, parse_json, read_text
+from records.files import RULES, RecordError, parse_json, read_text
 from records.log import parse_log
 from records.source import NEUTRAL_FIELDS
 
 SCHEMA = 1  # of result.json
 FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_([A-Za-z0-9][A-Za-z0-9-]{0,59})", re.ASCII)
 MOST_LOGS = 100
-RULES = Path(__file__).parent / "rules.json"
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,8 @@ class Repository:
     @classmethod
     def at(cls, root=None):
         """The tree that this package lies in, or another one; the rules are always this package's own."""
-        tracks = parse_json(read_text(RULES))["tracks"]
-        return cls(Path(root).resolve() if root else RULES.resolve().parent.parent,
-                   {name: TrackRules(name, **values) for name, values in tracks.items()})
+        root = Path(root) if root else Path(__file__).parent.parent
+        return cls(root.resolve(), {name: TrackRules(name, **values) for name, values in RULES["tracks"].items()})
 
     @property
     def readme(self):

@@ -11,9 +11,10 @@ import warnings
 import numpy as np
 from scipy import stats
 
+from records.files import RULES
 from records.log import BLOCK
 
-ALPHA = 0.01  # one-sided, for every claim
+ALPHA = RULES["alpha"]  # one-sided, for every claim
 CONFIDENCE = 0.95  # of the intervals that are shown
 POWER = 0.8  # of the number of runs that is proposed
 MOST_RUNS = 10_000

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 import records_helpers as made
+from records import render
 from records.__main__ import main
 from records.submit import submit
 
@@ -25,6 +26,7 @@ def repository(tmp_path_factory):
     logs = made.write_logs(repository.root / "logs", made.source_of("evil"), rng=9, device=EVIL)
     record, failures = submit(made.fresh(repository), "Zevil", logs)
     assert not failures, failures
+    made.edit(record.folder / "README.md", render.WHY, made.WHY)
     shutil.copytree(record.folder, record.folder.with_name(f"{record.date}_Zzbroken"))
     assert main(["report", "--out", str(repository.root / "site" / "report.html")], made.fresh(repository)) == 0
     return repository
