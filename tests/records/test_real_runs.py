@@ -138,6 +138,7 @@ def test_reproduce_runs_real_code(repository, capsys):
 
 # ----- the README's lines
 
+@pytest.mark.timeout(900)
 def test_what_the_readme_says_makes_a_record_of_a_clean_clone(made_once, corpus, tmp_path):
     """Its five lines, as they stand there, but for the track, the number of runs, and who answers and writes: a clone
     with the tiny track, whose record is made of `run`, and an idea that makes steps faster."""
