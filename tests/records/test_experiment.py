@@ -185,7 +185,87 @@ def test_report_of_an_undecided_comparison():
     assert "in steps: cannot be told" in text
 
 
+# ----- what submit would refuse is told first
+
+def test_ab_is_against_the_last_record_unless_another_is_named(tmp_path, capsys):
+    repository = made.make_repository(tmp_path)
+    (tmp_path / "train_gpt.py").write_text(made.fake_trainer())
+    status, _, err = call(repository, capsys, "ab", "--runs", 2, "--yes")
+    assert status == 2 and "track nano has no record to compare with" in err
+    made.add_first(repository)
+    last = made.add_faster(repository)
+    for words in ([], [last]):
+        status, out, err = call(repository, capsys, "ab", *words, "--runs", 2)
+        assert status == 2 and "nothing was run; add --yes" in err and f"of the code in {last}" in out
+
+
+@pytest.mark.parametrize("script, reason", [
+    (lambda: made.source_of("second"), "is the code of .*_Faster; change it first"),
+    (lambda: made.fake_trainer(target_loss=1.5), "target_loss is 1.5, by the rules 0.88"),
+    (lambda: made.fake_trainer(val_tokens=1024), "val_tokens is 1024, by the rules 1048576"),
+    (lambda: made.fake_trainer(""), "Config has no field run_of"),
+    (lambda: "print(1)\n", "its tracks cannot be read from the source")])
+def test_runs_of_which_no_record_can_come_are_refused_first(tmp_path, capsys, script, reason):
+    repository = made.make_repository(tmp_path)
+    made.add_first(repository)
+    last = made.add_faster(repository)
+    (tmp_path / "train_gpt.py").write_text(script())
+    for words in (["run", "--runs", 2], ["ab", last, "--runs", 2, "--yes"]):
+        status, out, err = call(repository, capsys, *words)
+        assert status == 2 and re.search(reason, err) and "submit would refuse the runs" in err, out + err
+    assert not (tmp_path / "order.txt").exists() and not (tmp_path / "logs" / "runs.jsonl").exists()
+
+
+def test_what_is_not_the_last_record_is_compared_only_when_asked(repository, capsys):
+    other = repository.root / "logs" / "other"
+    status, _, err = call(repository, capsys, "ab", other, "--runs", 2, "--yes")
+    assert status == 2 and "has no record yet; make the first one with `python -m records run`" in err
+    folder = made.add_first(repository)
+    status, _, err = call(repository, capsys, "ab", other, "--runs", 2, "--yes")
+    assert status == 2 and f"is not the code of {folder.name}, the last of the track's chain" in err
+    status, out, _ = call(repository, capsys, "ab", other, "--runs", 2, "--yes", "--compare")
+    assert status == 0 and "note: no record will come of this: " in out
+
+
+def test_another_corpus_is_refused_first(repository, capsys):
+    (repository.root / "d").mkdir()
+    (repository.root / "d" / "manifest.json").write_text("{}")
+    status, _, err = call(repository, capsys, "run", "--runs", 2)
+    assert status == 2 and "d/manifest.json: is not the track's; build it with run.sh" in err
+
+
 # ----- reproduce
+
+def test_a_clock_that_is_ahead_of_the_wall_is_told(repository, capsys):
+    """A script that trains for no time and claims a minute."""
+    other = repository.root / "logs" / "other"
+    add_other(repository, made.fake_trainer().replace("time.sleep(took / 1000)", "took += 60_000"))
+    for words in (["reproduce", other, "--runs", 2, "--yes"], ["ab", other, "--runs", 2, "--yes", "--compare"]):
+        status, out, err = call(repository, capsys, *words)
+        assert status == 2 and re.search(r"its log says 60\.\d s of training, .* lived for .* clock is wrong", err)
+
+
+@pytest.mark.parametrize("old, new, reason", [
+    ("local:ok", "local:FAILED", "validity gate local is 'FAILED'"),
+    ("shards:ok", "shards:unknown", "shards: 'unknown'"),
+    ("tokens:2048", "tokens:20", "20 tokens in the final line; the schedule takes 2048"),
+    ('"steps": 2, "data"', '"steps": 2, "init_from": "best", "data"', "init_from is 'best' in the config line"),
+    ("comms: none", "started_from: best", "lines begin with 'started_from'")])
+def test_reproduced_runs_are_judged_like_others(repository, capsys, old, new, reason):
+    source = made.fake_trainer().replace(old, new).replace(old.replace('"', "'"), new.replace('"', "'"))
+    assert new in source or new.replace('"', "'") in source
+    add_other(repository, source)
+    status, out, err = call(repository, capsys, "reproduce", repository.root / "logs" / "other", "--runs", 2, "--yes")
+    assert status == 0, err
+    assert re.search(f"^loss reproduced: no, n = 2: .*{re.escape(reason)}", out, re.MULTILINE), out
+
+
+def test_reproduce_says_what_it_cannot_see(repository, capsys):
+    add_other(repository, made.fake_trainer())
+    _, out, _ = call(repository, capsys, "reproduce", repository.root / "logs" / "other", "--runs", 2, "--yes")
+    assert re.search(r"^time: 0\.1 s here \(\d\.\d s with all that is not timed\), ", out, re.MULTILINE), out
+    assert "What no run shows: whether the code reads validation text, slows its clock or fakes its gates." in out
+
 
 @pytest.mark.parametrize("losses, answer", [
     ([0.870, 0.871, 0.8705, 0.8702], "yes"),

@@ -109,7 +109,7 @@ def survey(pristine, folder, capsys, numbers):
         status = main(["verify"], Repository(root, pristine.rules))
         out, err = capsys.readouterr()
         assert status in (0, 1) and err == "" and not CONTROL.search(out), (number, how, out, err)
-        assert all(re.match(r"records[^:]*: .|verify: ok, \d records?$", line) for line in out.splitlines()), (number, out)
+        assert all(re.match(r"records[^:]*: .|verify: ok, ", line) for line in out.splitlines()), (number, out)
         # without one of its folders a repository is another one, of which nothing is wrong
         assert status or how == "folder gone" or claims(root) == before, (number, how)
         counts[how, "caught" if status else "harmless"] += 1
