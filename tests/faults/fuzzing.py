@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from signal import signal as set_handler  # tests keep the trainer from calling the other one
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -47,11 +48,12 @@ def limited():
     def stop(number, frame):
         raise Hang()
     started = time.monotonic()
-    handlers = [signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM)]
+    handlers = [set_handler(number, stop) for number in (signal.SIGPROF, signal.SIGALRM)]
     memory = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, memory[1]))
-    left, _ = signal.setitimer(signal.ITIMER_REAL, STUCK)
+    # Again and again, where the first one only leads to another wait.
+    left, _ = signal.setitimer(signal.ITIMER_REAL, STUCK, STUCK)
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         yield
@@ -60,7 +62,7 @@ def limited():
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in zip((signal.SIGPROF, signal.SIGALRM), handlers):
-            signal.signal(number, handler)
+            set_handler(number, handler)
         if left:
             signal.setitimer(signal.ITIMER_REAL, max(0.1, left - (time.monotonic() - started)))
 
