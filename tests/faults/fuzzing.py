@@ -120,6 +120,15 @@ def message_problem(status, out, err, lines, statuses):
     return None
 
 
+def status_line(outcome):
+    """The outcome; with a problem where a refusal is not told in one line of stdout, its last. Notes go to stderr."""
+    lines = outcome.out.splitlines()
+    said = [line for line in lines if line.startswith("status:")]
+    if outcome.refused and (len(said) != 1 or lines[-1] != said[0]):
+        outcome.problem = "message", f"{len(said)} status lines: {lines[:3]}"
+    return outcome
+
+
 # ----- hypothesis
 
 def explore(strategy, trial, count, number=0, shrink=True):
@@ -274,4 +283,4 @@ def replaced(value, path, new):
     return items if isinstance(value, dict) else type(value)(items.values())
 
 
-DROP = object()
+DROP = type("Drop", (), {"__repr__": lambda self: "DROP"})()  # the same text in each process that collects the tests
