@@ -137,6 +137,7 @@ class Config:
     device: str = choice("auto", "cpu", "cuda", help="where the run computes")
     dtype: str = choice("bfloat16", "float32", help="matrices and activations; reductions are float32")
     attention: str = choice("auto", "sdpa", "varlen", help="back end of attention")
+    float8: str = choice("off", "on", "emulated", help="forward products of head and MLP in 8 bits, on Hopper GPUs")
     compile: bool = knob(True, "compile the model with torch.compile where a compiler is found")
     workers: int = knob(0, "threads of a process that take micro-batches on a CPU; 0: one a core", *not_negative)
     def __post_init__(self):
@@ -1026,9 +1027,9 @@ Context = collections.namedtuple("Context", "phase rotary biases")
 class GPT(nn.Module):
     """Decoder-only transformer over packed documents. Two banks hold its matrices, for batched updates: `attention`
     (4 * layers, model_dim, model_dim) q, k, v, o of each layer, `mlp` (2 * layers, mlp_dim, model_dim) up and downᵀ."""
-    def __init__(self, config, attention, drawn=True):
+    def __init__(self, config, attention, drawn=True, float8="off"):
         super().__init__()
-        self.config, self.attend = config, ATTENTION[attention]
+        self.config, self.attend, self.float8 = config, ATTENTION[attention], float8
         dim, layers, vocab = config.model_dim, config.num_layers, config.vocab_size
         dtype, generator = getattr(torch, config.dtype), torch.Generator().manual_seed(config.seed)
         def matrix(*shape, std):
@@ -1083,7 +1084,7 @@ class GPT(nn.Module):
             window = phase.windows[layer]
             y = self.attend(q, k, v, micro_batch, phase.cap, context.biases.get(window), window, scale)
             x = x + F.linear(y.flatten(1), self.attention[4 * layer + 3])
-            x = x + ReluSquareMLP.apply(norm(x), self.mlp[2 * layer], self.mlp[2 * layer + 1])
+            x = x + ReluSquareMLP.apply(norm(x), self.mlp[2 * layer], self.mlp[2 * layer + 1], self.float8)
             if layer < len(self.skip_scale):
                 skips.append(x)
         if ngram is not None:
@@ -1101,7 +1102,7 @@ class GPT(nn.Module):
             targets.append(F.pad(micro_batch.targets[ahead:], (0, ahead)))
             shares.append(F.pad(same * (weight / (length - ahead)), (0, ahead)))
         loss, losses = CappedCrossEntropy.apply(hidden, self.head, torch.stack(targets, 1), torch.stack(shares, 1),
-                                                self.config.logit_cap, torch.is_grad_enabled())
+                                                self.config.logit_cap, torch.is_grad_enabled(), self.float8)
         return loss, losses, hidden.detach()
 
 # 6. Optimizer ===============================================================================================
@@ -1489,7 +1490,8 @@ class Trainer:
         torch.set_float32_matmul_precision("highest")
         self.data_sha256 = file_sha256(path) if (path := Path(config.data, "manifest.json")).is_file() else "none"
         attention, self.attention_name = choose_attention(config, runtime.device)
-        self.model = GPT(config, attention).to(runtime.device)
+        float8, self.matmul_name = choose_float8(config, runtime.device)
+        self.model = GPT(config, attention, float8=float8).to(runtime.device)
         self.table = NgramTable(config, runtime)
         self.optimizer = Optimizer(config, self.model, self.table, runtime)
         self.rotary = functools.cache(lambda length, windows: rotary_tables(
@@ -1825,7 +1827,7 @@ def open_run(config, overrides, runtime, log, content, check):
     if check or log.live:  # what a person wants to know before it starts
         log.line("\n".join([
             f"device: {facts['device']}, world size {runtime.world_size}, {runtime.workers} CPU worker(s)",
-            f"backends: attention={trainer.attention_name} compile={trainer.compile_name} dtype={config.dtype}",
+            f"backends: attention={trainer.attention_name} compile={trainer.compile_name} matmul={trainer.matmul_name}",
             f"corpus: {config.data}: {sum(map(len, shards)):,} training tokens in {len(shards)} shard(s), the schedule "
             f"takes {training_tokens(config):,}; {config.val_tokens:,} validation tokens are scored",
             "parameters: " + ", ".join(f"{group.name} {group.size():,}" for group in trainer.optimizer.groups), *room]))
@@ -1848,7 +1850,7 @@ def log_header(run):
         f"run:{config.run_id} track:{config.track} {facts}", "config:" + json.dumps(dataclasses.asdict(config)),
         "overrides:" + json.dumps(run.overrides) if run.overrides else place,
         f"data:{data} shards:{'unknown' if data == 'none' else 'ok'} backends:attention={trainer.attention_name},"
-        f"matmul=torch-{config.dtype},compile={trainer.compile_name}",
+        f"matmul={trainer.matmul_name},compile={trainer.compile_name}",
         "size: " + " ".join(f"{group.name}={group.size():,}" for group in trainer.optimizer.groups),
         "===== START ====="])), on_terminal=False)
 
@@ -2002,12 +2004,14 @@ class CappedCrossEntropy(torch.autograd.Function):
     shares (T, K): the loss weights of K tokens a position; learning: whether gradients will be asked for.
     Returns (loss, the sum with these weights; losses (T,) of the first targets)."""
     @staticmethod
-    def forward(ctx, hidden, head, targets, shares, cap, learning):
+    def forward(ctx, hidden, head, targets, shares, cap, learning, float8="off"):
         def slope(below):  # of a capped logit, by the logit itself
             return below * (2 * cap - below) / cap**2
         losses, grad_hidden, grad_head, columns = [], [], None, torch.arange(len(head), device=head.device)
+        narrow = in_float8(head, head.abs().amax()) if float8 != "off" else None
         for x, target, share in zip(*(tensor.split(LOSS_CHUNK) for tensor in (hidden, targets, shares))):
-            below = 2 * cap * torch.sigmoid((x @ head.T).float() * (-2 / cap))
+            raw = float8_product(states_in_float8(x), narrow, x.dtype, float8) if narrow else x @ head.T
+            below = 2 * cap * torch.sigmoid(raw.float() * (-2 / cap))
             total = torch.exp(-below).sum(1, keepdim=True)
             at_target = torch.stack([torch.where(columns == one[:, None], below, 0).sum(1) for one in target.T], 1)
             losses.append(total.log() + at_target)
@@ -2028,7 +2032,38 @@ class CappedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream, _):
         grad_hidden, grad_head = ctx.saved_tensors
-        return grad_hidden * upstream, grad_head * upstream, None, None, None, None
+        return grad_hidden * upstream, grad_head * upstream, None, None, None, None, None
+
+# ----- products in 8 bits
+FLOAT8 = torch.float8_e4m3fn
+
+def in_float8(values, largest):
+    """(values rounded to 8 bits, so scaled that `largest`, a 0-dim tensor, just fits; what they are to be multiplied by
+    again, float32)."""
+    scale = (largest.float() / torch.finfo(FLOAT8).max).clamp_min(1e-30)
+    return (values.float() / scale).to(FLOAT8), scale
+
+def states_in_float8(x):
+    """The same of x (T, dim), whose rows have an RMS of 1: no value is larger than sqrt(dim)."""
+    return in_float8(x, torch.full((), x.size(1) ** 0.5, device=x.device))
+
+def float8_product(x, matrix, dtype, float8):
+    """x matrixᵀ in dtype, of results of in_float8. On Hopper by its tensor cores; "emulated" it is the product of the
+    same rounded values in dtype, and differs in the order of sums alone."""
+    (left, of_left), (right, of_right) = x, matrix
+    if float8 == "on":
+        return torch._scaled_mm(left, right.T, of_left, of_right, out_dtype=dtype, use_fast_accum=True)
+    return ((left.to(dtype) @ right.to(dtype).T).float() * (of_left * of_right)).to(dtype)
+
+def choose_float8(config, device):
+    """Resolve Config.float8. Returns (off, on or emulated; the products' description for the log)."""
+    if config.float8 == "off":
+        return "off", f"torch-{config.dtype}"
+    if config.float8 == "emulated":
+        return "emulated", f"torch-{config.dtype}+float8-emulated"
+    able = device.type == "cuda" and config.dtype == "bfloat16" and torch.cuda.get_device_capability(device) == (9, 0)
+    return ("on", "torch-bfloat16+float8") if able else ("off", f"torch-{config.dtype} (float8 wants a Hopper GPU and "
+                                                         "bfloat16)")
 
 # ----- linear and ReLU^2
 try:  # triton comes with torch's builds for CUDA
@@ -2043,11 +2078,12 @@ def kernels_run(tensor):
     return triton is not None and tensor.is_cuda
 
 @jit
-def relu_square_kernel(left, right, post, out, rows, columns: tl.constexpr, depth: tl.constexpr,
+def relu_square_kernel(left, right, post, scale, out, rows, columns: tl.constexpr, depth: tl.constexpr,
                        TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr):
     """out (rows, columns): relu(left rightᵀ)^2 of left (rows, depth) and right (columns, depth); where post is given,
-    the gradient through that, 2 sqrt(post) left rightᵀ. One program a tile of out; those of a row of tiles are
-    neighbours, so that what they share of left comes from the cache, as do all of right's."""
+    the gradient through that, 2 sqrt(post) left rightᵀ. scale: a number to multiply the product by, or None. One
+    program a tile of out; those of a row of tiles are neighbours, so that what they share of left comes from the cache,
+    as do all of right's."""
     tile = tl.program_id(0)
     across = tl.cdiv(columns, WIDE)
     row, column = tile // across * TALL + tl.arange(0, TALL), tile % across * WIDE + tl.arange(0, WIDE)
@@ -2060,6 +2096,8 @@ def relu_square_kernel(left, right, post, out, rows, columns: tl.constexpr, dept
         total = tl.dot(tl.load(left_at + low, here[None, :], 0.0), tl.load(right_at + low, here[:, None], 0.0), total)
     at = row[:, None] * columns + column[None, :]
     inside = (row < rows)[:, None] & (column < columns)[None, :]
+    if scale is not None:
+        total *= tl.load(scale)
     if post is None:
         total = tl.maximum(total, 0.0)
         total = total * total
@@ -2067,24 +2105,35 @@ def relu_square_kernel(left, right, post, out, rows, columns: tl.constexpr, dept
         total = 2 * total * tl.sqrt(tl.load(post + at, inside, 0.0).to(tl.float32))
     tl.store(out + at, total.to(out.dtype.element_ty), inside)
 
-def relu_square(left, right, post=None):
-    """What relu_square_kernel computes, by the kernel where it runs: the product never reaches memory."""
-    if not kernels_run(left):
-        product = left @ right.T
-        return F.relu(product).square() if post is None else product * (2 * post.sqrt())
-    out = left.new_empty(len(left), len(right))
-    tall, wide = 128, 256
+def relu_square_by_kernel(left, right, post, scale, dtype):
+    out = left.new_empty(len(left), len(right), dtype=dtype)
+    tall, wide, deep = 128, 256, 128 // left.element_size()
     tiles = triton.cdiv(len(left), tall) * triton.cdiv(len(right), wide)
-    relu_square_kernel[(tiles,)](left, right, post, out, len(left), len(right), left.size(1), tall, wide, 64,
+    relu_square_kernel[(tiles,)](left, right, post, scale, out, len(left), len(right), left.size(1), tall, wide, deep,
                                  num_warps=8, num_stages=3)
     return out
 
+def relu_square(left, right, post=None):
+    """What relu_square_kernel computes, by the kernel where it runs: the product never reaches memory."""
+    if kernels_run(left):
+        return relu_square_by_kernel(left, right, post, None, left.dtype)
+    product = left @ right.T
+    return F.relu(product).square() if post is None else product * (2 * post.sqrt())
+
+def relu_square_float8(x, up, float8):
+    """relu_square(x, up) of a product in 8 bits."""
+    left, right = states_in_float8(x), in_float8(up, up.abs().amax())
+    if float8 == "on" and kernels_run(x):
+        return relu_square_by_kernel(left[0], right[0], None, left[1] * right[1], x.dtype)
+    return F.relu(float8_product(left, right, x.dtype, float8)).square()
+
 class ReluSquareMLP(torch.autograd.Function):
     """relu(x upᵀ)^2 down, of x (T, dim), up and down (mlp_dim, dim). Only the square is kept for the backward pass,
-    which wants the root of it."""
+    which wants the root of it. The product with down stays as it is: rounding the square to 8 bits would cost as much
+    time as the product would save."""
     @staticmethod
-    def forward(ctx, x, up, down):
-        post = relu_square(x, up)
+    def forward(ctx, x, up, down, float8="off"):
+        post = relu_square(x, up) if float8 == "off" else relu_square_float8(x, up, float8)
         ctx.save_for_backward(x, up, down, post)
         return post @ down
     @staticmethod
@@ -2092,7 +2141,7 @@ class ReluSquareMLP(torch.autograd.Function):
         x, up, down, post = ctx.saved_tensors
         grad = grad.contiguous()
         grad_product = relu_square(grad, down, post)
-        return grad_product @ up, grad_product.T @ x, post.T @ grad
+        return grad_product @ up, grad_product.T @ x, post.T @ grad, None
 
 # ----- back ends, and what says that one is not to be had
 def why_no_cuda():

@@ -320,7 +320,7 @@ def passes(config, step):
     model = train_gpt.GPT(config, "varlen" if config.dtype == "bfloat16" else "sdpa", drawn=False)
     micro_batch = train_gpt.MicroBatch(
         torch.empty(length, **int32), torch.empty(length, dtype=torch.int64), torch.empty(length, **int32),
-        torch.empty(length // 16 + 2, **int32), torch.empty(length, columns, **int32), torch.empty(length, columns))
+        torch.empty(train_gpt.BOUNDS + 1, **int32), torch.empty(length, columns, **int32), torch.empty(length, columns))
     ngram = torch.empty(length, config.model_dim, dtype=dtype, requires_grad=True)
     rotary = train_gpt.rotary_tables(length, config.head_dim, train_gpt.windows_until(config, step), "cpu", dtype)
     context = train_gpt.Context(train_gpt.phase_at(config, step), rotary, {})
@@ -329,7 +329,7 @@ def passes(config, step):
     return list(zip(("forward", "backward"), generator.graphs))
 
 
-def updates(config, step):
+def updates(config, step, compiled):
     """(EagerKernels, [Graph]): the updates of all parameters but the n-gram table, at world size 1."""
     generator = Generator()
     torch.compile = generator.compile
@@ -339,6 +339,7 @@ def updates(config, step):
         optimizer = train_gpt.Optimizer(config, model, train_gpt.NgramTable(config, runtime), runtime)
         groups = [group for group in optimizer.groups if group.name != "ngram_table"]
         for group in groups:
+            group.take_step = train_gpt.compiled_updates() if compiled else group.take_step
             group.reduce(step)
         with EagerKernels(generator) as eager:
             for group in groups:
@@ -351,22 +352,24 @@ def updates(config, step):
 
 
 def measure(config, step):
-    """{"forward" | "backward" | "updates": figures}, see row_of; the updates' launches are theirs in all."""
+    """{"forward" | "backward" | "updates" | "updates, not compiled": figures}, see row_of."""
+    due, nothing = step + config.adam_every - 1, types.SimpleNamespace(launches=0, bytes=0, flops=0, product_bytes=0)
     with FakeTensorMode():
-        parts = passes(config, step)
-        eager, graphs = updates(config, step + config.adam_every - 1)  # a step at which all parameters are due
+        parts = [(what, nothing, [graph]) for what, graph in passes(config, step)]
+        parts += [(what, *updates(config, due, compiled))  # at a step at which all parameters are due
+                  for what, compiled in (("updates", True), ("updates, not compiled", False))]
     figures = {}
-    for what, group in [*((what, [graph]) for what, graph in parts), ("updates", graphs)]:
-        read = [read_graph(graph) for graph in group]
-        spilling = [row for graph in group for row in assemble(graph) if row[2]]
-        figures[what] = {key: sum(one[key] for one in read) for key in
-                         ("triton", "other", "gigabytes", "product_gigabytes", "teraflops")}
-        figures[what] |= {"peak_mib": max([one["peak_mib"] for one in read], default=0), "spilling": spilling,
-                          "kernels": sorted((kernel for one in read for kernel in one["kernels"]), reverse=True)[:8]}
-    figures["updates"]["other"] += eager.launches
-    figures["updates"]["gigabytes"] += eager.bytes / 1e9
-    figures["updates"]["product_gigabytes"] += eager.product_bytes / 1e9
-    figures["updates"]["teraflops"] += eager.flops / 1e12
+    for what, eager, graphs in parts:
+        read = [read_graph(graph) for graph in graphs]
+        total = {key: sum(one[key] for one in read) for key in
+                 ("triton", "other", "gigabytes", "product_gigabytes", "teraflops")}
+        total["other"] += eager.launches
+        total["gigabytes"] += eager.bytes / 1e9
+        total["product_gigabytes"] += eager.product_bytes / 1e9
+        total["teraflops"] += eager.flops / 1e12
+        figures[what] = {**total, "peak_mib": max([one["peak_mib"] for one in read], default=0),
+                         "spilling": [row for graph in graphs for row in assemble(graph) if row[2]],
+                         "kernels": sorted((kernel for one in read for kernel in one["kernels"]), reverse=True)[:8]}
     return figures
 
 

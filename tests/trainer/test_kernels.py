@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import train_gpt
 from benchmarks import cuda_codegen
-from helpers import ROOT
+from helpers import ROOT, tiny_config
 
 T, DIM, VOCAB, AHEAD = 150, 24, 70, 3
 
@@ -104,6 +104,44 @@ def test_mlp_and_its_gradients_are_those_of_the_plain_form(dtype, tolerance):
         assert ours.dtype == dtype and (ours.double() - value).norm() < tolerance * value.norm()
 
 
+# ----- products in 8 bits
+
+def test_emulated_float8_products_round_once_and_never_overflow():
+    x = F.rms_norm(drawn(T, DIM), (DIM,))
+    x[0] = F.one_hot(torch.tensor(3), DIM) * DIM**0.5  # as large as a value can be
+    matrix = drawn(VOCAB, DIM, scale=0.02, seed=1)
+    narrow_x, narrow = train_gpt.states_in_float8(x), train_gpt.in_float8(matrix, matrix.abs().amax())
+    made = train_gpt.float8_product(narrow_x, narrow, torch.float32, "emulated")
+    exact = x.double() @ matrix.double().T
+    size = x.double().abs() @ matrix.double().abs().T  # each factor is rounded by at most one sixteenth
+    assert made.isfinite().all() and narrow[0].float().abs().max() == 448
+    assert ((made - exact).abs() <= size * ((1 + 1 / 16)**2 - 1) + 1e-3).all()
+    assert 1e-3 < (made - exact).norm() / exact.norm() < 0.05
+
+
+def test_float8_mlp_and_loss_are_those_of_rounded_factors():
+    x, up, down, _ = mlp_inputs(torch.float32)
+    x = F.rms_norm(x, (DIM,))
+    def rounded(pair):
+        return pair[0].float() * pair[1]
+    narrow_x, narrow_up = (rounded(pair) for pair in (train_gpt.states_in_float8(x),
+                                                      train_gpt.in_float8(up, up.abs().amax())))
+    torch.testing.assert_close(train_gpt.ReluSquareMLP.apply(x, up, down, "emulated"),
+                               plain_mlp(narrow_x, narrow_up, down), rtol=1e-4, atol=1e-5)
+    _, head, targets, shares = loss_inputs(1.0)
+    narrow_head = rounded(train_gpt.in_float8(head, head.abs().amax()))
+    for ours, plain in zip(train_gpt.CappedCrossEntropy.apply(x, head, targets, shares, 15.0, True, "emulated"),
+                           train_gpt.CappedCrossEntropy.apply(narrow_x, narrow_head, targets, shares, 15.0, True)):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("float8, mode, words", [("off", "off", "torch-float32"), ("emulated", "emulated", "emulated"),
+                                                 ("on", "off", r"float8 wants a Hopper GPU and bfloat16")])
+def test_float8_says_what_it_resolves_to(float8, mode, words):
+    chosen, name = train_gpt.choose_float8(tiny_config(float8=float8), torch.device("cpu"))
+    assert chosen == mode and words in name
+
+
 # ----- on a GPU's terms: Triton's interpreter, and the code for sm_90
 
 needs_cuda_build = pytest.mark.skipif(not cuda_codegen.cuda_python(), reason="no CUDA build of torch with triton; "
@@ -126,8 +164,13 @@ for dtype in (torch.float32, torch.float16):
     left, right = torch.randn(150, 40).to(dtype), (torch.randn(300, 40) / 6).to(dtype)
     plain = train_gpt.relu_square(left, right)
     plain = plain, train_gpt.relu_square(left, right, plain)
+    if dtype == torch.float32:  # the same tiles from factors in 8 bits
+        x = torch.nn.functional.rms_norm(left, (40,))
+        plain8 = train_gpt.relu_square_float8(x, right, "emulated")
     honest, train_gpt.kernels_run = train_gpt.kernels_run, lambda tensor: True
     ours = train_gpt.relu_square(left, right), train_gpt.relu_square(left, right, plain[0])
+    if dtype == torch.float32:
+        ours, plain = (*ours, train_gpt.relu_square_float8(x, right, "on")), (*plain, plain8)
     train_gpt.kernels_run = honest
     found += [((a - b).norm() / b.norm()).item() for a, b in zip(ours, plain)]
 print(json.dumps(found))
@@ -138,7 +181,7 @@ print(json.dumps(found))
 def test_the_triton_kernel_computes_what_the_plain_form_does():
     """In float32 and float16: Triton's interpreter multiplies no bfloat16."""
     found = with_cuda_build(INTERPRETED, TRITON_INTERPRET="1")
-    assert max(found[:2]) < 1e-6 and 0 < min(found[2:]) and max(found[2:]) < 1e-3
+    assert max(found[:3]) < 1e-6 and 0 < min(found[3:]) and max(found[3:]) < 1e-3
 
 
 ASSEMBLED = """
@@ -150,12 +193,16 @@ with codegen.FakeTensorMode():
     leaves = [torch.empty(rows, 768, dtype=torch.bfloat16, requires_grad=True) for rows in (16384, 3072, 3072)]
     made = generator.compile(train_gpt.ReluSquareMLP.apply, dynamic=False)(*leaves)
     torch.autograd.grad(made.sum(), leaves)
+    with torch.no_grad():
+        generator.compile(lambda *words: train_gpt.relu_square_float8(*words, "on"), dynamic=False)(*leaves[:2])
 print(json.dumps([[codegen.read_graph(graph), codegen.assemble(graph)] for graph in generator.graphs]))
 """
 
 
 @needs_cuda_build
 def test_the_triton_kernel_is_assembled_for_sm_90_and_keeps_products_out_of_memory():
-    for (read, rows), reads_post in zip(with_cuda_build(ASSEMBLED), (False, True)):
+    forward, backward, eight = with_cuda_build(ASSEMBLED)
+    for (read, rows), reads_post in ((forward, False), (backward, True)):
         assert [(name, spilled) for name, _, spilled in rows] == [("relu_square_kernel", 0)]
         assert read["gigabytes"] == pytest.approx(reads_post * 2 * 16384 * 3072 / 1e9)
+    assert "relu_square_kernel" in {name for name, *_ in eight[1]} and not any(spilled for *_, spilled in eight[1])
