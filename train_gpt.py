@@ -118,6 +118,8 @@ class Config:
     final_lr: float = knob(0.02, "learning-rate multiplier at the end of the cooldown", *fraction)
     mtp_weights: tuple = schedule((1.0,), "loss weights of the next, second-next, ... token", lambda w: type(w) is tuple
                                   and w[0] > 0 and min(w) >= 0, "tuples of weights, the first above 0")
+    softmax_rows: int = knob(0, "vocabulary rows of training's softmax: a micro-batch's targets, and others at even "
+                             "distances that stand for the rest; 0: the whole vocabulary", *not_negative)
     untie_at: float = knob(0.0, "fraction of the run at which head and embedding part; 0: never tied", *fraction)
     # --- evaluation and bookkeeping
     val_tokens: int = knob(1_048_576, "tokens of the validation split that are scored", *positive)
@@ -161,6 +163,7 @@ class Config:
                f"times ngram_lr={self.ngram_lr} must be below 1, or a step would turn the rows' signs")
         demand(not self.ngram_host or self.ngram_comms == "sharded", "ngram_host",
                f"needs --ngram-comms sharded (it is {self.ngram_comms}): replicas stay on the device")
+        demand(self.softmax_rows <= self.vocab_size, "softmax_rows", f"at most the vocabulary, {self.vocab_size}")
         demand(self.save_every % self.adam_every == 0, "save_every",
                f"must be a multiple of adam_every={self.adam_every}, for gradients that wait are not saved")
         demand(self.val_length % length == 0, "val_batch_tokens", f"must be a multiple of micro_batch_tokens={length}")
@@ -224,14 +227,15 @@ def is_tied_before(config, step):
     """Whether head and embedding are one in the model that the steps before `step` left behind."""
     return step <= untie_step(config) > 0
 
-# What it is compiled for: layers' windows; loss weights by tokens ahead; is the head the embedding; longest segment.
-Phase = collections.namedtuple("Phase", "windows mtp_weights tied cap")
+# What it is compiled for: layers' windows; loss weights by tokens ahead; is the head the embedding; longest segment;
+# rows of the softmax, 0 for all.
+Phase = collections.namedtuple("Phase", "windows mtp_weights tied cap softmax_rows")
 
 def phase_at(config, step):
     short, long = at_step(config.windows, step, config)
     windows = tuple(long if layer in config.long_layers else short for layer in range(config.num_layers))
     return Phase(windows, at_step(config.mtp_weights, step, config), step < untie_step(config),
-                 min(at_step(config.document_cap, step, config), config.micro_batch_tokens))
+                 min(at_step(config.document_cap, step, config), config.micro_batch_tokens), config.softmax_rows)
 
 def windows_until(config, step):
     """The long windows in force in training up to `step`, in order: what YaRN needs to know."""
@@ -627,6 +631,9 @@ class TrainLoader:
         rows, signs = map(np.concatenate, zip(*(table_rows(place, config, self.index) for place in places)))
         plan, slots = plan_rows(rows, signs, config, runtime, runtime.loader_group)
         parts = zip(places, np.split(slots, len(places)), np.split(signs, len(places)))
+        distinct = max(len(np.unique(p.text.tokens[p.position + 1])) for p in places) if config.softmax_rows else 0
+        refuse(distinct > config.softmax_rows, f"softmax_rows={config.softmax_rows}: a micro-batch of step {step} has "
+               f"{distinct} different targets, which all take part; raise it, or 0 for the whole vocabulary")
         return Batch([assemble(*part, runtime.device) for part in parts], plan, dict(self.state))
     def next(self):
         """The next step's Batch; raises what the thread raised."""
@@ -1095,14 +1102,8 @@ class GPT(nn.Module):
         return self.config.logit_cap * torch.tanh(F.linear(hidden, self.head).float() / self.config.logit_cap)
     def forward(self, micro_batch, ngram, context):
         """Returns (training loss, a mean with multi-token weights; the next token's losses (T,); hidden states)."""
-        hidden, length, targets, shares = self.hidden(micro_batch, ngram, context), len(micro_batch.inputs), [], []
-        for ahead, weight in enumerate(context.phase.mtp_weights):
-            # Position i also scores the token `ahead` after its target, where that is of the same segment.
-            same = micro_batch.segment_start[ahead:] == micro_batch.segment_start[:length - ahead]
-            targets.append(F.pad(micro_batch.targets[ahead:], (0, ahead)))
-            shares.append(F.pad(same * (weight / (length - ahead)), (0, ahead)))
-        loss, losses = CappedCrossEntropy.apply(hidden, self.head, torch.stack(targets, 1), torch.stack(shares, 1),
-                                                self.config.logit_cap, torch.is_grad_enabled(), self.float8)
+        hidden, phase = self.hidden(micro_batch, ngram, context), context.phase
+        loss, losses = scored(hidden, self.head, micro_batch, phase, self.config.logit_cap, self.float8)
         return loss, losses, hidden.detach()
 
 # 6. Optimizer ===============================================================================================
@@ -1504,7 +1505,8 @@ class Trainer:
         config, phase, dtype = self.config, phase_at(self.config, step), getattr(torch, self.config.dtype)
         length = len(micro_batch.inputs)
         if not training:  # the model as the last step left it: untying is the first thing that the next one does
-            phase = phase._replace(mtp_weights=(1.0,), tied=is_tied_before(config, step), cap=length)
+            phase = phase._replace(mtp_weights=(1.0,), tied=is_tied_before(config, step), cap=length,
+                                   softmax_rows=0)
         windows = set(phase.windows) if self.model.attend is blocked_attention else ()
         biases = {window: blocked_bias(micro_batch.segment_start, window, dtype) for window in windows}
         return Context(phase, self.rotary(length, windows_until(config, step)), biases)
@@ -2001,10 +2003,11 @@ class CappedCrossEntropy(torch.autograd.Function):
     so that exp(-below) can be summed without a maximum, if the cap is small. In the same pass the logits give way to
     their gradients times the sum, which is not known yet: dividing rows by it commutes with the products that follow.
     Only the targets' columns are mended afterwards. Arguments: hidden (T, dim); head (vocab, dim); targets (T, K) and
-    shares (T, K): the loss weights of K tokens a position; learning: whether gradients will be asked for.
+    shares (T, K): the loss weights of K tokens a position; learning: whether gradients will be asked for;
+    counts (vocab,): how many rows of the vocabulary each row of head stands for, 1 for targets.
     Returns (loss, the sum with these weights; losses (T,) of the first targets)."""
     @staticmethod
-    def forward(ctx, hidden, head, targets, shares, cap, learning, float8="off"):
+    def forward(ctx, hidden, head, targets, shares, cap, learning, float8="off", counts=None):
         def slope(below):  # of a capped logit, by the logit itself
             return below * (2 * cap - below) / cap**2
         losses, grad_hidden, grad_head, columns = [], [], None, torch.arange(len(head), device=head.device)
@@ -2012,14 +2015,15 @@ class CappedCrossEntropy(torch.autograd.Function):
         for x, target, share in zip(*(tensor.split(LOSS_CHUNK) for tensor in (hidden, targets, shares))):
             raw = float8_product(states_in_float8(x), narrow, x.dtype, float8) if narrow else x @ head.T
             below = 2 * cap * torch.sigmoid(raw.float() * (-2 / cap))
-            total = torch.exp(-below).sum(1, keepdim=True)
+            mass = torch.exp(-below) if counts is None else torch.exp(-below) * counts
+            total = mass.sum(1, keepdim=True)
             at_target = torch.stack([torch.where(columns == one[:, None], below, 0).sum(1) for one in target.T], 1)
             losses.append(total.log() + at_target)
             if learning:
                 scale = share.sum(1, keepdim=True) / total
                 weight = ((target[:, :, None] == target[:, None]) * share[:, None]).sum(-1)  # of equal targets together
                 mended = (torch.exp(-at_target) - weight / scale) * slope(at_target)
-                grad = (torch.exp(-below) * slope(below)).to(x.dtype).scatter(1, target, mended.to(x.dtype))
+                grad = (mass * slope(below)).to(x.dtype).scatter(1, target, mended.to(x.dtype))
                 grad_hidden.append(((grad @ head) * scale).to(x.dtype))
                 scaled = (x * scale).to(x.dtype)
                 grad_head = grad.T @ scaled if grad_head is None else torch.addmm(grad_head, grad.T, scaled)
@@ -2032,7 +2036,37 @@ class CappedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream, _):
         grad_hidden, grad_head = ctx.saved_tensors
-        return grad_hidden * upstream, grad_head * upstream, None, None, None, None, None
+        return grad_hidden * upstream, grad_head * upstream, None, None, None, None, None, None
+
+def sampled_rows(targets, vocab, count):
+    """`count` of the vocabulary's rows: all targets, at most so many, and others at even distances, from a place on
+    that the targets decide. Returns (rows (count,) int64, rising; where each row of the vocabulary stands among them,
+    (vocab,), meaningless for those that do not; how many rows each stands for: so sums are right on average)."""
+    index = torch.arange(vocab, device=targets.device)
+    wanted = torch.zeros_like(index).index_fill(0, targets, 1)
+    others = vocab - wanted.sum()
+    taken = (count - wanted.sum()).clamp_min(0)  # of the others
+    turn = ((1 - wanted).cumsum(0) - 1 + targets.sum()) % others.clamp_min(1)
+    picked = (1 - wanted) * ((turn + 1) * taken // others.clamp_min(1) - turn * taken // others.clamp_min(1))
+    places = ((wanted + picked).cumsum(0) - 1).clamp(0, count - 1)
+    rows = torch.zeros(count + 1, dtype=index.dtype, device=index.device).scatter(
+        0, torch.where(wanted + picked > 0, places, count), index)[:count]  # what is not taken goes to the end
+    return rows, places, torch.where(wanted[rows] > 0, 1.0, others / taken.clamp_min(1))
+
+def scored(hidden, head, micro_batch, phase, cap, float8):
+    """(training loss, the next token's losses (T,)) of final hidden states, as CappedCrossEntropy returns them."""
+    length, following, counts = len(hidden), micro_batch.targets, None
+    if phase.softmax_rows:
+        rows, places, counts = sampled_rows(following, len(head), phase.softmax_rows)
+        head, following = head.index_select(0, rows), places[following]
+    targets, shares = [], []
+    for ahead, weight in enumerate(phase.mtp_weights):
+        # Position i also scores the token `ahead` after its target, where that is of the same segment.
+        same = micro_batch.segment_start[ahead:] == micro_batch.segment_start[:length - ahead]
+        targets.append(following.roll(-ahead))  # at the end they are others of the batch, of no weight
+        shares.append(F.pad(same * (weight / (length - ahead)), (0, ahead)))
+    return CappedCrossEntropy.apply(hidden, head, torch.stack(targets, 1), torch.stack(shares, 1), cap,
+                                    torch.is_grad_enabled(), float8, counts)
 
 # ----- products in 8 bits
 FLOAT8 = torch.float8_e4m3fn

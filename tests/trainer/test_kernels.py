@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import helpers
 import train_gpt
 from benchmarks import cuda_codegen
-from helpers import ROOT, tiny_config
+from helpers import ROOT, byte_documents, make_trainer, read, tiny_config
 
 T, DIM, VOCAB, AHEAD = 150, 24, 70, 3
 
@@ -79,6 +80,65 @@ def test_without_gradients_the_losses_are_the_same():
         scored = train_gpt.CappedCrossEntropy.apply(*inputs, 15.0, False)
     for ours, learned in zip(scored, one_pass(*inputs, 15.0)):
         torch.testing.assert_close(ours, learned, rtol=0, atol=0)
+
+
+# ----- a softmax over some of the vocabulary
+
+@pytest.mark.parametrize("count", [40, 55, VOCAB])
+def test_sampled_rows_are_the_targets_and_others_at_even_distances(count):
+    targets = 2 * torch.randint(VOCAB // 4, (T,), generator=torch.Generator().manual_seed(4)) + 1  # odd, to 33
+    rows, places, counts = train_gpt.sampled_rows(targets, VOCAB, count)
+    assert rows.tolist() == sorted(set(rows.tolist())) and len(rows) == count
+    assert torch.equal(rows[places[targets]], targets) and counts[places[targets]].eq(1).all()
+    assert counts.sum().item() == pytest.approx(VOCAB)
+    others = sorted(set(range(VOCAB)) - set(targets.tolist()))
+    taken = [others.index(row) for row in rows.tolist() if row in others]
+    gaps = {(after - before) % len(others) or len(others) for before, after in zip(taken, [*taken[1:], taken[0]])}
+    assert max(gaps) - min(gaps) <= 1
+    elsewhere = train_gpt.sampled_rows(torch.cat([targets, targets[:1]]), VOCAB, count)[0]
+    assert torch.equal(elsewhere, rows) == (count == VOCAB)
+
+
+def test_loss_over_sampled_rows_against_its_definition():
+    trainer = make_trainer(softmax_rows=120, mtp_weights=((0.0, (1.0, 0.5)),))
+    micro_batch, ngram = read(trainer, byte_documents(300))
+    phase = trainer.context(0, micro_batch, training=True).phase
+    hidden = F.rms_norm(drawn(256, trainer.config.model_dim), (trainer.config.model_dim,)).requires_grad_()
+    head = drawn(257, trainer.config.model_dim, scale=0.3, seed=5).requires_grad_()
+    loss, losses = train_gpt.scored(hidden, head, micro_batch, phase, 15.0, "off")
+    rows, _, counts = train_gpt.sampled_rows(micro_batch.targets, 257, 120)
+    exact = [hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()]
+    logits = 15 * torch.tanh(exact[0] @ exact[1].T / 15)
+    normaliser = torch.logsumexp(logits[:, rows] + counts.double().log(), 1)
+    def of(ahead):
+        return normaliser[:256 - ahead] - logits[:256 - ahead].gather(1, micro_batch.targets[ahead:, None])[:, 0]
+    same = micro_batch.segment_start[1:] == micro_batch.segment_start[:-1]
+    expected = of(0).mean() + 0.5 * (of(1) * same).mean()
+    torch.testing.assert_close(losses.double(), of(0), rtol=1e-5, atol=1e-5)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+    for ours, wanted in zip(torch.autograd.grad(loss, (hidden, head)), torch.autograd.grad(expected, exact)):
+        assert (ours.double() - wanted).norm() < 1e-5 * wanted.norm()
+
+
+def test_validation_knows_no_sampled_rows_and_all_of_them_change_nothing():
+    losses = []
+    for rows in (0, 120, 257):
+        trainer = make_trainer(softmax_rows=rows)
+        micro_batch, ngram = read(trainer, byte_documents(300))
+        with torch.no_grad():
+            losses.append([trainer.model(micro_batch, ngram, trainer.context(0, micro_batch, training=training))[1]
+                           for training in (False, True)])
+    for scored, _ in losses:
+        assert torch.equal(scored, losses[0][0])
+    assert (losses[1][1] - losses[0][1]).abs().max() > 1e-3
+    torch.testing.assert_close(losses[2][1], losses[0][1])
+
+
+def test_too_few_rows_for_the_targets_end_in_one_line(cli, corpus):
+    run = cli(**{**helpers.TINY, "data": str(corpus)}, softmax_rows=5)
+    assert run.code == 2 and "softmax_rows=5: a micro-batch of step 0 has" in run.lines[-1]
+    with pytest.raises(train_gpt.ConfigError, match="softmax_rows=258: at most the vocabulary, 257"):
+        tiny_config(softmax_rows=258)
 
 
 # ----- linear and ReLU^2
