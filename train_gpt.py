@@ -2096,6 +2096,9 @@ def choose_float8(config, device):
     if config.float8 == "emulated":
         return "emulated", f"torch-{config.dtype}+float8-emulated"
     able = device.type == "cuda" and config.dtype == "bfloat16" and torch.cuda.get_device_capability(device) == (9, 0)
+    sides = config.model_dim, config.mlp_dim, config.vocab_size, config.softmax_rows
+    refuse(able and any(side % 16 for side in sides), "float8=on: tensor cores want multiples of 16 as model_dim, "
+           f"mlp_dim, vocabulary and softmax_rows, and these are {sides}; use --float8 off")
     return ("on", "torch-bfloat16+float8") if able else ("off", f"torch-{config.dtype} (float8 wants a Hopper GPU and "
                                                          "bfloat16)")
 

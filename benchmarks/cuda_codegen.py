@@ -1,7 +1,7 @@
 """What an H100 would run for a training step: kernels, bytes, buffers and spills, worked out without a GPU.
 
     python benchmarks/cuda_codegen.py --setup                 once: its own virtual environment, about 5 GB
-    python benchmarks/cuda_codegen.py [--step 0] [--layers 12] [--name cuda_codegen]
+    python benchmarks/cuda_codegen.py [--step 0] [--layers 12] [--float8 off] [--stage NAME]
 
 The forward and backward pass of a micro-batch and the updates of the parameters are traced with tensors that have no
 content. torch.compile's CUDA code for them is written and assembled for sm_90, never run: there are no times, only
@@ -317,7 +317,8 @@ def passes(config, step):
     """[(what, Graph)]: forward and backward pass of one micro-batch. To be called with fake tensors."""
     generator, length, columns = Generator(), config.micro_batch_tokens, config.columns
     dtype, int32 = getattr(torch, config.dtype), {"dtype": torch.int32}
-    model = train_gpt.GPT(config, "varlen" if config.dtype == "bfloat16" else "sdpa", drawn=False)
+    model = train_gpt.GPT(config, "varlen" if config.dtype == "bfloat16" else "sdpa", drawn=False,
+                          float8=config.float8)
     micro_batch = train_gpt.MicroBatch(
         torch.empty(length, **int32), torch.empty(length, dtype=torch.int64), torch.empty(length, **int32),
         torch.empty(train_gpt.BOUNDS + 1, **int32), torch.empty(length, columns, **int32), torch.empty(length, columns))
@@ -392,7 +393,8 @@ def totals(figures):
 
 
 def main(argv=None):
-    parser = common.parser(__doc__, track="fineweb", step=0, layers=12, stage="now", name="cuda_codegen", setup=False)
+    parser = common.parser(__doc__, track="fineweb", step=0, layers=12, float8="off", stage="now", name="cuda_codegen",
+                           setup=False)
     argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(argv)
     if arguments.setup:
@@ -402,7 +404,7 @@ def main(argv=None):
     if python != sys.executable:
         return subprocess.run([python, __file__, *argv]).returncode
     pretend_h100()
-    config = shape_of_run(arguments.track, arguments.layers)
+    config = shape_of_run(arguments.track, arguments.layers, float8=arguments.float8)
     figures = measure(config, arguments.step)
     found = totals(figures)
     header = ["", "Triton", "other", "GB", "GB of products", "TFLOP", "MiB at the peak", "spilling",

@@ -1,4 +1,5 @@
 """Chapter 11: each kernel against the plain form of what it computes, in float64."""
+import dataclasses
 import json
 import os
 import subprocess
@@ -200,6 +201,17 @@ def test_float8_mlp_and_loss_are_those_of_rounded_factors():
 def test_float8_says_what_it_resolves_to(float8, mode, words):
     chosen, name = train_gpt.choose_float8(tiny_config(float8=float8), torch.device("cpu"))
     assert chosen == mode and words in name
+
+
+def test_float8_wants_multiples_of_16(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = tiny_config(float8="on", dtype="bfloat16")
+    with pytest.raises(train_gpt.ConfigError, match=r"float8=on: .* these are \(\d+, \d+, 257, 0\); use --float8 off"):
+        train_gpt.choose_float8(config, torch.device("cuda", 0))
+    config = dataclasses.replace(config, tokenizer="gpt2", softmax_rows=256)
+    assert train_gpt.choose_float8(config, torch.device("cuda", 0)) == ("on", "torch-bfloat16+float8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert train_gpt.choose_float8(config, torch.device("cuda", 0))[0] == "off"
 
 
 # ----- on a GPU's terms: Triton's interpreter, and the code for sm_90
