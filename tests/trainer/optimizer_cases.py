@@ -129,6 +129,10 @@ GROUPS = {
                        value_gate=(0, 2, 4), skip_scale=(0,), smear_scale=(1,))),
     "every third": Case(dict(attention=(4, 8, 8), mlp=(1, 8, 8), embed=(5, 8), head=(3, 8), smear_gate=(1, 12)),
                         {"adam_every": 3}),
+    "bfloat16 wire": Case(dict(attention=(5, 8, 8), mlp=(3, 16, 8), embed=(7, 8), head=(2, 8), smear_gate=(1, 5)),
+                          {"grad_comms": "bfloat16"}, steps=(0,)),
+    "float32 wire": Case(dict(attention=(5, 8, 8), mlp=(3, 16, 8), embed=(7, 8), head=(2, 8), smear_gate=(1, 5)),
+                         steps=(0,)),
     "untied": Case(dict(attention=(2, 8, 8), mlp=(1, 8, 8), embed=(5, 8), head=(5, 8), smear_gate=(1, 12)),
                    {"untie_at": 0.5}),  # at the last of four steps, three sixths of the run
 }
