@@ -48,9 +48,12 @@ def parser():
         if name != "reproduce":
             it.add_argument("--track", default="nano", help="[nano]")
     it = command("plot", "draw losses of runs or records against time and steps, as PNG")
-    it.add_argument("paths", nargs="+", metavar="PATH", help="a record's folder, a run's folder or a log")
+    it.add_argument("paths", nargs="+", metavar="PATH",
+                    help="a record's folder, a run's folder, a log of this or another trainer, or a folder of the latter")
     it.add_argument("--out", default="logs/plot.png", help="[logs/plot.png]")
-    it = command("report", "write leaderboards and interactive curves as one HTML page")
+    it = command("report", "write leaderboards, the ladder of records and interactive curves as one HTML page")
+    it.add_argument("paths", nargs="*", metavar="LOG", help="other trainers' logs, or folders of such, to draw as well")
+    it.add_argument("--track", default="fineweb", help="the track in whose chart these are drawn [fineweb]")
     it.add_argument("--out", default="logs/report.html", help="[logs/report.html]")
     return top
 
@@ -117,7 +120,7 @@ def run(repository, options):
         curves.plot(repository, options.paths, options.out)
         print(f"plot: {options.out}")
     elif options.command == "report":
-        count, failures = curves.report(repository, options.out)
+        count, failures = curves.report(repository, options.out, options.paths, options.track)
         print(f"report: {options.out}, {count} record{'s' * (count != 1)}, {len(failures)} failures of verify")
     elif options.command == "diff":
         before = compare.side_of(options.a, repository)

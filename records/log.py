@@ -126,7 +126,8 @@ def split_source(text):
     """(source, event lines) of a log."""
     source, sentinel, events = text.partition(f"\n{END_OF_CODE}\n")
     if not sentinel:
-        raise RecordError(f"no line {END_OF_CODE!r}: the log holds no source, or was cut")
+        raise RecordError(f"no line {END_OF_CODE!r}: the log holds no source, was cut, or is another trainer's, which "
+                          "only `plot` and `report` read")
     if source.count("\n") >= SOURCE_LINES:
         raise RecordError(f"the source has more than {SOURCE_LINES:,} lines")
     lines = events.split("\n")
