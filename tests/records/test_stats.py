@@ -118,12 +118,12 @@ def test_ab_ends_when_all_is_shown(tmp_path, capsys):
     (tmp_path / "train_gpt.py").write_text(made.fake_trainer())
     (tmp_path / "logs" / "other").mkdir(parents=True)
     (tmp_path / "logs" / "other" / "log.txt").write_text(made.log_text("other", made.fake_trainer(loss=0.85, time=2000)))
-    status, out, err = call(repository, capsys, "ab", tmp_path / "logs" / "other", "--runs", 12, "--yes")
+    status, out, err = call(repository, capsys, "ab", tmp_path / "logs" / "other", "--runs", 12, "--yes", "--compare")
     assert status == 0, out + err
     assert "pairs 2/12, A in relation to B: wall time -" in out and "is likely to take 6 pairs more" in out
     assert "pairs 1 to 8 show the gain and the target; the other 4 are spared" in out
     assert len(made.order_of(repository)) == 16
-    status, out, err = call(repository, capsys, "ab", tmp_path / "logs" / "other", "--runs", 17, "--yes")
+    status, out, err = call(repository, capsys, "ab", tmp_path / "logs" / "other", "--runs", 17, "--yes", "--compare")
     assert status == 2 and "pairs are at most 16" in err
 
 
@@ -142,7 +142,7 @@ def test_a_record_may_end_at_a_look(tmp_path):
     repository, record, failures = submitted(tmp_path, range(1, 9))
     assert failures == [] and record.result["speed"]["pairs"] == 8 and record.result["declared_runs"] == 12
     assert record.result["loss"]["p_needed"] == pytest.approx(0.005 / 3, rel=1e-5)
-    made.fresh(repository).readme.write_text(made.README)
+    made.edit(record.folder / "README.md", "^Write here what .*", made.WHY)
     assert [failure.reason for failure in judge_all(made.fresh(repository))] == [
         "a leaderboard is not current; run `python -m records table`"]
 
