@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in ("", "tests/records")]
 import records_helpers as made  # noqa: E402
 import train_gpt  # noqa: E402
+from records import render  # noqa: E402
 from records.__main__ import main as records_command  # noqa: E402
 from records.record import load  # noqa: E402
 from records.submit import submit  # noqa: E402
@@ -23,11 +24,15 @@ from records.submit import submit  # noqa: E402
 def build(root, count, runs):
     """A repository of so many records, each of code and runs of its own."""
     repository, source = made.make_repository(Path(root)), Path(train_gpt.__file__).read_text()
+    target = f"target_loss: float = knob({train_gpt.TRACKS['nano'].target_loss}"
+    assert target in source
+    source = source.replace(target, f"target_loss: float = knob({made.TARGET}")
     for number in range(count):
         paths = made.write_logs(repository.root / "logs", f"{source}# {number}\n", count=runs, rng=number,
                                 steps=train_gpt.TRACKS["nano"].steps, began=made.YESTERDAY - timedelta(hours=number))
         record, failures = submit(repository, f"Record-{number:04d}", paths)
         assert not failures, failures
+        made.edit(record.folder / "README.md", render.WHY, made.WHY)
         repository.records["nano"].append(load(record.folder, "nano"))  # spares reading all of them again
     records_command(["table"], made.fresh(repository))
     return repository

@@ -1,6 +1,8 @@
 """Records: folders of logs that a tool can judge and that anyone can run again; `python -m records --help`.
 
+    rules.json      targets, hashes, and the level of the tests: what no record changes
     files.py        reading what others wrote: bounded, no links, no binaries
+    source.py       a script's tracks, read off its source without running it
     log.py          one run's log, parsed strictly
     record.py       the repository, a record's folder, and every figure that follows from its logs
     stats.py        the tests and intervals

@@ -14,6 +14,7 @@ from records import render
 from records.__main__ import main
 from records.log import Batch, order_of_pairs
 from records.record import Repository
+from records.source import training_tokens
 from records.submit import submit
 
 STEPS = 60
@@ -67,7 +68,7 @@ def log_text(run, source=None, seed=1, loss=0.87, time_ms=60_000, counter=1, dec
         "comms: sent_bytes per step none=0",
         f"validity: causal:ok normalised:ok local:ok val_tokens:{values['val_tokens']} "
         f"val_sha256:{values['val_sha256']}",
-        f"final val_loss:{loss:.5f} train_time:{time_ms}ms tokens:{4096 * steps} peak_memory:900MiB tokens_per_s:4096 "
+        f"final val_loss:{loss:.5f} train_time:{time_ms}ms tokens:{training_tokens(values)} peak_memory:900MiB tokens_per_s:4096 "
         f"mfu:1.5% cpu_time:{2 * time_ms if cpu_ms is None else cpu_ms}ms",
         f"status:ok run:{run} val_loss:{loss:.5f} train_time:{time_ms / 1000:.1f}s log:logs/{run}/log.txt "
         f"plot:logs/{run}/loss.png"]) + "\n"

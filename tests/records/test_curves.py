@@ -272,3 +272,10 @@ def test_controls_work(page, tmp_path):
     assert seen["slider"] == [" 0 % (0 s)", " 50 % (30 steps)"] and seen["table"] and seen["overflow"]
     assert seen["from"] == 2  # of the steps 20, 40 and 60
     assert re.search(r"seed \d+: step 40, \d+\.\d s, loss \d\.\d{5} nats", seen["reading"])
+
+
+def test_a_report_that_cannot_be_written_leaves_nothing(repository, tmp_path, capsys):
+    (tmp_path / "report.html").mkdir()
+    status, _, err = made.call(repository, capsys, "report", "--out", tmp_path / "report.html")
+    assert status == 2 and err.startswith("records: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]

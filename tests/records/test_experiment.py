@@ -329,6 +329,12 @@ def test_seed_only_differences_are_called_so():
     assert describe(side("seed = 1\n"), side("seed = 2\n", steps=9)).endswith("1 fields differ")
 
 
+def test_diff_of_a_source_full_of_seeds_takes_no_time():
+    """It took minutes when the expression looked from each word to the end of the file."""
+    text = "seed " * 200_000
+    assert not seed_only(text, text + "x") and seed_only(f"{text}1", f"{text}2")
+
+
 def test_diff_leaves_out_what_changes_no_result():
     before = {"seed": 1, "steps": 3, "run_of": "1:2/8:1", "run_id": "a"}
     assert config_changes(before, {"seed": 2, "steps": 4, "run_of": "1:1/8:1", "run_id": "b"}) == {"steps": [3, 4]}

@@ -117,7 +117,7 @@ def test_ab_ends_when_all_is_shown(tmp_path, capsys):
     repository = made.make_repository(tmp_path)
     (tmp_path / "train_gpt.py").write_text(made.fake_trainer())
     (tmp_path / "logs" / "other").mkdir(parents=True)
-    (tmp_path / "logs" / "other" / "log.txt").write_text(made.log_text("other", made.fake_trainer(loss=0.85, time=2000)))
+    (tmp_path / "logs" / "other" / "log.txt").write_text(made.log_text("other", made.fake_trainer(loss=0.85, time=150)))
     status, out, err = call(repository, capsys, "ab", tmp_path / "logs" / "other", "--runs", 12, "--yes", "--compare")
     assert status == 0, out + err
     assert "pairs 2/12, A in relation to B: wall time -" in out and "is likely to take 6 pairs more" in out
