@@ -103,7 +103,7 @@ def initial_checkpoint(config):
                  "logit_cap", "ngram_orders", "ngram_rows", "copy_orders", "index_orders", "index_bits")
         return {**{name: getattr(config, name) for name in names}, "untie_at": train_gpt.is_tied_before(config, step),
                 "windows": (train_gpt.at_step(config.windows, step, config), train_gpt.windows_until(config, step))}
-    content = train_gpt.load_checkpoint(train_gpt.find_checkpoint(config.init_from, "init-from"))
+    content = train_gpt.open_checkpoint(config.init_from, "init-from")
     saved, here = train_gpt.config_of_checkpoint(content), shape(config, 0)
     for name, value in shape(saved, content["step"]).items():
         refuse(value != here[name], f"--init-from {config.init_from}: a checkpoint of track {saved.track}, with {name}="

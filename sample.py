@@ -41,13 +41,12 @@ def parse(argv):
 
 
 def open_trained(path, device="auto", data=None):
-    """(trainer, step) of a checkpoint, in this process alone; optimizer state is left where it is."""
+    """(trainer, step) of a checkpoint, in this process alone."""
     content = train_gpt.load_checkpoint(path)
     saved = train_gpt.config_of_checkpoint(content)
     config = dataclasses.replace(saved, compile=False, device=device, data=data or saved.data)
     trainer = train_gpt.Trainer(config, train_gpt.Runtime(device))
-    trainer.model.load_state_dict(content["model"])
-    trainer.table.load(content["groups"][trainer.table.name])
+    train_gpt.restore(trainer, content)
     return trainer, content["step"]
 
 

@@ -21,8 +21,9 @@ Chapters, in reading order:
 A step's global batch is a fixed list of micro-batches. Rank r of W takes every W-th, which on a CPU its threads share.
 All world sizes see the same tokens, and under muon and adam they take the same step up to the order of float sums.
 """
-import ast, collections, contextlib, copy, dataclasses, datetime, difflib, functools, hashlib, importlib.util, itertools
-import json, math, os, platform, re, shutil, signal, subprocess, sys, sysconfig, threading, time, timeit
+import ast, collections, contextlib, copy, dataclasses, datetime, difflib, fcntl, functools, hashlib, importlib.util
+import itertools, json, math, os, platform, re, resource, shutil, signal, subprocess, sys, sysconfig, threading, time
+import timeit, types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -39,6 +40,7 @@ ATTENTION_BLOCK = 64  # back end sdpa: queries of a block share their keys
 GATE_DIM = 12  # gates read the first few channels of the residual stream
 EOT_TOKEN = {"bytes": 256, "gpt2": 50256}  # the largest id of each tokenizer; every document starts with it
 CHECKPOINT_FORMAT = 5
+TIMEOUT = datetime.timedelta(minutes=10)  # for which ranks wait for each other
 
 class ConfigError(ValueError):
     """Something the user can put right: the message holds the value, the constraint and the remedy."""
@@ -47,7 +49,7 @@ def refuse(bad, message):
     if bad:
         raise ConfigError(message)
 
-def knob(default, help, good=lambda value: True, limits="", schedule=False):
+def knob(default, help, good=lambda value: True, limits="must be printable, and of its type", schedule=False):
     """A field of Config. good: whether a value is acceptable; limits: what the error says where it is not."""
     return dataclasses.field(default=default, metadata=dict(help=help, good=good, limits=limits, schedule=schedule))
 
@@ -56,17 +58,20 @@ def choice(*allowed, help):
 
 def schedule(value, help, good_value, limits, end=math.nextafter(1, 0)):
     def good(pairs):
-        starts = [start for start, value in pairs if good_value(value)]
-        return len(starts) == len(pairs) > 0 and starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] <= end
-    return knob(((0.0, value),), f"schedule: {help}", good, "a schedule is (fraction, value) pairs, fractions from 0 "
-                f"rising below 1, such as ((0.0, A), (0.5, B)); values are {limits}", schedule=True)
+        starts = [start for start, value in pairs if 0 <= start <= end and good_value(value)]
+        return len(starts) == len(pairs) < 65 and starts == sorted({0, *starts})
+    return knob(((0.0, value),), f"schedule: {help}", good, "a schedule is 1 to 64 (fraction, value) pairs, fractions "
+                f"from 0 rising below 1, such as ((0.0, A), (0.5, B)); values are {limits}", schedule=True)
 
-positive = (lambda value: 0 < value < math.inf, "must be positive")
-not_negative = (lambda value: 0 <= value < math.inf, "must not be negative; 0 switches it off")
+within = lambda low, high: (lambda value: low <= value <= high, f"must be {low:,} to {high:,}")
+positive = (lambda value: 0 < value <= 1e30, "must be positive, at most 1e30")
+not_negative = (lambda value: 0 <= value <= 1e30, "must not be negative, nor above 1e30; 0 switches it off")
+often = within(1, 999_999)
 fraction = (lambda value: 0 <= value <= 1, "is a fraction, from 0 to 1")
-counts = (lambda value: type(value) is int and value > 0, "positive integers")
+counts = (lambda value: type(value) is int and 0 < value <= 65536, "positive integers, at most 65536")
 pairs = (lambda it: type(it) is tuple and len(it) == 2 and all(map(counts[0], it)), "pairs of positive integers")
 orders = (lambda ns: all(type(n) is int and 1 < n < 33 for n in ns) and len({*ns}) == len(ns), "distinct, from 2 to 32")
+weights = (lambda w: tuple(w[:16]) == w and w[0] > 0 <= min(w) <= max(w) < 1e9, "tuples of weights, the first above 0")
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -75,17 +80,17 @@ class Config:
     track: str = knob("nano", "name of the track these values belong to")
     data: str = knob("data/python", "corpus folder with *_train_*.bin, *_val_*.bin and manifest.json")
     tokenizer: str = choice("bytes", "gpt2", help="what the token ids mean")
-    epochs: int = knob(1, "passes over the training shards that a run may take", *positive)
+    epochs: int = knob(1, "passes over the training shards that a run may take", *often)
     # --- batch
-    steps: int = knob(172, "optimizer steps, the length of every schedule", *positive)
-    micro_batch_tokens: int = knob(1024, "tokens of one forward and backward pass on one rank", *positive)
+    steps: int = knob(172, "optimizer steps, the length of every schedule", *often)
+    micro_batch_tokens: int = knob(1024, "tokens of one forward and backward pass on one rank", *within(1, 2**24))
     micro_batches: tuple = schedule(4, "micro-batches of a step, which ranks share out", *counts)
     document_cap: tuple = schedule(512, "longest piece of a document that attention sees at once", *counts)
     # --- model
-    model_dim: int = knob(128, "width of the residual stream", lambda dim: dim >= GATE_DIM, f"at least {GATE_DIM}")
-    num_layers: int = knob(1, "transformer blocks", *positive)
+    model_dim: int = knob(128, "width of the residual stream", *within(GATE_DIM, 65536))
+    num_layers: int = knob(1, "transformer blocks", *within(1, 1024))
     head_dim: int = knob(64, "width of an attention head", lambda dim: dim > 0 and dim % 4 == 0, "a multiple of 4")
-    mlp_dim: int = knob(512, "hidden width of the ReLU^2 MLP", *positive)
+    mlp_dim: int = knob(512, "hidden width of the ReLU^2 MLP", *within(1, 2**20))
     windows: tuple = schedule((64, 128), "(short, long) attention windows; at 1: the final validation's", *pairs, end=1)
     long_layers: tuple = knob((0,), "layers that attend through the long window")
     value_embedding_layers: tuple = knob((0,), "layers whose values receive a gated token embedding")
@@ -93,7 +98,7 @@ class Config:
     ngram_orders: tuple = knob((2, 3, 4, 6), "orders of hashed n-grams; () for none", *orders)
     ngram_rows: int = knob(2**19, "rows of the table, for all columns", lambda rows: 0 < rows < 2**31, "1 to 2^31 - 1")
     copy_orders: tuple = knob((2, 3, 4, 6, 9, 14, 20, 32), "orders of copies from the document; () for none", *orders)
-    copy_reach: int = knob(65536, "tokens that copies look back", *not_negative)
+    copy_reach: int = knob(65536, "tokens that copies look back", *within(0, 10**9))
     index_orders: tuple = knob((4, 5, 6, 8, 10, 13, 17, 24), "orders of the text index; () for none", *orders)
     index_bits: int = knob(24, "slots of the index for an order: 2 to this", lambda bits: 0 < bits < 32, "1 to 31")
     index_share: float = knob(0.85, "share of the first training shard that is indexed, not trained on", *fraction)
@@ -101,12 +106,12 @@ class Config:
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of MATRIX_RULES")
     matrix_lr: float = knob(0.025, "rate of hidden matrices; a step's RMS is this / sqrt(columns) at most", *positive)
     matrix_decay: float = knob(0.02, "cautious weight decay of hidden matrices, per unit of rate", *not_negative)
-    basis_every: int = knob(10, "soap rules: each matrix gets new eigenbases every k-th step, staggered", *positive)
-    one_sided_above: int = knob(256, "soap rules: a matrix side larger than this gets no eigenbasis", *not_negative)
+    basis_every: int = knob(10, "soap rules: each matrix gets new eigenbases every k-th step, staggered", *often)
+    one_sided_above: int = knob(256, "soap rules: a matrix side larger than this gets no eigenbasis", *within(0, 10**9))
     momentum: tuple = knob((0.85, 0.95), "Muon's momentum: first, then; rising over 0.1 of the run, falling over 0.0",
                            lambda m: len(m) in (2, 4) and 0 <= min(m) <= max(m) < 1, "two or four values in [0, 1)")
     adam_lr: float = knob(0.015, "learning rate of embeddings, head and scalars under Adam", *positive)
-    adam_every: int = knob(1, "Adam parameters step every k-th step, on the mean gradient since the last", *positive)
+    adam_every: int = knob(1, "Adam parameters step every k-th step, on the mean gradient since the last", *often)
     grad_comms: str = choice("float32", "bfloat16", help="what gradients of embeddings and matrices travel as")
     ngram_lr: float = knob(0.1, "rate of the n-gram table (row-wise Adagrad); 0: it is frozen", *not_negative)
     ngram_floor: float = knob(0.2, "gradient RMS of one token below which a table row's steps shrink", *positive)
@@ -116,22 +121,23 @@ class Config:
     lr_stages: tuple = schedule(1.0, "factor of all learning rates, ahead of the cooldown", *positive)
     cooldown: float = knob(0.6, "last fraction of the run over which learning rates fall linearly", *fraction)
     final_lr: float = knob(0.02, "learning-rate multiplier at the end of the cooldown", *fraction)
-    mtp_weights: tuple = schedule((1.0,), "loss weights of the next, second-next, ... token", lambda w: type(w) is tuple
-                                  and w[0] > 0 and min(w) >= 0, "tuples of weights, the first above 0")
+    mtp_weights: tuple = schedule((1.0,), "loss weights of the next, second-next, ... token", *weights)
     softmax_rows: int = knob(0, "vocabulary rows of training's softmax: a micro-batch's targets, and others at even "
-                             "distances that stand for the rest; 0: the whole vocabulary", *not_negative)
+                             "distances that stand for the rest; 0: the whole vocabulary", *within(0, 10**9))
     untie_at: float = knob(0.0, "fraction of the run at which head and embedding part; 0: never tied", *fraction)
     # --- evaluation and bookkeeping
-    val_tokens: int = knob(1_048_576, "tokens of the validation split that are scored", *positive)
+    val_tokens: int = knob(1_048_576, "tokens of the validation split that are scored", *within(1, 10**9))
     val_sha256: str = knob("b966f400d6117f6907939cab7d973eba68b35e02d73334687b9e7074ac88eb2c",
                            "sha256 of those tokens and the next (uint16); empty: not compared")
-    val_batch_tokens: int = knob(0, "validation tokens of one forward pass; 0: micro_batch_tokens", *not_negative)
-    val_every: int = knob(0, "validate every so many steps (untimed); 0: only at the end", *not_negative)
+    val_batch_tokens: int = knob(0, "validation tokens of one forward pass; 0: micro_batch_tokens", *within(0, 2**24))
+    val_every: int = knob(0, "validate every so many steps (untimed); 0: only at the end", *within(0, 10**9))
     target_loss: float = knob(0.69315, "the track's target validation loss, in nats per token; 0: none", *not_negative)
-    log_every: int = knob(20, "log the training loss every so many steps", *positive)
-    save_every: int = knob(0, "keep a checkpoint every so many steps; 0: only the final one", *not_negative)
-    run_id: str = knob("", "name of the folder under logs/; empty: drawn from date and time")
-    resume: str = knob("", "run id, or checkpoint file, to continue from: bit for bit but for CUDA's float32 atomics")
+    log_every: int = knob(20, "log the training loss every so many steps", *often)
+    save_every: int = knob(0, "keep a checkpoint every so many steps; 0: only the final one", *within(0, 10**9))
+    keep: int = knob(2, "of the checkpoints on the way, so many are kept, the newest", *often)
+    run_id: str = knob("", "name of the folder under logs/; empty: drawn from date and time", lambda text: re.fullmatch(
+        r"(\w[\w.+=@-]{0,99})?", text, re.ASCII), "at most 100 letters, digits, _ . + = @ -, the first no sign")
+    resume: str = knob("", "run id or checkpoint file to continue; auto: continue --run-id, or start it")
     run_of: str = knob("", "BATCH:COUNTER/RUNS:START, the run's place in a record", lambda text: re.fullmatch(
         r"(\d{1,9}:\d{1,9}/\d{1,9}:\d{1,9})?", text), "must read like 1:3/8:1; let `python -m records run` set it")
     # --- machine
@@ -141,16 +147,16 @@ class Config:
     attention: str = choice("auto", "sdpa", "varlen", help="back end of attention")
     float8: str = choice("off", "on", "emulated", help="forward products of head and MLP in 8 bits, on Hopper GPUs")
     compile: bool = knob(True, "compile the model with torch.compile where a compiler is found")
-    workers: int = knob(0, "threads of a process that take micro-batches on a CPU; 0: one a core", *not_negative)
+    workers: int = knob(0, "threads of a process that take micro-batches on a CPU; 0: one a core", *within(0, 1024))
     def __post_init__(self):
         """Check each field alone, then those that depend on each other. Raises ConfigError."""
         def demand(good, name, limits):
             refuse(not good, f"{name}={getattr(self, name)}: {limits}")
         for field in dataclasses.fields(self):
-            good = False
+            good, value, kind = False, getattr(self, field.name), type(field.default)
             with contextlib.suppress(TypeError, ValueError, IndexError):  # a tuple of the wrong things
-                good = field.metadata["good"](getattr(self, field.name))
-            demand(good, field.name, field.metadata["limits"])
+                good = type(value) in (kind, int if kind is float else kind) and field.metadata["good"](value)
+            demand(good and str(value).isprintable(), field.name, field.metadata["limits"])
         length = self.micro_batch_tokens
         blocks = [(window, min(window, ATTENTION_BLOCK)) for _, pair in self.windows for window in pair]
         demand(all(window % block == length % block == 0 for window, block in blocks), "windows", "a window is "
@@ -164,6 +170,7 @@ class Config:
         demand(not self.ngram_host or self.ngram_comms == "sharded", "ngram_host",
                f"needs --ngram-comms sharded (it is {self.ngram_comms}): replicas stay on the device")
         demand(self.softmax_rows <= self.vocab_size, "softmax_rows", f"at most the vocabulary, {self.vocab_size}")
+        demand(self.resume != "auto" or self.run_id, "resume", "goes on with the run of --run-id; name one")
         demand(self.save_every % self.adam_every == 0, "save_every",
                f"must be a multiple of adam_every={self.adam_every}, for gradients that wait are not saved")
         demand(self.val_length % length == 0, "val_batch_tokens", f"must be a multiple of micro_batch_tokens={length}")
@@ -172,40 +179,35 @@ class Config:
     eot_token = property(lambda self: EOT_TOKEN[self.tokenizer])
     val_length = property(lambda self: self.val_batch_tokens or self.micro_batch_tokens)
     @property
-    def columns(self):
-        """How many rows of the table a token reads."""
+    def columns(self):  # rows of the table that a token reads
         return len(self.ngram_orders + self.copy_orders + self.index_orders)
     @property
-    def vocab_size(self):
-        """Rows of embedding and head: the tokenizer's ids, rounded up to what tensor cores like for large ones."""
+    def vocab_size(self):  # rows of embedding and head: the ids, rounded up to what tensor cores like for large ones
         return self.eot_token + 1 if self.eot_token < 1024 else -(-(self.eot_token + 1) // 128) * 128
 
 # Numbers are the field's, or were tuned; records/NOTES.md has the source of each. None of fineweb's was tried on a GPU.
 TRACKS = {
     "nano": Config(),
     "fineweb": Config(
-        track="fineweb", data="data/fineweb10B", tokenizer="gpt2",
-        steps=1600, micro_batch_tokens=16384, micro_batches=((0.0, 8), (1 / 3, 16), (0.667, 24)),
-        document_cap=((0.0, 896), (1 / 3, 2048)), model_dim=768, num_layers=12, head_dim=128, mlp_dim=3072,
+        track="fineweb", data="data/fineweb10B", tokenizer="gpt2", steps=1600, micro_batch_tokens=16384,
+        micro_batches=((0.0, 8), (1 / 3, 16), (0.667, 24)), document_cap=((0.0, 896), (1 / 3, 2048)), model_dim=768,
+        num_layers=12, head_dim=128, mlp_dim=3072, long_layers=(3, 7, 11), value_embedding_layers=(1, 2, 10, 11),
         windows=((0.0, (128, 384)), (1 / 3, (384, 896)), (0.667, (640, 1408)), (0.99, (768, 1664)), (1.0, (768, 2560))),
-        long_layers=(3, 7, 11), value_embedding_layers=(1, 2, 10, 11), ngram_orders=(2, 3), ngram_rows=5 * 50304,
-        ngram_comms="sharded", copy_orders=(2, 3, 5, 8), copy_reach=2048, index_orders=(), matrix_lr=0.023,
-        matrix_decay=0.03, momentum=(0.85, 0.95, 0.19, 0.03), one_sided_above=1024, adam_lr=0.008, adam_every=2,
-        ngram_lr=0.05, ngram_decay=0.0, lr_stages=((0.0, 1.0), (1 / 3, 1.52), (0.667, 1.73)), final_lr=0.15,
-        mtp_weights=((0.0, (1.0, 0.5, 0.25)), (1 / 3, (1.0, 0.5)), (0.667, (1.0,))), untie_at=0.667,
-        val_tokens=10_485_760, val_sha256="", val_batch_tokens=65536, val_every=250, target_loss=3.28),
+        ngram_orders=(2, 3), ngram_rows=5 * 50304, ngram_comms="sharded", copy_orders=(2, 3, 5, 8), copy_reach=2048,
+        index_orders=(), matrix_lr=0.023, matrix_decay=0.03, momentum=(0.85, 0.95, 0.19, 0.03), one_sided_above=1024,
+        adam_lr=0.008, adam_every=2, ngram_lr=0.05, ngram_decay=0.0, final_lr=0.15, untie_at=0.667, val_every=250,
+        lr_stages=((0.0, 1.0), (1 / 3, 1.52), (0.667, 1.73)), val_tokens=10_485_760, val_sha256="", target_loss=3.28,
+        mtp_weights=((0.0, (1.0, 0.5, 0.25)), (1 / 3, (1.0, 0.5)), (0.667, (1.0,))), val_batch_tokens=65536),
 }
 
 # Fields that say where and as which run it is watched, not what it computes: with such overrides it may be a record.
-NEUTRAL_FIELDS = {"seed", "device", "workers", "log_every", "save_every", "run_id", "resume", "run_of"}
+NEUTRAL_FIELDS = {"seed", "device", "workers", "log_every", "save_every", "keep", "run_id", "resume", "run_of"}
 
 # ----- schedules: pure functions of the step
-def at_step(schedule, step, config):
-    """The value in force at `step` of (fraction, value) pairs."""
+def at_step(schedule, step, config):  # the value of (fraction, value) pairs that is in force at the step
     return [value for start, value in schedule if start * config.steps <= step][-1]
 
-def training_tokens(config):
-    """Tokens that the whole schedule takes."""
+def training_tokens(config):  # of the whole schedule
     edges = [math.ceil(start * config.steps) for start, _ in config.micro_batches] + [config.steps]
     return config.micro_batch_tokens * sum(n * (b - a) for (_, n), a, b in zip(config.micro_batches, edges, edges[1:]))
 
@@ -223,8 +225,7 @@ def untie_step(config):
     """The step at whose start head and embedding part; 0: they never were one. It begins a cycle of Adam's steps."""
     return -(-round(config.untie_at * config.steps) // config.adam_every) * config.adam_every
 
-def is_tied_before(config, step):
-    """Whether head and embedding are one in the model that the steps before `step` left behind."""
+def is_tied_before(config, step):  # whether head and embedding are one in the model that the steps before leave behind
     return step <= untie_step(config) > 0
 
 # What it is compiled for: layers' windows; loss weights by tokens ahead; is the head the embedding; longest segment;
@@ -237,8 +238,7 @@ def phase_at(config, step):
     return Phase(windows, at_step(config.mtp_weights, step, config), step < untie_step(config),
                  min(at_step(config.document_cap, step, config), config.micro_batch_tokens), config.softmax_rows)
 
-def windows_until(config, step):
-    """The long windows in force in training up to `step`, in order: what YaRN needs to know."""
+def windows_until(config, step):  # the long windows that have been in force, in order: what YaRN needs to know
     longs = [long for start, (_, long) in config.windows if start * config.steps <= min(step, config.steps - 1)]
     return tuple(long for long, _ in itertools.groupby(longs))
 
@@ -255,6 +255,7 @@ def parse_value(field, text):
         value = ast.literal_eval(text) if kind is tuple else kind(text)
         if field.metadata["schedule"] and not (type(value) is tuple and value and type(value[0]) is tuple):
             value = ((0.0, value),)
+        str(value)  # raises for what is too large to be quoted
         return (value,) if kind is tuple and type(value) is not tuple else value
     except (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError):
         raise ConfigError(f"--{field.name} {text}: expected {kind.__name__}, such as {field.default}") from None
@@ -270,8 +271,7 @@ def parse_arguments(argv):
         given[key.replace("-", "_")] = value
     return given
 
-def parse_fields(given, config):
-    """Values of the fields of a Config that `given` names, from texts."""
+def parse_fields(given, config):  # values of the fields of a Config that `given` names, from texts
     fields = {field.name: field for field in dataclasses.fields(config)}
     for key in given:
         refuse(key not in fields, f"--{key}: no such key; {nearest(key, fields)} --help lists them all")
@@ -287,27 +287,17 @@ def config_from(given):
         values = {"val_sha256": "", **values}
     return dataclasses.replace(base, **values), overrides
 
-def help_text():
-    """What --help prints: how to call the file, and every field of every track."""
-    fields = {field.name: field for track in TRACKS.values() for field in dataclasses.fields(track)}
-    rows = [f"  --{name.replace('_', '-'):<24}{it.metadata['help']} [{it.default}]" for name, it in fields.items()]
-    return "\n".join([__doc__.split("\n\nChapters")[0], f"\nTracks (--track): {', '.join(TRACKS)}",
-                      "Fields, with their defaults on the nano track:", *rows])
-
 # 2. Runtime and log =========================================================================================
-
-# torch 2.13 renames these collectives, 2.11 only has the old names.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 class Runtime:
     """This process among its peers: rank, world size, device, and the collectives, which are asynchronous and return
     work for `wait`. Without torchrun's environment variables the world size is 1, and each returns its argument and no
     work. `ledger` holds what this rank handed to the network: [bytes, messages] by (collective, name)."""
-    def __init__(self, device="auto", timeout_s=600, workers=1):
+    def __init__(self, device="auto", workers=1):
         self.rank, self.local_rank, self.world_size = (
             int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
         self.is_main, self.ledger, self.loader_group, self._pool = self.rank == 0, {}, None, None
+        self.launcher = os.getppid()
         cuda, here = device != "cpu" and torch.cuda.is_available(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         reason = "" if cuda or device == "cpu" else why_no_cuda()
         refuse(reason or device == "cuda" and not cuda, f"device={device}: torch {torch.__version__} sees no CUDA "
@@ -327,10 +317,12 @@ class Runtime:
         if self.world_size > 1:
             # Naming cuda:nccl without CUDA raises; with its device NCCL connects here and now, not at its first call.
             backend, card = ("cpu:gloo,cuda:nccl", self.device) if cuda else ("gloo", None)
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s), device_id=card)
-            self.loader_group = dist.new_group(backend="gloo")  # its thread keeps an order of collectives of its own
-    def alone(self):
-        """This process as if it had no peers."""
+            # torchrun's store outlives a restart, with the addresses of the dead; nodes do not count restarts alike.
+            restart = os.environ.get("GROUP_WORLD_SIZE") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT") or ""
+            self.store = dist.PrefixStore(restart, next(dist.rendezvous("env://", timeout=TIMEOUT))[0])
+            dist.init_process_group(backend, None, TIMEOUT, self.world_size, self.rank, self.store, device_id=card)
+            self.loader_group = dist.new_group(None, TIMEOUT, "gloo")  # its thread keeps an order of its own
+    def alone(self):  # this process as if it had no peers
         lone = copy.copy(self)
         lone.rank, lone.world_size, lone.is_main = 0, 1, True
         return lone
@@ -346,8 +338,7 @@ class Runtime:
         assert tensor.is_contiguous(), f"{name}: a collective of a strided tensor is silently wrong"
         entry = self.ledger.setdefault((collective, name), [0, 0])
         entry[:] = entry[0] + size, entry[1] + messages
-    def all_reduce(self, tensor, name):
-        """Sum `tensor` in place over ranks. Returns work."""
+    def all_reduce(self, tensor, name):  # a sum in place; returns work
         if self.world_size == 1:
             return None
         peers = self.world_size - 1
@@ -359,7 +350,7 @@ class Runtime:
             return tensor, None
         part, peers = tensor.new_empty(len(tensor) // self.world_size, *tensor.shape[1:]), self.world_size - 1
         self._count("reduce_scatter", name, tensor, part.nbytes * peers, peers)
-        return part, _reduce_scatter(part, tensor, async_op=True)
+        return part, dist.reduce_scatter_single(part, tensor, async_op=True)
     def all_gather(self, part, chunk, name, group=None):
         """Join the ranks' `part` (n, ...), padded to `chunk` >= n with 0. Returns ((world_size * chunk, ...), work)."""
         if self.world_size == 1:
@@ -368,13 +359,12 @@ class Runtime:
         padded[:len(part)] = part
         self._count("all_gather", name, padded, padded.nbytes * (self.world_size - 1), self.world_size - 1)
         # int16 cannot travel by gloo; its bytes can.
-        return whole, _all_gather(whole.view(torch.uint8), padded.view(torch.uint8), group=group, async_op=True)
+        return whole, dist.all_gather_single(*(x.view(torch.uint8) for x in (whole, padded)), group, async_op=True)
     def gather_shares(self, part, count, name):
         """Join the ranks' shares, in the sense of `share`, of `count` units. Returns (whole (count, ...), work)."""
         whole, work = self.all_gather(part, -(-count // self.world_size), name)
         return whole[:count], work
-    def joined(self, part, count, name="checkpoint"):
-        """What gather_shares returns, waited for."""
+    def joined(self, part, count, name="checkpoint"):  # what gather_shares returns, waited for
         whole, work = self.gather_shares(part, count, name)
         wait(work)
         return whole
@@ -387,22 +377,12 @@ class Runtime:
         self._count("all_to_all", name, tensor, size, len(abroad))
         out = tensor.new_empty(sum(receive), *tensor.shape[1:])
         return out, dist.all_to_all_single(out, tensor, receive, send, group=group, async_op=True)
-    def broadcast_object(self, value):
-        """Rank 0's small Python object, on every rank."""
-        box = [value]
-        if self.world_size > 1:
-            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        return box[0]
     def synchronize(self):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        return self.device.type == "cuda" and torch.cuda.synchronize(self.device)
     def peak_memory_mib(self):
         """Peak memory of each rank in MiB: of the device's allocator on CUDA, of the process on a CPU."""
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device) // 2**20
-        else:
-            import resource  # not on every platform; in KiB, but for macOS
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
+        peak = (torch.cuda.max_memory_allocated(self.device) // 2**20 if self.device.type == "cuda" else
+                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10))
         return self.joined(torch.tensor([peak]), self.world_size, "validation").tolist()
     def close(self, failed=False):
         if self._pool:
@@ -413,8 +393,7 @@ class Runtime:
             dist.destroy_process_group()
 
 def wait(work):
-    if work is not None:
-        work.wait()
+    return work is None or work.wait()
 
 def line_of(path, beginning):
     """What follows the colon in the first line of a file under /proc that begins so; "" where there is none."""
@@ -447,23 +426,35 @@ class Log:
     what a person wants to read there: a short header, a progress line, and how it ended. All else shows every line."""
     def __init__(self, runtime):
         self.is_main, self.text, self.metrics = runtime.is_main, None, None
-        self.live = self.is_main and sys.stdout.isatty()
-    def open(self, folder, code=""):
-        """Begin the files with the run's source, or go on with those that are there."""
+        self.live = self.is_main and sys.stdout is not None and sys.stdout.isatty()
+    def open(self, folder, code="", again=False):
+        """Begin the files with the run's source, or go on with those that are there. again: these may make room."""
         if self.is_main:
             folder.mkdir(parents=True, exist_ok=True)
-            mode = "w" if code else "a"
-            self.text, self.metrics = (open(folder / name, mode, buffering=1) for name in ("log.txt", "metrics.jsonl"))
-            self.text.write(code and code.rstrip("\n") + "\n===== END OF CODE =====\n")
+            log = folder / "log.txt"
+            refuse(code and log.exists() and not again, f"{folder} exists; change --run-id, or --resume {folder.name}")
+            files = [open(path, "a", buffering=1, encoding="utf-8") for path in (log, folder / "metrics.jsonl")]
+            fcntl.flock(files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ended = re.search(rb"\nstatus:.*\n\Z", log.read_bytes())
+            for file in files:  # a kill may have torn the last line
+                file.truncate(0 if code else Path(file.name).read_bytes().rfind(b"\n") + 1)
+            for left in folder.glob("*.tmp"):
+                left.unlink()
+            self.text, self.metrics = files
+            self.text.write(code.rstrip("\n") + "\n===== END OF CODE =====\n" if code else "" if ended else
+                            "status:error ended without a word: killed, or its machine stopped\n")
+    def show(self, text, end="\n"):
+        try:
+            print(text, end=end, flush=True)
+        except OSError:  # the console has gone away, which ends nothing; Python would try again at its own end
+            sys.stdout = open(os.devnull, "w")
     def line(self, text, on_terminal=True):
         """One event, to the file and to the console; on a terminal only where a person should see it."""
         if self.is_main:
-            try:  # a console that is gone must not keep the line out of the log
-                if on_terminal or not self.live:
-                    print(("\r\x1b[K" if self.live else "") + text, flush=True)
-            finally:
-                if self.text:
-                    self.text.write(text + "\n")
+            if on_terminal or not self.live:
+                self.show(("\r\x1b[K" if self.live else "") + text)
+            if self.text:
+                self.text.write(text + "\n")
     def step(self, step, steps, seconds, **values):
         """One logged step, as a line and as a JSON record; losses have five decimals, times are in ms."""
         values |= {"train_time": 1000 * seconds, "step_avg": 1000 * seconds / max(1, step)}
@@ -472,14 +463,10 @@ class Log:
         self.line(f"step:{step}/{steps} {words}", on_terminal="val_loss" in values)
         if self.is_main:
             self.metrics.write(json.dumps({"step": step, **values}) + "\n")
-    def progress(self, step, steps, loss, seconds):
-        """Rewrite the terminal's last line."""
+    def progress(self, step, steps, loss, seconds):  # rewrites the terminal's last line
         if self.live:
             shown, left = f"training loss {loss:.3f}  " if loss else "", seconds / step * (steps - step)
-            print(f"\r\x1b[Kstep {step}/{steps}  {shown}{seconds:.0f} s, {left:.0f} s to go", end="", flush=True)
-    def close(self):
-        for file in filter(None, (self.text, self.metrics)):
-            file.close()
+            self.show(f"\r\x1b[Kstep {step}/{steps}  {shown}{seconds:.0f} s, {left:.0f} s to go", end="")
 
 # 3. Data ====================================================================================================
 
@@ -490,6 +477,7 @@ BOUNDS = 64
 
 def open_shard(path):
     """Map a token shard (llm.c's format) as a read-only uint16 array; ConfigError where the header is wrong."""
+    refuse(not Path(path).is_file(), f"{path}: no file, and a shard is one")
     path, header = Path(path), np.fromfile(path, dtype="<i4", count=HEADER_INTS)
     held = (path.stat().st_size - 4 * HEADER_INTS) / 2
     problem = (f"{path.stat().st_size} bytes, shorter than the {4 * HEADER_INTS}-byte header" if held < 0 else
@@ -1624,68 +1612,77 @@ def atomic_file(path):
 
 def save_checkpoint(path, content):
     """Write `content` (tensors and plain types), and the file's sha256 beside it, atomically. Raises OSError."""
+    if not_finite := [name for name, weight in content["model"].items() if not weight.isfinite().all()]:
+        raise FloatingPointError(f"{path}: {not_finite[0]} is not finite, and not saved")
     with atomic_file(path) as file:
         try:
             torch.save(content, file)
         except RuntimeError as error:  # torch's zip writer reports a failed write so
             raise OSError(f"{path}: {str(error).splitlines()[0]}") from error
-        path.with_suffix(".sha256").unlink(missing_ok=True)
-    with atomic_file(path.with_suffix(".sha256")) as beside:
-        beside.write(f"{file_sha256(path)}  {path.name}\n".encode())
+        file.flush()
+        with atomic_file(path.with_suffix(".sha256")) as beside:
+            beside.write(f"{file_sha256(file.name)}  {path.name}\n".encode())
 
 def load_checkpoint(path):
-    """Read a checkpoint after checking its sha256. Raises ConfigError."""
-    path = Path(path)
-    refuse(not path.is_file(), f"{path}: no such checkpoint; runs leave theirs at logs/<run id>/checkpoint.pt")
-    recorded = path.with_suffix(".sha256")
+    """Read a checkpoint, whose sha256 must be there. Raises ConfigError."""
+    refuse(not (path := Path(path)).is_file(), f"{path}: no such checkpoint; a run leaves logs/RUN/checkpoint.pt")
     try:
-        if recorded.is_file() and recorded.read_text().split()[0] != file_sha256(path):
-            raise ValueError(f"sha256 differs from {recorded.name}: damaged")
+        recorded = path.with_suffix(".sha256")
+        refuse(file_sha256(path).encode() not in recorded.read_bytes(), f"sha256 differs from {recorded.name}: damaged")
         content = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
-            raise ValueError(f"not of this trainer's format {CHECKPOINT_FORMAT}")
+        refuse(not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT,
+               f"not of this trainer's format {CHECKPOINT_FORMAT}")
+        refuse(not 0 <= content["step"] <= config_of_checkpoint(content).steps, f"step is {content['step']}")
     except Exception as error:  # torch raises several types for a damaged file
         raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {str(error).partition(chr(10))[0]}); use "
                           f"another checkpoint") from None
     return content
 
-def config_of_checkpoint(content):
-    """The Config a checkpoint was made with."""
+def config_of_checkpoint(content):  # the Config that it was made with
     kind = type(TRACKS.get(content["config"]["track"], TRACKS["nano"]))
     return kind(**{key: value for key, value in content["config"].items() if key in kind.__dataclass_fields__})
 
 def checkpoint_content(trainer, step, loader_state, seconds):
     """What a checkpoint holds. Every rank must call this: sharded states are gathered."""
-    return {"format": CHECKPOINT_FORMAT, "step": step, "config": dataclasses.asdict(trainer.config),
-            "data": trainer.data_sha256, "model": trainer.model.state_dict(), "loader": loader_state,
-            "rng": torch.get_rng_state(),
-            "groups": {group.name: group.full_state() for group in trainer.optimizer.groups}, "train_seconds": seconds}
+    groups = {group.name: group.full_state() for group in trainer.optimizer.groups}
+    return {"format": CHECKPOINT_FORMAT, "step": step, "config": dataclasses.asdict(trainer.config), "groups": groups,
+            "data": trainer.data_sha256, "model": trainer.model.state_dict(), "rng": torch.get_rng_state(),
+            "loader": loader_state, "train_seconds": seconds}
 
-def restore(trainer, content):
-    """Load weights, optimizer state and the state of the random numbers."""
-    trainer.model.load_state_dict(content["model"])
-    for group in trainer.optimizer.groups:
-        group.load(content["groups"][group.name])
-    torch.set_rng_state(content["rng"])
+def restore(trainer, content):  # weights, optimizer state and the state of the random numbers
+    try:
+        trainer.model.load_state_dict(content["model"])
+        for group in trainer.optimizer.groups:
+            group.load(content["groups"][group.name])
+        torch.set_rng_state(content["rng"])
+        return content["step"], content["loader"], content["train_seconds"]
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise ConfigError(f"the checkpoint's parts do not fit this trainer ({type(error).__name__}: {error})") from None
 
-def find_checkpoint(run, key="resume"):
-    """The newest checkpoint of a run id, or the file itself."""
-    folder = Path("logs") / run
-    paths = Path(run), folder / "checkpoint.pt", *sorted(folder.glob("step_*.pt"), reverse=True)
-    found = [path for path in paths if path.is_file()]
+def open_checkpoint(run, key="resume"):  # the content of a file, or of a run id's newest sound checkpoint
+    folder, damaged = Path("logs", run), []
+    for path in filter(Path.is_file, (Path(run), folder / "checkpoint.pt", *sorted(folder.glob("step_*.pt"))[::-1])):
+        try:
+            return load_checkpoint(path)
+        except ConfigError as error:
+            print(f"note: {error}", file=sys.stderr)
+            damaged.append(str(error))
     others = [path.parent.name for path in Path("logs").glob("*/*.pt")]
-    refuse(not found, f"--{key} {run}: no checkpoint under {folder}; {nearest(run, others)}")
-    return found[0]
+    raise ConfigError("; ".join(damaged) or f"--{key} {run}: no checkpoint under {folder}; {nearest(run, others)}")
 
 def resumed(given):
-    """(config, overrides, checkpoint content) of `--resume RUN`; most other keys may only repeat what the run has."""
-    content = load_checkpoint(find_checkpoint(run := given["resume"]))
+    """(config, overrides, checkpoint content) of `--resume RUN`; without content where `auto` starts a run."""
+    run, auto = given["resume"], given["resume"] == "auto"
+    if auto and not any(Path("logs", run := given.get("run_id", "")).glob("*.pt")):
+        return *config_from(given), None
+    content = open_checkpoint(run)
     saved, track = config_of_checkpoint(content), content["config"]["track"]
     refuse(track not in TRACKS, f"--resume {run}: of track {track}; resume it with the script that it began with")
-    refuse(content["step"] >= saved.steps, f"--resume {run}: this run is complete, all {saved.steps} steps")
-    values = parse_fields(given, saved)
+    refuse(not auto and content["step"] == saved.steps and Path("logs", saved.run_id, "result.json").exists(),
+           f"--resume {run}: this run is complete, all {saved.steps} steps")
+    values, free = parse_fields(given, saved), ("resume", "device", "workers", "log_every", "save_every", "keep")
     for key, value in values.items():
-        refuse(key not in ("resume", "device", "workers", "log_every", "save_every") and value != getattr(saved, key),
+        refuse(key not in free and value != getattr(saved, key),
                f"--{key} {given[key]}: the run to resume has {getattr(saved, key)}, and keeps it; leave the key out")
     config = dataclasses.replace(saved, **{**values, "resume": saved.resume})
     overrides = {field.name: value for field in dataclasses.fields(config) if field.name != "val_sha256"
@@ -1697,9 +1694,10 @@ def resumed(given):
 INTERRUPTED = threading.Event()
 
 def interrupt(signum, frame):
-    """Signal handler: end the run now, or at the next step if the exception falls where Python drops it."""
-    INTERRUPTED.set()
-    raise KeyboardInterrupt
+    """Signal handler: end the run now, once, or at the next step if the exception falls where Python drops it."""
+    if not INTERRUPTED.is_set():
+        INTERRUPTED.set()
+        raise KeyboardInterrupt
 
 class Clock:
     """Seconds of training, and those that processors worked for this process. Only start and stop await the device."""
@@ -1748,22 +1746,8 @@ def warm_up(trainer):
         raise RuntimeError("the state after warm-up is not bitwise the state before it")
     runtime.ledger.clear()
 
-@dataclasses.dataclass
-class Run:
-    """One run between its opening and its result."""
-    config: Config
-    overrides: dict
-    folder: Path
-    trainer: Trainer
-    log: Log
-    clock: Clock
-    shards: list        # training shards
-    indexed: np.ndarray  # training tokens that the index reads
-    vals: dict          # validation tokens by the name of their loss in the log
-    facts: dict         # about code and machine, for log and result
-    check: bool         # it stops before the first step
-    step: int = 0       # steps done
-    loader_state: dict | None = None
+class Run(types.SimpleNamespace):
+    """A run between opening and result. vals: validation tokens by the name of their loss; step: how many are done."""
     def validate(self):
         """Log the validation losses of the model as it stands, and return them by name. The clock must stand still."""
         losses = {name: self.trainer.evaluate(self.step, val) for name, val in self.vals.items()}
@@ -1775,6 +1759,9 @@ class Run:
         content = checkpoint_content(self.trainer, self.step, self.loader_state, self.clock.seconds())
         if self.log.is_main:
             save_checkpoint(self.folder / (name or f"step_{self.step:06d}.pt"), content)
+            for old in sorted(self.folder.glob("step_*.pt"))[:-self.config.keep]:
+                old.unlink()
+                old.with_suffix(".sha256").unlink(missing_ok=True)
 
 def state_bytes(config, runtime):
     """{group: bytes} of a rank's weights, gradients and optimizer state, from a build of tensors without memory."""
@@ -1805,9 +1792,9 @@ def open_run(config, overrides, runtime, log, content, check):
     """Look at all that a run needs, then build it; raises ConfigError. content: of the checkpoint to go on from."""
     seed = config.seed if config.seed >= 0 else int.from_bytes(os.urandom(4), "little")
     run_id = config.run_id or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.urandom(2).hex()}"
-    seed, run_id, exists = runtime.broadcast_object((seed, run_id, Path("logs", run_id, "log.txt").exists()))
+    if runtime.world_size > 1:  # those of the rank that comes first
+        seed, run_id = json.loads(runtime.store.compare_set("run", "", json.dumps([seed, run_id])))
     config, folder = dataclasses.replace(config, seed=seed, run_id=run_id), Path("logs", run_id)
-    refuse(exists and not content and not check, f"logs/{run_id} exists; choose another --run-id, or --resume {run_id}")
     for _, count in config.micro_batches:
         refuse(count % runtime.world_size, f"world size {runtime.world_size}: must divide the {count} micro-batches of "
                "a step; start another number of processes, or change --micro-batches")
@@ -1822,10 +1809,10 @@ def open_run(config, overrides, runtime, log, content, check):
              "cuda": torch.version.cuda or "none", "triton": triton.__version__ if triton else "none",
              "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"}
     overrides = {key: value for key, value in overrides.items() if key not in NEUTRAL_FIELDS}
-    run = Run(config, overrides, folder, trainer, log, Clock(runtime), shards, indexed, {"val_loss": val}, facts, check)
+    run = Run(config=config, overrides=overrides, folder=folder, trainer=trainer, log=log, clock=Clock(runtime), step=0,
+              shards=shards, indexed=indexed, vals={"val_loss": val}, facts=facts, check=check, loader_state=None)
     if content:
-        restore(trainer, content)
-        run.step, run.loader_state, run.clock.total = content["step"], content["loader"], content["train_seconds"]
+        run.step, run.loader_state, run.clock.total = restore(trainer, content)
     if check or log.live:  # what a person wants to know before it starts
         log.line("\n".join([
             f"device: {facts['device']}, world size {runtime.world_size}, {runtime.workers} CPU worker(s)",
@@ -1834,7 +1821,7 @@ def open_run(config, overrides, runtime, log, content, check):
             f"takes {training_tokens(config):,}; {config.val_tokens:,} validation tokens are scored",
             "parameters: " + ", ".join(f"{group.name} {group.size():,}" for group in trainer.optimizer.groups), *room]))
     if not check:
-        log.open(run.folder, "" if content else code)
+        log.open(folder, "" if content else code, config.resume == "auto" and not (folder / "result.json").exists())
         if content:
             log.line(f"resumed:{run_id} step:{run.step}/{config.steps} world_size:{runtime.world_size}")
         else:
@@ -1867,7 +1854,7 @@ def train_steps(run):
     with contextlib.closing(loader):
         batch = loader.next()
         for step in range(run.step, config.steps):
-            if INTERRUPTED.is_set():
+            if INTERRUPTED.is_set() or os.getppid() != trainer.runtime.launcher and trainer.runtime.world_size > 1:
                 raise KeyboardInterrupt
             run.step, run.loader_state, is_last = step + 1, batch.state, step + 1 == config.steps
             loss_sum, batch = trainer.step(step, batch, (lambda: None) if is_last else loader.next)
@@ -1897,10 +1884,11 @@ def matmul_rate(device, dtype):
 def finish(run, steps):
     """Checkpoint, final validation, validity gates and result. Returns the final validation loss."""
     config, trainer, log, runtime = run.config, run.trainer, run.log, run.trainer.runtime
-    sent = {"/".join(key): [round(count / steps, 1) for count in entry]  # bytes, messages; of training alone
+    sent = {"/".join(key): [round(count / max(1, steps), 1) for count in entry]  # bytes, messages; of training alone
             for key, entry in sorted(runtime.ledger.items()) if key[1] not in ("validation", "checkpoint")}
     memory, val, matrices = runtime.peak_memory_mib(), run.vals["val_loss"], trainer.optimizer.matrices
-    run.save("checkpoint.pt")
+    if steps:  # else it is what the run was resumed from
+        run.save("checkpoint.pt")
     losses, digest = run.validate(), validation_hash(config, val)
     gates = {name: gate(trainer, config.steps, val) for name, gate in GATES.items()}
     comms = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent.items()] or ["none=0(0)"]
@@ -1938,37 +1926,44 @@ def plot(folder):
 
 ENDINGS = {  # of a run that an exception has ended: exit status, word of the status line, what the user can do
     KeyboardInterrupt: (130, "interrupted", ""), ConfigError: (2, "error ", ""),
-    FloatingPointError: (1, "nan ", "; lower the learning rate or continue an earlier checkpoint with --resume"),
-    torch.OutOfMemoryError: (1, "oom ", "; lower --micro-batch-tokens"),
-    OSError: (1, "error ", "; free some disk space, or check the path")}
+    FloatingPointError: (1, "nan ", "; start another run with a lower learning rate"),
+    (torch.OutOfMemoryError, MemoryError): (1, "oom ", "; lower --micro-batch-tokens, and raise --micro-batches alike"),
+    BlockingIOError: (2, "error ", "; another process writes this run: wait for it, or stop it"),
+    OSError: (1, "error ", "; check the path, and that the disk is not full")}
 
 def train(config, overrides, runtime, content=None, hook=None, check=False):
     """A whole run; returns the exit status. content: of a checkpoint. hook: gets the Run. check: stop at warm-up."""
-    log, code, last_line = Log(runtime), 1, "status:error"
+    log, run, code, said = Log(runtime), None, 1, "error"
     try:
         run = open_run(config, overrides, runtime, log, content, check)
         if hook:
             hook(run)
-        status = "check:ok"
         if not check:
             warm_up(run.trainer)
             val_loss = finish(run, train_steps(run))
-            status = (f"status:ok run:{run.config.run_id} val_loss:{val_loss:.5f} train_time:{run.clock.seconds():.1f}s"
-                      f" log:{run.folder}/log.txt{plot(run.folder) if log.is_main else ''}")
-        code, last_line = 0, status
+            said = (f"ok run:{run.config.run_id} val_loss:{val_loss:.5f} train_time:{run.clock.seconds():.1f}s"
+                    f" log:{run.folder}/log.txt{plot(run.folder) if log.is_main else ''}")
+        code = runtime.close() or 0
     except (KeyboardInterrupt, Exception) as error:
-        known = next((kind for kind in ENDINGS if isinstance(error, kind)), None)
+        if INTERRUPTED.is_set():  # whatever torch has made of the signal
+            error = KeyboardInterrupt()
+        elif "can't allocate memory" in str(error):
+            error = MemoryError(error)
+        known = next((kinds for kinds in ENDINGS if isinstance(error, kinds)), None)
+        lost = not known and runtime.world_size > 1 and re.search("gloo|nccl|connection", str(error), re.IGNORECASE)
         code, word, remedy = ENDINGS.get(known, (1, f"error {type(error).__name__}: ", ""))
-        last_line = f"status:{word}{str(error).partition(chr(10))[0]}{remedy}"
-        if not known:
+        said = f"{word}{ascii(str(error))[1:-1][:1000]}{remedy}"
+        if lost:
+            said = "error a rank was lost (killed, out of memory, cut off: see the launcher); --resume auto goes on"
+        if not (known or lost):
             raise
     finally:
         with contextlib.suppress(OSError):  # the disk may be full; the console still gets the status
-            log.line(last_line)
-            log.close()
-        if not runtime.is_main and last_line.startswith("status:error"):
-            print(f"rank {runtime.rank}: {last_line}", file=sys.stderr, flush=True)
-        runtime.close(failed=code != 0)
+            log.line("check:ok" if check and not code else f"status:{said}")
+        if not runtime.is_main and said.startswith("error"):
+            print(f"rank {runtime.rank}: status:{said}", file=sys.stderr, flush=True)
+        if code:
+            runtime.close(failed=True)
     return code
 
 # 10. Commands ===============================================================================================
@@ -1976,21 +1971,27 @@ def train(config, overrides, runtime, content=None, hook=None, check=False):
 def main(argv=None, extend=None):
     """Returns the exit status: 0 complete, 1 failed on the way, 2 bad input, 130 interrupted. extend: another script's
     way to build on this one: given the Config, it checks it and returns the hook of `train`."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    for number in (signal.SIGINT, signal.SIGTERM):  # torchrun ends its workers with the latter
-        signal.signal(number, interrupt)
+    argv, rank = list(sys.argv[1:] if argv is None else argv), int(os.environ.get("RANK", 0))
+    INTERRUPTED.clear()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # torchrun ends its workers with SIGTERM
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, interrupt)
     try:
         if "--help" in argv or "-h" in argv:
-            print(help_text())
+            every = {field.name: field for track in TRACKS.values() for field in dataclasses.fields(track)}
+            rows = [f"  --{key.replace('_', '-'):<24}{it.metadata['help']} [{it.default}]" for key, it in every.items()]
+            print(__doc__.split("\n\nChapters")[0], f"\nTracks (--track): {', '.join(TRACKS)}",
+                  "Fields, with their defaults on the nano track:", *rows, sep="\n")
             return 0
         given = parse_arguments([word for word in argv if word != "--check"])
         config, overrides, content = resumed(given) if given.get("resume") else (*config_from(given), None)
         hook = extend(config) if extend else None
-        runtime = Runtime(config.device, workers=config.workers)
-    except (ConfigError, OSError) as error:
-        rank = int(os.environ.get("RANK", 0))  # whose own GPU may be what is lacking
-        print(f"rank {rank}: " * (rank > 0) + f"status:error {error}", file=sys.stderr if rank else None, flush=True)
-        return 2
+        runtime = Runtime(config.device, config.workers)
+    except (ConfigError, OSError, dist.DistError, KeyboardInterrupt) as error:
+        said = "status:interrupted" if INTERRUPTED.is_set() else f"status:error {ascii(str(error))[1:-1][:1000]}"
+        time.sleep(3 * (rank > 0))  # where the first rank says so, too, the launcher ends this one before it speaks
+        print(f"rank {rank}: " * (rank > 0) + said, file=sys.stderr if rank else None, flush=True)
+        return 130 if INTERRUPTED.is_set() else 2
     return train(config, overrides, runtime, content, hook, "--check" in argv)
 
 # 11. Kernels ================================================================================================

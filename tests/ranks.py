@@ -97,7 +97,7 @@ def on_ranks(world_size, work, *words):
     with tempfile.TemporaryDirectory() as folder:
         def call():
             speak_into(folder)
-            runtime = Runtime("cpu", timeout_s=60)
+            runtime = Runtime("cpu")
             torch.save(work(runtime, *words), Path(folder) / f"{runtime.rank}.pt")
             runtime.close()
         assert fork(world_size, call) == 0, spoken(folder, "stdout", world_size) + spoken(folder, "stderr", world_size)

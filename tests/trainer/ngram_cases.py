@@ -5,6 +5,7 @@ import functools
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 import sabotage
 import train_gpt
@@ -168,7 +169,10 @@ def take_steps(name, variant, runtime):
 
 def reload(full, config, runtime):
     """{comms: the full state after it was loaded into a table that communicates so}."""
-    full, states = runtime.broadcast_object(full), {}
+    box, states = [full], {}
+    if runtime.world_size > 1:
+        dist.broadcast_object_list(box, src=0)
+    full, = box
     for comms in ("replicated", "sharded"):
         table = NgramTable(dataclasses.replace(config, ngram_comms=comms, ngram_host=False), runtime)
         table.load(full)

@@ -28,7 +28,7 @@ BAD_WORDS = [
     (["--micro-batches", "(4, 8)"], "micro_batches"),
     (["--micro-batches", "((0, 2), 5)"], "micro_batches"),
     (["--micro-batches", "((0, 2), ('a', 4))"], "micro_batches"),
-    (["--micro-batches", "((0.0, 4), (0.5,))"], "micro_batches=((0.0, 4), (0.5,)): a schedule is (fraction, value)"),
+    (["--micro-batches", "((0.0, 4), (0.5,))"], "micro_batches=((0.0, 4), (0.5,)): a schedule is 1 to 64 (fraction, value)"),
     (["--micro-batches", "()"], "micro_batches"),
     (["--micro-batches", "[4]"], "micro_batches"),
     (["--ngram-orders", "(2.0,)"], "ngram_orders"),

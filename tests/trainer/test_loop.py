@@ -548,18 +548,15 @@ def test_an_interrupted_run_says_so(act, tiny, tmp_path):
 
 
 @pytest.mark.parametrize("when", ["before the first line", "in the third step"])
-def test_the_log_has_its_status_when_the_console_is_gone(when, tiny, tmp_path):
+def test_a_run_goes_on_when_the_console_is_gone(when, tiny, tmp_path):
     def close():  # as `| head -1` does
         here, there = os.pipe()
         os.dup2(there, 1)
         os.close(here)
     before = close if when == "before the first line" else in_the_third_step(close)
-    run = ranks.train(tmp_path, {**tiny, "steps": 40, "run_id": "piped"}, before=before)
-    assert run.code == 1, run.stderr
-    log = (run.folder / "log.txt").read_text().splitlines()
-    assert log[-1].startswith("status:error ") and "Broken pipe" in log[-1]
-    if when == "in the third step":
-        assert log[-2].startswith("step:3/40 ") and "Traceback" not in run.stderr
+    run = ranks.train(tmp_path, {**tiny, "steps": 10, "run_id": "piped"}, before=before)
+    assert run.code == 0 and run.stderr == ""
+    assert (run.folder / "log.txt").read_text().splitlines()[-1].startswith("status:ok ") and max(run.train_losses) == 10
 
 
 def test_other_validation_tokens_than_the_tracks_are_announced(tiny, cli):

@@ -213,7 +213,7 @@ def test_a_run_is_resumed_by_the_script_of_its_track(track, copy):
     folder.mkdir(parents=True)
     config = dataclasses.asdict(train_gpt.TRACKS[track])
     train_gpt.save_checkpoint(folder / "step_000100.pt", {"format": train_gpt.CHECKPOINT_FORMAT, "step": 100,
-                                                          "config": {**config, "run_id": "continual"}})
+                                                          "config": {**config, "run_id": "continual"}, "model": {}})
     _, _, err, calls = copy.run("--resume", "continual", gpus=0)
     script = {"nano": "train_gpt.py", "continual": "continual.py"}[track]
     assert launch_of(calls) == f"{script} --resume continual" and f"track {track};" in err
