@@ -77,9 +77,8 @@ try:
     if {"--help", "-h"} & set(argv):
         raise train_gpt.ConfigError("help is no run")
     given = train_gpt.parse_arguments(argv)
-    if given.get("resume"):
-        config = train_gpt.resumed(given)[0]
-    else:
+    config, _, content = train_gpt.resumed(given) if given.get("resume") else (None, None, None)
+    if not content:  # `--resume auto` may start a run
         if "track" not in given:
             track = given["track"] = "fineweb" if gpus and shards else "nano"
             reason = " by default: " + ("CUDA and FineWeb shards are present" if track == "fineweb" else

@@ -424,12 +424,14 @@ def test_a_checkpoint_of_another_tokenizer_names_its_track(values, base, go_on, 
 def test_a_resumed_run_wants_the_checkpoint_that_it_started_from(values, base, go_on, tmp_path):
     logs = tmp_path / "logs"
     (logs / "base").mkdir(parents=True)
-    shutil.copy(base.folder / "checkpoint.pt", logs / "base")
+    for ending in ("pt", "sha256"):
+        shutil.copy(base.folder / f"checkpoint.{ending}", logs / "base")
     whole = go_on(**{**values, "init_from": "base", "save_every": 5})
     (whole.folder / "checkpoint.pt").unlink()
     (logs / "base" / "checkpoint.pt").unlink()
     assert "--init-from base: no checkpoint" in refusal(go_on(resume="second"))
-    shutil.copy(base.folder / "step_000020.pt", logs / "base" / "checkpoint.pt")
+    for ending in ("pt", "sha256"):
+        shutil.copy(base.folder / f"step_000020.{ending}", logs / "base" / f"checkpoint.{ending}")
     run = go_on(resume="second")
     assert run.code == 2 and "another checkpoint" in run.lines[-1], run.stdout
 
