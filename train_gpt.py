@@ -1632,7 +1632,8 @@ def load_checkpoint(path):
         content = torch.load(path, map_location="cpu", weights_only=True)
         refuse(not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT,
                f"not of this trainer's format {CHECKPOINT_FORMAT}")
-        refuse(not 0 <= content["step"] <= config_of_checkpoint(content).steps, f"step is {content['step']}")
+        steps = range(config_of_checkpoint(content).steps + 1)
+        refuse(type(content["step"]) is not int or content["step"] not in steps, f"step is {content['step']}")
     except Exception as error:  # torch raises several types for a damaged file
         raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {str(error).partition(chr(10))[0]}); use "
                           f"another checkpoint") from None
@@ -1655,6 +1656,7 @@ def restore(trainer, content):  # weights, optimizer state and the state of the 
         for group in trainer.optimizer.groups:
             group.load(content["groups"][group.name])
         torch.set_rng_state(content["rng"])
+        refuse(any(type(n) is not int or n < 0 for n in content["loader"].values()), f"loader: {content['loader']}")
         return content["step"], content["loader"], content["train_seconds"]
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"the checkpoint's parts do not fit this trainer ({type(error).__name__}: {error})") from None
