@@ -296,8 +296,7 @@ class Runtime:
     def __init__(self, device="auto", workers=1):
         self.rank, self.local_rank, self.world_size = (
             int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
-        self.is_main, self.ledger, self.loader_group, self._pool = self.rank == 0, {}, None, None
-        self.launcher = os.getppid()
+        self.is_main, self.launcher, self.ledger, self.loader_group = self.rank == 0, os.getppid(), {}, None
         cuda, here = device != "cpu" and torch.cuda.is_available(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         reason = "" if cuda or device == "cpu" else why_no_cuda()
         refuse(reason or device == "cuda" and not cuda, f"device={device}: torch {torch.__version__} sees no CUDA "
@@ -310,7 +309,7 @@ class Runtime:
         elif "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # operations of this size lose to threads that wait for each other by spinning
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        self.workers = 1 if cuda else workers or max(1, cores // here)
+        self.workers, self._pool = 1 if cuda else workers or max(1, cores // here), None
         if self.workers > 1:
             sys.setswitchinterval(1e-4)  # with Python's 5 ms, threads wait for the interpreter much of a step
             self._pool = ThreadPoolExecutor(self.workers, "worker", torch.set_num_threads, (torch.get_num_threads(),))
@@ -438,8 +437,7 @@ class Log:
             ended = re.search(rb"\nstatus:.*\n\Z", log.read_bytes())
             for file in files:  # a kill may have torn the last line
                 file.truncate(0 if code else Path(file.name).read_bytes().rfind(b"\n") + 1)
-            for left in folder.glob("*.tmp"):
-                left.unlink()
+            collections.deque(map(Path.unlink, folder.glob("*.tmp")), 0)
             self.text, self.metrics = files
             self.text.write(code.rstrip("\n") + "\n===== END OF CODE =====\n" if code else "" if ended else
                             "status:error ended without a word: killed, or its machine stopped\n")
@@ -501,7 +499,7 @@ def open_corpus(config):
         return (len(tokens) - 1) // length * length
     found, known, build = {}, {}, {"python": "text.py", "cpp": "text.py --corpus cpp", "fineweb10B": "fineweb.py"}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # then it knows of no shard
-        known = {entry["file"]: entry["sha256"] for entry in json.loads(manifest.read_bytes())["shards"]}
+        known = {it["file"]: it["sha256"] for it in json.loads(manifest.is_file() and manifest.read_bytes())["shards"]}
     for split in ("train", "val"):
         paths = sorted(folder.glob(f"*_{split}_*.bin"))
         refuse(not paths, f"{folder}: no *_{split}_*.bin shards; build them with `python data/"
@@ -1632,10 +1630,9 @@ def load_checkpoint(path):
         content = torch.load(path, map_location="cpu", weights_only=True)
         refuse(not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT,
                f"not of this trainer's format {CHECKPOINT_FORMAT}")
-        steps = range(config_of_checkpoint(content).steps + 1)
-        refuse(type(content["step"]) is not int or content["step"] not in steps, f"step is {content['step']}")
+        refuse(type(n := content["step"]) is not int or not 0 <= n <= config_of_checkpoint(content).steps, f"step {n}")
     except Exception as error:  # torch raises several types for a damaged file
-        raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {str(error).partition(chr(10))[0]}); use "
+        raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {ascii(str(error))[1:-1][:600]}); use "
                           f"another checkpoint") from None
     return content
 

@@ -159,12 +159,12 @@ def changed(content, path, new):
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("path, new", [
     (("config",), None), (("config", "track"), []), (("config", "steps"), "4"), (("config", "steps"), 10**400),
-    pytest.param(("config", "data"), "\0", marks=OPEN), (("config", "data"), "a\nb"),
+    (("config", "data"), "\0"), (("config", "data"), "a\nb"),
     (("config", "windows"), ((0.0, (64, 128), 1),)),
     pytest.param(("model",), fuzzing.DROP, marks=OPEN), pytest.param(("groups",), {}, marks=OPEN),
-    pytest.param(("loader", "piece"), 10**9, marks=OPEN), pytest.param(("loader", "shard"), -1, marks=OPEN),
-    pytest.param(("loader", "offset"), 0.5, marks=OPEN), pytest.param(("step",), -1, marks=OPEN),
-    pytest.param(("step",), 10**9, marks=OPEN), pytest.param(("step",), 2.5, marks=OPEN), (("rng",), torch.zeros(3)),
+    pytest.param(("loader", "piece"), 10**9, marks=OPEN), (("loader", "shard"), -1),
+    (("loader", "offset"), 0.5), (("step",), -1),
+    (("step",), 10**9), (("step",), 2.5), (("rng",), torch.zeros(3)),
     (("groups", "matrices"), fuzzing.DROP), (("loader",), {}),
     pytest.param(("train_seconds",), "x", marks=OPEN),
     (("config", "run_id"), "../x"),
