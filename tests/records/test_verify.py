@@ -220,8 +220,7 @@ TAMPERED = {
                      "which comes before it, was started at"),
     "started after the record": (FIRST, all_logs(r"started:\d{4}", "started:2099"), f"logs/{RUN}-01.txt",
                                  "was started on 2099-.*, after the record's date"),
-    "pairs in another order": (FASTER, lambda folder: other_order(folder), f"logs/{PAIR}-0",
-                               "which comes before it, was"),
+    "pairs in another order": (FASTER, lambda folder: other_order(folder), "*", "which comes before it, was"),
     "shards that were not checked": (FIRST, replace_in(LOG, "shards:ok", "shards:unknown"), LOG, "shards: 'unknown'"),
     "shards of an older trainer": (FIRST, replace_in(LOG, "shards:ok ", ""), LOG, "shards: 'unknown'"),
     "copied run": (FIRST, copied_run, LOG, f"has the losses of {RUN}-01"),
@@ -289,6 +288,7 @@ def test_tampered_record_is_caught(repository, name):
     tamper(folder)
     found = failures_of(repository)
     expected = str((folder / file).relative_to(repository.root)) + ": " * (not file.endswith("-0"))
+    expected = expected.removesuffix("*: ")  # whichever of its files
     assert any(line.startswith(expected) and re.search(reason, line) for line in found), found
 
 
