@@ -1,0 +1,76 @@
+"""The fineweb track from its start to `status:ok` on eight ranks and on one: its own schedule, rules and table, with a
+model so narrow and micro-batches so short that two cores do it, on GPT-2 tokens in documents of FineWeb's lengths."""
+import numpy as np
+import pytest
+
+import ranks
+import train_gpt
+from helpers import write_shard
+
+FINEWEB, SCALE = train_gpt.TRACKS["fineweb"], 16  # documents and windows are shorter by this
+STEPS = 10
+NARROW = dict(
+    track="fineweb", device="cpu", dtype="float32", compile=False, seed=1, run_id="rehearsal", steps=STEPS, log_every=1,
+    val_every=4, micro_batch_tokens=64, model_dim=12, head_dim=12, mlp_dim=24, value_embedding_layers=(1, 10),
+    ngram_rows=4096, copy_reach=128, val_tokens=512, val_batch_tokens=128, document_cap=((0.0, 28), (1 / 3, 64)),
+    windows=((0.0, (8, 16)), (1 / 3, (16, 32)), (0.667, (32, 64)), (0.9, (64, 128)), (1.0, (64, 192))))
+
+
+def fineweb_like(count, rng):
+    """`count` tokens of documents with FineWeb's median and mean, 403 and 690, divided by SCALE. Words are as frequent as
+    in Zipf's law, and phrases come back, so that copies are found."""
+    tokens = []
+    while len(tokens) < count:
+        length = max(2, round(rng.lognormal(np.log(403), np.sqrt(2 * np.log(690 / 403))) / SCALE))
+        words = np.minimum(rng.zipf(1.2, length), FINEWEB.eot_token - 1)
+        words[length // 2:] = words[:length - length // 2]
+        tokens += [FINEWEB.eot_token, *words]
+    return tokens[:count]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """{world size: the run}"""
+    folder, rng = tmp_path_factory.mktemp("fineweb"), np.random.default_rng(0)
+    for name, count in (("train_000001", 12_000), ("train_000002", 8_000), ("val_000000", 2_000)):
+        write_shard(folder / f"fineweb_{name}.bin", fineweb_like(count, rng))
+    done = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "ONE_RANK_SECONDS", 500)
+        for world_size in (1, 8):
+            done[world_size] = ranks.train(tmp_path_factory.mktemp(f"world{world_size}"),
+                                           {**NARROW, "data": str(folder)}, world_size=world_size)
+    return done
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_the_run_is_complete_and_valid(runs, world_size):
+    run = runs[world_size]
+    assert run.code == 0 and run.lines[-1].startswith("status:ok"), run.stdout[-2000:] + run.stderr[-2000:]
+    assert run.result["validity"] == {"causal": True, "normalised": True, "local": True}
+    assert run.result["world_size"] == world_size
+
+
+def test_every_schedule_of_the_track_has_changed_on_the_way(runs):
+    """What is rehearsed: each of these has had all of its values, and Adam, which steps every second time, was untied."""
+    config = train_gpt.Config(**{**vars(FINEWEB), **NARROW})
+    for name in ("micro_batches", "document_cap", "mtp_weights", "lr_stages", "windows"):
+        mine, track = getattr(config, name), getattr(FINEWEB, name)
+        assert [value for _, value in mine] == [value for _, value in track] or name in NARROW
+        assert len(mine) == len(track)
+        taken = {train_gpt.at_step(mine, step, config) for step in range(STEPS + 1)}
+        assert taken == {value for _, value in mine}
+    assert config.adam_every == 2 and 0 < train_gpt.untie_step(config) < STEPS and config.copy_orders
+    assert config.ngram_comms == "sharded" and train_gpt.TRACK_RULES["fineweb"]
+    assert all(run.result["tokens"] == train_gpt.training_tokens(config) for run in runs.values())
+
+
+def test_eight_ranks_take_the_steps_of_one(runs):
+    one, eight = runs[1], runs[8]
+    for kind, count in (("train_losses", STEPS), ("val_losses", 3)):
+        alone, together = getattr(one, kind), getattr(eight, kind)
+        assert alone.keys() == together.keys() and len(alone) == count
+        for step, loss in alone.items():
+            assert together[step] == pytest.approx(loss, abs=1e-5), (kind, step)
+    assert one.train_losses[STEPS] < one.train_losses[1] - 0.3  # it learns
