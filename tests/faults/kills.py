@@ -172,6 +172,16 @@ def restart_runs(count, folder, corpus, rng):
     return count, kills, wrong
 
 
+def write(path, rows):
+    """The table of what has been done so far."""
+    rows = [*rows, ("all", *(sum(row[column] for row in rows) for column in (1, 2, 3)))]
+    path.write_text("".join([
+        "Written by `python tests/faults/kills.py`. SIGKILL at a random moment, to all ranks or one of them, then `--resume "
+        "auto`: wrong is a\nrun that does not finish, or whose checkpoint, training losses or final loss differ from those "
+        "of the run that nobody killed:\nby a bit, or, where the number of ranks changes, by 1e-4.\n\n"
+        "| setting | runs | kills | wrong |\n|---|---|---|---|\n", *(f"| {' | '.join(map(str, row))} |\n" for row in rows)]))
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=200)
@@ -189,17 +199,13 @@ def main(argv=None):
             rows.append((name, runs, kills, len(bad)))
             wrong += bad
             print(*rows[-1], *bad, sep=" | ", flush=True)
+            write(given.out, rows)
         if given.restarts:
             runs, kills, bad = restart_runs(given.restarts, folder / "torchrun", corpus, rng)
             rows.append(("two ranks under `torchrun --max-restarts=3`, without another start", runs, kills, len(bad)))
             wrong += bad
             print(*rows[-1], *bad, sep=" | ", flush=True)
-    rows.append(("all", *(sum(row[column] for row in rows) for column in (1, 2, 3))))
-    given.out.write_text("".join([
-        "Written by `python tests/faults/kills.py`. SIGKILL at a random moment, to all ranks or one of them, then `--resume "
-        "auto`: wrong is a\nrun that does not finish, or whose checkpoint, training losses or final loss differ from those "
-        "of the run that nobody killed:\nby a bit, or, where the number of ranks changes, by 1e-4.\n\n"
-        "| setting | runs | kills | wrong |\n|---|---|---|---|\n", *(f"| {' | '.join(map(str, row))} |\n" for row in rows)]))
+            write(given.out, rows)
     return len(wrong)
 
 
