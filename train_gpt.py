@@ -1949,7 +1949,7 @@ def train(config, overrides, runtime, content=None, hook=None, check=False):
         elif "can't allocate memory" in str(error):
             error = MemoryError(error)
         known = next((kinds for kinds in ENDINGS if isinstance(error, kinds)), None)
-        lost = not known and runtime.world_size > 1 and re.search("gloo|nccl|connection", str(error), re.IGNORECASE)
+        lost = not known and runtime.world_size > 1 and re.search("gloo|nccl|connection|pair closure", str(error), re.I)
         code, word, remedy = ENDINGS.get(known, (1, f"error {type(error).__name__}: ", ""))
         said = f"{word}{ascii(str(error))[1:-1][:1000]}{remedy}"
         if lost:
@@ -1988,7 +1988,6 @@ def main(argv=None, extend=None):
         runtime = Runtime(config.device, config.workers)
     except (ConfigError, OSError, dist.DistError, KeyboardInterrupt) as error:
         said = "status:interrupted" if INTERRUPTED.is_set() else f"status:error {ascii(str(error))[1:-1][:1000]}"
-        time.sleep(3 * (rank > 0))  # where the first rank says so, too, the launcher ends this one before it speaks
         print(f"rank {rank}: " * (rank > 0) + said, file=sys.stderr if rank else None, flush=True)
         return 130 if INTERRUPTED.is_set() else 2
     return train(config, overrides, runtime, content, hook, "--check" in argv)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import common  # noqa: E402
 import train_gpt  # noqa: E402
 
-WHOLE = 2**40  # tokens, more than any document has
+WHOLE = 10**9  # tokens, more than any document has
 PIECE = 1_000_000  # tokens of the index that are read, and timed, at once
 
 

@@ -11,7 +11,7 @@ from benchmarks import common, osft_projection
 from helpers import ROOT, environment
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")
-                 if path.stem not in ("__init__", "common", "readme", "records_verify"))  # which have no use for ranks
+                 if path.stem not in ("__init__", "common", "readme", "records_power", "records_verify"))  # without ranks
 
 # In one write, so that the words of two ranks do not mix.
 REPORTER = """import os, sys

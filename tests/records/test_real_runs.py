@@ -27,7 +27,7 @@ SLOW = ("batch = loader.next()", "batch = loader.next(); time.sleep(3)")
 
 def script_with_track(corpus, **changes):
     """The trainer's source with a track "tiny" on the tests' corpus."""
-    values = {**helpers.TINY, "track": "tiny", "data": str(corpus), "val_every": 2, "target_loss": 8.0, "seed": -1,
+    values = {**helpers.TINY, "track": "tiny", "data": str(corpus), "val_every": 2, "target_loss": 30.0, "seed": -1,
               "val_sha256": "", **changes}
     words = ", ".join(f"{key}={value!r}" for key, value in values.items())
     code = helpers.TRAINER.read_text().replace("TRACKS = {\n", f'TRACKS = {{\n    "tiny": Config({words}),\n', 1)
@@ -42,7 +42,7 @@ def made_once(corpus, tmp_path_factory):
     *_, val = train_gpt.open_corpus(helpers.tiny_config(data=str(corpus)))
     val_sha256 = train_gpt.validation_hash(helpers.tiny_config(), val)
     manifest = hashlib.sha256((corpus / "manifest.json").read_bytes()).hexdigest()
-    rules = TrackRules("tiny", "bytes", helpers.TINY["val_tokens"], val_sha256, 8.0, manifest)
+    rules = TrackRules("tiny", "bytes", helpers.TINY["val_tokens"], val_sha256, 30.0, manifest)
     repository = made.Repository(root, {"tiny": rules})
     (root / "records").mkdir()
     repository.readme.write_text(made.README.replace("records/nano", "records/tiny"))

@@ -101,9 +101,11 @@ def test_nccl_is_told_its_device(gpus, monkeypatch):
     started = {}
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **options: started.update(
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, *rest, **options: started.update(
         options, backend=backend))
-    monkeypatch.setattr(torch.distributed, "new_group", lambda backend: backend)
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda *words, **options: iter([(
+        torch.distributed.HashStore(), 1, 2)]))
+    monkeypatch.setattr(torch.distributed, "new_group", lambda ranks, timeout, backend: backend)
     runtime = Runtime("auto")
     assert (started["backend"], started["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 1))
     assert runtime.loader_group == "gloo" and runtime.device == torch.device("cuda", 1)

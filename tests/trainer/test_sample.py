@@ -65,7 +65,7 @@ def test_sample_continues_a_prompt(prompt, use, tmp_path):
     what is copied at its end stands before that."""
     path = tmp_path / "random.pt"
     trainer = make_trainer(copy_orders=(4,), copy_reach=1000)
-    train_gpt.save_checkpoint(path, train_gpt.checkpoint_content(trainer, 2, None, 0.0))
+    train_gpt.save_checkpoint(path, train_gpt.checkpoint_content(trainer, 2, {"shard": 0}, 0.0))
     run = use("--checkpoint", path, "--prompt", prompt, "--tokens", 8, "--temperature", 0)
     assert run.code == 0, run.stdout
     assert run.stdout == greedy(path, prompt.encode(), 8) + "\n"
