@@ -19,7 +19,7 @@ import train_gpt
 from records import render, stats
 from records.files import RecordError, write_whole
 from records.ledger import Ledger
-from records.log import START, Batch, parse_log
+from records.log import START, order_of_pairs, parse_log
 
 RUN_OF = "\n    run_of: str = knob("  # the field of a script that is told its place in a batch
 
@@ -78,13 +78,12 @@ class Experiment:
             print(f"note: the load is {os.getloadavg()[0]:.1f}; times are those of a busy machine")
 
     def plan(self):
-        """[(letter, number), ...] in the order of the runs. Which one of a pair goes first is drawn, so that nothing
-        that the machine does beside can follow it."""
+        """[(letter, number), ...] in the order of the runs. That of pairs is drawn, so that nothing that the machine does
+        beside can follow it."""
         if len(self.scripts) == 1:
             return [(letter, number) for letter in self.scripts for number in range(1, self.count + 1)]
         batch = self.ledger.batch_of(self.track, self.code, self.name)
-        places = [Batch(batch, number, self.count, 1) for number in range(1, self.count + 1)]
-        return [(letter, place.counter) for place in places for letter in place.draw(self.code)[1]]
+        return order_of_pairs(self.code, batch, self.count)
 
     def seeds(self):
         """Of runs that do not count: drawn at their first call, and kept."""
@@ -103,7 +102,7 @@ class Experiment:
             return [*words, "--seed", str(self.seeds()[number - 1])]
         place = self.ledger.start(self.track, self.code, self.count, run_id)
         told = ["--run-of", str(place)] if RUN_OF in self.scripts[letter] else []
-        return [*words, "--seed", str(place.draw(self.code)[0]), *told]
+        return [*words, "--seed", str(place.seed(self.code)), *told]
 
     def completed(self, run_id):
         """The Run of a complete log, or None."""

@@ -5,6 +5,7 @@ from datetime import date
 
 from records import render
 from records.files import RecordError, read_text
+from records.log import order_of_pairs
 from records.record import FOLDER, MOST_LOGS, Failure, figures
 
 GATES = {"causal": "", "normalised": "", "local": "2026-11-22"}  # and the day from which a record's runs must pass each
@@ -145,7 +146,7 @@ def check_places(record, fail):
         for run in runs:
             if run.batch is None:
                 continue
-            seed, number = run.batch.draw(code)[0], f"n{run.batch.declared}-{run.batch.counter:02d}"
+            seed, number = run.batch.seed(code), f"n{run.batch.declared}-{run.batch.counter:02d}"
             named = [f"ab-{run.track}-{code[:8]}-{base[:8]}-{number}{side}"] if record.baseline else [
                 f"run-{run.track}-{code[:8]}-{number}", f"ab-{run.track}-{code[:8]}-OTHER-{number}a"]
             shown = run.run if record.baseline else re.sub(r"^(ab-.*-)[0-9a-f]{8}(-n\d+-\d+a)$", r"\1OTHER\2", run.run)
@@ -157,12 +158,13 @@ def check_places(record, fail):
 
 
 def check_order(record, fail):
-    """Runs were started one after the other, those of a pair in the order that was drawn for it."""
+    """Runs were started one after the other, those of pairs in the order that was drawn for them."""
     places = {(side, run.batch.counter): run for side, runs in (("a", record.runs), ("b", record.baseline))
               for run in runs if run.batch}
-    orders = {run.batch.counter: run.batch.draw(record.code_sha256)[1] for run in places.values()}
-    planned = [places[side, counter] for counter in sorted(orders) for side in orders[counter]
-               if (side, counter) in places]
+    batch = next((run.batch for run in record.runs if run.batch), None)
+    order = order_of_pairs(record.code_sha256, batch.number, min(batch.declared, MOST_LOGS)) if record.baseline and batch \
+        else sorted(places)
+    planned = [places[place] for place in order if place in places]
     for run in planned:
         if run.started is None:
             fail(run.path, "no time of its start (started:); made by an older trainer, and must be made again")

@@ -1,5 +1,6 @@
 """One run's log.txt, parsed strictly and never executed; the trainer writes it (`Log`, `log_header`, `finish`)."""
 import hashlib
+import itertools
 import re
 import sys
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from records.files import LOG_LIMIT, RecordError, parse_json, read_text
 
 END_OF_CODE, START = "===== END OF CODE =====", "===== START ====="
 SOURCE_LINES, STEP_LIMIT = 10_000, 10_000_000
+BLOCK = 2  # pairs whose runs are shuffled among each other
 NUMBER = r"\d{1,19}"
 KINDS = {  # of what stands in a line
     "name": r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}",  # of a run: also the name of its log in a record, so no path
@@ -47,11 +49,28 @@ class Batch:
         """As a trainer's `run_of`."""
         return f"{self.number}:{self.counter}/{self.declared}:{self.start}"
 
-    def draw(self, code_sha256):
-        """(seed of this run, and of both in a pair; the pair's order, `ab` or `ba`): from a hash of the code, the batch
-        and the counter alone, so that nobody chooses either, and a run that is started again is the same."""
-        digest = hashlib.sha256(f"{code_sha256}:{self.number}:{self.counter}".encode()).digest()
-        return int.from_bytes(digest[:4], "little"), ("ab", "ba")[digest[4] & 1]
+    def seed(self, code_sha256):
+        """That of this run, or of both runs of this pair: from a hash of the code, the batch and the counter alone, so
+        that nobody chooses it, and a run that is started again is the same."""
+        return drawn(f"{code_sha256}:{self.number}:{self.counter}")
+
+
+def drawn(text):
+    """The number of 32 bits that everybody draws who draws for this text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+
+
+def order_of_pairs(code_sha256, batch, declared):
+    """[(side, counter), ...] in the order of a batch's runs. Two pairs in a row are a block, whose four runs come in one
+    of the six orders that two runs of each side have; a pair that is left over has an order of two."""
+    order = []
+    for first in range(1, declared + 1, BLOCK):
+        counters = range(first, min(first + BLOCK, declared + 1))
+        orders = sorted(set(itertools.permutations("ab" * len(counters))))
+        sides = orders[drawn(f"{code_sha256}:{batch}:order:{first}") % len(orders)]
+        left = {side: iter(counters) for side in "ab"}
+        order += [(side, next(left[side])) for side in sides]
+    return order
 
 
 @dataclass(frozen=True)
