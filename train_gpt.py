@@ -76,7 +76,7 @@ class Config:
     tokenizer: str = choice("bytes", "gpt2", help="what the token ids mean")
     epochs: int = knob(1, "passes over the training shards that a run may take", *positive)
     # --- batch
-    steps: int = knob(375, "optimizer steps, the length of every schedule", *positive)
+    steps: int = knob(160, "optimizer steps, the length of every schedule", *positive)
     micro_batch_tokens: int = knob(1024, "tokens of one forward and backward pass on one rank", *positive)
     micro_batches: tuple = schedule(4, "micro-batches of a step, which ranks share out", *counts)
     document_cap: tuple = schedule(512, "longest piece of a document that attention sees at once", *counts)
@@ -90,11 +90,11 @@ class Config:
     long_layers: tuple = knob((3,), "layers that attend through the long window")
     value_embedding_layers: tuple = knob((0, 3), "layers whose values receive a gated token embedding")
     logit_cap: float = knob(15.0, "tanh squashes logits into (-cap, cap)", lambda cap: 0 < cap <= 40, "above 0 to 40")
-    ngram_orders: tuple = knob((2, 3, 4, 5, 6, 8, 12), "orders of hashed n-grams; () for none", *orders)
-    ngram_rows: int = knob(2**20, "rows of the table, for all columns", lambda rows: 0 < rows < 2**31, "1 to 2^31 - 1")
+    ngram_orders: tuple = knob((2, 3, 4, 6), "orders of hashed n-grams; () for none", *orders)
+    ngram_rows: int = knob(2**19, "rows of the table, for all columns", lambda rows: 0 < rows < 2**31, "1 to 2^31 - 1")
     copy_orders: tuple = knob((2, 3, 4, 6, 9, 14, 20, 32), "orders of copies from the document; () for none", *orders)
     copy_reach: int = knob(65536, "tokens that copies look back", *not_negative)
-    index_orders: tuple = knob((), "orders of the text index; () for none", *orders)
+    index_orders: tuple = knob((4, 5, 6, 8, 10, 13, 17, 24), "orders of the text index; () for none", *orders)
     index_bits: int = knob(24, "slots of the index for an order: 2 to this", lambda bits: 0 < bits < 32, "1 to 31")
     index_share: float = knob(0.85, "share of the first training shard that is indexed, not trained on", *fraction)
     # --- optimizer; see RULES for what applies to which parameter
