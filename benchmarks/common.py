@@ -26,7 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 # Overrides that shrink any track to seconds on one core: for trying out a benchmark's logic, not for
 # measuring. Layers stay, since fields of the Config name them by number.
 TINY = {"model_dim": 32, "head_dim": 16, "mlp_dim": 64, "micro_batch_tokens": 512, "ngram_rows": 4096,
-        "windows": ((0.0, (64, 128)),), "document_cap": ((0.0, 256),), "steps": 6, "val_tokens": 2048,
+        "windows": ((0.0, (64, 128)),), "document_cap": ((0.0, 256),), "steps": 6, "val_tokens": 2048, "val_batch_tokens": 0,
         "micro_batches": ((0.0, 2), (0.5, 4)), "index_bits": 12, "index_share": 0.25, "tokenizer": "bytes",
         "compile": False, "val_sha256": ""}
 N_GRAMS_ALONE = {"copy_orders": (), "index_orders": ()}

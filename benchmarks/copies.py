@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import common  # noqa: E402
@@ -132,7 +133,7 @@ def main(argv=None):
             f"{os.cpu_count()} cores.\n\n{rates}\n\n{config.val_tokens:,} validation tokens; the index has read some "
             f"{len(reading)} million tokens of training text.")
     data = {"ratios": ratios, "loader_seconds": loading, "step_seconds": passes, "index_seconds": reading,
-            "columns": found, "load_average": load, "compile": train_gpt.choose_compile(config)}
+            "columns": found, "load_average": load, "compile": train_gpt.choose_compile(config, torch.device("cpu"))}
     common.write_results(arguments.results, "copies", common.environment("cpu"), data, text)
     print(text)
     print(f"loader_over_step:{statistics.median(ratios[list(ratios)[-1]]):.3f} index_steps:{piece / step:.1f}")

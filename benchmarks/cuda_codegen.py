@@ -1,7 +1,7 @@
 """What an H100 would run for a training step: kernels, bytes, buffers and spills, worked out without a GPU.
 
     python benchmarks/cuda_codegen.py --setup                 once: its own virtual environment, about 5 GB
-    python benchmarks/cuda_codegen.py [--step 0] [--layers 12] [--name cuda_codegen]
+    python benchmarks/cuda_codegen.py [--step 0] [--layers 12] [--float8 off] [--stage NAME]
 
 The forward and backward pass of a micro-batch and the updates of the parameters are traced with tensors that have no
 content. torch.compile's CUDA code for them is written and assembled for sm_90, never run: there are no times, only
@@ -21,6 +21,7 @@ import math
 import re
 import subprocess
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -110,16 +111,18 @@ def pretend_h100():
             setattr(place, name, staticmethod(always(value)) if isinstance(place, type) else always(value))
     torch._C._ensureCUDADeviceGuardSet()
     triton.runtime.driver.set_active(driver)
+    train_gpt.kernels_run = always(True)
 
 
 # ----- from a function to its code
 
 @dataclasses.dataclass
 class Graph:
-    """One graph's CUDA code, and what its matrix products cost."""
+    """One graph's CUDA code, and what Inductor does not count: matrix products, and other bytes of our own kernels."""
     code: str
     flops: int
     product_bytes: int
+    kernel_bytes: int
 
 
 class Generated(Exception):
@@ -136,6 +139,17 @@ def cost_of_product(function, args, kwargs, result):
     if getattr(packet, "__name__", "") not in PRODUCTS:
         return 0, 0
     return flop_registry[packet](*args, **kwargs, out_val=result), size_of([args, kwargs, result])
+
+
+def cost_of_node(node):
+    """(floating-point operations of products, their bytes, other bytes of kernels of chapter 11) of a graph's node."""
+    args, kwargs = pytree.tree_map_only(torch.fx.Node, lambda x: x.meta["val"], (node.args, node.kwargs))
+    if getattr(node.target, "__name__", "") == "triton_kernel_wrapper_functional":  # all of them are products
+        given = dict(kwargs["kwargs"])
+        left, right = given["left"], given["right"]
+        product = size_of([given.pop(name) for name in ("left", "right", "out")])
+        return 2 * len(left) * len(right) * left.size(1), product, size_of(given)
+    return *cost_of_product(node.target, args, kwargs, node.meta.get("val")), 0
 
 
 class Generator:
@@ -169,9 +183,7 @@ class Generator:
                       if isinstance(x, torch.Tensor) else x for x in example]
         moved.recompile()
         FakeTensorProp(moved, mode).propagate_dont_convert_inputs(*inputs)
-        costs = [cost_of_product(node.target, *pytree.tree_map_only(torch.fx.Node, lambda x: x.meta["val"],
-                                                                    (node.args, node.kwargs)), node.meta.get("val"))
-                 for node in moved.graph.nodes if node.op == "call_function"]
+        costs = [cost_of_node(node) for node in moved.graph.nodes if node.op == "call_function"]
         try:
             self.compile_fx.compile_fx_inner(moved, inputs, **options)
         except Exception as error:  # Inductor wraps what is raised inside
@@ -261,17 +273,21 @@ def read_graph(graph):
     calls = [name for name in re.findall(r"(\w+)\.run\(", body) if name in moved]
     other = sum("extern_kernels" in line or "torch.ops." in line for line in body.splitlines())
     kernels = sorted(((moved[name] * calls.count(name), calls.count(name), name) for name in {*calls}), reverse=True)
-    return {"triton": len(calls), "other": other, "gigabytes": sum(moved[name] for name in calls),
+    return {"triton": len(calls), "other": other, "gigabytes": sum(moved[name] for name in calls) + graph.kernel_bytes / 1e9,
             "product_gigabytes": graph.product_bytes / 1e9, "teraflops": graph.flops / 1e12,
             "peak_mib": peak_bytes(body) / 2**20, "kernels": kernels}
 
 
-def registers_and_spills(path):
-    """(registers of a thread, bytes that it spills) of a cubin."""
+def registers_and_spills(kernel):
+    """(registers of a thread, bytes that it spills) of a compiled kernel."""
     import triton.backends.nvidia as nvidia
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-    told = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
-    return tuple(map(int, re.search(r"REG:(\d+) STACK:\d+ SHARED:\d+ LOCAL:(\d+)", told).groups()))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        path = getattr(kernel, "cubin_path", None)
+        file.write(Path(path).read_bytes() if path else kernel.asm["cubin"])
+        file.flush()
+        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return tuple(map(int, re.search(r"REG:(\d+) STACK:\d+ SHARED:\d+ LOCAL:(\d+)", told.stdout).groups()))
 
 
 def assemble(graph):
@@ -282,7 +298,7 @@ def assemble(graph):
         name, kernel = next((name, value) for name, value in vars(PyCodeCache.load(text)).items()
                             if hasattr(value, "configs") and hasattr(value, "_precompile_config"))
         made = kernel._precompile_config(kernel.configs[0])
-        rows.append((name, *registers_and_spills(made.kernel.cubin_path)))
+        rows.append((name, *registers_and_spills(made.kernel)))
     return sorted(rows)
 
 
@@ -301,10 +317,11 @@ def passes(config, step):
     """[(what, Graph)]: forward and backward pass of one micro-batch. To be called with fake tensors."""
     generator, length, columns = Generator(), config.micro_batch_tokens, config.columns
     dtype, int32 = getattr(torch, config.dtype), {"dtype": torch.int32}
-    model = train_gpt.GPT(config, "varlen" if config.dtype == "bfloat16" else "sdpa", drawn=False)
+    model = train_gpt.GPT(config, "varlen" if config.dtype == "bfloat16" else "sdpa", drawn=False,
+                          float8=config.float8)
     micro_batch = train_gpt.MicroBatch(
         torch.empty(length, **int32), torch.empty(length, dtype=torch.int64), torch.empty(length, **int32),
-        torch.empty(length // 16 + 2, **int32), torch.empty(length, columns, **int32), torch.empty(length, columns))
+        torch.empty(train_gpt.BOUNDS + 1, **int32), torch.empty(length, columns, **int32), torch.empty(length, columns))
     ngram = torch.empty(length, config.model_dim, dtype=dtype, requires_grad=True)
     rotary = train_gpt.rotary_tables(length, config.head_dim, train_gpt.windows_until(config, step), "cpu", dtype)
     context = train_gpt.Context(train_gpt.phase_at(config, step), rotary, {})
@@ -313,7 +330,7 @@ def passes(config, step):
     return list(zip(("forward", "backward"), generator.graphs))
 
 
-def updates(config, step):
+def updates(config, step, compiled):
     """(EagerKernels, [Graph]): the updates of all parameters but the n-gram table, at world size 1."""
     generator = Generator()
     torch.compile = generator.compile
@@ -323,6 +340,7 @@ def updates(config, step):
         optimizer = train_gpt.Optimizer(config, model, train_gpt.NgramTable(config, runtime), runtime)
         groups = [group for group in optimizer.groups if group.name != "ngram_table"]
         for group in groups:
+            group.take_step = train_gpt.compiled_updates() if compiled else group.take_step
             group.reduce(step)
         with EagerKernels(generator) as eager:
             for group in groups:
@@ -335,22 +353,24 @@ def updates(config, step):
 
 
 def measure(config, step):
-    """{"forward" | "backward" | "updates": figures}, see row_of; the updates' launches are theirs in all."""
+    """{"forward" | "backward" | "updates" | "updates, not compiled": figures}, see row_of."""
+    due, nothing = step + config.adam_every - 1, types.SimpleNamespace(launches=0, bytes=0, flops=0, product_bytes=0)
     with FakeTensorMode():
-        parts = passes(config, step)
-        eager, graphs = updates(config, step + config.adam_every - 1)  # a step at which all parameters are due
+        parts = [(what, nothing, [graph]) for what, graph in passes(config, step)]
+        parts += [(what, *updates(config, due, compiled))  # at a step at which all parameters are due
+                  for what, compiled in (("updates", True), ("updates, not compiled", False))]
     figures = {}
-    for what, group in [*((what, [graph]) for what, graph in parts), ("updates", graphs)]:
-        read = [read_graph(graph) for graph in group]
-        spilling = [row for graph in group for row in assemble(graph) if row[2]]
-        figures[what] = {key: sum(one[key] for one in read) for key in
-                         ("triton", "other", "gigabytes", "product_gigabytes", "teraflops")}
-        figures[what] |= {"peak_mib": max([one["peak_mib"] for one in read], default=0), "spilling": spilling,
-                          "kernels": sorted((kernel for one in read for kernel in one["kernels"]), reverse=True)[:8]}
-    figures["updates"]["other"] += eager.launches
-    figures["updates"]["gigabytes"] += eager.bytes / 1e9
-    figures["updates"]["product_gigabytes"] += eager.product_bytes / 1e9
-    figures["updates"]["teraflops"] += eager.flops / 1e12
+    for what, eager, graphs in parts:
+        read = [read_graph(graph) for graph in graphs]
+        total = {key: sum(one[key] for one in read) for key in
+                 ("triton", "other", "gigabytes", "product_gigabytes", "teraflops")}
+        total["other"] += eager.launches
+        total["gigabytes"] += eager.bytes / 1e9
+        total["product_gigabytes"] += eager.product_bytes / 1e9
+        total["teraflops"] += eager.flops / 1e12
+        figures[what] = {**total, "peak_mib": max([one["peak_mib"] for one in read], default=0),
+                         "spilling": [row for graph in graphs for row in assemble(graph) if row[2]],
+                         "kernels": sorted((kernel for one in read for kernel in one["kernels"]), reverse=True)[:8]}
     return figures
 
 
@@ -373,7 +393,8 @@ def totals(figures):
 
 
 def main(argv=None):
-    parser = common.parser(__doc__, track="fineweb", step=0, layers=12, stage="now", name="cuda_codegen", setup=False)
+    parser = common.parser(__doc__, track="fineweb", step=0, layers=12, float8="off", stage="now", name="cuda_codegen",
+                           setup=False)
     argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(argv)
     if arguments.setup:
@@ -383,7 +404,7 @@ def main(argv=None):
     if python != sys.executable:
         return subprocess.run([python, __file__, *argv]).returncode
     pretend_h100()
-    config = shape_of_run(arguments.track, arguments.layers)
+    config = shape_of_run(arguments.track, arguments.layers, float8=arguments.float8)
     figures = measure(config, arguments.step)
     found = totals(figures)
     header = ["", "Triton", "other", "GB", "GB of products", "TFLOP", "MiB at the peak", "spilling",

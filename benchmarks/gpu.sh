@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every check and benchmark that needs a GPU, in under nine minutes and without the network; the table comes
-# last. Needs a Python with torch and numpy: python3, or what PYTHON names. Options: gpu_checks.py --help.
+# The checks and benchmarks that need a GPU, the most telling first, in under nine minutes and without the network; the
+# table comes last. Those that no longer fit can be run by --only. Needs a Python with torch and numpy: python3, or what PYTHON names. Options: gpu_checks.py --help.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
@@ -11,4 +11,7 @@ for module in torch numpy; do
     fi
 done
 export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$PWD/.cache/inductor}"
+if command -v nvidia-smi >/dev/null; then
+    nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used --format=csv,noheader || true
+fi
 exec "$python" benchmarks/gpu_checks.py "$@"

@@ -207,7 +207,7 @@ class BaselineArm(Arm):
         super().__init__(name, config, runtime)
         self.texts = [train_gpt.Text(shard, self.config) for shard in self.shards]
         self.model = Baseline(config).to(runtime.device)
-        compiling = train_gpt.choose_compile(config) == "inductor"
+        compiling = train_gpt.choose_compile(config, runtime.device) == "inductor"
         self.forward = torch.compile(self.model, dynamic=False) if compiling else self.model
         self.pool = ThreadPoolExecutor(1)
         self.reset()
@@ -426,7 +426,7 @@ def benchmark(arguments, config):
     settings = {"seconds": arguments.seconds, "slice_seconds": SLICE_SECONDS, "tiny": arguments.tiny,
                 "curve_tokens": CURVE_TOKENS, "val_tokens": config.val_tokens, "block": BLOCK,
                 "windows": BaselineArm.WINDOWS, "learning_rate": BaselineArm.LEARNING_RATE,
-                "compile": train_gpt.choose_compile(config),
+                "compile": train_gpt.choose_compile(config, runtime.device),
                 "config": {**dataclasses.asdict(config), "data": Path(config.data).name}}
     results = []
     for seed in range(arguments.seed, arguments.seed + arguments.seeds):

@@ -244,7 +244,7 @@ def record_curves(track="nano", kind="val"):
     validated at its end only is a single point; its training losses are those of kind "train"."""
     return {record.name[11:]: mean_curve([[(point.time_ms / 1000, point.loss) for point in run.curves[kind]]
                                           for run in record.runs])
-            for record in Repository.of_trainer().records[track]}
+            for record in Repository.at().records[track]}
 
 
 def plot(path, curves, dashed=()):

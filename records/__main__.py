@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from records import compare, curves, experiment, render
-from records.files import RecordError, read_text, write_whole
+from records.files import RecordError, printable, read_text, write_whole
 from records.judge import judge_all, judge_one, judge_records
 from records.record import MOST_LOGS, Repository, load
 from records.submit import pull_request, submit
@@ -27,21 +27,25 @@ def parser():
     it.add_argument("--baseline", nargs="+", default=[], metavar="LOG", help="the parent's runs, made in pairs by ab")
     it = command("verify", "judge records; without FOLDER all of them and the leaderboards")
     it.add_argument("folders", nargs="*", metavar="FOLDER")
+    it.add_argument("--tree", help="judge the records of this checkout, by the rules and with the code of this one")
     command("table", "renew the leaderboards in records/README.md")
     it = command("diff", "code and configuration of two records, or of a record and the working train_gpt.py")
     it.add_argument("a", metavar="A", help="a record's folder, a run's folder or a log")
     it.add_argument("b", metavar="B", nargs="?", help="the same; left out: the working train_gpt.py")
     for name, path, runs, help in (
             ("run", "", 8, "make the runs of a record of the working train_gpt.py that are still missing"),
-            ("ab", "OTHER", 8, "run the working train_gpt.py (A) and OTHER's script (B) in turns: A B B A ..."),
+            ("ab", "OTHER", 8, "run the working train_gpt.py (A) and OTHER's script (B) in pairs"),
             ("reproduce", "FOLDER", 4, "run a record's code with fresh seeds, and say whether its loss is reproduced")):
         it = command(name, help + "; executes code of a record" * bool(path))
         it.add_argument("--runs", type=int, default=runs, metavar="N", help=f"fixed before the first run [{runs}]")
         it.add_argument("--world-size", type=int, default=0, metavar="W", help="processes [as in the logs, else 1]")
         if path:
-            it.add_argument("path", metavar=path, help="a record's folder, a run's folder or a log")
+            it.add_argument("path", metavar=path, nargs="?" if name == "ab" else None,
+                            help="a record's folder, a run's folder or a log" + " [the last record]" * (name == "ab"))
             it.add_argument("--yes", action="store_true", help="do not ask before code is executed")
-        else:
+        if name == "ab":
+            it.add_argument("--compare", action="store_true", help="go on where no record can come of it")
+        if name != "reproduce":
             it.add_argument("--track", default="nano", help="[nano]")
     it = command("plot", "draw losses of runs or records against time and steps, as PNG")
     it.add_argument("paths", nargs="+", metavar="PATH", help="a record's folder, a run's folder or a log")
@@ -60,7 +64,7 @@ def shown(path, root):
 def tell(failures, root):
     """Print each failure as one line; returns the exit status."""
     for failure in failures:
-        print(f"{shown(failure.path, root)}: {failure.reason}")
+        print(f"{shown(failure.path, root)}: {printable(failure.reason)}")
     return int(bool(failures))
 
 
@@ -122,10 +126,13 @@ def run(repository, options):
         print(compare.describe(before, after))
     elif options.command == "run":
         experiment.run(repository, options.track, options.runs, options.world_size)
+    elif options.command == "ab":
+        other = (compare.side_of(options.path, repository) if options.path
+                 else experiment.tip_of(repository, options.track))
+        experiment.ab(repository, other, options.runs, options.world_size, options.yes, options.compare)
     else:
-        other = compare.side_of(options.path, repository)
-        command = experiment.ab if options.command == "ab" else experiment.reproduce
-        command(repository, other, options.runs, options.world_size, options.yes)
+        record = compare.side_of(options.path, repository)
+        experiment.reproduce(repository, record, options.runs, options.world_size, options.yes)
     return 0
 
 
@@ -133,9 +140,9 @@ def main(argv=None, repository=None):
     """Returns the exit status: 0 good, 1 failures of verify, 2 bad input, 130 interrupted."""
     try:
         options = parser().parse_args(argv)
-        return run(repository or Repository.of_trainer(), options)
+        return run(repository or Repository.at(getattr(options, "tree", None)), options)
     except (RecordError, OSError) as error:
-        print(f"records: {error}", file=sys.stderr)
+        print(f"records: {printable(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("records: interrupted; run, ab and reproduce go on where they stopped when called again", file=sys.stderr)

@@ -1,18 +1,16 @@
 """`diff`: what two records, or a record and the working script, differ in."""
-import dataclasses
 import difflib
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import train_gpt
 from records import render
-from records.files import RecordError
+from records.files import RecordError, read_text
 from records.log import run_at
 from records.record import changed_lines, config_changes, load
+from records.source import config_of
 
-SEED = re.compile(r"(\bseed\b\D*?)-?\d+")
+SEED = re.compile(r"(\bseed\b[^\d\n]{0,80}?)-?\d+")
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,8 @@ def side_of(path, repository):
 
 def working_side(track, repository):
     """The Side of the working train_gpt.py on a track."""
-    source = (repository.root / "train_gpt.py").read_text()
-    config = json.loads(json.dumps(dataclasses.asdict(train_gpt.TRACKS[track])))  # tuples as the log has them
-    return Side("train_gpt.py", source, config, track)
+    source = read_text(repository.root / "train_gpt.py")
+    return Side("train_gpt.py", source, config_of(source, track), track)
 
 
 def seed_only(before, after):

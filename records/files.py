@@ -10,6 +10,7 @@ LOG_LIMIT = 4 * 2**20  # bytes; a log of 10,000 logged steps and 2,000 lines of 
 SMALL_LIMIT = 2**20  # source, README.md, result.json
 NESTING = 20  # levels of JSON
 CONTROL = re.compile(r"[^\t\n -\x7e\x80-\U0010ffff]|[\x80-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class RecordError(ValueError):
@@ -58,18 +59,34 @@ def parse_json(text):
     try:
         value = json.loads(text, parse_constant=refuse, parse_float=finite, object_pairs_hook=unique)
         layers, level = 0, [value]
-        while level := [item for container in level if isinstance(container, (dict, list))
-                        for item in (container.values() if isinstance(container, dict) else container)]:
-            if (layers := layers + 1) > NESTING:
+        while level:
+            for text in level:
+                if isinstance(text, str) and (CONTROL.search(text) or SURROGATE.search(text) or "\n" in text):
+                    raise ValueError(f"{ascii(text)[:60]} holds a control character or half a character")
+            level = [item for container in level if isinstance(container, (dict, list))
+                     for item in ((*container, *container.values()) if isinstance(container, dict) else container)]
+            if (layers := layers + 1) > NESTING and level:
                 raise ValueError(f"nested deeper than {NESTING} levels")
         return value
     except (ValueError, RecursionError) as error:
         raise RecordError(f"is no valid JSON: {' '.join(str(error).split())[:120]}") from None
 
 
+RULES = parse_json(read_text(Path(__file__).parent / "rules.json"))  # the level, and what no record of a track changes
+
+
 def write_whole(path, text):
     """Write a file that is whole or absent at any time."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def printable(text):
+    """Text for a terminal: one line, in which nothing moves the cursor or hides."""
+    text = CONTROL.sub(lambda found: ascii(found[0])[1:-1], SURROGATE.sub("?", str(text)))
+    return text.replace("\n", "\\n").replace("\t", "\\t")

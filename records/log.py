@@ -61,8 +61,8 @@ def drawn(text):
 
 
 def order_of_pairs(code_sha256, batch, declared):
-    """[(side, counter), ...] in the order of a batch's runs. Two pairs in a row are a block, whose four runs come in one
-    of the six orders that two runs of each side have; a pair that is left over has an order of two."""
+    """[(side, counter), ...] in the order of a batch's runs. Two pairs in a row are a block, whose four runs come in
+    one of the six orders that two runs of each side have; a pair that is left over has an order of two."""
     order = []
     for first in range(1, declared + 1, BLOCK):
         counters = range(first, min(first + BLOCK, declared + 1))
@@ -97,6 +97,7 @@ class Run:
     started: datetime | None  # UTC
     config: dict
     overrides: dict
+    kinds: tuple  # the first words of the lines after the first, in their order
     data_sha256: str
     shards: str  # `ok`: those that the run read are the manifest's
     batch: Batch | None
@@ -153,10 +154,30 @@ def parse_config(line, header):
             raise RecordError(f"config has no {name} of type {kind.__name__}")
     for name, value in (("run_id", header["run"]), ("track", header["track"]), ("seed", int(header["seed"]))):
         if config[name] != value:
-            raise RecordError(f"{name} is {config[name]} in the config line and {value} in the run line")
+            raise RecordError(f"{name} is {ascii(config[name])} in the config line and {value} in the run line")
     if not 0 < config["steps"] <= STEP_LIMIT:
         raise RecordError(f"steps is {config['steps']}, must be 1 to {STEP_LIMIT:,}")
     return config
+
+
+def parse_overrides(line):
+    overrides = parse_json(line.removeprefix("overrides:")) if line else {}
+    if not isinstance(overrides, dict):
+        raise RecordError(f"overrides: {ascii(overrides)[:60]} is no object of fields and values")
+    return overrides
+
+
+def parse_validity(line):
+    """{gate or fact: what the line says}."""
+    words = [word.partition(":")[::2] for word in line.split()[1:]]
+    if len(dict(words)) < len(words):
+        raise RecordError(f"the validity line says something twice: {ascii(line[:80])}")
+    return dict(words)
+
+
+def kinds_of(lines):
+    """The first words of lines, in their order; of lines in a row of one kind only the first one's."""
+    return tuple(word for word, _ in itertools.groupby(re.match("[a-z_]*", line)[0] for line in lines))
 
 
 def parse_curves(lines, config):
@@ -223,7 +244,7 @@ def parse_log(path):
     data = match(DATA, only(head, "data:"), "data")
     batch = only(head, "batch:", required=False)
     curves = parse_curves([line for line in body if line.startswith("step:")], config)
-    validity = dict(word.partition(":")[::2] for word in only(body, "validity: ").split()[1:])
+    validity = parse_validity(only(body, "validity: "))
     final = match(FINAL, only(body, "final "), "final")
     status = match(STATUS, only(body, "status:"), "status")
     last = curves["val"][-1] if curves["val"] else Point(0, 0.0, 0)
@@ -236,8 +257,9 @@ def parse_log(path):
     if last.time_ms != time_ms or abs(float(status["time"]) - time_ms / 1000) > 0.051:
         raise RecordError(f"the training time is {time_ms} ms in the final line, {last.time_ms} ms at the last step "
                           f"and {status['time']} s in the status line")
-    if final["cpu"] and not int(final["cpu"]):
-        raise RecordError("the processor time is 0 ms, which no run takes")
+    for what, took in (("training", time_ms), ("processor", final["cpu"])):
+        if took is not None and not int(took):
+            raise RecordError(f"the {what} time is 0 ms, which no run takes")
     if status["run"] != header["run"]:
         raise RecordError(f"the status line is run {ascii(status['run'])}'s, the log {header['run']}'s")
     return Run(
@@ -245,7 +267,7 @@ def parse_log(path):
         code_sha256=header["code_sha256"], seed=int(header["seed"]), world_size=int(header["world_size"]),
         **{name: header[name] for name in ("device", "torch", "cuda", "triton")}, started=moment(header["started"]),
         config=config, shards=data["shards"] or "unknown",
-        overrides=parse_json(overrides.removeprefix("overrides:")) if overrides else {},
+        overrides=parse_overrides(overrides), kinds=kinds_of(lines[1:]),
         data_sha256=data["data_sha256"], validity=validity, curves=curves, val_loss=loss, train_time_ms=time_ms,
         batch=Batch(*(int(value) for value in match(BATCH, batch, "batch").groups())) if batch else None,
         resumed=any(line.startswith("resumed:") for line in lines), tokens=int(final["tokens"]),

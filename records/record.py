@@ -5,27 +5,25 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-import train_gpt
-from data.text import RECORD_SHA256
 from records import stats
-from records.files import RecordError, parse_json, read_text
+from records.files import RULES, RecordError, parse_json, read_text
 from records.log import parse_log
+from records.source import NEUTRAL_FIELDS
 
 SCHEMA = 1  # of result.json
 FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_([A-Za-z0-9][A-Za-z0-9-]{0,59})", re.ASCII)
 MOST_LOGS = 100
-MANIFESTS = {"nano": RECORD_SHA256["manifest.json"]}  # fineweb's depends on how many shards were fetched
 
 
 @dataclass(frozen=True)
 class TrackRules:
-    """What no record of a track may change."""
+    """What no record of a track may change, from rules.json."""
     name: str
     tokenizer: str
     val_tokens: int
     val_sha256: str  # empty: not known to the repository, and that of the parent record counts
     target_loss: float
-    manifest_sha256: str  # empty: any
+    manifest_sha256: str  # empty: any; fineweb's depends on how many shards were fetched
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,11 @@ class Record:
         return bool(self.baseline)
 
     @property
+    def age(self):
+        """What sorts records by their time."""
+        return self.date, min((str(run.started) for run in self.runs if run.started), default=""), self.name
+
+    @property
     def code_sha256(self):
         return self.runs[0].code_sha256 if self.runs else ""
 
@@ -72,17 +75,15 @@ class Record:
 
 @dataclass(frozen=True)
 class Repository:
-    """The working tree: records/<track>/<date>_<Name>/, records/README.md, train_gpt.py."""
+    """A working tree: records/<track>/<date>_<Name>/, records/README.md, train_gpt.py."""
     root: Path
     rules: dict  # TrackRules by track
 
     @classmethod
-    def of_trainer(cls):
-        """This repository, with the tracks of its train_gpt.py that have a target."""
-        rules = {name: TrackRules(name, config.tokenizer, config.val_tokens, config.val_sha256, config.target_loss,
-                                  MANIFESTS.get(name, "")) for name, config in train_gpt.TRACKS.items()
-                 if config.target_loss}
-        return cls(Path(train_gpt.__file__).resolve().parent, rules)
+    def at(cls, root=None):
+        """The tree that this package lies in, or another one; the rules are always this package's own."""
+        root = Path(root) if root else Path(__file__).parent.parent
+        return cls(root.resolve(), {name: TrackRules(name, **values) for name, values in RULES["tracks"].items()})
 
     @property
     def readme(self):
@@ -100,6 +101,32 @@ class Repository:
             entries = sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
             found[track] = [load(entry, track) for entry in entries if not entry.name.startswith(".")]
         return found
+
+    def strangers(self):
+        """What lies where only tracks and records do."""
+        folder = self.root / "records"
+        for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if entry.is_symlink():
+                yield Failure(entry, "is a symbolic link; records lie in a folder")
+            elif entry.name in self.rules and entry.is_dir():
+                yield from (Failure(inside, "is hidden; remove it, or give it a record's name")
+                            for inside in sorted(entry.iterdir()) if inside.name.startswith("."))
+            elif entry.name in self.rules or entry.is_dir() and entry.name != "__pycache__":
+                yield Failure(entry, f"is no track's folder; those are {', '.join(self.rules)}")
+
+
+def chain(records):
+    """The track's records each of which was measured against the one before: its first record, then, as far as they
+    go, the speed claims against the last. Of two against one record it is the older one."""
+    after = {}
+    for record in sorted(records, key=lambda record: record.age):
+        if record.claims_speed or not record.parent:
+            after.setdefault(record.parent, record)
+    found, current = [], after.get(None)
+    while current and current not in found:
+        found.append(current)
+        current = after.get(current.name)
+    return found
 
 
 def load(folder, track):
@@ -170,7 +197,7 @@ def changed_lines(before, after):
 def config_changes(before, after):
     """{field: [value before, value after]} of two logged configurations, but for fields that say where and how a run
     is watched, or counted; a field that one of them lacks is None there."""
-    names = sorted((before.keys() | after.keys()) - train_gpt.NEUTRAL_FIELDS - {"run_of", "runs"})
+    names = sorted((before.keys() | after.keys()) - NEUTRAL_FIELDS)
     return {name: [before.get(name), after.get(name)] for name in names if before.get(name) != after.get(name)}
 
 
@@ -194,13 +221,16 @@ def run_figures(run):
             "device": run.device, "torch": run.torch, "cuda": run.cuda, "triton": run.triton}
 
 
-def speed_figures(pairs):
+def speed_figures(pairs, declared, level):
     """Of the record against its parent, from paired runs; negative differences are gains."""
+    found = stats.speed(pairs, declared, level)
     differences = [run.train_time_ms - base.train_time_ms for run, base in pairs]
     mean, low, high = map(rounded, stats.interval(differences))
     base = stats.mean_and_std([base.train_time_ms for _, base in pairs])[0]
     return {"pairs": len(pairs), "baseline_mean_ms": rounded(base), "difference_ms": mean, "low_ms": low,
-            "high_ms": high, "p": rounded(stats.p_below(differences, 0))}
+            "high_ms": high, "p": rounded(found["p"]), "shown_by": found["shown_by"],
+            "fastest_parts": rounded(found["fastest_parts"]),
+            "relative": {clock: [*map(rounded, values)] for clock, values in found["differences"].items()}}
 
 
 def figures(record, rules, parent):
@@ -211,6 +241,7 @@ def figures(record, rules, parent):
     loss, loss_std = map(rounded, stats.mean_and_std(losses))
     time_ms, time_std = map(rounded, stats.mean_and_std(times))
     batch = record.runs[0].batch
+    level = stats.level(batch.number)
     added, removed = changed_lines(parent.source, record.source) if parent else (0, 0)
     pairs = pairs_of(record.runs, record.baseline) if record.claims_speed else []
     return {
@@ -221,9 +252,10 @@ def figures(record, rules, parent):
         "declared_runs": batch.declared, "batch": batch.number,
         "restarts": sum(run.batch.start - 1 for run in record.runs),
         "loss": {"mean": loss, "std": loss_std, "target": rules.target_loss,
-                 "p": rounded(stats.p_below(losses, rules.target_loss))},
-        "p_needed": rounded(stats.ALPHA / batch.number),  # batches of one code share the level
+                 "p": rounded(stats.p_below(losses, rules.target_loss)),
+                 "p_needed": rounded(level / len(stats.looks(batch.declared) if record.claims_speed else [1]))},
+        "p_needed": rounded(level),
         "train_time_ms": {"mean": time_ms, "std": time_std},
-        "speed": speed_figures(pairs) if len(pairs) > 1 else None,
+        "speed": speed_figures(pairs, batch.declared, level) if len(pairs) > 1 else None,
         "runs": [run_figures(run) for run in record.runs],
         "baseline": [run_figures(base) for _, base in pairs]}

@@ -5,6 +5,7 @@ import re
 
 from records import stats
 from records.files import RecordError
+from records.record import chain
 
 END = "<!-- end -->"
 FIGURES = "<!-- figures -->"
@@ -36,6 +37,17 @@ def difference(speed):
             f"({speed['low_ms'] / 1000:+.2f} to {speed['high_ms'] / 1000:+.2f})")
 
 
+def percent(difference):
+    """(mean, low, high) of a relative difference, such as `-5.1 % (-6.4 to -3.9)`."""
+    mean, low, high = (100 * value for value in difference)
+    return f"{mean:+.1f} % ({low:+.1f} to {high:+.1f})"
+
+
+def clocks(speed):
+    """What the clocks say of paired runs, such as `processor time -5.1 % (-6.4 to -3.9), wall time ...`."""
+    return ", ".join(f"{clock} time {percent(values)}" for clock, values in speed["relative"].items())
+
+
 def run_table(runs):
     return table(["run", "started, UTC", "seed", "validation loss", "training time, s", "tokens", "peak memory, MiB"],
                  [[cell(run["run"]), str(run["started"]), str(run["seed"]), f"{run['val_loss']:.5f}",
@@ -56,7 +68,7 @@ def record_block(figures):
         f"{len(figures['runs'])} (declared {figures['declared_runs']}, batch {figures['batch']} of this code, restarts "
         f"{figures['restarts']}).",
         f"Mean below the target {loss['target']:g}: {p_text(loss['p'])} (one-sided t-test; below "
-        f"{figures['p_needed']:g} is needed).",
+        f"{loss['p_needed']:g} is needed).",
         f"Training time {seconds(time_ms['mean'])} s, standard deviation {seconds(time_ms['std'])} s.", "",
         f"Hardware: {cell(first['device'])}, world size {first['world_size']}, torch {cell(first['torch'])}, CUDA "
         f"{cell(first['cuda'])}, triton {cell(first['triton'])}.",
@@ -72,9 +84,11 @@ def record_block(figures):
     speed = figures["speed"]
     if speed:
         lines += ["", f"Training time against the parent's on the same machine, {speed['pairs']} interleaved pairs: "
-                  f"{difference(speed)} ({stats.CONFIDENCE:.0%} interval, {p_text(speed['p'])}, parent "
-                  f"{seconds(speed['baseline_mean_ms'])} s).", "", "The parent's runs:", "",
-                  run_table(figures["baseline"])]
+                  f"{difference(speed)} ({stats.CONFIDENCE:.0%} interval, parent "
+                  f"{seconds(speed['baseline_mean_ms'])} s).",
+                  f"In relation to the parent: {clocks(speed)}; fastest parts {100 * speed['fastest_parts']:+.1f} %. "
+                  f"Permutation test: {p_text(speed['p'])} (at most {figures['p_needed']:g} is needed).", "",
+                  "The parent's runs:", "", run_table(figures["baseline"])]
     elif figures["parent"]:
         lines += ["", "No claim of speed: the parent did not run beside it."]
     return "\n".join(lines) + "\n"
@@ -85,6 +99,15 @@ def record_readme(figures, why=WHY):
             f"Written by `python -m records submit` from the logs; `verify` compares them.\n\n"
             f"{FIGURES}\n{record_block(figures)}{END}\n\n## Again, on another machine\n\n"
             f"```\npython -m records reproduce records/{figures['track']}/{figures['name']}\n```\n")
+
+
+# What prose has none of: HTML, tables, headings, pictures.
+ODD_PROSE = re.compile(r"<[A-Za-z/!?]|^ *\||^ *:?-+:? *\||^ {0,3}#|^ *(?:-{3,}|=+) *$|!\[", re.MULTILINE)
+
+
+def why_of(readme):
+    """What a record's README says of its reasons."""
+    return readme.partition("\n## Why\n\n")[2].partition("\n\n## Figures\n\n")[0]
 
 
 def block_of(text, start):
@@ -105,7 +128,11 @@ LEADERBOARD = ["record", "date", "training time, s", "validation loss", "against
 
 
 def ranked(records):
-    return sorted(records, key=lambda record: (record.result["train_time_ms"]["mean"], record.name))
+    """The track's chain, its last record first, then those beside it, the latest first. Times of different machines do
+    not compare, and so they rank nothing."""
+    links = chain(records)
+    beside = sorted((record for record in records if record not in links), key=lambda record: record.age)
+    return [*links[::-1], *beside[::-1]]
 
 
 def leaderboard_cells(record):
@@ -119,7 +146,7 @@ def leaderboard_cells(record):
 
 
 def leaderboard(records):
-    """The table of a track's verified records, fastest first."""
+    """The table of a track's verified records, as `ranked`."""
     rows = [[f"[{record.name[11:]}]({record.track}/{record.name}/)", *map(cell, leaderboard_cells(record))]
             for record in ranked(records)]
     return (table(LEADERBOARD, rows) if rows else "No records yet.") + "\n"

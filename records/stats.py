@@ -1,10 +1,8 @@
 """The tests and intervals that records are judged by. Samples are lists of floats, one value a run.
 
-Pairs of runs are compared by the logarithms of the ratios of their times. Which run of a pair goes first is drawn, so
-that without a difference between the scripts every sign of such a logarithm is as likely as the other, whatever the
-machine did beside: bursts of load, drift, and outliers change the logarithms' sizes, and the test holds these fixed.
+Times of pairs are compared by a permutation test, whose level holds whatever the machine does beside.
 """
-import functools
+import itertools
 import math
 import re
 import statistics
@@ -13,19 +11,23 @@ import warnings
 import numpy as np
 from scipy import stats
 
-ALPHA = 0.01  # one-sided, for every claim
+from records.files import RULES
+from records.log import BLOCK
+
+ALPHA = RULES["alpha"]  # one-sided, for every claim
 CONFIDENCE = 0.95  # of the intervals that are shown
 POWER = 0.8  # of the number of runs that is proposed
 MOST_RUNS = 10_000
 LEAST_PAIRS = 8  # of a claim of speed, and those after which `ab` looks for the first time whether it is shown
 PROCESSOR_SHARE = 0.8  # of a claim's level belongs to processor time, where that counts, and the rest to wall time
-FLIPS = 16  # 2 to this sign vectors at most are compared
+MOST_PAIRS = 16  # their runs come in one of 1.7 million orders; the test shows nothing of more
+SPENDING = 3  # a look may spend the level times the share of pairs that it has, to this power
 PARTS = 10  # of a run, in `fastest_parts`
 
 
 def level(batch):
     """What the claims of one batch of a code may spend of ALPHA: over all its batches that is less than ALPHA."""
-    return ALPHA / 2**batch
+    return math.ldexp(ALPHA, -batch)
 
 
 def mean_and_std(values):
@@ -75,37 +77,42 @@ def runs_needed(differences, level=ALPHA):
 
 # ----- pairs
 
-@functools.lru_cache(2)
-def sign_vectors(count):
-    """(signs of `count` pairs +-1, one row a vector): all of them, or for more than FLIPS pairs a subgroup of all, drawn
-    once and for ever. The first row leaves every sign as it is."""
-    free = min(count, FLIPS)
-    rows = np.arange(2**free)[:, None] >> np.arange(free) & 1
-    mixed = np.random.default_rng(0).integers(0, 2, (free, count - free))
-    return (1 - 2 * np.hstack([rows, rows @ mixed % 2])).astype(np.int8)
-
-
 def looks(declared):
     """The numbers of pairs, of so many declared, after which `ab` may stop because all is shown."""
-    return range(min(LEAST_PAIRS, declared), declared + 1)
+    return [count for count in range(min(LEAST_PAIRS, declared), declared) if count % BLOCK == 0] + [declared]
 
 
-def flip_test(logs, declared, level):
-    """One-sided p that the logarithms of paired ratios lie below 0: a sign-flip test of their sum at each of the `looks`
-    that the pairs, in their order, have reached.
+def arrangements(times, others):
+    """Sums of the first side's values less those of the second, if any as many of the block's values had been the first
+    side's: the sum as it is, then all others."""
+    block, total = [*times, *others], sum(times) + sum(others)
+    return np.array([2 * sum(chosen) - total for chosen in itertools.combinations(block, len(times))])
 
-    At a look the sign vectors are ordered by their sums, behind those that an earlier look would have rejected; the p
-    is the share of all vectors that come no later than the data's. Where it is at most `level` the look rejects.
-    The level's proof: without a difference every sign vector is equally likely, whatever the sizes of the logarithms.
-    The share of vectors that any look rejects, hence the probability that one does, is at most `level`.
-    Returns (p, the number of pairs at the look that rejected, None if none did)."""
-    signs = sign_vectors(declared)
-    sums, allowed, p = np.zeros(len(signs)), int(level * len(signs) + 1e-9), 1.0
-    for count, value in enumerate(logs, 1):
-        sums = np.round(sums + signs[:, count - 1] * value, 12)  # so that equal sums are equal in spite of rounding
+
+def permutation_test(times, others, declared, level):
+    """One-sided p that `times` tend to lie below `others`, the logarithms of times of paired runs, in the order of the
+    pairs: after each number of pairs of `looks` that there is. Returns (p, the number of pairs at which it was at
+    most `level`, or None).
+
+    The order of a block's runs was drawn. So without a difference the scripts could as well have changed places in it,
+    in any way, and each way is as likely as what happened, whatever else the machine did. At a look all ways are
+    ordered by the sum of differences, behind those with which an earlier look would have ended; p is the share of all
+    that come no later than what happened. An early look may bring the share that ended to a part of `level` only.
+    The level's proof: what happened is one of all ways with equal probability, and of these at most the share `level`
+    ends at any look."""
+    sums, p = np.zeros(1), 1.0
+    if declared > MOST_PAIRS:
+        return p, None
+    for first in range(0, min(declared, len(times)), BLOCK):
+        count = min(first + BLOCK, declared)
+        if count > len(times):
+            break
+        block = arrangements(times[first:count], others[first:count])
+        sums = np.round(np.add.outer(sums, block).ravel(), 12)  # so that equal sums are equal in spite of rounding
         if count in looks(declared):
-            ahead = int(np.sum(sums <= sums[0]))
-            p = ahead / len(signs)
+            part = (count / declared) ** SPENDING
+            ahead, allowed = int(np.sum(sums <= sums[0])), int(part * level * len(sums) + 1e-9)
+            p = min(1.0, ahead / len(sums) / part)
             if ahead <= allowed:
                 return p, count
             sums[sums < np.partition(sums, allowed)[allowed]] = -math.inf  # as many as are allowed; ties all or none
@@ -114,12 +121,13 @@ def flip_test(logs, declared, level):
 
 def fastest_parts(runs):
     """Milliseconds on the wall that runs of one script would take if nothing else were at work: the fastest run's of
-    each of PARTS parts of equally many steps, summed."""
+    each of PARTS parts of equally many steps, summed; at least 1."""
     ends, times = np.linspace(0, 1, PARTS + 1), []
     for run in runs:
-        points = [(0, 0), *((point.step / run.steps, point.time_ms) for point in run.curves["train"])]
+        points = [(0, 0), *((point.step / run.steps, point.time_ms) for point in run.curves["train"]),
+                  (1, run.train_time_ms)]
         times.append(np.interp(ends, *zip(*points)))
-    return float(np.diff(times).min(axis=0).sum())
+    return max(1.0, float(np.diff(times).min(axis=0).sum()))
 
 
 def has_processor_time(run):
@@ -129,31 +137,33 @@ def has_processor_time(run):
 
 
 def clocks(pairs):
-    """{clock: (its share of a claim's level, logarithms of the ratios of [(run, run of the other script), ...])}."""
-    found = {"wall": (1.0, [math.log(a.train_time_ms / b.train_time_ms) for a, b in pairs])}
+    """{clock: (its share of a claim's level, logarithms of times of [(run, run of the other script), ...])}."""
+    found = {"wall": (1.0, np.log([(a.train_time_ms, b.train_time_ms) for a, b in pairs]).T)}
     if all(has_processor_time(run) for pair in pairs for run in pair):
-        found = {"processor": (PROCESSOR_SHARE, [math.log(a.cpu_time_ms / b.cpu_time_ms) for a, b in pairs]),
+        found = {"processor": (PROCESSOR_SHARE, np.log([(a.cpu_time_ms, b.cpu_time_ms) for a, b in pairs]).T),
                  "wall": (1 - PROCESSOR_SHARE, found["wall"][1])}
     return found
 
 
 def speed(pairs, declared, level):
-    """Of [(run, run of the other script), ...] in the order in which they were made, whether the former are faster: p is
-    at most `level` where they are shown to be, and shown_by names the clock. Differences are (mean, low, high) of
-    the ratio of times less 1, by clock.
+    """Of [(run, run of the other script), ...] in the order of their counters, whether the former are faster: p is at
+    most `level` where they are shown to be, and shown_by names the clock. Differences are (mean, low, high) of the
+    ratio of times less 1, by clock.
 
     Where processor time counts, both clocks are tested and divide the level, so that no more than the whole is spent.
     As it does not see that a run waits or uses fewer cores, it only counts where the fastest parts agree with it."""
     found = clocks(pairs)
     fastest = fastest_parts([a for a, _ in pairs]) / fastest_parts([b for _, b in pairs]) - 1
-    p = {clock: min(1.0, flip_test(logs, declared, share * level)[0] / share) for clock, (share, logs) in found.items()}
+    p = {clock: min(1.0, permutation_test(*logs, declared, share * level)[0] / share)
+         for clock, (share, logs) in found.items()}
     clock = min((clock for clock in p if clock == "wall" or fastest < 0), key=p.get)
     return {"p": p[clock], "shown_by": clock if p[clock] <= level else None, "fastest_parts": fastest,
-            "differences": {clock: tuple(map(math.expm1, interval(logs))) for clock, (_, logs) in found.items()}}
+            "differences": {clock: tuple(map(math.expm1, interval(list(a - b))))
+                            for clock, (_, (a, b)) in found.items()}}
 
 
 def pairs_needed(pairs, level):
-    """About how many pairs in all would show with probability POWER that the first scripts' runs are faster, if they are
-    by as much as these pairs say; None where none would."""
-    found = [runs_needed(logs, share * level) for share, logs in clocks(pairs).values() if statistics.fmean(logs) < 0]
+    """About how many pairs in all would show with probability POWER that the former scripts' runs are faster, if they
+    are by as much as these pairs say; None where no number would."""
+    found = [runs_needed(list(a - b), share * level) for share, (a, b) in clocks(pairs).values() if np.mean(a - b) < 0]
     return max(LEAST_PAIRS, min(filter(None, found))) if any(found) else None

@@ -7,7 +7,7 @@ from records import render, stats
 from records.files import LOG_LIMIT, RecordError, read_text
 from records.judge import judge_one
 from records.log import run_at
-from records.record import FOLDER, MOST_LOGS, figures, load
+from records.record import FOLDER, MOST_LOGS, chain, figures, load
 
 
 def gather(paths):
@@ -16,15 +16,6 @@ def gather(paths):
     if len(runs) > MOST_LOGS:
         raise RecordError(f"{len(runs)} logs: a record holds at most {MOST_LOGS}")
     return sorted(runs, key=lambda run: (run.batch.counter if run.batch else 0, run.run))
-
-
-def tip(records):
-    """The record that a new one of the track is measured against: the last of the chain of speed claims."""
-    by_parent = {record.parent: record for record in records if record.claims_speed or not record.parent}
-    current = by_parent.get(None)
-    while current and current.name in by_parent:
-        current = by_parent[current.name]
-    return current
 
 
 def lay_out(folder, runs, baseline):
@@ -52,17 +43,17 @@ def submit(repository, name, logs, baseline=()):
     final = repository.track_folder(track) / folder_name
     if final.exists():
         raise RecordError(f"{final} exists; choose another --name")
-    parent = tip(repository.records[track])
     staging = repository.track_folder(track) / ".submitting" / folder_name
     shutil.rmtree(staging.parent, ignore_errors=True)  # of a submission that was killed
     try:
         lay_out(staging, runs, base)
         record = load(staging, track)
+        parent = (chain(repository.records[track]) or [None])[-1]
         content = figures(record, repository.rules[track], parent)
         (staging / "result.json").write_text(json.dumps(content, indent=1) + "\n")
         (staging / "README.md").write_text(render.record_readme(content))
         record = load(staging, track)
-        failures = judge_one(record, repository)
+        failures = judge_one(record, repository, draft=True)
         if not failures:
             staging.rename(final)
             record.folder = final
@@ -76,7 +67,8 @@ def pull_request(record):
     figures = record.result
     loss, speed = figures["loss"], figures["speed"]
     against = (f"{render.difference(speed)} against {figures['parent']} in {speed['pairs']} interleaved pairs "
-               f"({stats.CONFIDENCE:.0%} interval, {render.p_text(speed['p'])})" if speed else "no claim of speed")
+               f"({stats.CONFIDENCE:.0%} interval), {render.clocks(speed)}, {render.p_text(speed['p'])}"
+               if speed else "no claim of speed")
     return "\n".join([
         f"# {record.track}: {record.name[11:]}", "",
         f"- Record: `records/{record.track}/{record.name}/`",

@@ -45,7 +45,7 @@ def test_named_files_exist(page):
 def test_named_keys_exist_and_are_spelt_one_way(page):
     fields = {field.name for field in dataclasses.fields(ContinualConfig)}
     elsewhere = {"help", "check", "checkpoint", "prompt", "eval", "out", "nproc_per_node", "nnodes", "rdzv_backend",
-                 "rdzv_endpoint", "name", "baseline", "runs", "world_size", "yes"}
+                 "rdzv_endpoint", "name", "baseline", "runs", "world_size", "yes", "compare", "tree"}
     written = re.sub(r"<!-- results/.*?<!-- end -->", "", PAGES[page], flags=re.DOTALL)
     for key in re.findall(r"--([a-z][a-z_-]*)", written):
         assert "_" not in key and key.replace("-", "_") in fields | elsewhere, key
@@ -53,7 +53,7 @@ def test_named_keys_exist_and_are_spelt_one_way(page):
 
 def test_chapters_of_the_map_are_those_of_the_file():
     banners = [(number, name.rstrip(" =")) for number, name in re.findall(r"^# (\d+)\. (.+)$", SOURCE, re.MULTILINE)]
-    assert len(banners) == 10
+    assert len(banners) == 11
     assert re.findall(r"^\| (\d+) ([^|]+?) \|", TEXT, re.MULTILINE) == banners
     assert re.findall(r"^ +(\d+)\. (.+?)  +", train_gpt.__doc__, re.MULTILINE) == banners
 

@@ -111,7 +111,7 @@ def rows_of(name, work):
     return [json.loads(line) for line in (work / f"{name}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["attention", "updates", "eigenbases", "gates"])
+@pytest.mark.parametrize("name", ["attention", "updates", "eigenbases", "gates", "ten_steps", "trajectory"])
 def test_parts_pass(name, tmp_path):
     rows = rows_of(name, tmp_path)
     assert any(row["ok"] for row in rows) and not any(row["ok"] is False for row in rows), rows
@@ -143,6 +143,29 @@ def test_checks_leave_their_results(tmp_path, capsys, monkeypatch):
     (data_file,), (text_file,) = tmp_path.glob("tiny_*.json"), tmp_path.glob("tiny_*.md")
     assert all(row["part"] == "updates" for row in json.loads(data_file.read_text())["rows"])
     assert "| updates | mantissa | ok |" in text_file.read_text()
+
+
+def test_parts_start_by_worth_and_only_where_their_limit_fits(tmp_path, monkeypatch, capsys):
+    assert sorted(gpu_checks.BY_WORTH) == sorted(gpu_checks.PARTS)
+    assert list(gpu_checks.BY_WORTH[:2]) == ["attention", "ten_steps"]
+    now, started = [0.0], []
+    monkeypatch.setattr(gpu_checks.time, "monotonic", lambda: now[0])
+    def run_part(name, command, seconds, work):
+        started.append(name)
+        assert seconds == gpu_checks.PARTS[name][1]
+        now[0] += seconds  # each takes all that it may
+        return [{"part": name, "item": "some", "ok": True, "text": ""}]
+    monkeypatch.setattr(gpu_checks, "run_part", run_part)
+    assert gpu_checks.main(["--device", "cpu", "--tiny", "--results", str(tmp_path)]) == 0
+    left, expected = gpu_checks.BUDGET_SECONDS, []
+    for name in gpu_checks.BY_WORTH:
+        if gpu_checks.PARTS[name][1] <= left:
+            expected.append(name)
+            left -= gpu_checks.PARTS[name][1]
+    assert started == expected and {"attention", "ten_steps", "updates"} <= set(started) < set(gpu_checks.PARTS)
+    out = capsys.readouterr().out
+    for name in set(gpu_checks.PARTS) - set(started):
+        assert f"| {name} | not started | - | may take" in out and f"--only {name}" in out
 
 
 def test_failed_checks_end_in_status_1(tmp_path, monkeypatch):

@@ -135,7 +135,7 @@ def test_curves_are_means_over_seeds(tmp_path):
 def test_curves_of_records(monkeypatch):
     runs = [SimpleNamespace(curves={"val": [Point(9, loss, time)]}) for loss, time in ((0.5, 1000), (0.7, 3000))]
     record = SimpleNamespace(name="2026-01-01_Some-record", runs=runs)
-    monkeypatch.setattr(yardsticks.Repository, "of_trainer", lambda: SimpleNamespace(records={"nano": [record]}))
+    monkeypatch.setattr(yardsticks.Repository, "at", lambda: SimpleNamespace(records={"nano": [record]}))
     (name, ((seconds, loss),)), = yardsticks.record_curves().items()
     assert (name, seconds, loss) == ("Some-record", 2.0, pytest.approx(0.6))
 

@@ -442,7 +442,8 @@ def entry(**changes):
     "[]", "5", "null", '"x"', "{}", "\xff", "[" * 100_000, '{"shards": 5}', '{"shards": [5, null, []]}',
     *(json.dumps({"shards": [shard]}) for shard in (
         {}, entry(), entry(file=5), entry(file=["x"]), entry(file="../../etc/passwd"), entry(file="\0"),
-        entry(tokens="many"), entry(tokens=None), entry(tokens=1e300), entry(sha256=None), entry(file=train(1) + "\n"))),
+        entry(tokens="many"), entry(tokens=None), entry(tokens=1e300), entry(sha256=None),
+        entry(file=train(1) + "\n"))),
 ])
 def test_odd_manifests(hub, tmp_path, manifest):
     """What they say is not relied on: every shard is looked at, and the manifest made anew."""

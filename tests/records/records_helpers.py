@@ -10,31 +10,43 @@ from pathlib import Path
 import numpy as np
 
 import train_gpt
+from records import render
 from records.__main__ import main
-from records.log import Batch
-from records.record import MANIFESTS, Repository
+from records.log import Batch, order_of_pairs
+from records.record import Repository
 from records.submit import submit
 
 STEPS = 60
 YESTERDAY = datetime.now(UTC).replace(microsecond=0) - timedelta(days=1)  # when runs began
 TARGET = 0.88  # of the nano track here, whatever it is now
+MANIFEST = Repository.at().rules["nano"].manifest_sha256
+WHY = "It takes fewer steps, since each of them does more."
 README = "# A repository\n\n<!-- records/nano -->\nNo records yet.\n<!-- end -->\n\nThe end.\n"
 
 
-def source_of(word="first", padding=0):
+def tracks_text(config, calls=""):
+    """The lines of a script that say what its tracks are: of one track, with these fields."""
+    fields = "".join(f"    {name}: object = knob({value!r}, '')\n" for name, value in config.items())
+    return f"\n\nclass Config:\n{fields}\n\nTRACKS = {{\n    {config['track']!r}: Config({calls}),\n}}\n"
+
+
+def config_of_nano(**changes):
+    return {**asdict(train_gpt.TRACKS["nano"]), "target_loss": TARGET, "steps": STEPS, **changes}
+
+
+def source_of(word="first", padding=0, **changes):
     """A script that leaves a file behind if anything imports or runs it."""
     lines = [f"# {word}: line {number} of the padding\n" for number in range(padding)]
-    return f"open('executed', 'w').write({word!r})\nraise SystemExit('executed')\n" + "".join(lines)
+    return (f"open('executed', 'w').write({word!r})\nraise SystemExit('executed')\n" + "".join(lines)
+            + tracks_text(config_of_nano(**changes)))
 
 
 def log_text(run, source=None, seed=1, loss=0.87, time_ms=60_000, counter=1, declared=4, batch=1, start=1, steps=STEPS,
-             device="Slow CPU (R) @ 2 GHz x2", data=MANIFESTS["nano"], config=None, cpu_ms=None,
+             device="Slow CPU (R) @ 2 GHz x2", data=MANIFEST, config=None, cpu_ms=None,
              started=YESTERDAY):
     """What Log, log_header and finish write for one complete run on the nano track."""
     source = source_of() if source is None else source
-    config_of_run = replace(train_gpt.TRACKS["nano"], target_loss=TARGET, seed=seed, run_id=run, steps=steps)
-    values = json.loads(json.dumps(asdict(config_of_run)))
-    values.update(config or {})
+    values = json.loads(json.dumps(config_of_nano(seed=seed, run_id=run, steps=steps, **config or {})))
     sha = hashlib.sha256(source.encode()).hexdigest()
     rng, lines = np.random.default_rng(seed), []
     for step in range(1, steps + 1):
@@ -55,7 +67,7 @@ def log_text(run, source=None, seed=1, loss=0.87, time_ms=60_000, counter=1, dec
         "comms: sent_bytes per step none=0",
         f"validity: causal:ok normalised:ok local:ok val_tokens:{values['val_tokens']} "
         f"val_sha256:{values['val_sha256']}",
-        f"final val_loss:{loss:.5f} train_time:{time_ms}ms tokens:245760 peak_memory:900MiB tokens_per_s:4096 "
+        f"final val_loss:{loss:.5f} train_time:{time_ms}ms tokens:{4096 * steps} peak_memory:900MiB tokens_per_s:4096 "
         f"mfu:1.5% cpu_time:{2 * time_ms if cpu_ms is None else cpu_ms}ms",
         f"status:ok run:{run} val_loss:{loss:.5f} train_time:{time_ms / 1000:.1f}s log:logs/{run}/log.txt "
         f"plot:logs/{run}/loss.png"]) + "\n"
@@ -65,8 +77,9 @@ def sha_of(source):
     return hashlib.sha256(source.encode()).hexdigest()
 
 
-def name_of(source, base="", count=4):
-    """What `run`, or with a base `ab`, calls its experiment."""
+def name_of(source, base="", count=0):
+    """What `run`, or with a base `ab`, calls its experiment, of 4 runs or 8 pairs where no count is given."""
+    count = count or (8 if base else 4)
     pair = f"-{sha_of(base)[:8]}" if base else ""
     return f"{'ab' if base else 'run'}-nano-{sha_of(source)[:8]}{pair}-n{count}"
 
@@ -76,18 +89,18 @@ def write_logs(folder, source, base="", count=4, rng=1, loss=0.87, time_ms=60_00
     """Logs of a batch of runs with scattered losses and times, in pairs with those of a base if there is one; returns
     the paths, of both sides with a base."""
     rng, paths = np.random.default_rng(rng), {"a": [], "b": []}
-    for number in range(1, count + 1):
-        seed, order = Batch(batch, number, count, 1).draw(sha_of(source))
-        for side in order if base else "a":
-            run = f"{name_of(source, base, count)}-{number:02d}{side if base else ''}"
-            paths[side].append(Path(folder) / run / "log.txt")
-            took = round((base_ms if side == "b" else time_ms) * (1 + 0.002 * rng.standard_normal()))
-            text = log_text(run, **{
-                "source": base if side == "b" else source, "seed": seed, "loss": loss + spread * rng.standard_normal(),
-                "counter": number, "declared": count, "batch": batch, "time_ms": took, "started": began, **values})
-            paths[side][-1].parent.mkdir(parents=True)
-            paths[side][-1].write_text(text)
-            began += timedelta(milliseconds=took, seconds=20)
+    order = order_of_pairs(sha_of(source), batch, count) if base else [("a", number) for number in range(1, count + 1)]
+    for side, number in order:
+        run = f"{name_of(source, base, count)}-{number:02d}{side if base else ''}"
+        paths[side].append(Path(folder) / run / "log.txt")
+        took = round((base_ms if side == "b" else time_ms) * (1 + 0.002 * rng.standard_normal()))
+        text = log_text(run, **{
+            "source": base if side == "b" else source, "seed": Batch(batch, number, count, 1).seed(sha_of(source)),
+            "loss": loss + spread * rng.standard_normal(), "counter": number, "declared": count, "batch": batch,
+            "time_ms": took, "started": began, **values})
+        paths[side][-1].parent.mkdir(parents=True)
+        paths[side][-1].write_text(text)
+        began += timedelta(milliseconds=took, seconds=20)
     return (paths["a"], paths["b"]) if base else paths["a"]
 
 
@@ -95,7 +108,7 @@ def make_repository(root):
     """An empty repository with the real tracks, but for the target of one."""
     (root / "records" / "nano").mkdir(parents=True)
     (root / "records" / "README.md").write_text(README)
-    rules = Repository.of_trainer().rules
+    rules = Repository.at().rules
     return Repository(root, {**rules, "nano": replace(rules["nano"], target_loss=TARGET)})
 
 
@@ -109,15 +122,17 @@ def add_first(repository, count=4, padding=0):
     logs = write_logs(repository.root / "logs", source_of("first", padding), count=count)
     record, failures = submit(fresh(repository), "First", logs)
     assert not failures, failures
+    edit(record.folder / "README.md", re.escape(render.WHY), WHY)
     return record.folder
 
 
-def add_faster(repository, name="Faster", before="first", word="second", rng=5, count=4, padding=0, time_ms=50_000):
+def add_faster(repository, name="Faster", before="first", word="second", rng=5, count=8, padding=0, time_ms=50_000):
     """A record with pairs against the last one, whose source has the word `before`; returns its folder."""
     logs, base = write_logs(repository.root / "logs", source_of(word, padding), source_of(before, padding), count, rng,
                             time_ms=time_ms, base_ms=1.2 * time_ms, began=YESTERDAY + timedelta(hours=2))
     record, failures = submit(fresh(repository), name, logs, base)
     assert not failures, failures
+    edit(record.folder / "README.md", re.escape(render.WHY), WHY)
     return record.folder
 
 
@@ -155,10 +170,7 @@ def knob(default, help):
     return default
 
 
-class Config:
-    track: str = knob("nano", "track")
-{field}
-
+{tracks}
 
 LOSS, TIME = {loss}, {time}
 argv = dict(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -177,14 +189,14 @@ if "--run-of" in argv:
 folder = Path("logs") / run
 folder.mkdir()
 (folder / "checkpoint.pt").write_text("weights")
-config = {{"track": "nano", "run_id": run, "seed": seed, "steps": 2, "data": "d", "tokenizer": "bytes", "val_tokens": 1,
-          "val_sha256": "", "target_loss": 0.88, "log_every": 1, "val_every": 1}}
+config = {{**{config}, "run_id": run, "seed": seed}}
 header = f"""{{code.rstrip()}}
 {{"=" * 5}} END OF CODE {{"=" * 5}}
 run:{{run}} track:nano commit:0 dirty:0 code_sha256:{{hashlib.sha256(code.encode()).hexdigest()}} seed:{{seed}} \\
 world_size:1 device:fake torch:1 cuda:none triton:none started:{{time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}}
 config:{{json.dumps(config)}}
-{{batch}}data:0 shards:ok backends:none
+{{batch}}data:{manifest} shards:ok backends:none
+size: small=1
 {{"=" * 5}} START {{"=" * 5}}
 """
 (folder / "log.txt").write_text(header)
@@ -193,23 +205,28 @@ if end == "interrupted":
     time.sleep(60)
 if end:
     sys.exit(1)
-loss, took = f"{{LOSS + (seed % 1000 + os.getpid() % 97) / 1e6:.5f}}", TIME + seed % 10 * 2 + os.getpid() % 10 * 4
+loss, took = f"{{LOSS + (seed % 1000 + os.getpid() % 97) / 1e6:.5f}}", TIME + seed % 10 * 2 + os.getpid() % 10 * 2
+time.sleep(took / 1000)
 (folder / "log.txt").write_text(f"""{{header}}\\
 step:1/2 train_loss:2.00000 train_time:{{took // 2}}ms step_avg:{{took // 2:.2f}}ms
 step:1/2 val_loss:{{LOSS + 0.1:.5f}} train_time:{{took // 2}}ms step_avg:{{took // 2:.2f}}ms
 step:2/2 train_loss:1.00000 train_time:{{took}}ms step_avg:{{took / 2:.2f}}ms
 step:2/2 val_loss:{{loss}} train_time:{{took}}ms step_avg:{{took / 2:.2f}}ms
-validity: causal:ok normalised:ok local:ok val_tokens:1 val_sha256:0
-final val_loss:{{loss}} train_time:{{took}}ms tokens:1 peak_memory:1MiB
+comms: none
+validity: causal:ok normalised:ok local:ok val_tokens:{{config['val_tokens']}} val_sha256:{{config['val_sha256']}}
+final val_loss:{{loss}} train_time:{{took}}ms tokens:2048 peak_memory:1MiB
 status:ok run:{{run}} val_loss:{{loss}} train_time:{{took / 1000:.1f}}s log:l plot:p
 """)
 '''
-FIELDS = {"run_of": '    run_of: str = knob("", "its place")', "": ""}
 
 
-def fake_trainer(field="run_of", loss=0.80, time=1000):
-    """A stand-in for a trainer which has that field."""
-    return FAKE.format(loss=loss, time=time, field=FIELDS[field])
+def fake_trainer(field="run_of", loss=0.80, time=50, **changes):
+    """A stand-in for a trainer, with or without the field that tells its place."""
+    config = {"track": "nano", "run_id": "", "seed": -1, "steps": 2, "data": "d", "tokenizer": "bytes",
+              "micro_batch_tokens": 1024, "micro_batches": ((0.0, 1),), "log_every": 1, "val_every": 1,
+              **{key: config_of_nano()[key] for key in ("val_tokens", "val_sha256", "target_loss")}, **changes}
+    tracks = tracks_text({**config, field: ""} if field else config).replace("run_of: object", "run_of: str")
+    return FAKE.format(loss=loss, time=time, tracks=tracks, config=json.loads(json.dumps(config)), manifest=MANIFEST)
 
 
 def order_of(repository):

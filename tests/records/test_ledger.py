@@ -99,7 +99,7 @@ def test_run_makes_a_batch_and_says_what_is_next(repository, capsys):
     assert status == 0, out + err
     name = re.search(r"^To claim it: python -m records submit --name NAME logs/(run-nano-[0-9a-f]{8}-n3)-\*$", out,
                      re.MULTILINE)[1]
-    assert re.search(r"^mean loss 0\.80\d+, target 0\.88, p = \S+; mean time 1\.0 s$", out, re.MULTILINE), out
+    assert re.search(r"^mean loss 0\.80\d+, target 0\.88, p = \S+; mean time 0\.1 s$", out, re.MULTILINE), out
     logs = sorted((repository.root / "logs").glob(f"{name}-*/log.txt"))
     assert [path.parent.name for path in logs] == [f"{name}-0{number}" for number in (1, 2, 3)]
     batches = [parse_log(path).batch for path in logs]
@@ -143,9 +143,9 @@ def test_a_batch_is_finished_before_another_is_begun(repository, capsys):
     (other / "log.txt").write_text(made.log_text("other", made.fake_trainer(loss=0.85)))
     (repository.root / "stop").write_text("02 failed")
     call(repository, capsys, "run", "--runs", 3)
-    for words in (["run", "--runs", 2], ["ab", other, "--runs", 3, "--yes"]):
+    for words in (["run", "--runs", 2], ["ab", other, "--runs", 3, "--yes", "--compare"]):
         status, _, err = call(repository, capsys, *words)
-        assert status == 2 and re.search(r"^records: --runs \d for \S+-01a?: batch 1 of this code has 3 runs, 2 begun "
+        assert status == 2 and re.search(r"^records: --runs \d for \S+-01\w?: batch 1 of this code has 3 runs, 2 begun "
                                          r"\(last run-nano-\w+-n3-02\); finish it first, with the command", err), err
     assert len(made.order_of(repository)) == 2
     assert call(repository, capsys, "run", "--runs", 3)[0] == 0

@@ -1,16 +1,20 @@
 """The records tool on logs of the trainer itself: what it writes is what `records` reads. A copy of the trainer gets a
 tiny track, so that its runs need no overrides and are candidates for a record."""
 import hashlib
+import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 
 import helpers
 import records_helpers as made
 import train_gpt
+from records import render
 from records.__main__ import main
 from records.log import parse_log
 from records.record import TrackRules
@@ -70,7 +74,7 @@ def test_log_is_read_as_the_trainer_meant_it(repository):
     assert [(run.batch.number, run.batch.counter, run.batch.declared, run.batch.start) for run in runs] == [
         (1, 1, DECLARED, 1), (1, 2, DECLARED, 1)]
     result = helpers.Run(0, "", "", runs_of(repository)[0]).result
-    assert [run.seed for run in runs] == [run.batch.draw(run.code_sha256)[0] for run in runs]
+    assert [run.seed for run in runs] == [run.batch.seed(run.code_sha256) for run in runs]
     assert all(run.shards == "ok" for run in runs) and runs[1].started > runs[0].started
     run = runs[0]
     assert run.source == (repository.root / "train_gpt.py").read_text()
@@ -91,6 +95,8 @@ def test_submit_verify_table_diff(repository, capsys):
     assert f"- Record: `records/tiny/{folder.name}/`" in out
     assert {path.name for path in folder.iterdir()} == {"train_gpt.py", "logs", "result.json", "README.md"}
     assert (folder / "train_gpt.py").read_bytes() == (repository.root / "train_gpt.py").read_bytes()
+    assert "README.md: does not say why it works; write that under `## Why`" in call(repository, capsys, "verify")[1]
+    made.edit(folder / "README.md", render.WHY, made.WHY)
     assert call(repository, capsys, "verify")[1].startswith(
         "records/README.md: a leaderboard is not current; run `python -m ")
     status, out, _ = call(repository, capsys, "table")
@@ -130,24 +136,51 @@ def test_reproduce_runs_real_code(repository, capsys):
     assert out.count("(was there)") == 2
 
 
-def test_from_ab_to_a_record(repository, capsys, monkeypatch):
-    """A faster script against the first record in real runs, and the claim submitted as `ab` says."""
-    monkeypatch.setitem(train_gpt.TRACKS, "tiny", helpers.tiny_config())  # of which `diff` would show the differences
-    logs = repository.root / "logs"
-    assert call(repository, capsys, "submit", *runs_of(repository), "--name", "Slow")[0] == 0
-    script = repository.root / "train_gpt.py"
+# ----- the README's lines
+
+@pytest.mark.timeout(900)
+def test_what_the_readme_says_makes_a_record_of_a_clean_clone(made_once, corpus, tmp_path):
+    """Its five lines, as they stand there, but for the track, the number of runs, and who answers and writes: a clone
+    with the tiny track, whose record is made of `run`, and an idea that makes steps faster."""
+    clone, runs = tmp_path / "clone", 3
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=helpers.ROOT, capture_output=True, text=True)
+    if files.returncode:
+        pytest.skip("no git checkout to clone")
+    for name in filter(None, files.stdout.split("\0")):
+        if (helpers.ROOT / name).is_file():
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(helpers.ROOT / name, clone / name)
+    rules = made_once.rules["tiny"]
+    (clone / "records/rules.json").write_text(json.dumps(
+        {"alpha": 0.9, "tracks": {"tiny": {key: value for key, value in asdict(rules).items() if key != "name"}}}))
+    text = (clone / "records/README.md").read_text()
+    (clone / "records/README.md").write_text(text.replace("<!-- records/nano -->", "<!-- records/tiny -->"))
+    shutil.rmtree(clone / "records/nano", ignore_errors=True)
+    shutil.copy(made_once.root / "train_gpt.py", clone)
+    why = f"s/^{render.WHY[:20]}.*/It waits less, so that it ends sooner./"
+    (tmp_path / "editor").write_text(f"#!/bin/sh\nsed -i '{why}' $1\n")
+    (tmp_path / "editor").chmod(0o755)
+    environment = {**helpers.environment(), "EDITOR": str(tmp_path / "editor"), "PATH": os.environ["PATH"],
+                   **{f"GIT_{who}_{what}": "tiny" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}}
+
+    def shell(*lines):
+        done = subprocess.run(["bash", "-ec", "\n".join(lines).replace("python ", f"{sys.executable} ")], cwd=clone,
+                              env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+    shutil.copytree(made_once.root / "logs", clone / "logs")
+    shell("git init -q .", f"python -m records submit --name Slow logs/run-tiny-*-n{DECLARED}-*",
+          "$EDITOR records/tiny/*_Slow/README.md", "python -m records table", "git add -A", "git commit -qm start")
+    script = clone / "train_gpt.py"
     script.write_text(script.read_text().replace(*SLOW[::-1]))
-    slow = next((repository.root / "records" / "tiny").glob("*_Slow"))
-    status, out, err = call(repository, capsys, "ab", slow, "--runs", 3, "--yes")
-    assert status == 0, out + err
-    assert re.search(r"^time A - B: -\d\.\d\d s .*: A is lower$", out, re.MULTILINE), out
-    sides = [sorted(logs.glob(f"ab-*-n3-*{letter}")) for letter in "ab"]
-    assert f"submit --name NAME logs/{sides[0][0].name[:-3]}*a --baseline" in out
-    status, out, err = call(repository, capsys, "submit", *sides[0], "--name", "Fast", "--baseline", *sides[1])
-    assert status == 0, out + err
-    assert "3 interleaved pairs" in out
-    assert call(repository, capsys, "table")[0] == 0
-    assert call(repository, capsys, "verify") == (0, "verify: ok, 2 records\n", "")
+    slow = next((clone / "records/tiny").glob("*_Slow")).name
+    chapter = (helpers.ROOT / "README.md").read_text().partition("## Compare, and submit a record")[2]
+    lines = re.search(r"```\n(.*?)```", chapter, re.DOTALL)[1].splitlines()
+    assert 5 <= len(lines) <= 6
+    said = shell(*(line.replace("nano", "tiny").replace("PARENT", slow).replace("--runs 8", f"--runs {runs} --yes")
+                   .replace("-n8-", f"-n{runs}-").replace(" ab --runs", " ab --track tiny --runs") for line in lines))
+    assert "verify: ok, 2 records" in said and f"- Record: `records/tiny/{slow[:10]}_My-idea/`" in said
+    assert shell("git status -s", "git log --format=%s").split("\n")[0] in ("Record: My-idea", " M train_gpt.py")
 
 
 def test_command_line():

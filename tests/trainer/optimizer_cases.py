@@ -62,6 +62,11 @@ def accumulate(optimizer, step, runtime, unused=()):
                               for name, layout in optimizer.layouts.items()})
 
 
+def waiting(layout):
+    """The sum of the gradients that a parameter has not stepped on yet; the next one overwrites a sum that it has."""
+    return torch.zeros_like(layout.grad) if layout.fresh else layout.grad.clone()
+
+
 def full_state(optimizer):
     """What a checkpoint keeps of each group that has parameters."""
     return {group.name: group.full_state() for group in optimizer.groups if group.size() or hasattr(group, "state")}
@@ -174,7 +179,7 @@ def steps(case, runtime):
                           "full": full_state(optimizer)})
     train_gpt.eigenbasis_step = exact
     return {"steps": found, "sent": sent, "decomposed": sum(decomposed),
-            "left": {name: layout.grad.clone() for name, layout in optimizer.layouts.items()},
+            "left": {name: waiting(layout) for name, layout in optimizer.layouts.items()},
             "held": len(state_of(optimizer)["attention"]["momentum"])}
 
 

@@ -120,10 +120,10 @@ def test_a_place_that_cannot_be_written_to_is_an_error(cli, tiny, tmp_path):
     assert len(run.lines) == 1 and run.lines[0].startswith("status:error ") and "logs" in run.lines[0]
 
 
-def test_a_corpus_of_very_short_documents_is_refused(cli, tiny, tmp_path):
+def test_a_corpus_of_very_short_documents_is_trained_on(cli, tiny, tmp_path):
+    """There is always room for the bounds of as many documents as come."""
     folder = make_corpus(tmp_path / "corpus")
     write_shard(folder / "tiny_train_000000.bin", np.tile([EOT, 65, 66], 20_000))
     with_manifest(folder)
     run = cli(**{**tiny, "data": str(folder), "run_id": "short"})
-    assert run.code == 2
-    assert run.lines[-1].startswith("status:error ") and "documents" in run.lines[-1]
+    assert run.code == 0 and run.lines[-1].startswith("status:ok "), run.stdout

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import (EOT, NO_TABLE, byte_documents, documents_of, make_corpus, ngram_rows, refusal, slow_key, slow_row,
-                     tiny_config, with_manifest, write_shard)
+from helpers import (EOT, NO_TABLE, byte_documents, documents_of, make_corpus, make_trainer, ngram_rows, refusal,
+                     slow_key, slow_row, tiny_config, with_manifest, write_shard)
+from optimizer_cases import batch_of
 from ranks import on_ranks
 from train_gpt import ConfigError, Runtime, TrainLoader, open_corpus, open_shard, place_contiguous, plan_rows
 
@@ -300,12 +301,45 @@ def test_a_stream_goes_on_from_the_state_of_any_step():
             assert one.state == other.state
 
 
-def test_an_error_of_the_loading_thread_reaches_the_training_loop():
-    shard = np.full(3000, EOT, dtype=np.uint16)  # nothing but document starts
-    loader = TrainLoader(tiny_config(), [shard], Runtime("cpu"))
-    with pytest.raises(ConfigError, match="documents in a micro-batch"):
+def test_an_error_of_the_loading_thread_reaches_the_training_loop(monkeypatch):
+    def broken(*words):
+        raise ConfigError("what only the thread knows")
+    monkeypatch.setattr(train_gpt, "assemble", broken)
+    loader = TrainLoader(tiny_config(), [np.full(3000, EOT, dtype=np.uint16)], Runtime("cpu"))
+    with pytest.raises(ConfigError, match="what only the thread knows"):
         loader.next()
     loader.close()
+
+
+@pytest.mark.parametrize("documents, room", [(1, 64), (63, 64), (64, 64), (65, 128), (128, 128), (129, 256), (256, 256)])
+def test_bounds_have_room_for_64_documents_or_the_next_power_of_two(documents, room):
+    """All starts in their order, then the end: an attention kernel gets as many segments as there is room for."""
+    tokens = np.ones(257, dtype=np.uint16)
+    tokens[np.linspace(0, 255, documents).round().astype(int)] = EOT
+    config = tiny_config(**NO_TABLE)
+    place = place_contiguous(train_gpt.Text(tokens, config), 0, config)
+    nothing = np.zeros((256, 0), np.int32)
+    bounds = train_gpt.assemble(place, nothing, nothing.astype(np.float32), torch.device("cpu")).segment_bounds
+    assert bounds.dtype == torch.int32 and len(bounds) == room + 1
+    assert bounds.tolist() == np.flatnonzero(tokens == EOT).tolist() + [256] * (room + 1 - documents)
+
+
+def test_attention_is_told_the_longest_segment_that_it_can_get():
+    """The document cap in force while it trains, as far as a micro-batch goes; in validation, which cuts no piece, T."""
+    config = tiny_config(steps=8, document_cap=((0.0, 64), (0.5, 1000)), val_batch_tokens=512)
+    assert [train_gpt.phase_at(config, step).cap for step in range(8)] == [64] * 4 + [256] * 4
+    trainer = make_trainer(steps=8, document_cap=((0.0, 64), (0.5, 1000)), val_batch_tokens=512, **NO_TABLE)
+    told, attend = [], trainer.model.attend
+    def asked(q, k, v, micro_batch, cap, bias, window, scale):
+        told.append(cap)
+        return attend(q, k, v, micro_batch, cap, train_gpt.blocked_bias(micro_batch.segment_start, window, q.dtype),
+                      window, scale)
+    trainer.model.attend = asked
+    tokens = np.ones(513, dtype=np.uint16)
+    for step in (0, 4):
+        trainer.step(step, batch_of(trainer, tokens[:257]))
+    trainer.score(8, train_gpt.Text(tokens, trainer.config), 0)
+    assert told == [64] * 2 + [256] * 2 + [512] * 2
 
 
 def test_closing_the_loader_ends_its_thread():

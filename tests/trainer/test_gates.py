@@ -102,7 +102,7 @@ def as_losses(trainer, change):
 
 def attention_ahead(trainer, reach):
     """Queries see the keys of their document up to reach(i) positions ahead."""
-    def attend(q, k, v, micro_batch, bias, window, scale):
+    def attend(q, k, v, micro_batch, cap, bias, window, scale):
         index = torch.arange(len(q))
         visible = ((index <= (index + reach(index))[:, None]) & (index > index[:, None] - window)
                    & (index >= micro_batch.segment_start[:, None]))

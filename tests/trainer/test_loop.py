@@ -10,6 +10,7 @@ import signal
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,6 +37,57 @@ def test_schedules_are_functions_of_the_step():
     assert [phase.windows for phase in phases] == [(16, 32)] * 3 + [(32, 32)] * 3 + [(32, 64)] * 4
     assert [phase.mtp_weights for phase in phases] == [(1.0, 0.5)] * 5 + [(1.0,)] * 5
     assert [phase.tied for phase in phases] == [True] * 4 + [False] * 6
+
+
+def test_stages_scale_the_rates_ahead_of_the_cooldown():
+    config = tiny_config(steps=10, lr_stages=((0.0, 1.0), (0.3, 1.5), (0.6, 2.0)), cooldown=0.5, final_lr=0.1)
+    factors = [1, 1, 1, 1.5, 1.5, 1.5, 2, 2, 2, 2]
+    left = [1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2]
+    assert [train_gpt.lr_multiplier(config, step) for step in range(10)] == pytest.approx(
+        [factor * part + 0.1 * (1 - part) for factor, part in zip(factors, left)])
+    assert train_gpt.lr_multiplier(config, 10) == pytest.approx(0.1)
+
+
+def test_momentum_rises_and_falls():
+    config = tiny_config(steps=20, momentum=(0.8, 0.9, 0.2, 0.1))
+    assert [train_gpt.momentum_at(config, step) for step in (0, 1, 2, 4, 10, 18, 19, 20)] == pytest.approx(
+        [0.8, 0.825, 0.85, 0.9, 0.9, 0.9, 0.85, 0.8])
+
+
+def test_windows_of_the_final_validation():
+    """An entry at 1 is of no training step, and YaRN, which follows training, does not know it."""
+    config = tiny_config(steps=8, windows=((0.0, (16, 32)), (0.5, (32, 64)), (1.0, (64, 128))))
+    assert [train_gpt.phase_at(config, step).windows for step in (0, 4, 7, 8)] == [
+        (16, 32), (32, 64), (32, 64), (64, 128)]
+    assert train_gpt.windows_until(config, 8) == train_gpt.windows_until(config, 7) == (32, 64)
+
+
+def test_validation_in_longer_pieces_cuts_fewer_documents(corpus):
+    """Each piece is scored as the longer text that it is, by as many tokens as before, and the gates hold on it."""
+    tokens = train_gpt.open_shard(next(corpus.glob("*_val_*")))
+    short, long = (make_trainer(val_batch_tokens=length, document_cap=((0.0, 1024),)) for length in (0, 1024))
+    text = train_gpt.Text(tokens, long.config)
+    pieces = [torch.cat([short.score(0, text, low)[0] for low in range(0, 1024, 256)]), long.score(0, text, 0)[0]]
+    document = text.starts[text.documents(np.arange(1024))]
+    cut = np.arange(1024) // 256 * 256 > document  # where a document began in an earlier short piece
+    differs = (pieces[0] - pieces[1]).abs().numpy() > 1e-5
+    assert cut.any() and differs[cut].any() and not differs[~cut].any()
+    assert long.evaluate(0, tokens) == pytest.approx(pieces[1].double().mean().item(), abs=1e-6)
+    assert all(gate(long, 0, tokens) for gate in train_gpt.GATES.values())
+
+
+def test_warm_up_takes_every_group_through_its_step():
+    """Else what compiles an update would compile it on the clock."""
+    trainer = make_trainer(random_weights=False, **{**PHASES, "steps": 9, "adam_every": 4})
+    seen, groups = set(), trainer.optimizer.groups
+    for group in groups:
+        update = group.update
+        group.update = lambda step, lr_mul, group=group, update=update: (
+            seen.add((group.name, step % group.every + 1)), update(step, lr_mul))
+    train_gpt.warm_up(trainer)
+    # Of Adam's steps the last is on one step's gradients, all others are on four.
+    assert seen == {("small", 4), ("small", 1), ("embeddings", 4), ("embeddings", 1), ("ngram_table", 1),
+                    ("matrices", 1)}
 
 
 def test_the_learning_rate_without_cooldown_is_constant():
@@ -348,7 +400,7 @@ def test_steps_and_their_data_are_timed_and_nothing_else(tiny, cli, monkeypatch)
                         (train_gpt, "validation_hash"), (train_gpt, "open_corpus")):
         spend(place, name, 1000.0, False)
     run = cli(**{**tiny, "run_id": "slow", "val_every": 1, "save_every": 1})
-    assert run.code == 0 and now[0] == 12_000 + 2 + 44.75  # two steps were of the warm-up, an evaluation of a gate
+    assert run.code == 0 and now[0] == 12_000 + 4 + 44.75  # four steps were of the warm-up, an evaluation of a gate
     assert timed[0] == 44.75 and run.result["train_time_ms"] == run.result["cpu_time_ms"] / 2 == 44_750
     assert [event["train_time"] for event in run.metrics if "val_loss" in event] == [21_750, 32_750, 43_750, 44_750]
 

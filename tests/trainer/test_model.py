@@ -1,5 +1,6 @@
 """Chapter 5: attention, rotary embedding, the GPT against a slow float64 reference, what it may see."""
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +27,7 @@ def hidden_and_losses(trainer, tokens, step=0):
 def blocked(q, k, v, segment_start, window, scale):
     bias = train_gpt.blocked_bias(segment_start, window, q.dtype)
     micro_batch = SimpleNamespace(segment_start=segment_start)
-    return train_gpt.blocked_attention(q, k, v, micro_batch, bias, window, scale)
+    return train_gpt.blocked_attention(q, k, v, micro_batch, len(q), bias, window, scale)
 
 
 def random_segments(length, starts):
@@ -82,7 +83,7 @@ def test_varlen_attention_against_the_reference(window, segments):
     bounds = torch.full((20,), 256, dtype=torch.int32)
     bounds[:len(SEGMENTS[segments])] = torch.tensor(SEGMENTS[segments])
     micro_batch = SimpleNamespace(segment_bounds=bounds.cuda())
-    out = train_gpt.varlen_attention(*inputs[:3], micro_batch, None, window, 0.1)
+    out = train_gpt.varlen_attention(*inputs[:3], micro_batch, 256, None, window, 0.1)
     grads = torch.autograd.grad(out, inputs[:3], inputs[3])
     exact = [x.detach().double().cpu().requires_grad_() for x in inputs]
     expected = reference_attention(*exact[:3], random_segments(256, SEGMENTS[segments]), window, 0.1)
@@ -460,8 +461,11 @@ def test_compilation_is_switched_off_aloud_where_it_cannot_work(missing, reason,
     (tmp_path / "here" / "Python.h").touch()
     include = tmp_path / ("here" if missing == "compiler" else "elsewhere")
     monkeypatch.setattr(train_gpt.sysconfig, "get_paths", lambda: {"include": str(include)})
-    assert reason in train_gpt.choose_compile(tiny_config(compile=True))
-    assert train_gpt.choose_compile(tiny_config(compile=False)) == "off"
+    assert reason in train_gpt.choose_compile(tiny_config(compile=True), CPU)
+    with pytest.raises(train_gpt.ConfigError, match=rf"compile=True: {re.escape(reason)}: install .*--compile false"):
+        train_gpt.choose_compile(tiny_config(compile=True), torch.device("cuda", 0))
+    for device in (CPU, torch.device("cuda", 0)):
+        assert train_gpt.choose_compile(tiny_config(compile=False), device) == "off"
     if missing == "compiler":
         monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "g++")
-        assert train_gpt.choose_compile(tiny_config(compile=True)) == "inductor"
+        assert train_gpt.choose_compile(tiny_config(compile=True), CPU) == "inductor"

@@ -1,5 +1,6 @@
 """Chapter 6: update rules against torch and slow float64 references; the rule table; whole steps."""
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 
 import train_gpt
 from helpers import NO_TABLE, assert_bitwise, make_trainer, ranks, tiny_config
-from optimizer_cases import batch_of, draw, hyper, normal, state_of
+from optimizer_cases import batch_of, draw, hyper, normal, state_of, waiting
 from train_gpt import (GPT, RULES, ConfigError, NgramTable, Optimizer, Rule, Runtime, adagrad_rows_update, adam_update,
                        join_mantissa, muon_update, polar_express, split_mantissa, untie_step)
 
@@ -299,7 +300,7 @@ def test_every_parameter_moves_at_its_own_rate():
         else:  # the first step of Adam is the learning rate
             expected = torch.full_like(moved, 0.5 * trainer.config.adam_lr * RULES[name].lr_mul)
             torch.testing.assert_close(moved, expected, atol=1e-6, rtol=1e-3)
-        assert not layout.grad.any()
+        assert layout.fresh
 
 
 def test_gradients_of_micro_batches_add_up():
@@ -307,8 +308,26 @@ def test_gradients_of_micro_batches_add_up():
     parts = [normal(257, 32, seed=seed) for seed in range(3)]
     for part in parts:
         optimizer.accumulate({"embed": part, "head": None})
-    torch.testing.assert_close(optimizer.layouts["embed"].grad, sum(parts))
-    assert not optimizer.layouts["head"].grad.any()
+    torch.testing.assert_close(waiting(optimizer.layouts["embed"]), sum(parts))
+    assert not waiting(optimizer.layouts["head"]).any()
+
+
+def test_the_first_gradient_of_a_step_overwrites_the_last_steps_sum():
+    """Also where a parameter has none in one step: neither its old gradient nor anything else takes its place."""
+    def weights(per_step, stale):
+        optimizer = optimizer_of(tiny_config(steps=4, **NO_TABLE))
+        for step, grads in enumerate(per_step):
+            for grad in grads:
+                optimizer.accumulate({"head": grad, "embed": normal(257, 32)})
+            if stale and step:  # what a step has used may hold anything
+                assert not grads or torch.equal(optimizer.layouts["head"].grad, sum(grads))
+            optimizer.step(step, 1.0)
+            if stale:
+                optimizer.layouts["head"].grad.fill_(float("nan"))
+        return optimizer.layouts["head"].param.detach()
+    steps = [[normal(257, 32, seed=seed) for seed in seeds] for seeds in ((1, 2), (3,), (), (4, 5))]
+    none = [grads or [torch.zeros(257, 32)] for grads in steps]
+    assert_bitwise(weights(steps, stale=True), weights(none, stale=False))
 
 
 # ----- Adam parameters that step every k-th step
@@ -351,7 +370,95 @@ def test_muon_does_not_wait_for_adam():
         optimizer.accumulate({"mlp": normal(4, 64, 32, seed=step)})
         optimizer.step(step, 1.0)
         assert not torch.equal(before, layout.param)
-        assert not layout.grad.any()
+        assert layout.fresh
+
+
+# ----- a track's own rules; rates by matrix
+
+def test_a_tracks_rules_are_of_the_same_parameters_and_groups():
+    for track, rules in train_gpt.TRACK_RULES.items():
+        assert track in train_gpt.TRACKS
+        for name, rule in rules.items():
+            assert rule.group == RULES[name].group and all(0 <= beta < 1 for beta in rule.betas)
+
+
+def test_a_tracks_rules_take_the_place_of_others():
+    layouts = {track: optimizer_of(tiny_config(track=track)).layouts for track in ("nano", "fineweb")}
+    for name in layouts["nano"]:
+        assert layouts["nano"][name].rule == RULES[name]
+        assert layouts["fineweb"][name].rule == train_gpt.TRACK_RULES["fineweb"].get(name, RULES[name])
+
+
+@pytest.mark.parametrize("rule", ["muon", "soap"])
+def test_matrices_of_a_bank_may_have_rates_of_their_own(rule, monkeypatch):
+    """Up and down projections of the MLPs alternate. Of two steps each matrix moves as in a bank at its own rate."""
+    def moved(lr_mul):
+        monkeypatch.setitem(RULES, "mlp", RULES["mlp"]._replace(lr_mul=lr_mul))
+        optimizer = optimizer_of(tiny_config(num_layers=3, steps=4, matrix_update=rule, **NO_TABLE))
+        for step in range(2):
+            optimizer.accumulate({"mlp": normal(6, 64, 32, seed=step)})
+            optimizer.step(step, 0.7)
+        return optimizer.layouts["mlp"].param.detach()
+    mixed, slow, fast = moved((1.0, 2.0)), moved(1.0), moved(2.0)
+    torch.testing.assert_close(mixed[0::2], slow[0::2])
+    torch.testing.assert_close(mixed[1::2], fast[1::2])
+    assert not torch.equal(slow, fast)
+
+
+# ----- compiled updates
+
+def stepped_by(step, shapes, rule, hypers):
+    """Weights and states that some steps of one parameter leave, its gradients drawn."""
+    weight, state = normal(*shapes["weight"]).bfloat16(), {key: torch.zeros(shape) for key, shape in shapes.items()}
+    del state["weight"]
+    state["mantissa"] = torch.zeros(shapes["weight"], dtype=torch.int16)
+    for number, numbers in enumerate(hypers):
+        step(rule, weight, normal(*shapes["weight"], seed=number + 1), 2, state, numbers)
+    return {"weight": join_mantissa(weight, state.pop("mantissa")), **state}
+
+
+COMPILED = {
+    "adam": (adam_update, {"weight": (6, 8), "first": (6, 8), "second": (6, 8)}),
+    "muon": (muon_update, {"weight": (4, 12, 8), "momentum": (4, 12, 8), "second": (4, 12, 1)}),
+    "soap": (train_gpt.soap_update, {"weight": (2, 8, 8), "momentum": (2, 8, 8), "moment": (2, 8, 8),
+                                     "count": (2, 1, 1)}),
+}
+
+
+@pytest.mark.parametrize("rule", COMPILED)
+def test_compiled_updates_are_the_plain_ones_in_one_graph(rule, monkeypatch):
+    """Traced as torch.compile does for a GPU, and executed by torch's own operations. Numbers that change from step to
+    step do not compile again, among them rates by matrix; nor does a parameter of the same shape."""
+    traced = []
+    def count(graph, example):
+        traced.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return graph
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: compiler(
+        function, dynamic=dynamic, fullgraph=True, backend=count))
+    update, shapes = COMPILED[rule]
+    hypers = [hyper(number, 0.01 * number, 0.1, 0.8 + 0.01 * number) for number in range(1, 5)]
+    by_matrix = [numbers._replace(lr=torch.tensor([1.0, 2.0] * (len(normal(*shapes["weight"])) // 2)).view(
+        -1, *[1] * (len(shapes["weight"]) - 1)) * numbers.lr) for numbers in hypers]
+    for numbers in (hypers, by_matrix):
+        torch._dynamo.reset()
+        traced.clear()
+        compiled = train_gpt.compiled_updates()
+        for _ in range(2):
+            found = stepped_by(compiled, shapes, update, numbers)
+        assert len(traced) == 1
+        for key, value in stepped_by(train_gpt.take_step, shapes, update, numbers).items():
+            torch.testing.assert_close(found[key], value, atol=1e-5, rtol=1e-4)
+
+
+def test_updates_are_compiled_on_cuda_alone(monkeypatch):
+    monkeypatch.setattr(train_gpt, "compiled_updates", lambda: "compiled")
+    for device, compile, expected in (("cpu", True, train_gpt.take_step), ("cuda", False, train_gpt.take_step),
+                                      ("cuda", True, "compiled")):
+        runtime = Runtime("cpu")
+        runtime.device = SimpleNamespace(type=device)
+        group = train_gpt.ParameterGroup("matrices", tiny_config(compile=compile), {}, runtime)
+        assert group.take_step == expected
 
 
 # ----- the head, which is the embedding too until it is untied
@@ -393,8 +500,8 @@ def test_untying_inside_a_cycle_is_torchs_adam_on_one_table_then_on_two(dtype):
         grads = {name: draw(step, len(name), model.head.shape) for name in tables}
         optimizer.accumulate({"embed": None, **grads})
         for name, grad in grads.items():
-            waiting = tables[name].grad if tables[name].grad is not None else 0
-            tables[name].grad = waiting + grad.double() / 3
+            so_far = tables[name].grad if tables[name].grad is not None else 0
+            tables[name].grad = so_far + grad.double() / 3
         optimizer.step(step, 1.0)
         if step % 3 == 2:
             for rule in adam.values():
@@ -422,10 +529,10 @@ def test_untying_inside_a_cycle_is_untying_at_its_end():
 def test_the_trainer_unties_ahead_of_the_steps_gradients():
     trainer = make_trainer(random_weights=False, steps=8, untie_at=0.5, **NO_TABLE)
     embed, head = trainer.model.embed, trainer.model.head
-    waiting, start = trainer.optimizer.layouts["embed"].grad, embed.detach().clone()
+    layout, start = trainer.optimizer.layouts["embed"], embed.detach().clone()
     for step in range(5):
         trainer.accumulate(step, batch_of(trainer, np.arange(300) % 37))
-        assert torch.equal(embed, head if step == 4 else start) and waiting.any() == (step == 4)
+        assert torch.equal(embed, head if step == 4 else start) and waiting(layout).any() == (step == 4)
         trainer.optimizer.step(step, 1.0)
     assert not torch.equal(embed, head)
 

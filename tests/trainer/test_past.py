@@ -537,7 +537,7 @@ def test_a_process_has_a_worker_a_core_unless_it_is_told(monkeypatch):
     assert workers(workers=0) == 1
 
 
-@pytest.mark.skipif(train_gpt.choose_compile(tiny_config(compile=True)) != "inductor", reason="no compiler")
+@pytest.mark.skipif(train_gpt.choose_compile(tiny_config(compile=True), torch.device("cpu")) != "inductor", reason="no compiler")
 @pytest.mark.timeout(600)  # compilers are slow on a busy machine
 def test_workers_share_a_compiled_model():
     trainer = make_trainer(compile=True, num_layers=1, long_layers=(), micro_batch_tokens=128, val_tokens=1024)
