@@ -135,7 +135,7 @@ class Config:
     dtype: str = choice("bfloat16", "float32", help="matrices and activations; reductions are float32")
     attention: str = choice("auto", "sdpa", "varlen", help="back end of attention")
     compile: bool = knob(True, "compile the model with torch.compile where a compiler is found")
-    workers: int = knob(1, "threads of a process that take micro-batches on a CPU; 0: one a core", *not_negative)
+    workers: int = knob(0, "threads of a process that take micro-batches on a CPU; 0: one a core", *not_negative)
     def __post_init__(self):
         """Check each field alone, then those that depend on each other. Raises ConfigError."""
         def demand(good, name, limits):
