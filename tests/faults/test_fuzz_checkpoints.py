@@ -52,8 +52,6 @@ def go_on(path):
     return train_gpt.main([*helpers.arguments(words), "--check"], continual.extend)
 
 
-pytestmark = pytest.mark.skipif(not hasattr(train_gpt, "open_checkpoint"), reason="a trainer that repeats odd words as "
-                                "they are, and reads checkpoints without their sha256")
 OPEN = pytest.mark.xfail(run=False, reason="ends in a traceback, or never")
 
 READERS = {"resume": resume, "sample": lambda path: sample.main(["--checkpoint", path, "--tokens", "1"]),

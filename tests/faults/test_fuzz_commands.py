@@ -10,9 +10,6 @@ import helpers
 import train_gpt
 from train_gpt import ConfigError
 
-pytestmark = pytest.mark.skipif(not hasattr(train_gpt, "open_checkpoint"), reason="a trainer that repeats odd words as "
-                                "they are, and reads checkpoints without their sha256")
-
 FIELDS = dataclasses.fields(train_gpt.Config)
 NAMES = [field.name for field in FIELDS]
 
