@@ -100,7 +100,7 @@ def initial_checkpoint(config):
            f"--init-from (`./run.sh nano --run-id NAME` trains one)")
     def shape(config, step):  # what weights mean nothing without
         names = ("tokenizer", "model_dim", "num_layers", "head_dim", "mlp_dim", "long_layers", "value_embedding_layers",
-                 "logit_cap", "ngram_orders", "ngram_rows", "copy_orders", "index_orders", "index_bits")
+                 "logit_cap", "ngram_orders", "ngram_rows", "copy_orders", "copy_places", "index_orders", "index_bits")
         return {**{name: getattr(config, name) for name in names}, "untie_at": train_gpt.is_tied_before(config, step),
                 "windows": (train_gpt.at_step(config.windows, step, config), train_gpt.windows_until(config, step))}
     content = train_gpt.open_checkpoint(config.init_from, "init-from")

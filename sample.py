@@ -6,6 +6,7 @@
 """
 import argparse
 import dataclasses
+import math
 import sys
 
 import numpy as np
@@ -53,7 +54,7 @@ def open_trained(path, device="auto", data=None):
 def text_codec(config):
     """(encode, decode) between text and token ids of the run's tokenizer."""
     if config.tokenizer == "bytes":
-        return (lambda text: list(text.encode())), (lambda ids: bytes(ids).decode(errors="replace"))
+        return (lambda text: list(text.encode(errors="surrogateescape"))), (lambda ids: bytes(ids).decode(errors="replace"))
     import tiktoken
     try:
         encoding = tiktoken.get_encoding("gpt2")
@@ -75,6 +76,7 @@ def continuation(trainer, step, prompt, count, temperature, seed):
         micro_batch, ngram = trainer.read(train_gpt.place_contiguous(train_gpt.Text(padded, config), low, config))
         hidden = trainer.model.hidden(micro_batch, ngram, trainer.context(step, micro_batch))[len(tokens) - 1 - low]
         logits = trainer.model.logits(hidden[None])[0, :config.eot_token + 1].cpu()
+        refuse(not logits.isfinite().all(), "the model's predictions are not finite: use another checkpoint")
         token = logits.argmax().item()
         if temperature:
             token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator).item()
@@ -91,15 +93,18 @@ def main(argv=None):
         trainer, step = open_trained(given.checkpoint, given.device, given.data)
         if given.eval:
             config, val = trainer.config, validation_tokens(trainer.config, trainer.config.data)
-            print(f"eval val_loss:{trainer.evaluate(step, val):.5f} val_tokens:{config.val_tokens} "
+            loss = trainer.evaluate(step, val)
+            refuse(not math.isfinite(loss), f"the validation loss is {loss}: use another checkpoint")
+            print(f"eval val_loss:{loss:.5f} val_tokens:{config.val_tokens} "
                   f"val_sha256:{train_gpt.validation_hash(config, val)}")
         else:
             encode, decode = text_codec(trainer.config)
             made = continuation(trainer, step, encode(given.prompt), given.tokens, given.temperature, given.seed)
-            print(given.prompt + decode(made))
+            coding = sys.stdout.encoding or "utf-8"  # which may lack what a model says
+            print((given.prompt + decode(made)).encode(coding, "backslashreplace").decode(coding))
         return 0
     except (ConfigError, OSError) as error:
-        print(f"status:error {error}", flush=True)
+        print(f"status:error {train_gpt.one_line(error)}", flush=True)
         return 2
 
 

@@ -10,20 +10,20 @@ Chapters, in reading order:
     2. Runtime and log                       ranks, device, collectives that count their bytes, the log
     3. Data                                  shards, micro-batches of whole documents, a loader that works ahead
     4. N-gram table                          n-grams, copies, the index: from a token to its rows and back
-    5. Model                                 attention back ends, the GPT
+    5. Model                                 rotary positions, the GPT
     6. Optimizer                             update rules, eigenbases, and the groups of parameters that they step
     7. Trainer and validity gates            forward and backward pass, a step, validation
     8. Checkpoints                           atomic, checksummed, independent of the world size
     9. Run                                   warm-up and its proof, the clock, the steps, the result
    10. Commands                              what the command line says
-   11. Kernels                               what a GPU computes faster by hand, with the plain form of each
+   11. Kernels                               what a GPU computes faster by hand, each with its plain form; back ends
 
 A step's global batch is a fixed list of micro-batches. Rank r of W takes every W-th, which on a CPU its threads share.
 All world sizes see the same tokens, and under muon and adam they take the same step up to the order of float sums.
 """
 import ast, collections, contextlib, copy, dataclasses, datetime, difflib, fcntl, functools, hashlib, importlib.util
-import itertools, json, math, os, platform, re, resource, shutil, signal, subprocess, sys, sysconfig, threading, time
-import timeit, types
+import itertools, json, math, os, platform, re, resource, shutil, signal, socket, subprocess, sys, sysconfig, threading
+import time, timeit, types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -33,14 +33,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 # 1. Configuration, tracks and schedules =====================================================================
-
 ATTENTION_BLOCK = 64  # back end sdpa: queries of a block share their keys
 GATE_DIM = 12  # gates read the first few channels of the residual stream
 EOT_TOKEN = {"bytes": 256, "gpt2": 50256}  # the largest id of each tokenizer; every document starts with it
-CHECKPOINT_FORMAT = 5
+VOCAB_SIZE = {"bytes": 257, "gpt2": 50304}  # rows of embedding and head; tensor cores like multiples of 128
+CHECKPOINT_FORMAT = 6
 TIMEOUT = datetime.timedelta(minutes=10)  # for which ranks wait for each other
+ANSWER_SECONDS = 5  # for which a rank that fails waits to hear how others do
 
 class ConfigError(ValueError):
     """Something the user can put right: the message holds the value, the constraint and the remedy."""
@@ -48,6 +50,9 @@ class ConfigError(ValueError):
 def refuse(bad, message):
     if bad:
         raise ConfigError(message)
+
+def one_line(error):  # what it says, printable; of a long text the beginning and the end
+    return re.sub("^(.{500}).+(.{500})$", r"\1 ... \2", ascii(str(error))[1:-1])
 
 def knob(default, help, good=lambda value: True, limits="must be printable, and of its type", schedule=False):
     """A field of Config. good: whether a value is acceptable; limits: what the error says where it is not."""
@@ -82,26 +87,27 @@ class Config:
     tokenizer: str = choice("bytes", "gpt2", help="what the token ids mean")
     epochs: int = knob(1, "passes over the training shards that a run may take", *often)
     # --- batch
-    steps: int = knob(172, "optimizer steps, the length of every schedule", *often)
-    micro_batch_tokens: int = knob(1024, "tokens of one forward and backward pass on one rank", *within(1, 2**24))
+    steps: int = knob(142, "optimizer steps, the length of every schedule", *often)
+    micro_batch_tokens: int = knob(1024, "tokens of a micro-batch, which one rank works out", *within(1, 2**24))
     micro_batches: tuple = schedule(4, "micro-batches of a step, which ranks share out", *counts)
     document_cap: tuple = schedule(512, "longest piece of a document that attention sees at once", *counts)
     # --- model
     model_dim: int = knob(128, "width of the residual stream", *within(GATE_DIM, 65536))
     num_layers: int = knob(1, "transformer blocks", *within(1, 1024))
     head_dim: int = knob(64, "width of an attention head", lambda dim: dim > 0 and dim % 4 == 0, "a multiple of 4")
-    mlp_dim: int = knob(512, "hidden width of the ReLU^2 MLP", *within(1, 2**20))
-    windows: tuple = schedule((64, 128), "(short, long) attention windows; at 1: the final validation's", *pairs, end=1)
+    mlp_dim: int = knob(256, "hidden width of the ReLU^2 MLP", *within(1, 2**20))
+    windows: tuple = schedule((32, 64), "(short, long) attention windows; at 1: the final validation's", *pairs, end=1)
     long_layers: tuple = knob((0,), "layers that attend through the long window")
     value_embedding_layers: tuple = knob((0,), "layers whose values receive a gated token embedding")
     logit_cap: float = knob(15.0, "tanh squashes logits into (-cap, cap)", lambda cap: 0 < cap <= 40, "above 0 to 40")
     ngram_orders: tuple = knob((2, 3, 4, 6), "orders of hashed n-grams; () for none", *orders)
     ngram_rows: int = knob(2**19, "rows of the table, for all columns", lambda rows: 0 < rows < 2**31, "1 to 2^31 - 1")
     copy_orders: tuple = knob((2, 3, 4, 6, 9, 14, 20, 32), "orders of copies from the document; () for none", *orders)
+    copy_places: int = knob(2, "places to copy from at each order, the latest ones", *within(1, 64))
     copy_reach: int = knob(65536, "tokens that copies look back", *within(0, 10**9))
-    index_orders: tuple = knob((4, 5, 6, 8, 10, 13, 17, 24), "orders of the text index; () for none", *orders)
+    index_orders: tuple = knob((4, 6, 9, 13, 20), "orders of the text index; () for none", *orders)
     index_bits: int = knob(24, "slots of the index for an order: 2 to this", lambda bits: 0 < bits < 32, "1 to 31")
-    index_share: float = knob(0.85, "share of the first training shard that is indexed, not trained on", *fraction)
+    index_share: float = knob(0.97, "share of the first training shard that is indexed, not trained on", *fraction)
     # --- optimizer; see RULES for what applies to which parameter
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of MATRIX_RULES")
     matrix_lr: float = knob(0.025, "rate of hidden matrices; a step's RMS is this / sqrt(columns) at most", *positive)
@@ -119,8 +125,8 @@ class Config:
     ngram_comms: str = choice("replicated", "sharded", help="a rank holds the whole n-gram table, or its share")
     ngram_host: bool = knob(False, "keep a sharded table in host memory instead of the device's")
     lr_stages: tuple = schedule(1.0, "factor of all learning rates, ahead of the cooldown", *positive)
-    cooldown: float = knob(0.6, "last fraction of the run over which learning rates fall linearly", *fraction)
-    final_lr: float = knob(0.02, "learning-rate multiplier at the end of the cooldown", *fraction)
+    cooldown: float = knob(0.45, "last fraction of the run over which learning rates fall linearly", *fraction)
+    final_lr: float = knob(0.1, "learning-rate multiplier at the end of the cooldown", *fraction)
     mtp_weights: tuple = schedule((1.0,), "loss weights of the next, second-next, ... token", *weights)
     softmax_rows: int = knob(0, "vocabulary rows of training's softmax: a micro-batch's targets, and others at even "
                              "distances that stand for the rest; 0: the whole vocabulary", *within(0, 10**9))
@@ -147,9 +153,9 @@ class Config:
     attention: str = choice("auto", "sdpa", "varlen", help="back end of attention")
     float8: str = choice("off", "on", "emulated", help="forward products of head and MLP in 8 bits, on Hopper GPUs")
     compile: bool = knob(True, "compile the model with torch.compile where a compiler is found")
+    pass_tokens: int = knob(0, "tokens of a pass; 0: those of a micro-batch, or what memory allows", *within(0, 2**24))
     workers: int = knob(0, "threads of a process that take micro-batches on a CPU; 0: one a core", *within(0, 1024))
-    def __post_init__(self):
-        """Check each field alone, then those that depend on each other. Raises ConfigError."""
+    def __post_init__(self):  # check each field alone, then those that depend on each other; raises ConfigError
         def demand(good, name, limits):
             refuse(not good, f"{name}={getattr(self, name)}: {limits}")
         for field in dataclasses.fields(self):
@@ -159,8 +165,11 @@ class Config:
             demand(good and str(value).isprintable(), field.name, field.metadata["limits"])
         length = self.micro_batch_tokens
         blocks = [(window, min(window, ATTENTION_BLOCK)) for _, pair in self.windows for window in pair]
-        demand(all(window % block == length % block == 0 for window, block in blocks), "windows", "a window is "
-               f"at most {ATTENTION_BLOCK} or a multiple, and its block must divide micro_batch_tokens={length}")
+        demand(all(window % block == length % block == self.pass_tokens % block == 0 for window, block in blocks),
+               "windows", f"a window is at most {ATTENTION_BLOCK} or a multiple, and its block must divide "
+               f"micro_batch_tokens={length} and pass_tokens={self.pass_tokens}")
+        demand(not self.pass_tokens or self.longest_segment <= self.pass_tokens <= length and not self.softmax_rows,
+               "pass_tokens", f"a segment's {self.longest_segment} to a micro-batch's {length}, without softmax_rows")
         demand(self.model_dim % self.head_dim == 0, "head_dim", f"must divide model_dim={self.model_dim}")
         for name in ("long_layers", "value_embedding_layers"):
             demand(all(type(layer) is int and 0 <= layer < self.num_layers for layer in getattr(self, name)),
@@ -178,12 +187,10 @@ class Config:
         demand(self.val_tokens == best, "val_tokens", f"a pass (val_batch_tokens) is {self.val_length}; nearest {best}")
     eot_token = property(lambda self: EOT_TOKEN[self.tokenizer])
     val_length = property(lambda self: self.val_batch_tokens or self.micro_batch_tokens)
-    @property
-    def columns(self):  # rows of the table that a token reads
-        return len(self.ngram_orders + self.copy_orders + self.index_orders)
-    @property
-    def vocab_size(self):  # rows of embedding and head: the ids, rounded up to what tensor cores like for large ones
-        return self.eot_token + 1 if self.eot_token < 1024 else -(-(self.eot_token + 1) // 128) * 128
+    pass_length = property(lambda self: self.pass_tokens or self.micro_batch_tokens)
+    longest_segment = property(lambda self: min(max(cap for _, cap in self.document_cap), self.micro_batch_tokens))
+    columns = property(lambda self: len(self.ngram_orders + self.copy_orders * self.copy_places + self.index_orders))
+    vocab_size = property(lambda self: VOCAB_SIZE[self.tokenizer])
 
 # Numbers are the field's, or were tuned; records/NOTES.md has the source of each. None of fineweb's was tried on a GPU.
 TRACKS = {
@@ -193,15 +200,16 @@ TRACKS = {
         micro_batches=((0.0, 8), (1 / 3, 16), (0.667, 24)), document_cap=((0.0, 896), (1 / 3, 2048)), model_dim=768,
         num_layers=12, head_dim=128, mlp_dim=3072, long_layers=(3, 7, 11), value_embedding_layers=(1, 2, 10, 11),
         windows=((0.0, (128, 384)), (1 / 3, (384, 896)), (0.667, (640, 1408)), (0.99, (768, 1664)), (1.0, (768, 2560))),
-        ngram_orders=(2, 3), ngram_rows=5 * 50304, ngram_comms="sharded", copy_orders=(2, 3, 5, 8), copy_reach=2048,
-        index_orders=(), matrix_lr=0.023, matrix_decay=0.03, momentum=(0.85, 0.95, 0.19, 0.03), one_sided_above=1024,
-        adam_lr=0.008, adam_every=2, ngram_lr=0.05, ngram_decay=0.0, final_lr=0.15, untie_at=0.667, val_every=250,
-        lr_stages=((0.0, 1.0), (1 / 3, 1.52), (0.667, 1.73)), val_tokens=10_485_760, val_sha256="", target_loss=3.28,
-        mtp_weights=((0.0, (1.0, 0.5, 0.25)), (1 / 3, (1.0, 0.5)), (0.667, (1.0,))), val_batch_tokens=65536),
+        ngram_orders=(2, 3), ngram_rows=5 * 50304, ngram_comms="sharded", copy_orders=(2, 3, 5, 8), copy_places=1,
+        copy_reach=2048, index_orders=(), matrix_lr=0.023, matrix_decay=0.03, momentum=(0.85, 0.95, 0.19, 0.03),
+        one_sided_above=1024, adam_lr=0.008, adam_every=2, ngram_lr=0.05, ngram_decay=0.0, cooldown=0.6, final_lr=0.15,
+        lr_stages=((0.0, 1.0), (1 / 3, 1.52), (0.667, 1.73)), val_tokens=10_485_760, val_batch_tokens=65536,
+        untie_at=0.667, mtp_weights=((0.0, (1.0, 0.5, 0.25)), (1 / 3, (1.0, 0.5)), (0.667, (1.0,))), val_every=250,
+        val_sha256="", target_loss=3.28),
 }
 
 # Fields that say where and as which run it is watched, not what it computes: with such overrides it may be a record.
-NEUTRAL_FIELDS = {"seed", "device", "workers", "log_every", "save_every", "keep", "run_id", "resume", "run_of"}
+NEUTRAL_FIELDS = {*"seed device pass_tokens workers log_every save_every keep run_id resume run_of".split()}
 
 # ----- schedules: pure functions of the step
 def at_step(schedule, step, config):  # the value of (fraction, value) pairs that is in force at the step
@@ -211,8 +219,7 @@ def training_tokens(config):  # of the whole schedule
     edges = [math.ceil(start * config.steps) for start, _ in config.micro_batches] + [config.steps]
     return config.micro_batch_tokens * sum(n * (b - a) for (_, n), a, b in zip(config.micro_batches, edges, edges[1:]))
 
-def lr_multiplier(config, step):
-    """The stage's factor, then a linear fall over the last `cooldown` of the run, down to `final_lr`."""
+def lr_multiplier(config, step):  # the stage's factor, then a linear fall over the last `cooldown`, to `final_lr`
     left = (config.steps - step) / max(1.0, config.cooldown * config.steps)
     return config.final_lr + (at_step(config.lr_stages, step, config) - config.final_lr) * min(1.0, left)
 
@@ -221,22 +228,21 @@ def momentum_at(config, step):
     ramps = step / max(1.0, rise * config.steps), (config.steps - step) / max(1.0, fall * config.steps)
     return low + (high - low) * min(1.0, *ramps)
 
-def untie_step(config):
-    """The step at whose start head and embedding part; 0: they never were one. It begins a cycle of Adam's steps."""
+def untie_step(config):  # the step, of a cycle of Adam's the first, at whose start head and embedding part; 0: not tied
     return -(-round(config.untie_at * config.steps) // config.adam_every) * config.adam_every
 
 def is_tied_before(config, step):  # whether head and embedding are one in the model that the steps before leave behind
     return step <= untie_step(config) > 0
 
-# What it is compiled for: layers' windows; loss weights by tokens ahead; is the head the embedding; longest segment;
-# rows of the softmax, 0 for all.
-Phase = collections.namedtuple("Phase", "windows mtp_weights tied cap softmax_rows")
+# What a step is compiled for. tied: are head and embedding one; cap: of segments; tokens: that losses are a mean of.
+Phase = collections.namedtuple("Phase", "windows mtp_weights tied cap softmax_rows tokens")
 
 def phase_at(config, step):
     short, long = at_step(config.windows, step, config)
     windows = tuple(long if layer in config.long_layers else short for layer in range(config.num_layers))
     return Phase(windows, at_step(config.mtp_weights, step, config), step < untie_step(config),
-                 min(at_step(config.document_cap, step, config), config.micro_batch_tokens), config.softmax_rows)
+                 min(at_step(config.document_cap, step, config), config.micro_batch_tokens), config.softmax_rows,
+                 config.micro_batch_tokens)
 
 def windows_until(config, step):  # the long windows that have been in force, in order: what YaRN needs to know
     longs = [long for start, (_, long) in config.windows if start * config.steps <= min(step, config.steps - 1)]
@@ -277,8 +283,7 @@ def parse_fields(given, config):  # values of the fields of a Config that `given
         refuse(key not in fields, f"--{key}: no such key; {nearest(key, fields)} --help lists them all")
     return {key: parse_value(fields[key], text) for key, text in given.items()}
 
-def config_from(given):
-    """Resolve a track and its overrides, as texts by key. Returns (Config, overridden fields by name)."""
+def config_from(given):  # a track and its overrides, texts by key, as (Config, overridden fields by name)
     track = given.get("track", "nano")
     refuse(track not in TRACKS, f"--track {track}: no such track; {nearest(track, TRACKS)} Tracks: {', '.join(TRACKS)}")
     base, values = TRACKS[track], parse_fields(given, TRACKS[track])
@@ -288,7 +293,6 @@ def config_from(given):
     return dataclasses.replace(base, **values), overrides
 
 # 2. Runtime and log =========================================================================================
-
 class Runtime:
     """This process among its peers: rank, world size, device, and the collectives, which are asynchronous and return
     work for `wait`. Without torchrun's environment variables the world size is 1, and each returns its argument and no
@@ -297,14 +301,9 @@ class Runtime:
         self.rank, self.local_rank, self.world_size = (
             int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
         self.is_main, self.launcher, self.ledger, self.loader_group = self.rank == 0, os.getppid(), {}, None
-        cuda, here = device != "cpu" and torch.cuda.is_available(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        reason = "" if cuda or device == "cpu" else why_no_cuda()
-        refuse(reason or device == "cuda" and not cuda, f"device={device}: torch {torch.__version__} sees no CUDA "
-               f"device{reason}; use --device cpu to train without one")
-        refuse(cuda and max(here, self.local_rank + 1) > torch.cuda.device_count(), f"{here} processes on a node with "
-               f"{torch.cuda.device_count()} GPU(s): start at most one a GPU (--nproc-per-node)")
-        self.device = torch.device("cuda", self.local_rank) if cuda else torch.device("cpu")
-        if cuda:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.device = choose_device(device, self.local_rank, here)
+        if cuda := self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         elif "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # operations of this size lose to threads that wait for each other by spinning
@@ -317,23 +316,24 @@ class Runtime:
             # Naming cuda:nccl without CUDA raises; with its device NCCL connects here and now, not at its first call.
             backend, card = ("cpu:gloo,cuda:nccl", self.device) if cuda else ("gloo", None)
             # torchrun's store outlives a restart, with the addresses of the dead; nodes do not count restarts alike.
-            restart = os.environ.get("GROUP_WORLD_SIZE") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT") or ""
+            told, several = os.environ.get, os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+            kept = told("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and told("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            refuse(several and kept, "--max-restarts on several nodes: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all")
+            restart = "" if several else told("TORCHELASTIC_RESTART_COUNT", "")
             self.store = dist.PrefixStore(restart, next(dist.rendezvous("env://", timeout=TIMEOUT))[0])
             dist.init_process_group(backend, None, TIMEOUT, self.world_size, self.rank, self.store, device_id=card)
             self.loader_group = dist.new_group(None, TIMEOUT, "gloo")  # its thread keeps an order of its own
+            dist.monitored_barrier(self.loader_group, TIMEOUT)  # to leave earlier would fail those that still connect
     def alone(self):  # this process as if it had no peers
         lone = copy.copy(self)
         lone.rank, lone.world_size, lone.is_main = 0, 1, True
         return lone
-    def map(self, function, items):
-        """function(item) of all items, in their order; on a CPU worker threads take them side by side."""
+    def map(self, function, items):  # function(item) of all, in their order; on a CPU worker threads share them
         return self._pool.map(function, items) if self._pool else map(function, items)
-    def share(self, count):
-        """The range [low, high) of `count` units that this rank owns; shares are equal but for the last."""
+    def share(self, count):  # the range [low, high) of `count` units that this rank owns; equal ones but for the last
         chunk = -(-count // self.world_size)
         return min(self.rank * chunk, count), min((self.rank + 1) * chunk, count)
-    def _count(self, collective, name, tensor, size, messages):
-        """Enter into the ledger that `size` bytes of a tensor are about to be sent."""
+    def _count(self, collective, name, tensor, size, messages):  # `size` bytes of a tensor are about to be sent
         assert tensor.is_contiguous(), f"{name}: a collective of a strided tensor is silently wrong"
         entry = self.ledger.setdefault((collective, name), [0, 0])
         entry[:] = entry[0] + size, entry[1] + messages
@@ -383,6 +383,24 @@ class Runtime:
         peak = (torch.cuda.max_memory_allocated(self.device) // 2**20 if self.device.type == "cuda" else
                 resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10))
         return self.joined(torch.tensor([peak]), self.world_size, "validation").tolist()
+    def roll_call(self, word):
+        """Leave the peers, and tell them how this rank has ended. Returns {rank: word} of those that answer in time."""
+        for number in os.listdir("/dev/fd"):  # who waits for this rank shall hear of it now; the store stays
+            with contextlib.suppress(OSError, IndexError), socket.socket(fileno=os.dup(int(number))) as link:
+                if int(os.environ["MASTER_PORT"]) not in (link.getsockname()[1], link.getpeername()[1]):
+                    link.shutdown(socket.SHUT_RDWR)
+        heard, end = {}, time.monotonic() + ANSWER_SECONDS
+        def ask():
+            with contextlib.suppress(dist.DistError):  # the store may be gone, with its node or the launcher
+                self.store.set(f"end/{self.rank}", word)
+                while len(heard) < self.world_size and time.monotonic() < end:
+                    time.sleep(0.05)
+                    heard.update({rank: self.store.get(f"end/{rank}").decode() for rank in range(self.world_size)
+                                  if self.store.check([f"end/{rank}"])})
+        thread = threading.Thread(target=ask, daemon=True)  # where the network is cut no timeout of the store holds
+        thread.start()
+        thread.join(ANSWER_SECONDS + 1)
+        return heard
     def close(self, failed=False):
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
@@ -394,26 +412,7 @@ class Runtime:
 def wait(work):
     return work is None or work.wait()
 
-def line_of(path, beginning):
-    """What follows the colon in the first line of a file under /proc that begins so; "" where there is none."""
-    with contextlib.suppress(OSError, TypeError):  # no such file, no such line
-        return re.search(f"^{beginning}.*?:(.*)", Path(path).read_text(), re.MULTILINE)[1].strip()
-    return ""
-
-def available_memory(device):
-    """Bytes that this process could take: free ones of the GPU; of the host its part of those that are available."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    told = line_of("/proc/meminfo", "MemAvailable").removesuffix(" kB")
-    there = int(told) * 1024 if told else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return there // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-def device_name(device):
-    cpu = f"{line_of('/proc/cpuinfo', 'model name') or platform.processor() or platform.machine()} x{os.cpu_count()}"
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
-
-def git_state():
-    """(commit sha, 1 if the work tree differs from it else 0), or ("none", 0) outside a git checkout."""
+def git_state():  # (commit sha, 1 if the work tree differs from it else 0), or ("none", 0) outside a git checkout
     run = functools.partial(subprocess.run, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         sha, changes = (run(["git", *words]).stdout.strip() for words in (["rev-parse", "HEAD"], ["status", "-s"]))
@@ -467,7 +466,6 @@ class Log:
             self.show(f"\r\x1b[Kstep {step}/{steps}  {shown}{seconds:.0f} s, {left:.0f} s to go", end="")
 
 # 3. Data ====================================================================================================
-
 SHARD_MAGIC, SHARD_VERSION, HEADER_INTS = 20240520, 1, 256
 # Segments that a micro-batch has room for: FlashAttention starts blocks for each. FineWeb has at most 56 in 16,384
 # tokens (modded-nanogpt, record of 2026-03-22). For more it is the next power of two, at one compilation more.
@@ -485,6 +483,9 @@ def open_shard(path):
                "no tokens" if not held else "")
     refuse(problem, f"{path}: {problem}; rebuild or download it again (data/text.py, data/fineweb.py)")
     return np.memmap(path, dtype="<u2", mode="r", offset=4 * HEADER_INTS)
+
+def stamps_of(folder):  # {shard: what changes when it is written to, or another file takes its place}
+    return {path: ((it := path.stat()).st_size, it.st_mtime_ns, it.st_ino) for path in Path(folder).glob("*.bin")}
 
 def file_sha256(path):
     with open(path, "rb") as file:
@@ -516,11 +517,11 @@ def open_corpus(config):
                    "manifest's: changed or damaged; build or download the corpus again, in an empty folder")
     first, cut = found["train"][0], round(len(found["train"][0]) * (1 - share))
     cut += int(np.argmax(np.append(first[cut:] == config.eot_token, True)))  # the start of a document, or the end
-    found["train"][0], indexed = first[:cut + 1], first[cut:]
+    found["train"][0], indexed = np.array(first[:cut + 1]), np.array(first[cut:])  # in memory, whatever befalls it
     available = sum(map(whole, found["train"])) * config.epochs
     refuse(needed > available, f"{folder}: the schedule takes {needed:,} training tokens, shards hold {available:,} in "
            f"{config.epochs} epoch(s) beside the index; lower --steps or --index-share, raise --epochs, or add shards")
-    val = found["val"][0] if len(found["val"]) == 1 else np.concatenate(found["val"])
+    val = np.concatenate([tokens[:config.val_tokens + 1] for tokens in found["val"]])[:config.val_tokens + 1]
     refuse(len(val) <= config.val_tokens, f"{folder}: val_tokens={config.val_tokens:,}, but the validation split holds "
            f"{len(val):,}; --val-tokens at most {whole(val)}")
     return found["train"], indexed, val
@@ -529,32 +530,28 @@ def validation_hash(config, val):
     return hashlib.sha256(np.ascontiguousarray(val[:config.val_tokens + 1]).tobytes()).hexdigest()
 
 @dataclasses.dataclass
-class Placement:
-    """Where the T tokens of a micro-batch stand in a Text."""
-    text: "Text"
-    position: np.ndarray       # (T,) int64, indices of tokens
-    segment_start: np.ndarray  # (T,) int32, index within the micro-batch of each position's attention segment
-
-@dataclasses.dataclass
 class MicroBatch:
-    """One forward pass: T = micro_batch_tokens, O = number of columns of the table. All on the model's device."""
+    """One forward pass: a micro-batch or a window of it. T tokens, O columns of the table. On the model's device."""
     inputs: Tensor          # (T,) int32 token ids
     targets: Tensor         # (T,) int64 next token ids
     segment_start: Tensor   # (T,) int32: index in [0, T) at which the token's attention segment starts
     segment_bounds: Tensor  # (S+1,) int32: where segments start, then T (varlen attention's cu_seqlens); see BOUNDS
     slots: Tensor           # (T, O) int32: which of the values that NgramTable.lookup is given are the token's rows
     signs: Tensor           # (T, O) float32 of +-1, or 0 for no row
+    span: slice | None = None      # of the tokens, those that count; the others count in another pass
+    counted: Tensor | None = None  # (T,) float32: 1 there, else 0; None where all count
 
+# Of a micro-batch's T tokens the places in a Text, (T,) int64; where in it their attention segments start, (T,) int32.
+Placement = collections.namedtuple("Placement", "text position segment_start")
 # One rank's part of a global step; the RowPlan of its rows of the n-gram table; the loader's state after it.
 Batch = collections.namedtuple("Batch", "micro_batches plan state")
+LOADER_START = {"shard": 0, "piece": 0, "offset": 0}  # shards opened before; piece of the shard; token of the piece
 
-def to_device(array, device):
-    """Copy a numpy array to the device; through pinned memory and without a sync on CUDA."""
+def to_device(array, device):  # copy a numpy array to the device; through pinned memory and without a sync on CUDA
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
-def place_contiguous(text, low, config, length=0):
-    """Placement of T tokens from `low` on of a Text, cut at documents."""
+def place_contiguous(text, low, config, length=0):  # placement of T tokens from `low` on of a Text, cut at documents
     position = np.arange(low, low + (length or config.micro_batch_tokens))
     return Placement(text, position, (text.starts[text.documents(position)] - low).clip(0).astype(np.int32))
 
@@ -566,24 +563,42 @@ def assemble(place, slots, signs, device):
     bounds = np.append(starts, np.full(room + 1 - len(starts), length)).astype(np.int32)
     tokens, position = place.text.tokens, place.position
     arrays = tokens[position].astype(np.int32), tokens[position + 1].astype(np.int64), place.segment_start, bounds
-    return MicroBatch(*(to_device(array, device) for array in (*arrays, slots, signs)))
+    return MicroBatch(*(to_device(array, device) for array in (*arrays, slots, signs)), slice(0, length))
+
+def assemble_passes(place, slots, signs, config, device):
+    """The MicroBatches of a Placement, of pass_length tokens each: windows that are cut where segments are, so that
+    each token counts once, in one that holds all of its segment. The last one overlaps the one before."""
+    length, size, low = len(place.position), min(config.pass_length, len(place.position)), 0
+    edges = np.append(np.flatnonzero(place.segment_start == np.arange(length)), length)
+    while low < length:
+        reach, begin, counted = edges[edges <= low + size][-1], min(low, length - size), np.zeros(size, np.float32)
+        high = int(reach) if reach > low else low + size  # a longer segment, which only the warm-up has
+        window, span = slice(begin, begin + size), slice(low - begin, high - begin)
+        part = Placement(place.text, place.position[window], (place.segment_start[window] - begin).clip(0))
+        made, counted[span], low = assemble(part, slots[window], signs[window], device), 1, high
+        made.span, made.counted = span, to_device(counted, device) if size < length else None
+        yield made
 
 class TrainLoader:
     """Deterministic stream of steps, assembled ahead by a thread. Documents are cut into pieces of at most the largest
     document cap; a shard's pieces are shuffled by seed and laid end to end into micro-batches, which begin with the
-    rest of a piece. A smaller cap at a step splits pieces further. What fills no micro-batch at a shard's end is
-    dropped. `state`: shards opened before this one, piece of the shard, token of the piece."""
+    rest of a piece. A smaller cap at a step splits pieces further. At a shard's end what fills none is dropped."""
     def __init__(self, config, shards, runtime, first_step=0, state=None, index=None):
         self.config, self.shards, self.runtime, self.index = config, shards, runtime, index or TextIndex(config)
-        self.state = dict(state or {"shard": 0, "piece": 0, "offset": 0})
+        self.state, self._ahead = dict(state or LOADER_START), collections.deque()
         self._open_shard()
+        length = np.append(self.piece_length[self.order], 1)[self.state["piece"]:][:1]  # none beyond the shard
+        within = self.state["shard"] < config.epochs * len(shards) and (self.state["offset"] < length).any()
+        refuse(not within, f"a place beyond the corpus, {self.state}; use another checkpoint")
         on_device = functools.partial(torch.cuda.set_device, runtime.device)  # the current device is each thread's own
         self._thread = ThreadPoolExecutor(1, initializer=on_device if runtime.device.type == "cuda" else None)
         self._batches = (self._next_batch(step) for step in range(first_step, config.steps))  # which an error ends
-        self._ahead = collections.deque(self._thread.submit(next, self._batches, None) for _ in range(3))
     def _open_shard(self):
         opened = self.state["shard"]
-        self.text = Text(self.shards[opened % len(self.shards)], self.config)
+        tokens = self.shards[opened % len(self.shards)]
+        if isinstance(tokens, np.memmap):  # to read a mapped file that was cut short would end the process
+            tokens = np.fromfile(tokens.filename, "<u2", offset=4 * HEADER_INTS)
+        self.text = Text(tokens, self.config)
         lengths = np.diff(np.append(starts := self.text.starts, len(self.text.tokens) - 1))  # the last one is a target
         cap = max(cap for _, cap in self.config.document_cap)
         pieces = -(-lengths // cap)
@@ -591,8 +606,7 @@ class TrainLoader:
         self.piece_start = np.repeat(starts, pieces) + number * cap
         self.piece_length = np.minimum(np.repeat(starts + lengths, pieces) - self.piece_start, cap)
         self.order = np.random.default_rng([self.config.seed, opened]).permutation(len(self.piece_start))
-    def _place_next(self, cap):
-        """Placement of the next micro-batch, its segments at most `cap` tokens long."""
+    def _place_next(self, cap):  # placement of the next micro-batch, its segments at most `cap` tokens long
         length, filled = self.config.micro_batch_tokens, 0
         position, segment_start = np.empty(length, np.int64), np.empty(length, np.int32)
         while filled < length:
@@ -603,12 +617,10 @@ class TrainLoader:
             piece, offset = self.order[self.state["piece"]], self.state["offset"]
             low, left = self.piece_start[piece] + offset, self.piece_length[piece] - offset
             take = int(min(left, cap, length - filled))
-            placed = slice(filled, filled + take)
-            position[placed], segment_start[placed] = np.arange(low, low + take), filled
+            position[filled:filled + take], segment_start[filled:filled + take] = np.arange(low, low + take), filled
             filled += take
-            self.state["offset"] += take
-            if take == left:
-                self.state = {**self.state, "piece": self.state["piece"] + 1, "offset": 0}
+            done = int(take == left)
+            self.state |= {"piece": self.state["piece"] + done, "offset": 0 if done else offset + take}
         return Placement(self.text, position, segment_start)
     def _next_batch(self, step):
         config, runtime = self.config, self.runtime
@@ -620,17 +632,16 @@ class TrainLoader:
         distinct = max(len(np.unique(p.text.tokens[p.position + 1])) for p in places) if config.softmax_rows else 0
         refuse(distinct > config.softmax_rows, f"softmax_rows={config.softmax_rows}: a micro-batch of step {step} has "
                f"{distinct} different targets, which all take part; raise it, or 0 for the whole vocabulary")
-        return Batch([assemble(*part, runtime.device) for part in parts], plan, dict(self.state))
-    def next(self):
-        """The next step's Batch; raises what the thread raised."""
-        batch = self._ahead.popleft().result()
-        self._ahead.append(self._thread.submit(next, self._batches, None))
-        return batch
+        made = [batch for part in parts for batch in assemble_passes(*part, config, runtime.device)]
+        return Batch(made, plan, dict(self.state))
+    def next(self):  # the next step's Batch; raises what the thread raised
+        while len(self._ahead) < 4:
+            self._ahead.append(self._thread.submit(next, self._batches, None))
+        return self._ahead.popleft().result()
     def close(self):
         self._thread.shutdown(cancel_futures=True)  # a thread inside torch would abort a process that ends
 
 # 4. N-gram table ============================================================================================
-
 # Each token reads rows of one table (table_rows): of the n-grams that end there; of the tokens that followed these
 # earlier in the document, copies; of those that mostly follow them in a part of the training text, the index. The
 # loader's thread plans the step (plan_rows): which rows are read, who owns them, and at which slot a row will stand
@@ -680,12 +691,12 @@ def latest_matches(text, orders):
     return found
 
 class Text:
-    """Tokens (L,), and what stands before each of them in its document; a shard may begin inside one. Copies are looked
-    for in a long stretch of a document at once and remembered: two bytes a token and order."""
+    """Tokens (L,), and what stands before each of them in its document; a shard may begin inside one. `starts`: of the
+    documents. Copies are looked for in a long stretch of one at once and remembered: two bytes each."""
     STRETCH = 2**18
     def __init__(self, tokens, config):
-        self.tokens, self.orders, self.reach = tokens, config.copy_orders, config.copy_reach
-        self.starts = np.union1d([0], np.flatnonzero(tokens == config.eot_token))  # of documents
+        self.tokens, self.orders, self.places = tokens, config.copy_orders, config.copy_places
+        self.reach, self.starts = config.copy_reach, np.union1d([0], np.flatnonzero(tokens == config.eot_token))
         self.stretch = functools.lru_cache(maxsize=2048)(self._stretch)
     def documents(self, position):
         return np.searchsorted(self.starts, position, side="right") - 1
@@ -695,18 +706,20 @@ class Text:
         numbers = GRAM_TOKENS.take(self.tokens[past.clip(0)]) * powers(GRAM_INVERSE, 32)[:past.shape[1]]
         numbers[past < self.starts[self.documents(position), None]] = 0
         return numbers.cumsum(1)[:, np.array(orders, int) - 1]
-    def _stretch(self, document, number):
-        """Copies, as below, at all tokens of one stretch of a document."""
+    def _stretch(self, document, number):  # copies, as below, at all tokens of one stretch of a document
         low = self.starts[document] + number * self.STRETCH
         begin = max(self.starts[document], low - self.reach - max(self.orders) + 1)
         end = min([low + self.STRETCH, len(self.tokens), *self.starts[document + 1:document + 2]])
-        match = latest_matches(self.tokens[begin:end], self.orders)[low - begin:]
+        matches = [match := latest_matches(self.tokens[begin:end], self.orders)]
+        while len(matches) < self.places:  # the latest match of a match is the one before it
+            matches.append(np.where(matches[-1] < 0, -1, np.take_along_axis(match, matches[-1].clip(0), 0)))
+        match = np.concatenate(matches, 1)[low - begin:]
         near = (match >= 0) & (np.arange(low - begin, end - begin)[:, None] - match <= self.reach)
         return np.where(near, self.tokens[begin + 1 + match], np.uint16(NO_GUESS))
     def copies(self, position):
-        """For each of positions (t,) and each order, the token that followed the last n tokens at their latest place in
-        the document, at most `reach` tokens back: (t, O) uint64, NO_GUESS where they had none."""
-        found, document = np.empty((len(position), len(self.orders)), np.uint64), self.documents(position)
+        """For each of positions (t,) and each order, what token followed the last n tokens at their latest place in the
+        document, at most `reach` back; then at the place before that, ...: (t, places * O) uint64, else NO_GUESS."""
+        document, found = self.documents(position), np.empty((len(position), self.places * len(self.orders)), np.uint64)
         number, offset = np.divmod(position - self.starts[document], self.STRETCH)
         for stretch in {*zip(document.tolist(), number.tolist())} if self.orders else ():
             at = np.flatnonzero((document == stretch[0]) & (number == stretch[1]))
@@ -721,13 +734,11 @@ class TextIndex:
     def __init__(self, config):
         self.orders, self.bits = config.index_orders, config.index_bits
         self.slots = torch.zeros(len(self.orders), 2**self.bits, dtype=torch.int32)
-    def _find(self, column, keys):
-        """(The order's table, slots and tags of n-grams), by their keys."""
+    def _find(self, column, keys):  # (The order's table, slots and tags of n-grams), by their keys
         tags = (keys >> (32 - self.bits)).astype(np.uint32) & 0xFFFC0000  # the 14 bits after those of the slot
         slots = (keys >> (64 - self.bits)).view(np.int64)  # signed numbers are numpy's faster indices
         return self.slots[column].numpy().view(np.uint32), slots, tags
-    def read(self, text, runtime):
-        """Take in training text, (n,) tokens."""
+    def read(self, text, runtime, *others):  # take in training text, (n,) tokens; others: calls to be made meanwhile
         def read_orders(columns):
             for low in range(0, len(text) - 1, self.CHUNK):
                 begin, end = max(0, low - max(self.orders) + 1), min(low + self.CHUNK, len(text) - 1)
@@ -737,8 +748,9 @@ class TextIndex:
                     confidence = old & 0x30000
                     more = new | np.minimum(confidence + 0x10000, 0x30000)
                     table[slots] = np.where(old - confidence == new, more, np.where(confidence, old - 0x10000, new))
-        shares = [range(first, len(self.orders), runtime.workers) for first in range(runtime.workers)]
-        collections.deque(runtime.map(read_orders, shares), 0)
+        orders, workers = range(len(self.orders)), runtime.workers
+        calls = [functools.partial(read_orders, orders[first::workers]) for first in range(workers)]
+        collections.deque(runtime.map(lambda call: call(), [*calls, *others]), 0)
     def guesses(self, keys):
         """For each n-gram, by keys (t, O), a token with its confidence: (t, O) uint64, NO_GUESS for none."""
         found = np.empty_like(keys)
@@ -752,7 +764,7 @@ def table_rows(place, config, index):
     """Rows of the table (T, config.columns) int32 in [0, config.ngram_rows) that the tokens of a Placement read, and
     their signs, float32 of +-1, or 0 for no row. index: a TextIndex. A row is a hash, by columns in this order, of
     - n-grams: the last n tokens, or fewer where the document begins later;
-    - copies: the order, and what followed the last n tokens at their latest place (Text.copies);
+    - copies: the order, and what followed the last n tokens at one of their latest places (Text.copies);
     - the index: the order, the token that it guesses, and the confidence.
     The sign is one more bit of the hash: two that share a row push it apart half of the time (count-sketch's trick).
     Nothing before the document's start or behind a position bears on its rows."""
@@ -849,16 +861,11 @@ class Group:
     `tensors()` are all that a step changes on this rank, by name; `size()` counts the group's values; `full_state()` is
     what a checkpoint keeps of it, whatever the world size, and `load` its inverse."""
     every, frozen = 1, False
-    def due(self, step):
-        """Whether the group steps at this step: at every k-th, and at the run's last."""
+    def due(self, step):  # whether the group steps at this step: at every k-th, and at the run's last
         return not self.frozen and ((step + 1) % self.every == 0 or step + 1 == self.config.steps)
-    def keep(self):
-        """A function that puts all tensors back to what they are now."""
-        kept = {name: tensor.clone() for name, tensor in self.tensors().items()}
-        def put_back():
-            for name, tensor in self.tensors().items():
-                tensor.copy_(kept[name])
-        return put_back
+    def keep(self):  # a function that puts all tensors back to what they are now
+        kept = [(tensor, tensor.clone()) for tensor in self.tensors().values()]
+        return lambda: [tensor.copy_(before) for tensor, before in kept]
 
 def adagrad_rows_update(table, second, rows, grads, lr, floor):
     """Row-wise Adagrad on distinct rows (u,) of the n-gram table (n, dim), in place; cost is that of these rows.
@@ -866,7 +873,8 @@ def adagrad_rows_update(table, second, rows, grads, lr, floor):
     floor: a gradient RMS added to the moment: a row that is new where tokens are predicted well should hardly move."""
     moment = second[rows] + grads.square().mean(1)
     second[rows] = moment
-    table[rows] -= grads * (lr * (moment + floor * floor).rsqrt())[:, None]
+    # A third of the time on a CPU that table[rows] -= ... takes, and the same bits: no row comes twice.
+    table.scatter_add_(0, rows[:, None].expand_as(grads), grads * (-lr * (moment + floor * floor).rsqrt())[:, None])
 
 class NgramTable(Group):
     """The table: this rank's rows, their optimizer state, and all that travels of them. The rank that owns a row
@@ -888,17 +896,14 @@ class NgramTable(Group):
         self.own_rows = self.weight[self.owned[0] - self.held[0]:self.owned[1] - self.held[0]]
         self.scale, self.grads = 1.0, []  # grads of the step so far: (of one micro-batch, tokens of the step)
         self.plan = self.upcoming = self.pulled = None  # this step's RowPlan, the next step's, (values, work)
-    def fetch(self, plan, name):
-        """Start bringing the rows of `plan` here. Returns (values that slots point into, work)."""
+    def fetch(self, plan, name):  # start bringing the rows of `plan` here. Returns (values that slots point into, work)
         if table_is_here(self.config, self.runtime):
             return self.weight, None
         return self.runtime.all_to_all(self.weight[plan.asked], plan.receive, plan.send, name)
-    def pull(self, plan):
-        """Start bringing the rows of a training step here, unless they are on their way."""
+    def pull(self, plan):  # start bringing the rows of a training step here, unless they are on their way
         if plan is not self.plan:
             self.plan, self.pulled = plan, self.fetch(plan, self.name)
-    def arrived(self, values, work):
-        """What `fetch` has brought, on the model's device."""
+    def arrived(self, values, work):  # what `fetch` has brought, on the model's device
         wait(work)
         return values.to(self.runtime.device, non_blocking=True)
     def read(self, rows, signs):
@@ -946,8 +951,7 @@ class NgramTable(Group):
     def tensors(self):
         return {"weight": self.weight, "second": self.second, "scale": torch.tensor([self.scale], dtype=torch.float64),
                 "index": self.index.slots}
-    def keep(self):
-        """As Group.keep, but of the rows of the step at hand alone: the table is too large for a copy."""
+    def keep(self):  # As Group.keep, but of the rows of the step at hand alone: the table is too large for a copy
         owned, scale = self.plan.owned, self.scale
         rows = self.plan.updated[0] if self.plan.updated else owned
         soon = scale * (1 - self.config.ngram_lr * self.config.ngram_decay) ** 64  # after more updates than will follow
@@ -958,7 +962,8 @@ class NgramTable(Group):
         return put_back
     def full_state(self):
         """{"weight", "second": the whole tables on the host, "scale", "index"} on all ranks, which all call it."""
-        weight, second = self.weight.cpu(), self.runtime.joined(self.second.cpu(), self.rows)
+        host = "meta" if self.weight.is_meta else "cpu"
+        weight, second = self.weight.to(host), self.runtime.joined(self.second.to(host), self.rows)
         weight = weight if self.config.ngram_comms == "replicated" else self.runtime.joined(weight, self.rows)
         return {"weight": weight, "second": second, "scale": self.scale, "index": self.index.slots}
     def load(self, full):
@@ -968,31 +973,6 @@ class NgramTable(Group):
         self.index.slots.copy_(full["index"])
 
 # 5. Model ===================================================================================================
-
-def blocked_bias(segment_start, window, dtype):
-    """What blocked_attention adds to its scores, (blocks, block, window + block): 0 where query i sees key j, where
-    max(segment_start[i], i - window + 1) <= j <= i, else -inf. The keys of a block of queries start `window` before it.
-    Worked out once a micro-batch, for all layers."""
-    block = min(window, ATTENTION_BLOCK)
-    index = torch.arange(len(segment_start), dtype=torch.int32, device=segment_start.device).view(-1, block, 1)
-    key = index[:, :1] - window + torch.arange(window + block, dtype=torch.int32, device=index.device)
-    visible = (key <= index) & (key > index - window) & (key >= segment_start.view(-1, block, 1))
-    return torch.zeros(visible.shape, dtype=dtype, device=index.device).masked_fill_(~visible, -math.inf)
-
-def blocked_attention(q, k, v, micro_batch, cap, bias, window, scale):
-    """Back end `sdpa`: scaled dot-product attention on any device, in time linear in T. A block of queries attends to
-    its own and the preceding blocks' keys that the window can reach; the products are written out, since bf16 SDPA on a
-    CPU takes twice their time. q, k, v, result: (T, H, D), T a multiple of the block; cap: for the other back end."""
-    length, heads, dim = q.shape
-    block = min(window, ATTENTION_BLOCK)
-    def spans(x):  # (T, H, D) -> (H, blocks, window + block, D), zeros before the start
-        padded = F.pad(x.transpose(0, 1), (0, 0, window, 0))
-        return torch.cat([padded[:, start:start + length].reshape(heads, -1, block, dim)
-                          for start in range(0, window + block, block)], dim=2)
-    scores = q.transpose(0, 1).reshape(heads, -1, block, dim) @ spans(k).transpose(-1, -2)
-    weights = (scores.float() * scale + bias).softmax(-1).to(v.dtype)
-    return (weights @ spans(v)).view(heads, length, dim).transpose(0, 1)
-
 def rotary_tables(length, head_dim, windows_so_far, device, dtype):
     """(cos, sin, scale): rotary position embedding, (length, 1, head_dim // 2) each, and the softmax scale for unit-RMS
     queries and keys. Half of the channel pairs rotate, at 1 .. 1/1024 radians a token. As the long window grows YaRN
@@ -1010,12 +990,11 @@ def rotate(x, cos, sin):
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
 
-def norm(x):
-    """RMSNorm without weights."""
-    return F.rms_norm(x, (x.size(-1),))
-
 # What the model needs beside tokens and weights: a Phase, what rotary_tables returns, {window: blocked_bias} for sdpa.
 Context = collections.namedtuple("Context", "phase rotary biases")
+
+# Calls a function now and again in the backward pass, so that what it makes from token ids is not kept in between.
+recomputed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 class GPT(nn.Module):
     """Decoder-only transformer over packed documents. Two banks hold its matrices, for batched updates: `attention`
@@ -1046,19 +1025,21 @@ class GPT(nn.Module):
             self.ngram_gate = matrix(layers + 1, GATE_DIM, std=0)  # before each layer and before the head
         self.skip_scale = nn.Parameter(torch.full((layers // 2,), 0.1))
     @staticmethod
-    def gate(x, weight):
-        """Learned gates in (0, 2), 1 at the start: (T, n) from the first channels of x (T, model_dim)."""
-        return 2 * torch.sigmoid(F.linear(x[:, :GATE_DIM], weight))
+    def gate(x, weight):  # learned gates in (0, 2), 1 at the start: (T, n) from the first channels of x (T, model_dim)
+        first = x[:, None, :GATE_DIM].contiguous()  # a view, kept for the backward pass, would keep all of x
+        return 2 * torch.sigmoid((first.float() * weight).sum(-1).to(x.dtype))
     def hidden(self, micro_batch, ngram, context):
         """Final hidden states (T, model_dim), normalised. ngram: (T, model_dim), from NgramTable.lookup, or None."""
         config, phase, (cos, sin, scale) = self.config, context.phase, context.rotary
         length, layers, head_dim = micro_batch.inputs.size(0), config.num_layers, config.head_dim
-        x = F.embedding(micro_batch.inputs, self.head if phase.tied else self.embed)
-        # Smear: a gated share of the previous token's embedding, within a segment.
-        first = micro_batch.segment_start == torch.arange(length, device=x.device, dtype=torch.int32)
-        smear = torch.sigmoid(F.linear(x[:, :GATE_DIM], self.smear_gate)).masked_fill(first[:, None], 0)
-        x = x + self.smear_scale[0] * smear * F.pad(x, (0, 0, 1, -1))
-        embedded = x = norm(x)
+        def smeared(table):  # each token's embedding with a gated share of the previous one's, within a segment
+            x = F.embedding(micro_batch.inputs, table)
+            first = micro_batch.segment_start == torch.arange(length, device=x.device, dtype=torch.int32)
+            smear = torch.sigmoid(F.linear(x[:, :GATE_DIM], self.smear_gate)).masked_fill(first[:, None], 0)
+            return x + self.smear_scale[0] * smear * F.pad(x, (0, 0, 1, -1))
+        def with_rows(v, gate, table):
+            return v + gate[..., None] * F.embedding(micro_batch.inputs, table).view_as(v)
+        embedded = x = norm(recomputed(smeared, self.head if phase.tied else self.embed))
         skips = []
         for layer in range(layers):
             if layer >= layers - len(self.skip_scale):
@@ -1066,14 +1047,12 @@ class GPT(nn.Module):
             x = self.residual_scale[layer] * x + self.embed_scale[layer] * embedded
             if ngram is not None:
                 x = x + self.gate(x, self.ngram_gate[layer:layer + 1]) * ngram
-            h = norm(x)
-            q, k, v = F.linear(h, self.attention[4 * layer:4 * layer + 3].flatten(0, 1)).view(
+            q, k, v = F.linear(norm(x), self.attention[4 * layer:4 * layer + 3].flatten(0, 1)).view(
                 length, 3, -1, head_dim).unbind(1)
+            q, k, v = norm(q, cos, sin), norm(k, cos, sin), v.contiguous()  # for v as a view would keep all three
             if layer in config.value_embedding_layers:
                 which = config.value_embedding_layers.index(layer)
-                embedding = F.embedding(micro_batch.inputs, self.value_embed[which]).view_as(v)
-                v = v + self.gate(x, self.value_gate[which])[..., None] * embedding
-            q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
+                v = recomputed(with_rows, v, self.gate(x, self.value_gate[which]), self.value_embed[which])
             window = phase.windows[layer]
             y = self.attend(q, k, v, micro_batch, phase.cap, context.biases.get(window), window, scale)
             x = x + F.linear(y.flatten(1), self.attention[4 * layer + 3])
@@ -1083,8 +1062,7 @@ class GPT(nn.Module):
         if ngram is not None:
             x = x + self.gate(x, self.ngram_gate[layers:]) * ngram
         return norm(x)
-    def logits(self, hidden):
-        """Soft-capped logits (n, vocab_size), float32, of hidden states (n, model_dim)."""
+    def logits(self, hidden):  # soft-capped logits (n, vocab_size), float32, of hidden states (n, model_dim)
         return self.config.logit_cap * torch.tanh(F.linear(hidden, self.head).float() / self.config.logit_cap)
     def forward(self, micro_batch, ngram, context):
         """Returns (training loss, a mean with multi-token weights; the next token's losses (T,); hidden states)."""
@@ -1093,7 +1071,6 @@ class GPT(nn.Module):
         return loss, losses, hidden.detach()
 
 # 6. Optimizer ===============================================================================================
-
 class Rule(NamedTuple):
     """Which group steps a parameter, and with which numbers."""
     group: str              # small | embeddings | matrices
@@ -1179,8 +1156,7 @@ def orthogonal_step(weight, direction, state, hyper):
     update = update * (before / update.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
     cautious_step(weight, update, hyper.lr * max(1.0, rows / columns) ** 0.5, hyper.decay)
 
-def muon_update(weight, grad, state, hyper):
-    """Muon (Jordan et al. 2024): Nesterov momentum, then orthogonal_step."""
+def muon_update(weight, grad, state, hyper):  # Muon (Jordan et al. 2024): Nesterov momentum, then orthogonal_step
     state["momentum"].lerp_(grad, 1 - hyper.momentum)
     orthogonal_step(weight, grad.lerp(state["momentum"], hyper.momentum), state, hyper)
 
@@ -1201,15 +1177,13 @@ def sides_of(state):
     return [Side(axis, state[f"{key}_factor"], state[f"{key}_basis"])
             for key, axis in (("row", -2), ("column", -1)) if f"{key}_factor" in state]
 
-def change_basis(x, sides, back=False):
-    """Matrices (k, m, n) from the parameters' basis to the eigenbasis, or back."""
+def change_basis(x, sides, back=False):  # matrices (k, m, n) from the parameters' basis to the eigenbasis, or back
     for axis, _, basis in sides:
         basis = basis if back else basis.mT
         x = basis @ x if axis == -2 else x @ basis.mT
     return x
 
-def known_bases(state):
-    """(k, 1, 1): 1.0 where the matrix has had a gradient that its bases could follow, else 0.0."""
+def known_bases(state):  # (k, 1, 1): 1.0 where the matrix has had a gradient that its bases could follow, else 0.0
     had = [(side.factor.diagonal(dim1=-2, dim2=-1).sum(-1) > 0)[:, None, None] for side in sides_of(state)]
     return math.prod(had, start=torch.ones_like(state["moment"][:, :1, :1]))
 
@@ -1330,8 +1304,7 @@ class Layout:
         if type(rule.lr_mul) is tuple:
             self.lr_mul = torch.tensor(rule.lr_mul * self.count, device=param.device)[self.low:self.high, None, None]
         self.grad = torch.zeros(self.count + -self.count % runtime.world_size, *param.shape[1:], device=param.device)
-    def own(self, tensor):
-        """This rank's part of a tensor that has the parameter's shape."""
+    def own(self, tensor):  # this rank's part of a tensor that has the parameter's shape
         return tensor[self.low:self.high]
 
 def take_step(update, part, grad, waited, state, hyper):
@@ -1356,8 +1329,7 @@ class ParameterGroup(Group):
         rules = RULES | TRACK_RULES.get(config.track, {})
         self.layouts = {key: Layout(key, param, runtime, rules[key]) for key, param in params.items()}
         self.state = {key: self.new_state(layout.own(layout.param.data)) for key, layout in self.layouts.items()}
-    def new_state(self, part):
-        """What the rule keeps of this rank's part of a parameter, at its start."""
+    def new_state(self, part):  # what the rule keeps of this rank's part of a parameter, at its start
         shapes, zeros = {}, functools.partial(torch.zeros, device=part.device)
         if self.name == "matrices":  # `second` is a value a row, or a column of wide ones
             count, rows, columns = part.shape
@@ -1461,15 +1433,13 @@ class Optimizer:
         due, alone = [group for group in self.groups if group.due(step)], self.runtime.world_size == 1
         # Of one rank nothing travels, so there is no order to keep.
         collections.deque(self.runtime.map(take, [[group] for group in due] if alone else [due]), 0)
-    def untie(self):
-        """Give the embedding the weights and optimizer state that the tied head has learned."""
+    def untie(self):  # give the embedding the weights and optimizer state that the tied head has learned
         state = self.embeddings.state
         self.layouts["embed"].param.data.copy_(self.layouts["head"].param.data)
         for key, value in state["embed"].items():
             value.copy_(state["head"][key])
 
 # 7. Trainer and validity gates ==============================================================================
-
 class Trainer:
     """Model, optimizer and compiled forward of one run: what training, evaluation and sampling share."""
     def __init__(self, config, runtime):
@@ -1483,38 +1453,38 @@ class Trainer:
         self.optimizer = Optimizer(config, self.model, self.table, runtime)
         self.rotary = functools.cache(lambda length, windows: rotary_tables(
             length, config.head_dim, windows, runtime.device, getattr(torch, config.dtype)))
-        self.compile_name, self.forward = choose_compile(config, runtime.device), self.model
-        if self.compile_name == "inductor":
-            self.forward = compiled_model(self.model, runtime.device)
+        self.compile_name = choose_compile(config, runtime.device)
+        self.forward = compiled_model(self.model, runtime.device) if self.compile_name == "inductor" else self.model
     def context(self, step, micro_batch, training=False):
         """The model's Context at `step`. Outside training only the next token is scored, whatever the schedule says."""
         config, phase, dtype = self.config, phase_at(self.config, step), getattr(torch, self.config.dtype)
         length = len(micro_batch.inputs)
         if not training:  # the model as the last step left it: untying is the first thing that the next one does
-            phase = phase._replace(mtp_weights=(1.0,), tied=is_tied_before(config, step), cap=length,
-                                   softmax_rows=0)
+            phase = phase._replace(mtp_weights=(1.0,), tied=is_tied_before(config, step), cap=length, softmax_rows=0,
+                                   tokens=length)
         windows = set(phase.windows) if self.model.attend is blocked_attention else ()
         biases = {window: blocked_bias(micro_batch.segment_start, window, dtype) for window in windows}
         return Context(phase, self.rotary(length, windows_until(config, step)), biases)
     def accumulate(self, step, batch):
-        """Add up the gradients of this rank's micro-batches. Returns their summed losses, a 0-dim tensor."""
+        """Add up the gradients of this rank's passes. Returns their summed losses, a 0-dim tensor."""
         if step and step == untie_step(self.config):
             self.optimizer.untie()
         self.table.pull(batch.plan)
         values, loss_sum = self.table.arrived(*self.table.pulled), 0.0
         params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
-        count = len(batch.micro_batches) * self.runtime.world_size
+        tokens = self.runtime.world_size * sum(part.span.stop - part.span.start for part in batch.micro_batches)
         def gradients(micro_batch):
             ngram = self.table.lookup(micro_batch, values)
             loss, losses, _ = self.forward(micro_batch, ngram, self.context(step, micro_batch, training=True))
             leaves = [*params.values(), ngram] if ngram is not None and ngram.requires_grad else [*params.values()]
-            return torch.autograd.grad(loss / count, leaves, allow_unused=True), losses.sum()
+            share = loss / (tokens / self.config.micro_batch_tokens)
+            return torch.autograd.grad(share, leaves, allow_unused=True), losses[micro_batch.span]
         # Whoever works out a micro-batch, its gradients are added in its turn: so workers change no bit of a run.
-        for grads, summed in self.runtime.map(gradients, batch.micro_batches):
+        for part, (grads, losses) in zip(batch.micro_batches, self.runtime.map(gradients, batch.micro_batches)):
             self.optimizer.accumulate(dict(zip(params, grads)))
             if len(grads) > len(params):
-                self.table.accumulate(grads[-1], count * self.config.micro_batch_tokens)
-            loss_sum = loss_sum + summed
+                self.table.accumulate(grads[-1][part.span], tokens)
+            loss_sum = loss_sum + losses.sum()
         return loss_sum
     def step(self, step, batch, following=lambda: None):
         """One optimizer step. Returns this rank's summed losses and the next step's Batch, from `following`: called
@@ -1594,7 +1564,6 @@ def check_normalised(trainer, step, val):
 GATES = {"causal": check_causal, "normalised": check_normalised, "local": check_local}
 
 # 8. Checkpoints =============================================================================================
-
 @contextlib.contextmanager
 def atomic_file(path):
     """A temporary file that becomes `path` when the block ends well: a kill or a full disk leaves what was there."""
@@ -1608,10 +1577,30 @@ def atomic_file(path):
     finally:
         temporary.unlink(missing_ok=True)
 
+def check_parts(found, own, name="checkpoint"):
+    """Name the first part that is not of the trainer's own kind, by ConfigError; not finite, by FloatingPointError."""
+    def kind(part):
+        plain = type(part) is Tensor and not (part.is_sparse or part.requires_grad)
+        return f"{part.dtype} {tuple(part.shape)}" if plain else type(part).__name__
+    refuse(kind(found) != kind(own), f"{name} is {kind(found)}, expected {kind(own)}")
+    for key in {**own, **found} if isinstance(own, dict) else ():
+        refuse(key not in found or key not in own, f"{name}.{key} is {'missing' if key in own else 'unknown'}")
+        check_parts(found[key], own[key], f"{name}.{key}")
+    ends = [found] if type(found) is float else found.aminmax() if type(found) is Tensor and found.numel() else []
+    if not all(map(math.isfinite, ends)):  # one pass over a table, and no copy
+        raise FloatingPointError(f"{name} is not finite")
+
+def outline(config, runtime):  # of a rank's Trainer what a checkpoint holds, of tensors without memory
+    ghost = copy.copy(runtime)
+    ghost.device = torch.device("meta")
+    with ghost.device:
+        model = GPT(config, "sdpa", drawn=False)
+        optimizer = Optimizer(config, model, NgramTable(config, ghost), ghost)
+    return types.SimpleNamespace(config=config, data_sha256="", model=model, optimizer=optimizer)
+
 def save_checkpoint(path, content):
     """Write `content` (tensors and plain types), and the file's sha256 beside it, atomically. Raises OSError."""
-    if not_finite := [name for name, weight in content["model"].items() if not weight.isfinite().all()]:
-        raise FloatingPointError(f"{path}: {not_finite[0]} is not finite, and not saved")
+    check_parts(content, content)
     with atomic_file(path) as file:
         try:
             torch.save(content, file)
@@ -1622,7 +1611,7 @@ def save_checkpoint(path, content):
             beside.write(f"{file_sha256(file.name)}  {path.name}\n".encode())
 
 def load_checkpoint(path):
-    """Read a checkpoint, whose sha256 must be there. Raises ConfigError."""
+    """Read a checkpoint, whose sha256 must be there, and whose parts those of its configuration. Raises ConfigError."""
     refuse(not (path := Path(path)).is_file(), f"{path}: no such checkpoint; a run leaves logs/RUN/checkpoint.pt")
     try:
         recorded = path.with_suffix(".sha256")
@@ -1630,15 +1619,20 @@ def load_checkpoint(path):
         content = torch.load(path, map_location="cpu", weights_only=True)
         refuse(not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT,
                f"not of this trainer's format {CHECKPOINT_FORMAT}")
-        refuse(type(n := content["step"]) is not int or not 0 <= n <= config_of_checkpoint(content).steps, f"step {n}")
+        own = outline(config := config_of_checkpoint(content), Runtime.__new__(Runtime).alone())
+        check_parts(content, checkpoint_content(own, 0, LOADER_START, 0.0))
+        numbers = {key: content[key] for key in ("step", "train_seconds")} | content["loader"]
+        refuse(min(numbers.values()) < 0 or content["step"] > config.steps, f"{numbers} of {config.steps} steps")
+        torch.Generator().set_state(content["rng"])  # refuses what the run's own would
     except Exception as error:  # torch raises several types for a damaged file
-        raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {ascii(str(error))[1:-1][:600]}); use "
-                          f"another checkpoint") from None
+        raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {one_line(error)}); use another "
+                          f"checkpoint") from None
     return content
 
 def config_of_checkpoint(content):  # the Config that it was made with
-    kind = type(TRACKS.get(content["config"]["track"], TRACKS["nano"]))
-    return kind(**{key: value for key, value in content["config"].items() if key in kind.__dataclass_fields__})
+    track = content["config"]["track"]
+    refuse(track not in TRACKS, f"of track {track}; use the script that it began with")
+    return type(TRACKS[track])(**content["config"])
 
 def checkpoint_content(trainer, step, loader_state, seconds):
     """What a checkpoint holds. Every rank must call this: sharded states are gathered."""
@@ -1648,15 +1642,10 @@ def checkpoint_content(trainer, step, loader_state, seconds):
             "loader": loader_state, "train_seconds": seconds}
 
 def restore(trainer, content):  # weights, optimizer state and the state of the random numbers
-    try:
-        trainer.model.load_state_dict(content["model"])
-        for group in trainer.optimizer.groups:
-            group.load(content["groups"][group.name])
-        torch.set_rng_state(content["rng"])
-        refuse(any(type(n) is not int or n < 0 for n in content["loader"].values()), f"loader: {content['loader']}")
-        return content["step"], content["loader"], content["train_seconds"]
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise ConfigError(f"the checkpoint's parts do not fit this trainer ({type(error).__name__}: {error})") from None
+    trainer.model.load_state_dict(content["model"])
+    for group in trainer.optimizer.groups:
+        group.load(content["groups"][group.name])
+    torch.set_rng_state(content["rng"])
 
 def open_checkpoint(run, key="resume"):  # the content of a file, or of a run id's newest sound checkpoint
     folder, damaged = Path("logs", run), []
@@ -1664,38 +1653,37 @@ def open_checkpoint(run, key="resume"):  # the content of a file, or of a run id
         try:
             return load_checkpoint(path)
         except ConfigError as error:
-            print(f"note: {error}", file=sys.stderr)
+            print(f"note: {one_line(error)}", file=sys.stderr)
             damaged.append(str(error))
     others = [path.parent.name for path in Path("logs").glob("*/*.pt")]
     raise ConfigError("; ".join(damaged) or f"--{key} {run}: no checkpoint under {folder}; {nearest(run, others)}")
 
-def resumed(given):
-    """(config, overrides, checkpoint content) of `--resume RUN`; without content where `auto` starts a run."""
+def resumed(given):  # (config, overrides, checkpoint content) of `--resume RUN`; no content where `auto` starts it
     run, auto = given["resume"], given["resume"] == "auto"
     if auto and not any(Path("logs", run := given.get("run_id", "")).glob("*.pt")):
         return *config_from(given), None
     content = open_checkpoint(run)
-    saved, track = config_of_checkpoint(content), content["config"]["track"]
-    refuse(track not in TRACKS, f"--resume {run}: of track {track}; resume it with the script that it began with")
+    saved = config_of_checkpoint(content)
     refuse(not auto and content["step"] == saved.steps and Path("logs", saved.run_id, "result.json").exists(),
            f"--resume {run}: this run is complete, all {saved.steps} steps")
-    values, free = parse_fields(given, saved), ("resume", "device", "workers", "log_every", "save_every", "keep")
+    values, free = parse_fields(given, saved), (NEUTRAL_FIELDS - {"seed", "run_id", "run_of"})
     for key, value in values.items():
         refuse(key not in free and value != getattr(saved, key),
                f"--{key} {given[key]}: the run to resume has {getattr(saved, key)}, and keeps it; leave the key out")
     config = dataclasses.replace(saved, **{**values, "resume": saved.resume})
     overrides = {field.name: value for field in dataclasses.fields(config) if field.name != "val_sha256"
-                 and (value := getattr(config, field.name)) != getattr(TRACKS[track], field.name)}
+                 and (value := getattr(config, field.name)) != getattr(TRACKS[config.track], field.name)}
     return config, overrides, content
 
 # 9. Run =====================================================================================================
-
-INTERRUPTED = threading.Event()
+INTERRUPTED, SAVES = threading.Event(), threading.Event()  # SAVES: the first signal waits for a step that can be saved
 
 def interrupt(signum, frame):
     """Signal handler: end the run now, once, or at the next step if the exception falls where Python drops it."""
-    if not INTERRUPTED.is_set():
-        INTERRUPTED.set()
+    again = INTERRUPTED.is_set()
+    INTERRUPTED.set()
+    if again == SAVES.is_set():
+        SAVES.clear()
         raise KeyboardInterrupt
 
 class Clock:
@@ -1711,8 +1699,7 @@ class Clock:
     def seconds(self):
         return self.total + (time.perf_counter() - self.since if self.since is not None else 0.0)
 
-def state_digest(trainer):
-    """sha256 over every tensor that a step changes on this rank: equal digests, equal state, bit for bit."""
+def state_digest(trainer):  # sha256 over every tensor that a step changes on this rank: equal digests, equal bits
     digest = hashlib.sha256(torch.get_rng_state().numpy())
     for group in trainer.optimizer.groups:
         for tensor in group.tensors().values():
@@ -1728,7 +1715,7 @@ def warm_up(trainer):
     place = place_contiguous(text := Text(tokens, config), 0, config)
     rows, signs = table_rows(place, config, trainer.table.index)
     plan, slots = plan_rows(rows, signs, config, runtime)
-    batch = Batch([assemble(place, slots, signs, runtime.device)], plan, {})
+    batch = Batch([*assemble_passes(place, slots, signs, config, runtime.device)], plan, {})
     trainer.table.pull(plan)
     put_back = [group.keep() for group in trainer.optimizer.groups]
     first = {(phase_at(config, step), windows_until(config, step)): step for step in reversed(range(config.steps))}
@@ -1754,6 +1741,9 @@ class Run(types.SimpleNamespace):
         if not all(map(math.isfinite, losses.values())):
             raise FloatingPointError(f"validation loss is {' and '.join(map(str, losses.values()))}")
         return losses
+    def check_shards(self):  # ConfigError where one is not what was there, and was hashed, when the run began
+        for path, _ in sorted(self.stamps.items() - stamps_of(self.config.data).items()):
+            raise ConfigError(f"{path}: changed or gone since the run began; bring it back, and --resume the run")
     def save(self, name=None):
         content = checkpoint_content(self.trainer, self.step, self.loader_state, self.clock.seconds())
         if self.log.is_main:
@@ -1762,25 +1752,16 @@ class Run(types.SimpleNamespace):
                 old.unlink()
                 old.with_suffix(".sha256").unlink(missing_ok=True)
 
-def state_bytes(config, runtime):
-    """{group: bytes} of a rank's weights, gradients and optimizer state, from a build of tensors without memory."""
-    ghost = copy.copy(runtime)
-    ghost.device = torch.device("meta")
-    with ghost.device:
-        optimizer = Optimizer(config, GPT(config, "sdpa", drawn=False), NgramTable(config, ghost), ghost)
-        return {group.name: sum(tensor.nbytes for tensor in group.tensors().values()) for group in optimizer.groups}
+def state_bytes(config, runtime):  # {group: bytes} of a rank's weights, gradients and optimizer state
+    groups = outline(config, runtime).optimizer.groups
+    return {group.name: sum(tensor.nbytes for tensor in group.tensors().values()) for group in groups}
 
-def check_room(config, runtime):
-    """Lines on memory and disk; raises ConfigError where a run would not fit."""
-    parts, value = state_bytes(config, runtime), 2 if config.dtype == "bfloat16" else 4
-    # An estimate: about 34 values a channel and layer; float32 logits twice, of the tokens whose loss is worked out.
-    parts["activations"] = config.micro_batch_tokens * 34 * config.num_layers * config.model_dim * value
-    parts["activations"] += min(config.micro_batch_tokens, LOSS_CHUNK) * 8 * config.vocab_size
+def check_room(config, runtime):  # lines on memory and disk; raises ConfigError where a run would not fit
+    (parts, hosted), lines = memory_parts(config, runtime), []
     shares = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
-    hosted, lines = parts.pop("ngram_table") if config.ngram_host and runtime.device.type == "cuda" else 0, []
     for what, needed, free in (
             ("memory", sum(parts.values()), available_memory(runtime.device)),
-            ("host memory for the n-gram table", hosted, available_memory(torch.device("cpu"))),
+            ("host memory for the table and the index", hosted, available_memory(torch.device("cpu"))),
             ("disk for a checkpoint", sum(state_bytes(config, runtime.alone()).values()), shutil.disk_usage(".").free)):
         lines.append(f"{what}: {needed / 2**30:.2f} GiB needed, {free / 2**30:.1f} GiB free")
         refuse(needed > free, f"{lines[-1]} (GiB: {shares}); make room, lower --ngram-rows={config.ngram_rows:,} or "
@@ -1791,15 +1772,18 @@ def open_run(config, overrides, runtime, log, content, check):
     """Look at all that a run needs, then build it; raises ConfigError. content: of the checkpoint to go on from."""
     seed = config.seed if config.seed >= 0 else int.from_bytes(os.urandom(4), "little")
     run_id = config.run_id or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.urandom(2).hex()}"
+    step = other = content["step"] if content else 0
     if runtime.world_size > 1:  # those of the rank that comes first
-        seed, run_id = json.loads(runtime.store.compare_set("run", "", json.dumps([seed, run_id])))
+        seed, run_id, other = json.loads(runtime.store.compare_set("run", "", json.dumps([seed, run_id, step])))
+    refuse(step != other, f"--resume {run_id}: of step {step} here, but {other} on another node; all must share logs/")
     config, folder = dataclasses.replace(config, seed=seed, run_id=run_id), Path("logs", run_id)
     for _, count in config.micro_batches:
         refuse(count % runtime.world_size, f"world size {runtime.world_size}: must divide the {count} micro-batches of "
                "a step; start another number of processes, or change --micro-batches")
-    room, (shards, indexed, val) = check_room(config, runtime), open_corpus(config)
+    config = with_passes_that_fit(config, runtime)
+    room, stamps, (shards, indexed, val) = check_room(config, runtime), stamps_of(config.data), open_corpus(config)
     torch.manual_seed(seed)
-    trainer, code, (sha, dirty) = Trainer(config, runtime), Path(__file__).read_text(), git_state()
+    trainer, code, (sha, dirty) = Trainer(config, runtime), Path(__file__).read_text("utf-8"), git_state()
     refuse(content and content["data"] != trainer.data_sha256, f"--resume {run_id}: {config.data}/manifest.json is not "
            f"the one that the run began with (sha256 {trainer.data_sha256[:12]}); bring its corpus back")
     triton = sys.modules.get("triton") or importlib.util.find_spec("triton") and importlib.import_module("triton")
@@ -1809,9 +1793,12 @@ def open_run(config, overrides, runtime, log, content, check):
              "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"}
     overrides = {key: value for key, value in overrides.items() if key not in NEUTRAL_FIELDS}
     run = Run(config=config, overrides=overrides, folder=folder, trainer=trainer, log=log, clock=Clock(runtime), step=0,
-              shards=shards, indexed=indexed, vals={"val_loss": val}, facts=facts, check=check, loader_state=None)
+              shards=shards, indexed=indexed, vals={"val_loss": val}, facts=facts, check=check, stamps=stamps,
+              loader_state=None)
     if content:
-        run.step, run.loader_state, run.clock.total = restore(trainer, content)
+        TrainLoader(config, shards, runtime, content["step"], content["loader"])
+        run.step, run.loader_state, run.clock.total = map(content.get, ("step", "loader", "train_seconds"))
+        restore(trainer, content)
     if check or log.live:  # what a person wants to know before it starts
         log.line("\n".join([
             f"device: {facts['device']}, world size {runtime.world_size}, {runtime.workers} CPU worker(s)",
@@ -1827,10 +1814,11 @@ def open_run(config, overrides, runtime, log, content, check):
             log_header(run)
     if config.val_sha256 and validation_hash(config, val) != config.val_sha256:
         log.line(f"note: {config.data} has other validation tokens than track {config.track}: losses do not compare")
+    if config.pass_tokens:
+        log.line(f"note: micro-batches are split into passes of {config.pass_tokens:,} tokens: the same up to rounding")
     return run
 
-def log_header(run):
-    """The lines that make a run reproducible: machine, resolved configuration, data, back ends."""
+def log_header(run):  # the lines that make a run reproducible: machine, resolved configuration, data, back ends
     config, trainer, data = run.config, run.trainer, run.trainer.data_sha256
     facts = " ".join(f"{key}:{value}" for key, value in run.facts.items())
     place = "batch:{} counter:{} start:{}".format(*config.run_of.split(":")) if config.run_of else ""
@@ -1842,25 +1830,30 @@ def log_header(run):
         "size: " + " ".join(f"{group.name}={group.size():,}" for group in trainer.optimizer.groups),
         "===== START ====="])), on_terminal=False)
 
-def train_steps(run):
-    """The steps that are left, on the clock. Returns how many there were."""
-    config, trainer, log, clock, index = run.config, run.trainer, run.log, run.clock, run.trainer.table.index
-    first, loss, total, seen = run.step, None, 0.0, 0  # mean at the last logged point; sum and number since then
+def train_steps(run):  # the steps that are left, on the clock. Returns how many there were
+    config, trainer, log, clock, runtime = run.config, run.trainer, run.log, run.clock, run.trainer.runtime
+    first, index, loss, total, seen = run.step, trainer.table.index, None, 0.0, 0  # the last mean; then sum and number
     clock.start()
-    if not run.step:
-        index.read(run.indexed, trainer.runtime)
-    loader = TrainLoader(config, run.shards, trainer.runtime, run.step, run.loader_state, index)
-    with contextlib.closing(loader):
+    with contextlib.closing(TrainLoader(config, run.shards, runtime, run.step, run.loader_state, index)) as loader:
+        if not run.step and index.orders:  # meanwhile a worker looks for copies, in documents that can be remembered
+            index.read(run.indexed, runtime, lambda: loader.text.copies(loader.text.starts[:1024]))
+        if config.save_every and runtime.world_size == 1:  # several ranks would have to agree on the step
+            SAVES.set()
         batch = loader.next()
         for step in range(run.step, config.steps):
-            if INTERRUPTED.is_set() or os.getppid() != trainer.runtime.launcher and trainer.runtime.world_size > 1:
+            if step == first or batch.state["shard"] != run.loader_state["shard"]:  # which was read into memory
+                run.check_shards()
+            orphan = os.getppid() != runtime.launcher and runtime.world_size > 1
+            if orphan or INTERRUPTED.is_set() and not (SAVES.is_set() and step % config.adam_every):
+                if SAVES.is_set() and step:
+                    run.save()
                 raise KeyboardInterrupt
             run.step, run.loader_state, is_last = step + 1, batch.state, step + 1 == config.steps
             loss_sum, batch = trainer.step(step, batch, (lambda: None) if is_last else loader.next)
             total += loss_sum.double()
             seen += at_step(config.micro_batches, step, config) * config.micro_batch_tokens
             if run.step % config.log_every == 0 or is_last:
-                wait(trainer.runtime.all_reduce(total, "training loss"))
+                wait(runtime.all_reduce(total, "training loss"))
                 loss, total, seen = total.item() / seen, 0.0, 0
                 log.step(run.step, config.steps, clock.seconds(), train_loss=loss, lr_mul=lr_multiplier(config, step))
                 if not math.isfinite(loss):
@@ -1871,25 +1864,21 @@ def train_steps(run):
                     clock.stop()
                     act()
                     clock.start()
-    clock.stop()
+    SAVES.clear(), clock.stop()
     return config.steps - first
 
-def matmul_rate(device, dtype):
-    """Floating-point operations a second of a large square matrix product, best of six: what MFU is a share of."""
-    size = 8192 if device.type == "cuda" else 1024
-    matrix = torch.ones(size, size, dtype=dtype, device=device)
-    return 2 * size**3 / min(timeit.repeat(lambda: (matrix @ matrix)[0, 0].item(), number=1, repeat=6))  # item waits
-
-def finish(run, steps):
-    """Checkpoint, final validation, validity gates and result. Returns the final validation loss."""
+def finish(run, steps):  # checkpoint, final validation, validity gates and result; returns the final validation loss
     config, trainer, log, runtime = run.config, run.trainer, run.log, run.trainer.runtime
     sent = {"/".join(key): [round(count / max(1, steps), 1) for count in entry]  # bytes, messages; of training alone
             for key, entry in sorted(runtime.ledger.items()) if key[1] not in ("validation", "checkpoint")}
     memory, val, matrices = runtime.peak_memory_mib(), run.vals["val_loss"], trainer.optimizer.matrices
     if steps:  # else it is what the run was resumed from
         run.save("checkpoint.pt")
+    if INTERRUPTED.is_set():  # during the last step
+        raise KeyboardInterrupt
     losses, digest = run.validate(), validation_hash(config, val)
     gates = {name: gate(trainer, config.steps, val) for name, gate in GATES.items()}
+    run.check_shards()
     comms = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent.items()] or ["none=0(0)"]
     log.line(f"comms: sent_bytes per step (messages) {' '.join(comms)}", on_terminal=False)
     verdicts = " ".join(f"{name}:{'ok' if passed else 'FAILED'}" for name, passed in gates.items())
@@ -1914,8 +1903,7 @@ def finish(run, steps):
         raise RuntimeError(f"validity gate failed: {verdicts}; the model sees its future, or gives no distribution")
     return losses["val_loss"]
 
-def plot(folder):
-    """Draw the run with the records package. Returns the status line's word for it; a failure ends nothing."""
+def plot(folder):  # by the records package. Returns the status line's word for it; a failure ends nothing
     try:
         from records.picture import plot_run
         return f" plot:{plot_run(folder)}"
@@ -1926,13 +1914,26 @@ def plot(folder):
 ENDINGS = {  # of a run that an exception has ended: exit status, word of the status line, what the user can do
     KeyboardInterrupt: (130, "interrupted", ""), ConfigError: (2, "error ", ""),
     FloatingPointError: (1, "nan ", "; start another run with a lower learning rate"),
-    (torch.OutOfMemoryError, MemoryError): (1, "oom ", "; lower --micro-batch-tokens, and raise --micro-batches alike"),
+    (torch.OutOfMemoryError, MemoryError): (1, "oom ", "; set --pass-tokens to a part of --micro-batch-tokens"),
     BlockingIOError: (2, "error ", "; another process writes this run: wait for it, or stop it"),
     OSError: (1, "error ", "; check the path, and that the disk is not full")}
 
+def after_roll_call(runtime, step, said):
+    """What a run says that ends on this rank by `said`, or "" where others were lost, and whether this rank says it."""
+    heard = runtime.roll_call(said)
+    silent = [str(rank) for rank in range(runtime.world_size) if rank not in heard]
+    ended = [f"rank {rank} ended: {word}" for rank, word in heard.items() if word not in ("", "interrupted")]
+    if said not in ("", "interrupted"):
+        return said, heard.get(0) != said
+    if "interrupted" in (said, *heard.values()) and not (ended or heard and silent):
+        return "interrupted", False
+    lost = f"no word from rank {', '.join(silent)} (killed, hung or cut off: see the launcher)"
+    what = ended[0] if ended else lost if heard and silent else "rank 0, its node or the launcher is out of reach"
+    return f"error at step {step}: {what}; --resume auto goes on", runtime.rank == min(heard, default=runtime.rank)
+
 def train(config, overrides, runtime, content=None, hook=None, check=False):
     """A whole run; returns the exit status. content: of a checkpoint. hook: gets the Run. check: stop at warm-up."""
-    log, run, code, said = Log(runtime), None, 1, "error"
+    log, run, code, said, speaks = Log(runtime), None, 1, "error", False
     try:
         run = open_run(config, overrides, runtime, log, content, check)
         if hook:
@@ -1944,34 +1945,35 @@ def train(config, overrides, runtime, content=None, hook=None, check=False):
                     f" log:{run.folder}/log.txt{plot(run.folder) if log.is_main else ''}")
         code = runtime.close() or 0
     except (KeyboardInterrupt, Exception) as error:
-        if INTERRUPTED.is_set():  # whatever torch has made of the signal
+        if INTERRUPTED.is_set() and not SAVES.is_set():  # whatever torch has made of the signal
             error = KeyboardInterrupt()
         elif "can't allocate memory" in str(error):
             error = MemoryError(error)
+        INTERRUPTED.set(), SAVES.clear()  # what comes now is torchrun's SIGTERM, for it has seen a rank fail
         known = next((kinds for kinds in ENDINGS if isinstance(error, kinds)), None)
         lost = not known and runtime.world_size > 1 and re.search("gloo|nccl|connection|pair closure", str(error), re.I)
         code, word, remedy = ENDINGS.get(known, (1, f"error {type(error).__name__}: ", ""))
-        said = f"{word}{ascii(str(error))[1:-1][:1000]}{remedy}"
-        if lost:
-            said = "error a rank was lost (killed, out of memory, cut off: see the launcher); --resume auto goes on"
+        said = "" if lost else f"{word}{one_line(error)}{remedy}"
+        if runtime.world_size > 1:
+            said, speaks = after_roll_call(runtime, run.step if run else 0, said)
+            code = 130 if said == "interrupted" else 1 if code == 130 else code
         if not (known or lost):
             raise
     finally:
         with contextlib.suppress(OSError):  # the disk may be full; the console still gets the status
             log.line("check:ok" if check and not code else f"status:{said}")
-        if not runtime.is_main and said.startswith("error"):
+        if speaks and not runtime.is_main:
             print(f"rank {runtime.rank}: status:{said}", file=sys.stderr, flush=True)
         if code:
             runtime.close(failed=True)
     return code
 
 # 10. Commands ===============================================================================================
-
 def main(argv=None, extend=None):
     """Returns the exit status: 0 complete, 1 failed on the way, 2 bad input, 130 interrupted. extend: another script's
     way to build on this one: given the Config, it checks it and returns the hook of `train`."""
     argv, rank = list(sys.argv[1:] if argv is None else argv), int(os.environ.get("RANK", 0))
-    INTERRUPTED.clear()
+    INTERRUPTED.clear(), SAVES.clear()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # torchrun ends its workers with SIGTERM
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, interrupt)
@@ -1986,15 +1988,14 @@ def main(argv=None, extend=None):
         config, overrides, content = resumed(given) if given.get("resume") else (*config_from(given), None)
         hook = extend(config) if extend else None
         runtime = Runtime(config.device, config.workers)
-    except (ConfigError, OSError, dist.DistError, KeyboardInterrupt) as error:
-        said = "status:interrupted" if INTERRUPTED.is_set() else f"status:error {ascii(str(error))[1:-1][:1000]}"
+    except (ConfigError, OSError, RuntimeError, KeyboardInterrupt) as error:  # gloo's own are plain RuntimeErrors
+        said = "status:interrupted" if INTERRUPTED.is_set() else f"status:error {one_line(error)}"
         print(f"rank {rank}: " * (rank > 0) + said, file=sys.stderr if rank else None, flush=True)
         return 130 if INTERRUPTED.is_set() else 2
     return train(config, overrides, runtime, content, hook, "--check" in argv)
 
 # 11. Kernels ================================================================================================
-
-LOSS_CHUNK = 4096  # tokens whose logits exist at a time
+LOSS_CHUNK = 2048  # tokens whose logits exist at a time
 
 class CappedCrossEntropy(torch.autograd.Function):
     """Cross-entropy of soft-capped logits, and its gradients, of which a compiler makes one pass over the logits; the
@@ -2011,7 +2012,9 @@ class CappedCrossEntropy(torch.autograd.Function):
             return below * (2 * cap - below) / cap**2
         losses, grad_hidden, grad_head, columns = [], [], None, torch.arange(len(head), device=head.device)
         narrow = in_float8(head, head.abs().amax()) if float8 != "off" else None
-        for x, target, share in zip(*(tensor.split(LOSS_CHUNK) for tensor in (hidden, targets, shares))):
+        weights = ((targets[:, :, None] == targets[:, None]) * shares[:, None]).sum(-1)  # of equal targets together
+        for x, target, weight, share in zip(*(tensor.split(LOSS_CHUNK) for tensor in (
+                hidden, targets, weights, shares.sum(1, keepdim=True)))):
             raw = float8_product(states_in_float8(x), narrow, x.dtype, float8) if narrow else x @ head.T
             below = 2 * cap * torch.sigmoid(raw.float() * (-2 / cap))
             mass = torch.exp(-below) if counts is None else torch.exp(-below) * counts
@@ -2019,9 +2022,8 @@ class CappedCrossEntropy(torch.autograd.Function):
             at_target = torch.stack([torch.where(columns == one[:, None], below, 0).sum(1) for one in target.T], 1)
             losses.append(total.log() + at_target)
             if learning:
-                scale = share.sum(1, keepdim=True) / total
-                weight = ((target[:, :, None] == target[:, None]) * share[:, None]).sum(-1)  # of equal targets together
-                mended = (torch.exp(-at_target) - weight / scale) * slope(at_target)
+                scale = share / total
+                mended = (torch.exp(-at_target) - weight / scale.clamp_min(1e-30)) * slope(at_target)
                 grad = (mass * slope(below)).to(x.dtype).scatter(1, target, mended.to(x.dtype))
                 grad_hidden.append(((grad @ head) * scale).to(x.dtype))
                 scaled = (x * scale).to(x.dtype)
@@ -2063,7 +2065,9 @@ def scored(hidden, head, micro_batch, phase, cap, float8):
         # Position i also scores the token `ahead` after its target, where that is of the same segment.
         same = micro_batch.segment_start[ahead:] == micro_batch.segment_start[:length - ahead]
         targets.append(following.roll(-ahead))  # at the end they are others of the batch, of no weight
-        shares.append(F.pad(same * (weight / (length - ahead)), (0, ahead)))
+        shares.append(F.pad(same * (weight / (phase.tokens - ahead)), (0, ahead)))
+        if micro_batch.counted is not None:
+            shares[-1] = shares[-1] * micro_batch.counted
     return CappedCrossEntropy.apply(hidden, head, torch.stack(targets, 1), torch.stack(shares, 1), cap,
                                     torch.is_grad_enabled(), float8, counts)
 
@@ -2179,7 +2183,44 @@ class ReluSquareMLP(torch.autograd.Function):
         grad_product = relu_square(grad, down, post)
         return grad_product @ up, grad_product.T @ x, post.T @ grad, None
 
-# ----- back ends, and what says that one is not to be had
+# ----- norms
+class RMSNorm(torch.autograd.Function):
+    """RMSNorm of x without weights and, where cos and sin are given, a rotation of the result. The backward pass reads
+    that alone, so that x need not be kept: as rotations keep angles, the norm's gradient can be taken behind them."""
+    @staticmethod
+    def forward(ctx, x, cos=None, sin=None):
+        scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps)
+        y = (x * scale).to(x.dtype)
+        y = y if cos is None else rotate(y, cos, sin)
+        ctx.save_for_backward(y, scale, cos, sin)
+        return y
+    @staticmethod
+    def backward(ctx, grad):
+        y, scale, cos, sin = ctx.saved_tensors
+        grad = ((grad - y * (grad.float() * y).mean(-1, keepdim=True)) * scale).to(grad.dtype)
+        return grad if cos is None else rotate(grad, cos, -sin), None, None
+
+norm = RMSNorm.apply
+
+# ----- devices and back ends, and what says that one is not to be had
+def line_of(path, beginning):
+    """What follows the colon in the first line of a file under /proc that begins so; "" where there is none."""
+    with contextlib.suppress(OSError, TypeError):  # no such file, no such line
+        return re.search(f"^{beginning}.*?:(.*)", Path(path).read_text(errors="replace"), re.MULTILINE)[1].strip()
+    return ""
+
+def available_memory(device):
+    """Bytes that this process could take: free ones of the GPU; of the host its part of those that are available."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    told = line_of("/proc/meminfo", "MemAvailable").removesuffix(" kB")
+    there = int(told) * 1024 if told else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return there // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+def device_name(device):
+    cpu = f"{line_of('/proc/cpuinfo', 'model name') or platform.processor() or platform.machine()} x{os.cpu_count()}"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
+
 def why_no_cuda():
     """What keeps torch from this machine's NVIDIA GPU; "" where there is none, or CUDA_VISIBLE_DEVICES hides it."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not list(Path("/dev").glob("nvidia[0-9]*")):
@@ -2187,6 +2228,67 @@ def why_no_cuda():
     driver = line_of("/proc/driver/nvidia/version", "NVRM version") or "unknown"
     return (f", for its CUDA {torch.version.cuda} does not run with this driver: {driver} (CUDA 13 needs 580 or newer)"
             if torch.version.cuda else ", for this wheel is built without; install the one with CUDA (PyPI's has it)")
+
+def choose_device(device, local_rank, here):
+    """The device of one of the `here` processes on this machine."""
+    cuda = device != "cpu" and torch.cuda.is_available()
+    reason = "" if cuda or device == "cpu" else why_no_cuda()
+    refuse(reason or device == "cuda" and not cuda, f"device={device}: torch {torch.__version__} sees no CUDA "
+           f"device{reason}; use --device cpu to train without one")
+    refuse(cuda and max(here, local_rank + 1) > torch.cuda.device_count(), f"{here} processes on a node with "
+           f"{torch.cuda.device_count()} GPU(s): start at most one a GPU (--nproc-per-node)")
+    return torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+
+def memory_parts(config, runtime):
+    """({part: bytes} that a rank takes of its device's memory, bytes that it takes of the host's beside): estimates."""
+    parts, value = state_bytes(config, runtime), 2 if config.dtype == "bfloat16" else 4
+    # About 34 values a channel and layer; float32 logits twice, of the tokens whose loss is worked out.
+    parts["activations"] = config.pass_length * 34 * config.num_layers * config.model_dim * value
+    parts["activations"] += min(config.pass_length, LOSS_CHUNK) * 8 * config.vocab_size
+    parts["text_index"] = 4 * len(config.index_orders) << config.index_bits
+    parts["ngram_table"] -= parts["text_index"]
+    hosts = ("text_index", "ngram_table")[:1 + config.ngram_host] if runtime.device.type == "cuda" else ()
+    return parts, sum(map(parts.pop, hosts))
+
+def with_passes_that_fit(config, runtime):
+    """The Config with the longest passes that fit into the free memory of all ranks, by estimate, or the shortest."""
+    block = math.lcm(*(min(window, ATTENTION_BLOCK) for _, pair in config.windows for window in pair))
+    sizes = [-(-(config.micro_batch_tokens // k + config.longest_segment) // block) * block for k in (2, 4, 8, 16)]
+    tries = [config, *(dataclasses.replace(config, pass_tokens=size) for size in sizes
+                       if size < config.pass_length and not config.softmax_rows)]
+    free = available_memory(runtime.device)
+    here = next((n for n, it in enumerate(tries) if sum(memory_parts(it, runtime)[0].values()) <= free), len(tries) - 1)
+    return tries[runtime.joined(torch.tensor([here]), runtime.world_size).max()]
+
+def matmul_rate(device, dtype):
+    """Floating-point operations a second of a large square matrix product, best of six: what MFU is a share of."""
+    size = 8192 if device.type == "cuda" else 1024
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    return 2 * size**3 / min(timeit.repeat(lambda: (matrix @ matrix)[0, 0].item(), number=1, repeat=6))  # item waits
+
+def blocked_bias(segment_start, window, dtype):
+    """What blocked_attention adds to its scores, (blocks, block, window + block): 0 where query i sees key j, where
+    max(segment_start[i], i - window + 1) <= j <= i, else -inf. The keys of a block of queries start `window` before it.
+    Worked out once a micro-batch, for all layers."""
+    block = min(window, ATTENTION_BLOCK)
+    index = torch.arange(len(segment_start), dtype=torch.int32, device=segment_start.device).view(-1, block, 1)
+    key = index[:, :1] - window + torch.arange(window + block, dtype=torch.int32, device=index.device)
+    visible = (key <= index) & (key > index - window) & (key >= segment_start.view(-1, block, 1))
+    return torch.zeros(visible.shape, dtype=dtype, device=index.device).masked_fill_(~visible, -math.inf)
+
+def blocked_attention(q, k, v, micro_batch, cap, bias, window, scale):
+    """Back end `sdpa`: scaled dot-product attention on any device, in time linear in T. A block of queries attends to
+    its own and the preceding blocks' keys that the window can reach; the products are written out, since bf16 SDPA on a
+    CPU takes twice their time. q, k, v, result: (T, H, D), T a multiple of the block; cap: for the other back end."""
+    length, heads, dim = q.shape
+    block = min(window, ATTENTION_BLOCK)
+    def spans(x):  # (T, H, D) -> (H, blocks, window + block, D), zeros before the start
+        padded = F.pad(x.transpose(0, 1), (0, 0, window, 0))
+        return torch.cat([padded[:, start:start + length].reshape(heads, -1, block, dim)
+                          for start in range(0, window + block, block)], dim=2)
+    scores = q.transpose(0, 1).reshape(heads, -1, block, dim) @ spans(k).transpose(-1, -2)
+    weights = (scores.float() * scale + bias).softmax(-1).to(v.dtype)
+    return (weights @ spans(v)).view(heads, length, dim).transpose(0, 1)
 
 def varlen_attention(q, k, v, micro_batch, cap, bias, window, scale):
     """Back end `varlen`: FlashAttention over packed segments (CUDA, half precision) of at most `cap` tokens: for each

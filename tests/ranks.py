@@ -64,6 +64,8 @@ def _run_rank(rank, world_size, port, function, words):
     status = 1
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout's handler was inherited
+        # torch makes its thread pool anew after a fork, at the first such call, and fails if two threads come at once.
+        torch.set_num_threads(torch.get_num_threads())
         signal.alarm(ONE_RANK_SECONDS)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
                           LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

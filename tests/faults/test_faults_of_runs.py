@@ -1,9 +1,12 @@
 """What a run promises under faults: kills, torn files, full disks, two processes at once, signals, odd checkpoints."""
+import copy
 import errno
 import fcntl
+import functools
 import itertools
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -16,7 +19,8 @@ import torch
 
 import ranks
 import train_gpt
-from helpers import TRAINER, arguments, environment, refusal, started
+from helpers import (INDEX, TRAINER, arguments, assert_bitwise, environment, make_corpus, make_trainer, refusal, started,
+                     with_manifest)
 from train_gpt import Config, ConfigError
 
 
@@ -196,6 +200,51 @@ def test_a_checkpoint_without_one_of_its_parts_is_refused(part, killed, cli):
     assert len([line for line in run.lines if line.startswith("status:error ")]) == 1 and part in run.lines[-1]
 
 
+def parts_of(tree, path=()):
+    """(keys, part) of all that is in nested dicts."""
+    for key, inside in tree.items():
+        yield (*path, key), inside
+        if isinstance(inside, dict):
+            yield from parts_of(inside, (*path, key))
+
+
+def spoiled(part):
+    """What may stand in a checkpoint in the place of one of its parts, by what is wrong with it."""
+    if isinstance(part, dict):
+        return {"empty": {}, "more": {**part, "more": 1}, "a list": list(part)}
+    if not isinstance(part, torch.Tensor):
+        return {"another type": 3 if type(part) is str else "x", **({"inf": float("inf")} if type(part) is float else {})}
+    odd = {"its type": part.to(torch.float64), "one more axis": part[None], "one more row": torch.cat([part, part[:1]])}
+    if part.is_floating_point():
+        odd["a leaf"] = part.clone().requires_grad_()
+    if part.is_floating_point() and part.numel():
+        odd |= {what: part.clone() for what in ("nan", "-inf")}
+        for what in ("nan", "-inf"):
+            odd[what].view(-1)[-1] = float(what)
+    return odd
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16", "matrix_update": "soap"}], ids=["muon", "soap"])
+def test_every_part_of_a_checkpoint_is_looked_at(changes, tmp_path):
+    trainer, path = make_trainer(**changes, index_orders=(4,)), tmp_path / "odd.pt"
+    content = train_gpt.checkpoint_content(trainer, 2, train_gpt.LOADER_START, 1.0)
+    train_gpt.check_parts(content, content)
+    tried = 0
+    for keys, part in [*parts_of(content)]:
+        for how, odd in {"missing": None, **spoiled(part)}.items():
+            changed = copy.deepcopy(content)
+            holder = functools.reduce(dict.__getitem__, keys[:-1], changed)
+            holder[keys[-1]] = odd
+            if how == "missing":
+                del holder[keys[-1]]
+            with pytest.raises((ConfigError, FloatingPointError), match=re.escape(".".join(keys))) as refused:
+                train_gpt.check_parts(changed, content)
+                pytest.fail(f"{keys} {how}")
+            assert str(refused.value).isprintable()
+            tried += 1
+    assert tried > 250
+
+
 @pytest.mark.parametrize("spoil", [
     lambda content: content["model"].update(mlp=content["model"]["mlp"][:1]),
     lambda content: content["model"].update(mlp="no tensor"),
@@ -204,31 +253,48 @@ def test_a_checkpoint_without_one_of_its_parts_is_refused(part, killed, cli):
     lambda content: content.update(step=-1), lambda content: content.update(step="2"),
     lambda content: content["config"].update(steps=2.5), lambda content: content["config"].update(data="\0"),
     lambda content: content.update(rng=torch.zeros(3)),
-], ids=range(9))
-def test_an_odd_checkpoint_is_refused_in_one_line(spoil, killed, cli):
+    lambda content: content.update(rng=torch.zeros_like(content["rng"])),
+    lambda content: content["loader"].update(shard=10**20), lambda content: content["loader"].update(piece=10**9),
+    lambda content: content["loader"].update(offset=-1), lambda content: content["loader"].update(offset=10**9),
+    lambda content: content.update(train_seconds=-1.0), lambda content: content.update(data="none"),
+], ids=range(16))
+def test_an_odd_checkpoint_is_refused_in_one_line_and_changes_nothing(spoil, killed, cli, monkeypatch):
     whole, _, leave = killed
     for path in leave(6).glob("*.pt"):
         content = torch.load(path, weights_only=True)
         spoil(content)
         torch.save(content, path)
         path.with_suffix(".sha256").write_text(train_gpt.file_sha256(path))
+    built, trainer_of = [], train_gpt.Trainer
+
+    def recorded(config, runtime):
+        trainer = trainer_of(config, runtime)
+        built.append((trainer, train_gpt.state_digest(trainer)))
+        return trainer
+    monkeypatch.setattr(train_gpt, "Trainer", recorded)
+    log = (whole / "log.txt").read_bytes()
     run = cli(resume="whole")
-    assert run.code == 2 and run.lines[-1].startswith("status:error "), run.stdout
+    assert run.code == 2 and run.lines == [line for line in run.lines if line.startswith("status:error ")], run.stdout
+    assert len(run.lines) == 1 and (whole / "log.txt").read_bytes() == log
+    assert all(train_gpt.state_digest(trainer) == before for trainer, before in built)
 
 
-def test_weights_that_are_not_finite_are_not_saved(tiny, cli, monkeypatch):
+@pytest.mark.parametrize("part", ["model.mlp", "matrices.mlp.momentum", "ngram_table.second"])
+def test_weights_that_are_not_finite_are_not_saved(part, tiny, cli, monkeypatch):
     step = train_gpt.Trainer.step
 
     def spoiled(self, number, *rest):
         result = step(self, number, *rest)
         if number == 3:
-            self.model.mlp.data.fill_(float("nan"))
+            parts = {"model.mlp": self.model.mlp.data, "ngram_table.second": self.table.second,
+                     "matrices.mlp.momentum": self.optimizer.matrices.state["mlp"]["momentum"]}
+            parts[part].fill_(float("nan"))
         return result
 
     monkeypatch.setattr(train_gpt, "warm_up", lambda trainer: None)
     monkeypatch.setattr(train_gpt.Trainer, "step", spoiled)
     run = cli(**{**tiny, "steps": 8, "save_every": 2, "log_every": 100, "run_id": "spoiled"})
-    assert run.code == 1 and run.lines[-1].startswith("status:nan ") and "mlp" in run.lines[-1]
+    assert run.code == 1 and run.lines[-1].startswith("status:nan ") and part in run.lines[-1]
     assert "--resume" not in run.lines[-1]  # which would end in the same way
     assert [path.name for path in run.folder.glob("*.pt")] == ["step_000002.pt"]
 
@@ -287,9 +353,75 @@ def test_a_signal_during_a_save_is_an_interruption(number, tiny, tmp_path):
 
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         torch.save = lambda content, file: save(content, Slow(file))
-    run = ranks.train(tmp_path, {**tiny, "save_every": 2, "run_id": "saving"}, before=before)
+    run = ranks.train(tmp_path, {**tiny, "run_id": "saving"}, before=before)
     assert run.code == 130 and run.lines[-1] == "status:interrupted" and run.stderr == "", run.stdout + run.stderr
-    assert log_of(run.folder)[-1] == "status:interrupted" and not list(run.folder.glob("step*"))
+    assert log_of(run.folder)[-1] == "status:interrupted"
+    assert sorted(path.name for path in run.folder.iterdir()) == ["log.txt", "metrics.jsonl"]
+
+
+def signal_in(monkeypatch, at, name="step", number=signal.SIGTERM, times=1):
+    """Send this process signals while the trainer works at a step, which then ends as if nothing had happened."""
+    honest = getattr(train_gpt.Trainer, name)
+
+    def signalled(self, step, *rest):
+        if step == at and os.path.exists("logs"):  # the warm-up is over
+            for _ in range(times):
+                os.kill(os.getpid(), number)
+        return honest(self, step, *rest)
+    monkeypatch.setattr(train_gpt.Trainer, name, signalled)
+    monkeypatch.setattr(train_gpt, "warm_up", lambda trainer: None)
+
+
+@pytest.mark.parametrize("at, number", [(0, signal.SIGINT), (4, signal.SIGTERM), (4, signal.SIGHUP), (7, signal.SIGTERM)])
+def test_a_run_that_saves_is_saved_at_an_interruption(at, number, whole_run, tiny, cli, monkeypatch):
+    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with monkeypatch.context() as patch:
+        signal_in(patch, at, number=number)
+        run = cli(**{**tiny, **EIGHT, "save_every": 100, "run_id": "whole"})
+    signal.signal(signal.SIGHUP, former)
+    assert run.code == 130 and run.lines[-1] == "status:interrupted" == log_of(run.folder)[-1], run.stdout
+    saved = {0: "step_000001.pt", 4: "step_000005.pt", 7: "checkpoint.pt"}[at]
+    assert [path.name for path in run.folder.glob("*.pt")] == [saved]
+    again = cli(resume="whole")
+    run.code = again.code
+    assert again.code == 0 and run.result["val_loss"] == whole_run.result["val_loss"], again.stdout
+    assert run.train_losses == whole_run.train_losses
+    for part in ("model", "groups", "loader", "rng"):
+        assert_bitwise(run.checkpoint()[part], whole_run.checkpoint()[part], part)
+
+
+def test_an_interruption_waits_for_gradients_that_are_summed_up(tiny, cli, monkeypatch):
+    values = {**tiny, "steps": 8, "save_every": 100, "adam_every": 4}
+    whole = cli(**{**values, "run_id": "whole"})
+    for at, saved in ((1, "step_000004.pt"), (4, "checkpoint.pt")):
+        with monkeypatch.context() as patch:
+            signal_in(patch, at)
+            run = cli(**{**values, "run_id": f"at{at}"})
+        assert run.code == 130 and [path.name for path in run.folder.glob("*.pt")] == [saved], run.stdout
+        assert cli(resume=f"at{at}").code == 0 and run.result["val_loss"] == whole.result["val_loss"]
+
+
+@pytest.mark.parametrize("name, times, save_every", [("step", 1, 0), ("step", 2, 100), ("evaluate", 2, 100)])
+def test_a_second_signal_or_one_to_a_run_that_does_not_save_ends_it_now(name, times, save_every, tiny, cli, monkeypatch):
+    signal_in(monkeypatch, 4, name, times=times)
+    run = cli(**{**tiny, **EIGHT, "val_every": 4, "save_every": save_every, "run_id": "now"})
+    assert run.code == 130 and run.lines[-1] == "status:interrupted" and not list(run.folder.glob("*.pt"))
+    assert max(event["step"] for event in run.metrics) == 4
+
+
+def test_a_save_at_an_interruption_that_fails_is_told(tiny, cli, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    close = train_gpt.Runtime.close
+
+    def interrupted_close(self, failed=False):
+        os.kill(os.getpid(), signal.SIGTERM)  # which nobody waits for any more
+        close(self, failed)
+    signal_in(monkeypatch, 4)
+    monkeypatch.setattr(train_gpt, "save_checkpoint", full)
+    monkeypatch.setattr(train_gpt.Runtime, "close", interrupted_close)
+    run = cli(**{**tiny, **EIGHT, "save_every": 100, "run_id": "full"})
+    assert run.code == 1 and run.lines[-1].startswith("status:error [Errno 28]") and "step_000005" in run.lines[-1]
 
 
 def test_a_second_signal_changes_nothing(tiny, tmp_path):
@@ -320,6 +452,16 @@ def test_a_run_goes_on_without_its_console(console, tiny, tmp_path):
     assert log_of(tmp_path / "logs" / "piped")[-1].startswith("status:ok ")
 
 
+def test_a_locale_of_ascii_is_enough(tiny, tmp_path):
+    script = "import sys, train_gpt, sample; print(train_gpt.main(sys.argv[1:-1]), sample.main(sys.argv[-1].split()))"
+    values, use = {**tiny, "run_id": "plain"}, "--checkpoint logs/plain/checkpoint.pt --tokens 2 --prompt \u00e4"
+    done = subprocess.run([sys.executable, "-c", script, *arguments(values), use], cwd=tmp_path, capture_output=True,
+                          env={**environment(), "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}, timeout=100)
+    said = done.stdout.decode("ascii").splitlines()
+    assert done.returncode == 0 and done.stderr == b"" and said[-1] == "0 0", done.stderr
+    assert said[-3].startswith("status:ok ") and said[-2].startswith("\\udcc3\\udca4"), said
+
+
 # ----- disks, folders, memory, clocks
 
 @pytest.mark.parametrize("code, advice", [(errno.ENOSPC, "disk is not full"), (errno.EISDIR, "check the path")])
@@ -330,6 +472,46 @@ def test_a_file_that_cannot_be_written_is_one_line(code, advice, tiny, cli, monk
     run = cli(**{**tiny, "run_id": "full"})
     assert run.code == 1 and run.lines[-1].startswith("status:error [Errno") and advice in run.lines[-1]
     assert not (run.folder / "result.json").exists() and not list(run.folder.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("name", ["", "metrics.jsonl", "checkpoint.pt", "checkpoint.sha256", "result.json"])
+def test_what_stands_in_the_way_of_a_run_is_named(name, tiny, cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_gpt, "warm_up", lambda trainer: None)
+    if name:
+        (tmp_path / "logs" / "odd" / name).mkdir(parents=True)
+    else:
+        (tmp_path / "logs").write_text("no folder")
+    run = cli(**{**tiny, "run_id": "odd"})
+    assert run.code in (1, 2) and run.lines[-1].startswith("status:error ") and (name or "logs") in run.lines[-1], run.stdout
+    assert not name or not list(run.folder.glob("*.tmp"))
+
+
+READ_ONLY = """
+import json, os, sys, train_gpt
+train_gpt.plot, train_gpt.warm_up = lambda folder: "", lambda trainer: None
+for folder, words in json.loads(sys.argv[1]):
+    os.chdir(folder)
+    print("ended", train_gpt.main(words), flush=True)
+"""
+
+
+def test_folders_that_cannot_be_written_to(killed, two_shards, tiny, tmp_path):
+    """Of a file system that is mounted so, since permissions do not bind root. Nothing is ever written to a corpus."""
+    if subprocess.run(["unshare", "-rm", "true"]).returncode:
+        pytest.skip("this machine lends no file systems of one's own")
+    leave, folder = killed[2], tmp_path / "read_only"
+    shutil.copytree(leave(6), folder / "logs" / "whole")
+    shutil.copytree(two_shards[0], folder / "corpus")
+    values = {**tiny, **TWO_SHARDS, "data": str(folder / "corpus"), "run_id": "new"}
+    calls = [(str(folder), arguments(values)), (str(folder), ["--resume", "whole"]), (str(tmp_path), arguments(values))]
+    bind = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", bind, str(folder), sys.executable, "-c", READ_ONLY,
+                           json.dumps(calls)], env=environment(), capture_output=True, text=True, timeout=100)
+    new, resumed, elsewhere = (said.splitlines() for said in re.split(r"ended \d\n", done.stdout)[:3])
+    assert re.findall(r"ended (\d)", done.stdout) == ["1", "1", "0"] and done.stderr == "", done.stdout + done.stderr
+    for said in (new, resumed):
+        assert len(said) == 1 and said[0].startswith("status:error [Errno 30] Read-only file system: 'logs"), said
+    assert elsewhere[-1].startswith("status:ok ") and f"val_loss:{two_shards[1]:.5f}" in elsewhere[-1]
 
 
 def test_a_disk_that_is_full_while_logging_leaves_a_run_that_goes_on(killed, tmp_path, tiny):
@@ -344,6 +526,79 @@ def test_a_disk_that_is_full_while_logging_leaves_a_run_that_goes_on(killed, tmp
     again = ranks.train(tmp_path, {"resume": "whole"})
     assert again.code == 0, again.stdout + again.stderr
     assert json.loads((folder / "result.json").read_text())["val_loss"] == loss
+
+
+def cut_short(path):
+    os.truncate(path, 1500)
+
+
+def written_to(path):
+    with open(path, "r+b") as file:
+        file.seek(5000)
+        file.write(b"0123456789")
+
+
+def replaced(path):
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes()[:-100] + b"\0" * 100)
+    other.replace(path)
+
+
+TWO_SHARDS = {**INDEX, "steps": 8, "save_every": 2}
+
+
+@pytest.fixture(scope="session")
+def two_shards(tiny, tmp_path_factory):
+    """(A corpus, the final loss of a run on it, which opens the second shard on its way)."""
+    folder = make_corpus(tmp_path_factory.mktemp("two") / "corpus", train_tokens=6000)
+    run = ranks.train(folder.parent, {**tiny, **TWO_SHARDS, "data": str(folder), "run_id": "whole"})
+    assert run.code == 0 and run.checkpoint()["loader"]["shard"] == 1, run.stdout
+    return folder, run.result["val_loss"]
+
+
+TRAIN, SECOND, VAL = "tiny_train_000000.bin", "tiny_train_000001.bin", "tiny_val_000000.bin"
+
+
+@pytest.mark.parametrize("change, shard, at, manifest", [
+    *((change, shard, 0, True) for change in (cut_short, written_to, os.unlink) for shard in (SECOND, VAL)),
+    (replaced, SECOND, 0, True), (written_to, SECOND, 0, False), (written_to, TRAIN, 7, True), (os.unlink, TRAIN, 7, False)],
+    ids=lambda it: str(getattr(it, "__name__", it)))
+def test_a_run_whose_shards_change_does_not_end_well(change, shard, at, manifest, two_shards, tiny, cli, tmp_path,
+                                                     monkeypatch):
+    """Whether it opens the shard later, four steps on, or read it before; nor in a signal, as where a file is mapped and cut short."""
+    folder, step = shutil.copytree(two_shards[0], tmp_path / "corpus"), train_gpt.Trainer.step
+    if not manifest:
+        (folder / "manifest.json").unlink()
+    kept = (folder / shard).read_bytes()
+
+    def changing_step(self, number, *rest):
+        if number == at:
+            change(folder / shard)
+        return step(self, number, *rest)
+
+    monkeypatch.setattr(train_gpt, "warm_up", lambda trainer: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt.Trainer, "step", changing_step)
+        run = cli(**{**tiny, **TWO_SHARDS, "data": str(folder), "run_id": "changed"})
+    assert run.code in (1, 2) and run.lines[-1].startswith("status:error ") and shard in run.lines[-1], run.stdout
+    assert log_of(run.folder)[-1] == run.lines[-1] and not (run.folder / "result.json").exists()
+    if change == os.unlink:
+        assert "status:error" in cli(resume="changed").lines[-1]
+    (folder / shard).write_bytes(kept)
+    again = cli(resume="changed")
+    assert again.code == 0, again.stdout
+    assert run.result["val_loss"] == two_shards[1]
+
+
+def test_shards_that_join_a_corpus_during_a_run_change_nothing(tiny, cli, tmp_path, monkeypatch):
+    folder, step = make_corpus(tmp_path / "corpus"), train_gpt.Trainer.step
+
+    def growing_step(self, *rest):
+        shutil.copy(folder / "tiny_train_000001.bin", folder / "tiny_train_000002.bin")
+        with_manifest(folder)
+        return step(self, *rest)
+    monkeypatch.setattr(train_gpt.Trainer, "step", growing_step)
+    assert cli(**{**tiny, "data": str(folder), "run_id": "grows"}).code == 0
 
 
 def test_memory_that_the_host_does_not_have_is_one_line(tiny, cli, monkeypatch):
@@ -375,7 +630,7 @@ def test_a_clock_that_jumps_changes_nothing(tiny, cli, monkeypatch):
     ["--model-dim", "1000000000000"], ["--index-bits", "1" * 30], ["--workers", "1000000"],
 ], ids=lambda words: words[0][:20] + " " + words[-1][:20].encode("unicode_escape").decode())
 def test_a_command_line_is_refused_at_once_in_one_printable_line(words, cli, tmp_path):
-    began = time.monotonic()
+    began = time.process_time()
     line = refusal(cli(*words))
-    assert line.isprintable() and len(line) < 1100 and time.monotonic() - began < 5
+    assert line.isprintable() and len(line) < 1100 and time.process_time() - began < 5
     assert not list(tmp_path.iterdir())

@@ -8,12 +8,12 @@ import train_gpt
 WRONG_ROW = 123_456
 
 
-def before_third_step_of_rank_1(act):
-    """Rank 1 calls `act` in place of its third step; nobody warms up."""
+def before_third_step(rank, act):
+    """A rank calls `act` in place of its third step; nobody warms up."""
     step = train_gpt.Trainer.step
 
     def acting_step(self, number, *rest):
-        if self.runtime.rank == 1 and number == 2:
+        if self.runtime.rank == rank and number == 2:
             act()
         return step(self, number, *rest)
 
@@ -21,16 +21,16 @@ def before_third_step_of_rank_1(act):
     train_gpt.warm_up = lambda trainer: None
 
 
-def die():
-    """Rank 1 vanishes in its third step."""
-    before_third_step_of_rank_1(lambda: os._exit(3))
+def die(rank=1):
+    """A rank vanishes in its third step."""
+    before_third_step(rank, lambda: os._exit(3))
 
 
 def fail():
     """Rank 1 alone finds something wrong with its input."""
     def refuse():
         raise train_gpt.ConfigError("only rank 1 knows what is wrong")
-    before_third_step_of_rank_1(refuse)
+    before_third_step(1, refuse)
 
 
 def lag():

@@ -11,8 +11,7 @@ import train_gpt
 from helpers import NO_TABLE, assert_bitwise, make_trainer, refusal
 from train_gpt import ConfigError, load_checkpoint, save_checkpoint
 
-CONTENT = {"format": train_gpt.CHECKPOINT_FORMAT, "step": 3, "config": {"track": "nano", "windows": ((0.0, (64, 128)),)},
-           "model": {"weight": torch.arange(5000.0), "half": torch.ones(3, dtype=torch.bfloat16)}}
+CONTENT = train_gpt.checkpoint_content(make_trainer(dtype="bfloat16"), 3, train_gpt.LOADER_START, 1.5)
 
 
 # ----- files
@@ -67,7 +66,7 @@ def test_a_full_disk_leaves_the_former_file(tmp_path):
     save_checkpoint(path, CONTENT)
     larger = {**CONTENT, "model": {"weight": torch.zeros(1_000_000)}}
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, former[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, former[1]))
     try:
         with pytest.raises(OSError):
             save_checkpoint(path, larger)
@@ -176,7 +175,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(rich_run, tmp_path, c
 def test_restoring_brings_back_the_random_numbers():
     trainer = make_trainer()
     torch.manual_seed(5)
-    content = train_gpt.checkpoint_content(trainer, 2, {"shard": 0}, 0.0)
+    content = train_gpt.checkpoint_content(trainer, 2, train_gpt.LOADER_START, 0.0)
     expected = torch.rand(3)
     train_gpt.restore(trainer, content)
     assert_bitwise(torch.rand(3), expected)

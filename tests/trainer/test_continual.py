@@ -413,9 +413,9 @@ def test_bad_input_ends_in_one_line(check, changes, words, values, go_on, tmp_pa
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_checkpoint_of_another_tokenizer_names_its_track(values, base, go_on, tmp_path):
-    content = base.checkpoint()
-    content["config"] = {**content["config"], "track": "fineweb", "tokenizer": "gpt2"}
+def test_a_checkpoint_of_another_tokenizer_names_its_track(values, go_on, tmp_path):
+    other = make_trainer(track="fineweb", tokenizer="gpt2")
+    content = train_gpt.checkpoint_content(other, 4, train_gpt.LOADER_START, 1.0)
     train_gpt.save_checkpoint(tmp_path / "other.pt", content)
     line = refusal(go_on(**{**values, "init_from": str(tmp_path / "other.pt")}))
     assert "track fineweb" in line and "tokenizer=gpt2" in line and "bytes" in line
@@ -437,11 +437,12 @@ def test_a_resumed_run_wants_the_checkpoint_that_it_started_from(values, base, g
 
 
 def test_the_plain_trainer_knows_nothing_of_it(run_of, cli, monkeypatch):
+    checkpoint = run_of(1).folder / "step_000005.pt"
     assert not {"init_from", "trained"} & vars(tiny_config()).keys()
     assert type(train_gpt.TRACKS["nano"]) is Config
     assert isinstance(train_gpt.TRACKS["continual"], ContinualConfig)
     monkeypatch.delitem(train_gpt.TRACKS, "continual")  # as in a process that has not imported continual.py
-    assert "with the script" in refusal(cli(resume=run_of(1).folder / "step_000005.pt"))
+    assert "the script that it began with" in refusal(cli(resume=checkpoint))
 
 
 def test_a_run_of_the_plain_trainer_is_not_resumed_here(base, go_on):

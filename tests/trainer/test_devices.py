@@ -106,9 +106,11 @@ def test_nccl_is_told_its_device(gpus, monkeypatch):
     monkeypatch.setattr(torch.distributed, "rendezvous", lambda *words, **options: iter([(
         torch.distributed.HashStore(), 1, 2)]))
     monkeypatch.setattr(torch.distributed, "new_group", lambda ranks, timeout, backend: backend)
+    monkeypatch.setattr(torch.distributed, "monitored_barrier", lambda *words: started.update(waited=words))
     runtime = Runtime("auto")
     assert (started["backend"], started["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 1))
     assert runtime.loader_group == "gloo" and runtime.device == torch.device("cuda", 1)
+    assert started["waited"] == ("gloo", train_gpt.TIMEOUT)
 
 
 # ----- what a GPU can do

@@ -165,6 +165,49 @@ def test_mlp_and_its_gradients_are_those_of_the_plain_form(dtype, tolerance):
         assert ours.dtype == dtype and (ours.double() - value).norm() < tolerance * value.norm()
 
 
+# ----- norms
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
+def test_norm_and_its_gradient_are_those_of_the_plain_form(dtype, tolerance, turned):
+    x, upstream = drawn(T, 2, DIM, scale=3.0).to(dtype), drawn(T, 2, DIM, seed=1).to(dtype)
+    x[3] *= 1e-4  # so small that the epsilon counts
+    def tables(dtype):
+        return train_gpt.rotary_tables(T, DIM, (), "cpu", dtype)[:2] if turned else ()
+    exact, leaf = x.double().requires_grad_(), x.clone().requires_grad_()
+    plain = F.rms_norm(exact, (DIM,), eps=torch.finfo(torch.float32).eps)
+    plain = train_gpt.rotate(plain, *tables(torch.float64)) if turned else plain
+    ours = train_gpt.norm(leaf, *tables(dtype))
+    for one, value in ((ours, plain), (torch.autograd.grad(ours, leaf, upstream)[0],
+                                       torch.autograd.grad(plain, exact, upstream.double())[0])):
+        assert one.dtype == dtype
+        assert ((one.double() - value).norm(dim=-1) < tolerance * value.norm(dim=-1)).all()
+
+
+def kept_for_the_backward_pass(function, *inputs):
+    """Bytes of the memory that the tensors lie in which autograd keeps, without that of the inputs."""
+    kept = {}
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function(*inputs)
+    return sum(kept[place] for place in kept.keys() - {one.untyped_storage().data_ptr() for one in inputs})
+
+
+def test_norms_keep_their_result_and_gates_a_few_channels():
+    x, weight = drawn(T, DIM).requires_grad_(), drawn(2, train_gpt.GATE_DIM, seed=1).requires_grad_()
+    def normed(x):
+        return train_gpt.norm(x * 2)
+    result, factors, few = 4 * T * DIM, 4 * T, 4 * T * train_gpt.GATE_DIM
+    assert kept_for_the_backward_pass(normed, x) <= result + factors + 4
+    def gated(x, weight):
+        return train_gpt.GPT.gate(x * 2, weight)
+    assert kept_for_the_backward_pass(gated, x, weight) <= few + 2 * factors + 4
+    torch.testing.assert_close(train_gpt.GPT.gate(x, weight),
+                               2 * torch.sigmoid(F.linear(x[:, :train_gpt.GATE_DIM], weight)))
+
+
 # ----- products in 8 bits
 
 def test_emulated_float8_products_round_once_and_never_overflow():

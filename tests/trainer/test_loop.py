@@ -16,7 +16,7 @@ import torch
 
 import ranks
 import train_gpt
-from helpers import NO_TABLE, arguments, assert_bitwise, byte_documents, make_trainer, read, tiny_config
+from helpers import INDEX, NO_TABLE, arguments, assert_bitwise, byte_documents, make_trainer, read, tiny_config
 from train_gpt import Runtime
 
 # ----- schedules
@@ -399,7 +399,7 @@ def test_steps_and_their_data_are_timed_and_nothing_else(tiny, cli, monkeypatch)
     for place, name in ((train_gpt.Trainer, "evaluate"), (train_gpt, "save_checkpoint"), (train_gpt, "warm_up"),
                         (train_gpt, "validation_hash"), (train_gpt, "open_corpus")):
         spend(place, name, 1000.0, False)
-    run = cli(**{**tiny, "run_id": "slow", "val_every": 1, "save_every": 1})
+    run = cli(**{**tiny, **INDEX, "run_id": "slow", "val_every": 1, "save_every": 1})
     assert run.code == 0 and now[0] == 12_000 + 4 + 44.75  # four steps were of the warm-up, an evaluation of a gate
     assert timed[0] == 44.75 and run.result["train_time_ms"] == run.result["cpu_time_ms"] / 2 == 44_750
     assert [event["train_time"] for event in run.metrics if "val_loss" in event] == [21_750, 32_750, 43_750, 44_750]

@@ -96,14 +96,15 @@ def test_latest_matches_against_a_dict(orders):
         assert np.array_equal(latest_matches(text, orders), expected)
 
 
-def slow_copies(tokens, start, at, orders, reach):
-    """The tokens that followed the latest earlier occurrence of the last n tokens, None where there is none."""
+def slow_copies(tokens, start, at, orders, reach, places):
+    """The tokens that followed the latest earlier occurrences of the last n tokens, None where there is none: first those
+    of the latest one at each order, then those of the one before."""
     tokens, found = tokens.tolist(), []
     for n in orders:
         ends = range(max(start + n - 1, at - reach), at)  # of n-grams that the document has, within reach
         same = [end for end in ends if tokens[end - n + 1:end + 1] == tokens[at - n + 1:at + 1] and at - n + 1 >= start]
-        found.append(tokens[max(same) + 1] if same else None)
-    return found
+        found.append([tokens[end + 1] for end in same[:-places - 1:-1]] + [None] * (places - len(same)))
+    return [found[order][place] for place in range(places) for order in range(len(orders))]
 
 
 def shuffled_pieces(tokens, config, count, seed=0, longest=25):
@@ -121,12 +122,12 @@ def test_copies_against_a_search(reach, stretch, orders, monkeypatch):
     monkeypatch.setattr(Text, "STRETCH", stretch)
     found, asked = 0, 0
     for letters, longest in ((1, 90), (2, 60), (3, 400), (4, 1)):
-        tokens = small_alphabet(700, letters, longest=longest)
-        config = past_config(copy_orders=orders, copy_reach=reach)
+        tokens, places = small_alphabet(700, letters, longest=longest), letters
+        config = past_config(copy_orders=orders, copy_reach=reach, copy_places=places)
         place, starts = shuffled_pieces(tokens, config, 450), documents_of(tokens)
-        guesses = [slow_copies(tokens, starts[at], at, orders, reach) for at in place.position]
+        guesses = [slow_copies(tokens, starts[at], at, orders, reach, places) for at in place.position]
         assert_rows(table_rows(place, config, TextIndex(config)), guesses)
-        found, asked = found + sum(guess is not None for line in guesses for guess in line), asked + 450 * len(orders)
+        found, asked = found + sum(guess is not None for line in guesses for guess in line), asked + 450 * config.columns
     assert (found == 0) == (reach == 0) and found < asked
 
 
@@ -135,7 +136,7 @@ def test_copies_of_a_corpus_that_is_one_document():
     for config in (past_config(copy_orders=(2, 6), copy_reach=reach, micro_batch_tokens=256) for reach in (40, 1000)):
         for low in (0, 256, 643):
             place = place_contiguous(Text(tokens, config), low, config)
-            guesses = [slow_copies(tokens, 0, at, (2, 6), config.copy_reach) for at in range(low, low + 256)]
+            guesses = [slow_copies(tokens, 0, at, (2, 6), config.copy_reach, 2) for at in range(low, low + 256)]
             assert_rows(table_rows(place, config, TextIndex(config)), guesses)
             assert any(guess is None for line in guesses for guess in line) or config.copy_reach == 1000
 
@@ -161,7 +162,8 @@ def test_copies_over_a_document_of_megabytes():
     guesses = []
     for at in range(low - 1, low + 255):  # in raw, which has no end-of-text token at its beginning
         ends = [raw.rfind(raw[at - n + 1:at + 1], 0, at) + n for n in orders]
-        guesses.append([raw[end] if end >= n else None for end, n in zip(ends, orders)])
+        before = [raw.rfind(raw[at - n + 1:at + 1], 0, max(0, end - 1)) + n for end, n in zip(ends, orders)]
+        guesses.append([raw[end] if end >= n else None for end, n in zip(ends + before, orders * 2)])
         far += [at - end for end in ends]
     assert_rows(table_rows(place, config, TextIndex(config)), guesses)
     assert min(far) < 100 and sum(100_000 < distance < 10**6 for distance in far) > 200
@@ -192,7 +194,7 @@ def test_rows_read_neither_other_documents_nor_the_future():
         for one, another in zip(other, (rows, signs)):
             assert np.array_equal(one[low:high], another[low:high])
     rows, signs = read(tokens)
-    assert (np.abs(signs).mean(0) > 0.15).all()  # no column is empty
+    assert (np.abs(signs).mean(0) > 0.02).all()  # no column is empty
     noise = np.where(tokens == EOT, EOT, tokens % 4 + 1).astype(np.uint16)
     for low, high in ((150, 260), (260, 400)):
         assert_same(read(np.where(position < low, noise, tokens)), low, high)  # other documents in front
@@ -248,7 +250,7 @@ def test_a_token_has_the_same_rows_in_training_and_validation(world_size, cap):
     for rank in made:
         for position, of_rows, of_signs in rank:
             assert np.array_equal(of_rows, rows[position]) and np.array_equal(of_signs, signs[position])
-    assert (np.abs(signs[:, 2:]).mean(0) > 0.3).all() and (signs[:, 2:] == 0).any(0).all()
+    assert (np.abs(signs[:, 2:]).mean(0) > 0.1).all() and (signs[:, 2:] == 0).any(0).all()
 
 
 # ----- the index of training text
@@ -311,9 +313,10 @@ def test_the_index_against_a_dict(name, chunk, monkeypatch):
     for slow in expected:
         slow.read(text, chunk)
     for workers in (1, 2, 3):
-        runtime, index = Runtime("cpu", workers=workers), TextIndex(config)
-        index.read(text, runtime)
+        runtime, index, called = Runtime("cpu", workers=workers), TextIndex(config), []
+        index.read(text, runtime, lambda: called.append(1), lambda: called.append(2))
         runtime.close()
+        assert sorted(called) == [1, 2]
         assert index.slots.dtype == torch.int32
         assert np.array_equal(index.slots.numpy(), np.stack([slow.slots() for slow in expected]))
     if len(text) == 1500 and chunk < 2**15:
@@ -374,7 +377,7 @@ def test_training_and_the_index_share_out_the_first_shard(share, tmp_path):
     first, second = (np.asarray(byte_documents(count, seed=count), dtype=np.uint16) for count in (9000, 5000))
     config = tiny_config(data=str(corpus_of(tmp_path / "corpus", first, second)), index_orders=(4,), index_share=share)
     shards, indexed, val = open_corpus(config)
-    assert len(shards) == 2 and np.array_equal(shards[1], second) and len(val) == 2000
+    assert len(shards) == 2 and np.array_equal(shards[1], second) and len(val) == 1025
     cut = next((at for at in range(round(9000 * (1 - share)), 9000) if first[at] == EOT), 9000)
     assert np.array_equal(indexed, first[cut:])
     assert np.array_equal(shards[0], first[:cut + 1])  # of which the last one is a target only

@@ -123,6 +123,19 @@ def test_a_table_in_host_memory_and_the_rest_share_the_memory_of_a_cpu(free):
         check_room(config, Runtime("cpu"))
 
 
+@pytest.mark.parametrize("hosted", [False, True])
+def test_beside_a_gpu_the_index_lies_in_host_memory_and_the_table_may(hosted):
+    config = tiny_config(ngram_comms="sharded", ngram_host=hosted, index_orders=(4, 5), index_bits=12)
+    cpu, gpu = runtime_of(1), runtime_of(1)
+    gpu.device = torch.device("cuda")
+    index, table = 2 * 2**12 * 4, 1000 * (32 + 1) * 4 + 8
+    parts, beside = train_gpt.memory_parts(config, gpu)
+    assert beside == index + table * hosted and parts.get("ngram_table", 0) == table * (not hosted)
+    both, nothing = train_gpt.memory_parts(config, cpu)
+    assert nothing == 0 and sum(both.values()) == sum(parts.values()) + beside
+    assert sum(both.values()) == ACTIVATIONS + sum(state_bytes(config, cpu).values())
+
+
 def test_a_checkpoint_that_just_fits_onto_the_disk_may_be_written(free):
     config = tiny_config(ngram_comms="sharded")
     needed = sum(state_bytes(config, Runtime("cpu")).values())

@@ -16,6 +16,7 @@ import torch
 
 import continual  # noqa: F401  its track becomes known
 import train_gpt
+from helpers import TINY
 
 ROOT = Path(train_gpt.__file__).resolve().parent
 
@@ -211,9 +212,10 @@ def test_the_continual_track_runs_on_several_gpus(copy):
 def test_a_run_is_resumed_by_the_script_of_its_track(track, copy):
     folder = copy.set_up().folder / "logs" / "continual"  # a name of a run is no track
     folder.mkdir(parents=True)
-    config = dataclasses.asdict(train_gpt.TRACKS[track])
-    train_gpt.save_checkpoint(folder / "step_000100.pt", {"format": train_gpt.CHECKPOINT_FORMAT, "step": 100,
-                                                          "config": {**config, "run_id": "continual"}, "model": {}})
+    config = dataclasses.replace(train_gpt.TRACKS[track], **{**TINY, "run_id": "continual"})
+    content = train_gpt.checkpoint_content(train_gpt.Trainer(config, train_gpt.Runtime("cpu")), 2,
+                                           train_gpt.LOADER_START, 1.0)
+    train_gpt.save_checkpoint(folder / "step_000002.pt", content)
     _, _, err, calls = copy.run("--resume", "continual", gpus=0)
     script = {"nano": "train_gpt.py", "continual": "continual.py"}[track]
     assert launch_of(calls) == f"{script} --resume continual" and f"track {track};" in err

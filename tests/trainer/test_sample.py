@@ -65,10 +65,20 @@ def test_sample_continues_a_prompt(prompt, use, tmp_path):
     what is copied at its end stands before that."""
     path = tmp_path / "random.pt"
     trainer = make_trainer(copy_orders=(4,), copy_reach=1000)
-    train_gpt.save_checkpoint(path, train_gpt.checkpoint_content(trainer, 2, {"shard": 0}, 0.0))
+    train_gpt.save_checkpoint(path, train_gpt.checkpoint_content(trainer, 2, train_gpt.LOADER_START, 0.0))
     run = use("--checkpoint", path, "--prompt", prompt, "--tokens", 8, "--temperature", 0)
     assert run.code == 0, run.stdout
     assert run.stdout == greedy(path, prompt.encode(), 8) + "\n"
+
+
+@pytest.mark.parametrize("task", [["--eval"], ["--tokens", 3], ["--tokens", 3, "--temperature", 0]], ids=str)
+def test_a_model_that_predicts_nothing_finite_is_refused(task, use, tmp_path, corpus):
+    trainer = make_trainer(data=str(corpus))
+    trainer.model.residual_scale.data.fill_(3e38)
+    content = train_gpt.checkpoint_content(trainer, 2, train_gpt.LOADER_START, 0.0)
+    train_gpt.save_checkpoint(tmp_path / "huge.pt", content)
+    run = use("--checkpoint", tmp_path / "huge.pt", *task)
+    assert "finite" in refusal(run) or "nan" in refusal(run)
 
 
 def test_sample_draws_by_its_seed(path, use):
