@@ -21,6 +21,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+import train_gpt
+
 PAGE = Path(__file__).with_name("fuzzing.md")
 HEAD = """# Fuzzing
 
@@ -28,8 +30,8 @@ Written by the long tests (`./run.sh test --all tests/faults`), a row for the la
 drawn by `hypothesis`, the same ones each time. Each must end in success or in one printable line of at most {length:,}
 characters, within {seconds} s of processor time.
 
-| what | tried | accepted | refused | tracebacks | hangs | other messages | slowest |
-|---|---|---|---|---|---|---|---|
+| what | tried | accepted | refused | tracebacks | hangs | other messages | slowest | commit |
+|---|---|---|---|---|---|---|---|---|
 """
 LONGEST_LINE = 2000
 SECONDS = 5  # of processor time, which other processes do not lengthen
@@ -174,7 +176,8 @@ def survey(name, part, strategy, outcome_of, total):
         if counts["tried"] == count:
             break
         explore(strategy, trial, min(500, count - counts["tried"]), number, shrink=False)
-    write_row([f"{name}, part {part} of {PARTS}", *(f"{value:,}" for value in counts.values()), f"{slowest:.1f} s"])
+    write_row([f"{name}, part {part} of {PARTS}", *(f"{value:,}" for value in counts.values()), f"{slowest:.1f} s",
+               train_gpt.git_state()[0][:12]])
     assert not found, "\n".join(f"{problem}: {example}" for problem, example in found.values())
 
 

@@ -172,14 +172,15 @@ def restart_runs(count, folder, corpus, rng):
     return count, kills, wrong
 
 
-def write(path, rows):
-    """The table of what has been done so far."""
+def write(path, rows, made_of):
+    """The table of what has been done so far, and of which commit."""
     rows = [*rows, ("all", *(sum(row[column] for row in rows) for column in (1, 2, 3)))]
     path.write_text("".join([
         "Written by `python tests/faults/kills.py`. SIGKILL at a random moment, to all ranks or one of them, then `--resume "
         "auto`: wrong is a\nrun that does not finish, or whose checkpoint, training losses or final loss differ from those "
         "of the run that nobody killed:\nby a bit, or, where the number of ranks changes, by 1e-4.\n\n"
-        "| setting | runs | kills | wrong |\n|---|---|---|---|\n", *(f"| {' | '.join(map(str, row))} |\n" for row in rows)]))
+        "| setting | runs | kills | wrong |\n|---|---|---|---|\n", *(f"| {' | '.join(map(str, row))} |\n" for row in rows),
+        f"\n{made_of}, torch {torch.__version__}.\n"]))
 
 
 def main(argv=None):
@@ -189,7 +190,8 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
     given = parser.parse_args(argv)
-    rng, rows, wrong = random.Random(given.seed), [], []
+    rng, rows, wrong, (commit, dirty) = random.Random(given.seed), [], [], ranks.train_gpt.git_state()
+    made_of = f"Seed {given.seed}, commit {commit[:12]}{' with changes' * dirty}"
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         corpus = helpers.make_corpus(folder / "corpus")
@@ -199,13 +201,13 @@ def main(argv=None):
             rows.append((name, runs, kills, len(bad)))
             wrong += bad
             print(*rows[-1], *bad, sep=" | ", flush=True)
-            write(given.out, rows)
+            write(given.out, rows, made_of)
         if given.restarts:
             runs, kills, bad = restart_runs(given.restarts, folder / "torchrun", corpus, rng)
             rows.append(("two ranks under `torchrun --max-restarts=3`, without another start", runs, kills, len(bad)))
             wrong += bad
             print(*rows[-1], *bad, sep=" | ", flush=True)
-            write(given.out, rows)
+            write(given.out, rows, made_of)
     return len(wrong)
 
 
