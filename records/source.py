@@ -13,7 +13,8 @@ import warnings
 from records.files import RecordError
 
 # Fields that say where and as which run it is watched, and not what it computes.
-NEUTRAL_FIELDS = {"seed", "device", "workers", "log_every", "save_every", "keep", "run_id", "resume", "run_of"}
+NEUTRAL_FIELDS = {"seed", "device", "pass_tokens", "workers", "log_every", "save_every", "keep", "run_id", "resume",
+                  "run_of"}
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
               ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow}
 LARGEST = 2**64  # number that arithmetic may come to

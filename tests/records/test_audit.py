@@ -204,7 +204,7 @@ TABLE = {
     "micro_batches": (*every(r'"micro_batches": \[\[0.0, 4\]\]', '"micro_batches": [[0.0, 8]]'), "micro_batches is "),
     "a field more": (*every(r"^config:\{", 'config:{"warmup": 3, '), "warmup is 3 in the config line, 'not there' in"),
     "a field less": (*every(r'"matrix_lr": 0.025, ', ""), "matrix_lr is 'not there' in the config line"),
-    "overrides removed": (*every('"cooldown": 0.6', '"cooldown": 0.7'), "cooldown is 0.7 in the config line"),
+    "overrides removed": (*every('"cooldown": 0.45', '"cooldown": 0.7'), "cooldown is 0.7 in the config line"),
     "overrides indented": (*second("^data:", '  overrides:{"cooldown": 0.7}\ndata:'), "lines begin with "),
     "overrides after the start": (*second("^step:20", 'overrides:{"cooldown": 0.7}\nstep:20'),
                                   "lines begin with 'overrides'"),
