@@ -1,11 +1,13 @@
 """What copies and the index of training text cost, and how often they say what comes next.
 
-    python benchmarks/copies.py [--rounds 7] [--steps 5]
+    python benchmarks/copies.py [--rounds 3] [--steps 142]
 
-Cost is processor time of one thread: of the loader's for making a training step's batch, over that of the same step's
-forward and backward passes, in one process and by turns. Other work on the machine hardly changes that ratio. The arms
-give the nano track's loader n-grams alone, then copies that look back further and further, then the track's own copies
-and index. The index reads its text in pieces of a million tokens, and the time of one is told in such steps, too.
+Cost is processor time of one thread: of the loader's for making the batches of a run, a step, over that of a step's
+forward and backward passes, in one process and by turns. Other work on the machine hardly changes that ratio. Copies
+are looked for where the first piece of a document comes, and remembered; here the loader does so, in a run a worker,
+while the index is read. The arms give the nano track's loader n-grams alone, then copies that look back further and
+further, then the track's own copies and index. The index reads its text in pieces of a million tokens, and the time of
+one is told in such steps, too.
 
 How often: over the first --val-tokens validation tokens, for each order of the track, `coverage` is the share of tokens
 at which it makes a guess, and `hit rate` the share of these guesses that name the next token.
@@ -78,7 +80,7 @@ def measure(config, rounds):
             loader = Loader(dataclasses.replace(of_arm, seed=turn), shards, runtime, index=index)  # other pieces
             batches = [loader.next() for _ in range(config.steps)]
             loader.close()
-            loading[name].append(statistics.median(loader.seconds))
+            loading[name].append(statistics.mean(loader.seconds))
         seconds = []
         for step, batch in enumerate(batches):  # of the last arm, which is the track's own
             began = time.thread_time()
@@ -99,7 +101,9 @@ def success(config, index, val):
     """[{"kind", "order", "coverage", "hit_rate"}] on the validation tokens."""
     guesses = guesses_of(config, index, np.array(val[:config.val_tokens]))
     made, right = guesses != train_gpt.NO_GUESS, guesses == val[1:config.val_tokens + 1, None]
-    columns = [("copy", n) for n in config.copy_orders] + [("index", n) for n in config.index_orders]
+    places = ["latest place", "place before", *(f"place {number}" for number in range(3, config.copy_places + 1))]
+    columns = [(f"copy, {place}", n) for place in places[:config.copy_places] for n in config.copy_orders] + [
+        ("index", n) for n in config.index_orders]
     return [{"kind": kind, "order": n, "coverage": made[:, column].mean(),
              "hit_rate": right[:, column].sum() / max(1, made[:, column].sum())}
             for column, (kind, n) in enumerate(columns)]
@@ -111,8 +115,8 @@ def spread(values):
 
 def main(argv=None):
     track = train_gpt.TRACKS["nano"]
-    arguments = common.parser(__doc__, rounds=7, steps=5, val_tokens=track.val_tokens, data=common.ROOT / track.data,
-                              tiny=False).parse_args(argv)
+    arguments = common.parser(__doc__, rounds=3, steps=track.steps, val_tokens=track.val_tokens,
+                              data=common.ROOT / track.data, tiny=False).parse_args(argv)
     overrides = common.TINY if arguments.tiny else {"val_tokens": arguments.val_tokens}
     config = dataclasses.replace(track, **{**overrides, "data": str(arguments.data), "device": "cpu", "seed": 0,
                                            "steps": arguments.steps, "val_sha256": ""})
@@ -127,11 +131,11 @@ def main(argv=None):
     rates = common.markdown_table(["guesses of", "order", "coverage", "hit rate"],
                                   [[row["kind"], row["order"], f"{row['coverage']:.1%}", f"{row['hit_rate']:.1%}"]
                                    for row in found])
-    text = (f"{costs}\n\nProcessor time of one thread: medians of {arguments.rounds} rounds of {arguments.steps} steps "
-            f"whose forward and backward passes take {1000 * step:.1f} ms. A million tokens take the index "
-            f"{piece / step:.1f} times as long, {piece:.2f} s. The load average at the start was {load:.1f}, on "
-            f"{os.cpu_count()} cores.\n\n{rates}\n\n{config.val_tokens:,} validation tokens; the index has read some "
-            f"{len(reading)} million tokens of training text.")
+    text = (f"{costs}\n\nProcessor time of one thread, over the {arguments.steps} steps of a run, whose forward and "
+            f"backward passes take {1000 * step:.1f} ms each: medians of {arguments.rounds} rounds. A million tokens "
+            f"take the index {piece / step:.1f} times as long, {piece:.2f} s. The load average at the start was "
+            f"{load:.1f}, on {os.cpu_count()} cores.\n\n{rates}\n\n{config.val_tokens:,} validation tokens; the index "
+            f"has read some {len(reading)} million tokens of training text.")
     data = {"ratios": ratios, "loader_seconds": loading, "step_seconds": passes, "index_seconds": reading,
             "columns": found, "load_average": load, "compile": train_gpt.choose_compile(config, torch.device("cpu"))}
     common.write_results(arguments.results, "copies", common.environment("cpu"), data, text)

@@ -16,6 +16,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -431,9 +432,8 @@ def time_phases(session, trainer, shards):
                        peak_memory_mib=memory)
 
 
-@part(seconds=180)
-def ten_steps(session):
-    """Ten steps of the fineweb track's first phase, compiled: does it train, how fast, in how much memory."""
+def measure_first_phase(session):
+    """Ten steps of the fineweb track's first phase, compiled. Returns (milliseconds a step, the Trainer, losses)."""
     config = session.config("fineweb", steps=60, val_batch_tokens=0, val_tokens=2048 if session.tiny else 16384)
     shards, *_ = train_gpt.open_corpus(config)
     trainer = session.trainer(config)
@@ -441,14 +441,61 @@ def ten_steps(session):
     session.report("compiled", True, f"two steps took {seconds:.1f} s; attention {trainer.attention_name}, compile "
                    f"{trainer.compile_name}", seconds=seconds)
     losses, seconds = train_some(trainer, shards, 10, 2)
-    tokens = 10 * train_gpt.at_step(config.micro_batches, 0, config) * config.micro_batch_tokens
+    return 100 * seconds, trainer, losses
+
+
+@part(seconds=180)
+def ten_steps(session):
+    """Does the fineweb track train, how fast, in how much memory?"""
+    step_ms, trainer, losses = measure_first_phase(session)
+    config = trainer.config
+    rate = train_gpt.at_step(config.micro_batches, 0, config) * config.micro_batch_tokens / (step_ms / 1000)
     # Of matrices and head alone, as in a run's result.
-    operations = 6 * (trainer.optimizer.matrices.size() + trainer.model.head.numel()) * tokens / seconds
+    operations = 6 * (trainer.optimizer.matrices.size() + trainer.model.head.numel()) * rate
     mfu = 100 * operations / train_gpt.matmul_rate(session.device, getattr(torch, config.dtype))
     memory, = trainer.runtime.peak_memory_mib()
-    session.report("ten steps", bool(losses[-1] < losses[0]), f"{100 * seconds:.1f} ms a step, {tokens / seconds:,.0f} "
-                   f"tokens/s, {mfu:.1f} % of a matrix product's rate, peak {memory:,} MiB, loss {losses[0]:.3f} to "
-                   f"{losses[-1]:.3f}", step_ms=100 * seconds, mfu_percent=mfu, peak_memory_mib=memory)
+    session.report("ten steps", bool(losses[-1] < losses[0]), f"{step_ms:.1f} ms a step, {rate:,.0f} tokens/s, {mfu:.1f} "
+                   f"% of a matrix product's rate, peak {memory:,} MiB, loss {losses[0]:.3f} to {losses[-1]:.3f}",
+                   step_ms=step_ms, mfu_percent=mfu, peak_memory_mib=memory)
+
+
+STEP_LINE = re.compile(r"^step:(\d+)/\d+ .*?train_time:([\d.]+)ms", re.MULTILINE)
+
+
+def step_ms_of(log, warm=10, steps=30):
+    """Milliseconds a step by the first so many steps of a log behind the warm ones; None while it has fewer."""
+    times = {int(step): float(time) for step, time in STEP_LINE.findall(log)}
+    return (times[warm + steps] - times[warm]) / steps if {warm, warm + steps} <= times.keys() else None
+
+
+@part(seconds=500)
+def published(session):
+    """A published single-file trainer on this GPU, where PUBLISHED_TRAINER names its file, and then the fineweb track's
+    first phase. It runs in its folder, where its shards are, until its log, with lines like `step:40/1285
+    train_time:6800ms`, has told enough; the batches must be equal for the ratio to mean something, and are at the
+    first stages of modded-nanogpt's and ours."""
+    if not (path := os.environ.get("PUBLISHED_TRAINER")):
+        session.report("published trainer", None, "PUBLISHED_TRAINER=/path/to/train_gpt.py names none")
+        return
+    script, log, began, theirs = Path(path).resolve(), session.work / "published.log.txt", time.monotonic(), None
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", str(script)]
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, cwd=script.parent, stdout=file, stderr=subprocess.STDOUT,
+                                   start_new_session=True)
+    try:
+        while theirs is None and process.poll() is None and time.monotonic() - began < 330:
+            time.sleep(0.2)
+            theirs = step_ms_of(log.read_text(errors="replace"))
+    finally:
+        stop_group(process)
+    theirs = theirs or step_ms_of(text := log.read_text(errors="replace"))
+    if theirs is None:
+        session.report("published trainer", False, f"{script}: no 40 steps; its output ends in {text[-150:]!r}")
+        return
+    session.report("published trainer", None, f"{theirs:.1f} ms a step at first", step_ms=theirs)
+    ours, *_ = measure_first_phase(session)
+    session.report("against it", ours <= 0.9 * theirs or None, f"{ours:.1f} ms a step: {ours / theirs:.3f} of the "
+                   "published trainer's (0.9 is the aim)", step_ms=ours, ratio=ours / theirs)
 
 
 @part(seconds=280)
@@ -540,7 +587,7 @@ def fineweb_world(session):
 
 # The first say most about whether the fineweb track works; each is started only where its whole limit still fits.
 BY_WORTH = ("attention", "ten_steps", "updates", "gates", "fineweb", "trajectory", "eigenbases", "nano_run",
-            "fineweb_world")
+            "fineweb_world", "published")
 
 
 def run_part(name, command, seconds, work):

@@ -17,8 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import common  # noqa: E402
 
 CORPUS = common.ROOT / "data/python"
-FOUR_LAYERS = {"num_layers": 4, "long_layers": (3,), "value_embedding_layers": (0, 3), "ngram_orders": (2, 3, 4, 6, 8, 12),
-               "ngram_rows": 2**20, "matrix_lr": 0.015, "adam_lr": 0.01}
+FOUR_LAYERS = {"num_layers": 4, "long_layers": (3,), "value_embedding_layers": (0, 3), "mlp_dim": 512,
+               "windows": ((0.0, (64, 128)),), "ngram_orders": (2, 3, 4, 6, 8, 12), "ngram_rows": 2**20,
+               "index_orders": (4, 5, 6, 8, 10, 13, 17, 24), "index_share": 0.85, "matrix_lr": 0.015, "adam_lr": 0.01,
+               "cooldown": 0.6, "final_lr": 0.02}
 SCHEDULES = {  # name: overrides, and the seeds
     "313 steps": ({"steps": 313, "val_tokens": 262_144}, (1, 2, 3, 4)),
     "720 steps, four layers": ({"steps": 720, **FOUR_LAYERS}, (1,)),

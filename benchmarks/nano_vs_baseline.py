@@ -75,7 +75,7 @@ class Baseline(nn.Module):
         dim, layers = config.model_dim, config.num_layers
         self.embed, self.position = nn.Embedding(config.vocab_size, dim), nn.Embedding(BLOCK, dim)
         heads = dim // config.head_dim
-        self.blocks = nn.ModuleList(Block(dim, heads, config.mlp_dim) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(dim, heads, 4 * dim) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
         if config.columns:
             self.ngram_scale = nn.Parameter(torch.ones(layers + 1))

@@ -1,6 +1,6 @@
 """Show what a second worker thread is worth on a CPU, on an idle machine and on a busy one.
 
-    python benchmarks/workers.py [--steps 8] [--repeats 7] [--cores 2]
+    python benchmarks/workers.py [--steps 6] [--repeats 7] [--cores 2]
 
 Takes the same steps of the nano track with one worker and with one a core, in turns, in one process: alone on the
 machine, then beside other processes that compute all the time, one of them and one a core. Both arms see
@@ -40,8 +40,9 @@ class Arm:
         self.trainer = train_gpt.Trainer(config, train_gpt.Runtime("cpu", workers=workers))
         shards, indexed, _ = train_gpt.open_corpus(config)
         train_gpt.warm_up(self.trainer)
-        self.trainer.table.index.read(indexed, self.trainer.runtime)
-        self.loader = train_gpt.TrainLoader(config, shards, self.trainer.runtime, index=self.trainer.table.index)
+        runtime, index = self.trainer.runtime, self.trainer.table.index
+        self.loader = train_gpt.TrainLoader(config, shards, runtime, index=index)
+        index.read(indexed, runtime, lambda: self.loader.text.copies(self.loader.text.starts))  # before a run's steps
         self.batch, self.steps, self.losses = self.loader.next(), steps, []
 
     def round(self):
@@ -54,7 +55,7 @@ class Arm:
 
 
 def main():
-    arguments = common.parser(__doc__, steps=8, repeats=7, cores=2).parse_args()
+    arguments = common.parser(__doc__, steps=6, repeats=7, cores=2).parse_args()
     config = dataclasses.replace(train_gpt.TRACKS["nano"], seed=1)
     assert 3 * arguments.repeats * arguments.steps < config.steps, "the rounds go on where the one before ended"
     arms = {workers: Arm(config, workers, arguments.steps) for workers in (1, arguments.cores)}

@@ -248,25 +248,26 @@ def record_curves(track="nano", kind="val"):
 
 
 def plot(path, curves, dashed=()):
-    """Draw {label: [(training seconds, loss), ...]}; the labels in `dashed` have dashed lines in greys."""
+    """Draw {label: [(training seconds, loss), ...]}; the labels in `dashed` have dashed lines in greys, records none."""
     greys = {label: str(0.7 * index / len(dashed)) for index, label in enumerate(dashed)}
-    with common.picture(path, figsize=(8, 5)) as axes:
+    with common.picture(path, figsize=(9, 5)) as axes:
         for label, points in curves.items():
-            axes.plot(*zip(*points), marker=".", linewidth=1, linestyle="--" if label in greys else "-",
-                      color=greys.get(label), label=label)
+            style = "--" if label in greys else "" if label.endswith("records") else "-"
+            axes.plot(*zip(*points), marker=".", linewidth=1, linestyle=style, color=greys.get(label), label=label)
         axes.set(xscale="log", yscale="log", xlabel="training time, s", ylabel="validation loss, nats per byte",
                  title="Compressors and language models on the nano track")
         axes.set_yticks(LOSS_TICKS, map(str, LOSS_TICKS))
         axes.set_yticks([], minor=True)
         axes.grid(alpha=0.3, which="both")
-        axes.legend()
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def draw(results):
     """The picture of what a folder of results holds, and of the records."""
     compressors, others = arm_curves(results / f"{NAME}.json"), results / f"{nano_vs_baseline.NAME}.json"
     models = arm_curves(others) if others.is_file() else {}
-    plot(results / f"{NAME}.png", {**compressors, **models, **record_curves()}, compressors)
+    ends = sorted(curve[-1] for curve in record_curves().values())
+    plot(results / f"{NAME}.png", {**compressors, **models, "the track's records": ends}, compressors)
 
 
 def report(settings, choice, results):

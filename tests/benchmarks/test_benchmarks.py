@@ -33,12 +33,11 @@ def test_made_corpora_pass_the_trainers_checks(tmp_path):
 
 # ----- nano against the baseline
 
-def test_baseline_is_causal_and_of_the_tracks_size():
+def test_baseline_is_causal_and_of_gpt_2s_proportions():
     config = train_gpt.TRACKS["nano"]
     model = versus.Baseline(config)
     model.initialise(0)
-    track = 4 * config.num_layers * config.model_dim**2 + 2 * config.num_layers * config.model_dim * config.mlp_dim
-    assert model.matrix_parameters() == track
+    assert model.matrix_parameters() == 12 * config.num_layers * config.model_dim**2
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(257, (1, versus.BLOCK + 1), generator=generator)
     ngram = torch.randn(1, versus.BLOCK, config.model_dim, generator=generator)
@@ -133,6 +132,33 @@ def test_parts_that_fail_or_hang_leave_a_row(tmp_path):
     rows = gpu_checks.run_part("hanging", [sys.executable, "-c", "import time; time.sleep(60)"], 0.5, tmp_path)
     assert [row["ok"] for row in rows] == [True, False] and "timed out" in rows[1]["text"]
     assert time.monotonic() - began < 20
+
+
+PUBLISHED = """
+import os, time
+assert os.environ["WORLD_SIZE"] == "1" and os.path.samefile(os.getcwd(), os.path.dirname(__file__))
+print("compiling")
+for step in range(50 if os.environ.get("ENOUGH") else 20):
+    print(f"step:{step}/1285 train_time:{5000 * (step < 1) + 4000 + 25 * step:.0f}ms step_avg:9ms", flush=True)
+time.sleep(600 if os.environ.get("ENOUGH") else 0)
+"""
+
+
+def test_a_published_trainer_is_timed_by_its_log_and_stopped_when_that_says_enough(tmp_path, monkeypatch):
+    script = tmp_path / "train_gpt.py"
+    script.write_text(PUBLISHED)
+    def rows(name):
+        (tmp_path / name).mkdir()
+        return rows_of("published", tmp_path / name)
+    monkeypatch.setattr(gpu_checks, "measure_first_phase", lambda session: (20.0, None, None))  # ten_steps tests that
+    row, = rows("without")
+    assert row["ok"] is None and "PUBLISHED_TRAINER=" in row["text"]
+    monkeypatch.setenv("PUBLISHED_TRAINER", str(script))
+    row, = rows("short")
+    assert row["ok"] is False and "no 40 steps; its output ends in" in row["text"] and "step:19/1285" in row["text"]
+    monkeypatch.setenv("ENOUGH", "1")
+    theirs, ours = rows("enough")
+    assert theirs["step_ms"] == 25 and ours["ratio"] == pytest.approx(0.8) and ours["ok"]
 
 
 def test_checks_leave_their_results(tmp_path, capsys, monkeypatch):
