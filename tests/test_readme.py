@@ -24,6 +24,14 @@ def test_result_tables_are_current():
     assert readme.with_results(TEXT) == TEXT
 
 
+def test_the_run_is_shown_as_it_was_logged():
+    """In whole lines, of which the last one is the log's."""
+    shown = (ROOT / "benchmarks/results/nano_run.md").read_text().strip("`\n").splitlines()
+    log = (ROOT / "benchmarks/results/nano_run.log").read_text().splitlines()
+    assert len(shown) > 4 and shown[-1] == log[-1] and shown[-1].startswith("status:ok")
+    assert all(line in log for line in shown)
+
+
 def test_changed_results_are_noticed(tmp_path, monkeypatch):
     for name in {match[2] for match in readme.BLOCK.finditer(TEXT)}:
         target = tmp_path / "benchmarks" / "results" / name
