@@ -1933,23 +1933,26 @@ def after_roll_call(runtime, step, said):
 
 def train(config, overrides, runtime, content=None, hook=None, check=False):
     """A whole run; returns the exit status. content: of a checkpoint. hook: gets the Run. check: stop at warm-up."""
-    log, run, code, said, speaks = Log(runtime), None, 1, "error", False
+    log, run, code, said, speaks, stopped = Log(runtime), None, 1, "error", False, False
     try:
-        run = open_run(config, overrides, runtime, log, content, check)
-        if hook:
-            hook(run)
-        if not check:
-            warm_up(run.trainer)
-            val_loss = finish(run, train_steps(run))
-            said = (f"ok run:{run.config.run_id} val_loss:{val_loss:.5f} train_time:{run.clock.seconds():.1f}s"
-                    f" log:{run.folder}/log.txt{plot(run.folder) if log.is_main else ''}")
-        code = runtime.close() or 0
+        try:
+            run = open_run(config, overrides, runtime, log, content, check)
+            if hook:
+                hook(run)
+            if not check:
+                warm_up(run.trainer)
+                val_loss = finish(run, train_steps(run))
+                said = (f"ok run:{run.config.run_id} val_loss:{val_loss:.5f} train_time:{run.clock.seconds():.1f}s"
+                        f" log:{run.folder}/log.txt{plot(run.folder) if log.is_main else ''}")
+            code = runtime.close() or 0
+        finally:  # a signal raises up to here, and is caught below; what comes later is torchrun's, which saw a failure
+            stopped = INTERRUPTED.is_set() and not SAVES.is_set()
+            SAVES.clear(), INTERRUPTED.set()
     except (KeyboardInterrupt, Exception) as error:
-        if INTERRUPTED.is_set() and not SAVES.is_set():  # whatever torch has made of the signal
+        if stopped:  # whatever torch has made of the signal
             error = KeyboardInterrupt()
         elif "can't allocate memory" in str(error):
             error = MemoryError(error)
-        INTERRUPTED.set(), SAVES.clear()  # what comes now is torchrun's SIGTERM, for it has seen a rank fail
         known = next((kinds for kinds in ENDINGS if isinstance(error, kinds)), None)
         lost = not known and runtime.world_size > 1 and re.search("gloo|nccl|connection|pair closure", str(error), re.I)
         code, word, remedy = ENDINGS.get(known, (1, f"error {type(error).__name__}: ", ""))

@@ -26,8 +26,8 @@ def patient(seconds):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Ranks answer each other within a second here."""
-    monkeypatch.setattr(train_gpt, "ANSWER_SECONDS", 1)
+    """Ranks answer each other within three seconds here."""
+    monkeypatch.setattr(train_gpt, "ANSWER_SECONDS", 3)
 
 
 @pytest.mark.parametrize("seconds", [0, 20], ids=["SIGTERM at once", "no SIGTERM"])

@@ -443,6 +443,47 @@ def test_a_second_signal_changes_nothing(tiny, tmp_path):
     assert run.code == 130 and run.stderr == "" and log_of(run.folder)[-1] == "status:interrupted"
 
 
+@pytest.mark.parametrize("error, status", [
+    (ConfigError("broken"), (2, "status:error broken")),
+    (RuntimeError("Connection closed by peer"), (1, "status:error RuntimeError: Connection closed by peer"))])
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_signal_at_any_moment_of_an_error_leaves_a_status(error, status, saves, monkeypatch, capsys):
+    """One run for each operation of the interpreter between the error and the end, before which the signal comes."""
+    runtime, seen, left = train_gpt.Runtime("cpu"), [], None
+
+    def fail(*words):  # in place of the run; the operations are counted from here on
+        nonlocal left
+        left = len(seen) + 1
+        if saves:
+            train_gpt.SAVES.set()
+        raise error
+
+    def trace(frame, event, word):
+        nonlocal left
+        if frame.f_code is not train_gpt.train.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and left:
+            left -= 1
+            if not left:
+                train_gpt.interrupt(signal.SIGTERM, frame)
+        return trace
+
+    monkeypatch.setattr(train_gpt, "open_run", fail)
+    while not left:  # else the run has ended before its moment
+        left = None
+        train_gpt.INTERRUPTED.clear(), train_gpt.SAVES.clear()
+        sys.settrace(trace)
+        try:
+            code = train_gpt.train(Config(), {}, runtime)
+        except (RuntimeError, KeyboardInterrupt) as raised:  # an error that nobody knows keeps its traceback
+            code = 1 if raised is error else None
+        finally:
+            sys.settrace(None)
+        seen.append((code, *[line for line in capsys.readouterr().out.splitlines() if line.startswith("status:")]))
+    assert len(seen) > 50 and set(seen) == {status, (130, "status:interrupted")}
+
+
 @pytest.mark.parametrize("console", ["| head -2", ">&-"])
 def test_a_run_goes_on_without_its_console(console, tiny, tmp_path):
     words = " ".join(f"'{word}'" for word in [sys.executable, TRAINER, *arguments({**tiny, "run_id": "piped"})])
