@@ -1931,14 +1931,13 @@ def after_roll_call(runtime, step, said):
     what = ended[0] if ended else lost if heard and silent else "rank 0, its node or the launcher is out of reach"
     return f"error at step {step}: {what}; --resume auto goes on", runtime.rank == min(heard, default=runtime.rank)
 
-def train(config, overrides, runtime, content=None, hook=None, check=False):
+def train(config, overrides, runtime, content=None, hook=lambda run: None, check=False):
     """A whole run; returns the exit status. content: of a checkpoint. hook: gets the Run. check: stop at warm-up."""
     log, run, code, said, speaks, stopped = Log(runtime), None, 1, "error", False, False
     try:
         try:
             run = open_run(config, overrides, runtime, log, content, check)
-            if hook:
-                hook(run)
+            hook(run)
             if not check:
                 warm_up(run.trainer)
                 val_loss = finish(run, train_steps(run))
@@ -1989,7 +1988,7 @@ def main(argv=None, extend=None):
             return 0
         given = parse_arguments([word for word in argv if word != "--check"])
         config, overrides, content = resumed(given) if given.get("resume") else (*config_from(given), None)
-        hook = extend(config) if extend else None
+        hook = extend(config) if extend else lambda run: None
         runtime = Runtime(config.device, config.workers)
     except (ConfigError, OSError, RuntimeError, KeyboardInterrupt) as error:  # gloo's own are plain RuntimeErrors
         said = "status:interrupted" if INTERRUPTED.is_set() else f"status:error {one_line(error)}"
