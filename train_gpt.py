@@ -28,11 +28,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, NamedTuple
 
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it once: large tensors on the CPU go into huge pages
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributed as dist, nn
 from torch.utils.checkpoint import checkpoint
 
 # 1. Configuration, tracks and schedules =====================================================================
@@ -626,7 +626,7 @@ class TrainLoader:
         config, runtime = self.config, self.runtime
         cap, count = (at_step(schedule, step, config) for schedule in (config.document_cap, config.micro_batches))
         places = [self._place_next(cap) for _ in range(count)][runtime.rank::runtime.world_size]
-        rows, signs = map(np.concatenate, zip(*(table_rows(place, config, self.index) for place in places)))
+        rows, signs = map(np.concatenate, zip(*runtime.map(lambda it: table_rows(it, config, self.index), places)))
         plan, slots = plan_rows(rows, signs, config, runtime, runtime.loader_group)
         parts = zip(places, np.split(slots, len(places)), np.split(signs, len(places)))
         distinct = max(len(np.unique(p.text.tokens[p.position + 1])) for p in places) if config.softmax_rows else 0
