@@ -55,7 +55,7 @@ set_up() {
     cp requirements.txt "$stamp"
 }
 
-# Print "TRACK PROCESSES SCRIPT DATA" for the trainer's arguments; "-" stands for nothing to do. Arguments that
+# Print "TRACK PROCESSES SCRIPT DTYPE DATA" for the trainer's arguments; "-" stands for nothing to do. Arguments that
 # the trainer is going to refuse pass through, since its message is the better one.
 plan() {
     "$venv_python" - "$@" <<'PYTHON'
@@ -86,17 +86,22 @@ try:
                                         "torch sees no CUDA device")
         config = train_gpt.config_from(given)[0]
 except (train_gpt.ConfigError, OSError):
-    print(track, 1, script(dict(zip(argv, argv[1:])).get("--track")), "-")
+    print(track, 1, script(dict(zip(argv, argv[1:])).get("--track")), "-", "-")
     sys.exit()
-processes, device = 1, "the CPU"
+processes, device, dtype = 1, "the CPU", "-"
 if gpus and config.device != "cpu":
     counts = [count for _, count in config.micro_batches]
     processes = max(n for n in range(1, gpus + 1) if all(count % n == 0 for count in counts))
     device = f"{processes} of {gpus} GPUs"
     if processes < gpus:
         device += f" ({gpus - processes} idle: the number used must divide {counts} micro-batches a step)"
+elif config.track == "nano" and not content and "dtype" not in given:
+    cpu = torch.device("cpu")
+    if train_gpt.matmul_rate(cpu, torch.bfloat16) < train_gpt.matmul_rate(cpu, torch.float32):
+        dtype = "float32"
+        device += ", in float32, since it has no fast bfloat16 (--dtype bfloat16 is the track's own)"
 print(f"run.sh: track {config.track}{reason}; runs on {device}", file=sys.stderr)
-print(track, processes, script(config.track), config.data)
+print(track, processes, script(config.track), dtype, config.data)
 PYTHON
 }
 
@@ -144,9 +149,12 @@ case ${1:-} in
 esac
 
 planned=$(plan "$@")
-read -r track processes script data <<<"$planned"
+read -r track processes script dtype data <<<"$planned"
 if [ "$track" != - ]; then
     set -- --track "$track" "$@"
+fi
+if [ "$dtype" != - ]; then
+    set -- "$@" --dtype "$dtype"
 fi
 prepare_data "$data"
 # `exec`: signals reach the trainer, and its status is ours.

@@ -39,7 +39,7 @@ case "$*" in
 esac
 exit 0
 """
-NOTHING_PLANNED = "- 1 train_gpt.py -"
+NOTHING_PLANNED = "- 1 train_gpt.py - -"
 PLAN = re.search(r"<<'PYTHON'\n(.*?\n)PYTHON\n", (ROOT / "run.sh").read_text(), re.DOTALL)[1]
 
 
@@ -54,6 +54,7 @@ class Copy:
         for name in ("train_gpt.py", "continual.py"):
             (folder / name).symlink_to(ROOT / name)
         self.python = self.stub("python-stub")
+        self.fast = torch.bfloat16  # what the CPU of the plans is better at
 
     def stub(self, name):
         path = self.folder / name
@@ -97,6 +98,7 @@ class Copy:
             patch.setattr(sys, "argv", ["-", *arguments])
             patch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
             patch.setattr(torch.cuda, "device_count", lambda: gpus)
+            patch.setattr(train_gpt, "matmul_rate", lambda device, dtype: 2.0 if dtype == self.fast else 1.0)
             with contextlib.suppress(SystemExit):
                 exec(compile(PLAN, "run.sh", "exec"), {})
         return out.getvalue(), err.getvalue()
@@ -176,9 +178,25 @@ def test_options_alone_go_to_the_default_track(copy):
 def test_the_plan_is_made_by_the_environments_python(copy):
     """The one test whose plan is not made in this process."""
     copy.set_up()
-    code, _, err, calls = copy.run("nano", "--steps", "10", "--data", "my own", STUB_REAL_PYTHON=sys.executable)
+    words = "nano --steps 10 --dtype bfloat16 --data".split()
+    code, _, err, calls = copy.run(*words, "my own", STUB_REAL_PYTHON=sys.executable)
     assert code == 0 and err == "run.sh: track nano; runs on the CPU\n"
-    assert launch_of(calls) == calls[0] == "train_gpt.py --track nano --steps 10 --data my own"
+    assert launch_of(calls) == calls[0] == "train_gpt.py --track nano --steps 10 --dtype bfloat16 --data my own"
+    _, _, err, calls = copy.run("nano", "--steps", "10", STUB_REAL_PYTHON=sys.executable)
+    rates = [train_gpt.matmul_rate(torch.device("cpu"), dtype) for dtype in (torch.bfloat16, torch.float32)]
+    slow = " --dtype float32" if "in float32" in err else ""
+    assert launch_of(calls) == f"train_gpt.py --track nano --steps 10{slow}"
+    assert max(rates) < 1.5 * min(rates) or bool(slow) == (rates[0] < rates[1])  # else it is a matter of noise
+
+
+def test_nano_runs_in_float32_where_a_cpu_has_no_fast_bfloat16(copy):
+    copy.set_up().fast = torch.float32
+    _, _, err, calls = copy.run("nano", "--steps", "10", gpus=0)
+    assert launch_of(calls) == "train_gpt.py --track nano --steps 10 --dtype float32"
+    assert "in float32" in err and "--dtype bfloat16" in err
+    for words, gpus in ((("nano", "--dtype", "bfloat16"), 0), (("nano",), 1), (("continual", "--init-from", "a"), 0)):
+        _, _, err, calls = copy.run(*words, gpus=gpus)
+        assert "float32" not in err + launch_of(calls)
 
 
 def test_fineweb_is_the_default_where_gpus_and_shards_are(copy):
