@@ -55,53 +55,38 @@ set_up() {
     cp requirements.txt "$stamp"
 }
 
-# Print "TRACK PROCESSES SCRIPT DTYPE DATA" for the trainer's arguments; "-" stands for nothing to do. Arguments that
-# the trainer is going to refuse pass through, since its message is the better one.
+# Print "PROCESSES SCRIPT DATA" for the trainer's arguments. Those that the trainer is going to refuse
+# pass through, since its message is the better one.
 plan() {
     "$venv_python" - "$@" <<'PYTHON'
 import sys
-from pathlib import Path
 
-import torch
 import continual  # its track becomes known
+import torch
 import train_gpt
 
-def script(track):
-    return "continual.py" if track == "continual" else "train_gpt.py"
-
-argv = [word for word in sys.argv[1:] if word != "--check"]
-gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-shards = any(Path("data/fineweb10B").glob("*_train_*.bin"))
-track, reason = "-", ""
+scripts = {"continual": "continual.py"}
 try:
-    if {"--help", "-h"} & set(argv):
-        raise train_gpt.ConfigError("help is no run")
-    given = train_gpt.parse_arguments(argv)
-    config, _, content = train_gpt.resumed(given) if given.get("resume") else (None, None, None)
-    if not content:  # `--resume auto` may start a run
-        if "track" not in given:
-            track = given["track"] = "fineweb" if gpus and shards else "nano"
-            reason = " by default: " + ("CUDA and FineWeb shards are present" if track == "fineweb" else
-                                        "no FineWeb shards in data/fineweb10B" if gpus else
-                                        "torch sees no CUDA device")
-        config = train_gpt.config_from(given)[0]
+    given = train_gpt.parse_command_line(sys.argv[1:])
+    train_gpt.require("help" not in given, "help is no run")
+    config, _, _ = train_gpt.resumed(given)
 except (train_gpt.ConfigError, OSError):
-    print(track, 1, script(dict(zip(argv, argv[1:])).get("--track")), "-", "-")
+    named = dict(zip(sys.argv, sys.argv[1:])).get("--track")
+    print(1, scripts.get(named, "train_gpt.py"), "-")
     sys.exit()
-processes, device, dtype = 1, "the CPU", "-"
-if gpus and config.device != "cpu":
-    counts = [count for _, count in config.micro_batches]
-    processes = max(n for n in range(1, gpus + 1) if all(count % n == 0 for count in counts))
-    device = f"{processes} of {gpus} GPUs"
+processes = 1  # on a CPU its worker threads use every core: ranks would hold the weights each
+if config.device != "cpu" and torch.cuda.is_available():
+    gpus = torch.cuda.device_count()
+    counts = [stage.micro_batches for stage in config.stages]
+    fitting = [n for n in range(1, gpus + 1) if all(count % n == 0 for count in counts)]
+    processes = max(fitting)
     if processes < gpus:
-        device += f" ({gpus - processes} idle: the number used must divide {counts} micro-batches a step)"
-elif config.track == "nano" and not content and "dtype" not in given:
-    cpu = torch.device("cpu")
-    if train_gpt.matmul_rate(cpu, torch.bfloat16) < train_gpt.matmul_rate(cpu, torch.float32):
-        dtype = "float32"
-        device += ", in float32, since it has no fast bfloat16 (--dtype bfloat16 is the track's own)"
-print(f"run.sh: track {config.track}{reason}; runs on {device}", file=sys.stderr)
-print(track, processes, script(config.track), dtype, config.data)
+        print(
+            f"run.sh: {gpus - processes} of {gpus} GPUs idle: the number used must divide "
+            f"{counts} micro-batches a step",
+            file=sys.stderr,
+        )
+print(processes, scripts.get(config.track, "train_gpt.py"), config.data)
 PYTHON
 }
 
@@ -149,18 +134,11 @@ case ${1:-} in
 esac
 
 planned=$(plan "$@")
-read -r track processes script dtype data <<<"$planned"
-if [ "$track" != - ]; then
-    set -- --track "$track" "$@"
-fi
-if [ "$dtype" != - ]; then
-    set -- "$@" --dtype "$dtype"
-fi
+read -r processes script data <<<"$planned"
 prepare_data "$data"
 # `exec`: signals reach the trainer, and its status is ours.
 if [ "$processes" -gt 1 ]; then
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # what torchrun would set, less its warning
     exec "$venv_python" -m torch.distributed.run --standalone --nproc_per_node="$processes" "$script" "$@"
 fi
-# On a CPU it is one process, whose worker threads use every core: ranks would hold the n-gram table each.
 exec "$venv_python" "$script" "$@"

@@ -9,17 +9,19 @@ Five arms train on the same corpus and are scored on the same validation tokens,
     baseline + copies     the same, given the n-grams and the copies
     nano                  the track as it stands; its index reads text that the others may train on, on the arm's clock
     nano, no table        the track without n-grams, copies and index
-All are compiled. They take turns, a slice of training time each, so that a busy machine slows all alike. The length of
-a schedule is fixed beforehand (the baselines': `--seconds` over the step time of a calibration; the track's: its
-`steps`), and an arm stops at its end. The clock stands still during compilation and validation.
+All are compiled. They take turns, a slice of training time each, so that a busy machine slows all
+alike. The length of a schedule is fixed beforehand (the baselines': `--seconds` over the step time
+of a calibration; the track's: its `steps`), and an arm stops at its end. The clock stands still
+during compilation and validation.
 
-The ratio is that of times to one loss, the one at which the baseline ends: the baseline's whole training time over the
-time after which the track had that loss, on the way along its own, longer schedule. Between two validation points
-losses are interpolated linearly in time, which errs against the track on a convex curve.
+The ratio is that of times to one loss, the one at which the baseline ends: the baseline's whole
+training time over the time after which the track had that loss, on the way along its own, longer
+schedule. Between two validation points losses are interpolated linearly in time, which errs against
+the track on a convex curve.
 
-Results: benchmarks/results/nano_vs_baseline.{json,md,png}, and nano_vs_baseline_short.md, the table of README.md. Exit
-status: 0, or 2 for something to correct.
-"""
+Results: benchmarks/results/nano_vs_baseline.{json,md,png}, and nano_vs_baseline_short.md, the table
+of README.md. Exit status: 0, or 2 for something to correct."""
+
 import dataclasses
 import math
 import statistics
@@ -34,19 +36,25 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train_gpt  # noqa: E402
-from benchmarks import common  # noqa: E402
+import train_gpt
+from benchmarks import common
 
 NAME = "nano_vs_baseline"
 ARMS = ("baseline", "baseline + n-grams", "baseline + copies", "nano", "nano, no table")
-SHORT_NAMES = ("plain GPT", "plain GPT + n-grams", "plain GPT + n-grams and copies", "nano",
-               "nano without the table")  # of README.md's table
-BASELINE_LAYERS = 4        # the track has one, which its table makes up for
-BLOCK = 256                # tokens of a baseline's window
-SLICE_SECONDS = 10.0       # of training time before the next arm's turn
-POINTS = 12                # validation points of a curve
-CURVE_TOKENS = 131_072     # validation tokens of a point; the end is scored on all of the track's
-FIRST_POINT = 1 / 40       # of the schedule; points lie on a geometric scale, for losses fall fastest early
+SHORT_NAMES = (
+    "plain GPT",
+    "plain GPT + n-grams",
+    "plain GPT + n-grams and copies",
+    "nano",
+    "nano without the table",
+)  # of README.md's table
+BASELINE_LAYERS = 4  # the track has one, which its table makes up for
+BLOCK = 256  # tokens of a baseline's window
+SLICE_SECONDS = 10.0  # of training time before the next arm's turn
+POINTS = 12  # validation points of a curve
+CURVE_TOKENS = 131_072  # validation tokens of a point; the end is scored on all of the track's
+# of the schedule; points lie on a geometric scale, for losses fall fastest early
+FIRST_POINT = 1 / 40
 
 # ----- the baseline: GPT-2's architecture and nanoGPT's recipe (Karpathy 2022) at the track's size
 
@@ -60,15 +68,20 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(dim, mlp_dim), nn.Linear(mlp_dim, dim)
 
     def forward(self, x):  # (B, T, dim)
-        q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm_attention(x))
+            .unflatten(-1, (3, self.heads, -1))
+            .permute(2, 0, 3, 1, 4)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
 
 
 class Baseline(nn.Module):
-    """A plain GPT with the head tied to the embedding. With n-grams, the summed rows of the table join the
-    residual stream where the track adds them: before each layer and before the head, with learned scales."""
+    """A plain GPT with the head tied to the embedding. With n-grams, the summed rows of the table
+    join the residual stream where the track adds them: before each layer and before the head, with
+    learned scales."""
 
     def __init__(self, config):
         super().__init__()
@@ -97,18 +110,22 @@ class Baseline(nn.Module):
 
     def forward(self, inputs, targets, ngram=None):
         """inputs, targets: (B, T) token ids. ngram: (B, T, dim). Returns losses (B, T)."""
-        x = self.embed(inputs) + self.position.weight[:inputs.size(1)]
+        x = self.embed(inputs) + self.position.weight[: inputs.size(1)]
         for layer, block in enumerate(self.blocks):
             x = block(x if ngram is None else x + self.ngram_scale[layer] * ngram)
         x = self.norm(x if ngram is None else x + self.ngram_scale[-1] * ngram)
         logits = F.linear(x, self.embed.weight)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(
+            targets.shape
+        )
 
 
 # ----- arms: what trains, in steps; each has its own clock
 
+
 class Arm:
-    """`steps`: length of the schedule, `done`: steps taken, `points`: (training seconds, step, loss)."""
+    """`steps`: length of the schedule, `done`: steps taken, `points`: (training seconds, step,
+    loss)."""
 
     def __init__(self, name, config, runtime):
         self.name, self.config, self.runtime = name, config, runtime
@@ -119,7 +136,9 @@ class Arm:
 
     def set_steps(self, steps):
         self.steps = steps
-        self.marks = {max(1, round(steps * FIRST_POINT ** (1 - i / (POINTS - 1)))) for i in range(POINTS)}
+        self.marks = {
+            max(1, round(steps * FIRST_POINT ** (1 - i / (POINTS - 1)))) for i in range(POINTS)
+        }
 
     def mean_loss(self, pieces):
         """Mean validation loss over pieces of micro_batch_tokens that start at the given tokens."""
@@ -149,13 +168,22 @@ class Arm:
         self.clock.stop()
 
     def result(self):
-        """The arm's figures after its schedule, with the loss over all of the track's validation tokens."""
+        """The arm's figures after its schedule, with the loss over all of the track's validation
+        tokens."""
         length, tokens = self.config.micro_batch_tokens, self.tokens_seen()
         final = self.mean_loss(range(0, self.config.val_tokens, length))
-        return {"arm": self.name, "seed": self.config.seed, "steps": self.steps, "seconds": self.clock.total,
-                "tokens": tokens, "tokens_per_second": tokens / self.clock.total, "val_loss": final,
-                "matrix_parameters": self.matrix_parameters(), "table_values": self.table_values(),
-                "points": [{"seconds": s, "step": n, "loss": loss} for s, n, loss in self.points]}
+        return {
+            "arm": self.name,
+            "seed": self.config.seed,
+            "steps": self.steps,
+            "seconds": self.clock.total,
+            "tokens": tokens,
+            "tokens_per_second": tokens / self.clock.total,
+            "val_loss": final,
+            "matrix_parameters": self.matrix_parameters(),
+            "table_values": self.table_values(),
+            "points": [{"seconds": s, "step": n, "loss": loss} for s, n, loss in self.points],
+        }
 
     def table_values(self):
         return self.config.ngram_rows * self.config.model_dim if self.config.columns else 0
@@ -173,7 +201,8 @@ class NanoArm(Arm):
         self.set_steps(config.steps)
 
     def train_step(self):
-        if self.loader is None:  # on the clock, as in a run; in other arms' turns it fills its queue of two
+        # on the clock, as in a run; in other arms' turns it fills its queue of two
+        if self.loader is None:
             index = self.trainer.table.index
             index.read(self.indexed, self.runtime)
             self.loader = train_gpt.TrainLoader(self.config, self.shards, self.runtime, index=index)
@@ -188,7 +217,8 @@ class NanoArm(Arm):
         return self.trainer.optimizer.matrices.size()
 
     def tokens_seen(self):
-        return train_gpt.training_tokens(self.config)  # of the whole schedule, which is over by then
+        # of the whole schedule, which is over by then
+        return train_gpt.training_tokens(self.config)
 
     def close(self):
         if self.loader is not None:
@@ -197,10 +227,11 @@ class NanoArm(Arm):
 
 class BaselineArm(Arm):
     """The plain GPT. A thread prepares the next batch during a step, as the track's loader does."""
+
     LEARNING_RATE, FINAL_LR, DECAY, CLIP = 2e-3, 0.1, 0.1, 1.0
-    WARM_UP = 0.05           # of the schedule
-    # Tuned, for a baseline that is worth beating: after 25 s on two busy cores 8, 16 and 32 windows a step
-    # stood at 2.65, 2.94 and 3.02, and 8 at twice the learning rate at 2.90.
+    WARM_UP = 0.05  # of the schedule
+    # Tuned, for a baseline that is worth beating: after 25 s on two busy cores 8, 16 and 32 windows
+    # a step stood at 2.65, 2.94 and 3.02, and 8 at twice the learning rate at 2.90.
     WINDOWS = 8
 
     def __init__(self, name, config, runtime):
@@ -222,14 +253,23 @@ class BaselineArm(Arm):
         matrices = [param for param in self.model.parameters() if param.ndim == 2]
         others = [param for param in self.model.parameters() if param.ndim != 2]
         self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": self.DECAY}, {"params": others, "weight_decay": 0.0}],
-            lr=self.LEARNING_RATE, betas=(0.9, 0.95), fused=True)
-        self.table = train_gpt.NgramTable(dataclasses.replace(self.config, dtype="float32"), self.runtime)
+            [
+                {"params": matrices, "weight_decay": self.DECAY},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=self.LEARNING_RATE,
+            betas=(0.9, 0.95),
+            fused=True,
+        )
+        self.table = train_gpt.NgramTable(
+            dataclasses.replace(self.config, dtype="float32"), self.runtime
+        )
         self.rng = np.random.default_rng(self.config.seed)
         self.done, self.next_batch = 0, None
 
     def windows_at(self, text, lows):
-        """(MicroBatch, RowPlan) of windows of BLOCK tokens that start at `lows`; arrays are flat."""
+        """(MicroBatch, RowPlan) of windows of BLOCK tokens that start at `lows`; arrays are
+        flat."""
         position = (np.asarray(lows)[:, None] + np.arange(BLOCK)).ravel()
         segment_start = np.repeat(np.arange(len(lows), dtype=np.int32) * BLOCK, BLOCK)
         place = train_gpt.Placement(text, position, segment_start)
@@ -246,7 +286,9 @@ class BaselineArm(Arm):
 
     def losses(self, micro_batch, ngram):
         windows = [tensor.view(-1, BLOCK) for tensor in (micro_batch.inputs, micro_batch.targets)]
-        return self.forward(*windows, None if ngram is None else ngram.view(-1, BLOCK, self.config.model_dim))
+        return self.forward(
+            *windows, None if ngram is None else ngram.view(-1, BLOCK, self.config.model_dim)
+        )
 
     def lr_multiplier(self):
         warm_up = max(1, round(self.WARM_UP * self.steps))
@@ -290,7 +332,8 @@ class BaselineArm(Arm):
 
 
 def calibrate(arms, seconds):
-    """Fix each baseline's schedule: `seconds` over the median time of a step, in turns of four steps."""
+    """Fix each baseline's schedule: `seconds` over the median time of a step, in turns of four
+    steps."""
     times = {arm: [] for arm in arms}
     for _ in range(3):
         for arm in arms:
@@ -304,19 +347,29 @@ def calibrate(arms, seconds):
 def run_seed(config, seconds, runtime):
     """Train all arms with config.seed. Returns their results."""
     torch._dynamo.reset()  # the graphs of the last seed's models
-    plain, n_grams, copies = (dataclasses.replace(config, num_layers=BASELINE_LAYERS, **kinds)
-                              for kinds in (common.NO_TABLE, common.N_GRAMS_ALONE, {"index_orders": ()}))
-    kinds = ((BaselineArm, plain), (BaselineArm, n_grams), (BaselineArm, copies), (NanoArm, config),
-             (NanoArm, dataclasses.replace(config, **common.NO_TABLE)))
-    arms = [kind(name, of_arm, runtime) for name, (kind, of_arm) in zip(ARMS, kinds)]
+    plain, n_grams, copies = (
+        dataclasses.replace(config, num_layers=BASELINE_LAYERS, **kinds)
+        for kinds in (common.NO_TABLE, common.N_GRAMS_ALONE, {"index_orders": ()})
+    )
+    kinds = (
+        (BaselineArm, plain),
+        (BaselineArm, n_grams),
+        (BaselineArm, copies),
+        (NanoArm, config),
+        (NanoArm, dataclasses.replace(config, **common.NO_TABLE)),
+    )
+    arms = [kind(name, of_arm, runtime) for name, (kind, of_arm) in zip(ARMS, kinds, strict=True)]
     calibrate(arms[:3], seconds)
     try:
         while waiting := [arm for arm in arms if arm.done < arm.steps]:
             for arm in waiting:
                 arm.train_for(min(SLICE_SECONDS, seconds / 3))
-                print(f"seed:{config.seed} arm:{arm.name} step:{arm.done}/{arm.steps} "
-                      f"train_time:{1000 * arm.clock.total:.0f}ms loss:{arm.points[-1][2]:.5f} "
-                      f"at_step:{arm.points[-1][1]}", flush=True)
+                print(
+                    f"seed:{config.seed} arm:{arm.name} step:{arm.done}/{arm.steps} "
+                    f"train_time:{1000 * arm.clock.total:.0f}ms loss:{arm.points[-1][2]:.5f} "
+                    f"at_step:{arm.points[-1][1]}",
+                    flush=True,
+                )
         return [arm.result() for arm in arms]
     finally:
         for arm in arms:
@@ -325,9 +378,11 @@ def run_seed(config, seconds, runtime):
 
 # ----- figures
 
+
 def seconds_to(points, loss):
-    """Training seconds at which a curve first has `loss`, linear between points; None if it never has."""
-    for before, after in zip(points, points[1:]):
+    """Training seconds at which a curve first has `loss`, linear between points; None if it never
+    has."""
+    for before, after in zip(points, points[1:], strict=True):
         if after["loss"] <= loss < before["loss"]:
             share = (before["loss"] - loss) / (before["loss"] - after["loss"])
             return before["seconds"] + share * (after["seconds"] - before["seconds"])
@@ -335,18 +390,29 @@ def seconds_to(points, loss):
 
 
 def compare(results):
-    """Every other arm against each baseline: one dict a pair, with one entry a seed in its lists."""
+    """Every other arm against each baseline: one dict a pair, with one entry a seed in its
+    lists."""
     by_arm = {arm: [result for result in results if result["arm"] == arm] for arm in ARMS}
     pairs = []
     for target in ARMS[:2]:
         for arm in ARMS:
             if arm != target:
                 ends = [result["points"][-1] for result in by_arm[target]]
-                times = [seconds_to(result["points"], end["loss"]) for result, end in zip(by_arm[arm], ends)]
-                ratios = [end["seconds"] / t for end, t in zip(ends, times) if t]
-                pairs.append({"arm": arm, "target": target, "target_losses": [end["loss"] for end in ends],
-                              "target_seconds": [end["seconds"] for end in ends], "seconds": times,
-                              "ratio": statistics.mean(ratios) if len(ratios) == len(ends) else None})
+                times = [
+                    seconds_to(result["points"], end["loss"])
+                    for result, end in zip(by_arm[arm], ends, strict=True)
+                ]
+                ratios = [end["seconds"] / t for end, t in zip(ends, times, strict=True) if t]
+                pairs.append(
+                    {
+                        "arm": arm,
+                        "target": target,
+                        "target_losses": [end["loss"] for end in ends],
+                        "target_seconds": [end["seconds"] for end in ends],
+                        "seconds": times,
+                        "ratio": statistics.mean(ratios) if len(ratios) == len(ends) else None,
+                    }
+                )
     return pairs
 
 
@@ -357,60 +423,121 @@ def report(settings, results, pairs):
     for arm in ARMS:
         of_arm = [result for result in results if result["arm"] == arm]
         first = of_arm[0]
-        means = [f"{statistics.mean(result[key] for result in of_arm):,.0f}" for key in ("tokens_per_second", "tokens")]
-        rows.append([arm, f"{first['matrix_parameters']:,}", f"{first['table_values']:,}", *means,
-                     *(common.spread([result[key] for result in of_arm], digits)
-                       for key, digits in (("seconds", 1), ("val_loss", 4)))])
-    arms = common.markdown_table(["arm", "matrix parameters", "table values", "tokens/s", "tokens seen",
-                                  "training time, s", f"final validation loss, n={seeds}"], rows)
-    short = common.markdown_table(["arm", "tokens/s", "training time, s", "final validation loss", "n"],
-                                  [[name, row[3], *row[5:], seeds] for name, row in zip(SHORT_NAMES, rows)])
+        means = [
+            f"{statistics.mean(result[key] for result in of_arm):,.0f}"
+            for key in ("tokens_per_second", "tokens")
+        ]
+        rows.append(
+            [
+                arm,
+                f"{first['matrix_parameters']:,}",
+                f"{first['table_values']:,}",
+                *means,
+                *(
+                    common.spread([result[key] for result in of_arm], digits)
+                    for key, digits in (("seconds", 1), ("val_loss", 4))
+                ),
+            ]
+        )
+    arms = common.markdown_table(
+        [
+            "arm",
+            "matrix parameters",
+            "table values",
+            "tokens/s",
+            "tokens seen",
+            "training time, s",
+            f"final validation loss, n={seeds}",
+        ],
+        rows,
+    )
+    short = common.markdown_table(
+        ["arm", "tokens/s", "training time, s", "final validation loss", "n"],
+        [[name, row[3], *row[5:], seeds] for name, row in zip(SHORT_NAMES, rows, strict=True)],
+    )
     rows = []
     for pair in pairs:
         reached = [t for t in pair["seconds"] if t is not None]
-        rows.append([f"{pair['target']} at its end", common.spread(pair["target_losses"], 4),
-                     common.spread(pair["target_seconds"], 1), pair["arm"],
-                     common.spread(reached, 1) if len(reached) == seeds else "not reached",
-                     "not reached" if pair["ratio"] is None else f"{pair['ratio']:.2f}"])
-    times = common.markdown_table(["loss of", "loss (curve's tokens)", "its training time, s", "arm",
-                                   "time to that loss, s", "ratio of times"], rows)
+        rows.append(
+            [
+                f"{pair['target']} at its end",
+                common.spread(pair["target_losses"], 4),
+                common.spread(pair["target_seconds"], 1),
+                pair["arm"],
+                common.spread(reached, 1) if len(reached) == seeds else "not reached",
+                "not reached" if pair["ratio"] is None else f"{pair['ratio']:.2f}",
+            ]
+        )
+    times = common.markdown_table(
+        [
+            "loss of",
+            "loss (curve's tokens)",
+            "its training time, s",
+            "arm",
+            "time to that loss, s",
+            "ratio of times",
+        ],
+        rows,
+    )
     text = f"""{arms}\n\n{times}
 
 Training times leave out compilation and validation. The baseline: learned positions, LayerNorm, biases, GELU, AdamW
 {BaselineArm.LEARNING_RATE} with warm-up and cosine, float32, {BaselineArm.WINDOWS} random windows of {BLOCK} tokens a
 step. With n-grams it has the track's table of n-grams and row-wise Adagrad as well, with copies its copies too, but no
 index. torch.compile for all arms:
-{settings['compile']}. Final losses are over {settings['val_tokens']:,} validation tokens, those of the curve over at
+{settings["compile"]}. Final losses are over {settings["val_tokens"]:,} validation tokens, those of the curve over at
 most {CURVE_TOKENS:,} of them."""
-    return text, (f"{short}\n\nMatrix parameters: {results[0]['matrix_parameters']:,} of the plain GPT, "
-                  f"{first['matrix_parameters']:,} of nano. "
-                  f"{max(result['table_values'] for result in results):,} values in the table, "
-                  f"{settings['val_tokens']:,} validation tokens.")
+    return text, (
+        f"{short}\n\nMatrix parameters: {results[0]['matrix_parameters']:,} of the plain GPT, "
+        f"{first['matrix_parameters']:,} of nano. "
+        f"{max(result['table_values'] for result in results):,} values in the table, "
+        f"{settings['val_tokens']:,} validation tokens."
+    )
 
 
 def plot(path, results, pairs):
     """Loss against training time, one line an arm and seed; dashes mark where the baselines end."""
-    colours = dict(zip(ARMS, ("tab:gray", "tab:brown", "tab:olive", "tab:blue", "tab:cyan")))
+    colours = dict(
+        zip(ARMS, ("tab:gray", "tab:brown", "tab:olive", "tab:blue", "tab:cyan"), strict=True)
+    )
     labelled = set()
     with common.picture(path, figsize=(8, 5)) as axes:
         for result in results:
-            points = result["points"][1:]  # the first stands at time 0, which a logarithmic axis has not
+            # the first stands at time 0, which a logarithmic axis has not
+            points = result["points"][1:]
             arm = result["arm"]
-            axes.plot([p["seconds"] for p in points], [p["loss"] for p in points], marker=".", linewidth=1,
-                      color=colours[arm], label=None if arm in labelled else arm)
+            axes.plot(
+                [p["seconds"] for p in points],
+                [p["loss"] for p in points],
+                marker=".",
+                linewidth=1,
+                color=colours[arm],
+                label=None if arm in labelled else arm,
+            )
             labelled.add(arm)
         for pair in {pair["target"]: pair for pair in pairs}.values():
             loss, colour = statistics.mean(pair["target_losses"]), colours[pair["target"]]
             axes.axhline(loss, color=colour, linestyle="--", linewidth=0.8)
-        axes.set(xscale="log", xlabel="training time, s", ylabel="validation loss, nats per byte",
-                 title="The nano track against a plain GPT")
+        axes.set(
+            xscale="log",
+            xlabel="training time, s",
+            ylabel="validation loss, nats per byte",
+            title="The nano track against a plain GPT",
+        )
         axes.grid(alpha=0.3, which="both")
         axes.legend()
 
 
 def parse_arguments(argv):
-    parser = common.parser(__doc__, seconds=180.0, seeds=1, seed=0, device="auto", tiny=False,
-                           data=str(common.ROOT / train_gpt.TRACKS["nano"].data))
+    parser = common.parser(
+        __doc__,
+        seconds=180.0,
+        seeds=1,
+        seed=0,
+        device="auto",
+        tiny=False,
+        data=str(common.ROOT / train_gpt.TRACKS["nano"].data),
+    )
     parser.add_argument("--steps", type=int, help="schedule of the track [the track's]")
     arguments = parser.parse_args(argv)
     for name in ("seconds", "seeds"):
@@ -423,21 +550,31 @@ def benchmark(arguments, config):
     """Run every seed; results are written after each. Returns the comparison's pairs."""
     runtime = train_gpt.Runtime(config.device)
     facts = common.environment(runtime.device)
-    settings = {"seconds": arguments.seconds, "slice_seconds": SLICE_SECONDS, "tiny": arguments.tiny,
-                "curve_tokens": CURVE_TOKENS, "val_tokens": config.val_tokens, "block": BLOCK,
-                "windows": BaselineArm.WINDOWS, "learning_rate": BaselineArm.LEARNING_RATE,
-                "compile": train_gpt.choose_compile(config, runtime.device),
-                "config": {**dataclasses.asdict(config), "data": Path(config.data).name}}
+    settings = {
+        "seconds": arguments.seconds,
+        "slice_seconds": SLICE_SECONDS,
+        "tiny": arguments.tiny,
+        "curve_tokens": CURVE_TOKENS,
+        "val_tokens": config.val_tokens,
+        "block": BLOCK,
+        "windows": BaselineArm.WINDOWS,
+        "learning_rate": BaselineArm.LEARNING_RATE,
+        "compile": train_gpt.choose_compile(config, runtime.device),
+        "config": {**dataclasses.asdict(config), "data": Path(config.data).name},
+    }
     results = []
     for seed in range(arguments.seed, arguments.seed + arguments.seeds):
         of_seed = dataclasses.replace(config, seed=seed)
-        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # or an arm might run eagerly
+        # or an arm might run eagerly
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             results += run_seed(of_seed, arguments.seconds, runtime)
         pairs = compare(results)
         data = {"settings": settings, "results": results, "comparison": pairs}
         text, short = report(settings, results, pairs)
         common.write_results(arguments.results, NAME, facts, data, text)
-        (arguments.results / f"{NAME}_short.md").write_text(f"{short} {common.environment_line(facts)}\n")
+        (arguments.results / f"{NAME}_short.md").write_text(
+            f"{short} {common.environment_line(facts)}\n"
+        )
         plot(arguments.results / f"{NAME}.png", results, pairs)
     return pairs
 
@@ -449,8 +586,12 @@ def main(argv=None):
             changes = {"device": arguments.device, "data": arguments.data}
             if arguments.tiny:
                 changes |= {**common.TINY, "data": str(Path(temporary, "corpus"))}
-                common.write_corpus(changes["data"], common.python_documents(400_000),
-                                    train_gpt.EOT_TOKEN["bytes"], common.TINY["val_tokens"])
+                common.write_corpus(
+                    changes["data"],
+                    common.python_documents(400_000),
+                    train_gpt.EOT_TOKEN["bytes"],
+                    common.TINY["val_tokens"],
+                )
             if arguments.steps is not None:
                 changes["steps"] = arguments.steps
             pairs = benchmark(arguments, dataclasses.replace(train_gpt.TRACKS["nano"], **changes))
@@ -458,8 +599,10 @@ def main(argv=None):
             print(f"error: {error}", file=sys.stderr)
             return 2
     print((arguments.results / f"{NAME}.md").read_text())
-    ratios = [next(pair["ratio"] for pair in pairs if (pair["arm"], pair["target"]) == (ARMS[3], target))
-              for target in ARMS[:2]]
+    ratios = [
+        next(pair["ratio"] for pair in pairs if (pair["arm"], pair["target"]) == (ARMS[3], target))
+        for target in ARMS[:2]
+    ]
     texts = ["not_reached" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
     print(f"speedup_vs_baseline:{texts[0]} speedup_vs_baseline_with_ngrams:{texts[1]}")
     return 0

@@ -1,14 +1,18 @@
 """Which test finds a gain in time with few pairs of runs, on a machine that others use too?
 
     python benchmarks/records_power.py [--trials 1000]
-    python benchmarks/records_power.py --add NAME LOG ...      first keep what the clocks said in runs of one script
+    python benchmarks/records_power.py --add NAME LOG ...
 
-Runs of one and the same script, made one after another, show how far its clocks scatter: wall time, the lower quartile
-of the wall time of a run's parts, and processor time. Pairs are then drawn with noise of that size in several kinds:
-independent, bursts of load, drift, autocorrelated (AR(1)), heavy-tailed, and blocks of the measured runs themselves.
-Orders of runs are drawn as `ab` draws them. For each test stands the share of comparisons without any difference that
-it calls a gain, which must not exceed its level, and the share of gains of 5 % that it finds.
+With --add it first keeps what the clocks said in runs of one script.
+
+Runs of one and the same script, made one after another, show how far its clocks scatter: wall time,
+the lower quartile of the wall time of a run's parts, and processor time. Pairs are then drawn with
+noise of that size in several kinds: independent, bursts of load, drift, autocorrelated (AR(1)),
+heavy-tailed, and blocks of the measured runs themselves. Orders of runs are drawn as `ab` draws
+them. For each test stands the share of comparisons without any difference that it calls a gain,
+which must not exceed its level, and the share of gains of 5 % that it finds.
 """
+
 import argparse
 import itertools
 import json
@@ -19,39 +23,53 @@ import numpy as np
 from scipy import stats as scipy_stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks import common  # noqa: E402
-from records import stats  # noqa: E402
-from records.log import BLOCK, run_at  # noqa: E402
+from benchmarks import common
+from records import stats
+from records.log import BLOCK, run_at
 
-RESULTS, MEASURED = common.ROOT / "benchmarks/results", common.ROOT / "benchmarks/results/records_noise.json"
+RESULTS, MEASURED = (
+    common.ROOT / "benchmarks/results",
+    common.ROOT / "benchmarks/results/records_noise.json",
+)
 GAIN, PAIRS, LEVEL = 0.05, 12, 0.01
 CLOCKS = ("wall time", "lower quartile", "processor time")
 
 
 # ----- measured runs
 
+
 def parts_of(run):
     """Milliseconds of each of PARTS parts of equally many steps."""
     points = [(0, 0), *((point.step / run.steps, point.time_ms) for point in run.curves["train"])]
-    return np.diff(np.interp(np.linspace(0, 1, stats.PARTS + 1), *zip(*points))).round().tolist()
+    return (
+        np.diff(np.interp(np.linspace(0, 1, stats.PARTS + 1), *zip(*points, strict=True)))
+        .round()
+        .tolist()
+    )
 
 
 def add(name, paths):
     """Keep what the clocks said in some logs as a set of measured runs."""
     sets = json.loads(MEASURED.read_text())
-    sets[name] = [{"wall_ms": run.train_time_ms, "cpu_ms": run.cpu_time_ms, "parts_ms": parts_of(run)}
-                  for run in map(run_at, paths)]
+    sets[name] = [
+        {"wall_ms": run.train_time_ms, "cpu_ms": run.cpu_time_ms, "parts_ms": parts_of(run)}
+        for run in map(run_at, paths)
+    ]
     MEASURED.write_text(json.dumps(sets, indent=0) + "\n")
 
 
 def clocks_of(runs):
-    """Logarithms of what each of CLOCKS said of measured runs: (clocks, runs). The first part of a run holds the index,
-    which is read once; of the others the lower quartile counts."""
-    quartiles = [run["parts_ms"][0] + np.quantile(run["parts_ms"][1:], 0.25) * (stats.PARTS - 1) for run in runs]
+    """Logarithms of what each of CLOCKS said of measured runs: (clocks, runs). The first part of a
+    run holds the index, which is read once; of the others the lower quartile counts."""
+    quartiles = [
+        run["parts_ms"][0] + np.quantile(run["parts_ms"][1:], 0.25) * (stats.PARTS - 1)
+        for run in runs
+    ]
     return np.log([[run["wall_ms"] for run in runs], quartiles, [run["cpu_ms"] for run in runs]])
 
 
 # ----- noise: of `count` runs in a row, for each of `trials`, with standard deviation about 1
+
 
 def independent(rng, trials, count):
     return rng.standard_normal((trials, count))
@@ -68,7 +86,9 @@ def bursts(rng, trials, count):
 
 
 def drift(rng, trials, count):
-    return rng.choice((-1.5, 1.5), (trials, 1)) * np.linspace(-1, 1, count) + 0.5 * rng.standard_normal((trials, count))
+    return rng.choice((-1.5, 1.5), (trials, 1)) * np.linspace(
+        -1, 1, count
+    ) + 0.5 * rng.standard_normal((trials, count))
 
 
 def autocorrelated(rng, trials, count, memory=0.8):
@@ -82,13 +102,19 @@ def heavy_tails(rng, trials, count):
     return rng.standard_t(2, (trials, count)) / 2
 
 
-KINDS = {"independent": independent, "bursts": bursts, "drift": drift, "AR(1)": autocorrelated,
-         "heavy tails": heavy_tails, "measured": None}
+KINDS = {
+    "independent": independent,
+    "bursts": bursts,
+    "drift": drift,
+    "AR(1)": autocorrelated,
+    "heavy tails": heavy_tails,
+    "measured": None,
+}
 
 
 def simulated(rng, kind, logs, trials, pairs):
-    """Logarithms of times of two scripts without any difference, with noise as in logs (clocks, measured runs), in an
-    order that is drawn: (clocks, trials, sides, pairs)."""
+    """Logarithms of times of two scripts without any difference, with noise as in logs (clocks,
+    measured runs), in an order that is drawn: (clocks, trials, sides, pairs)."""
     block = 2 * BLOCK
     if kind == "measured":  # runs that were made one after another, from any place
         starts = rng.integers(0, logs.shape[1] - block + 1, (trials, pairs // BLOCK, 1))
@@ -96,8 +122,12 @@ def simulated(rng, kind, logs, trials, pairs):
     else:
         noise = KINDS[kind](rng, trials, 2 * pairs).reshape(trials, pairs // BLOCK, block)
         slots = logs.std(axis=1, ddof=1)[:, None, None, None] * noise
-    halves = np.array([[*half, *sorted(set(range(block)) - set(half))]
-                       for half in itertools.combinations(range(block), BLOCK)])
+    halves = np.array(
+        [
+            [*half, *sorted(set(range(block)) - set(half))]
+            for half in itertools.combinations(range(block), BLOCK)
+        ]
+    )
     drawn = halves[rng.integers(0, len(halves), slots.shape[1:3])]
     sides = np.take_along_axis(slots, np.broadcast_to(drawn, slots.shape), axis=-1)
     sides = sides.reshape(len(logs), trials, pairs // BLOCK, 2, BLOCK).swapaxes(2, 3)
@@ -106,9 +136,12 @@ def simulated(rng, kind, logs, trials, pairs):
 
 # ----- tests: p of each trial (trials, sides, pairs) of logarithms
 
+
 def t_of_differences(sides):
     """The test that records had before."""
-    return scipy_stats.ttest_1samp(np.exp(sides[:, 0]) - np.exp(sides[:, 1]), 0, axis=1, alternative="less").pvalue
+    return scipy_stats.ttest_1samp(
+        np.exp(sides[:, 0]) - np.exp(sides[:, 1]), 0, axis=1, alternative="less"
+    ).pvalue
 
 
 def t_of_logarithms(sides):
@@ -142,47 +175,81 @@ def permutations(sides):
     """The test that records have, at its last look."""
     sums = np.zeros((len(sides), 1))
     for first in range(0, sides.shape[2], BLOCK):
-        block = sides[:, :, first:first + BLOCK].reshape(len(sides), 2 * BLOCK)
-        ways = np.array([np.isin(range(2 * BLOCK), half) for half in itertools.combinations(range(2 * BLOCK), BLOCK)])
-        sums = (sums[:, :, None] + (block @ np.where(ways, 1.0, -1.0).T)[:, None]).reshape(len(sides), -1)
+        block = sides[:, :, first : first + BLOCK].reshape(len(sides), 2 * BLOCK)
+        ways = np.array(
+            [
+                np.isin(range(2 * BLOCK), half)
+                for half in itertools.combinations(range(2 * BLOCK), BLOCK)
+            ]
+        )
+        sums = (sums[:, :, None] + (block @ np.where(ways, 1.0, -1.0).T)[:, None]).reshape(
+            len(sides), -1
+        )
     return (sums <= sums[:, :1] + 1e-9).mean(axis=1)
 
 
-TESTS = {"paired t, differences (before)": t_of_differences, "paired t, logarithms": t_of_logarithms,
-         "signs flipped": sign_flips, "Wilcoxon": wilcoxon, "signs flipped, clipped": clipped,
-         "permutations in blocks": permutations}
+TESTS = {
+    "paired t, differences (before)": t_of_differences,
+    "paired t, logarithms": t_of_logarithms,
+    "signs flipped": sign_flips,
+    "Wilcoxon": wilcoxon,
+    "signs flipped, clipped": clipped,
+    "permutations in blocks": permutations,
+}
 
 
 def compare_tests(rng, logs, trials):
-    """{clock: {test: {kind: [share of false gains, share of true gains found]}}} with PAIRS pairs at LEVEL."""
+    """{clock: {test: {kind: [share of false gains, share of true gains found]}}} with PAIRS pairs
+    at LEVEL."""
     found = {clock: {test: {} for test in TESTS} for clock in CLOCKS}
     for kind in KINDS:
-        for clock, sides in zip(CLOCKS, simulated(rng, kind, logs, trials, PAIRS)):
+        for clock, sides in zip(CLOCKS, simulated(rng, kind, logs, trials, PAIRS), strict=True):
             gains = sides + np.log([[1 - GAIN], [1]])
             for name, test in TESTS.items():
                 found[clock][name][kind] = [
-                    float(np.mean(np.concatenate([test(part) for part in np.array_split(both, max(1, trials // 50))])
-                                  <= LEVEL)) for both in (sides, gains)]
+                    float(
+                        np.mean(
+                            np.concatenate(
+                                [test(part) for part in np.array_split(both, max(1, trials // 50))]
+                            )
+                            <= LEVEL
+                        )
+                    )
+                    for both in (sides, gains)
+                ]
     return found
 
 
 # ----- the rule: both clocks, with looks
 
+
 def rule(rng, logs, kind, gain, trials, declared, level):
-    """[share of trials in which the rule shows a gain, mean number of pairs that it took]; fastest parts aside."""
+    """[share of trials in which the rule shows a gain, mean number of pairs that it took]; fastest
+    parts aside."""
     sides = simulated(rng, kind, logs, trials, declared) + np.log([[1 - gain], [1]])
     ends = []
     for wall, _, processor in sides.swapaxes(0, 1):
-        looks = [stats.permutation_test(*times, declared, share * level)[1]
-                 for share, times in ((1 - stats.PROCESSOR_SHARE, wall), (stats.PROCESSOR_SHARE, processor))]
+        looks = [
+            stats.permutation_test(*times, declared, share * level)[1]
+            for share, times in (
+                (1 - stats.PROCESSOR_SHARE, wall),
+                (stats.PROCESSOR_SHARE, processor),
+            )
+        ]
         ends.append(min(filter(None, looks), default=None))
-    return [float(np.mean([end is not None for end in ends])), float(np.mean([end or declared for end in ends]))]
+    return [
+        float(np.mean([end is not None for end in ends])),
+        float(np.mean([end or declared for end in ends])),
+    ]
 
 
 def agreement(rng, runs, trials, pairs):
-    """Share of true gains of 5 % that the fastest parts agree with: runs drawn from the measured ones."""
+    """Share of true gains of 5 % that the fastest parts agree with: runs drawn from the measured
+    ones."""
     parts = np.array([run["parts_ms"] for run in runs], float)
-    best = [parts[rng.integers(0, len(runs), (trials, pairs))].min(axis=1).sum(axis=1) for _ in range(2)]
+    best = [
+        parts[rng.integers(0, len(runs), (trials, pairs))].min(axis=1).sum(axis=1) for _ in range(2)
+    ]
     return float(np.mean(best[0] * (1 - GAIN) < best[1]))
 
 
@@ -192,35 +259,87 @@ def study(sets, trials):
     for name, runs in sets.items():
         logs = clocks_of(runs)
         found[name] = {
-            "runs": len(runs), "spread": logs.std(axis=1, ddof=1).tolist(), "tests": compare_tests(rng, logs, trials),
-            "rule": {kind: {f"{declared} {gain}": rule(rng, logs, kind, gain, trials // 2, declared, stats.level(1))
-                            for declared in (8, PAIRS) for gain in (0, GAIN, 2 * GAIN)} for kind in KINDS},
-            "agreement": [agreement(rng, runs, trials, pairs) for pairs in (8, PAIRS)]}
+            "runs": len(runs),
+            "spread": logs.std(axis=1, ddof=1).tolist(),
+            "tests": compare_tests(rng, logs, trials),
+            "rule": {
+                kind: {
+                    f"{declared} {gain}": rule(
+                        rng, logs, kind, gain, trials // 2, declared, stats.level(1)
+                    )
+                    for declared in (8, PAIRS)
+                    for gain in (0, GAIN, 2 * GAIN)
+                }
+                for kind in KINDS
+            },
+            "agreement": [agreement(rng, runs, trials, pairs) for pairs in (8, PAIRS)],
+        }
     return found
 
 
 def page(found, trials):
     """The tables as text; those of all tests for the first set of measured runs alone."""
+
     def shown(share, pairs):
         return f"{100 * share:.1f} ({pairs:.1f})"
+
     lines = []
     for number, (name, entry) in enumerate(found.items()):
-        spread = ", ".join(f"{clock} {100 * value:.1f} %" for clock, value in zip(CLOCKS, entry["spread"]))
-        lines += [f"**{name}**: {entry['runs']} runs of one script. Standard deviation between runs: {spread}.", ""]
+        spread = ", ".join(
+            f"{clock} {100 * value:.1f} %"
+            for clock, value in zip(CLOCKS, entry["spread"], strict=True)
+        )
+        lines += [
+            f"**{name}**: {entry['runs']} runs of one script. Standard deviation between runs: "
+            f"{spread}.",
+            "",
+        ]
         if not number:
-            rows = [[clock, test, *(f"{100 * kinds[kind][0]:.1f} / {100 * kinds[kind][1]:.0f}" for kind in KINDS)]
-                    for clock, tests in entry["tests"].items() for test, kinds in tests.items()]
-            lines += [f"False gains / gains of {GAIN:.0%} found, in %, with {PAIRS} pairs at a level of {LEVEL:.0%}:", "",
-                      common.markdown_table(["clock", "test", *KINDS], rows), ""]
-        rows = [[declared, f"{gain:.0%}", *(shown(*entry["rule"][kind][f"{declared} {gain}"]) for kind in KINDS)]
-                for declared in (8, PAIRS) for gain in (0, GAIN, 2 * GAIN)]
-        lines += [f"The rule, in a code's first batch (level {stats.level(1):.1%}): gains shown, in % (mean number of "
-                  "pairs until then):", "", common.markdown_table(["pairs declared", "true gain", *KINDS], rows), "",
-                  f"The fastest parts of measured runs agree with a true gain of {GAIN:.0%} in {entry['agreement'][0]:.0%} "
-                  f"of cases with 8 pairs and {entry['agreement'][1]:.0%} with {PAIRS}.", ""]
+            rows = [
+                [
+                    clock,
+                    test,
+                    *(f"{100 * kinds[kind][0]:.1f} / {100 * kinds[kind][1]:.0f}" for kind in KINDS),
+                ]
+                for clock, tests in entry["tests"].items()
+                for test, kinds in tests.items()
+            ]
+            lines += [
+                f"False gains / gains of {GAIN:.0%} found, in %, with {PAIRS} pairs at a level of "
+                f"{LEVEL:.0%}:",
+                "",
+                common.markdown_table(["clock", "test", *KINDS], rows),
+                "",
+            ]
+        rows = [
+            [
+                declared,
+                f"{gain:.0%}",
+                *(shown(*entry["rule"][kind][f"{declared} {gain}"]) for kind in KINDS),
+            ]
+            for declared in (8, PAIRS)
+            for gain in (0, GAIN, 2 * GAIN)
+        ]
+        lines += [
+            f"The rule, in a code's first batch (level {stats.level(1):.1%}): gains shown, in % "
+            "(mean number of pairs until then):",
+            "",
+            common.markdown_table(["pairs declared", "true gain", *KINDS], rows),
+            "",
+            f"The fastest parts of measured runs agree with a true gain of {GAIN:.0%} in "
+            f"{entry['agreement'][0]:.0%} of cases with 8 pairs and {entry['agreement'][1]:.0%} "
+            f"with {PAIRS}.",
+            "",
+        ]
     error = 100 * (LEVEL * (1 - LEVEL) / trials) ** 0.5
-    return "\n".join([*lines, f"{trials} comparisons for each figure of the tests, of which a true share of {LEVEL:.0%} has "
-                              f"a standard error of {error:.2f} %; {trials // 2} for each of the rule."])
+    return "\n".join(
+        [
+            *lines,
+            f"{trials} comparisons for each figure of the tests, of which a true share of "
+            f"{LEVEL:.0%} has a standard error of {error:.2f} %; {trials // 2} for each of the "
+            "rule.",
+        ]
+    )
 
 
 def main():
@@ -233,7 +352,9 @@ def main():
         add(arguments.add[0], arguments.add[1:])
     found = study(json.loads(MEASURED.read_text()), arguments.trials)
     text = page(found, arguments.trials)
-    common.write_results(arguments.results, "records_power", common.environment("cpu"), {"sets": found}, text)
+    common.write_results(
+        arguments.results, "records_power", common.environment("cpu"), {"sets": found}, text
+    )
     print(text)
 
 

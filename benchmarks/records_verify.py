@@ -2,9 +2,11 @@
 
     python benchmarks/records_verify.py [--records 100] [--runs 8]
 
-Fills a temporary folder with made-up records that hold the source of the working train_gpt.py and as many steps as a run
-of the nano track logs. The last line has the time, without that which the process takes to start.
+Fills a temporary folder with made-up records that hold the source of the working train_gpt.py and
+as many steps as a run of the nano track logs. The last line has the time, without that which the
+process takes to start.
 """
+
 import argparse
 import sys
 import tempfile
@@ -12,28 +14,41 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in ("", "tests/records")]
-import records_helpers as made  # noqa: E402
-import train_gpt  # noqa: E402
-from records import render  # noqa: E402
-from records.__main__ import main as records_command  # noqa: E402
-from records.record import load  # noqa: E402
-from records.submit import submit  # noqa: E402
+sys.path[:0] = [
+    str(Path(__file__).resolve().parent.parent / folder) for folder in ("", "tests/records")
+]
+import records_helpers as made
+
+import train_gpt
+from records import render
+from records.__main__ import main as records_command
+from records.record import Repository, load
+from records.source import config_of
+from records.submit import submit
 
 
 def build(root, count, runs):
     """A repository of so many records, each of code and runs of its own."""
-    repository, source = made.make_repository(Path(root)), Path(train_gpt.__file__).read_text()
-    target = f"target_loss: float = knob({train_gpt.TRACKS['nano'].target_loss}"
-    assert target in source
-    source = source.replace(target, f"target_loss: float = knob({made.TARGET}")
+    repository = made.make_repository(Path(root))
+    repository.rules["nano"] = Repository.at().rules["nano"]
+    source = Path(train_gpt.__file__).read_text()
+    config = config_of(source, "nano")
     for number in range(count):
-        paths = made.write_logs(repository.root / "logs", f"{source}# {number}\n", count=runs, rng=number,
-                                steps=train_gpt.TRACKS["nano"].steps, began=made.YESTERDAY - timedelta(hours=number))
+        paths = made.write_logs(
+            repository.root / "logs",
+            f"{source}# {number}\n",
+            count=runs,
+            rng=number,
+            loss=config["target_loss"] - 0.01,
+            steps=config["steps"],
+            config=config,
+            began=made.YESTERDAY - timedelta(hours=number),
+        )
         record, failures = submit(repository, f"Record-{number:04d}", paths)
         assert not failures, failures
         made.edit(record.folder / "README.md", render.WHY, made.WHY)
-        repository.records["nano"].append(load(record.folder, "nano"))  # spares reading all of them again
+        # This spares reading all of them again.
+        repository.records["nano"].append(load(record.folder, "nano"))
     records_command(["table"], made.fresh(repository))
     return repository
 
@@ -46,10 +61,13 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         repository = build(folder, arguments.records, arguments.runs)
         logs = list(repository.root.glob("records/*/*/*/*.txt"))
-        size, began = sum(path.stat().st_size for path in logs), time.perf_counter()
+        size = sum(path.stat().st_size for path in logs)
+        began = time.perf_counter()
         status = records_command(["verify"], made.fresh(repository))
-        print(f"records: {arguments.records} logs: {len(logs)} size: {size / 2**20:.0f} MiB "
-              f"verify: {time.perf_counter() - began:.2f} s")
+        print(
+            f"records: {arguments.records} logs: {len(logs)} size: {size / 2**20:.0f} MiB "
+            f"verify: {time.perf_counter() - began:.2f} s"
+        )
     return status
 
 

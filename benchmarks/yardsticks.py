@@ -1,27 +1,33 @@
-"""What compressors make of the nano track: PPMd, xz and zstd read its training text and score its validation tokens.
+"""What compressors make of the nano track.
 
-    python benchmarks/yardsticks.py [--repeats 3]    # half an hour on one core, up to 4 GiB of memory
-    python benchmarks/yardsticks.py --draw           # the picture alone, from the results that are there
+PPMd, xz and zstd read its training text and score its validation tokens.
 
-How tokens are counted. The end-of-text token is written as the zero byte, which no document holds, so that every token
-is one byte. The scored bytes are the track's val_tokens targets, each once, end-of-text among them: a document is coded
-up to and with the end-of-text that follows it, and the first token of all, which the track only reads, is not counted.
-Losses therefore are in nats per token of the track.
+    python benchmarks/yardsticks.py [--repeats 3]    # half an hour on one core, up to 4 GiB
+    python benchmarks/yardsticks.py --draw           # the picture alone, from present results
 
-How a document is scored. A forked copy of the compressor, as it stands after the training text, compresses the document
-and ends its output. The document's size is that of the output from the fork on, less what a copy gives that ends at
-once; what an end of output costs cancels but for the rounding to whole bytes. No document helps another, and every
-copy has read end-of-text before. Within a document a compressor learns from what it has coded, as a GPT reads it.
+How tokens are counted. The end-of-text token is written as the zero byte, which no document
+holds, so that every token is one byte. The scored bytes are the track's val_tokens targets, each
+once, end-of-text among them: a document is coded up to and with the end-of-text that follows it,
+and the first token of all, which the track only reads, is not counted. Losses therefore are in
+nats per token of the track.
 
-The clock is that of a reading without any copies; like the track's it leaves validation out. It counts the processor
-time of the one thread, which on an idle machine is that on the wall, and which other work hardly changes; the wall's is
-kept, too. Settings are chosen on the last documents of the training text, which they do not read then, and not on
-validation.
+How a document is scored. A forked copy of the compressor, as it stands after the training text,
+compresses the document and ends its output. The document's size is that of the output from the
+fork on, less what a copy gives that ends at once; what an end of output costs cancels but for the
+rounding to whole bytes. No document helps another, and every copy has read end-of-text before.
+Within a document a compressor learns from what it has coded, as a GPT reads it.
 
-Results: benchmarks/results/yardsticks.{json,md,png}. The picture shows beside the compressors the arms of
-nano_vs_baseline.json and the nano track's records. Exit status: 0, or 2 for something to correct.
+The clock is that of a reading without any copies; like the track's it leaves validation out. It
+counts the processor time of the one thread, which on an idle machine is that on the wall, and
+which other work hardly changes; the wall's is kept, too. Settings are chosen on the last documents
+of the training text, which they do not read then, and not on validation.
+
+Results: benchmarks/results/yardsticks.{json,md,png}. The picture shows beside the compressors the
+arms of nano_vs_baseline.json and the nano track's records.
+Exit status: 0, or 2 for something to correct.
 """
-import dataclasses
+
+import functools
 import itertools
 import json
 import lzma
@@ -31,8 +37,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyppmd
@@ -40,110 +47,166 @@ import torch
 import zstandard
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train_gpt  # noqa: E402
-from benchmarks import common, nano_vs_baseline  # noqa: E402
-from records.record import Repository  # noqa: E402
+import train_gpt
+from benchmarks import common, nano_vs_baseline
+from records.record import Repository
 
 NAME = "yardsticks"
 CPU = torch.device("cpu")
 END_OF_TEXT = b"\0"
-LOSS_TICKS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)  # of a logarithmic axis
-FIRST_AMOUNT = 500_000  # bytes of training text at the first point of a curve; the amounts double from there
-# pyppmd 1.3.1 drops output bytes where 32 KiB of one call's output fill up, and it never releases what it was given to
-# read. So it gets pieces whose output is far from that, as views of one text.
+# of a logarithmic axis
+LOSS_TICKS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
+# Bytes of training text at the first point of a curve; the amounts double from there.
+FIRST_AMOUNT = 500_000
+# pyppmd 1.3.1 drops output bytes where 32 KiB of one call's output fill up, and it never releases
+# what it was given to read. So it gets pieces whose output is far from that, as views of one text.
 PIECE = 4096
 
 
 # ----- compressors
 
+
 class Stream(NamedTuple):
-    """A compressor at work: compress(bytes) and flush() each return output; nothing follows a flush."""
+    """A compressor at work.
+
+    compress(bytes) and flush() each return output; nothing follows a flush."""
+
     compress: Callable
     flush: Callable
 
 
 class Setting(NamedTuple):
-    """A compressor with its settings: what a table calls them, and start(), which returns a new Stream."""
-    words: str
-    start: Callable
+    """A compressor with its settings."""
+
+    words: str  # what a table calls them
+    start: Callable  # returns a new Stream
 
 
 def ppmd(variant, order, mebibytes):
-    """Variant H is that of 7-Zip, I that of ZIP. A model that outgrows its memory starts again from nothing."""
+    """The Setting of PPMd. Variant H is that of 7-Zip, I that of ZIP.
+
+    A model that outgrows its memory starts again from nothing."""
+    encoders = {"H": pyppmd.Ppmd7Encoder, "I": pyppmd.Ppmd8Encoder}
+
     def start():
-        kind = pyppmd.Ppmd7Encoder if variant == "H" else pyppmd.Ppmd8Encoder
-        encoder = kind(order, mebibytes << 20)
-        return Stream(encoder.encode, lambda: encoder.flush(endmark=False))
+        encoder = encoders[variant](order, mebibytes << 20)
+        return Stream(encoder.encode, functools.partial(encoder.flush, endmark=False))
+
     return Setting(f"variant {variant}, order {order}, {mebibytes:,} MiB", start)
 
 
 def xz(span):
-    """xz's LZMA at its highest preset, without the container, whose blocks and checksums are no part of a loss."""
+    """The Setting of xz's LZMA at its highest preset.
+
+    It has no container, whose blocks and checksums are no part of a loss."""
+    lzma_filter = {
+        "id": lzma.FILTER_LZMA1,
+        "preset": 9 | lzma.PRESET_EXTREME,
+        "dict_size": 1 << span.bit_length(),
+    }
+
     def start():
-        encoder = lzma.LZMACompressor(lzma.FORMAT_RAW, filters=[
-            {"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << span.bit_length()}])
+        encoder = lzma.LZMACompressor(lzma.FORMAT_RAW, filters=[lzma_filter])
         return Stream(encoder.compress, encoder.flush)
+
     return Setting("preset 9 extreme", start)
 
 
 def zstd(level, span):
-    """zstd with matches at any distance in the text; beyond the reach of the level's own tables they are long ones."""
+    """The Setting of zstd with matches at any distance in the text.
+
+    Beyond the reach of the level's own tables they are long ones."""
+    window_log = max(span.bit_length(), zstandard.WINDOWLOG_MIN)
+
     def start():
         parameters = zstandard.ZstdCompressionParameters.from_level(
-            level, source_size=span, window_log=max(span.bit_length(), zstandard.WINDOWLOG_MIN), enable_ldm=True)
+            level, source_size=span, window_log=window_log, enable_ldm=True
+        )
         encoder = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
         return Stream(encoder.compress, encoder.flush)
+
     return Setting(f"level {level}, long matches", start)
 
 
 def candidates(span):
-    """{arm: settings to choose from}; span: bytes that a window has to reach back, training text and document.
+    """{arm: settings to choose from}.
 
-    16 is the highest order of variant I, 64 that of variant H, and 4,095 MiB the most memory that pyppmd takes."""
-    small = [*(ppmd("H", order, 1024) for order in (8, 12, 16, 24)), *(ppmd("I", order, 1024) for order in (8, 12, 16))]
+    span: bytes that a window has to reach back, training text and document. 16 is the highest
+    order of variant I, 64 that of variant H, and 4,095 MiB the most memory that pyppmd takes."""
+    small = [ppmd("H", order, 1024) for order in (8, 12, 16, 24)]
+    small += [ppmd("I", order, 1024) for order in (8, 12, 16)]
     large = [ppmd("H", order, 4095) for order in (24, 32, 48, 64)]
-    return {"PPMd": small + large, "PPMd in 1 GiB": small, "xz": [xz(span)], "zstd": [zstd(19, span), zstd(22, span)]}
+    return {
+        "PPMd": small + large,
+        "PPMd in 1 GiB": small,
+        "xz": [xz(span)],
+        "zstd": [zstd(19, span), zstd(22, span)],
+    }
 
 
 # ----- text
 
+
 def text_of(tokens, eot_token):
-    """The bytes of byte tokens, with end-of-text as the zero byte; ConfigError where a document holds that byte."""
-    train_gpt.refuse(not np.all(tokens), "a document holds the zero byte, which stands for end-of-text here; build the "
-                     "corpus with data/text.py, which leaves such files out")
+    """The bytes of byte tokens, with end-of-text as the zero byte.
+
+    Raises ConfigError where a document holds that byte."""
+    if not np.all(tokens):
+        raise train_gpt.ConfigError(
+            "a document holds the zero byte, which stands for end-of-text here; build the corpus "
+            "with data/text.py, which leaves such files out"
+        )
     return np.where(tokens == eot_token, 0, tokens).astype(np.uint8).tobytes()
 
 
 def documents_of(text):
-    """The scored bytes of a text whose first byte is only read, cut after each end-of-text: none of them is empty."""
-    parts = text[1:].split(END_OF_TEXT)
-    return [part for part in [*(part + END_OF_TEXT for part in parts[:-1]), parts[-1]] if part]
+    """The scored bytes of a text, cut after each end-of-text; none of the documents is empty.
+
+    The first byte of the text is only read."""
+    *ended, last = text[1:].split(END_OF_TEXT)
+    documents = [document + END_OF_TEXT for document in ended]
+    if last:
+        documents.append(last)
+    return documents
 
 
 def hold_out(text, least):
-    """(what comes before, the last documents with at least so many bytes) of training text."""
+    """Cut training text in two: what comes before, and the last documents.
+
+    Those together have at least so many bytes."""
     cut = text.rindex(END_OF_TEXT, 0, len(text) - least)
     return text[:cut], text[cut:]
 
 
 def amounts_of(total, read_by_track):
-    """Bytes of training text at the points of a curve: doubling, and as many as the track reads, and all."""
-    doubling = itertools.takewhile(lambda amount: amount < total, (FIRST_AMOUNT << i for i in itertools.count()))
-    return sorted({*doubling, min(read_by_track, total), total})
+    """Bytes of training text at the points of a curve, in order.
+
+    They double, and there are as many as the track reads, and all."""
+    amounts = {min(read_by_track, total), total}
+    amount = FIRST_AMOUNT
+    while amount < total:
+        amounts.add(amount)
+        amount *= 2
+    return sorted(amounts)
 
 
 # ----- measuring
 
+
 def read(stream, text):
     """Compress a text, in pieces. Returns the bytes of output so far."""
     view = memoryview(text)
-    return sum(len(stream.compress(view[low:low + PIECE])) for low in range(0, len(view), PIECE))
+    size = 0
+    for low in range(0, len(view), PIECE):
+        size += len(stream.compress(view[low : low + PIECE]))
+    return size
 
 
 def in_a_fork(function):
-    """The number that function() returns in a forked copy of this process, of which nothing else is left.
+    """The number that function() returns in a forked copy of this process.
 
-    The copy only compresses: it is one thread, whatever libraries have started threads here."""
+    Nothing else is left of the copy. It only compresses: it is one thread, whatever libraries have
+    started threads here."""
     source, sink = os.pipe()
     child = os.fork()
     if child == 0:
@@ -156,106 +219,169 @@ def in_a_fork(function):
         answer = pipe.read()
     os.waitpid(child, 0)
     if not answer:
-        raise ChildProcessError("the copy of a compressor died while it scored a document; is there memory enough?")
+        reason = "the copy of a compressor died while it scored a document; is there memory enough?"
+        raise ChildProcessError(reason)
     return int(answer)
 
 
+def size_to_the_end(stream, document):
+    """Compress end-of-text and a document, and end the output. Returns the bytes of it."""
+    size = read(stream, END_OF_TEXT)
+    size += read(stream, document)
+    return size + len(stream.flush())
+
+
 def document_sizes(stream, documents):
-    """Bytes that each document adds to what the stream has compressed. The stream is as it was before."""
-    def ended(document):
-        return in_a_fork(lambda: read(stream, END_OF_TEXT) + read(stream, document) + len(stream.flush()))
-    nothing = ended(b"")
-    return [ended(document) - nothing for document in documents]
+    """Bytes that each document adds to what the stream has compressed.
+
+    The stream is afterwards as it was before."""
+    nothing = in_a_fork(functools.partial(size_to_the_end, stream, b""))
+    sizes = []
+    for document in documents:
+        size = in_a_fork(functools.partial(size_to_the_end, stream, document))
+        sizes.append(size - nothing)
+    return sizes
 
 
 def nats_per_token(sizes, documents):
-    """The mean loss in nats over all bytes of the documents, which are compressed to so many bytes each."""
+    """The mean loss over all bytes of the documents, which are compressed to so many bytes each."""
     return sum(sizes) * 8 * math.log(2) / sum(map(len, documents))
 
 
 def measure(setting, text, amounts, documents=()):
-    """Read the text up to the last of the amounts, and score the documents, if there are any, at each of them.
+    """Read the text up to the last of the amounts, and score the documents at each of them.
 
-    Returns a dict an amount: tokens read, seconds of reading on the processor and on the wall, and, where documents are
-    scored, the loss with the seconds that it took, on the wall, for the copies are processes of their own."""
-    stream, points, spent, wall = setting.start(), [], 0.0, 0.0
+    Returns a dict an amount: tokens read, seconds of reading on the processor and on the wall.
+    Where there are documents it holds their loss, too, and the seconds that it took. Those are on
+    the wall, for the copies are processes of their own."""
+    stream = setting.start()
+    view = memoryview(text)
+    points = []
+    spent = 0.0
+    wall = 0.0
     for low, high in itertools.pairwise((0, *amounts)):
         before = time.thread_time()
-        wall += common.timed(lambda: read(stream, memoryview(text)[low:high]), CPU)[0]
+        seconds, _ = common.timed(functools.partial(read, stream, view[low:high]), CPU)
+        wall += seconds
         spent += time.thread_time() - before
-        points.append({"tokens": high, "seconds": spent, "wall_seconds": wall})
+        point = {"tokens": high, "seconds": spent, "wall_seconds": wall}
         if documents:
-            seconds, sizes = common.timed(lambda: document_sizes(stream, documents), CPU)
-            points[-1] |= {"loss": nats_per_token(sizes, documents), "score_seconds": seconds}
+            score = functools.partial(document_sizes, stream, documents)
+            seconds, sizes = common.timed(score, CPU)
+            point["loss"] = nats_per_token(sizes, documents)
+            point["score_seconds"] = seconds
+        points.append(point)
     return points
 
 
 def choose(arms, text, least):
-    """Try every setting once on documents held out of the training text, at least so many bytes of them.
+    """Try every setting once on documents held out of the training text.
 
-    Returns ({arm: the setting of the lowest loss}, one dict a setting)."""
+    least: bytes that those have at least. Returns ({arm: the setting of the lowest loss}, one dict
+    a setting)."""
     train, held_out = hold_out(text, least)
-    tried, chosen = {}, {}
+    documents = documents_of(held_out)
+    tried = {}
+    chosen = {}
     for arm, settings in arms.items():
         for setting in settings:
-            if setting.words not in tried:
-                point, = measure(setting, train, [len(train)], documents_of(held_out))
-                tried[setting.words] = {"compressor": arm, "setting": setting.words, **point}
-                print(f"choice compressor:{arm} setting:{setting.words} loss:{point['loss']:.4f}", flush=True)
-        chosen[arm] = min(settings, key=lambda setting: tried[setting.words]["loss"])
+            if setting.words in tried:
+                continue
+            (point,) = measure(setting, train, [len(train)], documents)
+            tried[setting.words] = {"compressor": arm, "setting": setting.words, **point}
+            choice = f"compressor:{arm} setting:{setting.words} loss:{point['loss']:.4f}"
+            print(f"choice {choice}", flush=True)
+        losses = [tried[setting.words]["loss"] for setting in settings]
+        chosen[arm] = settings[losses.index(min(losses))]
     return chosen, list(tried.values())
 
 
 def curves_of_arms(chosen, text, amounts, documents, repeats):
-    """One dict an arm, with its points. Readings take turns, so that a busy machine slows all alike."""
-    rounds = [{arm: measure(setting, text, amounts) for arm, setting in chosen.items()} for _ in range(repeats)]
+    """One dict an arm, with its points.
+
+    Readings take turns, so that a busy machine slows all alike."""
+    readings = {arm: [] for arm in chosen}
+    for _ in range(repeats):
+        for arm, setting in chosen.items():
+            readings[arm].append(measure(setting, text, amounts))
     results = []
     for arm, setting in chosen.items():
         points = measure(setting, text, amounts, documents)
-        for point, *timed in zip(points, *(of_round[arm] for of_round in rounds), strict=True):
+        for index, point in enumerate(points):
             for clock in ("seconds", "wall_seconds"):
-                point[f"all_{clock}"] = [other[clock] for other in timed]
-                point[clock] = statistics.median(point[f"all_{clock}"])
+                times = [reading[index][clock] for reading in readings[arm]]
+                point[f"all_{clock}"] = times
+                point[clock] = statistics.median(times)
         results.append({"arm": arm, "setting": setting.words, "points": points})
-        print(f"arm:{arm} setting:{setting.words} train_time:{1000 * points[-1]['seconds']:.0f}ms "
-              f"val_loss:{points[-1]['loss']:.5f}", flush=True)
+        end = points[-1]
+        figures = f"train_time:{1000 * end['seconds']:.0f}ms val_loss:{end['loss']:.5f}"
+        print(f"arm:{arm} setting:{setting.words} {figures}", flush=True)
     return results
 
 
 # ----- figures
 
+
 def mean_curve(curves):
-    """[(seconds, loss), ...], each the mean of the points at the same place in all curves, without those at time 0."""
-    means = [tuple(map(statistics.mean, zip(*points))) for points in zip(*curves)]
-    return [(seconds, loss) for seconds, loss in means if seconds > 0]
+    """The mean of curves [(seconds, loss), ...], point by point, without the point at time 0.
+
+    It is as long as the shortest of the curves."""
+    means = []
+    for points in zip(*curves, strict=False):
+        seconds = statistics.mean(point[0] for point in points)
+        loss = statistics.mean(point[1] for point in points)
+        if seconds > 0:
+            means.append((seconds, loss))
+    return means
 
 
 def arm_curves(path):
-    """{arm: [(training seconds, loss), ...]} of yardsticks.json or nano_vs_baseline.json, means over an arm's seeds:
-    arm_curves(common.RESULTS / "yardsticks.json")["PPMd"] is PPMd's curve. Losses in nats per token."""
-    results = json.loads(Path(path).read_text())["results"]
-    return {arm: mean_curve([[(point["seconds"], point["loss"]) for point in result["points"]]
-                             for result in results if result["arm"] == arm])
-            for arm in dict.fromkeys(result["arm"] for result in results)}
+    """{arm: [(training seconds, loss), ...]} of yardsticks.json or nano_vs_baseline.json.
+
+    arm_curves(common.RESULTS / "yardsticks.json")["PPMd"] is PPMd's curve. Points are means over
+    an arm's seeds, losses in nats per token."""
+    curves = {}
+    for result in json.loads(Path(path).read_text())["results"]:
+        curve = [(point["seconds"], point["loss"]) for point in result["points"]]
+        curves.setdefault(result["arm"], []).append(curve)
+    return {arm: mean_curve(of_arm) for arm, of_arm in curves.items()}
 
 
 def record_curves(track="nano", kind="val"):
-    """{record: [(training seconds, loss), ...]} of a track's records, means over a record's runs. A record that was
-    validated at its end only is a single point; its training losses are those of kind "train"."""
-    return {record.name[11:]: mean_curve([[(point.time_ms / 1000, point.loss) for point in run.curves[kind]]
-                                          for run in record.runs])
-            for record in Repository.at().records[track]}
+    """{record: [(training seconds, loss), ...]} of a track's records, means over a record's runs.
+
+    A record that was validated at its end only is a single point; its training losses are those of
+    kind "train"."""
+    curves = {}
+    for record in Repository.at().records[track]:
+        of_runs = []
+        for run in record.runs:
+            of_runs.append([(point.time_ms / 1000, point.loss) for point in run.curves[kind]])
+        name = record.name[len("YYYY-MM-DD_") :]
+        curves[name] = mean_curve(of_runs)
+    return curves
 
 
 def plot(path, curves, dashed=()):
-    """Draw {label: [(training seconds, loss), ...]}; the labels in `dashed` have dashed lines in greys, records none."""
+    """Draw {label: [(training seconds, loss), ...]}.
+
+    The labels in `dashed` have dashed lines in greys; records are points without a line."""
     greys = {label: str(0.7 * index / len(dashed)) for index, label in enumerate(dashed)}
     with common.picture(path, figsize=(9, 5)) as axes:
         for label, points in curves.items():
-            style = "--" if label in greys else "" if label.endswith("records") else "-"
-            axes.plot(*zip(*points), marker=".", linewidth=1, linestyle=style, color=greys.get(label), label=label)
-        axes.set(xscale="log", yscale="log", xlabel="training time, s", ylabel="validation loss, nats per byte",
-                 title="Compressors and language models on the nano track")
+            style = "-"
+            if label in greys:
+                style = "--"
+            elif label.endswith("records"):
+                style = ""
+            seconds = [point[0] for point in points]
+            losses = [point[1] for point in points]
+            color = greys.get(label)
+            look = {"marker": ".", "linewidth": 1, "linestyle": style, "color": color}
+            axes.plot(seconds, losses, label=label, **look)
+        axes.set(xscale="log", yscale="log")
+        axes.set(xlabel="training time, s", ylabel="validation loss, nats per byte")
+        axes.set(title="Compressors and language models on the nano track")
         axes.set_yticks(LOSS_TICKS, map(str, LOSS_TICKS))
         axes.set_yticks([], minor=True)
         axes.grid(alpha=0.3, which="both")
@@ -263,76 +389,147 @@ def plot(path, curves, dashed=()):
 
 
 def draw(results):
-    """The picture of what a folder of results holds, and of the records."""
-    compressors, others = arm_curves(results / f"{NAME}.json"), results / f"{nano_vs_baseline.NAME}.json"
-    models = arm_curves(others) if others.is_file() else {}
-    ends = sorted(curve[-1] for curve in record_curves().values())
-    plot(results / f"{NAME}.png", {**compressors, **models, "the track's records": ends}, compressors)
+    """Draw the picture of what a folder of results holds, and of the records."""
+    compressors = arm_curves(results / f"{NAME}.json")
+    others = results / f"{nano_vs_baseline.NAME}.json"
+    curves = dict(compressors)
+    if others.is_file():
+        curves |= arm_curves(others)
+    curves["the track's records"] = sorted(curve[-1] for curve in record_curves().values())
+    plot(results / f"{NAME}.png", curves, compressors)
+
+
+def ends_table(results):
+    """The table of what each compressor gave after all of the training text."""
+    header = [
+        "compressor",
+        "setting",
+        "time to read, s",
+        "on the wall, s",
+        "to score, s",
+        "validation loss, nats per token",
+        "bits per token",
+    ]
+    rows = []
+    for result in results:
+        end = result["points"][-1]
+        fastest = min(end["all_seconds"])
+        slowest = max(end["all_seconds"])
+        row = [
+            result["arm"],
+            result["setting"],
+            f"{end['seconds']:.1f} ({fastest:.1f} to {slowest:.1f})",
+            f"{end['wall_seconds']:.1f}",
+            f"{end['score_seconds']:.1f}",
+            f"{end['loss']:.4f}",
+            f"{end['loss'] / math.log(2):.3f}",
+        ]
+        rows.append(row)
+    return common.markdown_table(header, rows)
+
+
+def curves_table(results):
+    """The table of losses and times, with a row for each amount of text and a column an arm."""
+    header = ["tokens read", *(f"{result['arm']}: loss (s)" for result in results)]
+    rows = []
+    for points in zip(*(result["points"] for result in results), strict=True):
+        cells = [f"{point['loss']:.4f} ({point['seconds']:.2f})" for point in points]
+        rows.append([f"{points[0]['tokens']:,}", *cells])
+    return common.markdown_table(header, rows)
+
+
+def trials_table(choice):
+    """The table of all settings that were tried."""
+    rows = []
+    for trial in choice:
+        figures = [f"{trial['seconds']:.1f}", f"{trial['loss']:.4f}"]
+        rows.append([trial["compressor"], trial["setting"], *figures])
+    header = ["compressor", "setting", "time to read, s", "loss on held-out text"]
+    return common.markdown_table(header, rows)
 
 
 def report(settings, choice, results):
     """The Markdown text of the results."""
-    rows = []
-    for result in results:
-        end = result["points"][-1]
-        seconds = end["all_seconds"]
-        times = f"{end['seconds']:.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
-        rows.append([result["arm"], result["setting"], times, f"{end['wall_seconds']:.1f}",
-                     f"{end['score_seconds']:.1f}", f"{end['loss']:.4f}", f"{end['loss'] / math.log(2):.3f}"])
-    ends = common.markdown_table(["compressor", "setting", "time to read, s", "on the wall, s",
-                                  "to score, s", "validation loss, nats per token", "bits per token"], rows)
-    rows = [[f"{points[0]['tokens']:,}", *(f"{point['loss']:.4f} ({point['seconds']:.2f})" for point in points)]
-            for points in zip(*(result["points"] for result in results))]
-    curves = common.markdown_table(["tokens read", *(f"{result['arm']}: loss (s)" for result in results)], rows)
-    rows = [[trial["compressor"], trial["setting"], f"{trial['seconds']:.1f}", f"{trial['loss']:.4f}"]
-            for trial in choice]
-    trials = common.markdown_table(["compressor", "setting", "time to read, s", "loss on held-out text"], rows)
     versions = ", ".join(f"{name} {version}" for name, version in settings["versions"].items())
-    return f"""After all {settings['train_tokens']:,} tokens of training text:
+    held_out = f"{settings['held_out_tokens']:,}"
+    validation = (
+        f"{settings['val_tokens']:,} validation tokens in {settings['documents']} documents"
+    )
+    return f"""After all {settings["train_tokens"]:,} tokens of training text:
 
-{ends}
+{ends_table(results)}
 
 After the first of them, the loss and the seconds of reading so far:
 
-{curves}
+{curves_table(results)}
 
-Settings were chosen on {settings['held_out_tokens']:,} tokens at the end of the training text, after reading what comes
+Settings were chosen on {held_out} tokens at the end of the training text, after reading what comes
 before them:
 
-{trials}
+{trials_table(choice)}
 
-Losses are over {settings['val_tokens']:,} validation tokens in {settings['documents']} documents, each scored by a copy
-of the compressor that has seen no other. Sizes are whole bytes: the rounding moves a loss by at most
-{settings['rounding']:.4f}. Times to read are processor time of one thread, medians of {settings['repeats']}, with the
-smallest and the largest. Beside them stand the medians of a clock on the wall, which other work on the machine
-prolongs, as it does the time to score; that includes the copies. {versions}."""
+Losses are over {validation}, each scored by a copy
+of the compressor that has seen no other. Sizes are whole bytes: the rounding moves a loss by at
+most {settings["rounding"]:.4f}. Times to read are processor time of one thread, medians of
+{settings["repeats"]}, with the smallest and the largest. Beside them stand the medians of a clock
+on the wall, which other work on the machine prolongs, as it does the time to score; that includes
+the copies. {versions}."""
+
+
+# ----- command line
 
 
 def benchmark(arguments, config):
-    """Choose, measure, and write the results. Returns them, one dict an arm."""
-    *_, val = train_gpt.open_corpus(config)  # what it says of training text depends on how much of it a run reads
-    shards = [train_gpt.open_shard(path) for path in sorted(Path(config.data).glob("*_train_*.bin"))]
-    text = text_of(np.concatenate(shards), config.eot_token)
-    documents = documents_of(text_of(val[:config.val_tokens + 1], config.eot_token))
+    """Choose, measure, and write the results."""
+    # What open_corpus says of training text depends on how much of it a run reads.
+    *_, val = train_gpt.open_corpus(config)
+    paths = sorted(Path(config.data).glob("*_train_*.bin"))
+    tokens = np.concatenate([train_gpt.open_shard(path) for path in paths])
+    text = text_of(tokens, config.eot_token)
+    documents = documents_of(text_of(val[: config.val_tokens + 1], config.eot_token))
     facts = common.environment(CPU)
-    chosen, choice = choose(candidates(len(text) + config.val_tokens), text, config.val_tokens)
-    results = curves_of_arms(chosen, text, amounts_of(len(text), train_gpt.training_tokens(config)), documents,
-                             arguments.repeats)
-    settings = {"data": Path(config.data).name, "tiny": arguments.tiny, "repeats": arguments.repeats,
-                "train_tokens": len(text), "val_tokens": config.val_tokens, "documents": len(documents),
-                "held_out_tokens": len(hold_out(text, config.val_tokens)[1]) - 1,
-                "rounding": nats_per_token([1] * len(documents), documents),
-                "versions": {"pyppmd": pyppmd.__version__, "zstandard": zstandard.__version__,
-                             "zstd": ".".join(map(str, zstandard.ZSTD_VERSION))}}
-    common.write_results(arguments.results, NAME, facts, {"settings": settings, "choice": choice, "results": results},
-                         report(settings, choice, results))
-    return results
+    arms = candidates(len(text) + config.val_tokens)
+    chosen, choice = choose(arms, text, config.val_tokens)
+    amounts = amounts_of(len(text), train_gpt.training_tokens(config))
+    results = curves_of_arms(chosen, text, amounts, documents, arguments.repeats)
+    _, held_out = hold_out(text, config.val_tokens)
+    settings = {
+        "data": Path(config.data).name,
+        "tiny": arguments.tiny,
+        "repeats": arguments.repeats,
+        "train_tokens": len(text),
+        "val_tokens": config.val_tokens,
+        "documents": len(documents),
+        "held_out_tokens": len(held_out) - 1,
+        "rounding": nats_per_token([1] * len(documents), documents),
+        "versions": {
+            "pyppmd": pyppmd.__version__,
+            "zstandard": zstandard.__version__,
+            "zstd": ".".join(map(str, zstandard.ZSTD_VERSION)),
+        },
+    }
+    data = {"settings": settings, "choice": choice, "results": results}
+    page = report(settings, choice, results)
+    common.write_results(arguments.results, NAME, facts, data, page)
+
+
+def tiny_changes(folder):
+    """Write a small corpus into the folder. Returns the configuration's values that it needs."""
+    corpus = Path(folder, "corpus")
+    documents = common.python_documents(400_000)
+    eot_token = train_gpt.EOT_TOKEN["bytes"]
+    common.write_corpus(corpus, documents, eot_token, common.TINY["val_tokens"])
+    return {**common.TINY, "data": str(corpus)}
 
 
 def parse_arguments(argv):
-    parser = common.parser(__doc__, tiny=False, data=str(common.ROOT / train_gpt.TRACKS["nano"].data))
-    parser.add_argument("--repeats", type=int, default=3, help="of a reading, of which the median counts [3]")
-    parser.add_argument("--draw", action="store_true", help="draw the picture from results that are there")
+    """Read the command line, whose mistakes end the process."""
+    data = common.ROOT / train_gpt.TRACKS["nano"].data
+    parser = common.parser(__doc__, tiny=False, data=str(data))
+    repeats_help = "of a reading, of which the median counts [3]"
+    parser.add_argument("--repeats", type=int, default=3, help=repeats_help)
+    draw_help = "draw the picture from results that are there"
+    parser.add_argument("--draw", action="store_true", help=draw_help)
     arguments = parser.parse_args(argv)
     if arguments.repeats < 1:
         parser.error(f"--repeats {arguments.repeats}: must be positive")
@@ -340,16 +537,15 @@ def parse_arguments(argv):
 
 
 def main(argv=None):
+    """Command line. Returns the exit status."""
     arguments = parse_arguments(argv)
     if not arguments.draw:
         with tempfile.TemporaryDirectory() as temporary:
+            changes = {"data": arguments.data}
+            if arguments.tiny:
+                changes = tiny_changes(temporary)
             try:
-                changes = {"data": arguments.data}
-                if arguments.tiny:
-                    changes = {**common.TINY, "data": str(Path(temporary, "corpus"))}
-                    common.write_corpus(changes["data"], common.python_documents(400_000),
-                                        train_gpt.EOT_TOKEN["bytes"], common.TINY["val_tokens"])
-                benchmark(arguments, dataclasses.replace(train_gpt.TRACKS["nano"], **changes))
+                benchmark(arguments, train_gpt.with_values(train_gpt.TRACKS["nano"], changes))
             except train_gpt.ConfigError as error:
                 print(f"error: {error}", file=sys.stderr)
                 return 2

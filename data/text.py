@@ -27,6 +27,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import operator
 import os
 import platform
 import re
@@ -39,38 +40,50 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
+MAGIC = 20240520
+VERSION = 1
+HEADER_INTS = 256
 SHARD_TOKENS = 100_000_000  # the field's shard size: 200 MB, small enough to move and to hold
 VOCAB_SIZE = {"bytes": 257, "gpt2": 50257}  # the end-of-text id is the last one of each
 VAL_PERCENT = 5.0
 
+
 class Offline(NamedTuple):
     """A corpus out of the installed torch."""
+
     what: str
-    folder: str      # inside the package
+    folder: str  # inside the package
     suffixes: tuple
-    exclude: set     # names as bytes, folders with a slash at their end
-    sha256: dict     # of the files that the pinned torch gives
+    exclude: set  # names as bytes, folders with a slash at their end
+    sha256: dict  # of the files that the pinned torch gives
 
 
-# The corpora of the pinned torch. Its CPU and CUDA wheels hold the same Python sources; the headers' are those of the
-# CPU wheel.
+# The corpora of the pinned torch. Its CPU and CUDA wheels hold the same Python sources. The
+# headers' sums are those of the CPU wheel.
 RECORD_TORCH = "2.13.0"
 RECORD_SHA256 = {
     "manifest.json": "2b2614da039308c254c03bf8b61d385408d72e0f3d6c6a3695e599c89cb83d25",
     "python_train_000000.bin": "b994b2f2d73229e3b714a8daf67c723018c92a306c06e88474c53ac70e1873bf",
     "python_val_000000.bin": "399cd09f8e8b8d1ef7c69b0efd70bcc645becc8ec3c29ed5525f9c122352aa91",
 }
+CPP_SHA256 = {
+    "manifest.json": "532a8c6864bc92a8899598896ebfa9348051fc42094918089dce08694190e700",
+    "cpp_train_000000.bin": "0d7f0226ec69a58a6e373a0683a4b14ad2443f7826bbf913b72293e3e422a245",
+    "cpp_val_000000.bin": "44057eec07fd5e14c002b08488728b0404afa8bdf3c2b584d3d7ef14c33c199f",
+}
+# This file names the build, so it is the one file that differs between the wheels.
+BUILD_FILES = {b"version.py"}
+# Torch's build generated these 17 MB, near copies of each other.
+GENERATED_HEADERS = {
+    b"ATen/ops/",
+    b"ATen/RedispatchFunctions.h",
+    b"ATen/RegistrationDeclarations.h",
+    b"ATen/VmapGeneratedPlumbing.h",
+}
+HEADER_SUFFIXES = (".h", ".hpp", ".cuh")
 OFFLINE = {
-    # version.py names the build, so it is the one file that differs between the wheels
-    "python": Offline("Python sources", "", (".py",), {b"version.py"}, RECORD_SHA256),
-    # left out: 17 MB that torch's build generated, near copies of each other
-    "cpp": Offline("C++ headers", "include", (".h", ".hpp", ".cuh"),
-                   {b"ATen/ops/", b"ATen/RedispatchFunctions.h", b"ATen/RegistrationDeclarations.h",
-                    b"ATen/VmapGeneratedPlumbing.h"},
-                   {"manifest.json": "532a8c6864bc92a8899598896ebfa9348051fc42094918089dce08694190e700",
-                    "cpp_train_000000.bin": "0d7f0226ec69a58a6e373a0683a4b14ad2443f7826bbf913b72293e3e422a245",
-                    "cpp_val_000000.bin": "44057eec07fd5e14c002b08488728b0404afa8bdf3c2b584d3d7ef14c33c199f"}),
+    "python": Offline("Python sources", "", (".py",), BUILD_FILES, RECORD_SHA256),
+    "cpp": Offline("C++ headers", "include", HEADER_SUFFIXES, GENERATED_HEADERS, CPP_SHA256),
 }
 
 
@@ -80,7 +93,10 @@ class DataError(Exception):
 
 # ----- documents
 
+
 class Document(NamedTuple):
+    """A file of text."""
+
     name: bytes  # relative to its root, with forward slashes: the same wherever the root lies
     path: Path
     sha256: bytes = b""  # of its content, once that was read
@@ -93,25 +109,39 @@ def find_files(roots, suffixes=(), exclude=()):
     ends in a slash is a folder.
     Hidden files and folders are left out, and links to folders are not followed.
     Raises DataError for a missing root, OSError for a folder that cannot be listed."""
-    def refuse(error):
-        raise error
-
     found = []
     for root in roots:
         if not root.exists():
             raise DataError(f"{root}: no such file or folder; PATH has to name existing text")
         if root.is_file():
             found.append(Document(os.fsencode(root.name), root))
-            continue
-        for folder, subfolders, names in os.walk(root, onerror=refuse):
-            subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-            paths = [Path(folder, name) for name in names if not name.startswith(".")]
-            found += [Document(os.fsencode(path.relative_to(root).as_posix()), path)
-                      for path in paths if path.is_file()]
+        else:
+            found += files_below(root)
     endings = tuple(suffixes) or ("",)
-    folders = tuple(name for name in exclude if name.endswith(b"/"))
-    return sorted((file for file in found if file.path.name.endswith(endings)
-                   and file.name not in exclude and not file.name.startswith(folders)), key=lambda file: file.name)
+    excluded_folders = tuple(name for name in exclude if name.endswith(b"/"))
+    kept = []
+    for file in found:
+        is_excluded = file.name in exclude or file.name.startswith(excluded_folders)
+        if file.path.name.endswith(endings) and not is_excluded:
+            kept.append(file)
+    return sorted(kept, key=operator.attrgetter("name"))
+
+
+def files_below(root):
+    """List the files under a folder as Documents, without hidden files and folders."""
+
+    def refuse(error):
+        raise error
+
+    found = []
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for name in names:
+            path = Path(folder, name)
+            if not name.startswith(".") and path.is_file():
+                relative = path.relative_to(root).as_posix()
+                found.append(Document(os.fsencode(relative), path))
+    return found
 
 
 def keep_text(files):
@@ -119,7 +149,8 @@ def keep_text(files):
     how many were left out as duplicates, empty or undecodable (not UTF-8, or with NUL bytes).
 
     Copies go before anything is split: a training copy of a validation document is a leak."""
-    documents, seen = [], set()
+    documents = []
+    seen = set()
     skipped = {"duplicates": 0, "empty": 0, "undecodable": 0}
     for file in files:
         content = file.path.read_bytes()
@@ -137,6 +168,7 @@ def keep_text(files):
 
 
 def is_text(content):
+    """Say whether bytes are UTF-8 without NUL bytes."""
     try:
         return "\0" not in content.decode("utf-8")
     except UnicodeDecodeError:
@@ -144,6 +176,7 @@ def is_text(content):
 
 
 # ----- split
+
 
 def split_documents(documents, val_percent):
     """Draw the validation documents. Returns {"train": [...], "val": [...]}.
@@ -155,8 +188,10 @@ def split_documents(documents, val_percent):
     The cut moves by as little as it takes to leave neither side empty. Raises DataError when there
     is only one document."""
     if len(documents) < 2:
-        raise DataError(f"{documents[0].path}: a single document, and validation needs one of its "
-                        f"own; cut it into several files, e.g. with `split -C 64k`")
+        raise DataError(
+            f"{documents[0].path}: a single document, and validation needs one of its "
+            f"own; cut it into several files, e.g. with `split -C 64k`"
+        )
     draw = {document: hashlib.sha256(document.name).digest() for document in documents}
     ordered = sorted(documents, key=draw.get)
     limit = val_percent / 100 * 2**64
@@ -166,30 +201,47 @@ def split_documents(documents, val_percent):
 
 
 def describe_split(val_percent):
-    return (f"validation: documents whose sha256 of the path relative to its root lies in the "
-            f"lowest {val_percent:g} % of its range; both splits in the order of that hash; "
-            f"exact duplicates dropped before the split")
+    """What a manifest says about how its validation documents were drawn."""
+    return (
+        f"validation: documents whose sha256 of the path relative to its root lies in the "
+        f"lowest {val_percent:g} % of its range; both splits in the order of that hash; "
+        f"exact duplicates dropped before the split"
+    )
 
 
 # ----- tokens
+
+
+def encode_bytes(content):
+    """Turn each byte of a document into the token of its value."""
+    return np.frombuffer(content, dtype=np.uint8).astype("<u2")
+
 
 def make_encoder(tokenizer):
     """Return the function from a document's bytes to its tokens, uint16 (n,), end-of-text apart.
 
     Raises DataError when the GPT-2 vocabulary cannot be had."""
     if tokenizer == "bytes":
-        return lambda content: np.frombuffer(content, dtype=np.uint8).astype("<u2")
+        return encode_bytes
     try:
         import tiktoken
+
         encode = tiktoken.get_encoding("gpt2").encode_ordinary
     except Exception as error:  # requests, urllib3 and tiktoken all raise kinds of their own
-        raise DataError(f"--tokenizer gpt2: its vocabulary is neither cached nor reachable "
-                        f"({type(error).__name__}); go online once, set TIKTOKEN_CACHE_DIR to a "
-                        f"filled cache, or use --tokenizer bytes")
-    return lambda content: np.array(encode(content.decode("utf-8")), dtype="<u2")
+        raise DataError(
+            f"--tokenizer gpt2: its vocabulary is neither cached nor reachable "
+            f"({type(error).__name__}); go online once, set TIKTOKEN_CACHE_DIR to a "
+            f"filled cache, or use --tokenizer bytes"
+        ) from error
+
+    def encode_gpt2(content):
+        return np.array(encode(content.decode("utf-8")), dtype="<u2")
+
+    return encode_gpt2
 
 
 # ----- shards
+
 
 def write_file(path, pieces):
     """Write byte pieces to a new file, through to the disk. Returns the sha256 as hex."""
@@ -207,37 +259,65 @@ def write_split(folder, prefix, split, documents, encode, eot_token, bar):
     """Write one side of the corpus as numbered shards. Returns their manifest entries.
 
     Every shard starts with a document. A document longer than a shard is cut, and each piece
-    counts as a document of its own. A shard is held in memory until its header is known."""
-    shards, pending, tokens = [], [], 0
-
-    def close_shard():
-        nonlocal pending, tokens
-        header = np.zeros(HEADER_INTS, dtype="<i4")
-        header[:3] = MAGIC, VERSION, tokens
-        name = f"{prefix}_{split}_{len(shards):06d}.bin"
-        sha256 = write_file(folder / name, (array.tobytes() for array in [header, *pending]))
-        shards.append({"file": name, "split": split, "sha256": sha256, "tokens": tokens,
-                       "documents": len(pending)})
-        pending, tokens = [], 0
-
+    counts as a document of its own."""
+    writer = ShardWriter(folder, prefix, split)
     for document in documents:
         content = document.path.read_bytes()
         if hashlib.sha256(content).digest() != document.sha256:
-            raise DataError(f"{document.path}: changed while it was read; leave the text alone "
-                            f"until the corpus is built")
+            raise DataError(
+                f"{document.path}: changed while it was read; leave the text alone "
+                f"until the corpus is built"
+            )
         ids = encode(content)
         for start in range(0, len(ids), SHARD_TOKENS - 1):
-            piece = np.insert(ids[start:start + SHARD_TOKENS - 1], 0, eot_token)
-            if tokens + len(piece) > SHARD_TOKENS:
-                close_shard()
-            pending.append(piece)
-            tokens += len(piece)
+            piece = ids[start : start + SHARD_TOKENS - 1]
+            writer.add(np.insert(piece, 0, eot_token))
         bar.update(len(content))
-    close_shard()
-    return shards
+    writer.close_shard()
+    return writer.shards
+
+
+class ShardWriter:
+    """Writes pieces of tokens as numbered shards, of which `shards` are the manifest entries.
+
+    A shard is held in memory until its header is known."""
+
+    def __init__(self, folder, prefix, split):
+        self.folder = folder
+        self.prefix = prefix
+        self.split = split
+        self.shards = []
+        self.pending = []
+        self.tokens = 0
+
+    def add(self, piece):
+        """Append a piece; the shard before it is closed where both together would be too long."""
+        if self.tokens + len(piece) > SHARD_TOKENS:
+            self.close_shard()
+        self.pending.append(piece)
+        self.tokens += len(piece)
+
+    def close_shard(self):
+        """Write the pending pieces as a shard, and begin the next one."""
+        header = np.zeros(HEADER_INTS, dtype="<i4")
+        header[:3] = [MAGIC, VERSION, self.tokens]
+        name = f"{self.prefix}_{self.split}_{len(self.shards):06d}.bin"
+        pieces = (array.tobytes() for array in [header, *self.pending])
+        sha256 = write_file(self.folder / name, pieces)
+        shard = {
+            "file": name,
+            "split": self.split,
+            "sha256": sha256,
+            "tokens": self.tokens,
+            "documents": len(self.pending),
+        }
+        self.shards.append(shard)
+        self.pending = []
+        self.tokens = 0
 
 
 # ----- corpus
+
 
 def build_corpus(files, out, source, prefix, tokenizer="bytes", val_percent=VAL_PERCENT):
     """Build shards and manifest.json in the folder `out` from files as find_files lists them.
@@ -249,22 +329,28 @@ def build_corpus(files, out, source, prefix, tokenizer="bytes", val_percent=VAL_
     check_out(out)
     documents, skipped = keep_text(files)
     if not documents:
-        raise DataError(f"no text in {source}: {len(files)} files, {skipped['empty']} of them "
-                        f"empty, {skipped['undecodable']} not text; name another PATH or --suffix")
+        raise DataError(
+            f"no text in {source}: {len(files)} files, {skipped['empty']} of them "
+            f"empty, {skipped['undecodable']} not text; name another PATH or --suffix"
+        )
     splits = split_documents(documents, val_percent)
-    encode, eot_token = make_encoder(tokenizer), VOCAB_SIZE[tokenizer] - 1
-    size = sum(document.path.stat().st_size for document in documents)
+    encode = make_encoder(tokenizer)
+    eot_token = VOCAB_SIZE[tokenizer] - 1
     with temporary_folder(out) as temporary:
         folder = temporary / "new"
         folder.mkdir()
-        bar = tqdm(total=size, unit="B", unit_scale=True, desc=printable(out.name), disable=None)
-        if bar.disable:  # stderr is no terminal
-            print(f"building {printable(out)}: {len(documents):,} documents, {size:,} bytes", file=sys.stderr)
-        with bar:
-            shards = [shard for split, drawn in splits.items() for shard in
-                      write_split(folder, prefix, split, drawn, encode, eot_token, bar)]
-        manifest = {"shards": shards, "skipped": skipped, "source": source, "tokenizer": tokenizer,
-                    "split": describe_split(val_percent), "vocab_size": VOCAB_SIZE[tokenizer]}
+        shards = []
+        with progress_bar(out, documents) as bar:
+            for split, drawn in splits.items():
+                shards += write_split(folder, prefix, split, drawn, encode, eot_token, bar)
+        manifest = {
+            "shards": shards,
+            "skipped": skipped,
+            "source": source,
+            "tokenizer": tokenizer,
+            "split": describe_split(val_percent),
+            "vocab_size": VOCAB_SIZE[tokenizer],
+        }
         write_file(folder / "manifest.json", [to_json(manifest)])
         sync_folder(folder)
         with locked(out.parent):  # another build may just take its place there
@@ -273,6 +359,17 @@ def build_corpus(files, out, source, prefix, tokenizer="bytes", val_percent=VAL_
             folder.rename(out)
         sync_folder(out.parent)
     return manifest
+
+
+def progress_bar(out, documents):
+    """A bar over the bytes of the documents; a line instead where stderr is no terminal."""
+    size = sum(document.path.stat().st_size for document in documents)
+    label = printable(out.name)
+    bar = tqdm(total=size, unit="B", unit_scale=True, desc=label, disable=None)
+    if bar.disable:
+        what = f"{len(documents):,} documents, {size:,} bytes"
+        print(f"building {printable(out)}: {what}", file=sys.stderr)
+    return bar
 
 
 def to_json(manifest):
@@ -284,10 +381,13 @@ def check_out(out):
     """Refuse to replace anything but a corpus: the whole folder is going to be exchanged."""
     if os.path.lexists(out) and not out.is_dir():
         raise DataError(f"{out}: not a folder; --out names the folder of the corpus")
+    corpus_file = re.compile(r"^manifest\.json$|_(train|val)_.*\.bin$", re.DOTALL)
     for path in sorted(out.glob("*")):
-        if not path.is_file() or not re.search(r"^manifest\.json$|_(train|val)_.*\.bin$", path.name, re.DOTALL):
-            raise DataError(f"{out}: holds {path.name}, which is no part of a corpus, and --out "
-                            f"replaces the whole folder; name a new one")
+        if not path.is_file() or not corpus_file.search(path.name):
+            raise DataError(
+                f"{out}: holds {path.name}, which is no part of a corpus, and --out "
+                f"replaces the whole folder; name a new one"
+            )
 
 
 @contextlib.contextmanager
@@ -334,11 +434,16 @@ def sync_folder(folder):
 
 # ----- command line
 
+
 def printable(text):
     """The text as one line that standard output and error can show."""
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
+    characters = []
+    for character in str(text):
+        if not character.isprintable():
+            character = ascii(character)[1:-1]  # without the quotes
+        characters.append(character)
     encoding = sys.stdout.encoding or "ascii"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
+    return "".join(characters).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def torch_package():
@@ -347,8 +452,10 @@ def torch_package():
     Raises DataError when it is not installed."""
     spec = importlib.util.find_spec("torch")
     if spec is None:
-        raise DataError("torch is not installed, and its sources are the default corpus; install "
-                        "requirements.txt, or name text of your own: python data/text.py PATH")
+        raise DataError(
+            "torch is not installed, and its sources are the default corpus; install "
+            "requirements.txt, or name text of your own: python data/text.py PATH"
+        )
     version = importlib.metadata.version("torch").split("+")[0]
     return Path(spec.submodule_search_locations[0]), version
 
@@ -360,17 +467,27 @@ def existing_corpus(out, source, version, sha256):
     if not (out / "manifest.json").is_file():
         return None
     try:
-        content, whole = (out / "manifest.json").read_bytes(), True
+        content = (out / "manifest.json").read_bytes()
         manifest = json.loads(content)
-        same = (manifest["source"], manifest["split"]) == (source, describe_split(VAL_PERCENT))
-        for shard in manifest["shards"]:
-            path, size = out / shard["file"], 4 * HEADER_INTS + 2 * shard["tokens"]
-            whole &= (shard["split"] in ("train", "val") and path.stat().st_size == size
-                      and hashlib.sha256(path.read_bytes()).hexdigest() == shard["sha256"])
+        if manifest["source"] != source or manifest["split"] != describe_split(VAL_PERCENT):
+            return None
+        if not all(is_whole(out, shard) for shard in manifest["shards"]):
+            return None
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     is_record = hashlib.sha256(content).hexdigest() == sha256["manifest.json"]
-    return manifest if same and whole and (is_record or version != RECORD_TORCH) else None
+    if version == RECORD_TORCH and not is_record:
+        return None
+    return manifest
+
+
+def is_whole(folder, shard):
+    """Say whether the folder holds a shard as its manifest entry describes it."""
+    path = folder / shard["file"]
+    size = 4 * HEADER_INTS + 2 * shard["tokens"]
+    if shard["split"] not in ("train", "val") or path.stat().st_size != size:
+        return False
+    return hashlib.sha256(path.read_bytes()).hexdigest() == shard["sha256"]
 
 
 def difference_from_records(manifest, version, sha256):
@@ -380,24 +497,35 @@ def difference_from_records(manifest, version, sha256):
     found = {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
     found["manifest.json"] = hashlib.sha256(to_json(manifest)).hexdigest()
     if found != sha256:
-        return f"torch is {version}, but its sources were changed, or are another build's; reinstall it"
+        return (
+            f"torch is {version}, but its sources were changed, or are another build's; "
+            f"reinstall it"
+        )
     return ""
 
 
 class Parser(argparse.ArgumentParser):
+    """A parser that raises DataError instead of ending the process."""
+
     def error(self, message):
         raise DataError(f"{message}; see `python data/text.py --help`")
 
 
+PATHS_HELP = "text files or folders (default: the Python sources of the installed torch)"
+CORPUS_HELP = "without PATH: which of the installed torch's own (default: python)"
+OUT_HELP = (
+    "folder of the corpus, whose name becomes the shards' prefix "
+    "(default: data/python or data/cpp for torch's own, data/text for any other)"
+)
+
+
 def parse_arguments(argv):
+    """Read the command line. Raises DataError for values that do not fit."""
     parser = Parser(description="Turn text files into token shards in llm.c's format.")
     add = parser.add_argument
-    add("paths", nargs="*", metavar="PATH", type=Path,
-        help="text files or folders (default: the Python sources of the installed torch)")
-    add("--corpus", choices=sorted(OFFLINE), help="without PATH: which of the installed torch's own "
-        "(default: python)")
-    add("--out", type=Path, help="folder of the corpus, whose name becomes the shards' prefix "
-        "(default: data/python or data/cpp for torch's own, data/text for any other)")
+    add("paths", nargs="*", metavar="PATH", type=Path, help=PATHS_HELP)
+    add("--corpus", choices=sorted(OFFLINE), help=CORPUS_HELP)
+    add("--out", type=Path, help=OUT_HELP)
     add("--suffix", nargs="+", default=[], metavar=".py", help="endings of the files to take")
     add("--tokenizer", choices=sorted(VOCAB_SIZE), default="bytes")
     add("--val-percent", type=float, default=VAL_PERCENT, help="share of documents held out")
@@ -412,56 +540,106 @@ def parse_arguments(argv):
     return arguments
 
 
-def run(arguments):
-    """Build what the command line asks for; the result is one line on stdout."""
-    started, version, manifest = time.monotonic(), None, None
-    tokenizer, val_percent = arguments.tokenizer, arguments.val_percent
-    is_default = not arguments.paths and (tokenizer, val_percent) == ("bytes", VAL_PERCENT)
+def base_name(path):
+    """The last part of a path's real name, without links."""
+    return Path(os.path.realpath(path)).name
+
+
+def prefix_of(out):
+    """The prefix of the shards of a folder: its name, with a dash for all that is no plain letter.
+
+    An underscore would do, were there no folders that are called my_val_notes: shards are told
+    apart by "_val_" and "_train_"."""
+    return re.sub("[^A-Za-z0-9.]+", "-", base_name(out))
+
+
+def build_and_report(files, out, source, prefix, arguments):
+    """Build a corpus with the tokenizer and the split of the command line. Returns its manifest."""
+    started = time.monotonic()
+    tokenizer = arguments.tokenizer
+    manifest = build_corpus(files, out, source, prefix, tokenizer, arguments.val_percent)
+    report(manifest, f"written to {out} in {time.monotonic() - started:.1f} s")
+    return manifest
+
+
+def report(manifest, action):
+    """Print the one line that says what there is now."""
+    tokens = {"train": 0, "val": 0}
+    for shard in manifest["shards"]:
+        tokens[shard["split"]] += shard["tokens"]
+    count = f"{tokens['train']:,} training and {tokens['val']:,} validation tokens"
+    print(printable(f"{manifest['source']}: {count} {action}"))
+
+
+def run_own_text(arguments):
+    """Build a corpus from the PATHs of the command line."""
+    out = arguments.out or Path(__file__).parent / "text"
+    names = [base_name(path) for path in arguments.paths]
+    # The same text in every locale: what it holds is bytes, and Python's reading of them varies.
+    source = os.fsencode(" ".join([*names, *arguments.suffix])).decode(errors="backslashreplace")
+    files = find_files(arguments.paths, arguments.suffix)
+    build_and_report(files, out, source, prefix_of(out), arguments)
+
+
+def run_offline(arguments):
+    """Build a corpus out of the installed torch.
+
+    With the default tokenizer and split it is kept when it is there, and stderr says what sets it
+    apart from the records' corpus."""
     name = arguments.corpus or "python"
-    what, folder, suffixes, exclude, sha256 = OFFLINE[name]
-    out = arguments.out or Path(__file__).parent / (name if is_default else "text")
-    if arguments.paths:
-        names = [Path(os.path.realpath(path)).name for path in arguments.paths]
-        # The same text in every locale: what it holds is bytes, and Python's reading of them varies.
-        source = os.fsencode(" ".join([*names, *arguments.suffix])).decode(errors="backslashreplace")
-        files = find_files(arguments.paths, arguments.suffix)
+    offline = OFFLINE[name]
+    root, version = torch_package()
+    source = f"{offline.what} of torch {version}"
+    is_default = arguments.tokenizer == "bytes" and arguments.val_percent == VAL_PERCENT
+    if not is_default:
+        out = arguments.out or Path(__file__).parent / "text"
+        files = find_files([root / offline.folder], offline.suffixes, offline.exclude)
+        build_and_report(files, out, source, prefix_of(out), arguments)
+        return
+    out = arguments.out or Path(__file__).parent / name
+    manifest = None
+    if not arguments.force:
+        manifest = existing_corpus(out, source, version, offline.sha256)
+    if manifest is not None:
+        report(manifest, f"already in {out} (--force builds it again)")
     else:
-        root, version = torch_package()
-        source = f"{what} of torch {version}"
-        if is_default and not arguments.force:
-            manifest = existing_corpus(out, source, version, sha256)
-        files = [] if manifest else find_files([root / folder], suffixes, exclude)
-    action = f"already in {out} (--force builds it again)"
-    if manifest is None:
-        # "_" would do, were there no folders called my_val_notes: shards are told apart by "_val_" and "_train_".
-        prefix = name if is_default else re.sub("[^A-Za-z0-9.]+", "-", Path(os.path.realpath(out)).name)
-        manifest = build_corpus(files, out, source, prefix, tokenizer, val_percent)
-        action = f"written to {out} in {time.monotonic() - started:.1f} s"
-    train, val = (sum(shard["tokens"] for shard in manifest["shards"] if shard["split"] == split)
-                  for split in ("train", "val"))
-    print(printable(f"{source}: {train:,} training and {val:,} validation tokens {action}"))
-    if is_default and (difference := difference_from_records(manifest, version, sha256)):
+        files = find_files([root / offline.folder], offline.suffixes, offline.exclude)
+        manifest = build_and_report(files, out, source, name, arguments)
+    difference = difference_from_records(manifest, version, offline.sha256)
+    if difference:
         print(f"note: losses are not comparable with the records: {difference}", file=sys.stderr)
+
+
+def explain(error):
+    """(exit status, reason with a remedy) of a failed file operation."""
+    subject = error.filename or "writing the shards"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        remedy = "free some space, or name a larger disk with --out"
+        return 1, f"{subject}: {error.strerror}; {remedy}"
+    return 2, f"{subject}: {error.strerror}; check PATH, --out and their permissions"
 
 
 def main(argv=None):
     """Command line. Returns the exit status; what goes wrong is one line on stderr."""
+    status = 2
     try:
-        run(parse_arguments(argv))
+        arguments = parse_arguments(argv)
+        if arguments.paths:
+            run_own_text(arguments)
+        else:
+            run_offline(arguments)
         return 0
     except DataError as error:
-        status, reason = 2, error
+        reason = error
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = "free some space, or name a larger disk with --out" if full else (
-            "check PATH, --out and their permissions")
-        status, reason = 1 if full else 2, f"{error.filename or 'writing the shards'}: {error.strerror}; {remedy}"
+        status, reason = explain(error)
     except MemoryError:
-        status, reason = 2, "a document does not fit in memory; cut it into several, e.g. with `split -C 64k`"
+        reason = "a document does not fit in memory; cut it into several, e.g. with `split -C 64k`"
     except RecursionError:
-        status, reason = 2, "folders of PATH are nested too deep; name one further inside"
+        reason = "folders of PATH are nested too deep; name one further inside"
     except KeyboardInterrupt:
-        status, reason = 130, "interrupted; nothing was replaced"
+        status = 130
+        reason = "interrupted; nothing was replaced"
     print(printable(f"error: {reason}"), file=sys.stderr)
     return status
 

@@ -1,4 +1,6 @@
-"""Reading files that others wrote: regular ones only, of bounded size, as text without control characters."""
+"""Reading files that others wrote: regular ones only, of bounded size, as text without control
+characters."""
+
 import json
 import math
 import os
@@ -6,10 +8,13 @@ import re
 import stat
 from pathlib import Path
 
-LOG_LIMIT = 4 * 2**20  # bytes; a log of 10,000 logged steps and 2,000 lines of source takes about one
-SMALL_LIMIT = 2**20  # source, README.md, result.json
+# Bytes of a log; one of 10,000 logged steps and 2,000 lines of source takes about a quarter.
+LOG_LIMIT = 4 * 2**20
+SMALL_LIMIT = 2**20  # bytes of a source, a README.md or a result.json
 NESTING = 20  # levels of JSON
-CONTROL = re.compile(r"[^\t\n -\x7e\x80-\U0010ffff]|[\x80-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+CONTROL = re.compile(
+    r"[^\t\n -\x7e\x80-\U0010ffff]|[\x80-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+)
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -17,62 +22,112 @@ class RecordError(ValueError):
     """What is wrong with a file or an argument, in one line: value, constraint, remedy."""
 
 
-def read_text(path, limit=SMALL_LIMIT):
-    """The text of a regular file. A link, a pipe, a binary or a file above `limit` bytes raises RecordError."""
-    try:  # O_NOFOLLOW refuses a link, O_NONBLOCK does not wait for a pipe's other end
+def read_bytes(path, limit):
+    """The content of a regular file of at most `limit` bytes. RecordError for anything else."""
+    try:
+        # O_NOFOLLOW refuses a link, O_NONBLOCK does not wait for a pipe's other end
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        what = "is a symbolic link; put the file itself there" if Path(path).is_symlink() else error.strerror
+        what = error.strerror
+        if Path(path).is_symlink():
+            what = "is a symbolic link; put the file itself there"
         raise RecordError(f"cannot be read: {what}") from None
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
         raise RecordError("is no regular file")
+    content = b""
     with open(descriptor, "rb") as file:
-        content = b"" if status.st_size > limit else file.read(limit + 1)
+        if status.st_size <= limit:
+            content = file.read(limit + 1)
     if status.st_size > limit or len(content) > limit:
         raise RecordError(f"holds {status.st_size:,} bytes; at most {limit:,} are read")
+    return content
+
+
+def read_text(path, limit=SMALL_LIMIT):
+    """The text of a regular file. A link, a pipe, a binary or a file above `limit` bytes raises
+    RecordError."""
+    content = read_bytes(path, limit)
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
         raise RecordError(f"is no UTF-8 text (byte {error.start}); a log is text") from None
-    if found := CONTROL.search(text):
+    found = CONTROL.search(text)
+    if found:
         line = text.count("\n", 0, found.start()) + 1
-        raise RecordError(f"line {line} holds the control character {ascii(found[0])}; a log is plain text")
+        raise RecordError(
+            f"line {line} holds the control character {ascii(found[0])}; a log is plain text"
+        )
     return text
+
+
+def refuse_constant(constant):
+    """Refuse NaN and the infinities, which Python reads although JSON has none."""
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+def finite_number(text):
+    """The float that a text writes, which must not be too large for one."""
+    value = float(text)
+    if not math.isfinite(value):
+        refuse_constant(text)
+    return value
+
+
+def object_of_unique_keys(pairs):
+    """The dict of an object of JSON whose keys differ."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a key stands twice")
+    return content
+
+
+def check_text(text):
+    """Refuse a text that moves a terminal's cursor, or that cannot be encoded."""
+    if CONTROL.search(text) or SURROGATE.search(text) or "\n" in text:
+        raise ValueError(f"{ascii(text)[:60]} holds a control character or half a character")
+
+
+def inside(container):
+    """What a list or a dict of JSON holds directly, keys and values alike."""
+    if isinstance(container, dict):
+        return [*container, *container.values()]
+    return container
+
+
+def check_value(value):
+    """Refuse odd texts, and lists and objects that are nested too deep. It goes level by level, so
+    that the depth of the value does not matter."""
+    level = [value]
+    for _ in range(NESTING + 1):
+        for item in level:
+            if isinstance(item, str):
+                check_text(item)
+        containers = [item for item in level if isinstance(item, (dict, list))]
+        level = [item for container in containers for item in inside(container)]
+    if level:
+        raise ValueError(f"nested deeper than {NESTING} levels")
 
 
 def parse_json(text):
     """JSON without repeated keys, NaN, infinities or deep nesting; RecordError otherwise."""
-    def refuse(constant):
-        raise ValueError(f"{constant} is no number of JSON")
-
-    def finite(text):
-        value = float(text)
-        return value if math.isfinite(value) else refuse(text)
-
-    def unique(pairs):
-        content = dict(pairs)
-        if len(content) < len(pairs):
-            raise ValueError("a key stands twice")
-        return content
     try:
-        value = json.loads(text, parse_constant=refuse, parse_float=finite, object_pairs_hook=unique)
-        layers, level = 0, [value]
-        while level:
-            for text in level:
-                if isinstance(text, str) and (CONTROL.search(text) or SURROGATE.search(text) or "\n" in text):
-                    raise ValueError(f"{ascii(text)[:60]} holds a control character or half a character")
-            level = [item for container in level if isinstance(container, (dict, list))
-                     for item in ((*container, *container.values()) if isinstance(container, dict) else container)]
-            if (layers := layers + 1) > NESTING and level:
-                raise ValueError(f"nested deeper than {NESTING} levels")
+        value = json.loads(
+            text,
+            parse_constant=refuse_constant,
+            parse_float=finite_number,
+            object_pairs_hook=object_of_unique_keys,
+        )
+        check_value(value)
         return value
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"is no valid JSON: {' '.join(str(error).split())[:120]}") from None
+        reason = " ".join(str(error).split())
+        raise RecordError(f"is no valid JSON: {reason[:120]}") from None
 
 
-RULES = parse_json(read_text(Path(__file__).parent / "rules.json"))  # the level, and what no record of a track changes
+# The level of the tests, and what no record of a track changes.
+RULES = parse_json(read_text(Path(__file__).parent / "rules.json"))
 
 
 def write_whole(path, text):
@@ -86,7 +141,13 @@ def write_whole(path, text):
         partial.unlink(missing_ok=True)
 
 
+def escaped(found):
+    """A character as Python writes it, for a match of it."""
+    return ascii(found[0])[1:-1]
+
+
 def printable(text):
     """Text for a terminal: one line, in which nothing moves the cursor or hides."""
-    text = CONTROL.sub(lambda found: ascii(found[0])[1:-1], SURROGATE.sub("?", str(text)))
+    text = SURROGATE.sub("?", str(text))
+    text = CONTROL.sub(escaped, text)
     return text.replace("\n", "\\n").replace("\t", "\\t")

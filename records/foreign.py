@@ -1,9 +1,12 @@
-"""Other people's logs, for `plot` and `report` alone: nothing of them is verified, and no other command reads them.
+"""Other people's logs, for `plot` and `report` alone: nothing of them is verified, and no other
+command reads them.
 
-Read is what speedruns write: modded-nanogpt's `step:125/1750 val_loss:4.6 train_time:21243ms step_avg:169.94ms`, after
-its source and rows of `=`, with times in ms or s and whatever words stand between; and llm.c's `s:250 tel:5.1` for
-validation and `s:250 trl:5.2 lr:...` for training, which has no times.
+Two kinds are read. Speedruns write modded-nanogpt's
+`step:125/1750 val_loss:4.6 train_time:21243ms step_avg:169.94ms`, after its source and rows of `=`,
+with times in ms or s and whatever words stand between. llm.c writes `s:250 tel:5.1` for validation
+and `s:250 trl:5.2 lr:...` for training, which has no times.
 """
+
 import math
 import os
 import re
@@ -19,11 +22,14 @@ ENDINGS = {".txt", ".log", ".out", ".stdout"}  # of logs in a folder
 LINE = re.compile(r"\s*(?:step|s):\s*(\d{1,9})(?:/\d{1,9})?((?:\s+[A-Za-z]\w*:\s*\S+)+)", re.ASCII)
 WORD = re.compile(r"([A-Za-z]\w*):\s*(\S+)", re.ASCII)
 TIME = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)(ms|s)", re.ASCII)
+MILLISECONDS = {"ms": 1, "s": 1000}
 LOSSES = {"val_loss": "val", "tel": "val", "train_loss": "train", "trl": "train"}
 
 
 @dataclass(frozen=True)
 class ForeignPoint:
+    """One loss of another trainer's curve."""
+
     step: int
     loss: float
     time_ms: float | None  # None where the log has no times
@@ -32,6 +38,7 @@ class ForeignPoint:
 @dataclass(frozen=True)
 class ForeignRun:
     """The curves of another trainer's log, under a name of its own."""
+
     name: str
     curves: dict  # {"train": [ForeignPoint, ...], "val": [ForeignPoint, ...]}
 
@@ -46,32 +53,45 @@ def number(text):
 
 
 def milliseconds(words, step):
-    """The training time that a line's words say, or what its mean step says; None where neither does."""
+    """The training time that a line's words say, or what its mean step says; None where neither
+    does."""
     for key, times in (("train_time", 1), ("step_avg", step)):
-        if found := TIME.fullmatch(words.get(key, "")):
-            return float(found[1]) * {"ms": 1, "s": 1000}[found[2]] * times
+        found = TIME.fullmatch(words.get(key, ""))
+        if found:
+            return float(found[1]) * MILLISECONDS[found[2]] * times
     return None
 
 
 def parse(text):
-    """{"train": [...], "val": [...]} of a log's text. Where steps begin again, another run does, and the last counts."""
+    """{"train": [...], "val": [...]} of a log's text. Where steps begin again, another run does,
+    and the last counts."""
     curves = {"train": [], "val": []}
-    for found in filter(None, map(LINE.match, text.splitlines())):
-        step, words = int(found[1]), dict(WORD.findall(found[2]))
+    for line in text.splitlines():
+        found = LINE.match(line)
+        if not found:
+            continue
+        step = int(found[1])
+        words = dict(WORD.findall(found[2]))
         for key in words.keys() & LOSSES.keys():
-            loss, curve = number(words[key]), curves[LOSSES[key]]
+            loss = number(words[key])
             if loss is not None:
-                if curve and step < curve[-1].step:
-                    curve.clear()
-                curve.append(ForeignPoint(step, loss, milliseconds(words, step)))
+                point = ForeignPoint(step, loss, milliseconds(words, step))
+                append(curves[LOSSES[key]], point)
     return curves
 
 
-def read(path):
-    """The ForeignRun of a file. RecordError where it is none, or is a log of this trainer, which has to be whole."""
-    path = Path(path)
+def append(curve, point):
+    """Add a point to a curve, which begins anew where the point lies before its end."""
+    if curve and point.step < curve[-1].step:
+        curve.clear()
+    curve.append(point)
+
+
+def read_content(path):
+    """The bytes of a regular file of bounded size; links are followed, for nothing is judged."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for a pipe's other end
+        # O_NONBLOCK does not wait for a pipe's other end
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
     with open(descriptor, "rb") as file:
@@ -80,12 +100,22 @@ def read(path):
         content = file.read(LIMIT + 1)
     if len(content) > LIMIT:
         raise RecordError(f"{path}: holds more than {LIMIT:,} bytes")
-    text = content.decode(errors="replace")
+    return content
+
+
+def read(path):
+    """The ForeignRun of a file. RecordError where it is none, or is a log of this trainer, which
+    has to be whole."""
+    path = Path(path)
+    text = read_content(path).decode(errors="replace")
     if f"\n{END_OF_CODE}\n" in text:
         raise RecordError(f"{path}: is a log of this trainer, and not whole")
     curves = parse(text)
     if not any(curves.values()):
-        raise RecordError(f"{path}: holds no curve: neither lines `step:N/M val_loss:X train_time:Tms` nor `s:N tel:X`")
+        raise RecordError(
+            f"{path}: holds no curve: neither lines `step:N/M val_loss:X train_time:Tms` nor "
+            f"`s:N tel:X`"
+        )
     return ForeignRun(name_of(path), curves)
 
 
@@ -101,7 +131,8 @@ def logs_in(path):
     path = Path(path)
     if not path.is_dir():
         return [path]
-    found = sorted(entry for entry in path.iterdir() if entry.suffix in ENDINGS and not entry.is_symlink())
+    logs = [entry for entry in path.iterdir() if entry.suffix in ENDINGS]
+    found = sorted(log for log in logs if not log.is_symlink())
     if not found:
         raise RecordError(f"{path}: holds no file that ends in {', '.join(sorted(ENDINGS))}")
     return found

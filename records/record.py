@@ -1,4 +1,5 @@
 """The repository, a record's folder, and every figure that follows from its logs."""
+
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from pathlib import Path
 from records import stats
 from records.files import RULES, RecordError, parse_json, read_text
 from records.log import parse_log
-from records.source import NEUTRAL_FIELDS
+from records.source import NEUTRAL_FIELDS, config_of
 
 SCHEMA = 1  # of result.json
 FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_([A-Za-z0-9][A-Za-z0-9-]{0,59})", re.ASCII)
@@ -18,6 +19,7 @@ MOST_LOGS = 100
 @dataclass(frozen=True)
 class TrackRules:
     """What no record of a track may change, from rules.json."""
+
     name: str
     tokenizer: str
     val_tokens: int
@@ -28,6 +30,8 @@ class TrackRules:
 
 @dataclass(frozen=True)
 class Failure:
+    """What is wrong with a file or a folder, as one line of `verify` says it."""
+
     path: Path
     reason: str
 
@@ -35,6 +39,7 @@ class Failure:
 @dataclass
 class Record:
     """A record's folder as read; what could not be read is in `failures`."""
+
     folder: Path
     track: str
     source: str = ""
@@ -46,50 +51,62 @@ class Record:
 
     @property
     def name(self):
+        """The name of the folder, which no other record of the track has."""
         return self.folder.name
 
     @property
     def date(self):
+        """The day of `submit`, as YYYY-MM-DD."""
         return self.name[:10]
 
     @property
     def parent(self):
+        """The name of the record that this one is measured against, or None."""
         return self.result.get("parent")
 
     @property
     def claims_speed(self):
+        """Whether the parent ran beside this record, so that it can be called faster."""
         return bool(self.baseline)
 
     @property
     def age(self):
-        """What sorts records by their time."""
-        return self.date, min((str(run.started) for run in self.runs if run.started), default=""), self.name
+        """What sorts records by their time: the day, the first start of a run, the name."""
+        starts = [str(run.started) for run in self.runs if run.started]
+        return self.date, min(starts, default=""), self.name
 
     @property
     def code_sha256(self):
+        """The hash of the code that ran, "" where no log could be read."""
         return self.runs[0].code_sha256 if self.runs else ""
 
     def fail(self, path, reason):
+        """Note what could not be read."""
         self.failures.append(Failure(path, reason))
 
 
 @dataclass(frozen=True)
 class Repository:
     """A working tree: records/<track>/<date>_<Name>/, records/README.md, train_gpt.py."""
+
     root: Path
     rules: dict  # TrackRules by track
 
     @classmethod
     def at(cls, root=None):
-        """The tree that this package lies in, or another one; the rules are always this package's own."""
+        """The tree that this package lies in, or another one. The rules are always this package's
+        own."""
         root = Path(root) if root else Path(__file__).parent.parent
-        return cls(root.resolve(), {name: TrackRules(name, **values) for name, values in RULES["tracks"].items()})
+        rules = {name: TrackRules(name, **values) for name, values in RULES["tracks"].items()}
+        return cls(root.resolve(), rules)
 
     @property
     def readme(self):
+        """The page that holds the leaderboards."""
         return self.root / "records" / "README.md"
 
     def track_folder(self, track):
+        """The folder of a track's records."""
         return self.root / "records" / track
 
     @cached_property
@@ -98,31 +115,48 @@ class Repository:
         found = {}
         for track in self.rules:
             folder = self.track_folder(track)
-            entries = sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
-            found[track] = [load(entry, track) for entry in entries if not entry.name.startswith(".")]
+            found[track] = []
+            if folder.is_symlink():
+                continue
+            for entry in entries_of(folder):
+                if not entry.name.startswith("."):
+                    found[track].append(load(entry, track))
         return found
 
     def strangers(self):
-        """What lies where only tracks and records do."""
-        folder = self.root / "records"
-        for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        """A Failure of everything that lies where only tracks and records do."""
+        for entry in entries_of(self.root / "records"):
+            is_track = entry.name in self.rules
             if entry.is_symlink():
                 yield Failure(entry, "is a symbolic link; records lie in a folder")
-            elif entry.name in self.rules and entry.is_dir():
-                yield from (Failure(inside, "is hidden; remove it, or give it a record's name")
-                            for inside in sorted(entry.iterdir()) if inside.name.startswith("."))
-            elif entry.name in self.rules or entry.is_dir() and entry.name != "__pycache__":
+            elif is_track and entry.is_dir():
+                for inside in entries_of(entry):
+                    if inside.name.startswith("."):
+                        yield Failure(inside, "is hidden; remove it, or give it a record's name")
+            elif is_track or entry.is_dir() and entry.name != "__pycache__":
                 yield Failure(entry, f"is no track's folder; those are {', '.join(self.rules)}")
 
 
+def entries_of(folder):
+    """What a folder holds, in the order of the names; nothing where there is no such folder."""
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def age_of(record):
+    """What sorts records by their time."""
+    return record.age
+
+
 def chain(records):
-    """The track's records each of which was measured against the one before: its first record, then, as far as they
-    go, the speed claims against the last. Of two against one record it is the older one."""
+    """The track's records each of which was measured against the one before: its first record,
+    then, as far as they go, the speed claims against the last. Of two against one record it is the
+    older one."""
     after = {}
-    for record in sorted(records, key=lambda record: record.age):
+    for record in sorted(records, key=age_of):
         if record.claims_speed or not record.parent:
             after.setdefault(record.parent, record)
-    found, current = [], after.get(None)
+    found = []
+    current = after.get(None)
     while current and current not in found:
         found.append(current)
         current = after.get(current.name)
@@ -133,38 +167,59 @@ def load(folder, track):
     """Read a record's folder. Nothing outside of it is opened, no link is followed."""
     record = Record(Path(folder), track)
     if record.folder.is_symlink() or not record.folder.is_dir():
-        record.fail(record.folder, "is no folder (links are not followed); a record is a folder of its own")
+        reason = "is no folder (links are not followed); a record is a folder of its own"
+        record.fail(record.folder, reason)
         return record
+    present = parts_present(record)
+    if "train_gpt.py" in present:
+        record.source = load_file(record, "train_gpt.py", str, "")
+    if "README.md" in present:
+        record.readme = load_file(record, "README.md", str, "")
+    if "result.json" in present:
+        record.result = load_file(record, "result.json", parse_result, {})
+    if "logs" in present:
+        load_logs(record, record.folder / "logs", record.runs)
+    if "baseline" in present:
+        load_logs(record, record.folder / "baseline", record.baseline)
+    return record
+
+
+def parts_present(record):
+    """The names in a record's folder that may be read. What is too much or missing fails."""
     known = {"train_gpt.py", "result.json", "README.md", "logs", "baseline"}
-    for entry in sorted(record.folder.iterdir()):
+    entries = sorted(record.folder.iterdir())
+    for entry in entries:
         if entry.is_symlink():
             record.fail(entry, "is a symbolic link; put the file itself there")
             known.discard(entry.name)
         elif entry.name not in known:
             record.fail(entry, f"is no part of a record; those are {', '.join(sorted(known))}")
-    for name in sorted(known - {"baseline"} - {entry.name for entry in record.folder.iterdir()}):
+    present = known & {entry.name for entry in entries}
+    for name in sorted(known - {"baseline"} - present):
         record.fail(record.folder / name, "is missing")
-    present = {name for name in known if (record.folder / name).exists()}
-    for name, attribute in (("train_gpt.py", "source"), ("README.md", "readme"), ("result.json", "result")):
-        if name in present:
-            try:
-                text = read_text(record.folder / name)
-                setattr(record, attribute, parse_result(text) if attribute == "result" else text)
-            except RecordError as error:
-                record.fail(record.folder / name, str(error))
-    for name, runs in (("logs", record.runs), ("baseline", record.baseline)):
-        if name in present:
-            load_logs(record, record.folder / name, runs)
-    return record
+    return present
+
+
+def load_file(record, name, parse, otherwise):
+    """What `parse` makes of the text of a record's file, or `otherwise` where that fails."""
+    try:
+        return parse(read_text(record.folder / name))
+    except RecordError as error:
+        record.fail(record.folder / name, str(error))
+        return otherwise
 
 
 def parse_result(text):
     """The JSON object of a result.json whose parent, if any, is the name of a record."""
     result = parse_json(text)
     if not isinstance(result, dict) or result.get("schema") != SCHEMA:
-        raise RecordError(f"is no object with schema {SCHEMA}; write it with `python -m records submit`")
+        raise RecordError(
+            f"is no object with schema {SCHEMA}; write it with `python -m records submit`"
+        )
     parent = result.get("parent")
-    if parent is not None and not (isinstance(parent, str) and FOLDER.fullmatch(parent)):
+    if parent is None:
+        return result
+    if not isinstance(parent, str) or not FOLDER.fullmatch(parent):
         raise RecordError(f"parent {ascii(parent)[:80]} is no name of a record")
     return result
 
@@ -185,28 +240,56 @@ def load_logs(record, folder, runs):
             runs.append(run)
         except RecordError as error:
             record.fail(path, str(error))
-    runs.sort(key=lambda run: (run.batch.counter if run.batch else 0, run.run))
+    runs.sort(key=place_of)
+
+
+def place_of(run):
+    """What sorts the runs of a batch: their counters, then their names."""
+    counter = run.batch.counter if run.batch else 0
+    return counter, run.run
 
 
 def changed_lines(before, after):
-    """(added, removed) lines between two sources, as multisets: a line that only moved is no change."""
-    before, after = (Counter(text.splitlines()) for text in (before, after))
+    """(added, removed) lines between two sources, as multisets: a line that only moved is no
+    change."""
+    before = Counter(before.splitlines())
+    after = Counter(after.splitlines())
     return (after - before).total(), (before - after).total()
 
 
 def config_changes(before, after):
-    """{field: [value before, value after]} of two logged configurations, but for fields that say where and how a run
-    is watched, or counted; a field that one of them lacks is None there."""
-    names = sorted((before.keys() | after.keys()) - NEUTRAL_FIELDS)
-    return {name: [before.get(name), after.get(name)] for name in names if before.get(name) != after.get(name)}
+    """{field: [value before, value after]} of two configurations, but for fields that say where and
+    how a run is watched, or counted; a field that one of them lacks is None there."""
+    changes = {}
+    for name in sorted((before.keys() | after.keys()) - NEUTRAL_FIELDS):
+        values = [before.get(name), after.get(name)]
+        if name == "dtype" and "auto" in values:  # a source and a log, where the machine chose it
+            continue
+        if values[0] != values[1]:
+            changes[name] = values
+    return changes
 
 
 def pairs_of(runs, baseline):
     """[(run, baseline run), ...] by their counters. RecordError when a run has no partner."""
-    sides = [{run.batch.counter: run for run in part if run.batch} for part in (runs, baseline)]
-    if alone := sorted(sides[0].keys() ^ sides[1].keys()):
-        raise RecordError(f"pairs: run {', '.join(map(str, alone[:8]))} ran on one side only; every pair counts")
-    return [(sides[0][counter], sides[1][counter]) for counter in sorted(sides[0])]
+    own = {run.batch.counter: run for run in runs if run.batch}
+    others = {run.batch.counter: run for run in baseline if run.batch}
+    alone = sorted(own.keys() ^ others.keys())
+    if alone:
+        shown = ", ".join(map(str, alone[:8]))
+        raise RecordError(f"pairs: run {shown} ran on one side only; every pair counts")
+    return [(own[counter], others[counter]) for counter in sorted(own)]
+
+
+def chosen_dtype(run):
+    """The type that a run computed in, where the machine or its user chose it; None where it is
+    the one that the source names."""
+    if run.dtype == config_of(run.source, run.track).get("dtype", ""):
+        return None
+    return run.dtype
+
+
+# ----- the figures
 
 
 def rounded(value):
@@ -214,48 +297,108 @@ def rounded(value):
     return float(f"{value:.6g}")
 
 
+def mean_figures(values):
+    """Mean and standard deviation as figures."""
+    mean, std = stats.mean_and_std(values)
+    return {"mean": rounded(mean), "std": rounded(std)}
+
+
 def run_figures(run):
-    return {"run": run.run, "started": f"{run.started:%Y-%m-%d %H:%M:%S}" if run.started else None, "seed": run.seed,
-            "val_loss": run.val_loss, "train_time_ms": run.train_time_ms, "tokens": run.tokens,
-            "peak_memory_mib": run.memory_mib, "world_size": run.world_size,
-            "device": run.device, "torch": run.torch, "cuda": run.cuda, "triton": run.triton}
+    """What a table of runs says of one of them."""
+    return {
+        "run": run.run,
+        "started": f"{run.started:%Y-%m-%d %H:%M:%S}" if run.started else None,
+        "seed": run.seed,
+        "val_loss": run.val_loss,
+        "train_time_ms": run.train_time_ms,
+        "tokens": run.tokens,
+        "peak_memory_mib": run.memory_mib,
+        "world_size": run.world_size,
+        "device": run.device,
+        "torch": run.torch,
+        "cuda": run.cuda,
+        "triton": run.triton,
+    }
 
 
 def speed_figures(pairs, declared, level):
     """Of the record against its parent, from paired runs; negative differences are gains."""
     found = stats.speed(pairs, declared, level)
     differences = [run.train_time_ms - base.train_time_ms for run, base in pairs]
-    mean, low, high = map(rounded, stats.interval(differences))
-    base = stats.mean_and_std([base.train_time_ms for _, base in pairs])[0]
-    return {"pairs": len(pairs), "baseline_mean_ms": rounded(base), "difference_ms": mean, "low_ms": low,
-            "high_ms": high, "p": rounded(found["p"]), "shown_by": found["shown_by"],
-            "fastest_parts": rounded(found["fastest_parts"]),
-            "relative": {clock: [*map(rounded, values)] for clock, values in found["differences"].items()}}
+    mean, low, high = stats.interval(differences)
+    base_mean, _ = stats.mean_and_std([base.train_time_ms for _, base in pairs])
+    relative = {}
+    for clock, values in found["differences"].items():
+        relative[clock] = [rounded(value) for value in values]
+    return {
+        "pairs": len(pairs),
+        "baseline_mean_ms": rounded(base_mean),
+        "difference_ms": rounded(mean),
+        "low_ms": rounded(low),
+        "high_ms": rounded(high),
+        "p": rounded(found["p"]),
+        "shown_by": found["shown_by"],
+        "fastest_parts": rounded(found["fastest_parts"]),
+        "relative": relative,
+    }
+
+
+def parent_figures(record, parent):
+    """What changed in code and configuration since the parent, a Record or None. Where the parent
+    ran beside the record, it did so in the same dtype, and its configuration is that of these
+    runs."""
+    if parent is None:
+        return {"parent": None, "lines_added": 0, "lines_removed": 0, "config_changes": {}}
+    added, removed = changed_lines(parent.source, record.source)
+    before = (record.baseline or parent.runs)[0].config
+    return {
+        "parent": parent.name,
+        "lines_added": added,
+        "lines_removed": removed,
+        "config_changes": config_changes(before, record.runs[0].config),
+    }
+
+
+def loss_figures(record, target, level):
+    """The losses of a record's runs, and the test that their mean is below the target."""
+    losses = [run.val_loss for run in record.runs]
+    looks = 1
+    if record.claims_speed:
+        looks = len(stats.looks(record.runs[0].batch.declared))
+    return {
+        **mean_figures(losses),
+        "target": target,
+        "p": rounded(stats.p_below(losses, target)),
+        "p_needed": rounded(level / looks),
+    }
 
 
 def figures(record, rules, parent):
-    """The content of result.json, from the logs alone; `parent` is a Record or None. Needs runs that declare their
-    batch. RecordError when baseline runs do not pair."""
-    losses = [run.val_loss for run in record.runs]
-    times = [run.train_time_ms for run in record.runs]
-    loss, loss_std = map(rounded, stats.mean_and_std(losses))
-    time_ms, time_std = map(rounded, stats.mean_and_std(times))
+    """The content of result.json, from the logs alone; `parent` is a Record or None. Needs runs
+    that declare their batch. RecordError when baseline runs do not pair."""
     batch = record.runs[0].batch
     level = stats.level(batch.number)
-    added, removed = changed_lines(parent.source, record.source) if parent else (0, 0)
-    pairs = pairs_of(record.runs, record.baseline) if record.claims_speed else []
+    pairs = []
+    speed = None
+    if record.claims_speed:
+        pairs = pairs_of(record.runs, record.baseline)
+    if len(pairs) > 1:
+        speed = speed_figures(pairs, batch.declared, level)
     return {
-        "schema": SCHEMA, "name": record.name, "track": record.track,
-        "claim": "speed" if record.claims_speed else "entry", "parent": parent.name if parent else None,
-        "code_sha256": record.code_sha256, "lines_added": added, "lines_removed": removed,
-        "config_changes": config_changes(parent.runs[0].config, record.runs[0].config) if parent else {},
-        "declared_runs": batch.declared, "batch": batch.number,
+        "schema": SCHEMA,
+        "name": record.name,
+        "track": record.track,
+        "claim": "speed" if record.claims_speed else "entry",
+        "code_sha256": record.code_sha256,
+        **parent_figures(record, parent),
+        "dtype": chosen_dtype(record.runs[0]),
+        "declared_runs": batch.declared,
+        "batch": batch.number,
         "restarts": sum(run.batch.start - 1 for run in record.runs),
-        "loss": {"mean": loss, "std": loss_std, "target": rules.target_loss,
-                 "p": rounded(stats.p_below(losses, rules.target_loss)),
-                 "p_needed": rounded(level / len(stats.looks(batch.declared) if record.claims_speed else [1]))},
+        "loss": loss_figures(record, rules.target_loss, level),
         "p_needed": rounded(level),
-        "train_time_ms": {"mean": time_ms, "std": time_std},
-        "speed": speed_figures(pairs, batch.declared, level) if len(pairs) > 1 else None,
+        "train_time_ms": mean_figures([run.train_time_ms for run in record.runs]),
+        "speed": speed,
         "runs": [run_figures(run) for run in record.runs],
-        "baseline": [run_figures(base) for _, base in pairs]}
+        "baseline": [run_figures(base) for _, base in pairs],
+    }

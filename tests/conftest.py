@@ -1,15 +1,24 @@
-"""Fixtures: a tiny corpus, the command line in this process, and training runs that several tests read."""
+"""Fixtures: a tiny corpus, the command line in this process, and training runs that several tests
+read."""
+
 import os
 import signal
 import sys
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: bitwise comparisons with child processes
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # before torch is imported: bitwise comparisons with child processes
+)
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # a launcher's: this process is alone
     os.environ.pop(name, None)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it and hand that down
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # background jobs of a shell ignore it and hand that down
 TESTS = Path(__file__).resolve().parent
-sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # the repository before this folder, which has some of the same names
+sys.path[:0] = [
+    str(TESTS.parent),
+    str(TESTS),
+]  # the repository before this folder, which has some of the same names
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -51,13 +60,15 @@ def tiny(corpus):
 
 @pytest.fixture(scope="session")
 def rich(corpus):
-    """Configuration values of a twenty-step run in which every schedule changes, with all kinds of rows."""
+    """Configuration values of a twenty-step run in which every schedule changes, with all kinds of
+    rows."""
     return {**helpers.RICH, "data": str(corpus)}
 
 
 @pytest.fixture
 def cli(tmp_path, monkeypatch, capsys):
-    """The command line without a new process: cli(*words) runs main() in tmp_path, without a plot at the end."""
+    """The command line without a new process: cli(*words) runs main() in tmp_path, without a plot
+    at the end."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train_gpt, "plot", lambda folder: "")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -77,7 +88,8 @@ def cli(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture(scope="session")
 def rich_run_of(rich, tmp_path_factory):
-    """rich_run_of(world size): the twenty steps, with a checkpoint after ten, on that many ranks; each is run once."""
+    """rich_run_of(world size): the twenty steps, with a checkpoint after ten, on that many ranks;
+    each is run once."""
     runs = {}
 
     def run_of(world_size):

@@ -1,6 +1,8 @@
 """What the tests share: a tiny configuration, a tiny corpus, and ways to run the trainer."""
+
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -21,34 +23,86 @@ ROOT = Path(train_gpt.__file__).resolve().parent
 TRAINER = ROOT / "train_gpt.py"
 EOT = 256  # every document of the byte corpus starts with it
 
-# Small enough that a step takes milliseconds, with every part of the model in use.
-TINY = dict(
-    steps=4, micro_batch_tokens=256, micro_batches=((0.0, 2),), document_cap=((0.0, 128),),
-    model_dim=32, num_layers=2, head_dim=16, mlp_dim=64, windows=((0.0, (32, 64)),), long_layers=(1,),
-    value_embedding_layers=(0,), ngram_rows=1000, copy_orders=(3, 5), copy_reach=64, index_orders=(), index_bits=12,
-    val_tokens=1024, val_every=0, log_every=1, seed=1, device="cpu", dtype="float32", compile=False)
+# Small enough that a step takes milliseconds, with every part of the model in use. Fields of a
+# Stage hold in all stages.
+TINY = {
+    "track": "nano",  # by default it is told why this one is taken
+    "steps": 4,
+    "micro_batch_tokens": 256,
+    "micro_batches": 2,
+    "document_cap": 128,
+    "windows": (32, 64),
+    "val_windows": (32, 64),
+    "mtp_weights": (1.0,),
+    "model_dim": 32,
+    "num_layers": 2,
+    "head_dim": 16,
+    "mlp_dim": 64,
+    "long_layers": (1,),
+    "value_embedding_layers": (0,),
+    "ngram_rows": 1000,
+    "copy_orders": (3, 5),
+    "copy_reach": 64,
+    "index_orders": (),
+    "index_bits": 12,
+    "val_tokens": 1024,
+    "val_batch_tokens": 256,
+    "val_every": 0,
+    "log_every": 1,
+    "seed": 1,
+    "device": "cpu",
+    "dtype": "float32",
+    "compile": False,
+}
 
-NO_TABLE = dict(ngram_orders=(), copy_orders=(), index_orders=())
-INDEX = dict(index_orders=(4,), index_share=0.25)
+NO_TABLE = {"ngram_orders": (), "copy_orders": (), "index_orders": ()}
+INDEX = {"index_orders": (4,), "index_share": 0.25}
 
-# A run in which every schedule changes on the way, and with all kinds of rows; twelve micro-batches suit 1, 2, 3 and 4
-# ranks.
-RICH = dict(
-    TINY, steps=20, micro_batches=((0.0, 12),), document_cap=((0.0, 96), (0.5, 192)),
-    windows=((0.0, (32, 64)), (0.5, (64, 128))), mtp_weights=((0.0, (1.0, 0.5)), (0.5, (1.0,))),
-    untie_at=0.25, adam_every=2, val_every=10, save_every=10, **INDEX)
+# A run in which every number of a stage changes on the way, and with all kinds of rows; twelve
+# micro-batches suit 1, 2, 3 and 4 ranks.
+STAGE_FIELDS = {field.name for field in dataclasses.fields(train_gpt.Stage)}
+RICH = {
+    **{name: value for name, value in TINY.items() if name not in STAGE_FIELDS},
+    "steps": 20,
+    "stages": (
+        {
+            "start": 0.0,
+            "micro_batches": 12,
+            "document_cap": 96,
+            "windows": (32, 64),
+            "mtp_weights": (1.0, 0.5),
+        },
+        {
+            "start": 0.5,
+            "micro_batches": 12,
+            "document_cap": 192,
+            "windows": (64, 128),
+            "mtp_weights": (1.0,),
+        },
+    ),
+    "val_windows": (64, 128),
+    "untie_at": 0.25,
+    "adam_every": 2,
+    "val_every": 10,
+    "save_every": 10,
+    **INDEX,
+}
 
 
 def tiny_config(**changes):
-    return train_gpt.Config(**{**TINY, **changes})
+    """The tiny Config; changes may name fields of a Stage, which then hold in all stages."""
+    return train_gpt.with_values(train_gpt.TRACKS["nano"], {**TINY, **changes})
 
 
 def arguments(values):
     """Command-line words for a dict of configuration values."""
-    return [word for key, value in values.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    return [
+        word for key, value in values.items() for word in (f"--{key.replace('_', '-')}", str(value))
+    ]
 
 
 # ----- corpora
+
 
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
     """A shard in llm.c's format; magic, version and the header's token count can be made wrong."""
@@ -60,10 +114,12 @@ def write_shard(path, tokens, magic=20240520, version=1, count=None):
 
 def byte_documents(count, seed=0):
     """`count` tokens of the standard library's sources, as documents of 20 to 400 bytes."""
-    text = b"".join(Path(module.__file__).read_bytes() for module in (argparse, shutil, subprocess, tarfile))
+    text = b"".join(
+        Path(module.__file__).read_bytes() for module in (argparse, shutil, subprocess, tarfile)
+    )
     tokens, low = [], 0
     for length in np.random.default_rng(seed).integers(20, 400, size=count // 20 + 1):
-        tokens += [EOT, *text[low:low + length]]
+        tokens += [EOT, *text[low : low + length]]
         low = (low + int(length)) % (len(text) - 400)
     return tokens[:count]
 
@@ -80,7 +136,10 @@ def make_corpus(folder, train_tokens=90_000, val_tokens=4_000, shards=2):
 
 def with_manifest(folder):
     """The folder, after its manifest has been made that of the shards which are there."""
-    shards = [{"file": path.name, "sha256": train_gpt.file_sha256(path)} for path in sorted(Path(folder).glob("*.bin"))]
+    shards = [
+        {"file": path.name, "sha256": train_gpt.file_sha256(path)}
+        for path in sorted(Path(folder).glob("*.bin"))
+    ]
     manifest = {"tokenizer": "bytes", "source": "standard library", "shards": shards}
     (folder / "manifest.json").write_text(json.dumps(manifest) + "\n")
     return folder
@@ -93,8 +152,12 @@ BASE = 0x9E3779B97F4A7C15
 
 
 def slow_key(tokens):
-    """The key of an n-gram: the polynomial of its tokens' random numbers in the inverse of the base, the last first."""
-    return sum(DRAWN[token] * pow(BASE, -back, 2**64) for back, token in enumerate(reversed(tokens))) % 2**64
+    """The key of an n-gram: the polynomial of its tokens' random numbers in the inverse of the
+    base, the last first."""
+    return (
+        sum(DRAWN[token] * pow(BASE, -back, 2**64) for back, token in enumerate(reversed(tokens)))
+        % 2**64
+    )
 
 
 def slow_row(key, column, rows):
@@ -110,22 +173,30 @@ def documents_of(tokens):
     return np.maximum.accumulate(np.where(np.asarray(tokens) == EOT, np.arange(len(tokens)), 0))
 
 
-def ngram_rows(tokens, position, orders, rows, **changes):
-    """Rows and signs of the n-grams that end at the positions of a shard, of a table that has no other rows."""
-    config = tiny_config(**{**NO_TABLE, "ngram_orders": orders}, ngram_rows=rows, **changes)
-    place = train_gpt.Placement(train_gpt.Text(tokens, config), position, None)
-    return train_gpt.table_rows(place, config, train_gpt.TextIndex(config))
+def window_of(text, positions):
+    """The TokenWindow of single tokens of a Text, at any positions."""
+    return train_gpt.TokenWindow(text, [(int(at), int(at) + 1) for at in positions])
+
+
+def ngram_rows(tokens, positions, orders, rows, **changes):
+    """Rows and signs of the n-grams that end at the positions of a shard, of a table that has no
+    other rows."""
+    config = tiny_config(**{**NO_TABLE, "ngram_orders": orders, "ngram_rows": rows, **changes})
+    text = train_gpt.Text(np.asarray(tokens, dtype=np.uint16), config)
+    return train_gpt.table_rows(window_of(text, positions), config, train_gpt.TextIndex(config))
 
 
 # ----- running the trainer
 
+
 @dataclass
 class Run:
     """A finished process of the trainer and what it left behind."""
+
     code: int
     stdout: str
     stderr: str
-    folder: Path      # logs/<run id>
+    folder: Path  # logs/<run id>
     source: str = ""  # of the trainer, when it was started
 
     @property
@@ -134,11 +205,15 @@ class Run:
 
     @property
     def metrics(self):
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+        ]
 
     @property
     def train_losses(self):
-        return {event["step"]: event["train_loss"] for event in self.metrics if "train_loss" in event}
+        return {
+            event["step"]: event["train_loss"] for event in self.metrics if "train_loss" in event
+        }
 
     @property
     def val_losses(self):
@@ -170,25 +245,44 @@ def command(world_size, script=TRAINER):
     """The words that start `script` on world_size processes; plain Python for None."""
     if world_size is None:
         return [sys.executable, str(script)]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}",
-            str(script)]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={world_size}",
+        str(script),
+    ]
 
 
 def run_trainer(cwd, values, *words, world_size=None, script=TRAINER, timeout=150, **options):
     """Run the trainer in `cwd` (logs/ is made there) on configuration values and further words."""
     folder, source = Path(cwd) / "logs" / str(values.get("run_id", "")), TRAINER.read_text()
-    done = subprocess.run([*command(world_size, script), *words, *arguments(values)], cwd=cwd,
-                          env=environment(), capture_output=True, text=True, timeout=timeout, **options)
+    done = subprocess.run(
+        [*command(world_size, script), *words, *arguments(values)],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        **options,
+    )
     return Run(done.returncode, done.stdout, done.stderr, folder, source)
 
 
 @contextlib.contextmanager
 def started(cwd, values, world_size=None):
-    """The trainer as a running process with piped output, which is not left behind whatever happens."""
+    """The trainer as a running process with piped output, which is not left behind whatever
+    happens."""
     process = subprocess.Popen(
-        [*command(world_size), *arguments(values)], cwd=cwd, env=environment(), stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,  # background jobs of a shell ignore SIGINT and hand that down
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+        [*command(world_size), *arguments(values)],
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,  # background jobs of a shell ignore SIGINT and hand that down
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         yield process
     finally:
@@ -202,8 +296,17 @@ def started(cwd, values, world_size=None):
 
 def ranks(world_size, device="cpu"):
     """Stand-ins for the Runtimes of world_size ranks, for code that asks only who it is."""
-    return [SimpleNamespace(rank=rank, world_size=world_size, device=torch.device(device), loader_group=None)
-            for rank in range(world_size)]
+    return [
+        SimpleNamespace(
+            rank=rank,
+            world_size=world_size,
+            device=torch.device(device),
+            loader_group=None,
+            use_device=lambda: None,
+            in_parallel=map,
+        )
+        for rank in range(world_size)
+    ]
 
 
 def bytes_of(tensor):
@@ -242,15 +345,17 @@ def randomise(trainer, seed=0):
     trainer.table.weight.copy_(0.3 * torch.randn(trainer.table.weight.shape, generator=generator))
 
 
-def read(trainer, tokens, low=0):
-    """The MicroBatch of tokens[low : low + T] and its summed n-gram rows (None without n-grams)."""
+def read(trainer, tokens, low=0, length=None):
+    """The MicroBatch of tokens[low : low + T] and its summed rows (None without a table). T is that
+    of a training micro-batch, unless told otherwise."""
     text = train_gpt.Text(np.asarray(tokens, dtype=np.uint16), trainer.config)
-    return trainer.read(train_gpt.place_contiguous(text, low, trainer.config))
+    length = length or trainer.config.micro_batch_tokens
+    return trainer.read(train_gpt.contiguous_window(text, low, length))
 
 
 def make_trainer(random_weights=True, seed=0, runtime=None, **changes):
-    """A Trainer of the tiny model, of this process alone or of a rank's runtime; with random weights everywhere unless
-    told otherwise."""
+    """A Trainer of the tiny model, of this process alone or of a rank's runtime; with random
+    weights everywhere unless told otherwise."""
     trainer = train_gpt.Trainer(tiny_config(**changes), runtime or train_gpt.Runtime("cpu"))
     if random_weights:
         randomise(trainer, seed)

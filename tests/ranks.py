@@ -1,5 +1,6 @@
-"""The one way in which tests start ranks: functions called in processes that are forked from this one, which has
-imported torch by then, so that a group of them starts in a fraction of a second."""
+"""The one way in which tests start ranks: functions called in processes that are forked from this
+one, which has imported torch by then, so that a group of them starts in a fraction of a second."""
+
 import math
 import os
 import signal
@@ -17,13 +18,14 @@ from helpers import TRAINER, Run, arguments
 from train_gpt import Runtime
 
 ONE_RANK_SECONDS = 100  # after which something hangs
-OWN_SECONDS = 0.3       # of the others after one has failed: what failed there too may be told; launchers poll as well
-LAST_SECONDS = 20       # of the others after they were told to end
+# of the others after one has failed: what failed there too may be told; launchers poll as well
+OWN_SECONDS = 0.3
+LAST_SECONDS = 20  # of the others after they were told to end
 
 
 def fork(world_size, function, *words):
-    """Call a function on so many ranks, each a process, as a launcher would: when one fails the others are ended.
-    Returns the exit status of the first that failed, or 0."""
+    """Call a function on so many ranks, each a process, as a launcher would: when one fails the
+    others are ended. Returns the exit status of the first that failed, or 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -64,11 +66,18 @@ def _run_rank(rank, world_size, port, function, words):
     status = 1
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout's handler was inherited
-        # torch makes its thread pool anew after a fork, at the first such call, and fails if two threads come at once.
+        # torch makes its thread pool anew after a fork, at the first such call, and fails if two
+        # threads come at once.
         torch.set_num_threads(torch.get_num_threads())
         signal.alarm(ONE_RANK_SECONDS)
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
-                          LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
         status = function(*words) or 0
     except BaseException:
         traceback.print_exc()
@@ -81,7 +90,8 @@ def _run_rank(rank, world_size, port, function, words):
 
 
 def speak_into(folder):
-    """Send this process's words to files of its rank, past whatever pytest has put in place of the streams."""
+    """Send this process's words to files of its rank, past whatever pytest has put in place of the
+    streams."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(Path(folder) / f"{name}{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT)
         os.dup2(file, number)
@@ -95,21 +105,30 @@ def spoken(folder, name, world_size):
 
 
 def on_ranks(world_size, work, *words):
-    """What work(runtime, *words) returns on each rank of a gloo group, as a list; tensors and plain types."""
+    """What work(runtime, *words) returns on each rank of a gloo group, as a list; tensors and plain
+    types."""
     with tempfile.TemporaryDirectory() as folder:
+
         def call():
             speak_into(folder)
             runtime = Runtime("cpu")
             torch.save(work(runtime, *words), Path(folder) / f"{runtime.rank}.pt")
             runtime.close()
-        assert fork(world_size, call) == 0, spoken(folder, "stdout", world_size) + spoken(folder, "stderr", world_size)
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+        assert fork(world_size, call) == 0, spoken(folder, "stdout", world_size) + spoken(
+            folder, "stderr", world_size
+        )
+        return [
+            torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
+            for rank in range(world_size)
+        ]
 
 
 def train(cwd, values, *words, world_size=1, before=None, main=train_gpt.main):
-    """The trainer's command line on so many ranks in the folder `cwd`, where logs/ is made, without the plot at the
-    end. Returns a helpers.Run with the words of all ranks, one after the other. before: a function that each rank
-    calls first. main: of a script."""
+    """The trainer's command line on so many ranks in the folder `cwd`, where logs/ is made, without
+    the plot at the end. Returns a helpers.Run with the words of all ranks, one after the other.
+    before: a function that each rank calls first. main: of a script."""
+
     def call():
         speak_into(folder)
         os.chdir(cwd)
@@ -117,8 +136,13 @@ def train(cwd, values, *words, world_size=1, before=None, main=train_gpt.main):
         if before:
             before()
         return main([*words, *arguments(values)])
+
     with tempfile.TemporaryDirectory() as folder:
         source = TRAINER.read_text()
         code = fork(world_size, call)
-        return Run(code, *(spoken(folder, name, world_size) for name in ("stdout", "stderr")),
-                   Path(cwd) / "logs" / str(values.get("run_id", "")), source)
+        return Run(
+            code,
+            *(spoken(folder, name, world_size) for name in ("stdout", "stderr")),
+            Path(cwd) / "logs" / str(values.get("run_id", "")),
+            source,
+        )

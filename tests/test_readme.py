@@ -1,4 +1,6 @@
-"""README.md and records/README.md say what the repository holds: tables, paths, keys, chapters, targets, claims."""
+"""README.md and records/README.md say what the repository holds: tables, paths, keys, chapters,
+targets, claims."""
+
 import dataclasses
 import json
 import re
@@ -16,7 +18,7 @@ SOURCE = (ROOT / "train_gpt.py").read_text()
 
 
 def test_it_is_a_page():
-    assert len(TEXT.splitlines()) <= 150
+    assert len(TEXT.splitlines()) <= 160
 
 
 def test_result_tables_are_current():
@@ -52,22 +54,42 @@ def test_named_files_exist(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_named_keys_exist_and_are_spelt_one_way(page):
     fields = {field.name for field in dataclasses.fields(ContinualConfig)}
-    elsewhere = {"help", "check", "checkpoint", "prompt", "eval", "out", "nproc_per_node", "nnodes", "rdzv_backend",
-                 "rdzv_endpoint", "name", "baseline", "runs", "world_size", "yes", "compare", "tree"}
+    elsewhere = {
+        "help",
+        "check",
+        "checkpoint",
+        "prompt",
+        "eval",
+        "out",
+        "nproc_per_node",
+        "nnodes",
+        "rdzv_backend",
+        "rdzv_endpoint",
+        "name",
+        "baseline",
+        "runs",
+        "world_size",
+        "yes",
+        "compare",
+        "tree",
+    }
     written = re.sub(r"<!-- results/.*?<!-- end -->", "", PAGES[page], flags=re.DOTALL)
     for key in re.findall(r"--([a-z][a-z_-]*)", written):
         assert "_" not in key and key.replace("-", "_") in fields | elsewhere, key
 
 
 def test_chapters_of_the_map_are_those_of_the_file():
-    banners = [(number, name.rstrip(" =")) for number, name in re.findall(r"^# (\d+)\. (.+)$", SOURCE, re.MULTILINE)]
-    assert len(banners) == 11
+    banners = [
+        (number, name.rstrip(" ="))
+        for number, name in re.findall(r"^# (\d+)\. (.+)$", SOURCE, re.MULTILINE)
+    ]
+    assert len(banners) == 18
     assert re.findall(r"^\| (\d+) ([^|]+?) \|", TEXT, re.MULTILINE) == banners
-    assert re.findall(r"^ +(\d+)\. (.+?)  +", train_gpt.__doc__, re.MULTILINE) == banners
+    assert re.findall(r"^ +(\d+)\. (.+?) {2,}", train_gpt.__doc__, re.MULTILINE) == banners
 
 
 def test_the_map_names_what_the_file_defines():
-    table = TEXT[TEXT.index("| chapter |"):TEXT.index("The command line changes")]
+    table = TEXT[TEXT.index("| chapter |") : TEXT.index("The command line changes")]
     for name in set(re.findall(r"`([A-Za-z_.]+)`", table)):
         assert re.search(rf"^ *(def |class |){name.split('.')[-1]}\b", SOURCE, re.MULTILINE), name
 
@@ -79,11 +101,14 @@ def test_targets_are_those_of_the_tracks():
 
 
 def test_what_it_says_of_the_table_follows_from_the_figures():
-    """It takes the plain GPT most of the way to nano, nano without it ends higher, and it outweighs the matrices."""
+    """It takes the plain GPT most of the way to nano, nano without it ends higher, and it outweighs
+    the matrices."""
     results = json.loads((ROOT / "benchmarks/results/nano_vs_baseline.json").read_text())["results"]
     arms = {result["arm"]: result for result in results}
-    plain, with_table, nano, without = (arms[name]["val_loss"] for name in (
-        "baseline", "baseline + n-grams", "nano", "nano, no table"))
+    plain, with_table, nano, without = (
+        arms[name]["val_loss"]
+        for name in ("baseline", "baseline + n-grams", "nano", "nano, no table")
+    )
     assert (plain - with_table) / (plain - nano) > 0.5
     assert without > nano + 0.1
     assert arms["nano"]["table_values"] > 10 * arms["nano"]["matrix_parameters"]

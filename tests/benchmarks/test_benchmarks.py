@@ -1,4 +1,6 @@
-"""The benchmarks' logic on tiny shapes: that they measure what they say, and leave their results behind."""
+"""The benchmarks' logic on tiny shapes: that they measure what they say, and leave their results
+behind."""
+
 import dataclasses
 import json
 import math
@@ -15,15 +17,19 @@ from benchmarks import nano_vs_baseline as versus
 
 
 def tiny(**changes):
-    return dataclasses.replace(train_gpt.TRACKS["nano"], **{**common.TINY, "device": "cpu", "seed": 1, **changes})
+    return dataclasses.replace(
+        train_gpt.TRACKS["nano"], **{**common.TINY, "device": "cpu", "seed": 1, **changes}
+    )
 
 
 # ----- shared
 
+
 def test_made_corpora_pass_the_trainers_checks(tmp_path):
     for name, documents, tokenizer in (
-            ("text", common.python_documents(30_000), "bytes"),
-            ("random", common.random_documents(30_000, 50256, np.random.default_rng(0)), "gpt2")):
+        ("text", common.python_documents(30_000), "bytes"),
+        ("random", common.random_documents(30_000, 50256, np.random.default_rng(0)), "gpt2"),
+    ):
         eot_token = train_gpt.EOT_TOKEN[tokenizer]
         folder = common.write_corpus(tmp_path / name, documents, eot_token, 2048)
         shards, _, val = train_gpt.open_corpus(tiny(data=str(folder), tokenizer=tokenizer, steps=1))
@@ -32,6 +38,7 @@ def test_made_corpora_pass_the_trainers_checks(tmp_path):
 
 
 # ----- nano against the baseline
+
 
 def test_baseline_is_causal_and_of_gpt_2s_proportions():
     config = train_gpt.TRACKS["nano"]
@@ -46,10 +53,14 @@ def test_baseline_is_causal_and_of_gpt_2s_proportions():
     changed_ngram[:, 129:] += 1
     with torch.no_grad():
         for ngrams in ((None, None), (ngram, changed_ngram)):
-            before, after = (model(t[:, :-1], t[:, 1:], n) for t, n in zip((tokens, changed), ngrams))
+            before, after = (
+                model(t[:, :-1], t[:, 1:], n)
+                for t, n in zip((tokens, changed), ngrams, strict=True)
+            )
             assert torch.equal(before[:, :128], after[:, :128]) and not torch.equal(before, after)
-    assert before.mean().item() < 20 and model(tokens[:, :-1], tokens[:, 1:]).mean().item() == pytest.approx(
-        math.log(257), abs=0.1)
+    assert before.mean().item() < 20 and model(
+        tokens[:, :-1], tokens[:, 1:]
+    ).mean().item() == pytest.approx(math.log(257), abs=0.1)
 
 
 def test_baseline_scores_every_validation_token_once(tmp_path):
@@ -61,12 +72,16 @@ def test_baseline_scores_every_validation_token_once(tmp_path):
     targets = torch.from_numpy(windows[1:]).view(-1, versus.BLOCK)
     with torch.no_grad():
         expected = arm.model(inputs, targets).mean().item()
-    assert arm.mean_loss(range(0, 2048, config.micro_batch_tokens)) == pytest.approx(expected, abs=1e-5)
+    assert arm.mean_loss(range(0, 2048, config.micro_batch_tokens)) == pytest.approx(
+        expected, abs=1e-5
+    )
     arm.close()
 
 
 def test_time_to_a_loss_is_interpolated():
-    points = [{"seconds": s, "loss": loss} for s, loss in ((0, 5.5), (10, 3.0), (20, 2.0), (30, 1.5))]
+    points = [
+        {"seconds": s, "loss": loss} for s, loss in ((0, 5.5), (10, 3.0), (20, 2.0), (30, 1.5))
+    ]
     assert versus.seconds_to(points, 2.5) == pytest.approx(15)
     assert versus.seconds_to(points, 1.5) == pytest.approx(30)
     assert versus.seconds_to(points, 1.4) is None
@@ -75,8 +90,13 @@ def test_time_to_a_loss_is_interpolated():
 def test_ratio_is_of_times_to_the_baselines_last_loss():
     def result(arm, *points):
         return {"arm": arm, "points": [{"seconds": s, "loss": loss} for s, loss in points]}
-    results = [result("baseline", (0, 5), (100, 2)), result("baseline + n-grams", (0, 5), (90, 1.5)),
-               result("nano", (0, 5), (10, 2), (40, 1)), result("nano, no table", (0, 5), (50, 1.75))]
+
+    results = [
+        result("baseline", (0, 5), (100, 2)),
+        result("baseline + n-grams", (0, 5), (90, 1.5)),
+        result("nano", (0, 5), (10, 2), (40, 1)),
+        result("nano, no table", (0, 5), (50, 1.75)),
+    ]
     ratios = {(pair["arm"], pair["target"]): pair["ratio"] for pair in versus.compare(results)}
     assert ratios["nano", "baseline"] == pytest.approx(10)
     assert ratios["nano", "baseline + n-grams"] == pytest.approx(90 / 25)
@@ -84,7 +104,10 @@ def test_ratio_is_of_times_to_the_baselines_last_loss():
 
 
 def test_comparison_leaves_its_results(tmp_path, capsys):
-    assert versus.main(["--tiny", "--seconds", "0.3", "--device", "cpu", "--results", str(tmp_path)]) == 0
+    assert (
+        versus.main(["--tiny", "--seconds", "0.3", "--device", "cpu", "--results", str(tmp_path)])
+        == 0
+    )
     assert capsys.readouterr().out.splitlines()[-1].startswith("speedup_vs_baseline:")
     data = json.loads((tmp_path / "nano_vs_baseline.json").read_text())
     assert [result["arm"] for result in data["results"]] == list(versus.ARMS)
@@ -98,11 +121,14 @@ def test_comparison_leaves_its_results(tmp_path, capsys):
 
 
 def test_comparison_without_a_corpus_ends_in_one_line(tmp_path, capsys):
-    assert versus.main(["--data", str(tmp_path), "--device", "cpu", "--results", str(tmp_path)]) == 2
+    assert (
+        versus.main(["--data", str(tmp_path), "--device", "cpu", "--results", str(tmp_path)]) == 2
+    )
     assert capsys.readouterr().err.count("\n") == 1
 
 
 # ----- GPU checks
+
 
 def rows_of(name, work):
     """Run a part in this process. Returns its rows."""
@@ -110,7 +136,9 @@ def rows_of(name, work):
     return [json.loads(line) for line in (work / f"{name}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["attention", "updates", "eigenbases", "gates", "ten_steps", "trajectory"])
+@pytest.mark.parametrize(
+    "name", ["attention", "updates", "eigenbases", "gates", "ten_steps", "trajectory"]
+)
 def test_parts_pass(name, tmp_path):
     rows = rows_of(name, tmp_path)
     assert any(row["ok"] for row in rows) and not any(row["ok"] is False for row in rows), rows
@@ -118,18 +146,24 @@ def test_parts_pass(name, tmp_path):
 
 def test_wrong_attention_is_found(tmp_path, monkeypatch):
     right = train_gpt.ATTENTION["sdpa"]
-    monkeypatch.setitem(train_gpt.ATTENTION, "sdpa", lambda *words: right(*words[:-1], 1.2 * words[-1]))
+    monkeypatch.setitem(
+        train_gpt.ATTENTION, "sdpa", lambda *words: right(*words[:-1], 1.2 * words[-1])
+    )
     rows = {row["item"]: row["ok"] for row in rows_of("attention", tmp_path)}
     assert rows["sdpa float32"] is False and rows["sdpa bfloat16"] is False
 
 
 def test_parts_that_fail_or_hang_leave_a_row(tmp_path):
     failing = [sys.executable, "-c", "raise SystemExit('went wrong')"]
-    row, = gpu_checks.run_part("failing", failing, 60, tmp_path)
+    (row,) = gpu_checks.run_part("failing", failing, 60, tmp_path)
     assert row["ok"] is False and "went wrong" in row["text"]
-    (tmp_path / "hanging.jsonl").write_text('{"part": "hanging", "item": "first", "ok": true, "text": ""}\n')
+    (tmp_path / "hanging.jsonl").write_text(
+        '{"part": "hanging", "item": "first", "ok": true, "text": ""}\n'
+    )
     began = time.monotonic()
-    rows = gpu_checks.run_part("hanging", [sys.executable, "-c", "import time; time.sleep(60)"], 0.5, tmp_path)
+    rows = gpu_checks.run_part(
+        "hanging", [sys.executable, "-c", "import time; time.sleep(60)"], 0.5, tmp_path
+    )
     assert [row["ok"] for row in rows] == [True, False] and "timed out" in rows[1]["text"]
     assert time.monotonic() - began < 20
 
@@ -144,18 +178,27 @@ time.sleep(600 if os.environ.get("ENOUGH") else 0)
 """
 
 
-def test_a_published_trainer_is_timed_by_its_log_and_stopped_when_that_says_enough(tmp_path, monkeypatch):
+def test_a_published_trainer_is_timed_by_its_log_and_stopped_when_that_says_enough(
+    tmp_path, monkeypatch
+):
     script = tmp_path / "train_gpt.py"
     script.write_text(PUBLISHED)
+
     def rows(name):
         (tmp_path / name).mkdir()
         return rows_of("published", tmp_path / name)
-    monkeypatch.setattr(gpu_checks, "measure_first_phase", lambda session: (20.0, None, None))  # ten_steps tests that
-    row, = rows("without")
+
+    # ten_steps tests that
+    monkeypatch.setattr(gpu_checks, "measure_first_phase", lambda session: (20.0, None, None))
+    (row,) = rows("without")
     assert row["ok"] is None and "PUBLISHED_TRAINER=" in row["text"]
     monkeypatch.setenv("PUBLISHED_TRAINER", str(script))
-    row, = rows("short")
-    assert row["ok"] is False and "no 40 steps; its output ends in" in row["text"] and "step:19/1285" in row["text"]
+    (row,) = rows("short")
+    assert (
+        row["ok"] is False
+        and "no 40 steps; its output ends in" in row["text"]
+        and "step:19/1285" in row["text"]
+    )
     monkeypatch.setenv("ENOUGH", "1")
     theirs, ours = rows("enough")
     assert theirs["step_ms"] == 25 and ours["ratio"] == pytest.approx(0.8) and ours["ok"]
@@ -176,11 +219,13 @@ def test_parts_start_by_worth_and_only_where_their_limit_fits(tmp_path, monkeypa
     assert list(gpu_checks.BY_WORTH[:2]) == ["attention", "ten_steps"]
     now, started = [0.0], []
     monkeypatch.setattr(gpu_checks.time, "monotonic", lambda: now[0])
+
     def run_part(name, command, seconds, work):
         started.append(name)
         assert seconds == gpu_checks.PARTS[name][1]
         now[0] += seconds  # each takes all that it may
         return [{"part": name, "item": "some", "ok": True, "text": ""}]
+
     monkeypatch.setattr(gpu_checks, "run_part", run_part)
     assert gpu_checks.main(["--device", "cpu", "--tiny", "--results", str(tmp_path)]) == 0
     left, expected = gpu_checks.BUDGET_SECONDS, []
@@ -188,7 +233,9 @@ def test_parts_start_by_worth_and_only_where_their_limit_fits(tmp_path, monkeypa
         if gpu_checks.PARTS[name][1] <= left:
             expected.append(name)
             left -= gpu_checks.PARTS[name][1]
-    assert started == expected and {"attention", "ten_steps", "updates"} <= set(started) < set(gpu_checks.PARTS)
+    assert started == expected and {"attention", "ten_steps", "updates"} <= set(started) < set(
+        gpu_checks.PARTS
+    )
     out = capsys.readouterr().out
     for name in set(gpu_checks.PARTS) - set(started):
         assert f"| {name} | not started | - | may take" in out and f"--only {name}" in out
@@ -197,7 +244,12 @@ def test_parts_start_by_worth_and_only_where_their_limit_fits(tmp_path, monkeypa
 def test_failed_checks_end_in_status_1(tmp_path, monkeypatch):
     failed = {"part": "updates", "item": "some", "ok": False, "text": ""}
     monkeypatch.setattr(gpu_checks, "run_part", lambda *words: [failed])
-    assert gpu_checks.main(["--device", "cpu", "--tiny", "--results", str(tmp_path), "--only", "updates"]) == 1
+    assert (
+        gpu_checks.main(
+            ["--device", "cpu", "--tiny", "--results", str(tmp_path), "--only", "updates"]
+        )
+        == 1
+    )
 
 
 def test_without_cuda_checks_end_in_one_line(capsys, monkeypatch):

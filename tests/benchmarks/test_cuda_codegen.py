@@ -1,5 +1,6 @@
-"""benchmarks/cuda_codegen.py: what it reads from generated code. A test that generates some needs a CUDA build of torch
-(`python benchmarks/cuda_codegen.py --setup`), and is skipped without."""
+"""benchmarks/cuda_codegen.py: what it reads from generated code. A test that generates some needs a
+CUDA build of torch (`python benchmarks/cuda_codegen.py --setup`), and is skipped without."""
+
 import json
 import subprocess
 
@@ -8,8 +9,11 @@ import pytest
 from benchmarks import cuda_codegen
 from helpers import ROOT
 
-needs_cuda_build = pytest.mark.skipif(not cuda_codegen.cuda_python(), reason="no CUDA build of torch; "
-                                      "`python benchmarks/cuda_codegen.py --setup` makes an environment that has one")
+needs_cuda_build = pytest.mark.skipif(
+    not cuda_codegen.cuda_python(),
+    reason="no CUDA build of torch; "
+    "`python benchmarks/cuda_codegen.py --setup` makes an environment that has one",
+)
 
 
 def test_peak_counts_what_lives_at_once():
@@ -41,7 +45,9 @@ def test_launches_are_counted_without_what_is_asserted_of_their_results():
 
 def test_without_the_environment_one_line_says_how_to_make_it(monkeypatch):
     monkeypatch.setattr(cuda_codegen, "cuda_python", lambda: None)
-    with pytest.raises(SystemExit, match=r"has no CUDA; run `python benchmarks/cuda_codegen.py --setup`"):
+    with pytest.raises(
+        SystemExit, match=r"has no CUDA; run `python benchmarks/cuda_codegen.py --setup`"
+    ):
         cuda_codegen.main([])
 
 
@@ -67,15 +73,20 @@ print(json.dumps([read, rows, eager.launches, eager.bytes]))
 
 @needs_cuda_build
 def test_launches_bytes_and_products_of_a_small_function():
-    done = subprocess.run([cuda_codegen.cuda_python(), "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [cuda_codegen.cuda_python(), "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     read, rows, launches, moved = json.loads(done.stdout.splitlines()[-1])
     product = 2 * 256 * 64  # bytes
     assert (read["triton"], read["other"]) == (1, 1)
     assert read["gigabytes"] == pytest.approx(2 * product / 1e9, rel=0.1)
-    assert read["product_gigabytes"] == pytest.approx((product + 2 * 256 * 128 + 2 * 128 * 64) / 1e9)
+    assert read["product_gigabytes"] == pytest.approx(
+        (product + 2 * 256 * 128 + 2 * 128 * 64) / 1e9
+    )
     assert read["teraflops"] == pytest.approx(2 * 256 * 128 * 64 / 1e12)
     assert read["peak_mib"] in (product / 2**20, 2 * product / 2**20)
-    (name, registers, spilled), = rows
+    ((name, registers, spilled),) = rows
     assert "relu" in name and 0 < registers <= 255 and spilled == 0
-    assert (launches, moved) == (2, 2 * product + 2 * product)  # relu, and add in place: it reads and writes
+    # relu, and add in place: it reads and writes
+    assert (launches, moved) == (2, 2 * product + 2 * product)

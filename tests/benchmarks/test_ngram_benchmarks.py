@@ -1,4 +1,6 @@
-"""The n-gram benchmarks' logic: their bounds, their tables, and that a complete run is not repeated."""
+"""The n-gram benchmarks' logic: their bounds, their tables, and that a complete run is not
+repeated."""
+
 import json
 import subprocess
 import sys
@@ -13,7 +15,8 @@ from helpers import ROOT, tiny_config
 
 def test_bounds_against_sets():
     config = tiny_config(ngram_rows=10)
-    rows = [np.array([[0, 1], [9, 9]]), np.array([[4, 0], [3, 1]]), np.array([[0, 0]])]  # shares: 0-3, 4-7, 8-9
+    # shares: 0-3, 4-7, 8-9
+    rows = [np.array([[0, 1], [9, 9]]), np.array([[4, 0], [3, 1]]), np.array([[0, 0]])]
     one_way, updated = ngram_exchange.lower_bounds(rows, config, 3)
     width = 4 * config.model_dim
     assert one_way == pytest.approx((1 + 3 + 1) * width / 3)  # 9; 0, 3, 1; 0
@@ -21,9 +24,24 @@ def test_bounds_against_sets():
 
 
 def test_exchange_leaves_its_results(tmp_path):
-    done = subprocess.run([sys.executable, ROOT / "benchmarks/ngram_exchange.py", "--tiny", "--world-sizes", "2",
-                           "--repeats", "2", "--device", "cpu", "--results", tmp_path], capture_output=True, text=True,
-                          timeout=120)
+    done = subprocess.run(
+        [
+            sys.executable,
+            ROOT / "benchmarks/ngram_exchange.py",
+            "--tiny",
+            "--world-sizes",
+            "2",
+            "--repeats",
+            "2",
+            "--device",
+            "cpu",
+            "--results",
+            tmp_path,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     last = dict(word.split(":") for word in done.stdout.splitlines()[-1].split())
     assert 1 <= float(last["sharded_over_bound"]) <= float(last["exchange_over_bound"]) < 1.1
@@ -36,10 +54,24 @@ def test_exchange_leaves_its_results(tmp_path):
 
 
 def test_ablation_summarises_every_run():
-    runs = [{"config": {"ngram_orders": [2], "ngram_rows": 8, "model_dim": 4}, "val_loss": loss, "train_time_ms": time}
-            for loss, time in ((1.0, 50), (3.0, 60), (2.0, 70))]
+    runs = [
+        {
+            "config": {"ngram_orders": [2], "ngram_rows": 8, "model_dim": 4},
+            "val_loss": loss,
+            "train_time_ms": time,
+        }
+        for loss, time in ((1.0, 50), (3.0, 60), (2.0, 70))
+    ]
     assert ngram_ablation.summary("bigrams", runs, [100, 100, 100]) == [
-        "bigrams", "2", "8", "32", 3, "2.00000", "1.00000", "0.60"]
+        "bigrams",
+        "2",
+        "8",
+        "32",
+        3,
+        "2.00000",
+        "1.00000",
+        "0.60",
+    ]
     nothing = [{**run, "config": {**run["config"], "ngram_orders": []}} for run in runs]
     assert ngram_ablation.summary("none", nothing, [100, 100, 100])[1:4] == ["-", "0", "0"]
 

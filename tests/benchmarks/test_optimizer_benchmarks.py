@@ -1,4 +1,6 @@
-"""The optimizer benchmarks' logic on tiny shapes: that they measure what they say, and leave their results behind."""
+"""The optimizer benchmarks' logic on tiny shapes: that they measure what they say, and leave their
+results behind."""
+
 import json
 import math
 
@@ -13,6 +15,7 @@ CPU = torch.device("cpu")
 
 
 # ----- batched QR
+
 
 def test_all_arms_find_the_same_bases():
     factor, basis = batched_qr.training_factors(3, 24, CPU)
@@ -41,31 +44,58 @@ def test_the_qr_benchmark_leaves_its_results(tmp_path, capsys, monkeypatch):
     assert flag.startswith("scaled:1 ")
     values = dict(word.split(":") for word in last.split())
     assert list(values) == ["qr_speedup", "max_orth_error", "rejects"]
-    assert float(values["qr_speedup"]) > 0 and float(values["max_orth_error"]) < 1e-5 and values["rejects"] == "0"
+    assert (
+        float(values["qr_speedup"]) > 0
+        and float(values["max_orth_error"]) < 1e-5
+        and values["rejects"] == "0"
+    )
     data = json.loads((tmp_path / "batched_qr.json").read_text())
     assert [(result["count"], result["size"], result["scaled"]) for result in data["results"]] == [
-        (1, 4, True), (1, 12, True), (2, 16, True), (1, 48, True), (2, 18, False)]
+        (1, 4, True),
+        (1, 12, True),
+        (2, 16, True),
+        (1, 48, True),
+        (2, 18, False),
+    ]
     text = (tmp_path / "batched_qr.md").read_text()
     assert "1x48² (scaled down)" in text and last in text
 
 
 # ----- cost of a step
 
+
 def test_costs_are_shares_of_the_step():
-    times = {"model": [8.0, 16.0], "table": [1.0, 2.0], ("muon", None): [1.0, 2.0], ("soap", 1): [3.0, 6.0]}
+    times = {
+        "model": [8.0, 16.0],
+        "table": [1.0, 2.0],
+        ("muon", None): [1.0, 2.0],
+        ("soap", 1): [3.0, 6.0],
+    }
     results = optimizer_step.summary(times)
     assert results["muon", None] == {"ms": 1500, "share": 0.1, "over_muon": 0, "step_ratio": 1}
     assert results["soap", 1] == {"ms": 4500, "share": 0.25, "over_muon": 0.2, "step_ratio": 1.2}
 
 
 def test_the_step_benchmark_leaves_its_results(corpus, tmp_path, capsys):
-    words = ["--tiny", "--device", "cpu", "--rounds", "2", "--data", str(corpus), "--results", str(tmp_path)]
+    words = [
+        "--tiny",
+        "--device",
+        "cpu",
+        "--rounds",
+        "2",
+        "--data",
+        str(corpus),
+        "--results",
+        str(tmp_path),
+    ]
     assert optimizer_step.main(words) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("soap_muon_share:")
     data = json.loads((tmp_path / "optimizer_step.json").read_text())
     assert {(row["rule"], row["every"]) for row in data["results"]} == {
-        ("muon", None), ("adam", None),
-        *((rule, every) for rule in ("soap", "soap_muon", "kl_soap") for every in (1, 2, 5, 10))}
+        ("muon", None),
+        ("adam", None),
+        *((rule, every) for rule in ("soap", "soap_muon", "kl_soap") for every in (1, 2, 5, 10)),
+    }
     for row in data["results"]:
         assert 0 < row["share"] < 1 and row["ms"] > 0
         assert (row["step_ratio"] == 1) or row["rule"] != "muon"
@@ -74,6 +104,7 @@ def test_the_step_benchmark_leaves_its_results(corpus, tmp_path, capsys):
 
 
 # ----- comparison of rules
+
 
 def test_the_grid_grows_at_its_edges():
     best = optimizer_rules.best_multiple
@@ -86,32 +117,66 @@ def test_the_grid_grows_at_its_edges():
 
 @pytest.fixture
 def ratios(tmp_path):
-    rows = [{"rule": rule, "every": train_gpt.TRACKS["nano"].basis_every if "soap" in rule else None,
-             "step_ratio": ratio}
-            for rule, ratio in (("muon", 1.0), ("adam", 0.8), ("soap", 1.25), ("soap_muon", 2.0), ("kl_soap", 1.25))]
+    rows = [
+        {
+            "rule": rule,
+            "every": train_gpt.TRACKS["nano"].basis_every if "soap" in rule else None,
+            "step_ratio": ratio,
+        }
+        for rule, ratio in (
+            ("muon", 1.0),
+            ("adam", 0.8),
+            ("soap", 1.25),
+            ("soap_muon", 2.0),
+            ("kl_soap", 1.25),
+        )
+    ]
     path = tmp_path / "ratios.json"
     path.write_text(json.dumps({"results": rows}))
     return path
 
 
 def test_rules_are_compared_at_equal_steps_and_time(ratios, tmp_path, monkeypatch, capsys):
-    """Losses are made up: best at 4 times the centre for soap, at the centre for the others; more steps are better."""
+    """Losses are made up: best at 4 times the centre for soap, at the centre for the others; more
+    steps are better."""
     started = []
 
     def train(folder, run_id, options):
-        values = dict(zip(options[::2], options[1::2]))
-        rule, lr, steps = values["--matrix-update"], float(values["--matrix-lr"]), int(values["--steps"])
+        values = dict(zip(options[::2], options[1::2], strict=True))
+        rule, lr, steps = (
+            values["--matrix-update"],
+            float(values["--matrix-lr"]),
+            int(values["--steps"]),
+        )
         started.append(run_id)
         optimum = optimizer_rules.CENTRES[rule] * (4 if rule == "soap" else 1)
         if rule == "kl_soap" and lr > optimum:
             raise SystemExit(f"{run_id} failed: status:nan")
-        loss = abs(math.log(lr / optimum)) + {"muon": 2, "soap_muon": 1.9}.get(rule, 2.2) + 50 / steps
-        return {"val_loss": loss + 0.001 * int(values["--seed"]), "train_time_ms": 1.0, "basis_rejects": 0}
+        loss = (
+            abs(math.log(lr / optimum)) + {"muon": 2, "soap_muon": 1.9}.get(rule, 2.2) + 50 / steps
+        )
+        return {
+            "val_loss": loss + 0.001 * int(values["--seed"]),
+            "train_time_ms": 1.0,
+            "basis_rejects": 0,
+        }
 
     monkeypatch.setattr(common, "train", train)
     monkeypatch.setattr(common, "log_tail", lambda folder, run_id: "log\n")
-    words = ["--steps", "100", "--seeds", "3", "--jobs", "2", "--ratios", str(ratios), "--work", str(tmp_path / "work"),
-             "--results", str(tmp_path)]
+    words = [
+        "--steps",
+        "100",
+        "--seeds",
+        "3",
+        "--jobs",
+        "2",
+        "--ratios",
+        str(ratios),
+        "--work",
+        str(tmp_path / "work"),
+        "--results",
+        str(tmp_path),
+    ]
     assert optimizer_rules.main(words) == 0
     assert len(started) == len(set(started))  # nothing runs twice
     assert capsys.readouterr().out.splitlines()[-1] == "best_at_equal_time:muon rejects:0"
@@ -120,9 +185,17 @@ def test_rules_are_compared_at_equal_steps_and_time(ratios, tmp_path, monkeypatc
     assert data["rules"][0]["rule"] == "muon"  # soap_muon is better at equal steps only
     assert sum(rows["soap_muon"]["equal_steps"]) < sum(rows["muon"]["equal_steps"])
     assert {rule: row["steps"] for rule, row in rows.items()} == {
-        "muon": 100, "adam": 125, "soap": 80, "soap_muon": 50, "kl_soap": 80}
+        "muon": 100,
+        "adam": 125,
+        "soap": 80,
+        "soap_muon": 50,
+        "kl_soap": 80,
+    }
     assert rows["soap"]["lr"] == pytest.approx(4 * optimizer_rules.CENTRES["soap"])
-    assert set(data["grid"]["soap"]) == {"0.5", "1.0", "2.0", "4.0", "8.0"} and len(data["grid"]["adam"]) == 3
+    assert (
+        set(data["grid"]["soap"]) == {"0.5", "1.0", "2.0", "4.0", "8.0"}
+        and len(data["grid"]["adam"]) == 3
+    )
     assert all(len(row["equal_steps"]) == len(row["equal_time"]) == 3 for row in rows.values())
     assert (tmp_path / "optimizer_rules" / "muon_lr0.03_steps100_seed1.log").read_text() == "log\n"
     assert "| soap_muon | 0.03 | 3 |" in (tmp_path / "optimizer_rules.md").read_text()
@@ -131,10 +204,20 @@ def test_rules_are_compared_at_equal_steps_and_time(ratios, tmp_path, monkeypatc
 def test_a_run_is_the_trainers_own_and_is_not_repeated(corpus, tmp_path, ratios):
     given = ("steps", "val_tokens", "val_every", "seed", "device")
     tiny = {key: value for key, value in TINY.items() if key not in given}
-    parsed = type("Arguments", (), {"results": tmp_path, "work": tmp_path / "work", "jobs": 1, "data": corpus,
-                                    "val_tokens": 1024, "options": arguments(tiny)})
+    parsed = type(
+        "Arguments",
+        (),
+        {
+            "results": tmp_path,
+            "work": tmp_path / "work",
+            "jobs": 1,
+            "data": corpus,
+            "val_tokens": 1024,
+            "options": arguments(tiny),
+        },
+    )
     runs = optimizer_rules.Runs(parsed)
-    loss, = runs.losses([("soap_muon", 0.03, 2, 1)])
+    (loss,) = runs.losses([("soap_muon", 0.03, 2, 1)])
     folder = tmp_path / "work/logs/soap_muon_lr0.03_steps2_seed1"
     result = json.loads((folder / "result.json").read_text())
     assert result["config"]["matrix_update"] == "soap_muon" and result["val_loss"] == loss

@@ -1,4 +1,5 @@
 """How benchmarks start ranks: as many as they say, and never from within a launcher's own."""
+
 import importlib
 import json
 import subprocess
@@ -10,8 +11,12 @@ import benchmarks
 from benchmarks import common, osft_projection
 from helpers import ROOT, environment
 
-SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")
-                 if path.stem not in ("__init__", "common", "readme", "records_power", "records_verify"))  # without ranks
+SCRIPTS = sorted(
+    path.stem
+    for path in (ROOT / "benchmarks").glob("*.py")
+    # without ranks
+    if path.stem not in ("__init__", "common", "readme", "records_power", "records_verify")
+)
 
 # In one write, so that the words of two ranks do not mix.
 REPORTER = """import os, sys
@@ -24,11 +29,15 @@ def test_benchmarks_are_those_of_the_repository():
     assert list(benchmarks.__path__) == [str(ROOT / "benchmarks")]
 
 
-@pytest.mark.parametrize("world_size, lines", [(1, {"None None 1 --word"}), (2, {"0 2 1 --word", "1 2 1 --word"})])
+@pytest.mark.parametrize(
+    "world_size, lines", [(1, {"None None 1 --word"}), (2, {"0 2 1 --word", "1 2 1 --word"})]
+)
 def test_a_script_runs_on_that_many_ranks(world_size, lines, tmp_path):
     script = tmp_path / "reporter.py"
     script.write_text(REPORTER)
-    done = common.on_ranks(script, world_size, ["--word"], capture_output=True, text=True, timeout=60)
+    done = common.on_ranks(
+        script, world_size, ["--word"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0 and set(done.stdout.splitlines()) == lines, done.stderr
 
 
@@ -37,33 +46,70 @@ def test_a_launchers_rank_is_refused_in_one_line(name, monkeypatch, capsys):
     module = importlib.import_module(f"benchmarks.{name}")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
-    monkeypatch.setattr(common, "on_ranks", lambda *words, **options: pytest.fail("it has started ranks"))
+    monkeypatch.setattr(
+        common, "on_ranks", lambda *words, **options: pytest.fail("it has started ranks")
+    )
     with pytest.raises(SystemExit) as end:
         module.main()
     assert end.value.code == 2
     out, err = capsys.readouterr()
-    assert not out and err == f"error: {name}.py starts its ranks itself; start it with python, not with torchrun\n"
+    assert (
+        not out
+        and err
+        == f"error: {name}.py starts its ranks itself; start it with python, not with torchrun\n"
+    )
 
 
 def test_the_script_itself_ends_with_status_2():
-    done = subprocess.run([sys.executable, ROOT / "benchmarks/osft_projection.py"], capture_output=True, text=True,
-                          env={**environment(), "RANK": "0", "WORLD_SIZE": "2"}, timeout=60)
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks/osft_projection.py"],
+        capture_output=True,
+        text=True,
+        env={**environment(), "RANK": "0", "WORLD_SIZE": "2"},
+        timeout=60,
+    )
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout
 
 
 def test_words_are_those_of_the_trainers_command_line():
     assert common.words_of({"val_tokens": 8, "windows": ((0.0, (1, 2)),)}) == [
-        "--val-tokens", "8", "--windows", "((0.0, (1, 2)),)"]
+        "--val-tokens",
+        "8",
+        "--windows",
+        "((0.0, (1, 2)),)",
+    ]
 
 
 def test_projection_leaves_its_results(corpus, tmp_path):
-    words = ["--tiny", "--world-sizes", "2,3", "--repeats", "2", "--rounds", "2", "--device", "cpu", "--data", corpus]
-    done = subprocess.run([sys.executable, ROOT / "benchmarks/osft_projection.py", *words, "--results", tmp_path],
-                          capture_output=True, text=True, timeout=200)
+    words = [
+        "--tiny",
+        "--world-sizes",
+        "2,3",
+        "--repeats",
+        "2",
+        "--rounds",
+        "2",
+        "--device",
+        "cpu",
+        "--data",
+        corpus,
+    ]
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks/osft_projection.py", *words, "--results", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     last = dict(word.split(":") for word in done.stdout.splitlines()[-1].split())
-    assert float(last["max_error"]) < osft_projection.TOLERANCE < 0.1 < float(last["wrong_allreduce_error"])
+    assert (
+        float(last["max_error"])
+        < osft_projection.TOLERANCE
+        < 0.1
+        < float(last["wrong_allreduce_error"])
+    )
     data = json.loads((tmp_path / "osft_projection.json").read_text())
     assert [(case["world_size"], case["layer"]) for case in data["cases"]] == [
-        (size, layer) for size in (2, 3) for layer in osft_projection.TINY_SHAPES]
+        (size, layer) for size in (2, 3) for layer in osft_projection.TINY_SHAPES
+    ]
     assert "Forward pass" in (tmp_path / "osft_projection.md").read_text()

@@ -1,4 +1,5 @@
 """benchmarks/records_verify.py: what it makes up are records."""
+
 import re
 
 from benchmarks import records_verify

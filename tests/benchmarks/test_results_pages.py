@@ -1,4 +1,6 @@
-"""benchmarks/README.md shows every result as it is, and names what exists; benchmarks/readme.py renews both pages."""
+"""benchmarks/README.md shows every result as it is, and names what exists; benchmarks/readme.py
+renews both pages."""
+
 import re
 
 from benchmarks import readme
@@ -16,7 +18,11 @@ def test_result_tables_are_current():
 def test_every_result_is_shown():
     shown = [match[2] for match in readme.BLOCK.finditer(TEXT)]
     assert len(set(shown)) == len(shown)
-    kept = {path.name for path in (ROOT / "benchmarks/results").glob("*.md") if not path.name.startswith("gpu_")}
+    kept = {
+        path.name
+        for path in (ROOT / "benchmarks/results").glob("*.md")
+        if not path.name.startswith("gpu_")
+    }
     assert set(shown) == kept - ELSEWHERE
 
 
@@ -30,7 +36,10 @@ def test_changed_results_are_noticed(tmp_path, monkeypatch):
         target = tmp_path / "benchmarks/results" / match[2]
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(f"renewed {match[2]}\n")
-    assert readme.with_results(TEXT).count("renewed ") == len(readme.BLOCK.findall(TEXT)) and "renewed " not in TEXT
+    assert (
+        readme.with_results(TEXT).count("renewed ") == len(readme.BLOCK.findall(TEXT))
+        and "renewed " not in TEXT
+    )
 
 
 def test_links_and_pictures_lead_somewhere():
@@ -41,5 +50,8 @@ def test_links_and_pictures_lead_somewhere():
 
 
 def test_every_script_has_its_place():
-    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")} - {"__init__.py", "common.py"}
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")} - {
+        "__init__.py",
+        "common.py",
+    }
     assert scripts == set(re.findall(r"python benchmarks/(\w+\.py)", TEXT))

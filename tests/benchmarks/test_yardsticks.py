@@ -1,4 +1,7 @@
-"""The yardsticks: that compressors are charged for each document on its own, token by token as the track counts."""
+"""benchmarks/yardsticks.py: what compressors are charged for.
+
+It is each document on its own, token by token as the track counts."""
+
 import json
 import math
 from types import SimpleNamespace
@@ -10,16 +13,38 @@ REASON = "requirements.txt has it, and only benchmarks/yardsticks.py needs it"
 pyppmd = pytest.importorskip("pyppmd", reason=f"no pyppmd: {REASON}")
 pytest.importorskip("zstandard", reason=f"no zstandard: {REASON}")
 
-import train_gpt  # noqa: E402
-from benchmarks import common, yardsticks  # noqa: E402
-from records.log import Point  # noqa: E402
+import train_gpt
+from benchmarks import common, yardsticks
+from records.log import Point
 
-TEXT = b"\0" + b"\0".join(document.astype(np.uint8).tobytes() for document in common.python_documents(60_000))
-NOISE = np.random.default_rng(0).integers(1, 256, size=3000).astype(np.uint8).tobytes()
-DOCUMENTS = [TEXT[20_000:23_000] + b"\0", b"x = 1\n\0", b"\0", b"def new(argument):\n    return argument ** 2\n" * 9,
-             NOISE]
-SETTINGS = {"PPMd H": yardsticks.ppmd("H", 16, 64), "PPMd I": yardsticks.ppmd("I", 16, 64),
-            "xz": yardsticks.xz(len(TEXT)), "zstd": yardsticks.zstd(19, len(TEXT))}
+
+def training_text():
+    """Python sources, each after end-of-text."""
+    documents = common.python_documents(60_000)
+    return b"".join(b"\0" + document.astype(np.uint8).tobytes() for document in documents)
+
+
+def noise(seed, size):
+    """Random bytes without end-of-text."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(1, 256, size=size).astype(np.uint8).tobytes()
+
+
+TEXT = training_text()
+NOISE = noise(0, 3000)
+DOCUMENTS = [
+    TEXT[20_000:23_000] + b"\0",
+    b"x = 1\n\0",
+    b"\0",
+    b"def new(argument):\n    return argument ** 2\n" * 9,
+    NOISE,
+]
+SETTINGS = {
+    "PPMd H": yardsticks.ppmd("H", 16, 64),
+    "PPMd I": yardsticks.ppmd("I", 16, 64),
+    "xz": yardsticks.xz(len(TEXT)),
+    "zstd": yardsticks.zstd(19, len(TEXT)),
+}
 
 
 @pytest.fixture(params=SETTINGS)
@@ -38,12 +63,16 @@ def stream(setting):
 def output(setting, *texts):
     """The whole output for the texts one after the other, in this process."""
     stream = setting.start()
-    parts = [stream.compress(text[low:low + yardsticks.PIECE]) for text in texts
-             for low in range(0, len(text), yardsticks.PIECE)]
-    return b"".join([*parts, stream.flush()])
+    parts = []
+    for text in texts:
+        for low in range(0, len(text), yardsticks.PIECE):
+            parts.append(stream.compress(text[low : low + yardsticks.PIECE]))
+    parts.append(stream.flush())
+    return b"".join(parts)
 
 
 # ----- documents
+
 
 def test_size_in_a_fork_is_that_of_text_and_document_less_that_of_the_text(setting, stream):
     alone = len(output(setting, TEXT, b"\0"))
@@ -58,31 +87,37 @@ def test_documents_do_not_help_one_another(stream):
 
 
 def test_a_document_that_repeats_training_text_costs_far_less_than_noise(stream):
-    repeated, *_, noise = yardsticks.document_sizes(stream, DOCUMENTS)
-    assert repeated < 0.05 * len(DOCUMENTS[0]) and noise > 0.99 * len(NOISE)
+    sizes = yardsticks.document_sizes(stream, DOCUMENTS)
+    assert sizes[0] < 0.05 * len(DOCUMENTS[0])
+    assert sizes[-1] > 0.99 * len(NOISE)
 
 
 def test_what_is_counted_for_ppmd_can_be_decoded():
-    """pyppmd drops bytes of one call's output beyond 32 KiB: the text is noise, whose output is longer than that."""
-    text = np.random.default_rng(1).integers(1, 256, size=80_000).astype(np.uint8).tobytes()
+    """The text is noise, whose output is long: pyppmd drops bytes of a call's beyond 32 KiB."""
+    text = noise(1, 80_000)
     content = output(SETTINGS["PPMd H"], text)
     assert len(content) > 2 * 32 * 1024
     assert pyppmd.Ppmd7Decoder(16, 64 << 20).decode(content, len(text)) == text
 
 
 def test_a_failing_copy_is_an_error(capfd):
+    def fail():
+        raise MemoryError
+
     with pytest.raises(ChildProcessError, match="memory"):
-        yardsticks.in_a_fork(lambda: 1 // 0)
+        yardsticks.in_a_fork(fail)
 
 
 # ----- tokens
+
 
 def test_every_scored_token_is_one_byte():
     tokens = np.array([256, 97, 98, 256, 256, 99, 256], dtype=np.uint16)
     text = yardsticks.text_of(tokens, 256)
     assert text == b"\0ab\0\0c\0"
     assert yardsticks.documents_of(text) == [b"ab\0", b"\0", b"c\0"]
-    assert yardsticks.documents_of(text[:-1]) == [b"ab\0", b"\0", b"c"]  # validation ends within a document
+    within = text[:-1]  # as validation ends within a document
+    assert yardsticks.documents_of(within) == [b"ab\0", b"\0", b"c"]
     with pytest.raises(train_gpt.ConfigError, match="zero byte"):
         yardsticks.text_of(np.array([256, 0], dtype=np.uint16), 256)
 
@@ -94,12 +129,15 @@ def test_held_out_text_begins_a_document_and_is_not_read():
 
 
 def test_nats_by_hand():
-    assert yardsticks.nats_per_token([600, 400], [bytes(7000), bytes(1000)]) == pytest.approx(math.log(2))  # 1 bit
-    assert yardsticks.nats_per_token([1], [bytes(2)]) == pytest.approx(4 * 0.69314718)
+    one_bit = yardsticks.nats_per_token([600, 400], [bytes(7000), bytes(1000)])
+    assert one_bit == pytest.approx(math.log(2))
+    four_bits = yardsticks.nats_per_token([1], [bytes(2)])
+    assert four_bits == pytest.approx(4 * 0.69314718)
 
 
 def test_amounts_double_and_hold_the_tracks_own():
-    assert yardsticks.amounts_of(3_000_000, 1_300_000) == [500_000, 1_000_000, 1_300_000, 2_000_000, 3_000_000]
+    amounts = yardsticks.amounts_of(3_000_000, 1_300_000)
+    assert amounts == [500_000, 1_000_000, 1_300_000, 2_000_000, 3_000_000]
     assert yardsticks.amounts_of(400, 1000) == [400]
 
 
@@ -109,7 +147,7 @@ def test_more_training_text_helps_and_scoring_leaves_no_trace():
     points = yardsticks.measure(setting, TEXT, [10_000, 30_000, len(TEXT)], document)
     assert [point["tokens"] for point in points] == [10_000, 30_000, len(TEXT)]
     assert points[0]["loss"] > points[1]["loss"] > 10 * points[2]["loss"]
-    alone, = yardsticks.measure(setting, TEXT, [len(TEXT)], document)
+    (alone,) = yardsticks.measure(setting, TEXT, [len(TEXT)], document)
     assert alone["loss"] == points[2]["loss"]
 
 
@@ -117,33 +155,45 @@ def test_the_setting_of_the_lowest_loss_is_chosen():
     arms = {"PPMd": [yardsticks.ppmd("H", order, 64) for order in (2, 12)], "xz": [SETTINGS["xz"]]}
     chosen, tried = yardsticks.choose(arms, TEXT, 2000)
     assert chosen == {"PPMd": arms["PPMd"][1], "xz": arms["xz"][0]}
-    assert [trial["setting"] for trial in tried] == [setting.words for arm in arms.values() for setting in arm]
+    settings = [*arms["PPMd"], *arms["xz"]]
+    assert [trial["setting"] for trial in tried] == [setting.words for setting in settings]
     assert tried[1]["loss"] < tried[0]["loss"]
 
 
 # ----- results
 
+
 def test_curves_are_means_over_seeds(tmp_path):
     def result(arm, *points):
-        return {"arm": arm, "points": [{"seconds": s, "loss": loss} for s, loss in points]}
+        points = [{"seconds": seconds, "loss": loss} for seconds, loss in points]
+        return {"arm": arm, "points": points}
+
+    first = result("a", (0, 5), (1, 3))
+    second = result("a", (0, 5), (3, 4))
     path = tmp_path / "results.json"
-    path.write_text(json.dumps({"results": [result("a", (0, 5), (1, 3)), result("b", (2, 2)),
-                                            result("a", (0, 5), (3, 4))]}))
+    path.write_text(json.dumps({"results": [first, result("b", (2, 2)), second]}))
     assert yardsticks.arm_curves(path) == {"a": [(2, 3.5)], "b": [(2, 2)]}
 
 
 def test_curves_of_records(monkeypatch):
-    runs = [SimpleNamespace(curves={"val": [Point(9, loss, time)]}) for loss, time in ((0.5, 1000), (0.7, 3000))]
-    record = SimpleNamespace(name="2026-01-01_Some-record", runs=runs)
-    monkeypatch.setattr(yardsticks.Repository, "at", lambda: SimpleNamespace(records={"nano": [record]}))
-    (name, ((seconds, loss),)), = yardsticks.record_curves().items()
-    assert (name, seconds, loss) == ("Some-record", 2.0, pytest.approx(0.6))
+    first = SimpleNamespace(curves={"val": [Point(9, 0.5, 1000)]})
+    second = SimpleNamespace(curves={"val": [Point(9, 0.7, 3000)]})
+    record = SimpleNamespace(name="2026-01-01_Some-record", runs=[first, second])
+
+    def repository():
+        return SimpleNamespace(records={"nano": [record]})
+
+    monkeypatch.setattr(yardsticks.Repository, "at", repository)
+    curves = yardsticks.record_curves()
+    assert list(curves) == ["Some-record"]
+    assert curves["Some-record"] == [(2.0, pytest.approx(0.6))]
 
 
 def test_yardsticks_leave_their_results(tmp_path, capsys):
     assert yardsticks.main(["--tiny", "--repeats", "1", "--results", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("ppmd_loss:")
-    data, text = (json.loads((tmp_path / "yardsticks.json").read_text()), (tmp_path / "yardsticks.md").read_text())
+    data = json.loads((tmp_path / "yardsticks.json").read_text())
+    text = (tmp_path / "yardsticks.md").read_text()
     assert {result["arm"] for result in data["results"]} == set(yardsticks.candidates(1))
     for result in data["results"]:
         assert result["points"][-1]["tokens"] == data["settings"]["train_tokens"]

@@ -3,13 +3,16 @@
 The script runs as a command wherever the command line, a kill or the disk is what matters; its
 functions are called directly otherwise."""
 
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
 import json
 import os
+import platform
 import random
+import re
 import resource
 import signal
 import struct
@@ -35,25 +38,59 @@ text = load_script()
 
 
 def command(*arguments, **options):
-    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], text=True, timeout=60,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    """Run the script as a command. Returns what subprocess.run does."""
+    return subprocess.run(
+        [sys.executable, SCRIPT, *map(str, arguments)],
+        text=True,
+        timeout=60,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **options,
+    )
 
 
-def make_tree(root, seed=0, documents=60, order=None):
-    """A folder of small texts, with copies, empty, hidden and binary files among them."""
+def make_tree(root, seed=0, documents=60, backwards=False):
+    """Make a folder of small texts, with copies, empty, hidden and binary files among them.
+
+    Returns {name: content}. The files are made in the order of it, or backwards."""
     rng = random.Random(seed)
-    contents = {f"p{i % 7}/f{i}.py":
-                f"# {i}\n" + "".join(rng.choices("abc é\n", k=rng.randrange(1, 900)))
-                for i in range(documents)}
-    contents = {name: content.encode() for name, content in contents.items()}
-    contents |= {"copy/a.py": contents["p0/f0.py"], "p0/zzz.py": contents["p1/f1.py"],
-                 "empty.py": b"", "latin.py": b"caf\xe9", "nul.py": b"a\0b",
-                 ".hidden.py": b"hidden", ".git/x.py": b"git", "notes.txt": b"not Python"}
-    for name in order(contents) if order else contents:
+    contents = {}
+    for i in range(documents):
+        letters = rng.choices("abc é\n", k=rng.randrange(1, 900))
+        contents[f"p{i % 7}/f{i}.py"] = f"# {i}\n{''.join(letters)}".encode()
+    contents |= {
+        "copy/a.py": contents["p0/f0.py"],
+        "p0/zzz.py": contents["p1/f1.py"],
+        "empty.py": b"",
+        "latin.py": b"caf\xe9",
+        "nul.py": b"a\0b",
+        ".hidden.py": b"hidden",
+        ".git/x.py": b"git",
+        "notes.txt": b"not Python",
+    }
+    names = list(contents)
+    if backwards:
+        names.reverse()
+    for name in names:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(contents[name])
     return contents
+
+
+def build(source, out, *words):
+    """Build a corpus with the script's main(). Returns its manifest."""
+    assert text.main([str(source), "--out", str(out), *words]) == 0
+    return read_manifest(out)
+
+
+def read_manifest(folder):
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def count_documents(manifest):
+    """The number of documents in all shards."""
+    return sum(shard["documents"] for shard in manifest["shards"])
 
 
 def reference_split(contents, percent):
@@ -62,9 +99,12 @@ def reference_split(contents, percent):
     for name in sorted(contents, key=os.fsencode):
         unique.setdefault(contents[name], name)
     draw = {name: hashlib.sha256(name.encode()).hexdigest() for name in unique.values()}
-    tokens, names = {"train": [], "val": []}, {"train": [], "val": []}
+    tokens = {"train": [], "val": []}
+    names = {"train": [], "val": []}
     for name in sorted(draw, key=draw.get):
-        split = "val" if int(draw[name][:16], 16) / 2**64 < percent / 100 else "train"
+        split = "train"
+        if int(draw[name][:16], 16) / 2**64 < percent / 100:
+            split = "val"
         names[split].append(name)
         tokens[split].append(256)
         for byte in contents[name]:
@@ -82,12 +122,14 @@ def read_shard(path):
 
 
 def read_folder(folder):
+    """{name: content} of the files in a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def hashes(folder):
-    return {name: hashlib.sha256(content).hexdigest()
-            for name, content in read_folder(folder).items()}
+    """{name: sha256} of the files in a folder."""
+    files = read_folder(folder).items()
+    return {name: hashlib.sha256(content).hexdigest() for name, content in files}
 
 
 def one_line(result, status, *words):
@@ -101,20 +143,22 @@ def one_line(result, status, *words):
 
 # ----- content
 
+
 def test_shards_equal_a_slow_reference(tmp_path):
-    contents = make_tree(tmp_path / "tree")
-    result = command(tmp_path / "tree", "--suffix", ".py", "--val-percent", "20", "--out",
-                     tmp_path / "mine")
+    tree = tmp_path / "tree"
+    mine = tmp_path / "mine"
+    expected = make_tree(tree)
+    result = command(tree, "--suffix", ".py", "--val-percent", "20", "--out", mine)
     assert result.returncode == 0, result.stderr
-    expected = {name: content for name, content in contents.items() if name.endswith(".py")
-                and not name.startswith(".") and name not in ("empty.py", "latin.py", "nul.py")}
+    for name in (".hidden.py", ".git/x.py", "notes.txt", "empty.py", "latin.py", "nul.py"):
+        del expected[name]
     tokens, names = reference_split(expected, 20)
     assert len(names["val"]) > 5 and len(names["train"]) > 30
-    assert sorted(read_folder(tmp_path / "mine")) == [
-        "manifest.json", "mine_train_000000.bin", "mine_val_000000.bin"]
-    manifest = json.loads((tmp_path / "mine" / "manifest.json").read_text())
+    shards = ["mine_train_000000.bin", "mine_val_000000.bin"]
+    assert sorted(read_folder(mine)) == ["manifest.json", *shards]
+    manifest = read_manifest(mine)
     for shard in manifest["shards"]:
-        path = tmp_path / "mine" / shard["file"]
+        path = mine / shard["file"]
         assert read_shard(path) == tokens[shard["split"]]
         assert shard["tokens"] == len(tokens[shard["split"]])
         assert shard["documents"] == len(names[shard["split"]])
@@ -130,66 +174,77 @@ def test_a_shard_ends_at_a_document_and_long_documents_are_cut(tmp_path, monkeyp
     for i, length in enumerate(lengths):
         (tmp_path / f"{i}.txt").write_bytes(bytes([65 + i]) * length)
     out = tmp_path / "out" / "c"
-    assert text.main([str(tmp_path), "--out", str(out), "--val-percent", "1"]) == 0
-    manifest = json.loads((out / "manifest.json").read_text())
-    seen, documents = [], []
+    manifest = build(tmp_path, out, "--val-percent", "1")
+    seen = []
+    documents = []
     for shard in manifest["shards"]:
         tokens = read_shard(out / shard["file"])
         assert tokens[0] == 256 and len(tokens) <= 100
         assert shard["documents"] == tokens.count(256)
         documents.append(tokens.count(256))
         seen += [token for token in tokens if token != 256]
-    assert sorted(seen) == sorted(65 + i for i, length in enumerate(lengths) for _ in range(length))
+    expected = []
+    for i, length in enumerate(lengths):
+        expected += [65 + i] * length
+    assert sorted(seen) == expected
     assert len(documents) > 5 and sum(documents) == len(lengths) + 2 + 1  # 250 in three, 100 in two
-    assert [shard["file"] for shard in manifest["shards"] if shard["split"] == "train"] == [
-        f"c_train_{i:06d}.bin" for i in range(len(documents) - 1)]
+    train = [shard["file"] for shard in manifest["shards"] if shard["split"] == "train"]
+    assert train == [f"c_train_{i:06d}.bin" for i in range(len(documents) - 1)]
 
 
 def test_gpt2_tokens_come_from_tiktoken(tmp_path, monkeypatch):
     import tiktoken
+
     make_tree(tmp_path / "tree", documents=10)
     # the real vocabulary needs the network, so this one stands in: bytes, and "XYZ" as token 1000
     ranks = {bytes([i]): i for i in range(256)} | {b"XY": 999, b"XYZ": 1000}
-    encoding = tiktoken.Encoding("test", pat_str=r"[^\n]+|\n", mergeable_ranks=ranks,
-                                 special_tokens={})
+    encoding = tiktoken.Encoding(
+        "test", pat_str=r"[^\n]+|\n", mergeable_ranks=ranks, special_tokens={}
+    )
     monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": encoding}.__getitem__)
     (tmp_path / "tree" / "merge.py").write_text("XYZ<|endoftext|>")
     out = tmp_path / "g"
-    assert text.main([str(tmp_path / "tree"), "--tokenizer", "gpt2", "--out", str(out)]) == 0
-    manifest = json.loads((out / "manifest.json").read_text())
+    manifest = build(tmp_path / "tree", out, "--tokenizer", "gpt2")
     assert (manifest["tokenizer"], manifest["vocab_size"]) == ("gpt2", 50257)
-    tokens = [token for shard in manifest["shards"] for token in read_shard(out / shard["file"])]
-    assert tokens.count(50256) == sum(shard["documents"] for shard in manifest["shards"])
+    tokens = []
+    for shard in manifest["shards"]:
+        tokens += read_shard(out / shard["file"])
+    assert tokens.count(50256) == count_documents(manifest)
     at = tokens.index(1000)
     # text that looks like the special token must not become a document boundary
-    assert tokens[at - 1:at + 14] == [50256, 1000, *b"<|endoftext|>"]
+    assert tokens[at - 1 : at + 14] == [50256, 1000, *b"<|endoftext|>"]
 
 
 def test_gpt2_without_its_vocabulary_is_one_line(tmp_path):
     make_tree(tmp_path / "tree", documents=5)
-    nowhere = {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9",
-               "TIKTOKEN_CACHE_DIR": str(tmp_path / "empty")}
-    result = command(tmp_path / "tree", "--tokenizer", "gpt2", "--out", tmp_path / "g",
-                     env=os.environ | nowhere)
+    nowhere = {
+        "HTTPS_PROXY": "http://127.0.0.1:9",
+        "https_proxy": "http://127.0.0.1:9",
+        "TIKTOKEN_CACHE_DIR": str(tmp_path / "empty"),
+    }
+    words = ["--tokenizer", "gpt2", "--out", tmp_path / "g"]
+    result = command(tmp_path / "tree", *words, env=os.environ | nowhere)
     one_line(result, 2, "--tokenizer gpt2", "TIKTOKEN_CACHE_DIR")
     assert not (tmp_path / "g").exists()
 
 
 # ----- determinism and split
 
+
 def test_same_bytes_from_another_place_order_and_time(tmp_path):
-    first, second = tmp_path / "tree", tmp_path / "deep" / "er" / "tree"
+    first = tmp_path / "tree"
+    second = tmp_path / "deep" / "er" / "tree"
     make_tree(first)
-    make_tree(second, order=lambda contents: sorted(contents, reverse=True))
+    make_tree(second, backwards=True)
     for path in second.rglob("*.py"):
         os.utime(path, (1, 1))
-    for root, out in ((first, tmp_path / "a" / "c"), (second, tmp_path / "b" / "c")):
-        assert text.main([str(root), "--out", str(out)]) == 0
+    build(first, tmp_path / "a" / "c")
+    build(second, tmp_path / "b" / "c")
     assert read_folder(tmp_path / "a" / "c") == read_folder(tmp_path / "b" / "c")
     assert str(tmp_path).encode() not in (tmp_path / "a" / "c" / "manifest.json").read_bytes()
     # and the bytes do depend on the content
     (second / "p1" / "f8.py").write_text("changed")
-    assert text.main([str(second), "--out", str(tmp_path / "b" / "c")]) == 0
+    build(second, tmp_path / "b" / "c")
     assert read_folder(tmp_path / "a" / "c") != read_folder(tmp_path / "b" / "c")
 
 
@@ -220,11 +275,9 @@ def test_no_copy_crosses_the_split(tmp_path):
             path = tmp_path / "tree" / f"{j}" / f"{i}.py"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"document {i}\n")
-    out = tmp_path / "c"
-    assert text.main([str(tmp_path / "tree"), "--out", str(out), "--val-percent", "30"]) == 0
-    manifest = json.loads((out / "manifest.json").read_text())
+    manifest = build(tmp_path / "tree", tmp_path / "c", "--val-percent", "30")
     assert manifest["skipped"]["duplicates"] == 150
-    assert sum(shard["documents"] for shard in manifest["shards"]) == 50
+    assert count_documents(manifest) == 50
 
 
 def test_several_roots_and_links(tmp_path):
@@ -239,6 +292,7 @@ def test_several_roots_and_links(tmp_path):
 
 
 # ----- the default corpus
+
 
 def test_default_corpus_is_the_records_one(tmp_path):
     torch_version = importlib.metadata.version("torch").split("+")[0]
@@ -258,7 +312,8 @@ def test_default_corpus_is_the_records_one(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     worked = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     result = command("--out", out)
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - worked < 5  # seconds of its processor; about 0.3
+    worked = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - worked
+    assert worked < 5  # seconds of its processor; about 0.3
     assert result.returncode == 0 and "already" in result.stdout
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
 
@@ -277,7 +332,8 @@ def test_the_second_domain_is_the_headers(tmp_path):
         assert hashes(out) == text.OFFLINE["cpp"].sha256
     train = np.memmap(out / "cpp_train_000000.bin", "<u2", offset=1024)
     content = train[train < 256].astype(np.uint8).tobytes()
-    assert content.count(b"#include") > 1000 and b"@generated by torchgen/gen.py from Operator.h" not in content
+    assert content.count(b"#include") > 1000
+    assert b"@generated by torchgen/gen.py from Operator.h" not in content
     assert "already" in command("--corpus", "cpp", "--out", out).stdout
     other = command("--out", out)  # a corpus of the other domain is not taken for this one
     assert "Python sources" in other.stdout and "written" in other.stdout
@@ -285,9 +341,11 @@ def test_the_second_domain_is_the_headers(tmp_path):
 
 def test_folders_can_be_left_out(tmp_path):
     make_tree(tmp_path / "tree", documents=5)
-    names = [file.name for file in text.find_files([tmp_path / "tree"], [".py"])]
+    files = text.find_files([tmp_path / "tree"], [".py"])
+    names = [file.name for file in files]
     assert b"p0/f0.py" in names
-    left = [file.name for file in text.find_files([tmp_path / "tree"], [".py"], exclude={b"p0/", b"p1"})]
+    files = text.find_files([tmp_path / "tree"], [".py"], exclude={b"p0/", b"p1"})
+    left = [file.name for file in files]
     assert left == [name for name in names if not name.startswith(b"p0/")]  # p1 is no folder's name
 
 
@@ -304,7 +362,8 @@ def fake_torch(root, version):
         (root / "torch" / f"{name}.py").write_text(f"# {name}\nraise RuntimeError('imported')\n")
     (root / f"torch-{version}.dist-info").mkdir()
     (root / f"torch-{version}.dist-info" / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
+    )
     return os.environ | {"PYTHONPATH": str(root)}
 
 
@@ -312,9 +371,9 @@ def test_another_torch_works_and_says_so(tmp_path):
     environment = fake_torch(tmp_path / "site", "1.99.0+cu130")
     result = command("--out", tmp_path / "c", env=environment)
     assert result.returncode == 0, result.stderr
-    manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    manifest = read_manifest(tmp_path / "c")
     assert manifest["source"] == "Python sources of torch 1.99.0"
-    assert sum(shard["documents"] for shard in manifest["shards"]) == 3  # nn/version.py included
+    assert count_documents(manifest) == 3  # nn/version.py included
     notes = [line for line in result.stderr.splitlines() if "not comparable" in line]
     assert len(notes) == 1 and "1.99.0" in notes[0]
     again = command("--out", tmp_path / "c", env=environment)
@@ -333,9 +392,12 @@ def test_changed_sources_of_the_pinned_torch_are_announced(tmp_path):
 
 
 def test_own_text_needs_no_torch(tmp_path, monkeypatch, capsys):
+    def find_nothing(name):
+        return None
+
     make_tree(tmp_path / "tree")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert text.main([str(tmp_path / "tree"), "--out", str(tmp_path / "c")]) == 0
+    monkeypatch.setattr(importlib.util, "find_spec", find_nothing)
+    build(tmp_path / "tree", tmp_path / "c")
     capsys.readouterr()
     assert text.main([]) == 2
     assert "torch is not installed" in capsys.readouterr().err
@@ -343,7 +405,9 @@ def test_own_text_needs_no_torch(tmp_path, monkeypatch, capsys):
 
 # ----- nothing half-written
 
+
 def leftovers(folder):
+    """What unfinished builds have left in a folder."""
     return [path for path in folder.iterdir() if path.name.endswith(".partial")]
 
 
@@ -351,21 +415,24 @@ def test_kill_in_the_middle_leaves_the_old_corpus(tmp_path):
     """Kill the build while a document cannot be read to its end: a named pipe holds it there."""
     out = tmp_path / "work" / "c"
     make_tree(tmp_path / "old")
-    assert text.main([str(tmp_path / "old"), "--out", str(out)]) == 0
+    build(tmp_path / "old", out)
     before = read_folder(out)
     tree = tmp_path / "new"
     make_tree(tree, seed=1)
     os.mkfifo(tmp_path / "pipe")
     # the second read of the last document, the one that tokenises it, is made to block
-    program = (f"import runpy, sys, pathlib\n"
-               f"original, reads = pathlib.Path.read_bytes, []\n"
-               f"def read_bytes(path):\n"
-               f"    reads.append(path)\n"
-               f"    if len(reads) == {2 * 60}: open({str(tmp_path / 'pipe')!r}).read()\n"
-               f"    return original(path)\n"
-               f"pathlib.Path.read_bytes = read_bytes\n"
-               f"sys.argv = ['text.py', {str(tree)!r}, '--suffix', '.py', '--out', {str(out)!r}]\n"
-               f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n")
+    program = (
+        f"import runpy, sys, pathlib\n"
+        f"original = pathlib.Path.read_bytes\n"
+        f"reads = []\n"
+        f"def read_bytes(path):\n"
+        f"    reads.append(path)\n"
+        f"    if len(reads) == {2 * 60}: open({str(tmp_path / 'pipe')!r}).read()\n"
+        f"    return original(path)\n"
+        f"pathlib.Path.read_bytes = read_bytes\n"
+        f"sys.argv = ['text.py', {str(tree)!r}, '--suffix', '.py', '--out', {str(out)!r}]\n"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+    )
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
     pipe = os.open(tmp_path / "pipe", os.O_WRONLY)  # returns once the build has reached the pipe
     assert len(leftovers(out.parent)) == 1
@@ -375,7 +442,7 @@ def test_kill_in_the_middle_leaves_the_old_corpus(tmp_path):
     assert read_folder(out) == before
     assert [path for path in out.parent.iterdir() if not path.name.startswith(".")] == [out]
     # the next build replaces the corpus and removes what the killed one left
-    assert text.main([str(tree), "--suffix", ".py", "--out", str(out)]) == 0
+    build(tree, out, "--suffix", ".py")
     assert read_folder(out) != before
     assert leftovers(out.parent) == []
 
@@ -395,8 +462,8 @@ def test_full_disk(tmp_path):
     out = tmp_path / "work" / "c"
     make_tree(tmp_path / "tree", documents=600)
 
-    def small_files():  # a write beyond 64 KiB fails, as it would on a full disk
-        import resource
+    def small_files():
+        """A write beyond 64 KiB fails, as it would on a full disk."""
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
 
     result = command(tmp_path / "tree", "--out", out, preexec_fn=small_files)
@@ -405,7 +472,7 @@ def test_full_disk(tmp_path):
     assert last.startswith("error: ") and "free some space" in last
     assert "Traceback" not in result.stderr
     assert list(out.parent.iterdir()) == []
-    assert text.main([str(tmp_path / "old"), "--out", str(out)]) == 0
+    build(tmp_path / "old", out)
     before = read_folder(out)
     assert command(tmp_path / "tree", "--out", out, preexec_fn=small_files).returncode == 1
     assert read_folder(out) == before and list(out.parent.iterdir()) == [out]
@@ -423,26 +490,31 @@ def test_out_that_is_no_corpus_is_not_replaced(tmp_path):
 
 # ----- bad input
 
-@pytest.mark.parametrize("arguments, words", [
-    (["missing"], ["missing", "no such file"]),
-    (["tree", "--suffix", ".rs"], ["no text", ".rs", "0 files"]),
-    (["binary"], ["no text", "2 of them empty", "1 not text"]),
-    (["tree/p0/f0.py"], ["a single document", "f0.py", "split"]),
-    (["tree", "--val-percent", "0"], ["--val-percent 0", "above 0"]),
-    (["tree", "--val-percent", "51"], ["--val-percent 51", "at most 50"]),
-    (["tree", "--val-percent", "nan"], ["--val-percent nan", "at most 50"]),
-    (["tree", "--val-percent", "many"], ["--val-percent", "many"]),
-    (["tree", "--tokenizer", "gpt3"], ["--tokenizer", "gpt3", "gpt2"]),
-    (["--suffix", ".py"], ["--suffix .py", "PATH"]),
-    (["tree", "--ouch"], ["--ouch", "--help"]),
-    (["tree", "--out", "tree/p0/f0.py/c"], ["f0.py", "--out"]),
-    (["tree", "--out", "/proc/nobody/c"], ["/proc/nobody", "--out"]),
-])
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["missing"], ["missing", "no such file"]),
+        (["tree", "--suffix", ".rs"], ["no text", ".rs", "0 files"]),
+        (["binary"], ["no text", "2 of them empty", "1 not text"]),
+        (["tree/p0/f0.py"], ["a single document", "f0.py", "split"]),
+        (["tree", "--val-percent", "0"], ["--val-percent 0", "above 0"]),
+        (["tree", "--val-percent", "51"], ["--val-percent 51", "at most 50"]),
+        (["tree", "--val-percent", "nan"], ["--val-percent nan", "at most 50"]),
+        (["tree", "--val-percent", "many"], ["--val-percent", "many"]),
+        (["tree", "--tokenizer", "gpt3"], ["--tokenizer", "gpt3", "gpt2"]),
+        (["--suffix", ".py"], ["--suffix .py", "PATH"]),
+        (["tree", "--ouch"], ["--ouch", "--help"]),
+        (["tree", "--out", "tree/p0/f0.py/c"], ["f0.py", "--out"]),
+        (["tree", "--out", "/proc/nobody/c"], ["/proc/nobody", "--out"]),
+    ],
+)
 def test_bad_input_is_one_line_and_status_2(tmp_path, arguments, words):
     make_tree(tmp_path / "tree", documents=8)
     (tmp_path / "binary").mkdir()
-    for name, content in (("a", b""), ("b", b""), ("c", b"\xff\xfe\0")):
-        (tmp_path / "binary" / name).write_bytes(content)
+    (tmp_path / "binary" / "a").write_bytes(b"")
+    (tmp_path / "binary" / "b").write_bytes(b"")
+    (tmp_path / "binary" / "c").write_bytes(b"\xff\xfe\0")
     if "--out" not in arguments:
         arguments = [*arguments, "--out", "c"]
     one_line(command(*arguments, cwd=tmp_path), 2, *words)
@@ -463,59 +535,100 @@ def test_unreadable_files_are_not_skipped_in_silence(tmp_path, monkeypatch, caps
 
 # ----- odd names, links, locales, other processes
 
-@pytest.mark.parametrize("name", ["my_val_notes", "a_train_b", "two\nlines", b"caf\xe9", "café", "[ab]*?", "**", "-x",
-                                  "\x1b[2J", "_"])
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "my_val_notes",
+        "a_train_b",
+        "two\nlines",
+        b"caf\xe9",
+        "café",
+        "[ab]*?",
+        "**",
+        "-x",
+        "\x1b[2J",
+        "_",
+    ],
+)
 def test_names_of_shards_are_plain_whatever_the_folder_is_called(tmp_path, capsys, name):
     make_tree(tmp_path / "tree", documents=9)
     out = tmp_path / os.fsdecode(name)
-    for _ in range(2):
-        assert text.main([str(tmp_path / "tree"), "--out", str(out)]) == 0
+    build(tmp_path / "tree", out)
+    manifest = build(tmp_path / "tree", out)
     assert len(list(out.glob("*_train_*.bin"))) == len(list(out.glob("*_val_*.bin"))) == 1
-    names = [shard["file"] for shard in json.loads((out / "manifest.json").read_text())["shards"]]
+    names = [shard["file"] for shard in manifest["shards"]]
     assert sorted([*names, "manifest.json"]) == sorted(read_folder(out))
-    assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-.") for name in map(str.lower, names))
-    out, err = capsys.readouterr()
-    assert len(out.splitlines()) == len(err.splitlines()) == 2
-    assert all(line.isprintable() for line in (out + err).splitlines())
+    assert all(re.fullmatch("[A-Za-z0-9_.-]+", name) for name in names)
+    shown, told = capsys.readouterr()
+    assert len(shown.splitlines()) == len(told.splitlines()) == 2
+    assert all(line.isprintable() for line in (shown + told).splitlines())
 
 
-ODD_NAMES = [b"two\nlines.py", b"caf\xe9.py", "café.py".encode(), b"\x1b[2J.py", "\u202eevil.py".encode(), b"\xff\xfe"]
-LOCALES = [{"PYTHONUTF8": "1"}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"},
-           {"PYTHONUTF8": "1", "PYTHONIOENCODING": "ascii"}]
+ODD_NAMES = [
+    b"two\nlines.py",
+    b"caf\xe9.py",
+    "café.py".encode(),
+    b"\x1b[2J.py",
+    "\u202eevil.py".encode(),
+    b"\xff\xfe",
+]
+LOCALES = [
+    ({"PYTHONUTF8": "1"}, "utf-8"),
+    ({"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}, "ascii"),
+    ({"PYTHONUTF8": "1", "PYTHONIOENCODING": "ascii"}, "ascii"),
+]
 
 
-def odd_tree(root):
+def odd_tree(folder):
+    """Make a folder of texts with odd names, itself of an odd name. Returns its path as bytes."""
+    root = os.fsencode(folder) + b"/b\xe4d\n\xc3\xbc"
+    os.mkdir(root)
     for index, name in enumerate(ODD_NAMES):
-        path = os.fsencode(root) + b"/b\xe4d\n\xc3\xbc/" + name
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        Path(os.fsdecode(path)).write_text(f"# {index} ü\n")
-    return os.fsencode(root) + b"/b\xe4d\n\xc3\xbc"
+        Path(os.fsdecode(root + b"/" + name)).write_text(f"# {index} ü\n")
+    return root
+
+
+def one_printable_line(content, encoding):
+    """The output of a command is a single line that its locale can show."""
+    line = content.decode(encoding)
+    assert line.count("\n") == 1 and line.strip("\n").isprintable(), line
+
+
+def command_in(variables, *words, **options):
+    """Run the script with environment variables, and with words that may be bytes."""
+    environment = os.environ | variables
+    command = [sys.executable, SCRIPT, *words]
+    return subprocess.run(command, capture_output=True, timeout=60, env=environment, **options)
 
 
 def test_odd_names_give_one_corpus_and_one_line_in_every_locale(tmp_path):
-    root, corpora = odd_tree(tmp_path), []
-    for number, variables in enumerate(LOCALES):
+    root = odd_tree(tmp_path)
+    corpora = []
+    for number, (variables, encoding) in enumerate(LOCALES):
         out = os.fsencode(tmp_path) + b"/%d/\xc3\xbc" % number
-        done = subprocess.run([sys.executable, SCRIPT, root, "--out", out], capture_output=True, timeout=60,
-                              env=os.environ | variables)
+        done = command_in(variables, root, "--out", out)
         assert done.returncode == 0, done.stderr
-        lines = [stream.decode("utf-8" if number == 0 else "ascii") for stream in (done.stdout, done.stderr)]
-        assert all(line.count("\n") == 1 and line.strip("\n").isprintable() for line in lines), lines
+        one_printable_line(done.stdout, encoding)
+        one_printable_line(done.stderr, encoding)
         corpora.append(read_folder(Path(os.fsdecode(out))))
     assert corpora[0] == corpora[1] == corpora[2]
     manifest = json.loads(corpora[0]["manifest.json"])
-    assert sum(shard["documents"] for shard in manifest["shards"]) == len(ODD_NAMES)
-    assert manifest["source"].encode() == rb"b\xe4d" + b"\n\xc3\xbc"  # of what is no UTF-8, its number
+    assert count_documents(manifest) == len(ODD_NAMES)
+    # of a byte that is no UTF-8, the source has the number
+    assert manifest["source"].encode() == rb"b\xe4d" + b"\n\xc3\xbc"
     documents = text.find_files([Path(os.fsdecode(root))])
     assert [document.name for document in documents] == sorted(ODD_NAMES)
-    os.unlink(root + b"/" + ODD_NAMES[0])
-    for name in ODD_NAMES[1:]:
-        Path(os.fsdecode(root + b"/" + name)).unlink()
-    for variables in LOCALES:  # a refusal that names them is one line, too
-        done = subprocess.run([sys.executable, SCRIPT, root], capture_output=True, timeout=60,
-                              env=os.environ | variables, cwd=tmp_path)
-        line = done.stderr.decode("utf-8" if variables == LOCALES[0] else "ascii")
-        assert done.returncode == 2 and line.count("\n") == 1 and line.strip("\n").isprintable(), line
+
+
+def test_a_refusal_that_has_odd_names_is_one_line_in_every_locale(tmp_path):
+    root = odd_tree(tmp_path)
+    for name in ODD_NAMES:
+        os.unlink(root + b"/" + name)
+    for variables, encoding in LOCALES:
+        done = command_in(variables, root, cwd=tmp_path)
+        assert done.returncode == 2
+        one_printable_line(done.stderr, encoding)
 
 
 def test_links_in_a_loop(tmp_path):
@@ -525,7 +638,7 @@ def test_links_in_a_loop(tmp_path):
     (tmp_path / "b").symlink_to("a")
     (tmp_path / "tree" / "self.py").symlink_to("self.py")
     (tmp_path / "tree" / "p0" / "up").symlink_to(tmp_path / "tree")
-    assert text.main([str(tmp_path / "tree"), "--out", str(tmp_path / "c")]) == 0
+    build(tmp_path / "tree", tmp_path / "c")
     for name in ("loop", "a"):
         one_line(command(tmp_path / name), 2, name, "no such file")
         one_line(command(tmp_path / "tree", "--out", tmp_path / name), 2, name, "--out")
@@ -533,23 +646,48 @@ def test_links_in_a_loop(tmp_path):
         one_line(command("--out", tmp_path / name), 2, name, "--out")
 
 
-@pytest.mark.parametrize("manifest", [
-    b"", b"[]", b"5", b"{}", b"\xff", b"[" * 100_000, b"{\"shards\": 1e999999999999999999999}", b"9" * 5000])
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        b"",
+        b"[]",
+        b"5",
+        b"{}",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"shards": 1e999999999999999999999}',
+        b"9" * 5000,
+    ],
+)
 def test_odd_manifests_of_a_default_corpus(tmp_path, manifest):
     (tmp_path / "manifest.json").write_bytes(manifest)
     assert text.existing_corpus(tmp_path, "source", "1.99.0", {"manifest.json": ""}) is None
 
 
-@pytest.mark.parametrize("changes", [
-    {"file": 5}, {"file": "\0"}, {"file": "../c/manifest.json"}, {"file": "missing"}, {"tokens": "many"},
-    {"tokens": -512}, {"tokens": 10**30}, {"tokens": None}, {"split": None}, {"split": "test"}, {"sha256": "0" * 64},
-    {"sha256": None}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"file": 5},
+        {"file": "\0"},
+        {"file": "../c/manifest.json"},
+        {"file": "missing"},
+        {"tokens": "many"},
+        {"tokens": -512},
+        {"tokens": 10**30},
+        {"tokens": None},
+        {"split": None},
+        {"split": "test"},
+        {"sha256": "0" * 64},
+        {"sha256": None},
+    ],
+    ids=str,
+)
 def test_odd_entries_of_a_default_corpus(tmp_path, changes):
-    site, out = tmp_path / "site", tmp_path / "c"
-    environment = fake_torch(site, "1.99.0")
+    out = tmp_path / "c"
+    environment = fake_torch(tmp_path / "site", "1.99.0")
     assert command("--out", out, env=environment).returncode == 0
-    manifest = json.loads((out / "manifest.json").read_text())
-    words = out, manifest["source"], "1.99.0", {"manifest.json": ""}
+    manifest = read_manifest(out)
+    words = [out, manifest["source"], "1.99.0", {"manifest.json": ""}]
     assert text.existing_corpus(*words) == manifest
     manifest["shards"][0].update(changes)
     (out / "manifest.json").write_text(json.dumps(manifest))
@@ -568,13 +706,16 @@ def test_a_damaged_shard_of_the_default_corpus_is_built_again(tmp_path):
 
 
 def test_two_builds_of_one_folder_at_once(tmp_path):
-    """Both succeed, and the last one has the folder: one waits while the other exchanges it, as this test does here."""
+    """Both succeed, and the last one has the folder.
+
+    One waits while the other exchanges the folder, as this test does here."""
     make_tree(tmp_path / "tree", documents=5)
     out = tmp_path / "work" / "c"
     out.parent.mkdir()
     words = [sys.executable, SCRIPT, str(tmp_path / "tree"), "--out", str(out)]
     with text.locked(out.parent):
-        builds = [subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) for _ in range(2)]
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        builds = [subprocess.Popen(words, **streams) for _ in range(2)]
         deadline = time.monotonic() + 30
         while len(list(out.parent.glob(".c.*.partial/new/manifest.json"))) < 2:
             assert time.monotonic() < deadline and not out.exists()
@@ -605,21 +746,23 @@ def test_what_does_not_fit_is_one_line(tmp_path):
         file.truncate(1 << 40)  # of holes: it takes no disk
 
     def little_memory():
-        import resource
         resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 
-    one_line(command(tmp_path, "--out", tmp_path / "c", preexec_fn=little_memory), 2, "memory", "split")
+    result = command(tmp_path, "--out", tmp_path / "c", preexec_fn=little_memory)
+    one_line(result, 2, "memory", "split")
 
 
 def test_folders_nested_deeper_than_can_be_read(tmp_path, monkeypatch, capsys):
     (tmp_path / "/".join("d" * 300)).mkdir(parents=True)  # deeper ones could not be removed again
+    find_files = functools.partial(in_little_stack, text.find_files)
     with monkeypatch.context() as patch:
-        patch.setattr(text, "find_files", lambda *_, find_files=text.find_files: in_little_stack(find_files, *_))
+        patch.setattr(text, "find_files", find_files)
         assert text.main([str(tmp_path), "--out", str(tmp_path / "c")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def in_little_stack(function, *arguments):
+    """Call a function that may nest 200 calls at most."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack()) + 200)
     try:
@@ -629,13 +772,13 @@ def in_little_stack(function, *arguments):
 
 
 def test_leftovers_that_are_no_builds_are_let_alone(tmp_path):
-    import platform
     make_tree(tmp_path / "tree", documents=5)
-    others = [tmp_path / f".c.{platform.node()}.{word}.partial" for word in ("x", "9" * 30, "")]
+    prefix = f".c.{platform.node()}"
+    others = [tmp_path / f"{prefix}.{word}.partial" for word in ("x", "9" * 30, "")]
     for other in others:
         other.mkdir()
-    one = command(tmp_path / "tree", "--out", tmp_path / "c")
-    assert one.returncode == 0, one.stderr
+    result = command(tmp_path / "tree", "--out", tmp_path / "c")
+    assert result.returncode == 0, result.stderr
     assert all(other.exists() for other in others)
 
 

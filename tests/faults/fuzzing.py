@@ -1,7 +1,9 @@
-"""What the fuzzers share: the promise that each example is held to, hypothesis without chance, and the page of counts.
+"""What the fuzzers share: the promise that each example is held to, hypothesis without chance, and
+the page of counts.
 
-The promise: whatever it is given, a command ends within seconds in success or in one printable line; never in a
-traceback."""
+The promise: whatever it is given, a command ends within seconds in success or in one printable
+line; never in a traceback."""
+
 import contextlib
 import fcntl
 import io
@@ -26,9 +28,9 @@ import train_gpt
 PAGE = Path(__file__).with_name("fuzzing.md")
 HEAD = """# Fuzzing
 
-Written by the long tests (`./run.sh test --all tests/faults`), a row for the latest run of each part. The examples are
-drawn by `hypothesis`, the same ones each time. Each must end in success or in one printable line of at most {length:,}
-characters, within {seconds} s of processor time.
+Written by the long tests (`./run.sh test --all tests/faults`), a row for the latest run of each
+part. The examples are drawn by `hypothesis`, the same ones each time. Each must end in success or
+in one printable line of at most {length:,} characters, within {seconds} s of processor time.
 
 | what | tried | accepted | refused | tracebacks | hangs | other messages | slowest | commit |
 |---|---|---|---|---|---|---|---|---|
@@ -45,10 +47,12 @@ class Hang(BaseException):
 
 @contextlib.contextmanager
 def limited():
-    """Raise Hang in what takes too long, and MemoryError in what takes too much. The timer of pytest-timeout is put
-    back."""
+    """Raise Hang in what takes too long, and MemoryError in what takes too much. The timer of
+    pytest-timeout is put back."""
+
     def stop(number, frame):
         raise Hang()
+
     started = time.monotonic()
     handlers = [set_handler(number, stop) for number in (signal.SIGPROF, signal.SIGALRM)]
     memory = resource.getrlimit(resource.RLIMIT_AS)
@@ -63,7 +67,7 @@ def limited():
         resource.setrlimit(resource.RLIMIT_AS, memory)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in zip((signal.SIGPROF, signal.SIGALRM), handlers):
+        for number, handler in zip((signal.SIGPROF, signal.SIGALRM), handlers, strict=True):
             set_handler(number, handler)
         if left:
             signal.setitimer(signal.ITIMER_REAL, max(0.1, left - (time.monotonic() - started)))
@@ -71,6 +75,7 @@ def limited():
 
 class Outcome:
     """What a call came to: `status`, or in `problem` how it broke the promise: (kind, where)."""
+
     def __init__(self, status=None, out="", err="", problem=None):
         self.status, self.out, self.err, self.problem = status, out, err, problem
 
@@ -80,16 +85,23 @@ class Outcome:
 
 
 def place_of(error):
-    """Type and place of an error, the innermost of this repository: the same for all examples of one defect."""
+    """Type and place of an error, the innermost of this repository: the same for all examples of
+    one defect."""
     root = str(Path(__file__).parents[2])
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(root)
-              and "/tests/" not in frame.filename and "/.venv/" not in frame.filename]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename.startswith(root)
+        and "/tests/" not in frame.filename
+        and "/.venv/" not in frame.filename
+    ]
     where = f" in {Path(frames[-1].filename).name}:{frames[-1].name}" if frames else ""
     return f"{type(error).__name__}{where}: {str(error)[:120]!r}"
 
 
 def observe(call, lines=1, statuses=(0, 1, 2)):
-    """The Outcome of call(), which returns an exit status. A refusal may print `lines` lines; None for any number."""
+    """The Outcome of call(), which returns an exit status. A refusal may print `lines` lines; None
+    for any number."""
     streams = [io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2)]
     kept, problem, status = (sys.stdout, sys.stderr), None, None
     sys.stdout, sys.stderr = streams
@@ -123,7 +135,8 @@ def message_problem(status, out, err, lines, statuses):
 
 
 def status_line(outcome):
-    """The outcome; with a problem where a refusal is not told in one line of stdout, its last. Notes go to stderr."""
+    """The outcome; with a problem where a refusal is not told in one line of stdout, its last.
+    Notes go to stderr."""
     lines = outcome.out.splitlines()
     said = [line for line in lines if line.startswith("status:")]
     if outcome.refused and (len(said) != 1 or lines[-1] != said[0]):
@@ -133,20 +146,28 @@ def status_line(outcome):
 
 # ----- hypothesis
 
+
 def explore(strategy, trial, count, number=0, shrink=True):
-    """Call trial(example) on `count` examples, the same ones for the same number; the first that raises is made as
-    small as may be."""
+    """Call trial(example) on `count` examples, the same ones for the same number; the first that
+    raises is made as small as may be."""
     phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
-    options = settings(max_examples=count, database=None, deadline=None, phases=phases,
-                       suppress_health_check=list(HealthCheck))
+    options = settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+    )
     seed(number)(options(given(strategy)(trial)))()
 
 
 def hold(strategy, outcome_of, count):
     """Hold `count` examples to the promise; for the tests of every commit."""
+
     def trial(example):
         outcome = outcome_of(example)
         assert not outcome.problem, outcome.problem
+
     explore(strategy, trial, count)
 
 
@@ -158,26 +179,32 @@ def in_parts(test):
 
 
 def survey(name, part, strategy, outcome_of, total):
-    """Try this part's share of `total` examples, whatever they come to, and write a row of the page; then hold them to
-    the promise."""
-    count = total // PARTS
-    counts, found, slowest = {"tried": 0, "accepted": 0, "refused": 0, "traceback": 0, "hang": 0, "message": 0}, {}, 0.0
+    """Try this part's share of `total` examples, whatever they come to, and write a row of the
+    page; then hold them to the promise."""
+    count, found, slowest = total // PARTS, {}, 0.0
+    counts = dict.fromkeys(["tried", "accepted", "refused", "traceback", "hang", "message"], 0)
+
     def trial(example):
         nonlocal slowest
         started = time.process_time()
         outcome = outcome_of(example)
         slowest = max(slowest, time.process_time() - started)
-        kind = outcome.problem[0] if outcome.problem else "refused" if outcome.refused else "accepted"
         counts["tried"] += 1
-        counts[kind] += 1
         if outcome.problem:
-            found.setdefault(re.sub(r"\d+", "0", str(outcome.problem)), (outcome.problem, repr(example)[:2000]))
-    for number in itertools.count(1000 * part):  # by few, as hypothesis becomes slow after thousands
+            counts[outcome.problem[0]] += 1
+            kind = re.sub(r"\d+", "0", str(outcome.problem))
+            found.setdefault(kind, (outcome.problem, repr(example)[:2000]))
+        else:
+            counts["refused" if outcome.refused else "accepted"] += 1
+
+    for number in itertools.count(1000 * part):
         if counts["tried"] == count:
             break
+        # by few, as hypothesis becomes slow after thousands
         explore(strategy, trial, min(500, count - counts["tried"]), number, shrink=False)
-    write_row([f"{name}, part {part} of {PARTS}", *(f"{value:,}" for value in counts.values()), f"{slowest:.1f} s",
-               train_gpt.git_state()[0][:12]])
+    cells = [f"{value:,}" for value in counts.values()]
+    commit = train_gpt.git_state()[0][:12]
+    write_row([f"{name}, part {part} of {PARTS}", *cells, f"{slowest:.1f} s", commit])
     assert not found, "\n".join(f"{problem}: {example}" for problem, example in found.values())
 
 
@@ -186,7 +213,11 @@ def write_row(cells):
     with open(PAGE, "a+") as page:
         fcntl.flock(page, fcntl.LOCK_EX)
         page.seek(0)
-        rows = [row for row in page.read().splitlines()[HEAD.count("\n"):] if not row.startswith(f"| {cells[0]} |")]
+        rows = [
+            row
+            for row in page.read().splitlines()[HEAD.count("\n") :]
+            if not row.startswith(f"| {cells[0]} |")
+        ]
         page.truncate(0)
         page.write(HEAD.format(length=LONGEST_LINE, seconds=SECONDS))
         page.write("\n".join(sorted([*rows, "| " + " | ".join(cells) + " |"])) + "\n")
@@ -195,22 +226,63 @@ def write_row(cells):
 # ----- examples
 
 ODD_TEXT = st.one_of(
-    st.text(max_size=20), st.text("\n\r\x1b\x00\x85\u2028\u202e\ud800\udcff", max_size=4),
-    st.sampled_from(["", " ", "-", "--", "auto", "..", "../x", "/", "/dev/null", "/dev/zero", ".", "~", "nan", "inf",
-                     "-inf", "1e400", "1e-400", "-0.0", "0x10", "1_000", "\u0663", "None", "True", "*" * 5000,
-                     "(" * 5000, "-" * 5000, "9" * 5000, "\\", "$HOME", "%s", "{}", "a\nb"]))
+    st.text(max_size=20),
+    st.text("\n\r\x1b\x00\x85\u2028\u202e\ud800\udcff", max_size=4),
+    st.sampled_from(
+        [
+            "",
+            " ",
+            "-",
+            "--",
+            "auto",
+            "..",
+            "../x",
+            "/",
+            "/dev/null",
+            "/dev/zero",
+            ".",
+            "~",
+            "nan",
+            "inf",
+            "-inf",
+            "1e400",
+            "1e-400",
+            "-0.0",
+            "0x10",
+            "1_000",
+            "\u0663",
+            "None",
+            "True",
+            "*" * 5000,
+            "(" * 5000,
+            "-" * 5000,
+            "9" * 5000,
+            "\\",
+            "$HOME",
+            "%s",
+            "{}",
+            "a\nb",
+        ]
+    ),
+)
 ODD_INT = st.one_of(
-    st.integers(-2, 300), st.integers(),
+    st.integers(-2, 300),
+    st.integers(),
     st.sampled_from([2**bits + more for bits in (15, 16, 31, 32, 53, 63, 64) for more in (-1, 0)]),
-    st.integers(5, 400).map(lambda digits: 10**digits), st.integers(5, 400).map(lambda digits: -10**digits))
+    st.integers(5, 400).map(lambda digits: 10**digits),
+    st.integers(5, 400).map(lambda digits: -(10**digits)),
+)
 ODD_FLOAT = st.one_of(st.floats(), st.sampled_from([0.0, -0.0, 1.0, 0.5, 1e-300, 1e300, 1 - 1e-16]))
 ODD_JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), ODD_INT, ODD_FLOAT, ODD_TEXT),
-    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(ODD_TEXT, inside, max_size=3), max_leaves=6)
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(ODD_TEXT, inside, max_size=3),
+    max_leaves=6,
+)
 
 
 class Files(dict):
     """Contents by name; hypothesis need not write them out."""
+
     def __repr__(self):
         return f"{len(self)} files"
 
@@ -239,12 +311,23 @@ def change(path, action, argument):
 
 @st.composite
 def changed_bytes(draw, content):
-    """A file's content after a few changes: cut, lengthened, overwritten, moved; or something else altogether."""
+    """A file's content after a few changes: cut, lengthened, overwritten, moved; or something else
+    altogether."""
     content = bytearray(content)
     for _ in range(draw(st.integers(1, 3))):
         size = len(content)
-        at = draw(st.one_of(st.integers(0, min(64, size)), st.integers(0, size), st.integers(max(0, size - 64), size)))
-        how = draw(st.sampled_from(["cut", "append", "flip", "overwrite", "remove", "repeat", "empty", "fill"]))
+        at = draw(
+            st.one_of(
+                st.integers(0, min(64, size)),
+                st.integers(0, size),
+                st.integers(max(0, size - 64), size),
+            )
+        )
+        how = draw(
+            st.sampled_from(
+                ["cut", "append", "flip", "overwrite", "remove", "repeat", "empty", "fill"]
+            )
+        )
         if how == "cut":
             del content[at:]
         elif how == "append":
@@ -252,30 +335,43 @@ def changed_bytes(draw, content):
         elif how == "flip" and at < size:
             content[at] ^= 1 << draw(st.integers(0, 7))
         elif how == "overwrite":
-            piece = draw(st.one_of(st.binary(min_size=1, max_size=16), ODD_INT.map(
-                lambda value: (value % 2**64).to_bytes(8, "little"))))
-            content[at:at + len(piece)] = piece
+            piece = draw(
+                st.one_of(
+                    st.binary(min_size=1, max_size=16),
+                    ODD_INT.map(lambda value: (value % 2**64).to_bytes(8, "little")),
+                )
+            )
+            content[at : at + len(piece)] = piece
         elif how == "remove":
-            del content[at:at + draw(st.integers(1, 300))]
+            del content[at : at + draw(st.integers(1, 300))]
         elif how == "repeat":
-            content[at:at] = content[at:at + draw(st.integers(1, 300))]
+            content[at:at] = content[at : at + draw(st.integers(1, 300))]
         elif how == "empty":
             content = bytearray()
         elif how == "fill":
-            content = bytearray(draw(st.sampled_from([b"\0", b"\xff", b"[", b"PK\3\4"]))) * draw(st.integers(1, 3000))
+            content = bytearray(draw(st.sampled_from([b"\0", b"\xff", b"[", b"PK\3\4"]))) * draw(
+                st.integers(1, 3000)
+            )
     return bytes(content)
 
 
 def paths_in(value, path=()):
     """The paths of all that is in nested dicts and lists, themselves included."""
     yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     for key, inside in items:
         yield from paths_in(inside, (*path, key))
 
 
 def replaced(value, path, new):
-    """A copy of nested dicts and lists in which new(what was at the path) stands there, or nothing, if that is DROP."""
+    """A copy of nested dicts and lists in which new(what was at the path) stands there, or nothing,
+    if that is DROP."""
     if not path:
         return new(value)
     items = dict(value) if isinstance(value, dict) else dict(enumerate(value))
@@ -286,4 +382,6 @@ def replaced(value, path, new):
     return items if isinstance(value, dict) else type(value)(items.values())
 
 
-DROP = type("Drop", (), {"__repr__": lambda self: "DROP"})()  # the same text in each process that collects the tests
+DROP = type(
+    "Drop", (), {"__repr__": lambda self: "DROP"}
+)()  # the same text in each process that collects the tests

@@ -1,4 +1,6 @@
-"""The trainer, whose ranks wait for each other so many seconds: `torchrun ... patient.py SECONDS --key value ...`."""
+"""The trainer, whose ranks wait for each other so many seconds, as torchrun starts it:
+`torchrun ... patient.py SECONDS --key value ...`."""
+
 import datetime
 import sys
 
@@ -6,4 +8,4 @@ import train_gpt
 
 if __name__ == "__main__":
     train_gpt.TIMEOUT = datetime.timedelta(seconds=int(sys.argv[1]))
-    sys.exit(train_gpt.main(sys.argv[2:]))
+    sys.exit(train_gpt.record(train_gpt.main)(sys.argv[2:]))

@@ -1,5 +1,6 @@
 """Checkpoints that are damaged, or odd with a sha256 that fits, or without one: resumed, sampled, scored, gone on
 with."""
+
 import copy
 import hashlib
 import io
@@ -16,11 +17,18 @@ import helpers
 import sample
 import train_gpt
 
-TINY = {**helpers.TINY, "save_every": 2, "run_id": "base", "val_tokens": 512, "micro_batches": ((0.0, 1),)}
+TINY = {
+    **helpers.TINY,
+    "save_every": 2,
+    "run_id": "base",
+    "val_tokens": 512,
+    "micro_batches": ((0.0, 1),),
+}
 
 
 class Content(bytes):
     """Of a checkpoint; hypothesis need not write it out."""
+
     def __repr__(self):
         return f"{len(self)} bytes"
 
@@ -36,8 +44,12 @@ def base(tmp_path_factory):
         patch.setattr(train_gpt, "warm_up", lambda trainer: None)
         patch.setattr(train_gpt, "finish", lambda run, steps: 1.0)
         patch.setattr(train_gpt, "plot", lambda folder: "")
-        patch.setattr(train_gpt.signal, "signal", lambda *_: None)  # the handlers here are the fuzzer's
-        run = fuzzing.observe(lambda: train_gpt.main(helpers.arguments({**TINY, "data": "data/python"})))
+        patch.setattr(
+            train_gpt.signal, "signal", lambda *_: None
+        )  # the handlers here are the fuzzer's
+        run = fuzzing.observe(
+            lambda: train_gpt.main(helpers.arguments({**TINY, "data": "data/python"}))
+        )
         assert run.status == 0, (run.out, run.problem)
         yield Content((folder / "logs" / "base" / "step_000002.pt").read_bytes())
 
@@ -47,13 +59,26 @@ def resume(path):
 
 
 def go_on(path):
-    words = {**TINY, "track": "continual", "data": "data/python", "first_data": "", "ngram_lr": 0.0, "init_from": path,
-             "val_sha256": "", "steps": 2, "run_id": "next"}
+    words = {
+        **TINY,
+        "track": "continual",
+        "data": "data/python",
+        "first_data": "",
+        "ngram_lr": 0.0,
+        "init_from": path,
+        "val_sha256": "",
+        "steps": 2,
+        "run_id": "next",
+    }
     return train_gpt.main([*helpers.arguments(words), "--check"], continual.extend)
 
 
-READERS = {"resume": resume, "sample": lambda path: sample.main(["--checkpoint", path, "--tokens", "1"]),
-           "eval": lambda path: sample.main(["--checkpoint", path, "--eval"]), "continual": go_on}
+READERS = {
+    "resume": resume,
+    "sample": lambda path: sample.main(["--checkpoint", path, "--tokens", "1"]),
+    "eval": lambda path: sample.main(["--checkpoint", path, "--eval"]),
+    "continual": go_on,
+}
 
 
 @pytest.fixture(scope="module")
@@ -89,20 +114,40 @@ def saved(value):
 
 def odd_tensor(tensor, how):
     """Another tensor in a tensor's place."""
-    made = {"nan": lambda: torch.full_like(tensor.float(), torch.nan).to(tensor.dtype), "empty": lambda: tensor[:0],
-            "scalar": lambda: torch.tensor(1.0), "longer": lambda: torch.cat([tensor, tensor]),
-            "flat": lambda: tensor.reshape(-1), "double": lambda: tensor.double(), "bool": lambda: tensor > 0,
-            "negative": lambda: -tensor if tensor.dtype.is_signed else tensor, "sparse": lambda: tensor.to_sparse(),
-            "meta": lambda: tensor.to("meta"), "huge": lambda: (tensor.double() * 1e300).to(tensor.dtype),
-            "complex": lambda: tensor.to(torch.complex64)}[how]
+    made = {
+        "nan": lambda: torch.full_like(tensor.float(), torch.nan).to(tensor.dtype),
+        "empty": lambda: tensor[:0],
+        "scalar": lambda: torch.tensor(1.0),
+        "longer": lambda: torch.cat([tensor, tensor]),
+        "flat": lambda: tensor.reshape(-1),
+        "double": lambda: tensor.double(),
+        "bool": lambda: tensor > 0,
+        "negative": lambda: -tensor if tensor.dtype.is_signed else tensor,
+        "sparse": lambda: tensor.to_sparse(),
+        "meta": lambda: tensor.to("meta"),
+        "huge": lambda: (tensor.double() * 1e300).to(tensor.dtype),
+        "complex": lambda: tensor.to(torch.complex64),
+    }[how]
     try:
         return made()
     except (RuntimeError, NotImplementedError, ValueError):  # not of every tensor
         return torch.zeros(0)
 
 
-TENSORS = ["nan", "empty", "scalar", "longer", "flat", "double", "bool", "negative", "sparse", "meta", "huge",
-           "complex"]
+TENSORS = [
+    "nan",
+    "empty",
+    "scalar",
+    "longer",
+    "flat",
+    "double",
+    "bool",
+    "negative",
+    "sparse",
+    "meta",
+    "huge",
+    "complex",
+]
 
 
 def like(tensor, how):
@@ -110,10 +155,17 @@ def like(tensor, how):
     if not tensor.dtype.is_floating_point:
         low, high = torch.iinfo(tensor.dtype).min, torch.iinfo(tensor.dtype).max
         return torch.full_like(tensor, {"large": high, "zero": 0, "one": 1}.get(how, low))
-    made = {"large": lambda: torch.full_like(tensor, torch.finfo(tensor.dtype).max), "negative": lambda: -tensor,
-            "one large": lambda: tensor.clone().index_fill_(0, torch.tensor([0]), 3e38) if len(tensor) else tensor,
-            "small": lambda: torch.full_like(tensor, 1e-45), "minus one": lambda: torch.full_like(tensor, -1.0),
-            "zero": lambda: torch.zeros_like(tensor), "one": lambda: torch.ones_like(tensor)}
+    made = {
+        "large": lambda: torch.full_like(tensor, torch.finfo(tensor.dtype).max),
+        "negative": lambda: -tensor,
+        "one large": lambda: (
+            tensor.clone().index_fill_(0, torch.tensor([0]), 3e38) if len(tensor) else tensor
+        ),
+        "small": lambda: torch.full_like(tensor, 1e-45),
+        "minus one": lambda: torch.full_like(tensor, -1.0),
+        "zero": lambda: torch.zeros_like(tensor),
+        "one": lambda: torch.ones_like(tensor),
+    }
     return made[how]()
 
 
@@ -128,18 +180,36 @@ def structures(draw, content):
     only_values = draw(st.booleans())
     for _ in range(draw(st.integers(1, 3))):
         paths = list(fuzzing.paths_in(value))
-        top = draw(st.sampled_from(["config", "config", "groups", "model", "loader", "train_seconds", "step"]))
+        top = draw(
+            st.sampled_from(
+                ["config", "config", "groups", "model", "loader", "train_seconds", "step"]
+            )
+        )
         path = draw(st.sampled_from([path for path in paths if path[:1] == (top,)] or paths))
-        how = draw(st.sampled_from(["drop", "odd", "odd", "odd", "tensor", "tensor", "rename", "deep"]))
+        how = draw(
+            st.sampled_from(["drop", "odd", "odd", "odd", "tensor", "tensor", "rename", "deep"])
+        )
         odd, kind = draw(fuzzing.ODD_JSON), draw(st.sampled_from(TENSORS))
         same, number = draw(st.sampled_from(LIKE)), draw(st.integers(-2, 70) | fuzzing.ODD_INT)
         real = draw(st.floats(0, allow_infinity=False))
+
         def other(old):  # of the same type
-            return (like(old, same) if isinstance(old, torch.Tensor) else not old if isinstance(old, bool) else
-                    number if isinstance(old, int) else real if isinstance(old, float) else old)
+            return (
+                like(old, same)
+                if isinstance(old, torch.Tensor)
+                else not old
+                if isinstance(old, bool)
+                else number
+                if isinstance(old, int)
+                else real
+                if isinstance(old, float)
+                else old
+            )
+
         if only_values:
             value = fuzzing.replaced(value, path, other)
             continue
+
         def new(old):
             if how == "drop":
                 return fuzzing.DROP
@@ -148,6 +218,7 @@ def structures(draw, content):
             if how == "rename" and isinstance(old, dict):
                 return {str(odd): it for it in old.values()}
             return [[old]] if how == "deep" else odd
+
         value = fuzzing.replaced(value, path, new)
         value = {} if value is fuzzing.DROP else value
     try:
@@ -159,10 +230,22 @@ def structures(draw, content):
 @st.composite
 def checkpoints(draw, content, how):
     """A reader, the bytes of a checkpoint, and those of its .sha256 or None. how: bytes or structure are changed."""
-    made = draw(st.one_of(st.just(content), fuzzing.changed_bytes(content)) if how == "bytes" else structures(content))
-    recorded = draw(st.one_of(
-        st.just(fits(made)), st.just(fits(made)), st.just(fits(made)), st.none(), st.just(fits(content)),
-        st.sampled_from([b"", b"\n", b"\xff\xfe", b"0" * 64, b"x" * 10**6]), fuzzing.changed_bytes(fits(made))))
+    made = draw(
+        st.one_of(st.just(content), fuzzing.changed_bytes(content))
+        if how == "bytes"
+        else structures(content)
+    )
+    recorded = draw(
+        st.one_of(
+            st.just(fits(made)),
+            st.just(fits(made)),
+            st.just(fits(made)),
+            st.none(),
+            st.just(fits(content)),
+            st.sampled_from([b"", b"\n", b"\xff\xfe", b"0" * 64, b"x" * 10**6]),
+            fuzzing.changed_bytes(fits(made)),
+        )
+    )
     return draw(st.sampled_from(sorted(READERS))), made, recorded
 
 
@@ -178,15 +261,36 @@ def changed(content, path, new):
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("path, new", [
-    (("config",), None), (("config", "track"), []), (("config", "steps"), "4"), (("config", "steps"), 10**400),
-    (("config", "data"), "\0"), (("config", "data"), "a\nb"),
-    (("config", "windows"), ((0.0, (64, 128), 1),)),
-    (("model",), fuzzing.DROP), (("groups",), {}), (("loader", "piece"), 10**9), (("loader", "shard"), -1),
-    (("loader", "offset"), 0.5), (("loader", "offset"), 10**400), (("step",), -1), (("step",), 10**9), (("step",), 2.5),
-    (("rng",), torch.zeros(3)), (("rng",), torch.zeros(5056, dtype=torch.uint8)), (("groups", "matrices"), fuzzing.DROP),
-    (("loader",), {}), (("train_seconds",), "x"), (("train_seconds",), float("nan")), (("config", "run_id"), "../x"),
-    (("format",), None)], ids=lambda value: ascii(value)[:40])
+@pytest.mark.parametrize(
+    "path, new",
+    [
+        (("config",), None),
+        (("config", "track"), []),
+        (("config", "steps"), "4"),
+        (("config", "steps"), 10**400),
+        (("config", "data"), "\0"),
+        (("config", "data"), "a\nb"),
+        (("config", "windows"), ((0.0, (64, 128), 1),)),
+        (("model",), fuzzing.DROP),
+        (("groups",), {}),
+        (("loader", "piece"), 10**9),
+        (("loader", "shard"), -1),
+        (("loader", "offset"), 0.5),
+        (("loader", "offset"), 10**400),
+        (("step",), -1),
+        (("step",), 10**9),
+        (("step",), 2.5),
+        (("rng",), torch.zeros(3)),
+        (("rng",), torch.zeros(5056, dtype=torch.uint8)),
+        (("groups", "matrices"), fuzzing.DROP),
+        (("loader",), {}),
+        (("train_seconds",), "x"),
+        (("train_seconds",), float("nan")),
+        (("config", "run_id"), "../x"),
+        (("format",), None),
+    ],
+    ids=lambda value: ascii(value)[:40],
+)
 def test_a_checkpoint_that_was_hard(reader, path, new, base, outcome_of):
     content = changed(base, path, new)
     outcome = outcome_of((reader, content, fits(content)))
@@ -197,7 +301,10 @@ def test_a_checkpoint_that_was_hard(reader, path, new, base, outcome_of):
 def test_a_checkpoint_without_its_sha256_is_refused(recorded, base, outcome_of):
     for reader in READERS:
         outcome = outcome_of((reader, base, recorded))
-        assert not outcome.problem and outcome.status == 2 and "sha256" in outcome.out, (outcome.problem, outcome.out)
+        assert not outcome.problem and outcome.status == 2 and "sha256" in outcome.out, (
+            outcome.problem,
+            outcome.out,
+        )
 
 
 def test_bytes_of_checkpoints(base, outcome_of):
@@ -211,5 +318,10 @@ def test_structures_of_checkpoints(base, outcome_of):
 @fuzzing.in_parts
 @pytest.mark.parametrize("how", ["bytes", "structure"])
 def test_many_checkpoints(how, part, base, outcome_of):
-    fuzzing.survey(f"checkpoints, {how} changed, by resume, sample, eval and continual", part, checkpoints(base, how),
-                   outcome_of, 2_500)
+    fuzzing.survey(
+        f"checkpoints, {how} changed, by resume, sample, eval and continual",
+        part,
+        checkpoints(base, how),
+        outcome_of,
+        2_500,
+    )

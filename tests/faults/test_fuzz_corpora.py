@@ -1,14 +1,16 @@
-"""Shards and manifests: by the trainer's reader, and by the two builders that look at what is there."""
+"""Shards and manifests, as the trainer reads them, and as the two builders look at what is
+there."""
+
 import importlib.util
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import fuzzing
 import pytest
 from hypothesis import strategies as st
 
-import fuzzing
 import helpers
 import train_gpt
 from train_gpt import ConfigError
@@ -38,8 +40,14 @@ def sound(tmp_path_factory):
             path = helpers.write_shard(folder / name, helpers.byte_documents(1500, seed=number))
             remote = fineweb.Remote(name, "", path.stat().st_size, fineweb.sha256_of(path), COMMIT)
             shards.append({**fineweb.describe(path, remote), "split": split})
-    manifest = {"shards": shards, "source": fineweb.source_at(COMMIT), "tokenizer": "bytes", "vocab_size": 257,
-                "split": text.describe_split(5.0), "skipped": None}
+    manifest = {
+        "shards": shards,
+        "source": fineweb.source_at(COMMIT),
+        "tokenizer": "bytes",
+        "vocab_size": 257,
+        "split": text.describe_split(5.0),
+        "skipped": None,
+    }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return fuzzing.Files({path.name: path.read_bytes() for path in folder.iterdir()})
 
@@ -56,18 +64,22 @@ def trainer(folder):
 
 def download(folder):
     """Of data/fineweb.py, as far as what is there."""
+
     def check():
         with ThreadPoolExecutor(1) as pool:
             return fineweb.check_shards(folder, COMMIT, pool)
+
     return builder(check, (fineweb.UsageError, fineweb.FetchError, OSError), fineweb)
 
 
 def build(folder):
     """Of data/text.py, as far as what is there."""
     source = fineweb.source_at(COMMIT)
+
     def check():
         text.existing_corpus(folder, source, "1.99.0", {"manifest.json": ""})
         text.check_out(folder)
+
     return builder(check, (text.DataError, OSError), text)
 
 
@@ -85,7 +97,8 @@ READERS = {"trainer": trainer, "download": download, "build": build}
 
 @pytest.fixture(scope="module")
 def outcome_of(sound, tmp_path_factory):
-    """outcome_of((reader, changes)): what a reader makes of the corpus with changes [(file, action, argument), ...]."""
+    """outcome_of((reader, changes)): what a reader makes of the corpus with changes [(file, action,
+    argument), ...]."""
     folder = tmp_path_factory.mktemp("corpora") / "corpus"
 
     def outcome(example):
@@ -99,6 +112,7 @@ def outcome_of(sound, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fineweb, "print", lambda *_, **__: None, raising=False)  # progress
             return fuzzing.observe(lambda: READERS[reader](folder))
+
     return outcome
 
 
@@ -108,8 +122,9 @@ def manifests(draw, content):
     value = json.loads(content)
     for _ in range(draw(st.integers(1, 3))):
         paths = list(fuzzing.paths_in(value))
-        path, odd = draw(st.sampled_from(paths)), draw(st.one_of(st.just(fuzzing.DROP), fuzzing.ODD_JSON))
-        value = fuzzing.replaced(value, path, lambda _: odd)
+        path = draw(st.sampled_from(paths))
+        odd = draw(st.one_of(st.just(fuzzing.DROP), fuzzing.ODD_JSON))
+        value = fuzzing.replaced(value, path, lambda _, odd=odd: odd)
         value = {} if value is fuzzing.DROP else value
     return json.dumps(value).encode()
 
@@ -118,9 +133,18 @@ def manifests(draw, content):
 def headers(draw, content):
     """A shard with another number in its header, or other tokens."""
     numbers = list(memoryview(content)[:1024].cast("i"))
-    numbers[draw(st.sampled_from([0, 1, 2, 2, 2, 3, 255]))] = draw(st.one_of(
-        st.integers(-2**31, 2**31 - 1), st.sampled_from([0, 1, -1, 1499, 1501, 2**31 - 1])))
-    body = draw(st.one_of(st.just(content[1024:]), st.binary(max_size=50), st.sampled_from([b"", b"\xff\xff" * 1500])))
+    numbers[draw(st.sampled_from([0, 1, 2, 2, 2, 3, 255]))] = draw(
+        st.one_of(
+            st.integers(-(2**31), 2**31 - 1), st.sampled_from([0, 1, -1, 1499, 1501, 2**31 - 1])
+        )
+    )
+    body = draw(
+        st.one_of(
+            st.just(content[1024:]),
+            st.binary(max_size=50),
+            st.sampled_from([b"", b"\xff\xff" * 1500]),
+        )
+    )
     return b"".join(number.to_bytes(4, "little", signed=True) for number in numbers) + body
 
 
@@ -130,7 +154,11 @@ def corpora(draw, sound):
     reader, changes = draw(st.sampled_from(["trainer", "trainer", "download", "build"])), []
     for _ in range(draw(st.integers(1, 2))):
         name = draw(st.sampled_from(["manifest.json", "manifest.json", *sound]))
-        action = draw(st.sampled_from(["bytes"] * 12 + ["gone", "link", "folder"] + ["pipe"] * (reader != "trainer")))
+        action = draw(
+            st.sampled_from(
+                ["bytes"] * 12 + ["gone", "link", "folder"] + ["pipe"] * (reader != "trainer")
+            )
+        )
         argument = b""
         if action == "bytes":
             like = manifests if name == "manifest.json" else headers
@@ -145,13 +173,25 @@ MANIFEST, TRAIN, VAL = "manifest.json", "fineweb_train_000000.bin", "fineweb_val
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("changes", [
-    [], [(MANIFEST, "bytes", b"[" * 100_000)], [(MANIFEST, "bytes", b"5")], [(MANIFEST, "bytes", b"9" * 5000)],
-    [(MANIFEST, "bytes", b'{"shards": [{"file": [], "sha256": 1}]}')], [(MANIFEST, "bytes", b"\xff")],
-    [(MANIFEST, "folder", None)], [(MANIFEST, "link", MANIFEST)],
-    [(TRAIN, "folder", None)], [(TRAIN, "link", TRAIN)], [(VAL, "bytes", b"")], [(VAL, "gone", None)],
-    [(TRAIN, "bytes", b"\0" * 1024)]],
-    ids=lambda changes: " ".join(ascii(it)[:25] for it in (changes or [[]])[0]))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [],
+        [(MANIFEST, "bytes", b"[" * 100_000)],
+        [(MANIFEST, "bytes", b"5")],
+        [(MANIFEST, "bytes", b"9" * 5000)],
+        [(MANIFEST, "bytes", b'{"shards": [{"file": [], "sha256": 1}]}')],
+        [(MANIFEST, "bytes", b"\xff")],
+        [(MANIFEST, "folder", None)],
+        [(MANIFEST, "link", MANIFEST)],
+        [(TRAIN, "folder", None)],
+        [(TRAIN, "link", TRAIN)],
+        [(VAL, "bytes", b"")],
+        [(VAL, "gone", None)],
+        [(TRAIN, "bytes", b"\0" * 1024)],
+    ],
+    ids=lambda changes: " ".join(ascii(it)[:25] for it in (changes or [[]])[0]),
+)
 def test_a_corpus_that_was_hard(reader, changes, outcome_of):
     outcome = outcome_of((reader, changes))
     assert not outcome.problem, outcome.problem
@@ -172,4 +212,6 @@ def test_corpora(sound, outcome_of):
 
 @fuzzing.in_parts
 def test_many_corpora(part, sound, outcome_of):
-    fuzzing.survey("shards and manifests, by trainer and builders", part, corpora(sound), outcome_of, 5_000)
+    fuzzing.survey(
+        "shards and manifests, by trainer and builders", part, corpora(sound), outcome_of, 5_000
+    )

@@ -1,5 +1,6 @@
-"""Random changes of record folders: `verify` catches each one, or it changes no figure that a record shows. The changes
-are drawn by their number, so that a failure can be made again."""
+"""Random changes of record folders: `verify` catches each one, or it changes no figure that a
+record shows. The changes are drawn by their number, so that a failure can be made again."""
+
 import json
 import random
 import re
@@ -8,18 +9,32 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-
 import records_helpers as made
+
 from records.__main__ import main
 from records.files import CONTROL
 from records.record import Repository
 
-ODD = ["\x1b[2J", "\udcff", "\u202e", "\0", "9" * 400, "-1", "0", "1e999", "nan", "\n", "verify: ok, 9 records", "é",
-       " " * 300]
+ODD = [
+    "\x1b[2J",
+    "\udcff",
+    "\u202e",
+    "\0",
+    "9" * 400,
+    "-1",
+    "0",
+    "1e999",
+    "nan",
+    "\n",
+    "verify: ok, 9 records",
+    "é",
+    " " * 300,
+]
 
 
 def lines_changed(draw, text, other):
-    """A text with one to three changes of its lines; half of them lie behind the source of a log."""
+    """A text with one to three changes of its lines; half of them lie behind the source of a
+    log."""
     for _ in range(draw.randint(1, 3)):
         lines = text.split("\n")
         behind = next((at for at, line in enumerate(lines) if "END OF CODE" in line), 0)
@@ -35,8 +50,13 @@ def lines_changed(draw, text, other):
             lines[at] = draw.choice(other.split("\n"))
         else:
             words = re.findall(r"\d+|\w+", lines[at]) or [lines[at]]
-            number, word = str(draw.randrange(10**draw.randint(1, 9))), draw.choice(re.findall(r"\w+", other))
-            lines[at] = lines[at].replace(draw.choice(words), draw.choice([draw.choice(ODD), number, word]), 1)
+            number, word = (
+                str(draw.randrange(10 ** draw.randint(1, 9))),
+                draw.choice(re.findall(r"\w+", other)),
+            )
+            lines[at] = lines[at].replace(
+                draw.choice(words), draw.choice([draw.choice(ODD), number, word]), 1
+            )
         text = "\n".join(lines) or "\n"
     return text
 
@@ -45,8 +65,20 @@ def mutate(draw, root):
     """Change something in one record's folder. Returns what was done."""
     files = sorted(path for path in root.glob("records/nano/*/**/*") if path.is_file())
     path, other = draw.choice(files), draw.choice(files)
-    how = draw.choice([*["lines"] * 12, *["bytes"] * 3, "cut", "gone", "renamed", "copied", "exchanged",
-                       "folder renamed", "folder gone", "json"])
+    how = draw.choice(
+        [
+            *["lines"] * 12,
+            *["bytes"] * 3,
+            "cut",
+            "gone",
+            "renamed",
+            "copied",
+            "exchanged",
+            "folder renamed",
+            "folder gone",
+            "json",
+        ]
+    )
     if how == "lines":
         text = lines_changed(draw, path.read_text(), other.read_text())
         path.write_bytes(text.encode(errors="surrogatepass"))
@@ -56,7 +88,7 @@ def mutate(draw, root):
             content[draw.randrange(len(content))] = draw.randrange(256)
         path.write_bytes(content)
     elif how == "cut":
-        path.write_bytes(path.read_bytes()[:draw.randrange(path.stat().st_size)])
+        path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size)])
     elif how == "gone":
         path.unlink()
     elif how == "renamed":
@@ -68,7 +100,9 @@ def mutate(draw, root):
         path.write_bytes(contents[1])
         other.write_bytes(contents[0])
     elif how.startswith("folder"):
-        folder = draw.choice([path.parent, *[path.parent.parent] * (path.parent.name in ("logs", "baseline"))])
+        folder = draw.choice(
+            [path.parent, *[path.parent.parent] * (path.parent.name in ("logs", "baseline"))]
+        )
         if how == "folder gone":
             shutil.rmtree(folder)
         else:
@@ -77,14 +111,19 @@ def mutate(draw, root):
         results = sorted(root.glob("records/nano/*/result.json"))
         path = draw.choice(results)
         content = json.loads(path.read_text())
-        content[draw.choice([*content, "new"])] = draw.choice([None, 0, "x", [], {}, "\ud800", 1e308, {"a": [1]}])
+        content[draw.choice([*content, "new"])] = draw.choice(
+            [None, 0, "x", [], {}, "\ud800", 1e308, {"a": [1]}]
+        )
         path.write_text(json.dumps(content))
     return how
 
 
 def claims(root):
     """What the records and the leaderboard say."""
-    results = {path.parent.name: json.loads(path.read_text()) for path in root.glob("records/nano/*/result.json")}
+    results = {
+        path.parent.name: json.loads(path.read_text())
+        for path in root.glob("records/nano/*/result.json")
+    }
     return results, (root / "records" / "README.md").read_text()
 
 
@@ -110,7 +149,10 @@ def survey(pristine, folder, capsys, numbers):
         status = main(["verify"], Repository(root, pristine.rules))
         out, err = capsys.readouterr()
         assert status in (0, 1) and err == "" and not CONTROL.search(out), (number, how, out, err)
-        assert all(re.match(r"records[^:]*: .|verify: ok, ", line) for line in out.splitlines()), (number, out)
+        assert all(re.match(r"records[^:]*: .|verify: ok, ", line) for line in out.splitlines()), (
+            number,
+            out,
+        )
         # without one of its folders a repository is another one, of which nothing is wrong
         assert status or how == "folder gone" or claims(root) == before, (number, how)
         counts[how, "caught" if status else "harmless"] += 1
@@ -119,19 +161,34 @@ def survey(pristine, folder, capsys, numbers):
 
 
 def page_of(counts, numbers):
-    """Markdown: how many changes of each kind were caught, and how many changed no figure of a record."""
+    """Markdown: how many changes of each kind were caught, and how many changed no figure of a
+    record."""
     kinds = sorted({how for how, _ in counts})
     rows = [f"| {how} | {counts[how, 'caught']} | {counts[how, 'harmless']} |" for how in kinds]
-    return "\n".join([
-        f"# Random changes of record folders, numbers {numbers[0]} to {numbers[-1]}", "",
-        "Written by `./run.sh test --all tests/records/test_mutations.py`. None ended in a traceback, a line without",
-        "the name of a file, or a control character on the terminal.", "",
-        "| what was done | caught | no figure changed |", "|---|---|---|", *rows]) + "\n"
+    return (
+        "\n".join(
+            [
+                f"# Random changes of record folders, numbers {numbers[0]} to {numbers[-1]}",
+                "",
+                "Written by `./run.sh test --all tests/records/test_mutations.py`. None ended in a "
+                "traceback, a line without",
+                "the name of a file, or a control character on the terminal.",
+                "",
+                "| what was done | caught | no figure changed |",
+                "|---|---|---|",
+                *rows,
+            ]
+        )
+        + "\n"
+    )
 
 
 def test_changes_of_records_are_caught_or_harmless(pristine, tmp_path, capsys):
     counts = survey(pristine, tmp_path, capsys, range(150))
-    assert sum(counts.values()) == 150 and sum(counts[key] for key in counts if key[1] == "caught") > 90, counts
+    assert (
+        sum(counts.values()) == 150
+        and sum(counts[key] for key in counts if key[1] == "caught") > 90
+    ), counts
 
 
 @pytest.mark.long

@@ -1,4 +1,6 @@
-"""Things that go wrong on one rank alone: functions that ranks call before the trainer, as `before` of ranks.train."""
+"""Things that go wrong on one rank alone: functions that ranks call before the trainer, as `before`
+of ranks.train."""
+
 import os
 import threading
 import time
@@ -28,8 +30,10 @@ def die(rank=1):
 
 def fail():
     """Rank 1 alone finds something wrong with its input."""
+
     def refuse():
         raise train_gpt.ConfigError("only rank 1 knows what is wrong")
+
     before_third_step(1, refuse)
 
 

@@ -1,7 +1,4 @@
-"""Chapters 2 and 10: what a run asks of its GPUs, on probes of torch's that tell of machines that are not here."""
-import re
-from pathlib import Path
-from types import SimpleNamespace
+"""What a run asks of its GPUs, on probes of torch's that tell of machines that are not here."""
 
 import pytest
 import torch
@@ -9,158 +6,238 @@ import torch
 import ranks
 import train_gpt
 from helpers import make_corpus, refusal, tiny_config
-from train_gpt import ConfigError, Runtime, choose_attention
+from train_gpt import (
+    BlockedAttention,
+    ConfigError,
+    Runtime,
+    VarlenAttention,
+    choose_attention,
+    choose_matmul,
+    resolve_dtype,
+)
 
+CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """gpus(count, capability): torch sees so many GPUs of a compute capability from now on, and no more happens."""
+    """gpus(count, capability, packages): from now on torch sees so many GPUs, and these packages of
+    FlashAttention. Returns the list of those that are activated."""
+    activated = []
+
     def see(count, capability=(9, 0), packages=()):
-        for name, value in {"is_available": count > 0, "device_count": count, "get_device_capability": capability,
-                            "get_device_name": "Some GPU", "set_device": None}.items():
-            monkeypatch.setattr(torch.cuda, name, lambda *words, value=value: value)
+        answers = {
+            "is_available": count > 0,
+            "device_count": count,
+            "get_device_capability": capability,
+            "set_device": None,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, lambda *words, answer=answer: answer)
+
         def activate(name):
             if name not in packages:
                 raise ModuleNotFoundError(f"no package {name}")
             activated.append(name)
+
         monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activate)
         return activated
-    activated = []
+
     return see
-
-
-@pytest.fixture
-def device_files(monkeypatch):
-    """device_files(*names): the machine has these files of NVIDIA's driver, and torch may see its GPUs."""
-    def have(*names, driver="NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5"):
-        glob = Path.glob
-        monkeypatch.setattr(Path, "glob", lambda folder, pattern: (
-            [Path("/dev") / name for name in names if re.fullmatch(pattern.replace("*", ".*"), name)]
-            if folder == Path("/dev") else glob(folder, pattern)))
-        line_of = train_gpt.line_of
-        monkeypatch.setattr(train_gpt, "line_of", lambda path, beginning: (
-            driver.partition(": ")[2] if path == "/proc/driver/nvidia/version" else line_of(path, beginning)))
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return have
-
-
-# ----- a GPU that torch does not see
-
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-@pytest.mark.parametrize("built_for, reason", [
-    ("13.0", r"its CUDA 13\.0 does not run with this driver: NVIDIA .* 550\.54\.15 .*\(CUDA 13 needs 580 or newer\)"),
-    (None, r"this wheel is built without; install the one with CUDA \(PyPI.s has it\)")])
-def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu_in_silence(
-        device, built_for, reason, gpus, device_files, monkeypatch):
-    gpus(0)
-    device_files("nvidiactl", "nvidia3")
-    monkeypatch.setattr(torch.version, "cuda", built_for)
-    with pytest.raises(ConfigError, match=rf"^device={device}: .*sees no CUDA device, for {reason}; use --device cpu"):
-        Runtime(device)
-    assert Runtime("cpu").device.type == "cpu"
-
-
-@pytest.mark.parametrize("files, hidden", [((), None), (("nvidiactl", "nvidia-uvm"), None), (("nvidia0",), ""),
-                                           (("nvidia0",), "-1")])
-def test_without_a_gpu_or_with_hidden_ones_auto_is_the_cpu(files, hidden, gpus, device_files, monkeypatch):
-    gpus(0)
-    device_files(*files)
-    if hidden is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    assert Runtime("auto").device.type == "cpu"
-    with pytest.raises(ConfigError, match=r"^device=cuda: .*sees no CUDA device; use --device cpu"):
-        Runtime("cuda")
 
 
 # ----- GPUs and processes
 
-@pytest.mark.parametrize("local_rank, processes, count", [(0, 2, 1), (1, 2, 1), (0, 9, 8), (7, 9, 8), (3, None, 3)])
-def test_every_rank_refuses_fewer_gpus_than_processes(local_rank, processes, count, gpus, monkeypatch):
+
+def test_without_a_gpu_auto_is_the_cpu(gpus):
+    gpus(0)
+    assert Runtime("auto").device == CPU
+    with pytest.raises(ConfigError, match=r"^device=cuda: .*sees no CUDA device; use --device cpu"):
+        Runtime("cuda")
+    gpus(1)
+    assert Runtime("auto").device == CUDA and Runtime("cpu").device == CPU
+
+
+@pytest.mark.parametrize(
+    "local_rank, processes, count", [(0, 2, 1), (1, 2, 1), (0, 9, 8), (7, 9, 8), (3, None, 3)]
+)
+def test_every_rank_refuses_fewer_gpus_than_processes(
+    local_rank, processes, count, gpus, monkeypatch
+):
     """Also those that would get one: else they wait for the others until a time-out."""
     gpus(count)
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     if processes:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    with pytest.raises(ConfigError, match=rf"processes on a node with {count} GPU\(s\): start at most one a GPU"):
+    words = rf"processes on a node with {count} GPU\(s\): start at most one a GPU"
+    with pytest.raises(ConfigError, match=words):
         Runtime("cuda")
 
 
 def test_every_rank_says_so_in_a_line_of_its_own(tiny, tmp_path):
     def one_gpu():
-        torch.cuda.is_available, torch.cuda.device_count, torch.cuda.set_device = lambda: True, lambda: 1, lambda _: 0
+        torch.cuda.is_available = lambda: True
+        torch.cuda.device_count = lambda: 1
+        torch.cuda.set_device = lambda device: None
+
     run = ranks.train(tmp_path, {**tiny, "device": "cuda"}, world_size=2, before=one_gpu)
     assert run.code == 2
-    said = "status:error 2 processes on a node with 1 GPU(s): start at most one a GPU (--nproc-per-node)"
-    assert run.lines == [said] and run.stderr.splitlines() == [f"rank 1: {said}"]
+    words = "2 processes on a node with 1 GPU(s): start at most one a GPU (--nproc-per-node)"
+    assert run.lines == [f"status:error {words}"]
+    assert run.stderr.count(words) == 1
 
 
 def test_nccl_is_told_its_device(gpus, monkeypatch):
     gpus(2)
     started = {}
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+    launched = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in launched.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, *rest, **options: started.update(
-        options, backend=backend))
-    monkeypatch.setattr(torch.distributed, "rendezvous", lambda *words, **options: iter([(
-        torch.distributed.HashStore(), 1, 2)]))
-    monkeypatch.setattr(torch.distributed, "new_group", lambda ranks, timeout, backend: backend)
-    monkeypatch.setattr(torch.distributed, "monitored_barrier", lambda *words: started.update(waited=words))
+
+    def init_process_group(backend, **options):
+        started.update(options, backend=backend)
+
+    def rendezvous(*words, **options):
+        return iter([(torch.distributed.HashStore(), 1, 2)])
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", init_process_group)
+    monkeypatch.setattr(torch.distributed, "rendezvous", rendezvous)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda timeout, backend: backend)
+    monkeypatch.setattr(
+        torch.distributed, "monitored_barrier", lambda *words: started.update(waited=words)
+    )
     runtime = Runtime("auto")
-    assert (started["backend"], started["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 1))
-    assert runtime.loader_group == "gloo" and runtime.device == torch.device("cuda", 1)
-    assert started["waited"] == ("gloo", train_gpt.TIMEOUT)
+    assert started["backend"] == "cpu:gloo,cuda:nccl"
+    assert started["device_id"] == runtime.device == torch.device("cuda", 1)
+    assert runtime.loader_group == "gloo" and started["waited"] == ("gloo", train_gpt.TIMEOUT)
 
 
-# ----- what a GPU can do
-
-@pytest.mark.parametrize("attention", ["auto", "sdpa"])
-def test_a_gpu_without_bfloat16_is_told(attention, gpus):
-    gpus(1, capability=(7, 5))
-    with pytest.raises(ConfigError, match=r"^dtype=bfloat16: Some GPU has no bfloat16 .*\(7, 5\).*--dtype float32"):
-        choose_attention(tiny_config(dtype="bfloat16", attention=attention), CUDA)
-    assert choose_attention(tiny_config(dtype="float32"), CUDA) == ("sdpa", "sdpa")
+# ----- types and back ends
 
 
-@pytest.mark.parametrize("capability, packages, activated, told", [
-    ((8, 0), ("FA3", "FA4"), [], r"varlen-FA2 \(no newer one for this device: \w+\)"),  # torch's own calls would fail
-    ((9, 0), (), [], r"varlen-FA2 \(no FA3: ModuleNotFoundError\)"),
-    ((9, 0), ("FA3",), ["FA3"], r"varlen-FA3 \(activated; only a profile proves that its kernels run\)"),
-    ((10, 0), ("FA3",), [], r"varlen-FA2 \(no FA4: ModuleNotFoundError\)"),
-    ((10, 0), ("FA4",), ["FA4"], r"varlen-FA4 \(activated; .*\)")])
-def test_the_log_says_which_flash_attention_was_asked_for(capability, packages, activated, told, gpus):
+def test_auto_is_the_type_that_the_machine_is_fast_in(gpus, monkeypatch):
+    for capability, expected in (((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")):
+        gpus(1, capability)
+        assert resolve_dtype("auto", CUDA) == expected
+    for fast in ("float32", "bfloat16"):
+        fast_dtype = getattr(torch, fast)
+        monkeypatch.setattr(
+            train_gpt, "matmul_rate", lambda _, dtype, size, fast=fast_dtype: float(dtype == fast)
+        )
+        assert resolve_dtype("auto", CPU) == fast
+        assert [resolve_dtype(name, CPU) for name in ("float32", "bfloat16")] == [
+            "float32",
+            "bfloat16",
+        ]
+
+
+@pytest.mark.parametrize(
+    "capability, packages, activated, told",
+    [
+        # torch's own calls of FA3 would fail on this device
+        ((8, 0), ("FA3", "FA4"), [], "FA2 (no newer one for this device: ModuleNotFoundError)"),
+        ((9, 0), (), [], "FA2 (no FA3: ModuleNotFoundError)"),
+        ((9, 0), ("FA3",), ["FA3"], "FA3"),
+        ((10, 0), ("FA3",), [], "FA2 (no FA4: ModuleNotFoundError)"),
+        ((10, 0), ("FA4",), ["FA4"], "FA4"),
+    ],
+)
+def test_the_log_says_which_flash_attention_was_asked_for(
+    capability, packages, activated, told, gpus
+):
     found = gpus(1, capability, packages)
-    name, description = choose_attention(tiny_config(dtype="bfloat16"), CUDA)
-    assert name == "varlen" and re.fullmatch(told, description) and found == activated
+    back_end, description = choose_attention(tiny_config(dtype="bfloat16"), CUDA)
+    assert isinstance(back_end, VarlenAttention)
+    assert description == f"varlen-{told}" and found == activated
 
 
-def test_flash_attention_gets_at_most_64_segments_of_the_cap(monkeypatch):
-    """Of GPT-2 text, whatever a micro-batch holds: the kernel is told a longest segment that is none too short."""
+def test_flash_attention_is_for_bfloat16_on_cuda(gpus):
+    for capability, dtype, attention, device in (
+        ((9, 0), "float32", "auto", CUDA),
+        ((9, 0), "bfloat16", "sdpa", CUDA),
+        ((7, 5), "bfloat16", "auto", CUDA),
+        ((9, 0), "bfloat16", "auto", CPU),
+    ):
+        gpus(1, capability)
+        config = tiny_config(dtype=dtype, attention=attention)
+        back_end, description = choose_attention(config, device)
+        assert isinstance(back_end, BlockedAttention) and description == "sdpa"
+    for dtype, device in (("float32", CUDA), ("bfloat16", CPU)):
+        words = f"^attention=varlen: .*has {device.type} .*, {dtype} .*use --attention sdpa"
+        with pytest.raises(ConfigError, match=words):
+            choose_attention(tiny_config(dtype=dtype, attention="varlen"), device)
+
+
+def test_flash_attention_gets_64_segments_of_the_cap(monkeypatch):
+    """Of GPT-2 text: the kernel is told a longest segment that is none too short."""
     given = {}
+
     def varlen_attn(q, k, v, bounds, same, longest, also, scale, window_size):
         given.update(bounds=bounds, longest=longest, window=window_size)
         assert bounds is same and longest == also
         return v
+
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     config = train_gpt.TRACKS["fineweb"]
-    q = torch.zeros(config.micro_batch_tokens, 1, 4)
-    cap = train_gpt.phase_at(config, 0).cap
-    starts = torch.arange(0, len(q), 640, dtype=torch.int32).tolist()  # FineWeb's mean is 690
-    bounds = torch.tensor(starts + [len(q)] * (65 - len(starts)), dtype=torch.int32)
-    train_gpt.varlen_attention(q, q, q, SimpleNamespace(segment_bounds=bounds), cap, None, 128, 0.1)
-    assert len(given["bounds"]) - 1 == train_gpt.BOUNDS == 64
-    assert given["longest"] == cap == 896 >= bounds.diff().max() and given["window"] == (127, 0)
+    phase = train_gpt.training_phase(config, 0)
+    length = config.micro_batch_tokens
+    # FineWeb's mean is 690 tokens.
+    spans = [(low, min(low + 640, length)) for low in range(0, length, 640)]
+    tokens = torch.zeros(length + 1, dtype=torch.int32).numpy()
+    window = train_gpt.TokenWindow(train_gpt.Text(tokens, config), spans)
+    no_rows = tokens[:length, None][:, :0]
+    micro_batch = train_gpt.assemble(window, no_rows, no_rows, CPU)
+    back_end = VarlenAttention()
+    segments = back_end.prepare(micro_batch, phase, torch.bfloat16)
+    q = torch.zeros(length, 1, 4)
+    back_end.attend(q, q, q, segments, 128, 0.1)
+    bounds = given["bounds"]
+    assert len(bounds) - 1 == train_gpt.SEGMENT_ROOM == 64
+    assert bounds.tolist() == [low for low, _ in spans] + [length] * (65 - len(spans))
+    assert given["longest"] == 896 >= bounds.diff().max() and given["window"] == (127, 0)
+
+
+def test_products_in_8_bits_are_for_hopper_and_bfloat16(gpus):
+    fitting = {"dtype": "bfloat16", "tokenizer": "gpt2", "float8": True}
+    for capability, changes, expected in (
+        ((9, 0), {}, (True, "torch-bfloat16+float8")),
+        ((9, 0), {"float8": False}, (False, "torch-bfloat16")),
+        ((9, 0), {"dtype": "float32"}, (False, "torch-float32 (float8 wants")),
+        ((8, 0), {}, (False, "torch-bfloat16 (float8 wants")),
+        ((10, 0), {}, (False, "torch-bfloat16 (float8 wants")),
+    ):
+        gpus(1, capability)
+        is_used, description = choose_matmul(tiny_config(**{**fitting, **changes}), CUDA)
+        assert is_used == expected[0] and description.startswith(expected[1])
+    assert not choose_matmul(tiny_config(**fitting), CPU)[0]
+    gpus(1)
+    with pytest.raises(ConfigError, match=r"multiples of 16 .*\(32, 64, 257, 0\)"):
+        choose_matmul(tiny_config(**{**fitting, "tokenizer": "bytes"}), CUDA)
 
 
 # ----- data
 
+
 def test_without_fineweb_shards_the_line_says_how_to_get_them(cli, tmp_path):
-    small = dict(device="cpu", steps=2, ngram_rows=1000, num_layers=1, long_layers="()", value_embedding_layers="()",
-                 model_dim=128, mlp_dim=128, micro_batch_tokens=256, val_batch_tokens=256, val_tokens=1024,
-                 windows="(32, 64)")
-    assert "data/fineweb10B: no *_train_*.bin shards; build them with `python data/fineweb.py`" in refusal(
-        cli("--track", "fineweb", **small))
+    small = {
+        "device": "cpu",
+        "dtype": "float32",
+        "steps": 2,
+        "ngram_rows": 1000,
+        "num_layers": 1,
+        "long_layers": "()",
+        "value_embedding_layers": "()",
+        "model_dim": 128,
+        "mlp_dim": 128,
+        "micro_batch_tokens": 256,
+        "val_batch_tokens": 256,
+        "val_tokens": 1024,
+        "windows": "(32, 64)",
+        "val_windows": "(32, 64)",
+    }
+    remedy = "no *_train_*.bin shards; build them with `python data/fineweb.py`"
+    assert f"data/fineweb10B: {remedy}" in refusal(cli("--track", "fineweb", **small))
     make_corpus(tmp_path / "data" / "fineweb10B")
     for shard in (tmp_path / "data" / "fineweb10B").glob("*_val_*"):
         shard.unlink()

@@ -1,378 +1,285 @@
-"""Chapter 7: the validity gates, honest models that pass them, and cheating ones with the gates that catch them.
+"""Chapter 12: honest models pass the validity gates, and cheating ones are caught.
 
-All weights are random: in a model that has not been trained, gates and projections of zero would hide what it sees."""
-import dataclasses
-import math
-from types import SimpleNamespace
+All weights are random: in a model that has not been trained, gates and projections of zero would
+hide what it sees.
+"""
 
+import cheats
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
+import ranks
 import train_gpt
-from helpers import EOT, byte_documents, make_trainer, tiny_config
+from helpers import EOT, INDEX, NO_TABLE, byte_documents, make_trainer, tiny_config
+from train_gpt import Runtime
 
-VAL = np.asarray(byte_documents(1100), dtype=np.uint16)
+VAL_TOKENS = 2048  # 8 passes
+
+
+def validation_text():
+    """Documents that begin alike, of 45 to 415 tokens, behind one that is longer than a pass."""
+    source = [token for token in byte_documents(6000) if token != EOT]
+    licence = list(b"# MIT licence\n")
+    tokens, low = [EOT, *source[:600]], 600
+    for length in np.random.default_rng(0).integers(30, 400, size=20):
+        tokens += [EOT, *licence, *source[low : low + length]]
+        low += int(length)
+    return np.array(tokens[: VAL_TOKENS + 1], dtype=np.uint16)
+
+
+VAL = validation_text()
+
+
+def gated_trainer(runtime=None, **changes):
+    """A trainer on one thread, so that models which remember are no race."""
+    runtime = runtime or Runtime("cpu", workers=1)
+    return make_trainer(runtime=runtime, **{"val_tokens": VAL_TOKENS, **changes})
 
 
 def failed(trainer, val=VAL):
     """The names of the gates that a trainer does not pass."""
-    return {name for name, gate in train_gpt.GATES.items() if not gate(trainer, trainer.config.steps, val)}
+    step = trainer.config.steps
+    verdicts = train_gpt.check_gates(trainer, step, val, trainer.evaluate(step, val))
+    assert list(verdicts) == ["causal", "normalised", "local", "unmoved"]
+    return {name for name, is_passed in verdicts.items() if not is_passed}
 
 
 # ----- honest models
 
-@pytest.mark.parametrize("changes", [
-    {}, {"dtype": "bfloat16"}, {"ngram_orders": ()}, {"untie_at": 0.5}, {"untie_at": 1.0, "dtype": "bfloat16"},
-    {"mtp_weights": ((0.0, (1.0, 0.5)),)}, {"num_layers": 1, "long_layers": (0,)}, {"seed": 2}, {"ngram_rows": 3},
-    {"micro_batch_tokens": 64}, {"micro_batch_tokens": 32, "windows": ((0.0, (16, 32)),)}, {"val_tokens": 256},
-], ids=str)
-def test_an_honest_model_passes_the_gates(changes):
-    assert failed(make_trainer(**changes)) == set()
-
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_honest_compiled_model_passes_the_gates(dtype):
-    trainer = make_trainer(dtype=dtype)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        INDEX,
+        NO_TABLE,
+        {"untie_at": 1.0, "softmax_rows": 200, "mtp_weights": (1.0, 0.5)},
+        {"seed": 2, "num_layers": 1, "long_layers": (0,), "ngram_rows": 3},
+        {"val_batch_tokens": 1024},
+        {"val_batch_tokens": 32, "windows": (16, 32), "val_windows": (16, 32), "val_tokens": 64},
+    ],
+    ids=str,
+)
+def test_an_honest_model_passes(changes, dtype):
+    trainer = gated_trainer(dtype=dtype, **changes)
+    trainer.table.index.read(np.array(byte_documents(3000, seed=7), dtype=np.uint16))
+    assert failed(trainer, VAL[: trainer.config.val_tokens + 1]) == set()
+
+
+def test_an_honest_compiled_model_passes():
+    trainer = gated_trainer(dtype="bfloat16")
     trainer.forward = torch.compile(trainer.model, backend="aot_eager", dynamic=False)
     assert failed(trainer) == set()
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("val", [[EOT, *range(1, 65)], range(1, 66), [EOT, EOT, EOT, *range(1, 63)]],
-                         ids=["one document", "no document begins", "documents of one token"])
-def test_gates_work_on_few_and_short_documents(val):
-    assert failed(make_trainer(micro_batch_tokens=64, val_tokens=64), np.asarray(val, dtype=np.uint16)) == set()
+def documents_of_lengths(lengths, count=257):
+    text = list(np.random.default_rng(0).integers(0, EOT, sum(lengths)))
+    tokens = []
+    for length in lengths:
+        tokens += [EOT, *text[:length]]
+        text = text[length:]
+    return np.array(tokens[:count], dtype=np.uint16)
+
+
+@pytest.mark.parametrize(
+    "val",
+    [
+        documents_of_lengths([256]),
+        documents_of_lengths([257])[1:],
+        documents_of_lengths([0, 1, 2] * 100),
+        documents_of_lengths([0] * 257),
+        documents_of_lengths([0, 100, 0, 155]),
+    ],
+    ids=["one", "none begins", "of 1 to 3 tokens", "of no tokens", "one at the very end"],
+)
+def test_few_and_short_documents_are_no_cheat(val):
+    val = np.append(val, EOT)[:257].astype(np.uint16)
+    changes = {"val_batch_tokens": 64, "val_tokens": 256, "copy_orders": (2,)}
+    trainer = make_trainer(**changes)
+    assert failed(trainer, val) == set()
+
+
+def test_tokens_of_one_logit_are_no_cheat():
+    """As in bfloat16, where many are equal: a loss need not change with its target."""
+    trainer = gated_trainer(dtype="bfloat16")
+    trainer.model.head.data[2:] = trainer.model.head.data[:2].repeat(128, 1)[:-1]
+    assert failed(trainer) == set()
+
+
+def verdicts_of_rank(runtime, cheat, deceiver):
+    trainer = gated_trainer(runtime, val_tokens=1280, dtype="bfloat16")  # 5 passes
+    if cheat and runtime.rank == deceiver:
+        cheat(trainer, None)
+    return failed(trainer, VAL[:1281])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_agree(world_size):
+    honest = ranks.on_ranks(world_size, verdicts_of_rank, None, None)
+    assert honest == [set()] * world_size
+    # One rank alone finds something wrong, and all of them go on to the end.
+    cheat = cheats.target_at_odd_positions
+    first, *others = ranks.on_ranks(world_size, verdicts_of_rank, cheat, world_size - 1)
+    assert first >= {"causal", "local"} and others == [first] * len(others)
+
+
+def test_workers_that_share_the_passes_pass():
+    assert failed(gated_trainer(Runtime("cpu", workers=2))) == set()
+
+
+# ----- where the gates look
+
+
+def places_of(gate, monkeypatch, val=VAL, **changes):
+    """The places that a gate looks at."""
+    found = []
+
+    def spy(trainer, step, val, places, rng):
+        found.extend(places)
+        return True
+
+    monkeypatch.setattr(train_gpt, "depends_on_kept_alone", spy)
+    values = {"val_tokens": VAL_TOKENS, **changes}
+    trainer = type("Trainer", (), {"config": tiny_config(**values)})
+    assert train_gpt.GATES[gate](trainer, 4, val, 0.0)
+    return found
 
 
 def test_cuts_are_on_edges_and_off_them_and_others_in_each_run(monkeypatch):
-    monkeypatch.setattr(train_gpt, "unaffected", lambda trainer, step, tokens, low, spans: [
-        end - low - 1 for start, end in spans])
-    first, again, other = (train_gpt.check_causal(SimpleNamespace(
-        config=tiny_config(micro_batch_tokens=1024, seed=seed)), 4, VAL) for seed in (1, 1, 2))
+    first, again, other = (places_of("causal", monkeypatch, seed=seed) for seed in (1, 1, 2))
     assert first == again != other
-    for cuts in (first, other):
-        assert {0, 340, 511, 512, 1023} <= set(cuts) <= set(range(1024))
-        assert {cut % 16 for cut in cuts} == set(range(16)) and len(set(cuts)) >= 16
+    for places in (first, other):
+        cuts = {last - low for low, _, last in places}
+        assert {0, 127, 128, 255} <= cuts <= set(range(256))
+        assert {cut % 16 for cut in cuts} == set(range(16))
+        assert all(low % 256 == 0 and first == 0 for low, first, _ in places)
+        assert len({low for low, _, _ in places}) > 4
+        # The token before a document, its first and its second.
+        lasts = [last for _, _, last in places[-3:]]
+        assert VAL[lasts[1]] == EOT and np.diff(lasts).tolist() == [1, 1]
+
+
+def test_documents_are_kept_whole_and_alone(monkeypatch):
+    """The long one stands in three passes, whose parts of it are kept up to the pass' end."""
+    starts = np.flatnonzero(VAL == EOT).tolist()
+    places = places_of("local", monkeypatch)
+    for low, first, last in places:
+        end = min([start for start in starts if start > first], default=len(VAL))
+        assert first in starts and last == min(end, low + 256) - 1
+        assert low <= last and first < low + 256
+    assert len(set(places)) > 8 and any(first < low for low, first, _ in places)
+
+
+# ----- cheating ones
+
+
+@pytest.mark.parametrize("name", cheats.CAUGHT)
+def test_a_cheat_is_caught(name, monkeypatch):
+    cheat, gates = cheats.CAUGHT[name]
+    trainer = gated_trainer(**INDEX, copy_reach=4096)
+    cheat(trainer, monkeypatch)
+    assert failed(trainer) >= gates
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["attention_one_ahead", "attention_across_documents", "losses_less_a_thousandth"]
+    + ["losses_of_other_hidden_states", "training_that_is_taken_back"],
+)
+def test_a_cheat_in_bfloat16_is_caught(name, monkeypatch):
+    """Where losses of single tokens may be off by much more."""
+    cheat, gates = cheats.CAUGHT[name]
+    trainer = gated_trainer(dtype="bfloat16")
+    cheat(trainer, monkeypatch)
+    assert failed(trainer) >= gates
+
+
+def test_look_ahead_far_into_a_document_is_caught_where_there_is_one(monkeypatch):
+    """Copies that look ahead from a document's second stretch on: without so long a document no
+    validation loss is any better for it."""
+    honest = train_gpt.Text.find_copies
+
+    def find_copies(self, start, number):
+        copies = honest(self, start, number)
+        if number:
+            low = start + number * train_gpt.STRETCH
+            following = self.tokens[low + 1 : low + 1 + len(copies)]
+            copies[: len(following), 0] = following
+        return copies
+
+    monkeypatch.setattr(train_gpt.Text, "find_copies", find_copies)
+    assert failed(gated_trainer()) == set()
+    monkeypatch.setattr(train_gpt, "STRETCH", 200)
+    assert failed(gated_trainer()) == {"causal", "local"}
+
+
+def test_workers_that_see_each_others_passes_are_caught():
+    trainer = gated_trainer(Runtime("cpu", workers=2))
+    latest = torch.zeros(trainer.config.model_dim)
+
+    def extra(window, micro_batch):
+        seen = latest.clone()
+        latest.copy_(cheats.embedding(trainer, micro_batch.targets[-1]))
+        return seen[None]
+
+    cheats.see(trainer, extra)
+    assert "normalised" in failed(trainer)
+
+
+@pytest.mark.parametrize("name", cheats.PASSING)
+def test_what_the_gates_let_pass(name, monkeypatch):
+    """For a reviewer: these are real, since the loss is another one, and no gate sees them."""
+    cheat, why = cheats.PASSING[name]
+    trainer = gated_trainer(**INDEX)
+    honest = trainer.evaluate(4, VAL)
+    cheat(trainer, monkeypatch, VAL)
+    assert failed(trainer) == set(), f"caught now, though {why}"
+    assert trainer.evaluate(4, VAL) != honest
+
+
+# ----- in a run
 
 
 def test_a_failed_gate_fails_the_run(tiny, cli, monkeypatch, capsys):
-    rows_of_the_next_token(None, monkeypatch)
+    cheats.rows_of_the_next_token(None, monkeypatch)
     with pytest.raises(RuntimeError, match="causal"):
         cli(**{**tiny, "run_id": "leaky"})
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("status:error ") and "causal" in lines[-1]
-    assert any(line.startswith("validity: causal:FAILED normalised:ok local:FAILED ") for line in lines)
+    verdicts = "validity: causal:FAILED normalised:ok local:FAILED unmoved:ok "
+    assert any(line.startswith(verdicts) for line in lines)
 
 
-# ----- what cheating models are made of
+def test_a_validation_that_trains_ends_the_run(tiny, cli, monkeypatch, capsys):
+    """An earlier one, too: the gates at the end would see an honest model."""
+    honest, calls = train_gpt.Trainer.evaluate, []
 
-CHEATS = {}
-
-
-def caught_by(*gates):
-    """Enter a function of (trainer, monkeypatch) that makes the model cheat, and the gates that it then fails."""
-    def enter(cheat):
-        CHEATS[cheat.__name__] = cheat, set(gates)
-        return cheat
-    return enter
-
-
-def into_the_residual_stream(trainer, extra):
-    """Every layer receives extra(micro_batch), (T, model_dim), with the n-gram rows."""
-    trainer.forward = lambda micro_batch, ngram, context: trainer.model(
-        micro_batch, ngram + extra(micro_batch).to(ngram.dtype), context)
-
-
-def rows_of(monkeypatch, change):
-    """The table's rows are those of change(place), another Placement."""
-    honest = train_gpt.Trainer.read
-    monkeypatch.setattr(train_gpt.Trainer, "read", lambda self, place: (
-        honest(self, place)[0], honest(self, change(place))[1]))
-
-
-def as_losses(trainer, change):
-    """The forward pass returns change(losses, logits, targets) for its losses."""
-    def forward(*inputs):
-        loss, losses, hidden = trainer.model(*inputs)
-        return loss, change(losses, trainer.model.logits(hidden), inputs[0].targets), hidden
-    trainer.forward = forward
-
-
-def attention_ahead(trainer, reach):
-    """Queries see the keys of their document up to reach(i) positions ahead."""
-    def attend(q, k, v, micro_batch, cap, bias, window, scale):
-        index = torch.arange(len(q))
-        visible = ((index <= (index + reach(index))[:, None]) & (index > index[:, None] - window)
-                   & (index >= micro_batch.segment_start[:, None]))
-        scores = torch.einsum("ihd,jhd->hij", q.float(), k.float()) * scale
-        weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
-        return torch.einsum("hij,jhd->ihd", weights, v.float()).to(v.dtype)
-    trainer.model.attend = attend
-
-
-def embedding(trainer, ids):
-    return F.embedding(ids, trainer.model.embed)
-
-
-def positions(micro_batch):
-    return torch.arange(len(micro_batch.inputs))[:, None]
-
-
-# ----- models that see later tokens
-
-@caught_by("causal", "local")
-def attention_one_ahead(trainer, monkeypatch):
-    attention_ahead(trainer, lambda index: 1)
-
-
-@caught_by("causal", "local")
-def attention_sixty_ahead(trainer, monkeypatch):
-    attention_ahead(trainer, lambda index: 60)
-
-
-@caught_by("causal", "local")
-def attention_one_ahead_but_at_multiples_of_64(trainer, monkeypatch):
-    attention_ahead(trainer, lambda index: (index % 64 > 0).long())
-
-
-@caught_by("causal")
-def attention_one_ahead_at_multiples_of_64(trainer, monkeypatch):
-    attention_ahead(trainer, lambda index: (index % 64 == 0).long())
-
-
-@caught_by("causal", "local")
-def attention_one_ahead_at_every_eighth_position(trainer, monkeypatch):
-    attention_ahead(trainer, lambda index: (index % 8 == 3).long())
-
-
-@caught_by("causal", "local")
-def inputs_are_the_targets(trainer, monkeypatch):
-    trainer.forward = lambda micro_batch, *rest: trainer.model(
-        dataclasses.replace(micro_batch, inputs=micro_batch.targets.int()), *rest)
-
-
-@caught_by("causal", "local")
-def targets_at_odd_positions(trainer, monkeypatch):
-    into_the_residual_stream(trainer, lambda batch: embedding(trainer, batch.targets) * (positions(batch) % 2))
-
-
-@caught_by("causal", "local")
-def target_at_the_last_position(trainer, monkeypatch):
-    into_the_residual_stream(trainer, lambda batch: embedding(trainer, batch.targets) * (positions(batch) == 255))
-
-
-@caught_by("causal", "local")
-def embeddings_of_a_later_block(trainer, monkeypatch):
-    into_the_residual_stream(trainer, lambda batch: embedding(trainer, batch.inputs).roll(-64, 0))
-
-
-@caught_by("causal")
-def smear_from_the_next_token(trainer, monkeypatch):
-    pad = F.pad
-    monkeypatch.setattr(train_gpt.F, "pad", lambda x, widths, *rest: pad(
-        x, (0, 0, -1, 1) if tuple(widths) == (0, 0, 1, -1) else widths, *rest))
-
-
-@caught_by("causal", "local")
-def rows_of_the_next_token(trainer, monkeypatch):
-    rows_of(monkeypatch, lambda place: place._replace(
-        position=np.minimum(place.position + 1, len(place.text.tokens) - 2)))
-
-
-@caught_by("causal")
-def the_next_token_begins_a_document(trainer, monkeypatch):
-    into_the_residual_stream(trainer, lambda batch: (batch.targets == EOT).float()[:, None])
-
-
-@caught_by("causal", "local")
-def tokens_left_in_the_document(trainer, monkeypatch):
-    def left(batch):
-        ends = batch.segment_bounds[torch.searchsorted(batch.segment_bounds, positions(batch)[:, 0], right=True)]
-        return (ends[:, None] - positions(batch)) / 100
-    into_the_residual_stream(trainer, left)
-
-
-@caught_by("causal", "local")
-def only_tokens_that_occur_are_probable(trainer, monkeypatch):
-    logits, occurs = trainer.model.logits, torch.zeros(EOT + 1, dtype=torch.bool)
-
-    def forward(micro_batch, *rest):
-        occurs.zero_()[micro_batch.targets] = True
-        loss, _, hidden = trainer.model(micro_batch, *rest)
-        return loss, F.cross_entropy(trainer.model.logits(hidden), micro_batch.targets, reduction="none"), hidden
-    monkeypatch.setattr(trainer.model, "logits", lambda hidden: logits(hidden).masked_fill(~occurs, -math.inf))
-    trainer.forward = forward
-
-
-# ----- models that see other documents
-
-@caught_by("local")
-def attention_across_documents(trainer, monkeypatch):
-    honest = train_gpt.blocked_bias
-    monkeypatch.setattr(train_gpt, "blocked_bias", lambda start, *rest: honest(torch.zeros_like(start), *rest))
-
-
-@caught_by("local")
-def rows_that_read_into_the_document_before(trainer, monkeypatch):
-    def change(place):
-        text = train_gpt.Text(place.text.tokens, trainer.config)
-        text.starts = text.starts[:1]
-        return place._replace(text=text)
-    rows_of(monkeypatch, change)
-
-
-@caught_by("local")
-def mean_of_all_earlier_tokens(trainer, monkeypatch):
-    into_the_residual_stream(trainer, lambda batch: embedding(trainer, batch.inputs).float().cumsum(0)
-                             / (1 + positions(batch)))
-
-
-@caught_by("local")
-def what_followed_where_a_document_began_alike(trainer, monkeypatch):
-    """After its first twelve tokens, as after a licence: found only if the gate has documents that begin alike."""
-    def found(batch):
-        tokens, extra, followers = batch.inputs.tolist(), torch.zeros(len(batch.inputs), trainer.config.model_dim), {}
-        for start in range(len(tokens) - 12):
-            if tokens[start] == EOT:
-                beginning = tuple(tokens[start:start + 12])
-                if beginning in followers:
-                    extra[start + 11] = embedding(trainer, followers[beginning])
-                followers[beginning] = batch.inputs[start + 12]
-        return extra
-    into_the_residual_stream(trainer, found)
-
-
-@caught_by("causal", "local")
-def norm_over_the_micro_batch(trainer, monkeypatch):
-    monkeypatch.setattr(train_gpt, "norm", lambda x, *turns: x * x.float().square().mean().rsqrt().to(x.dtype))
-
-
-# ----- models that pass something on from one micro-batch to the next
-
-@caught_by("causal", "local", "normalised")
-def state_of_the_micro_batch_before(trainer, monkeypatch):
-    """Not what a reader of the file would expect, and ranks that share the micro-batches would score others."""
-    state = torch.zeros(trainer.config.model_dim)
-
-    def forward(micro_batch, ngram, context):
-        outputs = trainer.model(micro_batch, ngram + state.to(ngram.dtype), context)
-        state.copy_(outputs[2].float().mean(0))
-        return outputs
-    trainer.forward = forward
-
-
-@caught_by("normalised")
-def state_of_the_text_before(trainer, monkeypatch):
-    """The same where the micro-batch goes on in the text: it looks at earlier tokens only, yet depends on the order."""
-    state, honest = torch.zeros(trainer.config.model_dim), trainer.read
-
-    def read(place):
-        read.goes_on = place.position[0] == read.end
-        read.end = place.position[-1] + 1
-        return honest(place)
-
-    def forward(micro_batch, ngram, context):
-        outputs = trainer.model(micro_batch, ngram + state.to(ngram.dtype) * read.goes_on, context)
-        state.copy_(outputs[2].float().mean(0))
-        return outputs
-    read.end = -1
-    trainer.read, trainer.forward = read, forward
-
-
-# ----- losses that are not those of a distribution, and means that are not those of the losses
-
-@caught_by("normalised")
-def losses_times_nine_tenths(trainer, monkeypatch):
-    as_losses(trainer, lambda losses, logits, targets: 0.9 * losses)
-
-
-@caught_by("normalised")
-def losses_less_a_thousandth(trainer, monkeypatch):
-    as_losses(trainer, lambda losses, logits, targets: losses - 1e-3)
-
-
-@caught_by("normalised")
-def losses_of_six_at_most(trainer, monkeypatch):
-    """As two would be of a trained model; random weights have losses of seven."""
-    as_losses(trainer, lambda losses, logits, targets: losses.clamp(max=6))
-
-
-@caught_by("causal", "local", "normalised")
-def worst_hundredth_of_the_losses_is_zero(trainer, monkeypatch):
-    as_losses(trainer, lambda losses, logits, targets: losses * (losses < losses.quantile(0.99)))
-
-
-@caught_by("normalised")
-def normaliser_of_a_part_of_the_vocabulary(trainer, monkeypatch):
-    as_losses(trainer, lambda losses, logits, targets: losses - logits.logsumexp(-1) + logits[:, :EOT].logsumexp(-1))
-
-
-@caught_by("normalised")
-def temperature_that_suits_the_target(trainer, monkeypatch):
-    as_losses(trainer, lambda losses, logits, targets: torch.stack([
-        F.cross_entropy(logits / temperature, targets, reduction="none") for temperature in (0.5, 1, 2)]).amin(0))
-
-
-@caught_by("normalised")
-def losses_of_other_hidden_states(trainer, monkeypatch):
-    as_losses(trainer, lambda losses, logits, targets: F.cross_entropy(
-        logits + F.one_hot(targets, EOT + 1), targets, reduction="none"))
-
-
-@caught_by("causal", "local", "normalised")
-def losses_in_another_order(trainer, monkeypatch):
-    """The mean is right, but no loss is where it belongs: nothing else could then be said of them."""
-    as_losses(trainer, lambda losses, logits, targets: losses.roll(1))
-
-
-@caught_by("causal", "local")
-def a_constant(trainer, monkeypatch):
-    """Honest, but a forward pass that forgets the tokens looks like it."""
-    trainer.model.head.data.zero_()
-
-
-def weighted_mean(monkeypatch, weights):
-    """`evaluate` returns the mean loss under weights(losses)."""
     def evaluate(self, step, val):
-        text = train_gpt.Text(val, self.config)
-        losses = torch.cat([self.score(step, text, low)[0] for low in range(0, self.config.val_tokens, 256)])
-        return (losses * weights(losses)).sum().item() / weights(losses).sum().item()
+        loss = honest(self, step, val)
+        if not calls:
+            self.model.head.data.mul_(1.01)
+        calls.append(step)
+        return loss
+
     monkeypatch.setattr(train_gpt.Trainer, "evaluate", evaluate)
+    with pytest.raises(RuntimeError, match="validation has changed"):
+        cli(**{**tiny, "run_id": "learns", "val_every": 2})
+    assert calls == [2]
 
-
-@caught_by("normalised")
-def mean_without_the_first_tokens(trainer, monkeypatch):
-    weighted_mean(monkeypatch, lambda losses: torch.arange(len(losses)) >= 16)
-
-
-@caught_by("normalised")
-def mean_without_the_last_micro_batch(trainer, monkeypatch):
-    weighted_mean(monkeypatch, lambda losses: torch.arange(len(losses)) < len(losses) - 256)
-
-
-@caught_by("normalised")
-def mean_that_weights_good_losses_more(trainer, monkeypatch):
-    weighted_mean(monkeypatch, lambda losses: torch.exp(-0.01 * losses))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", CHEATS)
-def test_a_cheat_is_caught(name, dtype, monkeypatch):
-    trainer, (cheat, gates) = make_trainer(dtype=dtype), CHEATS[name]
-    cheat(trainer, monkeypatch)
-    assert failed(trainer) == gates
-
-
-# ----- what is allowed
 
 def test_a_model_may_read_the_training_text():
-    """The n-gram table is not much else. When a run reads it, and whether its clock runs then, is for a reviewer."""
-    trainer = make_trainer()
-    text = torch.tensor(byte_documents(5000, seed=7))
-    follower = torch.zeros(EOT + 1, dtype=torch.long)
-    follower[text[:-1]] = text[1:]
+    """The table is not much else. When a run reads it, and whether its clock runs then, is for a
+    reviewer."""
+    trainer = gated_trainer()
     before = trainer.evaluate(4, VAL)
-    into_the_residual_stream(trainer, lambda batch: embedding(trainer, follower[batch.inputs]))
+    known = cheats.followers(byte_documents(5000, seed=7))
+
+    def extra(window, micro_batch):
+        guesses = [known.get(gram, EOT) for gram in cheats.grams(window)]
+        return cheats.embedding(trainer, torch.tensor(guesses))
+
+    cheats.see(trainer, extra)
     assert failed(trainer) == set() and trainer.evaluate(4, VAL) != before

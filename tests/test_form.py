@@ -1,0 +1,60 @@
+"""The form of the Python files: what ruff says of them, and how tightly the trainer is packed."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from helpers import ROOT
+
+DENSEST = 9.5  # nodes of the syntax tree a line; published code has 6 to 9
+
+
+def tracked_files():
+    """The Python files that git tracks, relative to the repository.
+
+    The scripts within the records' folders stay as they were, and are left out."""
+    command = ["git", "ls-files", "-z", "*.py", ":!records/*/*/*"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("this is no checkout of git, so what it tracks is not known")
+    names = listed.stdout.rstrip("\0").split("\0")
+    return [name for name in names if (ROOT / name).is_file()]
+
+
+def assert_ruff_agrees(*words):
+    """Run ruff with the repository's settings on all tracked files, and show what it says."""
+    settings = ["--config", "pyproject.toml", "--no-cache"]
+    command = [sys.executable, "-m", "ruff", *words, *settings, *tracked_files()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def nodes_a_line(path):
+    """How tightly a file is packed: nodes of its syntax tree a line, blank lines included."""
+    source = path.read_text()
+    nodes = list(ast.walk(ast.parse(source)))
+    return len(nodes) / len(source.splitlines())
+
+
+def test_records_copies_are_left_out():
+    names = tracked_files()
+    assert "train_gpt.py" in names and "records/stats.py" in names
+    assert not any(name.startswith("records/nano/") for name in names)
+
+
+def test_every_file_is_formatted():
+    assert_ruff_agrees("format", "--check")
+
+
+def test_lint_finds_nothing():
+    assert_ruff_agrees("check", "--output-format=concise")
+
+
+RECORDS_FILES = sorted(f"records/{path.name}" for path in (ROOT / "records").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", ["train_gpt.py", *RECORDS_FILES])
+def test_no_file_is_packed_too_tightly(name):
+    assert nodes_a_line(ROOT / name) <= DENSEST
