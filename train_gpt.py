@@ -1625,7 +1625,8 @@ def in_float8(values, largest):
 
 def mlp(x, up, down, use_float8):
     """The ReLU^2 MLP of x (T, dim); up and down (mlp_dim, dim)."""
-    hidden = Float8Linear.apply(x, up) if use_float8 else F.linear(x, up)
+    is_narrow = use_float8 and torch.is_grad_enabled()  # what is reported is exact
+    hidden = Float8Linear.apply(x, up) if is_narrow else F.linear(x, up)
     return F.relu(hidden).square() @ down
 
 
@@ -1756,7 +1757,7 @@ def summed_loss(hidden, head, micro_batch, phase, cap, use_float8):
         counts,
         cap,
         needs_grad,
-        use_float8 and needs_grad,  # what is reported is exact
+        use_float8 and needs_grad,
     )
 
 
@@ -3102,9 +3103,10 @@ class Log:
             not (is_new and path.exists()) or may_replace,
             f"{folder} exists; change --run-id, or --resume {folder.name}",
         )
-        self.text = open(path, "a", buffering=1, encoding="utf-8")
+        text = open(path, "a", buffering=1, encoding="utf-8")
+        fcntl.flock(text, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where another process writes it
+        self.text = text
         self.metrics = open(folder / "metrics.jsonl", "a", buffering=1, encoding="utf-8")
-        fcntl.flock(self.text, fcntl.LOCK_EX | fcntl.LOCK_NB)
         has_ended = re.search(rb"\nstatus:.*\n\Z", path.read_bytes())
         for file in (self.text, self.metrics):  # a kill may have torn the last line
             file.truncate(0 if is_new else Path(file.name).read_bytes().rfind(b"\n") + 1)
@@ -3570,19 +3572,14 @@ class Run:
 
     def resume(self, content):
         """Go on from a checkpoint's content. Raises ConfigError where something differs."""
-        runtime, step, data = self.trainer.runtime, content["step"], manifest_hash(self.config)
-        newest = runtime.agree("resume", step)
-        require(
-            step == newest,
-            f"--resume: of step {step} here, but {newest} on another node; all must share logs/",
-        )
+        data = manifest_hash(self.config)
         require(
             content["data"] == data,
             f"--resume: {self.config.data}/manifest.json is not the one that the run began with "
             f"(its sha256 is {data[:12]} now); bring its corpus back",
         )
         restore(self.trainer, content)
-        self.step, self.loader_state = step, content["loader"]
+        self.step, self.loader_state = content["step"], content["loader"]
         self.clock.total = content["train_seconds"]
 
 
@@ -3641,6 +3638,12 @@ def open_run(config, overrides, runtime, log, checkpoint, is_check):
     """Build a run or take it up again, and begin its log, unless it is only checked. Raises
     ConfigError."""
     run = build_run(config, overrides, runtime, log)
+    step = 0 if checkpoint is None else checkpoint["step"]
+    other = runtime.agree("step", step)
+    require(
+        step == other,
+        f"--resume: of step {step} here, but {other} on another node; all must share logs/",
+    )
     if checkpoint is not None:
         run.resume(checkpoint)
     log.line("\n".join(describe(run)))

@@ -14,7 +14,10 @@ Exit status: 0 all passed, 1 some failed, 2 no CUDA device.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import os
@@ -36,8 +39,8 @@ from benchmarks import batched_qr, common
 
 BUDGET_SECONDS = 530  # for all parts; a part's own limit stands beside it
 GRACE_SECONDS = 10  # for a part to end by itself before it is killed
-# relative errors, of the size of a few roundings, that show how far these grow
-NUDGE = 1e-6
+NUDGE = 1e-6  # relative errors, of the size of a few roundings, that show how far these grow
+MUON = train_gpt.MATRIX_RULES["muon"]
 PARTS = {}
 
 
@@ -55,38 +58,35 @@ class Session:
     """What a part works with: device, folder for temporary files, corpora, and `report`."""
 
     def __init__(self, name, device, tiny, work):
-        self.name, self.device, self.tiny, self.work = name, torch.device(device), tiny, Path(work)
+        self.name = name
+        self.device = torch.device(device)
         self.cuda = self.device.type == "cuda"
+        self.tiny = tiny
+        self.work = Path(work)
 
     def report(self, item, ok, text, **values):
-        """One row of the table. ok: True, False, or None for what is measured only or does not
-        apply."""
+        """One row of the table. ok: True, False, or None for what is only measured."""
         row = {"part": self.name, "item": item, "ok": ok, "text": text, **values}
         with open(self.work / f"{self.name}.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
 
     def config(self, track, **changes):
-        """The track's Config on this session's device and corpus; changes outrank the tiny
-        overrides."""
-        values = {
-            "device": self.device.type,
-            "seed": 1,
-            "val_sha256": "",
-            **(common.TINY if self.tiny else {}),
-            **changes,
-        }
-        base = dataclasses.replace(train_gpt.TRACKS[track], **values)
-        return dataclasses.replace(base, data=str(self.corpus(base)))
+        """The track's Config on this session's device and corpus.
+
+        Changes outrank the tiny values."""
+        values = {"device": self.device.type, "seed": 1, "val_sha256": ""}
+        if self.tiny:
+            values.update(common.TINY)
+        values.update(changes)
+        base = train_gpt.with_values(train_gpt.TRACKS[track], values)
+        dtype = train_gpt.resolve_dtype(base.dtype, torch.device(base.device))
+        return dataclasses.replace(base, data=str(self.corpus(base)), dtype=dtype)
 
     def corpus(self, config):
-        """The track's shards where they are present, else a corpus just large enough for the
-        steps."""
+        """The track's shards where they are present, else a corpus large enough for the steps."""
         present = common.ROOT / config.data
-        if (
-            not self.tiny
-            and any(present.glob("*_train_*.bin"))
-            and any(present.glob("*_val_*.bin"))
-        ):
+        is_there = any(present.glob("*_train_*.bin")) and any(present.glob("*_val_*.bin"))
+        if is_there and not self.tiny:
             return present
         needed = train_gpt.training_tokens(config) + 4 * config.micro_batch_tokens
         needed = round(needed / (1 - config.index_share))
@@ -97,9 +97,8 @@ class Session:
             if config.tokenizer == "bytes":
                 documents = common.python_documents(limit)
             else:
-                documents = common.random_documents(
-                    limit, config.eot_token, np.random.default_rng(0)
-                )
+                rng = np.random.default_rng(0)
+                documents = common.random_documents(limit, config.eot_token, rng)
             common.write_corpus(folder, documents, config.eot_token, config.val_tokens)
         return folder
 
@@ -109,18 +108,18 @@ class Session:
 
     def milliseconds(self, function, repeats=10):
         """Mean time of a call, after three untimed ones; by CUDA events where there is CUDA."""
+
+        def call_often():
+            for _ in range(repeats):
+                function()
+
         for _ in range(3):
             function()
         if not self.cuda:
-            return (
-                1000
-                * common.timed(lambda: [function() for _ in range(repeats)], self.device)[0]
-                / repeats
-            )
+            return 1000 * common.timed(call_often, self.device)[0] / repeats
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        for _ in range(repeats):
-            function()
+        call_often()
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / repeats
@@ -128,29 +127,39 @@ class Session:
 
 def relative_error(value, reference):
     """Norm of the difference over the norm of the reference, in float64 on the CPU."""
-    value, reference = (tensor.detach().double().cpu() for tensor in (value, reference))
+    value = value.detach().double().cpu()
+    reference = reference.detach().double().cpu()
     return ((value - reference).norm() / reference.norm().clamp_min(1e-300)).item()
 
 
+def loader_of(trainer, shards, first_step=0):
+    """A TrainLoader that begins at a step, to be closed."""
+    config, index = trainer.config, trainer.table.index
+    return contextlib.closing(
+        train_gpt.TrainLoader(config, shards, trainer.runtime, index, first_step)
+    )
+
+
 def train_some(trainer, shards, steps, first_step=0):
-    """Take steps as the training loop does. Returns (mean training losses, a tensor a step; seconds
-    of the steps)."""
-    config, losses, clock = trainer.config, [], train_gpt.Clock(trainer.runtime)
-    loader = train_gpt.TrainLoader(config, shards, trainer.runtime, first_step)
-    try:
-        batch = loader.next()  # the loader has started
+    """Take steps as the training loop does.
+
+    Returns (mean training losses, a tensor a step; seconds of the steps)."""
+    losses = []
+    clock = train_gpt.Clock(trainer.runtime)
+    with loader_of(trainer, shards, first_step) as loader:
+        batch = loader.next_batch()  # the loader has started
         clock.start()
         for step in range(first_step, first_step + steps):
-            tokens = (
-                train_gpt.at_step(config.micro_batches, step, config) * config.micro_batch_tokens
-            )
-            following = loader.next if step + 1 < first_step + steps else lambda: None
-            loss_sum, batch = trainer.step(step, batch, following)
-            losses.append(loss_sum / tokens)
+            is_last = step + 1 == first_step + steps
+            upcoming = None if is_last else loader.next_batch()
+            losses.append(trainer.step(step, batch, upcoming) / batch.tokens)
+            batch = upcoming
         clock.stop()
-    finally:
-        loader.close()
     return losses, clock.total
+
+
+def tokens_of_step(config, step):
+    return train_gpt.stage_at(config, step).micro_batches * config.micro_batch_tokens
 
 
 # ----- attention back ends
@@ -173,29 +182,29 @@ def segment_layouts(length, rng):
 
 def micro_batch_of(starts, length, device):
     """A MicroBatch with these segments; its tokens mean nothing."""
-    index = np.arange(length)
-    segment_start = starts[np.searchsorted(starts, index, side="right") - 1].astype(np.int32)
     text = train_gpt.Text(np.zeros(length + 1, np.uint16), train_gpt.TRACKS["nano"])
-    place = train_gpt.Placement(text, index, segment_start)
+    spans = list(itertools.pairwise([*starts.tolist(), length]))
+    window = train_gpt.TokenWindow(text, spans)
     nothing = np.empty((length, 0))
-    return train_gpt.assemble(place, nothing.astype(np.int32), nothing.astype(np.float32), device)
+    return train_gpt.assemble(window, nothing.astype(np.int32), nothing.astype(np.float32), device)
 
 
-def attend(name, q, k, v, micro_batch, window, scale):
-    bias = (
-        train_gpt.blocked_bias(micro_batch.segment_start, window, q.dtype)
-        if name == "sdpa"
-        else None
-    )
-    return train_gpt.ATTENTION[name](q, k, v, micro_batch, len(q), bias, window, scale)
+def masks_of(back_end, micro_batch, window, dtype):
+    """What a back end prepares for layers of one window."""
+    length = len(micro_batch.inputs)
+    phase = train_gpt.Phase((window,), (1.0,), length, softmax_rows=0, is_tied=False)
+    return back_end.prepare(micro_batch, phase, dtype)
 
 
-def attention_errors(session, name, dtype, windows, length, heads, dim):
-    """Worst relative errors over windows and layouts: ({"out", "dq", "dk", "dv": error}, where it
-    was)."""
-    rng, (_, _, scale) = np.random.default_rng(0), train_gpt.rotary_tables(1, dim, (), "cpu", dtype)
+def attention_errors(session, back_end, dtype, windows, length, heads, dim):
+    """Worst relative errors over windows and layouts.
+
+    Returns ({"out", "dq", "dk", "dv": error}, where it was)."""
+    rng = np.random.default_rng(0)
+    _, _, scale = train_gpt.rotary_tables(1, dim, (), "cpu", dtype)
     generator = torch.Generator().manual_seed(0)
-    worst, where = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0), ""
+    worst = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
+    where = ""
     for layout, starts in segment_layouts(length, rng).items():
         micro_batch = micro_batch_of(starts, length, session.device)
         for window in windows:
@@ -204,53 +213,48 @@ def attention_errors(session, name, dtype, windows, length, heads, dim):
             q, k = train_gpt.norm(q), train_gpt.norm(k)
             mine = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
             exact = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
-            out = attend(name, *mine, micro_batch, window, scale)
+            masks = masks_of(back_end, micro_batch, window, dtype)
+            out = back_end.attend(*mine, masks, window, scale)
             reference = common.reference_attention(*exact, micro_batch.segment_start, window, scale)
             values = [out, *torch.autograd.grad(out, mine, upstream)]
             references = [reference, *torch.autograd.grad(reference, exact, upstream.double())]
             for key, value, reference in zip(worst, values, references, strict=True):
                 error = relative_error(value, reference)
                 if not error <= worst[key]:  # a NaN counts as worst
-                    worst[key], where = error, f"window {window}, segments {layout}"
+                    worst[key] = error
+                    where = f"window {window}, segments {layout}"
     return worst, where
 
 
-def attention_milliseconds(session, name, window, length, heads, dim):
-    """Time of forward and backward at the size of a fineweb micro-batch; sdpa compiled, as it is
-    used."""
+def attention_milliseconds(session, back_end, window, length, heads, dim):
+    """Time of forward and backward at the size of a fineweb micro-batch; sdpa is compiled."""
     micro_batch = micro_batch_of(np.arange(0, length, 700), length, session.device)
-    q, k, v, upstream = (
-        torch.randn(length, heads, dim, device=session.device, dtype=torch.bfloat16)
-        for _ in range(4)
-    )
-    inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
-    bias = (
-        train_gpt.blocked_bias(micro_batch.segment_start, window, q.dtype)
-        if name == "sdpa"
-        else None
-    )
-    forward = train_gpt.ATTENTION[name]
-    if name == "sdpa" and not session.tiny:
-        forward = torch.compile(forward, dynamic=False)
-    return session.milliseconds(
-        lambda: torch.autograd.grad(
-            forward(*inputs, micro_batch, length, bias, window, 0.1), inputs, upstream
-        )
-    )
+    drawn = torch.randn(4, length, heads, dim, device=session.device, dtype=torch.bfloat16)
+    *inputs, upstream = drawn.unbind(0)
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    masks = masks_of(back_end, micro_batch, window, torch.bfloat16)
+    attend = back_end.attend
+    if isinstance(back_end, train_gpt.BlockedAttention) and not session.tiny:
+        attend = torch.compile(attend, dynamic=False)
+
+    def forward_and_backward():
+        torch.autograd.grad(attend(*inputs, masks, window, 0.1), inputs, upstream)
+
+    return session.milliseconds(forward_and_backward)
 
 
 @part(seconds=120)
 def attention(session):
-    """Back ends against the quadratic reference in float64, forward and gradients; then their
-    speed."""
+    """Back ends against the quadratic reference in float64, with gradients; then their speed."""
     config = session.config("fineweb")
-    windows = sorted({window for _, pair in config.windows for window in pair})
+    pairs = [config.val_windows, *(stage.windows for stage in config.stages)]
+    windows = sorted({window for pair in pairs for window in pair})
     heads, dim = config.model_dim // config.head_dim, config.head_dim
     length = 256 if session.tiny else 2048
 
-    def measure(label, name, tolerances):
+    def measure(label, back_end, tolerances):
         for dtype, tolerance in tolerances.items():
-            worst, where = attention_errors(session, name, dtype, windows, length, heads, dim)
+            worst, where = attention_errors(session, back_end, dtype, windows, length, heads, dim)
             text = " ".join(f"{key} {error:.1e}" for key, error in worst.items())
             session.report(
                 f"{label} {str(dtype)[6:]}",
@@ -260,21 +264,20 @@ def attention(session):
                 tolerance=tolerance,
             )
         for window in (windows[0], windows[-1]):
-            ms = attention_milliseconds(
-                session, name, window, config.micro_batch_tokens, heads, dim
-            )
+            tokens = config.micro_batch_tokens
+            ms = attention_milliseconds(session, back_end, window, tokens, heads, dim)
             session.report(
                 f"{label} speed",
                 None,
-                f"{ms:.2f} ms forward and backward of {config.micro_batch_tokens} "
-                f"tokens, window {window}",
+                f"{ms:.2f} ms forward and backward of {tokens} tokens, window {window}",
                 ms=ms,
                 window=window,
             )
 
-    measure("sdpa", "sdpa", {torch.float32: 2e-5, torch.bfloat16: 2e-2})
+    blocked, varlen = train_gpt.BlockedAttention(), train_gpt.VarlenAttention()
+    measure("sdpa", blocked, {torch.float32: 2e-5, torch.bfloat16: 2e-2})
     if session.cuda:
-        measure("varlen FA2", "varlen", {torch.bfloat16: 2e-2})
+        measure("varlen FA2", varlen, {torch.bfloat16: 2e-2})
         try:
             from torch.nn.attention import activate_flash_attention_impl
 
@@ -282,23 +285,23 @@ def attention(session):
         except Exception as error:  # whatever an absent or unfit package raises
             session.report("varlen FA3", None, f"not available: {type(error).__name__}")
             return
-        measure("varlen FA3", "varlen", {torch.bfloat16: 2e-2})
+        measure("varlen FA3", varlen, {torch.bfloat16: 2e-2})
 
 
 # ----- update rules
 
 
 def movement(function, weight, device, dtype, *tensors):
-    """What function(weight, *tensors) adds to a weight in place, from copies of all on the device;
-    float64, CPU."""
+    """What function(weight, *tensors) adds to a weight in place, in float64 on the CPU.
+
+    It works on copies of all, on the device."""
     weight_there, *there = (tensor.to(device, dtype, copy=True) for tensor in (weight, *tensors))
     function(weight_there, *there)
     return weight_there.double().cpu() - weight.double()
 
 
 def zero_state(weight):
-    """What the rules keep of a bank (k, m, n) on its device, less factors and bases, before the
-    first step."""
+    """What the rules keep of a bank (k, m, n) before the first step, less factors and bases."""
 
     def zeros(*shape):
         return torch.zeros(len(weight), *shape, device=weight.device)
@@ -312,12 +315,17 @@ def zero_state(weight):
     }
 
 
-def update_bank(rule, weight, grads, state, lr, decay, dtype=torch.float32):
-    """Take steps of a rule of the hidden matrices, in place, as one rank does."""
-    for step, grad in enumerate(grads, start=1):
-        train_gpt.MATRIX_RULES[rule].update(
-            weight, grad, state, train_gpt.Hyper(step, lr, decay, 0.9, (0.9, 0.95), dtype)
-        )
+def take_steps(rule, weight, grads, state, lr, decay, dtype=torch.float32, step=None):
+    """Take steps of an update rule, in place, as one rank does, by train_gpt.take_step or another
+    form of it."""
+    step = step or train_gpt.take_step
+    for count, grad in enumerate(grads, start=1):
+        hyper = train_gpt.Hyper(count, lr, decay, 0.9, (0.9, 0.95), dtype)
+        step(rule.update, weight, grad, state, hyper)
+
+
+def adam_state(weight):
+    return {key: torch.zeros_like(weight, dtype=torch.float32) for key in ("first", "second")}
 
 
 def check_adam(session, shape, generator):
@@ -325,10 +333,7 @@ def check_adam(session, shape, generator):
 
     def update(weight, *grads):
         state = {key: torch.zeros_like(weight) for key in ("first", "second")}
-        for step, grad in enumerate(grads, start=1):
-            train_gpt.adam_update(
-                weight, grad, state, train_gpt.Hyper(step, 0.01, 0.1, 0.9, (0.9, 0.95), None)
-            )
+        take_steps(train_gpt.ADAM, weight, grads, state, 0.01, 0.1)
 
     error = relative_error(
         movement(update, weight, session.device, torch.float32, *grads),
@@ -347,7 +352,7 @@ def check_muon(session, label, shape, generator):
 
     def moved(device, dtype):
         def update(weight, *grads):
-            update_bank("muon", weight, grads, zero_state(weight), 0.02, 0.1, dtype)
+            take_steps(MUON, weight, grads, zero_state(weight), 0.02, 0.1, dtype)
 
         return movement(update, weight, device, torch.float32, *grads)
 
@@ -363,34 +368,19 @@ def check_muon(session, label, shape, generator):
 
 
 def check_compiled(session, shape, generator):
-    """The updates as they are on CUDA, a handful of kernels, against the same functions outside of
-    torch.compile."""
+    """The updates as they are on CUDA, a handful of kernels, against the same ones not compiled."""
     weight, *grads = torch.randn(4, *shape, generator=generator)
-    for name, rule in (("adam", train_gpt.ADAM), ("muon", train_gpt.MATRIX_RULES["muon"])):
 
-        def moved(step):
-            def update(weight, *grads):
-                state = {
-                    **zero_state(weight),
-                    "first": torch.zeros_like(weight),
-                    "second": torch.zeros_like(weight),
-                }
-                state["second"] = (
-                    zero_state(weight)["second"] if name == "muon" else state["second"]
-                )
-                for number, grad in enumerate(grads, start=1):
-                    step(
-                        rule.update,
-                        weight,
-                        grad,
-                        1,
-                        state,
-                        train_gpt.Hyper(number, 0.01, 0.1, 0.9, (0.9, 0.95), torch.float32),
-                    )
+    def moved(rule, new_state, step):
+        def update(weight, *grads):
+            take_steps(rule, weight, grads, new_state(weight), 0.01, 0.1, step=step)
 
-            return movement(update, weight, session.device, torch.float32, *grads)
+        return movement(update, weight, session.device, torch.float32, *grads)
 
-        error = relative_error(moved(train_gpt.compiled_updates()), moved(train_gpt.take_step))
+    rules = {"adam": (train_gpt.ADAM, adam_state), "muon": (MUON, zero_state)}
+    for name, rule in rules.items():
+        compiled = moved(*rule, train_gpt.compiled_updates())
+        error = relative_error(compiled, moved(*rule, train_gpt.take_step))
         session.report(
             f"compiled {name}",
             error < 1e-3,
@@ -401,23 +391,22 @@ def check_compiled(session, shape, generator):
 
 def check_table(session, config, generator):
     """Two steps of the n-gram table's rows, through NgramTable itself."""
-    tokens, rng = 16 * 256, np.random.default_rng(0)
+    tokens = 16 * 256
+    rng = np.random.default_rng(0)
     config = dataclasses.replace(config, ngram_rows=4096)
     rows = rng.integers(0, config.ngram_rows, (tokens, 3)).astype(np.int32)
     signs = rng.choice((-1, 1), (tokens, 3)).astype(np.float32)
-    weight, grad = (
-        torch.randn(count, config.model_dim, generator=generator)
-        for count in (config.ngram_rows, tokens)
-    )
+    weight = torch.randn(config.ngram_rows, config.model_dim, generator=generator)
+    grad = torch.randn(tokens, config.model_dim, generator=generator)
 
     def update(weight, grad):
         table = train_gpt.NgramTable(config, train_gpt.Runtime(weight.device.type))
         table.weight.copy_(weight)
-        table.pull(train_gpt.plan_rows(rows, signs, config, table.runtime)[0])
+        plan, _ = train_gpt.plan_rows(rows, signs, config, table.runtime)
+        table.start_pull(plan)
         for step in range(2):
-            table.accumulate(grad / tokens, tokens)
-            table.reduce(step)
-            table.update(step, 1.0)
+            table.accumulate(grad)
+            table.update(step, 1.0, table.reduce(step))
         weight.copy_(table.weight)
 
     error = relative_error(
@@ -432,10 +421,24 @@ def check_table(session, config, generator):
     )
 
 
+def check_master(session, shape, generator):
+    """A bfloat16 weight is the rounded one of a float32 master, which steps as if it were alone."""
+    drawn, *grads = torch.randn(4, *shape, generator=generator).to(session.device)
+    alone, rounded = drawn.clone(), drawn.bfloat16()
+    with_master = {**adam_state(drawn), "master": drawn.clone()}
+    take_steps(train_gpt.ADAM, alone, grads, adam_state(drawn), 0.01, 0.1)
+    take_steps(train_gpt.ADAM, rounded, grads, with_master, 0.01, 0.1)
+    is_same = torch.equal(with_master["master"], alone)
+    is_rounded = torch.equal(rounded, alone.bfloat16())
+    text = "bitwise: a master steps like a float32 weight, and its weight is it, rounded"
+    session.report("master", is_same and is_rounded, text)
+
+
 @part(seconds=60)
 def updates(session):
     """Update rules on the device against the same functions on the CPU; then their speed."""
-    config, generator = session.config("fineweb"), torch.Generator().manual_seed(0)
+    config = session.config("fineweb")
+    generator = torch.Generator().manual_seed(0)
     dim, mlp_dim = config.model_dim, config.mlp_dim
     check_adam(session, (dim, mlp_dim), generator)
     check_muon(session, "square", (4, dim, dim), generator)
@@ -443,57 +446,50 @@ def updates(session):
     if session.cuda:  # where they are compiled
         check_compiled(session, (4, dim, dim), generator)
     check_table(session, config, generator)
-
-    value = torch.randn(dim, dim, generator=generator).to(session.device)
-    high, low = (torch.empty_like(value, dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
-    train_gpt.split_mantissa(value, high, low)
-    session.report(
-        "mantissa",
-        torch.equal(train_gpt.join_mantissa(high, low), value),
-        "float32 split into bfloat16 and 16 more bits, and joined again",
-    )
+    check_master(session, (dim, dim), generator)
 
     layers = config.num_layers
-    for label, shape in (
-        ("attention", (4 * layers, dim, dim)),
-        ("mlp", (2 * layers, mlp_dim, dim)),
-    ):
-        weight, grad = (torch.randn(shape, device=session.device) for _ in range(2))
-        state = zero_state(weight)
-        ms = session.milliseconds(
-            lambda: update_bank("muon", weight, [grad], state, 1e-6, 0.0, torch.bfloat16), repeats=5
-        )
-        session.report(
-            f"muon speed, {label} bank", None, f"{ms:.2f} ms for {'x'.join(map(str, shape))}", ms=ms
-        )
+    banks = {"attention": (4 * layers, dim, dim), "mlp": (2 * layers, mlp_dim, dim)}
+    for label, shape in banks.items():
+        weight, grad = torch.randn(2, *shape, device=session.device)
+        words = MUON, weight, [grad], zero_state(weight), 1e-6, 0.0, torch.bfloat16
+        ms = session.milliseconds(functools.partial(take_steps, *words), repeats=5)
+        text = f"{ms:.2f} ms for {'x'.join(map(str, shape))}"
+        session.report(f"muon speed, {label} bank", None, text, ms=ms)
 
 
 @part(seconds=60)
 def eigenbases(session):
-    """Eigenbases and the soap rules on the device against the CPU: every method of refreshing, then
-    one step a rule."""
-    generator, size = torch.Generator().manual_seed(0), 32 if session.tiny else 256
+    """Eigenbases and the soap rules on the device against the CPU.
+
+    Every method of refreshing, then one step a rule."""
+    generator = torch.Generator().manual_seed(0)
+    size = 32 if session.tiny else 256
     factor, basis = batched_qr.training_factors(4, size, torch.device("cpu"))
     weight, grad = torch.randn(2, 4, size, size, generator=generator)
 
-    def found_on(device):
-        def side(name):
-            return {
-                f"{name}_factor": factor.to(device, copy=True),
-                f"{name}_basis": basis.to(device, copy=True),
-            }
+    def side(name, device):
+        factor_there, basis_there = factor.to(device, copy=True), basis.to(device, copy=True)
+        return {f"{name}_factor": factor_there, f"{name}_basis": basis_there}
 
+    def update(rule, weight, grad):
+        device = weight.device
+        state = {**zero_state(weight), **side("row", device), **side("column", device)}
+        state["moment"] += rule == "soap_muon"
+        take_steps(train_gpt.MATRIX_RULES[rule], weight, [grad], state, 0.1, 0.1)
+
+    def found_on(device):
         found = {}
         for method in ("eigh", "householder", "cholesky"):
             bank = {
-                **side("row"),
+                **side("row", device),
                 "moment": torch.ones(4, size, size, device=device),
                 "rejects": torch.zeros(4, dtype=torch.int32, device=device),
             }
             train_gpt.refresh_eigenbases([bank], method)
             bases, rejects = bank["row_basis"], int(bank["rejects"].sum())
             leading = bases[:, :, : size // 8]
-            # the space they span, whatever their signs
+            # The space they span, whatever their signs.
             found[f"refresh {method}"] = leading @ leading.mT
             if device is session.device:
                 error = (bases.mT @ bases - torch.eye(size, device=device)).abs().max().item()
@@ -504,13 +500,8 @@ def eigenbases(session):
                     error=error,
                 )
         for rule in ("soap", "soap_muon"):
-
-            def update(weight, grad):
-                state = {**zero_state(weight), **side("row"), **side("column")}
-                state["moment"] += rule == "soap_muon"
-                update_bank(rule, weight, [grad], state, 0.1, 0.1)
-
-            found[rule] = movement(update, weight, device, torch.float32, grad)
+            of_rule = functools.partial(update, rule)
+            found[rule] = movement(of_rule, weight, device, torch.float32, grad)
         return found
 
     expected = found_on(torch.device("cpu"))
@@ -526,54 +517,55 @@ def eigenbases(session):
 
 @part(seconds=150)
 def gates(session):
-    """The nano track, compiled, on every attention back end: warm-up restored, and the validity
-    gates."""
+    """The nano track, compiled, on every attention back end: warm-up and the validity gates."""
     for name in ("sdpa", "varlen") if session.cuda else ("sdpa",):
         config = session.config("nano", steps=12, attention=name, val_tokens=8192)
-        shards, _, val = train_gpt.open_corpus(config)
+        corpus = train_gpt.open_corpus(config)
         trainer = session.trainer(config)
         # It raises unless the state is bitwise what it was.
-        seconds, _ = common.timed(lambda: train_gpt.warm_up(trainer), session.device)
+        warm_up = functools.partial(train_gpt.warm_up, trainer)
+        seconds, _ = common.timed(warm_up, session.device)
         session.report(
             f"warm-up restored, {trainer.attention_name}",
             True,
             f"bitwise; it took {seconds:.1f} s",
             seconds=seconds,
         )
-        # a model at its start hardly looks at other tokens
-        train_some(trainer, shards, config.steps)
-        for label, check in train_gpt.GATES.items():
-            session.report(
-                f"{label}, {trainer.attention_name}",
-                check(trainer, config.steps, val),
-                f"after {config.steps} steps",
-            )
+        # A model at its start hardly looks at other tokens.
+        train_some(trainer, corpus.shards, config.steps)
+        loss = trainer.evaluate(config.steps, corpus.val)
+        verdicts = train_gpt.check_gates(trainer, config.steps, corpus.val, loss)
+        for label, passed in verdicts.items():
+            item = f"{label}, {trainer.attention_name}"
+            session.report(item, passed, f"after {config.steps} steps")
 
 
 @part(seconds=100)
 def trajectory(session):
-    """Twenty float32 steps of the nano track, compiled on the device, against the CPU, not
-    compiled."""
+    """Twenty float32 steps of the nano track, compiled on the device, against the CPU, plain."""
     steps = 4 if session.tiny else 20
-    losses, plain = {}, {"device": "cpu", "compile": False}
+    losses = {}
+    plain = {"device": "cpu", "compile": False}
     for key, changes in (("device", {}), ("cpu", plain), ("nudged", plain)):
         config = session.config("nano", steps=steps, dtype="float32", **changes)
-        shards, *_ = train_gpt.open_corpus(config)
-        trainer, generator = session.trainer(config), torch.Generator().manual_seed(0)
-        for param in trainer.model.parameters() if key == "nudged" else ():
-            param.data *= 1 + NUDGE * torch.randn(param.shape, generator=generator)
+        shards = train_gpt.open_corpus(config).shards
+        trainer = session.trainer(config)
+        generator = torch.Generator().manual_seed(0)
+        if key == "nudged":
+            for param in trainer.model.parameters():
+                param.data *= 1 + NUDGE * torch.randn(param.shape, generator=generator)
         losses[key] = [loss.item() for loss in train_some(trainer, shards, steps)[0]]
-    apart, rounding = (
-        max(abs(a - b) for a, b in zip(losses[key], losses["cpu"], strict=True))
-        for key in ("device", "nudged")
-    )
+
+    def difference(key):
+        return max(abs(a - b) for a, b in zip(losses[key], losses["cpu"], strict=True))
+
+    apart, rounding = difference("device"), difference("nudged")
     first = abs(losses["device"][0] - losses["cpu"][0])
     session.report(
         "device against CPU",
         apart < 10 * rounding and first < 1e-4,
-        f"training losses differ by at most "
-        f"{apart:.1e} over {steps} steps, by {first:.1e} at the first; weights that begin with relative "
-        f"errors of {NUDGE} differ by {rounding:.1e}",
+        f"training losses differ by at most {apart:.1e} over {steps} steps, by {first:.1e} at the "
+        f"first; weights that begin with relative errors of {NUDGE} differ by {rounding:.1e}",
         losses=losses,
     )
 
@@ -586,32 +578,28 @@ def time_phases(session, trainer, shards):
     config = trainer.config
 
     def phase(step):
-        return train_gpt.phase_at(config, step), train_gpt.at_step(
-            config.micro_batches, step, config
-        )
+        return train_gpt.training_phase(config, step), tokens_of_step(config, step)
 
-    firsts = [step for step in range(config.steps) if step == 0 or phase(step) != phase(step - 1)]
-    for number, (first, end) in enumerate(
-        zip(firsts, [*firsts[1:], config.steps], strict=True), start=1
-    ):
+    edges = [step for step in range(1, config.steps) if phase(step) != phase(step - 1)]
+    phases = itertools.pairwise([0, *edges, config.steps])
+    for number, (first, end) in enumerate(phases, start=1):
         timed = min(2 if session.tiny else 8, end - first - 3)
         if timed < 1:
-            session.report(
-                f"phase {number}", None, f"only {end - first} steps of {config.steps}: not timed"
-            )
+            text = f"only {end - first} steps of {config.steps}: not timed"
+            session.report(f"phase {number}", None, text)
             continue
         train_some(trainer, shards, 2, first)
         if session.cuda:
             torch.cuda.reset_peak_memory_stats()
         losses, seconds = train_some(trainer, shards, timed, first + 2)
         seconds /= timed
-        tokens = train_gpt.at_step(config.micro_batches, first, config) * config.micro_batch_tokens
+        tokens = tokens_of_step(config, first)
         (memory,) = trainer.runtime.peak_memory_mib()
         session.report(
             f"phase {number}",
             bool(torch.isfinite(losses[-1])),
-            f"{1000 * seconds:.1f} ms a step of {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s, peak "
-            f"{memory:,} MiB",
+            f"{1000 * seconds:.1f} ms a step of {tokens:,} tokens, {tokens / seconds:,.0f} "
+            f"tokens/s, peak {memory:,} MiB",
             step_ms=1000 * seconds,
             tokens_per_second=tokens / seconds,
             peak_memory_mib=memory,
@@ -619,12 +607,12 @@ def time_phases(session, trainer, shards):
 
 
 def measure_first_phase(session):
-    """Ten steps of the fineweb track's first phase, compiled. Returns (milliseconds a step, the
-    Trainer, losses)."""
-    config = session.config(
-        "fineweb", steps=60, val_batch_tokens=0, val_tokens=2048 if session.tiny else 16384
-    )
-    shards, *_ = train_gpt.open_corpus(config)
+    """Ten steps of the fineweb track's first phase, compiled.
+
+    Returns (milliseconds a step, the Trainer, losses)."""
+    length = 512 if session.tiny else 16384
+    config = session.config("fineweb", steps=60, val_batch_tokens=length, val_tokens=length)
+    shards = train_gpt.open_corpus(config).shards
     trainer = session.trainer(config)
     _, seconds = train_some(trainer, shards, 2)
     session.report(
@@ -642,21 +630,14 @@ def measure_first_phase(session):
 def ten_steps(session):
     """Does the fineweb track train, how fast, in how much memory?"""
     step_ms, trainer, losses = measure_first_phase(session)
-    config = trainer.config
-    rate = (
-        train_gpt.at_step(config.micro_batches, 0, config)
-        * config.micro_batch_tokens
-        / (step_ms / 1000)
-    )
-    # Of matrices and head alone, as in a run's result.
-    operations = 6 * (trainer.optimizer.matrices.size() + trainer.model.head.numel()) * rate
-    mfu = 100 * operations / train_gpt.matmul_rate(session.device, getattr(torch, config.dtype))
+    rate = tokens_of_step(trainer.config, 0) / (step_ms / 1000)
+    mfu = train_gpt.mfu_percent(trainer, rate)
     (memory,) = trainer.runtime.peak_memory_mib()
     session.report(
         "ten steps",
         bool(losses[-1] < losses[0]),
-        f"{step_ms:.1f} ms a step, {rate:,.0f} tokens/s, {mfu:.1f} "
-        f"% of a matrix product's rate, peak {memory:,} MiB, loss {losses[0]:.3f} to {losses[-1]:.3f}",
+        f"{step_ms:.1f} ms a step, {rate:,.0f} tokens/s, {mfu:.1f} % of a matrix product's rate, "
+        f"peak {memory:,} MiB, loss {losses[0]:.3f} to {losses[-1]:.3f}",
         step_ms=step_ms,
         mfu_percent=mfu,
         peak_memory_mib=memory,
@@ -667,14 +648,13 @@ STEP_LINE = re.compile(r"^step:(\d+)/\d+ .*?train_time:([\d.]+)ms", re.MULTILINE
 
 
 def step_ms_of(log, warm=10, steps=30):
-    """Milliseconds a step by the first so many steps of a log behind the warm ones; None while it
-    has fewer."""
+    """Milliseconds a step by the first so many steps of a log behind the warm ones.
+
+    None while it has fewer."""
     times = {int(step): float(time) for step, time in STEP_LINE.findall(log)}
-    return (
-        (times[warm + steps] - times[warm]) / steps
-        if {warm, warm + steps} <= times.keys()
-        else None
-    )
+    if warm not in times or warm + steps not in times:
+        return None
+    return (times[warm + steps] - times[warm]) / steps
 
 
 @part(seconds=500)
@@ -683,25 +663,17 @@ def published(session):
     the fineweb track's first phase. It runs in its folder, where its shards are, until its log,
     with lines like `step:40/1285 train_time:6800ms`, has told enough; the batches must be equal for
     the ratio to mean something, and are at the first stages of modded-nanogpt's and ours."""
-    if not (path := os.environ.get("PUBLISHED_TRAINER")):
-        session.report(
-            "published trainer", None, "PUBLISHED_TRAINER=/path/to/train_gpt.py names none"
-        )
+    path = os.environ.get("PUBLISHED_TRAINER")
+    if not path:
+        text = "PUBLISHED_TRAINER=/path/to/train_gpt.py names none"
+        session.report("published trainer", None, text)
         return
-    script, log, began, theirs = (
-        Path(path).resolve(),
-        session.work / "published.log.txt",
-        time.monotonic(),
-        None,
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=1",
-        str(script),
-    ]
+    script = Path(path).resolve()
+    log = session.work / "published.log.txt"
+    began = time.monotonic()
+    theirs = None
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+    command = [sys.executable, *launcher, str(script)]
     with open(log, "w") as file:
         process = subprocess.Popen(
             command,
@@ -716,11 +688,11 @@ def published(session):
             theirs = step_ms_of(log.read_text(errors="replace"))
     finally:
         stop_group(process)
-    theirs = theirs or step_ms_of(text := log.read_text(errors="replace"))
+    output = log.read_text(errors="replace")
+    theirs = theirs or step_ms_of(output)
     if theirs is None:
-        session.report(
-            "published trainer", False, f"{script}: no 40 steps; its output ends in {text[-150:]!r}"
-        )
+        text = f"{script}: no 40 steps; its output ends in {output[-150:]!r}"
+        session.report("published trainer", False, text)
         return
     session.report("published trainer", None, f"{theirs:.1f} ms a step at first", step_ms=theirs)
     ours, *_ = measure_first_phase(session)
@@ -735,14 +707,13 @@ def published(session):
 
 @part(seconds=280)
 def fineweb(session):
-    """The fineweb model, compiled, in each phase of its schedule on one device: speed and
-    memory."""
-    config = session.config(
-        "fineweb", steps=24 if session.tiny else 60, val_tokens=2048 if session.tiny else 8 * 16384
-    )
-    shards, _, val = train_gpt.open_corpus(config)
+    """The fineweb model, compiled, in each phase of its schedule: speed and memory."""
+    steps, val_tokens = (24, 2048) if session.tiny else (60, 8 * 16384)
+    config = session.config("fineweb", steps=steps, val_tokens=val_tokens)
+    corpus = train_gpt.open_corpus(config)
     trainer = session.trainer(config)
-    seconds, _ = common.timed(lambda: train_gpt.warm_up(trainer), session.device)
+    warm_up = functools.partial(train_gpt.warm_up, trainer)
+    seconds, _ = common.timed(warm_up, session.device)
     session.report(
         "warm-up restored",
         True,
@@ -750,32 +721,31 @@ def fineweb(session):
         f"{trainer.attention_name}, compile {trainer.compile_name}",
         seconds=seconds,
     )
-    time_phases(session, trainer, shards)
-    loader = train_gpt.TrainLoader(config, shards, trainer.runtime, config.steps - 6)
-    seconds, _ = common.timed(lambda: [loader.next() for _ in range(6)], session.device)
-    loader.close()
-    tokens = 6 * config.micro_batches[-1][1] * config.micro_batch_tokens
+    time_phases(session, trainer, corpus.shards)
+    with loader_of(trainer, corpus.shards, config.steps - 6) as loader:
+        began = time.perf_counter()
+        tokens = sum(loader.next_batch().tokens for _ in range(6))
+        seconds = time.perf_counter() - began
     session.report(
         "loader alone",
         None,
         f"{tokens / seconds:,.0f} tokens/s",
         tokens_per_second=tokens / seconds,
     )
-    seconds, _ = common.timed(lambda: trainer.evaluate(config.steps, val), session.device)
+    evaluate = functools.partial(trainer.evaluate, config.steps, corpus.val)
+    seconds, loss = common.timed(evaluate, session.device)
     session.report(
         "validation",
         None,
         f"{config.val_tokens / seconds:,.0f} tokens/s",
         tokens_per_second=config.val_tokens / seconds,
     )
-    for label, check in train_gpt.GATES.items():
-        if session.cuda:
-            torch.cuda.reset_peak_memory_stats()
-        session.report(
-            label,
-            check(trainer, config.steps, val),
-            f"on the trained weights, peak {trainer.runtime.peak_memory_mib()[0]:,} MiB",
-        )
+    if session.cuda:
+        torch.cuda.reset_peak_memory_stats()
+    verdicts = train_gpt.check_gates(trainer, config.steps, corpus.val, loss)
+    (memory,) = trainer.runtime.peak_memory_mib()
+    for label, passed in verdicts.items():
+        session.report(label, passed, f"on the trained weights; all gates' peak {memory:,} MiB")
 
 
 # ----- whole runs of the trainer
@@ -785,9 +755,8 @@ def run_trainer(session, config, processes, timeout):
     """Start train_gpt.py as its users do. Returns (exit status, last line, result.json or None)."""
     run_id = f"{session.name}-{processes}"
     defaults = dataclasses.asdict(train_gpt.TRACKS[config.track])
-    changes = {
-        key: value for key, value in dataclasses.asdict(config).items() if value != defaults[key]
-    }
+    values = dataclasses.asdict(config)
+    changes = {key: value for key, value in values.items() if value != defaults[key]}
     words = common.words_of({"track": config.track, **changes, "run_id": run_id})
     with subprocess.Popen(
         [*common.rank_command(common.ROOT / "train_gpt.py", processes), *words],
@@ -802,31 +771,23 @@ def run_trainer(session, config, processes, timeout):
             process.terminate()  # torchrun passes it on to its workers
             output, _ = process.communicate()
     print(output)
-    lines = [
-        line for line in output.splitlines() if line.startswith("status:")
-    ] or output.splitlines()[-1:]
-    result = session.work / "logs" / run_id / "result.json"
-    return (
-        process.returncode,
-        lines[-1] if lines else "no output",
-        json.loads(result.read_text()) if result.is_file() else None,
-    )
+    lines = output.splitlines() or ["no output"]
+    last = [line for line in lines if line.startswith("status:")] or lines
+    path = session.work / "logs" / run_id / "result.json"
+    result = json.loads(path.read_text()) if path.is_file() else None
+    return process.returncode, last[-1], result
 
 
 @part(seconds=150)
 def nano_run(session):
     """The nano track from start to end through the trainer, with a short schedule."""
-    config = session.config(
-        "nano",
-        steps=6 if session.tiny else 100,
-        val_every=0,
-        val_tokens=2048 if session.tiny else 131_072,
-    )
+    steps, val_tokens = (6, 2048) if session.tiny else (100, 131_072)
+    config = session.config("nano", steps=steps, val_every=0, val_tokens=val_tokens)
     status, last, result = run_trainer(session, config, processes=1, timeout=130)
     if status or not result:
         session.report("run", False, f"exit status {status}: {last}")
         return
-    # log(257) is 5.55; a model that learns passes 2 in 50 steps
+    # log(257) is 5.55; a model that learns passes 2 in 50 steps.
     limit = 5.5 if session.tiny else 2.0
     session.report(
         "run",
@@ -845,15 +806,11 @@ def fineweb_world(session):
     if gpus < 2:
         session.report("all GPUs", None, "only one here")
         return
-    config = session.config(
-        "fineweb",
-        steps=6 if session.tiny else 24,
-        val_every=0,
-        log_every=2,
-        val_tokens=2048 if session.tiny else 8 * 16384,
-    )
-    counts = [count for _, count in config.micro_batches]
-    processes = max(n for n in range(1, gpus + 1) if all(count % n == 0 for count in counts))
+    steps, val_tokens = (6, 2048) if session.tiny else (24, 8 * 16384)
+    values = {"steps": steps, "val_tokens": val_tokens, "val_every": 0, "log_every": 2}
+    config = session.config("fineweb", **values)
+    largest = math.gcd(*(stage.micro_batches for stage in config.stages))
+    processes = max(count for count in range(1, gpus + 1) if largest % count == 0)
     status, last, result = run_trainer(session, config, processes, timeout=180)
     if status or not result:
         session.report(f"{processes} processes", False, f"exit status {status}: {last}")
@@ -888,44 +845,44 @@ BY_WORTH = (
 
 
 def run_part(name, command, seconds, work):
-    """Run a part's process, at most so many seconds. Returns its rows, one more if it did not end
-    well."""
+    """Run a part's process, at most so many seconds.
+
+    Returns its rows, and one more if it did not end well."""
     log = Path(work, f"{name}.log")
-    failure, began = "", time.monotonic()
+    failure = ""
+    began = time.monotonic()
     with open(log, "w") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            if status := process.wait(timeout=seconds):
-                tail = [
-                    line for line in log.read_text(errors="replace").splitlines() if line.strip()
-                ]
+            status = process.wait(timeout=seconds)
+            if status:
+                lines = log.read_text(errors="replace").splitlines()
+                tail = [line for line in lines if line.strip()]
                 failure = f"exit status {status}: {tail[-1] if tail else 'no output'}"
         except subprocess.TimeoutExpired:
             failure = f"timed out after {seconds:.0f} s"
         finally:
             stop_group(process)
     rows_file = Path(work, f"{name}.jsonl")
-    rows = (
-        [json.loads(line) for line in rows_file.read_text().splitlines()]
-        if rows_file.is_file()
-        else []
-    )
+    rows = []
+    if rows_file.is_file():
+        rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
     if failure:
         rows.append({"part": name, "item": "ended early", "ok": False, "text": failure[:300]})
     failed = sum(row["ok"] is False for row in rows)
     if failed:
         print("\n".join(log.read_text(errors="replace").splitlines()[-15:]), file=sys.stderr)
-    print(
-        f"{name}: {len(rows)} rows, {failed} failed, {time.monotonic() - began:.0f} s", flush=True
-    )
+    seconds = time.monotonic() - began
+    print(f"{name}: {len(rows)} rows, {failed} failed, {seconds:.0f} s", flush=True)
     return rows
 
 
 def stop_group(process):
-    """End a process and all that it started: politely first, so that torchrun takes its workers
-    along."""
+    """End a process and all that it started.
+
+    Politely first, so that torchrun takes its workers along."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, kind)
@@ -963,33 +920,25 @@ def main(argv=None):
         name = arguments.only[0]
         PARTS[name][0](Session(name, arguments.device, arguments.tiny, arguments.work))
         return 0
-    facts, rows, began = common.environment(torch.device(arguments.device)), [], time.monotonic()
+    facts = common.environment(torch.device(arguments.device))
+    rows = []
+    began = time.monotonic()
     print(common.environment_line(facts), flush=True)
     with tempfile.TemporaryDirectory() as work:
         for name in arguments.only or BY_WORTH:
-            left, limit = BUDGET_SECONDS - (time.monotonic() - began), PARTS[name][1]
+            left = BUDGET_SECONDS - (time.monotonic() - began)
+            limit = PARTS[name][1]
             if left < limit:
-                rows.append(
-                    {
-                        "part": name,
-                        "item": "not started",
-                        "ok": None,
-                        "text": f"may take {limit} s, "
-                        f"and {left:.0f} of {BUDGET_SECONDS} s are left; run it with --only {name}",
-                    }
+                text = (
+                    f"may take {limit} s, and {left:.0f} of {BUDGET_SECONDS} s are left; run it "
+                    f"with --only {name}"
                 )
+                rows.append({"part": name, "item": "not started", "ok": None, "text": text})
                 continue
-            command = [
-                sys.executable,
-                __file__,
-                "--only",
-                name,
-                "--device",
-                arguments.device,
-                "--work",
-                work,
-                *["--tiny"] * arguments.tiny,
-            ]
+            words = ["--only", name, "--device", arguments.device, "--work", work]
+            if arguments.tiny:
+                words.append("--tiny")
+            command = [sys.executable, __file__, *words]
             rows += run_part(name, command, limit, work)
     seconds = time.monotonic() - began
     verdicts = {True: "ok", False: "FAIL", None: "-"}
@@ -1010,9 +959,8 @@ def main(argv=None):
         f"# Checks on {facts['device']}\n\n{table}\n\nThey took {seconds:.0f} s.",
     )
     failed = sum(row["ok"] is False for row in rows)
-    print(
-        f"\n{table}\n\n{len(rows)} rows, {failed} failed, {seconds:.0f} s; {arguments.results / name}.md"
-    )
+    totals = f"{len(rows)} rows, {failed} failed, {seconds:.0f} s"
+    print(f"\n{table}\n\n{totals}; {arguments.results / name}.md")
     return 1 if failed else 0
 
 

@@ -3,12 +3,14 @@
     python benchmarks/nano_vs_baseline.py [--seconds 180] [--seeds 1] [--steps N]
 
 Five arms train on the same corpus and are scored on the same validation tokens, in one process:
-    baseline              the GPT below: four layers, learned positions, LayerNorm, biases, GELU, AdamW with warm-up and
-                          cosine, float32, random windows of 256 tokens
-    baseline + n-grams    the same, given the track's table with its n-grams alone: orders, rows, hash, row-wise Adagrad
-    baseline + copies     the same, given the n-grams and the copies
-    nano                  the track as it stands; its index reads text that the others may train on, on the arm's clock
-    nano, no table        the track without n-grams, copies and index
+    baseline            the GPT below: four layers, learned positions, LayerNorm, biases, GELU,
+                        AdamW with warm-up and cosine, float32, random windows of 256 tokens
+    baseline + n-grams  the same, given the track's table with its n-grams alone: orders, rows,
+                        hash, row-wise Adagrad
+    baseline + copies   the same, given the n-grams and the copies
+    nano                the track as it stands; its index reads text that the others may train on,
+                        on the arm's clock
+    nano, no table      the track without n-grams, copies and index
 All are compiled. They take turns, a slice of training time each, so that a busy machine slows all
 alike. The length of a schedule is fixed beforehand (the baselines': `--seconds` over the step time
 of a calibration; the track's: its `steps`), and an arm stops at its end. The clock stands still
@@ -20,9 +22,11 @@ schedule. Between two validation points losses are interpolated linearly in time
 the track on a convex curve.
 
 Results: benchmarks/results/nano_vs_baseline.{json,md,png}, and nano_vs_baseline_short.md, the table
-of README.md. Exit status: 0, or 2 for something to correct."""
+of README.md. Exit status: 0, or 2 for something to correct.
+"""
 
 import dataclasses
+import itertools
 import math
 import statistics
 import sys
@@ -124,30 +128,30 @@ class Baseline(nn.Module):
 
 
 class Arm:
-    """`steps`: length of the schedule, `done`: steps taken, `points`: (training seconds, step,
-    loss)."""
+    """What one model has done so far, with a clock of its own."""
 
     def __init__(self, name, config, runtime):
         self.name, self.config, self.runtime = name, config, runtime
-        self.shards, self.indexed, val = train_gpt.open_corpus(config)
-        self.val_text = train_gpt.Text(val, config)
-        self.clock, self.done, self.points = train_gpt.Clock(runtime), 0, []
-        self.steps = 0
+        self.corpus = train_gpt.open_corpus(config)
+        self.val_text = train_gpt.Text(self.corpus.val, config)
+        self.clock = train_gpt.Clock(runtime)
+        self.steps = 0  # length of the schedule
+        self.done = 0  # steps taken
+        self.points = []  # (training seconds, step, loss)
 
     def set_steps(self, steps):
         self.steps = steps
-        self.marks = {
-            max(1, round(steps * FIRST_POINT ** (1 - i / (POINTS - 1)))) for i in range(POINTS)
-        }
+        shares = [FIRST_POINT ** (1 - i / (POINTS - 1)) for i in range(POINTS)]
+        self.marks = {max(1, round(steps * share)) for share in shares}
 
     def mean_loss(self, pieces):
-        """Mean validation loss over pieces of micro_batch_tokens that start at the given tokens."""
+        """Mean validation loss over pieces of val_batch_tokens that start at the given tokens."""
         total = sum(self.piece_losses(low).double().sum() for low in pieces)
-        return float(total) / (len(pieces) * self.config.micro_batch_tokens)
+        return float(total) / (len(pieces) * self.config.val_batch_tokens)
 
     def curve_point(self):
         """Score pieces spread evenly over the validation tokens."""
-        length = self.config.micro_batch_tokens
+        length = self.config.val_batch_tokens
         whole = self.config.val_tokens // length
         pieces = np.linspace(0, whole - 1, min(whole, CURVE_TOKENS // length)).astype(int) * length
         self.points.append((self.clock.total, self.done, self.mean_loss(pieces)))
@@ -168,9 +172,8 @@ class Arm:
         self.clock.stop()
 
     def result(self):
-        """The arm's figures after its schedule, with the loss over all of the track's validation
-        tokens."""
-        length, tokens = self.config.micro_batch_tokens, self.tokens_seen()
+        """The arm's figures after its schedule, with the loss over all validation tokens."""
+        length, tokens = self.config.val_batch_tokens, self.tokens_seen()
         final = self.mean_loss(range(0, self.config.val_tokens, length))
         return {
             "arm": self.name,
@@ -194,21 +197,25 @@ class NanoArm(Arm):
 
     def __init__(self, name, config, runtime):
         super().__init__(name, config, runtime)
-        self.loader, self.batch = None, None
+        self.loader = None
+        self.batch = None
         torch.manual_seed(config.seed)
         self.trainer = train_gpt.Trainer(config, runtime)
         train_gpt.warm_up(self.trainer)
         self.set_steps(config.steps)
 
     def train_step(self):
-        # on the clock, as in a run; in other arms' turns it fills its queue of two
+        # On the clock, as in a run; in other arms' turns the loader fills its queue.
         if self.loader is None:
             index = self.trainer.table.index
-            index.read(self.indexed, self.runtime)
-            self.loader = train_gpt.TrainLoader(self.config, self.shards, self.runtime, index=index)
-            self.batch = self.loader.next()
-        following = self.loader.next if self.done + 1 < self.steps else lambda: None
-        _, self.batch = self.trainer.step(self.done, self.batch, following)
+            index.read(self.corpus.indexed, self.runtime.in_parallel)
+            shards = self.corpus.shards
+            self.loader = train_gpt.TrainLoader(self.config, shards, self.runtime, index)
+            self.batch = self.loader.next_batch()
+        is_last = self.done + 1 == self.steps
+        upcoming = None if is_last else self.loader.next_batch()
+        self.trainer.step(self.done, self.batch, upcoming)
+        self.batch = upcoming
 
     def piece_losses(self, low):
         return self.trainer.score(self.done, self.val_text, low)[0]
@@ -217,7 +224,7 @@ class NanoArm(Arm):
         return self.trainer.optimizer.matrices.size()
 
     def tokens_seen(self):
-        # of the whole schedule, which is over by then
+        """Those of the whole schedule, which is over by then."""
         return train_gpt.training_tokens(self.config)
 
     def close(self):
@@ -236,10 +243,11 @@ class BaselineArm(Arm):
 
     def __init__(self, name, config, runtime):
         super().__init__(name, config, runtime)
-        self.texts = [train_gpt.Text(shard, self.config) for shard in self.shards]
+        self.texts = [train_gpt.Text(shard, self.config) for shard in self.corpus.shards]
         self.model = Baseline(config).to(runtime.device)
-        compiling = train_gpt.choose_compile(config, runtime.device) == "inductor"
-        self.forward = torch.compile(self.model, dynamic=False) if compiling else self.model
+        self.forward = self.model
+        if config.compile:
+            self.forward = torch.compile(self.model, dynamic=False)
         self.pool = ThreadPoolExecutor(1)
         self.reset()
         self.set_steps(1)
@@ -261,34 +269,35 @@ class BaselineArm(Arm):
             betas=(0.9, 0.95),
             fused=True,
         )
-        self.table = train_gpt.NgramTable(
-            dataclasses.replace(self.config, dtype="float32"), self.runtime
-        )
+        in_float32 = dataclasses.replace(self.config, dtype="float32")
+        self.table = train_gpt.NgramTable(in_float32, self.runtime)
         self.rng = np.random.default_rng(self.config.seed)
-        self.done, self.next_batch = 0, None
+        self.done = 0
+        self.next_batch = None
 
     def windows_at(self, text, lows):
-        """(MicroBatch, RowPlan) of windows of BLOCK tokens that start at `lows`; arrays are
-        flat."""
-        position = (np.asarray(lows)[:, None] + np.arange(BLOCK)).ravel()
-        segment_start = np.repeat(np.arange(len(lows), dtype=np.int32) * BLOCK, BLOCK)
-        place = train_gpt.Placement(text, position, segment_start)
-        rows, signs = train_gpt.table_rows(place, self.config, self.table.index)
+        """(MicroBatch, RowPlan) of windows of BLOCK tokens that start at `lows`, laid end to
+        end."""
+        spans = []
+        for low in lows:
+            spans += train_gpt.contiguous_window(text, int(low), BLOCK).spans
+        window = train_gpt.TokenWindow(text, spans)
+        rows, signs = train_gpt.table_rows(window, self.config, self.table.index)
         plan, slots = train_gpt.plan_rows(rows, signs, self.config, self.runtime)
-        return train_gpt.assemble(place, slots, signs, self.runtime.device), plan
+        return train_gpt.assemble(window, slots, signs, self.runtime.device), plan
 
     def random_batch(self):
         """(MicroBatch, RowPlan) of random windows of one shard, drawn by size."""
-        sizes = np.array([len(shard) for shard in self.shards], dtype=float)
+        sizes = np.array([len(text.tokens) for text in self.texts], dtype=float)
         which = self.rng.choice(len(sizes), p=sizes / sizes.sum())
-        lows = self.rng.integers(0, len(self.shards[which]) - BLOCK, size=self.WINDOWS)
+        lows = self.rng.integers(0, int(sizes[which]) - BLOCK, size=self.WINDOWS)
         return self.windows_at(self.texts[which], lows)
 
     def losses(self, micro_batch, ngram):
         windows = [tensor.view(-1, BLOCK) for tensor in (micro_batch.inputs, micro_batch.targets)]
-        return self.forward(
-            *windows, None if ngram is None else ngram.view(-1, BLOCK, self.config.model_dim)
-        )
+        if ngram is not None:
+            ngram = ngram.view(-1, BLOCK, self.config.model_dim)
+        return self.forward(*windows, ngram)
 
     def lr_multiplier(self):
         warm_up = max(1, round(self.WARM_UP * self.steps))
@@ -310,14 +319,13 @@ class BaselineArm(Arm):
         self.optimizer.step()
         self.optimizer.zero_grad()
         if ngram is not None:
-            self.table.pull(plan)
-            self.table.accumulate(ngram.grad, len(ngram))
-            self.table.reduce(self.done)
-            self.table.update(self.done, lr_mul)
+            self.table.start_pull(plan)
+            self.table.accumulate(ngram.grad * len(ngram))  # the loss is a mean
+            self.table.update(self.done, lr_mul, self.table.reduce(self.done))
 
     @torch.no_grad()
     def piece_losses(self, low):
-        lows = np.arange(low, low + self.config.micro_batch_tokens, BLOCK)
+        lows = np.arange(low, low + self.config.val_batch_tokens, BLOCK)
         micro_batch, _ = self.windows_at(self.val_text, lows)
         return self.losses(micro_batch, self.table.lookup(micro_batch, self.table.weight))
 
@@ -332,8 +340,9 @@ class BaselineArm(Arm):
 
 
 def calibrate(arms, seconds):
-    """Fix each baseline's schedule: `seconds` over the median time of a step, in turns of four
-    steps."""
+    """Fix each baseline's schedule: `seconds` over the median time of a step.
+
+    The arms take turns of four steps."""
     times = {arm: [] for arm in arms}
     for _ in range(3):
         for arm in arms:
@@ -347,22 +356,21 @@ def calibrate(arms, seconds):
 def run_seed(config, seconds, runtime):
     """Train all arms with config.seed. Returns their results."""
     torch._dynamo.reset()  # the graphs of the last seed's models
-    plain, n_grams, copies = (
-        dataclasses.replace(config, num_layers=BASELINE_LAYERS, **kinds)
-        for kinds in (common.NO_TABLE, common.N_GRAMS_ALONE, {"index_orders": ()})
-    )
+    deeper = dataclasses.replace(config, num_layers=BASELINE_LAYERS)
     kinds = (
-        (BaselineArm, plain),
-        (BaselineArm, n_grams),
-        (BaselineArm, copies),
-        (NanoArm, config),
-        (NanoArm, dataclasses.replace(config, **common.NO_TABLE)),
+        (BaselineArm, deeper, common.NO_TABLE),
+        (BaselineArm, deeper, common.N_GRAMS_ALONE),
+        (BaselineArm, deeper, {"index_orders": ()}),
+        (NanoArm, config, {}),
+        (NanoArm, config, common.NO_TABLE),
     )
-    arms = [kind(name, of_arm, runtime) for name, (kind, of_arm) in zip(ARMS, kinds, strict=True)]
+    arms = []
+    for name, (kind, base, changes) in zip(ARMS, kinds, strict=True):
+        arms.append(kind(name, dataclasses.replace(base, **changes), runtime))
     calibrate(arms[:3], seconds)
     try:
-        while waiting := [arm for arm in arms if arm.done < arm.steps]:
-            for arm in waiting:
+        while any(arm.done < arm.steps for arm in arms):
+            for arm in [arm for arm in arms if arm.done < arm.steps]:
                 arm.train_for(min(SLICE_SECONDS, seconds / 3))
                 print(
                     f"seed:{config.seed} arm:{arm.name} step:{arm.done}/{arm.steps} "
@@ -380,9 +388,8 @@ def run_seed(config, seconds, runtime):
 
 
 def seconds_to(points, loss):
-    """Training seconds at which a curve first has `loss`, linear between points; None if it never
-    has."""
-    for before, after in zip(points, points[1:], strict=True):
+    """Training seconds at which a curve first has `loss`, linear between points, or None."""
+    for before, after in itertools.pairwise(points):
         if after["loss"] <= loss < before["loss"]:
             share = (before["loss"] - loss) / (before["loss"] - after["loss"])
             return before["seconds"] + share * (after["seconds"] - before["seconds"])
@@ -390,8 +397,7 @@ def seconds_to(points, loss):
 
 
 def compare(results):
-    """Every other arm against each baseline: one dict a pair, with one entry a seed in its
-    lists."""
+    """Every other arm against each baseline: a dict a pair, with an entry a seed in its lists."""
     by_arm = {arm: [result for result in results if result["arm"] == arm] for arm in ARMS}
     pairs = []
     for target in ARMS[:2]:
@@ -479,14 +485,17 @@ def report(settings, results, pairs):
         ],
         rows,
     )
-    text = f"""{arms}\n\n{times}
+    text = f"""{arms}
 
-Training times leave out compilation and validation. The baseline: learned positions, LayerNorm, biases, GELU, AdamW
-{BaselineArm.LEARNING_RATE} with warm-up and cosine, float32, {BaselineArm.WINDOWS} random windows of {BLOCK} tokens a
-step. With n-grams it has the track's table of n-grams and row-wise Adagrad as well, with copies its copies too, but no
-index. torch.compile for all arms:
-{settings["compile"]}. Final losses are over {settings["val_tokens"]:,} validation tokens, those of the curve over at
-most {CURVE_TOKENS:,} of them."""
+{times}
+
+Training times leave out compilation and validation. The baseline: learned positions, LayerNorm,
+biases, GELU, AdamW {BaselineArm.LEARNING_RATE} with warm-up and cosine, float32,
+{BaselineArm.WINDOWS} random windows of {BLOCK} tokens a step. With n-grams it has the track's table
+of n-grams and row-wise Adagrad as well, with copies its copies too, but no index. The track in
+{settings["config"]["dtype"]}. torch.compile for all arms: {settings["compile"]}. Final losses are
+over {settings["val_tokens"]:,} validation tokens, those of the curve over at most
+{CURVE_TOKENS:,} of them."""
     return text, (
         f"{short}\n\nMatrix parameters: {results[0]['matrix_parameters']:,} of the plain GPT, "
         f"{first['matrix_parameters']:,} of nano. "
@@ -497,13 +506,12 @@ most {CURVE_TOKENS:,} of them."""
 
 def plot(path, results, pairs):
     """Loss against training time, one line an arm and seed; dashes mark where the baselines end."""
-    colours = dict(
-        zip(ARMS, ("tab:gray", "tab:brown", "tab:olive", "tab:blue", "tab:cyan"), strict=True)
-    )
+    names = ("tab:gray", "tab:brown", "tab:olive", "tab:blue", "tab:cyan")
+    colours = dict(zip(ARMS, names, strict=True))
     labelled = set()
     with common.picture(path, figsize=(8, 5)) as axes:
         for result in results:
-            # the first stands at time 0, which a logarithmic axis has not
+            # The first stands at time 0, which a logarithmic axis has not.
             points = result["points"][1:]
             arm = result["arm"]
             axes.plot(
@@ -546,9 +554,10 @@ def parse_arguments(argv):
     return arguments
 
 
-def benchmark(arguments, config):
+def benchmark(arguments, values):
     """Run every seed; results are written after each. Returns the comparison's pairs."""
-    runtime = train_gpt.Runtime(config.device)
+    runtime = train_gpt.Runtime(arguments.device)
+    config = common.config_of("nano", runtime, **values)
     facts = common.environment(runtime.device)
     settings = {
         "seconds": arguments.seconds,
@@ -559,22 +568,21 @@ def benchmark(arguments, config):
         "block": BLOCK,
         "windows": BaselineArm.WINDOWS,
         "learning_rate": BaselineArm.LEARNING_RATE,
-        "compile": train_gpt.choose_compile(config, runtime.device),
+        "compile": "inductor" if config.compile else "off",
         "config": {**dataclasses.asdict(config), "data": Path(config.data).name},
     }
     results = []
     for seed in range(arguments.seed, arguments.seed + arguments.seeds):
         of_seed = dataclasses.replace(config, seed=seed)
-        # or an arm might run eagerly
+        # An arm might run eagerly otherwise.
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             results += run_seed(of_seed, arguments.seconds, runtime)
         pairs = compare(results)
         data = {"settings": settings, "results": results, "comparison": pairs}
         text, short = report(settings, results, pairs)
         common.write_results(arguments.results, NAME, facts, data, text)
-        (arguments.results / f"{NAME}_short.md").write_text(
-            f"{short} {common.environment_line(facts)}\n"
-        )
+        short = f"{short} {common.environment_line(facts)}\n"
+        (arguments.results / f"{NAME}_short.md").write_text(short)
         plot(arguments.results / f"{NAME}.png", results, pairs)
     return pairs
 
@@ -583,18 +591,15 @@ def main(argv=None):
     arguments = parse_arguments(argv)
     with tempfile.TemporaryDirectory() as temporary:
         try:
-            changes = {"device": arguments.device, "data": arguments.data}
+            values = {"device": arguments.device, "data": arguments.data}
             if arguments.tiny:
-                changes |= {**common.TINY, "data": str(Path(temporary, "corpus"))}
-                common.write_corpus(
-                    changes["data"],
-                    common.python_documents(400_000),
-                    train_gpt.EOT_TOKEN["bytes"],
-                    common.TINY["val_tokens"],
-                )
+                values.update({**common.TINY, "data": str(Path(temporary, "corpus"))})
+                documents = common.python_documents(400_000)
+                eot_token, val_tokens = train_gpt.EOT_TOKEN["bytes"], common.TINY["val_tokens"]
+                common.write_corpus(values["data"], documents, eot_token, val_tokens)
             if arguments.steps is not None:
-                changes["steps"] = arguments.steps
-            pairs = benchmark(arguments, dataclasses.replace(train_gpt.TRACKS["nano"], **changes))
+                values["steps"] = arguments.steps
+            pairs = benchmark(arguments, values)
         except train_gpt.ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

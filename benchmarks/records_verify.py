@@ -18,7 +18,6 @@ sys.path[:0] = [
     str(Path(__file__).resolve().parent.parent / folder) for folder in ("", "tests/records")
 ]
 import records_helpers as made
-
 import train_gpt
 from records import render
 from records.__main__ import main as records_command

@@ -1,22 +1,22 @@
 """Show that a rewrite of train_gpt.py trains as the version before it did, step by step.
 
     python benchmarks/trajectories.py [--before COMMIT] [--rules RULE ...] [--world-sizes 1,2,4]
+                                      [--dtypes float32 float64]
 
 Both sides, the train_gpt.py of --before and the working one, take 20 steps of a tiny model in which
 every number of a stage changes on the way, for each type of numbers, world size, update rule of the
 matrices, and cycle of Adam's steps: 60 cases. Their training losses of every step and their final
-validation losses are compared. In float32 rounding alone makes differences far above 1e-6: in the
-first step some scalars have a gradient of nothing else, of which Adam makes a step, and SOAP steps
-along eigenvectors that rounding decides. So float64 decides, where only another computation can
-differ so much; of float32 the page also tells how far the version before differs from itself
-between world sizes.
+validation losses are compared. In float32 rounding alone makes differences far above 1e-6 where
+SOAP steps along eigenvectors that it decides: the page tells how far the version before differs
+from itself between world sizes. So all is compared in float64, too, where nothing but another
+computation can differ as much.
 
 CASE describes the run once; former_values() says it in the words of versions that had no stages
 yet, and CHANGED_ON_PURPOSE brings those up to what was changed on purpose. A process imports each
 side once and forks the ranks of its runs, because a start of Python takes longer than a run.
 Results: benchmarks/results/trajectories.{json,md}. Exit status 1 if a loss differs by more than
-1e-6 in float64, or in float32 by that and ten times what the version before differs from itself.
-Rules named by --expected-to-differ do not count, and their differences are told apart.
+1e-6, and in float32 by ten times what the version before differs from itself. Rules named by
+--expected-to-differ do not count, and their differences are told apart.
 """
 
 import contextlib
@@ -301,7 +301,7 @@ def table_of(found, rules):
                 lines.setdefault(("before, between them", adam_every), {})[rule] = own
         keys = sorted(lines, key=lambda key: (isinstance(key[0], str), key))
         rows = [[*key, *(lines[key][rule] for rule in rules)] for key in keys]
-        parts.append(common.markdown_table([dtype, "adam_every", *rules], rows))
+        parts.append(common.markdown_table([f"{dtype}, world size", "adam_every", *rules], rows))
     return "\n\n".join(parts)
 
 

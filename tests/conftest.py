@@ -71,7 +71,8 @@ def cli(tmp_path, monkeypatch, capsys):
     at the end."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train_gpt, "plot", lambda folder: "")
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    handlers = {number: signal.getsignal(number) for number in numbers}
     rng = torch.get_rng_state()
 
     def run(*words, main=train_gpt.main, **values):

@@ -324,7 +324,7 @@ def assert_bitwise(actual, expected, where=""):
             assert_bitwise(actual[key], expected[key], f"{where}.{key}")
     elif isinstance(expected, (list, tuple)):
         assert len(actual) == len(expected), where
-        for index, pair in enumerate(zip(actual, expected)):
+        for index, pair in enumerate(zip(actual, expected, strict=True)):
             assert_bitwise(*pair, f"{where}[{index}]")
     elif isinstance(expected, torch.Tensor):
         assert actual.dtype == expected.dtype and actual.shape == expected.shape, where

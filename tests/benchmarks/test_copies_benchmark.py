@@ -1,5 +1,4 @@
-"""benchmarks/copies.py: its guesses are those of the trainer's rows, and it leaves its results
-behind."""
+"""benchmarks/copies.py: its guesses are those of the trainer's rows, and it leaves its results."""
 
 import dataclasses
 import json

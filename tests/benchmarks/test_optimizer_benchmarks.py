@@ -3,13 +3,14 @@ results behind."""
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train_gpt
 from benchmarks import batched_qr, common, optimizer_rules, optimizer_step
-from helpers import TINY, arguments
+from helpers import TINY, arguments, make_trainer
 
 CPU = torch.device("cpu")
 
@@ -23,7 +24,7 @@ def test_all_arms_find_the_same_bases():
     exact = functions.pop("eigh")()
     bases = {name: function() for name, function in functions.items()}
     assert set(bases) == {"loop", "refresh", "cholesky"} and not rejects.any()
-    for name, found in bases.items():
+    for found in bases.values():
         leading = (found * bases["loop"]).sum(-2).abs()[:, :8]
         torch.testing.assert_close(leading, torch.ones_like(leading), atol=1e-4, rtol=0)
         assert (found * exact).sum(-2).abs()[:, 0].min() > 0.9
@@ -76,18 +77,25 @@ def test_costs_are_shares_of_the_step():
     assert results["soap", 1] == {"ms": 4500, "share": 0.25, "over_muon": 0.2, "step_ratio": 1.2}
 
 
+def test_a_turn_is_of_the_trainers_own_gradients():
+    trainer, other = make_trainer(), make_trainer(matrix_update="adam").optimizer
+    other.groups = other.parameter_groups  # without the table
+    for value, layout in enumerate(trainer.optimizer.layouts.values(), start=1):
+        layout.grad.fill_(value)
+    optimizer_step.take_turn(trainer, other, [0], 1.0)
+    tokens = trainer.config.micro_batch_tokens
+    for value, name in enumerate(trainer.optimizer.layouts, start=1):
+        group = other.matrices if name in other.matrices.layouts else other.embeddings
+        state = group.state.get(name, {})
+        first = state.get("first", state.get("momentum"))
+        if first is not None and first.numel():
+            expected = (1 - other.layouts[name].rule.betas[0]) * value / tokens
+            torch.testing.assert_close(first, torch.full_like(first, expected))
+
+
 def test_the_step_benchmark_leaves_its_results(corpus, tmp_path, capsys):
-    words = [
-        "--tiny",
-        "--device",
-        "cpu",
-        "--rounds",
-        "2",
-        "--data",
-        str(corpus),
-        "--results",
-        str(tmp_path),
-    ]
+    words = ["--tiny", "--device", "cpu", "--rounds", "2"]
+    words += ["--data", str(corpus), "--results", str(tmp_path)]
     assert optimizer_step.main(words) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("soap_muon_share:")
     data = json.loads((tmp_path / "optimizer_step.json").read_text())
@@ -137,46 +145,26 @@ def ratios(tmp_path):
 
 
 def test_rules_are_compared_at_equal_steps_and_time(ratios, tmp_path, monkeypatch, capsys):
-    """Losses are made up: best at 4 times the centre for soap, at the centre for the others; more
-    steps are better."""
+    """Losses are made up: more steps are better, and so are rates near an optimum.
+
+    It is 4 times the centre for soap, the centre for the others."""
     started = []
 
     def train(folder, run_id, options):
         values = dict(zip(options[::2], options[1::2], strict=True))
-        rule, lr, steps = (
-            values["--matrix-update"],
-            float(values["--matrix-lr"]),
-            int(values["--steps"]),
-        )
+        rule, lr = values["--matrix-update"], float(values["--matrix-lr"])
         started.append(run_id)
         optimum = optimizer_rules.CENTRES[rule] * (4 if rule == "soap" else 1)
         if rule == "kl_soap" and lr > optimum:
             raise SystemExit(f"{run_id} failed: status:nan")
-        loss = (
-            abs(math.log(lr / optimum)) + {"muon": 2, "soap_muon": 1.9}.get(rule, 2.2) + 50 / steps
-        )
-        return {
-            "val_loss": loss + 0.001 * int(values["--seed"]),
-            "train_time_ms": 1.0,
-            "basis_rejects": 0,
-        }
+        loss = {"muon": 2, "soap_muon": 1.9}.get(rule, 2.2) + 0.001 * int(values["--seed"])
+        loss += abs(math.log(lr / optimum)) + 50 / int(values["--steps"])
+        return {"val_loss": loss, "train_time_ms": 1.0, "basis_rejects": 0}
 
     monkeypatch.setattr(common, "train", train)
     monkeypatch.setattr(common, "log_tail", lambda folder, run_id: "log\n")
-    words = [
-        "--steps",
-        "100",
-        "--seeds",
-        "3",
-        "--jobs",
-        "2",
-        "--ratios",
-        str(ratios),
-        "--work",
-        str(tmp_path / "work"),
-        "--results",
-        str(tmp_path),
-    ]
+    words = ["--steps", "100", "--seeds", "3", "--jobs", "2", "--ratios", str(ratios)]
+    words += ["--work", str(tmp_path / "work"), "--results", str(tmp_path)]
     assert optimizer_rules.main(words) == 0
     assert len(started) == len(set(started))  # nothing runs twice
     assert capsys.readouterr().out.splitlines()[-1] == "best_at_equal_time:muon rejects:0"
@@ -204,17 +192,13 @@ def test_rules_are_compared_at_equal_steps_and_time(ratios, tmp_path, monkeypatc
 def test_a_run_is_the_trainers_own_and_is_not_repeated(corpus, tmp_path, ratios):
     given = ("steps", "val_tokens", "val_every", "seed", "device")
     tiny = {key: value for key, value in TINY.items() if key not in given}
-    parsed = type(
-        "Arguments",
-        (),
-        {
-            "results": tmp_path,
-            "work": tmp_path / "work",
-            "jobs": 1,
-            "data": corpus,
-            "val_tokens": 1024,
-            "options": arguments(tiny),
-        },
+    parsed = SimpleNamespace(
+        results=tmp_path,
+        work=tmp_path / "work",
+        jobs=1,
+        data=corpus,
+        val_tokens=1024,
+        options=arguments(tiny),
     )
     runs = optimizer_rules.Runs(parsed)
     (loss,) = runs.losses([("soap_muon", 0.03, 2, 1)])

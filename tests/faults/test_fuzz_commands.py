@@ -4,10 +4,10 @@ messages hold is tested in tests/trainer/test_config.py."""
 import dataclasses
 import os
 
-import fuzzing
 import pytest
 from hypothesis import strategies as st
 
+import fuzzing
 import helpers
 import train_gpt
 

@@ -7,10 +7,10 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import fuzzing
 import pytest
 from hypothesis import strategies as st
 
+import fuzzing
 import helpers
 import train_gpt
 from train_gpt import ConfigError

@@ -7,14 +7,14 @@ import shutil
 import sys
 from pathlib import Path
 
-import fuzzing
 import matplotlib.pyplot  # noqa: F401, for its import takes long, which is no fault of the command that does it
 import pytest
 from hypothesis import strategies as st
 
+import fuzzing
+
 sys.path.append(str(Path(__file__).parents[1] / "records"))
 import records_helpers as helpers
-
 from records.__main__ import main
 
 

@@ -8,15 +8,15 @@ import shutil
 from datetime import timedelta
 
 import pytest
-import records_helpers as made
-from records_helpers import edit
 
+import records_helpers as made
 from records import render
 from records.__main__ import main
 from records.files import CONTROL
 from records.log import Batch, parse_log
 from records.record import Repository, figures, load
 from records.submit import submit
+from records_helpers import edit
 
 FIRST, FASTER = "First", "Faster"
 

@@ -11,8 +11,8 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
-import records_helpers as made
 
+import records_helpers as made
 from records import curves, foreign, render
 from records.__main__ import main
 from records.submit import submit

@@ -5,15 +5,15 @@ import json
 import re
 
 import pytest
-import records_helpers as made
 import torch
-from records_helpers import call, edit
 
+import records_helpers as made
 import train_gpt
 from records import render
 from records.log import Batch, parse_log
 from records.record import config_changes
 from records.submit import submit
+from records_helpers import call, edit
 
 OPEN = {"dtype": "auto"}
 FIXED = {"dtype": "bfloat16"}

@@ -8,16 +8,16 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-import records_helpers as made
-from records_helpers import call
 
 import helpers
+import records_helpers as made
 import train_gpt
 from records import experiment, stats
 from records.compare import Side, describe, seed_only
 from records.ledger import Ledger
 from records.log import Batch, order_of_pairs, parse_log
 from records.record import config_changes, speed_figures
+from records_helpers import call
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ time."""
 import re
 
 import pytest
-import records_helpers as made
-from records_helpers import call
 
+import records_helpers as made
 from records.files import RecordError
 from records.ledger import Ledger
 from records.log import parse_log
+from records_helpers import call
 
 
 @pytest.fixture

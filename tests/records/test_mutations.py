@@ -9,8 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import records_helpers as made
 
+import records_helpers as made
 from records.__main__ import main
 from records.files import CONTROL
 from records.record import Repository

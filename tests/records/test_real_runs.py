@@ -12,15 +12,15 @@ import sys
 from dataclasses import asdict, replace
 
 import pytest
-import records_helpers as made
-from records_helpers import call
 
 import helpers
+import records_helpers as made
 import train_gpt
 from records import render
 from records.__main__ import main
 from records.log import parse_log
 from records.record import TrackRules
+from records_helpers import call
 
 DECLARED = 2
 # The first record's script waits for a while: more than the load of a machine should hide.

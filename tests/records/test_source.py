@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-import records_helpers as made
 
+import records_helpers as made
 import train_gpt
 from records import source
 from records.files import RecordError

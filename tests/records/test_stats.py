@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import records_helpers as made
-from records_helpers import call
 from scipy.stats import permutation_test as reference
 
+import records_helpers as made
 from records import stats
 from records.judge import judge_all
 from records.submit import submit
+from records_helpers import call
 
 
 def every_order(times):

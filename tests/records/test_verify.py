@@ -12,9 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import records_helpers as made
-from records_helpers import edit
 
+import records_helpers as made
 import train_gpt
 from data import text as data_text
 from records.__main__ import main
@@ -22,6 +21,7 @@ from records.judge import check_gates, judge, judge_all
 from records.log import Batch, parse_log
 from records.record import load
 from records.submit import submit
+from records_helpers import edit
 
 FIRST, FASTER = "First", "Faster"
 RUN = made.name_of(made.source_of("first"))

@@ -328,7 +328,9 @@ def test_an_epoch_covers_each_shard_exactly_once(seed):
     shards = [countable(*it, seed=seed) for it in zip(lengths, firsts, strict=True)]
     shards[1][0] = 10_000  # begins inside a document
     counts = [(length - 1) // 256 for length in lengths]
-    config = loader_config(steps=sum(counts), micro_batches=1, seed=seed)
+    # Pieces of the second cap, which the first one splits further.
+    caps = {0.0: {"document_cap": 50}, 0.3: {"document_cap": 300}}
+    config = loader_config(caps, steps=sum(counts), micro_batches=1, seed=seed)
     stream = iter([batch.micro_batches[0] for batch in load_all(config, shards)])
     for shard, count, first in zip(shards, counts, firsts, strict=True):
         micro_batches = list(itertools.islice(stream, count))

@@ -251,7 +251,7 @@ def test_the_continual_track_runs_on_several_gpus(copy):
 def test_a_run_is_resumed_by_the_script_of_its_track(track, copy):
     folder = copy.set_up().folder / "logs" / "continual"  # a name of a run is no track
     folder.mkdir(parents=True)
-    values = {**TINY, "run_id": "continual"}
+    values = {**TINY, "track": track, "run_id": "continual"}
     config = train_gpt.with_values(train_gpt.TRACKS[track], values)
     trainer = train_gpt.Trainer(config, train_gpt.Runtime("cpu"))
     state = train_gpt.TrainLoader.START
