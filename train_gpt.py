@@ -852,7 +852,7 @@ class TrainLoader:
     def __init__(self, config, shards, runtime, index, first_step=0, state=None):
         self.config, self.shards, self.runtime, self.index = config, shards, runtime, index
         self.state = dict(state or self.START)
-        self.step = first_step
+        self.step = first_step  # the next one to assemble
         require(
             self.state["shard"] < config.epochs * len(shards),
             f"{self.state}: a place beyond the corpus; use another checkpoint",
@@ -897,15 +897,15 @@ class TrainLoader:
                 self.state["offset"] += taken
         return TokenWindow(self.text, spans)
 
-    def make_batch(self):
-        """Assemble this rank's part of the next step."""
+    def make_batch(self, step):
+        """Assemble this rank's part of a step, in the thread."""
         config, runtime = self.config, self.runtime
-        stage = stage_at(config, self.step)
+        stage = stage_at(config, step)
         windows = [self.next_window(stage.document_cap) for _ in range(stage.micro_batches)]
         windows = windows[runtime.rank :: runtime.world_size]
         if config.softmax_rows:
             for window in windows:
-                self.check_distinct_targets(window)
+                self.check_distinct_targets(window, step)
         found = runtime.in_parallel(lambda window: table_rows(window, config, self.index), windows)
         rows, signs = map(np.concatenate, zip(*found, strict=True))
         plan, slots = plan_rows(rows, signs, config, runtime, runtime.loader_group)
@@ -916,25 +916,25 @@ class TrainLoader:
             strict=True,
         )
         micro_batches = [assemble(*part, runtime.device) for part in parts]
-        self.step += 1
         tokens = stage.micro_batches * config.micro_batch_tokens
         return Batch(micro_batches, plan, tokens, dict(self.state))
 
-    def check_distinct_targets(self, window):
+    def check_distinct_targets(self, window, step):
         """Refuse a softmax that has no row left to stand for the rest of the vocabulary."""
         rows, vocab = self.config.softmax_rows, self.config.vocab_size
         distinct = len(np.unique(window.gather(window.text.tokens, shift=1)))
         require(
             distinct < rows or rows == vocab,
-            f"softmax_rows={rows}: a micro-batch of step {self.step} has {distinct} different "
+            f"softmax_rows={rows}: a micro-batch of step {step} has {distinct} different "
             "targets, which all take part, and others must stand for the rest of the vocabulary; "
             "raise it, or 0 for the whole vocabulary",
         )
 
     def next_batch(self):
         """The next step's Batch, None behind the last one; raises what the thread has raised."""
-        while len(self.ahead) < PREFETCH and self.step + len(self.ahead) < self.config.steps:
-            self.ahead.append(self.thread.submit(self.make_batch))
+        while len(self.ahead) < PREFETCH and self.step < self.config.steps:
+            self.ahead.append(self.thread.submit(self.make_batch, self.step))
+            self.step += 1
         return self.ahead.popleft().result() if self.ahead else None
 
     def close(self):
@@ -3417,6 +3417,8 @@ def with_values(config, values):
             raise ConfigError(f"stages: rows are dicts of a Stage's fields ({error})") from None
     names = [field.name for field in dataclasses.fields(Stage) if field.name in values]
     changes = {name: values.pop(name) for name in names}
+    unknown = values.keys() - {field.name for field in dataclasses.fields(config)}
+    require(not unknown, f"track {config.track} has no {', '.join(sorted(unknown))}")
     stages = tuple(dataclasses.replace(stage, **changes) for stage in stages)
     return dataclasses.replace(config, stages=stages, **values)
 
@@ -3939,7 +3941,9 @@ def train(run):
         run.save("checkpoint.pt")
     stop_if_interrupted()
     losses = run.validate()
+    stop_if_interrupted()
     gates = check_gates(trainer, config.steps, run.corpus.val, losses["val_loss"])
+    stop_if_interrupted()
     write_result(run, losses, gates, steps)
     return losses["val_loss"]
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# The checks and benchmarks that need a GPU, the most telling first, in under nine minutes and without the network; the
-# table comes last. Those that no longer fit can be run by --only. Needs a Python with torch and numpy: python3, or what PYTHON names. Options: gpu_checks.py --help.
+# The checks and benchmarks that need a GPU, the most telling first, in under nine minutes and without
+# the network; the table comes last. Those that no longer fit can be run by --only. Needs a Python
+# with torch, numpy and numba: python3, or what PYTHON names. Options: gpu_checks.py --help.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
-for module in torch numpy; do
+for module in torch numpy numba; do
     if ! "$python" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$module') is None)"; then
         echo "gpu.sh: $python has no $module; name a Python that has it: PYTHON=.venv/bin/python $0" >&2
         exit 2

@@ -11,17 +11,14 @@ import benchmarks
 from benchmarks import common, osft_projection
 from helpers import ROOT, environment
 
-SCRIPTS = sorted(
-    path.stem
-    for path in (ROOT / "benchmarks").glob("*.py")
-    # without ranks
-    if path.stem not in ("__init__", "common", "readme", "records_power", "records_verify")
-)
+WITHOUT_RANKS = {"__init__", "common", "readme", "records_power", "records_verify"}
+SCRIPTS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - WITHOUT_RANKS)
 
 # In one write, so that the words of two ranks do not mix.
 REPORTER = """import os, sys
-words = os.environ.get("RANK"), os.environ.get("WORLD_SIZE"), os.environ["OMP_NUM_THREADS"], *sys.argv[1:]
-os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+names = "RANK", "WORLD_SIZE", "OMP_NUM_THREADS"
+words = [str(os.environ.get(name)) for name in names] + sys.argv[1:]
+os.write(1, (" ".join(words) + "\\n").encode())
 """
 
 
@@ -46,18 +43,17 @@ def test_a_launchers_rank_is_refused_in_one_line(name, monkeypatch, capsys):
     module = importlib.import_module(f"benchmarks.{name}")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
-    monkeypatch.setattr(
-        common, "on_ranks", lambda *words, **options: pytest.fail("it has started ranks")
-    )
+
+    def on_ranks(*words, **options):
+        pytest.fail("it has started ranks")
+
+    monkeypatch.setattr(common, "on_ranks", on_ranks)
     with pytest.raises(SystemExit) as end:
         module.main()
     assert end.value.code == 2
     out, err = capsys.readouterr()
-    assert (
-        not out
-        and err
-        == f"error: {name}.py starts its ranks itself; start it with python, not with torchrun\n"
-    )
+    remedy = "start it with python, not with torchrun"
+    assert not out and err == f"error: {name}.py starts its ranks itself; {remedy}\n"
 
 
 def test_the_script_itself_ends_with_status_2():
@@ -72,34 +68,15 @@ def test_the_script_itself_ends_with_status_2():
 
 
 def test_words_are_those_of_the_trainers_command_line():
-    assert common.words_of({"val_tokens": 8, "windows": ((0.0, (1, 2)),)}) == [
-        "--val-tokens",
-        "8",
-        "--windows",
-        "((0.0, (1, 2)),)",
-    ]
+    words = common.words_of({"val_tokens": 8, "windows": (1, 2)})
+    assert words == ["--val-tokens", "8", "--windows", "(1, 2)"]
 
 
 def test_projection_leaves_its_results(corpus, tmp_path):
-    words = [
-        "--tiny",
-        "--world-sizes",
-        "2,3",
-        "--repeats",
-        "2",
-        "--rounds",
-        "2",
-        "--device",
-        "cpu",
-        "--data",
-        corpus,
-    ]
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/osft_projection.py", *words, "--results", tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    words = ["--tiny", "--world-sizes", "2,3", "--repeats", "2", "--rounds", "2"]
+    words += ["--device", "cpu", "--data", corpus, "--results", tmp_path]
+    command = [sys.executable, ROOT / "benchmarks/osft_projection.py", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     last = dict(word.split(":") for word in done.stdout.splitlines()[-1].split())
     assert (

@@ -197,6 +197,20 @@ def test_a_cheat_in_bfloat16_is_caught(name, monkeypatch):
     assert failed(trainer) >= gates
 
 
+def test_one_place_shows_what_a_model_remembers_of_it(monkeypatch):
+    """In a long text no place is likely to be looked at twice."""
+    for cheat, is_honest in (
+        (lambda *words: None, True),
+        (cheats.what_was_here_when_the_place_was_scored_before, False),
+    ):
+        trainer = gated_trainer()
+        cheat(trainer, monkeypatch)
+        trainer.evaluate(4, VAL)
+        places, rng = [(256, 0, 300)], np.random.default_rng(0)
+        found = train_gpt.depends_on_kept_alone(trainer, 4, VAL, places, rng)
+        assert found == is_honest
+
+
 def test_look_ahead_far_into_a_document_is_caught_where_there_is_one(monkeypatch):
     """Copies that look ahead from a document's second stretch on: without so long a document no
     validation loss is any better for it."""

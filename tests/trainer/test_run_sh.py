@@ -34,7 +34,8 @@ case "$*" in
 --version) echo "Python 3.9.6" ;;
 "-m venv --clear .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
 "-m pip install "*) exit "${STUB_PIP_STATUS:-0}" ;;
-*train_gpt.py* | *continual.py*) echo "OMP $OMP_NUM_THREADS CACHE $TORCHINDUCTOR_CACHE_DIR" >>"$STUB_CALLS"
+*train_gpt.py* | *continual.py*)
+    echo "OMP $OMP_NUM_THREADS CACHE $TORCHINDUCTOR_CACHE_DIR" >>"$STUB_CALLS"
     echo status:ok; exit "${STUB_STATUS:-0}" ;;
 esac
 exit 0
