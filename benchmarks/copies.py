@@ -51,9 +51,9 @@ class Loader(train_gpt.TrainLoader):
         self.seconds = []
         super().__init__(*words)
 
-    def make_batch(self):
+    def make_batch(self, step):
         began = time.thread_time()
-        batch = super().make_batch()
+        batch = super().make_batch(step)
         self.seconds.append(time.thread_time() - began)
         return batch
 
