@@ -315,7 +315,8 @@ class Config:
 
     def check_shapes(self):
         """Check what depends on several fields of the model."""
-        dim, layers = self.model_dim, self.num_layers
+        dim = self.model_dim
+        layers = self.num_layers
         for window in {*self.val_windows, *(size for row in self.stages for size in row.windows)}:
             block = min(window, ATTENTION_BLOCK)
             for length in (window, self.micro_batch_tokens, self.val_batch_tokens):
@@ -545,7 +546,8 @@ def momentum_at(config, step):
     """Muon's momentum: a linear rise, a plateau, and a linear fall at the end."""
     risen = step / max(1.0, config.momentum_warmup * config.steps)
     left = (config.steps - step) / max(1.0, config.momentum_cooldown * config.steps)
-    low, high = config.momentum_start, config.momentum_peak
+    low = config.momentum_start
+    high = config.momentum_peak
     return low + (high - low) * min(1.0, risen, left)
 
 
@@ -631,7 +633,8 @@ def open_shard(path):
     path = Path(path)
     remedy = "rebuild or download it again (data/text.py, data/fineweb.py)"
     require(path.is_file(), f"{path}: no file, and a shard is one")
-    size, header_size = path.stat().st_size, 4 * HEADER_INTS
+    size = path.stat().st_size
+    header_size = 4 * HEADER_INTS
     require(
         size >= header_size,
         f"{path}: {size} bytes, shorter than the {header_size}-byte header; {remedy}",
@@ -727,7 +730,8 @@ def open_corpus(config):
     shards = [open_shard(path) for path in found["train"]]
     share = config.index_share if config.index_orders else 0.0
     shards[0], indexed = split_off_index(shards[0], share, config.eot_token)
-    needed, available = training_tokens(config), 0
+    needed = training_tokens(config)
+    available = 0
     for path, tokens in zip(found["train"], shards, strict=True):
         if available <= needed:  # the run gets here
             check_shard(path, open_shard(path), config, manifest)
@@ -744,7 +748,8 @@ def open_corpus(config):
 
 def open_validation(config, paths, manifest):
     """The first val_tokens tokens of the validation split and the one behind them, uint16."""
-    parts, needed = [], config.val_tokens + 1
+    parts = []
+    needed = config.val_tokens + 1
     for path in paths:
         tokens = open_shard(path)
         check_shard(path, tokens, config, manifest)
@@ -850,7 +855,10 @@ class TrainLoader:
     START = {"shard": 0, "piece": 0, "offset": 0}
 
     def __init__(self, config, shards, runtime, index, first_step=0, state=None):
-        self.config, self.shards, self.runtime, self.index = config, shards, runtime, index
+        self.config = config
+        self.shards = shards
+        self.runtime = runtime
+        self.index = index
         self.state = dict(state or self.START)
         self.step = first_step  # the next one to assemble
         require(
@@ -863,7 +871,8 @@ class TrainLoader:
 
     def open_shard(self):
         """Cut the current shard's documents into pieces, and shuffle these."""
-        opened, cap = self.state["shard"], max(stage.document_cap for stage in self.config.stages)
+        opened = self.state["shard"]
+        cap = max(stage.document_cap for stage in self.config.stages)
         tokens = load_shard(self.shards[opened % len(self.shards)])
         self.text = Text(tokens, self.config)
         ends = np.append(self.text.starts[1:], len(tokens) - 1)  # the last token is only a target
@@ -878,12 +887,14 @@ class TrainLoader:
 
     def next_window(self, cap):
         """The TokenWindow of the next micro-batch, with segments of at most `cap` tokens."""
-        spans, missing = [], self.config.micro_batch_tokens
+        spans = []
+        missing = self.config.micro_batch_tokens
         while missing:
             if self.state["piece"] == len(self.order):
                 self.state = {"shard": self.state["shard"] + 1, "piece": 0, "offset": 0}
                 self.open_shard()
-                spans, missing = [], self.config.micro_batch_tokens
+                spans = []
+                missing = self.config.micro_batch_tokens
             piece = self.order[self.state["piece"]]
             low = int(self.piece_low[piece]) + self.state["offset"]
             left = int(self.piece_high[piece]) - low
@@ -899,7 +910,8 @@ class TrainLoader:
 
     def make_batch(self, step):
         """Assemble this rank's part of a step, in the thread."""
-        config, runtime = self.config, self.runtime
+        config = self.config
+        runtime = self.runtime
         stage = stage_at(config, step)
         windows = [self.next_window(stage.document_cap) for _ in range(stage.micro_batches)]
         windows = windows[runtime.rank :: runtime.world_size]
@@ -921,7 +933,8 @@ class TrainLoader:
 
     def check_distinct_targets(self, window, step):
         """Refuse a softmax that has no row left to stand for the rest of the vocabulary."""
-        rows, vocab = self.config.softmax_rows, self.config.vocab_size
+        rows = self.config.softmax_rows
+        vocab = self.config.vocab_size
         distinct = len(np.unique(window.gather(window.text.tokens, shift=1)))
         require(
             distinct < rows or rows == vocab,
@@ -1100,7 +1113,8 @@ class Text:
     """Tokens (L,) uint16, where their documents start, and the copies that were found in them."""
 
     def __init__(self, tokens, config):
-        self.tokens, self.config = tokens, config
+        self.tokens = tokens
+        self.config = config
         self.starts = np.union1d([0], np.flatnonzero(tokens == config.eot_token))
         self.stretches = {}  # (start of the document, number of the stretch): its copies
         self.kept = 0  # tokens of these
@@ -1167,7 +1181,8 @@ class TextIndex:
     """Which token mostly follows an n-gram in training text, by order and hash: see `vote`."""
 
     def __init__(self, config):
-        self.orders, self.bits = config.index_orders, config.index_bits
+        self.orders = config.index_orders
+        self.bits = config.index_bits
         self.eot_token = config.eot_token
         self.entries = torch.zeros(len(self.orders), 2**self.bits, dtype=torch.int32)
 
@@ -1180,7 +1195,8 @@ class TextIndex:
         def read_order(column):
             order = self.orders[column]
             for low in range(0, len(tokens) - 1, INDEX_CHUNK):
-                begin, end = max(0, low - order), min(low + INDEX_CHUNK, len(tokens) - 1)
+                begin = max(0, low - order)
+                end = min(low + INDEX_CHUNK, len(tokens) - 1)
                 keys = rolling_hash(tokens[begin:end], order, self.eot_token)[low - begin :]
                 vote(self.entries_of(column), self.bits, keys, tokens[low + 1 : end + 1])
 
@@ -1197,7 +1213,8 @@ class TextIndex:
 def table_rows(window, config, index):
     """The rows of the table that the tokens of a TokenWindow read: (T, columns) int32 in
     [0, config.ngram_rows), and their signs, float32 of +-1, or 0 for no row."""
-    text, parts = window.text, []
+    text = window.text
+    parts = []
     for low, high in window.spans:
         columns = [text.keys(low, high, config.ngram_orders)]
         if config.copy_orders:
@@ -1383,7 +1400,8 @@ class NgramTable(Group):
     name = "ngram_table"
 
     def __init__(self, config, runtime):
-        self.config, self.runtime = config, runtime
+        self.config = config
+        self.runtime = runtime
         self.index = TextIndex(config)
         self.is_frozen = config.columns == 0 or config.ngram_lr == 0
         self.rows = config.ngram_rows if config.columns else 0
@@ -1444,7 +1462,8 @@ class NgramTable(Group):
         wait(work)
         if self.plan.merge:
             sums = sum_groups(sums, *self.plan.merge)
-        lr, floor = self.config.ngram_lr * lr_mul, self.config.ngram_floor
+        lr = self.config.ngram_lr * lr_mul
+        floor = self.config.ngram_floor
         adagrad_rows_update(self.weight, self.second, self.plan.owned, sums, lr, floor)
 
     def receive(self, pending):
@@ -1455,7 +1474,8 @@ class NgramTable(Group):
 
     def snapshot(self):
         """As Group.snapshot, of the rows of the step at hand: the table is too large for a copy."""
-        plan, weight = self.plan, self.weight[self.plan.owned]
+        plan = self.plan
+        weight = self.weight[self.plan.owned]
         second = self.second[plan.owned]
 
         def put_back():
@@ -1469,7 +1489,8 @@ class NgramTable(Group):
 
     def full_state(self):
         """The whole table on the host of all ranks, which must all call it."""
-        weight, second = self.weight.cpu(), self.second.cpu()
+        weight = self.weight.cpu()
+        second = self.second.cpu()
         return {
             "weight": self.runtime.join(weight, self.rows),
             "second": self.runtime.join(second, self.rows),
@@ -1667,11 +1688,13 @@ class CappedCrossEntropy(torch.autograd.Function):
         is_same = targets[:, :, None] == targets[:, None]
         target_weights = (is_same * weights[:, None]).sum(-1)
         row_weights = weights.sum(1, keepdim=True)
-        losses, hidden_grads = [], []
+        losses = []
+        hidden_grads = []
         head_grad = torch.zeros_like(head) if needs_grad else None
         for low in range(0, len(hidden), LOSS_CHUNK):
             chunk = slice(low, low + LOSS_CHUNK)
-            x, target = hidden[chunk], targets[chunk]
+            x = hidden[chunk]
+            target = targets[chunk]
             product = float8_product(x, head) if use_float8 else x @ head.T
             gap = 2 * cap * torch.sigmoid(product.float() * (-2 / cap))
             exp_logits = torch.exp(-gap)
@@ -1724,7 +1747,8 @@ def sampled_rows(targets, vocab, count):
     wanted = (count - is_target.sum()).clamp_min(0)  # of the others
     number = (1 - is_target).cumsum(0) - 1 + targets.sum()
     turn = number % others.clamp_min(1)
-    before, after = turn * wanted, (turn + 1) * wanted
+    before = turn * wanted
+    after = (turn + 1) * wanted
     is_sampled = (1 - is_target) * (after // others.clamp_min(1) - before // others.clamp_min(1))
     is_chosen = is_target + is_sampled > 0
     positions = (is_chosen.cumsum(0) - 1).clamp(0, count - 1)
@@ -1737,11 +1761,15 @@ def sampled_rows(targets, vocab, count):
 
 def summed_loss(hidden, head, micro_batch, phase, cap, use_float8):
     """(training loss, summed over tokens and weighted; the next token's losses (T,))."""
-    length, following, counts = len(hidden), micro_batch.targets, None
+    length = len(hidden)
+    following = micro_batch.targets
+    counts = None
     if phase.softmax_rows:
         rows, positions, counts = sampled_rows(following, len(head), phase.softmax_rows)
-        head, following = head.index_select(0, rows), positions[following]
-    targets, weights = [], []
+        head = head.index_select(0, rows)
+        following = positions[following]
+    targets = []
+    weights = []
     for ahead, weight in enumerate(phase.mtp_weights):
         # A position also scores the token `ahead` behind its target, within its segment.
         start = micro_batch.segment_start
@@ -1774,8 +1802,12 @@ class GPT(nn.Module):
 
     def __init__(self, config, back_end, use_float8=False):
         super().__init__()
-        self.config, self.back_end, self.use_float8 = config, back_end, use_float8
-        dim, layers, vocab = config.model_dim, config.num_layers, config.vocab_size
+        self.config = config
+        self.back_end = back_end
+        self.use_float8 = use_float8
+        dim = config.model_dim
+        layers = config.num_layers
+        vocab = config.vocab_size
         generator = torch.Generator().manual_seed(config.seed)
 
         def drawn(*shape, std):
@@ -1816,11 +1848,13 @@ class GPT(nn.Module):
 
     def attention_layer(self, x, layer, micro_batch, window, rotary, masks):
         """What attention adds to the residual stream x (T, model_dim)."""
-        config, (cos, sin, scale) = self.config, rotary
+        config = self.config
+        cos, sin, scale = rotary
         qkv_weight = self.attention[4 * layer : 4 * layer + 3].flatten(0, 1)
         qkv = F.linear(norm(x), qkv_weight).view(len(x), 3, -1, config.head_dim)
         q, k, v = qkv.unbind(1)
-        q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
+        q = rotate(norm(q), cos, sin)
+        k = rotate(norm(k), cos, sin)
         if layer in config.value_embedding_layers:
             number = config.value_embedding_layers.index(layer)
             value_embedding = F.embedding(micro_batch.inputs, self.value_embed[number]).view_as(v)
@@ -1830,7 +1864,8 @@ class GPT(nn.Module):
 
     def mlp_layer(self, x, layer):
         """What the MLP adds to the residual stream x (T, model_dim)."""
-        up, down = self.mlp[2 * layer], self.mlp[2 * layer + 1]
+        up = self.mlp[2 * layer]
+        down = self.mlp[2 * layer + 1]
         return mlp(norm(x), up, down, self.use_float8)
 
     def hidden(self, micro_batch, ngram, phase, rotary, masks):
@@ -1839,7 +1874,8 @@ class GPT(nn.Module):
         ngram: (T, model_dim), from NgramTable.lookup, or None. rotary: what rotary_tables returns.
         masks: what the back end prepares.
         """
-        layers, skips = self.config.num_layers, []
+        layers = self.config.num_layers
+        skips = []
         embedded = x = self.embedding(micro_batch, phase.is_tied)
         for layer in range(layers):
             if layer >= layers - len(self.skip_scale):
@@ -1864,7 +1900,8 @@ class GPT(nn.Module):
     def forward(self, micro_batch, ngram, phase, rotary, masks):
         """(training loss, summed over tokens; losses (T,) of the next token; hidden states)."""
         hidden = self.hidden(micro_batch, ngram, phase, rotary, masks)
-        cap, head = self.config.logit_cap, self.head
+        cap = self.config.logit_cap
+        head = self.head
         loss, losses = summed_loss(hidden, head, micro_batch, phase, cap, self.use_float8)
         return loss, losses, hidden.detach()
 
@@ -1889,7 +1926,8 @@ def adam_update(weight, grad, state, hyper):
     Epsilon is torch's: with 1e-10 a scalar whose gradient is nothing but rounding makes full steps.
     """
     beta1, beta2 = hyper.betas
-    first, second = state["first"], state["second"]
+    first = state["first"]
+    second = state["second"]
     first.lerp_(grad, 1 - beta1)
     second.lerp_(grad.square(), 1 - beta2)
     corrected_first = first / (1 - beta1**hyper.count)
@@ -2023,8 +2061,11 @@ def soap_update(weight, grad, state, hyper):
     momentum it would meet the second moment of one other gradient, at up to thousands of times the
     step that Adam can make.
     """
-    sides, known = eigen_sides(state), has_basis(state)
-    momentum, moment, count = state["momentum"], state["moment"], state["count"]
+    sides = eigen_sides(state)
+    known = has_basis(state)
+    momentum = state["momentum"]
+    moment = state["moment"]
+    count = state["count"]
     beta1, beta2 = hyper.betas
     count.add_(known)
     momentum.add_((grad - momentum) * ((1 - beta1) * known))
@@ -2039,7 +2080,9 @@ def soap_update(weight, grad, state, hyper):
 def soap_muon_update(weight, grad, state, hyper):
     """SOAP-Muon: Muon of a momentum that is divided, in the eigenbasis, by the root of its own
     second moment."""
-    sides, known, moment = eigen_sides(state), has_basis(state), state["moment"]
+    sides = eigen_sides(state)
+    known = has_basis(state)
+    moment = state["moment"]
     state["momentum"].lerp_(grad, 1 - hyper.momentum)
     direction = grad.lerp(state["momentum"], hyper.momentum)
     rotated = to_eigenbasis(direction, sides)
@@ -2126,7 +2169,8 @@ def eigenbasis_step(factors, bases, method):
     spectrum = (bases * product).sum(-2)
     spectrum, order = spectrum.sort(descending=True, stable=True)
     columns = order[:, None].expand_as(bases)
-    old, product = bases.gather(-1, columns), product.gather(-1, columns)
+    old = bases.gather(-1, columns)
+    product = product.gather(-1, columns)
     largest = spectrum[:, 0]
     is_good = spectrum.isfinite().all(-1) & (largest > 0)
     if method == "eigh":
@@ -2182,7 +2226,9 @@ class Layout:
     """
 
     def __init__(self, name, param, rule, owned, padded):
-        self.name, self.param, self.rule = name, param, rule
+        self.name = name
+        self.param = param
+        self.rule = rule
         self.low, self.high = owned
         self.lr_mul = rule.lr_mul
         if isinstance(rule.lr_mul, tuple):  # of the bank's matrices in turn
@@ -2229,7 +2275,9 @@ class ParameterGroup(Group):
     """Parameters of the model under one rule, with a Layout and a state {key: tensor} each."""
 
     def __init__(self, name, config, params, runtime):
-        self.name, self.config, self.runtime = name, config, runtime
+        self.name = name
+        self.config = config
+        self.runtime = runtime
         self.tokens = 0  # on this rank, whose summed loss the gradients since the last step are of
         self.set_rates()
         self.layouts = {key: self.new_layout(key, param) for key, param in params.items()}
@@ -2242,13 +2290,17 @@ class ParameterGroup(Group):
             self.take_step = compiled_updates()
 
     def set_rates(self):
-        self.rule, self.every = ADAM, self.config.adam_every
-        self.lr, self.decay = self.config.adam_lr, 1.0
+        self.rule = ADAM
+        self.every = self.config.adam_every
+        self.lr = self.config.adam_lr
+        self.decay = 1.0
 
     def new_layout(self, name, param):
-        count, world_size = len(param), self.runtime.world_size
+        count = len(param)
+        world_size = self.runtime.world_size
         padded = math.ceil(count / world_size) * world_size
-        rule, owned = self.config.rules[name], self.runtime.owned_range(count)
+        rule = self.config.rules[name]
+        owned = self.runtime.owned_range(count)
         return Layout(name, param, rule, owned, padded)
 
     def state_shapes(self, part):
@@ -2279,7 +2331,8 @@ class ParameterGroup(Group):
         return pending
 
     def update(self, step, lr_mul, pending):
-        tokens, self.tokens = self.tokens * self.runtime.world_size, 0
+        tokens = self.tokens * self.runtime.world_size
+        self.tokens = 0
         travelling = []
         for layout, grad, work in pending:
             wait(work)
@@ -2292,7 +2345,8 @@ class ParameterGroup(Group):
                 betas=layout.rule.betas,
                 dtype=self.config.torch_dtype,
             )
-            part, state = layout.own(layout.param.data), self.state[layout.name]
+            part = layout.own(layout.param.data)
+            state = self.state[layout.name]
             self.take_step(self.rule.update, part, grad, state, hyper)
             travelling.append((layout, *self.spread(layout, part)))
         return travelling
@@ -2372,8 +2426,10 @@ class MatrixGroup(ParameterGroup):
         rule = self.config.matrix_update
         names = ", ".join(MATRIX_RULES)
         require(rule in MATRIX_RULES, f"matrix_update={rule}: must be one of {names}")
-        self.rule, self.every = MATRIX_RULES[rule], 1
-        self.lr, self.decay = self.config.matrix_lr, self.config.matrix_decay
+        self.rule = MATRIX_RULES[rule]
+        self.every = 1
+        self.lr = self.config.matrix_lr
+        self.decay = self.config.matrix_decay
 
     def state_shapes(self, part):
         count, rows, columns = part.shape
@@ -2383,7 +2439,8 @@ class MatrixGroup(ParameterGroup):
     def new_state(self, part):
         state = super().new_state(part)
         if self.rule.has_bases:
-            count, device = len(part), part.device
+            count = len(part)
+            device = part.device
             state["rejects"] = torch.zeros(count, dtype=torch.int32, device=device)
             for side, size in zip(("row", "column"), part.shape[1:], strict=True):
                 if size <= self.config.one_sided_above:
@@ -2477,7 +2534,8 @@ class Optimizer:
 
     def untie(self):
         """Give the embedding the weights and optimizer state that the tied head has learned."""
-        layouts, state = self.layouts, self.embeddings.state
+        layouts = self.layouts
+        state = self.embeddings.state
         layouts["embed"].param.data.copy_(layouts["head"].param.data)
         for key, value in state["embed"].items():
             value.copy_(state["head"][key])
@@ -2491,7 +2549,8 @@ class Trainer:
     sampling share."""
 
     def __init__(self, config, runtime):
-        self.config, self.runtime = config, runtime
+        self.config = config
+        self.runtime = runtime
         torch.set_float32_matmul_precision("highest")
         back_end, self.attention_name = choose_attention(config, runtime.device)
         use_float8, self.matmul_name = choose_matmul(config, runtime.device)
@@ -2505,7 +2564,8 @@ class Trainer:
         self.rotary = functools.cache(self.make_rotary)
 
     def make_rotary(self, length, long_windows):
-        config, device = self.config, self.runtime.device
+        config = self.config
+        device = self.runtime.device
         return rotary_tables(length, config.head_dim, long_windows, device, config.torch_dtype)
 
     def inputs(self, step, micro_batch, phase):
@@ -2587,7 +2647,8 @@ class Trainer:
     def sum_over_validation(self, function, order=None):
         """The sum over all ranks of function(low), a tensor, where the passes over the validation
         tokens begin; `order` rearranges them."""
-        length, runtime = self.config.val_batch_tokens, self.runtime
+        length = self.config.val_batch_tokens
+        runtime = self.runtime
         count = self.config.val_tokens // length
         order = np.arange(count) if order is None else order
         turns = range(runtime.rank, count + runtime.rank, runtime.world_size)
@@ -2635,16 +2696,19 @@ def depends_on_kept_alone(trainer, step, val, places, rng):
     does, losses say nothing about the text.
     """
     config = trainer.config
-    text, noise = Text(val, config), rng.integers(1, config.eot_token, len(val))
+    text = Text(val, config)
+    noise = rng.integers(1, config.eot_token, len(val))
     noise = ((val + noise) % config.eot_token).astype(np.uint16)
-    is_same, has_changed = True, False
+    is_same = True
+    has_changed = False
     for low, first, last in places:
         changed = noise.copy()
         changed[first : last + 1] = val[first : last + 1]
         # First the changed text: a model that remembers what it has read now remembers noise.
         new_losses, new_hidden = trainer.score(step, Text(changed, config), low)
         losses, hidden = trainer.score(step, text, low)
-        begin, end = max(first - low, 0), last - low
+        begin = max(first - low, 0)
+        end = last - low
         is_same &= torch.equal(hidden[begin : end + 1], new_hidden[begin : end + 1])
         is_same &= torch.equal(losses[begin:end], new_losses[begin:end])
         has_changed |= losses[end].item() != new_losses[end].item()
@@ -2658,7 +2722,8 @@ def document_edges(val, eot_token):
 
 def check_causal(trainer, step, val, reported):
     """Nothing depends on later tokens: noise behind a cut leaves everything up to it as it was."""
-    config, length = trainer.config, trainer.config.val_batch_tokens
+    config = trainer.config
+    length = trainer.config.val_batch_tokens
     rng = np.random.default_rng([config.seed, 0])
     residues = np.arange(GATE_PLACES) + GATE_PLACES * rng.integers(length, size=GATE_PLACES)
     cuts = np.array([0, length // 2 - 1, length // 2, length - 1, *(residues % length)])
@@ -2675,7 +2740,8 @@ def check_causal(trainer, step, val, reported):
 
 def check_local(trainer, step, val, reported):
     """Nothing depends on other documents: noise in all of them leaves a document as it was."""
-    config, length = trainer.config, trainer.config.val_batch_tokens
+    config = trainer.config
+    length = trainer.config.val_batch_tokens
     rng = np.random.default_rng([config.seed, 1])
     edges = document_edges(val, config.eot_token)
     places = []
@@ -2695,8 +2761,10 @@ def check_normalised(trainer, step, val, reported):
     state, and both means the reported one: that of the exact losses, and, to the last digits, that
     of the passes' own, which no pass may change for another.
     """
-    config, length = trainer.config, trainer.config.val_batch_tokens
-    text, differences = Text(val, config), [0.0]
+    config = trainer.config
+    length = trainer.config.val_batch_tokens
+    text = Text(val, config)
+    differences = [0.0]
 
     def sums(low):
         losses, hidden = trainer.score(step, text, low)
@@ -3090,7 +3158,9 @@ class Log:
     FORMATS = {"lr_mul": "{:.3f}", "train_time": "{:.0f}ms", "step_avg": "{:.2f}ms"}
 
     def __init__(self, runtime):
-        self.is_main, self.text, self.metrics = runtime.is_main, None, None
+        self.is_main = runtime.is_main
+        self.text = None
+        self.metrics = None
 
     def open(self, folder, source, may_replace=False):
         """Begin the files with the script's source; with None go on with those that are there."""
@@ -3150,7 +3220,9 @@ class Clock:
     """
 
     def __init__(self, runtime, seconds=0.0):
-        self.runtime, self.total, self.processor = runtime, seconds, 0.0
+        self.runtime = runtime
+        self.total = seconds
+        self.processor = 0.0
         self.since = None
 
     def start(self):
@@ -3160,7 +3232,8 @@ class Clock:
 
     def stop(self):
         self.runtime.synchronize()
-        self.total, self.since = self.seconds(), None
+        self.total = self.seconds()
+        self.since = None
         self.processor += time.process_time()
 
     def seconds(self):
@@ -3283,7 +3356,8 @@ def config_of_checkpoint(content):
 
 def find_checkpoint(run, key="resume"):
     """The content of a checkpoint file, or of a run id's newest sound checkpoint."""
-    folder, damaged = Path("logs", run), []
+    folder = Path("logs", run)
+    damaged = []
     newest_first = sorted(folder.glob("step_*.pt"), reverse=True)
     for path in (Path(run), folder / "checkpoint.pt", *newest_first):
         if path.is_file():
@@ -3408,7 +3482,8 @@ def parse_command_line(argv):
 
 def with_values(config, values):
     """The Config with other values, those of a Stage's fields in all stages."""
-    values, stages = dict(values), config.stages
+    values = dict(values)
+    stages = config.stages
     if "stages" in values:
         first = dataclasses.asdict(TRACKS[config.track].stages[0])
         try:
@@ -3425,10 +3500,12 @@ def with_values(config, values):
 
 def overrides_of(config):
     """{field: value} of what differs from the values of the config's track and is not neutral."""
-    track, neutral = TRACKS[config.track], set(NEUTRAL_FIELDS)
+    track = TRACKS[config.track]
+    neutral = set(NEUTRAL_FIELDS)
     if track.dtype == "auto":
         neutral.add("dtype")
-    own, found = dataclasses.asdict(track), {}
+    own = dataclasses.asdict(track)
+    found = {}
     for name, value in dataclasses.asdict(config).items():
         if name not in neutral and value != own[name]:
             found[name] = value
@@ -3456,7 +3533,8 @@ def resumed(given):
     on the command line; no content where a run is new."""
     if "resume" not in given:
         return *config_from(given), None
-    run, is_auto = given["resume"], given["resume"] == "auto"
+    run = given["resume"]
+    is_auto = given["resume"] == "auto"
     if is_auto:
         run = given.get("run_id", "")
         if not any(Path("logs", run).glob("*.pt")):
@@ -3540,11 +3618,13 @@ class Run:
         wait(self.trainer.runtime.all_reduce(total, "training loss"))
         loss = total.item() / self.loss_tokens
         lr_mul = lr_multiplier(self.config, self.step - 1)
-        seconds, steps = self.clock.seconds(), self.config.steps
+        seconds = self.clock.seconds()
+        steps = self.config.steps
         self.log.step(self.step, steps, seconds, train_loss=loss, lr_mul=lr_mul)
         if not math.isfinite(loss):
             raise FloatingPointError(f"training loss is {loss} at step {self.step}")
-        self.loss_sum, self.loss_tokens = 0.0, 0
+        self.loss_sum = 0.0
+        self.loss_tokens = 0
 
     def validate(self):
         """Log the validation losses of the model as it stands, and return them by name. The clock
@@ -3581,13 +3661,15 @@ class Run:
             f"(its sha256 is {data[:12]} now); bring its corpus back",
         )
         restore(self.trainer, content)
-        self.step, self.loader_state = content["step"], content["loader"]
+        self.step = content["step"]
+        self.loader_state = content["loader"]
         self.clock.total = content["train_seconds"]
 
 
 def resolve(config, runtime):
     """The Config with what is drawn or measured: the same on all ranks. Raises ConfigError."""
-    seed, run_id = config.seed, config.run_id
+    seed = config.seed
+    run_id = config.run_id
     if seed < 0:
         seed = int.from_bytes(os.urandom(4), "little")
     if not run_id:
@@ -3669,10 +3751,14 @@ def checkpoint_bytes(trainer):
 def describe(run):
     """What a person wants to know before a run starts, as lines. Raises ConfigError where the disk
     has no room for its checkpoint."""
-    config, corpus, trainer = run.config, run.corpus, run.trainer
-    groups, runtime = trainer.optimizer.groups, trainer.runtime
+    config = run.config
+    corpus = run.corpus
+    trainer = run.trainer
+    groups = trainer.optimizer.groups
+    runtime = trainer.runtime
     state = sum(tensor.nbytes for group in groups for tensor in group.tensors().values())
-    needed, free = checkpoint_bytes(trainer), shutil.disk_usage(".").free
+    needed = checkpoint_bytes(trainer)
+    free = shutil.disk_usage(".").free
     room = f"disk for a checkpoint: {needed / 2**30:.2f} GiB needed, {free / 2**30:.1f} GiB free"
     require(needed < free, f"{room}; make room")
     held = sum(map(len, corpus.shards))
@@ -3692,7 +3778,9 @@ def describe(run):
 
 def log_header(run):
     """The lines that make a run reproducible: machine, configuration, data, back ends."""
-    config, trainer, log = run.config, run.trainer, run.log
+    config = run.config
+    trainer = run.trainer
+    log = run.log
     facts = " ".join(f"{key}:{value}" for key, value in run.facts.items())
     log.line(f"run:{config.run_id} track:{config.track} {facts}")
     log.line("config:" + json.dumps(dataclasses.asdict(config)), on_console=False)
@@ -3719,7 +3807,8 @@ def log_header(run):
 
 def begin_log(run, is_resumed):
     """Open the run's files, and write the header, or where it goes on."""
-    config, log = run.config, run.log
+    config = run.config
+    log = run.log
     if is_resumed:
         log.open(run.folder, None)
         world_size = run.trainer.runtime.world_size
@@ -3734,8 +3823,10 @@ def begin_log(run, is_resumed):
 def warm_up(trainer):
     """Compile and run every phase of the schedule on synthetic tokens, then put the state back;
     digests prove that it is bitwise what it was."""
-    config, runtime = trainer.config, trainer.runtime
-    before, rng_state = state_digest(trainer), torch.get_rng_state()
+    config = trainer.config
+    runtime = trainer.runtime
+    before = state_digest(trainer)
+    rng_state = torch.get_rng_state()
     row_fingerprint(config)  # compiles the loops of numba
     length = max(config.micro_batch_tokens, config.val_batch_tokens)
     tokens = np.random.default_rng(0).integers(0, config.eot_token, length + 1).astype(np.uint16)
@@ -3771,7 +3862,8 @@ def warm_up(trainer):
 def end_if_asked(run):
     """Raise KeyboardInterrupt where a signal has come or the launcher is gone, once the state is
     saved. Several ranks save nothing: they would have to agree on the step."""
-    config, runtime = run.config, run.trainer.runtime
+    config = run.config
+    runtime = run.trainer.runtime
     is_orphan = runtime.world_size > 1 and os.getppid() != runtime.launcher
     if not (INTERRUPTED.is_set() or is_orphan):
         return
@@ -3794,7 +3886,9 @@ def sent_per_step(runtime, steps):
 def write_result(run, losses, gates, steps):
     """Log what came of a run that has just made so many steps, and write result.json. Raises
     RuntimeError where a gate has failed."""
-    config, trainer, log = run.config, run.trainer, run.log
+    config = run.config
+    trainer = run.trainer
+    log = run.log
     memory = trainer.runtime.peak_memory_mib()
     sent = sent_per_step(trainer.runtime, steps)
     words = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent.items()]
@@ -3802,7 +3896,8 @@ def write_result(run, losses, gates, steps):
     verdicts = " ".join(f"{name}:{'ok' if passed else 'FAILED'}" for name, passed in gates.items())
     val_sha256 = validation_hash(run.corpus.val)
     log.line(f"validity: {verdicts} val_tokens:{config.val_tokens} val_sha256:{val_sha256}")
-    seconds, tokens = run.clock.seconds(), training_tokens(config)
+    seconds = run.clock.seconds()
+    tokens = training_tokens(config)
     figures = {
         "train_time_ms": 1000 * seconds,
         "cpu_time_ms": 1000 * run.clock.processor,
@@ -3846,7 +3941,8 @@ def write_result(run, losses, gates, steps):
 def mfu_percent(trainer, tokens_per_s):
     """The share of a large matrix product's rate that training has come to: 6 operations a token
     and weight of matrices and head; attention's scores are not counted."""
-    runtime, weights = trainer.runtime, trainer.optimizer.matrices.size()
+    runtime = trainer.runtime
+    weights = trainer.optimizer.matrices.size()
     operations = 6 * (weights + trainer.model.head.numel()) * tokens_per_s
     size = 8192 if runtime.device.type == "cuda" else 1024
     rate = matmul_rate(runtime.device, trainer.config.torch_dtype, size)
@@ -3906,14 +4002,18 @@ def report_error(error, log, runtime):
 
 def train(run):
     """One whole run, from its opening to its result. Returns the final validation loss."""
-    config, trainer, clock = run.config, run.trainer, run.clock
+    config = run.config
+    trainer = run.trainer
+    clock = run.clock
     warm_up(trainer)
     first_step = run.step
     clock.start()
-    index, runtime = trainer.table.index, trainer.runtime
+    index = trainer.table.index
+    runtime = trainer.runtime
     if first_step == 0:
         index.read(run.corpus.indexed, runtime.in_parallel)
-    shards, state = run.corpus.shards, run.loader_state
+    shards = run.corpus.shards
+    state = run.loader_state
     with contextlib.closing(
         TrainLoader(config, shards, runtime, index, first_step, state)
     ) as loader:
@@ -3924,7 +4024,8 @@ def train(run):
             upcoming = None if is_last else loader.next_batch()
             run.loss_sum += trainer.step(step, batch, upcoming).double()
             run.loss_tokens += batch.tokens
-            run.step, run.loader_state = step + 1, batch.state
+            run.step = step + 1
+            run.loader_state = batch.state
             if is_last or run.is_due(config.log_every):
                 run.log_loss()
             if run.is_due(config.val_every):
@@ -3985,7 +4086,8 @@ def main(argv=None, extend=None):
         words = "check:ok"
         if not is_check:
             val_loss = train(run)
-            seconds, path = run.clock.seconds(), run.folder / "log.txt"
+            seconds = run.clock.seconds()
+            path = run.folder / "log.txt"
             words = f"status:ok run:{run.config.run_id} val_loss:{val_loss:.5f} "
             words += f"train_time:{seconds:.1f}s log:{path}"
         runtime.close()

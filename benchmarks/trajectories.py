@@ -207,12 +207,11 @@ def rank_main(rank, world_size, port, words):
     sys.exit(trainer.main(words))
 
 
-def losses_of(corpus, dtype, case):
+def losses_of(values, case):
     """The losses of one case by the trainer that this process has imported: those of training,
-    step by step, and the final validation's."""
+    step by step, and the final validation's. values: what all cases share."""
     world_size, rule, adam_every = case
-    values = {**CASE, "data": corpus, "dtype": dtype}
-    values.update(matrix_update=rule, adam_every=adam_every)
+    values = {**values, "matrix_update": rule, "adam_every": adam_every}
     if not hasattr(sys.modules["train_gpt"], "Stage"):
         values = former_values(values)
     words = common.words_of(values)
@@ -243,6 +242,7 @@ def compare(sources, corpus, dtype, cases):
 
     Returns [{"dtype", "case", "before": losses of the first, "after": of the second}, ...]."""
     found = []
+    values = {**CASE, "data": corpus, "dtype": dtype}
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         runs = []
@@ -252,7 +252,7 @@ def compare(sources, corpus, dtype, cases):
             file.write_text(in_double(source) if dtype == "float64" else source)
             pool = stack.enter_context(ProcessPoolExecutor(1, spawn, load, (str(file),)))
             stack.callback(pool.shutdown, cancel_futures=True)
-            runs.append(pool.map(functools.partial(losses_of, corpus, dtype), cases))
+            runs.append(pool.map(functools.partial(losses_of, values), cases))
         for case, before, after in zip(cases, *runs, strict=True):
             row = {"dtype": dtype, "case": case, "before": before, "after": after}
             found.append(row)
