@@ -289,7 +289,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("track", TRACKS)
+@pytest.mark.parametrize("track", ["nano", "fineweb"])
 def test_every_parameter_of_a_track_has_one_rule(track, changes):
     small = {**dataclasses.asdict(tiny_config()), **changes}
     small = {key: value for key, value in small.items() if key not in ("track", "stages", "rules")}
