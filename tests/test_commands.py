@@ -109,6 +109,18 @@ def test_the_commands_are_found():
     assert {"./run.sh", "python sample.py --checkpoint logs/RUN/checkpoint.pt --eval"} <= {*RUNNING}
 
 
+@pytest.mark.parametrize("track", ["nano", "fineweb"])
+def test_the_printed_numbers_of_processes_divide_every_step(track):
+    """Also where a command cannot run here: it must not be one that the trainer refuses."""
+    for command in COMMANDS:
+        per_node = re.search(r"--nproc[-_]per[-_]node=(\d+)", command)
+        nodes = re.search(r"--nnodes=(\d+)", command)
+        world_size = int(per_node[1]) if per_node else 1
+        world_size *= int(nodes[1]) if nodes else 1
+        for stage in train_gpt.TRACKS[track].stages:
+            assert stage.micro_batches % world_size == 0, command
+
+
 def test_help_prints_the_docstrings_commands(capsys):
     assert train_gpt.main(["--help"]) == 0
     assert set(DOCSTRING) <= set(commands_of(capsys.readouterr().out))
