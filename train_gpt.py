@@ -77,7 +77,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 # 1. Configuration ================================================================================
 
-ATTENTION_BLOCK = 64  # queries of a block share their keys, in the back end `sdpa`
+ATTENTION_BLOCK = 64  # at most: queries of a block share their keys, in the back end `sdpa`
 GATE_DIM = 12  # gates read the first few channels of the residual stream
 EOT_TOKEN = {"bytes": 256, "gpt2": 50256}  # the largest id; every document starts with it
 VOCAB_SIZE = {"bytes": 257, "gpt2": 50304}  # tensor cores like multiples of 128
@@ -118,9 +118,23 @@ def are_orders(values):
     return are_in_range and len(set(values)) == len(values)
 
 
+def are_layers(values):
+    """Whether these are layers, each named once."""
+    return all(type(layer) is int and layer >= 0 for layer in values) and len(set(values)) == len(
+        values
+    )
+
+
+def are_skips(values):
+    """Whether these are pairs of layers, the later one second."""
+    return all(are_layers(pair) and len(pair) == 2 and pair[0] < pair[1] for pair in values)
+
+
 def are_windows(values):
     """Whether these are attention windows, the short one first and the long one last."""
-    return len(values) > 1 and all(type(size) is int and 0 < size <= 65536 for size in values)
+    return len(values) > 1 and all(
+        type(size) is int and 0 < size <= 65536 and size % 16 == 0 for size in values
+    )
 
 
 def are_loss_weights(values):
@@ -136,7 +150,9 @@ MOMENTUM = Check(lambda value: 0 <= value < 1, "must be at least 0, and below 1"
 COUNT = between(1, 65536)
 OFTEN = between(1, 999_999)
 ORDERS = Check(are_orders, "must be distinct orders from 2 to 32, such as (2, 3); () for none")
-WINDOWS = Check(are_windows, "must be a short and a long window, such as (32, 64)")
+LAYERS = Check(are_layers, "must be distinct layers, such as (0, 2); () for none")
+SKIPS = Check(are_skips, "must be pairs of layers, such as ((3, 6),); () for none")
+WINDOWS = Check(are_windows, "must be a short and a long window, multiples of 16, such as (32, 64)")
 LOSS_WEIGHTS = Check(are_loss_weights, "must be 1 to 16 weights, the first above 0")
 HEAD_DIM = Check(lambda dim: dim > 0 and dim % 4 == 0, "must be a multiple of 4")
 RUN_ID = matching(r"(\w[\w.+=@-]{0,99})?", "must be at most 100 letters, digits, _ . + = @ or -")
@@ -209,8 +225,30 @@ class Config:
     num_layers: int = knob("transformer blocks", between(1, 1024))
     head_dim: int = knob("width of an attention head", HEAD_DIM)
     mlp_dim: int = knob("hidden width of the ReLU^2 MLP", between(1, 2**20))
-    long_layers: tuple = knob("layers that attend through the long window")
-    value_embedding_layers: tuple = knob("layers whose values receive a gated token embedding")
+    long_layers: tuple = knob("layers that attend through the long window", LAYERS)
+    value_embedding_layers: tuple = knob(
+        "layers whose values receive a gated token embedding", LAYERS
+    )
+    plain_layers: tuple = knob("layers without attention", LAYERS)
+    shifted_layers: tuple = knob("layers in which half of a key is the key before's", LAYERS)
+    paired_layers: tuple = knob("layers whose heads, in pairs, see each other's keys", LAYERS)
+    exclusive_layers: tuple = knob("layers whose attention leaves out a token's own value", LAYERS)
+    gated_layers: tuple = knob("layers with a gate at the output of each head", LAYERS)
+    skips: tuple = knob("pairs (a, b) of layers: what leaves a is added to what enters b", SKIPS)
+    late_source: int = knob(
+        "attention of the layers behind this one reads what leaves it; -1: what enters each",
+        between(-1, 1023),
+    )
+    plain_layers: tuple = knob("layers without attention")
+    shifted_layers: tuple = knob("layers in which half of a key is that of the token before")
+    paired_layers: tuple = knob("layers whose heads, in pairs, see each other's keys")
+    exclusive_layers: tuple = knob("layers whose attention leaves out a token's own value")
+    gated_layers: tuple = knob("layers with a gate for the output of each head")
+    skips: tuple = knob("pairs (a, b) of layers: what leaves a is added to what enters b")
+    late_source: int = knob(
+        "attention of the layers behind this one reads what leaves it; -1: what enters each",
+        between(-1, 1023),
+    )
     logit_cap: float = knob("tanh squashes logits into (-cap, cap)", between(0.1, 40))
     softmax_rows: int = knob(
         "vocabulary rows of training's softmax: a micro-batch's targets, and others at even "
@@ -318,7 +356,7 @@ class Config:
         dim = self.model_dim
         layers = self.num_layers
         for window in {*self.val_windows, *(size for row in self.stages for size in row.windows)}:
-            block = min(window, ATTENTION_BLOCK)
+            block = math.gcd(window, ATTENTION_BLOCK)
             for length in (window, self.micro_batch_tokens, self.val_batch_tokens):
                 require(
                     length % block == 0,
@@ -327,10 +365,21 @@ class Config:
                     f"val_batch_tokens={self.val_batch_tokens}",
                 )
         require(dim % self.head_dim == 0, f"head_dim={self.head_dim}: must divide model_dim={dim}")
-        for name in ("long_layers", "value_embedding_layers"):
-            chosen = getattr(self, name)
-            are_layers = all(type(layer) is int and 0 <= layer < layers for layer in chosen)
-            require(are_layers, f"{name}={chosen}: layers are 0 to {layers - 1}")
+        for field in dataclasses.fields(self):
+            if field.metadata["check"] is LAYERS:
+                chosen = getattr(self, field.name)
+                require(
+                    max(chosen, default=0) < layers,
+                    f"{field.name}={chosen}: layers are 0 to {layers - 1}",
+                )
+        require(
+            all(target < layers for _, target in self.skips),
+            f"skips={self.skips}: layers are 0 to {layers - 1}",
+        )
+        require(
+            not self.paired_layers or dim // self.head_dim % 2 == 0,
+            f"paired_layers={self.paired_layers}: {dim // self.head_dim} heads make no pairs",
+        )
         require(
             self.softmax_rows <= self.vocab_size,
             f"softmax_rows={self.softmax_rows}: at most the vocabulary's {self.vocab_size}",
@@ -393,6 +442,13 @@ TRACKS = {
         mlp_dim=256,
         long_layers=(0,),
         value_embedding_layers=(0,),
+        plain_layers=(),
+        shifted_layers=(),
+        paired_layers=(),
+        exclusive_layers=(),
+        gated_layers=(),
+        skips=(),
+        late_source=-1,
         logit_cap=15.0,
         softmax_rows=0,
         ngram_orders=(2, 3, 4, 6),
@@ -404,7 +460,8 @@ TRACKS = {
         index_bits=24,
         index_share=0.97,
         rules={
-            "attention": Rule(group="matrices", decay=1.0),
+            "query_key": Rule(group="matrices", decay=1.0),
+            "value_output": Rule(group="matrices", decay=1.0),
             "mlp": Rule(group="matrices", decay=1.0),
             "embed": Rule(group="embeddings", lr_mul=3.0),
             "value_embed": Rule(group="embeddings", lr_mul=3.0),
@@ -415,6 +472,8 @@ TRACKS = {
             "residual_scale": Rule(group="small"),
             "embed_scale": Rule(group="small"),
             "ngram_gate": Rule(group="small"),
+            "exclusive_gate": Rule(group="small"),
+            "output_gate": Rule(group="small"),
             "skip_scale": Rule(group="small"),
         },
         matrix_update="muon",
@@ -439,6 +498,86 @@ TRACKS = {
         dtype="auto",
         float8=False,
     ),
+    "mini": Config(
+        track="mini",
+        data="data/python",
+        tokenizer="bytes",
+        steps=400,
+        micro_batch_tokens=512,
+        # start, micro-batches of a step, document cap, windows (short, long), rate, loss weights
+        stages=(
+            Stage(0.0, 2, 224, (32, 96), 1.0, (1.0, 0.5, 0.25)),
+            Stage(0.33, 4, 512, (96, 224), 1.52, (1.0, 0.5)),
+            Stage(0.6575, 6, 512, (160, 352), 1.73, (1.0,)),
+            Stage(0.9875, 6, 512, (192, 416), 1.73, (1.0,)),
+        ),
+        cooldown=0.6,
+        final_lr=0.15,
+        untie_at=0.6575,
+        model_dim=96,
+        num_layers=12,
+        head_dim=16,
+        mlp_dim=384,
+        long_layers=(3, 7, 11),
+        value_embedding_layers=(1, 2, 10, 11),
+        plain_layers=(),
+        shifted_layers=(),
+        paired_layers=(),
+        exclusive_layers=(),
+        gated_layers=(),
+        skips=((0, 11), (1, 10), (2, 9), (3, 8), (4, 7), (5, 6)),
+        late_source=-1,
+        logit_cap=15.0,
+        softmax_rows=0,
+        ngram_orders=(2,),
+        ngram_rows=2880,
+        copy_orders=(),
+        copy_places=1,
+        copy_reach=2048,
+        index_orders=(),
+        index_bits=24,
+        index_share=0.0,
+        # modded-nanogpt's rates. Its Adam decays by the rate squared, and only where update and
+        # weight agree in sign; the decay here is half of the mean of that.
+        rules={
+            "query_key": Rule(group="matrices", decay=1.0, betas=(0.9, 0.9)),
+            "value_output": Rule(group="matrices", decay=1.0, betas=(0.9, 0.9)),
+            "mlp": Rule(group="matrices", lr_mul=(1.0, 2.0), decay=1.0, betas=(0.9, 0.9)),
+            "embed": Rule(group="embeddings", decay=0.003, betas=(0.5, 0.95)),
+            "head": Rule(group="embeddings", decay=0.003, betas=(0.5, 0.95)),
+            "value_embed": Rule(group="embeddings", lr_mul=75.0, decay=0.008, betas=(0.75, 0.95)),
+            "value_gate": Rule(group="small", betas=(0.9, 0.99)),
+            "smear_gate": Rule(group="small", lr_mul=0.01, betas=(0.9, 0.99)),
+            "smear_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
+            "residual_scale": Rule(group="small", lr_mul=5.0),
+            "embed_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
+            "ngram_gate": Rule(group="small", betas=(0.9, 0.99)),
+            "exclusive_gate": Rule(group="small", betas=(0.9, 0.99)),
+            "output_gate": Rule(group="small", betas=(0.9, 0.99)),
+            "skip_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
+        },
+        matrix_update="muon",
+        matrix_lr=0.023,
+        matrix_decay=0.03,
+        momentum_start=0.85,
+        momentum_peak=0.95,
+        momentum_warmup=0.19,
+        momentum_cooldown=0.03,
+        basis_every=10,
+        one_sided_above=1024,
+        adam_lr=0.008,
+        adam_every=2,
+        ngram_lr=0.05,
+        ngram_floor=0.2,
+        val_tokens=262_144,
+        val_sha256="",
+        val_batch_tokens=4096,
+        val_windows=(192, 640),
+        val_every=0,
+        target_loss=1.279,
+        dtype="float32",
+        float8=False,
+    ),
     "fineweb": Config(
         track="fineweb",
         data="data/fineweb10B",
@@ -461,6 +600,13 @@ TRACKS = {
         mlp_dim=3072,
         long_layers=(3, 7, 11),
         value_embedding_layers=(1, 2, 10, 11),
+        plain_layers=(),
+        shifted_layers=(),
+        paired_layers=(),
+        exclusive_layers=(),
+        gated_layers=(),
+        skips=((0, 11), (1, 10), (2, 9), (3, 8), (4, 7), (5, 6)),
+        late_source=-1,
         logit_cap=15.0,
         softmax_rows=0,
         ngram_orders=(2, 3),
@@ -474,7 +620,8 @@ TRACKS = {
         # modded-nanogpt's rates. Its Adam decays by the rate squared, and only where update and
         # weight agree in sign; the decay here is half of the mean of that.
         rules={
-            "attention": Rule(group="matrices", decay=1.0, betas=(0.9, 0.9)),
+            "query_key": Rule(group="matrices", decay=1.0, betas=(0.9, 0.9)),
+            "value_output": Rule(group="matrices", decay=1.0, betas=(0.9, 0.9)),
             "mlp": Rule(group="matrices", lr_mul=(1.0, 2.0), decay=1.0, betas=(0.9, 0.9)),
             "embed": Rule(group="embeddings", decay=0.003, betas=(0.5, 0.95)),
             "head": Rule(group="embeddings", decay=0.003, betas=(0.5, 0.95)),
@@ -485,6 +632,8 @@ TRACKS = {
             "residual_scale": Rule(group="small", lr_mul=5.0),
             "embed_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
             "ngram_gate": Rule(group="small", betas=(0.9, 0.99)),
+            "exclusive_gate": Rule(group="small", betas=(0.9, 0.99)),
+            "output_gate": Rule(group="small", betas=(0.9, 0.99)),
             "skip_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
         },
         matrix_update="muon",
@@ -565,20 +714,32 @@ def is_tied_before(config, step):
     return step <= untie_step(config) and untie_step(config) > 0
 
 
+class Window(NamedTuple):
+    """Which keys a layer's queries see, at most."""
+
+    size: int  # positions, the query's own among them
+    positions: int  # of a token: 1, or one for each of a pair of heads
+
+
 class Phase(NamedTuple):
     """What the compiled model depends on: each new value is compiled anew."""
 
-    windows: tuple  # the attention window of each layer
+    windows: tuple  # the Window of each layer
     mtp_weights: tuple  # loss weights of the next, second-next, ... token
     max_segment: int  # tokens of the longest segment that attention sees at once
     softmax_rows: int  # rows of the vocabulary in the softmax; 0: all
     is_tied: bool  # whether the head is the embedding, too
 
 
-def layer_windows(config, windows):
-    """The window of each layer: the last of `windows` in long layers, elsewhere the first."""
-    layers = range(config.num_layers)
-    return tuple(windows[-1] if layer in config.long_layers else windows[0] for layer in layers)
+def layer_windows(config, sizes):
+    """The Window of each layer: the last of `sizes` in long layers, elsewhere the first."""
+    return tuple(
+        Window(
+            size=sizes[-1] if layer in config.long_layers else sizes[0],
+            positions=2 if layer in config.paired_layers else 1,
+        )
+        for layer in range(config.num_layers)
+    )
 
 
 def training_phase(config, step):
@@ -1541,38 +1702,74 @@ def rotate(x, cos, sin):
     return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
 
 
+def shifted(k, is_first):
+    """Keys (T, heads, head_dim) whose channels that do not rotate are those of the token before,
+    or 0 where is_first (T,).
+
+    A query for a token finds, in one layer, what followed it earlier (modded-nanogpt, record of
+    2025-12-14).
+    """
+    turning, still = k.unflatten(-1, (2, 2, -1)).unbind(-2)  # of each half of the channel pairs
+    still = F.pad(still, (0, 0, 0, 0, 0, 0, 1, -1)).masked_fill(is_first[:, None, None, None], 0)
+    return torch.stack([turning, still], dim=-2).flatten(-3)
+
+
+def in_pairs(x):
+    """Heads (T, heads, dim) as (2 T, heads / 2, dim): for each token one of a pair, then the other.
+
+    So a head sees the keys of both (modded-nanogpt, record of 2026-01-07).
+    """
+    return x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(0, 1)
+
+
+def out_of_pairs(y):
+    """The inverse of in_pairs."""
+    return y.unflatten(0, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
+def without_own_value(y, v, share):
+    """Outputs of attention (T, heads, dim) less a share (T, heads, 1) of their part along v, the
+    token's own value, which the residual stream has anyway (XSA, arXiv 2603.09078)."""
+    along = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
+    return y - share * along * v
+
+
 class BlockedAttention:
     """Back end `sdpa`: softmax attention on any device, in time linear in T.
 
     A block of queries attends to the keys of its own and of the preceding blocks that the window
-    reaches. The products are written out, since bf16 SDPA on a CPU takes twice their time.
+    reaches.
     """
 
     def prepare(self, micro_batch, phase, dtype):
-        """{window: what is added to its scores}, once a micro-batch, for all layers."""
-        return {
-            window: blocked_bias(micro_batch.segment_start, window, dtype)
-            for window in set(phase.windows)
-        }
+        """{Window: what is added to its scores}, once a micro-batch, for all layers."""
+        biases = {}
+        for window in set(phase.windows):
+            count = window.positions
+            start = (count * micro_batch.segment_start).repeat_interleave(count)
+            biases[window] = blocked_bias(start, window.size, dtype)
+        return biases
 
     def attend(self, q, k, v, biases, window, scale):
-        """Attention of q, k, v (T, heads, head_dim), T a multiple of the block: the same shape."""
+        """Attention of q, k, v (n, heads, head_dim), n a multiple of the block: the same shape."""
         length, heads, dim = q.shape
-        block = min(window, ATTENTION_BLOCK)
+        block = math.gcd(window.size, ATTENTION_BLOCK)
 
         def reached(x):
-            """(heads, blocks, window + block, dim): what each block reaches, zeros before 0."""
-            padded = F.pad(x.transpose(0, 1), (0, 0, window, 0))
-            parts = [
-                padded[:, start : start + length].reshape(heads, -1, block, dim)
-                for start in range(0, window + block, block)
-            ]
-            return torch.cat(parts, dim=2)
+            """(blocks, heads, size + block, dim): what each block reaches, zeros before 0."""
+            padded = F.pad(x, (0, 0, 0, 0, window.size, 0))
+            return padded.unfold(0, window.size + block, block).transpose(-1, -2)
 
-        queries = q.transpose(0, 1).reshape(heads, -1, block, dim)
-        scores = (queries @ reached(k).transpose(-1, -2)).float()
-        weights = (scores * scale + biases[window]).softmax(-1).to(v.dtype)
-        return (weights @ reached(v)).view(heads, length, dim).transpose(0, 1)
+        queries = q.view(-1, block, heads, dim).transpose(1, 2)
+        keys = reached(k)
+        values = reached(v)
+        bias = biases[window][:, None]
+        if v.dtype == torch.float32:
+            y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)
+        else:  # bf16 SDPA on a CPU takes up to five times as long as the products, written out
+            scores = (queries @ keys.transpose(-1, -2)).float()
+            y = (scores * scale + bias).softmax(-1).to(v.dtype) @ values
+        return y.transpose(1, 2).reshape(length, heads, dim)
 
 
 def blocked_bias(segment_start, window, dtype):
@@ -1581,7 +1778,7 @@ def blocked_bias(segment_start, window, dtype):
     It is 0 where query i sees key j, max(segment_start[i], i - window + 1) <= j <= i, else -inf.
     The keys of a block of queries start `window` before it.
     """
-    block = min(window, ATTENTION_BLOCK)
+    block = math.gcd(window, ATTENTION_BLOCK)
     device = segment_start.device
     query = torch.arange(len(segment_start), dtype=torch.int32, device=device).view(-1, block, 1)
     reach = torch.arange(window + block, dtype=torch.int32, device=device)
@@ -1598,13 +1795,17 @@ class VarlenAttention:
     """
 
     def prepare(self, micro_batch, phase, dtype):
-        return micro_batch.segment_bounds, phase.max_segment
+        """{positions of a token: (bounds of its segments, the longest one)}."""
+        return {
+            count: (count * micro_batch.segment_bounds, count * phase.max_segment)
+            for count in {window.positions for window in phase.windows}
+        }
 
     def attend(self, q, k, v, segments, window, scale):
         from torch.nn.attention.varlen import varlen_attn
 
-        bounds, longest = segments
-        reach = (window - 1, 0)
+        bounds, longest = segments[window.positions]
+        reach = (window.size - 1, 0)
         return varlen_attn(
             q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=reach
         )
@@ -1795,9 +1996,11 @@ def summed_loss(hidden, head, micro_batch, phase, cap, use_float8):
 class GPT(nn.Module):
     """Decoder-only transformer over packed documents.
 
-    Two banks hold its matrices, so that updates are batched: `attention` (4 * layers, model_dim,
-    model_dim) has q, k, v and o of each layer, `mlp` (2 * layers, mlp_dim, model_dim) has up and
-    the transpose of down.
+    Three banks hold its matrices, so that updates are batched: `query_key` (n, m * head_dim,
+    model_dim) has q and k of each layer with attention, cut into groups of m heads, which are one
+    matrix each to Muon: pairs, or all heads where their number is odd; `value_output` (2 * layers
+    with attention, model_dim, model_dim) has v and o; `mlp` (2 * layers, mlp_dim, model_dim) has up
+    and the transpose of down.
     """
 
     def __init__(self, config, back_end, use_float8=False):
@@ -1821,52 +2024,73 @@ class GPT(nn.Module):
         self.head = drawn(vocab, dim, std=0.005)
         if untie_step(config):
             self.embed.data.copy_(self.head.data)  # one table at first, at the head's scale
-        self.attention = drawn(4 * layers, dim, dim, std=0.6 / math.sqrt(dim))
-        self.mlp = drawn(2 * layers, config.mlp_dim, dim, std=0.6 / math.sqrt(dim))
-        self.attention.data[3::4] = 0  # output projections: every block starts as the identity
+        self.attending = [layer for layer in range(layers) if layer not in config.plain_layers]
+        heads = dim // config.head_dim
+        group = heads if heads % 2 else 2
+        groups = 2 * len(self.attending) * heads // group
+        std = 0.6 / math.sqrt(dim)
+        self.query_key = drawn(groups, group * config.head_dim, dim, std=std)
+        self.value_output = drawn(2 * len(self.attending), dim, dim, std=std)
+        self.mlp = drawn(2 * layers, config.mlp_dim, dim, std=std)
+        self.value_output.data[1::2] = 0  # every block starts as the identity
         self.mlp.data[1::2] = 0
         value_layers = len(config.value_embedding_layers)
         self.value_embed = drawn(value_layers, vocab, dim, std=0.01)
-        self.value_gate = zeros(value_layers, dim // config.head_dim, GATE_DIM)
+        self.value_gate = zeros(value_layers, heads, GATE_DIM)
+        if config.exclusive_layers:
+            self.exclusive_gate = zeros(len(config.exclusive_layers), heads, GATE_DIM)
+        if config.gated_layers:
+            self.output_gate = zeros(len(config.gated_layers), heads, GATE_DIM)
         self.smear_gate = zeros(1, GATE_DIM)
         self.smear_scale = nn.Parameter(torch.zeros(1))
         self.residual_scale = nn.Parameter(torch.ones(layers))
         self.embed_scale = nn.Parameter(torch.zeros(layers))
         if config.columns:
             self.ngram_gate = zeros(layers + 1, GATE_DIM)  # before each layer and before the head
-        self.skip_scale = nn.Parameter(torch.full((layers // 2,), 0.1))
+        if config.skips:
+            self.skip_scale = nn.Parameter(torch.full((len(config.skips),), 0.1))
 
-    def embedding(self, micro_batch, is_tied):
+    def embedding(self, micro_batch, is_first, is_tied):
         """Each token's embedding with a gated share of the one before it in its segment."""
         x = F.embedding(micro_batch.inputs, self.head if is_tied else self.embed)
-        position = torch.arange(len(x), device=x.device, dtype=torch.int32)
-        is_first = micro_batch.segment_start == position
         share = torch.sigmoid(F.linear(x[:, :GATE_DIM], self.smear_gate))
         share = share.masked_fill(is_first[:, None], 0)
         before = F.pad(x, (0, 0, 1, -1))
         return norm(x + self.smear_scale[0] * share * before)
 
-    def attention_layer(self, x, layer, micro_batch, window, rotary, masks):
-        """What attention adds to the residual stream x (T, model_dim)."""
+    def attention_layer(self, x, layer, weights, micro_batch, is_first, window, rotary, masks):
+        """What attention adds to the residual stream, as it reads x (T, model_dim).
+
+        weights: those of q and k (2 * model_dim, model_dim), and of v and o (2, ...).
+        """
         config = self.config
         cos, sin, scale = rotary
-        qkv_weight = self.attention[4 * layer : 4 * layer + 3].flatten(0, 1)
-        qkv = F.linear(norm(x), qkv_weight).view(len(x), 3, -1, config.head_dim)
+        query_key, (value, output) = weights
+        qkv = F.linear(norm(x), torch.cat([query_key, value])).view(len(x), 3, -1, config.head_dim)
         q, k, v = qkv.unbind(1)
-        q = rotate(norm(q), cos, sin)
-        k = rotate(norm(k), cos, sin)
         if layer in config.value_embedding_layers:
             number = config.value_embedding_layers.index(layer)
             value_embedding = F.embedding(micro_batch.inputs, self.value_embed[number]).view_as(v)
             v = v + gate(x, self.value_gate[number])[..., None] * value_embedding
-        y = self.back_end.attend(q, k, v, masks, window, scale)
-        return F.linear(y.flatten(1), self.attention[4 * layer + 3])
-
-    def mlp_layer(self, x, layer):
-        """What the MLP adds to the residual stream x (T, model_dim)."""
-        up = self.mlp[2 * layer]
-        down = self.mlp[2 * layer + 1]
-        return mlp(norm(x), up, down, self.use_float8)
+        q = norm(q)
+        k = norm(k)
+        if layer in config.shifted_layers:
+            k = shifted(k, is_first)
+        seen = v
+        if window.positions == 2:
+            q, k, seen = in_pairs(q), in_pairs(k), in_pairs(v)
+        cos, sin = cos[: len(q)], sin[: len(q)]
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)
+        y = self.back_end.attend(q, k, seen, masks, window, scale)
+        if window.positions == 2:
+            y = out_of_pairs(y)
+        if layer in config.exclusive_layers:
+            weight = self.exclusive_gate[config.exclusive_layers.index(layer)]
+            y = without_own_value(y, v, (gate(x, weight) - 1)[..., None])
+        if layer in config.gated_layers:
+            y = y * gate(x, self.output_gate[config.gated_layers.index(layer)])[..., None]
+        return F.linear(y.flatten(1), output)
 
     def hidden(self, micro_batch, ngram, phase, rotary, masks):
         """Final hidden states (T, model_dim), normalised.
@@ -1874,20 +2098,40 @@ class GPT(nn.Module):
         ngram: (T, model_dim), from NgramTable.lookup, or None. rotary: what rotary_tables returns.
         masks: what the back end prepares.
         """
-        layers = self.config.num_layers
-        skips = []
-        embedded = x = self.embedding(micro_batch, phase.is_tied)
+        config = self.config
+        layers = config.num_layers
+        position = torch.arange(len(micro_batch.inputs), device=self.head.device)
+        is_first = micro_batch.segment_start == position
+        # Unbound at once, since the gradient of an index is as large as what was indexed.
+        query_key = self.query_key.view(len(self.attending), -1, config.model_dim).unbind()
+        value_output = self.value_output.unflatten(0, (-1, 2)).unbind()
+        attention = dict(
+            zip(self.attending, zip(query_key, value_output, strict=True), strict=True)
+        )
+        mlps = self.mlp.unflatten(0, (-1, 2)).unbind()
+        outputs = []
+        embedded = x = self.embedding(micro_batch, is_first, phase.is_tied)
         for layer in range(layers):
-            if layer >= layers - len(self.skip_scale):
-                x = x + self.skip_scale[layer - layers] * skips.pop()
+            for number, (source, target) in enumerate(config.skips):
+                if target == layer:
+                    x = x + self.skip_scale[number] * outputs[source]
             x = self.residual_scale[layer] * x + self.embed_scale[layer] * embedded
             if ngram is not None:
                 x = x + gate(x, self.ngram_gate[layer : layer + 1]) * ngram
-            window = phase.windows[layer]
-            x = x + self.attention_layer(x, layer, micro_batch, window, rotary, masks)
-            x = x + self.mlp_layer(x, layer)
-            if layer < len(self.skip_scale):
-                skips.append(x)
+            if layer in attention:
+                is_late = 0 <= config.late_source < layer
+                x = x + self.attention_layer(
+                    outputs[config.late_source] if is_late else x,
+                    layer,
+                    attention[layer],
+                    micro_batch,
+                    is_first,
+                    phase.windows[layer],
+                    rotary,
+                    masks,
+                )
+            x = x + mlp(norm(x), *mlps[layer], self.use_float8)
+            outputs.append(x)
         if ngram is not None:
             x = x + gate(x, self.ngram_gate[layers:]) * ngram
         return norm(x)
@@ -2473,6 +2717,10 @@ class MatrixGroup(ParameterGroup):
         return sum(int(count.sum()) for count in counts)
 
 
+# Parameters that a model has only with some feature; a track has their rules all the same.
+OPTIONAL_PARAMETERS = {"ngram_gate", "exclusive_gate", "output_gate", "skip_scale"}
+
+
 class Optimizer:
     """All groups, in the one order in which their communication is started and waited for.
 
@@ -2494,7 +2742,7 @@ class Optimizer:
                 f"groups {', '.join(members)}",
             )
             members[rule.group][name] = param
-        unknown = sorted(config.rules.keys() - set(names) - {"ngram_gate"})
+        unknown = sorted(config.rules.keys() - set(names) - OPTIONAL_PARAMETERS)
         require(not unknown, f"rules: the model has no parameters {', '.join(unknown)}")
         self.parameter_groups = [
             kind(name, config, members[name], runtime) for name, kind in self.KINDS.items()
@@ -2570,7 +2818,8 @@ class Trainer:
 
     def inputs(self, step, micro_batch, phase):
         """What the model needs beside tokens and rows: (phase, rotary tables, attention masks)."""
-        rotary = self.rotary(len(micro_batch.inputs), long_windows_until(self.config, step))
+        positions = max(window.positions for window in phase.windows) * len(micro_batch.inputs)
+        rotary = self.rotary(positions, long_windows_until(self.config, step))
         masks = self.model.back_end.prepare(micro_batch, phase, self.config.torch_dtype)
         return phase, rotary, masks
 

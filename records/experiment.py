@@ -277,11 +277,10 @@ def obstacles(repository, track, source, other=None):
     rules = repository.rules[track]
     records = repository.records[track]
     found = []
-    for name in ("tokenizer", "val_tokens", "val_sha256", "target_loss"):
-        wanted = getattr(rules, name)
-        if config.get(name) != wanted:
-            shown = ascii(config.get(name))[:60]
-            found.append(f"train_gpt.py: {name} is {shown}, by the rules {wanted}")
+    for name, wanted in rules.fixed.items():
+        value = config.get(name, "not there")
+        if value != wanted:
+            found.append(f"train_gpt.py: {name} is {ascii(value)[:60]}, by the rules {wanted}")
     if "run_of" not in config:
         found.append(
             "train_gpt.py: Config has no field run_of, so that its log cannot say its place in the "

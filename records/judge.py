@@ -88,10 +88,10 @@ def check_run(run, rules, fail, counted=True):
             run.path,
             f"is a run of track {ascii(run.track)}, the record lies under {rules.name}",
         )
-    for name in ("tokenizer", "val_tokens", "val_sha256", "target_loss"):
-        wanted = getattr(rules, name)
-        if run.config[name] != wanted:
-            fail(run.path, f"{name} is {ascii(run.config[name])}, the track's is {wanted}")
+    for name, wanted in rules.fixed.items():
+        found = run.config.get(name, "not there")
+        if found != wanted:
+            fail(run.path, f"{name} is {ascii(found)[:80]}, the track's is {wanted}")
     check_configuration(run, fail)
     check_figures(run, fail)
     scored = run.validity.get("val_tokens")

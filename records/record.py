@@ -26,6 +26,13 @@ class TrackRules:
     val_sha256: str  # empty: not known to the repository, and that of the parent record counts
     target_loss: float
     manifest_sha256: str  # empty: any; fineweb's depends on how many shards were fetched
+    config: dict = field(default_factory=dict)  # fields that this track fixes beyond those above
+
+    @property
+    def fixed(self):
+        """{field: value} that the configuration of each run must have."""
+        names = ("tokenizer", "val_tokens", "val_sha256", "target_loss")
+        return {name: getattr(self, name) for name in names} | self.config
 
 
 @dataclass(frozen=True)

@@ -260,6 +260,12 @@ def make_repository(root):
     return Repository(root, {**rules, "nano": replace(rules["nano"], target_loss=TARGET)})
 
 
+def fixing(repository, **fields):
+    """The same repository, whose track's rules fix further fields of the configuration."""
+    rules = replace(repository.rules["nano"], config=fields)
+    return Repository(repository.root, {**repository.rules, "nano": rules})
+
+
 def fresh(repository):
     """The same repository, read again."""
     return Repository(repository.root, repository.rules)

@@ -284,6 +284,16 @@ def test_runs_of_which_no_record_can_come_are_refused_first(tmp_path, capsys, sc
     assert not (tmp_path / "order.txt").exists() and not (tmp_path / "logs" / "runs.jsonl").exists()
 
 
+def test_a_field_that_the_rules_fix_is_asked_for_first(repository, capsys):
+    ruled = made.fixing(repository, ngram_orders=[2])
+    for changes, shown in (({"ngram_orders": (2, 3)}, "[2, 3]"), ({}, "'not there'")):
+        (repository.root / "train_gpt.py").write_text(made.fake_trainer(**changes))
+        status, _, err = call(ruled, capsys, "run", "--runs", 2)
+        assert status == 2 and f"ngram_orders is {shown}, by the rules [2]" in err
+    (repository.root / "train_gpt.py").write_text(made.fake_trainer(ngram_orders=(2,)))
+    assert call(ruled, capsys, "run", "--runs", 2)[0] == 0
+
+
 def test_what_is_not_the_last_record_is_compared_only_when_asked(repository, capsys):
     other = repository.root / "logs" / "other"
     status, _, err = call(repository, capsys, "ab", other, "--runs", 2, "--yes")

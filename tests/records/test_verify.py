@@ -20,6 +20,7 @@ from records.__main__ import main
 from records.judge import check_gates, judge, judge_all
 from records.log import Batch, parse_log
 from records.record import load
+from records.source import config_of
 from records.submit import submit
 from records_helpers import edit
 
@@ -741,9 +742,35 @@ def test_rules_are_those_of_the_trainer():
     rules = made.Repository.at().rules
     assert rules.keys() == train_gpt.TRACKS.keys() - {"continual"}
     for name, rule in rules.items():
-        for key in ("tokenizer", "val_tokens", "val_sha256", "target_loss"):
-            assert getattr(rule, key) == getattr(train_gpt.TRACKS[name], key)
+        config = config_of(Path(train_gpt.__file__).read_text(), name)
+        for key, value in rule.fixed.items():
+            assert config[key] == value
     assert rules["nano"].manifest_sha256 == data_text.RECORD_SHA256["manifest.json"]
+
+
+@pytest.mark.parametrize("orders", [(2,), (2, 3)])
+def test_fields_that_the_rules_fix(tmp_path, orders):
+    """A track's rules may fix more fields than those that each track's rules name."""
+    repository = made.fixing(made.make_repository(tmp_path), ngram_orders=[2], copy_orders=[])
+    fields = {"ngram_orders": orders, "copy_orders": ()}
+    config = made.config_of_nano(**fields)
+    logs = made.write_logs(tmp_path / "logs", made.source_of(**fields), config=config)
+    _, failures = submit(repository, "Orders", logs)
+    reasons = [] if orders == (2,) else ["ngram_orders is [2, 3], the track's is [2]"] * len(logs)
+    assert [failure.reason for failure in failures] == reasons
+
+
+def test_fields_that_the_rules_fix_are_asked_of_the_parent_too(repository):
+    stages = made.CONFIG["stages"]
+    assert judge_all(made.fixing(repository, stages=stages, cooldown=0.45)) == []
+    failures = judge_all(made.fixing(repository, stages=stages, ngram_orders=[2]))
+    told = {failure.path for failure in failures}
+    logs = set(repository.root.glob("records/nano/*/*/*.txt"))
+    assert len(failures) == len(logs) and told == logs
+    assert any(path.parent.name == "baseline" for path in told)
+    assert {failure.reason for failure in failures} == {
+        "ngram_orders is 'not there', the track's is [2]"
+    }
 
 
 def test_unknown_validation_hash_is_that_of_earlier_records(repository):
