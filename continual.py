@@ -47,7 +47,7 @@ class ContinualConfig(Config):
         "share of a hidden matrix' singular directions that may move; 1: all", SHARE, default=0.5
     )
     trained: str = knob(
-        "matrices | all: what steps change; matrices are the banks attention and mlp",
+        "matrices | all: what steps change; matrices are those of attention and MLPs",
         one_of("matrices", "all"),
         default="matrices",
     )
@@ -60,7 +60,9 @@ class ContinualConfig(Config):
             "or --trained all",
         )
         ratio = self.unfreeze_rank_ratio
-        for rank in (self.model_dim, min(self.model_dim, self.mlp_dim)):
+        heads = self.model_dim // self.head_dim
+        query_rows = self.model_dim if heads % 2 else 2 * self.head_dim  # of a matrix of q or k
+        for rank in (self.model_dim, query_rows, min(self.model_dim, self.mlp_dim)):
             require(
                 ratio == 1 or 0 < frozen_count(rank, ratio) < rank,
                 f"unfreeze_rank_ratio={ratio}: rounds to {round(ratio * rank)} of a matrix' {rank} "
@@ -156,6 +158,13 @@ def shape_of(config, step):
         "mlp_dim",
         "long_layers",
         "value_embedding_layers",
+        "plain_layers",
+        "shifted_layers",
+        "paired_layers",
+        "exclusive_layers",
+        "gated_layers",
+        "skips",
+        "late_source",
         "logit_cap",
         "ngram_orders",
         "ngram_rows",

@@ -239,16 +239,6 @@ class Config:
         "attention of the layers behind this one reads what leaves it; -1: what enters each",
         between(-1, 1023),
     )
-    plain_layers: tuple = knob("layers without attention")
-    shifted_layers: tuple = knob("layers in which half of a key is that of the token before")
-    paired_layers: tuple = knob("layers whose heads, in pairs, see each other's keys")
-    exclusive_layers: tuple = knob("layers whose attention leaves out a token's own value")
-    gated_layers: tuple = knob("layers with a gate for the output of each head")
-    skips: tuple = knob("pairs (a, b) of layers: what leaves a is added to what enters b")
-    late_source: int = knob(
-        "attention of the layers behind this one reads what leaves it; -1: what enters each",
-        between(-1, 1023),
-    )
     logit_cap: float = knob("tanh squashes logits into (-cap, cap)", between(0.1, 40))
     softmax_rows: int = knob(
         "vocabulary rows of training's softmax: a micro-batch's targets, and others at even "
@@ -506,8 +496,8 @@ TRACKS = {
         micro_batch_tokens=512,
         # start, micro-batches of a step, document cap, windows (short, long), rate, loss weights
         stages=(
-            Stage(0.0, 2, 224, (32, 96), 1.0, (1.0, 0.5, 0.25)),
-            Stage(0.33, 4, 512, (96, 224), 1.52, (1.0, 0.5)),
+            Stage(0.0, 2, 224, (32, 96), 1.0, (1.0,)),
+            Stage(0.33, 4, 512, (96, 224), 1.52, (1.0,)),
             Stage(0.6575, 6, 512, (160, 352), 1.73, (1.0,)),
             Stage(0.9875, 6, 512, (192, 416), 1.73, (1.0,)),
         ),
@@ -521,10 +511,10 @@ TRACKS = {
         long_layers=(3, 7, 11),
         value_embedding_layers=(1, 2, 10, 11),
         plain_layers=(),
-        shifted_layers=(),
-        paired_layers=(),
-        exclusive_layers=(),
-        gated_layers=(),
+        shifted_layers=(3, 7, 11),
+        paired_layers=(0, 2, 5, 9),
+        exclusive_layers=(1, 3, 4, 7),
+        gated_layers=(3, 10),
         skips=((0, 11), (1, 10), (2, 9), (3, 8), (4, 7), (5, 6)),
         late_source=-1,
         logit_cap=15.0,
@@ -556,7 +546,7 @@ TRACKS = {
             "output_gate": Rule(group="small", betas=(0.9, 0.99)),
             "skip_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
         },
-        matrix_update="muon",
+        matrix_update="soap_muon",
         matrix_lr=0.023,
         matrix_decay=0.03,
         momentum_start=0.85,
@@ -570,7 +560,7 @@ TRACKS = {
         ngram_lr=0.05,
         ngram_floor=0.2,
         val_tokens=262_144,
-        val_sha256="",
+        val_sha256="478ab1f04524b1cee06bcfe8372c2a8a4d1d7fa2f941740ec125ccdbd2811c65",
         val_batch_tokens=4096,
         val_windows=(192, 640),
         val_every=0,
@@ -601,10 +591,10 @@ TRACKS = {
         long_layers=(3, 7, 11),
         value_embedding_layers=(1, 2, 10, 11),
         plain_layers=(),
-        shifted_layers=(),
-        paired_layers=(),
-        exclusive_layers=(),
-        gated_layers=(),
+        shifted_layers=(3, 7, 11),
+        paired_layers=(0, 2, 5, 9),
+        exclusive_layers=(1, 3, 4, 7),
+        gated_layers=(3, 10),
         skips=((0, 11), (1, 10), (2, 9), (3, 8), (4, 7), (5, 6)),
         late_source=-1,
         logit_cap=15.0,
@@ -2103,7 +2093,8 @@ class GPT(nn.Module):
         position = torch.arange(len(micro_batch.inputs), device=self.head.device)
         is_first = micro_batch.segment_start == position
         # Unbound at once, since the gradient of an index is as large as what was indexed.
-        query_key = self.query_key.view(len(self.attending), -1, config.model_dim).unbind()
+        shape = len(self.attending), 2 * config.model_dim, config.model_dim
+        query_key = self.query_key.view(shape).unbind()
         value_output = self.value_output.unflatten(0, (-1, 2)).unbind()
         attention = dict(
             zip(self.attending, zip(query_key, value_output, strict=True), strict=True)

@@ -460,8 +460,18 @@ def shape_of_run(track, layers, **overrides):
             num_layers=layers,
             long_layers=(layers - 1,),
             value_embedding_layers=tuple({min(1, layers - 1), layers - 1}),
+            skips=((0, layers - 1),) if layers > 1 else (),
+            **kept_layers(config, layers),
         )
     return config
+
+
+def kept_layers(config, layers):
+    """{field: the layers that it names, as far as there are so many}, of the kinds of layers."""
+    names = ("plain_layers", "shifted_layers", "paired_layers", "exclusive_layers", "gated_layers")
+    return {
+        name: tuple(layer for layer in getattr(config, name) if layer < layers) for name in names
+    }
 
 
 def passes(config, step):
@@ -480,8 +490,9 @@ def passes(config, step):
     )
     ngram = torch.empty(length, config.model_dim, dtype=dtype, requires_grad=True)
     windows = train_gpt.long_windows_until(config, step)
-    rotary = train_gpt.rotary_tables(length, config.head_dim, windows, "cpu", dtype)
     phase = train_gpt.training_phase(config, step)
+    positions = max(window.positions for window in phase.windows) * length
+    rotary = train_gpt.rotary_tables(positions, config.head_dim, windows, "cpu", dtype)
     masks = back_end.prepare(micro_batch, phase, dtype)
     forward = generator.compile(model, dynamic=False, fullgraph=True)
     loss, *_ = forward(micro_batch, ngram, phase, rotary, masks)

@@ -190,7 +190,7 @@ def micro_batch_of(starts, length, device):
 
 
 def masks_of(back_end, micro_batch, window, dtype):
-    """What a back end prepares for layers of one window."""
+    """What a back end prepares for layers of one Window."""
     length = len(micro_batch.inputs)
     phase = train_gpt.Phase((window,), (1.0,), length, softmax_rows=0, is_tied=False)
     return back_end.prepare(micro_batch, phase, dtype)
@@ -207,7 +207,8 @@ def attention_errors(session, back_end, dtype, windows, length, heads, dim):
     where = ""
     for layout, starts in segment_layouts(length, rng).items():
         micro_batch = micro_batch_of(starts, length, session.device)
-        for window in windows:
+        for size in windows:
+            window = train_gpt.Window(size, positions=1)
             drawn = torch.randn(4, length, heads, dim, generator=generator)
             q, k, v, upstream = drawn.to(session.device, dtype)
             q, k = train_gpt.norm(q), train_gpt.norm(k)
@@ -215,19 +216,20 @@ def attention_errors(session, back_end, dtype, windows, length, heads, dim):
             exact = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
             masks = masks_of(back_end, micro_batch, window, dtype)
             out = back_end.attend(*mine, masks, window, scale)
-            reference = common.reference_attention(*exact, micro_batch.segment_start, window, scale)
+            reference = common.reference_attention(*exact, micro_batch.segment_start, size, scale)
             values = [out, *torch.autograd.grad(out, mine, upstream)]
             references = [reference, *torch.autograd.grad(reference, exact, upstream.double())]
             for key, value, reference in zip(worst, values, references, strict=True):
                 error = relative_error(value, reference)
                 if not error <= worst[key]:  # a NaN counts as worst
                     worst[key] = error
-                    where = f"window {window}, segments {layout}"
+                    where = f"window {size}, segments {layout}"
     return worst, where
 
 
-def attention_milliseconds(session, back_end, window, length, heads, dim):
+def attention_milliseconds(session, back_end, size, length, heads, dim):
     """Time of forward and backward at the size of a fineweb micro-batch; sdpa is compiled."""
+    window = train_gpt.Window(size, positions=1)
     micro_batch = micro_batch_of(np.arange(0, length, 700), length, session.device)
     drawn = torch.randn(4, length, heads, dim, device=session.device, dtype=torch.bfloat16)
     *inputs, upstream = drawn.unbind(0)
@@ -310,7 +312,7 @@ def zero_state(weight):
     return {
         "momentum": zeros(rows, columns),
         "moment": zeros(rows, columns),
-        "second": zeros(rows, 1),
+        "second": zeros(rows, 1) if rows >= columns else zeros(1, columns),
         "count": zeros(1, 1),
     }
 
@@ -443,13 +445,20 @@ def updates(session):
     check_adam(session, (dim, mlp_dim), generator)
     check_muon(session, "square", (4, dim, dim), generator)
     check_muon(session, "tall", (2, mlp_dim, dim), generator)
+    check_muon(session, "wide", (4, dim // 3, dim), generator)
     if session.cuda:  # where they are compiled
         check_compiled(session, (4, dim, dim), generator)
     check_table(session, config, generator)
     check_master(session, (dim, dim), generator)
 
-    layers = config.num_layers
-    banks = {"attention": (4 * layers, dim, dim), "mlp": (2 * layers, mlp_dim, dim)}
+    heads = dim // config.head_dim
+    group = heads if heads % 2 else 2
+    attending = config.num_layers - len(config.plain_layers)
+    banks = {
+        "query_key": (2 * attending * heads // group, group * config.head_dim, dim),
+        "value_output": (2 * attending, dim, dim),
+        "mlp": (2 * config.num_layers, mlp_dim, dim),
+    }
     for label, shape in banks.items():
         weight, grad = torch.randn(2, *shape, device=session.device)
         words = MUON, weight, [grad], zero_state(weight), 1e-6, 0.0, torch.bfloat16

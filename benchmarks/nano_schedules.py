@@ -23,6 +23,7 @@ FOUR_LAYERS = {
     "num_layers": 4,
     "long_layers": (3,),
     "value_embedding_layers": (0, 3),
+    "skips": ((0, 3), (1, 2)),
     "mlp_dim": 512,
     "windows": (64, 128),
     "val_windows": (64, 128),

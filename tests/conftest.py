@@ -61,7 +61,7 @@ def tiny(corpus):
 @pytest.fixture(scope="session")
 def rich(corpus):
     """Configuration values of a twenty-step run in which every schedule changes, with all kinds of
-    rows."""
+    rows and layers."""
     return {**helpers.RICH, "data": str(corpus)}
 
 

@@ -40,6 +40,7 @@ TINY = {
     "mlp_dim": 64,
     "long_layers": (1,),
     "value_embedding_layers": (0,),
+    "skips": ((0, 1),),
     "ngram_rows": 1000,
     "copy_orders": (3, 5),
     "copy_reach": 64,
@@ -57,9 +58,24 @@ TINY = {
 
 NO_TABLE = {"ngram_orders": (), "copy_orders": (), "index_orders": ()}
 INDEX = {"index_orders": (4,), "index_share": 0.25}
+ONE_LAYER = {"num_layers": 1, "long_layers": (0,), "skips": ()}
 
-# A run in which every number of a stage changes on the way, and with all kinds of rows; twelve
-# micro-batches suit 1, 2, 3 and 4 ranks.
+# Layers of all kinds: the last one is of each kind but plain.
+LAYERED = {
+    "num_layers": 4,
+    "long_layers": (3,),
+    "value_embedding_layers": (0, 3),
+    "plain_layers": (2,),
+    "shifted_layers": (0, 3),
+    "paired_layers": (1, 3),
+    "exclusive_layers": (1, 3),
+    "gated_layers": (0, 3),
+    "skips": ((0, 2), (1, 3), (0, 3)),
+    "late_source": 1,
+}
+
+# A run in which every number of a stage changes on the way, and with all kinds of rows and layers;
+# twelve micro-batches suit 1, 2, 3 and 4 ranks.
 STAGE_FIELDS = {field.name for field in dataclasses.fields(train_gpt.Stage)}
 RICH = {
     **{name: value for name, value in TINY.items() if name not in STAGE_FIELDS},
@@ -86,6 +102,7 @@ RICH = {
     "val_every": 10,
     "save_every": 10,
     **INDEX,
+    **LAYERED,
 }
 
 
@@ -336,7 +353,7 @@ def assert_bitwise(actual, expected, where=""):
 def randomise(trainer, seed=0):
     """Give every weight values at which every path of the network matters (not zero, not huge)."""
     generator = torch.Generator().manual_seed(seed)
-    spread = {"attention": 0.2, "mlp": 0.2, "embed": 0.7, "head": 0.3}
+    spread = {"query_key": 0.2, "value_output": 0.2, "mlp": 0.2, "embed": 0.7, "head": 0.3}
     with torch.no_grad():
         for name, param in trainer.model.named_parameters():
             noise = torch.randn(param.shape, generator=generator)

@@ -230,4 +230,4 @@ def test_a_step_is_measured_with_and_without_the_projection(corpus, monkeypatch)
     added = osft.measure_step(config, runtime, rounds=2)
     assert {ratio: len(values) for ratio, values in added.items()} == {0.25: 2, 0.5: 2}
     assert all(abs(statistics.median(values)) < 10 for values in added.values())
-    assert len(projected) == 3 * 4 * 2 * 2  # rounds, repeats, ratios, banks
+    assert len(projected) == 3 * 4 * 2 * 3  # rounds, repeats, ratios, banks

@@ -371,7 +371,7 @@ TABLE = {
     "a folder beside the tracks": (
         FIRST,
         lambda repository: (repository.root / "records" / "nano2").mkdir(),
-        "nano2: is no track's folder; those are nano, fineweb",
+        "nano2: is no track's folder; those are nano, mini, fineweb",
     ),
     "a hidden folder": (
         FIRST,

@@ -217,5 +217,5 @@ def test_both_runs_of_a_pair_have_one_place(tmp_path):
 
 def test_unknown_track_is_refused(repository, capsys):
     status, _, err = call(repository, capsys, "run", "--track", "micro")
-    assert status == 2 and err == "records: --track 'micro': is none of nano, fineweb\n"
+    assert status == 2 and err == "records: --track 'micro': is none of nano, mini, fineweb\n"
     assert not (repository.root / "logs").exists()

@@ -272,7 +272,8 @@ def test_command_line():
     )
     assert done.returncode == 2
     assert re.fullmatch(
-        r"records: .*nowhere: lies in no track's folder; those are nano, fineweb.*\n", done.stderr
+        r"records: .*nowhere: lies in no track's folder; those are nano, mini, fineweb.*\n",
+        done.stderr,
     )
 
 

@@ -140,7 +140,7 @@ def test_synthetic_scripts_say_what_their_logs_say(tracks):
 def test_configurations_are_read_off_the_trainer():
     """As they are when it runs; so are the tokens, and which fields change no result."""
     text = Path(train_gpt.__file__).read_text()
-    for name in ("nano", "fineweb"):  # another script may have added its own
+    for name in ("nano", "mini", "fineweb"):  # another script may have added its own
         track = train_gpt.TRACKS[name]
         found = source.config_of(text, name)
         assert found == json.loads(json.dumps(dataclasses.asdict(track)))

@@ -119,7 +119,7 @@ def attention_ahead(trainer, reach):
     def attend(q, k, v, segment_start, window, scale):
         index = torch.arange(len(q))
         is_before = index <= (index + reach(index))[:, None]
-        is_near = (index > index[:, None] - window) & (index >= segment_start[:, None])
+        is_near = (index > index[:, None] - window.size) & (index >= segment_start[:, None])
         scores = torch.einsum("ihd,jhd->hij", q.float(), k.float()) * scale
         weights = scores.masked_fill(~(is_before & is_near), -math.inf).softmax(-1)
         return torch.einsum("hij,jhd->ihd", weights, v.float()).to(v.dtype)
@@ -194,6 +194,16 @@ def smear_from_the_next_token(trainer, monkeypatch):
         return honest(x, (0, 0, -1, 1) if tuple(widths) == (0, 0, 1, -1) else widths, *rest)
 
     monkeypatch.setattr(train_gpt.F, "pad", pad)
+
+
+@caught_by("causal", "local")
+def keys_shifted_from_the_next_token(trainer, monkeypatch):
+    honest = train_gpt.shifted
+
+    def shifted(k, is_first):
+        return honest(k.roll(-2, 0), torch.zeros_like(is_first))
+
+    monkeypatch.setattr(train_gpt, "shifted", shifted)
 
 
 @caught_by("causal", "local")
@@ -311,6 +321,14 @@ def attention_across_documents(trainer, monkeypatch):
         return honest(torch.zeros_like(segment_start), *rest)
 
     monkeypatch.setattr(train_gpt, "blocked_bias", blocked_bias)
+
+
+@caught_by("local")
+def keys_shifted_from_the_document_before(trainer, monkeypatch):
+    honest = train_gpt.shifted
+    monkeypatch.setattr(
+        train_gpt, "shifted", lambda k, is_first: honest(k, torch.zeros_like(is_first))
+    )
 
 
 @caught_by("local")

@@ -153,7 +153,8 @@ class Case:
 GROUPS = {
     "float32": Case(
         {
-            "attention": (5, 8, 8),
+            "query_key": (5, 8, 8),
+            "value_output": (2, 8, 8),
             "mlp": (3, 16, 8),
             "embed": (7, 8),
             "head": (2, 8),
@@ -164,7 +165,7 @@ GROUPS = {
     ),
     "bfloat16": Case(
         {
-            "attention": (3, 8, 8),
+            "query_key": (3, 8, 8),
             "mlp": (6, 8, 16),
             "embed": (1, 8),
             "head": (13, 8),
@@ -176,7 +177,7 @@ GROUPS = {
     ),
     "empty": Case(
         {
-            "attention": (4, 8, 8),
+            "query_key": (4, 8, 8),
             "mlp": (2, 8, 8),
             "embed": (5, 8),
             "head": (5, 8),
@@ -188,7 +189,7 @@ GROUPS = {
     ),
     "every third": Case(
         {
-            "attention": (4, 8, 8),
+            "query_key": (4, 8, 8),
             "mlp": (1, 8, 8),
             "embed": (5, 8),
             "head": (3, 8),
@@ -198,7 +199,7 @@ GROUPS = {
     ),
     "untied": Case(  # at the last of four steps, three sixths of the run
         {
-            "attention": (2, 8, 8),
+            "query_key": (2, 8, 8),
             "mlp": (1, 8, 8),
             "embed": (5, 8),
             "head": (5, 8),
@@ -210,8 +211,8 @@ GROUPS = {
 
 # Five matrices go 3, 2 over two ranks, 2, 2, 1 over three and 2, 2, 1, 0 over four; a side of 11 is
 # above the limit.
-SHAPES = {"attention": (5, 5, 5), "mlp": (3, 10, 7), "embed": (2, 8)}
-WIDE = {"attention": (2, 7, 11), "mlp": (1, 1, 6)}  # some ranks have none
+SHAPES = {"query_key": (5, 5, 5), "mlp": (3, 10, 7), "embed": (2, 8)}
+WIDE = {"query_key": (2, 7, 11), "mlp": (1, 1, 6)}  # some ranks have none
 EVERY = 2  # basis_every
 LIMIT = 10  # one_sided_above
 
@@ -232,7 +233,7 @@ def matrix_case(rule, shapes=SHAPES, dtype="float32", **changes):
 
 def one_sided_case(rule):
     """Steps from the very first one, with factors of full rank: of the short sides alone."""
-    case = matrix_case(rule, {"attention": (3, 6, 12), "mlp": (2, 14, 5)})
+    case = matrix_case(rule, {"query_key": (3, 6, 12), "mlp": (2, 14, 5)})
     case.is_settled = False
     case.steps = tuple(range(8))
     return case
@@ -289,5 +290,5 @@ def take_steps(case, runtime):
         "sent": sent,
         "decomposed": sum(decomposed),
         "left": {name: waiting(layout) for name, layout in optimizer.layouts.items()},
-        "held": len(state_of(optimizer)["attention"]["momentum"]),
+        "held": len(state_of(optimizer)["query_key"]["momentum"]),
     }

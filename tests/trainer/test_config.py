@@ -18,9 +18,10 @@ import train_gpt
 from helpers import TRAINER, arguments, environment, refusal, tiny_config
 from train_gpt import TRACKS, Config, ConfigError, Stage
 
-TRACK_NAMES = ["nano", "fineweb"]  # other scripts add theirs
+TRACK_NAMES = ["nano", "mini", "fineweb"]  # other scripts add theirs
 STAGE_FIELDS = [field for field in dataclasses.fields(Stage) if field.name != "start"]
 FIELDS = [field for field in dataclasses.fields(Config) if field.name != "rules"] + STAGE_FIELDS
+LAYERS = [field.name for field in FIELDS if field.name.endswith("_layers") and field.type is tuple]
 CASES = dict(ids=lambda case: case if isinstance(case, str) else "")
 
 
@@ -75,6 +76,11 @@ PARSED = [
     ("--num-layers 3 --long-layers 2", "long_layers", (2,)),
     ("--num-layers 3 --long-layers '(0, 2)'", "long_layers", (0, 2)),
     ("--long-layers '()'", "long_layers", ()),
+    ("--num-layers 3 --plain-layers 0,1", "plain_layers", (0, 1)),
+    ("--num-layers 3 --skips '((0, 1), (0, 2))'", "skips", ((0, 1), (0, 2))),
+    ("--num-layers 3 --skips '((0, 2),)'", "skips", ((0, 2),)),
+    ("--late-source 0", "late_source", 0),
+    ("--windows '(16, 48)' --val-windows '(16, 80)'", "val_windows", (16, 80)),
     ("--ngram-orders 2,3", "ngram_orders", (2, 3)),
     ("--val-windows '(16, 32)'", "val_windows", (16, 32)),
 ]
@@ -229,7 +235,7 @@ REFUSED = [
     ("--grad-comms bfloat16", "no such key"),
     ("--keep 3", "no such key"),
     ("--track ''", "--track : no such track"),
-    ("--track fineweeb", "no such track; did you mean fineweb?", "nano, fineweb"),
+    ("--track fineweeb", "no such track; did you mean fineweb?", "nano, mini, fineweb"),
     ("--steps", "--steps", "expected one argument"),
     ("steps 5", "steps: no such key", "--key value"),
     ("5", "5: no such key"),
@@ -273,6 +279,18 @@ REFUSED = [
     ("--index-orders '([2],)'", "index_orders=([2],)", "distinct"),
     ("--index-bits 32", "index_bits=32", "1 to 31"),
     ("--copy-reach -1", "copy_reach=-1", "0 to 1,000,000,000"),
+    *(
+        (f"--{name.replace('_', '-')} '{value}'", f"{name}={value}", "distinct layers")
+        for name in LAYERS
+        for value in ("(-1,)", "([0],)", "(0, None)", "(0, 0)", "(0.0,)", "(True,)")
+    ),
+    *(
+        (f"--num-layers 3 --skips '{value}'", f"skips={value}", "pairs of layers", "((3, 6),)")
+        for value in ("(0, 1)", "((0,),)", "((0, 1, 2),)", "((1, 0),)", "((1, 1),)", "((-1, 0),)")
+        + ("((0, 1.0),)", "((0, None),)", "((0, 1), 2)")
+    ),
+    ("--late-source -2", "late_source=-2", "-1 to 1,023"),
+    ("--late-source 1024", "late_source=1024", "-1 to 1,023"),
     ("--ngram-rows 2147483648", "ngram_rows=2147483648", "1 to 2,147,483,647"),
     ("--workers -1", "workers=-1", "0 to 1,024"),
     ("--seed -2", "seed=-2", "-1 to 9,223,372,036,854,775,807"),
@@ -292,6 +310,9 @@ REFUSED = [
     ("--windows 64", "stages[0].windows=(64,)", "a short and a long window"),
     ("--windows '(64, 64.0)'", "stages[0].windows=(64, 64.0)", "a short and a long window"),
     ("--windows '(0, 64)'", "stages[0].windows=(0, 64)", "a short and a long window"),
+    ("--windows '(64, 100)'", "stages[0].windows=(64, 100)", "multiples of 16"),
+    ("--windows '(8, 64)'", "stages[0].windows=(8, 64)", "multiples of 16"),
+    ("--val-windows '(32, 100)'", "val_windows=(32, 100)", "multiples of 16"),
     ("--mtp-weights '()'", "stages[0].mtp_weights=()", "1 to 16 weights"),
     ("--mtp-weights '(0.0, 1.0)'", "mtp_weights=(0.0, 1.0)", "the first above 0"),
     ("--mtp-weights \"(1.0, 'a')\"", "mtp_weights=(1.0, 'a')", "1 to 16 weights"),
@@ -316,14 +337,30 @@ REFUSED = [
         "1 to",
     ),
     # several fields
-    ("--windows '(64, 100)'", "a window of 100 takes blocks of 64", "divide it"),
-    ("--windows '(48, 96)'", "a window of 48 takes blocks of 48", "micro_batch_tokens=512"),
-    ("--val-windows '(32, 100)'", "a window of 100 takes blocks of 64"),
+    (
+        "--micro-batch-tokens 544 --windows '(32, 192)' --val-windows '(32, 96)'",
+        "a window of 192 takes blocks of 64",
+        "divide it",
+        "micro_batch_tokens=544",
+    ),
+    (
+        "--val-batch-tokens 1040 --windows '(16, 48)' --val-windows '(16, 96)'",
+        "a window of 96 takes blocks of 32",
+        "val_batch_tokens=1040",
+    ),
     ("--head-dim 24", "head_dim=24", "divide model_dim=128"),
     ("--long-layers 2", "long_layers=(2,)", "0 to 0"),
-    ("--long-layers '(-1,)'", "long_layers=(-1,)", "0 to 0"),
-    ("--long-layers '([0],)'", "long_layers=([0],)", "0 to 0"),
-    ("--value-embedding-layers '(0, None)'", "value_embedding_layers=(0, None)", "0 to 0"),
+    *(
+        (f"--num-layers 3 --{name.replace('_', '-')} '(0, 3)'", f"{name}=(0, 3)", "0 to 2")
+        for name in LAYERS
+    ),
+    ("--num-layers 3 --skips '((0, 1), (1, 3))'", "skips=((0, 1), (1, 3))", "0 to 2"),
+    ("--paired-layers 0 --head-dim 128", "paired_layers=(0,)", "1 heads make no pairs"),
+    (
+        "--paired-layers 0 --model-dim 96 --head-dim 32",
+        "paired_layers=(0,)",
+        "3 heads make no pairs",
+    ),
     ("--softmax-rows 258", "softmax_rows=258", "at most the vocabulary's 257"),
     ("--val-tokens 1000", "val_tokens=1000", "multiple of val_batch_tokens=1024"),
     ("--save-every 4 --adam-every 3", "save_every=4", "multiple of adam_every=3"),
@@ -449,7 +486,8 @@ def test_check_passes_on_a_good_configuration(cli, tiny, tmp_path):
     counted = [int(size.replace(",", "")) for size in sizes.groups()]
     weights = sum(param.numel() for param in model.parameters())
     assert counted[2] == 1000 * 32 and sum(counted) == counted[2] + weights
-    assert counted[3] == model.attention.numel() + model.mlp.numel()
+    banks = model.query_key, model.value_output, model.mlp
+    assert counted[3] == sum(bank.numel() for bank in banks)
     assert not list(tmp_path.iterdir())  # it only looks
 
 

@@ -28,6 +28,7 @@ from helpers import (
 )
 from train_gpt import Config, Runtime
 
+MATRICES = {"query_key", "value_output", "mlp"}
 RULES = [*((rule, "float32") for rule in train_gpt.MATRIX_RULES), ("muon", "bfloat16")]
 EACH_RULE = pytest.mark.parametrize("rule, dtype", RULES)
 
@@ -116,7 +117,7 @@ def test_what_factors_can_reach_is_what_projected_updates_can():
 
 # ----- many steps
 
-BANKS = {"attention": (5, 16, 16), "mlp": (3, 24, 16)}  # on three ranks 2, 2, 1 and 1, 1, 1
+BANKS = {"query_key": (5, 16, 16), "mlp": (3, 24, 16)}  # on three ranks 2, 2, 1 and 1, 1, 1
 
 
 def stepped(runtime, rule, dtype="float32", count=100, ratio=0.5):
@@ -163,7 +164,7 @@ def test_frozen_directions_stay_where_they_are(rule, dtype):
     found = stepped(Runtime("cpu"), rule, dtype)
     moved, changed = movement(found)
     assert moved < 1e-5 and changed > 0.05
-    assert found["frozen"] == "attention=8/16 mlp=8/16"
+    assert found["frozen"] == "query_key=8/16 mlp=8/16"
     for name, start in found["start"].items():
         # The decomposition is still one: U_hᵀ W = S_h V_h, W V_hᵀ = U_h S_h.
         left, right = frozen_directions(start, 8)
@@ -282,14 +283,14 @@ def test_a_run_protects_what_it_started_from(run_of, values, base):
     run, start = run_of(1), base.checkpoint()
     end = run.checkpoint()
     assert end.keys() == start.keys()  # plain dense weights and their state under the usual names
-    for name in ("attention", "mlp"):
+    for name in MATRICES:
         moved = end["model"][name] - start["model"][name]
         left, right = frozen_directions(start["model"][name], 16)
         assert moved.norm() > 1e-2 and end["model"][name].shape == start["model"][name].shape
         assert (left.mT @ moved).norm() < 1e-5 and (moved @ right.mT).norm() < 1e-5
         states = (each["groups"]["matrices"][name] for each in (end, start))
         assert next(states).keys() == next(states).keys()
-    for name in set(end["model"]) - {"attention", "mlp"}:
+    for name in set(end["model"]) - MATRICES:
         assert_bitwise(end["model"][name], start["model"][name])
         state = (end["groups"]["small"] | end["groups"]["embeddings"])[name]
         assert not any(value.any() for value in state.values())
@@ -297,7 +298,7 @@ def test_a_run_protects_what_it_started_from(run_of, values, base):
     assert_bitwise(tables[0]["weight"], tables[1]["weight"])
     assert not tables[0]["second"].any()
     (line,) = (line for line in run.lines if line.startswith("started_from:"))
-    frozen = "frozen: attention=16/32 mlp=16/32"
+    frozen = "frozen: query_key=16/32 value_output=16/32 mlp=16/32"
     assert line == f"started_from:{values['init_from']} step:30 {frozen}"
 
 
@@ -367,7 +368,7 @@ def free_fields():
 def test_all_weights_may_move_but_a_frozen_table(values, base, go_on):
     changes = {"trained": "all", "unfreeze_rank_ratio": 0.25, "steps": 2, "val_every": 0}
     run = go_on(**{**values, **changes})
-    assert run.code == 0 and "frozen: attention=24/32 mlp=24/32" in run.stdout
+    assert run.code == 0 and "frozen: query_key=24/32 value_output=24/32 mlp=24/32" in run.stdout
     end, start = run.checkpoint(), base.checkpoint()
     assert not any(torch.equal(end["model"][name], start["model"][name]) for name in end["model"])
     tables = [each["groups"]["ngram_table"]["weight"] for each in (end, start)]
@@ -380,19 +381,19 @@ def test_frozen_groups_take_no_gradients():
     continual.train_matrices_alone(trainer)
     trainer.accumulate(0, batch_of(trainer, tokens))
     layouts = trainer.optimizer.layouts
-    assert {name for name in layouts if waiting(layouts[name]).any()} == {"attention", "mlp"}
+    assert {name for name in layouts if waiting(layouts[name]).any()} == MATRICES
     assert not trainer.table.grads
     before = {name: param.clone() for name, param in trainer.model.named_parameters()}
     trainer.optimizer.step(0, 1.0)
     after = trainer.model.state_dict()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved == {"attention", "mlp"}
+    assert moved == MATRICES
 
 
 def test_the_same_matrices_alone(values, base, go_on):
     run = go_on(**{**values, "unfreeze_rank_ratio": 1, "steps": 2, "val_every": 0})
     end, start = run.checkpoint()["model"], base.checkpoint()["model"]
-    assert {name for name in end if not torch.equal(end[name], start[name])} == {"attention", "mlp"}
+    assert {name for name in end if not torch.equal(end[name], start[name])} == MATRICES
 
 
 def test_narrow_weights_have_masters_that_start_where_they_do(values, go_on, monkeypatch):
@@ -489,7 +490,8 @@ def test_help_tells_of_this_script_and_of_its_fields(cli):
 def test_a_check_stops_before_the_first_step(values, go_on, tmp_path):
     run = go_on("--check", **values)
     assert run.code == 0 and run.lines[-1] == "check:ok" and "val_loss" not in run.stdout
-    assert any(line.endswith("frozen: attention=16/32 mlp=16/32") for line in run.lines)
+    frozen = "frozen: query_key=16/32 value_output=16/32 mlp=16/32"
+    assert any(line.endswith(frozen) for line in run.lines)
     assert not (tmp_path / "logs").exists()
 
 
@@ -501,6 +503,7 @@ BAD_INPUT = [
     ({"unfreeze_rank_ratio": "nan"}, ["unfreeze_rank_ratio=nan"]),
     ({"unfreeze_rank_ratio": 0.99}, ["32", "nothing is protected"]),
     ({"unfreeze_rank_ratio": 0.01}, ["0 of", "nothing learns"]),
+    ({"unfreeze_rank_ratio": 0.05, "head_dim": 4}, ["0 of", "8 directions", "nothing learns"]),
     ({"ngram_lr": 0.1}, ["ngram_lr=0.1", "--ngram-lr 0"]),
     ({"trained": "some"}, ["trained=some", "matrices, all"]),
     ({"track": "nano", "init_from": None, "first_data": None}, ["track nano", "train_gpt.py"]),
@@ -508,6 +511,9 @@ BAD_INPUT = [
     ({"init_from": "nowhere"}, ["--init-from nowhere", "no checkpoint"]),
     ({"model_dim": 64}, ["track nano, with model_dim=32", "64", "--model-dim"]),
     ({"windows": (64, 128)}, ["windows"]),
+    ({"paired_layers": (1,)}, ["with paired_layers=()", "(1,)", "--paired-layers"]),
+    ({"skips": ()}, ["with skips=((0, 1),)", "()", "--skips"]),
+    ({"late_source": 0}, ["with late_source=-1", "0", "--late-source"]),
     ({"ngram_rows": 2000}, ["ngram_rows=1000", "2000"]),
     ({"copy_orders": (3,)}, ["copy_orders=(3, 5)", "(3,)"]),
     ({"index_bits": 10}, ["index_bits=12", "10"]),

@@ -496,12 +496,14 @@ def test_attention_is_told_the_longest_segment_that_it_can_get():
     assert told == [64] * 4 + [256] * 4
     assert train_gpt.evaluation_phase(config, 8, 512).max_segment == 512
     # The back end that asks for it gets it.
-    trainer = make_trainer(**NO_TABLE)
+    trainer = make_trainer(**NO_TABLE, paired_layers=(1,))
     trainer.model.back_end = train_gpt.VarlenAttention()
     window = contiguous_window(Text(countable(300), config), 0, 256)
     micro_batch, _ = trainer.read(window)
-    _, _, masks = trainer.inputs(4, micro_batch, train_gpt.training_phase(config, 4))
-    assert masks[0] is micro_batch.segment_bounds and masks[1] == 256
+    _, rotary, masks = trainer.inputs(4, micro_batch, train_gpt.training_phase(trainer.config, 2))
+    assert masks.keys() == {1, 2} and len(rotary[0]) == 512
+    for count, (bounds, longest) in masks.items():
+        assert torch.equal(bounds, count * micro_batch.segment_bounds) and longest == 128 * count
 
 
 @pytest.mark.parametrize("low", [0, 256, 300, 1024])

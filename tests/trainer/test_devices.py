@@ -1,5 +1,7 @@
 """What a run asks of its GPUs, on probes of torch's that tell of machines that are not here."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -169,8 +171,10 @@ def test_flash_attention_is_for_bfloat16_on_cuda(gpus):
             choose_attention(tiny_config(dtype=dtype, attention="varlen"), device)
 
 
-def test_flash_attention_gets_64_segments_of_the_cap(monkeypatch):
-    """Of GPT-2 text: the kernel is told a longest segment that is none too short."""
+@pytest.mark.parametrize("count", [1, 2])
+def test_flash_attention_gets_64_segments_of_the_cap(count, monkeypatch):
+    """Of GPT-2 text: the kernel is told a longest segment that is none too short, of layers with
+    `count` positions a token."""
     given = {}
 
     def varlen_attn(q, k, v, bounds, same, longest, also, scale, window_size):
@@ -179,7 +183,8 @@ def test_flash_attention_gets_64_segments_of_the_cap(monkeypatch):
         return v
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    config = train_gpt.TRACKS["fineweb"]
+    paired = {1: (), 2: (1,)}[count]
+    config = dataclasses.replace(train_gpt.TRACKS["fineweb"], paired_layers=paired)
     phase = train_gpt.training_phase(config, 0)
     length = config.micro_batch_tokens
     # FineWeb's mean is 690 tokens.
@@ -190,12 +195,14 @@ def test_flash_attention_gets_64_segments_of_the_cap(monkeypatch):
     micro_batch = train_gpt.assemble(window, no_rows, no_rows, CPU)
     back_end = VarlenAttention()
     segments = back_end.prepare(micro_batch, phase, torch.bfloat16)
-    q = torch.zeros(length, 1, 4)
-    back_end.attend(q, q, q, segments, 128, 0.1)
+    q = torch.zeros(count * length, 1, 4)
+    back_end.attend(q, q, q, segments, train_gpt.Window(128, count), 0.1)
     bounds = given["bounds"]
-    assert len(bounds) - 1 == train_gpt.SEGMENT_ROOM == 64
-    assert bounds.tolist() == [low for low, _ in spans] + [length] * (65 - len(spans))
-    assert given["longest"] == 896 >= bounds.diff().max() and given["window"] == (127, 0)
+    assert len(bounds) - 1 == train_gpt.SEGMENT_ROOM == 64 and bounds.dtype == torch.int32
+    starts = [low for low, _ in spans] + [length] * (65 - len(spans))
+    assert bounds.tolist() == [count * low for low in starts]
+    assert given["longest"] == 896 * count >= bounds.diff().max()
+    assert given["window"] == (127, 0)
 
 
 def test_products_in_8_bits_are_for_hopper_and_bfloat16(gpus):
@@ -228,6 +235,7 @@ def test_without_fineweb_shards_the_line_says_how_to_get_them(cli, tmp_path):
         "num_layers": 1,
         "long_layers": "()",
         "value_embedding_layers": "()",
+        "skips": "()",
         "model_dim": 128,
         "mlp_dim": 128,
         "micro_batch_tokens": 256,

@@ -133,7 +133,7 @@ def test_gradients_wait_for_adam_on_every_rank(world_size, results_of):
     for name, grad in results_of(1)[0]["groups"]["every third"]["left"].items():
         total = sum(rank[name][: len(grad)] for rank in left)
         torch.testing.assert_close(total, grad, atol=1e-5, rtol=1e-5)
-        assert grad.any() == (name not in ("attention", "mlp"))
+        assert grad.any() == (RULES[name].group != "matrices")
 
 
 SMALL = {
@@ -210,7 +210,7 @@ def test_of_matrices_nothing_but_gradients_and_weights_travels(world_size, rule,
     sent = results_of(world_size)[0]["matrices"][rule]["sent"]
     steps, peers = len(MATRICES[rule].steps), world_size - 1
     assert {key.split("/")[1] for key in sent} == {*SHAPES, "small"}
-    for name in ("attention", "mlp"):
+    for name in ("query_key", "mlp"):
         size = steps * peers * bytes_of_shares(SHAPES[name], world_size)
         assert sent[f"reduce_scatter/{name}"] == (size, steps * peers)
         assert sent[f"all_gather/{name}"] == (size, steps * peers)
@@ -288,7 +288,8 @@ def recorded(runtime):
 
 def test_collectives_are_started_and_waited_for_in_the_declared_order(results_of):
     """Small parameters, embeddings, table and matrices, in each of the three phases."""
-    embeddings, matrices = ("embed", "head", "value_embed"), ("attention", "mlp")
+    embeddings = "embed", "head", "value_embed"
+    matrices = "query_key", "value_output", "mlp"
     expected = ["start all_to_all/ngram_table", "wait all_to_all/ngram_table"]  # the step's rows
     expected += ["start all_reduce/small"]
     expected += [f"start reduce_scatter/{name}" for name in embeddings]
@@ -309,7 +310,8 @@ def test_collectives_are_started_and_waited_for_in_the_declared_order(results_of
 # ----- the state, from one world size to another
 
 STATE_SHAPES = {
-    "attention": (5, 12, 12),
+    "query_key": (7, 6, 12),
+    "value_output": (5, 12, 12),
     "mlp": (3, 10, 7),
     "embed": (7, 8),
     "head": (2, 8),

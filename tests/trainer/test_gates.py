@@ -11,7 +11,16 @@ import torch
 
 import ranks
 import train_gpt
-from helpers import EOT, INDEX, NO_TABLE, byte_documents, make_trainer, tiny_config
+from helpers import (
+    EOT,
+    INDEX,
+    LAYERED,
+    NO_TABLE,
+    ONE_LAYER,
+    byte_documents,
+    make_trainer,
+    tiny_config,
+)
 from train_gpt import Runtime
 
 VAL_TOKENS = 2048  # 8 passes
@@ -55,8 +64,9 @@ def failed(trainer, val=VAL):
         {},
         INDEX,
         NO_TABLE,
+        LAYERED,
         {"untie_at": 1.0, "softmax_rows": 200, "mtp_weights": (1.0, 0.5)},
-        {"seed": 2, "num_layers": 1, "long_layers": (0,), "ngram_rows": 3},
+        {"seed": 2, **ONE_LAYER, "ngram_rows": 3},
         {"val_batch_tokens": 1024},
         {"val_batch_tokens": 32, "windows": (16, 32), "val_windows": (16, 32), "val_tokens": 64},
     ],
@@ -179,20 +189,50 @@ def test_documents_are_kept_whole_and_alone(monkeypatch):
 @pytest.mark.parametrize("name", cheats.CAUGHT)
 def test_a_cheat_is_caught(name, monkeypatch):
     cheat, gates = cheats.CAUGHT[name]
-    trainer = gated_trainer(**INDEX, copy_reach=4096)
+    trainer = gated_trainer(**INDEX, copy_reach=4096, shifted_layers=(0,))
     cheat(trainer, monkeypatch)
     assert failed(trainer) >= gates
 
 
 @pytest.mark.parametrize(
     "name",
+    ["attention_across_documents", "keys_shifted_from_the_document_before"]
+    + ["keys_shifted_from_the_next_token", "smear_from_the_next_token"],
+)
+def test_a_cheat_is_caught_among_layers_of_all_kinds(name, monkeypatch):
+    cheat, gates = cheats.CAUGHT[name]
+    trainer = gated_trainer(**LAYERED)
+    cheat(trainer, monkeypatch)
+    assert failed(trainer) >= gates
+
+
+def test_pairs_of_heads_that_see_the_document_before_are_caught(monkeypatch):
+    """Where its start is a token and not the first of the token's two positions."""
+
+    def prepare(self, micro_batch, phase, dtype):
+        start = micro_batch.segment_start
+        return {
+            window: train_gpt.blocked_bias(
+                start.repeat_interleave(window.positions), window.size, dtype
+            )
+            for window in set(phase.windows)
+        }
+
+    monkeypatch.setattr(train_gpt.BlockedAttention, "prepare", prepare)
+    assert failed(gated_trainer()) == set()
+    assert failed(gated_trainer(paired_layers=(0,))) == {"local"}
+
+
+@pytest.mark.parametrize(
+    "name",
     ["attention_one_ahead", "attention_across_documents", "losses_less_a_thousandth"]
-    + ["losses_of_other_hidden_states", "training_that_is_taken_back"],
+    + ["losses_of_other_hidden_states", "training_that_is_taken_back"]
+    + ["keys_shifted_from_the_document_before"],
 )
 def test_a_cheat_in_bfloat16_is_caught(name, monkeypatch):
     """Where losses of single tokens may be off by much more."""
     cheat, gates = cheats.CAUGHT[name]
-    trainer = gated_trainer(dtype="bfloat16")
+    trainer = gated_trainer(dtype="bfloat16", shifted_layers=(0,))
     cheat(trainer, monkeypatch)
     assert failed(trainer) >= gates
 

@@ -24,7 +24,9 @@ import train_gpt
 from helpers import (
     EOT,
     INDEX,
+    LAYERED,
     NO_TABLE,
+    ONE_LAYER,
     arguments,
     assert_bitwise,
     byte_documents,
@@ -69,6 +71,22 @@ def staged_config(rows, **changes):
     return dataclasses.replace(config, stages=rows)
 
 
+def sizes_of(phases):
+    """The sizes of the layers' windows in each phase."""
+    return [tuple(window.size for window in phase.windows) for phase in phases]
+
+
+def test_windows_of_layers():
+    """Layers whose heads see each other's keys have two positions a token, in the same window."""
+    config = tiny_config(**LAYERED)
+    assert [tuple(window) for window in train_gpt.layer_windows(config, (16, 48))] == [
+        (16, 1),
+        (16, 2),
+        (16, 1),
+        (48, 2),
+    ]
+
+
 def test_schedules_are_functions_of_the_step():
     rows = stages(
         micro_batches={0.0: 2, 0.25: 4, 0.5: 8},
@@ -87,7 +105,7 @@ def test_schedules_are_functions_of_the_step():
     until = [train_gpt.long_windows_until(config, step) for step in (0, 2, 3, 5, 6, 9)]
     assert until == [(32,), (32,), (32,), (32,), (32, 64), (32, 64)]
     phases = [train_gpt.training_phase(config, step) for step in steps]
-    assert [phase.windows for phase in phases] == [(16, 32)] * 3 + [(32, 32)] * 3 + [(32, 64)] * 4
+    assert sizes_of(phases) == [(16, 32)] * 3 + [(32, 32)] * 3 + [(32, 64)] * 4
     assert [phase.mtp_weights for phase in phases] == [(1.0, 0.5)] * 5 + [(1.0,)] * 5
     assert [phase.max_segment for phase in phases] == [96] * 5 + [256] * 5
     assert [phase.is_tied for phase in phases] == [True] * 4 + [False] * 6
@@ -124,7 +142,7 @@ def test_windows_of_validation():
     rows = stages(windows={0.0: (16, 32), 0.5: (32, 64)})
     config = staged_config(rows, steps=8, val_windows=(64, 128), softmax_rows=50)
     phases = [train_gpt.evaluation_phase(config, step, 256) for step in (0, 4, 7, 8)]
-    assert [phase.windows for phase in phases] == [(16, 32), (32, 64), (32, 64), (64, 128)]
+    assert sizes_of(phases) == [(16, 32), (32, 64), (32, 64), (64, 128)]
     assert {(phase.softmax_rows, phase.mtp_weights) for phase in phases} == {(0, (1.0,))}
     assert {phase.max_segment for phase in phases} == {256}
     until = [train_gpt.long_windows_until(config, step) for step in (7, 8)]
@@ -227,7 +245,10 @@ def test_lines_come_in_order(events):
 
 def test_the_size_line_counts_the_values_of_each_group(events, rich_run):
     model, table = rich_run.checkpoint()["model"], 1000 * 32
-    groups = {"matrices": ("attention", "mlp"), "embeddings": ("embed", "head", "value_embed")}
+    groups = {
+        "matrices": ("query_key", "value_output", "mlp"),
+        "embeddings": ("embed", "head", "value_embed"),
+    }
     sizes = {key: sum(model[name].numel() for name in names) for key, names in groups.items()}
     small = sum(value.numel() for value in model.values()) - sum(sizes.values())
     assert event_of("size", events) == (
@@ -435,7 +456,9 @@ def test_a_step_takes_the_gradient_of_the_mean_loss():
     "changes",
     [
         NO_TABLE,
-        {"num_layers": 1, "long_layers": (), "value_embedding_layers": ()},
+        {**ONE_LAYER, "long_layers": (), "value_embedding_layers": ()},
+        LAYERED,
+        {"plain_layers": (0, 1), "gated_layers": (0,), "matrix_update": "soap"},
         {"steps": 1, "seed": 2**63 - 1},
         {"dtype": "bfloat16", "untie_at": 1.0},
         {"mtp_weights": (1.0, 0.5, 0.25), "adam_every": 3, "softmax_rows": 200},

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from optimizer_cases import normal
 
 import train_gpt
 from benchmarks.common import reference_attention
 from helpers import (
     EOT,
+    LAYERED,
     NO_TABLE,
+    ONE_LAYER,
     assert_bitwise,
     byte_documents,
     documents_of,
@@ -29,6 +32,7 @@ from train_gpt import (
     Runtime,
     Trainer,
     VarlenAttention,
+    Window,
     rotary_tables,
     rotate,
 )
@@ -66,7 +70,13 @@ SEGMENTS = {
 
 
 def phase_of(window, longest=256):
+    """A Phase of one layer with this window, whose micro-batches have segments of any length."""
     return Phase((window,), (1.0,), longest, 0, False)
+
+
+def of_positions(starts, count):
+    """The first positions of segments that begin at these tokens, with `count` of a token."""
+    return [count * start for start in starts]
 
 
 def attention_inputs(dtype, seed=0):
@@ -105,33 +115,57 @@ def test_reference_attention_is_masked_softmax_attention(segments, window):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("segments", SEGMENTS)
-@pytest.mark.parametrize("window", [1, 16, 32, 64, 128, 192, 256, 320])
-def test_blocked_attention_against_the_reference(window, segments, dtype, tolerance):
+@pytest.mark.parametrize("size", [1, 16, 32, 48, 64, 96, 128, 192, 256, 320])
+def test_blocked_attention_against_the_reference(size, segments, dtype, tolerance):
     inputs, back_end = attention_inputs(dtype), BlockedAttention()
     start = segments_at(256, SEGMENTS[segments])
     micro_batch = SimpleNamespace(segment_start=start)
+    window = Window(size, positions=1)
     biases = back_end.prepare(micro_batch, phase_of(window), dtype)
     out = back_end.attend(*inputs[:3], biases, window, 0.3)
     assert out.dtype == dtype
     outputs = out, *torch.autograd.grad(out, inputs[:3], inputs[3])
-    assert_close_to_reference(outputs, inputs, start, window, 0.3, tolerance)
+    assert_close_to_reference(outputs, inputs, start, size, 0.3, tolerance)
+
+
+@pytest.mark.parametrize("segments", SEGMENTS)
+@pytest.mark.parametrize("size", [16, 48, 64, 320])
+def test_blocked_attention_with_two_positions_a_token(size, segments):
+    """Of 128 tokens; a layer with one position a token has the same back end."""
+    inputs, back_end = attention_inputs(torch.float32), BlockedAttention()
+    starts = [start for start in SEGMENTS[segments] if start < 128]
+    window, other = Window(size, positions=2), Window(size, positions=1)
+    phase = phase_of(window)._replace(windows=(window, other))
+    micro_batch = SimpleNamespace(segment_start=segments_at(128, starts))
+    biases = back_end.prepare(micro_batch, phase, torch.float32)
+    for each, count in ((window, 2), (other, 1)):
+        own = [x[: count * 128].detach().requires_grad_() for x in inputs]
+        out = back_end.attend(*own[:3], biases, each, 0.3)
+        outputs = out, *torch.autograd.grad(out, own[:3], own[3])
+        start = segments_at(count * 128, of_positions(starts, count))
+        assert_close_to_reference(outputs, own, start, size, 0.3, 1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention needs CUDA")
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("segments", SEGMENTS)
-@pytest.mark.parametrize("window", [16, 64, 192, 320])
-def test_varlen_attention_against_the_reference(window, segments):
+@pytest.mark.parametrize("size", [16, 64, 192, 320])
+def test_varlen_attention_against_the_reference(size, segments, count):
+    """With `count` positions a token."""
     inputs, back_end = [], VarlenAttention()
     for x in attention_inputs(torch.bfloat16):
         inputs.append(x.detach().repeat(1, 1, 4).cuda().requires_grad_())
-    bounds = torch.full((20,), 256, dtype=torch.int32)
-    bounds[: len(SEGMENTS[segments])] = torch.tensor(SEGMENTS[segments])
+    tokens = 256 // count
+    starts = [start for start in SEGMENTS[segments] if start < tokens]
+    bounds = torch.full((20,), tokens, dtype=torch.int32)
+    bounds[: len(starts)] = torch.tensor(starts)
     micro_batch = SimpleNamespace(segment_bounds=bounds.cuda())
-    prepared = back_end.prepare(micro_batch, phase_of(window), torch.bfloat16)
+    window = Window(size, count)
+    prepared = back_end.prepare(micro_batch, phase_of(window, tokens), torch.bfloat16)
     out = back_end.attend(*inputs[:3], prepared, window, 0.1)
     outputs = out, *torch.autograd.grad(out, inputs[:3], inputs[3])
-    start = segments_at(256, SEGMENTS[segments])
-    assert_close_to_reference(outputs, inputs, start, window, 0.1, 3e-2)
+    start = segments_at(256, of_positions(starts, count))
+    assert_close_to_reference(outputs, inputs, start, size, 0.1, 3e-2)
 
 
 # ----- rotary embedding
@@ -198,6 +232,48 @@ def test_the_softmax_scale_grows_with_the_window():
     assert scales == pytest.approx([1.35 / 8, 1.35 / 8 * (0.2 * math.log(2) + 1) ** 2])
 
 
+# ----- what layers do with heads, keys and values
+
+
+def test_keys_are_shifted_within_their_segment():
+    """Of each half of a head's channels the second half stands still, and is the key before's."""
+    keys = torch.arange(1.0, 1 + 5 * 2 * 8).view(5, 2, 8)
+    is_first = torch.tensor([True, False, False, True, False])
+    found = train_gpt.shifted(keys, is_first)
+    turning = [0, 1, 4, 5]
+    still = [2, 3, 6, 7]
+    assert_bitwise(found[:, :, turning], keys[:, :, turning])
+    for token, before in enumerate([None, 0, 1, None, 3]):
+        expected = torch.zeros(2, 4) if before is None else keys[before][:, still]
+        assert_bitwise(found[token][:, still], expected)
+    cos, sin, _ = rotary_tables(9, 8, (64,), CPU, torch.float32)
+    alone = torch.zeros(1, 1, 8).index_fill(2, torch.tensor(still), 1.0)
+    assert torch.equal(rotate(alone, cos[8:], sin[8:]), alone)  # these channels do stand still
+
+
+def test_pairs_of_heads_take_turns():
+    heads = torch.arange(3 * 4 * 2).view(3, 4, 2)
+    found = train_gpt.in_pairs(heads)
+    assert found.shape == (6, 2, 2)
+    for token in range(3):
+        for head in range(4):
+            assert_bitwise(found[2 * token + head % 2, head // 2], heads[token, head])
+    assert_bitwise(train_gpt.out_of_pairs(found), heads)
+
+
+def test_an_output_without_its_own_value_has_nothing_along_it():
+    y, v = normal(3, 2, 8, seed=1), normal(3, 2, 8, seed=2)
+    v[0, 0] = 0  # the output stays as it is
+    share = torch.tensor([1.0, 0.0, 0.5])[:, None, None].expand(3, 2, 1)
+    found = train_gpt.without_own_value(y, v, share)
+    cosines = F.cosine_similarity(found, v, dim=-1)
+    assert cosines[0].abs().max() < 1e-6 and cosines[1].abs().min() > 1e-2
+    assert_bitwise(found[0, 0], y[0, 0])
+    assert_bitwise(found[1], y[1])
+    none_left = train_gpt.without_own_value(y, v, torch.ones(3, 2, 1))
+    torch.testing.assert_close(found[2], (y[2] + none_left[2]) / 2)
+
+
 # ----- initialisation
 
 
@@ -208,7 +284,8 @@ def gpt_of(**changes):
 def test_weights_follow_from_the_seed():
     one, same, other = (gpt_of(seed=seed) for seed in (1, 1, 2))
     assert_bitwise(dict(one.named_parameters()), dict(same.named_parameters()))
-    assert not torch.equal(one.attention, other.attention)
+    for bank in ("query_key", "value_output", "mlp"):
+        assert not torch.equal(getattr(one, bank), getattr(other, bank))
     assert not torch.equal(one.embed, other.embed)
 
 
@@ -220,18 +297,39 @@ def test_the_embedding_starts_as_the_head_only_where_it_is_tied_to_it():
         assert model.embed.std().item() == pytest.approx(0.005 if is_tied else 0.7, rel=0.1)
 
 
-def test_every_block_is_the_identity_at_the_start_and_learns_at_once():
-    trainer = make_trainer(random_weights=False, num_layers=4, long_layers=(3,))
+def test_banks_hold_the_matrices_of_layers_with_attention():
+    """Queries and keys are cut into pairs of heads, or not at all where their number is odd."""
+    for model_dim, shape in ((16, (6, 16, 16)), (32, (12, 16, 32)), (24, (6, 24, 24))):
+        changes = {**LAYERED, "paired_layers": (), "model_dim": model_dim, "head_dim": 8}
+        model = gpt_of(**changes)
+        assert model.attending == [0, 1, 3]
+        assert model.query_key.shape == shape
+        assert model.value_output.shape == (6, model_dim, model_dim)
+        assert model.mlp.shape == (8, 64, model_dim)
+
+
+def test_parameters_of_features_exist_where_a_layer_has_them():
+    optional = {"exclusive_gate", "output_gate", "skip_scale"}
+    without = {name for name, _ in gpt_of(skips=()).named_parameters()}
+    model = gpt_of(**LAYERED)
+    assert {name for name, _ in model.named_parameters()} - without == optional
+    assert not without & optional
+    assert model.exclusive_gate.shape == model.output_gate.shape == (2, 2, 12)
+    assert_bitwise(model.skip_scale.data, torch.full((3,), 0.1))
+
+
+@pytest.mark.parametrize("changes", [{"num_layers": 4, "long_layers": (3,)}, LAYERED], ids=str)
+def test_every_block_is_the_identity_at_the_start_and_learns_at_once(changes):
+    trainer = make_trainer(random_weights=False, **changes)
     tokens = byte_documents(300)
     hidden, losses = hidden_and_losses(trainer, tokens)
     embedded = F.embedding(torch.tensor(tokens[:256]), trainer.model.embed)
     torch.testing.assert_close(hidden, F.rms_norm(embedded, (32,)))
     assert abs(losses.mean().item() - math.log(257)) < 0.2  # nothing is predicted yet
     loss, *_ = training_pass(trainer, 0, *read(trainer, tokens))
-    projections = [trainer.model.attention, trainer.model.mlp]
-    attention, mlp = torch.autograd.grad(loss, projections)
-    for layer in range(4):
-        assert attention[4 * layer + 3].any() and mlp[2 * layer + 1].any()
+    projections = [trainer.model.value_output, trainer.model.mlp]
+    for grad in torch.autograd.grad(loss, projections):
+        assert grad[1::2].flatten(1).any(1).all()
 
 
 # ----- the whole network
@@ -243,6 +341,17 @@ def rms(x):
 
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
+
+
+def shifted_within(document, k):
+    """Keys (T, heads, head_dim) with the standing channels of the token before in its document."""
+    quarter = k.shape[-1] // 4
+    result = k.copy()
+    for i in range(len(k)):
+        for start in (quarter, 3 * quarter):
+            still = slice(start, start + quarter)
+            result[i, :, still] = k[i - 1, :, still] if document[i] != i else 0
+    return result
 
 
 class SlowGPT:
@@ -279,23 +388,52 @@ class SlowGPT:
         a, b = np.split(x, 2)
         return np.concatenate([a * c + b * s, b * c - a * s])
 
-    def attention(self, x, layer, inputs, document, window):
+    def matrices(self, layer):
+        """q, k, v and o of a layer with attention."""
         config, weights = self.config, self.weights
+        dim = config.model_dim
+        attending = [each for each in range(config.num_layers) if each not in config.plain_layers]
+        which = attending.index(layer)
+        query, key = weights["query_key"].reshape(-1, 2, dim, dim)[which]
+        value, output = weights["value_output"][2 * which : 2 * which + 2]
+        return query, key, value, output
+
+    def gates(self, name, layers, layer, x):
+        """A layer's gates of heads, by the residual stream x: (T, heads)."""
+        return 2 * sigmoid(x[:, :12] @ self.weights[name][layers.index(layer)].T)
+
+    def attention(self, x, layer, inputs, document, window):
+        config = self.config
         shape = len(x), -1, config.head_dim
-        *qkv, o_matrix = weights["attention"][4 * layer : 4 * layer + 4]
+        *qkv, o_matrix = self.matrices(layer)
         q, k, v = ((rms(x) @ matrix.T).reshape(shape) for matrix in qkv)
         if layer in config.value_embedding_layers:
+            gates = self.gates("value_gate", config.value_embedding_layers, layer, x)
             which = config.value_embedding_layers.index(layer)
-            gate = 2 * sigmoid(x[:, :12] @ weights["value_gate"][which].T)
-            v = v + gate[:, :, None] * weights["value_embed"][which][inputs].reshape(shape)
+            v = v + gates[:, :, None] * self.weights["value_embed"][which][inputs].reshape(shape)
         q, k = rms(q), rms(k)
+        if layer in config.shifted_layers:
+            k = shifted_within(document, k)
         mixed = np.zeros(v.shape)
+        count = 2 if layer in config.paired_layers else 1  # heads that see each other's keys
         for head in range(v.shape[1]):
-            keys = np.array([self.turned(k[j, head], j) for j in range(len(x))])
+            first = head - head % count
+            # Position n is of token n // count, and of the head first + n % count.
+            values = v[:, first : first + count].reshape(-1, config.head_dim)
+            keys = k[:, first : first + count].reshape(-1, config.head_dim)
+            keys = np.array([self.turned(key, n) for n, key in enumerate(keys)])
             for i in range(len(x)):
-                low = max(document[i], i - window + 1)
-                scores = np.exp(self.scale * (keys[low : i + 1] @ self.turned(q[i, head], i)))
-                mixed[i, head] = scores / scores.sum() @ v[low : i + 1, head]
+                n = count * i + head % count
+                low = max(count * document[i], n - window + 1)
+                scores = np.exp(self.scale * (keys[low : n + 1] @ self.turned(q[i, head], n)))
+                mixed[i, head] = scores / scores.sum() @ values[low : n + 1]
+        if layer in config.exclusive_layers:
+            shares = self.gates("exclusive_gate", config.exclusive_layers, layer, x) - 1
+            length = np.sqrt((v * v).sum(-1, keepdims=True))
+            along = (mixed * v / length).sum(-1, keepdims=True) * v / length
+            mixed = mixed - shares[:, :, None] * along
+        if layer in config.gated_layers:
+            mixed = mixed * self.gates("output_gate", config.gated_layers, layer, x)[:, :, None]
         return mixed.reshape(len(x), -1) @ o_matrix.T
 
     def log_probabilities(self, inputs, document, windows, is_tied):
@@ -303,17 +441,20 @@ class SlowGPT:
         config, weights = self.config, self.weights
         ngram = self.summed_rows(inputs)
         embedded = x = self.embedding(inputs, document, is_tied)
-        layers, half, kept = config.num_layers, config.num_layers // 2, []
+        layers, left = config.num_layers, {}
         for layer in range(layers):
-            if layer >= layers - half:  # a skip connection from the mirrored layer
-                mirrored = kept[layers - 1 - layer]
-                x = x + weights["skip_scale"][layer - (layers - half)] * mirrored
+            for number, (source, target) in enumerate(config.skips):
+                if target == layer:
+                    x = x + weights["skip_scale"][number] * left[source]
             x = weights["residual_scale"][layer] * x + weights["embed_scale"][layer] * embedded
             x = x + 2 * sigmoid(x[:, :12] @ weights["ngram_gate"][layer])[:, None] * ngram
-            x = x + self.attention(x, layer, inputs, document, windows[layer])
+            if layer not in config.plain_layers:
+                is_late = config.late_source != -1 and layer > config.late_source
+                read = left[config.late_source] if is_late else x
+                x = x + self.attention(read, layer, inputs, document, windows[layer])
             up, down = weights["mlp"][2 * layer], weights["mlp"][2 * layer + 1]
             x = x + np.maximum(rms(x) @ up.T, 0) ** 2 @ down
-            kept.append(x)
+            left[layer] = x
         x = rms(x + 2 * sigmoid(x[:, :12] @ weights["ngram_gate"][layers])[:, None] * ngram)
         logits = config.logit_cap * np.tanh(x @ weights["head"].T / config.logit_cap)
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -330,19 +471,44 @@ def slow_training_loss(log_probabilities, document, tokens, mtp_weights):
     return loss
 
 
+NETWORKS = {
+    "four layers": {"num_layers": 4, "skips": ((0, 3), (1, 2))},
+    "five layers, tied": {"num_layers": 5, "skips": ((0, 4), (1, 3)), "untie_at": 0.75},
+    "layered": {**LAYERED, "head_dim": 8},
+    "late, of three heads": {
+        "num_layers": 4,
+        "model_dim": 48,
+        "plain_layers": (2,),
+        "shifted_layers": (0, 1, 3),
+        "exclusive_layers": (0, 1),
+        "gated_layers": (1, 3),
+        "skips": ((0, 3), (1, 3), (2, 3)),
+        "late_source": 0,
+    },
+    "pairs in all layers": {
+        "num_layers": 4,
+        "head_dim": 8,
+        "shifted_layers": (1,),
+        "paired_layers": (0, 1, 2, 3),
+        "exclusive_layers": (3,),
+        "skips": (),
+        "untie_at": 0.75,
+    },
+}
+
+
 @pytest.mark.parametrize("mtp_weights", [(1.0,), (0.7, 0.4, 0.2)])
-@pytest.mark.parametrize("num_layers, is_tied", [(4, False), (5, True)])
-def test_the_network_against_a_slow_float64_reference(num_layers, is_tied, mtp_weights):
-    config = tiny_config(
-        micro_batch_tokens=128,
-        num_layers=num_layers,
-        long_layers=(1, 3),
-        value_embedding_layers=(0, 3),
-        logit_cap=5.0,
-        mtp_weights=mtp_weights,
-        ngram_orders=(2, 3),
-        untie_at=0.75 if is_tied else 0.0,
-    )
+@pytest.mark.parametrize("changes", NETWORKS.values(), ids=NETWORKS)
+def test_the_network_against_a_slow_float64_reference(changes, mtp_weights):
+    values = {
+        "micro_batch_tokens": 128,
+        "long_layers": (1, 3),
+        "value_embedding_layers": (0, 3),
+        "logit_cap": 5.0,
+        "mtp_weights": mtp_weights,
+        "ngram_orders": (2, 3),
+    }
+    config = tiny_config(**{**values, **changes})
     (later,) = config.stages
     stages = dataclasses.replace(later, windows=(16, 32)), dataclasses.replace(later, start=0.25)
     trainer = Trainer(dataclasses.replace(config, stages=stages), Runtime("cpu"))
@@ -352,7 +518,8 @@ def test_the_network_against_a_slow_float64_reference(num_layers, is_tied, mtp_w
     tokens = [*text[1:60], EOT, *text[60:70], EOT, *text[100:158]]
     document = documents_of(tokens[:128])
     step = 1  # windows have grown once, and the head is still tied if it ever was
-    windows = [64 if layer in (1, 3) else 32 for layer in range(num_layers)]
+    is_tied = config.untie_at > 0
+    windows = [64 if layer in config.long_layers else 32 for layer in range(config.num_layers)]
     slow = SlowGPT(trainer, (32, 64))
     expected = slow.log_probabilities(np.array(tokens[:128]), document, windows, is_tied)
     with torch.no_grad():
@@ -374,8 +541,9 @@ def test_validation_scores_the_next_token_alone():
     assert abs(whole.item() - alone.sum().item()) > 0.1 * len(alone)
 
 
-def test_gradients_against_finite_differences():
-    trainer = make_trainer(micro_batch_tokens=64, mtp_weights=(1.0, 0.5))
+@pytest.mark.parametrize("changes", [{}, LAYERED], ids=["tiny", "layered"])
+def test_gradients_against_finite_differences(changes):
+    trainer = make_trainer(micro_batch_tokens=64, mtp_weights=(1.0, 0.5), **changes)
     micro_batch, ngram = read(trainer, byte_documents(100))
 
     def loss():
@@ -397,8 +565,9 @@ def test_gradients_against_finite_differences():
         assert (above - below).item() / 2 == pytest.approx(expected, rel=0.05, abs=3e-4), name
 
 
-def test_compiled_equals_eager():
-    trainer, results = make_trainer(mtp_weights=(1.0, 0.5)), []
+@pytest.mark.parametrize("changes", [{}, LAYERED], ids=["tiny", "layered"])
+def test_compiled_equals_eager(changes):
+    trainer, results = make_trainer(mtp_weights=(1.0, 0.5), **changes), []
     weights = list(trainer.model.parameters())
     for forward in (
         trainer.model,
@@ -479,7 +648,9 @@ VARIANTS = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
     "short windows": {"windows": (16, 32)},
-    "one layer": {"num_layers": 1, "long_layers": (0,), "windows": (64, 256)},
+    "one layer": {**ONE_LAYER, "windows": (64, 256)},
+    "layered": LAYERED,
+    "layered bfloat16": {**LAYERED, "dtype": "bfloat16"},
     "no table": NO_TABLE,
     "tied": {"untie_at": 1.0},
 }
@@ -500,7 +671,7 @@ def test_nothing_before_a_changed_token_changes(last, variant):
     assert not torch.equal(other_losses[last:], losses[last:])
 
 
-@pytest.mark.parametrize("variant", ["float32", "bfloat16", "tied"])
+@pytest.mark.parametrize("variant", ["float32", "bfloat16", "tied", "layered", "layered bfloat16"])
 def test_documents_of_a_micro_batch_are_independent(variant):
     trainer = make_trainer(**{"windows": (64, 256), **VARIANTS[variant]})
     rng = np.random.default_rng(0)
@@ -517,14 +688,29 @@ def test_documents_of_a_micro_batch_are_independent(variant):
         assert not is_same[low : high - 1].any()
 
 
-def test_windows_bound_what_is_seen():
+@pytest.mark.parametrize(
+    "kinds, reach",
+    [((), 31), (("paired",), 16), (("shifted",), 32), (("shifted", "paired"), 17)],
+    ids=str,
+)
+def test_windows_bound_what_a_layer_sees(kinds, reach):
+    """For a pair of heads 32 positions are 16 tokens. A shifted key knows of one token more."""
+    features = {f"{kind}_layers": (0,) for kind in kinds}
+    trainer = make_trainer(**{**ONE_LAYER, "windows": (16, 32), **NO_TABLE, **features})
+    assert first_and_last_to_differ(trainer, 50) == (50, 50 + reach + 1)  # smearing one more
+
+
+def test_windows_of_several_layers_add_up():
     trainer = make_trainer(windows=(32, 64), **NO_TABLE)
+    assert first_and_last_to_differ(trainer, 50) == (50, 50 + 31 + 63 + 1)
+
+
+def first_and_last_to_differ(trainer, place):
+    """The first and the last position whose hidden state depends on the token at a place."""
     tokens = np.random.default_rng(0).integers(0, EOT, size=257)
     changed = tokens.copy()
-    changed[50] = (changed[50] + 1) % EOT
+    changed[place] = (changed[place] + 1) % EOT
     hidden, _ = hidden_and_losses(trainer, tokens)
     other, _ = hidden_and_losses(trainer, changed)
-    differs = (hidden != other).any(-1)
-    # Two layers reach back 31 + 63 tokens, smearing one more.
-    assert not differs[:50].any() and differs[50 : 50 + 32].all()
-    assert differs[50 + 94] and not differs[50 + 96 :].any()
+    differs = (hidden != other).any(-1).nonzero()
+    return differs[0].item(), differs[-1].item()

@@ -24,7 +24,7 @@ from train_gpt import Runtime, momentum_at
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
 (BLOCK,) = [block for block in BLOCKS if "MATRIX_RULES" in block]
 # Five matrices go 2, 2, 1 over three ranks, three go 1, 1, 1.
-SHAPES = {"attention": (5, 6, 6), "mlp": (3, 10, 7)}
+SHAPES = {"query_key": (5, 6, 6), "mlp": (3, 10, 7)}
 CASES = (("float32", 0.0), ("float32", 0.3), ("bfloat16", 0.0))  # dtype, decay
 STEPS, LR_MUL = 12, 0.5
 

@@ -12,7 +12,16 @@ from optimizer_cases import RULES, batch_of, draw, hyper, normal, state_of, wait
 from torch import nn
 
 import train_gpt
-from helpers import NO_TABLE, assert_bitwise, byte_documents, make_trainer, ranks, tiny_config
+from helpers import (
+    LAYERED,
+    NO_TABLE,
+    ONE_LAYER,
+    assert_bitwise,
+    byte_documents,
+    make_trainer,
+    ranks,
+    tiny_config,
+)
 from train_gpt import (
     EOT_TOKEN,
     GPT,
@@ -83,7 +92,8 @@ def test_the_rounding_of_a_gradient_of_zero_makes_no_step():
     assert (scalars - 1).abs().max() < 0.1 * 0.01
 
 
-def test_a_run_does_not_depend_on_how_micro_batches_are_split():
+@pytest.mark.parametrize("changes", [{}, LAYERED], ids=["tiny", "layered"])
+def test_a_run_does_not_depend_on_how_micro_batches_are_split(changes):
     """The same documents as one micro-batch of 256 tokens, or as two of 128: the sums differ in
     their last bits alone. With an epsilon of 1e-10 the first step's scalars differ by a whole step,
     0.01, and losses by 0.007."""
@@ -91,7 +101,8 @@ def test_a_run_does_not_depend_on_how_micro_batches_are_split():
     text[0] = text[128] = text[256] = eot
     runs = []
     for length, parts in ((256, [text]), (128, [text[:129], text[128:]])):
-        trainer = make_trainer(random_weights=False, micro_batch_tokens=length, steps=40)
+        changes = {**changes, "micro_batch_tokens": length, "steps": 40}
+        trainer = make_trainer(random_weights=False, **changes)
         batch = batch_of(trainer, *parts)
         losses = [trainer.step(step, batch).item() / 256 for step in range(8)]
         runs.append((losses, trainer.model.state_dict()))
@@ -284,12 +295,13 @@ CONFIGS = {
     "tiny": {},
     "no table": NO_TABLE,
     "no value embeddings": {"value_embedding_layers": ()},
-    "one layer": {"num_layers": 1, "long_layers": ()},
+    "one layer": ONE_LAYER,
+    "layered": LAYERED,
 }
 
 
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("track", ["nano", "fineweb"])
+@pytest.mark.parametrize("track", ["nano", "mini", "fineweb"])
 def test_every_parameter_of_a_track_has_one_rule(track, changes):
     small = {**dataclasses.asdict(tiny_config()), **changes}
     small = {key: value for key, value in small.items() if key not in ("track", "stages", "rules")}
@@ -327,9 +339,9 @@ def test_rules_that_miss_a_parameter_or_name_an_unknown_one_are_refused():
     for name in RULES:
         rules = {key: rule for key, rule in RULES.items() if key != name}
         with pytest.raises(ConfigError, match=f"no optimizer rule for {name};"):
-            optimizer_of(tiny_config(rules=rules))
-    rules = {**RULES, "hed": RULES["head"], "atention": RULES["attention"]}
-    with pytest.raises(ConfigError, match="rules: the model has no parameters atention, hed"):
+            optimizer_of(tiny_config(**LAYERED, rules=rules))
+    rules = {**RULES, "hed": RULES["head"], "query": RULES["query_key"]}
+    with pytest.raises(ConfigError, match="rules: the model has no parameters hed, query"):
         optimizer_of(tiny_config(rules=rules))
 
 
@@ -339,7 +351,7 @@ def test_an_unknown_rule_of_the_matrices_is_refused():
 
 
 def test_every_parameter_moves_at_its_own_rate():
-    trainer = make_trainer(random_weights=False, **NO_TABLE, value_embedding_layers=(0, 1))
+    trainer = make_trainer(random_weights=False, **NO_TABLE, **LAYERED)
     layouts = trainer.optimizer.layouts
     before = {name: layout.param.detach().clone() for name, layout in layouts.items()}
     grads = {name: torch.ones_like(layout.param) for name, layout in layouts.items()}

@@ -18,6 +18,7 @@ from helpers import (
     EOT,
     INDEX,
     NO_TABLE,
+    ONE_LAYER,
     assert_bitwise,
     byte_documents,
     documents_of,
@@ -959,9 +960,7 @@ def test_a_process_has_a_worker_a_core_unless_it_is_told(monkeypatch):
 @pytest.mark.skipif(not shutil.which("c++"), reason="no compiler")
 @pytest.mark.timeout(600)  # compilers are slow on a busy machine
 def test_workers_share_a_compiled_model():
-    trainer = make_trainer(
-        compile=True, num_layers=1, long_layers=(), micro_batch_tokens=128, val_batch_tokens=128
-    )
+    trainer = make_trainer(**ONE_LAYER, compile=True, micro_batch_tokens=128, val_batch_tokens=128)
     single = batch_of(trainer, byte_documents(300, 0))
     batch = batch_of(trainer, *(byte_documents(300, seed) for seed in range(3)))
     found = []

@@ -1,7 +1,7 @@
 """The fineweb track from its start to `status:ok` on eight ranks and on one.
 
-It has its own schedule, rules and table, with a model so narrow and micro-batches so short that two
-cores do it, on GPT-2 tokens in documents of FineWeb's lengths.
+It has its own schedule, rules and table, with layers of all kinds in a model so narrow and
+micro-batches so short that two cores do it, on GPT-2 tokens in documents of FineWeb's lengths.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from helpers import write_shard
 FINEWEB, SCALE = train_gpt.TRACKS["fineweb"], 16  # documents and windows are shorter by this
 STEPS = 10
 # start, document cap, windows; all else is the track's
-SHORTER = ((0.0, 28, (8, 16)), (1 / 3, 64, (16, 32)), (0.667, 64, (32, 64)), (0.9, 64, (64, 128)))
+SHORTER = ((0.0, 28, (16, 16)), (1 / 3, 64, (16, 32)), (0.667, 64, (32, 64)), (0.9, 64, (64, 128)))
 STAGES = tuple(
     dataclasses.replace(stage, start=start, document_cap=cap, windows=windows)
     for stage, (start, cap, windows) in zip(FINEWEB.stages, SHORTER, strict=True)
@@ -32,10 +32,16 @@ NARROW = {
     "log_every": 1,
     "val_every": 4,
     "micro_batch_tokens": 64,
-    "model_dim": 12,
-    "head_dim": 12,
+    "model_dim": 16,
+    "head_dim": 8,
     "mlp_dim": 24,
     "value_embedding_layers": (1, 10),
+    "plain_layers": (6,),
+    "shifted_layers": (3, 10),
+    "paired_layers": (0, 3, 9),
+    "exclusive_layers": (8, 11),
+    "gated_layers": (5, 9),
+    "late_source": 7,
     "ngram_rows": 4096,
     "copy_reach": 128,
     "val_tokens": 512,

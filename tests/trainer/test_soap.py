@@ -458,7 +458,7 @@ def test_bad_gradients_spoil_no_other_matrix(rows, columns, kind):
 
 # ----- in the optimizer
 
-BANKS = {"attention": (8, 32, 32), "mlp": (4, 64, 32)}
+BANKS = {"query_key": (8, 32, 32), "mlp": (4, 64, 32)}
 
 
 def banks_of(kind, shapes=BANKS, **changes):
@@ -531,7 +531,7 @@ def test_state_survives_a_round_trip_bitwise(kind):
 @pytest.mark.parametrize("kind", SOAP_RULES)
 def test_large_sides_get_no_basis(kind):
     state = state_of(walk(banks_of(kind, one_sided_above=32), 3))
-    assert "row_basis" in state["attention"] and "column_basis" in state["attention"]
+    assert "row_basis" in state["query_key"] and "column_basis" in state["query_key"]
     assert "row_basis" not in state["mlp"] and state["mlp"]["column_basis"].shape == (4, 32, 32)
     without = walk(banks_of(kind, one_sided_above=0), 3)
     assert not any("basis" in key for key in state_of(without)["mlp"])
@@ -558,10 +558,10 @@ def test_an_update_is_rotated_by_the_last_steps_bases(kind, monkeypatch):
         return honest(x, sides)
 
     monkeypatch.setattr(train_gpt, "from_eigenbasis", recorded)
-    before = state_of(optimizer)["attention"]["row_basis"].clone()
+    before = state_of(optimizer)["query_key"]["row_basis"].clone()
     walk(optimizer, 1, first=4)
     assert_bitwise(used[0], before)
-    assert not torch.equal(before, state_of(optimizer)["attention"]["row_basis"])
+    assert not torch.equal(before, state_of(optimizer)["query_key"]["row_basis"])
 
 
 @pytest.mark.parametrize("kind", SOAP_RULES)
@@ -569,7 +569,7 @@ def test_bases_follow_the_factors_in_turn(kind):
     """At first all bases are exact; then matrix i steps where (step - i) divides by basis_every,
     the others rest."""
     optimizer = walk(banks_of(kind, basis_every=3), 3)
-    state = state_of(optimizer)["attention"]
+    state = state_of(optimizer)["query_key"]
     for key in ("row", "column"):
         assert off_diagonal_share(state[f"{key}_factor"], state[f"{key}_basis"]) < 1e-5
     for step in range(3, 8):
@@ -647,8 +647,8 @@ def test_the_result_counts_rejects(cli, tiny, monkeypatch):
 
     monkeypatch.setattr(train_gpt, "eigenbasis_step", failing)
     run = cli(**{**tiny, "run_id": "failing", "matrix_update": "soap_muon"})
-    assert run.code == 0  # both sides of each matrix three times, then of matrix 3
-    assert run.result["basis_rejects"] == 2 * (3 * (8 + 4) + 2)
+    assert run.code == 0  # both sides of each matrix three times, then of each bank's matrix 3
+    assert run.result["basis_rejects"] == 2 * (3 * (4 + 4 + 4) + 3)
 
 
 @pytest.mark.parametrize("kind", ["soap", "soap_muon"])

@@ -1,0 +1,295 @@
+"""The track `mini`, which is fineweb's recipe at small scale, beside the published trainer.
+
+    python benchmarks/recipe.py [--seeds 1,2,3] [--arms ours,fewer] [--jobs 2]
+
+Both train a GPT of 96 channels on the same tokens in the same order: 400 steps, 824,320 bytes of
+the nano corpus. The published one is modded-nanogpt's train_gpt.py of 2026-08-01 (commit f411b3d3)
+in a float32 form for CPUs, with its own topology, rates and bigram table, at the widths, windows
+and document caps of `mini`. PUBLISHED holds its figures, which this script does not measure. All
+arms run as it did: eagerly, in one thread, in float32.
+
+Arms: `ours` is the track's recipe on 400 steps; `fewer` the same on the shorter schedule of the
+last line's tokens_ratio; `twice` on 800 steps; `without NAME`, for each NAME of FEATURES, lacks
+that; `plain` is a GPT-2 of as many layers with AdamW. Runs of the code at hand are not repeated.
+
+Results: benchmarks/results/recipe.{json,md} and recipe.png. The last line is
+`ours:<mean final loss> published:<...> seeds:<n> tokens_ratio:<tokens of fewer over ours>`.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import multiprocessing
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train_gpt
+from benchmarks import common, nano_vs_baseline
+
+NAME = "recipe"
+STEPS = 400  # of the published trainer's schedule
+FEWER = 340
+# Validation losses of the published trainer at steps of its schedule, and its processor time,
+# by (steps, seed): `p_run.py --seed SEED --steps STEPS --unit 512` of its CPU form.
+PUBLISHED = {
+    (400, 1): {"points": {100: 2.2388, 200: 1.8036, 300: 1.5057, 400: 1.3496}, "seconds": 251.5},
+    (400, 2): {"points": {100: 2.2430, 200: 1.8199, 300: 1.5220, 400: 1.3313}, "seconds": 269.8},
+    (400, 3): {"points": {100: 2.2306, 200: 1.8196, 300: 1.3639, 400: 1.1559}, "seconds": 271.1},
+}
+FEATURES = {
+    "shifted keys": {"shifted_layers": ()},
+}
+PLAIN_LR = 3e-3  # AdamW's, of 1e-3, 2e-3 and 3e-3 the best
+PLAIN_BLOCK = 512  # tokens of the plain GPT's context
+
+
+def config_of(arm, seed):
+    """The Config of an arm of ours."""
+    changes = {"seed": seed, "steps": STEPS, "device": "cpu", "compile": False, "workers": 1}
+    if arm == "fewer":
+        changes["steps"] = FEWER
+    elif arm == "twice":
+        changes["steps"] = 2 * STEPS
+    elif arm.startswith("without "):
+        changes |= FEATURES[arm.removeprefix("without ")]
+    return dataclasses.replace(train_gpt.TRACKS["mini"], **changes)
+
+
+class Ours:
+    """The track's trainer and loader, a step at a time."""
+
+    def __init__(self, config):
+        self.config = config
+        runtime = train_gpt.Runtime("cpu", workers=1)
+        corpus = train_gpt.open_corpus(config)
+        self.trainer = train_gpt.Trainer(config, runtime)
+        index = self.trainer.table.index
+        self.loader = train_gpt.TrainLoader(config, corpus.shards, runtime, index)
+        self.val = corpus.val
+
+    def step(self, step):
+        self.trainer.step(step, self.loader.next_batch())
+
+    def loss(self, step):
+        return self.trainer.evaluate(step, self.val)
+
+    def close(self):
+        self.loader.close()
+
+
+class Plain:
+    """GPT-2 with AdamW, on random windows of the same text, as many tokens a step."""
+
+    def __init__(self, config):
+        nano_vs_baseline.BLOCK = PLAIN_BLOCK
+        self.config = config
+        self.model = nano_vs_baseline.Baseline(config)
+        self.model.initialise(config.seed)
+        corpus = train_gpt.open_corpus(config)
+        self.text = torch.from_numpy(corpus.shards[0].astype("int64"))
+        self.val = torch.from_numpy(corpus.val.astype("int64"))
+        self.generator = torch.Generator().manual_seed(config.seed)
+        decayed = [param for param in self.model.parameters() if param.ndim == 2]
+        others = [param for param in self.model.parameters() if param.ndim != 2]
+        groups = [
+            {"params": decayed, "weight_decay": 0.1},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=PLAIN_LR, betas=(0.9, 0.95), fused=True)
+
+    def losses(self, tokens, starts):
+        windows = torch.stack([tokens[low : low + PLAIN_BLOCK + 1] for low in starts])
+        return self.model(windows[:, :-1], windows[:, 1:])
+
+    def step(self, step):
+        """One step at nanoGPT's schedule: warm-up over 5 %, then a cosine to a tenth."""
+        progress = step / self.config.steps
+        cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * (progress - 0.05) / 0.95))
+        multiplier = min((progress + 1 / self.config.steps) / 0.05, cosine)
+        for group in self.optimizer.param_groups:
+            group["lr"] = PLAIN_LR * multiplier
+        tokens = train_gpt.stage_at(self.config, step).micro_batches * 512
+        last = len(self.text) - PLAIN_BLOCK - 1
+        count = (tokens // PLAIN_BLOCK,)
+        starts = torch.randint(last, count, generator=self.generator).tolist()
+        self.losses(self.text, starts).mean().backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def loss(self, step):
+        starts = range(0, self.config.val_tokens, PLAIN_BLOCK)
+        passes = [starts[low : low + 8] for low in range(0, len(starts), 8)]
+        total = sum(self.losses(self.val, part).double().sum() for part in passes)
+        return total.item() / self.config.val_tokens
+
+    def close(self):
+        """Nothing is open."""
+
+
+def measure(arm, seed):
+    """One run: its losses at quarters of its schedule, and its processor time."""
+    torch.set_num_threads(1)
+    config = config_of(arm, seed)
+    run = Plain(config) if arm == "plain" else Ours(config)
+    quarters = {round(config.steps * share) for share in (0.25, 0.5, 0.75, 1)}
+    points = {}
+    seconds = 0.0
+    for step in range(config.steps):
+        began = time.process_time()
+        run.step(step)
+        seconds += time.process_time() - began
+        if step + 1 in quarters:
+            points[step + 1] = run.loss(step + 1)
+    run.close()
+    return {
+        "arm": arm,
+        "seed": seed,
+        "steps": config.steps,
+        "tokens": train_gpt.training_tokens(config),
+        "points": points,
+        "loss": points[config.steps],
+        "seconds": seconds,
+    }
+
+
+def code_hash():
+    """What decides whether a run need not be repeated."""
+    paths = (common.ROOT / "train_gpt.py", Path(__file__))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+
+
+def known_runs(path):
+    """The runs of the code at hand that an earlier call has left."""
+    if not path.is_file():
+        return []
+    found = json.loads(path.read_text())
+    return found["runs"] if found["code"] == code_hash() else []
+
+
+def of_arm(runs, arm):
+    return sorted((run for run in runs if run["arm"] == arm), key=lambda run: run["seed"])
+
+
+def published(steps):
+    return [run for (length, _), run in PUBLISHED.items() if length == steps]
+
+
+def row(name, steps, losses, microseconds):
+    """A line of the first table. microseconds: processor time a token."""
+    cost = f"{statistics.mean(microseconds):.0f}"
+    each = ", ".join(f"{loss:.4f}" for loss in losses)
+    return [name, steps, common.spread(losses, 4), each, cost]
+
+
+def losses_table(runs):
+    """Final losses of the arms and of the published trainer."""
+    rows = []
+    for steps in sorted({steps for steps, _ in PUBLISHED}):
+        found = published(steps)
+        tokens = train_gpt.training_tokens(dataclasses.replace(config_of("ours", 1), steps=steps))
+        cost = [1e6 * run["seconds"] / tokens for run in found]
+        rows.append(row("published", steps, [run["points"][steps] for run in found], cost))
+    for arm in ("ours", "fewer", "twice", "plain"):
+        found = of_arm(runs, arm)
+        if found:
+            cost = [1e6 * run["seconds"] / run["tokens"] for run in found]
+            rows.append(row(arm, found[0]["steps"], [run["loss"] for run in found], cost))
+    header = ["arm", "steps", "final loss", "of each seed", "processor time, µs a token"]
+    return common.markdown_table(header, rows)
+
+
+def features_table(runs):
+    """What each feature is worth: the final loss without it less that with it, in pairs."""
+    ours = {run["seed"]: run for run in of_arm(runs, "ours")}
+    rows = []
+    for feature in FEATURES:
+        pairs = [
+            (run, ours[run["seed"]])
+            for run in of_arm(runs, f"without {feature}")
+            if run["seed"] in ours
+        ]
+        if len(pairs) > 1:
+            worth = [without["loss"] - own["loss"] for without, own in pairs]
+            error = statistics.stdev(worth) / len(worth) ** 0.5
+            cost = statistics.mean(own["seconds"] / without["seconds"] for without, own in pairs)
+            each = ", ".join(f"{value:+.4f}" for value in worth)
+            mean = statistics.mean(worth)
+            rows.append((mean, [feature, f"{mean:+.4f}", f"{error:.4f}", each, f"{cost:.2f}"]))
+    rows.sort(key=lambda pair: -pair[0])
+    header = ["feature", "worth, nats", "standard error", "of each seed", "time with / without"]
+    return common.markdown_table(header, [cells for _, cells in rows]) if rows else ""
+
+
+def summary(runs):
+    """The last line."""
+    ours = of_arm(runs, "ours")
+    fewer = of_arm(runs, "fewer")
+    theirs = statistics.mean(run["points"][STEPS] for run in published(STEPS))
+    mean = statistics.mean(run["loss"] for run in ours)
+    ratio = "not measured"
+    if fewer:
+        is_reached = statistics.mean(run["loss"] for run in fewer) <= theirs
+        ratio = f"{fewer[0]['tokens'] / ours[0]['tokens']:.2f}" if is_reached else "not reached"
+    return f"ours:{mean:.4f} published:{theirs:.4f} seeds:{len(ours)} tokens_ratio:{ratio}"
+
+
+def draw(runs, path):
+    """Losses against training tokens, each seed thin and the mean of an arm thick."""
+    curves = {"published trainer": [run["points"] for run in published(STEPS)]}
+    for arm, name in (("ours", "ours"), ("plain", "plain GPT, AdamW")):
+        found = [run["points"] for run in of_arm(runs, arm)]
+        if found:
+            curves[name] = [{int(step): loss for step, loss in points.items()} for points in found]
+    config = config_of("ours", 1)
+    with common.picture(path, figsize=(7, 4.5)) as axes:
+        for color, (name, found) in zip(("C1", "C0", "C7"), curves.items(), strict=False):
+            steps = sorted(found[0])
+            tokens = [
+                512 * sum(train_gpt.stage_at(config, i).micro_batches for i in range(step))
+                for step in steps
+            ]
+            for points in found:
+                axes.plot(tokens, [points[step] for step in steps], color=color, alpha=0.3)
+            means = [statistics.mean(points[step] for points in found) for step in steps]
+            axes.plot(tokens, means, color=color, linewidth=2.5, marker="o", label=name)
+        axes.set_xlabel("training tokens (bytes)")
+        axes.set_ylabel("validation loss, nats a byte")
+        axes.legend()
+        axes.grid(alpha=0.3)
+
+
+def main():
+    parser = common.parser(__doc__, seeds="1,2,3", arms="ours,fewer", jobs=2)
+    arguments = parser.parse_args()
+    folder = Path(arguments.results)
+    runs = known_runs(folder / f"{NAME}.json")
+    done = {(run["arm"], run["seed"]) for run in runs}
+    arms = arguments.arms.split(",")
+    wanted = [(arm, seed) for seed in map(int, arguments.seeds.split(",")) for arm in arms]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.jobs, mp_context=context) as pool:
+        pending = [pool.submit(measure, *run) for run in wanted if run not in done]
+        for future in as_completed(pending):
+            runs.append(future.result())
+            print("arm:{arm} seed:{seed} loss:{loss:.4f} seconds:{seconds:.0f}".format(**runs[-1]))
+            facts = common.environment("cpu") | {"threads": 1}
+            parts = [losses_table(runs), features_table(runs)]
+            if of_arm(runs, "ours"):
+                parts.append(f"`{summary(runs)}`")
+            data = {"code": code_hash(), "runs": runs}
+            common.write_results(folder, NAME, facts, data, "\n\n".join(filter(None, parts)))
+    draw(runs, folder / f"{NAME}.png")
+    print(summary(runs))
+
+
+if __name__ == "__main__":
+    main()
