@@ -9,15 +9,15 @@ and document caps of `mini`. PUBLISHED holds its figures, which this script does
 arms run as it did: eagerly, in one thread, in float32.
 
 Arms: `ours` is the track's recipe on 400 steps; `fewer` the same on the shorter schedule of the
-last line's tokens_ratio; `twice` on 800 steps; `without NAME`, for each NAME of FEATURES, lacks
-that; `plain` is a GPT-2 of as many layers with AdamW. Runs of the code at hand are not repeated.
+last line's tokens_ratio; `without NAME`, for each NAME of FEATURES, is `fewer` without that;
+`twice` has 800 steps; `plain` is a GPT-2 of as many layers with AdamW. Runs that stand in the
+results are not repeated: without the file recipe.json all begin anew.
 
 Results: benchmarks/results/recipe.{json,md} and recipe.png. The last line is
 `ours:<mean final loss> published:<...> seeds:<n> tokens_ratio:<tokens of fewer over ours>`.
 """
 
 import dataclasses
-import hashlib
 import json
 import math
 import multiprocessing
@@ -35,7 +35,7 @@ from benchmarks import common, nano_vs_baseline
 
 NAME = "recipe"
 STEPS = 400  # of the published trainer's schedule
-FEWER = 340
+FEWER = 280
 # Validation losses of the published trainer at steps of its schedule, and its processor time,
 # by (steps, seed): `p_run.py --seed SEED --steps STEPS --unit 512` of its CPU form.
 PUBLISHED = {
@@ -43,8 +43,18 @@ PUBLISHED = {
     (400, 2): {"points": {100: 2.2430, 200: 1.8199, 300: 1.5220, 400: 1.3313}, "seconds": 269.8},
     (400, 3): {"points": {100: 2.2306, 200: 1.8196, 300: 1.3639, 400: 1.1559}, "seconds": 271.1},
 }
+# What a run without a feature has instead. The first five are in the recipe because they are worth
+# something; the others are what the published trainer has instead of ours.
 FEATURES = {
-    "shifted keys": {"shifted_layers": ()},
+    "shifted keys in long windows": {"shifted_layers": ()},
+    "pairs of heads": {"paired_layers": ()},
+    "own values left out": {"exclusive_layers": ()},
+    "output gates": {"gated_layers": ()},
+    "SOAP-Muon": {"matrix_update": "muon"},
+    "the next token alone": {"mtp_weights": ((1.0, 0.5, 0.25), (1.0, 0.5), (1.0,), (1.0,))},
+    "skips between mirrored layers": {"skips": ((3, 6),)},
+    "attention in layer 6": {"plain_layers": (6,)},
+    "own input of late attention": {"late_source": 7},
 }
 PLAIN_LR = 3e-3  # AdamW's, of 1e-3, 2e-3 and 3e-3 the best
 PLAIN_BLOCK = 512  # tokens of the plain GPT's context
@@ -53,13 +63,20 @@ PLAIN_BLOCK = 512  # tokens of the plain GPT's context
 def config_of(arm, seed):
     """The Config of an arm of ours."""
     changes = {"seed": seed, "steps": STEPS, "device": "cpu", "compile": False, "workers": 1}
-    if arm == "fewer":
-        changes["steps"] = FEWER
-    elif arm == "twice":
+    track = train_gpt.TRACKS["mini"]
+    if arm == "twice":
         changes["steps"] = 2 * STEPS
-    elif arm.startswith("without "):
+    elif arm == "fewer" or arm.startswith("without "):
+        changes["steps"] = FEWER
+    if arm.startswith("without "):
         changes |= FEATURES[arm.removeprefix("without ")]
-    return dataclasses.replace(train_gpt.TRACKS["mini"], **changes)
+    weights = changes.pop("mtp_weights", None)
+    if weights:
+        changes["stages"] = tuple(
+            dataclasses.replace(stage, mtp_weights=of_stage)
+            for stage, of_stage in zip(track.stages, weights, strict=True)
+        )
+    return dataclasses.replace(track, **changes)
 
 
 class Ours:
@@ -161,20 +178,6 @@ def measure(arm, seed):
     }
 
 
-def code_hash():
-    """What decides whether a run need not be repeated."""
-    paths = (common.ROOT / "train_gpt.py", Path(__file__))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
-
-
-def known_runs(path):
-    """The runs of the code at hand that an earlier call has left."""
-    if not path.is_file():
-        return []
-    found = json.loads(path.read_text())
-    return found["runs"] if found["code"] == code_hash() else []
-
-
 def of_arm(runs, arm):
     return sorted((run for run in runs if run["arm"] == arm), key=lambda run: run["seed"])
 
@@ -208,8 +211,8 @@ def losses_table(runs):
 
 
 def features_table(runs):
-    """What each feature is worth: the final loss without it less that with it, in pairs."""
-    ours = {run["seed"]: run for run in of_arm(runs, "ours")}
+    """What each feature is worth: the final loss without it less that of `fewer`, in pairs."""
+    ours = {run["seed"]: run for run in of_arm(runs, "fewer")}
     rows = []
     for feature in FEATURES:
         pairs = [
@@ -271,7 +274,9 @@ def main():
     parser = common.parser(__doc__, seeds="1,2,3", arms="ours,fewer", jobs=2)
     arguments = parser.parse_args()
     folder = Path(arguments.results)
-    runs = known_runs(folder / f"{NAME}.json")
+    known = folder / f"{NAME}.json"
+    runs = json.loads(known.read_text())["runs"] if known.is_file() else []
+    facts = common.environment("cpu") | {"threads": 1}
     done = {(run["arm"], run["seed"]) for run in runs}
     arms = arguments.arms.split(",")
     wanted = [(arm, seed) for seed in map(int, arguments.seeds.split(",")) for arm in arms]
@@ -279,14 +284,14 @@ def main():
     with ProcessPoolExecutor(arguments.jobs, mp_context=context) as pool:
         pending = [pool.submit(measure, *run) for run in wanted if run not in done]
         for future in as_completed(pending):
-            runs.append(future.result())
+            runs.append({**future.result(), "commit": facts["commit"][:12]})
             print("arm:{arm} seed:{seed} loss:{loss:.4f} seconds:{seconds:.0f}".format(**runs[-1]))
-            facts = common.environment("cpu") | {"threads": 1}
             parts = [losses_table(runs), features_table(runs)]
             if of_arm(runs, "ours"):
                 parts.append(f"`{summary(runs)}`")
-            data = {"code": code_hash(), "runs": runs}
-            common.write_results(folder, NAME, facts, data, "\n\n".join(filter(None, parts)))
+            common.write_results(
+                folder, NAME, facts, {"runs": runs}, "\n\n".join(filter(None, parts))
+            )
     draw(runs, folder / f"{NAME}.png")
     print(summary(runs))
 
