@@ -14,8 +14,8 @@ usage() {
 ./run.sh TRACK --check               everything but the steps: device, data, memory, disk
 ./run.sh test [pytest arguments]     set up, then run the tests; with --all also the long ones, which take hours
 
-Tracks: nano (a minute on a laptop), fineweb (1 to 8 GPUs), continual (a trained nano model goes on to C++; needs
---init-from RUN). Without TRACK it is fineweb where CUDA and FineWeb shards are present, else nano. The last line of
+Tracks: nano (a minute on a laptop), mini (fineweb's recipe at small scale, minutes on a laptop), fineweb (1 to 8 GPUs),
+continual (a trained nano model goes on to C++; needs --init-from RUN). Without TRACK it is fineweb where CUDA and FineWeb shards are present, else nano. The last line of
 a run names the folder of its log and plot.
 The first call makes .venv, installs requirements.txt and builds the track's data.
 PYTHON=/path/to/python chooses the Python (3.11 or newer) that .venv is made with.

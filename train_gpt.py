@@ -570,6 +570,7 @@ TRACKS = {
         target_loss=1.279,
         dtype="float32",
         float8=False,
+        compile=False,  # which takes longer than the run
     ),
     "fineweb": Config(
         track="fineweb",
