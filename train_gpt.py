@@ -120,9 +120,8 @@ def are_orders(values):
 
 def are_layers(values):
     """Whether these are layers, each named once."""
-    return all(type(layer) is int and layer >= 0 for layer in values) and len(set(values)) == len(
-        values
-    )
+    are_numbers = all(type(layer) is int and layer >= 0 for layer in values)
+    return are_numbers and len(set(values)) == len(values)
 
 
 def are_skips(values):
@@ -132,9 +131,8 @@ def are_skips(values):
 
 def are_windows(values):
     """Whether these are attention windows, the short one first and the long one last."""
-    return len(values) > 1 and all(
-        type(size) is int and 0 < size <= 65536 and size % 16 == 0 for size in values
-    )
+    are_sizes = all(type(size) is int and 0 < size <= 65536 for size in values)
+    return are_sizes and len(values) > 1 and all(size % 16 == 0 for size in values)
 
 
 def are_loss_weights(values):
