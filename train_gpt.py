@@ -188,6 +188,12 @@ class Stage:
     windows: tuple = knob("attention windows, a short and a long one", WINDOWS)
     lr_mul: float = knob("factor of all learning rates, ahead of the cooldown", POSITIVE)
     mtp_weights: tuple = knob("loss weights of the next, second-next, ... token", LOSS_WEIGHTS)
+    softmax_rows: int = knob(
+        "vocabulary rows of training's softmax: a micro-batch's targets, and others at even "
+        "distances that stand for the rest; 0: the whole vocabulary",
+        between(0, 10**9),
+        default=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -238,11 +244,6 @@ class Config:
         between(-1, 1023),
     )
     logit_cap: float = knob("tanh squashes logits into (-cap, cap)", between(0.1, 40))
-    softmax_rows: int = knob(
-        "vocabulary rows of training's softmax: a micro-batch's targets, and others at even "
-        "distances that stand for the rest; 0: the whole vocabulary",
-        between(0, 10**9),
-    )
     # --- table
     ngram_orders: tuple = knob("orders of hashed n-grams", ORDERS)
     ngram_rows: int = knob("rows of the table, for all columns", between(1, 2**31 - 1))
@@ -368,10 +369,11 @@ class Config:
             not self.paired_layers or dim // self.head_dim % 2 == 0,
             f"paired_layers={self.paired_layers}: {dim // self.head_dim} heads make no pairs",
         )
-        require(
-            self.softmax_rows <= self.vocab_size,
-            f"softmax_rows={self.softmax_rows}: at most the vocabulary's {self.vocab_size}",
-        )
+        for stage in self.stages:
+            require(
+                stage.softmax_rows <= self.vocab_size,
+                f"softmax_rows={stage.softmax_rows}: at most the vocabulary's {self.vocab_size}",
+            )
 
     def check_bookkeeping(self):
         require(
@@ -438,7 +440,6 @@ TRACKS = {
         skips=(),
         late_source=-1,
         logit_cap=15.0,
-        softmax_rows=0,
         ngram_orders=(2, 3, 4, 6),
         ngram_rows=2**19,
         copy_orders=(2, 3, 4, 6, 9, 14, 20, 32),
@@ -519,7 +520,6 @@ TRACKS = {
         skips=((0, 11), (1, 10), (2, 9), (3, 8), (4, 7), (5, 6)),
         late_source=-1,
         logit_cap=15.0,
-        softmax_rows=0,
         ngram_orders=(2,),
         ngram_rows=2880,
         copy_orders=(),
@@ -576,11 +576,12 @@ TRACKS = {
         tokenizer="gpt2",
         steps=1600,
         micro_batch_tokens=16384,
-        # start, micro-batches of a step, document cap, windows (short, long), rate, loss weights
+        # start, micro-batches of a step, document cap, windows (short, long), rate, loss weights,
+        # rows of the softmax
         stages=(
-            Stage(0.0, 8, 896, (128, 384), 1.0, (1.0, 0.5, 0.25)),
-            Stage(1 / 3, 16, 2048, (384, 896), 1.52, (1.0, 0.5)),
-            Stage(0.667, 24, 2048, (640, 1408), 1.73, (1.0,)),
+            Stage(0.0, 8, 896, (128, 384), 1.0, (1.0, 0.5, 0.25), 16384),
+            Stage(1 / 3, 16, 2048, (384, 896), 1.52, (1.0, 0.5), 16384),
+            Stage(0.667, 24, 2048, (640, 1408), 1.73, (1.0,), 16384),
             Stage(0.99, 24, 2048, (768, 1664), 1.73, (1.0,)),
         ),
         cooldown=0.6,
@@ -600,7 +601,6 @@ TRACKS = {
         skips=((0, 11), (1, 10), (2, 9), (3, 8), (4, 7), (5, 6)),
         late_source=-1,
         logit_cap=15.0,
-        softmax_rows=0,
         ngram_orders=(2, 3),
         ngram_rows=5 * 50304,
         copy_orders=(2, 3, 5, 8),
@@ -741,7 +741,7 @@ def training_phase(config, step):
         windows=layer_windows(config, stage.windows),
         mtp_weights=stage.mtp_weights,
         max_segment=min(stage.document_cap, config.micro_batch_tokens),
-        softmax_rows=config.softmax_rows,
+        softmax_rows=stage.softmax_rows,
         is_tied=step < untie_step(config),
     )
 
@@ -1068,9 +1068,9 @@ class TrainLoader:
         stage = stage_at(config, step)
         windows = [self.next_window(stage.document_cap) for _ in range(stage.micro_batches)]
         windows = windows[runtime.rank :: runtime.world_size]
-        if config.softmax_rows:
+        if stage.softmax_rows:
             for window in windows:
-                self.check_distinct_targets(window, step)
+                self.check_distinct_targets(window, stage.softmax_rows, step)
         found = runtime.in_parallel(lambda window: table_rows(window, config, self.index), windows)
         rows, signs = map(np.concatenate, zip(*found, strict=True))
         plan, slots = plan_rows(rows, signs, config, runtime, runtime.loader_group)
@@ -1084,9 +1084,8 @@ class TrainLoader:
         tokens = stage.micro_batches * config.micro_batch_tokens
         return Batch(micro_batches, plan, tokens, dict(self.state))
 
-    def check_distinct_targets(self, window, step):
+    def check_distinct_targets(self, window, rows, step):
         """Refuse a softmax that has no row left to stand for the rest of the vocabulary."""
-        rows = self.config.softmax_rows
         vocab = self.config.vocab_size
         distinct = len(np.unique(window.gather(window.text.tokens, shift=1)))
         require(
@@ -3310,7 +3309,8 @@ def choose_matmul(config, device):
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     if not is_hopper or config.dtype != "bfloat16":
         return False, f"{name} (float8 wants a Hopper GPU and bfloat16)"
-    sides = (config.model_dim, config.mlp_dim, config.vocab_size, config.softmax_rows)
+    sampled = (stage.softmax_rows for stage in config.stages)
+    sides = (config.model_dim, config.mlp_dim, config.vocab_size, *sampled)
     require(
         all(side % 16 == 0 for side in sides),
         "float8: tensor cores want multiples of 16 as model_dim, mlp_dim, vocabulary and "

@@ -1,7 +1,6 @@
 """Chapters 6 and 7: the loss in one pass, and products in 8 bits, against the plain form of what
 they compute, in float64."""
 
-import dataclasses
 
 import numpy as np
 import pytest
@@ -368,7 +367,9 @@ def test_float8_says_where_it_is_not_to_be_had(monkeypatch):
     assert train_gpt.choose_matmul(config, cpu) == (False, words)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert train_gpt.choose_matmul(config, gpu) == (False, words)
-    config = dataclasses.replace(config, dtype="bfloat16", tokenizer="gpt2", softmax_rows=256)
+    config = train_gpt.with_values(
+        config, {"dtype": "bfloat16", "tokenizer": "gpt2", "softmax_rows": 256}
+    )
     assert train_gpt.choose_matmul(config, gpu) == (True, "torch-bfloat16+float8")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert train_gpt.choose_matmul(config, gpu)[0] is False
