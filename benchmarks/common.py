@@ -43,6 +43,7 @@ TINY = {
     "val_batch_tokens": 512,
     "val_windows": (64, 128),
     "micro_batches": 2,
+    "softmax_rows": 0,
     "index_bits": 12,
     "index_share": 0.25,
     "tokenizer": "bytes",

@@ -136,7 +136,8 @@ def test_a_version_without_stages_gets_its_own_words():
 
 def test_every_number_of_a_stage_changes_on_the_way():
     first, *_, last = trajectories.CASE["stages"]
-    assert set(first) == set(vars(TRACKS["nano"].stages[0]))
+    # Versions before had one number of softmax rows for all stages; none is sampled here.
+    assert set(first) == set(vars(TRACKS["nano"].stages[0])) - {"softmax_rows"}
     assert all(first[name] != last[name] for name in first)
 
 

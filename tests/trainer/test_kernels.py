@@ -1,7 +1,6 @@
 """Chapters 6 and 7: the loss in one pass, and products in 8 bits, against the plain form of what
 they compute, in float64."""
 
-
 import numpy as np
 import pytest
 import torch
