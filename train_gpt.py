@@ -488,8 +488,8 @@ TRACKS = {
         float8=False,
     ),
     # fineweb's recipe at small scale, to see on a CPU what a change is worth: an eighth of its
-    # channels, windows of a quarter, bytes. It has no copies, which would hide on source text what
-    # the model learns; SOAP-Muon; and no loss of tokens further ahead.
+    # channels, a quarter of its windows, and bytes. It has no copies, which on source text would
+    # hide what the model learns. It takes SOAP-Muon, and no loss of tokens further ahead.
     "mini": Config(
         track="mini",
         data="data/python",
@@ -568,7 +568,7 @@ TRACKS = {
         target_loss=1.279,
         dtype="float32",
         float8=False,
-        compile=False,  # which takes longer than the run
+        compile=False,  # compiling takes longer than the run
     ),
     "fineweb": Config(
         track="fineweb",
@@ -602,7 +602,7 @@ TRACKS = {
         late_source=-1,
         logit_cap=15.0,
         ngram_orders=(2, 3),
-        ngram_rows=2**21,  # 6 GiB in all; what the ranks' memory holds, more is better
+        ngram_rows=2**21,  # 6 GiB over all ranks; raise it as far as their memory goes
         copy_orders=(2, 3, 5, 8),
         copy_places=1,
         copy_reach=2048,
@@ -1697,8 +1697,7 @@ def shifted(k, is_first):
     """Keys (T, heads, head_dim) whose channels that do not rotate are those of the token before,
     or 0 where is_first (T,).
 
-    A query for a token finds, in one layer, what followed it earlier (modded-nanogpt, record of
-    2025-12-14).
+    So one layer can find what followed a token earlier (modded-nanogpt, record of 2025-12-14).
     """
     turning, still = k.unflatten(-1, (2, 2, -1)).unbind(-2)  # of each half of the channel pairs
     still = F.pad(still, (0, 0, 0, 0, 0, 0, 1, -1)).masked_fill(is_first[:, None, None, None], 0)

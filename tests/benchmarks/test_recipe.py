@@ -1,11 +1,13 @@
 """benchmarks/recipe.py: what its arms change, and what its tables say of made-up runs."""
 
 import dataclasses
+import json
 
 import pytest
 
 import train_gpt
-from benchmarks import recipe
+from benchmarks import common, recipe
+from helpers import ROOT
 
 
 def made_up(arm, seed, loss, steps=280, tokens=1000, seconds=2.0):
@@ -54,7 +56,17 @@ def test_every_price_is_of_a_feature():
     assert set(recipe.PRICES) <= set(recipe.FEATURES)
 
 
+def test_readme_says_what_was_measured():
+    runs = json.loads((ROOT / "benchmarks/results/recipe.json").read_text())["runs"]
+    ours = [run["loss"] for run in recipe.of_arm(runs, "ours")]
+    published = [run["points"][recipe.STEPS] for run in recipe.published(recipe.STEPS)]
+    words = f"({common.spread(ours, 3)} and {common.spread(published, 3)}, n = 3 each)"
+    assert words in (ROOT / "README.md").read_text()
+    assert len(ours) == 3 and recipe.summary(runs).endswith("tokens_ratio:0.70")
+
+
 def test_summary():
+    assert recipe.summary([]) == "ours:not measured"
     runs = [made_up("ours", seed, 1.0 + seed / 10, 400, 1000) for seed in (1, 2, 3)]
     assert recipe.summary(runs).endswith("seeds:3 tokens_ratio:not measured")
     runs.append(made_up("fewer", 1, 1.27, tokens=700))
