@@ -4086,8 +4086,10 @@ def warm_up(trainer):
         first_step.setdefault(compiled_for, step)
     # At Adam's first step and the run's last, all groups step, on sums of as many steps as ever.
     first_update = min(config.adam_every, config.steps) - 1
+    # Where code is compiled, the second call is the first without compilation.
+    calls = 1 if trainer.compile_name.startswith("off") else 2
     for step in sorted({*first_step.values(), first_update, config.steps - 1}):
-        for _ in range(2):  # the second call is the first without compilation
+        for _ in range(calls):
             stop_if_interrupted()
             trainer.step(step, batch)
             trainer.score(step, text, 0)
