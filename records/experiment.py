@@ -155,7 +155,8 @@ class Experiment:
             words += [f"--nproc_per_node={self.world_size}"]
         words += [str(self.folder / letter / "train_gpt.py")]
         words += ["--track", self.track, "--run-id", run_id]
-        if self.dtype and has_field(source, "dtype"):
+        is_free = config_of(source, self.track).get("dtype") != "float32"
+        if self.dtype and is_free and has_field(source, "dtype"):
             words += ["--dtype", self.dtype]
         if not self.counted:
             return [*words, "--seed", str(self.seeds()[number - 1])]
