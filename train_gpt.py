@@ -494,7 +494,7 @@ TRACKS = {
         track="mini",
         data="data/python",
         tokenizer="bytes",
-        steps=400,
+        steps=250,
         micro_batch_tokens=512,
         # start, micro-batches of a step, document cap, windows (short, long), rate, loss weights
         stages=(
@@ -508,7 +508,7 @@ TRACKS = {
         untie_at=0.6575,
         model_dim=96,
         num_layers=12,
-        head_dim=16,
+        head_dim=24,
         mlp_dim=384,
         long_layers=(3, 7, 11),
         value_embedding_layers=(1, 2, 10, 11),
