@@ -3,10 +3,10 @@
     python benchmarks/recipe.py [--seeds 1,2,3] [--arms ours,fewer] [--jobs 2]
 
 Both train a GPT of 96 channels, in six heads, on the same tokens in the same order: 400 steps,
-824,320 bytes of the nano corpus. The published one is modded-nanogpt's train_gpt.py of 2026-08-01 (commit f411b3d3)
-in a float32 form for CPUs, with its own topology, rates and bigram table, at the widths, windows
-and document caps of `mini`. PUBLISHED holds its figures, which this script does not measure. All
-arms run as it did: eagerly, in one thread, in float32.
+824,320 bytes of the nano corpus. The published one is modded-nanogpt's train_gpt.py of 2026-08-01
+(commit f411b3d3) in a float32 form for CPUs, with its own topology, rates and bigram table, at the
+widths, windows and document caps of `mini`. PUBLISHED holds its figures, which this script does not
+measure. All arms run as it did: eagerly, in one thread, in float32.
 
 Arms: `ours` is the track's recipe on 400 steps; `fewer` the same on the shorter schedule of the
 last line's tokens_ratio; `without NAME`, for each NAME of FEATURES, is `fewer` without that;
@@ -46,8 +46,7 @@ PUBLISHED = {
     (400, 2): {"points": {100: 2.2430, 200: 1.8199, 300: 1.5220, 400: 1.3313}, "seconds": 269.8},
     (400, 3): {"points": {100: 2.2313, 200: 1.8195, 300: 1.3639, 400: 1.1559}, "seconds": 271.1},
 }
-# What a run without a feature has instead. The last three are what the published trainer has
-# instead of ours.
+# What a run without a feature has instead. The published trainer has the last one's.
 FEATURES = {
     "shifted keys in long windows": {"shifted_layers": ()},
     "pairs of heads": {"paired_layers": ()},
@@ -56,11 +55,9 @@ FEATURES = {
     "SOAP-Muon": {"matrix_update": "muon"},
     "the next token alone": {"mtp_weights": ((1.0, 0.5, 0.25), (1.0, 0.5), (1.0,), (1.0,))},
     "skips between mirrored layers": {"skips": ((3, 6),)},
-    "attention in layer 6": {"plain_layers": (6,)},
-    "own input of late attention": {"late_source": 7},
 }
 # What modded-nanogpt's records say that these features save on 8 GPUs, in per cent of the steps to
-# one loss, from their READMEs; and where. Nothing is known of late attention against its own input.
+# one loss, from their READMEs; and where.
 PRICES = {
     "shifted keys in long windows": (2.3, "2025-12-14_PartialKeyOffset"),
     "pairs of heads": (3.5, "2026-01-07_PairedHeadAttention"),
@@ -69,7 +66,6 @@ PRICES = {
     "SOAP-Muon": (15.4, "track_3_optimization: 3,250 and 2,750 steps"),
     "the next token alone": (-4.0, "2025-12-22_MultiTokenPrediction, with other changes"),
     "skips between mirrored layers": (-0.9, "2025-11-18_RefineSkip, with another change"),
-    "attention in layer 6": (1.9, "2026-01-18_UnifiedOptimizers"),
 }
 PLAIN_LR = 3e-3  # AdamW's, not tuned
 PLAIN_BLOCK = 512  # tokens of the plain GPT's context
