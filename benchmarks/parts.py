@@ -41,6 +41,7 @@ def main(argv=None):
     folders = {"data": common.ROOT / "data/python", "work": common.ROOT / "logs/parts"}
     arguments = common.parser(__doc__, seeds=1, tiny=False, **folders).parse_args(argv)
     arguments.work.mkdir(parents=True, exist_ok=True)
+    facts = common.environment("cpu")
     runs = []
     for seed in range(1, arguments.seeds + 1):
         for arm in ARMS:
@@ -49,7 +50,6 @@ def main(argv=None):
     rows = [[arm, common.spread(found, 3), len(found)] for arm, found in losses.items()]
     table = common.markdown_table(["arm", "final validation loss", "n"], rows)
     note = f"{runs[0]['tokens']:,} training tokens each."
-    facts = common.environment("cpu")
     common.write_results(arguments.results, "parts", facts, {"runs": runs}, f"{table}\n\n{note}")
     print(table)
     nano = statistics.mean(losses["nano"])
