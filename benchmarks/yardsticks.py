@@ -18,8 +18,8 @@ rounding to whole bytes. No document helps another, and every copy has read end-
 Within a document a compressor learns from what it has coded, as a GPT reads it.
 
 The clock is the processor time of the one thread that reads; scoring is left out, as the track's
-clock leaves validation out. On an idle machine it is the time on the wall, and other work hardly
-changes it.
+clock leaves validation out. On an idle machine it is the time on the wall, and other work changes
+it less than that.
 
 Results: benchmarks/results/yardsticks.{json,md,png}. The picture shows the nano track's records
 beside the compressors. Exit status: 0, or 2 for something to correct.
@@ -251,8 +251,8 @@ def draw(results):
 
 
 def label_last(axes, label, x, y, color):
-    """Write a curve's name beside its last point."""
-    offset = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
+    """Write a curve's name above its last point."""
+    offset = {"xytext": (4, 10), "textcoords": "offset points", "ha": "center"}
     axes.annotate(label, (x, y), color=color, **offset)
 
 
