@@ -21,15 +21,16 @@ PAGES = ("README.md", "benchmarks/README.md")
 BLOCK = re.compile(r"(<!-- results/(\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 HEADER = ("what", "machine", "validation loss", "training time", "n")
 NOT_MEASURED = ["**not measured yet**"] * 2
-RECORDS = {
-    "nano": "one layer and a table that learn Python sources, to one bit a byte (0.69315 nats)",
-    "mini": "a 12-layer GPT, fineweb's recipe at small scale, on the same bytes",
+WHAT = {
+    "nano": "one layer and a table learn Python sources; target 0.69315, one bit a byte",
+    "mini": "a 12-layer GPT, fineweb's recipe at small scale, on the same bytes; target 1.279",
 }
 
 
-def plain(device):
-    """The name of a machine without trade marks."""
-    return device.replace("(R)", "")
+def machine(device):
+    """The name of a machine in words, from a log's."""
+    name, _, cores = device.replace("(R)", "").rpartition(" x")
+    return f"{name}, {cores} cores"
 
 
 def fastest_record(track):
@@ -55,18 +56,18 @@ def row_of_record(track, folder):
     loss = common.spread([run["loss"] for run in runs], 4)
     seconds = common.spread([run["seconds"] for run in runs], 1)
     link = f"[`{track}`](records/{track}/{folder.name}/)"
-    what = f"{link}: {RECORDS[track]}"
-    return [what, plain(runs[0]["device"]), loss, f"{seconds} s", len(runs)]
+    what = f"{link}: {WHAT[track]}"
+    return [what, machine(runs[0]["device"]), loss, f"{seconds} s", len(runs)]
 
 
 def row_of_recipe(results):
     """Mini's row from recipe.json, for as long as mini has no record."""
     found = json.loads((results / "recipe.json").read_text())
     runs = [run for run in found["runs"] if run["arm"] == "ours"]
-    what = f"[`mini`](benchmarks/README.md#the-recipe): {RECORDS['mini']}"
+    what = f"[`mini`](benchmarks/README.md#the-recipe): {WHAT['mini']}"
     loss = common.spread([run["loss"] for run in runs], 4)
     seconds = f"{statistics.mean(run['seconds'] for run in runs):.0f} s of one core"
-    return [what, plain(found["environment"]["device"]), loss, seconds, len(runs)]
+    return [what, machine(found["environment"]["device"]), loss, seconds, len(runs)]
 
 
 def row_of_world_sizes(results):
@@ -76,8 +77,8 @@ def row_of_world_sizes(results):
     alone = losses["8/1"]
     gaps = [abs(a - b) for own in losses.values() for a, b in zip(own, alone, strict=True)]
     what = f"`nano`'s first {len(alone)} steps on 1, 2, 4 and 8 processes"
-    loss = f"{alone[-1]:.5f} in training, within {max(gaps):.0e} of one another"
-    return [what, plain(found["environment"]["device"]), loss, "not compared", len(losses)]
+    loss = f"{alone[-1]:.5f} in training, equal within {max(gaps):.0e}"
+    return [what, machine(found["environment"]["device"]), loss, "not compared", len(losses)]
 
 
 def first_page(results=common.RESULTS):

@@ -1,14 +1,18 @@
 """benchmarks/README.md shows every result as it is, and names what exists; benchmarks/readme.py
 renews both pages."""
 
+import json
 import re
+import subprocess
+
+import pytest
 
 from benchmarks import readme
 from helpers import ROOT
 
 PAGE = ROOT / "benchmarks/README.md"
 TEXT = PAGE.read_text()
-ELSEWHERE = {"ngram_exchange_all.md", "nano_vs_baseline_short.md"}  # linked to; in README.md
+ELSEWHERE = {"ngram_exchange_all.md", "first_page.md"}  # linked to; in README.md
 
 
 def test_result_tables_are_current():
@@ -53,5 +57,19 @@ def test_every_script_has_its_place():
     scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")} - {
         "__init__.py",
         "common.py",
+        "plain_gpt.py",
     }
     assert scripts == set(re.findall(r"python benchmarks/(\w+\.py)", TEXT))
+
+
+def git(*words):
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_tables_are_of_commits_in_this_history():
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("this is no whole clone, so its history is not known")
+    for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
+        commit = json.loads(path.read_text()).get("environment", {}).get("commit", "HEAD")
+        found = git("merge-base", "--is-ancestor", commit, "HEAD")
+        assert found.returncode == 0, (path.name, commit)
