@@ -1,4 +1,4 @@
-"""README.md and records/README.md say what the repository holds: tables, paths, keys, chapters,
+"""README.md and the pages beside it say what the repository holds: tables, paths, keys, chapters,
 targets, claims."""
 
 import dataclasses
@@ -17,6 +17,7 @@ from helpers import ROOT
 PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "records/README.md")}
 TEXT = PAGES["README.md"]
 SOURCE = (ROOT / "train_gpt.py").read_text()
+LINKED = [*PAGES, "CONTRIBUTING.md", "records/NOTES.md", "benchmarks/README.md"]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -46,23 +47,29 @@ def test_changed_results_are_noticed(tmp_path, monkeypatch):
     assert readme.with_results(TEXT) != TEXT
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", LINKED)
 def test_named_files_exist(page):
-    for path in re.findall(r"\b(?:data|benchmarks|records)/\w+\.(?:py|sh|md)\b", PAGES[page]):
+    text = (ROOT / page).read_text()
+    for path in re.findall(r"(?<![\w/])(?:data|benchmarks|records)/\w+\.(?:py|sh|md)\b", text):
         assert (ROOT / path).is_file(), path
-    for path in re.findall(r"(?:\]\(|src=\"|srcset=\")(?!https?:)([^)#\"]+)", PAGES[page]):
+    for path in re.findall(r"(?:\]\(|src=\"|srcset=\"|href=\")(?!https?:)([^)#\"]+)", text):
         # GitHub serves a workflow and its badge beside the repository's pages.
         workflow = re.match(r"\.\./\.\./actions/workflows/(\w+\.yml)", path)
         target = f".github/workflows/{workflow[1]}" if workflow else path
         assert (ROOT / page).parent.joinpath(target).exists(), path
 
 
-def test_anchors_lead_to_headings():
-    for path, anchor in re.findall(r"\]\(([\w/]+\.md)#([\w-]+)\)", TEXT):
-        headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.MULTILINE)
-        assert anchor in [
-            re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in headings
-        ]
+def anchor_of(heading):
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", LINKED)
+def test_anchors_lead_to_headings(page):
+    for path, anchor in re.findall(r"\]\(([\w./]*)#([\w-]+)\)", (ROOT / page).read_text()):
+        target = (ROOT / page).parent / path if path else ROOT / page
+        headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+        assert anchor in map(anchor_of, headings), (path, anchor)
 
 
 def test_both_drawings_are_one_but_for_their_colours():
