@@ -11,8 +11,8 @@ The table is frozen in all of them: see the track's values in continual.py. Each
 learning rates; Adam's rates, where weights under Adam move, follow in the track's proportion. A
 single rate compares how far the arms went; so each arm's loss on Python is read, seed by seed,
 where its curve passes through the same loss on C++. Logs, less the source that they begin with, are
-kept in benchmarks/results/continual/, beside the plot. A run whose log lies there is not repeated,
-and all figures come from these logs. Results: benchmarks/results/continual.{json,md}.
+kept in --work. A run whose log lies there is not repeated, and all figures come from these logs.
+Results: benchmarks/results/continual.{json,md,png}.
 """
 
 import itertools
@@ -99,7 +99,7 @@ def go_on(arguments, arm, rate, seed):
 
 
 def logs_of(arguments):
-    return arguments.results / "continual"
+    return arguments.work / "kept"
 
 
 def keep_log(arguments, run_id):
@@ -249,7 +249,7 @@ def main(argv=None):
     parser.add_argument("options", nargs="*", help=options_help)
     arguments = parser.parse_args(argv)
     logs = logs_of(arguments)
-    for folder in (arguments.work, logs):
+    for folder in (logs, arguments.results):
         folder.mkdir(parents=True, exist_ok=True)
     seeds = range(1, arguments.seeds + 1)
     keys = [(arm, rate, seed) for seed in seeds for arm in ARMS for rate in RATES[arm]]
@@ -262,11 +262,11 @@ def main(argv=None):
     if {run["steps"] for run in runs} != {arguments.steps}:
         sys.exit(f"{logs} holds logs of another --steps; remove them, or name another folder")
     text = report(runs)
-    plot(runs, logs / "continual.png")
+    plot(runs, arguments.results / "continual.png")
     explained = (
         f"{text}\n\n{arguments.steps} steps on C++ after {arguments.pretrain_steps} on Python, "
         f"{arguments.val_tokens:,} validation tokens of each; mean ± standard deviation over "
-        "seeds. Logs and plot: benchmarks/results/continual/."
+        "seeds."
     )
     facts = common.environment("cpu")
     common.write_results(arguments.results, "continual", facts, {"runs": runs}, explained)

@@ -1,17 +1,96 @@
-"""Copy result tables into the pages that show them. Run it after a benchmark.
+"""Write the first page's table of results, and copy result tables into the pages that show them.
 
-    python benchmarks/readme.py
+    python benchmarks/readme.py      # after a benchmark, and after a new record
 
-Between `<!-- results/NAME.md -->` and `<!-- end -->` stands the content of
-benchmarks/results/NAME.md. Tests fail when a page and the results differ.
+The table of README.md, benchmarks/results/first_page.md, comes from the logs of records and from
+results of benchmarks. Between `<!-- results/NAME.md -->` and `<!-- end -->` of a page stands the
+content of benchmarks/results/NAME.md. Tests fail when a page and the results differ.
 """
 
+import json
 import re
+import statistics
+import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import common
+
+ROOT = common.ROOT
 PAGES = ("README.md", "benchmarks/README.md")
 BLOCK = re.compile(r"(<!-- results/(\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+HEADER = ("what", "machine", "validation loss", "training time", "n")
+NOT_MEASURED = ["**not measured yet**"] * 2
+WHAT = {
+    "nano": "one layer and a table learn Python sources; target 0.69315, one bit a byte",
+    "mini": "a 12-layer GPT, fineweb's recipe at small scale, on the same bytes; target 1.279",
+}
+
+
+def machine(device):
+    """The name of a machine in words, from a log's."""
+    name, _, cores = device.replace("(R)", "").rpartition(" x")
+    return f"{name}, {cores} cores"
+
+
+def fastest_record(track):
+    """The folder of a track's fastest record on the machine of its latest one; None without any.
+
+    Times on different machines do not compare."""
+    runs = {folder: common.runs_of_record(folder) for folder in common.record_folders(track)}
+    if not runs:
+        return None
+    latest = max(runs, key=lambda folder: runs[folder][0]["started"])
+    device = runs[latest][0]["device"]
+    seconds = {
+        folder: statistics.mean(run["seconds"] for run in own)
+        for folder, own in runs.items()
+        if own[0]["device"] == device
+    }
+    return min(seconds, key=seconds.get)
+
+
+def row_of_record(track, folder):
+    """What the logs of a record's runs say, as a row of the table."""
+    runs = common.runs_of_record(folder)
+    loss = common.spread([run["loss"] for run in runs], 4)
+    seconds = common.spread([run["seconds"] for run in runs], 1)
+    link = f"[`{track}`](records/{track}/{folder.name}/)"
+    what = f"{link}: {WHAT[track]}"
+    return [what, machine(runs[0]["device"]), loss, f"{seconds} s", len(runs)]
+
+
+def row_of_recipe(results):
+    """Mini's row from recipe.json, for as long as mini has no record."""
+    found = json.loads((results / "recipe.json").read_text())
+    runs = [run for run in found["runs"] if run["arm"] == "ours"]
+    what = f"[`mini`](benchmarks/README.md#the-recipe): {WHAT['mini']}"
+    loss = common.spread([run["loss"] for run in runs], 4)
+    seconds = f"{statistics.mean(run['seconds'] for run in runs):.0f} s of one core"
+    return [what, machine(found["environment"]["device"]), loss, seconds, len(runs)]
+
+
+def row_of_world_sizes(results):
+    """The row of equal trajectories, of the runs with 8 micro-batches a step."""
+    found = json.loads((results / "world_sizes.json").read_text())
+    losses = {key: values for key, values in found["losses"].items() if key.startswith("8/")}
+    alone = losses["8/1"]
+    gaps = [abs(a - b) for own in losses.values() for a, b in zip(own, alone, strict=True)]
+    what = f"`nano`'s first {len(alone)} steps on 1, 2, 4 and 8 processes"
+    loss = f"{alone[-1]:.5f} in training, equal within {max(gaps):.0e}"
+    return [what, machine(found["environment"]["device"]), loss, "not compared", len(losses)]
+
+
+def first_page(results=common.RESULTS):
+    """The table of README.md, in Markdown."""
+    mini = fastest_record("mini")
+    rows = [
+        row_of_record("nano", fastest_record("nano")),
+        row_of_record("mini", mini) if mini else row_of_recipe(results),
+        row_of_world_sizes(results),
+        ["`fineweb`: GPT-2 small on FineWeb, to 3.28", "1 to 8 GPUs", *NOT_MEASURED, 0],
+    ]
+    return common.markdown_table(HEADER, rows) + "\n"
 
 
 def renewed_block(match):
@@ -27,7 +106,8 @@ def with_results(text):
 
 
 def main():
-    """Renew the pages in their places."""
+    """Write the table, and renew the pages in their places."""
+    common.write_whole(common.RESULTS / "first_page.md", first_page())
     for page in PAGES:
         path = ROOT / page
         path.write_text(with_results(path.read_text()))

@@ -33,7 +33,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt
-from benchmarks import common, nano_vs_baseline
+from benchmarks import common, plain_gpt
 
 NAME = "recipe"
 STEPS = 400  # of the published trainer's schedule
@@ -118,9 +118,8 @@ class Plain:
     """GPT-2 with AdamW, on random windows of the same text, as many tokens a step."""
 
     def __init__(self, config):
-        nano_vs_baseline.BLOCK = PLAIN_BLOCK
         self.config = config
-        self.model = nano_vs_baseline.Baseline(config)
+        self.model = plain_gpt.PlainGPT(config, PLAIN_BLOCK)
         self.model.initialise(config.seed)
         corpus = train_gpt.open_corpus(config)
         self.text = torch.from_numpy(corpus.shards[0].astype("int64"))

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import train_gpt
-from benchmarks import common, gpu_checks
-from benchmarks import nano_vs_baseline as versus
+from benchmarks import common, gpu_checks, parts, plain_gpt
 
 
 def tiny(**changes):
@@ -36,90 +35,78 @@ def test_made_corpora_pass_the_trainers_checks(tmp_path):
         assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
 
 
-# ----- nano against the baseline
+# ----- records
 
 
-def test_baseline_is_causal_and_of_gpt_2s_proportions():
-    config = train_gpt.TRACKS["nano"]
-    model = versus.Baseline(config)
-    model.initialise(0)
-    assert model.matrix_parameters() == 12 * config.num_layers * config.model_dim**2
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(257, (1, versus.BLOCK + 1), generator=generator)
-    ngram = torch.randn(1, versus.BLOCK, config.model_dim, generator=generator)
-    changed = tokens.clone()
-    changed[:, 129:] = (changed[:, 129:] + 1) % 257  # tokens after position 128, and their n-grams
-    changed_ngram = ngram.clone()
-    changed_ngram[:, 129:] += 1
-    with torch.no_grad():
-        for ngrams in ((None, None), (ngram, changed_ngram)):
-            before = model(tokens[:, :-1], tokens[:, 1:], ngrams[0])
-            after = model(changed[:, :-1], changed[:, 1:], ngrams[1])
-            assert torch.equal(before[:, :128], after[:, :128])
-            assert not torch.equal(before, after)
-    assert before.mean().item() < 20
-    at_start = model(tokens[:, :-1], tokens[:, 1:]).mean().item()
-    assert at_start == pytest.approx(math.log(257), abs=0.1)
-
-
-def test_baseline_scores_every_validation_token_once(tmp_path):
-    folder = common.write_corpus(tmp_path / "corpus", common.python_documents(60_000), 256, 2048)
-    config = tiny(data=str(folder), steps=1, **common.NO_TABLE)
-    arm = versus.BaselineArm("baseline", config, train_gpt.Runtime("cpu"))
-    windows = np.array(arm.val_text.tokens[:2049]).astype(np.int64)
-    inputs = torch.from_numpy(windows[:-1]).view(-1, versus.BLOCK)
-    targets = torch.from_numpy(windows[1:]).view(-1, versus.BLOCK)
-    with torch.no_grad():
-        expected = arm.model(inputs, targets).mean().item()
-    found = arm.mean_loss(range(0, 2048, config.val_batch_tokens))
-    assert found == pytest.approx(expected, abs=1e-5)
-    arm.close()
-
-
-def test_time_to_a_loss_is_interpolated():
-    curve = ((0, 5.5), (10, 3.0), (20, 2.0), (30, 1.5))
-    points = [{"seconds": seconds, "loss": loss} for seconds, loss in curve]
-    assert versus.seconds_to(points, 2.5) == pytest.approx(15)
-    assert versus.seconds_to(points, 1.5) == pytest.approx(30)
-    assert versus.seconds_to(points, 1.4) is None
-
-
-def test_ratio_is_of_times_to_the_baselines_last_loss():
-    def result(arm, *points):
-        return {"arm": arm, "points": [{"seconds": s, "loss": loss} for s, loss in points]}
-
-    results = [
-        result("baseline", (0, 5), (100, 2)),
-        result("baseline + n-grams", (0, 5), (90, 1.5)),
-        result("baseline + copies", (0, 5), (80, 2.5)),
-        result("nano", (0, 5), (10, 2), (40, 1)),
-        result("nano, no table", (0, 5), (50, 1.75)),
+def test_a_records_figures_are_those_of_its_own_logs(tmp_path):
+    end = "===== END OF CODE =====\n"
+    source = 'print("final val_loss:9.0 train_time:9ms")\nfinal val_loss:9.0 train_time:9ms\n'
+    lines = "run:{0} track:nano seed:1 world_size:2 device:Some CPU x2 torch:2 started:T0{0}\n"
+    lines += "final val_loss:0.5{0} train_time:7{0}50ms tokens:3\nstatus:ok\n"
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "baseline").mkdir()
+    for number, begin in enumerate((source + end, end)):  # with and without the source
+        text = begin + lines.format(number)
+        (tmp_path / "logs" / f"{number}.txt").write_text(text)
+        (tmp_path / "baseline" / f"{number}.txt").write_text(text)
+    assert common.runs_of_record(tmp_path) == [
+        {"device": "Some CPU x2", "started": "T00", "loss": 0.50, "seconds": 7.05},
+        {"device": "Some CPU x2", "started": "T01", "loss": 0.51, "seconds": 7.15},
     ]
-    ratios = {(pair["arm"], pair["target"]): pair["ratio"] for pair in versus.compare(results)}
-    assert ratios["nano", "baseline"] == pytest.approx(10)
-    assert ratios["nano", "baseline + n-grams"] == pytest.approx(90 / 25)
-    assert ratios["nano, no table", "baseline + n-grams"] is None
 
 
-def test_comparison_leaves_its_results(tmp_path, capsys):
-    words = ["--tiny", "--seconds", "0.3", "--device", "cpu", "--results", str(tmp_path)]
-    assert versus.main(words) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("speedup_vs_baseline:")
-    data = json.loads((tmp_path / "nano_vs_baseline.json").read_text())
-    assert [result["arm"] for result in data["results"]] == list(versus.ARMS)
-    for result in data["results"]:
-        assert result["points"][-1]["step"] == result["steps"] and math.isfinite(result["val_loss"])
-        assert result["points"][-1]["seconds"] == pytest.approx(result["seconds"], abs=0.1)
-    assert data["results"][1]["val_loss"] != data["results"][0]["val_loss"]  # the table is in use
-    text = (tmp_path / "nano_vs_baseline.md").read_text()
-    assert all(f"| {arm} |" in text for arm in versus.ARMS) and data["environment"]["torch"] in text
-    assert (tmp_path / "nano_vs_baseline.png").stat().st_size > 10_000
+# ----- a plain GPT
 
 
-def test_comparison_without_a_corpus_ends_in_one_line(tmp_path, capsys):
-    words = ["--data", str(tmp_path), "--device", "cpu", "--results", str(tmp_path)]
-    assert versus.main(words) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+def test_the_plain_gpt_is_causal_and_begins_at_chance():
+    config = train_gpt.TRACKS["mini"]
+    model = plain_gpt.PlainGPT(config, 256)
+    model.initialise(0)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(257, (1, 257), generator=generator)
+    changed = tokens.clone()
+    changed[:, 129:] = (changed[:, 129:] + 1) % 257  # tokens after position 128
+    with torch.no_grad():
+        before = model(tokens[:, :-1], tokens[:, 1:])
+        after = model(changed[:, :-1], changed[:, 1:])
+    assert torch.equal(before[:, :128], after[:, :128])
+    assert not torch.equal(before, after)
+    assert before.mean().item() == pytest.approx(math.log(257), abs=0.1)
+
+
+# ----- nano's parts
+
+
+def test_each_arm_lacks_what_its_name_says():
+    track = train_gpt.TRACKS["nano"]
+    kinds = {}
+    for arm, changes in parts.ARMS.items():
+        config = train_gpt.with_values(track, changes)
+        kinds[arm] = (config.ngram_orders, config.copy_orders, config.index_orders)
+    whole = (track.ngram_orders, track.copy_orders, track.index_orders)
+    assert kinds == {
+        "nano": whole,
+        "without the index": (*whole[:2], ()),
+        "without copies": (whole[0], (), whole[2]),
+        "n-grams alone": (whole[0], (), ()),
+        "without the table": ((), (), ()),
+    }
+
+
+def test_parts_leave_their_results(tmp_path, capsys, monkeypatch):
+    losses = iter((0.5, 0.6, 0.7, 0.8, 0.9, 0.7, 0.8, 0.9, 1.0, 1.1))
+
+    def train(folder, run_id, words):
+        given = train_gpt.parse_command_line(list(map(str, words)))
+        assert given["track"] == "nano" and run_id.endswith(f"_seed{given['seed']}")
+        return {"val_loss": next(losses), "train_time_ms": 5, "tokens": 1000}
+
+    monkeypatch.setattr(common, "train", train)
+    parts.main(["--seeds", "2", "--work", str(tmp_path), "--results", str(tmp_path)])
+    assert capsys.readouterr().out.splitlines()[-1] == "nano:0.6000 without_table:1.0000"
+    text = (tmp_path / "parts.md").read_text()
+    assert "| n-grams alone | 0.900 ± 0.141 | 2 |" in text and "1,000 training tokens" in text
+    assert len(json.loads((tmp_path / "parts.json").read_text())["runs"]) == 10
 
 
 # ----- GPU checks

@@ -1,4 +1,4 @@
-"""The n-gram benchmarks' logic: bounds and tables, and that a complete run is not repeated."""
+"""The exchange benchmark's logic, and that a complete run is not repeated."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import train_gpt
-from benchmarks import common, ngram_ablation, ngram_exchange
+from benchmarks import common, ngram_exchange
 from helpers import ROOT, tiny_config
 
 
@@ -38,29 +38,6 @@ def test_exchange_leaves_its_results(tmp_path):
         dense = 2 * 2 * 4 * case["rows"] * ngram_exchange.DIM // 3
         assert ngram_exchange.sent_by(case, "dense") == pytest.approx(dense, abs=1)
     assert (tmp_path / "ngram_exchange.png").stat().st_size > 10_000
-
-
-def test_ablation_summarises_every_run():
-    runs = [
-        {
-            "config": {"ngram_orders": [2], "ngram_rows": 8, "model_dim": 4},
-            "val_loss": loss,
-            "train_time_ms": time,
-        }
-        for loss, time in ((1.0, 50), (3.0, 60), (2.0, 70))
-    ]
-    assert ngram_ablation.summary("bigrams", runs, [100, 100, 100]) == [
-        "bigrams",
-        "2",
-        "8",
-        "32",
-        3,
-        "2.00000",
-        "1.00000",
-        "0.60",
-    ]
-    nothing = [{**run, "config": {**run["config"], "ngram_orders": []}} for run in runs]
-    assert ngram_ablation.summary("none", nothing, [100, 100, 100])[1:4] == ["-", "0", "0"]
 
 
 def test_a_complete_run_is_not_repeated_and_a_failed_one_speaks(tmp_path):

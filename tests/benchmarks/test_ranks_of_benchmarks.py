@@ -1,17 +1,23 @@
 """How benchmarks start ranks: as many as they say, and never from within a launcher's own."""
 
 import importlib
-import json
 import subprocess
 import sys
 
 import pytest
 
 import benchmarks
-from benchmarks import common, osft_projection
+from benchmarks import common
 from helpers import ROOT, environment
 
-WITHOUT_RANKS = {"__init__", "common", "readme", "records_power", "records_verify"}
+WITHOUT_RANKS = {
+    "__init__",
+    "common",
+    "plain_gpt",
+    "readme",
+    "records_power",
+    "records_verify",
+}
 SCRIPTS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - WITHOUT_RANKS)
 
 # In one write, so that the words of two ranks do not mix.
@@ -58,7 +64,7 @@ def test_a_launchers_rank_is_refused_in_one_line(name, monkeypatch, capsys):
 
 def test_the_script_itself_ends_with_status_2():
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/osft_projection.py"],
+        [sys.executable, ROOT / "benchmarks/ngram_exchange.py"],
         capture_output=True,
         text=True,
         env={**environment(), "RANK": "0", "WORLD_SIZE": "2"},
@@ -70,23 +76,3 @@ def test_the_script_itself_ends_with_status_2():
 def test_words_are_those_of_the_trainers_command_line():
     words = common.words_of({"val_tokens": 8, "windows": (1, 2)})
     assert words == ["--val-tokens", "8", "--windows", "(1, 2)"]
-
-
-def test_projection_leaves_its_results(corpus, tmp_path):
-    words = ["--tiny", "--world-sizes", "2,3", "--repeats", "2", "--rounds", "2"]
-    words += ["--device", "cpu", "--data", corpus, "--results", tmp_path]
-    command = [sys.executable, ROOT / "benchmarks/osft_projection.py", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    last = dict(word.split(":") for word in done.stdout.splitlines()[-1].split())
-    assert (
-        float(last["max_error"])
-        < osft_projection.TOLERANCE
-        < 0.1
-        < float(last["wrong_allreduce_error"])
-    )
-    data = json.loads((tmp_path / "osft_projection.json").read_text())
-    assert [(case["world_size"], case["layer"]) for case in data["cases"]] == [
-        (size, layer) for size in (2, 3) for layer in osft_projection.TINY_SHAPES
-    ]
-    assert "Forward pass" in (tmp_path / "osft_projection.md").read_text()

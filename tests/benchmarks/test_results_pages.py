@@ -1,14 +1,20 @@
 """benchmarks/README.md shows every result as it is, and names what exists; benchmarks/readme.py
 renews both pages."""
 
+import json
 import re
+import statistics
+import subprocess
 
+import pytest
+
+import train_gpt
 from benchmarks import readme
 from helpers import ROOT
 
 PAGE = ROOT / "benchmarks/README.md"
 TEXT = PAGE.read_text()
-ELSEWHERE = {"ngram_exchange_all.md", "nano_vs_baseline_short.md"}  # linked to; in README.md
+ELSEWHERE = {"ngram_exchange_all.md", "first_page.md"}  # linked to; in README.md
 
 
 def test_result_tables_are_current():
@@ -53,5 +59,42 @@ def test_every_script_has_its_place():
     scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")} - {
         "__init__.py",
         "common.py",
+        "plain_gpt.py",
     }
     assert scripts == set(re.findall(r"python benchmarks/(\w+\.py)", TEXT))
+
+
+def git(*words):
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_tables_are_of_commits_in_this_history():
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("this is no whole clone, so its history is not known")
+    for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
+        commit = json.loads(path.read_text()).get("environment", {}).get("commit", "HEAD")
+        found = git("merge-base", "--is-ancestor", commit, "HEAD")
+        assert found.returncode == 0, (path.name, commit)
+
+
+def results_of(name):
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+
+
+def test_the_answers_follow_from_the_results():
+    """Those of the page's first table that figures decide."""
+    losses = {run["arm"]: run["val_loss"] for run in results_of("parts")["runs"]}
+    assert losses["without the table"] == max(losses.values()) > 2 * losses["nano"]
+    ppmd = results_of("yardsticks")["results"][0]
+    assert ppmd["arm"] == "PPMd"
+    assert ppmd["points"][-1]["loss"] < train_gpt.TRACKS["nano"].target_loss
+    workers = results_of("workers")["by_competitors"]
+    assert all(statistics.median(found["ratios"]) > 1 for found in workers.values())
+    sizes = results_of("world_sizes")["losses"]
+    for key in ("8/2", "8/4", "8/8"):
+        gaps = [abs(a - b) for a, b in zip(sizes[key], sizes["8/1"], strict=True)]
+        assert max(gaps) < 1e-6, key
+    ratios = re.findall(r"\| (1\.\d{3}) \| 0\.\d\d \|", TEXT[TEXT.index("ngram_exchange.md") :])
+    assert ratios and max(map(float, ratios)) <= 1.004  # "within 0.4 % of it"
+    continual = TEXT[TEXT.index("results/continual.md") :]
+    assert re.findall(r"\| OSFT 0\.\d+ \| 3 \| [^|]+ \| (-?)", continual) == [""] * 6

@@ -4,18 +4,15 @@ It is each document on its own, token by token as the track counts."""
 
 import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 REASON = "requirements.txt has it, and only benchmarks/yardsticks.py needs it"
 pyppmd = pytest.importorskip("pyppmd", reason=f"no pyppmd: {REASON}")
-pytest.importorskip("zstandard", reason=f"no zstandard: {REASON}")
 
 import train_gpt
 from benchmarks import common, yardsticks
-from records.log import Point
 
 
 def training_text():
@@ -43,7 +40,6 @@ SETTINGS = {
     "PPMd H": yardsticks.ppmd("H", 16, 64),
     "PPMd I": yardsticks.ppmd("I", 16, 64),
     "xz": yardsticks.xz(len(TEXT)),
-    "zstd": yardsticks.zstd(19, len(TEXT)),
 }
 
 
@@ -122,12 +118,6 @@ def test_every_scored_token_is_one_byte():
         yardsticks.text_of(np.array([256, 0], dtype=np.uint16), 256)
 
 
-def test_held_out_text_begins_a_document_and_is_not_read():
-    train, held_out = yardsticks.hold_out(TEXT, 5000)
-    assert train + held_out == TEXT and held_out[:1] == b"\0" and len(held_out) > 5000
-    assert 0 not in held_out[1:-5000]  # no later document would do
-
-
 def test_nats_by_hand():
     one_bit = yardsticks.nats_per_token([600, 400], [bytes(7000), bytes(1000)])
     assert one_bit == pytest.approx(math.log(2))
@@ -135,72 +125,46 @@ def test_nats_by_hand():
     assert four_bits == pytest.approx(4 * 0.69314718)
 
 
-def test_amounts_double_and_hold_the_tracks_own():
-    amounts = yardsticks.amounts_of(3_000_000, 1_300_000)
-    assert amounts == [500_000, 1_000_000, 1_300_000, 2_000_000, 3_000_000]
-    assert yardsticks.amounts_of(400, 1000) == [400]
-
-
-def test_more_training_text_helps_and_scoring_leaves_no_trace():
+def test_more_training_text_helps_and_scoring_leaves_no_trace(monkeypatch):
     setting = SETTINGS["PPMd H"]
     document = [TEXT[-2000:]]
-    points = yardsticks.measure(setting, TEXT, [10_000, 30_000, len(TEXT)], document)
+    monkeypatch.setattr(yardsticks, "AMOUNTS", (10_000, 30_000, len(TEXT) + 1))
+    points = yardsticks.measure(setting, TEXT, document)
     assert [point["tokens"] for point in points] == [10_000, 30_000, len(TEXT)]
     assert points[0]["loss"] > points[1]["loss"] > 10 * points[2]["loss"]
-    (alone,) = yardsticks.measure(setting, TEXT, [len(TEXT)], document)
+    assert points[0]["seconds"] < points[1]["seconds"] < points[2]["seconds"]
+    monkeypatch.setattr(yardsticks, "AMOUNTS", ())
+    (alone,) = yardsticks.measure(setting, TEXT, document)
     assert alone["loss"] == points[2]["loss"]
-
-
-def test_the_setting_of_the_lowest_loss_is_chosen():
-    arms = {"PPMd": [yardsticks.ppmd("H", order, 64) for order in (2, 12)], "xz": [SETTINGS["xz"]]}
-    chosen, tried = yardsticks.choose(arms, TEXT, 2000)
-    assert chosen == {"PPMd": arms["PPMd"][1], "xz": arms["xz"][0]}
-    settings = [*arms["PPMd"], *arms["xz"]]
-    assert [trial["setting"] for trial in tried] == [setting.words for setting in settings]
-    assert tried[1]["loss"] < tried[0]["loss"]
 
 
 # ----- results
 
 
-def test_curves_are_means_over_seeds(tmp_path):
-    def result(arm, *points):
-        points = [{"seconds": seconds, "loss": loss} for seconds, loss in points]
-        return {"arm": arm, "points": points}
+def test_records_ends_are_means_over_their_runs(monkeypatch):
+    losses = {"slow": (0.5, 0.7), "fast": (0.6,)}
 
-    first = result("a", (0, 5), (1, 3))
-    second = result("a", (0, 5), (3, 4))
-    path = tmp_path / "results.json"
-    path.write_text(json.dumps({"results": [first, result("b", (2, 2)), second]}))
-    assert yardsticks.arm_curves(path) == {"a": [(2, 3.5)], "b": [(2, 2)]}
+    def runs_of(name):
+        seconds = 9 if name == "slow" else 3
+        return [{"seconds": seconds + i, "loss": loss} for i, loss in enumerate(losses[name])]
 
-
-def test_curves_of_records(monkeypatch):
-    first = SimpleNamespace(curves={"val": [Point(9, 0.5, 1000)]})
-    second = SimpleNamespace(curves={"val": [Point(9, 0.7, 3000)]})
-    record = SimpleNamespace(name="2026-01-01_Some-record", runs=[first, second])
-
-    def repository():
-        return SimpleNamespace(records={"nano": [record]})
-
-    monkeypatch.setattr(yardsticks.Repository, "at", repository)
-    curves = yardsticks.record_curves()
-    assert list(curves) == ["Some-record"]
-    assert curves["Some-record"] == [(2.0, pytest.approx(0.6))]
+    monkeypatch.setattr(common, "record_folders", lambda track: list(losses))
+    monkeypatch.setattr(common, "runs_of_record", runs_of)
+    (fast, slow) = yardsticks.record_ends()
+    assert fast == (3, 0.6) and slow == (9.5, pytest.approx(0.6))
 
 
-def test_yardsticks_leave_their_results(tmp_path, capsys):
-    assert yardsticks.main(["--tiny", "--repeats", "1", "--results", str(tmp_path)]) == 0
+def test_yardsticks_leave_their_results(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(yardsticks, "AMOUNTS", (100_000,))
+    assert yardsticks.main(["--tiny", "--results", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("ppmd_loss:")
     data = json.loads((tmp_path / "yardsticks.json").read_text())
     text = (tmp_path / "yardsticks.md").read_text()
-    assert {result["arm"] for result in data["results"]} == set(yardsticks.candidates(1))
+    assert [result["arm"] for result in data["results"]] == ["PPMd", "xz"]
     for result in data["results"]:
         assert result["points"][-1]["tokens"] == data["settings"]["train_tokens"]
         assert 0 < result["points"][-1]["loss"] < result["points"][0]["loss"]
-        assert f"| {result['arm']} | {result['setting']} |" in text
-    curve = yardsticks.arm_curves(tmp_path / "yardsticks.json")["PPMd"]
-    assert len(curve) == len(data["results"][0]["points"])
+        assert f"| {result['arm']}, {result['setting']} | 100,000 |" in text
     picture = tmp_path / "yardsticks.png"
     assert picture.stat().st_size > 10_000
     picture.unlink()
