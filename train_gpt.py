@@ -3985,7 +3985,7 @@ def describe(run):
     room = f"disk for a checkpoint: {needed / 2**30:.2f} GiB needed, {free / 2**30:.1f} GiB free"
     require(needed < free, f"{room}; make room")
     held = sum(map(len, corpus.shards))
-    return [
+    lines = [
         f"device: {run.facts['device']}, world size {runtime.world_size}, "
         f"{runtime.workers} CPU worker(s), {config.dtype}",
         f"back ends: attention={trainer.attention_name} compile={trainer.compile_name} "
@@ -3997,6 +3997,11 @@ def describe(run):
         f"memory of weights, gradients and optimizer state: {state / 2**30:.2f} GiB a rank",
         room,
     ]
+    if trainer.compile_name == "inductor":
+        lines.append(
+            "compiling comes first, in silence: minutes in a first run, seconds in later ones"
+        )
+    return lines
 
 
 def log_header(run):
