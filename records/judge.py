@@ -281,7 +281,7 @@ def check_code(record, fail):
             record.folder / "logs",
             f"{len(codes)} versions of the code ({shown}); all runs of a record run the same",
         )
-    elif record.runs and record.source and record.source != record.runs[0].source:
+    elif record.runs and record.source != record.runs[0].source:
         fail(record.folder / "train_gpt.py", "is not the source in the logs; take theirs")
 
 

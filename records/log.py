@@ -180,8 +180,8 @@ def match(expression, line, what):
 
 
 def split_source(text):
-    """(source, event lines) of a log."""
-    source, sentinel, events = text.partition(f"\n{END_OF_CODE}\n")
+    """(source, event lines) of a log. The source of a thin one, as records keep them, is empty."""
+    source, sentinel, events = f"\n{text}".partition(f"\n{END_OF_CODE}\n")
     if not sentinel:
         raise RecordError(
             f"no line {END_OF_CODE!r}: the log holds no source, was cut, or is another trainer's, "
@@ -194,7 +194,13 @@ def split_source(text):
         raise RecordError(f"the line {END_OF_CODE!r} stands twice")
     if lines.pop() != "":
         raise RecordError("the last line is cut")
-    return source + "\n", lines
+    return f"{source}\n"[1:], lines
+
+
+def thin(text):
+    """A whole log without its source, which a record keeps once, and not with each of its logs."""
+    _, sentinel, events = f"\n{text}".partition(f"\n{END_OF_CODE}\n")
+    return sentinel[1:] + events
 
 
 def only(lines, prefix, required=True):
@@ -361,26 +367,43 @@ def run_at(path):
         raise RecordError(f"{path}: {error}") from None
 
 
-def parse_header(source, lines):
-    """The facts in the first line of a log's events, if the run completed and ran this source."""
+def parse_header(lines):
+    """The facts in the first line of a log's events, if the run completed."""
     if not lines or not lines[-1].startswith("status:"):
         raise RecordError("no status line at the end: the run was killed, or the log cut")
     if not lines[-1].startswith("status:ok "):
         raise RecordError(f"the run did not complete: {ascii(lines[-1][:80])}")
-    header = match(HEADER, lines[0], "run").groupdict()
-    if header["code_sha256"] != hashlib.sha256(source.encode()).hexdigest():
+    return match(HEADER, lines[0], "run").groupdict()
+
+
+def script_of(code_sha256, source, scripts):
+    """The source that a run ran: the one in its log, or in a thin log the one of `scripts` whose
+    hash the log names."""
+    for script in [source] if source else scripts:
+        if sha256_of(script) == code_sha256:
+            return script
+    if source:
         raise RecordError(
             "code_sha256 is not that of the source in the log: source or hash was edited, or the "
             "source does not end in exactly one line break"
         )
-    return header
+    raise RecordError(
+        f"code_sha256 {ascii(code_sha256)[1:9]} is not that of the train_gpt.py beside the logs, "
+        f"nor of the parent's; a record's log is read with its folder"
+    )
 
 
-def parse_log(path):
-    """The Run of a complete log. Raises RecordError with what is missing, unreadable or
-    contradicts itself."""
+def sha256_of(source):
+    """The hash that stands for a script."""
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
+def parse_log(path, scripts=()):
+    """The Run of a complete log. scripts: the sources that it may have run if it holds none.
+    Raises RecordError with what is missing, unreadable or contradicts itself."""
     source, lines = split_source(read_text(path, LOG_LIMIT))
-    header = parse_header(source, lines)
+    header = parse_header(lines)
+    source = script_of(header["code_sha256"], source, scripts)
     if lines.count(START) != 1:
         raise RecordError(f"the line {START!r} must stand once")
     start = lines.index(START)

@@ -170,8 +170,9 @@ def chain(records):
     return found
 
 
-def load(folder, track):
-    """Read a record's folder. Nothing outside of it is opened, no link is followed."""
+def load(folder, track, home=None):
+    """Read a record's folder, with the script of its parent, which lies beside it or in the folder
+    `home`. Nothing else is opened, no link is followed."""
     record = Record(Path(folder), track)
     if record.folder.is_symlink() or not record.folder.is_dir():
         reason = "is no folder (links are not followed); a record is a folder of its own"
@@ -185,10 +186,21 @@ def load(folder, track):
     if "result.json" in present:
         record.result = load_file(record, "result.json", parse_result, {})
     if "logs" in present:
-        load_logs(record, record.folder / "logs", record.runs)
+        load_logs(record, "logs", record.runs, record.source)
     if "baseline" in present:
-        load_logs(record, record.folder / "baseline", record.baseline)
+        source = parent_source(record, home or record.folder.parent)
+        load_logs(record, "baseline", record.baseline, source)
     return record
+
+
+def parent_source(record, home):
+    """The script of a record's parent, which the thin logs of the parent's runs have no copy of."""
+    if not record.parent:
+        return ""
+    try:
+        return read_text(home / record.parent / "train_gpt.py")
+    except RecordError:
+        return ""  # which the parent's own failures tell
 
 
 def parts_present(record):
@@ -231,8 +243,10 @@ def parse_result(text):
     return result
 
 
-def load_logs(record, folder, runs):
-    """Parse every log of a folder into `runs`, in the order of the runs."""
+def load_logs(record, part, runs, source):
+    """Parse every log of a part of a record into `runs`, in the order of the runs. source: the
+    script that they ran, where they hold none."""
+    folder = record.folder / part
     if not folder.is_dir():
         record.fail(folder, "is no folder")
         return
@@ -241,7 +255,7 @@ def load_logs(record, folder, runs):
         record.fail(folder, f"holds {len(paths)} files; at most {MOST_LOGS} are read")
     for path in paths[:MOST_LOGS]:
         try:
-            run = parse_log(path)
+            run = parse_log(path, [source])
             if path.name != f"{run.run}.txt":
                 raise RecordError(f"is named otherwise than its run; call it {run.run}.txt")
             runs.append(run)

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from records import render, stats
 from records.files import LOG_LIMIT, RecordError, read_text
 from records.judge import judge_one
-from records.log import run_at
-from records.record import FOLDER, MOST_LOGS, chain, figures, load, place_of
+from records.log import run_at, thin
+from records.record import FOLDER, MOST_LOGS, SCHEMA, chain, figures, load, place_of
 
 
 def gather(paths):
@@ -20,23 +20,30 @@ def gather(paths):
 
 
 def lay_out(folder, runs, baseline):
-    """Write source and logs into a new folder."""
+    """Write the source and thin logs into a new folder."""
     for part, logs in (("logs", runs), ("baseline", baseline)):
         if logs:
             (folder / part).mkdir(parents=True)
         for run in logs:
-            (folder / part / f"{run.run}.txt").write_text(read_text(run.path, LOG_LIMIT))
+            (folder / part / f"{run.run}.txt").write_text(thin(read_text(run.path, LOG_LIMIT)))
     (folder / "train_gpt.py").write_text(runs[0].source)
 
 
 def write_figures(folder, repository, track):
     """Add result.json and README.md to a folder of source and logs."""
-    record = load(folder, track)
     links = chain(repository.records[track])
     parent = links[-1] if links else None
+    known = {"schema": SCHEMA, "parent": parent.name if parent else None}
+    write_result(folder, known)  # which says whose script the logs of the parent's runs lack
+    record = load(folder, track, repository.track_folder(track))
     content = figures(record, repository.rules[track], parent)
-    (folder / "result.json").write_text(json.dumps(content, indent=1) + "\n")
+    write_result(folder, content)
     (folder / "README.md").write_text(render.record_readme(content))
+
+
+def write_result(folder, content):
+    """Write a record's result.json."""
+    (folder / "result.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def check_track(runs, repository):
@@ -72,7 +79,7 @@ def submit(repository, name, logs, baseline=()):
     try:
         lay_out(staging, runs, base)
         write_figures(staging, repository, track)
-        record = load(staging, track)
+        record = load(staging, track, repository.track_folder(track))
         failures = judge_one(record, repository, draft=True)
         if not failures:
             staging.rename(final)

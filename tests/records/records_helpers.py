@@ -12,7 +12,7 @@ import numpy as np
 
 from records import render
 from records.__main__ import main
-from records.log import Batch, order_of_pairs
+from records.log import Batch, order_of_pairs, parse_log
 from records.record import Repository
 from records.source import training_tokens
 from records.submit import submit
@@ -314,6 +314,21 @@ def edit(path, old, new, count=0):
     changed = re.sub(old, new, text, count=count, flags=re.MULTILINE)
     assert changed != text, (path, old)
     path.write_text(changed)
+
+
+def stored(path):
+    """The Run of a thin log in a record's folder, with the script that its code_sha256 names."""
+    scripts = [script.read_text() for script in Path(path).parents[2].glob("*/train_gpt.py")]
+    return parse_log(path, scripts)
+
+
+def fatten(path, old, new):
+    """Put the script before a thin log again, edited, and make the log's hash that of it."""
+    source = stored(path).source
+    changed = re.sub(old, new, source, flags=re.MULTILINE)
+    assert changed != source, (path, old)
+    path.write_text(changed + path.read_text())
+    rehash(path)
 
 
 def rehash(path):

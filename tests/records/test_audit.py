@@ -77,7 +77,7 @@ def second(old, new):
 def with_losses_of(path, run, noise=0.0):
     """The text of another run's log, with the losses of `run`, up to an alternating noise."""
     text, sign = path.read_text(), 1
-    own = parse_log(path)
+    own = parse_log(path) if path.name == "log.txt" else made.stored(path)
     for kind in ("train", "val"):
         for old, new in zip(own.curves[kind], run.curves[kind], strict=True):
             sign = -sign
@@ -98,7 +98,7 @@ def same_run_again(noise):
     def tamper(repository):
         first, *others = logs_of(folder_of(repository, FIRST))
         for path in others:
-            path.write_text(with_losses_of(path, parse_log(first), noise))
+            path.write_text(with_losses_of(path, made.stored(first), noise))
 
     return FIRST, tamper
 
@@ -120,7 +120,7 @@ def whole_record_with_a_comment(repository):
     for paths, part in ((logs, "logs"), (bases, "baseline")):
         others = logs_of(folder_of(repository, FASTER), part)[: len(paths)]
         for path, own in zip(paths, others, strict=True):
-            path.write_text(with_losses_of(path, parse_log(own)))
+            path.write_text(with_losses_of(path, made.stored(own)))
     put(repository, "Zcopy", logs, bases, folder_of(repository, FIRST).name)
 
 
@@ -194,14 +194,14 @@ def slowest_baselines(repository):
     kept."""
     folder = folder_of(repository, FASTER)
     for number, path in enumerate(logs_of(folder, "baseline"), 1):
-        run = parse_log(path)
+        run = made.stored(path)
         seed = Batch(1 + number % 2, 30 + number, 40, 1).seed(made.sha_of(made.source_of("second")))
         path.write_text(path.read_text().replace(str(run.seed), str(seed)))
 
 
 def all_time_in_the_last_step(repository):
     path = logs_of(folder_of(repository, FIRST))[1]
-    run = parse_log(path)
+    run = made.stored(path)
 
     def timed(found):
         step = int(found[1])
@@ -220,7 +220,7 @@ def no_time(repository):
 
 def bad_baseline(repository):
     path = logs_of(folder_of(repository, FASTER), "baseline")[2]
-    loss = f"{parse_log(path).val_loss:.5f}"
+    loss = f"{made.stored(path).val_loss:.5f}"
     path.write_text(path.read_text().replace(f"val_loss:{loss}", "val_loss:5.00000"))
 
 

@@ -124,7 +124,7 @@ def test_submit_verify_table_diff(repository, capsys):
     assert status == 0 and f"[Tiny-start](tiny/{folder.name}/)" in out
     assert out in repository.readme.read_text()
     assert call(repository, capsys, "verify") == (0, "verify: ok, 1 record\n", "")
-    _, out, _ = call(repository, capsys, "diff", *sorted((folder / "logs").iterdir()))
+    _, out, _ = call(repository, capsys, "diff", *logs)
     assert out.endswith("a seed-only difference\n")
     status, _, err = call(repository, capsys, "submit", *logs, "--name", "Tiny-start")
     assert status == 2 and "exists; choose another --name" in err

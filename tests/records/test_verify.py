@@ -93,7 +93,7 @@ def everywhere(old, new):
 
 
 def loss_of_log(folder):
-    return f"{parse_log(folder / LOG).val_loss:.5f}"
+    return f"{made.stored(folder / LOG).val_loss:.5f}"
 
 
 def edit_loss(*paths):
@@ -106,8 +106,7 @@ def edit_loss(*paths):
 
 
 def second_version(folder):
-    edit(folder / LOG, r"^open\(", "OPEN(")
-    made.rehash(folder / LOG)
+    made.fatten(folder / LOG, r"^open\(", "OPEN(")
 
 
 def copied_run(folder):
@@ -150,7 +149,7 @@ def result(key, value):
 def slower(folder):
     """Side b takes half of its time."""
     for path in (folder / "baseline").iterdir():
-        run = parse_log(path)
+        run = made.stored(path)
         path.write_text(
             made.log_text(
                 run.run,
@@ -167,7 +166,7 @@ def slower(folder):
 
 def above_target(folder):
     for path in (folder / "logs").iterdir():
-        run = parse_log(path)
+        run = made.stored(path)
         path.write_text(
             made.log_text(
                 run.run,
@@ -200,7 +199,7 @@ def paired_by_rank(folder):
     """Baselines renumbered by their times, with seeds, names and starts as they are in the runs
     that they then meet."""
     sides = [
-        [parse_log(path) for path in (folder / part).iterdir()] for part in ("logs", "baseline")
+        [made.stored(path) for path in (folder / part).iterdir()] for part in ("logs", "baseline")
     ]
     order = [sorted(side, key=lambda run: run.train_time_ms) for side in sides]
     texts = {base.path: base.path.read_text() for base in sides[1]}
@@ -311,23 +310,23 @@ TAMPERED = {
         LOG,
         "did not complete: 'status:nan",
     ),
-    "no source": (
+    "no sentinel": (
         FIRST,
-        replace_in(LOG, r"^[\s\S]*===== END OF CODE =====\n", ""),
+        replace_in(LOG, r"^===== END OF CODE =====\n", ""),
         LOG,
         "no line '===== END OF CODE",
     ),
     "edited code in the log": (
         FIRST,
-        replace_in(LOG, r"^open\(", "OPEN("),
+        lambda folder: (folder / LOG).write_text("OPEN(\n" + (folder / LOG).read_text()),
         LOG,
         "not that of the source in the log",
     ),
     "edited code in the folder": (
         FIRST,
         replace_in("train_gpt.py", r"^open\(", "OPEN("),
-        "train_gpt.py",
-        "not the source in the logs",
+        LOG,
+        "is not that of the train_gpt.py beside the logs",
     ),
     "two code versions": (FIRST, second_version, "logs", "2 versions of the code"),
     "same seed twice": (
@@ -538,8 +537,7 @@ TAMPERED = {
     "baseline of other code": (
         FASTER,
         lambda folder: [
-            (edit(path, r"^open\(", "OPEN("), made.rehash(path))
-            for path in (folder / "baseline").iterdir()
+            made.fatten(path, r"^open\(", "OPEN(") for path in (folder / "baseline").iterdir()
         ],
         f"baseline/{PAIR}-01b.txt",
         "no run of the parent",
