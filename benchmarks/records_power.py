@@ -25,13 +25,16 @@ from scipy import stats as scipy_stats
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import common
 from records import stats
-from records.log import BLOCK, run_at
+from records.files import read_text
+from records.log import parse_log, split_log
+from records.stats import BLOCK
 
 RESULTS, MEASURED = (
     common.ROOT / "benchmarks/results",
     common.ROOT / "benchmarks/results/records_noise.json",
 )
 GAIN, PAIRS, LEVEL = 0.05, 12, 0.01
+PARTS = 10  # of a run
 CLOCKS = ("wall time", "lower quartile", "processor time")
 
 
@@ -42,7 +45,7 @@ def parts_of(run):
     """Milliseconds of each of PARTS parts of equally many steps."""
     points = [(0, 0), *((point.step / run.steps, point.time_ms) for point in run.curves["train"])]
     return (
-        np.diff(np.interp(np.linspace(0, 1, stats.PARTS + 1), *zip(*points, strict=True)))
+        np.diff(np.interp(np.linspace(0, 1, PARTS + 1), *zip(*points, strict=True)))
         .round()
         .tolist()
     )
@@ -51,10 +54,12 @@ def parts_of(run):
 def add(name, paths):
     """Keep what the clocks said in some logs as a set of measured runs."""
     sets = json.loads(MEASURED.read_text())
-    sets[name] = [
-        {"wall_ms": run.train_time_ms, "cpu_ms": run.cpu_time_ms, "parts_ms": parts_of(run)}
-        for run in map(run_at, paths)
-    ]
+    sets[name] = []
+    for path in paths:
+        source, _ = split_log(read_text(path))
+        run = parse_log(path, source)
+        clocks = {"wall_ms": run.train_time_ms, "cpu_ms": run.cpu_time_ms}
+        sets[name].append({**clocks, "parts_ms": parts_of(run)})
     MEASURED.write_text(json.dumps(sets, indent=0) + "\n")
 
 
@@ -62,8 +67,7 @@ def clocks_of(runs):
     """Logarithms of what each of CLOCKS said of measured runs: (clocks, runs). The first part of a
     run holds the index, which is read once; of the others the lower quartile counts."""
     quartiles = [
-        run["parts_ms"][0] + np.quantile(run["parts_ms"][1:], 0.25) * (stats.PARTS - 1)
-        for run in runs
+        run["parts_ms"][0] + np.quantile(run["parts_ms"][1:], 0.25) * (PARTS - 1) for run in runs
     ]
     return np.log([[run["wall_ms"] for run in runs], quartiles, [run["cpu_ms"] for run in runs]])
 
@@ -172,7 +176,7 @@ def clipped(sides):
 
 
 def permutations(sides):
-    """The test that records have, at its last look."""
+    """The test that records have, of the wall time's logarithms."""
     sums = np.zeros((len(sides), 1))
     for first in range(0, sides.shape[2], BLOCK):
         block = sides[:, :, first : first + BLOCK].reshape(len(sides), 2 * BLOCK)
@@ -220,37 +224,13 @@ def compare_tests(rng, logs, trials):
     return found
 
 
-# ----- the rule: both clocks, with looks
+# ----- the rule: wall time, at one level
 
 
-def rule(rng, logs, kind, gain, trials, declared, level):
-    """[share of trials in which the rule shows a gain, mean number of pairs that it took]; fastest
-    parts aside."""
-    sides = simulated(rng, kind, logs, trials, declared) + np.log([[1 - gain], [1]])
-    ends = []
-    for wall, _, processor in sides.swapaxes(0, 1):
-        looks = [
-            stats.permutation_test(*times, declared, share * level)[1]
-            for share, times in (
-                (1 - stats.PROCESSOR_SHARE, wall),
-                (stats.PROCESSOR_SHARE, processor),
-            )
-        ]
-        ends.append(min(filter(None, looks), default=None))
-    return [
-        float(np.mean([end is not None for end in ends])),
-        float(np.mean([end or declared for end in ends])),
-    ]
-
-
-def agreement(rng, runs, trials, pairs):
-    """Share of true gains of 5 % that the fastest parts agree with: runs drawn from the measured
-    ones."""
-    parts = np.array([run["parts_ms"] for run in runs], float)
-    best = [
-        parts[rng.integers(0, len(runs), (trials, pairs))].min(axis=1).sum(axis=1) for _ in range(2)
-    ]
-    return float(np.mean(best[0] * (1 - GAIN) < best[1]))
+def rule(rng, logs, kind, gain, trials, pairs):
+    """The share of trials in which the rule of records shows a gain of the wall time."""
+    sides = simulated(rng, kind, logs, trials, pairs)[0] + np.log([[1 - gain], [1]])
+    return float(np.mean([stats.p_faster(*np.exp(times)) <= stats.ALPHA for times in sides]))
 
 
 def study(sets, trials):
@@ -264,24 +244,17 @@ def study(sets, trials):
             "tests": compare_tests(rng, logs, trials),
             "rule": {
                 kind: {
-                    f"{declared} {gain}": rule(
-                        rng, logs, kind, gain, trials // 2, declared, stats.level(1)
-                    )
-                    for declared in (8, PAIRS)
+                    f"8 {gain}": rule(rng, logs, kind, gain, trials // 2, 8)
                     for gain in (0, GAIN, 2 * GAIN)
                 }
                 for kind in KINDS
             },
-            "agreement": [agreement(rng, runs, trials, pairs) for pairs in (8, PAIRS)],
         }
     return found
 
 
 def page(found, trials):
     """The tables as text; those of all tests for the first set of measured runs alone."""
-
-    def shown(share, pairs):
-        return f"{100 * share:.1f} ({pairs:.1f})"
 
     lines = []
     for number, (name, entry) in enumerate(found.items()):
@@ -311,24 +284,15 @@ def page(found, trials):
                 common.markdown_table(["clock", "test", *KINDS], rows),
                 "",
             ]
-        rows = [
-            [
-                declared,
-                f"{gain:.0%}",
-                *(shown(*entry["rule"][kind][f"{declared} {gain}"]) for kind in KINDS),
-            ]
-            for declared in (8, PAIRS)
-            for gain in (0, GAIN, 2 * GAIN)
-        ]
+        rows = []
+        for gain in (0, GAIN, 2 * GAIN):
+            shares = [entry["rule"][kind][f"8 {gain}"] for kind in KINDS]
+            rows.append([f"{gain:.0%}", *(f"{100 * share:.1f}" for share in shares)])
         lines += [
-            f"The rule, in a code's first batch (level {stats.level(1):.1%}): gains shown, in % "
-            "(mean number of pairs until then):",
+            f"The rule of records, wall time at a level of {stats.ALPHA:.0%}: gains shown, in % of "
+            "comparisons with 8 pairs:",
             "",
-            common.markdown_table(["pairs declared", "true gain", *KINDS], rows),
-            "",
-            f"The fastest parts of measured runs agree with a true gain of {GAIN:.0%} in "
-            f"{entry['agreement'][0]:.0%} of cases with 8 pairs and {entry['agreement'][1]:.0%} "
-            f"with {PAIRS}.",
+            common.markdown_table(["true gain", *KINDS], rows),
             "",
         ]
     error = 100 * (LEVEL * (1 - LEVEL) / trials) ** 0.5

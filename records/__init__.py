@@ -6,14 +6,13 @@ rules.json      targets, hashes, and the level of the tests: what no record chan
 files.py        reading what others wrote: bounded, no links, no binaries
 source.py       a script's tracks, read off its source without running it
 log.py          one run's log, parsed strictly
+stats.py        the tests, the intervals, and what is drawn: seeds and the order of runs
 record.py       the repository, a record's folder, and every figure that follows from its logs
-stats.py        the tests and intervals
+render.py       Markdown: a record's README and the leaderboards
 judge.py        `verify`: what a record must fulfil
-render.py       a record's README and the leaderboards
 submit.py       `submit`
-compare.py      `diff`
-experiment.py   `run`, `ab` and `reproduce`; the last two alone run code from a record
-ledger.py       counting the runs that are started for records
-curves.py       `plot` and `report` (report.css and report.js are parts of the page)
+experiment.py   `run`, `ab` and `reproduce`, the commands that train
+report.py       `report`, the page (report.css and report.js are parts of it), and the staircase
+curves.py       `plot`, and reading curves of any trainer's log
 picture.py      loss.png, which the trainer draws at the end of a run
 """

@@ -1,32 +1,34 @@
-"""One run's log.txt, which the trainer writes. It is parsed strictly and never executed."""
+"""One run's log.txt, which the trainer writes. It is parsed strictly and never executed.
 
-import hashlib
+A log is the script that ran, END_OF_CODE, and then one event a line. A record keeps the script once
+and its logs from END_OF_CODE on; `code_sha256` says which script they belong to.
+"""
+
 import itertools
 import re
-import sys
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
-from records.files import LOG_LIMIT, RecordError, parse_json, read_text
+from records.files import LOG_LIMIT, RecordError, parse_json, read_text, require
+from records.source import sha256_of
 
 END_OF_CODE = "===== END OF CODE ====="
 START = "===== START ====="
-SOURCE_LINES = 10_000
 STEP_LIMIT = 10_000_000
-BLOCK = 2  # pairs whose runs are shuffled among each other
-NUMBER = r"\d{1,19}"
+NUMBER = r"\d{1,15}"
 KINDS = {  # of what stands in a line
     # A run's name is also that of its log in a record, and so it is no path.
     "name": r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
-    "word": r"\S+",
+    "word": r"\S{1,200}",
     "text": r".{1,200}?",
-    "bit": "[01]",
+    "hash": "[0-9a-f]{64}",
     "number": NUMBER,
     "decimal": rf"{NUMBER}\.\d{{1,2}}",
     "loss": rf"{NUMBER}\.\d{{5}}",
-    "split": "train|val",
     "moment": r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ",
+    "json": r"\{.*\}",
+    "words": r"\S+:\S+(?: \S+:\S+)*",
 }
 
 
@@ -40,81 +42,43 @@ def pattern(template):
     return re.compile(re.sub(r"<(\w+)=(\w+)>", group, template), re.ASCII)
 
 
-HEADER = pattern(
-    "run:<run=name> track:<track=word> commit:<commit=word> dirty:<dirty=bit> "
-    "code_sha256:<code_sha256=word> seed:<seed=number> world_size:<world_size=number> "
-    "device:<device=text> torch:<torch=word> cuda:<cuda=word> triton:<triton=word>"
-    "(?: started:<started=moment>)?(?: .*)?"
-)
-DATA = pattern("data:<data_sha256=word>(?: shards:<shards=word>)? backends:.+")
-BATCH = pattern(
-    "batch:<number=number> counter:<counter=number>/<declared=number> start:<start=number>"
-)
-RUN_OF = pattern("<number=number>:<counter=number>/<declared=number>:<start=number>")
-STEP = pattern(
-    r"step:<step=number>/<steps=number> <split=split>_loss:<loss=loss> (?:\S+ )*?"
-    "train_time:<time=number>ms step_avg:<average=decimal>ms(?: .*)?"
-)
-FINAL = pattern(
-    "final val_loss:<loss=loss> train_time:<time=number>ms tokens:<tokens=number> "
-    "peak_memory:<memory=number>MiB(?: tokens_per_s:\\S+ mfu:\\S+ cpu_time:<cpu=number>ms)?(?: .*)?"
-)
-STATUS = pattern("status:ok run:<run=word> val_loss:<loss=loss> train_time:<time=decimal>s .*")
-CONFIG_FIELDS = {  # that every configuration has, with their types
-    "run_id": str,
-    "track": str,
-    "seed": int,
-    "steps": int,
-    "data": str,
-    "tokenizer": str,
-    "log_every": int,
-    "val_every": int,
-    "val_tokens": int,
-    "val_sha256": str,
-    "target_loss": float,
+# The lines of a log, in their order, but for those of its steps.
+HEAD = {
+    "run": pattern(
+        "run:<run=name> track:<track=word> commit:<commit=word> dirty:[01] "
+        "code_sha256:<code_sha256=hash> seed:<seed=number> world_size:<world_size=number> "
+        "device:<device=text> torch:<torch=word> cuda:<cuda=word> triton:<triton=word> "
+        "started:<started=moment>"
+    ),
+    "config": pattern("config:<config=json>"),
+    "batch": pattern(
+        "batch:<batch=number> counter:<counter=number>/<declared=number> start:<start=number>"
+    ),
+    "data": pattern("data:<manifest=word> shards:<shards=word> backends:<backends=text>"),
+    "size": pattern(r"size: (?P<sizes>\w+=[\d,]{1,20}(?: \w+=[\d,]{1,20})*)"),
+    START: pattern(START),
 }
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A run's place among those that were declared together."""
-
-    number: int  # of the batch among those of this code
-    counter: int  # of the run, from 1
-    declared: int  # runs of the batch
-    start: int  # how often the run was started
-
-    def __str__(self):
-        """The place as a trainer's `run_of` takes it."""
-        return f"{self.number}:{self.counter}/{self.declared}:{self.start}"
-
-    def seed(self, code_sha256):
-        """The seed of this run, or of both runs of this pair. It follows from a hash of the code,
-        the batch and the counter alone, so that nobody chooses it, and a run that is started again
-        is the same."""
-        return drawn(f"{code_sha256}:{self.number}:{self.counter}")
-
-
-def drawn(text):
-    """The number of 32 bits that everybody draws who draws for this text."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
-
-
-def order_of_pairs(code_sha256, batch, declared):
-    """[(side, counter), ...] in the order of a batch's runs.
-
-    Two pairs in a row are a block, whose four runs come in one of the six orders that two runs of
-    each side have; a pair that is left over has an order of two.
-    """
-    order = []
-    for first in range(1, declared + 1, BLOCK):
-        counters = range(first, min(first + BLOCK, declared + 1))
-        orders = sorted(set(itertools.permutations("ab" * len(counters))))
-        number = drawn(f"{code_sha256}:{batch}:order:{first}")
-        left = {side: iter(counters) for side in "ab"}
-        for side in orders[number % len(orders)]:
-            order.append((side, next(left[side])))
-    return order
+STEP = pattern(
+    r"step:<step=number>/<steps=number> (?P<kind>train|val)_loss:<loss=loss>(?: lr_mul:\d+\.\d+)? "
+    "train_time:<time=number>ms step_avg:<average=decimal>ms"
+)
+TAIL = {
+    "comms": pattern("comms: sent_bytes per step .*"),
+    "validity": pattern("validity: <validity=words>"),
+    "final": pattern(
+        "final val_loss:<final_loss=loss> train_time:<train_time_ms=number>ms "
+        "tokens:<tokens=number> peak_memory:<memory_mib=number>MiB tokens_per_s:<speed=number> "
+        "mfu:<mfu=decimal>% cpu_time:<cpu_time_ms=number>ms"
+    ),
+    "status": pattern(
+        "status:ok run:<status_run=name> val_loss:<status_loss=loss> "
+        "train_time:<status_time=decimal>s log:logs/<folder=name>/log.txt(?: plot:.*)?"
+    ),
+}
+NUMBERS = (
+    *("seed", "world_size", "batch", "counter", "declared", "start", "train_time_ms", "tokens"),
+    *("memory_mib", "speed", "cpu_time_ms"),
+)
 
 
 @dataclass(frozen=True)
@@ -126,9 +90,6 @@ class Point:
     time_ms: int
 
 
-NOWHERE = Point(0, 0.0, 0)
-
-
 @dataclass(frozen=True)
 class Run:
     """What a complete log says. Losses in nats per token, times in ms, memory in MiB."""
@@ -137,6 +98,7 @@ class Run:
     source: str
     run: str
     track: str
+    commit: str
     code_sha256: str
     seed: int
     world_size: int
@@ -144,20 +106,25 @@ class Run:
     torch: str
     cuda: str
     triton: str
-    started: datetime | None  # UTC
+    started: datetime  # UTC
     config: dict
-    overrides: dict
-    kinds: tuple  # the first words of the lines after the first, in their order
-    data_sha256: str
+    batch: int  # 1; a run that does not count has 0, and no place
+    counter: int  # from 1
+    declared: int  # runs of the batch, or pairs
+    start: int  # how often the run was started
+    manifest: str
     shards: str  # `ok`: those that the run read are the manifest's
-    batch: Batch | None
-    resumed: bool
+    backends: str
+    values: int  # of all parameters and tables
+    sizes: str
     validity: dict
     curves: dict  # {"train": [Point, ...], "val": [Point, ...]}
     val_loss: float
     train_time_ms: int
-    cpu_time_ms: int | None  # of the (first) process while that clock ran; older logs lack it
+    cpu_time_ms: int  # of the first process while that clock ran
     tokens: int
+    speed: int  # tokens a second
+    mfu: float
     memory_mib: int
 
     @property
@@ -167,260 +134,154 @@ class Run:
 
     @property
     def dtype(self):
-        """The resolved type of matrices and activations; "" where a script has no such field."""
+        """The type of matrices and activations that the run computed in."""
         return str(self.config.get("dtype", ""))
 
 
-def match(expression, line, what):
-    """The match of a whole line. RecordError where the line is otherwise."""
-    found = expression.fullmatch(line)
-    if not found:
-        raise RecordError(f"unreadable {what} line: {ascii(line[:80])}")
+def split_log(text):
+    """(source, "" in a record's log; the lines behind it) of a log's text."""
+    source, sentinel, events = f"\n{text}".partition(f"\n{END_OF_CODE}\n")
+    require(sentinel, f"no line {END_OF_CODE!r}: the log was cut, or is another trainer's")
+    lines = events.split("\n")
+    require(lines.pop() == "", "the last line is cut")
+    return f"{source}\n"[1:], lines
+
+
+def thin(text):
+    """A log without its source, which a record keeps once."""
+    _, lines = split_log(text)
+    return "\n".join([END_OF_CODE, *lines, ""])
+
+
+def matched(lines, patterns):
+    """{name: text} of what `patterns` keep of as many lines. RecordError where one is otherwise."""
+    found = {}
+    lines = [*lines, *[""] * len(patterns)]
+    for line, (kind, expression) in zip(lines, patterns.items(), strict=False):
+        match = expression.fullmatch(line)
+        require(
+            match,
+            f"{ascii(line[:80])} stands where the {kind} line is due; a record's log is what the "
+            f"trainer wrote, whole and without overrides",
+        )
+        found.update(match.groupdict())
     return found
 
 
-def split_source(text):
-    """(source, event lines) of a log."""
-    source, sentinel, events = text.partition(f"\n{END_OF_CODE}\n")
-    if not sentinel:
-        raise RecordError(
-            f"no line {END_OF_CODE!r}: the log holds no source, was cut, or is another trainer's, "
-            f"which only `plot` and `report` read"
-        )
-    if source.count("\n") >= SOURCE_LINES:
-        raise RecordError(f"the source has more than {SOURCE_LINES:,} lines")
-    lines = events.split("\n")
-    if END_OF_CODE in lines:
-        raise RecordError(f"the line {END_OF_CODE!r} stands twice")
-    if lines.pop() != "":
-        raise RecordError("the last line is cut")
-    return source + "\n", lines
-
-
-def only(lines, prefix, required=True):
-    """The one line that starts with `prefix`; None if there is none and none is required."""
-    found = [line for line in lines if line.startswith(prefix)]
-    if not found and not required:
-        return None
-    if not found:
-        raise RecordError(f"no lines {prefix!r}, one is needed: cut?")
-    if len(found) > 1:
-        raise RecordError(f"{len(found)} lines {prefix!r}, one is needed")
-    return found[0]
-
-
-def parse_config(line, header):
-    """The configuration of a log, which has the fields that are asked for and says the same as the
-    first line."""
-    config = parse_json(line.removeprefix("config:"))
-    for name, kind in CONFIG_FIELDS.items():
-        if not isinstance(config, dict) or type(config.get(name)) is not kind:
-            raise RecordError(f"config has no {name} of type {kind.__name__}")
-    said = {"run_id": header["run"], "track": header["track"], "seed": int(header["seed"])}
-    for name, value in said.items():
-        if config[name] != value:
-            raise RecordError(
-                f"{name} is {ascii(config[name])} in the config line and {value} in the run line"
-            )
-    if not 0 < config["steps"] <= STEP_LIMIT:
-        raise RecordError(f"steps is {config['steps']}, must be 1 to {STEP_LIMIT:,}")
+def parse_config(text, said):
+    """The configuration of a log, which says the same as its first lines."""
+    config = parse_json(text)
+    place = ""
+    if said["batch"]:
+        place = f"{said['batch']}:{said['counter']}/{said['declared']}:{said['start']}"
+    told = {"run_id": said["run"], "track": said["track"], "run_of": place}
+    for name, value in {**told, "seed": int(said["seed"])}.items():
+        shown = ascii(config.get(name))[:80]
+        is_said = name in config and config[name] == value
+        require(is_said, f"{name} is {shown} in the config line, {value!r} in the lines beside it")
+    for name in ("steps", "log_every", "val_every"):
+        value = config.get(name)
+        is_count = type(value) is int and 0 <= value <= STEP_LIMIT
+        require(is_count, f"{name} is {ascii(value)[:60]}, a whole number is needed")
+    require(config["steps"], "steps is 0, one is needed")
     return config
 
 
-def parse_overrides(line):
-    """{field: value} of what the command line changed, nothing without such a line."""
-    if line is None:
-        return {}
-    overrides = parse_json(line.removeprefix("overrides:"))
-    if not isinstance(overrides, dict):
-        raise RecordError(f"overrides: {ascii(overrides)[:60]} is no object of fields and values")
-    return overrides
-
-
-def parse_batch(line, overrides, config):
-    """The Batch of a log, or None. A script of the first records logs its overrides in the place
-    of this line, and then says in its configuration alone which run of a batch it was."""
-    if line is not None:
-        found = match(BATCH, line, "batch")
-    elif overrides and config.get("run_of"):
-        found = match(RUN_OF, str(config["run_of"]), "run_of")
-    else:
-        return None
-    return Batch(*map(int, found.groups()))
-
-
-def parse_validity(line):
-    """{gate or fact: what the line says}."""
-    words = [word.partition(":")[::2] for word in line.split()[1:]]
-    if len(dict(words)) < len(words):
-        raise RecordError(f"the validity line says something twice: {ascii(line[:80])}")
-    return dict(words)
-
-
-def kinds_of(lines):
-    """The first words of lines, in their order; of lines in a row of one kind only the first
-    one's."""
-    words = [re.match("[a-z_]*", line)[0] for line in lines]
-    return tuple(word for word, _ in itertools.groupby(words))
-
-
-def parse_point(line, steps, before):
-    """(train or val, Point) of a line of a run of so many steps, behind the Point `before`."""
-    found = match(STEP, line, "step")
-    point = Point(int(found["step"]), float(found["loss"]), int(found["time"]))
-    if point.step == 0 and found["split"] == "val":
-        return "before", point
-    if int(found["steps"]) != steps or not 0 < point.step <= steps:
-        raise RecordError(
-            f"step {found['step']}/{found['steps']}: the configuration has {steps} steps"
-        )
-    if point.step < before.step or point.time_ms < before.time_ms:
-        raise RecordError(f"step {point.step}: steps and times must not fall")
-    # Time and average are rounded on their own, to 1 ms and to 0.01 ms a step.
-    apart = abs(float(found["average"]) * point.step - point.time_ms)
-    if apart > 0.501 + 0.00501 * point.step:
-        raise RecordError(
-            f"step {point.step}: step_avg {found['average']} ms is not train_time / step"
-        )
-    return found["split"], point
-
-
 def parse_curves(lines, config):
-    """Training and validation losses by step, after checking that steps and times agree with each
-    other and that every step is there that the configuration logs."""
+    """{"train": [Point, ...], "val": [Point, ...]}: losses by step, after checking that steps and
+    times agree with each other and that every step is there that the configuration logs."""
     curves = {"train": [], "val": []}
-    before = NOWHERE
+    steps = config["steps"]
+    before = Point(0, 0.0, 0)
     for line in lines:
-        kind, point = parse_point(line, config["steps"], before)
-        if kind != "before":  # a run that goes on with a trained model is validated at step 0
-            curves[kind].append(point)
-            before = point
-    check_complete("train", curves["train"], config["log_every"], config["steps"])
-    check_complete("val", curves["val"], config["val_every"], config["steps"])
+        found = STEP.fullmatch(line)
+        require(found, f"{ascii(line[:80])} stands where only lines of steps are due")
+        point = Point(int(found["step"]), float(found["loss"]), int(found["time"]))
+        require(
+            int(found["steps"]) == steps and 0 < point.step <= steps,
+            f"step {found['step']}/{found['steps']}: the configuration has {steps} steps",
+        )
+        is_later = point.step >= before.step and point.time_ms >= before.time_ms
+        require(is_later, f"step {point.step}: steps and times must not fall")
+        # Time and average are rounded on their own, to 1 ms and to 0.01 ms a step.
+        apart = abs(float(found["average"]) * point.step - point.time_ms)
+        require(
+            apart <= 0.501 + 0.00501 * point.step,
+            f"step {point.step}: step_avg {found['average']} ms is not train_time / step",
+        )
+        curves[found["kind"]].append(point)
+        before = point
+    for kind, curve in curves.items():
+        every = config["log_every" if kind == "train" else "val_every"]
+        every = every if 0 < every < steps else steps
+        due = [min(step, steps) for step in range(every, steps + every, every)]
+        require(
+            [point.step for point in curve] == due,
+            f"{kind}_loss lines: {len(curve)} found, one every {every} of {steps} steps needed: "
+            f"cut, or added to?",
+        )
     return curves
 
 
-def check_complete(kind, curve, every, steps):
-    """A curve has a point at each multiple of `every` and at the last step, and no other."""
-    if not 0 < every < steps:
-        every = steps
-    due = range(every, steps + every, every)
-    if len(curve) != len(due) or any(
-        point.step != min(step, steps) for point, step in zip(curve, due, strict=True)
-    ):
-        raise RecordError(
-            f"{kind}_loss lines: {len(curve)} found, one every {every} of {steps} steps needed: "
-            f"cut, or added to?"
-        )
+def check_end(said, last):
+    """The last lines of a log say the same as the last Point of its validation curve."""
+    losses = [last.loss, float(said["final_loss"]), float(said["status_loss"])]
+    require(len(set(losses)) == 1, f"the last lines of the log have several losses: {losses}")
+    time_ms = int(said["train_time_ms"])
+    apart = abs(float(said["status_time"]) - time_ms / 1000)
+    require(
+        last.time_ms == time_ms and apart < 0.051,
+        f"the training time is {time_ms} ms in the final line, {last.time_ms} ms at the last step "
+        f"and {said['status_time']} s in the status line",
+    )
+    require(time_ms, "the training time is 0 ms, which no run takes")
+    names = {said["run"], said["status_run"], said["folder"]}
+    require(len(names) == 1, f"the log is that of several runs: {', '.join(sorted(names))}")
 
 
-def moment(text):
-    """The time that a text of the kind `moment` names, or None without a text."""
-    if not text:
-        return None
+def parse_log(path, script, counted=True):
+    """The Run of a complete log of a script. counted: it must say its place in a batch. Raises
+    RecordError with what is missing, unreadable or contradicts itself."""
+    source, lines = split_log(read_text(path, LOG_LIMIT))
+    ending = lines[-1] if lines else ""
+    require(ending.startswith("status:"), "no status line at the end: killed, or the log was cut")
+    require(ending.startswith("status:ok "), f"the run did not complete: {ascii(ending[:80])}")
+    head = dict(HEAD)
+    if not counted:
+        del head["batch"]
+    said = {"batch": "", **matched(lines[: len(head)], head)}
+    require(
+        said["code_sha256"] == sha256_of(script) and source in ("", script),
+        f"ran other code ({said['code_sha256'][:8]}) than the script it belongs to "
+        f"({sha256_of(script)[:8]})",
+    )
+    config = parse_config(said["config"], said)
+    body = lines[len(head) :]
+    steps = list(itertools.takewhile(lambda line: line.startswith("step:"), body))
+    tail = body[len(steps) :]
+    said.update(matched(tail, TAIL))
+    require(len(tail) == len(TAIL), f"{len(tail)} lines behind the steps, {len(TAIL)} are due")
+    curves = parse_curves(steps, config)
+    check_end(said, curves["val"][-1])
+    validity = [word.partition(":")[::2] for word in said["validity"].split()]
+    require(len(dict(validity)) == len(validity), "the validity line says something twice")
     try:
-        return datetime.fromisoformat(text)
+        started = datetime.fromisoformat(said["started"]).replace(tzinfo=UTC)
     except ValueError:
-        raise RecordError(f"started: {text} is no moment of the calendar") from None
-
-
-def check_end(final, status, header, last, steps):
-    """The last lines of a log say the same: the Point `last` of the validation curve, the final
-    line and the status line."""
-    if last.step != steps:
-        raise RecordError(f"no validation at the last step ({steps}): cut?")
-    loss = float(final["loss"])
-    if last.loss != loss or float(status["loss"]) != loss:
-        raise RecordError(
-            f"the final loss is {final['loss']} in the final line, {last.loss:.5f} at the last "
-            f"step and {status['loss']} in the status line"
-        )
-    time_ms = int(final["time"])
-    if last.time_ms != time_ms or abs(float(status["time"]) - time_ms / 1000) > 0.051:
-        raise RecordError(
-            f"the training time is {time_ms} ms in the final line, {last.time_ms} ms at the last "
-            f"step and {status['time']} s in the status line"
-        )
-    for what, took in (("training", time_ms), ("processor", final["cpu"])):
-        if took is not None and not int(took):
-            raise RecordError(f"the {what} time is 0 ms, which no run takes")
-    if status["run"] != header["run"]:
-        raise RecordError(
-            f"the status line is run {ascii(status['run'])}'s, the log {header['run']}'s"
-        )
-
-
-def run_at(path):
-    """The Run of a log, or of the one in a run's folder. A RecordError names the log."""
-    path = Path(path)
-    if path.is_dir():
-        path = path / "log.txt"
-    try:
-        return parse_log(path)
-    except RecordError as error:
-        raise RecordError(f"{path}: {error}") from None
-
-
-def parse_header(source, lines):
-    """The facts in the first line of a log's events, if the run completed and ran this source."""
-    if not lines or not lines[-1].startswith("status:"):
-        raise RecordError("no status line at the end: the run was killed, or the log cut")
-    if not lines[-1].startswith("status:ok "):
-        raise RecordError(f"the run did not complete: {ascii(lines[-1][:80])}")
-    header = match(HEADER, lines[0], "run").groupdict()
-    if header["code_sha256"] != hashlib.sha256(source.encode()).hexdigest():
-        raise RecordError(
-            "code_sha256 is not that of the source in the log: source or hash was edited, or the "
-            "source does not end in exactly one line break"
-        )
-    return header
-
-
-def parse_log(path):
-    """The Run of a complete log. Raises RecordError with what is missing, unreadable or
-    contradicts itself."""
-    source, lines = split_source(read_text(path, LOG_LIMIT))
-    header = parse_header(source, lines)
-    if lines.count(START) != 1:
-        raise RecordError(f"the line {START!r} must stand once")
-    start = lines.index(START)
-    head = lines[1:start]
-    body = lines[start + 1 :]
-    config = parse_config(only(head, "config:"), header)
-    overrides = parse_overrides(only(head, "overrides:", required=False))
-    data = match(DATA, only(head, "data:"), "data")
-    batch = parse_batch(only(head, "batch:", required=False), overrides, config)
-    curves = parse_curves([line for line in body if line.startswith("step:")], config)
-    validity = parse_validity(only(body, "validity: "))
-    final = match(FINAL, only(body, "final "), "final")
-    status = match(STATUS, only(body, "status:"), "status")
-    last = curves["val"][-1] if curves["val"] else NOWHERE
-    check_end(final, status, header, last, config["steps"])
+        raise RecordError(f"started: {said['started']} is no moment of the calendar") from None
+    numbers = {name: int(said.get(name) or 0) for name in NUMBERS}
+    texts = ("run", "track", "commit", "code_sha256", "device", "torch", "cuda", "triton")
+    sizes = re.findall(r"=([\d,]+)", said["sizes"])
     return Run(
         path=Path(path),
-        source=sys.intern(source),
-        run=header["run"],
-        track=header["track"],
-        code_sha256=header["code_sha256"],
-        seed=int(header["seed"]),
-        world_size=int(header["world_size"]),
-        device=header["device"],
-        torch=header["torch"],
-        cuda=header["cuda"],
-        triton=header["triton"],
-        started=moment(header["started"]),
+        source=script,
+        started=started,
         config=config,
-        overrides=overrides,
-        kinds=kinds_of(lines[1:]),
-        data_sha256=data["data_sha256"],
-        shards=data["shards"] or "unknown",
-        batch=batch,
-        resumed=any(line.startswith("resumed:") for line in lines),
-        validity=validity,
+        validity=dict(validity),
         curves=curves,
-        val_loss=float(final["loss"]),
-        train_time_ms=int(final["time"]),
-        cpu_time_ms=int(final["cpu"]) if final["cpu"] else None,
-        tokens=int(final["tokens"]),
-        memory_mib=int(final["memory"]),
+        val_loss=float(said["final_loss"]),
+        values=sum(int(size.replace(",", "") or 0) for size in sizes),
+        mfu=float(said["mfu"]),
+        **{name: said[name] for name in (*texts, "manifest", "shards", "backends", "sizes")},
+        **numbers,
     )

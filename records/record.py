@@ -7,13 +7,17 @@ from functools import cached_property
 from pathlib import Path
 
 from records import stats
-from records.files import RULES, RecordError, parse_json, read_text
+from records.files import RULES, SCRIPT_LIMIT, RecordError, parse_json, read_text, require
 from records.log import parse_log
-from records.source import NEUTRAL_FIELDS, config_of
+from records.source import config_of, sha256_of
 
-SCHEMA = 1  # of result.json
-FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_([A-Za-z0-9][A-Za-z0-9-]{0,59})", re.ASCII)
+SCHEMA = 2  # of result.json
+FOLDER = re.compile(r"\d{4}-\d\d-\d\d_[A-Za-z0-9][A-Za-z0-9-]{0,59}", re.ASCII)
 MOST_LOGS = 100
+PARTS = ("train_gpt.py", "result.json", "README.md", "logs")
+AUTHORS = re.compile(r"[^\W_][\w .,'&()@/-]{0,99}")
+# Fields of a configuration that say as which run it ran, and not what.
+PLACE_FIELDS = {"seed", "run_id", "run_of"}
 
 
 @dataclass(frozen=True)
@@ -23,9 +27,10 @@ class TrackRules:
     name: str
     tokenizer: str
     val_tokens: int
-    val_sha256: str  # empty: not known to the repository, and that of the parent record counts
+    val_sha256: str
     target_loss: float
     manifest_sha256: str  # empty: any; fineweb's depends on how many shards were fetched
+    copy_loss: float  # losses of runs of two seeds are further apart than this at some step
     config: dict = field(default_factory=dict)  # fields that this track fixes beyond those above
 
     @property
@@ -49,6 +54,7 @@ class Record:
 
     folder: Path
     track: str
+    is_new: bool = False  # the checkout that judges does not have it
     source: str = ""
     result: dict = field(default_factory=dict)
     readme: str = ""
@@ -62,6 +68,11 @@ class Record:
         return self.folder.name
 
     @property
+    def title(self):
+        """The name without its date."""
+        return self.name[11:]
+
+    @property
     def date(self):
         """The day of `submit`, as YYYY-MM-DD."""
         return self.name[:10]
@@ -72,24 +83,20 @@ class Record:
         return self.result.get("parent")
 
     @property
-    def claims_speed(self):
-        """Whether the parent ran beside this record, so that it can be called faster."""
-        return bool(self.baseline)
-
-    @property
     def age(self):
-        """What sorts records by their time: the day, the first start of a run, the name."""
-        starts = [str(run.started) for run in self.runs if run.started]
-        return self.date, min(starts, default=""), self.name
+        """What sorts records by their time: what is merged comes first, then the day counts, the
+        start of the first run, the name."""
+        starts = [str(run.started) for run in self.runs]
+        return self.is_new, self.date, min(starts, default=""), self.name
 
-    @property
-    def code_sha256(self):
-        """The hash of the code that ran, "" where no log could be read."""
-        return self.runs[0].code_sha256 if self.runs else ""
-
-    def fail(self, path, reason):
-        """Note what could not be read."""
-        self.failures.append(Failure(path, reason))
+    def try_to(self, path, action, *arguments):
+        """What an action returns. Where it raises a RecordError, that is a failure of `path`, and
+        the result is None."""
+        try:
+            return action(*arguments)
+        except RecordError as error:
+            self.failures.append(Failure(path, str(error)))
+            return None
 
 
 @dataclass(frozen=True)
@@ -98,14 +105,15 @@ class Repository:
 
     root: Path
     rules: dict  # TrackRules by track
+    merged: Path | None = None  # another tree, whose records this one must hold unchanged
 
     @classmethod
     def at(cls, root=None):
-        """The tree that this package lies in, or another one. The rules are always this package's
-        own."""
-        root = Path(root) if root else Path(__file__).parent.parent
+        """The tree that this package lies in, or another one, which is judged beside the former.
+        The rules are always this package's own."""
+        own = Path(__file__).parent.parent.resolve()
         rules = {name: TrackRules(name, **values) for name, values in RULES["tracks"].items()}
-        return cls(root.resolve(), rules)
+        return cls(Path(root).absolute(), rules, own) if root else cls(own, rules)
 
     @property
     def readme(self):
@@ -122,36 +130,23 @@ class Repository:
         found = {}
         for track in self.rules:
             folder = self.track_folder(track)
-            found[track] = []
-            if folder.is_symlink():
-                continue
-            for entry in entries_of(folder):
-                if not entry.name.startswith("."):
-                    found[track].append(load(entry, track))
+            names = [] if folder.is_symlink() else names_in(folder)
+            found[track] = [
+                self.load(folder / name, track) for name in names if not name.startswith(".")
+            ]
         return found
 
-    def strangers(self):
-        """A Failure of everything that lies where only tracks and records do."""
-        for entry in entries_of(self.root / "records"):
-            is_track = entry.name in self.rules
-            if entry.is_symlink():
-                yield Failure(entry, "is a symbolic link; records lie in a folder")
-            elif is_track and entry.is_dir():
-                for inside in entries_of(entry):
-                    if inside.name.startswith("."):
-                        yield Failure(inside, "is hidden; remove it, or give it a record's name")
-            elif is_track or entry.is_dir() and entry.name != "__pycache__":
-                yield Failure(entry, f"is no track's folder; those are {', '.join(self.rules)}")
+    def load(self, folder, track):
+        """The Record of a folder of this tree."""
+        record = load(folder, track, self.track_folder(track))
+        if self.merged:
+            record.is_new = not (self.merged / "records" / track / record.name).is_dir()
+        return record
 
 
-def entries_of(folder):
-    """What a folder holds, in the order of the names; nothing where there is no such folder."""
-    return sorted(folder.iterdir()) if folder.is_dir() else []
-
-
-def age_of(record):
-    """What sorts records by their time."""
-    return record.age
+def names_in(folder):
+    """The names of what a folder holds, in their order; nothing where there is no such folder."""
+    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
 def chain(records):
@@ -159,8 +154,8 @@ def chain(records):
     then, as far as they go, the speed claims against the last. Of two against one record it is the
     older one."""
     after = {}
-    for record in sorted(records, key=age_of):
-        if record.claims_speed or not record.parent:
+    for record in sorted(records, key=lambda record: record.age):
+        if record.baseline or not record.parent:
             after.setdefault(record.parent, record)
     found = []
     current = after.get(None)
@@ -170,90 +165,75 @@ def chain(records):
     return found
 
 
-def load(folder, track):
-    """Read a record's folder. Nothing outside of it is opened, no link is followed."""
+def load(folder, track, home):
+    """Read a record's folder, and the script of its parent in `home`, the track's folder. Nothing
+    else is opened, no link is followed."""
     record = Record(Path(folder), track)
-    if record.folder.is_symlink() or not record.folder.is_dir():
-        reason = "is no folder (links are not followed); a record is a folder of its own"
-        record.fail(record.folder, reason)
+    folder = record.folder
+    record.try_to(folder, check_parts, folder)
+    if record.failures:
         return record
-    present = parts_present(record)
-    if "train_gpt.py" in present:
-        record.source = load_file(record, "train_gpt.py", str, "")
-    if "README.md" in present:
-        record.readme = load_file(record, "README.md", str, "")
-    if "result.json" in present:
-        record.result = load_file(record, "result.json", parse_result, {})
-    if "logs" in present:
-        load_logs(record, record.folder / "logs", record.runs)
-    if "baseline" in present:
-        load_logs(record, record.folder / "baseline", record.baseline)
+    script = folder / "train_gpt.py"
+    record.source = record.try_to(script, read_script, script) or ""
+    record.readme = record.try_to(folder / "README.md", read_text, folder / "README.md") or ""
+    record.result = record.try_to(folder / "result.json", read_result, folder) or {}
+    if record.source:
+        load_logs(record, "logs", record.runs, record.source)
+    if record.parent and (folder / "baseline").exists():
+        script = home / record.parent / "train_gpt.py"
+        source = record.try_to(script, read_script, script)
+        if source:
+            load_logs(record, "baseline", record.baseline, source)
     return record
 
 
-def parts_present(record):
-    """The names in a record's folder that may be read. What is too much or missing fails."""
-    known = {"train_gpt.py", "result.json", "README.md", "logs", "baseline"}
-    entries = sorted(record.folder.iterdir())
-    for entry in entries:
-        if entry.is_symlink():
-            record.fail(entry, "is a symbolic link; put the file itself there")
-            known.discard(entry.name)
-        elif entry.name not in known:
-            record.fail(entry, f"is no part of a record; those are {', '.join(sorted(known))}")
-    present = known & {entry.name for entry in entries}
-    for name in sorted(known - {"baseline"} - present):
-        record.fail(record.folder / name, "is missing")
-    return present
+def read_script(path):
+    """The text of a script, which has some."""
+    text = read_text(path, SCRIPT_LIMIT)
+    require(text.strip(), "is empty")
+    return text
 
 
-def load_file(record, name, parse, otherwise):
-    """What `parse` makes of the text of a record's file, or `otherwise` where that fails."""
-    try:
-        return parse(read_text(record.folder / name))
-    except RecordError as error:
-        record.fail(record.folder / name, str(error))
-        return otherwise
+def check_parts(folder):
+    """A record's folder holds what it needs and nothing else."""
+    is_folder = folder.is_dir() and not folder.is_symlink()
+    require(is_folder, "is no folder (links are not followed); a record is a folder of its own")
+    found = set(names_in(folder))
+    missing = sorted(set(PARTS) - found)
+    require(not missing, f"{', '.join(missing)} is missing")
+    odd = sorted(found - {*PARTS, "baseline"})
+    require(not odd, f"{', '.join(map(ascii, odd))[:80]} is no part of a record")
 
 
-def parse_result(text):
+def read_result(folder):
     """The JSON object of a result.json whose parent, if any, is the name of a record."""
-    result = parse_json(text)
-    if not isinstance(result, dict) or result.get("schema") != SCHEMA:
-        raise RecordError(
-            f"is no object with schema {SCHEMA}; write it with `python -m records submit`"
-        )
+    result = parse_json(read_text(folder / "result.json"))
+    is_ours = isinstance(result, dict) and result.get("schema") == SCHEMA
+    require(is_ours, f"is no object with schema {SCHEMA}; `python -m records submit` writes it")
     parent = result.get("parent")
-    if parent is None:
-        return result
-    if not isinstance(parent, str) or not FOLDER.fullmatch(parent):
-        raise RecordError(f"parent {ascii(parent)[:80]} is no name of a record")
+    is_name = parent is None or isinstance(parent, str) and FOLDER.fullmatch(parent)
+    require(is_name, f"parent {ascii(parent)[:80]} is no name of a record")
+    has_parent = parent is not None or not (folder / "baseline").exists()
+    require(has_parent, "names no parent, whose runs lie in baseline/")
     return result
 
 
-def load_logs(record, folder, runs):
-    """Parse every log of a folder into `runs`, in the order of the runs."""
-    if not folder.is_dir():
-        record.fail(folder, "is no folder")
-        return
-    paths = sorted(folder.iterdir())
-    if len(paths) > MOST_LOGS:
-        record.fail(folder, f"holds {len(paths)} files; at most {MOST_LOGS} are read")
+def load_logs(record, part, runs, script):
+    """Parse every log of a part of a record, all of runs of one script, into `runs`, in the order
+    of their counters."""
+    folder = record.folder / part
+    paths = sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
+    record.try_to(folder, require, 0 < len(paths) <= MOST_LOGS, f"1 to {MOST_LOGS} logs are needed")
     for path in paths[:MOST_LOGS]:
-        try:
-            run = parse_log(path)
-            if path.name != f"{run.run}.txt":
-                raise RecordError(f"is named otherwise than its run; call it {run.run}.txt")
+        run = record.try_to(path, parse_log, path, script)
+        if run:
+            name = f"{run.run}.txt"
+            record.try_to(path, require, path.name == name, f"is the log of another run, {name}")
             runs.append(run)
-        except RecordError as error:
-            record.fail(path, str(error))
-    runs.sort(key=place_of)
+    runs.sort(key=lambda run: (run.counter, run.run))
 
 
-def place_of(run):
-    """What sorts the runs of a batch: their counters, then their names."""
-    counter = run.batch.counter if run.batch else 0
-    return counter, run.run
+# ----- the figures
 
 
 def changed_lines(before, after):
@@ -264,39 +244,15 @@ def changed_lines(before, after):
     return (after - before).total(), (before - after).total()
 
 
-def config_changes(before, after):
-    """{field: [value before, value after]} of two configurations, but for fields that say where and
-    how a run is watched, or counted; a field that one of them lacks is None there."""
-    changes = {}
-    for name in sorted((before.keys() | after.keys()) - NEUTRAL_FIELDS):
-        values = [before.get(name), after.get(name)]
-        if name == "dtype" and "auto" in values:  # a source and a log, where the machine chose it
-            continue
-        if values[0] != values[1]:
-            changes[name] = values
-    return changes
-
-
-def pairs_of(runs, baseline):
-    """[(run, baseline run), ...] by their counters. RecordError when a run has no partner."""
-    own = {run.batch.counter: run for run in runs if run.batch}
-    others = {run.batch.counter: run for run in baseline if run.batch}
-    alone = sorted(own.keys() ^ others.keys())
-    if alone:
-        shown = ", ".join(map(str, alone[:8]))
-        raise RecordError(f"pairs: run {shown} ran on one side only; every pair counts")
-    return [(own[counter], others[counter]) for counter in sorted(own)]
-
-
-def chosen_dtype(run):
-    """The type that a run computed in, where the machine or its user chose it; None where it is
-    the one that the source names."""
-    if run.dtype == config_of(run.source, run.track).get("dtype", ""):
-        return None
-    return run.dtype
-
-
-# ----- the figures
+def config_changes(before, after, track):
+    """{field: [value before, value after]} of a track of two sources; a field that one of them
+    lacks is None there."""
+    old = config_of(before, track)
+    new = config_of(after, track)
+    names = sorted((old.keys() | new.keys()) - PLACE_FIELDS)
+    return {
+        name: [old.get(name), new.get(name)] for name in names if old.get(name) != new.get(name)
+    }
 
 
 def rounded(value):
@@ -310,102 +266,49 @@ def mean_figures(values):
     return {"mean": rounded(mean), "std": rounded(std)}
 
 
-def run_figures(run):
-    """What a table of runs says of one of them."""
+def hardware_of(run):
+    """What a run was made on, such as `AMD EPYC x2, world size 1, bfloat16`."""
+    return f"{run.device}, world size {run.world_size}, {run.dtype}"
+
+
+def speed_figures(runs, baseline):
+    """The gain in time of paired runs, in the order of their counters."""
+    pairs = [
+        (run.train_time_ms, base.train_time_ms) for run, base in zip(runs, baseline, strict=False)
+    ]
+    times, others = zip(*pairs, strict=True)
     return {
-        "run": run.run,
-        "started": f"{run.started:%Y-%m-%d %H:%M:%S}" if run.started else None,
-        "seed": run.seed,
-        "val_loss": run.val_loss,
-        "train_time_ms": run.train_time_ms,
-        "tokens": run.tokens,
-        "peak_memory_mib": run.memory_mib,
-        "world_size": run.world_size,
-        "device": run.device,
-        "torch": run.torch,
-        "cuda": run.cuda,
-        "triton": run.triton,
+        "pairs": len(times),
+        "parent_ms": rounded(stats.mean_and_std(others)[0]),
+        "relative": [rounded(value) for value in stats.gain(times, others)],
+        "p": rounded(stats.p_faster(times, others)),
     }
 
 
-def speed_figures(pairs, declared, level):
-    """Of the record against its parent, from paired runs; negative differences are gains."""
-    found = stats.speed(pairs, declared, level)
-    differences = [run.train_time_ms - base.train_time_ms for run, base in pairs]
-    mean, low, high = stats.interval(differences)
-    base_mean, _ = stats.mean_and_std([base.train_time_ms for _, base in pairs])
-    relative = {}
-    for clock, values in found["differences"].items():
-        relative[clock] = [rounded(value) for value in values]
-    return {
-        "pairs": len(pairs),
-        "baseline_mean_ms": rounded(base_mean),
-        "difference_ms": rounded(mean),
-        "low_ms": rounded(low),
-        "high_ms": rounded(high),
-        "p": rounded(found["p"]),
-        "shown_by": found["shown_by"],
-        "fastest_parts": rounded(found["fastest_parts"]),
-        "relative": relative,
-    }
-
-
-def parent_figures(record, parent):
-    """What changed in code and configuration since the parent, a Record or None. Where the parent
-    ran beside the record, it did so in the same dtype, and its configuration is that of these
-    runs."""
-    if parent is None:
-        return {"parent": None, "lines_added": 0, "lines_removed": 0, "config_changes": {}}
-    added, removed = changed_lines(parent.source, record.source)
-    before = (record.baseline or parent.runs)[0].config
-    return {
-        "parent": parent.name,
-        "lines_added": added,
-        "lines_removed": removed,
-        "config_changes": config_changes(before, record.runs[0].config),
-    }
-
-
-def loss_figures(record, target, level):
-    """The losses of a record's runs, and the test that their mean is below the target."""
+def figures(record, rules, parent, authors):
+    """The content of result.json, from the logs of a record, whose runs are whole pairs if it has
+    its parent's; `parent` is a Record or None. Only who made it stands in no log."""
+    first = record.runs[0]
     losses = [run.val_loss for run in record.runs]
-    looks = 1
-    if record.claims_speed:
-        looks = len(stats.looks(record.runs[0].batch.declared))
-    return {
-        **mean_figures(losses),
-        "target": target,
-        "p": rounded(stats.p_below(losses, target)),
-        "p_needed": rounded(level / looks),
-    }
-
-
-def figures(record, rules, parent):
-    """The content of result.json, from the logs alone; `parent` is a Record or None. Needs runs
-    that declare their batch. RecordError when baseline runs do not pair."""
-    batch = record.runs[0].batch
-    level = stats.level(batch.number)
-    pairs = []
-    speed = None
-    if record.claims_speed:
-        pairs = pairs_of(record.runs, record.baseline)
-    if len(pairs) > 1:
-        speed = speed_figures(pairs, batch.declared, level)
+    added, removed = changed_lines(parent.source, record.source) if parent else (0, 0)
     return {
         "schema": SCHEMA,
         "name": record.name,
         "track": record.track,
-        "claim": "speed" if record.claims_speed else "entry",
-        "code_sha256": record.code_sha256,
-        **parent_figures(record, parent),
-        "dtype": chosen_dtype(record.runs[0]),
-        "declared_runs": batch.declared,
-        "batch": batch.number,
-        "restarts": sum(run.batch.start - 1 for run in record.runs),
-        "loss": loss_figures(record, rules.target_loss, level),
-        "p_needed": rounded(level),
+        "by": authors,
+        "parent": parent.name if parent else None,
+        "code_sha256": sha256_of(record.source),
+        "lines_added": added,
+        "lines_removed": removed,
+        "hardware": hardware_of(first),
+        "software": f"torch {first.torch}, CUDA {first.cuda}, triton {first.triton}",
+        "declared_runs": first.declared,
+        "restarts": sum(run.start - 1 for run in record.runs),
+        "loss": {
+            **mean_figures(losses),
+            "target": rules.target_loss,
+            "p": rounded(stats.p_below(losses, rules.target_loss)),
+        },
         "train_time_ms": mean_figures([run.train_time_ms for run in record.runs]),
-        "speed": speed,
-        "runs": [run_figures(run) for run in record.runs],
-        "baseline": [run_figures(base) for _, base in pairs],
+        "speed": speed_figures(record.runs, record.baseline) if record.baseline else None,
     }

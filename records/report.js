@@ -1,10 +1,8 @@
 "use strict";
-// Curves of each track: what is drawn depends on four controls and the legend. Text from logs is only ever set as text.
+// Learning curves of each track, both axes logarithmic. Text from logs is only ever set as text.
 (() => {
-  const WIDEST = 1000, NARROWEST = 300, HEIGHT = 420, LEFT = 70, BOTTOM = 40, TOP = 10, RIGHT = 15;
-  const AXES = {time: {column: 0, title: "training time, s", unit: "s"},
-                step: {column: 1, title: "optimizer steps", unit: "steps"}};
-  const LOSS_TITLE = "loss, nats per token";
+  const WIDEST = 1000, NARROWEST = 300, HEIGHT = 420, LEFT = 62, BOTTOM = 40, TOP = 10, RIGHT = 15;
+  const AXES = {time: {column: 0, title: "training time, s"}, step: {column: 1, title: "optimizer steps"}};
   const LOSS = 2;  // column of a point [time, step, loss]
 
   const make = (parent, name, attributes = {}, text = "") => {
@@ -23,30 +21,31 @@
     return select;
   };
 
-  const colour = (index) => `hsl(${(index * 137.5 + 210) % 360} 65% 50%)`;
+  // Colours far apart, dark and light by turns: the first record is blue.
+  const colour = (index, count) => `hsl(${210 + index * 360 / Math.max(count, 1)} 65% ${index % 2 ? 62 : 42}%)`;
 
-  // Round numbers between low and high, about `count` of them.
-  const ticks = (low, high, count) => {
-    const raw = (high - low) / count, power = 10 ** Math.floor(Math.log10(raw));
-    const unit = [1, 2, 5, 10].find((factor) => factor * power >= raw) * power;
-    const found = [];
-    for (let k = Math.ceil(low / unit); k * unit <= high; k++) found.push(+(k * unit).toPrecision(6));
-    return found;
+  // 1, 2 and 5 times powers of ten between low and high; finer numbers where these are fewer than two.
+  const ticks = (low, high) => {
+    for (const leading of [[1, 2, 5], [1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9], Array.from({length: 90}, (_, k) => 1 + k / 10)]) {
+      const found = [];
+      for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
+        for (const digit of leading) {
+          const value = +(digit * 10 ** power).toPrecision(3);
+          if (value >= low && value <= high) found.push(value);
+        }
+      if (found.length > 3) return found.length > 12 ? found.filter((_, k) => k % Math.ceil(found.length / 8) === 0) : found;
+    }
+    return [low, high];
   };
 
   const chart = (place, track) => {
     const controls = make(place, "div", {class: "controls"});
     const axis = choice(controls, "against", {time: "training time, s", step: "optimizer steps"});
-    const kind = choice(controls, "losses", {val: "of validation", train: "of training"});
-    // What shows most: a curve, where validation would be one dot a run.
-    if (track.records.every(({runs}) => runs.every(({val}) => val.length <= 1))) kind.value = "train";
-    const slider = make(controls, "label", {}, "leave out the first ");
-    const from = make(slider, "input", {type: "range", name: "from", min: 0, max: 95, value: 0});
-    const shown = make(slider, "output", {});
+    const kind = choice(controls, "losses", {train: "of training", val: "of validation"});
     const legend = make(place, "div", {class: "controls legend"});
     const boxes = track.records.map((record, index) => {
       const label = make(legend, "label");
-      label.style.borderColor = colour(index);
+      label.style.borderColor = colour(index, track.records.length);
       const box = make(label, "input", {type: "checkbox"});
       box.checked = true;
       make(label, "span", {}, record.name);
@@ -62,38 +61,39 @@
       drawn = [];
       width = Math.min(WIDEST, Math.max(NARROWEST, place.clientWidth || WIDEST));
       svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-      const {column, title, unit} = AXES[axis.value];
+      const {column, title} = AXES[axis.value];
       const runs = track.records.flatMap((record, index) => boxes[index].checked
-        ? record.runs.map((run) => ({record, run, index, points: run[kind.value]})) : []);
-      for (const entry of runs) entry.points = entry.points.filter((point) => point[column] !== null);
-      const right = Math.max(1e-9, ...runs.map(({points}) => Math.max(0, ...points.map((point) => point[column]))));
-      const left = right * from.value / 100;
-      shown.textContent = ` ${from.value} % (${+left.toPrecision(3)} ${unit})`;
-      for (const entry of runs) entry.points = entry.points.filter((point) => point[column] >= left);
-      const losses = runs.flatMap(({points}) => points.map((point) => point[LOSS])).concat(track.target);
-      const low = Math.min(...losses), high = Math.max(...losses), margin = (high - low || 1) * 0.04;
-      const x = (value) => LEFT + (value - left) / (right - left) * (width - LEFT - RIGHT);
-      const y = (value) => TOP + (high + margin - value) / (high - low + 2 * margin || 1) * (HEIGHT - TOP - BOTTOM);
-      for (const value of ticks(left, right, Math.max(2, Math.floor(width / 120)))) {
+        ? record.runs.map((run) => ({record, run, index, points: run[kind.value].filter((point) => point[column] > 0)})) : []);
+      const all = runs.flatMap(({points}) => points);
+      const xs = all.map((point) => point[column]), losses = all.map((point) => point[LOSS]);
+      if (kind.value === "val") losses.push(track.target);
+      if (!all.length) return;
+      const [left, right] = [Math.min(...xs) / 1.05, Math.max(...xs) * 1.05];
+      const [low, high] = [Math.min(...losses) / 1.02, Math.max(...losses) * 1.02];
+      const x = (value) => LEFT + Math.log(value / left) / Math.log(right / left) * (width - LEFT - RIGHT);
+      const y = (value) => TOP + Math.log(high / value) / Math.log(high / low) * (HEIGHT - TOP - BOTTOM);
+      for (const value of ticks(left, right)) {
         make(svg, "line", {x1: x(value), x2: x(value), y1: TOP, y2: HEIGHT - BOTTOM});
         make(svg, "text", {x: x(value), y: HEIGHT - BOTTOM + 16, "text-anchor": "middle"}, value);
       }
-      for (const value of ticks(low - margin, high + margin, 6)) {
+      for (const value of ticks(low, high)) {
         make(svg, "line", {x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value)});
         make(svg, "text", {x: LEFT - 6, y: y(value) + 4, "text-anchor": "end"}, value);
       }
       make(svg, "text", {x: (LEFT + width) / 2, y: HEIGHT - 6, "text-anchor": "middle"}, title);
       const middle = (TOP + HEIGHT - BOTTOM) / 2;
-      make(svg, "text", {x: 14, y: middle, "text-anchor": "middle", transform: `rotate(-90 14 ${middle})`}, LOSS_TITLE);
-      make(svg, "line", {class: "target", x1: LEFT, x2: width - RIGHT, y1: y(track.target), y2: y(track.target)});
+      make(svg, "text", {x: 14, y: middle, "text-anchor": "middle", transform: `rotate(-90 14 ${middle})`}, "loss, nats per token");
+      if (kind.value === "val") {  // training losses, of one step each, are not what the target is of
+        make(svg, "line", {class: "target", x1: LEFT, x2: width - RIGHT, y1: y(track.target), y2: y(track.target)});
+        make(svg, "text", {x: width - RIGHT, y: y(track.target) - 5, "text-anchor": "end"}, `target ${track.target}`);
+      }
       for (const {record, run, index, points} of runs) {
+        const tone = colour(index, track.records.length);
         const places = points.map((point) => ({x: x(point[column]), y: y(point[LOSS]), point}));
-        make(svg, "polyline", {points: places.map((spot) => `${spot.x},${spot.y}`).join(" "), stroke: colour(index),
-                               class: record.foreign ? "foreign" : "own"});
+        make(svg, "polyline", {points: places.map((spot) => `${spot.x},${spot.y}`).join(" "), stroke: tone});
         for (const {x: px, y: py, point} of places) {
-          if (kind.value === "val") make(svg, "circle", {cx: px, cy: py, r: 2.5, fill: colour(index)});
-          const time = point[0] === null ? "" : `${point[0].toFixed(1)} s, `;
-          drawn.push({x: px, y: py, text: `${record.name}, ${run.title}: step ${point[1]}, ${time}` +
+          if (kind.value === "val") make(svg, "circle", {cx: px, cy: py, r: 3, fill: tone});
+          drawn.push({x: px, y: py, text: `${record.name}, ${run.title}: step ${point[1]}, ${point[0].toFixed(1)} s, ` +
                                           `loss ${point[LOSS].toFixed(5)} nats per token`});
         }
       }
@@ -106,7 +106,7 @@
       const nearest = drawn.reduce((best, spot) => !best || distance(spot) < distance(best) ? spot : best, null);
       reading.textContent = nearest && distance(nearest) < 60 ? nearest.text : "";
     });
-    for (const control of [axis, kind, from, ...boxes]) control.addEventListener("input", draw);
+    for (const control of [axis, kind, ...boxes]) control.addEventListener("input", draw);
     window.addEventListener("resize", draw);
     draw();
   };

@@ -10,32 +10,22 @@ at the start of a line:
 A value is a literal, arithmetic on numbers, a constant of the module, or a call of one of the
 dataclasses, which is read as {field: value}. A field that a call does not name has the default that
 its class gives it: `name: type = 1.0`, or `name: type = made(..., default=1.0)`, whatever `made`
-is. Scripts of an older form are read as well, see `older_default`.
+is. In the scripts of the first records it is the first word of a call: `knob(1.0, "what it is")`.
 """
 
 import ast
 import functools
+import hashlib
+import io
 import itertools
 import math
 import operator
 import re
+import tokenize
 import warnings
 
-from records.files import RecordError
+from records.files import RecordError, require
 
-# Fields that say where a run computes and as which run it is watched, and not what it computes.
-NEUTRAL_FIELDS = {
-    "seed",
-    "device",
-    "workers",
-    "log_every",
-    "save_every",
-    "run_id",
-    "resume",
-    "run_of",
-    "pass_tokens",  # this one and the next are fields of older scripts
-    "keep",
-}
 DTYPES = ("bfloat16", "float32")  # what a script may make of the dtype `auto`
 OPERATIONS = {
     ast.Add: operator.add,
@@ -45,7 +35,7 @@ OPERATIONS = {
     ast.FloorDiv: operator.floordiv,
     ast.Pow: operator.pow,
 }
-LARGEST = 2**64  # number that arithmetic may come to
+LARGEST = 2**64  # number that may stand in a track, or that arithmetic may come to
 HIGHEST_POWER = 64
 UNREADABLE = (
     SyntaxError,
@@ -56,6 +46,17 @@ UNREADABLE = (
     RecursionError,
     MemoryError,
 )
+CODING = re.compile(r"[ \t\f]*#.*?coding[:=]")  # PEP 263: a line that changes what text means
+# Modules of the repository whose text no log holds; records.picture draws when all is over.
+ELSEWHERE = re.compile(
+    r"^\s*(?:from|import)\s+((?:benchmarks|continual|data|sample|tests|records(?!\.picture))\b\S*)",
+    re.MULTILINE,
+)
+
+
+def sha256_of(source):
+    """The hash that stands for a script."""
+    return hashlib.sha256(source.encode()).hexdigest()
 
 
 class Reader:
@@ -68,60 +69,41 @@ class Reader:
         self.constants = {}
         for node in body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                self.read_constant(node.targets[0].id, node.value)
-
-    def read_constant(self, name, node):
-        """Remember what an assignment makes of a name, or that it is none of the constants."""
-        try:
-            self.constants[name] = self.value(node)
-        except (ValueError, ArithmeticError):
-            self.constants.pop(name, None)
+                name = node.targets[0].id
+                try:
+                    self.constants[name] = self.value(node.value)
+                except (ValueError, ArithmeticError):
+                    self.constants.pop(name, None)  # which no track may name
 
     def value(self, node):
         """What an expression comes to, in the types that JSON knows."""
         if isinstance(node, ast.Constant):
-            return node.value
+            is_number = type(node.value) in (int, float)
+            return small(node.value, node) if is_number else node.value
         if isinstance(node, (ast.Tuple, ast.List)):
             return [self.value(item) for item in node.elts]
         if isinstance(node, ast.Dict):
-            return {
-                self.name(key): self.value(item)
-                for key, item in zip(node.keys, node.values, strict=True)
-            }
+            keys = [self.value(key) for key in node.keys]
+            if not all(isinstance(key, str) for key in keys):
+                raise no_literal(node)
+            return dict(zip(keys, map(self.value, node.values), strict=True))
         if isinstance(node, ast.Call):
             return self.instance(node)
         if isinstance(node, ast.Name) and node.id in self.constants:
             return self.constants[node.id]
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return -self.number(node.operand)
+            return -small(self.value(node.operand), node)
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
             return self.arithmetic(node)
         raise no_literal(node)
 
-    def name(self, node):
-        """A key of a dict, which is a text."""
-        key = self.value(node)
-        if not isinstance(key, str):
-            raise ValueError(f"line {node.lineno}: the key {ascii(key)[:40]} is no text")
-        return key
-
-    def number(self, node):
-        """What an operand comes to, which has to be a number of moderate size."""
-        value = self.value(node)
-        if type(value) not in (int, float) or not abs(value) <= LARGEST:
-            raise ValueError(f"line {node.lineno}: {ascii(value)[:40]} is no small number")
-        return value
-
     def arithmetic(self, node):
         """What an operation on two numbers comes to, which never takes long to work out."""
-        left = self.number(node.left)
-        right = self.number(node.right)
+        left = small(self.value(node.left), node)
+        right = small(self.value(node.right), node)
         if isinstance(node.op, ast.Pow) and abs(right) > HIGHEST_POWER:
-            raise ValueError(f"an exponent of {right}")
-        value = OPERATIONS[type(node.op)](left, right)
-        if isinstance(value, complex) or not abs(value) <= LARGEST:
             raise no_literal(node)
-        return value
+        return small(OPERATIONS[type(node.op)](left, right), node)
 
     def instance(self, call):
         """{field: value} of a dataclass that is called."""
@@ -129,14 +111,10 @@ class Reader:
         if kind not in self.classes:
             raise no_literal(call)
         fields = fields_of(self.classes[kind])
-        if len(call.args) > len(fields):
-            raise ValueError(f"line {call.lineno}: {kind} has {len(fields)} fields")
         given = dict(zip(fields, map(self.value, call.args), strict=False))
         given.update({word.arg: self.value(word.value) for word in call.keywords})
-        unknown = given.keys() - fields.keys()
-        if unknown:
-            odd = ascii(min(map(str, unknown)))
-            raise ValueError(f"line {call.lineno}: {kind} has no field {odd}")
+        if len(call.args) > len(fields) or given.keys() - fields.keys():
+            raise ValueError(f"line {call.lineno}: {kind} has no such field")
         older = is_older(self.classes[kind])
         for name, node in fields.items():
             if name not in given:
@@ -153,20 +131,20 @@ class Reader:
         return self.value(node)
 
     def older_default(self, node):
-        """The default of a field in the scripts of the first records: the first word of a call.
-
-        Such a field is `name: type = knob(default, ...)`, `choice(default, ...)`, or
-        `schedule(default, ...)`, which stands for the same value in every step.
-        """
-        kind = getattr(node, "func", None)
-        kind = getattr(kind, "id", "")
+        """The default of a field in the scripts of the first records, in which
+        `schedule(default, ...)` stands for the same value in every step."""
+        kind = getattr(getattr(node, "func", None), "id", "")
         if kind not in ("knob", "choice", "schedule") or not node.args:
-            line = getattr(node, "lineno", "?")
-            raise ValueError(f"line {line}: an older field is a knob, choice or schedule")
+            raise no_literal(node)
         value = self.value(node.args[0])
-        if kind == "schedule":
-            return [[0.0, value]]
-        return value
+        return [[0.0, value]] if kind == "schedule" else value
+
+
+def small(value, node):
+    """A number, which has to be real and of moderate size."""
+    if type(value) not in (int, float) or not abs(value) <= LARGEST:
+        raise no_literal(node)
+    return value
 
 
 def no_literal(node):
@@ -187,12 +165,8 @@ def fields_of(kind):
 def is_older(kind):
     """Whether a class is the Config of a script as the first records have it: its fields may be
     given by position, since each of them has a default."""
-    words = [
-        word.arg
-        for call in kind.decorator_list
-        if isinstance(call, ast.Call)
-        for word in call.keywords
-    ]
+    calls = [call for call in kind.decorator_list if isinstance(call, ast.Call)]
+    words = [word.arg for call in calls for word in call.keywords]
     return kind.name == "Config" and "kw_only" not in words
 
 
@@ -204,32 +178,23 @@ def body_of(source):
     head, _, rest = source.partition("\nTRACKS = {")
     tracks, end, _ = rest.partition("\n}\n")
     if len(re.findall(r"^TRACKS\b", source, re.MULTILINE)) != 1 or not end:
-        raise ValueError(
-            "no line TRACKS = {, more than one line that begins with TRACKS, or no line } behind it"
-        )
+        raise ValueError("one line TRACKS = {, and behind it a line }, are needed")
     with warnings.catch_warnings(action="ignore"):  # of a backslash in a text
         return ast.parse(head + "\nTRACKS = {" + tracks + end).body
-
-
-def read_tracks(source):
-    """{track: {field: value as JSON keeps it}} of a script; raises one of UNREADABLE."""
-    body = body_of(source)
-    count = sum(isinstance(node, ast.ClassDef) and node.name == "Config" for node in body)
-    if count != 1:
-        raise ValueError(f"{count} classes Config, one is needed")
-    reader = Reader(body)
-    tracks = body[-1].value
-    for call in tracks.values:
-        if getattr(getattr(call, "func", None), "id", "") != "Config" or call.args:
-            raise ValueError(f"line {call.lineno}: a track is Config(field=value, ...)")
-    return reader.value(tracks)
 
 
 @functools.lru_cache(maxsize=512)
 def tracks_of(source):
     """{track: {field: value as JSON keeps it}} of a script. RecordError where it is unreadable."""
     try:
-        return read_tracks(source)
+        body = body_of(source)
+        if sum(isinstance(node, ast.ClassDef) and node.name == "Config" for node in body) != 1:
+            raise ValueError("one class Config is needed")
+        tracks = body[-1].value
+        for call in tracks.values:
+            if call.func.id != "Config" or call.args:
+                raise ValueError(f"line {call.lineno}: a track is Config(field=value, ...)")
+        return Reader(body).value(tracks)
     except UNREADABLE as error:
         reason = f"{type(error).__name__}: {ascii(str(error))[1:-1][:100]}"
         raise RecordError(
@@ -241,15 +206,24 @@ def tracks_of(source):
 def config_of(source, track):
     """{field: value} of one track of a script. RecordError where it has none."""
     tracks = tracks_of(source)
-    if track not in tracks:
-        known = ", ".join(map(ascii, tracks))
-        raise RecordError(f"the source has no track {ascii(track)}, but {known}")
+    known = ", ".join(map(ascii, tracks))
+    require(track in tracks, f"the source has no track {ascii(track)}, but {known}")
     return tracks[track]
 
 
-def has_field(source, name):
-    """Whether a script's Config can be told a field, judged by a line that annotates this name."""
-    return bool(re.search(rf"^    {name}\s*:", source, re.MULTILINE))
+@functools.lru_cache(maxsize=512)
+def check_source(source):
+    """RecordError where a script is none, or a reader of it would not see what Python sees."""
+    coded = any(CODING.match(line) for line in source.split("\n")[:2])
+    require(not coded, "the script has a coding line, by which comments may be code; leave it out")
+    found = ELSEWHERE.search(source)
+    require(not found, f"the script imports {found and found[1]}, whose text no log holds")
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            is_plain = token.type != tokenize.NAME or token.string.isascii()
+            require(is_plain, f"line {token.start[0]}: {ascii(token.string)[:60]} is not ASCII")
+    except (tokenize.TokenError, SyntaxError) as error:
+        raise RecordError(f"the script is no Python: {ascii(str(error))[1:-1][:100]}") from None
 
 
 def micro_batches_of(config):
@@ -257,26 +231,27 @@ def micro_batches_of(config):
     its stages, or in older scripts from a schedule. RecordError where neither can be read."""
     try:
         if "stages" in config:
-            return [(stage["start"], stage["micro_batches"]) for stage in config["stages"]]
-        return [(start, count) for start, count in config["micro_batches"]]
+            found = [(stage["start"], stage["micro_batches"]) for stage in config["stages"]]
+        else:
+            found = [(start, count) for start, count in config["micro_batches"]]
+        if not all(0 <= start <= 1 and type(count) is int and count > 0 for start, count in found):
+            raise ValueError
+        return found
     except (KeyError, TypeError, ValueError):
         raise RecordError(
-            "there are no stages with a start and a number of micro_batches, and no schedule "
-            "micro_batches of (fraction, number): the tokens of the run cannot be worked out"
+            "there are no stages with a start and a number of micro_batches: the tokens of the run "
+            "cannot be worked out"
         ) from None
 
 
 def training_tokens(config):
     """Tokens that a run of this configuration trains on. RecordError where it does not say so."""
     schedule = micro_batches_of(config)
-    try:
-        steps = config["steps"]
-        edges = [math.ceil(start * steps) for start, _ in schedule]
-        lengths = [end - begin for begin, end in itertools.pairwise([*edges, steps])]
-        taken = [count * length for (_, count), length in zip(schedule, lengths, strict=True)]
-        return config["micro_batch_tokens"] * sum(taken)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise RecordError(
-            "steps, micro_batch_tokens and the numbers of micro-batches are no numbers: the tokens "
-            "of the run cannot be worked out"
-        ) from None
+    steps = config.get("steps")
+    micro_batch = config.get("micro_batch_tokens")
+    are_numbers = type(steps) is int and type(micro_batch) is int
+    require(are_numbers, "steps and micro_batch_tokens are no whole numbers")
+    edges = [math.ceil(start * steps) for start, _ in schedule]
+    lengths = [end - begin for begin, end in itertools.pairwise([*edges, steps])]
+    counts = [count for _, count in schedule]
+    return micro_batch * sum(map(operator.mul, counts, lengths))

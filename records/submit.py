@@ -1,120 +1,122 @@
-"""`submit`: a record's folder out of logs, judged before it takes its name."""
+"""`submit`: a record's folder out of the runs of the working script, judged before it takes its
+name."""
 
 import json
+import re
 import shutil
+import subprocess
 from datetime import UTC, datetime
 
-from records import render, stats
-from records.files import LOG_LIMIT, RecordError, read_text
+from records import render
+from records.files import LOG_LIMIT, SCRIPT_LIMIT, read_text, require
 from records.judge import judge_one
-from records.log import run_at
-from records.record import FOLDER, MOST_LOGS, chain, figures, load, place_of
+from records.log import thin
+from records.record import AUTHORS, FOLDER, SCHEMA, chain, figures, load
+from records.source import sha256_of
 
 
-def gather(paths):
-    """The Runs of log files or run folders, in the order of their counters."""
-    runs = [run_at(path) for path in paths]
-    if len(runs) > MOST_LOGS:
-        raise RecordError(f"{len(runs)} logs: a record holds at most {MOST_LOGS}")
-    return sorted(runs, key=place_of)
+def logs_of(repository, track, source):
+    """{"a": [paths], "b": [paths]} of the logs that `run` or `ab` left of a script on a track. A
+    script has one batch."""
+    code = sha256_of(source)[:8]
+    found = {}
+    for folder in sorted((repository.root / "logs").glob(f"*-{track}-{code}*-n*-*")):
+        name, _, counter = folder.name.rpartition("-")
+        if re.match(rf"(run-{track}-{code}|ab-{track}-{code}-[0-9a-f]{{8}})-n\d+$", name):
+            side = "b" if counter.endswith("b") else "a"
+            found.setdefault(name, {"a": [], "b": []})[side].append(folder / "log.txt")
+    require(
+        len(found) == 1,
+        f"{len(found)} batches of runs of train_gpt.py ({code}) on {track} lie in logs/"
+        f"{': ' * bool(found)}{', '.join(found)}; `python -m records ab` makes the one that is due",
+    )
+    return next(iter(found.values()))
 
 
-def lay_out(folder, runs, baseline):
-    """Write source and logs into a new folder."""
-    for part, logs in (("logs", runs), ("baseline", baseline)):
-        if logs:
-            (folder / part).mkdir(parents=True)
-        for run in logs:
-            (folder / part / f"{run.run}.txt").write_text(read_text(run.path, LOG_LIMIT))
-    (folder / "train_gpt.py").write_text(runs[0].source)
+def author_of(repository):
+    """Who commits here, as git knows it."""
+    command = ["git", "config", "user.name"]
+    done = subprocess.run(command, cwd=repository.root, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
-def write_figures(folder, repository, track):
-    """Add result.json and README.md to a folder of source and logs."""
-    record = load(folder, track)
-    links = chain(repository.records[track])
-    parent = links[-1] if links else None
-    content = figures(record, repository.rules[track], parent)
-    (folder / "result.json").write_text(json.dumps(content, indent=1) + "\n")
-    (folder / "README.md").write_text(render.record_readme(content))
-
-
-def check_track(runs, repository):
-    """The track of runs of which a record can be tried at all, or RecordError."""
-    track = runs[0].track
-    if track not in repository.rules:
-        known = ", ".join(repository.rules)
-        raise RecordError(f"track {ascii(track)} of the logs is none of {known}")
-    for run in runs:
-        if run.batch is None:
-            raise RecordError(
-                f"{run.path}: no declared number of runs; use `python -m records run`"
-            )
-    return track
-
-
-def submit(repository, name, logs, baseline=()):
-    """Make records/<track>/<date>_<name>/ of logs. Returns (record, failures): the folder exists
-    only if there are no failures. RecordError for what cannot be tried at all."""
+def submit(repository, name, track, authors=""):
+    """Make records/<track>/<date>_<name>/ of the runs of the working script. Returns (record,
+    failures): the folder exists only if there are no failures. RecordError for what cannot be
+    tried at all."""
     folder_name = f"{datetime.now(UTC):%Y-%m-%d}_{name}"
-    if not FOLDER.fullmatch(folder_name):
-        raise RecordError(
-            f"--name {ascii(name)}: up to 60 letters, digits and '-', a letter or digit first"
-        )
-    runs = gather(logs)
-    base = gather(baseline)
-    track = check_track(runs, repository)
-    final = repository.track_folder(track) / folder_name
-    if final.exists():
-        raise RecordError(f"{final} exists; choose another --name")
-    staging = repository.track_folder(track) / ".submitting" / folder_name
+    is_name = FOLDER.fullmatch(folder_name)
+    require(is_name, f"--name {ascii(name)}: up to 60 letters, digits and '-', no '-' first")
+    authors = authors or author_of(repository)
+    shown = ascii(authors)[:60]
+    require(AUTHORS.fullmatch(authors), f"--by {shown}: say who had the idea, in 100 letters")
+    known = ", ".join(repository.rules)
+    require(track in repository.rules, f"--track {ascii(track)}: is none of {known}")
+    source = read_text(repository.root / "train_gpt.py", SCRIPT_LIMIT)
+    for record in repository.records[track]:
+        require(record.source != source, f"train_gpt.py is the code of {record.name}; change it")
+    logs = logs_of(repository, track, source)
+    home = repository.track_folder(track)
+    final = home / folder_name
+    require(not final.exists(), f"{final} exists; choose another --name")
+    staging = home / ".submitting" / folder_name
     shutil.rmtree(staging.parent, ignore_errors=True)  # of a submission that was killed
     try:
-        lay_out(staging, runs, base)
-        write_figures(staging, repository, track)
-        record = load(staging, track)
+        record = lay_out(staging, home, logs, source, tip_of(repository, track), authors)
+        if not record.failures:
+            write_figures(record, repository, authors)
+            record = load(staging, track, home)
         failures = judge_one(record, repository, draft=True)
         if not failures:
             staging.rename(final)
-            record.folder = final
+            record = load(final, track, home)
         return record, failures
     finally:
         shutil.rmtree(staging.parent, ignore_errors=True)
 
 
+def tip_of(repository, track):
+    """The last record of a track's chain, or None."""
+    links = chain(repository.records[track])
+    return links[-1] if links else None
+
+
+def lay_out(folder, home, logs, source, parent, authors):
+    """The Record of a new folder of the script, thin logs, and who is its parent."""
+    for part, paths in (("logs", logs["a"]), ("baseline", logs["b"])):
+        if paths:
+            (folder / part).mkdir(parents=True)
+        for path in paths:
+            text = thin(read_text(path, LOG_LIMIT + SCRIPT_LIMIT))
+            (folder / part / f"{path.parent.name}.txt").write_text(text)
+    (folder / "train_gpt.py").write_text(source)
+    (folder / "README.md").write_text("")
+    known = {"schema": SCHEMA, "by": authors, "parent": parent.name if parent else None}
+    (folder / "result.json").write_text(json.dumps(known))
+    return load(folder, home.name, home)
+
+
+def write_figures(record, repository, authors):
+    """Write a record's result.json and README.md, the latter with the reasons that it has."""
+    parents = {other.name: other for other in repository.records[record.track]}
+    parent = parents.get(record.parent)
+    found = figures(record, repository.rules[record.track], parent, authors)
+    why = render.why_of(record.readme) or render.WHY
+    text = json.dumps(found, indent=1) + "\n"
+    (record.folder / "result.json").write_text(text)
+    (record.folder / "README.md").write_text(render.record_readme(record, found, why))
+
+
 def pull_request(record):
     """The description of the pull request that adds a record."""
-    figures = record.result
-    loss = figures["loss"]
-    return "\n".join(
-        [
-            f"# {record.track}: {record.name[11:]}",
-            "",
-            f"- Record: `records/{record.track}/{record.name}/`",
-            f"- Training time: {render.seconds(figures['train_time_ms']['mean'])} s on "
-            f"{render.cell(render.hardware(figures))}",
-            f"- Validation loss: {loss['mean']:.5f} ± {loss['std']:.5f}, "
-            f"n = {len(figures['runs'])}, target {loss['target']:g}, {render.p_text(loss['p'])}",
-            f"- Against its parent: {claim(figures)}",
-            f"- Code: {figures['lines_added']} lines added, {figures['lines_removed']} removed",
-            "",
-            "## Why it works",
-            "",
-            render.WHY,
-            "",
-            "- [x] `python -m records verify` passes",
-            "- [ ] the record's README says why",
-        ]
-    )
+    found = record.result
+    return f"""# {record.track}: {record.title}
 
+- Record: `records/{record.track}/{record.name}/`, by {render.cell(found["by"])}
+- Training time: {render.seconds(found["train_time_ms"]["mean"])} s on \
+{render.cell(found["hardware"])}
+- Validation loss: {render.loss_text(found)}, target {found["loss"]["target"]:g}
+- Time against its parent's: {render.gain_text(found)}
+- Code: {found["lines_added"]} lines added, {found["lines_removed"]} removed
 
-def claim(figures):
-    """What a pull request says of the gain in time."""
-    speed = figures["speed"]
-    if not speed:
-        return "no claim of speed"
-    return (
-        f"{render.difference(speed)} against {figures['parent']} in {speed['pairs']} interleaved "
-        f"pairs ({stats.CONFIDENCE:.0%} interval), {render.clocks(speed)}, "
-        f"{render.p_text(speed['p'])}"
-    )
+Its README says why it works."""

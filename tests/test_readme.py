@@ -100,11 +100,10 @@ def test_named_keys_exist_and_are_spelt_one_way(page):
         "rdzv_backend",
         "rdzv_endpoint",
         "name",
-        "baseline",
+        "by",
         "runs",
         "world_size",
         "yes",
-        "compare",
         "tree",
     }
     written = re.sub(r"<!-- results/.*?<!-- end -->", "", PAGES[page], flags=re.DOTALL)

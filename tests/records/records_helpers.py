@@ -1,7 +1,6 @@
 """Synthetic records: logs as the trainer writes them, from a source that must never run; and
 scripts that stand in for a trainer."""
 
-import hashlib
 import json
 import re
 from dataclasses import replace
@@ -10,10 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from records import render
+from records import render, stats
 from records.__main__ import main
-from records.log import Batch, order_of_pairs
+from records.files import RecordError  # noqa: F401 (for the tests)
+from records.log import parse_log, split_log
 from records.record import Repository
+from records.source import sha256_of as sha_of
 from records.source import training_tokens
 from records.submit import submit
 
@@ -137,7 +138,7 @@ def step_lines(values, rng, loss, time_ms):
         at = round(time_ms * step / steps)
         tail = f"train_time:{at}ms step_avg:{at / step:.2f}ms"
         if step % values["log_every"] == 0 or step == steps:
-            noisy = loss + 3 / step + 0.1 * rng.random()
+            noisy = loss + 3 / step + rng.random()
             lines.append(f"step:{step}/{steps} train_loss:{noisy:.5f} lr_mul:1.000 {tail}")
         if step == steps or (values["val_every"] and step % values["val_every"] == 0):
             above = loss + 2 * (steps - step) / steps
@@ -153,7 +154,6 @@ def log_text(
     time_ms=60_000,
     counter=1,
     declared=4,
-    batch=1,
     start=1,
     steps=STEPS,
     device="Slow CPU (R) @ 2 GHz x2",
@@ -166,7 +166,8 @@ def log_text(
     """The log that the trainer writes for one complete run on the nano track. dtype: what the
     machine makes of `auto`."""
     source = source_of() if source is None else source
-    values = {**(config or CONFIG), "seed": seed, "run_id": run, "steps": steps}
+    place = f"1:{counter}/{declared}:{start}"
+    values = {**(config or CONFIG), "seed": seed, "run_id": run, "steps": steps, "run_of": place}
     if values["dtype"] == "auto":
         values["dtype"] = dtype
     cpu_ms = 2 * time_ms if cpu_ms is None else cpu_ms
@@ -177,24 +178,21 @@ def log_text(
         f"world_size:1 device:{device} torch:2.13.0+cpu cuda:none triton:none "
         f"started:{started:%Y-%m-%dT%H:%M:%SZ}",
         "config:" + json.dumps(values),
-        f"batch:{batch} counter:{counter}/{declared} start:{start}",
+        f"batch:1 counter:{counter}/{declared} start:{start}",
         f"data:{data} shards:ok backends:attention=sdpa,matmul=torch-bfloat16,compile=inductor",
         "size: matrices=1 embeddings_and_head=2 ngram_table=3",
         "===== START =====",
         *step_lines(values, np.random.default_rng(seed), loss, time_ms),
-        "comms: sent_bytes per step none=0",
+        "comms: sent_bytes per step (messages) none=0(0)",
         f"validity: causal:ok normalised:ok local:ok unmoved:ok val_tokens:{values['val_tokens']} "
         f"val_sha256:{values['val_sha256']}",
         f"final val_loss:{loss:.5f} train_time:{time_ms}ms tokens:{training_tokens(values)} "
-        f"peak_memory:900MiB tokens_per_s:4096 mfu:1.5% cpu_time:{cpu_ms}ms",
+        f"peak_memory:900MiB tokens_per_s:{1000 * training_tokens(values) / time_ms:.0f} mfu:1.5% "
+        f"cpu_time:{cpu_ms}ms",
         f"status:ok run:{run} val_loss:{loss:.5f} train_time:{time_ms / 1000:.1f}s "
         f"log:logs/{run}/log.txt plot:logs/{run}/loss.png",
     ]
     return "\n".join(lines) + "\n"
-
-
-def sha_of(source):
-    return hashlib.sha256(source.encode()).hexdigest()
 
 
 def name_of(source, base="", count=0):
@@ -215,7 +213,6 @@ def write_logs(
     time_ms=60_000,
     base_ms=0,
     spread=0.001,
-    batch=1,
     began=YESTERDAY,
     **values,
 ):
@@ -224,7 +221,7 @@ def write_logs(
     rng = np.random.default_rng(rng)
     paths = {"a": [], "b": []}
     order = (
-        order_of_pairs(sha_of(source), batch, count)
+        stats.order_of_pairs(sha_of(source), 1, count)
         if base
         else [("a", number) for number in range(1, count + 1)]
     )
@@ -236,11 +233,10 @@ def write_logs(
             run,
             **{
                 "source": base if side == "b" else source,
-                "seed": Batch(batch, number, count, 1).seed(sha_of(source)),
+                "seed": stats.seed_of(sha_of(source), 1, number),
                 "loss": loss + spread * rng.standard_normal(),
                 "counter": number,
                 "declared": count,
-                "batch": batch,
                 "time_ms": took,
                 "started": began,
                 **values,
@@ -268,13 +264,25 @@ def fixing(repository, **fields):
 
 def fresh(repository):
     """The same repository, read again."""
-    return Repository(repository.root, repository.rules)
+    return Repository(repository.root, repository.rules, repository.merged)
 
 
 def add_first(repository, count=4, padding=0):
     """A first record; returns its folder."""
-    logs = write_logs(repository.root / "logs", source_of("first", padding), count=count)
-    record, failures = submit(fresh(repository), "First", logs)
+    source = source_of("first", padding)
+    write_logs(repository.root / "logs", source, count=count)
+    return submitted(repository, "First", source)
+
+
+def tried(repository, name, source):
+    """(record, failures) of `submit` with this script as the working one."""
+    (repository.root / "train_gpt.py").write_text(source)
+    return submit(fresh(repository), name, "nano", "A. Speedrunner")
+
+
+def submitted(repository, name, source):
+    """The folder of a record of the runs of a script, which are good, with its reasons."""
+    record, failures = tried(repository, name, source)
     assert not failures, failures
     edit(record.folder / "README.md", re.escape(render.WHY), WHY)
     return record.folder
@@ -292,7 +300,7 @@ def add_faster(
 ):
     """A record with pairs against the last one, whose source has the word `before`; returns its
     folder."""
-    logs, base = write_logs(
+    write_logs(
         repository.root / "logs",
         source_of(word, padding),
         source_of(before, padding),
@@ -302,25 +310,29 @@ def add_faster(
         base_ms=1.2 * time_ms,
         began=YESTERDAY + timedelta(hours=2),
     )
-    record, failures = submit(fresh(repository), name, logs, base)
-    assert not failures, failures
-    edit(record.folder / "README.md", re.escape(render.WHY), WHY)
-    return record.folder
+    return submitted(repository, name, source_of(word, padding))
 
 
-def edit(path, old, new, count=0):
-    """Replace a regular expression in a file; it must be found."""
+def edit(path, old, new, count=0, missing_ok=False):
+    """Replace a regular expression in a file; it must be found, unless that is said."""
     text = path.read_text()
     changed = re.sub(old, new, text, count=count, flags=re.MULTILINE)
-    assert changed != text, (path, old)
+    assert missing_ok or changed != text, (path, old)
     path.write_text(changed)
 
 
-def rehash(path):
-    """Make a log's code_sha256 that of its source, as a careful forger would."""
-    text = path.read_text()
-    sha = hashlib.sha256((text.partition("\n===== END OF CODE")[0] + "\n").encode()).hexdigest()
-    path.write_text(re.sub(r"code_sha256:\w+", f"code_sha256:{sha}", text))
+def stored(path):
+    """The Run of a thin log in a record's folder, with the script that its code_sha256 names."""
+    scripts = [script.read_text() for script in Path(path).parents[2].glob("*/train_gpt.py")]
+    code = re.search(r"code_sha256:(\w+)", Path(path).read_text())[1]
+    return parse_log(path, next(script for script in scripts if sha_of(script) == code))
+
+
+def run_at(path):
+    """The Run of a whole log, or of the one in a run's folder."""
+    path = Path(path) / "log.txt" if Path(path).is_dir() else Path(path)
+    source, _ = split_log(path.read_text())
+    return parse_log(path, source, counted="\nbatch:" in path.read_text())
 
 
 def call(repository, capsys, *words):
@@ -334,10 +346,9 @@ def call(repository, capsys, *words):
 
 # Writes the log of a complete run in no time, and notes the order of runs and how each one was told
 # its place. A file `stop` holds the number of a run and how it ends: "refused" before its log has a
-# header, "failed" and "interrupted" (the caller is, as by Ctrl-C) after that. Where it is told a
-# dtype that its source does not leave open, it logs that as an override in the place of its batch,
-# as the first records' scripts do.
-FAKE = '''import hashlib, json, os, signal, sys, time
+# header, "failed" after that, "interrupted1" or "interrupted2": so often the caller is, as by
+# Ctrl-C.
+FAKE = '''import hashlib, json, os, random, signal, sys, time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -373,11 +384,8 @@ folder = Path("logs") / run
 folder.mkdir()
 (folder / "checkpoint.pt").write_text("weights")
 config = {{**{config}, "run_id": run, "seed": seed, "run_of": argv.get("--run-of", "")}}
-dtype = argv.get("--dtype", config.get("dtype", ""))
-if "dtype" in config and dtype != config["dtype"]:
-    if config["dtype"] != "auto":
-        place = "overrides:" + json.dumps({{"dtype": dtype}}) + "\\n"
-    config["dtype"] = dtype
+if config.get("dtype") == "auto":
+    config["dtype"] = argv["--dtype"]
 header = f"""{{code.rstrip()}}
 {{"=" * 5}} END OF CODE {{"=" * 5}}
 run:{{run}} track:nano commit:0 dirty:0 code_sha256:{{hashlib.sha256(code.encode()).hexdigest()}} \\
@@ -389,13 +397,13 @@ size: small=1
 {{"=" * 5}} START {{"=" * 5}}
 """
 (folder / "log.txt").write_text(header)
-if end == "interrupted":
+for _ in range(int((end or "0")[-1:]) if (end or "").startswith("inter") else 0):
     os.kill(os.getppid(), signal.SIGINT)
-    time.sleep(60)
-if end:
-    sys.exit(1)
+    time.sleep(0.2)
+if end == "failed":
+    sys.exit("it broke")
 loss = f"{{LOSS + (seed % 1000 + os.getpid() % 97) / 1e6:.5f}}"
-first = f"{{2 + os.getpid() % 1000 / 1000:.5f}}"
+first = f"{{2 + 1000 * random.random():.5f}}"
 took = TIME + seed % 10 * 2 + os.getpid() % 10 * 2
 time.sleep(took / 1000)
 (folder / "log.txt").write_text(f"""{{header}}\\
@@ -403,11 +411,12 @@ step:1/2 train_loss:{{first}} train_time:{{took // 2}}ms step_avg:{{took // 2:.2
 step:1/2 val_loss:{{LOSS + 0.1:.5f}} train_time:{{took // 2}}ms step_avg:{{took // 2:.2f}}ms
 step:2/2 train_loss:1.00000 train_time:{{took}}ms step_avg:{{took / 2:.2f}}ms
 step:2/2 val_loss:{{loss}} train_time:{{took}}ms step_avg:{{took / 2:.2f}}ms
-comms: none
+comms: sent_bytes per step (messages) none=0(0)
 validity: causal:ok normalised:ok local:ok unmoved:ok val_tokens:{{config['val_tokens']}} \\
 val_sha256:{{config['val_sha256']}}
-final val_loss:{{loss}} train_time:{{took}}ms tokens:2048 peak_memory:1MiB
-status:ok run:{{run}} val_loss:{{loss}} train_time:{{took / 1000:.1f}}s log:l plot:p
+final val_loss:{{loss}} train_time:{{took}}ms tokens:2048 peak_memory:1MiB \\
+tokens_per_s:{{round(2048000 / took)}} mfu:1.5% cpu_time:{{took}}ms
+status:ok run:{{run}} val_loss:{{loss}} train_time:{{took / 1000:.1f}}s log:logs/{{run}}/log.txt
 """)
 '''
 

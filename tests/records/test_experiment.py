@@ -1,10 +1,9 @@
-"""ab and reproduce with scripts that write a log in no time; their statistics; diff. `run` is in
-test_ledger.py."""
+"""run, ab and reproduce with scripts that write a log in no time; diff and plot."""
 
-import hashlib
+import fcntl
 import json
+import os
 import re
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -12,276 +11,208 @@ import pytest
 import helpers
 import records_helpers as made
 import train_gpt
-from records import experiment, stats
-from records.compare import Side, describe, seed_only
-from records.ledger import Ledger
-from records.log import Batch, order_of_pairs, parse_log
-from records.record import config_changes, speed_figures
+from records import stats
+from records.record import config_changes
 from records_helpers import call
+
+
+@pytest.fixture(autouse=True)
+def float32(monkeypatch):
+    monkeypatch.setattr(train_gpt, "resolve_dtype", lambda *_: "float32")
 
 
 @pytest.fixture
 def repository(tmp_path):
-    """A working script that is faster and better than the other one, of which there is one log."""
+    """A first record of four runs, and a working script that is faster and better."""
     repository = made.make_repository(tmp_path)
+    slow = made.fake_trainer(loss=0.85, time=150)
+    (tmp_path / "train_gpt.py").write_text(slow)
+    assert main_run(repository) == 0
+    made.submitted(repository, "First", slow)
     (tmp_path / "train_gpt.py").write_text(made.fake_trainer())
-    add_other(repository, made.fake_trainer(loss=0.85, time=150))
+    (tmp_path / "order.txt").unlink()
     return repository
 
 
-def add_other(repository, source):
-    (repository.root / "logs" / "other").mkdir(parents=True, exist_ok=True)
-    (repository.root / "logs" / "other" / "log.txt").write_text(made.log_text("other", source))
+def main_run(repository):
+    return made.main(["run", "--runs", "3"], made.fresh(repository))
+
+
+def tip(repository):
+    return next((repository.root / "records/nano").glob("*_First"))
+
+
+def runs_in(repository, name):
+    paths = sorted((repository.root / "logs").glob(f"{name}/log.txt"))
+    return [made.run_at(path) for path in paths]
+
+
+def drawn_order(count, source=None):
+    """Numbers of pairs' runs with their letters, in the order that follows from the code."""
+    code = made.sha_of(source or made.fake_trainer())
+    return [f"{number:02d}{side}" for side, number in stats.order_of_pairs(code, 1, count)]
 
 
 # ----- ab
 
 
-def logs_of(repository, name):
-    return [
-        parse_log(path) for path in sorted((repository.root / "logs").glob(f"{name}-*/log.txt"))
-    ]
-
-
-def drawn_order(count, loss=0.80, batch=1):
-    """Numbers of pairs' runs with their letters, in the order that follows from the code of the
-    working script."""
-    return [
-        f"{number:02d}{side}"
-        for side, number in order_of_pairs(made.sha_of(made.fake_trainer(loss=loss)), batch, count)
-    ]
-
-
-def test_ab_takes_turns_and_goes_on_where_it_stopped(repository, capsys):
-    words = ("ab", repository.root / "logs" / "other", "--runs", 6, "--yes", "--compare")
+def test_ab_goes_on_where_it_stopped_and_its_pairs_are_a_record(repository, capsys):
     planned = drawn_order(6)
-    assert (
-        len({tuple(side for _, _, side in planned[at : at + 4]) for at in range(0, 12, 4)}) > 1
-    )  # orders differ
     (repository.root / "stop").write_text(f"{planned[2]} failed")
-    status, out, err = call(repository, capsys, *words)
-    assert status == 2
-    assert re.search(
-        rf"run ab-\S+-{planned[2]} ended with exit status 1; see .*console.txt, and call again", err
-    )
-    assert "This executes 12 runs of train_gpt.py" in out and out.count("val_loss") == 2
-    status, out, err = call(repository, capsys, *words)
+    status, out, err = call(repository, capsys, "ab", "--runs", 6, "--yes")
+    assert status == 2 and out.count("val_loss") == 2
+    assert re.search(rf"-{planned[2]} ended with exit status 1: 'it broke'; .*console.txt has", err)
+    assert "This executes 12 runs of train_gpt.py and of the code of " in out
+    assert re.search(r"^train_gpt.py differs from \S+_First: 1 lines added, 1 removed; ", out, re.M)
+    status, out, err = call(repository, capsys, "ab", "--runs", 6, "--yes")
     assert status == 0, out + err
-    assert out.count("(was there)") == 2 and "min to go" in out and '"device"' in out
+    assert out.count("(was there)") == 2 and "min to go" in out
     assert [run for run, _ in made.order_of(repository)] == [*planned[:3], *planned[2:]]
-    assert re.search(r"^time A - B: -\d\.\d\d s \(-\d.* to -\d.*\)$", out, re.MULTILINE), out
-    assert re.search(
-        r"^in relation to B: wall time -\d\d.\d % \(.*\); fastest parts -\d\d.\d %$", out, re.M
-    ), out
-    assert re.search(r"^that A is faster: p = 0.0046: shown, by wall time$", out, re.MULTILINE), out
-    assert re.search(
-        r"^loss A - B: -0\.0\d+ \(95%: .*\), p = \S+: A is lower$", out, re.MULTILINE
-    ), out
-    assert re.search(r"^in steps: A's loss is that of B \+0\.5 steps later", out, re.MULTILINE), out
-    logs = repository.root / "logs"
-    assert (
-        not list(logs.glob("ab-*-n6-*/*.pt"))
-        and len(list(logs.glob(f"ab-*-n6/*-{planned[2]}.stopped-*"))) == 1
+    assert re.search(r"^time of A in relation to B: -\d\d\.\d % \(-\d.* to -\d.*\)$", out, re.M), (
+        out
     )
-    assert len(list(logs.glob("ab-*-n6-*a"))) == len(list(logs.glob("ab-*-n6-*b"))) == 6
+    assert re.search(r"^that A is faster: p = 0.0046: shown, 0.01 is needed$", out, re.M), out
+    assert re.search(r"^loss A - B: -0\.0\d+ \(-0.0\d+ to -0.0\d+\)$", out, re.M), out
+    assert not list((repository.root / "logs").glob("ab-*-n6-*/*.pt"))
+    starts = {run.run[-3:]: run.start for run in runs_in(repository, "ab-*")}
+    assert starts.pop(planned[2]) == 2 and set(starts.values()) == {1}
+    status, out, err = call(repository, capsys, "submit", "--name", "Faster", "--by", "Me")
+    assert status == 0, out + err
+    assert "- Record: `records/nano/" in out and ", by Me\n" in out
+    assert "made records/nano/" in out and "[x]" not in out
 
 
 def test_runs_of_a_pair_share_a_seed_that_follows_from_the_code(repository, capsys):
-    """And their place in the batch; a run that is started again has the same; the parent's own code
-    counts nothing."""
-    (repository.root / "stop").write_text(f"{drawn_order(3)[-1]} failed")
-    words = ("ab", repository.root / "logs" / "other", "--runs", 3, "--yes", "--compare")
-    assert call(repository, capsys, *words)[0] == 2 and call(repository, capsys, *words)[0] == 0
+    assert call(repository, capsys, "ab", "--runs", 2, "--yes")[0] == 0
+    runs = runs_in(repository, "ab-*")
     code = made.sha_of(made.fake_trainer())
-    for run in logs_of(repository, "ab"):
-        number, again = int(run.run[-3:-1]), run.run[-3:] == drawn_order(3)[-1]
-        assert run.batch == Batch(1, number, 3, 2 if again else 1)
-        assert run.seed == run.batch.seed(code)
-    entries = Ledger(repository.root / "logs" / "runs.jsonl").read()
-    assert [entry["code"] for entry in entries] == [["nano", code]] * 7
-    assert len({run.seed for run in logs_of(repository, "ab")}) == 3
+    assert [run.seed for run in runs] == [stats.seed_of(code, 1, n) for n in (1, 1, 2, 2)]
+    told = dict(made.order_of(repository))
+    assert told == {"01a": "1:1/2:1", "01b": "1:1/2:1", "02a": "1:2/2:1", "02b": "1:2/2:1"}
 
 
-def test_the_draw_of_a_pair_is_fixed_for_all_time():
-    """Or records would become invalid: the first bytes of a sha256, worked out by hand here."""
-    digest = hashlib.sha256(b"c0de:2:3").digest()
-    seed = sum(byte << 8 * at for at, byte in enumerate(digest[:4]))
-    assert Batch(2, 3, 8, 1).seed("c0de") == Batch(2, 3, 12, 5).seed("c0de") == seed
-    place = int.from_bytes(hashlib.sha256(b"c0de:2:order:3").digest()[:4], "little") % 6
-    block = order_of_pairs("c0de", 2, 8)[4:8]
-    assert (
-        "".join(side for side, _ in block)
-        == ("aabb", "abab", "abba", "baab", "baba", "bbaa")[place]
-    )
-    assert (
-        [number for side, number in block if side == "a"]
-        == [number for side, number in block if side == "b"]
-        == [3, 4]
-    )
-
-
-def test_orders_of_blocks_are_equally_frequent():
-    order = "".join(side for side, _ in order_of_pairs("c0de", 1, 1200))
-    counts = Counter(order[at : at + 4] for at in range(0, 2400, 4))
-    assert len(counts) == 6 and all(
-        65 < count < 135 for count in counts.values()
-    )  # of 600; standard deviation 9
-    places = order_of_pairs("c0de", 1, 7)
-    assert len(places) == len(set(places)) == 14 and {number for _, number in places[-2:]} == {
-        7
-    }  # a pair is left over
-
-
-def test_another_batch_of_pairs_has_other_seeds(repository, capsys):
-    for pairs in (2, 3):
-        words = ("ab", repository.root / "logs" / "other", "--runs", pairs, "--yes", "--compare")
-        assert call(repository, capsys, *words)[0] == 0
-    runs = logs_of(repository, "ab")
-    assert (
-        sorted({run.batch.number for run in runs}) == [1, 2]
-        and len({run.seed for run in runs}) == 5
-    )
-    assert [run for run, _ in made.order_of(repository)] == drawn_order(2) + drawn_order(3, batch=2)
-
-
-def test_pairs_that_were_stopped_do_not_bind_the_parent(repository, capsys):
-    """The idea changes after a run of the baseline; another number of pairs is begun with the new
-    code."""
-    other = repository.root / "logs" / "other"
-    (repository.root / "stop").write_text(f"{drawn_order(8)[1]} failed")
-    assert call(repository, capsys, "ab", other, "--runs", 8, "--yes", "--compare")[0] == 2
+def test_a_script_has_one_batch(repository, capsys):
+    """With another number of runs it would have another try."""
+    assert call(repository, capsys, "ab", "--runs", 2, "--yes")[0] == 0
+    for words in (["ab", "--runs", 3, "--yes"], ["run", "--runs", 2]):
+        status, _, err = call(repository, capsys, *words)
+        assert status == 2 and "finish these, or change it" in err
     (repository.root / "train_gpt.py").write_text(made.fake_trainer(loss=0.79))
-    status, out, err = call(repository, capsys, "ab", other, "--runs", 5, "--yes", "--compare")
-    assert status == 0, out + err
-    assert len(logs_of(repository, "ab-*-n5")) == 10
+    assert call(repository, capsys, "ab", "--runs", 3, "--yes")[0] == 0
 
 
-def test_a_script_without_the_field_is_told_no_place(repository, capsys):
-    add_other(repository, made.fake_trainer("", loss=0.85))
-    assert (
-        call(
-            repository,
-            capsys,
-            "ab",
-            repository.root / "logs" / "other",
-            "--runs",
-            2,
-            "--yes",
-            "--compare",
-        )[0]
-        == 0
-    )
-    told = sorted(made.order_of(repository))
-    assert told == [("01a", "1:1/2:1"), ("01b", "-"), ("02a", "1:2/2:1"), ("02b", "-")]
+def test_another_script_is_compared_and_does_not_count(repository, capsys):
+    other = repository.root / "other.py"
+    other.write_text(made.fake_trainer(loss=0.85))
+    status, out, err = call(repository, capsys, "ab", other, "--runs", 2, "--yes")
+    assert status == 0 and "To claim it" not in out, out + err
+    assert {told for _, told in made.order_of(repository)} == {"-"}
+    status, _, err = call(repository, capsys, "submit", "--name", "Faster", "--by", "Me")
+    assert status == 2 and "0 batches of runs of train_gpt.py" in err
 
 
-def test_reproduced_runs_do_not_count(repository, capsys):
-    """Their seeds are fresh, and kept for the case that they are stopped."""
-    add_other(repository, made.fake_trainer())
-    words = ("reproduce", repository.root / "logs" / "other", "--runs", 2, "--yes")
-    assert call(repository, capsys, *words)[0] == 0
-    assert made.order_of(repository) == [("01r", "-"), ("02r", "-")]
-    assert not (repository.root / "logs" / "runs.jsonl").exists()
-    runs = logs_of(repository, "reproduce")
-    runs[1].path.unlink()
-    assert call(repository, capsys, *words)[0] == 0
-    assert [run.seed for run in runs] == [run.seed for run in logs_of(repository, "reproduce")]
-    assert runs[0].seed != runs[1].seed
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_ends_after_the_run_at_hand_and_a_second_one_at_once(repository, capsys, presses):
+    first, *_ = drawn_order(2)
+    (repository.root / "stop").write_text(f"{first} interrupted{presses}")
+    status, out, err = call(repository, capsys, "ab", "--runs", 2, "--yes")
+    assert "will end after this run; Ctrl-C again ends it now" in out
+    if presses == 1:
+        assert status == 2 and "ended after 1 of 4 runs, as asked; the same command" in err
+        assert out.count("val_loss") == 1
+    else:
+        assert status == 130 and "interrupted; the same command goes on" in err
+        assert not out.count("val_loss")
+    assert call(repository, capsys, "ab", "--runs", 2, "--yes")[0] == 0
+    assert {run.run[-3:]: run.start for run in runs_in(repository, "ab-*")}[first] == presses
 
 
-def test_ab_on_another_machine_is_refused(repository, capsys):
-    words = ("ab", repository.root / "logs" / "other", "--runs", 2, "--yes", "--compare")
-    assert call(repository, capsys, *words)[0] == 0
-    path = next((repository.root / "logs").glob("ab-*/machine.json"))
-    path.write_text(json.dumps({"device": "another"}))
-    status, _, err = call(repository, capsys, *words)
-    assert status == 2 and "another machine's" in err
+def test_a_refusal_before_the_header_is_no_start(repository, capsys):
+    first, *_ = drawn_order(2)
+    (repository.root / "stop").write_text(f"{first} refused")
+    status, _, err = call(repository, capsys, "ab", "--runs", 2, "--yes")
+    assert status == 2 and "'status:error no data'" in err
+    assert call(repository, capsys, "ab", "--runs", 2, "--yes")[0] == 0
+    assert {run.start for run in runs_in(repository, "ab-*")} == {1}
+
+
+def test_two_at_once_are_refused(repository, capsys):
+    with open(repository.root / "logs" / "records.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        status, _, err = call(repository, capsys, "ab", "--runs", 2, "--yes")
+    assert status == 2 and "another `python -m records` is making runs here" in err
+    assert not (repository.root / "order.txt").exists()
+
+
+def test_another_machine_is_refused(repository, capsys):
+    assert call(repository, capsys, "ab", "--runs", 2, "--yes")[0] == 0
+    path = next((repository.root / "logs").glob("ab-*/plan.json"))
+    plan = json.loads(path.read_text())
+    plan["machine"]["device"] = "another"
+    path.write_text(json.dumps(plan))
+    status, _, err = call(repository, capsys, "ab", "--runs", 2, "--yes")
+    assert status == 2 and "the runs there are another machine's" in err
 
 
 def test_code_runs_only_with_consent(repository, capsys, monkeypatch):
-    other = repository.root / "logs" / "other"
-    for command in ("ab", "reproduce"):
-        status, out, err = call(
-            repository, capsys, command, other, *["--compare"] * (command == "ab")
-        )
+    for words in (["ab"], ["reproduce", tip(repository)]):
+        status, out, err = call(repository, capsys, *words)
         assert status == 2 and "This executes " in out and "nothing was run; add --yes" in err
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("builtins.input", lambda prompt: "no")
-    assert "not confirmed: nothing was run" in call(repository, capsys, "reproduce", other)[2]
+    assert "not confirmed: nothing was run" in call(repository, capsys, "ab")[2]
     assert not (repository.root / "order.txt").exists()
     monkeypatch.setattr("builtins.input", lambda prompt: "yes")
-    assert call(repository, capsys, "reproduce", other, "--runs", 2)[0] == 0
+    assert call(repository, capsys, "ab", "--runs", 2)[0] == 0
 
 
 @pytest.mark.parametrize("count", [-1, 0, 1, 101])
 def test_number_of_runs_has_bounds(repository, capsys, count):
-    other = repository.root / "logs" / "other"
-    for words in (["ab", other, "--yes"], ["reproduce", other, "--yes"], ["run"]):
+    for words in (["ab", "--yes"], ["reproduce", tip(repository), "--yes"], ["run"]):
         status, _, err = call(repository, capsys, *words, "--runs", count)
-        assert (
-            status == 2
-            and err
-            == f"records: --runs {count}: takes at least 2, for statistics, and at most 100\n"
-        )
-
-
-def test_report_of_an_undecided_comparison():
-    values = [(0.87, 60_000), (0.88, 61_000), (0.875, 60_500), (0.874, 60_100)]
-    a, b = (
-        [
-            SimpleNamespace(
-                val_loss=loss, train_time_ms=time_ms, steps=1, curves={"val": [], "train": []}
-            )
-            for loss, time_ms in side
-        ]
-        for side in (values, values[::-1])
-    )
-    for run in (*a, *b):
-        run.cpu_time_ms, run.world_size, run.device = 2 * run.train_time_ms, 1, "CPU x2"
-    text = experiment.ab_report(a, b, speed_figures([*zip(a, b, strict=True)], 4, 0.005), 0.005)
-    assert "time A - B: +0.00 s" in text and "pairs would not tell" in text
-    assert "that A is faster: p = 1: not shown, at most 0.005 is needed" in text
-    assert "in steps: cannot be told" in text
+        assert status == 2
+        assert err == f"records: --runs {count}: takes 2, for statistics, to 100\n"
+    status, _, err = call(repository, capsys, "ab", "--yes", "--runs", 17)
+    assert status == 2 and "--runs 17: pairs are at most 16" in err
 
 
 # ----- what submit would refuse is told first
 
 
-def test_ab_is_against_the_last_record_unless_another_is_named(tmp_path, capsys):
-    repository = made.make_repository(tmp_path)
-    (tmp_path / "train_gpt.py").write_text(made.fake_trainer())
-    status, _, err = call(repository, capsys, "ab", "--runs", 2, "--yes")
-    assert status == 2 and "track nano has no record to compare with" in err
-    made.add_first(repository)
-    last = made.add_faster(repository)
-    for words in ([], [last]):
-        status, out, err = call(repository, capsys, "ab", *words, "--runs", 2)
-        assert (
-            status == 2 and "nothing was run; add --yes" in err and f"of the code in {last}" in out
-        )
-
-
 @pytest.mark.parametrize(
     "script, reason",
     [
-        (lambda: made.source_of("second"), "is the code of .*_Faster; change it first"),
+        (
+            lambda: made.fake_trainer(loss=0.85, time=150),
+            "is the code of .*_First; change it first",
+        ),
         (lambda: made.fake_trainer(target_loss=1.5), "target_loss is 1.5, by the rules 0.88"),
         (lambda: made.fake_trainer(val_tokens=1024), "val_tokens is 1024, by the rules 1048576"),
-        (lambda: made.fake_trainer(""), "Config has no field run_of"),
+        (lambda: made.fake_trainer(""), "run_of is 'not there', by the rules ''"),
         (lambda: "print(1)\n", "its tracks cannot be read from the source"),
+        (
+            lambda: made.fake_trainer() + "\nimport tests\n",
+            "imports tests, whose text no log holds",
+        ),
+        (lambda: made.fake_trainer() + "\n(", "the script is no Python"),
+        (lambda: made.source_of("x", tracks=lambda config: ""), "its tracks cannot be read"),
     ],
 )
-def test_runs_of_which_no_record_can_come_are_refused_first(tmp_path, capsys, script, reason):
-    repository = made.make_repository(tmp_path)
-    made.add_first(repository)
-    last = made.add_faster(repository)
-    (tmp_path / "train_gpt.py").write_text(script())
-    for words in (["run", "--runs", 2], ["ab", last, "--runs", 2, "--yes"]):
+def test_runs_of_which_no_record_can_come_are_refused_first(repository, capsys, script, reason):
+    (repository.root / "train_gpt.py").write_text(script())
+    for words in (["run", "--runs", 2], ["ab", "--runs", 2, "--yes"]):
         status, out, err = call(repository, capsys, *words)
-        assert status == 2 and re.search(reason, err) and "submit would refuse the runs" in err, (
-            out + err
-        )
-    assert not (tmp_path / "order.txt").exists() and not (tmp_path / "logs" / "runs.jsonl").exists()
+        assert status == 2 and re.search(reason, err), out + err
+    assert not (repository.root / "order.txt").exists()
+
+
+def test_a_track_without_a_record_is_told(repository, capsys):
+    status, _, err = call(repository, capsys, "ab", "--track", "nono", "--yes")
+    assert status == 2 and "--track 'nono': is none of nano" in err
+    empty = made.make_repository(repository.root / "empty")
+    (empty.root / "train_gpt.py").write_text(made.fake_trainer())
+    status, _, err = call(empty, capsys, "ab", "--yes")
+    assert status == 2 and "track nano has no record to compare with; make the first one" in err
 
 
 def test_a_field_that_the_rules_fix_is_asked_for_first(repository, capsys):
@@ -290,21 +221,6 @@ def test_a_field_that_the_rules_fix_is_asked_for_first(repository, capsys):
         (repository.root / "train_gpt.py").write_text(made.fake_trainer(**changes))
         status, _, err = call(ruled, capsys, "run", "--runs", 2)
         assert status == 2 and f"ngram_orders is {shown}, by the rules [2]" in err
-    (repository.root / "train_gpt.py").write_text(made.fake_trainer(ngram_orders=(2,)))
-    assert call(ruled, capsys, "run", "--runs", 2)[0] == 0
-
-
-def test_what_is_not_the_last_record_is_compared_only_when_asked(repository, capsys):
-    other = repository.root / "logs" / "other"
-    status, _, err = call(repository, capsys, "ab", other, "--runs", 2, "--yes")
-    assert (
-        status == 2 and "has no record yet; make the first one with `python -m records run`" in err
-    )
-    folder = made.add_first(repository)
-    status, _, err = call(repository, capsys, "ab", other, "--runs", 2, "--yes")
-    assert status == 2 and f"is not the code of {folder.name}, the last of the track's chain" in err
-    status, out, _ = call(repository, capsys, "ab", other, "--runs", 2, "--yes", "--compare")
-    assert status == 0 and "note: no record will come of this: " in out
 
 
 def test_another_corpus_is_refused_first(repository, capsys):
@@ -317,168 +233,89 @@ def test_another_corpus_is_refused_first(repository, capsys):
 # ----- reproduce
 
 
+def test_reproduced_runs_do_not_count(repository, capsys):
+    """Their seeds are fresh, and kept for the case that they are stopped."""
+    words = ("reproduce", tip(repository), "--runs", 2, "--yes")
+    status, out, err = call(repository, capsys, *words)
+    assert status == 0, out + err
+    assert re.search(r"^loss reproduced: (yes|undecided), n = 2: mean loss 0.85", out, re.M), out
+    assert re.search(r"^time: 0\.\d s on fake, world size 1, .*0\.\d s on fake", out, re.M)
+    assert "What no run shows: whether the code reads validation text" in out
+    assert made.order_of(repository) == [("01", "-"), ("02", "-")]
+    runs = runs_in(repository, "reproduce-*")
+    assert runs[0].seed != runs[1].seed
+    runs[1].path.unlink()
+    assert call(repository, capsys, *words)[0] == 0
+    assert [run.seed for run in runs] == [run.seed for run in runs_in(repository, "reproduce-*")]
+
+
 def test_a_clock_that_is_ahead_of_the_wall_is_told(repository, capsys):
     """A script that trains for no time and claims a minute."""
-    other = repository.root / "logs" / "other"
-    add_other(repository, made.fake_trainer().replace("time.sleep(took / 1000)", "took += 60_000"))
-    for words in (
-        ["reproduce", other, "--runs", 2, "--yes"],
-        ["ab", other, "--runs", 2, "--yes", "--compare"],
-    ):
-        status, out, err = call(repository, capsys, *words)
-        assert status == 2 and re.search(
-            r"its log says 60\.\d s of training, .* lived for .* clock is wrong", err
-        )
-
-
-@pytest.mark.parametrize(
-    "old, new, reason",
-    [
-        ("local:ok", "local:FAILED", "validity gate local is 'FAILED'"),
-        ("shards:ok", "shards:unknown", "shards: 'unknown'"),
-        ("tokens:2048", "tokens:20", "20 tokens in the final line; the schedule takes 2048"),
-        (
-            '"steps": 2, "micro',
-            '"steps": 2, "init_from": "best", "micro',
-            "init_from is 'best' in the config line",
-        ),
-        ("comms: none", "started_from: best", "lines begin with 'started_from'"),
-    ],
-)
-def test_reproduced_runs_are_judged_like_others(repository, capsys, old, new, reason):
-    source = (
-        made.fake_trainer().replace(old, new).replace(old.replace('"', "'"), new.replace('"', "'"))
-    )
-    assert new in source or new.replace('"', "'") in source
-    add_other(repository, source)
-    status, out, err = call(
-        repository, capsys, "reproduce", repository.root / "logs" / "other", "--runs", 2, "--yes"
-    )
-    assert status == 0, err
-    assert re.search(f"^loss reproduced: no, n = 2: .*{re.escape(reason)}", out, re.MULTILINE), out
-
-
-def test_reproduce_says_what_it_cannot_see(repository, capsys):
-    add_other(repository, made.fake_trainer())
-    _, out, _ = call(
-        repository, capsys, "reproduce", repository.root / "logs" / "other", "--runs", 2, "--yes"
-    )
-    assert re.search(
-        r"^time: 0\.1 s here \(\d\.\d s with all that is not timed\), ", out, re.MULTILINE
-    ), out
-    assert (
-        "What no run shows: whether the code reads validation text, slows its clock or fakes its "
-        "gates." in out
-    )
-
-
-@pytest.mark.parametrize(
-    "losses, answer",
-    [
-        ([0.870, 0.871, 0.8705, 0.8702], "yes"),
-        ([0.890, 0.891, 0.8905, 0.8902], "no"),  # above the target
-        ([0.8785, 0.8786, 0.8787, 0.8785], "no"),  # below the target, but not what was claimed
-        ([0.870, 0.89], "undecided"),
-    ],
-)
-def test_verdict(losses, answer):
-    assert experiment.verdict(losses, [0.8701, 0.8703, 0.8708, 0.8699], 0.88)[0] == answer
-
-
-def test_verdict_says_how_many_runs_would_tell():
-    assert re.search(
-        r"about --runs \d+ would tell",
-        experiment.verdict([0.870, 0.885, 0.874], [0.87, 0.88], 0.88)[1],
-    )
-
-
-# ----- statistics
-
-
-def test_t_test_against_textbook_values():
-    values = [
-        5.1,
-        4.9,
-        5.0,
-        4.8,
-        4.7,
-    ]  # mean 4.9, std 0.158114, t = -1.414214 against 5.0 with 4 degrees of freedom
-    assert stats.p_below(values, 5.0) == pytest.approx(0.1150998, abs=1e-6)
-    assert stats.interval(values) == pytest.approx((4.9, 4.703676, 5.096324), abs=1e-5)
-    assert stats.p_below([1.0], 5.0) == 1.0
-    assert (
-        stats.p_below([1.0, 1.0], 5.0) == stats.p_below([5.0, 5.0], 5.0) == 1.0
-    )  # nothing follows without any spread
-    assert (
-        stats.p_worse([2.0, 2.1, 2.2], [1.0, 1.1, 1.2])
-        < 0.001
-        < 0.9
-        < stats.p_worse([1.0, 1.1], [2.0, 2.1])
-    )
-    assert stats.p_worse([2.0, 2.0], [1.0, 1.0]) == stats.p_worse([1.0], [2.0, 2.0]) == 1.0
-
-
-def test_runs_needed_hold_what_they_promise():
-    """Power of the proposed number, by simulation: at least 80 %, and less with two runs fewer."""
-    import numpy as np
-
-    difference = [0.4, -0.2, 0.9, 0.1, 0.3]
-    mean, std = stats.mean_and_std(difference)
-    count, rng = stats.runs_needed(difference), np.random.default_rng(0)
-
-    def power(n):
-        sample = rng.normal(mean, std, (4000, n))
-        return np.mean(
-            sample.mean(1) * n**0.5 / sample.std(1, ddof=1) > stats.stats.t.ppf(0.99, n - 1)
-        )
-
-    assert power(count) > 0.78 and power(count - 2) < 0.8
-    assert stats.runs_needed([1.0, 1.0]) == stats.LEAST_PAIRS and stats.runs_needed([1.0]) is None
-    assert stats.runs_needed([1.0, -1.0]) is None and stats.runs_needed([1.0, -0.9999]) is None
+    script = made.fake_trainer().replace("time.sleep(took / 1000)", "took += 60_000")
+    (repository.root / "train_gpt.py").write_text(script)
+    status, _, err = call(repository, capsys, "run", "--runs", 2)
+    assert status == 2
+    assert re.search(r"its log says 60\.\d s of training, .* lived for .* clock is wrong", err)
 
 
 # ----- diff
 
 
-def side(source, seed=1, **config):
-    return Side(
-        "x", source, {"seed": seed, "steps": 3, **config}, "nano", (SimpleNamespace(seed=seed),)
+def test_diff_knows_the_last_record(repository, capsys):
+    status, out, _ = call(repository, capsys, "diff")
+    assert status == 0 and f"--- {tip(repository).name}\n+++ train_gpt.py" in out
+    assert "+LOSS, TIME = 0.8, 50\n" in out
+    assert out.endswith("1 lines added, 1 removed; configuration of nano: no field\n")
+    assert (
+        call(repository, capsys, "diff", tip(repository))[1].replace(
+            str(tip(repository)), tip(repository).name
+        )
+        == out
     )
+    log = next((repository.root / "logs").glob("run-*-01"))
+    assert "0 lines added, 0 removed" in call(repository, capsys, "diff", tip(repository), log)[1]
+    stored = next((tip(repository) / "logs").iterdir())
+    status, _, err = call(repository, capsys, "diff", stored)
+    assert status == 2 and "a record's log holds no script; name the record's folder" in err
 
 
-def test_diff_counts_lines_and_fields():
-    text = describe(side("a = 1\nb = 2\n"), side("b = 2\na = 3\nc = 4\n", steps=5, width=[[0, 1]]))
-    assert text.startswith("--- x\n+++ x\n@@ ") and "+c = 4" in text
-    assert "| steps | 3 | 5 |" in text and "| width | null | &#91;&#91;0, 1&#93;&#93; |" in text
-    assert text.endswith("code: 2 lines added, 1 removed; configuration: 2 fields differ")
+def test_diff_names_the_fields_that_changed(repository, capsys):
+    (repository.root / "train_gpt.py").write_text(helpers.TRAINER.read_text())
+    status, out, _ = call(repository, capsys, "diff")
+    steps = train_gpt.TRACKS["nano"].steps
+    assert status == 0 and f"| steps | 2 | {steps} |" in out and '"' in out
+    before, after = made.source_of(), made.source_of(steps=70, seed=3)
+    assert config_changes(before, after, "nano") == {"steps": [60, 70]}
 
 
-def test_seed_only_differences_are_called_so():
-    assert seed_only('seed: int = knob(-1, "x")\n', 'seed: int = knob(7, "x")\n')
-    assert not seed_only("seed = 1\nlr = 2\n", "seed = 1\nlr = 3\n") and not seed_only("a\n", "a\n")
-    assert describe(side("seed = 1\n"), side("seed = 2\n")).endswith("a seed-only difference")
-    assert describe(side("a\n", seed=1), side("a\n", seed=2)).endswith("a seed-only difference")
-    assert describe(side("a\n"), side("a\n")).endswith("no difference")
-    assert describe(side("seed = 1\n"), side("seed = 2\n", steps=9)).endswith("1 fields differ")
+# ----- plot
+
+THEIRS = f"""import torch
+    print(f"step:{{step}}/{{steps}} val_loss:{{loss:.4f}}")
+{"=" * 100}
+step:0/300 val_loss:10.8258 train_time:0ms step_avg:nanms
+step:125/300 val_loss:4.6104 train_time:11.25s step_avg:90.00ms
+step:300/300 val_loss:3.2791 train_time:27000ms step_avg:90.00ms
+"""
 
 
-def test_diff_of_a_source_full_of_seeds_takes_no_time():
-    """It took minutes when the expression looked from each word to the end of the file."""
-    text = "seed " * 200_000
-    assert not seed_only(text, text + "x") and seed_only(f"{text}1", f"{text}2")
-
-
-def test_diff_leaves_out_what_changes_no_result():
-    before = {"seed": 1, "steps": 3, "run_of": "1:2/8:1", "run_id": "a"}
-    assert config_changes(before, {"seed": 2, "steps": 4, "run_of": "1:1/8:1", "run_id": "b"}) == {
-        "steps": [3, 4]
-    }
-
-
-def test_diff_against_the_working_script(tmp_path, capsys):
-    repository = made.make_repository(tmp_path)
-    (tmp_path / "train_gpt.py").write_text(helpers.TRAINER.read_text())
-    folder = made.add_first(repository)
-    status, out, _ = call(repository, capsys, "diff", folder)
-    assert status == 0 and "-raise SystemExit('executed')" in out and "+++ train_gpt.py" in out
-    assert f"| steps | 60 | {train_gpt.TRACKS['nano'].steps} |" in out
+def test_plot_draws_records_runs_and_other_trainers_logs(repository, tmp_path, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "matplotlib.axes.Axes.plot",
+        lambda axes, xs, ys, **style: drawn.append((list(xs), list(ys), style["label"])) or [],
+    )
+    (tmp_path / "theirs.log").write_bytes(THEIRS.encode() + b"\xff\x1b[2J\0\n")
+    run = next((tmp_path / "logs").glob("run-*-01"))
+    out = tmp_path / "new" / "plot.png"
+    words = [tip(repository), run, tmp_path / "theirs.log"]
+    assert call(repository, capsys, "plot", *words, "--out", out)[0] == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert len(drawn) == 4 * (3 + 1 + 1)
+    assert ([0.0, 11.25, 27.0], [10.8258, 4.6104, 3.2791], None) in drawn
+    assert {label for *_, label in drawn} == {tip(repository).name, run.name, "theirs.log", None}
+    (tmp_path / "odd.log").write_text("nothing\n")
+    os.mkfifo(tmp_path / "pipe.log")
+    for name, reason in (("odd.log", "holds no line `step"), ("pipe.log", "no regular file")):
+        status, _, err = call(repository, capsys, "plot", tmp_path / name, "--out", out)
+        assert status == 2 and reason in err and err.count("\n") == 1
