@@ -80,6 +80,7 @@ STAGE_FIELDS = {field.name for field in dataclasses.fields(train_gpt.Stage)}
 RICH = {
     **{name: value for name, value in TINY.items() if name not in STAGE_FIELDS},
     "steps": 20,
+    "micro_batch_tokens": 128,
     "stages": (
         {
             "start": 0.0,
@@ -104,6 +105,17 @@ RICH = {
     **INDEX,
     **LAYERED,
 }
+
+
+GATE_PLACES = train_gpt.GATE_PLACES
+MATMUL_RATE = train_gpt.matmul_rate
+
+
+def spare_runs():
+    """Runs of this process, and of ranks that are forked from it, look at few places in their gates
+    and measure no products; those that test either put it back. `auto` is float32 then."""
+    train_gpt.GATE_PLACES = 2
+    train_gpt.matmul_rate = lambda device, dtype, size: 1e11
 
 
 def tiny_config(**changes):

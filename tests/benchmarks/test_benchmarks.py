@@ -13,6 +13,8 @@ import train_gpt
 from benchmarks import common, gpu_checks
 from benchmarks import nano_vs_baseline as versus
 
+pytestmark = pytest.mark.slow
+
 
 def tiny(**changes):
     values = {**common.TINY, "device": "cpu", "dtype": "float32", "seed": 1, **changes}

@@ -9,6 +9,8 @@ import train_gpt
 from benchmarks import copies
 from helpers import INDEX, NO_TABLE, byte_documents, slow_row, tiny_config
 
+pytestmark = pytest.mark.slow
+
 ROWS = 2**31 - 1
 
 

@@ -12,6 +12,8 @@ import train_gpt
 from benchmarks import batched_qr, common, optimizer_rules, optimizer_step
 from helpers import TINY, arguments, make_trainer
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

@@ -13,6 +13,8 @@ from benchmarks import osft_projection as osft
 from helpers import TINY, assert_bitwise
 from ranks import on_ranks
 
+pytestmark = pytest.mark.slow
+
 # (N, M, k_h, k_l) of the matrices of a case. Five rows go 2, 2, 1, 0 over four ranks, one row goes
 # 1, 0, 0, 0.
 FACTORS = {

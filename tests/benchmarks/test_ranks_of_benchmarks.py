@@ -11,6 +11,8 @@ import benchmarks
 from benchmarks import common, osft_projection
 from helpers import ROOT, environment
 
+pytestmark = pytest.mark.slow
+
 WITHOUT_RANKS = {"__init__", "common", "readme", "records_power", "records_verify"}
 SCRIPTS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - WITHOUT_RANKS)
 

@@ -9,6 +9,8 @@ from benchmarks import trajectories
 from helpers import TRAINER
 from train_gpt import TRACKS
 
+pytestmark = pytest.mark.slow
+
 NESTEROV = """direction = grad.lerp(state["momentum"], hyper.momentum)
     orthogonal_step"""  # of Muon alone
 LOSSES = [5.0, 4.0, 3.9]  # of two steps and a validation

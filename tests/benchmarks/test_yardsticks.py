@@ -17,6 +17,8 @@ import train_gpt
 from benchmarks import common, yardsticks
 from records.log import Point
 
+pytestmark = pytest.mark.slow
+
 
 def training_text():
     """Python sources, each after end-of-text."""

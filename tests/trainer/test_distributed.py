@@ -462,6 +462,7 @@ def test_ranks_may_start_at_different_times(tiny, tmp_path):
 # ----- the launcher
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks_of_which_one_writes(tiny, tmp_path):
     run = run_trainer(tmp_path, {**tiny, "run_id": "launched"}, world_size=2)
     assert run.code == 0, run.stdout + run.stderr
@@ -472,6 +473,7 @@ def test_torchrun_starts_ranks_of_which_one_writes(tiny, tmp_path):
     assert list(run.train_losses) == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_ended_ends_its_ranks_in_order(tiny, tmp_path):
     values = {**tiny, "steps": 1000, "epochs": 100, "run_id": "ended"}
     with started(tmp_path, values, world_size=2) as process:
