@@ -75,7 +75,7 @@ LAYERED = {
 }
 
 # A run in which every number of a stage changes on the way, and with all kinds of rows and layers;
-# twelve micro-batches suit 1, 2, 3 and 4 ranks.
+# six micro-batches suit 1, 2 and 3 ranks.
 STAGE_FIELDS = {field.name for field in dataclasses.fields(train_gpt.Stage)}
 RICH = {
     **{name: value for name, value in TINY.items() if name not in STAGE_FIELDS},
@@ -84,14 +84,14 @@ RICH = {
     "stages": (
         {
             "start": 0.0,
-            "micro_batches": 12,
+            "micro_batches": 6,
             "document_cap": 96,
             "windows": (32, 64),
             "mtp_weights": (1.0, 0.5),
         },
         {
             "start": 0.5,
-            "micro_batches": 12,
+            "micro_batches": 6,
             "document_cap": 192,
             "windows": (64, 128),
             "mtp_weights": (1.0,),

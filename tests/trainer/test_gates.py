@@ -42,9 +42,9 @@ VAL = validation_text()
 
 
 @pytest.fixture(autouse=True)
-def places(monkeypatch):
-    """As many as in a run that somebody starts."""
-    monkeypatch.setattr(train_gpt, "GATE_PLACES", GATE_PLACES)
+def few_places(monkeypatch):
+    """Half as many as in a run that somebody starts."""
+    monkeypatch.setattr(train_gpt, "GATE_PLACES", GATE_PLACES // 2)
 
 
 def gated_trainer(runtime=None, **changes):
@@ -162,6 +162,7 @@ def places_of(gate, monkeypatch, val=VAL, **changes):
         return True
 
     monkeypatch.setattr(train_gpt, "depends_on_kept_alone", spy)
+    monkeypatch.setattr(train_gpt, "GATE_PLACES", GATE_PLACES)
     values = {"val_tokens": VAL_TOKENS, **changes}
     trainer = type("Trainer", (), {"config": tiny_config(**values)})
     assert train_gpt.GATES[gate](trainer, 4, val, 0.0)
@@ -196,12 +197,23 @@ def test_documents_are_kept_whole_and_alone(monkeypatch):
 # ----- cheating ones
 
 
-@pytest.mark.parametrize("name", cheats.CAUGHT)
-def test_a_cheat_is_caught(name, monkeypatch):
+def assert_caught(name, **changes):
+    """Most cheats show at a few places, and all of them at as many as a run's gates look at."""
     cheat, gates = cheats.CAUGHT[name]
-    trainer = gated_trainer(**INDEX, copy_reach=4096, shifted_layers=(0,))
-    cheat(trainer, monkeypatch)
-    assert failed(trainer) >= gates
+    for places in (4, GATE_PLACES):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train_gpt, "GATE_PLACES", places)
+            trainer = gated_trainer(**changes)
+            cheat(trainer, patch)
+            found = failed(trainer)
+        if found >= gates:
+            return
+    raise AssertionError(f"{name} fails {found or 'nothing'} instead of {gates}")
+
+
+@pytest.mark.parametrize("name", cheats.CAUGHT)
+def test_a_cheat_is_caught(name):
+    assert_caught(name, **INDEX, copy_reach=4096, shifted_layers=(0,))
 
 
 @pytest.mark.parametrize(
@@ -209,11 +221,8 @@ def test_a_cheat_is_caught(name, monkeypatch):
     ["attention_across_documents", "keys_shifted_from_the_document_before"]
     + ["keys_shifted_from_the_next_token", "smear_from_the_next_token"],
 )
-def test_a_cheat_is_caught_among_layers_of_all_kinds(name, monkeypatch):
-    cheat, gates = cheats.CAUGHT[name]
-    trainer = gated_trainer(**LAYERED)
-    cheat(trainer, monkeypatch)
-    assert failed(trainer) >= gates
+def test_a_cheat_is_caught_among_layers_of_all_kinds(name):
+    assert_caught(name, **LAYERED)
 
 
 def test_pairs_of_heads_that_see_the_document_before_are_caught(monkeypatch):
@@ -239,12 +248,9 @@ def test_pairs_of_heads_that_see_the_document_before_are_caught(monkeypatch):
     + ["losses_of_other_hidden_states", "training_that_is_taken_back"]
     + ["keys_shifted_from_the_document_before"],
 )
-def test_a_cheat_in_bfloat16_is_caught(name, monkeypatch):
+def test_a_cheat_in_bfloat16_is_caught(name):
     """Where losses of single tokens may be off by much more."""
-    cheat, gates = cheats.CAUGHT[name]
-    trainer = gated_trainer(dtype="bfloat16", shifted_layers=(0,))
-    cheat(trainer, monkeypatch)
-    assert failed(trainer) >= gates
+    assert_caught(name, dtype="bfloat16", shifted_layers=(0,))
 
 
 def test_one_place_shows_what_a_model_remembers_of_it(monkeypatch):

@@ -292,7 +292,7 @@ def test_the_final_lines_agree_with_the_result(events, rich_run, rich):
     assert final[1] == f"{result['val_loss']:.5f}"
     assert result["val_loss"] == rich_run.metrics[-1]["val_loss"]
     assert int(final[2]) == pytest.approx(result["train_time_ms"], abs=1)
-    assert int(final[3]) == result["tokens"] == 20 * 12 * 128
+    assert int(final[3]) == result["tokens"] == 20 * 6 * 128
     assert int(final[4]) == max(result["peak_memory_mib_by_rank"]) > 50
     assert len(result["peak_memory_mib_by_rank"]) == 1
     rate = 1000 * result["tokens"] / result["train_time_ms"]
