@@ -112,8 +112,9 @@ run_tests() {
             exec "$venv_python" -m pytest --all "$@" ;;
         esac
     done
-    # Shared out among two processes, file by file, for what a file sets up stays in one.
-    exec "$venv_python" -m pytest tests --numprocesses=2 --dist=loadfile "$@"
+    # Shared out among two processes, file by file, for what a file sets up stays in one; in the order of
+    # tests/conftest.py.
+    exec "$venv_python" -m pytest tests --numprocesses=2 --dist=loadfile --no-loadscope-reorder "$@"
 }
 
 case ${1:-} in

@@ -4,6 +4,7 @@ read."""
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = (
@@ -44,6 +45,8 @@ def pytest_collection_modifyitems(config, items):
         unwanted.add("long")
     left_out = []
     kept = []
+    tests_of = Counter(item.path for item in items)
+    items.sort(key=lambda item: tests_of[item.path])  # files of few tests, which take long, first
     for item in items:
         marks = {name for name in SECONDS if item.get_closest_marker(name)}
         if not item.get_closest_marker("timeout"):
@@ -52,7 +55,7 @@ def pytest_collection_modifyitems(config, items):
         (left_out if marks & unwanted else kept).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = kept
+    items[:] = kept
 
 
 @pytest.fixture(scope="session")

@@ -84,7 +84,6 @@ def test_an_error_of_one_rank_alone_before_the_start_is_told(tiny, tmp_path, mon
     (tmp_path / "elsewhere").mkdir()
     first = ranks.train(tmp_path, {**tiny, "save_every": 2, "run_id": "one"})
     (first.folder / "result.json").unlink()
-    monkeypatch.setattr(ranks, "OWN_SECONDS", 5)
     monkeypatch.setattr(ranks, "LAST_SECONDS", 1)
     run = ranks.train(tmp_path, {"resume": "one"}, world_size=2, before=before)
     assert run.code == 2 and "status:error --resume one: no checkpoint" in run.stderr

@@ -379,10 +379,10 @@ def test_the_full_state_does_not_depend_on_the_world_size(world_size, results_of
 
 
 def trajectory(runtime, values):
-    """Ten steps of a run: this rank's part of each step's loss, the weights and the validation
+    """Six steps of a run: this rank's part of each step's loss, the weights and the validation
     loss at the end."""
     stages = tuple(stage | {"micro_batches": MICRO_BATCHES} for stage in values["stages"])
-    values = {**values, "stages": stages, "steps": 10}
+    values = {**values, "stages": stages, "steps": 6}
     config = train_gpt.with_values(train_gpt.TRACKS["nano"], values)
     trainer, corpus = Trainer(config, runtime), train_gpt.open_corpus(config)
     trainer.table.index.read(corpus.indexed)
@@ -403,14 +403,14 @@ def trajectory(runtime, values):
 
 
 @SEVERAL
-def test_ten_steps_do_not_depend_on_the_world_size(world_size, results_of):
+def test_six_steps_do_not_depend_on_the_world_size(world_size, results_of):
     """Every schedule changes on the way, the table has all kinds of rows, and three ranks share
     four passes over the validation tokens."""
     alone = results_of(1)[0]["trajectory"]
     results = [rank["trajectory"] for rank in results_of(world_size)]
     losses = [sum(parts) for parts in zip(*(result["losses"] for result in results), strict=True)]
-    assert len(losses) == 10 and losses == pytest.approx(alone["losses"], abs=1e-5)
-    assert losses[-1] < losses[0] - 0.5  # something was learned
+    assert len(losses) == 6 and losses == pytest.approx(alone["losses"], abs=1e-5)
+    assert losses[-1] < losses[0] - 0.3  # something was learned
     for result in results:
         assert result["val"] == pytest.approx(alone["val"], abs=1e-6)
         assert_bitwise(result["model"], results[0]["model"])

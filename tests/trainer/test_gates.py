@@ -136,7 +136,7 @@ def verdicts_of_rank(runtime, cheat, deceiver):
     return failed(trainer, VAL[:1281])
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_agree(world_size):
     honest = ranks.on_ranks(world_size, verdicts_of_rank, None, None)
     assert honest == [set()] * world_size

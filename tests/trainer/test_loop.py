@@ -456,14 +456,12 @@ def test_a_step_takes_the_gradient_of_the_mean_loss():
 @pytest.mark.parametrize(
     "changes",
     [
-        NO_TABLE,
-        {**ONE_LAYER, "long_layers": (), "value_embedding_layers": ()},
-        LAYERED,
+        {**NO_TABLE, **ONE_LAYER, "long_layers": (), "value_embedding_layers": ()},
+        {"val_every": 1, "log_every": 100, "matrix_decay": 0.0, "cooldown": 0.0, **LAYERED},
         {"plain_layers": (0, 1), "gated_layers": (0,), "matrix_update": "soap"},
         {"steps": 1, "seed": 2**63 - 1},
         {"dtype": "bfloat16", "untie_at": 1.0},
         {"mtp_weights": (1.0, 0.5, 0.25), "adam_every": 3, "softmax_rows": 200},
-        {"val_every": 1, "log_every": 100, "matrix_decay": 0.0, "cooldown": 0.0},
     ],
     ids=str,
 )

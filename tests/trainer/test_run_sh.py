@@ -295,11 +295,13 @@ def test_what_the_trainer_answers_reaches_it_at_once(copy, words, script):
 
 # ----- tests
 
+ALL_FILES = "-m pytest tests --numprocesses=2 --dist=loadfile --no-loadscope-reorder"
+
 
 def test_tests_run_with_further_arguments(copy):
     for words in ("-k some", "--all"):
         _, _, _, calls = copy.set_up().run("test", *words.split())
-        assert calls == [f"-m pytest tests --numprocesses=2 --dist=loadfile {words}"]
+        assert calls == [f"{ALL_FILES} {words}"]
 
 
 def test_of_chosen_tests_none_is_left_out(copy):
@@ -311,6 +313,8 @@ def test_of_chosen_tests_none_is_left_out(copy):
 @pytest.mark.parametrize("with_long", [False, True])
 def test_what_is_marked_runs_where_it_is_asked_for(with_all, with_long, pytestconfig, monkeypatch):
     class Item:
+        path = "tests/test_any.py"
+
         def __init__(self, *marks):
             self.marks = {mark: mark for mark in marks}
             self.get_closest_marker, self.add_marker = (
@@ -339,4 +343,4 @@ def test_what_is_marked_runs_where_it_is_asked_for(with_all, with_long, pytestco
 
 def test_ci_runs_all_tests(copy):
     _, _, _, calls = copy.set_up().run(script=".ci/run")
-    assert calls == ["-m pytest tests --numprocesses=2 --dist=loadfile --all"]
+    assert calls == [f"{ALL_FILES} --all"]
