@@ -147,6 +147,7 @@ def test_overrides_and_other_data_are_no_record(repository, corpus, tmp_path, ca
 # ----- code of a record runs
 
 
+@pytest.mark.slow
 def test_reproduce_runs_real_code(repository, capsys):
     log = runs_of(repository)[0]
     status, out, err = call(repository, capsys, "reproduce", log, "--runs", 2)
@@ -168,6 +169,7 @@ def test_reproduce_runs_real_code(repository, capsys):
 # ----- the README's lines
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_what_the_readme_says_makes_a_record_of_a_clean_clone(made_once, corpus, tmp_path):
     """Its five lines, as they stand there, but for the track, the number of runs, and who answers
