@@ -675,6 +675,20 @@ def test_a_restore_that_misses_a_tensor_is_noticed(name, monkeypatch):
         train_gpt.warm_up(trainer)
 
 
+def test_warm_up_puts_the_random_numbers_back(monkeypatch):
+    """A step that draws some draws the same ones as without a warm-up."""
+    trainer, honest = phases_trainer(), train_gpt.Trainer.step
+
+    def drawing_step(self, *rest):
+        torch.rand(3)
+        return honest(self, *rest)
+
+    monkeypatch.setattr(train_gpt.Trainer, "step", drawing_step)
+    before = torch.get_rng_state()
+    train_gpt.warm_up(trainer)
+    assert_bitwise(torch.get_rng_state(), before)
+
+
 def test_a_table_row_that_is_not_restored_is_noticed(monkeypatch):
     trainer, honest = phases_trainer(), train_gpt.adagrad_rows_update
 
