@@ -12,7 +12,7 @@ usage() {
 ./run.sh [TRACK] [--key value ...]   set up what is missing, then train; the keys go to the track's script
 ./run.sh TRACK --help                every key, with its default
 ./run.sh TRACK --check               everything but the steps: device, data, memory, disk
-./run.sh test [pytest arguments]     set up, then run the tests; with --all also the long ones, which take hours
+./run.sh test [pytest arguments]     set up, then run the tests that protect results; with --all all of them
 
 Tracks: nano (a minute on a laptop), mini (fineweb's recipe at small scale, minutes on a laptop), fineweb (1 to 8 GPUs),
 continual (a trained nano model goes on to C++; needs --init-from RUN). Without TRACK it is fineweb where CUDA and FineWeb shards are present, else nano. The last line of
@@ -106,12 +106,15 @@ prepare_data() {
 }
 
 run_tests() {
-    local argument paths=tests
+    local argument
     for argument in "$@"; do
-        case $argument in tests/*) paths= ;; esac # the caller chose some of them
+        case $argument in tests/*) # the caller chose some of them, of which none is left out
+            exec "$venv_python" -m pytest --all "$@" ;;
+        esac
     done
-    # All of them are shared out among two processes, file by file, for what a file sets up stays in one.
-    exec "$venv_python" -m pytest ${paths:+"$paths" --numprocesses=2 --dist=loadfile} "$@"
+    # Shared out among two processes, file by file, for what a file sets up stays in one; in the order of
+    # tests/conftest.py.
+    exec "$venv_python" -m pytest tests --numprocesses=2 --dist=loadfile --no-loadscope-reorder "$@"
 }
 
 case ${1:-} in

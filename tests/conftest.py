@@ -4,6 +4,7 @@ read."""
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = (
@@ -27,23 +28,34 @@ import helpers  # noqa: E402
 import ranks  # noqa: E402
 import train_gpt  # noqa: E402
 
+helpers.spare_runs()
+SECONDS = {"slow": 600, "long": 7200}  # after which a test hangs; others after 240
+
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run the tests that are marked `long`, too")
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "long: takes minutes or more; runs with --all only")
+    parser.addoption("--all", action="store_true", help="run the tests that are marked `slow`, too")
 
 
 def pytest_collection_modifyitems(config, items):
-    long = [item for item in items if item.get_closest_marker("long")]
+    """Leave out what was not asked for; pyproject.toml says what the marks mean."""
+    unwanted = set()
+    if not config.getoption("--all"):
+        unwanted.add("slow")
+    if not os.environ.get("LONG"):
+        unwanted.add("long")
+    left_out = []
+    kept = []
+    tests_of = Counter(item.path for item in items)
+    items.sort(key=lambda item: tests_of[item.path])  # files of few tests, which take long, first
     for item in items:
+        marks = {name for name in SECONDS if item.get_closest_marker(name)}
         if not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(7200 if item in long else 240))
-    if long and not config.getoption("--all"):
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item not in long]
+            seconds = max([240, *(SECONDS[name] for name in marks)])
+            item.add_marker(pytest.mark.timeout(seconds))
+        (left_out if marks & unwanted else kept).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 @pytest.fixture(scope="session")

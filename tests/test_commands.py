@@ -126,6 +126,7 @@ def test_help_prints_the_docstrings_commands(capsys):
     assert set(DOCSTRING) <= set(commands_of(capsys.readouterr().out))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", RUNNING)
 def test_the_command_does_what_it_says(copy, command):
     done = run(*copy, command)

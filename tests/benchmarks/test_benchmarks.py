@@ -12,6 +12,8 @@ import torch
 import train_gpt
 from benchmarks import common, gpu_checks, parts, plain_gpt
 
+pytestmark = pytest.mark.slow
+
 
 def tiny(**changes):
     values = {**common.TINY, "device": "cpu", "dtype": "float32", "seed": 1, **changes}

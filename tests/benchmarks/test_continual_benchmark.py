@@ -8,6 +8,8 @@ import pytest
 import train_gpt
 from benchmarks import continual
 
+pytestmark = pytest.mark.slow
+
 LOSSES = {  # (on C++, price in loss on Python)
     "full": (2.0, 0.2),
     "same matrices": (2.1, 0.1),

@@ -10,6 +10,8 @@ import pytest
 from benchmarks import cuda_codegen
 from helpers import ROOT
 
+pytestmark = pytest.mark.slow
+
 needs_cuda_build = pytest.mark.skipif(
     not cuda_codegen.cuda_python(),
     reason="no CUDA build of torch; "

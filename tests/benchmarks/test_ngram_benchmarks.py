@@ -11,6 +11,8 @@ import train_gpt
 from benchmarks import common, ngram_exchange
 from helpers import ROOT, tiny_config
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_bound_counts_foreign_rows_once_each_way():
     config = tiny_config(ngram_rows=10)

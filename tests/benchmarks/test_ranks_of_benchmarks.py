@@ -10,6 +10,8 @@ import benchmarks
 from benchmarks import common
 from helpers import ROOT, environment
 
+pytestmark = pytest.mark.slow
+
 WITHOUT_RANKS = {
     "__init__",
     "common",

@@ -9,6 +9,8 @@ import train_gpt
 from benchmarks import common, recipe
 from helpers import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 def made_up(arm, seed, loss, steps=280, tokens=1000, seconds=2.0):
     points = {str(steps): loss}

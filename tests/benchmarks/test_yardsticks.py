@@ -14,6 +14,8 @@ pyppmd = pytest.importorskip("pyppmd", reason=f"no pyppmd: {REASON}")
 import train_gpt
 from benchmarks import common, yardsticks
 
+pytestmark = pytest.mark.slow
+
 
 def training_text():
     """Python sources, each after end-of-text."""

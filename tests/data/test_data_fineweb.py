@@ -328,6 +328,7 @@ def test_download_then_nothing_then_more(hub, tmp_path):
     check_folder(out, hub, 3)
 
 
+@pytest.mark.slow
 def test_the_token_reaches_the_hub_and_nobody_else(hub, tmp_path):
     assert run(hub.url, tmp_path, 1, variables={"HF_TOKEN": "hf_secret"}).returncode == 0
     assert len(hub.requests) == 2 * 3
@@ -462,6 +463,7 @@ def stalled(hub, folder, size, **options):
     return process
 
 
+@pytest.mark.slow
 def test_kill_then_resume_asks_for_the_rest_only(hub, tmp_path):
     out = tmp_path / "f"
     with stalled(hub, out, 1_000) as process:  # few enough to wait in a buffer, were there one
@@ -485,6 +487,7 @@ def test_part_of_another_content_is_not_continued(hub, tmp_path):
     check_folder(out, hub, 2)
 
 
+@pytest.mark.slow
 def test_interrupt_is_one_line_and_resumes(hub, tmp_path):
     out = tmp_path / "f"
     process = stalled(hub, out, 50_000)
@@ -598,6 +601,7 @@ LOCALES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("locale", LOCALES)
 def test_names_that_a_terminal_cannot_show(hub, tmp_path, locale):
     """What main() prints is one printable line, whatever the folder is called.
@@ -641,6 +645,7 @@ def test_wrong_content_for_ever(hub, tmp_path):
     assert hub.ranges(train(1)) == [None] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "action",
     [
@@ -665,6 +670,7 @@ def test_giving_up(hub, tmp_path, action):
     check_folder(out, hub, 1)
 
 
+@pytest.mark.slow
 def test_no_server(tmp_path):
     with contextlib.closing(socket.socket()) as unused:
         unused.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
@@ -697,6 +703,7 @@ def test_a_token_that_is_no_header(hub, tmp_path, monkeypatch):
     assert "ken" not in process.err.replace("HF_TOKEN", "")  # it is a secret
 
 
+@pytest.mark.slow
 def test_offline_mode_is_named(hub, tmp_path):
     process = run(hub.url, tmp_path / "f", 1, variables={"HF_HUB_OFFLINE": "1"})
     one_line(process, 1, "HF_HUB_OFFLINE")
@@ -762,6 +769,7 @@ def test_what_the_hub_offers_is_no_shard(hub, tmp_path, content):
 # ----- disk, other processes, arguments
 
 
+@pytest.mark.slow
 def test_full_disk_is_said_before_and_during(hub, tmp_path):
     import resource
 
@@ -786,6 +794,7 @@ def test_two_downloads_into_one_folder(hub, tmp_path):
     assert call(hub.url, tmp_path, 1).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_second_download_while_one_is_running(hub, tmp_path):
     out = tmp_path / "f"
     patient = PROGRAM.replace("1.0", "30.0")  # it waits for what was stalled

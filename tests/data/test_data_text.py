@@ -215,6 +215,7 @@ def test_gpt2_tokens_come_from_tiktoken(tmp_path, monkeypatch):
     assert tokens[at - 1 : at + 14] == [50256, 1000, *b"<|endoftext|>"]
 
 
+@pytest.mark.slow
 def test_gpt2_without_its_vocabulary_is_one_line(tmp_path):
     make_tree(tmp_path / "tree", documents=5)
     nowhere = {
@@ -324,6 +325,7 @@ def test_default_corpus_is_the_records_one(tmp_path):
     assert found == hashes(out)
 
 
+@pytest.mark.slow
 def test_the_second_domain_is_the_headers(tmp_path):
     out = tmp_path / "headers"
     result = command("--corpus", "cpp", "--out", out)
@@ -367,6 +369,7 @@ def fake_torch(root, version):
     return os.environ | {"PYTHONPATH": str(root)}
 
 
+@pytest.mark.slow
 def test_another_torch_works_and_says_so(tmp_path):
     environment = fake_torch(tmp_path / "site", "1.99.0+cu130")
     result = command("--out", tmp_path / "c", env=environment)
@@ -411,6 +414,7 @@ def leftovers(folder):
     return [path for path in folder.iterdir() if path.name.endswith(".partial")]
 
 
+@pytest.mark.slow
 def test_kill_in_the_middle_leaves_the_old_corpus(tmp_path):
     """Kill the build while a document cannot be read to its end: a named pipe holds it there."""
     out = tmp_path / "work" / "c"
@@ -457,6 +461,7 @@ def test_a_running_build_is_left_alone(tmp_path):
     assert leftovers(out.parent) == [theirs]
 
 
+@pytest.mark.slow
 def test_full_disk(tmp_path):
     make_tree(tmp_path / "old")
     out = tmp_path / "work" / "c"
@@ -602,6 +607,7 @@ def command_in(variables, *words, **options):
     return subprocess.run(command, capture_output=True, timeout=60, env=environment, **options)
 
 
+@pytest.mark.slow
 def test_odd_names_give_one_corpus_and_one_line_in_every_locale(tmp_path):
     root = odd_tree(tmp_path)
     corpora = []
@@ -621,6 +627,7 @@ def test_odd_names_give_one_corpus_and_one_line_in_every_locale(tmp_path):
     assert [document.name for document in documents] == sorted(ODD_NAMES)
 
 
+@pytest.mark.slow
 def test_a_refusal_that_has_odd_names_is_one_line_in_every_locale(tmp_path):
     root = odd_tree(tmp_path)
     for name in ODD_NAMES:
@@ -631,6 +638,7 @@ def test_a_refusal_that_has_odd_names_is_one_line_in_every_locale(tmp_path):
         one_printable_line(done.stderr, encoding)
 
 
+@pytest.mark.slow
 def test_links_in_a_loop(tmp_path):
     make_tree(tmp_path / "tree", documents=5)
     (tmp_path / "loop").symlink_to("loop")
@@ -705,6 +713,7 @@ def test_a_damaged_shard_of_the_default_corpus_is_built_again(tmp_path):
     assert read_folder(tmp_path / "c") == before
 
 
+@pytest.mark.slow
 def test_two_builds_of_one_folder_at_once(tmp_path):
     """Both succeed, and the last one has the folder.
 

@@ -28,9 +28,9 @@ import train_gpt
 PAGE = Path(__file__).with_name("fuzzing.md")
 HEAD = """# Fuzzing
 
-Written by the long tests (`./run.sh test --all tests/faults`), a row for the latest run of each
-part. The examples are drawn by `hypothesis`, the same ones each time. Each must end in success or
-in one printable line of at most {length:,} characters, within {seconds} s of processor time.
+Written by `LONG=1 ./run.sh test tests/faults`, a row for the latest run of each part. The examples
+are drawn by `hypothesis`, the same ones each time. Each must end in success or in one printable
+line of at most {length:,} characters, within {seconds} s of processor time.
 
 | what | tried | accepted | refused | tracebacks | hangs | other messages | slowest | commit |
 |---|---|---|---|---|---|---|---|---|

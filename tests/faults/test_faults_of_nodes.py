@@ -1,5 +1,5 @@
 """What a run on several nodes promises: here two launchers, which find each other as those of two
-machines do. The long tests give each a network namespace of its own, joined by a link that can be
+machines do. The slow tests give each a network namespace of its own, joined by a link that can be
 cut; that takes root and `ip`."""
 
 import contextlib
@@ -72,6 +72,7 @@ def assert_same_run(folder, run_id, whole):
     assert losses == whole.train_losses and val_loss == whole.result["val_loss"]
 
 
+@pytest.mark.slow
 def test_two_nodes_train_as_one(rich, rich_run_of, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -133,7 +134,7 @@ def network():
             ip("netns", "del", name, check=False)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_cut_link_ends_both_nodes_and_resume_goes_on(rich, rich_run_of, tmp_path, network):
     """A minute. The launcher that has lost the rendezvous would wait for some more; its rank has
     ended by then."""
@@ -158,7 +159,7 @@ def test_a_cut_link_ends_both_nodes_and_resume_goes_on(rich, rich_run_of, tmp_pa
     assert_same_run(tmp_path, "cut", rich_run_of(2))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_nodes_are_restarted_when_a_rank_of_either_dies(rich, rich_run_of, tmp_path, network):
     """A minute."""
     start_node, _ = network

@@ -65,6 +65,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_torchrun_names_the_rank_that_failed_first_and_its_error(tiny, tmp_path):
     (tmp_path / "broken.py").write_text(BROKEN)
     script = tmp_path / "broken.py"
@@ -83,7 +84,6 @@ def test_an_error_of_one_rank_alone_before_the_start_is_told(tiny, tmp_path, mon
     (tmp_path / "elsewhere").mkdir()
     first = ranks.train(tmp_path, {**tiny, "save_every": 2, "run_id": "one"})
     (first.folder / "result.json").unlink()
-    monkeypatch.setattr(ranks, "OWN_SECONDS", 5)
     monkeypatch.setattr(ranks, "LAST_SECONDS", 1)
     run = ranks.train(tmp_path, {"resume": "one"}, world_size=2, before=before)
     assert run.code == 2 and "status:error --resume one: no checkpoint" in run.stderr
@@ -120,6 +120,7 @@ def children_of(pid):
     return [int(word) for word in found.stdout.split()]
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_rank_was_killed(rich, rich_run_of, tmp_path):
     values = {**rich, "save_every": 4, "run_id": "again", "resume": "auto"}
     *launcher, script = command(2)
@@ -139,6 +140,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(rich, rich_run_of, tmp_pa
     assert state[1] == whole.train_losses and state[2] == whole.result["val_loss"]
 
 
+@pytest.mark.slow
 def test_ranks_end_when_their_launcher_was_killed(tiny, tmp_path):
     values = {**tiny, "steps": 4000, "epochs": 1000, "run_id": "alone"}
     folder, left = tmp_path / "logs" / "alone", []
@@ -176,12 +178,7 @@ def test_restarts_of_a_store_that_outlives_them(tiny, tmp_path, monkeypatch):
         assert (run.code == 0) == (restart == 2), run.stdout + run.stderr
 
 
-@pytest.mark.long
-def test_kills_at_random_moments(tmp_path):
-    """The whole campaign, as many kills as the table claims."""
-    assert kills.main(["--out", str(tmp_path / "kills.md")]) == 0
-
-
+@pytest.mark.slow
 def test_a_few_kills_at_random_moments(tmp_path, corpus):
     runs, done, wrong = kills.kill_runs("two ranks", 2, tmp_path, corpus, Random(2))
     assert done >= 2 and not wrong, wrong

@@ -235,6 +235,7 @@ def test_a_run_is_written_by_one_process(killed, cli):
     assert cli(resume="whole").code == 0
 
 
+@pytest.mark.slow
 def test_of_two_starts_at_once_one_goes_on(tiny, tmp_path):
     values = {**tiny, "steps": 30, "run_id": "both"}
     with started(tmp_path, values) as first, started(tmp_path, values) as second:
@@ -277,6 +278,7 @@ def test_a_signal_during_a_save_leaves_it_whole(tiny, tmp_path):
     assert not list(run.folder.glob("*.tmp")) and not (run.folder / "result.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("console", ["| head -2", ">&-"])
 def test_a_run_goes_on_without_its_console(console, tiny, tmp_path):
     words = [sys.executable, TRAINER, *arguments({**tiny, "run_id": "piped"})]
@@ -293,6 +295,7 @@ def test_a_run_goes_on_without_its_console(console, tiny, tmp_path):
     assert log_of(tmp_path / "logs" / "piped")[-1].startswith("status:ok ")
 
 
+@pytest.mark.slow
 def test_a_locale_of_ascii_is_enough(tiny, tmp_path):
     script = """
 import sys, train_gpt, sample
@@ -353,6 +356,7 @@ for folder, words in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_folders_that_cannot_be_written_to(killed, two_shards, tiny, tmp_path):
     """Of a file system that is mounted so, since permissions do not bind root. Nothing is ever
     written to a corpus."""

@@ -145,6 +145,7 @@ def test_what_is_no_file_of_torch_is_refused_whatever_its_sha256(content, base, 
         assert not outcome.problem and "odd.pt: cannot be read" in outcome.out, outcome.problem
 
 
+@pytest.mark.slow
 def test_bytes_of_checkpoints(base, outcome_of):
     fuzzing.hold(checkpoints(base), outcome_of, 100)
 

@@ -199,6 +199,7 @@ def test_a_command_line_that_was_hard(words, outcome_of):
     assert not outcome.problem, outcome.problem
 
 
+@pytest.mark.slow
 def test_command_lines(outcome_of):
     fuzzing.hold(commands(), outcome_of, 300)
 

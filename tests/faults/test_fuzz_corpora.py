@@ -206,6 +206,7 @@ def test_a_pipe_is_not_waited_for(reader, name, outcome_of, monkeypatch):
     assert not outcome.problem, outcome.problem
 
 
+@pytest.mark.slow
 def test_corpora(sound, outcome_of):
     fuzzing.hold(corpora(sound), outcome_of, 250)
 

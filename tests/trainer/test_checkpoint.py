@@ -301,7 +301,7 @@ def test_resuming_with_another_configuration_is_refused(words, hint, interrupted
 def test_resuming_may_repeat_what_the_run_has(interrupted_run, rich, cli):
     """All words of the command, as a launcher does that starts a run again, or some of them."""
     whole = train_gpt.parse_command_line(arguments({**rich, "run_id": "rich", "resume": "auto"}))
-    for given in (whole, {"resume": "rich", "steps": 20, "micro_batches": 12, "seed": 1}):
+    for given in (whole, {"resume": "rich", "steps": 20, "micro_batches": 6, "seed": 1}):
         config, overrides, content = train_gpt.resumed(given)
         assert content["step"] == 10 and config == train_gpt.config_of_checkpoint(content)
         assert overrides["steps"] == 20 and overrides["stages"][1]["document_cap"] == 192

@@ -35,6 +35,7 @@ def parsed(text, track="nano"):
 # ----- help
 
 
+@pytest.mark.slow
 def test_help_lists_every_field_in_a_process_of_its_own(tmp_path):
     done = subprocess.run(
         [sys.executable, TRAINER, "--help"],

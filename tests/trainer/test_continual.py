@@ -197,7 +197,7 @@ def steps_of():
 
 
 @EACH_RULE
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_all_world_sizes_take_the_same_steps(world_size, rule, dtype, steps_of):
     alone = steps_of(1)[0][rule, dtype]
     first, *others = (found[rule, dtype] for found in steps_of(world_size))
@@ -441,6 +441,7 @@ def test_two_ranks_resume_bitwise(run_of, tmp_path):
     assert_resumes_bitwise(run_of(2), tmp_path, resume)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -456,7 +457,7 @@ def test_resuming_is_exact_whatever_the_configuration(changes, values, go_on, tm
     assert_resumes_bitwise(whole, tmp_path, lambda: go_on(resume="second"))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_more_ranks_learn_what_one_does(world_size, run_of):
     for key in ("val_loss", "first_val_loss"):
         assert run_of(world_size).result[key] == pytest.approx(run_of(1).result[key], abs=1e-4)

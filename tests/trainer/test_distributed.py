@@ -64,7 +64,7 @@ def everything(runtime, rich):
         "matrices": {name: take_steps(case, runtime) for name, case in MATRICES.items()},
         "small": small_sums(runtime),
         "states": {name: round_trip(name, runtime) for name in STATES},
-        "trajectory": trajectory(runtime, {**rich, "micro_batch_tokens": 128}),
+        "trajectory": trajectory(runtime, rich),
     }
     if runtime.world_size == 2:
         found["events"] = recorded(runtime)
@@ -379,8 +379,10 @@ def test_the_full_state_does_not_depend_on_the_world_size(world_size, results_of
 
 
 def trajectory(runtime, values):
-    """Twenty steps of a run: this rank's part of each step's loss, the weights and the validation
+    """Six steps of a run: this rank's part of each step's loss, the weights and the validation
     loss at the end."""
+    stages = tuple(stage | {"micro_batches": MICRO_BATCHES} for stage in values["stages"])
+    values = {**values, "stages": stages, "steps": 6}
     config = train_gpt.with_values(train_gpt.TRACKS["nano"], values)
     trainer, corpus = Trainer(config, runtime), train_gpt.open_corpus(config)
     trainer.table.index.read(corpus.indexed)
@@ -401,14 +403,14 @@ def trajectory(runtime, values):
 
 
 @SEVERAL
-def test_twenty_steps_do_not_depend_on_the_world_size(world_size, results_of):
+def test_six_steps_do_not_depend_on_the_world_size(world_size, results_of):
     """Every schedule changes on the way, the table has all kinds of rows, and three ranks share
     four passes over the validation tokens."""
     alone = results_of(1)[0]["trajectory"]
     results = [rank["trajectory"] for rank in results_of(world_size)]
     losses = [sum(parts) for parts in zip(*(result["losses"] for result in results), strict=True)]
-    assert len(losses) == 20 and losses == pytest.approx(alone["losses"], abs=1e-5)
-    assert losses[-1] < losses[0] - 0.5  # something was learned
+    assert len(losses) == 6 and losses == pytest.approx(alone["losses"], abs=1e-5)
+    assert losses[-1] < losses[0] - 0.3  # something was learned
     for result in results:
         assert result["val"] == pytest.approx(alone["val"], abs=1e-6)
         assert_bitwise(result["model"], results[0]["model"])
@@ -462,6 +464,7 @@ def test_ranks_may_start_at_different_times(tiny, tmp_path):
 # ----- the launcher
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks_of_which_one_writes(tiny, tmp_path):
     run = run_trainer(tmp_path, {**tiny, "run_id": "launched"}, world_size=2)
     assert run.code == 0, run.stdout + run.stderr
@@ -472,6 +475,7 @@ def test_torchrun_starts_ranks_of_which_one_writes(tiny, tmp_path):
     assert list(run.train_losses) == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_ended_ends_its_ranks_in_order(tiny, tmp_path):
     values = {**tiny, "steps": 1000, "epochs": 100, "run_id": "ended"}
     with started(tmp_path, values, world_size=2) as process:

@@ -13,6 +13,7 @@ import ranks
 import train_gpt
 from helpers import (
     EOT,
+    GATE_PLACES,
     INDEX,
     LAYERED,
     NO_TABLE,
@@ -40,6 +41,12 @@ def validation_text():
 VAL = validation_text()
 
 
+@pytest.fixture(autouse=True)
+def few_places(monkeypatch):
+    """Half as many as in a run that somebody starts."""
+    monkeypatch.setattr(train_gpt, "GATE_PLACES", GATE_PLACES // 2)
+
+
 def gated_trainer(runtime=None, **changes):
     """A trainer on one thread, so that models which remember are no race."""
     runtime = runtime or Runtime("cpu", workers=1)
@@ -57,7 +64,6 @@ def failed(trainer, val=VAL):
 # ----- honest models
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -65,19 +71,22 @@ def failed(trainer, val=VAL):
         INDEX,
         NO_TABLE,
         LAYERED,
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", **LAYERED},
         {"untie_at": 1.0, "softmax_rows": 200, "mtp_weights": (1.0, 0.5)},
-        {"seed": 2, **ONE_LAYER, "ngram_rows": 3},
+        {"dtype": "bfloat16", "seed": 2, **ONE_LAYER, "ngram_rows": 3},
         {"val_batch_tokens": 1024},
         {"val_batch_tokens": 32, "windows": (16, 32), "val_windows": (16, 32), "val_tokens": 64},
     ],
     ids=str,
 )
-def test_an_honest_model_passes(changes, dtype):
-    trainer = gated_trainer(dtype=dtype, **changes)
+def test_an_honest_model_passes(changes):
+    trainer = gated_trainer(**changes)
     trainer.table.index.read(np.array(byte_documents(3000, seed=7), dtype=np.uint16))
     assert failed(trainer, VAL[: trainer.config.val_tokens + 1]) == set()
 
 
+@pytest.mark.slow
 def test_an_honest_compiled_model_passes():
     trainer = gated_trainer(dtype="bfloat16")
     trainer.forward = torch.compile(trainer.model, backend="aot_eager", dynamic=False)
@@ -120,13 +129,14 @@ def test_tokens_of_one_logit_are_no_cheat():
 
 
 def verdicts_of_rank(runtime, cheat, deceiver):
+    train_gpt.GATE_PLACES = 4  # all ranks make the same passes
     trainer = gated_trainer(runtime, val_tokens=1280, dtype="bfloat16")  # 5 passes
     if cheat and runtime.rank == deceiver:
         cheat(trainer, None)
     return failed(trainer, VAL[:1281])
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_agree(world_size):
     honest = ranks.on_ranks(world_size, verdicts_of_rank, None, None)
     assert honest == [set()] * world_size
@@ -152,6 +162,7 @@ def places_of(gate, monkeypatch, val=VAL, **changes):
         return True
 
     monkeypatch.setattr(train_gpt, "depends_on_kept_alone", spy)
+    monkeypatch.setattr(train_gpt, "GATE_PLACES", GATE_PLACES)
     values = {"val_tokens": VAL_TOKENS, **changes}
     trainer = type("Trainer", (), {"config": tiny_config(**values)})
     assert train_gpt.GATES[gate](trainer, 4, val, 0.0)
@@ -186,12 +197,23 @@ def test_documents_are_kept_whole_and_alone(monkeypatch):
 # ----- cheating ones
 
 
-@pytest.mark.parametrize("name", cheats.CAUGHT)
-def test_a_cheat_is_caught(name, monkeypatch):
+def assert_caught(name, **changes):
+    """Most cheats show at a few places, and all of them at as many as a run's gates look at."""
     cheat, gates = cheats.CAUGHT[name]
-    trainer = gated_trainer(**INDEX, copy_reach=4096, shifted_layers=(0,))
-    cheat(trainer, monkeypatch)
-    assert failed(trainer) >= gates
+    for places in (4, GATE_PLACES):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train_gpt, "GATE_PLACES", places)
+            trainer = gated_trainer(**changes)
+            cheat(trainer, patch)
+            found = failed(trainer)
+        if found >= gates:
+            return
+    raise AssertionError(f"{name} fails {found or 'nothing'} instead of {gates}")
+
+
+@pytest.mark.parametrize("name", cheats.CAUGHT)
+def test_a_cheat_is_caught(name):
+    assert_caught(name, **INDEX, copy_reach=4096, shifted_layers=(0,))
 
 
 @pytest.mark.parametrize(
@@ -199,11 +221,8 @@ def test_a_cheat_is_caught(name, monkeypatch):
     ["attention_across_documents", "keys_shifted_from_the_document_before"]
     + ["keys_shifted_from_the_next_token", "smear_from_the_next_token"],
 )
-def test_a_cheat_is_caught_among_layers_of_all_kinds(name, monkeypatch):
-    cheat, gates = cheats.CAUGHT[name]
-    trainer = gated_trainer(**LAYERED)
-    cheat(trainer, monkeypatch)
-    assert failed(trainer) >= gates
+def test_a_cheat_is_caught_among_layers_of_all_kinds(name):
+    assert_caught(name, **LAYERED)
 
 
 def test_pairs_of_heads_that_see_the_document_before_are_caught(monkeypatch):
@@ -229,12 +248,9 @@ def test_pairs_of_heads_that_see_the_document_before_are_caught(monkeypatch):
     + ["losses_of_other_hidden_states", "training_that_is_taken_back"]
     + ["keys_shifted_from_the_document_before"],
 )
-def test_a_cheat_in_bfloat16_is_caught(name, monkeypatch):
+def test_a_cheat_in_bfloat16_is_caught(name):
     """Where losses of single tokens may be off by much more."""
-    cheat, gates = cheats.CAUGHT[name]
-    trainer = gated_trainer(dtype="bfloat16", shifted_layers=(0,))
-    cheat(trainer, monkeypatch)
-    assert failed(trainer) >= gates
+    assert_caught(name, dtype="bfloat16", shifted_layers=(0,))
 
 
 def test_one_place_shows_what_a_model_remembers_of_it(monkeypatch):

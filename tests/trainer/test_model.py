@@ -557,7 +557,25 @@ def test_gradients_against_finite_differences(changes):
         assert (above - below).item() / 2 == pytest.approx(expected, rel=0.05, abs=3e-4), name
 
 
-@pytest.mark.parametrize("changes", [{}, LAYERED], ids=["tiny", "layered"])
+# One layer of all kinds.
+DENSE = {
+    "num_layers": 1,
+    "skips": (),
+    "long_layers": (0,),
+    "shifted_layers": (0,),
+    "paired_layers": (0,),
+    "exclusive_layers": (0,),
+    "gated_layers": (0,),
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(DENSE, id="one layer"),
+        pytest.param(LAYERED, id="layered", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_equals_eager(changes):
     trainer, results = make_trainer(mtp_weights=(1.0, 0.5), **changes), []
     weights = list(trainer.model.parameters())

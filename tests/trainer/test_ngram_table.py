@@ -348,7 +348,15 @@ def test_bytes_are_close_to_the_lower_bound(world_size, results_of):
 # ----- whole runs
 
 
-@pytest.mark.parametrize("name", [name for name, run in RUNS.items() if run.alone])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "2 ranks",
+        "4 ranks",
+        "2 ranks, no table",
+        pytest.param("2 ranks, one row", marks=pytest.mark.slow),
+    ],
+)
 def test_losses_do_not_depend_on_ranks(name, run_of):
     run, alone = run_of(name), run_of(RUNS[name].alone)
     assert run.code == 0 and run.lines[-1].startswith("status:ok "), run.stdout + run.stderr
@@ -363,6 +371,7 @@ def test_losses_do_not_depend_on_ranks(name, run_of):
     torch.testing.assert_close(table["second"], other["second"], atol=1e-3, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_the_runs_differ_from_each_other(run_of):
     """By the size of the table: else their comparisons show nothing."""
     assert COMMON["val_tokens"] // COMMON["val_batch_tokens"] == 5  # some ranks have no last one

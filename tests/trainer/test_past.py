@@ -580,7 +580,13 @@ ODD_TEXTS = {
 }
 
 
-@pytest.mark.parametrize("are_checked", [False, True], ids=["as they are", "with checked bounds"])
+@pytest.mark.parametrize(
+    "are_checked",
+    [
+        pytest.param(False, id="as they are"),
+        pytest.param(True, id="with checked bounds", marks=pytest.mark.slow),
+    ],
+)
 def test_odd_texts(are_checked, monkeypatch):
     """At stretches, and chunks of the index, that end within a document, too."""
     if are_checked:
@@ -866,7 +872,10 @@ def assert_same_runs(one, other):
         assert_bitwise(other.checkpoint()[part], one.checkpoint()[part], part)
 
 
-@pytest.mark.parametrize("name", WORKERS)
+@pytest.mark.parametrize(
+    "name",
+    ["muon float32", *(pytest.param(name, marks=pytest.mark.slow) for name in list(WORKERS)[1:])],
+)
 def test_any_number_of_workers_gives_the_same_run(name, tiny, cli, monkeypatch):
     values = {**tiny, **INDEX, "stages": UNEVEN, "steps": 6, "untie_at": 0.5, **WORKERS[name]}
     del values["micro_batches"]
@@ -957,6 +966,7 @@ def test_a_process_has_a_worker_a_core_unless_it_is_told(monkeypatch):
     assert workers() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("c++"), reason="no compiler")
 @pytest.mark.timeout(600)  # compilers are slow on a busy machine
 def test_workers_share_a_compiled_model():

@@ -295,22 +295,26 @@ def test_what_the_trainer_answers_reaches_it_at_once(copy, words, script):
 
 # ----- tests
 
+ALL_FILES = "-m pytest tests --numprocesses=2 --dist=loadfile --no-loadscope-reorder"
+
 
 def test_tests_run_with_further_arguments(copy):
-    _, _, _, calls = copy.set_up().run("test", "-k", "some")
-    assert calls == ["-m pytest tests --numprocesses=2 --dist=loadfile -k some"]
-    _, _, _, calls = copy.run("test", "tests/trainer/test_run_sh.py", "-x")
-    assert calls == ["-m pytest tests/trainer/test_run_sh.py -x"]
+    for words in ("-k some", "--all"):
+        _, _, _, calls = copy.set_up().run("test", *words.split())
+        assert calls == [f"{ALL_FILES} {words}"]
 
 
-def test_long_tests_run_only_with_all_of_them(copy):
-    _, _, _, calls = copy.set_up().run("test", "--all")
-    assert calls == ["-m pytest tests --numprocesses=2 --dist=loadfile --all"]
+def test_of_chosen_tests_none_is_left_out(copy):
+    _, _, _, calls = copy.set_up().run("test", "tests/trainer/test_run_sh.py", "-x")
+    assert calls == ["-m pytest --all tests/trainer/test_run_sh.py -x"]
 
 
-@pytest.mark.parametrize("everything", [False, True])
-def test_what_is_marked_long_is_left_out(everything, pytestconfig):
+@pytest.mark.parametrize("with_all", [False, True])
+@pytest.mark.parametrize("with_long", [False, True])
+def test_what_is_marked_runs_where_it_is_asked_for(with_all, with_long, pytestconfig, monkeypatch):
     class Item:
+        path = "tests/test_any.py"
+
         def __init__(self, *marks):
             self.marks = {mark: mark for mark in marks}
             self.get_closest_marker, self.add_marker = (
@@ -318,10 +322,10 @@ def test_what_is_marked_long_is_left_out(everything, pytestconfig):
                 lambda mark: self.marks.update(timeout=mark),
             )
 
-    items = [short, long] = [Item(), Item("long")]
+    items = [quick, slow, long] = [Item(), Item("slow"), Item("long")]
     left_out = []
     config = SimpleNamespace(
-        getoption={"--all": everything}.get,
+        getoption={"--all": with_all}.get,
         hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),
     )
     conftest = next(
@@ -329,11 +333,14 @@ def test_what_is_marked_long_is_left_out(everything, pytestconfig):
         for plugin in pytestconfig.pluginmanager.get_plugins()
         if getattr(plugin, "__file__", None) == str(ROOT / "tests/conftest.py")
     )
+    monkeypatch.setenv("LONG", "1" if with_long else "")
     conftest.pytest_collection_modifyitems(config, items)
-    assert (items, left_out) == (([short, long], []) if everything else ([short], [long]))
-    assert short.marks["timeout"].args < long.marks["timeout"].args
+    assert items == [quick, *[slow] * with_all, *[long] * with_long]
+    assert left_out == [*[slow] * (not with_all), *[long] * (not with_long)]
+    seconds = [item.marks["timeout"].args[0] for item in (quick, slow, long)]
+    assert seconds == sorted(set(seconds))
 
 
-def test_ci_runs_the_tests(copy):
+def test_ci_runs_all_tests(copy):
     _, _, _, calls = copy.set_up().run(script=".ci/run")
-    assert calls == ["-m pytest tests --numprocesses=2 --dist=loadfile"]
+    assert calls == [f"{ALL_FILES} --all"]
