@@ -77,14 +77,22 @@ def rich(corpus):
     return {**helpers.RICH, "data": str(corpus)}
 
 
+@pytest.fixture(autouse=True)
+def signal_handlers():
+    """A run in this process listens for signals; what comes after it does not."""
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    kept = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def cli(tmp_path, monkeypatch, capsys):
     """The command line without a new process: cli(*words) runs main() in tmp_path, without a plot
     at the end."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train_gpt, "plot", lambda folder: "")
-    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-    handlers = {number: signal.getsignal(number) for number in numbers}
     rng = torch.get_rng_state()
 
     def run(*words, main=train_gpt.main, **values):
@@ -94,8 +102,6 @@ def cli(tmp_path, monkeypatch, capsys):
         return helpers.Run(code, out, err, tmp_path / "logs" / str(values.get("run_id", "")))
 
     yield run
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     torch.set_rng_state(rng)
 
 
