@@ -233,16 +233,11 @@ class Config:
     value_embedding_layers: tuple = knob(
         "layers whose values receive a gated token embedding", LAYERS
     )
-    plain_layers: tuple = knob("layers without attention", LAYERS)
     shifted_layers: tuple = knob("layers in which half of a key is the key before's", LAYERS)
     paired_layers: tuple = knob("layers whose heads, in pairs, see each other's keys", LAYERS)
     exclusive_layers: tuple = knob("layers whose attention leaves out a token's own value", LAYERS)
     gated_layers: tuple = knob("layers with a gate at the output of each head", LAYERS)
     skips: tuple = knob("pairs (a, b) of layers: what leaves a is added to what enters b", SKIPS)
-    late_source: int = knob(
-        "attention of the layers behind this one reads what leaves it; -1: what enters each",
-        between(-1, 1023),
-    )
     logit_cap: float = knob("tanh squashes logits into (-cap, cap)", between(0.1, 40))
     # --- table
     ngram_orders: tuple = knob("orders of hashed n-grams", ORDERS)
@@ -432,13 +427,11 @@ TRACKS = {
         mlp_dim=256,
         long_layers=(0,),
         value_embedding_layers=(0,),
-        plain_layers=(),
         shifted_layers=(),
         paired_layers=(),
         exclusive_layers=(),
         gated_layers=(),
         skips=(),
-        late_source=-1,
         logit_cap=15.0,
         ngram_orders=(2, 3, 4, 6),
         ngram_rows=2**19,
@@ -494,7 +487,7 @@ TRACKS = {
         track="mini",
         data="data/python",
         tokenizer="bytes",
-        steps=400,
+        steps=300,
         micro_batch_tokens=512,
         # start, micro-batches of a step, document cap, windows (short, long), rate, loss weights
         stages=(
@@ -508,17 +501,15 @@ TRACKS = {
         untie_at=0.6575,
         model_dim=96,
         num_layers=12,
-        head_dim=16,
+        head_dim=24,
         mlp_dim=384,
         long_layers=(3, 7, 11),
         value_embedding_layers=(1, 2, 10, 11),
-        plain_layers=(),
         shifted_layers=(3, 7, 11),
         paired_layers=(0, 2, 5, 9),
         exclusive_layers=(1, 3, 4, 7),
         gated_layers=(3, 10),
         skips=((0, 11), (1, 10), (2, 9), (3, 8), (4, 7), (5, 6)),
-        late_source=-1,
         logit_cap=15.0,
         ngram_orders=(2,),
         ngram_rows=2880,
@@ -593,13 +584,11 @@ TRACKS = {
         mlp_dim=3072,
         long_layers=(3, 7, 11),
         value_embedding_layers=(1, 2, 10, 11),
-        plain_layers=(),
         shifted_layers=(3, 7, 11),
         paired_layers=(0, 2, 5, 9),
         exclusive_layers=(1, 3, 4, 7),
         gated_layers=(3, 10),
         skips=((0, 11), (1, 10), (2, 9), (3, 8), (4, 7), (5, 6)),
-        late_source=-1,
         logit_cap=15.0,
         ngram_orders=(2, 3),
         ngram_rows=2**21,  # 6 GiB over all ranks; raise it as far as their memory goes
@@ -1987,10 +1976,9 @@ class GPT(nn.Module):
     """Decoder-only transformer over packed documents.
 
     Three banks hold its matrices, so that updates are batched: `query_key` (n, m * head_dim,
-    model_dim) has q and k of each layer with attention, cut into groups of m heads, which are one
-    matrix each to Muon: pairs, or all heads where their number is odd; `value_output` (2 * layers
-    with attention, model_dim, model_dim) has v and o; `mlp` (2 * layers, mlp_dim, model_dim) has up
-    and the transpose of down.
+    model_dim) has q and k of each layer, cut into groups of m heads, which are one matrix each to
+    Muon: pairs, or all heads where their number is odd; `value_output` (2 * layers, model_dim,
+    model_dim) has v and o; `mlp` (2 * layers, mlp_dim, model_dim) has up and the transpose of down.
     """
 
     def __init__(self, config, back_end, use_float8=False):
@@ -2014,13 +2002,12 @@ class GPT(nn.Module):
         self.head = drawn(vocab, dim, std=0.005)
         if untie_step(config):
             self.embed.data.copy_(self.head.data)  # one table at first, at the head's scale
-        self.attending = [layer for layer in range(layers) if layer not in config.plain_layers]
         heads = dim // config.head_dim
         group = heads if heads % 2 else 2
-        groups = 2 * len(self.attending) * heads // group
+        groups = 2 * layers * heads // group
         std = 0.6 / math.sqrt(dim)
         self.query_key = drawn(groups, group * config.head_dim, dim, std=std)
-        self.value_output = drawn(2 * len(self.attending), dim, dim, std=std)
+        self.value_output = drawn(2 * layers, dim, dim, std=std)
         self.mlp = drawn(2 * layers, config.mlp_dim, dim, std=std)
         self.value_output.data[1::2] = 0  # every block starts as the identity
         self.mlp.data[1::2] = 0
@@ -2093,12 +2080,9 @@ class GPT(nn.Module):
         position = torch.arange(len(micro_batch.inputs), device=self.head.device)
         is_first = micro_batch.segment_start == position
         # Unbound at once, since the gradient of an index is as large as what was indexed.
-        shape = len(self.attending), 2 * config.model_dim, config.model_dim
+        shape = layers, 2 * config.model_dim, config.model_dim
         query_key = self.query_key.view(shape).unbind()
         value_output = self.value_output.unflatten(0, (-1, 2)).unbind()
-        attention = dict(
-            zip(self.attending, zip(query_key, value_output, strict=True), strict=True)
-        )
         mlps = self.mlp.unflatten(0, (-1, 2)).unbind()
         outputs = []
         embedded = x = self.embedding(micro_batch, is_first, phase.is_tied)
@@ -2109,18 +2093,16 @@ class GPT(nn.Module):
             x = self.residual_scale[layer] * x + self.embed_scale[layer] * embedded
             if ngram is not None:
                 x = x + gate(x, self.ngram_gate[layer : layer + 1]) * ngram
-            if layer in attention:
-                is_late = 0 <= config.late_source < layer
-                x = x + self.attention_layer(
-                    outputs[config.late_source] if is_late else x,
-                    layer,
-                    attention[layer],
-                    micro_batch,
-                    is_first,
-                    phase.windows[layer],
-                    rotary,
-                    masks,
-                )
+            x = x + self.attention_layer(
+                x,
+                layer,
+                (query_key[layer], value_output[layer]),
+                micro_batch,
+                is_first,
+                phase.windows[layer],
+                rotary,
+                masks,
+            )
             x = x + mlp(norm(x), *mlps[layer], self.use_float8)
             outputs.append(x)
         if ngram is not None:
@@ -4086,8 +4068,10 @@ def warm_up(trainer):
         first_step.setdefault(compiled_for, step)
     # At Adam's first step and the run's last, all groups step, on sums of as many steps as ever.
     first_update = min(config.adam_every, config.steps) - 1
+    # Where code is compiled, the second call is the first without compilation.
+    calls = 1 if trainer.compile_name.startswith("off") else 2
     for step in sorted({*first_step.values(), first_update, config.steps - 1}):
-        for _ in range(2):  # the second call is the first without compilation
+        for _ in range(calls):
             stop_if_interrupted()
             trainer.step(step, batch)
             trainer.score(step, text, 0)

@@ -453,10 +453,9 @@ def updates(session):
 
     heads = dim // config.head_dim
     group = heads if heads % 2 else 2
-    attending = config.num_layers - len(config.plain_layers)
     banks = {
-        "query_key": (2 * attending * heads // group, group * config.head_dim, dim),
-        "value_output": (2 * attending, dim, dim),
+        "query_key": (2 * config.num_layers * heads // group, group * config.head_dim, dim),
+        "value_output": (2 * config.num_layers, dim, dim),
         "mlp": (2 * config.num_layers, mlp_dim, dim),
     }
     for label, shape in banks.items():

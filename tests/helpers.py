@@ -60,18 +60,16 @@ NO_TABLE = {"ngram_orders": (), "copy_orders": (), "index_orders": ()}
 INDEX = {"index_orders": (4,), "index_share": 0.25}
 ONE_LAYER = {"num_layers": 1, "long_layers": (0,), "skips": ()}
 
-# Layers of all kinds: the last one is of each kind but plain.
+# Layers of all kinds: the last one is of each kind.
 LAYERED = {
     "num_layers": 4,
     "long_layers": (3,),
     "value_embedding_layers": (0, 3),
-    "plain_layers": (2,),
     "shifted_layers": (0, 3),
     "paired_layers": (1, 3),
     "exclusive_layers": (1, 3),
     "gated_layers": (0, 3),
     "skips": ((0, 2), (1, 3), (0, 3)),
-    "late_source": 1,
 }
 
 # A run in which every number of a stage changes on the way, and with all kinds of rows and layers;

@@ -38,6 +38,7 @@ def test_each_arm_without_a_feature_changes_that_alone():
     ]
     assert all(len(fields) == 1 for fields in changed)
     assert len(set().union(*changed)) == len(recipe.FEATURES)
+    assert differences(fewer, recipe.config_of("track's heads", 1)) == {"head_dim"}
 
 
 def test_arms_see_the_published_trainers_tokens():

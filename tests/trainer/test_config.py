@@ -76,10 +76,9 @@ PARSED = [
     ("--num-layers 3 --long-layers 2", "long_layers", (2,)),
     ("--num-layers 3 --long-layers '(0, 2)'", "long_layers", (0, 2)),
     ("--long-layers '()'", "long_layers", ()),
-    ("--num-layers 3 --plain-layers 0,1", "plain_layers", (0, 1)),
+    ("--num-layers 3 --shifted-layers 0,1", "shifted_layers", (0, 1)),
     ("--num-layers 3 --skips '((0, 1), (0, 2))'", "skips", ((0, 1), (0, 2))),
     ("--num-layers 3 --skips '((0, 2),)'", "skips", ((0, 2),)),
-    ("--late-source 0", "late_source", 0),
     ("--windows '(16, 48)' --val-windows '(16, 80)'", "val_windows", (16, 80)),
     ("--ngram-orders 2,3", "ngram_orders", (2, 3)),
     ("--val-windows '(16, 32)'", "val_windows", (16, 32)),
@@ -290,8 +289,6 @@ REFUSED = [
         for value in ("(0, 1)", "((0,),)", "((0, 1, 2),)", "((1, 0),)", "((1, 1),)", "((-1, 0),)")
         + ("((0, 1.0),)", "((0, None),)", "((0, 1), 2)")
     ),
-    ("--late-source -2", "late_source=-2", "-1 to 1,023"),
-    ("--late-source 1024", "late_source=1024", "-1 to 1,023"),
     ("--ngram-rows 2147483648", "ngram_rows=2147483648", "1 to 2,147,483,647"),
     ("--workers -1", "workers=-1", "0 to 1,024"),
     ("--seed -2", "seed=-2", "-1 to 9,223,372,036,854,775,807"),

@@ -513,7 +513,6 @@ BAD_INPUT = [
     ({"windows": (64, 128)}, ["windows"]),
     ({"paired_layers": (1,)}, ["with paired_layers=()", "(1,)", "--paired-layers"]),
     ({"skips": ()}, ["with skips=((0, 1),)", "()", "--skips"]),
-    ({"late_source": 0}, ["with late_source=-1", "0", "--late-source"]),
     ({"ngram_rows": 2000}, ["ngram_rows=1000", "2000"]),
     ({"copy_orders": (3,)}, ["copy_orders=(3, 5)", "(3,)"]),
     ({"index_bits": 10}, ["index_bits=12", "10"]),

@@ -297,14 +297,13 @@ def test_the_embedding_starts_as_the_head_only_where_it_is_tied_to_it():
         assert model.embed.std().item() == pytest.approx(0.005 if is_tied else 0.7, rel=0.1)
 
 
-def test_banks_hold_the_matrices_of_layers_with_attention():
+def test_banks_hold_the_matrices_of_all_layers():
     """Queries and keys are cut into pairs of heads, or not at all where their number is odd."""
-    for model_dim, shape in ((16, (6, 16, 16)), (32, (12, 16, 32)), (24, (6, 24, 24))):
+    for model_dim, shape in ((16, (8, 16, 16)), (32, (16, 16, 32)), (24, (8, 24, 24))):
         changes = {**LAYERED, "paired_layers": (), "model_dim": model_dim, "head_dim": 8}
         model = gpt_of(**changes)
-        assert model.attending == [0, 1, 3]
         assert model.query_key.shape == shape
-        assert model.value_output.shape == (6, model_dim, model_dim)
+        assert model.value_output.shape == (8, model_dim, model_dim)
         assert model.mlp.shape == (8, 64, model_dim)
 
 
@@ -389,13 +388,11 @@ class SlowGPT:
         return np.concatenate([a * c + b * s, b * c - a * s])
 
     def matrices(self, layer):
-        """q, k, v and o of a layer with attention."""
+        """q, k, v and o of a layer."""
         config, weights = self.config, self.weights
         dim = config.model_dim
-        attending = [each for each in range(config.num_layers) if each not in config.plain_layers]
-        which = attending.index(layer)
-        query, key = weights["query_key"].reshape(-1, 2, dim, dim)[which]
-        value, output = weights["value_output"][2 * which : 2 * which + 2]
+        query, key = weights["query_key"].reshape(-1, 2, dim, dim)[layer]
+        value, output = weights["value_output"][2 * layer : 2 * layer + 2]
         return query, key, value, output
 
     def gates(self, name, layers, layer, x):
@@ -448,10 +445,7 @@ class SlowGPT:
                     x = x + weights["skip_scale"][number] * left[source]
             x = weights["residual_scale"][layer] * x + weights["embed_scale"][layer] * embedded
             x = x + 2 * sigmoid(x[:, :12] @ weights["ngram_gate"][layer])[:, None] * ngram
-            if layer not in config.plain_layers:
-                is_late = config.late_source != -1 and layer > config.late_source
-                read = left[config.late_source] if is_late else x
-                x = x + self.attention(read, layer, inputs, document, windows[layer])
+            x = x + self.attention(x, layer, inputs, document, windows[layer])
             up, down = weights["mlp"][2 * layer], weights["mlp"][2 * layer + 1]
             x = x + np.maximum(rms(x) @ up.T, 0) ** 2 @ down
             left[layer] = x
@@ -475,15 +469,13 @@ NETWORKS = {
     "four layers": {"num_layers": 4, "skips": ((0, 3), (1, 2))},
     "five layers, tied": {"num_layers": 5, "skips": ((0, 4), (1, 3)), "untie_at": 0.75},
     "layered": {**LAYERED, "head_dim": 8},
-    "late, of three heads": {
+    "three heads": {
         "num_layers": 4,
         "model_dim": 48,
-        "plain_layers": (2,),
         "shifted_layers": (0, 1, 3),
         "exclusive_layers": (0, 1),
         "gated_layers": (1, 3),
         "skips": ((0, 3), (1, 3), (2, 3)),
-        "late_source": 0,
     },
     "pairs in all layers": {
         "num_layers": 4,
