@@ -19,7 +19,14 @@ import time
 
 from records import render, stats
 from records.compare import difference, script_at
-from records.files import SCRIPT_LIMIT, RecordError, read_text, require, write_whole
+from records.files import (
+    SCRIPT_LIMIT,
+    RecordError,
+    parse_json,
+    read_text,
+    require,
+    write_whole,
+)
 from records.judge import check_run
 from records.log import START, parse_log
 from records.record import hardware_of, speed_figures
@@ -128,7 +135,9 @@ class Experiment:
         salt = "1" if self.counted else os.urandom(8).hex()
         self.plan = {"machine": facts, "batch": salt}
         if path.exists():
-            begun = json.loads(path.read_text())
+            begun = parse_json(read_text(path))
+            is_plan = isinstance(begun, dict) and isinstance(begun.get("machine"), dict)
+            require(is_plan, f"{path}: is no plan; move {self.folder} away to begin anew")
             # A machine that is about as fast in both types may seem faster in the other one now.
             facts["dtype"] = begun["machine"].get("dtype")
             require(

@@ -152,6 +152,10 @@ def test_another_machine_is_refused(repository, capsys):
     path.write_text(json.dumps(plan))
     status, _, err = call(repository, capsys, "ab", "--runs", 2, "--yes")
     assert status == 2 and "the runs there are another machine's" in err
+    for text, reason in (("[]", "is no plan"), ("{", "is no valid JSON")):
+        path.write_text(text)
+        status, _, err = call(repository, capsys, "ab", "--runs", 2, "--yes")
+        assert status == 2 and reason in err
 
 
 def test_code_runs_only_with_consent(repository, capsys, monkeypatch):
