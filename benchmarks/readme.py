@@ -34,12 +34,9 @@ def machine(device):
 
 
 def fastest_record(track):
-    """The folder of a track's fastest record on the machine of its latest one; None without any.
-
-    Times on different machines do not compare."""
+    """The folder of a track's fastest record on the machine of its latest one, since times on
+    different machines do not compare."""
     runs = {folder: common.runs_of_record(folder) for folder in common.record_folders(track)}
-    if not runs:
-        return None
     latest = max(runs, key=lambda folder: runs[folder][0]["started"])
     device = runs[latest][0]["device"]
     seconds = {
@@ -60,16 +57,6 @@ def row_of_record(track, folder):
     return [what, machine(runs[0]["device"]), loss, f"{seconds} s", len(runs)]
 
 
-def row_of_recipe(results):
-    """Mini's row from recipe.json, for as long as mini has no record."""
-    found = json.loads((results / "recipe.json").read_text())
-    runs = [run for run in found["runs"] if run["arm"] == "ours"]
-    what = f"[`mini`](benchmarks/README.md#the-recipe): {WHAT['mini']}"
-    loss = common.spread([run["loss"] for run in runs], 4)
-    seconds = f"{statistics.mean(run['seconds'] for run in runs):.0f} s of one core"
-    return [what, machine(found["environment"]["device"]), loss, seconds, len(runs)]
-
-
 def row_of_world_sizes(results):
     """The row of equal trajectories, of the runs with 8 micro-batches a step."""
     found = json.loads((results / "world_sizes.json").read_text())
@@ -83,10 +70,9 @@ def row_of_world_sizes(results):
 
 def first_page(results=common.RESULTS):
     """The table of README.md, in Markdown."""
-    mini = fastest_record("mini")
     rows = [
         row_of_record("nano", fastest_record("nano")),
-        row_of_record("mini", mini) if mini else row_of_recipe(results),
+        row_of_record("mini", fastest_record("mini")),
         row_of_world_sizes(results),
         ["`fineweb`: GPT-2 small on FineWeb, to 3.28", "1 to 8 GPUs", *NOT_MEASURED, 0],
     ]
