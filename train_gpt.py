@@ -414,7 +414,7 @@ TRACKS = {
         track="nano",
         data="data/python",
         tokenizer="bytes",
-        steps=142,
+        steps=124,
         micro_batch_tokens=512,
         # start, micro-batches of a step, document cap, windows (short, long), rate, loss weights
         stages=(Stage(0.0, 8, 512, (32, 64), 1.0, (1.0,)),),
@@ -438,7 +438,7 @@ TRACKS = {
         copy_orders=(2, 3, 4, 6, 9, 14, 20, 32),
         copy_places=2,
         copy_reach=65536,
-        index_orders=(4, 6, 9, 13, 20),
+        index_orders=(3, 5, 8, 12, 18, 28),
         index_bits=24,
         index_share=0.97,
         rules={
