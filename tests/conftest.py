@@ -7,19 +7,15 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = (
-    "1"  # before torch is imported: bitwise comparisons with child processes
-)
+# Before torch is imported: bitwise comparisons with child processes need it.
+os.environ["OMP_NUM_THREADS"] = "1"
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # a launcher's: this process is alone
     os.environ.pop(name, None)
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # background jobs of a shell ignore it and hand that down
+# Background jobs of a shell ignore SIGINT, and hand that down.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+# The repository stands before this folder, which has some of the same names.
 TESTS = Path(__file__).resolve().parent
-sys.path[:0] = [
-    str(TESTS.parent),
-    str(TESTS),
-]  # the repository before this folder, which has some of the same names
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
