@@ -8,11 +8,12 @@ Both train a GPT of 96 channels, in six heads, on the same tokens in the same or
 widths, windows and document caps of `mini`. PUBLISHED holds its figures, which this script does not
 measure. All arms run as it did: eagerly, in one thread, in float32.
 
-Arms: `ours` is the track's recipe on 400 steps; `fewer` the same on the shorter schedule of the
-last line's tokens_ratio; `without NAME`, for each NAME of FEATURES, is `fewer` without that;
-`track's heads` is `fewer` with heads as wide as the track's; `twice` has 800 steps; `plain` is a
-GPT-2 of as many layers with AdamW. Runs that stand in the results are not repeated: without the
-file recipe.json all begin anew.
+Arms: `ours` is the track's recipe with the published trainer's layers and heads on 400 steps;
+`fewer` the same on the shorter schedule of the last line's tokens_ratio; `without NAME`, for each
+NAME of FEATURES, is `fewer` without that; `track's heads` is `fewer` with heads as wide as the
+track's; `twice` has 800 steps; `track` and `track twice` are the track itself, on 400 and 800
+steps; `plain` is a GPT-2 of as many layers as the published trainer with AdamW. Runs that stand in
+the results are not repeated: without the file recipe.json all begin anew.
 
 Results: benchmarks/results/recipe.{json,md} and recipe.png. The last line is
 `ours:<mean final loss> published:<...> seeds:<n> tokens_ratio:<tokens of fewer over ours>`.
@@ -38,7 +39,18 @@ from benchmarks import common, plain_gpt
 NAME = "recipe"
 STEPS = 400  # of the published trainer's schedule
 FEWER = 280
-HEAD_DIM = 16  # the published trainer's at 96 channels, since it is written for six heads
+# As the published trainer has at 96 channels, since it is written for six heads and twelve layers.
+HEAD_DIM = 16
+LAYERS = {
+    "num_layers": 12,
+    "long_layers": (3, 7, 11),
+    "value_embedding_layers": (1, 2, 10, 11),
+    "shifted_layers": (3, 7, 11),
+    "paired_layers": (0, 2, 5, 9),
+    "exclusive_layers": (1, 3, 4, 7),
+    "gated_layers": (3, 10),
+    "skips": ((0, 11), (1, 10), (2, 9), (3, 8), (4, 7), (5, 6)),
+}
 # Validation losses of the published trainer at steps of its schedule, and its processor time,
 # by (steps, seed): `p_run.py --seed SEED --steps STEPS --unit 512` of its CPU form.
 PUBLISHED = {
@@ -76,12 +88,14 @@ def config_of(arm, seed):
     """The Config of an arm of ours."""
     changes = {"seed": seed, "steps": STEPS, "device": "cpu", "compile": False, "workers": 1}
     track = train_gpt.TRACKS["mini"]
-    if arm == "twice":
+    if arm.endswith("twice"):
         changes["steps"] = 2 * STEPS
     elif arm in ("fewer", "track's heads") or arm.startswith("without "):
         changes["steps"] = FEWER
-    if arm != "track's heads":
+    if not arm.startswith("track"):
         changes["head_dim"] = HEAD_DIM
+    if arm not in ("track", "track twice"):
+        changes |= LAYERS
     if arm.startswith("without "):
         changes |= FEATURES[arm.removeprefix("without ")]
     weights = changes.pop("mtp_weights", None)
@@ -215,7 +229,7 @@ def losses_table(runs):
         tokens = train_gpt.training_tokens(dataclasses.replace(config_of("ours", 1), steps=steps))
         cost = [1e6 * run["seconds"] / tokens for run in found]
         rows.append(row("published", steps, [run["points"][steps] for run in found], cost))
-    for arm in ("ours", "fewer", "track's heads", "twice", "plain"):
+    for arm in ("ours", "fewer", "track's heads", "twice", "track", "track twice", "plain"):
         found = of_arm(runs, arm)
         if found:
             cost = [1e6 * run["seconds"] / run["tokens"] for run in found]
