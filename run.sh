@@ -114,7 +114,7 @@ run_tests() {
     done
     # Shared out among two processes, file by file, for what a file sets up stays in one; in the order of
     # tests/conftest.py.
-    exec "$venv_python" -m pytest tests --numprocesses=2 --dist=loadfile --no-loadscope-reorder "$@"
+    exec "$venv_python" -m pytest tests --numprocesses=2 --dist=worksteal "$@"
 }
 
 case ${1:-} in

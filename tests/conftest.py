@@ -4,7 +4,6 @@ read."""
 import os
 import signal
 import sys
-from collections import Counter
 from pathlib import Path
 
 # Before torch is imported: bitwise comparisons with child processes need it.
@@ -41,8 +40,6 @@ def pytest_collection_modifyitems(config, items):
         unwanted.add("long")
     left_out = []
     kept = []
-    tests_of = Counter(item.path for item in items)
-    items.sort(key=lambda item: tests_of[item.path])  # files of few tests, which take long, first
     for item in items:
         marks = {name for name in SECONDS if item.get_closest_marker(name)}
         if not item.get_closest_marker("timeout"):

@@ -295,6 +295,7 @@ def test_several_roots_and_links(tmp_path):
 # ----- the default corpus
 
 
+@pytest.mark.slow
 def test_default_corpus_is_the_records_one(tmp_path):
     torch_version = importlib.metadata.version("torch").split("+")[0]
     out = tmp_path / "any name"

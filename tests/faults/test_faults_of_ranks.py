@@ -39,6 +39,7 @@ def test_where_a_rank_dies_the_others_end(rank, tiny, tmp_path, monkeypatch):
         assert log_of(run.folder)[-2].startswith("step:2/100 ")
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_run_within_the_timeout(tiny, tmp_path, monkeypatch):
     def before():
         train_gpt.TIMEOUT = datetime.timedelta(seconds=4)

@@ -178,6 +178,7 @@ def test_the_sound_repository_is_accepted(sound, outcome_of):
         )
 
 
+@pytest.mark.slow
 def test_logs_and_records(sound, outcome_of):
     fuzzing.hold(repositories(sound[1]), outcome_of, 100)
 

@@ -183,6 +183,7 @@ def page_of(counts, numbers):
     )
 
 
+@pytest.mark.slow
 def test_changes_of_records_are_caught_or_harmless(pristine, tmp_path, capsys):
     counts = survey(pristine, tmp_path, capsys, range(150))
     assert (

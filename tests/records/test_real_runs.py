@@ -29,6 +29,7 @@ def script_with_track(corpus, **changes):
 def test_runs_of_the_trainer_are_a_record(corpus, tmp_path, capsys, monkeypatch):
     for name, value in helpers.environment().items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")  # compiling takes longer than these short runs
     monkeypatch.setattr(train_gpt, "resolve_dtype", lambda *_: "float32")
     val_sha256 = train_gpt.validation_hash(
         train_gpt.open_corpus(helpers.tiny_config(data=str(corpus))).val

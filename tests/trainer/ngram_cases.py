@@ -11,7 +11,6 @@ import train_gpt
 from helpers import INDEX, NO_TABLE, TINY, make_trainer, tiny_config
 from train_gpt import NgramTable, plan_rows
 
-WORLD_SIZES = (1, 2, 3, 4)
 ORDERS = 2
 INDEX_BITS = 5
 MICRO_BATCHES = 12
@@ -43,7 +42,6 @@ CASES = {
     "an idle rank": Case(rows=20, steps=3, pick="idle"),
     "wide": Case(rows=3000, steps=2, dim=128, tokens=60, pick="uniform"),
 }
-ALL = [(world_size, name) for name in CASES for world_size in WORLD_SIZES]
 
 
 def rows_of(case, world_size):

@@ -433,6 +433,7 @@ def test_a_resumed_run_ends_bitwise_the_same(run_of, go_on, tmp_path):
     assert_resumes_bitwise(run_of(1), tmp_path, lambda: go_on(resume="second"))
 
 
+@pytest.mark.slow
 def test_two_ranks_resume_bitwise(run_of, tmp_path):
     def resume():
         words = {"resume": "second"}

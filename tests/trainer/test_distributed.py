@@ -37,8 +37,9 @@ import train_gpt
 from helpers import assert_bitwise, run_trainer, started, tiny_config
 from train_gpt import EIGH_STEPS, MATRIX_RULES, Runtime, Trainer, wait
 
-SEVERAL = pytest.mark.parametrize("world_size", [2, 3, 4])
-ALL = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+FOUR = pytest.param(4, marks=pytest.mark.slow)
+SEVERAL = pytest.mark.parametrize("world_size", [2, 3, FOUR])
+ALL = pytest.mark.parametrize("world_size", [1, 2, 3, FOUR])
 
 
 @pytest.fixture(scope="module")

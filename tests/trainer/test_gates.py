@@ -71,10 +71,12 @@ def failed(trainer, val=VAL):
         INDEX,
         NO_TABLE,
         LAYERED,
-        {"dtype": "bfloat16"},
-        {"dtype": "bfloat16", **LAYERED},
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param({"dtype": "bfloat16", **LAYERED}, marks=pytest.mark.slow),
         {"untie_at": 1.0, "softmax_rows": 200, "mtp_weights": (1.0, 0.5)},
-        {"dtype": "bfloat16", "seed": 2, **ONE_LAYER, "ngram_rows": 3},
+        pytest.param(
+            {"dtype": "bfloat16", "seed": 2, **ONE_LAYER, "ngram_rows": 3}, marks=pytest.mark.slow
+        ),
         {"val_batch_tokens": 1024},
         {"val_batch_tokens": 32, "windows": (16, 32), "val_windows": (16, 32), "val_tokens": 64},
     ],
@@ -136,7 +138,7 @@ def verdicts_of_rank(runtime, cheat, deceiver):
     return failed(trainer, VAL[:1281])
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_agree(world_size):
     honest = ranks.on_ranks(world_size, verdicts_of_rank, None, None)
     assert honest == [set()] * world_size
@@ -242,6 +244,7 @@ def test_pairs_of_heads_that_see_the_document_before_are_caught(monkeypatch):
     assert failed(gated_trainer(paired_layers=(0,))) == {"local"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["attention_one_ahead", "attention_across_documents", "losses_less_a_thousandth"]

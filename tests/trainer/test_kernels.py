@@ -344,7 +344,7 @@ def test_validation_is_never_in_8_bits(products, monkeypatch):
     assert len(products) == 3
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_float8_run_passes_the_gates(dtype, products, cli, tiny, monkeypatch):
     values = {**tiny, "dtype": dtype, "mtp_weights": (1.0, 0.5)}
     plain = cli(**{**values, "run_id": "plain"})

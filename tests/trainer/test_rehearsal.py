@@ -99,6 +99,7 @@ def assert_valid(run, world_size):
     assert run.train_losses[STEPS] < run.train_losses[1] - 0.3  # it learns
 
 
+@pytest.mark.slow
 def test_few_micro_batches_run_through_every_stage(values, tmp_path):
     few = tuple(dataclasses.asdict(stage) | {"micro_batches": 2} for stage in STAGES)
     assert_valid(ranks.train(tmp_path, {**values, "stages": few, "val_every": 0}), 1)

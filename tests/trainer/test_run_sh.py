@@ -295,7 +295,7 @@ def test_what_the_trainer_answers_reaches_it_at_once(copy, words, script):
 
 # ----- tests
 
-ALL_FILES = "-m pytest tests --numprocesses=2 --dist=loadfile --no-loadscope-reorder"
+ALL_FILES = "-m pytest tests --numprocesses=2 --dist=worksteal"
 
 
 def test_tests_run_with_further_arguments(copy):
