@@ -513,7 +513,7 @@ TRACKS = {
         skips=((0, 5), (1, 4), (2, 3)),
         logit_cap=15.0,
         ngram_orders=(2,),
-        ngram_rows=2880,
+        ngram_rows=2**16,
         copy_orders=(),
         copy_places=1,
         copy_reach=2048,
@@ -1492,7 +1492,8 @@ class Group:
     Optimizer.step takes all groups that are due through three calls, each of which gets what the
     one before it has returned:
         reduce(step)                   start to sum their gradients over ranks
-        update(step, lr_mul, pending)  wait for the sums, update, start to send the new values
+        update(step, lr_mul, pending)  wait for the sums, update, start to send the new values;
+                                       a part of what reduce has listed may be updated by itself
         receive(pending)               take over what other ranks have sent
     `tensors()` are all that a step changes on this rank, by name; `size()` counts the group's
     values; `full_state()` is what a checkpoint keeps of it, whatever the world size, and `load`
@@ -1500,6 +1501,7 @@ class Group:
     """
 
     every = 1  # steps between updates
+    tokens = 0  # on this rank, whose summed loss the gradients since the last update are of
     is_frozen = False
 
     def is_due(self, step):
@@ -1595,12 +1597,12 @@ class NgramTable(Group):
         plan = self.plan
         sums = sum_groups(torch.cat(self.grads), plan.token, plan.offsets, plan.signs)
         self.grads = []
-        return self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)
+        return [self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)]
 
     def update(self, step, lr_mul, pending):
         """Update the rows that are owned here. Losses are summed, not averaged: a row learns from
         its own tokens, however many others the step has."""
-        sums, work = pending
+        ((sums, work),) = pending
         wait(work)
         if self.plan.merge:
             sums = sum_groups(sums, *self.plan.merge)
@@ -2045,21 +2047,19 @@ class GPT(nn.Module):
         cos, sin, scale = rotary
         query_key, (value, output) = weights
         qkv = F.linear(norm(x), torch.cat([query_key, value])).view(len(x), 3, -1, config.head_dim)
-        q, k, v = qkv.unbind(1)
+        v = qkv[:, 2]
         if layer in config.value_embedding_layers:
             number = config.value_embedding_layers.index(layer)
             value_embedding = F.embedding(micro_batch.inputs, self.value_embed[number]).view_as(v)
             v = v + gate(x, self.value_gate[number])[..., None] * value_embedding
-        q = norm(q)
-        k = norm(k)
+        qk = norm(qkv[:, :2].flatten(1, 2))  # of all heads, queries before keys
         if layer in config.shifted_layers:
-            k = shifted(k, is_first)
+            q, k = qk.chunk(2, dim=1)
+            qk = torch.cat([q, shifted(k, is_first)], dim=1)
         seen = v
         if window.positions == 2:
-            q, k, seen = in_pairs(q), in_pairs(k), in_pairs(v)
-        cos, sin = cos[: len(q)], sin[: len(q)]
-        q = rotate(q, cos, sin)
-        k = rotate(k, cos, sin)
+            qk, seen = in_pairs(qk), in_pairs(v)
+        q, k = rotate(qk, cos[: len(qk)], sin[: len(qk)]).chunk(2, dim=1)
         y = self.back_end.attend(q, k, seen, masks, window, scale)
         if window.positions == 2:
             y = out_of_pairs(y)
@@ -2496,7 +2496,6 @@ class ParameterGroup(Group):
         self.name = name
         self.config = config
         self.runtime = runtime
-        self.tokens = 0  # on this rank, whose summed loss the gradients since the last step are of
         self.set_rates()
         self.layouts = {key: self.new_layout(key, param) for key, param in params.items()}
         self.state = {
@@ -2550,7 +2549,6 @@ class ParameterGroup(Group):
 
     def update(self, step, lr_mul, pending):
         tokens = self.tokens * self.runtime.world_size
-        self.tokens = 0
         travelling = []
         for layout, grad, work in pending:
             wait(work)
@@ -2737,22 +2735,27 @@ class Optimizer:
     def step(self, step, lr_mul):
         """Update all groups that are due at a step."""
         due = [group for group in self.groups if group.is_due(step)]
-        if self.runtime.world_size > 1:
-            self.step_groups(due, step, lr_mul)
-        else:  # nothing travels, so there is no order to keep, and workers share the groups
+        if self.runtime.workers > 1 and self.runtime.world_size == 1:
+            self.step_in_parallel(due, step, lr_mul)
+        else:
+            reduced = [group.reduce(step) for group in due]
+            updated = []
+            for group, pending in zip(due, reduced, strict=True):
+                updated.append(group.update(step, lr_mul, pending))
+            for group, pending in zip(due, updated, strict=True):
+                group.receive(pending)
+        for group in due:
+            group.tokens = 0
 
-            def step_group(group):
-                self.step_groups([group], step, lr_mul)
-
-            list(self.runtime.in_parallel(step_group, due))
-
-    def step_groups(self, groups, step, lr_mul):
-        reduced = [group.reduce(step) for group in groups]
-        updated = []
-        for group, pending in zip(groups, reduced, strict=True):
-            updated.append(group.update(step, lr_mul, pending))
-        for group, pending in zip(groups, updated, strict=True):
-            group.receive(pending)
+    def step_in_parallel(self, due, step, lr_mul):
+        """As step, where nothing travels and so no order is to be kept: workers share what groups
+        have listed. The largest parameters stand last, and are begun first."""
+        in_parallel = self.runtime.in_parallel
+        reduced = in_parallel(lambda group: group.reduce(step), due)
+        parts = [
+            (group, [part]) for group, pending in zip(due, reduced, strict=True) for part in pending
+        ]
+        list(in_parallel(lambda part: part[0].update(step, lr_mul, part[1]), parts[::-1]))
 
     def untie(self):
         """Give the embedding the weights and optimizer state that the tied head has learned."""

@@ -8,7 +8,7 @@ Both train a GPT of 96 channels, in six heads, on the same tokens in the same or
 widths, windows and document caps of `mini`. PUBLISHED holds its figures, which this script does not
 measure. All arms run as it did: eagerly, in one thread, in float32.
 
-Arms: `ours` is the track's recipe with the published trainer's layers and heads on 400 steps;
+Arms: `ours` is the track's recipe on 400 steps with the published trainer's layers, heads and table;
 `fewer` the same on the shorter schedule of the last line's tokens_ratio; `without NAME`, for each
 NAME of FEATURES, is `fewer` without that; `track's heads` is `fewer` with heads as wide as the
 track's; `twice` has 800 steps; `track` and `track twice` are the track itself, on 400 and 800
@@ -41,7 +41,8 @@ STEPS = 400  # of the published trainer's schedule
 FEWER = 280
 # As the published trainer has at 96 channels, since it is written for six heads and twelve layers.
 HEAD_DIM = 16
-LAYERS = {
+LAYERS_AND_TABLE = {
+    "ngram_rows": 2880,
     "num_layers": 12,
     "long_layers": (3, 7, 11),
     "value_embedding_layers": (1, 2, 10, 11),
@@ -95,7 +96,7 @@ def config_of(arm, seed):
     if not arm.startswith("track"):
         changes["head_dim"] = HEAD_DIM
     if arm not in ("track", "track twice"):
-        changes |= LAYERS
+        changes |= LAYERS_AND_TABLE
     if arm.startswith("without "):
         changes |= FEATURES[arm.removeprefix("without ")]
     weights = changes.pop("mtp_weights", None)
