@@ -560,7 +560,7 @@ def test_an_update_is_rotated_by_the_last_steps_bases(kind, monkeypatch):
     monkeypatch.setattr(train_gpt, "from_eigenbasis", recorded)
     before = state_of(optimizer)["query_key"]["row_basis"].clone()
     walk(optimizer, 1, first=4)
-    assert_bitwise(used[0], before)
+    assert any(torch.equal(basis, before) for basis in used)  # one of three banks'
     assert not torch.equal(before, state_of(optimizer)["query_key"]["row_basis"])
 
 
