@@ -9,9 +9,9 @@ widths, windows and document caps of `mini`. PUBLISHED holds its figures, which 
 measure. All arms run as it did: eagerly, in one thread, in float32.
 
 Arms: `ours` is the track's recipe on 400 steps, with the published trainer's layers, heads and
-table; `fewer` the same on the shorter schedule of the last line's tokens_ratio; `without NAME`, for each
-NAME of FEATURES, is `fewer` without that; `track's heads` is `fewer` with heads as wide as the
-track's; `twice` has 800 steps; `track` and `track twice` are the track itself, on 400 and 800
+table; `fewer` the same on the shorter schedule of the last line's tokens_ratio; `without NAME`,
+for each NAME of FEATURES, is `fewer` without that; `track's heads` is `fewer` with heads as wide as
+the track's; `twice` has 800 steps; `track` and `track twice` are the track itself, on 400 and 800
 steps; `plain` is a GPT-2 of as many layers as the published trainer with AdamW. Runs that stand in
 the results are not repeated: without the file recipe.json all begin anew.
 
