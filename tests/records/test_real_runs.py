@@ -26,6 +26,7 @@ def script_with_track(corpus, **changes):
     return code.replace("TRACKS = {\n", f'TRACKS = {{\n    "tiny": {config!r},\n', 1)
 
 
+@pytest.mark.slow
 def test_runs_of_the_trainer_are_a_record(corpus, tmp_path, capsys, monkeypatch):
     for name, value in helpers.environment().items():
         monkeypatch.setenv(name, value)

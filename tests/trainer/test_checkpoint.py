@@ -229,9 +229,9 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(rich_run, tmp_path, c
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dtype": "bfloat16", "workers": 2},
+        pytest.param({"dtype": "bfloat16", "workers": 2}, marks=pytest.mark.slow),
         {"adam_every": 5, "stages": ({}, {"start": 0.5, "document_cap": 64})},
-        {**NO_TABLE, "untie_at": 0.6},
+        pytest.param({**NO_TABLE, "untie_at": 0.6}, marks=pytest.mark.slow),
         {"matrix_update": "soap", "basis_every": 3, "index_orders": (4,), "index_share": 0.25},
     ],
     ids=str,
@@ -253,6 +253,7 @@ def test_resuming_is_exact_whatever_the_configuration(changes, tiny, tmp_path, c
     assert_same_end(run.checkpoint(), expected)
 
 
+@pytest.mark.slow
 def test_two_ranks_may_be_continued_by_one(rich_run, rich_run_of, tmp_path, cli):
     two = rich_run_of(2)
     interrupted(two, tmp_path)

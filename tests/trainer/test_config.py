@@ -548,6 +548,7 @@ def test_a_disk_without_room_is_refused(cli, tiny, monkeypatch):
 # ----- the file
 
 
+@pytest.mark.slow
 def test_importing_the_file_has_no_side_effects(tmp_path):
     script = """
 import os, signal, sys, threading

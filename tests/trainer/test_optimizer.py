@@ -524,7 +524,10 @@ def every_number_scheduled(rates):
     return hypers
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    "name",
+    ["adam", "soap_muon", *(pytest.param(x, marks=pytest.mark.slow) for x in ("muon", "soap"))],
+)
 def test_compiled_updates_are_the_plain_ones_in_one_graph(name, monkeypatch):
     """Traced as torch.compile does for a GPU, and executed by torch's own operations. Scheduling
     any of the numbers compiles nothing again, rates by matrix neither; nor does a parameter of the

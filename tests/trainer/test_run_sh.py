@@ -212,6 +212,7 @@ def test_options_alone_go_to_the_default_track(copy):
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="the plan would be for the GPUs that are here"
 )
+@pytest.mark.slow
 def test_the_plan_is_made_by_the_environments_python(copy):
     """The one test whose plan is not made in this process."""
     words = "nano --steps 10 --data".split()
