@@ -1492,16 +1492,16 @@ class Group:
     Optimizer.step takes all groups that are due through three calls, each of which gets what the
     one before it has returned:
         reduce(step)                   start to sum their gradients over ranks
-        update(step, lr_mul, pending)  wait for the sums, update, start to send the new values;
-                                       a part of what reduce has listed may be updated by itself
+        update(step, lr_mul, pending)  wait for the sums, update, start to send the new values
         receive(pending)               take over what other ranks have sent
+    What `reduce` returns is a list, and `update` may be called for each of its items in turn.
     `tensors()` are all that a step changes on this rank, by name; `size()` counts the group's
     values; `full_state()` is what a checkpoint keeps of it, whatever the world size, and `load`
     takes that back.
     """
 
     every = 1  # steps between updates
-    tokens = 0  # on this rank, whose summed loss the gradients since the last update are of
+    tokens = 0  # that this rank has trained on since the group's last update
     is_frozen = False
 
     def is_due(self, step):
@@ -2748,14 +2748,22 @@ class Optimizer:
             group.tokens = 0
 
     def step_in_parallel(self, due, step, lr_mul):
-        """As step, where nothing travels and so no order is to be kept: workers share what groups
-        have listed. The largest parameters stand last, and are begun first."""
+        """Update groups one parameter at a time, shared by workers.
+
+        In a single process nothing travels, so that no order has to be kept. The matrices take
+        longest: they stand last, and are begun first.
+        """
+
+        def reduce(group):
+            return [(group, part) for part in group.reduce(step)]
+
+        def update(pair):
+            group, part = pair
+            group.update(step, lr_mul, [part])
+
         in_parallel = self.runtime.in_parallel
-        reduced = in_parallel(lambda group: group.reduce(step), due)
-        parts = [
-            (group, [part]) for group, pending in zip(due, reduced, strict=True) for part in pending
-        ]
-        list(in_parallel(lambda part: part[0].update(step, lr_mul, part[1]), parts[::-1]))
+        parts = list(itertools.chain.from_iterable(in_parallel(reduce, due)))
+        list(in_parallel(update, reversed(parts)))
 
     def untie(self):
         """Give the embedding the weights and optimizer state that the tied head has learned."""

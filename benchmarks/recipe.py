@@ -39,7 +39,7 @@ from benchmarks import common, plain_gpt
 NAME = "recipe"
 STEPS = 400  # of the published trainer's schedule
 FEWER = 280
-# As the published trainer has at 96 channels, since it is written for six heads and twelve layers.
+# What the published trainer has at 96 channels: its heads, as many layers, and its table's rows.
 HEAD_DIM = 16
 LAYERS_AND_TABLE = {
     "ngram_rows": 2880,

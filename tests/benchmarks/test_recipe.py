@@ -43,6 +43,14 @@ def test_each_arm_without_a_feature_changes_that_alone():
     assert differences(fewer, recipe.config_of("track's heads", 1)) == {"head_dim"}
 
 
+def test_the_tracks_own_arms_change_nothing_of_its_model():
+    mini = train_gpt.TRACKS["mini"]
+    how_it_runs = {"seed", "steps", "device", "workers"}
+    for arm, steps in (("track", 400), ("track twice", 800)):
+        config = recipe.config_of(arm, 1)
+        assert config.steps == steps and differences(mini, config) == how_it_runs
+
+
 def test_arms_see_the_published_trainers_tokens():
     assert train_gpt.training_tokens(recipe.config_of("ours", 1)) == 824_320
     assert train_gpt.training_tokens(recipe.config_of("fewer", 1)) < 0.85 * 824_320
