@@ -398,7 +398,7 @@ class Config:
     def columns(self):
         """How many rows of the table a token reads."""
         copies = self.copy_places * len(self.copy_orders)
-        return len(self.ngram_orders) + copies + len(self.index_orders)
+        return len(self.ngram_orders) + copies + INDEX_GUESSES * len(self.index_orders)
 
     @property
     def torch_dtype(self):
@@ -414,7 +414,7 @@ TRACKS = {
         track="nano",
         data="data/python",
         tokenizer="bytes",
-        steps=124,
+        steps=82,
         micro_batch_tokens=512,
         # start, micro-batches of a step, document cap, windows (short, long), rate, loss weights
         stages=(Stage(0.0, 8, 512, (32, 64), 1.0, (1.0,)),),
@@ -1109,14 +1109,20 @@ TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtyp
 MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, odd
 HASH_BASE = np.uint64(pow(0x9E3779B97F4A7C15, -1, 2**64))
 LOW_HALF = np.uint64(0xFFFFFFFF)
+LOW_TOKEN = np.uint64(0xFFFF)
 NO_GUESS = np.uint64(2**16 - 1)  # no token's id
 STRETCH = 2**18  # tokens of a document in which copies are looked for at once
 COPIES_KEPT = 2**25  # tokens whose copies are remembered: 2 bytes a column
 INDEX_CHUNK = 2**15  # tokens that the index reads at once
-# An entry of the index is 32 bits: a tag of the n-gram (14), votes (2), a token (16).
-TAG_BITS = np.uint32(0xFFFC0000)
-VOTE_BITS = np.uint32(0x00030000)
-ONE_VOTE = np.uint32(0x00010000)
+# An entry of the index is 64 bits: a tag of the n-gram (14), votes for the first token (2), and the
+# third, the second and the first token (16 each).
+INDEX_GUESSES = 3
+TAG_SHIFT = np.uint64(50)
+VOTES_SHIFT = np.uint64(48)
+TOKEN_SHIFT = np.uint64(16)
+NO_VOTE = np.uint64(0)
+ONE_VOTE = np.uint64(1)
+MOST_VOTES = np.uint64(3)
 
 compiled = functools.partial(njit, nogil=True, cache=True)
 
@@ -1186,44 +1192,84 @@ def copy_tokens(tokens, matches, place, reach, copies):
 def slot_and_tag(key, bits):
     """(entry of the index, tag) of an n-gram: the upper bits of its key, and the 14 behind them."""
     slot = key >> np.uint64(64 - bits)
-    tag = np.uint32((key >> np.uint64(32 - bits)) & LOW_HALF) & TAG_BITS
+    tag = (key >> np.uint64(50 - bits)) & np.uint64(0x3FFF)
     return np.int64(slot), tag
+
+
+@compiled
+def unpacked(entry):
+    """(tag, votes, first, second and third token) of an entry of the index; NO_GUESS: no token."""
+    first = entry & LOW_TOKEN
+    second = (entry >> TOKEN_SHIFT) & LOW_TOKEN
+    third = (entry >> (TOKEN_SHIFT + TOKEN_SHIFT)) & LOW_TOKEN
+    return entry >> TAG_SHIFT, (entry >> VOTES_SHIFT) & MOST_VOTES, first, second, third
+
+
+@compiled
+def packed(tag, votes, first, second, third):
+    """The entry of the index that `unpacked` takes apart."""
+    tokens = (((third << TOKEN_SHIFT) | second) << TOKEN_SHIFT) | first
+    return (tag << TAG_SHIFT) | (votes << VOTES_SHIFT) | tokens
+
+
+@compiled
+def voted(entry, tag, token):
+    """An entry of the index after `token` has followed an n-gram with this tag.
+
+    It is a majority vote (Boyer & Moore 1981) among the n-grams that share an entry, and among the
+    tokens that follow. The first token gains a vote when it follows once more, and loses one when
+    anything else happens; once it has none, an n-gram with another tag takes the entry. A newcomer
+    takes the second place, or the third if the second is taken. It moves up when it follows again,
+    to the first place only while its holder has no vote.
+    """
+    old_tag, votes, first, second, third = unpacked(entry)
+    if tag != old_tag or entry == 0:
+        if votes > NO_VOTE:
+            return entry - (ONE_VOTE << VOTES_SHIFT)
+        return packed(tag, NO_VOTE, token, NO_GUESS, NO_GUESS)
+    if token == first:
+        return packed(tag, min(votes + ONE_VOTE, MOST_VOTES), first, second, third)
+    if token == third:
+        second, third = third, second
+    elif token != second and second == NO_GUESS:
+        second = token
+    elif token != second:
+        third = token
+    elif votes == NO_VOTE:
+        first, second = second, first
+    if votes > NO_VOTE:
+        votes -= ONE_VOTE
+    return packed(tag, votes, first, second, third)
 
 
 @compiled
 def vote(entries, bits, keys, following):
     """Read n-grams by their keys (L,), with the tokens that follow them, into entries in place.
 
-    A majority vote (Boyer & Moore 1981) among the n-grams that share an entry: its token gains a
-    vote when it follows once more, and loses one when another does, until that takes its place.
     Of the n-grams of one call that share an entry only the last one votes: what one document says a
     hundred times in a row is one opinion.
     """
-    before = np.empty(len(keys), np.uint32)
+    before = np.empty(len(keys), np.uint64)
     for i in range(len(keys)):
         slot, _ = slot_and_tag(keys[i], bits)
         before[i] = entries[slot]
     for i in range(len(keys)):
         slot, tag = slot_and_tag(keys[i], bits)
-        newcomer = tag | np.uint32(following[i])
-        entry = before[i]
-        votes = entry & VOTE_BITS
-        if entry & ~VOTE_BITS == newcomer:
-            entries[slot] = newcomer | min(votes + ONE_VOTE, VOTE_BITS)
-        elif votes > 0:
-            entries[slot] = entry - ONE_VOTE
-        else:
-            entries[slot] = newcomer
+        entries[slot] = voted(before[i], tag, np.uint64(following[i]))
 
 
 @compiled
 def look_up(entries, bits, keys, guesses):
-    """Write to guesses (L,) uint64 the token, with its votes, that follows n-grams (L,) by keys."""
+    """Write to guesses (INDEX_GUESSES, L) uint64 the tokens that follow n-grams (L,) by their keys,
+    the first one with its votes."""
     for i in range(len(keys)):
         slot, tag = slot_and_tag(keys[i], bits)
         entry = entries[slot]
-        if entry != 0 and entry & TAG_BITS == tag:
-            guesses[i] = entry & ~TAG_BITS
+        old_tag, votes, first, second, third = unpacked(entry)
+        if entry != 0 and tag == old_tag:
+            guesses[0, i] = first | (votes << TOKEN_SHIFT)
+            guesses[1, i] = second
+            guesses[2, i] = third
 
 
 @compiled
@@ -1320,16 +1366,16 @@ class Text:
 
 
 class TextIndex:
-    """Which token mostly follows an n-gram in training text, by order and hash: see `vote`."""
+    """Which tokens mostly follow an n-gram in training text, by order and hash: see `voted`."""
 
     def __init__(self, config):
         self.orders = config.index_orders
         self.bits = config.index_bits
         self.eot_token = config.eot_token
-        self.entries = torch.zeros(len(self.orders), 2**self.bits, dtype=torch.int32)
+        self.entries = torch.zeros(len(self.orders), 2**self.bits, dtype=torch.int64)
 
     def entries_of(self, column):
-        return self.entries[column].numpy().view(np.uint32)
+        return self.entries[column].numpy().view(np.uint64)
 
     def read(self, tokens, in_parallel=map):
         """Take in training text, (n,) uint16; in_parallel: how to share out the orders."""
@@ -1345,11 +1391,12 @@ class TextIndex:
         list(in_parallel(read_order, range(len(self.orders))))
 
     def guesses(self, keys):
-        """The token that follows n-grams, with its votes, by keys (t, C): (t, C) uint64."""
-        found = np.full(keys.shape[::-1], NO_GUESS, np.uint64)
+        """The tokens that follow n-grams, by keys (t, C): (t, C * INDEX_GUESSES) uint64, order by
+        order, the first one with its votes."""
+        found = np.full((len(self.orders), INDEX_GUESSES, len(keys)), NO_GUESS, np.uint64)
         for column in range(len(self.orders)):
             look_up(self.entries_of(column), self.bits, keys[:, column], found[column])
-        return found.T
+        return found.reshape(-1, len(keys)).T
 
 
 def table_rows(window, config, index):

@@ -332,7 +332,7 @@ def made_up(value, *key):
     if isinstance(value, dict):
         return {name: made_up(inner, *key, *name.encode()) for name, inner in value.items()}
     numbers = draw(*key, value.shape)
-    return (1000 * numbers).to(value.dtype) if value.dtype == torch.int32 else numbers
+    return numbers if value.is_floating_point() else (1000 * numbers).to(value.dtype)
 
 
 def state_for(case, runtime):
