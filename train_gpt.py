@@ -27,9 +27,9 @@ Chapters, in reading order:
     17. Opening and end   what a run needs, its warm-up, its result, and how errors end it
     18. The run           the steps
 
-A step's global batch is a fixed list of micro-batches. Rank r of W takes every W-th of them, and
-on a CPU its threads share those. So all world sizes see the same tokens, and they take the same
-step up to the order in which floats are added.
+A step's global batch is a fixed list of micro-batches. Rank r of W takes every W-th of them, if
+there are so many, and on a CPU its threads share those. So all world sizes see the same tokens, and
+they take the same step up to the order in which floats are added.
 """
 
 import argparse
@@ -414,10 +414,10 @@ TRACKS = {
         track="nano",
         data="data/python",
         tokenizer="bytes",
-        steps=82,
+        steps=122,
         micro_batch_tokens=512,
         # start, micro-batches of a step, document cap, windows (short, long), rate, loss weights
-        stages=(Stage(0.0, 8, 512, (32, 64), 1.0, (1.0,)),),
+        stages=(Stage(0.0, 4, 512, (32, 64), 1.0, (1.0,)),),
         cooldown=0.45,
         final_lr=0.1,
         untie_at=0.0,
@@ -436,10 +436,10 @@ TRACKS = {
         ngram_orders=(2, 3, 4, 6),
         ngram_rows=2**19,
         copy_orders=(2, 3, 4, 6, 9, 14, 20, 32),
-        copy_places=2,
+        copy_places=3,
         copy_reach=65536,
         index_orders=(3, 5, 8, 12, 18, 28),
-        index_bits=24,
+        index_bits=25,
         index_share=0.97,
         rules={
             "query_key": Rule(group="matrices", decay=1.0),
@@ -1062,15 +1062,15 @@ class TrainLoader:
             for window in windows:
                 self.check_distinct_targets(window, stage.softmax_rows, step)
         found = runtime.in_parallel(lambda window: table_rows(window, config, self.index), windows)
-        rows, signs = map(np.concatenate, zip(*found, strict=True))
+        # A rank may have no micro-batch of a step, and takes part in the exchange all the same.
+        none = rows_and_signs(np.empty((0, config.columns), np.uint64), 0, config.ngram_rows)
+        rows, signs = map(np.concatenate, zip(none, *found, strict=True))
         plan, slots = plan_rows(rows, signs, config, runtime, runtime.loader_group)
-        parts = zip(
-            windows,
-            np.split(slots, len(windows)),
-            np.split(signs, len(windows)),
-            strict=True,
-        )
-        micro_batches = [assemble(*part, runtime.device) for part in parts]
+        length = config.micro_batch_tokens
+        micro_batches = []
+        for number, window in enumerate(windows):
+            own = slice(number * length, (number + 1) * length)
+            micro_batches.append(assemble(window, slots[own], signs[own], runtime.device))
         tokens = stage.micro_batches * config.micro_batch_tokens
         return Batch(micro_batches, plan, tokens, dict(self.state))
 
@@ -1249,13 +1249,17 @@ def vote(entries, bits, keys, following):
     Of the n-grams of one call that share an entry only the last one votes: what one document says a
     hundred times in a row is one opinion.
     """
-    before = np.empty(len(keys), np.uint64)
+    slots = np.empty(len(keys), np.int64)
+    revised = np.empty(len(keys), np.uint64)
+    # Three loops: the processor waits for many entries at once in the first one, and in the last.
     for i in range(len(keys)):
-        slot, _ = slot_and_tag(keys[i], bits)
-        before[i] = entries[slot]
+        slots[i], _ = slot_and_tag(keys[i], bits)
+        revised[i] = entries[slots[i]]
     for i in range(len(keys)):
-        slot, tag = slot_and_tag(keys[i], bits)
-        entries[slot] = voted(before[i], tag, np.uint64(following[i]))
+        _, tag = slot_and_tag(keys[i], bits)
+        revised[i] = voted(revised[i], tag, np.uint64(following[i]))
+    for i in range(len(keys)):
+        entries[slots[i]] = revised[i]
 
 
 @compiled
@@ -1548,7 +1552,7 @@ class Group:
     """
 
     every = 1  # steps between updates
-    tokens = 0  # that this rank has trained on since the group's last update
+    tokens = 0  # that all ranks have trained on since the group's last update
     is_frozen = False
 
     def is_due(self, step):
@@ -1642,7 +1646,8 @@ class NgramTable(Group):
     def reduce(self, step):
         """Sum the step's gradients by row, and start to push them to the rows' owners."""
         plan = self.plan
-        sums = sum_groups(torch.cat(self.grads), plan.token, plan.offsets, plan.signs)
+        none = self.weight.new_empty(0, self.config.model_dim)
+        sums = sum_groups(torch.cat([none, *self.grads]), plan.token, plan.offsets, plan.signs)
         self.grads = []
         return [self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)]
 
@@ -2595,11 +2600,10 @@ class ParameterGroup(Group):
         return pending
 
     def update(self, step, lr_mul, pending):
-        tokens = self.tokens * self.runtime.world_size
         travelling = []
         for layout, grad, work in pending:
             wait(work)
-            grad /= tokens
+            grad /= self.tokens
             hyper = Hyper(
                 count=math.ceil((step + 1) / self.every),
                 lr=self.lr * layout.lr_mul * lr_mul,
@@ -2770,12 +2774,15 @@ class Optimizer:
         self.groups = [small, self.embeddings, table, self.matrices]
         self.layouts = {**small.layouts, **self.embeddings.layouts, **self.matrices.layouts}
 
-    def accumulate(self, grads, tokens):
-        """Add a micro-batch's gradients, {name: tensor, or None for a parameter not in use}, of
-        the summed loss of so many tokens."""
+    def accumulate(self, grads):
+        """Add the gradients of a micro-batch's summed loss, {name: tensor, or None for a parameter
+        not in use}."""
         for name, grad in grads.items():
             if grad is not None:
                 self.layouts[name].accumulate(grad)
+
+    def count(self, tokens):
+        """Tell all groups how many tokens more all ranks have trained on."""
         for group in self.parameter_groups:
             group.tokens += tokens
 
@@ -2875,13 +2882,14 @@ class Trainer:
 
         # Whoever works out a micro-batch, its gradients are added in its turn: the number of
         # workers changes no bit of a run.
-        loss_sum = 0.0
+        loss_sum = torch.zeros((), device=self.runtime.device)
         for grads, loss in self.runtime.in_parallel(gradients, batch.micro_batches):
             named = dict(zip(params, grads, strict=False))
-            self.optimizer.accumulate(named, self.config.micro_batch_tokens)
+            self.optimizer.accumulate(named)
             if len(grads) > len(params):
                 self.table.accumulate(grads[-1])
             loss_sum = loss_sum + loss
+        self.optimizer.count(batch.tokens)
         return loss_sum
 
     def step(self, step, batch, upcoming=None):
@@ -3958,12 +3966,6 @@ def resolve(config, runtime):
         run_id = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.urandom(2).hex()}"
     dtype = resolve_dtype(config.dtype, runtime.device)
     seed, run_id, dtype = runtime.agree("run", [seed, run_id, dtype])
-    for stage in config.stages:
-        require(
-            stage.micro_batches % runtime.world_size == 0,
-            f"world size {runtime.world_size}: must divide the {stage.micro_batches} micro-batches "
-            "of a step; start another number of processes, or change --micro-batches",
-        )
     return dataclasses.replace(config, seed=seed, run_id=run_id, dtype=dtype)
 
 

@@ -43,6 +43,7 @@ TINY = {
     "skips": ((0, 1),),
     "ngram_rows": 1000,
     "copy_orders": (3, 5),
+    "copy_places": 2,
     "copy_reach": 64,
     "index_orders": (),
     "index_bits": 12,

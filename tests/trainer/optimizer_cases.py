@@ -14,7 +14,7 @@ import train_gpt
 from helpers import NO_TABLE, tiny_config
 from train_gpt import Hyper, NgramTable, Optimizer
 
-MICRO_BATCHES = 12  # of a step, which suits 1, 2, 3 and 4 ranks
+MICRO_BATCHES = 12  # of a step
 RULES = train_gpt.TRACKS["nano"].rules
 
 
@@ -77,7 +77,8 @@ def accumulate(optimizer, step, runtime, unused=()):
         for name, layout in optimizer.layouts.items():
             if name not in unused:
                 grads[name] = gradient(step, micro_batch, name, layout.param.shape)
-        optimizer.accumulate(grads, tokens=1)
+        optimizer.accumulate(grads)
+    optimizer.count(MICRO_BATCHES)
 
 
 def waiting(layout):

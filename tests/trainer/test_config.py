@@ -393,13 +393,6 @@ def test_a_refusal_is_one_line_and_status_2_and_nothing_is_written(text, hint, c
     assert hint in refusal(run) and run.stderr == "" and not list(tmp_path.iterdir())
 
 
-def test_a_world_size_that_does_not_divide_the_micro_batches_is_refused(tiny, tmp_path):
-    values = {**tiny, "micro_batches": 4}
-    run = ranks.train(tmp_path, values, "--check", world_size=3)
-    assert "world size 3: must divide the 4 micro-batches" in refusal(run)
-    assert not (tmp_path / "logs").exists()
-
-
 def test_ranks_agree_on_what_is_drawn_and_measured(tiny, tmp_path):
     """Each rank is fast in another type, and draws a seed and a name of its own."""
 

@@ -240,7 +240,8 @@ def test_bfloat16_training_is_float32_training_bitwise():
                 name: normal(*layout.param.shape, seed=step)
                 for name, layout in optimizer.layouts.items()
             }
-            optimizer.accumulate(grads, tokens=1)
+            optimizer.accumulate(grads)
+            optimizer.count(1)
             optimizer.step(step, 0.7)
     halves, state = 0, state_of(pair[0])
     for name, layout in pair[0].layouts.items():
@@ -356,7 +357,8 @@ def test_every_parameter_moves_at_its_own_rate():
     layouts = trainer.optimizer.layouts
     before = {name: layout.param.detach().clone() for name, layout in layouts.items()}
     grads = {name: torch.ones_like(layout.param) for name, layout in layouts.items()}
-    trainer.optimizer.accumulate(grads, tokens=1)
+    trainer.optimizer.accumulate(grads)
+    trainer.optimizer.count(1)
     trainer.optimizer.step(0, 0.5)
     for name, layout in layouts.items():
         moved = before[name] - layout.param.detach()
@@ -378,7 +380,8 @@ def test_matrices_of_a_bank_may_have_rates_of_their_own(matrix_update):
         changes = {"num_layers": 3, "steps": 4, "matrix_update": matrix_update, "rules": rules}
         optimizer = optimizer_of(tiny_config(**changes, **NO_TABLE))
         for step in range(2):
-            optimizer.accumulate({"mlp": normal(6, 64, 32, seed=step)}, tokens=1)
+            optimizer.accumulate({"mlp": normal(6, 64, 32, seed=step)})
+            optimizer.count(1)
             optimizer.step(step, 0.7)
         return optimizer.layouts["mlp"].param.detach()
 
@@ -395,7 +398,8 @@ def test_gradients_of_micro_batches_add_up():
     optimizer = make_trainer(random_weights=False).optimizer
     parts = [normal(257, 32, seed=seed) for seed in range(3)]
     for part in parts:
-        optimizer.accumulate({"embed": part, "head": None}, tokens=1)
+        optimizer.accumulate({"embed": part, "head": None})
+        optimizer.count(1)
     torch.testing.assert_close(waiting(optimizer.layouts["embed"]), sum(parts))
     assert not waiting(optimizer.layouts["head"]).any()
 
@@ -410,8 +414,10 @@ def test_the_first_gradient_of_a_step_replaces_the_last_steps_sum():
         for step, grads in enumerate(per_step):
             for grad in grads:
                 each = {"head": grad, "smear_gate": grad[:1, :12], "embed": normal(257, 32)}
-                optimizer.accumulate(each, tokens=1)
-            optimizer.accumulate({}, tokens=1)
+                optimizer.accumulate(each)
+                optimizer.count(1)
+            optimizer.accumulate({})
+            optimizer.count(1)
             optimizer.step(step, 1.0)
             if is_stale:  # what a step has used may hold anything
                 for layout in layouts:
@@ -433,8 +439,9 @@ def test_losses_are_divided_once_by_all_tokens_of_a_cycle():
     mlp_grads = [normal(4, 64, 32, seed=9 + seed) for seed in range(4)]
     first, momentum = torch.zeros(257, 32), torch.zeros(4, 64, 32)
     for step, tokens in enumerate(counts):
-        optimizer.accumulate({"embed": grads[step] / 2, "mlp": mlp_grads[step]}, tokens - 1)
-        optimizer.accumulate({"embed": grads[step] / 2, "mlp": None}, 1)
+        optimizer.accumulate({"embed": grads[step] / 2, "mlp": mlp_grads[step]})
+        optimizer.accumulate({"embed": grads[step] / 2, "mlp": None})
+        optimizer.count(tokens)
         optimizer.step(step, 1.0)
         momentum.lerp_(mlp_grads[step] / tokens, 1 - train_gpt.momentum_at(config, step))
         if step % 2:
@@ -453,7 +460,8 @@ def adam_only(steps, every, grads):
     config = tiny_config(steps=steps, adam_every=every, cooldown=0.0, **NO_TABLE)
     optimizer, history = optimizer_of(config), []
     for step in range(steps):
-        optimizer.accumulate({name: values[step] for name, values in grads.items()}, tokens=1)
+        optimizer.accumulate({name: values[step] for name, values in grads.items()})
+        optimizer.count(1)
         optimizer.step(step, 1.0)
         history.append({name: optimizer.layouts[name].param.detach().clone() for name in grads})
     return history
@@ -482,7 +490,8 @@ def test_muon_does_not_wait_for_adam():
     layout = optimizer.layouts["mlp"]
     for step in range(3):
         before = layout.param.detach().clone()
-        optimizer.accumulate({"mlp": normal(4, 64, 32, seed=step)}, tokens=1)
+        optimizer.accumulate({"mlp": normal(4, 64, 32, seed=step)})
+        optimizer.count(1)
         optimizer.step(step, 1.0)
         assert not torch.equal(before, layout.param)
         assert layout.is_empty
@@ -622,7 +631,8 @@ def test_untying_inside_a_cycle_is_torchs_adam_on_one_table_then_on_two(dtype):
             adam["embed"].state[tables["embed"]] = copy.deepcopy(adam["head"].state[head])
         # Until it is untied the embedding has no gradient: the head's is the sum of both its uses.
         grads = {name: draw(step, len(name), model.head.shape) for name in tables}
-        optimizer.accumulate({"embed": None, **grads}, tokens=step + 1)
+        optimizer.accumulate({"embed": None, **grads})
+        optimizer.count(step + 1)
         cycle = range(step // 3 * 3, step // 3 * 3 + 3)
         for name, grad in grads.items():
             so_far = tables[name].grad if tables[name].grad is not None else 0
@@ -677,7 +687,8 @@ def test_a_tied_embedding_keeps_still():
         value.fill_(1.0)
     before = embed.clone()
     for step in range(4):
-        optimizer.accumulate({"head": normal(257, 32, seed=step), "embed": None}, tokens=1)
+        optimizer.accumulate({"head": normal(257, 32, seed=step), "embed": None})
+        optimizer.count(1)
         optimizer.step(step, 1.0)
     assert_bitwise(embed, before)
     assert list(state) == ["first", "second"]

@@ -475,7 +475,8 @@ def add_gradients(optimizer, step):
     grads = {}
     for index, (name, layout) in enumerate(optimizer.layouts.items()):
         grads[name] = 1e-3 * normal(*layout.param.shape, seed=10 * step + index)
-    optimizer.accumulate(grads, tokens=1)
+    optimizer.accumulate(grads)
+    optimizer.count(1)
 
 
 def walk(optimizer, steps, first=0):
@@ -501,7 +502,8 @@ def test_the_first_step_with_bases_is_adams(limit, correlation, kind):
     for step in range(4):
         grad = normal(2, 64, 32, seed=step)
         grad = correlation**0.5 * common + (1 - correlation) ** 0.5 * grad
-        optimizer.accumulate({"mlp": grad}, tokens=1)
+        optimizer.accumulate({"mlp": grad})
+        optimizer.count(1)
         before = weights_of(optimizer).clone()
         optimizer.step(step, 1.0)
         moved = (weights_of(optimizer) - before) * 32**0.5 / optimizer.matrices.lr
@@ -588,7 +590,8 @@ def test_zero_gradients_leave_everything_finite(kind):
     optimizer = banks_of(kind, matrix_decay=0.0)
     before = weights_of(optimizer).clone()
     for step in range(5):
-        optimizer.accumulate({}, tokens=1)
+        optimizer.accumulate({})
+        optimizer.count(1)
         optimizer.step(step, 1.0)
     assert_bitwise(weights_of(optimizer), before)
     if kind in SOAP_RULES:
