@@ -414,7 +414,7 @@ TRACKS = {
         track="nano",
         data="data/python",
         tokenizer="bytes",
-        steps=122,
+        steps=112,
         micro_batch_tokens=512,
         # start, micro-batches of a step, document cap, windows (short, long), rate, loss weights
         stages=(Stage(0.0, 4, 512, (32, 64), 1.0, (1.0,)),),
