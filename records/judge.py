@@ -133,7 +133,9 @@ def check_times(run):
 
 def check_memory(run):
     """On a CPU, parameters and tables are held in memory, two bytes a value or more."""
-    least = 2 * run.values / run.world_size / 2**20
+    sizes = re.findall(r"=([\d,]+)", run.sizes)
+    values = sum(int(size.replace(",", "")) for size in sizes)
+    least = 2 * values / run.world_size / 2**20
     fits = run.memory_mib >= least or not cores_of(run)
     require(fits, f"peak_memory {run.memory_mib} MiB; its values take {least:.0f} MiB")
 

@@ -4,11 +4,13 @@ A log is the script that ran, END_OF_CODE, and then one event a line. A record k
 and its logs from END_OF_CODE on; `code_sha256` says which script they belong to.
 """
 
+import functools
 import itertools
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 from records.files import LOG_LIMIT, RecordError, parse_json, read_text, require
 from records.source import sha256_of
@@ -16,116 +18,77 @@ from records.source import sha256_of
 END_OF_CODE = "===== END OF CODE ====="
 START = "===== START ====="
 STEP_LIMIT = 10_000_000
-NUMBER = r"\d{1,15}"
-KINDS = {  # of what stands in a line
+
+
+def moment(text):
+    """The moment, in UTC, that a text such as 2026-11-23T09:30:00Z names."""
+    try:
+        return datetime.fromisoformat(text).replace(tzinfo=UTC)
+    except ValueError:
+        raise RecordError(f"{text} is no moment of the calendar") from None
+
+
+def pairs(text):
+    """{name: word} of `name:word name:word`, in which no name stands twice."""
+    found = [word.partition(":")[::2] for word in text.split()]
+    require(len(dict(found)) == len(found), f"{ascii(text)[:80]} says something twice")
+    return dict(found)
+
+
+NUMBER = r"(?:0|[1-9]\d{0,14})"
+KINDS = {  # of what stands in a line: its expression, and what is made of it
     # A run's name is also that of its log in a record, and so it is no path.
-    "name": r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
-    "word": r"\S{1,200}",
-    "text": r".{1,200}?",
-    "hash": "[0-9a-f]{64}",
-    "number": NUMBER,
-    "decimal": rf"{NUMBER}\.\d{{1,2}}",
-    "loss": rf"{NUMBER}\.\d{{5}}",
-    "moment": r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ",
-    "json": r"\{.*\}",
-    "words": r"\S+:\S+(?: \S+:\S+)*",
+    "name": (r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", str),
+    "word": (r"\S{1,200}", str),
+    "text": (r".{1,200}?", str),
+    "hash": ("[0-9a-f]{64}", str),
+    "number": (NUMBER, int),
+    "decimal": (rf"{NUMBER}\.\d{{1,2}}", float),
+    "loss": (rf"{NUMBER}\.\d{{5}}", float),
+    "moment": (r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", moment),
+    "json": (r"\{.*\}", parse_json),
+    "pairs": (r"\S+:\S+(?: \S+:\S+)*", pairs),
+    "sizes": (r"\w+=\d[\d,]{0,19}(?: \w+=\d[\d,]{0,19})*", str),
 }
-
-
-def pattern(template):
-    """The expression of a whole line, in which `<name=kind>` stands for what is kept."""
-
-    def group(found):
-        name, kind = found.groups()
-        return f"(?P<{name}>{KINDS[kind]})"
-
-    return re.compile(re.sub(r"<(\w+)=(\w+)>", group, template), re.ASCII)
-
-
-# The lines of a log, in their order, but for those of its steps.
+SLOT = re.compile(r"<(\w+)=(\w+)>")
+# The lines of a log, in their order, but for those of its steps: expressions of whole lines, in
+# which `<name=kind>` stands for what is kept.
 HEAD = {
-    "run": pattern(
-        "run:<run=name> track:<track=word> commit:<commit=word> dirty:[01] "
-        "code_sha256:<code_sha256=hash> seed:<seed=number> world_size:<world_size=number> "
-        "device:<device=text> torch:<torch=word> cuda:<cuda=word> triton:<triton=word> "
-        "started:<started=moment>"
-    ),
-    "config": pattern("config:<config=json>"),
-    "batch": pattern(
-        "batch:<batch=number> counter:<counter=number>/<declared=number> start:<start=number>"
-    ),
-    "data": pattern("data:<manifest=word> shards:<shards=word> backends:<backends=text>"),
-    "size": pattern(r"size: (?P<sizes>\w+=[\d,]{1,20}(?: \w+=[\d,]{1,20})*)"),
-    START: pattern(START),
+    "run": "run:<run=name> track:<track=word> commit:<commit=word> dirty:[01] "
+    "code_sha256:<code_sha256=hash> seed:<seed=number> world_size:<world_size=number> "
+    "device:<device=text> torch:<torch=word> cuda:<cuda=word> triton:<triton=word> "
+    "started:<started=moment>",
+    "config": "config:<config=json>",
+    "batch": "batch:<batch=number> counter:<counter=number>/<declared=number> start:<start=number>",
+    "data": "data:<manifest=word> shards:<shards=word> backends:<backends=text>",
+    "size": "size: <sizes=sizes>",
+    START: START,
 }
-STEP = pattern(
+STEP = (
     r"step:<step=number>/<steps=number> (?P<kind>train|val)_loss:<loss=loss>(?: lr_mul:\d+\.\d+)? "
-    "train_time:<time=number>ms step_avg:<average=decimal>ms"
+    "train_time:<time_ms=number>ms step_avg:<average=decimal>ms"
 )
 TAIL = {
-    "comms": pattern("comms: sent_bytes per step .*"),
-    "validity": pattern("validity: <validity=words>"),
-    "final": pattern(
-        "final val_loss:<final_loss=loss> train_time:<train_time_ms=number>ms "
-        "tokens:<tokens=number> peak_memory:<memory_mib=number>MiB tokens_per_s:<speed=number> "
-        "mfu:<mfu=decimal>% cpu_time:<cpu_time_ms=number>ms"
-    ),
-    "status": pattern(
-        "status:ok run:<status_run=name> val_loss:<status_loss=loss> "
-        "train_time:<status_time=decimal>s log:logs/<folder=name>/log.txt(?: plot:.*)?"
-    ),
+    "comms": "comms: sent_bytes per step .*",
+    "validity": "validity: <validity=pairs>",
+    "final": "final val_loss:<val_loss=loss> train_time:<train_time_ms=number>ms "
+    "tokens:<tokens=number> peak_memory:<memory_mib=number>MiB tokens_per_s:<speed=number> "
+    "mfu:<mfu=decimal>% cpu_time:<cpu_time_ms=number>ms",
+    "status": "status:ok run:<status_run=name> val_loss:<status_loss=loss> "
+    "train_time:<status_time=decimal>s log:logs/<folder=name>/log.txt(?: plot:.*)?",
 }
-NUMBERS = (
-    *("seed", "world_size", "batch", "counter", "declared", "start", "train_time_ms", "tokens"),
-    *("memory_mib", "speed", "cpu_time_ms"),
-)
 
 
-@dataclass(frozen=True)
-class Point:
-    """One logged loss of a run's curve."""
+class Run(SimpleNamespace):
+    """What a complete log says: `path`, `source`, `curves`, which are {"train": [Point, ...],
+    "val": [Point, ...]}, and whatever the lines above keep, under its name there. Losses are in
+    nats per token, times in ms, memory in MiB, `speed` in tokens a second.
 
-    step: int
-    loss: float
-    time_ms: int
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a complete log says. Losses in nats per token, times in ms, memory in MiB."""
-
-    path: Path
-    source: str
-    run: str
-    track: str
-    commit: str
-    code_sha256: str
-    seed: int
-    world_size: int
-    device: str
-    torch: str
-    cuda: str
-    triton: str
-    started: datetime  # UTC
-    config: dict
-    batch: int  # 1; a run that does not count has 0, and no place
-    counter: int  # from 1
-    declared: int  # runs of the batch, or pairs
-    start: int  # how often the run was started
-    manifest: str
-    shards: str  # `ok`: those that the run read are the manifest's
-    backends: str
-    values: int  # of all parameters and tables
-    sizes: str
-    validity: dict
-    curves: dict  # {"train": [Point, ...], "val": [Point, ...]}
-    val_loss: float
-    train_time_ms: int
-    cpu_time_ms: int  # of the first process while that clock ran
-    tokens: int
-    speed: int  # tokens a second
-    mfu: float
-    memory_mib: int
+    `counter` from 1 to `declared` is the run's place in its batch, and `start` says how often it
+    was started; a run that does not count has 0 for all of them. `cpu_time_ms` is that of the
+    first process while the clock of the training time ran. `shards` is `ok` where those that were
+    read are the manifest's.
+    """
 
     @property
     def steps(self):
@@ -136,6 +99,15 @@ class Run:
     def dtype(self):
         """The type of matrices and activations that the run computed in."""
         return str(self.config.get("dtype", ""))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One logged loss of a run's curve."""
+
+    step: int
+    loss: float
+    time_ms: int
 
 
 def split_log(text):
@@ -153,38 +125,48 @@ def thin(text):
     return "\n".join([END_OF_CODE, *lines, ""])
 
 
-def matched(lines, patterns):
-    """{name: text} of what `patterns` keep of as many lines. RecordError where one is otherwise."""
+@functools.cache
+def expression_of(template):
+    """(the compiled expression of a line, {name: what makes a value of its text})."""
+    kinds = dict(SLOT.findall(template))
+    text = SLOT.sub(lambda found: f"(?P<{found[1]}>{KINDS[found[2]][0]})", template)
+    return re.compile(text, re.ASCII), {name: KINDS[kind][1] for name, kind in kinds.items()}
+
+
+def values_of(line, template):
+    """{name: value} of what a template keeps of a line, or None where the line is otherwise."""
+    expression, makers = expression_of(template)
+    match = expression.fullmatch(line)
+    return match and {name: makers.get(name, str)(text) for name, text in match.groupdict().items()}
+
+
+def matched(lines, templates):
+    """{name: value} of what templates keep of as many lines. RecordError where one is otherwise."""
     found = {}
-    lines = [*lines, *[""] * len(patterns)]
-    for line, (kind, expression) in zip(lines, patterns.items(), strict=False):
-        match = expression.fullmatch(line)
+    for line, kind in itertools.zip_longest(lines, templates, fillvalue=""):
+        values = values_of(line, templates[kind])
         require(
-            match,
+            values is not None,
             f"{ascii(line[:80])} stands where the {kind} line is due; a record's log is what the "
             f"trainer wrote, whole and without overrides",
         )
-        found.update(match.groupdict())
+        found.update(values)
     return found
 
 
-def parse_config(text, said):
-    """The configuration of a log, which says the same as its first lines."""
-    config = parse_json(text)
-    place = ""
-    if said["batch"]:
-        place = f"{said['batch']}:{said['counter']}/{said['declared']}:{said['start']}"
-    told = {"run_id": said["run"], "track": said["track"], "run_of": place}
-    for name, value in {**told, "seed": int(said["seed"])}.items():
+def check_config(said):
+    """The configuration of a log says the same as the lines beside it."""
+    config = said["config"]
+    place = "{batch}:{counter}/{declared}:{start}".format_map(said) if said["batch"] else ""
+    told = {"run_id": said["run"], "track": said["track"], "run_of": place, "seed": said["seed"]}
+    for name, value in told.items():
         shown = ascii(config.get(name))[:80]
         is_said = name in config and config[name] == value
         require(is_said, f"{name} is {shown} in the config line, {value!r} in the lines beside it")
     for name in ("steps", "log_every", "val_every"):
         value = config.get(name)
-        is_count = type(value) is int and 0 <= value <= STEP_LIMIT
+        is_count = type(value) is int and (name == "steps") <= value <= STEP_LIMIT
         require(is_count, f"{name} is {ascii(value)[:60]}, a whole number is needed")
-    require(config["steps"], "steps is 0, one is needed")
-    return config
 
 
 def parse_curves(lines, config):
@@ -194,17 +176,17 @@ def parse_curves(lines, config):
     steps = config["steps"]
     before = Point(0, 0.0, 0)
     for line in lines:
-        found = STEP.fullmatch(line)
+        found = values_of(line, STEP)
         require(found, f"{ascii(line[:80])} stands where only lines of steps are due")
-        point = Point(int(found["step"]), float(found["loss"]), int(found["time"]))
+        point = Point(found["step"], found["loss"], found["time_ms"])
         require(
-            int(found["steps"]) == steps and 0 < point.step <= steps,
-            f"step {found['step']}/{found['steps']}: the configuration has {steps} steps",
+            found["steps"] == steps and 0 < point.step <= steps,
+            f"step {point.step}/{found['steps']}: the configuration has {steps} steps",
         )
         is_later = point.step >= before.step and point.time_ms >= before.time_ms
         require(is_later, f"step {point.step}: steps and times must not fall")
         # Time and average are rounded on their own, to 1 ms and to 0.01 ms a step.
-        apart = abs(float(found["average"]) * point.step - point.time_ms)
+        apart = abs(found["average"] * point.step - point.time_ms)
         require(
             apart <= 0.501 + 0.00501 * point.step,
             f"step {point.step}: step_avg {found['average']} ms is not train_time / step",
@@ -225,12 +207,11 @@ def parse_curves(lines, config):
 
 def check_end(said, last):
     """The last lines of a log say the same as the last Point of its validation curve."""
-    losses = [last.loss, float(said["final_loss"]), float(said["status_loss"])]
+    losses = [last.loss, said["val_loss"], said["status_loss"]]
     require(len(set(losses)) == 1, f"the last lines of the log have several losses: {losses}")
-    time_ms = int(said["train_time_ms"])
-    apart = abs(float(said["status_time"]) - time_ms / 1000)
+    time_ms = said["train_time_ms"]
     require(
-        last.time_ms == time_ms and apart < 0.051,
+        last.time_ms == time_ms and abs(said["status_time"] - time_ms / 1000) < 0.051,
         f"the training time is {time_ms} ms in the final line, {last.time_ms} ms at the last step "
         f"and {said['status_time']} s in the status line",
     )
@@ -246,42 +227,20 @@ def parse_log(path, script, counted=True):
     ending = lines[-1] if lines else ""
     require(ending.startswith("status:"), "no status line at the end: killed, or the log was cut")
     require(ending.startswith("status:ok "), f"the run did not complete: {ascii(ending[:80])}")
-    head = dict(HEAD)
-    if not counted:
-        del head["batch"]
-    said = {"batch": "", **matched(lines[: len(head)], head)}
+    head = {kind: template for kind, template in HEAD.items() if counted or kind != "batch"}
+    said = dict.fromkeys(("batch", "counter", "declared", "start"), 0)
+    said.update(matched(lines[: len(head)], head))
     require(
         said["code_sha256"] == sha256_of(script) and source in ("", script),
         f"ran other code ({said['code_sha256'][:8]}) than the script it belongs to "
         f"({sha256_of(script)[:8]})",
     )
-    config = parse_config(said["config"], said)
+    check_config(said)
     body = lines[len(head) :]
     steps = list(itertools.takewhile(lambda line: line.startswith("step:"), body))
     tail = body[len(steps) :]
-    said.update(matched(tail, TAIL))
+    said.update(matched(tail[: len(TAIL)], TAIL))
     require(len(tail) == len(TAIL), f"{len(tail)} lines behind the steps, {len(TAIL)} are due")
-    curves = parse_curves(steps, config)
+    curves = parse_curves(steps, said["config"])
     check_end(said, curves["val"][-1])
-    validity = [word.partition(":")[::2] for word in said["validity"].split()]
-    require(len(dict(validity)) == len(validity), "the validity line says something twice")
-    try:
-        started = datetime.fromisoformat(said["started"]).replace(tzinfo=UTC)
-    except ValueError:
-        raise RecordError(f"started: {said['started']} is no moment of the calendar") from None
-    numbers = {name: int(said.get(name) or 0) for name in NUMBERS}
-    texts = ("run", "track", "commit", "code_sha256", "device", "torch", "cuda", "triton")
-    sizes = re.findall(r"=([\d,]+)", said["sizes"])
-    return Run(
-        path=Path(path),
-        source=script,
-        started=started,
-        config=config,
-        validity=dict(validity),
-        curves=curves,
-        val_loss=float(said["final_loss"]),
-        values=sum(int(size.replace(",", "") or 0) for size in sizes),
-        mfu=float(said["mfu"]),
-        **{name: said[name] for name in (*texts, "manifest", "shards", "backends", "sizes")},
-        **numbers,
-    )
+    return Run(path=Path(path), source=script, curves=curves, **said)

@@ -589,9 +589,10 @@ def test_long_numbers_in_a_log_are_told(repository, capsys, digits):
     number = "9" * digits
     path, other = logs_in(folder_of(repository, FIRST))[:2]
     edit(path, '"cooldown": 0.45', f'"cooldown": {number}')
+    reason = "is no valid JSON" if digits > 4300 else "cooldown is 999"
+    assert any(reason in line for line in told(made.fresh(repository), capsys))
     edit(other, r"tokens:\d+", f"tokens:{number}")
     found = told(made.fresh(repository), capsys)
-    assert any("at most 20 are read" in line for line in found), found
     assert any("where the final line is due" in line for line in found), found
 
 
