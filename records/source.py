@@ -36,15 +36,6 @@ OPERATIONS = {
 }
 LARGEST = 2**64  # number that may stand in a track, or that arithmetic may come to
 HIGHEST_POWER = 64
-UNREADABLE = (
-    SyntaxError,
-    ValueError,
-    ArithmeticError,
-    AttributeError,
-    TypeError,
-    RecursionError,
-    MemoryError,
-)
 CODING = re.compile(r"[ \t\f]*#.*?coding[:=]")  # PEP 263: a line that changes what text means
 # Modules of the repository whose text no log holds; records.picture draws when all is over.
 ELSEWHERE = re.compile(
@@ -60,8 +51,8 @@ def sha256_of(source):
 
 
 class Reader:
-    """It evaluates the expressions that may stand in a track. Whatever else stands there raises
-    ValueError, or another of UNREADABLE."""
+    """It evaluates the expressions that may stand in a track, and raises an error where something
+    else stands there."""
 
     def __init__(self, body):
         """Collect what expressions may name: the classes and the constants of a module's body."""
@@ -107,37 +98,20 @@ class Reader:
 
     def instance(self, call):
         """{field: value} of a dataclass that is called."""
-        kind = getattr(call.func, "id", None)
-        if kind not in self.classes:
+        kind = self.classes.get(getattr(call.func, "id", None))
+        if kind is None:
             raise no_literal(call)
-        fields = fields_of(self.classes[kind])
-        given = dict(zip(fields, map(self.value, call.args), strict=False))
+        defaults = defaults_of(kind)
+        given = dict(zip(defaults, map(self.value, call.args), strict=False))
         given.update({word.arg: self.value(word.value) for word in call.keywords})
-        if len(call.args) > len(fields) or given.keys() - fields.keys():
-            raise ValueError(f"line {call.lineno}: {kind} has no such field")
-        older = is_older(self.classes[kind])
-        for name, node in fields.items():
+        if len(call.args) > len(defaults) or given.keys() - defaults.keys():
+            raise ValueError(f"line {call.lineno}: {kind.name} has no such field")
+        for name, node in defaults.items():
             if name not in given:
-                given[name] = self.older_default(node) if older else self.default(name, node, call)
+                if node is None:
+                    raise ValueError(f"line {call.lineno}: {name} is not given, nor has a default")
+                given[name] = self.value(node)
         return given
-
-    def default(self, name, node, call):
-        """What a field is where a call does not name it."""
-        if isinstance(node, ast.Call):
-            words = [word.value for word in node.keywords if word.arg == "default"]
-            node = words[0] if words else None
-        if node is None:
-            raise ValueError(f"line {call.lineno}: {name} is not given, and has no default")
-        return self.value(node)
-
-    def older_default(self, node):
-        """The default of a field in the scripts of the first records, in which
-        `schedule(default, ...)` stands for the same value in every step."""
-        kind = getattr(getattr(node, "func", None), "id", "")
-        if kind not in ("knob", "choice", "schedule") or not node.args:
-            raise no_literal(node)
-        value = self.value(node.args[0])
-        return [[0.0, value]] if kind == "schedule" else value
 
 
 def small(value, node):
@@ -153,21 +127,23 @@ def no_literal(node):
     return ValueError(f"line {line} is no literal and no arithmetic on small numbers")
 
 
-def fields_of(kind):
-    """{name: the expression behind its `=`, or None} of the annotated names of a class."""
-    return {
-        node.target.id: node.value
-        for node in kind.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
+def defaults_of(kind):
+    """{field: the expression of its default, or None where it has none} of a dataclass."""
+    # In the scripts of the first records each field of Config has its default in front.
+    older = kind.name == "Config" and "kw_only" not in "".join(map(ast.dump, kind.decorator_list))
+    fields = [node for node in kind.body if isinstance(node, ast.AnnAssign)]
+    return {node.target.id: default_of(node.value, older) for node in fields}
 
 
-def is_older(kind):
-    """Whether a class is the Config of a script as the first records have it: its fields may be
-    given by position, since each of them has a default."""
-    calls = [call for call in kind.decorator_list if isinstance(call, ast.Call)]
-    words = [word.arg for call in calls for word in call.keywords]
-    return kind.name == "Config" and "kw_only" not in words
+def default_of(node, older):
+    """The expression of the default of a field, whose value in its class is this node or None."""
+    if not isinstance(node, ast.Call):
+        return node
+    words = [word.value for word in node.keywords if word.arg == "default"]
+    words = node.args if older else words
+    if older and getattr(node.func, "id", "") == "schedule":  # the same value in every step
+        return ast.List([ast.List([ast.Constant(0.0), *words[:1]])])
+    return words[0] if words else None
 
 
 def body_of(source):
@@ -195,7 +171,7 @@ def tracks_of(source):
             if call.func.id != "Config" or call.args:
                 raise ValueError(f"line {call.lineno}: a track is Config(field=value, ...)")
         return Reader(body).value(tracks)
-    except UNREADABLE as error:
+    except Exception as error:
         reason = f"{type(error).__name__}: {ascii(str(error))[1:-1][:100]}"
         raise RecordError(
             f"its tracks cannot be read from the source ({reason}); a dataclass Config, and a dict "
@@ -223,7 +199,7 @@ def check_source(source):
     try:
         with warnings.catch_warnings(action="ignore"):  # of a backslash in a text
             symtable.symtable(plain, "the script", "exec")  # the quickest way to parse all of it
-    except UNREADABLE as error:
+    except Exception as error:
         reason = ascii(str(error))[1:-1][:100]
         raise RecordError(f"the script is no Python with names in ASCII: {reason}") from None
 
