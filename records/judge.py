@@ -3,16 +3,18 @@
 Each check raises a RecordError that says what is wrong with a run, or with a record.
 """
 
+import filecmp
 import itertools
 import re
 from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
 
 import numpy as np
 
 from records import render, report, stats
-from records.files import LOG_LIMIT, RULES, RecordError, read_bytes, read_text, require
+from records.files import RULES, RecordError, read_text, require
 from records.log import Point
-from records.record import AUTHORS, FOLDER, PLACE_FIELDS, Failure, chain, figures, names_in
+from records.record import AUTHORS, FOLDER, PLACE_FIELDS, Failure, chain, figures, paths_in
 from records.source import (
     DTYPES,
     check_source,
@@ -95,8 +97,8 @@ def check_configuration(run):
 def check_validity(run, rules):
     """All gates passed, over the track's validation tokens and the corpus' own shards."""
     gates = GATES[: 3 if run.code_sha256 in RULES["scripts_before_unmoved"] else 4]
-    expected = {gate: "ok" for gate in gates}
-    expected |= {"val_tokens": str(rules.val_tokens), "val_sha256": rules.val_sha256}
+    expected = {"val_tokens": str(rules.val_tokens), "val_sha256": rules.val_sha256}
+    expected.update(dict.fromkeys(gates, "ok"))
     for name in sorted(expected.keys() | run.validity.keys()):
         require_same(f"validity: {name}", run.validity.get(name), expected.get(name))
     if rules.manifest_sha256:
@@ -228,8 +230,6 @@ def check_batch(record):
             seed = stats.seed_of(code, run.batch, run.counter)
             shown = f"{run.run} has seed {run.seed}; by its code and place it has {seed}"
             require(run.seed == seed, shown)
-    names = [run.run for run in [*record.runs, *record.baseline]]
-    require(len(set(names)) == len(names), "two runs have one name")
 
 
 def check_order(record, parent):
@@ -317,8 +317,7 @@ def copies(records, limit):
         apart = np.abs(losses[:number] - losses[number])
         is_near = np.all((apart <= limit) | np.isnan(apart), axis=1)
         is_near &= np.sum(~np.isnan(apart), axis=1) >= COMMON
-        for place in np.flatnonzero(is_near):
-            home, other = runs[place]
+        for home, other in [runs[place] for place in np.flatnonzero(is_near)]:
             if run.seed != other.seed or run.code_sha256 == other.code_sha256:
                 shown = f"has the losses of {other.run} of {home.name}, to {limit:g} in every step"
                 failures.append(Failure(run.path, f"{shown}; a run counts once"))
@@ -327,7 +326,8 @@ def copies(records, limit):
 
 
 def merged_failures(repository):
-    """Failures of what was merged, and is not there as it was; and of links on the way to it."""
+    """Failures of what was merged, and is not there byte for byte; and of links on the way to
+    it."""
     for track in ["", *repository.rules]:
         folder = repository.root / "records" / track
         if folder.is_symlink():
@@ -335,34 +335,24 @@ def merged_failures(repository):
     failures = []
     if repository.merged:
         own = repository.merged / "records"
-        for path in sorted(own.glob("*/[0-9]*/**/*")):
+        for path in filter(Path.is_file, sorted(own.glob("*/[0-9]*/**/*"))):
             other = repository.root / "records" / path.relative_to(own)
-            if path.is_file() and not is_same(path, other):
+            is_linked = any(map(Path.is_symlink, [other, *other.parents[:2]]))
+            if is_linked or not other.is_file() or not filecmp.cmp(path, other, shallow=False):
                 failures.append(Failure(other, "is not what was merged; records stay as they are"))
     return failures
-
-
-def is_same(path, other):
-    """Whether a merged file lies in another tree, byte for byte, and not behind a link."""
-    try:
-        is_there = not any(folder.is_symlink() for folder in other.parents[:2])
-        return is_there and read_bytes(other, LOG_LIMIT) == path.read_bytes()
-    except RecordError:
-        return False
 
 
 def strangers(repository):
     """A Failure of everything that lies where only tracks and records do."""
     failures = []
-    for name in names_in(repository.root / "records"):
-        folder = repository.root / "records" / name
-        if folder.is_dir() and name not in [*repository.rules, "__pycache__"]:
-            known = ", ".join(repository.rules)
+    known = ", ".join(repository.rules)
+    for folder in paths_in(repository.root / "records"):
+        if folder.is_dir() and folder.name not in [*repository.rules, "__pycache__"]:
             failures.append(Failure(folder, f"is no track's folder; those are {known}"))
     for track in repository.rules:
-        for name in names_in(repository.track_folder(track)):
-            if name.startswith("."):
-                folder = repository.track_folder(track) / name
+        for folder in paths_in(repository.track_folder(track)):
+            if folder.name.startswith("."):
                 failures.append(Failure(folder, "is hidden; remove it"))
     return failures
 
@@ -400,8 +390,8 @@ def judge_all(repository):
             is_current = read_text(path) == wanted
             require(is_current, "is not current; run `python -m records table`")
     except RecordError as error:
-        failures.append(Failure(path, str(error)))
-    return failures
+        return [Failure(path, str(error))]
+    return []
 
 
 def drawn_files(repository):

@@ -98,6 +98,11 @@ class Record:
             self.failures.append(Failure(path, str(error)))
             return None
 
+    def read(self, name, reader):
+        """What a reader makes of a file of the folder, or None where that is a failure."""
+        path = self.folder / name
+        return self.try_to(path, reader, path)
+
 
 @dataclass(frozen=True)
 class Repository:
@@ -129,11 +134,9 @@ class Repository:
         """Every record by track, in the order of their folders' names."""
         found = {}
         for track in self.rules:
-            folder = self.track_folder(track)
-            names = [] if folder.is_symlink() else names_in(folder)
-            found[track] = [
-                self.load(folder / name, track) for name in names if not name.startswith(".")
-            ]
+            paths = paths_in(self.track_folder(track))
+            shown = [path for path in paths if not path.name.startswith(".")]
+            found[track] = [self.load(path, track) for path in shown]
         return found
 
     def load(self, folder, track):
@@ -144,9 +147,9 @@ class Repository:
         return record
 
 
-def names_in(folder):
-    """The names of what a folder holds, in their order; nothing where there is no such folder."""
-    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+def paths_in(folder):
+    """What a folder holds, by name; nothing where there is no such folder, or a link to one."""
+    return sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
 
 
 def chain(records):
@@ -157,29 +160,27 @@ def chain(records):
     for record in sorted(records, key=lambda record: record.age):
         if record.baseline or not record.parent:
             after.setdefault(record.parent, record)
-    found = []
-    current = after.get(None)
-    while current and current not in found:
-        found.append(current)
-        current = after.get(current.name)
-    return found
+    links = []
+    link = after.get(None)
+    while link:
+        links.append(link)
+        link = after.get(link.name)
+    return links
 
 
 def load(folder, track, home):
     """Read a record's folder, and the script of its parent in `home`, the track's folder. Nothing
     else is opened, no link is followed."""
     record = Record(Path(folder), track)
-    folder = record.folder
-    record.try_to(folder, check_parts, folder)
+    record.try_to(record.folder, check_parts, record.folder)
     if record.failures:
         return record
-    script = folder / "train_gpt.py"
-    record.source = record.try_to(script, read_script, script) or ""
-    record.readme = record.try_to(folder / "README.md", read_text, folder / "README.md") or ""
-    record.result = record.try_to(folder / "result.json", read_result, folder) or {}
+    record.source = record.read("train_gpt.py", read_script) or ""
+    record.readme = record.read("README.md", read_text) or ""
+    record.result = record.read("result.json", read_result) or {}
     if record.source:
         load_logs(record, "logs", record.runs, record.source)
-    if record.parent and (folder / "baseline").exists():
+    if record.parent and (record.folder / "baseline").exists():
         script = home / record.parent / "train_gpt.py"
         source = record.try_to(script, read_script, script)
         if source:
@@ -198,22 +199,22 @@ def check_parts(folder):
     """A record's folder holds what it needs and nothing else."""
     is_folder = folder.is_dir() and not folder.is_symlink()
     require(is_folder, "is no folder (links are not followed); a record is a folder of its own")
-    found = set(names_in(folder))
+    found = {path.name for path in paths_in(folder)}
     missing = sorted(set(PARTS) - found)
     require(not missing, f"{', '.join(missing)} is missing")
     odd = sorted(found - {*PARTS, "baseline"})
     require(not odd, f"{', '.join(map(ascii, odd))[:80]} is no part of a record")
 
 
-def read_result(folder):
+def read_result(path):
     """The JSON object of a result.json whose parent, if any, is the name of a record."""
-    result = parse_json(read_text(folder / "result.json"))
+    result = parse_json(read_text(path))
     is_ours = isinstance(result, dict) and result.get("schema") == SCHEMA
     require(is_ours, f"is no object with schema {SCHEMA}; `python -m records submit` writes it")
     parent = result.get("parent")
     is_name = parent is None or isinstance(parent, str) and FOLDER.fullmatch(parent)
     require(is_name, f"parent {ascii(parent)[:80]} is no name of a record")
-    has_parent = parent is not None or not (folder / "baseline").exists()
+    has_parent = parent is not None or not (path.parent / "baseline").exists()
     require(has_parent, "names no parent, whose runs lie in baseline/")
     return result
 
@@ -222,7 +223,7 @@ def load_logs(record, part, runs, script):
     """Parse every log of a part of a record, all of runs of one script, into `runs`, in the order
     of their counters."""
     folder = record.folder / part
-    paths = sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
+    paths = paths_in(folder)
     record.try_to(folder, require, 0 < len(paths) <= MOST_LOGS, f"1 to {MOST_LOGS} logs are needed")
     for path in paths[:MOST_LOGS]:
         run = record.try_to(path, parse_log, path, script)
