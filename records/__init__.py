@@ -13,6 +13,5 @@ judge.py        `verify`: what a record must fulfil
 submit.py       `submit`
 experiment.py   `run`, `ab` and `reproduce`, the commands that train
 report.py       `report`, the page (report.css and report.js are parts of it), and the staircase
-curves.py       `plot`, and reading curves of any trainer's log
-picture.py      loss.png, which the trainer draws at the end of a run
+picture.py      `plot`, and loss.png, which the trainer draws at the end of a run
 """

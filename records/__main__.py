@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from records import compare, curves, experiment, render, report
+from records import compare, experiment, picture, render, report
 from records.files import RecordError, printable, require, write_whole
 from records.judge import drawn_files, judge_all, judge_one, judge_records
 from records.record import MOST_LOGS, Repository
@@ -156,7 +156,7 @@ def reproduce(repository, options):
 
 def plot(repository, options):
     """Draw curves as a PNG."""
-    curves.plot(options.paths, options.out)
+    picture.plot(options.paths, options.out)
     print(f"plot: {options.out}")
     return 0
 

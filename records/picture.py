@@ -1,40 +1,80 @@
-"""The picture of one run, which the trainer draws at its end. Nothing here waits for the rest of
-the package."""
+"""Pictures of losses: `plot`, and loss.png, which the trainer draws at the end of a run.
+
+Logs of other speedruns are drawn as well: whatever has lines such as
+`step:125/1750 val_loss:4.6 train_time:21243ms`. Nothing is verified here.
+"""
 
 import json
+import re
+from pathlib import Path
+
+from records.files import LOG_LIMIT, SCRIPT_LIMIT, RecordError, read_bytes, require
+
+LINE = re.compile(
+    r"^step:(\d{1,9})/\d{1,9} (train|val)_loss:(\d{1,9}\.\d{1,9})\b.*?"
+    r" train_time:(\d{1,12}(?:\.\d{1,9})?)(ms|s)\b",
+    re.MULTILINE,
+)
+STYLES = {"train": {"linewidth": 0.8, "alpha": 0.4}, "val": {"marker": "o", "markersize": 3}}
 
 
-def plot_run(folder):
-    """Draw what a run left in metrics.jsonl and result.json against training time into loss.png.
+def curves_of(path):
+    """{"train": [(time in s, step, loss), ...], "val": [...]} of a log."""
+    try:
+        text = read_bytes(path, LOG_LIMIT + SCRIPT_LIMIT).decode(errors="replace")
+    except RecordError as error:
+        raise RecordError(f"{path}: {error}") from None
+    curves = {"train": [], "val": []}
+    for step, kind, loss, time, unit in LINE.findall(text):
+        seconds = float(time) / (1000 if unit == "ms" else 1)
+        curves[kind].append((seconds, int(step), float(loss)))
+    holds = any(curves.values())
+    require(holds, f"{path}: holds no line `step:N/M val_loss:X train_time:Tms`")
+    return curves
 
-    The picture has the mean training loss since the last point, validation losses, and the target
-    as a line. Returns its path.
-    """
+
+def logs_at(path):
+    """The logs of a record's folder, of a run's folder, or of a folder of logs; or the log
+    itself."""
+    for folder in (path / "logs", path):
+        logs = sorted(folder.glob("*.txt")) if folder.is_dir() else []
+        if logs:
+            return logs
+    return [path]
+
+
+def plot(paths, out, target=0.0):
+    """Draw losses against time and steps into a PNG: one colour a path, training losses faint, and
+    a target as a line if there is one."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    target = json.loads((folder / "result.json").read_text())["target_loss"]
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for key in losses_in(events):
-        points = [event for event in events if key in event]
-        times = [event["train_time"] / 1000 for event in points]
-        style = {"linewidth": 1} if key == "train_loss" else {"marker": "o"}
-        axes.plot(times, [event[key] for event in points], label=key, **style)
-    if target:
-        axes.axhline(target, color="grey", linestyle=":", label=f"target {target:g}")
-    title = folder.name.replace("$", r"\$")  # a dollar sign would begin a formula
-    axes.set(xlabel="training time, s", ylabel="loss, nats per token", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(folder / "loss.png", format="png", dpi=120)
+    figure, panels = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained", sharey=True)
+    for number, path in enumerate(map(Path, paths)):
+        colour = f"C{number}"
+        for curves in map(curves_of, logs_at(path)):
+            for kind, points in curves.items():
+                times, steps, losses = zip(*points, strict=True) if points else [[]] * 3
+                panels[0].plot(times, losses, color=colour, **STYLES[kind])
+                panels[1].plot(steps, losses, color=colour, **STYLES[kind])
+        name = path.absolute().name.replace("$", r"\$")  # which would begin a formula
+        panels[0].plot([], [], color=colour, label=name)
+    panels[0].set(xlabel="training time, s", ylabel="loss, nats per token")
+    panels[1].set(xlabel="step")
+    for axes in panels:
+        axes.grid(alpha=0.3)
+        if target:
+            axes.axhline(target, color="grey", linestyle=":", label=f"target {target:g}")
+    panels[0].legend()
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, format="png", dpi=120)
     plt.close(figure)
+
+
+def plot_run(folder):
+    """Draw a run's log into the loss.png of its folder, with its target; returns the path."""
+    target = json.loads((folder / "result.json").read_text())["target_loss"]
+    plot([folder], folder / "loss.png", target)
     return folder / "loss.png"
-
-
-def losses_in(events):
-    """The names of all losses that some event has, in order."""
-    names = {name for event in events for name in event}
-    return sorted(name for name in names if name.endswith("_loss"))

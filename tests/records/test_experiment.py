@@ -7,6 +7,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from matplotlib.axes import Axes
 
 import helpers
 import records_helpers as made
@@ -305,17 +306,20 @@ step:300/300 val_loss:3.2791 train_time:27000ms step_avg:90.00ms
 
 def test_plot_draws_records_runs_and_other_trainers_logs(repository, tmp_path, capsys, monkeypatch):
     drawn = []
-    monkeypatch.setattr(
-        "matplotlib.axes.Axes.plot",
-        lambda axes, xs, ys, **style: drawn.append((list(xs), list(ys), style["label"])) or [],
-    )
+    plot = Axes.plot
+
+    def noted(axes, xs, ys, **style):
+        drawn.append((list(xs), list(ys), style.get("label")))
+        return plot(axes, xs, ys, **style)
+
+    monkeypatch.setattr(Axes, "plot", noted)
     (tmp_path / "theirs.log").write_bytes(THEIRS.encode() + b"\xff\x1b[2J\0\n")
     run = next((tmp_path / "logs").glob("run-*-01"))
     out = tmp_path / "new" / "plot.png"
     words = [tip(repository), run, tmp_path / "theirs.log"]
     assert call(repository, capsys, "plot", *words, "--out", out)[0] == 0
     assert out.read_bytes().startswith(b"\x89PNG")
-    assert len(drawn) == 4 * (3 + 1 + 1)
+    assert len(drawn) == 4 * (3 + 1 + 1) + 3
     assert ([0.0, 11.25, 27.0], [10.8258, 4.6104, 3.2791], None) in drawn
     assert {label for *_, label in drawn} == {tip(repository).name, run.name, "theirs.log", None}
     (tmp_path / "odd.log").write_text("nothing\n")
