@@ -8,14 +8,14 @@ from records import compare, experiment, picture, render, report
 from records.files import RecordError, printable, require, write_whole
 from records.judge import drawn_files, judge_all, judge_one, judge_records
 from records.record import MOST_LOGS, Repository
-from records.submit import pull_request, submit, tip_of
+from records.submit import submit
 
 FOLDER = "a record's folder"
 SCRIPT = "a record's folder, a run's folder or a script"
 OPTIONS = {  # of several commands
+    "--track": {"default": "nano", "help": "[nano]"},
     "--runs": {"type": int, "metavar": "N", "help": "fixed before the first run [%(default)s]"},
     "--world-size": {"type": int, "default": 0, "metavar": "W", "help": "processes [the record's]"},
-    "--track": {"default": "nano", "help": "[nano]"},
     "--yes": {"action": "store_true", "help": "do not ask before a record's code is executed"},
 }
 
@@ -33,35 +33,35 @@ def parser():
     top = Parser(prog="python -m records", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True, parser_class=Parser)
 
-    def command(action, help, *options, runs=8):
-        it = commands.add_parser(action.__name__.partition("_")[0], help=help, description=help)
-        it.set_defaults(action=action)
+    def command(name, action, help, *options, runs=8):
+        it = commands.add_parser(name, help=help, description=help)
+        it.set_defaults(action=action, runs=runs, tree=None)
         for option in options:
             it.add_argument(option, **OPTIONS[option])
-        if "--runs" in options:
-            it.set_defaults(runs=runs)
         return it
 
-    it = command(ab, "run train_gpt.py and the last record's script in pairs", *OPTIONS)
+    it = command("ab", experiment.ab, "run train_gpt.py and the last record's in pairs", *OPTIONS)
     it.add_argument("other", nargs="?", metavar="OTHER", help=f"{SCRIPT}; counts for no record")
-    command(run, "run train_gpt.py alone, for a record that claims no gain", *[*OPTIONS][:3])
-    it = command(submit_runs, "make a record's folder of these runs", "--track")
+    words = "run train_gpt.py alone, for a record that claims no gain"
+    command("run", experiment.run, words, "--track", "--runs", "--world-size")
+    it = command("submit", submit_runs, "make a record's folder of these runs", "--track")
     it.add_argument("--name", required=True, help="letters, digits and '-'")
     it.add_argument("--by", default="", help="who had the idea [git's user.name]")
-    command(table, "renew the leaderboards in records/README.md, and the staircases")
-    it = command(verify, "judge records; without FOLDER all of them and the leaderboards")
+    command("table", table, "renew the leaderboards in records/README.md, and the staircases")
+    it = command("verify", verify, "judge records; without FOLDER all, and the leaderboards")
     it.add_argument("folders", nargs="*", metavar="FOLDER", help=FOLDER)
     it.add_argument("--tree", help="judge this checkout, by the rules and the code of this one")
-    it = command(diff, "what train_gpt.py changes of the last record, or B of A", "--track")
+    it = command("diff", diff, "what train_gpt.py changes of the last record, or B of A", "--track")
     it.add_argument("a", nargs="?", metavar="A", help=f"{SCRIPT} [the last record]")
     it.add_argument("b", nargs="?", metavar="B", help=f"{SCRIPT} [train_gpt.py]")
-    words = [*OPTIONS][:2] + ["--yes"]
-    it = command(reproduce, "run a record's script with fresh seeds, and judge it", *words, runs=4)
+    words = "run a record's script with fresh seeds, and judge it"
+    options = ("--runs", "--world-size", "--yes")
+    it = command("reproduce", experiment.reproduce, words, *options, runs=4)
     it.add_argument("folder", metavar="FOLDER", help=FOLDER)
-    it = command(plot, "draw losses against time and steps, as a PNG")
+    it = command("plot", plot, "draw losses against time and steps, as a PNG")
     it.add_argument("paths", nargs="+", metavar="PATH", help="a record, a run, or a folder of logs")
     it.add_argument("--out", default="logs/plot.png", help="[%(default)s]")
-    it = command(report_page, "write ladder, leaderboards and curves as one HTML page")
+    it = command("report", report_page, "write ladder, leaderboards and curves as one HTML page")
     it.add_argument("--out", default="logs/report.html", help="[%(default)s]")
     return top
 
@@ -76,57 +76,34 @@ def tell(failures, root):
     return 1 if failures else 0
 
 
-def record_at(repository, folder):
-    """The Record of a folder that lies in a track's."""
-    folder = Path(folder).absolute()
-    track = folder.parent.name
-    known = ", ".join(repository.rules)
-    require(track in repository.rules, f"{folder}: lies in no track's folder; those are {known}")
-    return repository.load(folder, track)
-
-
-# ----- the commands: each takes the repository and its options, and returns the exit status
-
-
-def ab(repository, options):
-    """Run the working script beside another one."""
-    words = (options.track, options.runs, options.world_size, options.yes, options.other)
-    experiment.ab(repository, *words)
-    return 0
-
-
-def run(repository, options):
-    """Make the runs of a record that claims no gain in time."""
-    experiment.run(repository, options.track, options.runs, options.world_size)
-    return 0
+# ----- the commands that train nothing: each takes the repository and its options, and returns the
+# exit status
 
 
 def submit_runs(repository, options):
-    """Make a record, and print the description of its pull request."""
+    """Make a record, and print its page, which describes its pull request as well."""
     record, failures = submit(repository, options.name, options.track, options.by)
-    if failures:
-        return tell(failures, record.folder.parent)
-    folder = record.folder.relative_to(repository.root)
-    print(f"{pull_request(record)}\n\nmade {folder}; write why it works into its README.md, then")
-    print("python -m records table")
-    return 0
+    if not failures:
+        folder = record.folder.relative_to(repository.root)
+        print(f"{record.readme}\nmade {folder}; write why it works into its README.md, then")
+        print("python -m records table && python -m records verify")
+    return tell(failures, record.folder.parent)
 
 
 def table(repository, options):
     """Renew the leaderboards and staircases, if all records are good."""
     failures = judge_records(repository)
-    if failures:
-        return tell(failures, repository.root)
-    for path, text in drawn_files(repository).items():
-        write_whole(path, text)
-    for records in filter(None, repository.records.values()):
-        print(render.leaderboard(records), end="")
-    return 0
+    if not failures:
+        for path, text in drawn_files(repository).items():
+            write_whole(path, text)
+        for records in filter(None, repository.records.values()):
+            print(render.leaderboard(records), end="")
+    return tell(failures, repository.root)
 
 
 def verify(repository, options):
     """Judge some records, or everything."""
-    records = [record_at(repository, folder) for folder in options.folders]
+    records = [repository.at_path(folder) for folder in options.folders]
     failures = [failure for record in records for failure in judge_one(record, repository)]
     if not options.folders:
         failures = judge_all(repository)
@@ -138,27 +115,17 @@ def verify(repository, options):
 
 def diff(repository, options):
     """Print what two scripts differ in."""
-    tip = tip_of(repository, options.track) if options.track in repository.rules else None
+    tip = repository.tip(options.track) if options.track in repository.rules else None
     require(tip or options.a, f"track {ascii(options.track)} has no record; name what to compare")
     paths = [options.a or tip.folder, options.b or repository.root / "train_gpt.py"]
-    before, after = map(compare.script_at, paths)
     labels = [options.a or tip.name, options.b or "train_gpt.py"]
-    print(compare.describe(before, after, labels, options.track))
-    return 0
-
-
-def reproduce(repository, options):
-    """Run a record again."""
-    record = record_at(repository, options.folder)
-    experiment.reproduce(repository, record, options.runs, options.world_size, options.yes)
-    return 0
+    print(compare.describe(*map(compare.script_at, paths), labels, options.track))
 
 
 def plot(repository, options):
     """Draw curves as a PNG."""
     picture.plot(options.paths, options.out)
     print(f"plot: {options.out}")
-    return 0
 
 
 def report_page(repository, options):
@@ -174,11 +141,10 @@ def main(argv=None, repository=None):
     """Returns the exit status: 0 good, 1 failures of verify, 2 bad input, 130 interrupted."""
     try:
         options = parser().parse_args(argv)
-        runs = getattr(options, "runs", MOST_LOGS)
-        is_number = 2 <= runs <= MOST_LOGS
-        require(is_number, f"--runs {runs}: takes 2, for statistics, to {MOST_LOGS}")
-        repository = repository or Repository.at(getattr(options, "tree", None))
-        return options.action(repository, options)
+        is_number = 2 <= options.runs <= MOST_LOGS
+        require(is_number, f"--runs {options.runs}: takes 2, for statistics, to {MOST_LOGS}")
+        repository = repository or Repository.at(options.tree)
+        return options.action(repository, options) or 0
     except (RecordError, OSError) as error:
         print(f"records: {printable(error)}", file=sys.stderr)
         return 2

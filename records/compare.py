@@ -7,7 +7,8 @@ from pathlib import Path
 from records import render
 from records.files import LOG_LIMIT, SCRIPT_LIMIT, RecordError, read_text, require
 from records.log import split_log
-from records.record import changed_lines, config_changes
+from records.record import PLACE_FIELDS, changed_lines
+from records.source import config_of
 
 
 def script_at(path):
@@ -26,11 +27,21 @@ def script_at(path):
         raise RecordError(f"{path}: {error}") from None
 
 
+def config_changes(before, after, track):
+    """{field: [value before, value after]} of a track of two sources; a field that one of them
+    lacks is None there."""
+    old = config_of(before, track)
+    new = config_of(after, track)
+    names = sorted((old.keys() | new.keys()) - PLACE_FIELDS)
+    pairs = {name: [old.get(name), new.get(name)] for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
 def difference(before, after, track):
     """In a line, what two scripts differ in."""
     added, removed = changed_lines(before, after)
     changes = ", ".join(config_changes(before, after, track)) or "no field"
-    return f"{added} lines added, {removed} removed; configuration of {track}: {changes}"
+    return f"lines: {added} added, {removed} removed; configuration of {track}: {changes}"
 
 
 def describe(before, after, labels, track):

@@ -16,24 +16,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 
 from records import render, stats
 from records.compare import difference, script_at
-from records.files import (
-    SCRIPT_LIMIT,
-    RecordError,
-    parse_json,
-    read_text,
-    require,
-    write_whole,
-)
+from records.files import RecordError, require, write_whole
 from records.judge import check_run
 from records.log import START, parse_log
-from records.record import hardware_of, speed_figures
+from records.record import Repository, hardware_of, speed_figures
 from records.source import DTYPES, check_source, config_of, sha256_of
-from records.submit import tip_of
-
-# ----- the machine
+from records.submit import own_script
 
 
 def fingerprint(scripts, track):
@@ -65,62 +57,51 @@ def consent(what, yes):
         f"This executes {what} on this machine, with your rights. `python -m records diff` shows "
         f"what it changes."
     )
-    if yes:
-        return
-    hint = "not confirmed: nothing was run; add --yes when you have read that code"
-    require(sys.stdin.isatty(), hint)
-    require(input("Type yes to go on: ").strip() == "yes", "not confirmed: nothing was run")
+    if not yes:
+        hint = "not confirmed: nothing was run; add --yes when you have read that code"
+        require(sys.stdin.isatty() and input("Type yes to go on: ").strip() == "yes", hint)
 
 
-# ----- runs that go on where they stopped
-
-
-class Interrupts:
-    """While it is entered, the first Ctrl-C is noted, and the second one and SIGTERM raise
+@contextlib.contextmanager
+def interrupts():
+    """A list that holds the first Ctrl-C which is pressed inside; the second one and SIGTERM raise
     KeyboardInterrupt."""
+    pressed = []
 
-    def __init__(self):
-        """Nothing was pressed yet."""
-        self.asked = False
-        self.before = {}
-
-    def __enter__(self):
-        """Take the signals over, where they can be."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(ValueError):  # in a thread
-                self.before[number] = signal.signal(number, self.note)
-        return self
-
-    def __exit__(self, *_):
-        """Give the signals back."""
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def note(self, number, _):
-        """What a signal does."""
-        if self.asked or number == signal.SIGTERM:
+    def note(number, _):
+        if pressed or number == signal.SIGTERM:
             raise KeyboardInterrupt
-        self.asked = True
+        pressed.append(number)
         print("\nwill end after this run; Ctrl-C again ends it now, which costs a restart")
 
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield pressed
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
+
+@dataclass
 class Experiment:
     """Scripts by side, their runs under logs/, and what has been completed. The runs of a counted
     one are a batch of side a's script."""
 
-    def __init__(self, repository, name, scripts, track, world_size, count, counted=True):
+    repository: Repository
+    name: str
+    scripts: dict
+    track: str
+    world_size: int
+    count: int
+    counted: bool = True
+    plan: dict = field(default_factory=dict)
+
+    def __post_init__(self):
         """Nothing is written or run yet; `run_all` does that."""
-        self.repository = repository
-        self.logs = repository.root / "logs"
-        self.folder = self.logs / name
-        self.name = name
-        self.scripts = scripts
-        self.track = track
-        self.world_size = world_size
-        self.count = count
-        self.counted = counted
-        self.code = sha256_of(scripts["a"])
-        self.plan = {}
+        self.logs = self.repository.root / "logs"
+        self.folder = self.logs / self.name
+        self.code = sha256_of(self.scripts["a"])
 
     def prepare(self):
         """Extract the scripts, and read or write the plan. RecordError when the experiment was
@@ -130,26 +111,20 @@ class Experiment:
             others = [path.parent for path in self.logs.glob(begun) if path.parent != self.folder]
             shown = ", ".join(map(str, others))
             require(not others, f"this script has the runs of {shown}; finish these, or change it")
+        machine = {**fingerprint(self.scripts, self.track), "world_size": self.world_size}
+        self.plan = {"machine": machine, "batch": "1" if self.counted else os.urandom(8).hex()}
         path = self.folder / "plan.json"
-        facts = {**fingerprint(self.scripts, self.track), "world_size": self.world_size}
-        salt = "1" if self.counted else os.urandom(8).hex()
-        self.plan = {"machine": facts, "batch": salt}
         if path.exists():
-            begun = parse_json(read_text(path))
-            is_plan = isinstance(begun, dict) and isinstance(begun.get("machine"), dict)
-            require(is_plan, f"{path}: is no plan; move {self.folder} away to begin anew")
+            self.plan = json.loads(path.read_text())
             # A machine that is about as fast in both types may seem faster in the other one now.
-            facts["dtype"] = begun["machine"].get("dtype")
-            require(
-                begun["machine"] == facts,
-                f"{path}: the runs there are another machine's; move {self.folder} away to begin "
-                f"anew",
-            )
-            self.plan = begun
+            machine["dtype"] = self.plan["machine"]["dtype"]
+            hint = f"move {self.folder} away to begin anew"
+            is_same = self.plan["machine"] == machine
+            require(is_same, f"{path}: the runs there are another machine's; {hint}")
         for side, source in self.scripts.items():
             write_whole(self.folder / side / "train_gpt.py", source)
         write_whole(path, json.dumps(self.plan, indent=1) + "\n")
-        print("machine: " + ", ".join(f"{key} {value}" for key, value in facts.items()))
+        print("machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()))
         load, _, _ = os.getloadavg()
         if load > 0.5:
             print(f"note: the load is {load:.1f}; times are those of a busy machine")
@@ -187,7 +162,8 @@ class Experiment:
     def run(self, side, number, run_id):
         """The Run, made now. One that began and did not end is put aside, and counts as a start."""
         folder = self.logs / run_id
-        if folder.exists() and has_begun(folder / "log.txt"):
+        log = folder / "log.txt"
+        if log.exists() and f"\n{START}\n" in log.read_text(errors="replace"):
             folder.rename(self.folder / f"{run_id}.stopped-{time.time_ns()}")
         shutil.rmtree(folder, ignore_errors=True)
         words = self.command(side, number, run_id)
@@ -206,9 +182,8 @@ class Experiment:
         try:
             status = process.wait()
         finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
+            process.terminate()  # which does nothing to one that has ended
+            process.wait()
             for checkpoint in folder.glob("*.pt*"):  # hundreds of MiB, which nothing here reads
                 checkpoint.unlink()
         run = self.completed(side, run_id)
@@ -228,7 +203,7 @@ class Experiment:
         self.logs.mkdir(exist_ok=True)
         runs = {}
         spent = []  # seconds of the runs that were made now
-        with open(self.logs / "records.lock", "w") as lock, Interrupts() as interrupts:
+        with open(self.logs / "records.lock", "w") as lock, interrupts() as pressed:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -249,18 +224,10 @@ class Experiment:
                 time_s = run.train_time_ms / 1000
                 print(f"val_loss {run.val_loss:.5f} time {time_s:.1f} s{words}", flush=True)
                 runs[side, number] = run
-                is_over = not interrupts.asked or place == len(order)
-                require(
-                    is_over,
-                    f"ended after {place} of {len(order)} runs, as asked; the same "
-                    f"command makes the others",
-                )
+                shown = f"ended after {place} of {len(order)} runs, as asked"
+                is_over = not pressed or place == len(order)
+                require(is_over, f"{shown}; the same command makes the others")
         return runs
-
-
-def has_begun(log):
-    """Whether a log has its header, so that the run trained."""
-    return log.exists() and f"\n{START}\n" in log.read_text(errors="replace")
 
 
 def check_clock(run, began, ended):
@@ -282,9 +249,7 @@ def check_clock(run, began, ended):
 def working_script(repository, track):
     """The text of train_gpt.py. RecordError where no record could come of its runs: that is told
     before hours of runs, not after."""
-    known = ", ".join(repository.rules)
-    require(track in repository.rules, f"--track {ascii(track)}: is none of {known}")
-    source = read_text(repository.root / "train_gpt.py", SCRIPT_LIMIT)
+    source = own_script(repository, track)
     check_source(source)
     config = config_of(source, track)
     rules = repository.rules[track]
@@ -296,18 +261,17 @@ def working_script(repository, track):
     if rules.manifest_sha256 and manifest.is_file():
         is_ours = sha256_of(manifest.read_text()) == rules.manifest_sha256
         require(is_ours, f"{manifest}: is not the track's; build it with run.sh")
-    for record in repository.records[track]:
-        is_own = record.source != source
-        require(is_own, f"train_gpt.py: is the code of {record.name}; change it first")
     return source
 
 
-def run(repository, track, count, world_size, yes=False):
+def run(repository, options):
     """The runs of the working script that are still missing, one after another: for a record that
     claims no gain in time. Prints as it goes."""
+    track, count = options.track, options.runs
     source = working_script(repository, track)
     name = f"run-{track}-{sha256_of(source)[:8]}-n{count}"
-    experiment = Experiment(repository, name, {"a": source}, track, world_size or 1, count)
+    world_size = options.world_size or 1
+    experiment = Experiment(repository, name, {"a": source}, track, world_size, count)
     runs = list(experiment.run_all().values())
     print(f"\n{loss_line(repository, runs)}\n\nTo claim it: {claim(track)}")
 
@@ -325,33 +289,32 @@ def claim(track):
     return f"python -m records submit --track {track} --name NAME"
 
 
-def ab(repository, track, count, world_size, yes, other=None):
+def ab(repository, options):
     """Interleaved runs of the working script (A), and of the last record's or another path's (B).
     Prints as it goes. Pairs with another path count for no record."""
+    track, count, other = options.track, options.runs, options.other
     require(count <= stats.MOST_PAIRS, f"--runs {count}: pairs are at most {stats.MOST_PAIRS}")
     source = working_script(repository, track)
-    tip = tip_of(repository, track)
-    if other is None:
+    world_size = options.world_size
+    if other:
+        kind, base, label = "compare", script_at(other), other
+    else:
+        tip = repository.tip(track)
         hint = "make the first one with `python -m records run`"
         require(tip, f"track {track} has no record to compare with; {hint}")
-        base, label = tip.source, tip.name
+        kind, base, label = "ab", tip.source, tip.name
         world_size = world_size or tip.runs[0].world_size
-    else:
-        base, label = script_at(other), str(other)
     print(f"train_gpt.py differs from {label}: {difference(base, source, track)}")
-    hashes = f"{sha256_of(source)[:8]}-{sha256_of(base)[:8]}"
-    kind = "compare" if other else "ab"
-    consent(f"{2 * count} runs of train_gpt.py and of the code of {label}", yes)
-    name = f"{kind}-{track}-{hashes}-n{count}"
+    consent(f"{2 * count} runs of train_gpt.py and of the code of {label}", options.yes)
+    name = f"{kind}-{track}-{sha256_of(source)[:8]}-{sha256_of(base)[:8]}-n{count}"
     scripts = {"a": source, "b": base}
-    world_size = world_size or 1
-    experiment = Experiment(repository, name, scripts, track, world_size, count, other is None)
+    experiment = Experiment(repository, name, scripts, track, world_size or 1, count, not other)
     runs = experiment.run_all()
     sides = [[runs[side, number] for number in range(1, count + 1)] for side in "ab"]
     print(f"\nA: train_gpt.py\nB: {label}\nboth on {hardware_of(sides[0][0])}\n")
     print(ab_report(*sides))
     print(f"\n{loss_line(repository, sides[0])}")
-    if other is None:
+    if not other:
         print(f"\nTo claim it: {claim(track)}")
 
 
@@ -366,33 +329,30 @@ def ab_report(a, b):
     mean, low, high = stats.interval(apart)
     speed = speed_figures(a, b)
     verdict = "shown" if speed["p"] <= stats.ALPHA else "not shown"
-    return "\n".join(
-        [
-            render.table(["pair", "loss A", "loss B", "time A, s", "time B, s"], rows),
-            "",
-            f"time of A in relation to B: {render.percent(speed['relative'])}",
-            f"that A is faster: p = {speed['p']:.2g}: {verdict}, {stats.ALPHA:g} is needed",
-            f"loss A - B: {mean:+.5f} ({low:+.5f} to {high:+.5f})",
-        ]
-    )
+    return f"""{render.table(["pair", "loss A", "loss B", "time A, s", "time B, s"], rows)}
+
+time of A in relation to B: {render.percent(speed["relative"])}
+that A is faster: p = {speed["p"]:.2g}: {verdict}, {stats.ALPHA:g} is needed
+loss A - B: {mean:+.5f} ({low:+.5f} to {high:+.5f})"""
 
 
 # ----- reproduce
 
 
-def reproduce(repository, record, count, world_size, yes):
-    """Run a record's code with fresh seeds, and judge its runs and their losses. Returns whether
-    they reach the target: yes, no or undecided."""
+def reproduce(repository, options):
+    """Run a record's code with fresh seeds, judge its runs, and print whether their losses reach
+    the target: yes, no or undecided."""
+    record = repository.at_path(options.folder)
     require(record.runs and not record.failures, f"{record.folder}: does not pass verify")
-    source = record.source
+    track, count = record.track, options.runs
     first = record.runs[0]
-    consent(f"{count} runs of the code of {record.name}", yes)
-    name = f"reproduce-{record.track}-{sha256_of(source)[:8]}-n{count}"
-    world_size = world_size or first.world_size
-    scripts = {"a": source}
-    experiment = Experiment(repository, name, scripts, record.track, world_size, count, False)
+    consent(f"{count} runs of the code of {record.name}", options.yes)
+    name = f"reproduce-{track}-{sha256_of(record.source)[:8]}-n{count}"
+    world_size = options.world_size or first.world_size
+    scripts = {"a": record.source}
+    experiment = Experiment(repository, name, scripts, track, world_size, count, False)
     runs = list(experiment.run_all().values())
-    rules = repository.rules[record.track]
+    rules = repository.rules[track]
     losses = [run.val_loss for run in runs]
     answer = "undecided"
     if stats.p_below(losses, rules.target_loss) <= stats.ALPHA:
@@ -415,4 +375,3 @@ def reproduce(repository, record, count, world_size, yes):
         f"What no run shows: whether the code reads validation text, slows its clock or fakes its "
         f"gates. Read `python -m records diff` for that."
     )
-    return answer

@@ -9,7 +9,7 @@ from pathlib import Path
 from records import stats
 from records.files import RULES, SCRIPT_LIMIT, RecordError, parse_json, read_text, require
 from records.log import parse_log
-from records.source import config_of, sha256_of
+from records.source import sha256_of
 
 SCHEMA = 2  # of result.json
 FOLDER = re.compile(r"\d{4}-\d\d-\d\d_[A-Za-z0-9][A-Za-z0-9-]{0,59}", re.ASCII)
@@ -139,12 +139,24 @@ class Repository:
             found[track] = [self.load(path, track) for path in shown]
         return found
 
+    def tip(self, track):
+        """The last record of a track's chain, or None."""
+        return next(reversed(chain(self.records[track])), None)
+
     def load(self, folder, track):
         """The Record of a folder of this tree."""
         record = load(folder, track, self.track_folder(track))
         if self.merged:
             record.is_new = not (self.merged / "records" / track / record.name).is_dir()
         return record
+
+    def at_path(self, folder):
+        """The Record of a folder that lies in a track's, as a user names it."""
+        folder = Path(folder).absolute()
+        track = folder.parent.name
+        known = ", ".join(self.rules)
+        require(track in self.rules, f"{folder}: lies in no track's folder; those are {known}")
+        return self.load(folder, track)
 
 
 def paths_in(folder):
@@ -243,17 +255,6 @@ def changed_lines(before, after):
     before = Counter(before.splitlines())
     after = Counter(after.splitlines())
     return (after - before).total(), (before - after).total()
-
-
-def config_changes(before, after, track):
-    """{field: [value before, value after]} of a track of two sources; a field that one of them
-    lacks is None there."""
-    old = config_of(before, track)
-    new = config_of(after, track)
-    names = sorted((old.keys() | new.keys()) - PLACE_FIELDS)
-    return {
-        name: [old.get(name), new.get(name)] for name in names if old.get(name) != new.get(name)
-    }
 
 
 def rounded(value):

@@ -11,8 +11,19 @@ from records import render
 from records.files import LOG_LIMIT, SCRIPT_LIMIT, read_text, require
 from records.judge import judge_one
 from records.log import thin
-from records.record import AUTHORS, FOLDER, SCHEMA, chain, figures, load
+from records.record import AUTHORS, FOLDER, SCHEMA, figures, load
 from records.source import sha256_of
+
+
+def own_script(repository, track):
+    """The text of train_gpt.py, which is no record of the track yet."""
+    known = ", ".join(repository.rules)
+    require(track in repository.rules, f"--track {ascii(track)}: is none of {known}")
+    source = read_text(repository.root / "train_gpt.py", SCRIPT_LIMIT)
+    for record in repository.records[track]:
+        is_own = record.source != source
+        require(is_own, f"train_gpt.py is the code of {record.name}; change it first")
+    return source
 
 
 def logs_of(repository, track, source):
@@ -50,11 +61,7 @@ def submit(repository, name, track, authors=""):
     authors = authors or author_of(repository)
     shown = ascii(authors)[:60]
     require(AUTHORS.fullmatch(authors), f"--by {shown}: say who had the idea, in 100 letters")
-    known = ", ".join(repository.rules)
-    require(track in repository.rules, f"--track {ascii(track)}: is none of {known}")
-    source = read_text(repository.root / "train_gpt.py", SCRIPT_LIMIT)
-    for record in repository.records[track]:
-        require(record.source != source, f"train_gpt.py is the code of {record.name}; change it")
+    source = own_script(repository, track)
     logs = logs_of(repository, track, source)
     home = repository.track_folder(track)
     final = home / folder_name
@@ -62,7 +69,7 @@ def submit(repository, name, track, authors=""):
     staging = home / ".submitting" / folder_name
     shutil.rmtree(staging.parent, ignore_errors=True)  # of a submission that was killed
     try:
-        record = lay_out(staging, home, logs, source, tip_of(repository, track), authors)
+        record = lay_out(staging, home, logs, source, repository.tip(track), authors)
         if not record.failures:
             write_figures(record, repository, authors)
             record = load(staging, track, home)
@@ -73,12 +80,6 @@ def submit(repository, name, track, authors=""):
         return record, failures
     finally:
         shutil.rmtree(staging.parent, ignore_errors=True)
-
-
-def tip_of(repository, track):
-    """The last record of a track's chain, or None."""
-    links = chain(repository.records[track])
-    return links[-1] if links else None
 
 
 def lay_out(folder, home, logs, source, parent, authors):
@@ -105,18 +106,3 @@ def write_figures(record, repository, authors):
     text = json.dumps(found, indent=1) + "\n"
     (record.folder / "result.json").write_text(text)
     (record.folder / "README.md").write_text(render.record_readme(record, found, why))
-
-
-def pull_request(record):
-    """The description of the pull request that adds a record."""
-    found = record.result
-    return f"""# {record.track}: {record.title}
-
-- Record: `records/{record.track}/{record.name}/`, by {render.cell(found["by"])}
-- Training time: {render.seconds(found["train_time_ms"]["mean"])} s on \
-{render.cell(found["hardware"])}
-- Validation loss: {render.loss_text(found)}, target {found["loss"]["target"]:g}
-- Time against its parent's: {render.gain_text(found)}
-- Code: {found["lines_added"]} lines added, {found["lines_removed"]} removed
-
-Its README says why it works."""

@@ -44,7 +44,7 @@ def test_runs_of_a_comparison_share_the_dtype_of_the_machine(tmp_path, capsys, s
     assert "\nboth on fake, world size 1, float32\n" in out
     assert {run.dtype for run in runs_in(repository, "ab-*-n6-*")} == {"float32"}
     status, out, err = call(repository, capsys, "submit", "--name", "Faster", "--by", "Me")
-    assert status == 0 and "s on fake, world size 1, float32\n" in out, out + err
+    assert status == 0 and " s, on fake, world size 1, float32; torch" in out, out + err
 
 
 @pytest.mark.parametrize("named", [{"a": FIXED, "b": OPEN}, {"a": OPEN, "b": FIXED}])

@@ -13,7 +13,7 @@ import helpers
 import records_helpers as made
 import train_gpt
 from records import stats
-from records.record import config_changes
+from records.compare import config_changes
 from records_helpers import call
 
 
@@ -64,7 +64,9 @@ def test_ab_goes_on_where_it_stopped_and_its_pairs_are_a_record(repository, caps
     assert status == 2 and out.count("val_loss") == 2
     assert re.search(rf"-{planned[2]} ended with exit status 1: 'it broke'; .*console.txt has", err)
     assert "This executes 12 runs of train_gpt.py and of the code of " in out
-    assert re.search(r"^train_gpt.py differs from \S+_First: 1 lines added, 1 removed; ", out, re.M)
+    assert re.search(
+        r"^train_gpt.py differs from \S+_First: lines: 1 added, 1 removed; ", out, re.M
+    )
     status, out, err = call(repository, capsys, "ab", "--runs", 6, "--yes")
     assert status == 0, out + err
     assert out.count("(was there)") == 2 and "min to go" in out
@@ -79,7 +81,7 @@ def test_ab_goes_on_where_it_stopped_and_its_pairs_are_a_record(repository, caps
     assert starts.pop(planned[2]) == 2 and set(starts.values()) == {1}
     status, out, err = call(repository, capsys, "submit", "--name", "Faster", "--by", "Me")
     assert status == 0, out + err
-    assert "- Record: `records/nano/" in out and ", by Me\n" in out
+    assert "\nBy Me.\n" in out and "python -m records reproduce records/nano/" in out
     assert "made records/nano/" in out and "[x]" not in out
 
 
@@ -153,10 +155,6 @@ def test_another_machine_is_refused(repository, capsys):
     path.write_text(json.dumps(plan))
     status, _, err = call(repository, capsys, "ab", "--runs", 2, "--yes")
     assert status == 2 and "the runs there are another machine's" in err
-    for text, reason in (("[]", "is no plan"), ("{", "is no valid JSON")):
-        path.write_text(text)
-        status, _, err = call(repository, capsys, "ab", "--runs", 2, "--yes")
-        assert status == 2 and reason in err
 
 
 def test_code_runs_only_with_consent(repository, capsys, monkeypatch):
@@ -270,7 +268,7 @@ def test_diff_knows_the_last_record(repository, capsys):
     status, out, _ = call(repository, capsys, "diff")
     assert status == 0 and f"--- {tip(repository).name}\n+++ train_gpt.py" in out
     assert "+LOSS, TIME = 0.8, 50\n" in out
-    assert out.endswith("1 lines added, 1 removed; configuration of nano: no field\n")
+    assert out.endswith("lines: 1 added, 1 removed; configuration of nano: no field\n")
     assert (
         call(repository, capsys, "diff", tip(repository))[1].replace(
             str(tip(repository)), tip(repository).name
@@ -278,7 +276,7 @@ def test_diff_knows_the_last_record(repository, capsys):
         == out
     )
     log = next((repository.root / "logs").glob("run-*-01"))
-    assert "0 lines added, 0 removed" in call(repository, capsys, "diff", tip(repository), log)[1]
+    assert "lines: 0 added, 0 removed" in call(repository, capsys, "diff", tip(repository), log)[1]
     stored = next((tip(repository) / "logs").iterdir())
     status, _, err = call(repository, capsys, "diff", stored)
     assert status == 2 and "a record's log holds no script; name the record's folder" in err

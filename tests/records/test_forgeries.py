@@ -13,7 +13,7 @@ import records_helpers as made
 from records.__main__ import main
 from records.files import CONTROL
 from records.record import Repository, load
-from records.submit import lay_out, logs_of, tip_of, write_figures
+from records.submit import lay_out, logs_of, write_figures
 from records_helpers import edit
 
 FIRST, FASTER = "First", "Faster"
@@ -62,7 +62,7 @@ def force(repository, name, source):
     again = made.fresh(repository)
     folder = home / f"{folder_of(repository, FIRST).name[:10]}_{name}"
     logs = logs_of(again, "nano", source)
-    record = lay_out(folder, home, logs, source, tip_of(again, "nano"), "A. Forger")
+    record = lay_out(folder, home, logs, source, again.tip("nano"), "A. Forger")
     if not record.failures:
         write_figures(record, again, "A. Forger")
         edit(folder / "README.md", re.escape("Write here what the idea is, "), made.WHY + " ")

@@ -100,7 +100,7 @@ def test_what_the_readme_says_makes_a_record(tmp_path, capsys, monkeypatch, page
                 status, out, err = call(repository, capsys, *words)
                 assert status == 0, (line, out, err)
                 said += out
-    assert "- Record: `records/nano/" in said and said.endswith("verify: ok, 2 records\n")
+    assert "records reproduce records/nano/" in said and said.endswith("verify: ok, 2 records\n")
     assert lines[-1].startswith("git add records && git commit")
 
 
