@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from records import render, report, stats
+from records import ladder, render, stats
 from records.files import RULES, RecordError, read_text, require
 from records.log import Point
 from records.record import AUTHORS, FOLDER, PLACE_FIELDS, Failure, chain, figures, paths_in
@@ -402,5 +402,5 @@ def drawn_files(repository):
     for track, records in repository.records.items():
         if len(chain(records)) > 1:
             path = repository.root / "records" / f"{track}.svg"
-            files[path] = report.staircase(track, chain(records))
+            files[path] = ladder.staircase(track, chain(records))
     return files
