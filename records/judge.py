@@ -37,9 +37,8 @@ ODD_PROSE = re.compile(
 CHOOSING = ("attention", "compile", "dtype", "float8")  # fields that back ends follow from
 
 
-def judge(record, repository, draft=False):
-    """Every Failure of one record. draft: it is younger than all others, and its README need not
-    yet say why it works."""
+def judge(record, repository):
+    """Every Failure of one record."""
     if record.failures:
         return record.failures
     rules = repository.rules[record.track]
@@ -47,7 +46,7 @@ def judge(record, repository, draft=False):
     for run in [*record.runs, *record.baseline]:
         record.try_to(run.path, check_run, run, rules)
     if not record.failures:
-        record.try_to(record.folder, check_record, record, repository, draft)
+        record.try_to(record.folder, check_record, record, repository)
     return record.failures
 
 
@@ -145,17 +144,17 @@ def check_memory(run):
 # ----- a record
 
 
-def check_record(record, repository, draft):
+def check_record(record, repository):
     """All that several of its runs, or several records, show."""
     rules = repository.rules[record.track]
     check_name(record)
-    parent = check_lineage(record, repository, draft)
+    parent = check_lineage(record, repository)
     check_one_machine(record, parent)
     check_batch(record)
     check_order(record, parent)
     found = figures(record, rules, parent, record.result.get("by"))
     check_claims(record, found)
-    check_written(record, found, draft)
+    check_written(record, found)
 
 
 def check_name(record):
@@ -170,10 +169,10 @@ def check_name(record):
     require(day <= tomorrow, f"is dated {record.date}, which is yet to come")
 
 
-def check_lineage(record, repository, draft):
+def check_lineage(record, repository):
     """The parent's Record, or None: the last of the chain of records that are older."""
     others = [other for other in repository.records[record.track] if other.name != record.name]
-    older = [other for other in others if draft or other.age < record.age]
+    older = [other for other in others if other.age < record.age]
     code = sha256_of(record.source)
     for other in older:
         is_own = sha256_of(other.source) != code
@@ -213,9 +212,6 @@ def check_batch(record):
     has the seed of its place."""
     declared = record.runs[0].declared
     code = sha256_of(record.source)
-    most = stats.MOST_PAIRS
-    fits = declared <= most or not record.baseline
-    require(fits, f"{declared} pairs were declared; a claim of speed rests on at most {most}")
     for part, runs in (("logs", record.runs), ("baseline", record.baseline)):
         counters = [run.counter for run in runs]
         is_whole = not runs or counters == list(range(1, declared + 1))
@@ -276,7 +272,7 @@ def check_claims(record, found):
     require(reached, f"the parent's runs miss the target {loss['target']:g}: mean loss {mean:.5f}")
 
 
-def check_written(record, expected, draft):
+def check_written(record, expected):
     """result.json and README.md are what `submit` writes for the logs, but for the reasons and who
     had the idea."""
     by = expected["by"]
@@ -295,7 +291,9 @@ def check_written(record, expected, draft):
     shown = odd and ascii(odd[0])
     require(not odd, f"README.md: {shown} under `## Why`; prose has no HTML, tables or headings")
     says = why.strip() != render.WHY and len(why.split()) >= 5
-    require(says or draft, "README.md: does not say why it works; write that under `## Why`")
+    require(
+        says or record.is_draft, "README.md: does not say why it works; write that under `## Why`"
+    )
 
 
 # ----- all records
@@ -357,12 +355,12 @@ def strangers(repository):
     return failures
 
 
-def judge_one(record, repository, draft=False):
+def judge_one(record, repository):
     """Every Failure of one record among those of the repository, which may hold it or not."""
     others = [other for other in repository.records[record.track] if other.name != record.name]
     found = copies([*others, record], repository.rules[record.track].copy_loss)
     own = [failure for failure in found if failure.path.is_relative_to(record.folder)]
-    return judge(record, repository, draft) + own
+    return judge(record, repository) + own
 
 
 def judge_records(repository):

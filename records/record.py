@@ -14,6 +14,7 @@ from records.source import sha256_of
 SCHEMA = 2  # of result.json
 FOLDER = re.compile(r"\d{4}-\d\d-\d\d_[A-Za-z0-9][A-Za-z0-9-]{0,59}", re.ASCII)
 MOST_LOGS = 100
+DRAFTS = ".submitting"  # the folder beside a track's records in which `submit` makes one
 PARTS = ("train_gpt.py", "result.json", "README.md", "logs")
 AUTHORS = re.compile(r"[^\W_][\w .,'&()@/-]{0,99}")
 # Fields of a configuration that say as which run it ran, and not what.
@@ -83,11 +84,16 @@ class Record:
         return self.result.get("parent")
 
     @property
+    def is_draft(self):
+        """Whether `submit` is at work on it: its README need not yet say why it works."""
+        return self.folder.parent.name == DRAFTS
+
+    @property
     def age(self):
-        """What sorts records by their time: what is merged comes first, then the day counts, the
-        start of the first run, the name."""
+        """What sorts records by their time: what is merged comes first and a draft last, then the
+        day counts, the start of the first run, the name."""
         starts = [str(run.started) for run in self.runs]
-        return self.is_new, self.date, min(starts, default=""), self.name
+        return self.is_draft, self.is_new, self.date, min(starts, default=""), self.name
 
     def try_to(self, path, action, *arguments):
         """What an action returns. Where it raises a RecordError, that is a failure of `path`, and
@@ -144,14 +150,28 @@ class Repository:
         return next(reversed(chain(self.records[track])), None)
 
     def load(self, folder, track):
-        """The Record of a folder of this tree."""
-        record = load(folder, track, self.track_folder(track))
+        """Read a record's folder, and the script of its parent in the track's folder. Nothing else
+        is opened, no link is followed."""
+        record = Record(Path(folder), track)
         if self.merged:
             record.is_new = not (self.merged / "records" / track / record.name).is_dir()
+        record.try_to(record.folder, check_parts, record.folder)
+        if record.failures:
+            return record
+        record.source = record.read("train_gpt.py", read_script) or ""
+        record.readme = record.read("README.md", read_text) or ""
+        record.result = record.read("result.json", read_result) or {}
+        if record.source:
+            load_logs(record, "logs", record.runs, record.source)
+        if record.parent and (record.folder / "baseline").exists():
+            script = self.track_folder(track) / record.parent / "train_gpt.py"
+            source = record.try_to(script, read_script, script)
+            if source:
+                load_logs(record, "baseline", record.baseline, source)
         return record
 
     def at_path(self, folder):
-        """The Record of a folder that lies in a track's, as a user names it."""
+        """The Record of a folder that a user names, and that lies in a track's."""
         folder = Path(folder).absolute()
         track = folder.parent.name
         known = ", ".join(self.rules)
@@ -178,26 +198,6 @@ def chain(records):
         links.append(link)
         link = after.get(link.name)
     return links
-
-
-def load(folder, track, home):
-    """Read a record's folder, and the script of its parent in `home`, the track's folder. Nothing
-    else is opened, no link is followed."""
-    record = Record(Path(folder), track)
-    record.try_to(record.folder, check_parts, record.folder)
-    if record.failures:
-        return record
-    record.source = record.read("train_gpt.py", read_script) or ""
-    record.readme = record.read("README.md", read_text) or ""
-    record.result = record.read("result.json", read_result) or {}
-    if record.source:
-        load_logs(record, "logs", record.runs, record.source)
-    if record.parent and (record.folder / "baseline").exists():
-        script = home / record.parent / "train_gpt.py"
-        source = record.try_to(script, read_script, script)
-        if source:
-            load_logs(record, "baseline", record.baseline, source)
-    return record
 
 
 def read_script(path):

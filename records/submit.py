@@ -11,7 +11,7 @@ from records import render
 from records.files import LOG_LIMIT, SCRIPT_LIMIT, read_text, require
 from records.judge import judge_one
 from records.log import thin
-from records.record import AUTHORS, FOLDER, SCHEMA, figures, load
+from records.record import AUTHORS, DRAFTS, FOLDER, SCHEMA, figures
 from records.source import sha256_of
 
 
@@ -66,24 +66,25 @@ def submit(repository, name, track, authors=""):
     home = repository.track_folder(track)
     final = home / folder_name
     require(not final.exists(), f"{final} exists; choose another --name")
-    staging = home / ".submitting" / folder_name
+    staging = home / DRAFTS / folder_name
     shutil.rmtree(staging.parent, ignore_errors=True)  # of a submission that was killed
     try:
-        record = lay_out(staging, home, logs, source, repository.tip(track), authors)
+        record = lay_out(repository, staging, track, logs, source, authors)
         if not record.failures:
             write_figures(record, repository, authors)
-            record = load(staging, track, home)
-        failures = judge_one(record, repository, draft=True)
+            record = repository.load(staging, track)
+        failures = judge_one(record, repository)
         if not failures:
             staging.rename(final)
-            record = load(final, track, home)
+            record = repository.load(final, track)
         return record, failures
     finally:
         shutil.rmtree(staging.parent, ignore_errors=True)
 
 
-def lay_out(folder, home, logs, source, parent, authors):
+def lay_out(repository, folder, track, logs, source, authors):
     """The Record of a new folder of the script, thin logs, and who is its parent."""
+    tip = repository.tip(track)
     for part, paths in (("logs", logs["a"]), ("baseline", logs["b"])):
         if paths:
             (folder / part).mkdir(parents=True)
@@ -92,9 +93,9 @@ def lay_out(folder, home, logs, source, parent, authors):
             (folder / part / f"{path.parent.name}.txt").write_text(text)
     (folder / "train_gpt.py").write_text(source)
     (folder / "README.md").write_text("")
-    known = {"schema": SCHEMA, "by": authors, "parent": parent.name if parent else None}
+    known = {"schema": SCHEMA, "by": authors, "parent": tip.name if tip else None}
     (folder / "result.json").write_text(json.dumps(known))
-    return load(folder, home.name, home)
+    return repository.load(folder, track)
 
 
 def write_figures(record, repository, authors):

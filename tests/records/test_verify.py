@@ -17,7 +17,6 @@ from data import text as data_text
 from records import stats
 from records.__main__ import main
 from records.judge import judge, judge_all
-from records.record import load
 from records.source import config_of
 from records_helpers import edit
 
@@ -619,7 +618,7 @@ def test_name_of_a_record(repository):
         renamed = folder.rename(folder.with_name(name))
         assert any(
             "is named <YYYY-MM-DD>_<Name>" in failure.reason
-            for failure in judge(load(renamed, "nano", renamed.parent), made.fresh(repository))
+            for failure in judge(repository.load(renamed, "nano"), made.fresh(repository))
         ), name
         folder = renamed
 
