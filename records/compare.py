@@ -7,8 +7,8 @@ from pathlib import Path
 from records import render
 from records.files import LOG_LIMIT, SCRIPT_LIMIT, RecordError, read_text, require
 from records.log import split_log
-from records.record import PLACE_FIELDS, changed_lines
-from records.source import config_of
+from records.record import changed_lines
+from records.source import config_of, without_place
 
 
 def script_at(path):
@@ -30,10 +30,9 @@ def script_at(path):
 def config_changes(before, after, track):
     """{field: [value before, value after]} of a track of two sources; a field that one of them
     lacks is None there."""
-    old = config_of(before, track)
-    new = config_of(after, track)
-    names = sorted((old.keys() | new.keys()) - PLACE_FIELDS)
-    pairs = {name: [old.get(name), new.get(name)] for name in names}
+    old = without_place(config_of(before, track))
+    new = without_place(config_of(after, track))
+    pairs = {name: [old.get(name), new.get(name)] for name in sorted(old.keys() | new.keys())}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from records import render, stats
 from records.compare import difference, script_at
-from records.files import RecordError, require, write_whole
+from records.files import RecordError, require, require_same, write_whole
 from records.judge import check_run
 from records.log import START, parse_log
 from records.record import Repository, hardware_of, speed_figures
@@ -254,9 +254,8 @@ def working_script(repository, track):
     config = config_of(source, track)
     rules = repository.rules[track]
     for name, wanted in {"run_of": "", **rules.fixed}.items():
-        found = ascii(config.get(name, "not there"))[:60]
-        is_right = name in config and config[name] == wanted
-        require(is_right, f"train_gpt.py: {name} is {found}, by the rules {wanted!r}")
+        found = config.get(name, "not there")
+        require_same(f"train_gpt.py: {name}", found, wanted, ", by the rules ")
     manifest = repository.root / str(config.get("data")) / "manifest.json"
     if rules.manifest_sha256 and manifest.is_file():
         is_ours = sha256_of(manifest.read_text()) == rules.manifest_sha256

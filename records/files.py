@@ -26,6 +26,21 @@ def require(condition, message):
         raise RecordError(message)
 
 
+def require_same(name, found, wanted, words=", must be "):
+    """RecordError unless what is found under a name is what is wanted; `words` stand between the
+    two."""
+    if found != wanted:
+        shown = ascii(found)[:80]
+        raise RecordError(f"{ascii(name)[1:-1][:60]} is {shown}{words}{ascii(wanted)[:80]}")
+
+
+def require_same_items(found, wanted, words, prefix=""):
+    """RecordError unless two dicts are the same, with the first name under which they differ."""
+    for name in sorted(found.keys() | wanted.keys()):
+        values = [content.get(name, "not there") for content in (found, wanted)]
+        require_same(prefix + name, *values, words)
+
+
 def read_bytes(path, limit):
     """The content of a regular file of at most `limit` bytes. RecordError for anything else."""
     require(not Path(path).is_symlink(), "is a symbolic link; put the file itself there")

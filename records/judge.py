@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from records import ladder, render, stats
-from records.files import RULES, RecordError, read_text, require
+from records.files import RULES, RecordError, read_text, require, require_same, require_same_items
 from records.log import Point
-from records.record import AUTHORS, FOLDER, PLACE_FIELDS, Failure, chain, figures, paths_in
+from records.record import AUTHORS, FOLDER, Failure, chain, figures, paths_in
 from records.source import (
     DTYPES,
     check_source,
@@ -22,6 +22,7 @@ from records.source import (
     micro_batches_of,
     sha256_of,
     training_tokens,
+    without_place,
 )
 
 GATES = ("causal", "normalised", "local", "unmoved")
@@ -50,14 +51,6 @@ def judge(record, repository):
     return record.failures
 
 
-def require_same(name, found, wanted, words=", must be "):
-    """RecordError unless what is found under a name is what is wanted; `words` stand between the
-    two."""
-    if found != wanted:
-        shown = ascii(found)[:80]
-        raise RecordError(f"{ascii(name)[1:-1][:60]} is {shown}{words}{ascii(wanted)[:80]}")
-
-
 # ----- one run
 
 
@@ -76,21 +69,18 @@ def check_run(run, rules):
 def check_configuration(run):
     """The logged configuration is that of the track in the script, and the tokens follow from
     it."""
-    expected = dict(config_of(run.source, run.track))
-    if expected.get("dtype") == "auto":
+    found = without_place(run.config)
+    wanted = without_place(config_of(run.source, run.track))
+    if wanted.get("dtype") == "auto":
         shown = f"dtype is {ascii(run.dtype)[:60]} in the config line"
-        require(run.config.get("dtype") in DTYPES, f"{shown}, where a log has what it became")
-        expected["dtype"] = run.dtype
-    for name in sorted((expected.keys() | run.config.keys()) - PLACE_FIELDS):
-        found = run.config.get(name, "not there")
-        wanted = expected.get(name, "not there")
-        require_same(name, found, wanted, " in the config line, in the script it is ")
+        require(found.get("dtype") in DTYPES, f"{shown}, where a log has what it became")
+        wanted["dtype"] = run.dtype
+    require_same_items(found, wanted, " in the config line, in the script it is ")
     require_same("tokens", run.tokens, training_tokens(run.config), "; the schedule takes ")
     counts = [count for _, count in micro_batches_of(run.config)]
     divides = run.world_size and not any(count % run.world_size for count in counts)
-    require(
-        divides, f"world size {run.world_size} does not divide the micro-batches {counts}"[:200]
-    )
+    shown = f"world size {run.world_size} does not divide the micro-batches {counts}"
+    require(divides, shown[:200])
 
 
 def check_validity(run, rules):
@@ -98,8 +88,7 @@ def check_validity(run, rules):
     gates = GATES[: 3 if run.code_sha256 in RULES["scripts_before_unmoved"] else 4]
     expected = {"val_tokens": str(rules.val_tokens), "val_sha256": rules.val_sha256}
     expected.update(dict.fromkeys(gates, "ok"))
-    for name in sorted(expected.keys() | run.validity.keys()):
-        require_same(f"validity: {name}", run.validity.get(name), expected.get(name))
+    require_same_items(run.validity, expected, ", must be ", "validity: ")
     if rules.manifest_sha256:
         require_same("data manifest", run.manifest, rules.manifest_sha256, ", the track's is ")
     require_same("shards", run.shards, "ok")
@@ -177,11 +166,10 @@ def check_lineage(record, repository):
     for other in older:
         is_own = sha256_of(other.source) != code
         require(is_own, f"train_gpt.py is the code of {other.name}; a record has code of its own")
-    links = chain(older)
-    last = links[-1].name if links else None
+    last = next(reversed(chain(older)), None)
     words = "; a record is measured against the last of the track's chain before it, which is "
-    require_same("its parent", record.parent, last, words)
-    return links[-1] if links else None
+    require_same("its parent", record.parent, last and last.name, words)
+    return last
 
 
 def check_one_machine(record, parent):
@@ -202,9 +190,7 @@ def check_one(name, runs):
     """Some runs agree in what their logs say of something."""
     values = sorted({str(getattr(run, name)) for run in runs})
     shown = ", ".join(ascii(value)[:60] for value in values[:3])
-    require(
-        len(values) <= 1, f"{name} differs between runs: {shown}; one machine and code is asked"
-    )
+    require(len(values) <= 1, f"{name} differs between runs: {shown}; one of each is asked")
 
 
 def check_batch(record):
@@ -213,16 +199,15 @@ def check_batch(record):
     declared = record.runs[0].declared
     code = sha256_of(record.source)
     for part, runs in (("logs", record.runs), ("baseline", record.baseline)):
-        counters = [run.counter for run in runs]
-        is_whole = not runs or counters == list(range(1, declared + 1))
-        shown = f"{declared} runs were declared, {part} has {counters}"[:120]
-        require(is_whole, f"{shown}; every run counts, once")
+        places = [(run.batch, run.counter, run.declared) for run in runs]
+        due = [(1, counter, declared) for counter in range(1, declared + 1)]
+        shown = f"{declared} runs were declared, {part} has {[run.counter for run in runs]}"[:120]
+        require(places == due or not runs, f"{shown}; every run of the one batch counts, once")
         restarts = sum(run.start - 1 for run in runs)
+        is_rare = restarts <= MOST_RESTARTS and all(run.start for run in runs)
         shown = f"{restarts} runs of {part} were started again, at most {MOST_RESTARTS} may be"
-        require(0 <= restarts <= MOST_RESTARTS, shown)
+        require(is_rare, shown)
         for run in runs:
-            is_one = (run.batch, run.declared) == (1, declared) and run.start
-            require(is_one, f"{run.run} is of another batch; a code has one")
             seed = stats.seed_of(code, run.batch, run.counter)
             shown = f"{run.run} has seed {run.seed}; by its code and place it has {seed}"
             require(run.seed == seed, shown)
@@ -242,11 +227,9 @@ def check_order(record, parent):
         seconds = run.train_time_ms / 1000
         # Starts are whole seconds.
         require(apart >= seconds - 1, f"{shown} and took {seconds:.0f} s")
-    first = planned[0]
-    last = f"{planned[-1].started:%Y-%m-%d}"
-    require(
-        last <= record.date, f"{planned[-1].run} was started on {last}, after the record's date"
-    )
+    first, last = planned[0], planned[-1]
+    day = f"{last.started:%Y-%m-%d}"
+    require(day <= record.date, f"{last.run} was started on {day}, after the record's date")
     is_later = parent is None or first.started >= max(run.started for run in parent.runs)
     require(is_later, f"{first.run} was started before the parent's record was made")
 
@@ -277,13 +260,8 @@ def check_written(record, expected):
     had the idea."""
     by = expected["by"]
     is_name = isinstance(by, str) and AUTHORS.fullmatch(by)
-    require(
-        is_name, f"result.json: by is {ascii(by)[:60]}; names of at most 100 letters are needed"
-    )
-    for key in sorted(expected.keys() | record.result.keys()):
-        found = record.result.get(key, "not there")
-        wanted = expected.get(key, "not there")
-        require_same(f"result.json: {key}", found, wanted, ", the logs say ")
+    require(is_name, f"result.json: by is {ascii(by)[:60]}; names of 100 letters at most are due")
+    require_same_items(record.result, expected, ", the logs say ", "result.json: ")
     why = render.why_of(record.readme)
     is_same = record.readme == render.record_readme(record, expected, why)
     require(is_same, "README.md: only what stands under `## Why` may differ from what submit wrote")
@@ -291,9 +269,8 @@ def check_written(record, expected):
     shown = odd and ascii(odd[0])
     require(not odd, f"README.md: {shown} under `## Why`; prose has no HTML, tables or headings")
     says = why.strip() != render.WHY and len(why.split()) >= 5
-    require(
-        says or record.is_draft, "README.md: does not say why it works; write that under `## Why`"
-    )
+    hint = "README.md: does not say why it works; write that under `## Why`"
+    require(says or record.is_draft, hint)
 
 
 # ----- all records
@@ -342,17 +319,14 @@ def merged_failures(repository):
 
 
 def strangers(repository):
-    """A Failure of everything that lies where only tracks and records do."""
-    failures = []
-    known = ", ".join(repository.rules)
-    for folder in paths_in(repository.root / "records"):
-        if folder.is_dir() and folder.name not in [*repository.rules, "__pycache__"]:
-            failures.append(Failure(folder, f"is no track's folder; those are {known}"))
-    for track in repository.rules:
-        for folder in paths_in(repository.track_folder(track)):
-            if folder.name.startswith("."):
-                failures.append(Failure(folder, "is hidden; remove it"))
-    return failures
+    """Failures of folders that look like a track's or a record's, and that nothing judges."""
+    home = repository.root / "records"
+    tracks = [repository.track_folder(track) for track in repository.rules]
+    known = [*tracks, home / "__pycache__"]
+    beside = [path for path in paths_in(home) if path.is_dir() and path not in known]
+    hidden = [path for track in tracks for path in paths_in(track) if path.name.startswith(".")]
+    reason = "is no track's folder and no record's, and so nothing judges it"
+    return [Failure(path, reason) for path in beside + hidden]
 
 
 def judge_one(record, repository):

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
-from records.files import LOG_LIMIT, RecordError, parse_json, read_text, require
+from records.files import LOG_LIMIT, RecordError, parse_json, read_text, require, require_same
 from records.source import sha256_of
 
 END_OF_CODE = "===== END OF CODE ====="
@@ -160,9 +160,8 @@ def check_config(said):
     place = "{batch}:{counter}/{declared}:{start}".format_map(said) if said["batch"] else ""
     told = {"run_id": said["run"], "track": said["track"], "run_of": place, "seed": said["seed"]}
     for name, value in told.items():
-        shown = ascii(config.get(name))[:80]
-        is_said = name in config and config[name] == value
-        require(is_said, f"{name} is {shown} in the config line, {value!r} in the lines beside it")
+        words = " in the config line, in the lines beside it "
+        require_same(name, config.get(name, "not there"), value, words)
     for name in ("steps", "log_every", "val_every"):
         value = config.get(name)
         is_count = type(value) is int and (name == "steps") <= value <= STEP_LIMIT

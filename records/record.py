@@ -17,8 +17,6 @@ MOST_LOGS = 100
 DRAFTS = ".submitting"  # the folder beside a track's records in which `submit` makes one
 PARTS = ("train_gpt.py", "result.json", "README.md", "logs")
 AUTHORS = re.compile(r"[^\W_][\w .,'&()@/-]{0,99}")
-# Fields of a configuration that say as which run it ran, and not what.
-PLACE_FIELDS = {"seed", "run_id", "run_of"}
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ OPERATIONS = {
     ast.FloorDiv: operator.floordiv,
     ast.Pow: operator.pow,
 }
+PLACE_FIELDS = ("seed", "run_id", "run_of")
 LARGEST = 2**64  # number that may stand in a track, or that arithmetic may come to
 HIGHEST_POWER = 64
 CODING = re.compile(r"[ \t\f]*#.*?coding[:=]")  # PEP 263: a line that changes what text means
@@ -185,6 +186,11 @@ def config_of(source, track):
     known = ", ".join(map(ascii, tracks))
     require(track in tracks, f"the source has no track {ascii(track)}, but {known}")
     return tracks[track]
+
+
+def without_place(config):
+    """The fields of a configuration that say what ran, and not as which run."""
+    return {name: value for name, value in config.items() if name not in PLACE_FIELDS}
 
 
 @functools.lru_cache(maxsize=512)

@@ -476,7 +476,7 @@ FORGERIES = {
     ),
     "N61 an unknown gate that failed": (
         in_logs("unmoved:ok", "unmoved:ok sealed:FAILED"),
-        "validity: sealed is 'FAILED', must be None",
+        "validity: sealed is 'FAILED', must be 'not there'",
     ),
     "N09 a loss at step 0": (
         in_logs(
@@ -500,7 +500,7 @@ FORGERIES = {
     "N13 another run's folder": (in_logs("log:logs/ab", "log:logs/my"), "is that of several runs"),
     "N60 a hidden restart": (
         in_batch_line_only,
-        "run_of is '1:3/8:3' in the config line, '1:3/8:1'",
+        "run_of is '1:3/8:3' in the config line, in the lines beside it '1:3/8:1'",
     ),
     "N60b hidden restarts of the parent": (in_configuration_only, r"run_of is '1:\d/8:2'"),
     "N15 mfu and rate": (
@@ -526,7 +526,7 @@ FORGERIES = {
         "imports data.text, whose text no log holds",
     ),
     "N69 fineweb's first record": (fineweb_first, "rules.json has no val_sha256 of fineweb yet"),
-    "N23 a gate less": (in_logs(" local:ok", ""), "validity: local is None, must be 'ok'"),
+    "N23 a gate less": (in_logs(" local:ok", ""), "validity: local is 'not there', must be 'ok'"),
     "N25 a quoted table": (why(r"> | time |\n> |---|\n> | 1 s |"), "'> |' under `## Why`"),
     "N25 a quoted heading": (why("> # Figures"), "'> #' under `## Why`"),
     "N25 an underline": (why(r"Figures\n--"), "'--' under `## Why`"),

@@ -251,7 +251,7 @@ TAMPERED = {
         result("reviewed", True),
         "result.json: reviewed is True, the logs say 'not there'",
     ),
-    "nobody": (result("by", ""), "by is ''; names of at most 100 letters are needed"),
+    "nobody": (result("by", ""), "by is ''; names of 100 letters at most are due"),
     "odd author": (result("by", "<b>"), "by is '<b>'; names"),
     "edited time": (
         in_log(r"^(final .*train_time:)\d+", r"\g<1>40000"),
@@ -304,16 +304,16 @@ TAMPERED = {
     "copied run": (copied_run, f"has the losses of {RUN}-01"),
     "missing run": (
         lambda folder: (folder / LOG).unlink(),
-        r"4 runs were declared, logs has \[1, 3, 4\]; every run counts",
+        r"4 runs were declared, logs has \[1, 3, 4\]; every run of",
     ),
-    "added run": (extra_log, "is that of several runs|every run counts, once"),
+    "added run": (extra_log, "is that of several runs|every run of the one batch counts, once"),
     "undeclared runs": (all_logs(r"^batch:.*\n", ""), "where the batch line is due"),
     "another batch": (
         lambda folder: [
             edit(folder / LOG, "batch:1 ", "batch:2 "),
             edit(folder / LOG, '"run_of": "1:', '"run_of": "2:'),
         ],
-        "is of another batch; a code has one",
+        "every run of the one batch counts, once",
     ),
     "restarted runs": (restarted("logs"), "4 runs of logs were started again, at most 1"),
     "overrides": (in_log(r"^data:", 'overrides:{"matrix_lr": 0.04}\ndata:'), DUE),
@@ -378,7 +378,7 @@ TAMPERED = {
         in_log("causal:ok", "causal:FAILED causal:ok"),
         "says something twice",
     ),
-    "gate left out": (in_log(" normalised:ok", ""), "validity: normalised is None"),
+    "gate left out": (in_log(" normalised:ok", ""), "validity: normalised is 'not there'"),
     "target not reached": (with_losses(0.0095), "target 0.88 not reached: mean loss"),
     "two machines": (in_log("Slow CPU", "Fast CPU"), "device differs between runs"),
     "two dtypes": (in_log('"dtype": "bfloat16"', '"dtype": "float32"'), "dtype differs between"),
@@ -597,6 +597,20 @@ def test_git_keeps_the_logs_of_records():
             ["git", "check-ignore", "-q", path], cwd=Path(train_gpt.__file__).parent
         )
         assert done.returncode in (int(not ignored), 128), path  # 128: no git checkout
+
+
+def test_folders_that_nothing_judges_are_told(repository):
+    """Beside the tracks', where they look like a track's, and hidden among records."""
+    records = repository.root / "records"
+    (records / "notes.txt").write_text("which is no folder\n")
+    assert failures_of(repository) == []
+    shutil.copytree(records / "nano", records / "Nano")
+    (records / "nano" / ".hidden").mkdir()
+    reason = "is no track's folder and no record's, and so nothing judges it"
+    assert failures_of(repository) == [
+        f"records/Nano: {reason}",
+        f"records/nano/.hidden: {reason}",
+    ]
 
 
 def test_a_record_s_day_has_come(repository):
