@@ -16,14 +16,13 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 
 from records import render, stats
 from records.compare import difference, script_at
 from records.files import RecordError, require, require_same, write_whole
 from records.judge import check_run
 from records.log import START, parse_log
-from records.record import Repository, hardware_of, speed_figures
+from records.record import hardware_of, speed_figures
 from records.source import DTYPES, check_source, config_of, sha256_of
 from records.submit import own_script
 
@@ -83,25 +82,24 @@ def interrupts():
             signal.signal(number, handler)
 
 
-@dataclass
 class Experiment:
-    """Scripts by side, their runs under logs/, and what has been completed. The runs of a counted
-    one are a batch of side a's script."""
+    """Scripts by side, and their runs under logs/. Those of `run` and `ab` count: they are a batch
+    of side a's script."""
 
-    repository: Repository
-    name: str
-    scripts: dict
-    track: str
-    world_size: int
-    count: int
-    counted: bool = True
-    plan: dict = field(default_factory=dict)
-
-    def __post_init__(self):
+    def __init__(self, repository, kind, scripts, track, world_size, count):
         """Nothing is written or run yet; `run_all` does that."""
-        self.logs = self.repository.root / "logs"
+        hashes = [sha256_of(source)[:8] for source in scripts.values()]
+        self.name = "-".join([kind, track, *hashes, f"n{count}"])
+        self.root = repository.root
+        self.logs = self.root / "logs"
         self.folder = self.logs / self.name
-        self.code = sha256_of(self.scripts["a"])
+        self.scripts = scripts
+        self.code = sha256_of(scripts["a"])
+        self.track = track
+        self.world_size = world_size
+        self.count = count
+        self.counted = kind in ("run", "ab")
+        self.plan = {}
 
     def prepare(self):
         """Extract the scripts, and read or write the plan. RecordError when the experiment was
@@ -128,13 +126,6 @@ class Experiment:
         load, _, _ = os.getloadavg()
         if load > 0.5:
             print(f"note: the load is {load:.1f}; times are those of a busy machine")
-
-    def order(self):
-        """[(side, number), ...] in the order of the runs. That of pairs is drawn, so that nothing
-        that the machine does beside can follow it."""
-        if len(self.scripts) > 1:
-            return stats.order_of_pairs(self.code, self.plan["batch"], self.count)
-        return [("a", number) for number in range(1, self.count + 1)]
 
     def command(self, side, number, run_id):
         """The words that start a run."""
@@ -173,11 +164,11 @@ class Experiment:
         with open(console, "w") as file:
             process = subprocess.Popen(
                 words,
-                cwd=self.repository.root,
+                cwd=self.root,
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": str(self.repository.root)},
+                env={**os.environ, "PYTHONPATH": str(self.root)},
             )
         try:
             status = process.wait()
@@ -209,7 +200,9 @@ class Experiment:
             except OSError:
                 raise RecordError("another `python -m records` is making runs here") from None
             self.prepare()
-            order = self.order()
+            order = [("a", number) for number in range(1, self.count + 1)]
+            if len(self.scripts) > 1:  # drawn, so that nothing that the machine does can follow it
+                order = stats.order_of_pairs(self.code, self.plan["batch"], self.count)
             for place, (side, number) in enumerate(order, 1):
                 run_id = f"{self.name}-{number:02d}{side if len(self.scripts) > 1 else ''}"
                 print(f"run {place}/{len(order)} {run_id} ... ", end="", flush=True)
@@ -267,12 +260,10 @@ def run(repository, options):
     """The runs of the working script that are still missing, one after another: for a record that
     claims no gain in time. Prints as it goes."""
     track, count = options.track, options.runs
-    source = working_script(repository, track)
-    name = f"run-{track}-{sha256_of(source)[:8]}-n{count}"
-    world_size = options.world_size or 1
-    experiment = Experiment(repository, name, {"a": source}, track, world_size, count)
+    scripts = {"a": working_script(repository, track)}
+    experiment = Experiment(repository, "run", scripts, track, options.world_size or 1, count)
     runs = list(experiment.run_all().values())
-    print(f"\n{loss_line(repository, runs)}\n\nTo claim it: {claim(track)}")
+    print(f"\n{loss_line(repository, runs)}\n\n{claim(track)}")
 
 
 def loss_line(repository, runs):
@@ -284,8 +275,8 @@ def loss_line(repository, runs):
 
 
 def claim(track):
-    """The command that makes a record of runs."""
-    return f"python -m records submit --track {track} --name NAME"
+    """How a record is made of runs."""
+    return f"To claim it: python -m records submit --track {track} --name NAME"
 
 
 def ab(repository, options):
@@ -305,30 +296,23 @@ def ab(repository, options):
         world_size = world_size or tip.runs[0].world_size
     print(f"train_gpt.py differs from {label}: {difference(base, source, track)}")
     consent(f"{2 * count} runs of train_gpt.py and of the code of {label}", options.yes)
-    name = f"{kind}-{track}-{sha256_of(source)[:8]}-{sha256_of(base)[:8]}-n{count}"
     scripts = {"a": source, "b": base}
-    experiment = Experiment(repository, name, scripts, track, world_size or 1, count, not other)
-    runs = experiment.run_all()
-    sides = [[runs[side, number] for number in range(1, count + 1)] for side in "ab"]
-    print(f"\nA: train_gpt.py\nB: {label}\nboth on {hardware_of(sides[0][0])}\n")
-    print(ab_report(*sides))
-    print(f"\n{loss_line(repository, sides[0])}")
+    runs = Experiment(repository, kind, scripts, track, world_size or 1, count).run_all()
+    a, b = ([runs[side, number] for number in range(1, count + 1)] for side in "ab")
+    print(f"\nA: train_gpt.py\nB, in the place of a parent: {label}\nboth on {hardware_of(a[0])}\n")
+    print(ab_report(a, b))
+    print(f"\n{loss_line(repository, a)}")
     if not other:
-        print(f"\nTo claim it: {claim(track)}")
+        print(f"\n{claim(track)}")
 
 
 def ab_report(a, b):
     """The text that says how Runs in pairs differ."""
-    rows = []
-    for number, pair in enumerate(zip(a, b, strict=True), 1):
-        losses = [f"{run.val_loss:.5f}" for run in pair]
-        times = [f"{run.train_time_ms / 1000:.2f}" for run in pair]
-        rows.append([str(number), *losses, *times])
     apart = [run.val_loss - base.val_loss for run, base in zip(a, b, strict=True)]
     mean, low, high = stats.interval(apart)
     speed = speed_figures(a, b)
     verdict = "shown" if speed["p"] <= stats.ALPHA else "not shown"
-    return f"""{render.table(["pair", "loss A", "loss B", "time A, s", "time B, s"], rows)}
+    return f"""{render.run_table(a, b)}
 
 time of A in relation to B: {render.percent(speed["relative"])}
 that A is faster: p = {speed["p"]:.2g}: {verdict}, {stats.ALPHA:g} is needed
@@ -346,10 +330,9 @@ def reproduce(repository, options):
     track, count = record.track, options.runs
     first = record.runs[0]
     consent(f"{count} runs of the code of {record.name}", options.yes)
-    name = f"reproduce-{track}-{sha256_of(record.source)[:8]}-n{count}"
     world_size = options.world_size or first.world_size
     scripts = {"a": record.source}
-    experiment = Experiment(repository, name, scripts, track, world_size, count, False)
+    experiment = Experiment(repository, "reproduce", scripts, track, world_size, count)
     runs = list(experiment.run_all().values())
     rules = repository.rules[track]
     losses = [run.val_loss for run in runs]

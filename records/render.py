@@ -51,15 +51,15 @@ def gain_text(found):
 # ----- a record's README
 
 
-def run_table(record):
-    """The table of a record's runs, each beside the parent's run of its pair if there is one."""
+def run_table(runs, baseline):
+    """The table of runs, each beside the parent's run of its pair if there is one."""
     header = ["run", "started, UTC", "seed", "loss", "time, s"]
-    if record.baseline:
+    if baseline:
         header += ["parent's loss", "parent's time, s"]
     rows = []
-    for number, run in enumerate(record.runs):
-        row = [str(run.counter), f"{run.started:%Y-%m-%d %H:%M:%S}", str(run.seed)]
-        for side in [run, *record.baseline[number : number + 1]]:
+    for number, run in enumerate(runs):
+        row = [str(run.counter or number + 1), f"{run.started:%Y-%m-%d %H:%M:%S}", str(run.seed)]
+        for side in [run, *baseline[number : number + 1]]:
             row += [f"{side.val_loss:.5f}", f"{side.train_time_ms / 1000:.2f}"]
         rows.append(row)
     return table(header, rows)
@@ -109,7 +109,7 @@ Written by `python -m records submit` from the logs; `verify` compares them.
 {cell(found["hardware"])}; {cell(found["software"])}.
 - {parent_text(found)}
 
-{run_table(record)}
+{run_table(record.runs, record.baseline)}
 
 ```
 python -m records diff {before}{place}
