@@ -45,7 +45,7 @@ def parser():
     command("run", experiment.run, words, "--track", "--runs", "--world-size")
     it = command("submit", submit_runs, "make a record's folder of these runs", "--track")
     it.add_argument("--name", required=True, help="letters, digits and '-'")
-    it.add_argument("--by", default="", help="who had the idea [git's user.name]")
+    it.add_argument("--by", required=True, help="who had the idea")
     command("table", table, "renew the leaderboards in records/README.md, and the staircases")
     it = command("verify", verify, "judge records; without FOLDER all, and the leaderboards")
     it.add_argument("folders", nargs="*", metavar="FOLDER", help=FOLDER)

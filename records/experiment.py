@@ -20,7 +20,7 @@ import time
 from records import render, stats
 from records.compare import difference, script_at
 from records.files import RecordError, require, require_same, write_whole
-from records.judge import check_run
+from records.judge import check_rules, check_run
 from records.log import START, parse_log
 from records.record import hardware_of, speed_figures
 from records.source import DTYPES, check_source, config_of, sha256_of
@@ -261,6 +261,7 @@ def run(repository, options):
     claims no gain in time. Prints as it goes."""
     track, count = options.track, options.runs
     scripts = {"a": working_script(repository, track)}
+    check_rules(repository.rules[track])
     experiment = Experiment(repository, "run", scripts, track, options.world_size or 1, count)
     runs = list(experiment.run_all().values())
     print(f"\n{loss_line(repository, runs)}\n\n{claim(track)}")
@@ -276,7 +277,7 @@ def loss_line(repository, runs):
 
 def claim(track):
     """How a record is made of runs."""
-    return f"To claim it: python -m records submit --track {track} --name NAME"
+    return f"To claim it: python -m records submit --track {track} --name NAME --by WHO"
 
 
 def ab(repository, options):

@@ -57,13 +57,19 @@ def judge(record, repository):
 def check_run(run, rules):
     """One log against the rules of its track, and against the script that it ran."""
     require_same("its track", run.track, rules.name)
-    require(rules.val_sha256, f"rules.json has no val_sha256 of {rules.name} yet; propose it first")
+    check_rules(rules)
     for name, wanted in rules.fixed.items():
         require_same(name, run.config.get(name, "not there"), wanted, ", the track's is ")
     check_configuration(run)
     check_validity(run, rules)
     check_times(run)
     check_memory(run)
+
+
+def check_rules(rules):
+    """A track's validation tokens are known by their hash."""
+    hint = "propose that of a run's validity line, which all will share"
+    require(rules.val_sha256, f"rules.json has no val_sha256 of {rules.name} yet; {hint}")
 
 
 def check_configuration(run):

@@ -57,9 +57,9 @@ def run_table(runs, baseline):
     if baseline:
         header += ["parent's loss", "parent's time, s"]
     rows = []
-    for number, run in enumerate(runs):
-        row = [str(run.counter or number + 1), f"{run.started:%Y-%m-%d %H:%M:%S}", str(run.seed)]
-        for side in [run, *baseline[number : number + 1]]:
+    for number, run in enumerate(runs, 1):
+        row = [str(number), f"{run.started:%Y-%m-%d %H:%M:%S}", str(run.seed)]
+        for side in [run, *baseline[number - 1 : number]]:
             row += [f"{side.val_loss:.5f}", f"{side.train_time_ms / 1000:.2f}"]
         rows.append(row)
     return table(header, rows)

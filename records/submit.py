@@ -4,7 +4,6 @@ name."""
 import json
 import re
 import shutil
-import subprocess
 from datetime import UTC, datetime
 
 from records import render
@@ -44,21 +43,13 @@ def logs_of(repository, track, source):
     return next(iter(found.values()))
 
 
-def author_of(repository):
-    """Who commits here, as git knows it."""
-    command = ["git", "config", "user.name"]
-    done = subprocess.run(command, cwd=repository.root, capture_output=True, text=True)
-    return done.stdout.strip()
-
-
-def submit(repository, name, track, authors=""):
+def submit(repository, name, track, authors):
     """Make records/<track>/<date>_<name>/ of the runs of the working script. Returns (record,
     failures): the folder exists only if there are no failures. RecordError for what cannot be
     tried at all."""
     folder_name = f"{datetime.now(UTC):%Y-%m-%d}_{name}"
     is_name = FOLDER.fullmatch(folder_name)
     require(is_name, f"--name {ascii(name)}: up to 60 letters, digits and '-', no '-' first")
-    authors = authors or author_of(repository)
     shown = ascii(authors)[:60]
     require(AUTHORS.fullmatch(authors), f"--by {shown}: say who had the idea, in 100 letters")
     source = own_script(repository, track)

@@ -226,6 +226,15 @@ def test_a_field_that_the_rules_fix_is_asked_for_first(repository, capsys):
         assert status == 2 and f"ngram_orders is {shown}, by the rules [2]" in err
 
 
+def test_a_track_of_unknown_validation_tokens_is_told_first(repository, capsys):
+    script = made.fake_trainer(
+        track="fineweb", tokenizer="gpt2", val_tokens=10_485_760, val_sha256="", target_loss=3.28
+    )
+    (repository.root / "train_gpt.py").write_text(script)
+    status, _, err = call(repository, capsys, "run", "--track", "fineweb")
+    assert status == 2 and "rules.json has no val_sha256 of fineweb yet; propose that of a" in err
+
+
 def test_another_corpus_is_refused_first(repository, capsys):
     (repository.root / "d").mkdir()
     (repository.root / "d" / "manifest.json").write_text("{}")
