@@ -19,18 +19,10 @@ OPTIONS = {  # of several commands
 }
 
 
-class Parser(argparse.ArgumentParser):
-    """It reports what is wrong with the command line as one line, like everything else."""
-
-    def error(self, message):
-        """Called by argparse, whose own would print the usage and exit."""
-        raise RecordError(f"{message}; see `python -m records --help`")
-
-
 def parser():
     """The whole command line. Each command names the function that carries it out."""
-    top = Parser(prog="python -m records", description=__doc__)
-    commands = top.add_subparsers(dest="command", required=True, parser_class=Parser)
+    top = argparse.ArgumentParser(prog="python -m records", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True)
 
     def command(name, action, help, *options, runs=8):
         it = commands.add_parser(name, help=help, description=help)

@@ -11,9 +11,10 @@ LOG_LIMIT = 4 * 2**20  # bytes of a log; one of 10,000 logged steps takes about 
 SMALL_LIMIT = 2**20  # bytes of a README.md or a result.json
 SCRIPT_LIMIT = 400_000  # bytes of a script, twice the trainer's; parsing it takes half a second
 NESTING = 20  # levels of JSON
-# What moves a terminal's cursor, turns the direction of what follows, or is half a character.
-HIDDEN = re.compile(r"[^ -\x7e\xa0-\U0010ffff]|[\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-CONTROL = re.compile(rf"(?![\n\t])(?:{HIDDEN.pattern})")
+# What moves no terminal's cursor, does not turn the direction of a text, and is no half character.
+VISIBLE = r" -\x7e\xa0-\u2027\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff"
+HIDDEN = re.compile(f"[^{VISIBLE}]")
+CONTROL = re.compile(rf"[^\t\n{VISIBLE}]")
 
 
 class RecordError(ValueError):

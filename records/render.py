@@ -33,21 +33,6 @@ def percent(difference):
     return f"{mean:+.1f} % ({low:+.1f} to {high:+.1f})"
 
 
-def loss_text(found):
-    """The losses of a record and their test, such as `0.6878 ± 0.0032, n = 8, p = 0.0012`."""
-    loss = found["loss"]
-    runs = found["declared_runs"]
-    return f"{loss['mean']:.4f} ± {loss['std']:.4f}, n = {runs}, p = {loss['p']:.2g}"
-
-
-def gain_text(found):
-    """What is claimed of the gain in time, against which parent."""
-    speed = found["speed"]
-    if speed:
-        return f"{percent(speed['relative'])}, p = {speed['p']:.2g}"
-    return "no claim" if found["parent"] else "first"
-
-
 # ----- a record's README
 
 
@@ -146,21 +131,29 @@ def ranked(records):
     return [*reversed(links), *sorted(beside, key=lambda record: record.age, reverse=True)]
 
 
-def leaderboard_cells(record):
-    """The columns of LEADERBOARD after the first as plain text, from a verified result.json."""
-    found = record.result
-    time = seconds(found["train_time_ms"]["mean"])
-    return [record.date, found["by"], time, loss_text(found), gain_text(found), found["hardware"]]
-
-
 def leaderboard(records):
-    """The table of a track's verified records, as `ranked`."""
+    """The table of a track's verified records, as `ranked`, from their result.json."""
     if not records:
         return "No records yet.\n"
     rows = []
     for record in ranked(records):
+        found = record.result
+        runs = found["declared_runs"]
+        loss = found["loss"]
+        speed = found["speed"]
+        gain = "no claim" if found["parent"] else "first"
+        if speed:
+            gain = f"{percent(speed['relative'])}, p = {speed['p']:.2g}"
+        words = [
+            record.date,
+            found["by"],
+            seconds(found["train_time_ms"]["mean"]),
+            f"{loss['mean']:.4f} ± {loss['std']:.4f}, n = {runs}, p = {loss['p']:.2g}",
+            gain,
+            found["hardware"],
+        ]
         link = f"[{record.title}]({record.track}/{record.name}/)"
-        rows.append([link, *map(cell, leaderboard_cells(record))])
+        rows.append([link, *map(cell, words)])
     return table(LEADERBOARD, rows) + "\n"
 
 
