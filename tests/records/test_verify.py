@@ -306,6 +306,10 @@ TAMPERED = {
         lambda folder: (folder / LOG).unlink(),
         r"4 runs were declared, logs has \[1, 3, 4\]; every run of",
     ),
+    "no runs at all": (
+        lambda folder: [path.unlink() for path in (folder / "logs").iterdir()],
+        "logs: 1 to 100 logs are needed",
+    ),
     "added run": (extra_log, "is that of several runs|every run of the one batch counts, once"),
     "undeclared runs": (all_logs(r"^batch:.*\n", ""), "where the batch line is due"),
     "another batch": (
