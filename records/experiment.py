@@ -26,6 +26,8 @@ from records.record import hardware_of, speed_figures
 from records.source import DTYPES, check_source, config_of, sha256_of
 from records.submit import own_script
 
+COUNTED = ("run", "ab")  # kinds of experiments whose runs may be a record's
+
 
 def fingerprint(scripts, track):
     """What times depend on beside the code, and the dtype that all runs are told where a script
@@ -98,15 +100,16 @@ class Experiment:
         self.track = track
         self.world_size = world_size
         self.count = count
-        self.counted = kind in ("run", "ab")
+        self.counted = kind in COUNTED
         self.plan = {}
 
     def prepare(self):
         """Extract the scripts, and read or write the plan. RecordError when the experiment was
         begun on another machine, or the script has another one that counts."""
         if self.counted:
-            begun = f"*-{self.track}-{self.code[:8]}*/plan.json"
-            others = [path.parent for path in self.logs.glob(begun) if path.parent != self.folder]
+            mine = f"-{self.track}-{self.code[:8]}*/plan.json"
+            begun = [path.parent for kind in COUNTED for path in self.logs.glob(kind + mine)]
+            others = [folder for folder in begun if folder != self.folder]
             shown = ", ".join(map(str, others))
             require(not others, f"this script has the runs of {shown}; finish these, or change it")
         machine = {**fingerprint(self.scripts, self.track), "world_size": self.world_size}

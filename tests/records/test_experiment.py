@@ -112,6 +112,7 @@ def test_another_script_is_compared_and_does_not_count(repository, capsys):
     assert {told for _, told in made.order_of(repository)} == {"-"}
     status, _, err = call(repository, capsys, "submit", "--name", "Faster", "--by", "Me")
     assert status == 2 and "0 batches of runs of train_gpt.py" in err
+    assert call(repository, capsys, "run", "--runs", 2)[0] == 0  # which is its first batch
 
 
 @pytest.mark.parametrize("presses", [1, 2])
