@@ -262,6 +262,13 @@ def test_reproduced_runs_do_not_count(repository, capsys):
     assert [run.seed for run in runs] == [run.seed for run in runs_in(repository, "reproduce-*")]
 
 
+def test_a_record_that_cannot_be_read_is_not_run(repository, capsys):
+    (tip(repository) / "README.md").unlink()
+    status, _, err = call(repository, capsys, "reproduce", tip(repository), "--yes")
+    assert status == 2 and "does not pass verify" in err
+    assert not (repository.root / "order.txt").exists()
+
+
 def test_a_clock_that_is_ahead_of_the_wall_is_told(repository, capsys):
     """A script that trains for no time and claims a minute."""
     script = made.fake_trainer().replace("time.sleep(took / 1000)", "took += 60_000")

@@ -261,6 +261,10 @@ TAMPERED = {
         in_log(r"^(step:40.*train_time:)\d+", r"\g<1>20100"),
         "step_avg .* is not train_time / step",
     ),
+    "times that fall": (
+        in_log(r"^(step:40.*train_time:)\d+ms step_avg:\S+", r"\g<1>10000ms step_avg:250.00ms"),
+        "step 40: steps and times must not fall",
+    ),
     "cut log": (in_log(r"^validity[\s\S]*", ""), "no status line at the end: killed, or the log"),
     "cut in a line": (in_log(r"loss.png\n", "loss"), "last line is cut"),
     "cut middle": (in_log(r"^step:20/.*\n", ""), "2 found, one every 20 of 60 steps"),
