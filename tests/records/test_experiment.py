@@ -262,6 +262,13 @@ def test_reproduced_runs_do_not_count(repository, capsys):
     assert [run.seed for run in runs] == [run.seed for run in runs_in(repository, "reproduce-*")]
 
 
+def test_reproduced_runs_are_judged(repository, capsys):
+    ruled = made.fixing(repository, ngram_orders=[2])
+    status, out, _ = call(ruled, capsys, "reproduce", tip(repository), "--runs", 2, "--yes")
+    assert status == 0
+    assert "loss reproduced: no, n = 2: ngram_orders is 'not there', the track's is [2]" in out
+
+
 def test_a_record_that_cannot_be_read_is_not_run(repository, capsys):
     (tip(repository) / "README.md").unlink()
     status, _, err = call(repository, capsys, "reproduce", tip(repository), "--yes")
