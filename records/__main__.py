@@ -2,8 +2,9 @@
 
 import argparse
 import sys
+from pathlib import Path
 
-from records import compare, experiment, picture, render
+from records import compare, experiment, picture, render, report
 from records.files import RecordError, printable, require, write_whole
 from records.judge import drawn_files, judge_all, judge_one, judge_records
 from records.record import MOST_LOGS, Repository
@@ -52,6 +53,8 @@ def parser():
     it = command("plot", plot, "draw losses against time and steps, as a PNG")
     it.add_argument("paths", nargs="+", metavar="PATH", help="a record, a run, or a folder of logs")
     it.add_argument("--out", default="logs/plot.png", help="[%(default)s]")
+    it = command("report", report_page, "write ladder, leaderboards and curves as one HTML page")
+    it.add_argument("--out", default="logs/report.html", help="[%(default)s]")
     return top
 
 
@@ -115,6 +118,15 @@ def plot(repository, options):
     """Draw curves as a PNG."""
     picture.plot(options.paths, options.out)
     print(f"plot: {options.out}")
+
+
+def report_page(repository, options):
+    """Write the page of records, if all of them are good."""
+    failures = judge_records(repository)
+    if not failures:
+        write_whole(options.out, report.page(repository, Path(options.out).parent))
+        print(f"report: {options.out}")
+    return tell(failures, repository.root)
 
 
 def main(argv=None, repository=None):

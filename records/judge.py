@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from records import ladder, render, stats
+from records import render, report, stats
 from records.files import RULES, RecordError, read_text, require, require_same, require_same_items
 from records.log import Point
 from records.record import AUTHORS, FOLDER, Failure, chain, figures, paths_in
@@ -380,5 +380,5 @@ def drawn_files(repository):
     for track, records in repository.records.items():
         if len(chain(records)) > 1:
             path = repository.root / "records" / f"{track}.svg"
-            files[path] = ladder.staircase(track, chain(records))
+            files[path] = report.staircase(track, chain(records))
     return files

@@ -131,29 +131,33 @@ def ranked(records):
     return [*reversed(links), *sorted(beside, key=lambda record: record.age, reverse=True)]
 
 
+def leaderboard_cells(record):
+    """The columns of LEADERBOARD after the first as plain text, from a verified result.json."""
+    found = record.result
+    runs = found["declared_runs"]
+    loss = found["loss"]
+    speed = found["speed"]
+    gain = "no claim" if found["parent"] else "first"
+    if speed:
+        gain = f"{percent(speed['relative'])}, p = {speed['p']:.2g}"
+    return [
+        record.date,
+        found["by"],
+        seconds(found["train_time_ms"]["mean"]),
+        f"{loss['mean']:.4f} ± {loss['std']:.4f}, n = {runs}, p = {loss['p']:.2g}",
+        gain,
+        found["hardware"],
+    ]
+
+
 def leaderboard(records):
     """The table of a track's verified records, as `ranked`, from their result.json."""
     if not records:
         return "No records yet.\n"
     rows = []
     for record in ranked(records):
-        found = record.result
-        runs = found["declared_runs"]
-        loss = found["loss"]
-        speed = found["speed"]
-        gain = "no claim" if found["parent"] else "first"
-        if speed:
-            gain = f"{percent(speed['relative'])}, p = {speed['p']:.2g}"
-        words = [
-            record.date,
-            found["by"],
-            seconds(found["train_time_ms"]["mean"]),
-            f"{loss['mean']:.4f} ± {loss['std']:.4f}, n = {runs}, p = {loss['p']:.2g}",
-            gain,
-            found["hardware"],
-        ]
         link = f"[{record.title}]({record.track}/{record.name}/)"
-        rows.append([link, *map(cell, words)])
+        rows.append([link, *map(cell, leaderboard_cells(record))])
     return table(LEADERBOARD, rows) + "\n"
 
 
