@@ -414,7 +414,7 @@ TRACKS = {
         track="nano",
         data="data/python",
         tokenizer="bytes",
-        steps=118,
+        steps=128,
         micro_batch_tokens=1024,
         # start, micro-batches of a step, document cap, windows (short, long), rate, loss weights
         stages=(Stage(0.0, 2, 512, (32, 64), 1.0, (1.0,)),),
@@ -1376,7 +1376,9 @@ class TextIndex:
         self.orders = config.index_orders
         self.bits = config.index_bits
         self.eot_token = config.eot_token
-        self.entries = torch.zeros(len(self.orders), 2**self.bits, dtype=torch.int64)
+        # Written once, so that no run's clock pays for memory that the system has yet to find.
+        entries = torch.empty(len(self.orders), 2**self.bits, dtype=torch.int64)
+        self.entries = entries.zero_()
 
     def entries_of(self, column):
         return self.entries[column].numpy().view(np.uint64)
@@ -1817,7 +1819,8 @@ def blocked_bias(segment_start, window, dtype):
     query = torch.arange(len(segment_start), dtype=torch.int32, device=device).view(-1, block, 1)
     reach = torch.arange(window + block, dtype=torch.int32, device=device)
     key = query[:, :1] - window + reach
-    is_visible = (key <= query) & (key > query - window) & (key >= segment_start.view(-1, block, 1))
+    first = torch.maximum(segment_start.view(-1, block, 1), query - window + 1)
+    is_visible = (key >= first) & (key <= query)
     bias = torch.zeros(is_visible.shape, dtype=dtype, device=device)
     return bias.masked_fill_(~is_visible, -math.inf)
 

@@ -19,7 +19,7 @@ README = (ROOT / "README.md").read_text()
 
 # The nano track of the copy: text of its literal, and what stands there instead.
 SHORTER = {
-    "steps=112,": "steps=2,",
+    "steps=128,": "steps=2,",
     "val_tokens=1_048_576,": "val_tokens=4096,",
     "ngram_rows=2**19,": "ngram_rows=2**12,",
     "index_bits=25,": "index_bits=12,",
