@@ -116,6 +116,7 @@ def diff(repository, options):
 
 def plot(repository, options):
     """Draw curves as a PNG."""
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     picture.plot(options.paths, options.out)
     print(f"plot: {options.out}")
 
