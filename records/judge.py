@@ -35,6 +35,7 @@ COMMON = 3  # losses that two runs must have at the same steps, so that they can
 ODD_PROSE = re.compile(
     r"<[A-Za-z/!?]|^[ >\t*+-]*(?:#|\|)|^[ >\t]*(?:-{2,}|=+)[ \t]*$", re.MULTILINE
 )
+MACHINE = ("device", "world_size", "torch", "cuda", "triton", "dtype")  # one for all runs
 CHOOSING = ("attention", "compile", "dtype", "float8")  # fields that back ends follow from
 
 
@@ -57,19 +58,20 @@ def judge(record, repository):
 def check_run(run, rules):
     """One log against the rules of its track, and against the script that it ran."""
     require_same("its track", run.track, rules.name)
-    check_rules(rules)
-    for name, wanted in rules.fixed.items():
-        require_same(name, run.config.get(name, "not there"), wanted, ", the track's is ")
+    check_fixed(run.config, rules)
     check_configuration(run)
     check_validity(run, rules)
     check_times(run)
     check_memory(run)
 
 
-def check_rules(rules):
-    """A track's validation tokens are known by their hash."""
+def check_fixed(config, rules):
+    """A configuration has what the rules fix of its track, whose validation tokens are known by
+    their hash."""
     hint = "propose that of a run's validity line, which all will share"
     require(rules.val_sha256, f"rules.json has no val_sha256 of {rules.name} yet; {hint}")
+    for name, wanted in rules.fixed.items():
+        require_same(name, config.get(name, "not there"), wanted, ", the track's is ")
 
 
 def check_configuration(run):
@@ -182,7 +184,7 @@ def check_one_machine(record, parent):
     """Times and losses are those of one kind of machine, of one type of numbers, and of one way to
     compute."""
     runs = [*record.runs, *record.baseline]
-    for name in ("device", "world_size", "torch", "cuda", "triton", "dtype"):
+    for name in MACHINE:
         check_one(name, runs)
     sides = [record.runs, record.baseline]
     kinds = [[side[0].config.get(name) for name in CHOOSING] for side in sides if side]
@@ -274,9 +276,6 @@ def check_written(record, expected):
     odd = ODD_PROSE.search(why)
     shown = odd and ascii(odd[0])
     require(not odd, f"README.md: {shown} under `## Why`; prose has no HTML, tables or headings")
-    says = why.strip() != render.WHY and len(why.split()) >= 5
-    hint = "README.md: does not say why it works; write that under `## Why`"
-    require(says or record.is_draft, hint)
 
 
 # ----- all records
@@ -335,19 +334,10 @@ def strangers(repository):
     return [Failure(path, reason) for path in beside + hidden]
 
 
-def judge_one(record, repository):
-    """Every Failure of one record among those of the repository, which may hold it or not."""
-    others = [other for other in repository.records[record.track] if other.name != record.name]
-    found = copies([*others, record], repository.rules[record.track].copy_loss)
-    own = [failure for failure in found if failure.path.is_relative_to(record.folder)]
-    return judge(record, repository) + own
-
-
 def judge_records(repository):
     """Every Failure of the repository's records; only of files, where some cannot be read."""
     failures = merged_failures(repository) + strangers(repository)
-    records = [record for records in repository.records.values() for record in records]
-    failures += [failure for record in records for failure in record.failures]
+    failures += [failure for record in repository.all for failure in record.failures]
     if failures:
         return list(dict.fromkeys(failures))
     for track, records in repository.records.items():
@@ -357,19 +347,24 @@ def judge_records(repository):
 
 
 def judge_all(repository):
-    """Every Failure of the repository: its records, and where all of those are good what is drawn
-    from them."""
+    """Every Failure of the repository: its records, and where all of those are good their reasons,
+    and what is drawn from them."""
     failures = judge_records(repository)
     if failures:
         return failures
+    for record in repository.all:
+        why = render.why_of(record.readme)
+        if why.strip() == render.WHY or len(why.split()) < 5:
+            reason = "does not say why it works; write that under `## Why`"
+            failures.append(Failure(record.folder / "README.md", reason))
     path = repository.readme
     try:
         for path, wanted in drawn_files(repository).items():
             is_current = read_text(path) == wanted
             require(is_current, "is not current; run `python -m records table`")
     except RecordError as error:
-        return [Failure(path, str(error))]
-    return []
+        failures.append(Failure(path, str(error)))
+    return failures
 
 
 def drawn_files(repository):

@@ -84,10 +84,10 @@ class Run(SimpleNamespace):
     "val": [Point, ...]}, and whatever the lines above keep, under its name there. Losses are in
     nats per token, times in ms, memory in MiB, `speed` in tokens a second.
 
-    `counter` from 1 to `declared` is the run's place in its batch, and `start` says how often it
-    was started; a run that does not count has 0 for all of them. `cpu_time_ms` is that of the
-    first process while the clock of the training time ran. `shards` is `ok` where those that were
-    read are the manifest's.
+    `counter` from 1 to `declared` is the run's place in its `batch`, which is 1 for runs that
+    count, and `start` says how often it was started. `cpu_time_ms` is that of the first process
+    while the clock of the training time ran. `shards` is `ok` where those that were read are the
+    manifest's.
     """
 
     @property
@@ -157,7 +157,7 @@ def matched(lines, templates):
 def check_config(said):
     """The configuration of a log says the same as the lines beside it."""
     config = said["config"]
-    place = "{batch}:{counter}/{declared}:{start}".format_map(said) if said["batch"] else ""
+    place = "{batch}:{counter}/{declared}:{start}".format_map(said)
     told = {"run_id": said["run"], "track": said["track"], "run_of": place, "seed": said["seed"]}
     for name, value in told.items():
         words = " in the config line, in the lines beside it "
@@ -219,23 +219,21 @@ def check_end(said, last):
     require(len(names) == 1, f"the log is that of several runs: {', '.join(sorted(names))}")
 
 
-def parse_log(path, script, counted=True):
-    """The Run of a complete log of a script. counted: it must say its place in a batch. Raises
-    RecordError with what is missing, unreadable or contradicts itself."""
+def parse_log(path, script):
+    """The Run of a complete log of a script. Raises RecordError with what is missing, unreadable or
+    contradicts itself."""
     source, lines = split_log(read_text(path, LOG_LIMIT))
     ending = lines[-1] if lines else ""
     require(ending.startswith("status:"), "no status line at the end: killed, or the log was cut")
     require(ending.startswith("status:ok "), f"the run did not complete: {ascii(ending[:80])}")
-    head = {kind: template for kind, template in HEAD.items() if counted or kind != "batch"}
-    said = dict.fromkeys(("batch", "counter", "declared", "start"), 0)
-    said.update(matched(lines[: len(head)], head))
+    said = matched(lines[: len(HEAD)], HEAD)
     require(
         said["code_sha256"] == sha256_of(script) and source in ("", script),
         f"ran other code ({said['code_sha256'][:8]}) than the script it belongs to "
         f"({sha256_of(script)[:8]})",
     )
     check_config(said)
-    body = lines[len(head) :]
+    body = lines[len(HEAD) :]
     steps = list(itertools.takewhile(lambda line: line.startswith("step:"), body))
     tail = body[len(steps) :]
     said.update(matched(tail[: len(TAIL)], TAIL))

@@ -14,7 +14,6 @@ from records.source import sha256_of
 SCHEMA = 2  # of result.json
 FOLDER = re.compile(r"\d{4}-\d\d-\d\d_[A-Za-z0-9][A-Za-z0-9-]{0,59}", re.ASCII)
 MOST_LOGS = 100
-DRAFTS = ".submitting"  # the folder beside a track's records in which `submit` makes one
 PARTS = ("train_gpt.py", "result.json", "README.md", "logs")
 AUTHORS = re.compile(r"[^\W_][\w .,'&()@/-]{0,99}")
 
@@ -82,16 +81,11 @@ class Record:
         return self.result.get("parent")
 
     @property
-    def is_draft(self):
-        """Whether `submit` is at work on it: its README need not yet say why it works."""
-        return self.folder.parent.name == DRAFTS
-
-    @property
     def age(self):
-        """What sorts records by their time: what is merged comes first and a draft last, then the
-        day counts, the start of the first run, the name."""
+        """What sorts records by their time: what is merged comes first, then the day counts, the
+        start of the first run, the name."""
         starts = [str(run.started) for run in self.runs]
-        return self.is_draft, self.is_new, self.date, min(starts, default=""), self.name
+        return self.is_new, self.date, min(starts, default=""), self.name
 
     def try_to(self, path, action, *arguments):
         """What an action returns. Where it raises a RecordError, that is a failure of `path`, and
@@ -143,6 +137,11 @@ class Repository:
             found[track] = [self.load(path, track) for path in shown]
         return found
 
+    @property
+    def all(self):
+        """The records of all tracks."""
+        return [record for records in self.records.values() for record in records]
+
     def tip(self, track):
         """The last record of a track's chain, or None."""
         return next(reversed(chain(self.records[track])), None)
@@ -169,12 +168,10 @@ class Repository:
         return record
 
     def at_path(self, folder):
-        """The Record of a folder that a user names, and that lies in a track's."""
-        folder = Path(folder).absolute()
-        track = folder.parent.name
-        known = ", ".join(self.rules)
-        require(track in self.rules, f"{folder}: lies in no track's folder; those are {known}")
-        return self.load(folder, track)
+        """The Record of a folder that a user names."""
+        found = [record for record in self.all if record.folder == Path(folder).absolute()]
+        require(found, f"{folder}: is no folder of a record")
+        return found[0]
 
 
 def paths_in(folder):
