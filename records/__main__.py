@@ -10,7 +10,7 @@ from records.judge import drawn_files, judge_all, judge_records
 from records.record import MOST_LOGS, Repository
 from records.submit import submit
 
-SCRIPT = "a record's folder, a run's folder or a script"
+SCRIPT = "a record's folder or a script"
 OPTIONS = {  # of several commands
     "--track": {"default": "nano", "help": "[nano]"},
     "--runs": {"type": int, "metavar": "N", "help": "fixed before the first run [%(default)s]"},
