@@ -29,13 +29,10 @@ CLAIM = "To claim it: python -m records submit --track {} --name NAME --by WHO"
 
 def consent(what, yes):
     """Say that foreign code is about to run; RecordError unless the user agrees."""
-    print(
-        f"This executes {what} on this machine, with your rights. `python -m records diff` shows "
-        f"what it changes."
-    )
+    print(f"This executes {what} on this machine, with your rights.")
     if not yes:
-        hint = "not confirmed: nothing was run; add --yes when you have read that code"
-        require(sys.stdin.isatty() and input("Type yes to go on: ").strip() == "yes", hint)
+        is_agreed = sys.stdin.isatty() and input("Type yes to go on: ").strip() == "yes"
+        require(is_agreed, "not confirmed: nothing was run; read what `diff` shows, or add --yes")
 
 
 class Experiment:
@@ -43,12 +40,12 @@ class Experiment:
     of side a's script."""
 
     def __init__(self, repository, kind, scripts, track, world_size, count):
-        """Nothing is written or run yet; `run_all` does that."""
         hashes = [sha256_of(source)[:8] for source in scripts.values()]
         self.name = "-".join([kind, track, *hashes, f"n{count}"])
         self.repository = repository
         self.kind = kind
         self.scripts = scripts
+        self.code = sha256_of(scripts["a"])
         self.track = track
         self.world_size = world_size
         self.count = count
@@ -81,17 +78,6 @@ class Experiment:
                 drawn.write_text(str(random.randint(2, 10**9 - 1)))
             self.batch = drawn.read_text()
 
-    def seed(self, number):
-        """The seed of a run, or of both runs of a pair."""
-        return stats.seed_of(sha256_of(self.scripts["a"]), self.batch, number)
-
-    def order(self):
-        """[(side, number), ...] of the runs. That of pairs is drawn, so that nothing that the
-        machine does can follow it."""
-        if len(self.scripts) == 1:
-            return [("a", number) for number in range(1, self.count + 1)]
-        return stats.order_of_pairs(sha256_of(self.scripts["a"]), self.batch, self.count)
-
     def command(self, side, number, run_id):
         """The words that start a run."""
         words = [sys.executable]
@@ -100,7 +86,7 @@ class Experiment:
             words += [f"--nproc_per_node={self.world_size}"]
         start = 1 + len(list(self.folder.glob(f"{run_id}.stopped-*")))
         words += [str(self.folder / side / "train_gpt.py"), "--track", self.track]
-        words += ["--run-id", run_id, "--seed", str(self.seed(number))]
+        words += ["--run-id", run_id, "--seed", str(stats.seed_of(self.code, self.batch, number))]
         words += ["--run-of", f"{self.batch}:{number}/{self.count}:{start}"]
         is_open = config_of(self.scripts[side], self.track).get("dtype") == "auto"
         return words + ["--dtype", self.dtype] * (is_open and self.dtype != "")
@@ -140,11 +126,8 @@ class Experiment:
         run = self.completed(side, run_id)
         said = console.read_text(errors="replace").strip().splitlines()
         last = said[-1][:200] if said else "nothing"
-        require(
-            run and not status,
-            f"run {run_id} ended with exit status {status}: {last!r}; {console} has more; the same "
-            f"command goes on",
-        )
+        ended = f"run {run_id} ended with exit status {status}: {last!r}"
+        require(run and not status, f"{ended}; {console} has more; the same command goes on")
         check_clock(run, began, time.time())
         return run
 
@@ -170,7 +153,9 @@ class Experiment:
             except OSError:
                 raise RecordError("another `python -m records` is making runs here") from None
             self.prepare()
-            order = self.order()
+            order = [("a", number) for number in range(1, self.count + 1)]
+            if len(self.scripts) > 1:  # drawn, so that nothing that the machine does can follow it
+                order = stats.order_of_pairs(self.code, self.batch, self.count)
             for place, (side, number) in enumerate(order, 1):
                 run_id = f"{self.name}-{number:02d}{side if len(self.scripts) > 1 else ''}"
                 print(f"run {place}/{len(order)} {run_id} ... ", end="", flush=True)
@@ -182,22 +167,20 @@ class Experiment:
                     check_one(name, runs.values())
                 if self.kind != "compare":
                     check_run(run, self.repository.rules[self.track])
-                shown = f"ended after {place} of {len(order)} runs, as asked"
-                is_done = not self.is_over or place == len(order)
-                require(is_done, f"{shown}; the same command makes the others")
+                goes_on = not self.is_over or place == len(order)
+                ended = f"ended after {place} of {len(order)} runs, as asked"
+                require(goes_on, f"{ended}; the same command makes the others")
         return runs
 
 
 def check_clock(run, began, ended):
     """A run cannot train longer than its process lived, from `began` to `ended` in seconds since
-    1970, nor start outside of that. RecordError where its log says so."""
-    lived = ended - began
+    1970, nor start outside of that."""
     is_inside = began - 1 <= run.started.timestamp() <= ended + 1
-    require(
-        is_inside and run.train_time_ms <= 1000 * lived + 1,
-        f"run {run.run}: its log says {run.train_time_ms / 1000:.1f} s of training, started at "
-        f"{run.started:%H:%M:%S}; the process lived for {lived:.1f} s: its clock is wrong",
-    )
+    is_right = is_inside and run.train_time_ms <= 1000 * (ended - began) + 1
+    said = f"{run.train_time_ms / 1000:.1f} s of training, started at {run.started:%H:%M:%S}"
+    lived = f"its process lived for {ended - began:.1f} s"
+    require(is_right, f"run {run.run}: its log says {said}, but {lived}: its clock is wrong")
 
 
 # ----- run and ab
@@ -253,7 +236,7 @@ both on {hardware_of(a[0])}
 {render.run_table(a, b)}
 
 time of A in relation to B: {render.percent(speed["relative"])}
-that A is faster: {verdict(speed["p"])}
+that A is faster: {stats.p_text(speed["p"])}
 loss A - B: {mean:+.5f} ({low:+.5f} to {high:+.5f})
 
 {loss_text(repository, a)}""")
@@ -262,17 +245,12 @@ loss A - B: {mean:+.5f} ({low:+.5f} to {high:+.5f})
 
 
 def loss_text(repository, runs):
-    """The mean loss of runs, and whether it is shown to be below the target."""
+    """The mean loss of runs, and how far it is shown to be below the target."""
     losses = [run.val_loss for run in runs]
     mean, _ = stats.mean_and_std(losses)
     target = repository.rules[runs[0].track].target_loss
-    p = stats.p_below(losses, target)
-    return f"mean loss {mean:.5f}, that it is below the target {target:g}: {verdict(p)}"
-
-
-def verdict(p):
-    """Whether a p is enough for a claim."""
-    return f"p = {p:.2g}: {'shown' if p <= stats.ALPHA else 'not shown'}, {stats.ALPHA:g} is needed"
+    p = stats.p_text(stats.p_below(losses, target))
+    return f"mean loss {mean:.5f}; that it is below the target {target:g}: {p}"
 
 
 # ----- reproduce
@@ -290,13 +268,11 @@ def reproduce(repository, options):
     track = record.track
     experiment = Experiment(repository, "reproduce", scripts, track, world_size, options.runs)
     runs = list(experiment.run_all().values())
-    times = [
-        stats.mean_and_std([run.train_time_ms for run in side])[0] for side in (runs, record.runs)
-    ]
-    print(
-        f"\ntime: {render.seconds(times[0])} s on {hardware_of(runs[0])}, "
-        f"{render.seconds(times[1])} s on {hardware_of(first)}\n"
-        f"{loss_text(repository, runs)}\n"
-        f"What no run shows: whether the code reads validation text, slows its clock or fakes its "
-        f"gates. Read `python -m records diff` for that."
-    )
+    took, _ = stats.mean_and_std([run.train_time_ms for run in runs])
+    claimed = record.result["train_time_ms"]["mean"]
+    print(f"""
+time: {render.seconds(took)} s on {hardware_of(runs[0])}
+claimed: {render.seconds(claimed)} s on {hardware_of(first)}
+{loss_text(repository, runs)}
+What no run shows: whether the code reads validation text, slows its clock or fakes its gates.
+Read `python -m records diff` for that.""")

@@ -66,7 +66,7 @@ def test_ab_goes_on_where_it_stopped_and_its_pairs_are_a_record(repository, caps
     assert re.search(r"^time of A in relation to B: -\d\d\.\d % \(-\d.* to -\d.*\)$", out, re.M), (
         out
     )
-    assert re.search(r"^that A is faster: p = 0.0046: shown, 0.01 is needed$", out, re.M), out
+    assert re.search(r"^that A is faster: p = 0.0046, at most 0.01 is needed$", out, re.M), out
     assert re.search(r"^loss A - B: -0\.0\d+ \(-0.0\d+ to -0.0\d+\)$", out, re.M), out
     assert not list((repository.root / "logs").glob("ab-*-n6-*/*.pt"))
     starts = {run.run[-3:]: run.start for run in runs_in(repository, "ab-*")}
@@ -152,7 +152,7 @@ def test_another_machine_is_refused(repository, capsys):
 def test_code_runs_only_with_consent(repository, capsys, monkeypatch):
     for words in (["ab"], ["reproduce", tip(repository)]):
         status, out, err = call(repository, capsys, *words)
-        assert status == 2 and "This executes " in out and "nothing was run; add --yes" in err
+        assert status == 2 and "This executes " in out and "nothing was run; read what" in err
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("builtins.input", lambda prompt: "no")
     assert "not confirmed: nothing was run" in call(repository, capsys, "ab")[2]
@@ -245,8 +245,10 @@ def test_reproduced_runs_do_not_count(repository, capsys):
     words = ("reproduce", tip(repository), "--runs", 2, "--yes")
     status, out, err = call(repository, capsys, *words)
     assert status == 0, out + err
-    assert re.search(r"^mean loss 0.85\d+, that it is below the target 0.88: p = ", out, re.M), out
-    assert re.search(r"^time: 0\.\d s on fake, world size 1, .*0\.\d s on fake", out, re.M)
+    assert re.search(r"^mean loss 0.85\d+; that it is below the target 0.88: p = ", out, re.M), out
+    assert re.search(
+        r"^time: 0\.\d s on fake, world size 1, .*\nclaimed: 0\.\d s on fake", out, re.M
+    )
     assert "What no run shows: whether the code reads validation text" in out
     told = dict(made.order_of(repository))
     assert list(told) == ["01", "02"] and not any(place.startswith("1:") for place in told.values())
