@@ -96,10 +96,10 @@ class Record:
             self.failures.append(Failure(path, str(error)))
             return None
 
-    def read(self, name, reader):
-        """What a reader makes of a file of the folder, or None where that is a failure."""
-        path = self.folder / name
-        return self.try_to(path, reader, path)
+    def read(self, path, reader, *arguments):
+        """What a reader makes of a file, or None where that is a failure."""
+        return self.try_to(path, reader, path, *arguments)
+
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,7 @@ class Repository:
         found = {}
         for track in self.rules:
             paths = paths_in(self.track_folder(track))
-            shown = [path for path in paths if not path.name.startswith(".")]
-            found[track] = [self.load(path, track) for path in shown]
+            found[track] = [self.load(path, track) for path in paths if path.name[0] != "."]
         return found
 
     @property
@@ -149,20 +148,20 @@ class Repository:
     def load(self, folder, track):
         """Read a record's folder, and the script of its parent in the track's folder. Nothing else
         is opened, no link is followed."""
-        record = Record(Path(folder), track)
+        record = Record(folder, track)
         if self.merged:
             record.is_new = not (self.merged / "records" / track / record.name).is_dir()
-        record.try_to(record.folder, check_parts, record.folder)
+        record.read(folder, check_parts)
         if record.failures:
             return record
-        record.source = record.read("train_gpt.py", read_script) or ""
-        record.readme = record.read("README.md", read_text) or ""
-        record.result = record.read("result.json", read_result) or {}
+        record.source = record.read(folder / "train_gpt.py", read_script) or ""
+        record.readme = record.read(folder / "README.md", read_text) or ""
+        record.result = record.read(folder / "result.json", read_result) or {}
         if record.source:
             load_logs(record, "logs", record.runs, record.source)
-        if record.parent and (record.folder / "baseline").exists():
+        if record.parent and (folder / "baseline").exists():
             script = self.track_folder(track) / record.parent / "train_gpt.py"
-            source = record.try_to(script, read_script, script)
+            source = record.read(script, read_script)
             if source:
                 load_logs(record, "baseline", record.baseline, source)
         return record
@@ -183,15 +182,11 @@ def chain(records):
     """The track's records each of which was measured against the one before: its first record,
     then, as far as they go, the speed claims against the last. Of two against one record it is the
     older one."""
-    after = {}
-    for record in sorted(records, key=lambda record: record.age):
-        if record.baseline or not record.parent:
-            after.setdefault(record.parent, record)
     links = []
-    link = after.get(None)
-    while link:
-        links.append(link)
-        link = after.get(link.name)
+    for record in sorted(records, key=lambda record: record.age):
+        parent = links[-1].name if links else None
+        if record.parent == parent and (record.baseline or not parent):
+            links.append(record)
     return links
 
 
@@ -233,7 +228,7 @@ def load_logs(record, part, runs, script):
     paths = paths_in(folder)
     record.try_to(folder, require, 0 < len(paths) <= MOST_LOGS, f"1 to {MOST_LOGS} logs are needed")
     for path in paths[:MOST_LOGS]:
-        run = record.try_to(path, parse_log, path, script)
+        run = record.read(path, parse_log, script)
         if run:
             name = f"{run.run}.txt"
             record.try_to(path, require, path.name == name, f"is the log of another run, {name}")
@@ -270,12 +265,11 @@ def hardware_of(run):
 
 def speed_figures(runs, baseline):
     """The gain in time of paired runs, in the order of their counters."""
-    pairs = [
-        (run.train_time_ms, base.train_time_ms) for run, base in zip(runs, baseline, strict=False)
-    ]
-    times, others = zip(*pairs, strict=True)
+    pairs = list(zip(runs, baseline, strict=False))
+    times = [run.train_time_ms for run, _ in pairs]
+    others = [run.train_time_ms for _, run in pairs]
     return {
-        "pairs": len(times),
+        "pairs": len(pairs),
         "parent_ms": rounded(stats.mean_and_std(others)[0]),
         "relative": [rounded(value) for value in stats.gain(times, others)],
         "p": rounded(stats.p_faster(times, others)),
