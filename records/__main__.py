@@ -1,13 +1,14 @@
 """The command line, `python -m records COMMAND`: see records/README.md."""
 
 import argparse
+import difflib
 import sys
 from pathlib import Path
 
-from records import compare, experiment, picture, report
+from records import experiment, picture, report
 from records.files import RecordError, printable, require
 from records.judge import drawn_files, judge_all, judge_records
-from records.record import MOST_LOGS, Repository
+from records.record import MOST_LOGS, Repository, difference, script_at
 from records.submit import submit
 
 SCRIPT = "a record's folder or a script"
@@ -104,7 +105,10 @@ def diff(repository, options):
     require(tip or options.a, f"track {ascii(options.track)} has no record; name what to compare")
     paths = [options.a or tip.folder, options.b or repository.root / "train_gpt.py"]
     labels = [options.a or tip.name, options.b or "train_gpt.py"]
-    print(compare.describe(*map(compare.script_at, paths), labels, options.track))
+    before, after = map(script_at, paths)
+    lines = [text.splitlines(keepends=True) for text in (before, after)]
+    print("".join(difflib.unified_diff(*lines, *labels)), end="")
+    print(difference(before, after, options.track))
 
 
 def plot(repository, options):

@@ -16,11 +16,10 @@ import sys
 import time
 
 from records import render, stats
-from records.compare import difference, script_at
 from records.files import RecordError, require
 from records.judge import MACHINE, check_fixed, check_one, check_run
 from records.log import START, parse_log
-from records.record import hardware_of, speed_figures
+from records.record import difference, hardware_of, script_at, speed_figures
 from records.source import DTYPES, check_source, config_of, sha256_of
 from records.submit import COUNTED, batches_of, own_script
 

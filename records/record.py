@@ -9,7 +9,7 @@ from pathlib import Path
 from records import stats
 from records.files import RULES, SCRIPT_LIMIT, RecordError, parse_json, read_text, require
 from records.log import parse_log
-from records.source import sha256_of
+from records.source import config_of, sha256_of, without_place
 
 SCHEMA = 2  # of result.json
 FOLDER = re.compile(r"\d{4}-\d\d-\d\d_[A-Za-z0-9][A-Za-z0-9-]{0,59}", re.ASCII)
@@ -99,7 +99,6 @@ class Record:
     def read(self, path, reader, *arguments):
         """What a reader makes of a file, or None where that is a failure."""
         return self.try_to(path, reader, path, *arguments)
-
 
 
 @dataclass(frozen=True)
@@ -197,6 +196,15 @@ def read_script(path):
     return text
 
 
+def script_at(path):
+    """The text of a script that a user names, or of that of a record's folder."""
+    path = Path(path)
+    try:
+        return read_script(path / "train_gpt.py" if path.is_dir() else path)
+    except RecordError as error:
+        raise RecordError(f"{path}: {error}") from None
+
+
 def check_parts(folder):
     """A record's folder holds what it needs and nothing else."""
     is_folder = folder.is_dir() and not folder.is_symlink()
@@ -245,6 +253,17 @@ def changed_lines(before, after):
     before = Counter(before.splitlines())
     after = Counter(after.splitlines())
     return (after - before).total(), (before - after).total()
+
+
+def difference(before, after, track):
+    """In a line, what two scripts differ in: how many lines, and which fields of a track."""
+    added, removed = changed_lines(before, after)
+    old = without_place(config_of(before, track))
+    new = without_place(config_of(after, track))
+    names = sorted(old.keys() | new.keys())
+    changes = [name for name in names if old.get(name, "none") != new.get(name, "none")]
+    fields = ", ".join(changes) or "no field"
+    return f"lines: {added} added, {removed} removed; configuration of {track}: {fields}"
 
 
 def rounded(value):

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 import helpers
 import records_helpers as made
 from records import stats
-from records.compare import difference
+from records.record import difference
 from records_helpers import call
 
 
