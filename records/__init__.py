@@ -12,6 +12,6 @@ render.py       Markdown: a record's README and the leaderboards
 judge.py        `verify`: what a record must fulfil
 submit.py       `submit`
 experiment.py   `run`, `ab` and `reproduce`, the commands that train
-report.py       `report`, the page (report.css and report.js are parts of it), and the staircase
+report.py       `report`, the page, and the staircase; report.html and the styles are parts of them
 picture.py      `plot`, and loss.png, which the trainer draws at the end of a run
 """

@@ -1,17 +1,17 @@
 """The command line, `python -m records COMMAND`: see records/README.md."""
 
 import argparse
+import difflib
 import sys
 from pathlib import Path
 
-from records import compare, experiment, picture, render, report
-from records.files import RecordError, printable, require, write_whole
-from records.judge import drawn_files, judge_all, judge_one, judge_records
-from records.record import MOST_LOGS, Repository
+from records import experiment, picture, report
+from records.files import RecordError, printable, require
+from records.judge import drawn_files, judge_all, judge_records
+from records.record import MOST_LOGS, Repository, difference, script_at
 from records.submit import submit
 
-FOLDER = "a record's folder"
-SCRIPT = "a record's folder, a run's folder or a script"
+SCRIPT = "a record's folder or a script"
 OPTIONS = {  # of several commands
     "--track": {"default": "nano", "help": "[nano]"},
     "--runs": {"type": int, "metavar": "N", "help": "fixed before the first run [%(default)s]"},
@@ -40,8 +40,7 @@ def parser():
     it.add_argument("--name", required=True, help="letters, digits and '-'")
     it.add_argument("--by", required=True, help="who had the idea")
     command("table", table, "renew the leaderboards in records/README.md, and the staircases")
-    it = command("verify", verify, "judge records; without FOLDER all, and the leaderboards")
-    it.add_argument("folders", nargs="*", metavar="FOLDER", help=FOLDER)
+    it = command("verify", verify, "judge all records, and the leaderboards")
     it.add_argument("--tree", help="judge this checkout, by the rules and the code of this one")
     it = command("diff", diff, "what train_gpt.py changes of the last record, or B of A", "--track")
     it.add_argument("a", nargs="?", metavar="A", help=f"{SCRIPT} [the last record]")
@@ -49,7 +48,7 @@ def parser():
     words = "run a record's script with fresh seeds, and judge it"
     options = ("--runs", "--world-size", "--yes")
     it = command("reproduce", experiment.reproduce, words, *options, runs=4)
-    it.add_argument("folder", metavar="FOLDER", help=FOLDER)
+    it.add_argument("folder", metavar="FOLDER", help="a record's folder")
     it = command("plot", plot, "draw losses against time and steps, as a PNG")
     it.add_argument("paths", nargs="+", metavar="PATH", help="a record, a run, or a folder of logs")
     it.add_argument("--out", default="logs/plot.png", help="[%(default)s]")
@@ -76,10 +75,10 @@ def submit_runs(repository, options):
     """Make a record, and print its page, which describes its pull request as well."""
     record, failures = submit(repository, options.name, options.track, options.by)
     if not failures:
-        folder = record.folder.relative_to(repository.root)
-        print(f"{record.readme}\nmade {folder}; write why it works into its README.md, then")
-        print("python -m records table && python -m records verify")
-    return tell(failures, record.folder.parent)
+        print((record.folder / "README.md").read_text())
+        print(f"made {record.folder.relative_to(repository.root)}; write why it works into its")
+        print("README.md, then: python -m records table && python -m records verify")
+    return tell(failures, repository.root)
 
 
 def table(repository, options):
@@ -87,21 +86,16 @@ def table(repository, options):
     failures = judge_records(repository)
     if not failures:
         for path, text in drawn_files(repository).items():
-            write_whole(path, text)
-        for records in filter(None, repository.records.values()):
-            print(render.leaderboard(records), end="")
+            path.write_text(text)
     return tell(failures, repository.root)
 
 
 def verify(repository, options):
-    """Judge some records, or everything."""
-    records = [repository.at_path(folder) for folder in options.folders]
-    failures = [failure for record in records for failure in judge_one(record, repository)]
-    if not options.folders:
-        failures = judge_all(repository)
-        records = [record for records in repository.records.values() for record in records]
+    """Judge everything."""
+    failures = judge_all(repository)
     if not failures:
-        print(f"verify: ok, {len(records)} record{'s' * (len(records) != 1)}")
+        count = len(repository.all)
+        print(f"verify: ok, {count} record{'s' * (count != 1)}")
     return tell(failures, repository.root)
 
 
@@ -111,11 +105,15 @@ def diff(repository, options):
     require(tip or options.a, f"track {ascii(options.track)} has no record; name what to compare")
     paths = [options.a or tip.folder, options.b or repository.root / "train_gpt.py"]
     labels = [options.a or tip.name, options.b or "train_gpt.py"]
-    print(compare.describe(*map(compare.script_at, paths), labels, options.track))
+    before, after = map(script_at, paths)
+    lines = [text.splitlines(keepends=True) for text in (before, after)]
+    print("".join(difflib.unified_diff(*lines, *labels)), end="")
+    print(difference(before, after, options.track))
 
 
 def plot(repository, options):
     """Draw curves as a PNG."""
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     picture.plot(options.paths, options.out)
     print(f"plot: {options.out}")
 
@@ -124,7 +122,9 @@ def report_page(repository, options):
     """Write the page of records, if all of them are good."""
     failures = judge_records(repository)
     if not failures:
-        write_whole(options.out, report.page(repository, Path(options.out).parent))
+        out = Path(options.out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(report.page(repository, out.parent))
         print(f"report: {options.out}")
     return tell(failures, repository.root)
 

@@ -106,18 +106,6 @@ def parse_json(text):
 RULES = parse_json(read_text(Path(__file__).parent / "rules.json"))
 
 
-def write_whole(path, text):
-    """Write a file that is whole or absent at any time."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def printable(text):
     """Text for a terminal: one line, in which nothing moves the cursor or hides."""
     return HIDDEN.sub(lambda found: ascii(found[0])[1:-1], str(text))

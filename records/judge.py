@@ -35,6 +35,7 @@ COMMON = 3  # losses that two runs must have at the same steps, so that they can
 ODD_PROSE = re.compile(
     r"<[A-Za-z/!?]|^[ >\t*+-]*(?:#|\|)|^[ >\t]*(?:-{2,}|=+)[ \t]*$", re.MULTILINE
 )
+MACHINE = ("device", "world_size", "torch", "cuda", "triton", "dtype")  # one for all runs
 CHOOSING = ("attention", "compile", "dtype", "float8")  # fields that back ends follow from
 
 
@@ -57,19 +58,20 @@ def judge(record, repository):
 def check_run(run, rules):
     """One log against the rules of its track, and against the script that it ran."""
     require_same("its track", run.track, rules.name)
-    check_rules(rules)
-    for name, wanted in rules.fixed.items():
-        require_same(name, run.config.get(name, "not there"), wanted, ", the track's is ")
+    check_fixed(run.config, rules)
     check_configuration(run)
     check_validity(run, rules)
     check_times(run)
     check_memory(run)
 
 
-def check_rules(rules):
-    """A track's validation tokens are known by their hash."""
+def check_fixed(config, rules):
+    """A configuration has what the rules fix of its track, whose validation tokens are known by
+    their hash."""
     hint = "propose that of a run's validity line, which all will share"
     require(rules.val_sha256, f"rules.json has no val_sha256 of {rules.name} yet; {hint}")
+    for name, wanted in rules.fixed.items():
+        require_same(name, config.get(name, "not there"), wanted, ", the track's is ")
 
 
 def check_configuration(run):
@@ -85,15 +87,14 @@ def check_configuration(run):
     require_same("tokens", run.tokens, training_tokens(run.config), "; the schedule takes ")
     counts = [count for _, count in micro_batches_of(run.config)]
     divides = run.world_size and not any(count % run.world_size for count in counts)
-    shown = f"world size {run.world_size} does not divide the micro-batches {counts}"
-    require(divides, shown[:200])
+    require(divides, f"world size {run.world_size} does not divide the micro-batches of each step")
 
 
 def check_validity(run, rules):
     """All gates passed, over the track's validation tokens and the corpus' own shards."""
     gates = GATES[: 3 if run.code_sha256 in RULES["scripts_before_unmoved"] else 4]
     expected = {"val_tokens": str(rules.val_tokens), "val_sha256": rules.val_sha256}
-    expected.update(dict.fromkeys(gates, "ok"))
+    expected |= dict.fromkeys(gates, "ok")
     require_same_items(run.validity, expected, ", must be ", "validity: ")
     if rules.manifest_sha256:
         require_same("data manifest", run.manifest, rules.manifest_sha256, ", the track's is ")
@@ -112,25 +113,22 @@ def check_times(run):
     for before, point in itertools.pairwise([Point(0, 0.0, 0), *run.curves["train"]]):
         took = point.time_ms - before.time_ms
         least = FASTEST * mean * (point.step - before.step) - 0.5  # times are rounded to 1 ms
-        shown = f"steps {before.step} to {point.step} took {took} ms, {mean:.1f} ms each on average"
-        require(took >= least, f"{shown}; no part of a run is so fast")
-    # Both times are rounded, one to milliseconds and the other to tokens a second.
+        shown = f"steps {before.step} to {point.step} took {took} ms"
+        require(took >= least, f"{shown}, of {mean:.1f} ms each; no part of a run is so fast")
     rate = 1000 * run.tokens / run.train_time_ms
-    room = 1 + 0.6 * rate / run.train_time_ms
+    room = 1 + 0.6 * rate / run.train_time_ms  # the rate is rounded, and the time to 1 ms
     is_rate = abs(run.speed - rate) <= room
     require(is_rate, f"tokens_per_s is {run.speed}; tokens and time make {rate:.0f}")
     require(run.mfu <= MOST_MFU, f"mfu is {run.mfu} %, at most {MOST_MFU} can be")
     cores = cores_of(run)
-    if cores:
-        share = run.cpu_time_ms / run.train_time_ms
-        shown = f"{run.cpu_time_ms} ms of {cores} processors in {run.train_time_ms} ms"
-        require(IDLE <= share <= 1.1 * cores, f"cpu_time: {shown}")
+    can_be = not cores or IDLE <= run.cpu_time_ms / run.train_time_ms <= 1.1 * cores
+    shown = f"{run.cpu_time_ms} ms of {cores} processors in {run.train_time_ms} ms"
+    require(can_be, f"cpu_time: {shown}")
 
 
 def check_memory(run):
     """On a CPU, parameters and tables are held in memory, two bytes a value or more."""
-    sizes = re.findall(r"=([\d,]+)", run.sizes)
-    values = sum(int(size.replace(",", "")) for size in sizes)
+    values = sum(map(int, re.findall(r"=(\d+)", run.sizes.replace(",", ""))))
     least = 2 * values / run.world_size / 2**20
     fits = run.memory_mib >= least or not cores_of(run)
     require(fits, f"peak_memory {run.memory_mib} MiB; its values take {least:.0f} MiB")
@@ -157,9 +155,8 @@ def check_name(record):
     try:
         day = date.fromisoformat(record.date if FOLDER.fullmatch(record.name) else "")
     except ValueError:
-        raise RecordError(
-            "a record's folder is named <YYYY-MM-DD>_<Name>, Name of letters, digits and '-'"
-        ) from None
+        words = "is named <YYYY-MM-DD>_<Name>, Name of letters, digits and '-'"
+        raise RecordError(f"a record's folder {words}") from None
     tomorrow = datetime.now(UTC).date() + timedelta(days=1)  # clocks differ
     require(day <= tomorrow, f"is dated {record.date}, which is yet to come")
 
@@ -182,7 +179,7 @@ def check_one_machine(record, parent):
     """Times and losses are those of one kind of machine, of one type of numbers, and of one way to
     compute."""
     runs = [*record.runs, *record.baseline]
-    for name in ("device", "world_size", "torch", "cuda", "triton", "dtype"):
+    for name in MACHINE:
         check_one(name, runs)
     sides = [record.runs, record.baseline]
     kinds = [[side[0].config.get(name) for name in CHOOSING] for side in sides if side]
@@ -211,10 +208,9 @@ def check_batch(record):
         require(places == due or not runs, f"{shown}; every run of the one batch counts, once")
         restarts = sum(run.start - 1 for run in runs)
         is_rare = restarts <= MOST_RESTARTS and all(run.start for run in runs)
-        shown = f"{restarts} runs of {part} were started again, at most {MOST_RESTARTS} may be"
-        require(is_rare, shown)
+        require(is_rare, f"{restarts} runs of {part} were started again, at most {MOST_RESTARTS}")
         for run in runs:
-            seed = stats.seed_of(code, run.batch, run.counter)
+            seed = stats.seed_of(code, 1, run.counter)
             shown = f"{run.run} has seed {run.seed}; by its code and place it has {seed}"
             require(run.seed == seed, shown)
 
@@ -243,22 +239,17 @@ def check_order(record, parent):
 def check_claims(record, found):
     """The target is reached, and the gain in time is shown against a parent that reaches it."""
     loss = found["loss"]
-    require(
-        loss["p"] <= stats.ALPHA,
-        f"target {loss['target']:g} not reached: mean loss {loss['mean']:.5f}, "
-        f"p = {loss['p']:.3g}, at most {stats.ALPHA:g} is needed",
-    )
+    target = loss["target"]
+    shown = f"mean loss {loss['mean']:.5f}, {stats.p_text(loss['p'])}"
+    require(loss["p"] <= stats.ALPHA, f"target {target:g} not reached: {shown}")
     speed = found["speed"]
     if speed is None:
         return
-    require(
-        speed["p"] <= stats.ALPHA,
-        f"not shown to be faster than {record.parent}: {render.percent(speed['relative'])}, "
-        f"p = {speed['p']:.3g}, at most {stats.ALPHA:g} is needed",
-    )
+    shown = f"{render.percent(speed['relative'])}, {stats.p_text(speed['p'])}"
+    is_faster = speed["p"] <= stats.ALPHA
+    require(is_faster, f"not shown to be faster than {record.parent}: {shown}")
     mean, _ = stats.mean_and_std([run.val_loss for run in record.baseline])
-    reached = mean < loss["target"]
-    require(reached, f"the parent's runs miss the target {loss['target']:g}: mean loss {mean:.5f}")
+    require(mean < target, f"the parent's runs miss the target {target:g}: mean loss {mean:.5f}")
 
 
 def check_written(record, expected):
@@ -274,9 +265,6 @@ def check_written(record, expected):
     odd = ODD_PROSE.search(why)
     shown = odd and ascii(odd[0])
     require(not odd, f"README.md: {shown} under `## Why`; prose has no HTML, tables or headings")
-    says = why.strip() != render.WHY and len(why.split()) >= 5
-    hint = "README.md: does not say why it works; write that under `## Why`"
-    require(says or record.is_draft, hint)
 
 
 # ----- all records
@@ -313,14 +301,15 @@ def merged_failures(repository):
         folder = repository.root / "records" / track
         if folder.is_symlink():
             return [Failure(folder, "is a symbolic link; records lie in a folder")]
+    if not repository.merged:
+        return []
     failures = []
-    if repository.merged:
-        own = repository.merged / "records"
-        for path in filter(Path.is_file, sorted(own.glob("*/[0-9]*/**/*"))):
-            other = repository.root / "records" / path.relative_to(own)
-            is_linked = any(map(Path.is_symlink, [other, *other.parents[:2]]))
-            if is_linked or not other.is_file() or not filecmp.cmp(path, other, shallow=False):
-                failures.append(Failure(other, "is not what was merged; records stay as they are"))
+    own = repository.merged / "records"
+    for path in filter(Path.is_file, sorted(own.glob("*/[0-9]*/**/*"))):
+        other = repository.root / "records" / path.relative_to(own)
+        is_linked = any(map(Path.is_symlink, [other, *other.parents[:2]]))
+        if is_linked or not other.is_file() or not filecmp.cmp(path, other, shallow=False):
+            failures.append(Failure(other, "is not what was merged; records stay as they are"))
     return failures
 
 
@@ -335,19 +324,10 @@ def strangers(repository):
     return [Failure(path, reason) for path in beside + hidden]
 
 
-def judge_one(record, repository):
-    """Every Failure of one record among those of the repository, which may hold it or not."""
-    others = [other for other in repository.records[record.track] if other.name != record.name]
-    found = copies([*others, record], repository.rules[record.track].copy_loss)
-    own = [failure for failure in found if failure.path.is_relative_to(record.folder)]
-    return judge(record, repository) + own
-
-
 def judge_records(repository):
     """Every Failure of the repository's records; only of files, where some cannot be read."""
     failures = merged_failures(repository) + strangers(repository)
-    records = [record for records in repository.records.values() for record in records]
-    failures += [failure for record in records for failure in record.failures]
+    failures += [failure for record in repository.all for failure in record.failures]
     if failures:
         return list(dict.fromkeys(failures))
     for track, records in repository.records.items():
@@ -357,19 +337,24 @@ def judge_records(repository):
 
 
 def judge_all(repository):
-    """Every Failure of the repository: its records, and where all of those are good what is drawn
-    from them."""
+    """Every Failure of the repository: its records, and where all of those are good their reasons,
+    and what is drawn from them."""
     failures = judge_records(repository)
     if failures:
         return failures
+    for record in repository.all:
+        why = render.why_of(record.readme)
+        if why.strip() == render.WHY or len(why.split()) < 5:
+            reason = "does not say why it works; write that under `## Why`"
+            failures.append(Failure(record.folder / "README.md", reason))
     path = repository.readme
     try:
         for path, wanted in drawn_files(repository).items():
             is_current = read_text(path) == wanted
             require(is_current, "is not current; run `python -m records table`")
     except RecordError as error:
-        return [Failure(path, str(error))]
-    return []
+        failures.append(Failure(path, str(error)))
+    return failures
 
 
 def drawn_files(repository):

@@ -9,7 +9,6 @@ import itertools
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from types import SimpleNamespace
 
 from records.files import LOG_LIMIT, RecordError, parse_json, read_text, require, require_same
@@ -84,10 +83,10 @@ class Run(SimpleNamespace):
     "val": [Point, ...]}, and whatever the lines above keep, under its name there. Losses are in
     nats per token, times in ms, memory in MiB, `speed` in tokens a second.
 
-    `counter` from 1 to `declared` is the run's place in its batch, and `start` says how often it
-    was started; a run that does not count has 0 for all of them. `cpu_time_ms` is that of the
-    first process while the clock of the training time ran. `shards` is `ok` where those that were
-    read are the manifest's.
+    `counter` from 1 to `declared` is the run's place in its `batch`, which is 1 for runs that
+    count, and `start` says how often it was started. `cpu_time_ms` is that of the first process
+    while the clock of the training time ran. `shards` is `ok` where those that were read are the
+    manifest's.
     """
 
     @property
@@ -145,10 +144,9 @@ def matched(lines, templates):
     found = {}
     for line, kind in itertools.zip_longest(lines, templates, fillvalue=""):
         values = values_of(line, templates[kind])
+        shown = f"{ascii(line[:80])} stands where the {kind} line is due"
         require(
-            values is not None,
-            f"{ascii(line[:80])} stands where the {kind} line is due; a record's log is what the "
-            f"trainer wrote, whole and without overrides",
+            values is not None, f"{shown}; a record's run has no overrides, and its log is whole"
         )
         found.update(values)
     return found
@@ -157,7 +155,7 @@ def matched(lines, templates):
 def check_config(said):
     """The configuration of a log says the same as the lines beside it."""
     config = said["config"]
-    place = "{batch}:{counter}/{declared}:{start}".format_map(said) if said["batch"] else ""
+    place = "{batch}:{counter}/{declared}:{start}".format_map(said)
     told = {"run_id": said["run"], "track": said["track"], "run_of": place, "seed": said["seed"]}
     for name, value in told.items():
         words = " in the config line, in the lines beside it "
@@ -178,29 +176,23 @@ def parse_curves(lines, config):
         found = values_of(line, STEP)
         require(found, f"{ascii(line[:80])} stands where only lines of steps are due")
         point = Point(found["step"], found["loss"], found["time_ms"])
-        require(
-            found["steps"] == steps and 0 < point.step <= steps,
-            f"step {point.step}/{found['steps']}: the configuration has {steps} steps",
-        )
+        is_step = found["steps"] == steps and 0 < point.step <= steps
+        shown = f"step {point.step}/{found['steps']}"
+        require(is_step, f"{shown}: the configuration has {steps} steps")
         is_later = point.step >= before.step and point.time_ms >= before.time_ms
         require(is_later, f"step {point.step}: steps and times must not fall")
         # Time and average are rounded on their own, to 1 ms and to 0.01 ms a step.
         apart = abs(found["average"] * point.step - point.time_ms)
-        require(
-            apart <= 0.501 + 0.00501 * point.step,
-            f"step {point.step}: step_avg {found['average']} ms is not train_time / step",
-        )
+        shown = f"step {point.step}: step_avg {found['average']} ms"
+        require(apart <= 0.501 + 0.00501 * point.step, f"{shown} is not train_time / step")
         curves[found["kind"]].append(point)
         before = point
     for kind, curve in curves.items():
         every = config["log_every" if kind == "train" else "val_every"]
         every = every if 0 < every < steps else steps
         due = [min(step, steps) for step in range(every, steps + every, every)]
-        require(
-            [point.step for point in curve] == due,
-            f"{kind}_loss lines: {len(curve)} found, one every {every} of {steps} steps needed: "
-            f"cut, or added to?",
-        )
+        shown = f"{len(curve)} found, one every {every} of {steps} steps needed"
+        require([point.step for point in curve] == due, f"{kind}_loss lines: {shown}")
     return curves
 
 
@@ -209,37 +201,31 @@ def check_end(said, last):
     losses = [last.loss, said["val_loss"], said["status_loss"]]
     require(len(set(losses)) == 1, f"the last lines of the log have several losses: {losses}")
     time_ms = said["train_time_ms"]
-    require(
-        last.time_ms == time_ms and abs(said["status_time"] - time_ms / 1000) < 0.051,
-        f"the training time is {time_ms} ms in the final line, {last.time_ms} ms at the last step "
-        f"and {said['status_time']} s in the status line",
-    )
+    is_same = last.time_ms == time_ms and abs(said["status_time"] - time_ms / 1000) < 0.051
+    shown = f"{last.time_ms} ms at the last step, {said['status_time']} s in the status line"
+    require(is_same, f"the training time is {time_ms} ms in the final line, {shown}")
     require(time_ms, "the training time is 0 ms, which no run takes")
     names = {said["run"], said["status_run"], said["folder"]}
     require(len(names) == 1, f"the log is that of several runs: {', '.join(sorted(names))}")
 
 
-def parse_log(path, script, counted=True):
-    """The Run of a complete log of a script. counted: it must say its place in a batch. Raises
-    RecordError with what is missing, unreadable or contradicts itself."""
+def parse_log(path, script):
+    """The Run of a complete log of a script. Raises RecordError with what is missing, unreadable or
+    contradicts itself."""
     source, lines = split_log(read_text(path, LOG_LIMIT))
     ending = lines[-1] if lines else ""
     require(ending.startswith("status:"), "no status line at the end: killed, or the log was cut")
     require(ending.startswith("status:ok "), f"the run did not complete: {ascii(ending[:80])}")
-    head = {kind: template for kind, template in HEAD.items() if counted or kind != "batch"}
-    said = dict.fromkeys(("batch", "counter", "declared", "start"), 0)
-    said.update(matched(lines[: len(head)], head))
-    require(
-        said["code_sha256"] == sha256_of(script) and source in ("", script),
-        f"ran other code ({said['code_sha256'][:8]}) than the script it belongs to "
-        f"({sha256_of(script)[:8]})",
-    )
+    said = matched(lines[: len(HEAD)], HEAD)
+    code = said["code_sha256"]
+    is_own = code == sha256_of(script) and source in ("", script)
+    require(is_own, f"ran other code ({code[:8]}) than the script it belongs to")
     check_config(said)
-    body = lines[len(head) :]
+    body = lines[len(HEAD) :]
     steps = list(itertools.takewhile(lambda line: line.startswith("step:"), body))
     tail = body[len(steps) :]
     said.update(matched(tail[: len(TAIL)], TAIL))
     require(len(tail) == len(TAIL), f"{len(tail)} lines behind the steps, {len(TAIL)} are due")
     curves = parse_curves(steps, said["config"])
     check_end(said, curves["val"][-1])
-    return Run(path=Path(path), source=script, curves=curves, **said)
+    return Run(path=path, source=script, curves=curves, **said)

@@ -1,4 +1,4 @@
-"""Pictures of losses: `plot`, and loss.png, which the trainer draws at the end of a run.
+"""Pictures of losses, of `plot` and `report`, and loss.png, which the trainer draws at the end.
 
 Logs of other speedruns are drawn as well: whatever has lines such as
 `step:125/1750 val_loss:4.6 train_time:21243ms`. Nothing is verified here.
@@ -44,16 +44,17 @@ def logs_at(path):
 
 
 def plot(paths, out, target=0.0):
-    """Draw losses against time and steps into a PNG: one colour a path, training losses faint, and
-    a target as a line if there is one."""
+    """Draw losses against time and steps into a PNG, which is a path or a file: one colour a path,
+    training losses faint, and a target as a line if there is one."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained", sharey=True)
+    # It is narrow, so that its letters can be read on a phone.
+    figure, panels = plt.subplots(2, figsize=(5, 8), layout="constrained", sharey=True)
     for number, path in enumerate(map(Path, paths)):
-        colour = f"C{number}"
+        colour = plt.get_cmap("turbo")((number + 0.5) / len(paths))
         for curves in map(curves_of, logs_at(path)):
             for kind, points in curves.items():
                 times, steps, losses = zip(*points, strict=True) if points else [[]] * 3
@@ -61,15 +62,20 @@ def plot(paths, out, target=0.0):
                 panels[1].plot(steps, losses, color=colour, **STYLES[kind])
         name = path.absolute().name.replace("$", r"\$")  # which would begin a formula
         panels[0].plot([], [], color=colour, label=name)
-    panels[0].set(xlabel="training time, s", ylabel="loss, nats per token")
+    panels[0].set(xscale="log", xlabel="training time, s")
+    panels[0].xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+    panels[0].xaxis.set_major_formatter("{x:g}")
     panels[1].set(xlabel="step")
     for axes in panels:
-        axes.grid(alpha=0.3)
+        axes.set(yscale="log", ylabel="loss, nats per token")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.grid(which="both", alpha=0.2)
         if target:
             axes.axhline(target, color="grey", linestyle=":", label=f"target {target:g}")
-    panels[0].legend()
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, format="png", dpi=120)
+    names = panels[0].get_legend_handles_labels()
+    figure.legend(*names, loc="outside upper center", ncols=2, fontsize="x-small")
+    figure.savefig(out, format="png", dpi=200)
     plt.close(figure)
 
 

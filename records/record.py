@@ -9,12 +9,11 @@ from pathlib import Path
 from records import stats
 from records.files import RULES, SCRIPT_LIMIT, RecordError, parse_json, read_text, require
 from records.log import parse_log
-from records.source import sha256_of
+from records.source import config_of, sha256_of, without_place
 
 SCHEMA = 2  # of result.json
 FOLDER = re.compile(r"\d{4}-\d\d-\d\d_[A-Za-z0-9][A-Za-z0-9-]{0,59}", re.ASCII)
 MOST_LOGS = 100
-DRAFTS = ".submitting"  # the folder beside a track's records in which `submit` makes one
 PARTS = ("train_gpt.py", "result.json", "README.md", "logs")
 AUTHORS = re.compile(r"[^\W_][\w .,'&()@/-]{0,99}")
 
@@ -82,16 +81,11 @@ class Record:
         return self.result.get("parent")
 
     @property
-    def is_draft(self):
-        """Whether `submit` is at work on it: its README need not yet say why it works."""
-        return self.folder.parent.name == DRAFTS
-
-    @property
     def age(self):
-        """What sorts records by their time: what is merged comes first and a draft last, then the
-        day counts, the start of the first run, the name."""
+        """What sorts records by their time: what is merged comes first, then the day counts, the
+        start of the first run, the name."""
         starts = [str(run.started) for run in self.runs]
-        return self.is_draft, self.is_new, self.date, min(starts, default=""), self.name
+        return self.is_new, self.date, min(starts, default=""), self.name
 
     def try_to(self, path, action, *arguments):
         """What an action returns. Where it raises a RecordError, that is a failure of `path`, and
@@ -102,10 +96,9 @@ class Record:
             self.failures.append(Failure(path, str(error)))
             return None
 
-    def read(self, name, reader):
-        """What a reader makes of a file of the folder, or None where that is a failure."""
-        path = self.folder / name
-        return self.try_to(path, reader, path)
+    def read(self, path, reader, *arguments):
+        """What a reader makes of a file, or None where that is a failure."""
+        return self.try_to(path, reader, path, *arguments)
 
 
 @dataclass(frozen=True)
@@ -139,9 +132,13 @@ class Repository:
         found = {}
         for track in self.rules:
             paths = paths_in(self.track_folder(track))
-            shown = [path for path in paths if not path.name.startswith(".")]
-            found[track] = [self.load(path, track) for path in shown]
+            found[track] = [self.load(path, track) for path in paths if path.name[0] != "."]
         return found
+
+    @property
+    def all(self):
+        """The records of all tracks."""
+        return [record for records in self.records.values() for record in records]
 
     def tip(self, track):
         """The last record of a track's chain, or None."""
@@ -150,31 +147,29 @@ class Repository:
     def load(self, folder, track):
         """Read a record's folder, and the script of its parent in the track's folder. Nothing else
         is opened, no link is followed."""
-        record = Record(Path(folder), track)
+        record = Record(folder, track)
         if self.merged:
             record.is_new = not (self.merged / "records" / track / record.name).is_dir()
-        record.try_to(record.folder, check_parts, record.folder)
+        record.read(folder, check_parts)
         if record.failures:
             return record
-        record.source = record.read("train_gpt.py", read_script) or ""
-        record.readme = record.read("README.md", read_text) or ""
-        record.result = record.read("result.json", read_result) or {}
+        record.source = record.read(folder / "train_gpt.py", read_script) or ""
+        record.readme = record.read(folder / "README.md", read_text) or ""
+        record.result = record.read(folder / "result.json", read_result) or {}
         if record.source:
             load_logs(record, "logs", record.runs, record.source)
-        if record.parent and (record.folder / "baseline").exists():
+        if record.parent and (folder / "baseline").exists():
             script = self.track_folder(track) / record.parent / "train_gpt.py"
-            source = record.try_to(script, read_script, script)
+            source = record.read(script, read_script)
             if source:
                 load_logs(record, "baseline", record.baseline, source)
         return record
 
     def at_path(self, folder):
-        """The Record of a folder that a user names, and that lies in a track's."""
-        folder = Path(folder).absolute()
-        track = folder.parent.name
-        known = ", ".join(self.rules)
-        require(track in self.rules, f"{folder}: lies in no track's folder; those are {known}")
-        return self.load(folder, track)
+        """The Record of a folder that a user names."""
+        found = [record for record in self.all if record.folder == Path(folder).absolute()]
+        require(found, f"{folder}: is no folder of a record")
+        return found[0]
 
 
 def paths_in(folder):
@@ -186,15 +181,11 @@ def chain(records):
     """The track's records each of which was measured against the one before: its first record,
     then, as far as they go, the speed claims against the last. Of two against one record it is the
     older one."""
-    after = {}
-    for record in sorted(records, key=lambda record: record.age):
-        if record.baseline or not record.parent:
-            after.setdefault(record.parent, record)
     links = []
-    link = after.get(None)
-    while link:
-        links.append(link)
-        link = after.get(link.name)
+    for record in sorted(records, key=lambda record: record.age):
+        parent = links[-1].name if links else None
+        if record.parent == parent and (record.baseline or not parent):
+            links.append(record)
     return links
 
 
@@ -203,6 +194,15 @@ def read_script(path):
     text = read_text(path, SCRIPT_LIMIT)
     require(text.strip(), "is empty")
     return text
+
+
+def script_at(path):
+    """The text of a script that a user names, or of that of a record's folder."""
+    path = Path(path)
+    try:
+        return read_script(path / "train_gpt.py" if path.is_dir() else path)
+    except RecordError as error:
+        raise RecordError(f"{path}: {error}") from None
 
 
 def check_parts(folder):
@@ -236,7 +236,7 @@ def load_logs(record, part, runs, script):
     paths = paths_in(folder)
     record.try_to(folder, require, 0 < len(paths) <= MOST_LOGS, f"1 to {MOST_LOGS} logs are needed")
     for path in paths[:MOST_LOGS]:
-        run = record.try_to(path, parse_log, path, script)
+        run = record.read(path, parse_log, script)
         if run:
             name = f"{run.run}.txt"
             record.try_to(path, require, path.name == name, f"is the log of another run, {name}")
@@ -253,6 +253,17 @@ def changed_lines(before, after):
     before = Counter(before.splitlines())
     after = Counter(after.splitlines())
     return (after - before).total(), (before - after).total()
+
+
+def difference(before, after, track):
+    """In a line, what two scripts differ in: how many lines, and which fields of a track."""
+    added, removed = changed_lines(before, after)
+    old = without_place(config_of(before, track))
+    new = without_place(config_of(after, track))
+    names = sorted(old.keys() | new.keys())
+    changes = [name for name in names if old.get(name, "none") != new.get(name, "none")]
+    fields = ", ".join(changes) or "no field"
+    return f"lines: {added} added, {removed} removed; configuration of {track}: {fields}"
 
 
 def rounded(value):
@@ -273,12 +284,11 @@ def hardware_of(run):
 
 def speed_figures(runs, baseline):
     """The gain in time of paired runs, in the order of their counters."""
-    pairs = [
-        (run.train_time_ms, base.train_time_ms) for run, base in zip(runs, baseline, strict=False)
-    ]
-    times, others = zip(*pairs, strict=True)
+    pairs = list(zip(runs, baseline, strict=False))
+    times = [run.train_time_ms for run, _ in pairs]
+    others = [run.train_time_ms for _, run in pairs]
     return {
-        "pairs": len(times),
+        "pairs": len(pairs),
         "parent_ms": rounded(stats.mean_and_std(others)[0]),
         "relative": [rounded(value) for value in stats.gain(times, others)],
         "p": rounded(stats.p_faster(times, others)),

@@ -1,66 +1,27 @@
 """`report`: ladder, leaderboards and learning curves as one HTML page; and the ladder alone as an
 SVG, a staircase, which a README can show.
 
-The page needs no network. Its content security policy lets only its own script and style run, and
-every word that comes from a log is escaped, or set as text by the script.
+The page needs no network. Its content security policy lets no script run, and every word that comes
+from a log is escaped.
 """
 
 import base64
-import hashlib
 import html
-import json
+import io
 import math
 import os
 from pathlib import Path
 from urllib.parse import quote
 
-from records import render
+from records import picture, render
 from records.record import chain
 
-POINTS = 200  # of one curve; more would not be told apart
+HOME = Path(__file__).parent
 # Of the staircase, in pixels.
 WIDTH = 480
 ROW = 46
 HEAD = 54
 EDGE = 14
-
-STYLE = """
-:root { --ink: #1f2328; --faint: #59636e; --grid: #d1d9e0; --mark: #0969da; --paper: #ffffff; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #f0f6fc; --faint: #9198a1; --grid: #3d444d; --mark: #4493f8; --paper: #0d1117; }
-}
-.stairs text { font: 14px system-ui, sans-serif; fill: var(--ink);
-  paint-order: stroke; stroke: var(--paper); stroke-width: 5px; }
-.stairs .head { font-weight: 600; font-size: 17px; }
-.stairs .faint { fill: var(--faint); font-size: 12px; }
-.stairs .paper { fill: var(--paper); }
-.stairs path { fill: none; stroke: var(--mark); stroke-width: 3; }
-.stairs circle { fill: var(--mark); }
-.stairs line { stroke: var(--grid); }
-"""
-
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; \
-style-src '{style_hash}' '{stairs_hash}'; script-src '{script_hash}'; base-uri 'none'; \
-form-action 'none'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>GPT speedrun records</title>
-<style>{style}</style>
-<style>{stairs}</style>
-</head>
-<body>
-<h1>GPT speedrun records</h1>
-<p>A step of the ladder is a gain in training time that pairs of runs on one machine have shown. \
-Times of different machines do not compare.</p>
-{sections}
-<script type="application/json" id="data">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
 
 
 def ladder(links):
@@ -75,17 +36,9 @@ def ladder(links):
     return steps
 
 
-def headline(track, links):
-    """What a chain of records has come to, in a line."""
-    steps = ladder(links)
-    count = len(steps) - 1
-    proven = f"in {count} proven step{'s' * (count != 1)}"
-    return f"{track}: {steps[0][1]:.0f} s to {steps[-1][1]:.1f} s {proven}"
-
-
-def staircase_body(track, links):
-    """The SVG of a chain of records, one row each and time from right to left, without its
-    style."""
+def staircase(track, links):
+    """The text of an SVG file, light or dark as its reader has it: a chain of records, one row
+    each and time from right to left."""
     steps = ladder(links)
     height = HEAD + ROW * len(steps) + 30
     low = math.log(min(left for _, left, _ in steps))
@@ -95,10 +48,13 @@ def staircase_body(track, links):
         share = (math.log(left) - low) / (high - low or 1)
         return EDGE + 30 + share * (WIDTH - 2 * EDGE - 60)
 
-    title = html.escape(headline(track, links))
+    count = len(steps) - 1
+    proven = f"in {count} proven step{'s' * (count != 1)}"
+    title = html.escape(f"{track}: {steps[0][1]:.0f} s to {steps[-1][1]:.1f} s {proven}")
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="stairs" viewBox="0 0 {WIDTH} {height}" '
         f'role="img" aria-label="{title}">',
+        f"<style>\n{(HOME / 'staircase.css').read_text()}</style>",
         f'<rect class="paper" width="{WIDTH}" height="{height}"/>',
         f'<text class="head" x="{EDGE}" y="24">{title}</text>',
     ]
@@ -116,72 +72,40 @@ def staircase_body(track, links):
         ]
     note = "what the gains measured in pairs leave of the first record's time; log scale"
     parts.append(f'<text class="faint" x="{EDGE}" y="{height - 8}">{note}</text></svg>')
-    return "\n".join(parts)
-
-
-def staircase(track, links):
-    """The text of an SVG file, light or dark as its reader has it."""
-    opening, rest = staircase_body(track, links).split("\n", 1)
-    return f"{opening}\n<style>{STYLE}</style>\n{rest}\n"
+    return "\n".join(parts) + "\n"
 
 
 def page(repository, folder):
     """The text of the page that shows all records; it lies in `folder`, to which links relate."""
-    style = (Path(__file__).parent / "report.css").read_text()
-    script = (Path(__file__).parent / "report.js").read_text()
-    sections = []
-    data = {}
-    for track, records in repository.records.items():
-        if records:
-            rules = repository.rules[track]
-            sections.append(section(track, records, rules, folder))
-            data[track] = {
-                "target": rules.target_loss,
-                "records": list(map(curves_of, sorted(records, key=lambda record: record.age))),
-            }
-    return PAGE.format(
-        style_hash=content_hash(style),
-        stairs_hash=content_hash(STYLE),
-        script_hash=content_hash(script),
-        style=style,
-        stairs=STYLE,
-        script=script,
-        sections="".join(sections) or "<p>No records yet.</p>",
-        data=json.dumps(data).replace("<", "\\u003c"),  # no </script> inside of it
+    found = [
+        section(track, records, repository.rules[track].target_loss, folder)
+        for track, records in repository.records.items()
+        if records
+    ]
+    return (
+        (HOME / "report.html")
+        .read_text()
+        .format(
+            style=(HOME / "report.css").read_text(),
+            sections="\n".join(found) or "<p>No records yet.</p>",
+        )
     )
 
 
-def content_hash(text):
-    """The word by which a content security policy lets a text run."""
-    digest = hashlib.sha256(text.encode()).digest()
-    return "sha256-" + base64.b64encode(digest).decode()
-
-
-def curves_of(record):
-    """What the page's script draws of a record: [[time in s, step, loss], ...] of each run."""
-    runs = []
-    for run in record.runs:
-        curves = {"title": f"seed {run.seed}"}
-        for kind, curve in run.curves.items():
-            stride = max(1, math.ceil(len(curve) / POINTS))
-            last = curve[(len(curve) - 1) % stride :: stride]
-            curves[kind] = [[point.time_ms / 1000, point.step, point.loss] for point in last]
-        runs.append(curves)
-    return {"name": record.title, "runs": runs}
-
-
-def section(track, records, rules, folder):
-    """A track's ladder, its leaderboard, the records beside it, and the place for its curves."""
+def section(track, records, target, folder):
+    """A track's ladder, its leaderboard, the records beside it, and its curves."""
     links = chain(records)
     beside = [record for record in render.ranked(records) if record not in links]
-    name = html.escape(track)
-    parts = [f"<section><h2>{name}: {rules.target_loss:g} nats per token</h2>"]
+    parts = [f"<h2>{html.escape(track)}: {target:g} nats per token</h2>"]
     if len(links) > 1:
-        parts.append(f'<div class="ladder">{staircase_body(track, links)}</div>')
+        parts.append(staircase(track, links))
     parts.append(f"<h3>Records</h3>{leaderboard(links[::-1], folder)}")
     if beside:
         parts.append(f"<h3>Beside the ladder</h3>{leaderboard(beside, folder)}")
-    parts.append(f'<h3>Learning curves</h3><div class="chart" data-track="{name}"></div></section>')
+    curves = io.BytesIO()
+    picture.plot([record.folder for record in links + beside], curves, target)
+    address = f"data:image/png;base64,{base64.b64encode(curves.getvalue()).decode()}"
+    parts.append(f'<h3>Learning curves</h3><img alt="losses of all runs" src="{address}">')
     return "\n".join(parts)
 
 

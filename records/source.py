@@ -174,10 +174,8 @@ def tracks_of(source):
         return Reader(body).value(tracks)
     except Exception as error:
         reason = f"{type(error).__name__}: {ascii(str(error))[1:-1][:100]}"
-        raise RecordError(
-            f"its tracks cannot be read from the source ({reason}); a dataclass Config, and a dict "
-            f"TRACKS of Config(field=value, ...), of literals, are needed"
-        ) from None
+        hint = "a dict TRACKS of Config(field=value, ...), of literals, is needed"
+        raise RecordError(f"its tracks cannot be read from the source ({reason}); {hint}") from None
 
 
 def config_of(source, track):
@@ -222,10 +220,8 @@ def micro_batches_of(config):
             raise ValueError
         return found
     except (KeyError, TypeError, ValueError):
-        raise RecordError(
-            "there are no stages with a start and a number of micro_batches: the tokens of the run "
-            "cannot be worked out"
-        ) from None
+        hint = "stages with a start and a number of micro_batches are needed"
+        raise RecordError(f"{hint}: the tokens of the run cannot be worked out") from None
 
 
 def training_tokens(config):
@@ -235,7 +231,7 @@ def training_tokens(config):
     micro_batch = config.get("micro_batch_tokens")
     are_numbers = type(steps) is int and type(micro_batch) is int
     require(are_numbers, "steps and micro_batch_tokens are no whole numbers")
-    edges = [math.ceil(start * steps) for start, _ in schedule]
-    lengths = [end - begin for begin, end in itertools.pairwise([*edges, steps])]
-    counts = [count for _, count in schedule]
-    return micro_batch * sum(map(operator.mul, counts, lengths))
+    edges = [*(math.ceil(start * steps) for start, _ in schedule), steps]
+    lengths = [end - begin for begin, end in itertools.pairwise(edges)]
+    batches = sum(count * length for (_, count), length in zip(schedule, lengths, strict=True))
+    return micro_batch * batches

@@ -65,6 +65,11 @@ def p_below(values, bound):
     return float(special.stdtr(len(values) - 1, t))
 
 
+def p_text(p):
+    """A p as it is told, beside what a claim takes."""
+    return f"p = {p:.2g}, at most {ALPHA:g} is needed"
+
+
 def interval(values):
     """(mean, low, high): the two-sided confidence interval of the mean, which is infinite for fewer
     than two values."""

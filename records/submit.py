@@ -1,6 +1,6 @@
-"""`submit`: a record's folder out of the runs of the working script, judged before it takes its
-name."""
+"""`submit`: a record's folder out of the runs of the working script, which stays if it is good."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -8,10 +8,12 @@ from datetime import UTC, datetime
 
 from records import render
 from records.files import LOG_LIMIT, SCRIPT_LIMIT, read_text, require
-from records.judge import judge_one
+from records.judge import judge_records
 from records.log import thin
-from records.record import AUTHORS, DRAFTS, FOLDER, SCHEMA, figures
+from records.record import FOLDER, SCHEMA, figures
 from records.source import sha256_of
+
+COUNTED = ("run", "ab")  # kinds of experiments whose runs may be a record's
 
 
 def own_script(repository, track):
@@ -25,58 +27,57 @@ def own_script(repository, track):
     return source
 
 
-def logs_of(repository, track, source):
-    """{"a": [paths], "b": [paths]} of the logs that `run` or `ab` left of a script on a track. A
-    script has one batch."""
+def batches_of(repository, track, source):
+    """The names of the experiments with a script on a track whose runs count."""
     code = sha256_of(source)[:8]
-    found = {}
-    for folder in sorted((repository.root / "logs").glob(f"*-{track}-{code}*-n*-*")):
-        name, _, counter = folder.name.rpartition("-")
-        if re.match(rf"(run-{track}-{code}|ab-{track}-{code}-[0-9a-f]{{8}})-n\d+$", name):
-            side = "b" if counter.endswith("b") else "a"
-            found.setdefault(name, {"a": [], "b": []})[side].append(folder / "log.txt")
+    logs = repository.root / "logs"
+    folders = [path for kind in COUNTED for path in logs.glob(f"{kind}-{track}-{code}*-n*")]
+    return sorted({re.sub(r"(-n\d+)-.*", r"\1", path.name) for path in folders})
+
+
+def logs_of(repository, track, source):
+    """{part of a record: [paths]} of the logs of a script's runs on a track. A script has one
+    batch."""
+    found = batches_of(repository, track, source)
     require(
         len(found) == 1,
-        f"{len(found)} batches of runs of train_gpt.py ({code}) on {track} lie in logs/"
-        f"{': ' * bool(found)}{', '.join(found)}; `python -m records ab` makes the one that is due",
+        f"{len(found)} batches of runs of train_gpt.py ({sha256_of(source)[:8]}) on {track} lie in "
+        f"logs/{': ' * bool(found)}{', '.join(found)}; `python -m records ab` makes the one that "
+        f"is due",
     )
-    return next(iter(found.values()))
+    logs = {"logs": [], "baseline": []}
+    for path in sorted((repository.root / "logs").glob(f"{found[0]}-*/log.txt")):
+        logs["baseline" if path.parent.name.endswith("b") else "logs"].append(path)
+    return logs
 
 
 def submit(repository, name, track, authors):
     """Make records/<track>/<date>_<name>/ of the runs of the working script. Returns (record,
-    failures): the folder exists only if there are no failures. RecordError for what cannot be
+    failures): the folder stays only if there are no failures. RecordError for what cannot be
     tried at all."""
     folder_name = f"{datetime.now(UTC):%Y-%m-%d}_{name}"
     is_name = FOLDER.fullmatch(folder_name)
     require(is_name, f"--name {ascii(name)}: up to 60 letters, digits and '-', no '-' first")
-    shown = ascii(authors)[:60]
-    require(AUTHORS.fullmatch(authors), f"--by {shown}: say who had the idea, in 100 letters")
     source = own_script(repository, track)
     logs = logs_of(repository, track, source)
-    home = repository.track_folder(track)
-    final = home / folder_name
-    require(not final.exists(), f"{final} exists; choose another --name")
-    staging = home / DRAFTS / folder_name
-    shutil.rmtree(staging.parent, ignore_errors=True)  # of a submission that was killed
+    folder = repository.track_folder(track) / folder_name
+    require(not folder.exists(), f"{folder} exists; choose another --name")
+    failures = None
     try:
-        record = lay_out(repository, staging, track, logs, source, authors)
+        record = lay_out(repository, folder, track, logs, source, authors)
         if not record.failures:
             write_figures(record, repository, authors)
-            record = repository.load(staging, track)
-        failures = judge_one(record, repository)
-        if not failures:
-            staging.rename(final)
-            record = repository.load(final, track)
+        failures = judge_records(dataclasses.replace(repository))
         return record, failures
     finally:
-        shutil.rmtree(staging.parent, ignore_errors=True)
+        if failures != []:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def lay_out(repository, folder, track, logs, source, authors):
     """The Record of a new folder of the script, thin logs, and who is its parent."""
     tip = repository.tip(track)
-    for part, paths in (("logs", logs["a"]), ("baseline", logs["b"])):
+    for part, paths in logs.items():
         if paths:
             (folder / part).mkdir(parents=True)
         for path in paths:

@@ -146,8 +146,8 @@ def repositories(draw, files):
     return draw(
         st.sampled_from(
             [
-                ["verify", folder],
-                ["verify", folder],
+                ["verify"],
+                ["verify"],
                 ["verify"],
                 ["table"],
                 ["diff", folder, other],
@@ -164,7 +164,6 @@ def test_the_sound_repository_is_accepted(sound, outcome_of):
     folders = sorted({"/".join(name.split("/")[:3]) for name in sound[1] if name.count("/") > 2})
     for words in (
         ["verify"],
-        ["verify", folders[0]],
         ["table"],
         ["diff", *folders],
         ["plot", *folders, "--out", "p.png"],

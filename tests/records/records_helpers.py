@@ -332,7 +332,7 @@ def run_at(path):
     """The Run of a whole log, or of the one in a run's folder."""
     path = Path(path) / "log.txt" if Path(path).is_dir() else Path(path)
     source, _ = split_log(path.read_text())
-    return parse_log(path, source, counted="\nbatch:" in path.read_text())
+    return parse_log(path, source)
 
 
 def call(repository, capsys, *words):
@@ -385,7 +385,8 @@ folder.mkdir()
 (folder / "checkpoint.pt").write_text("weights")
 config = {{**{config}, "run_id": run, "seed": seed, "run_of": argv.get("--run-of", "")}}
 if config.get("dtype") == "auto":
-    config["dtype"] = argv["--dtype"]
+    fast = Path("fast.txt")  # the dtype that the machine is fast in
+    config["dtype"] = argv.get("--dtype", fast.read_text() if fast.exists() else "float32")
 header = f"""{{code.rstrip()}}
 {{"=" * 5}} END OF CODE {{"=" * 5}}
 run:{{run}} track:nano commit:0 dirty:0 code_sha256:{{hashlib.sha256(code.encode()).hexdigest()}} \\
@@ -399,7 +400,7 @@ size: small=1
 (folder / "log.txt").write_text(header)
 for _ in range(int((end or "0")[-1:]) if (end or "").startswith("inter") else 0):
     os.kill(os.getppid(), signal.SIGINT)
-    time.sleep(0.2)
+    time.sleep(0.4)  # what Python takes for one press is over after 0.25 s
 if end == "failed":
     sys.exit("it broke")
 loss = f"{{LOSS + (seed % 1000 + os.getpid() % 97) / 1e6:.5f}}"
