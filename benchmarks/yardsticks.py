@@ -1,9 +1,11 @@
-"""What compressors make of the nano track.
+"""What compressors make of the nano track, and nano's own curve beside theirs.
 
-PPMd and xz read its training text and score its validation tokens.
+PPMd and xz read its training text and score its validation tokens; nano trains on it and scores
+them every few steps.
 
-    python benchmarks/yardsticks.py            # two minutes on one core, 4 GiB of memory
-    python benchmarks/yardsticks.py --draw     # the picture alone, from present results
+    python benchmarks/yardsticks.py               # ten minutes on two cores, 4 GiB of memory
+    python benchmarks/yardsticks.py --draw        # the picture alone, from present results
+    python benchmarks/yardsticks.py --data FOLDER --results FOLDER      # of another text's shards
 
 How tokens are counted. The end-of-text token is written as the zero byte, which no document
 holds, so that every token is one byte. The scored bytes are the track's val_tokens targets, each
@@ -17,12 +19,14 @@ fork on, less what a copy gives that ends at once; what an end of output costs c
 rounding to whole bytes. No document helps another, and every copy has read end-of-text before.
 Within a document a compressor learns from what it has coded, as a GPT reads it.
 
-The clock is the processor time of the one thread that reads; scoring is left out, as the track's
-clock leaves validation out. On an idle machine it is the time on the wall, and other work changes
-it less than that.
+A compressor's clock is the processor time of the one thread that reads; scoring is left out, as
+the track's clock leaves validation out. On an idle machine it is the time on the wall, and other
+work changes it less than that. Nano's clock is the track's, on all cores.
 
 Results: benchmarks/results/yardsticks.{json,md,png}. The picture shows the nano track's records
-beside the compressors. Exit status: 0, or 2 for something to correct.
+beside the curves. The last line tells nano's final losses, PPMd's, and from which time on nano's
+curves were below PPMd's, where each is compared with the next point of PPMd's that took as long or
+longer. Exit status: 0, or 2 for something to correct.
 """
 
 import functools
@@ -52,7 +56,10 @@ NAME = "yardsticks"
 CPU = torch.device("cpu")
 END_OF_TEXT = b"\0"
 LOSS_TICKS = (0.65, 0.7, 0.75, 0.8, 0.9, 1.0, 1.1)  # of a logarithmic axis
-AMOUNTS = (600_000, 8_000_000)  # bytes of training text at a curve's points before the last
+# Bytes of training text at a curve's points before the last.
+AMOUNTS = (600_000, 3_000_000, 6_000_000, 9_000_000, 14_000_000, 25_000_000)
+VAL_EVERY = 8  # steps between the points of nano's curve
+SEEDS = ("1", "2")  # of nano's runs
 # pyppmd 1.3.1 drops output bytes where 32 KiB of one call's output fill up, and it never releases
 # what it was given to read. So it gets pieces whose output is far from that, as views of one text.
 PIECE = 4096
@@ -112,7 +119,7 @@ def arms_for(span):
 
     span: bytes that a window has to reach back, training text and document. 64 is the highest order
     of variant H, and 4,095 MiB the most memory that pyppmd takes."""
-    return {"PPMd": ppmd("H", 64, 4095), "xz": xz(span)}
+    return {"PPMd": ppmd("H", 64, 4095), "PPMd of order 16": ppmd("H", 16, 4095), "xz": xz(span)}
 
 
 # ----- text
@@ -217,6 +224,41 @@ def measure(setting, text, documents):
     return points
 
 
+# ----- nano
+
+
+def nano_curve(folder, seed, options):
+    """Train nano in a folder, by train_gpt.py's own command line. Returns a dict a point: steps,
+    seconds of training, loss."""
+    run_id = f"nano-{seed}"
+    words = ["--track", "nano", "--seed", str(seed), "--val-every", str(VAL_EVERY), *options]
+    common.train(folder, run_id, words)
+    lines = (Path(folder) / "logs" / run_id / "metrics.jsonl").read_text().splitlines()
+    return [
+        {
+            "steps": event["step"],
+            "seconds": event["train_time"] / 1000,
+            "loss": event["val_loss"],
+        }
+        for event in map(json.loads, lines)
+        if "val_loss" in event
+    ]
+
+
+def below_from(curve, bound):
+    """The time of a curve's first point from which on all of its points are below `bound`, another
+    curve: below the first of its points that took as long or longer, or else below its last. None
+    if the curve's last point is not."""
+    since = None
+    for point in curve:
+        slower = [other for other in bound if other["seconds"] >= point["seconds"]]
+        if point["loss"] >= (slower or bound[-1:])[0]["loss"]:
+            since = None
+        elif since is None:
+            since = point["seconds"]
+    return since
+
+
 # ----- figures
 
 
@@ -232,13 +274,15 @@ def record_ends():
 
 def draw(results):
     """Draw the picture of what a folder of results holds, and of the records."""
-    found = json.loads((results / f"{NAME}.json").read_text())["results"]
+    data = json.loads((results / f"{NAME}.json").read_text())
+    curves = {result["arm"]: result["points"] for result in data["results"]}
+    curves["nano"] = data["nano"]["1"]
     with common.picture(results / f"{NAME}.png", figsize=(7, 4)) as axes:
-        for result in found:
-            seconds = [point["seconds"] for point in result["points"]]
-            losses = [point["loss"] for point in result["points"]]
-            (line,) = axes.plot(seconds, losses, marker="o", linewidth=1.5)
-            label_last(axes, result["arm"], seconds[-1], losses[-1], line.get_color())
+        for arm, points in curves.items():
+            seconds = [point["seconds"] for point in points]
+            losses = [point["loss"] for point in points]
+            (line,) = axes.plot(seconds, losses, marker=".", linewidth=1.5)
+            label_last(axes, arm, seconds[-1], losses[-1], line.get_color())
         seconds, losses = zip(*record_ends(), strict=True)
         dots = axes.scatter(seconds, losses, color="black", zorder=3)
         dots.set_label("nano's records")
@@ -267,22 +311,55 @@ def table_of(results):
     return common.markdown_table(header, rows)
 
 
-def report(settings, results):
+def nano_table(curves):
+    """The table of nano's curves, {seed: points}, with a row for each point."""
+    rows = []
+    for points in zip(*curves.values(), strict=True):
+        row = [str(points[0]["steps"])]
+        for point in points:
+            row += [f"{point['seconds']:.1f}", f"{point['loss']:.4f}"]
+        rows.append(row)
+    header = ["nano, steps"]
+    for seed in curves:
+        header += [f"seed {seed}: time, s", "validation loss"]
+    return common.markdown_table(header, rows)
+
+
+def verdict(results, curves):
+    """A line that compares nano's curves with the compressors'."""
+    words = []
+    for seed, points in curves.items():
+        words.append(f"nano_{seed}:{points[-1]['loss']:.4f}/{points[-1]['seconds']:.1f}s")
+    for result in results:
+        name = result["arm"].replace(" ", "_")
+        end = result["points"][-1]
+        words.append(f"{name}:{end['loss']:.4f}/{end['seconds']:.1f}s")
+        times = [below_from(points, result["points"]) for points in curves.values()]
+        since = ",".join("never" if time is None else f"{time:.1f}s" for time in times)
+        words.append(f"nano_below_it_from:{since}")
+    return " ".join(words)
+
+
+def report(settings, results, curves):
     """The Markdown text of the results."""
     versions = ", ".join(f"{name} {version}" for name, version in settings["versions"].items())
     return f"""{table_of(results)}
 
+{nano_table(curves)}
+
+`{verdict(results, curves)}`
+
 Losses are over {settings["val_tokens"]:,} validation tokens in {settings["documents"]} documents,
 each scored by a copy of the compressor that has seen no other. Sizes are whole bytes: the rounding
 moves a loss by at most {settings["rounding"]:.4f}. Times are processor time of one thread, of one
-reading. {versions}."""
+reading, and for nano the track's clock, on all cores. {versions}."""
 
 
 # ----- command line
 
 
-def benchmark(arguments, config):
-    """Measure, and write the results."""
+def benchmark(arguments, config, changes, folder):
+    """Measure, with runs of nano in a folder, and write the results."""
     # What open_corpus says of training text depends on how much of it a run reads.
     *_, val = train_gpt.open_corpus(config)
     paths = sorted(Path(config.data).glob("*_train_*.bin"))
@@ -295,6 +372,8 @@ def benchmark(arguments, config):
         points = measure(setting, text, documents)
         results.append({"arm": arm, "setting": setting.words, "points": points})
         print(f"{arm}: {points[-1]['loss']:.5f} after {points[-1]['seconds']:.1f} s", flush=True)
+    options = common.words_of(changes)
+    curves = {seed: nano_curve(folder, seed, options) for seed in SEEDS}
     settings = {
         "train_tokens": len(text),
         "val_tokens": config.val_tokens,
@@ -302,8 +381,9 @@ def benchmark(arguments, config):
         "rounding": nats_per_token([1] * len(documents), documents),
         "versions": {"pyppmd": pyppmd.__version__, "Python": platform.python_version()},
     }
-    data = {"settings": settings, "results": results}
-    common.write_results(arguments.results, NAME, facts, data, report(settings, results))
+    data = {"settings": settings, "results": results, "nano": curves}
+    text = report(settings, results, curves)
+    common.write_results(arguments.results, NAME, facts, data, text)
 
 
 def tiny_changes(folder):
@@ -322,19 +402,19 @@ def main(argv=None):
     arguments = parser.parse_args(argv)
     if not arguments.draw:
         with tempfile.TemporaryDirectory() as temporary:
-            changes = {"data": arguments.data}
+            changes = {"data": str(Path(arguments.data).resolve())}
             if arguments.tiny:
                 changes = tiny_changes(temporary)
             try:
-                benchmark(arguments, train_gpt.with_values(train_gpt.TRACKS["nano"], changes))
+                config = train_gpt.with_values(train_gpt.TRACKS["nano"], changes)
+                benchmark(arguments, config, changes, temporary)
             except train_gpt.ConfigError as error:
                 print(f"error: {error}", file=sys.stderr)
                 return 2
         print((arguments.results / f"{NAME}.md").read_text())
     draw(arguments.results)
-    found = json.loads((arguments.results / f"{NAME}.json").read_text())["results"]
-    end = found[0]["points"][-1]
-    print(f"ppmd_loss:{end['loss']:.4f} ppmd_seconds:{end['seconds']:.1f}")
+    data = json.loads((arguments.results / f"{NAME}.json").read_text())
+    print(verdict(data["results"], data["nano"]))
     return 0
 
 

@@ -156,13 +156,25 @@ def test_records_ends_are_means_over_their_runs(monkeypatch):
     assert fast == (3, 0.6) and slow == (9.5, pytest.approx(0.6))
 
 
+def test_a_curve_is_below_another_from_the_point_on_after_which_it_stays_there():
+    def curve(*points):
+        return [{"seconds": seconds, "loss": loss} for seconds, loss in points]
+
+    bound = curve((1, 0.9), (3, 0.8), (9, 0.7))
+    assert yardsticks.below_from(curve((0.5, 0.8), (2, 0.85), (2.5, 0.79), (4, 0.6)), bound) == 2.5
+    assert yardsticks.below_from(curve((2, 0.79), (10, 0.7)), bound) is None
+    assert yardsticks.below_from(curve((2, 0.79), (10, 0.69)), bound) == 2
+
+
 def test_yardsticks_leave_their_results(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(yardsticks, "AMOUNTS", (100_000,))
     assert yardsticks.main(["--tiny", "--results", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("ppmd_loss:")
+    assert " nano_below_it_from:" in capsys.readouterr().out.splitlines()[-1]
     data = json.loads((tmp_path / "yardsticks.json").read_text())
     text = (tmp_path / "yardsticks.md").read_text()
-    assert [result["arm"] for result in data["results"]] == ["PPMd", "xz"]
+    assert [result["arm"] for result in data["results"]] == ["PPMd", "PPMd of order 16", "xz"]
+    for points in data["nano"].values():
+        assert points[-1]["steps"] == common.TINY["steps"] and 0 < points[-1]["loss"] < 6
     for result in data["results"]:
         assert result["points"][-1]["tokens"] == data["settings"]["train_tokens"]
         assert 0 < result["points"][-1]["loss"] < result["points"][0]["loss"]
