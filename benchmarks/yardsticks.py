@@ -58,7 +58,7 @@ END_OF_TEXT = b"\0"
 LOSS_TICKS = (0.65, 0.7, 0.75, 0.8, 0.9, 1.0, 1.1)  # of a logarithmic axis
 # Bytes of training text at a curve's points before the last.
 AMOUNTS = (600_000, 3_000_000, 6_000_000, 9_000_000, 14_000_000, 25_000_000)
-VAL_EVERY = 8  # steps between the points of nano's curve
+VAL_EVERY = 16  # steps between the points of nano's curve
 SEEDS = ("1", "2")  # of nano's runs
 # pyppmd 1.3.1 drops output bytes where 32 KiB of one call's output fill up, and it never releases
 # what it was given to read. So it gets pieces whose output is far from that, as views of one text.
