@@ -106,9 +106,10 @@ def diff(repository, options):
     paths = [options.a or tip.folder, options.b or repository.root / "train_gpt.py"]
     labels = [options.a or tip.name, options.b or "train_gpt.py"]
     before, after = map(script_at, paths)
+    summary = difference(before, after, options.track)
     lines = [text.splitlines(keepends=True) for text in (before, after)]
     print("".join(difflib.unified_diff(*lines, *labels)), end="")
-    print(difference(before, after, options.track))
+    print(summary)
 
 
 def plot(repository, options):

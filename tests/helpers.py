@@ -41,6 +41,8 @@ TINY = {
     "long_layers": (1,),
     "value_embedding_layers": (0,),
     "skips": ((0, 1),),
+    "adam_lr": 0.015,
+    "ngram_orders": (2, 3, 4, 6),
     "ngram_rows": 1000,
     "copy_orders": (3, 5),
     "copy_places": 2,

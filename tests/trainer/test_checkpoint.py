@@ -10,7 +10,7 @@ import torch
 
 import ranks
 import train_gpt
-from helpers import NO_TABLE, arguments, assert_bitwise, make_trainer, refusal, tiny_config
+from helpers import NO_TABLE, TINY, arguments, assert_bitwise, make_trainer, refusal, tiny_config
 from train_gpt import ConfigError, TrainLoader, load_checkpoint, save_checkpoint
 
 TRAINER = make_trainer(dtype="bfloat16")
@@ -278,7 +278,7 @@ def interrupted_run(rich_run, tmp_path):
 
 OTHER_CONFIGURATIONS = [
     (["--steps", "30"], "20"),
-    (["--adam-lr", "0.5"], str(train_gpt.TRACKS["nano"].adam_lr)),
+    (["--adam-lr", "0.5"], str(TINY["adam_lr"])),
     (["--track", "fineweb"], "nano"),
     (["--document-cap", "64"], "96, 192"),
     (["--stages", "({},)"], "document_cap=96"),

@@ -347,14 +347,18 @@ REFUSED = [
         "a window of 96 takes blocks of 32",
         "val_batch_tokens=1040",
     ),
-    ("--head-dim 24", "head_dim=24", "divide model_dim=128"),
+    ("--model-dim 128 --head-dim 24", "head_dim=24", "divide model_dim=128"),
     ("--long-layers 2", "long_layers=(2,)", "0 to 0"),
     *(
         (f"--num-layers 3 --{name.replace('_', '-')} '(0, 3)'", f"{name}=(0, 3)", "0 to 2")
         for name in LAYERS
     ),
     ("--num-layers 3 --skips '((0, 1), (1, 3))'", "skips=((0, 1), (1, 3))", "0 to 2"),
-    ("--paired-layers 0 --head-dim 128", "paired_layers=(0,)", "1 heads make no pairs"),
+    (
+        "--paired-layers 0 --model-dim 128 --head-dim 128",
+        "paired_layers=(0,)",
+        "1 heads make no pairs",
+    ),
     (
         "--paired-layers 0 --model-dim 96 --head-dim 32",
         "paired_layers=(0,)",
@@ -434,7 +438,7 @@ def test_training_tokens_are_those_of_a_loop_over_the_steps():
             count = [count for start, count in rows if start * steps <= step][-1]
             assert train_gpt.stage_at(config, step).micro_batches == count
             expected += count
-        assert train_gpt.training_tokens(config) == 512 * expected
+        assert train_gpt.training_tokens(config) == config.micro_batch_tokens * expected
         uneven += any(start * steps % 1 for start in starts)
     assert 50 < uneven < 200
 

@@ -331,13 +331,14 @@ def test_without_a_first_domain_and_validation_on_the_way(values, go_on):
 
 def test_with_all_directions_free_this_is_fine_tuning(values, base, go_on, cli):
     values = {**values, "steps": 3, "val_every": 2}
-    free = go_on(**{**values, "trained": "all", "unfreeze_rank_ratio": 1, "ngram_lr": 0.1})
+    table = {"ngram_lr": train_gpt.TRACKS["nano"].ngram_lr}
+    free = go_on(**{**values, "trained": "all", "unfreeze_rank_ratio": 1, **table})
     assert free.code == 0 and "frozen: none" in free.stdout
     expected, result, start = free.checkpoint(), free.result, base.checkpoint()
     plain = {name: value for name, value in values.items() if name not in free_fields()}
     track = train_gpt.TRACKS["continual"]
     plain |= {"track": "nano", "run_id": "plain"}
-    plain |= {"matrix_lr": track.matrix_lr, "adam_lr": track.adam_lr}
+    plain |= {"matrix_lr": track.matrix_lr}
 
     def extend(config):
         def load(run):  # what fine-tuning is: the same loop from other weights
