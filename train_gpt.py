@@ -488,7 +488,7 @@ TRACKS = {
         track="mini",
         data="data/python",
         tokenizer="bytes",
-        steps=300,
+        steps=225,
         micro_batch_tokens=512,
         # start, micro-batches of a step, document cap, windows (short, long), rate, loss weights
         stages=(
@@ -2065,6 +2065,13 @@ class GPT(nn.Module):
         groups = 2 * layers * heads // group
         std = 0.6 / math.sqrt(dim)
         self.query_key = drawn(groups, group * config.head_dim, dim, std=std)
+        channels = self.query_key.data.view(layers, 2, heads, 2, 2, -1, dim)
+        for layer in config.shifted_layers:
+            # Half of a key is of the token before. It begins as that token's query, and the other
+            # half as zero: from the first step a token attends to what followed its like.
+            queries, keys = channels[layer]
+            keys[:, :, 0] = 0
+            keys[:, :, 1] = queries[:, :, 1]
         self.value_output = drawn(2 * layers, dim, dim, std=std)
         self.mlp = drawn(2 * layers, config.mlp_dim, dim, std=std)
         self.value_output.data[1::2] = 0  # every block starts as the identity

@@ -639,6 +639,19 @@ def test_a_tied_head_is_the_embedding_until_it_is_untied():
     torch.testing.assert_close(both, from_embedding + from_head, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("model_dim, heads", [(64, 4), (48, 3)])
+def test_half_of_a_shifted_layers_keys_begin_as_queries(model_dim, heads):
+    config = tiny_config(**{**LAYERED, "paired_layers": ()}, model_dim=model_dim)
+    model = GPT(config, back_end=None)
+    weights = model.query_key.detach().reshape(config.num_layers, 2, heads, 16, model_dim)
+    turning, still = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
+    for layer, (queries, keys) in enumerate(weights):
+        is_shifted = layer in config.shifted_layers
+        assert torch.equal(keys[:, still], queries[:, still]) == is_shifted
+        assert keys[:, turning].any().item() == (not is_shifted)
+        assert queries.std().item() == pytest.approx(0.6 / model_dim**0.5, rel=0.1)
+
+
 def test_untying_hands_over_weights_and_moments():
     trainer = make_trainer(random_weights=False, untie_at=0.5, dtype="bfloat16")
     model, state = trainer.model, trainer.optimizer.embeddings.state
