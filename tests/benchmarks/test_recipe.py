@@ -40,13 +40,13 @@ def test_each_arm_without_a_feature_changes_that_alone():
     ]
     assert all(len(fields) == 1 for fields in changed)
     assert len(set().union(*changed)) == len(recipe.FEATURES)
-    assert differences(fewer, recipe.config_of("track's heads", 1)) == {"head_dim"}
+    assert differences(fewer, recipe.config_of("wide heads", 1)) == {"head_dim"}
 
 
 def test_the_tracks_own_arms_change_nothing_of_its_model():
     mini = train_gpt.TRACKS["mini"]
     how_it_runs = {"seed", "steps", "device", "workers"}
-    for arm, steps in (("track", 400), ("track twice", 800)):
+    for arm, steps in (("track", 402), ("track twice", 805)):
         config = recipe.config_of(arm, 1)
         assert config.steps == steps and differences(mini, config) == how_it_runs
 
