@@ -23,7 +23,7 @@ HEADER = ("what", "machine", "validation loss", "training time", "n")
 NOT_MEASURED = ["**not measured yet**"] * 2
 WHAT = {
     "nano": "one layer and a table learn Python sources; target 0.69315, one bit a byte",
-    "mini": "a GPT of six layers, fineweb's recipe at small scale, on the same bytes; target 1.279",
+    "mini": "a small GPT with fineweb's recipe, on the same bytes; target 1.279",
 }
 
 

@@ -8,8 +8,8 @@ Both train a GPT of 96 channels, in six heads, on the same tokens in the same or
 same widths, windows and document caps. PUBLISHED holds its figures, which this script does not
 measure. All arms run as it did: eagerly, in one thread, in float32.
 
-Arms: `ours` is the optimizer and the features of the track `mini`, in the published trainer's
-shape; `fewer` the same on the shorter schedule of the last line's tokens_ratio; `without NAME`, for
+Arms: `ours` has the features of the track `mini` in the published trainer's shape, and SOAP-Muon;
+`fewer` is the same on the shorter schedule of the last line's tokens_ratio; `without NAME`, for
 each NAME of FEATURES, is `fewer` without that; `wide heads` is `fewer` with heads of 24 channels;
 `twice` has 800 steps; `track` and `track twice` are the track itself, of its own shape, on as many
 tokens as `ours` and `twice`; `plain` is a GPT-2 of as many layers as the published trainer with
@@ -67,6 +67,7 @@ SHAPE = {
     "gated_layers": (3, 10),
     "skips": ((0, 11), (1, 10), (2, 9), (3, 8), (4, 7), (5, 6)),
     "ngram_rows": 2880,
+    "matrix_update": "soap_muon",
     "matrix_lr": 0.023,
     "adam_lr": 0.008,
     "ngram_lr": 0.05,
