@@ -10,10 +10,10 @@ measure. All arms run as it did: eagerly, in one thread, in float32.
 
 Arms: `ours` has the features of the track `mini` in the published trainer's shape, and SOAP-Muon;
 `fewer` is the same on the shorter schedule of the last line's tokens_ratio; `without NAME`, for
-each NAME of FEATURES, is `fewer` without that; `wide heads` is `fewer` with heads of 24 channels;
-`twice` has 800 steps; `track` and `track twice` are the track itself, of its own shape, on as many
-tokens as `ours` and `twice`; `plain` is a GPT-2 of as many layers as the published trainer with
-AdamW. Runs that stand in the results are not repeated: without the file recipe.json all begin anew.
+each NAME of FEATURES, is `fewer` without that; `twice` has 800 steps; `track` and `track twice` are
+the track itself, of its own shape, on as many tokens as `ours` and `twice`; `plain` is a GPT-2 of
+as many layers as the published trainer with AdamW. Runs that stand in the results are not repeated:
+without the file recipe.json all begin anew.
 
 Results: benchmarks/results/recipe.{json,md} and recipe.png. The last line is
 `ours:<mean final loss> published:<...> seeds:<n> tokens_ratio:<tokens of fewer over ours>`.
@@ -117,8 +117,6 @@ def config_of(arm, seed):
     changes = {"seed": seed, "steps": steps, "device": "cpu", "compile": False, "workers": 1}
     if not arm.startswith("track"):
         changes |= SHAPE
-    if arm == "wide heads":
-        changes["head_dim"] = 24
     if arm.startswith("without "):
         changes |= FEATURES[arm.removeprefix("without ")]
     return dataclasses.replace(train_gpt.TRACKS["mini"], **changes)
@@ -246,7 +244,7 @@ def losses_table(runs):
         tokens = train_gpt.training_tokens(dataclasses.replace(config_of("ours", 1), steps=steps))
         cost = [1e6 * run["seconds"] / tokens for run in found]
         rows.append(row("published", steps, [run["points"][steps] for run in found], cost))
-    for arm in ("ours", "fewer", "wide heads", "twice", "track", "track twice", "plain"):
+    for arm in ("ours", "fewer", "twice", "track", "track twice", "plain"):
         found = of_arm(runs, arm)
         if found:
             cost = [1e6 * run["seconds"] / run["tokens"] for run in found]

@@ -95,7 +95,7 @@ def test_words_become_values_of_their_fields(text, name, value):
 OF_STAGES = {
     "micro_batches": ("5", 5),
     "document_cap": ("64", 64),
-    "windows": ("(64, 256)", (64, 256)),
+    "windows": ("(64, 192)", (64, 192)),
     "lr_mul": ("0.5", 0.5),
     "mtp_weights": ("1, 0.5, 0.1", (1, 0.5, 0.1)),
     "softmax_rows": ("256", 256),
