@@ -1,0 +1,4398 @@
+"""Train a GPT to a target validation loss as fast as this machine allows, in one file.
+
+    python train_gpt.py                            one process: every core of a CPU, or one GPU
+    torchrun --nproc_per_node=8 train_gpt.py       one process a GPU (several nodes: see README)
+    python train_gpt.py --track nano --check       everything but the steps: would this run start?
+    python train_gpt.py --help                     every field of the configuration
+
+Without --track it takes `fineweb` where CUDA and FineWeb's shards are, else `nano`.
+
+Chapters, in reading order:
+     1. Configuration     what a run consists of, with the check of each number
+     2. Tracks            the numbers of each track, and the schedules that follow from them
+     3. Tokens            shards, micro-batches of whole documents, a loader that works ahead
+     4. Rows              from a token to its rows of the table: n-grams, copies, the index
+     5. Table             who holds a row, and how values and gradients travel between ranks
+     6. Layers            norm, rotary positions, attention, MLP
+     7. Loss              cross-entropy in one pass, over the vocabulary or a sample of it
+     8. Model             the GPT
+     9. Update rules      Adam, Muon, SOAP and its relatives, eigenbases by one batched QR
+    10. Parameter groups  who reduces, updates and sends what, and in which order
+    11. Trainer           forward and backward pass, one step, evaluation
+    12. Validity gates    what a model must not do, tested on the validation text
+    13. Runtime           ranks, devices, back ends, collectives that count their bytes
+    14. Log and clock     what a run leaves behind
+    15. Checkpoints       atomic, checksummed, independent of the world size
+    16. Command line      from words to a configuration
+    17. Opening and end   what a run needs, its warm-up, its result, and how errors end it
+    18. The run           the steps
+
+A step's global batch is a fixed list of micro-batches. Rank r of W takes every W-th of them, if
+there are so many, and on a CPU its threads share those. So all world sizes see the same tokens, and
+they take the same step up to the order in which floats are added.
+"""
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import datetime
+import difflib
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import timeit
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# torch reads this once, at its import: large tensors on the CPU go into huge pages.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numba import njit
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+# 1. Configuration ================================================================================
+
+ATTENTION_BLOCK = 64  # at most: queries of a block share their keys, in the back end `sdpa`
+GATE_DIM = 12  # gates read the first few channels of the residual stream
+EOT_TOKEN = {"bytes": 256, "gpt2": 50256}  # the largest id; every document starts with it
+VOCAB_SIZE = {"bytes": 257, "gpt2": 50304}  # tensor cores like multiples of 128
+
+
+class ConfigError(ValueError):
+    """Something the user can put right: the message holds the value, the limits and the remedy."""
+
+
+def require(condition, message):
+    """Raise ConfigError with the message unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+class Check(NamedTuple):
+    """What the values of a field must be like."""
+
+    is_good: Callable  # of a value: whether it will do
+    limits: str  # the same in words, for the error message
+
+
+def between(low, high):
+    return Check(lambda value: low <= value <= high, f"must be {low:,} to {high:,}")
+
+
+def one_of(*names):
+    return Check(lambda value: value in names, f"must be one of {', '.join(names)}")
+
+
+def matching(pattern, limits):
+    return Check(lambda value: re.fullmatch(pattern, value, re.ASCII), limits)
+
+
+def are_orders(values):
+    """Whether these are orders of n-grams: distinct numbers from 2 to 32."""
+    are_in_range = all(type(order) is int and 2 <= order <= 32 for order in values)
+    return are_in_range and len(set(values)) == len(values)
+
+
+def are_layers(values):
+    """Whether these are layers, each named once."""
+    are_numbers = all(type(layer) is int and layer >= 0 for layer in values)
+    return are_numbers and len(set(values)) == len(values)
+
+
+def are_skips(values):
+    """Whether these are pairs of layers, the later one second."""
+    return all(are_layers(pair) and len(pair) == 2 and pair[0] < pair[1] for pair in values)
+
+
+def are_windows(values):
+    """Whether these are attention windows, the short one first and the long one last."""
+    are_sizes = all(type(size) is int and 0 < size <= 65536 for size in values)
+    return are_sizes and len(values) > 1 and all(size % 16 == 0 for size in values)
+
+
+def are_loss_weights(values):
+    """Whether these are weights of the next, second-next, ... token."""
+    return 0 < len(values) <= 16 and values[0] > 0 and all(0 <= weight < 1e9 for weight in values)
+
+
+ANYTHING = Check(lambda value: True, "must be printable, and of the field's type")
+POSITIVE = Check(lambda value: 0 < value <= 1e30, "must be positive, and at most 1e30")
+NOT_NEGATIVE = Check(lambda value: 0 <= value <= 1e30, "must be 0, or positive and at most 1e30")
+FRACTION = Check(lambda value: 0 <= value <= 1, "must be a fraction, from 0 to 1")
+MOMENTUM = Check(lambda value: 0 <= value < 1, "must be at least 0, and below 1")
+COUNT = between(1, 65536)
+OFTEN = between(1, 999_999)
+ORDERS = Check(are_orders, "must be distinct orders from 2 to 32, such as (2, 3); () for none")
+LAYERS = Check(are_layers, "must be distinct layers, such as (0, 2); () for none")
+SKIPS = Check(are_skips, "must be pairs of layers, such as ((3, 6),); () for none")
+WINDOWS = Check(are_windows, "must be a short and a long window, multiples of 16, such as (32, 64)")
+LOSS_WEIGHTS = Check(are_loss_weights, "must be 1 to 16 weights, the first above 0")
+HEAD_DIM = Check(lambda dim: dim > 0 and dim % 4 == 0, "must be a multiple of 4")
+RUN_ID = matching(r"(\w[\w.+=@-]{0,99})?", "must be at most 100 letters, digits, _ . + = @ or -")
+RUN_OF = matching(
+    r"(\d{1,9}:\d{1,9}/\d{1,9}:\d{1,9})?",
+    "must read like 1:3/8:1; let `python -m records run` set it",
+)
+
+
+def knob(help_text, check=ANYTHING, default=dataclasses.MISSING):
+    """A field with its line of --help and its check. Fields of the recipe have no default: a track
+    names every one of them."""
+    return dataclasses.field(default=default, metadata={"help": help_text, "check": check})
+
+
+def check_fields(values, where=""):
+    """Check each field of a dataclass alone: its type first, then its limits."""
+    for field in dataclasses.fields(values):
+        value = getattr(values, field.name)
+        is_good = type(value) is field.type or (field.type is float and type(value) is int)
+        if is_good and "check" in field.metadata:
+            with contextlib.suppress(TypeError, ValueError, IndexError):  # a tuple of wrong things
+                is_good = False
+                is_good = field.metadata["check"].is_good(value) and str(value).isprintable()
+        require(is_good, f"{where}{field.name}={value}: {field.metadata['check'].limits}")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of a track's schedule: what holds from the fraction `start` of the steps on."""
+
+    start: float = knob("fraction of the steps at which the stage begins", MOMENTUM)
+    micro_batches: int = knob("micro-batches of a step, which ranks share out", COUNT)
+    document_cap: int = knob("longest piece of a document that attention sees at once", COUNT)
+    windows: tuple = knob("attention windows, a short and a long one", WINDOWS)
+    lr_mul: float = knob("factor of all learning rates, ahead of the cooldown", POSITIVE)
+    mtp_weights: tuple = knob("loss weights of the next, second-next, ... token", LOSS_WEIGHTS)
+    softmax_rows: int = knob(
+        "vocabulary rows of training's softmax: a micro-batch's targets, and others at even "
+        "distances that stand for the rest; 0: the whole vocabulary",
+        between(0, 10**9),
+        default=0,
+    )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which group steps a parameter, and with which numbers."""
+
+    group: str  # small | embeddings | matrices
+    lr_mul: float | tuple = 1.0  # times the group's rate; a tuple: of a bank's matrices in turn
+    decay: float = 0.0  # times matrix_decay for matrices, else the weight decay itself
+    betas: tuple = (0.9, 0.95)  # Muon and SOAP-Muon read the second; the first follows a schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One run, resolved. Raises ConfigError for values that cannot be run."""
+
+    # --- data
+    track: str = knob("name of the track that these values belong to")
+    data: str = knob("corpus folder with *_train_*.bin, *_val_*.bin and manifest.json")
+    tokenizer: str = knob("bytes | gpt2: what the token ids mean", one_of(*EOT_TOKEN))
+    epochs: int = knob("passes over the training shards that a run may take", OFTEN, default=1)
+    # --- schedule
+    steps: int = knob("optimizer steps, the length of every schedule", OFTEN)
+    micro_batch_tokens: int = knob("tokens of a micro-batch", between(1, 2**24))
+    stages: tuple = knob("rows of the schedule; fields of a stage are options, too, for all stages")
+    cooldown: float = knob("last fraction of the run, over which learning rates fall", FRACTION)
+    final_lr: float = knob("learning-rate multiplier at the end of the cooldown", FRACTION)
+    untie_at: float = knob(
+        "fraction of the run at which head and embedding part; 0: apart", FRACTION
+    )
+    # --- model
+    model_dim: int = knob("width of the residual stream", between(GATE_DIM, 65536))
+    num_layers: int = knob("transformer blocks", between(1, 1024))
+    head_dim: int = knob("width of an attention head", HEAD_DIM)
+    mlp_dim: int = knob("hidden width of the ReLU^2 MLP", between(1, 2**20))
+    long_layers: tuple = knob("layers that attend through the long window", LAYERS)
+    value_embedding_layers: tuple = knob(
+        "layers whose values receive a gated token embedding", LAYERS
+    )
+    shifted_layers: tuple = knob("layers in which half of a key is the key before's", LAYERS)
+    paired_layers: tuple = knob("layers whose heads, in pairs, see each other's keys", LAYERS)
+    exclusive_layers: tuple = knob("layers whose attention leaves out a token's own value", LAYERS)
+    gated_layers: tuple = knob("layers with a gate at the output of each head", LAYERS)
+    skips: tuple = knob("pairs (a, b) of layers: what leaves a is added to what enters b", SKIPS)
+    logit_cap: float = knob("tanh squashes logits into (-cap, cap)", between(0.1, 40))
+    # --- table
+    ngram_orders: tuple = knob("orders of hashed n-grams", ORDERS)
+    ngram_rows: int = knob("rows of the table, for all columns", between(1, 2**31 - 1))
+    copy_orders: tuple = knob("orders of copies from the document", ORDERS)
+    copy_places: int = knob("places to copy from at each order, the latest ones", between(1, 64))
+    copy_reach: int = knob("tokens that copies look back", between(0, 10**9))
+    index_orders: tuple = knob("orders of the index of the training text", ORDERS)
+    index_bits: int = knob("entries of the index for an order: 2 to this", between(1, 31))
+    index_share: float = knob("share of the first shard that is indexed, not trained on", FRACTION)
+    # --- optimizer
+    rules: dict = knob("parameter: Rule, for every parameter of the model")
+    matrix_update: str = knob("rule of the hidden matrices, a row of MATRIX_RULES")
+    matrix_lr: float = knob(
+        "rate of hidden matrices: the RMS of a step times sqrt(columns)", POSITIVE
+    )
+    matrix_decay: float = knob("cautious weight decay of matrices, per unit of rate", NOT_NEGATIVE)
+    momentum_start: float = knob("Muon's momentum at the first step, and at the last", MOMENTUM)
+    momentum_peak: float = knob("Muon's momentum in between", MOMENTUM)
+    momentum_warmup: float = knob("fraction of the run over which the momentum rises", FRACTION)
+    momentum_cooldown: float = knob("fraction of the run over which it falls again", FRACTION)
+    basis_every: int = knob("soap rules: a matrix gets new eigenbases every k-th step", OFTEN)
+    one_sided_above: int = knob(
+        "soap rules: a matrix side larger than this gets no eigenbasis", between(0, 10**9)
+    )
+    adam_lr: float = knob("learning rate of embeddings, head and scalars under Adam", POSITIVE)
+    adam_every: int = knob("Adam steps every k-th step, on the mean gradient since the last", OFTEN)
+    ngram_lr: float = knob("rate of the table (row-wise Adagrad); 0: it is frozen", NOT_NEGATIVE)
+    ngram_floor: float = knob("gradient RMS of a token below which a row's steps shrink", POSITIVE)
+    # --- evaluation
+    val_tokens: int = knob("tokens of the validation split that are scored", between(1, 10**9))
+    val_sha256: str = knob("sha256 of those tokens and the next (uint16); empty: not compared")
+    val_batch_tokens: int = knob("validation tokens of one forward pass", between(1, 2**24))
+    val_windows: tuple = knob("attention windows of the final validation", WINDOWS)
+    val_every: int = knob(
+        "validate every so many steps (untimed); 0: at the end", between(0, 10**9)
+    )
+    target_loss: float = knob("the track's target, in nats a token; 0: none", NOT_NEGATIVE)
+    # --- bookkeeping: fields with a default, of which no track has its own value
+    log_every: int = knob("log the training loss every so many steps", OFTEN, default=20)
+    save_every: int = knob(
+        "keep a checkpoint every so many steps, of these the newest two; 0: only the final one",
+        between(0, 10**9),
+        default=0,
+    )
+    run_id: str = knob("folder under logs/; empty: drawn from date and time", RUN_ID, default="")
+    resume: str = knob(
+        "run id or checkpoint file to continue; auto: continue --run-id, or start it", default=""
+    )
+    run_of: str = knob("BATCH:COUNTER/RUNS:START, the run's place in a record", RUN_OF, default="")
+    # --- machine
+    seed: int = knob(
+        "seed of weights and data order; -1: drawn", between(-1, 2**63 - 1), default=-1
+    )
+    device: str = knob(
+        "auto | cpu | cuda: where it computes", one_of("auto", "cpu", "cuda"), default="auto"
+    )
+    dtype: str = knob(
+        "auto | bfloat16 | float32, of matrices and activations; auto: what the machine is fast in",
+        one_of("auto", "bfloat16", "float32"),
+    )
+    float8: bool = knob("forward products of head and MLP in 8 bits, on Hopper GPUs")
+    attention: str = knob(
+        "auto | sdpa | varlen: back end of attention",
+        one_of("auto", "sdpa", "varlen"),
+        default="auto",
+    )
+    compile: bool = knob("compile the model with torch.compile", default=True)
+    workers: int = knob(
+        "threads of a process that take micro-batches on a CPU; 0: one a core",
+        between(0, 1024),
+        default=0,
+    )
+
+    def __post_init__(self):
+        stages = tuple(Stage(**row) if isinstance(row, dict) else row for row in self.stages)
+        rules = {
+            name: Rule(**row) if isinstance(row, dict) else row for name, row in self.rules.items()
+        }
+        object.__setattr__(self, "stages", stages)
+        object.__setattr__(self, "rules", rules)
+        check_fields(self)
+        self.check_stages()
+        self.check_shapes()
+        self.check_bookkeeping()
+
+    def check_stages(self):
+        require(self.stages, "stages=(): a schedule has at least one row")
+        for number, stage in enumerate(self.stages):
+            require(isinstance(stage, Stage), f"stages: row {number} is no Stage: {stage}")
+            check_fields(stage, f"stages[{number}].")
+        starts = [stage.start for stage in self.stages]
+        is_rising = all(low < high for low, high in itertools.pairwise(starts))
+        require(
+            starts[0] == 0 and is_rising, f"stages: starts {starts} must begin at 0, and then rise"
+        )
+
+    def check_shapes(self):
+        """Check what depends on several fields of the model."""
+        dim = self.model_dim
+        layers = self.num_layers
+        for window in {*self.val_windows, *(size for row in self.stages for size in row.windows)}:
+            block = math.gcd(window, ATTENTION_BLOCK)
+            for length in (window, self.micro_batch_tokens, self.val_batch_tokens):
+                require(
+                    length % block == 0,
+                    f"windows: a window of {window} takes blocks of {block}, which must divide it, "
+                    f"micro_batch_tokens={self.micro_batch_tokens} and "
+                    f"val_batch_tokens={self.val_batch_tokens}",
+                )
+        require(dim % self.head_dim == 0, f"head_dim={self.head_dim}: must divide model_dim={dim}")
+        for field in dataclasses.fields(self):
+            if field.metadata["check"] is LAYERS:
+                chosen = getattr(self, field.name)
+                require(
+                    max(chosen, default=0) < layers,
+                    f"{field.name}={chosen}: layers are 0 to {layers - 1}",
+                )
+        require(
+            all(target < layers for _, target in self.skips),
+            f"skips={self.skips}: layers are 0 to {layers - 1}",
+        )
+        require(
+            not self.paired_layers or dim // self.head_dim % 2 == 0,
+            f"paired_layers={self.paired_layers}: {dim // self.head_dim} heads make no pairs",
+        )
+        for stage in self.stages:
+            require(
+                stage.softmax_rows <= self.vocab_size,
+                f"softmax_rows={stage.softmax_rows}: at most the vocabulary's {self.vocab_size}",
+            )
+
+    def check_bookkeeping(self):
+        require(
+            self.val_tokens % self.val_batch_tokens == 0,
+            f"val_tokens={self.val_tokens}: must be a multiple of "
+            f"val_batch_tokens={self.val_batch_tokens}",
+        )
+        require(
+            self.save_every % self.adam_every == 0,
+            f"save_every={self.save_every}: must be a multiple of adam_every={self.adam_every}, "
+            "since gradients that wait are not saved",
+        )
+        require(
+            self.resume != "auto" or self.run_id,
+            "resume=auto: it goes on with the run of --run-id; name one",
+        )
+
+    @property
+    def eot_token(self):
+        return EOT_TOKEN[self.tokenizer]
+
+    @property
+    def vocab_size(self):
+        return VOCAB_SIZE[self.tokenizer]
+
+    @property
+    def columns(self):
+        """How many rows of the table a token reads."""
+        copies = self.copy_places * len(self.copy_orders)
+        return len(self.ngram_orders) + copies + INDEX_GUESSES * len(self.index_orders)
+
+    @property
+    def torch_dtype(self):
+        return getattr(torch, self.dtype)
+
+
+# 2. Tracks =======================================================================================
+
+# The numbers are the field's, or were tuned; records/NOTES.md has the source of each. None of
+# fineweb's has been tried on a GPU.
+TRACKS = {
+    "nano": Config(
+        track="nano",
+        data="data/python",
+        tokenizer="bytes",
+        steps=128,
+        micro_batch_tokens=1024,
+        # start, micro-batches of a step, document cap, windows (short, long), rate, loss weights
+        stages=(Stage(0.0, 2, 512, (32, 64), 1.0, (1.0,)),),
+        cooldown=0.45,
+        final_lr=0.1,
+        untie_at=0.0,
+        model_dim=64,
+        num_layers=1,
+        head_dim=32,
+        mlp_dim=64,
+        long_layers=(0,),
+        value_embedding_layers=(0,),
+        shifted_layers=(),
+        paired_layers=(),
+        exclusive_layers=(),
+        gated_layers=(),
+        skips=(),
+        logit_cap=15.0,
+        ngram_orders=(2, 3),
+        ngram_rows=2**19,
+        copy_orders=(2, 3, 4, 6, 9, 14, 20, 32),
+        copy_places=3,
+        copy_reach=65536,
+        index_orders=(3, 5, 8, 12, 18, 28),
+        index_bits=25,
+        index_share=0.97,
+        rules={
+            "query_key": Rule(group="matrices", decay=1.0),
+            "value_output": Rule(group="matrices", decay=1.0),
+            "mlp": Rule(group="matrices", decay=1.0),
+            "embed": Rule(group="embeddings", lr_mul=3.0),
+            "value_embed": Rule(group="embeddings", lr_mul=3.0),
+            "head": Rule(group="embeddings", lr_mul=0.5),
+            "value_gate": Rule(group="small"),
+            "smear_gate": Rule(group="small"),
+            "smear_scale": Rule(group="small"),
+            "residual_scale": Rule(group="small"),
+            "embed_scale": Rule(group="small"),
+            "ngram_gate": Rule(group="small"),
+            "exclusive_gate": Rule(group="small"),
+            "output_gate": Rule(group="small"),
+            "skip_scale": Rule(group="small"),
+        },
+        matrix_update="muon",
+        matrix_lr=0.025,
+        matrix_decay=0.02,
+        momentum_start=0.85,
+        momentum_peak=0.95,
+        momentum_warmup=0.1,
+        momentum_cooldown=0.0,
+        basis_every=10,
+        one_sided_above=256,
+        adam_lr=0.04,
+        adam_every=1,
+        ngram_lr=0.05,
+        ngram_floor=0.2,
+        val_tokens=1_048_576,
+        val_sha256="b966f400d6117f6907939cab7d973eba68b35e02d73334687b9e7074ac88eb2c",
+        val_batch_tokens=1024,
+        val_windows=(32, 64),
+        val_every=0,
+        target_loss=0.69315,
+        dtype="auto",
+        float8=False,
+    ),
+    # fineweb's recipe at small scale, to see on a CPU what a change is worth: a twelfth of its
+    # channels, five layers of all its kinds, one stage, and bytes. It has no copies, which on
+    # source text would hide what the model learns, and no loss of tokens further ahead.
+    "mini": Config(
+        track="mini",
+        data="data/python",
+        tokenizer="bytes",
+        steps=230,
+        micro_batch_tokens=1024,
+        # start, micro-batches of a step, document cap, windows (short, long), rate, loss weights
+        stages=(Stage(0.0, 2, 512, (64, 256), 1.0, (1.0,)),),
+        cooldown=0.6,
+        final_lr=0.1,
+        untie_at=0.0,
+        model_dim=64,
+        num_layers=5,
+        head_dim=32,
+        mlp_dim=64,
+        long_layers=(2, 4),
+        value_embedding_layers=(1, 4),
+        shifted_layers=(2, 4),
+        paired_layers=(0, 1, 3),
+        exclusive_layers=(1, 2),
+        gated_layers=(2,),
+        skips=((0, 4), (1, 3)),
+        logit_cap=15.0,
+        ngram_orders=(2,),
+        ngram_rows=2**16,
+        copy_orders=(),
+        copy_places=1,
+        copy_reach=2048,
+        index_orders=(),
+        index_bits=24,
+        index_share=0.0,
+        # modded-nanogpt's rates. Its Adam decays by the rate squared, and only where update and
+        # weight agree in sign; the decay here is half of the mean of that.
+        rules={
+            "query_key": Rule(group="matrices", decay=1.0, betas=(0.9, 0.9)),
+            "value_output": Rule(group="matrices", decay=1.0, betas=(0.9, 0.9)),
+            "mlp": Rule(group="matrices", lr_mul=(1.0, 2.0), decay=1.0, betas=(0.9, 0.9)),
+            "embed": Rule(group="embeddings", decay=0.003, betas=(0.5, 0.95)),
+            "head": Rule(group="embeddings", decay=0.003, betas=(0.5, 0.95)),
+            "value_embed": Rule(group="embeddings", lr_mul=75.0, decay=0.008, betas=(0.75, 0.95)),
+            "value_gate": Rule(group="small", betas=(0.9, 0.99)),
+            "smear_gate": Rule(group="small", lr_mul=0.01, betas=(0.9, 0.99)),
+            "smear_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
+            "residual_scale": Rule(group="small", lr_mul=5.0),
+            "embed_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
+            "ngram_gate": Rule(group="small", betas=(0.9, 0.99)),
+            "exclusive_gate": Rule(group="small", betas=(0.9, 0.99)),
+            "output_gate": Rule(group="small", betas=(0.9, 0.99)),
+            "skip_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
+        },
+        matrix_update="muon",
+        matrix_lr=0.025,
+        matrix_decay=0.03,
+        momentum_start=0.85,
+        momentum_peak=0.95,
+        momentum_warmup=0.19,
+        momentum_cooldown=0.03,
+        basis_every=10,
+        one_sided_above=128,
+        adam_lr=0.024,
+        adam_every=2,
+        ngram_lr=0.15,
+        ngram_floor=0.2,
+        val_tokens=262_144,
+        val_sha256="478ab1f04524b1cee06bcfe8372c2a8a4d1d7fa2f941740ec125ccdbd2811c65",
+        val_batch_tokens=4096,
+        val_windows=(64, 640),
+        val_every=0,
+        target_loss=1.279,
+        dtype="float32",
+        float8=False,
+        compile=False,  # compiling takes longer than the run
+    ),
+    "fineweb": Config(
+        track="fineweb",
+        data="data/fineweb10B",
+        tokenizer="gpt2",
+        steps=1600,
+        micro_batch_tokens=16384,
+        # start, micro-batches of a step, document cap, windows (short, long), rate, loss weights,
+        # rows of the softmax
+        stages=(
+            Stage(0.0, 8, 896, (128, 384), 1.0, (1.0, 0.5, 0.25), 16384),
+            Stage(1 / 3, 16, 2048, (384, 896), 1.52, (1.0, 0.5), 16384),
+            Stage(0.667, 24, 2048, (640, 1408), 1.73, (1.0,), 16384),
+            Stage(0.99, 24, 2048, (768, 1664), 1.73, (1.0,)),
+        ),
+        cooldown=0.6,
+        final_lr=0.15,
+        untie_at=0.667,
+        model_dim=768,
+        num_layers=12,
+        head_dim=128,
+        mlp_dim=3072,
+        long_layers=(3, 7, 11),
+        value_embedding_layers=(1, 2, 10, 11),
+        shifted_layers=(3, 7, 11),
+        paired_layers=(0, 2, 5, 9),
+        exclusive_layers=(1, 3, 4, 7),
+        gated_layers=(3, 10),
+        skips=((0, 11), (1, 10), (2, 9), (3, 8), (4, 7), (5, 6)),
+        logit_cap=15.0,
+        ngram_orders=(2, 3),
+        ngram_rows=2**21,  # 6 GiB over all ranks; raise it as far as their memory goes
+        copy_orders=(2, 3, 5, 8),
+        copy_places=1,
+        copy_reach=2048,
+        index_orders=(),
+        index_bits=24,
+        index_share=0.0,
+        # modded-nanogpt's rates. Its Adam decays by the rate squared, and only where update and
+        # weight agree in sign; the decay here is half of the mean of that.
+        rules={
+            "query_key": Rule(group="matrices", decay=1.0, betas=(0.9, 0.9)),
+            "value_output": Rule(group="matrices", decay=1.0, betas=(0.9, 0.9)),
+            "mlp": Rule(group="matrices", lr_mul=(1.0, 2.0), decay=1.0, betas=(0.9, 0.9)),
+            "embed": Rule(group="embeddings", decay=0.003, betas=(0.5, 0.95)),
+            "head": Rule(group="embeddings", decay=0.003, betas=(0.5, 0.95)),
+            "value_embed": Rule(group="embeddings", lr_mul=75.0, decay=0.008, betas=(0.75, 0.95)),
+            "value_gate": Rule(group="small", betas=(0.9, 0.99)),
+            "smear_gate": Rule(group="small", lr_mul=0.01, betas=(0.9, 0.99)),
+            "smear_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
+            "residual_scale": Rule(group="small", lr_mul=5.0),
+            "embed_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
+            "ngram_gate": Rule(group="small", betas=(0.9, 0.99)),
+            "exclusive_gate": Rule(group="small", betas=(0.9, 0.99)),
+            "output_gate": Rule(group="small", betas=(0.9, 0.99)),
+            "skip_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
+        },
+        matrix_update="muon",
+        matrix_lr=0.023,
+        matrix_decay=0.03,
+        momentum_start=0.85,
+        momentum_peak=0.95,
+        momentum_warmup=0.19,
+        momentum_cooldown=0.03,
+        basis_every=10,
+        one_sided_above=1024,
+        adam_lr=0.008,
+        adam_every=2,
+        ngram_lr=0.05,
+        ngram_floor=0.2,
+        val_tokens=10_485_760,
+        val_sha256="",
+        val_batch_tokens=65536,
+        val_windows=(768, 2560),
+        val_every=250,
+        target_loss=3.28,
+        dtype="bfloat16",
+        float8=False,
+    ),
+}
+
+
+def default_track():
+    """(name of the track to run where none is named, the reason in words)."""
+    if not torch.cuda.is_available():
+        return "nano", "torch sees no CUDA device"
+    if not any(Path(TRACKS["fineweb"].data).glob("*_train_*.bin")):
+        return "nano", f"no shards in {TRACKS['fineweb'].data}"
+    return "fineweb", "CUDA and FineWeb's shards are present"
+
+
+# ----- schedules: pure functions of the step
+
+
+def stage_at(config, step):
+    """The Stage that is in force at a step."""
+    return [stage for stage in config.stages if stage.start * config.steps <= step][-1]
+
+
+def training_tokens(config):
+    """How many tokens the whole schedule trains on."""
+    micro_batches = sum(stage_at(config, step).micro_batches for step in range(config.steps))
+    return micro_batches * config.micro_batch_tokens
+
+
+def lr_multiplier(config, step):
+    """The stage's factor, then a linear fall to final_lr over the last `cooldown` of the run."""
+    left = (config.steps - step) / max(1.0, config.cooldown * config.steps)
+    peak = stage_at(config, step).lr_mul
+    return config.final_lr + (peak - config.final_lr) * min(1.0, left)
+
+
+def momentum_at(config, step):
+    """Muon's momentum: a linear rise, a plateau, and a linear fall at the end."""
+    risen = step / max(1.0, config.momentum_warmup * config.steps)
+    left = (config.steps - step) / max(1.0, config.momentum_cooldown * config.steps)
+    low = config.momentum_start
+    high = config.momentum_peak
+    return low + (high - low) * min(1.0, risen, left)
+
+
+def untie_step(config):
+    """The step before which head and embedding are one tensor; 0 if they always are two.
+
+    It is the first of a cycle of Adam's, whose summed gradients belong to one model.
+    """
+    cycles = math.ceil(round(config.untie_at * config.steps) / config.adam_every)
+    return cycles * config.adam_every
+
+
+def is_tied_before(config, step):
+    """Whether head and embedding are one in the model that the steps before this one leave."""
+    return step <= untie_step(config) and untie_step(config) > 0
+
+
+class Window(NamedTuple):
+    """Which keys a layer's queries see, at most."""
+
+    size: int  # positions, the query's own among them
+    positions: int  # of a token: 1, or one for each of a pair of heads
+
+
+class Phase(NamedTuple):
+    """What the compiled model depends on: each new value is compiled anew."""
+
+    windows: tuple  # the Window of each layer
+    mtp_weights: tuple  # loss weights of the next, second-next, ... token
+    max_segment: int  # tokens of the longest segment that attention sees at once
+    softmax_rows: int  # rows of the vocabulary in the softmax; 0: all
+    is_tied: bool  # whether the head is the embedding, too
+
+
+def layer_windows(config, sizes):
+    """The Window of each layer: the last of `sizes` in long layers, elsewhere the first."""
+    return tuple(
+        Window(
+            size=sizes[-1] if layer in config.long_layers else sizes[0],
+            positions=2 if layer in config.paired_layers else 1,
+        )
+        for layer in range(config.num_layers)
+    )
+
+
+def training_phase(config, step):
+    """The Phase of a training step."""
+    stage = stage_at(config, step)
+    return Phase(
+        windows=layer_windows(config, stage.windows),
+        mtp_weights=stage.mtp_weights,
+        max_segment=min(stage.document_cap, config.micro_batch_tokens),
+        softmax_rows=stage.softmax_rows,
+        is_tied=step < untie_step(config),
+    )
+
+
+def evaluation_phase(config, step, length):
+    """The Phase of a forward pass over `length` tokens outside training, before a step.
+
+    It is the model as the last step left it: untying is the first thing that the next one does.
+    Only the next token is scored, over the whole vocabulary.
+    """
+    windows = config.val_windows if step == config.steps else stage_at(config, step).windows
+    return Phase(
+        windows=layer_windows(config, windows),
+        mtp_weights=(1.0,),
+        max_segment=length,
+        softmax_rows=0,
+        is_tied=is_tied_before(config, step),
+    )
+
+
+def long_windows_until(config, step):
+    """The long windows that training has used until a step, in order: what YaRN needs to know."""
+    last = min(step, config.steps - 1)
+    used = [stage.windows[-1] for stage in config.stages if stage.start * config.steps <= last]
+    return tuple(window for window, _ in itertools.groupby(used))
+
+
+# 3. Tokens =======================================================================================
+
+SHARD_MAGIC = 20240520
+SHARD_VERSION = 1
+HEADER_INTS = 256
+PREFETCH = 4  # steps that the loader's thread works ahead
+# Segments that a micro-batch has room for: FlashAttention starts blocks for each. FineWeb has at
+# most 56 in 16,384 tokens (modded-nanogpt, record of 2026-03-22). For more of them it is the next
+# power of two, at one compilation more.
+SEGMENT_ROOM = 64
+
+
+def open_shard(path):
+    """Map a token shard (llm.c's format) as a read-only uint16 array. Raises ConfigError."""
+    path = Path(path)
+    remedy = "rebuild or download it again (data/text.py, data/fineweb.py)"
+    require(path.is_file(), f"{path}: no file, and a shard is one")
+    size = path.stat().st_size
+    header_size = 4 * HEADER_INTS
+    require(
+        size >= header_size,
+        f"{path}: {size} bytes, shorter than the {header_size}-byte header; {remedy}",
+    )
+    magic, version, count = np.fromfile(path, dtype="<i4", count=HEADER_INTS)[:3]
+    held = (size - header_size) / 2
+    require(
+        magic == SHARD_MAGIC,
+        f"{path}: magic {magic}, expected {SHARD_MAGIC}: not a token shard; {remedy}",
+    )
+    require(
+        version == SHARD_VERSION,
+        f"{path}: shard version {version}, expected {SHARD_VERSION}; {remedy}",
+    )
+    require(
+        count == held,
+        f"{path}: header says {count} tokens, the file holds {held:.12g}: truncated; {remedy}",
+    )
+    require(count > 0, f"{path}: no tokens; {remedy}")
+    return np.memmap(path, dtype="<u2", mode="r", offset=header_size)
+
+
+def file_sha256(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_manifest(folder):
+    """{file name: sha256} of a corpus' manifest; None where it has none. Raises ConfigError."""
+    path = Path(folder, "manifest.json")
+    if not path.is_file():
+        return None
+    try:
+        return {row["file"]: row["sha256"] for row in json.loads(path.read_bytes())["shards"]}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read ({one_line(error)}); build it again") from None
+
+
+def check_shard(path, tokens, config, manifest):
+    """Check that a shard is what its manifest says and that its ids suit the tokenizer."""
+    largest = int(tokens.max())
+    require(
+        largest <= config.eot_token,
+        f"{path}: token id {largest} is beyond the {config.tokenizer} vocabulary "
+        f"(0 to {config.eot_token}); is --tokenizer right?",
+    )
+    require(
+        manifest is None or manifest.get(path.name) == file_sha256(path),
+        f"{path}: its sha256 is not the manifest's: changed or damaged; build or download the "
+        "corpus again, in an empty folder",
+    )
+
+
+def split_off_index(tokens, share, eot_token):
+    """(tokens to train on, tokens for the index) of a shard, cut where a document starts.
+
+    The index gets the last `share` of it, whole documents. The first token of what is indexed also
+    ends the other part, as a target.
+    """
+    cut = round(len(tokens) * (1 - share))
+    starts = np.flatnonzero(tokens[cut:] == eot_token)
+    cut = cut + int(starts[0]) if len(starts) else len(tokens)
+    return np.array(tokens[: cut + 1]), np.array(tokens[cut:])
+
+
+def usable_tokens(tokens, config):
+    """How many tokens of a shard micro-batches can take; its last token is only a target."""
+    return (len(tokens) - 1) // config.micro_batch_tokens * config.micro_batch_tokens
+
+
+class Corpus(NamedTuple):
+    """The tokens of a run, uint16."""
+
+    shards: list  # training shards; only the first is in memory, the others are mapped files
+    indexed: Any  # (n,) for the index of the training text
+    val: Any  # (val_tokens + 1,)
+
+
+def open_corpus(config):
+    """Open and check all shards that a run needs. Raises ConfigError where they do not suit it."""
+    folder = Path(config.data)
+    manifest = read_manifest(folder)
+    builder = {"python": "text.py", "cpp": "text.py --corpus cpp", "fineweb10B": "fineweb.py"}
+    found = {}
+    for split in ("train", "val"):
+        found[split] = sorted(folder.glob(f"*_{split}_*.bin"))
+        require(
+            found[split],
+            f"{folder}: no *_{split}_*.bin shards; build them with "
+            f"`python data/{builder.get(folder.name, 'text.py PATH')}`, or name another folder "
+            "with --data",
+        )
+    shards = [open_shard(path) for path in found["train"]]
+    share = config.index_share if config.index_orders else 0.0
+    shards[0], indexed = split_off_index(shards[0], share, config.eot_token)
+    needed = training_tokens(config)
+    available = 0
+    for path, tokens in zip(found["train"], shards, strict=True):
+        if available <= needed:  # the run gets here
+            check_shard(path, open_shard(path), config, manifest)
+        available += usable_tokens(tokens, config)
+    available *= config.epochs
+    require(
+        needed <= available,
+        f"{folder}: the schedule takes {needed:,} training tokens, shards hold {available:,} in "
+        f"{config.epochs} epoch(s) beside the index; lower --steps or --index-share, raise "
+        "--epochs, or add shards",
+    )
+    return Corpus(shards, indexed, open_validation(config, found["val"], manifest))
+
+
+def open_validation(config, paths, manifest):
+    """The first val_tokens tokens of the validation split and the one behind them, uint16."""
+    parts = []
+    needed = config.val_tokens + 1
+    for path in paths:
+        tokens = open_shard(path)
+        check_shard(path, tokens, config, manifest)
+        parts.append(np.array(tokens[: needed - sum(map(len, parts))]))
+    val = np.concatenate(parts)
+    most = (len(val) - 1) // config.val_batch_tokens * config.val_batch_tokens
+    require(
+        len(val) == needed,
+        f"{config.data}: val_tokens={config.val_tokens:,}, but the validation split holds "
+        f"{len(val):,}; --val-tokens at most {most}",
+    )
+    return val
+
+
+def validation_hash(val):
+    return hashlib.sha256(np.ascontiguousarray(val).tobytes()).hexdigest()
+
+
+@dataclass
+class MicroBatch:
+    """What one forward pass reads: T tokens, with C columns of the table, on the model's device."""
+
+    inputs: Tensor  # (T,) int32 token ids
+    targets: Tensor  # (T,) int64 next token ids
+    segment_start: Tensor  # (T,) int32: index in [0, T) at which the token's segment starts
+    segment_bounds: Tensor  # (S+1,) int32: where segments start, then T as often as there is room
+    slots: Tensor  # (T, C) int32: where NgramTable.lookup finds the token's rows
+    signs: Tensor  # (T, C) float32 of +-1, or 0 for no row
+
+
+class TokenWindow(NamedTuple):
+    """Where the tokens of a micro-batch stand: spans of a Text, each of one document."""
+
+    text: Any  # Text
+    spans: list  # [(low, high), ...]: attention segments, laid end to end
+
+    def gather(self, values, shift=0):
+        """The values (n, ...), one for each token of the text, of the tokens of the spans."""
+        parts = [values[low + shift : high + shift] for low, high in self.spans]
+        return np.concatenate(parts)
+
+
+@dataclass
+class Batch:
+    """One rank's part of a step."""
+
+    micro_batches: list
+    plan: Any  # RowPlan of the rows of the table that they read
+    tokens: int  # of the step, on all ranks
+    state: dict  # of the loader behind this step
+
+
+def contiguous_window(text, low, length):
+    """The TokenWindow of `length` tokens from `low` on, cut where documents start."""
+    first, last = np.searchsorted(text.starts, [low + 1, low + length])
+    edges = [low, *text.starts[first:last].tolist(), low + length]
+    return TokenWindow(text, list(itertools.pairwise(edges)))
+
+
+def to_device(array, device):
+    """Copy a numpy array to the device; on CUDA through pinned memory, and without a sync."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
+
+
+def assemble(window, slots, signs, device):
+    """Build the MicroBatch of a TokenWindow and its rows' slots and signs (numpy) on the device."""
+    tokens = window.text.tokens
+    lengths = np.array([high - low for low, high in window.spans])
+    starts = np.cumsum(lengths) - lengths
+    room = max(SEGMENT_ROOM, 1 << (len(starts) - 1).bit_length())
+    bounds = np.full(room + 1, lengths.sum(), np.int32)
+    bounds[: len(starts)] = starts
+    return MicroBatch(
+        inputs=to_device(window.gather(tokens).astype(np.int32), device),
+        targets=to_device(window.gather(tokens, shift=1).astype(np.int64), device),
+        segment_start=to_device(np.repeat(starts, lengths).astype(np.int32), device),
+        segment_bounds=to_device(bounds, device),
+        slots=to_device(slots, device),
+        signs=to_device(signs, device),
+    )
+
+
+def load_shard(shard):
+    """The tokens of a shard in memory: to read a mapped file that was cut short ends a process."""
+    if isinstance(shard, np.memmap):
+        return np.fromfile(shard.filename, "<u2", offset=4 * HEADER_INTS)
+    return shard
+
+
+class TrainLoader:
+    """Deterministic stream of steps, which a thread assembles ahead.
+
+    Documents are cut into pieces of at most the largest document cap. A shard's pieces are shuffled
+    by the seed and laid end to end into micro-batches, which begin with the rest of a piece. A
+    smaller cap at a step splits pieces further. What fills no micro-batch at a shard's end is
+    dropped. `state` says where the stream is: shards opened before, piece of the shard, token of
+    the piece.
+    """
+
+    START = {"shard": 0, "piece": 0, "offset": 0}
+
+    def __init__(self, config, shards, runtime, index, first_step=0, state=None):
+        self.config = config
+        self.shards = shards
+        self.runtime = runtime
+        self.index = index
+        self.state = dict(state or self.START)
+        self.step = first_step  # the next one to assemble
+        require(
+            self.state["shard"] < config.epochs * len(shards),
+            f"{self.state}: a place beyond the corpus; use another checkpoint",
+        )
+        self.open_shard()
+        self.ahead = deque()
+        self.thread = ThreadPoolExecutor(1, initializer=runtime.use_device)
+
+    def open_shard(self):
+        """Cut the current shard's documents into pieces, and shuffle these."""
+        opened = self.state["shard"]
+        cap = max(stage.document_cap for stage in self.config.stages)
+        tokens = load_shard(self.shards[opened % len(self.shards)])
+        self.text = Text(tokens, self.config)
+        ends = np.append(self.text.starts[1:], len(tokens) - 1)  # the last token is only a target
+        lows = [
+            np.arange(start, end, cap) for start, end in zip(self.text.starts, ends, strict=True)
+        ]
+        self.piece_low = np.concatenate(lows)
+        counts = [len(low) for low in lows]
+        self.piece_high = np.minimum(self.piece_low + cap, np.repeat(ends, counts))
+        rng = np.random.default_rng([self.config.seed, opened])
+        self.order = rng.permutation(len(self.piece_low))
+
+    def next_window(self, cap):
+        """The TokenWindow of the next micro-batch, with segments of at most `cap` tokens."""
+        spans = []
+        missing = self.config.micro_batch_tokens
+        while missing:
+            if self.state["piece"] == len(self.order):
+                self.state = {"shard": self.state["shard"] + 1, "piece": 0, "offset": 0}
+                self.open_shard()
+                spans = []
+                missing = self.config.micro_batch_tokens
+            piece = self.order[self.state["piece"]]
+            low = int(self.piece_low[piece]) + self.state["offset"]
+            left = int(self.piece_high[piece]) - low
+            taken = min(left, cap, missing)
+            spans.append((low, low + taken))
+            missing -= taken
+            if taken == left:
+                self.state["piece"] += 1
+                self.state["offset"] = 0
+            else:
+                self.state["offset"] += taken
+        return TokenWindow(self.text, spans)
+
+    def make_batch(self, step):
+        """Assemble this rank's part of a step, in the thread."""
+        config = self.config
+        runtime = self.runtime
+        stage = stage_at(config, step)
+        windows = [self.next_window(stage.document_cap) for _ in range(stage.micro_batches)]
+        windows = windows[runtime.rank :: runtime.world_size]
+        if stage.softmax_rows:
+            for window in windows:
+                self.check_distinct_targets(window, stage.softmax_rows, step)
+        found = runtime.in_parallel(lambda window: table_rows(window, config, self.index), windows)
+        # A rank may have no micro-batch of a step, and takes part in the exchange all the same.
+        none = rows_and_signs(np.empty((0, config.columns), np.uint64), 0, config.ngram_rows)
+        rows, signs = map(np.concatenate, zip(none, *found, strict=True))
+        plan, slots = plan_rows(rows, signs, config, runtime, runtime.loader_group)
+        length = config.micro_batch_tokens
+        micro_batches = []
+        for number, window in enumerate(windows):
+            own = slice(number * length, (number + 1) * length)
+            micro_batches.append(assemble(window, slots[own], signs[own], runtime.device))
+        tokens = stage.micro_batches * config.micro_batch_tokens
+        return Batch(micro_batches, plan, tokens, dict(self.state))
+
+    def check_distinct_targets(self, window, rows, step):
+        """Refuse a softmax that has no row left to stand for the rest of the vocabulary."""
+        vocab = self.config.vocab_size
+        distinct = len(np.unique(window.gather(window.text.tokens, shift=1)))
+        require(
+            distinct < rows or rows == vocab,
+            f"softmax_rows={rows}: a micro-batch of step {step} has {distinct} different "
+            "targets, which all take part, and others must stand for the rest of the vocabulary; "
+            "raise it, or 0 for the whole vocabulary",
+        )
+
+    def next_batch(self):
+        """The next step's Batch, None behind the last one; raises what the thread has raised."""
+        while len(self.ahead) < PREFETCH and self.step < self.config.steps:
+            self.ahead.append(self.thread.submit(self.make_batch, self.step))
+            self.step += 1
+        return self.ahead.popleft().result() if self.ahead else None
+
+    def close(self):
+        """End the thread: one inside torch would abort a process that ends."""
+        self.thread.shutdown(cancel_futures=True)
+
+
+# 4. Rows =========================================================================================
+# Each token reads rows of one table. Which ones is a hash of
+# - n-grams: the last n tokens;
+# - copies: what followed an earlier occurrence of the last n tokens in the document;
+# - the index: what mostly follows the last n tokens in a part of the training text.
+# All of it looks at the same document alone, at or before the token. The loops are compiled by
+# numba, without the interpreter's lock; warm_up() compiles them ahead of the clock.
+
+TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)
+MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, odd
+HASH_BASE = np.uint64(pow(0x9E3779B97F4A7C15, -1, 2**64))
+LOW_HALF = np.uint64(0xFFFFFFFF)
+LOW_TOKEN = np.uint64(0xFFFF)
+NO_GUESS = np.uint64(2**16 - 1)  # no token's id
+STRETCH = 2**18  # tokens of a document in which copies are looked for at once
+COPIES_KEPT = 2**25  # tokens whose copies are remembered: 2 bytes a column
+INDEX_CHUNK = 2**15  # tokens that the index reads at once
+# An entry of the index is 64 bits: a tag of the n-gram (14), votes for the first token (2), and the
+# third, the second and the first token (16 each).
+INDEX_GUESSES = 3
+TAG_SHIFT = np.uint64(50)
+VOTES_SHIFT = np.uint64(48)
+TOKEN_SHIFT = np.uint64(16)
+NO_VOTE = np.uint64(0)
+ONE_VOTE = np.uint64(1)
+MOST_VOTES = np.uint64(3)
+
+compiled = functools.partial(njit, nogil=True, cache=True)
+
+
+@compiled
+def rolling_hash(tokens, order, eot_token):
+    """Keys of the n-grams that end at each of tokens (L,): (L,) uint64, equal where tokens are.
+
+    A key is the polynomial of the tokens' random numbers in HASH_BASE modulo 2^64 (Karp & Rabin
+    1987), the last token first. Where the document has fewer than `order` tokens it is of these.
+    """
+    leaving = np.uint64(1)  # HASH_BASE to the power of the order
+    for _ in range(order):
+        leaving *= HASH_BASE
+    keys = np.empty(len(tokens), np.uint64)
+    key = np.uint64(0)
+    start = 0
+    for i in range(len(tokens)):
+        if tokens[i] == eot_token:
+            key = np.uint64(0)
+            start = i
+        key = key * HASH_BASE + TOKEN_HASH[tokens[i]]
+        if i - start >= order:
+            key -= leaving * TOKEN_HASH[tokens[i - order]]
+        keys[i] = key
+    return keys
+
+
+@compiled
+def latest_matches(keys, first):
+    """The latest earlier position with the same key: (L,) int32, -1 for none.
+
+    Positions below `first` neither find nor are found.
+    """
+    size = 1
+    shift = np.uint64(64)
+    while size < 2 * len(keys):
+        size *= 2
+        shift -= np.uint64(1)
+    newest = np.full(size, -1, np.int32)  # a hash table of positions, by open addressing
+    found = np.full(len(keys), -1, np.int32)
+    for i in range(first, len(keys)):
+        slot = np.int64(keys[i] >> shift)
+        while newest[slot] >= 0 and keys[newest[slot]] != keys[i]:
+            slot = (slot + 1) & (size - 1)
+        found[i] = newest[slot]
+        newest[slot] = i
+    return found
+
+
+@compiled
+def copy_tokens(tokens, matches, place, reach, copies):
+    """Write to copies (L,) the tokens that followed matches, at the latest place but `place`.
+
+    copies is left as it is where there is no match at most `reach` back.
+    """
+    for i in range(len(tokens)):
+        match = matches[i]
+        for _ in range(place):  # the match of a match is the place before it
+            if match >= 0:
+                match = matches[match]
+        if match >= 0 and i - match <= reach:
+            copies[i] = tokens[match + 1]
+
+
+@compiled
+def slot_and_tag(key, bits):
+    """(entry of the index, tag) of an n-gram: the upper bits of its key, and the 14 behind them."""
+    slot = key >> np.uint64(64 - bits)
+    tag = (key >> np.uint64(50 - bits)) & np.uint64(0x3FFF)
+    return np.int64(slot), tag
+
+
+@compiled
+def unpacked(entry):
+    """(tag, votes, first, second and third token) of an entry of the index; NO_GUESS: no token."""
+    first = entry & LOW_TOKEN
+    second = (entry >> TOKEN_SHIFT) & LOW_TOKEN
+    third = (entry >> (TOKEN_SHIFT + TOKEN_SHIFT)) & LOW_TOKEN
+    return entry >> TAG_SHIFT, (entry >> VOTES_SHIFT) & MOST_VOTES, first, second, third
+
+
+@compiled
+def packed(tag, votes, first, second, third):
+    """The entry of the index that `unpacked` takes apart."""
+    tokens = (((third << TOKEN_SHIFT) | second) << TOKEN_SHIFT) | first
+    return (tag << TAG_SHIFT) | (votes << VOTES_SHIFT) | tokens
+
+
+@compiled
+def voted(entry, tag, token):
+    """An entry of the index after `token` has followed an n-gram with this tag.
+
+    It is a majority vote (Boyer & Moore 1981) among the n-grams that share an entry, and among the
+    tokens that follow. The first token gains a vote when it follows once more, and loses one when
+    anything else happens; once it has none, an n-gram with another tag takes the entry. A newcomer
+    takes the second place, or the third if the second is taken. It moves up when it follows again,
+    to the first place only while its holder has no vote.
+    """
+    old_tag, votes, first, second, third = unpacked(entry)
+    if tag != old_tag or entry == 0:
+        if votes > NO_VOTE:
+            return entry - (ONE_VOTE << VOTES_SHIFT)
+        return packed(tag, NO_VOTE, token, NO_GUESS, NO_GUESS)
+    if token == first:
+        return packed(tag, min(votes + ONE_VOTE, MOST_VOTES), first, second, third)
+    if token == third:
+        second, third = third, second
+    elif token != second and second == NO_GUESS:
+        second = token
+    elif token != second:
+        third = token
+    elif votes == NO_VOTE:
+        first, second = second, first
+    if votes > NO_VOTE:
+        votes -= ONE_VOTE
+    return packed(tag, votes, first, second, third)
+
+
+@compiled
+def vote(entries, bits, keys, following):
+    """Read n-grams by their keys (L,), with the tokens that follow them, into entries in place.
+
+    Of the n-grams of one call that share an entry only the last one votes: what one document says a
+    hundred times in a row is one opinion.
+    """
+    slots = np.empty(len(keys), np.int64)
+    revised = np.empty(len(keys), np.uint64)
+    # Three loops: the processor waits for many entries at once in the first one, and in the last.
+    for i in range(len(keys)):
+        slots[i], _ = slot_and_tag(keys[i], bits)
+        revised[i] = entries[slots[i]]
+    for i in range(len(keys)):
+        _, tag = slot_and_tag(keys[i], bits)
+        revised[i] = voted(revised[i], tag, np.uint64(following[i]))
+    for i in range(len(keys)):
+        entries[slots[i]] = revised[i]
+
+
+@compiled
+def look_up(entries, bits, keys, guesses):
+    """Write to guesses (INDEX_GUESSES, L) uint64 the tokens that follow n-grams (L,) by their keys,
+    the first one with its votes."""
+    for i in range(len(keys)):
+        slot, tag = slot_and_tag(keys[i], bits)
+        entry = entries[slot]
+        old_tag, votes, first, second, third = unpacked(entry)
+        if entry != 0 and tag == old_tag:
+            guesses[0, i] = first | (votes << TOKEN_SHIFT)
+            guesses[1, i] = second
+            guesses[2, i] = third
+
+
+@compiled
+def rows_and_signs(keys, first_guess, num_rows):
+    """Rows (t, C) int32 in [0, num_rows) and signs (t, C) float32 of the table, for keys (t, C).
+
+    A key is an n-gram's, or, from the column `first_guess` on, a guess at the next token. Columns
+    have rows of their own. The sign is one more bit of the hash: two that share a row push it
+    apart half of the time (count-sketch's trick). It is 0 where there is no guess.
+    """
+    rows = np.empty(keys.shape, np.int32)
+    signs = np.empty(keys.shape, np.float32)
+    for i in range(keys.shape[0]):
+        for column in range(keys.shape[1]):
+            key = keys[i, column] + TOKEN_HASH[column]
+            key = (key ^ (key >> np.uint64(29))) * MIX
+            key ^= key >> np.uint64(32)
+            rows[i, column] = ((key & LOW_HALF) * np.uint64(num_rows)) >> np.uint64(32)
+            if column >= first_guess and keys[i, column] == NO_GUESS:
+                signs[i, column] = 0.0
+            elif key >> np.uint64(40) & np.uint64(1):
+                signs[i, column] = 1.0
+            else:
+                signs[i, column] = -1.0
+    return rows, signs
+
+
+class Text:
+    """Tokens (L,) uint16, where their documents start, and the copies that were found in them."""
+
+    def __init__(self, tokens, config):
+        self.tokens = tokens
+        self.config = config
+        self.starts = np.union1d([0], np.flatnonzero(tokens == config.eot_token))
+        self.stretches = {}  # (start of the document, number of the stretch): its copies
+        self.kept = 0  # tokens of these
+        self.lock = threading.Lock()
+
+    def keys(self, low, high, orders):
+        """Keys of the n-grams that end at tokens low to high: (high - low, len(orders)) uint64."""
+        keys = np.empty((high - low, len(orders)), np.uint64)
+        for column, order in enumerate(orders):
+            begin = max(0, low - order + 1)
+            hashed = rolling_hash(self.tokens[begin:high], order, self.config.eot_token)
+            keys[:, column] = hashed[low - begin :]
+        return keys
+
+    def copies(self, low, high):
+        """What followed the last n tokens earlier in the document: (high - low, C) uint64.
+
+        low to high are of one document. The columns are the orders at the latest place, then those
+        at the place before it, and so on; NO_GUESS where there is none.
+        """
+        start = self.starts[np.searchsorted(self.starts, low, side="right") - 1]
+        parts = []
+        for number in range((low - start) // STRETCH, (high - 1 - start) // STRETCH + 1):
+            begin = start + number * STRETCH
+            copies = self.copies_of_stretch(start, number)
+            parts.append(copies[max(low - begin, 0) : high - begin])
+        return np.concatenate(parts)
+
+    def copies_of_stretch(self, start, number):
+        """The copies of a stretch of the document at `start`: remembered, or looked for."""
+        copies = self.stretches.get((start, number))
+        if copies is not None:
+            return copies
+        copies = self.find_copies(start, number)
+        with self.lock:  # two workers may have looked for the same ones
+            if (start, number) not in self.stretches:
+                self.stretches[start, number] = copies
+                self.kept += len(copies)
+            while self.kept > COPIES_KEPT and len(self.stretches) > 1:
+                oldest = next(iter(self.stretches))
+                self.kept -= len(self.stretches.pop(oldest))
+        return copies
+
+    def find_copies(self, start, number):
+        """The copies of a stretch of the document at `start`: (its length, C) uint16."""
+        config = self.config
+        low = start + number * STRETCH
+        begin = max(start, low - config.copy_reach - max(config.copy_orders) + 1)
+        after = np.searchsorted(self.starts, start, side="right")
+        end = self.starts[after] if after < len(self.starts) else len(self.tokens)
+        tokens = self.tokens[begin : min(end, low + STRETCH)]
+        columns = len(config.copy_orders) * config.copy_places
+        found = np.full((columns, len(tokens)), NO_GUESS, np.uint16)
+        for column, order in enumerate(config.copy_orders):
+            keys = rolling_hash(tokens, order, config.eot_token)
+            matches = latest_matches(keys, order - 1)
+            for place in range(config.copy_places):
+                copies = found[place * len(config.copy_orders) + column]
+                copy_tokens(tokens, matches, place, config.copy_reach, copies)
+        return np.ascontiguousarray(found[:, low - begin :].T)
+
+
+class TextIndex:
+    """Which tokens mostly follow an n-gram in training text, by order and hash: see `voted`."""
+
+    def __init__(self, config):
+        self.orders = config.index_orders
+        self.bits = config.index_bits
+        self.eot_token = config.eot_token
+        # Written once, so that no run's clock pays for memory that the system has yet to find.
+        entries = torch.empty(len(self.orders), 2**self.bits, dtype=torch.int64)
+        self.entries = entries.zero_()
+
+    def entries_of(self, column):
+        return self.entries[column].numpy().view(np.uint64)
+
+    def read(self, tokens, in_parallel=map):
+        """Take in training text, (n,) uint16; in_parallel: how to share out the orders."""
+
+        def read_order(column):
+            order = self.orders[column]
+            for low in range(0, len(tokens) - 1, INDEX_CHUNK):
+                begin = max(0, low - order)
+                end = min(low + INDEX_CHUNK, len(tokens) - 1)
+                keys = rolling_hash(tokens[begin:end], order, self.eot_token)[low - begin :]
+                vote(self.entries_of(column), self.bits, keys, tokens[low + 1 : end + 1])
+
+        list(in_parallel(read_order, range(len(self.orders))))
+
+    def guesses(self, keys):
+        """The tokens that follow n-grams, by keys (t, C): (t, C * INDEX_GUESSES) uint64, order by
+        order, the first one with its votes."""
+        found = np.full((len(self.orders), INDEX_GUESSES, len(keys)), NO_GUESS, np.uint64)
+        for column in range(len(self.orders)):
+            look_up(self.entries_of(column), self.bits, keys[:, column], found[column])
+        return found.reshape(-1, len(keys)).T
+
+
+def table_rows(window, config, index):
+    """The rows of the table that the tokens of a TokenWindow read: (T, columns) int32 in
+    [0, config.ngram_rows), and their signs, float32 of +-1, or 0 for no row."""
+    text = window.text
+    parts = []
+    for low, high in window.spans:
+        columns = [text.keys(low, high, config.ngram_orders)]
+        if config.copy_orders:
+            columns.append(text.copies(low, high).astype(np.uint64))
+        if config.index_orders:
+            columns.append(index.guesses(text.keys(low, high, config.index_orders)))
+        parts.append(np.concatenate(columns, axis=1))
+    return rows_and_signs(np.concatenate(parts), len(config.ngram_orders), config.ngram_rows)
+
+
+# 5. Table ========================================================================================
+# A rank holds the rows that it owns, a range of the table. The loader's thread plans a step ahead
+# of it, on the CPU (plan_rows): which rows are read, who owns them, and at which slot a row will
+# stand among the values that travel here. The values are pulled before the step; the gradients of
+# each row are summed here and pushed back to its owner, who sums and updates. So no row travels
+# twice, and a row that is owned here never does. At world size 1 it is the plain table.
+
+
+@dataclass
+class RowPlan:
+    """The rows that a rank reads in a step, and the routes of their values and gradients.
+
+    This rank's N (token, column) pairs read U distinct rows. All ranks read R rows of this rank's
+    range, V distinct ones. At world size 1 these are the same rows, and there is nothing to merge.
+    """
+
+    token: Tensor  # (N,) int32: tokens that read the first of the U rows, then the second, ...
+    offsets: Tensor  # (U,) int32: where in `token` those of each row begin
+    signs: Tensor  # (N,) float32 of +-1 or 0, in the order of `token`
+    owned: Tensor  # (V,) int64, rising: the rows to update, counted from the range's start
+    asked: Tensor  # (R,) int64, rank after rank: the rows to send, counted likewise
+    send: list  # how many of the U rows each rank owns: their order is that of their ids
+    receive: list  # how many of `asked` each rank reads
+    merge: tuple  # positions in `asked` of owned[0], then owned[1], ... (R,); offsets (V,); int32
+
+
+def stable_order(ids):
+    """What sorts integers (n,) from 0 to 2^31 - 1 stably, 16 bits at a time.
+
+    Of 16 bits numpy does a radix sort: both take a quarter of the time of its sort of 32.
+    """
+    order = np.argsort(ids.astype(np.uint16), kind="stable")
+    upper = (ids >> 16).astype(np.uint16)
+    return order[np.argsort(upper[order], kind="stable")]
+
+
+def group_equal(ids):
+    """Group equal ones of integers (n,) from 0 to 2^31 - 1.
+
+    Returns the distinct ones, rising, (u,); int32 positions (n,) of the first one's occurrences,
+    then of the second's, and so on; and where in these each begins, (u,) int32.
+    """
+    order = stable_order(ids)
+    ordered = ids[order]
+    is_first = np.ones(len(ids), bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    offsets = np.flatnonzero(is_first)
+    return ordered[offsets], order.astype(np.int32), offsets.astype(np.int32)
+
+
+def sum_groups(values, positions, offsets, weights=None):
+    """Sums (u, d) float32 of the rows of values (n, d) that `group_equal` has put together.
+
+    The order of the sums is fixed, and no atomics are used.
+    """
+    return F.embedding_bag(
+        positions, values.float(), offsets, mode="sum", per_sample_weights=weights
+    )
+
+
+def plan_rows(rows, signs, config, runtime, group=None, name="ngram_indices"):
+    """Build the RowPlan of a step, together with all ranks, and find each row's slot.
+
+    rows, signs: (n, C) of this rank's tokens. group: the process group of the calling thread.
+    name: for the ledger. Counts and indices travel here, ahead of the values, whose sizes both
+    sides then know. Returns (plan, slots (n, C) int32: where lookups find each of `rows`).
+    """
+    distinct, order, offsets = group_equal(rows.ravel())
+    require(
+        not len(distinct) or 0 <= distinct[0] <= distinct[-1] < config.ngram_rows,
+        f"n-gram rows leave the table's range 0 to {config.ngram_rows - 1}; correct table_rows()",
+    )
+    if runtime.world_size == 1:
+        owned = to_device(distinct.astype(np.int64), runtime.device)
+        routes = {"owned": owned, "asked": owned, "send": [], "receive": [], "merge": ()}
+        slots = rows
+    else:
+        routes = plan_routes(distinct, config, runtime, group, name)
+        slots = np.empty(rows.size, np.int32)
+        counts = np.diff(np.append(offsets, rows.size))
+        slots[order] = np.repeat(np.arange(len(distinct), dtype=np.int32), counts)
+        slots = slots.reshape(rows.shape)
+    plan = RowPlan(
+        token=to_device(order // max(1, rows.shape[1]), runtime.device),
+        offsets=to_device(offsets, runtime.device),
+        signs=to_device(signs.ravel()[order], runtime.device),
+        **routes,
+    )
+    return plan, slots
+
+
+def plan_routes(distinct, config, runtime, group, name):
+    """Tell owners which rows this rank reads, and hear which of its own are read: the fields of
+    RowPlan that say so."""
+    world_size = runtime.world_size
+    chunk = math.ceil(config.ngram_rows / world_size)
+
+    def exchange(array, send, receive):
+        tensor = torch.from_numpy(array.astype(np.int32))
+        out, work = runtime.all_to_all(tensor, send, receive, name, group)
+        wait(work)
+        return out.numpy()
+
+    one_each = [1] * world_size
+    send = np.bincount(distinct // chunk, minlength=world_size)
+    receive = exchange(send, one_each, one_each)
+    asked = exchange(distinct, send.tolist(), receive.tolist())
+    asked = asked - runtime.owned_range(config.ngram_rows)[0]
+    owned, positions, offsets = group_equal(asked)
+    device = runtime.device
+    return {
+        "owned": to_device(owned.astype(np.int64), device),
+        "asked": to_device(asked.astype(np.int64), device),
+        "send": send.tolist(),
+        "receive": receive.tolist(),
+        "merge": (to_device(positions, device), to_device(offsets, device)),
+    }
+
+
+class Group:
+    """Parameters that step, travel and are saved together.
+
+    Optimizer.step takes all groups that are due through three calls, each of which gets what the
+    one before it has returned:
+        reduce(step)                   start to sum their gradients over ranks
+        update(step, lr_mul, pending)  wait for the sums, update, start to send the new values
+        receive(pending)               take over what other ranks have sent
+    What `reduce` returns is a list, and `update` may be called for each of its items in turn.
+    `tensors()` are all that a step changes on this rank, by name; `size()` counts the group's
+    values; `full_state()` is what a checkpoint keeps of it, whatever the world size, and `load`
+    takes that back.
+    """
+
+    every = 1  # steps between updates
+    tokens = 0  # that all ranks have trained on since the group's last update
+    is_frozen = False
+
+    def is_due(self, step):
+        """Whether the group is updated at a step: every k-th, and the run's last."""
+        is_last = step + 1 == self.config.steps
+        return not self.is_frozen and ((step + 1) % self.every == 0 or is_last)
+
+    def snapshot(self):
+        """A function that puts all tensors back to what they are now."""
+        kept = [(tensor, tensor.clone()) for tensor in self.tensors().values()]
+
+        def put_back():
+            for tensor, before in kept:
+                tensor.copy_(before)
+
+        return put_back
+
+
+def adagrad_rows_update(table, second, rows, grads, lr, floor):
+    """Row-wise Adagrad on distinct rows (u,) of the table (n, dim), in place, at their cost alone.
+
+    second: (n,), the sum of each row's mean squared gradients. grads: (u, dim), sums over tokens.
+    floor: a gradient RMS that is added to the moment: a row that is new where tokens are predicted
+    well should hardly move.
+    """
+    moment = second[rows] + grads.square().mean(1)
+    second[rows] = moment
+    steps = grads * (-lr * (moment + floor * floor).rsqrt())[:, None]
+    # On a CPU this takes a third of the time of table[rows] += steps, for the same bits.
+    table.scatter_add_(0, rows[:, None].expand_as(steps), steps)
+
+
+class NgramTable(Group):
+    """This rank's rows of the table, their optimizer state, and all that travels of them.
+
+    Autograd never sees the table: `lookup` sums the rows of each token, and `accumulate` is given
+    the gradients of these sums.
+    """
+
+    name = "ngram_table"
+
+    def __init__(self, config, runtime):
+        self.config = config
+        self.runtime = runtime
+        self.index = TextIndex(config)
+        self.is_frozen = config.columns == 0 or config.ngram_lr == 0
+        self.rows = config.ngram_rows if config.columns else 0
+        self.low, self.high = runtime.owned_range(self.rows)
+        shape = self.high - self.low, config.model_dim
+        self.weight = torch.zeros(shape, device=runtime.device)
+        self.second = torch.zeros(shape[0], device=runtime.device)
+        self.grads = []  # of the step's micro-batches, (T, model_dim) each
+        self.plan = None  # of the step at hand, or of the next one once its rows are on their way
+        self.pulled = None  # (values, work) of its rows
+
+    def fetch(self, plan, name):
+        """Start to bring the rows of a plan here: (values (n, model_dim) float32, work)."""
+        if self.runtime.world_size == 1:
+            return self.weight, None
+        rows = self.weight[plan.asked]
+        return self.runtime.all_to_all(rows, plan.receive, plan.send, name)
+
+    def start_pull(self, plan):
+        """Start to bring the rows of a training step here, unless they are on their way."""
+        if plan is not self.plan:
+            self.plan = plan
+            self.pulled = self.fetch(plan, self.name)
+
+    def values_of(self, plan):
+        """The values (n, model_dim), float32, that the slots of a training step point into."""
+        self.start_pull(plan)
+        values, work = self.pulled
+        wait(work)
+        return values
+
+    def lookup(self, micro_batch, values):
+        """The sum of each token's signed rows: (T, model_dim), a leaf in the compute dtype.
+
+        None for a model without a table.
+        """
+        if not self.config.columns:
+            return None
+        signs = micro_batch.signs
+        summed = F.embedding_bag(micro_batch.slots, values, mode="sum", per_sample_weights=signs)
+        return summed.to(self.config.torch_dtype).requires_grad_(not self.is_frozen)
+
+    def accumulate(self, grad):
+        """Keep the gradient (T, model_dim) of the next micro-batch's summed loss."""
+        self.grads.append(grad)
+
+    def reduce(self, step):
+        """Sum the step's gradients by row, and start to push them to the rows' owners."""
+        plan = self.plan
+        none = self.weight.new_empty(0, self.config.model_dim)
+        sums = sum_groups(torch.cat([none, *self.grads]), plan.token, plan.offsets, plan.signs)
+        self.grads = []
+        return [self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)]
+
+    def update(self, step, lr_mul, pending):
+        """Update the rows that are owned here. Losses are summed, not averaged: a row learns from
+        its own tokens, however many others the step has."""
+        ((sums, work),) = pending
+        wait(work)
+        if self.plan.merge:
+            sums = sum_groups(sums, *self.plan.merge)
+        lr = self.config.ngram_lr * lr_mul
+        floor = self.config.ngram_floor
+        adagrad_rows_update(self.weight, self.second, self.plan.owned, sums, lr, floor)
+
+    def receive(self, pending):
+        """Nothing to take over: the rows that others have updated are pulled when they are read."""
+
+    def size(self):
+        return self.rows * self.config.model_dim
+
+    def snapshot(self):
+        """As Group.snapshot, of the rows of the step at hand: the table is too large for a copy."""
+        plan = self.plan
+        weight = self.weight[self.plan.owned]
+        second = self.second[plan.owned]
+
+        def put_back():
+            self.weight[plan.owned] = weight
+            self.second[plan.owned] = second
+
+        return put_back
+
+    def tensors(self):
+        return {"weight": self.weight, "second": self.second, "index": self.index.entries}
+
+    def full_state(self):
+        """The whole table on the host of all ranks, which must all call it."""
+        weight = self.weight.cpu()
+        second = self.second.cpu()
+        return {
+            "weight": self.runtime.join(weight, self.rows),
+            "second": self.runtime.join(second, self.rows),
+            "index": self.index.entries,
+        }
+
+    def load(self, state):
+        self.weight.copy_(state["weight"][self.low : self.high])
+        self.second.copy_(state["second"][self.low : self.high])
+        self.index.entries.copy_(state["index"])
+
+
+# 6. Layers =======================================================================================
+
+
+def norm(x):
+    """RMSNorm over the last axis, without weights."""
+    return F.rms_norm(x, (x.size(-1),), eps=torch.finfo(torch.float32).eps)
+
+
+def rotary_tables(length, head_dim, long_windows, device, dtype):
+    """Rotary position embedding, and the softmax scale for queries and keys of RMS 1.
+
+    Half of the channel pairs rotate, at 1 to 1/1024 radians a token. As the long window grows, YaRN
+    (Peng et al. 2023) slows the pairs that turn less than once in the old one by old/new, leaves
+    those that turn over 32 times, and sharpens the scale by 0.2 ln(new/old) + 1. In float64, for
+    positions of a long batch to be exact. long_windows: those so far. Returns (cos, sin, scale),
+    where the tables are (length, 1, head_dim // 2).
+    """
+    pairs = head_dim // 2
+    turning = (1 / 1024) ** torch.linspace(0, 1, pairs // 2, dtype=torch.float64)
+    speed = F.pad(turning, (0, pairs - pairs // 2))
+    scale = 1.35 / math.sqrt(head_dim)
+    for old, new in itertools.pairwise(long_windows):
+        turns = old * speed / (2 * math.pi)
+        kept = ((turns - 1) / 31).clamp(0, 1)
+        speed = speed * (old / new + kept * (1 - old / new))
+        scale = scale * (0.2 * math.log(new / old) + 1)
+    angle = torch.arange(length, dtype=torch.float64)[:, None, None] * speed
+    cos = angle.cos().to(device=device, dtype=dtype)
+    sin = angle.sin().to(device=device, dtype=dtype)
+    return cos, sin, scale
+
+
+def rotate(x, cos, sin):
+    """Rotate the channel pairs of x (T, heads, head_dim) by the angles of their positions."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
+
+
+def shifted(k, is_first):
+    """Keys (T, heads, head_dim) whose channels that do not rotate are those of the token before,
+    or 0 where is_first (T,).
+
+    So one layer can find what followed a token earlier (modded-nanogpt, record of 2025-12-14).
+    """
+    turning, still = k.unflatten(-1, (2, 2, -1)).unbind(-2)  # of each half of the channel pairs
+    still = F.pad(still, (0, 0, 0, 0, 0, 0, 1, -1)).masked_fill(is_first[:, None, None, None], 0)
+    return torch.stack([turning, still], dim=-2).flatten(-3)
+
+
+def in_pairs(x):
+    """Heads (T, heads, dim) as (2 T, heads / 2, dim): for each token one of a pair, then the other.
+
+    So a head sees the keys of both (modded-nanogpt, record of 2026-01-07).
+    """
+    return x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(0, 1)
+
+
+def out_of_pairs(y):
+    """The inverse of in_pairs."""
+    return y.unflatten(0, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
+def without_own_value(y, v, share):
+    """Outputs of attention (T, heads, dim) less a share (T, heads, 1) of their part along v, the
+    token's own value, which the residual stream has anyway (XSA, arXiv 2603.09078)."""
+    along = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
+    return y - share * along * v
+
+
+class BlockedAttention:
+    """Back end `sdpa`: softmax attention on any device, in time linear in T.
+
+    A block of queries attends to the keys of its own and of the preceding blocks that the window
+    reaches.
+    """
+
+    def prepare(self, micro_batch, phase, dtype):
+        """{Window: what is added to its scores}, once a micro-batch, for all layers."""
+        biases = {}
+        for window in set(phase.windows):
+            count = window.positions
+            start = (count * micro_batch.segment_start).repeat_interleave(count)
+            biases[window] = blocked_bias(start, window.size, dtype)
+        return biases
+
+    def attend(self, q, k, v, biases, window, scale):
+        """Attention of q, k, v (n, heads, head_dim), n a multiple of the block: the same shape."""
+        length, heads, dim = q.shape
+        block = math.gcd(window.size, ATTENTION_BLOCK)
+
+        def reached(x):
+            """(blocks, heads, size + block, dim): what each block reaches, zeros before 0."""
+            padded = F.pad(x, (0, 0, 0, 0, window.size, 0))
+            return padded.unfold(0, window.size + block, block).transpose(-1, -2)
+
+        queries = q.view(-1, block, heads, dim).transpose(1, 2)
+        keys = reached(k)
+        values = reached(v)
+        bias = biases[window][:, None]
+        if v.dtype == torch.float32:
+            y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)
+        else:  # bf16 SDPA on a CPU takes up to five times as long as the products, written out
+            scores = (queries @ keys.transpose(-1, -2)).float()
+            y = (scores * scale + bias).softmax(-1).to(v.dtype) @ values
+        return y.transpose(1, 2).reshape(length, heads, dim)
+
+
+def blocked_bias(segment_start, window, dtype):
+    """What BlockedAttention adds to its scores, (blocks, block, window + block).
+
+    It is 0 where query i sees key j, max(segment_start[i], i - window + 1) <= j <= i, else -inf.
+    The keys of a block of queries start `window` before it.
+    """
+    block = math.gcd(window, ATTENTION_BLOCK)
+    device = segment_start.device
+    query = torch.arange(len(segment_start), dtype=torch.int32, device=device).view(-1, block, 1)
+    reach = torch.arange(window + block, dtype=torch.int32, device=device)
+    key = query[:, :1] - window + reach
+    first = torch.maximum(segment_start.view(-1, block, 1), query - window + 1)
+    is_visible = (key >= first) & (key <= query)
+    bias = torch.zeros(is_visible.shape, dtype=dtype, device=device)
+    return bias.masked_fill_(~is_visible, -math.inf)
+
+
+class VarlenAttention:
+    """Back end `varlen`: FlashAttention over packed segments (CUDA, half precision).
+
+    For each head and segment its grid has a block for every 128 tokens of the longest segment.
+    """
+
+    def prepare(self, micro_batch, phase, dtype):
+        """{positions of a token: (bounds of its segments, the longest one)}."""
+        return {
+            count: (count * micro_batch.segment_bounds, count * phase.max_segment)
+            for count in {window.positions for window in phase.windows}
+        }
+
+    def attend(self, q, k, v, segments, window, scale):
+        from torch.nn.attention.varlen import varlen_attn
+
+        bounds, longest = segments[window.positions]
+        reach = (window.size - 1, 0)
+        return varlen_attn(
+            q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=reach
+        )
+
+
+class Float8Linear(torch.autograd.Function):
+    """x weightᵀ of x (T, dim) with rows of RMS 1 and weight (n, dim), forward in 8 bits (Hopper).
+
+    Gradients are those of the product in x's own type.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return float8_product(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.mT @ x
+
+
+def float8_product(x, weight):
+    """x weightᵀ by float8 tensor cores, in x's type. x (T, dim): rows of RMS 1; weight (n, dim)."""
+    # In rows of RMS 1 no value is larger than sqrt(dim), so that no maximum need be looked for.
+    largest = torch.full((), x.size(1) ** 0.5, device=x.device)
+    left, left_scale = in_float8(x, largest)
+    right, right_scale = in_float8(weight, weight.abs().amax())
+    return torch._scaled_mm(
+        left, right.T, left_scale, right_scale, out_dtype=x.dtype, use_fast_accum=True
+    )
+
+
+def in_float8(values, largest):
+    """(values in 8 bits, so scaled that `largest` just fits; the scale to multiply by again)."""
+    scale = (largest.float() / torch.finfo(torch.float8_e4m3fn).max).clamp_min(1e-30)
+    return (values.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+def mlp(x, up, down, use_float8):
+    """The ReLU^2 MLP of x (T, dim); up and down (mlp_dim, dim)."""
+    is_narrow = use_float8 and torch.is_grad_enabled()  # what is reported is exact
+    hidden = Float8Linear.apply(x, up) if is_narrow else F.linear(x, up)
+    return F.relu(hidden).square() @ down
+
+
+def gate(x, weight):
+    """Learned gates in (0, 2), 1 at the start: (T, n) from the first channels of x (T, model_dim).
+
+    weight: (n, GATE_DIM).
+    """
+    return 2 * torch.sigmoid(F.linear(x[:, :GATE_DIM].float(), weight.float())).to(x.dtype)
+
+
+# 7. Loss =========================================================================================
+
+LOSS_CHUNK = 2048  # tokens whose logits exist at a time
+
+
+class CappedCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of soft-capped logits, and its gradients, in one pass over the logits.
+
+    The plain form is GPT.logits and F.cross_entropy. With l = cap tanh(z / cap) for a product z of
+    hidden state and head, and the gap g = cap - l, which lies in (0, 2 cap):
+        loss at target t  =  ln sum_v exp(l_v) - l_t  =  ln sum_v exp(-g_v) + g_t
+        dl / dz           =  g (2 cap - g) / cap^2
+    So no maximum is needed, and the logits can give way to their gradients times the sum, which is
+    not known yet: dividing rows by it commutes with the products that follow. Only the targets'
+    columns are mended afterwards.
+
+    hidden (T, dim); head (V, dim); targets (T, K) and weights (T, K): the loss weights of K tokens
+    at a position; counts (V,) or None: how many rows of the vocabulary each row of head stands for;
+    needs_grad: whether gradients will be asked for; use_float8: products with the head in 8 bits.
+    Returns (the weighted sum of losses; losses (T,) of the first targets, without a gradient).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, head, targets, weights, counts, cap, needs_grad, use_float8):
+        columns = torch.arange(len(head), device=head.device)
+        # Where a position has one target twice, both places get the sum of their weights.
+        is_same = targets[:, :, None] == targets[:, None]
+        target_weights = (is_same * weights[:, None]).sum(-1)
+        row_weights = weights.sum(1, keepdim=True)
+        losses = []
+        hidden_grads = []
+        head_grad = torch.zeros_like(head) if needs_grad else None
+        for low in range(0, len(hidden), LOSS_CHUNK):
+            chunk = slice(low, low + LOSS_CHUNK)
+            x = hidden[chunk]
+            target = targets[chunk]
+            product = float8_product(x, head) if use_float8 else x @ head.T
+            gap = 2 * cap * torch.sigmoid(product.float() * (-2 / cap))
+            exp_logits = torch.exp(-gap)
+            if counts is not None:
+                exp_logits = exp_logits * counts
+            sum_exp = exp_logits.sum(1, keepdim=True)
+            # Gathered by comparison, which fuses with what made the logits.
+            target_gaps = [
+                torch.where(columns == one[:, None], gap, 0).sum(1) for one in target.unbind(1)
+            ]
+            target_gap = torch.stack(target_gaps, 1)
+            losses.append(sum_exp.log() + target_gap)
+            if needs_grad:
+                scale = row_weights[chunk] / sum_exp
+                share = target_weights[chunk] / scale.clamp_min(1e-30)
+                target_grad = (torch.exp(-target_gap) - share) * cap_slope(target_gap, cap)
+                grad = (exp_logits * cap_slope(gap, cap)).to(x.dtype)
+                grad = grad.scatter(1, target, target_grad.to(x.dtype))
+                hidden_grads.append(((grad @ head) * scale).to(x.dtype))
+                head_grad = torch.addmm(head_grad, grad.T, (x * scale).to(x.dtype))
+        losses = torch.cat(losses)
+        if needs_grad:
+            ctx.save_for_backward(torch.cat(hidden_grads), head_grad)
+        first = losses[:, 0].clone()
+        ctx.mark_non_differentiable(first)
+        return (losses * weights).sum(), first
+
+    @staticmethod
+    def backward(ctx, upstream, _):
+        hidden_grad, head_grad = ctx.saved_tensors
+        return hidden_grad * upstream, head_grad * upstream, None, None, None, None, None, None
+
+
+def cap_slope(gap, cap):
+    """The derivative of a capped logit by the logit, from its gap to the cap."""
+    return gap * (2 * cap - gap) / cap**2
+
+
+def sampled_rows(targets, vocab, count):
+    """Choose `count` rows of the vocabulary for a softmax: all targets (T,), fewer than `count`
+    distinct ones, and others at even distances, from a place on that the targets decide.
+
+    Returns (rows (count,) int64, rising; positions (vocab,): where each row of the vocabulary
+    stands among them, meaningless for those that do not; counts (count,) float32: how many rows
+    each stands for, so that the sum of exponentials is right on average).
+    """
+    ids = torch.arange(vocab, device=targets.device)
+    is_target = torch.zeros_like(ids).index_fill(0, targets, 1)
+    others = vocab - is_target.sum()
+    wanted = (count - is_target.sum()).clamp_min(0)  # of the others
+    number = (1 - is_target).cumsum(0) - 1 + targets.sum()
+    turn = number % others.clamp_min(1)
+    before = turn * wanted
+    after = (turn + 1) * wanted
+    is_sampled = (1 - is_target) * (after // others.clamp_min(1) - before // others.clamp_min(1))
+    is_chosen = is_target + is_sampled > 0
+    positions = (is_chosen.cumsum(0) - 1).clamp(0, count - 1)
+    # What is not chosen is written behind the end.
+    rows = torch.zeros(count + 1, dtype=torch.int64, device=ids.device)
+    rows = rows.scatter(0, torch.where(is_chosen, positions, count), ids)[:count]
+    counts = torch.where(is_target[rows] > 0, 1.0, others / wanted.clamp_min(1))
+    return rows, positions, counts
+
+
+def summed_loss(hidden, head, micro_batch, phase, cap, use_float8):
+    """(training loss, summed over tokens and weighted; the next token's losses (T,))."""
+    length = len(hidden)
+    following = micro_batch.targets
+    counts = None
+    if phase.softmax_rows:
+        rows, positions, counts = sampled_rows(following, len(head), phase.softmax_rows)
+        head = head.index_select(0, rows)
+        following = positions[following]
+    targets = []
+    weights = []
+    for ahead, weight in enumerate(phase.mtp_weights):
+        # A position also scores the token `ahead` behind its target, within its segment.
+        start = micro_batch.segment_start
+        is_same_segment = start[ahead:] == start[: length - ahead]
+        targets.append(following.roll(-ahead))
+        weights.append(F.pad(is_same_segment * float(weight), (0, ahead)))
+    needs_grad = torch.is_grad_enabled()
+    return CappedCrossEntropy.apply(
+        hidden,
+        head,
+        torch.stack(targets, 1),
+        torch.stack(weights, 1),
+        counts,
+        cap,
+        needs_grad,
+        use_float8 and needs_grad,
+    )
+
+
+# 8. Model ========================================================================================
+
+
+class GPT(nn.Module):
+    """Decoder-only transformer over packed documents.
+
+    Three banks hold its matrices, so that updates are batched: `query_key` (n, m * head_dim,
+    model_dim) has q and k of each layer, cut into groups of m heads, which are one matrix each to
+    Muon: pairs, or all heads where their number is odd; `value_output` (2 * layers, model_dim,
+    model_dim) has v and o; `mlp` (2 * layers, mlp_dim, model_dim) has up and the transpose of down.
+    """
+
+    def __init__(self, config, back_end, use_float8=False):
+        super().__init__()
+        self.config = config
+        self.back_end = back_end
+        self.use_float8 = use_float8
+        dim = config.model_dim
+        layers = config.num_layers
+        vocab = config.vocab_size
+        generator = torch.Generator().manual_seed(config.seed)
+
+        def drawn(*shape, std):
+            values = torch.randn(*shape, generator=generator) * std
+            return nn.Parameter(values.to(config.torch_dtype))
+
+        def zeros(*shape):
+            return nn.Parameter(torch.zeros(*shape, dtype=config.torch_dtype))
+
+        self.embed = drawn(vocab, dim, std=0.7)
+        self.head = drawn(vocab, dim, std=0.005)
+        if untie_step(config):
+            self.embed.data.copy_(self.head.data)  # one table at first, at the head's scale
+        heads = dim // config.head_dim
+        group = heads if heads % 2 else 2
+        groups = 2 * layers * heads // group
+        std = 0.6 / math.sqrt(dim)
+        self.query_key = drawn(groups, group * config.head_dim, dim, std=std)
+        channels = self.query_key.data.view(layers, 2, heads, 2, 2, -1, dim)
+        for layer in config.shifted_layers:
+            # Half of a key is of the token before. It begins as that token's query, and the other
+            # half as zero: from the first step a token attends to what followed its like.
+            queries, keys = channels[layer]
+            keys[:, :, 0] = 0
+            keys[:, :, 1] = queries[:, :, 1]
+        self.value_output = drawn(2 * layers, dim, dim, std=std)
+        self.mlp = drawn(2 * layers, config.mlp_dim, dim, std=std)
+        self.value_output.data[1::2] = 0  # every block starts as the identity
+        self.mlp.data[1::2] = 0
+        value_layers = len(config.value_embedding_layers)
+        self.value_embed = drawn(value_layers, vocab, dim, std=0.01)
+        self.value_gate = zeros(value_layers, heads, GATE_DIM)
+        if config.exclusive_layers:
+            self.exclusive_gate = zeros(len(config.exclusive_layers), heads, GATE_DIM)
+        if config.gated_layers:
+            self.output_gate = zeros(len(config.gated_layers), heads, GATE_DIM)
+        self.smear_gate = zeros(1, GATE_DIM)
+        self.smear_scale = nn.Parameter(torch.zeros(1))
+        self.residual_scale = nn.Parameter(torch.ones(layers))
+        self.embed_scale = nn.Parameter(torch.zeros(layers))
+        if config.columns:
+            self.ngram_gate = zeros(layers + 1, GATE_DIM)  # before each layer and before the head
+        if config.skips:
+            self.skip_scale = nn.Parameter(torch.full((len(config.skips),), 0.1))
+
+    def embedding(self, micro_batch, is_first, is_tied):
+        """Each token's embedding with a gated share of the one before it in its segment."""
+        x = F.embedding(micro_batch.inputs, self.head if is_tied else self.embed)
+        share = torch.sigmoid(F.linear(x[:, :GATE_DIM], self.smear_gate))
+        share = share.masked_fill(is_first[:, None], 0)
+        before = F.pad(x, (0, 0, 1, -1))
+        return norm(x + self.smear_scale[0] * share * before)
+
+    def attention_layer(self, x, layer, weights, micro_batch, is_first, window, rotary, masks):
+        """What attention adds to the residual stream, as it reads x (T, model_dim).
+
+        weights: those of q and k (2 * model_dim, model_dim), and of v and o (2, ...).
+        """
+        config = self.config
+        cos, sin, scale = rotary
+        query_key, (value, output) = weights
+        qkv = F.linear(norm(x), torch.cat([query_key, value])).view(len(x), 3, -1, config.head_dim)
+        v = qkv[:, 2]
+        if layer in config.value_embedding_layers:
+            number = config.value_embedding_layers.index(layer)
+            value_embedding = F.embedding(micro_batch.inputs, self.value_embed[number]).view_as(v)
+            v = v + gate(x, self.value_gate[number])[..., None] * value_embedding
+        qk = norm(qkv[:, :2].flatten(1, 2))  # of all heads, queries before keys
+        if layer in config.shifted_layers:
+            q, k = qk.chunk(2, dim=1)
+            qk = torch.cat([q, shifted(k, is_first)], dim=1)
+        seen = v
+        if window.positions == 2:
+            qk, seen = in_pairs(qk), in_pairs(v)
+        q, k = rotate(qk, cos[: len(qk)], sin[: len(qk)]).chunk(2, dim=1)
+        y = self.back_end.attend(q, k, seen, masks, window, scale)
+        if window.positions == 2:
+            y = out_of_pairs(y)
+        if layer in config.exclusive_layers:
+            weight = self.exclusive_gate[config.exclusive_layers.index(layer)]
+            y = without_own_value(y, v, (gate(x, weight) - 1)[..., None])
+        if layer in config.gated_layers:
+            y = y * gate(x, self.output_gate[config.gated_layers.index(layer)])[..., None]
+        return F.linear(y.flatten(1), output)
+
+    def hidden(self, micro_batch, ngram, phase, rotary, masks):
+        """Final hidden states (T, model_dim), normalised.
+
+        ngram: (T, model_dim), from NgramTable.lookup, or None. rotary: what rotary_tables returns.
+        masks: what the back end prepares.
+        """
+        config = self.config
+        layers = config.num_layers
+        position = torch.arange(len(micro_batch.inputs), device=self.head.device)
+        is_first = micro_batch.segment_start == position
+        # Unbound at once, since the gradient of an index is as large as what was indexed.
+        shape = layers, 2 * config.model_dim, config.model_dim
+        query_key = self.query_key.view(shape).unbind()
+        value_output = self.value_output.unflatten(0, (-1, 2)).unbind()
+        mlps = self.mlp.unflatten(0, (-1, 2)).unbind()
+        outputs = []
+        embedded = x = self.embedding(micro_batch, is_first, phase.is_tied)
+        for layer in range(layers):
+            for number, (source, target) in enumerate(config.skips):
+                if target == layer:
+                    x = x + self.skip_scale[number] * outputs[source]
+            x = self.residual_scale[layer] * x + self.embed_scale[layer] * embedded
+            if ngram is not None:
+                x = x + gate(x, self.ngram_gate[layer : layer + 1]) * ngram
+            x = x + self.attention_layer(
+                x,
+                layer,
+                (query_key[layer], value_output[layer]),
+                micro_batch,
+                is_first,
+                phase.windows[layer],
+                rotary,
+                masks,
+            )
+            x = x + mlp(norm(x), *mlps[layer], self.use_float8)
+            outputs.append(x)
+        if ngram is not None:
+            x = x + gate(x, self.ngram_gate[layers:]) * ngram
+        return norm(x)
+
+    def logits(self, hidden):
+        """Soft-capped logits (n, vocab_size), float32, of hidden states (n, model_dim)."""
+        cap = self.config.logit_cap
+        return cap * torch.tanh(F.linear(hidden, self.head).float() / cap)
+
+    def forward(self, micro_batch, ngram, phase, rotary, masks):
+        """(training loss, summed over tokens; losses (T,) of the next token; hidden states)."""
+        hidden = self.hidden(micro_batch, ngram, phase, rotary, masks)
+        cap = self.config.logit_cap
+        head = self.head
+        loss, losses = summed_loss(hidden, head, micro_batch, phase, cap, self.use_float8)
+        return loss, losses, hidden.detach()
+
+
+# 9. Update rules =================================================================================
+
+
+class Hyper(NamedTuple):
+    """The numbers of one update. Where updates are compiled, all but dtype are tensors."""
+
+    count: Any  # of updates so far, this one included
+    lr: Any
+    decay: Any  # per unit of rate
+    momentum: Any
+    betas: Any
+    dtype: torch.dtype  # of products
+
+
+def adam_update(weight, grad, state, hyper):
+    """Adam (Kingma & Ba 2015) with decoupled weight decay, in place; float32, of one shape.
+
+    Epsilon is torch's: with 1e-10 a scalar whose gradient is nothing but rounding makes full steps.
+    """
+    beta1, beta2 = hyper.betas
+    first = state["first"]
+    second = state["second"]
+    first.lerp_(grad, 1 - beta1)
+    second.lerp_(grad.square(), 1 - beta2)
+    corrected_first = first / (1 - beta1**hyper.count)
+    corrected_second = second / (1 - beta2**hyper.count)
+    weight.mul_(1 - hyper.lr * hyper.decay)
+    weight.sub_(corrected_first / (corrected_second.sqrt() + 1e-8) * hyper.lr)
+
+
+# Polar Express (Amsel et al. 2025): the composed odd polynomials that bring singular values in
+# [1e-3, 1] closest to 1 in five steps; coefficients by the paper's method, with a cushion of 0.02
+# and a safety factor of 2 % (theirs is 1 %).
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+def polar_express(matrices, dtype):
+    """Approximate polar factor of a batch (k, m, n), float32: singular values near 1; 0 stays 0.
+
+    Products are in `dtype`.
+    """
+    x = matrices.to(dtype)
+    is_tall = x.size(-2) > x.size(-1)
+    if is_tall:
+        x = x.mT
+    x = x / (x.float().norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-12).to(dtype)
+    for a, b, c in POLAR_EXPRESS:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    if is_tall:
+        x = x.mT
+    return x.float()
+
+
+# ----- update rules of the hidden matrices; MATRIX_RULES, below, has a row for each
+# A rule changes weight and state {key: tensor} in place. weight and grad: (k, m, n) float32.
+
+
+def cautious_step(weight, update, lr, decay):
+    """Step against `update` in place, with weight decay only where both agree in sign."""
+    is_agreed = update * weight >= 0
+    weight.sub_(lr * (update + decay * weight * is_agreed))
+
+
+def orthogonal_step(weight, direction, state, hyper):
+    """Muon's step along `direction` (k, m, n).
+
+    Orthogonalisation; then NorMuon's scaling (Li et al. 2025), which divides each row, or column of
+    a wide matrix, by its running RMS, at unchanged Frobenius norm; then cautious decay. The rate
+    grows with sqrt(m / n) of tall matrices, so that the RMS of a step is lr / sqrt(n).
+    """
+    update = polar_express(direction, hyper.dtype)
+    rows, columns = update.shape[-2:]
+    norm_before = update.norm(dim=(-2, -1), keepdim=True)
+    mean_square = update.square().mean(-1 if rows >= columns else -2, keepdim=True)
+    state["second"].lerp_(mean_square, 1 - hyper.betas[1])
+    update = update * state["second"].clamp_min(1e-10).rsqrt()
+    norm_after = update.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10)
+    update = update * (norm_before / norm_after)
+    lr = hyper.lr * max(1.0, rows / columns) ** 0.5
+    cautious_step(weight, update, lr, hyper.decay)
+
+
+def muon_update(weight, grad, state, hyper):
+    """Muon (Jordan et al. 2024): Nesterov momentum, then an orthogonal step."""
+    state["momentum"].lerp_(grad, 1 - hyper.momentum)
+    direction = grad.lerp(state["momentum"], hyper.momentum)
+    orthogonal_step(weight, direction, state, hyper)
+
+
+# SOAP (Vyas et al. 2024) and its relatives keep, for the rows and for the columns of a matrix G, a
+# Kronecker factor (the running mean of G Gᵀ, of Gᵀ G) and a basis that follows the factor's
+# eigenvectors. Momentum stays in the parameters' own basis; only the second moment lives in the
+# eigenbasis, and is permuted with it.
+FACTOR_BETA = 0.9  # of the factors, and of SOAP-Muon's second moment
+KL_FLOOR = 1e-3  # eigenvalues below this share of their mean are taken to be it
+EIGH_STEPS = 3  # refreshes by eigh: zero-initialised projections give no gradient before step 2
+HOUSEHOLDER_STEPS = 25  # from then on factors are conditioned well enough for Cholesky
+DAMPING = 3e-6  # added to a factor before Cholesky, as a share of its largest eigenvalue
+
+
+class Side(NamedTuple):
+    """The rows (axis -2) or the columns (axis -1) of a bank of k matrices."""
+
+    axis: int
+    factor: Tensor  # (k, s, s), symmetric, zero until the first gradient
+    basis: Tensor  # (k, s, s), orthonormal columns, the largest eigenvalue's first
+
+
+def eigen_sides(state):
+    """The sides of a bank that have an eigenbasis: none, one or both."""
+    return [
+        Side(axis, state[f"{key}_factor"], state[f"{key}_basis"])
+        for key, axis in (("row", -2), ("column", -1))
+        if f"{key}_factor" in state
+    ]
+
+
+def to_eigenbasis(x, sides):
+    """Matrices (k, m, n) from the parameters' basis to the eigenbasis."""
+    for axis, _, basis in sides:
+        x = basis.mT @ x if axis == -2 else x @ basis
+    return x
+
+
+def from_eigenbasis(x, sides):
+    """Matrices (k, m, n) from the eigenbasis to the parameters' basis."""
+    for axis, _, basis in sides:
+        x = basis @ x if axis == -2 else x @ basis.mT
+    return x
+
+
+def has_basis(state):
+    """(k, 1, 1): 1.0 once a matrix has had a gradient that its bases could follow, else 0.0."""
+    known = torch.ones_like(state["moment"][:, :1, :1])
+    for side in eigen_sides(state):
+        trace = side.factor.diagonal(dim1=-2, dim2=-1).sum(-1)
+        known = known * (trace > 0)[:, None, None]
+    return known
+
+
+def soap_update(weight, grad, state, hyper):
+    """SOAP: Adam in the eigenbasis, then cautious decay; without sides it is Adam.
+
+    It is scaled by 1 / sqrt(n), so that a rate means what it does for Muon. A matrix without bases
+    only decays, and its first gradient goes into the factors alone, as in the authors' code: in the
+    momentum it would meet the second moment of one other gradient, at up to thousands of times the
+    step that Adam can make.
+    """
+    sides = eigen_sides(state)
+    known = has_basis(state)
+    momentum = state["momentum"]
+    moment = state["moment"]
+    count = state["count"]
+    beta1, beta2 = hyper.betas
+    count.add_(known)
+    momentum.add_((grad - momentum) * ((1 - beta1) * known))
+    rotated = to_eigenbasis(grad, sides)
+    moment.add_((rotated.square() - moment) * ((1 - beta2) * known))
+    first = to_eigenbasis(momentum, sides) / (1 - beta1**count).clamp_min(1e-8)
+    second = moment / (1 - beta2**count).clamp_min(1e-8)
+    update = from_eigenbasis(first * second.clamp_min(1e-16).rsqrt() * known, sides)
+    cautious_step(weight, update / update.size(-1) ** 0.5, hyper.lr, hyper.decay)
+
+
+def soap_muon_update(weight, grad, state, hyper):
+    """SOAP-Muon: Muon of a momentum that is divided, in the eigenbasis, by the root of its own
+    second moment."""
+    sides = eigen_sides(state)
+    known = has_basis(state)
+    moment = state["moment"]
+    state["momentum"].lerp_(grad, 1 - hyper.momentum)
+    direction = grad.lerp(state["momentum"], hyper.momentum)
+    rotated = to_eigenbasis(direction, sides)
+    moment.add_((rotated.square() - moment) * ((1 - FACTOR_BETA) * known))
+    whitened = from_eigenbasis(rotated * moment.clamp_min(1e-16).rsqrt(), sides)
+    orthogonal_step(weight, torch.where(known > 0, whitened, direction), state, hyper)
+
+
+class MatrixRule(NamedTuple):
+    """An update rule, and the state that it needs: see ParameterGroup.new_state."""
+
+    update: Callable
+    keeps: tuple = ("momentum",)
+    has_bases: bool = False  # eigenbases, which follow the gradients after each update
+    is_kl: bool = False  # whether their factors are KL-Shampoo's
+
+
+ADAM = MatrixRule(adam_update, ("first", "second"))
+MATRIX_RULES = {
+    "muon": MatrixRule(muon_update, ("momentum", "second")),
+    "soap": MatrixRule(soap_update, ("momentum", "moment", "count"), has_bases=True),
+    "soap_muon": MatrixRule(soap_muon_update, ("momentum", "second", "moment"), has_bases=True),
+    # Weights step before the bases follow, as in github.com/yorkerlin/KL-Methods, optim/kl_opt.py.
+    "kl_soap": MatrixRule(soap_update, ("momentum", "moment", "count"), has_bases=True, is_kl=True),
+    "adam": MatrixRule(soap_update, ("momentum", "moment", "count")),
+}
+
+
+# ----- eigenbases
+
+
+def update_factors(grad, sides, is_kl):
+    """Take gradients (k, m, n) into the factors of their sides, in place.
+
+    is_kl: KL-Shampoo's estimate (Lin et al. 2025): each side's gradient is first whitened by the
+    other side's factor. Its eigenvalues are taken over their mean: only the product of both
+    factors' scales means something, and the split between the two would drift.
+    """
+    products = []
+    for side, other in zip(sides, reversed(sides), strict=True):
+        half = grad if side.axis == -2 else grad.mT
+        if is_kl and other is not side:
+            spectrum = (other.basis * (other.factor @ other.basis)).sum(-2)
+            mean = spectrum.mean(-1, keepdim=True)
+            spectrum = torch.where(mean > 0, spectrum / mean, 1.0).clamp_min(KL_FLOOR)
+            half = half @ other.basis * spectrum.rsqrt()[:, None]
+        products.append(half @ half.mT / half.size(-1))
+    for side, product in zip(sides, products, strict=True):
+        side.factor.lerp_(product, 1 - FACTOR_BETA)
+
+
+def cholesky_qr_step(product, bases, largest):
+    """Orthonormalise product = factor @ bases, all (k, s, s): batched, and without a host sync.
+
+    With B = basesᵀ factor bases = RᵀR and R Rᵀ = SᵀS, the result is bases Rᵀ S⁻¹: an LR step
+    (Rutishauser) on the scaled factor, which squares no condition number, and two Newton-Schulz
+    steps behind it. largest (k,): the factors' largest eigenvalues. Returns (the new bases,
+    is_good (k,): whether they are orthonormal).
+    """
+    scaled = product / largest[:, None, None].clamp_min(1e-38) + DAMPING * bases
+    upper, failed = torch.linalg.cholesky_ex(bases.mT @ scaled, upper=True)
+    second_upper, failed_again = torch.linalg.cholesky_ex(upper @ upper.mT, upper=True)
+    solved = torch.linalg.solve_triangular(second_upper, upper.mT, upper=True, left=False)
+    new = bases @ solved
+    for _ in range(2):
+        new = 1.5 * new - 0.5 * new @ (new.mT @ new)
+    error = new.mT @ new - torch.eye(new.size(-1), device=new.device)
+    is_orthonormal = error.abs().amax((-2, -1)) < 1e-4
+    return new, (failed + failed_again == 0) & is_orthonormal
+
+
+def eigenbasis_step(factors, bases, method):
+    """Bring orthonormal bases (k, s, s) closer to the eigenvectors of symmetric factors (k, s, s).
+
+    Both are float32. Orthonormalises factor @ basis, columns by falling Rayleigh quotient. Methods:
+      eigh         the eigenvectors themselves; on CUDA the only one that waits for the device
+      householder  LAPACK's QR, matrix by matrix, which is fastest on a CPU
+      cholesky     all matrices in one batch: cholesky_qr_step
+    Returns (bases, order (k, s) that sorted the old columns, is_rejected (k,)). Where a factor is
+    not finite or too close to singular, that matrix keeps its old basis, sorted. A zero factor also
+    keeps it, but does not count as rejected.
+    """
+    product = factors @ bases
+    spectrum = (bases * product).sum(-2)
+    spectrum, order = spectrum.sort(descending=True, stable=True)
+    columns = order[:, None].expand_as(bases)
+    old = bases.gather(-1, columns)
+    product = product.gather(-1, columns)
+    largest = spectrum[:, 0]
+    is_good = spectrum.isfinite().all(-1) & (largest > 0)
+    if method == "eigh":
+        identity = torch.eye(bases.size(-1), device=bases.device)
+        safe = torch.where(is_good[:, None, None], factors, identity)  # eigh raises on NaN
+        new = torch.linalg.eigh(safe).eigenvectors.flip(-1)
+    elif method == "householder":
+        new = torch.linalg.householder_product(*torch.geqrf(product))
+    else:
+        new, is_orthonormal = cholesky_qr_step(product, old, largest)
+        is_good = is_good & is_orthonormal
+    is_rejected = ~is_good & (spectrum != 0).any(-1)
+    return torch.where(is_good[:, None, None], new, old), order, is_rejected
+
+
+def refresh_eigenbases(banks, method):
+    """One eigenbasis_step, a batch a size, for all sides of banks' states, in place."""
+    by_size = {}
+    for state in banks:
+        for side in eigen_sides(state):
+            if len(side.basis):
+                by_size.setdefault(side.basis.size(-1), []).append((state, side))
+    for members in by_size.values():
+        factors = torch.cat([side.factor for _, side in members])
+        bases = torch.cat([side.basis for _, side in members])
+        counts = [len(side.basis) for _, side in members]
+        stepped = [part.split(counts) for part in eigenbasis_step(factors, bases, method)]
+        for (state, side), basis, order, rejected in zip(members, *stepped, strict=True):
+            side.basis.copy_(basis)
+            index = order[:, :, None] if side.axis == -2 else order[:, None]
+            moment = state["moment"]
+            moment.copy_(moment.gather(side.axis, index.expand_as(moment)))
+            state["rejects"].add_(rejected)
+
+
+def refresh_method(step, device):
+    """How to step the eigenbases: exactly at first, then safely, then in batches on a GPU."""
+    if step < EIGH_STEPS:
+        return "eigh"
+    if device.type == "cpu" or step < HOUSEHOLDER_STEPS:
+        return "householder"
+    return "cholesky"
+
+
+# 10. Parameter groups ============================================================================
+
+
+class Layout:
+    """How ranks share a parameter along its first axis: of a bank, whole matrices.
+
+    Each rank holds all of `param` and updates [low, high) of it. Only the float32 sum of gradients
+    is padded, since collectives ask for equal parts.
+    """
+
+    def __init__(self, name, param, rule, owned, padded):
+        self.name = name
+        self.param = param
+        self.rule = rule
+        self.low, self.high = owned
+        self.lr_mul = rule.lr_mul
+        if isinstance(rule.lr_mul, tuple):  # of the bank's matrices in turn
+            require(
+                len(param) % len(rule.lr_mul) == 0,
+                f"rules: {name} has {len(param)} matrices, and lr_mul={rule.lr_mul} must divide "
+                "their number",
+            )
+            lr_mul = torch.tensor(rule.lr_mul).repeat(len(param) // len(rule.lr_mul))
+            self.lr_mul = lr_mul.to(param.device)[self.low : self.high, None, None]
+        self.grad = torch.zeros(padded, *param.shape[1:], device=param.device)
+        self.is_empty = True  # whether the next gradient begins a sum
+
+    def own(self, tensor):
+        """This rank's part of a tensor that has the parameter's first axis."""
+        return tensor[self.low : self.high]
+
+    def accumulate(self, grad):
+        """Add the gradient of a summed loss; the first one of a step replaces what was there."""
+        total = self.grad[: len(grad)]
+        if self.is_empty:
+            total.copy_(grad)
+        else:
+            total.add_(grad)
+        self.is_empty = False
+
+    def finish_sum(self):
+        """The summed gradients, zero where none has come; the next gradient begins a new sum."""
+        if self.is_empty:
+            self.grad.zero_()
+        self.is_empty = True
+        return self.grad
+
+
+def take_step(update, part, grad, state, hyper):
+    """Update this rank's part of a parameter in place; a narrow one has a float32 master."""
+    weight = state.get("master", part)
+    update(weight, grad, state, hyper)
+    if weight is not part:
+        part.copy_(weight)
+
+
+class ParameterGroup(Group):
+    """Parameters of the model under one rule, with a Layout and a state {key: tensor} each."""
+
+    def __init__(self, name, config, params, runtime):
+        self.name = name
+        self.config = config
+        self.runtime = runtime
+        self.set_rates()
+        self.layouts = {key: self.new_layout(key, param) for key, param in params.items()}
+        self.state = {
+            key: self.new_state(layout.own(layout.param.data))
+            for key, layout in self.layouts.items()
+        }
+        self.take_step = take_step
+        if runtime.device.type == "cuda" and config.compile:
+            self.take_step = compiled_updates()
+
+    def set_rates(self):
+        self.rule = ADAM
+        self.every = self.config.adam_every
+        self.lr = self.config.adam_lr
+        self.decay = 1.0
+
+    def new_layout(self, name, param):
+        count = len(param)
+        world_size = self.runtime.world_size
+        padded = math.ceil(count / world_size) * world_size
+        rule = self.config.rules[name]
+        owned = self.runtime.owned_range(count)
+        return Layout(name, param, rule, owned, padded)
+
+    def state_shapes(self, part):
+        """{key: shape} of what the rule keeps in another shape than the parameter's."""
+        return {}
+
+    def new_state(self, part):
+        """What the rule keeps of this rank's part of a parameter, at its start."""
+        shapes = self.state_shapes(part)
+        state = {
+            key: torch.zeros(shapes.get(key, part.shape), device=part.device)
+            for key in self.rule.keeps
+        }
+        if part.dtype != torch.float32:
+            state["master"] = part.float()
+        return state
+
+    def stepping(self, step):
+        """The layouts that take part in a step: all but a tied embedding, which has no gradient."""
+        is_tied = step < untie_step(self.config)
+        return [layout for name, layout in self.layouts.items() if name != "embed" or not is_tied]
+
+    def reduce(self, step):
+        pending = []
+        for layout in self.stepping(step):
+            summed, work = self.runtime.reduce_scatter(layout.finish_sum(), layout.name)
+            pending.append((layout, summed[: layout.high - layout.low], work))
+        return pending
+
+    def update(self, step, lr_mul, pending):
+        travelling = []
+        for layout, grad, work in pending:
+            wait(work)
+            grad /= self.tokens
+            hyper = Hyper(
+                count=math.ceil((step + 1) / self.every),
+                lr=self.lr * layout.lr_mul * lr_mul,
+                decay=self.decay * layout.rule.decay,
+                momentum=momentum_at(self.config, step),
+                betas=layout.rule.betas,
+                dtype=self.config.torch_dtype,
+            )
+            part = layout.own(layout.param.data)
+            state = self.state[layout.name]
+            self.take_step(self.rule.update, part, grad, state, hyper)
+            travelling.append((layout, *self.spread(layout, part)))
+        return travelling
+
+    def spread(self, layout, part):
+        """Start to send this rank's new values to all others: (the whole parameter, work)."""
+        return self.runtime.gather_ranges(part, len(layout.param), layout.name)
+
+    def receive(self, pending):
+        if self.runtime.world_size == 1:
+            return
+        for layout, whole, work in pending:
+            wait(work)
+            layout.param.data.copy_(whole)
+
+    def size(self):
+        return sum(layout.param.numel() for layout in self.layouts.values())
+
+    def tensors(self):
+        found = {}
+        for name, layout in self.layouts.items():
+            parts = {"param": layout.param.data, "grad": layout.grad, **self.state[name]}
+            found.update({f"{name}.{key}": value for key, value in parts.items()})
+        return found
+
+    def full_state(self):
+        """{name: {key: tensor of the whole parameter}} on every rank, whatever the world size."""
+        return {
+            name: {key: self.join(part, self.layouts[name]) for key, part in state.items()}
+            for name, state in self.state.items()
+        }
+
+    def join(self, part, layout):
+        return self.runtime.join(part, len(layout.param)).clone()
+
+    def load(self, state):
+        for name, own in self.state.items():
+            for key, value in own.items():
+                value.copy_(self.layouts[name].own(state[name][key]))
+
+
+class SmallGroup(ParameterGroup):
+    """Small parameters: their gradients are summed as one bucket, and all ranks update them all."""
+
+    def __init__(self, name, config, params, runtime):
+        super().__init__(name, config, params, runtime)
+        sizes = [param.numel() for param in params.values()]
+        self.bucket = torch.zeros(sum(sizes), device=runtime.device)
+        parts = self.bucket.split(sizes)
+        for layout, part in zip(self.layouts.values(), parts, strict=True):
+            layout.grad = part.view_as(layout.param)
+
+    def new_layout(self, name, param):
+        count = len(param)
+        return Layout(name, param, self.config.rules[name], (0, count), count)
+
+    def reduce(self, step):
+        grads = [layout.finish_sum() for layout in self.layouts.values()]
+        work = self.runtime.all_reduce(self.bucket, self.name)
+        layouts = self.layouts.values()
+        return [(layout, grad, work) for layout, grad in zip(layouts, grads, strict=True)]
+
+    def spread(self, layout, part):
+        return layout.param.data, None  # nothing travels
+
+    def receive(self, pending):
+        """Nothing to take over: every rank has made the same update."""
+
+    def join(self, part, layout):
+        return part.clone()
+
+
+class MatrixGroup(ParameterGroup):
+    """The hidden matrices, under the rule that Config.matrix_update names."""
+
+    def set_rates(self):
+        rule = self.config.matrix_update
+        names = ", ".join(MATRIX_RULES)
+        require(rule in MATRIX_RULES, f"matrix_update={rule}: must be one of {names}")
+        self.rule = MATRIX_RULES[rule]
+        self.every = 1
+        self.lr = self.config.matrix_lr
+        self.decay = self.config.matrix_decay
+
+    def state_shapes(self, part):
+        count, rows, columns = part.shape
+        second = (count, rows, 1) if rows >= columns else (count, 1, columns)
+        return {"count": (count, 1, 1), "second": second}
+
+    def new_state(self, part):
+        state = super().new_state(part)
+        if self.rule.has_bases:
+            count = len(part)
+            device = part.device
+            state["rejects"] = torch.zeros(count, dtype=torch.int32, device=device)
+            for side, size in zip(("row", "column"), part.shape[1:], strict=True):
+                if size <= self.config.one_sided_above:
+                    identity = torch.eye(size, device=device)
+                    state[f"{side}_factor"] = torch.zeros(count, size, size, device=device)
+                    state[f"{side}_basis"] = identity.repeat(count, 1, 1)
+        return state
+
+    def update(self, step, lr_mul, pending):
+        travelling = super().update(step, lr_mul, pending)
+        if self.rule.has_bases:
+            self.follow_gradients(step, pending)  # while the new weights travel
+        return travelling
+
+    def follow_gradients(self, step, pending):
+        """Take the gradients into the factors, and refresh the bases of the matrices whose turn it
+        is; with the first gradients it is everybody's."""
+        every = self.config.basis_every if step >= EIGH_STEPS else 1
+        banks = []
+        for layout, grad, _ in pending:
+            state = self.state[layout.name]
+            update_factors(grad, eigen_sides(state), self.rule.is_kl)
+            turn = (step - layout.low) % every
+            banks.append({key: value[turn::every] for key, value in state.items()})
+        refresh_eigenbases(banks, refresh_method(step, self.runtime.device))
+
+    def rejects(self):
+        """How many refreshes of a basis were rejected on this rank."""
+        counts = [state["rejects"] for state in self.state.values() if "rejects" in state]
+        return sum(int(count.sum()) for count in counts)
+
+
+# Parameters that a model has only with some feature; a track has their rules all the same.
+OPTIONAL_PARAMETERS = {"ngram_gate", "exclusive_gate", "output_gate", "skip_scale"}
+
+
+class Optimizer:
+    """All groups, in the one order in which their communication is started and waited for.
+
+    The small ones come first, so that no small transfer queues behind a large one, and updates hide
+    the transfers of the groups behind them.
+    """
+
+    KINDS = {"small": SmallGroup, "embeddings": ParameterGroup, "matrices": MatrixGroup}
+
+    def __init__(self, config, model, table, runtime):
+        self.runtime = runtime
+        members = {kind: {} for kind in self.KINDS}
+        names = [name for name, _ in model.named_parameters()]
+        for name, param in model.named_parameters():
+            rule = config.rules.get(name)
+            require(
+                rule is not None and rule.group in members,
+                f"no optimizer rule for {name}; give it a row of the track's rules, in one of the "
+                f"groups {', '.join(members)}",
+            )
+            members[rule.group][name] = param
+        unknown = sorted(config.rules.keys() - set(names) - OPTIONAL_PARAMETERS)
+        require(not unknown, f"rules: the model has no parameters {', '.join(unknown)}")
+        self.parameter_groups = [
+            kind(name, config, members[name], runtime) for name, kind in self.KINDS.items()
+        ]
+        small, self.embeddings, self.matrices = self.parameter_groups
+        self.groups = [small, self.embeddings, table, self.matrices]
+        self.layouts = {**small.layouts, **self.embeddings.layouts, **self.matrices.layouts}
+
+    def accumulate(self, grads):
+        """Add the gradients of a micro-batch's summed loss, {name: tensor, or None for a parameter
+        not in use}."""
+        for name, grad in grads.items():
+            if grad is not None:
+                self.layouts[name].accumulate(grad)
+
+    def count(self, tokens):
+        """Tell all groups how many tokens more all ranks have trained on."""
+        for group in self.parameter_groups:
+            group.tokens += tokens
+
+    def step(self, step, lr_mul):
+        """Update all groups that are due at a step."""
+        due = [group for group in self.groups if group.is_due(step)]
+        if self.runtime.workers > 1 and self.runtime.world_size == 1:
+            self.step_in_parallel(due, step, lr_mul)
+        else:
+            reduced = [group.reduce(step) for group in due]
+            updated = []
+            for group, pending in zip(due, reduced, strict=True):
+                updated.append(group.update(step, lr_mul, pending))
+            for group, pending in zip(due, updated, strict=True):
+                group.receive(pending)
+        for group in due:
+            group.tokens = 0
+
+    def step_in_parallel(self, due, step, lr_mul):
+        """Update groups one parameter at a time, shared by workers.
+
+        In a single process nothing travels, so that no order has to be kept. The matrices take
+        longest: they stand last, and are begun first.
+        """
+
+        def reduce(group):
+            return [(group, part) for part in group.reduce(step)]
+
+        def update(pair):
+            group, part = pair
+            group.update(step, lr_mul, [part])
+
+        in_parallel = self.runtime.in_parallel
+        parts = list(itertools.chain.from_iterable(in_parallel(reduce, due)))
+        list(in_parallel(update, reversed(parts)))
+
+    def untie(self):
+        """Give the embedding the weights and optimizer state that the tied head has learned."""
+        layouts = self.layouts
+        state = self.embeddings.state
+        layouts["embed"].param.data.copy_(layouts["head"].param.data)
+        for key, value in state["embed"].items():
+            value.copy_(state["head"][key])
+
+
+# 11. Trainer =====================================================================================
+
+
+class Trainer:
+    """Model, table, optimizer and compiled forward pass of one run: what training, evaluation and
+    sampling share."""
+
+    def __init__(self, config, runtime):
+        self.config = config
+        self.runtime = runtime
+        torch.set_float32_matmul_precision("highest")
+        back_end, self.attention_name = choose_attention(config, runtime.device)
+        use_float8, self.matmul_name = choose_matmul(config, runtime.device)
+        self.model = GPT(config, back_end, use_float8).to(runtime.device)
+        self.table = NgramTable(config, runtime)
+        self.optimizer = Optimizer(config, self.model, self.table, runtime)
+        self.compile_name = choose_compile(config, runtime.device)
+        self.forward = self.model
+        if self.compile_name == "inductor":
+            self.forward = compiled_model(self.model, runtime)
+        self.rotary = functools.cache(self.make_rotary)
+
+    def make_rotary(self, length, long_windows):
+        config = self.config
+        device = self.runtime.device
+        return rotary_tables(length, config.head_dim, long_windows, device, config.torch_dtype)
+
+    def inputs(self, step, micro_batch, phase):
+        """What the model needs beside tokens and rows: (phase, rotary tables, attention masks)."""
+        positions = max(window.positions for window in phase.windows) * len(micro_batch.inputs)
+        rotary = self.rotary(positions, long_windows_until(self.config, step))
+        masks = self.model.back_end.prepare(micro_batch, phase, self.config.torch_dtype)
+        return phase, rotary, masks
+
+    def accumulate(self, step, batch):
+        """Add up the gradients of this rank's micro-batches. Returns their summed losses, 0-dim."""
+        if step and step == untie_step(self.config):
+            self.optimizer.untie()
+        values = self.table.values_of(batch.plan)
+        params = {
+            name: param for name, param in self.model.named_parameters() if param.requires_grad
+        }
+
+        def gradients(micro_batch):
+            ngram = self.table.lookup(micro_batch, values)
+            inputs = self.inputs(step, micro_batch, training_phase(self.config, step))
+            loss, losses, _ = self.forward(micro_batch, ngram, *inputs)
+            leaves = list(params.values())
+            if ngram is not None and ngram.requires_grad:
+                leaves.append(ngram)
+            return torch.autograd.grad(loss, leaves, allow_unused=True), losses.sum()
+
+        # Whoever works out a micro-batch, its gradients are added in its turn: the number of
+        # workers changes no bit of a run.
+        loss_sum = torch.zeros((), device=self.runtime.device)
+        for grads, loss in self.runtime.in_parallel(gradients, batch.micro_batches):
+            named = dict(zip(params, grads, strict=False))
+            self.optimizer.accumulate(named)
+            if len(grads) > len(params):
+                self.table.accumulate(grads[-1])
+            loss_sum = loss_sum + loss
+        self.optimizer.count(batch.tokens)
+        return loss_sum
+
+    def step(self, step, batch, upcoming=None):
+        """One optimizer step. Returns this rank's summed losses, 0-dim.
+
+        upcoming: the next step's Batch, whose rows are pulled as soon as this one has updated them.
+        """
+        loss_sum = self.accumulate(step, batch)
+        self.optimizer.step(step, lr_multiplier(self.config, step))
+        if upcoming is not None:
+            self.table.start_pull(upcoming.plan)
+        return loss_sum
+
+    def read(self, window):
+        """(MicroBatch, its summed rows) of a TokenWindow outside training. All ranks must call it
+        together."""
+        rows, signs = table_rows(window, self.config, self.table.index)
+        plan, slots = plan_rows(rows, signs, self.config, self.runtime, name="validation")
+        micro_batch = assemble(window, slots, signs, self.runtime.device)
+        values, work = self.table.fetch(plan, "validation")
+        wait(work)
+        return micro_batch, self.table.lookup(micro_batch, values)
+
+    @torch.no_grad()
+    def score(self, step, text, low):
+        """(losses (val_batch_tokens,) of the tokens behind those of a Text from `low` on, hidden
+        states) of the model before a step."""
+        length = self.config.val_batch_tokens
+        micro_batch, ngram = self.read(contiguous_window(text, low, length))
+        phase = evaluation_phase(self.config, step, length)
+        _, losses, hidden = self.forward(micro_batch, ngram, *self.inputs(step, micro_batch, phase))
+        return losses, hidden
+
+    def evaluate(self, step, val):
+        """Mean loss over the validation tokens, in nats per token; ranks share the passes."""
+        text = Text(val, self.config)
+
+        def summed(low):
+            losses, _ = self.score(step, text, low)
+            return losses.double().sum()
+
+        return self.sum_over_validation(summed).item() / self.config.val_tokens
+
+    def sum_over_validation(self, function, order=None):
+        """The sum over all ranks of function(low), a tensor, where the passes over the validation
+        tokens begin; `order` rearranges them."""
+        length = self.config.val_batch_tokens
+        runtime = self.runtime
+        count = self.config.val_tokens // length
+        order = np.arange(count) if order is None else order
+        turns = range(runtime.rank, count + runtime.rank, runtime.world_size)
+
+        def counted(turn):
+            # Ranks without a last pass make one again, at weight 0: reading rows takes all of them.
+            low = int(order[min(turn, count - 1)]) * length
+            return function(low) * (turn < count)
+
+        if runtime.world_size == 1:
+            total = sum(runtime.in_parallel(counted, turns))
+        else:
+            total = sum(map(counted, turns))
+        wait(runtime.all_reduce(total, "validation"))
+        return total
+
+
+# 12. Validity gates ==============================================================================
+# What a model must not do is tested in place: on the validation text itself, at its full length, at
+# places that are drawn from the seed, the same ones on all ranks. No gate can see what a model has
+# been told of this text before; tests/trainer/cheats.py has the cheats that pass.
+
+GATE_PLACES = 16  # drawn for a gate; causal's cuts have all residues: odd, even, on block edges
+
+
+def state_digest(trainer):
+    """sha256 over all tensors that a step changes on this rank: equal digests, equal bits."""
+    digest = hashlib.sha256(torch.get_rng_state().numpy())
+    for group in trainer.optimizer.groups:
+        for tensor in group.tensors().values():
+            digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()
+
+
+def depends_on_kept_alone(trainer, step, val, places, rng):
+    """Whether what passes over the validation text make of some tokens depends on these alone.
+
+        val       |     low ...................... low + T     |
+        changed   | noise    |  first ..... last   |   noise   |
+
+    places: [(low, first, last), ...]. A pass from `low` on is made twice, once after all tokens but
+    first to last have become others, of which none starts a document. Hidden states and losses of
+    the kept ones must be bitwise the same. Only the last one's loss is about a token that has
+    changed. It need not change everywhere, since two tokens may have one logit; but where it never
+    does, losses say nothing about the text.
+    """
+    config = trainer.config
+    text = Text(val, config)
+    noise = rng.integers(1, config.eot_token, len(val))
+    noise = ((val + noise) % config.eot_token).astype(np.uint16)
+    is_same = True
+    has_changed = False
+    for low, first, last in places:
+        changed = noise.copy()
+        changed[first : last + 1] = val[first : last + 1]
+        # First the changed text: a model that remembers what it has read now remembers noise.
+        new_losses, new_hidden = trainer.score(step, Text(changed, config), low)
+        losses, hidden = trainer.score(step, text, low)
+        begin = max(first - low, 0)
+        end = last - low
+        is_same &= torch.equal(hidden[begin : end + 1], new_hidden[begin : end + 1])
+        is_same &= torch.equal(losses[begin:end], new_losses[begin:end])
+        has_changed |= losses[end].item() != new_losses[end].item()
+    return is_same and has_changed
+
+
+def document_edges(val, eot_token):
+    """Where documents start in the validation text, and its end: not what the model says of it."""
+    return np.unique([0, *np.flatnonzero(val == eot_token), len(val)])
+
+
+def check_causal(trainer, step, val, reported):
+    """Nothing depends on later tokens: noise behind a cut leaves everything up to it as it was."""
+    config = trainer.config
+    length = trainer.config.val_batch_tokens
+    rng = np.random.default_rng([config.seed, 0])
+    residues = np.arange(GATE_PLACES) + GATE_PLACES * rng.integers(length, size=GATE_PLACES)
+    cuts = np.array([0, length // 2 - 1, length // 2, length - 1, *(residues % length)])
+    passes = rng.integers(config.val_tokens // length, size=len(cuts))
+    document = rng.choice(document_edges(val, config.eot_token)[:-1])
+    lasts = [*(passes * length + cuts), document - 1, document, document + 1]
+    places = [
+        (last // length * length, 0, last)
+        for last in map(int, lasts)
+        if 0 <= last < config.val_tokens
+    ]
+    return depends_on_kept_alone(trainer, step, val, places, rng)
+
+
+def check_local(trainer, step, val, reported):
+    """Nothing depends on other documents: noise in all of them leaves a document as it was."""
+    config = trainer.config
+    length = trainer.config.val_batch_tokens
+    rng = np.random.default_rng([config.seed, 1])
+    edges = document_edges(val, config.eot_token)
+    places = []
+    for position in rng.integers(config.val_tokens, size=GATE_PLACES).tolist():
+        low = position // length * length
+        number = np.searchsorted(edges, position, side="right")
+        first, end = edges[number - 1 : number + 1].tolist()
+        places.append((low, first, min(end, low + length) - 1))
+    return depends_on_kept_alone(trainer, step, val, places, rng)
+
+
+@torch.no_grad()
+def check_normalised(trainer, step, val, reported):
+    """The reported loss is the mean negative log-softmax, over the whole vocabulary, of all tokens.
+
+    All passes are made once more, in another order. Each token's loss must be that of its hidden
+    state, and both means the reported one: that of the exact losses, and, to the last digits, that
+    of the passes' own, which no pass may change for another.
+    """
+    config = trainer.config
+    length = trainer.config.val_batch_tokens
+    text = Text(val, config)
+    differences = [0.0]
+
+    def sums(low):
+        losses, hidden = trainer.score(step, text, low)
+        targets = to_device(val[low + 1 : low + 1 + length].astype(np.int64), hidden.device)
+        exact = []
+        for states, ids in zip(hidden.split(1024), targets.split(1024), strict=True):
+            logits = trainer.model.logits(states)
+            exact.append(F.cross_entropy(logits, ids, reduction="none"))
+        exact = torch.cat(exact)
+        differences.append((losses - exact).abs().max().item())
+        return torch.stack([losses.double().sum(), exact.double().sum()])
+
+    order = np.random.default_rng([config.seed, 2]).permutation(config.val_tokens // length)
+    means = trainer.sum_over_validation(sums, order) / config.val_tokens
+    again, exact = means.tolist()
+    # A logit of a narrow type differs by its last bit where the products are made otherwise.
+    tolerance = 1e-4 + config.logit_cap * torch.finfo(config.torch_dtype).eps
+    is_exact = abs(exact - reported) < 1e-4 and max(differences) < tolerance
+    return is_exact and abs(again - reported) < 1e-9
+
+
+GATES = {"causal": check_causal, "normalised": check_normalised, "local": check_local}
+
+
+def check_gates(trainer, step, val, reported):
+    """{gate: whether it has passed on every rank} for the model before a step.
+
+    reported: the mean loss over the validation tokens that the run claims. `unmoved` is the gate
+    that all these passes have changed no tensor.
+    """
+    before = state_digest(trainer)
+    passed = {name: gate_check(trainer, step, val, reported) for name, gate_check in GATES.items()}
+    passed["unmoved"] = state_digest(trainer) == before
+    failures = torch.tensor([float(not verdict) for verdict in passed.values()])
+    failures = failures.to(trainer.runtime.device)
+    wait(trainer.runtime.all_reduce(failures, "validation"))
+    return {name: count == 0 for name, count in zip(passed, failures.tolist(), strict=True)}
+
+
+# 13. Runtime =====================================================================================
+
+TIMEOUT = datetime.timedelta(minutes=10)  # for which ranks wait for each other
+
+
+class Runtime:
+    """This process among its peers: rank, world size, device, and the collectives.
+
+    Collectives are asynchronous and return work for `wait`. Without torchrun's environment
+    variables the world size is 1, and each returns its argument and no work. `ledger` holds what
+    this rank has handed to the network: [bytes, messages] by (collective, name).
+    """
+
+    def __init__(self, device="auto", workers=0):
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.is_main = self.rank == 0
+        self.launcher = os.getppid()
+        self.ledger = {}
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.device = choose_device(device, local_rank, local_world_size)
+        self.use_device()
+        self.workers = self.choose_workers(workers, local_world_size)
+        self.pool = None
+        if self.workers > 1:
+            # With Python's 5 ms, threads wait for the interpreter's lock for much of a step.
+            sys.setswitchinterval(1e-4)
+            threads = (torch.get_num_threads(),)
+            self.pool = ThreadPoolExecutor(self.workers, "worker", torch.set_num_threads, threads)
+        self.loader_group = None
+        if self.world_size > 1:
+            self.connect()
+
+    def use_device(self):
+        """Make the device the calling thread's own; on a CPU, one thread an operation: those of
+        this size lose to threads that spin while they wait for each other."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        elif "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)
+
+    def choose_workers(self, workers, local_world_size):
+        if self.device.type == "cuda":
+            return 1
+        cores = os.cpu_count()
+        if hasattr(os, "sched_getaffinity"):
+            cores = len(os.sched_getaffinity(0))
+        return workers or max(1, cores // local_world_size)
+
+    def connect(self):
+        """Join the process group; the loader's thread gets one of its own, for it keeps another
+        order."""
+        store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+            # torchrun's store outlives a restart, and still has the addresses of the dead. Nodes
+            # do not count restarts alike, so that several of them need an own store: see README.
+            restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(restart, store)
+        self.store = store
+        # Naming NCCL without CUDA raises; with its device it connects here, not at its first call.
+        is_cuda = self.device.type == "cuda"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            timeout=TIMEOUT,
+            world_size=self.world_size,
+            rank=self.rank,
+            store=store,
+            device_id=self.device if is_cuda else None,
+        )
+        self.loader_group = dist.new_group(timeout=TIMEOUT, backend="gloo")
+        # To leave earlier would fail those that still connect.
+        dist.monitored_barrier(self.loader_group, TIMEOUT)
+
+    def agree(self, key, value):
+        """The value (of JSON) that the rank which comes first has under a key."""
+        if self.world_size == 1:
+            return value
+        return json.loads(self.store.compare_set(key, "", json.dumps(value)))
+
+    def in_parallel(self, function, items):
+        """function(item) of all items, in their order; on a CPU worker threads share them."""
+        if self.pool is None:
+            return map(function, items)
+        return self.pool.map(function, items)
+
+    def owned_range(self, count):
+        """The range [low, high) of `count` units that this rank owns: all ranks own as many, but
+        for the last ones."""
+        chunk = math.ceil(count / self.world_size)
+        return min(self.rank * chunk, count), min((self.rank + 1) * chunk, count)
+
+    def record_sent(self, collective, name, tensor, size, messages):
+        """Enter into the ledger that `size` bytes of a tensor are about to be sent."""
+        assert tensor.is_contiguous(), f"{name}: a collective of a strided tensor is silently wrong"
+        entry = self.ledger.setdefault((collective, name), [0, 0])
+        entry[0] += size
+        entry[1] += messages
+
+    def all_reduce(self, tensor, name):
+        """Sum in place over ranks; returns work."""
+        if self.world_size == 1:
+            return None
+        peers = self.world_size - 1
+        size = 2 * tensor.nbytes * peers // self.world_size
+        self.record_sent("all_reduce", name, tensor, size, 2 * peers)
+        return dist.all_reduce(tensor, async_op=True)
+
+    def reduce_scatter(self, tensor, name):
+        """Sum tensor (world_size * n, ...) over ranks. Returns (this rank's n sums, work)."""
+        if self.world_size == 1:
+            return tensor, None
+        part = tensor.new_empty(len(tensor) // self.world_size, *tensor.shape[1:])
+        peers = self.world_size - 1
+        self.record_sent("reduce_scatter", name, tensor, part.nbytes * peers, peers)
+        return part, dist.reduce_scatter_single(part, tensor, async_op=True)
+
+    def gather_ranges(self, part, count, name):
+        """Join the ranks' owned ranges of `count` units. Returns (whole (count, ...), work)."""
+        if self.world_size == 1:
+            return part, None
+        chunk = math.ceil(count / self.world_size)
+        padded = part.new_zeros(chunk, *part.shape[1:])
+        padded[: len(part)] = part
+        whole = part.new_zeros(chunk * self.world_size, *part.shape[1:])
+        peers = self.world_size - 1
+        self.record_sent("all_gather", name, padded, padded.nbytes * peers, peers)
+        return whole[:count], dist.all_gather_single(whole, padded, async_op=True)
+
+    def join(self, part, count, name="checkpoint"):
+        """What gather_ranges returns, waited for."""
+        whole, work = self.gather_ranges(part, count, name)
+        wait(work)
+        return whole
+
+    def all_to_all(self, tensor, send, receive, name, group=None):
+        """Send the first send[0] rows of a tensor to rank 0, and so on.
+
+        Returns (receive[r] rows of each rank r, work).
+        """
+        if self.world_size == 1:
+            return tensor, None
+        sent = [count for rank, count in enumerate(send) if rank != self.rank and count]
+        row_size = math.prod(tensor.shape[1:]) * tensor.element_size()
+        self.record_sent("all_to_all", name, tensor, sum(sent) * row_size, len(sent))
+        out = tensor.new_empty(sum(receive), *tensor.shape[1:])
+        work = dist.all_to_all_single(out, tensor, receive, send, group=group, async_op=True)
+        return out, work
+
+    def synchronize(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def peak_memory_mib(self):
+        """Peak memory of each rank in MiB: of the device's allocator on CUDA, else the process'."""
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device) // 2**20
+        else:
+            unit = 2**20 if sys.platform == "darwin" else 2**10
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
+        return self.join(torch.tensor([peak]), self.world_size, "validation").tolist()
+
+    def close(self, has_failed=False):
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+        if dist.is_initialized():
+            if not has_failed:
+                dist.barrier()
+            dist.destroy_process_group()
+
+
+def wait(work):
+    if work is not None:
+        work.wait()
+
+
+# ----- devices and back ends
+
+
+def choose_device(name, local_rank, local_world_size):
+    """The torch.device of one of the processes on this machine. Raises ConfigError."""
+    has_cuda = name != "cpu" and torch.cuda.is_available()
+    require(
+        has_cuda or name != "cuda",
+        f"device=cuda: torch {torch.__version__} sees no CUDA device; use --device cpu to train "
+        "without one",
+    )
+    if not has_cuda:
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    require(
+        max(local_world_size, local_rank + 1) <= count,
+        f"{local_world_size} processes on a node with {count} GPU(s): start at most one a GPU "
+        "(--nproc-per-node)",
+    )
+    return torch.device("cuda", local_rank)
+
+
+def device_name(device):
+    """The GPU's name, or the processor's with the number of its cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):  # Linux, whose platform.processor() is often empty
+        models = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+        name = models[0] if models else name
+    return f"{name} x{os.cpu_count()}"
+
+
+def matmul_rate(device, dtype, size):
+    """Floating-point operations a second of a square matrix product, best of six."""
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+
+    def multiply():
+        (matrix @ matrix)[0, 0].item()  # which waits for the device
+
+    return 2 * size**3 / min(timeit.repeat(multiply, number=1, repeat=6))
+
+
+def resolve_dtype(dtype, device):
+    """The type of matrices and activations: `auto` is bfloat16 where products are fast in it."""
+    if dtype != "auto":
+        return dtype
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
+    rates = {
+        name: matmul_rate(device, getattr(torch, name), 512) for name in ("float32", "bfloat16")
+    }
+    return max(rates, key=rates.get)
+
+
+def choose_attention(config, device):
+    """Resolve Config.attention. Returns (back end, its description for the log)."""
+    capability = (0, 0)
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+    is_able = capability >= (8, 0) and config.dtype == "bfloat16"
+    has_varlen = is_able and importlib.util.find_spec("torch.nn.attention.varlen")
+    require(
+        has_varlen or config.attention != "varlen",
+        "attention=varlen: needs a GPU of compute capability 8.0, bfloat16 and "
+        f"torch.nn.attention.varlen, and has {device.type} {capability}, {config.dtype} and torch "
+        f"{torch.__version__}; use --attention sdpa",
+    )
+    if config.attention == "sdpa" or not has_varlen:
+        return BlockedAttention(), "sdpa"
+    newer = {9: "FA3", 10: "FA4"}.get(capability[0], "newer one for this device")
+    try:  # where its package is installed, else the FlashAttention 2 that torch holds
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl(newer)
+        return VarlenAttention(), f"varlen-{newer}"
+    except Exception as error:  # whatever an absent or unfit package raises
+        return VarlenAttention(), f"varlen-FA2 (no {newer}: {type(error).__name__})"
+
+
+def choose_matmul(config, device):
+    """Resolve Config.float8. Returns (whether products are in 8 bits, description for the log)."""
+    name = f"torch-{config.dtype}"
+    if not config.float8:
+        return False, name
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    if not is_hopper or config.dtype != "bfloat16":
+        return False, f"{name} (float8 wants a Hopper GPU and bfloat16)"
+    sampled = (stage.softmax_rows for stage in config.stages)
+    sides = (config.model_dim, config.mlp_dim, config.vocab_size, *sampled)
+    require(
+        all(side % 16 == 0 for side in sides),
+        "float8: tensor cores want multiples of 16 as model_dim, mlp_dim, vocabulary and "
+        f"softmax_rows, and these are {sides}; leave --float8 out",
+    )
+    return True, f"{name}+float8"
+
+
+def choose_compile(config, device):
+    """`inductor`, or `off` and why: without a compiler a CPU run is slow, and a GPU run crawls."""
+    if not config.compile:
+        return "off"
+    missing = ""
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        missing = "Python.h: install python3-dev"
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        get_cpp_compiler()
+    except Exception:  # inductor raises its own types
+        missing = "C++ compiler: install g++"
+    require(
+        not missing or device.type != "cuda",
+        f"compile=True: no {missing}, or go without by --compile false",
+    )
+    return f"off (no {missing})" if missing else "inductor"
+
+
+def compiled_model(model, runtime):
+    """The model's forward pass, compiled anew for each Phase."""
+    # A phase is two graphs, and torch's default limit is 8; never eager in silence.
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    # On a CPU the compiled code calls its kernels itself: else the interpreter's lock would halt
+    # other workers.
+    return torch.compile(
+        model, dynamic=False, options={"cpp_wrapper": runtime.device.type == "cpu"}
+    )
+
+
+def compiled_updates():
+    """take_step as a handful of kernels. All numbers of an update are tensors on the CPU, so that
+    a schedule of any of them recompiles nothing."""
+    step = torch.compile(take_step, dynamic=False)
+
+    def as_tensors(value):
+        if isinstance(value, tuple):
+            return tuple(map(as_tensors, value))
+        return torch.as_tensor(value)
+
+    def call(update, part, grad, state, hyper):
+        numbers = {key: as_tensors(getattr(hyper, key)) for key in hyper._fields if key != "dtype"}
+        step(update, part, grad, state, hyper._replace(**numbers))
+
+    return call
+
+
+# 14. Log and clock ===============================================================================
+
+
+def one_line(error):
+    """What an error says, on one printable line; of a long text the beginning and the end."""
+    text = ascii(str(error))[1:-1]
+    if len(text) > 1000:
+        return f"{text[:500]} ... {text[-500:]}"
+    return text
+
+
+def git_state():
+    """(commit sha, 1 if the work tree differs from it else 0); ("none", 0) without git."""
+
+    def git(*words):
+        command = ["git", *words]
+        folder = Path(__file__).parent
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD"), int(bool(git("status", "--short")))
+    except (OSError, subprocess.CalledProcessError):
+        return "none", 0
+
+
+class Log:
+    """The run's log.txt, metrics.jsonl and console lines; silent on every rank but 0."""
+
+    FORMATS = {"lr_mul": "{:.3f}", "train_time": "{:.0f}ms", "step_avg": "{:.2f}ms"}
+
+    def __init__(self, runtime):
+        self.is_main = runtime.is_main
+        self.text = None
+        self.metrics = None
+
+    def open(self, folder, source, may_replace=False):
+        """Begin the files with the script's source; with None go on with those that are there."""
+        if not self.is_main:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "log.txt"
+        is_new = source is not None
+        require(
+            not (is_new and path.exists()) or may_replace,
+            f"{folder} exists; change --run-id, or --resume {folder.name}",
+        )
+        text = open(path, "a", buffering=1, encoding="utf-8")
+        fcntl.flock(text, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where another process writes it
+        self.text = text
+        self.metrics = open(folder / "metrics.jsonl", "a", buffering=1, encoding="utf-8")
+        has_ended = re.search(rb"\nstatus:.*\n\Z", path.read_bytes())
+        for file in (self.text, self.metrics):  # a kill may have torn the last line
+            file.truncate(0 if is_new else Path(file.name).read_bytes().rfind(b"\n") + 1)
+        for leftover in folder.glob("*.tmp"):
+            leftover.unlink()
+        if is_new:
+            self.text.write(source.rstrip("\n") + "\n===== END OF CODE =====\n")
+        elif not has_ended:
+            self.text.write("status:error ended without a word: killed, or its machine stopped\n")
+
+    def line(self, text, on_console=True):
+        """One event, a line: to the file, and to the console."""
+        if not self.is_main:
+            return
+        if on_console:
+            try:
+                print(text, flush=True)
+            except OSError:  # the console is gone, which ends no run; Python would write once more
+                sys.stdout = open(os.devnull, "w")
+        if self.text is not None:
+            self.text.write(text + "\n")
+
+    def step(self, step, steps, seconds, **values):
+        """One logged step, as a line and as a JSON record; losses have five decimals, times are in
+        milliseconds."""
+        values["train_time"] = 1000 * seconds
+        values["step_avg"] = 1000 * seconds / max(1, step)
+        words = [
+            f"{key}:{self.FORMATS.get(key, '{:.5f}').format(value)}"
+            for key, value in values.items()
+        ]
+        self.line(f"step:{step}/{steps} {' '.join(words)}")
+        if self.is_main:
+            self.metrics.write(json.dumps({"step": step, **values}) + "\n")
+
+
+class Clock:
+    """Seconds of training, and those that processors worked for this process.
+
+    Only start and stop wait for the device.
+    """
+
+    def __init__(self, runtime, seconds=0.0):
+        self.runtime = runtime
+        self.total = seconds
+        self.processor = 0.0
+        self.since = None
+
+    def start(self):
+        self.runtime.synchronize()
+        self.since = time.perf_counter()
+        self.processor -= time.process_time()
+
+    def stop(self):
+        self.runtime.synchronize()
+        self.total = self.seconds()
+        self.since = None
+        self.processor += time.process_time()
+
+    def seconds(self):
+        if self.since is None:
+            return self.total
+        return self.total + time.perf_counter() - self.since
+
+    @contextlib.contextmanager
+    def stopped(self):
+        """For what is not timed."""
+        self.stop()
+        yield
+        self.start()
+
+
+# 15. Checkpoints =================================================================================
+
+
+@contextlib.contextmanager
+def atomic_file(path):
+    """A temporary file that becomes `path` when the block ends well: a kill or a full disk leaves
+    what was there."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def row_fingerprint(config):
+    """A hash of the rows that a fixed text reads: under another hash function, or other columns,
+    the contents of a table mean nothing."""
+    config = dataclasses.replace(config, index_bits=8)
+    tokens = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
+    index = TextIndex(config)
+    index.read(tokens)
+    rows, signs = table_rows(TokenWindow(Text(tokens, config), [(0, 99)]), config, index)
+    return hashlib.sha256(rows.tobytes() + signs.tobytes()).hexdigest()
+
+
+def checkpoint_content(trainer, step, loader_state, seconds):
+    """What a checkpoint holds. Every rank must call this: owned parts are gathered."""
+    return {
+        "step": step,
+        "config": dataclasses.asdict(trainer.config),
+        "rows": row_fingerprint(trainer.config),
+        "data": manifest_hash(trainer.config),
+        "model": trainer.model.state_dict(),
+        "groups": {group.name: group.full_state() for group in trainer.optimizer.groups},
+        "rng": torch.get_rng_state(),
+        "loader": loader_state,
+        "train_seconds": seconds,
+    }
+
+
+def manifest_hash(config):
+    path = Path(config.data, "manifest.json")
+    return file_sha256(path) if path.is_file() else "none"
+
+
+def check_finite(content, name="checkpoint"):
+    """Raise FloatingPointError where a tensor of nested dicts is not finite."""
+    if isinstance(content, dict):
+        for key, part in content.items():
+            check_finite(part, f"{name}.{key}")
+    elif isinstance(content, Tensor) and content.numel():
+        low, high = content.aminmax()  # one pass over a table, and no copy
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise FloatingPointError(f"{name} is not finite")
+
+
+def save_checkpoint(path, content):
+    """Write `content` (tensors and plain types), and the file's sha256 beside it, atomically.
+
+    Raises OSError for a full disk, and FloatingPointError rather than keep what is not finite.
+    """
+    check_finite(content)
+    with atomic_file(path) as file:
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:  # torch's zip writer reports a failed write so
+            raise OSError(f"{path}: {str(error).splitlines()[0]}") from error
+        file.flush()
+        with atomic_file(path.with_suffix(".sha256")) as beside:
+            beside.write(f"{file_sha256(file.name)}  {path.name}\n".encode())
+
+
+def load_checkpoint(path):
+    """Read a checkpoint, whose sha256 must be there. Raises ConfigError."""
+    path = Path(path)
+    require(path.is_file(), f"{path}: no such checkpoint; a run leaves logs/RUN/checkpoint.pt")
+    beside = path.with_suffix(".sha256")
+    try:
+        is_whole = beside.is_file() and file_sha256(path).encode() in beside.read_bytes()
+        require(is_whole, f"its sha256 is not the one in {beside.name}: damaged")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        config = config_of_checkpoint(content)
+        require(
+            content["rows"] == row_fingerprint(config),
+            "its table was made with another hash of rows; use the script that it began with",
+        )
+    except Exception as error:  # torch raises several types for a damaged file
+        raise ConfigError(
+            f"{path}: cannot be read ({type(error).__name__}: {one_line(error)}); use another "
+            "checkpoint"
+        ) from None
+    return content
+
+
+def config_of_checkpoint(content):
+    """The Config that it was made with."""
+    track = content["config"]["track"]
+    require(track in TRACKS, f"of track {track}; use the script that it began with")
+    return type(TRACKS[track])(**content["config"])
+
+
+def find_checkpoint(run, key="resume"):
+    """The content of a checkpoint file, or of a run id's newest sound checkpoint."""
+    folder = Path("logs", run)
+    damaged = []
+    newest_first = sorted(folder.glob("step_*.pt"), reverse=True)
+    for path in (Path(run), folder / "checkpoint.pt", *newest_first):
+        if path.is_file():
+            try:
+                return load_checkpoint(path)
+            except ConfigError as error:
+                print(f"note: {one_line(error)}", file=sys.stderr)
+                damaged.append(str(error))
+    others = [path.parent.name for path in Path("logs").glob("*/*.pt")]
+    missing = f"--{key} {run}: no checkpoint under {folder}; {nearest(run, others)}"
+    raise ConfigError("; ".join(damaged) or missing)
+
+
+def restore(trainer, content):
+    """Take over weights, optimizer state and the state of the random numbers from a checkpoint.
+
+    Raises ConfigError where they are not this model's.
+    """
+    try:
+        trainer.model.load_state_dict(content["model"])
+        for group in trainer.optimizer.groups:
+            group.load(content["groups"][group.name])
+        torch.set_rng_state(content["rng"])
+    except (RuntimeError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"the checkpoint is not of this model ({one_line(error)}); use the script and the "
+            "configuration that it began with"
+        ) from None
+
+
+# 16. Command line ================================================================================
+
+# They say where a run computes and how it is watched, not what: with other values than the track's
+# it may still be a record. So may dtype, where the track leaves it to the machine.
+NEUTRAL_FIELDS = {
+    "seed",
+    "device",
+    "workers",
+    "log_every",
+    "save_every",
+    "run_id",
+    "resume",
+    "run_of",
+}
+VALIDATION_FIELDS = {"data", "tokenizer", "val_tokens"}  # val_sha256 is of what they choose
+
+
+def nearest(name, names):
+    close = difflib.get_close_matches(name, names, 1, cutoff=0.0)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ConfigError(f"{message}; see --help")
+
+
+def parse_bool(text):
+    values = {"true": True, "1": True, "false": False, "0": False}
+    if text.lower() not in values:
+        raise argparse.ArgumentTypeError(f"{text}: expected true or false")
+    return values[text.lower()]
+
+
+def parse_tuple(text):
+    """A tuple from a literal; a single value is a tuple of one."""
+    try:
+        value = ast.literal_eval(text)
+        str(value)  # raises for integers that are too long to be quoted
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        raise argparse.ArgumentTypeError(f"{text}: expected a tuple, such as (1, 2)") from None
+    return value if isinstance(value, tuple) else (value,)
+
+
+def command_line_parser():
+    """A Parser with an option for each field of Config, and for each one of Stage, which then holds
+    in all stages."""
+    intro = __doc__.split("\n\nChapters")[0]
+    parser = Parser(
+        usage="train_gpt.py [--key value ...]",
+        description=f"{intro}\n\nTracks (--track): {', '.join(TRACKS)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("--help", "-h", action="store_true", help="print this and exit")
+    parser.add_argument("--check", action="store_true", help="everything but the steps")
+    kinds = {bool: parse_bool, tuple: parse_tuple}
+    tracks = [*TRACKS.values(), TRACKS["nano"].stages[0]]
+    known = set()
+    for values in tracks:  # another script's track may have fields of its own
+        for field in dataclasses.fields(values):
+            if field.name in known | {"rules", "start"}:
+                continue
+            known.add(field.name)
+            help_text = f"{field.metadata['help']} [{getattr(values, field.name)}]"
+            if field.name == "stages":
+                help_text = field.metadata["help"]
+            parser.add_argument(
+                f"--{field.name.replace('_', '-')}",
+                type=kinds.get(field.type, field.type),
+                metavar="",
+                help=help_text.replace("%", "%%"),
+            )
+    return parser
+
+
+def parse_command_line(argv):
+    """{field: value} of what the command line names. Raises ConfigError."""
+    parser = command_line_parser()
+    namespace, unknown = parser.parse_known_args(argv)
+    if unknown:
+        names = [name for action in parser._actions for name in action.option_strings]
+        key = unknown[0].partition("=")[0]
+        raise ConfigError(
+            f"{unknown[0]}: no such key; {nearest(key, names)} Arguments come as --key value; "
+            "--help lists them all"
+        )
+    return vars(namespace)
+
+
+def with_values(config, values):
+    """The Config with other values, those of a Stage's fields in all stages."""
+    values = dict(values)
+    stages = config.stages
+    if "stages" in values:
+        first = dataclasses.asdict(TRACKS[config.track].stages[0])
+        try:
+            stages = [Stage(**{**first, **row}) for row in values.pop("stages")]
+        except TypeError as error:
+            raise ConfigError(f"stages: rows are dicts of a Stage's fields ({error})") from None
+    names = [field.name for field in dataclasses.fields(Stage) if field.name in values]
+    changes = {name: values.pop(name) for name in names}
+    unknown = values.keys() - {field.name for field in dataclasses.fields(config)}
+    require(not unknown, f"track {config.track} has no {', '.join(sorted(unknown))}")
+    stages = tuple(dataclasses.replace(stage, **changes) for stage in stages)
+    return dataclasses.replace(config, stages=stages, **values)
+
+
+def overrides_of(config):
+    """{field: value} of what differs from the values of the config's track and is not neutral."""
+    track = TRACKS[config.track]
+    neutral = set(NEUTRAL_FIELDS)
+    if track.dtype == "auto":
+        neutral.add("dtype")
+    own = dataclasses.asdict(track)
+    found = {}
+    for name, value in dataclasses.asdict(config).items():
+        if name not in neutral and value != own[name]:
+            found[name] = value
+    if found.keys() & VALIDATION_FIELDS:
+        found.pop("val_sha256", None)  # it follows from them
+    return found
+
+
+def config_from(given):
+    """(Config, overrides by name) of a track and the values given on the command line."""
+    track = given.get("track", default_track()[0])
+    names = ", ".join(TRACKS)
+    require(
+        track in TRACKS, f"--track {track}: no such track; {nearest(track, TRACKS)} Tracks: {names}"
+    )
+    config = with_values(TRACKS[track], given)
+    overrides = overrides_of(config)
+    if overrides.keys() & VALIDATION_FIELDS and "val_sha256" not in given:
+        config = dataclasses.replace(config, val_sha256="")  # the track's hash is of other tokens
+    return config, overrides
+
+
+def resumed(given):
+    """(Config, overrides, the content of the checkpoint that `--resume` names) of the values given
+    on the command line; no content where a run is new."""
+    if "resume" not in given:
+        return *config_from(given), None
+    run = given["resume"]
+    is_auto = given["resume"] == "auto"
+    if is_auto:
+        run = given.get("run_id", "")
+        if not any(Path("logs", run).glob("*.pt")):
+            return *config_from(given), None
+    content = find_checkpoint(run)
+    saved = config_of_checkpoint(content)
+    is_complete = content["step"] == saved.steps and Path("logs", run, "result.json").exists()
+    require(
+        is_auto or not is_complete,
+        f"--resume {run}: this run is complete, all {saved.steps} steps",
+    )
+    may_change = NEUTRAL_FIELDS - {"seed", "run_id", "run_of"}
+    for name in given.keys() - may_change:
+        kept = [getattr(one, name) for one in (saved, *saved.stages) if hasattr(one, name)]
+        require(
+            with_values(saved, {name: given[name]}) == saved,
+            f"--{name.replace('_', '-')} {given[name]}: the run to resume has "
+            f"{', '.join(map(str, kept))}, and keeps it; leave the key out",
+        )
+    changes = {name: value for name, value in given.items() if name in may_change}
+    config = dataclasses.replace(saved, **{**changes, "resume": saved.resume})
+    return config, overrides_of(config), content
+
+
+# 17. Opening and end =============================================================================
+
+INTERRUPTED = threading.Event()  # by a signal: the run ends where it looks next, and is saved
+
+
+def listen_for_signals():
+    """The first signal ends the run behind the step at hand, another one later ends it at once."""
+    INTERRUPTED.clear()
+    first = []
+
+    def interrupt(number, frame):
+        first.append(time.monotonic())
+        INTERRUPTED.set()
+        if len(first) == 1:
+            with contextlib.suppress(OSError):  # of a console that is gone
+                os.write(2, b"interrupted: ends after the step at hand; again: at once\n")
+        elif time.monotonic() - first[0] > 1:  # a launcher sends on what its ranks have got, too
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, interrupt)
+
+
+def stop_if_interrupted():
+    if INTERRUPTED.is_set():
+        raise KeyboardInterrupt
+
+
+@dataclass
+class Run:
+    """A run between its opening and its result."""
+
+    config: Config
+    overrides: dict  # of the track's values that are no neutral ones
+    folder: Path
+    facts: dict  # of machine, script and versions, for the log
+    corpus: Corpus
+    trainer: Trainer
+    log: Log
+    clock: Clock
+    val_sets: dict  # validation tokens by the name of their loss
+    step: int = 0  # how many are done
+    loader_state: dict | None = None  # behind these
+    loss_sum: Any = 0.0  # of the steps since the last logged one, on this rank
+    loss_tokens: int = 0  # of these steps, on all ranks
+
+    def is_due(self, every):
+        """Whether the steps that are done are a multiple of `every`; 0: never; and not at the end,
+        where all is done anyway."""
+        return every > 0 and self.step % every == 0 and self.step < self.config.steps
+
+    def log_loss(self):
+        """Log the mean loss of the training steps since the last logged one."""
+        total = torch.as_tensor(self.loss_sum, dtype=torch.float64)
+        wait(self.trainer.runtime.all_reduce(total, "training loss"))
+        loss = total.item() / self.loss_tokens
+        lr_mul = lr_multiplier(self.config, self.step - 1)
+        seconds = self.clock.seconds()
+        steps = self.config.steps
+        self.log.step(self.step, steps, seconds, train_loss=loss, lr_mul=lr_mul)
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"training loss is {loss} at step {self.step}")
+        self.loss_sum = 0.0
+        self.loss_tokens = 0
+
+    def validate(self):
+        """Log the validation losses of the model as it stands, and return them by name. The clock
+        must stand still."""
+        before = state_digest(self.trainer)
+        losses = {
+            name: self.trainer.evaluate(self.step, val) for name, val in self.val_sets.items()
+        }
+        if state_digest(self.trainer) != before:
+            raise RuntimeError("validation has changed the state of the run")
+        self.log.step(self.step, self.config.steps, self.clock.seconds(), **losses)
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"{name} is {loss}")
+        return losses
+
+    def save(self, name=None):
+        """Write a checkpoint; of those on the way, the newest two are kept."""
+        seconds = self.clock.seconds()
+        content = checkpoint_content(self.trainer, self.step, self.loader_state, seconds)
+        if not self.log.is_main:
+            return
+        save_checkpoint(self.folder / (name or f"step_{self.step:06d}.pt"), content)
+        for old in sorted(self.folder.glob("step_*.pt"))[:-2]:
+            old.unlink()
+            old.with_suffix(".sha256").unlink(missing_ok=True)
+
+    def resume(self, content):
+        """Go on from a checkpoint's content. Raises ConfigError where something differs."""
+        data = manifest_hash(self.config)
+        require(
+            content["data"] == data,
+            f"--resume: {self.config.data}/manifest.json is not the one that the run began with "
+            f"(its sha256 is {data[:12]} now); bring its corpus back",
+        )
+        restore(self.trainer, content)
+        self.step = content["step"]
+        self.loader_state = content["loader"]
+        self.clock.total = content["train_seconds"]
+
+
+def resolve(config, runtime):
+    """The Config with what is drawn or measured: the same on all ranks. Raises ConfigError."""
+    seed = config.seed
+    run_id = config.run_id
+    if seed < 0:
+        seed = int.from_bytes(os.urandom(4), "little")
+    if not run_id:
+        run_id = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.urandom(2).hex()}"
+    dtype = resolve_dtype(config.dtype, runtime.device)
+    seed, run_id, dtype = runtime.agree("run", [seed, run_id, dtype])
+    return dataclasses.replace(config, seed=seed, run_id=run_id, dtype=dtype)
+
+
+def build_run(config, overrides, runtime, log):
+    """Look at all that a run needs, and build it. Raises ConfigError."""
+    config = resolve(config, runtime)
+    corpus = open_corpus(config)
+    torch.manual_seed(config.seed)
+    trainer = Trainer(config, runtime)
+    commit, is_dirty = git_state()
+    triton = sys.modules.get("triton")
+    facts = {
+        "commit": commit,
+        "dirty": is_dirty,
+        "code_sha256": file_sha256(__file__),
+        "seed": config.seed,
+        "world_size": runtime.world_size,
+        "device": device_name(runtime.device),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "none",
+        "triton": triton.__version__ if triton else "none",
+        "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
+    }
+    return Run(
+        config=config,
+        overrides=overrides,
+        folder=Path("logs", config.run_id),
+        facts=facts,
+        corpus=corpus,
+        trainer=trainer,
+        log=log,
+        clock=Clock(runtime),
+        val_sets={"val_loss": corpus.val},
+    )
+
+
+def open_run(config, overrides, runtime, log, checkpoint, is_check):
+    """Build a run or take it up again, and begin its log, unless it is only checked. Raises
+    ConfigError."""
+    run = build_run(config, overrides, runtime, log)
+    step = 0 if checkpoint is None else checkpoint["step"]
+    other = runtime.agree("step", step)
+    require(
+        step == other,
+        f"--resume: of step {step} here, but {other} on another node; all must share logs/",
+    )
+    if checkpoint is not None:
+        run.resume(checkpoint)
+    log.line("\n".join(describe(run)))
+    if not is_check:
+        begin_log(run, is_resumed=checkpoint is not None)
+    return run
+
+
+def checkpoint_bytes(trainer):
+    """How much room a checkpoint takes: weights once, and of the rest, but for gradients, the part
+    of every rank."""
+    total = 0
+    for group in trainer.optimizer.groups:
+        for name, tensor in group.tensors().items():
+            is_whole = name == "index" or name.endswith(".param")
+            if not name.endswith(".grad"):
+                total += tensor.nbytes * (1 if is_whole else trainer.runtime.world_size)
+    return total
+
+
+def describe(run):
+    """What a person wants to know before a run starts, as lines. Raises ConfigError where the disk
+    has no room for its checkpoint."""
+    config = run.config
+    corpus = run.corpus
+    trainer = run.trainer
+    groups = trainer.optimizer.groups
+    runtime = trainer.runtime
+    state = sum(tensor.nbytes for group in groups for tensor in group.tensors().values())
+    needed = checkpoint_bytes(trainer)
+    free = shutil.disk_usage(".").free
+    room = f"disk for a checkpoint: {needed / 2**30:.2f} GiB needed, {free / 2**30:.1f} GiB free"
+    require(needed < free, f"{room}; make room")
+    held = sum(map(len, corpus.shards))
+    lines = [
+        f"device: {run.facts['device']}, world size {runtime.world_size}, "
+        f"{runtime.workers} CPU worker(s), {config.dtype}",
+        f"back ends: attention={trainer.attention_name} compile={trainer.compile_name} "
+        f"matmul={trainer.matmul_name}",
+        f"corpus: {config.data}: {held:,} training tokens in {len(corpus.shards)} shard(s), the "
+        f"schedule takes {training_tokens(config):,}; {config.val_tokens:,} validation tokens are "
+        "scored",
+        "parameters: " + ", ".join(f"{group.name} {group.size():,}" for group in groups),
+        f"memory of weights, gradients and optimizer state: {state / 2**30:.2f} GiB a rank",
+        room,
+    ]
+    if trainer.compile_name == "inductor":
+        lines.append(
+            "compiling comes first, in silence: minutes in a first run, seconds in later ones"
+        )
+    return lines
+
+
+def log_header(run):
+    """The lines that make a run reproducible: machine, configuration, data, back ends."""
+    config = run.config
+    trainer = run.trainer
+    log = run.log
+    facts = " ".join(f"{key}:{value}" for key, value in run.facts.items())
+    log.line(f"run:{config.run_id} track:{config.track} {facts}")
+    log.line("config:" + json.dumps(dataclasses.asdict(config)), on_console=False)
+    if run.overrides:
+        log.line("overrides:" + json.dumps(run.overrides))
+    elif config.run_of:
+        batch, counter, start = config.run_of.split(":")
+        log.line(f"batch:{batch} counter:{counter} start:{start}")
+    data = manifest_hash(config)
+    log.line(
+        f"data:{data} shards:{'unknown' if data == 'none' else 'ok'} "
+        f"backends:attention={trainer.attention_name},matmul={trainer.matmul_name},"
+        f"compile={trainer.compile_name}"
+    )
+    groups = trainer.optimizer.groups
+    log.line("size: " + " ".join(f"{group.name}={group.size():,}" for group in groups))
+    log.line("===== START =====")
+    if config.val_sha256 and validation_hash(run.corpus.val) != config.val_sha256:
+        log.line(
+            f"note: {config.data} has other validation tokens than track {config.track}: losses do "
+            "not compare"
+        )
+
+
+def begin_log(run, is_resumed):
+    """Open the run's files, and write the header, or where it goes on."""
+    config = run.config
+    log = run.log
+    if is_resumed:
+        log.open(run.folder, None)
+        world_size = run.trainer.runtime.world_size
+        log.line(f"resumed:{config.run_id} step:{run.step}/{config.steps} world_size:{world_size}")
+        return
+    is_unfinished = not (run.folder / "result.json").exists()
+    source = Path(__file__).read_text("utf-8")
+    log.open(run.folder, source, may_replace=config.resume == "auto" and is_unfinished)
+    log_header(run)
+
+
+def warm_up(trainer):
+    """Compile and run every phase of the schedule on synthetic tokens, then put the state back;
+    digests prove that it is bitwise what it was."""
+    config = trainer.config
+    runtime = trainer.runtime
+    before = state_digest(trainer)
+    rng_state = torch.get_rng_state()
+    row_fingerprint(config)  # compiles the loops of numba
+    length = max(config.micro_batch_tokens, config.val_batch_tokens)
+    tokens = np.random.default_rng(0).integers(0, config.eot_token, length + 1).astype(np.uint16)
+    tokens[0] = config.eot_token
+    text = Text(tokens, config)
+    window = contiguous_window(text, 0, config.micro_batch_tokens)
+    rows, signs = table_rows(window, config, trainer.table.index)
+    plan, slots = plan_rows(rows, signs, config, runtime)
+    micro_batch = assemble(window, slots, signs, runtime.device)
+    batch = Batch([micro_batch], plan, config.micro_batch_tokens, {})
+    trainer.table.start_pull(plan)
+    put_back = [group.snapshot() for group in trainer.optimizer.groups]
+    first_step = {}
+    for step in range(config.steps):
+        compiled_for = training_phase(config, step), long_windows_until(config, step)
+        first_step.setdefault(compiled_for, step)
+    # At Adam's first step and the run's last, all groups step, on sums of as many steps as ever.
+    first_update = min(config.adam_every, config.steps) - 1
+    # Where code is compiled, the second call is the first without compilation.
+    calls = 1 if trainer.compile_name.startswith("off") else 2
+    for step in sorted({*first_step.values(), first_update, config.steps - 1}):
+        for _ in range(calls):
+            stop_if_interrupted()
+            trainer.step(step, batch)
+            trainer.score(step, text, 0)
+    trainer.score(config.steps, text, 0)
+    for put_group_back in put_back:
+        put_group_back()
+    torch.set_rng_state(rng_state)
+    if state_digest(trainer) != before:
+        raise RuntimeError("the state after warm-up is not bitwise the state before it")
+    runtime.ledger.clear()
+
+
+def end_if_asked(run):
+    """Raise KeyboardInterrupt where a signal has come or the launcher is gone, once the state is
+    saved. Several ranks save nothing: they would have to agree on the step."""
+    config = run.config
+    runtime = run.trainer.runtime
+    is_orphan = runtime.world_size > 1 and os.getppid() != runtime.launcher
+    if not (INTERRUPTED.is_set() or is_orphan):
+        return
+    if config.save_every and runtime.world_size == 1 and run.step:
+        if run.step % config.adam_every:
+            return  # gradients wait, and they are not saved
+        run.save()
+    raise KeyboardInterrupt
+
+
+def sent_per_step(runtime, steps):
+    """{collective/name: [bytes, messages]} that this rank has sent in a training step."""
+    return {
+        f"{collective}/{name}": [round(count / max(1, steps), 1) for count in entry]
+        for (collective, name), entry in sorted(runtime.ledger.items())
+        if name not in ("validation", "checkpoint")
+    }
+
+
+def write_result(run, losses, gates, steps):
+    """Log what came of a run that has just made so many steps, and write result.json. Raises
+    RuntimeError where a gate has failed."""
+    config = run.config
+    trainer = run.trainer
+    log = run.log
+    memory = trainer.runtime.peak_memory_mib()
+    sent = sent_per_step(trainer.runtime, steps)
+    words = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent.items()]
+    log.line(f"comms: sent_bytes per step (messages) {' '.join(words) or 'none=0(0)'}")
+    verdicts = " ".join(f"{name}:{'ok' if passed else 'FAILED'}" for name, passed in gates.items())
+    val_sha256 = validation_hash(run.corpus.val)
+    log.line(f"validity: {verdicts} val_tokens:{config.val_tokens} val_sha256:{val_sha256}")
+    seconds = run.clock.seconds()
+    tokens = training_tokens(config)
+    figures = {
+        "train_time_ms": 1000 * seconds,
+        "cpu_time_ms": 1000 * run.clock.processor,
+        "tokens": tokens,
+        "tokens_per_s": tokens / seconds,
+        "mfu_percent": mfu_percent(trainer, tokens / seconds),
+    }
+    others = [f" {name}:{loss:.5f}" for name, loss in losses.items() if name != "val_loss"]
+    log.line(
+        f"final val_loss:{losses['val_loss']:.5f} train_time:{figures['train_time_ms']:.0f}ms "
+        f"tokens:{tokens} peak_memory:{max(memory)}MiB "
+        f"tokens_per_s:{figures['tokens_per_s']:.0f} mfu:{figures['mfu_percent']:.1f}% "
+        f"cpu_time:{figures['cpu_time_ms']:.0f}ms{''.join(others)}"
+    )
+    result = {
+        "run": config.run_id,
+        "track": config.track,
+        **losses,
+        **figures,
+        **run.facts,
+        "steps": config.steps,
+        "target_loss": config.target_loss,
+        "peak_memory_mib_by_rank": memory,
+        "validity": gates,
+        "val_sha256": val_sha256,
+        "overrides": run.overrides,
+        "sent_per_step": sent,
+        "basis_rejects": trainer.optimizer.matrices.rejects(),
+        "config": dataclasses.asdict(config),
+    }
+    if log.is_main:
+        with atomic_file(run.folder / "result.json") as file:
+            file.write((json.dumps(result, indent=1) + "\n").encode())
+    if not all(gates.values()):
+        raise RuntimeError(
+            f"validity gate failed: {verdicts}; the model sees what it must not, or its losses are "
+            "not those of a distribution"
+        )
+
+
+def mfu_percent(trainer, tokens_per_s):
+    """The share of a large matrix product's rate that training has come to: 6 operations a token
+    and weight of matrices and head; attention's scores are not counted."""
+    runtime = trainer.runtime
+    weights = trainer.optimizer.matrices.size()
+    operations = 6 * (weights + trainer.model.head.numel()) * tokens_per_s
+    size = 8192 if runtime.device.type == "cuda" else 1024
+    rate = matmul_rate(runtime.device, trainer.config.torch_dtype, size)
+    return 100 * operations / (runtime.world_size * rate)
+
+
+def plot(folder):
+    """Draw the run's curve, by the records package. Returns the status line's word for it."""
+    try:
+        from records.picture import plot_run
+
+        return f" plot:{plot_run(folder)}"
+    except Exception as error:  # a failure to draw ends nothing
+        print(f"no plot: {type(error).__name__}: {error}", file=sys.stderr)
+        return ""
+
+
+def ending_of(error):
+    """(exit status, words of the status line, whether it is nobody's fault but the script's) of a
+    run that an error has ended."""
+    said = one_line(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted", False
+    if isinstance(error, ConfigError):
+        return 2, f"error {said}", False
+    if isinstance(error, FloatingPointError):
+        return 1, f"nan {said}; start another run with a lower learning rate", False
+    is_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    if is_memory or "can't allocate memory" in said:
+        remedy = "lower --micro-batch-tokens and raise --micro-batches, or lower --ngram-rows"
+        return 1, f"oom {said}; {remedy}", False
+    if isinstance(error, BlockingIOError):
+        return 2, "error another process writes this run: wait for it, or stop it", False
+    if isinstance(error, OSError):
+        return 1, f"error {said}; check the path, and that the disk is not full", False
+    if INTERRUPTED.is_set():
+        return 130, "interrupted", False  # another rank has ended first, and collectives fail here
+    return 1, f"error {type(error).__name__}: {said}", True
+
+
+def report_error(error, log, runtime):
+    """Log how a run ends that an error has ended; returns its exit status. Raises the error again
+    where it is the script's own fault, for its traceback."""
+    status, words, is_bug = ending_of(error)
+    with contextlib.suppress(OSError):  # the disk may be full; the console has the status
+        log.line(f"status:{words}")
+    if not runtime.is_main:
+        print(f"rank {runtime.rank}: status:{words}", file=sys.stderr, flush=True)
+    runtime.close(has_failed=True)
+    if is_bug:
+        raise error
+    return status
+
+
+# 18. The run =====================================================================================
+
+
+def train(run):
+    """One whole run, from its opening to its result. Returns the final validation loss."""
+    config = run.config
+    trainer = run.trainer
+    clock = run.clock
+    warm_up(trainer)
+    first_step = run.step
+    clock.start()
+    index = trainer.table.index
+    runtime = trainer.runtime
+    if first_step == 0:
+        index.read(run.corpus.indexed, runtime.in_parallel)
+    shards = run.corpus.shards
+    state = run.loader_state
+    with contextlib.closing(
+        TrainLoader(config, shards, runtime, index, first_step, state)
+    ) as loader:
+        batch = loader.next_batch()
+        for step in range(first_step, config.steps):
+            end_if_asked(run)
+            is_last = step + 1 == config.steps
+            upcoming = None if is_last else loader.next_batch()
+            run.loss_sum += trainer.step(step, batch, upcoming).double()
+            run.loss_tokens += batch.tokens
+            run.step = step + 1
+            run.loader_state = batch.state
+            if is_last or run.is_due(config.log_every):
+                run.log_loss()
+            if run.is_due(config.val_every):
+                with clock.stopped():
+                    run.validate()
+            if run.is_due(config.save_every):
+                with clock.stopped():
+                    run.save()
+            batch = upcoming
+    clock.stop()
+
+    steps = config.steps - first_step
+    if steps:  # else it is what the run was resumed from
+        run.save("checkpoint.pt")
+    stop_if_interrupted()
+    losses = run.validate()
+    stop_if_interrupted()
+    gates = check_gates(trainer, config.steps, run.corpus.val, losses["val_loss"])
+    stop_if_interrupted()
+    write_result(run, losses, gates, steps)
+    return losses["val_loss"]
+
+
+def main(argv=None, extend=None):
+    """Returns the exit status: 0 complete, 1 failed on the way, 2 bad input, 130 interrupted.
+
+    extend: another script's way to build on this one: given the Config, it returns a function that
+    prepares the Run before it is warmed up.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    is_main = os.environ.get("RANK", "0") == "0"
+    listen_for_signals()
+    try:
+        given = parse_command_line(argv)
+        if given.pop("help", False):
+            print(command_line_parser().format_help(), end="")
+            return 0
+        is_check = given.pop("check", False)
+        if "track" not in given and "resume" not in given:
+            given["track"], reason = default_track()
+            if is_main:
+                print(f"track {given['track']} by default: {reason}", flush=True)
+        config, overrides, checkpoint = resumed(given)
+        prepare = extend(config) if extend else None
+        runtime = Runtime(config.device, config.workers)
+    except (ConfigError, OSError, RuntimeError) as error:  # gloo's own are plain RuntimeErrors
+        if is_main:
+            print(f"status:error {one_line(error)}", flush=True)
+        else:
+            rank = os.environ["RANK"]
+            print(f"rank {rank}: status:error {one_line(error)}", file=sys.stderr, flush=True)
+        return 2
+    log = Log(runtime)
+    try:
+        run = open_run(config, overrides, runtime, log, checkpoint, is_check)
+        if prepare is not None:
+            prepare(run)
+        words = "check:ok"
+        if not is_check:
+            val_loss = train(run)
+            seconds = run.clock.seconds()
+            path = run.folder / "log.txt"
+            words = f"status:ok run:{run.config.run_id} val_loss:{val_loss:.5f} "
+            words += f"train_time:{seconds:.1f}s log:{path}"
+        runtime.close()
+    except (KeyboardInterrupt, Exception) as error:
+        return report_error(error, log, runtime)
+    if log.is_main and not is_check:
+        words += plot(run.folder)
+    log.line(words)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(record(main)())
