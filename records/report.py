@@ -52,8 +52,8 @@ def staircase(track, links):
     proven = f"in {count} proven step{'s' * (count != 1)}"
     title = html.escape(f"{track}: {steps[0][1]:.0f} s to {steps[-1][1]:.1f} s {proven}")
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="stairs" viewBox="0 0 {WIDTH} {height}" '
-        f'role="img" aria-label="{title}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="stairs" width="{WIDTH}" '
+        f'viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{title}">',
         f"<style>\n{(HOME / 'staircase.css').read_text()}</style>",
         f'<rect class="paper" width="{WIDTH}" height="{height}"/>',
         f'<text class="head" x="{EDGE}" y="24">{title}</text>',
