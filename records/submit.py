@@ -7,7 +7,7 @@ import shutil
 from datetime import UTC, datetime
 
 from records import render
-from records.files import LOG_LIMIT, SCRIPT_LIMIT, read_text, require
+from records.files import LOG_LIMIT, SCRIPT_LIMIT, RecordError, read_text, require
 from records.judge import judge_records
 from records.log import thin
 from records.record import FOLDER, SCHEMA, figures
@@ -64,7 +64,7 @@ def submit(repository, name, track, authors):
     require(not folder.exists(), f"{folder} exists; choose another --name")
     failures = None
     try:
-        record = lay_out(repository, folder, track, logs, source, authors)
+        record = lay_out(repository, folder, track, logs, source)
         if not record.failures:
             write_figures(record, repository, authors)
         failures = judge_records(dataclasses.replace(repository))
@@ -74,20 +74,27 @@ def submit(repository, name, track, authors):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def lay_out(repository, folder, track, logs, source, authors):
+def lay_out(repository, folder, track, logs, source):
     """The Record of a new folder of the script, thin logs, and who is its parent."""
     tip = repository.tip(track)
     for part, paths in logs.items():
         if paths:
             (folder / part).mkdir(parents=True)
         for path in paths:
-            text = thin(read_text(path, LOG_LIMIT + SCRIPT_LIMIT))
-            (folder / part / f"{path.parent.name}.txt").write_text(text)
+            (folder / part / f"{path.parent.name}.txt").write_text(thin_log(path))
     (folder / "train_gpt.py").write_text(source)
     (folder / "README.md").write_text("")
-    known = {"schema": SCHEMA, "by": authors, "parent": tip.name if tip else None}
+    known = {"schema": SCHEMA, "parent": tip.name if tip else None}
     (folder / "result.json").write_text(json.dumps(known))
     return repository.load(folder, track)
+
+
+def thin_log(path):
+    """What a record keeps of a run's log."""
+    try:
+        return thin(read_text(path, LOG_LIMIT + SCRIPT_LIMIT))
+    except RecordError as error:
+        raise RecordError(f"{path}: {error}") from None
 
 
 def write_figures(record, repository, authors):

@@ -61,7 +61,7 @@ def force(repository, name, source):
     again = made.fresh(repository)
     folder = again.track_folder("nano") / f"{folder_of(repository, FIRST).name[:10]}_{name}"
     logs = logs_of(again, "nano", source)
-    record = lay_out(again, folder, "nano", logs, source, "A. Forger")
+    record = lay_out(again, folder, "nano", logs, source)
     if not record.failures:
         write_figures(record, again, "A. Forger")
         edit(folder / "README.md", re.escape("Write here what the idea is, "), made.WHY + " ")
@@ -194,7 +194,7 @@ def all_removed(repository):
     folder = home / f"{made.YESTERDAY:%Y-%m-%d}_Mine"
     again = made.fresh(repository)
     logs = logs_of(again, "nano", source)
-    record = lay_out(again, folder, "nano", logs, source, "A. Forger")
+    record = lay_out(again, folder, "nano", logs, source)
     write_figures(record, made.fresh(repository), "A. Forger")
 
 
@@ -414,7 +414,7 @@ def fineweb_first(repository):
     home = repository.track_folder("fineweb")
     folder = home / f"{folder_of(repository, FIRST).name[:10]}_Web"
     web = logs_of(repository, "fineweb", source)
-    record = lay_out(made.fresh(repository), folder, "fineweb", web, source, "A. Forger")
+    record = lay_out(made.fresh(repository), folder, "fineweb", web, source)
     assert not record.failures, record.failures
     write_figures(record, made.fresh(repository), "A. Forger")
 

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -481,6 +482,23 @@ def submit(repository, *words):
     return main(["submit", "--by", "Me", *words], made.fresh(repository))
 
 
+def write_third(repository):
+    """The logs of a third script that is faster than the second, which is the working one now."""
+    source = made.source_of("third")
+    (repository.root / "train_gpt.py").write_text(source)
+    logs, _ = made.write_logs(
+        repository.root / "logs",
+        source,
+        made.source_of("second"),
+        8,
+        7,
+        time_ms=40_000,
+        base_ms=50_000,
+        began=made.YESTERDAY + made.timedelta(hours=6),
+    )
+    return logs
+
+
 @pytest.mark.parametrize("name", ["../../escape", "a/b", "", "-x", "a" * 61, "x\n", "naïve", "<b>"])
 def test_submit_refuses_names_that_are_no_folder(repository, capsys, name):
     before = sorted(repository.root.rglob("*"))
@@ -504,21 +522,18 @@ def test_submit_refuses_what_verify_refuses(repository, capsys):
     assert re.search(
         r"0 batches of runs of train_gpt.py \(\w{8}\) on nano", capsys.readouterr().err
     )
-    logs, _ = made.write_logs(
-        repository.root / "logs",
-        source,
-        made.source_of("second"),
-        8,
-        7,
-        time_ms=40_000,
-        base_ms=50_000,
-        began=made.YESTERDAY + made.timedelta(hours=6),
-    )
+    logs = write_third(repository)
     kept = logs[3].read_text()
     shutil.rmtree(logs[3].parent)
     assert submit(repository, "--name", "Chosen") == 1
     assert "8 runs were declared, logs has [1, 2, 3, 5" in capsys.readouterr().out
     logs[3].parent.mkdir()
+    logs[3].write_text(kept[:-100])
+    assert submit(repository, "--name", "Chosen") == 2
+    assert f"{logs[3]}: the last line is cut" in capsys.readouterr().err
+    logs[3].write_text(kept.replace(" val_loss:", " val_los:"))
+    assert submit(repository, "--name", "Chosen") == 1
+    assert f"{logs[3].parent.name}.txt: 'final val_los:" in capsys.readouterr().out
     logs[3].write_text(kept)
     made.write_logs(repository.root / "logs", source)
     assert submit(repository, "--name", "Chosen") == 2
@@ -527,6 +542,43 @@ def test_submit_refuses_what_verify_refuses(repository, capsys):
         shutil.rmtree(path)
     assert submit(repository, "--name", "Chosen", "--by", "<b>") == 1
     assert "by is '<b>'; names of 100 letters" in capsys.readouterr().out
+    assert not list(repository.root.glob("records/nano/*Chosen*"))
+
+
+def test_submit_leaves_other_runs_of_the_script_alone(repository):
+    """Those on another track, and those beside another path than the last record."""
+    for path in write_third(repository):
+        folder = path.parent
+        for kind in ("ab-mini", "compare-nano"):
+            shutil.copytree(folder, folder.with_name(folder.name.replace("ab-nano", kind)))
+    assert submit(repository, "--name", "Third") == 0
+
+
+def test_submit_replaces_no_folder(repository, capsys):
+    write_third(repository)
+    folder = repository.track_folder("nano") / f"{datetime.now(UTC):%Y-%m-%d}_Chosen"
+    folder.mkdir()
+    (folder / "README.md").write_text("somebody's")
+    assert submit(repository, "--name", "Chosen") == 2
+    assert "exists; choose another --name" in capsys.readouterr().err
+    assert (folder / "README.md").read_text() == "somebody's"
+
+
+def test_submit_tells_what_is_wrong_with_every_log(repository, capsys):
+    logs = write_third(repository)
+    for path in logs:
+        path.write_text(path.read_text().replace(" val_loss:", " val_los:"))
+    assert submit(repository, "--name", "Chosen") == 1
+    assert capsys.readouterr().out.count("val_los:") == len(logs) == 8
+
+
+def test_an_interrupted_submit_leaves_nothing(repository, monkeypatch):
+    def interrupted(repository):
+        raise KeyboardInterrupt
+
+    write_third(repository)
+    monkeypatch.setattr("records.submit.judge_records", interrupted)
+    assert submit(repository, "--name", "Chosen") == 130
     assert not list(repository.root.glob("records/nano/*Chosen*"))
 
 
