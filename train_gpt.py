@@ -2114,7 +2114,8 @@ class GPT(nn.Module):
             qk = torch.cat([q, shifted(k, is_first)], dim=1)
         seen = v
         if window.positions == 2:
-            qk, seen = in_pairs(qk), in_pairs(v)
+            qk = in_pairs(qk)
+            seen = in_pairs(v)
         q, k = rotate(qk, cos[: len(qk)], sin[: len(qk)]).chunk(2, dim=1)
         y = self.back_end.attend(q, k, seen, masks, window, scale)
         if window.positions == 2:
@@ -2142,7 +2143,8 @@ class GPT(nn.Module):
         value_output = self.value_output.unflatten(0, (-1, 2)).unbind()
         mlps = self.mlp.unflatten(0, (-1, 2)).unbind()
         outputs = []
-        embedded = x = self.embedding(micro_batch, is_first, phase.is_tied)
+        x = self.embedding(micro_batch, is_first, phase.is_tied)
+        embedded = x
         for layer in range(layers):
             for number, (source, target) in enumerate(config.skips):
                 if target == layer:
@@ -4139,7 +4141,7 @@ def warm_up(trainer):
     # At Adam's first step and the run's last, all groups step, on sums of as many steps as ever.
     first_update = min(config.adam_every, config.steps) - 1
     # Where code is compiled, the second call is the first without compilation.
-    calls = 1 if trainer.compile_name.startswith("off") else 2
+    calls = 2 if trainer.compile_name == "inductor" else 1
     for step in sorted({*first_step.values(), first_update, config.steps - 1}):
         for _ in range(calls):
             stop_if_interrupted()
