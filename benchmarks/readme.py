@@ -58,14 +58,20 @@ def row_of_record(track, folder):
 
 
 def row_of_world_sizes(results):
-    """The row of equal trajectories, of the runs with 8 micro-batches a step."""
+    """The row of equal trajectories, of the runs of nano and mini with 8 micro-batches a step."""
     found = json.loads((results / "world_sizes.json").read_text())
-    losses = {key: values for key, values in found["losses"].items() if key.startswith("8/")}
-    alone = losses["8/1"]
-    gaps = [abs(a - b) for own in losses.values() for a, b in zip(own, alone, strict=True)]
-    what = f"`nano`'s first {len(alone)} steps on 1, 2, 4 and 8 processes"
-    loss = f"{alone[-1]:.5f} in training, equal within {max(gaps):.0e}"
-    return [what, machine(found["environment"]["device"]), loss, "not compared", len(losses)]
+    gaps = []
+    ends = []
+    count = 0
+    for track in ("nano", "mini"):
+        runs = {key: losses for key, losses in found["losses"].items() if f"{track}/8/" in key}
+        alone = runs[f"{track}/8/1"]
+        ends.append(f"{alone[-1]:.5f}")
+        count += len(runs)
+        gaps += [abs(a - b) for own in runs.values() for a, b in zip(own, alone, strict=True)]
+    what = f"first {len(alone)} steps of `nano` and `mini` on 1, 2, 4 and 8 processes"
+    loss = f"{' and '.join(ends)} in training, equal within {max(gaps):.0e}"
+    return [what, machine(found["environment"]["device"]), loss, "not compared", count]
 
 
 def first_page(results=common.RESULTS):

@@ -277,7 +277,7 @@ def rank_correlation(left, right):
 
 
 def prices_table(runs):
-    """The features' worth on `mini` beside what they save on 8 GPUs."""
+    """The features' worth in these runs beside what they save on 8 GPUs."""
     rows = []
     for feature, (percent, source) in PRICES.items():
         pairs = pairs_of(runs, feature)
@@ -293,7 +293,7 @@ def prices_table(runs):
         [feature, f"{percent:+.1f}", f"{worth:+.4f}", count, source]
         for percent, worth, count, feature, source in rows
     ]
-    header = ["feature", "steps saved on 8 GPUs, %", "worth on mini, nats", "n", "record"]
+    header = ["feature", "steps saved on 8 GPUs, %", "worth here, nats", "n", "record"]
     table = common.markdown_table(header, cells)
     return (
         f"{table}\n\nSpearman's rank correlation of the two columns: {found:.2f}; a share of "

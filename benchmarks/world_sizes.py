@@ -2,10 +2,10 @@
 
     python benchmarks/world_sizes.py [--steps 20] [--device auto]
 
-Runs the nano track in float32 with one seed at world sizes 1, 2, 4 and 8 (and, with 6 micro-batches
-a step, 1 and 3), each as its users would: through torchrun. Compares the training losses of all
-steps with those of world size 1. Results: benchmarks/results/world_sizes.{json,md}. Exit status 1
-if a loss differs by more than 1e-4.
+Runs the tracks nano and mini in float32 with one seed at world sizes 1, 2, 4 and 8 (and, with 6
+micro-batches a step, nano at 1 and 3), each as its users would: through torchrun. Compares the
+training losses of all steps with those of world size 1. Results: benchmarks/results/world_sizes.
+{json,md}. Exit status 1 if a loss differs by more than 1e-4.
 """
 
 import sys
@@ -19,22 +19,25 @@ from benchmarks import common
 
 TOLERANCE = 1e-4
 VALUES = {
-    "track": "nano",
     "data": common.ROOT / "data/python",
     "dtype": "float32",
     "compile": False,
     "log_every": 1,
     "val_tokens": 8192,
     "seed": 1,
-    "index_share": 0.02,
-    "index_bits": 18,
 }
-CASES = ((8, (1, 2, 4, 8)), (6, (1, 3)))  # micro-batches of a step, world sizes
+SMALL_INDEX = {"index_share": 0.02, "index_bits": 18}
+# A track's own options, the micro-batches of a step, world sizes.
+CASES = (
+    ("nano", SMALL_INDEX, 8, (1, 2, 4, 8)),
+    ("nano", SMALL_INDEX, 6, (1, 3)),
+    ("mini", {}, 8, (1, 2, 4, 8)),
+)
 
 
 def losses_of_run(folder, world_size, values):
     """Training loss of every step."""
-    run_id = f"world{world_size}_{values['micro_batches']}"
+    run_id = f"{values['track']}{values['micro_batches']}_{world_size}"
     common.train(folder, run_id, common.words_of({**VALUES, **values}), world_size)
     return common.train_losses(Path(folder) / "logs" / run_id)
 
@@ -45,18 +48,20 @@ def main(argv=None):
     data = {}
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        for micro_batches, world_sizes in CASES:
-            values = {"steps": arguments.steps, "micro_batches": micro_batches}
+        for track, options, micro_batches, world_sizes in CASES:
+            values = {**options, "track": track, "micro_batches": micro_batches}
+            values["steps"] = arguments.steps
             for world_size in world_sizes:
                 device = common.device_of_ranks(arguments.device, world_size)
                 losses = losses_of_run(folder, world_size, {**values, "device": device})
-                data[f"{micro_batches}/{world_size}"] = losses
-                alone = data[f"{micro_batches}/1"]
+                data[f"{track}/{micro_batches}/{world_size}"] = losses
+                alone = data[f"{track}/{micro_batches}/1"]
                 difference = max(abs(a - b) for a, b in zip(losses, alone, strict=True))
                 worst = max(worst, difference)
                 ends = [f"{losses[0]:.5f}", f"{losses[-1]:.5f}"]
-                rows.append([micro_batches, world_size, *ends, f"{difference:.1e}"])
-    header = ["micro-batches a step", "world size", "loss, step 1", f"loss, step {arguments.steps}"]
+                rows.append([track, micro_batches, world_size, *ends, f"{difference:.1e}"])
+    ends = ["loss, step 1", f"loss, step {arguments.steps}"]
+    header = ["track", "micro-batches a step", "world size", *ends]
     table = common.markdown_table([*header, "largest difference from world size 1"], rows)
     has_cuda = arguments.device != "cpu" and torch.cuda.is_available()
     facts = common.environment("cuda" if has_cuda else "cpu")
