@@ -2059,6 +2059,7 @@ class GPT(nn.Module):
         groups = 2 * layers * heads // group
         std = 0.6 / math.sqrt(dim)
         self.query_key = drawn(groups, group * config.head_dim, dim, std=std)
+        # By layer, q or k, head, side of a pair of channels, and whether the pair rotates or not.
         channels = self.query_key.data.view(layers, 2, heads, 2, 2, -1, dim)
         for layer in config.shifted_layers:
             # Half of a key is of the token before. It begins as that token's query, and the other

@@ -64,13 +64,15 @@ def row_of_world_sizes(results):
     ends = []
     count = 0
     for track in ("nano", "mini"):
-        runs = {key: losses for key, losses in found["losses"].items() if f"{track}/8/" in key}
+        runs = {
+            key: losses for key, losses in found["losses"].items() if key.startswith(f"{track}/8/")
+        }
         alone = runs[f"{track}/8/1"]
         ends.append(f"{alone[-1]:.5f}")
         count += len(runs)
         gaps += [abs(a - b) for own in runs.values() for a, b in zip(own, alone, strict=True)]
     what = f"first {len(alone)} steps of `nano` and `mini` on 1, 2, 4 and 8 processes"
-    loss = f"{' and '.join(ends)} in training, equal within {max(gaps):.0e}"
+    loss = f"{' and '.join(ends)} in training, equal within {max(gaps):.1e}"
     return [what, machine(found["environment"]["device"]), loss, "not compared", count]
 
 

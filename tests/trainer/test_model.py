@@ -652,6 +652,27 @@ def test_half_of_a_shifted_layers_keys_begin_as_queries(model_dim, heads):
         assert queries.std().item() == pytest.approx(0.6 / model_dim**0.5, rel=0.1)
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_an_untrained_shifted_layer_attends_to_what_followed_equal_tokens(seed):
+    """To at least half, where even attention would give it a sixteenth."""
+    config = dataclasses.replace(train_gpt.TRACKS["mini"], seed=seed)
+    model = GPT(config, back_end=None)
+    length, width = 256, config.model_dim
+    tokens = torch.randint(16, (length,), generator=torch.Generator().manual_seed(seed))
+    query_key = model.query_key.detach().view(config.num_layers, 2 * width, width)
+    cos, sin, scale = rotary_tables(length, config.head_dim, [256], CPU, torch.float32)
+    follows = torch.zeros(length, length, dtype=torch.bool)
+    follows[:, 1:] = tokens[:, None] == tokens[:-1]
+    is_past = torch.ones(length, length).tril().bool()
+    for layer in config.shifted_layers:
+        x = train_gpt.norm(model.embed.detach()[tokens]) @ query_key[layer].T
+        q, k = train_gpt.norm(x.view(length, -1, config.head_dim)).chunk(2, dim=1)
+        k = train_gpt.shifted(k, torch.arange(length) == 0)
+        scores = scale * torch.einsum("ihd,jhd->hij", rotate(q, cos, sin), rotate(k, cos, sin))
+        weights = scores.masked_fill(~is_past, -math.inf).softmax(-1)
+        assert (weights * follows)[:, 64:].sum(-1).mean() > 0.5
+
+
 def test_untying_hands_over_weights_and_moments():
     trainer = make_trainer(random_weights=False, untie_at=0.5, dtype="bfloat16")
     model, state = trainer.model, trainer.optimizer.embeddings.state
