@@ -161,7 +161,6 @@ def shape_of(config, step):
         "shifted_layers",
         "paired_layers",
         "exclusive_layers",
-        "gated_layers",
         "skips",
         "logit_cap",
         "ngram_orders",

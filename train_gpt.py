@@ -236,7 +236,6 @@ class Config:
     shifted_layers: tuple = knob("layers in which half of a key is the key before's", LAYERS)
     paired_layers: tuple = knob("layers whose heads, in pairs, see each other's keys", LAYERS)
     exclusive_layers: tuple = knob("layers whose attention leaves out a token's own value", LAYERS)
-    gated_layers: tuple = knob("layers with a gate at the output of each head", LAYERS)
     skips: tuple = knob("pairs (a, b) of layers: what leaves a is added to what enters b", SKIPS)
     logit_cap: float = knob("tanh squashes logits into (-cap, cap)", between(0.1, 40))
     # --- table
@@ -430,7 +429,6 @@ TRACKS = {
         shifted_layers=(),
         paired_layers=(),
         exclusive_layers=(),
-        gated_layers=(),
         skips=(),
         logit_cap=15.0,
         ngram_orders=(2, 3),
@@ -455,7 +453,6 @@ TRACKS = {
             "embed_scale": Rule(group="small"),
             "ngram_gate": Rule(group="small"),
             "exclusive_gate": Rule(group="small"),
-            "output_gate": Rule(group="small"),
             "skip_scale": Rule(group="small"),
         },
         matrix_update="muon",
@@ -503,7 +500,6 @@ TRACKS = {
         shifted_layers=(2, 4),
         paired_layers=(0, 1, 3),
         exclusive_layers=(1, 2),
-        gated_layers=(2,),
         skips=((0, 4), (1, 3)),
         logit_cap=15.0,
         ngram_orders=(2,),
@@ -530,7 +526,6 @@ TRACKS = {
             "embed_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
             "ngram_gate": Rule(group="small", betas=(0.9, 0.99)),
             "exclusive_gate": Rule(group="small", betas=(0.9, 0.99)),
-            "output_gate": Rule(group="small", betas=(0.9, 0.99)),
             "skip_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
         },
         matrix_update="muon",
@@ -582,7 +577,6 @@ TRACKS = {
         shifted_layers=(3, 7, 11),
         paired_layers=(0, 2, 5, 9),
         exclusive_layers=(1, 3, 4, 7),
-        gated_layers=(3, 10),
         skips=((0, 11), (1, 10), (2, 9), (3, 8), (4, 7), (5, 6)),
         logit_cap=15.0,
         ngram_orders=(2, 3),
@@ -609,7 +603,6 @@ TRACKS = {
             "embed_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
             "ngram_gate": Rule(group="small", betas=(0.9, 0.99)),
             "exclusive_gate": Rule(group="small", betas=(0.9, 0.99)),
-            "output_gate": Rule(group="small", betas=(0.9, 0.99)),
             "skip_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
         },
         matrix_update="muon",
@@ -2076,8 +2069,6 @@ class GPT(nn.Module):
         self.value_gate = zeros(value_layers, heads, GATE_DIM)
         if config.exclusive_layers:
             self.exclusive_gate = zeros(len(config.exclusive_layers), heads, GATE_DIM)
-        if config.gated_layers:
-            self.output_gate = zeros(len(config.gated_layers), heads, GATE_DIM)
         self.smear_gate = zeros(1, GATE_DIM)
         self.smear_scale = nn.Parameter(torch.zeros(1))
         self.residual_scale = nn.Parameter(torch.ones(layers))
@@ -2124,8 +2115,6 @@ class GPT(nn.Module):
         if layer in config.exclusive_layers:
             weight = self.exclusive_gate[config.exclusive_layers.index(layer)]
             y = without_own_value(y, v, (gate(x, weight) - 1)[..., None])
-        if layer in config.gated_layers:
-            y = y * gate(x, self.output_gate[config.gated_layers.index(layer)])[..., None]
         return F.linear(y.flatten(1), output)
 
     def hidden(self, micro_batch, ngram, phase, rotary, masks):
@@ -2234,7 +2223,10 @@ def polar_express(matrices, dtype):
     is_tall = x.size(-2) > x.size(-1)
     if is_tall:
         x = x.mT
-    x = x / (x.float().norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-12).to(dtype)
+    size = x.float().norm(dim=(-2, -1), keepdim=True)
+    # A norm that overflows makes NaN of the step, which ends the run, and not a step of zero.
+    size = size.where(size.isfinite(), torch.nan)
+    x = x / (size * 1.02 + 1e-12).to(dtype)
     for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
@@ -2748,7 +2740,7 @@ class MatrixGroup(ParameterGroup):
 
 
 # Parameters that a model has only with some feature; a track has their rules all the same.
-OPTIONAL_PARAMETERS = {"ngram_gate", "exclusive_gate", "output_gate", "skip_scale"}
+OPTIONAL_PARAMETERS = {"ngram_gate", "exclusive_gate", "skip_scale"}
 
 
 class Optimizer:

@@ -468,7 +468,7 @@ def shape_of_run(track, layers, **overrides):
 
 def kept_layers(config, layers):
     """{field: the layers that it names, as far as there are so many}, of the kinds of layers."""
-    names = ("shifted_layers", "paired_layers", "exclusive_layers", "gated_layers")
+    names = ("shifted_layers", "paired_layers", "exclusive_layers")
     return {
         name: tuple(layer for layer in getattr(config, name) if layer < layers) for name in names
     }

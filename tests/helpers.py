@@ -71,7 +71,6 @@ LAYERED = {
     "shifted_layers": (0, 3),
     "paired_layers": (1, 3),
     "exclusive_layers": (1, 3),
-    "gated_layers": (0, 3),
     "skips": ((0, 2), (1, 3), (0, 3)),
 }
 

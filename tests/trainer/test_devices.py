@@ -238,7 +238,6 @@ def test_without_fineweb_shards_the_line_says_how_to_get_them(cli, tmp_path):
         "shifted_layers": "()",
         "paired_layers": "()",
         "exclusive_layers": "()",
-        "gated_layers": "()",
         "skips": "()",
         "model_dim": 128,
         "mlp_dim": 128,

@@ -458,7 +458,7 @@ def test_a_step_takes_the_gradient_of_the_mean_loss():
     [
         {**NO_TABLE, **ONE_LAYER, "long_layers": (), "value_embedding_layers": ()},
         {"val_every": 1, "log_every": 100, "matrix_decay": 0.0, "cooldown": 0.0, **LAYERED},
-        {"gated_layers": (0,), "matrix_update": "soap"},
+        {"exclusive_layers": (0,), "matrix_update": "soap"},
         {"steps": 1, "seed": 2**63 - 1},
         pytest.param({"dtype": "bfloat16", "untie_at": 1.0}, marks=pytest.mark.slow),
         {"mtp_weights": (1.0, 0.5, 0.25), "adam_every": 3, "softmax_rows": 200},

@@ -308,12 +308,12 @@ def test_banks_hold_the_matrices_of_all_layers():
 
 
 def test_parameters_of_features_exist_where_a_layer_has_them():
-    optional = {"exclusive_gate", "output_gate", "skip_scale"}
+    optional = {"exclusive_gate", "skip_scale"}
     without = {name for name, _ in gpt_of(skips=()).named_parameters()}
     model = gpt_of(**LAYERED)
     assert {name for name, _ in model.named_parameters()} - without == optional
     assert not without & optional
-    assert model.exclusive_gate.shape == model.output_gate.shape == (2, 2, 12)
+    assert model.exclusive_gate.shape == (2, 2, 12)
     assert_bitwise(model.skip_scale.data, torch.full((3,), 0.1))
 
 
@@ -429,8 +429,6 @@ class SlowGPT:
             length = np.sqrt((v * v).sum(-1, keepdims=True))
             along = (mixed * v / length).sum(-1, keepdims=True) * v / length
             mixed = mixed - shares[:, :, None] * along
-        if layer in config.gated_layers:
-            mixed = mixed * self.gates("output_gate", config.gated_layers, layer, x)[:, :, None]
         return mixed.reshape(len(x), -1) @ o_matrix.T
 
     def log_probabilities(self, inputs, document, windows, is_tied):
@@ -474,7 +472,6 @@ NETWORKS = {
         "model_dim": 48,
         "shifted_layers": (0, 1, 3),
         "exclusive_layers": (0, 1),
-        "gated_layers": (1, 3),
         "skips": ((0, 3), (1, 3), (2, 3)),
     },
     "pairs in all layers": {
@@ -565,7 +562,6 @@ DENSE = {
     "shifted_layers": (0,),
     "paired_layers": (0,),
     "exclusive_layers": (0,),
-    "gated_layers": (0,),
 }
 
 

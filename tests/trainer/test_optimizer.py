@@ -152,6 +152,15 @@ def test_a_zero_matrix_stays_zero_in_polar_express(dtype):
     assert out[2].any() and out.isfinite().all()
 
 
+def test_a_norm_that_overflows_is_no_step_of_zero():
+    """Zero would be a matrix that stands still for hundreds of steps, unnoticed."""
+    matrices = normal(2, 8, 12)
+    matrices[1, 0, 0] = 1e30
+    out = polar_express(matrices, torch.float32)
+    assert_bitwise(out[0], polar_express(matrices[:1], torch.float32)[0])
+    assert out[1].isnan().all()
+
+
 def slow_muon(weight, grad, buffer, second, lr, momentum, beta2, decay):
     """One matrix in float64, from the description. Returns its new weight, buffer and second."""
     rows, columns = weight.shape

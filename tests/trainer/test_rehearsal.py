@@ -40,7 +40,6 @@ NARROW = {
     "shifted_layers": (3, 10),
     "paired_layers": (0, 3, 9),
     "exclusive_layers": (8, 11),
-    "gated_layers": (5, 9),
     "ngram_rows": 4096,
     "copy_reach": 128,
     "val_tokens": 512,
