@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 import sys
 from pathlib import Path
 
@@ -138,6 +139,9 @@ def main(argv=None, repository=None):
         require(is_number, f"--runs {options.runs}: takes 2, for statistics, to {MOST_LOGS}")
         repository = repository or Repository.at(options.tree)
         return options.action(repository, options) or 0
+    except BrokenPipeError:  # the reader has seen enough, as behind `| head`
+        sys.stdout = open(os.devnull, "w")  # Python would write to the pipe once more at its end
+        return 0
     except (RecordError, OSError) as error:
         print(f"records: {printable(error)}", file=sys.stderr)
         return 2

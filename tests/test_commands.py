@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -123,6 +124,15 @@ def test_no_gpu_idles_in_the_printed_commands():
 def test_help_prints_the_docstrings_commands(capsys):
     assert train_gpt.main(["--help"]) == 0
     assert set(DOCSTRING) <= set(commands_of(capsys.readouterr().out))
+
+
+@pytest.mark.slow
+def test_a_reader_need_not_read_to_the_end():
+    """The difference from the first record is longer than a pipe holds."""
+    first = min((ROOT / "records/nano").glob("2*"))
+    words = f"set -o pipefail; {sys.executable} -m records diff {first} | head -1"
+    done = subprocess.run(["bash", "-c", words], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("--- ")
 
 
 @pytest.mark.slow

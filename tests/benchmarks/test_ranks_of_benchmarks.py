@@ -1,14 +1,13 @@
 """How benchmarks start ranks: as many as they say, and never from within a launcher's own."""
 
 import importlib
-import subprocess
 import sys
 
 import pytest
 
 import benchmarks
 from benchmarks import common
-from helpers import ROOT, environment
+from helpers import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -62,17 +61,6 @@ def test_a_launchers_rank_is_refused_in_one_line(name, monkeypatch, capsys):
     out, err = capsys.readouterr()
     remedy = "start it with python, not with torchrun"
     assert not out and err == f"error: {name}.py starts its ranks itself; {remedy}\n"
-
-
-def test_the_script_itself_ends_with_status_2():
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/ngram_exchange.py"],
-        capture_output=True,
-        text=True,
-        env={**environment(), "RANK": "0", "WORLD_SIZE": "2"},
-        timeout=60,
-    )
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout
 
 
 def test_words_are_those_of_the_trainers_command_line():

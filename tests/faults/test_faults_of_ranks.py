@@ -100,11 +100,6 @@ def test_peers_out_of_reach_at_the_start_are_one_line(tiny, tmp_path, monkeypatc
     assert re.fullmatch("status:error Gloo connectFullMesh failed .*closed by peer.*\n", run.stdout)
 
 
-def test_an_error_of_all_ranks_is_one_line_on_the_console(tiny, tmp_path):
-    run = ranks.train(tmp_path, {**tiny, "stepz": 4}, world_size=3)
-    assert run.code == 2 and len(run.lines) == 1 and run.lines[0].startswith("status:error --stepz")
-
-
 def kill_when(process, folder, step, victims):
     """SIGKILL to what victims(pid of the launcher) names, once a step is in the log."""
     for _ in range(6000):

@@ -1,7 +1,6 @@
 """What a run promises under faults: kills, torn files, full disks, two processes at once, a signal
 while it saves, odd checkpoints. Interruptions are in tests/trainer/test_loop.py."""
 
-import errno
 import fcntl
 import itertools
 import json
@@ -317,18 +316,6 @@ print(train_gpt.main(sys.argv[1:-1]), sample.main(sys.argv[-1].split()))
 
 
 # ----- disks, folders, corpora
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EISDIR])
-def test_a_file_that_cannot_be_written_is_one_line(code, tiny, cli, monkeypatch):
-    def failing(path, content):
-        raise OSError(code, os.strerror(code), str(path))
-
-    monkeypatch.setattr(train_gpt, "save_checkpoint", failing)
-    run = cli(**{**tiny, "run_id": "full"})
-    assert run.code == 1 and run.lines[-1].startswith("status:error [Errno")
-    assert "check the path, and that the disk is not full" in run.lines[-1]
-    assert not (run.folder / "result.json").exists()
 
 
 NAMES = ["", "metrics.jsonl", "checkpoint.pt", "checkpoint.sha256", "result.json"]

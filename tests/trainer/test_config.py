@@ -536,12 +536,6 @@ def test_what_cannot_run_is_refused_before_it_starts(changes, hint, words, cli, 
     assert hint in refusal(run) and not list(tmp_path.iterdir())
 
 
-def test_a_disk_without_room_is_refused(cli, tiny, monkeypatch):
-    usage = shutil.disk_usage(".")._replace(free=1000)
-    monkeypatch.setattr(train_gpt.shutil, "disk_usage", lambda path: usage)
-    assert "make room" in refusal(cli("--check", **tiny))
-
-
 # ----- the file
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 import threading
 
 import numpy as np
@@ -68,6 +69,11 @@ def change_token(path, at):
     content = bytearray(path.read_bytes())
     content[1024 + 2 * at] ^= 1
     path.write_bytes(content)
+
+
+def replace_by(make, path):
+    path.unlink()
+    make(path)
 
 
 def exchange(one, other):
@@ -165,12 +171,18 @@ NOT_AS_BUILT = {
         lambda path: (path / VAL).rename(path / "another_val_000000.bin"),
         ["another_val_000000.bin", "sha256 is not the manifest's"],
     ),
+    "a pipe, for which nobody waits": (
+        lambda path: replace_by(os.mkfifo, path / TRAIN),
+        [TRAIN, "no file, and a shard is one"],
+    ),
+    "a folder": (lambda path: replace_by(os.mkdir, path / VAL), [VAL, "no file"]),
     "a manifest of no shards": (
         lambda path: (path / "manifest.json").write_text('{"shards": []}'),
         [TRAIN, "sha256 is not the manifest's"],
     ),
 }
 NO_MANIFESTS = ["", "[]", "{}", '{"shards": [{}]}', '{"shards": {"file": 1}}', "[" * 100_000]
+NO_MANIFESTS += ['{"shards": [{"file": [], "sha256": 1}]}', "9" * 5000, "\ud800"]
 
 
 @pytest.mark.parametrize("damage", [*DAMAGE, *NOT_AS_BUILT])
@@ -192,7 +204,7 @@ def test_a_manifest_that_cannot_be_read_is_refused(corpus, tmp_path):
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "manifest.json").unlink()
     for content in NO_MANIFESTS:
-        (tmp_path / "manifest.json").write_text(content)
+        (tmp_path / "manifest.json").write_bytes(content.encode(errors="surrogatepass"))
         with pytest.raises(ConfigError, match="manifest.json: cannot be read .*; build it again"):
             open_corpus(config)
 

@@ -14,6 +14,7 @@ from train_gpt import (
     Runtime,
     VarlenAttention,
     choose_attention,
+    choose_compile,
     choose_matmul,
     resolve_dtype,
 )
@@ -203,6 +204,27 @@ def test_flash_attention_gets_64_segments_of_the_cap(count, monkeypatch):
     assert bounds.tolist() == [count * low for low in starts]
     assert given["longest"] == 896 * count >= bounds.diff().max()
     assert given["window"] == (127, 0)
+
+
+@pytest.mark.parametrize("missing", ["Python.h", "C++ compiler"])
+def test_only_a_cpu_goes_without_compilation(missing, tmp_path, monkeypatch):
+    """On a GPU it would cost so much that a run must be told to."""
+
+    def no_compiler():
+        raise RuntimeError("none of gcc, g++ and clang++")
+
+    if missing == "Python.h":
+        monkeypatch.setattr(train_gpt.sysconfig, "get_paths", lambda: {"include": tmp_path})
+    else:
+        monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", no_compiler)
+    config = tiny_config(compile=True)
+    assert choose_compile(config, CPU).startswith(f"off (no {missing}: install ")
+    with pytest.raises(
+        ConfigError, match="^compile=True: no .*: install .*--compile false$"
+    ) as told:
+        choose_compile(config, CUDA)
+    assert missing in str(told.value)
+    assert choose_compile(tiny_config(compile=False), CUDA) == "off"
 
 
 def test_products_in_8_bits_are_for_hopper_and_bfloat16(gpus):

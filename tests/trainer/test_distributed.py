@@ -9,7 +9,6 @@ import inspect
 import itertools
 import math
 import signal
-import time
 
 import numpy as np
 import pytest
@@ -440,16 +439,6 @@ def test_the_preflight_of_two_ranks_reports_once(tiny, tmp_path):
     assert run.code == 0
     assert run.lines.count("check:ok") == 1 and "world size 2" in run.stdout
     assert not (tmp_path / "logs").exists()
-
-
-def test_a_rank_that_dies_ends_the_others(tiny, tmp_path):
-    began = time.monotonic()
-    values = {**tiny, "steps": 100, "run_id": "dies"}
-    run = ranks.train(tmp_path, values, world_size=2, before=sabotage.die)
-    assert run.code == 3 and time.monotonic() - began < 60
-    assert max(run.train_losses) <= 2
-    assert (run.folder / "log.txt").read_text().splitlines()[-1].startswith("status:")
-    assert "status:ok" not in run.stdout and not (run.folder / "result.json").exists()
 
 
 def test_an_error_of_another_rank_than_the_first_is_told(tiny, tmp_path):

@@ -4,6 +4,8 @@ All weights are random: in a model that has not been trained, gates and projecti
 hide what it sees.
 """
 
+import json
+
 import cheats
 import numpy as np
 import pytest
@@ -316,7 +318,7 @@ def test_what_the_gates_let_pass(name, monkeypatch):
 # ----- in a run
 
 
-def test_a_failed_gate_fails_the_run(tiny, cli, monkeypatch, capsys):
+def test_a_failed_gate_is_logged_and_fails_the_run(tiny, cli, monkeypatch, capsys, tmp_path):
     cheats.rows_of_the_next_token(None, monkeypatch)
     with pytest.raises(RuntimeError, match="causal"):
         cli(**{**tiny, "run_id": "leaky"})
@@ -324,6 +326,14 @@ def test_a_failed_gate_fails_the_run(tiny, cli, monkeypatch, capsys):
     assert lines[-1].startswith("status:error ") and "causal" in lines[-1]
     verdicts = "validity: causal:FAILED normalised:ok local:FAILED unmoved:ok "
     assert any(line.startswith(verdicts) for line in lines)
+    assert (tmp_path / "logs/leaky/log.txt").read_text().splitlines()[-1] == lines[-1]
+    result = json.loads((tmp_path / "logs/leaky/result.json").read_text())
+    assert result["validity"] == {
+        "causal": False,
+        "normalised": True,
+        "local": False,
+        "unmoved": True,
+    }
 
 
 def test_a_validation_that_trains_ends_the_run(tiny, cli, monkeypatch, capsys):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 from helpers import byte_documents, make_trainer, read, tiny_config
@@ -112,6 +113,28 @@ def test_gradients_in_bfloat16_are_as_close_as_those_of_the_plain_form():
         assert grad.dtype == torch.bfloat16
         error = (grad.double() / 3 - wanted).norm()
         assert error < 1.5 * (theirs.double() - wanted).norm() < 0.02 * wanted.norm()
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many values the largest tensor has that torch makes."""
+
+    values = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self.values = max(self.values, tensor.numel())
+        return made
+
+
+def test_logits_exist_of_a_few_tokens_at_a_time(monkeypatch):
+    """Of all of a micro-batch of fineweb's they would take 3 GiB, and as much again for each loss
+    weight of a token further ahead."""
+    monkeypatch.setattr(train_gpt, "LOSS_CHUNK", 64)
+    with Largest() as largest:
+        one_pass(*loss_inputs(1.0), 15.0)
+    assert largest.values == 64 * VOCAB > T * DIM
 
 
 def test_without_gradients_the_losses_are_the_same():

@@ -715,17 +715,6 @@ def test_a_loss_that_is_not_finite_ends_the_run(changes, tiny, cli):
     assert not (run.folder / "checkpoint.pt").exists()
 
 
-def test_a_failed_gate_is_logged_and_fails_the_run(tiny, cli, monkeypatch, tmp_path):
-    monkeypatch.setitem(train_gpt.GATES, "normalised", lambda *words: False)
-    with pytest.raises(RuntimeError, match="normalised"):
-        cli(**{**tiny, "run_id": "invalid", "steps": 1})
-    log = (tmp_path / "logs/invalid/log.txt").read_text().splitlines()
-    assert "causal:ok normalised:FAILED local:ok" in log[-3]
-    assert log[-1].startswith("status:error RuntimeError: validity gate failed: ")
-    result = json.loads((tmp_path / "logs/invalid/result.json").read_text())
-    assert result["validity"]["normalised"] is False
-
-
 def test_an_unexpected_error_is_the_status_and_has_a_traceback(tiny, cli, monkeypatch, capsys):
     def broken(self, step, val):
         raise ZeroDivisionError("by accident")
