@@ -715,6 +715,26 @@ def test_a_loss_that_is_not_finite_ends_the_run(changes, tiny, cli):
     assert not (run.folder / "checkpoint.pt").exists()
 
 
+@pytest.mark.parametrize("at, last", [(2, 6), (7, 8)])
+def test_a_gradient_whose_norm_overflows_ends_the_run(at, last, tiny, cli, monkeypatch):
+    """One entry of one gradient is 1e30: finite, as all losses are. The matrix would stand still
+    for 400 steps, until Muon's momentum has forgotten it. In the last step no loss shows it, and
+    nothing is saved."""
+    honest = train_gpt.Optimizer.step
+
+    def step(self, number, lr_mul):
+        if number == at:
+            self.layouts["mlp"].grad[1, 2, 3] = 1e30
+        honest(self, number, lr_mul)
+
+    monkeypatch.setattr(train_gpt, "warm_up", lambda trainer: None)
+    monkeypatch.setattr(train_gpt.Optimizer, "step", step)
+    run = cli(**{**tiny, "run_id": "huge", "steps": 8, "log_every": 3})
+    assert run.code == 1 and run.lines[-1].startswith("status:nan "), run.lines[-1]
+    assert max(run.train_losses) == last
+    assert not list(run.folder.glob("*.pt"))
+
+
 def test_an_unexpected_error_is_the_status_and_has_a_traceback(tiny, cli, monkeypatch, capsys):
     def broken(self, step, val):
         raise ZeroDivisionError("by accident")
