@@ -2,37 +2,28 @@
 
 import argparse
 import difflib
+import signal
 import sys
 from pathlib import Path
 
 from records import experiment, picture, render
-from records.files import RecordError, printable, read_text, require
+from records.files import RecordError, printable, require
 from records.judge import check_pages, check_records
-from records.record import MOST_LOGS, Repository, chain, read_script
+from records.record import MOST_LOGS, Repository, read_script
 from records.source import changed_lines
-
-
-def pages_of(repository):
-    """{path: text} of what `table` writes: the page with the leaderboards, and the staircases."""
-    page = repository.home / "README.md"
-    pages = {page: render.with_leaderboards(read_text(page), repository.records)}
-    for track, records in repository.records.items():
-        if len(chain(records)) > 1:
-            pages[repository.home / f"{track}.svg"] = render.staircase(track, chain(records))
-    return pages
 
 
 def table(repository, options):
     """Renew the leaderboards and staircases, if all records are good."""
     check_records(repository)
-    for path, text in pages_of(repository).items():
+    for path, text in render.pages_of(repository).items():
         path.write_text(text)
 
 
 def verify(repository, options):
     """Judge everything."""
     check_records(repository)
-    check_pages(repository, pages_of(repository))
+    check_pages(repository)
     count = len(repository.all)
     print(f"verify: ok, {count} record{'s' * (count != 1)}")
 
@@ -41,26 +32,26 @@ def diff(repository, options):
     """Print what two scripts differ in."""
     tip = repository.tip(options.track) if options.track in repository.rules else None
     require(tip or options.a, f"track {ascii(options.track)} has no record; name what to compare")
-    labels = [options.a or tip.name, options.b or "train_gpt.py"]
+    names = [options.a or tip.name, options.b or "train_gpt.py"]
     paths = [options.a or tip.folder, options.b or repository.root / "train_gpt.py"]
-    before, after = [read_script(Path(path)) for path in paths]
-    lines = [text.splitlines(keepends=True) for text in (before, after)]
-    print("".join(difflib.unified_diff(*lines, *labels)), end="")
-    print("lines: {} added, {} removed".format(*changed_lines(before, after)))
+    texts = [read_script(Path(path)) for path in paths]
+    lines = [text.splitlines(keepends=True) for text in texts]
+    print("".join(difflib.unified_diff(*lines, *names)), end="")
+    print("lines: {} added, {} removed".format(*changed_lines(*texts)))
 
 
 def plot(repository, options):
     """Draw curves as a PNG."""
-    out = Path(options.out or "logs/plot.png")
+    out = options.out or Path("logs/plot.png")
     out.parent.mkdir(parents=True, exist_ok=True)
     picture.plot(options.paths, out)
     print(f"plot: {out}")
 
 
-def report_page(repository, options):
+def report(repository, options):
     """Write the page of records, if all of them are good."""
     check_records(repository)
-    out = Path(options.out or "logs/report.html")
+    out = options.out or Path("logs/report.html")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(render.page(repository, out.parent))
     print(f"report: {out}")
@@ -75,14 +66,14 @@ OPTIONS = {
     "--name": {"required": True, "help": "letters, digits and '-'"},
     "--by": {"required": True, "help": "who had the idea"},
     "--tree": {"help": "judge this checkout, by the rules and the code of this one"},
-    "--out": {"help": "the file [in logs/]"},
+    "--out": {"type": Path, "help": "the file to write [in logs/]"},
     "a": {"nargs": "?", "metavar": "A", "help": f"{SCRIPT} [the last record]"},
     "b": {"nargs": "?", "metavar": "B", "help": f"{SCRIPT} [train_gpt.py]"},
     "folder": {"metavar": "FOLDER", "help": "a record's folder"},
     "paths": {"nargs": "+", "metavar": "PATH", "help": "a record, a run, or a folder of logs"},
 }
 RUN = ("--track", "--runs", "--world-size")
-COMMANDS = {  # the function that carries it out, which takes the repository and options
+COMMANDS = {  # the function that carries it out, its help, and its options
     "ab": (experiment.ab, "run train_gpt.py and the last record's in pairs", *RUN, "--yes"),
     "run": (experiment.ab, "run train_gpt.py alone, for a record that claims no gain", *RUN),
     "submit": (experiment.submit, "make a record of these runs", "--track", "--name", "--by"),
@@ -91,7 +82,7 @@ COMMANDS = {  # the function that carries it out, which takes the repository and
     "diff": (diff, "what train_gpt.py changes of the last record, or B of A", "--track", "a", "b"),
     "reproduce": (experiment.reproduce, "run a record again", "folder", *RUN[1:], "--yes"),
     "plot": (plot, "draw losses against time and steps, as a PNG", "paths", "--out"),
-    "report": (report_page, "write ladder, leaderboards and curves as one HTML page", "--out"),
+    "report": (report, "write ladder, leaderboards and curves as one HTML page", "--out"),
 }
 
 
@@ -103,16 +94,17 @@ def main(argv=None, repository=None):
         command = commands.add_parser(name, help=words, description=words)
         for option in options:
             command.add_argument(option, **OPTIONS[option])
+    options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and so are its runs
     try:
-        options = parser.parse_args(argv)
+        repository = repository or Repository.at(getattr(options, "tree", None))
         runs = getattr(options, "runs", MOST_LOGS)
         require(2 <= runs <= MOST_LOGS, f"--runs {runs}: takes 2, for statistics, to {MOST_LOGS}")
-        repository = repository or Repository.at(getattr(options, "tree", None))
         COMMANDS[options.command][0](repository, options)
         return 0
     except (RecordError, OSError) as error:
-        root = f"{repository.root}/" if repository else ""
-        print(f"records: {printable(error).removeprefix(root)}", file=sys.stderr)
+        shown = printable(error).removeprefix(f"{repository.root}/")
+        print(f"records: {shown}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("records: interrupted; the same command goes on", file=sys.stderr)

@@ -1,16 +1,13 @@
 """`run`, `ab` and `reproduce`, the commands that train, and `submit`, which makes a record of runs.
 
-The runs of an experiment lie at logs/<experiment>-<number><side>, its scripts and what was stopped
-in logs/<experiment>. Its name holds the hashes of its scripts and the number of runs, so that the
-same command goes on where an earlier one was interrupted. A script has one experiment that counts.
+What an experiment is, its scripts, and what was stopped lie in logs/<name>, so that the same
+command goes on where an earlier one was interrupted. A script has one experiment that counts.
 """
 
 import fcntl
 import json
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -18,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from records import render, stats
-from records.files import LOG_LIMIT, RecordError, about, read_text, require
+from records.files import RecordError, about, read_text, require
 from records.judge import DTYPES, MACHINE, check_fixed, check_one, check_records, check_run
 from records.log import END_OF_CODE, START, parse_log, split_log
 from records.record import FOLDER, SCHEMA, Repository, figures, read_script, speed_figures
@@ -36,12 +33,11 @@ def own_script(repository, track):
     return source
 
 
-def batches_of(repository, track, source):
-    """The names of the experiments with a script on a track whose runs count."""
-    code = sha256_of(source)[:8]
-    folders = (repository.root / "logs").glob(f"*-{track}-{code}*-n*")
-    names = {re.sub(r"(-n\d+)-.*", r"\1", path.name) for path in folders}
-    return sorted(name for name in names if name.startswith(("run-", "ab-")))
+def folder_of(repository, track, source, batch=1):
+    """The folder of an experiment with a script, whose batch is 1 where its runs count. Their own
+    folders lie beside it, at <name>-<number><side>."""
+    again = f"reproduce-{batch}-" if batch > 1 else ""
+    return repository.root / "logs" / f"{again}{track}-{sha256_of(source)[:8]}"
 
 
 def consent(what, yes):
@@ -51,150 +47,109 @@ def consent(what, yes):
     require(is_agreed, "not confirmed: nothing was run; read what `diff` shows, or add --yes")
 
 
-class Experiment:
-    """Runs of scripts, by side, under logs/. Those of batch 1 may be a record of side a's script;
-    the runs of two scripts are pairs."""
+def completed(log, source):
+    """What the complete log of a script says, or None."""
+    try:
+        return parse_log(log, source)
+    except RecordError:
+        return None
 
-    def __init__(self, repository, kind, scripts, track, world_size, count, batch=1):
-        codes = [sha256_of(source) for source in scripts.values()]
-        self.name = "-".join([kind, track, *(code[:8] for code in codes), f"n{count}"])
-        self.repository = repository
-        self.rules = repository.rules[track]
-        self.scripts = scripts
-        self.code = codes[0]
-        self.track = track
-        self.world_size = world_size
-        self.count = count
-        self.batch = batch
-        self.logs = repository.root / "logs"
-        self.folder = self.logs / self.name
-        self.is_over = False  # as the user asked
-        # What scripts say of the dtype, and what they are told that leave it to the machine.
-        self.dtypes = {side: self.dtype_of(source) for side, source in scripts.items()}
-        named = {*self.dtypes.values()} & {*DTYPES}
-        hint = "another dtype alone is no idea"
-        require(len(named) <= 1, f"the scripts name different dtypes; {hint}")
-        self.dtype = "".join(named)
 
-    def dtype_of(self, source):
-        """The dtype of a script, which none of the older scripts leaves to the machine."""
-        is_older = sha256_of(source) in self.rules.get("older_scripts", ())
-        return "" if is_older else config_of(source, self.track).get("dtype")
-
-    def command(self, side, number, run_id):
-        """The words that start a run."""
-        words = [sys.executable]
-        if self.world_size > 1:
-            words += ["-m", "torch.distributed.run", "--standalone"]
-            words += [f"--nproc_per_node={self.world_size}"]
-        start = 1 + len(list(self.folder.glob(f"{run_id}.stopped-*")))
-        words += [str(self.folder / side / "train_gpt.py"), "--track", self.track]
-        words += ["--run-id", run_id, "--seed", str(stats.seed_of(self.code, self.batch, number))]
-        words += ["--run-of", f"{self.batch}:{number}/{self.count}:{start}"]
-        if self.dtypes[side] == "auto" and self.dtype:
-            words += ["--dtype", self.dtype]
-        return words
-
-    def completed(self, side, run_id):
-        """What a complete log says, or None."""
-        try:
-            return parse_log(self.logs / run_id / "log.txt", self.scripts[side])
-        except RecordError:
-            return None
-
-    def run(self, side, number, run_id):
-        """Make a run. One that began and did not end is put aside, and counts as a start."""
-        folder = self.logs / run_id
-        log = folder / "log.txt"
-        if log.exists() and f"\n{START}\n" in log.read_text(errors="replace"):
-            folder.rename(self.folder / f"{run_id}.stopped-{time.time_ns()}")
-        shutil.rmtree(folder, ignore_errors=True)
-        console = self.folder / "console.txt"
-        began = time.time()
-        with open(console, "w") as file:
-            process = subprocess.Popen(
-                self.command(side, number, run_id),
-                cwd=self.repository.root,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,  # which a terminal's Ctrl-C does not reach
-                env={**os.environ, "PYTHONPATH": str(self.repository.root)},
-            )
-        try:
-            status = self.wait(process)
-        finally:
-            process.terminate()  # which does nothing to one that has ended
-            process.wait()
-            for checkpoint in folder.glob("*.pt*"):  # hundreds of MiB, which nothing here reads
-                checkpoint.unlink()
-        run = self.completed(side, run_id)
-        said = console.read_text(errors="replace").strip().splitlines() or ["nothing"]
-        ended = f"run {run_id} ended with exit status {status}: {said[-1][:200]!r}"
-        require(run and not status, f"{ended}; {console} has more; the same command goes on")
-        # A run cannot train longer than its process lived, nor start outside of that.
-        lived = time.time() - began
-        is_inside = -1 <= run.started.timestamp() - began <= lived + 1
-        is_right = is_inside and run.train_time_ms <= 1000 * lived + 1
-        said = f"{run.train_time_ms / 1000:.1f} s of training, started at {run.started:%H:%M:%S}"
-        require(
-            is_right, f"its log says {said}, but it lived for {lived:.1f} s: its clock is wrong"
+def execute(words, place, folder, log, source):
+    """Make a run. One that began and did not end is put aside, and counts as a start."""
+    run_id = log.parent.name
+    if log.exists() and f"\n{START}\n" in log.read_text(errors="replace"):
+        log.parent.rename(folder / f"{run_id}.stopped-{time.time_ns()}")
+    shutil.rmtree(log.parent, ignore_errors=True)
+    start = 1 + len(list(folder.glob(f"{run_id}.stopped-*")))
+    root = folder.parent.parent
+    console = folder / "console.txt"
+    began = time.time()
+    is_over = False
+    with open(console, "w") as file:
+        process = subprocess.Popen(
+            [*words, "--run-of", f"{place}:{start}", "--run-id", run_id],
+            cwd=root,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,  # which a terminal's Ctrl-C does not reach
+            env={**os.environ, "PYTHONPATH": str(root)},
         )
-        return run
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        is_over = True
+        print("\nwill end after this run; Ctrl-C again ends it now, which costs a restart")
+        status = process.wait()
+    finally:
+        process.terminate()  # which does nothing to one that has ended
+        process.wait()
+        for checkpoint in log.parent.glob("*.pt*"):  # hundreds of MiB, which nothing here reads
+            checkpoint.unlink()
+    run = completed(log, source)
+    said = console.read_text(errors="replace").strip().splitlines() or ["nothing"]
+    ended = f"run {run_id} ended with exit status {status}: {said[-1][:200]!r}"
+    require(run and not status, f"{ended}; {console} has more; the same command goes on")
+    # A run cannot train longer than its process lived, nor start outside of that.
+    lived = time.time() - began
+    is_inside = -1 <= run.started.timestamp() - began <= lived + 1
+    is_right = is_inside and run.train_time_ms <= 1000 * lived + 1
+    said = f"{run.train_time_ms / 1000:.1f} s of training, started at {run.started:%H:%M:%S}"
+    require(is_right, f"its log says {said}, but it lived for {lived:.1f} s: its clock is wrong")
+    require(not is_over, f"ended after run {run_id}, as asked; the same command goes on")
+    return run
 
-    def wait(self, process):
-        """The exit status of a run, which the first Ctrl-C does not end."""
+
+def make_runs(repository, track, scripts, count, world_size, batch=1):
+    """[the runs of side a, those of side b], which are pairs, made now unless they are there."""
+    rules = repository.rules[track]
+    folder = folder_of(repository, track, scripts["a"], batch)
+    folder.mkdir(parents=True, exist_ok=True)
+    codes = {side: sha256_of(source) for side, source in scripts.items()}
+    read = [side for side in scripts if codes[side] not in rules.get("older_scripts", ())]
+    dtypes = {side: config_of(scripts[side], track).get("dtype") for side in read}
+    named = {*dtypes.values()} & {*DTYPES}
+    require(len(named) <= 1, f"scripts name {named}; another dtype alone is no idea")
+    dtype = "".join(named)  # what a script is told that leaves it to the machine
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
+    # The order is drawn, so that nothing that the machine does can follow it.
+    order = stats.order_of_pairs(codes["a"], batch, count)
+    order = [place for place in order if place[0] in scripts]
+    sides = {side: [] for side in scripts}
+    with open(folder.parent / "records.lock", "w") as lock:
         try:
-            return process.wait()
-        except KeyboardInterrupt:
-            self.is_over = True
-            print("\nwill end after this run; Ctrl-C again ends it now, which costs a restart")
-            return process.wait()
-
-    def run_all(self):
-        """[the runs of side a, those of side b], made now unless they are there. RecordError where
-        another experiment runs, where no record can come of a run, or the user asked to stop."""
-        self.logs.mkdir(exist_ok=True)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-        with open(self.logs / "records.lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise RecordError("another `python -m records` is making runs here") from None
-            begun = batches_of(self.repository, self.track, self.scripts["a"])
-            others = ", ".join(name for name in begun if name != self.name and self.batch == 1)
-            hint = "finish these, or change it"
-            require(not others, f"this script has the runs of {others} in logs/; {hint}")
-            for side, source in self.scripts.items():
-                (self.folder / side).mkdir(parents=True, exist_ok=True)
-                (self.folder / side / "train_gpt.py").write_text(source)
-            runs = self.run_missing()
-        sides = [[run for place, run in runs.items() if place[0] == side] for side in self.scripts]
-        return [sorted(side, key=lambda run: run.counter) for side in sides]
-
-    def run_missing(self):
-        """{(side, number): run} of all runs."""
-        order = [("a", number) for number in range(1, self.count + 1)]
-        if len(self.scripts) > 1:  # drawn, so that nothing that the machine does can follow it
-            order = stats.order_of_pairs(self.code, self.batch, self.count)
-        runs = {}
-        for side, number in order:
-            run_id = f"{self.name}-{number:02d}{side if len(self.scripts) > 1 else ''}"
-            print(f"run {len(runs) + 1}/{len(order)} {run_id} ... ", end="", flush=True)
-            run = self.completed(side, run_id) or self.run(side, number, run_id)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RecordError("another `python -m records` is making runs here") from None
+        plan = folder / "plan.txt"
+        planned = f"{count} runs of {' and of '.join(codes.values())}"
+        begun = plan.read_text() if plan.exists() else planned
+        require(begun == planned, f"{plan} has {begun}; finish these, or change the script")
+        plan.write_text(planned)
+        for done, (side, number) in enumerate(order, 1):
+            script = folder / side / "train_gpt.py"
+            script.parent.mkdir(exist_ok=True)
+            script.write_text(scripts[side])
+            words = [sys.executable, *(launch if world_size > 1 else []), str(script)]
+            words += ["--track", track, "--seed", str(stats.seed_of(codes["a"], batch, number))]
+            if dtypes.get(side) == "auto" and dtype:
+                words += ["--dtype", dtype]
+            log = folder.with_name(f"{folder.name}-{number:02d}{side}") / "log.txt"
+            print(f"run {done}/{len(order)} {log.parent.name} ... ", end="", flush=True)
+            found = completed(log, scripts[side])
+            place = f"{batch}:{number}/{count}"
+            run = found or execute(words, place, folder, log, scripts[side])
             print(f"val_loss {run.val_loss:.5f} time {run.train_time_ms / 1000:.1f} s")
-            runs[side, number] = run
-            self.dtype = self.dtype or run.dtype
-            check_one(MACHINE, runs.values())
-            check_run(run, self.track, self.rules)
-            goes_on = not self.is_over or len(runs) == len(order)
-            ended = f"ended after {len(runs)} of {len(order)} runs, as asked"
-            require(goes_on, f"{ended}; the same command makes the others")
-        return runs
+            sides[side].append(run)
+            dtype = dtype or run.dtype
+            check_one(MACHINE, sum(sides.values(), []))
+            check_run(run, track, rules)
+    return list(sides.values())
 
 
 def ab(repository, options):
-    """Make what is missing of the runs that a record needs: of the working script in pairs with the
-    last record's; or, as `run`, of the former alone, for a record that claims no gain."""
+    """Make the runs that a record needs: in pairs with the last record's script, or, as `run`,
+    alone, for a record that claims no gain."""
     track, count = options.track, options.runs
     source = own_script(repository, track)
     # That no record could come of these runs is told before hours of runs, not after.
@@ -204,15 +159,13 @@ def ab(repository, options):
     if options.command == "ab":
         require(count <= stats.MOST_PAIRS, f"--runs {count}: pairs are at most {stats.MOST_PAIRS}")
         tip = repository.tip(track)
-        hint = "make the first one with `python -m records run`"
-        require(tip, f"track {track} has no record to compare with; {hint}")
+        require(tip, f"track {track} has no record; make one with `python -m records run`")
         added, removed = changed_lines(tip.source, source)
         print(f"train_gpt.py differs from {tip.name}: {added} lines added, {removed} removed.")
         consent(f"{2 * count} runs of train_gpt.py and of the code of {tip.name}", options.yes)
         world_size = options.world_size or tip.runs[0].world_size
         scripts["b"] = tip.source
-    experiment = Experiment(repository, options.command, scripts, track, world_size, count)
-    runs, *others = experiment.run_all()
+    runs, *others = make_runs(repository, track, scripts, count, world_size)
     print_losses(repository, runs)
     for base in others:
         apart = [run.val_loss - other.val_loss for run, other in zip(runs, base, strict=True)]
@@ -226,17 +179,15 @@ def ab(repository, options):
 
 
 def reproduce(repository, options):
-    """Run a record's code with seeds of the day, judge its runs, and print whether their losses
-    reach the target."""
+    """Run a record's code with seeds of the day, and print what comes of it."""
     folder = Path(options.folder).absolute()
     record = next((record for record in repository.all if record.folder == folder), None)
     require(record, f"{options.folder}: is no folder of a record")
     consent(f"{options.runs} runs of the code of {record.name}", options.yes)
+    world_size = options.world_size or record.runs[0].world_size
     batch = int(f"{datetime.now(UTC):%Y%m%d}")
     scripts = {"a": record.source}
-    world_size = options.world_size or record.runs[0].world_size
-    words = (f"reproduce-{batch}", scripts, record.track, world_size, options.runs, batch)
-    (runs,) = Experiment(repository, *words).run_all()
+    (runs,) = make_runs(repository, record.track, scripts, options.runs, world_size, batch)
     print_losses(repository, runs)
     claimed = render.seconds(record.result["train_time_ms"]["mean"])
     print(f"The record says {claimed} s, on {record.result['hardware']}.")
@@ -247,26 +198,24 @@ def reproduce(repository, options):
 def print_losses(repository, runs):
     """Print the mean time and loss of runs, and how far that is shown to be below the target."""
     took, _ = stats.mean_and_std([run.train_time_ms for run in runs])
-    print(f"\nMean time {render.seconds(took)} s, on {runs[0].hardware};")
     losses = [run.val_loss for run in runs]
     mean, _ = stats.mean_and_std(losses)
     target = repository.rules[runs[0].track]["config"]["target_loss"]
     p = stats.p_text(stats.p_below(losses, target))
+    print(f"\nMean time {render.seconds(took)} s, on {runs[0].hardware};")
     print(f"mean loss {mean:.5f}; that it is below the target {target:g}: {p}.")
 
 
 def submit(repository, options):
-    """Make a record of the runs of the working script, and print its page, which describes its pull
-    request as well. Its folder stays only if it is good."""
+    """Make a record of the working script's runs, which stays if it is good, and print its page."""
     name = f"{datetime.now(UTC):%Y-%m-%d}_{options.name}"
     hint = "up to 60 letters, digits and '-', no '-' first"
     require(FOLDER.fullmatch(name), f"--name {ascii(options.name)}: {hint}")
     folder = repository.home / options.track / name
     require(not folder.exists(), f"{folder} exists; choose another --name")
     source = own_script(repository, options.track)
-    logs = logs_of(repository, options.track, source)
     try:
-        lay_out(repository, folder, logs, source, options.by)
+        lay_out(repository, folder, source, options.by)
         check_records(Repository(repository.root, repository.rules))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -276,27 +225,20 @@ def submit(repository, options):
     print("README.md, then: python -m records table && python -m records verify")
 
 
-def logs_of(repository, track, source):
-    """The paths of the logs of a script's runs on a track. A script has one batch."""
-    found = batches_of(repository, track, source)
-    shown = f"{len(found)} batches of runs of train_gpt.py ({sha256_of(source)[:8]}) on {track}"
-    hint = "`python -m records ab` makes the one that is due"
-    require(len(found) == 1, f"{shown} lie in logs/: {', '.join(found)}; {hint}")
-    return sorted((repository.root / "logs").glob(f"{found[0]}-*/log.txt"))
-
-
-def lay_out(repository, folder, logs, source, authors):
-    """Write a record's folder: the script, thin logs, and the figures that follow from them."""
-    tip = repository.tip(folder.parent.name)
-    folder.mkdir(parents=True)
+def lay_out(repository, folder, source, authors):
+    """Write a record's folder: the script, its thin logs, and the figures that follow from them."""
+    track = folder.parent.name
+    tip = repository.tip(track)
+    runs = folder_of(repository, track, source)
+    logs = sorted(runs.parent.glob(f"{runs.name}-*/log.txt"))
+    require(logs, f"there are no runs {runs}-*; make them with `python -m records ab`")
     for path in logs:
-        run_id = path.parent.name
-        part = folder / ("baseline" if run_id.endswith("b") else "logs")
+        part = folder / ("baseline" if path.parent.name.endswith("b") else "logs")
         part.mkdir(parents=True, exist_ok=True)
-        text = read_text(path, LOG_LIMIT)
+        text = read_text(path)
         with about(path):
             _, lines = split_log(text)
-        (part / f"{run_id}.txt").write_text("\n".join([END_OF_CODE, *lines, ""]))
+        (part / f"{path.parent.name}.txt").write_text("\n".join([END_OF_CODE, *lines, ""]))
     (folder / "train_gpt.py").write_text(source)
     (folder / "README.md").write_text("")
     known = {"schema": SCHEMA, "parent": tip.name if tip else None}

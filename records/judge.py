@@ -13,14 +13,12 @@ import numpy as np
 
 from records import render, stats
 from records.files import about, read_text, require, require_same
-from records.log import moment
 from records.record import FOLDER, chain, figures, paths_in
 from records.source import config_of, sha256_of
 
 DTYPES = ("bfloat16", "float32")  # what a script may make of the dtype `auto`
 PLACE = ("seed", "run_id", "run_of")  # fields that say as which run a script ran, and not what
 GATES = ("causal", "normalised", "local", "unmoved")  # the older scripts lack the last
-MOST_RESTARTS = 1  # of a side: a machine may fail, but runs are not to be picked
 FASTEST = 0.001  # of a run's mean time a step: what no stretch of its steps can stay below
 IDLE = 0.1  # of a run's time: what a process on a CPU works at least
 MOST_MFU = 500  # per cent of the product that is measured beside the run, and may be slow
@@ -45,7 +43,14 @@ def check_run(run, track, rules):
         is_older = run.code_sha256 in rules.get("older_scripts", ())
         if not is_older:
             check_configuration(run)
-        check_validity(run, rules, GATES[:3] if is_older else GATES)
+        data = {"data manifest": run.manifest, "shards": run.shards}
+        manifest = rules["manifest_sha256"] or run.manifest
+        require_same(data, {"data manifest": manifest, "shards": "ok"})
+        validity = dict.fromkeys(GATES[:3] if is_older else GATES, "ok")
+        validity["val_tokens"] = str(run.config["val_tokens"])
+        validity["val_sha256"] = run.config["val_sha256"]
+        with about("validity"):
+            require_same(run.validity, validity)
         check_figures(run)
 
 
@@ -63,49 +68,35 @@ def check_configuration(run):
     script = config_of(run.source, run.track)
     wanted = {**script, **{name: run.config[name] for name in PLACE}}
     if script.get("dtype") == "auto":
-        shown = f"dtype is {ascii(run.dtype)[:60]} in the config line"
-        require(run.config.get("dtype") in DTYPES, f"{shown}, where a log has what it became")
+        hint = "in the config line, where a log has what it became"
+        require(run.config.get("dtype") in DTYPES, f"dtype is {ascii(run.dtype)[:60]} {hint}")
         wanted["dtype"] = run.dtype
     require_same(run.config, wanted, " in the config line, in the script it is ")
 
 
-def check_validity(run, rules, gates):
-    """All gates passed, over the track's validation tokens and the corpus' own shards."""
-    expected = dict.fromkeys(gates, "ok")
-    expected["val_tokens"] = str(rules["config"]["val_tokens"])
-    expected["val_sha256"] = rules["config"]["val_sha256"]
-    with about("validity"):
-        require_same(run.validity, expected)
-    data = {"data manifest": run.manifest, "shards": run.shards}
-    manifest = rules["manifest_sha256"] or run.manifest
-    require_same(data, {"data manifest": manifest, "shards": "ok"})
-
-
 def check_figures(run):
     """Times, rates and memory that a run can have."""
-    mean = run.train_time_ms / run.steps
+    took = run.train_time_ms
     points = [(0, 0), *((point.step, point.time_ms) for point in run.curves["train"])]
     for (begin, started), (end, ended) in itertools.pairwise(points):
-        least = FASTEST * mean * (end - begin) - 0.5  # times are rounded to 1 ms
-        shown = f"steps {begin} to {end} took {ended - started} ms, of {mean:.1f} ms each"
-        require(ended - started >= least, f"{shown}; no part of a run is so fast")
+        least = FASTEST * took / run.steps * (end - begin) - 0.5  # times are rounded to 1 ms
+        shown = f"steps {begin} to {end} took {ended - started} ms"
+        require(ended - started >= least, f"{shown} of {took}; no part of a run is so fast")
     size = run.config.get("micro_batch_tokens")
     unit = size * run.world_size if type(size) is int else 0
-    divides = unit > 0 and run.tokens % unit == 0
     shown = f"tokens is {run.tokens}, world size {run.world_size}"
+    divides = unit > 0 and run.tokens % unit == 0
     require(
         divides, f"{shown}; each process takes whole micro-batches of {ascii(size)[:60]} tokens"
     )
-    rate = 1000 * run.tokens / run.train_time_ms
-    room = 1 + 0.6 * rate / run.train_time_ms  # the rate is rounded, and the time to 1 ms
-    is_rate = abs(run.speed - rate) <= room
+    rate = 1000 * run.tokens / took
+    is_rate = abs(run.speed - rate) <= 1 + 0.6 * rate / took  # both were rounded
     require(is_rate, f"tokens_per_s is {run.speed}; tokens and time make {rate:.0f}")
     require(run.mfu <= MOST_MFU, f"mfu is {run.mfu} %, at most {MOST_MFU} can be")
     cores = re.search(r" x(\d{1,4})$", run.device)
     if cores and run.cuda == "none":
-        can_be = IDLE <= run.cpu_time_ms / run.train_time_ms <= 1.1 * int(cores[1])
-        shown = f"cpu_time: {run.cpu_time_ms} ms of {cores[1]} processors"
-        require(can_be, f"{shown} in {run.train_time_ms} ms")
+        shown = f"cpu_time: {run.cpu_time_ms} ms of {cores[1]} processors in {took} ms"
+        require(IDLE <= run.cpu_time_ms / took <= 1.1 * int(cores[1]), shown)
         # Parameters and tables are held in memory, two bytes a value or more.
         values = sum(map(int, re.findall(r"=(\d+)", run.sizes.replace(",", ""))))
         least = 2 * values / run.world_size / 2**20
@@ -116,45 +107,39 @@ def check_figures(run):
 # ----- a record
 
 
-def check_record(record, others, rules):
-    """All that several of its runs, or several records of its track, show."""
-    with about(record.folder):
-        parent = check_lineage(record, others)
-        check_machine(record, parent)
-        check_batch(record)
-        check_order(record, parent)
-        found = figures(record, rules, parent, record.result.get("by"))
-        check_claims(record, found)
-        check_written(record, found)
-
-
 def check_name(record):
     """A record's folder is named by its day, which has come, and its name. Its runs are older."""
     hint = "a record's folder is named <YYYY-MM-DD>_<Name>, Name of letters, digits and '-'"
     require(FOLDER.fullmatch(record.name), hint)
     tomorrow = datetime.now(UTC) + timedelta(days=1)  # clocks differ
-    has_come = moment(f"{record.date}T00:00:00Z") <= tomorrow
+    has_come = datetime.fromisoformat(f"{record.date}T00:00:00Z") <= tomorrow
     require(has_come, f"is dated {record.date}, which is yet to come")
     for run in record.runs + record.baseline:
         day = f"{run.started:%Y-%m-%d}"
         require(day <= record.date, f"{run.run} was started on {day}, after the record's date")
 
 
-def check_lineage(record, others):
-    """The parent's Record, or None: the last of the chain of records that are older."""
+def check_record(record, others, rules):
+    """All that several of its runs, or several records of its track, show."""
     older = [other for other in others if other.age < record.age]
     for other in older:
         is_own = other.source != record.source
         require(is_own, f"train_gpt.py is the code of {other.name}; a record has code of its own")
-    last = next(reversed(chain(older)), None)
+    parent = next(reversed(chain(older)), None)
     words = "; a record is measured against the last of the track's chain before it, which is "
-    require_same({"its parent": record.parent}, {"its parent": last and last.name}, words)
-    return last
+    due = {"its parent": parent and parent.name}
+    require_same({"its parent": record.parent}, due, words)
+    check_machine(record, parent)
+    check_batch(record.runs, "logs", record)
+    check_batch(record.baseline, "baseline", record)
+    check_order(record, parent)
+    found = figures(record, rules, parent, record.result.get("by"))
+    check_claims(record, found)
+    check_written(record, found)
 
 
 def check_machine(record, parent):
-    """Times and losses are those of one kind of machine, of one type of numbers, and of one way to
-    compute."""
+    """Times and losses are those of one kind of machine, and of one way to compute."""
     runs = record.runs + record.baseline
     check_one(MACHINE, runs)
     sides = [side for side in (record.runs, record.baseline) if side]
@@ -173,38 +158,33 @@ def check_one(names, runs):
         require(len(values) <= 1, f"{name} differs between runs: {shown}; one of each is asked")
 
 
-def check_batch(record):
-    """All declared runs of both sides are there, none dropped, none added, few restarted; and each
-    has the seed of its place."""
+def check_batch(runs, part, record):
+    """All declared runs of a part are there, few restarted, each with the seed of its place."""
     declared = record.runs[0].declared
-    code = sha256_of(record.source)
-    for part, runs in (("logs", record.runs), ("baseline", record.baseline)):
-        places = [(run.batch, run.counter, run.declared) for run in runs]
-        due = [(1, counter, declared) for counter in range(1, declared + 1)]
-        shown = f"{declared} runs were declared, {part} has {[run.counter for run in runs]}"[:120]
-        require(places == due or not runs, f"{shown}; every run of the one batch counts, once")
-        restarts = sum(run.start - 1 for run in runs)
-        is_rare = restarts <= MOST_RESTARTS and all(run.start for run in runs)
-        require(is_rare, f"{restarts} runs of {part} were started again, at most {MOST_RESTARTS}")
-        for run in runs:
-            seed = stats.seed_of(code, 1, run.counter)
-            require(run.seed == seed, f"{run.run} has seed {run.seed}; its place has {seed}")
+    places = [(run.batch, run.counter, run.declared) for run in runs]
+    due = [(1, counter, declared) for counter in range(1, declared + 1)]
+    shown = f"{declared} runs were declared, {part} has {[run.counter for run in runs]}"[:120]
+    require(places == due or not runs, f"{shown}; every run of the one batch counts, once")
+    restarts = sum(run.start - 1 for run in runs)
+    is_rare = restarts <= 1 and all(run.start for run in runs)
+    require(is_rare, f"{restarts} runs of {part} were started again, at most 1 may be")
+    for run in runs:
+        seed = stats.seed_of(sha256_of(record.source), 1, run.counter)
+        require(run.seed == seed, f"{run.run} has seed {run.seed}; its place has {seed}")
 
 
 def check_order(record, parent):
-    """Runs were started one after the other, those of pairs in the order that was drawn for them,
-    and after their parent's record."""
+    """Runs were started after the parent's, one after another in the order that was drawn."""
     sides = {"a": record.runs, "b": record.baseline}
     order = stats.order_of_pairs(sha256_of(record.source), 1, len(record.runs))
     planned = [sides[side][counter - 1] for side, counter in order if sides[side]]
     for run, following in itertools.pairwise(planned):
         apart = (following.started - run.started).total_seconds()
-        shown = f"{following.run} was started {apart:.0f} s after {run.run}, which comes before it"
         took = run.train_time_ms / 1000
+        shown = f"{following.run} was started {apart:.0f} s after {run.run}, which comes before it"
         require(apart >= took - 1, f"{shown} and took {took:.0f} s")  # starts are whole seconds
-    first = planned[0]
-    is_later = parent is None or first.started >= max(run.started for run in parent.runs)
-    require(is_later, f"{first.run} was started before the parent's record was made")
+    is_later = parent is None or planned[0].started >= max(run.started for run in parent.runs)
+    require(is_later, f"{planned[0].run} was started before the parent's record was made")
 
 
 def check_claims(record, found):
@@ -217,13 +197,11 @@ def check_claims(record, found):
         is_faster = speed["p"] <= stats.ALPHA
         require(is_faster, f"not shown to be faster than {record.parent}: {shown}")
         mean, _ = stats.mean_and_std([run.val_loss for run in record.baseline])
-        shown = f"mean loss {mean:.5f}, target {loss['target']:g}"
-        require(mean < loss["target"], f"the parent's runs miss the target: {shown}")
+        require(mean < loss["target"], f"the parent's runs miss the target: mean loss {mean:.5f}")
 
 
 def check_written(record, expected):
-    """result.json and README.md are what `submit` writes for the logs, but for the reasons and who
-    had the idea."""
+    """All is what `submit` writes for the logs, but for the reasons and who had the idea."""
     by = expected["by"]
     is_name = isinstance(by, str) and AUTHORS.fullmatch(by)
     require(is_name, f"result.json: by is {ascii(by)[:60]}; names of 100 letters at most are due")
@@ -241,8 +219,8 @@ def check_written(record, expected):
 
 
 def check_copies(records, limit):
-    """No run has losses that never differ by more than `limit` from those of an older run at the
-    steps that both logged. Both runs of a pair share a seed, and may agree."""
+    """No run's losses are within `limit` of those of an older run at all steps that both logged.
+    Both runs of a pair share a seed, and may agree."""
     records = sorted(records, key=lambda record: record.age)
     runs = [run for record in records for run in record.runs + record.baseline]
     curves = []
@@ -264,8 +242,7 @@ def check_copies(records, limit):
 
 
 def check_folders(repository):
-    """What was merged is there, byte for byte; no link leads to it; and no folder looks like a
-    track's or a record's that nothing judges."""
+    """What was merged is there, byte for byte, and each folder is a record's or a track's."""
     home = repository.home
     tracks = [home / track for track in repository.rules]
     for folder in [home, *tracks]:
@@ -295,18 +272,19 @@ def check_records(repository):
             with about(record.folder):
                 check_name(record)
         for record in records:
-            check_record(record, records, rules)
+            with about(record.folder):
+                check_record(record, records, rules)
         if records:
             check_copies(records, rules["copy_loss"])
 
 
-def check_pages(repository, pages):
+def check_pages(repository):
     """Each record says why it works, and what is drawn of all of them is current."""
     for record in repository.all:
         why = render.why_of(record.readme)
         says = why.strip() != render.WHY and len(why.split()) >= 5
         hint = "does not say why it works; write that under `## Why`"
         require(says, f"{record.folder / 'README.md'}: {hint}")
-    for path, wanted in pages.items():
+    for path, wanted in render.pages_of(repository).items():
         is_current = read_text(path) == wanted
         require(is_current, f"{path}: is not current; run `python -m records table`")

@@ -4,20 +4,14 @@ A log is the script that ran, END_OF_CODE, and then one event a line. A record k
 and its logs from END_OF_CODE on; `code_sha256` says which script they belong to.
 """
 
+import functools
 import itertools
 import re
-from datetime import UTC, datetime
+from datetime import datetime
 from types import SimpleNamespace
 
-from records.files import (
-    LOG_LIMIT,
-    RecordError,
-    about,
-    parse_json,
-    read_text,
-    require,
-    require_same,
-)
+from records import files
+from records.files import about, read_text, require, require_same
 from records.source import sha256_of
 
 END_OF_CODE = "===== END OF CODE ====="
@@ -25,19 +19,9 @@ START = "===== START ====="
 MOST_STEPS = 1_000_000
 
 
-def moment(text):
-    """The moment, in UTC, that a text such as 2026-11-23T09:30:00Z names."""
-    try:
-        return datetime.fromisoformat(text).replace(tzinfo=UTC)
-    except ValueError:
-        raise RecordError(f"{text} is no moment of the calendar") from None
-
-
 def words(text):
-    """{name: word} of `name:word name:word`, in which no name stands twice."""
-    found = [word.partition(":")[::2] for word in text.split()]
-    require(len(dict(found)) == len(found), f"{ascii(text)[:80]} says something twice")
-    return dict(found)
+    """{name: word} of `name:word name:word`."""
+    return files.unique([word.split(":", 1) for word in text.split()])
 
 
 NUMBER = r"(?:0|[1-9]\d{0,14})"
@@ -50,23 +34,13 @@ KINDS = {  # of what stands in a line: its expression, and what is made of it
     "number": (NUMBER, int),
     "decimal": (rf"{NUMBER}\.\d{{1,2}}", float),
     "loss": (rf"{NUMBER}\.\d{{5}}", float),
-    "moment": (r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", moment),
-    "json": (r"\{.*\}", parse_json),
+    "moment": (r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", datetime.fromisoformat),
+    "json": (r"\{.*\}", files.parse_json),
     "words": (r"\S+:\S+(?: \S+:\S+)*", words),
     "sizes": (r"\w+=\d[\d,]{0,19}(?: \w+=\d[\d,]{0,19})*", str),
 }
-SLOT = re.compile(r"<(\w+)=(\w+)>")
-
-
-def compiled(template):
-    """(the expression of a whole line, {name: what makes a value of its text}); `<name=kind>` in a
-    template stands for what is kept."""
-    makers = {name: KINDS[kind][1] for name, kind in SLOT.findall(template)}
-    text = SLOT.sub(lambda found: f"(?P<{found[1]}>{KINDS[found[2]][0]})", template)
-    return re.compile(text, re.ASCII), makers
-
-
-HEAD = {  # the lines before those of steps
+HEAD = 6  # of the lines that follow stand before those of the steps, the others behind them
+LINES = {  # `<name=kind>` stands for what is kept
     "run": "run:<run=name> track:<track=word> commit:<commit=word> dirty:[01] "
     "code_sha256:<code_sha256=hash> seed:<seed=number> world_size:<world_size=number> "
     "device:<device=text> torch:<torch=word> cuda:<cuda=word> triton:<triton=word> "
@@ -76,12 +50,6 @@ HEAD = {  # the lines before those of steps
     "data": "data:<manifest=word> shards:<shards=word> backends:<backends=text>",
     "size": "size: <sizes=sizes>",
     START: START,
-}
-STEP = compiled(
-    "step:<step=number>/<steps=number> <kind=word>_loss:<loss=loss>(?: lr_mul:\\d+\\.\\d+)? "
-    "train_time:<time_ms=number>ms step_avg:<average=decimal>ms"
-)
-TAIL = {
     "comms": "comms: sent_bytes per step .*",
     "validity": "validity: <validity=words>",
     "final": "final val_loss:<val_loss=loss> train_time:<train_time_ms=number>ms "
@@ -90,7 +58,26 @@ TAIL = {
     "status": "status:ok run:<status_run=name> val_loss:<status_loss=loss> "
     "train_time:<status_time=decimal>s log:logs/<folder=name>/log.txt(?: plot:.*)?",
 }
-LINES = {kind: compiled(template) for kind, template in {**HEAD, **TAIL}.items()}
+STEP = (
+    r"step:<step=number>/<steps=number> <kind=word>_loss:<loss=loss>(?: lr_mul:\d+\.\d+)? "
+    "train_time:<time_ms=number>ms step_avg:<average=decimal>ms"
+)
+SLOT = re.compile(r"<(\w+)=(\w+)>")
+
+
+@functools.cache
+def expression_of(template):
+    """The expression of a whole line."""
+    text = SLOT.sub(lambda found: f"(?P<{found[1]}>{KINDS[found[2]][0]})", template)
+    return re.compile(text, re.ASCII)
+
+
+def values_of(line, template, kind):
+    """{name: value} of what is kept of a line. RecordError where it is not of this kind."""
+    match = expression_of(template).fullmatch(line)
+    hint = "a record's run has no overrides, and its log is whole"
+    require(match, f"{ascii(line[:80])} stands where the {kind} line is due; {hint}")
+    return {name: KINDS[slot][1](match[name]) for name, slot in SLOT.findall(template)}
 
 
 def split_log(text):
@@ -102,18 +89,8 @@ def split_log(text):
     return f"{source}\n"[1:], lines
 
 
-def values_of(line, expression, due):
-    """{name: value} of what is kept of a line. RecordError where it is not the one that is due."""
-    pattern, makers = expression
-    match = pattern.fullmatch(line)
-    hint = "a record's run has no overrides, and its log is whole"
-    require(match, f"{ascii(line[:80])} stands where {due} is due; {hint}")
-    return {name: makers[name](text) for name, text in match.groupdict().items()}
-
-
 def points_of(lines, config):
-    """The losses that were logged, at the steps of the configuration and at times that agree with
-    each other."""
+    """The losses that were logged, at the steps of the configuration and at times that agree."""
     for name in ("steps", "log_every", "val_every"):
         value = config.get(name)
         is_count = type(value) is int and (name == "steps") <= value <= MOST_STEPS
@@ -123,17 +100,17 @@ def points_of(lines, config):
     for kind, every in (("train", config["log_every"]), ("val", config["val_every"])):
         every = every if 0 < every < steps else steps
         due += [(min(step, steps), kind, steps) for step in range(every, steps + every, every)]
-    points = [SimpleNamespace(**values_of(line, STEP, "a line of a step")) for line in lines]
+    points = [SimpleNamespace(**values_of(line, STEP, "step")) for line in lines]
     found = [(point.step, point.kind, point.steps) for point in points]
-    shown = f"{len(found)} lines of losses, {len(due)} are due"
-    require(found == sorted(due), f"{shown}, at the steps that the configuration logs, in order")
+    shown = f"{len(found)} losses are logged, {len(due)} are due"
+    require(found == sorted(due), f"{shown}, at the steps of the configuration and in order")
     for before, point in zip([points[0], *points], points, strict=False):
         shown = f"step {point.step}: {point.time_ms} ms"
         require(point.time_ms >= before.time_ms, f"{shown}; times must not fall")
         # Time and average are rounded on their own, to 1 ms and to 0.01 ms a step.
         apart = abs(point.average * point.step - point.time_ms)
-        shown = f"{shown}, step_avg {point.average} ms"
-        require(apart <= 0.501 + 0.00501 * point.step, f"{shown} is not train_time / step")
+        agrees = apart <= 0.501 + 0.00501 * point.step
+        require(agrees, f"{shown}, step_avg {point.average} ms is not train_time / step")
     return points
 
 
@@ -144,44 +121,36 @@ def check_agreement(run):
     found = {name: run.config.get(name, "not there") for name in told}
     require_same(found, told, " in the config line, in the lines beside it ")
     last = run.curves["val"][-1]
-    found = {"the last val_loss": last.loss, "val_loss of the status": run.status_loss}
-    require_same(found, dict.fromkeys(found, run.val_loss), ", in the final line ")
-    found = {"run of the status": run.status_run, "folder": run.folder}
-    require_same(found, dict.fromkeys(found, run.run), ", in the first line ")
+    losses = {"the last val_loss": last.loss, "val_loss of the status": run.status_loss}
+    require_same(losses, dict.fromkeys(losses, run.val_loss), ", in the final line ")
+    names = {"run of the status": run.status_run, "folder": run.folder}
+    require_same(names, dict.fromkeys(names, run.run), ", in the first line ")
     took = run.train_time_ms
-    is_same = last.time_ms == took and abs(run.status_time - took / 1000) < 0.051
+    is_same = last.time_ms == took > 0 and abs(run.status_time - took / 1000) < 0.051
     shown = f"{last.time_ms} ms at the last step, {run.status_time} s in the status line"
-    require(is_same and took, f"the training time is {took} ms in the final line, {shown}")
+    require(is_same, f"the training time is {took} ms in the final line, {shown}")
 
 
 def parse_log(path, script):
-    """What the complete log of a script's run says. RecordError with what is missing, unreadable or
-    contradicts itself.
+    """What the complete log of a script's run says: what LINES keep, and its curves.
 
-    It has `path`, `source`, `curves`, which are {"train": [point, ...], "val": [point, ...]}, and
-    whatever the lines above keep, under its name there. Losses are in nats per token, times in ms,
-    memory in MiB, `speed` in tokens a second. `counter` from 1 to `declared` is the run's place in
-    its `batch`, which is 1 for runs that count, and `start` says how often it was started.
-    `cpu_time_ms` is that of the first process while the clock of the training time ran. `shards` is
-    `ok` where those that were read are the manifest's.
+    Losses are in nats per token, times in ms, `speed` in tokens a second. `counter` is the run's
+    place in its `batch`, which is 1 for runs that count; `start` says how often it was started.
     """
-    text = read_text(path, LOG_LIMIT)
+    text = read_text(path)
     with about(path):
         source, lines = split_log(text)
         ending = lines[-1] if lines else ""
-        is_whole = ending.startswith("status:")
-        require(is_whole, "no status line at the end: killed, or the log was cut")
-        require(ending.startswith("status:ok "), f"the run did not complete: {ascii(ending[:80])}")
+        is_complete = ending.startswith("status:ok ")
+        require(is_complete, f"the run did not complete, or its log was cut: {ascii(ending[:80])}")
         run = SimpleNamespace(path=path, source=script)
-        around = [*lines[: len(HEAD)], *lines[-len(TAIL) :]]
-        for line, kind in itertools.zip_longest(around, LINES, fillvalue=""):
-            vars(run).update(values_of(line, LINES[kind], f"the {kind} line"))
-        code = run.code_sha256
-        is_own = code == sha256_of(script) and source in ("", script)
-        require(is_own, f"ran other code ({code[:8]}) than the script it belongs to")
-        points = points_of(lines[len(HEAD) : -len(TAIL)], run.config)
+        behind = HEAD - len(LINES)
+        for line, kind in itertools.zip_longest(lines[:HEAD] + lines[behind:], LINES, fillvalue=""):
+            vars(run).update(values_of(line, LINES[kind], kind))
+        is_own = run.code_sha256 == sha256_of(script) and source in ("", script)
+        require(is_own, f"ran other code ({run.code_sha256[:8]}) than the script it belongs to")
         run.curves = {"train": [], "val": []}
-        for point in points:
+        for point in points_of(lines[HEAD:behind], run.config):
             run.curves[point.kind].append(point)
         check_agreement(run)
         run.steps = run.config["steps"]

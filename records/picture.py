@@ -8,7 +8,7 @@ import json
 import re
 from pathlib import Path
 
-from records.files import LOG_LIMIT, SCRIPT_LIMIT, RecordError, read_bytes, require
+from records.files import LIMIT, read_bytes, require
 
 LINE = re.compile(
     r"^step:(\d{1,9})/\d{1,9} (train|val)_loss:(\d{1,9}\.\d{1,9})\b.*?"
@@ -20,27 +20,19 @@ STYLES = {"train": {"linewidth": 0.8, "alpha": 0.4}, "val": {"marker": "o", "mar
 
 def curves_of(path):
     """{"train": [(time in s, step, loss), ...], "val": [...]} of a log."""
-    try:
-        text = read_bytes(path, LOG_LIMIT + SCRIPT_LIMIT).decode(errors="replace")
-    except RecordError as error:
-        raise RecordError(f"{path}: {error}") from None
+    text = read_bytes(path, LIMIT).decode(errors="replace")
     curves = {"train": [], "val": []}
     for step, kind, loss, time, unit in LINE.findall(text):
         seconds = float(time) / (1000 if unit == "ms" else 1)
         curves[kind].append((seconds, int(step), float(loss)))
-    holds = any(curves.values())
-    require(holds, f"{path}: holds no line `step:N/M val_loss:X train_time:Tms`")
+    hint = "holds no line `step:N/M val_loss:X train_time:Tms`"
+    require(curves["train"] or curves["val"], f"{path}: {hint}")
     return curves
 
 
 def logs_at(path):
-    """The logs of a record's folder, of a run's folder, or of a folder of logs; or the log
-    itself."""
-    for folder in (path / "logs", path):
-        logs = sorted(folder.glob("*.txt")) if folder.is_dir() else []
-        if logs:
-            return logs
-    return [path]
+    """The logs of a record's folder, of a run's, or of any folder of logs; or the log itself."""
+    return sorted(path.glob("logs/*.txt")) or sorted(path.glob("*.txt")) or [path]
 
 
 def plot(paths, out, target=0.0):

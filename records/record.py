@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 
 from records import stats
 from records.files import RULES, SCRIPT_LIMIT, about, parse_json, read_text, require
@@ -16,32 +17,6 @@ MOST_LOGS = 100
 PARTS = {"train_gpt.py", "result.json", "README.md", "logs"}
 
 
-@dataclass
-class Record:
-    """A record's folder as read."""
-
-    folder: Path
-    track: str
-    is_new: bool  # the checkout that judges does not have it
-    source: str
-    readme: str
-    result: dict
-    runs: list
-    baseline: list  # the parent's runs, each of which is a pair with one of `runs`
-
-    def __post_init__(self):
-        self.name = self.folder.name
-        self.date = self.name[:10]  # of `submit`
-        self.title = self.name[11:]
-        self.parent = self.result["parent"]  # the name of what it is measured against, or None
-
-    @property
-    def age(self):
-        """What sorts records by their time: what is merged comes first, then the day counts, the
-        start of the first run, the name."""
-        return self.is_new, self.date, min(run.started for run in self.runs), self.name
-
-
 @dataclass(frozen=True)
 class Repository:
     """A working tree: records/<track>/<date>_<Name>/, records/README.md, train_gpt.py."""
@@ -52,12 +27,10 @@ class Repository:
 
     @classmethod
     def at(cls, root=None):
-        """The tree that this package lies in, or another one, which is judged beside the former.
-        The rules are always this package's own."""
+        """The tree that this package lies in, or another one, judged by this one's rules."""
         own = Path(__file__).parent.parent.resolve()
-        return (
-            cls(Path(root).absolute(), RULES["tracks"], own) if root else cls(own, RULES["tracks"])
-        )
+        rules = RULES["tracks"]
+        return cls(Path(root).absolute(), rules, own) if root else cls(own, rules)
 
     @property
     def home(self):
@@ -66,37 +39,48 @@ class Repository:
 
     @cached_property
     def records(self):
-        """Every Record by track, in the order of their folders' names. RecordError where one cannot
-        be read."""
-        return {
-            track: [self.load(path) for path in paths_in(self.home / track) if path.name[0] != "."]
-            for track in self.rules
-        }
+        """Every record by track, by name. RecordError where one cannot be read."""
+        found = {}
+        for track in self.rules:
+            paths = [path for path in paths_in(self.home / track) if path.name[0] != "."]
+            found[track] = [self.load(path) for path in paths]
+        return found
 
     @property
     def all(self):
         """The records of all tracks."""
-        return [record for records in self.records.values() for record in records]
+        return sum(self.records.values(), [])
 
     def tip(self, track):
         """The last record of a track's chain, or None."""
         return next(reversed(chain(self.records[track])), None)
 
     def load(self, folder):
-        """The Record of a folder. Beside what lies in it, the script of its parent is read. No link
-        is followed."""
-        track = folder.parent.name
-        check_parts(folder)
-        source = read_script(folder / "train_gpt.py")
-        result = read_result(folder / "result.json")
-        runs = read_logs(folder / "logs", source)
+        """What a record's folder says. Beside what lies in it, its parent's script is read."""
+        require(folder.is_dir() and not folder.is_symlink(), f"{folder}: is no folder, or a link")
+        odd = PARTS ^ {path.name for path in paths_in(folder)} - {"baseline"}
+        shown = ", ".join(map(ascii, sorted(odd)))[:80]
+        require(not odd, f"{folder}: {shown} is missing, or is no part of a record")
+        source = read_script(folder)
+        result = read_result(folder)
         baseline = []
         if (folder / "baseline").exists():
-            parent = folder.parent / str(result["parent"]) / "train_gpt.py"
-            baseline = read_logs(folder / "baseline", read_script(parent))
-        readme = read_text(folder / "README.md")
-        is_new = not (self.merged and (self.merged / "records" / track / folder.name).is_dir())
-        return Record(folder, track, is_new, source, readme, result, runs, baseline)
+            parent = read_script(folder.with_name(str(result["parent"])))
+            baseline = read_logs(folder / "baseline", parent)
+        record = SimpleNamespace(folder=folder, track=folder.parent.name, name=folder.name)
+        record.date = folder.name[:10]  # of `submit`
+        record.title = folder.name[11:]
+        record.source = source
+        record.readme = read_text(folder / "README.md")
+        record.result = result
+        record.parent = result["parent"]  # the name of what it is measured against, or None
+        record.runs = read_logs(folder / "logs", source)
+        record.baseline = baseline  # the parent's runs, each a pair with one of `runs`
+        # Records are sorted by their age: what is merged comes first, then the day counts.
+        is_new = not (self.merged and (self.merged / folder.relative_to(self.root)).is_dir())
+        began = min(run.started for run in record.runs)
+        record.age = is_new, record.date, began, record.name
+        return record
 
 
 def paths_in(folder):
@@ -105,9 +89,8 @@ def paths_in(folder):
 
 
 def chain(records):
-    """The track's records each of which was measured against the one before: its first record,
-    then, as far as they go, the speed claims against the last. Of two against one record it is the
-    older one."""
+    """The track's first record, then the speed claims each of which was measured against the last.
+    Of two against one record it is the older one."""
     links = []
     for record in sorted(records, key=lambda record: record.age):
         parent = links[-1].name if links else None
@@ -116,46 +99,37 @@ def chain(records):
     return links
 
 
-def check_parts(folder):
-    """A record's folder holds what it needs and nothing else."""
-    is_folder = folder.is_dir() and not folder.is_symlink()
-    require(is_folder, f"{folder}: is no folder (links are not followed)")
-    found = {path.name for path in paths_in(folder)}
-    shown = ", ".join(map(ascii, sorted(PARTS ^ found - {"baseline"})))[:80]
-    require(not shown, f"{folder}: {shown} is missing, or is no part of a record")
-
-
 def read_script(path):
-    """The text of a script, which has some; that of a record, where its folder is named."""
+    """The text of a script, or of the one in a record's folder."""
     path = path / "train_gpt.py" if path.is_dir() else path
     text = read_text(path, SCRIPT_LIMIT)
     require(text.strip(), f"{path}: is empty")
     return text
 
 
-def read_result(path):
-    """The JSON object of a result.json whose parent, if any, is the name of a record."""
+def read_result(folder):
+    """What a record's result.json says, with the name of its parent, if it has one."""
+    path = folder / "result.json"
     text = read_text(path)
     with about(path):
         result = parse_json(text)
         is_ours = isinstance(result, dict) and result.get("schema") == SCHEMA and "parent" in result
         require(is_ours, f"is no object with schema {SCHEMA}; `python -m records submit` writes it")
         parent = result["parent"]
-        is_name = isinstance(parent, str) and FOLDER.fullmatch(parent)
-        has_none = parent is None and not (path.parent / "baseline").exists()
-        require(is_name or has_none, f"parent {ascii(parent)[:80]} is no name of a record")
+        is_first = parent is None and not (folder / "baseline").exists()
+        is_name = is_first or isinstance(parent, str) and FOLDER.fullmatch(parent)
+        require(is_name, f"parent {ascii(parent)[:80]} is no name of a record")
     return result
 
 
 def read_logs(folder, script):
-    """What every log of a folder says, all of runs of one script, in the order of their
-    counters."""
+    """What the logs of a script's runs say, in the order of their counters."""
     paths = paths_in(folder)
     require(0 < len(paths) <= MOST_LOGS, f"{folder}: 1 to {MOST_LOGS} logs are needed")
     runs = [parse_log(path, script) for path in paths]
     for run in runs:
-        name = f"{run.run}.txt"
-        require(run.path.name == name, f"{run.path}: is the log of another run, {name}")
+        is_named = run.path.name == f"{run.run}.txt"
+        require(is_named, f"{run.path}: is the log of another run, {run.run}.txt")
     return sorted(runs, key=lambda run: (run.counter, run.run))
 
 
@@ -181,8 +155,7 @@ def speed_figures(runs, baseline):
 
 
 def figures(record, rules, parent, authors):
-    """The content of result.json, from the logs of a record, whose runs are whole pairs if it has
-    its parent's; `parent` is a Record or None. Only who made it stands in no log."""
+    """The content of result.json, which follows from logs, but for the names of the authors."""
     first = record.runs[0]
     losses = [run.val_loss for run in record.runs]
     loss, loss_std = stats.mean_and_std(losses)

@@ -1,6 +1,5 @@
 """What is drawn of records: their README.md, the leaderboards, the staircases, and `report`, one
-HTML page. The page needs no network, and its content security policy lets no script run. All that
-comes from a log is escaped."""
+HTML page, which needs no network and lets no script run. All that comes from a log is escaped."""
 
 import base64
 import html
@@ -12,7 +11,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from records import picture, stats
-from records.files import require
+from records.files import read_text, require
 from records.record import chain
 
 END = "<!-- end -->"
@@ -30,9 +29,9 @@ def cell(value):
     return re.sub(r"[|`\[\]\\*]", lambda found: f"&#{ord(found[0])};", html.escape(str(value)))
 
 
-def table(header, rows):
-    """A Markdown table of cells that are Markdown already."""
-    lines = [header, ["---"] * len(header), *rows]
+def table(rows):
+    """A Markdown table of rows, which are {column: Markdown}."""
+    lines = [rows[0].keys(), ["---"] * len(rows[0]), *(row.values() for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -52,16 +51,17 @@ def percent(difference):
 
 def run_table(runs, baseline):
     """The table of runs, each beside the parent's run of its pair if there is one."""
-    header = ["run", "started, UTC", "seed", "loss", "time, s"]
-    if baseline:
-        header += ["parent's loss", "parent's time, s"]
     rows = []
     for number, run in enumerate(runs, 1):
-        row = [str(number), f"{run.started:%Y-%m-%d %H:%M:%S}", str(run.seed)]
-        for side in [run, *baseline[number - 1 : number]]:
-            row += [f"{side.val_loss:.5f}", f"{side.train_time_ms / 1000:.2f}"]
+        started = f"{run.started:%Y-%m-%d %H:%M:%S}"
+        row = {"run": str(number), "started, UTC": started, "seed": str(run.seed)}
+        for whose, side in zip(
+            ("", "parent's "), [run, *baseline[number - 1 : number]], strict=False
+        ):
+            row[f"{whose}loss"] = f"{side.val_loss:.5f}"
+            row[f"{whose}time, s"] = f"{side.train_time_ms / 1000:.2f}"
         rows.append(row)
-    return table(header, rows)
+    return table(rows)
 
 
 def parent_text(found):
@@ -126,87 +126,74 @@ def why_of(readme):
 
 # ----- the leaderboards
 
-LEADERBOARD = [
-    "record",
-    "date",
-    "by",
-    "training time, s",
-    "validation loss",
-    "time against its parent's, in pairs",
-    "hardware, dtype",
-]
-
 
 def ranked(records):
-    """(the track's chain, its last record first; the records beside it, the latest first). Times of
-    different machines do not compare, and so they rank nothing."""
+    """(the track's chain, those beside it), latest first: times of machines rank nothing."""
     links = chain(records)[::-1]
     beside = [record for record in records if record not in links]
     return links, sorted(beside, key=lambda record: record.age, reverse=True)
 
 
-def leaderboard_cells(record):
-    """The columns of LEADERBOARD after the first, from a verified result.json."""
+def leaderboard_row(record, link):
+    """A row of the leaderboard, from a verified result.json and a link to the record."""
     found = record.result
     loss = found["loss"]
-    speed = found["speed"]
     gain = "no claim" if found["parent"] else "first"
-    if speed:
-        gain = f"{percent(speed['relative'])}, p = {speed['p']:.2g}"
-    spread = f"± {loss['std']:.4f}, n = {found['declared_runs']}, p = {loss['p']:.2g}"
-    time = seconds(found["train_time_ms"]["mean"])
-    texts = [record.date, found["by"], time, f"{loss['mean']:.4f} {spread}", gain]
-    return [cell(text) for text in [*texts, found["hardware"]]]
+    if found["speed"]:
+        gain = f"{percent(found['speed']['relative'])}, p = {found['speed']['p']:.2g}"
+    spread = f"{loss['std']:.4f}, n = {found['declared_runs']}, p = {loss['p']:.2g}"
+    return {
+        "record": link,
+        "date": record.date,
+        "by": cell(found["by"]),
+        "training time, s": seconds(found["train_time_ms"]["mean"]),
+        "validation loss": f"{loss['mean']:.4f} ± {spread}",
+        "time against its parent's, in pairs": gain,
+        "hardware, dtype": cell(found["hardware"]),
+    }
 
 
-def leaderboard(records):
-    """The table of a track's verified records."""
-    links, beside = ranked(records)
-    rows = []
-    for record in links + beside:
-        link = f"[{record.title}]({record.track}/{record.name}/)"
-        rows.append([link, *leaderboard_cells(record)])
-    return table(LEADERBOARD, rows) if rows else "No records yet."
-
-
-def with_leaderboards(text, records):
-    """README text with every track's leaderboard renewed, each between its marker and END."""
-    for track, entries in records.items():
+def pages_of(repository):
+    """{path: text} of what `table` writes: README.md, with a leaderboard between each track's
+    marker and END, and the staircases."""
+    page = repository.home / "README.md"
+    text = read_text(page)
+    pages = {}
+    for track, records in repository.records.items():
+        links, beside = ranked(records)
+        rows = [
+            leaderboard_row(record, f"[{record.title}]({track}/{record.name}/)")
+            for record in links + beside
+        ]
         marker = f"<!-- records/{track} -->"
-        board = f"{marker}\n{leaderboard(entries)}\n{END}"
-        pattern = re.compile(f"{marker}\n.*?{END}", re.DOTALL)
-        text, count = pattern.subn(lambda _, board=board: board, text)
-        is_there = count == 1 or not entries
-        require(is_there, f"the marker {marker}, and {END} behind it, are needed once")
-    return text
+        board = f"{marker}\n{table(rows) if rows else 'No records yet.'}\n{END}"
+        before = re.compile(f"{marker}\n.*?{END}", re.DOTALL)
+        text, count = before.subn(lambda _, board=board: board, text)
+        hint = f"the marker {marker}, and {END} behind it, are needed once"
+        require(count == 1 or not records, hint)
+        if len(links) > 1:
+            pages[repository.home / f"{track}.svg"] = staircase(track, links[::-1])
+    return {page: text, **pages}
 
 
 # ----- the staircase
 
 
-def ladder(links):
-    """[(title, seconds, gain in per cent), ...] of a chain of records: the first one's time, and
-    what is left of it if each gain that was measured in pairs holds on that machine."""
-    left = links[0].result["train_time_ms"]["mean"] / 1000
-    steps = [(links[0].title, left, "")]
+def staircase(track, links):
+    """The text of an SVG file of a chain: one row a record, and time from right to left. It shows
+    what the gains in pairs leave of the first one's time."""
+    left = [links[0].result["train_time_ms"]["mean"] / 1000]
+    shown = [f"{left[0]:.1f} s"]
     for record in links[1:]:
         gain = record.result["speed"]["relative"][0]
-        left *= 1 + gain
-        steps.append((record.title, left, f", {100 * gain:+.0f} %"))
-    return steps
-
-
-def staircase(track, links):
-    """The text of an SVG file, light or dark as its reader has it: a chain of records, one row
-    each and time from right to left."""
-    steps = ladder(links)
-    height = HEAD + ROW * len(steps) + 30
-    logs = [math.log(left) for _, left, _ in steps]
-    width = WIDTH - 2 * EDGE - 60
-    across = [EDGE + 30 + width * (log - min(logs)) / (logs[0] - min(logs) or 1) for log in logs]
-    count = len(steps) - 1
+        left.append(left[-1] * (1 + gain))
+        shown.append(f"{left[-1]:.1f} s, {100 * gain:+.0f} %")
+    count = len(links) - 1
     proven = f"in {count} proven step{'s' * (count != 1)}"
-    title = html.escape(f"{track}: {steps[0][1]:.0f} s to {steps[-1][1]:.1f} s {proven}")
+    title = html.escape(f"{track}: {left[0]:.0f} s to {left[-1]:.1f} s {proven}")
+    height = HEAD + ROW * len(links) + 30
+    width = (WIDTH - 2 * EDGE - 60) / (math.log(left[0] / min(left)) or 1)
+    across = [EDGE + 30 + width * math.log(time / min(left)) for time in left]
     path = f"M{across[0]:.1f} {HEAD + 30}"
     for number, x in enumerate(across[1:], 1):
         path += f"V{HEAD + ROW * number + 30}H{x:.1f}"
@@ -218,12 +205,12 @@ def staircase(track, links):
         f'<text class="head" x="{EDGE}" y="24">{title}</text>',
         f'<path d="{path}"/>',
     ]
-    for number, (name, left, gain) in enumerate(steps):
+    for number, record in enumerate(links):
         y = HEAD + ROW * number
         parts += [
             f'<circle cx="{across[number]:.1f}" cy="{y + 30}" r="5"/>',
-            f'<text x="{EDGE}" y="{y + 16}">{html.escape(name)}</text>',
-            f'<text x="{WIDTH - EDGE}" y="{y + 16}" text-anchor="end">{left:.1f} s{gain}</text>',
+            f'<text x="{EDGE}" y="{y + 16}">{html.escape(record.title)}</text>',
+            f'<text x="{WIDTH - EDGE}" y="{y + 16}" text-anchor="end">{shown[number]}</text>',
         ]
     note = "what the gains measured in pairs leave of the first record's time; log scale"
     parts.append(f'<text class="faint" x="{EDGE}" y="{height - 8}">{note}</text></svg>')
@@ -257,9 +244,10 @@ def page(repository, folder):
 
 def html_table(records, folder):
     """A table of records with links to them, that scrolls where the screen is narrow."""
-    rows = ["".join(f"<th>{name}</th>" for name in LEADERBOARD)]
+    rows = []
     for record in records:
         address = quote(os.path.relpath(record.folder, folder).replace(os.sep, "/"))
-        link = f'<a href="{address}">{record.title}</a>'
-        rows.append("".join(f"<td>{text}</td>" for text in [link, *leaderboard_cells(record)]))
+        row = leaderboard_row(record, f'<a href="{address}">{record.title}</a>')
+        rows.append("".join(f"<td>{text}</td>" for text in row.values()))
+    rows.insert(0, "".join(f"<th>{name}</th>" for name in row))
     return f'<div class="wide"><table><tr>{"</tr><tr>".join(rows)}</tr></table></div>'

@@ -40,8 +40,7 @@ def sha256_of(source):
 
 
 def body_of(source):
-    """The statements of a script. RecordError where it is none, or where a reader would not see
-    what Python sees."""
+    """The statements of a script, of which a reader sees what Python sees."""
     coded = any(CODING.match(line) for line in source.split("\n")[:2])
     require(not coded, "the script has a coding line, by which comments may be code; leave it out")
     found = ELSEWHERE.search(source)
@@ -58,14 +57,11 @@ def body_of(source):
 
 def fields_of(kind):
     """{field: the expression of its default, or None where it has none} of a dataclass."""
-    fields = {}
-    for node in kind.body:
-        if isinstance(node, ast.AnnAssign):
-            value = node.value
-            if isinstance(value, ast.Call):
-                words = [word.value for word in value.keywords if word.arg == "default"]
-                value = words[0] if words else None
-            fields[node.target.id] = value
+    fields = {node.target.id: node.value for node in kind.body if isinstance(node, ast.AnnAssign)}
+    for name, value in fields.items():
+        if isinstance(value, ast.Call):
+            words = {word.arg: word.value for word in value.keywords}
+            fields[name] = words.get("default")
     return fields
 
 
@@ -77,11 +73,10 @@ class Literals(ast.NodeTransformer):
 
     def visit_Call(self, call):
         defaults = self.classes[call.func.id]
-        given = dict(zip(defaults, call.args, strict=False))
-        given.update({word.arg: word.value for word in call.keywords})
-        if len(call.args) > len(defaults) or given.keys() - defaults.keys():
+        fields = {**defaults, **dict(zip(defaults, call.args, strict=False))}
+        fields.update({word.arg: word.value for word in call.keywords})
+        if len(call.args) > len(defaults) or len(fields) > len(defaults):
             raise ValueError(f"line {call.lineno}: {call.func.id} has no such field")
-        fields = {**defaults, **given}
         return ast.Dict(list(map(ast.Constant, fields)), list(map(self.visit, fields.values())))
 
     def visit_BinOp(self, node):
@@ -95,8 +90,7 @@ class Literals(ast.NodeTransformer):
 
 @functools.cache
 def tracks_of(source):
-    """{track: {field: value as JSON keeps it}} of a script. RecordError where it is unreadable, or
-    hides code."""
+    """{track: {field: value as JSON keeps it}} of a script that hides no code."""
     body = body_of(source)
     try:
         kinds = [node for node in body if isinstance(node, ast.ClassDef)]
@@ -123,8 +117,7 @@ def config_of(source, track):
 
 
 def changed_lines(before, after):
-    """(added, removed) lines between two sources, as multisets: a line that only moved is no
-    change."""
+    """(added, removed) lines between two sources; a line that only moved is no change."""
     before = Counter(before.splitlines())
     after = Counter(after.splitlines())
     return (after - before).total(), (before - after).total()

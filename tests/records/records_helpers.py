@@ -179,12 +179,9 @@ def log_text(
     return "\n".join(lines) + "\n"
 
 
-def name_of(source, base="", count=0):
-    """What `run`, or with a base `ab`, calls its experiment, of 4 runs or 8 pairs where no count is
-    given."""
-    count = count or (8 if base else 4)
-    pair = f"-{sha_of(base)[:8]}" if base else ""
-    return f"{'ab' if base else 'run'}-nano-{sha_of(source)[:8]}{pair}-n{count}"
+def name_of(source):
+    """What the experiment with a script on the nano track is called."""
+    return f"nano-{sha_of(source)[:8]}"
 
 
 def write_logs(
@@ -204,13 +201,10 @@ def write_logs(
     there is one; returns the paths, of both sides with a base."""
     rng = np.random.default_rng(rng)
     paths = {"a": [], "b": []}
-    order = (
-        stats.order_of_pairs(sha_of(source), 1, count)
-        if base
-        else [("a", number) for number in range(1, count + 1)]
-    )
+    order = stats.order_of_pairs(sha_of(source), 1, count)
+    order = [place for place in order if base or place[0] == "a"]
     for side, number in order:
-        run = f"{name_of(source, base, count)}-{number:02d}{side if base else ''}"
+        run = f"{name_of(source)}-{number:02d}{side}"
         paths[side].append(Path(folder) / run / "log.txt")
         took = round((base_ms if side == "b" else time_ms) * (1 + 0.002 * rng.standard_normal()))
         text = log_text(

@@ -37,7 +37,9 @@ def test_runs_of_a_comparison_share_the_dtype_of_the_machine(tmp_path, capsys):
     status, out, err = call(repository, capsys, "ab", "--runs", 6, "--yes")
     assert status == 0, out + err
     assert " s, on fake, world size 1, float32;\n" in out
-    assert {run.dtype for run in runs_in(repository, "ab-*-n6-*")} == {"float32"}
+    assert {
+        run.dtype for run in runs_in(repository, f"{made.name_of(made.fake_trainer(**OPEN))}-*")
+    } == {"float32"}
     status, out, err = call(repository, capsys, "submit", "--name", "Second", "--by", "Me")
     assert status == 0 and " s, on fake, world size 1, float32; torch" in out, out + err
 
@@ -49,7 +51,10 @@ def test_a_script_that_names_a_dtype_decides(tmp_path, capsys, named):
     (tmp_path / "train_gpt.py").write_text(made.fake_trainer(**named["a"]))
     status, out, err = call(repository, capsys, "ab", "--runs", 2, "--yes")
     assert status == 0 and "bfloat16" in out, out + err
-    assert {run.dtype for run in runs_in(repository, "ab-*-n2-*")} == {"bfloat16"}
+    assert {
+        run.dtype
+        for run in runs_in(repository, f"{made.name_of(made.fake_trainer(**named['a']))}-*")
+    } == {"bfloat16"}
 
 
 def test_two_dtypes_do_not_compare(tmp_path, capsys):
@@ -63,11 +68,11 @@ def test_an_experiment_keeps_the_dtype_that_its_first_run_took(tmp_path, capsys)
     """Though the machine seems to be faster in the other one, when a call goes on."""
     repository = made.make_repository(tmp_path)
     (tmp_path / "train_gpt.py").write_text(made.fake_trainer(**OPEN))
-    (tmp_path / "stop").write_text("02 failed")
+    (tmp_path / "stop").write_text("02a failed")
     for status, found in ((2, "float32"), (0, "bfloat16")):
         (tmp_path / "fast.txt").write_text(found)
         assert call(repository, capsys, "run", "--runs", 2)[0] == status
-    assert [run.dtype for run in runs_in(repository, "run-*-n2-*")] == ["float32", "float32"]
+    assert [run.dtype for run in runs_in(repository, "nano-*")] == ["float32", "float32"]
 
 
 # ----- what verify accepts
@@ -109,7 +114,7 @@ def test_another_dtype_alone_is_no_idea(tmp_path, capsys):
     """It is the same code, whatever the machine makes of its dtype."""
     repository = made.make_repository(tmp_path)
     made.add_first(repository)
-    for path in (tmp_path / "logs").glob("run-*"):
+    for path in (tmp_path / "logs").glob("nano-*"):
         path.rename(tmp_path / f"old-{path.name}")
     made.write_logs(tmp_path / "logs", made.source_of("first"), rng=7, dtype="float32")
     assert made.tried(repository, "Again", made.source_of("first")) == 2

@@ -12,6 +12,8 @@ import records_helpers as made
 from records import stats
 from records_helpers import call
 
+MINE = f"nano-{made.sha_of(made.fake_trainer())[:8]}-*"
+
 
 @pytest.fixture
 def repository(tmp_path):
@@ -66,8 +68,8 @@ def test_ab_goes_on_where_it_stopped_and_its_pairs_are_a_record(repository, caps
         rf"^and time by {gain}; less: p = 0.0046, at most 0.01 is needed\.$", out, re.M
     ), out
     assert re.search(r"loss differs by -0\.0\d+ \(-0.0\d+ to -0.0\d+\)$", out, re.M), out
-    assert not list((repository.root / "logs").glob("ab-*-n6-*/*.pt"))
-    starts = {run.run[-3:]: run.start for run in runs_in(repository, "ab-*")}
+    assert not list((repository.root / "logs").glob("*/*.pt"))
+    starts = {run.run[-3:]: run.start for run in runs_in(repository, MINE)}
     assert starts.pop(planned[2]) == 2 and set(starts.values()) == {1}
     status, out, err = call(repository, capsys, "submit", "--name", "Second", "--by", "Me")
     assert status == 0, out + err
@@ -77,7 +79,7 @@ def test_ab_goes_on_where_it_stopped_and_its_pairs_are_a_record(repository, caps
 
 def test_runs_of_a_pair_share_a_seed_that_follows_from_the_code(repository, capsys):
     assert call(repository, capsys, "ab", "--runs", 2, "--yes")[0] == 0
-    runs = runs_in(repository, "ab-*")
+    runs = runs_in(repository, MINE)
     code = made.sha_of(made.fake_trainer())
     assert [run.seed for run in runs] == [stats.seed_of(code, 1, n) for n in (1, 1, 2, 2)]
     told = dict(made.order_of(repository))
@@ -89,7 +91,7 @@ def test_a_script_has_one_batch(repository, capsys):
     assert call(repository, capsys, "ab", "--runs", 2, "--yes")[0] == 0
     for words in (["ab", "--runs", 3, "--yes"], ["run", "--runs", 2]):
         status, _, err = call(repository, capsys, *words)
-        assert status == 2 and "finish these, or change it" in err
+        assert status == 2 and "finish these, or change the script" in err
     (repository.root / "train_gpt.py").write_text(made.fake_trainer(loss=0.79))
     assert call(repository, capsys, "ab", "--runs", 3, "--yes")[0] == 0
 
@@ -101,13 +103,13 @@ def test_ctrl_c_ends_after_the_run_at_hand_and_a_second_one_at_once(repository, 
     status, out, err = call(repository, capsys, "ab", "--runs", 2, "--yes")
     assert "will end after this run; Ctrl-C again ends it now" in out
     if presses == 1:
-        assert status == 2 and "ended after 1 of 4 runs, as asked; the same command" in err
-        assert out.count("val_loss") == 1
+        assert status == 2 and f"{first}, as asked; the same command goes on" in err
+        assert not out.count("val_loss")
     else:
         assert status == 130 and "interrupted; the same command goes on" in err
         assert not out.count("val_loss")
     assert call(repository, capsys, "ab", "--runs", 2, "--yes")[0] == 0
-    assert {run.run[-3:]: run.start for run in runs_in(repository, "ab-*")}[first] == presses
+    assert {run.run[-3:]: run.start for run in runs_in(repository, MINE)}[first] == presses
 
 
 def test_a_refusal_before_the_header_is_no_start(repository, capsys):
@@ -116,7 +118,7 @@ def test_a_refusal_before_the_header_is_no_start(repository, capsys):
     status, _, err = call(repository, capsys, "ab", "--runs", 2, "--yes")
     assert status == 2 and "'status:error no data'" in err
     assert call(repository, capsys, "ab", "--runs", 2, "--yes")[0] == 0
-    assert {run.start for run in runs_in(repository, "ab-*")} == {1}
+    assert {run.start for run in runs_in(repository, MINE)} == {1}
 
 
 def test_two_at_once_are_refused(repository, capsys):
@@ -130,8 +132,8 @@ def test_two_at_once_are_refused(repository, capsys):
 def test_another_machine_is_refused(repository, capsys):
     """As soon as there is a run of it."""
     assert call(repository, capsys, "ab", "--runs", 2, "--yes")[0] == 0
-    path = next((repository.root / "logs").glob("ab-*01b/log.txt"))
-    made.edit(path, r"^(run:ab-.*) device:fake", r"\1 device:another")
+    path = next((repository.root / "logs").glob("nano-*-01b/log.txt"))
+    made.edit(path, r"^(run:nano-.*) device:fake", r"\1 device:another")
     status, _, err = call(repository, capsys, "ab", "--runs", 2, "--yes")
     assert status == 2 and "device differs between runs: 'another', 'fake'" in err
 
@@ -192,7 +194,7 @@ def test_a_track_without_a_record_is_told(repository, capsys):
     empty = made.make_repository(repository.root / "empty")
     (empty.root / "train_gpt.py").write_text(made.fake_trainer())
     status, _, err = call(empty, capsys, "ab", "--yes")
-    assert status == 2 and "track nano has no record to compare with; make the first one" in err
+    assert status == 2 and "track nano has no record; make one with" in err
 
 
 def test_a_field_that_the_rules_fix_is_asked_for_first(repository, capsys):
@@ -235,12 +237,16 @@ def test_reproduced_runs_do_not_count(repository, capsys):
     assert re.search(r"^Mean time 0\.\d s, on fake, world size 1, .*;$", out, re.M)
     assert "What no run shows: whether the code reads validation text" in out
     told = dict(made.order_of(repository))
-    assert list(told) == ["01", "02"] and not any(place.startswith("1:") for place in told.values())
-    runs = runs_in(repository, "reproduce-*")
+    assert list(told) == ["01a", "02a"] and not any(
+        place.startswith("1:") for place in told.values()
+    )
+    runs = runs_in(repository, "reproduce-*-0?a")
     assert runs[0].seed != runs[1].seed
     runs[1].path.unlink()
     assert call(repository, capsys, *words)[0] == 0
-    assert [run.seed for run in runs] == [run.seed for run in runs_in(repository, "reproduce-*")]
+    assert [run.seed for run in runs] == [
+        run.seed for run in runs_in(repository, "reproduce-*-0?a")
+    ]
 
 
 def test_reproduced_runs_are_judged(repository, capsys):
@@ -281,7 +287,7 @@ def test_diff_knows_the_last_record(repository, capsys):
         == out
     )
     status, _, err = call(repository, capsys, "diff", repository.root / "none.py")
-    assert status == 2 and "none.py: cannot be read" in err
+    assert status == 2 and "none.py: No such file" in err
 
 
 # ----- plot
@@ -305,7 +311,7 @@ def test_plot_draws_records_runs_and_other_trainers_logs(repository, tmp_path, c
 
     monkeypatch.setattr(Axes, "plot", noted)
     (tmp_path / "theirs.log").write_bytes(THEIRS.encode() + b"\xff\x1b[2J\0\n")
-    run = next((tmp_path / "logs").glob("run-*-01"))
+    run = next((tmp_path / "logs").glob("nano-*-01a"))
     out = tmp_path / "new" / "plot.png"
     words = [tip(repository), run, tmp_path / "theirs.log"]
     assert call(repository, capsys, "plot", *words, "--out", out)[0] == 0
