@@ -7,21 +7,19 @@ import sys
 from pathlib import Path
 
 from records import experiment, picture, render
-from records.files import RecordError, printable, require
+from records.files import CONTROL, RecordError, require
 from records.judge import check_pages, check_records
 from records.record import MOST_LOGS, Repository, read_script
 from records.source import changed_lines
 
 
 def table(repository, options):
-    """Renew the leaderboards and staircases, if all records are good."""
     check_records(repository)
     for path, text in render.pages_of(repository).items():
         path.write_text(text)
 
 
 def verify(repository, options):
-    """Judge everything."""
     check_records(repository)
     check_pages(repository)
     count = len(repository.all)
@@ -29,7 +27,6 @@ def verify(repository, options):
 
 
 def diff(repository, options):
-    """Print what two scripts differ in."""
     tip = repository.tip(options.track) if options.track in repository.rules else None
     require(tip or options.a, f"track {ascii(options.track)} has no record; name what to compare")
     names = [options.a or tip.name, options.b or "train_gpt.py"]
@@ -41,7 +38,6 @@ def diff(repository, options):
 
 
 def plot(repository, options):
-    """Draw curves as a PNG."""
     out = options.out or Path("logs/plot.png")
     out.parent.mkdir(parents=True, exist_ok=True)
     picture.plot(options.paths, out)
@@ -49,7 +45,6 @@ def plot(repository, options):
 
 
 def report(repository, options):
-    """Write the page of records, if all of them are good."""
     check_records(repository)
     out = options.out or Path("logs/report.html")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +52,6 @@ def report(repository, options):
     print(f"report: {out}")
 
 
-SCRIPT = "a record's folder or a script"
 OPTIONS = {
     "--track": {"default": "nano", "help": "[nano]"},
     "--runs": {"type": int, "metavar": "N", "default": 8, "help": "fixed before the first run [8]"},
@@ -67,8 +61,8 @@ OPTIONS = {
     "--by": {"required": True, "help": "who had the idea"},
     "--tree": {"help": "judge this checkout, by the rules and the code of this one"},
     "--out": {"type": Path, "help": "the file to write [in logs/]"},
-    "a": {"nargs": "?", "metavar": "A", "help": f"{SCRIPT} [the last record]"},
-    "b": {"nargs": "?", "metavar": "B", "help": f"{SCRIPT} [train_gpt.py]"},
+    "a": {"nargs": "?", "metavar": "A", "help": "a record's folder or a script [the last record]"},
+    "b": {"nargs": "?", "metavar": "B", "help": "the same [train_gpt.py]"},
     "folder": {"metavar": "FOLDER", "help": "a record's folder"},
     "paths": {"nargs": "+", "metavar": "PATH", "help": "a record, a run, or a folder of logs"},
 }
@@ -103,7 +97,8 @@ def main(argv=None, repository=None):
         COMMANDS[options.command][0](repository, options)
         return 0
     except (RecordError, OSError) as error:
-        shown = printable(error).removeprefix(f"{repository.root}/")
+        shown = " ".join(str(error).split()).removeprefix(f"{repository.root}/")
+        shown = CONTROL.sub(lambda found: ascii(found[0])[1:-1], shown)
         print(f"records: {shown}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

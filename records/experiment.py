@@ -1,8 +1,5 @@
-"""`run`, `ab` and `reproduce`, the commands that train, and `submit`, which makes a record of runs.
-
-What an experiment is, its scripts, and what was stopped lie in logs/<name>, so that the same
-command goes on where an earlier one was interrupted. A script has one experiment that counts.
-"""
+"""`run`, `ab` and `reproduce`, which train, and `submit`, which makes a record of runs. A script
+has one experiment that counts. Its plan lies in logs/<name>, so that the same command goes on."""
 
 import fcntl
 import json
@@ -18,7 +15,7 @@ from records import render, stats
 from records.files import RecordError, about, read_text, require
 from records.judge import DTYPES, MACHINE, check_fixed, check_one, check_records, check_run
 from records.log import END_OF_CODE, START, parse_log, split_log
-from records.record import FOLDER, SCHEMA, Repository, figures, read_script, speed_figures
+from records.record import FOLDER, Repository, figures, read_script, speed_figures
 from records.source import changed_lines, config_of, sha256_of
 
 
@@ -27,15 +24,13 @@ def own_script(repository, track):
     known = ", ".join(repository.rules)
     require(track in repository.rules, f"--track {ascii(track)}: is none of {known}")
     source = read_script(repository.root / "train_gpt.py")
-    for record in repository.records[track]:
-        is_own = record.source != source
-        require(is_own, f"train_gpt.py is the code of {record.name}; change it first")
+    twin = next((one.name for one in repository.records[track] if one.source == source), None)
+    require(not twin, f"train_gpt.py is the code of {twin}; change it first")
     return source
 
 
 def folder_of(repository, track, source, batch=1):
-    """The folder of an experiment with a script, whose batch is 1 where its runs count. Their own
-    folders lie beside it, at <name>-<number><side>."""
+    """The folder of an experiment; those of its runs lie beside it, at <name>-<number><side>."""
     again = f"reproduce-{batch}-" if batch > 1 else ""
     return repository.root / "logs" / f"{again}{track}-{sha256_of(source)[:8]}"
 
@@ -148,8 +143,7 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
 
 
 def ab(repository, options):
-    """Make the runs that a record needs: in pairs with the last record's script, or, as `run`,
-    alone, for a record that claims no gain."""
+    """Make a record's runs: in pairs with the last record's script, or as `run` of one alone."""
     track, count = options.track, options.runs
     source = own_script(repository, track)
     # That no record could come of these runs is told before hours of runs, not after.
@@ -166,15 +160,12 @@ def ab(repository, options):
         world_size = options.world_size or tip.runs[0].world_size
         scripts["b"] = tip.source
     runs, *others = make_runs(repository, track, scripts, count, world_size)
-    print_losses(repository, runs)
+    print_means(repository, runs, "train_gpt.py")
     for base in others:
-        apart = [run.val_loss - other.val_loss for run, other in zip(runs, base, strict=True)]
-        mean, low, high = stats.interval(apart)
+        print_means(repository, base, f"{tip.name}, in pairs with it")
         speed = speed_figures(runs, base)
-        print(
-            f"In pairs with {tip.name} the loss differs by {mean:+.5f} ({low:+.5f} to {high:+.5f})"
-        )
-        print(f"and time by {render.percent(speed['relative'])}; less: {stats.p_text(speed['p'])}.")
+        gain = render.percent(speed["relative"])
+        print(f"time differs by {gain}; that it is less: {stats.p_text(speed['p'])}")
     print(f"To claim it: python -m records submit --track {track} --name NAME --by WHO")
 
 
@@ -188,22 +179,19 @@ def reproduce(repository, options):
     batch = int(f"{datetime.now(UTC):%Y%m%d}")
     scripts = {"a": record.source}
     (runs,) = make_runs(repository, record.track, scripts, options.runs, world_size, batch)
-    print_losses(repository, runs)
-    claimed = render.seconds(record.result["train_time_ms"]["mean"])
-    print(f"The record says {claimed} s, on {record.result['hardware']}.")
-    print("What no run shows: whether the code reads validation text, slows its clock or fakes its")
-    print("gates. Read `python -m records diff` for that.")
+    print_means(repository, record.runs, record.name)
+    print_means(repository, runs, "now")
+    print("Whether the code cheats, no run shows; read `python -m records diff` for that.")
 
 
-def print_losses(repository, runs):
+def print_means(repository, runs, name):
     """Print the mean time and loss of runs, and how far that is shown to be below the target."""
     took, _ = stats.mean_and_std([run.train_time_ms for run in runs])
     losses = [run.val_loss for run in runs]
-    mean, _ = stats.mean_and_std(losses)
+    loss, _ = stats.mean_and_std(losses)
     target = repository.rules[runs[0].track]["config"]["target_loss"]
-    p = stats.p_text(stats.p_below(losses, target))
-    print(f"\nMean time {render.seconds(took)} s, on {runs[0].hardware};")
-    print(f"mean loss {mean:.5f}; that it is below the target {target:g}: {p}.")
+    print(f"\n{name}, on {runs[0].hardware}: {render.seconds(took)} s, mean loss {loss:.5f}")
+    print(f"loss below the target {target:g}: {stats.p_text(stats.p_below(losses, target))}")
 
 
 def submit(repository, options):
@@ -221,8 +209,8 @@ def submit(repository, options):
         shutil.rmtree(folder, ignore_errors=True)
         raise
     print((folder / "README.md").read_text())
-    print(f"made {folder.relative_to(repository.root)}; write why it works into its")
-    print("README.md, then: python -m records table && python -m records verify")
+    print(f"made {folder.relative_to(repository.root)}; write why it works into its README.md,")
+    print("then: python -m records table && python -m records verify")
 
 
 def lay_out(repository, folder, source, authors):
@@ -241,8 +229,7 @@ def lay_out(repository, folder, source, authors):
         (part / f"{path.parent.name}.txt").write_text("\n".join([END_OF_CODE, *lines, ""]))
     (folder / "train_gpt.py").write_text(source)
     (folder / "README.md").write_text("")
-    known = {"schema": SCHEMA, "parent": tip.name if tip else None}
-    (folder / "result.json").write_text(json.dumps(known))
+    (folder / "result.json").write_text(json.dumps({"parent": tip.name if tip else None}))
     write_figures(repository, repository.load(folder), tip, authors)
 
 

@@ -77,10 +77,5 @@ def parse_json(text):
     return json.loads(text, object_pairs_hook=unique)
 
 
-def printable(text):
-    """Text for a terminal: one line, in which nothing moves the cursor or hides."""
-    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], " ".join(str(text).split()))
-
-
 # The level of the tests, and what no record of a track changes.
 RULES = parse_json(read_text(Path(__file__).parent / "rules.json"))

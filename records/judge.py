@@ -1,7 +1,4 @@
-"""`verify`: what a record must fulfil. Everything is read, nothing from a record is executed.
-
-Each check raises a RecordError that says what is wrong; the first one ends it.
-"""
+"""`verify`: what a record must fulfil. Nothing of it is executed; the first RecordError ends it."""
 
 import filecmp
 import itertools
@@ -25,14 +22,9 @@ MOST_MFU = 500  # per cent of the product that is measured beside the run, and m
 COMMON = 3  # losses that two runs must have at the same steps, so that they can be compared
 AUTHORS = re.compile(r"[^\W_][\w .,'&()@/-]{0,99}")
 # What prose has none of: HTML, headings, tables, and lines under a heading, quoted ones too.
-ODD_PROSE = re.compile(
-    r"<[A-Za-z/!?]|^[ >\t*+-]*(?:#|\|)|^[ >\t]*(?:-{2,}|=+)[ \t]*$", re.MULTILINE
-)
+ODD_PROSE = re.compile(r"(?m)<[A-Za-z/!?]|^[ >\t*+-]*(?:#|\|)|^[ >\t]*(?:-{2,}|=+)[ \t]*$")
 MACHINE = ("device", "world_size", "torch", "cuda", "triton", "dtype")  # one for all runs
 CHOOSING = ("attention", "compile", "dtype", "float8")  # fields that back ends follow from
-
-
-# ----- one run
 
 
 def check_run(run, track, rules):
@@ -57,7 +49,7 @@ def check_run(run, track, rules):
 def check_fixed(config, track, rules):
     """A configuration has what the rules fix of its track, whose validation tokens are known."""
     fixed = rules["config"]
-    hint = "propose that of a run's validity line, which all will share"
+    hint = "propose that of the validity line"
     require(fixed["val_sha256"], f"rules.json has no val_sha256 of {track} yet; {hint}")
     found = {name: config.get(name, "not there") for name in fixed}
     require_same(found, fixed, ", the track's is ")
@@ -84,11 +76,9 @@ def check_figures(run):
         require(ended - started >= least, f"{shown} of {took}; no part of a run is so fast")
     size = run.config.get("micro_batch_tokens")
     unit = size * run.world_size if type(size) is int else 0
-    shown = f"tokens is {run.tokens}, world size {run.world_size}"
     divides = unit > 0 and run.tokens % unit == 0
-    require(
-        divides, f"{shown}; each process takes whole micro-batches of {ascii(size)[:60]} tokens"
-    )
+    hint = f"each process takes whole micro-batches of {ascii(size)[:60]}"
+    require(divides, f"tokens is {run.tokens}, world size {run.world_size}; {hint}")
     rate = 1000 * run.tokens / took
     is_rate = abs(run.speed - rate) <= 1 + 0.6 * rate / took  # both were rounded
     require(is_rate, f"tokens_per_s is {run.speed}; tokens and time make {rate:.0f}")
@@ -104,31 +94,23 @@ def check_figures(run):
         require(run.memory_mib >= least, shown)
 
 
-# ----- a record
-
-
 def check_name(record):
-    """A record's folder is named by its day, which has come, and its name. Its runs are older."""
-    hint = "a record's folder is named <YYYY-MM-DD>_<Name>, Name of letters, digits and '-'"
-    require(FOLDER.fullmatch(record.name), hint)
+    """A record's folder is named by its day, when its runs were over, and its name."""
+    require(FOLDER.fullmatch(record.name), "is not named <YYYY-MM-DD>_<Letters-and-digits>")
+    last = max(run.started for run in record.runs + record.baseline)
     tomorrow = datetime.now(UTC) + timedelta(days=1)  # clocks differ
-    has_come = datetime.fromisoformat(f"{record.date}T00:00:00Z") <= tomorrow
-    require(has_come, f"is dated {record.date}, which is yet to come")
-    for run in record.runs + record.baseline:
-        day = f"{run.started:%Y-%m-%d}"
-        require(day <= record.date, f"{run.run} was started on {day}, after the record's date")
+    is_between = f"{last:%Y-%m-%d}" <= record.date <= f"{tomorrow:%Y-%m-%d}"
+    require(is_between, f"is dated {record.date}, before the end of its runs or after today")
 
 
 def check_record(record, others, rules):
     """All that several of its runs, or several records of its track, show."""
     older = [other for other in others if other.age < record.age]
-    for other in older:
-        is_own = other.source != record.source
-        require(is_own, f"train_gpt.py is the code of {other.name}; a record has code of its own")
+    twin = next((other.name for other in older if other.source == record.source), None)
+    require(not twin, f"train_gpt.py is the code of {twin}; a record has code of its own")
     parent = next(reversed(chain(older)), None)
     words = "; a record is measured against the last of the track's chain before it, which is "
-    due = {"its parent": parent and parent.name}
-    require_same({"its parent": record.parent}, due, words)
+    require_same({"its parent": record.parent}, {"its parent": parent and parent.name}, words)
     check_machine(record, parent)
     check_batch(record.runs, "logs", record)
     check_batch(record.baseline, "baseline", record)
@@ -194,8 +176,7 @@ def check_claims(record, found):
     require(loss["p"] <= stats.ALPHA, f"target {loss['target']:g} not reached: {shown}")
     if speed:
         shown = f"{render.percent(speed['relative'])}, {stats.p_text(speed['p'])}"
-        is_faster = speed["p"] <= stats.ALPHA
-        require(is_faster, f"not shown to be faster than {record.parent}: {shown}")
+        require(speed["p"] <= stats.ALPHA, f"not shown to be faster than {record.parent}: {shown}")
         mean, _ = stats.mean_and_std([run.val_loss for run in record.baseline])
         require(mean < loss["target"], f"the parent's runs miss the target: mean loss {mean:.5f}")
 
@@ -215,30 +196,20 @@ def check_written(record, expected):
     require(not odd, f"README.md: {shown} under `## Why`; prose has no HTML, tables or headings")
 
 
-# ----- all records
-
-
 def check_copies(records, limit):
-    """No run's losses are within `limit` of those of an older run at all steps that both logged.
-    Both runs of a pair share a seed, and may agree."""
+    """No run has an older one's losses, to `limit`; those of a pair share a seed, and may agree."""
     records = sorted(records, key=lambda record: record.age)
     runs = [run for record in records for run in record.runs + record.baseline]
-    curves = []
-    for run in runs:
-        points = run.curves["train"] + run.curves["val"]
-        curves.append({(point.kind, point.step): point.loss for point in points})
-    columns = sorted({place for curve in curves for place in curve})
-    losses = np.array([[curve.get(place, np.nan) for place in columns] for curve in curves])
+    columns = sorted({place for run in runs for place in run.losses})
+    losses = np.array([[run.losses.get(place, np.nan) for place in columns] for run in runs])
     for number, run in enumerate(runs):
         apart = np.abs(losses[:number] - losses[number])
         is_near = np.all((apart <= limit) | np.isnan(apart), axis=1)
         is_near &= np.sum(~np.isnan(apart), axis=1) >= COMMON
         for other in [runs[place] for place in np.flatnonzero(is_near)]:
             is_pair = run.seed == other.seed and run.code_sha256 != other.code_sha256
-            shown = (
-                f"has the losses of {'/'.join(other.path.parts[-3:])}, to {limit:g} in every step"
-            )
-            require(is_pair, f"{run.path}: {shown}; a run counts once")
+            shown = f"{run.path}: has the losses of {other.run} of {other.path.parts[-3]}"
+            require(is_pair, f"{shown}, to {limit:g} in every step; a run counts once")
 
 
 def check_folders(repository):
@@ -254,11 +225,9 @@ def check_folders(repository):
             is_linked = any(map(Path.is_symlink, [other, *other.parents[:2]]))
             is_same = not is_linked and other.is_file() and filecmp.cmp(path, other, shallow=False)
             require(is_same, f"{other}: is not what was merged; records stay as they are")
-    known = [*tracks, home / "__pycache__"]
-    odd = [path for path in paths_in(home) if path.is_dir() and path not in known]
-    odd += [path for track in tracks for path in paths_in(track) if path.name.startswith(".")]
-    shown = odd and odd[0]
-    require(not odd, f"{shown}: is no track's folder and no record's, and so nothing judges it")
+    for path in paths_in(home):
+        is_known = not path.is_dir() or path in tracks or path.name == "__pycache__"
+        require(is_known, f"{path}: is no track's folder, and so nothing judges it")
 
 
 def check_records(repository):
@@ -282,9 +251,8 @@ def check_pages(repository):
     """Each record says why it works, and what is drawn of all of them is current."""
     for record in repository.all:
         why = render.why_of(record.readme)
-        says = why.strip() != render.WHY and len(why.split()) >= 5
-        hint = "does not say why it works; write that under `## Why`"
-        require(says, f"{record.folder / 'README.md'}: {hint}")
+        with about(record.folder / "README.md"):
+            says = why.strip() != render.WHY and len(why.split()) >= 5
+            require(says, "does not say why it works; write that under `## Why`")
     for path, wanted in render.pages_of(repository).items():
-        is_current = read_text(path) == wanted
-        require(is_current, f"{path}: is not current; run `python -m records table`")
+        require(read_text(path) == wanted, f"{path}: is not current; run `python -m records table`")

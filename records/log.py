@@ -1,10 +1,6 @@
-"""One run's log.txt, which the trainer writes. It is parsed strictly and never executed.
+"""One run's log.txt, which the trainer writes: the script that ran, END_OF_CODE, and then one event
+a line. A record keeps the script once, and its logs from END_OF_CODE on."""
 
-A log is the script that ran, END_OF_CODE, and then one event a line. A record keeps the script once
-and its logs from END_OF_CODE on; `code_sha256` says which script they belong to.
-"""
-
-import functools
 import itertools
 import re
 from datetime import datetime
@@ -19,11 +15,6 @@ START = "===== START ====="
 MOST_STEPS = 1_000_000
 
 
-def words(text):
-    """{name: word} of `name:word name:word`."""
-    return files.unique([word.split(":", 1) for word in text.split()])
-
-
 NUMBER = r"(?:0|[1-9]\d{0,14})"
 KINDS = {  # of what stands in a line: its expression, and what is made of it
     # A run's name is also that of its log in a record, and so it is no path.
@@ -36,7 +27,7 @@ KINDS = {  # of what stands in a line: its expression, and what is made of it
     "loss": (rf"{NUMBER}\.\d{{5}}", float),
     "moment": (r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", datetime.fromisoformat),
     "json": (r"\{.*\}", files.parse_json),
-    "words": (r"\S+:\S+(?: \S+:\S+)*", words),
+    "words": (r"\S+:\S+(?: \S+:\S+)*", str),
     "sizes": (r"\w+=\d[\d,]{0,19}(?: \w+=\d[\d,]{0,19})*", str),
 }
 HEAD = 6  # of the lines that follow stand before those of the steps, the others behind them
@@ -65,16 +56,10 @@ STEP = (
 SLOT = re.compile(r"<(\w+)=(\w+)>")
 
 
-@functools.cache
-def expression_of(template):
-    """The expression of a whole line."""
-    text = SLOT.sub(lambda found: f"(?P<{found[1]}>{KINDS[found[2]][0]})", template)
-    return re.compile(text, re.ASCII)
-
-
 def values_of(line, template, kind):
     """{name: value} of what is kept of a line. RecordError where it is not of this kind."""
-    match = expression_of(template).fullmatch(line)
+    text = SLOT.sub(lambda found: f"(?P<{found[1]}>{KINDS[found[2]][0]})", template)
+    match = re.fullmatch(text, line, re.ASCII)
     hint = "a record's run has no overrides, and its log is whole"
     require(match, f"{ascii(line[:80])} stands where the {kind} line is due; {hint}")
     return {name: KINDS[slot][1](match[name]) for name, slot in SLOT.findall(template)}
@@ -132,11 +117,8 @@ def check_agreement(run):
 
 
 def parse_log(path, script):
-    """What the complete log of a script's run says: what LINES keep, and its curves.
-
-    Losses are in nats per token, times in ms, `speed` in tokens a second. `counter` is the run's
-    place in its `batch`, which is 1 for runs that count; `start` says how often it was started.
-    """
+    """What the complete log of a script's run says: what LINES keep, and its curves. Times are in
+    ms, `speed` in tokens a second; `start` says how often the run was started."""
     text = read_text(path)
     with about(path):
         source, lines = split_log(text)
@@ -150,9 +132,12 @@ def parse_log(path, script):
         is_own = run.code_sha256 == sha256_of(script) and source in ("", script)
         require(is_own, f"ran other code ({run.code_sha256[:8]}) than the script it belongs to")
         run.curves = {"train": [], "val": []}
-        for point in points_of(lines[HEAD:behind], run.config):
+        points = points_of(lines[HEAD:behind], run.config)
+        for point in points:
             run.curves[point.kind].append(point)
+        run.losses = {(point.kind, point.step): point.loss for point in points}
         check_agreement(run)
+        run.validity = files.unique([word.split(":", 1) for word in run.validity.split()])
         run.steps = run.config["steps"]
         run.dtype = str(run.config.get("dtype"))
         run.hardware = f"{run.device}, world size {run.world_size}, {run.dtype}"

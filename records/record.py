@@ -11,8 +11,7 @@ from records.files import RULES, SCRIPT_LIMIT, about, parse_json, read_text, req
 from records.log import parse_log
 from records.source import changed_lines, sha256_of
 
-SCHEMA = 2  # of result.json
-FOLDER = re.compile(r"\d{4}-\d\d-\d\d_[A-Za-z0-9][A-Za-z0-9-]{0,59}", re.ASCII)
+FOLDER = re.compile(r"20\d\d-[01]\d-[0-3]\d_[A-Za-z0-9][A-Za-z0-9-]{0,59}", re.ASCII)
 MOST_LOGS = 100
 PARTS = {"train_gpt.py", "result.json", "README.md", "logs"}
 
@@ -40,15 +39,11 @@ class Repository:
     @cached_property
     def records(self):
         """Every record by track, by name. RecordError where one cannot be read."""
-        found = {}
-        for track in self.rules:
-            paths = [path for path in paths_in(self.home / track) if path.name[0] != "."]
-            found[track] = [self.load(path) for path in paths]
-        return found
+        folders = {track: paths_in(self.home / track) for track in self.rules}
+        return {track: list(map(self.load, paths)) for track, paths in folders.items()}
 
     @property
     def all(self):
-        """The records of all tracks."""
         return sum(self.records.values(), [])
 
     def tip(self, track):
@@ -61,25 +56,28 @@ class Repository:
         odd = PARTS ^ {path.name for path in paths_in(folder)} - {"baseline"}
         shown = ", ".join(map(ascii, sorted(odd)))[:80]
         require(not odd, f"{folder}: {shown} is missing, or is no part of a record")
-        source = read_script(folder)
-        result = read_result(folder)
-        baseline = []
-        if (folder / "baseline").exists():
-            parent = read_script(folder.with_name(str(result["parent"])))
-            baseline = read_logs(folder / "baseline", parent)
         record = SimpleNamespace(folder=folder, track=folder.parent.name, name=folder.name)
         record.date = folder.name[:10]  # of `submit`
         record.title = folder.name[11:]
-        record.source = source
+        record.source = read_script(folder)
         record.readme = read_text(folder / "README.md")
-        record.result = result
-        record.parent = result["parent"]  # the name of what it is measured against, or None
-        record.runs = read_logs(folder / "logs", source)
-        record.baseline = baseline  # the parent's runs, each a pair with one of `runs`
+        text = read_text(folder / "result.json")
+        has_baseline = (folder / "baseline").exists()
+        with about(folder / "result.json"):
+            record.result = parse_json(text)
+            is_ours = isinstance(record.result, dict)
+            record.parent = record.result.get("parent", "") if is_ours else ""
+            is_first = record.parent is None and not has_baseline
+            is_name = is_first or FOLDER.fullmatch(str(record.parent))
+            require(is_name, f"its parent {ascii(record.parent)[:80]} is no name of a record")
+        record.runs = read_logs(folder / "logs", record.source)
+        record.baseline = []  # the parent's runs, each a pair with one of `runs`
+        if has_baseline:
+            parent = read_script(folder.with_name(record.parent))
+            record.baseline = read_logs(folder / "baseline", parent)
         # Records are sorted by their age: what is merged comes first, then the day counts.
         is_new = not (self.merged and (self.merged / folder.relative_to(self.root)).is_dir())
-        began = min(run.started for run in record.runs)
-        record.age = is_new, record.date, began, record.name
+        record.age = is_new, record.date, min(run.started for run in record.runs), record.name
         return record
 
 
@@ -89,8 +87,7 @@ def paths_in(folder):
 
 
 def chain(records):
-    """The track's first record, then the speed claims each of which was measured against the last.
-    Of two against one record it is the older one."""
+    """The track's first record, then the oldest of the speed claims against it, and so on."""
     links = []
     for record in sorted(records, key=lambda record: record.age):
         parent = links[-1].name if links else None
@@ -107,21 +104,6 @@ def read_script(path):
     return text
 
 
-def read_result(folder):
-    """What a record's result.json says, with the name of its parent, if it has one."""
-    path = folder / "result.json"
-    text = read_text(path)
-    with about(path):
-        result = parse_json(text)
-        is_ours = isinstance(result, dict) and result.get("schema") == SCHEMA and "parent" in result
-        require(is_ours, f"is no object with schema {SCHEMA}; `python -m records submit` writes it")
-        parent = result["parent"]
-        is_first = parent is None and not (folder / "baseline").exists()
-        is_name = is_first or isinstance(parent, str) and FOLDER.fullmatch(parent)
-        require(is_name, f"parent {ascii(parent)[:80]} is no name of a record")
-    return result
-
-
 def read_logs(folder, script):
     """What the logs of a script's runs say, in the order of their counters."""
     paths = paths_in(folder)
@@ -133,9 +115,6 @@ def read_logs(folder, script):
     return sorted(runs, key=lambda run: (run.counter, run.run))
 
 
-# ----- the figures
-
-
 def rounded(value):
     """Six significant digits: the same on every platform."""
     return float(f"{value:.6g}")
@@ -143,11 +122,10 @@ def rounded(value):
 
 def speed_figures(runs, baseline):
     """The gain in time of paired runs, in the order of their counters."""
-    pairs = list(zip(runs, baseline, strict=False))
-    times = [run.train_time_ms for run, _ in pairs]
-    others = [run.train_time_ms for _, run in pairs]
+    times = [run.train_time_ms for run in runs[: len(baseline)]]
+    others = [run.train_time_ms for run in baseline[: len(runs)]]
     return {
-        "pairs": len(pairs),
+        "pairs": len(times),
         "parent_ms": rounded(stats.mean_and_std(others)[0]),
         "relative": [rounded(value) for value in stats.gain(times, others)],
         "p": rounded(stats.p_faster(times, others)),
@@ -161,9 +139,10 @@ def figures(record, rules, parent, authors):
     loss, loss_std = stats.mean_and_std(losses)
     time, time_std = stats.mean_and_std([run.train_time_ms for run in record.runs])
     target = rules["config"]["target_loss"]
+    p = rounded(stats.p_below(losses, target))
     added, removed = changed_lines(parent.source, record.source) if parent else (0, 0)
     return {
-        "schema": SCHEMA,
+        "schema": 2,
         "name": record.name,
         "track": record.track,
         "by": authors,
@@ -175,12 +154,7 @@ def figures(record, rules, parent, authors):
         "software": f"torch {first.torch}, CUDA {first.cuda}, triton {first.triton}",
         "declared_runs": first.declared,
         "restarts": sum(run.start - 1 for run in record.runs),
-        "loss": {
-            "mean": rounded(loss),
-            "std": rounded(loss_std),
-            "target": target,
-            "p": rounded(stats.p_below(losses, target)),
-        },
+        "loss": {"mean": rounded(loss), "std": rounded(loss_std), "target": target, "p": p},
         "train_time_ms": {"mean": rounded(time), "std": rounded(time_std)},
         "speed": speed_figures(record.runs, record.baseline) if record.baseline else None,
     }

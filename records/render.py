@@ -36,7 +36,6 @@ def table(rows):
 
 
 def seconds(milliseconds):
-    """A time as tables show it."""
     return f"{milliseconds / 1000:.1f}"
 
 
@@ -46,18 +45,14 @@ def percent(difference):
     return f"{mean:+.1f} % ({low:+.1f} to {high:+.1f})"
 
 
-# ----- a record's README
-
-
 def run_table(runs, baseline):
     """The table of runs, each beside the parent's run of its pair if there is one."""
     rows = []
     for number, run in enumerate(runs, 1):
         started = f"{run.started:%Y-%m-%d %H:%M:%S}"
         row = {"run": str(number), "started, UTC": started, "seed": str(run.seed)}
-        for whose, side in zip(
-            ("", "parent's "), [run, *baseline[number - 1 : number]], strict=False
-        ):
+        sides = [run, *baseline[number - 1 : number]]
+        for whose, side in zip(("", "parent's "), sides, strict=False):
             row[f"{whose}loss"] = f"{side.val_loss:.5f}"
             row[f"{whose}time, s"] = f"{side.train_time_ms / 1000:.2f}"
         rows.append(row)
@@ -68,10 +63,8 @@ def parent_text(found):
     """What differs from the parent's script, and how much faster that is."""
     if found["parent"] is None:
         return "It is the first record of its track."
-    text = (
-        f"Its parent is [{found['parent']}](../{found['parent']}/): {found['lines_added']} lines "
-        f"added, {found['lines_removed']} removed."
-    )
+    lines = f"{found['lines_added']} lines added, {found['lines_removed']} removed"
+    text = f"Its parent is [{found['parent']}](../{found['parent']}/): {lines}."
     speed = found["speed"]
     if not speed:
         return text + " No gain in time is claimed, since the parent did not run beside it."
@@ -124,9 +117,6 @@ def why_of(readme):
     return why
 
 
-# ----- the leaderboards
-
-
 def ranked(records):
     """(the track's chain, those beside it), latest first: times of machines rank nothing."""
     links = chain(records)[::-1]
@@ -154,34 +144,28 @@ def leaderboard_row(record, link):
 
 
 def pages_of(repository):
-    """{path: text} of what `table` writes: README.md, with a leaderboard between each track's
-    marker and END, and the staircases."""
+    """{path: text} of what `table` writes: README.md with its leaderboards, and the staircases."""
     page = repository.home / "README.md"
     text = read_text(page)
     pages = {}
     for track, records in repository.records.items():
         links, beside = ranked(records)
-        rows = [
-            leaderboard_row(record, f"[{record.title}]({track}/{record.name}/)")
-            for record in links + beside
-        ]
+        found = links + beside
+        titles = [f"[{record.title}]({track}/{record.name}/)" for record in found]
+        rows = list(map(leaderboard_row, found, titles))
         marker = f"<!-- records/{track} -->"
-        board = f"{marker}\n{table(rows) if rows else 'No records yet.'}\n{END}"
-        before = re.compile(f"{marker}\n.*?{END}", re.DOTALL)
-        text, count = before.subn(lambda _, board=board: board, text)
-        hint = f"the marker {marker}, and {END} behind it, are needed once"
-        require(count == 1 or not records, hint)
+        before, _, rest = text.partition(f"{marker}\n")
+        _, end, after = rest.partition(END)
+        require(end and marker not in after, f"{page}: {marker}, and {END} behind it, are due once")
+        board = table(rows) if rows else "No records yet."
+        text = f"{before}{marker}\n{board}\n{END}{after}"
         if len(links) > 1:
             pages[repository.home / f"{track}.svg"] = staircase(track, links[::-1])
     return {page: text, **pages}
 
 
-# ----- the staircase
-
-
 def staircase(track, links):
-    """The text of an SVG file of a chain: one row a record, and time from right to left. It shows
-    what the gains in pairs leave of the first one's time."""
+    """An SVG file of what the gains in pairs leave of the time of a chain's first record."""
     left = [links[0].result["train_time_ms"]["mean"] / 1000]
     shown = [f"{left[0]:.1f} s"]
     for record in links[1:]:
@@ -217,9 +201,6 @@ def staircase(track, links):
     return "\n".join(parts) + "\n"
 
 
-# ----- the page
-
-
 def page(repository, folder):
     """The text of the page that shows all records; it lies in `folder`, to which links relate."""
     parts = []
@@ -232,22 +213,18 @@ def page(repository, folder):
         if len(links) > 1:
             parts.append(staircase(track, links[::-1]))
         for head, board in (("Records", links), ("Beside the ladder", beside)):
+            lines = []
+            for record in board:
+                address = quote(os.path.relpath(record.folder, folder).replace(os.sep, "/"))
+                row = leaderboard_row(record, f'<a href="{address}">{record.title}</a>')
+                lines.append(f"<tr><td>{'</td><td>'.join(row.values())}</td></tr>")
             if board:
-                parts.append(f"<h3>{head}</h3>{html_table(board, folder)}")
+                names = f"<tr><th>{'</th><th>'.join(row)}</th></tr>"
+                parts.append(f'<h3>{head}</h3><div class="wide"><table>')
+                parts += [names, *lines, "</table></div>"]
         curves = io.BytesIO()
         picture.plot([record.folder for record in links[::-1] + beside], curves, target)
         address = f"data:image/png;base64,{base64.b64encode(curves.getvalue()).decode()}"
         parts.append(f'<h3>Learning curves</h3><img alt="losses of all runs" src="{address}">')
     style = (HOME / "report.css").read_text()
     return (HOME / "report.html").read_text().format(style=style, sections="\n".join(parts))
-
-
-def html_table(records, folder):
-    """A table of records with links to them, that scrolls where the screen is narrow."""
-    rows = []
-    for record in records:
-        address = quote(os.path.relpath(record.folder, folder).replace(os.sep, "/"))
-        row = leaderboard_row(record, f'<a href="{address}">{record.title}</a>')
-        rows.append("".join(f"<td>{text}</td>" for text in row.values()))
-    rows.insert(0, "".join(f"<th>{name}</th>" for name in row))
-    return f'<div class="wide"><table><tr>{"</tr><tr>".join(rows)}</tr></table></div>'

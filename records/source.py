@@ -1,14 +1,8 @@
 """What a script's tracks are, read from its source by `ast`: nothing of it runs.
 
-A script has dataclasses, one of which is called Config, and a dict of tracks:
-
-    TRACKS = {
-        "name": Config(field=value, ...),
-    }
-
-A value is a literal, arithmetic on small numbers, or a call of one of the dataclasses, which is
-read as {field: value}. A field that a call does not name has the default that its class gives it:
-`name: type = 1.0`, or `name: type = made(..., default=1.0)`, whatever `made` is.
+A dict TRACKS holds {"name": Config(field=value, ...)}. A value is a literal, arithmetic on small
+numbers, or a call of one of the script's dataclasses. A field that a call does not name has the
+default of its class: `name: type = 1.0`, or `name: type = made(..., default=1.0)`.
 """
 
 import ast
@@ -27,10 +21,8 @@ LARGEST = 2**64  # number that arithmetic may be done with
 HIGHEST_POWER = 64
 CODING = re.compile(r"[ \t\f]*#.*?coding[:=]")  # PEP 263: a line that changes what text means
 # Modules of the repository whose text no log holds; records.picture draws when all is over.
-ELSEWHERE = re.compile(
-    r"^\s*(?:from|import)\s+((?:benchmarks|continual|data|sample|tests|records(?!\.picture))\b\S*)",
-    re.MULTILINE,
-)
+MODULES = r"benchmarks|continual|data|sample|tests|records(?!\.picture)"
+ELSEWHERE = re.compile(rf"(?m)^\s*(?:from|import)\s+((?:{MODULES})\b\S*)")
 
 
 @functools.cache
@@ -55,21 +47,21 @@ def body_of(source):
         raise RecordError(f"the script is no Python with names in ASCII: {reason}") from None
 
 
-def fields_of(kind):
-    """{field: the expression of its default, or None where it has none} of a dataclass."""
-    fields = {node.target.id: node.value for node in kind.body if isinstance(node, ast.AnnAssign)}
-    for name, value in fields.items():
-        if isinstance(value, ast.Call):
-            words = {word.arg: word.value for word in value.keywords}
-            fields[name] = words.get("default")
-    return fields
+def default_of(value):
+    """The expression of the default of a field, whose value in its class is this node or None."""
+    if isinstance(value, ast.Call):
+        return {word.arg: word.value for word in value.keywords}.get("default")
+    return value
 
 
 class Literals(ast.NodeTransformer):
     """It turns calls of dataclasses into dicts, and arithmetic into numbers."""
 
-    def __init__(self, classes):
-        self.classes = classes  # {name: what `fields_of` says}
+    def __init__(self, kinds):
+        self.classes = {}
+        for kind in kinds:
+            fields = [node for node in kind.body if isinstance(node, ast.AnnAssign)]
+            self.classes[kind.name] = {node.target.id: default_of(node.value) for node in fields}
 
     def visit_Call(self, call):
         defaults = self.classes[call.func.id]
@@ -99,8 +91,7 @@ def tracks_of(source):
             raise ValueError("one class Config and one line TRACKS = { are needed")
         assigned = [node for node in body if isinstance(node, ast.Assign)]
         (tracks,) = [node.value for node in assigned if ast.unparse(node.targets) == "TRACKS"]
-        classes = {kind.name: fields_of(kind) for kind in kinds}
-        found = ast.literal_eval(Literals(classes).visit(tracks))
+        found = ast.literal_eval(Literals(kinds).visit(tracks))
         return {str(name): dict(config) for name, config in json.loads(json.dumps(found)).items()}
     except Exception as error:
         reason = f"{type(error).__name__}: {ascii(str(error))[1:-1][:100]}"

@@ -28,8 +28,7 @@ def seed_of(code_sha256, batch, counter):
 
 
 def order_of_pairs(code_sha256, batch, declared):
-    """[(side, counter), ...] in the order of a batch's runs. Two pairs in a row are a block, whose
-    four runs come in one of six orders; a pair that is left over has an order of two."""
+    """[(side, counter), ...] of a batch's runs. The four of a block come in one of six orders."""
     order = []
     for first in range(1, declared + 1, BLOCK):
         counters = range(first, min(first + BLOCK, declared + 1))
@@ -72,9 +71,8 @@ def interval(values):
 def p_faster(times, others):
     """One-sided p that `times` tend to lie below `others`, those of pairs; 1.0 above MOST_PAIRS.
 
-    The order of a block's runs was drawn. So without a difference the scripts could as well have
-    changed places in it, in any way, whatever else the machine did. p is the share of all ways
-    whose sum of differences of logarithms is no greater than the one that was measured.
+    Without a difference the scripts could as well have changed places in a block, in any way. p is
+    the share of all ways whose sum of differences of logarithms is no greater than the measured.
     """
     if len(times) > MOST_PAIRS:
         return 1.0

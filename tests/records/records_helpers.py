@@ -23,7 +23,10 @@ TARGET = 0.88  # of the nano track here, whatever it is now
 RULES = Repository.at().rules["nano"]
 MANIFEST = RULES["manifest_sha256"]
 WHY = "It takes fewer steps, since each of them does more."
-README = "# A repository\n\n<!-- records/nano -->\nNo records yet.\n<!-- end -->\n\nThe end.\n"
+BOARDS = [
+    f"<!-- records/{track} -->\nNo records yet.\n<!-- end -->" for track in Repository.at().rules
+]
+README = "\n\n".join(["# A repository", *BOARDS, "The end.\n"])
 
 
 # What a log says of a configuration; the source says it in the trainer's form, see `tracks_text`.

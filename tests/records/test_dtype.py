@@ -36,7 +36,7 @@ def test_runs_of_a_comparison_share_the_dtype_of_the_machine(tmp_path, capsys):
     (tmp_path / "train_gpt.py").write_text(made.fake_trainer(**OPEN))
     status, out, err = call(repository, capsys, "ab", "--runs", 6, "--yes")
     assert status == 0, out + err
-    assert " s, on fake, world size 1, float32;\n" in out
+    assert "\ntrain_gpt.py, on fake, world size 1, float32: 0." in out
     assert {
         run.dtype for run in runs_in(repository, f"{made.name_of(made.fake_trainer(**OPEN))}-*")
     } == {"float32"}
