@@ -30,7 +30,8 @@ def own_script(repository, track):
 
 
 def folder_of(repository, track, source, batch=1):
-    """The folder of an experiment; those of its runs lie beside it, at <name>-<number><side>."""
+    """The folder of an experiment with a script, whose batch is 1 where its runs count. Those of
+    its runs lie beside it, at <name>-<number><side>."""
     again = f"reproduce-{batch}-" if batch > 1 else ""
     return repository.root / "logs" / f"{again}{track}-{sha256_of(source)[:8]}"
 
@@ -42,6 +43,12 @@ def consent(what, yes):
     require(is_agreed, "not confirmed: nothing was run; read what `diff` shows, or add --yes")
 
 
+def dtype_of(source, track, rules):
+    """The dtype of a script, which none of the older scripts leaves to the machine."""
+    is_older = sha256_of(source) in rules.get("older_scripts", ())
+    return "" if is_older else config_of(source, track).get("dtype")
+
+
 def completed(log, source):
     """What the complete log of a script says, or None."""
     try:
@@ -51,12 +58,14 @@ def completed(log, source):
 
 
 def execute(words, place, folder, log, source):
-    """Make a run. One that began and did not end is put aside, and counts as a start."""
+    """Make a run. One that began and did not end is put aside, and counts as a start. RecordError
+    where the run fails, or the user asked to stop."""
     run_id = log.parent.name
     if log.exists() and f"\n{START}\n" in log.read_text(errors="replace"):
         log.parent.rename(folder / f"{run_id}.stopped-{time.time_ns()}")
     shutil.rmtree(log.parent, ignore_errors=True)
     start = 1 + len(list(folder.glob(f"{run_id}.stopped-*")))
+
     root = folder.parent.parent
     console = folder / "console.txt"
     began = time.time()
@@ -81,34 +90,49 @@ def execute(words, place, folder, log, source):
         process.wait()
         for checkpoint in log.parent.glob("*.pt*"):  # hundreds of MiB, which nothing here reads
             checkpoint.unlink()
+
     run = completed(log, source)
     said = console.read_text(errors="replace").strip().splitlines() or ["nothing"]
     ended = f"run {run_id} ended with exit status {status}: {said[-1][:200]!r}"
     require(run and not status, f"{ended}; {console} has more; the same command goes on")
+
     # A run cannot train longer than its process lived, nor start outside of that.
     lived = time.time() - began
-    is_inside = -1 <= run.started.timestamp() - began <= lived + 1
-    is_right = is_inside and run.train_time_ms <= 1000 * lived + 1
-    said = f"{run.train_time_ms / 1000:.1f} s of training, started at {run.started:%H:%M:%S}"
+    took = run.train_time_ms / 1000
+    is_right = -1 <= run.started.timestamp() - began <= lived + 1 and took <= lived + 0.001
+    said = f"{took:.1f} s of training, started at {run.started:%H:%M:%S}"
     require(is_right, f"its log says {said}, but it lived for {lived:.1f} s: its clock is wrong")
     require(not is_over, f"ended after run {run_id}, as asked; the same command goes on")
     return run
 
 
+def keep_plan(folder, scripts, count):
+    """Write an experiment's plan and its scripts. RecordError where another plan is there."""
+    codes = " and of ".join(map(sha256_of, scripts.values()))
+    plan = folder / "plan.txt"
+    begun = plan.read_text() if plan.exists() else f"{count} runs of {codes}"
+    hint = "finish these, or change the script"
+    require(begun == f"{count} runs of {codes}", f"{plan} has {begun}; {hint}")
+    plan.write_text(begun)
+    for side, source in scripts.items():
+        (folder / side).mkdir(exist_ok=True)
+        (folder / side / "train_gpt.py").write_text(source)
+
+
 def make_runs(repository, track, scripts, count, world_size, batch=1):
-    """[the runs of side a, those of side b], which are pairs, made now unless they are there."""
+    """[the runs of side a, those of side b], which are pairs, made now unless they are there.
+    RecordError where no record can come of a run, or another experiment runs."""
     rules = repository.rules[track]
     folder = folder_of(repository, track, scripts["a"], batch)
     folder.mkdir(parents=True, exist_ok=True)
-    codes = {side: sha256_of(source) for side, source in scripts.items()}
-    read = [side for side in scripts if codes[side] not in rules.get("older_scripts", ())]
-    dtypes = {side: config_of(scripts[side], track).get("dtype") for side in read}
-    named = {*dtypes.values()} & {*DTYPES}
+    code = sha256_of(scripts["a"])
+    dtypes = {side: dtype_of(source, track, rules) for side, source in scripts.items()}
+    named = DTYPES & {*dtypes.values()}
     require(len(named) <= 1, f"scripts name {named}; another dtype alone is no idea")
     dtype = "".join(named)  # what a script is told that leaves it to the machine
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
+
     # The order is drawn, so that nothing that the machine does can follow it.
-    order = stats.order_of_pairs(codes["a"], batch, count)
+    order = stats.order_of_pairs(code, batch, count)
     order = [place for place in order if place[0] in scripts]
     sides = {side: [] for side in scripts}
     with open(folder.parent / "records.lock", "w") as lock:
@@ -116,25 +140,26 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise RecordError("another `python -m records` is making runs here") from None
-        plan = folder / "plan.txt"
-        planned = f"{count} runs of {' and of '.join(codes.values())}"
-        begun = plan.read_text() if plan.exists() else planned
-        require(begun == planned, f"{plan} has {begun}; finish these, or change the script")
-        plan.write_text(planned)
+        keep_plan(folder, scripts, count)
+
         for done, (side, number) in enumerate(order, 1):
-            script = folder / side / "train_gpt.py"
-            script.parent.mkdir(exist_ok=True)
-            script.write_text(scripts[side])
-            words = [sys.executable, *(launch if world_size > 1 else []), str(script)]
-            words += ["--track", track, "--seed", str(stats.seed_of(codes["a"], batch, number))]
-            if dtypes.get(side) == "auto" and dtype:
+            words = [sys.executable]
+            if world_size > 1:
+                words += ["-m", "torch.distributed.run", "--standalone"]
+                words += [f"--nproc_per_node={world_size}"]
+            words += [str(folder / side / "train_gpt.py"), "--track", track]
+            words += ["--seed", str(stats.seed_of(code, batch, number))]
+            if dtypes[side] == "auto" and dtype:
                 words += ["--dtype", dtype]
+
             log = folder.with_name(f"{folder.name}-{number:02d}{side}") / "log.txt"
             print(f"run {done}/{len(order)} {log.parent.name} ... ", end="", flush=True)
-            found = completed(log, scripts[side])
-            place = f"{batch}:{number}/{count}"
-            run = found or execute(words, place, folder, log, scripts[side])
+            run = completed(log, scripts[side])
+            if not run:
+                place = f"{batch}:{number}/{count}"
+                run = execute(words, place, folder, log, scripts[side])
             print(f"val_loss {run.val_loss:.5f} time {run.train_time_ms / 1000:.1f} s")
+
             sides[side].append(run)
             dtype = dtype or run.dtype
             check_one(MACHINE, sum(sides.values(), []))
@@ -143,7 +168,8 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
 
 
 def ab(repository, options):
-    """Make a record's runs: in pairs with the last record's script, or as `run` of one alone."""
+    """Make the runs that a record needs: of the working script in pairs with the last record's; or,
+    as `run`, of the former alone, for a record that claims no gain."""
     track, count = options.track, options.runs
     source = own_script(repository, track)
     # That no record could come of these runs is told before hours of runs, not after.
@@ -159,6 +185,7 @@ def ab(repository, options):
         consent(f"{2 * count} runs of train_gpt.py and of the code of {tip.name}", options.yes)
         world_size = options.world_size or tip.runs[0].world_size
         scripts["b"] = tip.source
+
     runs, *others = make_runs(repository, track, scripts, count, world_size)
     print_means(repository, runs, "train_gpt.py")
     for base in others:
@@ -195,7 +222,8 @@ def print_means(repository, runs, name):
 
 
 def submit(repository, options):
-    """Make a record of the working script's runs, which stays if it is good, and print its page."""
+    """Make a record of the runs of the working script, and print its page, which describes its pull
+    request as well. Its folder stays only if it is good."""
     name = f"{datetime.now(UTC):%Y-%m-%d}_{options.name}"
     hint = "up to 60 letters, digits and '-', no '-' first"
     require(FOLDER.fullmatch(name), f"--name {ascii(options.name)}: {hint}")

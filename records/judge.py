@@ -1,4 +1,7 @@
-"""`verify`: what a record must fulfil. Nothing of it is executed; the first RecordError ends it."""
+"""`verify`: what a record must fulfil. Everything is read, nothing from a record is executed.
+
+Each check raises a RecordError that says what is wrong; the first one ends it.
+"""
 
 import filecmp
 import itertools
@@ -6,14 +9,12 @@ import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import numpy as np
-
 from records import render, stats
-from records.files import about, read_text, require, require_same
+from records.files import RecordError, about, read_text, require, require_same
 from records.record import FOLDER, chain, figures, paths_in
 from records.source import config_of, sha256_of
 
-DTYPES = ("bfloat16", "float32")  # what a script may make of the dtype `auto`
+DTYPES = {"bfloat16", "float32"}  # what a script may make of the dtype `auto`
 PLACE = ("seed", "run_id", "run_of")  # fields that say as which run a script ran, and not what
 GATES = ("causal", "normalised", "local", "unmoved")  # the older scripts lack the last
 FASTEST = 0.001  # of a run's mean time a step: what no stretch of its steps can stay below
@@ -27,6 +28,9 @@ MACHINE = ("device", "world_size", "torch", "cuda", "triton", "dtype")  # one fo
 CHOOSING = ("attention", "compile", "dtype", "float8")  # fields that back ends follow from
 
 
+# ----- one run
+
+
 def check_run(run, track, rules):
     """One log against the rules of its track, and against the script that it ran."""
     with about(run.path):
@@ -35,15 +39,18 @@ def check_run(run, track, rules):
         is_older = run.code_sha256 in rules.get("older_scripts", ())
         if not is_older:
             check_configuration(run)
+
         data = {"data manifest": run.manifest, "shards": run.shards}
         manifest = rules["manifest_sha256"] or run.manifest
         require_same(data, {"data manifest": manifest, "shards": "ok"})
+
         validity = dict.fromkeys(GATES[:3] if is_older else GATES, "ok")
         validity["val_tokens"] = str(run.config["val_tokens"])
         validity["val_sha256"] = run.config["val_sha256"]
         with about("validity"):
             require_same(run.validity, validity)
-        check_figures(run)
+        check_times(run)
+        check_rates(run)
 
 
 def check_fixed(config, track, rules):
@@ -61,37 +68,53 @@ def check_configuration(run):
     wanted = {**script, **{name: run.config[name] for name in PLACE}}
     if script.get("dtype") == "auto":
         hint = "in the config line, where a log has what it became"
-        require(run.config.get("dtype") in DTYPES, f"dtype is {ascii(run.dtype)[:60]} {hint}")
+        require(run.dtype in DTYPES, f"dtype is {ascii(run.dtype)[:60]} {hint}")
         wanted["dtype"] = run.dtype
     require_same(run.config, wanted, " in the config line, in the script it is ")
 
 
-def check_figures(run):
-    """Times, rates and memory that a run can have."""
-    took = run.train_time_ms
+def check_times(run):
+    """No part of a run is so fast that the rest cannot have been."""
+    mean = run.train_time_ms / run.steps
     points = [(0, 0), *((point.step, point.time_ms) for point in run.curves["train"])]
     for (begin, started), (end, ended) in itertools.pairwise(points):
-        least = FASTEST * took / run.steps * (end - begin) - 0.5  # times are rounded to 1 ms
+        least = FASTEST * mean * (end - begin) - 0.5  # times are rounded to 1 ms
         shown = f"steps {begin} to {end} took {ended - started} ms"
-        require(ended - started >= least, f"{shown} of {took}; no part of a run is so fast")
+        require(ended - started >= least, f"{shown}; no part of a run is so fast")
+
+
+def check_rates(run):
+    """Tokens, rates, processor time and memory that a run can have in its time."""
+    took = run.train_time_ms
     size = run.config.get("micro_batch_tokens")
     unit = size * run.world_size if type(size) is int else 0
-    divides = unit > 0 and run.tokens % unit == 0
-    hint = f"each process takes whole micro-batches of {ascii(size)[:60]}"
-    require(divides, f"tokens is {run.tokens}, world size {run.world_size}; {hint}")
+    shown = f"tokens is {run.tokens}, world size {run.world_size}"
+    require(unit > 0 and run.tokens % unit == 0, f"{shown}; each takes whole micro-batches")
+
     rate = 1000 * run.tokens / took
     is_rate = abs(run.speed - rate) <= 1 + 0.6 * rate / took  # both were rounded
     require(is_rate, f"tokens_per_s is {run.speed}; tokens and time make {rate:.0f}")
     require(run.mfu <= MOST_MFU, f"mfu is {run.mfu} %, at most {MOST_MFU} can be")
+
     cores = re.search(r" x(\d{1,4})$", run.device)
     if cores and run.cuda == "none":
-        shown = f"cpu_time: {run.cpu_time_ms} ms of {cores[1]} processors in {took} ms"
-        require(IDLE <= run.cpu_time_ms / took <= 1.1 * int(cores[1]), shown)
-        # Parameters and tables are held in memory, two bytes a value or more.
-        values = sum(map(int, re.findall(r"=(\d+)", run.sizes.replace(",", ""))))
-        least = 2 * values / run.world_size / 2**20
-        shown = f"peak_memory {run.memory_mib} MiB; its values take {least:.0f} MiB"
-        require(run.memory_mib >= least, shown)
+        check_cpu(run, int(cores[1]))
+
+
+def check_cpu(run, cores):
+    """Processor time and memory that a run can have on so many cores."""
+    busy = run.cpu_time_ms / run.train_time_ms
+    shown = f"cpu_time: {run.cpu_time_ms} ms of {cores} processors"
+    require(IDLE <= busy <= 1.1 * cores, f"{shown} in {run.train_time_ms} ms")
+
+    # Parameters and tables are held in memory, two bytes a value or more.
+    sizes = re.findall(r"=(\d+)", run.sizes.replace(",", ""))
+    least = 2 * sum(map(int, sizes)) / run.world_size / 2**20
+    shown = f"peak_memory {run.memory_mib} MiB"
+    require(run.memory_mib >= least, f"{shown}; its values take {least:.0f} MiB")
+
+
+# ----- a record
 
 
 def check_name(record):
@@ -111,23 +134,28 @@ def check_record(record, others, rules):
     parent = next(reversed(chain(older)), None)
     words = "; a record is measured against the last of the track's chain before it, which is "
     require_same({"its parent": record.parent}, {"its parent": parent and parent.name}, words)
+
     check_machine(record, parent)
     check_batch(record.runs, "logs", record)
     check_batch(record.baseline, "baseline", record)
     check_order(record, parent)
+
     found = figures(record, rules, parent, record.result.get("by"))
     check_claims(record, found)
     check_written(record, found)
 
 
 def check_machine(record, parent):
-    """Times and losses are those of one kind of machine, and of one way to compute."""
+    """Times and losses are those of one kind of machine, of one type of numbers, and of one way to
+    compute: back ends may differ between the sides only where fields do that choose them."""
     runs = record.runs + record.baseline
     check_one(MACHINE, runs)
+
     sides = [side for side in (record.runs, record.baseline) if side]
     kinds = [[side[0].config.get(name) for name in CHOOSING] for side in sides]
     for side in [runs] if kinds[0] == kinds[-1] else sides:
         check_one(["backends"], side)
+
     check_one(["sizes", "tokens"], record.runs)
     check_one(["sizes", "tokens"], record.baseline + (parent.runs if parent else []))
 
@@ -141,30 +169,36 @@ def check_one(names, runs):
 
 
 def check_batch(runs, part, record):
-    """All declared runs of a part are there, few restarted, each with the seed of its place."""
+    """All declared runs of a part of a record are there, none dropped, none added, few restarted;
+    and each has the seed of its place."""
     declared = record.runs[0].declared
-    places = [(run.batch, run.counter, run.declared) for run in runs]
-    due = [(1, counter, declared) for counter in range(1, declared + 1)]
-    shown = f"{declared} runs were declared, {part} has {[run.counter for run in runs]}"[:120]
-    require(places == due or not runs, f"{shown}; every run of the one batch counts, once")
+    check_one(["batch", "declared"], record.runs + record.baseline)
+    found = [run.counter for run in runs]
+    is_whole = runs == [] or runs[0].batch == 1 and found == list(range(1, declared + 1))
+    shown = f"{declared} runs were declared, {part} has {found}"[:120]
+    require(is_whole, f"{shown}; every run of the one batch counts, once")
+
     restarts = sum(run.start - 1 for run in runs)
     is_rare = restarts <= 1 and all(run.start for run in runs)
     require(is_rare, f"{restarts} runs of {part} were started again, at most 1 may be")
+
     for run in runs:
         seed = stats.seed_of(sha256_of(record.source), 1, run.counter)
         require(run.seed == seed, f"{run.run} has seed {run.seed}; its place has {seed}")
 
 
 def check_order(record, parent):
-    """Runs were started after the parent's, one after another in the order that was drawn."""
+    """Runs were started one after the other, those of pairs in the order that was drawn for them,
+    and after their parent's record."""
     sides = {"a": record.runs, "b": record.baseline}
     order = stats.order_of_pairs(sha256_of(record.source), 1, len(record.runs))
     planned = [sides[side][counter - 1] for side, counter in order if sides[side]]
+
     for run, following in itertools.pairwise(planned):
-        apart = (following.started - run.started).total_seconds()
-        took = run.train_time_ms / 1000
-        shown = f"{following.run} was started {apart:.0f} s after {run.run}, which comes before it"
-        require(apart >= took - 1, f"{shown} and took {took:.0f} s")  # starts are whole seconds
+        took = timedelta(milliseconds=run.train_time_ms - 1000)  # starts are whole seconds
+        shown = f"{following.run} was started before the end of {run.run}"
+        require(following.started >= run.started + took, f"{shown}, which comes before it")
+
     is_later = parent is None or planned[0].started >= max(run.started for run in parent.runs)
     require(is_later, f"{planned[0].run} was started before the parent's record was made")
 
@@ -182,12 +216,14 @@ def check_claims(record, found):
 
 
 def check_written(record, expected):
-    """All is what `submit` writes for the logs, but for the reasons and who had the idea."""
+    """result.json and README.md are what `submit` writes for the logs, but for the reasons and who
+    had the idea."""
     by = expected["by"]
     is_name = isinstance(by, str) and AUTHORS.fullmatch(by)
     require(is_name, f"result.json: by is {ascii(by)[:60]}; names of 100 letters at most are due")
     with about("result.json"):
         require_same(record.result, expected, ", the logs say ")
+
     why = render.why_of(record.readme)
     is_same = record.readme == render.record_readme(record, expected, why)
     require(is_same, "README.md: only what stands under `## Why` may differ from what submit wrote")
@@ -196,28 +232,31 @@ def check_written(record, expected):
     require(not odd, f"README.md: {shown} under `## Why`; prose has no HTML, tables or headings")
 
 
+# ----- all records
+
+
 def check_copies(records, limit):
-    """No run has an older one's losses, to `limit`; those of a pair share a seed, and may agree."""
+    """No run has losses that never differ by more than `limit` from those of an older run at the
+    steps that both logged. Both runs of a pair share a seed, and may agree."""
     records = sorted(records, key=lambda record: record.age)
     runs = [run for record in records for run in record.runs + record.baseline]
-    columns = sorted({place for run in runs for place in run.losses})
-    losses = np.array([[run.losses.get(place, np.nan) for place in columns] for run in runs])
-    for number, run in enumerate(runs):
-        apart = np.abs(losses[:number] - losses[number])
-        is_near = np.all((apart <= limit) | np.isnan(apart), axis=1)
-        is_near &= np.sum(~np.isnan(apart), axis=1) >= COMMON
-        for other in [runs[place] for place in np.flatnonzero(is_near)]:
-            is_pair = run.seed == other.seed and run.code_sha256 != other.code_sha256
-            shown = f"{run.path}: has the losses of {other.run} of {other.path.parts[-3]}"
-            require(is_pair, f"{shown}, to {limit:g} in every step; a run counts once")
+    for run, other in itertools.combinations(reversed(runs), 2):
+        shared = run.losses.keys() & other.losses.keys()
+        are_near = (abs(run.losses[place] - other.losses[place]) <= limit for place in shared)
+        is_pair = run.seed == other.seed and run.code_sha256 != other.code_sha256
+        if all(are_near) and len(shared) >= COMMON and not is_pair:
+            shown = f"has the losses of {other.run}, to {limit:g} in every step"
+            raise RecordError(f"{run.path}: {shown}; a run counts once")
 
 
 def check_folders(repository):
-    """What was merged is there, byte for byte, and each folder is a record's or a track's."""
+    """What was merged is there, byte for byte, no link leads to it, and each folder is a record's
+    or a track's, so that all of them are judged."""
     home = repository.home
     tracks = [home / track for track in repository.rules]
     for folder in [home, *tracks]:
         require(not folder.is_symlink(), f"{folder}: is a symbolic link; records lie in a folder")
+
     if repository.merged:
         own = repository.merged / "records"
         for path in filter(Path.is_file, sorted(own.glob("*/[0-9]*/**/*"))):
@@ -225,6 +264,7 @@ def check_folders(repository):
             is_linked = any(map(Path.is_symlink, [other, *other.parents[:2]]))
             is_same = not is_linked and other.is_file() and filecmp.cmp(path, other, shallow=False)
             require(is_same, f"{other}: is not what was merged; records stay as they are")
+
     for path in paths_in(home):
         is_known = not path.is_dir() or path in tracks or path.name == "__pycache__"
         require(is_known, f"{path}: is no track's folder, and so nothing judges it")

@@ -410,7 +410,7 @@ def fineweb_first(repository):
 
 
 STEP = "^step:20/60 train"
-COPIED = r"has the losses of \S+ of \S+, to 0.004 in every step"
+COPIED = r"has the losses of \S+, to 0.004 in every step"
 DUE = "stands where .* due"
 UNICODE = "\\\\u000aimport time; time.perf_counter = None"
 FORGERIES = {

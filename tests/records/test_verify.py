@@ -313,7 +313,7 @@ TAMPERED = {
             edit(folder / LOG, "batch:1 ", "batch:2 "),
             edit(folder / LOG, '"run_of": "1:', '"run_of": "2:'),
         ],
-        "every run of the one batch counts, once",
+        "batch differs between runs",
     ),
     "restarted runs": (restarted("logs"), "4 runs of logs were started again, at most 1 may be"),
     "overrides": (in_log(r"^data:", 'overrides:{"matrix_lr": 0.04}\ndata:'), DUE),
@@ -332,7 +332,7 @@ TAMPERED = {
     "a field less": (in_log(r'"matrix_lr": 0.025, ', ""), "matrix_lr is 'not there' in the config"),
     "tokens": (
         in_log(r"tokens:245760", "tokens:2457"),
-        "tokens is 2457, world size 1; each process takes whole micro-batches of 512",
+        "tokens is 2457, world size 1; each takes whole micro-batches",
     ),
     "no time": (
         lambda folder: [
@@ -345,11 +345,11 @@ TAMPERED = {
     "all time in the last step": (all_time_in_the_last_step, "steps 0 to 20 took 0 ms"),
     "world size 0": (
         all_logs("world_size:1", "world_size:0"),
-        "world size 0; each process takes whole micro-batches",
+        "world size 0; each takes whole micro-batches",
     ),
     "world size 64": (
         all_logs("world_size:1", "world_size:64"),
-        "world size 64; each process takes whole micro-batches",
+        "world size 64; each takes whole micro-batches",
     ),
     "wrong data": (in_log(r"^data:\w+", "data:" + "ab" * 32), "data manifest is 'abab"),
     "wrong validation tokens": (
