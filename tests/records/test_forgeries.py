@@ -545,6 +545,36 @@ def test_a_careful_rewrite_of_nothing_passes(repository):
     assert main(["verify"], made.fresh(repository)) == 0
 
 
+# ----- the first scripts, whose configuration is not read
+
+
+def test_older_scripts_are_those_of_records_of_their_track():
+    """So that code which is excused is no new record's: it is a record already."""
+    repository = Repository.at()
+    for track, rules in repository.rules.items():
+        known = {made.sha_of(record.source) for record in repository.records[track]}
+        assert {*rules.get("older_scripts", ())} <= known, track
+
+
+def test_an_older_script_is_no_new_record_s(repository, capsys):
+    """Its own record's configuration is compared with the rules alone; a copy is refused."""
+    in_logs(" unmoved:ok", "", which=FIRST)(repository)
+    in_logs(" unmoved:ok", "", "baseline")(repository)
+    nano = repository.rules["nano"]
+    older = {**nano, "older_scripts": [made.sha_of(made.source_of("first"))]}
+    repository = Repository(repository.root, {**repository.rules, "nano": older})
+    in_logs('"matrix_lr": 0.025', '"matrix_lr": 0.05', which=FIRST)(repository)
+    assert main(["verify"], made.fresh(repository)) == 0
+    in_logs('"target_loss": 0.88', '"target_loss": 1.5', which=FIRST)(repository)
+    assert "target_loss is 1.5, the track's is 0.88" in told(made.fresh(repository), capsys)
+    in_logs('"target_loss": 1.5', '"target_loss": 0.88', which=FIRST)(repository)
+    force(repository, "Zagain", made.source_of("first"))
+    in_logs(" unmoved:ok", "", which="Zagain")(repository)
+    assert re.search(
+        "_Zagain: train_gpt.py is the code of .*_First", told(made.fresh(repository), capsys)
+    )
+
+
 # ----- tracebacks and slowness
 
 
