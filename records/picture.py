@@ -46,6 +46,7 @@ def plot(paths, out, target=0.0):
     panels[0].set(xscale="log", xlabel="training time, s")
     panels[0].xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     panels[0].xaxis.set_major_formatter("{x:g}")
+    panels[0].xaxis.set_minor_formatter("")
     panels[1].set(xlabel="step")
     for axes in panels:
         axes.set(yscale="log", ylabel="loss, nats per token")
