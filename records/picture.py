@@ -1,61 +1,42 @@
-"""Pictures of losses, of `plot` and `report`, and loss.png, which the trainer draws at the end.
-
-Logs of other speedruns are drawn as well: whatever has lines such as
-`step:125/1750 val_loss:4.6 train_time:21243ms`. Nothing is verified here.
-"""
+"""Pictures of losses: of records, of runs, and of other speedruns' logs. Nothing is verified."""
 
 import json
 import re
 from pathlib import Path
 
-from records.files import LOG_LIMIT, SCRIPT_LIMIT, RecordError, read_bytes, require
+from records.files import require
 
 LINE = re.compile(
-    r"^step:(\d{1,9})/\d{1,9} (train|val)_loss:(\d{1,9}\.\d{1,9})\b.*?"
-    r" train_time:(\d{1,12}(?:\.\d{1,9})?)(ms|s)\b",
-    re.MULTILINE,
+    r"(?m)^step:(\d{1,9})/\d{1,9} (train|val)_loss:(\d{1,9}\.\d{1,9})\b.*?"
+    r" train_time:(\d{1,12}(?:\.\d{1,9})?)(ms|s)\b"
 )
 STYLES = {"train": {"linewidth": 0.8, "alpha": 0.4}, "val": {"marker": "o", "markersize": 3}}
 
 
 def curves_of(path):
     """{"train": [(time in s, step, loss), ...], "val": [...]} of a log."""
-    try:
-        text = read_bytes(path, LOG_LIMIT + SCRIPT_LIMIT).decode(errors="replace")
-    except RecordError as error:
-        raise RecordError(f"{path}: {error}") from None
+    require(path.is_file(), f"{path}: is no regular file")
+    text = path.read_text(errors="replace")
     curves = {"train": [], "val": []}
     for step, kind, loss, time, unit in LINE.findall(text):
         seconds = float(time) / (1000 if unit == "ms" else 1)
         curves[kind].append((seconds, int(step), float(loss)))
-    holds = any(curves.values())
-    require(holds, f"{path}: holds no line `step:N/M val_loss:X train_time:Tms`")
+    hint = "holds no line `step:N/M val_loss:X train_time:Tms`"
+    require(curves["train"] or curves["val"], f"{path}: {hint}")
     return curves
 
 
-def logs_at(path):
-    """The logs of a record's folder, of a run's folder, or of a folder of logs; or the log
-    itself."""
-    for folder in (path / "logs", path):
-        logs = sorted(folder.glob("*.txt")) if folder.is_dir() else []
-        if logs:
-            return logs
-    return [path]
-
-
 def plot(paths, out, target=0.0):
-    """Draw losses against time and steps into a PNG, which is a path or a file: one colour a path,
-    training losses faint, and a target as a line if there is one."""
-    import matplotlib
+    """Draw the losses of records' folders, runs' folders and logs into a PNG, a path or a file."""
+    from matplotlib import colormaps, ticker
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    # It is narrow, so that its letters can be read on a phone.
-    figure, panels = plt.subplots(2, figsize=(5, 8), layout="constrained", sharey=True)
+    figure = Figure(figsize=(5, 8), layout="constrained")  # so narrow that a phone can show it
+    panels = figure.subplots(2, sharey=True)
     for number, path in enumerate(map(Path, paths)):
-        colour = plt.get_cmap("turbo")((number + 0.5) / len(paths))
-        for curves in map(curves_of, logs_at(path)):
+        colour = colormaps["turbo"]((number + 0.5) / len(paths))
+        logs = sorted(path.glob("logs/*.txt")) or sorted(path.glob("*.txt")) or [path]
+        for curves in map(curves_of, logs):
             for kind, points in curves.items():
                 times, steps, losses = zip(*points, strict=True) if points else [[]] * 3
                 panels[0].plot(times, losses, color=colour, **STYLES[kind])
@@ -63,8 +44,9 @@ def plot(paths, out, target=0.0):
         name = path.absolute().name.replace("$", r"\$")  # which would begin a formula
         panels[0].plot([], [], color=colour, label=name)
     panels[0].set(xscale="log", xlabel="training time, s")
-    panels[0].xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+    panels[0].xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     panels[0].xaxis.set_major_formatter("{x:g}")
+    panels[0].xaxis.set_minor_formatter("")
     panels[1].set(xlabel="step")
     for axes in panels:
         axes.set(yscale="log", ylabel="loss, nats per token")
@@ -76,7 +58,6 @@ def plot(paths, out, target=0.0):
     names = panels[0].get_legend_handles_labels()
     figure.legend(*names, loc="outside upper center", ncols=2, fontsize="x-small")
     figure.savefig(out, format="png", dpi=200)
-    plt.close(figure)
 
 
 def plot_run(folder):

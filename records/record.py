@@ -1,104 +1,19 @@
 """The repository, a record's folder, and every figure that follows from its logs."""
 
 import re
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 
 from records import stats
-from records.files import RULES, SCRIPT_LIMIT, RecordError, parse_json, read_text, require
+from records.files import RULES, SCRIPT_LIMIT, about, parse_json, read_text, require
 from records.log import parse_log
-from records.source import config_of, sha256_of, without_place
+from records.source import changed_lines, sha256_of
 
-SCHEMA = 2  # of result.json
-FOLDER = re.compile(r"\d{4}-\d\d-\d\d_[A-Za-z0-9][A-Za-z0-9-]{0,59}", re.ASCII)
+FOLDER = re.compile(r"20\d\d-[01]\d-[0-3]\d_[A-Za-z0-9][A-Za-z0-9-]{0,59}", re.ASCII)
 MOST_LOGS = 100
-PARTS = ("train_gpt.py", "result.json", "README.md", "logs")
-AUTHORS = re.compile(r"[^\W_][\w .,'&()@/-]{0,99}")
-
-
-@dataclass(frozen=True)
-class TrackRules:
-    """What no record of a track may change, from rules.json."""
-
-    name: str
-    tokenizer: str
-    val_tokens: int
-    val_sha256: str
-    target_loss: float
-    manifest_sha256: str  # empty: any; fineweb's depends on how many shards were fetched
-    copy_loss: float  # losses of runs of two seeds are further apart than this at some step
-    config: dict = field(default_factory=dict)  # fields that this track fixes beyond those above
-
-    @property
-    def fixed(self):
-        """{field: value} that the configuration of each run must have."""
-        names = ("tokenizer", "val_tokens", "val_sha256", "target_loss")
-        return {name: getattr(self, name) for name in names} | self.config
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What is wrong with a file or a folder, as one line of `verify` says it."""
-
-    path: Path
-    reason: str
-
-
-@dataclass
-class Record:
-    """A record's folder as read; what could not be read is in `failures`."""
-
-    folder: Path
-    track: str
-    is_new: bool = False  # the checkout that judges does not have it
-    source: str = ""
-    result: dict = field(default_factory=dict)
-    readme: str = ""
-    runs: list = field(default_factory=list)
-    baseline: list = field(default_factory=list)
-    failures: list = field(default_factory=list)
-
-    @property
-    def name(self):
-        """The name of the folder, which no other record of the track has."""
-        return self.folder.name
-
-    @property
-    def title(self):
-        """The name without its date."""
-        return self.name[11:]
-
-    @property
-    def date(self):
-        """The day of `submit`, as YYYY-MM-DD."""
-        return self.name[:10]
-
-    @property
-    def parent(self):
-        """The name of the record that this one is measured against, or None."""
-        return self.result.get("parent")
-
-    @property
-    def age(self):
-        """What sorts records by their time: what is merged comes first, then the day counts, the
-        start of the first run, the name."""
-        starts = [str(run.started) for run in self.runs]
-        return self.is_new, self.date, min(starts, default=""), self.name
-
-    def try_to(self, path, action, *arguments):
-        """What an action returns. Where it raises a RecordError, that is a failure of `path`, and
-        the result is None."""
-        try:
-            return action(*arguments)
-        except RecordError as error:
-            self.failures.append(Failure(path, str(error)))
-            return None
-
-    def read(self, path, reader, *arguments):
-        """What a reader makes of a file, or None where that is a failure."""
-        return self.try_to(path, reader, path, *arguments)
+PARTS = {"train_gpt.py", "result.json", "README.md", "logs"}
 
 
 @dataclass(frozen=True)
@@ -106,70 +21,63 @@ class Repository:
     """A working tree: records/<track>/<date>_<Name>/, records/README.md, train_gpt.py."""
 
     root: Path
-    rules: dict  # TrackRules by track
+    rules: dict  # by track, from rules.json
     merged: Path | None = None  # another tree, whose records this one must hold unchanged
 
     @classmethod
     def at(cls, root=None):
-        """The tree that this package lies in, or another one, which is judged beside the former.
-        The rules are always this package's own."""
+        """The tree that this package lies in, or another one, judged by this one's rules."""
         own = Path(__file__).parent.parent.resolve()
-        rules = {name: TrackRules(name, **values) for name, values in RULES["tracks"].items()}
+        rules = RULES["tracks"]
         return cls(Path(root).absolute(), rules, own) if root else cls(own, rules)
 
     @property
-    def readme(self):
-        """The page that holds the leaderboards."""
-        return self.root / "records" / "README.md"
-
-    def track_folder(self, track):
-        """The folder of a track's records."""
-        return self.root / "records" / track
+    def home(self):
+        """The folder of all records, whose README.md holds the leaderboards."""
+        return self.root / "records"
 
     @cached_property
     def records(self):
-        """Every record by track, in the order of their folders' names."""
-        found = {}
-        for track in self.rules:
-            paths = paths_in(self.track_folder(track))
-            found[track] = [self.load(path, track) for path in paths if path.name[0] != "."]
-        return found
+        """Every record by track, by name. RecordError where one cannot be read."""
+        folders = {track: paths_in(self.home / track) for track in self.rules}
+        return {track: list(map(self.load, paths)) for track, paths in folders.items()}
 
     @property
     def all(self):
-        """The records of all tracks."""
-        return [record for records in self.records.values() for record in records]
+        return sum(self.records.values(), [])
 
     def tip(self, track):
         """The last record of a track's chain, or None."""
         return next(reversed(chain(self.records[track])), None)
 
-    def load(self, folder, track):
-        """Read a record's folder, and the script of its parent in the track's folder. Nothing else
-        is opened, no link is followed."""
-        record = Record(folder, track)
-        if self.merged:
-            record.is_new = not (self.merged / "records" / track / record.name).is_dir()
-        record.read(folder, check_parts)
-        if record.failures:
-            return record
-        record.source = record.read(folder / "train_gpt.py", read_script) or ""
-        record.readme = record.read(folder / "README.md", read_text) or ""
-        record.result = record.read(folder / "result.json", read_result) or {}
-        if record.source:
-            load_logs(record, "logs", record.runs, record.source)
-        if record.parent and (folder / "baseline").exists():
-            script = self.track_folder(track) / record.parent / "train_gpt.py"
-            source = record.read(script, read_script)
-            if source:
-                load_logs(record, "baseline", record.baseline, source)
+    def load(self, folder):
+        """What a record's folder says. Beside what lies in it, its parent's script is read."""
+        require(folder.is_dir() and not folder.is_symlink(), f"{folder}: is no folder, or a link")
+        odd = PARTS ^ {path.name for path in paths_in(folder)} - {"baseline"}
+        shown = ", ".join(map(ascii, sorted(odd)))[:80]
+        require(not odd, f"{folder}: {shown} is missing, or is no part of a record")
+        record = SimpleNamespace(folder=folder, track=folder.parent.name, name=folder.name)
+        record.date, record.title = folder.name[:10], folder.name[11:]
+        record.source = read_script(folder)
+        record.readme = read_text(folder / "README.md")
+        text = read_text(folder / "result.json")
+        has_baseline = (folder / "baseline").exists()
+        with about(folder / "result.json"):
+            record.result = parse_json(text)
+            is_ours = isinstance(record.result, dict)
+            record.parent = record.result.get("parent", "") if is_ours else ""
+            is_first = record.parent is None and not has_baseline
+            is_name = is_first or FOLDER.fullmatch(str(record.parent))
+            require(is_name, f"its parent {ascii(record.parent)[:80]} is no name of a record")
+        record.runs = read_logs(folder / "logs", record.source)
+        record.baseline = []  # the parent's runs, each a pair with one of `runs`
+        if has_baseline:
+            parent = read_script(folder.with_name(record.parent))
+            record.baseline = read_logs(folder / "baseline", parent)
+        # Records are sorted by their age: what is merged comes first, then the day counts.
+        is_new = not (self.merged and (self.merged / folder.relative_to(self.root)).is_dir())
+        record.age = is_new, record.date, min(run.started for run in record.runs), record.name
         return record
-
-    def at_path(self, folder):
-        """The Record of a folder that a user names."""
-        found = [record for record in self.all if record.folder == Path(folder).absolute()]
-        require(found, f"{folder}: is no folder of a record")
-        return found[0]
 
 
 def paths_in(folder):
@@ -178,9 +86,7 @@ def paths_in(folder):
 
 
 def chain(records):
-    """The track's records each of which was measured against the one before: its first record,
-    then, as far as they go, the speed claims against the last. Of two against one record it is the
-    older one."""
+    """The track's first record, then the oldest of the speed claims against it, and so on."""
     links = []
     for record in sorted(records, key=lambda record: record.age):
         parent = links[-1].name if links else None
@@ -190,80 +96,22 @@ def chain(records):
 
 
 def read_script(path):
-    """The text of a script, which has some."""
+    """The text of a script, or of the one in a record's folder."""
+    path = path / "train_gpt.py" if path.is_dir() else path
     text = read_text(path, SCRIPT_LIMIT)
-    require(text.strip(), "is empty")
+    require(text.strip(), f"{path}: is empty")
     return text
 
 
-def script_at(path):
-    """The text of a script that a user names, or of that of a record's folder."""
-    path = Path(path)
-    try:
-        return read_script(path / "train_gpt.py" if path.is_dir() else path)
-    except RecordError as error:
-        raise RecordError(f"{path}: {error}") from None
-
-
-def check_parts(folder):
-    """A record's folder holds what it needs and nothing else."""
-    is_folder = folder.is_dir() and not folder.is_symlink()
-    require(is_folder, "is no folder (links are not followed); a record is a folder of its own")
-    found = {path.name for path in paths_in(folder)}
-    missing = sorted(set(PARTS) - found)
-    require(not missing, f"{', '.join(missing)} is missing")
-    odd = sorted(found - {*PARTS, "baseline"})
-    require(not odd, f"{', '.join(map(ascii, odd))[:80]} is no part of a record")
-
-
-def read_result(path):
-    """The JSON object of a result.json whose parent, if any, is the name of a record."""
-    result = parse_json(read_text(path))
-    is_ours = isinstance(result, dict) and result.get("schema") == SCHEMA
-    require(is_ours, f"is no object with schema {SCHEMA}; `python -m records submit` writes it")
-    parent = result.get("parent")
-    is_name = parent is None or isinstance(parent, str) and FOLDER.fullmatch(parent)
-    require(is_name, f"parent {ascii(parent)[:80]} is no name of a record")
-    has_parent = parent is not None or not (path.parent / "baseline").exists()
-    require(has_parent, "names no parent, whose runs lie in baseline/")
-    return result
-
-
-def load_logs(record, part, runs, script):
-    """Parse every log of a part of a record, all of runs of one script, into `runs`, in the order
-    of their counters."""
-    folder = record.folder / part
+def read_logs(folder, script):
+    """What the logs of a script's runs say, in the order of their counters."""
     paths = paths_in(folder)
-    record.try_to(folder, require, 0 < len(paths) <= MOST_LOGS, f"1 to {MOST_LOGS} logs are needed")
-    for path in paths[:MOST_LOGS]:
-        run = record.read(path, parse_log, script)
-        if run:
-            name = f"{run.run}.txt"
-            record.try_to(path, require, path.name == name, f"is the log of another run, {name}")
-            runs.append(run)
-    runs.sort(key=lambda run: (run.counter, run.run))
-
-
-# ----- the figures
-
-
-def changed_lines(before, after):
-    """(added, removed) lines between two sources, as multisets: a line that only moved is no
-    change."""
-    before = Counter(before.splitlines())
-    after = Counter(after.splitlines())
-    return (after - before).total(), (before - after).total()
-
-
-def difference(before, after, track):
-    """In a line, what two scripts differ in: how many lines, and which fields of a track."""
-    added, removed = changed_lines(before, after)
-    old = without_place(config_of(before, track))
-    new = without_place(config_of(after, track))
-    names = sorted(old.keys() | new.keys())
-    changes = [name for name in names if old.get(name, "none") != new.get(name, "none")]
-    fields = ", ".join(changes) or "no field"
-    return f"lines: {added} added, {removed} removed; configuration of {track}: {fields}"
+    require(0 < len(paths) <= MOST_LOGS, f"{folder}: 1 to {MOST_LOGS} logs are needed")
+    runs = [parse_log(path, script) for path in paths]
+    for run in runs:
+        is_named = run.path.name == f"{run.run}.txt"
+        require(is_named, f"{run.path}: is the log of another run, {run.run}.txt")
+    return sorted(runs, key=lambda run: (run.counter, run.run))
 
 
 def rounded(value):
@@ -271,24 +119,12 @@ def rounded(value):
     return float(f"{value:.6g}")
 
 
-def mean_figures(values):
-    """Mean and standard deviation as figures."""
-    mean, std = stats.mean_and_std(values)
-    return {"mean": rounded(mean), "std": rounded(std)}
-
-
-def hardware_of(run):
-    """What a run was made on, such as `AMD EPYC x2, world size 1, bfloat16`."""
-    return f"{run.device}, world size {run.world_size}, {run.dtype}"
-
-
 def speed_figures(runs, baseline):
     """The gain in time of paired runs, in the order of their counters."""
-    pairs = list(zip(runs, baseline, strict=False))
-    times = [run.train_time_ms for run, _ in pairs]
-    others = [run.train_time_ms for _, run in pairs]
+    times = [run.train_time_ms for run in runs[: len(baseline)]]
+    others = [run.train_time_ms for run in baseline[: len(runs)]]
     return {
-        "pairs": len(pairs),
+        "pairs": len(times),
         "parent_ms": rounded(stats.mean_and_std(others)[0]),
         "relative": [rounded(value) for value in stats.gain(times, others)],
         "p": rounded(stats.p_faster(times, others)),
@@ -296,13 +132,16 @@ def speed_figures(runs, baseline):
 
 
 def figures(record, rules, parent, authors):
-    """The content of result.json, from the logs of a record, whose runs are whole pairs if it has
-    its parent's; `parent` is a Record or None. Only who made it stands in no log."""
+    """The content of result.json, which follows from logs, but for the names of the authors."""
     first = record.runs[0]
     losses = [run.val_loss for run in record.runs]
+    loss, loss_std = stats.mean_and_std(losses)
+    time, time_std = stats.mean_and_std([run.train_time_ms for run in record.runs])
+    target = rules["config"]["target_loss"]
+    p = rounded(stats.p_below(losses, target))
     added, removed = changed_lines(parent.source, record.source) if parent else (0, 0)
     return {
-        "schema": SCHEMA,
+        "schema": 2,
         "name": record.name,
         "track": record.track,
         "by": authors,
@@ -310,15 +149,11 @@ def figures(record, rules, parent, authors):
         "code_sha256": sha256_of(record.source),
         "lines_added": added,
         "lines_removed": removed,
-        "hardware": hardware_of(first),
+        "hardware": first.hardware,
         "software": f"torch {first.torch}, CUDA {first.cuda}, triton {first.triton}",
         "declared_runs": first.declared,
         "restarts": sum(run.start - 1 for run in record.runs),
-        "loss": {
-            **mean_figures(losses),
-            "target": rules.target_loss,
-            "p": rounded(stats.p_below(losses, rules.target_loss)),
-        },
-        "train_time_ms": mean_figures([run.train_time_ms for run in record.runs]),
+        "loss": {"mean": rounded(loss), "std": rounded(loss_std), "target": target, "p": p},
+        "train_time_ms": {"mean": rounded(time), "std": rounded(time_std)},
         "speed": speed_figures(record.runs, record.baseline) if record.baseline else None,
     }

@@ -1,5 +1,4 @@
-"""The tests and intervals that records are judged by, and what is drawn for them: the seeds and the
-order of runs. Samples are lists of floats, one value a run."""
+"""The tests that records are judged by, and what is drawn: seeds and the order of runs."""
 
 import hashlib
 import itertools
@@ -23,44 +22,32 @@ def drawn(text):
 
 
 def seed_of(code_sha256, batch, counter):
-    """The seed of a counted run, or of both runs of a pair. Nobody chooses it: it follows from the
-    code, the batch and the counter."""
+    """The seed of a run, or of both runs of a pair, which nobody chooses."""
     return drawn(f"{code_sha256}:{batch}:{counter}")
 
 
 def order_of_pairs(code_sha256, batch, declared):
-    """[(side, counter), ...] in the order of a batch's runs.
-
-    Two pairs in a row are a block, whose four runs come in one of the six orders that two runs of
-    each side have; a pair that is left over has an order of two.
-    """
+    """[(side, counter), ...] of a batch's runs. The four of a block come in one of six orders."""
     order = []
     for first in range(1, declared + 1, BLOCK):
         counters = range(first, min(first + BLOCK, declared + 1))
         orders = sorted(set(itertools.permutations("ab" * len(counters))))
         number = drawn(f"{code_sha256}:{batch}:order:{first}")
         left = {side: iter(counters) for side in "ab"}
-        for side in orders[number % len(orders)]:
-            order.append((side, next(left[side])))
+        order += [(side, next(left[side])) for side in orders[number % len(orders)]]
     return order
 
 
 def mean_and_std(values):
     """Mean and sample standard deviation (0 for one value)."""
-    if len(values) == 1:
-        return statistics.fmean(values), 0.0
-    return statistics.fmean(values), statistics.stdev(values)
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def p_below(values, bound):
-    """One-sided p of a t-test that the mean of `values` is below `bound`.
-
-    It is 1.0 for fewer than two values, and for values without any spread, of which nothing
-    follows.
-    """
-    if len(values) < 2 or max(values) == min(values):
-        return 1.0
+    """One-sided p of a t-test that the mean of `values` is below `bound`; 1.0 without spread."""
     mean, std = mean_and_std(values)
+    if std == 0:
+        return 1.0
     t = (mean - bound) / (std / math.sqrt(len(values)))
     return float(special.stdtr(len(values) - 1, t))
 
@@ -71,24 +58,18 @@ def p_text(p):
 
 
 def interval(values):
-    """(mean, low, high): the two-sided confidence interval of the mean, which is infinite for fewer
-    than two values."""
+    """(mean, low, high): the two-sided confidence interval of the mean of two values or more."""
     mean, std = mean_and_std(values)
-    if len(values) < 2:
-        return mean, -math.inf, math.inf
     quantile = special.stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)
     half = quantile * std / math.sqrt(len(values))
     return mean, mean - half, mean + half
 
 
 def p_faster(times, others):
-    """One-sided p that `times` tend to lie below `others`, the times of paired runs in the order of
-    the pairs; 1.0 for more than MOST_PAIRS.
+    """One-sided p that `times` tend to lie below `others`, those of pairs; 1.0 above MOST_PAIRS.
 
-    The order of a block's runs was drawn. So without a difference the scripts could as well have
-    changed places in it, in any way, and each way is as likely as what happened, whatever else the
-    machine did. p is the share of all ways whose sum of differences of logarithms is no greater
-    than the one that was measured.
+    Without a difference the scripts could as well have changed places in a block, in any way. p is
+    the share of all ways whose sum of differences of logarithms is no greater than the measured.
     """
     if len(times) > MOST_PAIRS:
         return 1.0
@@ -96,8 +77,7 @@ def p_faster(times, others):
     sums = np.zeros(1)
     for first in range(0, len(times), BLOCK):
         block = logs[:, first : first + BLOCK]
-        size = block.shape[1]
-        ways = itertools.combinations(block.ravel(), size)  # what was measured comes first
+        ways = itertools.combinations(block.ravel(), block.shape[1])  # the measured one first
         differences = np.array([2 * sum(chosen) - block.sum() for chosen in ways])
         sums = np.add.outer(sums, differences).ravel()
     sums = np.round(sums, 12)  # so that equal sums are equal in spite of rounding

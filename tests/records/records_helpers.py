@@ -1,9 +1,10 @@
 """Synthetic records: logs as the trainer writes them, from a source that must never run; and
 scripts that stand in for a trainer."""
 
+import contextlib
+import io
 import json
 import re
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -15,16 +16,17 @@ from records.files import RecordError  # noqa: F401 (for the tests)
 from records.log import parse_log, split_log
 from records.record import Repository
 from records.source import sha256_of as sha_of
-from records.source import training_tokens
-from records.submit import submit
 
 STEPS = 60
 YESTERDAY = datetime.now(UTC).replace(microsecond=0) - timedelta(days=1)  # when runs began
 TARGET = 0.88  # of the nano track here, whatever it is now
 RULES = Repository.at().rules["nano"]
-MANIFEST = RULES.manifest_sha256
+MANIFEST = RULES["manifest_sha256"]
 WHY = "It takes fewer steps, since each of them does more."
-README = "# A repository\n\n<!-- records/nano -->\nNo records yet.\n<!-- end -->\n\nThe end.\n"
+BOARDS = [
+    f"<!-- records/{track} -->\nNo records yet.\n<!-- end -->" for track in Repository.at().rules
+]
+README = "\n\n".join(["# A repository", *BOARDS, "The end.\n"])
 
 
 # What a log says of a configuration; the source says it in the trainer's form, see `tracks_text`.
@@ -38,8 +40,8 @@ CONFIG = {
     "rules": {"attention": {"group": "matrices", "lr_mul": [1.0, 0.5]}},
     "matrix_lr": 0.025,
     "cooldown": 0.45,
-    "val_tokens": RULES.val_tokens,
-    "val_sha256": RULES.val_sha256,
+    "val_tokens": RULES["config"]["val_tokens"],
+    "val_sha256": RULES["config"]["val_sha256"],
     "val_every": 0,
     "target_loss": TARGET,
     "dtype": "auto",
@@ -104,29 +106,13 @@ def tracks_text(config):
     return f"{CLASSES}{''.join(fields)}\n\nTRACKS = {{\n{track}}}\n"
 
 
-def older_tracks_text(config):
-    """The same in the form of the first records' scripts, without stages: fields have defaults by
-    position, and a track need not name any."""
-    fields = []
-    for name, value in config.items():
-        call = f"knob({value!r}, 'what it is')"
-        if name == "micro_batches":
-            call = f"schedule({value[0][1]!r}, 'what it is')"
-        elif name == "dtype":
-            call = f"choice({value!r}, 'another', help='what it is')"
-        fields.append(f"    {name}: object = {call}\n")
-    track = f"    {config['track']!r}: Config(),\n"
-    head = "\n@dataclass(frozen=True)\nclass Config:\n"
-    return f"{head}{''.join(fields)}\n\nTRACKS = {{\n{track}}}\n"
-
-
-def source_of(word="first", padding=0, tracks=tracks_text, **changes):
+def source_of(word="first", padding=0, **changes):
     """A script that leaves a file behind if anything imports or runs it."""
     lines = [f"# {word}: line {number} of the padding\n" for number in range(padding)]
     return (
         f"open('executed', 'w').write({word!r})\nraise SystemExit('executed')\n"
         + "".join(lines)
-        + tracks(config_of_nano(**changes))
+        + tracks_text(config_of_nano(**changes))
     )
 
 
@@ -171,6 +157,7 @@ def log_text(
     if values["dtype"] == "auto":
         values["dtype"] = dtype
     cpu_ms = 2 * time_ms if cpu_ms is None else cpu_ms
+    tokens = steps * values["stages"][0]["micro_batches"] * values["micro_batch_tokens"]
     lines = [
         source.rstrip("\n"),
         "===== END OF CODE =====",
@@ -186,8 +173,8 @@ def log_text(
         "comms: sent_bytes per step (messages) none=0(0)",
         f"validity: causal:ok normalised:ok local:ok unmoved:ok val_tokens:{values['val_tokens']} "
         f"val_sha256:{values['val_sha256']}",
-        f"final val_loss:{loss:.5f} train_time:{time_ms}ms tokens:{training_tokens(values)} "
-        f"peak_memory:900MiB tokens_per_s:{1000 * training_tokens(values) / time_ms:.0f} mfu:1.5% "
+        f"final val_loss:{loss:.5f} train_time:{time_ms}ms tokens:{tokens} "
+        f"peak_memory:900MiB tokens_per_s:{1000 * tokens / time_ms:.0f} mfu:1.5% "
         f"cpu_time:{cpu_ms}ms",
         f"status:ok run:{run} val_loss:{loss:.5f} train_time:{time_ms / 1000:.1f}s "
         f"log:logs/{run}/log.txt plot:logs/{run}/loss.png",
@@ -195,12 +182,9 @@ def log_text(
     return "\n".join(lines) + "\n"
 
 
-def name_of(source, base="", count=0):
-    """What `run`, or with a base `ab`, calls its experiment, of 4 runs or 8 pairs where no count is
-    given."""
-    count = count or (8 if base else 4)
-    pair = f"-{sha_of(base)[:8]}" if base else ""
-    return f"{'ab' if base else 'run'}-nano-{sha_of(source)[:8]}{pair}-n{count}"
+def name_of(source):
+    """What the experiment with a script on the nano track is called."""
+    return f"nano-{sha_of(source)[:8]}"
 
 
 def write_logs(
@@ -220,13 +204,10 @@ def write_logs(
     there is one; returns the paths, of both sides with a base."""
     rng = np.random.default_rng(rng)
     paths = {"a": [], "b": []}
-    order = (
-        stats.order_of_pairs(sha_of(source), 1, count)
-        if base
-        else [("a", number) for number in range(1, count + 1)]
-    )
+    order = stats.order_of_pairs(sha_of(source), 1, count)
+    order = [place for place in order if base or place[0] == "a"]
     for side, number in order:
-        run = f"{name_of(source, base, count)}-{number:02d}{side if base else ''}"
+        run = f"{name_of(source)}-{number:02d}{side}"
         paths[side].append(Path(folder) / run / "log.txt")
         took = round((base_ms if side == "b" else time_ms) * (1 + 0.002 * rng.standard_normal()))
         text = log_text(
@@ -252,14 +233,14 @@ def make_repository(root):
     """An empty repository with the real tracks, but for the target of one."""
     (root / "records" / "nano").mkdir(parents=True)
     (root / "records" / "README.md").write_text(README)
-    rules = Repository.at().rules
-    return Repository(root, {**rules, "nano": replace(rules["nano"], target_loss=TARGET)})
+    return fixing(Repository(root, Repository.at().rules), target_loss=TARGET)
 
 
 def fixing(repository, **fields):
-    """The same repository, whose track's rules fix further fields of the configuration."""
-    rules = replace(repository.rules["nano"], config=fields)
-    return Repository(repository.root, {**repository.rules, "nano": rules})
+    """The same repository, whose track's rules fix these fields of the configuration, too."""
+    rules = repository.rules["nano"]
+    nano = {**rules, "config": {**rules["config"], **fields}}
+    return Repository(repository.root, {**repository.rules, "nano": nano})
 
 
 def fresh(repository):
@@ -275,17 +256,18 @@ def add_first(repository, count=4, padding=0):
 
 
 def tried(repository, name, source):
-    """(record, failures) of `submit` with this script as the working one."""
+    """The exit status of `submit` with this script as the working one."""
     (repository.root / "train_gpt.py").write_text(source)
-    return submit(fresh(repository), name, "nano", "A. Speedrunner")
+    words = ["submit", "--name", name, "--by", "A. Speedrunner"]
+    return main(words, fresh(repository))
 
 
 def submitted(repository, name, source):
     """The folder of a record of the runs of a script, which are good, with its reasons."""
-    record, failures = tried(repository, name, source)
-    assert not failures, failures
-    edit(record.folder / "README.md", re.escape(render.WHY), WHY)
-    return record.folder
+    assert tried(repository, name, source) == 0
+    (folder,) = (repository.home / "nano").glob(f"*_{name}")
+    edit(folder / "README.md", re.escape(render.WHY), WHY)
+    return folder
 
 
 def add_faster(
@@ -311,6 +293,17 @@ def add_faster(
         began=YESTERDAY + timedelta(hours=2),
     )
     return submitted(repository, name, source_of(word, padding))
+
+
+def refusal(repository):
+    """The line with which `verify` refuses a repository; empty where it does not."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()) as said,
+    ):
+        status = main(["verify"], fresh(repository))
+    assert status == (2 if said.getvalue() else 0)
+    return said.getvalue().removeprefix("records: ").removesuffix("\n")
 
 
 def edit(path, old, new, count=0, missing_ok=False):
@@ -353,16 +346,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 
-def knob(*words, **default):
-    return words[0] if len(words) > 1 else field(**default)
-
-
-def schedule(default, help):
-    return ((0.0, default),)
-
-
-def choice(*choices, help):
-    return choices[0]
+def knob(help, **default):
+    return field(**default)
 
 {tracks}
 
@@ -422,29 +407,27 @@ status:ok run:{{run}} val_loss:{{loss}} train_time:{{took / 1000:.1f}}s log:logs
 '''
 
 
-def fake_trainer(field="run_of", loss=0.80, time=50, tracks=tracks_text, **changes):
-    """A stand-in for a trainer, with or without the field that tells its place."""
+def fake_trainer(loss=0.80, time=50, **changes):
+    """A stand-in for a trainer."""
     config = {
         "track": "nano",
         "data": "d",
         "tokenizer": "bytes",
         "steps": 2,
         "micro_batch_tokens": 1024,
-        "val_tokens": RULES.val_tokens,
-        "val_sha256": RULES.val_sha256,
+        "stages": [{"start": 0.0, "micro_batches": 1, "lr": 1.0}],
+        "val_tokens": RULES["config"]["val_tokens"],
+        "val_sha256": RULES["config"]["val_sha256"],
         "val_every": 1,
         "target_loss": TARGET,
         "log_every": 1,
         "seed": -1,
         "run_id": "",
+        "run_of": "",
+        **changes,
     }
-    if tracks is tracks_text:
-        config["stages"] = [{"start": 0.0, "micro_batches": 1, "lr": 1.0}]
-    else:
-        config["micro_batches"] = [[0.0, 1]]
-    config.update(changes)
-    told = {**config, field: ""} if field else config
-    return FAKE.format(loss=loss, time=time, tracks=tracks(told), config=config, manifest=MANIFEST)
+    tracks = tracks_text(config)
+    return FAKE.format(loss=loss, time=time, tracks=tracks, config=config, manifest=MANIFEST)
 
 
 def order_of(repository):

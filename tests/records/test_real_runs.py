@@ -14,7 +14,6 @@ import helpers
 import records_helpers as made
 import train_gpt
 from records import render
-from records.record import TrackRules
 from records_helpers import call
 
 
@@ -36,16 +35,18 @@ def test_runs_of_the_trainer_are_a_record(corpus, tmp_path, capsys, monkeypatch)
     )
     manifest = hashlib.sha256((corpus / "manifest.json").read_bytes()).hexdigest()
     val_tokens = helpers.TINY["val_tokens"]
-    rules = TrackRules("tiny", "bytes", val_tokens, val_sha256, 30.0, manifest, 1e-6)
+    config = {"tokenizer": "bytes", "val_tokens": val_tokens, "val_sha256": val_sha256}
+    config["target_loss"] = 30.0
+    rules = {"config": config, "manifest_sha256": manifest, "copy_loss": 1e-6}
     repository = made.Repository(tmp_path, {"tiny": rules})
     (tmp_path / "records").mkdir()
-    repository.readme.write_text(made.README.replace("records/nano", "records/tiny"))
+    (repository.home / "README.md").write_text(made.README.replace("records/nano", "records/tiny"))
     code = script_with_track(corpus, val_sha256=val_sha256)
     (tmp_path / "train_gpt.py").write_text(code)
     status, out, err = call(repository, capsys, "run", "--track", "tiny", "--runs", 2)
     assert status == 0, out + err
 
-    folders = sorted((tmp_path / "logs").glob("run-tiny-*-n2-*"))
+    folders = sorted((tmp_path / "logs").glob("tiny-*-0?a"))
     first, second = map(made.run_at, folders)
     result = helpers.Run(0, "", "", folders[0]).result
     assert (first.counter, second.counter, first.declared, first.start) == (1, 2, 2, 1)
@@ -63,9 +64,9 @@ def test_runs_of_the_trainer_are_a_record(corpus, tmp_path, capsys, monkeypatch)
     assert status == 0, out + err
     folder = next((tmp_path / "records" / "tiny").glob("*_Tiny-start"))
     assert (folder / "train_gpt.py").read_text() == code
-    assert "does not say why it works" in call(repository, capsys, "verify")[1]
+    assert "does not say why it works" in call(repository, capsys, "verify")[2]
     made.edit(folder / "README.md", render.WHY, made.WHY)
-    assert "README.md: is not current; run `python" in call(repository, capsys, "verify")[1]
+    assert "README.md: is not current; run `python" in call(repository, capsys, "verify")[2]
     assert call(repository, capsys, "table")[0] == 0
     assert call(repository, capsys, "verify") == (0, "verify: ok, 1 record\n", "")
 
@@ -94,7 +95,6 @@ def test_what_the_readme_says_makes_a_record(tmp_path, capsys, page):
         for command in line.split(" && "):
             if command.startswith("python -m records "):
                 words = command.split()[3:]
-                words += ["--yes"] if words[0] == "ab" else []
                 status, out, err = call(repository, capsys, *words)
                 assert status == 0, (line, out, err)
                 said += out
