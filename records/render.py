@@ -134,12 +134,12 @@ def leaderboard_row(record, link):
     spread = f"{loss['std']:.4f}, n = {found['declared_runs']}, p = {loss['p']:.2g}"
     return {
         "record": link,
+        "training time, s": seconds(found["train_time_ms"]["mean"]),
+        "time against its parent's, in pairs": gain,
+        "validation loss": f"{loss['mean']:.4f} ± {spread}",
+        "hardware, dtype": cell(found["hardware"]),
         "date": record.date,
         "by": cell(found["by"]),
-        "training time, s": seconds(found["train_time_ms"]["mean"]),
-        "validation loss": f"{loss['mean']:.4f} ± {spread}",
-        "time against its parent's, in pairs": gain,
-        "hardware, dtype": cell(found["hardware"]),
     }
 
 
