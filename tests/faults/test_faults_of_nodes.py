@@ -172,6 +172,10 @@ def test_two_nodes_are_restarted_when_a_rank_of_either_dies(rich, rich_run_of, t
         for step, node in ((9, nodes[1]), (14, nodes[0])):
             kill_when(node, folder, step, children_of)
         finish(nodes, tmp_path)
-    resumed = {f"resumed:again step:{step}/20 world_size:2" for step in (8, 12)}
-    assert resumed <= {*log_of(folder)}
+    found = [
+        re.fullmatch(r"resumed:again step:(\d+)/20 world_size:2", line) for line in log_of(folder)
+    ]
+    resumed = [int(match[1]) for match in found if match]
+    # A kill takes a moment, in which a busy machine may have saved once more.
+    assert len(resumed) == 2 and {*resumed} <= {8, 12, 16}
     assert_same_run(tmp_path, "again", rich_run_of(2))
