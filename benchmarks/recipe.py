@@ -86,7 +86,7 @@ PUBLISHED = {
     (400, 1): {"points": {100: 2.2386, 200: 1.8038, 300: 1.5057, 400: 1.3496}, "seconds": 214.7},
     (400, 2): {"points": {100: 2.2430, 200: 1.8199, 300: 1.5220, 400: 1.3313}, "seconds": 203.6},
     (400, 3): {"points": {100: 2.2313, 200: 1.8195, 300: 1.3639, 400: 1.1559}, "seconds": 236.2},
-    (800, 1): {"points": {800: 1.0030}, "seconds": 474.6},
+    (800, 1): {"points": {800: 1.0030}},
     (800, 2): {"points": {800: 1.1359}, "seconds": 456.9},
 }
 # What a run without a feature has instead. The published trainer has the last one's.
@@ -104,8 +104,11 @@ FEATURES = {
     },
     "skips between mirrored layers": {"skips": ((3, 6),)},
 }
-# What output gates were worth, by seed, before they left train_gpt.py (commit a5dffac).
-GONE = {"output gates": (0.0079, -0.0080, 0.0082, -0.0021)}
+# What features were worth at commit a5dffac, by seed. Output gates have left train_gpt.py since.
+EARLIER = {
+    "output gates": (0.0079, -0.0080, 0.0082, -0.0021),
+    "skips between mirrored layers": (0.0125, -0.0008, 0.0120, 0.0018),
+}
 # What modded-nanogpt's records say that these features save on 8 GPUs, in per cent of the steps to
 # one loss, from their READMEs; and where.
 PRICES = {
@@ -254,7 +257,7 @@ def losses_table(runs):
     for steps in sorted({steps for steps, _ in PUBLISHED}):
         found = published(steps)
         tokens = train_gpt.training_tokens(dataclasses.replace(config_of("ours", 1), steps=steps))
-        cost = [1e6 * run["seconds"] / tokens for run in found]
+        cost = [1e6 * run["seconds"] / tokens for run in found if "seconds" in run]
         rows.append(row("published", steps, [run["points"][steps] for run in found], cost))
     for arm in ("ours", "muon", "fewer", "twice", "track", "track twice", "plain"):
         found = of_arm(runs, arm)
@@ -274,8 +277,8 @@ def pairs_of(runs, feature):
 
 def worths_of(runs, feature):
     """What a feature is worth, in nats, by seed."""
-    pairs = pairs_of(runs, feature)
-    return GONE.get(feature) or [without["loss"] - own["loss"] for without, own in pairs]
+    worths = [without["loss"] - own["loss"] for without, own in pairs_of(runs, feature)]
+    return worths or EARLIER.get(feature, ())
 
 
 def rank_correlation(left, right):
@@ -321,16 +324,14 @@ def features_table(runs):
     """What each feature is worth: the final loss without it less that of `fewer`, in pairs."""
     rows = []
     for feature in FEATURES:
-        pairs = pairs_of(runs, feature)
-        if len(pairs) > 1:
-            worth = worths_of(runs, feature)
+        worth = worths_of(runs, feature)
+        if len(worth) > 1:
             error = statistics.stdev(worth) / len(worth) ** 0.5
-            cost = statistics.mean(own["seconds"] / without["seconds"] for without, own in pairs)
             each = ", ".join(f"{value:+.4f}" for value in worth)
             mean = statistics.mean(worth)
-            rows.append((mean, [feature, f"{mean:+.4f}", f"{error:.4f}", each, f"{cost:.2f}"]))
+            rows.append((mean, [feature, f"{mean:+.4f}", f"{error:.4f}", each]))
     rows.sort(key=lambda pair: -pair[0])
-    header = ["feature", "worth, nats", "standard error", "of each seed", "time with / without"]
+    header = ["feature", "worth, nats", "standard error", "of each seed"]
     return common.markdown_table(header, [cells for _, cells in rows]) if rows else ""
 
 
