@@ -145,10 +145,7 @@ UNREADABLE = {
     "a division by zero": (default("1/0"), "ZeroDivisionError"),
     "a root": (default("(-1) ** 0.5"), "complex is not JSON"),
     "many brackets": ("(" * 5000 + "\nTRACKS = {\n}\n", "the script is no Python"),
-    "many signs": (
-        default("-" * 3000 + "1"),
-        "maximum recursion depth exceeded",
-    ),  # at one of two places
+    "many signs": (default("-" * 3000 + "1"), "recursion depth exceeded"),
     "an unknown field": (TRACK + "    'x': Config(b=1),\n}\n", "Config has no such field"),
     "a track of a function": (TRACK + "    'x': made(),\n}\n", "KeyError"),
     "a track without a call": (TRACK + "    'x': 1,\n}\n", "cannot be read"),
