@@ -2224,7 +2224,7 @@ def polar_express(matrices, dtype):
     if is_tall:
         x = x.mT
     size = x.float().norm(dim=(-2, -1), keepdim=True)
-    # A norm that overflows makes NaN of the step, which ends the run, and not a step of zero.
+    # If the norm overflows, NaN ends the run: a step of zero would go unnoticed.
     size = size.where(size.isfinite(), torch.nan)
     x = x / (size * 1.02 + 1e-12).to(dtype)
     for a, b, c in POLAR_EXPRESS:
