@@ -53,7 +53,6 @@ import threading
 import time
 import timeit
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -546,28 +545,19 @@ def open_shard(path):
     path = Path(path)
     remedy = "rebuild or download it again (data/text.py, data/fineweb.py)"
     require(path.is_file(), f"{path}: no file, and a shard is one")
-    size = path.stat().st_size
-    header_size = 4 * HEADER_INTS
+    header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+    kind = header[:2].tolist()
     require(
-        size >= header_size,
-        f"{path}: {size} bytes, shorter than the {header_size}-byte header; {remedy}",
+        len(header) == HEADER_INTS and kind == [SHARD_MAGIC, SHARD_VERSION],
+        f"{path}: magic and version are {kind}, not [{SHARD_MAGIC}, {SHARD_VERSION}], or its "
+        f"header is cut: no token shard; {remedy}",
     )
-    magic, version, count = np.fromfile(path, dtype="<i4", count=HEADER_INTS)[:3]
-    held = (size - header_size) / 2
+    held = (path.stat().st_size - header.nbytes) / 2
     require(
-        magic == SHARD_MAGIC,
-        f"{path}: magic {magic}, expected {SHARD_MAGIC}: not a token shard; {remedy}",
+        header[2] == held > 0,
+        f"{path}: header says {header[2]} tokens, the file holds {held:.12g}; {remedy}",
     )
-    require(
-        version == SHARD_VERSION,
-        f"{path}: shard version {version}, expected {SHARD_VERSION}; {remedy}",
-    )
-    require(
-        count == held,
-        f"{path}: header says {count} tokens, the file holds {held:.12g}: truncated; {remedy}",
-    )
-    require(count > 0, f"{path}: no tokens; {remedy}")
-    return np.memmap(path, dtype="<u2", mode="r", offset=header_size)
+    return np.memmap(path, dtype="<u2", mode="r", offset=header.nbytes)
 
 
 def file_sha256(path):
@@ -688,11 +678,9 @@ class Text:
         self.tokens = tokens
         self.starts = np.union1d([0], np.flatnonzero(tokens == eot_token))
 
-    def document_at(self, position):
-        """(start, end) of the document that a token belongs to."""
-        number = np.searchsorted(self.starts, position, side="right")
-        end = self.starts[number] if number < len(self.starts) else len(self.tokens)
-        return int(self.starts[number - 1]), int(end)
+    def document_start(self, position):
+        """Where the document of a token starts."""
+        return int(self.starts[np.searchsorted(self.starts, position, side="right") - 1])
 
 
 class Passage(NamedTuple):
@@ -900,8 +888,6 @@ HASH_BASE = np.uint64(pow(0x9E3779B97F4A7C15, -1, 2**64))
 LOW_HALF = np.uint64(0xFFFFFFFF)
 LOW_TOKEN = np.uint64(0xFFFF)
 NO_GUESS = np.uint64(2**16 - 1)  # no token's id
-STRETCH = 2**18  # tokens of a document in which copies are looked for at once
-COPIES_KEPT = 2**25  # tokens whose copies are remembered: 2 bytes a column
 INDEX_CHUNK = 2**15  # tokens that the index reads at once
 # An entry of the index is 64 bits: a tag of the n-gram (14), votes for the first token (2), and the
 # third, the second and the first token (16 each).
@@ -1090,55 +1076,6 @@ def rows_and_signs(keys, first_guess, num_rows):
     return rows, signs
 
 
-class Copies:
-    """What followed the last n tokens earlier in their document, found by stretches of a Text."""
-
-    def __init__(self, text, config):
-        self.text = text
-        self.config = config
-        self.stretches = {}  # (start of the document, number of the stretch): its copies
-        self.kept = 0  # tokens of these
-
-    def between(self, low, high):
-        """The copies of tokens low to high, which are of one document: (high - low, C) uint16.
-
-        The columns are the orders at the latest place, then those at the place before it, and so
-        on; NO_GUESS where there is none.
-        """
-        start, end = self.text.document_at(low)
-        parts = []
-        for number in range((low - start) // STRETCH, (high - 1 - start) // STRETCH + 1):
-            begin = start + number * STRETCH
-            copies = self.stretches.get((start, number))
-            if copies is None:
-                copies = self.find(start, begin, min(end, begin + STRETCH))
-                self.remember((start, number), copies)
-            parts.append(copies[max(low - begin, 0) : high - begin])
-        return np.concatenate(parts)
-
-    def remember(self, stretch, copies):
-        self.stretches[stretch] = copies
-        self.kept += len(copies)
-        while self.kept > COPIES_KEPT and len(self.stretches) > 1:
-            oldest = next(iter(self.stretches))
-            self.kept -= len(self.stretches.pop(oldest))
-
-    def find(self, start, low, high):
-        """The copies of tokens low to high of the document at `start`: (high - low, C) uint16."""
-        config = self.config
-        begin = max(start, low - config.copy_reach - max(config.copy_orders) + 1)
-        tokens = self.text.tokens[begin:high]
-        columns = len(config.copy_orders) * config.copy_places
-        found = np.full((columns, len(tokens)), NO_GUESS, np.uint16)
-        for column, order in enumerate(config.copy_orders):
-            keys = rolling_hash(tokens, order, config.eot_token)
-            matches = latest_matches(keys, order - 1)
-            for place in range(config.copy_places):
-                copies = found[place * len(config.copy_orders) + column]
-                copy_tokens(tokens, matches, place, config.copy_reach, copies)
-        return np.ascontiguousarray(found[:, low - begin :].T)
-
-
 class TextIndex:
     """Which tokens mostly follow an n-gram in training text, by order and hash: see `voted`."""
 
@@ -1177,7 +1114,6 @@ class RowFinder:
     def __init__(self, config):
         self.config = config
         self.index = TextIndex(config)
-        self.copies = weakref.WeakKeyDictionary()  # Text: Copies
 
     def keys(self, text, low, high, orders):
         """Keys of the n-grams that end at tokens low to high: (high - low, len(orders)) uint64."""
@@ -1188,6 +1124,25 @@ class RowFinder:
             keys[:, column] = hashed[low - begin :]
         return keys
 
+    def copies(self, text, low, high):
+        """What followed the last n tokens earlier in the document of tokens low to high:
+        (high - low, C) uint64.
+
+        The columns are the orders at the latest place, then those at the place before it, and so
+        on; NO_GUESS where there is none.
+        """
+        config = self.config
+        begin = low - config.copy_reach - max(config.copy_orders) + 1
+        begin = max(text.document_start(low), begin)
+        tokens = text.tokens[begin:high]
+        found = np.full((config.copy_places, len(config.copy_orders), len(tokens)), NO_GUESS)
+        for column, order in enumerate(config.copy_orders):
+            keys = rolling_hash(tokens, order, config.eot_token)
+            matches = latest_matches(keys, order - 1)
+            for place in range(config.copy_places):
+                copy_tokens(tokens, matches, place, config.copy_reach, found[place, column])
+        return found[..., low - begin :].reshape(-1, high - low).T
+
     def find(self, passage):
         """The rows that the tokens of a Passage read: (T, columns) int32 in [0, ngram_rows), and
         their signs, float32 of +-1, or 0 for no row."""
@@ -1197,9 +1152,7 @@ class RowFinder:
         for low, high in passage.spans:
             columns = [self.keys(text, low, high, config.ngram_orders)]
             if config.copy_orders:
-                if text not in self.copies:
-                    self.copies[text] = Copies(text, config)
-                columns.append(self.copies[text].between(low, high).astype(np.uint64))
+                columns.append(self.copies(text, low, high))
             if config.index_orders:
                 keys = self.keys(text, low, high, config.index_orders)
                 columns.append(self.index.guesses(keys))
