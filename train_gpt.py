@@ -3222,16 +3222,15 @@ def resumed(given):
     if not run:
         return config_from(given), None
     content = find_checkpoint(run)
-    saved = config_of_checkpoint(content)
+    saved = content["config"]
     is_complete = content["step"] == saved.steps and Path("logs", run, "result.json").exists()
     require(is_auto or not is_complete, f"--resume {run}: it is complete, all {saved.steps} steps")
     may_change = NEUTRAL_FIELDS - {"seed", "run_id", "run_of"}
     changes = {name: value for name, value in given.items() if name in may_change}
     for name in given.keys() - may_change:
+        is_same = with_values(saved, {name: given[name]}) == saved
         require(
-            with_values(saved, {name: given[name]}) == saved,
-            f"--{name.replace('_', '-')} {given[name]}: the run to resume has another value, and "
-            "keeps it; leave the key out",
+            is_same, f"--{name.replace('_', '-')}: the run to resume keeps its own; leave it out"
         )
     return dataclasses.replace(saved, **{**changes, "resume": saved.resume}), content
 
@@ -3263,10 +3262,8 @@ class Log:
             return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "log.txt"
-        require(
-            source is None or not path.exists() or may_replace,
-            f"{folder} exists; change --run-id, or --resume {folder.name}",
-        )
+        is_free = source is None or may_replace or not path.exists()
+        require(is_free, f"{folder} exists; change --run-id, or --resume {folder.name}")
         file = open(path, "a", buffering=1, encoding="utf-8")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where another process writes it
         self.file = file
@@ -3295,10 +3292,7 @@ class Log:
 
 
 class Clock:
-    """Seconds of training, and those that processors worked for this process.
-
-    Only start and stop wait for the device.
-    """
+    """Seconds of training, and those of processors; only start and stop wait for the device."""
 
     def __init__(self, runtime):
         self.runtime = runtime
@@ -3334,8 +3328,8 @@ class Clock:
 
 @contextlib.contextmanager
 def atomic_file(path):
-    """A temporary file that becomes `path` when the block ends well: a kill or a full disk leaves
-    what was there. Raises OSError, with the room that is left."""
+    """A temporary file that becomes `path` when the block ends well: whatever happens, what was
+    there stays. Raises OSError, with the room that is left."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "w+b") as file:
@@ -3382,7 +3376,7 @@ def save_checkpoint(path, content):
 
 
 def load_checkpoint(path):
-    """Read a checkpoint, whose sha256 must be there. Raises ConfigError."""
+    """Read a checkpoint, whose sha256 must be there, and its Config. Raises ConfigError."""
     path = Path(path)
     require(path.is_file(), f"{path}: no such checkpoint; a run leaves logs/RUN/checkpoint.pt")
     beside = path.with_suffix(".sha256")
@@ -3391,7 +3385,10 @@ def load_checkpoint(path):
         is_whole = file_sha256(path).encode() in beside.read_bytes()
         require(is_whole, f"its sha256 is not the one in {beside.name}: damaged")
         content = torch.load(path, map_location="cpu", weights_only=True)
-        is_same_hash = content["rows"] == row_fingerprint(config_of_checkpoint(content))
+        track = content["config"]["track"]
+        require(track in TRACKS, f"of track {track}; use the script that it began with")
+        content["config"] = type(TRACKS[track])(**content["config"])
+        is_same_hash = content["rows"] == row_fingerprint(content["config"])
         require(is_same_hash, "its table has another hash of rows; use the script it began with")
         place = content["loader"]
         counts = [content["step"], *place.values()]
@@ -3399,18 +3396,9 @@ def load_checkpoint(path):
         is_place = is_place and all(type(count) is int and count >= 0 for count in counts)
         require(is_place, "it names no place of a run")
     except Exception as error:  # torch raises several types for a damaged file
-        raise ConfigError(
-            f"{path}: cannot be read ({type(error).__name__}: {one_line(error)}); use another "
-            "checkpoint"
-        ) from None
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise ConfigError(f"{path}: cannot be read ({reason}); use another checkpoint") from None
     return content
-
-
-def config_of_checkpoint(content):
-    """The Config that it was made with."""
-    track = content["config"]["track"]
-    require(track in TRACKS, f"of track {track}; use the script that it began with")
-    return type(TRACKS[track])(**content["config"])
 
 
 def find_checkpoint(run, key="resume"):
@@ -3430,20 +3418,17 @@ def find_checkpoint(run, key="resume"):
 
 
 def restore(trainer, content):
-    """Take over weights, optimizer state and the state of the random numbers from a checkpoint.
-
-    Raises ConfigError where they are not this model's.
-    """
+    """Take over weights, optimizer state and random numbers. Raises ConfigError if not this
+    model's."""
     try:
         trainer.model.load_state_dict(content["model"])
         for group in trainer.optimizer.groups:
             group.load(content["groups"][group.name])
         torch.set_rng_state(content["rng"])
     except Exception as error:  # each kind of thing in the place of a tensor raises another type
-        raise ConfigError(
-            f"the checkpoint is not of this model ({one_line(error)}); use the script and the "
-            "configuration that it began with"
-        ) from None
+        remedy = "use the script and the configuration that it began with"
+        reason = one_line(error)
+        raise ConfigError(f"the checkpoint is not of this model ({reason}); {remedy}") from None
 
 
 # ----- the run
@@ -3498,16 +3483,26 @@ class Run:
         self.loader_state = None  # behind these
         self.loss_sum = 0.0  # of the steps since the last logged one, on this rank
         self.loss_tokens = 0  # of these steps, on all ranks
-        self.facts = machine_facts(self)
+        commit, is_dirty = git_state()
+        triton = sys.modules.get("triton")
+        self.facts = {  # of script, machine and versions
+            "commit": commit,
+            "dirty": is_dirty,
+            "code_sha256": file_sha256(__file__),
+            "seed": seed,
+            "world_size": runtime.world_size,
+            "device": device_name(runtime.device),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda or "none",
+            "triton": triton.__version__ if triton else "none",
+            "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
+        }
 
     def resume(self, content):
         """Go on from a checkpoint's content. Raises ConfigError where something differs."""
-        data = manifest_hash(self.config)
-        require(
-            content["data"] == data,
-            f"--resume: {self.config.data}/manifest.json is not the one that the run began with "
-            f"(its sha256 is {data[:12]} now); bring its corpus back",
-        )
+        is_same = content["data"] == manifest_hash(self.config)
+        words = f"{self.config.data}/manifest.json is not the one that the run began with"
+        require(is_same, f"--resume: {words}; bring its corpus back")
         restore(self.trainer, content)
         self.step = content["step"]
         self.loader_state = content["loader"]
@@ -3599,24 +3594,6 @@ class Run:
             raise KeyboardInterrupt
 
 
-def machine_facts(run):
-    """{name: value} of script, machine and versions, for the log."""
-    commit, is_dirty = git_state()
-    triton = sys.modules.get("triton")
-    return {
-        "commit": commit,
-        "dirty": is_dirty,
-        "code_sha256": file_sha256(__file__),
-        "seed": run.config.seed,
-        "world_size": run.runtime.world_size,
-        "device": device_name(run.runtime.device),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda or "none",
-        "triton": triton.__version__ if triton else "none",
-        "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
-    }
-
-
 def open_run(config, checkpoint, runtime, log, is_check):
     """Build a run or take it up again, and begin its log, unless it is only checked. Raises
     ConfigError."""
@@ -3624,10 +3601,8 @@ def open_run(config, checkpoint, runtime, log, is_check):
     config = run.config
     step = 0 if checkpoint is None else checkpoint["step"]
     other = runtime.agree("step", step)
-    require(
-        step == other,
-        f"--resume: of step {step} here, but {other} on another node; all must share logs/",
-    )
+    words = f"of step {step} here, but {other} on another node"
+    require(step == other, f"--resume: {words}; all must share logs/")
     if checkpoint is not None:
         run.resume(checkpoint)
     check_room(run)
@@ -3644,10 +3619,7 @@ def open_run(config, checkpoint, runtime, log, is_check):
         world_size = runtime.world_size
         log.line(f"resumed:{config.run_id} step:{step}/{config.steps} world_size:{world_size}")
     if config.val_sha256 and validation_hash(run.corpus.val) != config.val_sha256:
-        log.line(
-            f"note: {config.data} has other validation tokens than track {config.track}: losses do "
-            "not compare"
-        )
+        log.line(f"note: {config.data} has other validation tokens: losses do not compare")
     return run
 
 
@@ -3693,15 +3665,6 @@ def write_header(run):
     log.line("size: " + " ".join(f"{group.name}={group.size():,}" for group in groups))
 
 
-def sent_per_step(runtime, steps):
-    """{collective/name: [bytes, messages]} that this rank has sent in a training step."""
-    return {
-        f"{collective}/{name}": [round(count / max(1, steps), 1) for count in entry]
-        for (collective, name), entry in sorted(runtime.ledger.items())
-        if name not in ("validation", "checkpoint")
-    }
-
-
 def mfu_percent(trainer, tokens_per_s):
     """The share of a large matrix product's rate that training has come to: 6 operations a token
     and weight of matrices and head; attention's scores are not counted."""
@@ -3735,7 +3698,11 @@ def write_result(run, losses, gates, steps):
         "validity": gates,
         "val_sha256": validation_hash(run.corpus.val),
         "overrides": overrides_of(config),
-        "sent_per_step": sent_per_step(runtime, steps),
+        "sent_per_step": {  # by this rank: [bytes, messages] in a training step
+            f"{collective}/{name}": [round(count / max(1, steps), 1) for count in entry]
+            for (collective, name), entry in sorted(runtime.ledger.items())
+            if name not in ("validation", "checkpoint")
+        },
         "basis_rejects": run.trainer.optimizer.matrices.rejects(),
         "config": dataclasses.asdict(config),
     }
@@ -3757,10 +3724,8 @@ def write_result(run, losses, gates, steps):
         with atomic_file(run.folder / "result.json") as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
     if not all(gates.values()):
-        raise RuntimeError(
-            f"validity gate failed: {verdicts}; the model sees what it must not, or its losses are "
-            "not those of a distribution"
-        )
+        reason = "the model sees what it must not, or its losses are no distribution's"
+        raise RuntimeError(f"validity gate failed: {verdicts}; {reason}")
 
 
 def plot(folder):
