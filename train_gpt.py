@@ -292,10 +292,8 @@ class Config:
         for number, stage in enumerate(self.stages):
             require(isinstance(stage, Stage), f"stages: row {number} is no Stage: {stage}")
             check_fields(stage, f"stages[{number}].")
-            require(
-                stage.softmax_rows <= self.vocab_size,
-                f"softmax_rows={stage.softmax_rows}: at most the vocabulary's {self.vocab_size}",
-            )
+            rows, most = stage.softmax_rows, self.vocab_size
+            require(rows <= most, f"softmax_rows={rows}: at most the vocabulary's {most}")
         starts = [stage.start for stage in self.stages]
         is_rising = all(low < high for low, high in itertools.pairwise(starts))
         require(
@@ -309,41 +307,25 @@ class Config:
         for window in {*self.val_windows, *(size for row in self.stages for size in row.windows)}:
             block = math.gcd(window, ATTENTION_BLOCK)
             for length in (window, self.micro_batch_tokens, self.val_batch_tokens):
-                require(
-                    length % block == 0,
-                    f"windows: a window of {window} takes blocks of {block}, which must divide it, "
-                    f"micro_batch_tokens={self.micro_batch_tokens} and "
-                    f"val_batch_tokens={self.val_batch_tokens}",
-                )
+                words = f"a window of {window} takes blocks of {block}, which must divide"
+                require(length % block == 0, f"windows: {words} it and passes of {length} tokens")
         require(dim % self.head_dim == 0, f"head_dim={self.head_dim}: must divide model_dim={dim}")
         for field in dataclasses.fields(self):
             if field.metadata["check"] in (LAYERS, SKIPS):
                 chosen = getattr(self, field.name)
                 named = np.ravel(chosen).tolist()
-                require(
-                    max(named, default=0) < layers,
-                    f"{field.name}={chosen}: layers are 0 to {layers - 1}",
-                )
-        require(
-            not self.paired_layers or dim // self.head_dim % 2 == 0,
-            f"paired_layers={self.paired_layers}: {dim // self.head_dim} heads make no pairs",
-        )
+                is_there = max(named, default=0) < layers
+                require(is_there, f"{field.name}={chosen}: layers are 0 to {layers - 1}")
+        heads = dim // self.head_dim
+        is_even = not self.paired_layers or heads % 2 == 0
+        require(is_even, f"paired_layers={self.paired_layers}: {heads} heads make no pairs")
 
     def check_bookkeeping(self):
-        require(
-            self.val_tokens % self.val_batch_tokens == 0,
-            f"val_tokens={self.val_tokens}: must be a multiple of "
-            f"val_batch_tokens={self.val_batch_tokens}",
-        )
-        require(
-            self.save_every % self.adam_every == 0,
-            f"save_every={self.save_every}: must be a multiple of adam_every={self.adam_every}, "
-            "since gradients that wait are not saved",
-        )
-        require(
-            self.resume != "auto" or self.run_id,
-            "resume=auto: it goes on with the run of --run-id; name one",
-        )
+        for name, unit in (("val_tokens", "val_batch_tokens"), ("save_every", "adam_every")):
+            count, size = getattr(self, name), getattr(self, unit)
+            require(count % size == 0, f"{name}={count}: must be a multiple of {unit}={size}")
+        is_named = self.resume != "auto" or self.run_id
+        require(is_named, "resume=auto: it goes on with the run of --run-id; name one")
 
     @property
     def eot_token(self):
@@ -530,8 +512,7 @@ def long_windows_until(config, step):
 
 # 2. Tokens =======================================================================================
 
-SHARD_MAGIC = 20240520
-SHARD_VERSION = 1
+SHARD_KIND = [20240520, 1]  # magic number and version, before the count of tokens
 HEADER_INTS = 256
 PREFETCH = 4  # steps that the loader's thread works ahead
 # Segments that a micro-batch has room for: FlashAttention starts blocks for each. FineWeb has at
@@ -547,16 +528,13 @@ def open_shard(path):
     require(path.is_file(), f"{path}: no file, and a shard is one")
     header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
     kind = header[:2].tolist()
+    is_shard = len(header) == HEADER_INTS and kind == SHARD_KIND
     require(
-        len(header) == HEADER_INTS and kind == [SHARD_MAGIC, SHARD_VERSION],
-        f"{path}: magic and version are {kind}, not [{SHARD_MAGIC}, {SHARD_VERSION}], or its "
-        f"header is cut: no token shard; {remedy}",
+        is_shard, f"{path}: begins with {kind}, not {SHARD_KIND}, or is cut: no shard; {remedy}"
     )
     held = (path.stat().st_size - header.nbytes) / 2
-    require(
-        header[2] == held > 0,
-        f"{path}: header says {header[2]} tokens, the file holds {held:.12g}; {remedy}",
-    )
+    words = f"header says {header[2]} tokens, the file holds {held:.12g}"
+    require(header[2] == held > 0, f"{path}: {words}; {remedy}")
     return np.memmap(path, dtype="<u2", mode="r", offset=header.nbytes)
 
 
@@ -579,16 +557,11 @@ def read_manifest(folder):
 def check_shard(path, tokens, config, manifest):
     """Check that a shard is what its manifest says and that its ids suit the tokenizer."""
     largest = int(tokens.max())
-    require(
-        largest <= config.eot_token,
-        f"{path}: token id {largest} is beyond the {config.tokenizer} vocabulary "
-        f"(0 to {config.eot_token}); is --tokenizer right?",
-    )
-    require(
-        manifest is None or manifest.get(path.name) == file_sha256(path),
-        f"{path}: its sha256 is not the manifest's: changed or damaged; build or download the "
-        "corpus again, in an empty folder",
-    )
+    words = f"token id {largest} is beyond the {config.tokenizer} vocabulary's {config.eot_token}"
+    require(largest <= config.eot_token, f"{path}: {words}; is --tokenizer right?")
+    is_whole = manifest is None or manifest.get(path.name) == file_sha256(path)
+    remedy = "build or download the corpus again, in an empty folder"
+    require(is_whole, f"{path}: its sha256 is not the manifest's: changed or damaged; {remedy}")
 
 
 def split_off_index(tokens, share, eot_token):
@@ -624,12 +597,8 @@ def open_corpus(config):
     found = {}
     for split in ("train", "val"):
         found[split] = sorted(folder.glob(f"*_{split}_*.bin"))
-        require(
-            found[split],
-            f"{folder}: no *_{split}_*.bin shards; build them with "
-            f"`python data/{builder.get(folder.name, 'text.py PATH')}`, or name another folder "
-            "with --data",
-        )
+        remedy = f"run `python data/{builder.get(folder.name, 'text.py PATH')}`, or name --data"
+        require(found[split], f"{folder}: no *_{split}_*.bin shards; {remedy}")
     shards = [open_shard(path) for path in found["train"]]
     share = config.index_share if config.index_orders else 0.0
     shards[0], indexed = split_off_index(shards[0], share, config.eot_token)
@@ -640,12 +609,9 @@ def open_corpus(config):
             check_shard(path, open_shard(path), config, manifest)
         available += usable_tokens(tokens, config)
     available *= config.epochs
-    require(
-        needed <= available,
-        f"{folder}: the schedule takes {needed:,} training tokens, shards hold {available:,} in "
-        f"{config.epochs} epoch(s) beside the index; lower --steps or --index-share, raise "
-        "--epochs, or add shards",
-    )
+    words = f"{needed:,} training tokens, shards hold {available:,} in {config.epochs} epoch(s)"
+    remedy = "lower --steps or --index-share, raise --epochs, or add shards"
+    require(needed <= available, f"{folder}: the schedule takes {words} beside the index; {remedy}")
     return Corpus(shards, indexed, open_validation(config, found["val"], manifest))
 
 
@@ -659,11 +625,8 @@ def open_validation(config, paths, manifest):
         parts.append(np.array(tokens[: needed - sum(map(len, parts))]))
     val = np.concatenate(parts)
     most = (len(val) - 1) // config.val_batch_tokens * config.val_batch_tokens
-    require(
-        len(val) == needed,
-        f"{config.data}: val_tokens={config.val_tokens:,}, but the validation split holds "
-        f"{len(val):,}; --val-tokens at most {most}",
-    )
+    words = f"val_tokens={config.val_tokens:,}, but the validation split holds {len(val):,}"
+    require(len(val) == needed, f"{config.data}: {words}; --val-tokens at most {most}")
     return val
 
 
@@ -764,13 +727,9 @@ def check_distinct_targets(passage, config, step):
     rows = stage_at(config, step).softmax_rows
     if rows in (0, config.vocab_size):
         return
-    distinct_targets = len(np.unique(passage.tokens(shift=1)))
-    require(
-        distinct_targets < rows,
-        f"softmax_rows={rows}: a micro-batch of step {step} has {distinct_targets} different "
-        "targets, which all take part, and others must stand for the rest of the vocabulary; "
-        "raise it, or 0 for the whole vocabulary",
-    )
+    found = len(np.unique(passage.tokens(shift=1)))
+    words = f"step {step} has {found} different targets in a micro-batch, which all take part"
+    require(found < rows, f"softmax_rows={rows}: {words}; raise it, or 0 for the whole vocabulary")
 
 
 class TrainLoader:
@@ -792,10 +751,8 @@ class TrainLoader:
         self.plan_rows = plan_rows
         self.state = dict(state or self.START)
         self.step = first_step  # the next one to assemble
-        require(
-            self.state["shard"] < config.epochs * len(shards),
-            f"{self.state}: a place beyond the corpus; use another checkpoint",
-        )
+        is_inside = self.state["shard"] < config.epochs * len(shards)
+        require(is_inside, f"{self.state}: a place beyond the corpus; use another checkpoint")
         self.open_shard()
         self.ahead = deque()
         self.thread = ThreadPoolExecutor(1, initializer=runtime.use_device)
@@ -1599,12 +1556,10 @@ def choose_attention(config, device):
         capability = torch.cuda.get_device_capability(device)
     is_able = capability >= (8, 0) and config.dtype == "bfloat16"
     has_varlen = is_able and importlib.util.find_spec("torch.nn.attention.varlen")
-    require(
-        has_varlen or config.attention != "varlen",
-        "attention=varlen: needs a GPU of compute capability 8.0, bfloat16 and "
-        f"torch.nn.attention.varlen, and has {device.type} {capability}, {config.dtype} and torch "
-        f"{torch.__version__}; use --attention sdpa",
-    )
+    needs = "needs a GPU of compute capability 8.0, bfloat16 and torch.nn.attention.varlen"
+    has = f"has {device.type} {capability}, {config.dtype} and torch {torch.__version__}"
+    is_met = has_varlen or config.attention != "varlen"
+    require(is_met, f"attention=varlen: {needs}, and {has}; use --attention sdpa")
     if config.attention == "sdpa" or not has_varlen:
         return BlockedAttention(), "sdpa"
     newer = {9: "FA3", 10: "FA4"}.get(capability[0], "newer one for this device")
@@ -1633,6 +1588,7 @@ def gate(x, weight):
 # 5. Loss =========================================================================================
 
 LOSS_CHUNK = 2048  # tokens whose logits exist at a time
+SPREAD = 2654435769  # 2^32 over the golden ratio: multiples of it lie far from each other
 
 
 class CappedCrossEntropy(torch.autograd.Function):
@@ -1705,7 +1661,7 @@ def cap_slope(gap, cap):
 
 def sampled_rows(targets, vocab, count):
     """Choose `count` rows of the vocabulary for a softmax: all targets (T,), fewer than `count`
-    distinct ones, and others at even distances, from a place on that the targets decide.
+    distinct ones, and others, spread over the ids in an order that the targets decide.
 
     Returns (rows (count,) int64, rising; positions (vocab,): where each row of the vocabulary
     stands among them, meaningless for those that do not; counts (count,) float32: how many rows
@@ -1713,19 +1669,12 @@ def sampled_rows(targets, vocab, count):
     """
     ids = torch.arange(vocab, device=targets.device)
     is_target = torch.zeros_like(ids).index_fill(0, targets, 1)
-    others = vocab - is_target.sum()
-    wanted = (count - is_target.sum()).clamp_min(0)  # of the others
-    number = (1 - is_target).cumsum(0) - 1 + targets.sum()
-    turn = number % others.clamp_min(1)
-    before = turn * wanted
-    after = (turn + 1) * wanted
-    is_sampled = (1 - is_target) * (after // others.clamp_min(1) - before // others.clamp_min(1))
-    is_chosen = is_target + is_sampled > 0
-    positions = (is_chosen.cumsum(0) - 1).clamp(0, count - 1)
-    # What is not chosen is written behind the end.
-    rows = torch.zeros(count + 1, dtype=torch.int64, device=ids.device)
-    rows = rows.scatter(0, torch.where(is_chosen, positions, count), ids)[:count]
-    counts = torch.where(is_target[rows] > 0, 1.0, others / wanted.clamp_min(1))
+    turn = (ids + targets.sum()) * SPREAD % 2**31
+    rows = (turn + is_target * 2**31).topk(count).indices.sort().values
+    positions = torch.zeros_like(ids).scatter(0, rows, ids[:count])
+    distinct_targets = is_target.sum()
+    share = (vocab - distinct_targets) / (count - distinct_targets).clamp_min(1)
+    counts = torch.where(is_target[rows] > 0, 1.0, share)
     return rows, positions, counts
 
 
@@ -2355,11 +2304,8 @@ class ParameterGroup(Group):
         if not isinstance(lr_mul, tuple):
             return lr_mul
         repeats, rest = divmod(len(param), len(lr_mul))
-        require(
-            not rest,
-            f"{name} has {len(param)} matrices, and the length of lr_mul={lr_mul} must divide "
-            "their number; correct its rule",
-        )
+        words = f"lr_mul={lr_mul} does not suit its {len(param)} matrices"
+        require(not rest, f"{name}: the length of {words}; correct its rule")
         factors = torch.tensor(lr_mul, device=param.device).repeat(repeats)
         return self.own(name, factors)[:, None, None]
 
@@ -2491,11 +2437,9 @@ class Optimizer:
         members = {"small": {}, "embeddings": {}, "matrices": {}}
         for name, param in model.named_parameters():
             rule = getattr(param, "rule", None)
-            require(
-                rule is not None and rule.group in members,
-                f"no optimizer rule for {name}: make it with ruled(), in one of the groups "
-                f"{', '.join(members)}",
-            )
+            is_ruled = rule is not None and rule.group in members
+            groups = ", ".join(members)
+            require(is_ruled, f"no rule for {name}: make it with ruled(), in one group of {groups}")
             members[rule.group][name] = param
         self.parameter_groups = [
             ParameterGroup(name, config, params, runtime) for name, params in members.items()
@@ -2551,10 +2495,8 @@ def choose_compile(config, device):
         get_cpp_compiler()
     except Exception:  # inductor raises its own types
         missing = "C++ compiler: install g++"
-    require(
-        not missing or device.type != "cuda",
-        f"compile=True: no {missing}, or go without by --compile false",
-    )
+    can_do = not missing or device.type != "cuda"
+    require(can_do, f"compile=True: no {missing}, or go without by --compile false")
     return f"off (no {missing})" if missing else "inductor"
 
 
@@ -2871,10 +2813,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 def launcher_number(name, default):
     """What a launcher says in an environment variable, which is a number. Raises ConfigError."""
     text = os.environ.get(name, str(default))
-    require(
-        text.isdecimal(),
-        f"{name}={text!r}: torchrun sets this environment variable to a number; unset it",
-    )
+    require(text.isdecimal(), f"{name}={text!r}: is a number where torchrun sets it; unset it")
     return int(text)
 
 
@@ -2913,11 +2852,8 @@ class Runtime:
         Raises ConfigError where no launcher says where to meet."""
         needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
         missing = ", ".join(name for name in needed if name not in os.environ)
-        require(
-            not missing,
-            f"WORLD_SIZE={self.world_size} without {missing}: start with torchrun, which sets "
-            "all of them, or unset WORLD_SIZE",
-        )
+        words = f"WORLD_SIZE={self.world_size} without {missing}"
+        require(not missing, f"{words}: start with torchrun, which sets all, or unset WORLD_SIZE")
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             # torchrun's store outlives a restart, and still has the addresses of the dead. Nodes
@@ -3050,19 +2986,14 @@ def wait(work):
 def choose_device(name, local_rank, local_world_size):
     """The torch.device of one of the processes on this machine. Raises ConfigError."""
     has_cuda = name != "cpu" and torch.cuda.is_available()
-    require(
-        has_cuda or name != "cuda",
-        f"device=cuda: torch {torch.__version__} sees no CUDA device; use --device cpu to train "
-        "without one",
-    )
+    words = f"torch {torch.__version__} sees no CUDA device"
+    require(has_cuda or name != "cuda", f"device=cuda: {words}; use --device cpu")
     if not has_cuda:
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    require(
-        max(local_world_size, local_rank + 1) <= count,
-        f"{local_world_size} processes on a node with {count} GPU(s): start at most one a GPU "
-        "(--nproc-per-node)",
-    )
+    words = f"{local_world_size} processes on a node with {count} GPU(s)"
+    is_enough = max(local_world_size, local_rank + 1) <= count
+    require(is_enough, f"{words}: start at most one a GPU (--nproc-per-node)")
     return torch.device("cuda", local_rank)
 
 
