@@ -576,11 +576,6 @@ def split_off_index(tokens, share, eot_token):
     return np.array(tokens[: cut + 1]), np.array(tokens[cut:])
 
 
-def usable_tokens(tokens, config):
-    """How many tokens of a shard micro-batches can take; its last token is only a target."""
-    return (len(tokens) - 1) // config.micro_batch_tokens * config.micro_batch_tokens
-
-
 class Corpus(NamedTuple):
     """The tokens of a run, uint16."""
 
@@ -607,7 +602,7 @@ def open_corpus(config):
     for path, tokens in zip(found["train"], shards, strict=True):
         if available <= needed:  # the run gets here
             check_shard(path, open_shard(path), config, manifest)
-        available += usable_tokens(tokens, config)
+        available += (len(tokens) - 1) // config.micro_batch_tokens * config.micro_batch_tokens
     available *= config.epochs
     words = f"{needed:,} training tokens, shards hold {available:,} in {config.epochs} epoch(s)"
     remedy = "lower --steps or --index-share, raise --epochs, or add shards"
@@ -715,13 +710,6 @@ def stack_passages(passages, length, device):
     return MicroBatch(*(to_device(array, device) for array in arrays))
 
 
-def load_shard(shard):
-    """The tokens of a shard in memory: to read a mapped file that was cut short ends a process."""
-    if isinstance(shard, np.memmap):
-        return np.fromfile(shard.filename, "<u2", offset=4 * HEADER_INTS)
-    return shard
-
-
 def check_distinct_targets(passage, config, step):
     """Refuse a softmax that has no row left to stand for the rest of the vocabulary."""
     rows = stage_at(config, step).softmax_rows
@@ -761,7 +749,9 @@ class TrainLoader:
         """Cut the current shard's documents into pieces, and shuffle these."""
         opened = self.state["shard"]
         cap = max(stage.document_cap for stage in self.config.stages)
-        tokens = load_shard(self.shards[opened % len(self.shards)])
+        tokens = self.shards[opened % len(self.shards)]
+        if isinstance(tokens, np.memmap):  # to read one that was cut short would end the process
+            tokens = np.fromfile(tokens.filename, "<u2", offset=4 * HEADER_INTS)
         self.text = Text(tokens, self.config.eot_token)
         ends = np.append(self.text.starts[1:], len(tokens) - 1)  # the last token is only a target
         lows = [
@@ -1721,7 +1711,7 @@ class Rule:
     """
 
     group: str  # small | embeddings | matrices
-    lr_mul: float | tuple = 1.0  # times the group's rate; a tuple: of a bank's matrices in turn
+    lr_mul: float | Tensor = 1.0  # times the group's rate; a tensor (k, 1, 1): of a bank's matrices
     decay: float = 0.0  # times matrix_decay for matrices, else the weight decay itself
     betas: tuple = (0.9, 0.99)  # Muon and SOAP-Muon read the second; the first follows a schedule
 
@@ -1780,7 +1770,8 @@ class GPT(nn.Module):
         mlps[1::2] = 0
         self.query_key = ruled(query_key, "matrices", decay=1.0, betas=(0.9, 0.9))
         self.value_output = ruled(value_output, "matrices", decay=1.0, betas=(0.9, 0.9))
-        self.mlp = ruled(mlps, "matrices", lr_mul=(1.0, 2.0), decay=1.0, betas=(0.9, 0.9))
+        lr_muls = torch.tensor([1.0, 2.0]).repeat(layers)[:, None, None]
+        self.mlp = ruled(mlps, "matrices", lr_mul=lr_muls, decay=1.0, betas=(0.9, 0.9))
         value_layers = len(config.value_embedding_layers)
         value_embed = drawn(value_layers, vocab, dim, std=0.01)
         self.value_embed = ruled(
@@ -2201,15 +2192,6 @@ def refresh_eigenbases(banks, method):
             state["rejects"].add_(rejected)
 
 
-def refresh_method(step, device):
-    """How to step the eigenbases: exactly at first, then safely, then in batches on a GPU."""
-    if step < EIGH_STEPS:
-        return "eigh"
-    if device.type == "cpu" or step < HOUSEHOLDER_STEPS:
-        return "householder"
-    return "cholesky"
-
-
 # 8. Parameter groups =============================================================================
 
 
@@ -2282,7 +2264,9 @@ class ParameterGroup(Group):
                 count = math.ceil(count / runtime.world_size) * runtime.world_size
             self.grads[key] = torch.zeros(count, *param.shape[1:], device=param.device)
             self.state[key] = self.new_state(self.own(key, param.data))
-            self.lr_muls[key] = self.lr_mul_of(key)
+            self.lr_muls[key] = param.rule.lr_mul
+            if isinstance(param.rule.lr_mul, Tensor):
+                self.lr_muls[key] = self.own(key, param.rule.lr_mul.to(param.device))
         self.take_step = take_step
         if runtime.device.type == "cuda" and config.compile:
             self.take_step = compiled_updates()
@@ -2296,18 +2280,6 @@ class ParameterGroup(Group):
         """This rank's part of a tensor that has the parameter's first axis."""
         low, high = self.owned_range(name)
         return tensor[low:high]
-
-    def lr_mul_of(self, name):
-        """The factor of a parameter's rate: a number, or (k, 1, 1) for the matrices owned here."""
-        param = self.params[name]
-        lr_mul = param.rule.lr_mul
-        if not isinstance(lr_mul, tuple):
-            return lr_mul
-        repeats, rest = divmod(len(param), len(lr_mul))
-        words = f"lr_mul={lr_mul} does not suit its {len(param)} matrices"
-        require(not rest, f"{name}: the length of {words}; correct its rule")
-        factors = torch.tensor(lr_mul, device=param.device).repeat(repeats)
-        return self.own(name, factors)[:, None, None]
 
     def new_state(self, part):
         """What the rule keeps of this rank's part of a parameter, at its start."""
@@ -2327,9 +2299,11 @@ class ParameterGroup(Group):
                     state[f"{side}_basis"] = identity.repeat(count, 1, 1)
         return state
 
-    def accumulate(self, name, grad):
-        """Add the gradient of a summed loss."""
-        self.grads[name][: len(grad)].add_(grad)
+    def accumulate(self, grads):
+        """Add the gradients of a summed loss, {name: tensor, or None for one not in use}."""
+        for name, total in self.grads.items():
+            if grads.get(name) is not None:
+                total[: len(grads[name])].add_(grads[name])
 
     def stepping(self, step):
         """The parameters that take part in a step: not a tied embedding, which has no gradient."""
@@ -2384,7 +2358,10 @@ class ParameterGroup(Group):
             update_factors(grad, eigen_sides(state), self.rule.is_kl)
             turn = (step - self.owned_range(name)[0]) % every
             banks.append({key: value[turn::every] for key, value in state.items()})
-        refresh_eigenbases(banks, refresh_method(step, self.runtime.device))
+        method = "cholesky"  # in batches on a GPU, but exactly at first, and then safely
+        if self.runtime.device.type == "cpu" or step < HOUSEHOLDER_STEPS:
+            method = "householder"
+        refresh_eigenbases(banks, "eigh" if step < EIGH_STEPS else method)
 
     def receive(self, pending):
         for name, whole, work in pending:
@@ -2447,19 +2424,6 @@ class Optimizer:
         small, self.embeddings, self.matrices = self.parameter_groups
         self.groups = [small, self.embeddings, table, self.matrices]
 
-    def accumulate(self, grads):
-        """Add the gradients of a micro-batch's summed loss, {name: tensor, or None for a parameter
-        not in use}."""
-        for group in self.parameter_groups:
-            for name in group.params:
-                if grads.get(name) is not None:
-                    group.accumulate(name, grads[name])
-
-    def count(self, tokens):
-        """Tell all groups how many tokens more all ranks have trained on."""
-        for group in self.parameter_groups:
-            group.tokens += tokens
-
     def step(self, step, lr_mul):
         """Update all groups that are due at a step."""
         due = [group for group in self.groups if group.is_due(step)]
@@ -2500,14 +2464,6 @@ def choose_compile(config, device):
     return f"off (no {missing})" if missing else "inductor"
 
 
-def compiled_model(model):
-    """The model's forward pass, compiled anew for each Phase."""
-    # A phase is two graphs, and torch's default limit is 8; never eager in silence.
-    torch._dynamo.config.recompile_limit = 64
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    return torch.compile(model, dynamic=False)
-
-
 class Trainer:
     """Model, table, optimizer and compiled forward pass of one run: what training, evaluation and
     sampling share."""
@@ -2523,13 +2479,11 @@ class Trainer:
         self.compile_name = choose_compile(config, runtime.device)
         self.forward = self.model
         if self.compile_name == "inductor":
-            self.forward = compiled_model(self.model)
-        self.rotary = functools.cache(self.make_rotary)
-
-    def make_rotary(self, length, long_windows):
-        config = self.config
-        device = self.runtime.device
-        return rotary_tables(length, config.head_dim, long_windows, device, config.torch_dtype)
+            # A phase is two graphs, and torch's default limit is 8; never eager in silence.
+            torch._dynamo.config.recompile_limit = 64
+            torch._dynamo.config.fail_on_recompile_limit_hit = True
+            self.forward = torch.compile(self.model, dynamic=False)
+        self.rotary_tables = functools.cache(rotary_tables)
 
     def forward_pass(self, step, phase, loss_weights, micro_batch, ngram):
         """What GPT.forward returns for a MicroBatch and its summed rows, in a phase of the run.
@@ -2537,9 +2491,13 @@ class Trainer:
         loss_weights: of as many targets a position as the phase has.
         """
         positions = max(window.positions for window in phase.windows) * len(micro_batch.inputs)
-        rotary = self.rotary(positions, long_windows_until(self.config, step))
-        masks = self.model.back_end.prepare(micro_batch, phase, self.config.torch_dtype)
-        weights = to_device(np.array(loss_weights, np.float32), self.runtime.device)
+        config = self.config
+        device = self.runtime.device
+        windows = long_windows_until(config, step)
+        shape = positions, config.head_dim, windows, device, config.torch_dtype
+        rotary = self.rotary_tables(*shape)
+        masks = self.model.back_end.prepare(micro_batch, phase, config.torch_dtype)
+        weights = to_device(np.array(loss_weights, np.float32), device)
         return self.forward(micro_batch, ngram, phase, weights, rotary, masks)
 
     def accumulate(self, step, batch):
@@ -2561,11 +2519,13 @@ class Trainer:
             if ngram is not None and ngram.requires_grad:
                 leaves.append(ngram)
             grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-            self.optimizer.accumulate(dict(zip(params, grads, strict=False)))
+            for group in self.optimizer.parameter_groups:
+                group.accumulate(dict(zip(params, grads, strict=False)))
             if len(grads) > len(params):
                 self.table.accumulate(grads[-1])
             loss_sum = loss_sum + losses.sum()
-        self.optimizer.count(batch.tokens)
+        for group in self.optimizer.parameter_groups:
+            group.tokens += batch.tokens
         return loss_sum
 
     def step(self, step, batch, upcoming=None):
