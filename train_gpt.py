@@ -896,21 +896,6 @@ def latest_matches(keys, first):
 
 
 @compiled
-def copy_tokens(tokens, matches, place, reach, copies):
-    """Write to copies (L,) the tokens that followed matches, at the latest place but `place`.
-
-    copies is left as it is where there is no match at most `reach` back.
-    """
-    for i in range(len(tokens)):
-        match = matches[i]
-        for _ in range(place):  # the match of a match is the place before it
-            if match >= 0:
-                match = matches[match]
-        if match >= 0 and i - match <= reach:
-            copies[i] = tokens[match + 1]
-
-
-@compiled
 def slot_and_tag(key, bits):
     """(entry of the index, tag) of an n-gram: the upper bits of its key, and the 14 behind them."""
     slot = key >> np.uint64(64 - bits)
@@ -998,7 +983,6 @@ def look_up(entries, bits, keys, guesses):
             guesses[2, i] = third
 
 
-@compiled
 def rows_and_signs(keys, first_guess, num_rows):
     """Rows (t, C) int32 in [0, num_rows) and signs (t, C) float32 of the table, for keys (t, C).
 
@@ -1006,21 +990,13 @@ def rows_and_signs(keys, first_guess, num_rows):
     have rows of their own. The sign is one more bit of the hash: two that share a row push it
     apart half of the time (count-sketch's trick). It is 0 where there is no guess.
     """
-    rows = np.empty(keys.shape, np.int32)
-    signs = np.empty(keys.shape, np.float32)
-    for i in range(keys.shape[0]):
-        for column in range(keys.shape[1]):
-            key = keys[i, column] + TOKEN_HASH[column]
-            key = (key ^ (key >> np.uint64(29))) * MIX
-            key ^= key >> np.uint64(32)
-            rows[i, column] = ((key & LOW_HALF) * np.uint64(num_rows)) >> np.uint64(32)
-            if column >= first_guess and keys[i, column] == NO_GUESS:
-                signs[i, column] = 0.0
-            elif key >> np.uint64(40) & np.uint64(1):
-                signs[i, column] = 1.0
-            else:
-                signs[i, column] = -1.0
-    return rows, signs
+    mixed = keys + TOKEN_HASH[: keys.shape[1]]
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * MIX
+    mixed ^= mixed >> np.uint64(32)
+    rows = (mixed & LOW_HALF) * np.uint64(num_rows) >> np.uint64(32)
+    signs = np.where(mixed >> np.uint64(40) & np.uint64(1), np.float32(1), np.float32(-1))
+    signs[:, first_guess:][keys[:, first_guess:] == NO_GUESS] = 0.0
+    return rows.astype(np.int32), signs
 
 
 class TextIndex:
@@ -1082,12 +1058,15 @@ class RowFinder:
         begin = low - config.copy_reach - max(config.copy_orders) + 1
         begin = max(text.document_start(low), begin)
         tokens = text.tokens[begin:high]
+        positions = np.arange(len(tokens))
         found = np.full((config.copy_places, len(config.copy_orders), len(tokens)), NO_GUESS)
         for column, order in enumerate(config.copy_orders):
-            keys = rolling_hash(tokens, order, config.eot_token)
-            matches = latest_matches(keys, order - 1)
+            matches = latest_matches(rolling_hash(tokens, order, config.eot_token), order - 1)
+            match = matches
             for place in range(config.copy_places):
-                copy_tokens(tokens, matches, place, config.copy_reach, found[place, column])
+                at = np.flatnonzero((match >= 0) & (match >= positions - config.copy_reach))
+                found[place, column, at] = tokens[match[at] + 1]
+                match = np.where(match < 0, -1, matches[match])  # the place before it
         return found[..., low - begin :].reshape(-1, high - low).T
 
     def find(self, passage):
@@ -1128,23 +1107,16 @@ class RowPlan:
     merge: tuple  # positions in `asked` of owned[0], then owned[1], ... (R,); offsets (V,); int32
 
 
-def stable_order(ids):
-    """What sorts integers (n,) from 0 to 2^31 - 1 stably, 16 bits at a time.
-
-    Of 16 bits numpy does a radix sort: both take a quarter of the time of its sort of 32.
-    """
-    order = np.argsort(ids.astype(np.uint16), kind="stable")
-    upper = (ids >> 16).astype(np.uint16)
-    return order[np.argsort(upper[order], kind="stable")]
-
-
 def group_equal(ids):
     """Group equal ones of integers (n,) from 0 to 2^31 - 1.
 
     Returns the distinct ones, rising, (u,); int32 positions (n,) of the first one's occurrences,
     then of the second's, and so on; and where in these each begins, (u,) int32.
     """
-    order = stable_order(ids)
+    # Of 16 bits numpy does a radix sort: two take a quarter of the time of its sort of 32.
+    order = np.argsort(ids.astype(np.uint16), kind="stable")
+    upper = (ids >> 16).astype(np.uint16)
+    order = order[np.argsort(upper[order], kind="stable")]
     ordered = ids[order]
     is_first = np.ones(len(ids), bool)
     is_first[1:] = ordered[1:] != ordered[:-1]
