@@ -2745,7 +2745,9 @@ class GatePasses:
         fates = itertools.cycle(FATES)
         for _ in range(rng.integers(3)):  # so that the first document never is noise
             next(fates)
-        for fate, (start, end) in zip(fates, itertools.pairwise(edges[first : last + 1])):
+        for fate, (start, end) in zip(
+            fates, itertools.pairwise(edges[first : last + 1]), strict=False
+        ):
             begin = max(start, low)
             end = min(end, low + self.length)
             if fate == CUT:
