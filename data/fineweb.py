@@ -20,11 +20,13 @@ import sys
 import time
 from pathlib import Path
 
-from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 from huggingface_hub.utils import WeakFileLock, httpx
 
 REPO = "kjj0/fineweb10B-gpt2"
 REVISION = "889765ea1f903759787add96995d81171b632d0c"
+SOURCE = f"{REPO} at {REVISION}"
+FOLDER = Path(__file__).parent / "fineweb10B"
 TRAIN_SHARDS = 103
 VAL_NAME = "fineweb_val_000000.bin"
 # The validation shard decides what a loss means: no mirror may offer another one.
@@ -41,9 +43,8 @@ def complete_corpus(folder, train_shards):
     names = [f"fineweb_train_{i:06d}.bin" for i in range(1, train_shards + 1)]
     # Validation comes last: until it is there the corpus is incomplete, and has no manifest.
     for name in [*names, VAL_NAME]:
-        path = folder / name
-        if not path.is_file() or sha256_of(path) != shards.get(name):
-            shards[name] = fetch(path)
+        if not is_right(folder / name, shards.get(name)):
+            shards[name] = fetch(folder / name)
             if VAL_NAME in shards:
                 write_manifest(folder, shards)
 
@@ -52,7 +53,7 @@ def known_shards(folder):
     """The shards that a folder's manifest lists, {file name: sha256}."""
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
-        if manifest["source"] == f"{REPO} at {REVISION}":
+        if manifest["source"] == SOURCE:
             return {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         pass  # it is written anew, once the hub has been asked
@@ -63,9 +64,8 @@ def write_manifest(folder, shards):
     """Replace the manifest in one step. Its keys are those of data/text.py's manifests."""
     manifest = {
         "shards": [{"file": name, "sha256": shards[name]} for name in sorted(shards)],
-        "source": f"{REPO} at {REVISION}",
+        "source": SOURCE,
         "tokenizer": "gpt2",
-        "vocab_size": 50257,
     }
     temporary = folder / "manifest.json.tmp"
     temporary.write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
@@ -87,16 +87,17 @@ def fetch(path):
 def fetch_once(path):
     """Bring a shard to its place, whole, unless it is there as the hub has it."""
     sha256 = hub_sha256(path.name)
-    if path.is_file() and sha256_of(path) == sha256:
+    if is_right(path, sha256):  # only the manifest is missing
         return sha256
     staging = path.parent / ".download"
     shutil.rmtree(staging, ignore_errors=True)  # what a failed try or a killed call has left
     # A cache of its own, since a broken copy in the user's would be taken again at each try.
     places = {"local_dir": staging, "cache_dir": staging}
-    arrived = hf_hub_download(REPO, path.name, repo_type="dataset", revision=REVISION, **places)
-    if sha256_of(arrived) != sha256:
+    hf_hub_download(REPO, path.name, repo_type="dataset", revision=REVISION, **places)
+    arrived = staging / path.name
+    if not is_right(arrived, sha256):
         raise OSError(f"{path.name}: what arrived has not the sha256 that the hub states")
-    Path(arrived).replace(path)
+    arrived.replace(path)
     shutil.rmtree(staging)
     return sha256
 
@@ -111,10 +112,12 @@ def hub_sha256(name):
     return meta.etag
 
 
-def sha256_of(path):
-    """The sha256 of a file's content, as hex."""
+def is_right(path, sha256):
+    """Say whether a file is there and has this sha256."""
+    if not path.is_file():
+        return False
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest() == sha256
 
 
 def main(argv=None):
@@ -123,8 +126,7 @@ def main(argv=None):
     add = parser.add_argument
     shards_help = f"training shards of 100M tokens, 1 to {TRAIN_SHARDS} (default: 9)"
     add("shards", nargs="?", metavar="SHARDS", type=int, default=9, help=shards_help)
-    folder = Path(__file__).parent / "fineweb10B"
-    add("--out", type=Path, default=folder, help="folder of the corpus (default: data/fineweb10B)")
+    add("--out", type=Path, default=FOLDER, help="folder of the corpus (default: data/fineweb10B)")
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.shards <= TRAIN_SHARDS:
         parser.error(f"SHARDS {arguments.shards} must be between 1 and {TRAIN_SHARDS}")
@@ -136,7 +138,8 @@ def main(argv=None):
         parser.error(f"{error}; check --out")
     except (KeyboardInterrupt, *HUB_ERRORS) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        sys.exit(f"error: {reason}; check network, disk and HF_ENDPOINT, and run again to go on")
+        remedy = f"check disk, network and HF_ENDPOINT ({constants.ENDPOINT}), and run again"
+        sys.exit(f"error: {reason}; {remedy}")
     print(f"{arguments.shards} training shards and validation are complete")
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import http.server
+import json
 import os
 import resource
 import subprocess
@@ -146,7 +147,10 @@ def test_another_commit_or_validation_shard_is_refused(hub, call, tmp_path, monk
     assert downloads(hub) == [ONE]
 
 
-@pytest.mark.parametrize("manifest", ["[]", "{", '{"source": "another"}'])
+FOREIGN = {"source": "another", "shards": [{"file": TWO, "sha256": SHA256[ONE]}]}
+
+
+@pytest.mark.parametrize("manifest", ["[]", "{", json.dumps(FOREIGN)])
 def test_shards_that_no_manifest_knows_are_compared_with_the_hub(hub, call, tmp_path, manifest):
     (tmp_path / "manifest.json").write_text(manifest)
     (tmp_path / ONE).write_bytes(FILES[ONE])
