@@ -19,8 +19,8 @@ from records.source import sha256_of as sha_of
 
 STEPS = 60
 YESTERDAY = datetime.now(UTC).replace(microsecond=0) - timedelta(days=1)  # when runs began
-TARGET = 0.88  # of the nano track here, whatever it is now
-RULES = Repository.at().rules["nano"]
+TARGET = 0.88  # of the mini track here, whatever it is now
+RULES = Repository.at().rules["mini"]
 MANIFEST = RULES["manifest_sha256"]
 WHY = "It takes fewer steps, since each of them does more."
 BOARDS = [
@@ -31,7 +31,7 @@ README = "\n\n".join(["# A repository", *BOARDS, "The end.\n"])
 
 # What a log says of a configuration; the source says it in the trainer's form, see `tracks_text`.
 CONFIG = {
-    "track": "nano",
+    "track": "mini",
     "data": "data/python",
     "tokenizer": "bytes",
     "steps": STEPS,
@@ -71,7 +71,7 @@ class Config:
 """
 
 
-def config_of_nano(**changes):
+def config_of_mini(**changes):
     """The configuration that synthetic sources have."""
     return {**CONFIG, **changes}
 
@@ -112,7 +112,7 @@ def source_of(word="first", padding=0, **changes):
     return (
         f"open('executed', 'w').write({word!r})\nraise SystemExit('executed')\n"
         + "".join(lines)
-        + tracks_text(config_of_nano(**changes))
+        + tracks_text(config_of_mini(**changes))
     )
 
 
@@ -149,7 +149,7 @@ def log_text(
     cpu_ms=None,
     started=YESTERDAY,
 ):
-    """The log that the trainer writes for one complete run on the nano track. dtype: what the
+    """The log that the trainer writes for one complete run on the mini track. dtype: what the
     machine makes of `auto`."""
     source = source_of() if source is None else source
     place = f"1:{counter}/{declared}:{start}"
@@ -161,7 +161,7 @@ def log_text(
     lines = [
         source.rstrip("\n"),
         "===== END OF CODE =====",
-        f"run:{run} track:nano commit:{'0' * 40} dirty:0 code_sha256:{sha_of(source)} seed:{seed} "
+        f"run:{run} track:mini commit:{'0' * 40} dirty:0 code_sha256:{sha_of(source)} seed:{seed} "
         f"world_size:1 device:{device} torch:2.13.0+cpu cuda:none triton:none "
         f"started:{started:%Y-%m-%dT%H:%M:%SZ}",
         "config:" + json.dumps(values),
@@ -183,8 +183,8 @@ def log_text(
 
 
 def name_of(source):
-    """What the experiment with a script on the nano track is called."""
-    return f"nano-{sha_of(source)[:8]}"
+    """What the experiment with a script on the mini track is called."""
+    return f"mini-{sha_of(source)[:8]}"
 
 
 def write_logs(
@@ -231,16 +231,18 @@ def write_logs(
 
 def make_repository(root):
     """An empty repository with the real tracks, but for the target of one."""
-    (root / "records" / "nano").mkdir(parents=True)
+    (root / "records" / "mini").mkdir(parents=True)
     (root / "records" / "README.md").write_text(README)
-    return fixing(Repository(root, Repository.at().rules), target_loss=TARGET)
+    fixed = {name: CONFIG[name] for name in ("tokenizer", "val_tokens", "val_sha256")}
+    mini = {**RULES, "config": {**fixed, "target_loss": TARGET}}
+    return Repository(root, {**Repository.at().rules, "mini": mini})
 
 
 def fixing(repository, **fields):
     """The same repository, whose track's rules fix these fields of the configuration, too."""
-    rules = repository.rules["nano"]
-    nano = {**rules, "config": {**rules["config"], **fields}}
-    return Repository(repository.root, {**repository.rules, "nano": nano})
+    rules = repository.rules["mini"]
+    mini = {**rules, "config": {**rules["config"], **fields}}
+    return Repository(repository.root, {**repository.rules, "mini": mini})
 
 
 def fresh(repository):
@@ -265,7 +267,7 @@ def tried(repository, name, source):
 def submitted(repository, name, source):
     """The folder of a record of the runs of a script, which are good, with its reasons."""
     assert tried(repository, name, source) == 0
-    (folder,) = (repository.home / "nano").glob(f"*_{name}")
+    (folder,) = (repository.home / "mini").glob(f"*_{name}")
     edit(folder / "README.md", re.escape(render.WHY), WHY)
     return folder
 
@@ -374,7 +376,7 @@ if config.get("dtype") == "auto":
     config["dtype"] = argv.get("--dtype", fast.read_text() if fast.exists() else "float32")
 header = f"""{{code.rstrip()}}
 {{"=" * 5}} END OF CODE {{"=" * 5}}
-run:{{run}} track:nano commit:0 dirty:0 code_sha256:{{hashlib.sha256(code.encode()).hexdigest()}} \\
+run:{{run}} track:mini commit:0 dirty:0 code_sha256:{{hashlib.sha256(code.encode()).hexdigest()}} \\
 seed:{{seed}} world_size:1 device:fake torch:1 cuda:none triton:none \\
 started:{{time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}}
 config:{{json.dumps(config)}}
@@ -410,7 +412,7 @@ status:ok run:{{run}} val_loss:{{loss}} train_time:{{took / 1000:.1f}}s log:logs
 def fake_trainer(loss=0.80, time=50, **changes):
     """A stand-in for a trainer."""
     config = {
-        "track": "nano",
+        "track": "mini",
         "data": "d",
         "tokenizer": "bytes",
         "steps": 2,

@@ -31,7 +31,7 @@ def with_first(root, **dtype):
 
 def test_runs_of_a_comparison_share_the_dtype_of_the_machine(tmp_path, capsys):
     repository = with_first(tmp_path, **OPEN)
-    first = next(tmp_path.glob("records/nano/*_First"))
+    first = next(tmp_path.glob("records/mini/*_First"))
     assert ", world size 1, float32; torch" in (first / "README.md").read_text()
     (tmp_path / "train_gpt.py").write_text(made.fake_trainer(**OPEN))
     status, out, err = call(repository, capsys, "ab", "--runs", 6)
@@ -72,7 +72,7 @@ def test_an_experiment_keeps_the_dtype_that_its_first_run_took(tmp_path, capsys)
     for status, found in ((2, "float32"), (0, "bfloat16")):
         (tmp_path / "fast.txt").write_text(found)
         assert call(repository, capsys, "run", "--runs", 2)[0] == status
-    assert [run.dtype for run in runs_in(repository, "nano-*")] == ["float32", "float32"]
+    assert [run.dtype for run in runs_in(repository, "mini-*")] == ["float32", "float32"]
 
 
 # ----- what verify accepts
@@ -92,7 +92,7 @@ def reason_of(root, capsys, source, change=None, **values):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_both_types_may_be_a_record(tmp_path, capsys, dtype):
     assert reason_of(tmp_path, capsys, made.source_of(), dtype=dtype) == ""
-    readme = next(tmp_path.glob("records/nano/*_Record/README.md")).read_text()
+    readme = next(tmp_path.glob("records/mini/*_Record/README.md")).read_text()
     assert f", world size 1, {dtype}; torch" in readme
 
 
@@ -114,7 +114,7 @@ def test_another_dtype_alone_is_no_idea(tmp_path, capsys):
     """It is the same code, whatever the machine makes of its dtype."""
     repository = made.make_repository(tmp_path)
     made.add_first(repository)
-    for path in (tmp_path / "logs").glob("nano-*"):
+    for path in (tmp_path / "logs").glob("mini-*"):
         path.rename(tmp_path / f"old-{path.name}")
     made.write_logs(tmp_path / "logs", made.source_of("first"), rng=7, dtype="float32")
     assert made.tried(repository, "Again", made.source_of("first")) == 2

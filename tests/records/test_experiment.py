@@ -13,7 +13,7 @@ import records_helpers as made
 from records import stats
 from records_helpers import call
 
-MINE = f"nano-{made.sha_of(made.fake_trainer())[:8]}-*"
+MINE = f"mini-{made.sha_of(made.fake_trainer())[:8]}-*"
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def main_run(repository):
 
 
 def tip(repository):
-    return next((repository.root / "records/nano").glob("*_First"))
+    return next((repository.root / "records/mini").glob("*_First"))
 
 
 def runs_in(repository, name):
@@ -74,8 +74,8 @@ def test_ab_goes_on_where_it_stopped_and_its_pairs_are_a_record(repository, caps
     assert starts.pop(planned[2]) == 2 and set(starts.values()) == {1}
     status, out, err = call(repository, capsys, "submit", "--name", "Second", "--by", "Me")
     assert status == 0, out + err
-    assert "\nBy Me.\n" in out and "python -m records reproduce records/nano/" in out
-    assert "made records/nano/" in out and "[x]" not in out
+    assert "\nBy Me.\n" in out and "python -m records reproduce records/mini/" in out
+    assert "made records/mini/" in out and "[x]" not in out
 
 
 def test_runs_of_a_pair_share_a_seed_that_follows_from_the_code(repository, capsys):
@@ -151,8 +151,8 @@ def test_two_at_once_are_refused(repository, capsys):
 def test_another_machine_is_refused(repository, capsys):
     """As soon as there is a run of it."""
     assert call(repository, capsys, "ab", "--runs", 2)[0] == 0
-    path = next((repository.root / "logs").glob("nano-*-01b/log.txt"))
-    made.edit(path, r"^(run:nano-.*) device:fake", r"\1 device:another")
+    path = next((repository.root / "logs").glob("mini-*-01b/log.txt"))
+    made.edit(path, r"^(run:mini-.*) device:fake", r"\1 device:another")
     status, _, err = call(repository, capsys, "ab", "--runs", 2)
     assert status == 2 and "device differs between runs: 'another', 'fake'" in err
 
@@ -178,7 +178,7 @@ def test_number_of_runs_has_bounds(repository, capsys, count):
             "is the code of .*_First; change it first",
         ),
         (lambda: made.fake_trainer(target_loss=1.5), "target_loss is 1.5, the track's is 0.88"),
-        (lambda: made.fake_trainer(val_tokens=1024), "val_tokens is 1024, the track's is 1048576"),
+        (lambda: made.fake_trainer(val_tokens=1024), "val_tokens is 1024, the track's is 262144"),
         (lambda: "print(1)\n", "its tracks cannot be read from the source"),
         (
             lambda: made.fake_trainer() + "\nimport tests\n",
@@ -197,11 +197,26 @@ def test_runs_of_which_no_record_can_come_are_refused_first(repository, capsys, 
 
 def test_a_track_without_a_record_is_told(repository, capsys):
     status, _, err = call(repository, capsys, "ab", "--track", "nono")
-    assert status == 2 and "--track 'nono': is none of nano" in err
+    assert status == 2 and "--track 'nono': is none of mini" in err
     empty = made.make_repository(repository.root / "empty")
     (empty.root / "train_gpt.py").write_text(made.fake_trainer())
     status, _, err = call(empty, capsys, "ab")
-    assert status == 2 and "track nano has no record; make one with" in err
+    assert status == 2 and "track mini has no record; make one with" in err
+
+
+def test_a_closed_track_takes_no_runs(repository, capsys):
+    rules = {**repository.rules, "mini": {**repository.rules["mini"], "closed": True}}
+    closed = made.Repository(repository.root, rules)
+    words = {"ab": [], "run": [], "submit": ["--name", "X", "--by", "Me"]}
+    for command, more in words.items():
+        status, _, err = call(closed, capsys, command, *more)
+        assert status == 2
+        assert err == ("records: --track mini: is closed, its records stay; open are fineweb\n")
+    assert call(closed, capsys, "table")[0] == 0
+    made.edit(tip(repository) / "README.md", made.render.WHY, made.WHY, missing_ok=True)
+    assert call(closed, capsys, "verify")[0] == 0
+    empty = made.Repository(repository.root, rules, repository.root / "empty")
+    assert "is new, and the track mini is closed" in call(empty, capsys, "verify")[2]
 
 
 def test_a_field_that_the_rules_fix_is_asked_for_first(repository, capsys):
@@ -317,7 +332,7 @@ def test_plot_draws_records_runs_and_other_trainers_logs(repository, tmp_path, c
 
     monkeypatch.setattr(Axes, "plot", noted)
     (tmp_path / "theirs.log").write_bytes(THEIRS.encode() + b"\xff\x1b[2J\0\n")
-    run = next((tmp_path / "logs").glob("nano-*-01a"))
+    run = next((tmp_path / "logs").glob("mini-*-01a"))
     out = tmp_path / "new" / "plot.png"
     words = [tip(repository), run, tmp_path / "theirs.log"]
     assert call(repository, capsys, "plot", *words, "--out", out)[0] == 0

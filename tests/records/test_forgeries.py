@@ -39,7 +39,7 @@ def repository(pristine, tmp_path):
 
 
 def folder_of(repository, name):
-    return next((repository.root / "records" / "nano").glob(f"*_{name}"))
+    return next((repository.root / "records" / "mini").glob(f"*_{name}"))
 
 
 def logs_in(folder, part="logs"):
@@ -50,10 +50,10 @@ def rewrite(repository):
     """Make all figures those that the tool writes for the logs, where it can read them."""
     again = made.fresh(repository)
     with contextlib.suppress(made.RecordError):
-        for record in again.records["nano"]:
-            names = {other.name: other for other in again.records["nano"]}
+        for record in again.records["mini"]:
+            names = {other.name: other for other in again.records["mini"]}
             write_figures(again, record, names.get(record.parent), record.result["by"])
-    (repository.root / "records/nano.svg").unlink(missing_ok=True)
+    (repository.root / "records/mini.svg").unlink(missing_ok=True)
     main(["table"], made.fresh(repository))
 
 
@@ -61,7 +61,7 @@ def force(repository, name, source):
     """A record's folder of the runs of a script as `submit` would make it, if it let everything
     pass."""
     again = made.fresh(repository)
-    folder = (again.home / "nano") / f"{folder_of(repository, FIRST).name[:10]}_{name}"
+    folder = (again.home / "mini") / f"{folder_of(repository, FIRST).name[:10]}_{name}"
     with contextlib.suppress(made.RecordError):
         lay_out(again, folder, source, "A. Forger")
         edit(folder / "README.md", re.escape("Write here what the idea is, "), made.WHY + " ")
@@ -190,7 +190,7 @@ def all_removed(repository):
         shutil.rmtree(folder_of(repository, name))
     source = made.source_of("mine")
     made.write_logs(repository.root / "logs", source, began=LATER)
-    home = repository.home / "nano"
+    home = repository.home / "mini"
     folder = home / f"{made.YESTERDAY:%Y-%m-%d}_Mine"
     lay_out(made.fresh(repository), folder, source, "A. Forger")
 
@@ -201,8 +201,8 @@ def records_are_a_link(repository, pristine):
 
 
 def a_track_is_a_link(repository, pristine):
-    shutil.rmtree(repository.root / "records/nano")
-    (repository.root / "records/nano").symlink_to(pristine.root / "records/nano")
+    shutil.rmtree(repository.root / "records/mini")
+    (repository.root / "records/mini").symlink_to(pristine.root / "records/mini")
 
 
 def a_record_is_a_link(repository, pristine):
@@ -246,7 +246,7 @@ MERGED = {
         r"_First/README.md: is not what was merged",
     ),
     "N31i records is a link": (records_are_a_link, "records: is a symbolic link"),
-    "N31i a track is a link": (a_track_is_a_link, "records/nano: is a symbolic link"),
+    "N31i a track is a link": (a_track_is_a_link, "records/mini: is a symbolic link"),
     "N31i a record is a link": (a_record_is_a_link, r"_Faster/\S+: is not what was merged"),
     "N21 a forged older rival": (
         rival(EARLY),
@@ -264,16 +264,16 @@ def test_what_is_merged_stays(repository, pristine, capsys, name):
     tamper, reason = MERGED[name]
     words = (repository, pristine) if tamper.__code__.co_argcount == 2 else (repository,)
     tamper(*words)
-    if not list(repository.root.glob("records/nano/*_Earlier")):
+    if not list(repository.root.glob("records/mini/*_Earlier")):
         rewrite_unless_link(repository)
     found = told(Repository(repository.root, pristine.rules, pristine.root), capsys)
     assert re.search(reason, found), found
 
 
 def rewrite_unless_link(repository):
-    folders = [repository.root / "records", *repository.root.glob("records/nano")]
+    folders = [repository.root / "records", *repository.root.glob("records/mini")]
     if not any(folder.is_symlink() for folder in [*folders, *folders[-1].iterdir()]):
-        reasons = {path: path.read_text() for path in repository.root.glob("records/nano/*/R*")}
+        reasons = {path: path.read_text() for path in repository.root.glob("records/mini/*/R*")}
         rewrite(repository)
         for path, text in reasons.items():
             if "By me" in text:
@@ -297,7 +297,7 @@ def test_pairs_are_younger_than_their_parent(repository, pristine, tmp_path, cap
     moved_starts(days=days)(repository)
     rewrite(repository)
     shutil.copytree(
-        folder_of(pristine, FIRST), tmp_path / "own/records/nano" / folder_of(pristine, FIRST).name
+        folder_of(pristine, FIRST), tmp_path / "own/records/mini" / folder_of(pristine, FIRST).name
     )
     proposal = Repository(repository.root, pristine.rules, tmp_path / "own")
     assert "was started before the parent's record was made" in told(proposal, capsys)
@@ -309,7 +309,7 @@ def test_an_honest_record_passes_beside_merged_ones(repository, pristine, capsys
     assert main(["table"], made.fresh(repository)) == 0
     proposal = Repository(repository.root, pristine.rules, pristine.root)
     assert main(["verify"], proposal) == 0, capsys.readouterr().out
-    assert [record.age[0] for record in proposal.records["nano"]] == [False, False, True]
+    assert [record.age[0] for record in proposal.records["mini"]] == [False, False, True]
 
 
 # ----- what logs and scripts show
@@ -334,7 +334,7 @@ def scripts_that_name_dtypes(repository):
             began=began,
         )
         code = made.sha_of(source)[:8]
-        for path in repository.root.glob(f"logs/nano-{code}-*a/log.txt"):
+        for path in repository.root.glob(f"logs/mini-{code}-*a/log.txt"):
             edit(path, '"dtype": "bfloat16"', f'"dtype": "{dtype}"', missing_ok=True)
         force(repository, word.title(), source)
 
@@ -384,7 +384,7 @@ def why(text):
 
 def fineweb_first(repository):
     """A first record of a track whose validation tokens rules.json does not know."""
-    config = made.config_of_nano(
+    config = made.config_of_mini(
         track="fineweb", tokenizer="gpt2", val_tokens=10_485_760, val_sha256="", target_loss=3.28
     )
     source = made.source_of("web", **config)
@@ -403,7 +403,7 @@ def fineweb_first(repository):
         )
         (logs / run).mkdir()
         text = text.replace("val_sha256:\n", f"val_sha256:{'ab' * 32}\n")
-        (logs / run / "log.txt").write_text(text.replace(" track:nano ", " track:fineweb "))
+        (logs / run / "log.txt").write_text(text.replace(" track:mini ", " track:fineweb "))
     home = repository.home / "fineweb"
     folder = home / f"{folder_of(repository, FIRST).name[:10]}_Web"
     lay_out(made.fresh(repository), folder, source, "A. Forger")
@@ -488,8 +488,8 @@ FORGERIES = {
     ),
     "N91 words in the data line": (in_logs("^data:", "data:good "), "data:good.*due"),
     "N13 another run's folder": (
-        in_logs("log:logs/na", "log:logs/mo"),
-        "folder is 'mono-.*, in the first line 'nano-",
+        in_logs("log:logs/mi", "log:logs/mo"),
+        "folder is 'moni-.*, in the first line 'mini-",
     ),
     "N60 a hidden restart": (
         in_batch_line_only,
@@ -560,9 +560,9 @@ def test_an_older_script_is_no_new_record_s(repository, capsys):
     """Its own record's configuration is compared with the rules alone; a copy is refused."""
     in_logs(" unmoved:ok", "", which=FIRST)(repository)
     in_logs(" unmoved:ok", "", "baseline")(repository)
-    nano = repository.rules["nano"]
-    older = {**nano, "older_scripts": [made.sha_of(made.source_of("first"))]}
-    repository = Repository(repository.root, {**repository.rules, "nano": older})
+    mini = repository.rules["mini"]
+    older = {**mini, "older_scripts": [made.sha_of(made.source_of("first"))]}
+    repository = Repository(repository.root, {**repository.rules, "mini": older})
     in_logs('"matrix_lr": 0.025', '"matrix_lr": 0.05', which=FIRST)(repository)
     assert main(["verify"], made.fresh(repository)) == 0
     in_logs('"target_loss": 0.88', '"target_loss": 1.5', which=FIRST)(repository)
@@ -584,7 +584,7 @@ def test_an_older_script_is_no_new_record_s(repository, capsys):
         ("cooldown=0.45", f"cooldown=0x{'f' * 5000}", "Exceeds the limit"),
         ("micro_batches=8", f"micro_batches={'x' * 3000!r}", "stages is .* in the config line"),
         ("steps=60", "steps=10**30", "steps is 60 in the config line"),
-        ("'nano': Config", f"{'n' * 5000!r}: Config", "the source has no track 'nano'"),
+        ("'mini': Config", f"{'n' * 5000!r}: Config", "the source has no track 'mini'"),
     ],
 )
 def test_long_numbers_and_texts_in_a_script_are_told(repository, capsys, old, new, reason):
@@ -593,14 +593,14 @@ def test_long_numbers_and_texts_in_a_script_are_told(repository, capsys, old, ne
     assert old in source
     changed = source.replace(old, new)
     pairs(repository)
-    for path in (repository.root / "logs").glob(f"nano-{made.sha_of(source)[:8]}-*a/log.txt"):
+    for path in (repository.root / "logs").glob(f"mini-{made.sha_of(source)[:8]}-*a/log.txt"):
         text = path.read_text().replace(source, changed)
         folder = path.parent.with_name(
             path.parent.name.replace(made.sha_of(source)[:8], made.sha_of(changed)[:8])
         )
         folder.mkdir()
         (folder / "log.txt").write_text(text)
-    home = repository.home / "nano"
+    home = repository.home / "mini"
     folder = home / f"{folder_of(repository, FIRST).name[:10]}_Long"
     shutil.copytree(folder_of(repository, FASTER), folder)
     (folder / "train_gpt.py").write_text(changed)

@@ -63,7 +63,7 @@ def lines_changed(draw, text, other):
 
 def mutate(draw, root):
     """Change something in one record's folder. Returns what was done."""
-    files = sorted(path for path in root.glob("records/nano/*/**/*") if path.is_file())
+    files = sorted(path for path in root.glob("records/mini/*/**/*") if path.is_file())
     path, other = draw.choice(files), draw.choice(files)
     how = draw.choice(
         [
@@ -108,7 +108,7 @@ def mutate(draw, root):
         else:
             folder.rename(folder.with_name(folder.name + draw.choice("xé")))
     else:
-        results = sorted(root.glob("records/nano/*/result.json"))
+        results = sorted(root.glob("records/mini/*/result.json"))
         path = draw.choice(results)
         content = json.loads(path.read_text())
         content[draw.choice([*content, "new"])] = draw.choice(
@@ -122,7 +122,7 @@ def claims(root):
     """What the records and the leaderboard say."""
     results = {
         path.parent.name: json.loads(path.read_text())
-        for path in root.glob("records/nano/*/result.json")
+        for path in root.glob("records/mini/*/result.json")
     }
     return results, (root / "records" / "README.md").read_text()
 

@@ -40,7 +40,7 @@ def test_runs_of_the_trainer_are_a_record(corpus, tmp_path, capsys, monkeypatch)
     rules = {"config": config, "manifest_sha256": manifest, "copy_loss": 1e-6}
     repository = made.Repository(tmp_path, {"tiny": rules})
     (tmp_path / "records").mkdir()
-    (repository.home / "README.md").write_text(made.README.replace("records/nano", "records/tiny"))
+    (repository.home / "README.md").write_text(made.README.replace("records/mini", "records/tiny"))
     code = script_with_track(corpus, val_sha256=val_sha256)
     (tmp_path / "train_gpt.py").write_text(code)
     status, out, err = call(repository, capsys, "run", "--track", "tiny", "--runs", 2)
@@ -98,7 +98,7 @@ def test_what_the_readme_says_makes_a_record(tmp_path, capsys, page):
                 status, out, err = call(repository, capsys, *words)
                 assert status == 0, (line, out, err)
                 said += out
-    assert "records reproduce records/nano/" in said and said.endswith("verify: ok, 2 records\n")
+    assert "records reproduce records/mini/" in said and said.endswith("verify: ok, 2 records\n")
     assert lines[-1].startswith("git add records && git commit")
 
 

@@ -82,13 +82,13 @@ def test_a_record_beside_the_chain_stands_apart(page):
 def test_the_staircase_follows_from_the_pairs(repository):
     """Each step is what is left of the first record's time, if the gains hold on its machine; its
     dots lie on a logarithmic scale."""
-    links = chain(made.fresh(repository).records["nano"])
+    links = chain(made.fresh(repository).records["mini"])
     runs = [sum(run.train_time_ms for run in side) for side in (links[1].runs, links[1].baseline)]
-    picture = ElementTree.parse(repository.root / "records/nano.svg").getroot()
+    picture = ElementTree.parse(repository.root / "records/mini.svg").getroot()
     texts = [text.text for text in picture.iter(f"{SVG}text")]
     first = sum(run.train_time_ms for run in links[0].runs) / 4000
     second = first * runs[0] / runs[1]
-    assert texts[0] == f"nano: {first:.0f} s to {second:.1f} s in 1 proven step"
+    assert texts[0] == f"mini: {first:.0f} s to {second:.1f} s in 1 proven step"
     assert texts[1:5] == ["First", f"{first:.1f} s", "Faster", f"{second:.1f} s, -17 %"]
     dots = [float(dot.get("cx")) for dot in picture.iter(f"{SVG}circle")]
     assert dots[0] > dots[1]
@@ -100,7 +100,7 @@ def test_three_steps_are_apart_as_the_logarithms_of_their_times():
             self.title = "a"
             self.result = {"train_time_ms": {"mean": 8000}, "speed": {"relative": [gain]}}
 
-    text = render.staircase("nano", [Link(None), Link(-0.5), Link(-0.75)])
+    text = render.staircase("mini", [Link(None), Link(-0.5), Link(-0.75)])
     picture = ElementTree.fromstring(text)
     dots = [float(dot.get("cx")) for dot in picture.iter(f"{SVG}circle")]
     assert (dots[1] - dots[2]) / (dots[0] - dots[1]) == pytest.approx(2, rel=0.01)
@@ -116,14 +116,14 @@ def test_this_repository_s_ladder_is_on_its_page():
 
 
 def test_markdown_is_escaped(repository):
-    text = next((repository.root / "records" / "nano").glob("*_Zevil/README.md")).read_text()
+    text = next((repository.root / "records" / "mini").glob("*_Zevil/README.md")).read_text()
     for page in (text, (repository.home / "README.md").read_text()):
         assert "<script" not in page and "<img" not in page and "](javascript" not in page
 
 
 def test_a_record_that_fails_is_told(repository, tmp_path, capsys):
     root = shutil.copytree(repository.root, tmp_path / "copy")
-    next(root.glob("records/nano/*_First/README.md")).write_text("")
+    next(root.glob("records/mini/*_First/README.md")).write_text("")
     words = ["report", "--out", str(tmp_path / "r.html")]
     assert main(words, made.Repository(root, repository.rules)) == 2
     assert "_First: README.md: only what stands" in capsys.readouterr().err

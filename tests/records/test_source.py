@@ -101,15 +101,48 @@ def test_what_is_read_is_what_python_makes_of_it():
     assert source.config_of(NEW, "one") == config
 
 
+def test_a_helper_says_which_of_its_arguments_is_the_default():
+    """As the trainer's does, whose fields have the default first."""
+    helper = """
+def knob(default, help_text, check=None):
+    return dataclasses.field(default=default)
+
+
+"""
+    text = changed("from dataclasses import dataclass\n", "import dataclasses\n" + helper)
+    text = text.replace("@dataclass", "@dataclasses.dataclass").replace("made(in_vain)", "None")
+    for old, new in {
+        'knob("name of the track")': 'knob("one", "name of the track")',
+        'knob("optimizer steps", at_least(1))': 'knob(2**21 - 1, "optimizer steps", 1)',
+        'anything("tokens of a micro-batch")': 'knob(-1, help_text="tokens")',
+        'knob("rows of the schedule")': 'knob((Stage(0.0, 2), Stage(1 / 3, 8)), "rows")',
+        'knob("rules by name")': 'knob(dataclasses.MISSING, "rules by name")',
+        'knob("seed of weights and data order", default=-1)': 'knob(help_text="s", default=-1)',
+        'knob("place in a batch", default="")': 'knob("", "place")',
+    }.items():
+        assert old in text
+        text = text.replace(old, new)
+    tracks = {"one": "rules={}", "two": 'track="two", rules={"a": 1}, steps=3, stages=(), seed=2'}
+    lines = [f"    {name!r}: Config({words}),\n" for name, words in tracks.items()]
+    text = text[: text.index("TRACKS = {")] + f"TRACKS = {{\n{''.join(lines)}}}\n"
+    names = {"__name__": "made"}
+    exec(compile(text, "made", "exec"), names)
+    for name in tracks:
+        config = json.loads(json.dumps(dataclasses.asdict(names["TRACKS"][name])))
+        assert source.config_of(text, name) == config
+    with pytest.raises(RecordError, match="cannot be read"):
+        source.config_of(text.replace("rules={}", ""), "one")
+
+
 def test_synthetic_scripts_say_what_their_logs_say():
     """The tests' own scripts."""
-    assert source.config_of(made.source_of(), "nano") == made.CONFIG
+    assert source.config_of(made.source_of(), "mini") == made.CONFIG
 
 
 def test_configurations_are_read_off_the_trainer():
     """As they are when it runs."""
     text = Path(train_gpt.__file__).read_text()
-    for name in ("nano", "mini", "fineweb"):  # another script may have added its own
+    for name in ("mini", "fineweb"):  # another script may have added its own
         track = train_gpt.TRACKS[name]
         found = source.config_of(text, name)
         assert found == json.loads(json.dumps(dataclasses.asdict(track)))
@@ -152,7 +185,7 @@ UNREADABLE = {
     "tracks from elsewhere": (TRACK + "    **more,\n}\n", "cannot be read"),
     "tracks that change": (TRACK + "}\n\nTRACKS['x'] = 1\n", NEEDED),
     "tracks in a text": (
-        '"""\nTRACKS = {\n    "nano": Config(),\n}\n"""\nclass Config: 1\n',
+        '"""\nTRACKS = {\n    "mini": Config(),\n}\n"""\nclass Config: 1\n',
         "cannot be read",
     ),
     "a field that is not given": (changed("        steps=10,\n", ""), "cannot be read"),

@@ -1,5 +1,5 @@
 """`python -m records verify`: untouched records pass, tampered ones are caught with the right
-reason, malicious ones harm nothing. The records are synthetic, the track's rules are the nano
+reason, malicious ones harm nothing. The records are synthetic, the track's rules are the mini
 track's own."""
 
 import json
@@ -15,7 +15,7 @@ import pytest
 import records_helpers as made
 import train_gpt
 from data import text as data_text
-from records import stats
+from records import files, stats
 from records.__main__ import main
 from records.source import config_of
 from records_helpers import edit, refusal
@@ -48,7 +48,7 @@ def repository(pristine, tmp_path):
 
 
 def folder_of(repository, name):
-    return next((repository.root / "records" / "nano").glob(f"*_{name}"))
+    return next((repository.root / "records" / "mini").glob(f"*_{name}"))
 
 
 def test_untouched_records_pass(repository, capsys):
@@ -361,8 +361,8 @@ TAMPERED = {
         "tokenizer is 'gpt2'",
     ),
     "another track": (
-        all_logs('track(:|": ")nano', r"track\1fineweb"),
-        "its track is 'fineweb', must be 'nano'",
+        all_logs('track(:|": ")mini', r"track\1fineweb"),
+        "its track is 'fineweb', must be 'mini'",
     ),
     "not causal": (
         in_log("causal:ok", "causal:FAILED"),
@@ -417,7 +417,7 @@ TAMPERED_PAIRS = {
         lambda folder: result("parent", folder.name)(folder),
         "baseline/.* ran other code",
     ),
-    "parent is a path": (result("parent", "../../nano"), "no name of a record"),
+    "parent is a path": (result("parent", "../../mini"), "no name of a record"),
     "baseline of other code": (
         all_logs(r"code_sha256:\w+", f"code_sha256:{'ab' * 32}", "baseline"),
         r"baseline/\S+-01b.txt: ran other code \(abababab\)",
@@ -457,7 +457,7 @@ def test_the_first_failure_is_one_line(repository):
     folder = folder_of(repository, FASTER)
     for path in sorted((folder / "logs").iterdir())[:2]:
         edit(path, "causal:ok", "causal:FAILED")
-    path = f"records/nano/{folder.name}/logs/{PAIR}-01a.txt"
+    path = f"records/mini/{folder.name}/logs/{PAIR}-01a.txt"
     assert refusal(repository) == f"{path}: validity: causal is 'FAILED', must be 'ok'"
 
 
@@ -503,11 +503,11 @@ def test_submit_refuses_what_verify_refuses(repository, capsys):
 
     before = sorted(repository.root.rglob("*"))
     assert "train_gpt.py is the code of " in refused("--name", "Again")
-    assert "--track 'nono': is none of nano" in refused("--name", "Again", "--track", "nono")
+    assert "--track 'nono': is none of mini" in refused("--name", "Again", "--track", "nono")
     assert sorted(repository.root.rglob("*")) == before
     source = made.source_of("third")
     (repository.root / "train_gpt.py").write_text(source)
-    assert f"there are no runs {repository.root}/logs/nano-" in refused("--name", "Chosen")
+    assert f"there are no runs {repository.root}/logs/mini-" in refused("--name", "Chosen")
     logs = write_third(repository)
     kept = logs[3].read_text()
     shutil.rmtree(logs[3].parent)
@@ -521,21 +521,21 @@ def test_submit_refuses_what_verify_refuses(repository, capsys):
     assert f"{logs[3].parent.name}.txt: 'final val_los:" in refused("--name", "Chosen")
     logs[3].write_text(kept)
     assert "by is '<b>'; names of 100 letters" in refused("--name", "Chosen", "--by", "<b>")
-    assert not list(repository.root.glob("records/nano/*Chosen*"))
+    assert not list(repository.root.glob("records/mini/*Chosen*"))
 
 
 def test_submit_leaves_other_runs_of_the_script_alone(repository):
     """Those on another track, and those that were reproduced."""
     for path in write_third(repository):
         folder = path.parent
-        for kind in ("mini", "reproduce-20261123-nano"):
-            shutil.copytree(folder, folder.with_name(folder.name.replace("nano", kind)))
+        for kind in ("nano", "reproduce-20261123-mini"):
+            shutil.copytree(folder, folder.with_name(folder.name.replace("mini", kind)))
     assert submit(repository, "--name", "Third") == 0
 
 
 def test_submit_replaces_no_folder(repository, capsys):
     write_third(repository)
-    folder = (repository.home / "nano") / f"{datetime.now(UTC):%Y-%m-%d}_Chosen"
+    folder = (repository.home / "mini") / f"{datetime.now(UTC):%Y-%m-%d}_Chosen"
     folder.mkdir()
     (folder / "README.md").write_text("somebody's")
     assert submit(repository, "--name", "Chosen") == 2
@@ -550,7 +550,7 @@ def test_an_interrupted_submit_leaves_nothing(repository, monkeypatch):
     write_third(repository)
     monkeypatch.setattr("records.experiment.check_records", interrupted)
     assert submit(repository, "--name", "Chosen") == 130
-    assert not list(repository.root.glob("records/nano/*Chosen*"))
+    assert not list(repository.root.glob("records/mini/*Chosen*"))
 
 
 def test_a_record_s_logs_are_thin(repository):
@@ -558,7 +558,7 @@ def test_a_record_s_logs_are_thin(repository):
     for part, word in (("logs", "second"), ("baseline", "first")):
         for path in (folder_of(repository, FASTER) / part).iterdir():
             whole = (repository.root / "logs" / path.stem / "log.txt").read_text()
-            assert path.read_text().startswith("===== END OF CODE =====\nrun:nano-")
+            assert path.read_text().startswith("===== END OF CODE =====\nrun:mini-")
             assert made.source_of(word) + path.read_text() == whole
 
 
@@ -577,8 +577,8 @@ def test_leaderboard_must_be_current(repository):
     assert refusal(repository).startswith("records/README.md: is not current")
     assert main(["table"], made.fresh(repository)) == 0
     assert refusal(repository) == ""
-    edit((repository.home / "README.md"), "<!-- records/nano -->", "")
-    hint = "records/README.md: <!-- records/nano -->, and <!-- end --> behind it, are due once"
+    edit((repository.home / "README.md"), "<!-- records/mini -->", "")
+    hint = "records/README.md: <!-- records/mini -->, and <!-- end --> behind it, are due once"
     assert refusal(repository) == hint
 
 
@@ -589,12 +589,12 @@ def test_a_run_counts_for_one_record(repository):
 
 
 def test_the_staircase_must_be_current(repository):
-    path = repository.root / "records/nano.svg"
+    path = repository.root / "records/mini.svg"
     path.write_text(path.read_text().replace("Faster", "Fastest"))
     hint = "run `python -m records table`"
-    assert refusal(repository) == f"records/nano.svg: is not current; {hint}"
+    assert refusal(repository) == f"records/mini.svg: is not current; {hint}"
     path.unlink()
-    assert "records/nano.svg: No such file" in refusal(repository)
+    assert "records/mini.svg: No such file" in refusal(repository)
 
 
 def test_one_chain_of_speed_claims(repository):
@@ -613,7 +613,7 @@ def test_git_keeps_the_logs_of_records():
     """`logs/` of the repository's root is ignored, a record's is not."""
     for path, ignored in (
         ("logs/run/log.txt", True),
-        ("records/nano/2026-01-01_Name/logs/run.txt", False),
+        ("records/mini/2026-01-01_Name/logs/run.txt", False),
     ):
         done = subprocess.run(
             ["git", "check-ignore", "-q", path], cwd=Path(train_gpt.__file__).parent
@@ -626,12 +626,12 @@ def test_folders_that_nothing_judges_are_told(repository):
     records = repository.root / "records"
     (records / "notes.txt").write_text("which is no folder\n")
     assert refusal(repository) == ""
-    shutil.copytree(records / "nano", records / "Nano")
+    shutil.copytree(records / "mini", records / "Nano")
     reason = "is no track's folder, and so nothing judges it"
     assert refusal(repository) == f"records/Nano: {reason}"
     shutil.rmtree(records / "Nano")
-    (records / "nano" / ".hidden").mkdir()
-    assert "records/nano/.hidden: 'README.md', 'logs'" in refusal(repository)
+    (records / "mini" / ".hidden").mkdir()
+    assert "records/mini/.hidden: 'README.md', 'logs'" in refusal(repository)
 
 
 def test_a_record_s_day_has_come(repository):
@@ -658,12 +658,13 @@ def test_name_of_a_record(repository):
 
 def test_rules_are_those_of_the_trainer():
     rules = made.Repository.at().rules
-    assert rules.keys() == train_gpt.TRACKS.keys() - {"continual"}
-    for name, rule in rules.items():
+    takes = {name: rule for name, rule in rules.items() if not rule.get("closed")}
+    assert takes.keys() <= train_gpt.TRACKS.keys() and files.RULES["default_track"] in takes
+    for name, rule in takes.items():
         config = config_of(Path(train_gpt.__file__).read_text(), name)
         for key, value in rule["config"].items():
             assert config[key] == value
-    assert rules["nano"]["manifest_sha256"] == data_text.RECORD_SHA256["manifest.json"]
+    assert rules["mini"]["manifest_sha256"] == data_text.RECORD_SHA256["manifest.json"]
 
 
 @pytest.mark.parametrize("orders", [(2,), (2, 3)])
@@ -671,7 +672,7 @@ def test_fields_that_the_rules_fix(tmp_path, capsys, orders):
     """A track's rules may fix more fields than those that each track's rules name."""
     repository = made.fixing(made.make_repository(tmp_path), ngram_orders=[2], copy_orders=[])
     fields = {"ngram_orders": orders, "copy_orders": ()}
-    config = made.config_of_nano(**fields)
+    config = made.config_of_mini(**fields)
     source = made.source_of(**fields)
     made.write_logs(tmp_path / "logs", source, config=config)
     assert made.tried(repository, "Orders", source) == (0 if orders == (2,) else 2)
@@ -702,9 +703,9 @@ def test_links_are_refused(repository, tmp_path):
     link.symlink_to(tmp_path / "elsewhere")
     assert "2026-01-01_Link: is no folder, or a link" in refusal(repository)
     link.unlink()
-    shutil.move(repository.home / "nano", tmp_path / "nano")
-    (repository.home / "nano").symlink_to(tmp_path / "nano")
-    assert "records/nano: is a symbolic link" in refusal(repository)
+    shutil.move(repository.home / "mini", tmp_path / "mini")
+    (repository.home / "mini").symlink_to(tmp_path / "mini")
+    assert "records/mini: is a symbolic link" in refusal(repository)
 
 
 def hostile(content):
@@ -748,7 +749,7 @@ def test_hostile_log_is_refused(repository, name):
     folder = folder_of(repository, FIRST)
     attack(folder / LOG)
     found = refusal(repository)
-    assert found.startswith(f"records/nano/{folder.name}/{LOG}: ") and re.search(reason, found)
+    assert found.startswith(f"records/mini/{folder.name}/{LOG}: ") and re.search(reason, found)
 
 
 @pytest.mark.parametrize(
