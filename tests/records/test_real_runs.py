@@ -44,9 +44,8 @@ def test_runs_of_the_trainer_are_a_record(corpus, tmp_path, capsys, monkeypatch)
     status, out, err = call(repository, capsys, "run", "--track", "tiny", "--runs", 2)
     assert status == 0, out + err
 
-    folders = sorted((tmp_path / "logs").glob("tiny-*-0?a"))
-    first, second = map(made.run_at, folders)
-    result = helpers.Run(0, "", "", folders[0]).result
+    first, second = made.runs_in(repository, "tiny-*-0?a")
+    result = helpers.Run(0, "", "", first.path.parent).result
     assert (first.counter, second.counter, first.declared, first.start) == (1, 2, 2, 1)
     assert first.seed == made.stats.seed_of(made.sha_of(code), 1, 1) == result["seed"]
     assert first.source == code and first.dtype == second.dtype and first.shards == "ok"
