@@ -192,17 +192,17 @@ def documents_of(tokens):
     return np.maximum.accumulate(np.where(np.asarray(tokens) == EOT, np.arange(len(tokens)), 0))
 
 
-def window_of(text, positions):
-    """The TokenWindow of single tokens of a Text, at any positions."""
-    return train_gpt.TokenWindow(text, [(int(at), int(at) + 1) for at in positions])
+def passage_of(text, positions):
+    """The Passage of single tokens of a Text, at any positions."""
+    return train_gpt.Passage(text, [(int(at), int(at) + 1) for at in positions])
 
 
 def ngram_rows(tokens, positions, orders, rows, **changes):
     """Rows and signs of the n-grams that end at the positions of a shard, of a table that has no
     other rows."""
     config = tiny_config(**{**NO_TABLE, "ngram_orders": orders, "ngram_rows": rows, **changes})
-    text = train_gpt.Text(np.asarray(tokens, dtype=np.uint16), config)
-    return train_gpt.table_rows(window_of(text, positions), config, train_gpt.TextIndex(config))
+    text = train_gpt.Text(np.asarray(tokens, dtype=np.uint16), config.eot_token)
+    return train_gpt.RowFinder(config).find(passage_of(text, positions))
 
 
 # ----- running the trainer
@@ -321,9 +321,7 @@ def started(cwd, values, *words, world_size=None):
 
 def ranks(world_size, device="cpu"):
     """Stand-ins for the Runtimes of world_size ranks, for code that asks only who it is."""
-    device = torch.device(device)
-    shared = {"device": device, "loader_group": None, "use_device": lambda: None}
-    shared["in_parallel"] = map
+    shared = {"device": torch.device(device), "loader_group": None, "use_device": lambda: None}
     return [
         SimpleNamespace(rank=rank, world_size=world_size, **shared) for rank in range(world_size)
     ]
@@ -373,12 +371,43 @@ def randomise(trainer, seed=0):
     trainer.table.weight.copy_(0.3 * torch.randn(trainer.table.weight.shape, generator=generator))
 
 
+def text_of(trainer, tokens):
+    """The Text of token ids, with the trainer's end-of-text id."""
+    return train_gpt.Text(np.asarray(tokens, dtype=np.uint16), trainer.config.eot_token)
+
+
 def read(trainer, tokens, low=0, length=None):
     """The MicroBatch of tokens[low : low + T] and its summed rows (None without a table). T is that
     of a training micro-batch, unless told otherwise."""
-    text = train_gpt.Text(np.asarray(tokens, dtype=np.uint16), trainer.config)
     length = length or trainer.config.micro_batch_tokens
-    return trainer.read(train_gpt.contiguous_window(text, low, length))
+    passages = [train_gpt.contiguous_passage(text_of(trainer, tokens), low, length)]
+    plan = trainer.table.plan_step(passages)
+    values, work = trainer.table.fetch(plan, "test")
+    train_gpt.wait(work)
+    stack = train_gpt.stack_passages(passages, length, trainer.runtime.device)
+    micro_batch = train_gpt.MicroBatch(*(tensor[0] for tensor in stack))
+    return micro_batch, trainer.table.lookup(plan.slots[0], plan.signs[0], values)
+
+
+def content_of(trainer, step, folder):
+    """What a run of this trainer, without a step's losses, keeps in a checkpoint after so many
+    steps; `folder` gets the file."""
+    run = object.__new__(train_gpt.Run)
+    state = {
+        "config": trainer.config,
+        "runtime": trainer.runtime,
+        "trainer": trainer,
+        "log": train_gpt.Log(is_main=True),
+        "clock": train_gpt.Clock(trainer.runtime),
+        "folder": folder,
+        "step": step,
+        "loader_state": train_gpt.TrainLoader.START,
+        "loss_sum": 0.0,
+        "loss_tokens": 0,
+    }
+    vars(run).update(state)
+    run.save("checkpoint.pt")
+    return torch.load(folder / "checkpoint.pt", weights_only=True)
 
 
 def make_trainer(random_weights=True, seed=0, runtime=None, **changes):
