@@ -210,6 +210,7 @@ REFUSED = [
     ("--resume auto", "resume=auto", "--run-id"),
     # what is not there
     ("--resume never", "no checkpoint under logs/never"),
+    ("--track fineweb --device cpu", "no *_train_*.bin shards", "`python data/fineweb.py`"),
     ("--data nowhere", "nowhere: no *_train_*.bin shards", "python data/text.py PATH", "--data"),
 ]
 
