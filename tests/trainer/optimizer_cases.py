@@ -70,19 +70,32 @@ def gradient(step, micro_batch, name, shape):
     return draw(2, step, micro_batch, list(RULES).index(name), shape)
 
 
+def params_of(optimizer):
+    """{name: this rank's copy of the parameter}."""
+    return {name: layout.param.data for name, layout in optimizer.layouts.items()}
+
+
 def accumulate(optimizer, step, runtime, unused=()):
     """Add the gradients of this rank's micro-batches; parameters in `unused` have none."""
     for micro_batch in range(runtime.rank, MICRO_BATCHES, runtime.world_size):
         grads = dict.fromkeys(unused)
-        for name, layout in optimizer.layouts.items():
+        for name, param in params_of(optimizer).items():
             if name not in unused:
-                grads[name] = gradient(step, micro_batch, name, layout.param.shape)
+                grads[name] = gradient(step, micro_batch, name, param.shape)
         optimizer.accumulate(grads)
     optimizer.count(MICRO_BATCHES)
 
 
-def waiting(layout):
+def take_step(optimizer, step, grads, tokens=1, lr_mul=1.0):
+    """One step on the gradients {name: tensor} of so many tokens."""
+    optimizer.accumulate(grads)
+    optimizer.count(tokens)
+    optimizer.step(step, lr_mul)
+
+
+def waiting(optimizer, name):
     """The sum of the gradients that a parameter has not stepped on yet."""
+    layout = optimizer.layouts[name]
     return torch.zeros_like(layout.grad) if layout.is_empty else layout.grad.clone()
 
 
@@ -150,15 +163,16 @@ class Case:
     is_settled: bool = False
 
 
+BANKS = {"query_key": (2, 8, 8), "mlp": (1, 8, 8), "embed": (5, 8), "head": (5, 8)}
+
 # Leading dimensions that no world size divides, that are smaller than it, and that are empty.
 GROUPS = {
     "float32": Case(
         {
+            **BANKS,
             "query_key": (5, 8, 8),
-            "value_output": (2, 8, 8),
             "mlp": (3, 16, 8),
             "embed": (7, 8),
-            "head": (2, 8),
             "value_embed": (1, 9, 8),
             "smear_gate": (1, 5),
             "residual_scale": (3,),
@@ -166,48 +180,19 @@ GROUPS = {
     ),
     "bfloat16": Case(
         {
-            "query_key": (3, 8, 8),
+            **BANKS,
             "mlp": (6, 8, 16),
             "embed": (1, 8),
             "head": (13, 8),
-            "value_embed": (2, 3, 8),
             "value_gate": (2, 3, 4),
             "embed_scale": (3,),
         },
         dtype="bfloat16",
     ),
-    "empty": Case(
-        {
-            "query_key": (4, 8, 8),
-            "mlp": (2, 8, 8),
-            "embed": (5, 8),
-            "head": (5, 8),
-            "value_embed": (0, 5, 8),
-            "value_gate": (0, 2, 4),
-            "skip_scale": (0,),
-            "smear_scale": (1,),
-        }
-    ),
-    "every third": Case(
-        {
-            "query_key": (4, 8, 8),
-            "mlp": (1, 8, 8),
-            "embed": (5, 8),
-            "head": (3, 8),
-            "smear_gate": (1, 12),
-        },
-        {"adam_every": 3},
-    ),
-    "untied": Case(  # at the last of four steps, three sixths of the run
-        {
-            "query_key": (2, 8, 8),
-            "mlp": (1, 8, 8),
-            "embed": (5, 8),
-            "head": (5, 8),
-            "smear_gate": (1, 12),
-        },
-        {"untie_at": 0.5},
-    ),
+    "empty": Case({**BANKS, "value_embed": (0, 5, 8), "value_gate": (0, 2, 4)}),
+    "every third": Case({**BANKS, "smear_gate": (1, 12)}, {"adam_every": 3}),
+    # At the last of four steps, three sixths of the run.
+    "untied": Case({**BANKS, "smear_gate": (1, 12)}, {"untie_at": 0.5}),
 }
 
 # Five matrices go 3, 2 over two ranks, 2, 2, 1 over three and 2, 2, 1, 0 over four; a side of 11 is
@@ -218,34 +203,21 @@ EVERY = 2  # basis_every
 LIMIT = 10  # one_sided_above
 
 
-def matrix_case(rule, shapes=SHAPES, dtype="float32", **changes):
+def matrix_case(rule, shapes=SHAPES, dtype="float32", is_settled=True):
     """A Case of the hidden matrices under a rule."""
-    is_settled = train_gpt.MATRIX_RULES[rule].has_bases
-    numbers = {
-        "matrix_update": rule,
-        "basis_every": EVERY,
-        "one_sided_above": LIMIT,
-        "steps": 25,
-        **changes,
-    }
-    steps = (1, 3, 4) if is_settled else tuple(range(8))
-    return Case(shapes, numbers, dtype, steps, is_settled)
+    is_settled = is_settled and train_gpt.MATRIX_RULES[rule].has_bases
+    changes = {"matrix_update": rule, "basis_every": EVERY, "one_sided_above": LIMIT, "steps": 25}
+    return Case(shapes, changes, dtype, (1, 3, 4) if is_settled else tuple(range(8)), is_settled)
 
 
-def one_sided_case(rule):
-    """Steps from the very first one, with factors of full rank: of the short sides alone."""
-    case = matrix_case(rule, {"query_key": (3, 6, 12), "mlp": (2, 14, 5)})
-    case.is_settled = False
-    case.steps = tuple(range(8))
-    return case
-
-
+# With factors of full rank, which are those of short sides, from the very first step.
+ONE_SIDED = {"query_key": (3, 6, 12), "mlp": (2, 14, 5)}
 MATRICES = {
     **{rule: matrix_case(rule) for rule in train_gpt.MATRIX_RULES},
     "soap_muon wide": matrix_case("soap_muon", WIDE),
     "soap_muon bfloat16": matrix_case("soap_muon", dtype="bfloat16"),
-    "soap one-sided": one_sided_case("soap"),
-    "kl_soap one-sided": one_sided_case("kl_soap"),
+    "soap one-sided": matrix_case("soap", ONE_SIDED, is_settled=False),
+    "kl_soap one-sided": matrix_case("kl_soap", ONE_SIDED, is_settled=False),
 }
 
 
@@ -256,7 +228,7 @@ def take_steps(case, runtime):
     """
     optimizer = optimizer_of(runtime, case.shapes, case.dtype, **{"steps": 6, **case.changes})
     config = optimizer.matrices.config
-    params = {name: layout.param.data for name, layout in optimizer.layouts.items()}
+    params = params_of(optimizer)
     full = full_state(optimizer)
     weights = {name: param.clone() for name, param in params.items()}
     if case.is_settled:
@@ -290,6 +262,6 @@ def take_steps(case, runtime):
         "steps": found,
         "sent": sent,
         "decomposed": sum(decomposed),
-        "left": {name: waiting(layout) for name, layout in optimizer.layouts.items()},
+        "left": {name: waiting(optimizer, name) for name in params},
         "held": len(state_of(optimizer)["query_key"]["momentum"]),
     }
