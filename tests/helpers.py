@@ -192,17 +192,9 @@ def documents_of(tokens):
     return np.maximum.accumulate(np.where(np.asarray(tokens) == EOT, np.arange(len(tokens)), 0))
 
 
-def window_of(text, positions):
-    """The TokenWindow of single tokens of a Text, at any positions."""
-    return train_gpt.TokenWindow(text, [(int(at), int(at) + 1) for at in positions])
-
-
-def ngram_rows(tokens, positions, orders, rows, **changes):
-    """Rows and signs of the n-grams that end at the positions of a shard, of a table that has no
-    other rows."""
-    config = tiny_config(**{**NO_TABLE, "ngram_orders": orders, "ngram_rows": rows, **changes})
-    text = train_gpt.Text(np.asarray(tokens, dtype=np.uint16), config)
-    return train_gpt.table_rows(window_of(text, positions), config, train_gpt.TextIndex(config))
+def text_of(tokens):
+    """A Text of the byte corpus."""
+    return train_gpt.Text(np.asarray(tokens, dtype=np.uint16), EOT)
 
 
 # ----- running the trainer
@@ -323,7 +315,6 @@ def ranks(world_size, device="cpu"):
     """Stand-ins for the Runtimes of world_size ranks, for code that asks only who it is."""
     device = torch.device(device)
     shared = {"device": device, "loader_group": None, "use_device": lambda: None}
-    shared["in_parallel"] = map
     return [
         SimpleNamespace(rank=rank, world_size=world_size, **shared) for rank in range(world_size)
     ]
@@ -373,12 +364,17 @@ def randomise(trainer, seed=0):
     trainer.table.weight.copy_(0.3 * torch.randn(trainer.table.weight.shape, generator=generator))
 
 
-def read(trainer, tokens, low=0, length=None):
-    """The MicroBatch of tokens[low : low + T] and its summed rows (None without a table). T is that
-    of a training micro-batch, unless told otherwise."""
-    text = train_gpt.Text(np.asarray(tokens, dtype=np.uint16), trainer.config)
-    length = length or trainer.config.micro_batch_tokens
-    return trainer.read(train_gpt.contiguous_window(text, low, length))
+def read(trainer, tokens):
+    """The MicroBatch of the first tokens, as many as a training micro-batch has, and its summed
+    rows (None without a table)."""
+    length = trainer.config.micro_batch_tokens
+    table = trainer.table
+    passage = train_gpt.contiguous_passage(text_of(tokens), 0, length)
+    plan = table.plan_step([passage])
+    values, _ = table.fetch(plan, "test")
+    stack = train_gpt.stack_passages([passage], length, trainer.runtime.device)
+    micro_batch = train_gpt.MicroBatch(*(tensor[0] for tensor in stack))
+    return micro_batch, table.lookup(plan.slots[0], plan.signs[0], values)
 
 
 def make_trainer(random_weights=True, seed=0, runtime=None, **changes):

@@ -24,7 +24,7 @@ from optimizer_cases import (
 import ranks
 import train_gpt
 from helpers import INDEX, assert_bitwise, run_trainer, tiny_config
-from train_gpt import EIGH_STEPS, MATRIX_RULES, Runtime, Trainer
+from train_gpt import EIGH_STEPS, UPDATE_RULES, Runtime, Trainer
 
 FOUR = pytest.param(4, marks=pytest.mark.slow)
 SEVERAL = pytest.mark.parametrize("world_size", [2, 3, FOUR])
@@ -134,7 +134,7 @@ def bytes_of_shares(shape, world_size):
 
 
 @pytest.mark.parametrize(
-    "kind, name", [("groups", "float32"), *(("matrices", rule) for rule in MATRIX_RULES)]
+    "kind, name", [("groups", "float32"), *(("matrices", rule) for rule in UPDATE_RULES)]
 )
 @ALL
 def test_the_ledger_counts_the_bytes_sent(world_size, kind, name, results_of):
@@ -163,7 +163,7 @@ def test_a_tied_embedding_does_not_travel(world_size, results_of):
         assert size and (steps * size, steps * messages) == sent[f"{collective}/head"]
 
 
-@pytest.mark.parametrize("rule", [name for name, rule in MATRIX_RULES.items() if rule.has_bases])
+@pytest.mark.parametrize("rule", [name for name, rule in UPDATE_RULES.items() if rule.has_bases])
 @ALL
 def test_each_factor_is_decomposed_once(world_size, rule, results_of):
     due = 0

@@ -65,7 +65,7 @@ def one_pass(hidden, head, targets, weights, cap, counts=None):
     """(weighted sum of losses, losses of the first targets, gradients of three times the sum)."""
     hidden, head = (tensor.clone().requires_grad_() for tensor in (hidden, head))
     loss, losses = train_gpt.CappedCrossEntropy.apply(
-        hidden, head, targets, weights, counts, cap, True, False
+        hidden, head, targets, weights, counts, cap, True
     )
     return loss, losses, *torch.autograd.grad(3 * loss, (hidden, head))
 
@@ -164,10 +164,10 @@ def test_loss_over_sampled_rows_against_its_definition():
     trainer = make_trainer(softmax_rows=120, mtp_weights=(1.0, 0.5))
     micro_batch, _ = read(trainer, byte_documents(300, seed=1))
     phase = train_gpt.training_phase(trainer.config, 0)
-    assert (phase.softmax_rows, phase.mtp_weights) == (120, (1.0, 0.5))
+    assert (phase.softmax_rows, phase.targets) == (120, 2)
     hidden = F.rms_norm(drawn(256, 32), (32,)).requires_grad_()
     head = drawn(257, 32, scale=0.3, seed=5).requires_grad_()
-    loss, losses = train_gpt.summed_loss(hidden, head, micro_batch, phase, 15.0, False)
+    loss, losses = train_gpt.summed_loss(hidden, head, micro_batch, phase, (1.0, 0.5), 15.0)
     rows, _, counts = train_gpt.sampled_rows(micro_batch.targets, 257, 120)
     exact = [hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()]
     logits = 15 * torch.tanh(exact[0] @ exact[1].T / 15)
@@ -195,8 +195,7 @@ def test_validation_knows_no_sampled_rows_and_all_of_them_change_nothing():
         )
         with torch.no_grad():
             for losses, phase in phases:
-                inputs = trainer.inputs(0, micro_batch, phase)
-                losses[rows] = trainer.model(micro_batch, ngram, *inputs)[1]
+                losses[rows] = trainer.forward_pass(0, phase, (1.0,), micro_batch, ngram)[1]
     assert torch.equal(validation[120], validation[0])
     assert torch.equal(validation[257], validation[0])
     assert (training[120] - training[0]).abs().max() > 1e-3

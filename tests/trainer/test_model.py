@@ -21,6 +21,7 @@ from helpers import (
     make_trainer,
     randomise,
     read,
+    text_of,
     tiny_config,
 )
 from train_gpt import (
@@ -36,15 +37,15 @@ from train_gpt import (
 
 def hidden_and_losses(trainer, tokens):
     """Final hidden states and next-token losses of the first micro-batch of `tokens`."""
-    text = train_gpt.Text(np.asarray(tokens, dtype=np.uint16), trainer.config)
-    losses, hidden = trainer.score(0, text, 0)
+    losses, hidden = trainer.score(0, text_of(tokens), 0)
     return hidden, losses
 
 
 def training_pass(trainer, step, micro_batch, ngram):
     """(summed training loss, losses, hidden states) of a training step's forward pass."""
     phase = train_gpt.training_phase(trainer.config, step)
-    return trainer.forward(micro_batch, ngram, *trainer.inputs(step, micro_batch, phase))
+    loss_weights = train_gpt.stage_at(trainer.config, step).mtp_weights
+    return trainer.forward_pass(step, phase, loss_weights, micro_batch, ngram)
 
 
 # ----- attention
@@ -246,9 +247,8 @@ class SlowGPT:
         self.scale = slow_scale(self.config.head_dim, long_windows)
 
     def summed_rows(self, tokens):
-        text = train_gpt.Text(np.asarray(tokens, dtype=np.uint16), self.config)
-        window = train_gpt.TokenWindow(text, [(i, i + 1) for i in range(len(tokens))])
-        rows, signs = train_gpt.table_rows(window, self.config, self.table.index)
+        passage = train_gpt.Passage(text_of(tokens), [(i, i + 1) for i in range(len(tokens))])
+        rows, signs = self.table.finder.find(passage)
         table = self.table.weight.double().numpy()
         return (signs[:, :, None] * table[rows]).sum(1)
 

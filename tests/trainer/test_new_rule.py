@@ -21,7 +21,7 @@ from ranks import on_ranks
 from train_gpt import momentum_at
 
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
-(BLOCK,) = [block for block in BLOCKS if "MATRIX_RULES" in block]
+(BLOCK,) = [block for block in BLOCKS if "UPDATE_RULES" in block]
 SHAPES = {"query_key": (5, 6, 6), "mlp": (3, 10, 7)}  # over three ranks 2, 2, 1 and 1, 1, 1
 CHANGES = {"matrix_update": "sgd", "matrix_decay": 0.3, "matrix_lr": 0.1, "steps": 12}
 LR_MUL = 0.5
@@ -39,7 +39,7 @@ def trained(runtime):
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_sgd_is_torchs_sgd_on_any_number_of_ranks(world_size, monkeypatch):
     """In float64, with weights that shrink first where that takes them the way of the step."""
-    monkeypatch.setattr(train_gpt, "MATRIX_RULES", dict(train_gpt.MATRIX_RULES))
+    monkeypatch.setattr(train_gpt, "UPDATE_RULES", dict(train_gpt.UPDATE_RULES))
     exec(BLOCK, {**vars(train_gpt)})
     ranks = on_ranks(world_size, trained)
     config = ranks[0][0]

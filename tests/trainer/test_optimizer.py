@@ -305,7 +305,7 @@ def test_adam_every_steps_on_the_mean_gradient_and_at_the_end_on_what_is_left():
 # ----- compiled updates
 
 
-@pytest.mark.parametrize("rule", train_gpt.MATRIX_RULES)
+@pytest.mark.parametrize("rule", train_gpt.UPDATE_RULES)
 def test_compiled_updates_are_the_plain_ones_in_one_graph(rule, monkeypatch):
     """Traced as torch.compile does for a GPU, and executed by torch's own operations. Schedules
     compile nothing again; nor does a parameter of the same shape."""

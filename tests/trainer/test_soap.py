@@ -24,7 +24,7 @@ from helpers import NO_TABLE, assert_bitwise, make_trainer
 from train_gpt import (
     FACTOR_BETA,
     KL_FLOOR,
-    MATRIX_RULES,
+    UPDATE_RULES,
     Runtime,
     eigen_sides,
     eigenbasis_step,
@@ -38,7 +38,7 @@ from train_gpt import (
 
 METHODS = ("eigh", "householder", "cholesky")
 ITERATIVE = METHODS[1:]
-SOAP_RULES = [name for name, rule in MATRIX_RULES.items() if rule.has_bases]
+SOAP_RULES = [name for name, rule in UPDATE_RULES.items() if rule.has_bases]
 EACH_METHOD = pytest.mark.parametrize("method", METHODS)
 EACH_RULE = pytest.mark.parametrize("kind", SOAP_RULES)
 
@@ -453,7 +453,7 @@ def test_nothing_waits_for_the_device(kind, monkeypatch):
             take_step(optimizer, step, grads)
 
 
-@pytest.mark.parametrize("kind", MATRIX_RULES)
+@pytest.mark.parametrize("kind", UPDATE_RULES)
 def test_every_rule_learns(kind):
     """A whole model on one batch that it can remember: real, ill-conditioned gradients."""
     changes = {"matrix_update": kind, "steps": 60, "basis_every": 2, **NO_TABLE}
