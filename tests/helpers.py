@@ -192,17 +192,9 @@ def documents_of(tokens):
     return np.maximum.accumulate(np.where(np.asarray(tokens) == EOT, np.arange(len(tokens)), 0))
 
 
-def passage_of(text, positions):
-    """The Passage of single tokens of a Text, at any positions."""
-    return train_gpt.Passage(text, [(int(at), int(at) + 1) for at in positions])
-
-
-def ngram_rows(tokens, positions, orders, rows, **changes):
-    """Rows and signs of the n-grams that end at the positions of a shard, of a table that has no
-    other rows."""
-    config = tiny_config(**{**NO_TABLE, "ngram_orders": orders, "ngram_rows": rows, **changes})
-    text = train_gpt.Text(np.asarray(tokens, dtype=np.uint16), config.eot_token)
-    return train_gpt.RowFinder(config).find(passage_of(text, positions))
+def text_of(tokens):
+    """A Text of the byte corpus."""
+    return train_gpt.Text(np.asarray(tokens, dtype=np.uint16), EOT)
 
 
 # ----- running the trainer
@@ -321,7 +313,8 @@ def started(cwd, values, *words, world_size=None):
 
 def ranks(world_size, device="cpu"):
     """Stand-ins for the Runtimes of world_size ranks, for code that asks only who it is."""
-    shared = {"device": torch.device(device), "loader_group": None, "use_device": lambda: None}
+    device = torch.device(device)
+    shared = {"device": device, "loader_group": None, "use_device": lambda: None}
     return [
         SimpleNamespace(rank=rank, world_size=world_size, **shared) for rank in range(world_size)
     ]
@@ -371,41 +364,27 @@ def randomise(trainer, seed=0):
     trainer.table.weight.copy_(0.3 * torch.randn(trainer.table.weight.shape, generator=generator))
 
 
-def text_of(trainer, tokens):
-    """The Text of token ids, with the trainer's end-of-text id."""
-    return train_gpt.Text(np.asarray(tokens, dtype=np.uint16), trainer.config.eot_token)
-
-
-def read(trainer, tokens, low=0, length=None):
-    """The MicroBatch of tokens[low : low + T] and its summed rows (None without a table). T is that
-    of a training micro-batch, unless told otherwise."""
-    length = length or trainer.config.micro_batch_tokens
-    passages = [train_gpt.contiguous_passage(text_of(trainer, tokens), low, length)]
-    plan = trainer.table.plan_step(passages)
-    values, work = trainer.table.fetch(plan, "test")
-    train_gpt.wait(work)
-    stack = train_gpt.stack_passages(passages, length, trainer.runtime.device)
+def read(trainer, tokens):
+    """The MicroBatch of the first tokens, as many as a training micro-batch has, and its summed
+    rows (None without a table)."""
+    length = trainer.config.micro_batch_tokens
+    table = trainer.table
+    passage = train_gpt.contiguous_passage(text_of(tokens), 0, length)
+    plan = table.plan_step([passage])
+    values, _ = table.fetch(plan, "test")
+    stack = train_gpt.stack_passages([passage], length, trainer.runtime.device)
     micro_batch = train_gpt.MicroBatch(*(tensor[0] for tensor in stack))
-    return micro_batch, trainer.table.lookup(plan.slots[0], plan.signs[0], values)
+    return micro_batch, table.lookup(plan.slots[0], plan.signs[0], values)
 
 
 def content_of(trainer, step, folder):
-    """What a run of this trainer, without a step's losses, keeps in a checkpoint after so many
-    steps; `folder` gets the file."""
-    run = object.__new__(train_gpt.Run)
-    state = {
-        "config": trainer.config,
-        "runtime": trainer.runtime,
-        "trainer": trainer,
-        "log": train_gpt.Log(is_main=True),
-        "clock": train_gpt.Clock(trainer.runtime),
-        "folder": folder,
-        "step": step,
-        "loader_state": train_gpt.TrainLoader.START,
-        "loss_sum": 0.0,
-        "loss_tokens": 0,
-    }
-    vars(run).update(state)
+    """What a run with this trainer keeps in a checkpoint after so many steps, which it writes as
+    checkpoint.pt to the folder."""
+    run = object.__new__(train_gpt.Run)  # without its corpus
+    run.config, run.runtime, run.trainer = trainer.config, trainer.runtime, trainer
+    run.log, run.clock = train_gpt.Log(is_main=True), train_gpt.Clock(trainer.runtime)
+    run.folder, run.step, run.loader_state = folder, step, train_gpt.TrainLoader.START
+    run.loss_sum, run.loss_tokens = 0.0, 0
     run.save("checkpoint.pt")
     return torch.load(folder / "checkpoint.pt", weights_only=True)
 
