@@ -51,12 +51,12 @@ def lag():
 
 def spoil_second_rank():
     """The hash leaves the table on rank 1, in the loader's thread alone."""
-    honest = train_gpt.table_rows
+    honest = train_gpt.RowFinder.find
 
-    def wrong(*words):
-        rows, signs = honest(*words)
+    def wrong(self, passage):
+        rows, signs = honest(self, passage)
         if threading.current_thread() is not threading.main_thread() and os.environ["RANK"] == "1":
             rows[5, 0] = WRONG_ROW
         return rows, signs
 
-    train_gpt.table_rows = wrong
+    train_gpt.RowFinder.find = wrong

@@ -4,6 +4,7 @@ Each world size is started once, and does all that is compared.
 """
 
 import contextlib
+import functools
 import inspect
 import itertools
 import math
@@ -247,10 +248,11 @@ def trajectory(runtime, values):
     stages = tuple(stage | {"micro_batches": 2} for stage in values["stages"])
     stages[0]["micro_batches"] = 11
     values = {**values, "stages": stages, "steps": 6}
-    config = train_gpt.with_values(train_gpt.TRACKS["nano"], values)
+    config = train_gpt.with_values(train_gpt.TRACKS["mini"], values)
     trainer, corpus = Trainer(config, runtime), train_gpt.open_corpus(config)
-    trainer.table.index.read(corpus.indexed)
-    loader = train_gpt.TrainLoader(config, corpus.shards, runtime, trainer.table.index)
+    trainer.table.finder.index.read(corpus.indexed)
+    plan = functools.partial(trainer.table.plan_step, group=runtime.loader_group)
+    loader = train_gpt.TrainLoader(config, corpus.shards, runtime, plan)
     losses = []
     with contextlib.closing(loader):
         batch = loader.next_batch()
@@ -281,7 +283,9 @@ def test_six_steps_do_not_depend_on_the_world_size(world_size, results_of):
         assert_bitwise(result["table"], results[0]["table"])
     torch.testing.assert_close(results[0]["table"], alone["table"], atol=1e-4, rtol=1e-4)
     for name, weight in alone["model"].items():
-        torch.testing.assert_close(results[0]["model"][name], weight, atol=2e-4, rtol=2e-4)
+        rate = 75 if name == "value_embed" else 5  # times that of other parameters, at most
+        found = results[0]["model"][name]
+        torch.testing.assert_close(found, weight, atol=4e-5 * rate, rtol=2e-4)
 
 
 # ----- whole runs

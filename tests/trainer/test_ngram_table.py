@@ -73,6 +73,10 @@ def random_reads(count, columns, rows):
     return ids, rng.choice([-1.0, 0.0, 1.0], size=(count, columns)).astype(np.float32)
 
 
+def plan_alone(rows, signs, micro_batches):
+    return plan_rows(rows, signs, micro_batches, tiny_config(), Runtime("cpu"), None, "test")
+
+
 @pytest.mark.parametrize("count, columns", [(60, 1), (60, 3), (60, 0), (0, 3)])
 def test_plan_rows_against_a_dict(count, columns):
     rows, signs = random_reads(count, columns, 40)
@@ -80,23 +84,26 @@ def test_plan_rows_against_a_dict(count, columns):
     for token, column in np.ndindex(count, columns):
         pair = (token, float(signs[token, column]))
         expected.setdefault(int(rows[token, column]), []).append(pair)
-    plan, slots = plan_rows(rows, signs, tiny_config(), Runtime("cpu"))
-    pairs = list(zip(plan.token.tolist(), plan.signs.tolist(), strict=True))
+    micro_batches = count // 20
+    plan = plan_alone(rows, signs, micro_batches)
+    pairs = list(zip(plan.token.tolist(), plan.token_signs.tolist(), strict=True))
     bounds = itertools.pairwise([*plan.offsets.tolist(), len(pairs)])
     found = [pairs[low:high] for low, high in bounds]
     assert dict(zip(plan.owned.tolist(), found, strict=True)) == expected
     assert plan.owned.tolist() == plan.asked.tolist() == sorted(expected) and not plan.merge
-    assert np.array_equal(slots, rows)  # the table itself is read
+    assert len(plan.slots) == len(plan.signs) == micro_batches
+    assert np.array_equal(plan.slots.reshape(rows.shape), rows)  # the table itself is read
+    assert np.array_equal(plan.signs.reshape(rows.shape), signs)
 
 
 @pytest.mark.parametrize("bad", [-1, 1000, 2**31 - 1])
 def test_rows_outside_the_table_are_refused(bad):
     rows, signs = random_reads(60, 3, 1000)
     rows[30] = 0, 999, 0
-    plan_rows(rows, signs, tiny_config(), Runtime("cpu"))
+    plan_alone(rows, signs, 1)
     rows[30, 1] = bad
-    with pytest.raises(ConfigError, match=r"rows leave the table's range 0 to 999; .*table_rows"):
-        plan_rows(rows, signs, tiny_config(), Runtime("cpu"))
+    with pytest.raises(ConfigError, match="rows leave the table's range 0 to 999"):
+        plan_alone(rows, signs, 1)
 
 
 # ----- made-up reads and gradients
@@ -184,21 +191,23 @@ def start_of(name, world_size):
 
 
 def plan_step(name, step, config, runtime):
-    """A step as this rank's loader and model would hand it over: (plan, slots, rows, gradients of
-    each micro-batch)."""
+    """A step as this rank's loader and model would hand it over: (plan, rows, gradients of each
+    micro-batch)."""
     parts = draw(name, runtime.world_size, step)[runtime.rank :: runtime.world_size]
     rows, signs = (np.concatenate([part[number] for part in parts]) for number in (0, 1))
     grads = [torch.from_numpy(grad).to(runtime.device) for _, _, grad in parts]
-    return *plan_rows(rows, signs, config, runtime, runtime.loader_group), rows, grads
+    group = runtime.loader_group
+    plan = plan_rows(rows, signs, len(parts), config, runtime, group, "ngram_indices")
+    return plan, rows, grads
 
 
 def read_outside_training(table, rows):
     """The values of rows (n, 1), as validation reads them."""
     signs = np.ones(rows.shape, dtype=np.float32)
-    plan, slots = plan_rows(rows, signs, table.config, table.runtime, name="validation")
+    plan = plan_rows(rows, signs, 1, table.config, table.runtime, None, "validation")
     values, work = table.fetch(plan, "validation")
     wait(work)
-    return values.cpu()[slots]
+    return values[plan.slots[0]].cpu()
 
 
 def table_config(name, world_size):
@@ -224,13 +233,13 @@ def take_steps(name, runtime):
     seen = []  # (step, rows, their values)
     upcoming = plan_step(name, 0, config, runtime)
     for step in range(case.steps):
-        plan, slots, rows, grads = upcoming
+        plan, rows, grads = upcoming
         if step % 10 == 1:  # a validation between the pull and its use
             every_other = np.arange(runtime.rank, config.ngram_rows, 2, dtype=np.int32)[:, None]
             values = read_outside_training(table, every_other)
             seen.append((step, torch.from_numpy(every_other), values))
-        values = table.values_of(plan).cpu()
-        seen.append((step, torch.from_numpy(rows), values[slots]))
+        values = table.values_of(plan)[plan.slots].cpu()
+        seen.append((step, torch.from_numpy(rows), values.view(*rows.shape, case.dim)))
         for grad in grads:
             table.accumulate(grad)
         if step + 1 < case.steps:
@@ -400,7 +409,7 @@ def test_a_failure_in_the_loaders_thread_of_one_rank_is_told_in_one_line(tiny, t
     run = ranks.train(tmp_path, values, world_size=2, before=sabotage.spoil_second_rank)
     assert run.code != 0
     (told,) = (line for line in run.stderr.splitlines() if "rows leave the table's range" in line)
-    assert told.startswith("rank 1: status:error n-gram rows ") and "table_rows" in told
+    assert told.startswith("rank 1: status:error n-gram rows ")
     assert run.lines[-1].startswith("status:") and "status:ok" not in run.stdout
 
 

@@ -16,26 +16,25 @@ from helpers import (
     byte_documents,
     documents_of,
     make_trainer,
-    ngram_rows,
     read,
     slow_key,
     slow_row,
+    text_of,
     tiny_config,
-    window_of,
     write_shard,
 )
 from train_gpt import (
     NO_GUESS,
+    Copies,
+    Passage,
+    RowFinder,
     Runtime,
-    Text,
     TextIndex,
-    TokenWindow,
     TrainLoader,
-    contiguous_window,
+    contiguous_passage,
     latest_matches,
     open_corpus,
     rolling_hash,
-    table_rows,
 )
 
 ROWS = 2**31 - 1  # a table of so many rows hardly ever gives two keys the same one
@@ -163,19 +162,24 @@ def assert_rows(actual, columns, num_rows=ROWS):
                 assert found == slow_row(key, column, num_rows), (i, column)
 
 
-def shuffled_pieces(tokens, config, count, seed=0, longest=25):
-    """A TokenWindow of about `count` tokens: pieces of documents in random order."""
+def shuffled_pieces(tokens, count, seed=0, longest=25):
+    """A Passage of about `count` tokens: pieces of documents in random order."""
     rng = np.random.default_rng(seed)
     edges = np.cumsum(rng.integers(1, longest, size=len(tokens) // 2))
     cuts = np.union1d(np.flatnonzero(tokens == EOT), edges[edges < len(tokens)])
     cuts = np.unique([0, *cuts, len(tokens)])
     pieces = np.stack([cuts[:-1], cuts[1:]], 1)[rng.permutation(len(cuts) - 1)]
     taken = np.searchsorted(np.cumsum(pieces[:, 1] - pieces[:, 0]), count) + 1
-    return TokenWindow(Text(tokens, config), [tuple(piece) for piece in pieces[:taken].tolist()])
+    return Passage(text_of(tokens), [tuple(piece) for piece in pieces[:taken].tolist()])
 
 
-def positions_of(window):
-    return [at for low, high in window.spans for at in range(low, high)]
+def positions_of(passage):
+    return [at for low, high in passage.spans for at in range(low, high)]
+
+
+def passage_of(tokens, positions):
+    """The Passage of single tokens at any positions."""
+    return Passage(text_of(tokens), [(int(at), int(at) + 1) for at in positions])
 
 
 # ----- keys of n-grams
@@ -190,9 +194,9 @@ def test_keys_against_python_integers(n):
     for high in (70, n, n + 1, 1, 0):
         keys = rolling_hash(text[:high], n, EOT)
         assert keys.dtype == np.uint64 and keys.tolist() == expected[:high]
-    made = Text(text, past_config())
+    finder = RowFinder(past_config())
     for low, high in ((0, 70), (0, 1), (1, 40), (22, 23), (n, n + 1), (69, 70)):
-        keys = made.keys(low, high, (3, n))
+        keys = finder.keys(text_of(text), low, high, (3, n))
         assert keys.dtype == np.uint64 and keys[:, 1].tolist() == expected[low:high]
 
 
@@ -200,7 +204,8 @@ def test_every_order_has_a_hash_and_signs_of_its_own():
     """Rows are spread evenly, signs follow neither from rows nor from those of another order."""
     orders, count = tuple(range(2, 33)), 40_000
     tokens = np.random.default_rng(3).integers(0, EOT, size=count).astype(np.uint16)
-    rows, signs = ngram_rows(tokens, np.arange(count), orders, 100)
+    finder = RowFinder(past_config(ngram_orders=orders, ngram_rows=100))
+    rows, signs = finder.find(passage_of(tokens, range(count)))
     agree = signs.T @ signs / count
     assert abs(agree - np.eye(len(orders))).max() < 6 / count**0.5  # six standard deviations
     assert abs(signs.mean(0)).max() < 6 / count**0.5
@@ -257,9 +262,9 @@ def test_copies_against_a_search(orders, reach, stretch, monkeypatch):
     for letters, longest in ((1, 90), (2, 60), (3, 400), (4, 1)):
         tokens = small_alphabet(500, letters, longest=longest)
         config = past_config(copy_orders=orders, copy_reach=reach, copy_places=letters)
-        window = shuffled_pieces(tokens, config, 250)
-        columns = [slow_columns(tokens, at, config) for at in positions_of(window)]
-        assert_rows(table_rows(window, config, TextIndex(config)), columns)
+        passage = shuffled_pieces(tokens, 250)
+        columns = [slow_columns(tokens, at, config) for at in positions_of(passage)]
+        assert_rows(RowFinder(config).find(passage), columns)
         found += sum(guess is not None for line in columns for guess in line)
         asked += len(columns) * config.columns
     assert (found == 0) == (reach == 0) and found < asked
@@ -271,18 +276,18 @@ def test_copies_are_remembered_within_bounds(monkeypatch):
     monkeypatch.setattr(train_gpt, "STRETCH", 64)
     tokens = small_alphabet(3000, 3, longest=400)
     config = past_config(copy_orders=(2, 4), copy_reach=300)
-    text = Text(tokens, config)
+    text = text_of(tokens)
+    copies = Copies(text, config)
     rng = np.random.default_rng(0)
     kept = []
     for low in rng.integers(0, 2999, size=150).tolist():
         ends = text.starts[text.starts > low].tolist()
         high = min(low + int(rng.integers(1, 200)), *ends, 3000)
-        copies = text.copies(low, high)
-        assert np.array_equal(copies, Text(tokens, config).copies(low, high))
-        kept.append(sum(map(len, text.stretches.values())))
+        assert np.array_equal(copies.between(low, high), Copies(text, config).between(low, high))
+        kept.append(sum(map(len, copies.stretches.values())))
     assert 400 < max(kept) <= 500
-    monkeypatch.setattr(Text, "find_copies", None)
-    text.copies(low, low + 1)  # the latest is there
+    monkeypatch.setattr(Copies, "find", None)
+    copies.between(low, low + 1)  # the latest is there
 
 
 # ----- what may bear on a row
@@ -296,12 +301,12 @@ ALL_KINDS = {
 }
 
 
-def trained_index(config):
-    """A TextIndex that has read texts of four letters."""
-    index = TextIndex(config)
+def trained_finder(config):
+    """A RowFinder whose index has read texts of four letters."""
+    finder = RowFinder(config)
     for seed in range(6):
-        index.read(small_alphabet(3000, 4, seed))
-    return index
+        finder.index.read(small_alphabet(3000, 4, seed))
+    return finder
 
 
 def test_rows_read_neither_other_documents_nor_the_future():
@@ -310,10 +315,10 @@ def test_rows_read_neither_other_documents_nor_the_future():
     tokens[[0, 150, 260]] = EOT
     noise = np.where(tokens == EOT, EOT, tokens % 4 + 1).astype(np.uint16)
     config = past_config(**{**ALL_KINDS, "ngram_orders": tuple(range(2, 33))})
-    index, positions = trained_index(config), np.arange(400)
+    finder, positions = trained_finder(config), np.arange(400)
 
     def read(tokens):
-        return np.stack(table_rows(window_of(Text(tokens, config), positions), config, index))
+        return np.stack(finder.find(passage_of(tokens, positions)))
 
     found = read(tokens)
     assert (np.abs(found[1]).mean(0) > 0.02).all()  # no column is empty
@@ -354,38 +359,33 @@ def test_odd_texts_with_checked_bounds(monkeypatch):
         monkeypatch.setattr(train_gpt, "INDEX_CHUNK", size)
         for name, tokens in ODD_TEXTS.items():
             tokens = np.array(tokens, np.uint16)
-            index, indexes = TextIndex(config), [SlowIndex(n, 10) for n in (3, 4)]
-            index.read(tokens)
+            finder, indexes = RowFinder(config), [SlowIndex(n, 10) for n in (3, 4)]
+            finder.index.read(tokens)
             for column, slow in enumerate(indexes):
                 slow.read(tokens, size)
-                assert np.array_equal(index.entries_of(column), slow.entries()), name
+                assert np.array_equal(finder.index.entries_of(column), slow.entries()), name
             positions = range(len(tokens))
             columns = [slow_columns(tokens, at, config, indexes) for at in positions]
-            text = Text(tokens, config)
-            assert_rows(table_rows(window_of(text, positions), config, index), columns)
-            whole = contiguous_window(text, 0, len(tokens))
-            assert_rows(table_rows(whole, config, index), columns)
+            assert_rows(finder.find(passage_of(tokens, positions)), columns)
+            whole = contiguous_passage(text_of(tokens), 0, len(tokens))
+            assert_rows(finder.find(whole), columns)
 
 
 @pytest.mark.parametrize("cap", [50, 256])
-def test_a_token_has_the_same_rows_in_training_and_validation(cap, monkeypatch):
+def test_a_token_has_the_same_rows_in_training_and_validation(cap):
     """Whatever piece and micro-batch it stands in."""
     shard = small_alphabet(12 * 256 + 1, 4, longest=600)
     changes = {**ALL_KINDS, "copy_reach": 300, "steps": 2, "micro_batches": 6, "seed": 3}
     config = past_config(**changes, document_cap=cap)
-    index, text = trained_index(config), Text(shard, config)
-    whole = [contiguous_window(text, low, 256) for low in range(0, 12 * 256, 256)]
-    found = [table_rows(window, config, index) for window in whole]
+    finder, text = trained_finder(config), text_of(shard)
+    found = [finder.find(contiguous_passage(text, low, 256)) for low in range(0, 12 * 256, 256)]
     rows, signs = map(np.concatenate, zip(*found, strict=True))
     made = []
 
-    def recorded(window, *rest):
-        found = table_rows(window, *rest)
-        made.append((positions_of(window), *found))
-        return found
+    def record(passages):
+        made.extend((positions_of(passage), *finder.find(passage)) for passage in passages)
 
-    monkeypatch.setattr(train_gpt, "table_rows", recorded)
-    loader = TrainLoader(config, [shard], Runtime("cpu"), index)
+    loader = TrainLoader(config, [shard], Runtime("cpu"), record)
     for _ in range(config.steps):
         loader.next_batch()
     loader.close()
@@ -416,15 +416,14 @@ def test_the_index_against_a_dict(name, chunk, monkeypatch):
     for slow in indexes:
         slow.read(text, chunk)
     expected = np.stack([slow.entries() for slow in indexes])
-    index = TextIndex(config)
-    index.read(text)
-    assert np.array_equal(index.entries.numpy().view(np.uint64), expected)
+    finder = RowFinder(config)
+    finder.index.read(text)
+    assert np.array_equal(finder.index.entries.numpy().view(np.uint64), expected)
     # What is known of another text, from its documents' first tokens on.
     sources = np.asarray(byte_documents(100), dtype=np.uint16)
     asked = np.concatenate([TEXTS["letters"][700:800], sources])
     columns = [slow_columns(asked, at, config, indexes) for at in range(200)]
-    window = contiguous_window(Text(asked, config), 0, 200)
-    assert_rows(table_rows(window, config, index), columns)
+    assert_rows(finder.find(contiguous_passage(text_of(asked), 0, 200)), columns)
     guessed = {guess is not None for line in columns for guess in line}
     assert len(text) < 1500 or guessed == {True, False}
 
@@ -475,11 +474,10 @@ def test_a_checkpoint_keeps_the_index_that_the_run_has_read(rich_run, rich):
 
 def test_validation_asks_the_index():
     trainer, asked = make_trainer(**{**NO_TABLE, **INDEX}), byte_documents(300)
-    trainer.table.index.read(np.asarray(byte_documents(9000, seed=2), dtype=np.uint16))
-    micro_batch, summed = read(trainer, asked)
-    text = Text(np.asarray(asked, dtype=np.uint16), trainer.config)
-    window = contiguous_window(text, 0, 256)
-    rows, signs = map(torch.from_numpy, table_rows(window, trainer.config, trainer.table.index))
+    finder = trainer.table.finder
+    finder.index.read(np.asarray(byte_documents(9000, seed=2), dtype=np.uint16))
+    _, summed = read(trainer, asked)
+    rows, signs = map(torch.from_numpy, finder.find(contiguous_passage(text_of(asked), 0, 256)))
     expected = (signs[..., None] * trainer.table.weight[rows.long()]).sum(1)
     torch.testing.assert_close(summed.detach(), expected)
-    assert 50 < (signs[:, 0] != 0).sum() < 250 and torch.equal(micro_batch.signs, signs)
+    assert 50 < (signs[:, 0] != 0).sum() < 250
