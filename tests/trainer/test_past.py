@@ -25,7 +25,6 @@ from helpers import (
 )
 from train_gpt import (
     NO_GUESS,
-    Copies,
     Passage,
     RowFinder,
     Runtime,
@@ -244,20 +243,9 @@ def test_latest_matches_against_a_dict(first):
         assert latest_matches(values, first).tolist() == slow_matches(values, first), name
 
 
-@pytest.mark.parametrize(
-    "orders, reach, stretch",
-    [
-        ((2, 3, 5), 0, 2**18),
-        ((7, 2), 1, 64),
-        ((3,), 5, 2**18),
-        ((32, 12, 4), 30, 64),
-        ((2, 3, 5), 10_000, 2**18),
-        ((32, 12, 4), 10_000, 64),
-    ],
-    ids=str,
-)
-def test_copies_against_a_search(orders, reach, stretch, monkeypatch):
-    monkeypatch.setattr(train_gpt, "STRETCH", stretch)
+@pytest.mark.parametrize("reach", [0, 1, 5, 30, 10_000])
+@pytest.mark.parametrize("orders", [(2, 3, 5), (7, 2), (32, 12, 4)], ids=str)
+def test_copies_against_a_search(orders, reach):
     found, asked = 0, 0
     for letters, longest in ((1, 90), (2, 60), (3, 400), (4, 1)):
         tokens = small_alphabet(500, letters, longest=longest)
@@ -268,26 +256,6 @@ def test_copies_against_a_search(orders, reach, stretch, monkeypatch):
         found += sum(guess is not None for line in columns for guess in line)
         asked += len(columns) * config.columns
     assert (found == 0) == (reach == 0) and found < asked
-
-
-def test_copies_are_remembered_within_bounds(monkeypatch):
-    """What is asked for again is not looked for again, until later ones have taken its place."""
-    monkeypatch.setattr(train_gpt, "COPIES_KEPT", 500)
-    monkeypatch.setattr(train_gpt, "STRETCH", 64)
-    tokens = small_alphabet(3000, 3, longest=400)
-    config = past_config(copy_orders=(2, 4), copy_reach=300)
-    text = text_of(tokens)
-    copies = Copies(text, config)
-    rng = np.random.default_rng(0)
-    kept = []
-    for low in rng.integers(0, 2999, size=150).tolist():
-        ends = text.starts[text.starts > low].tolist()
-        high = min(low + int(rng.integers(1, 200)), *ends, 3000)
-        assert np.array_equal(copies.between(low, high), Copies(text, config).between(low, high))
-        kept.append(sum(map(len, copies.stretches.values())))
-    assert 400 < max(kept) <= 500
-    monkeypatch.setattr(Copies, "find", None)
-    copies.between(low, low + 1)  # the latest is there
 
 
 # ----- what may bear on a row
@@ -347,7 +315,7 @@ ODD_TEXTS = {
 
 @pytest.mark.slow
 def test_odd_texts_with_checked_bounds(monkeypatch):
-    """At stretches, and chunks of the index, that end within a document, too."""
+    """At chunks of the index that end within a document, too."""
     # What a loop calls comes ahead of it: it is taken over when the loop is compiled.
     loops = ["slot_and_tag", "packed", "unpacked", "voted", "vote", "look_up", "rolling_hash"]
     for name in [*loops, "latest_matches", "copy_tokens", "rows_and_signs"]:
@@ -355,7 +323,6 @@ def test_odd_texts_with_checked_bounds(monkeypatch):
         monkeypatch.setattr(train_gpt, name, loop)
     config = past_config(**ALL_KINDS)
     for size in (2**15, 4, 1):
-        monkeypatch.setattr(train_gpt, "STRETCH", size)
         monkeypatch.setattr(train_gpt, "INDEX_CHUNK", size)
         for name, tokens in ODD_TEXTS.items():
             tokens = np.array(tokens, np.uint16)
