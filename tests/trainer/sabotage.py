@@ -3,7 +3,6 @@ of ranks.train."""
 
 import os
 import threading
-import time
 
 import train_gpt
 
@@ -35,18 +34,6 @@ def fail():
         raise train_gpt.ConfigError("only rank 1 knows what is wrong")
 
     before_third_step(1, refuse)
-
-
-def lag():
-    """Rank 1 reads the corpus from a slow disk."""
-    open_corpus = train_gpt.open_corpus
-
-    def slow_open_corpus(config):
-        if os.environ["RANK"] == "1":
-            time.sleep(1.5)
-        return open_corpus(config)
-
-    train_gpt.open_corpus = slow_open_corpus
 
 
 def spoil_second_rank():

@@ -309,23 +309,11 @@ def test_a_rank_without_micro_batches_takes_part_in_a_run(tiny, tmp_path):
     assert {key.split("/")[1] for key in sent}.isdisjoint({"validation", "checkpoint"})
 
 
-def test_the_preflight_of_two_ranks_reports_once(tiny, tmp_path):
-    run = ranks.train(tmp_path, tiny, "--check", world_size=2)
-    assert run.code == 0
-    assert run.lines.count("check:ok") == 1 and "world size 2" in run.stdout
-    assert not (tmp_path / "logs").exists()
-
-
 def test_an_error_of_another_rank_than_the_first_is_told(tiny, tmp_path):
     values = {**tiny, "steps": 100, "run_id": "fails"}
     run = ranks.train(tmp_path, values, world_size=2, before=sabotage.fail)
     assert run.code in (1, 2)  # of the rank that ends first
     assert "rank 1: status:error only rank 1 knows what is wrong" in run.stderr
-
-
-def test_ranks_may_start_at_different_times(tiny, tmp_path):
-    run = ranks.train(tmp_path, {**tiny, "run_id": "lags"}, world_size=2, before=sabotage.lag)
-    assert run.code == 0, run.stdout + run.stderr
 
 
 @pytest.mark.slow

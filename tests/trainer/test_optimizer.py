@@ -37,7 +37,6 @@ from train_gpt import (
     NgramTable,
     Optimizer,
     Runtime,
-    adagrad_rows_update,
     adam_update,
     muon_update,
     polar_express,
@@ -182,31 +181,6 @@ def test_bfloat16_training_is_float32_training_bitwise():
         else:
             assert "master" not in state[name]
     assert len(masters) >= 7 and not torch.equal(exact["mlp"], params_of(pair[0])["mlp"].float())
-
-
-# ----- row-wise Adagrad
-
-
-@pytest.mark.parametrize("floor", [1e-6, 3.0])
-def test_adagrad_rows_against_a_dense_reference(floor):
-    """Of 25 rows of 50, one without a gradient; then of none."""
-    rng = np.random.default_rng(0)
-    table, second = normal(50, 6), torch.zeros(50)
-    dense, dense_second = table.double(), second.double()
-    for step, number in enumerate((25, 25, 25, 0)):
-        rows = torch.from_numpy(np.sort(rng.choice(50, size=number, replace=False)))
-        grads = normal(number, 6, seed=step)
-        grads[:1] = 0
-        before = table.clone(), second.clone()
-        adagrad_rows_update(table, second, rows, grads, lr=0.1, floor=floor)
-        for row, grad in zip(rows, grads.double(), strict=True):
-            dense_second[row] += grad.square().mean()
-            dense[row] -= 0.1 * grad / (dense_second[row] + floor**2).sqrt()
-        torch.testing.assert_close(table.double(), dense, atol=1e-6, rtol=1e-6)
-        torch.testing.assert_close(second.double(), dense_second, atol=1e-6, rtol=1e-6)
-        untouched = ~torch.isin(torch.arange(50), rows)
-        assert_bitwise(table[untouched], before[0][untouched])
-        assert_bitwise(second[untouched], before[1][untouched])
 
 
 # ----- the rules of parameters
