@@ -49,8 +49,8 @@ MUTATIONS = [
     # --- shards and their order
     Mutation(
         "shard's length",
-        "        count == held,",
-        "        count <= held,",
+        "header[2] == held > 0,",
+        "0 < header[2] <= held,",
         "trainer/test_data.py",
     ),
     Mutation(
@@ -204,20 +204,20 @@ MUTATIONS = [
     # --- parameter groups
     Mutation(
         "mean gradient",
-        "grad /= self.tokens",
-        "grad /= self.tokens / self.every",
+        "means[name] = grad[: len(part)].div_(self.tokens)",
+        "means[name] = grad[: len(part)].div_(self.tokens / self.every)",
         "trainer/test_optimizer.py",
     ),
     Mutation(
         "turns of bases",
-        "turn = (step - layout.low) % every",
+        "turn = (step - self.owned_range(name)[0]) % every",
         "turn = step % every",
         "trainer/test_distributed.py",
     ),
     Mutation(
         "sum over ranks",
-        "return part, dist.reduce_scatter_single(part, tensor, async_op=True)",
-        "return part, dist.reduce_scatter_single(part, tensor, dist.ReduceOp.MAX, async_op=True)",
+        "return part, reduce_scatter(part, tensor, async_op=True)",
+        "return part, reduce_scatter(part, tensor, dist.ReduceOp.MAX, async_op=True)",
         "trainer/test_distributed.py",
     ),
     Mutation(
@@ -254,7 +254,7 @@ MUTATIONS = [
     ),
     Mutation(
         "checkpoint's sha256",
-        "is_whole = beside.is_file() and file_sha256(path).encode() in beside.read_bytes()",
+        "is_whole = file_sha256(path).encode() in beside.read_bytes()",
         "is_whole = beside.is_file()",
         "trainer/test_checkpoint.py faults/test_faults_of_runs.py",
     ),
@@ -272,8 +272,8 @@ MUTATIONS = [
     ),
     Mutation(
         "overrides",
-        '        log.line("overrides:" + json.dumps(run.overrides))',
-        '        log.line("overrides:" + json.dumps({}))',
+        'log.line("overrides:" + json.dumps(overrides))',
+        'log.line("overrides:" + json.dumps({}))',
         "trainer/test_loop.py",
     ),
     Mutation(

@@ -4,6 +4,7 @@ Weights of awkward shapes, gradients that add up to the same at any world size, 
 leave on each rank. test_distributed.py compares ranks.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,10 +16,11 @@ from helpers import LAYERED, NO_TABLE, text_of, tiny_config
 from train_gpt import GPT, Hyper, NgramTable, Optimizer
 
 MICRO_BATCHES = 12  # of a step
-RULES = {
-    name: param.rule
-    for name, param in GPT(tiny_config(**LAYERED), back_end=None).named_parameters()
-}
+MODEL = GPT(tiny_config(**LAYERED), back_end=None)
+RULES = {name: param.rule for name, param in MODEL.named_parameters()}
+# Here a bank of the MLP may have an odd number of matrices.
+RULES["mlp"] = dataclasses.replace(RULES["mlp"], lr_mul=1.0)
+RULES["value_output"] = dataclasses.replace(RULES["value_output"], lr_mul=(1.0, 2.0))
 
 
 def draw(*key_and_shape):
@@ -144,7 +146,7 @@ def under_way(full):
             values = torch.logspace(0, -1, size, dtype=torch.float64)
             state[key] = basis.float()
             state[key.replace("basis", "factor")] = (basis * values @ basis.mT).float()
-        for key in {"moment", "count", "row_square", "second"} & state.keys():
+        for key in {"moment", "count", "row_square"} & state.keys():
             state[key] = draw(7, state[key].shape).square() + 0.1
         state["momentum"] = 0.1 * draw(8, state["momentum"].shape)
     return full
@@ -166,7 +168,13 @@ class Case:
     is_settled: bool = False
 
 
-BANKS = {"query_key": (2, 8, 8), "mlp": (1, 8, 8), "embed": (5, 8), "head": (5, 8)}
+BANKS = {
+    "query_key": (2, 8, 8),
+    "value_output": (4, 8, 8),
+    "mlp": (1, 8, 8),
+    "embed": (5, 8),
+    "head": (5, 8),
+}
 
 # Leading dimensions that no world size divides, that are smaller than it, and that are empty.
 GROUPS = {
@@ -200,8 +208,9 @@ GROUPS = {
 
 # Five matrices go 3, 2 over two ranks, 2, 2, 1 over three and 2, 2, 1, 0 over four; a side of 11 is
 # above the limit.
-SHAPES = {"query_key": (5, 5, 5), "mlp": (3, 10, 7), "embed": (2, 8)}
-WIDE = {"query_key": (2, 7, 11), "mlp": (1, 1, 6)}  # some ranks have none
+SMALL = {"smear_scale": (1,)}
+SHAPES = {**SMALL, "query_key": (5, 5, 5), "mlp": (3, 10, 7), "embed": (2, 8)}
+WIDE = {**SMALL, "query_key": (2, 7, 11), "mlp": (1, 1, 6)}  # some ranks have none
 EVERY = 2  # basis_every
 LIMIT = 10  # one_sided_above
 
@@ -214,7 +223,7 @@ def matrix_case(rule, shapes=SHAPES, dtype="float32", is_settled=True):
 
 
 # With factors of full rank, which are those of short sides, from the very first step.
-ONE_SIDED = {"query_key": (3, 6, 12), "mlp": (2, 14, 5)}
+ONE_SIDED = {**SMALL, "query_key": (3, 6, 12), "mlp": (2, 14, 5)}
 MATRICES = {
     **{rule: matrix_case(rule) for rule in train_gpt.UPDATE_RULES},
     "soap_muon wide": matrix_case("soap_muon", WIDE),
@@ -266,5 +275,4 @@ def take_steps(case, runtime):
         "sent": sent,
         "decomposed": sum(decomposed),
         "left": {name: waiting(optimizer, name) for name in params},
-        "held": len(state_of(optimizer)["query_key"]["momentum"]),
     }

@@ -4,6 +4,7 @@ Each world size is started once, and does all that is compared.
 """
 
 import contextlib
+import functools
 import inspect
 import itertools
 import math
@@ -247,10 +248,11 @@ def trajectory(runtime, values):
     stages = tuple(stage | {"micro_batches": 2} for stage in values["stages"])
     stages[0]["micro_batches"] = 11
     values = {**values, "stages": stages, "steps": 6}
-    config = train_gpt.with_values(train_gpt.TRACKS["nano"], values)
+    config = train_gpt.with_values(train_gpt.TRACKS["mini"], values)
     trainer, corpus = Trainer(config, runtime), train_gpt.open_corpus(config)
-    trainer.table.index.read(corpus.indexed)
-    loader = train_gpt.TrainLoader(config, corpus.shards, runtime, trainer.table.index)
+    trainer.table.finder.index.read(corpus.indexed)
+    plan = functools.partial(trainer.table.plan_step, group=runtime.loader_group)
+    loader = train_gpt.TrainLoader(config, corpus.shards, runtime, plan)
     losses = []
     with contextlib.closing(loader):
         batch = loader.next_batch()
@@ -281,7 +283,9 @@ def test_six_steps_do_not_depend_on_the_world_size(world_size, results_of):
         assert_bitwise(result["table"], results[0]["table"])
     torch.testing.assert_close(results[0]["table"], alone["table"], atol=1e-4, rtol=1e-4)
     for name, weight in alone["model"].items():
-        torch.testing.assert_close(results[0]["model"][name], weight, atol=2e-4, rtol=2e-4)
+        rate = 75 if name == "value_embed" else 5  # times that of other parameters, at most
+        found = results[0]["model"][name]
+        torch.testing.assert_close(found, weight, atol=4e-5 * rate, rtol=2e-4)
 
 
 # ----- whole runs
@@ -305,23 +309,11 @@ def test_a_rank_without_micro_batches_takes_part_in_a_run(tiny, tmp_path):
     assert {key.split("/")[1] for key in sent}.isdisjoint({"validation", "checkpoint"})
 
 
-def test_the_preflight_of_two_ranks_reports_once(tiny, tmp_path):
-    run = ranks.train(tmp_path, tiny, "--check", world_size=2)
-    assert run.code == 0
-    assert run.lines.count("check:ok") == 1 and "world size 2" in run.stdout
-    assert not (tmp_path / "logs").exists()
-
-
 def test_an_error_of_another_rank_than_the_first_is_told(tiny, tmp_path):
     values = {**tiny, "steps": 100, "run_id": "fails"}
     run = ranks.train(tmp_path, values, world_size=2, before=sabotage.fail)
     assert run.code in (1, 2)  # of the rank that ends first
     assert "rank 1: status:error only rank 1 knows what is wrong" in run.stderr
-
-
-def test_ranks_may_start_at_different_times(tiny, tmp_path):
-    run = ranks.train(tmp_path, {**tiny, "run_id": "lags"}, world_size=2, before=sabotage.lag)
-    assert run.code == 0, run.stdout + run.stderr
 
 
 @pytest.mark.slow

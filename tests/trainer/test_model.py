@@ -411,48 +411,7 @@ def test_compiled_equals_eager():
     torch._dynamo.reset()
 
 
-# ----- what a position may see
-
-VARIANTS = {
-    "float32": {},
-    "layered": {**LAYERED, "windows": (64, 256)},
-    "layered bfloat16": {**LAYERED, "dtype": "bfloat16"},
-    "no table, tied": {**NO_TABLE, "untie_at": 1.0},
-}
-SEEN = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-
-
-@pytest.mark.parametrize("last", [0, 63, 64, 254])
-@SEEN
-def test_nothing_before_a_changed_token_changes(variant, last):
-    trainer = make_trainer(**variant)
-    rng = np.random.default_rng(last)
-    tokens = np.asarray(byte_documents(257))
-    changed = tokens.copy()
-    changed[last + 1 :] = (changed[last + 1 :] + rng.integers(1, 257, size=256 - last)) % 257
-    hidden, losses = hidden_and_losses(trainer, tokens)
-    other_hidden, other_losses = hidden_and_losses(trainer, changed)
-    assert_bitwise(other_hidden[: last + 1], hidden[: last + 1])
-    assert_bitwise(other_losses[:last], losses[:last])
-    assert not torch.equal(other_losses[last:], losses[last:])
-
-
-@SEEN
-def test_documents_of_a_micro_batch_are_independent(variant):
-    trainer = make_trainer(**variant)
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, EOT, size=257)
-    bounds = (0, 90, 170, 256)
-    tokens[list(bounds[:3])] = EOT
-    _, losses = hidden_and_losses(trainer, tokens)
-    for low, high in zip(bounds[:-1], bounds[1:], strict=True):
-        changed = tokens.copy()
-        noise = rng.integers(1, EOT, size=high - low - 1)
-        changed[low + 1 : high] = (changed[low + 1 : high] + noise) % EOT
-        _, other = hidden_and_losses(trainer, changed)
-        is_same = other == losses
-        assert is_same[:low].all() and is_same[high:].all()
-        assert not is_same[low : high - 1].any()
+# ----- what a position may see; the gates test the rest of it
 
 
 @pytest.mark.parametrize(

@@ -16,26 +16,22 @@ from helpers import (
     byte_documents,
     documents_of,
     make_trainer,
-    ngram_rows,
     read,
     slow_key,
     slow_row,
+    text_of,
     tiny_config,
-    window_of,
     write_shard,
 )
 from train_gpt import (
     NO_GUESS,
-    Runtime,
-    Text,
+    Passage,
+    RowFinder,
     TextIndex,
-    TokenWindow,
-    TrainLoader,
-    contiguous_window,
+    contiguous_passage,
     latest_matches,
     open_corpus,
     rolling_hash,
-    table_rows,
 )
 
 ROWS = 2**31 - 1  # a table of so many rows hardly ever gives two keys the same one
@@ -163,19 +159,9 @@ def assert_rows(actual, columns, num_rows=ROWS):
                 assert found == slow_row(key, column, num_rows), (i, column)
 
 
-def shuffled_pieces(tokens, config, count, seed=0, longest=25):
-    """A TokenWindow of about `count` tokens: pieces of documents in random order."""
-    rng = np.random.default_rng(seed)
-    edges = np.cumsum(rng.integers(1, longest, size=len(tokens) // 2))
-    cuts = np.union1d(np.flatnonzero(tokens == EOT), edges[edges < len(tokens)])
-    cuts = np.unique([0, *cuts, len(tokens)])
-    pieces = np.stack([cuts[:-1], cuts[1:]], 1)[rng.permutation(len(cuts) - 1)]
-    taken = np.searchsorted(np.cumsum(pieces[:, 1] - pieces[:, 0]), count) + 1
-    return TokenWindow(Text(tokens, config), [tuple(piece) for piece in pieces[:taken].tolist()])
-
-
-def positions_of(window):
-    return [at for low, high in window.spans for at in range(low, high)]
+def passage_of(tokens, positions):
+    """The Passage of single tokens at any positions."""
+    return Passage(text_of(tokens), [(int(at), int(at) + 1) for at in positions])
 
 
 # ----- keys of n-grams
@@ -190,9 +176,9 @@ def test_keys_against_python_integers(n):
     for high in (70, n, n + 1, 1, 0):
         keys = rolling_hash(text[:high], n, EOT)
         assert keys.dtype == np.uint64 and keys.tolist() == expected[:high]
-    made = Text(text, past_config())
+    finder = RowFinder(past_config())
     for low, high in ((0, 70), (0, 1), (1, 40), (22, 23), (n, n + 1), (69, 70)):
-        keys = made.keys(low, high, (3, n))
+        keys = finder.keys(text_of(text), low, high, (3, n))
         assert keys.dtype == np.uint64 and keys[:, 1].tolist() == expected[low:high]
 
 
@@ -200,7 +186,8 @@ def test_every_order_has_a_hash_and_signs_of_its_own():
     """Rows are spread evenly, signs follow neither from rows nor from those of another order."""
     orders, count = tuple(range(2, 33)), 40_000
     tokens = np.random.default_rng(3).integers(0, EOT, size=count).astype(np.uint16)
-    rows, signs = ngram_rows(tokens, np.arange(count), orders, 100)
+    finder = RowFinder(past_config(ngram_orders=orders, ngram_rows=100))
+    rows, signs = finder.find(passage_of(tokens, range(count)))
     agree = signs.T @ signs / count
     assert abs(agree - np.eye(len(orders))).max() < 6 / count**0.5  # six standard deviations
     assert abs(signs.mean(0)).max() < 6 / count**0.5
@@ -228,7 +215,6 @@ def test_latest_matches_against_a_dict(first):
     some = np.random.default_rng(first).integers(0, 300, size=2000).astype(np.uint64)
     keys = {
         "an alphabet of three": rolling_hash(small_alphabet(2000, 3, longest=None), 5, EOT),
-        "distinct": rolling_hash(np.arange(50).astype(np.uint16), 2, EOT),
         "equal": np.full(40, 7, np.uint64),
         "of the first place in the hash table": some,
         "of the last one": ~some,
@@ -239,53 +225,26 @@ def test_latest_matches_against_a_dict(first):
         assert latest_matches(values, first).tolist() == slow_matches(values, first), name
 
 
-@pytest.mark.parametrize(
-    "orders, reach, stretch",
-    [
-        ((2, 3, 5), 0, 2**18),
-        ((7, 2), 1, 64),
-        ((3,), 5, 2**18),
-        ((32, 12, 4), 30, 64),
-        ((2, 3, 5), 10_000, 2**18),
-        ((32, 12, 4), 10_000, 64),
-    ],
-    ids=str,
-)
-def test_copies_against_a_search(orders, reach, stretch, monkeypatch):
-    monkeypatch.setattr(train_gpt, "STRETCH", stretch)
-    found, asked = 0, 0
-    for letters, longest in ((1, 90), (2, 60), (3, 400), (4, 1)):
+@pytest.mark.parametrize("reach", [0, 1, 5, 30, 10_000])
+@pytest.mark.parametrize("orders", [(2, 3, 5), (7, 2), (32, 12, 4)], ids=str)
+def test_copies_against_a_search(orders, reach):
+    """In passages that begin and end anywhere in a document."""
+    found = []
+    for letters, longest in ((1, 90), (2, 60), (3, 400), (4, 1), (3, None)):
         tokens = small_alphabet(500, letters, longest=longest)
         config = past_config(copy_orders=orders, copy_reach=reach, copy_places=letters)
-        window = shuffled_pieces(tokens, config, 250)
-        columns = [slow_columns(tokens, at, config) for at in positions_of(window)]
-        assert_rows(table_rows(window, config, TextIndex(config)), columns)
-        found += sum(guess is not None for line in columns for guess in line)
-        asked += len(columns) * config.columns
-    assert (found == 0) == (reach == 0) and found < asked
+        scattered = np.random.default_rng(letters).permutation(500)[:100]
+        for positions, passage in (
+            (scattered.tolist(), passage_of(tokens, scattered)),
+            (range(70, 270), contiguous_passage(text_of(tokens), 70, 200)),
+        ):
+            columns = [slow_columns(tokens, at, config) for at in positions]
+            assert_rows(RowFinder(config).find(passage), columns)
+            found += [guess for line in columns for guess in line if guess is not None]
+    assert (not found) == (reach == 0)
 
 
-def test_copies_are_remembered_within_bounds(monkeypatch):
-    """What is asked for again is not looked for again, until later ones have taken its place."""
-    monkeypatch.setattr(train_gpt, "COPIES_KEPT", 500)
-    monkeypatch.setattr(train_gpt, "STRETCH", 64)
-    tokens = small_alphabet(3000, 3, longest=400)
-    config = past_config(copy_orders=(2, 4), copy_reach=300)
-    text = Text(tokens, config)
-    rng = np.random.default_rng(0)
-    kept = []
-    for low in rng.integers(0, 2999, size=150).tolist():
-        ends = text.starts[text.starts > low].tolist()
-        high = min(low + int(rng.integers(1, 200)), *ends, 3000)
-        copies = text.copies(low, high)
-        assert np.array_equal(copies, Text(tokens, config).copies(low, high))
-        kept.append(sum(map(len, text.stretches.values())))
-    assert 400 < max(kept) <= 500
-    monkeypatch.setattr(Text, "find_copies", None)
-    text.copies(low, low + 1)  # the latest is there
-
-
-# ----- what may bear on a row
+# ----- odd texts
 
 ALL_KINDS = {
     "ngram_orders": (2, 5),
@@ -294,37 +253,6 @@ ALL_KINDS = {
     "index_orders": (3, 4),
     "index_bits": 10,
 }
-
-
-def trained_index(config):
-    """A TextIndex that has read texts of four letters."""
-    index = TextIndex(config)
-    for seed in range(6):
-        index.read(small_alphabet(3000, 4, seed))
-    return index
-
-
-def test_rows_read_neither_other_documents_nor_the_future():
-    rng = np.random.default_rng(1)
-    tokens = rng.integers(1, 5, size=400).astype(np.uint16)
-    tokens[[0, 150, 260]] = EOT
-    noise = np.where(tokens == EOT, EOT, tokens % 4 + 1).astype(np.uint16)
-    config = past_config(**{**ALL_KINDS, "ngram_orders": tuple(range(2, 33))})
-    index, positions = trained_index(config), np.arange(400)
-
-    def read(tokens):
-        return np.stack(table_rows(window_of(Text(tokens, config), positions), config, index))
-
-    found = read(tokens)
-    assert (np.abs(found[1]).mean(0) > 0.02).all()  # no column is empty
-    for low, high in ((150, 260), (260, 400)):
-        other = read(np.where(positions < low, noise, tokens))  # other documents in front
-        assert np.array_equal(other[:, low:high], found[:, low:high])
-    for at in (0, 1, 148, 149, 150, 200, 350):
-        other = read(np.where(positions > at, noise, tokens))
-        assert np.array_equal(other[:, : at + 1], found[:, : at + 1])
-        if tokens[at + 1] != EOT:
-            assert not np.array_equal(other[0, at + 1], found[0, at + 1])
 
 
 ODD_TEXTS = {
@@ -342,7 +270,7 @@ ODD_TEXTS = {
 
 @pytest.mark.slow
 def test_odd_texts_with_checked_bounds(monkeypatch):
-    """At stretches, and chunks of the index, that end within a document, too."""
+    """At chunks of the index that end within a document, too."""
     # What a loop calls comes ahead of it: it is taken over when the loop is compiled.
     loops = ["slot_and_tag", "packed", "unpacked", "voted", "vote", "look_up", "rolling_hash"]
     for name in [*loops, "latest_matches", "copy_tokens", "rows_and_signs"]:
@@ -350,51 +278,19 @@ def test_odd_texts_with_checked_bounds(monkeypatch):
         monkeypatch.setattr(train_gpt, name, loop)
     config = past_config(**ALL_KINDS)
     for size in (2**15, 4, 1):
-        monkeypatch.setattr(train_gpt, "STRETCH", size)
         monkeypatch.setattr(train_gpt, "INDEX_CHUNK", size)
         for name, tokens in ODD_TEXTS.items():
             tokens = np.array(tokens, np.uint16)
-            index, indexes = TextIndex(config), [SlowIndex(n, 10) for n in (3, 4)]
-            index.read(tokens)
+            finder, indexes = RowFinder(config), [SlowIndex(n, 10) for n in (3, 4)]
+            finder.index.read(tokens)
             for column, slow in enumerate(indexes):
                 slow.read(tokens, size)
-                assert np.array_equal(index.entries_of(column), slow.entries()), name
+                assert np.array_equal(finder.index.entries_of(column), slow.entries()), name
             positions = range(len(tokens))
             columns = [slow_columns(tokens, at, config, indexes) for at in positions]
-            text = Text(tokens, config)
-            assert_rows(table_rows(window_of(text, positions), config, index), columns)
-            whole = contiguous_window(text, 0, len(tokens))
-            assert_rows(table_rows(whole, config, index), columns)
-
-
-@pytest.mark.parametrize("cap", [50, 256])
-def test_a_token_has_the_same_rows_in_training_and_validation(cap, monkeypatch):
-    """Whatever piece and micro-batch it stands in."""
-    shard = small_alphabet(12 * 256 + 1, 4, longest=600)
-    changes = {**ALL_KINDS, "copy_reach": 300, "steps": 2, "micro_batches": 6, "seed": 3}
-    config = past_config(**changes, document_cap=cap)
-    index, text = trained_index(config), Text(shard, config)
-    whole = [contiguous_window(text, low, 256) for low in range(0, 12 * 256, 256)]
-    found = [table_rows(window, config, index) for window in whole]
-    rows, signs = map(np.concatenate, zip(*found, strict=True))
-    made = []
-
-    def recorded(window, *rest):
-        found = table_rows(window, *rest)
-        made.append((positions_of(window), *found))
-        return found
-
-    monkeypatch.setattr(train_gpt, "table_rows", recorded)
-    loader = TrainLoader(config, [shard], Runtime("cpu"), index)
-    for _ in range(config.steps):
-        loader.next_batch()
-    loader.close()
-    seen = np.concatenate([positions for positions, _, _ in made])
-    assert np.array_equal(np.sort(seen), np.arange(12 * 256)) and (np.diff(seen) != 1).sum() > 12
-    for positions, own_rows, own_signs in made:
-        assert np.array_equal(own_rows, rows[positions])
-        assert np.array_equal(own_signs, signs[positions])
-    assert (np.abs(signs[:, 2:]).mean(0) > 0.1).all() and (signs[:, 2:] == 0).any(0).all()
+            assert_rows(finder.find(passage_of(tokens, positions)), columns)
+            whole = contiguous_passage(text_of(tokens), 0, len(tokens))
+            assert_rows(finder.find(whole), columns)
 
 
 # ----- the index of training text
@@ -416,15 +312,14 @@ def test_the_index_against_a_dict(name, chunk, monkeypatch):
     for slow in indexes:
         slow.read(text, chunk)
     expected = np.stack([slow.entries() for slow in indexes])
-    index = TextIndex(config)
-    index.read(text)
-    assert np.array_equal(index.entries.numpy().view(np.uint64), expected)
+    finder = RowFinder(config)
+    finder.index.read(text)
+    assert np.array_equal(finder.index.entries.numpy().view(np.uint64), expected)
     # What is known of another text, from its documents' first tokens on.
     sources = np.asarray(byte_documents(100), dtype=np.uint16)
     asked = np.concatenate([TEXTS["letters"][700:800], sources])
     columns = [slow_columns(asked, at, config, indexes) for at in range(200)]
-    window = contiguous_window(Text(asked, config), 0, 200)
-    assert_rows(table_rows(window, config, index), columns)
+    assert_rows(finder.find(contiguous_passage(text_of(asked), 0, 200)), columns)
     guessed = {guess is not None for line in columns for guess in line}
     assert len(text) < 1500 or guessed == {True, False}
 
@@ -475,11 +370,10 @@ def test_a_checkpoint_keeps_the_index_that_the_run_has_read(rich_run, rich):
 
 def test_validation_asks_the_index():
     trainer, asked = make_trainer(**{**NO_TABLE, **INDEX}), byte_documents(300)
-    trainer.table.index.read(np.asarray(byte_documents(9000, seed=2), dtype=np.uint16))
-    micro_batch, summed = read(trainer, asked)
-    text = Text(np.asarray(asked, dtype=np.uint16), trainer.config)
-    window = contiguous_window(text, 0, 256)
-    rows, signs = map(torch.from_numpy, table_rows(window, trainer.config, trainer.table.index))
+    finder = trainer.table.finder
+    finder.index.read(np.asarray(byte_documents(9000, seed=2), dtype=np.uint16))
+    _, summed = read(trainer, asked)
+    rows, signs = map(torch.from_numpy, finder.find(contiguous_passage(text_of(asked), 0, 256)))
     expected = (signs[..., None] * trainer.table.weight[rows.long()]).sum(1)
     torch.testing.assert_close(summed.detach(), expected)
-    assert 50 < (signs[:, 0] != 0).sum() < 250 and torch.equal(micro_batch.signs, signs)
+    assert 50 < (signs[:, 0] != 0).sum() < 250
