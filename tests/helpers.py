@@ -375,6 +375,18 @@ def read(trainer, tokens):
     return micro_batch, table.lookup(plan.slots[0], plan.signs[0], values)
 
 
+def content_of(trainer, step, folder):
+    """What a run with this trainer keeps in a checkpoint after so many steps, which it writes as
+    checkpoint.pt to the folder."""
+    run = object.__new__(train_gpt.Run)  # without its corpus
+    run.config, run.runtime, run.trainer = trainer.config, trainer.runtime, trainer
+    run.log, run.clock = train_gpt.Log(is_main=True), train_gpt.Clock(trainer.runtime)
+    run.folder, run.step, run.loader_state = folder, step, train_gpt.TrainLoader.START
+    run.loss_sum, run.loss_tokens = 0.0, 0
+    run.save("checkpoint.pt")
+    return torch.load(folder / "checkpoint.pt", weights_only=True)
+
+
 def make_trainer(random_weights=True, seed=0, runtime=None, **changes):
     """A Trainer of the tiny model, of this process alone or of a rank's runtime; with random
     weights everywhere unless told otherwise."""

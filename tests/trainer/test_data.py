@@ -1,6 +1,7 @@
 """Shards and corpora, and the loader's micro-batches."""
 
 import dataclasses
+import functools
 import itertools
 import os
 import threading
@@ -12,8 +13,8 @@ import torch
 import train_gpt
 from helpers import (
     EOT,
-    NO_TABLE,
     TINY,
+    assert_bitwise,
     byte_documents,
     make_corpus,
     refusal,
@@ -24,12 +25,13 @@ from helpers import (
 from ranks import on_ranks
 from train_gpt import (
     ConfigError,
+    NgramTable,
     Runtime,
     Text,
-    TextIndex,
     TrainLoader,
-    contiguous_window,
+    contiguous_passage,
     open_corpus,
+    stack_passages,
 )
 
 # ----- shards
@@ -263,24 +265,18 @@ def loader_config(rows=None, **changes):
 def load_all(config, shards, runtime=None, first_step=0, state=None):
     """Every Batch from first_step to the end of the run."""
     runtime = runtime or Runtime("cpu")
-    loader = TrainLoader(config, shards, runtime, TextIndex(config), first_step, state)
+    plan = functools.partial(NgramTable(config, runtime).plan_step, group=runtime.loader_group)
+    loader = TrainLoader(config, shards, runtime, plan, first_step, state)
     try:
         return [loader.next_batch() for _ in range(first_step, config.steps)]
     finally:
         loader.close()
 
 
-def assert_same_micro_batch(one, other, but=()):
-    """Of two MicroBatches, all fields but those named in `but`."""
-    for field in dataclasses.fields(one):
-        if field.name not in but:
-            assert torch.equal(getattr(one, field.name), getattr(other, field.name)), field.name
-
-
 def load_on_rank(runtime, config, shards):
-    """[(micro-batches, tokens, state)] of the batches that a rank gets."""
+    """[(stack of micro-batches, signs of their rows, tokens, state)] of a rank's batches."""
     batches = load_all(config, shards, runtime)
-    return [(batch.micro_batches, batch.tokens, batch.state) for batch in batches]
+    return [(tuple(batch.stack), batch.rows.signs, batch.tokens, batch.state) for batch in batches]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -289,11 +285,10 @@ def test_world_sizes_share_out_the_same_micro_batches(world_size):
     shards = [countable(10_000)]
     alone = load_all(config, shards)
     for rank, parts in enumerate(on_ranks(world_size, load_on_rank, config, shards)):
-        for whole, (micro_batches, tokens, state) in zip(alone, parts, strict=True):
-            theirs = whole.micro_batches[rank::world_size]
-            for one, other in zip(micro_batches, theirs, strict=True):
-                # Slots are positions in the table alone, and in what has been pulled elsewhere.
-                assert_same_micro_batch(one, other, but=("slots",))
+        for whole, (stack, signs, tokens, state) in zip(alone, parts, strict=True):
+            theirs = [*whole.stack, whole.rows.signs]
+            for one, other in zip([*stack, signs], theirs, strict=True):
+                assert torch.equal(one, other[rank::world_size])
             assert state == whole.state and tokens == whole.tokens == 12 * 256
 
 
@@ -306,7 +301,7 @@ def test_an_epoch_covers_each_shard_exactly_once():
     # Pieces of the second cap, which the first one splits further.
     caps = {0.0: {"document_cap": 50}, 0.3: {"document_cap": 300}}
     config = loader_config(caps, steps=sum(counts), micro_batches=1)
-    stream = iter([batch.micro_batches[0] for batch in load_all(config, shards)])
+    stream = (batch for each in load_all(config, shards) for batch in each.micro_batches())
     for shard, count, first in zip(shards, counts, firsts, strict=True):
         micro_batches = list(itertools.islice(stream, count))
         seen = np.concatenate([positions(micro_batch, first) for micro_batch in micro_batches])
@@ -325,7 +320,7 @@ def test_the_order_depends_on_the_seed_and_the_epoch_alone():
 
     def seen(seed):
         batches = load_all(loader_config(steps=22, micro_batches=1, epochs=2, seed=seed), shards)
-        return np.concatenate([positions(batch.micro_batches[0]) for batch in batches])
+        return np.concatenate([positions(*batch.micro_batches()) for batch in batches])
 
     assert np.array_equal(seen(1), seen(1)) and not np.array_equal(seen(1), seen(2))
     first, second = np.split(seen(1), 2)
@@ -351,7 +346,7 @@ def test_segments_respect_the_cap_in_force_and_never_join_documents():
     longest = []
     for step, batch in enumerate(load_all(config, [countable(12_000, longest=600)])):
         lengths = []
-        for micro_batch in batch.micro_batches:
+        for micro_batch in batch.micro_batches():
             where = positions(micro_batch)
             for low, high in segments(micro_batch):
                 lengths.append(high - low)
@@ -372,8 +367,8 @@ def test_a_stream_goes_on_from_the_state_of_any_step():
     for step in range(1, config.steps):
         rest = load_all(config, shards, first_step=step, state=whole[step - 1].state)
         for one, other in zip(rest, whole[step:], strict=True):
-            for parts in zip(one.micro_batches, other.micro_batches, strict=True):
-                assert_same_micro_batch(*parts)
+            assert_bitwise(tuple(one.stack), tuple(other.stack))
+            assert_bitwise(vars(one.rows), vars(other.rows))
             assert one.state == other.state
     beyond = {"shard": 4, "piece": 0, "offset": 0}
     with pytest.raises(ConfigError, match="beyond the corpus; use another checkpoint"):
@@ -383,11 +378,11 @@ def test_a_stream_goes_on_from_the_state_of_any_step():
 def test_an_error_of_the_loading_thread_reaches_the_training_loop_and_closing_ends_it(monkeypatch):
     """A thread that is inside torch when the interpreter goes away aborts the process."""
 
-    def broken(*words):
+    def broken(*words, **options):
         raise ConfigError("what only the thread knows")
 
     before = set(threading.enumerate())
-    monkeypatch.setattr(train_gpt, "plan_rows", broken)
+    monkeypatch.setattr(NgramTable, "plan_step", broken)
     with pytest.raises(ConfigError, match="what only the thread knows"):
         load_all(tiny_config(), [np.full(3000, EOT, dtype=np.uint16)])
     assert set(threading.enumerate()) <= before
@@ -417,36 +412,29 @@ def test_a_softmax_without_a_row_for_the_rest_of_the_vocabulary_is_refused(
             load_all(config, [tokens])
     else:
         (batch,) = load_all(config, [tokens])
-        assert batch.micro_batches[0].targets.unique().tolist() == sorted(set(ids))
+        assert batch.stack.targets.unique().tolist() == sorted(set(ids))
 
 
-@pytest.mark.parametrize("documents, room", [(1, 64), (64, 64), (65, 128), (256, 256)])
-def test_bounds_have_room_for_64_documents_or_the_next_power_of_two(documents, room):
+@pytest.mark.parametrize("documents, room", [(1, 64), (63, 64), (64, 128), (255, 256)])
+def test_bounds_have_room_for_63_documents_or_more_powers_of_two(documents, room):
     """They are all starts in their order, then the end as often as there is room for: attention
     kernels get no other shape."""
     tokens = np.ones(257, dtype=np.uint16)
     tokens[np.linspace(0, 255, documents).round().astype(int)] = EOT
-    config = tiny_config(**NO_TABLE)
-    window = contiguous_window(Text(tokens, config), 0, 256)
-    nothing = np.zeros((256, 0), np.int32)
-    micro_batch = train_gpt.assemble(
-        window, nothing, nothing.astype(np.float32), torch.device("cpu")
-    )
-    bounds = micro_batch.segment_bounds
+    text = Text(tokens, EOT)
+    passages = [contiguous_passage(text, 0, 256), contiguous_passage(text, 0, 256)]
+    stack = stack_passages(passages, 256, torch.device("cpu"))
     starts = np.flatnonzero(tokens == EOT).tolist()
-    assert bounds.dtype == torch.int32 and len(bounds) == room + 1
-    assert bounds.tolist() == starts + [256] * (room + 1 - documents)
+    assert stack.segment_bounds.dtype == torch.int32
+    assert stack.segment_bounds.tolist() == [starts + [256] * (room - documents)] * 2
 
 
 @pytest.mark.parametrize("low", [0, 300])
-def test_contiguous_micro_batches(low):
-    config = tiny_config(**NO_TABLE)
+def test_contiguous_passages(low):
     tokens = np.asarray(byte_documents(2000), dtype=np.uint16)
-    window = contiguous_window(Text(tokens, config), low, 256)
-    nothing = np.zeros((256, 0), np.int32)
-    micro_batch = train_gpt.assemble(
-        window, nothing, nothing.astype(np.float32), torch.device("cpu")
-    )
+    passages = [contiguous_passage(Text(tokens, EOT), low, 256)]
+    stack = stack_passages(passages, 256, torch.device("cpu"))
+    micro_batch = train_gpt.MicroBatch(*(tensor[0] for tensor in stack))
     assert np.array_equal(micro_batch.inputs, tokens[low : low + 256])
     assert np.array_equal(micro_batch.targets, tokens[low + 1 : low + 257])
     is_start = tokens[low : low + 256] == EOT
