@@ -102,7 +102,8 @@ def cores_and_memory():
         memory = 1024 * int(free[free.index("MemAvailable:") + 1])
     limit = read("/sys/fs/cgroup/memory.max")
     if limit and limit[0] != "max":
-        memory = min(memory, int(limit[0]) - int(read("/sys/fs/cgroup/memory.current")[0]))
+        used = read("/sys/fs/cgroup/memory.stat")  # anon: what no cache is
+        memory = min(memory, int(limit[0]) - int(used[used.index("anon") + 1]))
     return cores, memory
 
 
@@ -146,7 +147,7 @@ except (train_gpt.ConfigError, OSError):
     pass
 else:
     named = config.track
-    if not Path(config.data, "manifest.json").exists():
+    if not any(Path(config.data).glob("*_train_*.bin")):
         for builder in BUILDERS.get(config.data, []):
             built = subprocess.run([sys.executable, *builder], stdout=sys.stderr)
             if built.returncode:
