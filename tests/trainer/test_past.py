@@ -273,7 +273,7 @@ def test_odd_texts_with_checked_bounds(monkeypatch):
     """At chunks of the index that end within a document, too."""
     # What a loop calls comes ahead of it: it is taken over when the loop is compiled.
     loops = ["slot_and_tag", "packed", "unpacked", "voted", "vote", "look_up", "rolling_hash"]
-    for name in [*loops, "latest_matches", "copy_tokens", "rows_and_signs"]:
+    for name in [*loops, "latest_matches"]:
         loop = njit(boundscheck=True)(getattr(train_gpt, name).py_func)
         monkeypatch.setattr(train_gpt, name, loop)
     config = past_config(**ALL_KINDS)

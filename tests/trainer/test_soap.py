@@ -4,6 +4,7 @@ How ranks share them is in test_distributed.py.
 """
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,7 +32,6 @@ from train_gpt import (
     eigenbasis_step,
     polar_express,
     refresh_eigenbases,
-    refresh_method,
     soap_muon_update,
     soap_update,
     update_factors,
@@ -213,14 +213,6 @@ def test_a_bad_matrix_keeps_its_basis_and_spoils_no_other(name, method):
     assert_bitwise(bad["moment"][1], moment[:, order])
     if name == "indefinite":
         assert order.tolist() == [4, 5, 0, 1, 2, 3]
-
-
-def test_the_method_depends_on_step_and_device():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    on_cpu = [refresh_method(step, cpu) for step in (0, 2, 3, 10_000)]
-    assert on_cpu == ["eigh", "eigh", "householder", "householder"]
-    on_cuda = [refresh_method(step, cuda) for step in (2, 3, 24, 25)]
-    assert on_cuda == ["eigh", "householder", "householder", "cholesky"]
 
 
 # ----- factors
@@ -439,15 +431,27 @@ class NoSync(TorchDispatchMode):
 
 
 @EACH_RULE
-def test_nothing_waits_for_the_device(kind, monkeypatch):
-    optimizer = banks_of(kind)
-    grads = {name: normal(*shape) for name, shape in BANKS.items()}
+def test_nothing_waits_for_a_gpu(kind, monkeypatch):
+    """There bases are found exactly at first, then safely, and then in batches."""
+    optimizer, used = banks_of(kind), []
+    honest = train_gpt.refresh_eigenbases
+
+    def recorded(banks, method):
+        used.append(method)
+        honest(banks, method)
+
+    monkeypatch.setattr(train_gpt, "refresh_eigenbases", recorded)
+    walk(optimizer, (2, 3, 30))
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoSync():
         bool(torch.ones(1) > 0)
-    for step, method in enumerate(ITERATIVE):
-        monkeypatch.setattr(train_gpt, "refresh_method", lambda *words, method=method: method)
+    monkeypatch.setattr(optimizer.matrices.runtime, "device", SimpleNamespace(type="cuda"))
+    walk(optimizer, [2])
+    grads = {name: normal(*shape) for name, shape in BANKS.items()}
+    for step in (24, 25):
         with NoSync():
             take_step(optimizer, step, grads)
+    on_cpu, on_gpu = ["eigh", "householder", "householder"], ["eigh", "householder", "cholesky"]
+    assert used == on_cpu + on_gpu
 
 
 @pytest.mark.parametrize("kind", UPDATE_RULES)
