@@ -88,21 +88,21 @@ def remove(folder, split):
 # What is done to a good corpus, and what the message must say. Afterwards the manifest is made to
 # agree with what is wrong.
 DAMAGE = {
-    "truncated": (cut_off, [TRAIN, "header says", "truncated", "data/text.py"]),
+    "truncated": (cut_off, [TRAIN, "header says 45000", "44995", "data/text.py"]),
     "half a token": (append_half_a_token, [VAL, "header says"]),
     "header cut": (
         lambda path: (path / TRAIN).write_bytes(b"0" * 100),
-        [TRAIN, "100 bytes", "1024-byte header"],
+        [TRAIN, "is cut"],
     ),
     "magic": (
         lambda path: write_shard(path / TRAIN, [EOT] * 100, magic=20240801),
-        [TRAIN, "magic 20240801", "expected 20240520"],
+        [TRAIN, "20240801", "not [20240520, 1]"],
     ),
     "version": (
         lambda path: write_shard(path / VAL, [EOT] * 100, version=7),
-        [VAL, "version 7", "expected 1"],
+        [VAL, "[20240520, 7]", "not [20240520, 1]"],
     ),
-    "no tokens": (lambda path: write_shard(path / TRAIN, []), [TRAIN, "no tokens"]),
+    "no tokens": (lambda path: write_shard(path / TRAIN, []), [TRAIN, "header says 0"]),
     "negative count": (
         lambda path: write_shard(path / TRAIN, [EOT] * 100, count=-100),
         [TRAIN, "header says -100"],
@@ -113,11 +113,11 @@ DAMAGE = {
     ),
     "beyond vocabulary": (
         lambda path: write_shard(path / TRAIN, [EOT, 300, *byte_documents(5000)]),
-        [TRAIN, "300", "0 to 256", "--tokenizer"],
+        [TRAIN, "300", "256", "--tokenizer"],
     ),
     "beyond vocabulary in val": (
         lambda path: write_shard(path / VAL, [*byte_documents(5000), 50256]),
-        [VAL, "50256", "0 to 256", "--tokenizer"],
+        [VAL, "50256", "256", "--tokenizer"],
     ),
     "no train": (
         lambda path: remove(path, "train"),
@@ -198,8 +198,7 @@ def test_a_run_is_resumed_on_the_corpus_that_it_began_with(cli, tiny, tmp_path):
     with_manifest(folder)
     assert "manifest.json is not the one" in refusal(cli(resume="first"))
     (folder / "manifest.json").unlink()
-    line = refusal(cli(resume="first"))
-    assert "manifest.json is not the one" in line and "none" in line
+    assert "manifest.json is not the one" in refusal(cli(resume="first"))
 
 
 @pytest.mark.parametrize("share", [0, 0.9], ids=["all", "beside the index"])
@@ -407,7 +406,7 @@ def test_a_softmax_without_a_row_for_the_rest_of_the_vocabulary_is_refused(
     config = tiny_config(steps=1, micro_batches=1, softmax_rows=softmax_rows, **lengths)
     tokens = np.array([EOT, *ids], dtype=np.uint16)
     if distinct:
-        words = rf"softmax_rows={softmax_rows}: .* step 0 has {distinct} different targets"
+        words = rf"softmax_rows={softmax_rows}: .*step 0 has {distinct} different targets"
         with pytest.raises(ConfigError, match=words):
             load_all(config, [tokens])
     else:

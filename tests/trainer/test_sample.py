@@ -36,7 +36,7 @@ def greedy(checkpoint, prompt, count):
     """The most probable continuation, by the forward pass that validation takes, with the weights
     that the run's own trainer would restore."""
     content = train_gpt.load_checkpoint(checkpoint)
-    config = train_gpt.config_of_checkpoint(content)
+    config = content["config"]
     trainer = train_gpt.Trainer(config, train_gpt.Runtime("cpu"))
     train_gpt.restore(trainer, content)
     tokens = [EOT, *prompt]
