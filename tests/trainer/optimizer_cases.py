@@ -184,7 +184,7 @@ BANKS = {
 }
 
 # Leading dimensions that no world size divides, that are smaller than it, and that are empty.
-GROUPS = {
+CASES = {
     "float32": Case(
         {
             **BANKS,
@@ -231,7 +231,8 @@ def matrix_case(rule, shapes=SHAPES, dtype="float32", is_settled=True):
 
 # With factors of full rank, which are those of short sides, from the very first step.
 ONE_SIDED = {**SMALL, "query_key": (3, 6, 12), "mlp": (2, 14, 5)}
-MATRICES = {
+MATRICES = ("query_key", "value_output", "mlp")
+CASES |= {
     **{rule: matrix_case(rule) for rule in train_gpt.UPDATE_RULES},
     "soap_muon wide": matrix_case("soap_muon", WIDE),
     "soap_muon bfloat16": matrix_case("soap_muon", dtype="bfloat16"),

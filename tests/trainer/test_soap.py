@@ -142,27 +142,22 @@ def test_a_factor_of_low_rank_never_makes_a_wrong_basis(method, rank):
 @EACH_METHOD
 def test_a_batch_is_its_matrices_one_by_one(method):
     """Of several banks, with sides of one size or another, or of a single row; of none, too."""
-    together = [
-        bank(3, 16, 24),
-        bank(4, 8, 1, seed=4),
-        bank(2, 16, 4, seed=6, keys=("row",)),
-        {key: value[:0] for key, value in bank(1, 8, 8).items()},
+    shapes = [(3, 16, 24), (4, 8, 1), (2, 16, 4), (0, 8, 8)]
+    together = [bank(*shape, seed=shape[0]) for shape in shapes]
+    alone = [
+        {key: value[index : index + 1].clone() for key, value in state.items()}
+        for state in together
+        for index in range(len(state["moment"]))
     ]
-    alone = []
-    for state in together:
-        for index in range(len(state["moment"])):
-            alone.append({key: value[index : index + 1].clone() for key, value in state.items()})
     refresh_eigenbases(together, method)
-    expected = iter(alone)
+    for state in alone:
+        refresh_eigenbases([state], method)
     for state in together:
         for index in range(len(state["moment"])):
-            single = next(expected)
-            refresh_eigenbases([single], method)
+            single = alone.pop(0)
             assert_bitwise(state["moment"][index], single["moment"][0])
             for key in ("row_basis", "column_basis"):
-                if key in state:
-                    found = state[key][index]
-                    torch.testing.assert_close(found, single[key][0], atol=1e-5, rtol=0)
+                torch.testing.assert_close(state[key][index], single[key][0], atol=1e-5, rtol=0)
 
 
 @EACH_METHOD
