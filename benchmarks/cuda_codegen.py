@@ -1,19 +1,18 @@
-"""What an H100 would run for a training step: kernels, bytes, buffers, spills, without a GPU.
+"""What an H100 would run for a training step of fineweb: kernels, bytes, buffers, spills.
 
-    python benchmarks/cuda_codegen.py --setup             once: its own environment, about 5 GB
-    python benchmarks/cuda_codegen.py [--step 0] [--layers 12] [--float8] [--stage NAME]
+    python benchmarks/cuda_codegen.py --setup                once: its own environment, about 5 GB
+    python benchmarks/cuda_codegen.py [--step 0] [--stage NAME]
 
-The forward and backward pass of a micro-batch and the updates of the parameters are traced with
-tensors that have no content. torch.compile's CUDA code for them is written and assembled for sm_90,
-never run: there are no times, only bounds. `kernels` are launches; `other` those of cuBLAS,
-FlashAttention and torch itself. `GB` is what Triton's kernels read and write (Inductor's own
-count), `GB of products` what matrix products do. `memory bound` is the time that all of it takes at
-3.35 TB/s, `compute bound` that of the products at 790 TFLOP/s; attention's operations are not
-counted. `MiB at the peak` is of buffers that the code makes, without what FlashAttention returns (a
-layer's output and sums of exponentials, 24.4 MiB for 16,384 tokens of 768 channels). Updates that
-are not compiled count as torch's operations, each of which is a kernel that reads its arguments and
-writes its result. Results: benchmarks/results/NAME.{json,md}. The last line has the figures of
-forward and backward pass together.
+No GPU is needed. The forward and backward pass of a micro-batch and the updates of the parameters
+are traced with tensors that have no content. torch.compile's CUDA code for them is written and
+assembled for sm_90, never run: there are no times, only bounds. `kernels` are launches; `other`
+those of cuBLAS, FlashAttention and torch itself. `GB` is what Triton's kernels read and write
+(Inductor's own count), `GB of products` what matrix products do. `memory bound` is the time that
+all of it takes at 3.35 TB/s, `compute bound` that of the products at 790 TFLOP/s; attention's
+operations are not counted. `MiB at the peak` is of buffers that the code makes, without what
+FlashAttention returns (a layer's output and sums of exponentials, 24.4 MiB for 16,384 tokens of 768
+channels). Results: benchmarks/results/cuda_codegen.{json,md}, in which each --stage has a row. The
+last line has the figures of forward and backward pass together.
 """
 
 import contextlib
@@ -39,10 +38,11 @@ from torch.utils.flop_counter import flop_registry
 import train_gpt
 from benchmarks import common
 
+NAME = "cuda_codegen"
 ENVIRONMENT = common.ROOT / ".cache" / "cuda_venv"
 BYTES_PER_S = 3.35e12  # of an H100 SXM's memory
 FLOPS_PER_S = 790e12  # of its bf16 products, as large ones reach them
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 
 # ----- the environment
@@ -79,6 +79,42 @@ class Stand(types.SimpleNamespace):
     __hash__ = object.__hash__
 
 
+CARD = {
+    "name": "NVIDIA H100 80GB HBM3",
+    "major": 9,
+    "minor": 0,
+    "multi_processor_count": 132,
+    "total_memory": 80 << 30,
+    "warp_size": 32,
+    "regs_per_multiprocessor": 65536,
+    "max_threads_per_multi_processor": 2048,
+    "max_threads_per_block": 1024,
+    "shared_memory_per_block": 49152,
+    "shared_memory_per_block_optin": 232448,
+    "shared_memory_per_multiprocessor": 233472,
+    "L2_cache_size": 50 << 20,
+    "is_integrated": 0,
+    "clock_rate": 1980000,
+    "memory_clock_rate": 2619000,
+    "memory_bus_width": 5120,
+    "gcnArchName": "",
+}
+LIMITS = {  # what Triton asks its driver for
+    "max_shared_mem": 232448,
+    "max_num_regs": 65536,
+    "multiprocessor_count": 132,
+    "warpSize": 32,
+    "sm_clock_rate": 1980000,
+    "mem_clock_rate": 2619000,
+    "mem_bus_width": 5120,
+}
+
+
+def always(value):
+    """A function that returns a value, whatever it is given."""
+    return lambda *args, **kwargs: value
+
+
 def pretend_h100():
     """Make torch, Inductor and Triton believe in one H100, far enough to generate code for it."""
     import torch._dynamo.device_interface as interfaces
@@ -87,95 +123,33 @@ def pretend_h100():
     import triton
     from triton.backends.compiler import GPUTarget
 
-    def always(value):
-        return lambda *args, **kwargs: value
-
-    card = Stand(
-        name="NVIDIA H100 80GB HBM3",
-        major=9,
-        minor=0,
-        multi_processor_count=132,
-        total_memory=80 << 30,
-        warp_size=32,
-        regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=2048,
-        max_threads_per_block=1024,
-        shared_memory_per_block=49152,
-        shared_memory_per_block_optin=232448,
-        shared_memory_per_multiprocessor=233472,
-        L2_cache_size=50 << 20,
-        is_integrated=0,
-        clock_rate=1980000,
-        memory_clock_rate=2619000,
-        memory_bus_width=5120,
-        gcnArchName="",
-    )
-    limits = {
-        "max_shared_mem": 232448,
-        "max_num_regs": 65536,
-        "multiprocessor_count": 132,
-        "warpSize": 32,
-        "sm_clock_rate": 1980000,
-        "mem_clock_rate": 2619000,
-        "mem_bus_width": 5120,
-    }
+    card = Stand(**CARD)
     device = torch.device("cuda", 0)
     state = torch.zeros(16, dtype=torch.uint8)
     stream = Stand(stream_id=0, device_index=0, device=device, device_type=1, cuda_stream=0)
-    driver = Stand(
-        get_current_target=always(GPUTarget("cuda", 90, 32)),
-        get_current_device=always(0),
-        is_active=always(True),
-        get_active_torch_device=always(device),
-        get_device_interface=always(torch.cuda),
-        get_current_stream=always(0),
-        get_benchmarker=always(None),
-        utils=Stand(get_device_properties=always(limits)),
-    )
-    interface = interfaces.CudaInterface
+    present = {"is_available": True, "device_count": 1, "synchronize": None}
+    present |= {"current_stream": stream, "current_device": 0, "get_device_properties": card}
+    random = {"get_rng_state": state, "set_rng_state": None, "_lazy_init": None}
+    cuda = {
+        "get_device_capability": (9, 0),
+        "get_device_name": card.name,
+        "mem_get_info": (79 << 30, 80 << 30),
+        "set_device": None,
+        "init": None,
+        "_exchange_device": 0,
+        "_maybe_exchange_device": 0,
+    }
+    interface = {"get_compute_capability": 90, "get_raw_stream": 0}
+    interface |= {"exchange_device": 0, "maybe_exchange_device": 0}
+    accelerator = {"current_device_index": 0, "current_device_idx": 0}
+    accelerator |= {"set_device_index": None, "set_device_idx": None}
+    worker = {"get_device_properties": card, "current_device": 0}
     answers = {
-        torch.cuda: {
-            "is_available": True,
-            "device_count": 1,
-            "current_device": 0,
-            "get_device_properties": card,
-            "get_device_capability": (9, 0),
-            "get_device_name": card.name,
-            "mem_get_info": (79 << 30, 80 << 30),
-            "synchronize": None,
-            "set_device": None,
-            "_lazy_init": None,
-            "init": None,
-            "current_stream": stream,
-            "_exchange_device": 0,
-            "_maybe_exchange_device": 0,
-            "get_rng_state": state,
-            "set_rng_state": None,
-        },
-        torch.cuda.random: {"get_rng_state": state, "set_rng_state": None, "_lazy_init": None},
-        torch.accelerator: {
-            "current_device_index": 0,
-            "current_device_idx": 0,
-            "device_count": 1,
-            "is_available": True,
-            "set_device_index": None,
-            "set_device_idx": None,
-            "synchronize": None,
-            "current_stream": stream,
-        },
-        interface: {
-            "get_device_properties": card,
-            "current_device": 0,
-            "get_compute_capability": 90,
-            "is_available": True,
-            "device_count": 1,
-            "synchronize": None,
-            "get_raw_stream": 0,
-            "current_stream": stream,
-            "exchange_device": 0,
-            "maybe_exchange_device": 0,
-        },
-        interface.Worker: {"get_device_properties": card, "current_device": 0},
+        torch.cuda: {**present, **random, **cuda},
+        torch.cuda.random: random,
+        torch.accelerator: {**present, **accelerator},
+        interfaces.CudaInterface: {**present, **interface},
+        interfaces.CudaInterface.Worker: worker,
         fake_tensor: {"init_gpu_context": None},
         triton_helpers: {"set_driver_to_gpu": None},
     }
@@ -186,7 +160,18 @@ def pretend_h100():
                 answer = staticmethod(answer)
             setattr(place, name, answer)
     torch._C._ensureCUDADeviceGuardSet()
-    triton.runtime.driver.set_active(driver)
+    triton.runtime.driver.set_active(
+        Stand(
+            get_current_target=always(GPUTarget("cuda", 90, 32)),
+            get_current_device=always(0),
+            is_active=always(True),
+            get_active_torch_device=always(device),
+            get_device_interface=always(torch.cuda),
+            get_current_stream=always(0),
+            get_benchmarker=always(None),
+            utils=Stand(get_device_properties=always(LIMITS)),
+        )
+    )
 
 
 # ----- from a function to its code
@@ -449,37 +434,12 @@ def assemble(graph):
 # ----- what is measured
 
 
-def shape_of_run(track, layers, **overrides):
-    """The track's Config, in bfloat16, with fewer layers on demand."""
-    config = dataclasses.replace(
-        train_gpt.TRACKS[track], seed=1, dtype="bfloat16", compile=True, **overrides
-    )
-    if layers != config.num_layers:
-        config = dataclasses.replace(
-            config,
-            num_layers=layers,
-            long_layers=(layers - 1,),
-            value_embedding_layers=tuple({min(1, layers - 1), layers - 1}),
-            skips=((0, layers - 1),) if layers > 1 else (),
-            **kept_layers(config, layers),
-        )
-    return config
-
-
-def kept_layers(config, layers):
-    """{field: the layers that it names, as far as there are so many}, of the kinds of layers."""
-    names = ("shifted_layers", "paired_layers", "exclusive_layers")
-    return {
-        name: tuple(layer for layer in getattr(config, name) if layer < layers) for name in names
-    }
-
-
 def passes(config, step):
     """[(what, Graph)]: forward and backward pass of one micro-batch, of fake tensors."""
     generator = Generator()
     length, columns, dtype = config.micro_batch_tokens, config.columns, config.torch_dtype
     back_end = train_gpt.VarlenAttention()
-    model = train_gpt.GPT(config, back_end, use_float8=config.float8)
+    model = train_gpt.GPT(config, back_end)
     micro_batch = train_gpt.MicroBatch(
         inputs=torch.empty(length, dtype=torch.int32),
         targets=torch.empty(length, dtype=torch.int64),
@@ -500,7 +460,7 @@ def passes(config, step):
     return list(zip(("forward", "backward"), generator.graphs, strict=True))
 
 
-def updates(config, step, compiled):
+def updates(config, step):
     """(EagerKernels, [Graph]): the updates of all parameters but the table's, at world size 1."""
     generator = Generator()
     torch.compile = generator.compile
@@ -511,8 +471,7 @@ def updates(config, step, compiled):
         groups = train_gpt.Optimizer(config, model, table, runtime).parameter_groups
         reduced = []
         for group in groups:
-            if compiled:
-                group.take_step = train_gpt.compiled_updates()
+            group.take_step = train_gpt.compiled_updates()
             group.tokens = config.micro_batch_tokens
             reduced.append(group.reduce(step))
         with EagerKernels(generator) as eager:
@@ -527,27 +486,25 @@ def updates(config, step, compiled):
 
 
 def measure(config, step):
-    """{"forward" | "backward" | "updates" | "updates, not compiled": figures}, see row_of."""
+    """{"forward" | "backward" | "updates": figures}, see row_of."""
     due = step + config.adam_every - 1  # a step at which all parameters are due
     nothing = types.SimpleNamespace(launches=0, bytes=0, flops=0, product_bytes=0)
     with FakeTensorMode():
         parts = [(what, nothing, [graph]) for what, graph in passes(config, step)]
-        parts.append(("updates", *updates(config, due, compiled=True)))
-        parts.append(("updates, not compiled", *updates(config, due, compiled=False)))
+        parts.append(("updates", *updates(config, due)))
     figures = {}
     for what, eager, graphs in parts:
         read = [read_graph(graph) for graph in graphs]
-        total = {
-            key: sum(one[key] for one in read)
-            for key in ("triton", "other", "gigabytes", "product_gigabytes", "teraflops")
+        added = {
+            "other": eager.launches,
+            "gigabytes": eager.bytes / 1e9,
+            "product_gigabytes": eager.product_bytes / 1e9,
+            "teraflops": eager.flops / 1e12,
         }
-        total["other"] += eager.launches
-        total["gigabytes"] += eager.bytes / 1e9
-        total["product_gigabytes"] += eager.product_bytes / 1e9
-        total["teraflops"] += eager.flops / 1e12
+        names = ("triton", *added)
         figures[what] = {
-            **total,
-            "peak_mib": max([one["peak_mib"] for one in read], default=0),
+            **{name: sum(one[name] for one in read) + added.get(name, 0) for name in names},
+            "peak_mib": max(one["peak_mib"] for one in read),
             "spilling": [row for graph in graphs for row in assemble(graph) if row[2]],
             "kernels": sorted(sum((one["kernels"] for one in read), []), reverse=True)[:8],
         }
@@ -584,18 +541,40 @@ def totals(figures):
     }
 
 
-def main(argv=None):
-    parser = common.parser(
-        __doc__,
-        track="fineweb",
-        step=0,
-        layers=12,
-        float8=False,
-        stage="now",
-        name="cuda_codegen",
-        setup=False,
+def report(figures, stages):
+    """The three tables of the page."""
+    header = ["", "Triton", "other", "GB", "GB of products", "TFLOP", "MiB at the peak", "spilling"]
+    header += ["memory bound, ms", "compute bound, ms"]
+    detail = common.markdown_table(header, [row_of(*item) for item in figures.items()])
+    kernels = [
+        [what, f"{gigabytes:.2f}", calls, f"`{name[:90]}`"]
+        for what, figure in figures.items()
+        for gigabytes, calls, name in figure["kernels"][:5]
+    ]
+    kernels = common.markdown_table(["pass", "GB", "launches", "kernel"], kernels)
+    rows = [
+        [
+            stage,
+            f"{one['gigabytes']:.1f}",
+            f"{one['peak_mib']:,.0f}",
+            one["kernels"],
+            one["spills"],
+            one["updates"],
+            f"{one['update_gigabytes']:.1f}",
+        ]
+        for stage, one in stages.items()
+    ]
+    header = ["version", "GB", "MiB at the peak", "kernels", "spilling", "kernels of the updates"]
+    history = common.markdown_table([*header, "GB of the updates"], rows)
+    return (
+        f"{detail}\n\nThe kernels that move most:\n\n{kernels}\n\n"
+        f"Forward and backward pass together, version by version:\n\n{history}"
     )
+
+
+def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
+    parser = common.parser(__doc__, step=0, stage="now", setup=False)
     arguments = parser.parse_args(argv)
     if arguments.setup:
         return set_up()
@@ -606,71 +585,16 @@ def main(argv=None):
     if python != sys.executable:
         return subprocess.run([python, __file__, *argv]).returncode
     pretend_h100()
-    config = shape_of_run(arguments.track, arguments.layers, float8=arguments.float8)
+    config = dataclasses.replace(train_gpt.TRACKS["fineweb"], seed=1)
     figures = measure(config, arguments.step)
     found = totals(figures)
-    header = [
-        "",
-        "Triton",
-        "other",
-        "GB",
-        "GB of products",
-        "TFLOP",
-        "MiB at the peak",
-        "spilling",
-        "memory bound, ms",
-        "compute bound, ms",
-    ]
-    detail = common.markdown_table(header, [row_of(*item) for item in figures.items()])
-    kernels = common.markdown_table(
-        ["pass", "GB", "launches", "kernel"],
-        [
-            [what, f"{gigabytes:.2f}", calls, f"`{name[:90]}`"]
-            for what, figure in figures.items()
-            for gigabytes, calls, name in figure["kernels"][:5]
-        ],
-    )
-    path = Path(arguments.results) / f"{arguments.name}.json"
+    path = arguments.results / f"{NAME}.json"
     stages = json.loads(path.read_text())["stages"] if path.is_file() else {}
     stages[arguments.stage] = found
-    history = common.markdown_table(
-        [
-            "version",
-            "GB",
-            "MiB at the peak",
-            "kernels",
-            "spilling",
-            "kernels of the updates",
-            "GB of the updates",
-        ],
-        [
-            [
-                stage,
-                f"{one['gigabytes']:.1f}",
-                f"{one['peak_mib']:,.0f}",
-                one["kernels"],
-                one["spills"],
-                one["updates"],
-                f"{one['update_gigabytes']:.1f}",
-            ]
-            for stage, one in stages.items()
-        ],
-    )
-    text = f"""Of the {arguments.track} track at step {arguments.step}, {config.num_layers} layers,
-{config.micro_batch_tokens:,} tokens:
-
-{detail}
-
-The kernels that move most:
-
-{kernels}
-
-Forward and backward pass together, version by version:
-
-{history}"""
+    text = f"""Of the fineweb track at step {arguments.step}, {config.num_layers} layers,
+{config.micro_batch_tokens:,} tokens:\n\n{report(figures, stages)}"""
     data = {"config": dataclasses.asdict(config), "figures": figures, "stages": stages}
-    facts = common.environment("cpu")
-    common.write_results(arguments.results, arguments.name, facts, data, text)
+    common.write_results(arguments.results, NAME, common.environment("cpu"), data, text)
     print(text)
     print(
         f"gigabytes:{found['gigabytes']:.2f} peak_mib:{found['peak_mib']:.0f} "

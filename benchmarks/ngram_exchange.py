@@ -1,24 +1,25 @@
-"""What the n-gram table's update costs on the wire and in time, beside a dense all-reduce.
+"""What the table's update costs on the wire and in time, beside a dense all-reduce.
 
     python benchmarks/ngram_exchange.py [--world-sizes 2,4,8] [--repeats 5] [--device auto]
 
 Starts itself through torchrun at each world size (gloo on CPUs, NCCL where there are that many
-GPUs). The ranks hash windows of the Python sources inside torch, as the nano track does, and take
-steps with random gradients:
+GPUs). The ranks hash windows of the Python sources inside torch, and take steps with random
+gradients:
     dense     every rank holds the whole table, whose gradient is all-reduced like any other's
     routed    the trainer's NgramTable: owners hold rows, readers pull them and push gradients
 Bytes are those that Runtime counts where it sends them: exact, averaged over ranks and steps. Times
 are medians as ratios to dense in the same process; arms take turns. The lower bound is each
 distinct foreign row that a rank's tokens read, once each way at 4 bytes a value. Results:
-benchmarks/results/ngram_exchange.{json,md,png}; the .md has the largest case of each world size,
-and ngram_exchange_all.md has all of them.
+benchmarks/results/ngram_exchange.{json,md}.
 """
 
 import dataclasses
 import functools
+import json
 import math
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -29,21 +30,10 @@ import train_gpt
 from benchmarks import common
 
 ORDERS = {"bigrams": (2,), "six orders": (2, 3, 4, 5, 6, 8)}
-# (tokens of a rank and step, table rows)
-SIZES = {"full": ((1024, 4096), (2**16, 2**18)), "tiny": ((256,), (2**12,))}
+SIZE = (4096, 2**18)  # tokens of a rank and step, table rows
+TINY_SIZE = (256, 2**12)
 DIM = 128
 ARMS = ("dense", "routed")
-HEADER = (
-    "world size",
-    "orders",
-    "tokens a rank",
-    "table rows",
-    "dense, KiB",
-    "routed, KiB",
-    "bound, KiB",
-    "routed / bound",
-    "time of routed / dense",
-)
 
 
 class Dense:
@@ -145,25 +135,28 @@ def measure(config, runtime, tokens, repeats):
     return results, bound
 
 
-def measure_all(runtime, repeats, sizes):
-    """The cases of this world size."""
-    tokens = text_of_sources((repeats + 1) * max(sizes[0]) * runtime.world_size)
-    found = []
+def work_as_rank(arguments):
+    """Be one of the ranks that main() has started; rank 0 leaves the cases of this world size."""
+    length, rows = TINY_SIZE if arguments.tiny else SIZE
+    runtime = train_gpt.Runtime(arguments.device)
+    tokens = text_of_sources((arguments.repeats + 1) * length * runtime.world_size)
+    cases = []
     for name, orders in ORDERS.items():
-        for length in sizes[0]:
-            for rows in sizes[1]:
-                config = dataclasses.replace(
-                    train_gpt.TRACKS["nano"],
-                    **common.N_GRAMS_ALONE,
-                    ngram_orders=orders,
-                    ngram_rows=rows,
-                    model_dim=DIM,
-                    micro_batch_tokens=length,
-                )
-                results, bound = measure(config, runtime, tokens, repeats)
-                facts = {"world_size": runtime.world_size, "orders": name, "tokens": length}
-                found.append({**facts, "rows": rows, "arms": results, "bound": bound})
-    return found
+        config = dataclasses.replace(
+            train_gpt.TRACKS["mini"],
+            copy_orders=(),
+            index_orders=(),
+            ngram_orders=orders,
+            ngram_rows=rows,
+            model_dim=DIM,
+            micro_batch_tokens=length,
+        )
+        results, bound = measure(config, runtime, tokens, arguments.repeats)
+        facts = {"world_size": runtime.world_size, "orders": name, "tokens": length, "rows": rows}
+        cases.append({**facts, "arms": results, "bound": bound})
+    if runtime.is_main:
+        Path(arguments.worker).write_text(json.dumps(cases))
+    runtime.close()
 
 
 def sent_by(case, arm):
@@ -175,72 +168,56 @@ def over_bound(case):
     return sent_by(case, "routed") / case["bound"]
 
 
-def table_of(cases):
-    lines = []
-    for case in cases:
-        median = {arm: statistics.median(case["arms"][arm]["seconds"]) for arm in ARMS}
-        lines.append(
-            [
-                case["world_size"],
-                case["orders"],
-                case["tokens"],
-                case["rows"],
-                *[f"{sent_by(case, arm) / 1024:,.0f}" for arm in ARMS],
-                f"{case['bound'] / 1024:,.0f}",
-                f"{over_bound(case):.3f}",
-                f"{median['routed'] / median['dense']:.2f}",
-            ]
-        )
-    return common.markdown_table(HEADER, lines)
+def row_of(case):
+    median = {arm: statistics.median(case["arms"][arm]["seconds"]) for arm in ARMS}
+    return [
+        case["world_size"],
+        case["orders"],
+        case["tokens"],
+        case["rows"],
+        *[f"{sent_by(case, arm) / 1024:,.0f}" for arm in ARMS],
+        f"{case['bound'] / 1024:,.0f}",
+        f"{over_bound(case):.3f}",
+        f"{median['routed'] / median['dense']:.2f}",
+    ]
 
 
-def write(folder, cases, repeats, facts):
-    """The result files of all cases; returns the table that says most."""
+def report(cases, repeats):
+    """The table of all cases, and how far both arms differ."""
+    header = ["world size", "orders", "tokens a rank", "table rows", "dense, KiB", "routed, KiB"]
+    header += ["bound, KiB", "routed / bound", "time of routed / dense"]
+    table = common.markdown_table(header, map(row_of, cases))
     difference = max(case["arms"]["routed"]["difference"] for case in cases)
-    note = (
-        f"KiB sent by a rank in an update, indices included. Medians of {repeats} updates; {DIM} "
-        "channels, float32; ranks beyond the cores share them. Largest difference from dense, over "
-        f"the largest value: {difference:.1e}."
+    return (
+        f"{table}\n\nKiB sent by a rank in an update, indices included. Medians of {repeats} "
+        f"updates; {DIM} channels, float32; ranks beyond the cores share them. Largest difference "
+        f"from dense, over the largest value: {difference:.1e}."
     )
-    size = max((case["tokens"], case["rows"]) for case in cases)
-    table = table_of([case for case in cases if (case["tokens"], case["rows"]) == size])
-    data = {"repeats": repeats, "cases": cases}
-    common.write_results(folder, "ngram_exchange", facts, data, f"{table}\n\n{note}")
-    all_cases = f"{table_of(cases)}\n\n{note}\n\n{common.environment_line(facts)}\n"
-    (folder / "ngram_exchange_all.md").write_text(all_cases)
-    plot(cases, folder / "ngram_exchange.png")
-    return table
-
-
-def plot(cases, path):
-    with common.picture(path, 1, len(ORDERS), figsize=(9, 4), sharey=True) as axes:
-        for axis, orders in zip(axes, ORDERS, strict=True):
-            mine = [case for case in cases if case["orders"] == orders]
-            size = mine[0]["tokens"], mine[-1]["rows"]
-            chosen = [case for case in mine if (case["tokens"], case["rows"]) == size]
-            sizes = [case["world_size"] for case in chosen]
-            for arm in ARMS:
-                sent = [sent_by(case, arm) / 2**20 for case in chosen]
-                axis.plot(sizes, sent, marker="o", label=arm)
-            bounds = [case["bound"] / 2**20 for case in chosen]
-            axis.plot(sizes, bounds, "k:", label="bound, both ways")
-            title = f"{orders}, {size[0]} tokens a rank"
-            axis.set(xscale="log", yscale="log", xlabel="world size", title=title)
-            axis.set_xticks(sizes, [str(size) for size in sizes])
-            axis.grid(alpha=0.3)
-        axes[0].set_ylabel("MiB sent a rank and update")
-        axes[-1].legend()
 
 
 def main(argv=None):
-    arguments = common.ranks_parser(__doc__, world_sizes="2,4,8").parse_args(argv)
+    defaults = {"world_sizes": "2,4,8", "repeats": 5, "device": "auto", "tiny": False}
+    parser = common.parser(__doc__, **defaults)
+    worker_help = "internal: this process is a rank; the file for rank 0's figures"
+    parser.add_argument("--worker", help=worker_help)
+    arguments = parser.parse_args(argv)
     if arguments.worker:
-        sizes = SIZES["tiny" if arguments.tiny else "full"]
-        return common.work_as_rank(
-            arguments, functools.partial(measure_all, repeats=arguments.repeats, sizes=sizes)
-        )
-    cases, device = common.cases_of_ranks(__file__, arguments)
-    print(write(arguments.results, cases, arguments.repeats, common.environment(device)))
+        return work_as_rank(arguments)
+    cases = []
+    with tempfile.TemporaryDirectory() as folder:
+        for world_size in map(int, arguments.world_sizes.split(",")):
+            out = Path(folder) / f"{world_size}.json"
+            device = common.device_of_ranks(arguments.device, world_size)
+            words = ["--worker", str(out), "--repeats", str(arguments.repeats), "--device", device]
+            words += ["--tiny"] if arguments.tiny else []
+            common.on_ranks(__file__, world_size, words, check=True)
+            cases += json.loads(out.read_text())
+    text = report(cases, arguments.repeats)
+    data = {"repeats": arguments.repeats, "cases": cases}
+    common.write_results(
+        arguments.results, "ngram_exchange", common.environment(device), data, text
+    )
+    print(text)
     print(f"routed_over_bound:{max(map(over_bound, cases)):.3f}")
 
 
