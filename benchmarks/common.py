@@ -154,6 +154,31 @@ def train(folder, run_id, options, world_size=1):
     return Path(folder) / "logs" / run_id
 
 
+class Training:
+    """The trainer and the loader of a configuration in this process, a step at a time."""
+
+    def __init__(self, config):
+        torch.manual_seed(config.seed)
+        self.config = config
+        self.runtime = train_gpt.Runtime(config.device)
+        self.corpus = train_gpt.open_corpus(config)
+        self.trainer = train_gpt.Trainer(config, self.runtime)
+        plan_rows = self.trainer.table.plan_step
+        self.loader = train_gpt.TrainLoader(config, self.corpus.shards, self.runtime, plan_rows)
+
+    def step(self, step):
+        """Take the next step, which has this number. Returns its mean loss, a tensor."""
+        batch = self.loader.next_batch()
+        return self.trainer.step(step, batch) / batch.tokens
+
+    def loss(self):
+        """The validation loss of the whole run."""
+        return self.trainer.evaluate(self.config.steps, self.corpus.val)
+
+    def close(self):
+        self.loader.close()
+
+
 TRAIN_LINE = re.compile(r"^step:\d+/\d+ train_loss:(\S+)", re.MULTILINE)
 
 

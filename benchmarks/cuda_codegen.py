@@ -437,16 +437,14 @@ def assemble(graph):
 def passes(config, step):
     """[(what, Graph)]: forward and backward pass of one micro-batch, of fake tensors."""
     generator = Generator()
-    length, columns, dtype = config.micro_batch_tokens, config.columns, config.torch_dtype
+    length, dtype = config.micro_batch_tokens, config.torch_dtype
     back_end = train_gpt.VarlenAttention()
     model = train_gpt.GPT(config, back_end)
     micro_batch = train_gpt.MicroBatch(
         inputs=torch.empty(length, dtype=torch.int32),
         targets=torch.empty(length, dtype=torch.int64),
         segment_start=torch.empty(length, dtype=torch.int32),
-        segment_bounds=torch.empty(train_gpt.SEGMENT_ROOM + 1, dtype=torch.int32),
-        slots=torch.empty(length, columns, dtype=torch.int32),
-        signs=torch.empty(length, columns),
+        segment_bounds=torch.empty(train_gpt.SEGMENT_ROOM, dtype=torch.int32),
     )
     ngram = torch.empty(length, config.model_dim, dtype=dtype, requires_grad=True)
     windows = train_gpt.long_windows_until(config, step)
@@ -455,7 +453,8 @@ def passes(config, step):
     rotary = train_gpt.rotary_tables(positions, config.head_dim, windows, "cpu", dtype)
     masks = back_end.prepare(micro_batch, phase, dtype)
     forward = generator.compile(model, dynamic=False, fullgraph=True)
-    loss, *_ = forward(micro_batch, ngram, phase, rotary, masks)
+    weights = torch.empty(len(train_gpt.stage_at(config, step).mtp_weights))
+    loss, *_ = forward(micro_batch, ngram, phase, weights, rotary, masks)
     torch.autograd.grad(loss, [*model.parameters(), ngram], allow_unused=True)
     return list(zip(("forward", "backward"), generator.graphs, strict=True))
 
@@ -465,7 +464,7 @@ def updates(config, step):
     generator = Generator()
     torch.compile = generator.compile
     try:
-        runtime = train_gpt.Runtime("cpu", workers=1)
+        runtime = train_gpt.Runtime("cpu")
         model = train_gpt.GPT(config, train_gpt.BlockedAttention())
         table = train_gpt.NgramTable(config, runtime)
         groups = train_gpt.Optimizer(config, model, table, runtime).parameter_groups

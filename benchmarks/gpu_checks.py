@@ -122,26 +122,16 @@ def config_of(arguments, base=FIRST_STAGE, **changes):
     return config
 
 
-class Steps:
-    """A Trainer of a configuration and its loader, from the first step on."""
+class Steps(common.Training):
+    """A training whose steps are timed."""
 
-    def __init__(self, config):
-        torch.manual_seed(config.seed)
-        self.runtime = train_gpt.Runtime(config.device)
-        self.trainer = train_gpt.Trainer(config, self.runtime)
-        shards = train_gpt.open_corpus(config).shards
-        index = self.trainer.table.index
-        self.loader = train_gpt.TrainLoader(config, shards, self.runtime, index)
-        self.done = 0
+    done = 0
 
     def take(self, count):
         """Take steps. Returns (their losses, milliseconds a step, those of the host alone)."""
-        losses = []
         self.runtime.synchronize()
         began = time.perf_counter()
-        for step in range(self.done, self.done + count):
-            batch = self.loader.next_batch()
-            losses.append(self.trainer.step(step, batch) / batch.tokens)
+        losses = [self.step(step) for step in range(self.done, self.done + count)]
         host = time.perf_counter() - began
         self.runtime.synchronize()
         whole = time.perf_counter() - began
@@ -226,7 +216,7 @@ def check_profile(arguments, report):
     for event in events[:25]:
         milliseconds = getattr(event, key) / 2000  # from microseconds of two steps
         report.note(f"kernel {event.key[:90]}", {"ms a step": milliseconds, "calls": event.count})
-    steps.loader.close()
+    steps.close()
 
 
 def check_trainer(arguments, report):
@@ -285,7 +275,7 @@ def check_pairs(arguments, report):
                     times[arm].append(milliseconds)
         report.note(f"ms a step, {name}", times)
         for steps in taken.values():
-            steps.loader.close()
+            steps.close()
     train_gpt.LOSS_CHUNK = track[1]
 
 
@@ -314,7 +304,7 @@ def check_loss(arguments, report):
         means = [float(np.mean(part)) for part in np.array_split(losses, count // 6)]
         report.note(f"losses, {name}", means, ok=means[-1] < losses[0])
         report.note(f"ms a step with compilation, {name}", milliseconds)
-        steps.loader.close()
+        steps.close()
 
 
 CALLS = {

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed import ReduceOp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt
@@ -40,41 +41,37 @@ class Dense:
     """A whole table on every rank, whose whole gradient is all-reduced."""
 
     def __init__(self, config, runtime):
-        self.config, self.runtime = config, runtime
-        self.low, self.high = 0, config.ngram_rows
-        shape = config.ngram_rows, config.model_dim
-        self.weight = torch.zeros(shape, device=runtime.device)
-        self.second = torch.zeros(shape[0], device=runtime.device)
+        self.config = config
+        self.runtime = runtime
+        self.low = 0
+        self.high = config.ngram_rows
+        self.weight = torch.zeros(self.high, config.model_dim, device=runtime.device)
+        self.second = torch.zeros(self.high, device=runtime.device)
 
-    def step(self, rows, signs, grad):
-        config, device = self.config, self.runtime.device
+    def step(self, passage, rows, signs, grad):
         sums = torch.zeros_like(self.weight)
-        for column in range(rows.shape[1]):
-            ids = train_gpt.to_device(rows[:, column].astype(np.int64), device)
-            sign = train_gpt.to_device(np.ascontiguousarray(signs[:, column]), device)
-            sums.index_add_(0, ids, grad * sign[:, None])
+        for ids, sign in zip(rows.T.astype(np.int64), signs.T.copy(), strict=True):
+            weighted = grad * train_gpt.to_device(sign, grad.device)[:, None]
+            sums.index_add_(0, train_gpt.to_device(ids, grad.device), weighted)
         train_gpt.wait(self.runtime.all_reduce(sums, "ngram_table"))
-        every_row = torch.arange(len(sums), device=device)
-        rates = config.ngram_lr, config.ngram_floor
+        every_row = torch.arange(len(sums), device=grad.device)
+        rates = self.config.ngram_lr, self.config.ngram_floor
         train_gpt.adagrad_rows_update(self.weight, self.second, every_row, sums, *rates)
 
 
 class Routed(train_gpt.NgramTable):
     """The table through a whole step: plan, pull, gradients, update."""
 
-    def step(self, rows, signs, grad):
-        plan, _ = train_gpt.plan_rows(rows, signs, self.config, self.runtime)
-        self.values_of(plan)
+    def step(self, passage, rows, signs, grad):
+        self.values_of(self.plan_step([passage]))
         self.accumulate(grad)
         self.receive(self.update(0, 1.0, self.reduce(0)))
 
 
 def text_of_sources(limit):
-    eot = np.array([train_gpt.EOT_TOKEN["bytes"]], dtype=np.uint16)
-    parts = []
-    for document in common.python_documents(limit):
-        parts += [eot, document]
-    return np.concatenate(parts)
+    eot_token = train_gpt.EOT_TOKEN["bytes"]
+    parts = [np.insert(one, 0, eot_token) for one in common.python_documents(limit)]
+    return train_gpt.Text(np.concatenate(parts), eot_token)
 
 
 def lower_bound(all_rows, config, world_size):
@@ -86,50 +83,42 @@ def lower_bound(all_rows, config, world_size):
     return 2 * foreign * 4 * config.model_dim / world_size
 
 
-def mean_over_ranks(value, runtime):
+def over_ranks(value, operation):
+    """A number of this rank, combined with those of all others."""
     total = torch.tensor([float(value)])
-    torch.distributed.all_reduce(total)
-    return total.item() / runtime.world_size
+    torch.distributed.all_reduce(total, operation)
+    return total.item()
 
 
 def largest_difference(arm, dense):
     """How far an arm's rows differ from dense ones, over the largest of these, on any rank."""
-    truth = dense.weight[arm.low : arm.high]
-    difference = torch.zeros(1)
-    if len(truth):
-        difference[0] = (arm.weight - truth).abs().max().cpu()
-    largest = dense.weight.abs().max().cpu()
-    torch.distributed.all_reduce(difference, torch.distributed.ReduceOp.MAX)
-    return (difference / largest).item()
+    difference = (arm.weight - dense.weight[arm.low : arm.high]).abs()
+    largest = difference.max() if len(difference) else 0.0
+    return over_ranks(largest, ReduceOp.MAX) / dense.weight.abs().max().item()
 
 
-def measure(config, runtime, tokens, repeats):
-    """({arm: {"bytes": {what: mean}, "seconds": [...], "difference": from dense}}, lower bound)."""
-    world_size, length = runtime.world_size, config.micro_batch_tokens
+def measure(config, runtime, text, repeats):
+    """({arm: {"bytes": a step, "seconds": [...], "difference": from dense}}, lower bound)."""
+    world_size = runtime.world_size
+    length = config.micro_batch_tokens
     arms = {"dense": Dense(config, runtime), "routed": Routed(config, runtime)}
-    results = {arm: {"bytes": {}, "seconds": []} for arm in arms}
-    text = train_gpt.Text(tokens, config)
+    results = {name: {"bytes": 0.0, "seconds": []} for name in arms}
     bound = 0.0
     for step in range(repeats):
-        hashed = []
-        for rank in range(world_size):
-            low = (step * world_size + rank) * length
-            window = train_gpt.contiguous_window(text, low, length)
-            hashed.append(train_gpt.table_rows(window, config, arms["routed"].index))
-        bound += lower_bound([rows for rows, _ in hashed], config, world_size) / repeats
-        generator = torch.Generator().manual_seed(step * world_size + runtime.rank)
+        lows = [(step * world_size + rank) * length for rank in range(world_size)]
+        passages = [train_gpt.contiguous_passage(text, low, length) for low in lows]
+        found = [arms["routed"].finder.find(passage) for passage in passages]
+        bound += lower_bound([rows for rows, _ in found], config, world_size) / repeats
+        generator = torch.Generator().manual_seed(lows[runtime.rank])
         grad = torch.randn(length, config.model_dim, generator=generator).to(runtime.device)
-        names = list(arms)
-        for name in names[step % len(names) :] + names[: step % len(names)]:
+        for name in ARMS if step % 2 else reversed(ARMS):
             runtime.ledger.clear()
             torch.distributed.barrier()
-            take_step = functools.partial(arms[name].step, *hashed[runtime.rank], grad)
-            seconds, _ = common.timed(take_step, runtime.device)
+            own = passages[runtime.rank], *found[runtime.rank], grad
+            seconds, _ = common.timed(functools.partial(arms[name].step, *own), runtime.device)
             results[name]["seconds"].append(seconds)
-            sent = results[name]["bytes"]
-            for (collective, what), (size, _) in runtime.ledger.items():
-                key = f"{collective}/{what}"
-                sent[key] = sent.get(key, 0) + mean_over_ranks(size, runtime) / repeats
+            sent = sum(size for size, _ in runtime.ledger.values())
+            results[name]["bytes"] += over_ranks(sent, ReduceOp.SUM) / world_size / repeats
     for name, arm in arms.items():
         results[name]["difference"] = largest_difference(arm, arms["dense"])
     return results, bound
@@ -139,7 +128,7 @@ def work_as_rank(arguments):
     """Be one of the ranks that main() has started; rank 0 leaves the cases of this world size."""
     length, rows = TINY_SIZE if arguments.tiny else SIZE
     runtime = train_gpt.Runtime(arguments.device)
-    tokens = text_of_sources((arguments.repeats + 1) * length * runtime.world_size)
+    text = text_of_sources((arguments.repeats + 1) * length * runtime.world_size)
     cases = []
     for name, orders in ORDERS.items():
         config = dataclasses.replace(
@@ -151,7 +140,7 @@ def work_as_rank(arguments):
             model_dim=DIM,
             micro_batch_tokens=length,
         )
-        results, bound = measure(config, runtime, tokens, arguments.repeats)
+        results, bound = measure(config, runtime, text, arguments.repeats)
         facts = {"world_size": runtime.world_size, "orders": name, "tokens": length, "rows": rows}
         cases.append({**facts, "arms": results, "bound": bound})
     if runtime.is_main:
@@ -159,13 +148,8 @@ def work_as_rank(arguments):
     runtime.close()
 
 
-def sent_by(case, arm):
-    """Bytes that a rank has sent in an update, indices included."""
-    return sum(case["arms"][arm]["bytes"].values())
-
-
 def over_bound(case):
-    return sent_by(case, "routed") / case["bound"]
+    return case["arms"]["routed"]["bytes"] / case["bound"]
 
 
 def row_of(case):
@@ -175,7 +159,7 @@ def row_of(case):
         case["orders"],
         case["tokens"],
         case["rows"],
-        *[f"{sent_by(case, arm) / 1024:,.0f}" for arm in ARMS],
+        *[f"{case['arms'][arm]['bytes'] / 1024:,.0f}" for arm in ARMS],
         f"{case['bound'] / 1024:,.0f}",
         f"{over_bound(case):.3f}",
         f"{median['routed'] / median['dense']:.2f}",

@@ -1,17 +1,17 @@
 """Eigenbases by QR: many factors in one batch against one after another; and may some be skipped?
 
-    python benchmarks/qr.py [--sizes 64,128,256,512,1024] [--repeats 5] [--device auto]
-    python benchmarks/qr.py --adaptive [--seeds 1,2,3]
+    python benchmarks/qr.py [--sizes 64,128,256,512,1024] [--repeats 3] [--device auto]
+    python benchmarks/qr.py --adaptive [--seeds 1,2,3] [--rules soap_muon]
 
 Factors are running means of products of gradients whose spectrum spans three decades, and their
 bases are the eigenvectors of one gradient before. All methods orthonormalise factor @ basis:
-    batch     the trainer's eigenbasis_step by Cholesky, all factors of a size at once
-    lapack    the trainer's eigenbasis_step by LAPACK's Householder QR, as on a CPU
-    loop      torch.linalg.qr, matrix by matrix
-    eigh      torch.linalg.eigh, matrix by matrix: the eigenvectors themselves
-The off-diagonal share is that of the Frobenius norm of basisᵀ factor basis, which eigh makes zero.
-Results: benchmarks/results/qr.{json,md}. The last line is `qr_speedup:<median over sizes of the
-loop's time over the batch's> max_error:<max |QᵀQ - I| of the batch>`.
+    cholesky      eigenbasis_step by Cholesky, all factors of a size at once: the trainer's on CUDA
+    householder   eigenbasis_step by LAPACK's Householder QR, on a batch: the trainer's on a CPU
+    loop          torch.linalg.qr, matrix by matrix
+    eigh          torch.linalg.eigh, matrix by matrix: the eigenvectors themselves
+The distance to eigh is the off-diagonal share of the Frobenius norm of basisᵀ factor basis, which
+eigh makes zero. Results: benchmarks/results/qr.{json,md}. The last line is `qr_speedup:<median over
+sizes of the loop's time over the trainer's on this device> max_error:<max |QᵀQ - I| of both>`.
 
 --adaptive trains the track mini by soap rules. A refresh of a basis is skipped where the factor's
 off-diagonal share in the old basis is below a threshold. All bases are looked at in each step, or
@@ -21,6 +21,7 @@ stand in benchmarks/results/qr_adaptive.json are not repeated.
 
 import dataclasses
 import functools
+import itertools
 import json
 import statistics
 import sys
@@ -31,9 +32,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt
-from benchmarks import common, recipe
+from benchmarks import common
 
-FACTORS_OF_ALL_SIZES = 2**22  # entries of the factors of a size, at most
+FACTORS_OF_ALL_SIZES = 2**20  # entries of the factors of a size, at most
 THRESHOLDS = (0.01, 0.02, 0.05, 0.1)
 # A threshold and how many steps a turn has. The first is what the trainer does.
 ARMS = {"in turns": (0.0, 10), "in each step": (0.0, 1)}
@@ -73,49 +74,50 @@ def in_a_loop(decompose, factors, bases):
 
 
 METHODS = {
-    "batch": lambda *pair: train_gpt.eigenbasis_step(*pair, "cholesky")[0],
-    "lapack": lambda *pair: train_gpt.eigenbasis_step(*pair, "householder")[0],
+    "cholesky": lambda *pair: train_gpt.eigenbasis_step(*pair, "cholesky")[0],
+    "householder": lambda *pair: train_gpt.eigenbasis_step(*pair, "householder")[0],
     "loop": functools.partial(in_a_loop, torch.linalg.qr),
     "eigh": functools.partial(in_a_loop, torch.linalg.eigh),
 }
 
 
 def measure(size, count, repeats, device):
-    """{method: seconds, error and share} of a size; methods take turns."""
+    """{method: seconds, error and distance} of a size; methods take turns."""
     factors, bases = factors_and_bases(count, size, device)
-    rejects = train_gpt.eigenbasis_step(factors, bases, "cholesky")[2]
-    before = off_diagonal_share(factors, bases).median().item()
-    case = {"size": size, "count": count, "rejects": int(rejects.sum()), "share before": before}
-    seconds = {name: [] for name in METHODS}
+    _, _, is_rejected = train_gpt.eigenbasis_step(factors, bases, "cholesky")
+    case = {"size": size, "count": count, "rejects": int(is_rejected.sum())}
+    case["before"] = off_diagonal_share(factors, bases).median().item()
+    for name in METHODS:
+        case[name] = {"seconds": []}
     for _ in range(repeats):
         for name, method in METHODS.items():
-            taken, found = common.timed(functools.partial(method, factors, bases), device)
-            seconds[name].append(taken)
-            error = (found.mT @ found - torch.eye(size, device=device)).abs().max().item()
-            share = off_diagonal_share(factors, found).median().item()
-            case[name] = {"seconds": seconds[name], "error": error, "share": share}
+            seconds, found = common.timed(functools.partial(method, factors, bases), device)
+            case[name]["seconds"].append(seconds)
+            error = found.mT @ found - torch.eye(size, device=device)
+            case[name]["error"] = error.abs().max().item()
+            case[name]["distance"] = off_diagonal_share(factors, found).median().item()
     return case
 
 
-def time_of(case, method):
-    return statistics.median(case[method]["seconds"])
-
-
-def report(cases):
+def report(cases, device):
     """The table of all sizes, and the last line."""
-    header = ["size", "factors", *[f"{name}, ms" for name in METHODS], "loop / batch"]
-    header += ["max error, batch", "of lapack", "share before", *[f"{name}" for name in METHODS]]
+    header = ["size", "factors", *[f"{name}, ms" for name in METHODS]]
+    header += ["largest error, cholesky", "of householder", "rejects"]
+    header += ["distance before", *[f"after {name}" for name in METHODS]]
     rows = []
+    speedups = []
+    errors = []
     for case in cases:
-        times = [f"{1000 * time_of(case, name):.1f}" for name in METHODS]
-        speedup = f"{time_of(case, 'loop') / time_of(case, 'batch'):.2f}"
-        errors = [f"{case[name]['error']:.1e}" for name in ("batch", "lapack")]
-        shares = [f"{case[name]['share']:.1e}" for name in METHODS]
-        before = f"{case['share before']:.1e}"
-        rows.append([case["size"], case["count"], *times, speedup, *errors, before, *shares])
-    speedup = statistics.median(time_of(case, "loop") / time_of(case, "batch") for case in cases)
-    error = max(case["batch"]["error"] for case in cases)
-    line = f"qr_speedup:{speedup:.2f} max_error:{error:.1e}"
+        time_of = {name: statistics.median(case[name]["seconds"]) for name in METHODS}
+        speedups.append(time_of["loop"] / time_of[train_gpt.refresh_method(10**6, device)])
+        own_errors = [case[name]["error"] for name in ("cholesky", "householder")]
+        errors += own_errors
+        times = [f"{1000 * seconds:.1f}" for seconds in time_of.values()]
+        cells = [f"{error:.1e}" for error in own_errors]
+        distances = [case["before"], *[case[name]["distance"] for name in METHODS]]
+        cells += [case["rejects"], *[f"{distance:.1e}" for distance in distances]]
+        rows.append([case["size"], case["count"], *times, *cells])
+    line = f"qr_speedup:{statistics.median(speedups):.2f} max_error:{max(errors):.1e}"
     return common.markdown_table(header, rows), line
 
 
@@ -123,7 +125,7 @@ def report(cases):
 
 
 class Adaptive:
-    """Follows gradients as MatrixGroup does, but for factors that their old basis makes nearly
+    """Follows gradients as ParameterGroup does, but for factors that their old basis makes nearly
     diagonal, and keeps the shares of all that it has looked at."""
 
     def __init__(self, group, threshold, every):
@@ -134,15 +136,15 @@ class Adaptive:
         self.skipped = 0
         self.seconds = 0.0
 
-    def follow_gradients(self, step, pending):
+    def follow_gradients(self, step, grads):
         every = self.every if step >= train_gpt.EIGH_STEPS else 1
-        for layout, grad, _ in pending:
-            state = self.group.state[layout.name]
+        for name, grad in grads.items():
+            state = self.group.state[name]
             sides = train_gpt.eigen_sides(state)
             train_gpt.update_factors(grad, sides, self.group.rule.is_kl)
             began = time.thread_time()
             for side in sides:
-                turn = torch.arange((step - layout.low) % every, len(grad), every)
+                turn = torch.arange(step % every, len(grad), every)
                 self.refresh(state, side, turn, step)
             self.seconds += time.thread_time() - began
 
@@ -166,7 +168,7 @@ class Adaptive:
 
 def adaptive_run(config, arm):
     """One run of the track by an arm: its loss, what it skipped, and its time."""
-    run = recipe.Ours(config)
+    run = common.Training(config)
     adaptive = Adaptive(run.trainer.optimizer.matrices, *ARMS[arm])
     adaptive.group.follow_gradients = adaptive.follow_gradients
     began = time.thread_time()
@@ -178,7 +180,7 @@ def adaptive_run(config, arm):
         for limit in THRESHOLDS
     }
     facts = {"arm": arm, "rule": config.matrix_update, "seed": config.seed, "below": below}
-    facts |= {"loss": run.loss(config.steps), "seconds": seconds}
+    facts |= {"loss": run.loss(), "seconds": seconds}
     run.close()
     return {**facts, "refreshing": adaptive.seconds, "skipped": adaptive.skipped}
 
@@ -206,39 +208,35 @@ def adaptive_table(runs):
 
 def settle_adaptive(arguments):
     """Make the runs of all arms that are not there yet, and keep each."""
-    torch.set_num_threads(1)
     path = arguments.results / "qr_adaptive.json"
     runs = json.loads(path.read_text())["runs"] if path.is_file() else []
     done = {(run["rule"], run["arm"], run["seed"]) for run in runs}
-    changes = {"device": "cpu", "workers": 1, "val_sha256": ""}
+    track = dataclasses.replace(train_gpt.TRACKS["mini"], device="cpu", val_sha256="")
     if arguments.tiny:
-        changes |= {"steps": 30, "val_tokens": 4096}
-    for seed in map(int, arguments.seeds.split(",")):
-        for rule in arguments.rules.split(","):
-            for arm in ARMS:
-                if (rule, arm, seed) in done:
-                    continue
-                own = {**changes, "seed": seed, "matrix_update": rule}
-                config = dataclasses.replace(train_gpt.TRACKS["mini"], **own)
-                runs.append({**adaptive_run(config, arm), "steps": config.steps})
-                text = adaptive_table(runs)
-                facts = common.environment("cpu")
-                common.write_results(arguments.results, "qr_adaptive", facts, {"runs": runs}, text)
-                print(runs[-1], flush=True)
+        track = dataclasses.replace(track, steps=30, val_tokens=4096)
+    seeds = map(int, arguments.seeds.split(","))
+    for seed, rule, arm in itertools.product(seeds, arguments.rules.split(","), ARMS):
+        if (rule, arm, seed) not in done:
+            config = dataclasses.replace(track, seed=seed, matrix_update=rule)
+            runs.append({**adaptive_run(config, arm), "steps": config.steps})
+            facts = common.environment("cpu")
+            text = adaptive_table(runs)
+            common.write_results(arguments.results, "qr_adaptive", facts, {"runs": runs}, text)
+            print(runs[-1], flush=True)
 
 
 def main(argv=None):
-    defaults = {"sizes": "64,128,256,512,1024", "repeats": 5, "device": "auto", "tiny": False}
+    defaults = {"sizes": "64,128,256,512,1024", "repeats": 3, "device": "auto", "tiny": False}
     defaults |= {"adaptive": False, "seeds": "1,2,3", "rules": "soap_muon"}
     arguments = common.parser(__doc__, **defaults).parse_args(argv)
     if arguments.adaptive:
         return settle_adaptive(arguments)
-    device = torch.device(common.device_of_ranks(arguments.device, 1))
+    device = train_gpt.Runtime(arguments.device).device  # on a CPU it computes with one thread
     cases = []
     for size in map(int, arguments.sizes.split(",")):
         count = max(2, min(64, FACTORS_OF_ALL_SIZES // size**2))
         cases.append(measure(size, 2 if arguments.tiny else count, arguments.repeats, device))
-    table, line = report(cases)
+    table, line = report(cases, device)
     facts = common.environment(device)
     common.write_results(arguments.results, "qr", facts, {"cases": cases}, f"{table}\n\n`{line}`")
     print(f"{table}\n{line}")

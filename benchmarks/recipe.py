@@ -48,11 +48,11 @@ STEPS_OF = {  # of each arm. The track's own steps have 2,048 tokens.
 }
 # The published trainer at 96 channels: schedule, widths, layers, heads and rows of the table; and
 # rates that were tuned in this shape.
-STAGES = (
-    train_gpt.Stage(0.0, 2, 224, (32, 96), 1.0, (1.0,)),
-    train_gpt.Stage(0.33, 4, 512, (96, 224), 1.52, (1.0,)),
-    train_gpt.Stage(0.6575, 6, 512, (160, 352), 1.73, (1.0,)),
-    train_gpt.Stage(0.9875, 6, 512, (192, 416), 1.73, (1.0,)),
+STAGES = (  # start, micro-batches of a step, document cap, windows, rate
+    train_gpt.Stage(0.0, 2, 224, (32, 96), 1.0),
+    train_gpt.Stage(0.33, 4, 512, (96, 224), 1.52),
+    train_gpt.Stage(0.6575, 6, 512, (160, 352), 1.73),
+    train_gpt.Stage(0.9875, 6, 512, (192, 416), 1.73),
 )
 SHAPE = {
     "micro_batch_tokens": 512,
@@ -93,34 +93,12 @@ PLAIN_BLOCK = 512  # tokens of the plain GPT's context
 
 def config_of(arm, seed):
     """The Config of an arm of ours."""
-    changes = {"seed": seed, "steps": STEPS_OF[arm], "device": "cpu", "compile": False}
+    changes = {"seed": seed, "steps": STEPS_OF[arm], "device": "cpu"}
     if not arm.startswith("track"):
         changes |= SHAPE
     if arm == "muon":
         changes["matrix_update"] = "muon"
-    return dataclasses.replace(train_gpt.TRACKS["mini"], workers=1, **changes)
-
-
-class Ours:
-    """The track's trainer and loader, a step at a time."""
-
-    def __init__(self, config):
-        self.config = config
-        runtime = train_gpt.Runtime("cpu", workers=1)
-        corpus = train_gpt.open_corpus(config)
-        self.trainer = train_gpt.Trainer(config, runtime)
-        index = self.trainer.table.index
-        self.loader = train_gpt.TrainLoader(config, corpus.shards, runtime, index)
-        self.val = corpus.val
-
-    def step(self, step):
-        self.trainer.step(step, self.loader.next_batch())
-
-    def loss(self, step):
-        return self.trainer.evaluate(step, self.val)
-
-    def close(self):
-        self.loader.close()
+    return dataclasses.replace(train_gpt.TRACKS["mini"], **changes)
 
 
 class Plain:
@@ -160,7 +138,7 @@ class Plain:
         self.optimizer.zero_grad()
 
     @torch.no_grad()
-    def loss(self, step):
+    def loss(self):
         starts = range(0, self.config.val_tokens, PLAIN_BLOCK)
         passes = [starts[low : low + 8] for low in range(0, len(starts), 8)]
         total = sum(self.losses(self.val, part).double().sum() for part in passes)
@@ -174,12 +152,12 @@ def measure(arm, seed):
     """One run: its final loss and its processor time."""
     torch.set_num_threads(1)
     config = config_of(arm, seed)
-    run = Plain(config) if arm == "plain" else Ours(config)
+    run = Plain(config) if arm == "plain" else common.Training(config)
     began = time.process_time()
     for step in range(config.steps):
         run.step(step)
     seconds = time.process_time() - began
-    loss = run.loss(config.steps)
+    loss = run.loss()
     run.close()
     tokens = train_gpt.training_tokens(config)
     facts = {"arm": arm, "seed": seed, "steps": config.steps, "tokens": tokens}
