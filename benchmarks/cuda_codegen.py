@@ -11,14 +11,13 @@ those of cuBLAS, FlashAttention and torch itself. `GB` is what Triton's kernels 
 all of it takes at 3.35 TB/s, `compute bound` that of the products at 790 TFLOP/s; attention's
 operations are not counted. `MiB at the peak` is of buffers that the code makes, without what
 FlashAttention returns (a layer's output and sums of exponentials, 24.4 MiB for 16,384 tokens of 768
-channels). Results: benchmarks/results/cuda_codegen.{json,md}, in which each --stage has a row. The
-last line has the figures of forward and backward pass together.
+channels). Neither is what an update does outside of compiled code: divide sums of gradients by
+tokens, and zero them. Results: benchmarks/results/cuda_codegen.{json,md}, in which each --stage has
+a row. The last line has the figures of forward and backward pass together.
 """
 
-import contextlib
 import copy
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -32,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils.flop_counter import flop_registry
 
 import train_gpt
@@ -79,7 +77,7 @@ class Stand(types.SimpleNamespace):
     __hash__ = object.__hash__
 
 
-CARD = {
+CARD = {  # what Inductor asks of it
     "name": "NVIDIA H100 80GB HBM3",
     "major": 9,
     "minor": 0,
@@ -89,25 +87,11 @@ CARD = {
     "regs_per_multiprocessor": 65536,
     "max_threads_per_multi_processor": 2048,
     "max_threads_per_block": 1024,
-    "shared_memory_per_block": 49152,
     "shared_memory_per_block_optin": 232448,
-    "shared_memory_per_multiprocessor": 233472,
     "L2_cache_size": 50 << 20,
-    "is_integrated": 0,
-    "clock_rate": 1980000,
-    "memory_clock_rate": 2619000,
-    "memory_bus_width": 5120,
-    "gcnArchName": "",
 }
-LIMITS = {  # what Triton asks its driver for
-    "max_shared_mem": 232448,
-    "max_num_regs": 65536,
-    "multiprocessor_count": 132,
-    "warpSize": 32,
-    "sm_clock_rate": 1980000,
-    "mem_clock_rate": 2619000,
-    "mem_bus_width": 5120,
-}
+LIMITS = {"max_shared_mem": 232448, "max_num_regs": 65536, "multiprocessor_count": 132}
+LIMITS |= {"warpSize": 32}  # what Triton asks
 
 
 def always(value):
@@ -190,26 +174,20 @@ class Generated(Exception):
     """Ends a compilation once the code is written."""
 
 
-def size_of(values):
-    """Bytes of all tensors in nested values."""
-    leaves = pytree.tree_leaves(values)
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-
-
-def cost_of_product(function, args, kwargs, result):
-    """(floating-point operations, bytes) of a matrix product; (0, 0) of other operations."""
-    packet = getattr(function, "overloadpacket", None)
+def cost_of_node(node):
+    """(floating-point operations, bytes) of a graph's matrix product; (0, 0) of other nodes."""
+    packet = getattr(node.target, "overloadpacket", None)
     if getattr(packet, "__name__", "") not in PRODUCTS:
         return 0, 0
-    return flop_registry[packet](*args, **kwargs, out_val=result), size_of([args, kwargs, result])
+    words = node.args, node.kwargs
+    args, kwargs = pytree.tree_map_only(torch.fx.Node, lambda x: x.meta["val"], words)
+    result = node.meta["val"]
+    leaves = pytree.tree_leaves([args, kwargs, result])
+    moved = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return flop_registry[packet](*args, **kwargs, out_val=result), moved
 
 
-def cost_of_node(node):
-    """The same of a graph's node."""
-    args, kwargs = pytree.tree_map_only(
-        torch.fx.Node, lambda x: x.meta["val"], (node.args, node.kwargs)
-    )
-    return cost_of_product(node.target, args, kwargs, node.meta.get("val"))
+torch_compile = torch.compile
 
 
 class Generator:
@@ -223,7 +201,6 @@ class Generator:
         from torch._inductor.graph import GraphLowering
 
         self.graphs = []
-        self.counting = False
         self.compile_fx = compile_fx
         # Inductor then writes each kernel's bytes beside it.
         torch._inductor.config.benchmark_kernel = True
@@ -252,92 +229,34 @@ class Generator:
         cuda = torch.device("cuda", 0)
 
         def on_cuda(value):
+            if isinstance(value, torch.Tensor):
+                size = value.shape, value.stride()
+                return torch.empty_strided(*size, dtype=value.dtype, device=cuda)
             return cuda if isinstance(value, torch.device) else value
 
         for node in moved.graph.nodes:
             node.args, node.kwargs = pytree.tree_map(on_cuda, (node.args, node.kwargs))
         with mode:
-            inputs = [
-                torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=cuda)
-                if isinstance(x, torch.Tensor)
-                else x
-                for x in example
-            ]
+            inputs = [on_cuda(value) for value in example]
         moved.recompile()
         FakeTensorProp(moved, mode).propagate_dont_convert_inputs(*inputs)
         costs = [cost_of_node(node) for node in moved.graph.nodes if node.op == "call_function"]
+        self.code = None
         try:
             self.compile_fx.compile_fx_inner(moved, inputs, **options)
-        except Exception as error:  # Inductor wraps what is raised inside
-            cause = error
-            while not isinstance(cause, Generated):
-                cause = (
-                    getattr(cause, "inner_exception", None) or cause.__cause__ or cause.__context__
-                )
-                if cause is None:
-                    raise
+        except Exception:  # Inductor wraps the one that ends it
+            if self.code is None:
+                raise
         self.graphs.append(Graph(self.code.value, *map(sum, zip(*costs, strict=True))))
         return make_boxed_func(graph)
 
-    def compile(self, function=None, **options):
-        """What torch.compile returns, but for the code.
-
-        The launches of its graphs are not counted as eager ones."""
+    def compile(self, function, dynamic=False, **options):
+        """What torch.compile returns, but for the code."""
 
         def backend(graph, example):
             return self.compile_fx.compile_fx(graph, example, inner_compile=self.lower)
 
-        options = {key: value for key, value in options.items() if key in ("dynamic", "fullgraph")}
-        compiled = torch_compile(function, backend=backend, **options)
-
-        @functools.wraps(function)
-        def call(*args, **kwargs):
-            # Under the mode that counts, torch would not compile.
-            with _pop_mode_temporarily() if self.counting else contextlib.nullcontext():
-                return compiled(*args, **kwargs)
-
-        return call
-
-
-torch_compile = torch.compile
-
-
-class EagerKernels(TorchDispatchMode):
-    """Counts torch's operations outside of compiled graphs, and the bytes that they move."""
-
-    def __init__(self, generator):
-        super().__init__()
-        self.generator = generator
-        self.launches = 0
-        self.bytes = 0
-        self.flops = 0
-        self.product_bytes = 0
-
-    def __enter__(self):
-        self.generator.counting = True
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.generator.counting = False
-        return super().__exit__(*error)
-
-    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        returns = function._schema.returns
-        view = returns and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-        free = (
-            view
-            or function.namespace == "prim"
-            or function.overloadpacket.__name__.startswith(("empty", "detach"))
-        )
-        if not free:
-            self.launches += 1
-            flops, product_bytes = cost_of_product(function, args, kwargs or {}, result)
-            self.flops += flops
-            self.product_bytes += product_bytes
-            if not product_bytes:
-                self.bytes += size_of([args, kwargs, result])
-        return result
+        return torch_compile(function, backend=backend, dynamic=dynamic, **options)
 
 
 # ----- reading the code
@@ -346,6 +265,10 @@ KERNEL = re.compile(
     r"(\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str='cuda'\)", re.DOTALL
 )
 
+MADE = re.compile(r"\s+(buf\d+) = empty_strided_cuda\(\((.*?)\), \(.*?\), torch\.(\w+)\)")
+AGAIN = re.compile(r"\s+(buf\d+) = (?:reinterpret_tensor\()?(\w+).*# (?:reuse|alias)")
+GONE = re.compile(r"\s+del (\w+)$")
+
 
 def peak_bytes(body):
     """The most bytes that the buffers which a graph's `call` makes take at once."""
@@ -353,11 +276,9 @@ def peak_bytes(body):
     now = 0
     peak = 0
     for line in body.splitlines():
-        made = re.match(
-            r"\s+(buf\d+) = empty_strided_cuda\(\((.*?)\), \(.*?\), torch\.(\w+)\)", line
-        )
-        again = re.match(r"\s+(buf\d+) = (?:reinterpret_tensor\()?(\w+).*# (?:reuse|alias)", line)
-        gone = re.match(r"\s+del (\w+)$", line)
+        made = MADE.match(line)
+        again = AGAIN.match(line)
+        gone = GONE.match(line)
         if made:
             sides = [int(side) for side in made[2].split(",") if side.strip()]
             live[made[1]] = math.prod(sides) * getattr(torch, made[3]).itemsize
@@ -397,8 +318,8 @@ def read_graph(graph):
     }
 
 
-def registers_and_spills(kernel):
-    """(registers of a thread, bytes that it spills) of a compiled kernel."""
+def spilled_bytes(kernel):
+    """Bytes that a thread of a compiled kernel spills."""
     import triton.backends.nvidia as nvidia
 
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
@@ -406,29 +327,23 @@ def registers_and_spills(kernel):
         path = getattr(kernel, "cubin_path", None)
         file.write(Path(path).read_bytes() if path else kernel.asm["cubin"])
         file.flush()
-        told = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        )
-    found = re.search(r"REG:(\d+) STACK:\d+ SHARED:\d+ LOCAL:(\d+)", told.stdout)
-    return int(found[1]), int(found[2])
+        command = [tool, "--dump-resource-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(re.search(r"LOCAL:(\d+)", told.stdout)[1])
 
 
 def assemble(graph):
     """Assemble a graph's Triton kernels, in their first configuration, for sm_90.
 
-    Returns [(kernel, registers, spills)]."""
+    Returns {kernel: bytes that a thread spills}."""
     from torch._inductor.codecache import PyCodeCache
 
-    rows = []
+    found = {}
     for text in {text for _, text in KERNEL.findall(graph.code)}:
-        name, kernel = next(
-            (name, value)
-            for name, value in vars(PyCodeCache.load(text)).items()
-            if hasattr(value, "configs") and hasattr(value, "_precompile_config")
-        )
-        made = kernel._precompile_config(kernel.configs[0])
-        rows.append((name, *registers_and_spills(made.kernel)))
-    return sorted(rows)
+        for name, value in vars(PyCodeCache.load(text)).items():
+            if hasattr(value, "configs") and hasattr(value, "_precompile_config"):
+                found[name] = spilled_bytes(value._precompile_config(value.configs[0]).kernel)
+    return found
 
 
 # ----- what is measured
@@ -460,52 +375,38 @@ def passes(config, step):
 
 
 def updates(config, step):
-    """(EagerKernels, [Graph]): the updates of all parameters but the table's, at world size 1."""
+    """[Graph]: the updates of all parameters but the table's, at world size 1."""
     generator = Generator()
     torch.compile = generator.compile
     try:
         runtime = train_gpt.Runtime("cpu")
         model = train_gpt.GPT(config, train_gpt.BlockedAttention())
         table = train_gpt.NgramTable(config, runtime)
-        groups = train_gpt.Optimizer(config, model, table, runtime).parameter_groups
-        reduced = []
-        for group in groups:
+        for group in train_gpt.Optimizer(config, model, table, runtime).parameter_groups:
             group.take_step = train_gpt.compiled_updates()
             group.tokens = config.micro_batch_tokens
-            reduced.append(group.reduce(step))
-        with EagerKernels(generator) as eager:
-            updated = []
-            for group, pending in zip(groups, reduced, strict=True):
-                updated.append(group.update(step, 1.0, pending))
-            for group, pending in zip(groups, updated, strict=True):
-                group.receive(pending)
+            group.receive(group.update(step, 1.0, group.reduce(step)))
     finally:
         torch.compile = torch_compile
-    return eager, generator.graphs
+    return generator.graphs
 
 
 def measure(config, step):
     """{"forward" | "backward" | "updates": figures}, see row_of."""
     due = step + config.adam_every - 1  # a step at which all parameters are due
-    nothing = types.SimpleNamespace(launches=0, bytes=0, flops=0, product_bytes=0)
     with FakeTensorMode():
-        parts = [(what, nothing, [graph]) for what, graph in passes(config, step)]
-        parts.append(("updates", *updates(config, due)))
+        parts = {what: [graph] for what, graph in passes(config, step)}
+        parts["updates"] = updates(config, due)
     figures = {}
-    for what, eager, graphs in parts:
+    names = ("triton", "other", "gigabytes", "product_gigabytes", "teraflops")
+    for what, graphs in parts.items():
         read = [read_graph(graph) for graph in graphs]
-        added = {
-            "other": eager.launches,
-            "gigabytes": eager.bytes / 1e9,
-            "product_gigabytes": eager.product_bytes / 1e9,
-            "teraflops": eager.flops / 1e12,
-        }
-        names = ("triton", *added)
+        spills = [spilled for graph in graphs for spilled in assemble(graph).values()]
         figures[what] = {
-            **{name: sum(one[name] for one in read) + added.get(name, 0) for name in names},
+            **{name: sum(one[name] for one in read) for name in names},
             "peak_mib": max(one["peak_mib"] for one in read),
-            "spilling": [row for graph in graphs for row in assemble(graph) if row[2]],
-            "kernels": sorted(sum((one["kernels"] for one in read), []), reverse=True)[:8],
+            "spilling": sum(spilled > 0 for spilled in spills),
+            "kernels": sorted(sum((one["kernels"] for one in read), []), reverse=True)[:5],
         }
     return figures
 
@@ -521,7 +422,7 @@ def row_of(what, figure):
         f"{figure['product_gigabytes']:.2f}",
         f"{figure['teraflops']:.2f}",
         f"{figure['peak_mib']:,.0f}",
-        len(figure["spilling"]),
+        figure["spilling"],
         f"{1000 * memory:.2f}",
         f"{1000 * compute:.2f}",
     ]
@@ -534,7 +435,7 @@ def totals(figures):
         "gigabytes": sum(one["gigabytes"] for one in both),
         "peak_mib": max(one["peak_mib"] for one in both),
         "kernels": sum(one["triton"] + one["other"] for one in both),
-        "spills": sum(len(one["spilling"]) for one in both),
+        "spills": sum(one["spilling"] for one in both),
         "updates": figures["updates"]["triton"] + figures["updates"]["other"],
         "update_gigabytes": figures["updates"]["gigabytes"],
     }
@@ -548,7 +449,7 @@ def report(figures, stages):
     kernels = [
         [what, f"{gigabytes:.2f}", calls, f"`{name[:90]}`"]
         for what, figure in figures.items()
-        for gigabytes, calls, name in figure["kernels"][:5]
+        for gigabytes, calls, name in figure["kernels"]
     ]
     kernels = common.markdown_table(["pass", "GB", "launches", "kernel"], kernels)
     rows = [

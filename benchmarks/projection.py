@@ -100,9 +100,7 @@ def report(cases):
         times = [f"{1000 * time_of(case, name):.2f}" for name in FORMS]
         errors = [f"{case[name]['error']:.1e}" for name in (*FORMS, "wrong")]
         rows.append([", ".join(map(str, case["size"])), *times, *errors])
-    speedup = statistics.median(
-        time_of(case, "gram") / time_of(case, "cached") for case in cases
-    )
+    speedup = statistics.median(time_of(case, "gram") / time_of(case, "cached") for case in cases)
     error = max(case["cached"]["error"] for case in cases)
     wrong_error = min(case["wrong"]["error"] for case in cases)
     line = f"projection_speedup:{speedup:.2f} max_error:{error:.1e} "
