@@ -182,10 +182,15 @@ class Training:
 TRAIN_LINE = re.compile(r"^step:\d+/\d+ train_loss:(\S+)", re.MULTILINE)
 
 
-def train_losses(folder):
-    """The training losses that a run's log.txt has; one a step where --log-every is 1."""
+def log_of(folder):
+    """A run's log.txt without the source that it begins with."""
     *_, tail = (Path(folder) / "log.txt").read_text().rpartition("===== END OF CODE =====\n")
-    return [float(loss) for loss in TRAIN_LINE.findall(tail)]
+    return tail
+
+
+def train_losses(folder):
+    """The training losses that a run's log has; one a step where --log-every is 1."""
+    return [float(loss) for loss in TRAIN_LINE.findall(log_of(folder))]
 
 
 def reference_attention(

@@ -1,19 +1,20 @@
 """What an H100 would run for a training step of fineweb: kernels, bytes, buffers, spills.
 
-    python benchmarks/cuda_codegen.py --setup                once: its own environment, about 5 GB
-    python benchmarks/cuda_codegen.py [--step 0] [--stage NAME]
+    python -m venv .cache/cuda_venv                          once: 5 GB, with the versions pinned
+    .cache/cuda_venv/bin/pip install torch===2.13.0 numpy numba
+    .cache/cuda_venv/bin/python benchmarks/cuda_codegen.py [--step 0] [--stage NAME]
 
-No GPU is needed. The forward and backward pass of a micro-batch and the updates of the parameters
-are traced with tensors that have no content. torch.compile's CUDA code for them is written and
-assembled for sm_90, never run: there are no times, only bounds. `kernels` are launches; `other`
-those of cuBLAS, FlashAttention and torch itself. `GB` is what Triton's kernels read and write
-(Inductor's own count), `GB of products` what matrix products do. `memory bound` is the time that
-all of it takes at 3.35 TB/s, `compute bound` that of the products at 790 TFLOP/s; attention's
-operations are not counted. `MiB at the peak` is of buffers that the code makes, without what
-FlashAttention returns (a layer's output and sums of exponentials, 24.4 MiB for 16,384 tokens of 768
-channels). Neither is what an update does outside of compiled code: divide sums of gradients by
-tokens, and zero them. Results: benchmarks/results/cuda_codegen.{json,md}, in which each --stage has
-a row. The last line has the figures of forward and backward pass together.
+It needs torch's build for CUDA, and no GPU. The forward and backward pass of a micro-batch and the
+updates of the parameters are traced with tensors that have no content. torch.compile's CUDA code
+for them is written and assembled for sm_90, never run: there are no times, only bounds. `kernels`
+are launches; `other` those of cuBLAS, FlashAttention and torch itself. `GB` is what Triton's
+kernels read and write (Inductor's own count), `GB of products` what matrix products do. `memory
+bound` is the time that all of it takes at 3.35 TB/s, `compute bound` that of the products at 790
+TFLOP/s; attention's operations are not counted. `MiB at the peak` is of buffers that the code
+makes, without what FlashAttention returns (a layer's output and sums of exponentials, 24.4 MiB for
+16,384 tokens of 768 channels). Nor is counted what an update does outside of compiled code: divide
+sums of gradients by tokens, and zero them. Results: benchmarks/results/cuda_codegen.{json,md}, in
+which each --stage has a row. The last line has the figures of forward and backward pass together.
 """
 
 import copy
@@ -37,35 +38,9 @@ import train_gpt
 from benchmarks import common
 
 NAME = "cuda_codegen"
-ENVIRONMENT = common.ROOT / ".cache" / "cuda_venv"
 BYTES_PER_S = 3.35e12  # of an H100 SXM's memory
 FLOPS_PER_S = 790e12  # of its bf16 products, as large ones reach them
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
-
-
-# ----- the environment
-
-
-def set_up():
-    """Make the virtual environment of what requirements.txt pins.
-
-    Its torch is the build for CUDA, which brings triton."""
-    pinned = (common.ROOT / "requirements.txt").read_text()
-    wanted = ENVIRONMENT.with_suffix(".txt")
-    wanted.parent.mkdir(exist_ok=True)
-    # === refuses 2.13.0+cpu
-    wanted.write_text(re.sub(r"^torch==", "torch===", pinned, flags=re.MULTILINE))
-    subprocess.run([sys.executable, "-m", "venv", "--clear", ENVIRONMENT], check=True)
-    install = ["-m", "pip", "install", "--quiet", "--requirement", wanted]
-    subprocess.run([ENVIRONMENT / "bin/python", *install], check=True)
-
-
-def cuda_python():
-    """The Python that can generate CUDA code: this one, that of the environment, or None."""
-    if torch.version.cuda:
-        return sys.executable
-    made = ENVIRONMENT / "bin" / "python"
-    return str(made) if made.is_file() else None
 
 
 # ----- a device that is not there
@@ -473,17 +448,10 @@ def report(figures, stages):
 
 
 def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    parser = common.parser(__doc__, step=0, stage="now", setup=False)
-    arguments = parser.parse_args(argv)
-    if arguments.setup:
-        return set_up()
-    python = cuda_python()
-    if python is None:
-        remedy = "run `python benchmarks/cuda_codegen.py --setup` once"
+    arguments = common.parser(__doc__, step=0, stage="now").parse_args(argv)
+    if not torch.version.cuda:
+        remedy = "take its build for CUDA, as the top of this file says"
         sys.exit(f"error: torch {torch.__version__} has no CUDA; {remedy}")
-    if python != sys.executable:
-        return subprocess.run([python, __file__, *argv]).returncode
     pretend_h100()
     config = dataclasses.replace(train_gpt.TRACKS["fineweb"], seed=1)
     figures = measure(config, arguments.step)
@@ -500,8 +468,7 @@ def main(argv=None):
         f"gigabytes:{found['gigabytes']:.2f} peak_mib:{found['peak_mib']:.0f} "
         f"kernels:{found['kernels']} spills:{found['spills']}"
     )
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

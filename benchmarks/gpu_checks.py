@@ -19,7 +19,6 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import math
 import os
 import re
 import signal
@@ -125,7 +124,9 @@ def config_of(arguments, base=FIRST_STAGE, **changes):
 class Steps(common.Training):
     """A training whose steps are timed."""
 
-    done = 0
+    def __init__(self, config):
+        super().__init__(config)
+        self.done = 0
 
     def take(self, count):
         """Take steps. Returns (their losses, milliseconds a step, those of the host alone)."""
@@ -181,14 +182,12 @@ def attention_error(back_end, device, dtype, size, starts, length):
 
 def check_attention(arguments, report):
     """What is installed, and whether attention is right on all kinds of segments."""
-    names = ("reduce_scatter_single", "all_gather_single", "reduce_scatter_tensor")
-    report.note("collectives", {name: hasattr(torch.distributed, name) for name in names})
-    has_module = importlib.util.find_spec
-    report.note("numba", bool(has_module("numba")), ok=bool(has_module("numba")))
-    report.note("flash_attn_interface", bool(has_module("flash_attn_interface")))
-    config = config_of(arguments)
+    for name in ("reduce_scatter_single", "all_gather_single", "reduce_scatter_tensor"):
+        report.note(f"torch.distributed.{name}", hasattr(torch.distributed, name))
+    for name in ("numba", "flash_attn_interface"):
+        report.note(name, bool(importlib.util.find_spec(name)))
     device = torch.device(arguments.device)
-    back_end, name = train_gpt.choose_attention(config, device)
+    back_end, name = train_gpt.choose_attention(config_of(arguments), device)
     report.note("attention", name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     length = 512 if arguments.tiny else 4096
@@ -233,62 +232,44 @@ def check_trainer(arguments, report):
     last = (done.stdout + done.stderr).splitlines()[-1:]
     report.note("exit status and last line", [done.returncode, last], ok=done.returncode == 0)
     folder = ROOT / "logs" / run_id
-    *_, log = (folder / "log.txt").read_text().rpartition("===== END OF CODE =====\n")
+    log = common.log_of(folder)
     gates = re.findall(r"^validity: (.*)$", log, re.MULTILINE)
     report.note("gates", gates, ok=len(gates) == 1)
-    clock = [0, *map(int, re.findall(r" train_loss:.* train_time:(\d+)ms", log))]
-    edges = [math.ceil(stage.start * steps) for stage in FINEWEB.stages] + [steps]
-    for number, (low, high) in enumerate(itertools.pairwise(edges), start=1):
-        timed = high - low - 1  # the first step of a stage may wait for the loader
-        if timed > 0:
-            report.note(f"stage {number}, ms a step", (clock[high] - clock[low + 1]) / timed)
+    times = re.findall(r"^step:(\d+)/.* train_loss:.* train_time:(\d+)ms", log, re.MULTILINE)
+    report.note("train_time, ms, by step", {step: int(time) for step, time in times})
     report.note("losses", common.train_losses(folder))
     report.note("result", json.loads((folder / "result.json").read_text()))
 
 
-LARGER = {"micro_batches": 4, "micro_batch_tokens": 2**15}
-PAIRS = {  # what one side of a pair has instead: fields of the Config, tokens of a chunk
-    "without copies": ({"copy_orders": ()}, train_gpt.LOSS_CHUNK),
-    "loss in chunks of four times as many tokens": ({}, 4 * train_gpt.LOSS_CHUNK),
-    "micro-batches of twice as many tokens": (LARGER, train_gpt.LOSS_CHUNK),
-}
+CHUNK = train_gpt.LOSS_CHUNK
+TWICE = {"micro_batches": 4, "micro_batch_tokens": 2**15}
+TINY_TWICE = {"micro_batches": 1, "micro_batch_tokens": 1024}
 
 
 def check_pairs(arguments, report):
-    """Each setting beside the track's, in turns, warm, in one process."""
-    track = {}, train_gpt.LOSS_CHUNK
+    """Settings beside the track's, in turns, warm, in one process."""
+    twice = TINY_TWICE if arguments.tiny else TWICE
+    arms = {  # fields of the Config, and tokens of a chunk of the loss
+        "track": ({}, CHUNK),
+        "without copies": ({"copy_orders": ()}, CHUNK),
+        "chunks of four times as many tokens": ({}, 4 * CHUNK),
+        "micro-batches of twice as many tokens": (twice, CHUNK),
+    }
     count = 1 if arguments.tiny else 4  # steps of a turn
-    for name, (changes, chunk) in PAIRS.items():
-        if arguments.tiny and changes is LARGER:
-            changes = {"micro_batches": 1, "micro_batch_tokens": 1024}
-        arms = {"track": track, name: (changes, chunk)}
-        taken = {
-            arm: Steps(config_of(arguments, steps=4 * count, **own))
-            for arm, (own, _) in arms.items()
+    for name in list(arms)[1:]:
+        pair = {
+            arm: Steps(config_of(arguments, steps=4 * count, **arms[arm][0]))
+            for arm in ("track", name)
         }
-        times = {arm: [] for arm in arms}
-        for turn in range(4):
-            for arm, steps in taken.items():
+        times = {arm: [] for arm in pair}
+        for _ in range(4):
+            for arm, steps in pair.items():
                 train_gpt.LOSS_CHUNK = arms[arm][1]
-                _, milliseconds, _ = steps.take(count)
-                if turn:  # the first turn compiles
-                    times[arm].append(milliseconds)
-        report.note(f"ms a step, {name}", times)
-        for steps in taken.values():
+                times[arm].append(steps.take(count)[1])
+        report.note(f"ms a step in turns, of which the first compiles, {name}", times)
+        for steps in pair.values():
             steps.close()
-    train_gpt.LOSS_CHUNK = track[1]
-
-
-def scale_gradients(trainer, factor=1e7):
-    """Make Adam's epsilon of the embeddings 1e-15 instead of 1e-8, and change nothing else: it is
-    relative to the gradients."""
-    group = trainer.optimizer.embeddings
-    take_step = group.take_step
-
-    def scaled(update, part, grad, state, hyper):
-        take_step(update, part, factor * grad, state, hyper)
-
-    group.take_step = scaled
+    train_gpt.LOSS_CHUNK = CHUNK
 
 
 def check_loss(arguments, report):
@@ -296,15 +277,25 @@ def check_loss(arguments, report):
 
     modded-nanogpt's losses at step 250 were 4.432 and, without dense connections, 4.525."""
     count = 6 if arguments.tiny else 240
-    for name, changes in (("as it is", {}), ("corrected", {"ngram_floor": 0.017})):
-        steps = Steps(config_of(arguments, steps=count, **changes))
-        if changes:
-            scale_gradients(steps.trainer)
-        losses, milliseconds, _ = steps.take(count)
+    for name, floor in (("as it is", FINEWEB.ngram_floor), ("corrected", 0.017)):
+        steps = Steps(config_of(arguments, steps=count, ngram_floor=floor))
+        if name == "corrected":
+            scale_gradients(steps.trainer.optimizer.embeddings)
+        losses, *_ = steps.take(count)
         means = [float(np.mean(part)) for part in np.array_split(losses, count // 6)]
         report.note(f"losses, {name}", means, ok=means[-1] < losses[0])
-        report.note(f"ms a step with compilation, {name}", milliseconds)
         steps.close()
+
+
+def scale_gradients(group, factor=1e7):
+    """Make Adam's epsilon 1e-15 instead of 1e-8, which is relative to gradients, and change nothing
+    else."""
+    take_step = group.take_step
+
+    def scaled(update, part, grad, state, hyper):
+        take_step(update, part, factor * grad, state, hyper)
+
+    group.take_step = scaled
 
 
 CALLS = {

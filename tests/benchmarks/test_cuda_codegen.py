@@ -12,10 +12,9 @@ from helpers import ROOT
 
 pytestmark = pytest.mark.slow
 
+CUDA_PYTHON = ROOT / ".cache/cuda_venv/bin/python"
 needs_cuda_build = pytest.mark.skipif(
-    not cuda_codegen.cuda_python(),
-    reason="no CUDA build of torch; "
-    "`python benchmarks/cuda_codegen.py --setup` makes an environment that has one",
+    not CUDA_PYTHON.is_file(), reason="no CUDA build of torch; cuda_codegen.py says how to get one"
 )
 
 
@@ -46,10 +45,9 @@ def test_launches_are_counted_without_what_is_asserted_of_their_results():
     assert (read["triton"], read["other"]) == (0, 2)  # that of Triton is not defined in this text
 
 
-def test_without_the_environment_one_line_says_how_to_make_it(monkeypatch):
-    monkeypatch.setattr(cuda_codegen, "cuda_python", lambda: None)
-    told = "has no CUDA; run `python benchmarks/cuda_codegen.py --setup`"
-    with pytest.raises(SystemExit, match=told):
+def test_without_cudas_build_it_says_so(monkeypatch):
+    monkeypatch.setattr(cuda_codegen.torch.version, "cuda", None)
+    with pytest.raises(SystemExit, match="has no CUDA; take its build for CUDA"):
         cuda_codegen.main([])
 
 
@@ -70,7 +68,7 @@ print(json.dumps([read, codegen.assemble(generator.graphs[0])]))
 
 @needs_cuda_build
 def test_launches_bytes_and_products_of_a_small_function():
-    command = [cuda_codegen.cuda_python(), "-c", SCRIPT]
+    command = [CUDA_PYTHON, "-c", SCRIPT]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     read, spills = json.loads(done.stdout.splitlines()[-1])
