@@ -183,7 +183,7 @@ def initial_checkpoint(config):
         "--init-from (`./run.sh mini --run-id NAME` trains one)",
     )
     content = train_gpt.find_checkpoint(config.init_from, "init-from")
-    saved, here = train_gpt.config_of_checkpoint(content), shape_of(config, 0)
+    saved, here = content["config"], shape_of(config, 0)
     for name, value in shape_of(saved, content["step"]).items():
         require(
             value == here[name],

@@ -54,7 +54,7 @@ def parse(argv):
 def open_trained(path, device="auto", data=None):
     """(trainer, step) of a checkpoint, in this process alone."""
     content = train_gpt.load_checkpoint(path)
-    saved = train_gpt.config_of_checkpoint(content)
+    saved = content["config"]
     config = dataclasses.replace(saved, compile=False, device=device, data=data or saved.data)
     trainer = train_gpt.Trainer(config, train_gpt.Runtime(device))
     train_gpt.restore(trainer, content)

@@ -16,10 +16,10 @@ Chapters, in reading order:
      6. Model             the GPT, and the rule of each of its parameters
      7. Update rules      Adam, Muon, SOAP and its relatives, eigenbases by one batched QR
      8. Parameter groups  who reduces, updates and sends what, and in which order
-     9. Trainer           forward and backward pass, one step, evaluation
+     9. Trainer           forward and backward pass, one step, evaluation, warm-up
     10. Validity gates    what a model must not do, tested on the validation text
     11. Runtime           ranks, devices, collectives that count their bytes
-    12. A run's life      command line, log, clock, checkpoints, warm-up, result, and how errors end
+    12. A run's life      command line, log, clock, checkpoints, opening, result, how errors end it
     13. The run           the steps
 
 A step's global batch is a fixed list of micro-batches. Rank r of W takes every W-th of them, if
@@ -53,7 +53,6 @@ import threading
 import time
 import timeit
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -70,6 +69,7 @@ import torch.nn.functional as F
 from numba import njit
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.utils._pytree import tree_leaves
 
 # 1. Configuration ================================================================================
 
@@ -147,6 +147,9 @@ LAYERS = distinct(0, 1023, "must be distinct layers, such as (0, 2); () for none
 SKIPS = Check(are_skips, "must be pairs of layers, such as ((3, 6),); () for none")
 WINDOWS = Check(are_windows, "must be a short and a long window, multiples of 16, such as (32, 64)")
 LOSS_WEIGHTS = Check(are_loss_weights, "must be 1 to 16 weights, the first above 0")
+DEVICES = one_of("auto", "cpu", "cuda")
+DTYPES = one_of("auto", "bfloat16", "float32")
+BACK_ENDS = one_of("auto", "sdpa", "varlen")
 HEAD_DIM = Check(lambda dim: dim > 0 and dim % 4 == 0, "must be a multiple of 4")
 RUN_ID = matching(r"(\w[\w.+=@-]{0,99})?", "must be at most 100 letters, digits, _ . + = @ or -")
 RUN_OF = matching(
@@ -178,18 +181,11 @@ class Stage:
 
     start: float = knob(0.0, "fraction of the steps at which the stage begins", MOMENTUM)
     micro_batches: int = knob(8, "micro-batches of a step, which ranks share out", COUNT)
-    document_cap: int = knob(896, "longest piece of a document that attention sees at once", COUNT)
+    document_cap: int = knob(896, "tokens of a document that attention sees at once", COUNT)
     windows: tuple = knob((128, 384), "attention windows, a short and a long one", WINDOWS)
     lr_mul: float = knob(1.0, "factor of all learning rates, ahead of the cooldown", POSITIVE)
-    mtp_weights: tuple = knob(
-        (1.0,), "loss weights of the next, second-next, ... token", LOSS_WEIGHTS
-    )
-    softmax_rows: int = knob(
-        0,
-        "vocabulary rows of training's softmax: a micro-batch's targets, and others at even "
-        "distances that stand for the rest; 0: the whole vocabulary",
-        SIZE,
-    )
+    mtp_weights: tuple = knob((1.0,), "loss weights of the tokens to come", LOSS_WEIGHTS)
+    softmax_rows: int = knob(0, "rows of training's softmax, a sample; 0: all of them", SIZE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,9 +196,7 @@ class Config:
 
     # --- data
     track: str = knob("fineweb", "name of the track that these values belong to")
-    data: str = knob(
-        "data/fineweb10B", "corpus folder with *_train_*.bin, *_val_*.bin and manifest.json"
-    )
+    data: str = knob("data/fineweb10B", "folder of *_train_*.bin, *_val_*.bin and manifest.json")
     tokenizer: str = knob("gpt2", "bytes | gpt2: what the token ids mean", one_of(*EOT_TOKEN))
     epochs: int = knob(1, "passes over the training shards that a run may take", OFTEN)
     # --- schedule
@@ -218,13 +212,9 @@ class Config:
         ),
         "rows of the schedule; fields of a stage are options, too, for all stages",
     )
-    cooldown: float = knob(
-        0.6, "last fraction of the run, over which learning rates fall", FRACTION
-    )
-    final_lr: float = knob(0.15, "learning-rate multiplier at the end of the cooldown", FRACTION)
-    untie_at: float = knob(
-        0.667, "fraction of the run at which head and embedding part; 0: apart", FRACTION
-    )
+    cooldown: float = knob(0.6, "last fraction of the run, in which rates fall", FRACTION)
+    final_lr: float = knob(0.15, "factor of the rates at the end of the cooldown", FRACTION)
+    untie_at: float = knob(0.667, "fraction at which head and embedding part; 0: apart", FRACTION)
     # --- model
     model_dim: int = knob(768, "width of the residual stream", between(GATE_DIM, 65536))
     num_layers: int = knob(12, "transformer blocks", between(1, 1024))
@@ -234,12 +224,8 @@ class Config:
     value_embedding_layers: tuple = knob(
         (1, 2, 10, 11), "layers whose values receive a gated token embedding", LAYERS
     )
-    shifted_layers: tuple = knob(
-        (3, 7, 11), "layers in which half of a key is the key before's", LAYERS
-    )
-    paired_layers: tuple = knob(
-        (0, 2, 5, 9), "layers whose heads, in pairs, see each other's keys", LAYERS
-    )
+    shifted_layers: tuple = knob((3, 7, 11), "layers where half of a key is that before", LAYERS)
+    paired_layers: tuple = knob((0, 2, 5, 9), "layers whose heads share keys, in pairs", LAYERS)
     exclusive_layers: tuple = knob(
         (1, 3, 4, 7), "layers whose attention leaves out a token's own value", LAYERS
     )
@@ -251,77 +237,46 @@ class Config:
     logit_cap: float = knob(15.0, "tanh squashes logits into (-cap, cap)", between(0.1, 40))
     # --- table
     ngram_orders: tuple = knob((2, 3), "orders of hashed n-grams", ORDERS)
-    ngram_rows: int = knob(  # 6 GiB over all ranks; raise it as far as their memory goes
-        2**21, "rows of the table, for all columns", between(1, 2**31 - 1)
-    )
+    # These are 6 GiB over all ranks; raise it as far as their memory goes.
+    ngram_rows: int = knob(2**21, "rows of the table, for all columns", between(1, 2**31 - 1))
     copy_orders: tuple = knob((2, 3, 5, 8), "orders of copies from the document", ORDERS)
-    copy_places: int = knob(1, "places to copy from at each order, the latest ones", between(1, 64))
+    copy_places: int = knob(1, "places to copy from at an order, the latest", between(1, 64))
     copy_reach: int = knob(2048, "tokens that copies look back", SIZE)
     index_orders: tuple = knob((), "orders of the index of the training text", ORDERS)
     index_bits: int = knob(24, "entries of the index for an order: 2 to this", between(1, 31))
-    index_share: float = knob(
-        0.0, "share of the first shard that is indexed, not trained on", FRACTION
-    )
+    index_share: float = knob(0.0, "share of the first shard for the index alone", FRACTION)
     # --- optimizer
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of UPDATE_RULES")
-    matrix_lr: float = knob(
-        0.023, "rate of hidden matrices: the RMS of a step times sqrt(columns)", POSITIVE
-    )
-    matrix_decay: float = knob(
-        0.03, "cautious weight decay of matrices, per unit of rate", NOT_NEGATIVE
-    )
+    matrix_lr: float = knob(0.023, "RMS of a matrix' step times sqrt(columns)", POSITIVE)
+    matrix_decay: float = knob(0.03, "cautious decay of matrices a unit of rate", NOT_NEGATIVE)
     momentum_start: float = knob(0.85, "Muon's momentum at the first step, and the last", MOMENTUM)
     momentum_peak: float = knob(0.95, "Muon's momentum in between", MOMENTUM)
-    momentum_warmup: float = knob(
-        0.19, "fraction of the run over which the momentum rises", FRACTION
-    )
-    momentum_cooldown: float = knob(0.03, "fraction of the run over which it falls again", FRACTION)
+    momentum_warmup: float = knob(0.19, "fraction of the run in which it rises", FRACTION)
+    momentum_cooldown: float = knob(0.03, "fraction of the run in which it falls", FRACTION)
     basis_every: int = knob(10, "soap rules: a matrix gets new eigenbases every k-th step", OFTEN)
-    one_sided_above: int = knob(
-        1024, "soap rules: a matrix side larger than this gets no eigenbasis", SIZE
-    )
+    one_sided_above: int = knob(1024, "soap rules: a larger side has no eigenbasis", SIZE)
     adam_lr: float = knob(0.008, "rate of embeddings, head and scalars under Adam", POSITIVE)
-    adam_every: int = knob(
-        2, "Adam steps every k-th step, on the mean gradient since the last", OFTEN
-    )
-    ngram_lr: float = knob(
-        0.05, "rate of the table (row-wise Adagrad); 0: it is frozen", NOT_NEGATIVE
-    )
-    ngram_floor: float = knob(
-        0.2, "gradient RMS of a token below which a row's steps shrink", POSITIVE
-    )
+    adam_every: int = knob(2, "Adam steps every k-th step, on the mean gradient", OFTEN)
+    ngram_lr: float = knob(0.05, "row-wise Adagrad's rate of the table; 0: frozen", NOT_NEGATIVE)
+    ngram_floor: float = knob(0.2, "gradient RMS of a token below which rows slow down", POSITIVE)
     # --- evaluation
-    val_tokens: int = knob(
-        10_485_760, "tokens of the validation split that are scored", between(1, 10**9)
-    )
+    val_tokens: int = knob(10_485_760, "validation tokens that are scored", between(1, 10**9))
     val_sha256: str = knob("", "sha256 of those tokens and the next (uint16); empty: not compared")
-    val_batch_tokens: int = knob(65536, "validation tokens of one forward pass", between(1, 2**24))
+    val_batch_tokens: int = knob(65536, "validation tokens of a forward pass", between(1, 2**24))
     val_windows: tuple = knob((768, 2560), "attention windows of the final validation", WINDOWS)
     val_every: int = knob(250, "validate every so many steps (untimed); 0: at the end", SIZE)
-    target_loss: float = knob(3.28, "the track's target, in nats a token; 0: none", NOT_NEGATIVE)
+    target_loss: float = knob(3.28, "the target, in nats a token; 0: none", NOT_NEGATIVE)
     # --- bookkeeping
     log_every: int = knob(20, "log the training loss every so many steps", OFTEN)
-    save_every: int = knob(
-        0, "keep a checkpoint every so many steps, the newest two; 0: only the final one", SIZE
-    )
+    save_every: int = knob(0, "steps between checkpoints, of which two are kept; 0: none", SIZE)
     run_id: str = knob("", "folder under logs/; empty: drawn from date and time", RUN_ID)
-    resume: str = knob(
-        "", "run id or checkpoint file to continue; auto: continue --run-id, or start it"
-    )
+    resume: str = knob("", "run id or checkpoint to go on with; auto: --run-id, if it is there")
     run_of: str = knob("", "BATCH:COUNTER/RUNS:START, the run's place in a record", RUN_OF)
     # --- machine
     seed: int = knob(-1, "seed of weights and data order; -1: drawn", between(-1, 2**63 - 1))
-    device: str = knob(
-        "auto", "auto | cpu | cuda: where it computes", one_of("auto", "cpu", "cuda")
-    )
-    dtype: str = knob(
-        "bfloat16",
-        "auto | bfloat16 | float32, of matrices and activations; auto: what the machine is fast in",
-        one_of("auto", "bfloat16", "float32"),
-    )
-    attention: str = knob(
-        "auto", "auto | sdpa | varlen: back end of attention", one_of("auto", "sdpa", "varlen")
-    )
+    device: str = knob("auto", "auto | cpu | cuda: where it computes", DEVICES)
+    dtype: str = knob("bfloat16", "auto | bfloat16 | float32; auto: which is faster here", DTYPES)
+    attention: str = knob("auto", "auto | sdpa | varlen: back end of attention", BACK_ENDS)
     compile: bool = knob(True, "compile the model with torch.compile")
 
     def __post_init__(self):
@@ -337,10 +292,8 @@ class Config:
         for number, stage in enumerate(self.stages):
             require(isinstance(stage, Stage), f"stages: row {number} is no Stage: {stage}")
             check_fields(stage, f"stages[{number}].")
-            require(
-                stage.softmax_rows <= self.vocab_size,
-                f"softmax_rows={stage.softmax_rows}: at most the vocabulary's {self.vocab_size}",
-            )
+            rows, most = stage.softmax_rows, self.vocab_size
+            require(rows <= most, f"softmax_rows={rows}: at most the vocabulary's {most}")
         starts = [stage.start for stage in self.stages]
         is_rising = all(low < high for low, high in itertools.pairwise(starts))
         require(
@@ -354,41 +307,25 @@ class Config:
         for window in {*self.val_windows, *(size for row in self.stages for size in row.windows)}:
             block = math.gcd(window, ATTENTION_BLOCK)
             for length in (window, self.micro_batch_tokens, self.val_batch_tokens):
-                require(
-                    length % block == 0,
-                    f"windows: a window of {window} takes blocks of {block}, which must divide it, "
-                    f"micro_batch_tokens={self.micro_batch_tokens} and "
-                    f"val_batch_tokens={self.val_batch_tokens}",
-                )
+                words = f"a window of {window} takes blocks of {block}, which must divide"
+                require(length % block == 0, f"windows: {words} it and passes of {length} tokens")
         require(dim % self.head_dim == 0, f"head_dim={self.head_dim}: must divide model_dim={dim}")
         for field in dataclasses.fields(self):
             if field.metadata["check"] in (LAYERS, SKIPS):
                 chosen = getattr(self, field.name)
                 named = np.ravel(chosen).tolist()
-                require(
-                    max(named, default=0) < layers,
-                    f"{field.name}={chosen}: layers are 0 to {layers - 1}",
-                )
-        require(
-            not self.paired_layers or dim // self.head_dim % 2 == 0,
-            f"paired_layers={self.paired_layers}: {dim // self.head_dim} heads make no pairs",
-        )
+                is_there = max(named, default=0) < layers
+                require(is_there, f"{field.name}={chosen}: layers are 0 to {layers - 1}")
+        heads = dim // self.head_dim
+        is_even = not self.paired_layers or heads % 2 == 0
+        require(is_even, f"paired_layers={self.paired_layers}: {heads} heads make no pairs")
 
     def check_bookkeeping(self):
-        require(
-            self.val_tokens % self.val_batch_tokens == 0,
-            f"val_tokens={self.val_tokens}: must be a multiple of "
-            f"val_batch_tokens={self.val_batch_tokens}",
-        )
-        require(
-            self.save_every % self.adam_every == 0,
-            f"save_every={self.save_every}: must be a multiple of adam_every={self.adam_every}, "
-            "since gradients that wait are not saved",
-        )
-        require(
-            self.resume != "auto" or self.run_id,
-            "resume=auto: it goes on with the run of --run-id; name one",
-        )
+        for name, unit in (("val_tokens", "val_batch_tokens"), ("save_every", "adam_every")):
+            count, size = getattr(self, name), getattr(self, unit)
+            require(count % size == 0, f"{name}={count}: must be a multiple of {unit}={size}")
+        is_named = self.resume != "auto" or self.run_id
+        require(is_named, "resume=auto: it goes on with the run of --run-id; name one")
 
     @property
     def eot_token(self):
@@ -575,8 +512,7 @@ def long_windows_until(config, step):
 
 # 2. Tokens =======================================================================================
 
-SHARD_MAGIC = 20240520
-SHARD_VERSION = 1
+SHARD_KIND = [20240520, 1]  # magic number and version, before the count of tokens
 HEADER_INTS = 256
 PREFETCH = 4  # steps that the loader's thread works ahead
 # Segments that a micro-batch has room for: FlashAttention starts blocks for each. FineWeb has at
@@ -590,28 +526,16 @@ def open_shard(path):
     path = Path(path)
     remedy = "rebuild or download it again (data/text.py, data/fineweb.py)"
     require(path.is_file(), f"{path}: no file, and a shard is one")
-    size = path.stat().st_size
-    header_size = 4 * HEADER_INTS
+    header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+    kind = header[:2].tolist()
+    is_shard = len(header) == HEADER_INTS and kind == SHARD_KIND
     require(
-        size >= header_size,
-        f"{path}: {size} bytes, shorter than the {header_size}-byte header; {remedy}",
+        is_shard, f"{path}: begins with {kind}, not {SHARD_KIND}, or is cut: no shard; {remedy}"
     )
-    magic, version, count = np.fromfile(path, dtype="<i4", count=HEADER_INTS)[:3]
-    held = (size - header_size) / 2
-    require(
-        magic == SHARD_MAGIC,
-        f"{path}: magic {magic}, expected {SHARD_MAGIC}: not a token shard; {remedy}",
-    )
-    require(
-        version == SHARD_VERSION,
-        f"{path}: shard version {version}, expected {SHARD_VERSION}; {remedy}",
-    )
-    require(
-        count == held,
-        f"{path}: header says {count} tokens, the file holds {held:.12g}: truncated; {remedy}",
-    )
-    require(count > 0, f"{path}: no tokens; {remedy}")
-    return np.memmap(path, dtype="<u2", mode="r", offset=header_size)
+    held = (path.stat().st_size - header.nbytes) / 2
+    words = f"header says {header[2]} tokens, the file holds {held:.12g}"
+    require(header[2] == held > 0, f"{path}: {words}; {remedy}")
+    return np.memmap(path, dtype="<u2", mode="r", offset=header.nbytes)
 
 
 def file_sha256(path):
@@ -633,16 +557,11 @@ def read_manifest(folder):
 def check_shard(path, tokens, config, manifest):
     """Check that a shard is what its manifest says and that its ids suit the tokenizer."""
     largest = int(tokens.max())
-    require(
-        largest <= config.eot_token,
-        f"{path}: token id {largest} is beyond the {config.tokenizer} vocabulary "
-        f"(0 to {config.eot_token}); is --tokenizer right?",
-    )
-    require(
-        manifest is None or manifest.get(path.name) == file_sha256(path),
-        f"{path}: its sha256 is not the manifest's: changed or damaged; build or download the "
-        "corpus again, in an empty folder",
-    )
+    words = f"token id {largest} is beyond the {config.tokenizer} vocabulary's {config.eot_token}"
+    require(largest <= config.eot_token, f"{path}: {words}; is --tokenizer right?")
+    is_whole = manifest is None or manifest.get(path.name) == file_sha256(path)
+    remedy = "build or download the corpus again, in an empty folder"
+    require(is_whole, f"{path}: its sha256 is not the manifest's: changed or damaged; {remedy}")
 
 
 def split_off_index(tokens, share, eot_token):
@@ -655,11 +574,6 @@ def split_off_index(tokens, share, eot_token):
     starts = np.flatnonzero(tokens[cut:] == eot_token)
     cut = cut + int(starts[0]) if len(starts) else len(tokens)
     return np.array(tokens[: cut + 1]), np.array(tokens[cut:])
-
-
-def usable_tokens(tokens, config):
-    """How many tokens of a shard micro-batches can take; its last token is only a target."""
-    return (len(tokens) - 1) // config.micro_batch_tokens * config.micro_batch_tokens
 
 
 class Corpus(NamedTuple):
@@ -678,12 +592,8 @@ def open_corpus(config):
     found = {}
     for split in ("train", "val"):
         found[split] = sorted(folder.glob(f"*_{split}_*.bin"))
-        require(
-            found[split],
-            f"{folder}: no *_{split}_*.bin shards; build them with "
-            f"`python data/{builder.get(folder.name, 'text.py PATH')}`, or name another folder "
-            "with --data",
-        )
+        remedy = f"run `python data/{builder.get(folder.name, 'text.py PATH')}`, or name --data"
+        require(found[split], f"{folder}: no *_{split}_*.bin shards; {remedy}")
     shards = [open_shard(path) for path in found["train"]]
     share = config.index_share if config.index_orders else 0.0
     shards[0], indexed = split_off_index(shards[0], share, config.eot_token)
@@ -692,14 +602,11 @@ def open_corpus(config):
     for path, tokens in zip(found["train"], shards, strict=True):
         if available <= needed:  # the run gets here
             check_shard(path, open_shard(path), config, manifest)
-        available += usable_tokens(tokens, config)
+        available += (len(tokens) - 1) // config.micro_batch_tokens * config.micro_batch_tokens
     available *= config.epochs
-    require(
-        needed <= available,
-        f"{folder}: the schedule takes {needed:,} training tokens, shards hold {available:,} in "
-        f"{config.epochs} epoch(s) beside the index; lower --steps or --index-share, raise "
-        "--epochs, or add shards",
-    )
+    words = f"{needed:,} training tokens, shards hold {available:,} in {config.epochs} epoch(s)"
+    remedy = "lower --steps or --index-share, raise --epochs, or add shards"
+    require(needed <= available, f"{folder}: the schedule takes {words} beside the index; {remedy}")
     return Corpus(shards, indexed, open_validation(config, found["val"], manifest))
 
 
@@ -713,11 +620,8 @@ def open_validation(config, paths, manifest):
         parts.append(np.array(tokens[: needed - sum(map(len, parts))]))
     val = np.concatenate(parts)
     most = (len(val) - 1) // config.val_batch_tokens * config.val_batch_tokens
-    require(
-        len(val) == needed,
-        f"{config.data}: val_tokens={config.val_tokens:,}, but the validation split holds "
-        f"{len(val):,}; --val-tokens at most {most}",
-    )
+    words = f"val_tokens={config.val_tokens:,}, but the validation split holds {len(val):,}"
+    require(len(val) == needed, f"{config.data}: {words}; --val-tokens at most {most}")
     return val
 
 
@@ -732,11 +636,9 @@ class Text:
         self.tokens = tokens
         self.starts = np.union1d([0], np.flatnonzero(tokens == eot_token))
 
-    def document_at(self, position):
-        """(start, end) of the document that a token belongs to."""
-        number = np.searchsorted(self.starts, position, side="right")
-        end = self.starts[number] if number < len(self.starts) else len(self.tokens)
-        return int(self.starts[number - 1]), int(end)
+    def document_start(self, position):
+        """Where the document of a token starts."""
+        return int(self.starts[np.searchsorted(self.starts, position, side="right") - 1])
 
 
 class Passage(NamedTuple):
@@ -808,25 +710,14 @@ def stack_passages(passages, length, device):
     return MicroBatch(*(to_device(array, device) for array in arrays))
 
 
-def load_shard(shard):
-    """The tokens of a shard in memory: to read a mapped file that was cut short ends a process."""
-    if isinstance(shard, np.memmap):
-        return np.fromfile(shard.filename, "<u2", offset=4 * HEADER_INTS)
-    return shard
-
-
 def check_distinct_targets(passage, config, step):
     """Refuse a softmax that has no row left to stand for the rest of the vocabulary."""
     rows = stage_at(config, step).softmax_rows
     if rows in (0, config.vocab_size):
         return
-    distinct_targets = len(np.unique(passage.tokens(shift=1)))
-    require(
-        distinct_targets < rows,
-        f"softmax_rows={rows}: a micro-batch of step {step} has {distinct_targets} different "
-        "targets, which all take part, and others must stand for the rest of the vocabulary; "
-        "raise it, or 0 for the whole vocabulary",
-    )
+    found = len(np.unique(passage.tokens(shift=1)))
+    words = f"step {step} has {found} different targets in a micro-batch, which all take part"
+    require(found < rows, f"softmax_rows={rows}: {words}; raise it, or 0 for the whole vocabulary")
 
 
 class TrainLoader:
@@ -848,10 +739,8 @@ class TrainLoader:
         self.plan_rows = plan_rows
         self.state = dict(state or self.START)
         self.step = first_step  # the next one to assemble
-        require(
-            self.state["shard"] < config.epochs * len(shards),
-            f"{self.state}: a place beyond the corpus; use another checkpoint",
-        )
+        is_inside = self.state["shard"] < config.epochs * len(shards)
+        require(is_inside, f"{self.state}: a place beyond the corpus; use another checkpoint")
         self.open_shard()
         self.ahead = deque()
         self.thread = ThreadPoolExecutor(1, initializer=runtime.use_device)
@@ -860,7 +749,9 @@ class TrainLoader:
         """Cut the current shard's documents into pieces, and shuffle these."""
         opened = self.state["shard"]
         cap = max(stage.document_cap for stage in self.config.stages)
-        tokens = load_shard(self.shards[opened % len(self.shards)])
+        tokens = self.shards[opened % len(self.shards)]
+        if isinstance(tokens, np.memmap):  # to read one that was cut short would end the process
+            tokens = np.fromfile(tokens.filename, "<u2", offset=4 * HEADER_INTS)
         self.text = Text(tokens, self.config.eot_token)
         ends = np.append(self.text.starts[1:], len(tokens) - 1)  # the last token is only a target
         lows = [
@@ -944,8 +835,6 @@ HASH_BASE = np.uint64(pow(0x9E3779B97F4A7C15, -1, 2**64))
 LOW_HALF = np.uint64(0xFFFFFFFF)
 LOW_TOKEN = np.uint64(0xFFFF)
 NO_GUESS = np.uint64(2**16 - 1)  # no token's id
-STRETCH = 2**18  # tokens of a document in which copies are looked for at once
-COPIES_KEPT = 2**25  # tokens whose copies are remembered: 2 bytes a column
 INDEX_CHUNK = 2**15  # tokens that the index reads at once
 # An entry of the index is 64 bits: a tag of the n-gram (14), votes for the first token (2), and the
 # third, the second and the first token (16 each).
@@ -1004,21 +893,6 @@ def latest_matches(keys, first):
         found[i] = newest[slot]
         newest[slot] = i
     return found
-
-
-@compiled
-def copy_tokens(tokens, matches, place, reach, copies):
-    """Write to copies (L,) the tokens that followed matches, at the latest place but `place`.
-
-    copies is left as it is where there is no match at most `reach` back.
-    """
-    for i in range(len(tokens)):
-        match = matches[i]
-        for _ in range(place):  # the match of a match is the place before it
-            if match >= 0:
-                match = matches[match]
-        if match >= 0 and i - match <= reach:
-            copies[i] = tokens[match + 1]
 
 
 @compiled
@@ -1109,7 +983,6 @@ def look_up(entries, bits, keys, guesses):
             guesses[2, i] = third
 
 
-@compiled
 def rows_and_signs(keys, first_guess, num_rows):
     """Rows (t, C) int32 in [0, num_rows) and signs (t, C) float32 of the table, for keys (t, C).
 
@@ -1117,70 +990,13 @@ def rows_and_signs(keys, first_guess, num_rows):
     have rows of their own. The sign is one more bit of the hash: two that share a row push it
     apart half of the time (count-sketch's trick). It is 0 where there is no guess.
     """
-    rows = np.empty(keys.shape, np.int32)
-    signs = np.empty(keys.shape, np.float32)
-    for i in range(keys.shape[0]):
-        for column in range(keys.shape[1]):
-            key = keys[i, column] + TOKEN_HASH[column]
-            key = (key ^ (key >> np.uint64(29))) * MIX
-            key ^= key >> np.uint64(32)
-            rows[i, column] = ((key & LOW_HALF) * np.uint64(num_rows)) >> np.uint64(32)
-            if column >= first_guess and keys[i, column] == NO_GUESS:
-                signs[i, column] = 0.0
-            elif key >> np.uint64(40) & np.uint64(1):
-                signs[i, column] = 1.0
-            else:
-                signs[i, column] = -1.0
-    return rows, signs
-
-
-class Copies:
-    """What followed the last n tokens earlier in their document, found by stretches of a Text."""
-
-    def __init__(self, text, config):
-        self.text = text
-        self.config = config
-        self.stretches = {}  # (start of the document, number of the stretch): its copies
-        self.kept = 0  # tokens of these
-
-    def between(self, low, high):
-        """The copies of tokens low to high, which are of one document: (high - low, C) uint16.
-
-        The columns are the orders at the latest place, then those at the place before it, and so
-        on; NO_GUESS where there is none.
-        """
-        start, end = self.text.document_at(low)
-        parts = []
-        for number in range((low - start) // STRETCH, (high - 1 - start) // STRETCH + 1):
-            begin = start + number * STRETCH
-            copies = self.stretches.get((start, number))
-            if copies is None:
-                copies = self.find(start, begin, min(end, begin + STRETCH))
-                self.remember((start, number), copies)
-            parts.append(copies[max(low - begin, 0) : high - begin])
-        return np.concatenate(parts)
-
-    def remember(self, stretch, copies):
-        self.stretches[stretch] = copies
-        self.kept += len(copies)
-        while self.kept > COPIES_KEPT and len(self.stretches) > 1:
-            oldest = next(iter(self.stretches))
-            self.kept -= len(self.stretches.pop(oldest))
-
-    def find(self, start, low, high):
-        """The copies of tokens low to high of the document at `start`: (high - low, C) uint16."""
-        config = self.config
-        begin = max(start, low - config.copy_reach - max(config.copy_orders) + 1)
-        tokens = self.text.tokens[begin:high]
-        columns = len(config.copy_orders) * config.copy_places
-        found = np.full((columns, len(tokens)), NO_GUESS, np.uint16)
-        for column, order in enumerate(config.copy_orders):
-            keys = rolling_hash(tokens, order, config.eot_token)
-            matches = latest_matches(keys, order - 1)
-            for place in range(config.copy_places):
-                copies = found[place * len(config.copy_orders) + column]
-                copy_tokens(tokens, matches, place, config.copy_reach, copies)
-        return np.ascontiguousarray(found[:, low - begin :].T)
+    mixed = keys + TOKEN_HASH[: keys.shape[1]]
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * MIX
+    mixed ^= mixed >> np.uint64(32)
+    rows = (mixed & LOW_HALF) * np.uint64(num_rows) >> np.uint64(32)
+    signs = np.where(mixed >> np.uint64(40) & np.uint64(1), np.float32(1), np.float32(-1))
+    signs[:, first_guess:][keys[:, first_guess:] == NO_GUESS] = 0.0
+    return rows.astype(np.int32), signs
 
 
 class TextIndex:
@@ -1221,7 +1037,6 @@ class RowFinder:
     def __init__(self, config):
         self.config = config
         self.index = TextIndex(config)
-        self.copies = weakref.WeakKeyDictionary()  # Text: Copies
 
     def keys(self, text, low, high, orders):
         """Keys of the n-grams that end at tokens low to high: (high - low, len(orders)) uint64."""
@@ -1232,6 +1047,28 @@ class RowFinder:
             keys[:, column] = hashed[low - begin :]
         return keys
 
+    def copies(self, text, low, high):
+        """What followed the last n tokens earlier in the document of tokens low to high:
+        (high - low, C) uint64.
+
+        The columns are the orders at the latest place, then those at the place before it, and so
+        on; NO_GUESS where there is none.
+        """
+        config = self.config
+        begin = low - config.copy_reach - max(config.copy_orders) + 1
+        begin = max(text.document_start(low), begin)
+        tokens = text.tokens[begin:high]
+        positions = np.arange(len(tokens))
+        found = np.full((config.copy_places, len(config.copy_orders), len(tokens)), NO_GUESS)
+        for column, order in enumerate(config.copy_orders):
+            matches = latest_matches(rolling_hash(tokens, order, config.eot_token), order - 1)
+            match = matches
+            for place in range(config.copy_places):
+                at = np.flatnonzero((match >= 0) & (match >= positions - config.copy_reach))
+                found[place, column, at] = tokens[match[at] + 1]
+                match = np.where(match < 0, -1, matches[match])  # the place before it
+        return found[..., low - begin :].reshape(-1, high - low).T
+
     def find(self, passage):
         """The rows that the tokens of a Passage read: (T, columns) int32 in [0, ngram_rows), and
         their signs, float32 of +-1, or 0 for no row."""
@@ -1241,9 +1078,7 @@ class RowFinder:
         for low, high in passage.spans:
             columns = [self.keys(text, low, high, config.ngram_orders)]
             if config.copy_orders:
-                if text not in self.copies:
-                    self.copies[text] = Copies(text, config)
-                columns.append(self.copies[text].between(low, high).astype(np.uint64))
+                columns.append(self.copies(text, low, high))
             if config.index_orders:
                 keys = self.keys(text, low, high, config.index_orders)
                 columns.append(self.index.guesses(keys))
@@ -1272,23 +1107,16 @@ class RowPlan:
     merge: tuple  # positions in `asked` of owned[0], then owned[1], ... (R,); offsets (V,); int32
 
 
-def stable_order(ids):
-    """What sorts integers (n,) from 0 to 2^31 - 1 stably, 16 bits at a time.
-
-    Of 16 bits numpy does a radix sort: both take a quarter of the time of its sort of 32.
-    """
-    order = np.argsort(ids.astype(np.uint16), kind="stable")
-    upper = (ids >> 16).astype(np.uint16)
-    return order[np.argsort(upper[order], kind="stable")]
-
-
 def group_equal(ids):
     """Group equal ones of integers (n,) from 0 to 2^31 - 1.
 
     Returns the distinct ones, rising, (u,); int32 positions (n,) of the first one's occurrences,
     then of the second's, and so on; and where in these each begins, (u,) int32.
     """
-    order = stable_order(ids)
+    # Of 16 bits numpy does a radix sort: two take a quarter of the time of its sort of 32.
+    order = np.argsort(ids.astype(np.uint16), kind="stable")
+    upper = (ids >> 16).astype(np.uint16)
+    order = order[np.argsort(upper[order], kind="stable")]
     ordered = ids[order]
     is_first = np.ones(len(ids), bool)
     is_first[1:] = ordered[1:] != ordered[:-1]
@@ -1690,12 +1518,10 @@ def choose_attention(config, device):
         capability = torch.cuda.get_device_capability(device)
     is_able = capability >= (8, 0) and config.dtype == "bfloat16"
     has_varlen = is_able and importlib.util.find_spec("torch.nn.attention.varlen")
-    require(
-        has_varlen or config.attention != "varlen",
-        "attention=varlen: needs a GPU of compute capability 8.0, bfloat16 and "
-        f"torch.nn.attention.varlen, and has {device.type} {capability}, {config.dtype} and torch "
-        f"{torch.__version__}; use --attention sdpa",
-    )
+    needs = "needs a GPU of compute capability 8.0, bfloat16 and torch.nn.attention.varlen"
+    has = f"has {device.type} {capability}, {config.dtype} and torch {torch.__version__}"
+    is_met = has_varlen or config.attention != "varlen"
+    require(is_met, f"attention=varlen: {needs}, and {has}; use --attention sdpa")
     if config.attention == "sdpa" or not has_varlen:
         return BlockedAttention(), "sdpa"
     newer = {9: "FA3", 10: "FA4"}.get(capability[0], "newer one for this device")
@@ -1724,6 +1550,7 @@ def gate(x, weight):
 # 5. Loss =========================================================================================
 
 LOSS_CHUNK = 2048  # tokens whose logits exist at a time
+SPREAD = 2654435769  # 2^32 over the golden ratio: multiples of it lie far from each other
 
 
 class CappedCrossEntropy(torch.autograd.Function):
@@ -1796,7 +1623,7 @@ def cap_slope(gap, cap):
 
 def sampled_rows(targets, vocab, count):
     """Choose `count` rows of the vocabulary for a softmax: all targets (T,), fewer than `count`
-    distinct ones, and others at even distances, from a place on that the targets decide.
+    distinct ones, and others, spread over the ids in an order that the targets decide.
 
     Returns (rows (count,) int64, rising; positions (vocab,): where each row of the vocabulary
     stands among them, meaningless for those that do not; counts (count,) float32: how many rows
@@ -1804,19 +1631,12 @@ def sampled_rows(targets, vocab, count):
     """
     ids = torch.arange(vocab, device=targets.device)
     is_target = torch.zeros_like(ids).index_fill(0, targets, 1)
-    others = vocab - is_target.sum()
-    wanted = (count - is_target.sum()).clamp_min(0)  # of the others
-    number = (1 - is_target).cumsum(0) - 1 + targets.sum()
-    turn = number % others.clamp_min(1)
-    before = turn * wanted
-    after = (turn + 1) * wanted
-    is_sampled = (1 - is_target) * (after // others.clamp_min(1) - before // others.clamp_min(1))
-    is_chosen = is_target + is_sampled > 0
-    positions = (is_chosen.cumsum(0) - 1).clamp(0, count - 1)
-    # What is not chosen is written behind the end.
-    rows = torch.zeros(count + 1, dtype=torch.int64, device=ids.device)
-    rows = rows.scatter(0, torch.where(is_chosen, positions, count), ids)[:count]
-    counts = torch.where(is_target[rows] > 0, 1.0, others / wanted.clamp_min(1))
+    turn = (ids + targets.sum()) * SPREAD % 2**31
+    rows = (turn + is_target * 2**31).topk(count).indices.sort().values
+    positions = torch.zeros_like(ids).scatter(0, rows, ids[:count])
+    distinct_targets = is_target.sum()
+    share = (vocab - distinct_targets) / (count - distinct_targets).clamp_min(1)
+    counts = torch.where(is_target[rows] > 0, 1.0, share)
     return rows, positions, counts
 
 
@@ -1863,7 +1683,7 @@ class Rule:
     """
 
     group: str  # small | embeddings | matrices
-    lr_mul: float | tuple = 1.0  # times the group's rate; a tuple: of a bank's matrices in turn
+    lr_mul: float | Tensor = 1.0  # times the group's rate; a tensor (k, 1, 1): of a bank's matrices
     decay: float = 0.0  # times matrix_decay for matrices, else the weight decay itself
     betas: tuple = (0.9, 0.99)  # Muon and SOAP-Muon read the second; the first follows a schedule
 
@@ -1922,7 +1742,8 @@ class GPT(nn.Module):
         mlps[1::2] = 0
         self.query_key = ruled(query_key, "matrices", decay=1.0, betas=(0.9, 0.9))
         self.value_output = ruled(value_output, "matrices", decay=1.0, betas=(0.9, 0.9))
-        self.mlp = ruled(mlps, "matrices", lr_mul=(1.0, 2.0), decay=1.0, betas=(0.9, 0.9))
+        lr_muls = torch.tensor([1.0, 2.0]).repeat(layers)[:, None, None]
+        self.mlp = ruled(mlps, "matrices", lr_mul=lr_muls, decay=1.0, betas=(0.9, 0.9))
         value_layers = len(config.value_embedding_layers)
         value_embed = drawn(value_layers, vocab, dim, std=0.01)
         self.value_embed = ruled(
@@ -2343,15 +2164,6 @@ def refresh_eigenbases(banks, method):
             state["rejects"].add_(rejected)
 
 
-def refresh_method(step, device):
-    """How to step the eigenbases: exactly at first, then safely, then in batches on a GPU."""
-    if step < EIGH_STEPS:
-        return "eigh"
-    if device.type == "cpu" or step < HOUSEHOLDER_STEPS:
-        return "householder"
-    return "cholesky"
-
-
 # 8. Parameter groups =============================================================================
 
 
@@ -2424,7 +2236,9 @@ class ParameterGroup(Group):
                 count = math.ceil(count / runtime.world_size) * runtime.world_size
             self.grads[key] = torch.zeros(count, *param.shape[1:], device=param.device)
             self.state[key] = self.new_state(self.own(key, param.data))
-            self.lr_muls[key] = self.lr_mul_of(key)
+            self.lr_muls[key] = param.rule.lr_mul
+            if isinstance(param.rule.lr_mul, Tensor):
+                self.lr_muls[key] = self.own(key, param.rule.lr_mul.to(param.device))
         self.take_step = take_step
         if runtime.device.type == "cuda" and config.compile:
             self.take_step = compiled_updates()
@@ -2438,21 +2252,6 @@ class ParameterGroup(Group):
         """This rank's part of a tensor that has the parameter's first axis."""
         low, high = self.owned_range(name)
         return tensor[low:high]
-
-    def lr_mul_of(self, name):
-        """The factor of a parameter's rate: a number, or (k, 1, 1) for the matrices owned here."""
-        param = self.params[name]
-        lr_mul = param.rule.lr_mul
-        if not isinstance(lr_mul, tuple):
-            return lr_mul
-        repeats, rest = divmod(len(param), len(lr_mul))
-        require(
-            not rest,
-            f"{name} has {len(param)} matrices, and the length of lr_mul={lr_mul} must divide "
-            "their number; correct its rule",
-        )
-        factors = torch.tensor(lr_mul, device=param.device).repeat(repeats)
-        return self.own(name, factors)[:, None, None]
 
     def new_state(self, part):
         """What the rule keeps of this rank's part of a parameter, at its start."""
@@ -2472,9 +2271,11 @@ class ParameterGroup(Group):
                     state[f"{side}_basis"] = identity.repeat(count, 1, 1)
         return state
 
-    def accumulate(self, name, grad):
-        """Add the gradient of a summed loss."""
-        self.grads[name][: len(grad)].add_(grad)
+    def accumulate(self, grads):
+        """Add the gradients of a summed loss, {name: tensor, or None for one not in use}."""
+        for name, total in self.grads.items():
+            if grads.get(name) is not None:
+                total[: len(grads[name])].add_(grads[name])
 
     def stepping(self, step):
         """The parameters that take part in a step: not a tied embedding, which has no gradient."""
@@ -2529,7 +2330,10 @@ class ParameterGroup(Group):
             update_factors(grad, eigen_sides(state), self.rule.is_kl)
             turn = (step - self.owned_range(name)[0]) % every
             banks.append({key: value[turn::every] for key, value in state.items()})
-        refresh_eigenbases(banks, refresh_method(step, self.runtime.device))
+        method = "cholesky"  # in batches on a GPU, but exactly at first, and then safely
+        if self.runtime.device.type == "cpu" or step < HOUSEHOLDER_STEPS:
+            method = "householder"
+        refresh_eigenbases(banks, "eigh" if step < EIGH_STEPS else method)
 
     def receive(self, pending):
         for name, whole, work in pending:
@@ -2582,30 +2386,15 @@ class Optimizer:
         members = {"small": {}, "embeddings": {}, "matrices": {}}
         for name, param in model.named_parameters():
             rule = getattr(param, "rule", None)
-            require(
-                rule is not None and rule.group in members,
-                f"no optimizer rule for {name}: make it with ruled(), in one of the groups "
-                f"{', '.join(members)}",
-            )
+            is_ruled = rule is not None and rule.group in members
+            groups = ", ".join(members)
+            require(is_ruled, f"no rule for {name}: make it with ruled(), in one group of {groups}")
             members[rule.group][name] = param
         self.parameter_groups = [
             ParameterGroup(name, config, params, runtime) for name, params in members.items()
         ]
         small, self.embeddings, self.matrices = self.parameter_groups
         self.groups = [small, self.embeddings, table, self.matrices]
-
-    def accumulate(self, grads):
-        """Add the gradients of a micro-batch's summed loss, {name: tensor, or None for a parameter
-        not in use}."""
-        for group in self.parameter_groups:
-            for name in group.params:
-                if grads.get(name) is not None:
-                    group.accumulate(name, grads[name])
-
-    def count(self, tokens):
-        """Tell all groups how many tokens more all ranks have trained on."""
-        for group in self.parameter_groups:
-            group.tokens += tokens
 
     def step(self, step, lr_mul):
         """Update all groups that are due at a step."""
@@ -2642,19 +2431,9 @@ def choose_compile(config, device):
         get_cpp_compiler()
     except Exception:  # inductor raises its own types
         missing = "C++ compiler: install g++"
-    require(
-        not missing or device.type != "cuda",
-        f"compile=True: no {missing}, or go without by --compile false",
-    )
+    can_do = not missing or device.type != "cuda"
+    require(can_do, f"compile=True: no {missing}, or go without by --compile false")
     return f"off (no {missing})" if missing else "inductor"
-
-
-def compiled_model(model):
-    """The model's forward pass, compiled anew for each Phase."""
-    # A phase is two graphs, and torch's default limit is 8; never eager in silence.
-    torch._dynamo.config.recompile_limit = 64
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    return torch.compile(model, dynamic=False)
 
 
 class Trainer:
@@ -2672,13 +2451,11 @@ class Trainer:
         self.compile_name = choose_compile(config, runtime.device)
         self.forward = self.model
         if self.compile_name == "inductor":
-            self.forward = compiled_model(self.model)
-        self.rotary = functools.cache(self.make_rotary)
-
-    def make_rotary(self, length, long_windows):
-        config = self.config
-        device = self.runtime.device
-        return rotary_tables(length, config.head_dim, long_windows, device, config.torch_dtype)
+            # A phase is two graphs, and torch's default limit is 8; never eager in silence.
+            torch._dynamo.config.recompile_limit = 64
+            torch._dynamo.config.fail_on_recompile_limit_hit = True
+            self.forward = torch.compile(self.model, dynamic=False)
+        self.rotary_tables = functools.cache(rotary_tables)
 
     def forward_pass(self, step, phase, loss_weights, micro_batch, ngram):
         """What GPT.forward returns for a MicroBatch and its summed rows, in a phase of the run.
@@ -2686,9 +2463,13 @@ class Trainer:
         loss_weights: of as many targets a position as the phase has.
         """
         positions = max(window.positions for window in phase.windows) * len(micro_batch.inputs)
-        rotary = self.rotary(positions, long_windows_until(self.config, step))
-        masks = self.model.back_end.prepare(micro_batch, phase, self.config.torch_dtype)
-        weights = to_device(np.array(loss_weights, np.float32), self.runtime.device)
+        config = self.config
+        device = self.runtime.device
+        windows = long_windows_until(config, step)
+        shape = positions, config.head_dim, windows, device, config.torch_dtype
+        rotary = self.rotary_tables(*shape)
+        masks = self.model.back_end.prepare(micro_batch, phase, config.torch_dtype)
+        weights = to_device(np.array(loss_weights, np.float32), device)
         return self.forward(micro_batch, ngram, phase, weights, rotary, masks)
 
     def accumulate(self, step, batch):
@@ -2710,11 +2491,13 @@ class Trainer:
             if ngram is not None and ngram.requires_grad:
                 leaves.append(ngram)
             grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-            self.optimizer.accumulate(dict(zip(params, grads, strict=False)))
+            for group in self.optimizer.parameter_groups:
+                group.accumulate(dict(zip(params, grads, strict=False)))
             if len(grads) > len(params):
                 self.table.accumulate(grads[-1])
             loss_sum = loss_sum + losses.sum()
-        self.optimizer.count(batch.tokens)
+        for group in self.optimizer.parameter_groups:
+            group.tokens += batch.tokens
         return loss_sum
 
     def step(self, step, batch, upcoming=None):
@@ -2770,14 +2553,6 @@ class Trainer:
         return total
 
 
-# 10. Validity gates ==============================================================================
-# What a model must not do is tested in place: on the validation text itself, at its full length, at
-# places that are drawn from the seed, the same ones on all ranks. No gate can see what a model has
-# been told of this text before; tests/trainer/cheats.py has the cheats that pass.
-
-GATE_PLACES = 16  # drawn for a gate; causal's cuts have all residues: odd, even, on block edges
-
-
 def state_digest(trainer):
     """sha256 over all tensors that a step changes on this rank: equal digests, equal bits."""
     digest = hashlib.sha256(torch.get_rng_state().numpy())
@@ -2787,125 +2562,240 @@ def state_digest(trainer):
     return digest.hexdigest()
 
 
-def depends_on_kept_alone(trainer, step, val, places, rng):
-    """Whether what passes over the validation text make of some tokens depends on these alone.
-
-        val       |     low ...................... low + T     |
-        changed   | noise    |  first ..... last   |   noise   |
-
-    places: [(low, first, last), ...]. A pass from `low` on is made twice, once after all tokens but
-    first to last have become others, of which none starts a document. Hidden states and losses of
-    the kept ones must be bitwise the same. Only the last one's loss is about a token that has
-    changed. It need not change everywhere, since two tokens may have one logit; but where it never
-    does, losses say nothing about the text.
-    """
+def warm_up(trainer):
+    """Compile and run every phase of the schedule on synthetic tokens, then put the state back;
+    digests prove that it is bitwise what it was."""
     config = trainer.config
-    text = Text(val, config.eot_token)
-    noise = rng.integers(1, config.eot_token, len(val))
-    noise = ((val + noise) % config.eot_token).astype(np.uint16)
-    is_same = True
-    has_changed = False
-    for low, first, last in places:
-        changed = noise.copy()
-        changed[first : last + 1] = val[first : last + 1]
-        # First the changed text: a model that remembers what it has read now remembers noise.
-        new_losses, new_hidden = trainer.score(step, Text(changed, config.eot_token), low)
-        losses, hidden = trainer.score(step, text, low)
-        begin = max(first - low, 0)
-        end = last - low
-        is_same &= torch.equal(hidden[begin : end + 1], new_hidden[begin : end + 1])
-        is_same &= torch.equal(losses[begin:end], new_losses[begin:end])
-        has_changed |= losses[end].item() != new_losses[end].item()
-    return is_same and has_changed
+    table = trainer.table
+    before = state_digest(trainer)
+    rng_state = torch.get_rng_state()
+    row_fingerprint(config)  # compiles the loops of numba
+    length = max(config.micro_batch_tokens, config.val_batch_tokens)
+    tokens = np.random.default_rng(0).integers(0, config.eot_token, length + 1).astype(np.uint16)
+    tokens[0] = config.eot_token
+    text = Text(tokens, config.eot_token)
+    passages = [contiguous_passage(text, 0, config.micro_batch_tokens)]
+    batch = Batch(
+        stack=stack_passages(passages, config.micro_batch_tokens, trainer.runtime.device),
+        rows=table.plan_step(passages),
+        tokens=config.micro_batch_tokens,
+        state={},
+    )
+    table.start_pull(batch.rows)
+    put_back = [group.snapshot() for group in trainer.optimizer.groups]
+    first_step = {}
+    for step in range(config.steps):
+        compiled_for = training_phase(config, step), long_windows_until(config, step)
+        first_step.setdefault(compiled_for, step)
+    # At Adam's first step and the run's last, all groups step, on sums of as many steps as ever.
+    first_update = min(config.adam_every, config.steps) - 1
+    # Where code is compiled, the second call is the first without compilation.
+    calls = 2 if trainer.compile_name == "inductor" else 1
+    for step in sorted({*first_step.values(), first_update, config.steps - 1}):
+        for _ in range(calls):
+            stop_if_interrupted()
+            trainer.step(step, batch)
+            trainer.score(step, text, 0)
+    trainer.score(config.steps, text, 0)
+    for put_group_back in put_back:
+        put_group_back()
+    torch.set_rng_state(rng_state)
+    if state_digest(trainer) != before:
+        raise RuntimeError("the state after warm-up is not bitwise the state before it")
+    trainer.runtime.ledger.clear()
 
 
-def document_edges(val, eot_token):
-    """Where documents start in the validation text, and its end: not what the model says of it."""
-    return np.unique([0, *np.flatnonzero(val == eot_token), len(val)])
+# 10. Validity gates ==============================================================================
+# What a model must not do is tested in place: all passes over the validation text are made once
+# more, in another order. Before every other one, a pass reads the same text with noise in most of
+# it, and what is kept must come out the same to the bit. Documents do not see each other, so that
+# each has a cut of its own, with noise behind it, and one pass tests many cuts. Places are drawn
+# from the seed. No gate can see what a model has been told of this text before;
+# tests/trainer/cheats.py has the cheats that pass.
+
+NOISE = 0  # what is kept of a document: nothing,
+CUT = 1  # all up to a cut,
+WHOLE = 2  # or everything
+FATES = (CUT, CUT, WHOLE, NOISE)  # of documents in a row: what follows a whole one is noise
 
 
-def check_causal(trainer, step, val, reported):
-    """Nothing depends on later tokens: noise behind a cut leaves everything up to it as it was."""
-    config = trainer.config
-    length = trainer.config.val_batch_tokens
-    rng = np.random.default_rng([config.seed, 0])
-    residues = np.arange(GATE_PLACES) + GATE_PLACES * rng.integers(length, size=GATE_PLACES)
-    cuts = np.array([0, length // 2 - 1, length // 2, length - 1, *(residues % length)])
-    passes = rng.integers(config.val_tokens // length, size=len(cuts))
-    document = rng.choice(document_edges(val, config.eot_token)[:-1])
-    lasts = [*(passes * length + cuts), document - 1, document, document + 1]
-    places = [
-        (last // length * length, 0, last)
-        for last in map(int, lasts)
-        if 0 <= last < config.val_tokens
-    ]
-    return depends_on_kept_alone(trainer, step, val, places, rng)
+class Verdicts(NamedTuple):
+    """What the gates have found, on all ranks together."""
+
+    passed: dict  # {gate: whether the model has passed it}
+    cuts: int  # places that were compared although the next token had become another
+    seconds: float
 
 
-def check_local(trainer, step, val, reported):
-    """Nothing depends on other documents: noise in all of them leaves a document as it was."""
-    config = trainer.config
-    length = trainer.config.val_batch_tokens
-    rng = np.random.default_rng([config.seed, 1])
-    edges = document_edges(val, config.eot_token)
-    places = []
-    for position in rng.integers(config.val_tokens, size=GATE_PLACES).tolist():
-        low = position // length * length
-        number = np.searchsorted(edges, position, side="right")
-        first, end = edges[number - 1 : number + 1].tolist()
-        places.append((low, first, min(end, low + length) - 1))
-    return depends_on_kept_alone(trainer, step, val, places, rng)
+def plain(tensor):
+    """A copy of a tensor: neither its class nor who else holds it has a say in what it is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor = Tensor.as_subclass(tensor, Tensor)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def differing_rows(one, other):
+    """Which rows (n,) of two tensors (n, ...) differ in any byte, be it by the sign of a zero."""
+    one_bytes = one.view(len(one), -1).view(torch.uint8)
+    other_bytes = other.view(len(other), -1).view(torch.uint8)
+    return (one_bytes != other_bytes).any(1)
+
+
+class GatePasses:
+    """The passes over the validation text that look at the model before a step."""
+
+    def __init__(self, trainer, step, val):
+        config = trainer.config
+        self.trainer = trainer
+        self.step = step
+        self.text = Text(val, config.eot_token)
+        self.length = config.val_batch_tokens
+        rng = np.random.default_rng([config.seed, 0])
+        self.order = rng.permutation(config.val_tokens // self.length)
+        self.turns = np.argsort(self.order)
+        # Nowhere the token that stands there, and nowhere the start of a document.
+        noise = val + rng.integers(1, config.eot_token, len(val))
+        self.noise = (noise % config.eot_token).astype(np.uint16)
+
+    def find(self, low):
+        """What the passes from `low` on find: see look_at_losses and compare, a number each.
+
+        What a pass is drawn to do depends on its turn, since all ranks make their passes together.
+        """
+        rng = np.random.default_rng([self.trainer.config.seed, 1, low])
+        turn = self.turns[low // self.length] // self.trainer.runtime.world_size
+        if turn % 2 == 0:
+            outputs, compared = self.compare(self.text, low, rng)
+        else:
+            outputs = self.score(self.text, low)
+            compared = torch.zeros(4, dtype=torch.float64, device=outputs[0].device)
+        if turn % 8 == 1:
+            compared = self.compare(self.with_short_documents(low, rng), low, rng)[1]
+        return torch.cat([self.look_at_losses(low, *outputs), compared])
+
+    def score(self, text, low):
+        losses, hidden = self.trainer.score(self.step, text, low)
+        return plain(losses), plain(hidden)
+
+    def look_at_losses(self, low, losses, hidden):
+        """(3,): the sums of the pass' losses and of the exact ones, and how many do not agree.
+
+        An exact loss is the negative log-softmax, over the whole vocabulary, of the logits that the
+        hidden state has. These are made from the last token to the first: where a state stands in
+        the text is no business of the head.
+        """
+        config = self.trainer.config
+        targets = self.text.tokens[low + 1 : low + 1 + self.length].astype(np.int64)
+        targets = to_device(targets, hidden.device).flip(0)
+        exact = []
+        for states, ids in zip(hidden.flip(0).split(1024), targets.split(1024), strict=True):
+            logits = plain(self.trainer.model.logits(states))
+            exact.append(F.cross_entropy(logits, ids, reduction="none"))
+        exact = torch.cat(exact).flip(0)
+        # A logit of a narrow type differs by its last bit where the products are made otherwise.
+        tolerance = 1e-4 + config.logit_cap * torch.finfo(config.torch_dtype).eps
+        is_exact = (losses - exact).abs() < tolerance
+        return torch.stack([losses.double().sum(), exact.double().sum(), (~is_exact).sum()])
+
+    def compare(self, text, low, rng):
+        """Make the pass from `low` on over a text with noise, and then over the text itself.
+
+        Hidden states and losses of what is kept must be the same, and the logits at cuts, whose
+        losses are about a token that has changed. A loss need not change there, since two tokens
+        may have one logit; but where none does, losses say nothing about the text.
+
+        Returns ((losses, hidden) of the text itself; (4,): how many cuts there are, how many of
+        their losses have changed, and how many tokens of documents with a cut, and of whole ones,
+        did not come out the same).
+        """
+        noisy_text, kept = self.with_noise(text, low, rng)
+        kept = to_device(kept, self.trainer.runtime.device)
+        target_is_kept = kept[1:] > NOISE
+        kept = kept[:-1]
+        is_cut = (kept > NOISE) & ~target_is_kept
+        # First the noise: a model that remembers what it has read now remembers noise.
+        noisy_losses, noisy_hidden = self.score(noisy_text, low)
+        noisy_logits = plain(self.trainer.model.logits(noisy_hidden[is_cut]))
+        losses, hidden = self.score(text, low)
+        logits = plain(self.trainer.model.logits(hidden[is_cut]))
+        other_losses = differing_rows(losses, noisy_losses)
+        differs = differing_rows(hidden, noisy_hidden) | (other_losses & target_is_kept)
+        differs[is_cut] |= differing_rows(logits, noisy_logits)
+        counted = [
+            is_cut,
+            other_losses & is_cut,
+            differs & (kept == CUT),
+            differs & (kept == WHOLE),
+        ]
+        return (losses, hidden), torch.stack(counted).sum(1).double()
+
+    def with_noise(self, text, low, rng):
+        """(the text with noise in it, what of the documents of the tokens from `low` on is kept,
+        (length + 1,) of CUT, WHOLE or NOISE).
+
+        Outside these documents all is noise, and so is what follows the pass. A cut is anywhere in
+        the pass' part of the document, its last token included, or at the first one, or at an edge
+        of a block.
+        """
+        tokens = self.noise.copy()
+        kept = np.full(self.length + 1, NOISE)
+        edges = np.append(text.starts, len(tokens))
+        first = np.searchsorted(edges, low, side="right") - 1
+        last = np.searchsorted(edges, low + self.length)
+        fates = itertools.cycle(FATES)
+        for _ in range(rng.integers(3)):  # so that the first document never is noise
+            next(fates)
+        for fate, (start, end) in zip(
+            fates, itertools.pairwise(edges[first : last + 1]), strict=False
+        ):
+            begin = max(start, low)
+            end = min(end, low + self.length)
+            if fate == CUT:
+                places = rng.integers(begin + 1, end + 1, size=6)
+                edge = low + (places[0] - low) // ATTENTION_BLOCK * ATTENTION_BLOCK
+                end = rng.choice([*places, begin + 1, max(begin + 1, edge)])
+            if fate != NOISE:
+                tokens[start:end] = text.tokens[start:end]
+                kept[begin - low : end - low] = fate
+        return Text(tokens, self.trainer.config.eot_token), kept
+
+    def with_short_documents(self, low, rng):
+        """The text with documents that start at random, so that a pass has at least SEGMENT_ROOM:
+        where documents are long, there would be few cuts."""
+        eot_token = self.trainer.config.eot_token
+        tokens = self.text.tokens.copy()
+        own = tokens[low : low + self.length]
+        missing = SEGMENT_ROOM - 1 - np.count_nonzero(own == eot_token)
+        own[rng.integers(self.length, size=max(0, missing))] = eot_token
+        return Text(tokens, self.trainer.config.eot_token)
 
 
 @torch.no_grad()
-def check_normalised(trainer, step, val, reported):
-    """The reported loss is the mean negative log-softmax, over the whole vocabulary, of all tokens.
-
-    All passes are made once more, in another order. Each token's loss must be that of its hidden
-    state, and both means the reported one: that of the exact losses, and, to the last digits, that
-    of the passes' own, which no pass may change for another.
-    """
-    config = trainer.config
-    length = trainer.config.val_batch_tokens
-    text = Text(val, config.eot_token)
-    differences = [0.0]
-
-    def sums(low):
-        losses, hidden = trainer.score(step, text, low)
-        targets = to_device(val[low + 1 : low + 1 + length].astype(np.int64), hidden.device)
-        exact = []
-        for states, ids in zip(hidden.split(1024), targets.split(1024), strict=True):
-            logits = trainer.model.logits(states)
-            exact.append(F.cross_entropy(logits, ids, reduction="none"))
-        exact = torch.cat(exact)
-        differences.append((losses - exact).abs().max().item())
-        return torch.stack([losses.double().sum(), exact.double().sum()])
-
-    order = np.random.default_rng([config.seed, 2]).permutation(config.val_tokens // length)
-    means = trainer.sum_over_validation(sums, order) / config.val_tokens
-    again, exact = means.tolist()
-    # A logit of a narrow type differs by its last bit where the products are made otherwise.
-    tolerance = 1e-4 + config.logit_cap * torch.finfo(config.torch_dtype).eps
-    is_exact = abs(exact - reported) < 1e-4 and max(differences) < tolerance
-    return is_exact and abs(again - reported) < 1e-9
-
-
-GATES = {"causal": check_causal, "normalised": check_normalised, "local": check_local}
-
-
 def check_gates(trainer, step, val, reported):
-    """{gate: whether it has passed on every rank} for the model before a step.
+    """The Verdicts on the model before a step.
 
-    reported: the mean loss over the validation tokens that the run claims. `unmoved` is the gate
-    that all these passes have changed no tensor.
+    reported: the mean loss over the validation tokens that the run claims.
+    causal: nothing depends on later tokens. local: nothing depends on other documents, whose
+    leaks most often show in both gates. normalised: the reported loss is the mean of the exact
+    losses, and, to the last digits, that of the losses themselves, which no pass may change for
+    another. unmoved: all these passes have changed no tensor.
     """
+    began = time.perf_counter()
     before = state_digest(trainer)
-    passed = {name: gate_check(trainer, step, val, reported) for name, gate_check in GATES.items()}
-    passed["unmoved"] = state_digest(trainer) == before
-    failures = torch.tensor([float(not verdict) for verdict in passed.values()])
-    failures = failures.to(trainer.runtime.device)
-    wait(trainer.runtime.all_reduce(failures, "validation"))
-    return {name: count == 0 for name, count in zip(passed, failures.tolist(), strict=True)}
+    passes = GatePasses(trainer, step, val)
+    found = trainer.sum_over_validation(passes.find, passes.order).tolist()
+    again, exact, wrong, cuts, changed, cut_differs, whole_differs = found
+    moved = torch.tensor(float(state_digest(trainer) != before), device=trainer.runtime.device)
+    wait(trainer.runtime.all_reduce(moved, "validation"))
+    tokens = trainer.config.val_tokens
+    is_exact = wrong == 0 and abs(exact / tokens - reported) < 1e-4
+    passed = {
+        "causal": cut_differs == 0 and changed > 0,
+        "normalised": is_exact and abs(again / tokens - reported) < 1e-9,
+        "local": whole_differs == 0,
+        "unmoved": moved.item() == 0,
+    }
+    return Verdicts(passed, int(cuts), time.perf_counter() - began)
 
 
 # 11. Runtime =====================================================================================
@@ -2919,10 +2809,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 def launcher_number(name, default):
     """What a launcher says in an environment variable, which is a number. Raises ConfigError."""
     text = os.environ.get(name, str(default))
-    require(
-        text.isdecimal(),
-        f"{name}={text!r}: torchrun sets this environment variable to a number; unset it",
-    )
+    require(text.isdecimal(), f"{name}={text!r}: is a number where torchrun sets it; unset it")
     return int(text)
 
 
@@ -2957,15 +2844,12 @@ class Runtime:
             torch.set_num_threads(1)
 
     def connect(self):
-        """Join the process group; the loader's thread gets one of its own, for it keeps another
-        order. Raises ConfigError where no launcher says where to meet."""
+        """Join the process group; the loader's thread, which keeps another order, gets its own.
+        Raises ConfigError where no launcher says where to meet."""
         needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
         missing = ", ".join(name for name in needed if name not in os.environ)
-        require(
-            not missing,
-            f"WORLD_SIZE={self.world_size} without {missing}: start with torchrun, which sets all of "
-            "them, or unset WORLD_SIZE",
-        )
+        words = f"WORLD_SIZE={self.world_size} without {missing}"
+        require(not missing, f"{words}: start with torchrun, which sets all, or unset WORLD_SIZE")
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             # torchrun's store outlives a restart, and still has the addresses of the dead. Nodes
@@ -3098,19 +2982,14 @@ def wait(work):
 def choose_device(name, local_rank, local_world_size):
     """The torch.device of one of the processes on this machine. Raises ConfigError."""
     has_cuda = name != "cpu" and torch.cuda.is_available()
-    require(
-        has_cuda or name != "cuda",
-        f"device=cuda: torch {torch.__version__} sees no CUDA device; use --device cpu to train "
-        "without one",
-    )
+    words = f"torch {torch.__version__} sees no CUDA device"
+    require(has_cuda or name != "cuda", f"device=cuda: {words}; use --device cpu")
     if not has_cuda:
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    require(
-        max(local_world_size, local_rank + 1) <= count,
-        f"{local_world_size} processes on a node with {count} GPU(s): start at most one a GPU "
-        "(--nproc-per-node)",
-    )
+    words = f"{local_world_size} processes on a node with {count} GPU(s)"
+    is_enough = max(local_world_size, local_rank + 1) <= count
+    require(is_enough, f"{words}: start at most one a GPU (--nproc-per-node)")
     return torch.device("cuda", local_rank)
 
 
@@ -3159,9 +3038,7 @@ VALIDATION_FIELDS = {"data", "tokenizer", "val_tokens"}  # val_sha256 is of what
 def one_line(error):
     """What an error says, on one printable line; of a long text the beginning and the end."""
     text = ascii(str(error))[1:-1]
-    if len(text) > 1000:
-        return f"{text[:500]} ... {text[-500:]}"
-    return text
+    return text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
 
 
 def nearest(name, names):
@@ -3177,30 +3054,22 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see --help")
 
 
-def parse_bool(text):
-    values = {"true": True, "1": True, "false": False, "0": False}
-    if text.lower() not in values:
-        raise argparse.ArgumentTypeError(f"{text}: expected true or false")
-    return values[text.lower()]
-
-
-def parse_tuple(text):
-    """A tuple from a literal; a single value is a tuple of one."""
+def parse_literal(text):
+    """The value of a tuple or a truth value; a number alone is a tuple of one."""
     try:
-        value = ast.literal_eval(text)
+        value = ast.literal_eval(text.title() if text.lower() in ("true", "false") else text)
         str(value)  # raises for integers that are too long to be quoted
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        raise argparse.ArgumentTypeError(f"{text}: expected a tuple, such as (1, 2)") from None
-    return value if isinstance(value, tuple) else (value,)
+        raise argparse.ArgumentTypeError(f"{text}: no true or false, nor (1, 2)") from None
+    return value if isinstance(value, (tuple, bool)) else (value,)
 
 
 def command_line_parser():
     """A Parser with an option for each field of the tracks' Configs, and for each one of Stage,
     which then holds in all stages."""
-    intro = __doc__.split("\n\nChapters")[0]
     parser = Parser(
         usage="train_gpt.py [--key value ...]",
-        description=f"{intro}\n\nTracks (--track): {', '.join(TRACKS)}",
+        description=__doc__.split("\n\nChapters")[0] + f"\n\nTracks: {', '.join(TRACKS)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -3208,16 +3077,15 @@ def command_line_parser():
     )
     parser.add_argument("--help", "-h", action="store_true", help="print this and exit")
     parser.add_argument("--check", action="store_true", help="everything but the steps")
-    kinds = {bool: parse_bool, tuple: parse_tuple}
     fields = {}
     for values in (*TRACKS.values(), Stage()):  # another script's track may have fields of its own
         fields |= {field.name: field for field in dataclasses.fields(values)}
-    for name in fields.keys() - {"start"}:
-        field = fields[name]
+    del fields["start"]
+    for name, field in fields.items():
         default = "" if name == "stages" else f" [{field.default}]"
         parser.add_argument(
             f"--{name.replace('_', '-')}",
-            type=kinds.get(field.type, field.type),
+            type=parse_literal if field.type in (bool, tuple) else field.type,
             metavar="",
             help=f"{field.metadata['help']}{default}".replace("%", "%%"),
         )
@@ -3230,54 +3098,41 @@ def parse_command_line(argv):
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
         names = [name for action in parser._actions for name in action.option_strings]
-        key = unknown[0].partition("=")[0]
-        raise ConfigError(
-            f"{unknown[0]}: no such key; {nearest(key, names)} Arguments come as --key value; "
-            "--help lists them all"
-        )
+        hint = nearest(unknown[0].partition("=")[0], names)
+        raise ConfigError(f"{unknown[0]}: no such key; {hint} Arguments come as --key value")
     return vars(namespace)
 
 
 def with_values(config, values):
     """The Config with other values, those of a Stage's fields in all stages."""
     values = dict(values)
-    names = [field.name for field in dataclasses.fields(Stage) if field.name in values]
-    changes = {name: values.pop(name) for name in names}
+    of_stages = {field.name for field in dataclasses.fields(Stage)} & values.keys()
+    changes = {name: values.pop(name) for name in of_stages}
     unknown = values.keys() - {field.name for field in dataclasses.fields(config)}
     require(not unknown, f"track {config.track} has no {', '.join(sorted(unknown))}")
-    try:
-        rows = [
-            row if isinstance(row, Stage) else Stage(**row)
-            for row in values.pop("stages", config.stages)
-        ]
-    except TypeError as error:
-        raise ConfigError(f"stages: rows are dicts of a Stage's fields ({error})") from None
-    stages = tuple(dataclasses.replace(row, **changes) for row in rows)
-    return dataclasses.replace(config, stages=stages, **values)
+    config = dataclasses.replace(config, **values)
+    stages = tuple(dataclasses.replace(stage, **changes) for stage in config.stages)
+    return dataclasses.replace(config, stages=stages)
 
 
 def overrides_of(config):
     """{field: value} of what differs from the values of the config's track and is not neutral."""
     track = TRACKS[config.track]
-    neutral = NEUTRAL_FIELDS | ({"dtype"} if track.dtype == "auto" else set())
     own = dataclasses.asdict(track)
     found = {
-        name: value
-        for name, value in dataclasses.asdict(config).items()
-        if name not in neutral and value != own[name]
+        name: value for name, value in dataclasses.asdict(config).items() if value != own[name]
     }
+    neutral = NEUTRAL_FIELDS | ({"dtype"} if track.dtype == "auto" else set())
     if found.keys() & VALIDATION_FIELDS:
-        found.pop("val_sha256", None)  # it follows from them
-    return found
+        neutral |= {"val_sha256"}  # it follows from them
+    return {name: value for name, value in found.items() if name not in neutral}
 
 
 def config_from(given):
     """The Config of a track and the values given on the command line."""
     track = given.get("track", default_track()[0])
-    names = ", ".join(TRACKS)
-    require(
-        track in TRACKS, f"--track {track}: no such track; {nearest(track, TRACKS)} Tracks: {names}"
-    )
+    hint = f"{nearest(track, TRACKS)} Tracks: {', '.join(TRACKS)}"
+    require(track in TRACKS, f"--track {track}: no such track; {hint}")
     config = with_values(TRACKS[track], given)
     if overrides_of(config).keys() & VALIDATION_FIELDS and "val_sha256" not in given:
         config = dataclasses.replace(config, val_sha256="")  # the track's hash is of other tokens
@@ -3285,30 +3140,25 @@ def config_from(given):
 
 
 def resumed(given):
-    """(Config, the content of the checkpoint that `--resume` names) of the values given on the
-    command line; no content where a run is new."""
+    """(Config, the content of the checkpoint that --resume names, or None) of given values."""
     run = given.get("resume", "")
     is_auto = run == "auto"
     if is_auto:
         run = given.get("run_id", "")
-    if not run or is_auto and not any(Path("logs", run).glob("*.pt")):
+        run = run if any(Path("logs", run).glob("*.pt")) else ""
+    if not run:
         return config_from(given), None
     content = find_checkpoint(run)
-    saved = config_of_checkpoint(content)
+    saved = content["config"]
     is_complete = content["step"] == saved.steps and Path("logs", run, "result.json").exists()
-    require(
-        is_auto or not is_complete,
-        f"--resume {run}: this run is complete, all {saved.steps} steps",
-    )
+    require(is_auto or not is_complete, f"--resume {run}: it is complete, all {saved.steps} steps")
     may_change = NEUTRAL_FIELDS - {"seed", "run_id", "run_of"}
-    for name in given.keys() - may_change:
-        kept = [getattr(one, name) for one in (saved, *saved.stages) if hasattr(one, name)]
-        require(
-            with_values(saved, {name: given[name]}) == saved,
-            f"--{name.replace('_', '-')} {given[name]}: the run to resume has "
-            f"{', '.join(map(str, kept))}, and keeps it; leave the key out",
-        )
     changes = {name: value for name, value in given.items() if name in may_change}
+    for name in given.keys() - may_change:
+        is_same = with_values(saved, {name: given[name]}) == saved
+        require(
+            is_same, f"--{name.replace('_', '-')}: the run to resume keeps its own; leave it out"
+        )
     return dataclasses.replace(saved, **{**changes, "resume": saved.resume}), content
 
 
@@ -3316,24 +3166,18 @@ def resumed(given):
 
 
 def git_state():
-    """(commit sha, 1 if the work tree differs from it else 0); ("none", 0) without git."""
-
-    def git(*words):
-        command = ["git", *words]
-        folder = Path(__file__).parent
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
+    """(commit sha, 1 if tracked files differ from it else 0); ("none", 0) without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        return git("rev-parse", "HEAD"), int(bool(git("status", "--short")))
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "none", 0
+    commit, dirty, _ = done.stdout.decode().strip().partition("-dirty")
+    return commit, int(bool(dirty))
 
 
 class Log:
     """The run's log.txt and console lines; silent on every rank but 0."""
-
-    FORMATS = {"lr_mul": "{:.3f}", "train_time": "{:.0f}ms", "step_avg": "{:.2f}ms"}
 
     def __init__(self, is_main):
         self.is_main = is_main
@@ -3345,10 +3189,8 @@ class Log:
             return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "log.txt"
-        require(
-            source is None or not path.exists() or may_replace,
-            f"{folder} exists; change --run-id, or --resume {folder.name}",
-        )
+        is_free = source is None or may_replace or not path.exists()
+        require(is_free, f"{folder} exists; change --run-id, or --resume {folder.name}")
         file = open(path, "a", buffering=1, encoding="utf-8")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where another process writes it
         self.file = file
@@ -3375,26 +3217,13 @@ class Log:
         if self.file is not None:
             self.file.write(text + "\n")
 
-    def step(self, step, steps, seconds, **values):
-        """One logged step; losses have five decimals, times are in milliseconds."""
-        values["train_time"] = 1000 * seconds
-        values["step_avg"] = 1000 * seconds / max(1, step)
-        words = [
-            f"{key}:{self.FORMATS.get(key, '{:.5f}').format(value)}"
-            for key, value in values.items()
-        ]
-        self.line(f"step:{step}/{steps} {' '.join(words)}")
-
 
 class Clock:
-    """Seconds of training, and those that processors worked for this process.
+    """Seconds of training, and those of processors; only start and stop wait for the device."""
 
-    Only start and stop wait for the device.
-    """
-
-    def __init__(self, runtime, seconds=0.0):
+    def __init__(self, runtime):
         self.runtime = runtime
-        self.total = seconds
+        self.total = 0.0
         self.processor = 0.0
         self.since = None
 
@@ -3410,9 +3239,8 @@ class Clock:
         self.processor += time.process_time()
 
     def seconds(self):
-        if self.since is None:
-            return self.total
-        return self.total + time.perf_counter() - self.since
+        running = 0.0 if self.since is None else time.perf_counter() - self.since
+        return self.total + running
 
     @contextlib.contextmanager
     def stopped(self):
@@ -3427,8 +3255,8 @@ class Clock:
 
 @contextlib.contextmanager
 def atomic_file(path):
-    """A temporary file that becomes `path` when the block ends well: a kill or a full disk leaves
-    what was there."""
+    """A temporary file that becomes `path` when the block ends well: whatever happens, what was
+    there stays. Raises OSError, with the room that is left."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "w+b") as file:
@@ -3436,6 +3264,10 @@ def atomic_file(path):
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except (OSError, RuntimeError) as error:  # torch's zip writer reports a failed write so
+        free = shutil.disk_usage(path.parent).free / 2**20
+        reason = str(error).splitlines()[0]
+        raise OSError(f"{path}: not written, {free:.0f} MiB are free there ({reason})") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -3455,66 +3287,45 @@ def manifest_hash(config):
     return file_sha256(path) if path.is_file() else "none"
 
 
-def check_finite(content, name="checkpoint"):
-    """Raise FloatingPointError where a tensor of nested dicts is not finite."""
-    if isinstance(content, dict):
-        for key, part in content.items():
-            check_finite(part, f"{name}.{key}")
-    elif isinstance(content, Tensor) and content.numel():
-        low, high = content.aminmax()  # one pass over a table, and no copy
-        if not (math.isfinite(low) and math.isfinite(high)):
-            raise FloatingPointError(f"{name} is not finite")
-
-
 def save_checkpoint(path, content):
-    """Write `content` (tensors and plain types), and the file's sha256 beside it, atomically.
-
-    Raises OSError for a full disk, and FloatingPointError rather than keep what is not finite.
-    """
-    check_finite(content)
-    try:
-        with atomic_file(path) as file:
-            torch.save(content, file)
-            file.flush()
-            with atomic_file(path.with_suffix(".sha256")) as beside:
-                beside.write(f"{file_sha256(file.name)}  {path.name}\n".encode())
-    except (OSError, RuntimeError) as error:  # torch's zip writer reports a failed write so
-        free = shutil.disk_usage(path.parent).free / 2**20
-        reason = str(error).splitlines()[0]
-        raise OSError(f"{path}: not written, {free:.0f} MiB are free there ({reason})") from error
+    """Write `content` (nested dicts of tensors and plain types), and the file's sha256 beside it,
+    atomically. Raises FloatingPointError rather than keep what is not finite."""
+    for values in tree_leaves(content):
+        if isinstance(values, Tensor) and values.numel():
+            low, high = values.aminmax()  # one pass over a table, and no copy
+            if not (math.isfinite(low) and math.isfinite(high)):
+                raise FloatingPointError(f"a tensor {tuple(values.shape)} to save is not finite")
+    with atomic_file(path) as file:
+        torch.save(content, file)
+        file.flush()
+        with atomic_file(path.with_suffix(".sha256")) as beside:
+            beside.write(f"{file_sha256(file.name)}  {path.name}\n".encode())
 
 
 def load_checkpoint(path):
-    """Read a checkpoint, whose sha256 must be there. Raises ConfigError."""
+    """Read a checkpoint, whose sha256 must be there, and its Config. Raises ConfigError."""
     path = Path(path)
     require(path.is_file(), f"{path}: no such checkpoint; a run leaves logs/RUN/checkpoint.pt")
     beside = path.with_suffix(".sha256")
+    require(beside.is_file(), f"{beside}: is missing; copy it together with {path.name}")
     try:
-        is_whole = beside.is_file() and file_sha256(path).encode() in beside.read_bytes()
+        is_whole = file_sha256(path).encode() in beside.read_bytes()
         require(is_whole, f"its sha256 is not the one in {beside.name}: damaged")
         content = torch.load(path, map_location="cpu", weights_only=True)
-        config = config_of_checkpoint(content)
-        require(
-            content["rows"] == row_fingerprint(config),
-            "its table was made with another hash of rows; use the script that it began with",
-        )
+        track = content["config"]["track"]
+        require(track in TRACKS, f"of track {track}; use the script that it began with")
+        content["config"] = type(TRACKS[track])(**content["config"])
+        is_same_hash = content["rows"] == row_fingerprint(content["config"])
+        require(is_same_hash, "its table has another hash of rows; use the script it began with")
         place = content["loader"]
+        counts = [content["step"], *place.values()]
         is_place = place.keys() == TrainLoader.START.keys()
-        is_place = is_place and all(type(count) is int and count >= 0 for count in place.values())
-        require(is_place and 0 < content["step"] <= config.steps, "it names no place of a run")
+        is_place = is_place and all(type(count) is int and count >= 0 for count in counts)
+        require(is_place, "it names no place of a run")
     except Exception as error:  # torch raises several types for a damaged file
-        raise ConfigError(
-            f"{path}: cannot be read ({type(error).__name__}: {one_line(error)}); use another "
-            "checkpoint"
-        ) from None
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise ConfigError(f"{path}: cannot be read ({reason}); use another checkpoint") from None
     return content
-
-
-def config_of_checkpoint(content):
-    """The Config that it was made with."""
-    track = content["config"]["track"]
-    require(track in TRACKS, f"of track {track}; use the script that it began with")
-    return type(TRACKS[track])(**content["config"])
 
 
 def find_checkpoint(run, key="resume"):
@@ -3529,26 +3340,22 @@ def find_checkpoint(run, key="resume"):
             except ConfigError as error:
                 print(f"note: {one_line(error)}", file=sys.stderr)
                 damaged.append(str(error))
-    others = [path.parent.name for path in Path("logs").glob("*/*.pt")]
-    missing = f"--{key} {run}: no checkpoint under {folder}; {nearest(run, others)}"
-    raise ConfigError("; ".join(damaged) or missing)
+    hint = nearest(run, [path.parent.name for path in Path("logs").glob("*/*.pt")])
+    raise ConfigError("; ".join(damaged) or f"--{key} {run}: no checkpoint in {folder}; {hint}")
 
 
 def restore(trainer, content):
-    """Take over weights, optimizer state and the state of the random numbers from a checkpoint.
-
-    Raises ConfigError where they are not this model's.
-    """
+    """Take over weights, optimizer state and random numbers. Raises ConfigError if not this
+    model's."""
     try:
         trainer.model.load_state_dict(content["model"])
         for group in trainer.optimizer.groups:
             group.load(content["groups"][group.name])
         torch.set_rng_state(content["rng"])
     except Exception as error:  # each kind of thing in the place of a tensor raises another type
-        raise ConfigError(
-            f"the checkpoint is not of this model ({one_line(error)}); use the script and the "
-            "configuration that it began with"
-        ) from None
+        remedy = "use the script and the configuration that it began with"
+        reason = one_line(error)
+        raise ConfigError(f"the checkpoint is not of this model ({reason}); {remedy}") from None
 
 
 # ----- the run
@@ -3580,42 +3387,73 @@ def stop_if_interrupted():
 
 
 class Run:
-    """A run between its opening and its result. Raises ConfigError where it lacks something."""
+    """A run between its opening and its result."""
 
     def __init__(self, config, runtime, log):
+        """Look at all that it needs, and build it. Raises ConfigError."""
         seed = config.seed if config.seed >= 0 else int.from_bytes(os.urandom(4), "little")
         moment = time.strftime("%Y-%m-%d_%H-%M-%S")
         run_id = config.run_id or f"{moment}_{os.urandom(2).hex()}"
         dtype = resolve_dtype(config.dtype, runtime.device)
         # What is drawn or measured is the same on all ranks.
         seed, run_id, dtype = runtime.agree("run", [seed, run_id, dtype])
-        config = dataclasses.replace(config, seed=seed, run_id=run_id, dtype=dtype)
-        self.config = config
+        self.config = dataclasses.replace(config, seed=seed, run_id=run_id, dtype=dtype)
         self.runtime = runtime
         self.log = log
         self.clock = Clock(runtime)
-        self.folder = Path("logs", config.run_id)
-        self.facts = {}  # of machine, script and versions, for the log
-        self.corpus = open_corpus(config)
+        self.folder = Path("logs", run_id)
+        self.corpus = open_corpus(self.config)
         self.val_sets = {"val_loss": self.corpus.val}  # validation tokens by the name of their loss
-        torch.manual_seed(config.seed)
-        self.trainer = Trainer(config, runtime)
+        torch.manual_seed(seed)
+        self.trainer = Trainer(self.config, runtime)
         self.step = 0  # how many are done
         self.loader_state = None  # behind these
         self.loss_sum = 0.0  # of the steps since the last logged one, on this rank
         self.loss_tokens = 0  # of these steps, on all ranks
+        commit, is_dirty = git_state()
+        triton = sys.modules.get("triton")
+        self.facts = {  # of script, machine and versions
+            "commit": commit,
+            "dirty": is_dirty,
+            "code_sha256": file_sha256(__file__),
+            "seed": seed,
+            "world_size": runtime.world_size,
+            "device": device_name(runtime.device),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda or "none",
+            "triton": triton.__version__ if triton else "none",
+            "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
+        }
+
+    def resume(self, content):
+        """Go on from a checkpoint's content. Raises ConfigError where something differs."""
+        is_same = content["data"] == manifest_hash(self.config)
+        words = f"{self.config.data}/manifest.json is not the one that the run began with"
+        require(is_same, f"--resume: {words}; bring its corpus back")
+        restore(self.trainer, content)
+        self.step = content["step"]
+        self.loader_state = content["loader"]
+        self.clock.total = content["train_seconds"]
+        loss_sum, self.loss_tokens = content["loss"]
+        self.loss_sum = loss_sum if self.runtime.is_main else 0.0
 
     def is_due(self, every):
         """Whether the steps that are done are a multiple of `every`; 0: never; and not at the end,
         where all is done anyway."""
         return every > 0 and self.step % every == 0 and self.step < self.config.steps
 
-    def log_step(self, **values):
-        """Log losses, and other values, of the model as it stands; they must be finite."""
-        self.log.step(self.step, self.config.steps, self.clock.seconds(), **values)
-        for name, value in values.items():
-            if not math.isfinite(value):
-                raise FloatingPointError(f"{name} is {value} at step {self.step}")
+    def log_losses(self, losses, words=""):
+        """Log losses of the model as it stands, which must be finite, with five decimals."""
+        told = " ".join(f"{name}:{loss:.5f}" for name, loss in losses.items())
+        took = 1000 * self.clock.seconds()
+        average = took / max(1, self.step)
+        self.log.line(
+            f"step:{self.step}/{self.config.steps} {told}{words} train_time:{took:.0f}ms "
+            f"step_avg:{average:.2f}ms"
+        )
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"{name} is {loss} at step {self.step}")
 
     def summed_loss(self):
         """The training losses since the last logged one, summed over tokens and ranks."""
@@ -3623,10 +3461,11 @@ class Run:
         wait(self.runtime.all_reduce(total, "training loss"))
         return total.item()
 
-    def log_loss(self):
+    def log_training(self):
         """Log the mean loss of the training steps since the last logged one."""
         loss = self.summed_loss() / self.loss_tokens
-        self.log_step(train_loss=loss, lr_mul=lr_multiplier(self.config, self.step - 1))
+        lr_mul = lr_multiplier(self.config, self.step - 1)
+        self.log_losses({"train_loss": loss}, f" lr_mul:{lr_mul:.3f}")
         self.loss_sum = 0.0
         self.loss_tokens = 0
 
@@ -3639,7 +3478,7 @@ class Run:
         }
         if state_digest(self.trainer) != before:
             raise RuntimeError("validation has changed the state of the run")
-        self.log_step(**losses)
+        self.log_losses(losses)
         return losses
 
     def save(self, name=None):
@@ -3665,111 +3504,75 @@ class Run:
             old.unlink()
             old.with_suffix(".sha256").unlink(missing_ok=True)
 
-    def resume(self, content):
-        """Go on from a checkpoint's content. Raises ConfigError where something differs."""
-        data = manifest_hash(self.config)
-        require(
-            content["data"] == data,
-            f"--resume: {self.config.data}/manifest.json is not the one that the run began with "
-            f"(its sha256 is {data[:12]} now); bring its corpus back",
-        )
-        restore(self.trainer, content)
-        self.step = content["step"]
-        self.loader_state = content["loader"]
-        self.clock.total = content["train_seconds"]
-        loss_sum, self.loss_tokens = content["loss"]
-        self.loss_sum = loss_sum if self.runtime.is_main else 0.0
-
     def end_if_asked(self):
         """Raise KeyboardInterrupt where a signal has come or the launcher is gone, once the state
         is saved. Ranks agree on the step before which they end."""
         config = self.config
         runtime = self.runtime
         is_orphan = runtime.world_size > 1 and os.getppid() != runtime.launcher
-        if not config.save_every:
-            if is_orphan:
-                raise KeyboardInterrupt
-            return stop_if_interrupted()
-        last = runtime.last_step(self.step, INTERRUPTED.is_set() or is_orphan)
-        # Between Adam's steps gradients wait, and they are not saved.
-        if last is None or self.step < last or self.step % config.adam_every:
-            return
-        if self.step:
-            self.save()
-        raise KeyboardInterrupt
+        is_asked = INTERRUPTED.is_set() or is_orphan
+        if config.save_every:
+            last = runtime.last_step(self.step, is_asked)
+            # Between Adam's steps gradients wait, and they are not saved.
+            is_asked = last is not None and self.step >= last and not self.step % config.adam_every
+            if is_asked and self.step:
+                self.save()
+        if is_asked:
+            raise KeyboardInterrupt
 
 
-def checkpoint_bytes(trainer):
-    """How much room a checkpoint takes: weights once, and of the rest, but for gradients, the part
-    of every rank."""
-    total = 0
-    for group in trainer.optimizer.groups:
+def open_run(config, checkpoint, runtime, log, is_check):
+    """Build a run or take it up again, and begin its log, unless it is only checked. Raises
+    ConfigError."""
+    run = Run(config, runtime, log)
+    config = run.config
+    step = 0 if checkpoint is None else checkpoint["step"]
+    other = runtime.agree("step", step)
+    words = f"of step {step} here, but {other} on another node"
+    require(step == other, f"--resume: {words}; all must share logs/")
+    if checkpoint is not None:
+        run.resume(checkpoint)
+    check_room(run)
+    if is_check:
+        write_header(run)
+    elif checkpoint is None:
+        is_unfinished = not (run.folder / "result.json").exists()
+        source = Path(__file__).read_text("utf-8")
+        log.open(run.folder, source, may_replace=config.resume == "auto" and is_unfinished)
+        write_header(run)
+        log.line("===== START =====")
+    else:
+        log.open(run.folder)
+        world_size = runtime.world_size
+        log.line(f"resumed:{config.run_id} step:{step}/{config.steps} world_size:{world_size}")
+    if config.val_sha256 and validation_hash(run.corpus.val) != config.val_sha256:
+        log.line(f"note: {config.data} has other validation tokens: losses do not compare")
+    return run
+
+
+def check_room(run):
+    """Say what room a run takes, and that it compiles. Raises ConfigError for too small a disk."""
+    groups = run.trainer.optimizer.groups
+    state = sum(tensor.nbytes for group in groups for tensor in group.tensors().values())
+    needed = 0  # for a checkpoint: weights once, and of the rest the part of every rank
+    for group in groups:
         for name, tensor in group.tensors().items():
             is_whole = name == "index" or name.endswith(".param")
             if not name.endswith(".grad"):
-                total += tensor.nbytes * (1 if is_whole else trainer.runtime.world_size)
-    return total
-
-
-def describe(run):
-    """What a person wants to know before a run starts, as lines. Raises ConfigError where the disk
-    has no room for its checkpoint."""
-    config = run.config
-    corpus = run.corpus
-    trainer = run.trainer
-    groups = trainer.optimizer.groups
-    state = sum(tensor.nbytes for group in groups for tensor in group.tensors().values())
-    needed = checkpoint_bytes(trainer)
+                needed += tensor.nbytes * (1 if is_whole else run.runtime.world_size)
     free = shutil.disk_usage(".").free
-    room = f"disk for a checkpoint: {needed / 2**30:.2f} GiB needed, {free / 2**30:.1f} GiB free"
-    require(needed < free, f"{room} in {Path.cwd()}; make room")
-    held = sum(map(len, corpus.shards))
-    lines = [
-        f"device: {device_name(run.runtime.device)}, world size {run.runtime.world_size}, "
-        f"{config.dtype}",
-        f"back ends: attention={trainer.attention_name} compile={trainer.compile_name}",
-        f"corpus: {config.data}: {held:,} training tokens in {len(corpus.shards)} shard(s), the "
-        f"schedule takes {training_tokens(config):,}; {config.val_tokens:,} validation tokens are "
-        "scored",
-        "parameters: " + ", ".join(f"{group.name} {group.size():,}" for group in groups),
-        f"memory of weights, gradients and optimizer state: {state / 2**30:.2f} GiB a rank",
-        room,
-    ]
-    if trainer.compile_name == "inductor":
-        lines.append(
-            "compiling comes first, in silence: minutes in a first run, seconds in later ones"
-        )
-    return lines
+    words = f"{needed / 2**30:.2f} GiB for a checkpoint, {free / 2**30:.1f} GiB are free"
+    require(needed < free, f"the disk of {Path.cwd()} is too small: {words}; make room")
+    run.log.line(f"memory of weights and state: {state / 2**30:.2f} GiB a rank; disk: {words}")
+    if run.trainer.compile_name == "inductor":
+        run.log.line("compiling comes first, in silence: minutes in a first run, seconds later")
 
 
-def begin_log(run):
-    """Open the log, and write what makes the run reproducible: the script, the machine, the
-    configuration, the data and the back ends; or where a resumed run goes on."""
+def write_header(run):
+    """Log what makes the run reproducible: machine, configuration, data, back ends."""
     config = run.config
     trainer = run.trainer
     log = run.log
-    commit, is_dirty = git_state()
-    triton = sys.modules.get("triton")
-    run.facts = {
-        "commit": commit,
-        "dirty": is_dirty,
-        "code_sha256": file_sha256(__file__),
-        "seed": config.seed,
-        "world_size": run.runtime.world_size,
-        "device": device_name(run.runtime.device),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda or "none",
-        "triton": triton.__version__ if triton else "none",
-        "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
-    }
-    if run.step:
-        log.open(run.folder)
-        world_size = run.runtime.world_size
-        log.line(f"resumed:{config.run_id} step:{run.step}/{config.steps} world_size:{world_size}")
-        return
-    is_unfinished = not (run.folder / "result.json").exists()
-    source = Path(__file__).read_text("utf-8")
-    log.open(run.folder, source, may_replace=config.resume == "auto" and is_unfinished)
     words = " ".join(f"{key}:{value}" for key, value in run.facts.items())
     log.line(f"run:{config.run_id} track:{config.track} {words}")
     log.line("config:" + json.dumps(dataclasses.asdict(config)), on_console=False)
@@ -3787,148 +3590,72 @@ def begin_log(run):
     )
     groups = trainer.optimizer.groups
     log.line("size: " + " ".join(f"{group.name}={group.size():,}" for group in groups))
-    log.line("===== START =====")
-    if config.val_sha256 and validation_hash(run.corpus.val) != config.val_sha256:
-        log.line(
-            f"note: {config.data} has other validation tokens than track {config.track}: losses do "
-            "not compare"
-        )
-
-
-def open_run(config, checkpoint, runtime, log, is_check):
-    """Build a run or take it up again, and begin its log, unless it is only checked. Raises
-    ConfigError."""
-    run = Run(config, runtime, log)
-    step = 0 if checkpoint is None else checkpoint["step"]
-    other = runtime.agree("step", step)
-    require(
-        step == other,
-        f"--resume: of step {step} here, but {other} on another node; all must share logs/",
-    )
-    if checkpoint is not None:
-        run.resume(checkpoint)
-    log.line("\n".join(describe(run)))
-    if not is_check:
-        begin_log(run)
-    return run
-
-
-def warm_up(trainer):
-    """Compile and run every phase of the schedule on synthetic tokens, then put the state back;
-    digests prove that it is bitwise what it was."""
-    config = trainer.config
-    table = trainer.table
-    before = state_digest(trainer)
-    rng_state = torch.get_rng_state()
-    row_fingerprint(config)  # compiles the loops of numba
-    length = max(config.micro_batch_tokens, config.val_batch_tokens)
-    tokens = np.random.default_rng(0).integers(0, config.eot_token, length + 1).astype(np.uint16)
-    tokens[0] = config.eot_token
-    text = Text(tokens, config.eot_token)
-    passages = [contiguous_passage(text, 0, config.micro_batch_tokens)]
-    batch = Batch(
-        stack=stack_passages(passages, config.micro_batch_tokens, trainer.runtime.device),
-        rows=table.plan_step(passages),
-        tokens=config.micro_batch_tokens,
-        state={},
-    )
-    table.start_pull(batch.rows)
-    put_back = [group.snapshot() for group in trainer.optimizer.groups]
-    first_step = {}
-    for step in range(config.steps):
-        compiled_for = training_phase(config, step), long_windows_until(config, step)
-        first_step.setdefault(compiled_for, step)
-    # At Adam's first step and the run's last, all groups step, on sums of as many steps as ever.
-    first_update = min(config.adam_every, config.steps) - 1
-    # Where code is compiled, the second call is the first without compilation.
-    calls = 2 if trainer.compile_name == "inductor" else 1
-    for step in sorted({*first_step.values(), first_update, config.steps - 1}):
-        for _ in range(calls):
-            stop_if_interrupted()
-            trainer.step(step, batch)
-            trainer.score(step, text, 0)
-    trainer.score(config.steps, text, 0)
-    for put_group_back in put_back:
-        put_group_back()
-    torch.set_rng_state(rng_state)
-    if state_digest(trainer) != before:
-        raise RuntimeError("the state after warm-up is not bitwise the state before it")
-    trainer.runtime.ledger.clear()
-
-
-def sent_per_step(runtime, steps):
-    """{collective/name: [bytes, messages]} that this rank has sent in a training step."""
-    return {
-        f"{collective}/{name}": [round(count / max(1, steps), 1) for count in entry]
-        for (collective, name), entry in sorted(runtime.ledger.items())
-        if name not in ("validation", "checkpoint")
-    }
 
 
 def mfu_percent(trainer, tokens_per_s):
     """The share of a large matrix product's rate that training has come to: 6 operations a token
     and weight of matrices and head; attention's scores are not counted."""
     runtime = trainer.runtime
-    weights = trainer.optimizer.matrices.size()
-    operations = 6 * (weights + trainer.model.head.numel()) * tokens_per_s
+    weights = trainer.optimizer.matrices.size() + trainer.model.head.numel()
     size = 8192 if runtime.device.type == "cuda" else 1024
     rate = matmul_rate(runtime.device, trainer.config.torch_dtype, size)
-    return 100 * operations / (runtime.world_size * rate)
+    return 100 * 6 * weights * tokens_per_s / (runtime.world_size * rate)
 
 
 def write_result(run, losses, gates, steps):
     """Log what came of a run that has just made so many steps, and write result.json. Raises
     RuntimeError where a gate has failed."""
     config = run.config
-    trainer = run.trainer
-    log = run.log
-    memory = run.runtime.peak_memory_mib()
-    sent = sent_per_step(run.runtime, steps)
-    words = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent.items()]
-    log.line(f"comms: sent_bytes per step (messages) {' '.join(words) or 'none=0(0)'}")
-    verdicts = " ".join(f"{name}:{'ok' if passed else 'FAILED'}" for name, passed in gates.items())
-    val_sha256 = validation_hash(run.corpus.val)
-    log.line(f"validity: {verdicts} val_tokens:{config.val_tokens} val_sha256:{val_sha256}")
+    runtime = run.runtime
     seconds = run.clock.seconds()
     tokens = training_tokens(config)
-    figures = {
-        "train_time_ms": 1000 * seconds,
-        "cpu_time_ms": 1000 * run.clock.processor,
-        "tokens": tokens,
-        "tokens_per_s": tokens / seconds,
-        "mfu_percent": mfu_percent(trainer, tokens / seconds),
-    }
-    others = [f" {name}:{loss:.5f}" for name, loss in losses.items() if name != "val_loss"]
-    log.line(
-        f"final val_loss:{losses['val_loss']:.5f} train_time:{figures['train_time_ms']:.0f}ms "
-        f"tokens:{tokens} peak_memory:{max(memory)}MiB "
-        f"tokens_per_s:{figures['tokens_per_s']:.0f} mfu:{figures['mfu_percent']:.1f}% "
-        f"cpu_time:{figures['cpu_time_ms']:.0f}ms{''.join(others)}"
-    )
     result = {
         "run": config.run_id,
         "track": config.track,
         **losses,
-        **figures,
+        "train_time_ms": 1000 * seconds,
+        "cpu_time_ms": 1000 * run.clock.processor,
+        "tokens": tokens,
+        "tokens_per_s": tokens / seconds,
+        "mfu_percent": mfu_percent(run.trainer, tokens / seconds),
         **run.facts,
         "steps": config.steps,
         "target_loss": config.target_loss,
-        "peak_memory_mib_by_rank": memory,
-        "validity": gates,
-        "val_sha256": val_sha256,
+        "peak_memory_mib_by_rank": runtime.peak_memory_mib(),
+        "validity": gates.passed,
+        "val_sha256": validation_hash(run.corpus.val),
         "overrides": overrides_of(config),
-        "sent_per_step": sent,
-        "basis_rejects": trainer.optimizer.matrices.rejects(),
+        "sent_per_step": {  # by this rank: [bytes, messages] in a training step
+            f"{collective}/{name}": [round(count / max(1, steps), 1) for count in entry]
+            for (collective, name), entry in sorted(runtime.ledger.items())
+            if name not in ("validation", "checkpoint")
+        },
+        "basis_rejects": run.trainer.optimizer.matrices.rejects(),
         "config": dataclasses.asdict(config),
     }
-    if log.is_main:
+    sent = result["sent_per_step"].items()
+    words = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent]
+    words_of = {True: "ok", False: "FAILED"}
+    verdicts = " ".join(f"{name}:{words_of[passed]}" for name, passed in gates.passed.items())
+    missed = 0.99**gates.cuts  # the chance to miss a leak at 1 % of all positions
+    others = [f" {name}:{loss:.5f}" for name, loss in losses.items() if name != "val_loss"]
+    run.log.line(f"comms: sent_bytes per step (messages) {' '.join(words) or 'none=0(0)'}")
+    run.log.line(f"gates: cuts:{gates.cuts} missed_1pct:{missed:.5f} time:{gates.seconds:.1f}s")
+    run.log.line(
+        f"validity: {verdicts} val_tokens:{config.val_tokens} val_sha256:{result['val_sha256']}"
+    )
+    run.log.line(
+        f"final val_loss:{losses['val_loss']:.5f} train_time:{result['train_time_ms']:.0f}ms "
+        f"tokens:{tokens} peak_memory:{max(result['peak_memory_mib_by_rank'])}MiB "
+        f"tokens_per_s:{result['tokens_per_s']:.0f} mfu:{result['mfu_percent']:.1f}% "
+        f"cpu_time:{result['cpu_time_ms']:.0f}ms{''.join(others)}"
+    )
+    if run.log.is_main:
         with atomic_file(run.folder / "result.json") as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
-    if not all(gates.values()):
-        raise RuntimeError(
-            f"validity gate failed: {verdicts}; the model sees what it must not, or its losses are "
-            "not those of a distribution"
-        )
+    if not all(gates.passed.values()):
+        reason = "the model sees what it must not, or its losses are no distribution's"
+        raise RuntimeError(f"validity gate failed: {verdicts}; {reason}")
 
 
 def plot(folder):
@@ -3992,7 +3719,7 @@ def train(run):
             run.step = step + 1
             run.loader_state = batch.state
             if is_last or run.is_due(config.log_every):
-                run.log_loss()
+                run.log_training()
             if run.is_due(config.val_every):
                 with clock.stopped():
                     run.validate()

@@ -107,14 +107,12 @@ RICH = {
 }
 
 
-GATE_PLACES = train_gpt.GATE_PLACES
 MATMUL_RATE = train_gpt.matmul_rate
 
 
 def spare_runs():
-    """Runs of this process, and of ranks that are forked from it, look at few places in their gates
-    and measure no products; those that test either put it back. `auto` is float32 then."""
-    train_gpt.GATE_PLACES = 2
+    """Runs of this process, and of ranks that are forked from it, measure no products; those that
+    test it put it back. `auto` is float32 then."""
     train_gpt.matmul_rate = lambda device, dtype, size: 1e11
 
 
