@@ -4,6 +4,8 @@ Contents: command lines -> corpora -> runs and ranks -> records -> machine and c
 """
 
 import argparse
+import importlib.metadata
+import importlib.util
 import itertools
 import json
 import os
@@ -28,13 +30,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 # ----- command lines
 
-HELP = {
-    "results": "folder of the results",
-    "tiny": "tiny shapes: tries out the script, and measures nothing",
-    "jobs": "runs side by side, one thread each",
-    "seeds": "repetitions of all arms",
-}
-
 
 class Parser(argparse.ArgumentParser):
     """The command line of a benchmark, which no launcher may start."""
@@ -57,7 +52,7 @@ def parser(doc, **defaults):
     made = Parser(description=doc.splitlines()[0])
     defaults["results"] = RESULTS
     for name, default in defaults.items():
-        options = {"help": f"{HELP.get(name, '')} [{default}]"}
+        options = {"help": f"[{default}]"}
         if default is False:
             options["action"] = "store_true"
         else:
@@ -114,7 +109,7 @@ def write_corpus(folder, documents, eot_token, val_tokens):
         pieces = itertools.chain.from_iterable(([eot_token], document) for document in part)
         tokens = np.concatenate(list(pieces)).astype("<u2")
         header = np.zeros(train_gpt.HEADER_INTS, dtype="<i4")
-        header[:3] = [train_gpt.SHARD_MAGIC, train_gpt.SHARD_VERSION, len(tokens)]
+        header[:3] = [*train_gpt.SHARD_KIND, len(tokens)]
         path = partial / f"made_{split}_000000.bin"
         path.write_bytes(header.tobytes() + tokens.tobytes())
     partial.rename(folder)
@@ -253,23 +248,15 @@ def runs_of_record(folder):
 # ----- machine and code
 
 
-def triton_version():
-    """The version of triton, or "none" where it is not installed."""
-    try:
-        import triton
-    except ImportError:
-        return "none"
-    return triton.__version__
-
-
 def environment(device):
     """What a figure depends on beside the configuration: machine, versions, commit, time."""
     commit, dirty = train_gpt.git_state()
+    has_triton = importlib.util.find_spec("triton")
     return {
         "device": train_gpt.device_name(torch.device(device)),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none",
-        "triton": triton_version(),
+        "triton": importlib.metadata.version("triton") if has_triton else "none",
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "commit": commit,

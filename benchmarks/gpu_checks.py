@@ -53,8 +53,6 @@ TINY = {  # fields of a Stage hold in all stages
     "val_tokens": 2048,
     "val_batch_tokens": 512,
     "val_windows": (64, 128),
-    "softmax_rows": 0,
-    "tokenizer": "bytes",
     "compile": False,
 }
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}  # relative errors of attention
@@ -112,7 +110,7 @@ def config_of(arguments, base=FIRST_STAGE, **changes):
         values |= TINY
     config = train_gpt.with_values(base, {**values, **changes})
     if arguments.tiny or not any((ROOT / config.data).glob("*_train_*.bin")):
-        folder = ROOT / ".cache" / f"words_{config.tokenizer}_{config.val_tokens}"
+        folder = ROOT / ".cache" / f"words_{config.val_tokens}"
         if not folder.exists():
             limit = 400_000 if arguments.tiny else 10**9
             documents = word_documents(limit, config.eot_token)
@@ -141,16 +139,6 @@ class Steps(common.Training):
 
 
 # ----- the five calls
-
-
-def segment_layouts(length):
-    """{name: sorted starts of the segments of `length` tokens}."""
-    cuts = np.random.default_rng(0).integers(1, length, size=length // 32)
-    return {
-        "one": np.array([0]),
-        "short": np.unique(np.append(0, cuts)),
-        "on edges": np.arange(0, length, 128),
-    }
 
 
 def attention_error(back_end, device, dtype, size, starts, length):
@@ -191,8 +179,11 @@ def check_attention(arguments, report):
     report.note("attention", name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     length = 512 if arguments.tiny else 4096
+    cuts = np.random.default_rng(0).integers(1, length, size=length // 32)
+    layouts = {"one": np.array([0]), "short": np.unique(np.append(0, cuts))}
+    layouts["on edges"] = np.arange(0, length, 128)
     for size in (128, 256 if arguments.tiny else 2560):
-        for layout, starts in segment_layouts(length).items():
+        for layout, starts in layouts.items():
             error = attention_error(back_end, device, dtype, size, starts, length)
             item = f"window {size}, segments {layout}: relative error"
             report.note(item, error, ok=error < TOLERANCE[dtype])

@@ -107,9 +107,10 @@ def report(cases, device):
     rows = []
     speedups = []
     errors = []
+    of_trainer = "cholesky" if device.type == "cuda" else "householder"
     for case in cases:
         time_of = {name: statistics.median(case[name]["seconds"]) for name in METHODS}
-        speedups.append(time_of["loop"] / time_of[train_gpt.refresh_method(10**6, device)])
+        speedups.append(time_of["loop"] / time_of[of_trainer])
         own_errors = [case[name]["error"] for name in ("cholesky", "householder")]
         errors += own_errors
         times = [f"{1000 * seconds:.1f}" for seconds in time_of.values()]
@@ -160,7 +161,7 @@ class Adaptive:
         name = "row" if side.axis == -2 else "column"
         keys = f"{name}_factor", f"{name}_basis", "moment", "rejects"
         bank = {key: state[key][turn] for key in keys}
-        method = train_gpt.refresh_method(step, self.group.runtime.device)
+        method = "eigh" if step < train_gpt.EIGH_STEPS else "householder"  # as on any CPU
         train_gpt.refresh_eigenbases([bank], method)
         for key, value in bank.items():
             state[key][turn] = value
@@ -191,18 +192,15 @@ def adaptive_table(runs):
     rows = []
     for rule, arm in dict.fromkeys((run["rule"], run["arm"]) for run in runs):
         own = [run for run in runs if (run["rule"], run["arm"]) == (rule, arm)]
-        steps = own[0]["steps"]
-        times = [
-            f"{statistics.mean(1000 * run[key] / steps for run in own):.2f}"
+        loss = common.spread([run["loss"] for run in own], 4)
+        cells = [
+            1000 * statistics.mean(run[key] / run["steps"] for run in own)
             for key in ("seconds", "refreshing")
         ]
-        below = [
-            f"{100 * statistics.mean(run['below'][str(limit)] for run in own):.1f}"
-            for limit in THRESHOLDS
-        ]
-        loss = common.spread([run["loss"] for run in own], 4)
-        skipped = f"{statistics.mean(run['skipped'] for run in own):.0f}"
-        rows.append([rule, arm, len(own), loss, *times, skipped, *below])
+        cells.append(statistics.mean(run["skipped"] for run in own))
+        for limit in THRESHOLDS:
+            cells.append(100 * statistics.mean(run["below"][str(limit)] for run in own))
+        rows.append([rule, arm, len(own), loss, *[f"{cell:.1f}" for cell in cells]])
     return common.markdown_table(header, rows)
 
 

@@ -22,7 +22,6 @@ BLOCK = re.compile(r"(<!-- results/(\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 HEADER = ("what", "machine", "validation loss", "training time", "n")
 NOT_MEASURED = ["**not measured yet**"] * 2
 WHAT = {"mini": "a small GPT with fineweb's recipe, on bytes of Python sources; target 1.279"}
-TRACK_OF_WORLD_SIZES = "mini"
 
 
 def machine(device):
@@ -64,7 +63,7 @@ def row_of_world_sizes(results):
     alone = runs[1]
     gap = max(abs(a - b) for own in runs.values() for a, b in zip(own, alone, strict=True))
     sizes = ", ".join(map(str, sorted(runs)))
-    what = f"first {len(alone)} steps of `{TRACK_OF_WORLD_SIZES}` on {sizes} processes"
+    what = f"first {len(alone)} steps of `mini` on {sizes} processes"
     loss = f"{alone[-1]:.5f} in training, the log's five decimals differ by at most {gap:.5f}"
     return [what, machine(found["environment"]["device"]), loss, "not compared", len(runs)]
 
