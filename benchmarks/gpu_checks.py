@@ -22,7 +22,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import types
@@ -55,6 +54,7 @@ TINY = {  # fields of a Stage hold in all stages
     "val_windows": (64, 128),
     "compile": False,
 }
+SCALE = 0.1  # of attention's scores
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}  # relative errors of attention
 
 
@@ -63,16 +63,14 @@ class Report:
 
     def __init__(self, path, facts):
         self.path = path
-        self.facts = facts
-        self.rows = []
+        self.content = {"environment": facts, "rows": []}
 
     def note(self, item, value, ok=None):
         """ok: True, False, or None for what is only measured."""
-        self.rows.append({"item": item, "value": value, "ok": ok})
+        self.content["rows"].append({"item": item, "value": value, "ok": ok})
         verdict = {True: "ok", False: "FAIL", None: "-"}[ok]
         print(f"{item} [{verdict}]: {value}", flush=True)
-        content = json.dumps({"environment": self.facts, "rows": self.rows}, indent=1)
-        common.write_whole(self.path, content + "\n")
+        common.write_whole(self.path, json.dumps(self.content, indent=1) + "\n")
 
 
 # ----- configuration and tokens
@@ -143,29 +141,25 @@ class Steps(common.Training):
 
 def attention_error(back_end, device, dtype, size, starts, length):
     """The largest relative error of attention and its gradients against float64."""
-    edges = np.append(starts, length)
-    segment_start = np.repeat(starts, np.diff(edges))
-    micro_batch = types.SimpleNamespace(
-        segment_start=torch.from_numpy(segment_start).to(device, torch.int32),
-        segment_bounds=torch.from_numpy(edges).to(device, torch.int32),
-    )
+    bounds = torch.tensor([*starts, length], dtype=torch.int32, device=device)
+    segment_start = bounds[:-1].repeat_interleave(bounds.diff())
+    micro_batch = types.SimpleNamespace(segment_start=segment_start, segment_bounds=bounds)
     window = train_gpt.Window(size, positions=1)
     phase = types.SimpleNamespace(windows=(window,), max_segment=length)
     drawn = torch.randn(4, length, 2, 128, generator=torch.Generator().manual_seed(0))
     q, k, v, upstream = drawn.to(device, dtype)
-    scale = 0.1
     mine = [tensor.requires_grad_() for tensor in (train_gpt.norm(q), train_gpt.norm(k), v)]
     exact = [tensor.detach().double().requires_grad_() for tensor in mine]
     masks = back_end.prepare(micro_batch, phase, dtype)
-    out = back_end.attend(*mine, masks, window, scale)
-    reference = common.reference_attention(*exact, micro_batch.segment_start, size, scale)
+    out = back_end.attend(*mine, masks, window, SCALE)
+    reference = common.reference_attention(*exact, segment_start, size, SCALE)
     values = [out, *torch.autograd.grad(out, mine, upstream)]
     references = [reference, *torch.autograd.grad(reference, exact, upstream.double())]
     errors = [
-        ((value.double() - reference).norm() / reference.norm()).item()
+        (value - reference).norm() / reference.norm()
         for value, reference in zip(values, references, strict=True)
     ]
-    return max(errors, key=lambda error: (error != error, error))  # a NaN counts as worst
+    return torch.stack(errors).max().item()  # a NaN is the largest
 
 
 def check_attention(arguments, report):
@@ -213,16 +207,12 @@ def check_trainer(arguments, report):
     """The whole program as users start it, with all stages in 60 steps."""
     steps = 12 if arguments.tiny else 60
     run_id = f"gpu_checks_{os.getpid()}"
-    config = config_of(arguments, FINEWEB, steps=steps, log_every=1, run_id=run_id)
+    config = config_of(arguments, FINEWEB, steps=steps, log_every=1)
     defaults = dataclasses.asdict(FINEWEB)
     values = dataclasses.asdict(config)
     changed = {name: value for name, value in values.items() if value != defaults[name]}
     words = common.words_of({"track": "fineweb", **changed})
-    command = [sys.executable, common.ROOT / "train_gpt.py", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    last = (done.stdout + done.stderr).splitlines()[-1:]
-    report.note("exit status and last line", [done.returncode, last], ok=done.returncode == 0)
-    folder = ROOT / "logs" / run_id
+    folder = common.train(ROOT, run_id, words)
     log = common.log_of(folder)
     gates = re.findall(r"^validity: (.*)$", log, re.MULTILINE)
     report.note("gates", gates, ok=len(gates) == 1)
@@ -241,26 +231,35 @@ def check_pairs(arguments, report):
     """Settings beside the track's, in turns, warm, in one process."""
     twice = TINY_TWICE if arguments.tiny else TWICE
     arms = {  # fields of the Config, and tokens of a chunk of the loss
-        "track": ({}, CHUNK),
         "without copies": ({"copy_orders": ()}, CHUNK),
         "chunks of four times as many tokens": ({}, 4 * CHUNK),
         "micro-batches of twice as many tokens": (twice, CHUNK),
     }
     count = 1 if arguments.tiny else 4  # steps of a turn
-    for name in list(arms)[1:]:
-        pair = {
-            arm: Steps(config_of(arguments, steps=4 * count, **arms[arm][0]))
-            for arm in ("track", name)
-        }
-        times = {arm: [] for arm in pair}
+    for name, (changes, chunk) in arms.items():
+        track = Steps(config_of(arguments, steps=4 * count))
+        other = Steps(config_of(arguments, steps=4 * count, **changes))
+        times = []
         for _ in range(4):
-            for arm, steps in pair.items():
-                train_gpt.LOSS_CHUNK = arms[arm][1]
-                times[arm].append(steps.take(count)[1])
-        report.note(f"ms a step in turns, of which the first compiles, {name}", times)
-        for steps in pair.values():
-            steps.close()
+            train_gpt.LOSS_CHUNK = CHUNK
+            times.append([track.take(count)[1]])
+            train_gpt.LOSS_CHUNK = chunk
+            times[-1].append(other.take(count)[1])
+        report.note(f"ms a step in turns, of which the first compiles: track, {name}", times)
+        track.close()
+        other.close()
     train_gpt.LOSS_CHUNK = CHUNK
+
+
+def scale_gradients(group, factor=1e7):
+    """Make Adam's epsilon 1e-15 instead of 1e-8, which is relative to gradients, and change nothing
+    else."""
+    take_step = group.take_step
+
+    def scaled(update, part, grad, state, hyper):
+        take_step(update, part, factor * grad, state, hyper)
+
+    group.take_step = scaled
 
 
 def check_loss(arguments, report):
@@ -276,17 +275,6 @@ def check_loss(arguments, report):
         means = [float(np.mean(part)) for part in np.array_split(losses, count // 6)]
         report.note(f"losses, {name}", means, ok=means[-1] < losses[0])
         steps.close()
-
-
-def scale_gradients(group, factor=1e7):
-    """Make Adam's epsilon 1e-15 instead of 1e-8, which is relative to gradients, and change nothing
-    else."""
-    take_step = group.take_step
-
-    def scaled(update, part, grad, state, hyper):
-        take_step(update, part, factor * grad, state, hyper)
-
-    group.take_step = scaled
 
 
 CALLS = {
@@ -312,21 +300,20 @@ def main(argv=None):
         return 2
     kind = "tiny" if arguments.tiny else "gpu"
     arguments.results.mkdir(parents=True, exist_ok=True)
-    path = arguments.results / f"{kind}_{arguments.call}.json"
-    report = Report(path, common.environment(arguments.device))
-    print(common.environment_line(report.facts), flush=True)
+    facts = common.environment(arguments.device)
+    report = Report(arguments.results / f"{kind}_{arguments.call}.json", facts)
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(LIMIT_SECONDS)
     began = time.monotonic()
     try:
         CALLS[arguments.call](arguments, report)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         report.note("ended early", f"{type(error).__name__}: {error}"[:1000], ok=False)
         raise
     finally:
         signal.alarm(0)
         report.note("seconds", time.monotonic() - began)
-    return int(any(row["ok"] is False for row in report.rows))
+    return int(any(row["ok"] is False for row in report.content["rows"]))
 
 
 if __name__ == "__main__":

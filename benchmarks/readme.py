@@ -64,7 +64,8 @@ def row_of_world_sizes(results):
     gap = max(abs(a - b) for own in runs.values() for a, b in zip(own, alone, strict=True))
     sizes = ", ".join(map(str, sorted(runs)))
     what = f"first {len(alone)} steps of `mini` on {sizes} processes"
-    loss = f"{alone[-1]:.5f} in training, the log's five decimals differ by at most {gap:.5f}"
+    words = "equal in all five decimals" if gap == 0 else f"within {gap:.5f}"
+    loss = f"{alone[-1]:.5f} in training, {words}"
     return [what, machine(found["environment"]["device"]), loss, "not compared", len(runs)]
 
 
