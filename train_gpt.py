@@ -280,7 +280,10 @@ class Config:
     compile: bool = knob(True, "compile the model with torch.compile")
 
     def __post_init__(self):
-        stages = tuple(Stage(**row) if isinstance(row, dict) else row for row in self.stages)
+        try:
+            stages = tuple(Stage(**row) if isinstance(row, dict) else row for row in self.stages)
+        except TypeError as error:
+            raise ConfigError(f"stages: rows are dicts of a Stage's fields ({error})") from None
         object.__setattr__(self, "stages", stages)
         check_fields(self)
         self.check_stages()
@@ -2824,7 +2827,10 @@ class Runtime:
         self.use_device()
         self.loader_group = None
         if self.world_size > 1:
-            self.connect()
+            try:
+                self.connect()
+            except RuntimeError as error:  # of gloo and of the store
+                raise ConfigError(f"ranks do not find each other: {error}") from error
 
     def use_device(self):
         """Make the device the calling thread's own; on a CPU, one thread an operation: those of
@@ -3674,25 +3680,29 @@ ENDINGS = (  # what can end a run, the exit status, and what the status line say
 )
 
 
-def report_error(error, log, runtime):
-    """Log how a run ends that an error has ended; returns its exit status."""
+def ending_of(error):
+    """(exit status, words of the status line, whether it is nobody's fault but the script's) of a
+    run that an error has ended."""
     said = one_line(error)
     if "can't allocate memory" in said:
         error = MemoryError(said)
-    known = [row for row in ENDINGS if isinstance(error, row[0])]
-    if (
-        not known and INTERRUPTED.is_set()
-    ):  # another rank has ended first, and collectives fail here
-        known = [ENDINGS[0]]
-    if not known:  # it is nobody's fault but the script's
+    for kinds, status, words in ENDINGS:
+        if isinstance(error, kinds):
+            return status, words.format(said=said), False
+    if INTERRUPTED.is_set():
+        return 130, "interrupted", False  # another rank has ended first, and collectives fail here
+    return 1, f"error {type(error).__name__}: {said}", True
+
+
+def report_error(error, log, runtime):
+    """Log how a run ends that an error has ended; returns its exit status."""
+    status, words, is_bug = ending_of(error)
+    if is_bug:
         traceback.print_exception(error)
-        known = [(Exception, 1, f"error {type(error).__name__}: {{said}}")]
-    _, status, words = known[0]
-    line = f"status:{words.format(said=said)}"
     with contextlib.suppress(OSError):  # the disk may be full; the console has the status
-        log.line(line)
+        log.line(f"status:{words}")
     if not log.is_main:
-        print(f"rank {os.environ['RANK']}: {line}", file=sys.stderr, flush=True)
+        print(f"rank {os.environ['RANK']}: status:{words}", file=sys.stderr, flush=True)
     if runtime is not None:
         runtime.close(has_failed=True)
     return status
