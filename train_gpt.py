@@ -3666,15 +3666,12 @@ def plot(folder):
         return ""
 
 
+MEMORY_ERRORS = (torch.OutOfMemoryError, MemoryError)
 ENDINGS = (  # what can end a run, the exit status, and what the status line says of it
     (KeyboardInterrupt, 130, "interrupted"),
     (ConfigError, 2, "error {said}"),
     (FloatingPointError, 1, "nan {said}; start another run with a lower learning rate"),
-    (
-        (torch.OutOfMemoryError, MemoryError),
-        1,
-        "oom {said}; lower --ngram-rows, or --micro-batch-tokens, and raise --micro-batches",
-    ),
+    (MEMORY_ERRORS, 1, "oom {said}; lower --micro-batch-tokens, or --ngram-rows"),
     (BlockingIOError, 2, "error another process writes this run: wait for it, or stop it"),
     (OSError, 1, "error {said}; check the path, and that the disk is not full"),
 )
