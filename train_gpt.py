@@ -3541,12 +3541,13 @@ def open_run(config, checkpoint, runtime, log, is_check):
         log.open(run.folder, source, may_replace=config.resume == "auto" and is_unfinished)
         write_header(run)
         log.line("===== START =====")
+        is_other = config.val_sha256 and validation_hash(run.corpus.val) != config.val_sha256
+        if is_other:
+            log.line(f"note: {config.data} has other validation tokens: losses do not compare")
     else:
         log.open(run.folder)
         world_size = runtime.world_size
         log.line(f"resumed:{config.run_id} step:{step}/{config.steps} world_size:{world_size}")
-    if config.val_sha256 and validation_hash(run.corpus.val) != config.val_sha256:
-        log.line(f"note: {config.data} has other validation tokens: losses do not compare")
     return run
 
 
