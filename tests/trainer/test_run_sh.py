@@ -77,19 +77,6 @@ def copy(tmp_path):
     return Copy(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["run.sh", ".ci/run", "benchmarks/gpu.sh"])
-def test_scripts_are_executable_and_parse(name):
-    subprocess.run(["bash", "-n", ROOT / name], check=True)
-    assert os.access(ROOT / name, os.X_OK)
-
-
-def test_requirements_are_pinned():
-    lines = (ROOT / "requirements.txt").read_text().splitlines()
-    lines = [line for line in lines if line and line[0] != "#"]
-    assert all(re.fullmatch(r"[A-Za-z0-9_-]+==[0-9][0-9.]*", line) for line in lines), lines
-    assert {line.split("==")[0] for line in lines} >= {"torch", "numpy", "pytest", "pytest-timeout"}
-
-
 # ----- set-up
 
 
