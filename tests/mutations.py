@@ -55,8 +55,8 @@ MUTATIONS = [
     ),
     Mutation(
         "shard's sha256",
-        "manifest is None or manifest.get(path.name) == file_sha256(path),",
-        "manifest is None or path.name in manifest,",
+        "manifest is None or manifest.get(path.name) == file_sha256(path)",
+        "manifest is None or path.name in manifest",
         "trainer/test_data.py",
     ),
     Mutation(
@@ -86,8 +86,8 @@ MUTATIONS = [
     ),
     Mutation(
         "reach of copies",
-        "if match >= 0 and i - match <= reach:",
-        "if match >= 0 and i - match < reach:",
+        "(match >= positions - config.copy_reach)",
+        "(match > positions - config.copy_reach)",
         "trainer/test_past.py",
     ),
     Mutation(
@@ -148,8 +148,8 @@ MUTATIONS = [
     ),
     Mutation(
         "what a sampled row stands for",
-        "counts = torch.where(is_target[rows] > 0, 1.0, others / wanted.clamp_min(1))",
-        "counts = torch.where(is_target[rows] > 0, 1.0, vocab / wanted.clamp_min(1))",
+        "share = (vocab - distinct_targets) / (count - distinct_targets).clamp_min(1)",
+        "share = vocab / (count - distinct_targets).clamp_min(1)",
         "trainer/test_kernels.py",
     ),
     Mutation(
@@ -229,19 +229,19 @@ MUTATIONS = [
     # --- gates
     Mutation(
         "gate: unmoved",
-        'passed["unmoved"] = state_digest(trainer) == before',
-        'passed["unmoved"] = True',
+        '"unmoved": moved.item() == 0,',
+        '"unmoved": True,',
         "trainer/test_gates.py",
     ),
     Mutation(
         "gate: normalised",
-        "return is_exact and abs(again - reported) < 1e-9",
-        "return is_exact",
+        '"normalised": is_exact and abs(again / tokens - reported) < 1e-9,',
+        '"normalised": is_exact,',
         "trainer/test_gates.py",
     ),
     Mutation(
         "gate: of all ranks",
-        'wait(trainer.runtime.all_reduce(failures, "validation"))',
+        'wait(trainer.runtime.all_reduce(moved, "validation"))',
         "wait(None)",
         "trainer/test_gates.py",
     ),

@@ -18,9 +18,10 @@ from train_gpt import GPT, Hyper, NgramTable, Optimizer
 MICRO_BATCHES = 12  # of a step
 MODEL = GPT(tiny_config(**LAYERED), back_end=None)
 RULES = {name: param.rule for name, param in MODEL.named_parameters()}
-# Here a bank of the MLP may have an odd number of matrices.
+# Here a bank of the MLP has any number of matrices, and one of values and outputs has four.
+RATES = torch.tensor([1.0, 2.0, 0.5, 3.0])
 RULES["mlp"] = dataclasses.replace(RULES["mlp"], lr_mul=1.0)
-RULES["value_output"] = dataclasses.replace(RULES["value_output"], lr_mul=(1.0, 2.0))
+RULES["value_output"] = dataclasses.replace(RULES["value_output"], lr_mul=RATES[:, None, None])
 
 
 def draw(*key_and_shape):
@@ -84,6 +85,13 @@ def params_of(optimizer):
     return found
 
 
+def add(optimizer, grads, tokens=0):
+    """Add the gradients {name: tensor, or None} of summed losses of so many tokens."""
+    for group in optimizer.parameter_groups:
+        group.accumulate(grads)
+        group.tokens += tokens
+
+
 def accumulate(optimizer, step, runtime, unused=()):
     """Add the gradients of this rank's micro-batches; parameters in `unused` have none."""
     for micro_batch in range(runtime.rank, MICRO_BATCHES, runtime.world_size):
@@ -91,14 +99,13 @@ def accumulate(optimizer, step, runtime, unused=()):
         for name, param in params_of(optimizer).items():
             if name not in unused:
                 grads[name] = gradient(step, micro_batch, name, param.shape)
-        optimizer.accumulate(grads)
-    optimizer.count(MICRO_BATCHES)
+        add(optimizer, grads)
+    add(optimizer, {}, MICRO_BATCHES)
 
 
 def take_step(optimizer, step, grads, tokens=1, lr_mul=1.0):
     """One step on the gradients {name: tensor} of so many tokens."""
-    optimizer.accumulate(grads)
-    optimizer.count(tokens)
+    add(optimizer, grads, tokens)
     optimizer.step(step, lr_mul)
 
 
@@ -177,7 +184,7 @@ BANKS = {
 }
 
 # Leading dimensions that no world size divides, that are smaller than it, and that are empty.
-GROUPS = {
+CASES = {
     "float32": Case(
         {
             **BANKS,
@@ -224,7 +231,8 @@ def matrix_case(rule, shapes=SHAPES, dtype="float32", is_settled=True):
 
 # With factors of full rank, which are those of short sides, from the very first step.
 ONE_SIDED = {**SMALL, "query_key": (3, 6, 12), "mlp": (2, 14, 5)}
-MATRICES = {
+MATRICES = ("query_key", "value_output", "mlp")
+CASES |= {
     **{rule: matrix_case(rule) for rule in train_gpt.UPDATE_RULES},
     "soap_muon wide": matrix_case("soap_muon", WIDE),
     "soap_muon bfloat16": matrix_case("soap_muon", dtype="bfloat16"),

@@ -14,8 +14,8 @@ import pytest
 import sabotage
 import torch
 from optimizer_cases import (
+    CASES,
     EVERY,
-    GROUPS,
     MATRICES,
     RULES,
     batch_of,
@@ -51,8 +51,7 @@ def results_of(rich):
 def everything(runtime, rich):
     """What a rank does for all tests of this file that compare world sizes."""
     found = {
-        "groups": {name: take_steps(case, runtime) for name, case in GROUPS.items()},
-        "matrices": {name: take_steps(case, runtime) for name, case in MATRICES.items()},
+        "cases": {name: take_steps(case, runtime) for name, case in CASES.items()},
         "trajectory": trajectory(runtime, rich),
     }
     if runtime.world_size == 2:
@@ -75,54 +74,30 @@ def assert_close_states(actual, expected, **tolerance):
 # ----- steps
 
 
-@pytest.mark.parametrize("case", GROUPS)
+@pytest.mark.parametrize("name", CASES)
 @SEVERAL
-def test_sharded_steps_are_the_steps_of_one_process(world_size, case, results_of):
-    (expected,) = results_of(1)[0]["groups"][case]["steps"]
-    first, *others = [rank["groups"][case]["steps"][0] for rank in results_of(world_size)]
-    for other in others:  # after a step all ranks hold the same
-        assert_bitwise(other, first)
-    # Muon's products in bfloat16 round sums that differ in their last bit.
-    is_half = GROUPS[case].dtype == "bfloat16"
-    tolerance = {"atol": 1e-3 if is_half else 1e-5, "rtol": 2**-7 if is_half else 1e-4}
-    for name, param in expected["params"].items():
-        torch.testing.assert_close(first["params"][name], param, **tolerance)
-    for group in ("small", "embeddings", "matrices"):
-        assert_close_states(first["full"][group], expected["full"][group], **tolerance)
-
-
-@pytest.mark.parametrize("case", MATRICES)
-@SEVERAL
-def test_shared_matrices_step_as_in_one_process(world_size, case, results_of):
+def test_steps_of_ranks_are_the_steps_of_one_process(world_size, name, results_of):
     """Of soap rules with both sides single steps from the same well-separated bases are compared:
-    rounding may turn null spaces of factors. One-sided banks, whose factors have full rank, agree
-    from the first step on."""
-    expected = results_of(1)[0]["matrices"][case]["steps"]
-    first, *others = [rank["matrices"][case]["steps"] for rank in results_of(world_size)]
-    for other in others:  # all ranks hold the same
-        assert_bitwise(other, first)
-    is_settled = MATRICES[case].is_settled
-    assert len(first) == len(expected) == (len(MATRICES[case].steps) if is_settled else 1)
-    tolerance = 1e-3 if is_settled else 1e-4
-    if "one-sided" in case:
-        tolerance = 1e-5
-    for one, other in zip(first, expected, strict=True):
-        for name, param in other["params"].items():
-            # A bfloat16 weight is rounded: a last bit of float32 may carry over into its own.
-            rtol = tolerance if param.dtype == torch.float32 else 2**-7
-            torch.testing.assert_close(one["params"][name], param, atol=tolerance, rtol=rtol)
-        states = one["full"]["matrices"], other["full"]["matrices"]
-        assert_close_states(*states, atol=max(tolerance, 1e-4), rtol=max(tolerance, 1e-4))
-
-
-@SEVERAL
-def test_gradients_wait_for_adam_on_every_rank(world_size, results_of):
-    # Four steps with adam_every=3: Adam's gradients of the fourth wait, Muon's are gone.
-    left = [rank["groups"]["every third"]["left"] for rank in results_of(world_size)]
-    for name, grad in results_of(1)[0]["groups"]["every third"]["left"].items():
-        total = sum(rank[name][: len(grad)] for rank in left)
+    rounding may turn null spaces of factors. All others agree from the first step on."""
+    case = CASES[name]
+    expected = results_of(1)[0]["cases"][name]
+    first, *others = [rank["cases"][name] for rank in results_of(world_size)]
+    for other in others:  # after a step all ranks hold the same
+        assert_bitwise(other["steps"], first["steps"])
+    # Products in bfloat16 round sums that differ in their last bit.
+    tolerance = 1e-3 if case.is_settled or case.dtype == "bfloat16" else 1e-4
+    assert len(expected["steps"]) == (len(case.steps) if case.is_settled else 1)
+    for one, wanted in zip(first["steps"], expected["steps"], strict=True):
+        for param, value in wanted["params"].items():
+            rtol = tolerance if value.dtype == torch.float32 else 2**-7
+            torch.testing.assert_close(one["params"][param], value, atol=tolerance, rtol=rtol)
+        for group, states in wanted["full"].items():
+            if group != "ngram_table":
+                assert_close_states(one["full"][group], states, atol=tolerance, rtol=tolerance)
+    for param, grad in expected["left"].items():  # gradients that wait for Adam
+        total = sum(rank["left"][param][: len(grad)] for rank in (first, *others))
         torch.testing.assert_close(total, grad, atol=1e-5, rtol=1e-5)
-        assert grad.any() == (RULES[name].group != "matrices")
+        assert grad.any() == (case.changes.get("adam_every") == 3 and param not in MATRICES)
 
 
 # ----- what travels
@@ -134,13 +109,11 @@ def bytes_of_shares(shape, world_size):
     return math.ceil(count / world_size) * 4 * math.prod(others)
 
 
-@pytest.mark.parametrize(
-    "kind, name", [("groups", "float32"), *(("matrices", rule) for rule in UPDATE_RULES)]
-)
+@pytest.mark.parametrize("name", ["float32", *UPDATE_RULES])
 @ALL
-def test_the_ledger_counts_the_bytes_sent(world_size, kind, name, results_of):
+def test_the_ledger_counts_the_bytes_sent(world_size, name, results_of):
     """Of matrices nothing but gradients and weights travels, whatever their rule."""
-    case = {"groups": GROUPS, "matrices": MATRICES}[kind][name]
+    case = CASES[name]
     peers, steps = world_size - 1, len(case.steps)
     small = [param for param in case.shapes if RULES[param].group == "small"]
     bucket = sum(math.prod(case.shapes[param]) for param in small)
@@ -150,15 +123,15 @@ def test_the_ledger_counts_the_bytes_sent(world_size, kind, name, results_of):
         chunk = bytes_of_shares(case.shapes[param], world_size)
         for collective in ("reduce_scatter", "all_gather"):
             expected[f"{collective}/{param}"] = (steps * peers * chunk, steps * peers)
-    found = results_of(world_size)[0][kind][name]["sent"]
+    found = results_of(world_size)[0]["cases"][name]["sent"]
     assert found == (expected if peers else {})
 
 
 @SEVERAL
 def test_a_tied_embedding_does_not_travel(world_size, results_of):
     """It is untied at the last of the case's steps, the only one in which it is summed and sent."""
-    sent = results_of(world_size)[0]["groups"]["untied"]["sent"]
-    steps = len(GROUPS["untied"].steps)
+    sent = results_of(world_size)[0]["cases"]["untied"]["sent"]
+    steps = len(CASES["untied"].steps)
     for collective in ("reduce_scatter", "all_gather"):
         size, messages = sent[f"{collective}/embed"]
         assert size and (steps * size, steps * messages) == sent[f"{collective}/head"]
@@ -168,11 +141,11 @@ def test_a_tied_embedding_does_not_travel(world_size, results_of):
 @ALL
 def test_each_factor_is_decomposed_once(world_size, rule, results_of):
     due = 0
-    for step in MATRICES[rule].steps:
+    for step in CASES[rule].steps:
         for count in (3, 3, 5, 5):  # matrices that have a side of 10, 7, 5 and 5
             for index in range(count):
                 due += step < EIGH_STEPS or (step - index) % EVERY == 0
-    assert sum(rank["matrices"][rule]["decomposed"] for rank in results_of(world_size)) == due
+    assert sum(rank["cases"][rule]["decomposed"] for rank in results_of(world_size)) == due
 
 
 # ----- the order of collectives
@@ -291,22 +264,18 @@ def test_six_steps_do_not_depend_on_the_world_size(world_size, results_of):
 # ----- whole runs
 
 
-def test_a_rank_without_micro_batches_takes_part_in_a_run(tiny, tmp_path):
-    """It is logged what a rank sends in a training step, whatever was sent on the way beside."""
-    values = {**tiny, **INDEX, "micro_batches": 2, "val_every": 2, "save_every": 2}
-    found = [
-        ranks.train(tmp_path, {**values, "run_id": str(size)}, world_size=size) for size in (1, 3)
-    ]
-    assert [run.code for run in found] == [0, 0], found[1].stdout + found[1].stderr
-    assert found[1].train_losses == pytest.approx(found[0].train_losses, abs=1e-5)
-    assert found[1].val_losses == pytest.approx(found[0].val_losses, abs=1e-5)
-    sent = found[1].result["sent_per_step"]
+def test_a_run_of_three_ranks_logs_what_a_training_step_sends(tiny, tmp_path):
+    """Whatever was sent on the way beside, and by a rank without micro-batches."""
+    values = {**tiny, **INDEX, "val_every": 2, "save_every": 2, "run_id": "three"}
+    run = ranks.train(tmp_path, values, world_size=3)
+    assert run.code == 0, run.stdout + run.stderr
+    sent = run.result["sent_per_step"]
     chunk = math.ceil(4 / 3) * 4 * 64 * 32  # of two layers' four matrices
     assert sent["all_gather/mlp"] == sent["reduce_scatter/mlp"] == [2 * chunk, 2]
-    (line,) = (line for line in found[1].lines if line.startswith("comms: "))
+    assert {key.split("/")[1] for key in sent}.isdisjoint({"validation", "checkpoint"})
+    (line,) = (line for line in run.lines if line.startswith("comms: "))
     words = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent.items()]
     assert line.endswith(" ".join(words))
-    assert {key.split("/")[1] for key in sent}.isdisjoint({"validation", "checkpoint"})
 
 
 def test_an_error_of_another_rank_than_the_first_is_told(tiny, tmp_path):

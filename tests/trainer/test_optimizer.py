@@ -213,7 +213,8 @@ def test_matrices_of_a_bank_may_have_rates_of_their_own(matrix_update):
             take_step(optimizer, step, {"mlp": normal(6, 16, 8, seed=step)}, lr_mul=0.7)
         return params_of(optimizer)["mlp"]
 
-    mixed, slow, fast = moved((1.0, 2.0)), moved(1.0), moved(2.0)
+    mixed = moved(torch.tensor([1.0, 2.0]).repeat(3)[:, None, None])
+    slow, fast = moved(1.0), moved(2.0)
     torch.testing.assert_close(mixed[0::2], slow[0::2])
     torch.testing.assert_close(mixed[1::2], fast[1::2])
     assert not torch.equal(slow, fast)
@@ -230,8 +231,8 @@ def test_the_first_gradient_of_a_step_replaces_the_last_steps_sum():
         optimizer = optimizer_of()
         for step, grads in enumerate(per_step):
             for grad in grads:
-                optimizer.accumulate({"head": grad, "smear_gate": grad[:1, :12]})
-                optimizer.accumulate({"head": None, "embed": normal(257, 32)})
+                cases.add(optimizer, {"head": grad, "smear_gate": grad[:1, :12]})
+                cases.add(optimizer, {"head": None, "embed": normal(257, 32)})
             take_step(optimizer, step, {})
         return [params_of(optimizer)[name] for name in ("head", "smear_gate")]
 
@@ -250,7 +251,7 @@ def test_losses_are_divided_once_by_all_tokens_of_a_cycle():
     first, momentum = torch.zeros(257, 32), torch.zeros(4, 64, 32)
     counts = (3, 5, 16, 4)
     for step, tokens in enumerate(counts):
-        optimizer.accumulate({"embed": grads[step] / 2, "mlp": mlp_grads[step]})
+        cases.add(optimizer, {"embed": grads[step] / 2, "mlp": mlp_grads[step]})
         take_step(optimizer, step, {"embed": grads[step] / 2, "mlp": None}, tokens)
         momentum.lerp_(mlp_grads[step] / tokens, 1 - train_gpt.momentum_at(config, step))
         if step % 2:

@@ -4,6 +4,7 @@ How ranks share them is in test_distributed.py.
 """
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,7 +32,6 @@ from train_gpt import (
     eigenbasis_step,
     polar_express,
     refresh_eigenbases,
-    refresh_method,
     soap_muon_update,
     soap_update,
     update_factors,
@@ -142,27 +142,22 @@ def test_a_factor_of_low_rank_never_makes_a_wrong_basis(method, rank):
 @EACH_METHOD
 def test_a_batch_is_its_matrices_one_by_one(method):
     """Of several banks, with sides of one size or another, or of a single row; of none, too."""
-    together = [
-        bank(3, 16, 24),
-        bank(4, 8, 1, seed=4),
-        bank(2, 16, 4, seed=6, keys=("row",)),
-        {key: value[:0] for key, value in bank(1, 8, 8).items()},
+    shapes = [(3, 16, 24), (4, 8, 1), (2, 16, 4), (0, 8, 8)]
+    together = [bank(*shape, seed=shape[0]) for shape in shapes]
+    alone = [
+        {key: value[index : index + 1].clone() for key, value in state.items()}
+        for state in together
+        for index in range(len(state["moment"]))
     ]
-    alone = []
-    for state in together:
-        for index in range(len(state["moment"])):
-            alone.append({key: value[index : index + 1].clone() for key, value in state.items()})
     refresh_eigenbases(together, method)
-    expected = iter(alone)
+    for state in alone:
+        refresh_eigenbases([state], method)
     for state in together:
         for index in range(len(state["moment"])):
-            single = next(expected)
-            refresh_eigenbases([single], method)
+            single = alone.pop(0)
             assert_bitwise(state["moment"][index], single["moment"][0])
             for key in ("row_basis", "column_basis"):
-                if key in state:
-                    found = state[key][index]
-                    torch.testing.assert_close(found, single[key][0], atol=1e-5, rtol=0)
+                torch.testing.assert_close(state[key][index], single[key][0], atol=1e-5, rtol=0)
 
 
 @EACH_METHOD
@@ -213,14 +208,6 @@ def test_a_bad_matrix_keeps_its_basis_and_spoils_no_other(name, method):
     assert_bitwise(bad["moment"][1], moment[:, order])
     if name == "indefinite":
         assert order.tolist() == [4, 5, 0, 1, 2, 3]
-
-
-def test_the_method_depends_on_step_and_device():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    on_cpu = [refresh_method(step, cpu) for step in (0, 2, 3, 10_000)]
-    assert on_cpu == ["eigh", "eigh", "householder", "householder"]
-    on_cuda = [refresh_method(step, cuda) for step in (2, 3, 24, 25)]
-    assert on_cuda == ["eigh", "householder", "householder", "cholesky"]
 
 
 # ----- factors
@@ -439,15 +426,27 @@ class NoSync(TorchDispatchMode):
 
 
 @EACH_RULE
-def test_nothing_waits_for_the_device(kind, monkeypatch):
-    optimizer = banks_of(kind)
-    grads = {name: normal(*shape) for name, shape in BANKS.items()}
+def test_nothing_waits_for_a_gpu(kind, monkeypatch):
+    """There bases are found exactly at first, then safely, and then in batches."""
+    optimizer, used = banks_of(kind), []
+    honest = train_gpt.refresh_eigenbases
+
+    def recorded(banks, method):
+        used.append(method)
+        honest(banks, method)
+
+    monkeypatch.setattr(train_gpt, "refresh_eigenbases", recorded)
+    walk(optimizer, (2, 3, 30))
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoSync():
         bool(torch.ones(1) > 0)
-    for step, method in enumerate(ITERATIVE):
-        monkeypatch.setattr(train_gpt, "refresh_method", lambda *words, method=method: method)
+    monkeypatch.setattr(optimizer.matrices.runtime, "device", SimpleNamespace(type="cuda"))
+    walk(optimizer, [2])
+    grads = {name: normal(*shape) for name, shape in BANKS.items()}
+    for step in (24, 25):
         with NoSync():
             take_step(optimizer, step, grads)
+    on_cpu, on_gpu = ["eigh", "householder", "householder"], ["eigh", "householder", "cholesky"]
+    assert used == on_cpu + on_gpu
 
 
 @pytest.mark.parametrize("kind", UPDATE_RULES)
