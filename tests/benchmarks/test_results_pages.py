@@ -1,21 +1,18 @@
 """benchmarks/README.md shows every result as it is, and names what exists; benchmarks/readme.py
 renews both pages."""
 
-import itertools
 import json
 import re
-import statistics
 import subprocess
 
 import pytest
 
-import train_gpt
 from benchmarks import readme
 from helpers import ROOT
 
 PAGE = ROOT / "benchmarks/README.md"
 TEXT = PAGE.read_text()
-ELSEWHERE = {"ngram_exchange_all.md", "first_page.md"}  # linked to; in README.md
+ELSEWHERE = {"first_page.md"}  # in README.md
 
 
 def test_result_tables_are_current():
@@ -77,19 +74,12 @@ def results_of(name):
 
 def test_the_answers_follow_from_the_results():
     """Those of the page's first table that figures decide."""
-    losses = {run["arm"]: run["val_loss"] for run in results_of("parts")["runs"]}
-    assert losses["without the table"] == max(losses.values()) > 2 * losses["nano"]
-    ppmd = results_of("yardsticks")["results"][0]
-    assert ppmd["arm"] == "PPMd"
-    assert ppmd["points"][-1]["loss"] < train_gpt.TRACKS["nano"].target_loss
-    workers = results_of("workers")["by_competitors"]
-    assert all(statistics.median(found["ratios"]) > 1 for found in workers.values())
+    assert "in no decimal of the log" in TEXT
     sizes = results_of("world_sizes")["losses"]
-    for track, size in itertools.product(("nano", "mini"), (2, 4, 8)):
-        runs = [sizes[f"{track}/8/{world_size}"] for world_size in (1, size)]
-        gaps = [abs(a - b) for a, b in zip(*runs, strict=True)]
-        assert max(gaps) < 1e-5, (track, size)
-    ratios = re.findall(r"\| (1\.\d{3}) \| 0\.\d\d \|", TEXT[TEXT.index("ngram_exchange.md") :])
+    assert {key.split("/")[2] for key in sizes} == {"1", "2", "3", "4", "8"}
+    for key, losses in sizes.items():
+        assert losses == sizes[f"{key.rsplit('/', 1)[0]}/1"], key
+    ratios = re.findall(r"\| (1\.\d{3}) \|\n", TEXT[TEXT.index("ngram_exchange.md") :])
     assert ratios and max(map(float, ratios)) <= 1.004  # "within 0.4 % of it"
     continual = TEXT[TEXT.index("results/continual.md") :]
     assert re.findall(r"\| OSFT 0\.\d+ \| 3 \| [^|]+ \| (-?)", continual) == [""] * 6
