@@ -55,6 +55,7 @@ TINY = {
     "index_orders": (),
     "index_bits": 12,
     "val_tokens": 1024,
+    "val_sha256": "",
     "val_batch_tokens": 256,
     "val_every": 0,
     "log_every": 1,
