@@ -251,17 +251,6 @@ def test_resuming_is_exact_whatever_the_configuration(changes, tiny, tmp_path, c
     assert_same_end(run, whole)
 
 
-@pytest.mark.slow
-def test_two_ranks_may_be_continued_by_one(rich_run, rich_run_of, tmp_path, cli):
-    folder = leave(rich_run_of(2), tmp_path, 13)
-    run = cli(resume="rich")
-    run.folder = folder
-    assert run.code == 0 and run.result["world_size"] == 1
-    assert run.train_losses == pytest.approx(rich_run.train_losses, abs=1e-4)
-    models = run.checkpoint()["model"], rich_run_of(2).checkpoint()["model"]
-    torch.testing.assert_close(*models, atol=2e-3, rtol=1e-2)
-
-
 EIGHT = {"steps": 8, "save_every": 2}
 
 
@@ -359,19 +348,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(how, killed, w
     assert run.stderr.startswith("note: logs/whole/step_000006.")
     assert run.stderr.count("\n") == 1 and "resumed:whole step:4/8 world_size:1" in run.lines
     assert goes_on(run, folder, whole_run)
-
-
-def test_a_disk_that_is_full_while_logging_leaves_a_run_that_goes_on(killed, whole_run, tmp_path):
-    folder = killed(6)
-
-    def full():
-        size = (folder / "log.txt").stat().st_size + 150
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-    run = ranks.train(tmp_path, {"resume": "whole"}, before=full)
-    assert run.code == 1 and run.lines[-1].startswith("status:error ")
-    assert "Traceback" not in run.stderr
-    assert goes_on(ranks.train(tmp_path, {"resume": "whole"}), folder, whole_run)
 
 
 # ----- what resuming refuses

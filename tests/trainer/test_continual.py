@@ -1,7 +1,6 @@
 """continual.py: what a projected update may not touch, on which ranks, and whole runs that start
 from another."""
 
-import dataclasses
 import math
 import shutil
 
@@ -12,22 +11,19 @@ from optimizer_cases import accumulate, draw, optimizer_of, under_way
 
 import continual
 import ranks
-import sample
 import train_gpt
-from continual import ContinualConfig, frozen_count, frozen_directions, project_update, protect
+from continual import frozen_count, frozen_directions, project_update, protect
 from helpers import (
     EOT,
     INDEX,
     assert_bitwise,
     assert_same_end,
-    content_of,
     make_corpus,
-    make_trainer,
     refusal,
     with_manifest,
     write_shard,
 )
-from train_gpt import Config, Runtime
+from train_gpt import Runtime
 
 MATRICES = {"query_key", "value_output", "mlp"}
 RULES = [("muon", "float32"), ("kl_soap", "float32"), ("muon", "bfloat16")]
@@ -244,47 +240,20 @@ def test_both_losses_are_logged(run_of, values, base):
     assert final.endswith(f" first_val_loss:{run.result['first_val_loss']:.5f}")
 
 
-def free_fields():
-    """The fields of continual.py alone."""
-    plain = {field.name for field in dataclasses.fields(Config)}
-    return {field.name for field in dataclasses.fields(ContinualConfig)} - plain
+def test_masters_of_narrow_weights_start_where_these_do(values, go_on, monkeypatch):
+    """Else the first update would put back what the weights were drawn as."""
+    honest, found = train_gpt.train, []
 
+    def train(run):
+        for group in run.trainer.optimizer.parameter_groups:
+            for name, param in group.params.items():
+                master = group.state[name].get("master", param.data)
+                found.append(torch.equal(master, param.data.float()))
+        return honest(run)
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_with_all_directions_free_this_is_fine_tuning(dtype, values, base, go_on, cli):
-    """Masters of narrow weights start where these do: else the first update would put back what the
-    weights were drawn as."""
-    values = {**values, "steps": 3, "val_every": 2, "dtype": dtype, "ngram_lr": 0.15}
-    free = go_on(**{**values, "trained": "all", "unfreeze_rank_ratio": 1})
-    assert free.code == 0 and "frozen: none" in free.stdout
-    expected, result, start = free.checkpoint(), free.result, base.checkpoint()
-    plain = {name: value for name, value in values.items() if name not in free_fields()}
-    plain |= {"track": "mini", "run_id": "plain"}
-    plain |= {"matrix_lr": train_gpt.TRACKS["continual"].matrix_lr}
-
-    def extend(config):
-        def load(run):  # what fine-tuning is: the same loop from other weights
-            run.trainer.model.load_state_dict(start["model"])
-            for group in run.trainer.optimizer.groups:
-                state = group.full_state()
-                if group.name == "ngram_table":
-                    table = start["groups"]["ngram_table"]
-                    state.update(weight=table["weight"], index=table["index"])
-                else:
-                    for name in state:
-                        if "master" in state[name]:
-                            state[name]["master"] = start["model"][name].bfloat16().float()
-                group.load(state)
-
-        return load
-
-    run = cli(main=lambda argv: train_gpt.main(argv, extend), **plain)
-    assert run.code == 0, run.stdout
-    for part in ("model", "groups", "rng", "loader"):
-        assert_bitwise(run.checkpoint()[part], expected[part], part)
-    assert run.result["val_loss"] == result["val_loss"]
-    for name, weight in start["model"].items():
-        assert not torch.equal(expected["model"][name].float(), weight.float())
+    monkeypatch.setattr(train_gpt, "train", train)
+    run = go_on(**{**values, "dtype": "bfloat16", "steps": 1})
+    assert run.code == 0 and len(found) > 10 and all(found)
 
 
 @pytest.mark.parametrize(
@@ -322,19 +291,6 @@ def test_a_resumed_run_ends_bitwise_the_same(world_size, run_of, tmp_path):
         assert run.result[key] == pytest.approx(run_of(1).result[key], abs=1e-4)
 
 
-def test_its_checkpoints_are_scored_sampled_and_gone_on_from(run_of, tiny, values, cli, go_on):
-    run = run_of(1)
-    path = run.folder / "checkpoint.pt"
-    for name, more in (("val_loss", []), ("first_val_loss", ["--data", tiny["data"]])):
-        scored = cli("--checkpoint", path, "--eval", *more, main=sample.main)
-        assert scored.stdout.startswith(f"eval val_loss:{run.result[name]:.5f} ")
-    sampled = cli("--checkpoint", path, "--prompt", "IMPORT", "--tokens", 3, main=sample.main)
-    assert sampled.code == 0 and sampled.stdout.startswith("IMPORT")
-    further = go_on(**{**values, "init_from": path, "run_id": "third", "steps": 1})
-    assert further.code == 0, further.stdout
-    assert further.val_losses[0] == pytest.approx(run.result["val_loss"], abs=6e-6)
-
-
 def test_help_and_check_are_no_runs(values, go_on, tmp_path):
     said = go_on("--help").stdout
     assert all(word in said for word in ("--init-from", "--matrix-lr", "continual.py --resume"))
@@ -367,12 +323,6 @@ def test_bad_input_ends_in_one_line(changes, words, values, go_on, tmp_path):
     line = refusal(go_on(**changed))
     assert all(word in line for word in words), line
     assert not (tmp_path / "logs").exists()
-
-
-def test_a_checkpoint_of_another_tokenizer_names_its_track(values, go_on, tmp_path):
-    content_of(make_trainer(track="fineweb", tokenizer="gpt2"), 4, tmp_path)
-    line = refusal(go_on(**{**values, "init_from": str(tmp_path / "checkpoint.pt")}))
-    assert "track fineweb" in line and "tokenizer=gpt2" in line and "bytes" in line
 
 
 def test_a_resumed_run_wants_the_checkpoint_that_it_started_from(values, base, go_on, tmp_path):

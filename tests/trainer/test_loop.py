@@ -197,14 +197,6 @@ def test_a_run_of_a_record_says_which_it_is(tiny, cli, monkeypatch):
     assert run.code == 0 and 'overrides:{"steps": 3}' in run.lines and "batch:" not in run.stdout
 
 
-def test_other_validation_tokens_than_the_tracks_are_announced(tiny, cli):
-    other = cli(**{**tiny, "run_id": "other", "val_sha256": "0" * 64, "steps": 1})
-    assert any("other validation tokens" in line for line in other.lines)
-    own = {"val_sha256": other.result["val_sha256"]}
-    good = cli(**{**tiny, "run_id": "same", "steps": 1, **own})
-    assert good.code == 0 and not any("other validation" in line for line in good.lines)
-
-
 def test_a_logged_training_loss_is_the_mean_since_the_last_one(tiny, cli):
     """Over the tokens: later steps have more of them."""
     rows = stages(micro_batches={0.0: 2, 0.5: 4}, document_cap={0.0: 128})
@@ -414,19 +406,6 @@ def test_a_restore_that_misses_a_tensor_is_noticed(name, monkeypatch):
         return honest(self, source, *rest)
 
     monkeypatch.setattr(torch.Tensor, "copy_", forgetful)
-    with pytest.raises(RuntimeError, match="after warm-up is not bitwise"):
-        train_gpt.warm_up(trainer)
-
-
-def test_a_table_row_that_is_not_restored_is_noticed(monkeypatch):
-    trainer, honest = phases_trainer(), train_gpt.adagrad_rows_update
-
-    def careless(table, second, rows, *rest):
-        honest(table, second, rows, *rest)
-        untouched = ~torch.isin(torch.arange(len(table)), rows)
-        table[untouched.nonzero()[0]] += 1
-
-    monkeypatch.setattr(train_gpt, "adagrad_rows_update", careless)
     with pytest.raises(RuntimeError, match="after warm-up is not bitwise"):
         train_gpt.warm_up(trainer)
 
