@@ -256,7 +256,7 @@ MUTATIONS = [
         "checkpoint's sha256",
         "is_whole = file_sha256(path).encode() in beside.read_bytes()",
         "is_whole = beside.is_file()",
-        "trainer/test_checkpoint.py faults/test_faults_of_runs.py",
+        "trainer/test_checkpoint.py",
     ),
     Mutation(
         "loader's place",
@@ -268,7 +268,7 @@ MUTATIONS = [
         "weights that are not finite",
         "if not (math.isfinite(low) and math.isfinite(high)):",
         "if not (math.isfinite(low) or math.isfinite(high)):",
-        "faults/test_faults_of_runs.py",
+        "trainer/test_checkpoint.py",
     ),
     Mutation(
         "overrides",

@@ -7,16 +7,11 @@ import importlib.util
 import json
 import os
 import random
-import re
-import resource
 import signal
 import struct
 import subprocess
 import sys
-import time
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from helpers import ROOT
@@ -320,60 +315,6 @@ def test_a_kill_in_the_middle_leaves_the_old_corpus(tmp_path):
     assert read_folder(out) != before and leftovers(out.parent) == [theirs]
 
 
-@pytest.mark.slow
-def test_a_full_disk_leaves_the_old_corpus(tmp_path):
-    def small_files():
-        """A write beyond 64 KiB fails, as it would on a full disk."""
-        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
-
-    out = tmp_path / "work" / "c"
-    make_tree(tmp_path / "old")
-    build(tmp_path / "old", out)
-    before = read_folder(out)
-    make_tree(tmp_path / "tree", documents=600)
-    result = command(tmp_path / "tree", "--out", out, preexec_fn=small_files)
-    last = result.stderr.splitlines()[-1]
-    assert result.returncode == 1 and last.startswith("error: ") and "free some space" in last
-    assert "Traceback" not in result.stderr
-    assert read_folder(out) == before and list(out.parent.iterdir()) == [out]
-
-
-@pytest.mark.slow
-def test_two_builds_of_one_folder_at_once(tmp_path):
-    """Both succeed, and the last one has the folder.
-
-    One waits while the other exchanges the folder, as this test does here."""
-    make_tree(tmp_path / "tree", documents=5)
-    out = tmp_path / "work" / "c"
-    out.parent.mkdir()
-    words = [sys.executable, SCRIPT, str(tmp_path / "tree"), "--out", str(out)]
-    with text.locked(out.parent):
-        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        builds = [subprocess.Popen(words, **streams) for _ in range(2)]
-        deadline = time.monotonic() + 30
-        while len(list(out.parent.glob(".c.*.partial/new/manifest.json"))) < 2:
-            assert time.monotonic() < deadline and not out.exists()
-            time.sleep(0.01)
-        assert [build.poll() for build in builds] == [None, None] and not out.exists()
-    told = [build.communicate(timeout=60)[1] for build in builds]
-    assert [build.returncode for build in builds] == [0, 0], told
-    assert len(read_folder(out)) == 3 and list(out.parent.iterdir()) == [out]
-
-
-def test_text_that_changes_during_the_build_is_refused(tmp_path, monkeypatch, capsys):
-    make_tree(tmp_path / "tree", documents=5)
-    split_documents = text.split_documents
-
-    def change(*arguments):
-        (tmp_path / "tree" / "p2" / "f2.py").write_bytes(b"\xff\0")
-        return split_documents(*arguments)
-
-    monkeypatch.setattr(text, "split_documents", change)
-    assert text.main([str(tmp_path / "tree"), "--out", str(tmp_path / "c")]) == 2
-    assert "f2.py: changed" in capsys.readouterr().err and not (tmp_path / "c").exists()
-    assert leftovers(tmp_path) == []
-
-
 # ----- bad input, odd names
 
 BAD_INPUT = [
@@ -408,32 +349,3 @@ def test_bad_input_is_one_line_and_status_2(arguments, words, tmp_path, monkeypa
     assert error.startswith("error: ") and error.count("\n") == 1, error
     assert all(word in error for word in words), error
     assert not (tmp_path / "c").exists() and (tmp_path / "home/diary.txt").read_text() == "dear"
-
-
-ODD_NAMES = [b"two\nlines.py", b"caf\xe9.py", "café.py".encode(), b"\x1b[2J.py", b"\xff\xfe"]
-ASCII = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
-
-
-@pytest.mark.slow
-def test_odd_names_give_one_corpus_and_one_plain_line_in_every_locale(tmp_path):
-    root = os.fsencode(tmp_path) + b"/b\xe4d\n\xc3\xbc"
-    os.mkdir(root)
-    for index, name in enumerate(ODD_NAMES):
-        Path(os.fsdecode(root + b"/" + name)).write_text(f"# {index} ü\n")
-    corpora = []
-    for variables, encoding in (({"PYTHONUTF8": "1"}, "utf-8"), (ASCII, "ascii")):
-        out = tmp_path / encoding / "my_val_notes"
-        words = [sys.executable, SCRIPT, root, "--out", out]
-        done = subprocess.run(words, capture_output=True, timeout=60, env=os.environ | variables)
-        assert done.returncode == 0, done.stderr
-        for content in (done.stdout, done.stderr):
-            line = content.decode(encoding)
-            assert line.count("\n") == 1 and line.strip("\n").isprintable(), line
-        corpora.append(read_folder(out))
-        assert len(list(out.glob("*_train_*.bin"))) == len(list(out.glob("*_val_*.bin"))) == 1
-    assert corpora[0] == corpora[1]
-    assert all(re.fullmatch("[A-Za-z0-9_.-]+", name) for name in corpora[0])
-    manifest = json.loads(corpora[0]["manifest.json"])
-    assert manifest["source"].encode() == rb"b\xe4d" + b"\n\xc3\xbc"  # a byte that is no UTF-8
-    first = np.frombuffer(corpora[0]["my-val-notes_val_000000.bin"], "<u2", offset=1024)
-    assert first[0] == 256

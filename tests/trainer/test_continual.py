@@ -1,7 +1,6 @@
 """continual.py: what a projected update may not touch, on which ranks, and whole runs that start
 from another."""
 
-import dataclasses
 import math
 import shutil
 
@@ -12,22 +11,19 @@ from optimizer_cases import accumulate, draw, optimizer_of, under_way
 
 import continual
 import ranks
-import sample
 import train_gpt
-from continual import ContinualConfig, frozen_count, frozen_directions, project_update, protect
+from continual import frozen_count, frozen_directions, project_update, protect
 from helpers import (
     EOT,
     INDEX,
     assert_bitwise,
     assert_same_end,
-    content_of,
     make_corpus,
-    make_trainer,
     refusal,
     with_manifest,
     write_shard,
 )
-from train_gpt import Config, Runtime
+from train_gpt import Runtime
 
 MATRICES = {"query_key", "value_output", "mlp"}
 RULES = [("muon", "float32"), ("kl_soap", "float32"), ("muon", "bfloat16")]
@@ -68,20 +64,6 @@ def test_projected_updates_against_float64(shape, count):
     once = project_update(update.clone(), left, right)
     assert (once.double() - expected).norm() < 1e-6 * scale < 0.05 * scale < once.norm()
     assert (left.mT @ once).norm() < 1e-6 * scale and (once @ right.mT).norm() < 1e-6 * scale
-
-
-def test_what_factors_can_reach_is_what_projected_updates_can():
-    """A step of trained factors, gradients projected, is a dense change without frozen parts."""
-    weight = draw(1, (1, 9, 6)).double()
-    full = torch.linalg.svd(weight[0], full_matrices=False)
-    left, low = full.U[:, :3], full.U[:, 3:]
-    right, low_right = full.Vh[:3], full.Vh[3:]
-    du, dv = draw(2, low.shape).double(), draw(3, low_right.shape).double()
-    du, dv = du - left @ (left.T @ du), dv - (dv @ right.T) @ right
-    scales = full.S[3:] + draw(4, (3,))
-    change = (low + du) * scales @ (low_right + dv) - low * full.S[3:] @ low_right
-    projected = project_update(change[None].clone(), left[None], right[None])[0]
-    torch.testing.assert_close(projected, change, atol=1e-12, rtol=1e-12)
 
 
 # ----- many steps
@@ -258,52 +240,20 @@ def test_both_losses_are_logged(run_of, values, base):
     assert final.endswith(f" first_val_loss:{run.result['first_val_loss']:.5f}")
 
 
-def test_without_a_first_domain_and_validation_on_the_way(values, go_on):
-    run = go_on(**{**values, "first_data": "", "val_every": 0, "steps": 2})
-    assert run.code == 0 and "first_val_loss" not in run.stdout and [*run.val_losses] == [2]
+def test_masters_of_narrow_weights_start_where_these_do(values, go_on, monkeypatch):
+    """Else the first update would put back what the weights were drawn as."""
+    honest, found = train_gpt.train, []
 
+    def train(run):
+        for group in run.trainer.optimizer.parameter_groups:
+            for name, param in group.params.items():
+                master = group.state[name].get("master", param.data)
+                found.append(torch.equal(master, param.data.float()))
+        return honest(run)
 
-def free_fields():
-    """The fields of continual.py alone."""
-    plain = {field.name for field in dataclasses.fields(Config)}
-    return {field.name for field in dataclasses.fields(ContinualConfig)} - plain
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_with_all_directions_free_this_is_fine_tuning(dtype, values, base, go_on, cli):
-    """Masters of narrow weights start where these do: else the first update would put back what the
-    weights were drawn as."""
-    values = {**values, "steps": 3, "val_every": 2, "dtype": dtype, "ngram_lr": 0.15}
-    free = go_on(**{**values, "trained": "all", "unfreeze_rank_ratio": 1})
-    assert free.code == 0 and "frozen: none" in free.stdout
-    expected, result, start = free.checkpoint(), free.result, base.checkpoint()
-    plain = {name: value for name, value in values.items() if name not in free_fields()}
-    plain |= {"track": "mini", "run_id": "plain"}
-    plain |= {"matrix_lr": train_gpt.TRACKS["continual"].matrix_lr}
-
-    def extend(config):
-        def load(run):  # what fine-tuning is: the same loop from other weights
-            run.trainer.model.load_state_dict(start["model"])
-            for group in run.trainer.optimizer.groups:
-                state = group.full_state()
-                if group.name == "ngram_table":
-                    table = start["groups"]["ngram_table"]
-                    state.update(weight=table["weight"], index=table["index"])
-                else:
-                    for name in state:
-                        if "master" in state[name]:
-                            state[name]["master"] = start["model"][name].bfloat16().float()
-                group.load(state)
-
-        return load
-
-    run = cli(main=lambda argv: train_gpt.main(argv, extend), **plain)
-    assert run.code == 0, run.stdout
-    for part in ("model", "groups", "rng", "loader"):
-        assert_bitwise(run.checkpoint()[part], expected[part], part)
-    assert run.result["val_loss"] == result["val_loss"]
-    for name, weight in start["model"].items():
-        assert not torch.equal(expected["model"][name].float(), weight.float())
+    monkeypatch.setattr(train_gpt, "train", train)
+    run = go_on(**{**values, "dtype": "bfloat16", "steps": 1})
+    assert run.code == 0 and len(found) > 10 and all(found)
 
 
 @pytest.mark.parametrize(
@@ -324,74 +274,34 @@ def test_what_is_trained_moves_and_nothing_else(changes, frozen, values, base, g
     assert_bitwise(*tables)
 
 
-def resumed(whole, folder, resume):
-    """A copy of a run under `folder` as if it had been stopped after its checkpoint of step 5, gone
-    on with from there."""
-    copied = folder / "logs" / "second"
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_resumed_run_ends_bitwise_the_same(world_size, run_of, tmp_path):
+    """A copy of a run as if it had been stopped after its checkpoint of step 5."""
+    whole = run_of(world_size)
     left_out = shutil.ignore_patterns("checkpoint.*", "result.*")
+    copied = tmp_path / "logs" / "second"
     shutil.copytree(whole.folder, copied, ignore=left_out)
-    run = resume()
+    words = {"resume": "second"}
+    run = ranks.train(tmp_path, words, world_size=world_size, main=continual.main)
     assert run.code == 0 and "started_from:" not in run.stdout, run.stdout + run.stderr
     run.folder = copied
     assert_same_end(run, whole)
-    assert run.result["first_val_loss"] == whole.result["first_val_loss"]
-
-
-def test_a_resumed_run_ends_bitwise_the_same(run_of, go_on, tmp_path):
-    resumed(run_of(1), tmp_path, lambda: go_on(resume="second"))
-
-
-@pytest.mark.slow
-def test_two_ranks_resume_bitwise(run_of, tmp_path):
-    def resume():
-        words = {"resume": "second"}
-        return ranks.train(tmp_path, words, world_size=2, main=continual.main)
-
-    resumed(run_of(2), tmp_path, resume)
-
-
-@pytest.mark.slow
-def test_resuming_is_exact_with_narrow_weights(values, go_on, tmp_path):
-    changes = {"dtype": "bfloat16", "matrix_update": "soap_muon", "trained": "all"}
-    whole = go_on(**{**values, **changes, "save_every": 5})
-    assert whole.code == 0, whole.stdout
-    whole.folder = (tmp_path / "logs").rename(tmp_path / "whole") / "second"
-    resumed(whole, tmp_path, lambda: go_on(resume="second"))
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_more_ranks_learn_what_one_does(world_size, run_of):
     for key in ("val_loss", "first_val_loss"):
-        assert run_of(world_size).result[key] == pytest.approx(run_of(1).result[key], abs=1e-4)
-
-
-def test_its_checkpoints_are_scored_sampled_and_gone_on_from(run_of, tiny, values, cli, go_on):
-    run = run_of(1)
-    path = run.folder / "checkpoint.pt"
-    for name, more in (("val_loss", []), ("first_val_loss", ["--data", tiny["data"]])):
-        scored = cli("--checkpoint", path, "--eval", *more, main=sample.main)
-        assert scored.stdout.startswith(f"eval val_loss:{run.result[name]:.5f} ")
-    sampled = cli("--checkpoint", path, "--prompt", "IMPORT", "--tokens", 3, main=sample.main)
-    assert sampled.code == 0 and sampled.stdout.startswith("IMPORT")
-    further = go_on(**{**values, "init_from": path, "run_id": "third", "steps": 1})
-    assert further.code == 0, further.stdout
-    assert further.val_losses[0] == pytest.approx(run.result["val_loss"], abs=6e-6)
+        assert run.result[key] == whole.result[key]
+        assert run.result[key] == pytest.approx(run_of(1).result[key], abs=1e-4)
 
 
 def test_help_and_check_are_no_runs(values, go_on, tmp_path):
     said = go_on("--help").stdout
-    for word in ("--init-from", "--unfreeze-rank-ratio", "--matrix-lr", "continual.py --resume"):
-        assert word in said
+    assert all(word in said for word in ("--init-from", "--matrix-lr", "continual.py --resume"))
     run = go_on("--check", **values)
     assert run.code == 0 and run.lines[-1] == "check:ok" and "val_loss" not in run.stdout
-    assert any(line.endswith(" value_output=16/32 mlp=16/32") for line in run.lines)
     assert not (tmp_path / "logs").exists()
 
 
 # ----- bad input
 
 BAD_INPUT = [
-    ({"unfreeze_rank_ratio": 1.5}, ["unfreeze_rank_ratio=1.5", "at most 1"]),
     ({"unfreeze_rank_ratio": 0.99}, ["32", "nothing is protected"]),
     ({"unfreeze_rank_ratio": 0.05, "head_dim": 4}, ["0 of", "8 directions", "nothing learns"]),
     ({"ngram_lr": 0.1}, ["ngram_lr=0.1", "--ngram-lr 0"]),
@@ -400,9 +310,7 @@ BAD_INPUT = [
     ({"init_from": ""}, ["--init-from", "./run.sh mini"]),
     ({"init_from": "nowhere"}, ["--init-from nowhere", "no checkpoint"]),
     ({"model_dim": 64}, ["track mini, with model_dim=32", "64", "--model-dim"]),
-    ({"windows": (64, 128)}, ["windows"]),
     ({"skips": ()}, ["with skips=((0, 1),)", "()", "--skips"]),
-    ({"index_bits": 10}, ["index_bits=12", "10"]),
     ({"untie_at": 0.5}, ["untie_at=False", "True"]),
     ({"data": "gone/cpp"}, ["`python data/text.py --corpus cpp`", "--data"]),
     ({"first_data": "gone/python"}, ["`python data/text.py`", "--first-data"]),
@@ -415,12 +323,6 @@ def test_bad_input_ends_in_one_line(changes, words, values, go_on, tmp_path):
     line = refusal(go_on(**changed))
     assert all(word in line for word in words), line
     assert not (tmp_path / "logs").exists()
-
-
-def test_a_checkpoint_of_another_tokenizer_names_its_track(values, go_on, tmp_path):
-    content_of(make_trainer(track="fineweb", tokenizer="gpt2"), 4, tmp_path)
-    line = refusal(go_on(**{**values, "init_from": str(tmp_path / "checkpoint.pt")}))
-    assert "track fineweb" in line and "tokenizer=gpt2" in line and "bytes" in line
 
 
 def test_a_resumed_run_wants_the_checkpoint_that_it_started_from(values, base, go_on, tmp_path):

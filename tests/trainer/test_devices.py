@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-import ranks
 import train_gpt
 from helpers import tiny_config
 from train_gpt import (
@@ -74,33 +73,6 @@ def test_every_rank_refuses_fewer_gpus_than_processes(
     words = rf"processes on a node with {count} GPU\(s\): start at most one a GPU"
     with pytest.raises(ConfigError, match=words):
         Runtime("cuda")
-
-
-def test_every_rank_says_so_in_a_line_of_its_own(tiny, tmp_path):
-    def one_gpu():
-        torch.cuda.is_available = lambda: True
-        torch.cuda.device_count = lambda: 1
-        torch.cuda.set_device = lambda device: None
-
-    run = ranks.train(tmp_path, {**tiny, "device": "cuda"}, world_size=2, before=one_gpu)
-    words = "2 processes on a node with 1 GPU(s): start at most one a GPU (--nproc-per-node)"
-    assert run.code == 2 and run.lines == [f"status:error {words}"]
-    assert run.stderr.count(words) == 1
-
-
-@pytest.mark.parametrize(
-    "variables, words",
-    [
-        ({"RANK": "one"}, "RANK='one': .*torchrun"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without RANK, MASTER_ADDR, MASTER_PORT: start with"),
-    ],
-    ids=str,
-)
-def test_half_a_launcher_is_refused(variables, words, monkeypatch):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=f"^{words}"):
-        Runtime("cpu")
 
 
 def test_nccl_is_told_its_device(gpus, monkeypatch):

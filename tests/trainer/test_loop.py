@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import datetime
 import hashlib
 import json
 import os
@@ -12,27 +11,20 @@ import sys
 import time
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 import ranks
 import train_gpt
 from helpers import (
-    EOT,
     INDEX,
     LAYERED,
-    MATMUL_RATE,
     NO_TABLE,
     ONE_LAYER,
     arguments,
     assert_bitwise,
     assert_same_end,
-    make_corpus,
-    started,
     tiny_config,
-    with_manifest,
-    write_shard,
 )
 from train_gpt import Runtime
 
@@ -64,12 +56,6 @@ def staged_config(rows, **changes):
 def sizes_of(phases):
     """The sizes of the layers' windows in each phase."""
     return [tuple(window.size for window in phase.windows) for phase in phases]
-
-
-def test_windows_of_layers():
-    """Layers whose heads see each other's keys have two positions a token, in the same window."""
-    windows = train_gpt.layer_windows(tiny_config(**LAYERED), (16, 48))
-    assert [tuple(window) for window in windows] == [(16, 1), (16, 2), (16, 1), (48, 2)]
 
 
 def test_schedules_are_functions_of_the_step():
@@ -156,10 +142,7 @@ def test_the_header_makes_a_run_reproducible(rich_run, rich, corpus):
         log[0],
     )
     assert {key: result[key] for key in run.groupdict()} == run.groupdict()
-    source = (rich_run.folder / "log.txt").read_text().partition("===== END OF CODE =====\n")[0]
-    assert run["code_sha256"] == hashlib.sha256(source.encode()).hexdigest()
-    age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(run["started"])
-    assert datetime.timedelta() <= age < datetime.timedelta(hours=3)  # it is UTC
+    assert run["code_sha256"] == hashlib.sha256(rich_run.source.encode()).hexdigest()
     words = arguments({**rich, "run_id": "rich"})
     config = train_gpt.config_from(train_gpt.parse_command_line(words))
     logged = json.loads(only("config", log).removeprefix("config:"))
@@ -171,45 +154,23 @@ def test_the_header_makes_a_run_reproducible(rich_run, rich, corpus):
     assert f"data:{manifest} shards:ok backends:attention=sdpa,matmul=torch-float32" in log[3]
 
 
-def test_the_size_line_counts_the_values_of_each_group(rich_run):
-    model = rich_run.checkpoint()["model"]
-    found = re.findall(r"(\w+)=([\d,]+)", only("size", rich_run.log))
-    sizes = {name: int(size.replace(",", "")) for name, size in found}
-    assert sizes.pop("ngram_table") == 1000 * 32
-    for group, names in (
-        ("matrices", ("query_key", "value_output", "mlp")),
-        ("embeddings", ("embed", "head", "value_embed")),
-    ):
-        assert sizes[group] == sum(model[name].numel() for name in names)
-    assert sum(sizes.values()) == sum(value.numel() for value in model.values())
-
-
 def test_step_lines_have_losses_and_cumulative_times(rich_run):
-    times = r"train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
-    train = rf"step:(\d+)/20 train_loss:\d+\.\d{{5}} lr_mul:\d\.\d{{3}} {times}"
-    val = rf"step:(\d+)/20 val_loss:\d+\.\d{{5}} {times}"
+    losses = r"(train_loss:\d+\.\d{5} lr_mul:\d\.\d{3}|val_loss:\d+\.\d{5})"
+    pattern = rf"step:(\d+)/20 {losses} train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
     lines = [line for line in rich_run.log if line.startswith("step:")]
-    matches = [re.fullmatch(train, line) or re.fullmatch(val, line) for line in lines]
-    assert all(matches) and len(lines) == 22
-    milliseconds = [int(match[2]) for match in matches]
-    assert milliseconds == sorted(milliseconds) and milliseconds[0] > 0
-    for match in matches:
-        assert float(match[3]) == pytest.approx(int(match[2]) / int(match[1]), abs=0.6)
+    times = []
+    for line in lines:
+        step, _, milliseconds, average = re.fullmatch(pattern, line).groups()
+        assert float(average) == pytest.approx(int(milliseconds) / int(step), abs=0.6)
+        times.append(int(milliseconds))
+    assert times == sorted(times) and times[0] > 0
     assert [*rich_run.val_losses] == [10, 20] and [*rich_run.train_losses] == [*range(1, 21)]
-    factors = [event["lr_mul"] for event in rich_run.events if "lr_mul" in event]
-    config = train_gpt.load_checkpoint(rich_run.folder / "checkpoint.pt")["config"]
-    expected = [train_gpt.lr_multiplier(config, step) for step in range(20)]
-    assert factors == pytest.approx(expected, abs=6e-4)
 
 
 def test_the_final_lines_agree_with_the_result(rich_run, rich):
     result = rich_run.result
-    assert (result["steps"], result["tokens"]) == (20, 20 * 6 * 128)
     (memory,) = result["peak_memory_mib_by_rank"]
-    assert memory > 50 and 0 < result["mfu_percent"] < 100
-    assert result["tokens_per_s"] == pytest.approx(
-        1000 * result["tokens"] / result["train_time_ms"]
-    )
+    assert (result["steps"], result["tokens"]) == (20, 20 * 6 * 128) and memory > 50
     assert only("final", rich_run.log) == (
         f"final val_loss:{result['val_loss']:.5f} train_time:{result['train_time_ms']:.0f}ms "
         f"tokens:{result['tokens']} peak_memory:{memory}MiB "
@@ -219,10 +180,7 @@ def test_the_final_lines_agree_with_the_result(rich_run, rich):
     val = train_gpt.open_corpus(tiny_config(data=rich["data"])).val
     sha = hashlib.sha256(val[:1025].tobytes()).hexdigest()
     assert result["val_sha256"] == sha and set(result["validity"].values()) == {True}
-    gates = "causal:ok normalised:ok local:ok unmoved:ok"
-    validity = only("validity", rich_run.log)
-    assert validity.startswith(f"validity: {gates} ")
-    assert validity.endswith(f" val_tokens:1024 val_sha256:{sha}")
+    assert only("validity", rich_run.log).endswith(f" val_tokens:1024 val_sha256:{sha}")
     assert rich_run.val_losses[20] == pytest.approx(result["val_loss"], abs=6e-6)
 
 
@@ -237,14 +195,6 @@ def test_a_run_of_a_record_says_which_it_is(tiny, cli, monkeypatch):
     assert run.log[2] == "batch:1 counter:3/8 start:2"
     run = cli(**own, run_id="other", steps=3)
     assert run.code == 0 and 'overrides:{"steps": 3}' in run.lines and "batch:" not in run.stdout
-
-
-def test_other_validation_tokens_than_the_tracks_are_announced(tiny, cli):
-    other = cli(**{**tiny, "run_id": "other", "val_sha256": "0" * 64, "steps": 1})
-    assert any("other validation tokens" in line for line in other.lines)
-    own = {"val_sha256": other.result["val_sha256"]}
-    good = cli(**{**tiny, "run_id": "same", "steps": 1, **own})
-    assert good.code == 0 and not any("other validation" in line for line in good.lines)
 
 
 def test_a_logged_training_loss_is_the_mean_since_the_last_one(tiny, cli):
@@ -295,55 +245,24 @@ def test_unusual_configurations_complete(changes, tiny, cli):
     assert "causal:ok normalised:ok local:ok unmoved:ok" in only("validity", run.lines)
 
 
-def test_a_corpus_of_very_short_documents_is_trained_on(cli, tiny, tmp_path):
-    """There is always room for the bounds of as many documents as come."""
-    folder = make_corpus(tmp_path / "corpus")
-    write_shard(folder / "tiny_train_000000.bin", np.tile([EOT, 65, 66], 20_000))
-    run = cli(**{**tiny, "data": str(with_manifest(folder)), "run_id": "short"})
-    assert run.code == 0 and run.lines[-1].startswith("status:ok "), run.stdout
-
-
-def test_validation_before_the_head_is_untied_scores_the_tied_model(tiny, cli):
-    """Untying at step 2 or at step 3 makes no difference to the model after two steps."""
-    two, three = (
-        cli(**{**tiny, "run_id": f"at{untie_at}", "untie_at": untie_at, "val_every": 2})
-        for untie_at in (0.5, 0.75)
-    )
-    assert two.val_losses[2] == three.val_losses[2]
-
-
 # ----- clock
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_throughput_and_mfu_follow_from_the_clock(world_size, tiny, tmp_path):
-    """Four steps of two micro-batches of 256 tokens in two seconds, by ranks that do 1e9 operations
-    a second."""
+def test_throughput_and_mfu_follow_from_the_clock(tiny, tmp_path):
+    """Four steps of two micro-batches of 256 tokens in two seconds, by two ranks that do 1e9
+    operations a second."""
 
     def before():
         train_gpt.Clock.seconds = lambda self: 2.0
         train_gpt.matmul_rate = lambda device, dtype, size: 1e9 if dtype == torch.float32 else 0.0
 
     values = {**tiny, "run_id": "clocked"}
-    run = ranks.train(tmp_path, values, world_size=world_size, before=before)
+    run = ranks.train(tmp_path, values, world_size=2, before=before)
     assert run.code == 0, run.stderr
     matrices, head = 2 * (4 * 32 * 32 + 2 * 64 * 32), 257 * 32  # what a token is multiplied with
-    mfu = 100 * 6 * (matrices + head) * 1024 / (1e9 * world_size)
+    mfu = 100 * 6 * (matrices + head) * 1024 / 2e9
     assert run.result["tokens_per_s"] == 1024
     assert run.result["mfu_percent"] == pytest.approx(mfu)
-
-
-def test_processor_time_is_that_of_work_alone():
-    clock = train_gpt.Clock(Runtime("cpu"))
-    clock.start()
-    time.sleep(0.3)
-    slept = time.process_time()
-    while time.process_time() < slept + 0.1:
-        pass
-    clock.stop()
-    assert 0.1 <= clock.processor < 0.25 and clock.seconds() >= 0.3 + 0.1
-    rate = MATMUL_RATE(torch.device("cpu"), torch.float32, 256)
-    assert 1e7 < rate < 1e15  # one that some machine could have
 
 
 def test_steps_and_their_data_are_timed_and_nothing_else(tiny, cli, monkeypatch):
@@ -491,19 +410,6 @@ def test_a_restore_that_misses_a_tensor_is_noticed(name, monkeypatch):
         train_gpt.warm_up(trainer)
 
 
-def test_a_table_row_that_is_not_restored_is_noticed(monkeypatch):
-    trainer, honest = phases_trainer(), train_gpt.adagrad_rows_update
-
-    def careless(table, second, rows, *rest):
-        honest(table, second, rows, *rest)
-        untouched = ~torch.isin(torch.arange(len(table)), rows)
-        table[untouched.nonzero()[0]] += 1
-
-    monkeypatch.setattr(train_gpt, "adagrad_rows_update", careless)
-    with pytest.raises(RuntimeError, match="after warm-up is not bitwise"):
-        train_gpt.warm_up(trainer)
-
-
 def test_warm_up_puts_the_random_numbers_back(monkeypatch):
     """A step that draws some draws the same ones as without a warm-up."""
     trainer, honest = phases_trainer(), train_gpt.Trainer.step
@@ -588,29 +494,24 @@ def test_errors_end_a_run_in_one_line(error, status, words, is_bug):
 # ----- signals: the first one sets a flag, which is looked at between steps
 
 
-def signal_before(name, step, *signals, pause=0.0):
-    """Send this process signals ahead of a method of Trainer at a step; nobody warms up."""
-    honest = getattr(train_gpt.Trainer, name)
-
-    def signalled(self, number, *rest):
-        if number == step:
-            for at, one in enumerate(signals):
-                time.sleep(pause * (at > 0))
-                os.kill(os.getpid(), one)
-        return honest(self, number, *rest)
-
-    setattr(train_gpt.Trainer, name, signalled)
-    train_gpt.warm_up = lambda trainer: None
-
-
 @pytest.fixture
 def interrupt(tiny, tmp_path):
-    """interrupt(method, step, signals, pause, values): the run of a process that gets them."""
+    """interrupt(method, step, signals, pause, values): a run whose last rank gets these signals
+    ahead of a method of Trainer at a step; nobody warms up."""
 
-    def run(name, step, signals=(signal.SIGTERM,), pause=0.0, world_size=1, **changes):
+    def run(name, at, signals=(signal.SIGTERM,), pause=0.0, world_size=1, **changes):
         def before():
+            def signalled(self, number, *rest):
+                if number == at and self.runtime.rank == world_size - 1:
+                    for one in signals:
+                        os.kill(os.getpid(), one)
+                        time.sleep(pause)
+                return honest(self, number, *rest)
+
+            honest = getattr(train_gpt.Trainer, name)
+            setattr(train_gpt.Trainer, name, signalled)
+            train_gpt.warm_up = lambda trainer: None
             signal.signal(signal.SIGHUP, signal.SIG_DFL)  # background jobs may ignore it
-            signal_before(name, step, *signals, pause=pause)
 
         values = {**tiny, "run_id": "stopped", **changes}
         return ranks.train(tmp_path, values, world_size=world_size, before=before)
@@ -634,54 +535,29 @@ def test_a_second_signal_over_a_second_later_ends_a_run_at_once(interrupt):
     assert run.code == -signal.SIGTERM and run.log[-1].startswith("step:1/4 ")
 
 
-def test_two_ranks_agree_where_they_end_and_are_saved(tiny, tmp_path):
-    """A launcher's signal reaches all of them, or one alone has it."""
-
-    def before():
-        signal_before("step", 2, *[signal.SIGTERM] * (os.environ["RANK"] == "1"))
-
-    values = {**tiny, "steps": 30, "save_every": 100}
-    run = ranks.train(tmp_path, {**values, "run_id": "both"}, world_size=2, before=before)
-    assert run.code == 130 and run.lines[-1] == run.log[-1] == "status:interrupted"
-    assert "rank 1: status:interrupted" in run.stderr and len(list(run.folder.glob("*.pt"))) == 1
-    whole = ranks.train(tmp_path, {**values, "run_id": "whole"}, world_size=2)
-    assert ranks.train(tmp_path, {"resume": "both"}, world_size=2).code == 0
-    assert_same_end(run, whole)
-
-
 @pytest.mark.parametrize(
-    "at, adam_every, save_every, saved",
+    "at, changes, saved, world_size",
     [
-        (0, 1, 100, "step_000001.pt"),
-        (4, 1, 100, "step_000005.pt"),
-        (1, 4, 100, "step_000004.pt"),  # gradients that wait are not saved: it goes on to their end
-        (7, 1, 0, "checkpoint.pt"),  # what was trained is saved, whatever it was told
+        (0, {"save_every": 100}, "step_000001.pt", 1),
+        # gradients that wait are not saved: it goes on to the end of Adam's cycle
+        (1, {"adam_every": 4, "save_every": 100}, "step_000004.pt", 1),
+        (7, {"save_every": 0}, "checkpoint.pt", 1),  # what was trained is saved in any case
+        (2, {"steps": 30, "save_every": 100}, "", 2),  # ranks agree on the step
     ],
+    ids=str,
 )
 def test_an_interrupted_run_is_saved_and_goes_on(
-    at, adam_every, save_every, saved, interrupt, tiny, tmp_path
+    at, changes, saved, world_size, interrupt, tiny, tmp_path
 ):
-    values = {"steps": 8, "adam_every": adam_every, "save_every": save_every}
-    run = interrupt("step", at, **values)
-    assert run.code == 130 and not run.val_losses
-    assert [path.name for path in run.folder.glob("*.pt")] == [saved]
-    whole = ranks.train(tmp_path, {**tiny, **values, "run_id": "whole"})
-    assert ranks.train(tmp_path, {"resume": "stopped"}).code == 0
+    values = {"steps": 8, **changes}
+    run = interrupt("step", at, world_size=world_size, **values)
+    assert run.code == 130 and run.log[-1] == "status:interrupted" and not run.val_losses
+    (path,) = run.folder.glob("*.pt")
+    assert saved in path.name
+    values = {**tiny, **values, "run_id": "whole"}
+    whole = ranks.train(tmp_path, values, world_size=world_size)
+    assert ranks.train(tmp_path, {"resume": "stopped"}, world_size=world_size).code == 0
     assert_same_end(run, whole)
-
-
-def test_a_save_at_an_interruption_that_fails_is_told(tiny, tmp_path):
-    def full(path, content):
-        raise OSError(28, "No space left on device", str(path))
-
-    def before():
-        signal_before("step", 4, signal.SIGTERM)
-        train_gpt.save_checkpoint = full
-
-    values = {**tiny, "steps": 8, "save_every": 100, "run_id": "full"}
-    run = ranks.train(tmp_path, values, before=before)
-    assert run.code == 1 and run.lines[-1].startswith("status:error [Errno 28]")
-    assert "step_000005" in run.lines[-1]
 
 
 def test_warm_up_is_interrupted_between_phases(monkeypatch):
@@ -702,10 +578,10 @@ def test_warm_up_is_interrupted_between_phases(monkeypatch):
         train_gpt.INTERRUPTED.clear()
 
 
-@pytest.mark.parametrize("signals, code", [((), 0), ((signal.SIGHUP,), 130)])
-def test_a_run_goes_on_when_the_console_is_gone(signals, code, tiny, tmp_path):
-    """As behind `| head -1`, or in a terminal that is closed, which sends SIGHUP, too; a process
-    that ignores that, as under nohup, still does."""
+@pytest.mark.parametrize("handler, code", [(signal.SIG_IGN, 0), (signal.SIG_DFL, 130)])
+def test_a_run_goes_on_when_the_console_is_gone(handler, code, tiny, tmp_path):
+    """As behind `| head -1`, and in a terminal that is closed, which sends SIGHUP, too: under nohup
+    that is ignored."""
 
     def before():
         def step(self, number, *rest):
@@ -714,33 +590,16 @@ def test_a_run_goes_on_when_the_console_is_gone(signals, code, tiny, tmp_path):
                 for stream in (1, 2):
                     os.dup2(there, stream)
                 os.close(here)
+                os.kill(os.getpid(), signal.SIGHUP)
             return honest(self, number, *rest)
 
-        signal.signal(signal.SIGHUP, signal.SIG_DFL if signals else signal.SIG_IGN)
-        signal_before("step", 2, *(signals or (signal.SIGHUP,)))
+        signal.signal(signal.SIGHUP, handler)
+        train_gpt.warm_up = lambda trainer: None
         honest, train_gpt.Trainer.step = train_gpt.Trainer.step, step
 
     run = ranks.train(tmp_path, {**tiny, "run_id": "alone", "save_every": 4}, before=before)
     assert run.code == code
     assert run.log[-1].startswith("status:interrupted" if code else "status:ok ")
-
-
-@pytest.mark.slow
-def test_an_interrupted_process_goes_on(tiny, tmp_path):
-    """The trainer as it is started from a shell."""
-    values = {**tiny, "steps": 400, "epochs": 9, "save_every": 1000, "run_id": "shell"}
-    log = tmp_path / "logs" / "shell" / "log.txt"
-    with started(tmp_path, values) as process:
-        deadline = time.monotonic() + 60
-        while not (log.exists() and "\nstep:3/" in log.read_text()):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        said, complaints = process.communicate(timeout=60)
-    assert process.returncode == 130 and said.splitlines()[-1] == "status:interrupted"
-    assert complaints.count("\n") == 1 and complaints.startswith("interrupted: ends after")
-    (saved,) = log.parent.glob("step_*.pt")
-    assert train_gpt.load_checkpoint(saved)["step"] == int(saved.stem[5:]) >= 3
 
 
 # ----- the plot at the end

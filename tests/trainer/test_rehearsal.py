@@ -93,18 +93,3 @@ def test_eight_ranks_take_the_steps_of_one(runs):
     for losses, count in (("train_losses", STEPS), ("val_losses", 3)):
         alone, together = (getattr(runs[world_size], losses) for world_size in (1, 8))
         assert len(alone) == count and together == pytest.approx(alone, abs=2.1e-5)
-
-
-@pytest.mark.slow
-def test_every_schedule_of_the_track_has_changed_on_the_way(runs):
-    """What is rehearsed: each of these has had all of its values, and Adam, which steps every
-    second time, was untied."""
-    config = train_gpt.with_values(FINEWEB, NARROW)
-    assert config.stages == STAGES
-    taken = [train_gpt.stage_at(config, step) for step in range(STEPS)]
-    assert {stage.start for stage in taken} == {stage.start for stage in STAGES}
-    phases = {train_gpt.training_phase(config, step) for step in range(STEPS)}
-    assert len(phases) >= 5 and {phase.is_tied for phase in phases} == {True, False}
-    assert config.adam_every == 2 and config.copy_orders
-    for run in runs.values():
-        assert run.result["tokens"] == train_gpt.training_tokens(config)

@@ -112,7 +112,7 @@ def test_a_step_is_the_qr_of_factor_times_basis(size, exponent, method):
     for _ in range(3):  # from a random basis to one near the eigenvectors
         new, order, rejected = eigenbasis_step(factor, basis, method)
         assert not rejected.any() and torch.equal(order, sorted_columns(factor, basis))
-        assert error_of(new) <= 1e-5
+        assert error_of(new) <= 2e-6
         product = factor.double() * 10.0**-exponent @ in_order(basis, order).double()
         # Zero for the orthogonal factor of a QR.
         triangle = torch.tril(new.double().mT @ product, -1).flatten(1).norm(dim=1)
@@ -121,22 +121,24 @@ def test_a_step_is_the_qr_of_factor_times_basis(size, exponent, method):
 
 
 @pytest.mark.parametrize("rank", [1, 5])
+@pytest.mark.parametrize("size", [9, 48])
 @EACH_METHOD
-def test_a_factor_of_low_rank_never_makes_a_wrong_basis(method, rank):
+def test_a_factor_of_low_rank_never_makes_a_wrong_basis(method, size, rank):
     """From bases far from it, who is accepted has found the space that gradients span, and others
-    keep their columns; from bases near it, as after the first steps, nothing is rejected."""
-    for size in (9, 48):
-        columns = normal(2, size, rank, seed=rank)
-        factor = columns @ columns.mT / rank
-        eigenvectors = torch.linalg.eigh(factor.double()).eigenvectors.flip(-1)
-        space = eigenvectors[:, :, :rank]
-        for basis in (orthogonal(2, size, size, seed=9), eigenvectors.float()):
-            new, order, rejected = eigenbasis_step(factor, basis, method)
-            assert error_of(new) <= 1e-4
-            assert_bitwise(new[rejected], in_order(basis, order)[rejected])
-            cosines = torch.linalg.svdvals(space.mT @ new[:, :, :rank].double())
-            assert (cosines[~rejected] > 1 - 1e-4).all()
-        assert not rejected.any()
+    keep their columns; from bases near it, as after the first steps, nothing is ever rejected."""
+    columns = normal(2, size, rank, seed=rank)
+    factor = columns @ columns.mT / rank
+    eigenvectors = torch.linalg.eigh(factor.double()).eigenvectors.flip(-1)
+    space = eigenvectors[:, :, :rank]
+    basis = orthogonal(2, size, size, seed=9)
+    for turn in range(6):
+        new, order, rejected = eigenbasis_step(factor, basis, method)
+        cosines = torch.linalg.svdvals(space.mT @ new[:, :, :rank].double())
+        assert (cosines[~rejected] > 1 - 1e-4).all()
+        assert_bitwise(new[rejected], in_order(basis, order)[rejected])
+        assert error_of(new) <= (1e-5 if turn else 1e-4)
+        assert turn == 0 or not rejected.any()
+        basis = new if turn else eigenvectors.float()
 
 
 @EACH_METHOD
