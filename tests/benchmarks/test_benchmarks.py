@@ -45,24 +45,6 @@ def test_words_are_those_of_the_trainers_command_line():
     assert words == ["--val-tokens", "8", "--windows", "(1, 2)"]
 
 
-REPORTER = """import os, sys
-names = "RANK", "WORLD_SIZE", "OMP_NUM_THREADS"
-words = [str(os.environ.get(name)) for name in names] + sys.argv[1:]
-os.write(1, (" ".join(words) + "\\n").encode())  # in one write, so that ranks do not mix
-"""
-
-
-@pytest.mark.parametrize(
-    "world_size, lines", [(1, {"None None 1 --word"}), (2, {"0 2 1 --word", "1 2 1 --word"})]
-)
-def test_a_script_runs_on_that_many_ranks(world_size, lines, tmp_path):
-    script = tmp_path / "reporter.py"
-    script.write_text(REPORTER)
-    captured = {"capture_output": True, "text": True, "timeout": 60}
-    done = common.on_ranks(script, world_size, ["--word"], **captured)
-    assert done.returncode == 0 and set(done.stdout.splitlines()) == lines, done.stderr
-
-
 def test_losses_of_a_log_are_those_behind_its_source(tmp_path):
     source = "step:1/2 train_loss:9.00000 lr_mul:1.000\n"
     tail = "step:1/2 train_loss:5.50000 lr_mul:1.000\nstep:1/2 val_loss:7.00000\n"
