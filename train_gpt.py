@@ -69,7 +69,7 @@ import torch.nn.functional as F
 from numba import njit
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.utils._pytree import tree_leaves
+from torch.utils import _pytree as pytree
 
 # 1. Configuration ================================================================================
 
@@ -396,9 +396,6 @@ def default_track():
     if not any(Path(TRACKS["fineweb"].data).glob("*_train_*.bin")):
         return "mini", f"no shards in {TRACKS['fineweb'].data}"
     return "fineweb", "CUDA and FineWeb's shards are present"
-
-
-# ----- schedules: pure functions of the step
 
 
 def stage_at(config, step):
@@ -1924,9 +1921,6 @@ def polar_express(matrices, dtype):
     return x.float()
 
 
-# ----- update rules of the hidden matrices: weight and grad are (k, m, n) float32
-
-
 def cautious_step(weight, update, lr, decay):
     """Step against `update` in place, with weight decay only where both agree in sign."""
     is_agreed = update * weight >= 0
@@ -2067,9 +2061,6 @@ UPDATE_RULES = {
 }
 # The rule of each group of parameters; that of the matrices is Config.matrix_update.
 GROUP_RULES = {"small": "adam", "embeddings": "adam"}
-
-
-# ----- eigenbases
 
 
 def update_factors(grad, sides, is_kl):
@@ -2284,7 +2275,7 @@ class ParameterGroup(Group):
 
     def reduce(self, step):
         names = self.stepping(step)
-        if self.is_shared_out:
+        if self.is_shared_out or not names:
             return [(name, *self.runtime.reduce_scatter(self.grads[name], name)) for name in names]
         bucket = torch.cat([self.grads[name].flatten() for name in names])
         work = self.runtime.all_reduce(bucket, self.name)
@@ -2976,9 +2967,6 @@ def wait(work):
         work.wait()
 
 
-# ----- devices and back ends
-
-
 def choose_device(name, local_rank, local_world_size):
     """The torch.device of one of the processes on this machine. Raises ConfigError."""
     has_cuda = name != "cpu" and torch.cuda.is_available()
@@ -3060,7 +3048,8 @@ def parse_literal(text):
         value = ast.literal_eval(text.title() if text.lower() in ("true", "false") else text)
         str(value)  # raises for integers that are too long to be quoted
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        raise argparse.ArgumentTypeError(f"{text}: no true or false, nor (1, 2)") from None
+        expected = "expected true or false, or a tuple such as (1, 2)"
+        raise argparse.ArgumentTypeError(f"{text}: {expected}") from None
     return value if isinstance(value, (tuple, bool)) else (value,)
 
 
@@ -3156,9 +3145,8 @@ def resumed(given):
     changes = {name: value for name, value in given.items() if name in may_change}
     for name in given.keys() - may_change:
         is_same = with_values(saved, {name: given[name]}) == saved
-        require(
-            is_same, f"--{name.replace('_', '-')}: the run to resume keeps its own; leave it out"
-        )
+        words = f"--{name.replace('_', '-')} {given[name]}"
+        require(is_same, f"{words}: the run to resume keeps what it has; leave the key out")
     return dataclasses.replace(saved, **{**changes, "resume": saved.resume}), content
 
 
@@ -3290,11 +3278,11 @@ def manifest_hash(config):
 def save_checkpoint(path, content):
     """Write `content` (nested dicts of tensors and plain types), and the file's sha256 beside it,
     atomically. Raises FloatingPointError rather than keep what is not finite."""
-    for values in tree_leaves(content):
+    for keys, values in pytree.tree_leaves_with_path(content):
         if isinstance(values, Tensor) and values.numel():
             low, high = values.aminmax()  # one pass over a table, and no copy
             if not (math.isfinite(low) and math.isfinite(high)):
-                raise FloatingPointError(f"a tensor {tuple(values.shape)} to save is not finite")
+                raise FloatingPointError(f"checkpoint{pytree.keystr(keys)} is not finite")
     with atomic_file(path) as file:
         torch.save(content, file)
         file.flush()
@@ -3341,7 +3329,10 @@ def find_checkpoint(run, key="resume"):
                 print(f"note: {one_line(error)}", file=sys.stderr)
                 damaged.append(str(error))
     hint = nearest(run, [path.parent.name for path in Path("logs").glob("*/*.pt")])
-    raise ConfigError("; ".join(damaged) or f"--{key} {run}: no checkpoint in {folder}; {hint}")
+    missing = (
+        f"--{key} {run}: no checkpoint in {folder.absolute()}; {hint or 'no run has left one'}"
+    )
+    raise ConfigError("; ".join(damaged) or missing)
 
 
 def restore(trainer, content):
@@ -3669,27 +3660,42 @@ def plot(folder):
         return ""
 
 
-def ending_of(error):
-    """(exit status, words of the status line, whether it is nobody's fault but the script's) of a
-    run that an error has ended."""
+ENDINGS = (  # what can end a run, the exit status, and what the status line says of it
+    (KeyboardInterrupt, 130, "interrupted"),
+    (ConfigError, 2, "error {said}"),
+    (FloatingPointError, 1, "nan {said}; start another run with a lower learning rate"),
+    (
+        (torch.OutOfMemoryError, MemoryError),
+        1,
+        "oom {said}; lower --ngram-rows, or --micro-batch-tokens, and raise --micro-batches",
+    ),
+    (BlockingIOError, 2, "error another process writes this run: wait for it, or stop it"),
+    (OSError, 1, "error {said}; check the path, and that the disk is not full"),
+)
+
+
+def report_error(error, log, runtime):
+    """Log how a run ends that an error has ended; returns its exit status."""
     said = one_line(error)
-    if isinstance(error, KeyboardInterrupt):
-        return 130, "interrupted", False
-    if isinstance(error, ConfigError):
-        return 2, f"error {said}", False
-    if isinstance(error, FloatingPointError):
-        return 1, f"nan {said}; start another run with a lower learning rate", False
-    is_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    if is_memory or "can't allocate memory" in said:
-        remedy = "lower --micro-batch-tokens and raise --micro-batches, or lower --ngram-rows"
-        return 1, f"oom {said}; {remedy}", False
-    if isinstance(error, BlockingIOError):
-        return 2, "error another process writes this run: wait for it, or stop it", False
-    if isinstance(error, OSError):
-        return 1, f"error {said}; check the path, and that the disk is not full", False
-    if INTERRUPTED.is_set():
-        return 130, "interrupted", False  # another rank has ended first, and collectives fail here
-    return 1, f"error {type(error).__name__}: {said}", True
+    if "can't allocate memory" in said:
+        error = MemoryError(said)
+    known = [row for row in ENDINGS if isinstance(error, row[0])]
+    if (
+        not known and INTERRUPTED.is_set()
+    ):  # another rank has ended first, and collectives fail here
+        known = [ENDINGS[0]]
+    if not known:  # it is nobody's fault but the script's
+        traceback.print_exception(error)
+        known = [(Exception, 1, f"error {type(error).__name__}: {{said}}")]
+    _, status, words = known[0]
+    line = f"status:{words.format(said=said)}"
+    with contextlib.suppress(OSError):  # the disk may be full; the console has the status
+        log.line(line)
+    if not log.is_main:
+        print(f"rank {os.environ['RANK']}: {line}", file=sys.stderr, flush=True)
+    if runtime is not None:
+        runtime.close(has_failed=True)
+    return status
 
 
 # 13. The run =====================================================================================
@@ -3739,20 +3745,6 @@ def train(run):
     stop_if_interrupted()
     write_result(run, losses, gates, steps)
     return losses["val_loss"]
-
-
-def report_error(error, log, runtime):
-    """Log how a run ends that an error has ended; returns its exit status."""
-    status, words, is_bug = ending_of(error)
-    if is_bug:
-        traceback.print_exception(error)
-    with contextlib.suppress(OSError):  # the disk may be full; the console has the status
-        log.line(f"status:{words}")
-    if not log.is_main:
-        print(f"rank {os.environ['RANK']}: status:{words}", file=sys.stderr, flush=True)
-    if runtime is not None:
-        runtime.close(has_failed=True)
-    return status
 
 
 def main(argv=None, extend=None):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from records import experiment, picture, render
-from records.files import CONTROL, RecordError, require
+from records.files import CONTROL, RULES, RecordError, require
 from records.judge import check_pages, check_records
 from records.record import MOST_LOGS, Repository, read_script
 
@@ -50,8 +50,9 @@ def report(repository, options):
     print(f"report: {out}")
 
 
+TRACK = RULES["default_track"]
 OPTIONS = {
-    "--track": {"default": "nano", "help": "[nano]"},
+    "--track": {"default": TRACK, "help": f"[{TRACK}]"},
     "--runs": {"type": int, "metavar": "N", "default": 8, "help": "fixed before the first run [8]"},
     "--world-size": {"type": int, "default": 0, "metavar": "W", "help": "processes [the record's]"},
     "--name": {"required": True, "help": "letters, digits and '-'"},

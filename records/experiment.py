@@ -20,9 +20,11 @@ from records.source import changed_lines, config_of, sha256_of
 
 
 def own_script(repository, track):
-    """The text of train_gpt.py, which is no record of the track yet."""
-    known = ", ".join(repository.rules)
+    """The text of train_gpt.py, which is no record of the track yet, and may become one."""
+    takes = [name for name, rules in repository.rules.items() if not rules.get("closed")]
+    known = ", ".join(takes)
     require(track in repository.rules, f"--track {ascii(track)}: is none of {known}")
+    require(track in takes, f"--track {track}: is closed, its records stay; open are {known}")
     source = read_script(repository.root / "train_gpt.py")
     twin = next((one.name for one in repository.records[track] if one.source == source), None)
     require(not twin, f"train_gpt.py is the code of {twin}; change it first")

@@ -22,7 +22,7 @@ AUTHORS = re.compile(r"[^\W_][\w .,'&()@/-]{0,99}")
 # What prose has none of: HTML, headings, tables, and lines under a heading, quoted ones too.
 ODD_PROSE = re.compile(r"(?m)<[A-Za-z/!?]|^[ >\t*+-]*(?:#|\|)|^[ >\t]*(?:-{2,}|=+)[ \t]*$")
 MACHINE = ("device", "world_size", "torch", "cuda", "triton", "dtype")  # one for all runs
-CHOOSING = ("attention", "compile", "dtype", "float8")  # fields that back ends follow from
+CHOOSING = ("attention", "compile", "dtype")  # fields that back ends follow from
 
 
 # ----- one run
@@ -252,6 +252,8 @@ def check_records(repository):
                 check_run(run, track, rules)
             with about(record.folder):
                 check_name(record)
+                is_late = rules.get("closed") and repository.merged and record.age[0]
+                require(not is_late, f"is new, and the track {track} is closed")
         for record in records:
             with about(record.folder):
                 check_record(record, records, rules)

@@ -2,7 +2,8 @@
 
 A dict TRACKS holds {"name": Config(field=value, ...)}. A value is a literal, arithmetic on small
 numbers, or a call of one of the script's dataclasses. A field that a call does not name has the
-default of its class: `name: type = 1.0`, or `name: type = made(..., default=1.0)`.
+default of its class: `name: type = 1.0`, or `name: type = made(1.0, ...)`, where the script says
+`def made(default, ...)`. What a call is given by the name `default` is one as well.
 """
 
 import ast
@@ -16,7 +17,13 @@ from collections import Counter
 
 from records.files import RecordError, require
 
-OPERATIONS = {ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Pow: operator.pow}
+OPERATIONS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+}
 LARGEST = 2**64  # number that arithmetic may be done with
 HIGHEST_POWER = 64
 CODING = re.compile(r"[ \t\f]*#.*?coding[:=]")  # PEP 263: a line that changes what text means
@@ -47,21 +54,33 @@ def body_of(source):
         raise RecordError(f"the script is no Python with names in ASCII: {reason}") from None
 
 
-def default_of(value):
-    """The expression of the default of a field, whose value in its class is this node or None."""
-    if isinstance(value, ast.Call):
-        return {word.arg: word.value for word in value.keywords}.get("default")
-    return value
+def default_of(value, helpers):
+    """The expression of a field's default, or None. `value` is what its class assigns, and helpers
+    are the script's functions by name: the argument counts that one of them calls `default`."""
+    if not isinstance(value, ast.Call):
+        return value
+    named = {word.arg: word.value for word in value.keywords}
+    helper = helpers.get(ast.unparse(value.func))
+    if helper:
+        parameters = [*helper.args.posonlyargs, *helper.args.args]
+        names = [parameter.arg for parameter in parameters]
+        named |= dict(zip(names, value.args, strict=False))
+    default = named.get("default")
+    is_none = default and ast.unparse(default).split(".")[-1] == "MISSING"
+    return None if is_none else default
 
 
 class Literals(ast.NodeTransformer):
-    """It turns calls of dataclasses into dicts, and arithmetic into numbers."""
+    """It turns calls of a script's dataclasses into dicts, and arithmetic into numbers."""
 
-    def __init__(self, kinds):
+    def __init__(self, body):
+        helpers = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
         self.classes = {}
-        for kind in kinds:
-            fields = [node for node in kind.body if isinstance(node, ast.AnnAssign)]
-            self.classes[kind.name] = {node.target.id: default_of(node.value) for node in fields}
+        for kind in body:
+            if isinstance(kind, ast.ClassDef):
+                fields = [node for node in kind.body if isinstance(node, ast.AnnAssign)]
+                defaults = {node.target.id: default_of(node.value, helpers) for node in fields}
+                self.classes[kind.name] = defaults
 
     def visit_Call(self, call):
         defaults = self.classes[call.func.id]
@@ -85,13 +104,13 @@ def tracks_of(source):
     """{track: {field: value as JSON keeps it}} of a script that hides no code."""
     body = body_of(source)
     try:
-        kinds = [node for node in body if isinstance(node, ast.ClassDef)]
+        kinds = [node.name for node in body if isinstance(node, ast.ClassDef)]
         lines = re.findall(r"^TRACKS\b", source, re.MULTILINE)
-        if [kind.name for kind in kinds].count("Config") != 1 or len(lines) != 1:
+        if kinds.count("Config") != 1 or len(lines) != 1:
             raise ValueError("one class Config and one line TRACKS = { are needed")
         assigned = [node for node in body if isinstance(node, ast.Assign)]
         (tracks,) = [node.value for node in assigned if ast.unparse(node.targets) == "TRACKS"]
-        found = ast.literal_eval(Literals(kinds).visit(tracks))
+        found = ast.literal_eval(Literals(body).visit(tracks))
         return {str(name): dict(config) for name, config in json.loads(json.dumps(found)).items()}
     except Exception as error:
         reason = f"{type(error).__name__}: {ascii(str(error))[1:-1][:100]}"

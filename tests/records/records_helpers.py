@@ -1,246 +1,181 @@
-"""Synthetic records: logs as the trainer writes them, from a source that must never run; and
-scripts that stand in for a trainer."""
+"""Synthetic records: logs as the trainer writes them, from a source that must never run; and a
+script that stands in for a trainer."""
 
 import contextlib
 import io
 import json
 import re
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import numpy as np
 
-from records import render, stats
+from records import files, render, stats
 from records.__main__ import main
-from records.files import RecordError  # noqa: F401 (for the tests)
+from records.experiment import lay_out, write_figures
+from records.files import RecordError
 from records.log import parse_log, split_log
 from records.record import Repository
 from records.source import sha256_of as sha_of
 
-STEPS = 60
+TRACK = files.RULES["default_track"]
 YESTERDAY = datetime.now(UTC).replace(microsecond=0) - timedelta(days=1)  # when runs began
-TARGET = 0.88  # of the nano track here, whatever it is now
-RULES = Repository.at().rules["nano"]
-MANIFEST = RULES["manifest_sha256"]
+LATER = YESTERDAY + timedelta(hours=6)  # than all runs of `pristine`
 WHY = "It takes fewer steps, since each of them does more."
-BOARDS = [
-    f"<!-- records/{track} -->\nNo records yet.\n<!-- end -->" for track in Repository.at().rules
-]
-README = "\n\n".join(["# A repository", *BOARDS, "The end.\n"])
-
-
-# What a log says of a configuration; the source says it in the trainer's form, see `tracks_text`.
-CONFIG = {
-    "track": "nano",
-    "data": "data/python",
-    "tokenizer": "bytes",
-    "steps": STEPS,
-    "micro_batch_tokens": 512,
-    "stages": [{"start": 0.0, "micro_batches": 8, "lr": 1.0}],
-    "rules": {"attention": {"group": "matrices", "lr_mul": [1.0, 0.5]}},
-    "matrix_lr": 0.025,
-    "cooldown": 0.45,
-    "val_tokens": RULES["config"]["val_tokens"],
-    "val_sha256": RULES["config"]["val_sha256"],
-    "val_every": 0,
-    "target_loss": TARGET,
-    "dtype": "auto",
-    "log_every": 20,
-    "seed": -1,
-    "run_id": "",
-    "resume": "",
-    "run_of": "",
+FIXED = {"tokenizer": "bytes", "val_tokens": 262_144, "val_sha256": "5e" * 32}
+FIXED["target_loss"] = 0.88
+RULES = {
+    TRACK: {"config": FIXED, "manifest_sha256": "da" * 32, "copy_loss": 0.004},
+    "web": {"config": {**FIXED, "val_sha256": ""}, "manifest_sha256": "", "copy_loss": 0.004},
 }
-NO_DEFAULT = {*CONFIG} - {"log_every", "seed", "run_id", "resume", "run_of"}
+SCHEDULE = {"steps": 60, "log_every": 20, "val_every": 0, "micro_batch_tokens": 512}
+STAGES = [{"start": 0.0, "micro_batches": 8, "lr": 1.0}]
+RUN = {"seed": -1, "run_id": "", "resume": "", "run_of": ""}
+MODEL = {"cooldown": 0.45, "layers": [0, 2], "matrix_lr": 0.025, "dtype": "auto"}
+CONFIG = {"track": TRACK, **FIXED, **SCHEDULE, "stages": STAGES, **MODEL, **RUN}
 CLASSES = """
+def knob(default, help_text):
+    return field(default=default)
+
+
 @dataclass(frozen=True)
 class Stage:
-    start: float
-    micro_batches: int
+    start: float = knob(MISSING, "where it begins")
+    micro_batches: int = knob(MISSING, "of a step")
     lr: float = 1.0
 
 
 @dataclass(frozen=True)
-class Rule:
-    group: str
-    lr_mul: float | tuple = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Config:
 """
 
 
-def config_of_nano(**changes):
-    """The configuration that synthetic sources have."""
-    return {**CONFIG, **changes}
-
-
-def literal(value):
-    """How a track of the trainer's form writes a value of a configuration."""
-    if isinstance(value, (list, tuple)):
-        return f"({''.join(literal(item) + ', ' for item in value)})"
-    if isinstance(value, dict) and ("start" in value or "group" in value):
-        kind = "Stage" if "start" in value else "Rule"
-        words = []
-        for name, item in value.items():
-            if name not in ("lr", "lr_mul") or item != 1.0:  # which has that default
-                words.append(f"{name}={literal(item)}")
-        return f"{kind}({', '.join(words)})"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {literal(item)}" for key, item in value.items()) + "}"
-    return repr(value)
-
-
 def tracks_text(config):
-    """The lines of a script that say what its tracks are: of one track, with these fields."""
+    """The lines of a script that say what its only track is."""
+    stages = [f"Stage({row['start']}, {row['micro_batches']})" for row in config["stages"]]
     fields = []
-    words = []
     for name, value in config.items():
-        if name in NO_DEFAULT:
-            fields.append(f"    {name}: object = knob('what it is')\n")
-            words.append(f"        {name}={literal(value)},\n")
-        else:
-            fields.append(f"    {name}: object = knob('what it is', default={literal(value)})\n")
-    track = f"    {config['track']!r}: Config(\n{''.join(words)}    ),\n"
-    return f"{CLASSES}{''.join(fields)}\n\nTRACKS = {{\n{track}}}\n"
+        shown = repr(tuple(value) if isinstance(value, list) else value)
+        shown = f"({', '.join(stages)},)" if name == "stages" else shown
+        fields.append(f"    {name}: object = knob({shown}, 'what it is')\n")
+    track = config["track"]
+    return f"{CLASSES}{''.join(fields)}\n\nTRACKS = {{{track!r}: Config(track={track!r})}}\n"
 
 
-def source_of(word="first", padding=0, **changes):
+def source_of(word="first", **changes):
     """A script that leaves a file behind if anything imports or runs it."""
-    lines = [f"# {word}: line {number} of the padding\n" for number in range(padding)]
-    return (
-        f"open('executed', 'w').write({word!r})\nraise SystemExit('executed')\n"
-        + "".join(lines)
-        + tracks_text(config_of_nano(**changes))
-    )
+    lines = f"open('executed', 'w').write({word!r})\nraise SystemExit('executed')\n"
+    return lines + tracks_text({**CONFIG, **changes})
 
 
-def step_lines(values, rng, loss, time_ms):
+def step_lines(seed, loss, time_ms):
     """The lines of a run's losses, the last of which is `loss`."""
-    steps = values["steps"]
+    rng = np.random.default_rng(seed)
     lines = []
-    for step in range(1, steps + 1):
-        at = round(time_ms * step / steps)
+    for step in (20, 40, 60):
+        at = round(time_ms * step / 60)
         tail = f"train_time:{at}ms step_avg:{at / step:.2f}ms"
-        if step % values["log_every"] == 0 or step == steps:
-            noisy = loss + 3 / step + rng.random()
-            lines.append(f"step:{step}/{steps} train_loss:{noisy:.5f} lr_mul:1.000 {tail}")
-        if step == steps or (values["val_every"] and step % values["val_every"] == 0):
-            above = loss + 2 * (steps - step) / steps
-            lines.append(f"step:{step}/{steps} val_loss:{above:.5f} {tail}")
-    return lines
+        noisy = loss + 3 / step + rng.random()
+        lines.append(f"step:{step}/60 train_loss:{noisy:.5f} lr_mul:1.000 {tail}")
+    return [*lines, f"step:60/60 val_loss:{loss:.5f} {tail}"]
 
 
 def log_text(
     run,
-    source=None,
+    source,
     seed=1,
     loss=0.87,
     time_ms=60_000,
-    counter=1,
-    declared=4,
-    start=1,
-    steps=STEPS,
-    device="Slow CPU (R) @ 2 GHz x2",
-    data=MANIFEST,
-    config=None,
+    place="1:1/4:1",
+    config=CONFIG,
     dtype="bfloat16",
-    cpu_ms=None,
     started=YESTERDAY,
 ):
-    """The log that the trainer writes for one complete run on the nano track. dtype: what the
-    machine makes of `auto`."""
-    source = source_of() if source is None else source
-    place = f"1:{counter}/{declared}:{start}"
-    values = {**(config or CONFIG), "seed": seed, "run_id": run, "steps": steps, "run_of": place}
+    """The log that the trainer writes for one complete run. dtype: what it makes of `auto`."""
+    values = {**config, "seed": seed, "run_id": run, "run_of": place}
     if values["dtype"] == "auto":
         values["dtype"] = dtype
-    cpu_ms = 2 * time_ms if cpu_ms is None else cpu_ms
-    tokens = steps * values["stages"][0]["micro_batches"] * values["micro_batch_tokens"]
+    tokens = 60 * 8 * 512
+    batch, counter, start = place.split(":")
     lines = [
         source.rstrip("\n"),
         "===== END OF CODE =====",
-        f"run:{run} track:nano commit:{'0' * 40} dirty:0 code_sha256:{sha_of(source)} seed:{seed} "
-        f"world_size:1 device:{device} torch:2.13.0+cpu cuda:none triton:none "
-        f"started:{started:%Y-%m-%dT%H:%M:%SZ}",
+        f"run:{run} track:{values['track']} commit:{'0' * 40} dirty:0 "
+        f"code_sha256:{sha_of(source)} seed:{seed} world_size:1 device:Slow CPU (R) @ 2.00GHz x2 "
+        f"torch:2.13.0+cpu cuda:none triton:none started:{started:%Y-%m-%dT%H:%M:%SZ}",
         "config:" + json.dumps(values),
-        f"batch:1 counter:{counter}/{declared} start:{start}",
-        f"data:{data} shards:ok backends:attention=sdpa,matmul=torch-bfloat16,compile=inductor",
+        f"batch:{batch} counter:{counter} start:{start}",
+        f"data:{RULES[TRACK]['manifest_sha256']} shards:ok "
+        "backends:attention=sdpa,matmul=torch-bfloat16,compile=inductor",
         "size: matrices=1 embeddings_and_head=2 ngram_table=3",
         "===== START =====",
-        *step_lines(values, np.random.default_rng(seed), loss, time_ms),
+        *step_lines(seed, loss, time_ms),
         "comms: sent_bytes per step (messages) none=0(0)",
         f"validity: causal:ok normalised:ok local:ok unmoved:ok val_tokens:{values['val_tokens']} "
-        f"val_sha256:{values['val_sha256']}",
+        f"val_sha256:{values['val_sha256'] or 'ab' * 32}",
         f"final val_loss:{loss:.5f} train_time:{time_ms}ms tokens:{tokens} "
         f"peak_memory:900MiB tokens_per_s:{1000 * tokens / time_ms:.0f} mfu:1.5% "
-        f"cpu_time:{cpu_ms}ms",
+        f"cpu_time:{2 * time_ms}ms",
         f"status:ok run:{run} val_loss:{loss:.5f} train_time:{time_ms / 1000:.1f}s "
         f"log:logs/{run}/log.txt plot:logs/{run}/loss.png",
     ]
     return "\n".join(lines) + "\n"
 
 
-def name_of(source):
-    """What the experiment with a script on the nano track is called."""
-    return f"nano-{sha_of(source)[:8]}"
+def name_of(source, track=TRACK):
+    """What the experiment with a script is called."""
+    return f"{track}-{sha_of(source)[:8]}"
 
 
-def write_logs(
-    folder,
-    source,
-    base="",
-    count=4,
-    rng=1,
-    loss=0.87,
-    time_ms=60_000,
-    base_ms=0,
-    spread=0.001,
-    began=YESTERDAY,
-    **values,
-):
-    """Logs of a batch of runs with scattered losses and times, in pairs with those of a base if
-    there is one; returns the paths, of both sides with a base."""
-    rng = np.random.default_rng(rng)
-    paths = {"a": [], "b": []}
-    order = stats.order_of_pairs(sha_of(source), 1, count)
-    order = [place for place in order if base or place[0] == "a"]
-    for side, number in order:
-        run = f"{name_of(source)}-{number:02d}{side}"
-        paths[side].append(Path(folder) / run / "log.txt")
-        took = round((base_ms if side == "b" else time_ms) * (1 + 0.002 * rng.standard_normal()))
+def write_logs(root, source, base="", count=4, time_ms=60_000, began=YESTERDAY, **values):
+    """Logs of a batch of runs in a repository, with scattered losses and times, in pairs with those
+    of a base if there is one, which takes a fifth longer; returns their paths, those of the source
+    first. values: of log_text."""
+    rng = np.random.default_rng(list(source.encode()))
+    track = values.get("config", CONFIG)["track"]
+    paths = []
+    for side, number in stats.order_of_pairs(sha_of(source), 1, count):
+        if side == "b" and not base:
+            continue
+        run = f"{name_of(source, track)}-{number:02d}{side}"
+        took = time_ms * (1 + 0.002 * rng.standard_normal())
         text = log_text(
             run,
-            **{
-                "source": base if side == "b" else source,
-                "seed": stats.seed_of(sha_of(source), 1, number),
-                "loss": loss + spread * rng.standard_normal(),
-                "counter": number,
-                "declared": count,
-                "time_ms": took,
-                "started": began,
-                **values,
-            },
+            base if side == "b" else source,
+            stats.seed_of(sha_of(source), 1, number),
+            loss=0.87 + 0.001 * rng.standard_normal(),
+            time_ms=round(1.2 * took if side == "b" else took),
+            place=f"1:{number}/{count}:1",
+            started=began,
+            **values,
         )
-        paths[side][-1].parent.mkdir(parents=True)
-        paths[side][-1].write_text(text)
-        began += timedelta(milliseconds=took, seconds=20)
-    return (paths["a"], paths["b"]) if base else paths["a"]
+        path = root / "logs" / run / "log.txt"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        paths.append(path)
+        began += timedelta(milliseconds=1.2 * took, seconds=20)
+    return sorted(paths, key=lambda path: (path.parent.name[-1], path))
+
+
+def pairs(repository, word="third", before="second", began=LATER, tail=""):
+    """Runs of another idea beside its parent's, in logs/; returns its script."""
+    source = source_of(word) + tail
+    write_logs(repository.root, source, source_of(before), 6, 50_000, began)
+    return source
 
 
 def make_repository(root):
-    """An empty repository with the real tracks, but for the target of one."""
-    (root / "records" / "nano").mkdir(parents=True)
-    (root / "records" / "README.md").write_text(README)
-    return fixing(Repository(root, Repository.at().rules), target_loss=TARGET)
+    """An empty repository."""
+    (root / "records" / TRACK).mkdir(parents=True)
+    boards = [f"<!-- records/{track} -->\nNo records yet.\n<!-- end -->" for track in RULES]
+    (root / "records" / "README.md").write_text("\n\n".join(["# A repository", *boards, "End.\n"]))
+    return Repository(root, RULES)
 
 
 def fixing(repository, **fields):
     """The same repository, whose track's rules fix these fields of the configuration, too."""
-    rules = repository.rules["nano"]
-    nano = {**rules, "config": {**rules["config"], **fields}}
-    return Repository(repository.root, {**repository.rules, "nano": nano})
+    rules = repository.rules[TRACK]
+    changed = {**rules, "config": {**rules["config"], **fields}}
+    return Repository(repository.root, {**repository.rules, TRACK: changed})
 
 
 def fresh(repository):
@@ -248,106 +183,110 @@ def fresh(repository):
     return Repository(repository.root, repository.rules, repository.merged)
 
 
-def add_first(repository, count=4, padding=0):
-    """A first record; returns its folder."""
-    source = source_of("first", padding)
-    write_logs(repository.root / "logs", source, count=count)
-    return submitted(repository, "First", source)
+def make_two_records(root):
+    """A repository of two records, First and Faster, the second of which claims speed against the
+    first, and current pages."""
+    repository = make_repository(root)
+    write_logs(root, source_of("first"))
+    submitted(repository, "First", source_of("first"))
+    began = YESTERDAY + timedelta(hours=2)
+    submitted(repository, "Faster", pairs(repository, "second", "first", began))
+    assert main(["table"], fresh(repository)) == 0
+    return repository
 
 
 def tried(repository, name, source):
     """The exit status of `submit` with this script as the working one."""
     (repository.root / "train_gpt.py").write_text(source)
-    words = ["submit", "--name", name, "--by", "A. Speedrunner"]
-    return main(words, fresh(repository))
+    return main(["submit", "--name", name, "--by", "A. Speedrunner"], fresh(repository))
 
 
 def submitted(repository, name, source):
     """The folder of a record of the runs of a script, which are good, with its reasons."""
     assert tried(repository, name, source) == 0
-    (folder,) = (repository.home / "nano").glob(f"*_{name}")
+    folder = folder_of(repository, name)
     edit(folder / "README.md", re.escape(render.WHY), WHY)
     return folder
 
 
-def add_faster(
-    repository,
-    name="Faster",
-    before="first",
-    word="second",
-    rng=5,
-    count=8,
-    padding=0,
-    time_ms=50_000,
-):
-    """A record with pairs against the last one, whose source has the word `before`; returns its
-    folder."""
-    write_logs(
-        repository.root / "logs",
-        source_of(word, padding),
-        source_of(before, padding),
-        count,
-        rng,
-        time_ms=time_ms,
-        base_ms=1.2 * time_ms,
-        began=YESTERDAY + timedelta(hours=2),
-    )
-    return submitted(repository, name, source_of(word, padding))
+def folder_of(repository, name):
+    """The folder of a record, by its name without the date."""
+    return next((repository.home / TRACK).glob(f"*_{name}"))
+
+
+def logs_in(folder, part="logs"):
+    return sorted((folder / part).iterdir())
+
+
+def forced(repository, name, source, track=TRACK):
+    """A record's folder of the runs of a script as `submit` would make it, if it let everything
+    pass."""
+    again = fresh(repository)
+    folder = again.home / track / f"{folder_of(repository, 'First').name[:10]}_{name}"
+    with contextlib.suppress(RecordError):
+        lay_out(again, folder, source, "A. Forger")
+        edit(folder / "README.md", re.escape(render.WHY), WHY)
+    return folder
+
+
+def rewrite(repository):
+    """Make all figures those that the tool writes for the logs, where it can read them."""
+    again = fresh(repository)
+    with contextlib.suppress(RecordError):
+        names = {record.name: record for record in again.all}
+        for record in again.all:
+            write_figures(again, record, names.get(record.parent), record.result["by"])
 
 
 def refusal(repository):
     """The line with which `verify` refuses a repository; empty where it does not."""
-    with (
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()) as said,
-    ):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main(["verify"], fresh(repository))
-    assert status == (2 if said.getvalue() else 0)
-    return said.getvalue().removeprefix("records: ").removesuffix("\n")
+    line = err.getvalue()
+    assert status == (2 if line else 0) and bool(line) != bool(out.getvalue())
+    assert not files.CONTROL.search(line)
+    assert re.fullmatch(r"(records: records[^:]*: .*\n)?", line), line
+    return line.removeprefix("records: ").removesuffix("\n")
 
 
-def edit(path, old, new, count=0, missing_ok=False):
-    """Replace a regular expression in a file; it must be found, unless that is said."""
+def edit(path, old, new, count=0):
+    """Replace a regular expression in a file, in which it must be found."""
     text = path.read_text()
     changed = re.sub(old, new, text, count=count, flags=re.MULTILINE)
-    assert missing_ok or changed != text, (path, old)
+    assert changed != text, (path, old)
     path.write_text(changed)
 
 
 def stored(path):
     """The Run of a thin log in a record's folder, with the script that its code_sha256 names."""
-    scripts = [script.read_text() for script in Path(path).parents[2].glob("*/train_gpt.py")]
-    code = re.search(r"code_sha256:(\w+)", Path(path).read_text())[1]
+    scripts = [script.read_text() for script in path.parents[2].glob("*/train_gpt.py")]
+    code = re.search(r"code_sha256:(\w+)", path.read_text())[1]
     return parse_log(path, next(script for script in scripts if sha_of(script) == code))
 
 
-def run_at(path):
-    """The Run of a whole log, or of the one in a run's folder."""
-    path = Path(path) / "log.txt" if Path(path).is_dir() else Path(path)
-    source, _ = split_log(path.read_text())
-    return parse_log(path, source)
+def runs_in(repository, name):
+    """The Runs of the folders in logs/ with such names, whose logs are whole."""
+    paths = sorted(repository.root.glob(f"logs/{name}/log.txt"))
+    return [parse_log(path, split_log(path.read_text())[0]) for path in paths]
 
 
-def call(repository, capsys, *words):
+def call(repository, capture, *words):
     """(exit status, stdout, stderr) of `python -m records` with these words, in this process."""
-    capsys.readouterr()
+    capture.readouterr()
     status = main([*map(str, words)], fresh(repository))
-    return status, *capsys.readouterr()
+    return status, *capture.readouterr()
 
 
-# ----- scripts that stand in for a trainer
+# ----- a script that stands in for a trainer
 
-# Writes the log of a complete run in no time, and notes the order of runs and how each one was told
-# its place. A file `stop` holds the number of a run and how it ends: "refused" before its log has a
-# header, "failed" after that, "interrupted1" or "interrupted2": so often the caller is, as by
+# It writes the log of a complete run in no time, and notes the order of runs and how each one was
+# told its place. A file `stop` holds the number of a run and how it ends: "refused" before its log
+# has a header, "failed" after that, "interrupted1" or "interrupted2": so often the caller is, as by
 # Ctrl-C.
 FAKE = '''import hashlib, json, os, random, signal, sys, time
-from dataclasses import dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field
 from pathlib import Path
-
-
-def knob(help, **default):
-    return field(**default)
 
 {tracks}
 
@@ -355,30 +294,30 @@ LOSS, TIME = {loss}, {time}
 argv = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 run, code, seed = argv["--run-id"], Path(__file__).read_text(), int(argv["--seed"])
 number, stop, end = run.rpartition("-")[2], Path("stop"), None
+place = argv["--run-of"]
 with open("order.txt", "a") as order:
-    order.write(number + " " + argv.get("--run-of", "-") + "\\n")
+    order.write(number + " " + place + "\\n")
 if stop.exists() and stop.read_text().split()[0] == number:
     end = stop.read_text().split()[1]
     stop.unlink()
 if end == "refused":
     sys.exit("status:error no data")
-place = ""
-if "--run-of" in argv:
-    place = "batch:%s counter:%s start:%s\\n" % tuple(argv["--run-of"].split(":"))
 folder = Path("logs") / run
 folder.mkdir()
 (folder / "checkpoint.pt").write_text("weights")
-config = {{**{config}, "run_id": run, "seed": seed, "run_of": argv.get("--run-of", "")}}
-if config.get("dtype") == "auto":
+config = {{**asdict(TRACKS[argv["--track"]]), "run_id": run, "seed": seed, "run_of": place}}
+if config["dtype"] == "auto":
     fast = Path("fast.txt")  # the dtype that the machine is fast in
     config["dtype"] = argv.get("--dtype", fast.read_text() if fast.exists() else "float32")
 header = f"""{{code.rstrip()}}
 {{"=" * 5}} END OF CODE {{"=" * 5}}
-run:{{run}} track:nano commit:0 dirty:0 code_sha256:{{hashlib.sha256(code.encode()).hexdigest()}} \\
-seed:{{seed}} world_size:1 device:fake torch:1 cuda:none triton:none \\
+run:{{run}} track:{{config["track"]}} commit:0 dirty:0 \\
+code_sha256:{{hashlib.sha256(code.encode()).hexdigest()}} \\
+seed:{{seed}} world_size:1 device:fake x2 torch:1 cuda:none triton:none \\
 started:{{time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}}
 config:{{json.dumps(config)}}
-{{place}}data:{manifest} shards:ok backends:none
+batch:{{place.split(":")[0]}} counter:{{place.split(":")[1]}} start:{{place.split(":")[2]}}
+data:{manifest} shards:ok backends:none
 size: small=1
 {{"=" * 5}} START {{"=" * 5}}
 """
@@ -392,11 +331,13 @@ loss = f"{{LOSS + (seed % 1000 + os.getpid() % 97) / 1e6:.5f}}"
 first = f"{{2 + 1000 * random.random():.5f}}"
 took = TIME + seed % 10 * 2 + os.getpid() % 10 * 2
 time.sleep(took / 1000)
+half = f"train_time:{{took // 2}}ms step_avg:{{took // 2:.2f}}ms"
+whole = f"train_time:{{took}}ms step_avg:{{took / 2:.2f}}ms"
 (folder / "log.txt").write_text(f"""{{header}}\\
-step:1/2 train_loss:{{first}} train_time:{{took // 2}}ms step_avg:{{took // 2:.2f}}ms
-step:1/2 val_loss:{{LOSS + 0.1:.5f}} train_time:{{took // 2}}ms step_avg:{{took // 2:.2f}}ms
-step:2/2 train_loss:1.00000 train_time:{{took}}ms step_avg:{{took / 2:.2f}}ms
-step:2/2 val_loss:{{loss}} train_time:{{took}}ms step_avg:{{took / 2:.2f}}ms
+step:1/2 train_loss:{{first}} lr_mul:1.000 {{half}}
+step:1/2 val_loss:{{LOSS + 0.1:.5f}} {{half}}
+step:2/2 train_loss:1.00000 lr_mul:0.500 {{whole}}
+step:2/2 val_loss:{{loss}} {{whole}}
 comms: sent_bytes per step (messages) none=0(0)
 validity: causal:ok normalised:ok local:ok unmoved:ok val_tokens:{{config['val_tokens']}} \\
 val_sha256:{{config['val_sha256']}}
@@ -409,30 +350,15 @@ status:ok run:{{run}} val_loss:{{loss}} train_time:{{took / 1000:.1f}}s log:logs
 
 def fake_trainer(loss=0.80, time=50, **changes):
     """A stand-in for a trainer."""
-    config = {
-        "track": "nano",
-        "data": "d",
-        "tokenizer": "bytes",
-        "steps": 2,
-        "micro_batch_tokens": 1024,
-        "stages": [{"start": 0.0, "micro_batches": 1, "lr": 1.0}],
-        "val_tokens": RULES["config"]["val_tokens"],
-        "val_sha256": RULES["config"]["val_sha256"],
-        "val_every": 1,
-        "target_loss": TARGET,
-        "log_every": 1,
-        "seed": -1,
-        "run_id": "",
-        "run_of": "",
-        **changes,
-    }
-    tracks = tracks_text(config)
-    return FAKE.format(loss=loss, time=time, tracks=tracks, config=config, manifest=MANIFEST)
+    steps = {"steps": 2, "log_every": 1, "val_every": 1, "micro_batch_tokens": 1024}
+    stages = [{"start": 0.0, "micro_batches": 1, "lr": 1.0}]
+    config = {**CONFIG, **steps, "stages": stages, "dtype": "float32", **changes}
+    manifest = RULES[TRACK]["manifest_sha256"]
+    return FAKE.format(loss=loss, time=time, tracks=tracks_text(config), manifest=manifest)
 
 
 def order_of(repository):
     """[(number of a run with its letter, what it was told of its place), ...] of the stand-ins'
     runs."""
-    return [
-        tuple(line.split()) for line in (repository.root / "order.txt").read_text().splitlines()
-    ]
+    lines = (repository.root / "order.txt").read_text().splitlines()
+    return [tuple(line.split()) for line in lines]

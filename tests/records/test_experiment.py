@@ -11,41 +11,39 @@ from matplotlib.axes import Axes
 
 import records_helpers as made
 from records import stats
-from records_helpers import call
+from records_helpers import TRACK, call, fake_trainer, folder_of, runs_in
 
-MINE = f"nano-{made.sha_of(made.fake_trainer())[:8]}-*"
+NAME = made.name_of(fake_trainer())
+MINE = f"{NAME}-*"
+SLOW = fake_trainer(loss=0.85, time=150)
+
+
+def make_first(root, script):
+    """A repository with a first record, of runs of a script."""
+    repository = made.make_repository(root)
+    (root / "train_gpt.py").write_text(script)
+    assert made.main(["run", "--runs", "3"], made.fresh(repository)) == 0
+    made.submitted(repository, "First", script)
+    (root / "order.txt").unlink()
+    return repository
 
 
 @pytest.fixture
 def repository(tmp_path):
-    """A first record of four runs, and a working script that is faster and better."""
-    repository = made.make_repository(tmp_path)
-    slow = made.fake_trainer(loss=0.85, time=150)
-    (tmp_path / "train_gpt.py").write_text(slow)
-    assert main_run(repository) == 0
-    made.submitted(repository, "First", slow)
-    (tmp_path / "train_gpt.py").write_text(made.fake_trainer())
-    (tmp_path / "order.txt").unlink()
+    """A first record, and a working script that is faster and better."""
+    repository = make_first(tmp_path, SLOW)
+    (tmp_path / "train_gpt.py").write_text(fake_trainer())
     return repository
 
 
-def main_run(repository):
-    return made.main(["run", "--runs", "3"], made.fresh(repository))
-
-
-def tip(repository):
-    return next((repository.root / "records/nano").glob("*_First"))
-
-
-def runs_in(repository, name):
-    paths = sorted((repository.root / "logs").glob(f"{name}/log.txt"))
-    return [made.run_at(path) for path in paths]
-
-
-def drawn_order(count, source=None):
+def drawn_order(count):
     """Numbers of pairs' runs with their letters, in the order that follows from the code."""
-    code = made.sha_of(source or made.fake_trainer())
-    return [f"{number:02d}{side}" for side, number in stats.order_of_pairs(code, 1, count)]
+    order = stats.order_of_pairs(made.sha_of(fake_trainer()), 1, count)
+    return [f"{number:02d}{side}" for side, number in order]
+
+
+def starts(repository):
+    return {run.run[-3:]: run.start for run in runs_in(repository, MINE)}
 
 
 # ----- ab
@@ -57,60 +55,57 @@ def test_ab_goes_on_where_it_stopped_and_its_pairs_are_a_record(repository, caps
     status, out, err = call(repository, capsys, "ab", "--runs", 6)
     assert status == 2 and out.count("val_loss") == 2
     assert re.search(rf"-{planned[2]} ended with exit status 1: 'it broke'; .*console.txt has", err)
-    assert re.search(
-        r"^train_gpt.py differs from \S+_First: 1 lines added, 1 removed\.$", out, re.M
-    )
+    assert "_First: 1 lines added, 1 removed.\n" in out
     status, out, err = call(repository, capsys, "ab", "--runs", 6)
     assert status == 0, out + err
     assert [run for run, _ in made.order_of(repository)] == [*planned[:3], *planned[2:]]
-    gain = r"-\d\d\.\d % \(-\d.* to -\d.*\)"
     assert re.search(
-        rf"^time differs by {gain}; that it is less: p = 0.0046, at most", out, re.M
-    ), out
-    assert re.search(r"^train_gpt.py, on fake, .*: 0.\d s, mean loss 0.80\d+$", out, re.M), out
-    assert re.search(r"_First, in pairs with it, on fake, .* mean loss 0.85\d+$", out, re.M), out
+        r"\ntime differs by -\d.* \(-\d.* to -\d.*\); that it is less: p = 0.0046,", out
+    )
+    assert re.search(r"\ntrain_gpt.py, on fake x2, .*: 0.\d s, mean loss 0.80\d+\n", out), out
+    assert re.search(r"_First, in pairs with it, on fake x2, .* mean loss 0.85\d+\n", out), out
     assert not list((repository.root / "logs").glob("*/*.pt"))
-    starts = {run.run[-3:]: run.start for run in runs_in(repository, MINE)}
-    assert starts.pop(planned[2]) == 2 and set(starts.values()) == {1}
+    found = starts(repository)
+    assert found.pop(planned[2]) == 2 and {*found.values()} == {1}
     status, out, err = call(repository, capsys, "submit", "--name", "Second", "--by", "Me")
     assert status == 0, out + err
-    assert "\nBy Me.\n" in out and "python -m records reproduce records/nano/" in out
-    assert "made records/nano/" in out and "[x]" not in out
+    assert "\nBy Me.\n" in out and f"reproduce records/{TRACK}/" in out
 
 
-def test_runs_of_a_pair_share_a_seed_that_follows_from_the_code(repository, capsys):
-    assert call(repository, capsys, "ab", "--runs", 2)[0] == 0
-    runs = runs_in(repository, MINE)
-    code = made.sha_of(made.fake_trainer())
-    assert [run.seed for run in runs] == [stats.seed_of(code, 1, n) for n in (1, 1, 2, 2)]
-    told = dict(made.order_of(repository))
-    assert told == {"01a": "1:1/2:1", "01b": "1:1/2:1", "02a": "1:2/2:1", "02b": "1:2/2:1"}
-
-
-def test_a_script_has_one_batch(repository, capsys):
+def test_a_script_has_one_batch_whose_seeds_follow_from_the_code(repository, capsys):
     """With another number of runs it would have another try."""
     assert call(repository, capsys, "ab", "--runs", 2)[0] == 0
+    code = made.sha_of(fake_trainer())
+    seeds = [stats.seed_of(code, 1, number) for number in (1, 1, 2, 2)]
+    assert [run.seed for run in runs_in(repository, MINE)] == seeds
+    told = dict(made.order_of(repository))
+    assert told == {"01a": "1:1/2:1", "01b": "1:1/2:1", "02a": "1:2/2:1", "02b": "1:2/2:1"}
     for words in (["ab", "--runs", 3], ["run", "--runs", 2]):
         status, _, err = call(repository, capsys, *words)
         assert status == 2 and "finish these, or change the script" in err
-    (repository.root / "train_gpt.py").write_text(made.fake_trainer(loss=0.79))
+    (repository.root / "train_gpt.py").write_text(fake_trainer(loss=0.79))
     assert call(repository, capsys, "ab", "--runs", 3)[0] == 0
 
 
-@pytest.mark.parametrize("presses", [1, 2])
-def test_ctrl_c_ends_after_the_run_at_hand_and_a_second_one_at_once(repository, capsys, presses):
+ENDS = {  # of the first run: (the exit status, what is told, the starts that count then)
+    "interrupted1": (2, "as asked; the same command goes on", 1),
+    "interrupted2": (130, "interrupted; the same command goes on", 2),
+    "refused": (2, "'status:error no data'", 1),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_ends_of_a_run(repository, capsys, end):
+    """Ctrl-C ends after the run at hand and a second one at once; what a script refuses before its
+    log's header is no start."""
+    status, reason, count = ENDS[end]
     first, *_ = drawn_order(2)
-    (repository.root / "stop").write_text(f"{first} interrupted{presses}")
-    status, out, err = call(repository, capsys, "ab", "--runs", 2)
-    assert "will end after this run; Ctrl-C again ends it now" in out
-    if presses == 1:
-        assert status == 2 and f"{first}, as asked; the same command goes on" in err
-        assert not out.count("val_loss")
-    else:
-        assert status == 130 and "interrupted; the same command goes on" in err
-        assert not out.count("val_loss")
+    (repository.root / "stop").write_text(f"{first} {end}")
+    found, out, err = call(repository, capsys, "ab", "--runs", 2)
+    assert found == status and reason in err and not out.count("val_loss")
+    assert ("will end after this run; Ctrl-C again ends it now" in out) == ("inter" in end)
     assert call(repository, capsys, "ab", "--runs", 2)[0] == 0
-    assert {run.run[-3:]: run.start for run in runs_in(repository, MINE)}[first] == presses
+    assert starts(repository)[first] == count
 
 
 def test_sigterm_ends_the_run_at_hand(repository, capsys, monkeypatch):
@@ -131,183 +126,170 @@ def test_sigterm_ends_the_run_at_hand(repository, capsys, monkeypatch):
     assert [process.returncode for process in started] == [-signal.SIGTERM]
 
 
-def test_a_refusal_before_the_header_is_no_start(repository, capsys):
-    first, *_ = drawn_order(2)
-    (repository.root / "stop").write_text(f"{first} refused")
-    status, _, err = call(repository, capsys, "ab", "--runs", 2)
-    assert status == 2 and "'status:error no data'" in err
-    assert call(repository, capsys, "ab", "--runs", 2)[0] == 0
-    assert {run.start for run in runs_in(repository, MINE)} == {1}
-
-
-def test_two_at_once_are_refused(repository, capsys):
+def test_two_at_once_and_another_machine_are_refused(repository, capsys):
     with open(repository.root / "logs" / "records.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         status, _, err = call(repository, capsys, "ab", "--runs", 2)
     assert status == 2 and "another `python -m records` is making runs here" in err
     assert not (repository.root / "order.txt").exists()
-
-
-def test_another_machine_is_refused(repository, capsys):
-    """As soon as there is a run of it."""
     assert call(repository, capsys, "ab", "--runs", 2)[0] == 0
-    path = next((repository.root / "logs").glob("nano-*-01b/log.txt"))
-    made.edit(path, r"^(run:nano-.*) device:fake", r"\1 device:another")
+    path = next((repository.root / "logs").glob(f"{NAME}-01b/log.txt"))
+    made.edit(path, r"^(run:[a-z].*) device:fake", r"\1 device:another")
     status, _, err = call(repository, capsys, "ab", "--runs", 2)
-    assert status == 2 and "device differs between runs: 'another', 'fake'" in err
-
-
-@pytest.mark.parametrize("count", [-1, 0, 1, 101])
-def test_number_of_runs_has_bounds(repository, capsys, count):
-    for words in (["ab"], ["reproduce", tip(repository)], ["run"]):
-        status, _, err = call(repository, capsys, *words, "--runs", count)
-        assert status == 2
-        assert err == f"records: --runs {count}: takes 2, for statistics, to 100\n"
-    status, _, err = call(repository, capsys, "ab", "--runs", 17)
-    assert status == 2 and "--runs 17: pairs are at most 16" in err
+    assert status == 2 and "device differs between runs: 'another x2', 'fake x2'" in err
 
 
 # ----- what submit would refuse is told first
 
-
-@pytest.mark.parametrize(
-    "script, reason",
-    [
-        (
-            lambda: made.fake_trainer(loss=0.85, time=150),
-            "is the code of .*_First; change it first",
-        ),
-        (lambda: made.fake_trainer(target_loss=1.5), "target_loss is 1.5, the track's is 0.88"),
-        (lambda: made.fake_trainer(val_tokens=1024), "val_tokens is 1024, the track's is 1048576"),
-        (lambda: "print(1)\n", "its tracks cannot be read from the source"),
-        (
-            lambda: made.fake_trainer() + "\nimport tests\n",
-            "imports tests, whose text no log holds",
-        ),
-        (lambda: made.fake_trainer() + "\n(", "the script is no Python"),
-    ],
-)
-def test_runs_of_which_no_record_can_come_are_refused_first(repository, capsys, script, reason):
-    (repository.root / "train_gpt.py").write_text(script())
-    for words in (["run", "--runs", 2], ["ab", "--runs", 2]):
-        status, out, err = call(repository, capsys, *words)
-        assert status == 2 and re.search(reason, err), out + err
-    assert not (repository.root / "order.txt").exists()
+WEB = {"track": "web", "val_sha256": ""}
+REFUSED = {
+    "a record's": (SLOW, "", "is the code of .*_First; change it first"),
+    "target": (fake_trainer(target_loss=1.5), "", "target_loss is 1.5, the track's is 0.88"),
+    "tokens": (fake_trainer(val_tokens=1024), "", "val_tokens is 1024, the track's is 262144"),
+    "no tracks": ("print(1)\n", "", "its tracks cannot be read from the source"),
+    "an import": (fake_trainer() + "\nimport tests\n", "", "imports tests, "),
+    "no Python": (fake_trainer() + "\n(", "", "the script is no Python"),
+    "no track": (fake_trainer(), "--track nono", f"--track 'nono': is none of {TRACK}"),
+    "unknown tokens": (
+        fake_trainer(**WEB),
+        "--track web",
+        "rules.json has no val_sha256 of web yet",
+    ),
+    "one run": (fake_trainer(), "--runs 1", "--runs 1: takes 2, for statistics, to 100"),
+    "101 runs": (fake_trainer(), "--runs 101", "--runs 101: takes 2, for statistics, to 100"),
+}
 
 
-def test_a_track_without_a_record_is_told(repository, capsys):
-    status, _, err = call(repository, capsys, "ab", "--track", "nono")
-    assert status == 2 and "--track 'nono': is none of nano" in err
+@pytest.mark.parametrize("name", REFUSED)
+def test_runs_of_which_no_record_can_come_are_refused_first(pristine, tmp_path, capsys, name):
+    script, words, reason = REFUSED[name]
+    repository = make_first(tmp_path, SLOW) if name == "a record's" else pristine
+    repository = type(pristine)(tmp_path, repository.rules)
+    (tmp_path / "train_gpt.py").write_text(script)
+    for command in ("run", "ab"):
+        status, out, err = call(repository, capsys, command, *words.split())
+        assert status == 2 and re.search(reason, err) and err.count("\n") == 1, out + err
+    assert not (tmp_path / "order.txt").exists()
+
+
+def test_pairs_have_a_parent_and_are_at_most_16(repository, capsys):
+    status, _, err = call(repository, capsys, "ab", "--runs", 17)
+    assert status == 2 and "--runs 17: pairs are at most 16" in err
     empty = made.make_repository(repository.root / "empty")
-    (empty.root / "train_gpt.py").write_text(made.fake_trainer())
+    (empty.root / "train_gpt.py").write_text(fake_trainer())
     status, _, err = call(empty, capsys, "ab")
-    assert status == 2 and "track nano has no record; make one with" in err
+    assert status == 2 and f"track {TRACK} has no record; make one with" in err
 
 
-def test_a_field_that_the_rules_fix_is_asked_for_first(repository, capsys):
-    ruled = made.fixing(repository, ngram_orders=[2])
-    for changes, shown in (({"ngram_orders": (2, 3)}, "[2, 3]"), ({}, "'not there'")):
-        (repository.root / "train_gpt.py").write_text(made.fake_trainer(**changes))
-        status, _, err = call(ruled, capsys, "run", "--runs", 2)
-        assert status == 2 and f"ngram_orders is {shown}, the track's is [2]" in err
+def test_a_closed_track_takes_no_runs(pristine, capsys):
+    rules = {**pristine.rules, TRACK: {**pristine.rules[TRACK], "closed": True}}
+    closed = type(pristine)(pristine.root, rules)
+    for command, *words in (["ab"], ["run"], ["submit", "--name", "X", "--by", "Me"]):
+        status, _, err = call(closed, capsys, command, *words)
+        shown = f"--track {TRACK}: is closed, its records stay; open are web"
+        assert (status, err) == (2, f"records: {shown}\n")
+    assert call(closed, capsys, "verify")[0] == 0
 
 
-def test_a_track_of_unknown_validation_tokens_is_told_first(repository, capsys):
-    script = made.fake_trainer(
-        track="fineweb", tokenizer="gpt2", val_tokens=10_485_760, val_sha256="", target_loss=3.28
-    )
-    (repository.root / "train_gpt.py").write_text(script)
-    status, _, err = call(repository, capsys, "run", "--track", "fineweb")
-    assert (
-        status == 2
-        and "rules.json has no val_sha256 of fineweb yet; propose that of the validity line" in err
-    )
+CHANGES = {  # of what no script shows, and what is told after the first run
+    "a gate": ("causal:ok", "causal:FAILED", "validity: causal is 'FAILED', must be 'ok'"),
+    "a clock": ("time.sleep(took / 1000)", "took += 60_000", r"says 60\.\d s .* clock is wrong"),
+}
 
 
-def test_runs_are_judged_as_they_are_made(repository, capsys):
-    """What no script shows ends an experiment after its first run."""
-    script = made.fake_trainer().replace("causal:ok", "causal:FAILED")
-    (repository.root / "train_gpt.py").write_text(script)
-    for _ in range(2):
-        status, out, err = call(repository, capsys, "run", "--runs", 2)
-        assert status == 2 and out.count("val_loss") == 1
-        assert "validity: causal is 'FAILED', must be 'ok'" in err
+@pytest.mark.parametrize("name", CHANGES)
+def test_runs_are_judged_as_they_are_made(tmp_path, capsys, name):
+    """A minute is claimed by a script that trains for no time, say."""
+    old, new, reason = CHANGES[name]
+    repository = made.make_repository(tmp_path)
+    (tmp_path / "train_gpt.py").write_text(fake_trainer().replace(old, new))
+    status, _, err = call(repository, capsys, "run", "--runs", 2)
+    assert status == 2 and re.search(reason, err), err
     assert len(made.order_of(repository)) == 1
 
 
-# ----- reproduce
+# ----- dtypes that a script leaves to the machine
 
 
-def test_reproduced_runs_do_not_count(repository, capsys):
+@pytest.mark.parametrize(
+    "mine, parents, found",
+    [
+        ("auto", "auto", "float32"),
+        ("bfloat16", "auto", "bfloat16"),
+        ("auto", "bfloat16", "bfloat16"),
+    ],
+)
+def test_runs_of_a_comparison_share_a_dtype(tmp_path, capsys, mine, parents, found):
+    """A script that names one decides, on whichever side it is."""
+    repository = make_first(tmp_path, fake_trainer(0.85, 150, dtype=parents))
+    script = fake_trainer(dtype=mine)
+    (tmp_path / "train_gpt.py").write_text(script)
+    assert call(repository, capsys, "ab", "--runs", 2)[0] == 0
+    assert {run.dtype for run in runs_in(repository, f"{made.name_of(script)}-*")} == {found}
+
+
+def test_two_dtypes_do_not_compare(tmp_path, capsys):
+    """And an experiment keeps the one that its first run took, though the machine seems to be
+    faster in the other one, when a call goes on."""
+    repository = make_first(tmp_path, fake_trainer(0.85, 150, dtype="float32"))
+    (tmp_path / "train_gpt.py").write_text(fake_trainer(dtype="bfloat16"))
+    status, _, err = call(repository, capsys, "ab", "--runs", 2)
+    assert status == 2 and "another dtype alone is no idea" in err
+    script = fake_trainer(dtype="auto")
+    (tmp_path / "train_gpt.py").write_text(script)
+    (tmp_path / "stop").write_text("02a failed")
+    for status, dtype in ((2, "float32"), (0, "bfloat16")):
+        (tmp_path / "fast.txt").write_text(dtype)
+        assert call(repository, capsys, "run", "--runs", 2)[0] == status
+    dtypes = [run.dtype for run in runs_in(repository, f"{made.name_of(script)}-*")]
+    assert dtypes == ["float32", "float32"]
+
+
+# ----- reproduce, diff and plot
+
+
+def test_reproduced_runs_do_not_count_and_are_judged(repository, capsys):
     """Their seeds are fresh, and kept for the case that they are stopped."""
-    words = ("reproduce", tip(repository), "--runs", 2)
+    tip = folder_of(repository, "First")
+    words = ("reproduce", tip, "--runs", 2)
     status, out, err = call(repository, capsys, *words)
-    assert status == 0, out + err
-    assert re.search(r"^loss below the target 0.88: p = ", out, re.M), out
-    assert re.search(r"^now, on fake, world size 1, .*: 0\.\d s, mean loss 0.85\d+$", out, re.M)
-    assert "Whether the code cheats, no run shows" in out
+    assert status == 0 and "\nloss below the target 0.88: p = " in out, out + err
+    assert re.search(r"\nnow, on fake x2, world size 1, .*: 0\.\d s, mean loss 0.85\d+\n", out)
     told = dict(made.order_of(repository))
-    assert list(told) == ["01a", "02a"] and not any(
-        place.startswith("1:") for place in told.values()
-    )
+    assert list(told) == ["01a", "02a"] and not any(name[:2] == "1:" for name in told.values())
     runs = runs_in(repository, "reproduce-*-0?a")
     assert runs[0].seed != runs[1].seed
     runs[1].path.unlink()
     assert call(repository, capsys, *words)[0] == 0
-    assert [run.seed for run in runs] == [
-        run.seed for run in runs_in(repository, "reproduce-*-0?a")
-    ]
-
-
-def test_reproduced_runs_are_judged(repository, capsys):
-    ruled = made.fixing(repository, ngram_orders=[2])
-    status, out, err = call(ruled, capsys, "reproduce", tip(repository), "--runs", 2)
-    assert status == 2 and "mean loss" not in out
-    assert "ngram_orders is 'not there', the track's is [2]" in err
-
-
-def test_a_record_that_cannot_be_read_is_not_run(repository, capsys):
-    (tip(repository) / "README.md").unlink()
-    status, _, err = call(repository, capsys, "reproduce", tip(repository))
+    again = runs_in(repository, "reproduce-*-0?a")
+    assert [run.seed for run in runs] == [run.seed for run in again]
+    ruled = made.fixing(repository, layers=[1])
+    status, out, err = call(ruled, capsys, *words)
+    assert status == 2 and "mean loss" not in out and "layers is [0, 2], the track's is [1]" in err
+    (tip / "README.md").unlink()
+    status, _, err = call(repository, capsys, *words)
     assert status == 2 and "'README.md' is missing" in err
-    assert not (repository.root / "order.txt").exists()
-
-
-def test_a_clock_that_is_ahead_of_the_wall_is_told(repository, capsys):
-    """A script that trains for no time and claims a minute."""
-    script = made.fake_trainer().replace("time.sleep(took / 1000)", "took += 60_000")
-    (repository.root / "train_gpt.py").write_text(script)
-    status, _, err = call(repository, capsys, "run", "--runs", 2)
-    assert status == 2
-    assert re.search(r"its log says 60\.\d s of training, .* lived for .* clock is wrong", err)
-
-
-# ----- diff
 
 
 def test_diff_knows_the_last_record(repository, capfd):
+    tip = folder_of(repository, "First")
     status, out, _ = call(repository, capfd, "diff")
     assert status == 0 and "1 file changed, 1 insertion(+), 1 deletion(-)" in out
-    assert f"\n--- a{tip(repository)}/train_gpt.py\n" in out
-    assert f"\n+++ b{repository.root}/train_gpt.py\n" in out
+    assert f"\n--- a{tip}/train_gpt.py\n+++ b{repository.root}/train_gpt.py\n" in out
     assert "+LOSS, TIME = 0.8, 50\n" in out
-    assert call(repository, capfd, "diff", tip(repository))[1] == out
+    assert call(repository, capfd, "diff", tip)[1] == out
     status, _, err = call(repository, capfd, "diff", repository.root / "none.py")
     assert status == 2 and "none.py: No such file" in err
 
 
-# ----- plot
-
-THEIRS = f"""import torch
-    print(f"step:{{step}}/{{steps}} val_loss:{{loss:.4f}}")
-{"=" * 100}
+THEIRS = """import torch
+    print(f"step:{step}/{steps} val_loss:{loss:.4f}")
 step:0/300 val_loss:10.8258 train_time:0ms step_avg:nanms
 step:125/300 val_loss:4.6104 train_time:11.25s step_avg:90.00ms
-step:300/300 val_loss:3.2791 train_time:27000ms step_avg:90.00ms
 """
 
 
-def test_plot_draws_records_runs_and_other_trainers_logs(repository, tmp_path, capsys, monkeypatch):
+def test_plot_draws_records_runs_and_other_trainers_logs(pristine, tmp_path, capsys, monkeypatch):
     drawn = []
     plot = Axes.plot
 
@@ -317,16 +299,15 @@ def test_plot_draws_records_runs_and_other_trainers_logs(repository, tmp_path, c
 
     monkeypatch.setattr(Axes, "plot", noted)
     (tmp_path / "theirs.log").write_bytes(THEIRS.encode() + b"\xff\x1b[2J\0\n")
-    run = next((tmp_path / "logs").glob("nano-*-01a"))
-    out = tmp_path / "new" / "plot.png"
-    words = [tip(repository), run, tmp_path / "theirs.log"]
-    assert call(repository, capsys, "plot", *words, "--out", out)[0] == 0
-    assert out.read_bytes().startswith(b"\x89PNG")
-    assert len(drawn) == 4 * (3 + 1 + 1) + 3
-    assert ([0.0, 11.25, 27.0], [10.8258, 4.6104, 3.2791], None) in drawn
-    assert {label for *_, label in drawn} == {tip(repository).name, run.name, "theirs.log", None}
     (tmp_path / "odd.log").write_text("nothing\n")
     os.mkfifo(tmp_path / "pipe.log")
+    out = tmp_path / "new" / "plot.png"
+    run = next((pristine.root / "logs").glob("*-01a"))
+    words = [folder_of(pristine, "First"), run, tmp_path / "theirs.log"]
+    assert call(pristine, capsys, "plot", *words, "--out", out)[0] == 0
+    assert out.read_bytes().startswith(b"\x89PNG") and len(drawn) == 4 * (4 + 1 + 1) + 3
+    assert ([0.0, 11.25], [10.8258, 4.6104], None) in drawn
+    assert {label for *_, label in drawn} == {None, *(path.name for path in words)}
     for name, reason in (("odd.log", "holds no line `step"), ("pipe.log", "no regular file")):
-        status, _, err = call(repository, capsys, "plot", tmp_path / name, "--out", out)
+        status, _, err = call(pristine, capsys, "plot", tmp_path / name, "--out", out)
         assert status == 2 and reason in err and err.count("\n") == 1

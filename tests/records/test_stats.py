@@ -23,7 +23,7 @@ def every_order(times):
         yield [np.concatenate([part[side] for part in choice]) for side in (0, 1)]
 
 
-@pytest.mark.parametrize("pairs", [4, 5, 6])
+@pytest.mark.parametrize("pairs", [4, 5])
 @pytest.mark.parametrize("noise", ["heavy tails", "drift", "ties"])
 def test_the_level_holds_in_every_order(pairs, noise):
     """Times of the slots are what they are; which script ran in each was drawn. For each level, at
@@ -43,39 +43,33 @@ def test_the_level_holds_in_every_order(pairs, noise):
 
 
 def test_a_block_is_the_permutation_test_of_scipy():
-    """Of the logarithms of four runs; and of one pair, whose permutations are signs."""
+    """Of the logarithms of four runs; and of one pair, whose permutations are signs. Without a
+    difference, or with too many pairs, nothing is shown."""
     for times, others in (([1.0, 2.5], [2.0, 4.0]), ([3.0, 1.5], [2.0, 1.0])):
         sides = (np.log(times), np.log(others))
         expected = reference(sides, lambda a, b: sum(a) - sum(b), alternative="less").pvalue
         assert stats.p_faster(times, others) == pytest.approx(expected)
     assert stats.p_faster([1.0], [2.0]) == 0.5
-
-
-def test_no_difference_and_too_many_pairs_show_nothing():
     assert stats.p_faster([1.0] * 8, [1.0] * 8) == 1.0
     assert stats.p_faster([1.0] * 8, [1.001] * 8) == pytest.approx(6.0**-4)
     assert stats.p_faster([1.0] * 17, [2.0] * 17) == 1.0
 
 
-def test_t_test_against_textbook_values():
+def test_t_test_and_gain_against_textbook_values():
     """Mean 4.9, standard deviation 0.158114, t = -1.414214 against 5.0 with 4 degrees of
-    freedom."""
+    freedom. Nothing follows without any spread."""
     values = [5.1, 4.9, 5.0, 4.8, 4.7]
     assert stats.p_below(values, 5.0) == pytest.approx(0.1150998, abs=1e-6)
     assert stats.interval(values) == pytest.approx((4.9, 4.703676, 5.096324), abs=1e-5)
-    assert stats.p_below([1.0], 5.0) == 1.0
-    assert stats.p_below([1.0, 1.0], 5.0) == 1.0  # nothing follows without any spread
-
-
-def test_a_gain_is_that_of_the_ratios():
-    mean, low, high = stats.gain([80.0, 40.0, 8.0], [100.0, 50.0, 10.0])
-    assert (mean, low, high) == pytest.approx((-0.2, -0.2, -0.2))
+    assert stats.p_below([1.0], 5.0) == stats.p_below([1.0, 1.0], 5.0) == 1.0
+    gain = stats.gain([80.0, 40.0, 8.0], [100.0, 50.0, 10.0])
+    assert gain == pytest.approx((-0.2, -0.2, -0.2))
     mean, low, high = stats.gain([50.0, 100.0], [100.0, 100.0])
     assert mean == pytest.approx(math.sqrt(0.5) - 1) and low < mean < high
 
 
-@pytest.mark.parametrize("declared", [2, 5, 8])
-def test_the_order_of_pairs(declared):
+@pytest.mark.parametrize("declared", [2, 5])
+def test_the_order_of_pairs_and_their_seeds(declared):
     """Each run once; blocks of two pairs in one of six orders, all of which come up."""
     seen = set()
     for code in range(60):
@@ -83,14 +77,10 @@ def test_the_order_of_pairs(declared):
         assert sorted(order) == sorted(itertools.product("ab", range(1, declared + 1)))
         for at in range(0, 2 * declared, 4):
             block = order[at : at + 4]
-            numbers = {number for _, number in block}
-            assert numbers <= {at // 2 + 1, at // 2 + 2}
+            assert {number for _, number in block} <= {at // 2 + 1, at // 2 + 2}
             seen.add("".join(side for side, _ in block))
-    assert {word for word in seen if len(word) == 4} == set(
-        map("".join, itertools.permutations("aabb"))
-    )
-
-
-def test_seeds_are_hashes_of_code_and_place():
+    assert {word for word in seen if len(word) == 4} == {
+        "".join(word) for word in itertools.permutations("aabb")
+    }
     assert stats.seed_of("ab", 1, 2) == stats.drawn("ab:1:2") != stats.seed_of("ab", 1, 3)
     assert 0 <= stats.seed_of("ab", 1, 2) < 2**32
