@@ -222,33 +222,28 @@ def check_trainer(arguments, report):
     report.note("result", json.loads((folder / "result.json").read_text()))
 
 
-CHUNK = train_gpt.LOSS_CHUNK
-TWICE = {"micro_batches": 4, "micro_batch_tokens": 2**15}
-TINY_TWICE = {"micro_batches": 1, "micro_batch_tokens": 1024}
-
-
 def check_pairs(arguments, report):
     """Settings beside the track's, in turns, warm, in one process."""
-    twice = TINY_TWICE if arguments.tiny else TWICE
+    track = config_of(arguments)
+    chunk = train_gpt.LOSS_CHUNK
+    twice = {"micro_batches": track.stages[0].micro_batches // 2}
+    twice["micro_batch_tokens"] = 2 * track.micro_batch_tokens
     arms = {  # fields of the Config, and tokens of a chunk of the loss
-        "without copies": ({"copy_orders": ()}, CHUNK),
-        "chunks of four times as many tokens": ({}, 4 * CHUNK),
-        "micro-batches of twice as many tokens": (twice, CHUNK),
+        "without copies": ({"copy_orders": ()}, chunk),
+        "chunks of four times as many tokens": ({}, 4 * chunk),
+        "micro-batches of twice as many tokens": (twice, chunk),
     }
     count = 1 if arguments.tiny else 4  # steps of a turn
-    for name, (changes, chunk) in arms.items():
-        track = Steps(config_of(arguments, steps=4 * count))
-        other = Steps(config_of(arguments, steps=4 * count, **changes))
+    for name, (changes, own_chunk) in arms.items():
+        pair = [Steps(config_of(arguments, steps=4 * count, **own)) for own in ({}, changes)]
         times = []
-        for _ in range(4):
-            train_gpt.LOSS_CHUNK = CHUNK
-            times.append([track.take(count)[1]])
-            train_gpt.LOSS_CHUNK = chunk
-            times[-1].append(other.take(count)[1])
-        report.note(f"ms a step in turns, of which the first compiles: track, {name}", times)
-        track.close()
-        other.close()
-    train_gpt.LOSS_CHUNK = CHUNK
+        for turn in range(8):
+            train_gpt.LOSS_CHUNK = own_chunk if turn % 2 else chunk
+            times.append(pair[turn % 2].take(count)[1])
+        report.note(f"ms a step by turns, of which two compile: track, {name}, track, ...", times)
+        for steps in pair:
+            steps.close()
+    train_gpt.LOSS_CHUNK = chunk
 
 
 def scale_gradients(group, factor=1e7):
