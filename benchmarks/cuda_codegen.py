@@ -387,20 +387,17 @@ def measure(config, step):
 
 
 def row_of(what, figure):
+    """A row of the first table."""
+    names = ("triton", "other", "gigabytes", "product_gigabytes", "teraflops")
+    names += ("peak_mib", "spilling")
     memory = (figure["gigabytes"] + figure["product_gigabytes"]) * 1e9 / BYTES_PER_S
     compute = figure["teraflops"] * 1e12 / FLOPS_PER_S
-    return [
-        what,
-        figure["triton"],
-        figure["other"],
-        f"{figure['gigabytes']:.2f}",
-        f"{figure['product_gigabytes']:.2f}",
-        f"{figure['teraflops']:.2f}",
-        f"{figure['peak_mib']:,.0f}",
-        figure["spilling"],
-        f"{1000 * memory:.2f}",
-        f"{1000 * compute:.2f}",
-    ]
+    return [what, *map(cell, [*[figure[name] for name in names], 1000 * memory, 1000 * compute])]
+
+
+def cell(value):
+    """A figure with as many digits as mean something."""
+    return f"{value:,.0f}" if value == int(value) or value > 100 else f"{value:.2f}"
 
 
 def totals(figures):
@@ -427,18 +424,7 @@ def report(figures, stages):
         for gigabytes, calls, name in figure["kernels"]
     ]
     kernels = common.markdown_table(["pass", "GB", "launches", "kernel"], kernels)
-    rows = [
-        [
-            stage,
-            f"{one['gigabytes']:.1f}",
-            f"{one['peak_mib']:,.0f}",
-            one["kernels"],
-            one["spills"],
-            one["updates"],
-            f"{one['update_gigabytes']:.1f}",
-        ]
-        for stage, one in stages.items()
-    ]
+    rows = [[stage, *map(cell, one.values())] for stage, one in stages.items()]
     header = ["version", "GB", "MiB at the peak", "kernels", "spilling", "kernels of the updates"]
     history = common.markdown_table([*header, "GB of the updates"], rows)
     return (
