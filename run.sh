@@ -102,7 +102,7 @@ def cores_and_memory():
         memory = 1024 * int(free[free.index("MemAvailable:") + 1])
     limit = read("/sys/fs/cgroup/memory.max")
     if limit and limit[0] != "max":
-        used = read("/sys/fs/cgroup/memory.stat")  # anon: what no cache is
+        used = [*read("/sys/fs/cgroup/memory.stat"), "anon", 0]  # anon: what is no cache
         memory = min(memory, int(limit[0]) - int(used[used.index("anon") + 1]))
     return cores, memory
 
@@ -147,7 +147,8 @@ except (train_gpt.ConfigError, OSError):
     pass
 else:
     named = config.track
-    if not any(Path(config.data).glob("*_train_*.bin")):
+    shards = [any(Path(config.data).glob(f"*_{split}_*.bin")) for split in ("train", "val")]
+    if not all(shards):
         for builder in BUILDERS.get(config.data, []):
             built = subprocess.run([sys.executable, *builder], stdout=sys.stderr)
             if built.returncode:

@@ -280,7 +280,10 @@ class Config:
     compile: bool = knob(True, "compile the model with torch.compile")
 
     def __post_init__(self):
-        stages = tuple(Stage(**row) if isinstance(row, dict) else row for row in self.stages)
+        try:
+            stages = tuple(Stage(**row) if isinstance(row, dict) else row for row in self.stages)
+        except TypeError as error:
+            raise ConfigError(f"stages: rows are dicts of a Stage's fields ({error})") from None
         object.__setattr__(self, "stages", stages)
         check_fields(self)
         self.check_stages()
@@ -2413,18 +2416,18 @@ def choose_compile(config, device):
     """`inductor`, or `off` and why: without a compiler a CPU run is slow, and a GPU run crawls."""
     if not config.compile:
         return "off"
-    missing = ""
-    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
-        missing = "Python.h: install python3-dev"
     try:
         from torch._inductor.cpp_builder import get_cpp_compiler
 
         get_cpp_compiler()
+        missing = "Python.h: install python3-dev"
+        has_header = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
     except Exception:  # inductor raises its own types
         missing = "C++ compiler: install g++"
-    can_do = not missing or device.type != "cuda"
+        has_header = False
+    can_do = has_header or device.type != "cuda"
     require(can_do, f"compile=True: no {missing}, or go without by --compile false")
-    return f"off (no {missing})" if missing else "inductor"
+    return "inductor" if has_header else f"off (no {missing})"
 
 
 class Trainer:
@@ -2824,7 +2827,10 @@ class Runtime:
         self.use_device()
         self.loader_group = None
         if self.world_size > 1:
-            self.connect()
+            try:
+                self.connect()
+            except RuntimeError as error:  # of gloo and of the store
+                raise ConfigError(f"ranks do not find each other: {error}") from error
 
     def use_device(self):
         """Make the device the calling thread's own; on a CPU, one thread an operation: those of
@@ -3020,7 +3026,6 @@ INTERRUPTED = threading.Event()  # by a signal: the run ends where it looks next
 # They say where a run computes and how it is watched, not what: with other values than the track's
 # it may still be a record. So may dtype, where the track leaves it to the machine.
 NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume", "run_of"}
-VALIDATION_FIELDS = {"data", "tokenizer", "val_tokens"}  # val_sha256 is of what they choose
 
 
 def one_line(error):
@@ -3108,13 +3113,9 @@ def overrides_of(config):
     """{field: value} of what differs from the values of the config's track and is not neutral."""
     track = TRACKS[config.track]
     own = dataclasses.asdict(track)
-    found = {
-        name: value for name, value in dataclasses.asdict(config).items() if value != own[name]
-    }
     neutral = NEUTRAL_FIELDS | ({"dtype"} if track.dtype == "auto" else set())
-    if found.keys() & VALIDATION_FIELDS:
-        neutral |= {"val_sha256"}  # it follows from them
-    return {name: value for name, value in found.items() if name not in neutral}
+    values = dataclasses.asdict(config).items()
+    return {name: value for name, value in values if name not in neutral and value != own[name]}
 
 
 def config_from(given):
@@ -3122,10 +3123,7 @@ def config_from(given):
     track = given.get("track", default_track()[0])
     hint = f"{nearest(track, TRACKS)} Tracks: {', '.join(TRACKS)}"
     require(track in TRACKS, f"--track {track}: no such track; {hint}")
-    config = with_values(TRACKS[track], given)
-    if overrides_of(config).keys() & VALIDATION_FIELDS and "val_sha256" not in given:
-        config = dataclasses.replace(config, val_sha256="")  # the track's hash is of other tokens
-    return config
+    return with_values(TRACKS[track], given)
 
 
 def resumed(given):
@@ -3546,11 +3544,10 @@ def check_room(run):
     groups = run.trainer.optimizer.groups
     state = sum(tensor.nbytes for group in groups for tensor in group.tensors().values())
     needed = 0  # for a checkpoint: weights once, and of the rest the part of every rank
-    for group in groups:
-        for name, tensor in group.tensors().items():
-            is_whole = name == "index" or name.endswith(".param")
-            if not name.endswith(".grad"):
-                needed += tensor.nbytes * (1 if is_whole else run.runtime.world_size)
+    for name, tensor in itertools.chain(*(group.tensors().items() for group in groups)):
+        is_whole = name == "index" or name.endswith(".param")
+        if not name.endswith(".grad"):
+            needed += tensor.nbytes * (1 if is_whole else run.runtime.world_size)
     free = shutil.disk_usage(".").free
     words = f"{needed / 2**30:.2f} GiB for a checkpoint, {free / 2**30:.1f} GiB are free"
     require(needed < free, f"the disk of {Path.cwd()} is too small: {words}; make room")
@@ -3626,8 +3623,8 @@ def write_result(run, losses, gates, steps):
     }
     sent = result["sent_per_step"].items()
     words = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent]
-    words_of = {True: "ok", False: "FAILED"}
-    verdicts = " ".join(f"{name}:{words_of[passed]}" for name, passed in gates.passed.items())
+    found = [f"{name}:{'ok' if passed else 'FAILED'}" for name, passed in gates.passed.items()]
+    verdicts = " ".join(found)
     missed = 0.99**gates.cuts  # the chance to miss a leak at 1 % of all positions
     others = [f" {name}:{loss:.5f}" for name, loss in losses.items() if name != "val_loss"]
     run.log.line(f"comms: sent_bytes per step (messages) {' '.join(words) or 'none=0(0)'}")
@@ -3660,39 +3657,40 @@ def plot(folder):
         return ""
 
 
+MEMORY_ERRORS = (torch.OutOfMemoryError, MemoryError)
 ENDINGS = (  # what can end a run, the exit status, and what the status line says of it
     (KeyboardInterrupt, 130, "interrupted"),
     (ConfigError, 2, "error {said}"),
     (FloatingPointError, 1, "nan {said}; start another run with a lower learning rate"),
-    (
-        (torch.OutOfMemoryError, MemoryError),
-        1,
-        "oom {said}; lower --ngram-rows, or --micro-batch-tokens, and raise --micro-batches",
-    ),
+    (MEMORY_ERRORS, 1, "oom {said}; lower --micro-batch-tokens or --ngram-rows"),
     (BlockingIOError, 2, "error another process writes this run: wait for it, or stop it"),
     (OSError, 1, "error {said}; check the path, and that the disk is not full"),
 )
 
 
-def report_error(error, log, runtime):
-    """Log how a run ends that an error has ended; returns its exit status."""
+def ending_of(error):
+    """(exit status, words of the status line, whether it is nobody's fault but the script's) of a
+    run that an error has ended."""
     said = one_line(error)
     if "can't allocate memory" in said:
         error = MemoryError(said)
-    known = [row for row in ENDINGS if isinstance(error, row[0])]
-    if (
-        not known and INTERRUPTED.is_set()
-    ):  # another rank has ended first, and collectives fail here
-        known = [ENDINGS[0]]
-    if not known:  # it is nobody's fault but the script's
+    for kinds, status, words in ENDINGS:
+        if isinstance(error, kinds):
+            return status, words.format(said=said), False
+    if INTERRUPTED.is_set():
+        return 130, "interrupted", False  # another rank has ended first, and collectives fail here
+    return 1, f"error {type(error).__name__}: {said}", True
+
+
+def report_error(error, log, runtime):
+    """Log how a run ends that an error has ended; returns its exit status."""
+    status, words, is_bug = ending_of(error)
+    if is_bug:
         traceback.print_exception(error)
-        known = [(Exception, 1, f"error {type(error).__name__}: {{said}}")]
-    _, status, words = known[0]
-    line = f"status:{words.format(said=said)}"
     with contextlib.suppress(OSError):  # the disk may be full; the console has the status
-        log.line(line)
+        log.line(f"status:{words}")
     if not log.is_main:
-        print(f"rank {os.environ['RANK']}: {line}", file=sys.stderr, flush=True)
+        print(f"rank {os.environ['RANK']}: status:{words}", file=sys.stderr, flush=True)
     if runtime is not None:
         runtime.close(has_failed=True)
     return status

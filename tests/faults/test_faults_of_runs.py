@@ -156,7 +156,9 @@ def test_peers_out_of_reach_at_the_start_are_one_line(tiny, tmp_path, monkeypatc
     monkeypatch.setattr(train_gpt.dist, "new_group", unreachable)
     run = ranks.train(tmp_path, tiny, world_size=2)
     assert run.code == 2 and not (tmp_path / "logs").exists() and "Traceback" not in run.stderr
-    assert re.fullmatch("status:error Gloo connectFullMesh failed .*closed by peer.*\n", run.stdout)
+    assert re.fullmatch(
+        "status:error ranks .*: Gloo connectFullMesh failed .*closed by peer.*\n", run.stdout
+    )
 
 
 def test_restarts_of_a_store_that_outlives_them(tiny, tmp_path, monkeypatch):

@@ -415,7 +415,7 @@ def test_resuming_with_another_configuration_is_refused(words, killed, cli):
     folder = killed(6)
     before = (folder / "log.txt").read_bytes()
     line = refusal(cli("--resume", "whole", *words))
-    assert words[0] in line and "leave it out" in line
+    assert words[0] in line and "leave the key out" in line
     assert (folder / "log.txt").read_bytes() == before
 
 
