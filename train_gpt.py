@@ -188,6 +188,15 @@ class Stage:
     softmax_rows: int = knob(0, "rows of training's softmax, a sample; 0: all of them", SIZE)
 
 
+def as_stages(rows, **changes):
+    """Rows of a schedule, Stages or dicts of their fields, as Stages with some other values."""
+    try:
+        stages = [Stage(**row) if isinstance(row, dict) else row for row in rows]
+        return tuple(dataclasses.replace(stage, **changes) for stage in stages)
+    except TypeError as error:
+        raise ConfigError(f"stages: rows are dicts of a Stage's fields ({error})") from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """One run, resolved. The defaults are those of the track fineweb, and most of its numbers are
@@ -280,11 +289,7 @@ class Config:
     compile: bool = knob(True, "compile the model with torch.compile")
 
     def __post_init__(self):
-        try:
-            stages = tuple(Stage(**row) if isinstance(row, dict) else row for row in self.stages)
-        except TypeError as error:
-            raise ConfigError(f"stages: rows are dicts of a Stage's fields ({error})") from None
-        object.__setattr__(self, "stages", stages)
+        object.__setattr__(self, "stages", as_stages(self.stages))
         check_fields(self)
         self.check_stages()
         self.check_shapes()
@@ -293,7 +298,6 @@ class Config:
     def check_stages(self):
         require(self.stages, "stages=(): a schedule has at least one row")
         for number, stage in enumerate(self.stages):
-            require(isinstance(stage, Stage), f"stages: row {number} is no Stage: {stage}")
             check_fields(stage, f"stages[{number}].")
             rows, most = stage.softmax_rows, self.vocab_size
             require(rows <= most, f"softmax_rows={rows}: at most the vocabulary's {most}")
@@ -2505,18 +2509,21 @@ class Trainer:
             self.table.start_pull(upcoming.rows)
         return loss_sum
 
+    def read(self, passage, length):
+        """(MicroBatch, its summed rows) of a Passage outside training."""
+        plan = self.table.plan_step([passage], name="validation")
+        values, work = self.table.fetch(plan, "validation")
+        wait(work)
+        stack = stack_passages([passage], length, self.runtime.device)
+        micro_batch = MicroBatch(*(tensor[0] for tensor in stack))
+        return micro_batch, self.table.lookup(plan.slots[0], plan.signs[0], values)
+
     @torch.no_grad()
     def score(self, step, text, low, length=None):
         """(losses (length,) of the tokens behind those of a Text from `low` on, hidden states) of
         the model before a step. All ranks must call it together. length: val_batch_tokens."""
         length = length or self.config.val_batch_tokens
-        passage = contiguous_passage(text, low, length)
-        plan = self.table.plan_step([passage], name="validation")
-        values, work = self.table.fetch(plan, "validation")
-        wait(work)
-        ngram = self.table.lookup(plan.slots[0], plan.signs[0], values)
-        stack = stack_passages([passage], length, self.runtime.device)
-        micro_batch = MicroBatch(*(tensor[0] for tensor in stack))
+        micro_batch, ngram = self.read(contiguous_passage(text, low, length), length)
         phase = evaluation_phase(self.config, step, length)
         _, losses, hidden = self.forward_pass(step, phase, (1.0,), micro_batch, ngram)
         return losses, hidden
@@ -2601,8 +2608,8 @@ def warm_up(trainer):
 
 # 10. Validity gates ==============================================================================
 # What a model must not do is tested in place: all passes over the validation text are made once
-# more, in another order. Before every other one, a pass reads the same text with noise in most of
-# it, and what is kept must come out the same to the bit. Documents do not see each other, so that
+# more, in another order. Before some of them, a pass reads the same text with noise in most of it,
+# and what is kept must come out the same to the bit. Documents do not see each other, so that
 # each has a cut of its own, with noise behind it, and one pass tests many cuts. Places are drawn
 # from the seed. No gate can see what a model has been told of this text before;
 # tests/trainer/cheats.py has the cheats that pass.
@@ -2610,7 +2617,6 @@ def warm_up(trainer):
 NOISE = 0  # what is kept of a document: nothing,
 CUT = 1  # all up to a cut,
 WHOLE = 2  # or everything
-FATES = (CUT, CUT, WHOLE, NOISE)  # of documents in a row: what follows a whole one is noise
 
 
 class Verdicts(NamedTuple):
@@ -2642,6 +2648,7 @@ class GatePasses:
         config = trainer.config
         self.trainer = trainer
         self.step = step
+        self.val = val
         self.text = Text(val, config.eot_token)
         self.length = config.val_batch_tokens
         rng = np.random.default_rng([config.seed, 0])
@@ -2658,16 +2665,19 @@ class GatePasses:
         """
         rng = np.random.default_rng([self.trainer.config.seed, 1, low])
         turn = self.turns[low // self.length] // self.trainer.runtime.world_size
-        if turn % 2 == 0:
-            outputs, compared = self.compare(self.text, low, rng)
+        if turn % 3 == 0:
+            outputs, compared = self.compare(self.val, low, rng, noise=rng.random())
         else:
-            outputs = self.score(self.text, low)
+            outputs = self.score(self.val, low)
             compared = torch.zeros(4, dtype=torch.float64, device=outputs[0].device)
-        if turn % 8 == 1:
-            compared = self.compare(self.with_short_documents(low, rng), low, rng)[1]
+        if turn % 6 == 2:
+            short = self.with_short_documents(low, rng)
+            _, compared = self.compare(short, low, rng, noise=0.2)
         return torch.cat([self.look_at_losses(low, *outputs), compared])
 
-    def score(self, text, low):
+    def score(self, tokens, low):
+        """(losses (length,), hidden states) of the pass from `low` on over such a text."""
+        text = self.text if tokens is self.val else Text(tokens, self.trainer.config.eot_token)
         losses, hidden = self.trainer.score(self.step, text, low)
         return plain(losses), plain(hidden)
 
@@ -2679,7 +2689,7 @@ class GatePasses:
         the text is no business of the head.
         """
         config = self.trainer.config
-        targets = self.text.tokens[low + 1 : low + 1 + self.length].astype(np.int64)
+        targets = self.val[low + 1 : low + 1 + self.length].astype(np.int64)
         targets = to_device(targets, hidden.device).flip(0)
         exact = []
         for states, ids in zip(hidden.flip(0).split(1024), targets.split(1024), strict=True):
@@ -2691,8 +2701,8 @@ class GatePasses:
         is_exact = (losses - exact).abs() < tolerance
         return torch.stack([losses.double().sum(), exact.double().sum(), (~is_exact).sum()])
 
-    def compare(self, text, low, rng):
-        """Make the pass from `low` on over a text with noise, and then over the text itself.
+    def compare(self, tokens, low, rng, noise):
+        """Make the pass from `low` on over a text with noise in it, and then over the text itself.
 
         Hidden states and losses of what is kept must be the same, and the logits at cuts, whose
         losses are about a token that has changed. A loss need not change there, since two tokens
@@ -2702,15 +2712,15 @@ class GatePasses:
         their losses have changed, and how many tokens of documents with a cut, and of whole ones,
         did not come out the same).
         """
-        noisy_text, kept = self.with_noise(text, low, rng)
+        noisy_tokens, kept = self.with_noise(tokens, low, rng, noise)
         kept = to_device(kept, self.trainer.runtime.device)
         target_is_kept = kept[1:] > NOISE
         kept = kept[:-1]
         is_cut = (kept > NOISE) & ~target_is_kept
         # First the noise: a model that remembers what it has read now remembers noise.
-        noisy_losses, noisy_hidden = self.score(noisy_text, low)
+        noisy_losses, noisy_hidden = self.score(noisy_tokens, low)
         noisy_logits = plain(self.trainer.model.logits(noisy_hidden[is_cut]))
-        losses, hidden = self.score(text, low)
+        losses, hidden = self.score(tokens, low)
         logits = plain(self.trainer.model.logits(hidden[is_cut]))
         other_losses = differing_rows(losses, noisy_losses)
         differs = differing_rows(hidden, noisy_hidden) | (other_losses & target_is_kept)
@@ -2723,45 +2733,47 @@ class GatePasses:
         ]
         return (losses, hidden), torch.stack(counted).sum(1).double()
 
-    def with_noise(self, text, low, rng):
-        """(the text with noise in it, what of the documents of the tokens from `low` on is kept,
-        (length + 1,) of CUT, WHOLE or NOISE).
+    def with_noise(self, tokens, low, rng, noise):
+        """(the text with noise in it; what is kept of the documents of the tokens from `low` on,
+        and of the one behind them, (length + 1,)).
 
-        Outside these documents all is noise, and so is what follows the pass. A cut is anywhere in
-        the pass' part of the document, its last token included, or at the first one, or at an edge
-        of a block.
+        noise: the share of documents of which nothing is kept; the first one is not among them.
+        All that the pass does not read is noise, but for the beginning of its first document. A cut
+        is anywhere in what it reads of a document, or behind the first token, or at a block's edge.
         """
-        tokens = self.noise.copy()
+        noisy = self.noise.copy()
+        high = low + self.length
         kept = np.full(self.length + 1, NOISE)
-        edges = np.append(text.starts, len(tokens))
-        first = np.searchsorted(edges, low, side="right") - 1
-        last = np.searchsorted(edges, low + self.length)
-        fates = itertools.cycle(FATES)
-        for _ in range(rng.integers(3)):  # so that the first document never is noise
-            next(fates)
-        for fate, (start, end) in zip(
-            fates, itertools.pairwise(edges[first : last + 1]), strict=False
-        ):
+        # The gate looks for documents itself: what the model makes of a text is its own business.
+        starts = np.flatnonzero(tokens == self.trainer.config.eot_token)
+        edges = np.unique([0, *starts, len(tokens)])
+        edges = edges[np.searchsorted(edges, low, side="right") - 1 :]
+        edges = edges[: np.searchsorted(edges, high) + 1]
+        for start, behind in itertools.pairwise(edges.tolist()):
+            if start > low and rng.random() < noise:
+                continue
+            fate = rng.choice([CUT, CUT, CUT, WHOLE])
             begin = max(start, low)
-            end = min(end, low + self.length)
+            end = min(behind, high)
             if fate == CUT:
-                places = rng.integers(begin + 1, end + 1, size=6)
-                edge = low + (places[0] - low) // ATTENTION_BLOCK * ATTENTION_BLOCK
-                end = rng.choice([*places, begin + 1, max(begin + 1, edge)])
-            if fate != NOISE:
-                tokens[start:end] = text.tokens[start:end]
-                kept[begin - low : end - low] = fate
-        return Text(tokens, self.trainer.config.eot_token), kept
+                anywhere = rng.integers(begin + 1, end + 1, size=6)
+                edge = low + (anywhere[0] - low) // ATTENTION_BLOCK * ATTENTION_BLOCK
+                end = rng.choice([*anywhere, begin + 1, max(begin + 1, edge)])
+            elif fate == WHOLE and behind > high:
+                fate = CUT  # by the end of the pass
+            noisy[start:end] = tokens[start:end]
+            kept[begin - low : end - low] = fate
+        return noisy, kept
 
     def with_short_documents(self, low, rng):
-        """The text with documents that start at random, so that a pass has at least SEGMENT_ROOM:
-        where documents are long, there would be few cuts."""
+        """The text with more documents, which start at random in the pass from `low` on: where they
+        are long, there are few cuts in a pass."""
         eot_token = self.trainer.config.eot_token
-        tokens = self.text.tokens.copy()
+        tokens = self.val.copy()
         own = tokens[low : low + self.length]
         missing = SEGMENT_ROOM - 1 - np.count_nonzero(own == eot_token)
         own[rng.integers(self.length, size=max(0, missing))] = eot_token
-        return Text(tokens, self.trainer.config.eot_token)
+        return tokens
 
 
 @torch.no_grad()
@@ -3104,9 +3116,8 @@ def with_values(config, values):
     changes = {name: values.pop(name) for name in of_stages}
     unknown = values.keys() - {field.name for field in dataclasses.fields(config)}
     require(not unknown, f"track {config.track} has no {', '.join(sorted(unknown))}")
-    config = dataclasses.replace(config, **values)
-    stages = tuple(dataclasses.replace(stage, **changes) for stage in config.stages)
-    return dataclasses.replace(config, stages=stages)
+    stages = as_stages(values.pop("stages", config.stages), **changes)
+    return dataclasses.replace(config, stages=stages, **values)
 
 
 def overrides_of(config):
@@ -3530,12 +3541,13 @@ def open_run(config, checkpoint, runtime, log, is_check):
         log.open(run.folder, source, may_replace=config.resume == "auto" and is_unfinished)
         write_header(run)
         log.line("===== START =====")
+        is_other = config.val_sha256 and validation_hash(run.corpus.val) != config.val_sha256
+        if is_other:
+            log.line(f"note: {config.data} has other validation tokens: losses do not compare")
     else:
         log.open(run.folder)
         world_size = runtime.world_size
         log.line(f"resumed:{config.run_id} step:{step}/{config.steps} world_size:{world_size}")
-    if config.val_sha256 and validation_hash(run.corpus.val) != config.val_sha256:
-        log.line(f"note: {config.data} has other validation tokens: losses do not compare")
     return run
 
 

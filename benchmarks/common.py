@@ -31,36 +31,20 @@ RESULTS = ROOT / "benchmarks" / "results"
 # ----- command lines
 
 
-class Parser(argparse.ArgumentParser):
-    """The command line of a benchmark, which no launcher may start."""
-
-    def parse_args(self, *words):
-        """Read the command line, but refuse a launcher's ranks.
-
-        Each rank would measure while the others do, and write the same results."""
-        arguments = super().parse_args(*words)
-        if "WORLD_SIZE" in os.environ and not getattr(arguments, "worker", None):
-            remedy = "start it with python, not with torchrun"
-            self.exit(2, f"error: {self.prog} starts its ranks itself; {remedy}\n")
-        return arguments
-
-
 def parser(doc, **defaults):
-    """The command line of the benchmark with this docstring.
+    """The command line of the benchmark with this docstring, which no launcher may start.
 
     It has an option for each default, and a flag for each default that is False."""
-    made = Parser(description=doc.splitlines()[0])
-    defaults["results"] = RESULTS
-    for name, default in defaults.items():
-        options = {"help": f"[{default}]"}
+    if "WORLD_SIZE" in os.environ and "--worker" not in sys.argv:
+        sys.exit("error: a benchmark starts its ranks itself; use python instead of torchrun")
+    made = argparse.ArgumentParser(description=doc.splitlines()[0])
+    for name, default in {**defaults, "results": RESULTS}.items():
+        options = {"default": default, "type": type(default)}
         if default is False:
-            options["action"] = "store_true"
-        else:
-            options["type"] = type(default)
-            options["default"] = default
+            options = {"action": "store_true"}
         if name == "device":
             options["choices"] = ("auto", "cpu", "cuda")
-        made.add_argument(option_of(name), **options)
+        made.add_argument(option_of(name), help=f"[{default}]", **options)
     return made
 
 

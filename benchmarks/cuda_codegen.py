@@ -78,38 +78,21 @@ def pretend_h100():
     """Make torch, Inductor and Triton believe in one H100, far enough to generate code for it."""
     import torch._dynamo.device_interface as interfaces
     import torch._inductor.runtime.triton_helpers as triton_helpers
-    import torch._subclasses.fake_tensor as fake_tensor
     import triton
     from triton.backends.compiler import GPUTarget
 
     card = Stand(**CARD)
     device = torch.device("cuda", 0)
     state = torch.zeros(16, dtype=torch.uint8)
-    stream = Stand(stream_id=0, device_index=0, device=device, device_type=1, cuda_stream=0)
-    present = {"is_available": True, "device_count": 1, "synchronize": None}
-    present |= {"current_stream": stream, "current_device": 0, "get_device_properties": card}
-    random = {"get_rng_state": state, "set_rng_state": None, "_lazy_init": None}
-    cuda = {
-        "get_device_capability": (9, 0),
-        "get_device_name": card.name,
-        "mem_get_info": (79 << 30, 80 << 30),
-        "set_device": None,
-        "init": None,
-        "_exchange_device": 0,
-        "_maybe_exchange_device": 0,
-    }
-    interface = {"get_compute_capability": 90, "get_raw_stream": 0}
-    interface |= {"exchange_device": 0, "maybe_exchange_device": 0}
-    accelerator = {"current_device_index": 0, "current_device_idx": 0}
-    accelerator |= {"set_device_index": None, "set_device_idx": None}
-    worker = {"get_device_properties": card, "current_device": 0}
+    present = {"is_available": True, "current_device": 0, "get_device_properties": card}
+    random = {"get_rng_state": state, "_lazy_init": None}
+    exchange = {"_exchange_device": 0, "_maybe_exchange_device": 0}
     answers = {
-        torch.cuda: {**present, **random, **cuda},
+        torch.cuda: {**present, **random, **exchange},
         torch.cuda.random: random,
-        torch.accelerator: {**present, **accelerator},
-        interfaces.CudaInterface: {**present, **interface},
-        interfaces.CudaInterface.Worker: worker,
-        fake_tensor: {"init_gpu_context": None},
+        torch.accelerator: {"is_available": True},
+        interfaces.CudaInterface: present,
+        interfaces.CudaInterface.Worker: present,
         triton_helpers: {"set_driver_to_gpu": None},
     }
     for place, values in answers.items():
@@ -387,20 +370,17 @@ def measure(config, step):
 
 
 def row_of(what, figure):
+    """A row of the first table."""
+    names = ("triton", "other", "gigabytes", "product_gigabytes", "teraflops")
+    names += ("peak_mib", "spilling")
     memory = (figure["gigabytes"] + figure["product_gigabytes"]) * 1e9 / BYTES_PER_S
     compute = figure["teraflops"] * 1e12 / FLOPS_PER_S
-    return [
-        what,
-        figure["triton"],
-        figure["other"],
-        f"{figure['gigabytes']:.2f}",
-        f"{figure['product_gigabytes']:.2f}",
-        f"{figure['teraflops']:.2f}",
-        f"{figure['peak_mib']:,.0f}",
-        figure["spilling"],
-        f"{1000 * memory:.2f}",
-        f"{1000 * compute:.2f}",
-    ]
+    return [what, *map(cell, [*[figure[name] for name in names], 1000 * memory, 1000 * compute])]
+
+
+def cell(value):
+    """A figure with as many digits as mean something."""
+    return f"{value:,.0f}" if value == int(value) or value > 100 else f"{value:.2f}"
 
 
 def totals(figures):
@@ -427,18 +407,7 @@ def report(figures, stages):
         for gigabytes, calls, name in figure["kernels"]
     ]
     kernels = common.markdown_table(["pass", "GB", "launches", "kernel"], kernels)
-    rows = [
-        [
-            stage,
-            f"{one['gigabytes']:.1f}",
-            f"{one['peak_mib']:,.0f}",
-            one["kernels"],
-            one["spills"],
-            one["updates"],
-            f"{one['update_gigabytes']:.1f}",
-        ]
-        for stage, one in stages.items()
-    ]
+    rows = [[stage, *map(cell, one.values())] for stage, one in stages.items()]
     header = ["version", "GB", "MiB at the peak", "kernels", "spilling", "kernels of the updates"]
     history = common.markdown_table([*header, "GB of the updates"], rows)
     return (

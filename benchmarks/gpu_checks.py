@@ -29,9 +29,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-# Inductor and Triton read these when torch is imported.
+# Torch reads this when it is imported, and keeps Triton's cache there, too.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".cache/inductor"))
-os.environ.setdefault("TRITON_CACHE_DIR", str(ROOT / ".cache/triton"))
 
 import numpy as np
 import torch
@@ -47,14 +46,10 @@ TINY = {  # fields of a Stage hold in all stages
     "micro_batch_tokens": 512,
     "micro_batches": 2,
     "ngram_rows": 4096,
-    "windows": (64, 128),
-    "document_cap": 256,
     "val_tokens": 2048,
     "val_batch_tokens": 512,
-    "val_windows": (64, 128),
     "compile": False,
 }
-SCALE = 0.1  # of attention's scores
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}  # relative errors of attention
 
 
@@ -83,9 +78,9 @@ def word_documents(limit, eot_token):
         text = document.astype(np.uint8).tobytes().decode(errors="replace")
         texts.append(re.findall(r"\w+|\W", text))
     counts = collections.Counter(itertools.chain.from_iterable(texts))
-    number = {word: rank for rank, (word, _) in enumerate(counts.most_common(eot_token))}
-    rare = eot_token - 1
-    return [np.array([number.get(word, rare) for word in text], np.uint16) for text in texts]
+    known = [word for word, _ in counts.most_common(eot_token - 1)]
+    number = collections.defaultdict(lambda: len(known), zip(known, range(len(known)), strict=True))
+    return [np.array([number[word] for word in text], np.uint16) for text in texts]
 
 
 FINEWEB = train_gpt.TRACKS["fineweb"]
@@ -97,10 +92,8 @@ def config_of(arguments, base=FIRST_STAGE, **changes):
     values = {
         "epochs": 100,
         "ngram_rows": 2**18,
-        "val_every": 0,
         "val_tokens": 131_072,
         "val_batch_tokens": 16_384,
-        "val_sha256": "",
         "device": arguments.device,
         "seed": 1,
     }
@@ -110,8 +103,7 @@ def config_of(arguments, base=FIRST_STAGE, **changes):
     if arguments.tiny or not any((ROOT / config.data).glob("*_train_*.bin")):
         folder = ROOT / ".cache" / f"words_{config.val_tokens}"
         if not folder.exists():
-            limit = 400_000 if arguments.tiny else 10**9
-            documents = word_documents(limit, config.eot_token)
+            documents = word_documents(400_000 if arguments.tiny else 10**9, config.eot_token)
             common.write_corpus(folder, documents, config.eot_token, config.val_tokens)
         config = dataclasses.replace(config, data=str(folder))
     return config
@@ -120,9 +112,7 @@ def config_of(arguments, base=FIRST_STAGE, **changes):
 class Steps(common.Training):
     """A training whose steps are timed."""
 
-    def __init__(self, config):
-        super().__init__(config)
-        self.done = 0
+    done = 0
 
     def take(self, count):
         """Take steps. Returns (their losses, milliseconds a step, those of the host alone)."""
@@ -151,8 +141,8 @@ def attention_error(back_end, device, dtype, size, starts, length):
     mine = [tensor.requires_grad_() for tensor in (train_gpt.norm(q), train_gpt.norm(k), v)]
     exact = [tensor.detach().double().requires_grad_() for tensor in mine]
     masks = back_end.prepare(micro_batch, phase, dtype)
-    out = back_end.attend(*mine, masks, window, SCALE)
-    reference = common.reference_attention(*exact, segment_start, size, SCALE)
+    out = back_end.attend(*mine, masks, window, 0.1)
+    reference = common.reference_attention(*exact, segment_start, size, 0.1)
     values = [out, *torch.autograd.grad(out, mine, upstream)]
     references = [reference, *torch.autograd.grad(reference, exact, upstream.double())]
     errors = [
@@ -164,18 +154,16 @@ def attention_error(back_end, device, dtype, size, starts, length):
 
 def check_attention(arguments, report):
     """What is installed, and whether attention is right on all kinds of segments."""
-    for name in ("reduce_scatter_single", "all_gather_single", "reduce_scatter_tensor"):
-        report.note(f"torch.distributed.{name}", hasattr(torch.distributed, name))
-    for name in ("numba", "flash_attn_interface"):
-        report.note(name, bool(importlib.util.find_spec(name)))
+    report.note("has collectives of one tensor", hasattr(torch.distributed, "all_gather_single"))
+    report.note("has FlashAttention 3", bool(importlib.util.find_spec("flash_attn_interface")))
     device = torch.device(arguments.device)
     back_end, name = train_gpt.choose_attention(config_of(arguments), device)
     report.note("attention", name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     length = 512 if arguments.tiny else 4096
-    cuts = np.random.default_rng(0).integers(1, length, size=length // 32)
-    layouts = {"one": np.array([0]), "short": np.unique(np.append(0, cuts))}
-    layouts["on edges"] = np.arange(0, length, 128)
+    drawn = np.random.default_rng(0).integers(1, length, size=length // 32)
+    short = np.unique(np.append(0, drawn))
+    layouts = {"one": [0], "short": short, "on edges": range(0, length, 128)}
     for size in (128, 256 if arguments.tiny else 2560):
         for layout, starts in layouts.items():
             error = attention_error(back_end, device, dtype, size, starts, length)
@@ -186,11 +174,10 @@ def check_attention(arguments, report):
 def check_profile(arguments, report):
     """Twelve steps: speed, memory, host against device, and the kernels that take longest."""
     steps = Steps(config_of(arguments, steps=12))
-    first, compiling, _ = steps.take(2)
-    report.note("compilation, s", 2 * compiling / 1000)
-    _, step_ms, host_ms = steps.take(8)
-    report.note("ms a step", step_ms)
-    report.note("ms a step of the host alone", host_ms)
+    first, *milliseconds = steps.take(2)
+    report.note("ms a step of two with compilation, and of the host alone", milliseconds)
+    _, *milliseconds = steps.take(8)
+    report.note("ms a step, and of the host alone", milliseconds)
     report.note("peak memory, MiB", steps.runtime.peak_memory_mib())
     with torch.profiler.profile() as profile:
         last, *_ = steps.take(2)
@@ -211,8 +198,7 @@ def check_trainer(arguments, report):
     defaults = dataclasses.asdict(FINEWEB)
     values = dataclasses.asdict(config)
     changed = {name: value for name, value in values.items() if value != defaults[name]}
-    words = common.words_of({"track": "fineweb", **changed})
-    folder = common.train(ROOT, run_id, words)
+    folder = common.train(ROOT, run_id, common.words_of({"track": "fineweb", **changed}))
     log = common.log_of(folder)
     gates = re.findall(r"^validity: (.*)$", log, re.MULTILINE)
     report.note("gates", gates, ok=len(gates) == 1)
@@ -222,33 +208,28 @@ def check_trainer(arguments, report):
     report.note("result", json.loads((folder / "result.json").read_text()))
 
 
-CHUNK = train_gpt.LOSS_CHUNK
-TWICE = {"micro_batches": 4, "micro_batch_tokens": 2**15}
-TINY_TWICE = {"micro_batches": 1, "micro_batch_tokens": 1024}
-
-
 def check_pairs(arguments, report):
     """Settings beside the track's, in turns, warm, in one process."""
-    twice = TINY_TWICE if arguments.tiny else TWICE
+    track = config_of(arguments)
+    chunk = train_gpt.LOSS_CHUNK
+    twice = {"micro_batches": track.stages[0].micro_batches // 2}
+    twice["micro_batch_tokens"] = 2 * track.micro_batch_tokens
     arms = {  # fields of the Config, and tokens of a chunk of the loss
-        "without copies": ({"copy_orders": ()}, CHUNK),
-        "chunks of four times as many tokens": ({}, 4 * CHUNK),
-        "micro-batches of twice as many tokens": (twice, CHUNK),
+        "without copies": ({"copy_orders": ()}, chunk),
+        "chunks of four times as many tokens": ({}, 4 * chunk),
+        "micro-batches of twice as many tokens": (twice, chunk),
     }
     count = 1 if arguments.tiny else 4  # steps of a turn
-    for name, (changes, chunk) in arms.items():
-        track = Steps(config_of(arguments, steps=4 * count))
-        other = Steps(config_of(arguments, steps=4 * count, **changes))
+    for name, (changes, own_chunk) in arms.items():
+        pair = [Steps(config_of(arguments, steps=4 * count, **own)) for own in ({}, changes)]
         times = []
-        for _ in range(4):
-            train_gpt.LOSS_CHUNK = CHUNK
-            times.append([track.take(count)[1]])
-            train_gpt.LOSS_CHUNK = chunk
-            times[-1].append(other.take(count)[1])
-        report.note(f"ms a step in turns, of which the first compiles: track, {name}", times)
-        track.close()
-        other.close()
-    train_gpt.LOSS_CHUNK = CHUNK
+        for turn in range(8):
+            train_gpt.LOSS_CHUNK = own_chunk if turn % 2 else chunk
+            times.append(pair[turn % 2].take(count)[1])
+        report.note(f"ms a step by turns, of which two compile: track, {name}, track, ...", times)
+        for steps in pair:
+            steps.close()
+    train_gpt.LOSS_CHUNK = chunk
 
 
 def scale_gradients(group, factor=1e7):
@@ -272,8 +253,7 @@ def check_loss(arguments, report):
         if name == "corrected":
             scale_gradients(steps.trainer.optimizer.embeddings)
         losses, *_ = steps.take(count)
-        means = [float(np.mean(part)) for part in np.array_split(losses, count // 6)]
-        report.note(f"losses, {name}", means, ok=means[-1] < losses[0])
+        report.note(f"losses, {name}", losses, ok=losses[-1] < losses[0])
         steps.close()
 
 
@@ -298,10 +278,10 @@ def main(argv=None):
         remedy = "--device cpu --tiny only tries out the script"
         print(f"error: torch sees no CUDA device; {remedy}", file=sys.stderr)
         return 2
-    kind = "tiny" if arguments.tiny else "gpu"
     arguments.results.mkdir(parents=True, exist_ok=True)
     facts = common.environment(arguments.device)
-    report = Report(arguments.results / f"{kind}_{arguments.call}.json", facts)
+    name = f"{'tiny' if arguments.tiny else 'gpu'}_{arguments.call}.json"
+    report = Report(arguments.results / name, facts)
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(LIMIT_SECONDS)
     began = time.monotonic()

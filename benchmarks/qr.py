@@ -73,12 +73,16 @@ def in_a_loop(decompose, factors, bases):
     return torch.stack([decompose(factor @ basis).Q for factor, basis in pairs])
 
 
-METHODS = {
-    "cholesky": lambda *pair: train_gpt.eigenbasis_step(*pair, "cholesky")[0],
-    "householder": lambda *pair: train_gpt.eigenbasis_step(*pair, "householder")[0],
-    "loop": functools.partial(in_a_loop, torch.linalg.qr),
-    "eigh": functools.partial(in_a_loop, torch.linalg.eigh),
-}
+def in_a_batch(method, factors, bases):
+    """What the trainer makes of all bases at once."""
+    new, _, _ = train_gpt.eigenbasis_step(factors, bases, method)
+    return new
+
+
+BATCHED = ("cholesky", "householder")
+METHODS = {name: functools.partial(in_a_batch, name) for name in BATCHED}
+METHODS["loop"] = functools.partial(in_a_loop, torch.linalg.qr)
+METHODS["eigh"] = functools.partial(in_a_loop, torch.linalg.eigh)
 
 
 def measure(size, count, repeats, device):
@@ -101,24 +105,25 @@ def measure(size, count, repeats, device):
 
 def report(cases, device):
     """The table of all sizes, and the last line."""
-    header = ["size", "factors", *[f"{name}, ms" for name in METHODS]]
-    header += ["largest error, cholesky", "of householder", "rejects"]
-    header += ["distance before", *[f"after {name}" for name in METHODS]]
+    of_trainer = "cholesky" if device.type == "cuda" else "householder"
     rows = []
     speedups = []
-    errors = []
-    of_trainer = "cholesky" if device.type == "cuda" else "householder"
     for case in cases:
-        time_of = {name: statistics.median(case[name]["seconds"]) for name in METHODS}
-        speedups.append(time_of["loop"] / time_of[of_trainer])
-        own_errors = [case[name]["error"] for name in ("cholesky", "householder")]
-        errors += own_errors
-        times = [f"{1000 * seconds:.1f}" for seconds in time_of.values()]
-        cells = [f"{error:.1e}" for error in own_errors]
-        distances = [case["before"], *[case[name]["distance"] for name in METHODS]]
-        cells += [case["rejects"], *[f"{distance:.1e}" for distance in distances]]
-        rows.append([case["size"], case["count"], *times, *cells])
-    line = f"qr_speedup:{statistics.median(speedups):.2f} max_error:{max(errors):.1e}"
+        milliseconds = {}
+        for name in METHODS:
+            milliseconds[name] = 1000 * statistics.median(case[name]["seconds"])
+        speedups.append(milliseconds["loop"] / milliseconds[of_trainer])
+        row = [case["size"], case["count"]]
+        row += [f"{value:.1f}" for value in milliseconds.values()]
+        row += [f"{case[name]['error']:.1e}" for name in BATCHED]
+        row += [case["rejects"], f"{case['before']:.1e}"]
+        row += [f"{case[name]['distance']:.1e}" for name in METHODS]
+        rows.append(row)
+    header = ["size", "factors", *[f"{name}, ms" for name in METHODS]]
+    header += ["largest error, cholesky", "of householder", "rejects", "distance before"]
+    header += [f"after {name}" for name in METHODS]
+    error = max(case[name]["error"] for case in cases for name in BATCHED)
+    line = f"qr_speedup:{statistics.median(speedups):.2f} max_error:{error:.1e}"
     return common.markdown_table(header, rows), line
 
 
@@ -176,31 +181,37 @@ def adaptive_run(config, arm):
     for step in range(config.steps):
         run.step(step)
     seconds = time.thread_time() - began
-    below = {
-        str(limit): sum(share < limit for share in adaptive.shares) / len(adaptive.shares)
-        for limit in THRESHOLDS
+    shares = torch.tensor(adaptive.shares)
+    found = {
+        "arm": arm,
+        "rule": config.matrix_update,
+        "seed": config.seed,
+        "steps": config.steps,
+        "below": {str(limit): (shares < limit).float().mean().item() for limit in THRESHOLDS},
+        "loss": run.loss(),
+        "seconds": seconds,
+        "refreshing": adaptive.seconds,
+        "skipped": adaptive.skipped,
     }
-    facts = {"arm": arm, "rule": config.matrix_update, "seed": config.seed, "below": below}
-    facts |= {"loss": run.loss(), "seconds": seconds}
     run.close()
-    return {**facts, "refreshing": adaptive.seconds, "skipped": adaptive.skipped}
+    return found
 
 
 def adaptive_table(runs):
-    header = ["rule", "refreshed", "n", "final loss", "ms a step", "of it deciding and refreshing"]
-    header += ["refreshes skipped", *[f"shares below {limit}, %" for limit in THRESHOLDS]]
     rows = []
     for rule, arm in dict.fromkeys((run["rule"], run["arm"]) for run in runs):
         own = [run for run in runs if (run["rule"], run["arm"]) == (rule, arm)]
-        loss = common.spread([run["loss"] for run in own], 4)
-        cells = [
-            1000 * statistics.mean(run[key] / run["steps"] for run in own)
-            for key in ("seconds", "refreshing")
-        ]
-        cells.append(statistics.mean(run["skipped"] for run in own))
+        steps = own[0]["steps"]
+        row = [rule, arm, len(own), common.spread([run["loss"] for run in own], 4)]
+        for key in ("seconds", "refreshing"):
+            row.append(f"{1000 * statistics.mean(run[key] for run in own) / steps:.1f}")
+        row.append(f"{statistics.mean(run['skipped'] for run in own):.0f}")
         for limit in THRESHOLDS:
-            cells.append(100 * statistics.mean(run["below"][str(limit)] for run in own))
-        rows.append([rule, arm, len(own), loss, *[f"{cell:.1f}" for cell in cells]])
+            share = statistics.mean(run["below"][str(limit)] for run in own)
+            row.append(f"{100 * share:.1f}")
+        rows.append(row)
+    header = ["rule", "refreshed", "n", "final loss", "ms a step", "of it deciding and refreshing"]
+    header += ["refreshes skipped", *[f"shares below {limit}, %" for limit in THRESHOLDS]]
     return common.markdown_table(header, rows)
 
 
@@ -216,7 +227,7 @@ def settle_adaptive(arguments):
     for seed, rule, arm in itertools.product(seeds, arguments.rules.split(","), ARMS):
         if (rule, arm, seed) not in done:
             config = dataclasses.replace(track, seed=seed, matrix_update=rule)
-            runs.append({**adaptive_run(config, arm), "steps": config.steps})
+            runs.append(adaptive_run(config, arm))
             facts = common.environment("cpu")
             text = adaptive_table(runs)
             common.write_results(arguments.results, "qr_adaptive", facts, {"runs": runs}, text)

@@ -76,17 +76,18 @@ SHAPE = {
     "adam_lr": 0.008,
     "ngram_lr": 0.05,
 }
-# Final validation loss of the published trainer, and its processor time in seconds, by (steps,
-# seed): `p_run.py --seed SEED --steps STEPS --unit 512` of its CPU form. The times are of the
-# machine of the other arms, an AMD EPYC, in the same hours. There the first three seeds ended at
-# 1.3465, 1.3336 and 1.1586; these losses, and the fourth run, are an Intel Xeon's.
-PUBLISHED = {
-    (400, 1): {"loss": 1.3496, "seconds": 214.7},
-    (400, 2): {"loss": 1.3313, "seconds": 203.6},
-    (400, 3): {"loss": 1.1559, "seconds": 236.2},
-    (800, 1): {"loss": 1.0030},
-    (800, 2): {"loss": 1.1359, "seconds": 456.9},
-}
+TOKENS = 824_320  # of 400 steps
+# What `p_run.py --seed SEED --steps STEPS --unit 512` of the published trainer's CPU form ended at:
+# steps, seed, validation loss, and seconds of processor time where they were measured. The times
+# are of the machine of the other arms, an AMD EPYC, in the same hours. There the first three seeds
+# ended at 1.3465, 1.3336 and 1.1586; these losses, and the fourth run, are an Intel Xeon's.
+PUBLISHED = (
+    (400, 1, 1.3496, 214.7),
+    (400, 2, 1.3313, 203.6),
+    (400, 3, 1.1559, 236.2),
+    (800, 1, 1.0030, None),
+    (800, 2, 1.1359, 456.9),
+)
 PLAIN_LR = 3e-3  # AdamW's, not tuned
 PLAIN_BLOCK = 512  # tokens of the plain GPT's context
 
@@ -164,34 +165,30 @@ def measure(arm, seed):
     return {**facts, "loss": loss, "seconds": seconds}
 
 
-def of_arm(runs, arm):
+def of_arm(runs, arm, steps=None):
+    """The runs of an arm, by seed; the published trainer's need no measuring."""
+    if arm == "published":
+        names = ("steps", "seed", "loss", "seconds")
+        runs = [dict(zip(names, run, strict=True)) for run in PUBLISHED if run[0] == steps]
+        return [{**run, "tokens": TOKENS * steps // STEPS} for run in runs]
     return sorted((run for run in runs if run["arm"] == arm), key=lambda run: run["seed"])
 
 
-def published(steps):
-    return [run for (length, _), run in PUBLISHED.items() if length == steps]
-
-
-def row(name, steps, losses, microseconds):
-    """A line of the table. microseconds: processor time a token."""
-    cost = f"{statistics.mean(microseconds):.0f}"
-    each = ", ".join(f"{loss:.4f}" for loss in losses)
-    return [name, steps, common.spread(losses, 4), each, cost]
+def mean_loss(runs):
+    return statistics.mean(run["loss"] for run in runs)
 
 
 def losses_table(runs):
-    """Final losses of the arms and of the published trainer."""
+    """Final losses of the arms and of the published trainer, and processor time a token."""
     rows = []
-    for steps in sorted({steps for steps, _ in PUBLISHED}):
-        found = published(steps)
-        tokens = train_gpt.training_tokens(dataclasses.replace(config_of("ours", 1), steps=steps))
-        cost = [1e6 * run["seconds"] / tokens for run in found if "seconds" in run]
-        rows.append(row("published", steps, [run["loss"] for run in found], cost))
-    for arm in STEPS_OF:
-        found = of_arm(runs, arm)
-        if found:
-            cost = [1e6 * run["seconds"] / run["tokens"] for run in found]
-            rows.append(row(arm, found[0]["steps"], [run["loss"] for run in found], cost))
+    for arm, steps in [("published", STEPS), ("published", 2 * STEPS), *STEPS_OF.items()]:
+        own = of_arm(runs, arm, steps)
+        if own:
+            losses = [run["loss"] for run in own]
+            cost = [1e6 * run["seconds"] / run["tokens"] for run in own if run["seconds"]]
+            each = ", ".join(f"{loss:.4f}" for loss in losses)
+            mean_cost = f"{statistics.mean(cost):.0f}"
+            rows.append([arm, steps, common.spread(losses, 4), each, mean_cost])
     header = ["arm", "steps", "final loss", "of each seed", "processor time, µs a token"]
     return common.markdown_table(header, rows)
 
@@ -202,13 +199,13 @@ def summary(runs):
     if not ours:
         return "ours:not measured"
     fewer = of_arm(runs, "fewer")
-    theirs = statistics.mean(run["loss"] for run in published(STEPS))
-    mean = statistics.mean(run["loss"] for run in ours)
+    theirs = mean_loss(of_arm(runs, "published", STEPS))
     ratio = "not measured"
     if fewer:
-        is_reached = statistics.mean(run["loss"] for run in fewer) <= theirs
+        is_reached = mean_loss(fewer) <= theirs
         ratio = f"{fewer[0]['tokens'] / ours[0]['tokens']:.2f}" if is_reached else "not reached"
-    return f"ours:{mean:.4f} published:{theirs:.4f} seeds:{len(ours)} tokens_ratio:{ratio}"
+    losses = f"ours:{mean_loss(ours):.4f} published:{theirs:.4f}"
+    return f"{losses} seeds:{len(ours)} tokens_ratio:{ratio}"
 
 
 def main():

@@ -25,11 +25,14 @@ def require(condition, message):
 
 
 def require_same(found, wanted, words=", must be "):
-    """RecordError unless two dicts are the same, with `words` between values that differ."""
+    """RecordError unless two dicts are the same JSON, in which 1, 1.0 and true are not the same.
+    `words` are told between values that differ."""
     for name in sorted(found.keys() | wanted.keys()):
-        values = [content.get(name, "not there") for content in (found, wanted)]
-        shown = [ascii(value)[:80] for value in values]
-        same = values[0] == values[1]
+        sides = [content for content in (found, wanted) if name in content]
+        same = (
+            len(sides) == 2 and len({json.dumps(side[name], sort_keys=True) for side in sides}) == 1
+        )
+        shown = [ascii(content.get(name, "not there"))[:80] for content in (found, wanted)]
         require(same, f"{ascii(name)[1:-1][:60]} is {shown[0]}{words}{shown[1]}")
 
 

@@ -9,18 +9,27 @@ from pathlib import Path
 
 from records import render, stats
 from records.files import RecordError, about, read_text, require, require_same
-from records.record import FOLDER, chain, figures, paths_in
+from records.log import PLAIN, due_losses
+from records.record import CACHE, FOLDER, chain, end_of, figures, paths_in
 from records.source import config_of, sha256_of
 
 DTYPES = {"bfloat16", "float32"}  # what a script may make of the dtype `auto`
 PLACE = ("seed", "run_id", "run_of")  # fields that say as which run a script ran, and not what
 GATES = ("causal", "normalised", "local", "unmoved")  # the older scripts lack the last
+CLOCKS = timedelta(minutes=10)  # by which clocks differ
+WAIT = timedelta(days=31)  # so long runs may be over before they make a record
 IDLE = 0.1  # of a run's time: what a process on a CPU works at least
+LEAST_MFU = 0.05  # per cent, rounded to 0.1
 MOST_MFU = 500  # per cent of the product that is measured beside the run, and may be slow
-COMMON = 3  # losses that two runs must have at the same steps, so that they can be compared
-AUTHORS = re.compile(r"[^\W_][\w .,'&()@/-]{0,99}")
-# What prose has none of: HTML, headings, tables, and lines under a heading, quoted ones too.
-ODD_PROSE = re.compile(r"(?m)<[A-Za-z/!?]|^[ >\t*+-]*(?:#|\|)|^[ >\t]*(?:-{2,}|=+)[ \t]*$")
+COMPARED = 100  # losses of a run that are compared with other runs', the first ones
+NEAR = 0.75  # of these losses: a run is another one's copy if so many agree
+AUTHORS = re.compile(PLAIN + r"[^\W_](?:[^\W_]|[ .,'&()@/-]){0,99}")
+# What prose has none of: Markdown of HTML, links, code, formulas and emphasis; and, at the begin of a
+# line, headings and lines under one, quoted ones too.
+ODD_PROSE = re.compile(
+    r"(?m)<[A-Za-z/!?]|[\[\]`|$\\]|://|www\.|\w@|&#?\w{1,40};|\S[*~]|[*]\S|(?<!\w)_|_(?!\w)"
+    r"|^[ >*+\d.)-]*#|^[ >]*[-=_*][-=_* ]*$|[^\n -~\w\u00a1-\u00ff\u2010-\u2026]"
+)
 MACHINE = ("device", "world_size", "torch", "cuda", "triton", "dtype")  # one for all runs
 CHOOSING = ("attention", "compile", "dtype")  # fields that back ends follow from
 
@@ -35,6 +44,8 @@ def check_run(run, track, rules):
         manifest = rules["manifest_sha256"] or run.manifest
         require_same(data, {"its track": track, "data manifest": manifest, "shards": "ok"})
 
+        over = f"{end_of(run):%Y-%m-%d %H:%M:%S}"
+        require(end_of(run) <= datetime.now(UTC) + CLOCKS, f"was over at {over}, which is to come")
         check_fixed(run.config, track, rules)
         is_older = run.code_sha256 in rules.get("older_scripts", ())
         if not is_older:
@@ -52,8 +63,9 @@ def check_fixed(config, track, rules):
     fixed = rules["config"]
     hint = "propose that of the validity line"
     require(fixed["val_sha256"], f"rules.json has no val_sha256 of {track} yet; {hint}")
-    found = {name: config.get(name, "not there") for name in fixed}
+    found = {name: config[name] for name in fixed if name in config}
     require_same(found, fixed, ", the track's is ")
+    due_losses(config)
 
 
 def check_configuration(run):
@@ -74,12 +86,22 @@ def check_rates(run):
     unit = size * run.world_size if type(size) is int else 0
     shown = f"tokens is {run.tokens}, world size {run.world_size}"
     require(unit > 0 and run.tokens % unit == 0, f"{shown}; each takes whole micro-batches")
+    batches, slack = batches_of(run.config)
+    takes = f"{batches:g} micro-batches of {size} tokens"
+    require(
+        abs(run.tokens / size - batches) <= slack, f"{shown}; its {run.steps} steps are {takes}"
+    )
 
     rate = 1000 * run.tokens / took
     room = 1 + 0.6 * rate / took  # both were rounded
-    bounds = {"tokens_per_s": (rate - room, run.speed, rate + room), "mfu": (0, run.mfu, MOST_MFU)}
+    bounds = {
+        "tokens_per_s": (rate - room, run.speed, rate + room),
+        "mfu": (LEAST_MFU, run.mfu, MOST_MFU),
+    }
     cores = re.search(r" x(\d{1,4})$", run.device)
-    if cores and run.cuda == "none":
+    shown = f"device is {ascii(run.device)}"
+    require(cores or run.cuda != "none", f"{shown}; a processor's ends with its cores, as in x8")
+    if cores:
         bounds["cpu_time"] = IDLE * took, run.cpu_time_ms, 1.1 * int(cores[1]) * took
         # Parameters and tables are held in memory, two bytes a value or more.
         values = sum(map(int, re.findall(r"=(\d+)", run.sizes.replace(",", ""))))
@@ -88,16 +110,33 @@ def check_rates(run):
         require(low <= value <= high, f"{name} is {value}; {low:.0f} to {high:.0f} can be")
 
 
+def batches_of(config):
+    """(micro-batches that the steps of a run take, how many more or less it can be).
+
+    Where a stage begins is rounded to a step. Older and odd schedules say nothing of a batch.
+    """
+    steps = config["steps"]
+    stages = config.get("stages")
+    try:
+        starts = [float(stage["start"]) for stage in stages]
+        counts = [int(stage["micro_batches"]) for stage in stages]
+    except (KeyError, TypeError, ValueError):
+        return steps, math.inf
+    lengths = [end - start for start, end in zip(starts, [*starts[1:], 1.0], strict=True)]
+    changes = [abs(after - before) for before, after in itertools.pairwise(counts)]
+    return steps * sum(map(math.prod, zip(counts, lengths, strict=True))), sum(changes) + 0.01
+
+
 # ----- a record
 
 
 def check_name(record):
     """A record's folder is named by its day, when its runs were over, and its name."""
     require(FOLDER.fullmatch(record.name), "is not named <YYYY-MM-DD>_<Letters-and-digits>")
-    last = max(run.started for run in record.runs + record.baseline)
-    tomorrow = datetime.now(UTC) + timedelta(days=1)  # clocks differ
-    is_between = f"{last:%Y-%m-%d}" <= record.date <= f"{tomorrow:%Y-%m-%d}"
-    require(is_between, f"is dated {record.date}, before the end of its runs or after today")
+    latest = min(datetime.now(UTC) + CLOCKS, record.over + WAIT)
+    is_between = f"{record.over:%Y-%m-%d}" <= record.date <= f"{latest:%Y-%m-%d}"
+    hint = f"before the end of its runs, after today, or {WAIT.days} days after them"
+    require(is_between, f"is dated {record.date}, {hint}")
 
 
 def check_record(record, others, rules):
@@ -105,6 +144,9 @@ def check_record(record, others, rules):
     older = [other for other in others if other.age < record.age]
     twin = next((other.name for other in older if other.source == record.source), None)
     require(not twin, f"train_gpt.py is the code of {twin}; a record has code of its own")
+    titles = {other.title.casefold(): other.name for other in older}
+    alike = titles.get(record.title.casefold())
+    require(not alike, f"is named like {alike}; a record has a name of its own")
     parent = next(reversed(chain(older)), None)
     words = "; a record is measured against the last of the track's chain before it, which is "
     require_same({"its parent": record.parent}, {"its parent": parent and parent.name}, words)
@@ -145,6 +187,9 @@ def check_batch(runs, part, record):
     """All declared runs of a part of a record are there, none dropped, none added, few restarted;
     and each has the seed of its place."""
     declared = record.runs[0].declared
+    names = {run.run.casefold() for run in record.runs + record.baseline}
+    is_each = len(names) == len(record.runs + record.baseline)
+    require(is_each, "names of its runs are the same, or differ in the case of letters alone")
     check_one(["batch", "declared"], record.runs + record.baseline)
     found = [run.counter for run in runs]
     is_whole = runs == [] or runs[0].batch == 1 and found == list(range(1, declared + 1))
@@ -171,8 +216,11 @@ def check_order(record, parent):
         shown = f"{following.run} was started before the end of {run.run}"
         require(following.started >= run.started + took, f"{shown}, which comes before it")
 
-    is_later = parent is None or planned[0].started >= max(run.started for run in parent.runs)
+    second = timedelta(seconds=1)
+    is_later = parent is None or planned[0].started + second >= parent.over
     require(is_later, f"{planned[0].run} was started before the parent's record was made")
+    is_younger = parent is None or record.date >= parent.date
+    require(is_younger, f"is dated {record.date}, before its parent, {parent and parent.name}")
 
 
 def check_claims(record, found):
@@ -201,24 +249,35 @@ def check_written(record, expected):
     require(is_same, "README.md: only what stands under `## Why` may differ from what submit wrote")
     odd = ODD_PROSE.search(why)
     shown = odd and ascii(odd[0])
-    require(not odd, f"README.md: {shown} under `## Why`; prose has no HTML, tables or headings")
+    require(not odd, f"README.md: {shown} under `## Why`; what is due there is plain prose")
 
 
 # ----- all records
 
 
 def check_copies(records, limit):
-    """No run has losses that never differ by more than `limit` from those of an older run at the
-    steps that both logged. Both runs of a pair share a seed, and may agree."""
+    """No run has the losses of an older one, to `limit` in nearly all of those at the steps that
+    both logged and at the end. Both runs of a pair share a seed, and may agree."""
     records = sorted(records, key=lambda record: record.age)
     runs = [run for record in records for run in record.runs + record.baseline]
+    losses = {run.path: losses_of(run) for run in runs}
     for run, other in itertools.combinations(reversed(runs), 2):
-        shared = run.losses.keys() & other.losses.keys()
-        are_near = (abs(run.losses[place] - other.losses[place]) <= limit for place in shared)
+        found, others = losses[run.path], losses[other.path]
+        shared = found.keys() & others.keys()
+        near = sum(abs(found[place] - others[place]) <= limit for place in shared)
         is_pair = run.seed == other.seed and run.code_sha256 != other.code_sha256
-        if all(are_near) and len(shared) >= COMMON and not is_pair:
-            shown = f"has the losses of {other.run}, to {limit:g} in every step"
+        if near >= NEAR * len(shared) and not is_pair:
+            shown = f"has the losses of {other.run}, to {limit:g} at {near} of {len(shared)} places"
             raise RecordError(f"{run.path}: {shown}; a run counts once")
+
+
+def losses_of(run):
+    """{place: loss} of a run, by which it is compared with others. The end is a place of its own,
+    since runs may have other numbers of steps."""
+    first = itertools.islice(run.losses.items(), COMPARED)
+    found = {place: loss for place, loss in first if place[1] < run.steps}
+    ends = {kind: points[-1].loss for kind, points in run.curves.items()}
+    return {**found, **ends}
 
 
 def check_folders(repository):
@@ -233,12 +292,14 @@ def check_folders(repository):
         own = repository.merged / "records"
         for path in filter(Path.is_file, sorted(own.glob("*/[0-9]*/**/*"))):
             other = home / path.relative_to(own)
+            if CACHE in path.parts:
+                continue
             is_linked = any(map(Path.is_symlink, [other, *other.parents[:2]]))
             is_same = not is_linked and other.is_file() and filecmp.cmp(path, other, shallow=False)
             require(is_same, f"{other}: is not what was merged; records stay as they are")
 
     for path in paths_in(home):
-        is_known = not path.is_dir() or path in tracks or path.name == "__pycache__"
+        is_known = not path.is_dir() or path in tracks
         require(is_known, f"{path}: is no track's folder, and so nothing judges it")
 
 

@@ -1,6 +1,7 @@
 """One run's log: the script that ran, which a record keeps once, and then one event a line."""
 
 import itertools
+import math
 import re
 from datetime import datetime
 from types import SimpleNamespace
@@ -12,26 +13,37 @@ from records.source import sha256_of
 END_OF_CODE = "===== END OF CODE ====="
 START = "===== START ====="
 MOST_STEPS = 1_000_000
+LEAST_LOSSES = 6  # of a run: fewer could agree with another run's by chance
+LAG = 0.4  # of a run's time: so far its steps may lie behind an even pace
 NUMBER = r"(?:0|[1-9]\d{0,14})"
+# What a page shows as it stands: no word is emphasized, a link, or somebody who is called.
+PLAIN = r"(?!.*(?:www\.|\b_|_\b|\w@))"
 KINDS = {  # of what stands in a line: its expression, and what is made of it
     # A run's name is also that of its log in a record, and so it is no path.
     "name": (r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", str),
     "word": (r"\S{1,200}", str),
     "text": (r".{1,200}?", str),
+    "device": (
+        PLAIN + r"[A-Za-z0-9(][\w .,()/+-]{0,150}(?: @ [\d.]{1,9}[GM]Hz)?(?: x\d{1,4})?",
+        str,
+    ),
+    "version": (r"[A-Za-z0-9][A-Za-z0-9.+-]{0,60}", str),
     "hash": ("[0-9a-f]{64}", str),
     "number": (NUMBER, int),
     "decimal": (rf"{NUMBER}\.\d{{1,2}}", float),
     "loss": (rf"{NUMBER}\.\d{{5}}", float),
+    "kind": ("train|val", str),
+    "rate": (r"\d\.\d{1,6}", str),
     "moment": (r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", datetime.fromisoformat),
     "json": (r"\{.*\}", files.parse_json),
-    "words": (r"\S+:\S+(?: \S+:\S+)*", str),
+    "words": (r"[^\s:]+:\S+(?: [^\s:]+:\S+)*", str),
     "sizes": (r"\w+=\d[\d,]{0,19}(?: \w+=\d[\d,]{0,19})*", str),
 }
 HEAD = 6  # of the lines that follow stand before those of the steps, the others behind them
 LINES = {  # `<name=kind>` stands for what is kept
     "run": "run:<run=name> track:<track=word> commit:<commit=word> dirty:[01] "
     "code_sha256:<code_sha256=hash> seed:<seed=number> world_size:<world_size=number> "
-    "device:<device=text> torch:<torch=word> cuda:<cuda=word> triton:<triton=word> "
+    "device:<device=device> torch:<torch=version> cuda:<cuda=version> triton:<triton=version> "
     "started:<started=moment>",
     "config": "config:<config=json>",
     "batch": "batch:<batch=number> counter:<counter=number>/<declared=number> start:<start=number>",
@@ -47,7 +59,7 @@ LINES = {  # `<name=kind>` stands for what is kept
     "train_time:<status_time=decimal>s log:logs/<folder=name>/log.txt(?: plot:.*)?",
 }
 STEP = (
-    r"step:<step=number>/<steps=number> <kind=word>_loss:<loss=loss>(?: lr_mul:\d+\.\d+)? "
+    r"step:<step=number>/<steps=number> <kind=kind>_loss:<loss=loss>(?: lr_mul:<rate=rate>)? "
     "train_time:<time_ms=number>ms step_avg:<average=decimal>ms"
 )
 SLOT = re.compile(r"<(\w+)=(\w+)>")
@@ -71,28 +83,49 @@ def split_log(text):
     return f"{source}\n"[1:], lines
 
 
-def points_of(lines, config):
-    """The losses that were logged, at the steps of the configuration and at times that agree."""
+def due_losses(config):
+    """{kind: steps between its losses} of a configuration, and how many losses a run logs."""
     for name in ("steps", "log_every", "val_every"):
         value = config.get(name)
         is_count = type(value) is int and (name == "steps") <= value <= MOST_STEPS
         require(is_count, f"{name} is {ascii(value)[:60]}, a number up to {MOST_STEPS:,} is due")
     steps = config["steps"]
-    due = []
-    for kind, every in (("train", config["log_every"]), ("val", config["val_every"])):
-        every = every if 0 < every < steps else steps
-        due += [(min(step, steps), kind, steps) for step in range(every, steps + every, every)]
+    found = {"train": config["log_every"], "val": config["val_every"]}
+    found = {kind: every if 0 < every < steps else steps for kind, every in found.items()}
+    count = sum(math.ceil(steps / every) for every in found.values())
+    shown = f"{count} losses are logged, {LEAST_LOSSES} are needed to tell runs apart"
+    require(count >= LEAST_LOSSES, f"{shown}; lower val_every")
+    return found, count
+
+
+def points_of(lines, config):
+    """The losses that were logged, at the steps of the configuration and at times that agree."""
+    steps = config["steps"]
+    every, count = due_losses(config)
     points = [SimpleNamespace(**values_of(line, STEP, "step")) for line in lines]
     found = [(point.step, point.kind, point.steps) for point in points]
-    shown = f"{len(found)} losses are logged, {len(due)} are due"
-    require(found == sorted(due), f"{shown}, at the steps of the configuration and in order")
+    shown = f"{len(found)} losses are logged, {count} are due"
+    hint = "at the steps of the configuration and in order"
+    require(len(found) == count, f"{shown}, {hint}")
+    due = []
+    for kind, pace in every.items():
+        due += [(min(step, steps), kind, steps) for step in range(pace, steps + pace, pace)]
+    require(found == sorted(due), f"{shown}, {hint}")
+
+    took = points[-1].time_ms
     for before, point in zip([points[0], *points], points, strict=False):
         shown = f"step {point.step}: {point.time_ms} ms"
         require(point.time_ms >= before.time_ms, f"{shown}; times must not fall")
+        is_even = point.time_ms >= took * (point.step / steps - LAG)
+        require(is_even, f"{shown} of {took}; so much time in the last steps cannot be")
         # Time and average are rounded on their own, to 1 ms and to 0.01 ms a step.
         apart = abs(point.average * point.step - point.time_ms)
         agrees = apart <= 0.501 + 0.00501 * point.step
         require(agrees, f"{shown}, step_avg {point.average} ms is not train_time / step")
+        has_rate = point.rate != "None"
+        trains = has_rate and (float(point.rate) > 0 or point.step == steps)
+        is_good = trains if point.kind == "train" else not has_rate
+        require(is_good, f"step {point.step}: lr_mul is {point.rate} beside a {point.kind}_loss")
     return points
 
 

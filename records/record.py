@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from records.source import changed_lines, sha256_of
 
 FOLDER = re.compile(r"20\d\d-[01]\d-[0-3]\d_[A-Za-z0-9][A-Za-z0-9-]{0,59}", re.ASCII)
 MOST_LOGS = 100
+CACHE = "__pycache__"
 PARTS = {"train_gpt.py", "result.json", "README.md", "logs"}
 
 
@@ -77,12 +79,19 @@ class Repository:
         # Records are sorted by their age: what is merged comes first, then the day counts.
         is_new = not (self.merged and (self.merged / folder.relative_to(self.root)).is_dir())
         record.age = is_new, record.date, min(run.started for run in record.runs), record.name
+        record.over = max(map(end_of, record.runs + record.baseline))
         return record
 
 
+def end_of(run):
+    """When a run's training was over, which started at a whole second."""
+    return run.started + timedelta(milliseconds=run.train_time_ms)
+
+
 def paths_in(folder):
-    """What a folder holds, by name; nothing where there is no such folder, or a link to one."""
-    return sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
+    """What a folder holds, by name, but for Python's caches; nothing where it is none, or a link."""
+    is_folder = folder.is_dir() and not folder.is_symlink()
+    return sorted(path for path in folder.iterdir() if path.name != CACHE) if is_folder else []
 
 
 def chain(records):

@@ -12,10 +12,11 @@ import hashlib
 import json
 import operator
 import re
+import sys
 import warnings
 from collections import Counter
 
-from records.files import RecordError, require
+from records.files import RULES, RecordError, require
 
 OPERATIONS = {
     ast.Add: operator.add,
@@ -27,9 +28,10 @@ OPERATIONS = {
 LARGEST = 2**64  # number that arithmetic may be done with
 HIGHEST_POWER = 64
 CODING = re.compile(r"[ \t\f]*#.*?coding[:=]")  # PEP 263: a line that changes what text means
-# Modules of the repository whose text no log holds; records.picture draws when all is over.
-MODULES = r"benchmarks|continual|data|sample|tests|records(?!\.picture)"
-ELSEWHERE = re.compile(rf"(?m)^\s*(?:from|import)\s+((?:{MODULES})\b\S*)")
+PACKAGES = RULES["packages"]  # that scripts import, beside what Python brings along
+# By which code is run that no log holds, whatever is imported.
+LOADERS = {"builtins", "code", "codeop", "imp", "importlib", "pkgutil", "runpy", "zipimport"}
+LOADING = {"__import__", "eval", "exec", "exec_module", "import_module", "load_module"}
 
 
 @functools.cache
@@ -42,16 +44,43 @@ def body_of(source):
     """The statements of a script, of which a reader sees what Python sees."""
     coded = any(CODING.match(line) for line in source.split("\n")[:2])
     require(not coded, "the script has a coding line, by which comments may be code; leave it out")
-    found = ELSEWHERE.search(source)
-    require(not found, f"the script imports {found and found[1]}, whose text no log holds")
     # A question mark stands nowhere in Python but in texts and comments, where any letter may.
     plain = re.sub("[^\0-\x7f]", "?", source)
     try:
         with warnings.catch_warnings(action="ignore"):  # of a backslash in a text
-            return ast.parse(plain).body
+            tree = ast.parse(plain)
     except Exception as error:
         reason = ascii(str(error))[1:-1][:100]
         raise RecordError(f"the script is no Python with names in ASCII: {reason}") from None
+    check_imports(tree)
+    return tree.body
+
+
+def check_imports(tree):
+    """Nothing is imported but PACKAGES and what Python brings along. RecordError otherwise.
+
+    Who hides it better, in a text that is executed elsewhere, is found by the diff's reader.
+    """
+    finders = set()  # of `importlib.util.find_spec`, which loads nothing
+    for node in ast.walk(tree):  # from the outside to the inside
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+            names = [name for name in names if name != "importlib.util"]
+        elif isinstance(node, ast.ImportFrom):
+            names = ["." * node.level + (node.module or "")]
+        elif isinstance(node, ast.Attribute):
+            names = [node.attr] if node.attr in LOADING else []
+            if ast.unparse(node) == "importlib.util.find_spec":
+                finders.add(node.value.value)
+        elif isinstance(node, ast.Name) and node not in finders:
+            names = [node.id] if node.id in LOADING or node.id == "importlib" else []
+        for name in names:
+            top = name.partition(".")[0]
+            is_brought = top in sys.stdlib_module_names and top not in LOADERS
+            is_open = {top, name} & {*PACKAGES} or is_brought and name not in LOADING
+            shown = f"imports {name[:60]}, whose text no log holds"
+            require(is_open, f"the script {shown}; open are Python's own and {', '.join(PACKAGES)}")
 
 
 def default_of(value, helpers):

@@ -27,7 +27,7 @@ RULES = {
     TRACK: {"config": FIXED, "manifest_sha256": "da" * 32, "copy_loss": 0.004},
     "web": {"config": {**FIXED, "val_sha256": ""}, "manifest_sha256": "", "copy_loss": 0.004},
 }
-SCHEDULE = {"steps": 60, "log_every": 20, "val_every": 0, "micro_batch_tokens": 512}
+SCHEDULE = {"steps": 60, "log_every": 10, "val_every": 0, "micro_batch_tokens": 512}
 STAGES = [{"start": 0.0, "micro_batches": 8, "lr": 1.0}]
 RUN = {"seed": -1, "run_id": "", "resume": "", "run_of": ""}
 MODEL = {"cooldown": 0.45, "layers": [0, 2], "matrix_lr": 0.025, "dtype": "auto"}
@@ -71,7 +71,7 @@ def step_lines(seed, loss, time_ms):
     """The lines of a run's losses, the last of which is `loss`."""
     rng = np.random.default_rng(seed)
     lines = []
-    for step in (20, 40, 60):
+    for step in range(10, 61, 10):
         at = round(time_ms * step / 60)
         tail = f"train_time:{at}ms step_avg:{at / step:.2f}ms"
         noisy = loss + 3 / step + rng.random()
@@ -327,30 +327,32 @@ for _ in range(int((end or "0")[-1:]) if (end or "").startswith("inter") else 0)
     time.sleep(0.4)  # what Python takes for one press is over after 0.25 s
 if end == "failed":
     sys.exit("it broke")
-loss = f"{{LOSS + (seed % 1000 + os.getpid() % 97) / 1e6:.5f}}"
-first = f"{{2 + 1000 * random.random():.5f}}"
+loss = round(LOSS + (seed % 1000 + os.getpid() % 97) / 1e6, 5)
 took = TIME + seed % 10 * 2 + os.getpid() % 10 * 2
 time.sleep(took / 1000)
-half = f"train_time:{{took // 2}}ms step_avg:{{took // 2:.2f}}ms"
-whole = f"train_time:{{took}}ms step_avg:{{took / 2:.2f}}ms"
+lines = []
+for step in (1, 2, 3):
+    at = took * step // 3
+    tail = f"train_time:{{at}}ms step_avg:{{at / step:.2f}}ms"
+    lines.append(f"step:{{step}}/3 train_loss:{{2 + random.random():.5f}} lr_mul:1.000 {{tail}}")
+    shown = loss if step == 3 else 2 + random.random()
+    lines.append(f"step:{{step}}/3 val_loss:{{shown:.5f}} {{tail}}")
+lines = "\\n".join(lines)
 (folder / "log.txt").write_text(f"""{{header}}\\
-step:1/2 train_loss:{{first}} lr_mul:1.000 {{half}}
-step:1/2 val_loss:{{LOSS + 0.1:.5f}} {{half}}
-step:2/2 train_loss:1.00000 lr_mul:0.500 {{whole}}
-step:2/2 val_loss:{{loss}} {{whole}}
+{{lines}}
 comms: sent_bytes per step (messages) none=0(0)
 validity: causal:ok normalised:ok local:ok unmoved:ok val_tokens:{{config['val_tokens']}} \\
 val_sha256:{{config['val_sha256']}}
-final val_loss:{{loss}} train_time:{{took}}ms tokens:2048 peak_memory:1MiB \\
-tokens_per_s:{{round(2048000 / took)}} mfu:1.5% cpu_time:{{took}}ms
-status:ok run:{{run}} val_loss:{{loss}} train_time:{{took / 1000:.1f}}s log:logs/{{run}}/log.txt
+final val_loss:{{loss:.5f}} train_time:{{took}}ms tokens:3072 peak_memory:1MiB \\
+tokens_per_s:{{round(3072000 / took)}} mfu:1.5% cpu_time:{{took}}ms
+status:ok run:{{run}} val_loss:{{loss:.5f}} train_time:{{took / 1000:.1f}}s log:logs/{{run}}/log.txt
 """)
 '''
 
 
 def fake_trainer(loss=0.80, time=50, **changes):
     """A stand-in for a trainer."""
-    steps = {"steps": 2, "log_every": 1, "val_every": 1, "micro_batch_tokens": 1024}
+    steps = {"steps": 3, "log_every": 1, "val_every": 1, "micro_batch_tokens": 1024}
     stages = [{"start": 0.0, "micro_batches": 1, "lr": 1.0}]
     config = {**CONFIG, **steps, "stages": stages, "dtype": "float32", **changes}
     manifest = RULES[TRACK]["manifest_sha256"]

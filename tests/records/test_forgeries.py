@@ -210,7 +210,7 @@ def first_of_web(repository):
     forced(repository, "Web", source, "web")
 
 
-COPIED = r"has the losses of \S+, to 0.004 in"
+COPIED = r"has the losses of \S+, to 0.004 at"
 ODD_NAME = "is not named <YYYY-MM-DD>_<Letters-and-digits>"
 TODAY = f"{datetime.now(UTC):%Y-%m-%d}"
 OPEN = "open('executed'"  # with which scripts begin
@@ -227,7 +227,7 @@ ACTS = {
     "N89 copies, 3e-3": (same_run_again, 3e-3, COPIED),
     "N23b a record again": (whole_record_again, f"_Copy/.*{COPIED}"),
     "N17 two days early": (moved_starts, 2, "chain before it, which is None"),
-    "N17b in 1999": (moved_starts, 9800, "chain before it, which is None"),
+    "N17b in 1999": (moved_starts, 9800, "or 31 days after them"),
     "pairs in another order": (other_order, "which comes before it"),
     "pairs by rank": (paired_by_rank, "-0.b has seed"),
     "a run less": (without, "First/logs/*-02a.txt", r"declared, logs has \[1, 3, 4\]; every"),
@@ -265,6 +265,7 @@ ACTS = {
     "N69 the first of its track": (first_of_web, "rules.json has no val_sha256 of web yet"),
     "a twin": (copied, f"{TRACK}/*_First", f"{TODAY}_Twin", "train_gpt.py is the code of .*_First"),
     "no such day": (renamed, "Faster", "2026-13-01_Faster", "is dated 2026-13-01"),
+    "a day before": (renamed, "Faster", "2020-01-01_Faster", "is dated 2020-01-01, before the end"),
     "no day": (renamed, "Faster", "Faster", ODD_NAME),
     "a space": (renamed, "Faster", f"{TODAY}_A name", ODD_NAME),
     "a line break": (renamed, "Faster", f"{TODAY}_Fas\nter", ODD_NAME),

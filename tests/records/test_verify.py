@@ -107,7 +107,7 @@ MERGED = {
     "N31i a record is a link": (linked, "records/*/*_Faster", rf"_Faster/\S+: {STAY}"),
     "N21 an older rival": (older_rival, OTHER),
     "N17 two days early": (early, 2, EARLY),
-    "N17b in 1999": (early, 9800, EARLY),
+    "N17b in 1999": (early, 9800, "or 31 days after them"),
 }
 
 

@@ -177,7 +177,7 @@ REFUSED = [
     ("--val-windows '(32, 100)'", "val_windows=(32, 100)", "multiples of 16"),
     ("--mtp-weights '(0.0, 1.0)'", "mtp_weights=(0.0, 1.0)", "the first above 0"),
     ("--stages '()'", "stages=()", "at least one row"),
-    ("--stages 4", "stages: row 0", "4"),
+    ("--stages 4", "stages: rows are dicts"),
     ("--stages \"({'window': 4},)\"", "stages", "window"),
     ("--stages \"({'start': 0.5},)\"", "starts [0.5] must begin at 0"),
     ("--stages \"({}, {'start': 0.5}, {'start': 0.2})\"", "[0.0, 0.5, 0.2]", "then rise"),

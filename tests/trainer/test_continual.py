@@ -342,6 +342,6 @@ def test_a_resumed_run_wants_the_checkpoint_that_it_started_from(values, base, g
 
 def test_each_script_knows_its_own_runs(run_of, base, go_on, cli, monkeypatch):
     assert "train_gpt.py" in refusal(go_on(f"--resume={base.folder}/step_000020.pt"))
-    monkeypatch.delitem(train_gpt.TRACKS, "continual")  # as where continual.py was not imported
     checkpoint = run_of(1).folder / "step_000005.pt"
+    monkeypatch.delitem(train_gpt.TRACKS, "continual")  # as where continual.py was not imported
     assert "the script that it began with" in refusal(cli(resume=checkpoint))
