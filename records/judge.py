@@ -24,8 +24,8 @@ MOST_MFU = 500  # per cent of the product that is measured beside the run, and m
 COMPARED = 100  # losses of a run that are compared with other runs', the first ones
 NEAR = 0.75  # of these losses: a run is another one's copy if so many agree
 AUTHORS = re.compile(PLAIN + r"[^\W_](?:[^\W_]|[ .,'&()@/-]){0,99}")
-# What prose has none of: Markdown of HTML, links, code, formulas and emphasis; and, at the begin of a
-# line, headings and lines under one, quoted ones too.
+# What prose has none of: Markdown of HTML, links, code, formulas and emphasis; and, where a line
+# begins, headings and lines under one, quoted ones too.
 ODD_PROSE = re.compile(
     r"(?m)<[A-Za-z/!?]|[\[\]`|$\\]|://|www\.|\w@|&#?\w{1,40};|\S[*~]|[*]\S|(?<!\w)_|_(?!\w)"
     r"|^[ >*+\d.)-]*#|^[ >]*[-=_*][-=_* ]*$|[^\n -~\w\u00a1-\u00ff\u2010-\u2026]"

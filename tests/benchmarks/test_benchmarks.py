@@ -35,11 +35,6 @@ def test_a_launchers_rank_is_refused_in_one_line(name, monkeypatch):
         module.main()
 
 
-def test_words_are_those_of_the_trainers_command_line():
-    words = common.words_of({"val_tokens": 8, "windows": (1, 2)})
-    assert words == ["--val-tokens", "8", "--windows", "(1, 2)"]
-
-
 def test_losses_of_a_log_are_those_behind_its_source(tmp_path):
     source = "step:1/2 train_loss:9.00000 lr_mul:1.000\n"
     tail = "step:1/2 train_loss:5.50000 lr_mul:1.000\nstep:1/2 val_loss:7.00000\n"

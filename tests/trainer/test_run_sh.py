@@ -196,7 +196,8 @@ def test_ranks_suit_cores_memory_and_micro_batches(ranks, cores, micro_batches, 
 
 def test_a_rank_a_gpu_and_the_track_of_the_shards_that_are_there(launch, tmp_path):
     (tmp_path / "data/fineweb10B").mkdir(parents=True)
-    (tmp_path / "data/fineweb10B/fineweb_train_000001.bin").touch()
+    for name in ("train_000001", "val_000000"):
+        (tmp_path / f"data/fineweb10B/fineweb_{name}.bin").touch()
     ranks, script, builders, said = launch(gpus=8)
     assert (ranks, script) == (8, ["train_gpt.py"]) and "8 GPU(s)" in said
     assert not builders
