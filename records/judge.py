@@ -24,11 +24,12 @@ MOST_MFU = 500  # per cent of the product that is measured beside the run, and m
 COMPARED = 100  # losses of a run that are compared with other runs', the first ones
 NEAR = 0.75  # of these losses: a run is another one's copy if so many agree
 AUTHORS = re.compile(PLAIN + r"[^\W_](?:[^\W_]|[ .,'&()@/-]){0,99}")
-# What prose has none of: Markdown of HTML, links, code, formulas and emphasis; and, at the begin of a
-# line, headings and lines under one, quoted ones too.
+# What prose has none of: letters that nobody sees; Markdown of HTML, links, code, formulas and
+# emphasis; and, where a line begins, headings and lines under one, quoted ones too.
 ODD_PROSE = re.compile(
-    r"(?m)<[A-Za-z/!?]|[\[\]`|$\\]|://|www\.|\w@|&#?\w{1,40};|\S[*~]|[*]\S|(?<!\w)_|_(?!\w)"
-    r"|^[ >*+\d.)-]*#|^[ >]*[-=_*][-=_* ]*$|[^\n -~\w\u00a1-\u00ff\u2010-\u2026]"
+    r"(?m)[\t\xad\u200b-\u200f\u2060-\u206f\ufeff\U000e0000-\U000e0fff]"
+    r"|<[A-Za-z/!?]|[\[\]`|$\\]|://|www\.|\w@|&#?\w{1,40};|\S[*~]|[*]\S|\b_|_\b"
+    r"|^[ >*+\d.)-]*#|^[ >]*[-=_*][-=_* ]*$"
 )
 MACHINE = ("device", "world_size", "torch", "cuda", "triton", "dtype")  # one for all runs
 CHOOSING = ("attention", "compile", "dtype")  # fields that back ends follow from
@@ -216,11 +217,8 @@ def check_order(record, parent):
         shown = f"{following.run} was started before the end of {run.run}"
         require(following.started >= run.started + took, f"{shown}, which comes before it")
 
-    second = timedelta(seconds=1)
-    is_later = parent is None or planned[0].started + second >= parent.over
+    is_later = parent is None or planned[0].started + timedelta(seconds=1) >= parent.over
     require(is_later, f"{planned[0].run} was started before the parent's record was made")
-    is_younger = parent is None or record.date >= parent.date
-    require(is_younger, f"is dated {record.date}, before its parent, {parent and parent.name}")
 
 
 def check_claims(record, found):
