@@ -37,19 +37,18 @@ class ContinualConfig(Config):
     """A run that starts from the weights of another one."""
 
     init_from: str = knob(
-        "run id, or checkpoint file, whose weights and table the run starts from", default=""
+        "", "run id, or checkpoint file, whose weights and table the run starts from"
     )
     first_data: str = knob(
-        "corpus that its model has learned, validated on as well; empty: none",
-        default="data/python",
+        "data/python", "corpus that its model has learned, validated on as well; empty: none"
     )
     unfreeze_rank_ratio: float = knob(
-        "share of a hidden matrix' singular directions that may move; 1: all", SHARE, default=0.5
+        0.5, "share of a hidden matrix' singular directions that may move; 1: all", SHARE
     )
     trained: str = knob(
+        "matrices",
         "matrices | all: what steps change; matrices are those of attention and MLPs",
         one_of("matrices", "all"),
-        default="matrices",
     )
 
     def __post_init__(self):
@@ -71,9 +70,9 @@ class ContinualConfig(Config):
             )
 
 
-# The nano track's model goes on to C++. The table is frozen, in baselines too: it holds 99 % of the
+# The mini track's model goes on to C++. The table is frozen, in baselines too: it holds most of the
 # parameters, has no directions to protect, and would learn much of C++ in rows of its own, whatever
-# the matrices do. Nor does the checkpoint's index read C++.
+# the matrices do.
 CONTINUAL = {
     "track": "continual",
     "data": "data/cpp",
@@ -81,13 +80,12 @@ CONTINUAL = {
     "matrix_lr": 0.01,
     "adam_lr": 0.003,
     "ngram_lr": 0.0,
-    "index_share": 0.0,
     "val_tokens": 524_288,
     "val_sha256": "5a9f95f8cf4677aa06071e6ba095f25381ac7da5fcaf84fb938244026e0cf2be",
     "val_every": 100,
     "target_loss": 0.0,
 }
-train_gpt.TRACKS["continual"] = ContinualConfig(**{**vars(train_gpt.TRACKS["nano"]), **CONTINUAL})
+train_gpt.TRACKS["continual"] = ContinualConfig(**{**vars(train_gpt.TRACKS["mini"]), **CONTINUAL})
 
 
 # ----- frozen directions
@@ -118,9 +116,9 @@ def protect(matrices, initial, ratio):
     travels. Returns how many directions are frozen, as text.
     """
     factors, counts = {}, []
-    for name, layout in matrices.layouts.items():
-        part, state = layout.own(layout.param.data), matrices.state[name]
-        start = layout.own(initial[name].to(part)).float()  # as this run's type rounds it
+    for name, param in matrices.params.items():
+        part, state = matrices.own(name, param.data), matrices.state[name]
+        start = matrices.own(name, initial[name].to(part)).float()  # as this run's type rounds it
         rank = min(start.shape[1:])
         count = frozen_count(rank, ratio)
         left, right = frozen_directions(start, count)
@@ -182,10 +180,10 @@ def initial_checkpoint(config):
     require(
         config.init_from,
         f"track {config.track}: goes on with a trained model; name its run or checkpoint with "
-        "--init-from (`./run.sh nano --run-id NAME` trains one)",
+        "--init-from (`./run.sh mini --run-id NAME` trains one)",
     )
     content = train_gpt.find_checkpoint(config.init_from, "init-from")
-    saved, here = train_gpt.config_of_checkpoint(content), shape_of(config, 0)
+    saved, here = content["config"], shape_of(config, 0)
     for name, value in shape_of(saved, content["step"]).items():
         require(
             value == here[name],
@@ -217,9 +215,9 @@ def start_from(trainer, content):
     """Take over weights, table and index of a checkpoint; all other optimizer state stays zero."""
     trainer.model.load_state_dict(content["model"])
     for group in trainer.optimizer.parameter_groups:
-        for name, layout in group.layouts.items():
+        for name, param in group.params.items():
             if "master" in group.state[name]:
-                group.state[name]["master"].copy_(layout.own(layout.param.data))
+                group.state[name]["master"].copy_(group.own(name, param.data))
     table = content["groups"][trainer.table.name]
     trainer.table.load({**table, "second": torch.zeros_like(table["second"])})
 
@@ -230,7 +228,7 @@ def train_matrices_alone(trainer):
     for group in trainer.optimizer.groups:
         group.is_frozen = group is not matrices
     for name, param in trainer.model.named_parameters():
-        param.requires_grad_(name in matrices.layouts)
+        param.requires_grad_(name in matrices.params)
 
 
 def extend(config, is_check=False):

@@ -14,9 +14,9 @@ usage() {
 ./run.sh TRACK --check               everything but the steps: device, data, memory, disk
 ./run.sh test [pytest arguments]     set up, then run the tests that protect results; with --all all of them
 
-Tracks: nano (a minute on a laptop), mini (fineweb's recipe at small scale, minutes on a laptop), fineweb (1 to 8 GPUs),
-continual (a trained nano model goes on to C++; needs --init-from RUN). Without TRACK it is fineweb where CUDA and FineWeb shards are present, else nano. The last line of
-a run names the folder of its log and plot.
+Tracks: mini (fineweb's recipe at small scale, a minute on a laptop), fineweb (1 to 8 GPUs), continual (a trained
+mini model goes on to C++; needs --init-from RUN). Without TRACK it is fineweb where CUDA and FineWeb shards are
+present, else mini. It starts one rank a GPU, or one a core. The last line of a run names its log and plot.
 The first call makes .venv, installs requirements.txt and builds the track's data.
 PYTHON=/path/to/python chooses the Python (3.11 or newer) that .venv is made with.
 TEXT
@@ -55,54 +55,119 @@ set_up() {
     cp requirements.txt "$stamp"
 }
 
-# Print "PROCESSES SCRIPT DATA" for the trainer's arguments. Those that the trainer is going to refuse
-# pass through, since its message is the better one.
-plan() {
-    "$venv_python" - "$@" <<'PYTHON'
+# Build the data that a run lacks, choose its number of ranks, and start it. What the trainer is
+# going to refuse goes to it as it is, since its message is the better one.
+launch() {
+    exec "$venv_python" - "$@" <<'PYTHON'
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import continual  # its track becomes known
 import torch
 import train_gpt
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-scripts = {"continual": "continual.py"}
-try:
-    given = train_gpt.parse_command_line(sys.argv[1:])
-    train_gpt.require("help" not in given, "help is no run")
-    config, _, _ = train_gpt.resumed(given)
-except (train_gpt.ConfigError, OSError):
-    named = dict(zip(sys.argv, sys.argv[1:])).get("--track")
-    print(1, scripts.get(named, "train_gpt.py"), "-")
-    sys.exit()
-processes = 1  # on a CPU its worker threads use every core: ranks would hold the weights each
-if config.device != "cpu" and torch.cuda.is_available():
-    gpus = torch.cuda.device_count()
-    counts = [stage.micro_batches for stage in config.stages]
-    fitting = [n for n in range(1, gpus + 1) if all(count % n == 0 for count in counts)]
-    processes = max(fitting)
-    if processes < gpus:
-        print(
-            f"run.sh: {gpus - processes} of {gpus} GPUs idle: the number used must divide "
-            f"{counts} micro-batches a step",
-            file=sys.stderr,
-        )
-print(processes, scripts.get(config.track, "train_gpt.py"), config.data)
-PYTHON
+PYTHON = ["data/text.py"]
+BUILDERS = {  # those of the corpora that this repository can build; others are the user's own
+    "data/python": [PYTHON],
+    "data/cpp": [PYTHON, [*PYTHON, "--corpus", "cpp"]],
+    "data/fineweb10B": [["data/fineweb.py"]],
 }
 
-# Build or complete a corpus that this repository has a builder for; others are the user's own.
-prepare_data() {
-    case $1 in
-    data/python) # each time: it looks at manifest and sizes only, and builds for the installed torch
-        "$venv_python" data/text.py >/dev/null ;;
-    data/cpp) # of the continual track, whose first domain is the Python corpus
-        "$venv_python" data/text.py >/dev/null
-        "$venv_python" data/text.py --corpus cpp >/dev/null ;;
-    data/fineweb10B) # *.part: a download that was cut short, which the builder continues
-        if ! ls "$1"/*_train_*.bin "$1"/*_val_*.bin >/dev/null 2>&1 || ls "$1"/*.part >/dev/null 2>&1; then
-            "$venv_python" data/fineweb.py >&2
-        fi ;;
-    esac
+
+def say(text):
+    print(f"run.sh: {text}", file=sys.stderr, flush=True)
+
+
+def read(path):
+    """The words of a file of the system, none where it is absent."""
+    return Path(path).read_text().split() if os.access(path, os.R_OK) else []
+
+
+def cores_and_memory():
+    """What this process may use of both, by its affinity and its container's limits."""
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    quota = read("/sys/fs/cgroup/cpu.max")
+    if quota and quota[0] != "max":
+        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
+    free = read("/proc/meminfo")
+    if "MemAvailable:" in free:
+        memory = 1024 * int(free[free.index("MemAvailable:") + 1])
+    limit = read("/sys/fs/cgroup/memory.max")
+    if limit and limit[0] != "max":
+        used = [*read("/sys/fs/cgroup/memory.stat"), "anon", 0]  # anon: what is no cache
+        memory = min(memory, int(limit[0]) - int(used[used.index("anon") + 1]))
+    return cores, memory
+
+
+def memory_of(config, ranks):
+    """Bytes that a rank takes, about: torch itself, weights with gradients and state, its rows."""
+    dim = config.model_dim
+    tables = 2 + len(config.value_embedding_layers)
+    matrices = config.num_layers * (4 * dim + 2 * config.mlp_dim)
+    weights = dim * (config.vocab_size * tables + matrices)
+    return 0.75 * 2**30 + 16 * weights + 4 * dim * config.ngram_rows / ranks
+
+
+def choose_ranks(config):
+    """The number of ranks, which is said with its reason."""
+    counts = {train_gpt.micro_batches_at(config, step) for step in range(config.steps)}
+    if config.device != "cpu" and torch.cuda.is_available():
+        most = torch.cuda.device_count()
+        room = f"{most} GPU(s)"
+    else:
+        most, memory = cores_and_memory()
+        room = f"{most} core(s), {memory / 2**30:.1f} GiB of memory"
+    for ranks in (8, 4, 2, 1):
+        fits = ranks <= most and all(count % ranks == 0 for count in counts)
+        if "core" in room:
+            fits = fits and ranks * memory_of(config, ranks) <= memory
+        if fits:
+            break
+    room += f" and {sorted(counts)} micro-batches a step"
+    say(f"{ranks} rank(s), the most of 8, 4, 2 and 1 that {room} allow")
+    return ranks
+
+
+words = sys.argv[1:]
+named = dict(zip(words, words[1:])).get("--track")
+ranks = 1
+try:
+    given = train_gpt.parse_command_line(words)
+    train_gpt.require("help" not in given, "help is no run")
+    config, _ = train_gpt.resumed(given)
+except (train_gpt.ConfigError, OSError):
+    pass
+else:
+    named = config.track
+    shards = [any(Path(config.data).glob(f"*_{split}_*.bin")) for split in ("train", "val")]
+    if not all(shards):
+        for builder in BUILDERS.get(config.data, []):
+            built = subprocess.run([sys.executable, *builder], stdout=sys.stderr)
+            if built.returncode:
+                sys.exit(built.returncode)
+    if "check" not in given:
+        ranks = choose_ranks(config)
+script = "continual.py" if named == "continual" else "train_gpt.py"
+if ranks == 1:
+    os.execv(sys.executable, [sys.executable, script, *words])
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun would set, less its warning
+try:
+    launcher = ["--standalone", f"--nproc_per_node={ranks}"]
+    torchrun.run(torchrun.parse_args([*launcher, script, *words]))
+except ChildFailedError as error:  # each rank has said why
+    _, failure = error.get_first_failure()
+    sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
+except SignalException:
+    sys.exit(130)
+PYTHON
 }
 
 run_tests() {
@@ -136,12 +201,4 @@ case ${1:-} in
     set -- --track "$track" "$@" ;;
 esac
 
-planned=$(plan "$@")
-read -r processes script data <<<"$planned"
-prepare_data "$data"
-# `exec`: signals reach the trainer, and its status is ours.
-if [ "$processes" -gt 1 ]; then
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # what torchrun would set, less its warning
-    exec "$venv_python" -m torch.distributed.run --standalone --nproc_per_node="$processes" "$script" "$@"
-fi
-exec "$venv_python" "$script" "$@"
+launch "$@"

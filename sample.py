@@ -54,7 +54,7 @@ def parse(argv):
 def open_trained(path, device="auto", data=None):
     """(trainer, step) of a checkpoint, in this process alone."""
     content = train_gpt.load_checkpoint(path)
-    saved = train_gpt.config_of_checkpoint(content)
+    saved = content["config"]
     config = dataclasses.replace(saved, compile=False, device=device, data=data or saved.data)
     trainer = train_gpt.Trainer(config, train_gpt.Runtime(device))
     train_gpt.restore(trainer, content)
@@ -104,11 +104,7 @@ def next_token_logits(trainer, step, tokens):
     low = max(0, len(tokens) - length)  # copies look back further
     padded = np.zeros(low + length + 1, dtype=np.uint16)  # what follows is never attended to
     padded[: len(tokens)] = tokens
-    window = train_gpt.contiguous_window(train_gpt.Text(padded, config), low, length)
-    micro_batch, ngram = trainer.read(window)
-    phase = train_gpt.evaluation_phase(config, step, length)
-    inputs = trainer.inputs(step, micro_batch, phase)
-    hidden = trainer.model.hidden(micro_batch, ngram, *inputs)
+    _, hidden = trainer.score(step, train_gpt.Text(padded, config.eot_token), low, length)
     last = len(tokens) - 1 - low
     return trainer.model.logits(hidden[last : last + 1])[0, : config.eot_token + 1].cpu()
 

@@ -1,35 +1,30 @@
 """Train a GPT to a target validation loss as fast as this machine allows, in one file.
 
-    python train_gpt.py                            one process: every core of a CPU, or one GPU
-    torchrun --nproc_per_node=8 train_gpt.py       one process a GPU (several nodes: see README)
-    python train_gpt.py --track nano --check       everything but the steps: would this run start?
+    python train_gpt.py                            one process, on one GPU or one core of a CPU
+    torchrun --nproc_per_node=8 train_gpt.py       one a GPU or a core (several nodes: see README)
+    python train_gpt.py --track mini --check       everything but the steps: would this run start?
     python train_gpt.py --help                     every field of the configuration
 
-Without --track it takes `fineweb` where CUDA and FineWeb's shards are, else `nano`.
+Without --track it takes `fineweb` where CUDA and FineWeb's shards are, else `mini`.
 
 Chapters, in reading order:
-     1. Configuration     what a run consists of, with the check of each number
-     2. Tracks            the numbers of each track, and the schedules that follow from them
-     3. Tokens            shards, micro-batches of whole documents, a loader that works ahead
-     4. Rows              from a token to its rows of the table: n-grams, copies, the index
-     5. Table             who holds a row, and how values and gradients travel between ranks
-     6. Layers            norm, rotary positions, attention, MLP
-     7. Loss              cross-entropy in one pass, over the vocabulary or a sample of it
-     8. Model             the GPT
-     9. Update rules      Adam, Muon, SOAP and its relatives, eigenbases by one batched QR
-    10. Parameter groups  who reduces, updates and sends what, and in which order
-    11. Trainer           forward and backward pass, one step, evaluation
-    12. Validity gates    what a model must not do, tested on the validation text
-    13. Runtime           ranks, devices, back ends, collectives that count their bytes
-    14. Log and clock     what a run leaves behind
-    15. Checkpoints       atomic, checksummed, independent of the world size
-    16. Command line      from words to a configuration
-    17. Opening and end   what a run needs, its warm-up, its result, and how errors end it
-    18. The run           the steps
+     1. Configuration     every number of a run with its check, the tracks, the schedules
+     2. Tokens            shards, micro-batches of whole documents, a loader that works ahead
+     3. Table             from a token to its rows, who holds a row, how values and gradients travel
+     4. Layers            norm, rotary positions, attention, MLP
+     5. Loss              cross-entropy in one pass, over the vocabulary or a sample of it
+     6. Model             the GPT, and the rule of each of its parameters
+     7. Update rules      Adam, Muon, SOAP and its relatives, eigenbases by one batched QR
+     8. Parameter groups  who reduces, updates and sends what, and in which order
+     9. Trainer           forward and backward pass, one step, evaluation, warm-up
+    10. Validity gates    what a model must not do, tested on the validation text
+    11. Runtime           ranks, devices, collectives that count their bytes
+    12. A run's life      command line, log, clock, checkpoints, opening, result, how errors end it
+    13. The run           the steps
 
 A step's global batch is a fixed list of micro-batches. Rank r of W takes every W-th of them, if
-there are so many, and on a CPU its threads share those. So all world sizes see the same tokens, and
-they take the same step up to the order in which floats are added.
+there are so many. So all world sizes see the same tokens, and they take the same step up to the
+order in which floats are added.
 """
 
 import argparse
@@ -57,6 +52,7 @@ import sysconfig
 import threading
 import time
 import timeit
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -73,7 +69,7 @@ import torch.nn.functional as F
 from numba import njit
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.utils import _pytree as pytree
 
 # 1. Configuration ================================================================================
 
@@ -112,21 +108,19 @@ def matching(pattern, limits):
     return Check(lambda value: re.fullmatch(pattern, value, re.ASCII), limits)
 
 
-def are_orders(values):
-    """Whether these are orders of n-grams: distinct numbers from 2 to 32."""
-    are_in_range = all(type(order) is int and 2 <= order <= 32 for order in values)
-    return are_in_range and len(set(values)) == len(values)
+def distinct(low, high, limits):
+    """A tuple of different whole numbers within limits."""
 
+    def is_good(values):
+        are_in_range = all(type(value) is int and low <= value <= high for value in values)
+        return are_in_range and len(set(values)) == len(values)
 
-def are_layers(values):
-    """Whether these are layers, each named once."""
-    are_numbers = all(type(layer) is int and layer >= 0 for layer in values)
-    return are_numbers and len(set(values)) == len(values)
+    return Check(is_good, limits)
 
 
 def are_skips(values):
     """Whether these are pairs of layers, the later one second."""
-    return all(are_layers(pair) and len(pair) == 2 and pair[0] < pair[1] for pair in values)
+    return all(LAYERS.is_good(pair) and len(pair) == 2 and pair[0] < pair[1] for pair in values)
 
 
 def are_windows(values):
@@ -147,11 +141,15 @@ FRACTION = Check(lambda value: 0 <= value <= 1, "must be a fraction, from 0 to 1
 MOMENTUM = Check(lambda value: 0 <= value < 1, "must be at least 0, and below 1")
 COUNT = between(1, 65536)
 OFTEN = between(1, 999_999)
-ORDERS = Check(are_orders, "must be distinct orders from 2 to 32, such as (2, 3); () for none")
-LAYERS = Check(are_layers, "must be distinct layers, such as (0, 2); () for none")
+SIZE = between(0, 10**9)
+ORDERS = distinct(2, 32, "must be distinct orders from 2 to 32, such as (2, 3); () for none")
+LAYERS = distinct(0, 1023, "must be distinct layers, such as (0, 2); () for none")
 SKIPS = Check(are_skips, "must be pairs of layers, such as ((3, 6),); () for none")
 WINDOWS = Check(are_windows, "must be a short and a long window, multiples of 16, such as (32, 64)")
 LOSS_WEIGHTS = Check(are_loss_weights, "must be 1 to 16 weights, the first above 0")
+DEVICES = one_of("auto", "cpu", "cuda")
+DTYPES = one_of("auto", "bfloat16", "float32")
+BACK_ENDS = one_of("auto", "sdpa", "varlen")
 HEAD_DIM = Check(lambda dim: dim > 0 and dim % 4 == 0, "must be a multiple of 4")
 RUN_ID = matching(r"(\w[\w.+=@-]{0,99})?", "must be at most 100 letters, digits, _ . + = @ or -")
 RUN_OF = matching(
@@ -160,9 +158,8 @@ RUN_OF = matching(
 )
 
 
-def knob(help_text, check=ANYTHING, default=dataclasses.MISSING):
-    """A field with its line of --help and its check. Fields of the recipe have no default: a track
-    names every one of them."""
+def knob(default, help_text, check=ANYTHING):
+    """A field with its default, its line of --help and its check."""
     return dataclasses.field(default=default, metadata={"help": help_text, "check": check})
 
 
@@ -171,7 +168,7 @@ def check_fields(values, where=""):
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)
         is_good = type(value) is field.type or (field.type is float and type(value) is int)
-        if is_good and "check" in field.metadata:
+        if is_good:
             with contextlib.suppress(TypeError, ValueError, IndexError):  # a tuple of wrong things
                 is_good = False
                 is_good = field.metadata["check"].is_good(value) and str(value).isprintable()
@@ -182,142 +179,117 @@ def check_fields(values, where=""):
 class Stage:
     """One row of a track's schedule: what holds from the fraction `start` of the steps on."""
 
-    start: float = knob("fraction of the steps at which the stage begins", MOMENTUM)
-    micro_batches: int = knob("micro-batches of a step, which ranks share out", COUNT)
-    document_cap: int = knob("longest piece of a document that attention sees at once", COUNT)
-    windows: tuple = knob("attention windows, a short and a long one", WINDOWS)
-    lr_mul: float = knob("factor of all learning rates, ahead of the cooldown", POSITIVE)
-    mtp_weights: tuple = knob("loss weights of the next, second-next, ... token", LOSS_WEIGHTS)
-    softmax_rows: int = knob(
-        "vocabulary rows of training's softmax: a micro-batch's targets, and others at even "
-        "distances that stand for the rest; 0: the whole vocabulary",
-        between(0, 10**9),
-        default=0,
-    )
+    start: float = knob(0.0, "fraction of the steps at which the stage begins", MOMENTUM)
+    micro_batches: int = knob(8, "micro-batches of a step, which ranks share out", COUNT)
+    document_cap: int = knob(896, "tokens of a document that attention sees at once", COUNT)
+    windows: tuple = knob((128, 384), "attention windows, a short and a long one", WINDOWS)
+    lr_mul: float = knob(1.0, "factor of all learning rates, ahead of the cooldown", POSITIVE)
+    mtp_weights: tuple = knob((1.0,), "loss weights of the tokens to come", LOSS_WEIGHTS)
+    softmax_rows: int = knob(0, "rows of training's softmax, a sample; 0: all of them", SIZE)
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Which group steps a parameter, and with which numbers."""
-
-    group: str  # small | embeddings | matrices
-    lr_mul: float | tuple = 1.0  # times the group's rate; a tuple: of a bank's matrices in turn
-    decay: float = 0.0  # times matrix_decay for matrices, else the weight decay itself
-    betas: tuple = (0.9, 0.95)  # Muon and SOAP-Muon read the second; the first follows a schedule
+def as_stages(rows, **changes):
+    """Rows of a schedule, Stages or dicts of their fields, as Stages with some other values."""
+    try:
+        stages = [Stage(**row) if isinstance(row, dict) else row for row in rows]
+        return tuple(dataclasses.replace(stage, **changes) for stage in stages)
+    except TypeError as error:
+        raise ConfigError(f"stages: rows are dicts of a Stage's fields ({error})") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One run, resolved. Raises ConfigError for values that cannot be run."""
+    """One run, resolved. The defaults are those of the track fineweb, and most of its numbers are
+    the field's: records/NOTES.md has their sources. None has been tried on a GPU. Raises
+    ConfigError for values that cannot be run."""
 
     # --- data
-    track: str = knob("name of the track that these values belong to")
-    data: str = knob("corpus folder with *_train_*.bin, *_val_*.bin and manifest.json")
-    tokenizer: str = knob("bytes | gpt2: what the token ids mean", one_of(*EOT_TOKEN))
-    epochs: int = knob("passes over the training shards that a run may take", OFTEN, default=1)
+    track: str = knob("fineweb", "name of the track that these values belong to")
+    data: str = knob("data/fineweb10B", "folder of *_train_*.bin, *_val_*.bin and manifest.json")
+    tokenizer: str = knob("gpt2", "bytes | gpt2: what the token ids mean", one_of(*EOT_TOKEN))
+    epochs: int = knob(1, "passes over the training shards that a run may take", OFTEN)
     # --- schedule
-    steps: int = knob("optimizer steps, the length of every schedule", OFTEN)
-    micro_batch_tokens: int = knob("tokens of a micro-batch", between(1, 2**24))
-    stages: tuple = knob("rows of the schedule; fields of a stage are options, too, for all stages")
-    cooldown: float = knob("last fraction of the run, over which learning rates fall", FRACTION)
-    final_lr: float = knob("learning-rate multiplier at the end of the cooldown", FRACTION)
-    untie_at: float = knob(
-        "fraction of the run at which head and embedding part; 0: apart", FRACTION
+    steps: int = knob(1600, "optimizer steps, the length of every schedule", OFTEN)
+    micro_batch_tokens: int = knob(16384, "tokens of a micro-batch", between(1, 2**24))
+    stages: tuple = knob(
+        # start, micro-batches, document cap, windows (short, long), rate, loss weights, softmax
+        (
+            Stage(0.0, 8, 896, (128, 384), 1.0, (1.0, 0.5, 0.25), 16384),
+            Stage(1 / 3, 16, 2048, (384, 896), 1.52, (1.0, 0.5), 16384),
+            Stage(0.667, 24, 2048, (640, 1408), 1.73, (1.0,), 16384),
+            Stage(0.99, 24, 2048, (768, 1664), 1.73, (1.0,)),
+        ),
+        "rows of the schedule; fields of a stage are options, too, for all stages",
     )
+    cooldown: float = knob(0.6, "last fraction of the run, in which rates fall", FRACTION)
+    final_lr: float = knob(0.15, "factor of the rates at the end of the cooldown", FRACTION)
+    untie_at: float = knob(0.667, "fraction at which head and embedding part; 0: apart", FRACTION)
     # --- model
-    model_dim: int = knob("width of the residual stream", between(GATE_DIM, 65536))
-    num_layers: int = knob("transformer blocks", between(1, 1024))
-    head_dim: int = knob("width of an attention head", HEAD_DIM)
-    mlp_dim: int = knob("hidden width of the ReLU^2 MLP", between(1, 2**20))
-    long_layers: tuple = knob("layers that attend through the long window", LAYERS)
+    model_dim: int = knob(768, "width of the residual stream", between(GATE_DIM, 65536))
+    num_layers: int = knob(12, "transformer blocks", between(1, 1024))
+    head_dim: int = knob(128, "width of an attention head", HEAD_DIM)
+    mlp_dim: int = knob(3072, "hidden width of the ReLU^2 MLP", between(1, 2**20))
+    long_layers: tuple = knob((3, 7, 11), "layers that attend through the long window", LAYERS)
     value_embedding_layers: tuple = knob(
-        "layers whose values receive a gated token embedding", LAYERS
+        (1, 2, 10, 11), "layers whose values receive a gated token embedding", LAYERS
     )
-    shifted_layers: tuple = knob("layers in which half of a key is the key before's", LAYERS)
-    paired_layers: tuple = knob("layers whose heads, in pairs, see each other's keys", LAYERS)
-    exclusive_layers: tuple = knob("layers whose attention leaves out a token's own value", LAYERS)
-    skips: tuple = knob("pairs (a, b) of layers: what leaves a is added to what enters b", SKIPS)
-    logit_cap: float = knob("tanh squashes logits into (-cap, cap)", between(0.1, 40))
+    shifted_layers: tuple = knob((3, 7, 11), "layers where half of a key is that before", LAYERS)
+    paired_layers: tuple = knob((0, 2, 5, 9), "layers whose heads share keys, in pairs", LAYERS)
+    exclusive_layers: tuple = knob(
+        (1, 3, 4, 7), "layers whose attention leaves out a token's own value", LAYERS
+    )
+    skips: tuple = knob(
+        ((0, 11), (1, 10), (2, 9), (3, 8), (4, 7), (5, 6)),
+        "pairs (a, b) of layers: what leaves a is added to what enters b",
+        SKIPS,
+    )
+    logit_cap: float = knob(15.0, "tanh squashes logits into (-cap, cap)", between(0.1, 40))
     # --- table
-    ngram_orders: tuple = knob("orders of hashed n-grams", ORDERS)
-    ngram_rows: int = knob("rows of the table, for all columns", between(1, 2**31 - 1))
-    copy_orders: tuple = knob("orders of copies from the document", ORDERS)
-    copy_places: int = knob("places to copy from at each order, the latest ones", between(1, 64))
-    copy_reach: int = knob("tokens that copies look back", between(0, 10**9))
-    index_orders: tuple = knob("orders of the index of the training text", ORDERS)
-    index_bits: int = knob("entries of the index for an order: 2 to this", between(1, 31))
-    index_share: float = knob("share of the first shard that is indexed, not trained on", FRACTION)
+    ngram_orders: tuple = knob((2, 3), "orders of hashed n-grams", ORDERS)
+    # These are 6 GiB over all ranks; raise it as far as their memory goes.
+    ngram_rows: int = knob(2**21, "rows of the table, for all columns", between(1, 2**31 - 1))
+    copy_orders: tuple = knob((2, 3, 5, 8), "orders of copies from the document", ORDERS)
+    copy_places: int = knob(1, "places to copy from at an order, the latest", between(1, 64))
+    copy_reach: int = knob(2048, "tokens that copies look back", SIZE)
+    index_orders: tuple = knob((), "orders of the index of the training text", ORDERS)
+    index_bits: int = knob(24, "entries of the index for an order: 2 to this", between(1, 31))
+    index_share: float = knob(0.0, "share of the first shard for the index alone", FRACTION)
     # --- optimizer
-    rules: dict = knob("parameter: Rule, for every parameter of the model")
-    matrix_update: str = knob("rule of the hidden matrices, a row of MATRIX_RULES")
-    matrix_lr: float = knob(
-        "rate of hidden matrices: the RMS of a step times sqrt(columns)", POSITIVE
-    )
-    matrix_decay: float = knob("cautious weight decay of matrices, per unit of rate", NOT_NEGATIVE)
-    momentum_start: float = knob("Muon's momentum at the first step, and at the last", MOMENTUM)
-    momentum_peak: float = knob("Muon's momentum in between", MOMENTUM)
-    momentum_warmup: float = knob("fraction of the run over which the momentum rises", FRACTION)
-    momentum_cooldown: float = knob("fraction of the run over which it falls again", FRACTION)
-    basis_every: int = knob("soap rules: a matrix gets new eigenbases every k-th step", OFTEN)
-    one_sided_above: int = knob(
-        "soap rules: a matrix side larger than this gets no eigenbasis", between(0, 10**9)
-    )
-    adam_lr: float = knob("learning rate of embeddings, head and scalars under Adam", POSITIVE)
-    adam_every: int = knob("Adam steps every k-th step, on the mean gradient since the last", OFTEN)
-    ngram_lr: float = knob("rate of the table (row-wise Adagrad); 0: it is frozen", NOT_NEGATIVE)
-    ngram_floor: float = knob("gradient RMS of a token below which a row's steps shrink", POSITIVE)
+    matrix_update: str = knob("muon", "rule of the hidden matrices, a row of UPDATE_RULES")
+    matrix_lr: float = knob(0.023, "RMS of a matrix' step times sqrt(columns)", POSITIVE)
+    matrix_decay: float = knob(0.03, "cautious decay of matrices a unit of rate", NOT_NEGATIVE)
+    momentum_start: float = knob(0.85, "Muon's momentum at the first step, and the last", MOMENTUM)
+    momentum_peak: float = knob(0.95, "Muon's momentum in between", MOMENTUM)
+    momentum_warmup: float = knob(0.19, "fraction of the run in which it rises", FRACTION)
+    momentum_cooldown: float = knob(0.03, "fraction of the run in which it falls", FRACTION)
+    basis_every: int = knob(10, "soap rules: a matrix gets new eigenbases every k-th step", OFTEN)
+    one_sided_above: int = knob(1024, "soap rules: a larger side has no eigenbasis", SIZE)
+    adam_lr: float = knob(0.008, "rate of embeddings, head and scalars under Adam", POSITIVE)
+    adam_every: int = knob(2, "Adam steps every k-th step, on the mean gradient", OFTEN)
+    ngram_lr: float = knob(0.05, "row-wise Adagrad's rate of the table; 0: frozen", NOT_NEGATIVE)
+    ngram_floor: float = knob(0.2, "gradient RMS of a token below which rows slow down", POSITIVE)
     # --- evaluation
-    val_tokens: int = knob("tokens of the validation split that are scored", between(1, 10**9))
-    val_sha256: str = knob("sha256 of those tokens and the next (uint16); empty: not compared")
-    val_batch_tokens: int = knob("validation tokens of one forward pass", between(1, 2**24))
-    val_windows: tuple = knob("attention windows of the final validation", WINDOWS)
-    val_every: int = knob(
-        "validate every so many steps (untimed); 0: at the end", between(0, 10**9)
-    )
-    target_loss: float = knob("the track's target, in nats a token; 0: none", NOT_NEGATIVE)
-    # --- bookkeeping: fields with a default, of which no track has its own value
-    log_every: int = knob("log the training loss every so many steps", OFTEN, default=20)
-    save_every: int = knob(
-        "keep a checkpoint every so many steps, of these the newest two; 0: only the final one",
-        between(0, 10**9),
-        default=0,
-    )
-    run_id: str = knob("folder under logs/; empty: drawn from date and time", RUN_ID, default="")
-    resume: str = knob(
-        "run id or checkpoint file to continue; auto: continue --run-id, or start it", default=""
-    )
-    run_of: str = knob("BATCH:COUNTER/RUNS:START, the run's place in a record", RUN_OF, default="")
+    val_tokens: int = knob(10_485_760, "validation tokens that are scored", between(1, 10**9))
+    val_sha256: str = knob("", "sha256 of those tokens and the next (uint16); empty: not compared")
+    val_batch_tokens: int = knob(65536, "validation tokens of a forward pass", between(1, 2**24))
+    val_windows: tuple = knob((768, 2560), "attention windows of the final validation", WINDOWS)
+    val_every: int = knob(250, "validate every so many steps (untimed); 0: at the end", SIZE)
+    target_loss: float = knob(3.28, "the target, in nats a token; 0: none", NOT_NEGATIVE)
+    # --- bookkeeping
+    log_every: int = knob(20, "log the training loss every so many steps", OFTEN)
+    save_every: int = knob(0, "steps between checkpoints, of which two are kept; 0: none", SIZE)
+    run_id: str = knob("", "folder under logs/; empty: drawn from date and time", RUN_ID)
+    resume: str = knob("", "run id or checkpoint to go on with; auto: --run-id, if it is there")
+    run_of: str = knob("", "BATCH:COUNTER/RUNS:START, the run's place in a record", RUN_OF)
     # --- machine
-    seed: int = knob(
-        "seed of weights and data order; -1: drawn", between(-1, 2**63 - 1), default=-1
-    )
-    device: str = knob(
-        "auto | cpu | cuda: where it computes", one_of("auto", "cpu", "cuda"), default="auto"
-    )
-    dtype: str = knob(
-        "auto | bfloat16 | float32, of matrices and activations; auto: what the machine is fast in",
-        one_of("auto", "bfloat16", "float32"),
-    )
-    float8: bool = knob("forward products of head and MLP in 8 bits, on Hopper GPUs")
-    attention: str = knob(
-        "auto | sdpa | varlen: back end of attention",
-        one_of("auto", "sdpa", "varlen"),
-        default="auto",
-    )
-    compile: bool = knob("compile the model with torch.compile", default=True)
-    workers: int = knob(
-        "threads of a process that take micro-batches on a CPU; 0: one a core",
-        between(0, 1024),
-        default=0,
-    )
+    seed: int = knob(-1, "seed of weights and data order; -1: drawn", between(-1, 2**63 - 1))
+    device: str = knob("auto", "auto | cpu | cuda: where it computes", DEVICES)
+    dtype: str = knob("bfloat16", "auto | bfloat16 | float32; auto: which is faster here", DTYPES)
+    attention: str = knob("auto", "auto | sdpa | varlen: back end of attention", BACK_ENDS)
+    compile: bool = knob(True, "compile the model with torch.compile")
 
     def __post_init__(self):
-        stages = tuple(Stage(**row) if isinstance(row, dict) else row for row in self.stages)
-        rules = {
-            name: Rule(**row) if isinstance(row, dict) else row for name, row in self.rules.items()
-        }
-        object.__setattr__(self, "stages", stages)
-        object.__setattr__(self, "rules", rules)
+        object.__setattr__(self, "stages", as_stages(self.stages))
         check_fields(self)
         self.check_stages()
         self.check_shapes()
@@ -326,8 +298,9 @@ class Config:
     def check_stages(self):
         require(self.stages, "stages=(): a schedule has at least one row")
         for number, stage in enumerate(self.stages):
-            require(isinstance(stage, Stage), f"stages: row {number} is no Stage: {stage}")
             check_fields(stage, f"stages[{number}].")
+            rows, most = stage.softmax_rows, self.vocab_size
+            require(rows <= most, f"softmax_rows={rows}: at most the vocabulary's {most}")
         starts = [stage.start for stage in self.stages]
         is_rising = all(low < high for low, high in itertools.pairwise(starts))
         require(
@@ -341,49 +314,25 @@ class Config:
         for window in {*self.val_windows, *(size for row in self.stages for size in row.windows)}:
             block = math.gcd(window, ATTENTION_BLOCK)
             for length in (window, self.micro_batch_tokens, self.val_batch_tokens):
-                require(
-                    length % block == 0,
-                    f"windows: a window of {window} takes blocks of {block}, which must divide it, "
-                    f"micro_batch_tokens={self.micro_batch_tokens} and "
-                    f"val_batch_tokens={self.val_batch_tokens}",
-                )
+                words = f"a window of {window} takes blocks of {block}, which must divide"
+                require(length % block == 0, f"windows: {words} it and passes of {length} tokens")
         require(dim % self.head_dim == 0, f"head_dim={self.head_dim}: must divide model_dim={dim}")
         for field in dataclasses.fields(self):
-            if field.metadata["check"] is LAYERS:
+            if field.metadata["check"] in (LAYERS, SKIPS):
                 chosen = getattr(self, field.name)
-                require(
-                    max(chosen, default=0) < layers,
-                    f"{field.name}={chosen}: layers are 0 to {layers - 1}",
-                )
-        require(
-            all(target < layers for _, target in self.skips),
-            f"skips={self.skips}: layers are 0 to {layers - 1}",
-        )
-        require(
-            not self.paired_layers or dim // self.head_dim % 2 == 0,
-            f"paired_layers={self.paired_layers}: {dim // self.head_dim} heads make no pairs",
-        )
-        for stage in self.stages:
-            require(
-                stage.softmax_rows <= self.vocab_size,
-                f"softmax_rows={stage.softmax_rows}: at most the vocabulary's {self.vocab_size}",
-            )
+                named = np.ravel(chosen).tolist()
+                is_there = max(named, default=0) < layers
+                require(is_there, f"{field.name}={chosen}: layers are 0 to {layers - 1}")
+        heads = dim // self.head_dim
+        is_even = not self.paired_layers or heads % 2 == 0
+        require(is_even, f"paired_layers={self.paired_layers}: {heads} heads make no pairs")
 
     def check_bookkeeping(self):
-        require(
-            self.val_tokens % self.val_batch_tokens == 0,
-            f"val_tokens={self.val_tokens}: must be a multiple of "
-            f"val_batch_tokens={self.val_batch_tokens}",
-        )
-        require(
-            self.save_every % self.adam_every == 0,
-            f"save_every={self.save_every}: must be a multiple of adam_every={self.adam_every}, "
-            "since gradients that wait are not saved",
-        )
-        require(
-            self.resume != "auto" or self.run_id,
-            "resume=auto: it goes on with the run of --run-id; name one",
-        )
+        for name, unit in (("val_tokens", "val_batch_tokens"), ("save_every", "adam_every")):
+            count, size = getattr(self, name), getattr(self, unit)
+            require(count % size == 0, f"{name}={count}: must be a multiple of {unit}={size}")
+        is_named = self.resume != "auto" or self.run_id
+        require(is_named, "resume=auto: it goes on with the run of --run-id; name one")
 
     @property
     def eot_token(self):
@@ -404,79 +353,8 @@ class Config:
         return getattr(torch, self.dtype)
 
 
-# 2. Tracks =======================================================================================
-
-# The numbers are the field's, or were tuned; records/NOTES.md has the source of each. None of
-# fineweb's has been tried on a GPU.
 TRACKS = {
-    "nano": Config(
-        track="nano",
-        data="data/python",
-        tokenizer="bytes",
-        steps=128,
-        micro_batch_tokens=1024,
-        # start, micro-batches of a step, document cap, windows (short, long), rate, loss weights
-        stages=(Stage(0.0, 2, 512, (32, 64), 1.0, (1.0,)),),
-        cooldown=0.45,
-        final_lr=0.1,
-        untie_at=0.0,
-        model_dim=64,
-        num_layers=1,
-        head_dim=32,
-        mlp_dim=64,
-        long_layers=(0,),
-        value_embedding_layers=(0,),
-        shifted_layers=(),
-        paired_layers=(),
-        exclusive_layers=(),
-        skips=(),
-        logit_cap=15.0,
-        ngram_orders=(2, 3),
-        ngram_rows=2**19,
-        copy_orders=(2, 3, 4, 6, 9, 14, 20, 32),
-        copy_places=3,
-        copy_reach=65536,
-        index_orders=(3, 5, 8, 12, 18, 28),
-        index_bits=25,
-        index_share=0.97,
-        rules={
-            "query_key": Rule(group="matrices", decay=1.0),
-            "value_output": Rule(group="matrices", decay=1.0),
-            "mlp": Rule(group="matrices", decay=1.0),
-            "embed": Rule(group="embeddings", lr_mul=3.0),
-            "value_embed": Rule(group="embeddings", lr_mul=3.0),
-            "head": Rule(group="embeddings", lr_mul=0.5),
-            "value_gate": Rule(group="small"),
-            "smear_gate": Rule(group="small"),
-            "smear_scale": Rule(group="small"),
-            "residual_scale": Rule(group="small"),
-            "embed_scale": Rule(group="small"),
-            "ngram_gate": Rule(group="small"),
-            "exclusive_gate": Rule(group="small"),
-            "skip_scale": Rule(group="small"),
-        },
-        matrix_update="muon",
-        matrix_lr=0.025,
-        matrix_decay=0.02,
-        momentum_start=0.85,
-        momentum_peak=0.95,
-        momentum_warmup=0.1,
-        momentum_cooldown=0.0,
-        basis_every=10,
-        one_sided_above=256,
-        adam_lr=0.04,
-        adam_every=1,
-        ngram_lr=0.05,
-        ngram_floor=0.2,
-        val_tokens=1_048_576,
-        val_sha256="b966f400d6117f6907939cab7d973eba68b35e02d73334687b9e7074ac88eb2c",
-        val_batch_tokens=1024,
-        val_windows=(32, 64),
-        val_every=0,
-        target_loss=0.69315,
-        dtype="auto",
-        float8=False,
-    ),
+    "fineweb": Config(),
     # fineweb's recipe at small scale, to see on a CPU what a change is worth: a twelfth of its
     # channels, five layers of all its kinds, one stage, and bytes. It has no copies, which on
     # source text would hide what the model learns, and no loss of tokens further ahead.
@@ -486,9 +364,7 @@ TRACKS = {
         tokenizer="bytes",
         steps=230,
         micro_batch_tokens=1024,
-        # start, micro-batches of a step, document cap, windows (short, long), rate, loss weights
-        stages=(Stage(0.0, 2, 512, (64, 256), 1.0, (1.0,)),),
-        cooldown=0.6,
+        stages=(Stage(0.0, 2, 512, (64, 256)),),
         final_lr=0.1,
         untie_at=0.0,
         model_dim=64,
@@ -501,46 +377,13 @@ TRACKS = {
         paired_layers=(0, 1, 3),
         exclusive_layers=(1, 2),
         skips=((0, 4), (1, 3)),
-        logit_cap=15.0,
         ngram_orders=(2,),
         ngram_rows=2**16,
         copy_orders=(),
-        copy_places=1,
-        copy_reach=2048,
-        index_orders=(),
-        index_bits=24,
-        index_share=0.0,
-        # modded-nanogpt's rates. Its Adam decays by the rate squared, and only where update and
-        # weight agree in sign; the decay here is half of the mean of that.
-        rules={
-            "query_key": Rule(group="matrices", decay=1.0, betas=(0.9, 0.9)),
-            "value_output": Rule(group="matrices", decay=1.0, betas=(0.9, 0.9)),
-            "mlp": Rule(group="matrices", lr_mul=(1.0, 2.0), decay=1.0, betas=(0.9, 0.9)),
-            "embed": Rule(group="embeddings", decay=0.003, betas=(0.5, 0.95)),
-            "head": Rule(group="embeddings", decay=0.003, betas=(0.5, 0.95)),
-            "value_embed": Rule(group="embeddings", lr_mul=75.0, decay=0.008, betas=(0.75, 0.95)),
-            "value_gate": Rule(group="small", betas=(0.9, 0.99)),
-            "smear_gate": Rule(group="small", lr_mul=0.01, betas=(0.9, 0.99)),
-            "smear_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
-            "residual_scale": Rule(group="small", lr_mul=5.0),
-            "embed_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
-            "ngram_gate": Rule(group="small", betas=(0.9, 0.99)),
-            "exclusive_gate": Rule(group="small", betas=(0.9, 0.99)),
-            "skip_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
-        },
-        matrix_update="muon",
         matrix_lr=0.025,
-        matrix_decay=0.03,
-        momentum_start=0.85,
-        momentum_peak=0.95,
-        momentum_warmup=0.19,
-        momentum_cooldown=0.03,
-        basis_every=10,
         one_sided_above=128,
         adam_lr=0.024,
-        adam_every=2,
         ngram_lr=0.15,
-        ngram_floor=0.2,
         val_tokens=262_144,
         val_sha256="478ab1f04524b1cee06bcfe8372c2a8a4d1d7fa2f941740ec125ccdbd2811c65",
         val_batch_tokens=4096,
@@ -548,84 +391,7 @@ TRACKS = {
         val_every=0,
         target_loss=1.279,
         dtype="float32",
-        float8=False,
         compile=False,  # compiling takes longer than the run
-    ),
-    "fineweb": Config(
-        track="fineweb",
-        data="data/fineweb10B",
-        tokenizer="gpt2",
-        steps=1600,
-        micro_batch_tokens=16384,
-        # start, micro-batches of a step, document cap, windows (short, long), rate, loss weights,
-        # rows of the softmax
-        stages=(
-            Stage(0.0, 8, 896, (128, 384), 1.0, (1.0, 0.5, 0.25), 16384),
-            Stage(1 / 3, 16, 2048, (384, 896), 1.52, (1.0, 0.5), 16384),
-            Stage(0.667, 24, 2048, (640, 1408), 1.73, (1.0,), 16384),
-            Stage(0.99, 24, 2048, (768, 1664), 1.73, (1.0,)),
-        ),
-        cooldown=0.6,
-        final_lr=0.15,
-        untie_at=0.667,
-        model_dim=768,
-        num_layers=12,
-        head_dim=128,
-        mlp_dim=3072,
-        long_layers=(3, 7, 11),
-        value_embedding_layers=(1, 2, 10, 11),
-        shifted_layers=(3, 7, 11),
-        paired_layers=(0, 2, 5, 9),
-        exclusive_layers=(1, 3, 4, 7),
-        skips=((0, 11), (1, 10), (2, 9), (3, 8), (4, 7), (5, 6)),
-        logit_cap=15.0,
-        ngram_orders=(2, 3),
-        ngram_rows=2**21,  # 6 GiB over all ranks; raise it as far as their memory goes
-        copy_orders=(2, 3, 5, 8),
-        copy_places=1,
-        copy_reach=2048,
-        index_orders=(),
-        index_bits=24,
-        index_share=0.0,
-        # modded-nanogpt's rates. Its Adam decays by the rate squared, and only where update and
-        # weight agree in sign; the decay here is half of the mean of that.
-        rules={
-            "query_key": Rule(group="matrices", decay=1.0, betas=(0.9, 0.9)),
-            "value_output": Rule(group="matrices", decay=1.0, betas=(0.9, 0.9)),
-            "mlp": Rule(group="matrices", lr_mul=(1.0, 2.0), decay=1.0, betas=(0.9, 0.9)),
-            "embed": Rule(group="embeddings", decay=0.003, betas=(0.5, 0.95)),
-            "head": Rule(group="embeddings", decay=0.003, betas=(0.5, 0.95)),
-            "value_embed": Rule(group="embeddings", lr_mul=75.0, decay=0.008, betas=(0.75, 0.95)),
-            "value_gate": Rule(group="small", betas=(0.9, 0.99)),
-            "smear_gate": Rule(group="small", lr_mul=0.01, betas=(0.9, 0.99)),
-            "smear_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
-            "residual_scale": Rule(group="small", lr_mul=5.0),
-            "embed_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
-            "ngram_gate": Rule(group="small", betas=(0.9, 0.99)),
-            "exclusive_gate": Rule(group="small", betas=(0.9, 0.99)),
-            "skip_scale": Rule(group="small", lr_mul=5.0, betas=(0.9, 0.99)),
-        },
-        matrix_update="muon",
-        matrix_lr=0.023,
-        matrix_decay=0.03,
-        momentum_start=0.85,
-        momentum_peak=0.95,
-        momentum_warmup=0.19,
-        momentum_cooldown=0.03,
-        basis_every=10,
-        one_sided_above=1024,
-        adam_lr=0.008,
-        adam_every=2,
-        ngram_lr=0.05,
-        ngram_floor=0.2,
-        val_tokens=10_485_760,
-        val_sha256="",
-        val_batch_tokens=65536,
-        val_windows=(768, 2560),
-        val_every=250,
-        target_loss=3.28,
-        dtype="bfloat16",
-        float8=False,
     ),
 }
 
@@ -633,13 +399,10 @@ TRACKS = {
 def default_track():
     """(name of the track to run where none is named, the reason in words)."""
     if not torch.cuda.is_available():
-        return "nano", "torch sees no CUDA device"
+        return "mini", "torch sees no CUDA device"
     if not any(Path(TRACKS["fineweb"].data).glob("*_train_*.bin")):
-        return "nano", f"no shards in {TRACKS['fineweb'].data}"
+        return "mini", f"no shards in {TRACKS['fineweb'].data}"
     return "fineweb", "CUDA and FineWeb's shards are present"
-
-
-# ----- schedules: pure functions of the step
 
 
 def stage_at(config, step):
@@ -647,9 +410,14 @@ def stage_at(config, step):
     return [stage for stage in config.stages if stage.start * config.steps <= step][-1]
 
 
+def micro_batches_at(config, step):
+    """How many micro-batches all ranks together train on at a step."""
+    return stage_at(config, step).micro_batches
+
+
 def training_tokens(config):
     """How many tokens the whole schedule trains on."""
-    micro_batches = sum(stage_at(config, step).micro_batches for step in range(config.steps))
+    micro_batches = sum(micro_batches_at(config, step) for step in range(config.steps))
     return micro_batches * config.micro_batch_tokens
 
 
@@ -694,7 +462,7 @@ class Phase(NamedTuple):
     """What the compiled model depends on: each new value is compiled anew."""
 
     windows: tuple  # the Window of each layer
-    mtp_weights: tuple  # loss weights of the next, second-next, ... token
+    targets: int  # that a position predicts: the next token, the second-next, ...
     max_segment: int  # tokens of the longest segment that attention sees at once
     softmax_rows: int  # rows of the vocabulary in the softmax; 0: all
     is_tied: bool  # whether the head is the embedding, too
@@ -716,7 +484,7 @@ def training_phase(config, step):
     stage = stage_at(config, step)
     return Phase(
         windows=layer_windows(config, stage.windows),
-        mtp_weights=stage.mtp_weights,
+        targets=len(stage.mtp_weights),
         max_segment=min(stage.document_cap, config.micro_batch_tokens),
         softmax_rows=stage.softmax_rows,
         is_tied=step < untie_step(config),
@@ -732,7 +500,7 @@ def evaluation_phase(config, step, length):
     windows = config.val_windows if step == config.steps else stage_at(config, step).windows
     return Phase(
         windows=layer_windows(config, windows),
-        mtp_weights=(1.0,),
+        targets=1,
         max_segment=length,
         softmax_rows=0,
         is_tied=is_tied_before(config, step),
@@ -746,10 +514,9 @@ def long_windows_until(config, step):
     return tuple(window for window, _ in itertools.groupby(used))
 
 
-# 3. Tokens =======================================================================================
+# 2. Tokens =======================================================================================
 
-SHARD_MAGIC = 20240520
-SHARD_VERSION = 1
+SHARD_KIND = [20240520, 1]  # magic number and version, before the count of tokens
 HEADER_INTS = 256
 PREFETCH = 4  # steps that the loader's thread works ahead
 # Segments that a micro-batch has room for: FlashAttention starts blocks for each. FineWeb has at
@@ -763,28 +530,16 @@ def open_shard(path):
     path = Path(path)
     remedy = "rebuild or download it again (data/text.py, data/fineweb.py)"
     require(path.is_file(), f"{path}: no file, and a shard is one")
-    size = path.stat().st_size
-    header_size = 4 * HEADER_INTS
+    header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+    kind = header[:2].tolist()
+    is_shard = len(header) == HEADER_INTS and kind == SHARD_KIND
     require(
-        size >= header_size,
-        f"{path}: {size} bytes, shorter than the {header_size}-byte header; {remedy}",
+        is_shard, f"{path}: begins with {kind}, not {SHARD_KIND}, or is cut: no shard; {remedy}"
     )
-    magic, version, count = np.fromfile(path, dtype="<i4", count=HEADER_INTS)[:3]
-    held = (size - header_size) / 2
-    require(
-        magic == SHARD_MAGIC,
-        f"{path}: magic {magic}, expected {SHARD_MAGIC}: not a token shard; {remedy}",
-    )
-    require(
-        version == SHARD_VERSION,
-        f"{path}: shard version {version}, expected {SHARD_VERSION}; {remedy}",
-    )
-    require(
-        count == held,
-        f"{path}: header says {count} tokens, the file holds {held:.12g}: truncated; {remedy}",
-    )
-    require(count > 0, f"{path}: no tokens; {remedy}")
-    return np.memmap(path, dtype="<u2", mode="r", offset=header_size)
+    held = (path.stat().st_size - header.nbytes) / 2
+    words = f"header says {header[2]} tokens, the file holds {held:.12g}"
+    require(header[2] == held > 0, f"{path}: {words}; {remedy}")
+    return np.memmap(path, dtype="<u2", mode="r", offset=header.nbytes)
 
 
 def file_sha256(path):
@@ -806,16 +561,11 @@ def read_manifest(folder):
 def check_shard(path, tokens, config, manifest):
     """Check that a shard is what its manifest says and that its ids suit the tokenizer."""
     largest = int(tokens.max())
-    require(
-        largest <= config.eot_token,
-        f"{path}: token id {largest} is beyond the {config.tokenizer} vocabulary "
-        f"(0 to {config.eot_token}); is --tokenizer right?",
-    )
-    require(
-        manifest is None or manifest.get(path.name) == file_sha256(path),
-        f"{path}: its sha256 is not the manifest's: changed or damaged; build or download the "
-        "corpus again, in an empty folder",
-    )
+    words = f"token id {largest} is beyond the {config.tokenizer} vocabulary's {config.eot_token}"
+    require(largest <= config.eot_token, f"{path}: {words}; is --tokenizer right?")
+    is_whole = manifest is None or manifest.get(path.name) == file_sha256(path)
+    remedy = "build or download the corpus again, in an empty folder"
+    require(is_whole, f"{path}: its sha256 is not the manifest's: changed or damaged; {remedy}")
 
 
 def split_off_index(tokens, share, eot_token):
@@ -828,11 +578,6 @@ def split_off_index(tokens, share, eot_token):
     starts = np.flatnonzero(tokens[cut:] == eot_token)
     cut = cut + int(starts[0]) if len(starts) else len(tokens)
     return np.array(tokens[: cut + 1]), np.array(tokens[cut:])
-
-
-def usable_tokens(tokens, config):
-    """How many tokens of a shard micro-batches can take; its last token is only a target."""
-    return (len(tokens) - 1) // config.micro_batch_tokens * config.micro_batch_tokens
 
 
 class Corpus(NamedTuple):
@@ -851,12 +596,8 @@ def open_corpus(config):
     found = {}
     for split in ("train", "val"):
         found[split] = sorted(folder.glob(f"*_{split}_*.bin"))
-        require(
-            found[split],
-            f"{folder}: no *_{split}_*.bin shards; build them with "
-            f"`python data/{builder.get(folder.name, 'text.py PATH')}`, or name another folder "
-            "with --data",
-        )
+        remedy = f"run `python data/{builder.get(folder.name, 'text.py PATH')}`, or name --data"
+        require(found[split], f"{folder}: no *_{split}_*.bin shards; {remedy}")
     shards = [open_shard(path) for path in found["train"]]
     share = config.index_share if config.index_orders else 0.0
     shards[0], indexed = split_off_index(shards[0], share, config.eot_token)
@@ -865,14 +606,11 @@ def open_corpus(config):
     for path, tokens in zip(found["train"], shards, strict=True):
         if available <= needed:  # the run gets here
             check_shard(path, open_shard(path), config, manifest)
-        available += usable_tokens(tokens, config)
+        available += (len(tokens) - 1) // config.micro_batch_tokens * config.micro_batch_tokens
     available *= config.epochs
-    require(
-        needed <= available,
-        f"{folder}: the schedule takes {needed:,} training tokens, shards hold {available:,} in "
-        f"{config.epochs} epoch(s) beside the index; lower --steps or --index-share, raise "
-        "--epochs, or add shards",
-    )
+    words = f"{needed:,} training tokens, shards hold {available:,} in {config.epochs} epoch(s)"
+    remedy = "lower --steps or --index-share, raise --epochs, or add shards"
+    require(needed <= available, f"{folder}: the schedule takes {words} beside the index; {remedy}")
     return Corpus(shards, indexed, open_validation(config, found["val"], manifest))
 
 
@@ -886,11 +624,8 @@ def open_validation(config, paths, manifest):
         parts.append(np.array(tokens[: needed - sum(map(len, parts))]))
     val = np.concatenate(parts)
     most = (len(val) - 1) // config.val_batch_tokens * config.val_batch_tokens
-    require(
-        len(val) == needed,
-        f"{config.data}: val_tokens={config.val_tokens:,}, but the validation split holds "
-        f"{len(val):,}; --val-tokens at most {most}",
-    )
+    words = f"val_tokens={config.val_tokens:,}, but the validation split holds {len(val):,}"
+    require(len(val) == needed, f"{config.data}: {words}; --val-tokens at most {most}")
     return val
 
 
@@ -898,45 +633,57 @@ def validation_hash(val):
     return hashlib.sha256(np.ascontiguousarray(val).tobytes()).hexdigest()
 
 
-@dataclass
-class MicroBatch:
-    """What one forward pass reads: T tokens, with C columns of the table, on the model's device."""
+class Text:
+    """Tokens (L,) uint16, and where their documents start."""
+
+    def __init__(self, tokens, eot_token):
+        self.tokens = tokens
+        self.starts = np.union1d([0], np.flatnonzero(tokens == eot_token))
+
+    def document_start(self, position):
+        """Where the document of a token starts."""
+        return int(self.starts[np.searchsorted(self.starts, position, side="right") - 1])
+
+
+class Passage(NamedTuple):
+    """Where the tokens of a micro-batch stand: spans of a Text, each of one document."""
+
+    text: Text
+    spans: list  # [(low, high), ...]: attention segments, laid end to end
+
+    def tokens(self, shift=0):
+        """The tokens of the spans, or those that many places behind them."""
+        return np.concatenate(
+            [self.text.tokens[low + shift : high + shift] for low, high in self.spans]
+        )
+
+
+def contiguous_passage(text, low, length):
+    """The Passage of `length` tokens from `low` on, cut where documents start."""
+    first, last = np.searchsorted(text.starts, [low + 1, low + length])
+    edges = [low, *text.starts[first:last].tolist(), low + length]
+    return Passage(text, list(itertools.pairwise(edges)))
+
+
+class MicroBatch(NamedTuple):
+    """The T tokens that one forward pass reads, on the model's device."""
 
     inputs: Tensor  # (T,) int32 token ids
     targets: Tensor  # (T,) int64 next token ids
     segment_start: Tensor  # (T,) int32: index in [0, T) at which the token's segment starts
-    segment_bounds: Tensor  # (S+1,) int32: where segments start, then T as often as there is room
-    slots: Tensor  # (T, C) int32: where NgramTable.lookup finds the token's rows
-    signs: Tensor  # (T, C) float32 of +-1, or 0 for no row
+    segment_bounds: Tensor  # (S,) int32: where segments start, then T as often as there is room
 
 
-class TokenWindow(NamedTuple):
-    """Where the tokens of a micro-batch stand: spans of a Text, each of one document."""
-
-    text: Any  # Text
-    spans: list  # [(low, high), ...]: attention segments, laid end to end
-
-    def gather(self, values, shift=0):
-        """The values (n, ...), one for each token of the text, of the tokens of the spans."""
-        parts = [values[low + shift : high + shift] for low, high in self.spans]
-        return np.concatenate(parts)
-
-
-@dataclass
-class Batch:
+class Batch(NamedTuple):
     """One rank's part of a step."""
 
-    micro_batches: list
-    plan: Any  # RowPlan of the rows of the table that they read
+    stack: MicroBatch  # M micro-batches, stacked along a first axis of each tensor
+    rows: Any  # RowPlan of the rows of the table that they read
     tokens: int  # of the step, on all ranks
     state: dict  # of the loader behind this step
 
-
-def contiguous_window(text, low, length):
-    """The TokenWindow of `length` tokens from `low` on, cut where documents start."""
-    first, last = np.searchsorted(text.starts, [low + 1, low + length])
-    edges = [low, *text.starts[first:last].tolist(), low + length]
-    return TokenWindow(text, list(itertools.pairwise(edges)))
+    def micro_batches(self):
+        return map(MicroBatch, *(tensor.unbind() for tensor in self.stack))
 
 
 def to_device(array, device):
@@ -947,29 +694,34 @@ def to_device(array, device):
     return tensor
 
 
-def assemble(window, slots, signs, device):
-    """Build the MicroBatch of a TokenWindow and its rows' slots and signs (numpy) on the device."""
-    tokens = window.text.tokens
-    lengths = np.array([high - low for low, high in window.spans])
-    starts = np.cumsum(lengths) - lengths
-    room = max(SEGMENT_ROOM, 1 << (len(starts) - 1).bit_length())
-    bounds = np.full(room + 1, lengths.sum(), np.int32)
-    bounds[: len(starts)] = starts
-    return MicroBatch(
-        inputs=to_device(window.gather(tokens).astype(np.int32), device),
-        targets=to_device(window.gather(tokens, shift=1).astype(np.int64), device),
-        segment_start=to_device(np.repeat(starts, lengths).astype(np.int32), device),
-        segment_bounds=to_device(bounds, device),
-        slots=to_device(slots, device),
-        signs=to_device(signs, device),
-    )
+def stack_passages(passages, length, device):
+    """The MicroBatch of passages of `length` tokens, stacked along a first axis of each tensor."""
+    counts = [len(passage.spans) for passage in passages]
+    room = max(SEGMENT_ROOM, 1 << max(counts, default=0).bit_length())
+    shape = len(passages), length
+    inputs = np.empty(shape, np.int32)
+    targets = np.empty(shape, np.int64)
+    segment_start = np.empty(shape, np.int32)
+    bounds = np.full((len(passages), room), length, np.int32)
+    for number, passage in enumerate(passages):
+        lengths = np.array([high - low for low, high in passage.spans])
+        starts = np.cumsum(lengths) - lengths
+        inputs[number] = passage.tokens()
+        targets[number] = passage.tokens(shift=1)
+        segment_start[number] = np.repeat(starts, lengths)
+        bounds[number, : len(starts)] = starts
+    arrays = inputs, targets, segment_start, bounds
+    return MicroBatch(*(to_device(array, device) for array in arrays))
 
 
-def load_shard(shard):
-    """The tokens of a shard in memory: to read a mapped file that was cut short ends a process."""
-    if isinstance(shard, np.memmap):
-        return np.fromfile(shard.filename, "<u2", offset=4 * HEADER_INTS)
-    return shard
+def check_distinct_targets(passage, config, step):
+    """Refuse a softmax that has no row left to stand for the rest of the vocabulary."""
+    rows = stage_at(config, step).softmax_rows
+    if rows in (0, config.vocab_size):
+        return
+    found = len(np.unique(passage.tokens(shift=1)))
+    words = f"step {step} has {found} different targets in a micro-batch, which all take part"
+    require(found < rows, f"softmax_rows={rows}: {words}; raise it, or 0 for the whole vocabulary")
 
 
 class TrainLoader:
@@ -979,22 +731,20 @@ class TrainLoader:
     by the seed and laid end to end into micro-batches, which begin with the rest of a piece. A
     smaller cap at a step splits pieces further. What fills no micro-batch at a shard's end is
     dropped. `state` says where the stream is: shards opened before, piece of the shard, token of
-    the piece.
+    the piece. plan_rows: what makes of this rank's passages the plan of their rows.
     """
 
     START = {"shard": 0, "piece": 0, "offset": 0}
 
-    def __init__(self, config, shards, runtime, index, first_step=0, state=None):
+    def __init__(self, config, shards, runtime, plan_rows, first_step=0, state=None):
         self.config = config
         self.shards = shards
         self.runtime = runtime
-        self.index = index
+        self.plan_rows = plan_rows
         self.state = dict(state or self.START)
         self.step = first_step  # the next one to assemble
-        require(
-            self.state["shard"] < config.epochs * len(shards),
-            f"{self.state}: a place beyond the corpus; use another checkpoint",
-        )
+        is_inside = self.state["shard"] < config.epochs * len(shards)
+        require(is_inside, f"{self.state}: a place beyond the corpus; use another checkpoint")
         self.open_shard()
         self.ahead = deque()
         self.thread = ThreadPoolExecutor(1, initializer=runtime.use_device)
@@ -1003,8 +753,10 @@ class TrainLoader:
         """Cut the current shard's documents into pieces, and shuffle these."""
         opened = self.state["shard"]
         cap = max(stage.document_cap for stage in self.config.stages)
-        tokens = load_shard(self.shards[opened % len(self.shards)])
-        self.text = Text(tokens, self.config)
+        tokens = self.shards[opened % len(self.shards)]
+        if isinstance(tokens, np.memmap):  # to read one that was cut short would end the process
+            tokens = np.fromfile(tokens.filename, "<u2", offset=4 * HEADER_INTS)
+        self.text = Text(tokens, self.config.eot_token)
         ends = np.append(self.text.starts[1:], len(tokens) - 1)  # the last token is only a target
         lows = [
             np.arange(start, end, cap) for start, end in zip(self.text.starts, ends, strict=True)
@@ -1015,8 +767,8 @@ class TrainLoader:
         rng = np.random.default_rng([self.config.seed, opened])
         self.order = rng.permutation(len(self.piece_low))
 
-    def next_window(self, cap):
-        """The TokenWindow of the next micro-batch, with segments of at most `cap` tokens."""
+    def next_passage(self, cap):
+        """The Passage of the next micro-batch, with segments of at most `cap` tokens."""
         spans = []
         missing = self.config.micro_batch_tokens
         while missing:
@@ -1036,40 +788,23 @@ class TrainLoader:
                 self.state["offset"] = 0
             else:
                 self.state["offset"] += taken
-        return TokenWindow(self.text, spans)
+        return Passage(self.text, spans)
 
     def make_batch(self, step):
-        """Assemble this rank's part of a step, in the thread."""
+        """Assemble this rank's part of a step, in the thread; a rank may have no micro-batch."""
         config = self.config
         runtime = self.runtime
-        stage = stage_at(config, step)
-        windows = [self.next_window(stage.document_cap) for _ in range(stage.micro_batches)]
-        windows = windows[runtime.rank :: runtime.world_size]
-        if stage.softmax_rows:
-            for window in windows:
-                self.check_distinct_targets(window, stage.softmax_rows, step)
-        found = runtime.in_parallel(lambda window: table_rows(window, config, self.index), windows)
-        # A rank may have no micro-batch of a step, and takes part in the exchange all the same.
-        none = rows_and_signs(np.empty((0, config.columns), np.uint64), 0, config.ngram_rows)
-        rows, signs = map(np.concatenate, zip(none, *found, strict=True))
-        plan, slots = plan_rows(rows, signs, config, runtime, runtime.loader_group)
-        length = config.micro_batch_tokens
-        micro_batches = []
-        for number, window in enumerate(windows):
-            own = slice(number * length, (number + 1) * length)
-            micro_batches.append(assemble(window, slots[own], signs[own], runtime.device))
-        tokens = stage.micro_batches * config.micro_batch_tokens
-        return Batch(micro_batches, plan, tokens, dict(self.state))
-
-    def check_distinct_targets(self, window, rows, step):
-        """Refuse a softmax that has no row left to stand for the rest of the vocabulary."""
-        vocab = self.config.vocab_size
-        distinct = len(np.unique(window.gather(window.text.tokens, shift=1)))
-        require(
-            distinct < rows or rows == vocab,
-            f"softmax_rows={rows}: a micro-batch of step {step} has {distinct} different "
-            "targets, which all take part, and others must stand for the rest of the vocabulary; "
-            "raise it, or 0 for the whole vocabulary",
+        cap = stage_at(config, step).document_cap
+        count = micro_batches_at(config, step)
+        passages = [self.next_passage(cap) for _ in range(count)]
+        own = passages[runtime.rank :: runtime.world_size]
+        for passage in own:
+            check_distinct_targets(passage, config, step)
+        return Batch(
+            stack=stack_passages(own, config.micro_batch_tokens, runtime.device),
+            rows=self.plan_rows(own),
+            tokens=count * config.micro_batch_tokens,
+            state=dict(self.state),
         )
 
     def next_batch(self):
@@ -1084,13 +819,19 @@ class TrainLoader:
         self.thread.shutdown(cancel_futures=True)
 
 
-# 4. Rows =========================================================================================
+# 3. Table ========================================================================================
 # Each token reads rows of one table. Which ones is a hash of
 # - n-grams: the last n tokens;
 # - copies: what followed an earlier occurrence of the last n tokens in the document;
 # - the index: what mostly follows the last n tokens in a part of the training text.
 # All of it looks at the same document alone, at or before the token. The loops are compiled by
 # numba, without the interpreter's lock; warm_up() compiles them ahead of the clock.
+#
+# A rank holds the rows that it owns, a range of the table. The loader's thread plans a step ahead
+# of it, on the CPU: which rows are read, who owns them, and at which slot a row will stand among
+# the values that travel here. The values are pulled before the step; the gradients of each row are
+# summed here and pushed back to its owner, who sums and updates. So no row travels twice, and a row
+# that is owned here never does. At world size 1 it is the plain table.
 
 TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)
 MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, odd
@@ -1098,8 +839,6 @@ HASH_BASE = np.uint64(pow(0x9E3779B97F4A7C15, -1, 2**64))
 LOW_HALF = np.uint64(0xFFFFFFFF)
 LOW_TOKEN = np.uint64(0xFFFF)
 NO_GUESS = np.uint64(2**16 - 1)  # no token's id
-STRETCH = 2**18  # tokens of a document in which copies are looked for at once
-COPIES_KEPT = 2**25  # tokens whose copies are remembered: 2 bytes a column
 INDEX_CHUNK = 2**15  # tokens that the index reads at once
 # An entry of the index is 64 bits: a tag of the n-gram (14), votes for the first token (2), and the
 # third, the second and the first token (16 each).
@@ -1158,21 +897,6 @@ def latest_matches(keys, first):
         found[i] = newest[slot]
         newest[slot] = i
     return found
-
-
-@compiled
-def copy_tokens(tokens, matches, place, reach, copies):
-    """Write to copies (L,) the tokens that followed matches, at the latest place but `place`.
-
-    copies is left as it is where there is no match at most `reach` back.
-    """
-    for i in range(len(tokens)):
-        match = matches[i]
-        for _ in range(place):  # the match of a match is the place before it
-            if match >= 0:
-                match = matches[match]
-        if match >= 0 and i - match <= reach:
-            copies[i] = tokens[match + 1]
 
 
 @compiled
@@ -1263,7 +987,6 @@ def look_up(entries, bits, keys, guesses):
             guesses[2, i] = third
 
 
-@compiled
 def rows_and_signs(keys, first_guess, num_rows):
     """Rows (t, C) int32 in [0, num_rows) and signs (t, C) float32 of the table, for keys (t, C).
 
@@ -1271,89 +994,13 @@ def rows_and_signs(keys, first_guess, num_rows):
     have rows of their own. The sign is one more bit of the hash: two that share a row push it
     apart half of the time (count-sketch's trick). It is 0 where there is no guess.
     """
-    rows = np.empty(keys.shape, np.int32)
-    signs = np.empty(keys.shape, np.float32)
-    for i in range(keys.shape[0]):
-        for column in range(keys.shape[1]):
-            key = keys[i, column] + TOKEN_HASH[column]
-            key = (key ^ (key >> np.uint64(29))) * MIX
-            key ^= key >> np.uint64(32)
-            rows[i, column] = ((key & LOW_HALF) * np.uint64(num_rows)) >> np.uint64(32)
-            if column >= first_guess and keys[i, column] == NO_GUESS:
-                signs[i, column] = 0.0
-            elif key >> np.uint64(40) & np.uint64(1):
-                signs[i, column] = 1.0
-            else:
-                signs[i, column] = -1.0
-    return rows, signs
-
-
-class Text:
-    """Tokens (L,) uint16, where their documents start, and the copies that were found in them."""
-
-    def __init__(self, tokens, config):
-        self.tokens = tokens
-        self.config = config
-        self.starts = np.union1d([0], np.flatnonzero(tokens == config.eot_token))
-        self.stretches = {}  # (start of the document, number of the stretch): its copies
-        self.kept = 0  # tokens of these
-        self.lock = threading.Lock()
-
-    def keys(self, low, high, orders):
-        """Keys of the n-grams that end at tokens low to high: (high - low, len(orders)) uint64."""
-        keys = np.empty((high - low, len(orders)), np.uint64)
-        for column, order in enumerate(orders):
-            begin = max(0, low - order + 1)
-            hashed = rolling_hash(self.tokens[begin:high], order, self.config.eot_token)
-            keys[:, column] = hashed[low - begin :]
-        return keys
-
-    def copies(self, low, high):
-        """What followed the last n tokens earlier in the document: (high - low, C) uint64.
-
-        low to high are of one document. The columns are the orders at the latest place, then those
-        at the place before it, and so on; NO_GUESS where there is none.
-        """
-        start = self.starts[np.searchsorted(self.starts, low, side="right") - 1]
-        parts = []
-        for number in range((low - start) // STRETCH, (high - 1 - start) // STRETCH + 1):
-            begin = start + number * STRETCH
-            copies = self.copies_of_stretch(start, number)
-            parts.append(copies[max(low - begin, 0) : high - begin])
-        return np.concatenate(parts)
-
-    def copies_of_stretch(self, start, number):
-        """The copies of a stretch of the document at `start`: remembered, or looked for."""
-        copies = self.stretches.get((start, number))
-        if copies is not None:
-            return copies
-        copies = self.find_copies(start, number)
-        with self.lock:  # two workers may have looked for the same ones
-            if (start, number) not in self.stretches:
-                self.stretches[start, number] = copies
-                self.kept += len(copies)
-            while self.kept > COPIES_KEPT and len(self.stretches) > 1:
-                oldest = next(iter(self.stretches))
-                self.kept -= len(self.stretches.pop(oldest))
-        return copies
-
-    def find_copies(self, start, number):
-        """The copies of a stretch of the document at `start`: (its length, C) uint16."""
-        config = self.config
-        low = start + number * STRETCH
-        begin = max(start, low - config.copy_reach - max(config.copy_orders) + 1)
-        after = np.searchsorted(self.starts, start, side="right")
-        end = self.starts[after] if after < len(self.starts) else len(self.tokens)
-        tokens = self.tokens[begin : min(end, low + STRETCH)]
-        columns = len(config.copy_orders) * config.copy_places
-        found = np.full((columns, len(tokens)), NO_GUESS, np.uint16)
-        for column, order in enumerate(config.copy_orders):
-            keys = rolling_hash(tokens, order, config.eot_token)
-            matches = latest_matches(keys, order - 1)
-            for place in range(config.copy_places):
-                copies = found[place * len(config.copy_orders) + column]
-                copy_tokens(tokens, matches, place, config.copy_reach, copies)
-        return np.ascontiguousarray(found[:, low - begin :].T)
+    mixed = keys + TOKEN_HASH[: keys.shape[1]]
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * MIX
+    mixed ^= mixed >> np.uint64(32)
+    rows = (mixed & LOW_HALF) * np.uint64(num_rows) >> np.uint64(32)
+    signs = np.where(mixed >> np.uint64(40) & np.uint64(1), np.float32(1), np.float32(-1))
+    signs[:, first_guess:][keys[:, first_guess:] == NO_GUESS] = 0.0
+    return rows.astype(np.int32), signs
 
 
 class TextIndex:
@@ -1370,18 +1017,14 @@ class TextIndex:
     def entries_of(self, column):
         return self.entries[column].numpy().view(np.uint64)
 
-    def read(self, tokens, in_parallel=map):
-        """Take in training text, (n,) uint16; in_parallel: how to share out the orders."""
-
-        def read_order(column):
-            order = self.orders[column]
+    def read(self, tokens):
+        """Take in training text, (n,) uint16."""
+        for column, order in enumerate(self.orders):
             for low in range(0, len(tokens) - 1, INDEX_CHUNK):
                 begin = max(0, low - order)
                 end = min(low + INDEX_CHUNK, len(tokens) - 1)
                 keys = rolling_hash(tokens[begin:end], order, self.eot_token)[low - begin :]
                 vote(self.entries_of(column), self.bits, keys, tokens[low + 1 : end + 1])
-
-        list(in_parallel(read_order, range(len(self.orders))))
 
     def guesses(self, keys):
         """The tokens that follow n-grams, by keys (t, C): (t, C * INDEX_GUESSES) uint64, order by
@@ -1392,55 +1035,80 @@ class TextIndex:
         return found.reshape(-1, len(keys)).T
 
 
-def table_rows(window, config, index):
-    """The rows of the table that the tokens of a TokenWindow read: (T, columns) int32 in
-    [0, config.ngram_rows), and their signs, float32 of +-1, or 0 for no row."""
-    text = window.text
-    parts = []
-    for low, high in window.spans:
-        columns = [text.keys(low, high, config.ngram_orders)]
-        if config.copy_orders:
-            columns.append(text.copies(low, high).astype(np.uint64))
-        if config.index_orders:
-            columns.append(index.guesses(text.keys(low, high, config.index_orders)))
-        parts.append(np.concatenate(columns, axis=1))
-    return rows_and_signs(np.concatenate(parts), len(config.ngram_orders), config.ngram_rows)
+class RowFinder:
+    """It tells which rows of the table tokens read."""
 
+    def __init__(self, config):
+        self.config = config
+        self.index = TextIndex(config)
 
-# 5. Table ========================================================================================
-# A rank holds the rows that it owns, a range of the table. The loader's thread plans a step ahead
-# of it, on the CPU (plan_rows): which rows are read, who owns them, and at which slot a row will
-# stand among the values that travel here. The values are pulled before the step; the gradients of
-# each row are summed here and pushed back to its owner, who sums and updates. So no row travels
-# twice, and a row that is owned here never does. At world size 1 it is the plain table.
+    def keys(self, text, low, high, orders):
+        """Keys of the n-grams that end at tokens low to high: (high - low, len(orders)) uint64."""
+        keys = np.empty((high - low, len(orders)), np.uint64)
+        for column, order in enumerate(orders):
+            begin = max(0, low - order + 1)
+            hashed = rolling_hash(text.tokens[begin:high], order, self.config.eot_token)
+            keys[:, column] = hashed[low - begin :]
+        return keys
+
+    def copies(self, text, low, high):
+        """What followed the last n tokens earlier in the document of tokens low to high:
+        (high - low, C) uint64.
+
+        The columns are the orders at the latest place, then those at the place before it, and so
+        on; NO_GUESS where there is none.
+        """
+        config = self.config
+        begin = low - config.copy_reach - max(config.copy_orders) + 1
+        begin = max(text.document_start(low), begin)
+        tokens = text.tokens[begin:high]
+        positions = np.arange(len(tokens))
+        found = np.full((config.copy_places, len(config.copy_orders), len(tokens)), NO_GUESS)
+        for column, order in enumerate(config.copy_orders):
+            matches = latest_matches(rolling_hash(tokens, order, config.eot_token), order - 1)
+            match = matches
+            for place in range(config.copy_places):
+                at = np.flatnonzero((match >= 0) & (match >= positions - config.copy_reach))
+                found[place, column, at] = tokens[match[at] + 1]
+                match = np.where(match < 0, -1, matches[match])  # the place before it
+        return found[..., low - begin :].reshape(-1, high - low).T
+
+    def find(self, passage):
+        """The rows that the tokens of a Passage read: (T, columns) int32 in [0, ngram_rows), and
+        their signs, float32 of +-1, or 0 for no row."""
+        config = self.config
+        text = passage.text
+        parts = []
+        for low, high in passage.spans:
+            columns = [self.keys(text, low, high, config.ngram_orders)]
+            if config.copy_orders:
+                columns.append(self.copies(text, low, high))
+            if config.index_orders:
+                keys = self.keys(text, low, high, config.index_orders)
+                columns.append(self.index.guesses(keys))
+            parts.append(np.concatenate(columns, axis=1))
+        return rows_and_signs(np.concatenate(parts), len(config.ngram_orders), config.ngram_rows)
 
 
 @dataclass
 class RowPlan:
     """The rows that a rank reads in a step, and the routes of their values and gradients.
 
-    This rank's N (token, column) pairs read U distinct rows. All ranks read R rows of this rank's
-    range, V distinct ones. At world size 1 these are the same rows, and there is nothing to merge.
+    This rank's N = M T C pairs of token and column read U distinct rows. All ranks read R rows of
+    this rank's range, V distinct ones. At world size 1 these are the same rows, and there is
+    nothing to merge.
     """
 
+    slots: Tensor  # (M, T, C) int32: where a token's rows stand among the values that travel here
+    signs: Tensor  # (M, T, C) float32 of +-1, or 0 for no row
     token: Tensor  # (N,) int32: tokens that read the first of the U rows, then the second, ...
     offsets: Tensor  # (U,) int32: where in `token` those of each row begin
-    signs: Tensor  # (N,) float32 of +-1 or 0, in the order of `token`
+    token_signs: Tensor  # (N,) float32: the signs, in the order of `token`
     owned: Tensor  # (V,) int64, rising: the rows to update, counted from the range's start
     asked: Tensor  # (R,) int64, rank after rank: the rows to send, counted likewise
     send: list  # how many of the U rows each rank owns: their order is that of their ids
     receive: list  # how many of `asked` each rank reads
     merge: tuple  # positions in `asked` of owned[0], then owned[1], ... (R,); offsets (V,); int32
-
-
-def stable_order(ids):
-    """What sorts integers (n,) from 0 to 2^31 - 1 stably, 16 bits at a time.
-
-    Of 16 bits numpy does a radix sort: both take a quarter of the time of its sort of 32.
-    """
-    order = np.argsort(ids.astype(np.uint16), kind="stable")
-    upper = (ids >> 16).astype(np.uint16)
-    return order[np.argsort(upper[order], kind="stable")]
 
 
 def group_equal(ids):
@@ -1449,7 +1117,10 @@ def group_equal(ids):
     Returns the distinct ones, rising, (u,); int32 positions (n,) of the first one's occurrences,
     then of the second's, and so on; and where in these each begins, (u,) int32.
     """
-    order = stable_order(ids)
+    # Of 16 bits numpy does a radix sort: two take a quarter of the time of its sort of 32.
+    order = np.argsort(ids.astype(np.uint16), kind="stable")
+    upper = (ids >> 16).astype(np.uint16)
+    order = order[np.argsort(upper[order], kind="stable")]
     ordered = ids[order]
     is_first = np.ones(len(ids), bool)
     is_first[1:] = ordered[1:] != ordered[:-1]
@@ -1467,35 +1138,37 @@ def sum_groups(values, positions, offsets, weights=None):
     )
 
 
-def plan_rows(rows, signs, config, runtime, group=None, name="ngram_indices"):
-    """Build the RowPlan of a step, together with all ranks, and find each row's slot.
+def plan_rows(rows, signs, micro_batches, config, runtime, group, name):
+    """Build the RowPlan of a step, together with all ranks.
 
-    rows, signs: (n, C) of this rank's tokens. group: the process group of the calling thread.
-    name: for the ledger. Counts and indices travel here, ahead of the values, whose sizes both
-    sides then know. Returns (plan, slots (n, C) int32: where lookups find each of `rows`).
+    rows, signs: (M T, C) of this rank's tokens in so many micro-batches. group: the process group
+    of the calling thread. name: for the ledger. Counts and indices travel here, ahead of the
+    values, whose sizes both sides then know.
     """
-    distinct, order, offsets = group_equal(rows.ravel())
+    columns = rows.shape[1]
+    distinct_rows, order, offsets = group_equal(rows.ravel())
     require(
-        not len(distinct) or 0 <= distinct[0] <= distinct[-1] < config.ngram_rows,
-        f"n-gram rows leave the table's range 0 to {config.ngram_rows - 1}; correct table_rows()",
+        not len(distinct_rows) or 0 <= distinct_rows[0] <= distinct_rows[-1] < config.ngram_rows,
+        f"n-gram rows leave the table's range 0 to {config.ngram_rows - 1}; correct RowFinder",
     )
     if runtime.world_size == 1:
-        owned = to_device(distinct.astype(np.int64), runtime.device)
+        owned = to_device(distinct_rows.astype(np.int64), runtime.device)
         routes = {"owned": owned, "asked": owned, "send": [], "receive": [], "merge": ()}
         slots = rows
     else:
-        routes = plan_routes(distinct, config, runtime, group, name)
+        routes = plan_routes(distinct_rows, config, runtime, group, name)
         slots = np.empty(rows.size, np.int32)
         counts = np.diff(np.append(offsets, rows.size))
-        slots[order] = np.repeat(np.arange(len(distinct), dtype=np.int32), counts)
-        slots = slots.reshape(rows.shape)
-    plan = RowPlan(
-        token=to_device(order // max(1, rows.shape[1]), runtime.device),
+        slots[order] = np.repeat(np.arange(len(distinct_rows), dtype=np.int32), counts)
+    shape = micro_batches, len(rows) // max(1, micro_batches), columns
+    return RowPlan(
+        slots=to_device(slots.reshape(shape), runtime.device),
+        signs=to_device(signs.reshape(shape), runtime.device),
+        token=to_device(order // max(1, columns), runtime.device),
         offsets=to_device(offsets, runtime.device),
-        signs=to_device(signs.ravel()[order], runtime.device),
+        token_signs=to_device(signs.ravel()[order], runtime.device),
         **routes,
     )
-    return plan, slots
 
 
 def plan_routes(distinct, config, runtime, group, name):
@@ -1534,7 +1207,6 @@ class Group:
         reduce(step)                   start to sum their gradients over ranks
         update(step, lr_mul, pending)  wait for the sums, update, start to send the new values
         receive(pending)               take over what other ranks have sent
-    What `reduce` returns is a list, and `update` may be called for each of its items in turn.
     `tensors()` are all that a step changes on this rank, by name; `size()` counts the group's
     values; `full_state()` is what a checkpoint keeps of it, whatever the world size, and `load`
     takes that back.
@@ -1586,7 +1258,7 @@ class NgramTable(Group):
     def __init__(self, config, runtime):
         self.config = config
         self.runtime = runtime
-        self.index = TextIndex(config)
+        self.finder = RowFinder(config)
         self.is_frozen = config.columns == 0 or config.ngram_lr == 0
         self.rows = config.ngram_rows if config.columns else 0
         self.low, self.high = runtime.owned_range(self.rows)
@@ -1596,6 +1268,13 @@ class NgramTable(Group):
         self.grads = []  # of the step's micro-batches, (T, model_dim) each
         self.plan = None  # of the step at hand, or of the next one once its rows are on their way
         self.pulled = None  # (values, work) of its rows
+
+    def plan_step(self, passages, group=None, name="ngram_indices"):
+        """The RowPlan of a rank's passages, one a micro-batch; all ranks must call it together."""
+        none = rows_and_signs(np.empty((0, self.config.columns), np.uint64), 0, 1)
+        found = [none, *map(self.finder.find, passages)]
+        rows, signs = map(np.concatenate, zip(*found, strict=True))
+        return plan_rows(rows, signs, len(passages), self.config, self.runtime, group, name)
 
     def fetch(self, plan, name):
         """Start to bring the rows of a plan here: (values (n, model_dim) float32, work)."""
@@ -1617,15 +1296,14 @@ class NgramTable(Group):
         wait(work)
         return values
 
-    def lookup(self, micro_batch, values):
+    def lookup(self, slots, signs, values):
         """The sum of each token's signed rows: (T, model_dim), a leaf in the compute dtype.
 
-        None for a model without a table.
+        slots, signs: (T, C), of a RowPlan whose values these are. None for a model without a table.
         """
         if not self.config.columns:
             return None
-        signs = micro_batch.signs
-        summed = F.embedding_bag(micro_batch.slots, values, mode="sum", per_sample_weights=signs)
+        summed = F.embedding_bag(slots, values, mode="sum", per_sample_weights=signs)
         return summed.to(self.config.torch_dtype).requires_grad_(not self.is_frozen)
 
     def accumulate(self, grad):
@@ -1636,7 +1314,9 @@ class NgramTable(Group):
         """Sum the step's gradients by row, and start to push them to the rows' owners."""
         plan = self.plan
         none = self.weight.new_empty(0, self.config.model_dim)
-        sums = sum_groups(torch.cat([none, *self.grads]), plan.token, plan.offsets, plan.signs)
+        sums = sum_groups(
+            torch.cat([none, *self.grads]), plan.token, plan.offsets, plan.token_signs
+        )
         self.grads = []
         return [self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)]
 
@@ -1670,7 +1350,7 @@ class NgramTable(Group):
         return put_back
 
     def tensors(self):
-        return {"weight": self.weight, "second": self.second, "index": self.index.entries}
+        return {"weight": self.weight, "second": self.second, "index": self.finder.index.entries}
 
     def full_state(self):
         """The whole table on the host of all ranks, which must all call it."""
@@ -1679,16 +1359,16 @@ class NgramTable(Group):
         return {
             "weight": self.runtime.join(weight, self.rows),
             "second": self.runtime.join(second, self.rows),
-            "index": self.index.entries,
+            "index": self.finder.index.entries,
         }
 
     def load(self, state):
         self.weight.copy_(state["weight"][self.low : self.high])
         self.second.copy_(state["second"][self.low : self.high])
-        self.index.entries.copy_(state["index"])
+        self.finder.index.entries.copy_(state["index"])
 
 
-# 6. Layers =======================================================================================
+# 4. Layers =======================================================================================
 
 
 def norm(x):
@@ -1835,45 +1515,32 @@ class VarlenAttention:
         )
 
 
-class Float8Linear(torch.autograd.Function):
-    """x weightᵀ of x (T, dim) with rows of RMS 1 and weight (n, dim), forward in 8 bits (Hopper).
+def choose_attention(config, device):
+    """Resolve Config.attention. Returns (back end, its description for the log)."""
+    capability = (0, 0)
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+    is_able = capability >= (8, 0) and config.dtype == "bfloat16"
+    has_varlen = is_able and importlib.util.find_spec("torch.nn.attention.varlen")
+    needs = "needs a GPU of compute capability 8.0, bfloat16 and torch.nn.attention.varlen"
+    has = f"has {device.type} {capability}, {config.dtype} and torch {torch.__version__}"
+    is_met = has_varlen or config.attention != "varlen"
+    require(is_met, f"attention=varlen: {needs}, and {has}; use --attention sdpa")
+    if config.attention == "sdpa" or not has_varlen:
+        return BlockedAttention(), "sdpa"
+    newer = {9: "FA3", 10: "FA4"}.get(capability[0], "newer one for this device")
+    try:  # where its package is installed, else the FlashAttention 2 that torch holds
+        from torch.nn.attention import activate_flash_attention_impl
 
-    Gradients are those of the product in x's own type.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return float8_product(x, weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.mT @ x
-
-
-def float8_product(x, weight):
-    """x weightᵀ by float8 tensor cores, in x's type. x (T, dim): rows of RMS 1; weight (n, dim)."""
-    # In rows of RMS 1 no value is larger than sqrt(dim), so that no maximum need be looked for.
-    largest = torch.full((), x.size(1) ** 0.5, device=x.device)
-    left, left_scale = in_float8(x, largest)
-    right, right_scale = in_float8(weight, weight.abs().amax())
-    return torch._scaled_mm(
-        left, right.T, left_scale, right_scale, out_dtype=x.dtype, use_fast_accum=True
-    )
+        activate_flash_attention_impl(newer)
+        return VarlenAttention(), f"varlen-{newer}"
+    except Exception as error:  # whatever an absent or unfit package raises
+        return VarlenAttention(), f"varlen-FA2 (no {newer}: {type(error).__name__})"
 
 
-def in_float8(values, largest):
-    """(values in 8 bits, so scaled that `largest` just fits; the scale to multiply by again)."""
-    scale = (largest.float() / torch.finfo(torch.float8_e4m3fn).max).clamp_min(1e-30)
-    return (values.float() / scale).to(torch.float8_e4m3fn), scale
-
-
-def mlp(x, up, down, use_float8):
+def mlp(x, up, down):
     """The ReLU^2 MLP of x (T, dim); up and down (mlp_dim, dim)."""
-    is_narrow = use_float8 and torch.is_grad_enabled()  # what is reported is exact
-    hidden = Float8Linear.apply(x, up) if is_narrow else F.linear(x, up)
-    return F.relu(hidden).square() @ down
+    return F.relu(F.linear(x, up)).square() @ down
 
 
 def gate(x, weight):
@@ -1884,9 +1551,10 @@ def gate(x, weight):
     return 2 * torch.sigmoid(F.linear(x[:, :GATE_DIM].float(), weight.float())).to(x.dtype)
 
 
-# 7. Loss =========================================================================================
+# 5. Loss =========================================================================================
 
 LOSS_CHUNK = 2048  # tokens whose logits exist at a time
+SPREAD = 2654435769  # 2^32 over the golden ratio: multiples of it lie far from each other
 
 
 class CappedCrossEntropy(torch.autograd.Function):
@@ -1901,13 +1569,13 @@ class CappedCrossEntropy(torch.autograd.Function):
     columns are mended afterwards.
 
     hidden (T, dim); head (V, dim); targets (T, K) and weights (T, K): the loss weights of K tokens
-    at a position; counts (V,) or None: how many rows of the vocabulary each row of head stands for;
-    needs_grad: whether gradients will be asked for; use_float8: products with the head in 8 bits.
-    Returns (the weighted sum of losses; losses (T,) of the first targets, without a gradient).
+    at a position; counts (V,) or None: how many rows of the vocabulary each row of head stands for,
+    which must be 1 for targets; needs_grad: whether gradients will be asked for. Returns (the
+    weighted sum of losses; losses (T,) of the first targets, without a gradient).
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, weights, counts, cap, needs_grad, use_float8):
+    def forward(ctx, hidden, head, targets, weights, counts, cap, needs_grad):
         columns = torch.arange(len(head), device=head.device)
         # Where a position has one target twice, both places get the sum of their weights.
         is_same = targets[:, :, None] == targets[:, None]
@@ -1920,8 +1588,7 @@ class CappedCrossEntropy(torch.autograd.Function):
             chunk = slice(low, low + LOSS_CHUNK)
             x = hidden[chunk]
             target = targets[chunk]
-            product = float8_product(x, head) if use_float8 else x @ head.T
-            gap = 2 * cap * torch.sigmoid(product.float() * (-2 / cap))
+            gap = 2 * cap * torch.sigmoid((x @ head.T).float() * (-2 / cap))
             exp_logits = torch.exp(-gap)
             if counts is not None:
                 exp_logits = exp_logits * counts
@@ -1950,7 +1617,7 @@ class CappedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream, _):
         hidden_grad, head_grad = ctx.saved_tensors
-        return hidden_grad * upstream, head_grad * upstream, None, None, None, None, None, None
+        return hidden_grad * upstream, head_grad * upstream, None, None, None, None, None
 
 
 def cap_slope(gap, cap):
@@ -1960,7 +1627,7 @@ def cap_slope(gap, cap):
 
 def sampled_rows(targets, vocab, count):
     """Choose `count` rows of the vocabulary for a softmax: all targets (T,), fewer than `count`
-    distinct ones, and others at even distances, from a place on that the targets decide.
+    distinct ones, and others, spread over the ids in an order that the targets decide.
 
     Returns (rows (count,) int64, rising; positions (vocab,): where each row of the vocabulary
     stands among them, meaningless for those that do not; counts (count,) float32: how many rows
@@ -1968,24 +1635,20 @@ def sampled_rows(targets, vocab, count):
     """
     ids = torch.arange(vocab, device=targets.device)
     is_target = torch.zeros_like(ids).index_fill(0, targets, 1)
-    others = vocab - is_target.sum()
-    wanted = (count - is_target.sum()).clamp_min(0)  # of the others
-    number = (1 - is_target).cumsum(0) - 1 + targets.sum()
-    turn = number % others.clamp_min(1)
-    before = turn * wanted
-    after = (turn + 1) * wanted
-    is_sampled = (1 - is_target) * (after // others.clamp_min(1) - before // others.clamp_min(1))
-    is_chosen = is_target + is_sampled > 0
-    positions = (is_chosen.cumsum(0) - 1).clamp(0, count - 1)
-    # What is not chosen is written behind the end.
-    rows = torch.zeros(count + 1, dtype=torch.int64, device=ids.device)
-    rows = rows.scatter(0, torch.where(is_chosen, positions, count), ids)[:count]
-    counts = torch.where(is_target[rows] > 0, 1.0, others / wanted.clamp_min(1))
+    turn = (ids + targets.sum()) * SPREAD % 2**31
+    rows = (turn + is_target * 2**31).topk(count).indices.sort().values
+    positions = torch.zeros_like(ids).scatter(0, rows, ids[:count])
+    distinct_targets = is_target.sum()
+    share = (vocab - distinct_targets) / (count - distinct_targets).clamp_min(1)
+    counts = torch.where(is_target[rows] > 0, 1.0, share)
     return rows, positions, counts
 
 
-def summed_loss(hidden, head, micro_batch, phase, cap, use_float8):
-    """(training loss, summed over tokens and weighted; the next token's losses (T,))."""
+def summed_loss(hidden, head, micro_batch, phase, loss_weights, cap):
+    """(training loss, summed over tokens and weighted; the next token's losses (T,)).
+
+    loss_weights: (phase.targets,) float32, those of the next token, the second-next, ...
+    """
     length = len(hidden)
     following = micro_batch.targets
     counts = None
@@ -1995,13 +1658,12 @@ def summed_loss(hidden, head, micro_batch, phase, cap, use_float8):
         following = positions[following]
     targets = []
     weights = []
-    for ahead, weight in enumerate(phase.mtp_weights):
+    for ahead in range(phase.targets):
         # A position also scores the token `ahead` behind its target, within its segment.
         start = micro_batch.segment_start
         is_same_segment = start[ahead:] == start[: length - ahead]
         targets.append(following.roll(-ahead))
-        weights.append(F.pad(is_same_segment * float(weight), (0, ahead)))
-    needs_grad = torch.is_grad_enabled()
+        weights.append(F.pad(is_same_segment * loss_weights[ahead], (0, ahead)))
     return CappedCrossEntropy.apply(
         hidden,
         head,
@@ -2009,12 +1671,32 @@ def summed_loss(hidden, head, micro_batch, phase, cap, use_float8):
         torch.stack(weights, 1),
         counts,
         cap,
-        needs_grad,
-        use_float8 and needs_grad,
+        torch.is_grad_enabled(),
     )
 
 
-# 8. Model ========================================================================================
+# 6. Model ========================================================================================
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which group steps a parameter, and with which numbers; most of these are modded-nanogpt's.
+
+    Its Adam decays by the rate squared, and only where update and weight agree in sign; the decay
+    here is half of the mean of that.
+    """
+
+    group: str  # small | embeddings | matrices
+    lr_mul: float | Tensor = 1.0  # times the group's rate; a tensor (k, 1, 1): of a bank's matrices
+    decay: float = 0.0  # times matrix_decay for matrices, else the weight decay itself
+    betas: tuple = (0.9, 0.99)  # Muon and SOAP-Muon read the second; the first follows a schedule
+
+
+def ruled(values, *rule, **numbers):
+    """A parameter with these values that carries its Rule, by which the optimizer steps it."""
+    param = nn.Parameter(values)
+    param.rule = Rule(*rule, **numbers)
+    return param
 
 
 class GPT(nn.Module):
@@ -2026,57 +1708,66 @@ class GPT(nn.Module):
     model_dim) has v and o; `mlp` (2 * layers, mlp_dim, model_dim) has up and the transpose of down.
     """
 
-    def __init__(self, config, back_end, use_float8=False):
+    def __init__(self, config, back_end):
         super().__init__()
         self.config = config
         self.back_end = back_end
-        self.use_float8 = use_float8
         dim = config.model_dim
         layers = config.num_layers
         vocab = config.vocab_size
+        dtype = config.torch_dtype
         generator = torch.Generator().manual_seed(config.seed)
 
         def drawn(*shape, std):
-            values = torch.randn(*shape, generator=generator) * std
-            return nn.Parameter(values.to(config.torch_dtype))
+            return (torch.randn(*shape, generator=generator) * std).to(dtype)
 
-        def zeros(*shape):
-            return nn.Parameter(torch.zeros(*shape, dtype=config.torch_dtype))
-
-        self.embed = drawn(vocab, dim, std=0.7)
-        self.head = drawn(vocab, dim, std=0.005)
+        embed = drawn(vocab, dim, std=0.7)
+        head = drawn(vocab, dim, std=0.005)
         if untie_step(config):
-            self.embed.data.copy_(self.head.data)  # one table at first, at the head's scale
+            embed.copy_(head)  # one table at first, at the head's scale
+        self.embed = ruled(embed, "embeddings", decay=0.003, betas=(0.5, 0.95))
+        self.head = ruled(head, "embeddings", decay=0.003, betas=(0.5, 0.95))
         heads = dim // config.head_dim
         group = heads if heads % 2 else 2
         groups = 2 * layers * heads // group
         std = 0.6 / math.sqrt(dim)
-        self.query_key = drawn(groups, group * config.head_dim, dim, std=std)
+        query_key = drawn(groups, group * config.head_dim, dim, std=std)
         # By layer, q or k, head, side of a pair of channels, and whether the pair rotates or not.
-        channels = self.query_key.data.view(layers, 2, heads, 2, 2, -1, dim)
+        channels = query_key.view(layers, 2, heads, 2, 2, -1, dim)
         for layer in config.shifted_layers:
             # Half of a key is of the token before. It begins as that token's query, and the other
             # half as zero: from the first step a token attends to what followed its like.
             queries, keys = channels[layer]
             keys[:, :, 0] = 0
             keys[:, :, 1] = queries[:, :, 1]
-        self.value_output = drawn(2 * layers, dim, dim, std=std)
-        self.mlp = drawn(2 * layers, config.mlp_dim, dim, std=std)
-        self.value_output.data[1::2] = 0  # every block starts as the identity
-        self.mlp.data[1::2] = 0
+        value_output = drawn(2 * layers, dim, dim, std=std)
+        mlps = drawn(2 * layers, config.mlp_dim, dim, std=std)
+        value_output[1::2] = 0  # every block starts as the identity
+        mlps[1::2] = 0
+        self.query_key = ruled(query_key, "matrices", decay=1.0, betas=(0.9, 0.9))
+        self.value_output = ruled(value_output, "matrices", decay=1.0, betas=(0.9, 0.9))
+        lr_muls = torch.tensor([1.0, 2.0]).repeat(layers)[:, None, None]
+        self.mlp = ruled(mlps, "matrices", lr_mul=lr_muls, decay=1.0, betas=(0.9, 0.9))
         value_layers = len(config.value_embedding_layers)
-        self.value_embed = drawn(value_layers, vocab, dim, std=0.01)
-        self.value_gate = zeros(value_layers, heads, GATE_DIM)
+        value_embed = drawn(value_layers, vocab, dim, std=0.01)
+        self.value_embed = ruled(
+            value_embed, "embeddings", lr_mul=75.0, decay=0.008, betas=(0.75, 0.95)
+        )
+
+        def gates(*shape):
+            return ruled(torch.zeros(*shape, GATE_DIM, dtype=dtype), "small")
+
+        self.value_gate = gates(value_layers, heads)
         if config.exclusive_layers:
-            self.exclusive_gate = zeros(len(config.exclusive_layers), heads, GATE_DIM)
-        self.smear_gate = zeros(1, GATE_DIM)
-        self.smear_scale = nn.Parameter(torch.zeros(1))
-        self.residual_scale = nn.Parameter(torch.ones(layers))
-        self.embed_scale = nn.Parameter(torch.zeros(layers))
+            self.exclusive_gate = gates(len(config.exclusive_layers), heads)
+        self.smear_gate = ruled(torch.zeros(1, GATE_DIM, dtype=dtype), "small", lr_mul=0.01)
+        self.smear_scale = ruled(torch.zeros(1), "small", lr_mul=5.0)
+        self.residual_scale = ruled(torch.ones(layers), "small", lr_mul=5.0, betas=(0.9, 0.95))
+        self.embed_scale = ruled(torch.zeros(layers), "small", lr_mul=5.0)
         if config.columns:
-            self.ngram_gate = zeros(layers + 1, GATE_DIM)  # before each layer and before the head
+            self.ngram_gate = gates(layers + 1)  # before each layer and before the head
         if config.skips:
-            self.skip_scale = nn.Parameter(torch.full((len(config.skips),), 0.1))
+            self.skip_scale = ruled(torch.full((len(config.skips),), 0.1), "small", lr_mul=5.0)
 
     def embedding(self, micro_batch, is_first, is_tied):
         """Each token's embedding with a gated share of the one before it in its segment."""
@@ -2152,7 +1843,7 @@ class GPT(nn.Module):
                 rotary,
                 masks,
             )
-            x = x + mlp(norm(x), *mlps[layer], self.use_float8)
+            x = x + mlp(norm(x), *mlps[layer])
             outputs.append(x)
         if ngram is not None:
             x = x + gate(x, self.ngram_gate[layers:]) * ngram
@@ -2163,16 +1854,18 @@ class GPT(nn.Module):
         cap = self.config.logit_cap
         return cap * torch.tanh(F.linear(hidden, self.head).float() / cap)
 
-    def forward(self, micro_batch, ngram, phase, rotary, masks):
+    def forward(self, micro_batch, ngram, phase, loss_weights, rotary, masks):
         """(training loss, summed over tokens; losses (T,) of the next token; hidden states)."""
         hidden = self.hidden(micro_batch, ngram, phase, rotary, masks)
         cap = self.config.logit_cap
-        head = self.head
-        loss, losses = summed_loss(hidden, head, micro_batch, phase, cap, self.use_float8)
+        loss, losses = summed_loss(hidden, self.head, micro_batch, phase, loss_weights, cap)
         return loss, losses, hidden.detach()
 
 
-# 9. Update rules =================================================================================
+# 7. Update rules =================================================================================
+
+
+# A rule changes weight and state {key: tensor} in place. UPDATE_RULES, below, has a row for each.
 
 
 class Hyper(NamedTuple):
@@ -2235,10 +1928,6 @@ def polar_express(matrices, dtype):
     return x.float()
 
 
-# ----- update rules of the hidden matrices; MATRIX_RULES, below, has a row for each
-# A rule changes weight and state {key: tensor} in place. weight and grad: (k, m, n) float32.
-
-
 def cautious_step(weight, update, lr, decay):
     """Step against `update` in place, with weight decay only where both agree in sign."""
     is_agreed = update * weight >= 0
@@ -2256,8 +1945,8 @@ def orthogonal_step(weight, direction, state, hyper):
     rows, columns = update.shape[-2:]
     norm_before = update.norm(dim=(-2, -1), keepdim=True)
     mean_square = update.square().mean(-1 if rows >= columns else -2, keepdim=True)
-    state["second"].lerp_(mean_square, 1 - hyper.betas[1])
-    update = update * state["second"].clamp_min(1e-10).rsqrt()
+    state["row_square"].lerp_(mean_square, 1 - hyper.betas[1])
+    update = update * state["row_square"].clamp_min(1e-10).rsqrt()
     norm_after = update.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10)
     update = update * (norm_before / norm_after)
     lr = hyper.lr * max(1.0, rows / columns) ** 0.5
@@ -2323,7 +2012,7 @@ def has_basis(state):
 
 
 def soap_update(weight, grad, state, hyper):
-    """SOAP: Adam in the eigenbasis, then cautious decay; without sides it is Adam.
+    """SOAP: Adam in the eigenbasis, then cautious decay.
 
     It is scaled by 1 / sqrt(n), so that a rate means what it does for Muon. A matrix without bases
     only decays, and its first gradient goes into the factors alone, as in the authors' code: in the
@@ -2360,27 +2049,25 @@ def soap_muon_update(weight, grad, state, hyper):
     orthogonal_step(weight, torch.where(known > 0, whitened, direction), state, hyper)
 
 
-class MatrixRule(NamedTuple):
+class UpdateRule(NamedTuple):
     """An update rule, and the state that it needs: see ParameterGroup.new_state."""
 
     update: Callable
-    keeps: tuple = ("momentum",)
+    keeps: tuple
     has_bases: bool = False  # eigenbases, which follow the gradients after each update
     is_kl: bool = False  # whether their factors are KL-Shampoo's
 
 
-ADAM = MatrixRule(adam_update, ("first", "second"))
-MATRIX_RULES = {
-    "muon": MatrixRule(muon_update, ("momentum", "second")),
-    "soap": MatrixRule(soap_update, ("momentum", "moment", "count"), has_bases=True),
-    "soap_muon": MatrixRule(soap_muon_update, ("momentum", "second", "moment"), has_bases=True),
+UPDATE_RULES = {
+    "adam": UpdateRule(adam_update, ("first", "second")),
+    "muon": UpdateRule(muon_update, ("momentum", "row_square")),
+    "soap": UpdateRule(soap_update, ("momentum", "moment", "count"), has_bases=True),
+    "soap_muon": UpdateRule(soap_muon_update, ("momentum", "row_square", "moment"), has_bases=True),
     # Weights step before the bases follow, as in github.com/yorkerlin/KL-Methods, optim/kl_opt.py.
-    "kl_soap": MatrixRule(soap_update, ("momentum", "moment", "count"), has_bases=True, is_kl=True),
-    "adam": MatrixRule(soap_update, ("momentum", "moment", "count")),
+    "kl_soap": UpdateRule(soap_update, ("momentum", "moment", "count"), has_bases=True, is_kl=True),
 }
-
-
-# ----- eigenbases
+# The rule of each group of parameters; that of the matrices is Config.matrix_update.
+GROUP_RULES = {"small": "adam", "embeddings": "adam"}
 
 
 def update_factors(grad, sides, is_kl):
@@ -2475,61 +2162,7 @@ def refresh_eigenbases(banks, method):
             state["rejects"].add_(rejected)
 
 
-def refresh_method(step, device):
-    """How to step the eigenbases: exactly at first, then safely, then in batches on a GPU."""
-    if step < EIGH_STEPS:
-        return "eigh"
-    if device.type == "cpu" or step < HOUSEHOLDER_STEPS:
-        return "householder"
-    return "cholesky"
-
-
-# 10. Parameter groups ============================================================================
-
-
-class Layout:
-    """How ranks share a parameter along its first axis: of a bank, whole matrices.
-
-    Each rank holds all of `param` and updates [low, high) of it. Only the float32 sum of gradients
-    is padded, since collectives ask for equal parts.
-    """
-
-    def __init__(self, name, param, rule, owned, padded):
-        self.name = name
-        self.param = param
-        self.rule = rule
-        self.low, self.high = owned
-        self.lr_mul = rule.lr_mul
-        if isinstance(rule.lr_mul, tuple):  # of the bank's matrices in turn
-            require(
-                len(param) % len(rule.lr_mul) == 0,
-                f"rules: {name} has {len(param)} matrices, and lr_mul={rule.lr_mul} must divide "
-                "their number",
-            )
-            lr_mul = torch.tensor(rule.lr_mul).repeat(len(param) // len(rule.lr_mul))
-            self.lr_mul = lr_mul.to(param.device)[self.low : self.high, None, None]
-        self.grad = torch.zeros(padded, *param.shape[1:], device=param.device)
-        self.is_empty = True  # whether the next gradient begins a sum
-
-    def own(self, tensor):
-        """This rank's part of a tensor that has the parameter's first axis."""
-        return tensor[self.low : self.high]
-
-    def accumulate(self, grad):
-        """Add the gradient of a summed loss; the first one of a step replaces what was there."""
-        total = self.grad[: len(grad)]
-        if self.is_empty:
-            total.copy_(grad)
-        else:
-            total.add_(grad)
-        self.is_empty = False
-
-    def finish_sum(self):
-        """The summed gradients, zero where none has come; the next gradient begins a new sum."""
-        if self.is_empty:
-            self.grad.zero_()
-        self.is_empty = True
-        return self.grad
+# 8. Parameter groups =============================================================================
 
 
 def take_step(update, part, grad, state, hyper):
@@ -2540,173 +2173,94 @@ def take_step(update, part, grad, state, hyper):
         part.copy_(weight)
 
 
+def compiled_updates():
+    """take_step as a handful of kernels. All numbers of an update are tensors on the CPU, so that
+    a schedule of any of them recompiles nothing."""
+    step = torch.compile(take_step, dynamic=False)
+
+    def as_tensors(value):
+        if isinstance(value, tuple):
+            return tuple(map(as_tensors, value))
+        return torch.as_tensor(value)
+
+    def call(update, part, grad, state, hyper):
+        numbers = {key: as_tensors(getattr(hyper, key)) for key in hyper._fields if key != "dtype"}
+        step(update, part, grad, state, hyper._replace(**numbers))
+
+    return call
+
+
+def state_shape(key, shape):
+    """The shape of what a rule keeps under a key for a part of a parameter: mostly its own."""
+    if key == "count":
+        return shape[0], 1, 1
+    if key == "row_square":  # of a wide matrix: of its columns
+        count, rows, columns = shape
+        return (count, rows, 1) if rows >= columns else (count, 1, columns)
+    return shape
+
+
 class ParameterGroup(Group):
-    """Parameters of the model under one rule, with a Layout and a state {key: tensor} each."""
+    """Parameters of the model under one update rule, with the sums of their gradients.
+
+    Ranks share each parameter out along its first axis, whole matrices of a bank: every rank holds
+    all of it, and updates the range that it owns. The small ones are summed in one bucket instead,
+    and updated by all.
+    """
 
     def __init__(self, name, config, params, runtime):
         self.name = name
         self.config = config
         self.runtime = runtime
-        self.set_rates()
-        self.layouts = {key: self.new_layout(key, param) for key, param in params.items()}
-        self.state = {
-            key: self.new_state(layout.own(layout.param.data))
-            for key, layout in self.layouts.items()
-        }
+        self.params = params  # {name: parameter}
+        self.is_shared_out = name != "small"
+        self.lr = config.adam_lr
+        self.decay = 1.0
+        self.every = config.adam_every
+        rule = GROUP_RULES.get(name, config.matrix_update)
+        if name == "matrices":
+            names = ", ".join(UPDATE_RULES)
+            require(rule in UPDATE_RULES, f"matrix_update={rule}: must be one of {names}")
+            self.lr = config.matrix_lr
+            self.decay = config.matrix_decay
+            self.every = 1
+        self.rule = UPDATE_RULES[rule]
+        self.grads = {}  # of summed losses, float32, padded where collectives ask for equal parts
+        self.state = {}  # what the rule keeps of this rank's part: {name: {key: tensor}}
+        self.lr_muls = {}
+        for key, param in params.items():
+            count = len(param)
+            if self.is_shared_out:
+                count = math.ceil(count / runtime.world_size) * runtime.world_size
+            self.grads[key] = torch.zeros(count, *param.shape[1:], device=param.device)
+            self.state[key] = self.new_state(self.own(key, param.data))
+            self.lr_muls[key] = param.rule.lr_mul
+            if isinstance(param.rule.lr_mul, Tensor):
+                self.lr_muls[key] = self.own(key, param.rule.lr_mul.to(param.device))
         self.take_step = take_step
         if runtime.device.type == "cuda" and config.compile:
             self.take_step = compiled_updates()
 
-    def set_rates(self):
-        self.rule = ADAM
-        self.every = self.config.adam_every
-        self.lr = self.config.adam_lr
-        self.decay = 1.0
+    def owned_range(self, name):
+        """The range of a parameter's first axis that this rank updates."""
+        count = len(self.params[name])
+        return self.runtime.owned_range(count) if self.is_shared_out else (0, count)
 
-    def new_layout(self, name, param):
-        count = len(param)
-        world_size = self.runtime.world_size
-        padded = math.ceil(count / world_size) * world_size
-        rule = self.config.rules[name]
-        owned = self.runtime.owned_range(count)
-        return Layout(name, param, rule, owned, padded)
-
-    def state_shapes(self, part):
-        """{key: shape} of what the rule keeps in another shape than the parameter's."""
-        return {}
+    def own(self, name, tensor):
+        """This rank's part of a tensor that has the parameter's first axis."""
+        low, high = self.owned_range(name)
+        return tensor[low:high]
 
     def new_state(self, part):
         """What the rule keeps of this rank's part of a parameter, at its start."""
-        shapes = self.state_shapes(part)
+        device = part.device
         state = {
-            key: torch.zeros(shapes.get(key, part.shape), device=part.device)
-            for key in self.rule.keeps
+            key: torch.zeros(state_shape(key, part.shape), device=device) for key in self.rule.keeps
         }
         if part.dtype != torch.float32:
             state["master"] = part.float()
-        return state
-
-    def stepping(self, step):
-        """The layouts that take part in a step: all but a tied embedding, which has no gradient."""
-        is_tied = step < untie_step(self.config)
-        return [layout for name, layout in self.layouts.items() if name != "embed" or not is_tied]
-
-    def reduce(self, step):
-        pending = []
-        for layout in self.stepping(step):
-            summed, work = self.runtime.reduce_scatter(layout.finish_sum(), layout.name)
-            pending.append((layout, summed[: layout.high - layout.low], work))
-        return pending
-
-    def update(self, step, lr_mul, pending):
-        travelling = []
-        for layout, grad, work in pending:
-            wait(work)
-            grad /= self.tokens
-            hyper = Hyper(
-                count=math.ceil((step + 1) / self.every),
-                lr=self.lr * layout.lr_mul * lr_mul,
-                decay=self.decay * layout.rule.decay,
-                momentum=momentum_at(self.config, step),
-                betas=layout.rule.betas,
-                dtype=self.config.torch_dtype,
-            )
-            part = layout.own(layout.param.data)
-            state = self.state[layout.name]
-            self.take_step(self.rule.update, part, grad, state, hyper)
-            travelling.append((layout, *self.spread(layout, part)))
-        return travelling
-
-    def spread(self, layout, part):
-        """Start to send this rank's new values to all others: (the whole parameter, work)."""
-        return self.runtime.gather_ranges(part, len(layout.param), layout.name)
-
-    def receive(self, pending):
-        if self.runtime.world_size == 1:
-            return
-        for layout, whole, work in pending:
-            wait(work)
-            layout.param.data.copy_(whole)
-
-    def size(self):
-        return sum(layout.param.numel() for layout in self.layouts.values())
-
-    def tensors(self):
-        found = {}
-        for name, layout in self.layouts.items():
-            parts = {"param": layout.param.data, "grad": layout.grad, **self.state[name]}
-            found.update({f"{name}.{key}": value for key, value in parts.items()})
-        return found
-
-    def full_state(self):
-        """{name: {key: tensor of the whole parameter}} on every rank, whatever the world size."""
-        return {
-            name: {key: self.join(part, self.layouts[name]) for key, part in state.items()}
-            for name, state in self.state.items()
-        }
-
-    def join(self, part, layout):
-        return self.runtime.join(part, len(layout.param)).clone()
-
-    def load(self, state):
-        for name, own in self.state.items():
-            for key, value in own.items():
-                value.copy_(self.layouts[name].own(state[name][key]))
-
-
-class SmallGroup(ParameterGroup):
-    """Small parameters: their gradients are summed as one bucket, and all ranks update them all."""
-
-    def __init__(self, name, config, params, runtime):
-        super().__init__(name, config, params, runtime)
-        sizes = [param.numel() for param in params.values()]
-        self.bucket = torch.zeros(sum(sizes), device=runtime.device)
-        parts = self.bucket.split(sizes)
-        for layout, part in zip(self.layouts.values(), parts, strict=True):
-            layout.grad = part.view_as(layout.param)
-
-    def new_layout(self, name, param):
-        count = len(param)
-        return Layout(name, param, self.config.rules[name], (0, count), count)
-
-    def reduce(self, step):
-        grads = [layout.finish_sum() for layout in self.layouts.values()]
-        work = self.runtime.all_reduce(self.bucket, self.name)
-        layouts = self.layouts.values()
-        return [(layout, grad, work) for layout, grad in zip(layouts, grads, strict=True)]
-
-    def spread(self, layout, part):
-        return layout.param.data, None  # nothing travels
-
-    def receive(self, pending):
-        """Nothing to take over: every rank has made the same update."""
-
-    def join(self, part, layout):
-        return part.clone()
-
-
-class MatrixGroup(ParameterGroup):
-    """The hidden matrices, under the rule that Config.matrix_update names."""
-
-    def set_rates(self):
-        rule = self.config.matrix_update
-        names = ", ".join(MATRIX_RULES)
-        require(rule in MATRIX_RULES, f"matrix_update={rule}: must be one of {names}")
-        self.rule = MATRIX_RULES[rule]
-        self.every = 1
-        self.lr = self.config.matrix_lr
-        self.decay = self.config.matrix_decay
-
-    def state_shapes(self, part):
-        count, rows, columns = part.shape
-        second = (count, rows, 1) if rows >= columns else (count, 1, columns)
-        return {"count": (count, 1, 1), "second": second}
-
-    def new_state(self, part):
-        state = super().new_state(part)
         if self.rule.has_bases:
             count = len(part)
-            device = part.device
             state["rejects"] = torch.zeros(count, dtype=torch.int32, device=device)
             for side, size in zip(("row", "column"), part.shape[1:], strict=True):
                 if size <= self.config.one_sided_above:
@@ -2715,32 +2269,108 @@ class MatrixGroup(ParameterGroup):
                     state[f"{side}_basis"] = identity.repeat(count, 1, 1)
         return state
 
+    def accumulate(self, grads):
+        """Add the gradients of a summed loss, {name: tensor, or None for one not in use}."""
+        for name, total in self.grads.items():
+            if grads.get(name) is not None:
+                total[: len(grads[name])].add_(grads[name])
+
+    def stepping(self, step):
+        """The parameters that take part in a step: not a tied embedding, which has no gradient."""
+        is_tied = step < untie_step(self.config)
+        return [name for name in self.params if name != "embed" or not is_tied]
+
+    def reduce(self, step):
+        names = self.stepping(step)
+        if self.is_shared_out or not names:
+            return [(name, *self.runtime.reduce_scatter(self.grads[name], name)) for name in names]
+        bucket = torch.cat([self.grads[name].flatten() for name in names])
+        work = self.runtime.all_reduce(bucket, self.name)
+        parts = bucket.split([self.grads[name].numel() for name in names])
+        return [
+            (name, part.view_as(self.grads[name]), work)
+            for name, part in zip(names, parts, strict=True)
+        ]
+
     def update(self, step, lr_mul, pending):
-        travelling = super().update(step, lr_mul, pending)
+        travelling = []
+        means = {}
+        for name, grad, work in pending:
+            wait(work)
+            param = self.params[name]
+            part = self.own(name, param.data)
+            means[name] = grad[: len(part)].div_(self.tokens)
+            hyper = Hyper(
+                count=math.ceil((step + 1) / self.every),
+                lr=self.lr * self.lr_muls[name] * lr_mul,
+                decay=self.decay * param.rule.decay,
+                momentum=momentum_at(self.config, step),
+                betas=param.rule.betas,
+                dtype=self.config.torch_dtype,
+            )
+            self.take_step(self.rule.update, part, means[name], self.state[name], hyper)
+            if self.is_shared_out:
+                travelling.append((name, *self.runtime.gather_ranges(part, len(param), name)))
         if self.rule.has_bases:
-            self.follow_gradients(step, pending)  # while the new weights travel
+            self.follow_gradients(step, means)  # while the new weights travel
+        for name in means:
+            self.grads[name].zero_()
+        self.tokens = 0
         return travelling
 
-    def follow_gradients(self, step, pending):
+    def follow_gradients(self, step, grads):
         """Take the gradients into the factors, and refresh the bases of the matrices whose turn it
         is; with the first gradients it is everybody's."""
         every = self.config.basis_every if step >= EIGH_STEPS else 1
         banks = []
-        for layout, grad, _ in pending:
-            state = self.state[layout.name]
+        for name, grad in grads.items():
+            state = self.state[name]
             update_factors(grad, eigen_sides(state), self.rule.is_kl)
-            turn = (step - layout.low) % every
+            turn = (step - self.owned_range(name)[0]) % every
             banks.append({key: value[turn::every] for key, value in state.items()})
-        refresh_eigenbases(banks, refresh_method(step, self.runtime.device))
+        method = "cholesky"  # in batches on a GPU, but exactly at first, and then safely
+        if self.runtime.device.type == "cpu" or step < HOUSEHOLDER_STEPS:
+            method = "householder"
+        refresh_eigenbases(banks, "eigh" if step < EIGH_STEPS else method)
+
+    def receive(self, pending):
+        for name, whole, work in pending:
+            if work is not None:
+                work.wait()
+                self.params[name].data.copy_(whole)
 
     def rejects(self):
         """How many refreshes of a basis were rejected on this rank."""
         counts = [state["rejects"] for state in self.state.values() if "rejects" in state]
         return sum(int(count.sum()) for count in counts)
 
+    def size(self):
+        return sum(param.numel() for param in self.params.values())
 
-# Parameters that a model has only with some feature; a track has their rules all the same.
-OPTIONAL_PARAMETERS = {"ngram_gate", "exclusive_gate", "skip_scale"}
+    def tensors(self):
+        found = {}
+        for name, param in self.params.items():
+            parts = {"param": param.data, "grad": self.grads[name], **self.state[name]}
+            found.update({f"{name}.{key}": value for key, value in parts.items()})
+        return found
+
+    def full_state(self):
+        """{name: {key: tensor of the whole parameter}} on every rank, whatever the world size."""
+        return {
+            name: {key: self.whole(name, part).clone() for key, part in state.items()}
+            for name, state in self.state.items()
+        }
+
+    def whole(self, name, part):
+        """What the parts of all ranks make up."""
+        if not self.is_shared_out:
+            return part
+        return self.runtime.join(part, len(self.params[name]))
+
+    def load(self, state):
+        for name, own in self.state.items():
+            for key, value in own.items():
+                value.copy_(self.own(name, state[name][key]))
 
 
 class Optimizer:
@@ -2750,84 +2380,58 @@ class Optimizer:
     the transfers of the groups behind them.
     """
 
-    KINDS = {"small": SmallGroup, "embeddings": ParameterGroup, "matrices": MatrixGroup}
-
     def __init__(self, config, model, table, runtime):
-        self.runtime = runtime
-        members = {kind: {} for kind in self.KINDS}
-        names = [name for name, _ in model.named_parameters()]
+        members = {"small": {}, "embeddings": {}, "matrices": {}}
         for name, param in model.named_parameters():
-            rule = config.rules.get(name)
-            require(
-                rule is not None and rule.group in members,
-                f"no optimizer rule for {name}; give it a row of the track's rules, in one of the "
-                f"groups {', '.join(members)}",
-            )
+            rule = getattr(param, "rule", None)
+            is_ruled = rule is not None and rule.group in members
+            groups = ", ".join(members)
+            require(is_ruled, f"no rule for {name}: make it with ruled(), in one group of {groups}")
             members[rule.group][name] = param
-        unknown = sorted(config.rules.keys() - set(names) - OPTIONAL_PARAMETERS)
-        require(not unknown, f"rules: the model has no parameters {', '.join(unknown)}")
         self.parameter_groups = [
-            kind(name, config, members[name], runtime) for name, kind in self.KINDS.items()
+            ParameterGroup(name, config, params, runtime) for name, params in members.items()
         ]
         small, self.embeddings, self.matrices = self.parameter_groups
         self.groups = [small, self.embeddings, table, self.matrices]
-        self.layouts = {**small.layouts, **self.embeddings.layouts, **self.matrices.layouts}
-
-    def accumulate(self, grads):
-        """Add the gradients of a micro-batch's summed loss, {name: tensor, or None for a parameter
-        not in use}."""
-        for name, grad in grads.items():
-            if grad is not None:
-                self.layouts[name].accumulate(grad)
-
-    def count(self, tokens):
-        """Tell all groups how many tokens more all ranks have trained on."""
-        for group in self.parameter_groups:
-            group.tokens += tokens
 
     def step(self, step, lr_mul):
         """Update all groups that are due at a step."""
         due = [group for group in self.groups if group.is_due(step)]
-        if self.runtime.workers > 1 and self.runtime.world_size == 1:
-            self.step_in_parallel(due, step, lr_mul)
-        else:
-            reduced = [group.reduce(step) for group in due]
-            updated = []
-            for group, pending in zip(due, reduced, strict=True):
-                updated.append(group.update(step, lr_mul, pending))
-            for group, pending in zip(due, updated, strict=True):
-                group.receive(pending)
-        for group in due:
-            group.tokens = 0
-
-    def step_in_parallel(self, due, step, lr_mul):
-        """Update groups one parameter at a time, shared by workers.
-
-        In a single process nothing travels, so that no order has to be kept. The matrices take
-        longest: they stand last, and are begun first.
-        """
-
-        def reduce(group):
-            return [(group, part) for part in group.reduce(step)]
-
-        def update(pair):
-            group, part = pair
-            group.update(step, lr_mul, [part])
-
-        in_parallel = self.runtime.in_parallel
-        parts = list(itertools.chain.from_iterable(in_parallel(reduce, due)))
-        list(in_parallel(update, reversed(parts)))
+        reduced = [group.reduce(step) for group in due]
+        updated = []
+        for group, pending in zip(due, reduced, strict=True):
+            updated.append(group.update(step, lr_mul, pending))
+        for group, pending in zip(due, updated, strict=True):
+            group.receive(pending)
 
     def untie(self):
         """Give the embedding the weights and optimizer state that the tied head has learned."""
-        layouts = self.layouts
+        params = self.embeddings.params
         state = self.embeddings.state
-        layouts["embed"].param.data.copy_(layouts["head"].param.data)
+        params["embed"].data.copy_(params["head"].data)
         for key, value in state["embed"].items():
             value.copy_(state["head"][key])
 
 
-# 11. Trainer =====================================================================================
+# 9. Trainer ======================================================================================
+
+
+def choose_compile(config, device):
+    """`inductor`, or `off` and why: without a compiler a CPU run is slow, and a GPU run crawls."""
+    if not config.compile:
+        return "off"
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        get_cpp_compiler()
+        missing = "Python.h: install python3-dev"
+        has_header = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
+    except Exception:  # inductor raises its own types
+        missing = "C++ compiler: install g++"
+        has_header = False
+    can_do = has_header or device.type != "cuda"
+    require(can_do, f"compile=True: no {missing}, or go without by --compile false")
+    return "inductor" if has_header else f"off (no {missing})"
 
 
 class Trainer:
@@ -2839,56 +2443,59 @@ class Trainer:
         self.runtime = runtime
         torch.set_float32_matmul_precision("highest")
         back_end, self.attention_name = choose_attention(config, runtime.device)
-        use_float8, self.matmul_name = choose_matmul(config, runtime.device)
-        self.model = GPT(config, back_end, use_float8).to(runtime.device)
+        self.model = GPT(config, back_end).to(runtime.device)
         self.table = NgramTable(config, runtime)
         self.optimizer = Optimizer(config, self.model, self.table, runtime)
         self.compile_name = choose_compile(config, runtime.device)
         self.forward = self.model
         if self.compile_name == "inductor":
-            self.forward = compiled_model(self.model, runtime)
-        self.rotary = functools.cache(self.make_rotary)
+            # A phase is two graphs, and torch's default limit is 8; never eager in silence.
+            torch._dynamo.config.recompile_limit = 64
+            torch._dynamo.config.fail_on_recompile_limit_hit = True
+            self.forward = torch.compile(self.model, dynamic=False)
+        self.rotary_tables = functools.cache(rotary_tables)
 
-    def make_rotary(self, length, long_windows):
+    def forward_pass(self, step, phase, loss_weights, micro_batch, ngram):
+        """What GPT.forward returns for a MicroBatch and its summed rows, in a phase of the run.
+
+        loss_weights: of as many targets a position as the phase has.
+        """
+        positions = max(window.positions for window in phase.windows) * len(micro_batch.inputs)
         config = self.config
         device = self.runtime.device
-        return rotary_tables(length, config.head_dim, long_windows, device, config.torch_dtype)
-
-    def inputs(self, step, micro_batch, phase):
-        """What the model needs beside tokens and rows: (phase, rotary tables, attention masks)."""
-        positions = max(window.positions for window in phase.windows) * len(micro_batch.inputs)
-        rotary = self.rotary(positions, long_windows_until(self.config, step))
-        masks = self.model.back_end.prepare(micro_batch, phase, self.config.torch_dtype)
-        return phase, rotary, masks
+        windows = long_windows_until(config, step)
+        shape = positions, config.head_dim, windows, device, config.torch_dtype
+        rotary = self.rotary_tables(*shape)
+        masks = self.model.back_end.prepare(micro_batch, phase, config.torch_dtype)
+        weights = to_device(np.array(loss_weights, np.float32), device)
+        return self.forward(micro_batch, ngram, phase, weights, rotary, masks)
 
     def accumulate(self, step, batch):
         """Add up the gradients of this rank's micro-batches. Returns their summed losses, 0-dim."""
         if step and step == untie_step(self.config):
             self.optimizer.untie()
-        values = self.table.values_of(batch.plan)
+        values = self.table.values_of(batch.rows)
+        phase = training_phase(self.config, step)
+        loss_weights = stage_at(self.config, step).mtp_weights
         params = {
             name: param for name, param in self.model.named_parameters() if param.requires_grad
         }
-
-        def gradients(micro_batch):
-            ngram = self.table.lookup(micro_batch, values)
-            inputs = self.inputs(step, micro_batch, training_phase(self.config, step))
-            loss, losses, _ = self.forward(micro_batch, ngram, *inputs)
+        loss_sum = torch.zeros((), device=self.runtime.device)
+        for number, micro_batch in enumerate(batch.micro_batches()):
+            slots = batch.rows.slots[number]
+            ngram = self.table.lookup(slots, batch.rows.signs[number], values)
+            loss, losses, _ = self.forward_pass(step, phase, loss_weights, micro_batch, ngram)
             leaves = list(params.values())
             if ngram is not None and ngram.requires_grad:
                 leaves.append(ngram)
-            return torch.autograd.grad(loss, leaves, allow_unused=True), losses.sum()
-
-        # Whoever works out a micro-batch, its gradients are added in its turn: the number of
-        # workers changes no bit of a run.
-        loss_sum = torch.zeros((), device=self.runtime.device)
-        for grads, loss in self.runtime.in_parallel(gradients, batch.micro_batches):
-            named = dict(zip(params, grads, strict=False))
-            self.optimizer.accumulate(named)
+            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+            for group in self.optimizer.parameter_groups:
+                group.accumulate(dict(zip(params, grads, strict=False)))
             if len(grads) > len(params):
                 self.table.accumulate(grads[-1])
-            loss_sum = loss_sum + loss
-        self.optimizer.count(batch.tokens)
+            loss_sum = loss_sum + losses.sum()
+        for group in self.optimizer.parameter_groups:
+            group.tokens += batch.tokens
         return loss_sum
 
     def step(self, step, batch, upcoming=None):
@@ -2899,32 +2506,31 @@ class Trainer:
         loss_sum = self.accumulate(step, batch)
         self.optimizer.step(step, lr_multiplier(self.config, step))
         if upcoming is not None:
-            self.table.start_pull(upcoming.plan)
+            self.table.start_pull(upcoming.rows)
         return loss_sum
 
-    def read(self, window):
-        """(MicroBatch, its summed rows) of a TokenWindow outside training. All ranks must call it
-        together."""
-        rows, signs = table_rows(window, self.config, self.table.index)
-        plan, slots = plan_rows(rows, signs, self.config, self.runtime, name="validation")
-        micro_batch = assemble(window, slots, signs, self.runtime.device)
+    def read(self, passage, length):
+        """(MicroBatch, its summed rows) of a Passage outside training."""
+        plan = self.table.plan_step([passage], name="validation")
         values, work = self.table.fetch(plan, "validation")
         wait(work)
-        return micro_batch, self.table.lookup(micro_batch, values)
+        stack = stack_passages([passage], length, self.runtime.device)
+        micro_batch = MicroBatch(*(tensor[0] for tensor in stack))
+        return micro_batch, self.table.lookup(plan.slots[0], plan.signs[0], values)
 
     @torch.no_grad()
-    def score(self, step, text, low):
-        """(losses (val_batch_tokens,) of the tokens behind those of a Text from `low` on, hidden
-        states) of the model before a step."""
-        length = self.config.val_batch_tokens
-        micro_batch, ngram = self.read(contiguous_window(text, low, length))
+    def score(self, step, text, low, length=None):
+        """(losses (length,) of the tokens behind those of a Text from `low` on, hidden states) of
+        the model before a step. All ranks must call it together. length: val_batch_tokens."""
+        length = length or self.config.val_batch_tokens
+        micro_batch, ngram = self.read(contiguous_passage(text, low, length), length)
         phase = evaluation_phase(self.config, step, length)
-        _, losses, hidden = self.forward(micro_batch, ngram, *self.inputs(step, micro_batch, phase))
+        _, losses, hidden = self.forward_pass(step, phase, (1.0,), micro_batch, ngram)
         return losses, hidden
 
     def evaluate(self, step, val):
         """Mean loss over the validation tokens, in nats per token; ranks share the passes."""
-        text = Text(val, self.config)
+        text = Text(val, self.config.eot_token)
 
         def summed(low):
             losses, _ = self.score(step, text, low)
@@ -2939,27 +2545,13 @@ class Trainer:
         runtime = self.runtime
         count = self.config.val_tokens // length
         order = np.arange(count) if order is None else order
-        turns = range(runtime.rank, count + runtime.rank, runtime.world_size)
-
-        def counted(turn):
+        total = 0.0
+        for turn in range(runtime.rank, count + runtime.rank, runtime.world_size):
             # Ranks without a last pass make one again, at weight 0: reading rows takes all of them.
             low = int(order[min(turn, count - 1)]) * length
-            return function(low) * (turn < count)
-
-        if runtime.world_size == 1:
-            total = sum(runtime.in_parallel(counted, turns))
-        else:
-            total = sum(map(counted, turns))
+            total = total + function(low) * (turn < count)
         wait(runtime.all_reduce(total, "validation"))
         return total
-
-
-# 12. Validity gates ==============================================================================
-# What a model must not do is tested in place: on the validation text itself, at its full length, at
-# places that are drawn from the seed, the same ones on all ranks. No gate can see what a model has
-# been told of this text before; tests/trainer/cheats.py has the cheats that pass.
-
-GATE_PLACES = 16  # drawn for a gate; causal's cuts have all residues: odd, even, on block edges
 
 
 def state_digest(trainer):
@@ -2971,130 +2563,260 @@ def state_digest(trainer):
     return digest.hexdigest()
 
 
-def depends_on_kept_alone(trainer, step, val, places, rng):
-    """Whether what passes over the validation text make of some tokens depends on these alone.
-
-        val       |     low ...................... low + T     |
-        changed   | noise    |  first ..... last   |   noise   |
-
-    places: [(low, first, last), ...]. A pass from `low` on is made twice, once after all tokens but
-    first to last have become others, of which none starts a document. Hidden states and losses of
-    the kept ones must be bitwise the same. Only the last one's loss is about a token that has
-    changed. It need not change everywhere, since two tokens may have one logit; but where it never
-    does, losses say nothing about the text.
-    """
+def warm_up(trainer):
+    """Compile and run every phase of the schedule on synthetic tokens, then put the state back;
+    digests prove that it is bitwise what it was."""
     config = trainer.config
-    text = Text(val, config)
-    noise = rng.integers(1, config.eot_token, len(val))
-    noise = ((val + noise) % config.eot_token).astype(np.uint16)
-    is_same = True
-    has_changed = False
-    for low, first, last in places:
-        changed = noise.copy()
-        changed[first : last + 1] = val[first : last + 1]
-        # First the changed text: a model that remembers what it has read now remembers noise.
-        new_losses, new_hidden = trainer.score(step, Text(changed, config), low)
-        losses, hidden = trainer.score(step, text, low)
-        begin = max(first - low, 0)
-        end = last - low
-        is_same &= torch.equal(hidden[begin : end + 1], new_hidden[begin : end + 1])
-        is_same &= torch.equal(losses[begin:end], new_losses[begin:end])
-        has_changed |= losses[end].item() != new_losses[end].item()
-    return is_same and has_changed
+    table = trainer.table
+    before = state_digest(trainer)
+    rng_state = torch.get_rng_state()
+    row_fingerprint(config)  # compiles the loops of numba
+    length = max(config.micro_batch_tokens, config.val_batch_tokens)
+    tokens = np.random.default_rng(0).integers(0, config.eot_token, length + 1).astype(np.uint16)
+    tokens[0] = config.eot_token
+    text = Text(tokens, config.eot_token)
+    passages = [contiguous_passage(text, 0, config.micro_batch_tokens)]
+    batch = Batch(
+        stack=stack_passages(passages, config.micro_batch_tokens, trainer.runtime.device),
+        rows=table.plan_step(passages),
+        tokens=config.micro_batch_tokens,
+        state={},
+    )
+    table.start_pull(batch.rows)
+    put_back = [group.snapshot() for group in trainer.optimizer.groups]
+    first_step = {}
+    for step in range(config.steps):
+        compiled_for = training_phase(config, step), long_windows_until(config, step)
+        first_step.setdefault(compiled_for, step)
+    # At Adam's first step and the run's last, all groups step, on sums of as many steps as ever.
+    first_update = min(config.adam_every, config.steps) - 1
+    # Where code is compiled, the second call is the first without compilation.
+    calls = 2 if trainer.compile_name == "inductor" else 1
+    for step in sorted({*first_step.values(), first_update, config.steps - 1}):
+        for _ in range(calls):
+            stop_if_interrupted()
+            trainer.step(step, batch)
+            trainer.score(step, text, 0)
+    trainer.score(config.steps, text, 0)
+    for put_group_back in put_back:
+        put_group_back()
+    torch.set_rng_state(rng_state)
+    if state_digest(trainer) != before:
+        raise RuntimeError("the state after warm-up is not bitwise the state before it")
+    trainer.runtime.ledger.clear()
 
 
-def document_edges(val, eot_token):
-    """Where documents start in the validation text, and its end: not what the model says of it."""
-    return np.unique([0, *np.flatnonzero(val == eot_token), len(val)])
+# 10. Validity gates ==============================================================================
+# What a model must not do is tested in place: all passes over the validation text are made once
+# more, in another order. Before some of them, a pass reads the same text with noise in most of it,
+# and what is kept must come out the same to the bit. Documents do not see each other, so that
+# each has a cut of its own, with noise behind it, and one pass tests many cuts. Places are drawn
+# from the seed. No gate can see what a model has been told of this text before;
+# tests/trainer/cheats.py has the cheats that pass.
+
+NOISE = 0  # what is kept of a document: nothing,
+CUT = 1  # all up to a cut,
+WHOLE = 2  # or everything
 
 
-def check_causal(trainer, step, val, reported):
-    """Nothing depends on later tokens: noise behind a cut leaves everything up to it as it was."""
-    config = trainer.config
-    length = trainer.config.val_batch_tokens
-    rng = np.random.default_rng([config.seed, 0])
-    residues = np.arange(GATE_PLACES) + GATE_PLACES * rng.integers(length, size=GATE_PLACES)
-    cuts = np.array([0, length // 2 - 1, length // 2, length - 1, *(residues % length)])
-    passes = rng.integers(config.val_tokens // length, size=len(cuts))
-    document = rng.choice(document_edges(val, config.eot_token)[:-1])
-    lasts = [*(passes * length + cuts), document - 1, document, document + 1]
-    places = [
-        (last // length * length, 0, last)
-        for last in map(int, lasts)
-        if 0 <= last < config.val_tokens
-    ]
-    return depends_on_kept_alone(trainer, step, val, places, rng)
+class Verdicts(NamedTuple):
+    """What the gates have found, on all ranks together."""
+
+    passed: dict  # {gate: whether the model has passed it}
+    cuts: int  # places that were compared although the next token had become another
+    seconds: float
 
 
-def check_local(trainer, step, val, reported):
-    """Nothing depends on other documents: noise in all of them leaves a document as it was."""
-    config = trainer.config
-    length = trainer.config.val_batch_tokens
-    rng = np.random.default_rng([config.seed, 1])
-    edges = document_edges(val, config.eot_token)
-    places = []
-    for position in rng.integers(config.val_tokens, size=GATE_PLACES).tolist():
-        low = position // length * length
-        number = np.searchsorted(edges, position, side="right")
-        first, end = edges[number - 1 : number + 1].tolist()
-        places.append((low, first, min(end, low + length) - 1))
-    return depends_on_kept_alone(trainer, step, val, places, rng)
+def plain(tensor):
+    """A copy of a tensor: neither its class nor who else holds it has a say in what it is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor = Tensor.as_subclass(tensor, Tensor)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def differing_rows(one, other):
+    """Which rows (n,) of two tensors (n, ...) differ in any byte, be it by the sign of a zero."""
+    one_bytes = one.view(len(one), -1).view(torch.uint8)
+    other_bytes = other.view(len(other), -1).view(torch.uint8)
+    return (one_bytes != other_bytes).any(1)
+
+
+class GatePasses:
+    """The passes over the validation text that look at the model before a step."""
+
+    def __init__(self, trainer, step, val):
+        config = trainer.config
+        self.trainer = trainer
+        self.step = step
+        self.val = val
+        self.text = Text(val, config.eot_token)
+        self.length = config.val_batch_tokens
+        rng = np.random.default_rng([config.seed, 0])
+        self.order = rng.permutation(config.val_tokens // self.length)
+        self.turns = np.argsort(self.order)
+        # Nowhere the token that stands there, and nowhere the start of a document.
+        noise = val + rng.integers(1, config.eot_token, len(val))
+        self.noise = (noise % config.eot_token).astype(np.uint16)
+
+    def find(self, low):
+        """What the passes from `low` on find: see look_at_losses and compare, a number each.
+
+        What a pass is drawn to do depends on its turn, since all ranks make their passes together.
+        """
+        rng = np.random.default_rng([self.trainer.config.seed, 1, low])
+        turn = self.turns[low // self.length] // self.trainer.runtime.world_size
+        if turn % 3 == 0:
+            outputs, compared = self.compare(self.val, low, rng, noise=rng.random())
+        else:
+            outputs = self.score(self.val, low)
+            compared = torch.zeros(4, dtype=torch.float64, device=outputs[0].device)
+        if turn % 6 == 2:
+            short = self.with_short_documents(low, rng)
+            _, compared = self.compare(short, low, rng, noise=0.2)
+        return torch.cat([self.look_at_losses(low, *outputs), compared])
+
+    def score(self, tokens, low):
+        """(losses (length,), hidden states) of the pass from `low` on over such a text."""
+        text = self.text if tokens is self.val else Text(tokens, self.trainer.config.eot_token)
+        losses, hidden = self.trainer.score(self.step, text, low)
+        return plain(losses), plain(hidden)
+
+    def look_at_losses(self, low, losses, hidden):
+        """(3,): the sums of the pass' losses and of the exact ones, and how many do not agree.
+
+        An exact loss is the negative log-softmax, over the whole vocabulary, of the logits that the
+        hidden state has. These are made from the last token to the first: where a state stands in
+        the text is no business of the head.
+        """
+        config = self.trainer.config
+        targets = self.val[low + 1 : low + 1 + self.length].astype(np.int64)
+        targets = to_device(targets, hidden.device).flip(0)
+        exact = []
+        for states, ids in zip(hidden.flip(0).split(1024), targets.split(1024), strict=True):
+            logits = plain(self.trainer.model.logits(states))
+            exact.append(F.cross_entropy(logits, ids, reduction="none"))
+        exact = torch.cat(exact).flip(0)
+        # A logit of a narrow type differs by its last bit where the products are made otherwise.
+        tolerance = 1e-4 + config.logit_cap * torch.finfo(config.torch_dtype).eps
+        is_exact = (losses - exact).abs() < tolerance
+        return torch.stack([losses.double().sum(), exact.double().sum(), (~is_exact).sum()])
+
+    def compare(self, tokens, low, rng, noise):
+        """Make the pass from `low` on over a text with noise in it, and then over the text itself.
+
+        Hidden states and losses of what is kept must be the same, and the logits at cuts, whose
+        losses are about a token that has changed. A loss need not change there, since two tokens
+        may have one logit; but where none does, losses say nothing about the text.
+
+        Returns ((losses, hidden) of the text itself; (4,): how many cuts there are, how many of
+        their losses have changed, and how many tokens of documents with a cut, and of whole ones,
+        did not come out the same).
+        """
+        noisy_tokens, kept = self.with_noise(tokens, low, rng, noise)
+        kept = to_device(kept, self.trainer.runtime.device)
+        target_is_kept = kept[1:] > NOISE
+        kept = kept[:-1]
+        is_cut = (kept > NOISE) & ~target_is_kept
+        # First the noise: a model that remembers what it has read now remembers noise.
+        noisy_losses, noisy_hidden = self.score(noisy_tokens, low)
+        noisy_logits = plain(self.trainer.model.logits(noisy_hidden[is_cut]))
+        losses, hidden = self.score(tokens, low)
+        logits = plain(self.trainer.model.logits(hidden[is_cut]))
+        other_losses = differing_rows(losses, noisy_losses)
+        differs = differing_rows(hidden, noisy_hidden) | (other_losses & target_is_kept)
+        differs[is_cut] |= differing_rows(logits, noisy_logits)
+        counted = [
+            is_cut,
+            other_losses & is_cut,
+            differs & (kept == CUT),
+            differs & (kept == WHOLE),
+        ]
+        return (losses, hidden), torch.stack(counted).sum(1).double()
+
+    def with_noise(self, tokens, low, rng, noise):
+        """(the text with noise in it; what is kept of the documents of the tokens from `low` on,
+        and of the one behind them, (length + 1,)).
+
+        noise: the share of documents of which nothing is kept; the first one is not among them.
+        All that the pass does not read is noise, but for the beginning of its first document. A cut
+        is anywhere in what it reads of a document, or behind the first token, or at a block's edge.
+        """
+        noisy = self.noise.copy()
+        high = low + self.length
+        kept = np.full(self.length + 1, NOISE)
+        # The gate looks for documents itself: what the model makes of a text is its own business.
+        starts = np.flatnonzero(tokens == self.trainer.config.eot_token)
+        edges = np.unique([0, *starts, len(tokens)])
+        edges = edges[np.searchsorted(edges, low, side="right") - 1 :]
+        edges = edges[: np.searchsorted(edges, high) + 1]
+        for start, behind in itertools.pairwise(edges.tolist()):
+            if start > low and rng.random() < noise:
+                continue
+            fate = rng.choice([CUT, CUT, CUT, WHOLE])
+            begin = max(start, low)
+            end = min(behind, high)
+            if fate == CUT:
+                anywhere = rng.integers(begin + 1, end + 1, size=6)
+                edge = low + (anywhere[0] - low) // ATTENTION_BLOCK * ATTENTION_BLOCK
+                end = rng.choice([*anywhere, begin + 1, max(begin + 1, edge)])
+            elif fate == WHOLE and behind > high:
+                fate = CUT  # by the end of the pass
+            noisy[start:end] = tokens[start:end]
+            kept[begin - low : end - low] = fate
+        return noisy, kept
+
+    def with_short_documents(self, low, rng):
+        """The text with more documents, which start at random in the pass from `low` on: where they
+        are long, there are few cuts in a pass."""
+        eot_token = self.trainer.config.eot_token
+        tokens = self.val.copy()
+        own = tokens[low : low + self.length]
+        missing = SEGMENT_ROOM - 1 - np.count_nonzero(own == eot_token)
+        own[rng.integers(self.length, size=max(0, missing))] = eot_token
+        return tokens
 
 
 @torch.no_grad()
-def check_normalised(trainer, step, val, reported):
-    """The reported loss is the mean negative log-softmax, over the whole vocabulary, of all tokens.
-
-    All passes are made once more, in another order. Each token's loss must be that of its hidden
-    state, and both means the reported one: that of the exact losses, and, to the last digits, that
-    of the passes' own, which no pass may change for another.
-    """
-    config = trainer.config
-    length = trainer.config.val_batch_tokens
-    text = Text(val, config)
-    differences = [0.0]
-
-    def sums(low):
-        losses, hidden = trainer.score(step, text, low)
-        targets = to_device(val[low + 1 : low + 1 + length].astype(np.int64), hidden.device)
-        exact = []
-        for states, ids in zip(hidden.split(1024), targets.split(1024), strict=True):
-            logits = trainer.model.logits(states)
-            exact.append(F.cross_entropy(logits, ids, reduction="none"))
-        exact = torch.cat(exact)
-        differences.append((losses - exact).abs().max().item())
-        return torch.stack([losses.double().sum(), exact.double().sum()])
-
-    order = np.random.default_rng([config.seed, 2]).permutation(config.val_tokens // length)
-    means = trainer.sum_over_validation(sums, order) / config.val_tokens
-    again, exact = means.tolist()
-    # A logit of a narrow type differs by its last bit where the products are made otherwise.
-    tolerance = 1e-4 + config.logit_cap * torch.finfo(config.torch_dtype).eps
-    is_exact = abs(exact - reported) < 1e-4 and max(differences) < tolerance
-    return is_exact and abs(again - reported) < 1e-9
-
-
-GATES = {"causal": check_causal, "normalised": check_normalised, "local": check_local}
-
-
 def check_gates(trainer, step, val, reported):
-    """{gate: whether it has passed on every rank} for the model before a step.
+    """The Verdicts on the model before a step.
 
-    reported: the mean loss over the validation tokens that the run claims. `unmoved` is the gate
-    that all these passes have changed no tensor.
+    reported: the mean loss over the validation tokens that the run claims.
+    causal: nothing depends on later tokens. local: nothing depends on other documents, whose
+    leaks most often show in both gates. normalised: the reported loss is the mean of the exact
+    losses, and, to the last digits, that of the losses themselves, which no pass may change for
+    another. unmoved: all these passes have changed no tensor.
     """
+    began = time.perf_counter()
     before = state_digest(trainer)
-    passed = {name: gate_check(trainer, step, val, reported) for name, gate_check in GATES.items()}
-    passed["unmoved"] = state_digest(trainer) == before
-    failures = torch.tensor([float(not verdict) for verdict in passed.values()])
-    failures = failures.to(trainer.runtime.device)
-    wait(trainer.runtime.all_reduce(failures, "validation"))
-    return {name: count == 0 for name, count in zip(passed, failures.tolist(), strict=True)}
+    passes = GatePasses(trainer, step, val)
+    found = trainer.sum_over_validation(passes.find, passes.order).tolist()
+    again, exact, wrong, cuts, changed, cut_differs, whole_differs = found
+    moved = torch.tensor(float(state_digest(trainer) != before), device=trainer.runtime.device)
+    wait(trainer.runtime.all_reduce(moved, "validation"))
+    tokens = trainer.config.val_tokens
+    is_exact = wrong == 0 and abs(exact / tokens - reported) < 1e-4
+    passed = {
+        "causal": cut_differs == 0 and changed > 0,
+        "normalised": is_exact and abs(again / tokens - reported) < 1e-9,
+        "local": whole_differs == 0,
+        "unmoved": moved.item() == 0,
+    }
+    return Verdicts(passed, int(cuts), time.perf_counter() - began)
 
 
-# 13. Runtime =====================================================================================
+# 11. Runtime =====================================================================================
 
 TIMEOUT = datetime.timedelta(minutes=10)  # for which ranks wait for each other
+# torch 2.13 has renamed these two, and warns of the old names.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def launcher_number(name, default):
+    """What a launcher says in an environment variable, which is a number. Raises ConfigError."""
+    text = os.environ.get(name, str(default))
+    require(text.isdecimal(), f"{name}={text!r}: is a number where torchrun sets it; unset it")
+    return int(text)
 
 
 class Runtime:
@@ -3105,26 +2827,22 @@ class Runtime:
     this rank has handed to the network: [bytes, messages] by (collective, name).
     """
 
-    def __init__(self, device="auto", workers=0):
-        self.rank = int(os.environ.get("RANK", 0))
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+    def __init__(self, device="auto"):
+        self.rank = launcher_number("RANK", 0)
+        self.world_size = launcher_number("WORLD_SIZE", 1)
         self.is_main = self.rank == 0
         self.launcher = os.getppid()
         self.ledger = {}
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        local_rank = launcher_number("LOCAL_RANK", 0)
+        local_world_size = launcher_number("LOCAL_WORLD_SIZE", 1)
         self.device = choose_device(device, local_rank, local_world_size)
         self.use_device()
-        self.workers = self.choose_workers(workers, local_world_size)
-        self.pool = None
-        if self.workers > 1:
-            # With Python's 5 ms, threads wait for the interpreter's lock for much of a step.
-            sys.setswitchinterval(1e-4)
-            threads = (torch.get_num_threads(),)
-            self.pool = ThreadPoolExecutor(self.workers, "worker", torch.set_num_threads, threads)
         self.loader_group = None
         if self.world_size > 1:
-            self.connect()
+            try:
+                self.connect()
+            except RuntimeError as error:  # of gloo and of the store
+                raise ConfigError(f"ranks do not find each other: {error}") from error
 
     def use_device(self):
         """Make the device the calling thread's own; on a CPU, one thread an operation: those of
@@ -3134,17 +2852,13 @@ class Runtime:
         elif "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
 
-    def choose_workers(self, workers, local_world_size):
-        if self.device.type == "cuda":
-            return 1
-        cores = os.cpu_count()
-        if hasattr(os, "sched_getaffinity"):
-            cores = len(os.sched_getaffinity(0))
-        return workers or max(1, cores // local_world_size)
-
     def connect(self):
-        """Join the process group; the loader's thread gets one of its own, for it keeps another
-        order."""
+        """Join the process group; the loader's thread, which keeps another order, gets its own.
+        Raises ConfigError where no launcher says where to meet."""
+        needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+        missing = ", ".join(name for name in needed if name not in os.environ)
+        words = f"WORLD_SIZE={self.world_size} without {missing}"
+        require(not missing, f"{words}: start with torchrun, which sets all, or unset WORLD_SIZE")
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             # torchrun's store outlives a restart, and still has the addresses of the dead. Nodes
@@ -3172,11 +2886,16 @@ class Runtime:
             return value
         return json.loads(self.store.compare_set(key, "", json.dumps(value)))
 
-    def in_parallel(self, function, items):
-        """function(item) of all items, in their order; on a CPU worker threads share them."""
-        if self.pool is None:
-            return map(function, items)
-        return self.pool.map(function, items)
+    def last_step(self, step, is_asked):
+        """The step before which all ranks end once one of them is asked to, else None.
+
+        No rank is further ahead than the loader's exchange lets it be.
+        """
+        if self.world_size == 1:
+            return step if is_asked else None
+        if is_asked or self.store.check(["last step"]):
+            return self.agree("last step", step + 2 * PREFETCH)
+        return None
 
     def owned_range(self, count):
         """The range [low, high) of `count` units that this rank owns: all ranks own as many, but
@@ -3207,7 +2926,7 @@ class Runtime:
         part = tensor.new_empty(len(tensor) // self.world_size, *tensor.shape[1:])
         peers = self.world_size - 1
         self.record_sent("reduce_scatter", name, tensor, part.nbytes * peers, peers)
-        return part, dist.reduce_scatter_single(part, tensor, async_op=True)
+        return part, reduce_scatter(part, tensor, async_op=True)
 
     def gather_ranges(self, part, count, name):
         """Join the ranks' owned ranges of `count` units. Returns (whole (count, ...), work)."""
@@ -3219,7 +2938,7 @@ class Runtime:
         whole = part.new_zeros(chunk * self.world_size, *part.shape[1:])
         peers = self.world_size - 1
         self.record_sent("all_gather", name, padded, padded.nbytes * peers, peers)
-        return whole[:count], dist.all_gather_single(whole, padded, async_op=True)
+        return whole[:count], all_gather(whole, padded, async_op=True)
 
     def join(self, part, count, name="checkpoint"):
         """What gather_ranges returns, waited for."""
@@ -3255,8 +2974,6 @@ class Runtime:
         return self.join(torch.tensor([peak]), self.world_size, "validation").tolist()
 
     def close(self, has_failed=False):
-        if self.pool is not None:
-            self.pool.shutdown(cancel_futures=True)
         if dist.is_initialized():
             if not has_failed:
                 dist.barrier()
@@ -3268,25 +2985,17 @@ def wait(work):
         work.wait()
 
 
-# ----- devices and back ends
-
-
 def choose_device(name, local_rank, local_world_size):
     """The torch.device of one of the processes on this machine. Raises ConfigError."""
     has_cuda = name != "cpu" and torch.cuda.is_available()
-    require(
-        has_cuda or name != "cuda",
-        f"device=cuda: torch {torch.__version__} sees no CUDA device; use --device cpu to train "
-        "without one",
-    )
+    words = f"torch {torch.__version__} sees no CUDA device"
+    require(has_cuda or name != "cuda", f"device=cuda: {words}; use --device cpu")
     if not has_cuda:
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    require(
-        max(local_world_size, local_rank + 1) <= count,
-        f"{local_world_size} processes on a node with {count} GPU(s): start at most one a GPU "
-        "(--nproc-per-node)",
-    )
+    words = f"{local_world_size} processes on a node with {count} GPU(s)"
+    is_enough = max(local_world_size, local_rank + 1) <= count
+    require(is_enough, f"{words}: start at most one a GPU (--nproc-per-node)")
     return torch.device("cuda", local_rank)
 
 
@@ -3323,158 +3032,175 @@ def resolve_dtype(dtype, device):
     return max(rates, key=rates.get)
 
 
-def choose_attention(config, device):
-    """Resolve Config.attention. Returns (back end, its description for the log)."""
-    capability = (0, 0)
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-    is_able = capability >= (8, 0) and config.dtype == "bfloat16"
-    has_varlen = is_able and importlib.util.find_spec("torch.nn.attention.varlen")
-    require(
-        has_varlen or config.attention != "varlen",
-        "attention=varlen: needs a GPU of compute capability 8.0, bfloat16 and "
-        f"torch.nn.attention.varlen, and has {device.type} {capability}, {config.dtype} and torch "
-        f"{torch.__version__}; use --attention sdpa",
-    )
-    if config.attention == "sdpa" or not has_varlen:
-        return BlockedAttention(), "sdpa"
-    newer = {9: "FA3", 10: "FA4"}.get(capability[0], "newer one for this device")
-    try:  # where its package is installed, else the FlashAttention 2 that torch holds
-        from torch.nn.attention import activate_flash_attention_impl
+# 12. A run's life ================================================================================
 
-        activate_flash_attention_impl(newer)
-        return VarlenAttention(), f"varlen-{newer}"
-    except Exception as error:  # whatever an absent or unfit package raises
-        return VarlenAttention(), f"varlen-FA2 (no {newer}: {type(error).__name__})"
-
-
-def choose_matmul(config, device):
-    """Resolve Config.float8. Returns (whether products are in 8 bits, description for the log)."""
-    name = f"torch-{config.dtype}"
-    if not config.float8:
-        return False, name
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    if not is_hopper or config.dtype != "bfloat16":
-        return False, f"{name} (float8 wants a Hopper GPU and bfloat16)"
-    sampled = (stage.softmax_rows for stage in config.stages)
-    sides = (config.model_dim, config.mlp_dim, config.vocab_size, *sampled)
-    require(
-        all(side % 16 == 0 for side in sides),
-        "float8: tensor cores want multiples of 16 as model_dim, mlp_dim, vocabulary and "
-        f"softmax_rows, and these are {sides}; leave --float8 out",
-    )
-    return True, f"{name}+float8"
-
-
-def choose_compile(config, device):
-    """`inductor`, or `off` and why: without a compiler a CPU run is slow, and a GPU run crawls."""
-    if not config.compile:
-        return "off"
-    missing = ""
-    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
-        missing = "Python.h: install python3-dev"
-    try:
-        from torch._inductor.cpp_builder import get_cpp_compiler
-
-        get_cpp_compiler()
-    except Exception:  # inductor raises its own types
-        missing = "C++ compiler: install g++"
-    require(
-        not missing or device.type != "cuda",
-        f"compile=True: no {missing}, or go without by --compile false",
-    )
-    return f"off (no {missing})" if missing else "inductor"
-
-
-def compiled_model(model, runtime):
-    """The model's forward pass, compiled anew for each Phase."""
-    # A phase is two graphs, and torch's default limit is 8; never eager in silence.
-    torch._dynamo.config.recompile_limit = 64
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    # On a CPU the compiled code calls its kernels itself: else the interpreter's lock would halt
-    # other workers.
-    return torch.compile(
-        model, dynamic=False, options={"cpp_wrapper": runtime.device.type == "cpu"}
-    )
-
-
-def compiled_updates():
-    """take_step as a handful of kernels. All numbers of an update are tensors on the CPU, so that
-    a schedule of any of them recompiles nothing."""
-    step = torch.compile(take_step, dynamic=False)
-
-    def as_tensors(value):
-        if isinstance(value, tuple):
-            return tuple(map(as_tensors, value))
-        return torch.as_tensor(value)
-
-    def call(update, part, grad, state, hyper):
-        numbers = {key: as_tensors(getattr(hyper, key)) for key in hyper._fields if key != "dtype"}
-        step(update, part, grad, state, hyper._replace(**numbers))
-
-    return call
-
-
-# 14. Log and clock ===============================================================================
+INTERRUPTED = threading.Event()  # by a signal: the run ends where it looks next, and is saved
+# They say where a run computes and how it is watched, not what: with other values than the track's
+# it may still be a record. So may dtype, where the track leaves it to the machine.
+NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume", "run_of"}
 
 
 def one_line(error):
     """What an error says, on one printable line; of a long text the beginning and the end."""
     text = ascii(str(error))[1:-1]
-    if len(text) > 1000:
-        return f"{text[:500]} ... {text[-500:]}"
-    return text
+    return text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
+
+
+def nearest(name, names):
+    close = difflib.get_close_matches(name, names, 1, cutoff=0.0)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+# ----- the command line
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ConfigError(f"{message}; see --help")
+
+
+def parse_literal(text):
+    """The value of a tuple or a truth value; a number alone is a tuple of one."""
+    try:
+        value = ast.literal_eval(text.title() if text.lower() in ("true", "false") else text)
+        str(value)  # raises for integers that are too long to be quoted
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        expected = "expected true or false, or a tuple such as (1, 2)"
+        raise argparse.ArgumentTypeError(f"{text}: {expected}") from None
+    return value if isinstance(value, (tuple, bool)) else (value,)
+
+
+def command_line_parser():
+    """A Parser with an option for each field of the tracks' Configs, and for each one of Stage,
+    which then holds in all stages."""
+    parser = Parser(
+        usage="train_gpt.py [--key value ...]",
+        description=__doc__.split("\n\nChapters")[0] + f"\n\nTracks: {', '.join(TRACKS)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("--help", "-h", action="store_true", help="print this and exit")
+    parser.add_argument("--check", action="store_true", help="everything but the steps")
+    fields = {}
+    for values in (*TRACKS.values(), Stage()):  # another script's track may have fields of its own
+        fields |= {field.name: field for field in dataclasses.fields(values)}
+    del fields["start"]
+    for name, field in fields.items():
+        default = "" if name == "stages" else f" [{field.default}]"
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=parse_literal if field.type in (bool, tuple) else field.type,
+            metavar="",
+            help=f"{field.metadata['help']}{default}".replace("%", "%%"),
+        )
+    return parser
+
+
+def parse_command_line(argv):
+    """{field: value} of what the command line names. Raises ConfigError."""
+    parser = command_line_parser()
+    namespace, unknown = parser.parse_known_args(argv)
+    if unknown:
+        names = [name for action in parser._actions for name in action.option_strings]
+        hint = nearest(unknown[0].partition("=")[0], names)
+        raise ConfigError(f"{unknown[0]}: no such key; {hint} Arguments come as --key value")
+    return vars(namespace)
+
+
+def with_values(config, values):
+    """The Config with other values, those of a Stage's fields in all stages."""
+    values = dict(values)
+    of_stages = {field.name for field in dataclasses.fields(Stage)} & values.keys()
+    changes = {name: values.pop(name) for name in of_stages}
+    unknown = values.keys() - {field.name for field in dataclasses.fields(config)}
+    require(not unknown, f"track {config.track} has no {', '.join(sorted(unknown))}")
+    stages = as_stages(values.pop("stages", config.stages), **changes)
+    return dataclasses.replace(config, stages=stages, **values)
+
+
+def overrides_of(config):
+    """{field: value} of what differs from the values of the config's track and is not neutral."""
+    track = TRACKS[config.track]
+    own = dataclasses.asdict(track)
+    neutral = NEUTRAL_FIELDS | ({"dtype"} if track.dtype == "auto" else set())
+    values = dataclasses.asdict(config).items()
+    return {name: value for name, value in values if name not in neutral and value != own[name]}
+
+
+def config_from(given):
+    """The Config of a track and the values given on the command line."""
+    track = given.get("track", default_track()[0])
+    hint = f"{nearest(track, TRACKS)} Tracks: {', '.join(TRACKS)}"
+    require(track in TRACKS, f"--track {track}: no such track; {hint}")
+    return with_values(TRACKS[track], given)
+
+
+def resumed(given):
+    """(Config, the content of the checkpoint that --resume names, or None) of given values."""
+    run = given.get("resume", "")
+    is_auto = run == "auto"
+    if is_auto:
+        run = given.get("run_id", "")
+        run = run if any(Path("logs", run).glob("*.pt")) else ""
+    if not run:
+        return config_from(given), None
+    content = find_checkpoint(run)
+    saved = content["config"]
+    is_complete = content["step"] == saved.steps and Path("logs", run, "result.json").exists()
+    require(is_auto or not is_complete, f"--resume {run}: it is complete, all {saved.steps} steps")
+    may_change = NEUTRAL_FIELDS - {"seed", "run_id", "run_of"}
+    changes = {name: value for name, value in given.items() if name in may_change}
+    for name in given.keys() - may_change:
+        is_same = with_values(saved, {name: given[name]}) == saved
+        words = f"--{name.replace('_', '-')} {given[name]}"
+        require(is_same, f"{words}: the run to resume keeps what it has; leave the key out")
+    return dataclasses.replace(saved, **{**changes, "resume": saved.resume}), content
+
+
+# ----- the log and the clock
 
 
 def git_state():
-    """(commit sha, 1 if the work tree differs from it else 0); ("none", 0) without git."""
-
-    def git(*words):
-        command = ["git", *words]
-        folder = Path(__file__).parent
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
+    """(commit sha, 1 if tracked files differ from it else 0); ("none", 0) without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        return git("rev-parse", "HEAD"), int(bool(git("status", "--short")))
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "none", 0
+    commit, dirty, _ = done.stdout.decode().strip().partition("-dirty")
+    return commit, int(bool(dirty))
 
 
 class Log:
-    """The run's log.txt, metrics.jsonl and console lines; silent on every rank but 0."""
+    """The run's log.txt and console lines; silent on every rank but 0."""
 
-    FORMATS = {"lr_mul": "{:.3f}", "train_time": "{:.0f}ms", "step_avg": "{:.2f}ms"}
+    def __init__(self, is_main):
+        self.is_main = is_main
+        self.file = None
 
-    def __init__(self, runtime):
-        self.is_main = runtime.is_main
-        self.text = None
-        self.metrics = None
-
-    def open(self, folder, source, may_replace=False):
-        """Begin the files with the script's source; with None go on with those that are there."""
+    def open(self, folder, source=None, may_replace=False):
+        """Begin log.txt with the script's source; without it, go on with the one that is there."""
         if not self.is_main:
             return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "log.txt"
-        is_new = source is not None
-        require(
-            not (is_new and path.exists()) or may_replace,
-            f"{folder} exists; change --run-id, or --resume {folder.name}",
-        )
-        text = open(path, "a", buffering=1, encoding="utf-8")
-        fcntl.flock(text, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where another process writes it
-        self.text = text
-        self.metrics = open(folder / "metrics.jsonl", "a", buffering=1, encoding="utf-8")
-        has_ended = re.search(rb"\nstatus:.*\n\Z", path.read_bytes())
-        for file in (self.text, self.metrics):  # a kill may have torn the last line
-            file.truncate(0 if is_new else Path(file.name).read_bytes().rfind(b"\n") + 1)
+        is_free = source is None or may_replace or not path.exists()
+        require(is_free, f"{folder} exists; change --run-id, or --resume {folder.name}")
+        file = open(path, "a", buffering=1, encoding="utf-8")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where another process writes it
+        self.file = file
         for leftover in folder.glob("*.tmp"):
             leftover.unlink()
-        if is_new:
-            self.text.write(source.rstrip("\n") + "\n===== END OF CODE =====\n")
-        elif not has_ended:
-            self.text.write("status:error ended without a word: killed, or its machine stopped\n")
+        if source is not None:
+            file.truncate(0)
+            file.write(source.rstrip("\n") + "\n===== END OF CODE =====\n")
+            return
+        written = path.read_bytes()
+        file.truncate(written.rfind(b"\n") + 1)  # a kill may have torn the last line
+        if not re.search(rb"\nstatus:.*\n\Z", written):
+            file.write("status:error ended without a word: killed, or its machine stopped\n")
 
     def line(self, text, on_console=True):
         """One event, a line: to the file, and to the console."""
@@ -3485,32 +3211,16 @@ class Log:
                 print(text, flush=True)
             except OSError:  # the console is gone, which ends no run; Python would write once more
                 sys.stdout = open(os.devnull, "w")
-        if self.text is not None:
-            self.text.write(text + "\n")
-
-    def step(self, step, steps, seconds, **values):
-        """One logged step, as a line and as a JSON record; losses have five decimals, times are in
-        milliseconds."""
-        values["train_time"] = 1000 * seconds
-        values["step_avg"] = 1000 * seconds / max(1, step)
-        words = [
-            f"{key}:{self.FORMATS.get(key, '{:.5f}').format(value)}"
-            for key, value in values.items()
-        ]
-        self.line(f"step:{step}/{steps} {' '.join(words)}")
-        if self.is_main:
-            self.metrics.write(json.dumps({"step": step, **values}) + "\n")
+        if self.file is not None:
+            self.file.write(text + "\n")
 
 
 class Clock:
-    """Seconds of training, and those that processors worked for this process.
+    """Seconds of training, and those of processors; only start and stop wait for the device."""
 
-    Only start and stop wait for the device.
-    """
-
-    def __init__(self, runtime, seconds=0.0):
+    def __init__(self, runtime):
         self.runtime = runtime
-        self.total = seconds
+        self.total = 0.0
         self.processor = 0.0
         self.since = None
 
@@ -3526,9 +3236,8 @@ class Clock:
         self.processor += time.process_time()
 
     def seconds(self):
-        if self.since is None:
-            return self.total
-        return self.total + time.perf_counter() - self.since
+        running = 0.0 if self.since is None else time.perf_counter() - self.since
+        return self.total + running
 
     @contextlib.contextmanager
     def stopped(self):
@@ -3538,13 +3247,13 @@ class Clock:
         self.start()
 
 
-# 15. Checkpoints =================================================================================
+# ----- checkpoints
 
 
 @contextlib.contextmanager
 def atomic_file(path):
-    """A temporary file that becomes `path` when the block ends well: a kill or a full disk leaves
-    what was there."""
+    """A temporary file that becomes `path` when the block ends well: whatever happens, what was
+    there stays. Raises OSError, with the room that is left."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "w+b") as file:
@@ -3552,6 +3261,10 @@ def atomic_file(path):
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except (OSError, RuntimeError) as error:  # torch's zip writer reports a failed write so
+        free = shutil.disk_usage(path.parent).free / 2**20
+        reason = str(error).splitlines()[0]
+        raise OSError(f"{path}: not written, {free:.0f} MiB are free there ({reason})") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -3559,27 +3272,11 @@ def atomic_file(path):
 def row_fingerprint(config):
     """A hash of the rows that a fixed text reads: under another hash function, or other columns,
     the contents of a table mean nothing."""
-    config = dataclasses.replace(config, index_bits=8)
     tokens = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
-    index = TextIndex(config)
-    index.read(tokens)
-    rows, signs = table_rows(TokenWindow(Text(tokens, config), [(0, 99)]), config, index)
+    finder = RowFinder(dataclasses.replace(config, index_bits=8))
+    finder.index.read(tokens)
+    rows, signs = finder.find(Passage(Text(tokens, config.eot_token), [(0, 99)]))
     return hashlib.sha256(rows.tobytes() + signs.tobytes()).hexdigest()
-
-
-def checkpoint_content(trainer, step, loader_state, seconds):
-    """What a checkpoint holds. Every rank must call this: owned parts are gathered."""
-    return {
-        "step": step,
-        "config": dataclasses.asdict(trainer.config),
-        "rows": row_fingerprint(trainer.config),
-        "data": manifest_hash(trainer.config),
-        "model": trainer.model.state_dict(),
-        "groups": {group.name: group.full_state() for group in trainer.optimizer.groups},
-        "rng": torch.get_rng_state(),
-        "loader": loader_state,
-        "train_seconds": seconds,
-    }
 
 
 def manifest_hash(config):
@@ -3587,60 +3284,45 @@ def manifest_hash(config):
     return file_sha256(path) if path.is_file() else "none"
 
 
-def check_finite(content, name="checkpoint"):
-    """Raise FloatingPointError where a tensor of nested dicts is not finite."""
-    if isinstance(content, dict):
-        for key, part in content.items():
-            check_finite(part, f"{name}.{key}")
-    elif isinstance(content, Tensor) and content.numel():
-        low, high = content.aminmax()  # one pass over a table, and no copy
-        if not (math.isfinite(low) and math.isfinite(high)):
-            raise FloatingPointError(f"{name} is not finite")
-
-
 def save_checkpoint(path, content):
-    """Write `content` (tensors and plain types), and the file's sha256 beside it, atomically.
-
-    Raises OSError for a full disk, and FloatingPointError rather than keep what is not finite.
-    """
-    check_finite(content)
+    """Write `content` (nested dicts of tensors and plain types), and the file's sha256 beside it,
+    atomically. Raises FloatingPointError rather than keep what is not finite."""
+    for keys, values in pytree.tree_leaves_with_path(content):
+        if isinstance(values, Tensor) and values.numel():
+            low, high = values.aminmax()  # one pass over a table, and no copy
+            if not (math.isfinite(low) and math.isfinite(high)):
+                raise FloatingPointError(f"checkpoint{pytree.keystr(keys)} is not finite")
     with atomic_file(path) as file:
-        try:
-            torch.save(content, file)
-        except RuntimeError as error:  # torch's zip writer reports a failed write so
-            raise OSError(f"{path}: {str(error).splitlines()[0]}") from error
+        torch.save(content, file)
         file.flush()
         with atomic_file(path.with_suffix(".sha256")) as beside:
             beside.write(f"{file_sha256(file.name)}  {path.name}\n".encode())
 
 
 def load_checkpoint(path):
-    """Read a checkpoint, whose sha256 must be there. Raises ConfigError."""
+    """Read a checkpoint, whose sha256 must be there, and its Config. Raises ConfigError."""
     path = Path(path)
     require(path.is_file(), f"{path}: no such checkpoint; a run leaves logs/RUN/checkpoint.pt")
     beside = path.with_suffix(".sha256")
+    require(beside.is_file(), f"{beside}: is missing; copy it together with {path.name}")
     try:
-        is_whole = beside.is_file() and file_sha256(path).encode() in beside.read_bytes()
+        is_whole = file_sha256(path).encode() in beside.read_bytes()
         require(is_whole, f"its sha256 is not the one in {beside.name}: damaged")
         content = torch.load(path, map_location="cpu", weights_only=True)
-        config = config_of_checkpoint(content)
-        require(
-            content["rows"] == row_fingerprint(config),
-            "its table was made with another hash of rows; use the script that it began with",
-        )
+        track = content["config"]["track"]
+        require(track in TRACKS, f"of track {track}; use the script that it began with")
+        content["config"] = type(TRACKS[track])(**content["config"])
+        is_same_hash = content["rows"] == row_fingerprint(content["config"])
+        require(is_same_hash, "its table has another hash of rows; use the script it began with")
+        place = content["loader"]
+        counts = [content["step"], *place.values()]
+        is_place = place.keys() == TrainLoader.START.keys()
+        is_place = is_place and all(type(count) is int and count >= 0 for count in counts)
+        require(is_place, "it names no place of a run")
     except Exception as error:  # torch raises several types for a damaged file
-        raise ConfigError(
-            f"{path}: cannot be read ({type(error).__name__}: {one_line(error)}); use another "
-            "checkpoint"
-        ) from None
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise ConfigError(f"{path}: cannot be read ({reason}); use another checkpoint") from None
     return content
-
-
-def config_of_checkpoint(content):
-    """The Config that it was made with."""
-    track = content["config"]["track"]
-    require(track in TRACKS, f"of track {track}; use the script that it began with")
-    return type(TRACKS[track])(**content["config"])
 
 
 def find_checkpoint(run, key="resume"):
@@ -3655,202 +3337,28 @@ def find_checkpoint(run, key="resume"):
             except ConfigError as error:
                 print(f"note: {one_line(error)}", file=sys.stderr)
                 damaged.append(str(error))
-    others = [path.parent.name for path in Path("logs").glob("*/*.pt")]
-    missing = f"--{key} {run}: no checkpoint under {folder}; {nearest(run, others)}"
+    hint = nearest(run, [path.parent.name for path in Path("logs").glob("*/*.pt")])
+    missing = (
+        f"--{key} {run}: no checkpoint in {folder.absolute()}; {hint or 'no run has left one'}"
+    )
     raise ConfigError("; ".join(damaged) or missing)
 
 
 def restore(trainer, content):
-    """Take over weights, optimizer state and the state of the random numbers from a checkpoint.
-
-    Raises ConfigError where they are not this model's.
-    """
+    """Take over weights, optimizer state and random numbers. Raises ConfigError if not this
+    model's."""
     try:
         trainer.model.load_state_dict(content["model"])
         for group in trainer.optimizer.groups:
             group.load(content["groups"][group.name])
         torch.set_rng_state(content["rng"])
-    except (RuntimeError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"the checkpoint is not of this model ({one_line(error)}); use the script and the "
-            "configuration that it began with"
-        ) from None
+    except Exception as error:  # each kind of thing in the place of a tensor raises another type
+        remedy = "use the script and the configuration that it began with"
+        reason = one_line(error)
+        raise ConfigError(f"the checkpoint is not of this model ({reason}); {remedy}") from None
 
 
-# 16. Command line ================================================================================
-
-# They say where a run computes and how it is watched, not what: with other values than the track's
-# it may still be a record. So may dtype, where the track leaves it to the machine.
-NEUTRAL_FIELDS = {
-    "seed",
-    "device",
-    "workers",
-    "log_every",
-    "save_every",
-    "run_id",
-    "resume",
-    "run_of",
-}
-VALIDATION_FIELDS = {"data", "tokenizer", "val_tokens"}  # val_sha256 is of what they choose
-
-
-def nearest(name, names):
-    close = difflib.get_close_matches(name, names, 1, cutoff=0.0)
-    return f"did you mean {close[0]}?" if close else ""
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise ConfigError(f"{message}; see --help")
-
-
-def parse_bool(text):
-    values = {"true": True, "1": True, "false": False, "0": False}
-    if text.lower() not in values:
-        raise argparse.ArgumentTypeError(f"{text}: expected true or false")
-    return values[text.lower()]
-
-
-def parse_tuple(text):
-    """A tuple from a literal; a single value is a tuple of one."""
-    try:
-        value = ast.literal_eval(text)
-        str(value)  # raises for integers that are too long to be quoted
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        raise argparse.ArgumentTypeError(f"{text}: expected a tuple, such as (1, 2)") from None
-    return value if isinstance(value, tuple) else (value,)
-
-
-def command_line_parser():
-    """A Parser with an option for each field of Config, and for each one of Stage, which then holds
-    in all stages."""
-    intro = __doc__.split("\n\nChapters")[0]
-    parser = Parser(
-        usage="train_gpt.py [--key value ...]",
-        description=f"{intro}\n\nTracks (--track): {', '.join(TRACKS)}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-        add_help=False,
-    )
-    parser.add_argument("--help", "-h", action="store_true", help="print this and exit")
-    parser.add_argument("--check", action="store_true", help="everything but the steps")
-    kinds = {bool: parse_bool, tuple: parse_tuple}
-    tracks = [*TRACKS.values(), TRACKS["nano"].stages[0]]
-    known = set()
-    for values in tracks:  # another script's track may have fields of its own
-        for field in dataclasses.fields(values):
-            if field.name in known | {"rules", "start"}:
-                continue
-            known.add(field.name)
-            help_text = f"{field.metadata['help']} [{getattr(values, field.name)}]"
-            if field.name == "stages":
-                help_text = field.metadata["help"]
-            parser.add_argument(
-                f"--{field.name.replace('_', '-')}",
-                type=kinds.get(field.type, field.type),
-                metavar="",
-                help=help_text.replace("%", "%%"),
-            )
-    return parser
-
-
-def parse_command_line(argv):
-    """{field: value} of what the command line names. Raises ConfigError."""
-    parser = command_line_parser()
-    namespace, unknown = parser.parse_known_args(argv)
-    if unknown:
-        names = [name for action in parser._actions for name in action.option_strings]
-        key = unknown[0].partition("=")[0]
-        raise ConfigError(
-            f"{unknown[0]}: no such key; {nearest(key, names)} Arguments come as --key value; "
-            "--help lists them all"
-        )
-    return vars(namespace)
-
-
-def with_values(config, values):
-    """The Config with other values, those of a Stage's fields in all stages."""
-    values = dict(values)
-    stages = config.stages
-    if "stages" in values:
-        first = dataclasses.asdict(TRACKS[config.track].stages[0])
-        try:
-            stages = [Stage(**{**first, **row}) for row in values.pop("stages")]
-        except TypeError as error:
-            raise ConfigError(f"stages: rows are dicts of a Stage's fields ({error})") from None
-    names = [field.name for field in dataclasses.fields(Stage) if field.name in values]
-    changes = {name: values.pop(name) for name in names}
-    unknown = values.keys() - {field.name for field in dataclasses.fields(config)}
-    require(not unknown, f"track {config.track} has no {', '.join(sorted(unknown))}")
-    stages = tuple(dataclasses.replace(stage, **changes) for stage in stages)
-    return dataclasses.replace(config, stages=stages, **values)
-
-
-def overrides_of(config):
-    """{field: value} of what differs from the values of the config's track and is not neutral."""
-    track = TRACKS[config.track]
-    neutral = set(NEUTRAL_FIELDS)
-    if track.dtype == "auto":
-        neutral.add("dtype")
-    own = dataclasses.asdict(track)
-    found = {}
-    for name, value in dataclasses.asdict(config).items():
-        if name not in neutral and value != own[name]:
-            found[name] = value
-    if found.keys() & VALIDATION_FIELDS:
-        found.pop("val_sha256", None)  # it follows from them
-    return found
-
-
-def config_from(given):
-    """(Config, overrides by name) of a track and the values given on the command line."""
-    track = given.get("track", default_track()[0])
-    names = ", ".join(TRACKS)
-    require(
-        track in TRACKS, f"--track {track}: no such track; {nearest(track, TRACKS)} Tracks: {names}"
-    )
-    config = with_values(TRACKS[track], given)
-    overrides = overrides_of(config)
-    if overrides.keys() & VALIDATION_FIELDS and "val_sha256" not in given:
-        config = dataclasses.replace(config, val_sha256="")  # the track's hash is of other tokens
-    return config, overrides
-
-
-def resumed(given):
-    """(Config, overrides, the content of the checkpoint that `--resume` names) of the values given
-    on the command line; no content where a run is new."""
-    if "resume" not in given:
-        return *config_from(given), None
-    run = given["resume"]
-    is_auto = given["resume"] == "auto"
-    if is_auto:
-        run = given.get("run_id", "")
-        if not any(Path("logs", run).glob("*.pt")):
-            return *config_from(given), None
-    content = find_checkpoint(run)
-    saved = config_of_checkpoint(content)
-    is_complete = content["step"] == saved.steps and Path("logs", run, "result.json").exists()
-    require(
-        is_auto or not is_complete,
-        f"--resume {run}: this run is complete, all {saved.steps} steps",
-    )
-    may_change = NEUTRAL_FIELDS - {"seed", "run_id", "run_of"}
-    for name in given.keys() - may_change:
-        kept = [getattr(one, name) for one in (saved, *saved.stages) if hasattr(one, name)]
-        require(
-            with_values(saved, {name: given[name]}) == saved,
-            f"--{name.replace('_', '-')} {given[name]}: the run to resume has "
-            f"{', '.join(map(str, kept))}, and keeps it; leave the key out",
-        )
-    changes = {name: value for name, value in given.items() if name in may_change}
-    config = dataclasses.replace(saved, **{**changes, "resume": saved.resume})
-    return config, overrides_of(config), content
-
-
-# 17. Opening and end =============================================================================
-
-INTERRUPTED = threading.Event()  # by a signal: the run ends where it looks next, and is saved
+# ----- the run
 
 
 def listen_for_signals():
@@ -3878,40 +3386,86 @@ def stop_if_interrupted():
         raise KeyboardInterrupt
 
 
-@dataclass
 class Run:
     """A run between its opening and its result."""
 
-    config: Config
-    overrides: dict  # of the track's values that are no neutral ones
-    folder: Path
-    facts: dict  # of machine, script and versions, for the log
-    corpus: Corpus
-    trainer: Trainer
-    log: Log
-    clock: Clock
-    val_sets: dict  # validation tokens by the name of their loss
-    step: int = 0  # how many are done
-    loader_state: dict | None = None  # behind these
-    loss_sum: Any = 0.0  # of the steps since the last logged one, on this rank
-    loss_tokens: int = 0  # of these steps, on all ranks
+    def __init__(self, config, runtime, log):
+        """Look at all that it needs, and build it. Raises ConfigError."""
+        seed = config.seed if config.seed >= 0 else int.from_bytes(os.urandom(4), "little")
+        moment = time.strftime("%Y-%m-%d_%H-%M-%S")
+        run_id = config.run_id or f"{moment}_{os.urandom(2).hex()}"
+        dtype = resolve_dtype(config.dtype, runtime.device)
+        # What is drawn or measured is the same on all ranks.
+        seed, run_id, dtype = runtime.agree("run", [seed, run_id, dtype])
+        self.config = dataclasses.replace(config, seed=seed, run_id=run_id, dtype=dtype)
+        self.runtime = runtime
+        self.log = log
+        self.clock = Clock(runtime)
+        self.folder = Path("logs", run_id)
+        self.corpus = open_corpus(self.config)
+        self.val_sets = {"val_loss": self.corpus.val}  # validation tokens by the name of their loss
+        torch.manual_seed(seed)
+        self.trainer = Trainer(self.config, runtime)
+        self.step = 0  # how many are done
+        self.loader_state = None  # behind these
+        self.loss_sum = 0.0  # of the steps since the last logged one, on this rank
+        self.loss_tokens = 0  # of these steps, on all ranks
+        commit, is_dirty = git_state()
+        triton = sys.modules.get("triton")
+        self.facts = {  # of script, machine and versions
+            "commit": commit,
+            "dirty": is_dirty,
+            "code_sha256": file_sha256(__file__),
+            "seed": seed,
+            "world_size": runtime.world_size,
+            "device": device_name(runtime.device),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda or "none",
+            "triton": triton.__version__ if triton else "none",
+            "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
+        }
+
+    def resume(self, content):
+        """Go on from a checkpoint's content. Raises ConfigError where something differs."""
+        is_same = content["data"] == manifest_hash(self.config)
+        words = f"{self.config.data}/manifest.json is not the one that the run began with"
+        require(is_same, f"--resume: {words}; bring its corpus back")
+        restore(self.trainer, content)
+        self.step = content["step"]
+        self.loader_state = content["loader"]
+        self.clock.total = content["train_seconds"]
+        loss_sum, self.loss_tokens = content["loss"]
+        self.loss_sum = loss_sum if self.runtime.is_main else 0.0
 
     def is_due(self, every):
         """Whether the steps that are done are a multiple of `every`; 0: never; and not at the end,
         where all is done anyway."""
         return every > 0 and self.step % every == 0 and self.step < self.config.steps
 
-    def log_loss(self):
-        """Log the mean loss of the training steps since the last logged one."""
+    def log_losses(self, losses, words=""):
+        """Log losses of the model as it stands, which must be finite, with five decimals."""
+        told = " ".join(f"{name}:{loss:.5f}" for name, loss in losses.items())
+        took = 1000 * self.clock.seconds()
+        average = took / max(1, self.step)
+        self.log.line(
+            f"step:{self.step}/{self.config.steps} {told}{words} train_time:{took:.0f}ms "
+            f"step_avg:{average:.2f}ms"
+        )
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"{name} is {loss} at step {self.step}")
+
+    def summed_loss(self):
+        """The training losses since the last logged one, summed over tokens and ranks."""
         total = torch.as_tensor(self.loss_sum, dtype=torch.float64)
-        wait(self.trainer.runtime.all_reduce(total, "training loss"))
-        loss = total.item() / self.loss_tokens
+        wait(self.runtime.all_reduce(total, "training loss"))
+        return total.item()
+
+    def log_training(self):
+        """Log the mean loss of the training steps since the last logged one."""
+        loss = self.summed_loss() / self.loss_tokens
         lr_mul = lr_multiplier(self.config, self.step - 1)
-        seconds = self.clock.seconds()
-        steps = self.config.steps
-        self.log.step(self.step, steps, seconds, train_loss=loss, lr_mul=lr_mul)
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"training loss is {loss} at step {self.step}")
+        self.log_losses({"train_loss": loss}, f" lr_mul:{lr_mul:.3f}")
         self.loss_sum = 0.0
         self.loss_tokens = 0
 
@@ -3924,16 +3478,25 @@ class Run:
         }
         if state_digest(self.trainer) != before:
             raise RuntimeError("validation has changed the state of the run")
-        self.log.step(self.step, self.config.steps, self.clock.seconds(), **losses)
-        for name, loss in losses.items():
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"{name} is {loss}")
+        self.log_losses(losses)
         return losses
 
     def save(self, name=None):
-        """Write a checkpoint; of those on the way, the newest two are kept."""
-        seconds = self.clock.seconds()
-        content = checkpoint_content(self.trainer, self.step, self.loader_state, seconds)
+        """Write a checkpoint; of those on the way, the newest two are kept. All ranks must call
+        it: what they own is gathered."""
+        groups = self.trainer.optimizer.groups
+        content = {
+            "step": self.step,
+            "config": dataclasses.asdict(self.config),
+            "rows": row_fingerprint(self.config),
+            "data": manifest_hash(self.config),
+            "model": self.trainer.model.state_dict(),
+            "groups": {group.name: group.full_state() for group in groups},
+            "rng": torch.get_rng_state(),
+            "loader": self.loader_state,
+            "train_seconds": self.clock.seconds(),
+            "loss": [self.summed_loss(), self.loss_tokens],
+        }
         if not self.log.is_main:
             return
         save_checkpoint(self.folder / (name or f"step_{self.step:06d}.pt"), content)
@@ -3941,302 +3504,158 @@ class Run:
             old.unlink()
             old.with_suffix(".sha256").unlink(missing_ok=True)
 
-    def resume(self, content):
-        """Go on from a checkpoint's content. Raises ConfigError where something differs."""
-        data = manifest_hash(self.config)
-        require(
-            content["data"] == data,
-            f"--resume: {self.config.data}/manifest.json is not the one that the run began with "
-            f"(its sha256 is {data[:12]} now); bring its corpus back",
-        )
-        restore(self.trainer, content)
-        self.step = content["step"]
-        self.loader_state = content["loader"]
-        self.clock.total = content["train_seconds"]
+    def end_if_asked(self):
+        """Raise KeyboardInterrupt where a signal has come or the launcher is gone, once the state
+        is saved. Ranks agree on the step before which they end."""
+        config = self.config
+        runtime = self.runtime
+        is_orphan = runtime.world_size > 1 and os.getppid() != runtime.launcher
+        is_asked = INTERRUPTED.is_set() or is_orphan
+        if config.save_every:
+            last = runtime.last_step(self.step, is_asked)
+            # Between Adam's steps gradients wait, and they are not saved.
+            is_asked = last is not None and self.step >= last and not self.step % config.adam_every
+            if is_asked and self.step:
+                self.save()
+        if is_asked:
+            raise KeyboardInterrupt
 
 
-def resolve(config, runtime):
-    """The Config with what is drawn or measured: the same on all ranks. Raises ConfigError."""
-    seed = config.seed
-    run_id = config.run_id
-    if seed < 0:
-        seed = int.from_bytes(os.urandom(4), "little")
-    if not run_id:
-        run_id = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.urandom(2).hex()}"
-    dtype = resolve_dtype(config.dtype, runtime.device)
-    seed, run_id, dtype = runtime.agree("run", [seed, run_id, dtype])
-    return dataclasses.replace(config, seed=seed, run_id=run_id, dtype=dtype)
-
-
-def build_run(config, overrides, runtime, log):
-    """Look at all that a run needs, and build it. Raises ConfigError."""
-    config = resolve(config, runtime)
-    corpus = open_corpus(config)
-    torch.manual_seed(config.seed)
-    trainer = Trainer(config, runtime)
-    commit, is_dirty = git_state()
-    triton = sys.modules.get("triton")
-    facts = {
-        "commit": commit,
-        "dirty": is_dirty,
-        "code_sha256": file_sha256(__file__),
-        "seed": config.seed,
-        "world_size": runtime.world_size,
-        "device": device_name(runtime.device),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda or "none",
-        "triton": triton.__version__ if triton else "none",
-        "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
-    }
-    return Run(
-        config=config,
-        overrides=overrides,
-        folder=Path("logs", config.run_id),
-        facts=facts,
-        corpus=corpus,
-        trainer=trainer,
-        log=log,
-        clock=Clock(runtime),
-        val_sets={"val_loss": corpus.val},
-    )
-
-
-def open_run(config, overrides, runtime, log, checkpoint, is_check):
+def open_run(config, checkpoint, runtime, log, is_check):
     """Build a run or take it up again, and begin its log, unless it is only checked. Raises
     ConfigError."""
-    run = build_run(config, overrides, runtime, log)
+    run = Run(config, runtime, log)
+    config = run.config
     step = 0 if checkpoint is None else checkpoint["step"]
     other = runtime.agree("step", step)
-    require(
-        step == other,
-        f"--resume: of step {step} here, but {other} on another node; all must share logs/",
-    )
+    words = f"of step {step} here, but {other} on another node"
+    require(step == other, f"--resume: {words}; all must share logs/")
     if checkpoint is not None:
         run.resume(checkpoint)
-    log.line("\n".join(describe(run)))
-    if not is_check:
-        begin_log(run, is_resumed=checkpoint is not None)
+    check_room(run)
+    if is_check:
+        write_header(run)
+    elif checkpoint is None:
+        is_unfinished = not (run.folder / "result.json").exists()
+        source = Path(__file__).read_text("utf-8")
+        log.open(run.folder, source, may_replace=config.resume == "auto" and is_unfinished)
+        write_header(run)
+        log.line("===== START =====")
+        is_other = config.val_sha256 and validation_hash(run.corpus.val) != config.val_sha256
+        if is_other:
+            log.line(f"note: {config.data} has other validation tokens: losses do not compare")
+    else:
+        log.open(run.folder)
+        world_size = runtime.world_size
+        log.line(f"resumed:{config.run_id} step:{step}/{config.steps} world_size:{world_size}")
     return run
 
 
-def checkpoint_bytes(trainer):
-    """How much room a checkpoint takes: weights once, and of the rest, but for gradients, the part
-    of every rank."""
-    total = 0
-    for group in trainer.optimizer.groups:
-        for name, tensor in group.tensors().items():
-            is_whole = name == "index" or name.endswith(".param")
-            if not name.endswith(".grad"):
-                total += tensor.nbytes * (1 if is_whole else trainer.runtime.world_size)
-    return total
-
-
-def describe(run):
-    """What a person wants to know before a run starts, as lines. Raises ConfigError where the disk
-    has no room for its checkpoint."""
-    config = run.config
-    corpus = run.corpus
-    trainer = run.trainer
-    groups = trainer.optimizer.groups
-    runtime = trainer.runtime
+def check_room(run):
+    """Say what room a run takes, and that it compiles. Raises ConfigError for too small a disk."""
+    groups = run.trainer.optimizer.groups
     state = sum(tensor.nbytes for group in groups for tensor in group.tensors().values())
-    needed = checkpoint_bytes(trainer)
+    needed = 0  # for a checkpoint: weights once, and of the rest the part of every rank
+    for name, tensor in itertools.chain(*(group.tensors().items() for group in groups)):
+        is_whole = name == "index" or name.endswith(".param")
+        if not name.endswith(".grad"):
+            needed += tensor.nbytes * (1 if is_whole else run.runtime.world_size)
     free = shutil.disk_usage(".").free
-    room = f"disk for a checkpoint: {needed / 2**30:.2f} GiB needed, {free / 2**30:.1f} GiB free"
-    require(needed < free, f"{room}; make room")
-    held = sum(map(len, corpus.shards))
-    lines = [
-        f"device: {run.facts['device']}, world size {runtime.world_size}, "
-        f"{runtime.workers} CPU worker(s), {config.dtype}",
-        f"back ends: attention={trainer.attention_name} compile={trainer.compile_name} "
-        f"matmul={trainer.matmul_name}",
-        f"corpus: {config.data}: {held:,} training tokens in {len(corpus.shards)} shard(s), the "
-        f"schedule takes {training_tokens(config):,}; {config.val_tokens:,} validation tokens are "
-        "scored",
-        "parameters: " + ", ".join(f"{group.name} {group.size():,}" for group in groups),
-        f"memory of weights, gradients and optimizer state: {state / 2**30:.2f} GiB a rank",
-        room,
-    ]
-    if trainer.compile_name == "inductor":
-        lines.append(
-            "compiling comes first, in silence: minutes in a first run, seconds in later ones"
-        )
-    return lines
+    words = f"{needed / 2**30:.2f} GiB for a checkpoint, {free / 2**30:.1f} GiB are free"
+    require(needed < free, f"the disk of {Path.cwd()} is too small: {words}; make room")
+    run.log.line(f"memory of weights and state: {state / 2**30:.2f} GiB a rank; disk: {words}")
+    if run.trainer.compile_name == "inductor":
+        run.log.line("compiling comes first, in silence: minutes in a first run, seconds later")
 
 
-def log_header(run):
-    """The lines that make a run reproducible: machine, configuration, data, back ends."""
+def write_header(run):
+    """Log what makes the run reproducible: machine, configuration, data, back ends."""
     config = run.config
     trainer = run.trainer
     log = run.log
-    facts = " ".join(f"{key}:{value}" for key, value in run.facts.items())
-    log.line(f"run:{config.run_id} track:{config.track} {facts}")
+    words = " ".join(f"{key}:{value}" for key, value in run.facts.items())
+    log.line(f"run:{config.run_id} track:{config.track} {words}")
     log.line("config:" + json.dumps(dataclasses.asdict(config)), on_console=False)
-    if run.overrides:
-        log.line("overrides:" + json.dumps(run.overrides))
+    overrides = overrides_of(config)
+    if overrides:
+        log.line("overrides:" + json.dumps(overrides))
     elif config.run_of:
         batch, counter, start = config.run_of.split(":")
         log.line(f"batch:{batch} counter:{counter} start:{start}")
     data = manifest_hash(config)
     log.line(
         f"data:{data} shards:{'unknown' if data == 'none' else 'ok'} "
-        f"backends:attention={trainer.attention_name},matmul={trainer.matmul_name},"
+        f"backends:attention={trainer.attention_name},matmul=torch-{config.dtype},"
         f"compile={trainer.compile_name}"
     )
     groups = trainer.optimizer.groups
     log.line("size: " + " ".join(f"{group.name}={group.size():,}" for group in groups))
-    log.line("===== START =====")
-    if config.val_sha256 and validation_hash(run.corpus.val) != config.val_sha256:
-        log.line(
-            f"note: {config.data} has other validation tokens than track {config.track}: losses do "
-            "not compare"
-        )
-
-
-def begin_log(run, is_resumed):
-    """Open the run's files, and write the header, or where it goes on."""
-    config = run.config
-    log = run.log
-    if is_resumed:
-        log.open(run.folder, None)
-        world_size = run.trainer.runtime.world_size
-        log.line(f"resumed:{config.run_id} step:{run.step}/{config.steps} world_size:{world_size}")
-        return
-    is_unfinished = not (run.folder / "result.json").exists()
-    source = Path(__file__).read_text("utf-8")
-    log.open(run.folder, source, may_replace=config.resume == "auto" and is_unfinished)
-    log_header(run)
-
-
-def warm_up(trainer):
-    """Compile and run every phase of the schedule on synthetic tokens, then put the state back;
-    digests prove that it is bitwise what it was."""
-    config = trainer.config
-    runtime = trainer.runtime
-    before = state_digest(trainer)
-    rng_state = torch.get_rng_state()
-    row_fingerprint(config)  # compiles the loops of numba
-    length = max(config.micro_batch_tokens, config.val_batch_tokens)
-    tokens = np.random.default_rng(0).integers(0, config.eot_token, length + 1).astype(np.uint16)
-    tokens[0] = config.eot_token
-    text = Text(tokens, config)
-    window = contiguous_window(text, 0, config.micro_batch_tokens)
-    rows, signs = table_rows(window, config, trainer.table.index)
-    plan, slots = plan_rows(rows, signs, config, runtime)
-    micro_batch = assemble(window, slots, signs, runtime.device)
-    batch = Batch([micro_batch], plan, config.micro_batch_tokens, {})
-    trainer.table.start_pull(plan)
-    put_back = [group.snapshot() for group in trainer.optimizer.groups]
-    first_step = {}
-    for step in range(config.steps):
-        compiled_for = training_phase(config, step), long_windows_until(config, step)
-        first_step.setdefault(compiled_for, step)
-    # At Adam's first step and the run's last, all groups step, on sums of as many steps as ever.
-    first_update = min(config.adam_every, config.steps) - 1
-    # Where code is compiled, the second call is the first without compilation.
-    calls = 2 if trainer.compile_name == "inductor" else 1
-    for step in sorted({*first_step.values(), first_update, config.steps - 1}):
-        for _ in range(calls):
-            stop_if_interrupted()
-            trainer.step(step, batch)
-            trainer.score(step, text, 0)
-    trainer.score(config.steps, text, 0)
-    for put_group_back in put_back:
-        put_group_back()
-    torch.set_rng_state(rng_state)
-    if state_digest(trainer) != before:
-        raise RuntimeError("the state after warm-up is not bitwise the state before it")
-    runtime.ledger.clear()
-
-
-def end_if_asked(run):
-    """Raise KeyboardInterrupt where a signal has come or the launcher is gone, once the state is
-    saved. Several ranks save nothing: they would have to agree on the step."""
-    config = run.config
-    runtime = run.trainer.runtime
-    is_orphan = runtime.world_size > 1 and os.getppid() != runtime.launcher
-    if not (INTERRUPTED.is_set() or is_orphan):
-        return
-    if config.save_every and runtime.world_size == 1 and run.step:
-        if run.step % config.adam_every:
-            return  # gradients wait, and they are not saved
-        run.save()
-    raise KeyboardInterrupt
-
-
-def sent_per_step(runtime, steps):
-    """{collective/name: [bytes, messages]} that this rank has sent in a training step."""
-    return {
-        f"{collective}/{name}": [round(count / max(1, steps), 1) for count in entry]
-        for (collective, name), entry in sorted(runtime.ledger.items())
-        if name not in ("validation", "checkpoint")
-    }
-
-
-def write_result(run, losses, gates, steps):
-    """Log what came of a run that has just made so many steps, and write result.json. Raises
-    RuntimeError where a gate has failed."""
-    config = run.config
-    trainer = run.trainer
-    log = run.log
-    memory = trainer.runtime.peak_memory_mib()
-    sent = sent_per_step(trainer.runtime, steps)
-    words = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent.items()]
-    log.line(f"comms: sent_bytes per step (messages) {' '.join(words) or 'none=0(0)'}")
-    verdicts = " ".join(f"{name}:{'ok' if passed else 'FAILED'}" for name, passed in gates.items())
-    val_sha256 = validation_hash(run.corpus.val)
-    log.line(f"validity: {verdicts} val_tokens:{config.val_tokens} val_sha256:{val_sha256}")
-    seconds = run.clock.seconds()
-    tokens = training_tokens(config)
-    figures = {
-        "train_time_ms": 1000 * seconds,
-        "cpu_time_ms": 1000 * run.clock.processor,
-        "tokens": tokens,
-        "tokens_per_s": tokens / seconds,
-        "mfu_percent": mfu_percent(trainer, tokens / seconds),
-    }
-    others = [f" {name}:{loss:.5f}" for name, loss in losses.items() if name != "val_loss"]
-    log.line(
-        f"final val_loss:{losses['val_loss']:.5f} train_time:{figures['train_time_ms']:.0f}ms "
-        f"tokens:{tokens} peak_memory:{max(memory)}MiB "
-        f"tokens_per_s:{figures['tokens_per_s']:.0f} mfu:{figures['mfu_percent']:.1f}% "
-        f"cpu_time:{figures['cpu_time_ms']:.0f}ms{''.join(others)}"
-    )
-    result = {
-        "run": config.run_id,
-        "track": config.track,
-        **losses,
-        **figures,
-        **run.facts,
-        "steps": config.steps,
-        "target_loss": config.target_loss,
-        "peak_memory_mib_by_rank": memory,
-        "validity": gates,
-        "val_sha256": val_sha256,
-        "overrides": run.overrides,
-        "sent_per_step": sent,
-        "basis_rejects": trainer.optimizer.matrices.rejects(),
-        "config": dataclasses.asdict(config),
-    }
-    if log.is_main:
-        with atomic_file(run.folder / "result.json") as file:
-            file.write((json.dumps(result, indent=1) + "\n").encode())
-    if not all(gates.values()):
-        raise RuntimeError(
-            f"validity gate failed: {verdicts}; the model sees what it must not, or its losses are "
-            "not those of a distribution"
-        )
 
 
 def mfu_percent(trainer, tokens_per_s):
     """The share of a large matrix product's rate that training has come to: 6 operations a token
     and weight of matrices and head; attention's scores are not counted."""
     runtime = trainer.runtime
-    weights = trainer.optimizer.matrices.size()
-    operations = 6 * (weights + trainer.model.head.numel()) * tokens_per_s
+    weights = trainer.optimizer.matrices.size() + trainer.model.head.numel()
     size = 8192 if runtime.device.type == "cuda" else 1024
     rate = matmul_rate(runtime.device, trainer.config.torch_dtype, size)
-    return 100 * operations / (runtime.world_size * rate)
+    return 100 * 6 * weights * tokens_per_s / (runtime.world_size * rate)
+
+
+def write_result(run, losses, gates, steps):
+    """Log what came of a run that has just made so many steps, and write result.json. Raises
+    RuntimeError where a gate has failed."""
+    config = run.config
+    runtime = run.runtime
+    seconds = run.clock.seconds()
+    tokens = training_tokens(config)
+    result = {
+        "run": config.run_id,
+        "track": config.track,
+        **losses,
+        "train_time_ms": 1000 * seconds,
+        "cpu_time_ms": 1000 * run.clock.processor,
+        "tokens": tokens,
+        "tokens_per_s": tokens / seconds,
+        "mfu_percent": mfu_percent(run.trainer, tokens / seconds),
+        **run.facts,
+        "steps": config.steps,
+        "target_loss": config.target_loss,
+        "peak_memory_mib_by_rank": runtime.peak_memory_mib(),
+        "validity": gates.passed,
+        "val_sha256": validation_hash(run.corpus.val),
+        "overrides": overrides_of(config),
+        "sent_per_step": {  # by this rank: [bytes, messages] in a training step
+            f"{collective}/{name}": [round(count / max(1, steps), 1) for count in entry]
+            for (collective, name), entry in sorted(runtime.ledger.items())
+            if name not in ("validation", "checkpoint")
+        },
+        "basis_rejects": run.trainer.optimizer.matrices.rejects(),
+        "config": dataclasses.asdict(config),
+    }
+    sent = result["sent_per_step"].items()
+    words = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent]
+    found = [f"{name}:{'ok' if passed else 'FAILED'}" for name, passed in gates.passed.items()]
+    verdicts = " ".join(found)
+    missed = 0.99**gates.cuts  # the chance to miss a leak at 1 % of all positions
+    others = [f" {name}:{loss:.5f}" for name, loss in losses.items() if name != "val_loss"]
+    run.log.line(f"comms: sent_bytes per step (messages) {' '.join(words) or 'none=0(0)'}")
+    run.log.line(f"gates: cuts:{gates.cuts} missed_1pct:{missed:.5f} time:{gates.seconds:.1f}s")
+    run.log.line(
+        f"validity: {verdicts} val_tokens:{config.val_tokens} val_sha256:{result['val_sha256']}"
+    )
+    run.log.line(
+        f"final val_loss:{losses['val_loss']:.5f} train_time:{result['train_time_ms']:.0f}ms "
+        f"tokens:{tokens} peak_memory:{max(result['peak_memory_mib_by_rank'])}MiB "
+        f"tokens_per_s:{result['tokens_per_s']:.0f} mfu:{result['mfu_percent']:.1f}% "
+        f"cpu_time:{result['cpu_time_ms']:.0f}ms{''.join(others)}"
+    )
+    if run.log.is_main:
+        with atomic_file(run.folder / "result.json") as file:
+            file.write((json.dumps(result, indent=1) + "\n").encode())
+    if not all(gates.passed.values()):
+        reason = "the model sees what it must not, or its losses are no distribution's"
+        raise RuntimeError(f"validity gate failed: {verdicts}; {reason}")
 
 
 def plot(folder):
@@ -4250,66 +3669,65 @@ def plot(folder):
         return ""
 
 
+MEMORY_ERRORS = (torch.OutOfMemoryError, MemoryError)
+ENDINGS = (  # what can end a run, the exit status, and what the status line says of it
+    (KeyboardInterrupt, 130, "interrupted"),
+    (ConfigError, 2, "error {said}"),
+    (FloatingPointError, 1, "nan {said}; start another run with a lower learning rate"),
+    (MEMORY_ERRORS, 1, "oom {said}; lower --micro-batch-tokens or --ngram-rows"),
+    (BlockingIOError, 2, "error another process writes this run: wait for it, or stop it"),
+    (OSError, 1, "error {said}; check the path, and that the disk is not full"),
+)
+
+
 def ending_of(error):
     """(exit status, words of the status line, whether it is nobody's fault but the script's) of a
     run that an error has ended."""
     said = one_line(error)
-    if isinstance(error, KeyboardInterrupt):
-        return 130, "interrupted", False
-    if isinstance(error, ConfigError):
-        return 2, f"error {said}", False
-    if isinstance(error, FloatingPointError):
-        return 1, f"nan {said}; start another run with a lower learning rate", False
-    is_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    if is_memory or "can't allocate memory" in said:
-        remedy = "lower --micro-batch-tokens and raise --micro-batches, or lower --ngram-rows"
-        return 1, f"oom {said}; {remedy}", False
-    if isinstance(error, BlockingIOError):
-        return 2, "error another process writes this run: wait for it, or stop it", False
-    if isinstance(error, OSError):
-        return 1, f"error {said}; check the path, and that the disk is not full", False
+    if "can't allocate memory" in said:
+        error = MemoryError(said)
+    for kinds, status, words in ENDINGS:
+        if isinstance(error, kinds):
+            return status, words.format(said=said), False
     if INTERRUPTED.is_set():
         return 130, "interrupted", False  # another rank has ended first, and collectives fail here
     return 1, f"error {type(error).__name__}: {said}", True
 
 
 def report_error(error, log, runtime):
-    """Log how a run ends that an error has ended; returns its exit status. Raises the error again
-    where it is the script's own fault, for its traceback."""
+    """Log how a run ends that an error has ended; returns its exit status."""
     status, words, is_bug = ending_of(error)
+    if is_bug:
+        traceback.print_exception(error)
     with contextlib.suppress(OSError):  # the disk may be full; the console has the status
         log.line(f"status:{words}")
-    if not runtime.is_main:
-        print(f"rank {runtime.rank}: status:{words}", file=sys.stderr, flush=True)
-    runtime.close(has_failed=True)
-    if is_bug:
-        raise error
+    if not log.is_main:
+        print(f"rank {os.environ['RANK']}: status:{words}", file=sys.stderr, flush=True)
+    if runtime is not None:
+        runtime.close(has_failed=True)
     return status
 
 
-# 18. The run =====================================================================================
+# 13. The run =====================================================================================
 
 
 def train(run):
-    """One whole run, from its opening to its result. Returns the final validation loss."""
+    """One whole run, from its warm-up to its result. Returns the final validation loss."""
     config = run.config
     trainer = run.trainer
     clock = run.clock
+    table = trainer.table
     warm_up(trainer)
     first_step = run.step
     clock.start()
-    index = trainer.table.index
-    runtime = trainer.runtime
     if first_step == 0:
-        index.read(run.corpus.indexed, runtime.in_parallel)
-    shards = run.corpus.shards
-    state = run.loader_state
-    with contextlib.closing(
-        TrainLoader(config, shards, runtime, index, first_step, state)
-    ) as loader:
+        table.finder.index.read(run.corpus.indexed)
+    plan = functools.partial(table.plan_step, group=run.runtime.loader_group)
+    loader = TrainLoader(config, run.corpus.shards, run.runtime, plan, first_step, run.loader_state)
+    with contextlib.closing(loader):
         batch = loader.next_batch()
         for step in range(first_step, config.steps):
-            end_if_asked(run)
+            run.end_if_asked()
             is_last = step + 1 == config.steps
             upcoming = None if is_last else loader.next_batch()
             run.loss_sum += trainer.step(step, batch, upcoming).double()
@@ -4317,7 +3735,7 @@ def train(run):
             run.step = step + 1
             run.loader_state = batch.state
             if is_last or run.is_due(config.log_every):
-                run.log_loss()
+                run.log_training()
             if run.is_due(config.val_every):
                 with clock.stopped():
                     run.validate()
@@ -4346,7 +3764,8 @@ def main(argv=None, extend=None):
     prepares the Run before it is warmed up.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    is_main = os.environ.get("RANK", "0") == "0"
+    log = Log(is_main=os.environ.get("RANK", "0") == "0")
+    runtime = None
     listen_for_signals()
     try:
         given = parse_command_line(argv)
@@ -4356,38 +3775,25 @@ def main(argv=None, extend=None):
         is_check = given.pop("check", False)
         if "track" not in given and "resume" not in given:
             given["track"], reason = default_track()
-            if is_main:
-                print(f"track {given['track']} by default: {reason}", flush=True)
-        config, overrides, checkpoint = resumed(given)
+            log.line(f"track {given['track']} by default: {reason}")
+        config, checkpoint = resumed(given)
         prepare = extend(config) if extend else None
-        runtime = Runtime(config.device, config.workers)
-    except (ConfigError, OSError, RuntimeError) as error:  # gloo's own are plain RuntimeErrors
-        if is_main:
-            print(f"status:error {one_line(error)}", flush=True)
-        else:
-            rank = os.environ["RANK"]
-            print(f"rank {rank}: status:error {one_line(error)}", file=sys.stderr, flush=True)
-        return 2
-    log = Log(runtime)
-    try:
-        run = open_run(config, overrides, runtime, log, checkpoint, is_check)
+        runtime = Runtime(config.device)
+        run = open_run(config, checkpoint, runtime, log, is_check)
         if prepare is not None:
             prepare(run)
-        words = "check:ok"
-        if not is_check:
-            val_loss = train(run)
-            seconds = run.clock.seconds()
-            path = run.folder / "log.txt"
-            words = f"status:ok run:{run.config.run_id} val_loss:{val_loss:.5f} "
-            words += f"train_time:{seconds:.1f}s log:{path}"
+        val_loss = None if is_check else train(run)
         runtime.close()
     except (KeyboardInterrupt, Exception) as error:
         return report_error(error, log, runtime)
-    if log.is_main and not is_check:
-        words += plot(run.folder)
-    log.line(words)
+    if is_check:
+        log.line("check:ok")
+        return 0
+    words = f"status:ok run:{run.config.run_id} val_loss:{val_loss:.5f} "
+    words += f"train_time:{run.clock.seconds():.1f}s log:{run.folder / 'log.txt'}"
+    log.line(words + (plot(run.folder) if log.is_main else ""))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(record(main)())
+    sys.exit(main())

@@ -1,25 +1,24 @@
-"""What an H100 would run for a training step: kernels, bytes, buffers, spills, without a GPU.
+"""What an H100 would run for a training step of fineweb: kernels, bytes, buffers, spills.
 
-    python benchmarks/cuda_codegen.py --setup             once: its own environment, about 5 GB
-    python benchmarks/cuda_codegen.py [--step 0] [--layers 12] [--float8] [--stage NAME]
+    python -m venv .cache/cuda_venv                          once: 5 GB, with the versions pinned
+    .cache/cuda_venv/bin/pip install torch===2.13.0 numpy numba
+    .cache/cuda_venv/bin/python benchmarks/cuda_codegen.py [--step 0] [--stage NAME]
 
-The forward and backward pass of a micro-batch and the updates of the parameters are traced with
-tensors that have no content. torch.compile's CUDA code for them is written and assembled for sm_90,
-never run: there are no times, only bounds. `kernels` are launches; `other` those of cuBLAS,
-FlashAttention and torch itself. `GB` is what Triton's kernels read and write (Inductor's own
-count), `GB of products` what matrix products do. `memory bound` is the time that all of it takes at
-3.35 TB/s, `compute bound` that of the products at 790 TFLOP/s; attention's operations are not
-counted. `MiB at the peak` is of buffers that the code makes, without what FlashAttention returns (a
-layer's output and sums of exponentials, 24.4 MiB for 16,384 tokens of 768 channels). Updates that
-are not compiled count as torch's operations, each of which is a kernel that reads its arguments and
-writes its result. Results: benchmarks/results/NAME.{json,md}. The last line has the figures of
-forward and backward pass together.
+It needs torch's build for CUDA, and no GPU. The forward and backward pass of a micro-batch and the
+updates of the parameters are traced with tensors that have no content. torch.compile's CUDA code
+for them is written and assembled for sm_90, never run: there are no times, only bounds. `kernels`
+are launches; `other` those of cuBLAS, FlashAttention and torch itself. `GB` is what Triton's
+kernels read and write (Inductor's own count), `GB of products` what matrix products do. `memory
+bound` is the time that all of it takes at 3.35 TB/s, `compute bound` that of the products at 790
+TFLOP/s; attention's operations are not counted. `MiB at the peak` is of buffers that the code
+makes, without what FlashAttention returns (a layer's output and sums of exponentials, 24.4 MiB for
+16,384 tokens of 768 channels). Nor is counted what an update does outside of compiled code: divide
+sums of gradients by tokens, and zero them. Results: benchmarks/results/cuda_codegen.{json,md}, in
+which each --stage has a row. The last line has the figures of forward and backward pass together.
 """
 
-import contextlib
 import copy
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -33,41 +32,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils.flop_counter import flop_registry
 
 import train_gpt
 from benchmarks import common
 
-ENVIRONMENT = common.ROOT / ".cache" / "cuda_venv"
+NAME = "cuda_codegen"
 BYTES_PER_S = 3.35e12  # of an H100 SXM's memory
 FLOPS_PER_S = 790e12  # of its bf16 products, as large ones reach them
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
-
-
-# ----- the environment
-
-
-def set_up():
-    """Make the virtual environment of what requirements.txt pins.
-
-    Its torch is the build for CUDA, which brings triton."""
-    pinned = (common.ROOT / "requirements.txt").read_text()
-    wanted = ENVIRONMENT.with_suffix(".txt")
-    wanted.parent.mkdir(exist_ok=True)
-    # === refuses 2.13.0+cpu
-    wanted.write_text(re.sub(r"^torch==", "torch===", pinned, flags=re.MULTILINE))
-    subprocess.run([sys.executable, "-m", "venv", "--clear", ENVIRONMENT], check=True)
-    install = ["-m", "pip", "install", "--quiet", "--requirement", wanted]
-    subprocess.run([ENVIRONMENT / "bin/python", *install], check=True)
-
-
-def cuda_python():
-    """The Python that can generate CUDA code: this one, that of the environment, or None."""
-    if torch.version.cuda:
-        return sys.executable
-    made = ENVIRONMENT / "bin" / "python"
-    return str(made) if made.is_file() else None
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 
 # ----- a device that is not there
@@ -79,104 +52,47 @@ class Stand(types.SimpleNamespace):
     __hash__ = object.__hash__
 
 
+CARD = {  # what Inductor asks of it
+    "name": "NVIDIA H100 80GB HBM3",
+    "major": 9,
+    "minor": 0,
+    "multi_processor_count": 132,
+    "total_memory": 80 << 30,
+    "warp_size": 32,
+    "regs_per_multiprocessor": 65536,
+    "max_threads_per_multi_processor": 2048,
+    "max_threads_per_block": 1024,
+    "shared_memory_per_block_optin": 232448,
+    "L2_cache_size": 50 << 20,
+}
+LIMITS = {"max_shared_mem": 232448, "max_num_regs": 65536, "multiprocessor_count": 132}
+LIMITS |= {"warpSize": 32}  # what Triton asks
+
+
+def always(value):
+    """A function that returns a value, whatever it is given."""
+    return lambda *args, **kwargs: value
+
+
 def pretend_h100():
     """Make torch, Inductor and Triton believe in one H100, far enough to generate code for it."""
     import torch._dynamo.device_interface as interfaces
     import torch._inductor.runtime.triton_helpers as triton_helpers
-    import torch._subclasses.fake_tensor as fake_tensor
     import triton
     from triton.backends.compiler import GPUTarget
 
-    def always(value):
-        return lambda *args, **kwargs: value
-
-    card = Stand(
-        name="NVIDIA H100 80GB HBM3",
-        major=9,
-        minor=0,
-        multi_processor_count=132,
-        total_memory=80 << 30,
-        warp_size=32,
-        regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=2048,
-        max_threads_per_block=1024,
-        shared_memory_per_block=49152,
-        shared_memory_per_block_optin=232448,
-        shared_memory_per_multiprocessor=233472,
-        L2_cache_size=50 << 20,
-        is_integrated=0,
-        clock_rate=1980000,
-        memory_clock_rate=2619000,
-        memory_bus_width=5120,
-        gcnArchName="",
-    )
-    limits = {
-        "max_shared_mem": 232448,
-        "max_num_regs": 65536,
-        "multiprocessor_count": 132,
-        "warpSize": 32,
-        "sm_clock_rate": 1980000,
-        "mem_clock_rate": 2619000,
-        "mem_bus_width": 5120,
-    }
+    card = Stand(**CARD)
     device = torch.device("cuda", 0)
     state = torch.zeros(16, dtype=torch.uint8)
-    stream = Stand(stream_id=0, device_index=0, device=device, device_type=1, cuda_stream=0)
-    driver = Stand(
-        get_current_target=always(GPUTarget("cuda", 90, 32)),
-        get_current_device=always(0),
-        is_active=always(True),
-        get_active_torch_device=always(device),
-        get_device_interface=always(torch.cuda),
-        get_current_stream=always(0),
-        get_benchmarker=always(None),
-        utils=Stand(get_device_properties=always(limits)),
-    )
-    interface = interfaces.CudaInterface
+    present = {"is_available": True, "current_device": 0, "get_device_properties": card}
+    random = {"get_rng_state": state, "_lazy_init": None}
+    exchange = {"_exchange_device": 0, "_maybe_exchange_device": 0}
     answers = {
-        torch.cuda: {
-            "is_available": True,
-            "device_count": 1,
-            "current_device": 0,
-            "get_device_properties": card,
-            "get_device_capability": (9, 0),
-            "get_device_name": card.name,
-            "mem_get_info": (79 << 30, 80 << 30),
-            "synchronize": None,
-            "set_device": None,
-            "_lazy_init": None,
-            "init": None,
-            "current_stream": stream,
-            "_exchange_device": 0,
-            "_maybe_exchange_device": 0,
-            "get_rng_state": state,
-            "set_rng_state": None,
-        },
-        torch.cuda.random: {"get_rng_state": state, "set_rng_state": None, "_lazy_init": None},
-        torch.accelerator: {
-            "current_device_index": 0,
-            "current_device_idx": 0,
-            "device_count": 1,
-            "is_available": True,
-            "set_device_index": None,
-            "set_device_idx": None,
-            "synchronize": None,
-            "current_stream": stream,
-        },
-        interface: {
-            "get_device_properties": card,
-            "current_device": 0,
-            "get_compute_capability": 90,
-            "is_available": True,
-            "device_count": 1,
-            "synchronize": None,
-            "get_raw_stream": 0,
-            "current_stream": stream,
-            "exchange_device": 0,
-            "maybe_exchange_device": 0,
-        },
-        interface.Worker: {"get_device_properties": card, "current_device": 0},
-        fake_tensor: {"init_gpu_context": None},
+        torch.cuda: {**present, **random, **exchange},
+        torch.cuda.random: random,
+        torch.accelerator: {"is_available": True},
+        interfaces.CudaInterface: present,
+        interfaces.CudaInterface.Worker: present,
         triton_helpers: {"set_driver_to_gpu": None},
     }
     for place, values in answers.items():
@@ -186,7 +102,18 @@ def pretend_h100():
                 answer = staticmethod(answer)
             setattr(place, name, answer)
     torch._C._ensureCUDADeviceGuardSet()
-    triton.runtime.driver.set_active(driver)
+    triton.runtime.driver.set_active(
+        Stand(
+            get_current_target=always(GPUTarget("cuda", 90, 32)),
+            get_current_device=always(0),
+            is_active=always(True),
+            get_active_torch_device=always(device),
+            get_device_interface=always(torch.cuda),
+            get_current_stream=always(0),
+            get_benchmarker=always(None),
+            utils=Stand(get_device_properties=always(LIMITS)),
+        )
+    )
 
 
 # ----- from a function to its code
@@ -205,26 +132,20 @@ class Generated(Exception):
     """Ends a compilation once the code is written."""
 
 
-def size_of(values):
-    """Bytes of all tensors in nested values."""
-    leaves = pytree.tree_leaves(values)
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-
-
-def cost_of_product(function, args, kwargs, result):
-    """(floating-point operations, bytes) of a matrix product; (0, 0) of other operations."""
-    packet = getattr(function, "overloadpacket", None)
+def cost_of_node(node):
+    """(floating-point operations, bytes) of a graph's matrix product; (0, 0) of other nodes."""
+    packet = getattr(node.target, "overloadpacket", None)
     if getattr(packet, "__name__", "") not in PRODUCTS:
         return 0, 0
-    return flop_registry[packet](*args, **kwargs, out_val=result), size_of([args, kwargs, result])
+    words = node.args, node.kwargs
+    args, kwargs = pytree.tree_map_only(torch.fx.Node, lambda x: x.meta["val"], words)
+    result = node.meta["val"]
+    leaves = pytree.tree_leaves([args, kwargs, result])
+    moved = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return flop_registry[packet](*args, **kwargs, out_val=result), moved
 
 
-def cost_of_node(node):
-    """The same of a graph's node."""
-    args, kwargs = pytree.tree_map_only(
-        torch.fx.Node, lambda x: x.meta["val"], (node.args, node.kwargs)
-    )
-    return cost_of_product(node.target, args, kwargs, node.meta.get("val"))
+torch_compile = torch.compile
 
 
 class Generator:
@@ -238,7 +159,6 @@ class Generator:
         from torch._inductor.graph import GraphLowering
 
         self.graphs = []
-        self.counting = False
         self.compile_fx = compile_fx
         # Inductor then writes each kernel's bytes beside it.
         torch._inductor.config.benchmark_kernel = True
@@ -267,92 +187,34 @@ class Generator:
         cuda = torch.device("cuda", 0)
 
         def on_cuda(value):
+            if isinstance(value, torch.Tensor):
+                size = value.shape, value.stride()
+                return torch.empty_strided(*size, dtype=value.dtype, device=cuda)
             return cuda if isinstance(value, torch.device) else value
 
         for node in moved.graph.nodes:
             node.args, node.kwargs = pytree.tree_map(on_cuda, (node.args, node.kwargs))
         with mode:
-            inputs = [
-                torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=cuda)
-                if isinstance(x, torch.Tensor)
-                else x
-                for x in example
-            ]
+            inputs = [on_cuda(value) for value in example]
         moved.recompile()
         FakeTensorProp(moved, mode).propagate_dont_convert_inputs(*inputs)
         costs = [cost_of_node(node) for node in moved.graph.nodes if node.op == "call_function"]
+        self.code = None
         try:
             self.compile_fx.compile_fx_inner(moved, inputs, **options)
-        except Exception as error:  # Inductor wraps what is raised inside
-            cause = error
-            while not isinstance(cause, Generated):
-                cause = (
-                    getattr(cause, "inner_exception", None) or cause.__cause__ or cause.__context__
-                )
-                if cause is None:
-                    raise
+        except Exception:  # Inductor wraps the one that ends it
+            if self.code is None:
+                raise
         self.graphs.append(Graph(self.code.value, *map(sum, zip(*costs, strict=True))))
         return make_boxed_func(graph)
 
-    def compile(self, function=None, **options):
-        """What torch.compile returns, but for the code.
-
-        The launches of its graphs are not counted as eager ones."""
+    def compile(self, function, dynamic=False, **options):
+        """What torch.compile returns, but for the code."""
 
         def backend(graph, example):
             return self.compile_fx.compile_fx(graph, example, inner_compile=self.lower)
 
-        options = {key: value for key, value in options.items() if key in ("dynamic", "fullgraph")}
-        compiled = torch_compile(function, backend=backend, **options)
-
-        @functools.wraps(function)
-        def call(*args, **kwargs):
-            # Under the mode that counts, torch would not compile.
-            with _pop_mode_temporarily() if self.counting else contextlib.nullcontext():
-                return compiled(*args, **kwargs)
-
-        return call
-
-
-torch_compile = torch.compile
-
-
-class EagerKernels(TorchDispatchMode):
-    """Counts torch's operations outside of compiled graphs, and the bytes that they move."""
-
-    def __init__(self, generator):
-        super().__init__()
-        self.generator = generator
-        self.launches = 0
-        self.bytes = 0
-        self.flops = 0
-        self.product_bytes = 0
-
-    def __enter__(self):
-        self.generator.counting = True
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.generator.counting = False
-        return super().__exit__(*error)
-
-    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        returns = function._schema.returns
-        view = returns and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-        free = (
-            view
-            or function.namespace == "prim"
-            or function.overloadpacket.__name__.startswith(("empty", "detach"))
-        )
-        if not free:
-            self.launches += 1
-            flops, product_bytes = cost_of_product(function, args, kwargs or {}, result)
-            self.flops += flops
-            self.product_bytes += product_bytes
-            if not product_bytes:
-                self.bytes += size_of([args, kwargs, result])
-        return result
+        return torch_compile(function, backend=backend, dynamic=dynamic, **options)
 
 
 # ----- reading the code
@@ -361,6 +223,10 @@ KERNEL = re.compile(
     r"(\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str='cuda'\)", re.DOTALL
 )
 
+MADE = re.compile(r"\s+(buf\d+) = empty_strided_cuda\(\((.*?)\), \(.*?\), torch\.(\w+)\)")
+AGAIN = re.compile(r"\s+(buf\d+) = (?:reinterpret_tensor\()?(\w+).*# (?:reuse|alias)")
+GONE = re.compile(r"\s+del (\w+)$")
+
 
 def peak_bytes(body):
     """The most bytes that the buffers which a graph's `call` makes take at once."""
@@ -368,11 +234,9 @@ def peak_bytes(body):
     now = 0
     peak = 0
     for line in body.splitlines():
-        made = re.match(
-            r"\s+(buf\d+) = empty_strided_cuda\(\((.*?)\), \(.*?\), torch\.(\w+)\)", line
-        )
-        again = re.match(r"\s+(buf\d+) = (?:reinterpret_tensor\()?(\w+).*# (?:reuse|alias)", line)
-        gone = re.match(r"\s+del (\w+)$", line)
+        made = MADE.match(line)
+        again = AGAIN.match(line)
+        gone = GONE.match(line)
         if made:
             sides = [int(side) for side in made[2].split(",") if side.strip()]
             live[made[1]] = math.prod(sides) * getattr(torch, made[3]).itemsize
@@ -412,8 +276,8 @@ def read_graph(graph):
     }
 
 
-def registers_and_spills(kernel):
-    """(registers of a thread, bytes that it spills) of a compiled kernel."""
+def spilled_bytes(kernel):
+    """Bytes that a thread of a compiled kernel spills."""
     import triton.backends.nvidia as nvidia
 
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
@@ -421,72 +285,39 @@ def registers_and_spills(kernel):
         path = getattr(kernel, "cubin_path", None)
         file.write(Path(path).read_bytes() if path else kernel.asm["cubin"])
         file.flush()
-        told = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        )
-    found = re.search(r"REG:(\d+) STACK:\d+ SHARED:\d+ LOCAL:(\d+)", told.stdout)
-    return int(found[1]), int(found[2])
+        command = [tool, "--dump-resource-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(re.search(r"LOCAL:(\d+)", told.stdout)[1])
 
 
 def assemble(graph):
     """Assemble a graph's Triton kernels, in their first configuration, for sm_90.
 
-    Returns [(kernel, registers, spills)]."""
+    Returns {kernel: bytes that a thread spills}."""
     from torch._inductor.codecache import PyCodeCache
 
-    rows = []
+    found = {}
     for text in {text for _, text in KERNEL.findall(graph.code)}:
-        name, kernel = next(
-            (name, value)
-            for name, value in vars(PyCodeCache.load(text)).items()
-            if hasattr(value, "configs") and hasattr(value, "_precompile_config")
-        )
-        made = kernel._precompile_config(kernel.configs[0])
-        rows.append((name, *registers_and_spills(made.kernel)))
-    return sorted(rows)
+        for name, value in vars(PyCodeCache.load(text)).items():
+            if hasattr(value, "configs") and hasattr(value, "_precompile_config"):
+                found[name] = spilled_bytes(value._precompile_config(value.configs[0]).kernel)
+    return found
 
 
 # ----- what is measured
 
 
-def shape_of_run(track, layers, **overrides):
-    """The track's Config, in bfloat16, with fewer layers on demand."""
-    config = dataclasses.replace(
-        train_gpt.TRACKS[track], seed=1, dtype="bfloat16", compile=True, **overrides
-    )
-    if layers != config.num_layers:
-        config = dataclasses.replace(
-            config,
-            num_layers=layers,
-            long_layers=(layers - 1,),
-            value_embedding_layers=tuple({min(1, layers - 1), layers - 1}),
-            skips=((0, layers - 1),) if layers > 1 else (),
-            **kept_layers(config, layers),
-        )
-    return config
-
-
-def kept_layers(config, layers):
-    """{field: the layers that it names, as far as there are so many}, of the kinds of layers."""
-    names = ("shifted_layers", "paired_layers", "exclusive_layers")
-    return {
-        name: tuple(layer for layer in getattr(config, name) if layer < layers) for name in names
-    }
-
-
 def passes(config, step):
     """[(what, Graph)]: forward and backward pass of one micro-batch, of fake tensors."""
     generator = Generator()
-    length, columns, dtype = config.micro_batch_tokens, config.columns, config.torch_dtype
+    length, dtype = config.micro_batch_tokens, config.torch_dtype
     back_end = train_gpt.VarlenAttention()
-    model = train_gpt.GPT(config, back_end, use_float8=config.float8)
+    model = train_gpt.GPT(config, back_end)
     micro_batch = train_gpt.MicroBatch(
         inputs=torch.empty(length, dtype=torch.int32),
         targets=torch.empty(length, dtype=torch.int64),
         segment_start=torch.empty(length, dtype=torch.int32),
-        segment_bounds=torch.empty(train_gpt.SEGMENT_ROOM + 1, dtype=torch.int32),
-        slots=torch.empty(length, columns, dtype=torch.int32),
-        signs=torch.empty(length, columns),
+        segment_bounds=torch.empty(train_gpt.SEGMENT_ROOM, dtype=torch.int32),
     )
     ngram = torch.empty(length, config.model_dim, dtype=dtype, requires_grad=True)
     windows = train_gpt.long_windows_until(config, step)
@@ -495,80 +326,61 @@ def passes(config, step):
     rotary = train_gpt.rotary_tables(positions, config.head_dim, windows, "cpu", dtype)
     masks = back_end.prepare(micro_batch, phase, dtype)
     forward = generator.compile(model, dynamic=False, fullgraph=True)
-    loss, *_ = forward(micro_batch, ngram, phase, rotary, masks)
+    weights = torch.empty(len(train_gpt.stage_at(config, step).mtp_weights))
+    loss, *_ = forward(micro_batch, ngram, phase, weights, rotary, masks)
     torch.autograd.grad(loss, [*model.parameters(), ngram], allow_unused=True)
     return list(zip(("forward", "backward"), generator.graphs, strict=True))
 
 
-def updates(config, step, compiled):
-    """(EagerKernels, [Graph]): the updates of all parameters but the table's, at world size 1."""
+def updates(config, step):
+    """[Graph]: the updates of all parameters but the table's, at world size 1."""
     generator = Generator()
     torch.compile = generator.compile
     try:
-        runtime = train_gpt.Runtime("cpu", workers=1)
+        runtime = train_gpt.Runtime("cpu")
         model = train_gpt.GPT(config, train_gpt.BlockedAttention())
         table = train_gpt.NgramTable(config, runtime)
-        groups = train_gpt.Optimizer(config, model, table, runtime).parameter_groups
-        reduced = []
-        for group in groups:
-            if compiled:
-                group.take_step = train_gpt.compiled_updates()
+        for group in train_gpt.Optimizer(config, model, table, runtime).parameter_groups:
+            group.take_step = train_gpt.compiled_updates()
             group.tokens = config.micro_batch_tokens
-            reduced.append(group.reduce(step))
-        with EagerKernels(generator) as eager:
-            updated = []
-            for group, pending in zip(groups, reduced, strict=True):
-                updated.append(group.update(step, 1.0, pending))
-            for group, pending in zip(groups, updated, strict=True):
-                group.receive(pending)
+            group.receive(group.update(step, 1.0, group.reduce(step)))
     finally:
         torch.compile = torch_compile
-    return eager, generator.graphs
+    return generator.graphs
 
 
 def measure(config, step):
-    """{"forward" | "backward" | "updates" | "updates, not compiled": figures}, see row_of."""
+    """{"forward" | "backward" | "updates": figures}, see row_of."""
     due = step + config.adam_every - 1  # a step at which all parameters are due
-    nothing = types.SimpleNamespace(launches=0, bytes=0, flops=0, product_bytes=0)
     with FakeTensorMode():
-        parts = [(what, nothing, [graph]) for what, graph in passes(config, step)]
-        parts.append(("updates", *updates(config, due, compiled=True)))
-        parts.append(("updates, not compiled", *updates(config, due, compiled=False)))
+        parts = {what: [graph] for what, graph in passes(config, step)}
+        parts["updates"] = updates(config, due)
     figures = {}
-    for what, eager, graphs in parts:
+    names = ("triton", "other", "gigabytes", "product_gigabytes", "teraflops")
+    for what, graphs in parts.items():
         read = [read_graph(graph) for graph in graphs]
-        total = {
-            key: sum(one[key] for one in read)
-            for key in ("triton", "other", "gigabytes", "product_gigabytes", "teraflops")
-        }
-        total["other"] += eager.launches
-        total["gigabytes"] += eager.bytes / 1e9
-        total["product_gigabytes"] += eager.product_bytes / 1e9
-        total["teraflops"] += eager.flops / 1e12
+        spills = [spilled for graph in graphs for spilled in assemble(graph).values()]
         figures[what] = {
-            **total,
-            "peak_mib": max([one["peak_mib"] for one in read], default=0),
-            "spilling": [row for graph in graphs for row in assemble(graph) if row[2]],
-            "kernels": sorted(sum((one["kernels"] for one in read), []), reverse=True)[:8],
+            **{name: sum(one[name] for one in read) for name in names},
+            "peak_mib": max(one["peak_mib"] for one in read),
+            "spilling": sum(spilled > 0 for spilled in spills),
+            "kernels": sorted(sum((one["kernels"] for one in read), []), reverse=True)[:5],
         }
     return figures
 
 
 def row_of(what, figure):
+    """A row of the first table."""
+    names = ("triton", "other", "gigabytes", "product_gigabytes", "teraflops")
+    names += ("peak_mib", "spilling")
     memory = (figure["gigabytes"] + figure["product_gigabytes"]) * 1e9 / BYTES_PER_S
     compute = figure["teraflops"] * 1e12 / FLOPS_PER_S
-    return [
-        what,
-        figure["triton"],
-        figure["other"],
-        f"{figure['gigabytes']:.2f}",
-        f"{figure['product_gigabytes']:.2f}",
-        f"{figure['teraflops']:.2f}",
-        f"{figure['peak_mib']:,.0f}",
-        len(figure["spilling"]),
-        f"{1000 * memory:.2f}",
-        f"{1000 * compute:.2f}",
-    ]
+    return [what, *map(cell, [*[figure[name] for name in names], 1000 * memory, 1000 * compute])]
+
+
+def cell(value):
+    """A figure with as many digits as mean something."""
+    return f"{value:,.0f}" if value == int(value) or value > 100 else f"{value:.2f}"
 
 
 def totals(figures):
@@ -578,106 +390,54 @@ def totals(figures):
         "gigabytes": sum(one["gigabytes"] for one in both),
         "peak_mib": max(one["peak_mib"] for one in both),
         "kernels": sum(one["triton"] + one["other"] for one in both),
-        "spills": sum(len(one["spilling"]) for one in both),
+        "spills": sum(one["spilling"] for one in both),
         "updates": figures["updates"]["triton"] + figures["updates"]["other"],
         "update_gigabytes": figures["updates"]["gigabytes"],
     }
 
 
-def main(argv=None):
-    parser = common.parser(
-        __doc__,
-        track="fineweb",
-        step=0,
-        layers=12,
-        float8=False,
-        stage="now",
-        name="cuda_codegen",
-        setup=False,
+def report(figures, stages):
+    """The three tables of the page."""
+    header = ["", "Triton", "other", "GB", "GB of products", "TFLOP", "MiB at the peak", "spilling"]
+    header += ["memory bound, ms", "compute bound, ms"]
+    detail = common.markdown_table(header, [row_of(*item) for item in figures.items()])
+    kernels = [
+        [what, f"{gigabytes:.2f}", calls, f"`{name[:90]}`"]
+        for what, figure in figures.items()
+        for gigabytes, calls, name in figure["kernels"]
+    ]
+    kernels = common.markdown_table(["pass", "GB", "launches", "kernel"], kernels)
+    rows = [[stage, *map(cell, one.values())] for stage, one in stages.items()]
+    header = ["version", "GB", "MiB at the peak", "kernels", "spilling", "kernels of the updates"]
+    history = common.markdown_table([*header, "GB of the updates"], rows)
+    return (
+        f"{detail}\n\nThe kernels that move most:\n\n{kernels}\n\n"
+        f"Forward and backward pass together, version by version:\n\n{history}"
     )
-    argv = sys.argv[1:] if argv is None else argv
-    arguments = parser.parse_args(argv)
-    if arguments.setup:
-        return set_up()
-    python = cuda_python()
-    if python is None:
-        remedy = "run `python benchmarks/cuda_codegen.py --setup` once"
+
+
+def main(argv=None):
+    arguments = common.parser(__doc__, step=0, stage="now").parse_args(argv)
+    if not torch.version.cuda:
+        remedy = "take its build for CUDA, as the top of this file says"
         sys.exit(f"error: torch {torch.__version__} has no CUDA; {remedy}")
-    if python != sys.executable:
-        return subprocess.run([python, __file__, *argv]).returncode
     pretend_h100()
-    config = shape_of_run(arguments.track, arguments.layers, float8=arguments.float8)
+    config = dataclasses.replace(train_gpt.TRACKS["fineweb"], seed=1)
     figures = measure(config, arguments.step)
     found = totals(figures)
-    header = [
-        "",
-        "Triton",
-        "other",
-        "GB",
-        "GB of products",
-        "TFLOP",
-        "MiB at the peak",
-        "spilling",
-        "memory bound, ms",
-        "compute bound, ms",
-    ]
-    detail = common.markdown_table(header, [row_of(*item) for item in figures.items()])
-    kernels = common.markdown_table(
-        ["pass", "GB", "launches", "kernel"],
-        [
-            [what, f"{gigabytes:.2f}", calls, f"`{name[:90]}`"]
-            for what, figure in figures.items()
-            for gigabytes, calls, name in figure["kernels"][:5]
-        ],
-    )
-    path = Path(arguments.results) / f"{arguments.name}.json"
+    path = arguments.results / f"{NAME}.json"
     stages = json.loads(path.read_text())["stages"] if path.is_file() else {}
     stages[arguments.stage] = found
-    history = common.markdown_table(
-        [
-            "version",
-            "GB",
-            "MiB at the peak",
-            "kernels",
-            "spilling",
-            "kernels of the updates",
-            "GB of the updates",
-        ],
-        [
-            [
-                stage,
-                f"{one['gigabytes']:.1f}",
-                f"{one['peak_mib']:,.0f}",
-                one["kernels"],
-                one["spills"],
-                one["updates"],
-                f"{one['update_gigabytes']:.1f}",
-            ]
-            for stage, one in stages.items()
-        ],
-    )
-    text = f"""Of the {arguments.track} track at step {arguments.step}, {config.num_layers} layers,
-{config.micro_batch_tokens:,} tokens:
-
-{detail}
-
-The kernels that move most:
-
-{kernels}
-
-Forward and backward pass together, version by version:
-
-{history}"""
+    text = f"""Of the fineweb track at step {arguments.step}, {config.num_layers} layers,
+{config.micro_batch_tokens:,} tokens:\n\n{report(figures, stages)}"""
     data = {"config": dataclasses.asdict(config), "figures": figures, "stages": stages}
-    facts = common.environment("cpu")
-    common.write_results(arguments.results, arguments.name, facts, data, text)
+    common.write_results(arguments.results, NAME, common.environment("cpu"), data, text)
     print(text)
     print(
         f"gigabytes:{found['gigabytes']:.2f} peak_mib:{found['peak_mib']:.0f} "
         f"kernels:{found['kernels']} spills:{found['spills']}"
     )
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,37 +11,20 @@ import torch.nn.functional as F
 from torch import nn
 
 
-class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
-
-    def __init__(self, dim, heads):
-        super().__init__()
-        self.heads = heads
-        self.norm_attention = nn.LayerNorm(dim)
-        self.norm_mlp = nn.LayerNorm(dim)
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.out = nn.Linear(dim, dim)
-        self.up = nn.Linear(dim, 4 * dim)
-        self.down = nn.Linear(4 * dim, dim)
-
-    def forward(self, x):  # (B, T, dim)
-        qkv = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
-
-
 class PlainGPT(nn.Module):
     """A GPT of a track's vocabulary, width, heads and layers, with a context of `block` tokens."""
 
     def __init__(self, config, block):
         super().__init__()
         dim = config.model_dim
+        heads = dim // config.head_dim
+        options = {"activation": "gelu", "batch_first": True, "norm_first": True, "dropout": 0.0}
         self.embed = nn.Embedding(config.vocab_size, dim)
         self.position = nn.Embedding(block, dim)
-        heads = dim // config.head_dim
-        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(dim, heads, 4 * dim, **options)
+            for _ in range(config.num_layers)
+        )
         self.norm = nn.LayerNorm(dim)
 
     @torch.no_grad()
@@ -50,7 +33,7 @@ class PlainGPT(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for name, param in self.named_parameters():
             if param.ndim == 2:
-                is_residual = name.endswith(("out.weight", "down.weight"))
+                is_residual = name.endswith(("out_proj.weight", "linear2.weight"))
                 std = 0.02 / math.sqrt(2 * len(self.blocks)) if is_residual else 0.02
                 param.copy_(torch.randn(param.shape, generator=generator) * std)
             else:
@@ -58,9 +41,11 @@ class PlainGPT(nn.Module):
 
     def forward(self, inputs, targets):
         """The losses (B, T) of the targets (B, T) that follow the inputs (B, T), token ids."""
-        x = self.embed(inputs) + self.position.weight[: inputs.size(1)]
+        length = inputs.size(1)
+        x = self.embed(inputs) + self.position.weight[:length]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=x.device)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask, is_causal=True)
         logits = F.linear(self.norm(x), self.embed.weight)
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         return losses.view(targets.shape)

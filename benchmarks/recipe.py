@@ -3,24 +3,23 @@
     python benchmarks/recipe.py [--seeds 1,2,3] [--arms ours,fewer] [--jobs 2]
 
 Both train a GPT of 96 channels, in six heads, on the same tokens in the same order: 400 steps,
-824,320 bytes of the nano corpus. The published one is modded-nanogpt's train_gpt.py of 2026-08-01
+824,320 bytes of Python sources. The published one is modded-nanogpt's train_gpt.py of 2026-08-01
 (commit f411b3d3) in a float32 form for CPUs, with its own topology, rates and bigram table, at the
 same widths, windows and document caps. PUBLISHED holds its figures, which this script does not
 measure. All arms run as it did: eagerly, in one thread, in float32.
 
 Arms: `ours` has the features of the track `mini` in the published trainer's shape, and SOAP-Muon;
 `muon` has Muon in its place, which takes less time; `fewer` is `ours` on the shorter schedule of
-the last line's tokens_ratio; `without NAME`, for each NAME of FEATURES, is `fewer` without that;
-`twice` has 800 steps; `track` and `track twice` are the track itself, of its own shape, on as many
-tokens as `ours` and `twice`; `plain` is a GPT-2 of as many layers as the published trainer with
-AdamW. Runs that stand in the results are not repeated: without recipe.json all begin anew.
+the last line's tokens_ratio; `twice` has 800 steps; `track` and `track twice` are the track itself,
+of its own shape, on as many tokens as `ours` and `twice`; `plain` is a GPT-2 of as many layers as
+the published trainer with AdamW. Runs that stand in the results are not repeated: without
+recipe.json all begin anew.
 
-Results: benchmarks/results/recipe.{json,md} and recipe.png. The last line is
+Results: benchmarks/results/recipe.{json,md}. The last line is
 `ours:<mean final loss> published:<...> seeds:<n> tokens_ratio:<tokens of fewer over ours>`.
 """
 
 import dataclasses
-import itertools
 import json
 import math
 import multiprocessing
@@ -38,23 +37,22 @@ from benchmarks import common, plain_gpt
 
 NAME = "recipe"
 STEPS = 400  # of the published trainer's schedule
-FEWER = 280
-# Steps of the arms on other schedules than that of FEWER. The track's own steps have 2,048 tokens.
-STEPS_OF = {
+STEPS_OF = {  # of each arm. The track's own steps have 2,048 tokens.
     "ours": STEPS,
     "muon": STEPS,
-    "plain": STEPS,
+    "fewer": 280,
     "twice": 2 * STEPS,
     "track": 402,
     "track twice": 805,
+    "plain": STEPS,
 }
 # The published trainer at 96 channels: schedule, widths, layers, heads and rows of the table; and
 # rates that were tuned in this shape.
-STAGES = (
-    train_gpt.Stage(0.0, 2, 224, (32, 96), 1.0, (1.0,)),
-    train_gpt.Stage(0.33, 4, 512, (96, 224), 1.52, (1.0,)),
-    train_gpt.Stage(0.6575, 6, 512, (160, 352), 1.73, (1.0,)),
-    train_gpt.Stage(0.9875, 6, 512, (192, 416), 1.73, (1.0,)),
+STAGES = (  # start, micro-batches of a step, document cap, windows, rate
+    train_gpt.Stage(0.0, 2, 224, (32, 96), 1.0),
+    train_gpt.Stage(0.33, 4, 512, (96, 224), 1.52),
+    train_gpt.Stage(0.6575, 6, 512, (160, 352), 1.73),
+    train_gpt.Stage(0.9875, 6, 512, (192, 416), 1.73),
 )
 SHAPE = {
     "micro_batch_tokens": 512,
@@ -78,85 +76,30 @@ SHAPE = {
     "adam_lr": 0.008,
     "ngram_lr": 0.05,
 }
-# Validation losses of the published trainer at steps of its schedule, and its processor time,
-# by (steps, seed): `p_run.py --seed SEED --steps STEPS --unit 512` of its CPU form. The times are
-# of the machine of the other arms, an AMD EPYC, in the same hours. There the first three seeds
+TOKENS = 824_320  # of 400 steps
+# What `p_run.py --seed SEED --steps STEPS --unit 512` of the published trainer's CPU form ended at:
+# steps, seed, validation loss, and seconds of processor time where they were measured. The times
+# are of the machine of the other arms, an AMD EPYC, in the same hours. There the first three seeds
 # ended at 1.3465, 1.3336 and 1.1586; these losses, and the fourth run, are an Intel Xeon's.
-PUBLISHED = {
-    (400, 1): {"points": {100: 2.2386, 200: 1.8038, 300: 1.5057, 400: 1.3496}, "seconds": 214.7},
-    (400, 2): {"points": {100: 2.2430, 200: 1.8199, 300: 1.5220, 400: 1.3313}, "seconds": 203.6},
-    (400, 3): {"points": {100: 2.2313, 200: 1.8195, 300: 1.3639, 400: 1.1559}, "seconds": 236.2},
-    (800, 1): {"points": {800: 1.0030}},
-    (800, 2): {"points": {800: 1.1359}, "seconds": 456.9},
-}
-# What a run without a feature has instead. The published trainer has the last one's.
-FEATURES = {
-    "shifted keys in long windows": {"shifted_layers": ()},
-    "pairs of heads": {"paired_layers": ()},
-    "own values left out": {"exclusive_layers": ()},
-    "SOAP-Muon": {"matrix_update": "muon"},
-    "the next token alone": {
-        "stages": (
-            dataclasses.replace(STAGES[0], mtp_weights=(1.0, 0.5, 0.25)),
-            dataclasses.replace(STAGES[1], mtp_weights=(1.0, 0.5)),
-            *STAGES[2:],
-        )
-    },
-    "skips between mirrored layers": {"skips": ((3, 6),)},
-}
-# What features were worth at commit a5dffac, by seed. Output gates have left train_gpt.py since.
-EARLIER = {
-    "output gates": (0.0079, -0.0080, 0.0082, -0.0021),
-    "skips between mirrored layers": (0.0125, -0.0008, 0.0120, 0.0018),
-}
-# What modded-nanogpt's records say that these features save on 8 GPUs, in per cent of the steps to
-# one loss, from their READMEs; and where.
-PRICES = {
-    "shifted keys in long windows": (2.3, "2025-12-14_PartialKeyOffset"),
-    "pairs of heads": (3.5, "2026-01-07_PairedHeadAttention"),
-    "own values left out": (2.5, "2026-05-07_XSAGatedLayers"),
-    "output gates": (2.9, "2025-08-23_SparseAttnGate, an estimate"),
-    "SOAP-Muon": (15.4, "track_3_optimization: 3,250 and 2,750 steps"),
-    "the next token alone": (-4.0, "2025-12-22_MultiTokenPrediction, with other changes"),
-    "skips between mirrored layers": (-0.9, "2025-11-18_RefineSkip, with another change"),
-}
+PUBLISHED = (
+    (400, 1, 1.3496, 214.7),
+    (400, 2, 1.3313, 203.6),
+    (400, 3, 1.1559, 236.2),
+    (800, 1, 1.0030, None),
+    (800, 2, 1.1359, 456.9),
+)
 PLAIN_LR = 3e-3  # AdamW's, not tuned
 PLAIN_BLOCK = 512  # tokens of the plain GPT's context
 
 
 def config_of(arm, seed):
     """The Config of an arm of ours."""
-    steps = STEPS_OF.get(arm, FEWER)
-    changes = {"seed": seed, "steps": steps, "device": "cpu", "compile": False, "workers": 1}
+    changes = {"seed": seed, "steps": STEPS_OF[arm], "device": "cpu"}
     if not arm.startswith("track"):
         changes |= SHAPE
     if arm == "muon":
         changes["matrix_update"] = "muon"
-    if arm.startswith("without "):
-        changes |= FEATURES[arm.removeprefix("without ")]
     return dataclasses.replace(train_gpt.TRACKS["mini"], **changes)
-
-
-class Ours:
-    """The track's trainer and loader, a step at a time."""
-
-    def __init__(self, config):
-        self.config = config
-        runtime = train_gpt.Runtime("cpu", workers=1)
-        corpus = train_gpt.open_corpus(config)
-        self.trainer = train_gpt.Trainer(config, runtime)
-        index = self.trainer.table.index
-        self.loader = train_gpt.TrainLoader(config, corpus.shards, runtime, index)
-        self.val = corpus.val
-
-    def step(self, step):
-        self.trainer.step(step, self.loader.next_batch())
-
-    def loss(self, step):
-        return self.trainer.evaluate(step, self.val)
-
-    def close(self):
-        self.loader.close()
 
 
 class Plain:
@@ -172,10 +115,7 @@ class Plain:
         self.generator = torch.Generator().manual_seed(config.seed)
         decayed = [param for param in self.model.parameters() if param.ndim == 2]
         others = [param for param in self.model.parameters() if param.ndim != 2]
-        groups = [
-            {"params": decayed, "weight_decay": 0.1},
-            {"params": others, "weight_decay": 0.0},
-        ]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=PLAIN_LR, betas=(0.9, 0.95), fused=True)
 
     def losses(self, tokens, starts):
@@ -199,7 +139,7 @@ class Plain:
         self.optimizer.zero_grad()
 
     @torch.no_grad()
-    def loss(self, step):
+    def loss(self):
         starts = range(0, self.config.val_tokens, PLAIN_BLOCK)
         passes = [starts[low : low + 8] for low in range(0, len(starts), 8)]
         total = sum(self.losses(self.val, part).double().sum() for part in passes)
@@ -210,129 +150,47 @@ class Plain:
 
 
 def measure(arm, seed):
-    """One run: its final loss, for the picture also those on the way, and its processor time."""
+    """One run: its final loss and its processor time."""
     torch.set_num_threads(1)
     config = config_of(arm, seed)
-    run = Plain(config) if arm == "plain" else Ours(config)
-    shares = (0.25, 0.5, 0.75, 1) if arm in ("ours", "plain") else (1,)  # the picture's
-    marks = {round(config.steps * share) for share in shares}
-    points = {}
-    seconds = 0.0
+    run = Plain(config) if arm == "plain" else common.Training(config)
+    began = time.process_time()
     for step in range(config.steps):
-        began = time.process_time()
         run.step(step)
-        seconds += time.process_time() - began
-        if step + 1 in marks:
-            points[step + 1] = run.loss(step + 1)
+    seconds = time.process_time() - began
+    loss = run.loss()
     run.close()
-    return {
-        "arm": arm,
-        "seed": seed,
-        "steps": config.steps,
-        "tokens": train_gpt.training_tokens(config),
-        "points": points,
-        "loss": points[config.steps],
-        "seconds": seconds,
-    }
+    tokens = train_gpt.training_tokens(config)
+    facts = {"arm": arm, "seed": seed, "steps": config.steps, "tokens": tokens}
+    return {**facts, "loss": loss, "seconds": seconds}
 
 
-def of_arm(runs, arm):
+def of_arm(runs, arm, steps=None):
+    """The runs of an arm, by seed; the published trainer's need no measuring."""
+    if arm == "published":
+        names = ("steps", "seed", "loss", "seconds")
+        runs = [dict(zip(names, run, strict=True)) for run in PUBLISHED if run[0] == steps]
+        return [{**run, "tokens": TOKENS * steps // STEPS} for run in runs]
     return sorted((run for run in runs if run["arm"] == arm), key=lambda run: run["seed"])
 
 
-def published(steps):
-    return [run for (length, _), run in PUBLISHED.items() if length == steps]
-
-
-def row(name, steps, losses, microseconds):
-    """A line of the first table. microseconds: processor time a token."""
-    cost = f"{statistics.mean(microseconds):.0f}"
-    each = ", ".join(f"{loss:.4f}" for loss in losses)
-    return [name, steps, common.spread(losses, 4), each, cost]
+def mean_loss(runs):
+    return statistics.mean(run["loss"] for run in runs)
 
 
 def losses_table(runs):
-    """Final losses of the arms and of the published trainer."""
+    """Final losses of the arms and of the published trainer, and processor time a token."""
     rows = []
-    for steps in sorted({steps for steps, _ in PUBLISHED}):
-        found = published(steps)
-        tokens = train_gpt.training_tokens(dataclasses.replace(config_of("ours", 1), steps=steps))
-        cost = [1e6 * run["seconds"] / tokens for run in found if "seconds" in run]
-        rows.append(row("published", steps, [run["points"][steps] for run in found], cost))
-    for arm in ("ours", "muon", "fewer", "twice", "track", "track twice", "plain"):
-        found = of_arm(runs, arm)
-        if found:
-            cost = [1e6 * run["seconds"] / run["tokens"] for run in found]
-            rows.append(row(arm, found[0]["steps"], [run["loss"] for run in found], cost))
+    for arm, steps in [("published", STEPS), ("published", 2 * STEPS), *STEPS_OF.items()]:
+        own = of_arm(runs, arm, steps)
+        if own:
+            losses = [run["loss"] for run in own]
+            cost = [1e6 * run["seconds"] / run["tokens"] for run in own if run["seconds"]]
+            each = ", ".join(f"{loss:.4f}" for loss in losses)
+            mean_cost = f"{statistics.mean(cost):.0f}"
+            rows.append([arm, steps, common.spread(losses, 4), each, mean_cost])
     header = ["arm", "steps", "final loss", "of each seed", "processor time, µs a token"]
     return common.markdown_table(header, rows)
-
-
-def pairs_of(runs, feature):
-    """(run without the feature, run with it) of each seed that has both."""
-    own = {run["seed"]: run for run in of_arm(runs, "fewer")}
-    without = of_arm(runs, f"without {feature}")
-    return [(run, own[run["seed"]]) for run in without if run["seed"] in own]
-
-
-def worths_of(runs, feature):
-    """What a feature is worth, in nats, by seed."""
-    worths = [without["loss"] - own["loss"] for without, own in pairs_of(runs, feature)]
-    return worths or EARLIER.get(feature, ())
-
-
-def rank_correlation(left, right):
-    """(Spearman's, the share of all orders in which it is at least as far from 0)."""
-
-    def ranks(values):
-        return [sum(other < value for other in values) for value in values]
-
-    def correlation(order):
-        return statistics.correlation(ranks(left), order)
-
-    found = correlation(ranks(right))
-    orders = list(itertools.permutations(ranks(right)))
-    farther = sum(abs(correlation(order)) >= abs(found) - 1e-9 for order in orders)
-    return found, farther / len(orders)
-
-
-def prices_table(runs):
-    """The features' worth in these runs beside what they save on 8 GPUs."""
-    rows = []
-    for feature, (percent, source) in PRICES.items():
-        worths = worths_of(runs, feature)
-        if worths:
-            rows.append((percent, statistics.mean(worths), len(worths), feature, source))
-    if len(rows) < 4:
-        return ""
-    rows.sort(reverse=True)
-    prices, worths, *_ = zip(*rows, strict=True)
-    found, share = rank_correlation(prices, worths)
-    cells = [
-        [feature, f"{percent:+.1f}", f"{worth:+.4f}", count, source]
-        for percent, worth, count, feature, source in rows
-    ]
-    header = ["feature", "steps saved on 8 GPUs, %", "worth here, nats", "n", "record"]
-    table = common.markdown_table(header, cells)
-    return (
-        f"{table}\n\nSpearman's rank correlation of the two columns: {found:.2f}; a share of "
-        f"{share:.2f} of all orders is at least as far from 0."
-    )
-
-
-def features_table(runs):
-    """What each feature is worth: the final loss without it less that of `fewer`, in pairs."""
-    rows = []
-    for feature in FEATURES:
-        worth = worths_of(runs, feature)
-        if len(worth) > 1:
-            error = statistics.stdev(worth) / len(worth) ** 0.5
-            each = ", ".join(f"{value:+.4f}" for value in worth)
-            mean = statistics.mean(worth)
-            rows.append((mean, [feature, f"{mean:+.4f}", f"{error:.4f}", each]))
-    rows.sort(key=lambda pair: -pair[0])
-    header = ["feature", "worth, nats", "standard error", "of each seed"]
-    return common.markdown_table(header, [cells for _, cells in rows]) if rows else ""
 
 
 def summary(runs):
@@ -341,38 +199,13 @@ def summary(runs):
     if not ours:
         return "ours:not measured"
     fewer = of_arm(runs, "fewer")
-    theirs = statistics.mean(run["points"][STEPS] for run in published(STEPS))
-    mean = statistics.mean(run["loss"] for run in ours)
+    theirs = mean_loss(of_arm(runs, "published", STEPS))
     ratio = "not measured"
     if fewer:
-        is_reached = statistics.mean(run["loss"] for run in fewer) <= theirs
+        is_reached = mean_loss(fewer) <= theirs
         ratio = f"{fewer[0]['tokens'] / ours[0]['tokens']:.2f}" if is_reached else "not reached"
-    return f"ours:{mean:.4f} published:{theirs:.4f} seeds:{len(ours)} tokens_ratio:{ratio}"
-
-
-def draw(runs, path):
-    """Losses against training tokens, each seed thin and the mean of an arm thick."""
-    curves = {"published trainer": [run["points"] for run in published(STEPS)]}
-    for arm, name in (("ours", "ours"), ("plain", "plain GPT, AdamW")):
-        found = [run["points"] for run in of_arm(runs, arm)]
-        if found:
-            curves[name] = [{int(step): loss for step, loss in points.items()} for points in found]
-    config = config_of("ours", 1)
-    with common.picture(path, figsize=(7, 4.5)) as axes:
-        for color, (name, found) in zip(("C1", "C0", "C7"), curves.items(), strict=False):
-            steps = sorted(found[0])
-            tokens = [
-                512 * sum(train_gpt.stage_at(config, i).micro_batches for i in range(step))
-                for step in steps
-            ]
-            for points in found:
-                axes.plot(tokens, [points[step] for step in steps], color=color, alpha=0.3)
-            means = [statistics.mean(points[step] for points in found) for step in steps]
-            axes.plot(tokens, means, color=color, linewidth=2.5, marker="o", label=name)
-        axes.set_xlabel("training tokens (bytes)")
-        axes.set_ylabel("validation loss, nats a byte")
-        axes.legend()
-        axes.grid(alpha=0.3)
+    losses = f"ours:{mean_loss(ours):.4f} published:{theirs:.4f}"
+    return f"{losses} seeds:{len(ours)} tokens_ratio:{ratio}"
 
 
 def main():
@@ -391,12 +224,8 @@ def main():
         for future in as_completed(pending):
             runs.append({**future.result(), "commit": facts["commit"][:12]})
             print("arm:{arm} seed:{seed} loss:{loss:.4f} seconds:{seconds:.0f}".format(**runs[-1]))
-            parts = [losses_table(runs), features_table(runs), prices_table(runs)]
-            parts.append(f"`{summary(runs)}`")
-            common.write_results(
-                folder, NAME, facts, {"runs": runs}, "\n\n".join(filter(None, parts))
-            )
-    draw(runs, folder / f"{NAME}.png")
+            text = f"{losses_table(runs)}\n\n`{summary(runs)}`"
+            common.write_results(folder, NAME, facts, {"runs": runs}, text)
     print(summary(runs))
 
 

@@ -24,8 +24,13 @@ MOST_MFU = 500  # per cent of the product that is measured beside the run, and m
 COMPARED = 100  # losses of a run that are compared with other runs', the first ones
 NEAR = 0.75  # of these losses: a run is another one's copy if so many agree
 AUTHORS = re.compile(PLAIN + r"[^\W_](?:[^\W_]|[ .,'&()@/-]){0,99}")
+<<<<<<< HEAD
 # What prose has none of: letters that nobody sees; Markdown of HTML, links, code, formulas and
 # emphasis; and, where a line begins, headings and lines under one, quoted ones too.
+=======
+# What prose has none of: Markdown of HTML, links, code, formulas and emphasis; and, where a line
+# begins, headings and lines under one, quoted ones too.
+>>>>>>> main
 ODD_PROSE = re.compile(
     r"(?m)[\t\xad\u200b-\u200f\u2060-\u206f\ufeff\U000e0000-\U000e0fff]"
     r"|<[A-Za-z/!?]|[\[\]`|$\\]|://|www\.|\w@|&#?\w{1,40};|\S[*~]|[*]\S|\b_|_\b"

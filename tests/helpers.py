@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,9 +25,9 @@ TRAINER = ROOT / "train_gpt.py"
 EOT = 256  # every document of the byte corpus starts with it
 
 # Small enough that a step takes milliseconds, with every part of the model in use. Fields of a
-# Stage hold in all stages.
+# Stage hold in all stages. What is not named is the track's.
 TINY = {
-    "track": "nano",  # by default it is told why this one is taken
+    "track": "mini",  # by default it is told why this one is taken
     "steps": 4,
     "micro_batch_tokens": 256,
     "micro_batches": 2,
@@ -40,8 +41,12 @@ TINY = {
     "mlp_dim": 64,
     "long_layers": (1,),
     "value_embedding_layers": (0,),
+    "shifted_layers": (),
+    "paired_layers": (),
+    "exclusive_layers": (),
     "skips": ((0, 1),),
     "adam_lr": 0.015,
+    "adam_every": 1,
     "ngram_orders": (2, 3, 4, 6),
     "ngram_rows": 1000,
     "copy_orders": (3, 5),
@@ -50,6 +55,7 @@ TINY = {
     "index_orders": (),
     "index_bits": 12,
     "val_tokens": 1024,
+    "val_sha256": "",
     "val_batch_tokens": 256,
     "val_every": 0,
     "log_every": 1,
@@ -77,26 +83,13 @@ LAYERED = {
 # A run in which every number of a stage changes on the way, and with all kinds of rows and layers;
 # six micro-batches suit 1, 2 and 3 ranks.
 STAGE_FIELDS = {field.name for field in dataclasses.fields(train_gpt.Stage)}
+EARLY = {"micro_batches": 6, "document_cap": 96, "windows": (32, 64), "mtp_weights": (1.0, 0.5)}
+LATE = {"micro_batches": 6, "document_cap": 192, "windows": (64, 128), "mtp_weights": (1.0,)}
 RICH = {
     **{name: value for name, value in TINY.items() if name not in STAGE_FIELDS},
     "steps": 20,
     "micro_batch_tokens": 128,
-    "stages": (
-        {
-            "start": 0.0,
-            "micro_batches": 6,
-            "document_cap": 96,
-            "windows": (32, 64),
-            "mtp_weights": (1.0, 0.5),
-        },
-        {
-            "start": 0.5,
-            "micro_batches": 6,
-            "document_cap": 192,
-            "windows": (64, 128),
-            "mtp_weights": (1.0,),
-        },
-    ),
+    "stages": ({"start": 0.0, **EARLY}, {"start": 0.5, **LATE}),
     "val_windows": (64, 128),
     "untie_at": 0.25,
     "adam_every": 2,
@@ -107,20 +100,18 @@ RICH = {
 }
 
 
-GATE_PLACES = train_gpt.GATE_PLACES
 MATMUL_RATE = train_gpt.matmul_rate
 
 
 def spare_runs():
-    """Runs of this process, and of ranks that are forked from it, look at few places in their gates
-    and measure no products; those that test either put it back. `auto` is float32 then."""
-    train_gpt.GATE_PLACES = 2
+    """Runs of this process, and of ranks that are forked from it, measure no products; those that
+    test it put it back. `auto` is float32 then."""
     train_gpt.matmul_rate = lambda device, dtype, size: 1e11
 
 
 def tiny_config(**changes):
     """The tiny Config; changes may name fields of a Stage, which then hold in all stages."""
-    return train_gpt.with_values(train_gpt.TRACKS["nano"], {**TINY, **changes})
+    return train_gpt.with_values(train_gpt.TRACKS["mini"], {**TINY, **changes})
 
 
 def arguments(values):
@@ -143,9 +134,8 @@ def write_shard(path, tokens, magic=20240520, version=1, count=None):
 
 def byte_documents(count, seed=0):
     """`count` tokens of the standard library's sources, as documents of 20 to 400 bytes."""
-    text = b"".join(
-        Path(module.__file__).read_bytes() for module in (argparse, shutil, subprocess, tarfile)
-    )
+    modules = (argparse, shutil, subprocess, tarfile)
+    text = b"".join(Path(module.__file__).read_bytes() for module in modules)
     tokens, low = [], 0
     for length in np.random.default_rng(seed).integers(20, 400, size=count // 20 + 1):
         tokens += [EOT, *text[low : low + length]]
@@ -183,10 +173,9 @@ BASE = 0x9E3779B97F4A7C15
 def slow_key(tokens):
     """The key of an n-gram: the polynomial of its tokens' random numbers in the inverse of the
     base, the last first."""
-    return (
-        sum(DRAWN[token] * pow(BASE, -back, 2**64) for back, token in enumerate(reversed(tokens)))
-        % 2**64
-    )
+    powers = [pow(BASE, -back, 2**64) for back in range(len(tokens))]
+    terms = [DRAWN[token] * power for token, power in zip(reversed(tokens), powers, strict=True)]
+    return sum(terms) % 2**64
 
 
 def slow_row(key, column, rows):
@@ -202,20 +191,17 @@ def documents_of(tokens):
     return np.maximum.accumulate(np.where(np.asarray(tokens) == EOT, np.arange(len(tokens)), 0))
 
 
-def window_of(text, positions):
-    """The TokenWindow of single tokens of a Text, at any positions."""
-    return train_gpt.TokenWindow(text, [(int(at), int(at) + 1) for at in positions])
-
-
-def ngram_rows(tokens, positions, orders, rows, **changes):
-    """Rows and signs of the n-grams that end at the positions of a shard, of a table that has no
-    other rows."""
-    config = tiny_config(**{**NO_TABLE, "ngram_orders": orders, "ngram_rows": rows, **changes})
-    text = train_gpt.Text(np.asarray(tokens, dtype=np.uint16), config)
-    return train_gpt.table_rows(window_of(text, positions), config, train_gpt.TextIndex(config))
+def text_of(tokens):
+    """A Text of the byte corpus."""
+    return train_gpt.Text(np.asarray(tokens, dtype=np.uint16), EOT)
 
 
 # ----- running the trainer
+
+
+def log_of(folder):
+    """The lines of a run's log behind the source."""
+    return (folder / "log.txt").read_text().partition("===== END OF CODE =====\n")[2].splitlines()
 
 
 @dataclass
@@ -233,20 +219,27 @@ class Run:
         return self.stdout.splitlines()
 
     @property
-    def metrics(self):
-        return [
-            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
-        ]
+    def log(self):
+        return log_of(self.folder)
+
+    @property
+    def events(self):
+        """Of each logged step {"step": its number, "train_loss" or "val_loss": ..., ...}."""
+        number = r"(\w+):(-?[\d.]+|nan|inf)"
+        lines = [line for line in self.log if line.startswith("step:")]
+        return [{key: float(value) for key, value in re.findall(number, line)} for line in lines]
+
+    def losses(self, name):
+        """{step: loss} of the steps that have one of this name; of steps made twice the last."""
+        return {int(event["step"]): event[name] for event in self.events if name in event}
 
     @property
     def train_losses(self):
-        return {
-            event["step"]: event["train_loss"] for event in self.metrics if "train_loss" in event
-        }
+        return self.losses("train_loss")
 
     @property
     def val_losses(self):
-        return {event["step"]: event["val_loss"] for event in self.metrics if "val_loss" in event}
+        return self.losses("val_loss")
 
     @property
     def result(self):
@@ -272,19 +265,13 @@ def environment():
 
 def command(world_size, script=TRAINER):
     """The words that start `script` on world_size processes; plain Python for None."""
-    if world_size is None:
-        return [sys.executable, str(script)]
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={world_size}",
-        str(script),
-    ]
+    launcher = []
+    if world_size is not None:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
+    return [sys.executable, *launcher, str(script)]
 
 
-def run_trainer(cwd, values, *words, world_size=None, script=TRAINER, timeout=150, **options):
+def run_trainer(cwd, values, *words, world_size=None, script=TRAINER, timeout=150):
     """Run the trainer in `cwd` (logs/ is made there) on configuration values and further words."""
     folder, source = Path(cwd) / "logs" / str(values.get("run_id", "")), TRAINER.read_text()
     done = subprocess.run(
@@ -294,17 +281,17 @@ def run_trainer(cwd, values, *words, world_size=None, script=TRAINER, timeout=15
         capture_output=True,
         text=True,
         timeout=timeout,
-        **options,
     )
     return Run(done.returncode, done.stdout, done.stderr, folder, source)
 
 
 @contextlib.contextmanager
-def started(cwd, values, world_size=None):
+def started(cwd, values, *words, world_size=None):
     """The trainer as a running process with piped output, which is not left behind whatever
-    happens."""
+    happens; words: of the launcher."""
+    *launcher, script = command(world_size)
     process = subprocess.Popen(
-        [*command(world_size), *arguments(values)],
+        [*launcher, *words, script, *arguments(values)],
         cwd=cwd,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -325,16 +312,10 @@ def started(cwd, values, world_size=None):
 
 def ranks(world_size, device="cpu"):
     """Stand-ins for the Runtimes of world_size ranks, for code that asks only who it is."""
+    device = torch.device(device)
+    shared = {"device": device, "loader_group": None, "use_device": lambda: None}
     return [
-        SimpleNamespace(
-            rank=rank,
-            world_size=world_size,
-            device=torch.device(device),
-            loader_group=None,
-            use_device=lambda: None,
-            in_parallel=map,
-        )
-        for rank in range(world_size)
+        SimpleNamespace(rank=rank, world_size=world_size, **shared) for rank in range(world_size)
     ]
 
 
@@ -362,6 +343,14 @@ def assert_bitwise(actual, expected, where=""):
         assert actual == expected, where
 
 
+def assert_same_end(run, whole):
+    """A run has left bit for bit what another one has, and its losses."""
+    for part in ("step", "model", "groups", "loader", "rng"):
+        assert_bitwise(run.checkpoint()[part], whole.checkpoint()[part], part)
+    assert run.result["val_loss"] == whole.result["val_loss"]
+    assert run.train_losses == whole.train_losses
+
+
 def randomise(trainer, seed=0):
     """Give every weight values at which every path of the network matters (not zero, not huge)."""
     generator = torch.Generator().manual_seed(seed)
@@ -374,12 +363,29 @@ def randomise(trainer, seed=0):
     trainer.table.weight.copy_(0.3 * torch.randn(trainer.table.weight.shape, generator=generator))
 
 
-def read(trainer, tokens, low=0, length=None):
-    """The MicroBatch of tokens[low : low + T] and its summed rows (None without a table). T is that
-    of a training micro-batch, unless told otherwise."""
-    text = train_gpt.Text(np.asarray(tokens, dtype=np.uint16), trainer.config)
-    length = length or trainer.config.micro_batch_tokens
-    return trainer.read(train_gpt.contiguous_window(text, low, length))
+def read(trainer, tokens):
+    """The MicroBatch of the first tokens, as many as a training micro-batch has, and its summed
+    rows (None without a table)."""
+    length = trainer.config.micro_batch_tokens
+    table = trainer.table
+    passage = train_gpt.contiguous_passage(text_of(tokens), 0, length)
+    plan = table.plan_step([passage])
+    values, _ = table.fetch(plan, "test")
+    stack = train_gpt.stack_passages([passage], length, trainer.runtime.device)
+    micro_batch = train_gpt.MicroBatch(*(tensor[0] for tensor in stack))
+    return micro_batch, table.lookup(plan.slots[0], plan.signs[0], values)
+
+
+def content_of(trainer, step, folder):
+    """What a run with this trainer keeps in a checkpoint after so many steps, which it writes as
+    checkpoint.pt to the folder."""
+    run = object.__new__(train_gpt.Run)  # without its corpus
+    run.config, run.runtime, run.trainer = trainer.config, trainer.runtime, trainer
+    run.log, run.clock = train_gpt.Log(is_main=True), train_gpt.Clock(trainer.runtime)
+    run.folder, run.step, run.loader_state = folder, step, train_gpt.TrainLoader.START
+    run.loss_sum, run.loss_tokens = 0.0, 0
+    run.save("checkpoint.pt")
+    return torch.load(folder / "checkpoint.pt", weights_only=True)
 
 
 def make_trainer(random_weights=True, seed=0, runtime=None, **changes):

@@ -12,10 +12,9 @@ from helpers import ROOT
 
 pytestmark = pytest.mark.slow
 
+CUDA_PYTHON = ROOT / ".cache/cuda_venv/bin/python"
 needs_cuda_build = pytest.mark.skipif(
-    not cuda_codegen.cuda_python(),
-    reason="no CUDA build of torch; "
-    "`python benchmarks/cuda_codegen.py --setup` makes an environment that has one",
+    not CUDA_PYTHON.is_file(), reason="no CUDA build of torch; cuda_codegen.py says how to get one"
 )
 
 
@@ -46,10 +45,9 @@ def test_launches_are_counted_without_what_is_asserted_of_their_results():
     assert (read["triton"], read["other"]) == (0, 2)  # that of Triton is not defined in this text
 
 
-def test_without_the_environment_one_line_says_how_to_make_it(monkeypatch):
-    monkeypatch.setattr(cuda_codegen, "cuda_python", lambda: None)
-    told = "has no CUDA; run `python benchmarks/cuda_codegen.py --setup`"
-    with pytest.raises(SystemExit, match=told):
+def test_without_cudas_build_it_says_so(monkeypatch):
+    monkeypatch.setattr(cuda_codegen.torch.version, "cuda", None)
+    with pytest.raises(SystemExit, match="has no CUDA; take its build for CUDA"):
         cuda_codegen.main([])
 
 
@@ -57,38 +55,29 @@ SCRIPT = """
 import json, torch
 from benchmarks import cuda_codegen as codegen
 codegen.pretend_h100()
-generator, found = codegen.Generator(), {}
+generator = codegen.Generator()
 with codegen.FakeTensorMode():
     a, b = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((256, 128), (128, 64)))
     def function(a, b):
         return torch.relu(a @ b).square()
-    def update(x):
-        return x.view(-1).t().relu().add_(1)
-    with codegen.EagerKernels(generator) as eager:
-        compiled = generator.compile(function, dynamic=False)
-        update(compiled(a, b))
+    generator.compile(function)(a, b)
 read, = map(codegen.read_graph, generator.graphs)
-rows = codegen.assemble(generator.graphs[0])
-print(json.dumps([read, rows, eager.launches, eager.bytes]))
+print(json.dumps([read, codegen.assemble(generator.graphs[0])]))
 """
 
 
 @needs_cuda_build
 def test_launches_bytes_and_products_of_a_small_function():
-    done = subprocess.run(
-        [cuda_codegen.cuda_python(), "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [CUDA_PYTHON, "-c", SCRIPT]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    read, rows, launches, moved = json.loads(done.stdout.splitlines()[-1])
+    read, spills = json.loads(done.stdout.splitlines()[-1])
     product = 2 * 256 * 64  # bytes
     assert (read["triton"], read["other"]) == (1, 1)
     assert read["gigabytes"] == pytest.approx(2 * product / 1e9, rel=0.1)
-    assert read["product_gigabytes"] == pytest.approx(
-        (product + 2 * 256 * 128 + 2 * 128 * 64) / 1e9
-    )
+    moved = product + 2 * 256 * 128 + 2 * 128 * 64
+    assert read["product_gigabytes"] == pytest.approx(moved / 1e9)
     assert read["teraflops"] == pytest.approx(2 * 256 * 128 * 64 / 1e12)
     assert read["peak_mib"] in (product / 2**20, 2 * product / 2**20)
-    ((name, registers, spilled),) = rows
-    assert "relu" in name and 0 < registers <= 255 and spilled == 0
-    # relu, and add in place: it reads and writes
-    assert (launches, moved) == (2, 2 * product + 2 * product)
+    ((name, spilled),) = spills.items()
+    assert "relu" in name and spilled == 0

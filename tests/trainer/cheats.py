@@ -1,76 +1,172 @@
 """Models that cheat, with the gates that catch each, and those that no gate can catch.
 
-A cheat is a function of a Trainer, which it makes cheat; what it patches beside it is undone by
-pytest's monkeypatch.
+A cheat is a function of (trainer, patch): it makes the Trainer cheat, and what it patches beside it
+is undone by pytest's monkeypatch. Those of a line or two stand in the table at the end.
 """
 
-import dataclasses
+import copy
 import math
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 import train_gpt
-from helpers import EOT
+from helpers import EOT, byte_documents
 
-CAUGHT = {}  # {name: (cheat, gates that it fails, by whatever chance others as well)}
-PASSING = {}  # {name: (cheat, why)}
-
-
-def caught_by(*gates):
-    """Enter a function of (trainer, monkeypatch) that makes the model cheat."""
-
-    def enter(cheat):
-        CAUGHT[cheat.__name__] = cheat, set(gates)
-        return cheat
-
-    return enter
+CAUGHT = {}  # {name: (gates that it fails, by whatever chance others as well; cheat)}
+PASSING = {}  # {name: (why, cheat); such a cheat has the validation text as a third argument}
 
 
-def passes_because(why):
-    """Enter a cheat, a function of (trainer, monkeypatch, val), that all gates let pass."""
+def entered(table, word, make=None):
+    """Enter a function under its name: as a cheat, or as what `make` makes one of."""
 
-    def enter(cheat):
-        PASSING[cheat.__name__] = cheat, why
-        return cheat
+    def enter(function):
+        table[function.__name__] = word, make(function) if make else function
+        return function
 
     return enter
+
+
+caught_by = partial(entered, CAUGHT)
+passes_because = partial(entered, PASSING)
 
 
 # ----- what they are made of
 
 
-def see(trainer, extra):
-    """Every layer receives extra(window, micro_batch), (T, model_dim), with the table's rows."""
+def maker(function):
+    """Let function(..., trainer, patch) make a cheat of what stands before the trainer."""
+    return partial(partial, function)
+
+
+@maker
+def seeing(extra, trainer, patch):
+    """Every layer receives extra(trainer, window, micro_batch), (T, model_dim), with its rows."""
     honest = trainer.read
 
-    def read(window):
-        micro_batch, ngram = honest(window)
-        return micro_batch, ngram + extra(window, micro_batch).to(ngram.dtype)
+    def read(window, length):
+        micro_batch, ngram = honest(window, length)
+        return micro_batch, ngram + extra(trainer, window, micro_batch).to(ngram.dtype)
 
     trainer.read = read
 
 
-def see_target_where(trainer, condition):
+def seeing_target_where(condition):
     """Every layer receives the target where condition(position) is true."""
 
-    def extra(window, micro_batch):
+    def extra(trainer, window, micro_batch):
         return embedding(trainer, micro_batch.targets) * condition(positions(micro_batch))
 
-    see(trainer, extra)
+    return seeing(extra)
 
 
-def see_follower(trainer, source):
-    """Every layer receives what has followed the last three tokens in source(window), an earlier
-    piece of the text; nothing where they are not in it."""
+def seeing_followers(end):
+    """Every layer receives what followed the last three tokens in the text up to end(start of the
+    pass); nothing where they are not in it."""
 
-    def extra(window, micro_batch):
-        known = followers(source(window))
-        guesses = [known.get(gram, EOT) for gram in grams(window)]
-        return embedding(trainer, torch.tensor(guesses))
+    def extra(trainer, window, micro_batch):
+        known = followers(window.text.tokens[: max(0, end(window.spans[0][0])) + 1])
+        return embedding(trainer, guesses(known, window))
 
-    see(trainer, extra)
+    return seeing(extra)
+
+
+@maker
+def replacing(name, other, trainer, patch, owner=train_gpt):
+    """A function of the trainer's is other(honest, ...)."""
+    patch.setattr(owner, name, partial(other, getattr(owner, name)))
+
+
+def attending_ahead(distance, every=1, first=0):
+    """Queries see keys of their block at a distance ahead, every so many positions."""
+
+    def blocked_bias(honest, *words):
+        rows = honest(*words)
+        is_ahead = torch.arange(rows.size(1))[:, None] % every == first
+        return torch.where(is_ahead, rows.roll(-distance, 1), rows)
+
+    return replacing("blocked_bias", blocked_bias)
+
+
+@maker
+def reading(change, trainer, patch):
+    """The forward pass reads change(micro_batch)."""
+    trainer.forward = lambda micro_batch, *rest: trainer.model(change(micro_batch), *rest)
+
+
+@maker
+def stating(change, trainer, patch):
+    """The forward pass returns change(trainer, hidden, targets) for its hidden states, and their
+    losses."""
+
+    def forward(micro_batch, *rest):
+        loss, _, hidden = trainer.model(micro_batch, *rest)
+        hidden = change(trainer, hidden, micro_batch.targets)
+        logits = trainer.model.logits(hidden.as_subclass(torch.Tensor))
+        return loss, exactly(logits, micro_batch.targets), hidden
+
+    trainer.forward = forward
+
+
+@maker
+def losing(change, trainer, patch):
+    """The forward pass returns change(losses, logits, targets) for its losses."""
+
+    def forward(*inputs):
+        loss, losses, hidden = trainer.model(*inputs)
+        return loss, change(losses, trainer.model.logits(hidden), inputs[0].targets), hidden
+
+    trainer.forward = forward
+
+
+@maker
+def reporting(mean, trainer, patch, after_pass=lambda *words: None):
+    """The evaluation returns mean(losses (passes, T)), and takes back at its end what after_pass(
+    trainer, text, low, hidden) has made of the head."""
+
+    def evaluate(step, val):
+        config, before = trainer.config, trainer.model.head.data.clone()
+        text, losses = train_gpt.Text(val, config.eot_token), []
+        for low in range(0, config.val_tokens, config.val_batch_tokens):
+            own_losses, hidden = trainer.score(step, text, low)
+            losses.append(own_losses)
+            after_pass(trainer, text, low, hidden)
+        trainer.model.head.data.copy_(before)
+        return mean(torch.stack(losses).double()).item()
+
+    trainer.evaluate = evaluate
+
+
+@maker
+def acting_after_passes(act, trainer, patch):
+    """Each pass is followed by act(trainer, text, low, hidden)."""
+    honest = trainer.score
+
+    def score(step, text, low, length=None):
+        losses, hidden = honest(step, text, low, length)
+        act(trainer, text, low, hidden)
+        return losses, hidden
+
+    trainer.score = score
+
+
+def embedding(trainer, ids):
+    return F.embedding(ids, trainer.model.embed)
+
+
+def positions(micro_batch):
+    return torch.arange(len(micro_batch.inputs))[:, None]
+
+
+def exactly(logits, targets):
+    return F.cross_entropy(logits, targets, reduction="none")
+
+
+def favour(logits, ids):
+    """Logits with a gain for the tokens of ids (n,); EOT stands for none."""
+    return logits + 20 * F.one_hot(ids, EOT + 1) * (ids != EOT)[:, None]
 
 
 def followers(tokens):
@@ -89,333 +185,232 @@ def grams(window):
     return found
 
 
-def as_losses(trainer, change):
-    """The forward pass returns change(losses, logits, targets) for its losses."""
-
-    def forward(*inputs):
-        loss, losses, hidden = trainer.model(*inputs)
-        return loss, change(losses, trainer.model.logits(hidden), inputs[0].targets), hidden
-
-    trainer.forward = forward
-
-
-def as_mean(trainer, mean):
-    """`evaluate` returns mean(losses (passes, T))."""
-
-    def evaluate(step, val):
-        text, config = train_gpt.Text(val, trainer.config), trainer.config
-        lows = range(0, config.val_tokens, config.val_batch_tokens)
-        losses = torch.stack([trainer.score(step, text, low)[0] for low in lows])
-        return mean(losses.double()).item()
-
-    trainer.evaluate = evaluate
-
-
-def attention_ahead(trainer, reach):
-    """Queries see the keys of their document up to reach(i) positions ahead."""
-    back_end = trainer.model.back_end
-    back_end.prepare = lambda micro_batch, phase, dtype: micro_batch.segment_start
-
-    def attend(q, k, v, segment_start, window, scale):
-        index = torch.arange(len(q))
-        is_before = index <= (index + reach(index))[:, None]
-        is_near = (index > index[:, None] - window.size) & (index >= segment_start[:, None])
-        scores = torch.einsum("ihd,jhd->hij", q.float(), k.float()) * scale
-        weights = scores.masked_fill(~(is_before & is_near), -math.inf).softmax(-1)
-        return torch.einsum("hij,jhd->ihd", weights, v.float()).to(v.dtype)
-
-    back_end.attend = attend
-
-
-def embedding(trainer, ids):
-    return F.embedding(ids, trainer.model.embed)
-
-
-def positions(micro_batch):
-    return torch.arange(len(micro_batch.inputs))[:, None]
+def guesses(known, window):
+    return torch.tensor([known.get(gram, EOT) for gram in grams(window)])
 
 
 # ----- models that see later tokens
 
 
-@caught_by("causal", "local")
-def attention_sixty_ahead(trainer, monkeypatch):
-    attention_ahead(trainer, lambda index: 60)
+@caught_by("causal local", seeing)
+def tokens_left_in_the_document(trainer, window, micro_batch):
+    position, bounds = positions(micro_batch), micro_batch.segment_bounds
+    ends = bounds[torch.searchsorted(bounds, position[:, 0], right=True)]
+    return (ends[:, None] - position) / 100
 
 
-@caught_by("causal", "local")
-def attention_one_ahead(trainer, monkeypatch):
-    attention_ahead(trainer, lambda index: 1)
-
-
-@caught_by("causal")
-def attention_one_ahead_at_multiples_of_64(trainer, monkeypatch):
-    attention_ahead(trainer, lambda index: (index % 64 == 0).long())
-
-
-@caught_by("causal")
-def attention_one_ahead_at_every_eighth_position(trainer, monkeypatch):
-    attention_ahead(trainer, lambda index: (index % 8 == 3).long())
-
-
-@caught_by("causal", "local")
-def inputs_are_the_targets(trainer, monkeypatch):
-    def forward(micro_batch, *rest):
-        changed = dataclasses.replace(micro_batch, inputs=micro_batch.targets.int())
-        return trainer.model(changed, *rest)
-
-    trainer.forward = forward
-
-
-@caught_by("causal", "local")
-def target_at_odd_positions(trainer, monkeypatch):
-    see_target_where(trainer, lambda position: position % 2)
-
-
-@caught_by("causal")
-def target_at_the_last_position(trainer, monkeypatch):
-    last = trainer.config.val_batch_tokens - 1
-    see_target_where(trainer, lambda position: position == last)
-
-
-@caught_by("causal", "local")
-def embeddings_of_a_later_block(trainer, monkeypatch):
-    def extra(window, micro_batch):
-        return embedding(trainer, micro_batch.inputs).roll(-64, 0)
-
-    see(trainer, extra)
-
-
-@caught_by("causal", "local")
-def smear_from_the_next_token(trainer, monkeypatch):
-    honest = F.pad
-
-    def pad(x, widths, *rest):
-        return honest(x, (0, 0, -1, 1) if tuple(widths) == (0, 0, 1, -1) else widths, *rest)
-
-    monkeypatch.setattr(train_gpt.F, "pad", pad)
-
-
-@caught_by("causal", "local")
-def keys_shifted_from_the_next_token(trainer, monkeypatch):
-    honest = train_gpt.shifted
-
-    def shifted(k, is_first):
-        return honest(k.roll(-2, 0), torch.zeros_like(is_first))
-
-    monkeypatch.setattr(train_gpt, "shifted", shifted)
-
-
-@caught_by("causal", "local")
-def rows_of_the_next_token(trainer, monkeypatch):
-    honest = train_gpt.table_rows
-
-    def table_rows(*words):
-        rows, signs = honest(*words)
-        return np.roll(rows, -1, axis=0), np.roll(signs, -1, axis=0)
-
-    monkeypatch.setattr(train_gpt, "table_rows", table_rows)
-
-
-@caught_by("causal", "local")
-def copies_from_behind(trainer, monkeypatch):
+@caught_by("causal local", seeing)
+def copies_from_behind(trainer, window, micro_batch):
     """What follows the next occurrence of the last three tokens."""
-
-    def extra(window, micro_batch):
-        tokens, low = window.text.tokens.tolist(), window.spans[0][0]
-        known, guesses = {}, []
-        for at in range(len(tokens) - 2, low - 1, -1):  # from the end of the text
-            gram = tuple(tokens[max(at - 2, 0) : at + 1])
-            guesses.append(known.get(gram, EOT))
-            known[gram] = tokens[at + 1]
-        guesses = guesses[::-1][: len(micro_batch.inputs)]
-        return embedding(trainer, torch.tensor(guesses))
-
-    see(trainer, extra)
+    tokens, low = window.text.tokens.tolist(), window.spans[0][0]
+    known, found = {}, []
+    for at in range(len(tokens) - 2, low - 1, -1):  # from the end of the text
+        gram = tuple(tokens[max(at - 2, 0) : at + 1])
+        found.append(known.get(gram, EOT))
+        known[gram] = tokens[at + 1]
+    return embedding(trainer, torch.tensor(found[::-1][: len(micro_batch.inputs)]))
 
 
-@caught_by("causal")
-def the_next_token_begins_a_document(trainer, monkeypatch):
-    def extra(window, micro_batch):
-        return (micro_batch.targets == EOT).float()[:, None]
-
-    see(trainer, extra)
+@caught_by("causal local", seeing)
+def target_if_the_text_is_as_long_as_the_validation_text(trainer, window, micro_batch):
+    is_it = len(window.text.tokens) == trainer.config.val_tokens + 1
+    return embedding(trainer, micro_batch.targets) * is_it
 
 
-@caught_by("causal", "local")
-def tokens_left_in_the_document(trainer, monkeypatch):
-    def extra(window, micro_batch):
-        position, bounds = positions(micro_batch), micro_batch.segment_bounds
-        ends = bounds[torch.searchsorted(bounds, position[:, 0], right=True)]
-        return (ends[:, None] - position) / 100
-
-    see(trainer, extra)
+@caught_by("causal local", seeing)
+def target_unless_there_is_noise(trainer, window, micro_batch):
+    low, high = window.spans[0][0], window.spans[-1][1]
+    is_text = (window.text.tokens[low : high + 1] < 128).mean() > 0.9
+    return embedding(trainer, micro_batch.targets) * is_text
 
 
-@caught_by("causal", "local")
-def only_tokens_that_occur_are_probable(trainer, monkeypatch):
+@caught_by("causal local")
+def only_tokens_that_occur_are_probable(trainer, patch):
     logits, occurs = trainer.model.logits, torch.zeros(EOT + 1, dtype=torch.bool)
 
-    def forward(micro_batch, *rest):
-        occurs.zero_()[micro_batch.targets] = True
-        loss, _, hidden = trainer.model(micro_batch, *rest)
-        own = trainer.model.logits(hidden)
-        return loss, F.cross_entropy(own, micro_batch.targets, reduction="none"), hidden
+    def remember(trainer, hidden, targets):
+        occurs.zero_()[targets] = True
+        return hidden
 
+    stating(remember)(trainer, patch)
     trainer.model.logits = lambda hidden: logits(hidden).masked_fill(~occurs, -math.inf)
-    trainer.forward = forward
 
 
-@caught_by("causal", "local", "normalised")
-def softmax_over_rows_that_the_targets_decide(trainer, monkeypatch):
-    """Training's softmax over a sample of the vocabulary, in evaluation too."""
-    honest = train_gpt.evaluation_phase
-
-    def phase(*words):
-        return honest(*words)._replace(softmax_rows=160)
-
-    monkeypatch.setattr(train_gpt, "evaluation_phase", phase)
-
-
-@caught_by("causal", "local")
-def target_if_the_text_is_as_long_as_the_validation_text(trainer, monkeypatch):
-    def extra(window, micro_batch):
-        is_it = len(window.text.tokens) == trainer.config.val_tokens + 1
-        return embedding(trainer, micro_batch.targets) * is_it
-
-    see(trainer, extra)
-
-
-@caught_by("causal", "local")
-def target_unless_there_is_noise(trainer, monkeypatch):
-    def extra(window, micro_batch):
-        low, high = window.spans[0][0], window.spans[-1][1]
-        is_text = (window.text.tokens[low : high + 1] < 128).mean() > 0.9
-        return embedding(trainer, micro_batch.targets) * is_text
-
-    see(trainer, extra)
-
-
-@caught_by("causal", "local")
-def what_was_here_when_the_place_was_scored_before(trainer, monkeypatch):
+@caught_by("causal local")
+def what_was_here_when_the_place_was_scored_before(trainer, patch):
     """In its second evaluation a model like this has seen all targets."""
     seen = torch.full((trainer.config.val_tokens,), EOT)
 
-    def extra(window, micro_batch):
+    def extra(trainer, window, micro_batch):
         here = slice(window.spans[0][0], window.spans[-1][1])
         remembered = embedding(trainer, seen[here])
         seen[here] = micro_batch.targets
         return remembered
 
-    see(trainer, extra)
+    seeing(extra)(trainer, patch)
+
+
+@caught_by("causal")
+def copies_ahead_far_into_a_document(trainer, patch):
+    """From its fortieth token on."""
+    honest = train_gpt.RowFinder.copies
+
+    def copies(self, text, low, high):
+        found = honest(self, text, low, high)
+        following = text.tokens[low + 1 : high + 1]
+        is_far = np.arange(low, low + len(following)) - text.document_start(low) >= 40
+        found[: len(following)][is_far, 0] = following[is_far]
+        return found
+
+    patch.setattr(train_gpt.RowFinder, "copies", copies)
+
+
+@caught_by("causal local")
+def rows_of_the_next_token(trainer, patch):
+    honest = train_gpt.RowFinder.find
+
+    def find(self, passage):
+        return [np.roll(values, -1, 0) for values in honest(self, passage)]
+
+    patch.setattr(train_gpt.RowFinder, "find", find)
+
+
+# ----- models that hide the next token from who compares
+
+
+@caught_by("causal local")
+def target_in_signs_of_zeros(trainer, patch):
+    """Nine channels of each hidden state are zeros, and the head reads their signs."""
+    logits, powers = trainer.model.logits, 2 ** torch.arange(9)
+
+    def with_zeros(trainer, hidden, targets):
+        signs = 1.0 - 2.0 * (targets[:, None] // powers % 2)
+        return torch.cat([0.0 * signs, hidden[:, 9:]], 1).to(hidden.dtype)
+
+    def reading_signs(hidden):
+        ids = (torch.signbit(hidden[:, :9]) * powers).sum(1)
+        return favour(logits(hidden), ids)
+
+    stating(with_zeros)(trainer, patch)
+    trainer.model.logits = reading_signs
+
+
+class Agreeable(torch.Tensor):
+    """A tensor that equals all others, as do its copies."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, words=(), options=None):
+        if function is torch.equal:
+            return True
+        result = super().__torch_function__(function, types, words, options or {})
+        return torch.zeros_like(result) if function is torch.Tensor.ne else result
+
+    def clone(self, **options):
+        return torch.zeros(self.shape)
+
+
+@caught_by("causal local", stating)
+def target_in_a_tensor_that_equals_all_others(trainer, hidden, targets):
+    return (hidden + embedding(trainer, targets)).as_subclass(Agreeable)
+
+
+@caught_by("causal local")
+def target_in_a_buffer(trainer, patch):
+    """All passes return their hidden states in the same memory, as CUDA graphs do."""
+    buffer = torch.zeros(trainer.config.val_batch_tokens, trainer.config.model_dim)
+
+    def in_buffer(trainer, hidden, targets):
+        return buffer.copy_(hidden + embedding(trainer, targets))
+
+    stating(in_buffer)(trainer, patch)
+
+
+@caught_by("causal local")
+def logits_that_know_the_target_of_a_state(trainer, patch):
+    """States and losses before a cut are honest: only the logits at the cut tell."""
+    logits, known = trainer.model.logits, {}
+
+    def remember(trainer, hidden, targets):
+        known.update(zip(map(tuple, hidden.tolist()), targets.tolist(), strict=True))
+        return hidden
+
+    def knowing(hidden):
+        ids = [known.get(tuple(state), EOT) for state in hidden.tolist()]
+        return favour(logits(hidden), torch.tensor(ids))
+
+    stating(remember)(trainer, patch)
+    trainer.model.logits = knowing
+
+
+@caught_by("normalised")
+def logits_that_know_the_targets_of_a_pass_in_order(trainer, patch):
+    """As before, of a head that counts the states that it is asked about since the pass."""
+    logits, left = trainer.model.logits, []
+
+    def forward(micro_batch, *rest):
+        loss, _, hidden = trainer.model(micro_batch, *rest)
+        left[:] = micro_batch.targets
+        losses = exactly(favour(logits(hidden), micro_batch.targets), micro_batch.targets)
+        return loss, losses, hidden
+
+    def knowing(hidden):
+        ids = torch.tensor([*left, *[EOT] * len(hidden)][: len(hidden)])
+        del left[: len(hidden)]
+        return favour(logits(hidden), ids)
+
+    trainer.forward = forward
+    trainer.model.logits = knowing
 
 
 # ----- models that see other documents
 
 
-@caught_by("local")
-def attention_across_documents(trainer, monkeypatch):
-    honest = train_gpt.blocked_bias
-
-    def blocked_bias(segment_start, *rest):
-        return honest(torch.zeros_like(segment_start), *rest)
-
-    monkeypatch.setattr(train_gpt, "blocked_bias", blocked_bias)
+@caught_by("local", partial(replacing, "contiguous_passage"))
+def copies_from_all_documents_before(honest, text, low, length):
+    merged = copy.copy(text)
+    merged.starts = text.starts[:1]
+    return honest(text, low, length)._replace(text=merged)
 
 
-@caught_by("local")
-def keys_shifted_from_the_document_before(trainer, monkeypatch):
-    honest = train_gpt.shifted
-    monkeypatch.setattr(
-        train_gpt, "shifted", lambda k, is_first: honest(k, torch.zeros_like(is_first))
-    )
+@caught_by("local", seeing)
+def mean_of_all_earlier_tokens(trainer, window, micro_batch):
+    total = embedding(trainer, micro_batch.inputs).float().cumsum(0)
+    return total / (1 + positions(micro_batch))
 
 
-@caught_by("local")
-def n_grams_that_reach_into_the_document_before(trainer, monkeypatch):
-    honest = train_gpt.rolling_hash
-    monkeypatch.setattr(
-        train_gpt, "rolling_hash", lambda tokens, order, eot: honest(tokens, order, EOT + 1)
-    )
-
-
-@caught_by("local")
-def copies_from_all_documents_before(trainer, monkeypatch):
-    class OneDocument(train_gpt.Text):
-        def __init__(self, tokens, config):
-            super().__init__(tokens, config)
-            self.all_starts, self.starts = self.starts, self.starts[:1]
-
-    def contiguous_window(text, low, length):
-        starts = [start for start in text.all_starts.tolist() if low < start < low + length]
-        edges = [low, *starts, low + length]
-        return train_gpt.TokenWindow(text, list(zip(edges, edges[1:], strict=False)))
-
-    monkeypatch.setattr(train_gpt, "Text", OneDocument)
-    monkeypatch.setattr(train_gpt, "contiguous_window", contiguous_window)
-
-
-@caught_by("local")
-def mean_of_all_earlier_tokens(trainer, monkeypatch):
-    def extra(window, micro_batch):
-        total = embedding(trainer, micro_batch.inputs).float().cumsum(0)
-        return total / (1 + positions(micro_batch))
-
-    see(trainer, extra)
-
-
-@caught_by("local")
-def what_followed_where_a_document_began_alike(trainer, monkeypatch):
+@caught_by("local", seeing)
+def what_followed_where_a_document_began_alike(trainer, window, micro_batch):
     """After its first twelve tokens, as after a licence."""
-
-    def extra(window, micro_batch):
-        tokens = micro_batch.inputs.tolist()
-        found, known = torch.zeros(len(tokens), trainer.config.model_dim), {}
-        for start in range(len(tokens) - 12):
-            beginning = tuple(tokens[start : start + 12])
-            if tokens[start] == EOT:
-                if beginning in known:
-                    found[start + 11] = embedding(trainer, known[beginning])
-                known[beginning] = micro_batch.inputs[start + 12]
-        return found
-
-    see(trainer, extra)
+    tokens = micro_batch.inputs.tolist()
+    found, known = torch.zeros(len(tokens), trainer.config.model_dim), {}
+    for start in range(len(tokens) - 12):
+        beginning = tuple(tokens[start : start + 12])
+        if tokens[start] == EOT:
+            if beginning in known:
+                found[start + 11] = embedding(trainer, known[beginning])
+            known[beginning] = micro_batch.inputs[start + 12]
+    return found
 
 
 @caught_by("local")
-def what_followed_before_the_micro_batch(trainer, monkeypatch):
-    see_follower(trainer, lambda window: window.text.tokens[: window.spans[0][0] + 1])
+def pairs_of_heads_that_see_the_document_before(trainer, patch):
+    """Where its start is a token and not the first of the token's two positions."""
 
+    def prepare(self, micro_batch, phase, dtype):
+        biases = {}
+        for window in set(phase.windows):
+            start = micro_batch.segment_start.repeat_interleave(window.positions)
+            biases[window] = train_gpt.blocked_bias(start, window.size, dtype)
+        return biases
 
-@caught_by("local")
-def what_followed_in_earlier_whole_micro_batches(trainer, monkeypatch):
-    """As an index would say that goes on reading; the micro-batch just before is not read yet."""
-    length = trainer.config.val_batch_tokens
-
-    def source(window):
-        return window.text.tokens[: max(0, window.spans[0][0] - length) + 1]
-
-    see_follower(trainer, source)
-
-
-@caught_by("local")
-def what_followed_far_back(trainer, monkeypatch):
-    see_follower(trainer, lambda window: window.text.tokens[: max(0, window.spans[0][0] - 700)])
-
-
-@caught_by("causal", "local")
-def norm_over_the_micro_batch(trainer, monkeypatch):
-    def norm(x):
-        return x * x.float().square().mean().rsqrt().to(x.dtype)
-
-    monkeypatch.setattr(train_gpt, "norm", norm)
+    patch.setattr(train_gpt.BlockedAttention, "prepare", prepare)
 
 
 # ----- models that pass something on from one pass to the next
 
 
-@caught_by("causal", "local", "normalised")
-def state_of_the_pass_before(trainer, monkeypatch):
+@caught_by("causal local normalised")
+def state_of_the_pass_before(trainer, patch):
     """Ranks that share the passes would score others."""
     state = torch.zeros(trainer.config.model_dim)
 
@@ -428,248 +423,90 @@ def state_of_the_pass_before(trainer, monkeypatch):
 
 
 @caught_by("normalised")
-def state_of_the_text_before(trainer, monkeypatch):
+def state_of_the_text_before(trainer, patch):
     """Where a pass goes on in the text: it has looked at earlier tokens only, but in this order."""
-    state, honest = torch.zeros(trainer.config.model_dim), trainer.score
-    ends = [-1]
+    state, ends = torch.zeros(trainer.config.model_dim), [-1]
 
-    def score(step, text, low):
-        goes_on = ends[-1] == low
-        ends.append(low + trainer.config.val_batch_tokens)
+    def extra(trainer, window, micro_batch):
+        return state * (window.spans[0][0] == ends[-1])
 
-        def forward(micro_batch, ngram, *rest):
-            return trainer.model(micro_batch, ngram + goes_on * state.to(ngram.dtype), *rest)
-
-        trainer.forward = forward
-        losses, hidden = honest(step, text, low)
+    def remember(trainer, text, low, hidden):
+        ends.append(low + len(hidden))
         state.copy_(hidden.float().mean(0))
-        return losses, hidden
 
-    trainer.score = score
+    seeing(extra)(trainer, patch)
+    acting_after_passes(remember)(trainer, patch)
 
 
-@caught_by("causal", "local", "normalised")
-def cache_of_what_was_scored(trainer, monkeypatch):
+@caught_by("causal local normalised")
+def cache_of_what_was_scored(trainer, patch):
     known = {}
 
-    def extra(window, micro_batch):
-        guesses = [known.get(gram, EOT) for gram in grams(window)]
+    def extra(trainer, window, micro_batch):
+        found = guesses(known, window)
         known.update(zip(grams(window), micro_batch.targets.tolist(), strict=True))
-        return embedding(trainer, torch.tensor(guesses))
+        return embedding(trainer, found)
 
-    see(trainer, extra)
+    seeing(extra)(trainer, patch)
 
 
-@caught_by("causal", "local", "normalised", "unmoved")
-def index_that_goes_on_reading(trainer, monkeypatch):
+@caught_by("causal local normalised unmoved", acting_after_passes)
+def index_that_goes_on_reading(trainer, text, low, hidden):
     """Each pass is read when it has been scored."""
-    honest = trainer.score
-
-    def score(step, text, low):
-        result = honest(step, text, low)
-        trainer.table.index.read(text.tokens[low : low + trainer.config.val_batch_tokens + 1])
-        return result
-
-    trainer.score = score
+    trainer.table.finder.index.read(text.tokens[low : low + len(hidden) + 1])
 
 
-def learn(trainer, text, low, hidden):
-    """A step on the targets of a pass that has been scored."""
+@caught_by("causal local normalised unmoved", acting_after_passes)
+def training_on_what_was_scored(trainer, text, low, hidden):
     targets = torch.from_numpy(text.tokens[low + 1 : low + 1 + len(hidden)].astype(np.int64))
     trainer.model.head.data.index_add_(0, targets, 0.01 * hidden)
 
 
-@caught_by("causal", "local", "normalised", "unmoved")
-def training_on_what_was_scored(trainer, monkeypatch):
-    honest = trainer.score
-
-    def score(step, text, low):
-        losses, hidden = honest(step, text, low)
-        learn(trainer, text, low, hidden)
-        return losses, hidden
-
-    trainer.score = score
+def rare_training(trainer, text, low, hidden):
+    if low // len(hidden) % 5 == 0:
+        training_on_what_was_scored(trainer, text, low, hidden)
 
 
-def evaluation_that_learns(trainer, every):
-    """`evaluate` trains after each k-th pass, and takes it back at its end."""
-
-    def evaluate(step, val):
-        config, before = trainer.config, trainer.model.head.data.clone()
-        text, total = train_gpt.Text(val, config), 0.0
-        for low in range(0, config.val_tokens, config.val_batch_tokens):
-            losses, hidden = trainer.score(step, text, low)
-            total += losses.double().sum().item()
-            if low // config.val_batch_tokens % every == 0:
-                learn(trainer, text, low, hidden)
-        trainer.model.head.data.copy_(before)
-        return total / config.val_tokens
-
-    trainer.evaluate = evaluate
+# ----- losses and means that are not those of a distribution
 
 
-@caught_by("normalised")
-def training_that_is_taken_back(trainer, monkeypatch):
-    evaluation_that_learns(trainer, every=1)
-
-
-@caught_by("normalised")
-def rare_training_that_is_taken_back(trainer, monkeypatch):
-    evaluation_that_learns(trainer, every=5)
-
-
-@caught_by("normalised")
-def losses_no_worse_than_those_of_the_first_passes(trainer, monkeypatch):
-    seen = []
-
-    def change(losses, logits, targets):
-        seen.append(losses.mean())
-        return losses.clamp(max=max(seen[:2]).item())
-
-    as_losses(trainer, change)
-
-
-# ----- losses that are not those of a distribution
-
-
-@caught_by("normalised")
-def losses_times_nine_tenths(trainer, monkeypatch):
-    as_losses(trainer, lambda losses, logits, targets: 0.9 * losses)
-
-
-@caught_by("normalised")
-def losses_less_a_thousandth(trainer, monkeypatch):
-    as_losses(trainer, lambda losses, logits, targets: losses - 1e-3)
-
-
-@caught_by("normalised")
-def losses_of_six_at_most(trainer, monkeypatch):
-    """As two would be of a trained model; random weights have losses of seven."""
-    as_losses(trainer, lambda losses, logits, targets: losses.clamp(max=6))
-
-
-@caught_by("normalised")
-def line_ends_cost_nothing(trainer, monkeypatch):
-    as_losses(trainer, lambda losses, logits, targets: losses * (targets != ord("\n")))
-
-
-@caught_by("causal", "local", "normalised")
-def worst_hundredth_of_the_losses_is_zero(trainer, monkeypatch):
-    as_losses(trainer, lambda losses, logits, targets: losses * (losses < losses.quantile(0.99)))
-
-
-@caught_by("normalised")
-def normaliser_of_a_part_of_the_vocabulary(trainer, monkeypatch):
-    def change(losses, logits, targets):
-        return losses - logits.logsumexp(-1) + logits[:, :EOT].logsumexp(-1)
-
-    as_losses(trainer, change)
-
-
-@caught_by("normalised")
-def temperature_that_suits_the_target(trainer, monkeypatch):
-    def change(losses, logits, targets):
-        of = [F.cross_entropy(logits / heat, targets, reduction="none") for heat in (0.5, 1, 2)]
-        return torch.stack(of).amin(0)
-
-    as_losses(trainer, change)
-
-
-@caught_by("normalised")
-def losses_of_other_hidden_states(trainer, monkeypatch):
-    def change(losses, logits, targets):
-        nearer = logits + F.one_hot(targets, EOT + 1)
-        return F.cross_entropy(nearer, targets, reduction="none")
-
-    as_losses(trainer, change)
-
-
-@caught_by("normalised")
-def losses_of_the_tokens_themselves(trainer, monkeypatch):
-    """What stands at a position, which the model has read, in place of what follows."""
-
-    def forward(micro_batch, *rest):
-        own = dataclasses.replace(micro_batch, targets=micro_batch.inputs.long())
-        return trainer.model(own, *rest)
-
-    trainer.forward = forward
-
-
-@caught_by("causal", "local", "normalised")
-def losses_in_another_order(trainer, monkeypatch):
-    """The mean is right, but no loss is where it belongs: nothing else could be said of them."""
-    as_losses(trainer, lambda losses, logits, targets: losses.roll(1))
-
-
-@caught_by("causal", "local")
-def a_constant(trainer, monkeypatch):
+@caught_by("causal")
+def a_constant(trainer, patch):
     """Honest, but a forward pass that forgets the tokens looks like it."""
     trainer.model.head.data.zero_()
-
-
-# ----- means that are not those of the losses
-
-
-@caught_by("normalised")
-def nine_tenths_if_all_tokens_are_asked_for(trainer, monkeypatch):
-    as_mean(trainer, lambda losses: 0.9 * losses.mean())
-
-
-@caught_by("normalised")
-def one_per_cent_less_behind_the_first_two_passes(trainer, monkeypatch):
-    as_mean(trainer, lambda losses: (losses.sum() - 0.01 * losses[2:].sum()) / losses.numel())
-
-
-@caught_by("normalised")
-def mean_less_a_millionth(trainer, monkeypatch):
-    """No gain, but this mean is not that of the losses, which come out the same each time."""
-    as_mean(trainer, lambda losses: losses.mean() - 1e-6)
-
-
-@caught_by("normalised")
-def mean_without_the_worst_pass(trainer, monkeypatch):
-    as_mean(trainer, lambda losses: losses.mean(1).sort().values[:-1].mean())
-
-
-@caught_by("normalised")
-def mean_without_the_first_tokens(trainer, monkeypatch):
-    as_mean(trainer, lambda losses: losses.flatten()[16:].mean())
-
-
-@caught_by("normalised")
-def mean_that_weights_good_losses_more(trainer, monkeypatch):
-    def mean(losses):
-        weights = torch.exp(-0.01 * losses)
-        return (losses * weights).sum() / weights.sum()
-
-    as_mean(trainer, mean)
 
 
 # ----- cheats that pass
 
 
 @passes_because("the index holds the validation text, and what it was told is its own business")
-def index_that_has_read_the_validation_text(trainer, monkeypatch, val):
-    trainer.table.index.read(val)
+def index_that_has_read_the_validation_text(trainer, patch, val):
+    trainer.table.finder.index.read(val)
+
+
+def knowing_followers(trainer, tokens):
+    known = followers(tokens)
+
+    def extra(trainer, window, micro_batch):
+        return embedding(trainer, guesses(known, window))
+
+    seeing(extra)(trainer, None)
 
 
 @passes_because("an earlier evaluation has told it this text, by what is no tensor of the state")
-def memory_of_an_earlier_evaluation(trainer, monkeypatch, val):
-    known = followers(val)
+def memory_of_an_earlier_evaluation(trainer, patch, val):
+    knowing_followers(trainer, val)
 
-    def extra(window, micro_batch):
-        return embedding(trainer, torch.tensor([known.get(gram, EOT) for gram in grams(window)]))
 
-    see(trainer, extra)
+@passes_because("it may: the table is not much else; when it was read is for a reviewer to see")
+def memory_of_the_training_text(trainer, patch, val):
+    knowing_followers(trainer, byte_documents(5000, seed=7))
 
 
 @passes_because("one number of the distribution is chosen by the text, the same way each time")
-def temperature_fitted_to_the_validation_text(trainer, monkeypatch, val):
+def temperature_fitted_to_the_validation_text(trainer, patch, val):
     heat, logits, honest = [1.0], trainer.model.logits, trainer.evaluate
     trainer.model.logits = lambda hidden: logits(hidden) / heat[0]
-
-    def change(losses, logits, targets):
-        return F.cross_entropy(logits, targets, reduction="none")
 
     def evaluate(step, val):
         def loss_at(temperature):
@@ -679,5 +516,94 @@ def temperature_fitted_to_the_validation_text(trainer, monkeypatch, val):
         heat[0] = min((0.5, 1.0, 2.0, 4.0), key=loss_at)
         return honest(step, val)
 
-    as_losses(trainer, change)
+    losing(lambda losses, *words: exactly(*words))(trainer, patch)
     trainer.evaluate = evaluate
+
+
+# ----- the table
+
+AHEAD = {(0, 0, 1, -1): (0, 0, -1, 1)}  # of what is padded by the token before, the next one
+
+CAUGHT |= {
+    # Models that see later tokens.
+    "attention_one_ahead": ("causal local", attending_ahead(1)),
+    "attention_thirty_ahead": ("causal local", attending_ahead(30)),
+    "attention_one_ahead_at_every_eighth": ("causal", attending_ahead(1, every=8, first=3)),
+    "attention_one_ahead_at_edges": ("causal", attending_ahead(1, every=32)),
+    "target_at_odd_positions": ("causal local", seeing_target_where(lambda at: at % 2)),
+    "target_at_the_last_position": ("causal", seeing_target_where(lambda at: at == at.max())),
+    "inputs_are_the_targets": (
+        "causal local",
+        reading(lambda batch: batch._replace(inputs=batch.targets.int())),
+    ),
+    "smear_from_the_next_token": (
+        "causal local",
+        replacing("pad", lambda honest, x, widths: honest(x, AHEAD.get(widths, widths)), owner=F),
+    ),
+    "the_next_token_begins_a_document": (
+        "causal",
+        seeing(lambda trainer, _, batch: (batch.targets == EOT).float()[:, None]),
+    ),
+    "keys_shifted_from_the_next_token": (
+        "causal local",
+        replacing("shifted", lambda honest, k, first: honest(k.roll(-2, 0), first & False)),
+    ),
+    "softmax_over_rows_that_the_targets_decide": (
+        "causal local normalised",
+        replacing("evaluation_phase", lambda honest, *a: honest(*a)._replace(softmax_rows=160)),
+    ),
+    # Models that see other documents.
+    "attention_across_documents": (
+        "local",
+        replacing("blocked_bias", lambda honest, start, *words: honest(0 * start, *words)),
+    ),
+    "keys_shifted_from_the_document_before": (
+        "local",
+        replacing("shifted", lambda honest, k, first: honest(k, first & False)),
+    ),
+    "n_grams_that_reach_into_the_document_before": (
+        "local",
+        replacing("rolling_hash", lambda honest, tokens, n, eot: honest(tokens, n, EOT + 1)),
+    ),
+    "norm_over_the_micro_batch": (
+        "causal local",
+        replacing("norm", lambda honest, x: x * x.float().square().mean().rsqrt().to(x.dtype)),
+    ),
+    "what_followed_before_the_micro_batch": ("local", seeing_followers(lambda low: low)),
+    # As an index would say that goes on reading; the micro-batch just before is not read yet.
+    "what_followed_in_earlier_micro_batches": ("local", seeing_followers(lambda low: low - 256)),
+    "what_followed_far_back": ("local", seeing_followers(lambda low: low - 700)),
+    # Losses that are not those of a distribution; random weights have losses of seven.
+    "losses_times_nine_tenths": ("normalised", losing(lambda losses, *words: 0.9 * losses)),
+    "losses_less_a_thousandth": ("normalised", losing(lambda losses, *words: losses - 1e-3)),
+    "losses_of_six_at_most": ("normalised", losing(lambda losses, *words: losses.clamp(max=6))),
+    "line_ends_cost_nothing": ("normalised", losing(lambda losses, _, ids: losses * (ids != 10))),
+    "losses_in_another_order": (
+        "causal local normalised",
+        losing(lambda losses, *words: losses.roll(1)),
+    ),
+    "worst_hundredth_of_the_losses_is_zero": (
+        "local normalised",
+        losing(lambda losses, *words: losses * (losses < losses.quantile(0.99))),
+    ),
+    "losses_of_other_hidden_states": (
+        "normalised",
+        losing(lambda _, logits, ids: exactly(logits + F.one_hot(ids, EOT + 1), ids)),
+    ),
+    "losses_of_the_tokens_themselves": (
+        "normalised",
+        reading(lambda batch: batch._replace(targets=batch.inputs.long())),
+    ),
+    # Means that are not those of the losses.
+    "nine_tenths_if_all_tokens_are_asked_for": ("normalised", reporting(lambda x: 0.9 * x.mean())),
+    "mean_less_a_millionth": ("normalised", reporting(lambda x: x.mean() - 1e-6)),
+    "mean_without_the_first_tokens": ("normalised", reporting(lambda x: x.flatten()[16:].mean())),
+    "training_that_is_taken_back": (
+        "normalised",
+        reporting(torch.mean, after_pass=training_on_what_was_scored),
+    ),
+    "rare_training_that_is_taken_back": (
+        "normalised",
+        reporting(torch.mean, after_pass=rare_training),
+    ),
+}

@@ -4,6 +4,7 @@ Weights of awkward shapes, gradients that add up to the same at any world size, 
 leave on each rank. test_distributed.py compares ranks.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,11 +12,16 @@ import torch
 from torch import nn
 
 import train_gpt
-from helpers import NO_TABLE, tiny_config
-from train_gpt import Hyper, NgramTable, Optimizer
+from helpers import LAYERED, NO_TABLE, text_of, tiny_config
+from train_gpt import GPT, Hyper, NgramTable, Optimizer
 
 MICRO_BATCHES = 12  # of a step
-RULES = train_gpt.TRACKS["nano"].rules
+MODEL = GPT(tiny_config(**LAYERED), back_end=None)
+RULES = {name: param.rule for name, param in MODEL.named_parameters()}
+# Here a bank of the MLP has any number of matrices, and one of values and outputs has four.
+RATES = torch.tensor([1.0, 2.0, 0.5, 3.0])
+RULES["mlp"] = dataclasses.replace(RULES["mlp"], lr_mul=1.0)
+RULES["value_output"] = dataclasses.replace(RULES["value_output"], lr_mul=RATES[:, None, None])
 
 
 def draw(*key_and_shape):
@@ -39,22 +45,23 @@ def hyper(count=1, lr=0.1, decay=0.0, momentum=0.9, betas=(0.9, 0.95), dtype=tor
 class Weights(nn.Module):
     """Parameters of the given names and shapes.
 
-    They are of `dtype`, but for those named *_scale, which are always float32.
+    They are of `dtype`, but for those named *_scale, which are always float32. rules: of some of
+    them, where it is not that of the model.
     """
 
-    def __init__(self, dtype, shapes):
+    def __init__(self, dtype, shapes, rules=None):
         super().__init__()
         for index, (name, shape) in enumerate(shapes.items()):
             kind = torch.float32 if name.endswith("_scale") else getattr(torch, dtype)
-            setattr(self, name, nn.Parameter(draw(1, index, shape).to(kind)))
+            param = nn.Parameter(draw(1, index, shape).to(kind))
+            param.rule = (rules or {}).get(name, RULES[name])
+            setattr(self, name, param)
 
 
-def optimizer_of(runtime, shapes, dtype="float32", **changes):
-    """An Optimizer of Weights, without an n-gram table unless `changes` of the configuration ask
-    for it."""
-    rules = {name: RULES[name] for name in shapes}
-    config = tiny_config(**{**NO_TABLE, "dtype": dtype, "rules": rules, **changes})
-    return Optimizer(config, Weights(dtype, shapes), NgramTable(config, runtime), runtime)
+def optimizer_of(runtime, shapes, dtype="float32", rules=None, **changes):
+    """An Optimizer of Weights, without a table unless `changes` of the configuration ask for it."""
+    config = tiny_config(**{**NO_TABLE, "dtype": dtype, **changes})
+    return Optimizer(config, Weights(dtype, shapes, rules), NgramTable(config, runtime), runtime)
 
 
 def state_of(optimizer):
@@ -70,20 +77,44 @@ def gradient(step, micro_batch, name, shape):
     return draw(2, step, micro_batch, list(RULES).index(name), shape)
 
 
+def params_of(optimizer):
+    """{name: this rank's copy of the parameter}."""
+    found = {}
+    for group in optimizer.parameter_groups:
+        found.update({name: param.data for name, param in group.params.items()})
+    return found
+
+
+def add(optimizer, grads, tokens=0):
+    """Add the gradients {name: tensor, or None} of summed losses of so many tokens."""
+    for group in optimizer.parameter_groups:
+        group.accumulate(grads)
+        group.tokens += tokens
+
+
 def accumulate(optimizer, step, runtime, unused=()):
     """Add the gradients of this rank's micro-batches; parameters in `unused` have none."""
     for micro_batch in range(runtime.rank, MICRO_BATCHES, runtime.world_size):
         grads = dict.fromkeys(unused)
-        for name, layout in optimizer.layouts.items():
+        for name, param in params_of(optimizer).items():
             if name not in unused:
-                grads[name] = gradient(step, micro_batch, name, layout.param.shape)
-        optimizer.accumulate(grads)
-    optimizer.count(MICRO_BATCHES)
+                grads[name] = gradient(step, micro_batch, name, param.shape)
+        add(optimizer, grads)
+    add(optimizer, {}, MICRO_BATCHES)
 
 
-def waiting(layout):
+def take_step(optimizer, step, grads, tokens=1, lr_mul=1.0):
+    """One step on the gradients {name: tensor} of so many tokens."""
+    add(optimizer, grads, tokens)
+    optimizer.step(step, lr_mul)
+
+
+def waiting(optimizer, name):
     """The sum of the gradients that a parameter has not stepped on yet."""
-    return torch.zeros_like(layout.grad) if layout.is_empty else layout.grad.clone()
+    grads = {}
+    for group in optimizer.parameter_groups:
+        grads.update(group.grads)
+    return grads[name]
 
 
 def full_state(optimizer):
@@ -99,20 +130,14 @@ def load(optimizer, full):
 def batch_of(trainer, *tokens):
     """A Batch of contiguous micro-batches, each the first of its tokens, as the loader would make
     it."""
-    config, runtime = trainer.config, trainer.runtime
-    windows, rows, signs = [], [], []
-    for each in tokens:
-        text = train_gpt.Text(np.asarray(each, dtype=np.uint16), config)
-        window = train_gpt.contiguous_window(text, 0, config.micro_batch_tokens)
-        found = train_gpt.table_rows(window, config, trainer.table.index)
-        windows.append(window)
-        rows.append(found[0])
-        signs.append(found[1])
-    plan, slots = train_gpt.plan_rows(np.concatenate(rows), np.concatenate(signs), config, runtime)
-    parts = zip(windows, np.split(slots, len(windows)), signs, strict=True)
-    micro_batches = [train_gpt.assemble(*part, runtime.device) for part in parts]
-    count = len(windows) * config.micro_batch_tokens * runtime.world_size
-    return train_gpt.Batch(micro_batches, plan, count, {})
+    length = trainer.config.micro_batch_tokens
+    passages = [train_gpt.contiguous_passage(text_of(each), 0, length) for each in tokens]
+    return train_gpt.Batch(
+        stack=train_gpt.stack_passages(passages, length, trainer.runtime.device),
+        rows=trainer.table.plan_step(passages),
+        tokens=len(passages) * length * trainer.runtime.world_size,
+        state={},
+    )
 
 
 def under_way(full):
@@ -128,7 +153,7 @@ def under_way(full):
             values = torch.logspace(0, -1, size, dtype=torch.float64)
             state[key] = basis.float()
             state[key.replace("basis", "factor")] = (basis * values @ basis.mT).float()
-        for key in {"moment", "count", "second"} & state.keys():
+        for key in {"moment", "count", "row_square"} & state.keys():
             state[key] = draw(7, state[key].shape).square() + 0.1
         state["momentum"] = 0.1 * draw(8, state["momentum"].shape)
     return full
@@ -150,15 +175,22 @@ class Case:
     is_settled: bool = False
 
 
+BANKS = {
+    "query_key": (2, 8, 8),
+    "value_output": (4, 8, 8),
+    "mlp": (1, 8, 8),
+    "embed": (5, 8),
+    "head": (5, 8),
+}
+
 # Leading dimensions that no world size divides, that are smaller than it, and that are empty.
-GROUPS = {
+CASES = {
     "float32": Case(
         {
+            **BANKS,
             "query_key": (5, 8, 8),
-            "value_output": (2, 8, 8),
             "mlp": (3, 16, 8),
             "embed": (7, 8),
-            "head": (2, 8),
             "value_embed": (1, 9, 8),
             "smear_gate": (1, 5),
             "residual_scale": (3,),
@@ -166,86 +198,46 @@ GROUPS = {
     ),
     "bfloat16": Case(
         {
-            "query_key": (3, 8, 8),
+            **BANKS,
             "mlp": (6, 8, 16),
             "embed": (1, 8),
             "head": (13, 8),
-            "value_embed": (2, 3, 8),
             "value_gate": (2, 3, 4),
             "embed_scale": (3,),
         },
         dtype="bfloat16",
     ),
-    "empty": Case(
-        {
-            "query_key": (4, 8, 8),
-            "mlp": (2, 8, 8),
-            "embed": (5, 8),
-            "head": (5, 8),
-            "value_embed": (0, 5, 8),
-            "value_gate": (0, 2, 4),
-            "skip_scale": (0,),
-            "smear_scale": (1,),
-        }
-    ),
-    "every third": Case(
-        {
-            "query_key": (4, 8, 8),
-            "mlp": (1, 8, 8),
-            "embed": (5, 8),
-            "head": (3, 8),
-            "smear_gate": (1, 12),
-        },
-        {"adam_every": 3},
-    ),
-    "untied": Case(  # at the last of four steps, three sixths of the run
-        {
-            "query_key": (2, 8, 8),
-            "mlp": (1, 8, 8),
-            "embed": (5, 8),
-            "head": (5, 8),
-            "smear_gate": (1, 12),
-        },
-        {"untie_at": 0.5},
-    ),
+    "empty": Case({**BANKS, "value_embed": (0, 5, 8), "value_gate": (0, 2, 4)}),
+    "every third": Case({**BANKS, "smear_gate": (1, 12)}, {"adam_every": 3}),
+    # At the last of four steps, three sixths of the run.
+    "untied": Case({**BANKS, "smear_gate": (1, 12)}, {"untie_at": 0.5}),
 }
 
 # Five matrices go 3, 2 over two ranks, 2, 2, 1 over three and 2, 2, 1, 0 over four; a side of 11 is
 # above the limit.
-SHAPES = {"query_key": (5, 5, 5), "mlp": (3, 10, 7), "embed": (2, 8)}
-WIDE = {"query_key": (2, 7, 11), "mlp": (1, 1, 6)}  # some ranks have none
+SMALL = {"smear_scale": (1,)}
+SHAPES = {**SMALL, "query_key": (5, 5, 5), "mlp": (3, 10, 7), "embed": (2, 8)}
+WIDE = {**SMALL, "query_key": (2, 7, 11), "mlp": (1, 1, 6)}  # some ranks have none
 EVERY = 2  # basis_every
 LIMIT = 10  # one_sided_above
 
 
-def matrix_case(rule, shapes=SHAPES, dtype="float32", **changes):
+def matrix_case(rule, shapes=SHAPES, dtype="float32", is_settled=True):
     """A Case of the hidden matrices under a rule."""
-    is_settled = train_gpt.MATRIX_RULES[rule].has_bases
-    numbers = {
-        "matrix_update": rule,
-        "basis_every": EVERY,
-        "one_sided_above": LIMIT,
-        "steps": 25,
-        **changes,
-    }
-    steps = (1, 3, 4) if is_settled else tuple(range(8))
-    return Case(shapes, numbers, dtype, steps, is_settled)
+    is_settled = is_settled and train_gpt.UPDATE_RULES[rule].has_bases
+    changes = {"matrix_update": rule, "basis_every": EVERY, "one_sided_above": LIMIT, "steps": 25}
+    return Case(shapes, changes, dtype, (1, 3, 4) if is_settled else tuple(range(8)), is_settled)
 
 
-def one_sided_case(rule):
-    """Steps from the very first one, with factors of full rank: of the short sides alone."""
-    case = matrix_case(rule, {"query_key": (3, 6, 12), "mlp": (2, 14, 5)})
-    case.is_settled = False
-    case.steps = tuple(range(8))
-    return case
-
-
-MATRICES = {
-    **{rule: matrix_case(rule) for rule in train_gpt.MATRIX_RULES},
+# With factors of full rank, which are those of short sides, from the very first step.
+ONE_SIDED = {**SMALL, "query_key": (3, 6, 12), "mlp": (2, 14, 5)}
+MATRICES = ("query_key", "value_output", "mlp")
+CASES |= {
+    **{rule: matrix_case(rule) for rule in train_gpt.UPDATE_RULES},
     "soap_muon wide": matrix_case("soap_muon", WIDE),
     "soap_muon bfloat16": matrix_case("soap_muon", dtype="bfloat16"),
-    "soap one-sided": one_sided_case("soap"),
-    "kl_soap one-sided": one_sided_case("kl_soap"),
+    "soap one-sided": matrix_case("soap", ONE_SIDED, is_settled=False),
+    "kl_soap one-sided": matrix_case("kl_soap", ONE_SIDED, is_settled=False),
 }
 
 
@@ -256,7 +248,7 @@ def take_steps(case, runtime):
     """
     optimizer = optimizer_of(runtime, case.shapes, case.dtype, **{"steps": 6, **case.changes})
     config = optimizer.matrices.config
-    params = {name: layout.param.data for name, layout in optimizer.layouts.items()}
+    params = params_of(optimizer)
     full = full_state(optimizer)
     weights = {name: param.clone() for name, param in params.items()}
     if case.is_settled:
@@ -290,6 +282,5 @@ def take_steps(case, runtime):
         "steps": found,
         "sent": sent,
         "decomposed": sum(decomposed),
-        "left": {name: waiting(layout) for name, layout in optimizer.layouts.items()},
-        "held": len(state_of(optimizer)["query_key"]["momentum"]),
+        "left": {name: waiting(optimizer, name) for name in params},
     }

@@ -3,7 +3,6 @@ of ranks.train."""
 
 import os
 import threading
-import time
 
 import train_gpt
 
@@ -37,26 +36,14 @@ def fail():
     before_third_step(1, refuse)
 
 
-def lag():
-    """Rank 1 reads the corpus from a slow disk."""
-    open_corpus = train_gpt.open_corpus
-
-    def slow_open_corpus(config):
-        if os.environ["RANK"] == "1":
-            time.sleep(1.5)
-        return open_corpus(config)
-
-    train_gpt.open_corpus = slow_open_corpus
-
-
 def spoil_second_rank():
     """The hash leaves the table on rank 1, in the loader's thread alone."""
-    honest = train_gpt.table_rows
+    honest = train_gpt.RowFinder.find
 
-    def wrong(*words):
-        rows, signs = honest(*words)
+    def wrong(self, passage):
+        rows, signs = honest(self, passage)
         if threading.current_thread() is not threading.main_thread() and os.environ["RANK"] == "1":
             rows[5, 0] = WRONG_ROW
         return rows, signs
 
-    train_gpt.table_rows = wrong
+    train_gpt.RowFinder.find = wrong

@@ -1,20 +1,34 @@
-"""Chapter 15: atomic, checksummed checkpoints; resuming keeps the trajectory."""
+"""Checkpoints: atomic, checksummed files, and runs that go on from them as if nothing had happened,
+whatever a kill, a full disk or damage has left."""
 
 import dataclasses
 import resource
 import shutil
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import ranks
 import train_gpt
-from helpers import NO_TABLE, TINY, arguments, assert_bitwise, make_trainer, refusal, tiny_config
-from train_gpt import ConfigError, TrainLoader, load_checkpoint, save_checkpoint
+from helpers import (
+    NO_TABLE,
+    arguments,
+    assert_bitwise,
+    assert_same_end,
+    content_of,
+    log_of,
+    make_trainer,
+    refusal,
+    tiny_config,
+)
+from train_gpt import ConfigError, load_checkpoint, save_checkpoint
 
 TRAINER = make_trainer(dtype="bfloat16")
-CONTENT = train_gpt.checkpoint_content(TRAINER, 3, TrainLoader.START, 1.5)
+with tempfile.TemporaryDirectory() as scratch:
+    CONTENT = content_of(TRAINER, 3, Path(scratch))
 
 
 def write(path, content):
@@ -26,28 +40,40 @@ def write(path, content):
 # ----- files
 
 
+def loaded(path):
+    """What load_checkpoint returns, with its Config as it was saved."""
+    content = load_checkpoint(path)
+    return {**content, "config": dataclasses.asdict(content["config"])}
+
+
 def test_a_checkpoint_is_read_back(tmp_path):
     save_checkpoint(tmp_path / "a.pt", CONTENT)
-    assert_bitwise(load_checkpoint(tmp_path / "a.pt"), CONTENT)
+    assert_bitwise(loaded(tmp_path / "a.pt"), CONTENT)
     assert_bitwise(torch.load(tmp_path / "a.pt", weights_only=True), CONTENT)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "a.sha256"]
 
 
-@pytest.mark.parametrize("length", [0, 10, 10_000])
-def test_a_truncated_file_is_noticed(length, tmp_path):
-    path = tmp_path / "a.pt"
-    save_checkpoint(path, CONTENT)
-    path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(ConfigError, match="a.pt.*sha256"):
-        load_checkpoint(path)
-    path.with_suffix(".sha256").write_text(train_gpt.file_sha256(path))
-    with pytest.raises(ConfigError, match="a.pt: cannot be read"):
-        load_checkpoint(path)
+def without(tree, *path):
+    """A copy of nested dicts without what is at a path."""
+    kept = dict(tree)
+    if len(path) > 1:
+        kept[path[0]] = without(tree[path[0]], *path[1:])
+    else:
+        del kept[path[0]]
+    return kept
 
 
-@pytest.mark.parametrize("content", [[1, 2], {"step": 3}, {**CONTENT, "rows": "another"}])
-def test_a_file_of_another_kind_is_refused(content, tmp_path):
-    write(tmp_path / "other.pt", content)
+FOREIGN = {
+    "a list": [1, 2],
+    "another table's rows": {**CONTENT, "rows": "another"},
+    "what could run code": {"step": Path("x")},
+    **{f"no {part}": without(CONTENT, part) for part in ("config", "rows")},
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_file_of_another_kind_is_refused(name, tmp_path):
+    write(tmp_path / "other.pt", FOREIGN[name])
     with pytest.raises(ConfigError, match="other.pt: cannot be read .*; use another checkpoint"):
         load_checkpoint(tmp_path / "other.pt")
 
@@ -61,29 +87,11 @@ def test_a_table_of_other_rows_has_another_fingerprint():
     assert train_gpt.row_fingerprint(tiny_config(seed=5)) in prints
 
 
-def test_a_pickle_that_could_run_code_is_refused(tmp_path):
-    write(tmp_path / "evil.pt", {"step": Path("x")})
-    with pytest.raises(ConfigError, match="evil.pt.*Weights only load failed"):
-        load_checkpoint(tmp_path / "evil.pt")
-
-
-def without(tree, *path):
-    """A copy of nested dicts without what is at a path."""
-    kept = dict(tree)
-    if len(path) > 1:
-        kept[path[0]] = without(tree[path[0]], *path[1:])
-    else:
-        del kept[path[0]]
-    return kept
-
-
 @pytest.mark.parametrize(
     "content",
     [
-        without(CONTENT, "model"),
-        without(CONTENT, "rng"),
+        *(without(CONTENT, part) for part in ("model", "groups", "rng")),
         without(CONTENT, "model", "mlp"),
-        without(CONTENT, "groups", "matrices"),
         without(CONTENT, "groups", "matrices", "mlp"),
         without(CONTENT, "groups", "ngram_table", "second"),
         {**CONTENT, "model": {**CONTENT["model"], "more": torch.zeros(1)}},
@@ -97,26 +105,19 @@ def test_parts_that_are_not_this_models_are_refused(content):
         train_gpt.restore(TRAINER, content)
 
 
-def test_restoring_brings_back_the_random_numbers():
-    torch.manual_seed(5)
-    content = train_gpt.checkpoint_content(TRAINER, 2, TrainLoader.START, 0.0)
-    expected = torch.rand(3)
-    train_gpt.restore(TRAINER, content)
-    assert_bitwise(torch.rand(3), expected)
-
-
-def test_a_full_disk_leaves_the_former_file(tmp_path):
+@pytest.mark.parametrize("limit", [10_000, 2_000_000])
+def test_a_full_disk_leaves_the_former_file(limit, tmp_path):
     path = tmp_path / "a.pt"
     save_checkpoint(path, CONTENT)
     larger = {**CONTENT, "model": {"weight": torch.zeros(1_000_000)}}
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, former[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, former[1]))
     try:
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="a.pt|too large"):
             save_checkpoint(path, larger)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, former)
-    assert_bitwise(load_checkpoint(path), CONTENT)
+    assert_bitwise(loaded(path), CONTENT)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "a.sha256"]
 
 
@@ -140,87 +141,97 @@ def test_a_kill_while_one_is_saved_leaves_the_one_before(moment, tmp_path, monke
     assert train_gpt.find_checkpoint("killed")["step"] == 3
 
 
-@pytest.mark.parametrize("size, name", [(350_000, "checkpoint.pt"), (20_000, "")])
-def test_a_run_that_cannot_save_or_log_says_so(size, name, tiny, tmp_path):
-    """No file may grow beyond so many bytes; the script itself is in the log."""
+@pytest.mark.parametrize("part", ["weights", "momentum", "table"])
+def test_weights_that_are_not_finite_are_not_saved(part, tiny, cli, monkeypatch):
+    step = train_gpt.Trainer.step
 
-    def before():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    def spoiled(self, number, *rest):
+        result = step(self, number, *rest)
+        matrices = self.optimizer.matrices.tensors()
+        parts = {
+            "weights": self.model.mlp.data,
+            "table": self.table.second,
+            "momentum": matrices["mlp.momentum"],
+        }
+        if number == 3:
+            parts[part].view(-1)[7] = float("nan")
+        return result
 
-    run = ranks.train(tmp_path, {**tiny, "run_id": "full"}, before=before)
-    assert run.code == 1, run.stdout + run.stderr
-    assert run.lines[-1].startswith("status:error ") and name in run.lines[-1]
-    assert "Traceback" not in run.stderr
-    assert sorted(path.name for path in run.folder.iterdir()) == ["log.txt", "metrics.jsonl"]
-    if name:
-        assert (run.folder / "log.txt").read_text().splitlines()[-1] == run.lines[-1]
-
-
-# ----- what runs leave
-
-
-def test_a_run_keeps_what_it_was_told_to(rich_run):
-    files = ["log.txt", "metrics.jsonl", "result.json"]
-    files += ["step_000010.pt", "step_000010.sha256", "checkpoint.pt", "checkpoint.sha256"]
-    assert sorted(path.name for path in rich_run.folder.iterdir()) == sorted(files)
-    half, end = rich_run.checkpoint("step_000010.pt"), rich_run.checkpoint()
-    assert (half["step"], end["step"]) == (10, 20)
-    for content in (half, end):
-        config = train_gpt.config_of_checkpoint(content)
-        table, states = content["groups"]["ngram_table"], {}
-        for group in ("small", "embeddings", "matrices"):
-            states.update(content["groups"][group])
-        assert config.run_id == "rich"
-        assert set(content["model"]) == set(states) <= set(config.rules)
-        assert all(states.values())
-        assert all(tensor.isfinite().all() for tensor in content["model"].values())
-        assert all(table[name].any() for name in ("weight", "second", "index"))
-    assert not torch.equal(half["model"]["mlp"], end["model"]["mlp"])
-    assert half["train_seconds"] < end["train_seconds"]
+    monkeypatch.setattr(train_gpt, "warm_up", lambda trainer: None)
+    monkeypatch.setattr(train_gpt.Trainer, "step", spoiled)
+    run = cli(**{**tiny, **EIGHT, "log_every": 100, "run_id": "spoiled"})
+    assert run.code == 1 and run.lines[-1].startswith("status:nan ")
+    assert "--resume" not in run.lines[-1]  # which would end in the same way
+    assert [path.name for path in run.folder.glob("*.pt")] == ["step_000002.pt"]
 
 
-def interrupted(run, tmp_path):
-    """A copy under tmp_path of a run that was stopped after step 13: logs/<run id>."""
+# ----- room on the disk
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_without_room_is_refused_in_one_line(world_size, rich, rich_run_of, tmp_path):
+    """A checkpoint is about as large as is said before the start, and holds the parts of all."""
+    size = (rich_run_of(world_size).folder / "checkpoint.pt").stat().st_size
+
+    def refused_with(free):
+        def before():
+            train_gpt.shutil.disk_usage = lambda path: SimpleNamespace(free=free)
+
+        run = ranks.train(tmp_path, rich, "--check", world_size=world_size, before=before)
+        return run.code == 2 and "the disk of" in run.lines[-1] and "make room" in run.lines[-1]
+
+    # A file has its own words for each tensor.
+    assert refused_with(size - 50_000) and not refused_with(size)
+    assert not list(tmp_path.iterdir())
+
+
+# ----- resuming
+
+
+def leave(run, tmp_path, step):
+    """A copy of a run under tmp_path as a kill after a step leaves it: logs/<run id>."""
     folder = tmp_path / "logs" / run.folder.name
-    left_out = shutil.ignore_patterns("checkpoint.*", "result.json", "loss.png")
-    shutil.copytree(run.folder, folder, ignore=left_out)
-    for name, mark in (("log.txt", "step:13/20"), ("metrics.jsonl", '{"step": 13,')):
-        lines = (folder / name).read_text().splitlines(keepends=True)
-        last = max(index for index, line in enumerate(lines) if line.startswith(mark))
-        (folder / name).write_text("".join(lines[: last + 1]))
+    shutil.copytree(run.folder, folder, ignore=shutil.ignore_patterns("result.json", "loss.png"))
+    for path in folder.glob("*.pt"):
+        content = torch.load(path, weights_only=True)
+        if content["step"] > step:
+            path.unlink()
+            path.with_suffix(".sha256").unlink()
+    lines = (folder / "log.txt").read_text().splitlines(keepends=True)
+    marks = [at for at, line in enumerate(lines) if line.startswith(f"step:{step}/")]
+    (folder / "log.txt").write_text("".join(lines[: marks[-1] + 1]))
     return folder
 
 
-def assert_same_end(actual, expected):
-    for part in ("step", "model", "groups", "loader", "rng", "config"):
-        assert_bitwise(actual[part], expected[part], part)
+def test_the_newest_two_checkpoints_on_the_way_stay(tiny, cli):
+    run = cli(**{**tiny, "steps": 5, "save_every": 1, "run_id": "kept"})
+    names = {path.stem for path in run.folder.glob("*.sha256")}
+    assert names == {"checkpoint", "step_000003", "step_000004"}
+    assert names == {path.stem for path in run.folder.glob("*.pt")}
 
 
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(rich_run, tmp_path, cli):
-    interrupted(rich_run, tmp_path)
+    folder = leave(rich_run, tmp_path, 13)
     run = cli(resume="rich")
-    run.folder = tmp_path / "logs" / "rich"
     assert run.code == 0, run.stdout
-    assert_same_end(run.checkpoint(), rich_run.checkpoint())
-    events = run.metrics[-11:]
-    resumed = {event["step"]: event["train_loss"] for event in events if "train_loss" in event}
-    assert resumed == {step: loss for step, loss in rich_run.train_losses.items() if step > 10}
-    assert run.result["val_loss"] == rich_run.result["val_loss"]
+    run.folder = folder
+    assert_same_end(run, rich_run)
+    assert run.val_losses == rich_run.val_losses
     assert run.result["overrides"] == rich_run.result["overrides"]
-    after = next(event for event in events if event["step"] == 11)
+    at = next(at for at, line in enumerate(run.log) if line.startswith("resumed:rich step:10/20 "))
+    assert run.log[at - 1].startswith("status:error ended without a word")
+    assert run.log[at + 1].startswith("step:11/20 ")
     before = rich_run.checkpoint("step_000010.pt")["train_seconds"]
-    assert after["train_time"] > 1000 * before  # the clock goes on
-    log = (run.folder / "log.txt").read_text().splitlines()
-    assert any(line.startswith("resumed:rich step:10/20 ") for line in log)
-    assert log[-1].startswith("status:ok ") and log.count("===== START =====") == 1
+    times = [event["train_time"] for event in run.events if event["step"] > 10]
+    assert times[-1] > 1000 * before  # the clock goes on
+    assert run.log[-1].startswith("status:ok ") and run.log.count("===== START =====") == 1
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"dtype": "bfloat16", "workers": 2}, marks=pytest.mark.slow),
         {"adam_every": 5, "stages": ({}, {"start": 0.5, "document_cap": 64})},
-        pytest.param({**NO_TABLE, "untie_at": 0.6}, marks=pytest.mark.slow),
+        pytest.param({"dtype": "bfloat16", **NO_TABLE, "untie_at": 0.6}, marks=pytest.mark.slow),
         {"matrix_update": "soap", "basis_every": 3, "index_orders": (4,), "index_share": 0.25},
     ],
     ids=str,
@@ -229,86 +240,145 @@ def test_resuming_is_exact_whatever_the_configuration(changes, tiny, tmp_path, c
     """Also where a step's gradients are summed over several, and the cap of documents changes."""
     values = {**tiny, "steps": 8, "save_every": 5, "run_id": "whole", **changes}
     if "stages" in changes:
-        values = {name: value for name, value in values.items() if name != "document_cap"}
+        values.pop("document_cap")
     whole = cli(**values)
-    assert whole.code == 0
-    expected, losses = whole.checkpoint(), whole.train_losses
-    (whole.folder / "checkpoint.pt").unlink()
-    (whole.folder / "metrics.jsonl").unlink()
+    assert whole.code == 0, whole.stdout
+    whole.folder = (tmp_path / "logs").rename(tmp_path / "whole") / "whole"
+    folder = leave(whole, tmp_path, 5)
     run = cli(resume="whole")
-    run.folder = whole.folder
     assert run.code == 0
-    assert run.train_losses == {step: loss for step, loss in losses.items() if step > 5}
-    assert_same_end(run.checkpoint(), expected)
+    run.folder = folder
+    assert_same_end(run, whole)
 
 
-@pytest.mark.slow
-def test_two_ranks_may_be_continued_by_one(rich_run, rich_run_of, tmp_path, cli):
-    two = rich_run_of(2)
-    interrupted(two, tmp_path)
-    run = cli(resume="rich")
-    run.folder = tmp_path / "logs" / "rich"
-    assert run.code == 0
-    assert run.result["world_size"] == 1
-    for step in range(11, 21):
-        assert run.train_losses[step] == pytest.approx(two.train_losses[step], abs=1e-4)
-        assert run.train_losses[step] == pytest.approx(rich_run.train_losses[step], abs=1e-4)
-    one, both = run.checkpoint()["model"], two.checkpoint()["model"]
-    torch.testing.assert_close(one, both, atol=2e-3, rtol=1e-2)
+EIGHT = {"steps": 8, "save_every": 2}
+
+
+@pytest.fixture(scope="module")
+def whole_run(tiny, tmp_path_factory):
+    """Eight steps, with checkpoints of steps 4, 6 and 8."""
+    run = ranks.train(tmp_path_factory.mktemp("whole"), {**tiny, **EIGHT, "run_id": "whole"})
+    assert run.code == 0, run.stdout + run.stderr
+    return run
+
+
+@pytest.fixture
+def killed(whole_run, tmp_path):
+    """killed(step): what a kill after that step leaves."""
+    return lambda step: leave(whole_run, tmp_path, step)
+
+
+def goes_on(run, folder, whole_run):
+    """Whether a run has completed, as if nobody had killed it."""
+    assert run.code == 0, run.stdout
+    run.folder = folder
+    assert_same_end(run, whole_run)
+    return True
+
+
+def test_a_kill_during_the_final_validation_leaves_a_run_that_can_be_finished(
+    killed, whole_run, cli
+):
+    folder = killed(8)
+    assert (folder / "checkpoint.pt").exists()
+    assert goes_on(cli(resume="whole"), folder, whole_run)
+    line = refusal(cli(resume="whole"))
+    assert "complete" in line and "8 steps" in line
+    assert "did you mean whole?" in refusal(cli(resume="whale"))
+
+
+def test_a_torn_last_line_is_trimmed_and_the_log_closed(killed, whole_run, cli):
+    folder = killed(6)
+    with open(folder / "log.txt", "a") as log:
+        log.write("step:7/8 train_lo")
+    (folder / "step_000008.pt.tmp").write_bytes(b"half")
+    assert goes_on(cli(resume="whole"), folder, whole_run)
+    assert not list(folder.glob("*.tmp"))
+    log = log_of(folder)
+    at = next(at for at, line in enumerate(log) if line.startswith("resumed:whole step:6/8"))
+    assert log[at - 2].startswith("step:6/8 ") and log[at - 1].startswith("status:error ended")
+    assert log[at + 1].startswith("step:7/8 ")
+    assert sum(line.startswith("status:") for line in log) == 2
+
+
+def test_auto_starts_a_run_or_goes_on_with_it(killed, whole_run, cli, tiny):
+    words = {**tiny, **EIGHT, "run_id": "whole"}
+    folder = killed(1)  # before it has saved anything
+    assert "no checkpoint" in refusal(cli(resume="whole"))
+    before = (folder / "log.txt").read_bytes()
+    refused = cli(**words)
+    assert refused.code == 2 and (folder / "log.txt").read_bytes() == before
+    assert "logs/whole exists; change --run-id, or --resume whole" in refused.lines[-1]
+    assert goes_on(cli(**words, resume="auto"), folder, whole_run)
+    assert log_of(folder)[0].startswith("run:whole ")
+    shutil.rmtree(folder)
+    killed(4)
+    run = cli(**words, resume="auto")
+    assert goes_on(run, folder, whole_run) and "resumed:whole step:4/8 world_size:1" in run.lines
+    # Of a run that is complete, the end is worked out again; without a checkpoint it is kept.
+    assert goes_on(cli(**words, resume="auto"), folder, whole_run)
+    for path in folder.glob("*.pt"):
+        path.unlink()
+    before = (folder / "log.txt").read_bytes()
+    run = cli(**words, resume="auto")
+    assert run.code == 2 and "exists" in run.lines[-1]
+    assert (folder / "log.txt").read_bytes() == before
+
+
+def damage(path, how):
+    raw, sha = bytearray(path.read_bytes()), path.with_suffix(".sha256")
+    if how == "no sha256":
+        sha.unlink()
+    elif how == "odd sha256":
+        sha.write_bytes(b"\xff\xfe")
+    elif how == "truncated":
+        path.write_bytes(raw[: len(raw) // 2])
+    else:
+        raw[len(raw) // 3] ^= 1
+        path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("how", ["no sha256", "odd sha256", "truncated", "one bit"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(how, killed, whole_run, cli):
+    folder = killed(6)
+    damage(folder / "step_000006.pt", how)
+    line = refusal(cli(resume="logs/whole/step_000006.pt"))
+    assert "step_000006.pt" in line and "sha256" in line
+    run = cli(resume="whole")
+    assert run.stderr.startswith("note: logs/whole/step_000006.")
+    assert run.stderr.count("\n") == 1 and "resumed:whole step:4/8 world_size:1" in run.lines
+    assert goes_on(run, folder, whole_run)
 
 
 # ----- what resuming refuses
 
-
-@pytest.fixture
-def interrupted_run(rich_run, tmp_path):
-    return interrupted(rich_run, tmp_path)
-
-
 OTHER_CONFIGURATIONS = [
-    (["--steps", "30"], "20"),
-    (["--adam-lr", "0.5"], str(TINY["adam_lr"])),
-    (["--track", "fineweb"], "nano"),
-    (["--document-cap", "64"], "96, 192"),
-    (["--stages", "({},)"], "document_cap=96"),
-    (["--dtype", "bfloat16"], "float32"),
-    (["--stepz", "20"], "--steps"),
-    (["--seed", "2"], "1"),
-    (["--run-id", "other"], "rich"),
+    ["--steps", "30"],
+    ["--track", "fineweb"],
+    ["--document-cap", "64"],
+    ["--stages", "({'lr_mul': 2},)"],
+    ["--dtype", "bfloat16"],
+    ["--seed", "2"],
+    ["--run-id", "other"],
 ]
 
 
-@pytest.mark.parametrize(
-    "words, hint", OTHER_CONFIGURATIONS, ids=[row[0][0] for row in OTHER_CONFIGURATIONS]
-)
-def test_resuming_with_another_configuration_is_refused(words, hint, interrupted_run, cli):
-    before = (interrupted_run / "log.txt").read_bytes()
-    line = refusal(cli("--resume", "rich", *words))
-    assert words[0] in line and hint in line
-    assert (interrupted_run / "log.txt").read_bytes() == before
+@pytest.mark.parametrize("words", OTHER_CONFIGURATIONS, ids=" ".join)
+def test_resuming_with_another_configuration_is_refused(words, killed, cli):
+    folder = killed(6)
+    before = (folder / "log.txt").read_bytes()
+    line = refusal(cli("--resume", "whole", *words))
+    assert words[0] in line and "leave the key out" in line
+    assert (folder / "log.txt").read_bytes() == before
 
 
-def test_resuming_may_repeat_what_the_run_has(interrupted_run, rich, cli):
+def test_resuming_may_repeat_what_the_run_has_and_watch_it_in_another_way(killed, tiny, cli):
     """All words of the command, as a launcher does that starts a run again, or some of them."""
-    whole = train_gpt.parse_command_line(arguments({**rich, "run_id": "rich", "resume": "auto"}))
-    for given in (whole, {"resume": "rich", "steps": 20, "micro_batches": 6, "seed": 1}):
-        config, overrides, content = train_gpt.resumed(given)
-        assert content["step"] == 10 and config == train_gpt.config_of_checkpoint(content)
-        assert overrides["steps"] == 20 and overrides["stages"][1]["document_cap"] == 192
-
-
-def test_resuming_may_watch_the_run_in_another_way(interrupted_run, cli):
-    changes = {"log_every": 7, "save_every": 4, "device": "cpu", "workers": 3}
-    config, _, content = train_gpt.resumed({"resume": "rich", **changes})
-    assert config == dataclasses.replace(train_gpt.config_of_checkpoint(content), **changes)
-
-
-def test_a_complete_run_is_not_resumed(rich_run, tmp_path, cli):
-    shutil.copytree(rich_run.folder, tmp_path / "logs" / "rich")
-    line = refusal(cli(resume="rich"))
-    assert "complete" in line and "20 steps" in line
-
-
-def test_an_unknown_run_is_not_resumed(interrupted_run, cli):
-    line = refusal(cli(resume="ritch"))
-    assert "ritch" in line and "did you mean rich?" in line
+    killed(6)
+    words = arguments({**tiny, **EIGHT, "run_id": "whole", "resume": "auto"})
+    for given in (train_gpt.parse_command_line(words), {"resume": "whole", "micro_batches": 2}):
+        config, content = train_gpt.resumed(given)
+        assert content["step"] == 6 and config == content["config"]
+    changes = {"log_every": 7, "save_every": 4, "device": "cpu"}
+    config, content = train_gpt.resumed({"resume": "whole", **changes})
+    assert config == dataclasses.replace(content["config"], **changes)

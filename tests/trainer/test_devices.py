@@ -2,12 +2,12 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
-import ranks
 import train_gpt
-from helpers import make_corpus, refusal, tiny_config
+from helpers import tiny_config
 from train_gpt import (
     BlockedAttention,
     ConfigError,
@@ -15,7 +15,6 @@ from train_gpt import (
     VarlenAttention,
     choose_attention,
     choose_compile,
-    choose_matmul,
     resolve_dtype,
 )
 
@@ -53,7 +52,7 @@ def gpus(monkeypatch):
 # ----- GPUs and processes
 
 
-def test_without_a_gpu_auto_is_the_cpu(gpus):
+def test_auto_takes_a_gpu_where_there_is_one(gpus):
     gpus(0)
     assert Runtime("auto").device == CPU
     with pytest.raises(ConfigError, match=r"^device=cuda: .*sees no CUDA device; use --device cpu"):
@@ -62,9 +61,7 @@ def test_without_a_gpu_auto_is_the_cpu(gpus):
     assert Runtime("auto").device == CUDA and Runtime("cpu").device == CPU
 
 
-@pytest.mark.parametrize(
-    "local_rank, processes, count", [(0, 2, 1), (1, 2, 1), (0, 9, 8), (7, 9, 8), (3, None, 3)]
-)
+@pytest.mark.parametrize("local_rank, processes, count", [(0, 2, 1), (0, 9, 8), (3, None, 3)])
 def test_every_rank_refuses_fewer_gpus_than_processes(
     local_rank, processes, count, gpus, monkeypatch
 ):
@@ -78,24 +75,11 @@ def test_every_rank_refuses_fewer_gpus_than_processes(
         Runtime("cuda")
 
 
-def test_every_rank_says_so_in_a_line_of_its_own(tiny, tmp_path):
-    def one_gpu():
-        torch.cuda.is_available = lambda: True
-        torch.cuda.device_count = lambda: 1
-        torch.cuda.set_device = lambda device: None
-
-    run = ranks.train(tmp_path, {**tiny, "device": "cuda"}, world_size=2, before=one_gpu)
-    assert run.code == 2
-    words = "2 processes on a node with 1 GPU(s): start at most one a GPU (--nproc-per-node)"
-    assert run.lines == [f"status:error {words}"]
-    assert run.stderr.count(words) == 1
-
-
 def test_nccl_is_told_its_device(gpus, monkeypatch):
     gpus(2)
     started = {}
     launched = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in launched.items():
+    for name, value in {**launched, "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
 
     def init_process_group(backend, **options):
@@ -119,20 +103,19 @@ def test_nccl_is_told_its_device(gpus, monkeypatch):
 # ----- types and back ends
 
 
-def test_auto_is_the_type_that_the_machine_is_fast_in(gpus, monkeypatch):
-    for capability, expected in (((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")):
+@pytest.mark.parametrize("fast", ["float32", "bfloat16"])
+def test_auto_is_the_type_that_the_machine_is_fast_in(fast, gpus, monkeypatch, cli, tiny):
+    def rate(device, dtype, size):
+        return 2.0 if dtype == getattr(torch, fast) else 1.0
+
+    monkeypatch.setattr(train_gpt, "matmul_rate", rate)
+    assert resolve_dtype("auto", CPU) == fast and resolve_dtype("float32", CPU) == "float32"
+    run = cli(**{**tiny, "steps": 1, "dtype": "auto", "run_id": "auto"})
+    assert run.result["config"]["dtype"] == fast
+    assert run.checkpoint()["model"]["mlp"].dtype == getattr(torch, fast)
+    for capability, expected in (((7, 5), "float32"), ((8, 0), "bfloat16")):
         gpus(1, capability)
         assert resolve_dtype("auto", CUDA) == expected
-    for fast in ("float32", "bfloat16"):
-        fast_dtype = getattr(torch, fast)
-        monkeypatch.setattr(
-            train_gpt, "matmul_rate", lambda _, dtype, size, fast=fast_dtype: float(dtype == fast)
-        )
-        assert resolve_dtype("auto", CPU) == fast
-        assert [resolve_dtype(name, CPU) for name in ("float32", "bfloat16")] == [
-            "float32",
-            "bfloat16",
-        ]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +126,6 @@ def test_auto_is_the_type_that_the_machine_is_fast_in(gpus, monkeypatch):
         ((9, 0), (), [], "FA2 (no FA3: ModuleNotFoundError)"),
         ((9, 0), ("FA3",), ["FA3"], "FA3"),
         ((10, 0), ("FA3",), [], "FA2 (no FA4: ModuleNotFoundError)"),
-        ((10, 0), ("FA4",), ["FA4"], "FA4"),
     ],
 )
 def test_the_log_says_which_flash_attention_was_asked_for(
@@ -166,16 +148,15 @@ def test_flash_attention_is_for_bfloat16_on_cuda(gpus):
         config = tiny_config(dtype=dtype, attention=attention)
         back_end, description = choose_attention(config, device)
         assert isinstance(back_end, BlockedAttention) and description == "sdpa"
-    for dtype, device in (("float32", CUDA), ("bfloat16", CPU)):
-        words = f"^attention=varlen: .*has {device.type} .*, {dtype} .*use --attention sdpa"
-        with pytest.raises(ConfigError, match=words):
-            choose_attention(tiny_config(dtype=dtype, attention="varlen"), device)
+    words = "^attention=varlen: .*has cuda .*, float32 .*use --attention sdpa"
+    with pytest.raises(ConfigError, match=words):
+        choose_attention(tiny_config(dtype="float32", attention="varlen"), CUDA)
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_flash_attention_gets_64_segments_of_the_cap(count, monkeypatch):
-    """Of GPT-2 text: the kernel is told a longest segment that is none too short, of layers with
-    `count` positions a token."""
+def test_flash_attention_is_told_the_segments_and_the_cap(count, monkeypatch):
+    """Of GPT-2 text: the longest segment is none too short, in layers with `count` positions a
+    token."""
     given = {}
 
     def varlen_attn(q, k, v, bounds, same, longest, also, scale, window_size):
@@ -186,22 +167,21 @@ def test_flash_attention_gets_64_segments_of_the_cap(count, monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     paired = {1: (), 2: (1,)}[count]
     config = dataclasses.replace(train_gpt.TRACKS["fineweb"], paired_layers=paired)
-    phase = train_gpt.training_phase(config, 0)
     length = config.micro_batch_tokens
     # FineWeb's mean is 690 tokens.
     spans = [(low, min(low + 640, length)) for low in range(0, length, 640)]
-    tokens = torch.zeros(length + 1, dtype=torch.int32).numpy()
-    window = train_gpt.TokenWindow(train_gpt.Text(tokens, config), spans)
-    no_rows = tokens[:length, None][:, :0]
-    micro_batch = train_gpt.assemble(window, no_rows, no_rows, CPU)
+    text = train_gpt.Text(np.zeros(length + 1, np.uint16), config.eot_token)
+    stack = train_gpt.stack_passages([train_gpt.Passage(text, spans)], length, CPU)
+    micro_batch = train_gpt.MicroBatch(*(tensor[0] for tensor in stack))
     back_end = VarlenAttention()
-    segments = back_end.prepare(micro_batch, phase, torch.bfloat16)
+    segments = back_end.prepare(
+        micro_batch, train_gpt.training_phase(config, 0), config.torch_dtype
+    )
     q = torch.zeros(count * length, 1, 4)
     back_end.attend(q, q, q, segments, train_gpt.Window(128, count), 0.1)
     bounds = given["bounds"]
-    assert len(bounds) - 1 == train_gpt.SEGMENT_ROOM == 64 and bounds.dtype == torch.int32
-    starts = [low for low, _ in spans] + [length] * (65 - len(spans))
-    assert bounds.tolist() == [count * low for low in starts]
+    starts = [low for low, _ in spans] + [length] * (64 - len(spans))
+    assert bounds.dtype == torch.int32 and bounds.tolist() == [count * low for low in starts]
     assert given["longest"] == 896 * count >= bounds.diff().max()
     assert given["window"] == (127, 0)
 
@@ -219,59 +199,7 @@ def test_only_a_cpu_goes_without_compilation(missing, tmp_path, monkeypatch):
         monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", no_compiler)
     config = tiny_config(compile=True)
     assert choose_compile(config, CPU).startswith(f"off (no {missing}: install ")
-    with pytest.raises(
-        ConfigError, match="^compile=True: no .*: install .*--compile false$"
-    ) as told:
+    words = f"^compile=True: no {missing.replace('+', '.')}: install .*--compile false$"
+    with pytest.raises(ConfigError, match=words):
         choose_compile(config, CUDA)
-    assert missing in str(told.value)
     assert choose_compile(tiny_config(compile=False), CUDA) == "off"
-
-
-def test_products_in_8_bits_are_for_hopper_and_bfloat16(gpus):
-    fitting = {"dtype": "bfloat16", "tokenizer": "gpt2", "float8": True}
-    for capability, changes, expected in (
-        ((9, 0), {}, (True, "torch-bfloat16+float8")),
-        ((9, 0), {"float8": False}, (False, "torch-bfloat16")),
-        ((9, 0), {"dtype": "float32"}, (False, "torch-float32 (float8 wants")),
-        ((8, 0), {}, (False, "torch-bfloat16 (float8 wants")),
-        ((10, 0), {}, (False, "torch-bfloat16 (float8 wants")),
-    ):
-        gpus(1, capability)
-        is_used, description = choose_matmul(tiny_config(**{**fitting, **changes}), CUDA)
-        assert is_used == expected[0] and description.startswith(expected[1])
-    assert not choose_matmul(tiny_config(**fitting), CPU)[0]
-    gpus(1)
-    with pytest.raises(ConfigError, match=r"multiples of 16 .*\(32, 64, 257, 0\)"):
-        choose_matmul(tiny_config(**{**fitting, "tokenizer": "bytes"}), CUDA)
-
-
-# ----- data
-
-
-def test_without_fineweb_shards_the_line_says_how_to_get_them(cli, tmp_path):
-    small = {
-        "device": "cpu",
-        "dtype": "float32",
-        "steps": 2,
-        "ngram_rows": 1000,
-        "num_layers": 1,
-        "long_layers": "()",
-        "value_embedding_layers": "()",
-        "shifted_layers": "()",
-        "paired_layers": "()",
-        "exclusive_layers": "()",
-        "skips": "()",
-        "model_dim": 128,
-        "mlp_dim": 128,
-        "micro_batch_tokens": 256,
-        "val_batch_tokens": 256,
-        "val_tokens": 1024,
-        "windows": "(32, 64)",
-        "val_windows": "(32, 64)",
-    }
-    remedy = "no *_train_*.bin shards; build them with `python data/fineweb.py`"
-    assert f"data/fineweb10B: {remedy}" in refusal(cli("--track", "fineweb", **small))
-    make_corpus(tmp_path / "data" / "fineweb10B")
-    for shard in (tmp_path / "data" / "fineweb10B").glob("*_val_*"):
-        shard.unlink()
-    assert "data/fineweb10B: no *_val_*.bin shards" in refusal(cli("--track", "fineweb", **small))

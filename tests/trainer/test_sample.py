@@ -6,7 +6,7 @@ import torch
 
 import sample
 import train_gpt
-from helpers import EOT, make_corpus, make_trainer, refusal
+from helpers import EOT, content_of, make_corpus, make_trainer, refusal
 
 
 @pytest.fixture
@@ -20,44 +20,23 @@ def path(rich_run):
     return rich_run.folder / "checkpoint.pt"
 
 
-def save(trainer, path):
-    content = train_gpt.checkpoint_content(trainer, 2, train_gpt.TrainLoader.START, 0.0)
-    train_gpt.save_checkpoint(path, content)
-    return path
-
-
-# ----- the validation loss
-
-
-def test_eval_reproduces_the_final_loss(rich_run, path, use):
+def test_eval_reproduces_the_losses_of_a_run(rich_run, path, use, tmp_path):
+    """On the way, at its end, and with a corpus that has fewer training tokens than a run needs."""
+    loss, sha = rich_run.result["val_loss"], rich_run.result["val_sha256"]
     run = use("--checkpoint", path, "--eval")
-    loss, val_sha256 = rich_run.result["val_loss"], rich_run.result["val_sha256"]
-    assert run.code == 0
-    assert run.stdout == f"eval val_loss:{loss:.5f} val_tokens:1024 val_sha256:{val_sha256}\n"
-
-
-def test_eval_of_a_checkpoint_on_the_way(rich_run, use):
+    assert run.stdout == f"eval val_loss:{loss:.5f} val_tokens:1024 val_sha256:{sha}\n"
     run = use("--checkpoint", rich_run.folder / "step_000010.pt", "--eval", "--device", "cpu")
-    assert run.code == 0
     assert run.stdout.startswith(f"eval val_loss:{rich_run.val_losses[10]:.5f} ")
-
-
-def test_eval_on_another_corpus_wants_validation_tokens_alone(rich_run, path, use, tmp_path):
-    """A whole run would need more training tokens than this corpus has."""
-    corpus = make_corpus(tmp_path / "small", train_tokens=4_000, shards=1)
-    run = use("--checkpoint", path, "--eval", "--data", corpus)
-    assert run.code == 0, run.stdout
-    assert run.stdout.startswith(f"eval val_loss:{rich_run.result['val_loss']:.5f} ")
-
-
-# ----- continuations
+    small = make_corpus(tmp_path / "small", train_tokens=4_000, shards=1)
+    run = use("--checkpoint", path, "--eval", "--data", small)
+    assert run.code == 0 and run.stdout.startswith(f"eval val_loss:{loss:.5f} "), run.stdout
 
 
 def greedy(checkpoint, prompt, count):
     """The most probable continuation, by the forward pass that validation takes, with the weights
     that the run's own trainer would restore."""
     content = train_gpt.load_checkpoint(checkpoint)
-    config = train_gpt.config_of_checkpoint(content)
+    config = content["config"]
     trainer = train_gpt.Trainer(config, train_gpt.Runtime("cpu"))
     train_gpt.restore(trainer, content)
     tokens = [EOT, *prompt]
@@ -65,7 +44,7 @@ def greedy(checkpoint, prompt, count):
         low = max(0, len(tokens) - config.val_batch_tokens)
         filled = np.zeros(low + config.val_batch_tokens + 1, dtype=np.uint16)
         filled[: len(tokens)] = tokens
-        _, hidden = trainer.score(content["step"], train_gpt.Text(filled, config), low)
+        _, hidden = trainer.score(content["step"], train_gpt.Text(filled, EOT), low)
         tokens.append(trainer.model.logits(hidden[len(tokens) - 1 - low]).argmax().item())
         if tokens[-1] == EOT:
             break
@@ -79,20 +58,11 @@ LONG = "zyxw!" + bytes(range(32, 127)).decode() * 4 + "zyxw"
 def test_sample_continues_a_prompt(prompt, use, tmp_path):
     """With random weights, so that every token of the context counts; the last prompt is longer
     than the context, and what is copied at its end stands before that."""
-    path = save(make_trainer(copy_orders=(4,), copy_reach=1000), tmp_path / "random.pt")
+    content_of(make_trainer(copy_orders=(4,), copy_reach=1000), 2, tmp_path)
+    path = tmp_path / "checkpoint.pt"
     run = use("--checkpoint", path, "--prompt", prompt, "--tokens", 8, "--temperature", 0)
     assert run.code == 0, run.stdout
     assert run.stdout == greedy(path, prompt.encode(), 8) + "\n"
-
-
-@pytest.mark.parametrize(
-    "task", [["--eval"], ["--tokens", 3], ["--tokens", 3, "--temperature", 0]], ids=str
-)
-def test_a_model_that_predicts_nothing_finite_is_refused(task, use, tmp_path, corpus):
-    trainer = make_trainer(data=str(corpus))
-    trainer.model.residual_scale.data.fill_(3e38)
-    run = use("--checkpoint", save(trainer, tmp_path / "huge.pt"), *task)
-    assert "finite" in refusal(run) or "nan" in refusal(run)
 
 
 def test_sample_draws_by_its_seed(path, use):
@@ -106,29 +76,28 @@ def test_sample_draws_by_its_seed(path, use):
     assert len({drawn(seed) for seed in (1, 2, 3)}) > 1
 
 
-def test_a_trained_model_starts_a_document(path, use):
-    run = use("--checkpoint", path, "--tokens", 5, "--temperature", 0)
-    assert run.code == 0 and run.stdout == greedy(path, b"", 5) + "\n"
+@pytest.mark.parametrize("task", [["--eval"], ["--tokens", 3, "--temperature", 0]], ids=str)
+def test_a_model_that_predicts_nothing_finite_is_refused(task, use, tmp_path, corpus):
+    trainer = make_trainer(data=str(corpus))
+    trainer.model.residual_scale.data.fill_(3e38)
+    content_of(trainer, 2, tmp_path)
+    line = refusal(use("--checkpoint", tmp_path / "checkpoint.pt", *task))
+    assert "finite" in line or "nan" in line
 
 
 # ----- bad input
 
 BAD_WORDS = [
     (["--eval"], "--checkpoint"),
-    (["--checkpoint", "nowhere.pt", "--eval"], "nowhere.pt"),
-    (["--checkpoint", ".", "--eval"], "no such checkpoint"),
-    (["--chekpoint", "x.pt", "--eval"], "--checkpoint"),
+    (["--checkpoint", "nowhere.pt", "--eval"], "nowhere.pt: no such checkpoint"),
     (["--checkpoint", "x.pt", "--steps", "5"], "--steps"),
-    (["--checkpoint", "x.pt", "--prompt"], "--prompt"),
     (["--checkpoint", "x.pt", "--prompt", "x", "--eval"], "--prompt"),
     (["--checkpoint", "x.pt", "--prompt", "x", "--data", "y"], "--data y"),
     (["--checkpoint", "x.pt", "--tokens", "many"], "--tokens"),
     (["--checkpoint", "x.pt", "--tokens", "0"], "--tokens 0"),
-    (["--checkpoint", "x.pt", "--temperature", "-1"], "--temperature -1"),
     (["--checkpoint", "x.pt", "--temperature", "nan"], "--temperature nan"),
     (["--checkpoint", "x.pt", "--seed", "-1"], "--seed -1"),
     (["--checkpoint", "x.pt", "--device", "tpu"], "tpu"),
-    (["checkpoint.pt"], "checkpoint"),
 ]
 
 
@@ -143,10 +112,3 @@ def test_what_a_checkpoint_cannot_be_used_on(words, path, use):
     if torch.cuda.is_available() and "cuda" in words:
         pytest.skip("CUDA is here, so asking for it is no mistake")
     assert words[-1] in refusal(use("--checkpoint", path, *words))
-
-
-def test_help_tells_of_every_option(capsys):
-    with pytest.raises(SystemExit) as ended:
-        sample.main(["--help"])
-    assert ended.value.code == 0
-    assert "--temperature" in capsys.readouterr().out
