@@ -24,13 +24,8 @@ MOST_MFU = 500  # per cent of the product that is measured beside the run, and m
 COMPARED = 100  # losses of a run that are compared with other runs', the first ones
 NEAR = 0.75  # of these losses: a run is another one's copy if so many agree
 AUTHORS = re.compile(PLAIN + r"[^\W_](?:[^\W_]|[ .,'&()@/-]){0,99}")
-<<<<<<< HEAD
 # What prose has none of: letters that nobody sees; Markdown of HTML, links, code, formulas and
 # emphasis; and, where a line begins, headings and lines under one, quoted ones too.
-=======
-# What prose has none of: Markdown of HTML, links, code, formulas and emphasis; and, where a line
-# begins, headings and lines under one, quoted ones too.
->>>>>>> main
 ODD_PROSE = re.compile(
     r"(?m)[\t\xad\u200b-\u200f\u2060-\u206f\ufeff\U000e0000-\U000e0fff]"
     r"|<[A-Za-z/!?]|[\[\]`|$\\]|://|www\.|\w@|&#?\w{1,40};|\S[*~]|[*]\S|\b_|_\b"
@@ -92,15 +87,12 @@ def check_rates(run):
     unit = size * run.world_size if type(size) is int else 0
     shown = f"tokens is {run.tokens}, world size {run.world_size}"
     require(unit > 0 and run.tokens % unit == 0, f"{shown}; each takes whole micro-batches")
-    batches, slack = batches_of(run.config)
-    takes = f"{batches:g} micro-batches of {size} tokens"
-    require(
-        abs(run.tokens / size - batches) <= slack, f"{shown}; its {run.steps} steps are {takes}"
-    )
+    fewest, most = batches_of(run.config)
 
     rate = 1000 * run.tokens / took
     room = 1 + 0.6 * rate / took  # both were rounded
     bounds = {
+        "number of micro-batches": (fewest, run.tokens / size, most),
         "tokens_per_s": (rate - room, run.speed, rate + room),
         "mfu": (LEAST_MFU, run.mfu, MOST_MFU),
     }
@@ -117,20 +109,22 @@ def check_rates(run):
 
 
 def batches_of(config):
-    """(micro-batches that the steps of a run take, how many more or less it can be).
+    """The least and the largest number of micro-batches that the steps of a run can take.
 
-    Where a stage begins is rounded to a step. Older and odd schedules say nothing of a batch.
+    Where a stage begins is rounded to a step. Older and odd schedules do not say how large it is.
     """
     steps = config["steps"]
     stages = config.get("stages")
     try:
         starts = [float(stage["start"]) for stage in stages]
         counts = [int(stage["micro_batches"]) for stage in stages]
-    except (KeyError, TypeError, ValueError):
+    except (ArithmeticError, KeyError, TypeError, ValueError):
         return steps, math.inf
     lengths = [end - start for start, end in zip(starts, [*starts[1:], 1.0], strict=True)]
     changes = [abs(after - before) for before, after in itertools.pairwise(counts)]
-    return steps * sum(map(math.prod, zip(counts, lengths, strict=True))), sum(changes) + 0.01
+    expected = steps * sum(map(math.prod, zip(counts, lengths, strict=True)))
+    room = sum(changes) + 0.01
+    return expected - room, expected + room
 
 
 # ----- a record
