@@ -271,10 +271,9 @@ def check_copies(records, limit):
 def losses_of(run):
     """{place: loss} of a run, by which it is compared with others. The end is a place of its own,
     since runs may have other numbers of steps."""
-    first = itertools.islice(run.losses.items(), COMPARED)
-    found = {place: loss for place, loss in first if place[1] < run.steps}
-    ends = {kind: points[-1].loss for kind, points in run.curves.items()}
-    return {**found, **ends}
+    places = [place for place in run.losses if place[1] < run.steps]
+    found = {place: run.losses[place] for place in places[:COMPARED]}
+    return {**found, **{kind: points[-1].loss for kind, points in run.curves.items()}}
 
 
 def check_folders(repository):

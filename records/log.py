@@ -94,7 +94,7 @@ def due_losses(config):
     found = {kind: every if 0 < every < steps else steps for kind, every in found.items()}
     count = sum(math.ceil(steps / every) for every in found.values())
     shown = f"{count} losses are logged, {LEAST_LOSSES} are needed to tell runs apart"
-    require(count >= LEAST_LOSSES, f"{shown}; lower val_every")
+    require(count >= LEAST_LOSSES, f"{shown}; change log_every or val_every")
     return found, count
 
 
@@ -104,13 +104,11 @@ def points_of(lines, config):
     every, count = due_losses(config)
     points = [SimpleNamespace(**values_of(line, STEP, "step")) for line in lines]
     found = [(point.step, point.kind, point.steps) for point in points]
-    shown = f"{len(found)} losses are logged, {count} are due"
-    hint = "at the steps of the configuration and in order"
-    require(len(found) == count, f"{shown}, {hint}")
     due = []
-    for kind, pace in every.items():
+    for kind, pace in every.items() if len(found) == count else ():
         due += [(min(step, steps), kind, steps) for step in range(pace, steps + pace, pace)]
-    require(found == sorted(due), f"{shown}, {hint}")
+    shown = f"{len(found)} losses are logged, {count} are due"
+    require(found == sorted(due), f"{shown}, at the steps of the configuration and in order")
 
     took = points[-1].time_ms
     for before, point in zip([points[0], *points], points, strict=False):
@@ -122,9 +120,8 @@ def points_of(lines, config):
         apart = abs(point.average * point.step - point.time_ms)
         agrees = apart <= 0.501 + 0.00501 * point.step
         require(agrees, f"{shown}, step_avg {point.average} ms is not train_time / step")
-        has_rate = point.rate != "None"
-        trains = has_rate and (float(point.rate) > 0 or point.step == steps)
-        is_good = trains if point.kind == "train" else not has_rate
+        is_rate = point.kind == "train" and (point.step == steps or point.rate.strip("0.") != "")
+        is_good = is_rate if point.rate != "None" else point.kind == "val"
         require(is_good, f"step {point.step}: lr_mul is {point.rate} beside a {point.kind}_loss")
     return points
 

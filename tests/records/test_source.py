@@ -83,6 +83,7 @@ IMPORTS = {
     "import importlib.machinery": "importlib.machinery",
     "from importlib import import_module": "importlib",
     "import importlib.util; importlib.import_module('data')": "import_module",
+    "__builtins__.eval('x')": "__builtins__",
     "import importlib.util; load = importlib": "importlib",
     "import importlib.util; importlib.util.spec_from_file_location": "importlib",
     "from runpy import run_path": "runpy",
@@ -94,13 +95,19 @@ IMPORTS = {
 
 @pytest.mark.parametrize("line", IMPORTS)
 def test_scripts_import_nothing_of_the_repository(line):
-    with pytest.raises(RecordError, match=f"imports {re.escape(IMPORTS[line])}, whose text no log"):
+    with pytest.raises(
+        RecordError, match=rf"(imports|word) {re.escape(IMPORTS[line])}, .* no log holds"
+    ):
         source.tracks_of(f"{line}\n{NEW}")
 
 
 def test_what_scripts_may_import():
     lines = ["import os.path, torch.nn as nn", "from numba import njit", "import importlib.util"]
-    lines += ["importlib.util.find_spec('torch')", "from records.picture import plot_run"]
+    lines += [
+        "importlib.util.find_spec('torch')",
+        "from records.picture import plot_run",
+        "model.eval()",
+    ]
     assert source.tracks_of("\n".join([*lines, NEW])) == source.tracks_of(NEW)
 
 
