@@ -62,6 +62,8 @@ STEP = (
     r"step:<step=number>/<steps=number> <kind=kind>_loss:<loss=loss>(?: lr_mul:<rate=rate>)? "
     "train_time:<time_ms=number>ms step_avg:<average=decimal>ms"
 )
+# Stands behind the comms line, but in the logs of scripts that did not write it yet.
+GATES = "gates: cuts:<cuts=number> missed_1pct:<missed=loss> time:<gates_time=decimal>s"
 SLOT = re.compile(r"<(\w+)=(\w+)>")
 
 
@@ -154,6 +156,10 @@ def parse_log(path, script):
         require(is_complete, f"the run did not complete, or its log was cut: {ascii(ending[:80])}")
         run = SimpleNamespace(path=path, source=script)
         behind = HEAD - len(LINES)
+        if lines[-4:][0].startswith("gates: "):
+            vars(run).update(values_of(lines.pop(-4), GATES, "gates"))
+            is_right = abs(0.99**run.cuts - run.missed) < 1e-5
+            require(is_right, f"missed_1pct is {run.missed} in the gates line, of {run.cuts} cuts")
         for line, kind in itertools.zip_longest(lines[:HEAD] + lines[behind:], LINES, fillvalue=""):
             vars(run).update(values_of(line, LINES[kind], kind))
         is_own = run.code_sha256 == sha256_of(script) and source in ("", script)
