@@ -19,7 +19,7 @@ GATES = ("causal", "normalised", "local", "unmoved")  # the older scripts lack t
 CLOCKS = timedelta(minutes=10)  # by which clocks differ
 WAIT = timedelta(days=31)  # so long runs may be over before they make a record
 IDLE = 0.1  # of a run's time: what a process on a CPU works at least
-LEAST_MFU = 0.05  # per cent, rounded to 0.1
+LEAST_MFU = 0.05  # per cent, of a processor, where logs have tenths; small models on GPUs have none
 MOST_MFU = 500  # per cent of the product that is measured beside the run, and may be slow
 COMPARED = 100  # losses of a run that are compared with other runs', the first ones
 NEAR = 0.75  # of these losses: a run is another one's copy if so many agree
@@ -88,17 +88,14 @@ def check_rates(run):
     shown = f"tokens is {run.tokens}, world size {run.world_size}"
     require(unit > 0 and run.tokens % unit == 0, f"{shown}; each takes whole micro-batches")
     fewest, most = batches_of(run.config)
-
     rate = 1000 * run.tokens / took
     room = 1 + 0.6 * rate / took  # both were rounded
-    bounds = {
-        "number of micro-batches": (fewest, run.tokens / size, most),
-        "tokens_per_s": (rate - room, run.speed, rate + room),
-        "mfu": (LEAST_MFU, run.mfu, MOST_MFU),
-    }
+    bounds = {"number of micro-batches": (fewest, run.tokens / size, most)}
+    bounds["tokens_per_s"] = rate - room, run.speed, rate + room
     cores = re.search(r" x(\d{1,4})$", run.device)
     shown = f"device is {ascii(run.device)}"
     require(cores or run.cuda != "none", f"{shown}; a processor's ends with its cores, as in x8")
+    bounds["mfu"] = LEAST_MFU if cores else 0, run.mfu, MOST_MFU
     if cores:
         bounds["cpu_time"] = IDLE * took, run.cpu_time_ms, 1.1 * int(cores[1]) * took
         # Parameters and tables are held in memory, two bytes a value or more.

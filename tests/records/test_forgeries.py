@@ -289,7 +289,12 @@ ACTS = {
         f"ｏpen = None\n{OPEN}",
         "no Python with names in ASCII: ",
     ),
-    "R2 blank lines": (as_script, OPEN, "\n" * 390_000 + f"x = 1; import data\n{OPEN}", "imports data, "),
+    "R2 blank lines": (
+        as_script,
+        OPEN,
+        "\n" * 390_000 + f"x = 1; import data\n{OPEN}",
+        "imports data, ",
+    ),
     "N51 an import": (as_script, OPEN, f"import data.text\n{OPEN}", "imports data.text, "),
     "N24 dtypes": (scripts_that_name_dtypes, "dtype differs between runs"),
     "N27 a long number": (as_script, "0.45", f"0x{'f' * 5000}", "Exceeds the limit"),
