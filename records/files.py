@@ -29,9 +29,8 @@ def require_same(found, wanted, words=", must be "):
     `words` are told between values that differ."""
     for name in sorted(found.keys() | wanted.keys()):
         sides = [content for content in (found, wanted) if name in content]
-        same = (
-            len(sides) == 2 and len({json.dumps(side[name], sort_keys=True) for side in sides}) == 1
-        )
+        texts = {json.dumps(side[name], sort_keys=True) for side in sides}
+        same = len(sides) == 2 and len(texts) == 1
         shown = [ascii(content.get(name, "not there"))[:80] for content in (found, wanted)]
         require(same, f"{ascii(name)[1:-1][:60]} is {shown[0]}{words}{shown[1]}")
 

@@ -19,16 +19,17 @@ GATES = ("causal", "normalised", "local", "unmoved")  # the older scripts lack t
 CLOCKS = timedelta(minutes=10)  # by which clocks differ
 WAIT = timedelta(days=31)  # so long runs may be over before they make a record
 IDLE = 0.1  # of a run's time: what a process on a CPU works at least
-LEAST_MFU = 0.05  # per cent, rounded to 0.1
+LEAST_MFU = 0.05  # per cent, of a processor, where logs have tenths; small models on GPUs have none
 MOST_MFU = 500  # per cent of the product that is measured beside the run, and may be slow
 COMPARED = 100  # losses of a run that are compared with other runs', the first ones
 NEAR = 0.75  # of these losses: a run is another one's copy if so many agree
 AUTHORS = re.compile(PLAIN + r"[^\W_](?:[^\W_]|[ .,'&()@/-]){0,99}")
-# What prose has none of: Markdown of HTML, links, code, formulas and emphasis; and, where a line
-# begins, headings and lines under one, quoted ones too.
+# What prose has none of: letters that nobody sees; Markdown of HTML, links, code, formulas and
+# emphasis; and, where a line begins, headings and lines under one, quoted ones too.
 ODD_PROSE = re.compile(
-    r"(?m)<[A-Za-z/!?]|[\[\]`|$\\]|://|www\.|\w@|&#?\w{1,40};|\S[*~]|[*]\S|(?<!\w)_|_(?!\w)"
-    r"|^[ >*+\d.)-]*#|^[ >]*[-=_*][-=_* ]*$|[^\n -~\w\u00a1-\u00ff\u2010-\u2026]"
+    r"(?m)[\t\xad\u200b-\u200f\u2060-\u206f\ufeff\U000e0000-\U000e0fff]"
+    r"|<[A-Za-z/!?]|[\[\]`|$\\]|://|www\.|\w@|&#?\w{1,40};|\S[*~]|[*]\S|\b_|_\b"
+    r"|^[ >*+\d.)-]*#|^[ >]*[-=_*][-=_* ]*$"
 )
 MACHINE = ("device", "world_size", "torch", "cuda", "triton", "dtype")  # one for all runs
 CHOOSING = ("attention", "compile", "dtype")  # fields that back ends follow from
@@ -86,21 +87,15 @@ def check_rates(run):
     unit = size * run.world_size if type(size) is int else 0
     shown = f"tokens is {run.tokens}, world size {run.world_size}"
     require(unit > 0 and run.tokens % unit == 0, f"{shown}; each takes whole micro-batches")
-    batches, slack = batches_of(run.config)
-    takes = f"{batches:g} micro-batches of {size} tokens"
-    require(
-        abs(run.tokens / size - batches) <= slack, f"{shown}; its {run.steps} steps are {takes}"
-    )
-
+    fewest, most = batches_of(run.config)
     rate = 1000 * run.tokens / took
     room = 1 + 0.6 * rate / took  # both were rounded
-    bounds = {
-        "tokens_per_s": (rate - room, run.speed, rate + room),
-        "mfu": (LEAST_MFU, run.mfu, MOST_MFU),
-    }
+    bounds = {"number of micro-batches": (fewest, run.tokens / size, most)}
+    bounds["tokens_per_s"] = rate - room, run.speed, rate + room
     cores = re.search(r" x(\d{1,4})$", run.device)
     shown = f"device is {ascii(run.device)}"
     require(cores or run.cuda != "none", f"{shown}; a processor's ends with its cores, as in x8")
+    bounds["mfu"] = LEAST_MFU if cores else 0, run.mfu, MOST_MFU
     if cores:
         bounds["cpu_time"] = IDLE * took, run.cpu_time_ms, 1.1 * int(cores[1]) * took
         # Parameters and tables are held in memory, two bytes a value or more.
@@ -111,20 +106,22 @@ def check_rates(run):
 
 
 def batches_of(config):
-    """(micro-batches that the steps of a run take, how many more or less it can be).
+    """The least and the largest number of micro-batches that the steps of a run can take.
 
-    Where a stage begins is rounded to a step. Older and odd schedules say nothing of a batch.
+    Where a stage begins is rounded to a step. Older and odd schedules do not say how large it is.
     """
     steps = config["steps"]
     stages = config.get("stages")
     try:
         starts = [float(stage["start"]) for stage in stages]
         counts = [int(stage["micro_batches"]) for stage in stages]
-    except (KeyError, TypeError, ValueError):
+    except (ArithmeticError, KeyError, TypeError, ValueError):
         return steps, math.inf
     lengths = [end - start for start, end in zip(starts, [*starts[1:], 1.0], strict=True)]
     changes = [abs(after - before) for before, after in itertools.pairwise(counts)]
-    return steps * sum(map(math.prod, zip(counts, lengths, strict=True))), sum(changes) + 0.01
+    expected = steps * sum(map(math.prod, zip(counts, lengths, strict=True)))
+    room = sum(changes) + 0.01
+    return expected - room, expected + room
 
 
 # ----- a record
@@ -216,11 +213,8 @@ def check_order(record, parent):
         shown = f"{following.run} was started before the end of {run.run}"
         require(following.started >= run.started + took, f"{shown}, which comes before it")
 
-    second = timedelta(seconds=1)
-    is_later = parent is None or planned[0].started + second >= parent.over
+    is_later = parent is None or planned[0].started + timedelta(seconds=1) >= parent.over
     require(is_later, f"{planned[0].run} was started before the parent's record was made")
-    is_younger = parent is None or record.date >= parent.date
-    require(is_younger, f"is dated {record.date}, before its parent, {parent and parent.name}")
 
 
 def check_claims(record, found):
@@ -274,10 +268,9 @@ def check_copies(records, limit):
 def losses_of(run):
     """{place: loss} of a run, by which it is compared with others. The end is a place of its own,
     since runs may have other numbers of steps."""
-    first = itertools.islice(run.losses.items(), COMPARED)
-    found = {place: loss for place, loss in first if place[1] < run.steps}
-    ends = {kind: points[-1].loss for kind, points in run.curves.items()}
-    return {**found, **ends}
+    places = [place for place in run.losses if place[1] < run.steps]
+    found = {place: run.losses[place] for place in places[:COMPARED]}
+    return {**found, **{kind: points[-1].loss for kind, points in run.curves.items()}}
 
 
 def check_folders(repository):

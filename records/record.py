@@ -89,7 +89,7 @@ def end_of(run):
 
 
 def paths_in(folder):
-    """What a folder holds, by name, but for Python's caches; nothing where it is no folder."""
+    """What a folder holds, by name, but for Python's caches; nothing of a link, or of no folder."""
     is_folder = folder.is_dir() and not folder.is_symlink()
     return sorted(path for path in folder.iterdir() if path.name != CACHE) if is_folder else []
 

@@ -29,9 +29,10 @@ LARGEST = 2**64  # number that arithmetic may be done with
 HIGHEST_POWER = 64
 CODING = re.compile(r"[ \t\f]*#.*?coding[:=]")  # PEP 263: a line that changes what text means
 PACKAGES = RULES["packages"]  # that scripts import, beside what Python brings along
-# By which code is run that no log holds, whatever is imported.
+# By which code is run that no log holds: modules, names, and what is called of a module.
 LOADERS = {"builtins", "code", "codeop", "imp", "importlib", "pkgutil", "runpy", "zipimport"}
-LOADING = {"__import__", "eval", "exec", "exec_module", "import_module", "load_module"}
+NAMES = {"__builtins__", "__import__", "eval", "exec", "importlib"}
+CALLED = {"__import__", "exec_module", "import_module", "load_module"}
 
 
 @functools.cache
@@ -65,22 +66,24 @@ def check_imports(tree):
     for node in ast.walk(tree):  # from the outside to the inside
         names = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-            names = [name for name in names if name != "importlib.util"]
+            names = [alias.name for alias in node.names if alias.name != "importlib.util"]
         elif isinstance(node, ast.ImportFrom):
             names = ["." * node.level + (node.module or "")]
-        elif isinstance(node, ast.Attribute):
-            names = [node.attr] if node.attr in LOADING else []
-            if ast.unparse(node) == "importlib.util.find_spec":
-                finders.add(node.value.value)
-        elif isinstance(node, ast.Name) and node not in finders:
-            names = [node.id] if node.id in LOADING or node.id == "importlib" else []
         for name in names:
             top = name.partition(".")[0]
-            is_brought = top in sys.stdlib_module_names and top not in LOADERS
-            is_open = {top, name} & {*PACKAGES} or is_brought and name not in LOADING
+            is_brought = top in sys.stdlib_module_names - LOADERS
             shown = f"imports {name[:60]}, whose text no log holds"
-            require(is_open, f"the script {shown}; open are Python's own and {', '.join(PACKAGES)}")
+            hint = f"open are Python's own and {', '.join(PACKAGES)}"
+            require(is_brought or {top, name} & {*PACKAGES}, f"the script {shown}; {hint}")
+
+        word = ""
+        if isinstance(node, ast.Attribute):
+            word = node.attr if node.attr in CALLED else ""
+            if node.attr == "find_spec" and isinstance(node.value, ast.Attribute):
+                finders |= {node.value.value} if node.value.attr == "util" else set()
+        elif isinstance(node, ast.Name) and node not in finders:
+            word = node.id if node.id in NAMES else ""
+        require(not word, f"the script has the word {word}, by which code runs that no log holds")
 
 
 def default_of(value, helpers):

@@ -110,6 +110,7 @@ def log_text(
         "===== START =====",
         *step_lines(seed, loss, time_ms),
         "comms: sent_bytes per step (messages) none=0(0)",
+        "gates: cuts:26 missed_1pct:0.77004 time:0.1s",
         f"validity: causal:ok normalised:ok local:ok unmoved:ok val_tokens:{values['val_tokens']} "
         f"val_sha256:{values['val_sha256'] or 'ab' * 32}",
         f"final val_loss:{loss:.5f} train_time:{time_ms}ms tokens:{tokens} "

@@ -1,6 +1,7 @@
 """Forged records: `verify` refuses each one in one line that names the file and the reason. What
 edits do is a row of forgeries.md; what takes more is a function of the repository."""
 
+import contextlib
 import re
 import shutil
 from datetime import UTC, datetime, timedelta
@@ -16,6 +17,9 @@ from records_helpers import LATER, TRACK, edit, folder_of, forced, logs_in, pair
 NAMES = {  # that stand in forgeries.md for what depends on the day, say
     "SEED_2": str(stats.seed_of(made.sha_of(made.source_of("first")), 1, 2)),
     "SEED_3": str(stats.seed_of(made.sha_of(made.source_of("second")), 1, 3)),
+    "SOON": f"{datetime.now(UTC) + timedelta(hours=1):%Y-%m-%dT%H:%M:%SZ}",
+    "COLONS": "a::::::::: " * 30,
+    "ZERO": "\u200b",
     "LARGE": "1," * 200_000,
     "REASONS": made.WHY,
     "PLACEHOLDER": made.render.WHY,
@@ -127,6 +131,24 @@ def same_run_again(repository, noise):
         with_losses_of(path, made.stored(first), noise)
 
 
+def copies_but_for_a_step(repository):
+    same_run_again(repository, 2e-4)
+    for number, path in enumerate(logs_in(folder_of(repository, "First"))):
+        edit(path, r"^(step:20/60 train_loss:)\S+", rf"\g<1>{number}.00000")
+
+
+def thin_copies(repository):
+    """A record without a claim, whose script logs at its end alone."""
+    source = made.source_of("thin", log_every=60)
+    config = {**made.CONFIG, "log_every": 60}
+    for path in made.write_logs(repository.root, source, config=config, began=LATER):
+        edit(path, r"^step:[1-5]0/60 .*\n", "")
+    first, *others = logs_in(forced(repository, "Thin", source))
+    for path in others:
+        with contextlib.suppress(made.RecordError):
+            with_losses_of(path, made.stored(first), 2e-4)
+
+
 def whole_record_again(repository):
     """A copy of the last record with a comment, under its own seeds, names and starts."""
     folder = forced(repository, "Copy", pairs(repository, "second", tail="# another idea\n"))
@@ -202,6 +224,18 @@ def scripts_that_name_dtypes(repository):
     forced(repository, "Fast", source)
 
 
+def named_alike(repository):
+    forced(repository, "fastER", pairs(repository))
+
+
+def runs_named_alike(repository):
+    """A parent's run has the name of the record's, but for the case of letters."""
+    path, other = paths_at(repository, "Faster/*/1")
+    name = path.stem.upper()
+    other.write_text(other.read_text().replace(other.stem, name))
+    other.rename(other.with_name(f"{name}.txt"))
+
+
 def first_of_web(repository):
     """A first record of a track whose validation tokens its rules do not know."""
     config = {**made.CONFIG, "track": "web", "val_sha256": ""}
@@ -226,6 +260,10 @@ ACTS = {
     "A7 copies, 2e-4": (same_run_again, 2e-4, COPIED),
     "N89 copies, 3e-3": (same_run_again, 3e-3, COPIED),
     "N23b a record again": (whole_record_again, f"_Copy/.*{COPIED}"),
+    "R3 copies but for a step": (copies_but_for_a_step, COPIED),
+    "R3 copies at the end": (thin_copies, "2 losses are logged, 6 are needed to tell runs apart"),
+    "R5 a name's case": (named_alike, r"_fastER: is named like \S+_Faster; a record has a name"),
+    "R5 a run's name": (runs_named_alike, "the same, or differ in the case of letters alone"),
     "N17 two days early": (moved_starts, 2, "chain before it, which is None"),
     "N17b in 1999": (moved_starts, 9800, "or 31 days after them"),
     "pairs in another order": (other_order, "which comes before it"),
@@ -250,6 +288,12 @@ ACTS = {
         OPEN,
         f"ｏpen = None\n{OPEN}",
         "no Python with names in ASCII: ",
+    ),
+    "R2 blank lines": (
+        as_script,
+        OPEN,
+        "\n" * 390_000 + f"x = 1; import data\n{OPEN}",
+        "imports data, ",
     ),
     "N51 an import": (as_script, OPEN, f"import data.text\n{OPEN}", "imports data.text, "),
     "N24 dtypes": (scripts_that_name_dtypes, "dtype differs between runs"),

@@ -69,6 +69,48 @@ def test_configurations_are_read_off_the_trainer():
             assert source.config_of(text, name) == config
 
 
+# ----- what scripts import
+
+IMPORTS = {
+    "import json, data.text": "data.text",
+    "if True: import data as json": "data",
+    "def f():\n    from continual import main": "continual",
+    "from . import sample": ".",
+    "import helpers": "helpers",
+    "from records import experiment": "records",
+    "import records.pictures": "records.pictures",
+    "import importlib": "importlib",
+    "import importlib.machinery": "importlib.machinery",
+    "from importlib import import_module": "importlib",
+    "import importlib.util; importlib.import_module('data')": "import_module",
+    "__builtins__.eval('x')": "__builtins__",
+    "import importlib.util; load = importlib": "importlib",
+    "import importlib.util; importlib.util.spec_from_file_location": "importlib",
+    "from runpy import run_path": "runpy",
+    "__import__('data')": "__import__",
+    "exec(open('data/text.py').read())": "exec",
+    "f.__import__": "__import__",
+}
+
+
+@pytest.mark.parametrize("line", IMPORTS)
+def test_scripts_import_nothing_of_the_repository(line):
+    with pytest.raises(
+        RecordError, match=rf"(imports|word) {re.escape(IMPORTS[line])}, .* no log holds"
+    ):
+        source.tracks_of(f"{line}\n{NEW}")
+
+
+def test_what_scripts_may_import():
+    lines = ["import os.path, torch.nn as nn", "from numba import njit", "import importlib.util"]
+    lines += [
+        "importlib.util.find_spec('torch')",
+        "from records.picture import plot_run",
+        "model.eval()",
+    ]
+    assert source.tracks_of("\n".join([*lines, NEW])) == source.tracks_of(NEW)
+
+
 # ----- sources that cannot be read
 
 

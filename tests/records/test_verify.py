@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -295,6 +296,40 @@ def test_a_record_behind_a_link_is_refused(repository, tmp_path):
     shutil.move(folder, tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
     assert "_Faster: is no folder, or a link" in refusal(repository)
+
+
+def test_python_s_caches_are_ignored(repository, pristine):
+    folder = folder_of(repository, "First")
+    for place in (repository.home, folder.parent, folder, folder / "logs"):
+        (place / "__pycache__").mkdir()
+        (place / "__pycache__" / "train_gpt.pyc").write_bytes(b"\0")
+    assert refusal(repository) == ""
+    assert refusal(Repository(pristine.root, pristine.rules, repository.root)) == ""
+
+
+def test_large_files_are_refused_in_linear_time(repository):
+    """Four MiB of what an expression could go through again and again."""
+    log = logs_in(folder_of(repository, "First"))[1]
+    readme = folder_of(repository, "First") / "README.md"
+    kept = {log: log.read_text(), readme: readme.read_text()}
+    size = 4_100_000
+    for path, old, unit in (
+        (log, "validity: ", "a: "),
+        (log, "validity: ", "a:a:"),
+        (log, "size: ", "a=1,"),
+        (log, "config:", "{"),
+        (log, "===== START =====\n", "\n"),
+        (log, "step:20/60 ", "train_loss"),
+        (log, "device:", "A "),
+        (readme, "## Why\n\n", " \n"),
+        (readme, "## Why\n\n", "- "),
+        (readme, "## Why\n\n", "> "),
+    ):
+        path.write_text(kept[path].replace(old, old + unit * (size // len(unit)) + "<b>", 1))
+        began = time.monotonic()
+        assert refusal(repository)
+        assert time.monotonic() - began < 10, (old, unit)
+        path.write_text(kept[path])
 
 
 def test_git_keeps_the_logs_of_records():
