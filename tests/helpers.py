@@ -100,9 +100,6 @@ RICH = {
 }
 
 
-MATMUL_RATE = train_gpt.matmul_rate
-
-
 def spare_runs():
     """Runs of this process, and of ranks that are forked from it, measure no products; those that
     test it put it back. `auto` is float32 then."""
@@ -263,26 +260,22 @@ def environment():
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
 
-def command(world_size, script=TRAINER):
-    """The words that start `script` on world_size processes; plain Python for None."""
+def command(world_size):
+    """The words that start the trainer on world_size processes; plain Python for None."""
     launcher = []
     if world_size is not None:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
-    return [sys.executable, *launcher, str(script)]
+    return [sys.executable, *launcher, str(TRAINER)]
 
 
-def run_trainer(cwd, values, *words, world_size=None, script=TRAINER, timeout=150):
-    """Run the trainer in `cwd` (logs/ is made there) on configuration values and further words."""
-    folder, source = Path(cwd) / "logs" / str(values.get("run_id", "")), TRAINER.read_text()
+def run_trainer(cwd, values, world_size=None):
+    """Run the trainer in `cwd`, where logs/ is made, on configuration values."""
+    words = [*command(world_size), *arguments(values)]
     done = subprocess.run(
-        [*command(world_size, script), *words, *arguments(values)],
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
+        words, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=150
     )
-    return Run(done.returncode, done.stdout, done.stderr, folder, source)
+    folder = Path(cwd) / "logs" / str(values.get("run_id", ""))
+    return Run(done.returncode, done.stdout, done.stderr, folder)
 
 
 @contextlib.contextmanager

@@ -182,19 +182,6 @@ def test_a_document_keeps_its_side_when_others_come_and_go(tmp_path):
             assert sides["train"] and sides["val"]
 
 
-def test_roots_links_and_folders_that_are_left_out(tmp_path):
-    make_tree(tmp_path / "tree", documents=5)
-    (tmp_path / "tree" / "loop").symlink_to(tmp_path / "tree")
-    (tmp_path / "tree" / "broken.py").symlink_to(tmp_path / "nothing")
-    (tmp_path / "single.py").write_text("alone")
-    roots = [tmp_path / "single.py", tmp_path / "tree"]
-    names = [file.name for file in text.find_files(roots, [".py"])]
-    assert names == sorted(names) and b"single.py" in names and b"p0/f0.py" in names
-    assert not any(name.startswith((b"loop", b"broken", b".")) for name in names)
-    files = text.find_files(roots, [".py"], exclude={b"p0/", b"p1"})  # p1 is no folder's name
-    assert [file.name for file in files] == [name for name in names if name[:3] != b"p0/"]
-
-
 # ----- the offline corpora
 
 

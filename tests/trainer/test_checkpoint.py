@@ -141,8 +141,10 @@ def test_a_kill_while_one_is_saved_leaves_the_one_before(moment, tmp_path, monke
     assert train_gpt.find_checkpoint("killed")["step"] == 3
 
 
-@pytest.mark.parametrize("part", ["weights", "momentum", "table"])
-def test_weights_that_are_not_finite_are_not_saved(part, tiny, cli, monkeypatch):
+@pytest.mark.parametrize(
+    "part, value", [("weights", "nan"), ("momentum", "inf"), ("table", "-inf")]
+)
+def test_weights_that_are_not_finite_are_not_saved(part, value, tiny, cli, monkeypatch):
     step = train_gpt.Trainer.step
 
     def spoiled(self, number, *rest):
@@ -154,7 +156,7 @@ def test_weights_that_are_not_finite_are_not_saved(part, tiny, cli, monkeypatch)
             "momentum": matrices["mlp.momentum"],
         }
         if number == 3:
-            parts[part].view(-1)[7] = float("nan")
+            parts[part].view(-1)[7] = float(value)
         return result
 
     monkeypatch.setattr(train_gpt, "warm_up", lambda trainer: None)

@@ -38,9 +38,12 @@ def test_help_lists_every_field_and_is_no_run(cli, monkeypatch):
     said = " ".join(run.stdout.split())
     fields = [field for field in dataclasses.fields(MINI) if field.metadata.get("help")]
     assert len(fields) > 40
+    places = []
     for field in [*fields, *STAGE_FIELDS]:
         option, help_text = f"--{field.name.replace('_', '-')}", field.metadata["help"]
         assert said.count(f" {option} {help_text}") == 1 and len(help_text) > 10, option
+        places.append(said.index(f" {option} {help_text}"))
+    assert places == sorted(places)
 
 
 # ----- from words to values
