@@ -1631,7 +1631,8 @@ def sampled_rows(targets, vocab, count):
 
     Returns (rows (count,) int64, rising; positions (vocab,): where each row of the vocabulary
     stands among them, meaningless for those that do not; counts (count,) float32: how many rows
-    each stands for, so that the sum of exponentials is right on average).
+    each stands for, so that the sum of exponentials is right on average, to some per cent where
+    few are chosen).
     """
     ids = torch.arange(vocab, device=targets.device)
     is_target = torch.zeros_like(ids).index_fill(0, targets, 1)
