@@ -1656,23 +1656,16 @@ def summed_loss(hidden, head, micro_batch, phase, loss_weights, cap):
         rows, positions, counts = sampled_rows(following, len(head), phase.softmax_rows)
         head = head.index_select(0, rows)
         following = positions[following]
-    targets = []
+    start = micro_batch.segment_start
     weights = []
     for ahead in range(phase.targets):
         # A position also scores the token `ahead` behind its target, within its segment.
-        start = micro_batch.segment_start
         is_same_segment = start[ahead:] == start[: length - ahead]
-        targets.append(following.roll(-ahead))
         weights.append(F.pad(is_same_segment * loss_weights[ahead], (0, ahead)))
-    return CappedCrossEntropy.apply(
-        hidden,
-        head,
-        torch.stack(targets, 1),
-        torch.stack(weights, 1),
-        counts,
-        cap,
-        torch.is_grad_enabled(),
-    )
+    targets = torch.stack([following.roll(-ahead) for ahead in range(phase.targets)], 1)
+    weights = torch.stack(weights, 1)
+    needs_grad = torch.is_grad_enabled()
+    return CappedCrossEntropy.apply(hidden, head, targets, weights, counts, cap, needs_grad)
 
 
 # 6. Model ========================================================================================
@@ -1715,11 +1708,14 @@ class GPT(nn.Module):
         dim = config.model_dim
         layers = config.num_layers
         vocab = config.vocab_size
-        dtype = config.torch_dtype
         generator = torch.Generator().manual_seed(config.seed)
 
         def drawn(*shape, std):
-            return (torch.randn(*shape, generator=generator) * std).to(dtype)
+            return (torch.randn(*shape, generator=generator) * std).to(config.torch_dtype)
+
+        def gates(*shape, lr_mul=1.0):
+            zeros = torch.zeros(*shape, GATE_DIM, dtype=config.torch_dtype)
+            return ruled(zeros, "small", lr_mul=lr_mul)
 
         embed = drawn(vocab, dim, std=0.7)
         head = drawn(vocab, dim, std=0.005)
@@ -1744,23 +1740,17 @@ class GPT(nn.Module):
         mlps = drawn(2 * layers, config.mlp_dim, dim, std=std)
         value_output[1::2] = 0  # every block starts as the identity
         mlps[1::2] = 0
-        self.query_key = ruled(query_key, "matrices", decay=1.0, betas=(0.9, 0.9))
-        self.value_output = ruled(value_output, "matrices", decay=1.0, betas=(0.9, 0.9))
-        lr_muls = torch.tensor([1.0, 2.0]).repeat(layers)[:, None, None]
-        self.mlp = ruled(mlps, "matrices", lr_mul=lr_muls, decay=1.0, betas=(0.9, 0.9))
+        matrices = functools.partial(ruled, group="matrices", decay=1.0, betas=(0.9, 0.9))
+        self.query_key = matrices(query_key)
+        self.value_output = matrices(value_output)
+        self.mlp = matrices(mlps, lr_mul=torch.tensor([1.0, 2.0]).repeat(layers)[:, None, None])
         value_layers = len(config.value_embedding_layers)
         value_embed = drawn(value_layers, vocab, dim, std=0.01)
-        self.value_embed = ruled(
-            value_embed, "embeddings", lr_mul=75.0, decay=0.008, betas=(0.75, 0.95)
-        )
-
-        def gates(*shape):
-            return ruled(torch.zeros(*shape, GATE_DIM, dtype=dtype), "small")
-
+        self.value_embed = ruled(value_embed, "embeddings", 75.0, decay=0.008, betas=(0.75, 0.95))
         self.value_gate = gates(value_layers, heads)
         if config.exclusive_layers:
             self.exclusive_gate = gates(len(config.exclusive_layers), heads)
-        self.smear_gate = ruled(torch.zeros(1, GATE_DIM, dtype=dtype), "small", lr_mul=0.01)
+        self.smear_gate = gates(1, lr_mul=0.01)
         self.smear_scale = ruled(torch.zeros(1), "small", lr_mul=5.0)
         self.residual_scale = ruled(torch.ones(layers), "small", lr_mul=5.0, betas=(0.9, 0.95))
         self.embed_scale = ruled(torch.zeros(layers), "small", lr_mul=5.0)
@@ -1816,8 +1806,8 @@ class GPT(nn.Module):
         """
         config = self.config
         layers = config.num_layers
-        position = torch.arange(len(micro_batch.inputs), device=self.head.device)
-        is_first = micro_batch.segment_start == position
+        start = micro_batch.segment_start
+        is_first = start == torch.arange(len(start), device=start.device)
         # Unbound at once, since the gradient of an index is as large as what was indexed.
         shape = layers, 2 * config.model_dim, config.model_dim
         query_key = self.query_key.view(shape).unbind()
@@ -1833,16 +1823,9 @@ class GPT(nn.Module):
             x = self.residual_scale[layer] * x + self.embed_scale[layer] * embedded
             if ngram is not None:
                 x = x + gate(x, self.ngram_gate[layer : layer + 1]) * ngram
-            x = x + self.attention_layer(
-                x,
-                layer,
-                (query_key[layer], value_output[layer]),
-                micro_batch,
-                is_first,
-                phase.windows[layer],
-                rotary,
-                masks,
-            )
+            weights = query_key[layer], value_output[layer]
+            seen = micro_batch, is_first, phase.windows[layer], rotary, masks
+            x = x + self.attention_layer(x, layer, weights, *seen)
             x = x + mlp(norm(x), *mlps[layer])
             outputs.append(x)
         if ngram is not None:
@@ -2830,12 +2813,11 @@ class Runtime:
     def __init__(self, device="auto"):
         self.rank = launcher_number("RANK", 0)
         self.world_size = launcher_number("WORLD_SIZE", 1)
+        self.peers = self.world_size - 1
         self.is_main = self.rank == 0
         self.launcher = os.getppid()
         self.ledger = {}
-        local_rank = launcher_number("LOCAL_RANK", 0)
-        local_world_size = launcher_number("LOCAL_WORLD_SIZE", 1)
-        self.device = choose_device(device, local_rank, local_world_size)
+        self.device = choose_device(device)
         self.use_device()
         self.loader_group = None
         if self.world_size > 1:
@@ -2853,11 +2835,9 @@ class Runtime:
             torch.set_num_threads(1)
 
     def connect(self):
-        """Join the process group; the loader's thread, which keeps another order, gets its own.
-        Raises ConfigError where no launcher says where to meet."""
-        needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-        missing = ", ".join(name for name in needed if name not in os.environ)
-        words = f"WORLD_SIZE={self.world_size} without {missing}"
+        """Join the process group; the loader's thread, which keeps another order, gets its own."""
+        missing = {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+        words = f"WORLD_SIZE={self.world_size} without {', '.join(sorted(missing))}"
         require(not missing, f"{words}: start with torchrun, which sets all, or unset WORLD_SIZE")
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
@@ -2887,10 +2867,8 @@ class Runtime:
         return json.loads(self.store.compare_set(key, "", json.dumps(value)))
 
     def last_step(self, step, is_asked):
-        """The step before which all ranks end once one of them is asked to, else None.
-
-        No rank is further ahead than the loader's exchange lets it be.
-        """
+        """The step before which all ranks end once one of them is asked to, else None: no rank is
+        further ahead than the loader's exchange lets it be."""
         if self.world_size == 1:
             return step if is_asked else None
         if is_asked or self.store.check(["last step"]):
@@ -2898,25 +2876,23 @@ class Runtime:
         return None
 
     def owned_range(self, count):
-        """The range [low, high) of `count` units that this rank owns: all ranks own as many, but
-        for the last ones."""
+        """The range [low, high) of `count` units that this rank owns; the last may own fewer."""
         chunk = math.ceil(count / self.world_size)
         return min(self.rank * chunk, count), min((self.rank + 1) * chunk, count)
 
-    def record_sent(self, collective, name, tensor, size, messages):
-        """Enter into the ledger that `size` bytes of a tensor are about to be sent."""
+    def record_sent(self, collective, name, tensor, messages, size=None):
+        """Enter into the ledger what is about to be sent: so many bytes, else a message's share of
+        the tensor in each."""
         assert tensor.is_contiguous(), f"{name}: a collective of a strided tensor is silently wrong"
         entry = self.ledger.setdefault((collective, name), [0, 0])
-        entry[0] += size
+        entry[0] += messages * tensor.nbytes // self.world_size if size is None else size
         entry[1] += messages
 
     def all_reduce(self, tensor, name):
         """Sum in place over ranks; returns work."""
         if self.world_size == 1:
             return None
-        peers = self.world_size - 1
-        size = 2 * tensor.nbytes * peers // self.world_size
-        self.record_sent("all_reduce", name, tensor, size, 2 * peers)
+        self.record_sent("all_reduce", name, tensor, 2 * self.peers)
         return dist.all_reduce(tensor, async_op=True)
 
     def reduce_scatter(self, tensor, name):
@@ -2924,8 +2900,7 @@ class Runtime:
         if self.world_size == 1:
             return tensor, None
         part = tensor.new_empty(len(tensor) // self.world_size, *tensor.shape[1:])
-        peers = self.world_size - 1
-        self.record_sent("reduce_scatter", name, tensor, part.nbytes * peers, peers)
+        self.record_sent("reduce_scatter", name, tensor, self.peers)
         return part, reduce_scatter(part, tensor, async_op=True)
 
     def gather_ranges(self, part, count, name):
@@ -2936,8 +2911,7 @@ class Runtime:
         padded = part.new_zeros(chunk, *part.shape[1:])
         padded[: len(part)] = part
         whole = part.new_zeros(chunk * self.world_size, *part.shape[1:])
-        peers = self.world_size - 1
-        self.record_sent("all_gather", name, padded, padded.nbytes * peers, peers)
+        self.record_sent("all_gather", name, whole, self.peers)
         return whole[:count], all_gather(whole, padded, async_op=True)
 
     def join(self, part, count, name="checkpoint"):
@@ -2947,15 +2921,13 @@ class Runtime:
         return whole
 
     def all_to_all(self, tensor, send, receive, name, group=None):
-        """Send the first send[0] rows of a tensor to rank 0, and so on.
-
-        Returns (receive[r] rows of each rank r, work).
-        """
+        """Send the first send[0] rows of a tensor to rank 0, and so on. Returns (receive[r] rows of
+        each rank r, work)."""
         if self.world_size == 1:
             return tensor, None
         sent = [count for rank, count in enumerate(send) if rank != self.rank and count]
         row_size = math.prod(tensor.shape[1:]) * tensor.element_size()
-        self.record_sent("all_to_all", name, tensor, sum(sent) * row_size, len(sent))
+        self.record_sent("all_to_all", name, tensor, len(sent), sum(sent) * row_size)
         out = tensor.new_empty(sum(receive), *tensor.shape[1:])
         work = dist.all_to_all_single(out, tensor, receive, send, group=group, async_op=True)
         return out, work
@@ -2985,8 +2957,10 @@ def wait(work):
         work.wait()
 
 
-def choose_device(name, local_rank, local_world_size):
+def choose_device(name):
     """The torch.device of one of the processes on this machine. Raises ConfigError."""
+    local_rank = launcher_number("LOCAL_RANK", 0)
+    local_world_size = launcher_number("LOCAL_WORLD_SIZE", 1)
     has_cuda = name != "cpu" and torch.cuda.is_available()
     words = f"torch {torch.__version__} sees no CUDA device"
     require(has_cuda or name != "cuda", f"device=cuda: {words}; use --device cpu")
@@ -3026,9 +3000,8 @@ def resolve_dtype(dtype, device):
         return dtype
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
-    rates = {
-        name: matmul_rate(device, getattr(torch, name), 512) for name in ("float32", "bfloat16")
-    }
+    dtypes = "float32", "bfloat16"
+    rates = {name: matmul_rate(device, getattr(torch, name), 512) for name in dtypes}
     return max(rates, key=rates.get)
 
 
