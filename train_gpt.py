@@ -108,12 +108,16 @@ def matching(pattern, limits):
     return Check(lambda value: re.fullmatch(pattern, value, re.ASCII), limits)
 
 
-def distinct(low, high, limits):
-    """A tuple of different whole numbers within limits."""
+def are_whole(values, allowed):
+    """Whether these are whole numbers of a range."""
+    return all(type(value) is int and value in allowed for value in values)
+
+
+def distinct(allowed, limits):
+    """A tuple of different whole numbers of a range."""
 
     def is_good(values):
-        are_in_range = all(type(value) is int and low <= value <= high for value in values)
-        return are_in_range and len(set(values)) == len(values)
+        return are_whole(values, allowed) and len(set(values)) == len(values)
 
     return Check(is_good, limits)
 
@@ -125,8 +129,7 @@ def are_skips(values):
 
 def are_windows(values):
     """Whether these are attention windows, the short one first and the long one last."""
-    are_sizes = all(type(size) is int and 0 < size <= 65536 for size in values)
-    return are_sizes and len(values) > 1 and all(size % 16 == 0 for size in values)
+    return are_whole(values, range(16, 65537, 16)) and len(values) > 1
 
 
 def are_loss_weights(values):
@@ -142,8 +145,8 @@ MOMENTUM = Check(lambda value: 0 <= value < 1, "must be at least 0, and below 1"
 COUNT = between(1, 65536)
 OFTEN = between(1, 999_999)
 SIZE = between(0, 10**9)
-ORDERS = distinct(2, 32, "must be distinct orders from 2 to 32, such as (2, 3); () for none")
-LAYERS = distinct(0, 1023, "must be distinct layers, such as (0, 2); () for none")
+ORDERS = distinct(range(2, 33), "must be distinct orders from 2 to 32, such as (2, 3); () for none")
+LAYERS = distinct(range(1024), "must be distinct layers, such as (0, 2); () for none")
 SKIPS = Check(are_skips, "must be pairs of layers, such as ((3, 6),); () for none")
 WINDOWS = Check(are_windows, "must be a short and a long window, multiples of 16, such as (32, 64)")
 LOSS_WEIGHTS = Check(are_loss_weights, "must be 1 to 16 weights, the first above 0")
@@ -231,12 +234,12 @@ class Config:
     mlp_dim: int = knob(3072, "hidden width of the ReLU^2 MLP", between(1, 2**20))
     long_layers: tuple = knob((3, 7, 11), "layers that attend through the long window", LAYERS)
     value_embedding_layers: tuple = knob(
-        (1, 2, 10, 11), "layers whose values receive a gated token embedding", LAYERS
+        (1, 2, 10, 11), "layers with gated value embeddings", LAYERS
     )
     shifted_layers: tuple = knob((3, 7, 11), "layers where half of a key is that before", LAYERS)
     paired_layers: tuple = knob((0, 2, 5, 9), "layers whose heads share keys, in pairs", LAYERS)
     exclusive_layers: tuple = knob(
-        (1, 3, 4, 7), "layers whose attention leaves out a token's own value", LAYERS
+        (1, 3, 4, 7), "layers that leave out a token's own value", LAYERS
     )
     skips: tuple = knob(
         ((0, 11), (1, 10), (2, 9), (3, 8), (4, 7), (5, 6)),
@@ -291,46 +294,38 @@ class Config:
     def __post_init__(self):
         object.__setattr__(self, "stages", as_stages(self.stages))
         check_fields(self)
-        self.check_stages()
-        self.check_shapes()
-        self.check_bookkeeping()
-
-    def check_stages(self):
-        require(self.stages, "stages=(): a schedule has at least one row")
         for number, stage in enumerate(self.stages):
             check_fields(stage, f"stages[{number}].")
             rows, most = stage.softmax_rows, self.vocab_size
             require(rows <= most, f"softmax_rows={rows}: at most the vocabulary's {most}")
+        self.check_together()
+
+    def check_together(self):
+        """Check what depends on several fields."""
         starts = [stage.start for stage in self.stages]
-        is_rising = all(low < high for low, high in itertools.pairwise(starts))
-        require(
-            starts[0] == 0 and is_rising, f"stages: starts {starts} must begin at 0, and then rise"
-        )
-
-    def check_shapes(self):
-        """Check what depends on several fields of the model."""
-        dim = self.model_dim
-        layers = self.num_layers
-        for window in {*self.val_windows, *(size for row in self.stages for size in row.windows)}:
-            block = math.gcd(window, ATTENTION_BLOCK)
-            for length in (window, self.micro_batch_tokens, self.val_batch_tokens):
-                words = f"a window of {window} takes blocks of {block}, which must divide"
-                require(length % block == 0, f"windows: {words} it and passes of {length} tokens")
-        require(dim % self.head_dim == 0, f"head_dim={self.head_dim}: must divide model_dim={dim}")
-        for field in dataclasses.fields(self):
-            if field.metadata["check"] in (LAYERS, SKIPS):
-                chosen = getattr(self, field.name)
-                named = np.ravel(chosen).tolist()
-                is_there = max(named, default=0) < layers
-                require(is_there, f"{field.name}={chosen}: layers are 0 to {layers - 1}")
-        heads = dim // self.head_dim
-        is_even = not self.paired_layers or heads % 2 == 0
-        require(is_even, f"paired_layers={self.paired_layers}: {heads} heads make no pairs")
-
-    def check_bookkeeping(self):
-        for name, unit in (("val_tokens", "val_batch_tokens"), ("save_every", "adam_every")):
+        is_rising = starts == sorted({0, *starts})
+        require(is_rising, f"stages: starts {starts} must begin at 0, and then rise")
+        units = {
+            "model_dim": "head_dim",
+            "val_tokens": "val_batch_tokens",
+            "save_every": "adam_every",
+        }
+        for name, unit in units.items():
             count, size = getattr(self, name), getattr(self, unit)
             require(count % size == 0, f"{name}={count}: must be a multiple of {unit}={size}")
+        for window in {*self.val_windows, *(size for row in self.stages for size in row.windows)}:
+            block = math.gcd(window, ATTENTION_BLOCK)
+            for length in (self.micro_batch_tokens, self.val_batch_tokens):
+                words = f"a window of {window} takes blocks of {block}, which must divide"
+                require(length % block == 0, f"windows: {words} passes of {length} tokens")
+        for field in dataclasses.fields(self):
+            if field.metadata["check"] in (LAYERS, SKIPS):
+                chosen, last = getattr(self, field.name), self.num_layers - 1
+                is_there = np.max(chosen, initial=0) <= last
+                require(is_there, f"{field.name}={chosen}: layers are 0 to {last}")
+        heads = self.model_dim // self.head_dim
+        is_even = not self.paired_layers or heads % 2 == 0
+        require(is_even, f"paired_layers={self.paired_layers}: {heads} heads make no pairs")
         is_named = self.resume != "auto" or self.run_id
         require(is_named, "resume=auto: it goes on with the run of --run-id; name one")
 
@@ -462,10 +457,10 @@ class Phase(NamedTuple):
     """What the compiled model depends on: each new value is compiled anew."""
 
     windows: tuple  # the Window of each layer
-    targets: int  # that a position predicts: the next token, the second-next, ...
     max_segment: int  # tokens of the longest segment that attention sees at once
-    softmax_rows: int  # rows of the vocabulary in the softmax; 0: all
     is_tied: bool  # whether the head is the embedding, too
+    targets: int = 1  # that a position predicts: the next token, the second-next, ...
+    softmax_rows: int = 0  # rows of the vocabulary in the softmax; 0: all
 
 
 def layer_windows(config, sizes):
@@ -484,27 +479,18 @@ def training_phase(config, step):
     stage = stage_at(config, step)
     return Phase(
         windows=layer_windows(config, stage.windows),
-        targets=len(stage.mtp_weights),
         max_segment=min(stage.document_cap, config.micro_batch_tokens),
-        softmax_rows=stage.softmax_rows,
         is_tied=step < untie_step(config),
+        targets=len(stage.mtp_weights),
+        softmax_rows=stage.softmax_rows,
     )
 
 
 def evaluation_phase(config, step, length):
-    """The Phase of a forward pass over `length` tokens outside training, before a step.
-
-    It is the model as the last step left it: untying is the first thing that the next one does.
-    Only the next token is scored, over the whole vocabulary.
-    """
+    """The Phase of a forward pass over `length` tokens outside training, before a step: the model
+    as the last step left it, since untying is the first thing that the next one does."""
     windows = config.val_windows if step == config.steps else stage_at(config, step).windows
-    return Phase(
-        windows=layer_windows(config, windows),
-        targets=1,
-        max_segment=length,
-        softmax_rows=0,
-        is_tied=is_tied_before(config, step),
-    )
+    return Phase(layer_windows(config, windows), length, is_tied_before(config, step))
 
 
 def long_windows_until(config, step):
@@ -533,9 +519,8 @@ def open_shard(path):
     header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
     kind = header[:2].tolist()
     is_shard = len(header) == HEADER_INTS and kind == SHARD_KIND
-    require(
-        is_shard, f"{path}: begins with {kind}, not {SHARD_KIND}, or is cut: no shard; {remedy}"
-    )
+    words = f"begins with {kind}, not {SHARD_KIND}, or is cut: no shard"
+    require(is_shard, f"{path}: {words}; {remedy}")
     held = (path.stat().st_size - header.nbytes) / 2
     words = f"header says {header[2]} tokens, the file holds {held:.12g}"
     require(header[2] == held > 0, f"{path}: {words}; {remedy}")
@@ -558,25 +543,24 @@ def read_manifest(folder):
         raise ConfigError(f"{path}: cannot be read ({one_line(error)}); build it again") from None
 
 
-def check_shard(path, tokens, config, manifest):
-    """Check that a shard is what its manifest says and that its ids suit the tokenizer."""
+def checked_shard(path, config, manifest):
+    """Open a shard that is what its manifest says, and whose ids suit the tokenizer."""
+    tokens = open_shard(path)
     largest = int(tokens.max())
     words = f"token id {largest} is beyond the {config.tokenizer} vocabulary's {config.eot_token}"
     require(largest <= config.eot_token, f"{path}: {words}; is --tokenizer right?")
     is_whole = manifest is None or manifest.get(path.name) == file_sha256(path)
     remedy = "build or download the corpus again, in an empty folder"
     require(is_whole, f"{path}: its sha256 is not the manifest's: changed or damaged; {remedy}")
+    return tokens
 
 
 def split_off_index(tokens, share, eot_token):
-    """(tokens to train on, tokens for the index) of a shard, cut where a document starts.
-
-    The index gets the last `share` of it, whole documents. The first token of what is indexed also
-    ends the other part, as a target.
-    """
+    """(tokens to train on, tokens for the index) of a shard: whole documents in its last `share`,
+    whose first token also ends the other part, as a target."""
     cut = round(len(tokens) * (1 - share))
-    starts = np.flatnonzero(tokens[cut:] == eot_token)
-    cut = cut + int(starts[0]) if len(starts) else len(tokens)
+    starts = cut + np.flatnonzero(tokens[cut:] == eot_token)
+    cut = starts.min(initial=len(tokens))
     return np.array(tokens[: cut + 1]), np.array(tokens[cut:])
 
 
@@ -605,7 +589,7 @@ def open_corpus(config):
     available = 0
     for path, tokens in zip(found["train"], shards, strict=True):
         if available <= needed:  # the run gets here
-            check_shard(path, open_shard(path), config, manifest)
+            checked_shard(path, config, manifest)
         available += (len(tokens) - 1) // config.micro_batch_tokens * config.micro_batch_tokens
     available *= config.epochs
     words = f"{needed:,} training tokens, shards hold {available:,} in {config.epochs} epoch(s)"
@@ -616,13 +600,9 @@ def open_corpus(config):
 
 def open_validation(config, paths, manifest):
     """The first val_tokens tokens of the validation split and the one behind them, uint16."""
-    parts = []
     needed = config.val_tokens + 1
-    for path in paths:
-        tokens = open_shard(path)
-        check_shard(path, tokens, config, manifest)
-        parts.append(np.array(tokens[: needed - sum(map(len, parts))]))
-    val = np.concatenate(parts)
+    shards = [checked_shard(path, config, manifest)[:needed] for path in paths]
+    val = np.concatenate(shards)[:needed]
     most = (len(val) - 1) // config.val_batch_tokens * config.val_batch_tokens
     words = f"val_tokens={config.val_tokens:,}, but the validation split holds {len(val):,}"
     require(len(val) == needed, f"{config.data}: {words}; --val-tokens at most {most}")
@@ -630,7 +610,7 @@ def open_validation(config, paths, manifest):
 
 
 def validation_hash(val):
-    return hashlib.sha256(np.ascontiguousarray(val).tobytes()).hexdigest()
+    return hashlib.sha256(val.tobytes()).hexdigest()
 
 
 class Text:
@@ -653,9 +633,8 @@ class Passage(NamedTuple):
 
     def tokens(self, shift=0):
         """The tokens of the spans, or those that many places behind them."""
-        return np.concatenate(
-            [self.text.tokens[low + shift : high + shift] for low, high in self.spans]
-        )
+        tokens = self.text.tokens
+        return np.concatenate([tokens[low + shift : high + shift] for low, high in self.spans])
 
 
 def contiguous_passage(text, low, length):
@@ -757,37 +736,33 @@ class TrainLoader:
         if isinstance(tokens, np.memmap):  # to read one that was cut short would end the process
             tokens = np.fromfile(tokens.filename, "<u2", offset=4 * HEADER_INTS)
         self.text = Text(tokens, self.config.eot_token)
-        ends = np.append(self.text.starts[1:], len(tokens) - 1)  # the last token is only a target
-        lows = [
-            np.arange(start, end, cap) for start, end in zip(self.text.starts, ends, strict=True)
+        edges = [*self.text.starts.tolist(), len(tokens) - 1]  # the last token is only a target
+        pieces = [
+            (low, min(low + cap, end))
+            for start, end in itertools.pairwise(edges)
+            for low in range(start, end, cap)
         ]
-        self.piece_low = np.concatenate(lows)
-        counts = [len(low) for low in lows]
-        self.piece_high = np.minimum(self.piece_low + cap, np.repeat(ends, counts))
         rng = np.random.default_rng([self.config.seed, opened])
-        self.order = rng.permutation(len(self.piece_low))
+        self.pieces = [pieces[number] for number in rng.permutation(len(pieces))]
 
     def next_passage(self, cap):
         """The Passage of the next micro-batch, with segments of at most `cap` tokens."""
         spans = []
         missing = self.config.micro_batch_tokens
         while missing:
-            if self.state["piece"] == len(self.order):
-                self.state = {"shard": self.state["shard"] + 1, "piece": 0, "offset": 0}
+            if self.state["piece"] == len(self.pieces):
+                self.state = {**self.START, "shard": self.state["shard"] + 1}
                 self.open_shard()
-                spans = []
-                missing = self.config.micro_batch_tokens
-            piece = self.order[self.state["piece"]]
-            low = int(self.piece_low[piece]) + self.state["offset"]
-            left = int(self.piece_high[piece]) - low
-            taken = min(left, cap, missing)
+                return self.next_passage(cap)
+            low, high = self.pieces[self.state["piece"]]
+            low += self.state["offset"]
+            taken = min(high - low, cap, missing)
             spans.append((low, low + taken))
             missing -= taken
-            if taken == left:
+            self.state["offset"] += taken
+            if low + taken == high:
                 self.state["piece"] += 1
                 self.state["offset"] = 0
-            else:
-                self.state["offset"] += taken
         return Passage(self.text, spans)
 
     def make_batch(self, step):
@@ -875,6 +850,12 @@ def rolling_hash(tokens, order, eot_token):
             key -= leaving * TOKEN_HASH[tokens[i - order]]
         keys[i] = key
     return keys
+
+
+def ngram_keys(tokens, low, high, order, eot_token):
+    """Keys of the n-grams that end at tokens low to high: (high - low,) uint64."""
+    begin = max(0, low - order + 1)
+    return rolling_hash(tokens[begin:high], order, eot_token)[low - begin :]
 
 
 @compiled
@@ -1007,32 +988,33 @@ class TextIndex:
     """Which tokens mostly follow an n-gram in training text, by order and hash: see `voted`."""
 
     def __init__(self, config):
-        self.orders = config.index_orders
-        self.bits = config.index_bits
-        self.eot_token = config.eot_token
+        self.config = config
         # Written once, so that no run's clock pays for memory that the system has yet to find.
-        entries = torch.empty(len(self.orders), 2**self.bits, dtype=torch.int64)
-        self.entries = entries.zero_()
+        shape = len(config.index_orders), 2**config.index_bits
+        self.entries = torch.empty(shape, dtype=torch.int64).zero_()
 
     def entries_of(self, column):
         return self.entries[column].numpy().view(np.uint64)
 
     def read(self, tokens):
         """Take in training text, (n,) uint16."""
-        for column, order in enumerate(self.orders):
+        config = self.config
+        for column, order in enumerate(config.index_orders):
             for low in range(0, len(tokens) - 1, INDEX_CHUNK):
-                begin = max(0, low - order)
-                end = min(low + INDEX_CHUNK, len(tokens) - 1)
-                keys = rolling_hash(tokens[begin:end], order, self.eot_token)[low - begin :]
-                vote(self.entries_of(column), self.bits, keys, tokens[low + 1 : end + 1])
+                high = min(low + INDEX_CHUNK, len(tokens) - 1)
+                keys = ngram_keys(tokens, low, high, order, config.eot_token)
+                following = tokens[low + 1 : high + 1]
+                vote(self.entries_of(column), config.index_bits, keys, following)
 
-    def guesses(self, keys):
-        """The tokens that follow n-grams, by keys (t, C): (t, C * INDEX_GUESSES) uint64, order by
-        order, the first one with its votes."""
-        found = np.full((len(self.orders), INDEX_GUESSES, len(keys)), NO_GUESS, np.uint64)
-        for column in range(len(self.orders)):
-            look_up(self.entries_of(column), self.bits, keys[:, column], found[column])
-        return found.reshape(-1, len(keys)).T
+    def guesses(self, tokens, low, high):
+        """The tokens that mostly follow those from low to high: (guesses, high - low) uint64, order
+        by order, the first one with its votes."""
+        config = self.config
+        found = np.full((len(config.index_orders), INDEX_GUESSES, high - low), NO_GUESS)
+        for column, order in enumerate(config.index_orders):
+            keys = ngram_keys(tokens, low, high, order, config.eot_token)
+            look_up(self.entries_of(column), config.index_bits, keys, found[column])
+        return found.reshape(-1, high - low)
 
 
 class RowFinder:
@@ -1042,24 +1024,12 @@ class RowFinder:
         self.config = config
         self.index = TextIndex(config)
 
-    def keys(self, text, low, high, orders):
-        """Keys of the n-grams that end at tokens low to high: (high - low, len(orders)) uint64."""
-        keys = np.empty((high - low, len(orders)), np.uint64)
-        for column, order in enumerate(orders):
-            begin = max(0, low - order + 1)
-            hashed = rolling_hash(text.tokens[begin:high], order, self.config.eot_token)
-            keys[:, column] = hashed[low - begin :]
-        return keys
-
     def copies(self, text, low, high):
-        """What followed the last n tokens earlier in the document of tokens low to high:
-        (high - low, C) uint64.
-
-        The columns are the orders at the latest place, then those at the place before it, and so
-        on; NO_GUESS where there is none.
-        """
+        """What followed the last n tokens earlier in the document of tokens low to high: (C, high -
+        low) uint64, the orders at the latest place, then those at the place before it, and so on;
+        NO_GUESS where there is none."""
         config = self.config
-        begin = low - config.copy_reach - max(config.copy_orders) + 1
+        begin = low - config.copy_reach - max(config.copy_orders, default=0) + 1
         begin = max(text.document_start(low), begin)
         tokens = text.tokens[begin:high]
         positions = np.arange(len(tokens))
@@ -1071,7 +1041,7 @@ class RowFinder:
                 at = np.flatnonzero((match >= 0) & (match >= positions - config.copy_reach))
                 found[place, column, at] = tokens[match[at] + 1]
                 match = np.where(match < 0, -1, matches[match])  # the place before it
-        return found[..., low - begin :].reshape(-1, high - low).T
+        return found[..., low - begin :].reshape(-1, high - low)
 
     def find(self, passage):
         """The rows that the tokens of a Passage read: (T, columns) int32 in [0, ngram_rows), and
@@ -1080,14 +1050,14 @@ class RowFinder:
         text = passage.text
         parts = []
         for low, high in passage.spans:
-            columns = [self.keys(text, low, high, config.ngram_orders)]
-            if config.copy_orders:
-                columns.append(self.copies(text, low, high))
-            if config.index_orders:
-                keys = self.keys(text, low, high, config.index_orders)
-                columns.append(self.index.guesses(keys))
-            parts.append(np.concatenate(columns, axis=1))
-        return rows_and_signs(np.concatenate(parts), len(config.ngram_orders), config.ngram_rows)
+            found = [
+                ngram_keys(text.tokens, low, high, order, config.eot_token)
+                for order in config.ngram_orders
+            ]
+            found += [*self.copies(text, low, high), *self.index.guesses(text.tokens, low, high)]
+            parts.append(np.array(found, np.uint64).reshape(-1, high - low))
+        keys = np.concatenate(parts, axis=1).T.copy()
+        return rows_and_signs(keys, len(config.ngram_orders), config.ngram_rows)
 
 
 @dataclass
@@ -1339,13 +1309,13 @@ class NgramTable(Group):
 
     def snapshot(self):
         """As Group.snapshot, of the rows of the step at hand: the table is too large for a copy."""
-        plan = self.plan
-        weight = self.weight[self.plan.owned]
-        second = self.second[plan.owned]
+        rows = self.plan.owned
+        weight = self.weight[rows]
+        second = self.second[rows]
 
         def put_back():
-            self.weight[plan.owned] = weight
-            self.second[plan.owned] = second
+            self.weight[rows] = weight
+            self.second[rows] = second
 
         return put_back
 
@@ -1354,11 +1324,9 @@ class NgramTable(Group):
 
     def full_state(self):
         """The whole table on the host of all ranks, which must all call it."""
-        weight = self.weight.cpu()
-        second = self.second.cpu()
         return {
-            "weight": self.runtime.join(weight, self.rows),
-            "second": self.runtime.join(second, self.rows),
+            "weight": self.runtime.join(self.weight.cpu(), self.rows),
+            "second": self.runtime.join(self.second.cpu(), self.rows),
             "index": self.finder.index.entries,
         }
 
