@@ -305,12 +305,10 @@ class Config:
         starts = [stage.start for stage in self.stages]
         is_rising = starts == sorted({0, *starts})
         require(is_rising, f"stages: starts {starts} must begin at 0, and then rise")
-        units = {
-            "model_dim": "head_dim",
-            "val_tokens": "val_batch_tokens",
-            "save_every": "adam_every",
-        }
-        for name, unit in units.items():
+        heads, rest = divmod(self.model_dim, self.head_dim)
+        words = f"must divide model_dim={self.model_dim}"
+        require(rest == 0, f"head_dim={self.head_dim}: {words}")
+        for name, unit in (("val_tokens", "val_batch_tokens"), ("save_every", "adam_every")):
             count, size = getattr(self, name), getattr(self, unit)
             require(count % size == 0, f"{name}={count}: must be a multiple of {unit}={size}")
         for window in {*self.val_windows, *(size for row in self.stages for size in row.windows)}:
@@ -323,7 +321,6 @@ class Config:
                 chosen, last = getattr(self, field.name), self.num_layers - 1
                 is_there = np.max(chosen, initial=0) <= last
                 require(is_there, f"{field.name}={chosen}: layers are 0 to {last}")
-        heads = self.model_dim // self.head_dim
         is_even = not self.paired_layers or heads % 2 == 0
         require(is_even, f"paired_layers={self.paired_layers}: {heads} heads make no pairs")
         is_named = self.resume != "auto" or self.run_id
@@ -864,17 +861,15 @@ def latest_matches(keys, first):
 
     Positions below `first` neither find nor are found.
     """
-    size = 1
-    shift = np.uint64(64)
-    while size < 2 * len(keys):
-        size *= 2
-        shift -= np.uint64(1)
-    newest = np.full(size, -1, np.int32)  # a hash table of positions, by open addressing
+    bits = 1
+    while 2**bits < 2 * len(keys):
+        bits += 1
+    newest = np.full(2**bits, -1, np.int32)  # a hash table of positions, by open addressing
     found = np.full(len(keys), -1, np.int32)
     for i in range(first, len(keys)):
-        slot = np.int64(keys[i] >> shift)
+        slot = np.int64(keys[i] >> np.uint64(64 - bits))
         while newest[slot] >= 0 and keys[newest[slot]] != keys[i]:
-            slot = (slot + 1) & (size - 1)
+            slot = (slot + 1) & (len(newest) - 1)
         found[i] = newest[slot]
         newest[slot] = i
     return found
@@ -1116,36 +1111,12 @@ def plan_rows(rows, signs, micro_batches, config, runtime, group, name):
     values, whose sizes both sides then know.
     """
     columns = rows.shape[1]
-    distinct_rows, order, offsets = group_equal(rows.ravel())
+    world_size = runtime.world_size
+    distinct, order, offsets = group_equal(rows.ravel())
     require(
-        not len(distinct_rows) or 0 <= distinct_rows[0] <= distinct_rows[-1] < config.ngram_rows,
+        not len(distinct) or 0 <= distinct[0] <= distinct[-1] < config.ngram_rows,
         f"n-gram rows leave the table's range 0 to {config.ngram_rows - 1}; correct RowFinder",
     )
-    if runtime.world_size == 1:
-        owned = to_device(distinct_rows.astype(np.int64), runtime.device)
-        routes = {"owned": owned, "asked": owned, "send": [], "receive": [], "merge": ()}
-        slots = rows
-    else:
-        routes = plan_routes(distinct_rows, config, runtime, group, name)
-        slots = np.empty(rows.size, np.int32)
-        counts = np.diff(np.append(offsets, rows.size))
-        slots[order] = np.repeat(np.arange(len(distinct_rows), dtype=np.int32), counts)
-    shape = micro_batches, len(rows) // max(1, micro_batches), columns
-    return RowPlan(
-        slots=to_device(slots.reshape(shape), runtime.device),
-        signs=to_device(signs.reshape(shape), runtime.device),
-        token=to_device(order // max(1, columns), runtime.device),
-        offsets=to_device(offsets, runtime.device),
-        token_signs=to_device(signs.ravel()[order], runtime.device),
-        **routes,
-    )
-
-
-def plan_routes(distinct, config, runtime, group, name):
-    """Tell owners which rows this rank reads, and hear which of its own are read: the fields of
-    RowPlan that say so."""
-    world_size = runtime.world_size
-    chunk = math.ceil(config.ngram_rows / world_size)
 
     def exchange(array, send, receive):
         tensor = torch.from_numpy(array.astype(np.int32))
@@ -1153,20 +1124,33 @@ def plan_routes(distinct, config, runtime, group, name):
         wait(work)
         return out.numpy()
 
-    one_each = [1] * world_size
-    send = np.bincount(distinct // chunk, minlength=world_size)
-    receive = exchange(send, one_each, one_each)
-    asked = exchange(distinct, send.tolist(), receive.tolist())
-    asked = asked - runtime.owned_range(config.ngram_rows)[0]
-    owned, positions, offsets = group_equal(asked)
-    device = runtime.device
-    return {
-        "owned": to_device(owned.astype(np.int64), device),
-        "asked": to_device(asked.astype(np.int64), device),
-        "send": send.tolist(),
-        "receive": receive.tolist(),
-        "merge": (to_device(positions, device), to_device(offsets, device)),
-    }
+    owners = distinct // math.ceil(config.ngram_rows / world_size)
+    send = np.bincount(owners, minlength=world_size)
+    receive = exchange(send, [1] * world_size, [1] * world_size).tolist()
+    asked = exchange(distinct, send.tolist(), receive).astype(np.int64)
+    asked -= runtime.owned_range(config.ngram_rows)[0]
+    owned = asked
+    merge = ()
+    slots = rows
+    if world_size > 1:
+        owned, *merge = group_equal(asked)
+        slots = np.empty(rows.size, np.int32)
+        counts = np.diff(np.append(offsets, rows.size))
+        slots[order] = np.repeat(np.arange(len(distinct), dtype=np.int32), counts)
+    there = functools.partial(to_device, device=runtime.device)
+    shape = micro_batches, len(rows) // max(1, micro_batches), columns
+    return RowPlan(
+        slots=there(slots.reshape(shape)),
+        signs=there(signs.reshape(shape)),
+        token=there(order // max(1, columns)),
+        offsets=there(offsets),
+        token_signs=there(signs.ravel()[order]),
+        owned=there(owned),
+        asked=there(asked),
+        send=send.tolist(),
+        receive=receive,
+        merge=tuple(map(there, merge)),
+    )
 
 
 class Group:
