@@ -48,6 +48,7 @@ LINES = {  # `<name=kind>` stands for what is kept
     "size": "size: <sizes=sizes>",
     START: START,
     "comms": "comms: sent_bytes per step .*",
+    "gates": "gates: cuts:<cuts=number> missed_1pct:<missed=loss> time:<gates_time=decimal>s",
     "validity": "validity: <validity=words>",
     "final": "final val_loss:<val_loss=loss> train_time:<train_time_ms=number>ms "
     "tokens:<tokens=number> peak_memory:<memory_mib=number>MiB tokens_per_s:<speed=number> "
@@ -59,8 +60,6 @@ STEP = (
     r"step:<step=number>/<steps=number> <kind=kind>_loss:<loss=loss>(?: lr_mul:<rate=rate>)? "
     "train_time:<time_ms=number>ms step_avg:<average=decimal>ms"
 )
-# Stands behind the comms line, but in the logs of scripts that did not write it yet.
-GATES = "gates: cuts:<cuts=number> missed_1pct:<missed=loss> time:<gates_time=decimal>s"
 SLOT = re.compile(r"<(\w+)=(\w+)>")
 
 
@@ -136,6 +135,9 @@ def check_agreement(run):
     require_same(losses, dict.fromkeys(losses, run.val_loss), ", in the final line ")
     names = {"run of the status": run.status_run, "folder": run.folder}
     require_same(names, dict.fromkeys(names, run.run), ", in the first line ")
+    if hasattr(run, "cuts"):
+        shown = f"cuts is {run.cuts}, and missed_1pct {run.missed}"
+        require(abs(0.99**run.cuts - run.missed) <= 1e-5, f"{shown}; it is 0.99 to the cuts")
     took = run.train_time_ms
     is_same = last.time_ms == took > 0 and abs(run.status_time - took / 1000) < 0.051
     shown = f"{last.time_ms} ms at the last step, {run.status_time} s in the status line"
@@ -152,12 +154,10 @@ def parse_log(path, script):
         is_complete = ending.startswith("status:ok ")
         require(is_complete, f"the run did not complete, or its log was cut: {ascii(ending[:80])}")
         run = SimpleNamespace(path=path, source=script)
-        behind = HEAD - len(LINES)
-        if lines[-4:][0].startswith("gates: "):
-            vars(run).update(values_of(lines.pop(-4), GATES, "gates"))
-            is_right = abs(0.99**run.cuts - run.missed) < 1e-5
-            require(is_right, f"missed_1pct is {run.missed} in the gates line, of {run.cuts} cuts")
-        for line, kind in itertools.zip_longest(lines[:HEAD] + lines[behind:], LINES, fillvalue=""):
+        has_gates = any(line.startswith("gates: ") for line in lines[-4:])  # the first logs lack it
+        kinds = [kind for kind in LINES if kind != "gates" or has_gates]
+        behind = HEAD - len(kinds)
+        for line, kind in itertools.zip_longest(lines[:HEAD] + lines[behind:], kinds, fillvalue=""):
             vars(run).update(values_of(line, LINES[kind], kind))
         is_own = run.code_sha256 == sha256_of(script) and source in ("", script)
         require(is_own, f"ran other code ({run.code_sha256[:8]}) than the script it belongs to")
