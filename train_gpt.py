@@ -36,7 +36,6 @@ import difflib
 import fcntl
 import functools
 import hashlib
-import importlib.util
 import itertools
 import json
 import math
@@ -170,12 +169,13 @@ def check_fields(values, where=""):
     """Check each field of a dataclass alone: its type first, then its limits."""
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)
+        check = field.metadata["check"]
         is_good = type(value) is field.type or (field.type is float and type(value) is int)
-        if is_good:
-            with contextlib.suppress(TypeError, ValueError, IndexError):  # a tuple of wrong things
-                is_good = False
-                is_good = field.metadata["check"].is_good(value) and str(value).isprintable()
-        require(is_good, f"{where}{field.name}={value}: {field.metadata['check'].limits}")
+        try:
+            is_good = is_good and check.is_good(value) and str(value).isprintable()
+        except (TypeError, ValueError, IndexError):  # a tuple of wrong things
+            is_good = False
+        require(is_good, f"{where}{field.name}={value}: {check.limits}")
 
 
 @dataclass(frozen=True)
@@ -305,20 +305,21 @@ class Config:
         starts = [stage.start for stage in self.stages]
         is_rising = starts == sorted({0, *starts})
         require(is_rising, f"stages: starts {starts} must begin at 0, and then rise")
-        heads, rest = divmod(self.model_dim, self.head_dim)
-        words = f"must divide model_dim={self.model_dim}"
-        require(rest == 0, f"head_dim={self.head_dim}: {words}")
+        dim = self.model_dim
+        heads, rest = divmod(dim, self.head_dim)
+        require(rest == 0, f"head_dim={self.head_dim}: must divide model_dim={dim}")
         for name, unit in (("val_tokens", "val_batch_tokens"), ("save_every", "adam_every")):
             count, size = getattr(self, name), getattr(self, unit)
             require(count % size == 0, f"{name}={count}: must be a multiple of {unit}={size}")
-        for window in {*self.val_windows, *(size for row in self.stages for size in row.windows)}:
+        for window in sum([stage.windows for stage in self.stages], self.val_windows):
             block = math.gcd(window, ATTENTION_BLOCK)
+            words = f"windows: a window of {window} takes blocks of {block}, which must divide it"
             for length in (self.micro_batch_tokens, self.val_batch_tokens):
-                words = f"a window of {window} takes blocks of {block}, which must divide"
-                require(length % block == 0, f"windows: {words} passes of {length} tokens")
+                require(length % block == 0, f"{words} and passes of {length} tokens")
+        last = self.num_layers - 1
         for field in dataclasses.fields(self):
             if field.metadata["check"] in (LAYERS, SKIPS):
-                chosen, last = getattr(self, field.name), self.num_layers - 1
+                chosen = getattr(self, field.name)
                 is_there = np.max(chosen, initial=0) <= last
                 require(is_there, f"{field.name}={chosen}: layers are 0 to {last}")
         is_even = not self.paired_layers or heads % 2 == 0
@@ -402,14 +403,9 @@ def stage_at(config, step):
     return [stage for stage in config.stages if stage.start * config.steps <= step][-1]
 
 
-def micro_batches_at(config, step):
-    """How many micro-batches all ranks together train on at a step."""
-    return stage_at(config, step).micro_batches
-
-
 def training_tokens(config):
     """How many tokens the whole schedule trains on."""
-    micro_batches = sum(micro_batches_at(config, step) for step in range(config.steps))
+    micro_batches = sum(stage_at(config, step).micro_batches for step in range(config.steps))
     return micro_batches * config.micro_batch_tokens
 
 
@@ -430,10 +426,8 @@ def momentum_at(config, step):
 
 
 def untie_step(config):
-    """The step before which head and embedding are one tensor; 0 if they always are two.
-
-    It is the first of a cycle of Adam's, whose summed gradients belong to one model.
-    """
+    """The step before which head and embedding are one tensor; 0 if they always are two. It starts
+    a cycle of Adam's, whose summed gradients belong to one model."""
     cycles = math.ceil(round(config.untie_at * config.steps) / config.adam_every)
     return cycles * config.adam_every
 
@@ -462,13 +456,11 @@ class Phase(NamedTuple):
 
 def layer_windows(config, sizes):
     """The Window of each layer: the last of `sizes` in long layers, elsewhere the first."""
-    return tuple(
-        Window(
-            size=sizes[-1] if layer in config.long_layers else sizes[0],
-            positions=2 if layer in config.paired_layers else 1,
-        )
-        for layer in range(config.num_layers)
-    )
+    windows = []
+    for layer in range(config.num_layers):
+        size = sizes[-1] if layer in config.long_layers else sizes[0]
+        windows.append(Window(size, positions=2 if layer in config.paired_layers else 1))
+    return tuple(windows)
 
 
 def training_phase(config, step):
@@ -566,7 +558,7 @@ class Corpus(NamedTuple):
 
     shards: list  # training shards; only the first is in memory, the others are mapped files
     indexed: Any  # (n,) for the index of the training text
-    val: Any  # (val_tokens + 1,)
+    val: Any  # (val_tokens + 1,), the first ones of the validation split
 
 
 def open_corpus(config):
@@ -587,23 +579,19 @@ def open_corpus(config):
     for path, tokens in zip(found["train"], shards, strict=True):
         if available <= needed:  # the run gets here
             checked_shard(path, config, manifest)
-        available += (len(tokens) - 1) // config.micro_batch_tokens * config.micro_batch_tokens
+        used = len(tokens) - 1
+        available += used - used % config.micro_batch_tokens
     available *= config.epochs
     words = f"{needed:,} training tokens, shards hold {available:,} in {config.epochs} epoch(s)"
     remedy = "lower --steps or --index-share, raise --epochs, or add shards"
     require(needed <= available, f"{folder}: the schedule takes {words} beside the index; {remedy}")
-    return Corpus(shards, indexed, open_validation(config, found["val"], manifest))
-
-
-def open_validation(config, paths, manifest):
-    """The first val_tokens tokens of the validation split and the one behind them, uint16."""
     needed = config.val_tokens + 1
-    shards = [checked_shard(path, config, manifest)[:needed] for path in paths]
-    val = np.concatenate(shards)[:needed]
+    parts = [checked_shard(path, config, manifest)[:needed] for path in found["val"]]
+    val = np.concatenate(parts)[:needed]
     most = (len(val) - 1) // config.val_batch_tokens * config.val_batch_tokens
     words = f"val_tokens={config.val_tokens:,}, but the validation split holds {len(val):,}"
-    require(len(val) == needed, f"{config.data}: {words}; --val-tokens at most {most}")
-    return val
+    require(len(val) == needed, f"{folder}: {words}; --val-tokens at most {most}")
+    return Corpus(shards, indexed, val)
 
 
 def validation_hash(val):
@@ -672,8 +660,8 @@ def to_device(array, device):
 
 def stack_passages(passages, length, device):
     """The MicroBatch of passages of `length` tokens, stacked along a first axis of each tensor."""
-    counts = [len(passage.spans) for passage in passages]
-    room = max(SEGMENT_ROOM, 1 << max(counts, default=0).bit_length())
+    most = max((len(passage.spans) for passage in passages), default=0)
+    room = max(SEGMENT_ROOM, 1 << most.bit_length())
     shape = len(passages), length
     inputs = np.empty(shape, np.int32)
     targets = np.empty(shape, np.int64)
@@ -766,16 +754,15 @@ class TrainLoader:
         """Assemble this rank's part of a step, in the thread; a rank may have no micro-batch."""
         config = self.config
         runtime = self.runtime
-        cap = stage_at(config, step).document_cap
-        count = micro_batches_at(config, step)
-        passages = [self.next_passage(cap) for _ in range(count)]
+        stage = stage_at(config, step)
+        passages = [self.next_passage(stage.document_cap) for _ in range(stage.micro_batches)]
         own = passages[runtime.rank :: runtime.world_size]
         for passage in own:
             check_distinct_targets(passage, config, step)
         return Batch(
             stack=stack_passages(own, config.micro_batch_tokens, runtime.device),
             rows=self.plan_rows(own),
-            tokens=count * config.micro_batch_tokens,
+            tokens=stage.micro_batches * config.micro_batch_tokens,
             state=dict(self.state),
         )
 
@@ -806,9 +793,8 @@ class TrainLoader:
 # that is owned here never does. At world size 1 it is the plain table.
 
 TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)
-MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, odd
-HASH_BASE = np.uint64(pow(0x9E3779B97F4A7C15, -1, 2**64))
-LOW_HALF = np.uint64(0xFFFFFFFF)
+MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
+HASH_BASE = np.uint64(pow(MIX, -1, 2**64))
 LOW_TOKEN = np.uint64(0xFFFF)
 NO_GUESS = np.uint64(2**16 - 1)  # no token's id
 INDEX_CHUNK = 2**15  # tokens that the index reads at once
@@ -971,10 +957,10 @@ def rows_and_signs(keys, first_guess, num_rows):
     apart half of the time (count-sketch's trick). It is 0 where there is no guess.
     """
     mixed = keys + TOKEN_HASH[: keys.shape[1]]
-    mixed = (mixed ^ (mixed >> np.uint64(29))) * MIX
-    mixed ^= mixed >> np.uint64(32)
-    rows = (mixed & LOW_HALF) * np.uint64(num_rows) >> np.uint64(32)
-    signs = np.where(mixed >> np.uint64(40) & np.uint64(1), np.float32(1), np.float32(-1))
+    mixed = (mixed ^ (mixed >> 29)) * MIX
+    mixed ^= mixed >> 32
+    rows = (mixed & 0xFFFFFFFF) * num_rows >> 32
+    signs = (mixed >> 40 & 1).astype(np.float32) * 2 - 1
     signs[:, first_guess:][keys[:, first_guess:] == NO_GUESS] = 0.0
     return rows.astype(np.int32), signs
 
@@ -1042,14 +1028,13 @@ class RowFinder:
         """The rows that the tokens of a Passage read: (T, columns) int32 in [0, ngram_rows), and
         their signs, float32 of +-1, or 0 for no row."""
         config = self.config
-        text = passage.text
+        tokens = passage.text.tokens
+        eot = config.eot_token
         parts = []
         for low, high in passage.spans:
-            found = [
-                ngram_keys(text.tokens, low, high, order, config.eot_token)
-                for order in config.ngram_orders
-            ]
-            found += [*self.copies(text, low, high), *self.index.guesses(text.tokens, low, high)]
+            found = [ngram_keys(tokens, low, high, order, eot) for order in config.ngram_orders]
+            found.extend(self.copies(passage.text, low, high))
+            found.extend(self.index.guesses(tokens, low, high))
             parts.append(np.array(found, np.uint64).reshape(-1, high - low))
         keys = np.concatenate(parts, axis=1).T.copy()
         return rows_and_signs(keys, len(config.ngram_orders), config.ngram_rows)
@@ -1077,11 +1062,9 @@ class RowPlan:
 
 
 def group_equal(ids):
-    """Group equal ones of integers (n,) from 0 to 2^31 - 1.
-
-    Returns the distinct ones, rising, (u,); int32 positions (n,) of the first one's occurrences,
-    then of the second's, and so on; and where in these each begins, (u,) int32.
-    """
+    """Group integers (n,) from 0 to 2^31 - 1. Returns the distinct ones, rising, (u,); int32
+    positions (n,) of the first one's occurrences, then of the second's, and so on; and where in
+    these each begins, (u,) int32."""
     # Of 16 bits numpy does a radix sort: two take a quarter of the time of its sort of 32.
     order = np.argsort(ids.astype(np.uint16), kind="stable")
     upper = (ids >> 16).astype(np.uint16)
@@ -1093,14 +1076,10 @@ def group_equal(ids):
     return ordered[offsets], order.astype(np.int32), offsets.astype(np.int32)
 
 
-def sum_groups(values, positions, offsets, weights=None):
-    """Sums (u, d) float32 of the rows of values (n, d) that `group_equal` has put together.
-
-    The order of the sums is fixed, and no atomics are used.
-    """
-    return F.embedding_bag(
-        positions, values.float(), offsets, mode="sum", per_sample_weights=weights
-    )
+def sum_groups(values, positions, offsets, signs=None):
+    """Sums (u, d) float32 of the rows of values (n, d) that `group_equal` has put together: in a
+    fixed order, and without atomics."""
+    return F.embedding_bag(positions, values.float(), offsets, mode="sum", per_sample_weights=signs)
 
 
 def plan_rows(rows, signs, micro_batches, config, runtime, group, name):
@@ -1112,11 +1091,10 @@ def plan_rows(rows, signs, micro_batches, config, runtime, group, name):
     """
     columns = rows.shape[1]
     world_size = runtime.world_size
+    last = config.ngram_rows - 1
+    is_inside = rows.min(initial=0) >= 0 and rows.max(initial=0) <= last
+    require(is_inside, f"n-gram rows leave the table's range 0 to {last}; correct RowFinder")
     distinct, order, offsets = group_equal(rows.ravel())
-    require(
-        not len(distinct) or 0 <= distinct[0] <= distinct[-1] < config.ngram_rows,
-        f"n-gram rows leave the table's range 0 to {config.ngram_rows - 1}; correct RowFinder",
-    )
 
     def exchange(array, send, receive):
         tensor = torch.from_numpy(array.astype(np.int32))
@@ -1175,13 +1153,17 @@ class Group:
         is_last = step + 1 == self.config.steps
         return not self.is_frozen and ((step + 1) % self.every == 0 or is_last)
 
+    def touched(self):
+        """The tensors that a step changes, each with the index of what it changes there."""
+        return [(tensor, ...) for tensor in self.tensors().values()]
+
     def snapshot(self):
-        """A function that puts all tensors back to what they are now."""
-        kept = [(tensor, tensor.clone()) for tensor in self.tensors().values()]
+        """A function that puts back to what it is now all that a step changes."""
+        kept = [(tensor, index, tensor[index].clone()) for tensor, index in self.touched()]
 
         def put_back():
-            for tensor, before in kept:
-                tensor.copy_(before)
+            for tensor, index, before in kept:
+                tensor[index] = before
 
         return put_back
 
@@ -1216,9 +1198,8 @@ class NgramTable(Group):
         self.is_frozen = config.columns == 0 or config.ngram_lr == 0
         self.rows = config.ngram_rows if config.columns else 0
         self.low, self.high = runtime.owned_range(self.rows)
-        shape = self.high - self.low, config.model_dim
-        self.weight = torch.zeros(shape, device=runtime.device)
-        self.second = torch.zeros(shape[0], device=runtime.device)
+        self.second = torch.zeros(self.high - self.low, device=runtime.device)
+        self.weight = self.second.new_zeros(len(self.second), config.model_dim)
         self.grads = []  # of the step's micro-batches, (T, model_dim) each
         self.plan = None  # of the step at hand, or of the next one once its rows are on their way
         self.pulled = None  # (values, work) of its rows
@@ -1251,10 +1232,8 @@ class NgramTable(Group):
         return values
 
     def lookup(self, slots, signs, values):
-        """The sum of each token's signed rows: (T, model_dim), a leaf in the compute dtype.
-
-        slots, signs: (T, C), of a RowPlan whose values these are. None for a model without a table.
-        """
+        """The sum of each token's signed rows: (T, model_dim), a leaf in the compute dtype; None
+        without a table. slots, signs: (T, C), of a RowPlan whose values these are."""
         if not self.config.columns:
             return None
         summed = F.embedding_bag(slots, values, mode="sum", per_sample_weights=signs)
@@ -1268,9 +1247,8 @@ class NgramTable(Group):
         """Sum the step's gradients by row, and start to push them to the rows' owners."""
         plan = self.plan
         none = self.weight.new_empty(0, self.config.model_dim)
-        sums = sum_groups(
-            torch.cat([none, *self.grads]), plan.token, plan.offsets, plan.token_signs
-        )
+        grads = torch.cat([none, *self.grads])
+        sums = sum_groups(grads, plan.token, plan.offsets, plan.token_signs)
         self.grads = []
         return [self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)]
 
@@ -1291,17 +1269,9 @@ class NgramTable(Group):
     def size(self):
         return self.rows * self.config.model_dim
 
-    def snapshot(self):
-        """As Group.snapshot, of the rows of the step at hand: the table is too large for a copy."""
-        rows = self.plan.owned
-        weight = self.weight[rows]
-        second = self.second[rows]
-
-        def put_back():
-            self.weight[rows] = weight
-            self.second[rows] = second
-
-        return put_back
+    def touched(self):
+        """As Group.touched, of the step at hand: the table is too large for a copy."""
+        return [(self.weight, self.plan.owned), (self.second, self.plan.owned)]
 
     def tensors(self):
         return {"weight": self.weight, "second": self.second, "index": self.finder.index.entries}
@@ -1347,9 +1317,7 @@ def rotary_tables(length, head_dim, long_windows, device, dtype):
         speed = speed * (old / new + kept * (1 - old / new))
         scale = scale * (0.2 * math.log(new / old) + 1)
     angle = torch.arange(length, dtype=torch.float64)[:, None, None] * speed
-    cos = angle.cos().to(device=device, dtype=dtype)
-    sin = angle.sin().to(device=device, dtype=dtype)
-    return cos, sin, scale
+    return angle.cos().to(device, dtype), angle.sin().to(device, dtype), scale
 
 
 def rotate(x, cos, sin):
@@ -1473,12 +1441,10 @@ def choose_attention(config, device):
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
     is_able = capability >= (8, 0) and config.dtype == "bfloat16"
-    has_varlen = is_able and importlib.util.find_spec("torch.nn.attention.varlen")
-    needs = "needs a GPU of compute capability 8.0, bfloat16 and torch.nn.attention.varlen"
-    has = f"has {device.type} {capability}, {config.dtype} and torch {torch.__version__}"
-    is_met = has_varlen or config.attention != "varlen"
-    require(is_met, f"attention=varlen: {needs}, and {has}; use --attention sdpa")
-    if config.attention == "sdpa" or not has_varlen:
+    words = f"and this run has {device.type} {capability}, {config.dtype} numbers"
+    needs = f"attention=varlen: needs compute capability 8.0 and bfloat16, {words}"
+    require(is_able or config.attention != "varlen", f"{needs}; use --attention sdpa")
+    if config.attention == "sdpa" or not is_able:
         return BlockedAttention(), "sdpa"
     newer = {9: "FA3", 10: "FA4"}.get(capability[0], "newer one for this device")
     try:  # where its package is installed, else the FlashAttention 2 that torch holds
@@ -1676,10 +1642,9 @@ class GPT(nn.Module):
         self.embed = ruled(embed, "embeddings", decay=0.003, betas=(0.5, 0.95))
         self.head = ruled(head, "embeddings", decay=0.003, betas=(0.5, 0.95))
         heads = dim // config.head_dim
-        group = heads if heads % 2 else 2
-        groups = 2 * layers * heads // group
+        width = dim if heads % 2 else 2 * config.head_dim
         std = 0.6 / math.sqrt(dim)
-        query_key = drawn(groups, group * config.head_dim, dim, std=std)
+        query_key = drawn(2 * layers * dim // width, width, dim, std=std)
         # By layer, q or k, head, side of a pair of channels, and whether the pair rotates or not.
         channels = query_key.view(layers, 2, heads, 2, 2, -1, dim)
         for layer in config.shifted_layers:
@@ -1761,8 +1726,7 @@ class GPT(nn.Module):
         start = micro_batch.segment_start
         is_first = start == torch.arange(len(start), device=start.device)
         # Unbound at once, since the gradient of an index is as large as what was indexed.
-        shape = layers, 2 * config.model_dim, config.model_dim
-        query_key = self.query_key.view(shape).unbind()
+        query_key = self.query_key.view(layers, -1, config.model_dim).unbind()
         value_output = self.value_output.unflatten(0, (-1, 2)).unbind()
         mlps = self.mlp.unflatten(0, (-1, 2)).unbind()
         outputs = []
@@ -2742,9 +2706,6 @@ def check_gates(trainer, step, val, reported):
 # 11. Runtime =====================================================================================
 
 TIMEOUT = datetime.timedelta(minutes=10)  # for which ranks wait for each other
-# torch 2.13 has renamed these two, and warns of the old names.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def launcher_number(name, default):
@@ -2853,7 +2814,7 @@ class Runtime:
             return tensor, None
         part = tensor.new_empty(len(tensor) // self.world_size, *tensor.shape[1:])
         self.record_sent("reduce_scatter", name, tensor, self.peers)
-        return part, reduce_scatter(part, tensor, async_op=True)
+        return part, dist.reduce_scatter_single(part, tensor, async_op=True)
 
     def gather_ranges(self, part, count, name):
         """Join the ranks' owned ranges of `count` units. Returns (whole (count, ...), work)."""
@@ -2864,7 +2825,7 @@ class Runtime:
         padded[: len(part)] = part
         whole = part.new_zeros(chunk * self.world_size, *part.shape[1:])
         self.record_sent("all_gather", name, whole, self.peers)
-        return whole[:count], all_gather(whole, padded, async_op=True)
+        return whole[:count], dist.all_gather_single(whole, padded, async_op=True)
 
     def join(self, part, count, name="checkpoint"):
         """What gather_ranges returns, waited for."""
@@ -2930,9 +2891,8 @@ def device_name(device):
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):  # Linux, whose platform.processor() is often empty
-        models = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
-        name = models[0] if models else name
+    with contextlib.suppress(OSError, IndexError):  # Linux, where the first is often empty
+        name = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)[0]
     return f"{name} x{os.cpu_count()}"
 
 
