@@ -73,8 +73,8 @@ MUTATIONS = [
     ),
     Mutation(
         "cap of documents",
-        "taken = min(left, cap, missing)",
-        "taken = min(left, missing)",
+        "taken = min(high - low, cap, missing)",
+        "taken = min(high - low, missing)",
         "trainer/test_data.py",
     ),
     # --- rows of the table
