@@ -1091,10 +1091,10 @@ def plan_rows(rows, signs, micro_batches, config, runtime, group, name):
     """
     columns = rows.shape[1]
     world_size = runtime.world_size
-    last = config.ngram_rows - 1
-    is_inside = rows.min(initial=0) >= 0 and rows.max(initial=0) <= last
-    require(is_inside, f"n-gram rows leave the table's range 0 to {last}; correct RowFinder")
     distinct, order, offsets = group_equal(rows.ravel())
+    last = config.ngram_rows - 1
+    is_inside = not len(distinct) or 0 <= distinct[0] <= distinct[-1] <= last
+    require(is_inside, f"n-gram rows leave the table's range 0 to {last}; correct RowFinder")
 
     def exchange(array, send, receive):
         tensor = torch.from_numpy(array.astype(np.int32))
