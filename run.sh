@@ -118,7 +118,7 @@ def memory_of(config, ranks):
 
 def choose_ranks(config):
     """The number of ranks, which is said with its reason."""
-    counts = {train_gpt.micro_batches_at(config, step) for step in range(config.steps)}
+    counts = {train_gpt.stage_at(config, step).micro_batches for step in range(config.steps)}
     if config.device != "cpu" and torch.cuda.is_available():
         most = torch.cuda.device_count()
         room = f"{most} GPU(s)"

@@ -36,7 +36,6 @@ import difflib
 import fcntl
 import functools
 import hashlib
-import importlib.util
 import itertools
 import json
 import math
@@ -108,12 +107,16 @@ def matching(pattern, limits):
     return Check(lambda value: re.fullmatch(pattern, value, re.ASCII), limits)
 
 
-def distinct(low, high, limits):
-    """A tuple of different whole numbers within limits."""
+def are_whole(values, allowed):
+    """Whether these are whole numbers of a range."""
+    return all(type(value) is int and value in allowed for value in values)
+
+
+def distinct(allowed, limits):
+    """A tuple of different whole numbers of a range."""
 
     def is_good(values):
-        are_in_range = all(type(value) is int and low <= value <= high for value in values)
-        return are_in_range and len(set(values)) == len(values)
+        return are_whole(values, allowed) and len(set(values)) == len(values)
 
     return Check(is_good, limits)
 
@@ -125,8 +128,7 @@ def are_skips(values):
 
 def are_windows(values):
     """Whether these are attention windows, the short one first and the long one last."""
-    are_sizes = all(type(size) is int and 0 < size <= 65536 for size in values)
-    return are_sizes and len(values) > 1 and all(size % 16 == 0 for size in values)
+    return are_whole(values, range(16, 65537, 16)) and len(values) > 1
 
 
 def are_loss_weights(values):
@@ -142,8 +144,8 @@ MOMENTUM = Check(lambda value: 0 <= value < 1, "must be at least 0, and below 1"
 COUNT = between(1, 65536)
 OFTEN = between(1, 999_999)
 SIZE = between(0, 10**9)
-ORDERS = distinct(2, 32, "must be distinct orders from 2 to 32, such as (2, 3); () for none")
-LAYERS = distinct(0, 1023, "must be distinct layers, such as (0, 2); () for none")
+ORDERS = distinct(range(2, 33), "must be distinct orders from 2 to 32, such as (2, 3); () for none")
+LAYERS = distinct(range(1024), "must be distinct layers, such as (0, 2); () for none")
 SKIPS = Check(are_skips, "must be pairs of layers, such as ((3, 6),); () for none")
 WINDOWS = Check(are_windows, "must be a short and a long window, multiples of 16, such as (32, 64)")
 LOSS_WEIGHTS = Check(are_loss_weights, "must be 1 to 16 weights, the first above 0")
@@ -167,12 +169,13 @@ def check_fields(values, where=""):
     """Check each field of a dataclass alone: its type first, then its limits."""
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)
+        check = field.metadata["check"]
         is_good = type(value) is field.type or (field.type is float and type(value) is int)
-        if is_good:
-            with contextlib.suppress(TypeError, ValueError, IndexError):  # a tuple of wrong things
-                is_good = False
-                is_good = field.metadata["check"].is_good(value) and str(value).isprintable()
-        require(is_good, f"{where}{field.name}={value}: {field.metadata['check'].limits}")
+        try:
+            is_good = is_good and check.is_good(value) and str(value).isprintable()
+        except (TypeError, ValueError, IndexError):  # a tuple of wrong things
+            is_good = False
+        require(is_good, f"{where}{field.name}={value}: {check.limits}")
 
 
 @dataclass(frozen=True)
@@ -231,12 +234,12 @@ class Config:
     mlp_dim: int = knob(3072, "hidden width of the ReLU^2 MLP", between(1, 2**20))
     long_layers: tuple = knob((3, 7, 11), "layers that attend through the long window", LAYERS)
     value_embedding_layers: tuple = knob(
-        (1, 2, 10, 11), "layers whose values receive a gated token embedding", LAYERS
+        (1, 2, 10, 11), "layers with gated value embeddings", LAYERS
     )
     shifted_layers: tuple = knob((3, 7, 11), "layers where half of a key is that before", LAYERS)
     paired_layers: tuple = knob((0, 2, 5, 9), "layers whose heads share keys, in pairs", LAYERS)
     exclusive_layers: tuple = knob(
-        (1, 3, 4, 7), "layers whose attention leaves out a token's own value", LAYERS
+        (1, 3, 4, 7), "layers that leave out a token's own value", LAYERS
     )
     skips: tuple = knob(
         ((0, 11), (1, 10), (2, 9), (3, 8), (4, 7), (5, 6)),
@@ -291,46 +294,36 @@ class Config:
     def __post_init__(self):
         object.__setattr__(self, "stages", as_stages(self.stages))
         check_fields(self)
-        self.check_stages()
-        self.check_shapes()
-        self.check_bookkeeping()
-
-    def check_stages(self):
-        require(self.stages, "stages=(): a schedule has at least one row")
         for number, stage in enumerate(self.stages):
             check_fields(stage, f"stages[{number}].")
             rows, most = stage.softmax_rows, self.vocab_size
             require(rows <= most, f"softmax_rows={rows}: at most the vocabulary's {most}")
+        self.check_together()
+
+    def check_together(self):
+        """Check what depends on several fields."""
         starts = [stage.start for stage in self.stages]
-        is_rising = all(low < high for low, high in itertools.pairwise(starts))
-        require(
-            starts[0] == 0 and is_rising, f"stages: starts {starts} must begin at 0, and then rise"
-        )
-
-    def check_shapes(self):
-        """Check what depends on several fields of the model."""
+        is_rising = starts == sorted({0, *starts})
+        require(is_rising, f"stages: starts {starts} must begin at 0, and then rise")
         dim = self.model_dim
-        layers = self.num_layers
-        for window in {*self.val_windows, *(size for row in self.stages for size in row.windows)}:
-            block = math.gcd(window, ATTENTION_BLOCK)
-            for length in (window, self.micro_batch_tokens, self.val_batch_tokens):
-                words = f"a window of {window} takes blocks of {block}, which must divide"
-                require(length % block == 0, f"windows: {words} it and passes of {length} tokens")
-        require(dim % self.head_dim == 0, f"head_dim={self.head_dim}: must divide model_dim={dim}")
-        for field in dataclasses.fields(self):
-            if field.metadata["check"] in (LAYERS, SKIPS):
-                chosen = getattr(self, field.name)
-                named = np.ravel(chosen).tolist()
-                is_there = max(named, default=0) < layers
-                require(is_there, f"{field.name}={chosen}: layers are 0 to {layers - 1}")
-        heads = dim // self.head_dim
-        is_even = not self.paired_layers or heads % 2 == 0
-        require(is_even, f"paired_layers={self.paired_layers}: {heads} heads make no pairs")
-
-    def check_bookkeeping(self):
+        heads, rest = divmod(dim, self.head_dim)
+        require(rest == 0, f"head_dim={self.head_dim}: must divide model_dim={dim}")
         for name, unit in (("val_tokens", "val_batch_tokens"), ("save_every", "adam_every")):
             count, size = getattr(self, name), getattr(self, unit)
             require(count % size == 0, f"{name}={count}: must be a multiple of {unit}={size}")
+        for window in sum([stage.windows for stage in self.stages], self.val_windows):
+            block = math.gcd(window, ATTENTION_BLOCK)
+            words = f"windows: a window of {window} takes blocks of {block}, which must divide it"
+            for length in (self.micro_batch_tokens, self.val_batch_tokens):
+                require(length % block == 0, f"{words} and passes of {length} tokens")
+        last = self.num_layers - 1
+        for field in dataclasses.fields(self):
+            if field.metadata["check"] in (LAYERS, SKIPS):
+                chosen = getattr(self, field.name)
+                is_there = np.max(chosen, initial=0) <= last
+                require(is_there, f"{field.name}={chosen}: layers are 0 to {last}")
+        is_even = not self.paired_layers or heads % 2 == 0
+        require(is_even, f"paired_layers={self.paired_layers}: {heads} heads make no pairs")
         is_named = self.resume != "auto" or self.run_id
         require(is_named, "resume=auto: it goes on with the run of --run-id; name one")
 
@@ -410,14 +403,9 @@ def stage_at(config, step):
     return [stage for stage in config.stages if stage.start * config.steps <= step][-1]
 
 
-def micro_batches_at(config, step):
-    """How many micro-batches all ranks together train on at a step."""
-    return stage_at(config, step).micro_batches
-
-
 def training_tokens(config):
     """How many tokens the whole schedule trains on."""
-    micro_batches = sum(micro_batches_at(config, step) for step in range(config.steps))
+    micro_batches = sum(stage_at(config, step).micro_batches for step in range(config.steps))
     return micro_batches * config.micro_batch_tokens
 
 
@@ -438,10 +426,8 @@ def momentum_at(config, step):
 
 
 def untie_step(config):
-    """The step before which head and embedding are one tensor; 0 if they always are two.
-
-    It is the first of a cycle of Adam's, whose summed gradients belong to one model.
-    """
+    """The step before which head and embedding are one tensor; 0 if they always are two. It starts
+    a cycle of Adam's, whose summed gradients belong to one model."""
     cycles = math.ceil(round(config.untie_at * config.steps) / config.adam_every)
     return cycles * config.adam_every
 
@@ -462,21 +448,19 @@ class Phase(NamedTuple):
     """What the compiled model depends on: each new value is compiled anew."""
 
     windows: tuple  # the Window of each layer
-    targets: int  # that a position predicts: the next token, the second-next, ...
     max_segment: int  # tokens of the longest segment that attention sees at once
-    softmax_rows: int  # rows of the vocabulary in the softmax; 0: all
     is_tied: bool  # whether the head is the embedding, too
+    targets: int = 1  # that a position predicts: the next token, the second-next, ...
+    softmax_rows: int = 0  # rows of the vocabulary in the softmax; 0: all
 
 
 def layer_windows(config, sizes):
     """The Window of each layer: the last of `sizes` in long layers, elsewhere the first."""
-    return tuple(
-        Window(
-            size=sizes[-1] if layer in config.long_layers else sizes[0],
-            positions=2 if layer in config.paired_layers else 1,
-        )
-        for layer in range(config.num_layers)
-    )
+    windows = []
+    for layer in range(config.num_layers):
+        size = sizes[-1] if layer in config.long_layers else sizes[0]
+        windows.append(Window(size, positions=2 if layer in config.paired_layers else 1))
+    return tuple(windows)
 
 
 def training_phase(config, step):
@@ -484,27 +468,18 @@ def training_phase(config, step):
     stage = stage_at(config, step)
     return Phase(
         windows=layer_windows(config, stage.windows),
-        targets=len(stage.mtp_weights),
         max_segment=min(stage.document_cap, config.micro_batch_tokens),
-        softmax_rows=stage.softmax_rows,
         is_tied=step < untie_step(config),
+        targets=len(stage.mtp_weights),
+        softmax_rows=stage.softmax_rows,
     )
 
 
 def evaluation_phase(config, step, length):
-    """The Phase of a forward pass over `length` tokens outside training, before a step.
-
-    It is the model as the last step left it: untying is the first thing that the next one does.
-    Only the next token is scored, over the whole vocabulary.
-    """
+    """The Phase of a forward pass over `length` tokens outside training, before a step: the model
+    as the last step left it, since untying is the first thing that the next one does."""
     windows = config.val_windows if step == config.steps else stage_at(config, step).windows
-    return Phase(
-        windows=layer_windows(config, windows),
-        targets=1,
-        max_segment=length,
-        softmax_rows=0,
-        is_tied=is_tied_before(config, step),
-    )
+    return Phase(layer_windows(config, windows), length, is_tied_before(config, step))
 
 
 def long_windows_until(config, step):
@@ -533,9 +508,8 @@ def open_shard(path):
     header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
     kind = header[:2].tolist()
     is_shard = len(header) == HEADER_INTS and kind == SHARD_KIND
-    require(
-        is_shard, f"{path}: begins with {kind}, not {SHARD_KIND}, or is cut: no shard; {remedy}"
-    )
+    words = f"begins with {kind}, not {SHARD_KIND}, or is cut: no shard"
+    require(is_shard, f"{path}: {words}; {remedy}")
     held = (path.stat().st_size - header.nbytes) / 2
     words = f"header says {header[2]} tokens, the file holds {held:.12g}"
     require(header[2] == held > 0, f"{path}: {words}; {remedy}")
@@ -558,25 +532,24 @@ def read_manifest(folder):
         raise ConfigError(f"{path}: cannot be read ({one_line(error)}); build it again") from None
 
 
-def check_shard(path, tokens, config, manifest):
-    """Check that a shard is what its manifest says and that its ids suit the tokenizer."""
+def checked_shard(path, config, manifest):
+    """Open a shard that is what its manifest says, and whose ids suit the tokenizer."""
+    tokens = open_shard(path)
     largest = int(tokens.max())
     words = f"token id {largest} is beyond the {config.tokenizer} vocabulary's {config.eot_token}"
     require(largest <= config.eot_token, f"{path}: {words}; is --tokenizer right?")
     is_whole = manifest is None or manifest.get(path.name) == file_sha256(path)
     remedy = "build or download the corpus again, in an empty folder"
     require(is_whole, f"{path}: its sha256 is not the manifest's: changed or damaged; {remedy}")
+    return tokens
 
 
 def split_off_index(tokens, share, eot_token):
-    """(tokens to train on, tokens for the index) of a shard, cut where a document starts.
-
-    The index gets the last `share` of it, whole documents. The first token of what is indexed also
-    ends the other part, as a target.
-    """
+    """(tokens to train on, tokens for the index) of a shard: whole documents in its last `share`,
+    whose first token also ends the other part, as a target."""
     cut = round(len(tokens) * (1 - share))
-    starts = np.flatnonzero(tokens[cut:] == eot_token)
-    cut = cut + int(starts[0]) if len(starts) else len(tokens)
+    starts = cut + np.flatnonzero(tokens[cut:] == eot_token)
+    cut = starts.min(initial=len(tokens))
     return np.array(tokens[: cut + 1]), np.array(tokens[cut:])
 
 
@@ -585,7 +558,7 @@ class Corpus(NamedTuple):
 
     shards: list  # training shards; only the first is in memory, the others are mapped files
     indexed: Any  # (n,) for the index of the training text
-    val: Any  # (val_tokens + 1,)
+    val: Any  # (val_tokens + 1,), the first ones of the validation split
 
 
 def open_corpus(config):
@@ -605,32 +578,24 @@ def open_corpus(config):
     available = 0
     for path, tokens in zip(found["train"], shards, strict=True):
         if available <= needed:  # the run gets here
-            check_shard(path, open_shard(path), config, manifest)
-        available += (len(tokens) - 1) // config.micro_batch_tokens * config.micro_batch_tokens
+            checked_shard(path, config, manifest)
+        used = len(tokens) - 1
+        available += used - used % config.micro_batch_tokens
     available *= config.epochs
     words = f"{needed:,} training tokens, shards hold {available:,} in {config.epochs} epoch(s)"
     remedy = "lower --steps or --index-share, raise --epochs, or add shards"
     require(needed <= available, f"{folder}: the schedule takes {words} beside the index; {remedy}")
-    return Corpus(shards, indexed, open_validation(config, found["val"], manifest))
-
-
-def open_validation(config, paths, manifest):
-    """The first val_tokens tokens of the validation split and the one behind them, uint16."""
-    parts = []
     needed = config.val_tokens + 1
-    for path in paths:
-        tokens = open_shard(path)
-        check_shard(path, tokens, config, manifest)
-        parts.append(np.array(tokens[: needed - sum(map(len, parts))]))
-    val = np.concatenate(parts)
+    parts = [checked_shard(path, config, manifest)[:needed] for path in found["val"]]
+    val = np.concatenate(parts)[:needed]
     most = (len(val) - 1) // config.val_batch_tokens * config.val_batch_tokens
     words = f"val_tokens={config.val_tokens:,}, but the validation split holds {len(val):,}"
-    require(len(val) == needed, f"{config.data}: {words}; --val-tokens at most {most}")
-    return val
+    require(len(val) == needed, f"{folder}: {words}; --val-tokens at most {most}")
+    return Corpus(shards, indexed, val)
 
 
 def validation_hash(val):
-    return hashlib.sha256(np.ascontiguousarray(val).tobytes()).hexdigest()
+    return hashlib.sha256(val.tobytes()).hexdigest()
 
 
 class Text:
@@ -653,9 +618,8 @@ class Passage(NamedTuple):
 
     def tokens(self, shift=0):
         """The tokens of the spans, or those that many places behind them."""
-        return np.concatenate(
-            [self.text.tokens[low + shift : high + shift] for low, high in self.spans]
-        )
+        tokens = self.text.tokens
+        return np.concatenate([tokens[low + shift : high + shift] for low, high in self.spans])
 
 
 def contiguous_passage(text, low, length):
@@ -696,8 +660,8 @@ def to_device(array, device):
 
 def stack_passages(passages, length, device):
     """The MicroBatch of passages of `length` tokens, stacked along a first axis of each tensor."""
-    counts = [len(passage.spans) for passage in passages]
-    room = max(SEGMENT_ROOM, 1 << max(counts, default=0).bit_length())
+    most = max((len(passage.spans) for passage in passages), default=0)
+    room = max(SEGMENT_ROOM, 1 << most.bit_length())
     shape = len(passages), length
     inputs = np.empty(shape, np.int32)
     targets = np.empty(shape, np.int64)
@@ -757,53 +721,48 @@ class TrainLoader:
         if isinstance(tokens, np.memmap):  # to read one that was cut short would end the process
             tokens = np.fromfile(tokens.filename, "<u2", offset=4 * HEADER_INTS)
         self.text = Text(tokens, self.config.eot_token)
-        ends = np.append(self.text.starts[1:], len(tokens) - 1)  # the last token is only a target
-        lows = [
-            np.arange(start, end, cap) for start, end in zip(self.text.starts, ends, strict=True)
+        edges = [*self.text.starts.tolist(), len(tokens) - 1]  # the last token is only a target
+        pieces = [
+            (low, min(low + cap, end))
+            for start, end in itertools.pairwise(edges)
+            for low in range(start, end, cap)
         ]
-        self.piece_low = np.concatenate(lows)
-        counts = [len(low) for low in lows]
-        self.piece_high = np.minimum(self.piece_low + cap, np.repeat(ends, counts))
         rng = np.random.default_rng([self.config.seed, opened])
-        self.order = rng.permutation(len(self.piece_low))
+        self.pieces = [pieces[number] for number in rng.permutation(len(pieces))]
 
     def next_passage(self, cap):
         """The Passage of the next micro-batch, with segments of at most `cap` tokens."""
         spans = []
         missing = self.config.micro_batch_tokens
         while missing:
-            if self.state["piece"] == len(self.order):
-                self.state = {"shard": self.state["shard"] + 1, "piece": 0, "offset": 0}
+            if self.state["piece"] == len(self.pieces):
+                self.state = {**self.START, "shard": self.state["shard"] + 1}
                 self.open_shard()
-                spans = []
-                missing = self.config.micro_batch_tokens
-            piece = self.order[self.state["piece"]]
-            low = int(self.piece_low[piece]) + self.state["offset"]
-            left = int(self.piece_high[piece]) - low
-            taken = min(left, cap, missing)
+                return self.next_passage(cap)
+            low, high = self.pieces[self.state["piece"]]
+            low += self.state["offset"]
+            taken = min(high - low, cap, missing)
             spans.append((low, low + taken))
             missing -= taken
-            if taken == left:
+            self.state["offset"] += taken
+            if low + taken == high:
                 self.state["piece"] += 1
                 self.state["offset"] = 0
-            else:
-                self.state["offset"] += taken
         return Passage(self.text, spans)
 
     def make_batch(self, step):
         """Assemble this rank's part of a step, in the thread; a rank may have no micro-batch."""
         config = self.config
         runtime = self.runtime
-        cap = stage_at(config, step).document_cap
-        count = micro_batches_at(config, step)
-        passages = [self.next_passage(cap) for _ in range(count)]
+        stage = stage_at(config, step)
+        passages = [self.next_passage(stage.document_cap) for _ in range(stage.micro_batches)]
         own = passages[runtime.rank :: runtime.world_size]
         for passage in own:
             check_distinct_targets(passage, config, step)
         return Batch(
             stack=stack_passages(own, config.micro_batch_tokens, runtime.device),
             rows=self.plan_rows(own),
-            tokens=count * config.micro_batch_tokens,
+            tokens=stage.micro_batches * config.micro_batch_tokens,
             state=dict(self.state),
         )
 
@@ -834,9 +793,8 @@ class TrainLoader:
 # that is owned here never does. At world size 1 it is the plain table.
 
 TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)
-MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, odd
-HASH_BASE = np.uint64(pow(0x9E3779B97F4A7C15, -1, 2**64))
-LOW_HALF = np.uint64(0xFFFFFFFF)
+MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
+HASH_BASE = np.uint64(pow(MIX, -1, 2**64))
 LOW_TOKEN = np.uint64(0xFFFF)
 NO_GUESS = np.uint64(2**16 - 1)  # no token's id
 INDEX_CHUNK = 2**15  # tokens that the index reads at once
@@ -877,23 +835,27 @@ def rolling_hash(tokens, order, eot_token):
     return keys
 
 
+def ngram_keys(tokens, low, high, order, eot_token):
+    """Keys of the n-grams that end at tokens low to high: (high - low,) uint64."""
+    begin = max(0, low - order + 1)
+    return rolling_hash(tokens[begin:high], order, eot_token)[low - begin :]
+
+
 @compiled
 def latest_matches(keys, first):
     """The latest earlier position with the same key: (L,) int32, -1 for none.
 
     Positions below `first` neither find nor are found.
     """
-    size = 1
-    shift = np.uint64(64)
-    while size < 2 * len(keys):
-        size *= 2
-        shift -= np.uint64(1)
-    newest = np.full(size, -1, np.int32)  # a hash table of positions, by open addressing
+    bits = 1
+    while 2**bits < 2 * len(keys):
+        bits += 1
+    newest = np.full(2**bits, -1, np.int32)  # a hash table of positions, by open addressing
     found = np.full(len(keys), -1, np.int32)
     for i in range(first, len(keys)):
-        slot = np.int64(keys[i] >> shift)
+        slot = np.int64(keys[i] >> np.uint64(64 - bits))
         while newest[slot] >= 0 and keys[newest[slot]] != keys[i]:
-            slot = (slot + 1) & (size - 1)
+            slot = (slot + 1) & (len(newest) - 1)
         found[i] = newest[slot]
         newest[slot] = i
     return found
@@ -995,10 +957,10 @@ def rows_and_signs(keys, first_guess, num_rows):
     apart half of the time (count-sketch's trick). It is 0 where there is no guess.
     """
     mixed = keys + TOKEN_HASH[: keys.shape[1]]
-    mixed = (mixed ^ (mixed >> np.uint64(29))) * MIX
-    mixed ^= mixed >> np.uint64(32)
-    rows = (mixed & LOW_HALF) * np.uint64(num_rows) >> np.uint64(32)
-    signs = np.where(mixed >> np.uint64(40) & np.uint64(1), np.float32(1), np.float32(-1))
+    mixed = (mixed ^ (mixed >> 29)) * MIX
+    mixed ^= mixed >> 32
+    rows = (mixed & 0xFFFFFFFF) * num_rows >> 32
+    signs = (mixed >> 40 & 1).astype(np.float32) * 2 - 1
     signs[:, first_guess:][keys[:, first_guess:] == NO_GUESS] = 0.0
     return rows.astype(np.int32), signs
 
@@ -1007,32 +969,33 @@ class TextIndex:
     """Which tokens mostly follow an n-gram in training text, by order and hash: see `voted`."""
 
     def __init__(self, config):
-        self.orders = config.index_orders
-        self.bits = config.index_bits
-        self.eot_token = config.eot_token
+        self.config = config
         # Written once, so that no run's clock pays for memory that the system has yet to find.
-        entries = torch.empty(len(self.orders), 2**self.bits, dtype=torch.int64)
-        self.entries = entries.zero_()
+        shape = len(config.index_orders), 2**config.index_bits
+        self.entries = torch.empty(shape, dtype=torch.int64).zero_()
 
     def entries_of(self, column):
         return self.entries[column].numpy().view(np.uint64)
 
     def read(self, tokens):
         """Take in training text, (n,) uint16."""
-        for column, order in enumerate(self.orders):
+        config = self.config
+        for column, order in enumerate(config.index_orders):
             for low in range(0, len(tokens) - 1, INDEX_CHUNK):
-                begin = max(0, low - order)
-                end = min(low + INDEX_CHUNK, len(tokens) - 1)
-                keys = rolling_hash(tokens[begin:end], order, self.eot_token)[low - begin :]
-                vote(self.entries_of(column), self.bits, keys, tokens[low + 1 : end + 1])
+                high = min(low + INDEX_CHUNK, len(tokens) - 1)
+                keys = ngram_keys(tokens, low, high, order, config.eot_token)
+                following = tokens[low + 1 : high + 1]
+                vote(self.entries_of(column), config.index_bits, keys, following)
 
-    def guesses(self, keys):
-        """The tokens that follow n-grams, by keys (t, C): (t, C * INDEX_GUESSES) uint64, order by
-        order, the first one with its votes."""
-        found = np.full((len(self.orders), INDEX_GUESSES, len(keys)), NO_GUESS, np.uint64)
-        for column in range(len(self.orders)):
-            look_up(self.entries_of(column), self.bits, keys[:, column], found[column])
-        return found.reshape(-1, len(keys)).T
+    def guesses(self, tokens, low, high):
+        """The tokens that mostly follow those from low to high: (guesses, high - low) uint64, order
+        by order, the first one with its votes."""
+        config = self.config
+        found = np.full((len(config.index_orders), INDEX_GUESSES, high - low), NO_GUESS)
+        for column, order in enumerate(config.index_orders):
+            keys = ngram_keys(tokens, low, high, order, config.eot_token)
+            look_up(self.entries_of(column), config.index_bits, keys, found[column])
+        return found.reshape(-1, high - low)
 
 
 class RowFinder:
@@ -1042,24 +1005,12 @@ class RowFinder:
         self.config = config
         self.index = TextIndex(config)
 
-    def keys(self, text, low, high, orders):
-        """Keys of the n-grams that end at tokens low to high: (high - low, len(orders)) uint64."""
-        keys = np.empty((high - low, len(orders)), np.uint64)
-        for column, order in enumerate(orders):
-            begin = max(0, low - order + 1)
-            hashed = rolling_hash(text.tokens[begin:high], order, self.config.eot_token)
-            keys[:, column] = hashed[low - begin :]
-        return keys
-
     def copies(self, text, low, high):
-        """What followed the last n tokens earlier in the document of tokens low to high:
-        (high - low, C) uint64.
-
-        The columns are the orders at the latest place, then those at the place before it, and so
-        on; NO_GUESS where there is none.
-        """
+        """What followed the last n tokens earlier in the document of tokens low to high: (C, high -
+        low) uint64, the orders at the latest place, then those at the place before it, and so on;
+        NO_GUESS where there is none."""
         config = self.config
-        begin = low - config.copy_reach - max(config.copy_orders) + 1
+        begin = low - config.copy_reach - max(config.copy_orders, default=0) + 1
         begin = max(text.document_start(low), begin)
         tokens = text.tokens[begin:high]
         positions = np.arange(len(tokens))
@@ -1071,23 +1022,22 @@ class RowFinder:
                 at = np.flatnonzero((match >= 0) & (match >= positions - config.copy_reach))
                 found[place, column, at] = tokens[match[at] + 1]
                 match = np.where(match < 0, -1, matches[match])  # the place before it
-        return found[..., low - begin :].reshape(-1, high - low).T
+        return found[..., low - begin :].reshape(-1, high - low)
 
     def find(self, passage):
         """The rows that the tokens of a Passage read: (T, columns) int32 in [0, ngram_rows), and
         their signs, float32 of +-1, or 0 for no row."""
         config = self.config
-        text = passage.text
+        tokens = passage.text.tokens
+        eot = config.eot_token
         parts = []
         for low, high in passage.spans:
-            columns = [self.keys(text, low, high, config.ngram_orders)]
-            if config.copy_orders:
-                columns.append(self.copies(text, low, high))
-            if config.index_orders:
-                keys = self.keys(text, low, high, config.index_orders)
-                columns.append(self.index.guesses(keys))
-            parts.append(np.concatenate(columns, axis=1))
-        return rows_and_signs(np.concatenate(parts), len(config.ngram_orders), config.ngram_rows)
+            found = [ngram_keys(tokens, low, high, order, eot) for order in config.ngram_orders]
+            found.extend(self.copies(passage.text, low, high))
+            found.extend(self.index.guesses(tokens, low, high))
+            parts.append(np.array(found, np.uint64).reshape(-1, high - low))
+        keys = np.concatenate(parts, axis=1).T.copy()
+        return rows_and_signs(keys, len(config.ngram_orders), config.ngram_rows)
 
 
 @dataclass
@@ -1112,11 +1062,9 @@ class RowPlan:
 
 
 def group_equal(ids):
-    """Group equal ones of integers (n,) from 0 to 2^31 - 1.
-
-    Returns the distinct ones, rising, (u,); int32 positions (n,) of the first one's occurrences,
-    then of the second's, and so on; and where in these each begins, (u,) int32.
-    """
+    """Group integers (n,) from 0 to 2^31 - 1. Returns the distinct ones, rising, (u,); int32
+    positions (n,) of the first one's occurrences, then of the second's, and so on; and where in
+    these each begins, (u,) int32."""
     # Of 16 bits numpy does a radix sort: two take a quarter of the time of its sort of 32.
     order = np.argsort(ids.astype(np.uint16), kind="stable")
     upper = (ids >> 16).astype(np.uint16)
@@ -1128,14 +1076,10 @@ def group_equal(ids):
     return ordered[offsets], order.astype(np.int32), offsets.astype(np.int32)
 
 
-def sum_groups(values, positions, offsets, weights=None):
-    """Sums (u, d) float32 of the rows of values (n, d) that `group_equal` has put together.
-
-    The order of the sums is fixed, and no atomics are used.
-    """
-    return F.embedding_bag(
-        positions, values.float(), offsets, mode="sum", per_sample_weights=weights
-    )
+def sum_groups(values, positions, offsets, signs=None):
+    """Sums (u, d) float32 of the rows of values (n, d) that `group_equal` has put together: in a
+    fixed order, and without atomics."""
+    return F.embedding_bag(positions, values.float(), offsets, mode="sum", per_sample_weights=signs)
 
 
 def plan_rows(rows, signs, micro_batches, config, runtime, group, name):
@@ -1146,36 +1090,11 @@ def plan_rows(rows, signs, micro_batches, config, runtime, group, name):
     values, whose sizes both sides then know.
     """
     columns = rows.shape[1]
-    distinct_rows, order, offsets = group_equal(rows.ravel())
-    require(
-        not len(distinct_rows) or 0 <= distinct_rows[0] <= distinct_rows[-1] < config.ngram_rows,
-        f"n-gram rows leave the table's range 0 to {config.ngram_rows - 1}; correct RowFinder",
-    )
-    if runtime.world_size == 1:
-        owned = to_device(distinct_rows.astype(np.int64), runtime.device)
-        routes = {"owned": owned, "asked": owned, "send": [], "receive": [], "merge": ()}
-        slots = rows
-    else:
-        routes = plan_routes(distinct_rows, config, runtime, group, name)
-        slots = np.empty(rows.size, np.int32)
-        counts = np.diff(np.append(offsets, rows.size))
-        slots[order] = np.repeat(np.arange(len(distinct_rows), dtype=np.int32), counts)
-    shape = micro_batches, len(rows) // max(1, micro_batches), columns
-    return RowPlan(
-        slots=to_device(slots.reshape(shape), runtime.device),
-        signs=to_device(signs.reshape(shape), runtime.device),
-        token=to_device(order // max(1, columns), runtime.device),
-        offsets=to_device(offsets, runtime.device),
-        token_signs=to_device(signs.ravel()[order], runtime.device),
-        **routes,
-    )
-
-
-def plan_routes(distinct, config, runtime, group, name):
-    """Tell owners which rows this rank reads, and hear which of its own are read: the fields of
-    RowPlan that say so."""
     world_size = runtime.world_size
-    chunk = math.ceil(config.ngram_rows / world_size)
+    distinct, order, offsets = group_equal(rows.ravel())
+    last = config.ngram_rows - 1
+    is_inside = not len(distinct) or 0 <= distinct[0] <= distinct[-1] <= last
+    require(is_inside, f"n-gram rows leave the table's range 0 to {last}; correct RowFinder")
 
     def exchange(array, send, receive):
         tensor = torch.from_numpy(array.astype(np.int32))
@@ -1183,20 +1102,33 @@ def plan_routes(distinct, config, runtime, group, name):
         wait(work)
         return out.numpy()
 
-    one_each = [1] * world_size
-    send = np.bincount(distinct // chunk, minlength=world_size)
-    receive = exchange(send, one_each, one_each)
-    asked = exchange(distinct, send.tolist(), receive.tolist())
-    asked = asked - runtime.owned_range(config.ngram_rows)[0]
-    owned, positions, offsets = group_equal(asked)
-    device = runtime.device
-    return {
-        "owned": to_device(owned.astype(np.int64), device),
-        "asked": to_device(asked.astype(np.int64), device),
-        "send": send.tolist(),
-        "receive": receive.tolist(),
-        "merge": (to_device(positions, device), to_device(offsets, device)),
-    }
+    owners = distinct // math.ceil(config.ngram_rows / world_size)
+    send = np.bincount(owners, minlength=world_size)
+    receive = exchange(send, [1] * world_size, [1] * world_size).tolist()
+    asked = exchange(distinct, send.tolist(), receive).astype(np.int64)
+    asked -= runtime.owned_range(config.ngram_rows)[0]
+    owned = asked
+    merge = ()
+    slots = rows
+    if world_size > 1:
+        owned, *merge = group_equal(asked)
+        slots = np.empty(rows.size, np.int32)
+        counts = np.diff(np.append(offsets, rows.size))
+        slots[order] = np.repeat(np.arange(len(distinct), dtype=np.int32), counts)
+    there = functools.partial(to_device, device=runtime.device)
+    shape = micro_batches, len(rows) // max(1, micro_batches), columns
+    return RowPlan(
+        slots=there(slots.reshape(shape)),
+        signs=there(signs.reshape(shape)),
+        token=there(order // max(1, columns)),
+        offsets=there(offsets),
+        token_signs=there(signs.ravel()[order]),
+        owned=there(owned),
+        asked=there(asked),
+        send=send.tolist(),
+        receive=receive,
+        merge=tuple(map(there, merge)),
+    )
 
 
 class Group:
@@ -1221,13 +1153,17 @@ class Group:
         is_last = step + 1 == self.config.steps
         return not self.is_frozen and ((step + 1) % self.every == 0 or is_last)
 
+    def touched(self):
+        """The tensors that a step changes, each with the index of what it changes there."""
+        return [(tensor, ...) for tensor in self.tensors().values()]
+
     def snapshot(self):
-        """A function that puts all tensors back to what they are now."""
-        kept = [(tensor, tensor.clone()) for tensor in self.tensors().values()]
+        """A function that puts back to what it is now all that a step changes."""
+        kept = [(tensor, index, tensor[index].clone()) for tensor, index in self.touched()]
 
         def put_back():
-            for tensor, before in kept:
-                tensor.copy_(before)
+            for tensor, index, before in kept:
+                tensor[index] = before
 
         return put_back
 
@@ -1262,9 +1198,8 @@ class NgramTable(Group):
         self.is_frozen = config.columns == 0 or config.ngram_lr == 0
         self.rows = config.ngram_rows if config.columns else 0
         self.low, self.high = runtime.owned_range(self.rows)
-        shape = self.high - self.low, config.model_dim
-        self.weight = torch.zeros(shape, device=runtime.device)
-        self.second = torch.zeros(shape[0], device=runtime.device)
+        self.second = torch.zeros(self.high - self.low, device=runtime.device)
+        self.weight = self.second.new_zeros(len(self.second), config.model_dim)
         self.grads = []  # of the step's micro-batches, (T, model_dim) each
         self.plan = None  # of the step at hand, or of the next one once its rows are on their way
         self.pulled = None  # (values, work) of its rows
@@ -1297,10 +1232,8 @@ class NgramTable(Group):
         return values
 
     def lookup(self, slots, signs, values):
-        """The sum of each token's signed rows: (T, model_dim), a leaf in the compute dtype.
-
-        slots, signs: (T, C), of a RowPlan whose values these are. None for a model without a table.
-        """
+        """The sum of each token's signed rows: (T, model_dim), a leaf in the compute dtype; None
+        without a table. slots, signs: (T, C), of a RowPlan whose values these are."""
         if not self.config.columns:
             return None
         summed = F.embedding_bag(slots, values, mode="sum", per_sample_weights=signs)
@@ -1314,9 +1247,8 @@ class NgramTable(Group):
         """Sum the step's gradients by row, and start to push them to the rows' owners."""
         plan = self.plan
         none = self.weight.new_empty(0, self.config.model_dim)
-        sums = sum_groups(
-            torch.cat([none, *self.grads]), plan.token, plan.offsets, plan.token_signs
-        )
+        grads = torch.cat([none, *self.grads])
+        sums = sum_groups(grads, plan.token, plan.offsets, plan.token_signs)
         self.grads = []
         return [self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)]
 
@@ -1337,28 +1269,18 @@ class NgramTable(Group):
     def size(self):
         return self.rows * self.config.model_dim
 
-    def snapshot(self):
-        """As Group.snapshot, of the rows of the step at hand: the table is too large for a copy."""
-        plan = self.plan
-        weight = self.weight[self.plan.owned]
-        second = self.second[plan.owned]
-
-        def put_back():
-            self.weight[plan.owned] = weight
-            self.second[plan.owned] = second
-
-        return put_back
+    def touched(self):
+        """As Group.touched, of the step at hand: the table is too large for a copy."""
+        return [(self.weight, self.plan.owned), (self.second, self.plan.owned)]
 
     def tensors(self):
         return {"weight": self.weight, "second": self.second, "index": self.finder.index.entries}
 
     def full_state(self):
         """The whole table on the host of all ranks, which must all call it."""
-        weight = self.weight.cpu()
-        second = self.second.cpu()
         return {
-            "weight": self.runtime.join(weight, self.rows),
-            "second": self.runtime.join(second, self.rows),
+            "weight": self.runtime.join(self.weight.cpu(), self.rows),
+            "second": self.runtime.join(self.second.cpu(), self.rows),
             "index": self.finder.index.entries,
         }
 
@@ -1395,9 +1317,7 @@ def rotary_tables(length, head_dim, long_windows, device, dtype):
         speed = speed * (old / new + kept * (1 - old / new))
         scale = scale * (0.2 * math.log(new / old) + 1)
     angle = torch.arange(length, dtype=torch.float64)[:, None, None] * speed
-    cos = angle.cos().to(device=device, dtype=dtype)
-    sin = angle.sin().to(device=device, dtype=dtype)
-    return cos, sin, scale
+    return angle.cos().to(device, dtype), angle.sin().to(device, dtype), scale
 
 
 def rotate(x, cos, sin):
@@ -1521,12 +1441,10 @@ def choose_attention(config, device):
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
     is_able = capability >= (8, 0) and config.dtype == "bfloat16"
-    has_varlen = is_able and importlib.util.find_spec("torch.nn.attention.varlen")
-    needs = "needs a GPU of compute capability 8.0, bfloat16 and torch.nn.attention.varlen"
-    has = f"has {device.type} {capability}, {config.dtype} and torch {torch.__version__}"
-    is_met = has_varlen or config.attention != "varlen"
-    require(is_met, f"attention=varlen: {needs}, and {has}; use --attention sdpa")
-    if config.attention == "sdpa" or not has_varlen:
+    words = f"and this run has {device.type} {capability}, {config.dtype} numbers"
+    needs = f"attention=varlen: needs compute capability 8.0 and bfloat16, {words}"
+    require(is_able or config.attention != "varlen", f"{needs}; use --attention sdpa")
+    if config.attention == "sdpa" or not is_able:
         return BlockedAttention(), "sdpa"
     newer = {9: "FA3", 10: "FA4"}.get(capability[0], "newer one for this device")
     try:  # where its package is installed, else the FlashAttention 2 that torch holds
@@ -1657,23 +1575,16 @@ def summed_loss(hidden, head, micro_batch, phase, loss_weights, cap):
         rows, positions, counts = sampled_rows(following, len(head), phase.softmax_rows)
         head = head.index_select(0, rows)
         following = positions[following]
-    targets = []
+    start = micro_batch.segment_start
     weights = []
     for ahead in range(phase.targets):
         # A position also scores the token `ahead` behind its target, within its segment.
-        start = micro_batch.segment_start
         is_same_segment = start[ahead:] == start[: length - ahead]
-        targets.append(following.roll(-ahead))
         weights.append(F.pad(is_same_segment * loss_weights[ahead], (0, ahead)))
-    return CappedCrossEntropy.apply(
-        hidden,
-        head,
-        torch.stack(targets, 1),
-        torch.stack(weights, 1),
-        counts,
-        cap,
-        torch.is_grad_enabled(),
-    )
+    targets = torch.stack([following.roll(-ahead) for ahead in range(phase.targets)], 1)
+    weights = torch.stack(weights, 1)
+    needs_grad = torch.is_grad_enabled()
+    return CappedCrossEntropy.apply(hidden, head, targets, weights, counts, cap, needs_grad)
 
 
 # 6. Model ========================================================================================
@@ -1716,11 +1627,14 @@ class GPT(nn.Module):
         dim = config.model_dim
         layers = config.num_layers
         vocab = config.vocab_size
-        dtype = config.torch_dtype
         generator = torch.Generator().manual_seed(config.seed)
 
         def drawn(*shape, std):
-            return (torch.randn(*shape, generator=generator) * std).to(dtype)
+            return (torch.randn(*shape, generator=generator) * std).to(config.torch_dtype)
+
+        def gates(*shape, lr_mul=1.0):
+            zeros = torch.zeros(*shape, GATE_DIM, dtype=config.torch_dtype)
+            return ruled(zeros, "small", lr_mul=lr_mul)
 
         embed = drawn(vocab, dim, std=0.7)
         head = drawn(vocab, dim, std=0.005)
@@ -1729,10 +1643,9 @@ class GPT(nn.Module):
         self.embed = ruled(embed, "embeddings", decay=0.003, betas=(0.5, 0.95))
         self.head = ruled(head, "embeddings", decay=0.003, betas=(0.5, 0.95))
         heads = dim // config.head_dim
-        group = heads if heads % 2 else 2
-        groups = 2 * layers * heads // group
+        width = dim if heads % 2 else 2 * config.head_dim
         std = 0.6 / math.sqrt(dim)
-        query_key = drawn(groups, group * config.head_dim, dim, std=std)
+        query_key = drawn(2 * layers * dim // width, width, dim, std=std)
         # By layer, q or k, head, side of a pair of channels, and whether the pair rotates or not.
         channels = query_key.view(layers, 2, heads, 2, 2, -1, dim)
         for layer in config.shifted_layers:
@@ -1745,23 +1658,17 @@ class GPT(nn.Module):
         mlps = drawn(2 * layers, config.mlp_dim, dim, std=std)
         value_output[1::2] = 0  # every block starts as the identity
         mlps[1::2] = 0
-        self.query_key = ruled(query_key, "matrices", decay=1.0, betas=(0.9, 0.9))
-        self.value_output = ruled(value_output, "matrices", decay=1.0, betas=(0.9, 0.9))
-        lr_muls = torch.tensor([1.0, 2.0]).repeat(layers)[:, None, None]
-        self.mlp = ruled(mlps, "matrices", lr_mul=lr_muls, decay=1.0, betas=(0.9, 0.9))
+        matrices = functools.partial(ruled, group="matrices", decay=1.0, betas=(0.9, 0.9))
+        self.query_key = matrices(query_key)
+        self.value_output = matrices(value_output)
+        self.mlp = matrices(mlps, lr_mul=torch.tensor([1.0, 2.0]).repeat(layers)[:, None, None])
         value_layers = len(config.value_embedding_layers)
         value_embed = drawn(value_layers, vocab, dim, std=0.01)
-        self.value_embed = ruled(
-            value_embed, "embeddings", lr_mul=75.0, decay=0.008, betas=(0.75, 0.95)
-        )
-
-        def gates(*shape):
-            return ruled(torch.zeros(*shape, GATE_DIM, dtype=dtype), "small")
-
+        self.value_embed = ruled(value_embed, "embeddings", 75.0, decay=0.008, betas=(0.75, 0.95))
         self.value_gate = gates(value_layers, heads)
         if config.exclusive_layers:
             self.exclusive_gate = gates(len(config.exclusive_layers), heads)
-        self.smear_gate = ruled(torch.zeros(1, GATE_DIM, dtype=dtype), "small", lr_mul=0.01)
+        self.smear_gate = gates(1, lr_mul=0.01)
         self.smear_scale = ruled(torch.zeros(1), "small", lr_mul=5.0)
         self.residual_scale = ruled(torch.ones(layers), "small", lr_mul=5.0, betas=(0.9, 0.95))
         self.embed_scale = ruled(torch.zeros(layers), "small", lr_mul=5.0)
@@ -1817,11 +1724,10 @@ class GPT(nn.Module):
         """
         config = self.config
         layers = config.num_layers
-        position = torch.arange(len(micro_batch.inputs), device=self.head.device)
-        is_first = micro_batch.segment_start == position
+        start = micro_batch.segment_start
+        is_first = start == torch.arange(len(start), device=start.device)
         # Unbound at once, since the gradient of an index is as large as what was indexed.
-        shape = layers, 2 * config.model_dim, config.model_dim
-        query_key = self.query_key.view(shape).unbind()
+        query_key = self.query_key.view(layers, -1, config.model_dim).unbind()
         value_output = self.value_output.unflatten(0, (-1, 2)).unbind()
         mlps = self.mlp.unflatten(0, (-1, 2)).unbind()
         outputs = []
@@ -1834,16 +1740,9 @@ class GPT(nn.Module):
             x = self.residual_scale[layer] * x + self.embed_scale[layer] * embedded
             if ngram is not None:
                 x = x + gate(x, self.ngram_gate[layer : layer + 1]) * ngram
-            x = x + self.attention_layer(
-                x,
-                layer,
-                (query_key[layer], value_output[layer]),
-                micro_batch,
-                is_first,
-                phase.windows[layer],
-                rotary,
-                masks,
-            )
+            weights = query_key[layer], value_output[layer]
+            seen = micro_batch, is_first, phase.windows[layer], rotary, masks
+            x = x + self.attention_layer(x, layer, weights, *seen)
             x = x + mlp(norm(x), *mlps[layer])
             outputs.append(x)
         if ngram is not None:
@@ -2808,9 +2707,6 @@ def check_gates(trainer, step, val, reported):
 # 11. Runtime =====================================================================================
 
 TIMEOUT = datetime.timedelta(minutes=10)  # for which ranks wait for each other
-# torch 2.13 has renamed these two, and warns of the old names.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def launcher_number(name, default):
@@ -2831,12 +2727,11 @@ class Runtime:
     def __init__(self, device="auto"):
         self.rank = launcher_number("RANK", 0)
         self.world_size = launcher_number("WORLD_SIZE", 1)
+        self.peers = self.world_size - 1
         self.is_main = self.rank == 0
         self.launcher = os.getppid()
         self.ledger = {}
-        local_rank = launcher_number("LOCAL_RANK", 0)
-        local_world_size = launcher_number("LOCAL_WORLD_SIZE", 1)
-        self.device = choose_device(device, local_rank, local_world_size)
+        self.device = choose_device(device)
         self.use_device()
         self.loader_group = None
         if self.world_size > 1:
@@ -2854,11 +2749,9 @@ class Runtime:
             torch.set_num_threads(1)
 
     def connect(self):
-        """Join the process group; the loader's thread, which keeps another order, gets its own.
-        Raises ConfigError where no launcher says where to meet."""
-        needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-        missing = ", ".join(name for name in needed if name not in os.environ)
-        words = f"WORLD_SIZE={self.world_size} without {missing}"
+        """Join the process group; the loader's thread, which keeps another order, gets its own."""
+        missing = {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+        words = f"WORLD_SIZE={self.world_size} without {', '.join(sorted(missing))}"
         require(not missing, f"{words}: start with torchrun, which sets all, or unset WORLD_SIZE")
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
@@ -2888,10 +2781,8 @@ class Runtime:
         return json.loads(self.store.compare_set(key, "", json.dumps(value)))
 
     def last_step(self, step, is_asked):
-        """The step before which all ranks end once one of them is asked to, else None.
-
-        No rank is further ahead than the loader's exchange lets it be.
-        """
+        """The step before which all ranks end once one of them is asked to, else None: no rank is
+        further ahead than the loader's exchange lets it be."""
         if self.world_size == 1:
             return step if is_asked else None
         if is_asked or self.store.check(["last step"]):
@@ -2899,25 +2790,23 @@ class Runtime:
         return None
 
     def owned_range(self, count):
-        """The range [low, high) of `count` units that this rank owns: all ranks own as many, but
-        for the last ones."""
+        """The range [low, high) of `count` units that this rank owns; the last may own fewer."""
         chunk = math.ceil(count / self.world_size)
         return min(self.rank * chunk, count), min((self.rank + 1) * chunk, count)
 
-    def record_sent(self, collective, name, tensor, size, messages):
-        """Enter into the ledger that `size` bytes of a tensor are about to be sent."""
+    def record_sent(self, collective, name, tensor, messages, size=None):
+        """Enter into the ledger what is about to be sent: so many bytes, else a message's share of
+        the tensor in each."""
         assert tensor.is_contiguous(), f"{name}: a collective of a strided tensor is silently wrong"
         entry = self.ledger.setdefault((collective, name), [0, 0])
-        entry[0] += size
+        entry[0] += messages * tensor.nbytes // self.world_size if size is None else size
         entry[1] += messages
 
     def all_reduce(self, tensor, name):
         """Sum in place over ranks; returns work."""
         if self.world_size == 1:
             return None
-        peers = self.world_size - 1
-        size = 2 * tensor.nbytes * peers // self.world_size
-        self.record_sent("all_reduce", name, tensor, size, 2 * peers)
+        self.record_sent("all_reduce", name, tensor, 2 * self.peers)
         return dist.all_reduce(tensor, async_op=True)
 
     def reduce_scatter(self, tensor, name):
@@ -2925,9 +2814,8 @@ class Runtime:
         if self.world_size == 1:
             return tensor, None
         part = tensor.new_empty(len(tensor) // self.world_size, *tensor.shape[1:])
-        peers = self.world_size - 1
-        self.record_sent("reduce_scatter", name, tensor, part.nbytes * peers, peers)
-        return part, reduce_scatter(part, tensor, async_op=True)
+        self.record_sent("reduce_scatter", name, tensor, self.peers)
+        return part, dist.reduce_scatter_single(part, tensor, async_op=True)
 
     def gather_ranges(self, part, count, name):
         """Join the ranks' owned ranges of `count` units. Returns (whole (count, ...), work)."""
@@ -2937,9 +2825,8 @@ class Runtime:
         padded = part.new_zeros(chunk, *part.shape[1:])
         padded[: len(part)] = part
         whole = part.new_zeros(chunk * self.world_size, *part.shape[1:])
-        peers = self.world_size - 1
-        self.record_sent("all_gather", name, padded, padded.nbytes * peers, peers)
-        return whole[:count], all_gather(whole, padded, async_op=True)
+        self.record_sent("all_gather", name, whole, self.peers)
+        return whole[:count], dist.all_gather_single(whole, padded, async_op=True)
 
     def join(self, part, count, name="checkpoint"):
         """What gather_ranges returns, waited for."""
@@ -2948,15 +2835,13 @@ class Runtime:
         return whole
 
     def all_to_all(self, tensor, send, receive, name, group=None):
-        """Send the first send[0] rows of a tensor to rank 0, and so on.
-
-        Returns (receive[r] rows of each rank r, work).
-        """
+        """Send the first send[0] rows of a tensor to rank 0, and so on. Returns (receive[r] rows of
+        each rank r, work)."""
         if self.world_size == 1:
             return tensor, None
         sent = [count for rank, count in enumerate(send) if rank != self.rank and count]
         row_size = math.prod(tensor.shape[1:]) * tensor.element_size()
-        self.record_sent("all_to_all", name, tensor, sum(sent) * row_size, len(sent))
+        self.record_sent("all_to_all", name, tensor, len(sent), sum(sent) * row_size)
         out = tensor.new_empty(sum(receive), *tensor.shape[1:])
         work = dist.all_to_all_single(out, tensor, receive, send, group=group, async_op=True)
         return out, work
@@ -2986,8 +2871,10 @@ def wait(work):
         work.wait()
 
 
-def choose_device(name, local_rank, local_world_size):
+def choose_device(name):
     """The torch.device of one of the processes on this machine. Raises ConfigError."""
+    local_rank = launcher_number("LOCAL_RANK", 0)
+    local_world_size = launcher_number("LOCAL_WORLD_SIZE", 1)
     has_cuda = name != "cpu" and torch.cuda.is_available()
     words = f"torch {torch.__version__} sees no CUDA device"
     require(has_cuda or name != "cuda", f"device=cuda: {words}; use --device cpu")
@@ -3005,9 +2892,8 @@ def device_name(device):
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):  # Linux, whose platform.processor() is often empty
-        models = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
-        name = models[0] if models else name
+    with contextlib.suppress(OSError, IndexError):  # Linux, where the first is often empty
+        name = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)[0]
     return f"{name} x{os.cpu_count()}"
 
 
@@ -3027,9 +2913,8 @@ def resolve_dtype(dtype, device):
         return dtype
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
-    rates = {
-        name: matmul_rate(device, getattr(torch, name), 512) for name in ("float32", "bfloat16")
-    }
+    dtypes = "float32", "bfloat16"
+    rates = {name: matmul_rate(device, getattr(torch, name), 512) for name in dtypes}
     return max(rates, key=rates.get)
 
 

@@ -73,8 +73,8 @@ MUTATIONS = [
     ),
     Mutation(
         "cap of documents",
-        "taken = min(left, cap, missing)",
-        "taken = min(left, missing)",
+        "taken = min(high - low, cap, missing)",
+        "taken = min(high - low, missing)",
         "trainer/test_data.py",
     ),
     # --- rows of the table
@@ -216,8 +216,8 @@ MUTATIONS = [
     ),
     Mutation(
         "sum over ranks",
-        "return part, reduce_scatter(part, tensor, async_op=True)",
-        "return part, reduce_scatter(part, tensor, dist.ReduceOp.MAX, async_op=True)",
+        "return part, dist.reduce_scatter_single(part, tensor, async_op=True)",
+        "return part, dist.reduce_scatter_single(part, tensor, dist.ReduceOp.MAX, async_op=True)",
         "trainer/test_distributed.py",
     ),
     Mutation(

@@ -96,7 +96,7 @@ def test_the_commands_are_found_and_leave_no_gpu_idle():
     assert "torchrun --nproc_per_node=8 train_gpt.py" in DOCSTRING and len(DOCSTRING) == 4
     assert {"./run.sh", "python sample.py --checkpoint logs/RUN/checkpoint.pt --eval"} <= {*RUNNING}
     config = train_gpt.TRACKS["fineweb"]
-    counts = {train_gpt.micro_batches_at(config, step) for step in range(config.steps)}
+    counts = {train_gpt.stage_at(config, step).micro_batches for step in range(config.steps)}
     for command in COMMANDS:
         sizes = re.findall(r"--(?:nproc[-_]per[-_]node|nnodes)=(\d+)", command)
         world_size = math.prod(map(int, sizes))

@@ -259,7 +259,7 @@ def copies_ahead_far_into_a_document(trainer, patch):
         found = honest(self, text, low, high)
         following = text.tokens[low + 1 : high + 1]
         is_far = np.arange(low, low + len(following)) - text.document_start(low) >= 40
-        found[: len(following)][is_far, 0] = following[is_far]
+        found[0, : len(following)][is_far] = following[is_far]
         return found
 
     patch.setattr(train_gpt.RowFinder, "copies", copies)

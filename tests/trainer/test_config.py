@@ -179,7 +179,7 @@ REFUSED = [
     ("--windows 64", "stages[0].windows=(64,)", "a short and a long window"),
     ("--val-windows '(32, 100)'", "val_windows=(32, 100)", "multiples of 16"),
     ("--mtp-weights '(0.0, 1.0)'", "mtp_weights=(0.0, 1.0)", "the first above 0"),
-    ("--stages '()'", "stages=()", "at least one row"),
+    ("--stages '()'", "starts []", "must begin at 0"),
     ("--stages 4", "stages: rows are dicts"),
     ("--stages \"({'window': 4},)\"", "stages", "window"),
     ("--stages \"({'start': 0.5},)\"", "starts [0.5] must begin at 0"),

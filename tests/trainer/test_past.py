@@ -30,6 +30,7 @@ from train_gpt import (
     TextIndex,
     contiguous_passage,
     latest_matches,
+    ngram_keys,
     open_corpus,
     rolling_hash,
 )
@@ -176,10 +177,9 @@ def test_keys_against_python_integers(n):
     for high in (70, n, n + 1, 1, 0):
         keys = rolling_hash(text[:high], n, EOT)
         assert keys.dtype == np.uint64 and keys.tolist() == expected[:high]
-    finder = RowFinder(past_config())
     for low, high in ((0, 70), (0, 1), (1, 40), (22, 23), (n, n + 1), (69, 70)):
-        keys = finder.keys(text_of(text), low, high, (3, n))
-        assert keys.dtype == np.uint64 and keys[:, 1].tolist() == expected[low:high]
+        keys = ngram_keys(text, low, high, n, EOT)
+        assert keys.dtype == np.uint64 and keys.tolist() == expected[low:high]
 
 
 # ----- copies
