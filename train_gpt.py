@@ -36,6 +36,7 @@ import difflib
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import itertools
 import json
 import math
@@ -403,9 +404,14 @@ def stage_at(config, step):
     return [stage for stage in config.stages if stage.start * config.steps <= step][-1]
 
 
+def micro_batches_at(config, step):
+    """How many micro-batches all ranks together train on at a step."""
+    return stage_at(config, step).micro_batches
+
+
 def training_tokens(config):
     """How many tokens the whole schedule trains on."""
-    micro_batches = sum(stage_at(config, step).micro_batches for step in range(config.steps))
+    micro_batches = sum(micro_batches_at(config, step) for step in range(config.steps))
     return micro_batches * config.micro_batch_tokens
 
 
@@ -754,15 +760,16 @@ class TrainLoader:
         """Assemble this rank's part of a step, in the thread; a rank may have no micro-batch."""
         config = self.config
         runtime = self.runtime
-        stage = stage_at(config, step)
-        passages = [self.next_passage(stage.document_cap) for _ in range(stage.micro_batches)]
+        cap = stage_at(config, step).document_cap
+        count = micro_batches_at(config, step)
+        passages = [self.next_passage(cap) for _ in range(count)]
         own = passages[runtime.rank :: runtime.world_size]
         for passage in own:
             check_distinct_targets(passage, config, step)
         return Batch(
             stack=stack_passages(own, config.micro_batch_tokens, runtime.device),
             rows=self.plan_rows(own),
-            tokens=stage.micro_batches * config.micro_batch_tokens,
+            tokens=count * config.micro_batch_tokens,
             state=dict(self.state),
         )
 
@@ -1440,10 +1447,12 @@ def choose_attention(config, device):
     capability = (0, 0)
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-    is_able = capability >= (8, 0) and config.dtype == "bfloat16"
-    words = f"and this run has {device.type} {capability}, {config.dtype} numbers"
-    needs = f"attention=varlen: needs compute capability 8.0 and bfloat16, {words}"
-    require(is_able or config.attention != "varlen", f"{needs}; use --attention sdpa")
+    has_varlen = importlib.util.find_spec("torch.nn.attention.varlen")
+    is_able = has_varlen and capability >= (8, 0) and config.dtype == "bfloat16"
+    words = f"has {device.type} {capability}, {config.dtype} and torch {torch.__version__}"
+    needs = "needs a GPU of compute capability 8.0, bfloat16 and torch.nn.attention.varlen"
+    is_met = is_able or config.attention != "varlen"
+    require(is_met, f"attention=varlen: {needs}, and {words}; use --attention sdpa")
     if config.attention == "sdpa" or not is_able:
         return BlockedAttention(), "sdpa"
     newer = {9: "FA3", 10: "FA4"}.get(capability[0], "newer one for this device")
@@ -2707,6 +2716,9 @@ def check_gates(trainer, step, val, reported):
 # 11. Runtime =====================================================================================
 
 TIMEOUT = datetime.timedelta(minutes=10)  # for which ranks wait for each other
+# torch 2.13 has renamed these two, and warns of the old names.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def launcher_number(name, default):
@@ -2815,7 +2827,7 @@ class Runtime:
             return tensor, None
         part = tensor.new_empty(len(tensor) // self.world_size, *tensor.shape[1:])
         self.record_sent("reduce_scatter", name, tensor, self.peers)
-        return part, dist.reduce_scatter_single(part, tensor, async_op=True)
+        return part, reduce_scatter(part, tensor, async_op=True)
 
     def gather_ranges(self, part, count, name):
         """Join the ranks' owned ranges of `count` units. Returns (whole (count, ...), work)."""
@@ -2826,7 +2838,7 @@ class Runtime:
         padded[: len(part)] = part
         whole = part.new_zeros(chunk * self.world_size, *part.shape[1:])
         self.record_sent("all_gather", name, whole, self.peers)
-        return whole[:count], dist.all_gather_single(whole, padded, async_op=True)
+        return whole[:count], all_gather(whole, padded, async_op=True)
 
     def join(self, part, count, name="checkpoint"):
         """What gather_ranges returns, waited for."""
