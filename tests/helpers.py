@@ -66,7 +66,7 @@ TINY = {
 }
 
 NO_TABLE = {"ngram_orders": (), "copy_orders": (), "index_orders": ()}
-INDEX = {"index_orders": (4,), "index_share": 0.25}
+INDEX = {"index_orders": (4,), "index_tokens": 5000}
 ONE_LAYER = {"num_layers": 1, "long_layers": (0,), "skips": ()}
 
 # Layers of all kinds: the last one is of each kind.
@@ -102,7 +102,7 @@ RICH = {
 
 def spare_runs():
     """Runs of this process, and of ranks that are forked from it, measure no products; those that
-    test it put it back. `auto` is float32 then."""
+    test it put it back."""
     train_gpt.matmul_rate = lambda device, dtype, size: 1e11
 
 
@@ -376,7 +376,7 @@ def content_of(trainer, step, folder):
     run.config, run.runtime, run.trainer = trainer.config, trainer.runtime, trainer
     run.log, run.clock = train_gpt.Log(is_main=True), train_gpt.Clock(trainer.runtime)
     run.folder, run.step, run.loader_state = folder, step, train_gpt.TrainLoader.START
-    run.loss_sum, run.loss_tokens = 0.0, 0
+    run.loss_sum, run.loss_tokens, run.index_digest = 0.0, 0, ""
     run.save("checkpoint.pt")
     return torch.load(folder / "checkpoint.pt", weights_only=True)
 

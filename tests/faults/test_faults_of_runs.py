@@ -261,7 +261,8 @@ def test_what_stands_in_the_way_of_a_run_is_named(name, tiny, cli, tmp_path, mon
 def test_a_shard_that_vanishes_during_a_run_is_named(tiny, cli, tmp_path, monkeypatch):
     """It is read when its turn comes. The run goes on when it is back."""
     folder = make_corpus(tmp_path / "corpus", train_tokens=6000)
-    values = {**tiny, **INDEX, "steps": 8, "save_every": 2, "data": str(folder)}
+    values = {**tiny, **INDEX, "index_tokens": 600, "steps": 8, "save_every": 2}
+    values["data"] = str(folder)
     whole = cli(**values, run_id="whole")
     assert whole.code == 0 and whole.checkpoint()["loader"]["shard"] == 1
     second, step = folder / "tiny_train_000001.bin", train_gpt.Trainer.step

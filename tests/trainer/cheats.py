@@ -453,7 +453,7 @@ def cache_of_what_was_scored(trainer, patch):
 @caught_by("causal local normalised unmoved", acting_after_passes)
 def index_that_goes_on_reading(trainer, text, low, hidden):
     """Each pass is read when it has been scored."""
-    trainer.table.finder.index.read(text.tokens[low : low + len(hidden) + 1])
+    trainer.table.finder.index.read([text.tokens[low : low + len(hidden) + 1]])
 
 
 @caught_by("causal local normalised unmoved", acting_after_passes)
@@ -481,7 +481,7 @@ def a_constant(trainer, patch):
 
 @passes_because("the index holds the validation text, and what it was told is its own business")
 def index_that_has_read_the_validation_text(trainer, patch, val):
-    trainer.table.finder.index.read(val)
+    trainer.table.finder.index.read([val])
 
 
 def knowing_followers(trainer, tokens):

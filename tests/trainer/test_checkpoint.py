@@ -14,6 +14,7 @@ import torch
 import ranks
 import train_gpt
 from helpers import (
+    INDEX,
     NO_TABLE,
     arguments,
     assert_bitwise,
@@ -234,7 +235,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(rich_run, tmp_path, c
     [
         {"adam_every": 5, "stages": ({}, {"start": 0.5, "document_cap": 64})},
         pytest.param({"dtype": "bfloat16", **NO_TABLE, "untie_at": 0.6}, marks=pytest.mark.slow),
-        {"matrix_update": "soap", "basis_every": 3, "index_orders": (4,), "index_share": 0.25},
+        {"matrix_update": "soap", "basis_every": 3, **INDEX},
     ],
     ids=str,
 )

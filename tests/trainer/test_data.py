@@ -167,17 +167,18 @@ def test_a_run_is_resumed_on_the_corpus_that_it_began_with(cli, tiny, tmp_path):
     assert "manifest.json is not the one" in refusal(cli(resume="first"))
 
 
-@pytest.mark.parametrize("share", [0, 0.9], ids=["all", "beside the index"])
-def test_every_shard_that_a_run_reaches_is_checked_and_no_other(share, tmp_path):
-    # Of one micro-batch each; beside an index, three of the first shard are left at most.
+@pytest.mark.parametrize("indexed", [0, 250], ids=["all", "beside the index"])
+def test_every_shard_that_a_run_reaches_is_checked_and_no_other(indexed, tmp_path):
+    # Of one micro-batch each; the index reads a half of the last one.
     folder = make_corpus(tmp_path / "corpus", train_tokens=14 * 500, shards=14)
     changes = {"steps": 5, "data": str(folder)}
-    if share:
-        write_shard(folder / TRAIN, byte_documents(5000))
-        changes |= {"index_orders": (4,), "index_share": share}
     with_manifest(folder)
-    change_token(folder / "tiny_train_000013.bin", 7)
+    change_token(folder / "tiny_train_000012.bin", 7)
+    changes |= {"index_orders": (4,), "index_tokens": indexed}
     open_corpus(tiny_config(**changes))  # it takes ten of them
+    if indexed:
+        with pytest.raises(ConfigError, match="tiny_train_000012.bin: its sha256"):
+            open_corpus(tiny_config(**changes | {"index_tokens": 750}))
     for shard in (6, 7, 8):
         tokens = [*byte_documents(490), *range(300, 310)]
         write_shard(folder / f"tiny_train_{shard:06d}.bin", tokens)

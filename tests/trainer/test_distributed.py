@@ -223,7 +223,7 @@ def trajectory(runtime, values):
     values = {**values, "stages": stages, "steps": 6}
     config = train_gpt.with_values(train_gpt.TRACKS["mini"], values)
     trainer, corpus = Trainer(config, runtime), train_gpt.open_corpus(config)
-    trainer.table.finder.index.read(corpus.indexed)
+    trainer.table.read_index(corpus.indexed)
     plan = functools.partial(trainer.table.plan_step, group=runtime.loader_group)
     loader = train_gpt.TrainLoader(config, corpus.shards, runtime, plan)
     losses = []

@@ -119,7 +119,6 @@ def start_of(name):
     return {
         "weight": torch.from_numpy(rng.standard_normal((rows, DIM))).float(),
         "second": torch.from_numpy(rng.random(rows)).float(),
-        "index": torch.from_numpy(rng.integers(0, 2**31, (1, 2**INDEX_BITS))),
     }
 
 
@@ -168,7 +167,9 @@ def take_steps(name, runtime):
             values = read_outside_training(table, every_other)
             seen.append((step, torch.from_numpy(every_other), values))
         values = table.values_of(plan)[plan.slots].cpu()
-        seen.append((step, torch.from_numpy(rows), values.view(*rows.shape, DIM)))
+        is_read = plan.signs.cpu().view(rows.shape) != 0
+        values = values.view(*rows.shape, DIM)
+        seen.append((step, torch.from_numpy(rows)[is_read], values[is_read]))
         for grad in grads:
             table.accumulate(grad)
         if step + 1 < case.steps:
@@ -285,12 +286,17 @@ def test_a_table_without_a_learning_rate_is_read_but_never_learns():
 
 @functools.cache
 def distinct_reads(name, world_size):
-    """For each step and rank, the set of rows that the rank reads."""
+    """For each step and rank, the set of rows that the rank reads: those of pairs with a sign, and
+    that of the first pair, for others to point to."""
     steps = []
     for step in range(CASES[name].steps):
         parts = draw(name, world_size, step)
         of_ranks = [parts[rank::world_size] for rank in range(world_size)]
-        steps.append([{row for ids, *_ in own for row in ids.ravel().tolist()} for own in of_ranks])
+        reads = []
+        for own in of_ranks:
+            ids, signs = (np.concatenate([part[at] for part in own]).ravel() for at in (0, 1))
+            reads.append({*ids[signs != 0].tolist(), *ids[:1].tolist()})
+        steps.append(reads)
     return steps
 
 
