@@ -4,6 +4,7 @@ import argparse
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 from records import experiment, picture, render
@@ -35,54 +36,43 @@ def diff(repository, options):
     subprocess.run(["git", "diff", "--no-index", "--stat", "--patch", "--", *files])
 
 
-def plot(repository, options):
-    out = options.out or Path("logs/plot.png")
+def out_of(options, name):
+    """The file to write, whose folder is there."""
+    out = Path(options.out or f"logs/{name}")
     out.parent.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def plot(repository, options):
+    out = out_of(options, "plot.png")
     picture.plot(options.paths, out)
     print(f"plot: {out}")
 
 
 def report(repository, options):
     check_records(repository)
-    out = options.out or Path("logs/report.html")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    out = out_of(options, "report.html")
     out.write_text(render.page(repository, out.parent))
     print(f"report: {out}")
 
 
+LINE = tomllib.loads((Path(__file__).parent / "commands.toml").read_text())
 TRACK = RULES["default_track"]
 OPTIONS = {
+    **LINE["options"],
     "--track": {"default": TRACK, "help": f"[{TRACK}]"},
     "--runs": {"type": int, "metavar": "N", "default": 8, "help": "fixed before the first run [8]"},
     "--world-size": {"type": int, "default": 0, "metavar": "W", "help": "processes [the record's]"},
-    "--name": {"required": True, "help": "letters, digits and '-'"},
-    "--by": {"required": True, "help": "who had the idea"},
-    "--tree": {"help": "judge this checkout, by the rules and the code of this one"},
-    "--out": {"type": Path, "help": "the file to write [in logs/]"},
-    "a": {"nargs": "?", "metavar": "A", "help": "a record's folder or a script [the last record]"},
-    "b": {"nargs": "?", "metavar": "B", "help": "the same [train_gpt.py]"},
-    "folder": {"metavar": "FOLDER", "help": "a record's folder"},
-    "paths": {"nargs": "+", "metavar": "PATH", "help": "a record, a run, or a folder of logs"},
 }
-RUN = ("--track", "--runs", "--world-size")
-COMMANDS = {  # the function that carries it out, its help, and its options
-    "ab": (experiment.ab, "run train_gpt.py and the last record's in pairs", *RUN),
-    "run": (experiment.ab, "run train_gpt.py alone, for a record that claims no gain", *RUN),
-    "submit": (experiment.submit, "make a record of these runs", "--track", "--name", "--by"),
-    "table": (table, "renew the leaderboards in records/README.md, and the staircases"),
-    "verify": (verify, "judge all records, and the leaderboards", "--tree"),
-    "diff": (diff, "what train_gpt.py changes of the last record, or B of A", "--track", "a", "b"),
-    "reproduce": (experiment.reproduce, "run a record again", "folder", *RUN[1:]),
-    "plot": (plot, "draw losses against time and steps, as a PNG", "paths", "--out"),
-    "report": (report, "write ladder, leaderboards and curves as one HTML page", "--out"),
-}
+OWN = (table, verify, diff, plot, report, experiment.ab, experiment.submit, experiment.reproduce)
+CALLS = {"run": experiment.ab, **{call.__name__: call for call in OWN}}
 
 
 def main(argv=None, repository=None):
     """Returns the exit status: 0 good, 2 what was refused, in one line, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="python -m records", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, (_, words, *options) in COMMANDS.items():
+    for name, (words, *options) in LINE["commands"].items():
         command = commands.add_parser(name, help=words, description=words)
         for option in options:
             command.add_argument(option, **OPTIONS[option])
@@ -92,7 +82,7 @@ def main(argv=None, repository=None):
         repository = repository or Repository.at(getattr(options, "tree", None))
         runs = getattr(options, "runs", MOST_LOGS)
         require(2 <= runs <= MOST_LOGS, f"--runs {runs}: takes 2, for statistics, to {MOST_LOGS}")
-        COMMANDS[options.command][0](repository, options)
+        CALLS[options.command](repository, options)
         return 0
     except (RecordError, OSError) as error:
         shown = " ".join(str(error).split()).removeprefix(f"{repository.root}/")

@@ -22,12 +22,12 @@ from records.source import changed_lines, config_of, sha256_of
 def own_script(repository, track):
     """The text of train_gpt.py, which is no record of the track yet, and may become one."""
     takes = [name for name, rules in repository.rules.items() if not rules.get("closed")]
-    known = ", ".join(takes)
-    require(track in repository.rules, f"--track {ascii(track)}: is none of {known}")
-    require(track in takes, f"--track {track}: is closed, its records stay; open are {known}")
+    known = f"is not open; open are {', '.join(takes)}, and records of closed ones stay"
+    require(track in takes, f"--track {ascii(track)}: {known}")
     source = read_script(repository.root / "train_gpt.py")
-    twin = next((one.name for one in repository.records[track] if one.source == source), None)
-    require(not twin, f"train_gpt.py is the code of {twin}; change it first")
+    for record in repository.records[track]:
+        hint = f"train_gpt.py is the code of {record.name}; change it first"
+        require(record.source != source, hint)
     return source
 
 
@@ -44,20 +44,16 @@ def execute(words, place, folder, log, source):
         log.parent.rename(folder / f"{run_id}.stopped-{time.time_ns()}")
     shutil.rmtree(log.parent, ignore_errors=True)
     start = 1 + len(list(folder.glob(f"{run_id}.stopped-*")))
-
+    words = [*words, "--run-of", f"{place}:{start}", "--run-id", run_id]
     root = folder.parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(root)}
     console = folder / "console.txt"
     began = time.time()
     is_over = False
     with open(console, "w") as file:
-        process = subprocess.Popen(
-            [*words, "--run-of", f"{place}:{start}", "--run-id", run_id],
-            cwd=root,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,  # which a terminal's Ctrl-C does not reach
-            env={**os.environ, "PYTHONPATH": str(root)},
-        )
+        outside = {"cwd": root, "env": environment, "stdout": file, "stderr": file}
+        # A terminal's Ctrl-C does not reach a session of its own.
+        process = subprocess.Popen(words, **outside, start_new_session=True)
     try:
         status = process.wait()
     except KeyboardInterrupt:
@@ -74,7 +70,6 @@ def execute(words, place, folder, log, source):
     ended = f"run {run_id} ended with exit status {status}: {said[-1][:200]!r}"
     require(not status, f"{ended}; {console} has more; the same command goes on")
     run = parse_log(log, source)
-
     # A run cannot train longer than its process lived, nor start outside of that.
     lived = time.time() - began
     took = run.train_time_ms / 1000

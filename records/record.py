@@ -1,8 +1,8 @@
 """The repository, a record's folder, and every figure that follows from its logs."""
 
+import operator
 import re
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,9 +40,10 @@ class Repository:
 
     @cached_property
     def records(self):
-        """Every record by track, by name. RecordError where one cannot be read."""
+        """Every record by track, by age. RecordError where one cannot be read."""
         folders = {track: paths_in(self.home / track) for track in self.rules}
-        return {track: list(map(self.load, paths)) for track, paths in folders.items()}
+        by_age = operator.attrgetter("age")
+        return {track: sorted(map(self.load, folders[track]), key=by_age) for track in folders}
 
     @property
     def all(self):
@@ -66,8 +67,7 @@ class Repository:
         has_baseline = (folder / "baseline").exists()
         with about(folder / "result.json"):
             record.result = parse_json(text)
-            is_ours = isinstance(record.result, dict)
-            record.parent = record.result.get("parent", "") if is_ours else ""
+            record.parent = record.result.get("parent", "")
             is_first = record.parent is None and not has_baseline
             is_name = is_first or FOLDER.fullmatch(str(record.parent))
             require(is_name, f"its parent {ascii(record.parent)[:80]} is no name of a record")
@@ -79,13 +79,8 @@ class Repository:
         # Records are sorted by their age: what is merged comes first, then the day counts.
         is_new = not (self.merged and (self.merged / folder.relative_to(self.root)).is_dir())
         record.age = is_new, record.date, min(run.started for run in record.runs), record.name
-        record.over = max(map(end_of, record.runs + record.baseline))
+        record.over = max(run.over for run in record.runs + record.baseline)
         return record
-
-
-def end_of(run):
-    """When a run's training was over, which started at a whole second."""
-    return run.started + timedelta(milliseconds=run.train_time_ms)
 
 
 def paths_in(folder):
@@ -95,9 +90,9 @@ def paths_in(folder):
 
 
 def chain(records):
-    """The track's first record, then the oldest of the speed claims against it, and so on."""
+    """Of records by age the first, then the oldest of the speed claims against it, and so on."""
     links = []
-    for record in sorted(records, key=lambda record: record.age):
+    for record in records:
         parent = links[-1].name if links else None
         if record.parent == parent and (record.baseline or not parent):
             links.append(record)
