@@ -8,9 +8,9 @@ import tomllib
 from pathlib import Path
 
 from records import experiment, picture, render
-from records.files import CONTROL, RULES, RecordError, require
+from records.files import CONTROL, LIMITS, RULES, RecordError, require
 from records.judge import check_pages, check_records
-from records.record import MOST_LOGS, Repository, read_script
+from records.record import Repository, read_script
 
 
 def table(repository, options):
@@ -31,8 +31,7 @@ def diff(repository, options):
     require(tip or options.a, f"track {ascii(options.track)} has no record; name what to compare")
     paths = [Path(options.a or tip.folder), Path(options.b or repository.root)]
     files = [path / "train_gpt.py" if path.is_dir() else path for path in paths]
-    for path in files:
-        read_script(path)  # refuses what is no script
+    list(map(read_script, files))  # which refuses what is no script
     subprocess.run(["git", "diff", "--no-index", "--stat", "--patch", "--", *files])
 
 
@@ -56,14 +55,8 @@ def report(repository, options):
     print(f"report: {out}")
 
 
-LINE = tomllib.loads((Path(__file__).parent / "commands.toml").read_text())
-TRACK = RULES["default_track"]
-OPTIONS = {
-    **LINE["options"],
-    "--track": {"default": TRACK, "help": f"[{TRACK}]"},
-    "--runs": {"type": int, "metavar": "N", "default": 8, "help": "fixed before the first run [8]"},
-    "--world-size": {"type": int, "default": 0, "metavar": "W", "help": "processes [the record's]"},
-}
+LINE = tomllib.loads(render.template("commands.toml"))
+LINE["options"]["--track"]["default"] = RULES["default_track"]
 OWN = (table, verify, diff, plot, report, experiment.ab, experiment.submit, experiment.reproduce)
 CALLS = {"run": experiment.ab, **{call.__name__: call for call in OWN}}
 
@@ -75,13 +68,16 @@ def main(argv=None, repository=None):
     for name, (words, *options) in LINE["commands"].items():
         command = commands.add_parser(name, help=words, description=words)
         for option in options:
-            command.add_argument(option, **OPTIONS[option])
+            settings = LINE["options"][option]
+            kind = {"type": type(settings["default"])} if "default" in settings else {}
+            command.add_argument(option, **settings, **kind)
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and so are its runs
     try:
         repository = repository or Repository.at(getattr(options, "tree", None))
-        runs = getattr(options, "runs", MOST_LOGS)
-        require(2 <= runs <= MOST_LOGS, f"--runs {runs}: takes 2, for statistics, to {MOST_LOGS}")
+        runs = getattr(options, "runs", LIMITS.logs)
+        limit = f"takes 2, for statistics, to {LIMITS.logs}"
+        require(2 <= runs <= LIMITS.logs, f"--runs {runs}: {limit}")
         CALLS[options.command](repository, options)
         return 0
     except (RecordError, OSError) as error:

@@ -7,9 +7,8 @@ import re
 import stat
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
-LIMIT = 4 * 2**20  # bytes of a file; a log of 10,000 logged steps takes about a fifth
-SCRIPT_LIMIT = 400_000  # bytes of a script, twice the trainer's
 # What moves a terminal's cursor, turns the direction of a text, or is half a character.
 CONTROL = re.compile(r"[^\t\n -\x7e\xa0-\u2027\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff]")
 
@@ -43,8 +42,9 @@ def about(path):
         raise RecordError(f"{path}: {getattr(error, 'strerror', error)}") from None
 
 
-def read_text(path, limit=LIMIT):
-    """The text of a regular file of at most `limit` bytes, without control characters."""
+def read_text(path, limit=4 * 2**20):
+    """The text of a regular file of at most `limit` bytes, without control characters. A log of
+    10,000 logged steps takes a fifth of four MiB."""
     with about(path):
         # O_NOFOLLOW refuses a link, O_NONBLOCK does not wait for a pipe's other end.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -75,3 +75,4 @@ def parse_json(text):
 HOME = Path(__file__).parent
 RULES = parse_json(read_text(HOME / "rules.json"))  # what no record of a track changes
 FORMS = tomllib.loads(read_text(HOME / "forms.toml"))  # of what people and trainers write
+LIMITS = SimpleNamespace(**FORMS["limits"])

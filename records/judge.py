@@ -8,23 +8,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from records import render, stats
-from records.files import FORMS, RecordError, about, read_text, require, require_same
+from records.files import FORMS, LIMITS, RecordError, about, read_text, require, require_same
 from records.log import due_losses
 from records.record import CACHE, FOLDER, chain, figures, paths_in
 from records.source import config_of, sha256_of
 
-DTYPES = {"bfloat16", "float32"}  # what a script may make of the dtype `auto`
-GATES = ("causal", "normalised", "local", "unmoved")  # the older scripts lack the last
-CLOCKS = timedelta(minutes=10)  # by which clocks differ
-WAIT = timedelta(days=31)  # so long runs may be over before they make a record
-IDLE = 0.1  # of a run's time: what a process on a CPU works at least
-LEAST_MFU = 0.05  # per cent, of a processor, where logs have tenths; small models on GPUs have none
-MOST_MFU = 500  # per cent of the product that is measured beside the run, and may be slow
-NEAR = 0.75  # of the losses that are compared: a run is another's copy if so many agree
 AUTHORS = re.compile(FORMS["authors"])
+CLOCKS = timedelta(minutes=LIMITS.clock_minutes)
 ODD_PROSE = re.compile("|".join(FORMS["odd_prose"]), re.MULTILINE)
-MACHINE = ("device", "world_size", "torch", "cuda", "triton", "dtype")  # one for all runs
-CHOOSING = ("attention", "compile", "dtype")  # fields that back ends follow from
 
 
 # ----- one run
@@ -42,7 +33,7 @@ def check_run(run, track, rules):
         is_older = run.code_sha256 in rules.get("older_scripts", ())
         check_configuration(run, {} if is_older else config_of(run.source, track))
         tokens, text = run.config["val_tokens"], run.config["val_sha256"]
-        gates = dict.fromkeys(GATES[:3] if is_older else GATES, "ok")
+        gates = dict.fromkeys(LIMITS.gates[:3] if is_older else LIMITS.gates, "ok")
         with about("validity"):
             require_same(run.validity, {**gates, "val_tokens": str(tokens), "val_sha256": text})
         check_rates(run)
@@ -65,7 +56,7 @@ def check_configuration(run, script):
     told = {"run_id": run.run, "track": run.track, "run_of": place, "seed": run.seed}
     if script.get("dtype") == "auto":
         hint = "in the config line, where a log has what it became"
-        require(run.dtype in DTYPES, f"dtype is {ascii(run.dtype)[:60]} {hint}")
+        require(run.dtype in LIMITS.dtypes, f"dtype is {ascii(run.dtype)[:60]} {hint}")
         told["dtype"] = run.dtype
     wanted = {**(script or run.config), **told}
     require_same(run.config, wanted, " in the config line, in the script or other lines it is ")
@@ -84,14 +75,14 @@ def check_rates(run):
     bounds = {
         "number of micro-batches": (fewest, run.tokens / size, most),
         "tokens_per_s": (rate - room, run.speed, rate + room),
-        "mfu": (0, run.mfu, MOST_MFU),
+        "mfu": (0, run.mfu, LIMITS.most_mfu),
     }
     if run.cuda == "none":
         cores = re.search(r" x(\d{1,4})$", run.device)
         shown = f"device is {ascii(run.device)}"
         require(cores, f"{shown}; a processor's ends with its cores, as in x8")
-        bounds["mfu"] = LEAST_MFU, run.mfu, MOST_MFU
-        bounds["cpu_time"] = IDLE * took, run.cpu_time_ms, 1.1 * int(cores[1]) * took
+        bounds["mfu"] = LIMITS.least_mfu, run.mfu, LIMITS.most_mfu
+        bounds["cpu_time"] = LIMITS.least_work * took, run.cpu_time_ms, 1.1 * int(cores[1]) * took
         # Parameters and tables are held in memory, two bytes a value or more.
         values = sum(map(int, re.findall(r"=(\d+)", run.sizes.replace(",", ""))))
         bounds["peak_memory"] = 2 * values / run.world_size / 2**20, run.memory_mib, math.inf
@@ -113,18 +104,13 @@ def batches_of(config):
 # ----- a record
 
 
-def check_name(record):
-    """A record's folder is named by its day, when its runs were over, and its name."""
-    require(FOLDER.fullmatch(record.name), "is not named <YYYY-MM-DD>_<Letters-and-digits>")
-    latest = min(datetime.now(UTC) + CLOCKS, record.over + WAIT)
-    is_between = f"{record.over:%Y-%m-%d}" <= record.date <= f"{latest:%Y-%m-%d}"
-    hint = f"before the end of its runs, after today, or {WAIT.days} days after them"
-    require(is_between, f"is dated {record.date}, {hint}")
-
-
 def check_record(record, older, rules):
     """All that several of its runs, or several records of its track, show."""
-    check_name(record)
+    require(FOLDER.fullmatch(record.name), "is not named <YYYY-MM-DD>_<Letters-and-digits>")
+    latest = min(datetime.now(UTC) + CLOCKS, record.over + timedelta(days=LIMITS.wait_days))
+    is_between = f"{record.over:%Y-%m-%d}" <= record.date <= f"{latest:%Y-%m-%d}"
+    hint = f"before the end of its runs, after today, or {LIMITS.wait_days} days after them"
+    require(is_between, f"is dated {record.date}, {hint}")
     for other in older:
         is_own = other.source != record.source
         require(is_own, f"train_gpt.py is the code of {other.name}; a record has code of its own")
@@ -134,18 +120,17 @@ def check_record(record, older, rules):
     words = "; a record is measured against the last of the track's chain before it, which is "
     require_same({"its parent": record.parent}, {"its parent": parent and parent.name}, words)
     check_machine(record, parent)
-    check_batch(record)
-    check_order(record, parent)
+    check_runs(record, parent)
     check_figures(record, figures(record, rules, parent, record.result.get("by")))
 
 
 def check_machine(record, parent):
     """One kind of machine made all runs; back ends differ only with the fields that choose them."""
     runs = record.runs + record.baseline
-    check_one(MACHINE, runs)
+    check_one(LIMITS.machine, runs)
     check_one(["sizes", "tokens"], record.runs)
     check_one(["sizes", "tokens"], record.baseline + (parent.runs if parent else []))
-    for _, alike in itertools.groupby(runs, lambda run: [*map(run.config.get, CHOOSING)]):
+    for _, alike in itertools.groupby(runs, lambda run: [*map(run.config.get, LIMITS.choosing)]):
         check_one(["backends"], [*alike])
 
 
@@ -157,32 +142,28 @@ def check_one(names, runs):
         require(len(values) <= 1, f"{name} differs between runs: {shown}; one of each is asked")
 
 
-def check_batch(record):
-    """All declared runs of one batch are there, none dropped, none added, few restarted; and each
-    has the seed of its place."""
+def check_runs(record, parent):
+    """All declared runs of one batch are there, none dropped, none added, few restarted. Each has
+    the seed of its place, and was started after the parent's record and the run before it."""
     runs = record.runs + record.baseline
     check_one(["batch", "declared"], runs)
-    declared = runs[0].declared
-    require(runs[0].batch == 1, "the runs are of another batch than the first; that one counts")
     is_each = len({run.run.casefold() for run in runs}) == len(runs)
     require(is_each, "names of its runs are the same, or differ in the case of letters alone")
-    for run in runs:
-        seed = stats.seed_of(sha256_of(record.source), 1, run.counter)
-        require(run.seed == seed, f"{run.run} has seed {run.seed}; its place has {seed}")
+    code, declared = sha256_of(record.source), runs[0].declared
     for part, side in (("logs", record.runs), ("baseline", record.baseline)):
         found = [run.counter for run in side]
         is_whole = found == list(range(1, len(side) + 1)) and len(side) in (0, declared)
         shown = f"{declared} runs were declared, {part} has {found}"[:120]
-        require(is_whole, f"{shown}; every run of the one batch counts, once")
+        require(is_whole and runs[0].batch == 1, f"{shown}; every run of batch 1 counts, once")
         restarts = sum(run.start - 1 for run in side)
         is_rare = restarts <= 1 and all(run.start for run in side)
         require(is_rare, f"{restarts} runs of {part} were started again, at most 1 may be")
+        for run in side:
+            seed = stats.seed_of(code, 1, run.counter)
+            require(run.seed == seed, f"{run.run} has seed {run.seed}; its place has {seed}")
 
-
-def check_order(record, parent):
-    """Runs were started after the parent's record, one after the other in the order drawn."""
     sides = {"a": record.runs, "b": record.baseline}
-    order = stats.order_of_pairs(sha256_of(record.source), 1, len(record.runs))
+    order = stats.order_of_pairs(code, 1, declared)
     planned = [sides[side][counter - 1] for side, counter in order if sides[side]]
     second = timedelta(seconds=1)  # starts are whole ones
     for run, following in itertools.pairwise(planned):
@@ -227,7 +208,7 @@ def check_copies(runs, limit):
         shared = run.losses.keys() & other.losses.keys()
         near = sum(abs(run.losses[place] - other.losses[place]) <= limit for place in shared)
         is_pair = run.seed == other.seed and run.code_sha256 != other.code_sha256
-        if near >= NEAR * len(shared) and not is_pair:
+        if near >= LIMITS.copied * len(shared) and not is_pair:
             shown = f"has the losses of {other.run}, to {limit:g} at {near} of {len(shared)} places"
             raise RecordError(f"{run.path}: {shown}; a run counts once")
 

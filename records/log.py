@@ -5,15 +5,11 @@ import re
 from datetime import datetime, timedelta
 from types import SimpleNamespace
 
-from records.files import FORMS, about, parse_json, read_text, require, unique
+from records.files import FORMS, LIMITS, about, parse_json, read_text, require, unique
 from records.source import sha256_of
 
 END_OF_CODE = "===== END OF CODE ====="
 START = "===== START ====="
-MOST_STEPS = 1_000_000
-LEAST_LOSSES = 6  # of a run: fewer could agree with another run's by chance
-COMPARED = 100  # first losses of a run, by which, and by its last ones, it is told from others
-LAG = 0.4  # of a run's time: so far its steps may lie behind an even pace
 MADE = {  # of what stands in a line, if that is no text
     "number": int,
     **dict.fromkeys(("average", "loss", "rate"), float),
@@ -52,14 +48,15 @@ def due_losses(config):
     """{kind: steps between its losses} of a configuration, and how many losses a run logs."""
     for name in ("steps", "log_every", "val_every"):
         value = config.get(name)
-        is_count = type(value) is int and (name == "steps") <= value <= MOST_STEPS
-        require(is_count, f"{name} is {ascii(value)[:60]}, a number up to {MOST_STEPS:,} is due")
+        is_count = type(value) is int and (name == "steps") <= value <= LIMITS.steps
+        shown = f"{name} is {ascii(value)[:60]}"
+        require(is_count, f"{shown}, a number up to {LIMITS.steps:,} is due")
     steps = config["steps"]
     found = {"train": config["log_every"], "val": config["val_every"]}
     found = {kind: every if 0 < every < steps else steps for kind, every in found.items()}
     count = sum(math.ceil(steps / every) for every in found.values())
-    shown = f"{count} losses are logged, {LEAST_LOSSES} are needed to tell runs apart"
-    require(count >= LEAST_LOSSES, f"{shown}; change log_every or val_every")
+    shown = f"{count} losses are logged, {LIMITS.losses} are needed to tell runs apart"
+    require(count >= LIMITS.losses, f"{shown}; change log_every or val_every")
     return found, count
 
 
@@ -79,7 +76,7 @@ def points_of(lines, config):
     for before, point in zip([points[0], *points], points, strict=False):
         shown = f"step {point.step}: {point.time_ms} ms"
         require(point.time_ms >= before.time_ms, f"{shown}; times must not fall")
-        is_even = point.time_ms >= took * (point.step / steps - LAG)
+        is_even = point.time_ms >= took * (point.step / steps - LIMITS.lag)
         require(is_even, f"{shown} of {took}; so much time in the last steps cannot be")
         # Time and average are rounded on their own, to 1 ms and to 0.01 ms a step.
         apart = abs(point.average * point.step - point.time_ms)
@@ -126,7 +123,7 @@ def parse_log(path, script):
         require(is_own, f"ran other code ({run.code_sha256[:8]}) than the script it belongs to")
         points = points_of(lines[head:last], run.config)
         check_agreement(run, points[-1])
-        compared = [*points[:COMPARED], *points[-2:]]
+        compared = [*points[: LIMITS.compared], *points[-2:]]
         run.losses = {(point.kind, point.step % point.steps): point.loss for point in compared}
         run.validity = unique([word.split(":", 1) for word in run.validity.split()])
         run.over = run.started + timedelta(milliseconds=run.train_time_ms)

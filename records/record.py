@@ -8,12 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from records import stats
-from records.files import RULES, SCRIPT_LIMIT, about, parse_json, read_text, require
+from records.files import LIMITS, RULES, about, parse_json, read_text, require
 from records.log import parse_log
 from records.source import changed_lines, sha256_of
 
 FOLDER = re.compile(r"20\d\d-[01]\d-[0-3]\d_[A-Za-z0-9][A-Za-z0-9-]{0,59}", re.ASCII)
-MOST_LOGS = 100
 CACHE = "__pycache__"
 PARTS = {"train_gpt.py", "result.json", "README.md", "logs"}
 
@@ -102,7 +101,7 @@ def chain(records):
 def read_script(path):
     """The text of a script, or of the one in a record's folder."""
     path = path / "train_gpt.py" if path.is_dir() else path
-    text = read_text(path, SCRIPT_LIMIT)
+    text = read_text(path, LIMITS.script)
     require(text.strip(), f"{path}: is empty")
     return text
 
@@ -110,7 +109,7 @@ def read_script(path):
 def read_logs(folder, script):
     """What the logs of a script's runs say, in the order of their counters."""
     paths = paths_in(folder)
-    require(0 < len(paths) <= MOST_LOGS, f"{folder}: 1 to {MOST_LOGS} logs are needed")
+    require(0 < len(paths) <= LIMITS.logs, f"{folder}: 1 to {LIMITS.logs} logs are needed")
     runs = [parse_log(path, script) for path in paths]
     for run in runs:
         is_named = run.path.name == f"{run.run}.txt"
@@ -123,13 +122,18 @@ def rounded(value):
     return float(f"{value:.6g}")
 
 
+def summary(values):
+    """Mean and standard deviation, as result.json has them."""
+    return dict(zip(("mean", "std"), map(rounded, stats.mean_and_std(values)), strict=True))
+
+
 def speed_figures(runs, baseline):
     """The gain in time of paired runs, in the order of their counters."""
     times = [run.train_time_ms for run in runs[: len(baseline)]]
     others = [run.train_time_ms for run in baseline[: len(runs)]]
     return {
         "pairs": len(times),
-        "parent_ms": rounded(stats.mean_and_std(others)[0]),
+        "parent_ms": summary(others)["mean"],
         "relative": [rounded(value) for value in stats.gain(times, others)],
         "p": rounded(stats.p_faster(times, others)),
     }
@@ -139,8 +143,6 @@ def figures(record, rules, parent, authors):
     """The content of result.json, which follows from logs, but for the names of the authors."""
     first = record.runs[0]
     losses = [run.val_loss for run in record.runs]
-    loss, loss_std = stats.mean_and_std(losses)
-    time, time_std = stats.mean_and_std([run.train_time_ms for run in record.runs])
     target = rules["config"]["target_loss"]
     p = rounded(stats.p_below(losses, target))
     added, removed = changed_lines(parent.source, record.source) if parent else (0, 0)
@@ -157,7 +159,7 @@ def figures(record, rules, parent, authors):
         "software": f"torch {first.torch}, CUDA {first.cuda}, triton {first.triton}",
         "declared_runs": first.declared,
         "restarts": sum(run.start - 1 for run in record.runs),
-        "loss": {"mean": rounded(loss), "std": rounded(loss_std), "target": target, "p": p},
-        "train_time_ms": {"mean": rounded(time), "std": rounded(time_std)},
+        "loss": {**summary(losses), "target": target, "p": p},
+        "train_time_ms": summary([run.train_time_ms for run in record.runs]),
         "speed": speed_figures(record.runs, record.baseline) if record.baseline else None,
     }

@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections import Counter
 
-from records.files import FORMS, RULES, RecordError, require
+from records.files import FORMS, LIMITS, RULES, RecordError, require
 
 OPERATIONS = {
     ast.Add: operator.add,
@@ -25,8 +25,6 @@ OPERATIONS = {
     ast.Div: operator.truediv,
     ast.Pow: operator.pow,
 }
-LARGEST = 2**64  # number that arithmetic may be done with
-HIGHEST_POWER = 64
 PACKAGES = RULES["packages"]  # that scripts import, beside what Python brings along
 OPEN = sys.stdlib_module_names - {*FORMS["loaders"]} | {*PACKAGES}
 ASKED = re.compile(FORMS["asked"], re.MULTILINE)
@@ -80,16 +78,11 @@ def check_imports(tree):
 
 def default_of(value, helpers):
     """The expression of a field's default, or None. `value` is what its class assigns, and helpers
-    are the script's functions by name: the argument counts that one of them calls `default`."""
+    are the parameters of the script's functions: what one of them calls `default` counts."""
     if not isinstance(value, ast.Call):
         return value
-    named = {word.arg: word.value for word in value.keywords}
-    helper = helpers.get(ast.unparse(value.func))
-    if helper:
-        parameters = [*helper.args.posonlyargs, *helper.args.args]
-        names = [parameter.arg for parameter in parameters]
-        named |= dict(zip(names, value.args, strict=False))
-    default = named.get("default")
+    named = dict(zip(helpers.get(ast.unparse(value.func), ()), value.args, strict=False))
+    default = {**named, **{word.arg: word.value for word in value.keywords}}.get("default")
     is_none = default and ast.unparse(default).split(".")[-1] == "MISSING"
     return None if is_none else default
 
@@ -98,7 +91,9 @@ class Literals(ast.NodeTransformer):
     """It turns calls of a script's dataclasses into dicts, and arithmetic into numbers."""
 
     def __init__(self, body):
-        helpers = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+        functions = [node for node in body if isinstance(node, ast.FunctionDef)]
+        arguments = {node.name: [*node.args.posonlyargs, *node.args.args] for node in functions}
+        helpers = {name: [each.arg for each in arguments[name]] for name in arguments}
         self.classes = {}
         for kind in body:
             if isinstance(kind, ast.ClassDef):
@@ -116,9 +111,10 @@ class Literals(ast.NodeTransformer):
 
     def visit_BinOp(self, node):
         numbers = [ast.literal_eval(self.visit(side)) for side in (node.left, node.right)]
-        are_small = all(type(value) in (int, float) and abs(value) <= LARGEST for value in numbers)
+        are_numbers = {*map(type, numbers)} <= {int, float}
+        are_small = are_numbers and max(map(abs, numbers)) <= LIMITS.number
         is_power = isinstance(node.op, ast.Pow)
-        if not are_small or is_power and abs(numbers[1]) > HIGHEST_POWER:
+        if not are_small or is_power and abs(numbers[1]) > LIMITS.power:
             raise ValueError(f"line {node.lineno} is no arithmetic on small numbers")
         return ast.Constant(OPERATIONS[type(node.op)](*numbers))
 
