@@ -39,6 +39,30 @@ def hyper(count=1, lr=0.1, decay=0.0, momentum=0.9, betas=(0.9, 0.95), dtype=tor
     return Hyper(count, lr, decay, momentum, betas, dtype)
 
 
+def composed_polynomials(values):
+    """What Muon's polynomials make of singular values."""
+    for a, b, c in train_gpt.POLAR_EXPRESS:
+        values = a * values + b * values**3 + c * values**5
+    return values
+
+
+def slow_muon(weight, buffer, second, grad, lr, momentum, decay, whitened=lambda mixed: mixed):
+    """One matrix in float64, from the description: its new weight, momentum and mean square."""
+    rows, columns = weight.shape
+    buffer = momentum * buffer + (1 - momentum) * grad
+    nesterov = whitened(momentum * buffer + (1 - momentum) * grad)
+    u, values, vt = np.linalg.svd(nesterov, full_matrices=False)
+    update = (u * composed_polynomials(values / (np.linalg.norm(values) * 1.02 + 1e-12))) @ vt
+    size = np.linalg.norm(update)
+    axis = 1 if rows >= columns else 0
+    second = 0.95 * second + 0.05 * (update**2).mean(axis, keepdims=True)
+    update = update / np.sqrt(second)
+    update = update * size / np.linalg.norm(update)
+    lr = lr * max(1, rows / columns) ** 0.5
+    decayed = np.where(update * weight >= 0, decay * weight, 0)
+    return weight - lr * (update + decayed), buffer, second
+
+
 # ----- optimizers
 
 

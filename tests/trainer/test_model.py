@@ -13,8 +13,6 @@ import train_gpt
 from helpers import (
     EOT,
     LAYERED,
-    NO_TABLE,
-    ONE_LAYER,
     assert_bitwise,
     byte_documents,
     documents_of,
@@ -409,27 +407,3 @@ def test_compiled_equals_eager():
         results.append([*outputs, *torch.autograd.grad(outputs[0], [*weights, ngram])])
     torch.testing.assert_close(results[1], results[0], atol=1e-3, rtol=1e-4)
     torch._dynamo.reset()
-
-
-# ----- what a position may see; the gates test the rest of it
-
-
-@pytest.mark.parametrize(
-    "changes, reach",
-    [
-        ({}, 31),
-        ({"paired_layers": (0,)}, 16),  # for a pair of heads 32 positions are 16 tokens
-        ({"shifted_layers": (0,)}, 32),  # a shifted key knows of one token more
-        ({"num_layers": 2, "long_layers": (1,)}, 15 + 31),
-    ],
-    ids=str,
-)
-def test_windows_bound_what_a_position_sees(changes, reach):
-    trainer = make_trainer(**{**ONE_LAYER, "windows": (16, 32), **NO_TABLE, **changes})
-    tokens = np.random.default_rng(0).integers(0, EOT, size=257)
-    changed = tokens.copy()
-    changed[50] = (changed[50] + 1) % EOT
-    hidden, _ = hidden_and_losses(trainer, tokens)
-    other, _ = hidden_and_losses(trainer, changed)
-    differs = (hidden != other).any(-1).nonzero().flatten().tolist()
-    assert (differs[0], differs[-1]) == (50, 50 + reach + 1)  # smearing reaches one more
