@@ -229,31 +229,9 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(rich_run, tmp_path, c
     assert run.log[-1].startswith("status:ok ") and run.log.count("===== START =====") == 1
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"adam_every": 5, "stages": ({}, {"start": 0.5, "document_cap": 64})},
-        pytest.param({"dtype": "bfloat16", **NO_TABLE, "untie_at": 0.6}, marks=pytest.mark.slow),
-        {"matrix_update": "soap", "basis_every": 3, "index_orders": (4,), "index_share": 0.25},
-    ],
-    ids=str,
-)
-def test_resuming_is_exact_whatever_the_configuration(changes, tiny, tmp_path, cli):
-    """Also where a step's gradients are summed over several, and the cap of documents changes."""
-    values = {**tiny, "steps": 8, "save_every": 5, "run_id": "whole", **changes}
-    if "stages" in changes:
-        values.pop("document_cap")
-    whole = cli(**values)
-    assert whole.code == 0, whole.stdout
-    whole.folder = (tmp_path / "logs").rename(tmp_path / "whole") / "whole"
-    folder = leave(whole, tmp_path, 5)
-    run = cli(resume="whole")
-    assert run.code == 0
-    run.folder = folder
-    assert_same_end(run, whole)
-
-
-EIGHT = {"steps": 8, "save_every": 2}
+# With a state of another kind than the twenty steps leave.
+SOAP = {"matrix_update": "soap", "basis_every": 3, "dtype": "bfloat16", "mtp_weights": (1.0, 0.5)}
+EIGHT = {"steps": 8, "save_every": 2, "adam_every": 2, **SOAP}
 
 
 @pytest.fixture(scope="module")
@@ -312,11 +290,6 @@ def test_auto_starts_a_run_or_goes_on_with_it(killed, whole_run, cli, tiny):
     assert refused.code == 2 and (folder / "log.txt").read_bytes() == before
     assert "logs/whole exists; change --run-id, or --resume whole" in refused.lines[-1]
     assert goes_on(cli(**words, resume="auto"), folder, whole_run)
-    assert log_of(folder)[0].startswith("run:whole ")
-    shutil.rmtree(folder)
-    killed(4)
-    run = cli(**words, resume="auto")
-    assert goes_on(run, folder, whole_run) and "resumed:whole step:4/8 world_size:1" in run.lines
     # Of a run that is complete, the end is worked out again; without a checkpoint it is kept.
     assert goes_on(cli(**words, resume="auto"), folder, whole_run)
     for path in folder.glob("*.pt"):
@@ -354,23 +327,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(how, killed, w
 
 # ----- what resuming refuses
 
-OTHER_CONFIGURATIONS = [
-    ["--steps", "30"],
-    ["--track", "fineweb"],
-    ["--document-cap", "64"],
-    ["--stages", "({'lr_mul': 2},)"],
-    ["--dtype", "bfloat16"],
-    ["--seed", "2"],
-    ["--run-id", "other"],
-]
+OTHERS = "--steps 30|--track fineweb|--stages ({'lr_mul': 2},)|--dtype float32|--run-id other"
 
 
-@pytest.mark.parametrize("words", OTHER_CONFIGURATIONS, ids=" ".join)
+@pytest.mark.parametrize("words", OTHERS.split("|"))
 def test_resuming_with_another_configuration_is_refused(words, killed, cli):
     folder = killed(6)
     before = (folder / "log.txt").read_bytes()
-    line = refusal(cli("--resume", "whole", *words))
-    assert words[0] in line and "leave the key out" in line
+    option, value = words.split(" ", 1)
+    line = refusal(cli("--resume", "whole", option, value))
+    assert option in line and "leave the key out" in line
     assert (folder / "log.txt").read_bytes() == before
 
 

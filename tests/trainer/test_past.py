@@ -5,18 +5,14 @@ import dataclasses
 
 import numpy as np
 import pytest
-import torch
 from numba import njit
 
 import train_gpt
 from helpers import (
     EOT,
-    INDEX,
     NO_TABLE,
     byte_documents,
     documents_of,
-    make_trainer,
-    read,
     slow_key,
     slow_row,
     text_of,
@@ -27,7 +23,6 @@ from train_gpt import (
     NO_GUESS,
     Passage,
     RowFinder,
-    TextIndex,
     contiguous_passage,
     latest_matches,
     ngram_keys,
@@ -229,17 +224,17 @@ ALL_KINDS = {
 }
 
 
-ODD_TEXTS = {
-    "one document": [EOT],
-    "one token that starts none": [5],
-    "two tokens": [EOT, 5],
-    "documents of one token": [EOT] * 40,
-    "it begins within a document": [1, 2, 3, 1, 2, 3, 1, 2, EOT, 1, 2, 3, 1, 2, 3],
-    "it ends where a document starts": [EOT, 1, 2, 1, 2, 1, 2, EOT],
-    "no document starts": [1, 2, 3] * 10,
-    "the largest numbers": [EOT, *[65535, 65534] * 10, 65535, 65535, 65535, EOT, 65535, 1, 65535],
-    "nothing but the largest number": [65535] * 20,
-}
+ODD_TEXTS = [
+    [EOT],
+    [5],
+    [EOT, 5],
+    [EOT] * 40,
+    [1, 2, 3, 1, 2, 3, 1, 2, EOT, 1, 2, 3, 1, 2, 3],
+    [EOT, 1, 2, 1, 2, 1, 2, EOT],
+    [1, 2, 3] * 10,
+    [EOT, *[65535, 65534] * 10, 65535, 65535, 65535, EOT, 65535, 1, 65535],
+    [65535] * 20,
+]
 
 
 @pytest.mark.slow
@@ -253,13 +248,13 @@ def test_odd_texts_with_checked_bounds(monkeypatch):
     config = past_config(**ALL_KINDS)
     for size in (2**15, 4, 1):
         monkeypatch.setattr(train_gpt, "INDEX_CHUNK", size)
-        for name, tokens in ODD_TEXTS.items():
-            tokens = np.array(tokens, np.uint16)
+        for text in ODD_TEXTS:
+            tokens = np.array(text, np.uint16)
             finder, indexes = RowFinder(config), [SlowIndex(n, 10) for n in (3, 4)]
             finder.index.read(tokens)
             for column, slow in enumerate(indexes):
                 slow.read(tokens, size)
-                assert np.array_equal(finder.index.entries_of(column), slow.entries()), name
+                assert np.array_equal(finder.index.entries_of(column), slow.entries()), text
             positions = range(len(tokens))
             columns = [slow_columns(tokens, at, config, indexes) for at in positions]
             assert_rows(finder.find(passage_of(tokens, positions)), columns)
@@ -330,24 +325,3 @@ def test_training_and_the_index_share_out_the_first_shard(first, share, tmp_path
     corpus = open_corpus(dataclasses.replace(config, index_orders=()))
     # What nobody reads is trained on.
     assert np.array_equal(corpus.shards[0], first) and len(corpus.indexed) == 0
-
-
-def test_a_checkpoint_keeps_the_index_that_the_run_has_read(rich_run, rich):
-    config = tiny_config(**rich)
-    index = TextIndex(config)
-    index.read(open_corpus(config).indexed)
-    for name in ("step_000010.pt", "checkpoint.pt"):
-        kept = rich_run.checkpoint(name)["groups"]["ngram_table"]["index"]
-        assert torch.equal(kept, index.entries)
-    assert (index.entries != 0).double().mean() > 0.3
-
-
-def test_validation_asks_the_index():
-    trainer, asked = make_trainer(**{**NO_TABLE, **INDEX}), byte_documents(300)
-    finder = trainer.table.finder
-    finder.index.read(np.asarray(byte_documents(9000, seed=2), dtype=np.uint16))
-    _, summed = read(trainer, asked)
-    rows, signs = map(torch.from_numpy, finder.find(contiguous_passage(text_of(asked), 0, 256)))
-    expected = (signs[..., None] * trainer.table.weight[rows.long()]).sum(1)
-    torch.testing.assert_close(summed.detach(), expected)
-    assert 50 < (signs[:, 0] != 0).sum() < 250
