@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -260,47 +259,26 @@ def environment():
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
 
-def command(world_size):
-    """The words that start the trainer on world_size processes; plain Python for None."""
-    launcher = []
-    if world_size is not None:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
-    return [sys.executable, *launcher, str(TRAINER)]
-
-
-def run_trainer(cwd, values, world_size=None):
-    """Run the trainer in `cwd`, where logs/ is made, on configuration values."""
-    words = [*command(world_size), *arguments(values)]
-    done = subprocess.run(
-        words, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=150
-    )
-    folder = Path(cwd) / "logs" / str(values.get("run_id", ""))
-    return Run(done.returncode, done.stdout, done.stderr, folder)
-
-
 @contextlib.contextmanager
-def started(cwd, values, *words, world_size=None):
-    """The trainer as a running process with piped output, which is not left behind whatever
-    happens; words: of the launcher."""
-    *launcher, script = command(world_size)
+def launched(cwd, values, *words, **variables):
+    """The trainer under torchrun as a running process, whose output is piped and which is not left
+    behind whatever happens; words: of the launcher; variables: of the environment."""
     process = subprocess.Popen(
-        [*launcher, *words, script, *arguments(values)],
+        [sys.executable, "-m", "torch.distributed.run", *words, TRAINER, *arguments(values)],
         cwd=cwd,
-        env=environment(),
+        env={**environment(), **variables},
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,  # background jobs of a shell ignore SIGINT and hand that down
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         yield process
     finally:
-        if process.poll() is None:
-            process.terminate()  # a launcher passes it on to its ranks
-            try:
-                process.wait(timeout=40)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        process.terminate()  # a launcher passes it on to its ranks
+        try:
+            process.wait(timeout=40)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def ranks(world_size, device="cpu"):

@@ -5,9 +5,9 @@ Each world size is started once, and does all that is compared.
 
 import contextlib
 import functools
-import inspect
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -150,30 +150,23 @@ def test_each_factor_is_decomposed_once(world_size, rule, results_of):
 # ----- the order of collectives
 
 
-class Waited:
-    """A collective's work handle that tells when somebody waits for it."""
-
-    def __init__(self, work, name, events):
-        self.work, self.name, self.events = work, name, events
-
-    def wait(self):
-        self.events.append(f"wait {self.name}")
-        self.work.wait()
-
-
 def record(method, events):
     """Have a collective of all Runtimes write down when it is started and waited for."""
     inner = getattr(Runtime, method)
 
     def call(self, *words, **options):
-        given = inspect.signature(inner).bind(self, *words, **options).arguments
+        (name,) = (word for word in (*words, *options.values()) if isinstance(word, str))
         result = inner(self, *words, **options)
-        tensors, work = result if isinstance(result, tuple) else ((), result)
-        if work is not None:
-            name = f"{method}/{given['name']}"
-            events.append(f"start {name}")
-            work = Waited(work, name, events)
-        return (tensors, work) if isinstance(result, tuple) else work
+        *tensors, work = result if isinstance(result, tuple) else (result,)
+        if work is None:
+            return result
+        events.append(f"start {method}/{name}")
+
+        def wait():
+            events.append(f"wait {method}/{name}")
+            work.wait()
+
+        return (*tensors, SimpleNamespace(wait=wait)) if tensors else SimpleNamespace(wait=wait)
 
     setattr(Runtime, method, call)
 
