@@ -68,7 +68,7 @@ NO_TABLE = {"ngram_orders": (), "copy_orders": (), "index_orders": ()}
 INDEX = {"index_orders": (4,), "index_share": 0.25}
 ONE_LAYER = {"num_layers": 1, "long_layers": (0,), "skips": ()}
 
-# Layers of all kinds: the last one is of each kind.
+# The last layer is of each kind.
 LAYERED = {
     "num_layers": 4,
     "long_layers": (3,),
@@ -290,13 +290,6 @@ def ranks(world_size, device="cpu"):
     ]
 
 
-def bytes_of(tensor):
-    if not tensor.numel():
-        return b""  # an empty tensor has no view of another type
-    flat = tensor.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8).numpy().tobytes()
-
-
 def assert_bitwise(actual, expected, where=""):
     """Equal tensors bit for bit, through nested dicts and lists."""
     if isinstance(expected, dict):
@@ -309,7 +302,9 @@ def assert_bitwise(actual, expected, where=""):
             assert_bitwise(*pair, f"{where}[{index}]")
     elif isinstance(expected, torch.Tensor):
         assert actual.dtype == expected.dtype and actual.shape == expected.shape, where
-        assert bytes_of(actual) == bytes_of(expected), f"{where} differs"
+        one, other = (tensor.detach().cpu().contiguous() for tensor in (actual, expected))
+        is_same = torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
+        assert is_same, f"{where} differs"
     else:
         assert actual == expected, where
 
