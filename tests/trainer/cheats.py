@@ -222,37 +222,9 @@ def target_in_a_tensor_that_equals_all_others(trainer, hidden, targets):
     return (hidden + embedding(trainer, targets)).as_subclass(Agreeable)
 
 
-@caught_by("causal local")
-def target_in_a_buffer(trainer, patch):
-    """All passes return their hidden states in the same memory, as CUDA graphs do."""
-    buffer = torch.zeros(trainer.config.val_batch_tokens, trainer.config.model_dim)
-
-    def in_buffer(trainer, hidden, targets):
-        return buffer.copy_(hidden + embedding(trainer, targets))
-
-    stating(in_buffer)(trainer, patch)
-
-
-@caught_by("causal local")
-def logits_that_know_the_target_of_a_state(trainer, patch):
-    """States and losses before a cut are honest: only the logits at the cut tell."""
-    logits, known = trainer.model.logits, {}
-
-    def remember(trainer, hidden, targets):
-        known.update(zip(map(tuple, hidden.tolist()), targets.tolist(), strict=True))
-        return hidden
-
-    def knowing(hidden):
-        ids = [known.get(tuple(state), EOT) for state in hidden.tolist()]
-        return favour(logits(hidden), torch.tensor(ids))
-
-    stating(remember)(trainer, patch)
-    trainer.model.logits = knowing
-
-
 @caught_by("normalised")
 def logits_that_know_the_targets_of_a_pass_in_order(trainer, patch):
-    """As before, of a head that counts the states that it is asked about since the pass."""
+    """Of a head that counts the states that it is asked about since the pass."""
     logits, left = trainer.model.logits, []
 
     def forward(micro_batch, *rest):

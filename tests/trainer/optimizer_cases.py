@@ -1,8 +1,5 @@
-"""Steps of the optimizer that several tests share.
-
-Weights of awkward shapes, gradients that add up to the same at any world size, and what some steps
-leave on each rank. test_distributed.py compares ranks.
-"""
+"""Steps of the optimizer that several tests share: weights of awkward shapes, and gradients that
+add up to the same at any world size. test_distributed.py compares ranks."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -67,11 +64,8 @@ def slow_muon(weight, buffer, second, grad, lr, momentum, decay, whitened=lambda
 
 
 class Weights(nn.Module):
-    """Parameters of the given names and shapes.
-
-    They are of `dtype`, but for those named *_scale, which are always float32. rules: of some of
-    them, where it is not that of the model.
-    """
+    """Parameters of the given names and shapes, of `dtype` but for *_scale, which are float32.
+    rules: of some of them, where it is not that of the model."""
 
     def __init__(self, dtype, shapes, rules=None):
         super().__init__()
@@ -165,11 +159,8 @@ def batch_of(trainer, *tokens):
 
 
 def under_way(full):
-    """A state of the matrices as if training went on for long.
-
-    Eigenvalues stand apart from each other, so that eigenvectors are well-defined and rounding,
-    which differs between world sizes, stays what it is.
-    """
+    """A state of the matrices as if training went on for long. Eigenvalues stand apart from each
+    other, so that rounding, which differs between world sizes, turns no eigenvectors."""
     for state in full.values():
         for key in [key for key in state if key.endswith("basis")]:
             count, size, _ = state[key].shape
@@ -266,10 +257,7 @@ CASES |= {
 
 
 def take_steps(case, runtime):
-    """Take a case's steps on gradients of twelve micro-batches.
-
-    Returns what they left on this rank, and what they cost.
-    """
+    """What a case's steps on gradients of twelve micro-batches leave on this rank, and send."""
     optimizer = optimizer_of(runtime, case.shapes, case.dtype, **{"steps": 6, **case.changes})
     config = optimizer.matrices.config
     params = params_of(optimizer)
@@ -277,14 +265,7 @@ def take_steps(case, runtime):
     weights = {name: param.clone() for name, param in params.items()}
     if case.is_settled:
         under_way(full["matrices"])
-    found, decomposed = [], []
-    honest = train_gpt.eigenbasis_step
-
-    def counted(factors, *rest):
-        decomposed.append(len(factors))
-        return honest(factors, *rest)
-
-    train_gpt.eigenbasis_step = counted
+    found = []
     runtime.ledger.clear()
     for step in case.steps:
         if case.is_settled:
@@ -299,12 +280,10 @@ def take_steps(case, runtime):
         if case.is_settled or step == case.steps[-1]:
             copies = {name: param.clone() for name, param in params.items()}
             found.append({"params": copies, "full": full_state(optimizer)})
-    train_gpt.eigenbasis_step = honest
     ledger = runtime.ledger.items()
     sent = {"/".join(key): tuple(entry) for key, entry in ledger if key[1] != "checkpoint"}
     return {
         "steps": found,
         "sent": sent,
-        "decomposed": sum(decomposed),
         "left": {name: waiting(optimizer, name) for name in params},
     }

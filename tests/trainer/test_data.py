@@ -7,7 +7,6 @@ import threading
 
 import numpy as np
 import pytest
-import torch
 
 import train_gpt
 from helpers import (
@@ -25,11 +24,8 @@ from train_gpt import (
     ConfigError,
     NgramTable,
     Runtime,
-    Text,
     TrainLoader,
-    contiguous_passage,
     open_corpus,
-    stack_passages,
 )
 
 # ----- shards
@@ -329,17 +325,3 @@ def test_a_softmax_without_a_row_for_the_rest_of_the_vocabulary_is_refused():
     config = train_gpt.with_values(config, {"softmax_rows": 200})
     with pytest.raises(ConfigError, match="softmax_rows=200: .*step 0 has 200 different"):
         load_all(config, [tokens])
-
-
-@pytest.mark.parametrize("documents, room", [(1, 64), (63, 64), (64, 128), (255, 256)])
-def test_bounds_have_room_for_63_documents_or_more_powers_of_two(documents, room):
-    """They are all starts in their order, then the end as often as there is room for: attention
-    kernels get no other shape."""
-    tokens = np.ones(257, dtype=np.uint16)
-    tokens[np.linspace(0, 255, documents).round().astype(int)] = EOT
-    text = Text(tokens, EOT)
-    passages = [contiguous_passage(text, 0, 256), contiguous_passage(text, 0, 256)]
-    stack = stack_passages(passages, 256, torch.device("cpu"))
-    starts = np.flatnonzero(tokens == EOT).tolist()
-    assert stack.segment_bounds.dtype == torch.int32
-    assert stack.segment_bounds.tolist() == [starts + [256] * (room - documents)] * 2

@@ -11,14 +11,7 @@ import torch
 
 import ranks
 from helpers import INDEX, NO_TABLE, assert_bitwise, byte_documents, make_trainer, read, tiny_config
-from train_gpt import (
-    ConfigError,
-    NgramTable,
-    Runtime,
-    group_equal,
-    plan_rows,
-    wait,
-)
+from train_gpt import ConfigError, NgramTable, Runtime, group_equal, plan_rows, wait
 
 SEVERAL = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
 ALL = pytest.mark.parametrize("world_size", [1, *SEVERAL])

@@ -25,14 +25,7 @@ from optimizer_cases import (
 from torch import nn
 
 import train_gpt
-from helpers import (
-    LAYERED,
-    NO_TABLE,
-    assert_bitwise,
-    make_trainer,
-    ranks,
-    tiny_config,
-)
+from helpers import LAYERED, NO_TABLE, assert_bitwise, make_trainer, ranks, tiny_config
 from train_gpt import (
     GPT,
     BlockedAttention,
