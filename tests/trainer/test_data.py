@@ -43,84 +43,66 @@ def test_a_corpus_joins_its_validation_shards(tmp_path):
 TRAIN, SECOND, VAL = "tiny_train_000000.bin", "tiny_train_000001.bin", "tiny_val_000000.bin"
 
 
-def cut_off(folder):
-    (folder / TRAIN).write_bytes((folder / TRAIN).read_bytes()[:-10])
+def shard(name, tokens, **options):
+    """Puts another shard in the place of one."""
+    return lambda folder: write_shard(folder / name, tokens, **options)
 
 
-def change_token(path, at):
+def change_token(path, at=7):
     content = bytearray(path.read_bytes())
     content[1024 + 2 * at] ^= 1
     path.write_bytes(content)
 
 
-def replace_by(make, path):
-    path.unlink()
-    make(path)
-
-
 def exchange(folder):
-    one, other = folder / TRAIN, folder / SECOND
-    content = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(content)
+    contents = [(folder / name).read_bytes() for name in (SECOND, TRAIN)]
+    for name, content in zip((TRAIN, SECOND), contents, strict=True):
+        (folder / name).write_bytes(content)
 
 
 def shorten_training(folder):
-    for shard in folder.glob("*train*"):
-        write_shard(shard, byte_documents(1000))
+    for path in folder.glob("*train*"):
+        write_shard(path, byte_documents(1000))
 
 
-def remove(folder, split):
-    for shard in folder.glob(f"*_{split}_*"):
-        shard.unlink()
+def put_a_pipe(folder):
+    (folder / TRAIN).unlink()
+    os.mkfifo(folder / TRAIN)
+
+
+def rename(folder):
+    (folder / VAL).rename(folder / "another_val_000000.bin")
 
 
 # What is done to a good corpus, and what the message must say. Afterwards the manifest is made to
 # agree with what is wrong.
 DAMAGE = {
-    "truncated": (cut_off, [TRAIN, "header says 45000", "44995", "data/text.py"]),
-    "header cut": (
-        lambda path: (path / TRAIN).write_bytes(b"0" * 100),
-        [TRAIN, "is cut"],
+    "truncated": (
+        shard(TRAIN, byte_documents(44_995), count=45_000),
+        ["header says 45000", "44995", "data/text.py"],
     ),
-    "magic": (
-        lambda path: write_shard(path / TRAIN, [EOT] * 100, magic=20240801),
-        [TRAIN, "20240801", "not [20240520, 1]"],
-    ),
-    "no tokens": (lambda path: write_shard(path / TRAIN, []), [TRAIN, "header says 0"]),
-    "fewer than there are": (
-        lambda path: write_shard(path / TRAIN, byte_documents(45_000), count=44_000),
-        [TRAIN, "header says 44000"],
-    ),
-    "beyond vocabulary": (
-        lambda path: write_shard(path / TRAIN, [EOT, 300, *byte_documents(5000)]),
-        [TRAIN, "300", "256", "--tokenizer"],
-    ),
+    "header cut": (lambda folder: (folder / TRAIN).write_bytes(b"0" * 100), [TRAIN, "is cut"]),
+    "magic": (shard(TRAIN, [EOT] * 100, magic=20240801), [TRAIN, "20240801", "[20240520, 1]"]),
+    "no tokens": (shard(TRAIN, []), [TRAIN, "header says 0"]),
+    "fewer than there are": (shard(TRAIN, [EOT] * 45_000, count=44_000), ["header says 44000"]),
+    "beyond vocabulary": (shard(TRAIN, [EOT, 300] * 5000), [TRAIN, "300", "256", "--tokenizer"]),
     "no train": (
-        lambda path: remove(path, "train"),
+        lambda folder: [path.unlink() for path in folder.glob("*_train_*")],
         ["*_train_*.bin", "data/text.py", "--data"],
     ),
     "few train": (shorten_training, ["2,048", "1,536", "--steps", "--epochs"]),
-    "few val": (
-        lambda path: write_shard(path / VAL, byte_documents(1024)),
-        ["1,024", "--val-tokens", "768"],
-    ),
+    "few val": (shard(VAL, byte_documents(1024)), ["1,024", "--val-tokens", "768"]),
 }
 # The same, where the manifest stays as it was built, or is what is wrong.
+SHA256 = "sha256 is not the manifest's"
 NOT_AS_BUILT = {
     "one token changed": (
-        lambda path: change_token(path / TRAIN, 20_000),
-        [TRAIN, "sha256 is not the manifest's", "again"],
+        lambda folder: change_token(folder / TRAIN, 20_000),
+        [TRAIN, SHA256, "again"],
     ),
-    "shards exchanged": (exchange, [TRAIN, "sha256 is not the manifest's"]),
-    "a shard that the manifest lacks": (
-        lambda path: (path / VAL).rename(path / "another_val_000000.bin"),
-        ["another_val_000000.bin", "sha256 is not the manifest's"],
-    ),
-    "a pipe, for which nobody waits": (
-        lambda path: replace_by(os.mkfifo, path / TRAIN),
-        [TRAIN, "no file, and a shard is one"],
-    ),
+    "shards exchanged": (exchange, [TRAIN, SHA256]),
+    "a shard that the manifest lacks": (rename, ["another_val_000000.bin", SHA256]),
+    "a pipe, for which nobody waits": (put_a_pipe, [TRAIN, "no file, and a shard is one"]),
 }
 
 
@@ -152,9 +134,9 @@ def test_a_run_is_resumed_on_the_corpus_that_it_began_with(cli, tiny, tmp_path):
     values = {**tiny, "steps": 2, "data": str(folder), "run_id": "first", "save_every": 1}
     assert cli(**values).code == 0
     (tmp_path / "logs/first/checkpoint.pt").unlink()
-    change_token(folder / TRAIN, 7)
+    change_token(folder / TRAIN)
     line = refusal(cli(resume="first"))
-    assert TRAIN in line and "sha256 is not the manifest's" in line
+    assert TRAIN in line and SHA256 in line
     with_manifest(folder)
     assert "manifest.json is not the one" in refusal(cli(resume="first"))
     (folder / "manifest.json").unlink()
@@ -170,7 +152,7 @@ def test_every_shard_that_a_run_reaches_is_checked_and_no_other(share, tmp_path)
         write_shard(folder / TRAIN, byte_documents(5000))
         changes |= {"index_orders": (4,), "index_share": share}
     with_manifest(folder)
-    change_token(folder / "tiny_train_000013.bin", 7)
+    change_token(folder / "tiny_train_000013.bin")
     open_corpus(tiny_config(**changes))  # it takes ten of them
     for shard in (6, 7, 8):
         tokens = [*byte_documents(490), *range(300, 310)]
