@@ -1,9 +1,8 @@
 """Shards and corpora, and the loader's micro-batches."""
 
-import functools
+import contextlib
 import itertools
 import os
-import threading
 
 import numpy as np
 import pytest
@@ -195,15 +194,13 @@ def loader_config(rows=None, **changes):
     return train_gpt.with_values(train_gpt.TRACKS["mini"], values)
 
 
-def load_all(config, shards, runtime=None, first_step=0, state=None):
+def load_all(config, shards, first_step=0, state=None):
     """Every Batch from first_step to the end of the run."""
-    runtime = runtime or Runtime("cpu")
-    plan = functools.partial(NgramTable(config, runtime).plan_step, group=runtime.loader_group)
-    loader = TrainLoader(config, shards, runtime, plan, first_step, state)
-    try:
+    plan = NgramTable(config, Runtime("cpu")).plan_step
+    with contextlib.closing(
+        TrainLoader(config, shards, Runtime("cpu"), plan, first_step, state)
+    ) as loader:
         return [loader.next_batch() for _ in range(first_step, config.steps)]
-    finally:
-        loader.close()
 
 
 def test_an_epoch_covers_each_shard_exactly_once():
@@ -284,19 +281,6 @@ def test_a_stream_goes_on_from_the_state_of_any_step():
             assert_bitwise(tuple(one.stack), tuple(other.stack))
             assert_bitwise(vars(one.rows), vars(other.rows))
             assert one.state == other.state
-
-
-def test_an_error_of_the_loading_thread_reaches_the_training_loop_and_closing_ends_it(monkeypatch):
-    """A thread that is inside torch when the interpreter goes away aborts the process."""
-
-    def broken(*words, **options):
-        raise ConfigError("what only the thread knows")
-
-    before = set(threading.enumerate())
-    monkeypatch.setattr(NgramTable, "plan_step", broken)
-    with pytest.raises(ConfigError, match="what only the thread knows"):
-        load_all(tiny_config(), [np.full(3000, EOT, dtype=np.uint16)])
-    assert set(threading.enumerate()) <= before
 
 
 def test_a_softmax_without_a_row_for_the_rest_of_the_vocabulary_is_refused():

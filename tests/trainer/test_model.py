@@ -47,31 +47,6 @@ SEGMENTS = {
 POSITIONS = 256
 
 
-def phase_of(windows):
-    """A Phase of layers with these windows, whose micro-batches have segments of any length."""
-    phase = train_gpt.training_phase(tiny_config(), 0)
-    return phase._replace(windows=windows, max_segment=POSITIONS)
-
-
-def segments_at(starts, count):
-    """Where the segment of each position starts, of `count` positions a token."""
-    first = np.zeros(POSITIONS, np.int32)
-    for start in starts:
-        if count * start < POSITIONS:
-            first[count * start] = count * start
-    return np.maximum.accumulate(first)
-
-
-def attention_inputs(dtype, device="cpu"):
-    """q, k, v and the gradient of the result."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = []
-    for _ in range(4):
-        drawn = torch.randn(POSITIONS, 2, 64, generator=generator, dtype=torch.float64)
-        inputs.append(drawn.to(device, dtype).requires_grad_())
-    return inputs
-
-
 def assert_is_masked_attention(output, inputs, first, window, scale, tolerance):
     """Compare a result and its gradients with torch's own attention, in float64 on the CPU."""
     place = torch.arange(POSITIONS)
@@ -104,19 +79,24 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAtte
 @pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
 def test_attention_is_torchs(segments, size, count, back_end, device, dtype, tolerance):
     """With `count` positions a token; another layer with another window has the same back end."""
-    inputs = attention_inputs(dtype, device)
-    first = segments_at(segments, count)
-    starts = torch.from_numpy(np.unique(first) // count)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(4, POSITIONS, 2, 64, generator=generator).to(device, dtype)
+    inputs = [each.requires_grad_() for each in drawn]  # q, k, v and the result's gradient
+    starts = np.array([start for start in segments if count * start < POSITIONS])
+    first = np.repeat(starts, np.diff([*starts, POSITIONS // count]))
     bounds = torch.full((20,), POSITIONS // count, dtype=torch.int32)
-    bounds[: len(starts)] = starts
+    bounds[: len(starts)] = torch.from_numpy(starts)
     micro_batch = SimpleNamespace(
-        segment_start=torch.from_numpy(first[::count] // count).to(device),
+        segment_start=torch.from_numpy(first).int().to(device),
         segment_bounds=bounds.to(device),
     )
     window = Window(size, count)
-    prepared = back_end.prepare(micro_batch, phase_of((window, Window(32, 1))), dtype)
+    phase = train_gpt.training_phase(tiny_config(), 0)
+    phase = phase._replace(windows=(window, Window(32, 1)), max_segment=POSITIONS)
+    prepared = back_end.prepare(micro_batch, phase, dtype)
     output = back_end.attend(*inputs[:3], prepared, window, 0.1)
     assert output.dtype == dtype
+    first = count * first.repeat(count)
     assert_is_masked_attention(output, inputs, first, size, 0.1, tolerance)
 
 

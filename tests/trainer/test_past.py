@@ -13,10 +13,12 @@ from helpers import (
     NO_TABLE,
     byte_documents,
     documents_of,
+    make_corpus,
     slow_key,
     slow_row,
     text_of,
     tiny_config,
+    with_manifest,
     write_shard,
 )
 from train_gpt import (
@@ -296,15 +298,6 @@ def test_the_index_against_a_dict(name, chunk, monkeypatch):
 # ----- what the index reads
 
 
-def corpus_of(folder, *shards):
-    """A corpus of these training shards."""
-    folder.mkdir()
-    for number, shard in enumerate(shards):
-        write_shard(folder / f"made_train_{number:06d}.bin", shard)
-    write_shard(folder / "made_val_000000.bin", byte_documents(2000, seed=99))
-    return folder
-
-
 DOCUMENTS = np.asarray(byte_documents(9000, seed=9000), dtype=np.uint16)
 ONE_DOCUMENT = small_alphabet(9000, 20, longest=None)
 
@@ -313,11 +306,12 @@ ONE_DOCUMENT = small_alphabet(9000, 20, longest=None)
 @pytest.mark.parametrize("first", [DOCUMENTS, ONE_DOCUMENT], ids=["documents", "one document"])
 def test_training_and_the_index_share_out_the_first_shard(first, share, tmp_path):
     """The index gets whole documents, the last ones; their first token is a target, too."""
-    second = np.asarray(byte_documents(9000, seed=5000), dtype=np.uint16)
-    folder = corpus_of(tmp_path / "corpus", first, second)
+    folder = make_corpus(tmp_path / "corpus", train_tokens=18_000)
+    write_shard(folder / "tiny_train_000000.bin", first)
+    with_manifest(folder)
     config = tiny_config(data=str(folder), index_orders=(4,), index_share=share)
     corpus = open_corpus(config)
-    assert len(corpus.shards) == 2 and np.array_equal(corpus.shards[1], second)
+    assert corpus.shards[1].tolist() == byte_documents(9000, seed=1)
     later = [at for at in range(round(9000 * (1 - share)), 9000) if first[at] == EOT]
     cut = later[0] if later else 9000
     assert np.array_equal(corpus.indexed, first[cut:])
