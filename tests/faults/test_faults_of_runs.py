@@ -19,16 +19,7 @@ from trainer import sabotage
 
 import ranks
 import train_gpt
-from helpers import (
-    INDEX,
-    NO_TABLE,
-    Run,
-    assert_same_end,
-    launched,
-    log_of,
-    make_corpus,
-    refusal,
-)
+from helpers import INDEX, NO_TABLE, Run, assert_same_end, launched, log_of, make_corpus, refusal
 
 # ----- kills
 

@@ -19,13 +19,7 @@ from helpers import (
     with_manifest,
     write_shard,
 )
-from train_gpt import (
-    ConfigError,
-    NgramTable,
-    Runtime,
-    TrainLoader,
-    open_corpus,
-)
+from train_gpt import ConfigError, NgramTable, Runtime, TrainLoader, open_corpus
 
 # ----- shards
 
