@@ -1373,6 +1373,7 @@ class NgramTable(Group):
         index = self.finder.index
         threads = max(1, usable_cores() // runtime.local_world_size)
         readers = range(threads * runtime.local_world_size)
+        runtime.barrier()  # of no rank that still looks at what it was
         with ThreadPoolExecutor(threads) as pool:
             own = readers[runtime.local_rank :: runtime.local_world_size]
             list(pool.map(lambda reader: index.read(texts, reader, len(readers)), own))
