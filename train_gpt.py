@@ -89,6 +89,17 @@ def require(condition, message):
         raise ConfigError(message)
 
 
+def one_line(error):
+    """What an error says, on one printable line; of a long text the beginning and the end."""
+    text = ascii(str(error))[1:-1]
+    return text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
+
+
+def nearest(name, names):
+    close = difflib.get_close_matches(name, names, 1, cutoff=0.0)
+    return f"did you mean {close[0]}?" if close else ""
+
+
 class Check(NamedTuple):
     """What the values of a field must be like."""
 
@@ -151,7 +162,7 @@ SKIPS = Check(are_skips, "must be pairs of layers, such as ((3, 6),); () for non
 WINDOWS = Check(are_windows, "must be a short and a long window, multiples of 16, such as (32, 64)")
 LOSS_WEIGHTS = Check(are_loss_weights, "must be 1 to 16 weights, the first above 0")
 DEVICES = one_of("auto", "cpu", "cuda")
-DTYPES = one_of("auto", "bfloat16", "float32")
+DTYPES = one_of("bfloat16", "float32")
 BACK_ENDS = one_of("auto", "sdpa", "varlen")
 HEAD_DIM = Check(lambda dim: dim > 0 and dim % 4 == 0, "must be a multiple of 4")
 RUN_ID = matching(r"(\w[\w.+=@-]{0,99})?", "must be at most 100 letters, digits, _ . + = @ or -")
@@ -288,7 +299,7 @@ class Config:
     # --- machine
     seed: int = knob(-1, "seed of weights and data order; -1: drawn", between(-1, 2**63 - 1))
     device: str = knob("auto", "auto | cpu | cuda: where it computes", DEVICES)
-    dtype: str = knob("bfloat16", "auto | bfloat16 | float32; auto: which is faster here", DTYPES)
+    dtype: str = knob("bfloat16", "bfloat16 | float32: of matrices and activations", DTYPES)
     attention: str = knob("auto", "auto | sdpa | varlen: back end of attention", BACK_ENDS)
     compile: bool = knob(True, "compile the model with torch.compile")
 
@@ -390,6 +401,11 @@ TRACKS = {
 }
 
 
+# They say where a run computes and how it is watched, not what: with other values than the track's
+# it may still be a record.
+NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume", "run_of"}
+
+
 def default_track():
     """(name of the track to run where none is named, the reason in words)."""
     if not torch.cuda.is_available():
@@ -397,6 +413,35 @@ def default_track():
     if not any(Path(TRACKS["fineweb"].data).glob("*_train_*.bin")):
         return "mini", f"no shards in {TRACKS['fineweb'].data}"
     return "fineweb", "CUDA and FineWeb's shards are present"
+
+
+def with_values(config, values):
+    """The Config with other values, those of a Stage's fields in all stages."""
+    values = dict(values)
+    of_stages = {field.name for field in dataclasses.fields(Stage)} & values.keys()
+    changes = {name: values.pop(name) for name in of_stages}
+    unknown = values.keys() - {field.name for field in dataclasses.fields(config)}
+    require(not unknown, f"track {config.track} has no {', '.join(sorted(unknown))}")
+    stages = as_stages(values.pop("stages", config.stages), **changes)
+    return dataclasses.replace(config, stages=stages, **values)
+
+
+def overrides_of(config):
+    """{field: value} of what differs from the values of the config's track and is not neutral."""
+    track = TRACKS[config.track]
+    own = dataclasses.asdict(track)
+    values = dataclasses.asdict(config).items()
+    return {
+        name: value for name, value in values if name not in NEUTRAL_FIELDS and value != own[name]
+    }
+
+
+def config_from(given):
+    """The Config of a track and the values given on the command line."""
+    track = given.get("track", default_track()[0])
+    hint = f"{nearest(track, TRACKS)} Tracks: {', '.join(TRACKS)}"
+    require(track in TRACKS, f"--track {track}: no such track; {hint}")
+    return with_values(TRACKS[track], given)
 
 
 def stage_at(config, step):
@@ -536,6 +581,11 @@ def read_manifest(folder):
         return {row["file"]: row["sha256"] for row in json.loads(path.read_bytes())["shards"]}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read ({one_line(error)}); build it again") from None
+
+
+def manifest_hash(config):
+    path = Path(config.data, "manifest.json")
+    return file_sha256(path) if path.is_file() else "none"
 
 
 def checked_shard(path, config, manifest):
@@ -713,8 +763,6 @@ class TrainLoader:
         self.plan_rows = plan_rows
         self.state = dict(state or self.START)
         self.step = first_step  # the next one to assemble
-        is_inside = self.state["shard"] < config.epochs * len(shards)
-        require(is_inside, f"{self.state}: a place beyond the corpus; use another checkpoint")
         self.open_shard()
         self.ahead = deque()
         self.thread = ThreadPoolExecutor(1, initializer=runtime.use_device)
@@ -1045,6 +1093,16 @@ class RowFinder:
             parts.append(np.array(found, np.uint64).reshape(-1, high - low))
         keys = np.concatenate(parts, axis=1).T.copy()
         return rows_and_signs(keys, len(config.ngram_orders), config.ngram_rows)
+
+
+def row_fingerprint(config):
+    """A hash of the rows that a fixed text reads: under another hash function, or other columns,
+    the contents of a table mean nothing."""
+    tokens = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
+    finder = RowFinder(dataclasses.replace(config, index_bits=8))
+    finder.index.read(tokens)
+    rows, signs = finder.find(Passage(Text(tokens, config.eot_token), [(0, 99)]))
+    return hashlib.sha256(rows.tobytes() + signs.tobytes()).hexdigest()
 
 
 @dataclass
@@ -1394,11 +1452,7 @@ class BlockedAttention:
         keys = reached(k)
         values = reached(v)
         bias = biases[window][:, None]
-        if v.dtype == torch.float32:
-            y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)
-        else:  # bf16 SDPA on a CPU takes up to five times as long as the products, written out
-            scores = (queries @ keys.transpose(-1, -2)).float()
-            y = (scores * scale + bias).softmax(-1).to(v.dtype) @ values
+        y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)
         return y.transpose(1, 2).reshape(length, heads, dim)
 
 
@@ -2909,6 +2963,17 @@ def device_name(device):
     return f"{name} x{os.cpu_count()}"
 
 
+def git_state():
+    """(commit sha, 1 if tracked files differ from it else 0); ("none", 0) without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "none", 0
+    commit, dirty, _ = done.stdout.decode().strip().partition("-dirty")
+    return commit, int(bool(dirty))
+
+
 def matmul_rate(device, dtype, size):
     """Floating-point operations a second of a square matrix product, best of six."""
     matrix = torch.ones(size, size, dtype=dtype, device=device)
@@ -2919,34 +2984,19 @@ def matmul_rate(device, dtype, size):
     return 2 * size**3 / min(timeit.repeat(multiply, number=1, repeat=6))
 
 
-def resolve_dtype(dtype, device):
-    """The type of matrices and activations: `auto` is bfloat16 where products are fast in it."""
-    if dtype != "auto":
-        return dtype
-    if device.type == "cuda":
-        return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
-    dtypes = "float32", "bfloat16"
-    rates = {name: matmul_rate(device, getattr(torch, name), 512) for name in dtypes}
-    return max(rates, key=rates.get)
+def mfu_percent(trainer, tokens_per_s):
+    """The share of a large matrix product's rate that training has come to: 6 operations a token
+    and weight of matrices and head; attention's scores are not counted."""
+    runtime = trainer.runtime
+    weights = trainer.optimizer.matrices.size() + trainer.model.head.numel()
+    size = 8192 if runtime.device.type == "cuda" else 1024
+    rate = matmul_rate(runtime.device, trainer.config.torch_dtype, size)
+    return 100 * 6 * weights * tokens_per_s / (runtime.world_size * rate)
 
 
 # 12. A run's life ================================================================================
 
 INTERRUPTED = threading.Event()  # by a signal: the run ends where it looks next, and is saved
-# They say where a run computes and how it is watched, not what: with other values than the track's
-# it may still be a record. So may dtype, where the track leaves it to the machine.
-NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume", "run_of"}
-
-
-def one_line(error):
-    """What an error says, on one printable line; of a long text the beginning and the end."""
-    text = ascii(str(error))[1:-1]
-    return text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
-
-
-def nearest(name, names):
-    close = difflib.get_close_matches(name, names, 1, cutoff=0.0)
-    return f"did you mean {close[0]}?" if close else ""
 
 
 # ----- the command line
@@ -3007,34 +3057,6 @@ def parse_command_line(argv):
     return vars(namespace)
 
 
-def with_values(config, values):
-    """The Config with other values, those of a Stage's fields in all stages."""
-    values = dict(values)
-    of_stages = {field.name for field in dataclasses.fields(Stage)} & values.keys()
-    changes = {name: values.pop(name) for name in of_stages}
-    unknown = values.keys() - {field.name for field in dataclasses.fields(config)}
-    require(not unknown, f"track {config.track} has no {', '.join(sorted(unknown))}")
-    stages = as_stages(values.pop("stages", config.stages), **changes)
-    return dataclasses.replace(config, stages=stages, **values)
-
-
-def overrides_of(config):
-    """{field: value} of what differs from the values of the config's track and is not neutral."""
-    track = TRACKS[config.track]
-    own = dataclasses.asdict(track)
-    neutral = NEUTRAL_FIELDS | ({"dtype"} if track.dtype == "auto" else set())
-    values = dataclasses.asdict(config).items()
-    return {name: value for name, value in values if name not in neutral and value != own[name]}
-
-
-def config_from(given):
-    """The Config of a track and the values given on the command line."""
-    track = given.get("track", default_track()[0])
-    hint = f"{nearest(track, TRACKS)} Tracks: {', '.join(TRACKS)}"
-    require(track in TRACKS, f"--track {track}: no such track; {hint}")
-    return with_values(TRACKS[track], given)
-
-
 def resumed(given):
     """(Config, the content of the checkpoint that --resume names, or None) of given values."""
     run = given.get("resume", "")
@@ -3058,17 +3080,6 @@ def resumed(given):
 
 
 # ----- the log and the clock
-
-
-def git_state():
-    """(commit sha, 1 if tracked files differ from it else 0); ("none", 0) without git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "none", 0
-    commit, dirty, _ = done.stdout.decode().strip().partition("-dirty")
-    return commit, int(bool(dirty))
 
 
 class Log:
@@ -3167,21 +3178,6 @@ def atomic_file(path):
         temporary.unlink(missing_ok=True)
 
 
-def row_fingerprint(config):
-    """A hash of the rows that a fixed text reads: under another hash function, or other columns,
-    the contents of a table mean nothing."""
-    tokens = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
-    finder = RowFinder(dataclasses.replace(config, index_bits=8))
-    finder.index.read(tokens)
-    rows, signs = finder.find(Passage(Text(tokens, config.eot_token), [(0, 99)]))
-    return hashlib.sha256(rows.tobytes() + signs.tobytes()).hexdigest()
-
-
-def manifest_hash(config):
-    path = Path(config.data, "manifest.json")
-    return file_sha256(path) if path.is_file() else "none"
-
-
 def save_checkpoint(path, content):
     """Write `content` (nested dicts of tensors and plain types), and the file's sha256 beside it,
     atomically. Raises FloatingPointError rather than keep what is not finite."""
@@ -3212,11 +3208,6 @@ def load_checkpoint(path):
         content["config"] = type(TRACKS[track])(**content["config"])
         is_same_hash = content["rows"] == row_fingerprint(content["config"])
         require(is_same_hash, "its table has another hash of rows; use the script it began with")
-        place = content["loader"]
-        counts = [content["step"], *place.values()]
-        is_place = place.keys() == TrainLoader.START.keys()
-        is_place = is_place and all(type(count) is int and count >= 0 for count in counts)
-        require(is_place, "it names no place of a run")
     except Exception as error:  # torch raises several types for a damaged file
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise ConfigError(f"{path}: cannot be read ({reason}); use another checkpoint") from None
@@ -3236,10 +3227,8 @@ def find_checkpoint(run, key="resume"):
                 print(f"note: {one_line(error)}", file=sys.stderr)
                 damaged.append(str(error))
     hint = nearest(run, [path.parent.name for path in Path("logs").glob("*/*.pt")])
-    missing = (
-        f"--{key} {run}: no checkpoint in {folder.absolute()}; {hint or 'no run has left one'}"
-    )
-    raise ConfigError("; ".join(damaged) or missing)
+    missing = f"no checkpoint in {folder.absolute()}; {hint or 'no run has left one'}"
+    raise ConfigError("; ".join(damaged) or f"--{key} {run}: {missing}")
 
 
 def restore(trainer, content):
@@ -3292,10 +3281,8 @@ class Run:
         seed = config.seed if config.seed >= 0 else int.from_bytes(os.urandom(4), "little")
         moment = time.strftime("%Y-%m-%d_%H-%M-%S")
         run_id = config.run_id or f"{moment}_{os.urandom(2).hex()}"
-        dtype = resolve_dtype(config.dtype, runtime.device)
-        # What is drawn or measured is the same on all ranks.
-        seed, run_id, dtype = runtime.agree("run", [seed, run_id, dtype])
-        self.config = dataclasses.replace(config, seed=seed, run_id=run_id, dtype=dtype)
+        seed, run_id = runtime.agree("run", [seed, run_id])  # what is drawn is so for all ranks
+        self.config = dataclasses.replace(config, seed=seed, run_id=run_id)
         self.runtime = runtime
         self.log = log
         self.clock = Clock(runtime)
@@ -3490,16 +3477,6 @@ def write_header(run):
     log.line("size: " + " ".join(f"{group.name}={group.size():,}" for group in groups))
 
 
-def mfu_percent(trainer, tokens_per_s):
-    """The share of a large matrix product's rate that training has come to: 6 operations a token
-    and weight of matrices and head; attention's scores are not counted."""
-    runtime = trainer.runtime
-    weights = trainer.optimizer.matrices.size() + trainer.model.head.numel()
-    size = 8192 if runtime.device.type == "cuda" else 1024
-    rate = matmul_rate(runtime.device, trainer.config.torch_dtype, size)
-    return 100 * 6 * weights * tokens_per_s / (runtime.world_size * rate)
-
-
 def write_result(run, losses, gates, steps):
     """Log what came of a run that has just made so many steps, and write result.json. Raises
     RuntimeError where a gate has failed."""
@@ -3507,9 +3484,12 @@ def write_result(run, losses, gates, steps):
     runtime = run.runtime
     seconds = run.clock.seconds()
     tokens = training_tokens(config)
+    sent = {  # by this rank: [bytes, messages] in a training step
+        f"{collective}/{name}": [round(count / max(1, steps), 1) for count in entry]
+        for (collective, name), entry in sorted(runtime.ledger.items())
+        if name not in ("validation", "checkpoint")
+    }
     result = {
-        "run": config.run_id,
-        "track": config.track,
         **losses,
         "train_time_ms": 1000 * seconds,
         "cpu_time_ms": 1000 * run.clock.processor,
@@ -3517,31 +3497,23 @@ def write_result(run, losses, gates, steps):
         "tokens_per_s": tokens / seconds,
         "mfu_percent": mfu_percent(run.trainer, tokens / seconds),
         **run.facts,
-        "steps": config.steps,
-        "target_loss": config.target_loss,
         "peak_memory_mib_by_rank": runtime.peak_memory_mib(),
         "validity": gates.passed,
         "val_sha256": validation_hash(run.corpus.val),
         "overrides": overrides_of(config),
-        "sent_per_step": {  # by this rank: [bytes, messages] in a training step
-            f"{collective}/{name}": [round(count / max(1, steps), 1) for count in entry]
-            for (collective, name), entry in sorted(runtime.ledger.items())
-            if name not in ("validation", "checkpoint")
-        },
+        "sent_per_step": sent,
         "basis_rejects": run.trainer.optimizer.matrices.rejects(),
         "config": dataclasses.asdict(config),
     }
-    sent = result["sent_per_step"].items()
-    words = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent]
-    found = [f"{name}:{'ok' if passed else 'FAILED'}" for name, passed in gates.passed.items()]
-    verdicts = " ".join(found)
-    missed = 0.99**gates.cuts  # the chance to miss a leak at 1 % of all positions
-    others = [f" {name}:{loss:.5f}" for name, loss in losses.items() if name != "val_loss"]
+    words = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent.items()]
     run.log.line(f"comms: sent_bytes per step (messages) {' '.join(words) or 'none=0(0)'}")
+    missed = 0.99**gates.cuts  # the chance to miss a leak at 1 % of all positions
     run.log.line(f"gates: cuts:{gates.cuts} missed_1pct:{missed:.5f} time:{gates.seconds:.1f}s")
-    run.log.line(
-        f"validity: {verdicts} val_tokens:{config.val_tokens} val_sha256:{result['val_sha256']}"
-    )
+    words = {name: "ok" if passed else "FAILED" for name, passed in gates.passed.items()}
+    words |= {"val_tokens": config.val_tokens, "val_sha256": result["val_sha256"]}
+    validity = " ".join(f"{name}:{word}" for name, word in words.items())
+    run.log.line(f"validity: {validity}")
+    others = [f" {name}:{loss:.5f}" for name, loss in losses.items() if name != "val_loss"]
     run.log.line(
         f"final val_loss:{losses['val_loss']:.5f} train_time:{result['train_time_ms']:.0f}ms "
         f"tokens:{tokens} peak_memory:{max(result['peak_memory_mib_by_rank'])}MiB "
@@ -3553,7 +3525,7 @@ def write_result(run, losses, gates, steps):
             file.write((json.dumps(result, indent=1) + "\n").encode())
     if not all(gates.passed.values()):
         reason = "the model sees what it must not, or its losses are no distribution's"
-        raise RuntimeError(f"validity gate failed: {verdicts}; {reason}")
+        raise RuntimeError(f"validity gate failed: {validity}; {reason}")
 
 
 def plot(folder):
@@ -3579,24 +3551,23 @@ ENDINGS = (  # what can end a run, the exit status, and what the status line say
 
 
 def ending_of(error):
-    """(exit status, words of the status line, whether it is nobody's fault but the script's) of a
-    run that an error has ended."""
+    """(exit status, words of the status line) of a run that an error has ended; prints the
+    traceback of one that nobody but the script can put right."""
     said = one_line(error)
     if "can't allocate memory" in said:
         error = MemoryError(said)
     for kinds, status, words in ENDINGS:
         if isinstance(error, kinds):
-            return status, words.format(said=said), False
+            return status, words.format(said=said)
     if INTERRUPTED.is_set():
-        return 130, "interrupted", False  # another rank has ended first, and collectives fail here
-    return 1, f"error {type(error).__name__}: {said}", True
+        return 130, "interrupted"  # another rank has ended first, and collectives fail here
+    traceback.print_exception(error)
+    return 1, f"error {type(error).__name__}: {said}"
 
 
 def report_error(error, log, runtime):
     """Log how a run ends that an error has ended; returns its exit status."""
-    status, words, is_bug = ending_of(error)
-    if is_bug:
-        traceback.print_exception(error)
+    status, words = ending_of(error)
     with contextlib.suppress(OSError):  # the disk may be full; the console has the status
         log.line(f"status:{words}")
     if not log.is_main:

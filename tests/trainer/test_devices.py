@@ -15,7 +15,6 @@ from train_gpt import (
     VarlenAttention,
     choose_attention,
     choose_compile,
-    resolve_dtype,
 )
 
 CPU = torch.device("cpu")
@@ -101,21 +100,6 @@ def test_nccl_is_told_its_device(gpus, monkeypatch):
 
 
 # ----- types and back ends
-
-
-@pytest.mark.parametrize("fast", ["float32", "bfloat16"])
-def test_auto_is_the_type_that_the_machine_is_fast_in(fast, gpus, monkeypatch, cli, tiny):
-    def rate(device, dtype, size):
-        return 2.0 if dtype == getattr(torch, fast) else 1.0
-
-    monkeypatch.setattr(train_gpt, "matmul_rate", rate)
-    assert resolve_dtype("auto", CPU) == fast and resolve_dtype("float32", CPU) == "float32"
-    run = cli(**{**tiny, "steps": 1, "dtype": "auto", "run_id": "auto"})
-    assert run.result["config"]["dtype"] == fast
-    assert run.checkpoint()["model"]["mlp"].dtype == getattr(torch, fast)
-    for capability, expected in (((7, 5), "float32"), ((8, 0), "bfloat16")):
-        gpus(1, capability)
-        assert resolve_dtype("auto", CUDA) == expected
 
 
 @pytest.mark.parametrize(
