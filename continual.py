@@ -64,8 +64,7 @@ class ContinualConfig(Config):
             )
 
 
-# INTEGRATOR: "english" as soon as TRACKS has it.
-FIRST_TRACK = "mini"
+FIRST_TRACK = "english"
 
 # The first track's model goes on to Shakespeare and Milton. The table is frozen, in baselines too:
 # it holds most of the parameters, has no directions to protect, and would learn much of the verse

@@ -14,9 +14,9 @@ usage() {
 ./run.sh TRACK --check               everything but the steps: device, data, memory, disk
 ./run.sh test [pytest arguments]     set up, then run the tests that protect results; with --all all of them
 
-Tracks: mini (fineweb's recipe at small scale, a minute on a laptop), fineweb (1 to 8 GPUs), continual (a trained
-mini model goes on to C++; needs --init-from RUN). Without TRACK it is fineweb where CUDA and FineWeb shards are
-present, else mini. It starts one rank a GPU, or one a core. The last line of a run names its log and plot.
+Tracks: english (fineweb's recipe at small scale, a minute on a laptop), fineweb (1 to 8 GPUs), continual (a trained
+english model goes on to verse; needs --init-from RUN). Without TRACK it is fineweb where CUDA and FineWeb shards are
+present, else english. It starts one rank a GPU, or one a core. The last line of a run names its log and plot.
 The first call makes .venv, installs requirements.txt and builds the track's data.
 PYTHON=/path/to/python chooses the Python (3.11 or newer) that .venv is made with.
 TEXT
@@ -71,10 +71,10 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-PYTHON = ["data/text.py"]
+ENGLISH = ["data/text.py"]
 BUILDERS = {  # those of the corpora that this repository can build; others are the user's own
-    "data/python": [PYTHON],
-    "data/cpp": [PYTHON, [*PYTHON, "--corpus", "cpp"]],
+    "data/english": [ENGLISH],
+    "data/verse": [ENGLISH, [*ENGLISH, "--corpus", "verse"]],
     "data/fineweb10B": [["data/fineweb.py"]],
 }
 

@@ -26,7 +26,10 @@ EOT = 256  # every document of the byte corpus starts with it
 # Small enough that a step takes milliseconds, with every part of the model in use. Fields of a
 # Stage hold in all stages. What is not named is the track's.
 TINY = {
-    "track": "mini",  # by default it is told why this one is taken
+    "track": "english",  # by default it is told why this one is taken
+    "tokenizer": "bytes",
+    "vocab_size": 257,
+    "eot_token": EOT,
     "steps": 4,
     "micro_batch_tokens": 256,
     "micro_batches": 2,
@@ -107,7 +110,7 @@ def spare_runs():
 
 def tiny_config(**changes):
     """The tiny Config; changes may name fields of a Stage, which then hold in all stages."""
-    return train_gpt.with_values(train_gpt.TRACKS["mini"], {**TINY, **changes})
+    return train_gpt.with_values(train_gpt.TRACKS["english"], {**TINY, **changes})
 
 
 def arguments(values):
@@ -155,7 +158,7 @@ def with_manifest(folder):
         {"file": path.name, "sha256": train_gpt.file_sha256(path)}
         for path in sorted(Path(folder).glob("*.bin"))
     ]
-    manifest = {"tokenizer": "bytes", "source": "standard library", "shards": shards}
+    manifest = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": EOT, "shards": shards}
     (folder / "manifest.json").write_text(json.dumps(manifest) + "\n")
     return folder
 

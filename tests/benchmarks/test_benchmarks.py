@@ -49,7 +49,7 @@ def test_a_failed_run_speaks(tmp_path):
 
 
 def test_the_plain_gpt_is_causal_and_begins_at_chance():
-    model = plain_gpt.PlainGPT(train_gpt.TRACKS["mini"], 256)
+    model = plain_gpt.PlainGPT(train_gpt.TRACKS["english"], 256)
     model.initialise(0)
     tokens = torch.randint(257, (1, 257), generator=torch.Generator().manual_seed(0))
     changed = tokens.clone()

@@ -135,7 +135,7 @@ def test_the_log_opens_with_the_source_and_comes_in_order(rich_run):
 def test_the_header_makes_a_run_reproducible(rich_run, rich, corpus):
     result, log = rich_run.result, rich_run.log
     run = re.fullmatch(
-        r"run:rich track:mini commit:(?P<commit>[0-9a-f]{40}|none) dirty:[01] "
+        r"run:rich track:english commit:(?P<commit>[0-9a-f]{40}|none) dirty:[01] "
         r"code_sha256:(?P<code_sha256>[0-9a-f]{64}) seed:1 world_size:1 device:(?P<device>.+) "
         r"torch:(?P<torch>\S+) cuda:\S+ triton:\S+ "
         r"started:(?P<started>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ)",
@@ -188,8 +188,8 @@ def test_a_run_of_a_record_says_which_it_is(tiny, cli, monkeypatch):
     neutral = ("seed", "device", "log_every")
     values = {key: value for key, value in tiny.items() if key not in neutral}
     track = dataclasses.replace(tiny_config(**values), log_every=20)
-    monkeypatch.setitem(train_gpt.TRACKS, "mini", track)
-    own = {"track": "mini", "run_of": "1:3/8:2"}
+    monkeypatch.setitem(train_gpt.TRACKS, "english", track)
+    own = {"track": "english", "run_of": "1:3/8:2"}
     run = cli(**own, run_id="third", seed=5, device="cpu", log_every=2)
     assert run.code == 0 and run.result["overrides"] == {}
     assert run.log[2] == "batch:1 counter:3/8 start:2"
