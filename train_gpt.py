@@ -442,7 +442,8 @@ def config_from(given):
     track = given.get("track", default_track()[0])
     hint = f"{nearest(track, TRACKS)} Tracks: {', '.join(TRACKS)}"
     require(track in TRACKS, f"--track {track}: no such track; {hint}")
-    return with_values(TRACKS[track], given)
+    vocabulary = vocabulary_of(given.get("data", TRACKS[track].data))
+    return with_values(TRACKS[track], {**vocabulary, **given})
 
 
 def stage_at(config, step):
@@ -591,15 +592,22 @@ def read_manifest(folder):
     return {**manifest, "shards": shards}
 
 
-def with_vocabulary(config):
-    """The Config with the vocabulary of its corpus, in multiples of 128, as tensor cores like."""
-    manifest = read_manifest(config.data)
+def vocabulary_of(folder):
+    """{field: value} of the vocabulary of a corpus with a manifest, in multiples of 128, as tensor
+    cores like."""
+    manifest = read_manifest(folder)
     if manifest is None:
-        return config
+        return {}
     size = 128 * math.ceil(manifest["vocab_size"] / 128)
     name = str(manifest.get("tokenizer", "own"))
-    eot_token = manifest["eot_token"]
-    return dataclasses.replace(config, tokenizer=name, vocab_size=size, eot_token=eot_token)
+    return {"tokenizer": name, "vocab_size": size, "eot_token": manifest["eot_token"]}
+
+
+def bytes_of(config, tokens):
+    """How many bytes of text tokens stand for, as the corpus' manifest says; 0 if it does not."""
+    manifest = read_manifest(config.data) or {}
+    sizes = np.array(manifest.get("token_bytes", np.zeros(config.vocab_size)))
+    return int(sizes[tokens].sum())
 
 
 def manifest_hash(config):
@@ -3155,7 +3163,7 @@ def resumed(given):
         run = given.get("run_id", "")
         run = run if any(Path("logs", run).glob("*.pt")) else ""
     if not run:
-        return with_vocabulary(config_from(given)), None
+        return config_from(given), None
     content = find_checkpoint(run)
     saved = content["config"]
     is_complete = content["step"] == saved.steps and Path("logs", run, "result.json").exists()
@@ -3586,6 +3594,8 @@ def write_result(run, losses, gates, steps):
         for (collective, name), entry in sorted(runtime.ledger.items())
         if name not in ("validation", "checkpoint")
     }
+    val_bytes = bytes_of(config, run.corpus.val[1:])
+    bits = losses["val_loss"] * config.val_tokens / math.log(2)
     result = {
         **losses,
         "train_time_ms": 1000 * seconds,
@@ -3606,6 +3616,8 @@ def write_result(run, losses, gates, steps):
     run.log.line(f"comms: sent_bytes per step (messages) {' '.join(words) or 'none=0(0)'}")
     missed = 0.99**gates.cuts  # the chance to miss a leak at 1 % of all positions
     run.log.line(f"gates: cuts:{gates.cuts} missed_1pct:{missed:.5f} time:{gates.seconds:.1f}s")
+    told = f"{bits / val_bytes:.5f}" if val_bytes else "unknown"
+    run.log.line(f"bits_per_byte:{told} val_bytes:{val_bytes}")
     words = {name: "ok" if passed else "FAILED" for name, passed in gates.passed.items()}
     words |= {"val_tokens": config.val_tokens, "val_sha256": result["val_sha256"]}
     validity = " ".join(f"{name}:{word}" for name, word in words.items())

@@ -3,8 +3,8 @@
     python benchmarks/world_sizes.py [--steps 20] [--device auto]
 
 Runs the track english in float32 with one seed at world sizes 1, 2, 4 and 8, and, with 6
-micro-batches a step, at 1 and 3, each as its users would: through torchrun. Compares the training losses of all
-steps, which a log has to five decimals, with those of world size 1. Results:
+micro-batches a step, at 1 and 3, each as its users would: through torchrun. Compares the training
+losses of all steps, which a log has to five decimals, with those of world size 1. Results:
 benchmarks/results/world_sizes.{json,md}. Exit status 1 if a loss differs by more than 1e-5.
 """
 

@@ -304,7 +304,7 @@ ACTS = {
         as_script,
         NAMED,
         f"{{{'n' * 5000!r}: Config",
-        "the source has no track 'm",
+        "the source has no track 'e",
     ),
     "N69 the first of its track": (first_of_web, "rules.json has no val_sha256 of web yet"),
     "a twin": (copied, f"{TRACK}/*_First", f"{TODAY}_Twin", "train_gpt.py is the code of .*_First"),
