@@ -108,12 +108,14 @@ def cores_and_memory():
 
 
 def memory_of(config, ranks):
-    """Bytes that a rank takes, about: torch itself, weights with gradients and state, its rows."""
+    """Bytes that a rank takes, about: torch itself, weights with gradients and state, and its part
+    of the table and of the index."""
     dim = config.model_dim
     tables = 2 + len(config.value_embedding_layers)
     matrices = config.num_layers * (4 * dim + 2 * config.mlp_dim)
     weights = dim * (config.vocab_size * tables + matrices)
-    return 0.75 * 2**30 + 16 * weights + 4 * dim * config.ngram_rows / ranks
+    shared = 4 * dim * config.ngram_rows + 8 * len(config.index_orders) * 2**config.index_bits
+    return 0.75 * 2**30 + 16 * weights + shared / ranks
 
 
 def choose_ranks(config):

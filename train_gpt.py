@@ -269,9 +269,10 @@ class Config:
     copy_orders: tuple = knob((2, 3, 5, 8), "orders of copies from the document", ORDERS)
     copy_places: int = knob(1, "places to copy from at an order, the latest", between(1, 64))
     copy_reach: int = knob(2048, "tokens that copies look back", SIZE)
-    index_orders: tuple = knob((), "orders of the index of the training text", ORDERS)
-    index_bits: int = knob(24, "entries of the index for an order: 2 to this", between(1, 31))
-    index_tokens: int = knob(0, "last training tokens, which only the index reads", TOKENS)
+    index_orders: tuple = knob((2, 3, 4, 6), "orders of the index of the training text", ORDERS)
+    index_bits: int = knob(25, "entries of the index for an order: 2 to this", between(1, 31))
+    # Of data/fineweb.py's nine shards the run trains on the first 419 million tokens.
+    index_tokens: int = knob(400_000_000, "last training tokens, for the index alone", TOKENS)
     # --- optimizer
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of UPDATE_RULES")
     matrix_lr: float = knob(0.023, "RMS of a matrix' step times sqrt(columns)", POSITIVE)
