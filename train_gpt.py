@@ -443,8 +443,9 @@ def config_from(given):
     track = given.get("track", default_track()[0])
     hint = f"{nearest(track, TRACKS)} Tracks: {', '.join(TRACKS)}"
     require(track in TRACKS, f"--track {track}: no such track; {hint}")
-    vocabulary = vocabulary_of(given.get("data", TRACKS[track].data))
-    return with_values(TRACKS[track], {**vocabulary, **given})
+    track = TRACKS[track]
+    vocabulary = vocabulary_of(given.get("data", track.data), track)
+    return with_values(track, {**vocabulary, **given})
 
 
 def stage_at(config, step):
@@ -593,11 +594,11 @@ def read_manifest(folder):
     return {**manifest, "shards": shards}
 
 
-def vocabulary_of(folder):
-    """{field: value} of the vocabulary of a corpus with a manifest, in multiples of 128, as tensor
-    cores like."""
+def vocabulary_of(folder, track):
+    """{field: value} of the vocabulary of a corpus that is not the track's, in multiples of 128, as
+    tensor cores like."""
     manifest = read_manifest(folder)
-    if manifest is None:
+    if manifest is None or manifest["eot_token"] == track.eot_token:
         return {}
     size = 128 * math.ceil(manifest["vocab_size"] / 128)
     name = str(manifest.get("tokenizer", "own"))

@@ -56,6 +56,7 @@ TINY = {
     "copy_reach": 64,
     "index_orders": (),
     "index_bits": 12,
+    "index_tokens": 5000,
     "val_tokens": 1024,
     "val_sha256": "",
     "val_batch_tokens": 256,
@@ -68,7 +69,7 @@ TINY = {
 }
 
 NO_TABLE = {"ngram_orders": (), "copy_orders": (), "index_orders": ()}
-INDEX = {"index_orders": (4,), "index_tokens": 5000}
+INDEX = {"index_orders": (4,)}
 ONE_LAYER = {"num_layers": 1, "long_layers": (0,), "skips": ()}
 
 # The last layer is of each kind.
@@ -159,6 +160,7 @@ def with_manifest(folder):
         for path in sorted(Path(folder).glob("*.bin"))
     ]
     manifest = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": EOT, "shards": shards}
+    manifest["token_bytes"] = [*[1] * 256, 0]
     (folder / "manifest.json").write_text(json.dumps(manifest) + "\n")
     return folder
 

@@ -190,7 +190,7 @@ REFUSED = [
     ("--long-layers '(0, 5)'", "long_layers=(0, 5)", "0 to 4"),
     ("--skips '((0, 1), (1, 5))'", "skips=((0, 1), (1, 5))", "0 to 4"),
     (NO_PAIRS, "paired_layers=(0,)", "3 heads make no pairs"),
-    ("--softmax-rows 258", "softmax_rows=258", "at most the vocabulary's 257"),
+    ("--softmax-rows 1025", "softmax_rows=1025", "at most the vocabulary's 1024"),
     ("--val-tokens 1000", "val_tokens=1000", "multiple of val_batch_tokens=4096"),
     ("--save-every 4 --adam-every 3", "save_every=4", "multiple of adam_every=3"),
     ("--resume auto", "resume=auto", "--run-id"),

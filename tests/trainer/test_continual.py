@@ -315,8 +315,8 @@ BAD_INPUT = [
     ({"model_dim": 64}, ["track english, with model_dim=32", "64", "--model-dim"]),
     ({"skips": ()}, ["with skips=((0, 1),)", "()", "--skips"]),
     ({"untie_at": 0.5}, ["untie_at=False", "True"]),
-    ({"data": "gone/cpp"}, ["`python data/text.py --corpus cpp`", "--data"]),
-    ({"first_data": "gone/python"}, ["`python data/text.py`", "--first-data"]),
+    ({"data": "gone/verse"}, ["`python data/text.py --corpus verse`", "--data"]),
+    ({"first_data": "gone/english"}, ["`python data/text.py`", "--first-data"]),
 ]
 
 

@@ -201,7 +201,7 @@ def test_the_continual_track_builds_both_corpora_and_has_its_own_script(launch):
     words = ["--track", "continual", "--init-from", "first"]
     _, script, builders, _ = launch(*words)
     assert script == ["continual.py", *words]
-    assert builders == [["data/text.py"], ["data/text.py", "--corpus", "cpp"]]
+    assert builders == [["data/text.py"], ["data/text.py", "--corpus", "verse"]]
 
 
 @pytest.mark.parametrize(
