@@ -197,7 +197,7 @@ def first_validation(config):
 
 
 def start_from(trainer, content):
-    """Take over weights, table and index of a checkpoint; all other optimizer state stays zero."""
+    """Take over weights and table of a checkpoint; all other optimizer state stays zero."""
     trainer.model.load_state_dict(content["model"])
     for group in trainer.optimizer.parameter_groups:
         for name, param in group.params.items():
@@ -227,11 +227,14 @@ def extend(config, is_check=False):
         f"track {config.track}: continual.py runs the track continual; use train_gpt.py",
     )
     initial = initial_checkpoint(config)
+    indexed = train_gpt.open_corpus(initial["config"]).indexed
     val_sets = first_validation(config)
 
     def prepare(run):
         trainer, is_new = run.trainer, run.step == 0  # else it is resumed, and has its weights
         run.val_sets.update(val_sets)
+        trainer.table.read_index(indexed, initial["index"])  # what the model has learned with
+        run.corpus = run.corpus._replace(indexed=[])
         if is_new:
             start_from(trainer, initial)
         if config.trained == "matrices":

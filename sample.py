@@ -58,6 +58,8 @@ def open_trained(path, device="auto", data=None):
     config = dataclasses.replace(saved, compile=False, device=device, data=data or saved.data)
     trainer = train_gpt.Trainer(config, train_gpt.Runtime(device))
     train_gpt.restore(trainer, content)
+    if saved.index_orders:
+        trainer.table.read_index(train_gpt.open_corpus(saved).indexed, content["index"])
     return trainer, content["step"]
 
 

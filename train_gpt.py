@@ -49,6 +49,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 import timeit
@@ -156,6 +157,7 @@ MOMENTUM = Check(lambda value: 0 <= value < 1, "must be at least 0, and below 1"
 COUNT = between(1, 65536)
 OFTEN = between(1, 999_999)
 SIZE = between(0, 10**9)
+TOKENS = between(0, 10**12)
 ORDERS = distinct(range(2, 33), "must be distinct orders from 2 to 32, such as (2, 3); () for none")
 LAYERS = distinct(range(1024), "must be distinct layers, such as (0, 2); () for none")
 SKIPS = Check(are_skips, "must be pairs of layers, such as ((3, 6),); () for none")
@@ -268,7 +270,7 @@ class Config:
     copy_reach: int = knob(2048, "tokens that copies look back", SIZE)
     index_orders: tuple = knob((), "orders of the index of the training text", ORDERS)
     index_bits: int = knob(24, "entries of the index for an order: 2 to this", between(1, 31))
-    index_share: float = knob(0.0, "share of the first shard for the index alone", FRACTION)
+    index_tokens: int = knob(0, "last training tokens, which only the index reads", TOKENS)
     # --- optimizer
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of UPDATE_RULES")
     matrix_lr: float = knob(0.023, "RMS of a matrix' step times sqrt(columns)", POSITIVE)
@@ -600,20 +602,28 @@ def checked_shard(path, config, manifest):
     return tokens
 
 
-def split_off_index(tokens, share, eot_token):
-    """(tokens to train on, tokens for the index) of a shard: whole documents in its last `share`,
-    whose first token also ends the other part, as a target."""
-    cut = round(len(tokens) * (1 - share))
-    starts = cut + np.flatnonzero(tokens[cut:] == eot_token)
-    cut = starts.min(initial=len(tokens))
-    return np.array(tokens[: cut + 1]), np.array(tokens[cut:])
+def split_off_index(shards, count, eot_token):
+    """(shards to train on, shards for the index) of all: the index gets the last `count` tokens, in
+    whole documents, whose first token also ends the other part, as a target."""
+    left = list(shards)
+    indexed = []
+    while count > 0 and left:
+        shard = left.pop()
+        cut = max(0, len(shard) - count)
+        if cut:
+            starts = cut + np.flatnonzero(shard[cut:] == eot_token)
+            cut = starts.min(initial=len(shard))
+            left.append(shard[: cut + 1])
+        indexed.insert(0, shard[cut:])
+        count -= len(shard)
+    return left, indexed
 
 
 class Corpus(NamedTuple):
     """The tokens of a run, uint16."""
 
-    shards: list  # training shards; only the first is in memory, the others are mapped files
-    indexed: Any  # (n,) for the index of the training text
+    shards: list  # training shards, mapped files
+    indexed: list  # for the index: text that training does not reach, likewise
     val: Any  # (val_tokens + 1,), the first ones of the validation split
 
 
@@ -627,19 +637,21 @@ def open_corpus(config):
         found[split] = sorted(folder.glob(f"*_{split}_*.bin"))
         remedy = f"run `python data/{builder.get(folder.name, 'text.py PATH')}`, or name --data"
         require(found[split], f"{folder}: no *_{split}_*.bin shards; {remedy}")
-    shards = [open_shard(path) for path in found["train"]]
-    share = config.index_share if config.index_orders else 0.0
-    shards[0], indexed = split_off_index(shards[0], share, config.eot_token)
+    paths = found["train"]
+    count = config.index_tokens if config.index_orders else 0
+    opened = [open_shard(path) for path in paths]
+    shards, indexed = split_off_index(opened, count, config.eot_token)
     needed = training_tokens(config)
     available = 0
-    for path, tokens in zip(found["train"], shards, strict=True):
-        if available <= needed:  # the run gets here
+    for number, path in enumerate(paths):
+        if available <= needed or number >= len(paths) - len(indexed):  # the run gets here
             checked_shard(path, config, manifest)
-        used = len(tokens) - 1
-        available += used - used % config.micro_batch_tokens
+        if number < len(shards):
+            used = len(shards[number]) - 1
+            available += used - used % config.micro_batch_tokens
     available *= config.epochs
     words = f"{needed:,} training tokens, shards hold {available:,} in {config.epochs} epoch(s)"
-    remedy = "lower --steps or --index-share, raise --epochs, or add shards"
+    remedy = "lower --steps or --index-tokens, raise --epochs, or add shards"
     require(needed <= available, f"{folder}: the schedule takes {words} beside the index; {remedy}")
     needed = config.val_tokens + 1
     parts = [checked_shard(path, config, manifest)[:needed] for path in found["val"]]
@@ -773,7 +785,7 @@ class TrainLoader:
         cap = max(stage.document_cap for stage in self.config.stages)
         tokens = self.shards[opened % len(self.shards)]
         if isinstance(tokens, np.memmap):  # to read one that was cut short would end the process
-            tokens = np.fromfile(tokens.filename, "<u2", offset=4 * HEADER_INTS)
+            tokens = np.fromfile(tokens.filename, "<u2", len(tokens), offset=4 * HEADER_INTS)
         self.text = Text(tokens, self.config.eot_token)
         edges = [*self.text.starts.tolist(), len(tokens) - 1]  # the last token is only a target
         pieces = [
@@ -893,7 +905,7 @@ def rolling_hash(tokens, order, eot_token):
 def ngram_keys(tokens, low, high, order, eot_token):
     """Keys of the n-grams that end at tokens low to high: (high - low,) uint64."""
     begin = max(0, low - order + 1)
-    return rolling_hash(tokens[begin:high], order, eot_token)[low - begin :]
+    return rolling_hash(np.array(tokens[begin:high]), order, eot_token)[low - begin :]
 
 
 @compiled
@@ -971,23 +983,30 @@ def voted(entry, tag, token):
 
 
 @compiled
-def vote(entries, bits, keys, following):
-    """Read n-grams by their keys (L,), with the tokens that follow them, into entries in place.
+def vote(entries, bits, keys, following, low, high):
+    """Read n-grams by their keys (L,), with the tokens that follow them, into the entries from low
+    to high, in place.
 
     Of the n-grams of one call that share an entry only the last one votes: what one document says a
     hundred times in a row is one opinion.
     """
     slots = np.empty(len(keys), np.int64)
+    own = np.empty(len(keys), np.int64)
     revised = np.empty(len(keys), np.uint64)
+    count = 0
     # Three loops: the processor waits for many entries at once in the first one, and in the last.
     for i in range(len(keys)):
-        slots[i], _ = slot_and_tag(keys[i], bits)
-        revised[i] = entries[slots[i]]
-    for i in range(len(keys)):
-        _, tag = slot_and_tag(keys[i], bits)
-        revised[i] = voted(revised[i], tag, np.uint64(following[i]))
-    for i in range(len(keys)):
-        entries[slots[i]] = revised[i]
+        slot, _ = slot_and_tag(keys[i], bits)
+        if low <= slot < high:
+            slots[count] = slot
+            own[count] = i
+            revised[count] = entries[slot]
+            count += 1
+    for j in range(count):
+        _, tag = slot_and_tag(keys[own[j]], bits)
+        revised[j] = voted(revised[j], tag, np.uint64(following[own[j]]))
+    for j in range(count):
+        entries[slots[j]] = revised[j]
 
 
 @compiled
@@ -1023,24 +1042,25 @@ def rows_and_signs(keys, first_guess, num_rows):
 class TextIndex:
     """Which tokens mostly follow an n-gram in training text, by order and hash: see `voted`."""
 
-    def __init__(self, config):
+    def __init__(self, config, entries):
         self.config = config
-        # Written once, so that no run's clock pays for memory that the system has yet to find.
-        shape = len(config.index_orders), 2**config.index_bits
-        self.entries = torch.empty(shape, dtype=torch.int64).zero_()
+        self.entries = entries  # (orders, 2^bits) int64
 
     def entries_of(self, column):
         return self.entries[column].numpy().view(np.uint64)
 
-    def read(self, tokens):
-        """Take in training text, (n,) uint16."""
+    def read(self, texts, reader=0, readers=1):
+        """Take in training texts, (n,) uint16 each. A reader has a range of the entries as its own:
+        so many together leave the same bits as one alone."""
         config = self.config
-        for column, order in enumerate(config.index_orders):
-            for low in range(0, len(tokens) - 1, INDEX_CHUNK):
-                high = min(low + INDEX_CHUNK, len(tokens) - 1)
-                keys = ngram_keys(tokens, low, high, order, config.eot_token)
-                following = tokens[low + 1 : high + 1]
-                vote(self.entries_of(column), config.index_bits, keys, following)
+        low, high = (2**config.index_bits * part // readers for part in (reader, reader + 1))
+        for tokens in texts:
+            for begin in range(0, len(tokens) - 1, INDEX_CHUNK):
+                end = min(begin + INDEX_CHUNK, len(tokens) - 1)
+                following = np.array(tokens[begin + 1 : end + 1])  # of a mapped file
+                for column, order in enumerate(config.index_orders):
+                    keys = ngram_keys(tokens, begin, end, order, config.eot_token)
+                    vote(self.entries_of(column), config.index_bits, keys, following, low, high)
 
     def guesses(self, tokens, low, high):
         """The tokens that mostly follow those from low to high: (guesses, high - low) uint64, order
@@ -1056,9 +1076,10 @@ class TextIndex:
 class RowFinder:
     """It tells which rows of the table tokens read."""
 
-    def __init__(self, config):
+    def __init__(self, config, zeros=torch.zeros):
         self.config = config
-        self.index = TextIndex(config)
+        shape = len(config.index_orders), 2**config.index_bits
+        self.index = TextIndex(config, zeros(shape, dtype=torch.int64))
 
     def copies(self, text, low, high):
         """What followed the last n tokens earlier in the document of tokens low to high: (C, high -
@@ -1100,7 +1121,7 @@ def row_fingerprint(config):
     the contents of a table mean nothing."""
     tokens = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
     finder = RowFinder(dataclasses.replace(config, index_bits=8))
-    finder.index.read(tokens)
+    finder.index.read([tokens])
     rows, signs = finder.find(Passage(Text(tokens, config.eot_token), [(0, 99)]))
     return hashlib.sha256(rows.tobytes() + signs.tobytes()).hexdigest()
 
@@ -1109,9 +1130,9 @@ def row_fingerprint(config):
 class RowPlan:
     """The rows that a rank reads in a step, and the routes of their values and gradients.
 
-    This rank's N = M T C pairs of token and column read U distinct rows. All ranks read R rows of
-    this rank's range, V distinct ones. At world size 1 these are the same rows, and there is
-    nothing to merge.
+    This rank's N pairs of token and column, at most M T C, read U distinct rows. All ranks read R
+    rows of this rank's range, V distinct ones. At world size 1 these are the same rows, and there
+    is nothing to merge.
     """
 
     slots: Tensor  # (M, T, C) int32: where a token's rows stand among the values that travel here
@@ -1152,11 +1173,15 @@ def plan_rows(rows, signs, micro_batches, config, runtime, group, name):
 
     rows, signs: (M T, C) of this rank's tokens in so many micro-batches. group: the process group
     of the calling thread. name: for the ledger. Counts and indices travel here, ahead of the
-    values, whose sizes both sides then know.
+    values, whose sizes both sides then know. A pair without a guess takes part in nothing.
     """
     columns = rows.shape[1]
     world_size = runtime.world_size
-    distinct, order, offsets = group_equal(rows.ravel())
+    is_read = signs.ravel() != 0
+    is_read[:1] = True  # for slots to have a row to point to
+    pairs = np.flatnonzero(is_read)
+    distinct, order, offsets = group_equal(rows.ravel()[pairs])
+    order = pairs[order]
     last = config.ngram_rows - 1
     is_inside = not len(distinct) or 0 <= distinct[0] <= distinct[-1] <= last
     require(is_inside, f"n-gram rows leave the table's range 0 to {last}; correct RowFinder")
@@ -1177,15 +1202,15 @@ def plan_rows(rows, signs, micro_batches, config, runtime, group, name):
     slots = rows
     if world_size > 1:
         owned, *merge = group_equal(asked)
-        slots = np.empty(rows.size, np.int32)
-        counts = np.diff(np.append(offsets, rows.size))
+        slots = np.zeros(rows.size, np.int32)
+        counts = np.diff(np.append(offsets, len(order)))
         slots[order] = np.repeat(np.arange(len(distinct), dtype=np.int32), counts)
     there = functools.partial(to_device, device=runtime.device)
     shape = micro_batches, len(rows) // max(1, micro_batches), columns
     return RowPlan(
         slots=there(slots.reshape(shape)),
         signs=there(signs.reshape(shape)),
-        token=there(order // max(1, columns)),
+        token=there((order // max(1, columns)).astype(np.int32)),
         offsets=there(offsets),
         token_signs=there(signs.ravel()[order]),
         owned=there(owned),
@@ -1259,7 +1284,7 @@ class NgramTable(Group):
     def __init__(self, config, runtime):
         self.config = config
         self.runtime = runtime
-        self.finder = RowFinder(config)
+        self.finder = RowFinder(config, runtime.shared_zeros)
         self.is_frozen = config.columns == 0 or config.ngram_lr == 0
         self.rows = config.ngram_rows if config.columns else 0
         self.low, self.high = runtime.owned_range(self.rows)
@@ -1341,18 +1366,32 @@ class NgramTable(Group):
     def tensors(self):
         return {"weight": self.weight, "second": self.second, "index": self.finder.index.entries}
 
+    def read_index(self, texts, expected=""):
+        """Read training texts into the index, together with all ranks of this node. Returns its
+        sha256. Raises ConfigError where another one is expected."""
+        runtime = self.runtime
+        index = self.finder.index
+        threads = max(1, usable_cores() // runtime.local_world_size)
+        readers = range(threads * runtime.local_world_size)
+        runtime.barrier()  # of no rank that still looks at what it was
+        with ThreadPoolExecutor(threads) as pool:
+            own = readers[runtime.local_rank :: runtime.local_world_size]
+            list(pool.map(lambda reader: index.read(texts, reader, len(readers)), own))
+        runtime.barrier()
+        found = hashlib.sha256(index.entries.numpy()).hexdigest()
+        require(expected in ("", found), "the index is not that of the checkpoint: other text")
+        return found
+
     def full_state(self):
         """The whole table on the host of all ranks, which must all call it."""
         return {
             "weight": self.runtime.join(self.weight.cpu(), self.rows),
             "second": self.runtime.join(self.second.cpu(), self.rows),
-            "index": self.finder.index.entries,
         }
 
     def load(self, state):
         self.weight.copy_(state["weight"][self.low : self.high])
         self.second.copy_(state["second"][self.low : self.high])
-        self.finder.index.entries.copy_(state["index"])
 
 
 # 4. Layers =======================================================================================
@@ -2793,13 +2832,16 @@ class Runtime:
     def __init__(self, device="auto"):
         self.rank = launcher_number("RANK", 0)
         self.world_size = launcher_number("WORLD_SIZE", 1)
+        self.local_rank = launcher_number("LOCAL_RANK", 0)
+        self.local_world_size = launcher_number("LOCAL_WORLD_SIZE", 1)
         self.peers = self.world_size - 1
         self.is_main = self.rank == 0
         self.launcher = os.getppid()
         self.ledger = {}
-        self.device = choose_device(device)
+        self.device = choose_device(device, self.local_rank, self.local_world_size)
         self.use_device()
         self.loader_group = None
+        self.shared = 0  # how often memory was shared
         if self.world_size > 1:
             try:
                 self.connect()
@@ -2816,7 +2858,8 @@ class Runtime:
 
     def connect(self):
         """Join the process group; the loader's thread, which keeps another order, gets its own."""
-        missing = {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+        needed = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+        missing = needed - os.environ.keys()
         words = f"WORLD_SIZE={self.world_size} without {', '.join(sorted(missing))}"
         require(not missing, f"{words}: start with torchrun, which sets all, or unset WORLD_SIZE")
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
@@ -2837,14 +2880,38 @@ class Runtime:
             device_id=self.device if is_cuda else None,
         )
         self.loader_group = dist.new_group(timeout=TIMEOUT, backend="gloo")
-        # To leave earlier would fail those that still connect.
-        dist.monitored_barrier(self.loader_group, TIMEOUT)
+        self.barrier()  # to leave earlier would fail those that still connect
 
     def agree(self, key, value):
         """The value (of JSON) that the rank which comes first has under a key."""
         if self.world_size == 1:
             return value
         return json.loads(self.store.compare_set(key, "", json.dumps(value)))
+
+    def barrier(self):
+        """Wait for all ranks."""
+        if self.world_size > 1:
+            dist.monitored_barrier(self.loader_group, TIMEOUT)
+
+    def shared_zeros(self, shape, dtype):
+        """Zeros on the CPU that all ranks of this node share: a mapped file, whose name is gone
+        once all have it. Raises ConfigError where the disk has no room for it."""
+        size = math.prod(shape)
+        if size == 0:
+            return torch.zeros(shape, dtype=dtype)
+        with tempfile.NamedTemporaryFile() as file:
+            self.shared += 1
+            first = self.rank - self.local_rank  # of the ranks of this node
+            path = self.agree(f"memory {self.shared} of the node of rank {first}", file.name)
+            free = shutil.disk_usage(path).free
+            words = f"{size * dtype.itemsize / 2**30:.2f} GiB of the index, {free / 2**30:.2f} free"
+            remedy = "set TMPDIR to another folder, or lower --index-bits"
+            require(size * dtype.itemsize < free, f"{path}: no room for {words}; {remedy}")
+            zeros = torch.from_file(path, shared=True, size=size, dtype=dtype)
+            # Written once, so that no run's clock pays for memory that the system has yet to find.
+            zeros.zero_()
+            self.barrier()
+        return zeros.view(shape)
 
     def last_step(self, step, is_asked):
         """The step before which all ranks end once one of them is asked to, else None: no rank is
@@ -2937,10 +3004,8 @@ def wait(work):
         work.wait()
 
 
-def choose_device(name):
+def choose_device(name, local_rank, local_world_size):
     """The torch.device of one of the processes on this machine. Raises ConfigError."""
-    local_rank = launcher_number("LOCAL_RANK", 0)
-    local_world_size = launcher_number("LOCAL_WORLD_SIZE", 1)
     has_cuda = name != "cpu" and torch.cuda.is_available()
     words = f"torch {torch.__version__} sees no CUDA device"
     require(has_cuda or name != "cuda", f"device=cuda: {words}; use --device cpu")
@@ -2951,6 +3016,13 @@ def choose_device(name):
     is_enough = max(local_world_size, local_rank + 1) <= count
     require(is_enough, f"{words}: start at most one a GPU (--nproc-per-node)")
     return torch.device("cuda", local_rank)
+
+
+def usable_cores():
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def device_name(device):
@@ -3293,6 +3365,7 @@ class Run:
         self.trainer = Trainer(self.config, runtime)
         self.step = 0  # how many are done
         self.loader_state = None  # behind these
+        self.index_digest = ""  # of the index of the training text, once it is read
         self.loss_sum = 0.0  # of the steps since the last logged one, on this rank
         self.loss_tokens = 0  # of these steps, on all ranks
         commit, is_dirty = git_state()
@@ -3318,6 +3391,7 @@ class Run:
         restore(self.trainer, content)
         self.step = content["step"]
         self.loader_state = content["loader"]
+        self.index_digest = content["index"]
         self.clock.total = content["train_seconds"]
         loss_sum, self.loss_tokens = content["loss"]
         self.loss_sum = loss_sum if self.runtime.is_main else 0.0
@@ -3379,6 +3453,7 @@ class Run:
             "groups": {group.name: group.full_state() for group in groups},
             "rng": torch.get_rng_state(),
             "loader": self.loader_state,
+            "index": self.index_digest,
             "train_seconds": self.clock.seconds(),
             "loss": [self.summed_loss(), self.loss_tokens],
         }
@@ -3439,16 +3514,20 @@ def open_run(config, checkpoint, runtime, log, is_check):
 def check_room(run):
     """Say what room a run takes, and that it compiles. Raises ConfigError for too small a disk."""
     groups = run.trainer.optimizer.groups
-    state = sum(tensor.nbytes for group in groups for tensor in group.tensors().values())
+    state = 0  # weights and all else on this rank
     needed = 0  # for a checkpoint: weights once, and of the rest the part of every rank
     for name, tensor in itertools.chain(*(group.tensors().items() for group in groups)):
-        is_whole = name == "index" or name.endswith(".param")
+        if name == "index":
+            continue
+        state += tensor.nbytes
         if not name.endswith(".grad"):
-            needed += tensor.nbytes * (1 if is_whole else run.runtime.world_size)
+            needed += tensor.nbytes * (1 if name.endswith(".param") else run.runtime.world_size)
+    index = run.trainer.table.finder.index.entries.nbytes
     free = shutil.disk_usage(".").free
     words = f"{needed / 2**30:.2f} GiB for a checkpoint, {free / 2**30:.1f} GiB are free"
     require(needed < free, f"the disk of {Path.cwd()} is too small: {words}; make room")
-    run.log.line(f"memory of weights and state: {state / 2**30:.2f} GiB a rank; disk: {words}")
+    words = f"{state / 2**30:.2f} GiB a rank, index {index / 2**30:.2f} a node; disk: {words}"
+    run.log.line(f"memory of weights and state: {words}")
     if run.trainer.compile_name == "inductor":
         run.log.line("compiling comes first, in silence: minutes in a first run, seconds later")
 
@@ -3589,8 +3668,7 @@ def train(run):
     warm_up(trainer)
     first_step = run.step
     clock.start()
-    if first_step == 0:
-        table.finder.index.read(run.corpus.indexed)
+    run.index_digest = table.read_index(run.corpus.indexed, run.index_digest)
     plan = functools.partial(table.plan_step, group=run.runtime.loader_group)
     loader = TrainLoader(config, run.corpus.shards, run.runtime, plan, first_step, run.loader_state)
     with contextlib.closing(loader):

@@ -1,6 +1,6 @@
 """What the benchmarks share.
 
-Contents: command lines -> corpora -> runs and ranks -> records -> machine and code -> output.
+Contents: command lines -> corpora -> runs and ranks -> machine and code -> output.
 """
 
 import argparse
@@ -204,29 +204,6 @@ def timed(function, device):
     result = function()
     synchronize()
     return time.perf_counter() - began, result
-
-
-# ----- records
-
-RUN_LINE = re.compile(r"^run:.* device:(.+?) torch:.* started:(\S+)", re.MULTILINE)
-FINAL_LINE = re.compile(r"^final val_loss:([\d.]+) train_time:(\d+)ms", re.MULTILINE)
-
-
-def record_folders(track):
-    """The folders of a track's records, oldest day first."""
-    return sorted(path.parent for path in (ROOT / "records" / track).glob("*/train_gpt.py"))
-
-
-def runs_of_record(folder):
-    """What the logs of a record's own runs say of loss, training time (seconds), machine, start."""
-    runs = []
-    for path in sorted((folder / "logs").glob("*.txt")):
-        *_, tail = path.read_text().rpartition("===== END OF CODE =====\n")
-        device, started = RUN_LINE.search(tail).groups()
-        loss, milliseconds = FINAL_LINE.search(tail).groups()
-        figures = {"loss": float(loss), "seconds": int(milliseconds) / 1000}
-        runs.append({"device": device, "started": started, **figures})
-    return runs
 
 
 # ----- machine and code

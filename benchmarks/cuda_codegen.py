@@ -41,6 +41,8 @@ NAME = "cuda_codegen"
 BYTES_PER_S = 3.35e12  # of an H100 SXM's memory
 FLOPS_PER_S = 790e12  # of its bf16 products, as large ones reach them
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+# Figures of a graph's code that add up over graphs.
+SUMS = ("triton", "other", "gigabytes", "product_gigabytes", "teraflops")
 
 
 # ----- a device that is not there
@@ -231,7 +233,6 @@ GONE = re.compile(r"\s+del (\w+)$")
 def peak_bytes(body):
     """The most bytes that the buffers which a graph's `call` makes take at once."""
     live = {}
-    now = 0
     peak = 0
     for line in body.splitlines():
         made = MADE.match(line)
@@ -240,12 +241,11 @@ def peak_bytes(body):
         if made:
             sides = [int(side) for side in made[2].split(",") if side.strip()]
             live[made[1]] = math.prod(sides) * getattr(torch, made[3]).itemsize
-            now += live[made[1]]
-            peak = max(peak, now)
         elif again and again[2] in live:
             live[again[1]] = live.pop(again[2])
         elif gone:
-            now -= live.pop(gone[1], 0)
+            live.pop(gone[1], None)
+        peak = max(peak, sum(live.values()))
     return peak
 
 
@@ -261,10 +261,7 @@ def read_graph(graph):
         moved[name] = float(figure[1]) if figure else 0.0
     calls = [name for name in re.findall(r"(\w+)\.run\(", body) if name in moved]
     other = len(re.findall(r"^(?!\s*assert).*(?:extern_kernels|torch\.ops)\.", body, re.MULTILINE))
-    kernels = sorted(
-        ((moved[name] * calls.count(name), calls.count(name), name) for name in {*calls}),
-        reverse=True,
-    )
+    kernels = [(moved[name] * calls.count(name), calls.count(name), name) for name in {*calls}]
     return {
         "triton": len(calls),
         "other": other,
@@ -356,12 +353,11 @@ def measure(config, step):
         parts = {what: [graph] for what, graph in passes(config, step)}
         parts["updates"] = updates(config, due)
     figures = {}
-    names = ("triton", "other", "gigabytes", "product_gigabytes", "teraflops")
     for what, graphs in parts.items():
         read = [read_graph(graph) for graph in graphs]
         spills = [spilled for graph in graphs for spilled in assemble(graph).values()]
         figures[what] = {
-            **{name: sum(one[name] for one in read) for name in names},
+            **{name: sum(one[name] for one in read) for name in SUMS},
             "peak_mib": max(one["peak_mib"] for one in read),
             "spilling": sum(spilled > 0 for spilled in spills),
             "kernels": sorted(sum((one["kernels"] for one in read), []), reverse=True)[:5],
@@ -371,8 +367,7 @@ def measure(config, step):
 
 def row_of(what, figure):
     """A row of the first table."""
-    names = ("triton", "other", "gigabytes", "product_gigabytes", "teraflops")
-    names += ("peak_mib", "spilling")
+    names = (*SUMS, "peak_mib", "spilling")
     memory = (figure["gigabytes"] + figure["product_gigabytes"]) * 1e9 / BYTES_PER_S
     compute = figure["teraflops"] * 1e12 / FLOPS_PER_S
     return [what, *map(cell, [*[figure[name] for name in names], 1000 * memory, 1000 * compute])]

@@ -9,12 +9,12 @@ content of benchmarks/results/NAME.md. Tests fail when a page and the results di
 
 import json
 import re
-import statistics
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import common
+from records.record import Repository
 
 ROOT = common.ROOT
 PAGES = ("README.md", "benchmarks/README.md")
@@ -31,27 +31,22 @@ def machine(device):
 
 
 def fastest_record(track):
-    """The folder of a track's fastest record on the machine of its latest one, since times on
-    different machines do not compare."""
-    runs = {folder: common.runs_of_record(folder) for folder in common.record_folders(track)}
-    latest = max(runs, key=lambda folder: runs[folder][0]["started"])
-    device = runs[latest][0]["device"]
-    seconds = {
-        folder: statistics.mean(run["seconds"] for run in own)
-        for folder, own in runs.items()
-        if own[0]["device"] == device
-    }
-    return min(seconds, key=seconds.get)
+    """A track's fastest record on the machine of its latest one, since times on different machines
+    do not compare."""
+    records = Repository.at().records[track]
+    latest = max(records, key=lambda record: record.runs[0].started)
+    device = latest.runs[0].device
+    rivals = [record for record in records if record.runs[0].device == device]
+    return min(rivals, key=lambda record: record.result["train_time_ms"]["mean"])
 
 
-def row_of_record(track, folder):
+def row_of_record(track, record):
     """What the logs of a record's runs say, as a row of the table."""
-    runs = common.runs_of_record(folder)
-    loss = common.spread([run["loss"] for run in runs], 4)
-    seconds = common.spread([run["seconds"] for run in runs], 1)
-    link = f"[`{track}`](records/{track}/{folder.name}/)"
-    what = f"{link}: {WHAT[track]}"
-    return [what, machine(runs[0]["device"]), loss, f"{seconds} s", len(runs)]
+    runs = record.runs
+    loss = common.spread([run.val_loss for run in runs], 4)
+    seconds = common.spread([run.train_time_ms / 1000 for run in runs], 1)
+    what = f"[`{track}`](records/{track}/{record.name}/): {WHAT[track]}"
+    return [what, machine(runs[0].device), loss, f"{seconds} s", len(runs)]
 
 
 def row_of_world_sizes(results):

@@ -1,6 +1,5 @@
 """`run`, `ab` and `reproduce`, which train, and `submit`, which makes a record of runs."""
 
-import contextlib
 import fcntl
 import json
 import os
@@ -12,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from records import render, stats
-from records.files import RecordError, about, read_text, require
-from records.judge import DTYPES, MACHINE, check_fixed, check_one, check_records, check_run
+from records.files import LIMITS, RecordError, about, read_text, require
+from records.judge import check_fixed, check_one, check_records, check_run
 from records.log import END_OF_CODE, START, parse_log, split_log
 from records.record import FOLDER, Repository, figures, read_script, speed_figures
 from records.source import changed_lines, config_of, sha256_of
@@ -22,12 +21,12 @@ from records.source import changed_lines, config_of, sha256_of
 def own_script(repository, track):
     """The text of train_gpt.py, which is no record of the track yet, and may become one."""
     takes = [name for name, rules in repository.rules.items() if not rules.get("closed")]
-    known = ", ".join(takes)
-    require(track in repository.rules, f"--track {ascii(track)}: is none of {known}")
-    require(track in takes, f"--track {track}: is closed, its records stay; open are {known}")
+    known = f"is not open; open are {', '.join(takes)}, and records of closed ones stay"
+    require(track in takes, f"--track {ascii(track)}: {known}")
     source = read_script(repository.root / "train_gpt.py")
-    twin = next((one.name for one in repository.records[track] if one.source == source), None)
-    require(not twin, f"train_gpt.py is the code of {twin}; change it first")
+    for record in repository.records[track]:
+        hint = f"train_gpt.py is the code of {record.name}; change it first"
+        require(record.source != source, hint)
     return source
 
 
@@ -44,20 +43,16 @@ def execute(words, place, folder, log, source):
         log.parent.rename(folder / f"{run_id}.stopped-{time.time_ns()}")
     shutil.rmtree(log.parent, ignore_errors=True)
     start = 1 + len(list(folder.glob(f"{run_id}.stopped-*")))
-
+    words = [*words, "--run-of", f"{place}:{start}", "--run-id", run_id]
     root = folder.parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(root)}
     console = folder / "console.txt"
     began = time.time()
     is_over = False
     with open(console, "w") as file:
-        process = subprocess.Popen(
-            [*words, "--run-of", f"{place}:{start}", "--run-id", run_id],
-            cwd=root,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,  # which a terminal's Ctrl-C does not reach
-            env={**os.environ, "PYTHONPATH": str(root)},
-        )
+        outside = {"cwd": root, "env": environment, "stdout": file, "stderr": file}
+        # A terminal's Ctrl-C does not reach a session of its own.
+        process = subprocess.Popen(words, **outside, start_new_session=True)
     try:
         status = process.wait()
     except KeyboardInterrupt:
@@ -74,7 +69,6 @@ def execute(words, place, folder, log, source):
     ended = f"run {run_id} ended with exit status {status}: {said[-1][:200]!r}"
     require(not status, f"{ended}; {console} has more; the same command goes on")
     run = parse_log(log, source)
-
     # A run cannot train longer than its process lived, nor start outside of that.
     lived = time.time() - began
     took = run.train_time_ms / 1000
@@ -87,12 +81,11 @@ def execute(words, place, folder, log, source):
 
 def keep_plan(folder, scripts, count):
     """Write an experiment's plan and its scripts. RecordError where another plan is there."""
-    codes = " and of ".join(map(sha256_of, scripts.values()))
+    due = f"{count} runs of {' and of '.join(map(sha256_of, scripts.values()))}"
     plan = folder / "plan.txt"
-    begun = plan.read_text() if plan.exists() else f"{count} runs of {codes}"
-    hint = "finish these, or change the script"
-    require(begun == f"{count} runs of {codes}", f"{plan} has {begun}; {hint}")
-    plan.write_text(begun)
+    begun = plan.read_text() if plan.exists() else due
+    require(begun == due, f"{plan} has {begun}; finish these, or change the script")
+    plan.write_text(due)
     for side, source in scripts.items():
         (folder / side).mkdir(exist_ok=True)
         (folder / side / "train_gpt.py").write_text(source)
@@ -108,13 +101,14 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
     for side, source in scripts.items():
         if sha256_of(source) not in rules.get("older_scripts", ()):
             dtypes[side] = config_of(source, track).get("dtype")
-    named = DTYPES & {*dtypes.values()}
+    named = {*LIMITS.dtypes} & {*dtypes.values()}
     require(len(named) <= 1, f"scripts name {named}; another dtype alone is no idea")
     dtype = "".join(named)  # what a script is told that leaves it to the machine
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
+    begin = [sys.executable, *(launcher if world_size > 1 else [])]
 
     # The order is drawn, so that nothing that the machine does can follow it.
-    order = stats.order_of_pairs(code, batch, count)
-    order = [place for place in order if place[0] in scripts]
+    order = [place for place in stats.order_of_pairs(code, batch, count) if place[0] in scripts]
     sides = {side: [] for side in scripts}
     with open(folder.parent / "records.lock", "w") as lock:
         try:
@@ -122,29 +116,21 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
         except OSError:
             raise RecordError("another `python -m records` is making runs here") from None
         keep_plan(folder, scripts, count)
-
         for done, (side, number) in enumerate(order, 1):
-            words = [sys.executable]
-            if world_size > 1:
-                words += ["-m", "torch.distributed.run", "--standalone"]
-                words += [f"--nproc_per_node={world_size}"]
-            words += [str(folder / side / "train_gpt.py"), "--track", track]
+            words = [*begin, str(folder / side / "train_gpt.py"), "--track", track]
             words += ["--seed", str(stats.seed_of(code, batch, number))]
-            if dtypes.get(side) == "auto" and dtype:
-                words += ["--dtype", dtype]
-
+            words += ["--dtype", dtype] if dtypes.get(side) == "auto" and dtype else []
             log = folder.with_name(f"{folder.name}-{number:02d}{side}") / "log.txt"
             print(f"run {done}/{len(order)} {log.parent.name} ... ", end="", flush=True)
-            run = None
-            with contextlib.suppress(RecordError):
-                run = parse_log(log, scripts[side])
             place = f"{batch}:{number}/{count}"
-            run = run or execute(words, place, folder, log, scripts[side])
+            try:
+                run = parse_log(log, scripts[side])
+            except RecordError:
+                run = execute(words, place, folder, log, scripts[side])
             print(f"val_loss {run.val_loss:.5f} time {run.train_time_ms / 1000:.1f} s")
-
             sides[side].append(run)
             dtype = dtype or run.dtype
-            check_one(MACHINE, sum(sides.values(), []))
+            check_one(LIMITS.machine, sum(sides.values(), []))
             check_run(run, track, rules)
     return list(sides.values())
 
@@ -158,7 +144,7 @@ def ab(repository, options):
     scripts = {"a": source}
     world_size = options.world_size or 1
     if options.command == "ab":
-        require(count <= stats.MOST_PAIRS, f"--runs {count}: pairs are at most {stats.MOST_PAIRS}")
+        require(count <= LIMITS.pairs, f"--runs {count}: pairs are at most {LIMITS.pairs}")
         tip = repository.tip(track)
         require(tip, f"track {track} has no record; make one with `python -m records run`")
         added, removed = changed_lines(tip.source, source)

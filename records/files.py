@@ -5,11 +5,10 @@ import json
 import os
 import re
 import stat
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
-LIMIT = 4 * 2**20  # bytes of a file; a log of 10,000 logged steps takes about a fifth
-SCRIPT_LIMIT = 400_000  # bytes of a script, twice the trainer's
-MOST_BRACKETS = 500  # that JSON opens, and so can nest; a configuration has 63
 # What moves a terminal's cursor, turns the direction of a text, or is half a character.
 CONTROL = re.compile(r"[^\t\n -\x7e\xa0-\u2027\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff]")
 
@@ -28,11 +27,10 @@ def require_same(found, wanted, words=", must be "):
     """RecordError unless two dicts are the same JSON, in which 1, 1.0 and true are not the same.
     `words` are told between values that differ."""
     for name in sorted(found.keys() | wanted.keys()):
-        sides = [content for content in (found, wanted) if name in content]
-        texts = {json.dumps(side[name], sort_keys=True) for side in sides}
-        same = len(sides) == 2 and len(texts) == 1
-        shown = [ascii(content.get(name, "not there"))[:80] for content in (found, wanted)]
-        require(same, f"{ascii(name)[1:-1][:60]} is {shown[0]}{words}{shown[1]}")
+        sides = [{name: side[name]} if name in side else {} for side in (found, wanted)]
+        texts = {json.dumps(side, sort_keys=True) for side in sides}
+        shown = [ascii(side.get(name, "not there"))[:80] for side in sides]
+        require(len(texts) == 1, f"{ascii(name)[1:-1][:60]} is {shown[0]}{words}{shown[1]}")
 
 
 @contextlib.contextmanager
@@ -40,12 +38,13 @@ def about(path):
     """Within it, an error becomes a RecordError with the path of the file that it is about."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise RecordError(f"{path}: {getattr(error, 'strerror', error)}") from None
 
 
-def read_text(path, limit=LIMIT):
-    """The text of a regular file of at most `limit` bytes, without control characters."""
+def read_text(path, limit=4 * 2**20):
+    """The text of a regular file of at most `limit` bytes, without control characters. A log of
+    10,000 logged steps takes a fifth of four MiB."""
     with about(path):
         # O_NOFOLLOW refuses a link, O_NONBLOCK does not wait for a pipe's other end.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -67,10 +66,13 @@ def unique(pairs):
 
 
 def parse_json(text):
-    """What JSON without repeated keys or deep nesting says; ValueError otherwise."""
-    require(text.count("[") + text.count("{") <= MOST_BRACKETS, "is no JSON, or nested too deep")
-    return json.loads(text, object_pairs_hook=unique)
+    """The dict of a JSON object without repeated keys; ValueError or RecursionError otherwise."""
+    found = json.loads(text, object_pairs_hook=unique)
+    require(isinstance(found, dict), "is no JSON object")
+    return found
 
 
-# The level of the tests, and what no record of a track changes.
-RULES = parse_json(read_text(Path(__file__).parent / "rules.json"))
+HOME = Path(__file__).parent
+RULES = parse_json(read_text(HOME / "rules.json"))  # what no record of a track changes
+FORMS = tomllib.loads(read_text(HOME / "forms.toml"))  # of what people and trainers write
+LIMITS = SimpleNamespace(**FORMS["limits"])

@@ -36,22 +36,19 @@ def plot(paths, out, target=0.0):
     for number, path in enumerate(map(Path, paths)):
         colour = colormaps["turbo"]((number + 0.5) / len(paths))
         logs = sorted(path.glob("logs/*.txt")) or sorted(path.glob("*.txt")) or [path]
-        for curves in map(curves_of, logs):
-            for kind, points in curves.items():
-                times, steps, losses = zip(*points, strict=True) if points else [[]] * 3
-                panels[0].plot(times, losses, color=colour, **STYLES[kind])
-                panels[1].plot(steps, losses, color=colour, **STYLES[kind])
+        for kind, points in (pair for log in logs for pair in curves_of(log).items()):
+            times, steps, losses = zip(*points, strict=True) if points else [[]] * 3
+            for axes, places in zip(panels, (times, steps), strict=True):
+                axes.plot(places, losses, color=colour, **STYLES[kind])
         name = path.absolute().name.replace("$", r"\$")  # which would begin a formula
         panels[0].plot([], [], color=colour, label=name)
     panels[0].set(xscale="log", xlabel="training time, s")
     panels[0].xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    panels[0].xaxis.set_major_formatter("{x:g}")
-    panels[0].xaxis.set_minor_formatter("")
+    panels[0].xaxis.set(major_formatter="{x:g}", minor_formatter="")
     panels[1].set(xlabel="step")
     for axes in panels:
         axes.set(yscale="log", ylabel="loss, nats per token")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
         axes.grid(which="both", alpha=0.2)
         if target:
             axes.axhline(target, color="grey", linestyle=":", label=f"target {target:g}")

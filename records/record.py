@@ -1,19 +1,18 @@
 """The repository, a record's folder, and every figure that follows from its logs."""
 
+import operator
 import re
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 
 from records import stats
-from records.files import RULES, SCRIPT_LIMIT, about, parse_json, read_text, require
+from records.files import LIMITS, RULES, about, parse_json, read_text, require
 from records.log import parse_log
 from records.source import changed_lines, sha256_of
 
 FOLDER = re.compile(r"20\d\d-[01]\d-[0-3]\d_[A-Za-z0-9][A-Za-z0-9-]{0,59}", re.ASCII)
-MOST_LOGS = 100
 CACHE = "__pycache__"
 PARTS = {"train_gpt.py", "result.json", "README.md", "logs"}
 
@@ -40,9 +39,10 @@ class Repository:
 
     @cached_property
     def records(self):
-        """Every record by track, by name. RecordError where one cannot be read."""
+        """Every record by track, by age. RecordError where one cannot be read."""
         folders = {track: paths_in(self.home / track) for track in self.rules}
-        return {track: list(map(self.load, paths)) for track, paths in folders.items()}
+        by_age = operator.attrgetter("age")
+        return {track: sorted(map(self.load, folders[track]), key=by_age) for track in folders}
 
     @property
     def all(self):
@@ -66,8 +66,7 @@ class Repository:
         has_baseline = (folder / "baseline").exists()
         with about(folder / "result.json"):
             record.result = parse_json(text)
-            is_ours = isinstance(record.result, dict)
-            record.parent = record.result.get("parent", "") if is_ours else ""
+            record.parent = record.result.get("parent", "")
             is_first = record.parent is None and not has_baseline
             is_name = is_first or FOLDER.fullmatch(str(record.parent))
             require(is_name, f"its parent {ascii(record.parent)[:80]} is no name of a record")
@@ -79,13 +78,8 @@ class Repository:
         # Records are sorted by their age: what is merged comes first, then the day counts.
         is_new = not (self.merged and (self.merged / folder.relative_to(self.root)).is_dir())
         record.age = is_new, record.date, min(run.started for run in record.runs), record.name
-        record.over = max(map(end_of, record.runs + record.baseline))
+        record.over = max(run.over for run in record.runs + record.baseline)
         return record
-
-
-def end_of(run):
-    """When a run's training was over, which started at a whole second."""
-    return run.started + timedelta(milliseconds=run.train_time_ms)
 
 
 def paths_in(folder):
@@ -95,9 +89,9 @@ def paths_in(folder):
 
 
 def chain(records):
-    """The track's first record, then the oldest of the speed claims against it, and so on."""
+    """Of records by age the first, then the oldest of the speed claims against it, and so on."""
     links = []
-    for record in sorted(records, key=lambda record: record.age):
+    for record in records:
         parent = links[-1].name if links else None
         if record.parent == parent and (record.baseline or not parent):
             links.append(record)
@@ -107,7 +101,7 @@ def chain(records):
 def read_script(path):
     """The text of a script, or of the one in a record's folder."""
     path = path / "train_gpt.py" if path.is_dir() else path
-    text = read_text(path, SCRIPT_LIMIT)
+    text = read_text(path, LIMITS.script)
     require(text.strip(), f"{path}: is empty")
     return text
 
@@ -115,7 +109,7 @@ def read_script(path):
 def read_logs(folder, script):
     """What the logs of a script's runs say, in the order of their counters."""
     paths = paths_in(folder)
-    require(0 < len(paths) <= MOST_LOGS, f"{folder}: 1 to {MOST_LOGS} logs are needed")
+    require(0 < len(paths) <= LIMITS.logs, f"{folder}: 1 to {LIMITS.logs} logs are needed")
     runs = [parse_log(path, script) for path in paths]
     for run in runs:
         is_named = run.path.name == f"{run.run}.txt"
@@ -128,13 +122,18 @@ def rounded(value):
     return float(f"{value:.6g}")
 
 
+def summary(values):
+    """Mean and standard deviation, as result.json has them."""
+    return dict(zip(("mean", "std"), map(rounded, stats.mean_and_std(values)), strict=True))
+
+
 def speed_figures(runs, baseline):
     """The gain in time of paired runs, in the order of their counters."""
     times = [run.train_time_ms for run in runs[: len(baseline)]]
     others = [run.train_time_ms for run in baseline[: len(runs)]]
     return {
         "pairs": len(times),
-        "parent_ms": rounded(stats.mean_and_std(others)[0]),
+        "parent_ms": summary(others)["mean"],
         "relative": [rounded(value) for value in stats.gain(times, others)],
         "p": rounded(stats.p_faster(times, others)),
     }
@@ -144,8 +143,6 @@ def figures(record, rules, parent, authors):
     """The content of result.json, which follows from logs, but for the names of the authors."""
     first = record.runs[0]
     losses = [run.val_loss for run in record.runs]
-    loss, loss_std = stats.mean_and_std(losses)
-    time, time_std = stats.mean_and_std([run.train_time_ms for run in record.runs])
     target = rules["config"]["target_loss"]
     p = rounded(stats.p_below(losses, target))
     added, removed = changed_lines(parent.source, record.source) if parent else (0, 0)
@@ -162,7 +159,7 @@ def figures(record, rules, parent, authors):
         "software": f"torch {first.torch}, CUDA {first.cuda}, triton {first.triton}",
         "declared_runs": first.declared,
         "restarts": sum(run.start - 1 for run in record.runs),
-        "loss": {"mean": rounded(loss), "std": rounded(loss_std), "target": target, "p": p},
-        "train_time_ms": {"mean": rounded(time), "std": rounded(time_std)},
+        "loss": {**summary(losses), "target": target, "p": p},
+        "train_time_ms": summary([run.train_time_ms for run in record.runs]),
         "speed": speed_figures(record.runs, record.baseline) if record.baseline else None,
     }

@@ -4,24 +4,26 @@ HTML page, which needs no network and lets no script run. All that comes from a 
 import base64
 import html
 import io
-import math
 import os
 import re
-from pathlib import Path
+import tomllib
 from urllib.parse import quote
 
+import numpy as np
+
 from records import picture, stats
-from records.files import read_text, require
+from records.files import HOME, read_text, require
 from records.record import chain
 
 END = "<!-- end -->"
 WHY = "Write here what the idea is, why it works, and what was tried beside it."
-HOME = Path(__file__).parent
-# Of the staircase, in pixels.
-WIDTH = 480
-ROW = 46
-HEAD = 54
-EDGE = 14
+# Of the staircase, in pixels: its left end, its width, its first step, and the height of all.
+LEFT, ACROSS, TOP, STEP = 44, 392, 84, 46
+
+
+def template(name):
+    """A page of this folder, whose fields in braces are still to be filled in."""
+    return (HOME / name).read_text()
 
 
 def cell(value):
@@ -48,10 +50,10 @@ def percent(difference):
 def run_table(runs, baseline):
     """The table of runs, each beside the parent's run of its pair if there is one."""
     rows = []
-    for number, run in enumerate(runs, 1):
+    for number, run in enumerate(runs):
         started = f"{run.started:%Y-%m-%d %H:%M:%S}"
-        row = {"run": str(number), "started, UTC": started, "seed": str(run.seed)}
-        sides = [run, *baseline[number - 1 : number]]
+        row = {"run": f"{number + 1}", "started, UTC": started, "seed": f"{run.seed}"}
+        sides = [run, *baseline[number : number + 1]]
         for whose, side in zip(("", "parent's "), sides, strict=False):
             row[f"{whose}loss"] = f"{side.val_loss:.5f}"
             row[f"{whose}time, s"] = f"{side.train_time_ms / 1000:.2f}"
@@ -59,55 +61,26 @@ def run_table(runs, baseline):
     return table(rows)
 
 
-def parent_text(found):
-    """What differs from the parent's script, and how much faster that is."""
-    if found["parent"] is None:
-        return "It is the first record of its track."
-    lines = f"{found['lines_added']} lines added, {found['lines_removed']} removed"
-    text = f"Its parent is [{found['parent']}](../{found['parent']}/): {lines}."
-    speed = found["speed"]
-    if not speed:
-        return text + " No gain in time is claimed, since the parent did not run beside it."
-    return (
-        f"{text} In {speed['pairs']} pairs on one machine its training time differs from the "
-        f"parent's ({seconds(speed['parent_ms'])} s) by {percent(speed['relative'])}, "
-        f"{stats.CONFIDENCE:.0%} interval; p = {speed['p']:.2g} in the permutation test, at most "
-        f"{stats.ALPHA:g} is needed."
-    )
+GAINS = tomllib.loads(template("gains.toml"))
 
 
 def record_readme(record, found, why):
     """A record's whole README.md, of its figures."""
-    loss = found["loss"]
-    time_ms = found["train_time_ms"]
-    place = f"records/{found['track']}/{found['name']}"
-    before = f"records/{found['track']}/{found['parent']} " if found["parent"] else ""
-    return f"""# {record.title}, {found["track"]} track
-
-By {cell(found["by"])}.
-
-## Why
-
-{why}
-
-## Figures
-
-Written by `python -m records submit` from the logs; `verify` compares them.
-
-- Validation loss {loss["mean"]:.5f}, standard deviation {loss["std"]:.5f}, of \
-{found["declared_runs"]} declared runs ({found["restarts"]} started again). Below the target \
-{loss["target"]:g}: p = {loss["p"]:.2g} in the t-test, at most {stats.ALPHA:g} is needed.
-- Training time {seconds(time_ms["mean"])} s, standard deviation {seconds(time_ms["std"])} s, on \
-{cell(found["hardware"])}; {cell(found["software"])}.
-- {parent_text(found)}
-
-{run_table(record.runs, record.baseline)}
-
-```
-python -m records diff {before}{place}
-python -m records reproduce {place}
-```
-"""
+    time_ms, speed = found["train_time_ms"], found["speed"]
+    kind = "pairs" if speed else "none" if found["parent"] else "first"
+    shown = {name: cell(found[name]) for name in ("by", "hardware", "software")}
+    shown |= {"seconds": seconds(time_ms["mean"]), "spread": seconds(time_ms["std"])}
+    if speed:
+        shown |= {"gain": percent(speed["relative"]), "parent_s": seconds(speed["parent_ms"])}
+    shown = {**found, **shown, "alpha": stats.ALPHA, "confidence": stats.CONFIDENCE}
+    return template("record.md").format(
+        **shown,
+        title=record.title,
+        why=why,
+        against=GAINS[kind].format(**shown),
+        table=run_table(record.runs, record.baseline),
+        before=f"records/{found['track']}/{found['parent']} " if found["parent"] else "",
+    )
 
 
 def why_of(readme):
@@ -117,11 +90,12 @@ def why_of(readme):
     return why
 
 
-def ranked(records):
-    """(the track's chain, those beside it), latest first: times of machines rank nothing."""
-    links = chain(records)[::-1]
-    beside = [record for record in records if record not in links]
-    return links, sorted(beside, key=lambda record: record.age, reverse=True)
+def board_of(records, link):
+    """The leaderboard, [{column: text}, ...], of verified results: the track's chain, and then
+    those beside it, latest first. `link` makes one of a record."""
+    found = chain(records)[::-1]
+    found += [record for record in reversed(records) if record not in found]
+    return [leaderboard_row(record, link(record)) for record in found]
 
 
 def leaderboard_row(record, link):
@@ -149,82 +123,69 @@ def pages_of(repository):
     text = read_text(page)
     pages = {}
     for track, records in repository.records.items():
-        links, beside = ranked(records)
-        found = links + beside
-        titles = [f"[{record.title}]({track}/{record.name}/)" for record in found]
-        rows = list(map(leaderboard_row, found, titles))
+        rows = board_of(records, "[{0.title}]({0.track}/{0.name}/)".format)
         marker = f"<!-- records/{track} -->"
         before, _, rest = text.partition(f"{marker}\n")
         _, end, after = rest.partition(END)
         require(end and marker not in after, f"{page}: {marker}, and {END} behind it, are due once")
         board = table(rows) if rows else "No records yet."
         text = f"{before}{marker}\n{board}\n{END}{after}"
-        if len(links) > 1:
-            pages[repository.home / f"{track}.svg"] = staircase(track, links[::-1])
+        if stairs := staircase(track, chain(records)):
+            pages[repository.home / f"{track}.svg"] = stairs
     return {page: text, **pages}
 
 
 def staircase(track, links):
-    """An SVG file of what the gains in pairs leave of the time of a chain's first record."""
-    left = [links[0].result["train_time_ms"]["mean"] / 1000]
-    shown = [f"{left[0]:.1f} s"]
-    for record in links[1:]:
-        gain = record.result["speed"]["relative"][0]
-        left.append(left[-1] * (1 + gain))
-        shown.append(f"{left[-1]:.1f} s, {100 * gain:+.0f} %")
-    count = len(links) - 1
-    proven = f"in {count} proven step{'s' * (count != 1)}"
-    title = html.escape(f"{track}: {left[0]:.0f} s to {left[-1]:.1f} s {proven}")
-    height = HEAD + ROW * len(links) + 30
-    width = (WIDTH - 2 * EDGE - 60) / (math.log(left[0] / min(left)) or 1)
-    across = [EDGE + 30 + width * math.log(time / min(left)) for time in left]
-    path = f"M{across[0]:.1f} {HEAD + 30}"
-    for number, x in enumerate(across[1:], 1):
-        path += f"V{HEAD + ROW * number + 30}H{x:.1f}"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="stairs" width="{WIDTH}" '
-        f'viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{title}">',
-        f"<style>\n{(HOME / 'staircase.css').read_text()}</style>",
-        f'<rect class="paper" width="{WIDTH}" height="{height}"/>',
-        f'<text class="head" x="{EDGE}" y="24">{title}</text>',
-        f'<path d="{path}"/>',
-    ]
+    """An SVG file of what the gains in pairs leave of the time of a chain's first record, or ""
+    where the chain has no second one."""
+    if len(links) < 2:
+        return ""
+    gains = [0.0, *(record.result["speed"]["relative"][0] for record in links[1:])]
+    left = links[0].result["train_time_ms"]["mean"] / 1000 * np.cumprod(np.add(gains, 1))
+    logs = np.log(left / left.min())
+    across = LEFT + ACROSS * logs / (logs[0] or 1)
+    steps = ""
     for number, record in enumerate(links):
-        y = HEAD + ROW * number
-        parts += [
-            f'<circle cx="{across[number]:.1f}" cy="{y + 30}" r="5"/>',
-            f'<text x="{EDGE}" y="{y + 16}">{html.escape(record.title)}</text>',
-            f'<text x="{WIDTH - EDGE}" y="{y + 16}" text-anchor="end">{shown[number]}</text>',
-        ]
-    note = "what the gains measured in pairs leave of the first record's time; log scale"
-    parts.append(f'<text class="faint" x="{EDGE}" y="{height - 8}">{note}</text></svg>')
-    return "\n".join(parts) + "\n"
+        shown = f"{left[number]:.1f} s" + f", {100 * gains[number]:+.0f} %" * (number > 0)
+        steps += template("step.svg").format(
+            title=record.title,
+            shown=shown,
+            x=across[number],
+            before=across[max(number - 1, 0)],
+            y=TOP + STEP * number,
+            rise=-STEP * (number > 0),
+        )
+    proven = f"in {len(links) - 1} proven step{'s' * (len(links) > 2)}"
+    return template("staircase.svg").format(
+        title=f"{track}: {left[0]:.0f} s to {left[-1]:.1f} s {proven}",
+        style=template("staircase.css"),
+        steps=steps,
+        height=TOP + STEP * len(links),
+        bottom=TOP + STEP * len(links) - 8,
+    )
 
 
 def page(repository, folder):
     """The text of the page that shows all records; it lies in `folder`, to which links relate."""
-    parts = []
+
+    def link(record):
+        address = quote(os.path.relpath(record.folder, folder).replace(os.sep, "/"))
+        return f'<a href="{address}">{record.title}</a>'
+
+    sections = ""
     for track, records in repository.records.items():
-        if not records:
-            continue
-        links, beside = ranked(records)
-        target = repository.rules[track]["config"]["target_loss"]
-        parts.append(f"<h2>{track}: {target:g} nats per token</h2>")
-        if len(links) > 1:
-            parts.append(staircase(track, links[::-1]))
-        for head, board in (("Records", links), ("Beside the ladder", beside)):
-            lines = []
-            for record in board:
-                address = quote(os.path.relpath(record.folder, folder).replace(os.sep, "/"))
-                row = leaderboard_row(record, f'<a href="{address}">{record.title}</a>')
-                lines.append(f"<tr><td>{'</td><td>'.join(row.values())}</td></tr>")
-            if board:
-                names = f"<tr><th>{'</th><th>'.join(row)}</th></tr>"
-                parts.append(f'<h3>{head}</h3><div class="wide"><table>')
-                parts += [names, *lines, "</table></div>"]
-        curves = io.BytesIO()
-        picture.plot([record.folder for record in links[::-1] + beside], curves, target)
-        address = f"data:image/png;base64,{base64.b64encode(curves.getvalue()).decode()}"
-        parts.append(f'<h3>Learning curves</h3><img alt="losses of all runs" src="{address}">')
-    style = (HOME / "report.css").read_text()
-    return (HOME / "report.html").read_text().format(style=style, sections="\n".join(parts))
+        if records:
+            board = board_of(records, link)
+            lines = [f"<td>{'</td><td>'.join(row.values())}</td>" for row in board]
+            target = repository.rules[track]["config"]["target_loss"]
+            curves = io.BytesIO()
+            picture.plot([record.folder for record in records], curves, target)
+            sections += template("section.html").format(
+                track=track,
+                target=target,
+                stairs=staircase(track, chain(records)),
+                names="</th><th>".join(board[0]),
+                lines="</tr>\n<tr>".join(lines),
+                curves=base64.b64encode(curves.getvalue()).decode(),
+            )
+    return template("report.html").format(style=template("report.css"), sections=sections)

@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections import Counter
 
-from records.files import RULES, RecordError, require
+from records.files import FORMS, LIMITS, RULES, RecordError, require
 
 OPERATIONS = {
     ast.Add: operator.add,
@@ -25,14 +25,9 @@ OPERATIONS = {
     ast.Div: operator.truediv,
     ast.Pow: operator.pow,
 }
-LARGEST = 2**64  # number that arithmetic may be done with
-HIGHEST_POWER = 64
-CODING = re.compile(r"[ \t\f]*#.*?coding[:=]")  # PEP 263: a line that changes what text means
 PACKAGES = RULES["packages"]  # that scripts import, beside what Python brings along
-# By which code is run that no log holds: modules, names, and what is called of a module.
-LOADERS = {"builtins", "code", "codeop", "imp", "importlib", "pkgutil", "runpy", "zipimport"}
-NAMES = {"__builtins__", "__import__", "eval", "exec", "importlib"}
-CALLED = {"__import__", "exec_module", "import_module", "load_module"}
+OPEN = sys.stdlib_module_names - {*FORMS["loaders"]} | {*PACKAGES}
+ASKED = re.compile(FORMS["asked"], re.MULTILINE)
 
 
 @functools.cache
@@ -43,17 +38,19 @@ def sha256_of(source):
 
 def body_of(source):
     """The statements of a script, of which a reader sees what Python sees."""
-    coded = any(CODING.match(line) for line in source.split("\n")[:2])
+    coded = any(re.match(FORMS["coding"], line) for line in source.split("\n")[:2])
     require(not coded, "the script has a coding line, by which comments may be code; leave it out")
     # A question mark stands nowhere in Python but in texts and comments, where any letter may.
     plain = re.sub("[^\0-\x7f]", "?", source)
     try:
         with warnings.catch_warnings(action="ignore"):  # of a backslash in a text
             tree = ast.parse(plain)
+            check_imports(ast.parse(ASKED.sub("None", plain)))
+    except RecordError:
+        raise
     except Exception as error:
         reason = ascii(str(error))[1:-1][:100]
         raise RecordError(f"the script is no Python with names in ASCII: {reason}") from None
-    check_imports(tree)
     return tree.body
 
 
@@ -62,42 +59,30 @@ def check_imports(tree):
 
     Who hides it better, in a text that is executed elsewhere, is found by the diff's reader.
     """
-    finders = set()  # of `importlib.util.find_spec`, which loads nothing
-    for node in ast.walk(tree):  # from the outside to the inside
+    hint = f"open are Python's own and {', '.join(PACKAGES)}"
+    for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names if alias.name != "importlib.util"]
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = ["." * node.level + (node.module or "")]
         for name in names:
-            top = name.partition(".")[0]
-            is_brought = top in sys.stdlib_module_names - LOADERS
-            shown = f"imports {name[:60]}, whose text no log holds"
-            hint = f"open are Python's own and {', '.join(PACKAGES)}"
-            require(is_brought or {top, name} & {*PACKAGES}, f"the script {shown}; {hint}")
-
-        word = ""
-        if isinstance(node, ast.Attribute):
-            word = node.attr if node.attr in CALLED else ""
-            if node.attr == "find_spec" and isinstance(node.value, ast.Attribute):
-                finders |= {node.value.value} if node.value.attr == "util" else set()
-        elif isinstance(node, ast.Name) and node not in finders:
-            word = node.id if node.id in NAMES else ""
-        require(not word, f"the script has the word {word}, by which code runs that no log holds")
+            is_open = {name, name.partition(".")[0]} & OPEN
+            shown = f"the script imports {name[:60]}, whose text no log holds"
+            require(is_open, f"{shown}; {hint}")
+        for word, kind in (("id", "names"), ("attr", "called")):
+            word = getattr(node, word, "")
+            shown = f"the script has the word {word}, by which code runs that no log holds"
+            require(word not in FORMS[kind], shown)
 
 
 def default_of(value, helpers):
     """The expression of a field's default, or None. `value` is what its class assigns, and helpers
-    are the script's functions by name: the argument counts that one of them calls `default`."""
+    are the parameters of the script's functions: what one of them calls `default` counts."""
     if not isinstance(value, ast.Call):
         return value
-    named = {word.arg: word.value for word in value.keywords}
-    helper = helpers.get(ast.unparse(value.func))
-    if helper:
-        parameters = [*helper.args.posonlyargs, *helper.args.args]
-        names = [parameter.arg for parameter in parameters]
-        named |= dict(zip(names, value.args, strict=False))
-    default = named.get("default")
+    named = dict(zip(helpers.get(ast.unparse(value.func), ()), value.args, strict=False))
+    default = {**named, **{word.arg: word.value for word in value.keywords}}.get("default")
     is_none = default and ast.unparse(default).split(".")[-1] == "MISSING"
     return None if is_none else default
 
@@ -106,7 +91,9 @@ class Literals(ast.NodeTransformer):
     """It turns calls of a script's dataclasses into dicts, and arithmetic into numbers."""
 
     def __init__(self, body):
-        helpers = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+        functions = [node for node in body if isinstance(node, ast.FunctionDef)]
+        arguments = {node.name: [*node.args.posonlyargs, *node.args.args] for node in functions}
+        helpers = {name: [each.arg for each in arguments[name]] for name in arguments}
         self.classes = {}
         for kind in body:
             if isinstance(kind, ast.ClassDef):
@@ -124,9 +111,10 @@ class Literals(ast.NodeTransformer):
 
     def visit_BinOp(self, node):
         numbers = [ast.literal_eval(self.visit(side)) for side in (node.left, node.right)]
-        are_small = all(type(value) in (int, float) and abs(value) <= LARGEST for value in numbers)
+        are_numbers = {*map(type, numbers)} <= {int, float}
+        are_small = are_numbers and max(map(abs, numbers)) <= LIMITS.number
         is_power = isinstance(node.op, ast.Pow)
-        if not are_small or is_power and abs(numbers[1]) > HIGHEST_POWER:
+        if not are_small or is_power and abs(numbers[1]) > LIMITS.power:
             raise ValueError(f"line {node.lineno} is no arithmetic on small numbers")
         return ast.Constant(OPERATIONS[type(node.op)](*numbers))
 

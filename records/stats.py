@@ -8,12 +8,10 @@ import statistics
 import numpy as np
 from scipy import special  # and not scipy.stats, which takes longer to import than all records
 
-from records.files import RULES
+from records.files import LIMITS, RULES
 
 ALPHA = RULES["alpha"]  # one-sided, for every claim
 CONFIDENCE = 0.95  # of the intervals that are shown
-BLOCK = 2  # pairs whose runs are shuffled among each other
-MOST_PAIRS = 16  # their runs come in one of 1.7 million orders, all of which the test looks at
 
 
 def drawn(text):
@@ -29,8 +27,8 @@ def seed_of(code_sha256, batch, counter):
 def order_of_pairs(code_sha256, batch, declared):
     """[(side, counter), ...] of a batch's runs. The four of a block come in one of six orders."""
     order = []
-    for first in range(1, declared + 1, BLOCK):
-        counters = range(first, min(first + BLOCK, declared + 1))
+    for first in range(1, declared + 1, LIMITS.block):
+        counters = range(first, min(first + LIMITS.block, declared + 1))
         orders = sorted(set(itertools.permutations("ab" * len(counters))))
         number = drawn(f"{code_sha256}:{batch}:order:{first}")
         left = {side: iter(counters) for side in "ab"}
@@ -66,17 +64,17 @@ def interval(values):
 
 
 def p_faster(times, others):
-    """One-sided p that `times` tend to lie below `others`, those of pairs; 1.0 above MOST_PAIRS.
+    """One-sided p that `times` tend to lie below `others`, those of pairs; 1.0 above 16 pairs.
 
     Without a difference the scripts could as well have changed places in a block, in any way. p is
     the share of all ways whose sum of differences of logarithms is no greater than the measured.
     """
-    if len(times) > MOST_PAIRS:
+    if len(times) > LIMITS.pairs:
         return 1.0
     logs = np.log([times, others])
     sums = np.zeros(1)
-    for first in range(0, len(times), BLOCK):
-        block = logs[:, first : first + BLOCK]
+    for first in range(0, len(times), LIMITS.block):
+        block = logs[:, first : first + LIMITS.block]
         ways = itertools.combinations(block.ravel(), block.shape[1])  # the measured one first
         differences = np.array([2 * sum(chosen) - block.sum() for chosen in ways])
         sums = np.add.outer(sums, differences).ravel()

@@ -48,20 +48,6 @@ def test_a_failed_run_speaks(tmp_path):
         common.train(tmp_path, "other", ["--no-such-key", "1"])
 
 
-def test_a_records_figures_are_those_of_its_own_logs(tmp_path):
-    end = "===== END OF CODE =====\n"
-    source = 'print("final val_loss:9.0 train_time:9ms")\nfinal val_loss:9.0 train_time:9ms\n'
-    lines = "run:{0} track:mini seed:1 world_size:2 device:Some CPU x2 torch:2 started:T0{0}\n"
-    lines += "final val_loss:0.5{0} train_time:7{0}50ms tokens:3\nstatus:ok\n"
-    (tmp_path / "logs").mkdir()
-    for number, begin in enumerate((source + end, end)):  # with and without the source
-        (tmp_path / "logs" / f"{number}.txt").write_text(begin + lines.format(number))
-    assert common.runs_of_record(tmp_path) == [
-        {"device": "Some CPU x2", "started": "T00", "loss": 0.50, "seconds": 7.05},
-        {"device": "Some CPU x2", "started": "T01", "loss": 0.51, "seconds": 7.15},
-    ]
-
-
 def test_the_plain_gpt_is_causal_and_begins_at_chance():
     model = plain_gpt.PlainGPT(train_gpt.TRACKS["mini"], 256)
     model.initialise(0)

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import numpy as np
 
@@ -32,21 +33,8 @@ STAGES = [{"start": 0.0, "micro_batches": 8, "lr": 1.0}]
 RUN = {"seed": -1, "run_id": "", "resume": "", "run_of": ""}
 MODEL = {"cooldown": 0.45, "layers": [0, 2], "matrix_lr": 0.025, "dtype": "auto"}
 CONFIG = {"track": TRACK, **FIXED, **SCHEDULE, "stages": STAGES, **MODEL, **RUN}
-CLASSES = """
-def knob(default, help_text):
-    return field(default=default)
-
-
-@dataclass(frozen=True)
-class Stage:
-    start: float = knob(MISSING, "where it begins")
-    micro_batches: int = knob(MISSING, "of a step")
-    lr: float = 1.0
-
-
-@dataclass(frozen=True)
-class Config:
-"""
+HERE = Path(__file__).parent
+CLASSES = (HERE / "classes.txt").read_text()  # of a configuration
 
 
 def tracks_text(config):
@@ -94,32 +82,23 @@ def log_text(
     values = {**config, "seed": seed, "run_id": run, "run_of": place}
     if values["dtype"] == "auto":
         values["dtype"] = dtype
-    tokens = 60 * 8 * 512
-    batch, counter, start = place.split(":")
-    lines = [
-        source.rstrip("\n"),
-        "===== END OF CODE =====",
-        f"run:{run} track:{values['track']} commit:{'0' * 40} dirty:0 "
-        f"code_sha256:{sha_of(source)} seed:{seed} world_size:1 device:Slow CPU (R) @ 2.00GHz x2 "
-        f"torch:2.13.0+cpu cuda:none triton:none started:{started:%Y-%m-%dT%H:%M:%SZ}",
-        "config:" + json.dumps(values),
-        f"batch:{batch} counter:{counter} start:{start}",
-        f"data:{RULES[TRACK]['manifest_sha256']} shards:ok "
-        "backends:attention=sdpa,matmul=torch-bfloat16,compile=inductor",
-        "size: matrices=1 embeddings_and_head=2 ngram_table=3",
-        "===== START =====",
-        *step_lines(seed, loss, time_ms),
-        "comms: sent_bytes per step (messages) none=0(0)",
-        "gates: cuts:26 missed_1pct:0.77004 time:0.1s",
-        f"validity: causal:ok normalised:ok local:ok unmoved:ok val_tokens:{values['val_tokens']} "
-        f"val_sha256:{values['val_sha256'] or 'ab' * 32}",
-        f"final val_loss:{loss:.5f} train_time:{time_ms}ms tokens:{tokens} "
-        f"peak_memory:900MiB tokens_per_s:{1000 * tokens / time_ms:.0f} mfu:1.5% "
-        f"cpu_time:{2 * time_ms}ms",
-        f"status:ok run:{run} val_loss:{loss:.5f} train_time:{time_ms / 1000:.1f}s "
-        f"log:logs/{run}/log.txt plot:logs/{run}/loss.png",
-    ]
-    return "\n".join(lines) + "\n"
+    batch, counter, begun = place.split(":")
+    facts = {"run": run, "batch": batch, "counter": counter, "start": begun, "loss": loss}
+    facts |= {"time_ms": time_ms, "cpu_ms": 2 * time_ms, "seconds": time_ms / 1000}
+    facts |= {"tokens": 60 * 8 * 512, "speed": 60 * 8 * 512_000 / time_ms}
+    return (
+        (HERE / "log.txt")
+        .read_text()
+        .format(
+            **{**values, **facts, "val_sha256": values["val_sha256"] or "ab" * 32},
+            source=source.rstrip("\n"),
+            code_sha256=sha_of(source),
+            started=f"{started:%Y-%m-%dT%H:%M:%SZ}",
+            config=json.dumps(values),
+            manifest=RULES[TRACK]["manifest_sha256"],
+            losses="\n".join(step_lines(seed, loss, time_ms)),
+        )
+    )
 
 
 def name_of(source, track=TRACK):
@@ -281,83 +260,19 @@ def call(repository, capture, *words):
 
 # ----- a script that stands in for a trainer
 
+
 # It writes the log of a complete run in no time, and notes the order of runs and how each one was
 # told its place. A file `stop` holds the number of a run and how it ends: "refused" before its log
 # has a header, "failed" after that, "interrupted1" or "interrupted2": so often the caller is, as by
 # Ctrl-C.
-FAKE = '''import hashlib, json, os, random, signal, sys, time
-from dataclasses import MISSING, asdict, dataclass, field
-from pathlib import Path
-
-{tracks}
-
-LOSS, TIME = {loss}, {time}
-argv = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-run, code, seed = argv["--run-id"], Path(__file__).read_text(), int(argv["--seed"])
-number, stop, end = run.rpartition("-")[2], Path("stop"), None
-place = argv["--run-of"]
-with open("order.txt", "a") as order:
-    order.write(number + " " + place + "\\n")
-if stop.exists() and stop.read_text().split()[0] == number:
-    end = stop.read_text().split()[1]
-    stop.unlink()
-if end == "refused":
-    sys.exit("status:error no data")
-folder = Path("logs") / run
-folder.mkdir()
-(folder / "checkpoint.pt").write_text("weights")
-config = {{**asdict(TRACKS[argv["--track"]]), "run_id": run, "seed": seed, "run_of": place}}
-if config["dtype"] == "auto":
-    fast = Path("fast.txt")  # the dtype that the machine is fast in
-    config["dtype"] = argv.get("--dtype", fast.read_text() if fast.exists() else "float32")
-header = f"""{{code.rstrip()}}
-{{"=" * 5}} END OF CODE {{"=" * 5}}
-run:{{run}} track:{{config["track"]}} commit:0 dirty:0 \\
-code_sha256:{{hashlib.sha256(code.encode()).hexdigest()}} \\
-seed:{{seed}} world_size:1 device:fake x2 torch:1 cuda:none triton:none \\
-started:{{time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}}
-config:{{json.dumps(config)}}
-batch:{{place.split(":")[0]}} counter:{{place.split(":")[1]}} start:{{place.split(":")[2]}}
-data:{manifest} shards:ok backends:none
-size: small=1
-{{"=" * 5}} START {{"=" * 5}}
-"""
-(folder / "log.txt").write_text(header)
-for _ in range(int((end or "0")[-1:]) if (end or "").startswith("inter") else 0):
-    os.kill(os.getppid(), signal.SIGINT)
-    time.sleep(0.4)  # what Python takes for one press is over after 0.25 s
-if end == "failed":
-    sys.exit("it broke")
-loss = round(LOSS + (seed % 1000 + os.getpid() % 97) / 1e6, 5)
-took = TIME + seed % 10 * 2 + os.getpid() % 10 * 2
-time.sleep(took / 1000)
-lines = []
-for step in (1, 2, 3):
-    at = took * step // 3
-    tail = f"train_time:{{at}}ms step_avg:{{at / step:.2f}}ms"
-    lines.append(f"step:{{step}}/3 train_loss:{{2 + random.random():.5f}} lr_mul:1.000 {{tail}}")
-    shown = loss if step == 3 else 2 + random.random()
-    lines.append(f"step:{{step}}/3 val_loss:{{shown:.5f}} {{tail}}")
-lines = "\\n".join(lines)
-(folder / "log.txt").write_text(f"""{{header}}\\
-{{lines}}
-comms: sent_bytes per step (messages) none=0(0)
-validity: causal:ok normalised:ok local:ok unmoved:ok val_tokens:{{config['val_tokens']}} \\
-val_sha256:{{config['val_sha256']}}
-final val_loss:{{loss:.5f}} train_time:{{took}}ms tokens:3072 peak_memory:1MiB \\
-tokens_per_s:{{round(3072000 / took)}} mfu:1.5% cpu_time:{{took}}ms
-status:ok run:{{run}} val_loss:{{loss:.5f}} train_time:{{took / 1000:.1f}}s log:logs/{{run}}/log.txt
-""")
-'''
-
-
 def fake_trainer(loss=0.80, time=50, **changes):
     """A stand-in for a trainer."""
     steps = {"steps": 3, "log_every": 1, "val_every": 1, "micro_batch_tokens": 1024}
     stages = [{"start": 0.0, "micro_batches": 1, "lr": 1.0}]
     config = {**CONFIG, **steps, "stages": stages, "dtype": "float32", **changes}
-    manifest = RULES[TRACK]["manifest_sha256"]
-    return FAKE.format(loss=loss, time=time, tracks=tracks_text(config), manifest=manifest)
+    script = (HERE / "fake_trainer.txt").read_text().replace("@TRACKS@", tracks_text(config))
+    script = script.replace("@MANIFEST@", RULES[TRACK]["manifest_sha256"])
+    return script.replace("@LOSS@", str(loss)).replace("@TIME@", str(time))
 
 
 def order_of(repository):

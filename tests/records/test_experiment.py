@@ -149,7 +149,7 @@ REFUSED = {
     "no tracks": ("print(1)\n", "", "its tracks cannot be read from the source"),
     "an import": (fake_trainer() + "\nimport tests\n", "", "imports tests, "),
     "no Python": (fake_trainer() + "\n(", "", "the script is no Python"),
-    "no track": (fake_trainer(), "--track nono", f"--track 'nono': is none of {TRACK}"),
+    "no track": (fake_trainer(), "--track nono", f"--track 'nono': is not open; open are {TRACK}"),
     "unknown tokens": (
         fake_trainer(**WEB),
         "--track web",
@@ -186,7 +186,7 @@ def test_a_closed_track_takes_no_runs(pristine, capsys):
     closed = type(pristine)(pristine.root, rules)
     for command, *words in (["ab"], ["run"], ["submit", "--name", "X", "--by", "Me"]):
         status, _, err = call(closed, capsys, command, *words)
-        shown = f"--track {TRACK}: is closed, its records stay; open are web"
+        shown = f"--track {TRACK!r}: is not open; open are web, and records of closed ones stay"
         assert (status, err) == (2, f"records: {shown}\n")
     assert call(closed, capsys, "verify")[0] == 0
 

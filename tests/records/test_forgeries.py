@@ -120,7 +120,7 @@ def with_losses_of(path, run, noise):
     text = path.read_text()
     for kind, step in made.stored(path).losses:
         loss = run.losses[kind, step] + noise * (-1) ** (step // 20)
-        text = re.sub(rf"(?m)^(step:{step}/\S+ {kind}_loss:)\S+", rf"\g<1>{loss:.5f}", text)
+        text = re.sub(rf"(?m)^(step:{step or 60}/\S+ {kind}_loss:)\S+", rf"\g<1>{loss:.5f}", text)
     text = re.sub(r"(?m)^((?:final|status).*val_loss:)\S+", rf"\g<1>{loss:.5f}", text)
     path.write_text(text)
 

@@ -53,8 +53,8 @@ def test_runs_of_the_trainer_are_a_record(corpus, tmp_path, capsys, monkeypatch)
     assert first.val_loss == round(result["val_loss"], 5)
     assert first.train_time_ms == round(result["train_time_ms"])
     assert first.cpu_time_ms == round(result["cpu_time_ms"]) > 0
-    assert [point.step for point in first.curves["train"]] == [1, 2, 3, 4]
-    assert [point.step for point in first.curves["val"]] == [2, 4]
+    due = [("train", 1), ("train", 2), ("val", 2), ("train", 3), ("train", 0), ("val", 0)]
+    assert list(first.losses) == due
 
     words = ["--name", "Tiny-start", "--by", "Me", "--track", "tiny"]
     status, out, err = call(repository, capsys, "submit", *words)

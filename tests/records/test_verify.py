@@ -192,7 +192,7 @@ def test_submit_refuses_what_verify_refuses(third, capsys):
     assert f"{path.parent.name}.txt: 'final val_los:" in refused()
     path.write_text(kept)
     assert "by is '<b>'; names of 100 letters" in refused("--by", "<b>")
-    assert f"--track 'nono': is none of {TRACK}" in refused("--track", "nono")
+    assert f"--track 'nono': is not open; open are {TRACK}" in refused("--track", "nono")
     (third.root / "train_gpt.py").write_text(made.source_of("second"))
     assert "train_gpt.py is the code of " in refused()
     (third.root / "train_gpt.py").write_text(made.source_of("fourth"))

@@ -276,7 +276,7 @@ def test_steps_and_their_data_are_timed_and_nothing_else(tiny, cli, monkeypatch)
     spend(train_gpt.Trainer, "step", 1.0, True)
     spend(train_gpt.TrainLoader, "open_shard", 0.25, True)
     spend(train_gpt.TrainLoader, "next_batch", 10.0, True)
-    spend(train_gpt.TextIndex, "read", 0.5, True)
+    spend(train_gpt.NgramTable, "read_index", 0.5, True)
     spend(train_gpt.Trainer, "evaluate", 1000.0, False)
     for name in ("save_checkpoint", "warm_up", "validation_hash", "open_corpus", "check_gates"):
         spend(train_gpt, name, 1000.0, False)
@@ -328,7 +328,7 @@ def test_warm_up_leaves_no_trace(changes, corpus):
     warm, cold = phases_trainer(**config), phases_trainer(**config)
     shards, indexed, _ = train_gpt.open_corpus(warm.config)
     for trainer in (warm, cold):
-        trainer.table.finder.index.read(indexed)
+        trainer.table.read_index(indexed)
     before, step, stepped = whole_state(warm), warm.step, set()
 
     def recorded_step(number, *rest):
