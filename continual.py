@@ -73,6 +73,7 @@ CONTINUAL = {
     "track": "continual",
     "data": "data/verse",
     "steps": 300,
+    "index_tokens": 0,  # the index is that of the first track
     "matrix_lr": 0.01,
     "adam_lr": 0.003,
     "ngram_lr": 0.0,
