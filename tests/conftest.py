@@ -1,6 +1,7 @@
 """Fixtures: a tiny corpus, the command line in this process, and training runs that several tests
 read."""
 
+import functools
 import os
 import signal
 import sys
@@ -33,19 +34,14 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     """Leave out what was not asked for; pyproject.toml says what the marks mean."""
-    unwanted = set()
-    if not config.getoption("--all"):
-        unwanted.add("slow")
-    if not os.environ.get("LONG"):
-        unwanted.add("long")
-    left_out = []
-    kept = []
+    asked = {"slow": config.getoption("--all"), "long": os.environ.get("LONG")}
+    left_out, kept = [], []
     for item in items:
         marks = {name for name in SECONDS if item.get_closest_marker(name)}
         if not item.get_closest_marker("timeout"):
             seconds = max([240, *(SECONDS[name] for name in marks)])
             item.add_marker(pytest.mark.timeout(seconds))
-        (left_out if marks & unwanted else kept).append(item)
+        (kept if all(asked[name] for name in marks) else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
     items[:] = kept
@@ -102,15 +98,13 @@ def cli(tmp_path, monkeypatch, capsys):
 def rich_run_of(rich, tmp_path_factory):
     """rich_run_of(world size): the twenty steps, with a checkpoint after ten, on that many ranks;
     each is run once."""
-    runs = {}
 
+    @functools.cache
     def run_of(world_size):
-        if world_size not in runs:
-            folder = tmp_path_factory.mktemp(f"ranks{world_size}")
-            run = ranks.train(folder, {**rich, "run_id": "rich"}, world_size=world_size)
-            assert run.code == 0, run.stdout + run.stderr
-            runs[world_size] = run
-        return runs[world_size]
+        folder = tmp_path_factory.mktemp(f"ranks{world_size}")
+        run = ranks.train(folder, {**rich, "run_id": "rich"}, world_size=world_size)
+        assert run.code == 0, run.stdout + run.stderr
+        return run
 
     return run_of
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -27,7 +26,10 @@ EOT = 256  # every document of the byte corpus starts with it
 # Small enough that a step takes milliseconds, with every part of the model in use. Fields of a
 # Stage hold in all stages. What is not named is the track's.
 TINY = {
-    "track": "mini",  # by default it is told why this one is taken
+    "track": "english",  # by default it is told why this one is taken
+    "tokenizer": "bytes",
+    "vocab_size": 257,
+    "eot_token": EOT,
     "steps": 4,
     "micro_batch_tokens": 256,
     "micro_batches": 2,
@@ -54,6 +56,7 @@ TINY = {
     "copy_reach": 64,
     "index_orders": (),
     "index_bits": 12,
+    "index_tokens": 5000,
     "val_tokens": 1024,
     "val_sha256": "",
     "val_batch_tokens": 256,
@@ -66,10 +69,10 @@ TINY = {
 }
 
 NO_TABLE = {"ngram_orders": (), "copy_orders": (), "index_orders": ()}
-INDEX = {"index_orders": (4,), "index_share": 0.25}
+INDEX = {"index_orders": (4,)}
 ONE_LAYER = {"num_layers": 1, "long_layers": (0,), "skips": ()}
 
-# Layers of all kinds: the last one is of each kind.
+# The last layer is of each kind.
 LAYERED = {
     "num_layers": 4,
     "long_layers": (3,),
@@ -102,13 +105,13 @@ RICH = {
 
 def spare_runs():
     """Runs of this process, and of ranks that are forked from it, measure no products; those that
-    test it put it back. `auto` is float32 then."""
+    test it put it back."""
     train_gpt.matmul_rate = lambda device, dtype, size: 1e11
 
 
 def tiny_config(**changes):
     """The tiny Config; changes may name fields of a Stage, which then hold in all stages."""
-    return train_gpt.with_values(train_gpt.TRACKS["mini"], {**TINY, **changes})
+    return train_gpt.with_values(train_gpt.TRACKS["english"], {**TINY, **changes})
 
 
 def arguments(values):
@@ -156,7 +159,8 @@ def with_manifest(folder):
         {"file": path.name, "sha256": train_gpt.file_sha256(path)}
         for path in sorted(Path(folder).glob("*.bin"))
     ]
-    manifest = {"tokenizer": "bytes", "source": "standard library", "shards": shards}
+    manifest = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": EOT, "shards": shards}
+    manifest["token_bytes"] = [*[1] * 256, 0]
     (folder / "manifest.json").write_text(json.dumps(manifest) + "\n")
     return folder
 
@@ -260,47 +264,26 @@ def environment():
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
 
-def command(world_size):
-    """The words that start the trainer on world_size processes; plain Python for None."""
-    launcher = []
-    if world_size is not None:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
-    return [sys.executable, *launcher, str(TRAINER)]
-
-
-def run_trainer(cwd, values, world_size=None):
-    """Run the trainer in `cwd`, where logs/ is made, on configuration values."""
-    words = [*command(world_size), *arguments(values)]
-    done = subprocess.run(
-        words, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=150
-    )
-    folder = Path(cwd) / "logs" / str(values.get("run_id", ""))
-    return Run(done.returncode, done.stdout, done.stderr, folder)
-
-
 @contextlib.contextmanager
-def started(cwd, values, *words, world_size=None):
-    """The trainer as a running process with piped output, which is not left behind whatever
-    happens; words: of the launcher."""
-    *launcher, script = command(world_size)
+def launched(cwd, values, *words, **variables):
+    """The trainer under torchrun as a running process, whose output is piped and which is not left
+    behind whatever happens; words: of the launcher; variables: of the environment."""
     process = subprocess.Popen(
-        [*launcher, *words, script, *arguments(values)],
+        [sys.executable, "-m", "torch.distributed.run", *words, TRAINER, *arguments(values)],
         cwd=cwd,
-        env=environment(),
+        env={**environment(), **variables},
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,  # background jobs of a shell ignore SIGINT and hand that down
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         yield process
     finally:
-        if process.poll() is None:
-            process.terminate()  # a launcher passes it on to its ranks
-            try:
-                process.wait(timeout=40)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        process.terminate()  # a launcher passes it on to its ranks
+        try:
+            process.wait(timeout=40)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def ranks(world_size, device="cpu"):
@@ -310,13 +293,6 @@ def ranks(world_size, device="cpu"):
     return [
         SimpleNamespace(rank=rank, world_size=world_size, **shared) for rank in range(world_size)
     ]
-
-
-def bytes_of(tensor):
-    if not tensor.numel():
-        return b""  # an empty tensor has no view of another type
-    flat = tensor.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def assert_bitwise(actual, expected, where=""):
@@ -331,7 +307,9 @@ def assert_bitwise(actual, expected, where=""):
             assert_bitwise(*pair, f"{where}[{index}]")
     elif isinstance(expected, torch.Tensor):
         assert actual.dtype == expected.dtype and actual.shape == expected.shape, where
-        assert bytes_of(actual) == bytes_of(expected), f"{where} differs"
+        one, other = (tensor.detach().cpu().contiguous() for tensor in (actual, expected))
+        is_same = torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
+        assert is_same, f"{where} differs"
     else:
         assert actual == expected, where
 
@@ -376,7 +354,7 @@ def content_of(trainer, step, folder):
     run.config, run.runtime, run.trainer = trainer.config, trainer.runtime, trainer
     run.log, run.clock = train_gpt.Log(is_main=True), train_gpt.Clock(trainer.runtime)
     run.folder, run.step, run.loader_state = folder, step, train_gpt.TrainLoader.START
-    run.loss_sum, run.loss_tokens = 0.0, 0
+    run.loss_sum, run.loss_tokens, run.index_digest = 0.0, 0, ""
     run.save("checkpoint.pt")
     return torch.load(folder / "checkpoint.pt", weights_only=True)
 

@@ -32,6 +32,11 @@ def fork(world_size, function, *words):
     sys.stdout.flush()
     sys.stderr.flush()
     left, code, failed, told = set(), 0, math.inf, False
+
+    def signal_all(number):
+        for child in left:
+            os.kill(child, number)
+
     try:
         for rank in range(world_size):
             child = os.fork()
@@ -46,19 +51,14 @@ def fork(world_size, function, *words):
                     if status and not code:
                         code, failed = os.waitstatus_to_exitcode(status), time.monotonic()
             if left and time.monotonic() > failed + OWN_SECONDS:
-                _signal(left, signal.SIGKILL if told else signal.SIGTERM)
+                signal_all(signal.SIGKILL if told else signal.SIGTERM)
                 told, failed = True, time.monotonic() + LAST_SECONDS
             time.sleep(0.005)
     finally:
-        _signal(left, signal.SIGKILL)
+        signal_all(signal.SIGKILL)
         for child in left:
             os.waitpid(child, 0)
     return code
-
-
-def _signal(children, number):
-    for child in children:
-        os.kill(child, number)
 
 
 def _run_rank(rank, world_size, port, function, words):
@@ -70,14 +70,9 @@ def _run_rank(rank, world_size, port, function, words):
         # threads come at once.
         torch.set_num_threads(torch.get_num_threads())
         signal.alarm(ONE_RANK_SECONDS)
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world_size),
-            LOCAL_WORLD_SIZE=str(world_size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+        os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         status = function(*words) or 0
     except BaseException:
         traceback.print_exc()
@@ -98,10 +93,9 @@ def speak_into(folder):
         setattr(sys, name, open(number, "w", buffering=1, closefd=False))
 
 
-def spoken(folder, name, world_size):
-    """The words of all ranks, one after the other."""
-    paths = (Path(folder) / f"{name}{rank}.txt" for rank in range(world_size))
-    return "".join(path.read_bytes().decode() for path in paths if path.exists())
+def spoken(folder, name):
+    """The words of all ranks to a stream, one after the other."""
+    return "".join(path.read_text() for path in sorted(Path(folder).glob(f"{name}*.txt")))
 
 
 def on_ranks(world_size, work, *words):
@@ -115,13 +109,9 @@ def on_ranks(world_size, work, *words):
             torch.save(work(runtime, *words), Path(folder) / f"{runtime.rank}.pt")
             runtime.close()
 
-        assert fork(world_size, call) == 0, spoken(folder, "stdout", world_size) + spoken(
-            folder, "stderr", world_size
-        )
-        return [
-            torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
-            for rank in range(world_size)
-        ]
+        assert fork(world_size, call) == 0, spoken(folder, "std")
+        paths = [Path(folder) / f"{rank}.pt" for rank in range(world_size)]
+        return [torch.load(path, weights_only=False) for path in paths]
 
 
 def train(cwd, values, *words, world_size=1, before=None, main=train_gpt.main):
@@ -130,19 +120,14 @@ def train(cwd, values, *words, world_size=1, before=None, main=train_gpt.main):
     before: a function that each rank calls first. main: of a script."""
 
     def call():
-        speak_into(folder)
+        speak_into(said)
         os.chdir(cwd)
         train_gpt.plot = lambda folder: ""
         if before:
             before()
         return main([*words, *arguments(values)])
 
-    with tempfile.TemporaryDirectory() as folder:
-        source = TRAINER.read_text()
+    folder, source = Path(cwd) / "logs" / str(values.get("run_id", "")), TRAINER.read_text()
+    with tempfile.TemporaryDirectory() as said:
         code = fork(world_size, call)
-        return Run(
-            code,
-            *(spoken(folder, name, world_size) for name in ("stdout", "stderr")),
-            Path(cwd) / "logs" / str(values.get("run_id", "")),
-            source,
-        )
+        return Run(code, spoken(said, "stdout"), spoken(said, "stderr"), folder, source)

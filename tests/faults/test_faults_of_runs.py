@@ -2,6 +2,7 @@
 corpora; of its ranks, their launcher and their nodes. What a checkpoint promises is in
 tests/trainer/test_checkpoint.py, signals are in tests/trainer/test_loop.py."""
 
+import contextlib
 import datetime
 import fcntl
 import os
@@ -18,27 +19,12 @@ from trainer import sabotage
 
 import ranks
 import train_gpt
-from helpers import (
-    INDEX,
-    NO_TABLE,
-    TRAINER,
-    Run,
-    arguments,
-    assert_same_end,
-    command,
-    environment,
-    log_of,
-    make_corpus,
-    refusal,
-    started,
-)
+from helpers import INDEX, NO_TABLE, Run, assert_same_end, launched, log_of, make_corpus, refusal
 
 # ----- kills
 
 SETTINGS = {  # (ranks before a kill, ranks after it, what differs from helpers.RICH)
-    "one rank": (1, 1, {}),
     "bfloat16, soap": (1, 1, {"dtype": "bfloat16", "matrix_update": "soap", "basis_every": 3}),
-    "two ranks": (2, 2, {}),
     "three ranks, no table": (3, 3, NO_TABLE),
     "two ranks, then one": (2, 1, {}),
     "one rank, then two, adam": (1, 2, {"matrix_update": "adam"}),
@@ -83,15 +69,13 @@ def test_runs_that_are_killed_at_random_moments_end_as_if_nobody_had(name, rich,
     assert kills
 
 
-def kill_when(process, folder, step, victims):
-    """SIGKILL to what victims(pid of the launcher) names, once a step is in the log."""
+def wait_for_step(folder, step):
+    """Return once a step is in the log."""
     log = folder / "log.txt"
     for _ in range(6000):
         if log.exists() and re.search(rf"^step:{step}/", log.read_text(errors="replace"), re.M):
-            break
+            return
         time.sleep(0.02)
-    for pid in victims(process.pid):
-        os.kill(pid, signal.SIGKILL)
 
 
 def children_of(pid):
@@ -102,12 +86,13 @@ def children_of(pid):
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_rank_was_killed(rich, rich_run_of, tmp_path):
     values = {**rich, "save_every": 4, "run_id": "again", "resume": "auto"}
-    folder = tmp_path / "logs" / "again"
-    with started(tmp_path, values, "--max-restarts=2", world_size=2) as process:
-        kill_when(process, folder, 9, lambda launcher: children_of(launcher)[1:])
-        out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, out + err
-    run = Run(process.returncode, out, err, folder)
+    folder, words = tmp_path / "logs" / "again", ("--nproc-per-node=2", "--max-restarts=2")
+    with launched(tmp_path, values, "--standalone", *words) as process:
+        wait_for_step(folder, 9)
+        os.kill(children_of(process.pid)[1], signal.SIGKILL)
+        out, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, out
+    run = Run(process.returncode, out, "", folder)
     assert_same_end(run, rich_run_of(2))
     resumed = run.log.index("resumed:again step:8/20 world_size:2")
     assert run.log[resumed - 1].startswith("status:") and run.log[-1].startswith("status:ok ")
@@ -116,14 +101,11 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(rich, rich_run_of, tmp_pa
 @pytest.mark.slow
 def test_ranks_end_when_their_launcher_was_killed(tiny, tmp_path):
     values = {**tiny, "steps": 4000, "epochs": 1000, "run_id": "alone"}
-    folder, left = tmp_path / "logs" / "alone", []
-
-    def note_ranks(launcher):
-        left.extend(children_of(launcher))
-        return [launcher]
-
-    with started(tmp_path, values, world_size=2) as process:
-        kill_when(process, folder, 3, note_ranks)
+    folder = tmp_path / "logs" / "alone"
+    with launched(tmp_path, values, "--standalone", "--nproc-per-node=2") as process:
+        wait_for_step(folder, 3)
+        left = children_of(process.pid)
+        process.kill()
         deadline = time.monotonic() + 30
         while any(os.path.exists(f"/proc/{pid}") for pid in left) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -189,21 +171,14 @@ def test_two_nodes_train_as_one(rich, rich_run_of, tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     rendezvous = f"--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{port}".split()
-    launcher = [*command(1)[:3], "--nproc-per-node=1", *rendezvous]
-    words = [str(TRAINER), *arguments({**rich, "run_id": "nodes", "resume": "auto"})]
-    nodes = []
-    for number in (1, 2):
-        own = [f"--local-addr=127.0.0.{number}", f"--rdzv-conf=is_host={2 - number}"]
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        environ = {**environment(), "GLOO_SOCKET_IFNAME": "lo"}
-        nodes.append(
-            subprocess.Popen([*launcher, *own, *words], cwd=tmp_path, env=environ, **options)
-        )
-    try:
+    values = {**rich, "run_id": "nodes", "resume": "auto"}
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for number in (1, 2):
+            own = [f"--local-addr=127.0.0.{number}", f"--rdzv-conf=is_host={2 - number}"]
+            node = launched(tmp_path, values, *rendezvous, *own, GLOO_SOCKET_IFNAME="lo")
+            nodes.append(stack.enter_context(node))
         said = [node.communicate(timeout=200)[0] for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
     assert [node.returncode for node in nodes] == [0, 0], said
     assert_same_end(Run(0, "", "", tmp_path / "logs" / "nodes"), rich_run_of(2))
 
@@ -261,7 +236,8 @@ def test_what_stands_in_the_way_of_a_run_is_named(name, tiny, cli, tmp_path, mon
 def test_a_shard_that_vanishes_during_a_run_is_named(tiny, cli, tmp_path, monkeypatch):
     """It is read when its turn comes. The run goes on when it is back."""
     folder = make_corpus(tmp_path / "corpus", train_tokens=6000)
-    values = {**tiny, **INDEX, "steps": 8, "save_every": 2, "data": str(folder)}
+    values = {**tiny, **INDEX, "index_tokens": 600, "steps": 8, "save_every": 2}
+    values["data"] = str(folder)
     whole = cli(**values, run_id="whole")
     assert whole.code == 0 and whole.checkpoint()["loader"]["shard"] == 1
     second, step = folder / "tiny_train_000001.bin", train_gpt.Trainer.step

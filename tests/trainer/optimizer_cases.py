@@ -1,8 +1,5 @@
-"""Steps of the optimizer that several tests share.
-
-Weights of awkward shapes, gradients that add up to the same at any world size, and what some steps
-leave on each rank. test_distributed.py compares ranks.
-"""
+"""Steps of the optimizer that several tests share: weights of awkward shapes, and gradients that
+add up to the same at any world size. test_distributed.py compares ranks."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -39,15 +36,36 @@ def hyper(count=1, lr=0.1, decay=0.0, momentum=0.9, betas=(0.9, 0.95), dtype=tor
     return Hyper(count, lr, decay, momentum, betas, dtype)
 
 
+def composed_polynomials(values):
+    """What Muon's polynomials make of singular values."""
+    for a, b, c in train_gpt.POLAR_EXPRESS:
+        values = a * values + b * values**3 + c * values**5
+    return values
+
+
+def slow_muon(weight, buffer, second, grad, lr, momentum, decay, whitened=lambda mixed: mixed):
+    """One matrix in float64, from the description: its new weight, momentum and mean square."""
+    rows, columns = weight.shape
+    buffer = momentum * buffer + (1 - momentum) * grad
+    nesterov = whitened(momentum * buffer + (1 - momentum) * grad)
+    u, values, vt = np.linalg.svd(nesterov, full_matrices=False)
+    update = (u * composed_polynomials(values / (np.linalg.norm(values) * 1.02 + 1e-12))) @ vt
+    size = np.linalg.norm(update)
+    axis = 1 if rows >= columns else 0
+    second = 0.95 * second + 0.05 * (update**2).mean(axis, keepdims=True)
+    update = update / np.sqrt(second)
+    update = update * size / np.linalg.norm(update)
+    lr = lr * max(1, rows / columns) ** 0.5
+    decayed = np.where(update * weight >= 0, decay * weight, 0)
+    return weight - lr * (update + decayed), buffer, second
+
+
 # ----- optimizers
 
 
 class Weights(nn.Module):
-    """Parameters of the given names and shapes.
-
-    They are of `dtype`, but for those named *_scale, which are always float32. rules: of some of
-    them, where it is not that of the model.
-    """
+    """Parameters of the given names and shapes, of `dtype` but for *_scale, which are float32.
+    rules: of some of them, where it is not that of the model."""
 
     def __init__(self, dtype, shapes, rules=None):
         super().__init__()
@@ -141,11 +159,8 @@ def batch_of(trainer, *tokens):
 
 
 def under_way(full):
-    """A state of the matrices as if training went on for long.
-
-    Eigenvalues stand apart from each other, so that eigenvectors are well-defined and rounding,
-    which differs between world sizes, stays what it is.
-    """
+    """A state of the matrices as if training went on for long. Eigenvalues stand apart from each
+    other, so that rounding, which differs between world sizes, turns no eigenvectors."""
     for state in full.values():
         for key in [key for key in state if key.endswith("basis")]:
             count, size, _ = state[key].shape
@@ -242,10 +257,7 @@ CASES |= {
 
 
 def take_steps(case, runtime):
-    """Take a case's steps on gradients of twelve micro-batches.
-
-    Returns what they left on this rank, and what they cost.
-    """
+    """What a case's steps on gradients of twelve micro-batches leave on this rank, and send."""
     optimizer = optimizer_of(runtime, case.shapes, case.dtype, **{"steps": 6, **case.changes})
     config = optimizer.matrices.config
     params = params_of(optimizer)
@@ -253,14 +265,7 @@ def take_steps(case, runtime):
     weights = {name: param.clone() for name, param in params.items()}
     if case.is_settled:
         under_way(full["matrices"])
-    found, decomposed = [], []
-    honest = train_gpt.eigenbasis_step
-
-    def counted(factors, *rest):
-        decomposed.append(len(factors))
-        return honest(factors, *rest)
-
-    train_gpt.eigenbasis_step = counted
+    found = []
     runtime.ledger.clear()
     for step in case.steps:
         if case.is_settled:
@@ -275,12 +280,10 @@ def take_steps(case, runtime):
         if case.is_settled or step == case.steps[-1]:
             copies = {name: param.clone() for name, param in params.items()}
             found.append({"params": copies, "full": full_state(optimizer)})
-    train_gpt.eigenbasis_step = honest
     ledger = runtime.ledger.items()
     sent = {"/".join(key): tuple(entry) for key, entry in ledger if key[1] != "checkpoint"}
     return {
         "steps": found,
         "sent": sent,
-        "decomposed": sum(decomposed),
         "left": {name: waiting(optimizer, name) for name in params},
     }

@@ -27,15 +27,6 @@ def die(rank=1):
     before_third_step(rank, lambda: os._exit(3))
 
 
-def fail():
-    """Rank 1 alone finds something wrong with its input."""
-
-    def refuse():
-        raise train_gpt.ConfigError("only rank 1 knows what is wrong")
-
-    before_third_step(1, refuse)
-
-
 def spoil_second_rank():
     """The hash leaves the table on rank 1, in the loader's thread alone."""
     honest = train_gpt.RowFinder.find

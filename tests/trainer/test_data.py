@@ -1,14 +1,11 @@
 """Shards and corpora, and the loader's micro-batches."""
 
-import dataclasses
-import functools
+import contextlib
 import itertools
 import os
-import threading
 
 import numpy as np
 import pytest
-import torch
 
 import train_gpt
 from helpers import (
@@ -22,17 +19,7 @@ from helpers import (
     with_manifest,
     write_shard,
 )
-from ranks import on_ranks
-from train_gpt import (
-    ConfigError,
-    NgramTable,
-    Runtime,
-    Text,
-    TrainLoader,
-    contiguous_passage,
-    open_corpus,
-    stack_passages,
-)
+from train_gpt import ConfigError, NgramTable, Runtime, TrainLoader, open_corpus
 
 # ----- shards
 
@@ -49,84 +36,66 @@ def test_a_corpus_joins_its_validation_shards(tmp_path):
 TRAIN, SECOND, VAL = "tiny_train_000000.bin", "tiny_train_000001.bin", "tiny_val_000000.bin"
 
 
-def cut_off(folder):
-    (folder / TRAIN).write_bytes((folder / TRAIN).read_bytes()[:-10])
+def shard(name, tokens, **options):
+    """Puts another shard in the place of one."""
+    return lambda folder: write_shard(folder / name, tokens, **options)
 
 
-def change_token(path, at):
+def change_token(path, at=7):
     content = bytearray(path.read_bytes())
     content[1024 + 2 * at] ^= 1
     path.write_bytes(content)
 
 
-def replace_by(make, path):
-    path.unlink()
-    make(path)
-
-
 def exchange(folder):
-    one, other = folder / TRAIN, folder / SECOND
-    content = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(content)
+    contents = [(folder / name).read_bytes() for name in (SECOND, TRAIN)]
+    for name, content in zip((TRAIN, SECOND), contents, strict=True):
+        (folder / name).write_bytes(content)
 
 
 def shorten_training(folder):
-    for shard in folder.glob("*train*"):
-        write_shard(shard, byte_documents(1000))
+    for path in folder.glob("*train*"):
+        write_shard(path, byte_documents(1000))
 
 
-def remove(folder, split):
-    for shard in folder.glob(f"*_{split}_*"):
-        shard.unlink()
+def put_a_pipe(folder):
+    (folder / TRAIN).unlink()
+    os.mkfifo(folder / TRAIN)
+
+
+def rename(folder):
+    (folder / VAL).rename(folder / "another_val_000000.bin")
 
 
 # What is done to a good corpus, and what the message must say. Afterwards the manifest is made to
 # agree with what is wrong.
 DAMAGE = {
-    "truncated": (cut_off, [TRAIN, "header says 45000", "44995", "data/text.py"]),
-    "header cut": (
-        lambda path: (path / TRAIN).write_bytes(b"0" * 100),
-        [TRAIN, "is cut"],
+    "truncated": (
+        shard(TRAIN, byte_documents(44_995), count=45_000),
+        ["header says 45000", "44995", "data/text.py"],
     ),
-    "magic": (
-        lambda path: write_shard(path / TRAIN, [EOT] * 100, magic=20240801),
-        [TRAIN, "20240801", "not [20240520, 1]"],
-    ),
-    "no tokens": (lambda path: write_shard(path / TRAIN, []), [TRAIN, "header says 0"]),
-    "fewer than there are": (
-        lambda path: write_shard(path / TRAIN, byte_documents(45_000), count=44_000),
-        [TRAIN, "header says 44000"],
-    ),
-    "beyond vocabulary": (
-        lambda path: write_shard(path / TRAIN, [EOT, 300, *byte_documents(5000)]),
-        [TRAIN, "300", "256", "--tokenizer"],
-    ),
+    "header cut": (lambda folder: (folder / TRAIN).write_bytes(b"0" * 100), [TRAIN, "is cut"]),
+    "magic": (shard(TRAIN, [EOT] * 100, magic=20240801), [TRAIN, "20240801", "[20240520, 1]"]),
+    "no tokens": (shard(TRAIN, []), [TRAIN, "header says 0"]),
+    "fewer than there are": (shard(TRAIN, [EOT] * 45_000, count=44_000), ["header says 44000"]),
+    "beyond vocabulary": (shard(TRAIN, [EOT, 300] * 5000), [TRAIN, "300", "256", "--eot-token"]),
     "no train": (
-        lambda path: remove(path, "train"),
+        lambda folder: [path.unlink() for path in folder.glob("*_train_*")],
         ["*_train_*.bin", "data/text.py", "--data"],
     ),
     "few train": (shorten_training, ["2,048", "1,536", "--steps", "--epochs"]),
-    "few val": (
-        lambda path: write_shard(path / VAL, byte_documents(1024)),
-        ["1,024", "--val-tokens", "768"],
-    ),
+    "few val": (shard(VAL, byte_documents(1024)), ["1,024", "--val-tokens", "768"]),
 }
 # The same, where the manifest stays as it was built, or is what is wrong.
+SHA256 = "sha256 is not the manifest's"
 NOT_AS_BUILT = {
     "one token changed": (
-        lambda path: change_token(path / TRAIN, 20_000),
-        [TRAIN, "sha256 is not the manifest's", "again"],
+        lambda folder: change_token(folder / TRAIN, 20_000),
+        [TRAIN, SHA256, "again"],
     ),
-    "shards exchanged": (exchange, [TRAIN, "sha256 is not the manifest's"]),
-    "a shard that the manifest lacks": (
-        lambda path: (path / VAL).rename(path / "another_val_000000.bin"),
-        ["another_val_000000.bin", "sha256 is not the manifest's"],
-    ),
-    "a pipe, for which nobody waits": (
-        lambda path: replace_by(os.mkfifo, path / TRAIN),
-        [TRAIN, "no file, and a shard is one"],
-    ),
+    "shards exchanged": (exchange, [TRAIN, SHA256]),
+    "a shard that the manifest lacks": (rename, ["another_val_000000.bin", SHA256]),
+    "a pipe, for which nobody waits": (put_a_pipe, [TRAIN, "no file, and a shard is one"]),
 }
 
 
@@ -158,39 +127,32 @@ def test_a_run_is_resumed_on_the_corpus_that_it_began_with(cli, tiny, tmp_path):
     values = {**tiny, "steps": 2, "data": str(folder), "run_id": "first", "save_every": 1}
     assert cli(**values).code == 0
     (tmp_path / "logs/first/checkpoint.pt").unlink()
-    change_token(folder / TRAIN, 7)
+    change_token(folder / TRAIN)
     line = refusal(cli(resume="first"))
-    assert TRAIN in line and "sha256 is not the manifest's" in line
+    assert TRAIN in line and SHA256 in line
     with_manifest(folder)
     assert "manifest.json is not the one" in refusal(cli(resume="first"))
     (folder / "manifest.json").unlink()
     assert "manifest.json is not the one" in refusal(cli(resume="first"))
 
 
-@pytest.mark.parametrize("share", [0, 0.9], ids=["all", "beside the index"])
-def test_every_shard_that_a_run_reaches_is_checked_and_no_other(share, tmp_path):
-    # Of one micro-batch each; beside an index, three of the first shard are left at most.
+@pytest.mark.parametrize("indexed", [0, 250], ids=["all", "beside the index"])
+def test_every_shard_that_a_run_reaches_is_checked_and_no_other(indexed, tmp_path):
+    # Of one micro-batch each; the index reads a half of the last one.
     folder = make_corpus(tmp_path / "corpus", train_tokens=14 * 500, shards=14)
     changes = {"steps": 5, "data": str(folder)}
-    if share:
-        write_shard(folder / TRAIN, byte_documents(5000))
-        changes |= {"index_orders": (4,), "index_share": share}
     with_manifest(folder)
-    change_token(folder / "tiny_train_000013.bin", 7)
+    change_token(folder / "tiny_train_000012.bin")
+    changes |= {"index_orders": (4,), "index_tokens": indexed}
     open_corpus(tiny_config(**changes))  # it takes ten of them
+    if indexed:
+        with pytest.raises(ConfigError, match="tiny_train_000012.bin: its sha256"):
+            open_corpus(tiny_config(**changes | {"index_tokens": 750}))
     for shard in (6, 7, 8):
         tokens = [*byte_documents(490), *range(300, 310)]
         write_shard(folder / f"tiny_train_{shard:06d}.bin", tokens)
     with pytest.raises(ConfigError, match="tiny_train_000006.bin: token id 309"):
         open_corpus(tiny_config(**changes))
-
-
-def test_epochs_make_up_for_few_tokens(tmp_path):
-    folder = make_corpus(tmp_path / "corpus", train_tokens=2_000, shards=1)
-    config = tiny_config(data=str(folder), steps=4, micro_batches=3)
-    with pytest.raises(ConfigError, match="--epochs"):
-        open_corpus(config)
-    open_corpus(dataclasses.replace(config, epochs=2))
 
 
 # ----- the loader; the tokens of `countable` shards are all different, so that a token tells its
@@ -219,42 +181,21 @@ def loader_config(rows=None, **changes):
 
     rows: {start: {field: value}} of a schedule's rows, where it has several.
     """
-    values = {**TINY, "tokenizer": "gpt2", "micro_batches": 4, **changes}
+    values = {**TINY, "vocab_size": 50304, "eot_token": 50256, "micro_batches": 4, **changes}
     if rows:
         for name in set().union(*rows.values()):
             values.pop(name)
         values["stages"] = tuple({"start": start, **row} for start, row in rows.items())
-    return train_gpt.with_values(train_gpt.TRACKS["mini"], values)
+    return train_gpt.with_values(train_gpt.TRACKS["english"], values)
 
 
-def load_all(config, shards, runtime=None, first_step=0, state=None):
+def load_all(config, shards, first_step=0, state=None):
     """Every Batch from first_step to the end of the run."""
-    runtime = runtime or Runtime("cpu")
-    plan = functools.partial(NgramTable(config, runtime).plan_step, group=runtime.loader_group)
-    loader = TrainLoader(config, shards, runtime, plan, first_step, state)
-    try:
+    plan = NgramTable(config, Runtime("cpu")).plan_step
+    with contextlib.closing(
+        TrainLoader(config, shards, Runtime("cpu"), plan, first_step, state)
+    ) as loader:
         return [loader.next_batch() for _ in range(first_step, config.steps)]
-    finally:
-        loader.close()
-
-
-def load_on_rank(runtime, config, shards):
-    """[(stack of micro-batches, signs of their rows, tokens, state)] of a rank's batches."""
-    batches = load_all(config, shards, runtime)
-    return [(tuple(batch.stack), batch.rows.signs, batch.tokens, batch.state) for batch in batches]
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_world_sizes_share_out_the_same_micro_batches(world_size):
-    config = loader_config(steps=3, micro_batches=12)
-    shards = [countable(10_000)]
-    alone = load_all(config, shards)
-    for rank, parts in enumerate(on_ranks(world_size, load_on_rank, config, shards)):
-        for whole, (stack, signs, tokens, state) in zip(alone, parts, strict=True):
-            theirs = [*whole.stack, whole.rows.signs]
-            for one, other in zip([*stack, signs], theirs, strict=True):
-                assert torch.equal(one, other[rank::world_size])
-            assert state == whole.state and tokens == whole.tokens == 12 * 256
 
 
 def test_an_epoch_covers_each_shard_exactly_once():
@@ -335,48 +276,13 @@ def test_a_stream_goes_on_from_the_state_of_any_step():
             assert_bitwise(tuple(one.stack), tuple(other.stack))
             assert_bitwise(vars(one.rows), vars(other.rows))
             assert one.state == other.state
-    beyond = {"shard": 4, "piece": 0, "offset": 0}
-    with pytest.raises(ConfigError, match="beyond the corpus; use another checkpoint"):
-        load_all(config, shards, state=beyond)
 
 
-def test_an_error_of_the_loading_thread_reaches_the_training_loop_and_closing_ends_it(monkeypatch):
-    """A thread that is inside torch when the interpreter goes away aborts the process."""
-
-    def broken(*words, **options):
-        raise ConfigError("what only the thread knows")
-
-    before = set(threading.enumerate())
-    monkeypatch.setattr(NgramTable, "plan_step", broken)
-    with pytest.raises(ConfigError, match="what only the thread knows"):
-        load_all(tiny_config(), [np.full(3000, EOT, dtype=np.uint16)])
-    assert set(threading.enumerate()) <= before
-
-
-@pytest.mark.parametrize("softmax_rows, is_refused", [(201, False), (200, True), (0, False)])
-def test_a_softmax_without_a_row_for_the_rest_of_the_vocabulary_is_refused(
-    softmax_rows, is_refused
-):
+def test_a_softmax_without_a_row_for_the_rest_of_the_vocabulary_is_refused():
     """Of one micro-batch, which has 200 different targets."""
     tokens = np.array([EOT, *(np.arange(256) % 200)], dtype=np.uint16)
-    changes = {"steps": 1, "micro_batches": 1, "document_cap": 256, "softmax_rows": softmax_rows}
-    if is_refused:
-        with pytest.raises(ConfigError, match="softmax_rows=200: .*step 0 has 200 different"):
-            load_all(tiny_config(**changes), [tokens])
-    else:
-        (batch,) = load_all(tiny_config(**changes), [tokens])
-        assert batch.stack.targets.unique().tolist() == [*range(200)]
-
-
-@pytest.mark.parametrize("documents, room", [(1, 64), (63, 64), (64, 128), (255, 256)])
-def test_bounds_have_room_for_63_documents_or_more_powers_of_two(documents, room):
-    """They are all starts in their order, then the end as often as there is room for: attention
-    kernels get no other shape."""
-    tokens = np.ones(257, dtype=np.uint16)
-    tokens[np.linspace(0, 255, documents).round().astype(int)] = EOT
-    text = Text(tokens, EOT)
-    passages = [contiguous_passage(text, 0, 256), contiguous_passage(text, 0, 256)]
-    stack = stack_passages(passages, 256, torch.device("cpu"))
-    starts = np.flatnonzero(tokens == EOT).tolist()
-    assert stack.segment_bounds.dtype == torch.int32
-    assert stack.segment_bounds.tolist() == [starts + [256] * (room - documents)] * 2
+    config = tiny_config(steps=1, micro_batches=1, document_cap=256, softmax_rows=201)
+    load_all(config, [tokens])
+    config = train_gpt.with_values(config, {"softmax_rows": 200})
+    with pytest.raises(ConfigError, match="softmax_rows=200: .*step 0 has 200 different"):
+        load_all(config, [tokens])

@@ -15,7 +15,6 @@ from train_gpt import (
     VarlenAttention,
     choose_attention,
     choose_compile,
-    resolve_dtype,
 )
 
 CPU = torch.device("cpu")
@@ -78,22 +77,20 @@ def test_every_rank_refuses_fewer_gpus_than_processes(
 def test_nccl_is_told_its_device(gpus, monkeypatch):
     gpus(2)
     started = {}
-    launched = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in {**launched, "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-
-    def init_process_group(backend, **options):
-        started.update(options, backend=backend)
-
-    def rendezvous(*words, **options):
-        return iter([(torch.distributed.HashStore(), 1, 2)])
-
-    monkeypatch.setattr(torch.distributed, "init_process_group", init_process_group)
-    monkeypatch.setattr(torch.distributed, "rendezvous", rendezvous)
-    monkeypatch.setattr(torch.distributed, "new_group", lambda timeout, backend: backend)
-    monkeypatch.setattr(
-        torch.distributed, "monitored_barrier", lambda *words: started.update(waited=words)
-    )
+    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("MASTER_ADDR", "here")
+    store = torch.distributed.HashStore()
+    answers = {
+        "init_process_group": lambda backend, **options: started.update(options, backend=backend),
+        "rendezvous": lambda *words, **options: iter([(store, 1, 2)]),
+        "new_group": lambda timeout, backend: backend,
+        "monitored_barrier": lambda *words: started.update(waited=words),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.distributed, name, answer)
     runtime = Runtime("auto")
     assert started["backend"] == "cpu:gloo,cuda:nccl"
     assert started["device_id"] == runtime.device == torch.device("cuda", 1)
@@ -103,38 +100,21 @@ def test_nccl_is_told_its_device(gpus, monkeypatch):
 # ----- types and back ends
 
 
-@pytest.mark.parametrize("fast", ["float32", "bfloat16"])
-def test_auto_is_the_type_that_the_machine_is_fast_in(fast, gpus, monkeypatch, cli, tiny):
-    def rate(device, dtype, size):
-        return 2.0 if dtype == getattr(torch, fast) else 1.0
-
-    monkeypatch.setattr(train_gpt, "matmul_rate", rate)
-    assert resolve_dtype("auto", CPU) == fast and resolve_dtype("float32", CPU) == "float32"
-    run = cli(**{**tiny, "steps": 1, "dtype": "auto", "run_id": "auto"})
-    assert run.result["config"]["dtype"] == fast
-    assert run.checkpoint()["model"]["mlp"].dtype == getattr(torch, fast)
-    for capability, expected in (((7, 5), "float32"), ((8, 0), "bfloat16")):
-        gpus(1, capability)
-        assert resolve_dtype("auto", CUDA) == expected
+FLASH = [
+    # torch's own calls of FA3 would fail on this device
+    ((8, 0), ("FA3", "FA4"), "FA2 (no newer one for this device: ModuleNotFoundError)"),
+    ((9, 0), (), "FA2 (no FA3: ModuleNotFoundError)"),
+    ((9, 0), ("FA3",), "FA3"),
+    ((10, 0), ("FA3",), "FA2 (no FA4: ModuleNotFoundError)"),
+]
 
 
-@pytest.mark.parametrize(
-    "capability, packages, activated, told",
-    [
-        # torch's own calls of FA3 would fail on this device
-        ((8, 0), ("FA3", "FA4"), [], "FA2 (no newer one for this device: ModuleNotFoundError)"),
-        ((9, 0), (), [], "FA2 (no FA3: ModuleNotFoundError)"),
-        ((9, 0), ("FA3",), ["FA3"], "FA3"),
-        ((10, 0), ("FA3",), [], "FA2 (no FA4: ModuleNotFoundError)"),
-    ],
-)
-def test_the_log_says_which_flash_attention_was_asked_for(
-    capability, packages, activated, told, gpus
-):
-    found = gpus(1, capability, packages)
+@pytest.mark.parametrize("capability, packages, told", FLASH)
+def test_the_log_says_which_flash_attention_was_asked_for(capability, packages, told, gpus):
+    activated = gpus(1, capability, packages)
     back_end, description = choose_attention(tiny_config(dtype="bfloat16"), CUDA)
-    assert isinstance(back_end, VarlenAttention)
-    assert description == f"varlen-{told}" and found == activated
+    assert isinstance(back_end, VarlenAttention) and description == f"varlen-{told}"
+    assert activated == ["FA3"] * (told == "FA3")
 
 
 def test_flash_attention_is_for_bfloat16_on_cuda(gpus):
@@ -155,35 +135,28 @@ def test_flash_attention_is_for_bfloat16_on_cuda(gpus):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_flash_attention_is_told_the_segments_and_the_cap(count, monkeypatch):
-    """Of GPT-2 text: the longest segment is none too short, in layers with `count` positions a
-    token."""
-    given = {}
-
-    def varlen_attn(q, k, v, bounds, same, longest, also, scale, window_size):
-        given.update(bounds=bounds, longest=longest, window=window_size)
-        assert bounds is same and longest == also
-        return v
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    """Of FineWeb, whose mean is 690 tokens: no segment is longer than what it is told, in layers
+    with `count` positions a token."""
+    given = []
+    kernel = "torch.nn.attention.varlen.varlen_attn"
+    monkeypatch.setattr(kernel, lambda q, k, v, *told, **options: given.extend([*told, options]))
     paired = {1: (), 2: (1,)}[count]
     config = dataclasses.replace(train_gpt.TRACKS["fineweb"], paired_layers=paired)
     length = config.micro_batch_tokens
-    # FineWeb's mean is 690 tokens.
-    spans = [(low, min(low + 640, length)) for low in range(0, length, 640)]
+    lows = [*range(0, length, 640)]
+    spans = [*zip(lows, [*lows[1:], length], strict=True)]
     text = train_gpt.Text(np.zeros(length + 1, np.uint16), config.eot_token)
     stack = train_gpt.stack_passages([train_gpt.Passage(text, spans)], length, CPU)
     micro_batch = train_gpt.MicroBatch(*(tensor[0] for tensor in stack))
-    back_end = VarlenAttention()
-    segments = back_end.prepare(
-        micro_batch, train_gpt.training_phase(config, 0), config.torch_dtype
-    )
+    phase = train_gpt.training_phase(config, 0)
+    segments = VarlenAttention().prepare(micro_batch, phase, config.torch_dtype)
     q = torch.zeros(count * length, 1, 4)
-    back_end.attend(q, q, q, segments, train_gpt.Window(128, count), 0.1)
-    bounds = given["bounds"]
-    starts = [low for low, _ in spans] + [length] * (64 - len(spans))
-    assert bounds.dtype == torch.int32 and bounds.tolist() == [count * low for low in starts]
-    assert given["longest"] == 896 * count >= bounds.diff().max()
-    assert given["window"] == (127, 0)
+    VarlenAttention().attend(q, q, q, segments, train_gpt.Window(128, count), 0.1)
+    bounds, same, longest, also, options = given
+    assert bounds is same and bounds.dtype == torch.int32
+    assert bounds.tolist() == [count * low for low in lows + [length] * (64 - len(lows))]
+    assert longest == also == 896 * count >= bounds.diff().max()
+    assert options == {"scale": 0.1, "window_size": (127, 0)}
 
 
 @pytest.mark.parametrize("missing", ["Python.h", "C++ compiler"])

@@ -5,7 +5,6 @@ hide what it sees.
 """
 
 import dataclasses
-import json
 import re
 
 import cheats
@@ -57,7 +56,6 @@ def failed(trainer, val=VAL):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
         INDEX,
         NO_TABLE,
         LAYERED,
@@ -65,7 +63,6 @@ def failed(trainer, val=VAL):
         {"untie_at": 1.0, "softmax_rows": 200, "mtp_weights": (1.0, 0.5)},
         {"val_batch_tokens": 1024},
         {"val_batch_tokens": 32, "windows": (16, 32), "val_windows": (16, 32), "val_tokens": 64},
-        pytest.param({"dtype": "bfloat16"}, marks=SLOW),
         pytest.param({"dtype": "bfloat16", **LAYERED}, marks=SLOW),
         pytest.param({"dtype": "bfloat16", "seed": 2, **ONE_LAYER, "ngram_rows": 3}, marks=SLOW),
     ],
@@ -73,16 +70,8 @@ def failed(trainer, val=VAL):
 )
 def test_an_honest_model_passes(changes):
     trainer = gated_trainer(**changes)
-    trainer.table.finder.index.read(np.array(byte_documents(3000, seed=7), dtype=np.uint16))
+    trainer.table.finder.index.read([np.array(byte_documents(3000, seed=7), dtype=np.uint16)])
     assert failed(trainer, VAL[: trainer.config.val_tokens + 1]) == set()
-
-
-@pytest.mark.slow
-def test_an_honest_compiled_model_passes():
-    trainer = gated_trainer(dtype="bfloat16")
-    trainer.forward = torch.compile(trainer.model, backend="aot_eager", dynamic=False)
-    assert failed(trainer) == set()
-    torch._dynamo.reset()
 
 
 def documents_of_lengths(lengths):
@@ -206,11 +195,6 @@ def test_a_leak_at_one_per_cent_of_all_positions_is_caught_in_nearly_all_runs():
 # ----- cheating ones
 
 CHANGES = {**INDEX, "copy_reach": 4096, "shifted_layers": (0,)}
-NEEDS = {
-    "pairs_of_heads_that_see_the_document_before": {"paired_layers": (0,)},
-    # Such a leak needs a pass with one of its documents whole, and none of those before it.
-    "what_followed_where_a_document_began_alike": {"val_batch_tokens": 1024, "seed": 3},
-}
 # Layers of all kinds; and a narrow type, in which losses of single tokens may be off by much more.
 AMONG_LAYERS = (
     "attention_across_documents",
@@ -220,17 +204,14 @@ AMONG_LAYERS = (
 )
 NARROW = (
     "attention_one_ahead",
-    "attention_across_documents",
     "losses_less_a_thousandth",
-    "losses_of_other_hidden_states",
     "target_in_signs_of_zeros",
-    "training_that_is_taken_back",
 )
 
 
 @pytest.mark.parametrize(
     "name, changes",
-    [(name, {**CHANGES, **NEEDS.get(name, {})}) for name in cheats.CAUGHT]
+    [(name, CHANGES) for name in cheats.CAUGHT]
     + [(name, LAYERED) for name in AMONG_LAYERS]
     + [pytest.param(name, {"dtype": "bfloat16"}, marks=SLOW) for name in NARROW],
     ids=str,
@@ -242,36 +223,33 @@ def test_a_cheat_is_caught(name, changes, monkeypatch):
     assert failed(trainer) >= set(gates.split())
 
 
-@pytest.mark.parametrize("name", cheats.PASSING)
-def test_what_the_gates_let_pass(name, monkeypatch):
+@pytest.mark.parametrize("cheat", cheats.PASSING)
+def test_what_the_gates_let_pass(cheat):
     """For a reviewer: these are real, since the loss is another one, and no gate sees them."""
-    why, cheat = cheats.PASSING[name]
     trainer = gated_trainer(**INDEX)
     honest = trainer.evaluate(4, VAL)
-    cheat(trainer, monkeypatch, VAL)
-    assert failed(trainer) == set(), f"caught now, though {why}"
+    cheat(trainer, VAL)
+    assert failed(trainer) == set()
     assert trainer.evaluate(4, VAL) != honest
 
 
 # ----- in a run
 
 
-def test_a_failed_gate_is_logged_and_fails_the_run(tiny, cli, monkeypatch, tmp_path):
+def test_a_failed_gate_is_logged_and_fails_the_run(tiny, cli, monkeypatch):
     _, cheat = cheats.CAUGHT["rows_of_the_next_token"]
     cheat(None, monkeypatch)
     run = cli(**{**tiny, "run_id": "leaky"})
-    lines = run.lines
-    assert run.code == 1 and lines[-1].startswith("status:error ") and "causal" in lines[-1]
-    shown = r"gates: cuts:(\d+) missed_1pct:(\d\.\d{5}) time:\d+\.\ds"
-    (gates,) = [number for number, line in enumerate(lines) if line.startswith("gates: ")]
-    cuts, missed = re.fullmatch(shown, lines[gates]).groups()
+    assert run.code == 1 and run.lines[-1].startswith("status:error ")
+    assert "causal" in run.lines[-1] == run.log[-1]
+    (gates,) = [line for line in run.log if line.startswith("gates: ")]
+    cuts, missed = re.fullmatch(
+        r"gates: cuts:(\d+) missed_1pct:(\S+) time:\d+\.\ds", gates
+    ).groups()
     assert float(missed) == pytest.approx(0.99 ** int(cuts), abs=1e-5)
-    verdicts = "validity: causal:FAILED normalised:ok local:FAILED unmoved:ok "
-    assert lines[gates + 1].startswith(verdicts)
-    assert (tmp_path / "logs/leaky/log.txt").read_text().splitlines()[-1] == lines[-1]
-    result = json.loads((tmp_path / "logs/leaky/result.json").read_text())
+    assert "validity: causal:FAILED normalised:ok local:FAILED unmoved:ok " in run.stdout
     passed = {"causal": False, "normalised": True, "local": False, "unmoved": True}
-    assert result["validity"] == passed
+    assert run.result["validity"] == passed
 
 
 def test_a_validation_that_trains_ends_the_run(tiny, cli, monkeypatch):

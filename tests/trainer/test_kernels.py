@@ -147,16 +147,6 @@ def test_sampled_rows_are_the_targets_and_others_that_lie_apart(count):
     assert rows.diff().max() < 3 * 50
 
 
-def test_each_row_stands_for_the_others_as_often_as_any():
-    """So that the sum over the vocabulary is right on average: over orders that targets decide. In
-    a vocabulary of so few rows as 70 some stand for 8 % more."""
-    stood_for = torch.zeros(1000)
-    for repeated in range(1, 1001):  # one target, that many times
-        rows, _, counts = train_gpt.sampled_rows(torch.tensor([2]).repeat(repeated), 1000, 330)
-        stood_for[rows] += counts / 1000
-    torch.testing.assert_close(stood_for, torch.ones(1000), atol=0.03, rtol=0)
-
-
 def test_loss_over_sampled_rows_against_its_definition():
     trainer = make_trainer(softmax_rows=120, mtp_weights=(1.0, 0.5))
     micro_batch, _ = read(trainer, byte_documents(300, seed=1))
@@ -179,21 +169,3 @@ def test_loss_over_sampled_rows_against_its_definition():
     ours = torch.autograd.grad(loss, (hidden, head))
     for grad, wanted in zip(ours, torch.autograd.grad(expected, exact), strict=True):
         assert_close_as_a_whole(grad, wanted, 1e-5)
-
-
-def test_validation_knows_no_sampled_rows_and_all_of_them_change_nothing():
-    validation, training = {}, {}
-    for rows in (0, 120, 257):
-        trainer = make_trainer(softmax_rows=rows)
-        micro_batch, ngram = read(trainer, byte_documents(300))
-        phases = (
-            (validation, train_gpt.evaluation_phase(trainer.config, 0, 256)),
-            (training, train_gpt.training_phase(trainer.config, 0)),
-        )
-        with torch.no_grad():
-            for losses, phase in phases:
-                losses[rows] = trainer.forward_pass(0, phase, (1.0,), micro_batch, ngram)[1]
-    assert torch.equal(validation[120], validation[0])
-    assert torch.equal(validation[257], validation[0])
-    assert (training[120] - training[0]).abs().max() > 1e-3
-    torch.testing.assert_close(training[257], training[0])

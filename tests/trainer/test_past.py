@@ -11,25 +11,26 @@ from numba import njit
 import train_gpt
 from helpers import (
     EOT,
-    INDEX,
     NO_TABLE,
     byte_documents,
     documents_of,
+    make_corpus,
     make_trainer,
-    read,
     slow_key,
     slow_row,
     text_of,
     tiny_config,
+    with_manifest,
     write_shard,
 )
 from train_gpt import (
     NO_GUESS,
+    ConfigError,
     Passage,
     RowFinder,
-    TextIndex,
     contiguous_passage,
     latest_matches,
+    ngram_keys,
     open_corpus,
     rolling_hash,
 )
@@ -176,10 +177,9 @@ def test_keys_against_python_integers(n):
     for high in (70, n, n + 1, 1, 0):
         keys = rolling_hash(text[:high], n, EOT)
         assert keys.dtype == np.uint64 and keys.tolist() == expected[:high]
-    finder = RowFinder(past_config())
     for low, high in ((0, 70), (0, 1), (1, 40), (22, 23), (n, n + 1), (69, 70)):
-        keys = finder.keys(text_of(text), low, high, (3, n))
-        assert keys.dtype == np.uint64 and keys[:, 1].tolist() == expected[low:high]
+        keys = ngram_keys(text, low, high, n, EOT)
+        assert keys.dtype == np.uint64 and keys.tolist() == expected[low:high]
 
 
 # ----- copies
@@ -229,17 +229,17 @@ ALL_KINDS = {
 }
 
 
-ODD_TEXTS = {
-    "one document": [EOT],
-    "one token that starts none": [5],
-    "two tokens": [EOT, 5],
-    "documents of one token": [EOT] * 40,
-    "it begins within a document": [1, 2, 3, 1, 2, 3, 1, 2, EOT, 1, 2, 3, 1, 2, 3],
-    "it ends where a document starts": [EOT, 1, 2, 1, 2, 1, 2, EOT],
-    "no document starts": [1, 2, 3] * 10,
-    "the largest numbers": [EOT, *[65535, 65534] * 10, 65535, 65535, 65535, EOT, 65535, 1, 65535],
-    "nothing but the largest number": [65535] * 20,
-}
+ODD_TEXTS = [
+    [EOT],
+    [5],
+    [EOT, 5],
+    [EOT] * 40,
+    [1, 2, 3, 1, 2, 3, 1, 2, EOT, 1, 2, 3, 1, 2, 3],
+    [EOT, 1, 2, 1, 2, 1, 2, EOT],
+    [1, 2, 3] * 10,
+    [EOT, *[65535, 65534] * 10, 65535, 65535, 65535, EOT, 65535, 1, 65535],
+    [65535] * 20,
+]
 
 
 @pytest.mark.slow
@@ -253,13 +253,13 @@ def test_odd_texts_with_checked_bounds(monkeypatch):
     config = past_config(**ALL_KINDS)
     for size in (2**15, 4, 1):
         monkeypatch.setattr(train_gpt, "INDEX_CHUNK", size)
-        for name, tokens in ODD_TEXTS.items():
-            tokens = np.array(tokens, np.uint16)
+        for text in ODD_TEXTS:
+            tokens = np.array(text, np.uint16)
             finder, indexes = RowFinder(config), [SlowIndex(n, 10) for n in (3, 4)]
-            finder.index.read(tokens)
+            finder.index.read([tokens])
             for column, slow in enumerate(indexes):
                 slow.read(tokens, size)
-                assert np.array_equal(finder.index.entries_of(column), slow.entries()), name
+                assert np.array_equal(finder.index.entries_of(column), slow.entries()), text
             positions = range(len(tokens))
             columns = [slow_columns(tokens, at, config, indexes) for at in positions]
             assert_rows(finder.find(passage_of(tokens, positions)), columns)
@@ -287,7 +287,7 @@ def test_the_index_against_a_dict(name, chunk, monkeypatch):
         slow.read(text, chunk)
     expected = np.stack([slow.entries() for slow in indexes])
     finder = RowFinder(config)
-    finder.index.read(text)
+    finder.index.read([text])
     assert np.array_equal(finder.index.entries.numpy().view(np.uint64), expected)
     # What is known of another text, from its documents' first tokens on.
     sources = np.asarray(byte_documents(100), dtype=np.uint16)
@@ -301,53 +301,54 @@ def test_the_index_against_a_dict(name, chunk, monkeypatch):
 # ----- what the index reads
 
 
-def corpus_of(folder, *shards):
-    """A corpus of these training shards."""
-    folder.mkdir()
-    for number, shard in enumerate(shards):
-        write_shard(folder / f"made_train_{number:06d}.bin", shard)
-    write_shard(folder / "made_val_000000.bin", byte_documents(2000, seed=99))
-    return folder
-
-
 DOCUMENTS = np.asarray(byte_documents(9000, seed=9000), dtype=np.uint16)
 ONE_DOCUMENT = small_alphabet(9000, 20, longest=None)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.999999])
-@pytest.mark.parametrize("first", [DOCUMENTS, ONE_DOCUMENT], ids=["documents", "one document"])
-def test_training_and_the_index_share_out_the_first_shard(first, share, tmp_path):
+@pytest.mark.parametrize("count", [0, 900, 4500, 8999, 9000, 9100, 20_000])
+@pytest.mark.parametrize("last", [DOCUMENTS, ONE_DOCUMENT], ids=["documents", "one document"])
+def test_training_and_the_index_share_out_the_shards(last, count, tmp_path):
     """The index gets whole documents, the last ones; their first token is a target, too."""
-    second = np.asarray(byte_documents(9000, seed=5000), dtype=np.uint16)
-    folder = corpus_of(tmp_path / "corpus", first, second)
-    config = tiny_config(data=str(folder), index_orders=(4,), index_share=share)
+    first = np.asarray(byte_documents(9000, seed=5000), dtype=np.uint16)
+    folder = make_corpus(tmp_path / "corpus")
+    write_shard(folder / "tiny_train_000000.bin", first)
+    write_shard(folder / "tiny_train_000001.bin", last)
+    with_manifest(folder)
+    config = tiny_config(data=str(folder), index_orders=(4,), index_tokens=count, steps=1)
+    if count > 18_000:
+        with pytest.raises(ConfigError, match="shards hold 0 in"):
+            open_corpus(config)
+        return
+    whole = np.concatenate([first, last])
+    wanted = len(whole) - count
+    starts = [at for at in range(wanted, len(whole)) if at == 9000 or whole[at] == EOT]
+    cut = starts[0] if starts else len(whole)
     corpus = open_corpus(config)
-    assert len(corpus.shards) == 2 and np.array_equal(corpus.shards[1], second)
-    later = [at for at in range(round(9000 * (1 - share)), 9000) if first[at] == EOT]
-    cut = later[0] if later else 9000
-    assert np.array_equal(corpus.indexed, first[cut:])
-    assert np.array_equal(corpus.shards[0], first[: cut + 1])
+    assert np.array_equal(np.concatenate([[], *corpus.indexed]), whole[cut:])
+    training = [first, last[: cut - 9000 + 1]] if cut > 9000 else [first[: cut + 1]]
+    for one, other in zip(corpus.shards, training, strict=True):
+        assert np.array_equal(one, other)
     corpus = open_corpus(dataclasses.replace(config, index_orders=()))
     # What nobody reads is trained on.
-    assert np.array_equal(corpus.shards[0], first) and len(corpus.indexed) == 0
+    assert np.array_equal(np.concatenate(corpus.shards), whole) and not corpus.indexed
 
 
-def test_a_checkpoint_keeps_the_index_that_the_run_has_read(rich_run, rich):
-    config = tiny_config(**rich)
-    index = TextIndex(config)
-    index.read(open_corpus(config).indexed)
-    for name in ("step_000010.pt", "checkpoint.pt"):
-        kept = rich_run.checkpoint(name)["groups"]["ngram_table"]["index"]
-        assert torch.equal(kept, index.entries)
-    assert (index.entries != 0).double().mean() > 0.3
+@pytest.mark.parametrize("readers", [2, 3, 7])
+def test_any_number_of_readers_leaves_the_same_bits(readers):
+    config = past_config(index_orders=(3, 4), index_bits=7)
+    alone, together = RowFinder(config).index, RowFinder(config).index
+    texts = [DOCUMENTS, ONE_DOCUMENT]
+    alone.read(texts)
+    for reader in reversed(range(readers)):
+        together.read(texts, reader, readers)
+    assert torch.equal(alone.entries, together.entries) and (alone.entries != 0).all()
 
 
-def test_validation_asks_the_index():
-    trainer, asked = make_trainer(**{**NO_TABLE, **INDEX}), byte_documents(300)
-    finder = trainer.table.finder
-    finder.index.read(np.asarray(byte_documents(9000, seed=2), dtype=np.uint16))
-    _, summed = read(trainer, asked)
-    rows, signs = map(torch.from_numpy, finder.find(contiguous_passage(text_of(asked), 0, 256)))
-    expected = (signs[..., None] * trainer.table.weight[rows.long()]).sum(1)
-    torch.testing.assert_close(summed.detach(), expected)
-    assert 50 < (signs[:, 0] != 0).sum() < 250
+def test_a_run_ends_whose_index_is_not_that_of_its_checkpoint(rich_run, rich, rich_run_of):
+    """It is made anew by each process, and a checkpoint keeps its sha256 alone."""
+    table = make_trainer(**rich).table
+    indexed = open_corpus(tiny_config(**rich)).indexed
+    kept = {rich_run_of(size).checkpoint("step_000010.pt")["index"] for size in (1, 2)}
+    assert kept == {table.read_index(indexed)} == {rich_run.checkpoint()["index"]}
+    with pytest.raises(ConfigError, match="not that of the checkpoint"):
+        table.read_index(indexed, *kept)  # once more, into the same entries

@@ -26,7 +26,6 @@ NARROW = {
     "dtype": "float32",
     "compile": False,
     "seed": 1,
-    "run_id": "rehearsal",
     "steps": STEPS,
     "log_every": 1,
     "val_every": 4,
@@ -40,6 +39,8 @@ NARROW = {
     "exclusive_layers": (8, 11),
     "ngram_rows": 4096,
     "copy_reach": 128,
+    "index_bits": 12,
+    "index_tokens": 6000,
     "val_tokens": 512,
     "val_batch_tokens": 128,
     "val_windows": (64, 192),
@@ -61,35 +62,21 @@ def fineweb_like(count, rng):
     return tokens[:count]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """{world size: the run}"""
-    folder, rng = tmp_path_factory.mktemp("fineweb"), np.random.default_rng(0)
-    for name, count in (("train_000001", 12_000), ("train_000002", 8_000), ("val_000000", 2_000)):
-        write_shard(folder / f"fineweb_{name}.bin", fineweb_like(count, rng))
-    done, values = {}, {**NARROW, "data": str(folder)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "ONE_RANK_SECONDS", 500)  # all ranks have two cores
-        for world_size in (1, 8):
-            place = tmp_path_factory.mktemp(f"world{world_size}")
-            done[world_size] = ranks.train(place, values, world_size=world_size)
-    return done
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("world_size", [1, 8])
-def test_the_run_is_complete_and_valid(world_size, runs):
-    run = runs[world_size]
-    said = run.stdout[-2000:] + run.stderr[-2000:]
-    assert run.code == 0 and run.lines[-1].startswith("status:ok"), said
-    assert set(run.result["validity"].values()) == {True}
-    assert run.result["world_size"] == world_size
-    assert run.train_losses[STEPS] < run.train_losses[1] - 0.3  # it learns
-
-
-@pytest.mark.slow
-def test_eight_ranks_take_the_steps_of_one(runs):
-    for losses, count in (("train_losses", STEPS), ("val_losses", 3)):
-        alone, together = (getattr(runs[world_size], losses) for world_size in (1, 8))
-        assert len(alone) == count and together == pytest.approx(alone, abs=2.1e-5)
+def test_runs_are_complete_and_valid_and_eight_ranks_take_the_steps_of_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "ONE_RANK_SECONDS", 500)  # all ranks have two cores
+    rng, runs = np.random.default_rng(0), {}
+    for name, count in (("train_000001", 12_000), ("train_000002", 8_000), ("val_000000", 2_000)):
+        write_shard(tmp_path / f"fineweb_{name}.bin", fineweb_like(count, rng))
+    for world_size in (1, 8):
+        values = {**NARROW, "data": str(tmp_path), "run_id": f"ranks{world_size}"}
+        run = runs[world_size] = ranks.train(tmp_path, values, world_size=world_size)
+        said = run.stdout[-2000:] + run.stderr[-2000:]
+        assert run.code == 0 and run.lines[-1].startswith("status:ok"), said
+        assert set(run.result["validity"].values()) == {True}
+        assert run.result["world_size"] == world_size
+        assert run.train_losses[STEPS] < run.train_losses[1] - 0.3  # it learns
+    assert len(runs[1].train_losses) == STEPS and len(runs[1].val_losses) == 3
+    assert runs[8].train_losses == pytest.approx(runs[1].train_losses, abs=2.1e-5)
+    assert runs[8].val_losses == pytest.approx(runs[1].val_losses, abs=2.1e-5)

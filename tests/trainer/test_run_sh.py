@@ -33,89 +33,77 @@ exit 0
 LAUNCH = re.search(r"<<'PYTHON'\n(.*?\n)PYTHON\n", (ROOT / "run.sh").read_text(), re.DOTALL)[1]
 
 
-class Copy:
-    """A repository with run.sh, and a way to call it."""
+@pytest.fixture
+def call(tmp_path):
+    """call(*words, **variables): run.sh in a copy of its folder, called from another one: (exit
+    status, stdout, stderr, the stub's calls)."""
+    for name in ("run.sh", "requirements.txt", ".ci/run"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    python, calls = tmp_path / "python-stub", tmp_path / "calls"
+    python.write_text(STUB)
+    python.chmod(0o755)
 
-    def __init__(self, folder):
-        self.folder, self.calls_file = folder, folder / "calls"
-        for name in ("run.sh", "requirements.txt", ".ci/run"):
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-        self.python = self.stub("python-stub")
-
-    def stub(self, name):
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(STUB)
-        path.chmod(0o755)
-        return path
-
-    def set_up(self):
-        """As after a first call."""
-        self.stub(".venv/bin/python")
-        stamp = self.folder / ".venv/installed-requirements.txt"
-        shutil.copy(self.folder / "requirements.txt", stamp)
-        return self
-
-    def run(self, *words, script="run.sh", **variables):
-        """Call it from another folder. Returns (exit status, stdout, stderr, the stub's calls)."""
-        self.calls_file.write_text("")
-        names = {"PYTHON": str(self.python), "STUB_CALLS": str(self.calls_file)}
+    def run(*words, script="run.sh", **variables):
+        calls.write_text("")
         done = subprocess.run(
-            [self.folder / script, *words],
+            [tmp_path / script, *words],
             cwd="/",
-            env={**os.environ, **names, **variables},
+            env={**os.environ, "PYTHON": str(python), "STUB_CALLS": str(calls), **variables},
             text=True,
             capture_output=True,
             timeout=100,
         )
-        return done.returncode, done.stdout, done.stderr, self.calls_file.read_text().splitlines()
+        return done.returncode, done.stdout, done.stderr, calls.read_text().splitlines()
 
-
-@pytest.fixture
-def copy(tmp_path):
-    return Copy(tmp_path)
+    return run
 
 
 # ----- set-up
 
 
-def test_help_sets_nothing_up(copy):
-    code, out, _, calls = copy.run("--help")
+def test_set_up_happens_once_and_again_for_other_requirements(call, tmp_path):
+    code, out, _, calls = call("--help")
     assert (code, calls) == (0, []) and "./run.sh test" in out
-
-
-def test_set_up_happens_once_and_again_for_other_requirements(copy):
-    code, out, err, calls = copy.run("mini", "--data", "my own")
+    code, out, err, calls = call("english", "--data", "my own")
     assert (code, out) == (0, "status:ok\n"), err  # stdout is the trainer's
     assert "-m venv --clear .venv" in calls and any("pip install" in call for call in calls)
-    assert calls[-1] == "- --track mini --data my own"
-    _, _, err, calls = copy.run("--steps", "10")
-    assert (err, calls) == ("", ["- --steps 10"])
-    with open(copy.folder / "requirements.txt", "a") as file:
+    assert calls[-1] == "- --track english --data my own"
+    code, _, err, calls = call("--steps", "10", STUB_STATUS="2")
+    assert (code, err, calls) == (2, "", ["- --steps 10"])
+    with open(tmp_path / "requirements.txt", "a") as file:
         file.write("another==1.0\n")
-    _, _, _, calls = copy.run("mini")
+    _, _, _, calls = call("english")
     assert any("pip install" in call for call in calls)
     assert not any("-m venv" in call for call in calls)
 
 
-def test_a_failed_install_is_done_again(copy):
-    code, _, _, calls = copy.run("mini", STUB_PIP_STATUS="1")
+def test_a_failed_install_is_done_again(call):
+    code, _, _, calls = call("english", STUB_PIP_STATUS="1")
     assert code == 1 and "pip install" in calls[-1]  # and nothing was launched
-    code, _, _, calls = copy.run("mini", STUB_STATUS="2")
-    assert code == 2 and any("pip install" in call for call in calls) and calls[-1][0] == "-"
+    code, _, _, calls = call("english")
+    assert code == 0 and any("pip install" in call for call in calls) and calls[-1][0] == "-"
 
 
-def test_old_python_is_refused_in_one_line(copy):
-    code, _, err, _ = copy.run("mini", STUB_TOO_OLD="1")
-    assert code == 2 and not (copy.folder / ".venv").exists()
+def test_old_python_is_refused_in_one_line(call, tmp_path):
+    code, _, err, _ = call("english", STUB_TOO_OLD="1")
+    assert code == 2 and not (tmp_path / ".venv").exists()
     assert err.count("\n") == 1 and "3.11" in err and "3.9.6" in err and "PYTHON=" in err
+
+
+def test_tests_run_with_further_arguments(call):
+    call("--steps", "1")  # which sets up
+    all_files = "-m pytest tests --numprocesses=2 --dist=worksteal"
+    assert call("test", "-k", "some")[3] == [f"{all_files} -k some"]
+    # Of chosen tests none is left out.
+    chosen = "tests/trainer/test_run_sh.py"
+    assert call("test", chosen, "-x")[3] == [f"-m pytest --all {chosen} -x"]
+    assert call(script=".ci/run")[3] == [f"{all_files} --all"]
 
 
 # ----- data, ranks, arguments
 
 ROOMY = {"/proc/meminfo": "MemTotal: 1 kB MemAvailable: 67108864 kB"}
-CGROUP = "/sys/fs/cgroup/"
 
 
 @pytest.fixture
@@ -160,13 +148,18 @@ def launch(tmp_path, monkeypatch):
 
 
 def test_a_track_is_built_and_runs_on_every_core(launch):
-    ranks, script, builders, said = launch("--track", "mini", "--micro-batches", "8", cores=11)
-    assert ranks == 8 and script == ["train_gpt.py", "--track", "mini", "--micro-batches", "8"]
+    ranks, script, builders, said = launch("--track", "english", "--micro-batches", "8", cores=11)
+    assert ranks == 8 and script == ["train_gpt.py", "--track", "english", "--micro-batches", "8"]
     assert builders == [["data/text.py"]]
     assert said == (
         "run.sh: 8 rank(s), the most of 8, 4, 2 and 1 that 11 core(s), 64.0 GiB of memory and [8] "
         "micro-batches a step allow\n"
     )
+
+
+def limit(file, words):
+    """A roomy machine whose container has a limit."""
+    return {**ROOMY, f"/sys/fs/cgroup/{file}": words}
 
 
 @pytest.mark.parametrize(
@@ -175,85 +168,60 @@ def test_a_track_is_built_and_runs_on_every_core(launch):
         (1, 1, 8, ROOMY),
         (2, 3, 8, ROOMY),
         (2, 8, 6, ROOMY),
-        (4, 8, 8, ROOMY | {CGROUP + "cpu.max": "450000 100000"}),
-        (8, 8, 8, ROOMY | {CGROUP + "cpu.max": "max 100000", CGROUP + "memory.max": "max"}),
+        (4, 8, 8, limit("cpu.max", "450000 100000")),
+        (8, 8, 8, limit("cpu.max", "max 100000") | limit("memory.max", "max")),
         (1, 8, 8, {"/proc/meminfo": "MemAvailable: 1048576 kB"}),
-        (
-            2,
-            8,
-            8,
-            ROOMY
-            | {CGROUP + "memory.max": "3000000000", CGROUP + "memory.stat": "anon 4096 file 9"},
-        ),
+        (2, 8, 8, limit("memory.max", "3000000000") | limit("memory.stat", "anon 4096 file 9")),
     ],
     ids=str,
 )
 def test_ranks_suit_cores_memory_and_micro_batches(ranks, cores, micro_batches, files, launch):
-    words = ["--track", "mini", "--data", "mine", "--micro-batches", str(micro_batches)]
+    words = ["--track", "english", "--data", "mine", "--micro-batches", str(micro_batches)]
     found, script, builders, _ = launch(*words, cores=cores, files=files)
     assert (found, script, builders) == (ranks, ["train_gpt.py", *words], [])
 
 
-def test_a_rank_a_gpu_and_the_track_of_the_shards_that_are_there(launch, tmp_path):
-    (tmp_path / "data/fineweb10B").mkdir(parents=True)
-    for name in ("train_000001", "val_000000"):
-        (tmp_path / f"data/fineweb10B/fineweb_{name}.bin").touch()
-    ranks, script, builders, said = launch(gpus=8)
-    assert (ranks, script) == (8, ["train_gpt.py"]) and "8 GPU(s)" in said
-    assert not builders
-
-
-def test_a_corpus_that_is_there_is_not_built_again(launch, tmp_path):
-    (tmp_path / "data/python").mkdir(parents=True)
+@pytest.mark.parametrize(
+    "ranks, words, corpus",
+    [
+        (8, [], "fineweb10B/fineweb"),
+        (2, ["--track", "english", "--device", "cpu"], "english/english"),
+    ],
+)
+def test_a_corpus_that_is_there_is_not_built_again(ranks, words, corpus, launch, tmp_path):
+    """There is a rank a GPU, or a core where the CPU is asked for."""
     for split in ("train", "val"):
-        (tmp_path / f"data/python/python_{split}_000000.bin").touch()
-    ranks, _, builders, _ = launch("--track", "mini", "--device", "cpu", gpus=8)
-    assert ranks == 2 and not builders  # of the CPU's cores, as it is asked to
+        path = tmp_path / f"data/{corpus}_{split}_000001.bin"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert launch(*words, gpus=8)[:3] == (ranks, ["train_gpt.py", *words], [])
 
 
 def test_the_continual_track_builds_both_corpora_and_has_its_own_script(launch):
     words = ["--track", "continual", "--init-from", "first"]
     _, script, builders, _ = launch(*words)
     assert script == ["continual.py", *words]
-    assert builders == [["data/text.py"], ["data/text.py", "--corpus", "cpp"]]
-
-
-@pytest.mark.parametrize("track", ["mini", "continual"])
-def test_a_run_is_resumed_by_the_script_of_its_track(track, launch, tmp_path):
-    folder = tmp_path / "logs" / "continual"  # a name of a run is no track
-    folder.mkdir(parents=True)
-    content_of(make_trainer(track=track, run_id="continual", ngram_lr=0), 2, folder)
-    _, script, _, _ = launch("--resume", "continual")
-    name = {"mini": "train_gpt.py", "continual": "continual.py"}[track]
-    assert script == [name, "--resume", "continual"]
+    assert builders == [["data/text.py"], ["data/text.py", "--corpus", "verse"]]
 
 
 @pytest.mark.parametrize(
-    "words, script",
-    [
-        (["--track", "miin"], "train_gpt.py"),
-        (["--track", "mini", "--stepz", "3"], "train_gpt.py"),
-        (["--track", "mini", "--help"], "train_gpt.py"),
-        (["--track", "continual", "--stepz", "3"], "continual.py"),
-        (["--track", "mini", "--check", "--data", "mine"], "train_gpt.py"),
-    ],
-    ids=str,
+    "track, script", [("english", "train_gpt.py"), ("continual", "continual.py")]
 )
-def test_what_the_trainer_answers_reaches_it_at_once(words, script, launch):
-    assert launch(*words, gpus=8) == (1, [script, *words], [], "")
+def test_a_run_is_resumed_by_the_script_of_its_track(track, script, launch, tmp_path):
+    folder = tmp_path / "logs" / "continual"  # a name of a run is no track
+    folder.mkdir(parents=True)
+    content_of(make_trainer(track=track, run_id="continual", ngram_lr=0), 2, folder)
+    assert launch("--resume", "continual")[1] == [script, "--resume", "continual"]
 
 
-# ----- tests
-
-ALL_FILES = "-m pytest tests --numprocesses=2 --dist=worksteal"
-
-
-def test_tests_run_with_further_arguments(copy):
-    for words in ("-k some", "--all"):
-        _, _, _, calls = copy.set_up().run("test", *words.split())
-        assert calls == [f"{ALL_FILES} {words}"]
-    # Of chosen tests none is left out.
-    _, _, _, calls = copy.run("test", "tests/trainer/test_run_sh.py", "-x")
-    assert calls == ["-m pytest --all tests/trainer/test_run_sh.py -x"]
-    _, _, _, calls = copy.run(script=".ci/run")
-    assert calls == [f"{ALL_FILES} --all"]
+@pytest.mark.parametrize(
+    "script, words",
+    [
+        ("train_gpt.py", "--track miin"),
+        ("train_gpt.py", "--track english --help"),
+        ("continual.py", "--track continual --stepz 3"),
+        ("train_gpt.py", "--track english --check --data mine"),
+    ],
+)
+def test_what_the_trainer_answers_reaches_it_at_once(script, words, launch):
+    assert launch(*words.split(), gpus=8) == (1, [script, *words.split()], [], "")

@@ -1,0 +1,43 @@
+"""benchmarks/plain_gpt.py: the loss against float64, and a tuning that was interrupted."""
+
+import json
+
+import torch
+
+from benchmarks import common, plain_gpt
+
+
+@torch.no_grad()
+def test_the_loss_against_float64():
+    model = plain_gpt.PlainGPT(plain_gpt.Shape(50, 64, 1), 12)
+    for param in model.parameters():
+        param.normal_(0, 0.3)
+    tokens = torch.arange(12) ** 2 % 50
+    found = model(tokens[None, :-1], tokens[None, 1:])[0]
+    block = model.double().blocks[0]
+    x = model.embed.weight[tokens[:-1]] + model.position.weight[:11]
+    inner = block.norm1(x) @ block.self_attn.in_proj_weight.T + block.self_attn.in_proj_bias
+    heads = inner.view(11, 3, 2, 32).unbind(1)
+    mixed = common.reference_attention(*heads, torch.zeros(11), 11, 32**-0.5)
+    x = x + block.self_attn.out_proj(mixed.flatten(1))
+    x = x + block.linear2(torch.nn.functional.gelu(block.linear1(block.norm2(x))))
+    expected = (model.norm(x) @ model.embed.weight.T).log_softmax(-1)[range(11), tokens[1:]]
+    torch.testing.assert_close(found.double(), -expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_tuning_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
+    text = {"vocab_size": 50, "train": torch.arange(999) % 50, "val": torch.arange(257) % 50}
+    monkeypatch.setattr(
+        torch, "set_num_threads", lambda _: None
+    )  # ranks that are forked later hang
+    monkeypatch.setattr(plain_gpt.Corpus, "__init__", lambda self, _: vars(self).update(text))
+    monkeypatch.setattr(plain_gpt, "calibrate", lambda grid, _: {grid[0].shape: 30.0})
+    monkeypatch.setattr(plain_gpt, "GRID", [plain_gpt.Setting(32, 1, 16, 64, 0.01)])
+    ends = []
+    for _ in range(2):
+        plain_gpt.main(["--results", str(tmp_path)])
+        content = json.loads((tmp_path / "plain_gpt.json").read_text())
+        ends.append([{**run, "fastest_step": 0} for run in content["runs"]])
+        content["runs"] = content["runs"][:3]
+        (tmp_path / "plain_gpt.json").write_text(json.dumps(content))
+    assert ends[0] == ends[1] and len(ends[0]) == 1 + 5
