@@ -676,16 +676,22 @@ def open_corpus(config):
         if number < len(shards):
             used = len(shards[number]) - 1
             available += used - used % config.micro_batch_tokens
-    available *= config.epochs
-    words = f"{needed:,} training tokens, shards hold {available:,} in {config.epochs} epoch(s)"
-    remedy = "lower --steps or --index-tokens, raise --epochs, or add shards"
-    require(needed <= available, f"{folder}: the schedule takes {words} beside the index; {remedy}")
+    most = available * config.epochs
+    words = f"{needed:,} training tokens, shards hold {most:,} in {config.epochs} epoch(s)"
+    ways = ["add text"]
+    if available:
+        ways += ["lower --steps", f"take --epochs {math.ceil(needed / available)}"]
+    if indexed:
+        ways += [f"lower --index-tokens, {sum(map(len, indexed)):,} of which are here"]
+    remedy = ", or ".join(ways)
+    require(needed <= most, f"{folder}: the schedule takes {words} beside the index; {remedy}")
     needed = config.val_tokens + 1
     parts = [checked_shard(path, config, manifest)[:needed] for path in found["val"]]
     val = np.concatenate(parts)[:needed]
     most = (len(val) - 1) // config.val_batch_tokens * config.val_batch_tokens
     words = f"val_tokens={config.val_tokens:,}, but the validation split holds {len(val):,}"
-    require(len(val) == needed, f"{folder}: {words}; --val-tokens at most {most}")
+    remedy = f"--val-tokens at most {most}" if most else "add text to validate on"
+    require(len(val) == needed, f"{folder}: {words}; {remedy}")
     return Corpus(shards, indexed, val)
 
 

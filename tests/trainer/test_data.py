@@ -1,8 +1,10 @@
 """Shards and corpora, and the loader's micro-batches."""
 
 import contextlib
+import dataclasses
 import itertools
 import os
+import re
 
 import numpy as np
 import pytest
@@ -134,6 +136,25 @@ def test_a_run_is_resumed_on_the_corpus_that_it_began_with(cli, tiny, tmp_path):
     assert "manifest.json is not the one" in refusal(cli(resume="first"))
     (folder / "manifest.json").unlink()
     assert "manifest.json is not the one" in refusal(cli(resume="first"))
+
+
+def test_remedies_are_worked_out_and_work(tmp_path):
+    folder = make_corpus(tmp_path / "few", train_tokens=2_000, shards=1)
+    config = tiny_config(data=str(folder), steps=9)
+    words = "add text, or lower --steps, or take --epochs"
+    with pytest.raises(ConfigError, match=words) as refused:
+        open_corpus(config)
+    epochs = int(re.search(r"--epochs (\d+)", str(refused.value))[1])
+    open_corpus(dataclasses.replace(config, epochs=epochs))
+    with pytest.raises(ConfigError, match="shards hold"):
+        open_corpus(dataclasses.replace(config, epochs=epochs - 1))
+    # Less than a micro-batch is none, however often.
+    folder = make_corpus(tmp_path / "less", train_tokens=200, val_tokens=200, shards=1)
+    with pytest.raises(ConfigError, match=r"shards hold 0 in .* beside the index; add text$"):
+        open_corpus(tiny_config(data=str(folder)))
+    folder = make_corpus(tmp_path / "val", val_tokens=200)
+    with pytest.raises(ConfigError, match="holds 200; add text to validate on$"):
+        open_corpus(tiny_config(data=str(folder)))
 
 
 @pytest.mark.parametrize("indexed", [0, 250], ids=["all", "beside the index"])
