@@ -64,8 +64,7 @@ class ContinualConfig(Config):
             )
 
 
-# INTEGRATOR: "english" as soon as TRACKS has it.
-FIRST_TRACK = "mini"
+FIRST_TRACK = "english"
 
 # The first track's model goes on to Shakespeare and Milton. The table is frozen, in baselines too:
 # it holds most of the parameters, has no directions to protect, and would learn much of the verse
@@ -74,6 +73,7 @@ CONTINUAL = {
     "track": "continual",
     "data": "data/verse",
     "steps": 300,
+    "index_tokens": 0,  # the index is that of the first track
     "matrix_lr": 0.01,
     "adam_lr": 0.003,
     "ngram_lr": 0.0,

@@ -14,9 +14,9 @@ usage() {
 ./run.sh TRACK --check               everything but the steps: device, data, memory, disk
 ./run.sh test [pytest arguments]     set up, then run the tests that protect results; with --all all of them
 
-Tracks: mini (fineweb's recipe at small scale, a minute on a laptop), fineweb (1 to 8 GPUs), continual (a trained
-mini model goes on to C++; needs --init-from RUN). Without TRACK it is fineweb where CUDA and FineWeb shards are
-present, else mini. It starts one rank a GPU, or one a core. The last line of a run names its log and plot.
+Tracks: english (fineweb's recipe at small scale, a minute on a laptop), fineweb (1 to 8 GPUs), continual (a trained
+english model goes on to verse; needs --init-from RUN). Without TRACK it is fineweb where CUDA and FineWeb shards are
+present, else english. It starts one rank a GPU, or one a core. The last line of a run names its log and plot.
 The first call makes .venv, installs requirements.txt and builds the track's data.
 PYTHON=/path/to/python chooses the Python (3.11 or newer) that .venv is made with.
 TEXT
@@ -71,10 +71,10 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-PYTHON = ["data/text.py"]
+ENGLISH = ["data/text.py"]
 BUILDERS = {  # those of the corpora that this repository can build; others are the user's own
-    "data/python": [PYTHON],
-    "data/cpp": [PYTHON, [*PYTHON, "--corpus", "cpp"]],
+    "data/english": [ENGLISH],
+    "data/verse": [ENGLISH, [*ENGLISH, "--corpus", "verse"]],
     "data/fineweb10B": [["data/fineweb.py"]],
 }
 
@@ -108,12 +108,14 @@ def cores_and_memory():
 
 
 def memory_of(config, ranks):
-    """Bytes that a rank takes, about: torch itself, weights with gradients and state, its rows."""
+    """Bytes that a rank takes, about: torch itself, weights with gradients and state, and its part
+    of the table and of the index."""
     dim = config.model_dim
     tables = 2 + len(config.value_embedding_layers)
     matrices = config.num_layers * (4 * dim + 2 * config.mlp_dim)
     weights = dim * (config.vocab_size * tables + matrices)
-    return 0.75 * 2**30 + 16 * weights + 4 * dim * config.ngram_rows / ranks
+    shared = 4 * dim * config.ngram_rows + 8 * len(config.index_orders) * 2**config.index_bits
+    return 0.75 * 2**30 + 16 * weights + shared / ranks
 
 
 def choose_ranks(config):

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import math
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -88,7 +89,18 @@ def tokenizer_of(config):
     if config.tokenizer == "bytes":
         return Bytes()
     import tiktoken
+    from tiktoken.load import load_tiktoken_bpe
 
+    manifest = train_gpt.read_manifest(config.data) or {}
+    if "vocabulary" in manifest:
+        vocabulary = manifest["vocabulary"]
+        path = str(Path(config.data, vocabulary["file"]))
+        ranks = load_tiktoken_bpe(path, vocabulary["sha256"])
+        return tiktoken.Encoding(
+            "own", pat_str=vocabulary["pattern"], mergeable_ranks=ranks, special_tokens={}
+        )
+    known = "bytes, gpt2, and vocabularies that a corpus takes along"
+    require(config.tokenizer == "gpt2", f"{config.data}: {config.tokenizer} is none of {known}")
     try:
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # requests' types, when neither network nor cache has the vocabulary

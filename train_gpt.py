@@ -2,10 +2,10 @@
 
     python train_gpt.py                            one process, on one GPU or one core of a CPU
     torchrun --nproc_per_node=8 train_gpt.py       one a GPU or a core (several nodes: see README)
-    python train_gpt.py --track mini --check       everything but the steps: would this run start?
+    python train_gpt.py --track english --check     everything but the steps: would this run start?
     python train_gpt.py --help                     every field of the configuration
 
-Without --track it takes `fineweb` where CUDA and FineWeb's shards are, else `mini`.
+Without --track it takes `fineweb` where CUDA and FineWeb's shards are, else `english`.
 
 Chapters, in reading order:
      1. Configuration     every number of a run with its check, the tracks, the schedules
@@ -76,8 +76,6 @@ from torch.utils import _pytree as pytree
 
 ATTENTION_BLOCK = 64  # at most: queries of a block share their keys, in the back end `sdpa`
 GATE_DIM = 12  # gates read the first few channels of the residual stream
-EOT_TOKEN = {"bytes": 256, "gpt2": 50256}  # the largest id; every document starts with it
-VOCAB_SIZE = {"bytes": 257, "gpt2": 50304}  # tensor cores like multiples of 128
 
 
 class ConfigError(ValueError):
@@ -167,6 +165,7 @@ DEVICES = one_of("auto", "cpu", "cuda")
 DTYPES = one_of("bfloat16", "float32")
 BACK_ENDS = one_of("auto", "sdpa", "varlen")
 HEAD_DIM = Check(lambda dim: dim > 0 and dim % 4 == 0, "must be a multiple of 4")
+NAME = matching(r"[\w.-]{1,100}", "must be a name, such as bytes or gpt2")
 RUN_ID = matching(r"(\w[\w.+=@-]{0,99})?", "must be at most 100 letters, digits, _ . + = @ or -")
 RUN_OF = matching(
     r"(\d{1,9}:\d{1,9}/\d{1,9}:\d{1,9})?",
@@ -223,7 +222,9 @@ class Config:
     # --- data
     track: str = knob("fineweb", "name of the track that these values belong to")
     data: str = knob("data/fineweb10B", "folder of *_train_*.bin, *_val_*.bin and manifest.json")
-    tokenizer: str = knob("gpt2", "bytes | gpt2: what the token ids mean", one_of(*EOT_TOKEN))
+    tokenizer: str = knob("gpt2", "what the token ids mean; a manifest of `data` says it", NAME)
+    vocab_size: int = knob(50304, "rows of embedding and head; likewise", between(2, 65536))
+    eot_token: int = knob(50256, "the largest id, with which documents start; likewise", TOKENS)
     epochs: int = knob(1, "passes over the training shards that a run may take", OFTEN)
     # --- schedule
     steps: int = knob(1600, "optimizer steps, the length of every schedule", OFTEN)
@@ -268,9 +269,10 @@ class Config:
     copy_orders: tuple = knob((2, 3, 5, 8), "orders of copies from the document", ORDERS)
     copy_places: int = knob(1, "places to copy from at an order, the latest", between(1, 64))
     copy_reach: int = knob(2048, "tokens that copies look back", SIZE)
-    index_orders: tuple = knob((), "orders of the index of the training text", ORDERS)
-    index_bits: int = knob(24, "entries of the index for an order: 2 to this", between(1, 31))
-    index_tokens: int = knob(0, "last training tokens, which only the index reads", TOKENS)
+    index_orders: tuple = knob((2, 3, 4, 6), "orders of the index of the training text", ORDERS)
+    index_bits: int = knob(25, "entries of the index for an order: 2 to this", between(1, 31))
+    # Of data/fineweb.py's nine shards the run trains on the first 419 million tokens.
+    index_tokens: int = knob(400_000_000, "last training tokens, for the index alone", TOKENS)
     # --- optimizer
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of UPDATE_RULES")
     matrix_lr: float = knob(0.023, "RMS of a matrix' step times sqrt(columns)", POSITIVE)
@@ -338,16 +340,10 @@ class Config:
                 require(is_there, f"{field.name}={chosen}: layers are 0 to {last}")
         is_even = not self.paired_layers or heads % 2 == 0
         require(is_even, f"paired_layers={self.paired_layers}: {heads} heads make no pairs")
+        is_there = self.eot_token < self.vocab_size
+        require(is_there, f"eot_token={self.eot_token}: must be below {self.vocab_size=}")
         is_named = self.resume != "auto" or self.run_id
         require(is_named, "resume=auto: it goes on with the run of --run-id; name one")
-
-    @property
-    def eot_token(self):
-        return EOT_TOKEN[self.tokenizer]
-
-    @property
-    def vocab_size(self):
-        return VOCAB_SIZE[self.tokenizer]
 
     @property
     def columns(self):
@@ -363,12 +359,13 @@ class Config:
 TRACKS = {
     "fineweb": Config(),
     # fineweb's recipe at small scale, to see on a CPU what a change is worth: a twelfth of its
-    # channels, five layers of all its kinds, one stage, and bytes. It has no copies, which on
-    # source text would hide what the model learns, and no loss of tokens further ahead.
-    "mini": Config(
-        track="mini",
-        data="data/python",
-        tokenizer="bytes",
+    # channels, five layers of all its kinds, one stage, and a small vocabulary.
+    "english": Config(
+        track="english",
+        data="data/english",
+        tokenizer="english1024.tiktoken",
+        vocab_size=1024,
+        eot_token=1023,
         steps=230,
         micro_batch_tokens=1024,
         stages=(Stage(0.0, 2, 512, (64, 256)),),
@@ -385,18 +382,21 @@ TRACKS = {
         exclusive_layers=(1, 2),
         skips=((0, 4), (1, 3)),
         ngram_orders=(2,),
-        ngram_rows=2**16,
-        copy_orders=(),
+        ngram_rows=2**18,
+        copy_orders=(2, 4),
+        index_orders=(2, 3, 4, 6),
+        index_bits=22,
+        index_tokens=5_000_000,
         matrix_lr=0.025,
         one_sided_above=128,
         adam_lr=0.024,
         ngram_lr=0.15,
         val_tokens=262_144,
-        val_sha256="478ab1f04524b1cee06bcfe8372c2a8a4d1d7fa2f941740ec125ccdbd2811c65",
+        val_sha256="cdf79be5415e8fdfa3e67f5e38a2d95a0db7abc021b652193350bc2f69c021f1",
         val_batch_tokens=4096,
         val_windows=(64, 640),
         val_every=0,
-        target_loss=1.279,
+        target_loss=3.2,
         dtype="float32",
         compile=False,  # compiling takes longer than the run
     ),
@@ -411,9 +411,9 @@ NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume
 def default_track():
     """(name of the track to run where none is named, the reason in words)."""
     if not torch.cuda.is_available():
-        return "mini", "torch sees no CUDA device"
+        return "english", "torch sees no CUDA device"
     if not any(Path(TRACKS["fineweb"].data).glob("*_train_*.bin")):
-        return "mini", f"no shards in {TRACKS['fineweb'].data}"
+        return "english", f"no shards in {TRACKS['fineweb'].data}"
     return "fineweb", "CUDA and FineWeb's shards are present"
 
 
@@ -443,7 +443,9 @@ def config_from(given):
     track = given.get("track", default_track()[0])
     hint = f"{nearest(track, TRACKS)} Tracks: {', '.join(TRACKS)}"
     require(track in TRACKS, f"--track {track}: no such track; {hint}")
-    return with_values(TRACKS[track], given)
+    track = TRACKS[track]
+    vocabulary = vocabulary_of(given.get("data", track.data), track)
+    return with_values(track, {**vocabulary, **given})
 
 
 def stage_at(config, step):
@@ -575,14 +577,39 @@ def file_sha256(path):
 
 
 def read_manifest(folder):
-    """{file name: sha256} of a corpus' manifest; None where it has none. Raises ConfigError."""
+    """The manifest of a corpus, with its shards as {file name: sha256}; None where it has none.
+    Raises ConfigError."""
     path = Path(folder, "manifest.json")
     if not path.is_file():
         return None
     try:
-        return {row["file"]: row["sha256"] for row in json.loads(path.read_bytes())["shards"]}
+        manifest = json.loads(path.read_bytes())
+        shards = {row["file"]: row["sha256"] for row in manifest["shards"]}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read ({one_line(error)}); build it again") from None
+    ids = [manifest.get("vocab_size"), manifest.get("eot_token")]
+    is_named = all(type(number) is int for number in ids) and 0 < ids[1] == ids[0] - 1 < 65535
+    words = f"has vocab_size and eot_token {ids}: documents start with the last id, below 65535"
+    require(is_named, f"{path}: {words}; build it again")
+    return {**manifest, "shards": shards}
+
+
+def vocabulary_of(folder, track):
+    """{field: value} of the vocabulary of a corpus that is not the track's, in multiples of 128, as
+    tensor cores like."""
+    manifest = read_manifest(folder)
+    if manifest is None or manifest["eot_token"] == track.eot_token:
+        return {}
+    size = 128 * math.ceil(manifest["vocab_size"] / 128)
+    name = str(manifest.get("tokenizer", "own"))
+    return {"tokenizer": name, "vocab_size": size, "eot_token": manifest["eot_token"]}
+
+
+def bytes_of(config, tokens):
+    """How many bytes of text tokens stand for, as the corpus' manifest says; 0 if it does not."""
+    manifest = read_manifest(config.data) or {}
+    sizes = np.array(manifest.get("token_bytes", np.zeros(config.vocab_size)))
+    return int(sizes[tokens].sum())
 
 
 def manifest_hash(config):
@@ -595,8 +622,8 @@ def checked_shard(path, config, manifest):
     tokens = open_shard(path)
     largest = int(tokens.max())
     words = f"token id {largest} is beyond the {config.tokenizer} vocabulary's {config.eot_token}"
-    require(largest <= config.eot_token, f"{path}: {words}; is --tokenizer right?")
-    is_whole = manifest is None or manifest.get(path.name) == file_sha256(path)
+    require(largest <= config.eot_token, f"{path}: {words}; is --eot-token right?")
+    is_whole = manifest is None or manifest["shards"].get(path.name) == file_sha256(path)
     remedy = "build or download the corpus again, in an empty folder"
     require(is_whole, f"{path}: its sha256 is not the manifest's: changed or damaged; {remedy}")
     return tokens
@@ -631,7 +658,7 @@ def open_corpus(config):
     """Open and check all shards that a run needs. Raises ConfigError where they do not suit it."""
     folder = Path(config.data)
     manifest = read_manifest(folder)
-    builder = {"python": "text.py", "cpp": "text.py --corpus cpp", "fineweb10B": "fineweb.py"}
+    builder = {"english": "text.py", "verse": "text.py --corpus verse", "fineweb10B": "fineweb.py"}
     found = {}
     for split in ("train", "val"):
         found[split] = sorted(folder.glob(f"*_{split}_*.bin"))
@@ -2880,7 +2907,8 @@ class Runtime:
             device_id=self.device if is_cuda else None,
         )
         self.loader_group = dist.new_group(timeout=TIMEOUT, backend="gloo")
-        self.barrier()  # to leave earlier would fail those that still connect
+        # To leave earlier would fail those that still connect.
+        dist.monitored_barrier(self.loader_group, TIMEOUT)
 
     def agree(self, key, value):
         """The value (of JSON) that the rank which comes first has under a key."""
@@ -2889,9 +2917,9 @@ class Runtime:
         return json.loads(self.store.compare_set(key, "", json.dumps(value)))
 
     def barrier(self):
-        """Wait for all ranks."""
+        """Wait for all ranks, which fails at once where one has ended."""
         if self.world_size > 1:
-            dist.monitored_barrier(self.loader_group, TIMEOUT)
+            dist.all_reduce(torch.zeros(1), group=self.loader_group)
 
     def shared_zeros(self, shape, dtype):
         """Zeros on the CPU that all ranks of this node share: a mapped file, whose name is gone
@@ -3568,6 +3596,8 @@ def write_result(run, losses, gates, steps):
         for (collective, name), entry in sorted(runtime.ledger.items())
         if name not in ("validation", "checkpoint")
     }
+    val_bytes = bytes_of(config, run.corpus.val[1:])
+    bits = losses["val_loss"] * config.val_tokens / math.log(2)
     result = {
         **losses,
         "train_time_ms": 1000 * seconds,
@@ -3588,6 +3618,8 @@ def write_result(run, losses, gates, steps):
     run.log.line(f"comms: sent_bytes per step (messages) {' '.join(words) or 'none=0(0)'}")
     missed = 0.99**gates.cuts  # the chance to miss a leak at 1 % of all positions
     run.log.line(f"gates: cuts:{gates.cuts} missed_1pct:{missed:.5f} time:{gates.seconds:.1f}s")
+    told = f"{bits / val_bytes:.5f}" if val_bytes else "unknown"
+    run.log.line(f"bits_per_byte:{told} val_bytes:{val_bytes}")
     words = {name: "ok" if passed else "FAILED" for name, passed in gates.passed.items()}
     words |= {"val_tokens": config.val_tokens, "val_sha256": result["val_sha256"]}
     validity = " ".join(f"{name}:{word}" for name, word in words.items())

@@ -46,6 +46,7 @@ TINY = {  # fields of a Stage hold in all stages
     "micro_batch_tokens": 512,
     "micro_batches": 2,
     "ngram_rows": 4096,
+    "index_bits": 12,
     "val_tokens": 2048,
     "val_batch_tokens": 512,
     "compile": False,
@@ -105,7 +106,8 @@ def config_of(arguments, base=FIRST_STAGE, **changes):
         if not folder.exists():
             documents = word_documents(400_000 if arguments.tiny else 10**9, config.eot_token)
             common.write_corpus(folder, documents, config.eot_token, config.val_tokens)
-        config = dataclasses.replace(config, data=str(folder))
+        indexed = 50_000 if arguments.tiny else 1_000_000
+        config = dataclasses.replace(config, data=str(folder), index_tokens=indexed)
     return config
 
 

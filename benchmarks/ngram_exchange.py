@@ -33,7 +33,7 @@ DIM = 128
 
 
 def text_of_sources(limit):
-    eot_token = train_gpt.EOT_TOKEN["bytes"]
+    eot_token = 256
     parts = [np.insert(one, 0, eot_token) for one in common.python_documents(limit)]
     return train_gpt.Text(np.concatenate(parts), eot_token)
 
@@ -77,9 +77,9 @@ def work_as_rank(arguments):
     length, rows = TINY_SIZE if arguments.tiny else SIZE
     runtime = train_gpt.Runtime(arguments.device)
     text = text_of_sources((arguments.repeats + 1) * length * runtime.world_size)
-    track = dataclasses.replace(
-        train_gpt.TRACKS["mini"], ngram_rows=rows, model_dim=DIM, micro_batch_tokens=length
-    )
+    shape = {"ngram_rows": rows, "model_dim": DIM, "micro_batch_tokens": length}
+    shape |= {"vocab_size": 257, "eot_token": 256, "copy_orders": (), "index_orders": ()}
+    track = dataclasses.replace(train_gpt.TRACKS["english"], **shape)
     cases = []
     for name, orders in ORDERS.items():
         config = dataclasses.replace(track, ngram_orders=orders)

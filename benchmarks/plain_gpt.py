@@ -15,7 +15,6 @@ where the last one stopped, and ends when no run fits into its minutes.
 
 Results: benchmarks/results/plain_gpt.{json,md}. The last line is
 `plain_gpt loss:<mean> std:<of the seeds> seeds:<n> tokens:<of a run> seconds:600`.
-recipe.py trains the same model as its arm `plain`.
 """
 
 import json

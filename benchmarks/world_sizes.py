@@ -2,9 +2,9 @@
 
     python benchmarks/world_sizes.py [--steps 20] [--device auto]
 
-Runs the track mini in float32 with one seed at world sizes 1, 2, 4 and 8, and, with 6 micro-batches
-a step, at 1 and 3, each as its users would: through torchrun. Compares the training losses of all
-steps, which a log has to five decimals, with those of world size 1. Results:
+Runs the track english in float32 with one seed at world sizes 1, 2, 4 and 8, and, with 6
+micro-batches a step, at 1 and 3, each as its users would: through torchrun. Compares the training
+losses of all steps, which a log has to five decimals, with those of world size 1. Results:
 benchmarks/results/world_sizes.{json,md}. Exit status 1 if a loss differs by more than 1e-5.
 """
 
@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import common
 
 TOLERANCE = 1e-5 + 1e-9  # one unit of the log's last decimal
-TRACK = "mini"
+TRACK = "english"
 VALUES = {
     "track": TRACK,
-    "data": common.ROOT / "data/python",
+    "data": common.ROOT / "data/english",
     "dtype": "float32",
     "compile": False,
     "log_every": 1,

@@ -66,6 +66,8 @@ def write_manifest(folder, shards):
         "shards": [{"file": name, "sha256": shards[name]} for name in sorted(shards)],
         "source": SOURCE,
         "tokenizer": "gpt2",
+        "vocab_size": 50257,
+        "eot_token": 50256,
     }
     temporary = folder / "manifest.json.tmp"
     temporary.write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")

@@ -45,7 +45,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 SHARD_TOKENS = 100_000_000  # the field's shard size: 200 MB, small enough to move and to hold
 
-RECORD_MANIFEST_SHA256 = "0052735bd675127b48f4ed2e7e91a5d6c3e942d2611054963c1630ac63b81759"
+RECORD_MANIFEST_SHA256 = "5211edad86e7c2b3fc8c92c5b2b231a10619d7198278b00789e39ee0c8d4b053"
 
 
 class DataError(Exception):
@@ -323,18 +323,24 @@ PATTERN = r" ?\p{L}+(?:['’]\p{L}+)*| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 class Tokenizer(NamedTuple):
     """How text becomes tokens: `encode` turns bytes into uint16 (n,), end-of-text apart.
 
-    `vocabulary` is the content of the file that the corpus takes along."""
+    `sizes` are the bytes of each token; end-of-text, the last one, has none. `vocabulary` is the
+    content of the file that the corpus takes along."""
 
     name: str
-    eot_token: int
+    sizes: list
     encode: object
     vocabulary: bytes = b""
+
+    @property
+    def eot_token(self):
+        return len(self.sizes) - 1
 
 
 def make_tokenizer(name):
     """Return the tokenizer "bytes", "gpt2" or that of a vocabulary file. Raises DataError."""
     if name == "bytes":
-        return Tokenizer(name, 256, lambda content: np.frombuffer(content, np.uint8).astype("<u2"))
+        sizes = [*[1] * 256, 0]
+        return Tokenizer(name, sizes, lambda data: np.frombuffer(data, np.uint8).astype("<u2"))
     import tiktoken
 
     vocabulary = b""
@@ -344,10 +350,8 @@ def make_tokenizer(name):
         except Exception as error:  # requests, urllib3 and tiktoken all raise kinds of their own
             remedy = "go online once, or set TIKTOKEN_CACHE_DIR to a filled cache"
             raise DataError(f"--tokenizer gpt2: no vocabulary ({error}); {remedy}") from error
-        eot_token = encoding.eot_token
     else:
         vocabulary, ranks = read_vocabulary(Path(name))
-        eot_token = len(ranks)
         encoding = tiktoken.Encoding(
             "own", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={}
         )
@@ -355,7 +359,9 @@ def make_tokenizer(name):
     def encode(content):
         return np.array(encoding.encode_ordinary(content.decode()), dtype="<u2")
 
-    return Tokenizer(Path(name).name, eot_token, encode, vocabulary)
+    pieces = [encoding.decode_single_token_bytes(token) for token in range(encoding.n_vocab)]
+    pieces = pieces[: encoding.eot_token] if name == "gpt2" else pieces
+    return Tokenizer(Path(name).name, [*map(len, pieces), 0], encode, vocabulary)
 
 
 def read_vocabulary(path):
@@ -448,6 +454,7 @@ def build_corpus(collection, sides, out, source, split, tokenizer):
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.eot_token + 1,
         "eot_token": tokenizer.eot_token,
+        "token_bytes": tokenizer.sizes,
         "shards": [],
     }
     folder = out.parent / f".{out.name}.partial" / "new"

@@ -95,6 +95,10 @@ def check_agreement(run, last):
     is_same = ends[0] == ends[1] and took > 0 and abs(run.status_time - took / 1000) < 0.051
     shown = f"{ends[1]} at the last step, and {run.status_time} s in the status line"
     require(is_same, f"it took {ends[0]} in the final line, {shown}")
+    if getattr(run, "bits", None):
+        shown = f"{run.bits} bits a byte, {run.val_bytes} bytes and a loss of {run.val_loss}"
+        nats = run.bits * math.log(2) * run.val_bytes / run.config["val_tokens"]
+        require(abs(nats - run.val_loss) < 1e-4 * run.val_loss, f"{shown} do not agree")
     if hasattr(run, "cuts"):
         shown = f"cuts is {run.cuts}, and missed_1pct {run.missed}"
         require(abs(0.99**run.cuts - run.missed) <= 1e-5, f"{shown}; it is 0.99 to the cuts")
@@ -111,8 +115,10 @@ def parse_log(path, script):
         is_complete = ending.startswith("status:ok ")
         require(is_complete, f"the run did not complete, or its log was cut: {ascii(ending[:80])}")
         run = SimpleNamespace(path=path, source=script)
-        has_gates = any(line.startswith("gates: ") for line in lines[-4:])
-        tail = [row for row in FORMS["tail"] if has_gates or row[0] != "gates"]
+        tail = []
+        for kind, template, *beginning in FORMS["tail"]:
+            if not beginning or any(line.startswith(beginning[0]) for line in lines[-6:]):
+                tail.append([kind, template])
         form = FORMS["head"] + tail
         head, last = len(FORMS["head"]), len(lines) - len(tail)
         require(head < last, f"{len(lines)} lines are fewer than a run's")

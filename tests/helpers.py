@@ -26,7 +26,10 @@ EOT = 256  # every document of the byte corpus starts with it
 # Small enough that a step takes milliseconds, with every part of the model in use. Fields of a
 # Stage hold in all stages. What is not named is the track's.
 TINY = {
-    "track": "mini",  # by default it is told why this one is taken
+    "track": "english",  # by default it is told why this one is taken
+    "tokenizer": "bytes",
+    "vocab_size": 257,
+    "eot_token": EOT,
     "steps": 4,
     "micro_batch_tokens": 256,
     "micro_batches": 2,
@@ -53,6 +56,7 @@ TINY = {
     "copy_reach": 64,
     "index_orders": (),
     "index_bits": 12,
+    "index_tokens": 5000,
     "val_tokens": 1024,
     "val_sha256": "",
     "val_batch_tokens": 256,
@@ -65,7 +69,7 @@ TINY = {
 }
 
 NO_TABLE = {"ngram_orders": (), "copy_orders": (), "index_orders": ()}
-INDEX = {"index_orders": (4,), "index_tokens": 5000}
+INDEX = {"index_orders": (4,)}
 ONE_LAYER = {"num_layers": 1, "long_layers": (0,), "skips": ()}
 
 # The last layer is of each kind.
@@ -107,7 +111,7 @@ def spare_runs():
 
 def tiny_config(**changes):
     """The tiny Config; changes may name fields of a Stage, which then hold in all stages."""
-    return train_gpt.with_values(train_gpt.TRACKS["mini"], {**TINY, **changes})
+    return train_gpt.with_values(train_gpt.TRACKS["english"], {**TINY, **changes})
 
 
 def arguments(values):
@@ -155,7 +159,8 @@ def with_manifest(folder):
         {"file": path.name, "sha256": train_gpt.file_sha256(path)}
         for path in sorted(Path(folder).glob("*.bin"))
     ]
-    manifest = {"tokenizer": "bytes", "source": "standard library", "shards": shards}
+    manifest = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": EOT, "shards": shards}
+    manifest["token_bytes"] = [*[1] * 256, 0]
     (folder / "manifest.json").write_text(json.dumps(manifest) + "\n")
     return folder
 

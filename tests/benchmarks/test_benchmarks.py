@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train_gpt
-from benchmarks import common, gpu_checks, ngram_exchange, plain_gpt
+from benchmarks import common, gpu_checks, index_rates, ngram_exchange, plain_gpt
 from helpers import ROOT
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ def test_a_failed_run_speaks(tmp_path):
 
 
 def test_the_plain_gpt_is_causal_and_begins_at_chance():
-    model = plain_gpt.PlainGPT(train_gpt.TRACKS["mini"], 256)
+    model = plain_gpt.PlainGPT(train_gpt.TRACKS["english"], 256)
     model.initialise(0)
     tokens = torch.randint(257, (1, 257), generator=torch.Generator().manual_seed(0))
     changed = tokens.clone()
@@ -58,10 +58,19 @@ def test_the_plain_gpt_is_causal_and_begins_at_chance():
         before = model(tokens[:, :-1], tokens[:, 1:])
         after = model(changed[:, :-1], changed[:, 1:])
     assert torch.equal(before[:, :128], after[:, :128]) and not torch.equal(before, after)
-    assert before.mean().item() == pytest.approx(math.log(257), abs=0.1)
+    assert before.mean().item() == pytest.approx(math.log(1024), abs=0.1)
 
 
-# ----- the table's exchange
+# ----- the table
+
+
+def test_the_index_leaves_its_rates_and_what_a_node_could_read(tmp_path):
+    index_rates.main(["--tiny", "--repeats", "1", "--results", str(tmp_path)])
+    (case,) = json.loads((tmp_path / "index_rates.json").read_text())["cases"]
+    assert min(case.values()) > 0
+    # Forty of a hundred cores look up; sixty read 5 million tokens times six orders for a minute.
+    busy = {**case, "alone": 5e6, "lookup": 40 * 16384 / 4.6e6}
+    assert index_rates.report([busy])[1] == "index read:5.0 lookup_ms:142.5 budget:3"
 
 
 def test_the_bound_counts_foreign_rows_once_each_way():

@@ -27,6 +27,9 @@ def test_the_loss_against_float64():
 
 def test_a_tuning_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     text = {"vocab_size": 50, "train": torch.arange(999) % 50, "val": torch.arange(257) % 50}
+    monkeypatch.setattr(
+        torch, "set_num_threads", lambda _: None
+    )  # ranks that are forked later hang
     monkeypatch.setattr(plain_gpt.Corpus, "__init__", lambda self, _: vars(self).update(text))
     monkeypatch.setattr(plain_gpt, "calibrate", lambda grid, _: {grid[0].shape: 30.0})
     monkeypatch.setattr(plain_gpt, "GRID", [plain_gpt.Setting(32, 1, 16, 64, 0.01)])

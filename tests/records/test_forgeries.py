@@ -4,6 +4,7 @@ edits do is a row of forgeries.md; what takes more is a function of the reposito
 import contextlib
 import re
 import shutil
+import tomllib
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -25,6 +26,12 @@ NAMES = {  # that stand in forgeries.md for what depends on the day, say
     "PLACEHOLDER": made.render.WHY,
     "YESTERDAY": f"{made.YESTERDAY:%Y-%m-%dT%H:%M:%SZ}",
     "TRACK": TRACK,
+    "TITLE": TRACK.title(),
+    "TODAY": f"{datetime.now(UTC):%Y-%m-%d}",
+    "MANY_F": "f" * 5000,
+    "MANY_X": "x" * 3000,
+    "MANY_N": "n" * 5000,
+    "MANY_LINES": r"\n" * 390_000,
     "DEEP": "[" * 999 + "]" * 999,
     "NINES_4301": "9" * 4301,
     "NINES_4299": "9" * 4299,
@@ -32,11 +39,17 @@ NAMES = {  # that stand in forgeries.md for what depends on the day, say
 }
 
 
-def rows_of(page):
-    """{what was done: [where, expressions, replacements, reason]} of a Markdown table."""
+def named(page):
+    """The text of a page, with the values of NAMES."""
     text = Path(__file__).with_name(page).read_text()
     for name, value in NAMES.items():
         text = text.replace(name, value)
+    return text
+
+
+def rows_of(page):
+    """{what was done: [where, expressions, replacements, reason]} of a Markdown table."""
+    text = named(page)
     rows = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
     return {row[0]: row[1:] for row in rows[1:]}
 
@@ -244,83 +257,12 @@ def first_of_web(repository):
     forced(repository, "Web", source, "web")
 
 
-COPIED = r"has the losses of \S+, to 0.004 at"
-ODD_NAME = "is not named <YYYY-MM-DD>_<Letters-and-digits>"
-TODAY = f"{datetime.now(UTC):%Y-%m-%d}"
-OPEN = "open('executed'"  # with which scripts begin
-CODING = "# coding: raw_unicode_escape\n# \\u000aimport time; time.perf_counter = None\n"
-NAMED = f"{{{TRACK!r}: Config"
-ACTS = {
-    "the target is missed": (with_losses, "First", "logs", 0.0095, "target 0.88 not reached: mean"),
-    "the parent misses it": (with_losses, "Faster", "baseline", 0.1, "parent's runs miss the targ"),
-    "not faster": (halved_times, "baseline", "not shown to be faster than"),
-    "N05 times halved": (halved_times, "logs", "tokens_per_s is .* can be"),
-    "other code": (with_script, False, "ran other code"),
-    "other code, rehashed": (with_script, True, "ran other code"),
-    "A7 copies, 2e-4": (same_run_again, 2e-4, COPIED),
-    "N89 copies, 3e-3": (same_run_again, 3e-3, COPIED),
-    "N23b a record again": (whole_record_again, f"_Copy/.*{COPIED}"),
-    "R3 copies but for a step": (copies_but_for_a_step, COPIED),
-    "R3 copies at the end": (thin_copies, "2 losses are logged, 6 are needed to tell runs apart"),
-    "R5 a name's case": (named_alike, r"_fastER: is named like \S+_Faster; a record has a name"),
-    "R5 a run's name": (runs_named_alike, "the same, or differ in the case of letters alone"),
-    "N17 two days early": (moved_starts, 2, "chain before it, which is None"),
-    "N17b in 1999": (moved_starts, 9800, "or 31 days after them"),
-    "pairs in another order": (other_order, "which comes before it"),
-    "pairs by rank": (paired_by_rank, "-0.b has seed"),
-    "a run less": (without, "First/logs/*-02a.txt", r"declared, logs has \[1, 3, 4\]; every"),
-    "no runs": (without, "First/logs/*", "logs: 1 to 100 logs are needed"),
-    "a baseline less": (without, "Faster/baseline/*-03b.txt", r"baseline has \[1, 2, 4"),
-    "a pair less": (without, "Faster/*/*-03?.txt", r"declared, logs has \[1, 2, 4"),
-    "no baseline": (without, "Faster/baseline/*", "baseline: 1 to 100 logs are needed"),
-    "a log's name": (renamed, "First/logs/*-02a.txt", "best.txt", "is the log of another run, "),
-    "no README": (without, "First/README.md", "'README.md' is missing"),
-    "a file more": (
-        renamed,
-        "First/README.md",
-        "setup.py",
-        "'README.md', 'setup.py' is missing, or",
-    ),
-    "a hidden folder": (hidden, "'README.md', 'logs'"),
-    "N50 a coding line": (as_script, OPEN, CODING + OPEN, "has a coding line"),
-    "N58 beyond ASCII": (
-        as_script,
-        OPEN,
-        f"ｏpen = None\n{OPEN}",
-        "no Python with names in ASCII: ",
-    ),
-    "R2 blank lines": (
-        as_script,
-        OPEN,
-        "\n" * 390_000 + f"x = 1; import data\n{OPEN}",
-        "imports data, ",
-    ),
-    "N51 an import": (as_script, OPEN, f"import data.text\n{OPEN}", "imports data.text, "),
-    "N24 dtypes": (scripts_that_name_dtypes, "dtype differs between runs"),
-    "N27 a long number": (as_script, "0.45", f"0x{'f' * 5000}", "Exceeds the limit"),
-    "N27d a long text": (as_script, "0.0, 8", f"0.0, {'x' * 3000!r}", "stages is"),
-    "N27 a large power": (as_script, "knob(60", "knob(10**30", "steps is 60 in the"),
-    "N28 a long name": (
-        as_script,
-        NAMED,
-        f"{{{'n' * 5000!r}: Config",
-        "the source has no track 'm",
-    ),
-    "N69 the first of its track": (first_of_web, "rules.json has no val_sha256 of web yet"),
-    "a twin": (copied, f"{TRACK}/*_First", f"{TODAY}_Twin", "train_gpt.py is the code of .*_First"),
-    "no such day": (renamed, "Faster", "2026-13-01_Faster", "is dated 2026-13-01"),
-    "a day before": (renamed, "Faster", "2020-01-01_Faster", "is dated 2020-01-01, before the end"),
-    "no day": (renamed, "Faster", "Faster", ODD_NAME),
-    "a space": (renamed, "Faster", f"{TODAY}_A name", ODD_NAME),
-    "a line break": (renamed, "Faster", f"{TODAY}_Fas\nter", ODD_NAME),
-    "a day to come": (renamed, "Faster", "2099-01-01_Faster", "is dated 2099-01-01, "),
-    "a track more": (copied, TRACK, TRACK.title(), "is no track's folder, and so nothing judges"),
-}
+ACTS = tomllib.loads(named("acts.toml"))
 
 
 @pytest.mark.parametrize("name", ACTS)
 def test_acts_are_refused(repository, name):
     act, *words, reason = ACTS[name]
-    act(repository, *words)
+    globals()[act](repository, *words)
     made.rewrite(repository)
     assert re.search(reason, refusal(repository)), refusal(repository)

@@ -16,8 +16,8 @@ from records_helpers import call
 
 
 def script_with_track(corpus, **changes):
-    """The trainer's source with a track "tiny" on the tests' corpus, of an open dtype."""
-    own = {"data": str(corpus), "val_every": 2, "target_loss": 30.0, "seed": -1, "dtype": "auto"}
+    """The trainer's source with a track "tiny" on the tests' corpus."""
+    own = {"data": str(corpus), "val_every": 2, "target_loss": 30.0, "seed": -1}
     config = replace(helpers.tiny_config(**own, **changes), track="tiny")
     code = helpers.TRAINER.read_text()
     return code.replace("TRACKS = {\n", f'TRACKS = {{\n    "tiny": {config!r},\n', 1)

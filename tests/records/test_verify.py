@@ -35,7 +35,7 @@ def test_rules_are_those_of_the_trainer():
     for name, rules in takes.items():
         config = config_of(Path(train_gpt.__file__).read_text(), name)
         assert {key: config[key] for key in rules["config"]} == rules["config"]
-    assert tracks["mini"]["manifest_sha256"] == data_text.RECORD_SHA256["manifest.json"]
+    assert tracks["english"]["manifest_sha256"] == data_text.RECORD_MANIFEST_SHA256
     repository = Repository.at()
     for track, rules in tracks.items():
         known = {made.sha_of(record.source) for record in repository.records[track]}

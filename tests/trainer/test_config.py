@@ -17,10 +17,10 @@ from helpers import arguments, environment, refusal, tiny_config
 from train_gpt import TRACKS, ConfigError, Stage
 
 STAGE_FIELDS = [field for field in dataclasses.fields(Stage) if field.name != "start"]
-MINI = TRACKS["mini"]
+ENGLISH = TRACKS["english"]
 
 
-def parsed(text, track="mini"):
+def parsed(text, track="english"):
     """(Config, overrides) of a command line of a track."""
     words = ["--track", track, *shlex.split(text)]
     config = train_gpt.config_from(train_gpt.parse_command_line(words))
@@ -33,9 +33,9 @@ def parsed(text, track="mini"):
 def test_help_lists_every_field_and_is_no_run(cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     run = cli("--track", "fineweb", "--help")
-    assert run.code == 0 and "status:ok" not in run.stdout and "fineweb, mini" in run.stdout
+    assert run.code == 0 and "status:ok" not in run.stdout and "fineweb, english" in run.stdout
     said = " ".join(run.stdout.split())
-    fields = [field for field in dataclasses.fields(MINI) if field.metadata.get("help")]
+    fields = [field for field in dataclasses.fields(ENGLISH) if field.metadata.get("help")]
     assert len(fields) > 40
     places = []
     for field in [*fields, *STAGE_FIELDS]:
@@ -100,12 +100,12 @@ def test_rows_of_stages_take_what_they_lack_from_the_defaults():
 
 
 def test_only_what_differs_from_the_track_is_an_override():
-    assert parsed("") == (MINI, {})
+    assert parsed("") == (ENGLISH, {})
     neutral = {"seed": 3, "device": "cpu", "log_every": 3, "save_every": 4, "run_id": "a"}
-    words = shlex.join(arguments({"steps": MINI.steps, "adam_lr": 0.5, **neutral}))
+    words = shlex.join(arguments({"steps": ENGLISH.steps, "adam_lr": 0.5, **neutral}))
     config, overrides = parsed(words)
     assert overrides == {"adam_lr": 0.5}
-    assert config == dataclasses.replace(MINI, adam_lr=0.5, **neutral)
+    assert config == dataclasses.replace(ENGLISH, adam_lr=0.5, **neutral)
     # Nor is a type that the track leaves to the machine.
     assert parsed("--dtype float32")[1] == {}
     assert parsed("--dtype float32", "fineweb")[1] == {"dtype": "float32"}
@@ -115,7 +115,7 @@ def test_only_what_differs_from_the_track_is_an_override():
 def test_words_of_a_configuration_are_read_back(rich):
     """What the tests and other scripts build their commands with."""
     config = train_gpt.config_from(train_gpt.parse_command_line(arguments(rich)))
-    assert config == train_gpt.with_values(MINI, rich)
+    assert config == train_gpt.with_values(ENGLISH, rich)
     assert [track.track for track in TRACKS.values()] == list(TRACKS)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.steps = 5
@@ -134,7 +134,7 @@ def test_the_default_track_is_told_with_its_reason(
         assert said == "track fineweb by default: CUDA and FineWeb's shards are present"
     else:
         reason = "no shards in data/fineweb10B" if has_cuda else "torch sees no CUDA device"
-        assert said == f"track mini by default: {reason}"
+        assert said == f"track english by default: {reason}"
 
 
 # ----- what is refused: the message holds the name, the value, and the limits or the remedy
@@ -144,7 +144,7 @@ REFUSED = [
     # words that are no options
     ("--micro-batch-token 256", "--micro-batch-token: no such key; did you mean", "batch-tokens?"),
     ("--adam-rl 0.1", "did you mean --adam-lr?"),
-    ("--track fineweeb", "no such track; did you mean fineweb?", "fineweb, mini"),
+    ("--track fineweeb", "no such track; did you mean fineweb?", "fineweb, english"),
     ("--track nano", "--track nano: no such track"),
     ("--steps", "--steps", "expected one argument"),
     ("steps 5", "steps: no such key", "--key value"),
@@ -190,7 +190,7 @@ REFUSED = [
     ("--long-layers '(0, 5)'", "long_layers=(0, 5)", "0 to 4"),
     ("--skips '((0, 1), (1, 5))'", "skips=((0, 1), (1, 5))", "0 to 4"),
     (NO_PAIRS, "paired_layers=(0,)", "3 heads make no pairs"),
-    ("--softmax-rows 258", "softmax_rows=258", "at most the vocabulary's 257"),
+    ("--softmax-rows 1025", "softmax_rows=1025", "at most the vocabulary's 1024"),
     ("--val-tokens 1000", "val_tokens=1000", "multiple of val_batch_tokens=4096"),
     ("--save-every 4 --adam-every 3", "save_every=4", "multiple of adam_every=3"),
     ("--resume auto", "resume=auto", "--run-id"),
@@ -205,7 +205,7 @@ REFUSED = [
 def test_a_refusal_is_one_line_with_value_and_limits_and_nothing_is_written(
     text, parts, cli, tmp_path
 ):
-    line = refusal(cli("--track", "mini", *shlex.split(text)))
+    line = refusal(cli("--track", "english", *shlex.split(text)))
     assert all(part in line for part in parts) and line.isprintable(), line
     assert not list(tmp_path.iterdir())
 
@@ -229,8 +229,8 @@ def test_what_cannot_run_is_refused_before_it_starts(changes, hint, cli, tiny, t
 
 def test_a_field_of_another_scripts_track_is_refused():
     """It is an option wherever that script is imported, for all tracks."""
-    with pytest.raises(ConfigError, match="track mini has no init_from"):
-        train_gpt.config_from({"track": "mini", "init_from": "mine"})
+    with pytest.raises(ConfigError, match="track english has no init_from"):
+        train_gpt.config_from({"track": "english", "init_from": "mine"})
 
 
 def test_ranks_agree_on_what_is_drawn(tiny, tmp_path):
@@ -253,7 +253,7 @@ def test_training_tokens_are_those_of_a_loop_over_the_steps():
         starts = sorted({0.0, *map(float, rng.choice(choices, rng.integers(4)))})
         rows = [(start, int(rng.integers(1, 50))) for start in starts]
         stages = [{"start": start, "micro_batches": count} for start, count in rows]
-        config = train_gpt.with_values(MINI, {"steps": steps, "stages": stages})
+        config = train_gpt.with_values(ENGLISH, {"steps": steps, "stages": stages})
         counts = []
         for step in range(steps):
             counts += [[count for start, count in rows if start * steps <= step][-1]]

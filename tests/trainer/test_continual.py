@@ -158,7 +158,7 @@ def second(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base(tiny, tmp_path_factory):
-    """A trained model of the mini track's kind: its run, with another checkpoint on the way."""
+    """A trained model of the english track's kind: its run, with another checkpoint on the way."""
     values = {**tiny, **INDEX, "steps": 30, "save_every": 20, "run_id": "base"}
     run = ranks.train(tmp_path_factory.mktemp("base"), values)
     assert run.code == 0, run.stdout + run.stderr
@@ -306,14 +306,17 @@ BAD_INPUT = [
     ({"unfreeze_rank_ratio": 0.05, "head_dim": 4}, ["0 of", "8 directions", "nothing learns"]),
     ({"ngram_lr": 0.1}, ["ngram_lr=0.1", "--ngram-lr 0"]),
     ({"trained": "some"}, ["trained=some", "matrices, all"]),
-    ({"track": "mini", "init_from": None, "first_data": None}, ["track mini", "train_gpt.py"]),
-    ({"init_from": ""}, ["--init-from", "./run.sh mini"]),
+    (
+        {"track": "english", "init_from": None, "first_data": None},
+        ["track english", "train_gpt.py"],
+    ),
+    ({"init_from": ""}, ["--init-from", "./run.sh english"]),
     ({"init_from": "nowhere"}, ["--init-from nowhere", "no checkpoint"]),
-    ({"model_dim": 64}, ["track mini, with model_dim=32", "64", "--model-dim"]),
+    ({"model_dim": 64}, ["track english, with model_dim=32", "64", "--model-dim"]),
     ({"skips": ()}, ["with skips=((0, 1),)", "()", "--skips"]),
     ({"untie_at": 0.5}, ["untie_at=False", "True"]),
-    ({"data": "gone/cpp"}, ["`python data/text.py --corpus cpp`", "--data"]),
-    ({"first_data": "gone/python"}, ["`python data/text.py`", "--first-data"]),
+    ({"data": "gone/verse"}, ["`python data/text.py --corpus verse`", "--data"]),
+    ({"first_data": "gone/english"}, ["`python data/text.py`", "--first-data"]),
 ]
 
 

@@ -78,7 +78,7 @@ DAMAGE = {
     "magic": (shard(TRAIN, [EOT] * 100, magic=20240801), [TRAIN, "20240801", "[20240520, 1]"]),
     "no tokens": (shard(TRAIN, []), [TRAIN, "header says 0"]),
     "fewer than there are": (shard(TRAIN, [EOT] * 45_000, count=44_000), ["header says 44000"]),
-    "beyond vocabulary": (shard(TRAIN, [EOT, 300] * 5000), [TRAIN, "300", "256", "--tokenizer"]),
+    "beyond vocabulary": (shard(TRAIN, [EOT, 300] * 5000), [TRAIN, "300", "256", "--eot-token"]),
     "no train": (
         lambda folder: [path.unlink() for path in folder.glob("*_train_*")],
         ["*_train_*.bin", "data/text.py", "--data"],
@@ -181,12 +181,12 @@ def loader_config(rows=None, **changes):
 
     rows: {start: {field: value}} of a schedule's rows, where it has several.
     """
-    values = {**TINY, "tokenizer": "gpt2", "micro_batches": 4, **changes}
+    values = {**TINY, "vocab_size": 50304, "eot_token": 50256, "micro_batches": 4, **changes}
     if rows:
         for name in set().union(*rows.values()):
             values.pop(name)
         values["stages"] = tuple({"start": start, **row} for start, row in rows.items())
-    return train_gpt.with_values(train_gpt.TRACKS["mini"], values)
+    return train_gpt.with_values(train_gpt.TRACKS["english"], values)
 
 
 def load_all(config, shards, first_step=0, state=None):

@@ -170,7 +170,7 @@ def trajectory(runtime, values):
     stages = tuple(stage | {"micro_batches": 2} for stage in values["stages"])
     stages[0]["micro_batches"] = 11
     values = {**values, "stages": stages, "steps": 6}
-    config = train_gpt.with_values(train_gpt.TRACKS["mini"], values)
+    config = train_gpt.with_values(train_gpt.TRACKS["english"], values)
     trainer, corpus = Trainer(config, runtime), train_gpt.open_corpus(config)
     trainer.table.read_index(corpus.indexed)
     plan = functools.partial(trainer.table.plan_step, group=runtime.loader_group)

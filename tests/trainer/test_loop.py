@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import signal
@@ -11,12 +12,14 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import ranks
 import train_gpt
 from helpers import (
+    EOT,
     INDEX,
     LAYERED,
     NO_TABLE,
@@ -124,8 +127,8 @@ def test_the_log_opens_with_the_source_and_comes_in_order(rich_run):
     assert log.count("\n===== END OF CODE =====\n") == log.count("\n===== START =====\n") == 1
     kinds = [re.match(r"===== START =====|[a-z]+", line)[0] for line in rich_run.log]
     assert kinds[:6] == ["run", "config", "overrides", "data", "size", "===== START ====="]
-    assert kinds[-5:] == ["comms", "gates", "validity", "final", "status"]
-    assert {*kinds[6:-5]} == {"step"}
+    assert kinds[-6:] == ["comms", "gates", "bits", "validity", "final", "status"]
+    assert {*kinds[6:-6]} == {"step"}
     # The console shows the same behind a few lines for the reader.
     assert rich_run.code == 0 and rich_run.stderr == "" and "\x1b" not in rich_run.stdout
     shown = [line for line in rich_run.log if not line.startswith("config:")]
@@ -135,7 +138,7 @@ def test_the_log_opens_with_the_source_and_comes_in_order(rich_run):
 def test_the_header_makes_a_run_reproducible(rich_run, rich, corpus):
     result, log = rich_run.result, rich_run.log
     run = re.fullmatch(
-        r"run:rich track:mini commit:(?P<commit>[0-9a-f]{40}|none) dirty:[01] "
+        r"run:rich track:english commit:(?P<commit>[0-9a-f]{40}|none) dirty:[01] "
         r"code_sha256:(?P<code_sha256>[0-9a-f]{64}) seed:1 world_size:1 device:(?P<device>.+) "
         r"torch:(?P<torch>\S+) cuda:\S+ triton:\S+ "
         r"started:(?P<started>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ)",
@@ -179,6 +182,9 @@ def test_the_final_lines_agree_with_the_result(rich_run, rich):
     )
     val = train_gpt.open_corpus(tiny_config(data=rich["data"])).val
     sha = hashlib.sha256(val[:1025].tobytes()).hexdigest()
+    count = np.count_nonzero(val[1:1025] != EOT)  # of bytes, which each other token is one of
+    bits = result["val_loss"] * 1024 / count / math.log(2)
+    assert only("bits_per_byte", rich_run.log) == f"bits_per_byte:{bits:.5f} val_bytes:{count}"
     assert result["val_sha256"] == sha and set(result["validity"].values()) == {True}
     assert only("validity", rich_run.log).endswith(f" val_tokens:1024 val_sha256:{sha}")
     assert rich_run.val_losses[20] == pytest.approx(result["val_loss"], abs=6e-6)
@@ -188,8 +194,8 @@ def test_a_run_of_a_record_says_which_it_is(tiny, cli, monkeypatch):
     neutral = ("seed", "device", "log_every")
     values = {key: value for key, value in tiny.items() if key not in neutral}
     track = dataclasses.replace(tiny_config(**values), log_every=20)
-    monkeypatch.setitem(train_gpt.TRACKS, "mini", track)
-    own = {"track": "mini", "run_of": "1:3/8:2"}
+    monkeypatch.setitem(train_gpt.TRACKS, "english", track)
+    own = {"track": "english", "run_of": "1:3/8:2"}
     run = cli(**own, run_id="third", seed=5, device="cpu", log_every=2)
     assert run.code == 0 and run.result["overrides"] == {}
     assert run.log[2] == "batch:1 counter:3/8 start:2"

@@ -39,6 +39,8 @@ NARROW = {
     "exclusive_layers": (8, 11),
     "ngram_rows": 4096,
     "copy_reach": 128,
+    "index_bits": 12,
+    "index_tokens": 6000,
     "val_tokens": 512,
     "val_batch_tokens": 128,
     "val_windows": (64, 192),

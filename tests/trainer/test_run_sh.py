@@ -65,28 +65,28 @@ def call(tmp_path):
 def test_set_up_happens_once_and_again_for_other_requirements(call, tmp_path):
     code, out, _, calls = call("--help")
     assert (code, calls) == (0, []) and "./run.sh test" in out
-    code, out, err, calls = call("mini", "--data", "my own")
+    code, out, err, calls = call("english", "--data", "my own")
     assert (code, out) == (0, "status:ok\n"), err  # stdout is the trainer's
     assert "-m venv --clear .venv" in calls and any("pip install" in call for call in calls)
-    assert calls[-1] == "- --track mini --data my own"
+    assert calls[-1] == "- --track english --data my own"
     code, _, err, calls = call("--steps", "10", STUB_STATUS="2")
     assert (code, err, calls) == (2, "", ["- --steps 10"])
     with open(tmp_path / "requirements.txt", "a") as file:
         file.write("another==1.0\n")
-    _, _, _, calls = call("mini")
+    _, _, _, calls = call("english")
     assert any("pip install" in call for call in calls)
     assert not any("-m venv" in call for call in calls)
 
 
 def test_a_failed_install_is_done_again(call):
-    code, _, _, calls = call("mini", STUB_PIP_STATUS="1")
+    code, _, _, calls = call("english", STUB_PIP_STATUS="1")
     assert code == 1 and "pip install" in calls[-1]  # and nothing was launched
-    code, _, _, calls = call("mini")
+    code, _, _, calls = call("english")
     assert code == 0 and any("pip install" in call for call in calls) and calls[-1][0] == "-"
 
 
 def test_old_python_is_refused_in_one_line(call, tmp_path):
-    code, _, err, _ = call("mini", STUB_TOO_OLD="1")
+    code, _, err, _ = call("english", STUB_TOO_OLD="1")
     assert code == 2 and not (tmp_path / ".venv").exists()
     assert err.count("\n") == 1 and "3.11" in err and "3.9.6" in err and "PYTHON=" in err
 
@@ -148,8 +148,8 @@ def launch(tmp_path, monkeypatch):
 
 
 def test_a_track_is_built_and_runs_on_every_core(launch):
-    ranks, script, builders, said = launch("--track", "mini", "--micro-batches", "8", cores=11)
-    assert ranks == 8 and script == ["train_gpt.py", "--track", "mini", "--micro-batches", "8"]
+    ranks, script, builders, said = launch("--track", "english", "--micro-batches", "8", cores=11)
+    assert ranks == 8 and script == ["train_gpt.py", "--track", "english", "--micro-batches", "8"]
     assert builders == [["data/text.py"]]
     assert said == (
         "run.sh: 8 rank(s), the most of 8, 4, 2 and 1 that 11 core(s), 64.0 GiB of memory and [8] "
@@ -176,14 +176,17 @@ def limit(file, words):
     ids=str,
 )
 def test_ranks_suit_cores_memory_and_micro_batches(ranks, cores, micro_batches, files, launch):
-    words = ["--track", "mini", "--data", "mine", "--micro-batches", str(micro_batches)]
+    words = ["--track", "english", "--data", "mine", "--micro-batches", str(micro_batches)]
     found, script, builders, _ = launch(*words, cores=cores, files=files)
     assert (found, script, builders) == (ranks, ["train_gpt.py", *words], [])
 
 
 @pytest.mark.parametrize(
     "ranks, words, corpus",
-    [(8, [], "fineweb10B/fineweb"), (2, ["--track", "mini", "--device", "cpu"], "python/python")],
+    [
+        (8, [], "fineweb10B/fineweb"),
+        (2, ["--track", "english", "--device", "cpu"], "english/english"),
+    ],
 )
 def test_a_corpus_that_is_there_is_not_built_again(ranks, words, corpus, launch, tmp_path):
     """There is a rank a GPU, or a core where the CPU is asked for."""
@@ -198,10 +201,12 @@ def test_the_continual_track_builds_both_corpora_and_has_its_own_script(launch):
     words = ["--track", "continual", "--init-from", "first"]
     _, script, builders, _ = launch(*words)
     assert script == ["continual.py", *words]
-    assert builders == [["data/text.py"], ["data/text.py", "--corpus", "cpp"]]
+    assert builders == [["data/text.py"], ["data/text.py", "--corpus", "verse"]]
 
 
-@pytest.mark.parametrize("track, script", [("mini", "train_gpt.py"), ("continual", "continual.py")])
+@pytest.mark.parametrize(
+    "track, script", [("english", "train_gpt.py"), ("continual", "continual.py")]
+)
 def test_a_run_is_resumed_by_the_script_of_its_track(track, script, launch, tmp_path):
     folder = tmp_path / "logs" / "continual"  # a name of a run is no track
     folder.mkdir(parents=True)
@@ -213,9 +218,9 @@ def test_a_run_is_resumed_by_the_script_of_its_track(track, script, launch, tmp_
     "script, words",
     [
         ("train_gpt.py", "--track miin"),
-        ("train_gpt.py", "--track mini --help"),
+        ("train_gpt.py", "--track english --help"),
         ("continual.py", "--track continual --stepz 3"),
-        ("train_gpt.py", "--track mini --check --data mine"),
+        ("train_gpt.py", "--track english --check --data mine"),
     ],
 )
 def test_what_the_trainer_answers_reaches_it_at_once(script, words, launch):

@@ -1,0 +1,97 @@
+"""How fast the index of the training text is read, and asked, on one core.
+
+    python benchmarks/index_rates.py [--tokens 4000000] [--repeats 3]
+
+Random tokens with Zipf's frequencies, in documents of 690, are read into an index of one order: by
+one reader, and by one of eight, who has an eighth of the entries as its own. Then the rows of
+micro-batches of 16,384 tokens are looked up at six orders. Each time is the best of the repeats.
+
+`budget` is the arithmetic for the track fineweb: a node of 100 cores feeds eight GPUs that train on
+4.6 million tokens a second together; the loader's lookups take their share of the cores, and the
+others could read so many tokens at six orders in 60 seconds. Results:
+benchmarks/results/index_rates.{json,md}. The last line is `index read:<millions of tokens times
+orders a second and core, at 2^25 entries> lookup_ms:<a micro-batch> budget:<billions of tokens>`.
+"""
+
+import sys
+import timeit
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train_gpt
+from benchmarks import common
+
+FINEWEB = train_gpt.TRACKS["fineweb"]
+BITS = (18, 20, 22, 24, 25)
+ORDERS = (2, 3, 4, 5, 6, 8)
+LENGTH = 16384
+DOCUMENT = 690  # FineWeb's mean
+CORES, SECONDS, TRAINED = 100, 60, 4.6e6  # of a node; of a run; tokens a second on eight GPUs
+
+
+def text_of(count, seed):
+    """Random tokens, (count,) uint16."""
+    tokens = np.random.default_rng(seed).zipf(1.2, count) % FINEWEB.eot_token
+    tokens[::DOCUMENT] = FINEWEB.eot_token
+    return tokens.astype(np.uint16)
+
+
+def finder_of(bits, orders):
+    changes = {"index_orders": orders, "index_bits": bits, "ngram_orders": (), "copy_orders": ()}
+    return train_gpt.RowFinder(train_gpt.with_values(FINEWEB, changes))
+
+
+def measure(bits, tokens, repeats):
+    """The rates of an index of 2^bits entries an order, each for one core."""
+
+    def best(function):
+        function()
+        return min(timeit.repeat(function, number=1, repeat=repeats))
+
+    index = finder_of(bits, (4,)).index
+    finder = finder_of(bits, ORDERS)
+    finder.index.read([tokens])
+    asked = train_gpt.contiguous_passage(
+        train_gpt.Text(text_of(LENGTH, 1), FINEWEB.eot_token), 0, LENGTH
+    )
+    return {
+        "bits": bits,
+        "alone": len(tokens) / best(lambda: index.read([tokens])),
+        "eighth": len(tokens) / best(lambda: index.read([tokens], 3, 8)),
+        "lookup": best(lambda: finder.find(asked)),
+    }
+
+
+def report(cases):
+    """The table, and the last line."""
+    rows = []
+    for case in cases:
+        rates = [f"{case[name] / 1e6:.1f}" for name in ("alone", "eighth")]
+        rows.append([f"2^{case['bits']}", *rates, f"{1000 * case['lookup']:.1f}"])
+    last = cases[-1]
+    busy = TRAINED / LENGTH * last["lookup"]  # cores that look up what is trained on
+    budget = (CORES - busy) * SECONDS * last["alone"] / len(ORDERS)
+    line = f"index read:{last['alone'] / 1e6:.1f} lookup_ms:{1000 * last['lookup']:.1f} "
+    unit = "million tokens times orders a second"
+    header = ["entries", f"one reader, {unit}", "one of eight readers, likewise"]
+    table = common.markdown_table([*header, "lookup of 16,384 tokens at six orders, ms"], rows)
+    return table, f"{line}budget:{budget / 1e9:.0f}"
+
+
+def main(argv=None):
+    defaults = {"tokens": 4_000_000, "repeats": 3, "tiny": False}
+    arguments = common.parser(__doc__, **defaults).parse_args(argv)
+    bits = BITS[:1] if arguments.tiny else BITS
+    tokens = text_of(20_000 if arguments.tiny else arguments.tokens, 0)
+    cases = [measure(each, tokens, arguments.repeats) for each in bits]
+    table, line = report(cases)
+    facts = common.environment(train_gpt.Runtime("cpu").device)
+    data = {"cases": cases}
+    common.write_results(arguments.results, "index_rates", facts, data, f"{table}\n\n`{line}`")
+    print(f"{table}\n{line}")
+
+
+if __name__ == "__main__":
+    main()
