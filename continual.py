@@ -148,7 +148,7 @@ def protect(matrices, initial, ratio):
 SIZES = ("tokenizer", "model_dim", "num_layers", "head_dim", "mlp_dim", "logit_cap")
 LAYERS = ("long_layers", "value_embedding_layers", "shifted_layers", "paired_layers")
 LAYERS += ("exclusive_layers", "skips")
-PAST = ("ngram_orders", "ngram_rows", "copy_orders", "copy_places", "index_orders", "index_bits")
+PAST = ("ngram_orders", "ngram_rows", "copy_orders", "index_orders", "index_bits")
 
 
 def shape_of(config, step):

@@ -267,7 +267,6 @@ class Config:
     # These are 6 GiB over all ranks; raise it as far as their memory goes.
     ngram_rows: int = knob(2**21, "rows of the table, for all columns", between(1, 2**31 - 1))
     copy_orders: tuple = knob((2, 3, 5, 8), "orders of copies from the document", ORDERS)
-    copy_places: int = knob(1, "places to copy from at an order, the latest", between(1, 64))
     copy_reach: int = knob(2048, "tokens that copies look back", SIZE)
     index_orders: tuple = knob((2, 3, 4, 6), "orders of the index of the training text", ORDERS)
     index_bits: int = knob(25, "entries of the index for an order: 2 to this", between(1, 31))
@@ -348,8 +347,8 @@ class Config:
     @property
     def columns(self):
         """How many rows of the table a token reads."""
-        copies = self.copy_places * len(self.copy_orders)
-        return len(self.ngram_orders) + copies + INDEX_GUESSES * len(self.index_orders)
+        guesses = INDEX_GUESSES * len(self.index_orders)
+        return len(self.ngram_orders) + len(self.copy_orders) + guesses
 
     @property
     def torch_dtype(self):
@@ -1083,17 +1082,20 @@ class TextIndex:
         return self.entries[column].numpy().view(np.uint64)
 
     def read(self, texts, reader=0, readers=1):
-        """Take in training texts, (n,) uint16 each. A reader has a range of the entries as its own:
-        so many together leave the same bits as one alone."""
+        """Take in training texts, (n,) uint16 each. The readers share out orders, and ranges of an
+        order's entries: so many together leave the same bits as one alone."""
         config = self.config
-        low, high = (2**config.index_bits * part // readers for part in (reader, reader + 1))
-        for tokens in texts:
-            for begin in range(0, len(tokens) - 1, INDEX_CHUNK):
-                end = min(begin + INDEX_CHUNK, len(tokens) - 1)
-                following = np.array(tokens[begin + 1 : end + 1])  # of a mapped file
-                for column, order in enumerate(config.index_orders):
+        parts = max(1, readers // max(1, len(config.index_orders)))
+        work = itertools.product(enumerate(config.index_orders), range(parts))
+        for (column, order), part in itertools.islice(work, reader, None, readers):
+            low, high = (2**config.index_bits * edge // parts for edge in (part, part + 1))
+            entries = self.entries_of(column)
+            for tokens in texts:
+                for begin in range(0, len(tokens) - 1, INDEX_CHUNK):
+                    end = min(begin + INDEX_CHUNK, len(tokens) - 1)
                     keys = ngram_keys(tokens, begin, end, order, config.eot_token)
-                    vote(self.entries_of(column), config.index_bits, keys, following, low, high)
+                    following = np.array(tokens[begin + 1 : end + 1])  # of a mapped file
+                    vote(entries, config.index_bits, keys, following, low, high)
 
     def guesses(self, tokens, low, high):
         """The tokens that mostly follow those from low to high: (guesses, high - low) uint64, order
@@ -1115,23 +1117,19 @@ class RowFinder:
         self.index = TextIndex(config, zeros(shape, dtype=torch.int64))
 
     def copies(self, text, low, high):
-        """What followed the last n tokens earlier in the document of tokens low to high: (C, high -
-        low) uint64, the orders at the latest place, then those at the place before it, and so on;
-        NO_GUESS where there is none."""
+        """What followed the last n tokens the last time in the document of tokens low to high:
+        (orders, high - low) uint64, NO_GUESS where there is none."""
         config = self.config
         begin = low - config.copy_reach - max(config.copy_orders, default=0) + 1
         begin = max(text.document_start(low), begin)
         tokens = text.tokens[begin:high]
         positions = np.arange(len(tokens))
-        found = np.full((config.copy_places, len(config.copy_orders), len(tokens)), NO_GUESS)
+        found = np.full((len(config.copy_orders), len(tokens)), NO_GUESS)
         for column, order in enumerate(config.copy_orders):
-            matches = latest_matches(rolling_hash(tokens, order, config.eot_token), order - 1)
-            match = matches
-            for place in range(config.copy_places):
-                at = np.flatnonzero((match >= 0) & (match >= positions - config.copy_reach))
-                found[place, column, at] = tokens[match[at] + 1]
-                match = np.where(match < 0, -1, matches[match])  # the place before it
-        return found[..., low - begin :].reshape(-1, high - low)
+            match = latest_matches(rolling_hash(tokens, order, config.eot_token), order - 1)
+            at = np.flatnonzero((match >= 0) & (match >= positions - config.copy_reach))
+            found[column, at] = tokens[match[at] + 1]
+        return found[:, low - begin :]
 
     def find(self, passage):
         """The rows that the tokens of a Passage read: (T, columns) int32 in [0, ngram_rows), and

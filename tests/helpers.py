@@ -52,7 +52,6 @@ TINY = {
     "ngram_orders": (2, 3, 4, 6),
     "ngram_rows": 1000,
     "copy_orders": (3, 5),
-    "copy_places": 2,
     "copy_reach": 64,
     "index_orders": (),
     "index_bits": 12,

@@ -68,9 +68,10 @@ def test_the_index_leaves_its_rates_and_what_a_node_could_read(tmp_path):
     index_rates.main(["--tiny", "--repeats", "1", "--results", str(tmp_path)])
     (case,) = json.loads((tmp_path / "index_rates.json").read_text())["cases"]
     assert min(case.values()) > 0
-    # Forty of a hundred cores look up; sixty read 5 million tokens times six orders for a minute.
-    busy = {**case, "alone": 5e6, "lookup": 40 * 16384 / 4.6e6}
-    assert index_rates.report([busy])[1] == "index read:5.0 lookup_ms:142.5 budget:3"
+    # Forty cores look up, and eight for each of six orders read 50 million tokens a second.
+    busy = {**case, "alone": 5e6, "eighth": 5e7, "lookup": 40 * 16384 / 4.6e6}
+    line = "index read:5.0 lookup_ms:142.5 cores:88 budget:3.0"
+    assert index_rates.report([busy])[1] == line
 
 
 def test_the_bound_counts_foreign_rows_once_each_way():

@@ -66,20 +66,18 @@ def slow_gram(tokens, at, n):
 
 def slow_copies(tokens, at, config):
     """The tokens that followed the latest earlier occurrences of the last n tokens, None where
-    there is none: of the latest one at each order, then of the one before, and so on."""
+    there is none."""
     start = documents_of(tokens[: at + 1])[at]
     tokens, found = tokens.tolist(), []
     for n in config.copy_orders:
         gram = tokens[at - n + 1 : at + 1]
-        copies = []
-        # Of ends of n-grams that the document has within reach, the latest first.
-        for end in range(at - 1, max(start + n - 1, at - config.copy_reach) - 1, -1):
+        copies = [None]
+        # Of ends of n-grams that the document has within reach, the latest last.
+        for end in range(max(start + n - 1, at - config.copy_reach), at):
             if tokens[end - n + 1 : end + 1] == gram and at - n + 1 >= start:
                 copies.append(tokens[end + 1])
-        found.append((copies + [None] * config.copy_places)[: config.copy_places])
-    return [
-        found[order][place] for place in range(config.copy_places) for order in range(len(found))
-    ]
+        found.append(copies[-1])
+    return found
 
 
 class SlowIndex:
@@ -206,7 +204,7 @@ def test_copies_against_a_search(orders, reach):
     found = []
     for letters, longest in ((1, 90), (2, 60), (3, 400), (4, 1), (3, None)):
         tokens = small_alphabet(500, letters, longest=longest)
-        config = past_config(copy_orders=orders, copy_reach=reach, copy_places=letters)
+        config = past_config(copy_orders=orders, copy_reach=reach)
         scattered = np.random.default_rng(letters).permutation(500)[:100]
         for positions, passage in (
             (scattered.tolist(), passage_of(tokens, scattered)),
