@@ -52,7 +52,7 @@ def look_at(config, checkpoint, runtime, log, is_check):
 def assert_promise_kept(cli, tmp_path, monkeypatch):
     """assert_promise_kept(words): of a command line in a folder with a tiny corpus of the default's
     name. A refusal is one line of stdout, its last; notes go to stderr."""
-    helpers.make_corpus(tmp_path / "data" / "python")
+    helpers.make_corpus(tmp_path / "data" / "english")
     (tmp_path / "logs" / "old").mkdir(parents=True)
     (tmp_path / "logs" / "old" / "checkpoint.pt").write_bytes(b"no checkpoint")
     monkeypatch.setattr(train_gpt, "open_run", look_at)
@@ -73,7 +73,7 @@ def assert_promise_kept(cli, tmp_path, monkeypatch):
     assert os.listdir(tmp_path / "logs") == ["old"]
 
 
-TINY = helpers.arguments({**helpers.TINY, "data": "data/python"})
+TINY = helpers.arguments({**helpers.TINY, "data": "data/english"})
 HARD = [
     [],
     TINY,
