@@ -365,7 +365,7 @@ TRACKS = {
         tokenizer="english1024.tiktoken",
         vocab_size=1024,
         eot_token=1023,
-        steps=230,
+        steps=250,
         micro_batch_tokens=1024,
         stages=(Stage(0.0, 2, 512, (64, 256)),),
         final_lr=0.1,
@@ -395,7 +395,7 @@ TRACKS = {
         val_batch_tokens=4096,
         val_windows=(64, 640),
         val_every=0,
-        target_loss=3.2,
+        target_loss=2.96,
         dtype="float32",
         compile=False,  # compiling takes longer than the run
     ),
