@@ -340,7 +340,7 @@ class Config:
         is_even = not self.paired_layers or heads % 2 == 0
         require(is_even, f"paired_layers={self.paired_layers}: {heads} heads make no pairs")
         is_there = self.eot_token < self.vocab_size
-        require(is_there, f"eot_token={self.eot_token}: must be below {self.vocab_size=}")
+        require(is_there, f"eot_token={self.eot_token}: must be below vocab_size={self.vocab_size}")
         is_named = self.resume != "auto" or self.run_id
         require(is_named, "resume=auto: it goes on with the run of --run-id; name one")
 
@@ -590,7 +590,11 @@ def read_manifest(folder):
     is_named = all(type(number) is int for number in ids) and 0 < ids[1] == ids[0] - 1 < 65535
     words = f"has vocab_size and eot_token {ids}: documents start with the last id, below 65535"
     require(is_named, f"{path}: {words}; build it again")
-    return {**manifest, "shards": shards}
+    sizes = manifest.get("token_bytes", [0] * ids[0])  # 0: not known
+    is_whole = type(sizes) is list and len(sizes) == ids[0]
+    is_whole = is_whole and all(type(size) is int for size in sizes)
+    require(is_whole, f"{path}: token_bytes are no {ids[0]} whole numbers; build it again")
+    return {**manifest, "shards": shards, "token_bytes": sizes}
 
 
 def vocabulary_of(folder, track):
@@ -606,9 +610,8 @@ def vocabulary_of(folder, track):
 
 def bytes_of(config, tokens):
     """How many bytes of text tokens stand for, as the corpus' manifest says; 0 if it does not."""
-    manifest = read_manifest(config.data) or {}
-    sizes = np.array(manifest.get("token_bytes", np.zeros(config.vocab_size)))
-    return int(sizes[tokens].sum())
+    manifest = read_manifest(config.data)
+    return 0 if manifest is None else int(np.array(manifest["token_bytes"])[tokens].sum())
 
 
 def manifest_hash(config):
@@ -657,6 +660,9 @@ def open_corpus(config):
     """Open and check all shards that a run needs. Raises ConfigError where they do not suit it."""
     folder = Path(config.data)
     manifest = read_manifest(folder)
+    eot_token = config.eot_token if manifest is None else manifest["eot_token"]
+    words = f"documents start with {eot_token}, and not with eot_token={config.eot_token}"
+    require(eot_token == config.eot_token, f"{folder}: {words}; leave --eot-token out")
     builder = {"english": "text.py", "verse": "text.py --corpus verse", "fineweb10B": "fineweb.py"}
     found = {}
     for split in ("train", "val"):

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import re
 
@@ -136,6 +137,28 @@ def test_a_run_is_resumed_on_the_corpus_that_it_began_with(cli, tiny, tmp_path):
     assert "manifest.json is not the one" in refusal(cli(resume="first"))
     (folder / "manifest.json").unlink()
     assert "manifest.json is not the one" in refusal(cli(resume="first"))
+
+
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        ("eot_token", None, r"vocab_size and eot_token \[257, None\]: .* build it again"),
+        ("eot_token", 7, r"eot_token \[257, 7\]: documents start with the last id"),
+        ("token_bytes", [1] * 100, "token_bytes are no 257 whole numbers; build it again"),
+        ("token_bytes", ["1"] * 257, "token_bytes are no 257 whole numbers"),
+    ],
+)
+def test_a_manifest_of_no_vocabulary_is_refused(key, value, words, tmp_path):
+    folder = make_corpus(tmp_path / "corpus")
+    manifest = json.loads((folder / "manifest.json").read_text()) | {key: value}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ConfigError, match=words):
+        open_corpus(tiny_config(data=str(folder)))
+
+
+def test_documents_start_as_the_manifest_says(corpus):
+    with pytest.raises(ConfigError, match="start with 256, and not with eot_token=255"):
+        open_corpus(tiny_config(data=str(corpus), eot_token=255))
 
 
 def test_remedies_are_worked_out_and_work(tmp_path):
