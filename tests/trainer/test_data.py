@@ -156,6 +156,15 @@ def test_a_manifest_of_no_vocabulary_is_refused(key, value, words, tmp_path):
         open_corpus(tiny_config(data=str(folder)))
 
 
+def test_the_vocabulary_comes_with_the_corpus(corpus, tmp_path):
+    given = {"track": "english", "data": str(corpus)}
+    config = train_gpt.config_from(given)
+    assert (config.tokenizer, config.vocab_size, config.eot_token) == ("bytes", 384, 256)
+    assert train_gpt.config_from({**given, "vocab_size": 300}).vocab_size == 300
+    unknown = train_gpt.config_from({**given, "data": str(tmp_path)})
+    assert (unknown.vocab_size, unknown.eot_token) == (1024, 1023)
+
+
 def test_documents_start_as_the_manifest_says(corpus):
     with pytest.raises(ConfigError, match="start with 256, and not with eot_token=255"):
         open_corpus(tiny_config(data=str(corpus), eot_token=255))

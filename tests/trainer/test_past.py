@@ -333,13 +333,14 @@ def test_training_and_the_index_share_out_the_shards(last, count, tmp_path):
 
 @pytest.mark.parametrize("readers", [2, 3, 7])
 def test_any_number_of_readers_leaves_the_same_bits(readers):
-    config = past_config(index_orders=(3, 4), index_bits=7)
+    config = past_config(index_orders=(3, 4), index_bits=12)
     alone, together = RowFinder(config).index, RowFinder(config).index
     texts = [DOCUMENTS, ONE_DOCUMENT]
     alone.read(texts)
     for reader in reversed(range(readers)):
         together.read(texts, reader, readers)
-    assert torch.equal(alone.entries, together.entries) and (alone.entries != 0).all()
+    assert torch.equal(alone.entries, together.entries)
+    assert (alone.entries != 0).double().mean() > 0.5
 
 
 def test_a_run_ends_whose_index_is_not_that_of_its_checkpoint(rich_run, rich, rich_run_of):
