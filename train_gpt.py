@@ -148,6 +148,11 @@ def are_loss_weights(values):
 
 
 ANYTHING = Check(lambda value: True, "must be printable, and of the field's type")
+SPAN = Check(lambda ends: len(ends) == 2 and 0 <= ends[0] < ends[1] <= 1, "must be (low, high)")
+CAP = Check(
+    lambda cap: 0.1 <= cap[0] <= 80 and abs(cap[1]) <= 80 and len(cap) == 2,
+    "must be a cap, of 0.1 to 80, and a shift, such as (30, 0)",
+)
 POSITIVE = Check(lambda value: 0 < value <= 1e30, "must be positive, and at most 1e30")
 NOT_NEGATIVE = Check(lambda value: 0 <= value <= 1e30, "must be 0, or positive and at most 1e30")
 FRACTION = Check(lambda value: 0 <= value <= 1, "must be a fraction, from 0 to 1")
@@ -201,6 +206,7 @@ class Stage:
     windows: tuple = knob((128, 384), "attention windows, a short and a long one", WINDOWS)
     lr_mul: float = knob(1.0, "factor of all learning rates, ahead of the cooldown", POSITIVE)
     mtp_weights: tuple = knob((1.0,), "loss weights of the tokens to come", LOSS_WEIGHTS)
+    prefix_weight: float = knob(0.0, "loss weight of the next token's prefix", FRACTION)
     softmax_rows: int = knob(0, "rows of training's softmax, a sample; 0: all of them", SIZE)
 
 
@@ -227,41 +233,46 @@ class Config:
     eot_token: int = knob(50256, "the largest id, with which documents start; likewise", TOKENS)
     epochs: int = knob(1, "passes over the training shards that a run may take", OFTEN)
     # --- schedule
-    steps: int = knob(1600, "optimizer steps, the length of every schedule", OFTEN)
+    steps: int = knob(1285, "optimizer steps, the length of every schedule", OFTEN)
     micro_batch_tokens: int = knob(16384, "tokens of a micro-batch", between(1, 2**24))
     stages: tuple = knob(
-        # start, micro-batches, document cap, windows (short, long), rate, loss weights, softmax
+        # start, micro-batches, document cap, windows (short, long), rate, loss weights of the next
+        # tokens and of a prefix, softmax
         (
-            Stage(0.0, 8, 896, (128, 384), 1.0, (1.0, 0.5, 0.25), 16384),
-            Stage(1 / 3, 16, 2048, (384, 896), 1.52, (1.0, 0.5), 16384),
-            Stage(0.667, 24, 2048, (640, 1408), 1.73, (1.0,), 16384),
-            Stage(0.99, 24, 2048, (768, 1664), 1.73, (1.0,)),
+            Stage(0.0, 8, 896, (128, 384), 1.0, (1.0, 0.5, 0.25), 0.25, 16384),
+            Stage(423 / 1285, 16, 2048, (384, 896), 1.52, (1.0, 0.5), 0.25, 16384),
+            Stage(847 / 1285, 24, 2048, (640, 1408), 1.73, (1.0,), 0.0, 16384),
+            Stage(1270 / 1285, 24, 2048, (768, 1664), 0.15),
         ),
         "rows of the schedule; fields of a stage are options, too, for all stages",
     )
-    cooldown: float = knob(0.6, "last fraction of the run, in which rates fall", FRACTION)
+    cooldown: tuple = knob((508 / 1285, 1270 / 1285), "fractions between which rates fall", SPAN)
     final_lr: float = knob(0.15, "factor of the rates at the end of the cooldown", FRACTION)
-    untie_at: float = knob(0.667, "fraction at which head and embedding part; 0: apart", FRACTION)
+    untie_at: float = knob(0.66, "fraction at which head and embedding part; 0: apart", FRACTION)
     # --- model
     model_dim: int = knob(768, "width of the residual stream", between(GATE_DIM, 65536))
-    num_layers: int = knob(12, "transformer blocks", between(1, 1024))
+    num_layers: int = knob(11, "transformer blocks", between(1, 1024))
     head_dim: int = knob(128, "width of an attention head", HEAD_DIM)
     mlp_dim: int = knob(3072, "hidden width of the ReLU^2 MLP", between(1, 2**20))
-    long_layers: tuple = knob((3, 7, 11), "layers that attend through the long window", LAYERS)
+    mlp_only_layers: tuple = knob((6,), "layers without attention", LAYERS)
+    long_layers: tuple = knob((3, 10), "layers that attend through the long window", LAYERS)
     value_embedding_layers: tuple = knob(
-        (1, 2, 10, 11), "layers with gated value embeddings", LAYERS
+        (1, 2, 8, 9, 10), "layers with gated value embeddings", LAYERS
     )
-    shifted_layers: tuple = knob((3, 7, 11), "layers where half of a key is that before", LAYERS)
+    shifted_layers: tuple = knob((3, 10), "layers where half of a key is that before", LAYERS)
     paired_layers: tuple = knob((0, 2, 5, 9), "layers whose heads share keys, in pairs", LAYERS)
     exclusive_layers: tuple = knob(
         (1, 3, 4, 7), "layers that leave out a token's own value", LAYERS
     )
     skips: tuple = knob(
-        ((0, 11), (1, 10), (2, 9), (3, 8), (4, 7), (5, 6)),
-        "pairs (a, b) of layers: what leaves a is added to what enters b",
-        SKIPS,
+        ((3, 6),), "pairs (a, b) of layers: what leaves a is added to what enters b", SKIPS
     )
-    logit_cap: float = knob(15.0, "tanh squashes logits into (-cap, cap)", between(0.1, 40))
+    shared_input: tuple = knob((7,), "a layer whose output all later attention reads", LAYERS)
+    dense_layers: tuple = knob((3, 7), "layers whose outputs the last one mixes in", LAYERS)
+    value_std: float = knob(0.25, "std of values' matrices at first, times sqrt(width)", FRACTION)
+    output_std: float = knob(0.5, "likewise, of the projections behind attention", FRACTION)
+    attention_scale: float = knob(0.1, "factor of scores ahead of the softmax", POSITIVE)
+    logit_cap: tuple = knob((23.0, 5.0), "(a, b): a logit is a sigmoid((z + b) / 7.5)", CAP)
     # --- table
     ngram_orders: tuple = knob((2, 3), "orders of hashed n-grams", ORDERS)
     # These are 6 GiB over all ranks; raise it as far as their memory goes.
@@ -275,11 +286,11 @@ class Config:
     # --- optimizer
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of UPDATE_RULES")
     matrix_lr: float = knob(0.023, "RMS of a matrix' step times sqrt(columns)", POSITIVE)
-    matrix_decay: float = knob(0.03, "cautious decay of matrices a unit of rate", NOT_NEGATIVE)
+    matrix_decay: float = knob(1.2, "cautious decay of matrices over rate^2", NOT_NEGATIVE)
     momentum_start: float = knob(0.85, "Muon's momentum at the first step, and the last", MOMENTUM)
     momentum_peak: float = knob(0.95, "Muon's momentum in between", MOMENTUM)
-    momentum_warmup: float = knob(0.19, "fraction of the run in which it rises", FRACTION)
-    momentum_cooldown: float = knob(0.03, "fraction of the run in which it falls", FRACTION)
+    momentum_warmup: float = knob(300 / 1285, "fraction of the run in which it rises", FRACTION)
+    momentum_cooldown: float = knob(50 / 1285, "fraction of the run in which it falls", FRACTION)
     basis_every: int = knob(10, "soap rules: a matrix gets new eigenbases every k-th step", OFTEN)
     one_sided_above: int = knob(1024, "soap rules: a larger side has no eigenbasis", SIZE)
     adam_lr: float = knob(0.008, "rate of embeddings, head and scalars under Adam", POSITIVE)
@@ -368,18 +379,26 @@ TRACKS = {
         steps=250,
         micro_batch_tokens=1024,
         stages=(Stage(0.0, 2, 512, (64, 256)),),
+        cooldown=(0.4, 1.0),
         final_lr=0.1,
         untie_at=0.0,
         model_dim=64,
         num_layers=5,
         head_dim=32,
         mlp_dim=64,
+        mlp_only_layers=(),
         long_layers=(2, 4),
         value_embedding_layers=(1, 4),
         shifted_layers=(2, 4),
         paired_layers=(0, 1, 3),
         exclusive_layers=(1, 2),
         skips=((0, 4), (1, 3)),
+        shared_input=(),
+        dense_layers=(),
+        value_std=0.6,
+        output_std=0.0,  # every block starts as the identity
+        attention_scale=1.35 / math.sqrt(32),
+        logit_cap=(30.0, 0.0),
         ngram_orders=(2,),
         ngram_rows=2**18,
         copy_orders=(2, 4),
@@ -452,6 +471,19 @@ def stage_at(config, step):
     return [stage for stage in config.stages if stage.start * config.steps <= step][-1]
 
 
+def loss_weights_at(config, step):
+    """The loss weights at a step, of the next token, the second-next, ..., and of the next one's
+    prefix: those of the stage, which move in a line towards the next stage's."""
+    stages = config.stages
+    stage = stage_at(config, step)
+    following = stages[min(stages.index(stage) + 1, len(stages) - 1)]
+    done = (step / config.steps - stage.start) / max(1e-9, following.start - stage.start)
+    lacking = len(stage.mtp_weights) - len(following.mtp_weights)
+    goals = *following.mtp_weights, *[0.0] * lacking, following.prefix_weight
+    weights = *stage.mtp_weights, stage.prefix_weight
+    return tuple(now + done * (goal - now) for now, goal in zip(weights, goals, strict=False))
+
+
 def micro_batches_at(config, step):
     """How many micro-batches all ranks together train on at a step."""
     return stage_at(config, step).micro_batches
@@ -464,10 +496,11 @@ def training_tokens(config):
 
 
 def lr_multiplier(config, step):
-    """The stage's factor, then a linear fall to final_lr over the last `cooldown` of the run."""
-    left = (config.steps - step) / max(1.0, config.cooldown * config.steps)
+    """The stage's factor, then a linear fall to final_lr in the cooldown."""
+    begin, end = config.cooldown
+    left = (end * config.steps - step) / max(1.0, (end - begin) * config.steps)
     peak = stage_at(config, step).lr_mul
-    return config.final_lr + (peak - config.final_lr) * min(1.0, left)
+    return config.final_lr + (peak - config.final_lr) * min(1.0, max(0.0, left))
 
 
 def momentum_at(config, step):
@@ -505,6 +538,7 @@ class Phase(NamedTuple):
     max_segment: int  # tokens of the longest segment that attention sees at once
     is_tied: bool  # whether the head is the embedding, too
     targets: int = 1  # that a position predicts: the next token, the second-next, ...
+    has_prefix: bool = False  # whether it predicts the prefix of the next one, too
     softmax_rows: int = 0  # rows of the vocabulary in the softmax; 0: all
 
 
@@ -525,6 +559,7 @@ def training_phase(config, step):
         max_segment=min(stage.document_cap, config.micro_batch_tokens),
         is_tied=step < untie_step(config),
         targets=len(stage.mtp_weights),
+        has_prefix=stage.prefix_weight > 0,
         softmax_rows=stage.softmax_rows,
     )
 
@@ -612,6 +647,19 @@ def bytes_of(config, tokens):
     """How many bytes of text tokens stand for, as the corpus' manifest says; 0 if it does not."""
     manifest = read_manifest(config.data)
     return 0 if manifest is None else int(np.array(manifest["token_bytes"])[tokens].sum())
+
+
+def prefix_tokens(config):
+    """(vocab_size,) int64: the longest token that a token begins with, by the corpus' manifest; its
+    own id where there is none. Raises ConfigError where a run needs it and the manifest is mute."""
+    own = np.arange(config.vocab_size)
+    manifest = read_manifest(config.data) or {}
+    found = manifest.get("prefix_tokens", [])
+    is_needed = any(stage.prefix_weight > 0 for stage in config.stages)
+    words = f"prefix_weight > 0, but {config.data}/manifest.json has no prefix_tokens"
+    require(found or not is_needed, f"{words}; build it again, or --prefix-weight 0")
+    own[: len(found)] = found
+    return own
 
 
 def manifest_hash(config):
@@ -789,7 +837,8 @@ def check_distinct_targets(passage, config, step):
     rows = stage_at(config, step).softmax_rows
     if rows in (0, config.vocab_size):
         return
-    found = len(np.unique(passage.tokens(shift=1)))
+    targets = passage.tokens(shift=1)
+    found = len(np.union1d(targets, prefix_tokens(config)[targets]))
     words = f"step {step} has {found} different targets in a micro-batch, which all take part"
     require(found < rows, f"softmax_rows={rows}: {words}; raise it, or 0 for the whole vocabulary")
 
@@ -1387,7 +1436,8 @@ class NgramTable(Group):
         if self.plan.merge:
             sums = sum_groups(sums, *self.plan.merge)
         lr = self.config.ngram_lr * lr_mul
-        floor = self.config.ngram_floor
+        # The gradient's RMS falls so with the width: measured from 64 to 512 channels.
+        floor = self.config.ngram_floor * (64 / self.config.model_dim) ** 0.75
         adagrad_rows_update(self.weight, self.second, self.plan.owned, sums, lr, floor)
 
     def receive(self, pending):
@@ -1439,8 +1489,8 @@ def norm(x):
     return F.rms_norm(x, (x.size(-1),), eps=torch.finfo(torch.float32).eps)
 
 
-def rotary_tables(length, head_dim, long_windows, device, dtype):
-    """Rotary position embedding, and the softmax scale for queries and keys of RMS 1.
+def rotary_tables(length, head_dim, scale, long_windows, device, dtype):
+    """Rotary position embedding, and the softmax scale, which is `scale` at first.
 
     Half of the channel pairs rotate, at 1 to 1/1024 radians a token. As the long window grows, YaRN
     (Peng et al. 2023) slows the pairs that turn less than once in the old one by old/new, leaves
@@ -1451,7 +1501,6 @@ def rotary_tables(length, head_dim, long_windows, device, dtype):
     pairs = head_dim // 2
     turning = (1 / 1024) ** torch.linspace(0, 1, pairs // 2, dtype=torch.float64)
     speed = F.pad(turning, (0, pairs - pairs // 2))
-    scale = 1.35 / math.sqrt(head_dim)
     for old, new in itertools.pairwise(long_windows):
         turns = old * speed / (2 * math.pi)
         kept = ((turns - 1) / 31).clamp(0, 1)
@@ -1611,28 +1660,30 @@ def gate(x, weight):
 # 5. Loss =========================================================================================
 
 LOSS_CHUNK = 2048  # tokens whose logits exist at a time
+CAP_WIDTH = 7.5  # of the sigmoid that caps logits
 SPREAD = 2654435769  # 2^32 over the golden ratio: multiples of it lie far from each other
 
 
 class CappedCrossEntropy(torch.autograd.Function):
     """Cross-entropy of soft-capped logits, and its gradients, in one pass over the logits.
 
-    The plain form is GPT.logits and F.cross_entropy. With l = cap tanh(z / cap) for a product z of
-    hidden state and head, and the gap g = cap - l, which lies in (0, 2 cap):
+    The plain form is capped() and F.cross_entropy. With l = capped(z) for a product z of hidden
+    state and head, and the gap g = top - l, which lies in (0, top):
         loss at target t  =  ln sum_v exp(l_v) - l_t  =  ln sum_v exp(-g_v) + g_t
-        dl / dz           =  g (2 cap - g) / cap^2
+        dl / dz           =  g (top - g) / (top CAP_WIDTH)
     So no maximum is needed, and the logits can give way to their gradients times the sum, which is
     not known yet: dividing rows by it commutes with the products that follow. Only the targets'
     columns are mended afterwards.
 
     hidden (T, dim); head (V, dim); targets (T, K) and weights (T, K): the loss weights of K tokens
     at a position; counts (V,) or None: how many rows of the vocabulary each row of head stands for,
-    which must be 1 for targets; needs_grad: whether gradients will be asked for. Returns (the
-    weighted sum of losses; losses (T,) of the first targets, without a gradient).
+    which must be 1 for targets; cap: see capped; needs_grad: whether gradients will be asked for.
+    Returns (the weighted sum of losses; losses (T,) of the first targets, without a gradient).
     """
 
     @staticmethod
     def forward(ctx, hidden, head, targets, weights, counts, cap, needs_grad):
+        top, shift = cap
         columns = torch.arange(len(head), device=head.device)
         # Where a position has one target twice, both places get the sum of their weights.
         is_same = targets[:, :, None] == targets[:, None]
@@ -1645,7 +1696,7 @@ class CappedCrossEntropy(torch.autograd.Function):
             chunk = slice(low, low + LOSS_CHUNK)
             x = hidden[chunk]
             target = targets[chunk]
-            gap = 2 * cap * torch.sigmoid((x @ head.T).float() * (-2 / cap))
+            gap = top * torch.sigmoid(((x @ head.T).float() + shift) * (-1 / CAP_WIDTH))
             exp_logits = torch.exp(-gap)
             if counts is not None:
                 exp_logits = exp_logits * counts
@@ -1659,8 +1710,8 @@ class CappedCrossEntropy(torch.autograd.Function):
             if needs_grad:
                 scale = row_weights[chunk] / sum_exp
                 share = target_weights[chunk] / scale.clamp_min(1e-30)
-                target_grad = (torch.exp(-target_gap) - share) * cap_slope(target_gap, cap)
-                grad = (exp_logits * cap_slope(gap, cap)).to(x.dtype)
+                target_grad = (torch.exp(-target_gap) - share) * cap_slope(target_gap, top)
+                grad = (exp_logits * cap_slope(gap, top)).to(x.dtype)
                 grad = grad.scatter(1, target, target_grad.to(x.dtype))
                 hidden_grads.append(((grad @ head) * scale).to(x.dtype))
                 head_grad = torch.addmm(head_grad, grad.T, (x * scale).to(x.dtype))
@@ -1677,9 +1728,16 @@ class CappedCrossEntropy(torch.autograd.Function):
         return hidden_grad * upstream, head_grad * upstream, None, None, None, None, None
 
 
-def cap_slope(gap, cap):
-    """The derivative of a capped logit by the logit, from its gap to the cap."""
-    return gap * (2 * cap - gap) / cap**2
+def capped(products, cap):
+    """Logits of products of hidden states and head: a sigmoid of them, whose cap is its (height,
+    shift); of height 2 h and shift 0 it is h tanh(z / 15) but for a constant."""
+    top, shift = cap
+    return top * torch.sigmoid((products + shift) / CAP_WIDTH)
+
+
+def cap_slope(gap, top):
+    """The derivative of a capped logit by the product, from its gap to the top."""
+    return gap * (top - gap) / (top * CAP_WIDTH)
 
 
 def sampled_rows(targets, vocab, count):
@@ -1702,31 +1760,42 @@ def sampled_rows(targets, vocab, count):
     return rows, positions, counts
 
 
-def summed_loss(hidden, head, micro_batch, phase, loss_weights, cap):
+def summed_loss(hidden, head, micro_batch, phase, loss_weights, prefixes, cap):
     """(training loss, summed over tokens and weighted; the next token's losses (T,)).
 
-    loss_weights: (phase.targets,) float32, those of the next token, the second-next, ...
+    loss_weights: float32, those of the next token, the second-next, ..., and of a prefix. prefixes:
+    (V,) the id of each token's prefix, or its own if it has none.
     """
     length = len(hidden)
     following = micro_batch.targets
+    prefix = prefixes[following]
     counts = None
     if phase.softmax_rows:
-        rows, positions, counts = sampled_rows(following, len(head), phase.softmax_rows)
+        present = torch.cat([following, prefix]) if phase.has_prefix else following
+        rows, positions, counts = sampled_rows(present, len(head), phase.softmax_rows)
         head = head.index_select(0, rows)
         following = positions[following]
+        prefix = positions[prefix]
     start = micro_batch.segment_start
     weights = []
     for ahead in range(phase.targets):
         # A position also scores the token `ahead` behind its target, within its segment.
         is_same_segment = start[ahead:] == start[: length - ahead]
         weights.append(F.pad(is_same_segment * loss_weights[ahead], (0, ahead)))
-    targets = torch.stack([following.roll(-ahead) for ahead in range(phase.targets)], 1)
+    targets = [following.roll(-ahead) for ahead in range(phase.targets)]
+    if phase.has_prefix:
+        targets.append(prefix)
+        weights.append((prefix != following) * loss_weights[phase.targets])
+    targets = torch.stack(targets, 1)
     weights = torch.stack(weights, 1)
     needs_grad = torch.is_grad_enabled()
     return CappedCrossEntropy.apply(hidden, head, targets, weights, counts, cap, needs_grad)
 
 
 # 6. Model ========================================================================================
+
+DENSE_DIM = 64  # hidden width of what decides the shares of dense connections
+DENSE_SCALE = 0.1  # of these shares
 
 
 @dataclass(frozen=True)
@@ -1779,31 +1848,34 @@ class GPT(nn.Module):
         head = drawn(vocab, dim, std=0.005)
         if untie_step(config):
             embed.copy_(head)  # one table at first, at the head's scale
-        self.embed = ruled(embed, "embeddings", decay=0.003, betas=(0.5, 0.95))
-        self.head = ruled(head, "embeddings", decay=0.003, betas=(0.5, 0.95))
+        self.embed = ruled(embed, "embeddings", decay=0.75, betas=(0.5, 0.95))
+        self.head = ruled(head, "embeddings", decay=0.75, betas=(0.5, 0.95))
         heads = dim // config.head_dim
         width = dim if heads % 2 else 2 * config.head_dim
         std = 0.6 / math.sqrt(dim)
-        query_key = drawn(2 * layers * dim // width, width, dim, std=std)
+        self.attending = [n for n in range(layers) if n not in config.mlp_only_layers]
+        attending = len(self.attending)
+        query_key = drawn(2 * attending * dim // width, width, dim, std=std)
         # By layer, q or k, head, side of a pair of channels, and whether the pair rotates or not.
-        channels = query_key.view(layers, 2, heads, 2, 2, -1, dim)
+        channels = query_key.view(attending, 2, heads, 2, 2, -1, dim)
         for layer in config.shifted_layers:
             # Half of a key is of the token before. It begins as that token's query, and the other
             # half as zero: from the first step a token attends to what followed its like.
-            queries, keys = channels[layer]
+            queries, keys = channels[self.attending.index(layer)]
             keys[:, :, 0] = 0
             keys[:, :, 1] = queries[:, :, 1]
-        value_output = drawn(2 * layers, dim, dim, std=std)
+        value_output = drawn(2 * attending, dim, dim, std=1 / math.sqrt(dim))
         mlps = drawn(2 * layers, config.mlp_dim, dim, std=std)
-        value_output[1::2] = 0  # every block starts as the identity
+        value_output[::2] *= config.value_std
+        value_output[1::2] *= config.output_std
         mlps[1::2] = 0
         matrices = functools.partial(ruled, group="matrices", decay=1.0, betas=(0.9, 0.9))
         self.query_key = matrices(query_key)
         self.value_output = matrices(value_output)
         self.mlp = matrices(mlps, lr_mul=torch.tensor([1.0, 2.0]).repeat(layers)[:, None, None])
         value_layers = len(config.value_embedding_layers)
-        value_embed = drawn(value_layers, vocab, dim, std=0.01)
-        self.value_embed = ruled(value_embed, "embeddings", 75.0, decay=0.008, betas=(0.75, 0.95))
+        value_embed = drawn(value_layers * vocab, dim, std=0.01)
+        self.value_embed = ruled(value_embed, "embeddings", 75.0, decay=0.025, betas=(0.75, 0.95))
         self.value_gate = gates(value_layers, heads)
         if config.exclusive_layers:
             self.exclusive_gate = gates(len(config.exclusive_layers), heads)
@@ -1815,6 +1887,14 @@ class GPT(nn.Module):
             self.ngram_gate = gates(layers + 1)  # before each layer and before the head
         if config.skips:
             self.skip_scale = ruled(torch.full((len(config.skips),), 0.1), "small", lr_mul=5.0)
+        if config.dense_layers:
+            shares = 2 * (len(config.dense_layers) + 2)  # of states, for two sums: see mixtures()
+            up = drawn(2, DENSE_DIM, dim, std=(3 * dim) ** -0.5)
+            bias = torch.zeros(2, shares)
+            bias[1, len(config.dense_layers)] = -0.5 / DENSE_SCALE  # the last of them, at the end
+            self.dense_up = ruled(up, "small", lr_mul=0.25)
+            self.dense_down = ruled(up.new_zeros(2, shares, DENSE_DIM), "small", lr_mul=0.25)
+            self.dense_bias = ruled(bias, "small", lr_mul=0.25)
 
     def embedding(self, micro_batch, is_first, is_tied):
         """Each token's embedding with a gated share of the one before it in its segment."""
@@ -1824,20 +1904,27 @@ class GPT(nn.Module):
         before = F.pad(x, (0, 0, 1, -1))
         return norm(x + self.smear_scale[0] * share * before)
 
-    def attention_layer(self, x, layer, weights, micro_batch, is_first, window, rotary, masks):
+    def attention_layer(self, x, layer, weights, values, is_first, window, rotary, masks):
         """What attention adds to the residual stream, as it reads x (T, model_dim).
 
-        weights: those of q and k (2 * model_dim, model_dim), and of v and o (2, ...).
+        weights: those of q and k (2 * model_dim, model_dim), and of v and o (2, ...). values: what
+        is added to the values: the layer's value embeddings and a mixture of states, or None.
         """
         config = self.config
         cos, sin, scale = rotary
         query_key, (value, output) = weights
-        qkv = F.linear(norm(x), torch.cat([query_key, value])).view(len(x), 3, -1, config.head_dim)
+        value_embedding, mixture = values
+        x_normed = norm(x)
+        qkv = F.linear(x_normed, torch.cat([query_key, value])).view(len(x), 3, -1, config.head_dim)
         v = qkv[:, 2]
-        if layer in config.value_embedding_layers:
+        if value_embedding is not None:
             number = config.value_embedding_layers.index(layer)
-            value_embedding = F.embedding(micro_batch.inputs, self.value_embed[number]).view_as(v)
-            v = v + gate(x, self.value_gate[number])[..., None] * value_embedding
+            half = GATE_DIM // 2
+            read = torch.cat([x_normed[:, :half], value_embedding[:, :half]], dim=1)
+            share = gate(read, self.value_gate[number])[..., None]
+            v = v + share * value_embedding.view_as(v)
+        if mixture is not None:
+            v = v + mixture.view_as(v)
         qk = norm(qkv[:, :2].flatten(1, 2))  # of all heads, queries before keys
         if layer in config.shifted_layers:
             q, k = qk.chunk(2, dim=1)
@@ -1855,6 +1942,19 @@ class GPT(nn.Module):
             y = without_own_value(y, v, (gate(x, weight) - 1)[..., None])
         return F.linear(y.flatten(1), output)
 
+    def mixtures(self, x, place, states):
+        """Sums of n states (T, model_dim), as many as there are n shares, which each token's x
+        decides: the dense connections of MUDD (Xiao et al. 2025), before the last layer (place 0)
+        and behind it."""
+        shares = F.linear(F.gelu(F.linear(x, self.dense_up[place])), self.dense_down[place])
+        shares = DENSE_SCALE * (shares + self.dense_bias[place].to(x.dtype))
+        sums = []
+        for part in shares.split(len(states), dim=1):
+            if part.size(1) == len(states):
+                terms = zip(part.split(1, dim=1), states, strict=True)
+                sums.append(sum(share * state for share, state in terms))
+        return sums
+
     def hidden(self, micro_batch, ngram, phase, rotary, masks):
         """Final hidden states (T, model_dim), normalised.
 
@@ -1866,9 +1966,18 @@ class GPT(nn.Module):
         start = micro_batch.segment_start
         is_first = start == torch.arange(len(start), device=start.device)
         # Unbound at once, since the gradient of an index is as large as what was indexed.
-        query_key = self.query_key.view(layers, -1, config.model_dim).unbind()
+        attending = len(self.attending)
+        query_key = self.query_key.view(attending, -1, config.model_dim).unbind()
         value_output = self.value_output.unflatten(0, (-1, 2)).unbind()
+        attention_weights = dict(
+            zip(self.attending, zip(query_key, value_output, strict=True), strict=True)
+        )
         mlps = self.mlp.unflatten(0, (-1, 2)).unbind()
+        tables = self.value_embed.unflatten(0, (-1, config.vocab_size)).unbind()
+        value_embeddings = {
+            layer: F.embedding(micro_batch.inputs, table)
+            for layer, table in zip(config.value_embedding_layers, tables, strict=True)
+        }
         outputs = []
         x = self.embedding(micro_batch, is_first, phase.is_tied)
         embedded = x
@@ -1879,25 +1988,39 @@ class GPT(nn.Module):
             x = self.residual_scale[layer] * x + self.embed_scale[layer] * embedded
             if ngram is not None:
                 x = x + gate(x, self.ngram_gate[layer : layer + 1]) * ngram
-            weights = query_key[layer], value_output[layer]
-            seen = micro_batch, is_first, phase.windows[layer], rotary, masks
-            x = x + self.attention_layer(x, layer, weights, *seen)
+            if layer == 0:
+                states = [x]
+            mixture = None
+            if config.dense_layers and layer == layers - 1:
+                states += [outputs[source] for source in config.dense_layers] + [x]
+                mixture, addend = self.mixtures(x, 0, states)
+                x = x + addend
+            if layer in attention_weights:
+                read = x
+                if config.shared_input and layer > config.shared_input[0]:
+                    read = outputs[config.shared_input[0]]
+                values = value_embeddings.get(layer), mixture
+                seen = is_first, phase.windows[layer], rotary, masks
+                weights = attention_weights[layer]
+                x = x + self.attention_layer(read, layer, weights, values, *seen)
             x = x + mlp(norm(x), *mlps[layer])
             outputs.append(x)
         if ngram is not None:
             x = x + gate(x, self.ngram_gate[layers:]) * ngram
+        if config.dense_layers:
+            states += list(value_embeddings.values())[:1]
+            x = x + self.mixtures(x, 1, states)[0]
         return norm(x)
 
     def logits(self, hidden):
         """Soft-capped logits (n, vocab_size), float32, of hidden states (n, model_dim)."""
-        cap = self.config.logit_cap
-        return cap * torch.tanh(F.linear(hidden, self.head).float() / cap)
+        return capped(F.linear(hidden, self.head).float(), self.config.logit_cap)
 
-    def forward(self, micro_batch, ngram, phase, loss_weights, rotary, masks):
+    def forward(self, micro_batch, ngram, phase, loss_weights, prefixes, rotary, masks):
         """(training loss, summed over tokens; losses (T,) of the next token; hidden states)."""
         hidden = self.hidden(micro_batch, ngram, phase, rotary, masks)
-        cap = self.config.logit_cap
-        loss, losses = summed_loss(hidden, self.head, micro_batch, phase, loss_weights, cap)
+        numbers = loss_weights, prefixes, self.config.logit_cap
+        loss, losses = summed_loss(hidden, self.head, micro_batch, phase, *numbers)
         return loss, losses, hidden.detach()
 
 
@@ -1915,14 +2038,12 @@ class Hyper(NamedTuple):
     decay: Any  # per unit of rate
     momentum: Any
     betas: Any
+    eps: Any  # Adam's
     dtype: torch.dtype  # of products
 
 
 def adam_update(weight, grad, state, hyper):
-    """Adam (Kingma & Ba 2015) with decoupled weight decay, in place; float32, of one shape.
-
-    Epsilon is torch's: with 1e-10 a scalar whose gradient is nothing but rounding makes full steps.
-    """
+    """Adam (Kingma & Ba 2015) with cautious weight decay, in place; float32, of one shape."""
     beta1, beta2 = hyper.betas
     first = state["first"]
     second = state["second"]
@@ -1930,8 +2051,8 @@ def adam_update(weight, grad, state, hyper):
     second.lerp_(grad.square(), 1 - beta2)
     corrected_first = first / (1 - beta1**hyper.count)
     corrected_second = second / (1 - beta2**hyper.count)
-    weight.mul_(1 - hyper.lr * hyper.decay)
-    weight.sub_(corrected_first / (corrected_second.sqrt() + 1e-8) * hyper.lr)
+    update = corrected_first / (corrected_second.sqrt() + hyper.eps)
+    cautious_step(weight, update, hyper.lr, hyper.decay)
 
 
 # Polar Express (Amsel et al. 2025): the composed odd polynomials that bring singular values in
@@ -1968,9 +2089,10 @@ def polar_express(matrices, dtype):
 
 
 def cautious_step(weight, update, lr, decay):
-    """Step against `update` in place, with weight decay only where both agree in sign."""
+    """Step against `update` in place, with weight decay, by the rate squared, only where both agree
+    in sign."""
     is_agreed = update * weight >= 0
-    weight.sub_(lr * (update + decay * weight * is_agreed))
+    weight.sub_(lr * (update + lr * decay * weight * is_agreed))
 
 
 def orthogonal_step(weight, direction, state, hyper):
@@ -2107,6 +2229,9 @@ UPDATE_RULES = {
 }
 # The rule of each group of parameters; that of the matrices is Config.matrix_update.
 GROUP_RULES = {"small": "adam", "embeddings": "adam"}
+# Their epsilons. A scalar whose gradient is nothing but rounding must not make full steps; a rare
+# token must, and the mean gradient that it leaves falls with width and batch: 1e-9 on fineweb.
+ADAM_EPS = {"small": 1e-8, "embeddings": 1e-15}
 
 
 def update_factors(grad, sides, is_kl):
@@ -2192,13 +2317,13 @@ def refresh_eigenbases(banks, method):
         factors = torch.cat([side.factor for _, side in members])
         bases = torch.cat([side.basis for _, side in members])
         counts = [len(side.basis) for _, side in members]
-        stepped = [part.split(counts) for part in eigenbasis_step(factors, bases, method)]
-        for (state, side), basis, order, rejected in zip(members, *stepped, strict=True):
+        new, order, _ = eigenbasis_step(factors, bases, method)
+        stepped = new.split(counts), order.split(counts)
+        for (state, side), basis, order in zip(members, *stepped, strict=True):
             side.basis.copy_(basis)
             index = order[:, :, None] if side.axis == -2 else order[:, None]
             moment = state["moment"]
             moment.copy_(moment.gather(side.axis, index.expand_as(moment)))
-            state["rejects"].add_(rejected)
 
 
 # 8. Parameter groups =============================================================================
@@ -2300,7 +2425,6 @@ class ParameterGroup(Group):
             state["master"] = part.float()
         if self.rule.has_bases:
             count = len(part)
-            state["rejects"] = torch.zeros(count, dtype=torch.int32, device=device)
             for side, size in zip(("row", "column"), part.shape[1:], strict=True):
                 if size <= self.config.one_sided_above:
                     identity = torch.eye(size, device=device)
@@ -2320,15 +2444,16 @@ class ParameterGroup(Group):
         return [name for name in self.params if name != "embed" or not is_tied]
 
     def reduce(self, step):
-        names = self.stepping(step)
-        if self.is_shared_out or not names:
-            return [(name, *self.runtime.reduce_scatter(self.grads[name], name)) for name in names]
-        bucket = torch.cat([self.grads[name].flatten() for name in names])
+        """As Group.reduce; what travels is as narrow as the weights."""
+        dtype = self.config.torch_dtype
+        sums = {name: self.grads[name].to(dtype) for name in self.stepping(step)}
+        if self.is_shared_out or not sums:
+            return [(name, *self.runtime.reduce_scatter(grad, name)) for name, grad in sums.items()]
+        bucket = torch.cat([grad.flatten() for grad in sums.values()])
         work = self.runtime.all_reduce(bucket, self.name)
-        parts = bucket.split([self.grads[name].numel() for name in names])
+        parts = bucket.split([grad.numel() for grad in sums.values()])
         return [
-            (name, part.view_as(self.grads[name]), work)
-            for name, part in zip(names, parts, strict=True)
+            (name, part.view_as(sums[name]), work) for name, part in zip(sums, parts, strict=True)
         ]
 
     def update(self, step, lr_mul, pending):
@@ -2338,13 +2463,14 @@ class ParameterGroup(Group):
             wait(work)
             param = self.params[name]
             part = self.own(name, param.data)
-            means[name] = grad[: len(part)].div_(self.tokens)
+            means[name] = grad[: len(part)].float().div_(self.tokens)
             hyper = Hyper(
                 count=math.ceil((step + 1) / self.every),
                 lr=self.lr * self.lr_muls[name] * lr_mul,
                 decay=self.decay * param.rule.decay,
                 momentum=momentum_at(self.config, step),
                 betas=param.rule.betas,
+                eps=ADAM_EPS.get(self.name, 0.0),
                 dtype=self.config.torch_dtype,
             )
             self.take_step(self.rule.update, part, means[name], self.state[name], hyper)
@@ -2377,11 +2503,6 @@ class ParameterGroup(Group):
             if work is not None:
                 work.wait()
                 self.params[name].data.copy_(whole)
-
-    def rejects(self):
-        """How many refreshes of a basis were rejected on this rank."""
-        counts = [state["rejects"] for state in self.state.values() if "rejects" in state]
-        return sum(int(count.sum()) for count in counts)
 
     def size(self):
         return sum(param.numel() for param in self.params.values())
@@ -2493,21 +2614,23 @@ class Trainer:
             torch._dynamo.config.fail_on_recompile_limit_hit = True
             self.forward = torch.compile(self.model, dynamic=False)
         self.rotary_tables = functools.cache(rotary_tables)
+        self.prefixes = to_device(prefix_tokens(config), runtime.device)
 
     def forward_pass(self, step, phase, loss_weights, micro_batch, ngram):
         """What GPT.forward returns for a MicroBatch and its summed rows, in a phase of the run.
 
-        loss_weights: of as many targets a position as the phase has.
+        loss_weights: of as many targets a position as the phase has, and of a prefix.
         """
         positions = max(window.positions for window in phase.windows) * len(micro_batch.inputs)
         config = self.config
         device = self.runtime.device
         windows = long_windows_until(config, step)
-        shape = positions, config.head_dim, windows, device, config.torch_dtype
+        scale = config.attention_scale
+        shape = positions, config.head_dim, scale, windows, device, config.torch_dtype
         rotary = self.rotary_tables(*shape)
         masks = self.model.back_end.prepare(micro_batch, phase, config.torch_dtype)
         weights = to_device(np.array(loss_weights, np.float32), device)
-        return self.forward(micro_batch, ngram, phase, weights, rotary, masks)
+        return self.forward(micro_batch, ngram, phase, weights, self.prefixes, rotary, masks)
 
     def accumulate(self, step, batch):
         """Add up the gradients of this rank's micro-batches. Returns their summed losses, 0-dim."""
@@ -2515,7 +2638,7 @@ class Trainer:
             self.optimizer.untie()
         values = self.table.values_of(batch.rows)
         phase = training_phase(self.config, step)
-        loss_weights = stage_at(self.config, step).mtp_weights
+        loss_weights = loss_weights_at(self.config, step)
         params = {
             name: param for name, param in self.model.named_parameters() if param.requires_grad
         }
@@ -2736,7 +2859,7 @@ class GatePasses:
             exact.append(F.cross_entropy(logits, ids, reduction="none"))
         exact = torch.cat(exact).flip(0)
         # A logit of a narrow type differs by its last bit where the products are made otherwise.
-        tolerance = 1e-4 + config.logit_cap * torch.finfo(config.torch_dtype).eps
+        tolerance = 1e-4 + config.logit_cap[0] * torch.finfo(config.torch_dtype).eps
         is_exact = (losses - exact).abs() < tolerance
         return torch.stack([losses.double().sum(), exact.double().sum(), (~is_exact).sum()])
 
@@ -3621,7 +3744,6 @@ def write_result(run, losses, gates, steps):
         "val_sha256": validation_hash(run.corpus.val),
         "overrides": overrides_of(config),
         "sent_per_step": sent,
-        "basis_rejects": run.trainer.optimizer.matrices.rejects(),
         "config": dataclasses.asdict(config),
     }
     words = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent.items()]

@@ -152,14 +152,16 @@ def make_corpus(folder, train_tokens=90_000, val_tokens=4_000, shards=2):
     return with_manifest(folder)
 
 
-def with_manifest(folder):
-    """The folder, after its manifest has been made that of the shards which are there."""
+def with_manifest(folder, **fields):
+    """The folder, after its manifest has been made that of the shards which are there, with some
+    other fields."""
     shards = [
         {"file": path.name, "sha256": train_gpt.file_sha256(path)}
         for path in sorted(Path(folder).glob("*.bin"))
     ]
     manifest = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": EOT, "shards": shards}
     manifest["token_bytes"] = [*[1] * 256, 0]
+    manifest |= fields
     (folder / "manifest.json").write_text(json.dumps(manifest) + "\n")
     return folder
 

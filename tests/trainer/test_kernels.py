@@ -52,7 +52,8 @@ def plain_loss(hidden, head, targets, weights, cap, counts=None):
     """Losses (T, K) by torch's own cross-entropy, their weighted sum and its gradients, in
     float64."""
     hidden, head = (tensor.detach().double().requires_grad_() for tensor in (hidden, head))
-    logits = cap * torch.tanh(hidden @ head.T / cap)
+    top, shift = cap
+    logits = top * torch.sigmoid((hidden @ head.T + shift) / 7.5)
     if counts is not None:  # each row stands for so many of the same logit; a target for itself
         logits = logits + counts.double().log()
     losses = [F.cross_entropy(logits, target, reduction="none") for target in targets.T]
@@ -73,7 +74,13 @@ def one_pass(hidden, head, targets, weights, cap, counts=None):
 @pytest.mark.parametrize("chunk", [1000, 64])
 @pytest.mark.parametrize(
     "cap, scale, stood_for",
-    [(15.0, 1.0, 1.0), (3.0, 2.0, 1.0), (40.0, 20.0, 1.0), (40.0, 1e-3, 1.0), (15.0, 1.0, 3.5)],
+    [
+        ((30.0, 0.0), 1.0, 1.0),
+        ((6.0, 2.0), 2.0, 1.0),
+        ((80.0, -3.0), 10.0, 1.0),
+        ((80.0, 0.0), 1e-3, 1.0),
+        ((23.0, 5.0), 1.0, 3.5),
+    ],
 )
 def test_loss_and_gradients_are_those_of_the_plain_form(cap, scale, stood_for, chunk, monkeypatch):
     """The last rows of the head, which are no targets, may stand for several of their kind."""
@@ -96,10 +103,11 @@ def test_loss_and_gradients_are_those_of_the_plain_form(cap, scale, stood_for, c
 
 def test_gradients_in_bfloat16_are_as_close_as_those_of_the_plain_form():
     hidden, head, targets, weights = loss_inputs(1.0, torch.bfloat16)
-    *_, wanted_hidden, wanted_head = plain_loss(hidden, head, targets, weights, 15.0)
-    *_, grad_hidden, grad_head = one_pass(hidden, head, targets, weights, 15.0)
+    cap = 23.0, 5.0
+    *_, wanted_hidden, wanted_head = plain_loss(hidden, head, targets, weights, cap)
+    *_, grad_hidden, grad_head = one_pass(hidden, head, targets, weights, cap)
     leaves = hidden.clone().requires_grad_(), head.clone().requires_grad_()
-    logits = 15 * torch.tanh(F.linear(*leaves).float() / 15)
+    logits = 23 * torch.sigmoid((F.linear(*leaves).float() + 5) / 7.5)
     losses = [F.cross_entropy(logits, target, reduction="none") for target in targets.T]
     plain = torch.autograd.grad((torch.stack(losses, 1) * weights).sum(), leaves)
     ours = (grad_hidden, grad_head)

@@ -33,7 +33,7 @@ def hidden_and_losses(trainer, tokens):
 def training_pass(trainer, step, micro_batch, ngram):
     """(summed training loss, losses, hidden states) of a training step's forward pass."""
     phase = train_gpt.training_phase(trainer.config, step)
-    loss_weights = train_gpt.stage_at(trainer.config, step).mtp_weights
+    loss_weights = train_gpt.loss_weights_at(trainer.config, step)
     return trainer.forward_pass(step, phase, loss_weights, micro_batch, ngram)
 
 
@@ -116,8 +116,7 @@ def slow_speeds(head_dim, windows):
     return speeds
 
 
-def slow_scale(head_dim, windows):
-    scale = 1.35 / head_dim**0.5
+def slow_scale(scale, windows):
     for old, new in zip(windows, windows[1:], strict=False):
         scale *= 0.2 * math.log(new / old) + 1
     return scale
@@ -126,9 +125,9 @@ def slow_scale(head_dim, windows):
 @pytest.mark.parametrize("windows", [(64,), (64, 128), (128, 256, 1024)])
 def test_rotary_tables_against_a_slow_reference(windows):
     place = torch.device("cpu"), torch.float32
-    cos, sin, scale = train_gpt.rotary_tables(70_000, 32, windows, *place)
+    cos, sin, scale = train_gpt.rotary_tables(70_000, 32, 0.2, windows, *place)
     assert cos.shape == sin.shape == (70_000, 1, 16)
-    assert scale == pytest.approx(slow_scale(32, windows))
+    assert scale == pytest.approx(slow_scale(0.2, windows))
     for position in (0, 1, 63, 69_999):  # late positions are as exact as early ones
         for pair, speed in enumerate(slow_speeds(32, windows)):
             assert abs(cos[position, 0, pair].item() - math.cos(position * speed)) < 2e-7
@@ -206,7 +205,8 @@ class SlowGPT:
         for name, param in trainer.model.named_parameters():
             self.weights[name] = param.detach().double().numpy()
         self.speeds = np.array(slow_speeds(self.config.head_dim, long_windows))
-        self.scale = slow_scale(self.config.head_dim, long_windows)
+        self.scale = slow_scale(self.config.attention_scale, long_windows)
+        self.dim = self.config.model_dim
 
     def summed_rows(self, tokens):
         passage = train_gpt.Passage(text_of(tokens), [(i, i + 1) for i in range(len(tokens))])
@@ -229,26 +229,43 @@ class SlowGPT:
         return np.concatenate([a * c + b * s, b * c - a * s])
 
     def matrices(self, layer):
-        """q, k, v and o of a layer."""
+        """q, k, v and o of a layer; those without attention have none."""
         config, weights = self.config, self.weights
         dim = config.model_dim
-        query, key = weights["query_key"].reshape(-1, 2, dim, dim)[layer]
-        value, output = weights["value_output"][2 * layer : 2 * layer + 2]
+        number = layer - sum(other < layer for other in config.mlp_only_layers)
+        query, key = weights["query_key"].reshape(-1, 2, dim, dim)[number]
+        value, output = weights["value_output"][2 * number : 2 * number + 2]
         return query, key, value, output
+
+    def value_embeddings(self, layer, inputs):
+        which = self.config.value_embedding_layers.index(layer)
+        tables = self.weights["value_embed"].reshape(-1, self.config.vocab_size, self.dim)
+        return tables[which][inputs]
+
+    def mixture(self, x, place, states, half=0):
+        """A sum of states, by the shares that each token's x asks for."""
+        up, down, bias = (self.weights[f"dense_{name}"][place] for name in ("up", "down", "bias"))
+        wanted = x @ up.T
+        wanted = wanted * np.array([[0.5 * (1 + math.erf(v / 2**0.5)) for v in r] for r in wanted])
+        shares = 0.1 * (wanted @ down.T + bias)
+        shares = shares[:, half * len(states) :]
+        return sum(shares[:, n, None] * state for n, state in enumerate(states))
 
     def gates(self, name, layers, layer, x):
         """A layer's gates of heads, by the residual stream x: (T, heads)."""
         return 2 * sigmoid(x[:, :12] @ self.weights[name][layers.index(layer)].T)
 
-    def attention(self, x, layer, inputs, document, window):
+    def attention(self, x, layer, inputs, document, window, addend):
         config = self.config
         shape = len(x), -1, config.head_dim
         *qkv, o_matrix = self.matrices(layer)
         q, k, v = ((rms(x) @ matrix.T).reshape(shape) for matrix in qkv)
         if layer in config.value_embedding_layers:
-            gates = self.gates("value_gate", config.value_embedding_layers, layer, x)
-            which = config.value_embedding_layers.index(layer)
-            v = v + gates[:, :, None] * self.weights["value_embed"][which][inputs].reshape(shape)
+            own = self.value_embeddings(layer, inputs)
+            read = np.concatenate([rms(x)[:, :6], own[:, :6]], axis=1)
+            gates = self.gates("value_gate", config.value_embedding_layers, layer, read)
+            v = v + gates[:, :, None] * own.reshape(shape)
+        v = v + np.reshape(addend, shape)
         q, k = rms(q), rms(k)
         if layer in config.shifted_layers:
             k = shifted_within(document, k)
@@ -277,26 +294,41 @@ class SlowGPT:
         config, weights = self.config, self.weights
         ngram = self.summed_rows(inputs)
         embedded = x = self.embedding(inputs, document, is_tied)
-        layers, left = config.num_layers, {}
+        layers, left, states = config.num_layers, {}, []
         for layer in range(layers):
             for number, (source, target) in enumerate(config.skips):
                 if target == layer:
                     x = x + weights["skip_scale"][number] * left[source]
             x = weights["residual_scale"][layer] * x + weights["embed_scale"][layer] * embedded
             x = x + 2 * sigmoid(x[:, :12] @ weights["ngram_gate"][layer])[:, None] * ngram
-            x = x + self.attention(x, layer, inputs, document, windows[layer])
+            states, addend = states or [x], np.zeros_like(x)
+            if config.dense_layers and layer == layers - 1:
+                states += [*(left[source] for source in config.dense_layers), x]
+                addend = self.mixture(x, 0, states)
+                x = x + self.mixture(x, 0, states, half=1)
+            if layer not in config.mlp_only_layers:
+                source = max((n for n in config.shared_input if n < layer), default=None)
+                read = x if source is None else left[source]
+                x = x + self.attention(read, layer, inputs, document, windows[layer], addend)
             up, down = weights["mlp"][2 * layer], weights["mlp"][2 * layer + 1]
             x = x + np.maximum(rms(x) @ up.T, 0) ** 2 @ down
             left[layer] = x
-        x = rms(x + 2 * sigmoid(x[:, :12] @ weights["ngram_gate"][layers])[:, None] * ngram)
-        logits = config.logit_cap * np.tanh(x @ weights["head"].T / config.logit_cap)
+        x = x + 2 * sigmoid(x[:, :12] @ weights["ngram_gate"][layers])[:, None] * ngram
+        if config.dense_layers:
+            states.append(self.value_embeddings(config.value_embedding_layers[0], inputs))
+            x = x + self.mixture(x, 1, states)
+        cap, shift = config.logit_cap
+        logits = cap * sigmoid((rms(x) @ weights["head"].T + shift) / 7.5)
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def slow_training_loss(log_probabilities, document, tokens, mtp_weights):
+def slow_training_loss(log_probabilities, document, tokens, mtp_weights, prefix_weight):
     """Position i is scored on the next token and, with other weights, on those after it in its
-    document: the sum."""
+    document, and on the next one's prefix: the sum."""
     length, loss = len(document), 0.0
+    for i in range(length):
+        if (prefix := prefix_of(tokens[i + 1])) != tokens[i + 1]:
+            loss -= prefix_weight * log_probabilities[i, prefix]
     for ahead, weight in enumerate(mtp_weights):
         for i in range(length - ahead):
             if ahead == 0 or document[i + ahead] == document[i]:
@@ -323,23 +355,39 @@ NETWORKS = {
         "skips": (),
         "untie_at": 0.75,
     },
+    "fineweb's kinds": {
+        **LAYERED,
+        "num_layers": 5,
+        "mlp_only_layers": (2,),
+        "paired_layers": (1, 4),
+        "shared_input": (2,),
+        "dense_layers": (0, 2),
+        "prefix_weight": 0.3,
+        "logit_cap": (9.0, 2.0),
+    },
 }
+
+
+def prefix_of(token):
+    return token // 2 if token % 3 == 0 else token
 
 
 @pytest.mark.parametrize("mtp_weights", [(1.0,), (0.7, 0.4, 0.2)])
 @pytest.mark.parametrize("changes", NETWORKS.values(), ids=NETWORKS)
-def test_the_network_against_a_slow_float64_reference(changes, mtp_weights):
+def test_the_network_against_a_slow_float64_reference(changes, mtp_weights, monkeypatch):
     values = {
         "micro_batch_tokens": 128,
         "long_layers": (1, 3),
         "value_embedding_layers": (0, 3),
-        "logit_cap": 5.0,
+        "logit_cap": (5.0, 0.0),
         "mtp_weights": mtp_weights,
         "ngram_orders": (2, 3),
     }
     config = tiny_config(**{**values, **changes})
     (later,) = config.stages
     stages = dataclasses.replace(later, windows=(16, 32)), dataclasses.replace(later, start=0.25)
+    prefixes = np.array([prefix_of(token) for token in range(config.vocab_size)])
+    monkeypatch.setattr(train_gpt, "prefix_tokens", lambda config: prefixes)
     trainer = Trainer(dataclasses.replace(config, stages=stages), Runtime("cpu"))
     randomise(trainer)
     text = byte_documents(400)
@@ -355,7 +403,8 @@ def test_the_network_against_a_slow_float64_reference(changes, mtp_weights):
         loss, losses, _ = training_pass(trainer, step, *read(trainer, tokens))
     slow_losses = -expected[np.arange(128), tokens[1:129]]
     np.testing.assert_allclose(losses.double().numpy(), slow_losses, atol=2e-4)
-    slow_loss = slow_training_loss(expected, document, tokens, mtp_weights)
+    weights = mtp_weights, later.prefix_weight
+    slow_loss = slow_training_loss(expected, document, tokens, *weights)
     assert loss.item() / 128 == pytest.approx(slow_loss / 128, abs=1e-4)
     assert slow_losses.std() > 0.1
 

@@ -10,7 +10,7 @@ import pytest
 
 import ranks
 import train_gpt
-from helpers import write_shard
+from helpers import with_manifest, write_shard
 
 FINEWEB, SCALE = train_gpt.TRACKS["fineweb"], 16  # documents and windows are shorter by this
 STEPS = 10
@@ -33,10 +33,6 @@ NARROW = {
     "model_dim": 16,
     "head_dim": 8,
     "mlp_dim": 24,
-    "value_embedding_layers": (1, 10),
-    "shifted_layers": (3, 10),
-    "paired_layers": (0, 3, 9),
-    "exclusive_layers": (8, 11),
     "ngram_rows": 4096,
     "copy_reach": 128,
     "index_bits": 12,
@@ -69,6 +65,10 @@ def test_runs_are_complete_and_valid_and_eight_ranks_take_the_steps_of_one(tmp_p
     rng, runs = np.random.default_rng(0), {}
     for name, count in (("train_000001", 12_000), ("train_000002", 8_000), ("val_000000", 2_000)):
         write_shard(tmp_path / f"fineweb_{name}.bin", fineweb_like(count, rng))
+    ids = FINEWEB.eot_token + 1
+    numbers = {"vocab_size": ids, "eot_token": ids - 1, "token_bytes": [1] * ids}
+    prefixes = [token // 2 if token % 3 == 0 else token for token in range(ids)]
+    with_manifest(tmp_path, tokenizer="gpt2", prefix_tokens=prefixes, **numbers)
     for world_size in (1, 8):
         values = {**NARROW, "data": str(tmp_path), "run_id": f"ranks{world_size}"}
         run = runs[world_size] = ranks.train(tmp_path, values, world_size=world_size)
