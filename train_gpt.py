@@ -148,7 +148,10 @@ def are_loss_weights(values):
 
 
 ANYTHING = Check(lambda value: True, "must be printable, and of the field's type")
-SPAN = Check(lambda ends: len(ends) == 2 and 0 <= ends[0] < ends[1] <= 1, "must be (low, high)")
+SPAN = Check(
+    lambda ends: len(ends) == 2 and 0 <= ends[0] <= ends[1] <= 1,
+    "must be a first and a last fraction, such as (0.4, 1)",
+)
 CAP = Check(
     lambda cap: 0.1 <= cap[0] <= 80 and abs(cap[1]) <= 80 and len(cap) == 2,
     "must be a cap, of 0.1 to 80, and a shift, such as (30, 0)",
@@ -1802,14 +1805,15 @@ DENSE_SCALE = 0.1  # of these shares
 class Rule:
     """Which group steps a parameter, and with which numbers; most of these are modded-nanogpt's.
 
-    Its Adam decays by the rate squared, and only where update and weight agree in sign; the decay
-    here is half of the mean of that.
+    Decay is by the rate squared, and only where update and weight agree in sign.
     """
 
     group: str  # small | embeddings | matrices
     lr_mul: float | Tensor = 1.0  # times the group's rate; a tensor (k, 1, 1): of a bank's matrices
     decay: float = 0.0  # times matrix_decay for matrices, else the weight decay itself
     betas: tuple = (0.9, 0.99)  # Muon and SOAP-Muon read the second; the first follows a schedule
+    # Adam's, torch's own: a scalar whose gradient is nothing but rounding must not make full steps.
+    eps: float = 1e-8
 
 
 def ruled(values, *rule, **numbers):
@@ -1848,8 +1852,10 @@ class GPT(nn.Module):
         head = drawn(vocab, dim, std=0.005)
         if untie_step(config):
             embed.copy_(head)  # one table at first, at the head's scale
-        self.embed = ruled(embed, "embeddings", decay=0.75, betas=(0.5, 0.95))
-        self.head = ruled(head, "embeddings", decay=0.75, betas=(0.5, 0.95))
+        # The mean gradient of a rare token falls with width and batch: to 1e-9 on fineweb.
+        embeddings = functools.partial(ruled, group="embeddings", eps=1e-15)
+        self.embed = embeddings(embed, decay=0.75, betas=(0.5, 0.95))
+        self.head = embeddings(head, decay=0.75, betas=(0.5, 0.95))
         heads = dim // config.head_dim
         width = dim if heads % 2 else 2 * config.head_dim
         std = 0.6 / math.sqrt(dim)
@@ -1875,7 +1881,7 @@ class GPT(nn.Module):
         self.mlp = matrices(mlps, lr_mul=torch.tensor([1.0, 2.0]).repeat(layers)[:, None, None])
         value_layers = len(config.value_embedding_layers)
         value_embed = drawn(value_layers * vocab, dim, std=0.01)
-        self.value_embed = ruled(value_embed, "embeddings", 75.0, decay=0.025, betas=(0.75, 0.95))
+        self.value_embed = embeddings(value_embed, lr_mul=75.0, decay=0.025, betas=(0.75, 0.95))
         self.value_gate = gates(value_layers, heads)
         if config.exclusive_layers:
             self.exclusive_gate = gates(len(config.exclusive_layers), heads)
@@ -2229,9 +2235,6 @@ UPDATE_RULES = {
 }
 # The rule of each group of parameters; that of the matrices is Config.matrix_update.
 GROUP_RULES = {"small": "adam", "embeddings": "adam"}
-# Their epsilons. A scalar whose gradient is nothing but rounding must not make full steps; a rare
-# token must, and the mean gradient that it leaves falls with width and batch: 1e-9 on fineweb.
-ADAM_EPS = {"small": 1e-8, "embeddings": 1e-15}
 
 
 def update_factors(grad, sides, is_kl):
@@ -2444,16 +2447,18 @@ class ParameterGroup(Group):
         return [name for name in self.params if name != "embed" or not is_tied]
 
     def reduce(self, step):
-        """As Group.reduce; what travels is as narrow as the weights."""
-        dtype = self.config.torch_dtype
-        sums = {name: self.grads[name].to(dtype) for name in self.stepping(step)}
-        if self.is_shared_out or not sums:
+        names = self.stepping(step)
+        if self.is_shared_out or not names:
+            # What travels, which is most of all bytes, is as narrow as the weights.
+            dtype = torch.float32 if self.runtime.world_size == 1 else self.config.torch_dtype
+            sums = {name: self.grads[name].to(dtype) for name in names}
             return [(name, *self.runtime.reduce_scatter(grad, name)) for name, grad in sums.items()]
-        bucket = torch.cat([grad.flatten() for grad in sums.values()])
+        bucket = torch.cat([self.grads[name].flatten() for name in names])
         work = self.runtime.all_reduce(bucket, self.name)
-        parts = bucket.split([grad.numel() for grad in sums.values()])
+        parts = bucket.split([self.grads[name].numel() for name in names])
         return [
-            (name, part.view_as(sums[name]), work) for name, part in zip(sums, parts, strict=True)
+            (name, part.view_as(self.grads[name]), work)
+            for name, part in zip(names, parts, strict=True)
         ]
 
     def update(self, step, lr_mul, pending):
@@ -2470,7 +2475,7 @@ class ParameterGroup(Group):
                 decay=self.decay * param.rule.decay,
                 momentum=momentum_at(self.config, step),
                 betas=param.rule.betas,
-                eps=ADAM_EPS.get(self.name, 0.0),
+                eps=param.rule.eps,
                 dtype=self.config.torch_dtype,
             )
             self.take_step(self.rule.update, part, means[name], self.state[name], hyper)

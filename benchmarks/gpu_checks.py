@@ -85,7 +85,9 @@ def word_documents(limit, eot_token):
 
 
 FINEWEB = train_gpt.TRACKS["fineweb"]
-FIRST_STAGE = dataclasses.replace(FINEWEB, stages=FINEWEB.stages[:1], untie_at=1.0, cooldown=0.0)
+FIRST_STAGE = dataclasses.replace(
+    FINEWEB, stages=FINEWEB.stages[:1], untie_at=1.0, cooldown=(1.0, 1.0)
+)
 
 
 def config_of(arguments, base=FIRST_STAGE, **changes):

@@ -77,6 +77,7 @@ OF_STAGES = [
     ("windows", "(64, 192)", (64, 192)),
     ("lr_mul", "0.5", 0.5),
     ("mtp_weights", "1, 0.5, 0.1", (1, 0.5, 0.1)),
+    ("prefix_weight", "0.5", 0.5),
     ("softmax_rows", "256", 256),
 ]
 
@@ -160,7 +161,7 @@ REFUSED = [
     ("--matrix-decay -0.1", "matrix_decay=-0.1", "0, or positive"),
     ("--logit-cap (81,0)", "logit_cap=(81, 0)", "0.1 to 80"),
     ("--val-every -1", "val_every=-1", "0 to 1,000,000,000"),
-    ("--cooldown 1.5", "cooldown=1.5", "from 0 to 1"),
+    ("--cooldown (0.5,1.5)", "cooldown=(0.5, 1.5)", "a last fraction"),
     ("--momentum-peak 1", "momentum_peak=1.0", "below 1"),
     ("--device tpu", "device=tpu", "auto, cpu, cuda"),
     ("--head-dim 2", "head_dim=2", "multiple of 4"),

@@ -132,14 +132,15 @@ def test_all_world_sizes_take_the_same_steps(world_size, alone):
         first, *others = (found[rule, dtype] for found in by_rank)
         for other in others:
             assert_bitwise((other["end"], other["state"]), (first["end"], first["state"]))
-        tolerance = 1e-4 if dtype == "float32" else 2**-7
+        tolerance = 1e-4 if dtype == "float32" else 2**-6
         torch.testing.assert_close(first["end"], expected["end"], atol=tolerance, rtol=tolerance)
         assert movement(first)[0] < 1e-5 < 1e-3 < movement(first)[1]
         # Of a step travel the gradients and the new weights, as without frozen directions.
         sent = {key: value for key, value in first["sent"].items() if key[1] in BANKS}
         assert {collective for collective, _ in sent} == {"reduce_scatter", "all_gather"}
         for name, (count, *shape) in BANKS.items():
-            chunk = math.ceil(count / world_size) * math.prod(shape) * 4 * (world_size - 1)
+            itemsize = getattr(torch, dtype).itemsize
+            chunk = math.ceil(count / world_size) * math.prod(shape) * itemsize * (world_size - 1)
             assert sent["reduce_scatter", name] == [3 * chunk, 3 * (world_size - 1)]
 
 

@@ -135,7 +135,7 @@ def test_logits_exist_of_a_few_tokens_at_a_time(monkeypatch):
     weight of a token further ahead."""
     monkeypatch.setattr(train_gpt, "LOSS_CHUNK", 64)
     with Largest() as largest:
-        one_pass(*loss_inputs(1.0), 15.0)
+        one_pass(*loss_inputs(1.0), (30.0, 0.0))
     assert largest.values == 64 * VOCAB > T * DIM
 
 
@@ -160,17 +160,25 @@ def test_loss_over_sampled_rows_against_its_definition():
     micro_batch, _ = read(trainer, byte_documents(300, seed=1))
     phase = train_gpt.training_phase(trainer.config, 0)
     assert (phase.softmax_rows, phase.targets) == (120, 2)
+    phase = phase._replace(has_prefix=True)
     hidden = F.rms_norm(drawn(256, 32), (32,)).requires_grad_()
     head = drawn(257, 32, scale=0.3, seed=5).requires_grad_()
-    loss, losses = train_gpt.summed_loss(hidden, head, micro_batch, phase, (1.0, 0.5), 15.0)
-    rows, _, counts = train_gpt.sampled_rows(micro_batch.targets, 257, 120)
+    prefixes = torch.arange(257)
+    prefixes[60:90] = 7
+    numbers = (1.0, 0.5, 0.3), prefixes, (30.0, 0.0)
+    loss, losses = train_gpt.summed_loss(hidden, head, micro_batch, phase, *numbers)
+    prefix = prefixes[micro_batch.targets]
+    present = torch.cat([micro_batch.targets, prefix])
+    rows, _, counts = train_gpt.sampled_rows(present, 257, 120)
     exact = [hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()]
     logits = 15 * torch.tanh(exact[0] @ exact[1].T / 15)
     normaliser = torch.logsumexp(logits[:, rows] + counts.double().log(), 1)
     first = normaliser - logits.gather(1, micro_batch.targets[:, None])[:, 0]
     second = normaliser[:-1] - logits[:-1].gather(1, micro_batch.targets[1:, None])[:, 0]
     start = micro_batch.segment_start
+    third = normaliser - logits.gather(1, prefix[:, None])[:, 0]
     expected = first.sum() + 0.5 * (second * (start[1:] == start[:-1])).sum()
+    expected = expected + 0.3 * (third * (prefix != micro_batch.targets)).sum()
     assert (start[1:] != start[:-1]).any()
     torch.testing.assert_close(losses.double(), first, rtol=1e-5, atol=1e-5)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)

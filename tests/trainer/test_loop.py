@@ -67,7 +67,7 @@ def test_schedules_are_functions_of_the_step():
         windows={0.0: (16, 32), 0.3: (32, 32), 0.6: (32, 64)},
         document_cap={0.0: 96, 0.5: 512},
     )
-    numbers = {"steps": 10, "cooldown": 0.5, "final_lr": 0.1, "untie_at": 0.4}
+    numbers = {"steps": 10, "cooldown": (0.5, 1.0), "final_lr": 0.1, "untie_at": 0.4}
     config = staged_config(rows, **numbers)
     steps = range(10)
     counts = [train_gpt.stage_at(config, step).micro_batches for step in steps]
@@ -84,12 +84,29 @@ def test_schedules_are_functions_of_the_step():
 
 def test_stages_scale_the_rates_ahead_of_the_cooldown():
     rows = stages(lr_mul={0.0: 1.0, 0.3: 1.5, 0.6: 2.0})
-    config = staged_config(rows, steps=10, cooldown=0.5, final_lr=0.1)
+    config = staged_config(rows, steps=10, cooldown=(0.5, 1.0), final_lr=0.1)
     rates = [train_gpt.lr_multiplier(config, step) for step in range(11)]
     falling = [2 * left + 0.1 * (1 - left) for left in (0.8, 0.6, 0.4, 0.2)]
     assert rates == pytest.approx([1, 1, 1, 1.5, 1.5, 1.5, *falling, 0.1])
-    config = tiny_config(steps=5, cooldown=0.0, final_lr=0.0)
+    config = tiny_config(steps=5, cooldown=(1.0, 1.0), final_lr=0.0)
     assert [train_gpt.lr_multiplier(config, step) for step in range(5)] == [1.0] * 5
+    config = tiny_config(steps=10, cooldown=(0.4, 0.8), final_lr=0.2)
+    rates = [train_gpt.lr_multiplier(config, step) for step in range(10)]
+    assert rates == pytest.approx([1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
+
+
+def test_loss_weights_move_towards_those_of_the_next_stage():
+    """A weight that the next stage lacks falls to 0 on the way, and the last stage's stand."""
+    rows = stages(
+        mtp_weights={0.0: (1.0, 0.5, 0.25), 0.4: (1.0, 0.5), 0.8: (1.0,)},
+        prefix_weight={0.0: 0.25, 0.8: 0.0},
+    )
+    config = staged_config(rows, steps=10)
+    found = [train_gpt.loss_weights_at(config, step) for step in (0, 2, 4, 7, 8, 9)]
+    expected = [(1, 0.5, 0.25, 0.25), (1, 0.5, 0.125, 0.25)]
+    expected += [(1, 0.5, 0.25), (1, 0.125, 0.0625), (1, 0), (1, 0)]
+    for weights, wanted in zip(found, expected, strict=True):
+        assert weights == pytest.approx(wanted)
 
 
 def test_momentum_rises_and_falls():
@@ -238,7 +255,7 @@ def test_a_seed_gives_the_same_run_twice_and_is_drawn_if_not_given(tiny, cli, tm
     "changes",
     [
         {**NO_TABLE, **ONE_LAYER, "long_layers": (), "value_embedding_layers": ()},
-        {"val_every": 1, "log_every": 100, "matrix_decay": 0.0, "cooldown": 0.0, **LAYERED},
+        {"val_every": 1, "log_every": 100, "matrix_decay": 0.0, "cooldown": (1.0, 1.0), **LAYERED},
         {"exclusive_layers": (0,), "matrix_update": "soap", "steps": 1, "seed": 2**63 - 1},
         {"dtype": "bfloat16", "untie_at": 1.0},
         {"mtp_weights": (1.0, 0.5, 0.25), "adam_every": 3, "softmax_rows": 200},

@@ -25,7 +25,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(),
 (BLOCK,) = [block for block in BLOCKS if "UPDATE_RULES" in block]
 # Over three ranks the banks go 2, 2, 1 and 1, 1, 1.
 SHAPES = {**SMALL, "query_key": (5, 6, 6), "mlp": (3, 10, 7)}
-CHANGES = {"matrix_update": "sgd", "matrix_decay": 0.3, "matrix_lr": 0.1, "steps": 12}
+CHANGES = {"matrix_update": "sgd", "matrix_decay": 5.0, "matrix_lr": 0.1, "steps": 12}
 LR_MUL = 0.5
 
 
@@ -56,7 +56,8 @@ def test_sgd_is_torchs_sgd_on_any_number_of_ranks(world_size, monkeypatch):
         sgd.step()
         for name, param in model.named_parameters():
             is_agreed = (before[name] - param.detach()) * before[name] >= 0
-            param.data.sub_(0.1 * LR_MUL * 0.3 * RULES[name].decay * before[name] * is_agreed)
+            decay = (0.1 * LR_MUL) ** 2 * CHANGES["matrix_decay"] * RULES[name].decay
+            param.data.sub_(decay * before[name] * is_agreed)
     for _, found in ranks:
         for name in ("query_key", "mlp"):
             expected = model.get_parameter(name)

@@ -214,7 +214,8 @@ def dense(name, world_size):
                 grads.index_add_(0, torch.from_numpy(ids[:, column]), torch.from_numpy(signed))
         lr = config.ngram_lr * lr_multiplier(case, step)
         second += grads.square().mean(1)
-        weight -= lr * grads / (second + config.ngram_floor**2).sqrt()[:, None]
+        floor = config.ngram_floor * (64 / config.model_dim) ** 0.75
+        weight -= lr * grads / (second + floor**2).sqrt()[:, None]
         history.append(weight.clone())
     return torch.stack(history), second
 

@@ -62,10 +62,7 @@ def factors(count, size, seed=0, steps=30):
 def bank(count, rows, columns, seed=0, keys=("row", "column")):
     """The state of a bank under a soap rule, as training makes it, but for bases that are
     random."""
-    state = {
-        "moment": normal(count, rows, columns, seed=seed).square(),
-        "rejects": torch.zeros(count, dtype=torch.int32),
-    }
+    state = {"moment": normal(count, rows, columns, seed=seed).square()}
     for key in keys:
         size = rows if key == "row" else columns
         state[f"{key}_factor"] = factors(count, size, seed + (key == "column"))
@@ -178,7 +175,6 @@ def test_a_bad_matrix_keeps_its_basis_and_spoils_no_other(name, method):
     for index in (0, 2):
         assert_bitwise(bad["column_basis"][index], clean["column_basis"][index])
         assert_bitwise(bad["moment"][index], clean["moment"][index])
-    assert bad["rejects"].tolist() == [0, int(name != "zero"), 0] and not clean["rejects"].any()
     # The old columns, here those of the identity, in some order, and the moment in the same.
     order = bad["column_basis"][1].argmax(0)
     assert_bitwise(bad["column_basis"][1], torch.eye(6)[:, order])
@@ -256,7 +252,8 @@ def test_soap_is_adam_in_the_eigenbasis(rows, columns, keys):
             v = 0.95 * v + 0.05 * rotated**2
             ratio = (m / (1 - 0.9**step)) / np.sqrt(v / (1 - 0.95**step))
             update = left @ ratio @ right.T / math.sqrt(columns)
-            w = w - 0.1 * step * (update + np.where(update * w >= 0, 0.5 * w, 0))
+            lr = 0.1 * step
+            w = w - lr * (update + np.where(update * w >= 0, lr * 0.5 * w, 0))
             slow[k] = w, m, v
             np.testing.assert_allclose(weight[k].numpy(), w, atol=2e-4, rtol=1e-3)
             np.testing.assert_allclose(state["moment"][k].numpy(), v, atol=1e-9, rtol=1e-3)
@@ -351,7 +348,6 @@ def test_bases_follow_the_factors_in_turn(kind):
             for key in ("row_basis", "column_basis"):
                 assert torch.equal(before[key][index], state[key][index]) == is_resting
             assert not torch.equal(before["row_factor"][index], state["row_factor"][index])
-    assert optimizer.matrices.rejects() == 0
 
 
 @pytest.mark.parametrize("kind", ["adam", *SOAP_RULES])
@@ -412,4 +408,3 @@ def test_every_rule_learns(kind):
     batch = batch_of(trainer, np.arange(300) % 37)
     losses = [trainer.step(step, batch).item() for step in range(30)]
     assert losses[-1] < 0.5 * losses[0]
-    assert trainer.optimizer.matrices.rejects() == 0
