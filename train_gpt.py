@@ -396,8 +396,8 @@ TRACKS = {
         paired_layers=(0, 1, 3),
         exclusive_layers=(1, 2),
         skips=((0, 4), (1, 3)),
-        shared_input=(),
-        dense_layers=(),
+        shared_input=(2,),
+        dense_layers=(1, 2),
         value_std=0.6,
         output_std=0.0,  # every block starts as the identity
         attention_scale=1.35 / math.sqrt(32),
@@ -1439,7 +1439,8 @@ class NgramTable(Group):
         if self.plan.merge:
             sums = sum_groups(sums, *self.plan.merge)
         lr = self.config.ngram_lr * lr_mul
-        # The gradient's RMS falls so with the width: measured from 64 to 512 channels.
+        # As the gradient falls with the width; so, from 64 to 512 channels, new rows make first
+        # steps of one size (records/NOTES.md, 2026-11-25).
         floor = self.config.ngram_floor * (64 / self.config.model_dim) ** 0.75
         adagrad_rows_update(self.weight, self.second, self.plan.owned, sums, lr, floor)
 
@@ -2097,7 +2098,7 @@ def polar_express(matrices, dtype):
 def cautious_step(weight, update, lr, decay):
     """Step against `update` in place, with weight decay, by the rate squared, only where both agree
     in sign."""
-    is_agreed = update * weight >= 0
+    is_agreed = update * weight > 0
     weight.sub_(lr * (update + lr * decay * weight * is_agreed))
 
 

@@ -47,6 +47,8 @@ TINY = {
     "paired_layers": (),
     "exclusive_layers": (),
     "skips": ((0, 1),),
+    "shared_input": (),
+    "dense_layers": (),
     "adam_lr": 0.015,
     "adam_every": 1,
     "ngram_orders": (2, 3, 4, 6),
@@ -99,6 +101,8 @@ RICH = {
     "save_every": 10,
     **INDEX,
     **LAYERED,
+    "shared_input": (1,),
+    "dense_layers": (0, 1),
 }
 
 

@@ -44,7 +44,7 @@ def adam_step(adam, decay):
     before = param.detach().clone()
     adam.step()
     with torch.no_grad():
-        is_agreed = (before - param) * before >= 0
+        is_agreed = (before - param) * before > 0
         param -= group["lr"] ** 2 * decay * before * is_agreed
 
 
@@ -68,7 +68,7 @@ def slow_muon(weight, buffer, second, grad, lr, momentum, decay, whitened=lambda
     update = update / np.sqrt(second)
     update = update * size / np.linalg.norm(update)
     lr = lr * max(1, rows / columns) ** 0.5
-    decayed = np.where(update * weight >= 0, decay * weight, 0)
+    decayed = np.where(update * weight > 0, decay * weight, 0)
     return weight - lr * (update + lr * decayed), buffer, second
 
 

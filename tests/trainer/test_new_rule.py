@@ -55,7 +55,7 @@ def test_sgd_is_torchs_sgd_on_any_number_of_ranks(world_size, monkeypatch):
             param.grad = sum(parts).double() / MICRO_BATCHES
         sgd.step()
         for name, param in model.named_parameters():
-            is_agreed = (before[name] - param.detach()) * before[name] >= 0
+            is_agreed = (before[name] - param.detach()) * before[name] > 0
             decay = (0.1 * LR_MUL) ** 2 * CHANGES["matrix_decay"] * RULES[name].decay
             param.data.sub_(decay * before[name] * is_agreed)
     for _, found in ranks:
