@@ -30,6 +30,7 @@ order in which floats are added.
 import argparse
 import ast
 import contextlib
+import ctypes
 import dataclasses
 import datetime
 import difflib
@@ -48,7 +49,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
@@ -70,6 +70,7 @@ import torch.nn.functional as F
 from numba import njit
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils import _pytree as pytree
 
 # 1. Configuration ================================================================================
@@ -2455,22 +2456,61 @@ class Optimizer:
 # 9. Trainer ======================================================================================
 
 
-def choose_compile(config, device):
-    """`inductor`, or `off` and why: without a compiler a CPU run is slow, and a GPU run crawls."""
+def probe_compiler(device):
+    """Load what the compiler's cache holds, then compile a tiny function and call it. A library
+    that a full disk has cut short ends the process, so that this takes one of its own; it prints
+    what comes next."""
+    folder = cache_dir()
+    for path in Path(folder).rglob("*.so"):
+        print(f"loading {path}", flush=True)
+        with contextlib.suppress(OSError):  # it says so where it is needed
+            ctypes.CDLL(str(path))
+    print(f"compiling in {folder}", flush=True)
+
+    @torch.compile
+    def double(values):
+        return 2 * values
+
+    double(torch.ones(8, device=device)).tolist()
+
+
+def compiler_failure(device):
+    """Why compiled code does not run on a device, or an empty text."""
+    folder = str(Path(__file__).resolve().parent)
+    code = f"import sys; sys.path.insert(0, {folder!r}); import train_gpt"
+    command = [sys.executable, "-c", f"{code}; train_gpt.probe_compiler({device.type!r})"]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    stop_if_interrupted()
+    if done.returncode == 0:
+        return ""
+    reasons = re.findall(".*error: .*", done.stderr, re.IGNORECASE)
+    reason = one_line(reasons[-1]) if reasons else f"exit status {done.returncode}"
+    doing = done.stdout.strip().rpartition("\n")[2]
+    return f"{reason} ({one_line(doing)})"
+
+
+def choose_compile(config, runtime):
+    """`inductor`, or `off`: without a compiler that works a CPU run is slow, and a GPU run crawls.
+    A node's first rank finds out for all of them. Raises ConfigError on a GPU."""
     if not config.compile:
         return "off"
-    try:
-        from torch._inductor.cpp_builder import get_cpp_compiler
+    key = f"compiler of the node of rank {runtime.rank - runtime.local_rank}"
+    failure = ""
+    if runtime.local_rank == 0:
+        failure = runtime.agree(key, compiler_failure(runtime.device))
+    runtime.barrier()
+    failure = runtime.agree(key, failure)
+    if not failure:
+        return "inductor"
+    words = f"compiled code does not run here: {failure}; {compiler_remedy()}"
+    require(runtime.device.type == "cpu", f"compile=True: {words}")
+    if runtime.is_main:
+        print(f"note: goes on uncompiled: {words}", file=sys.stderr, flush=True)
+    return "off (compiled code does not run)"
 
-        get_cpp_compiler()
-        missing = "Python.h: install python3-dev"
-        has_header = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
-    except Exception:  # inductor raises its own types
-        missing = "C++ compiler: install g++"
-        has_header = False
-    can_do = has_header or device.type != "cuda"
-    require(can_do, f"compile=True: no {missing}, or go without by --compile false")
-    return "inductor" if has_header else f"off (no {missing})"
+
+def compiler_remedy():
+    return f"go without by --compile false, install g++ and python3-dev, or delete {cache_dir()}"
 
 
 class Trainer:
@@ -2485,7 +2525,7 @@ class Trainer:
         self.model = GPT(config, back_end).to(runtime.device)
         self.table = NgramTable(config, runtime)
         self.optimizer = Optimizer(config, self.model, self.table, runtime)
-        self.compile_name = choose_compile(config, runtime.device)
+        self.compile_name = choose_compile(config, runtime)
         self.forward = self.model
         if self.compile_name == "inductor":
             # A phase is two graphs, and torch's default limit is 8; never eager in silence.
@@ -2871,6 +2911,8 @@ class Runtime:
         self.world_size = launcher_number("WORLD_SIZE", 1)
         self.local_rank = launcher_number("LOCAL_RANK", 0)
         self.local_world_size = launcher_number("LOCAL_WORLD_SIZE", 1)
+        words = f"RANK={self.rank} of WORLD_SIZE={self.world_size}"
+        require(self.rank < self.world_size, f"{words}: torchrun sets them, else unset both")
         self.peers = self.world_size - 1
         self.is_main = self.rank == 0
         self.launcher = os.getppid()
@@ -2882,7 +2924,7 @@ class Runtime:
         if self.world_size > 1:
             try:
                 self.connect()
-            except RuntimeError as error:  # of gloo and of the store
+            except (RuntimeError, ValueError) as error:  # of gloo, of the store, of their address
                 raise ConfigError(f"ranks do not find each other: {error}") from error
 
     def use_device(self):
@@ -3178,9 +3220,11 @@ def resumed(given):
         return config_from(given), None
     content = find_checkpoint(run)
     saved = content["config"]
-    is_complete = content["step"] == saved.steps and Path("logs", run, "result.json").exists()
+    is_complete = content["step"] == saved.steps and (content["folder"] / "result.json").exists()
     require(is_auto or not is_complete, f"--resume {run}: it is complete, all {saved.steps} steps")
-    may_change = NEUTRAL_FIELDS - {"seed", "run_id", "run_of"}
+    may_change = NEUTRAL_FIELDS - {"seed", "run_id", "run_of"} | {"data"}  # it may have moved
+    if is_auto:
+        may_change.add("run_id")
     changes = {name: value for name, value in given.items() if name in may_change}
     for name in given.keys() - may_change:
         is_same = with_values(saved, {name: given[name]}) == saved
@@ -3199,27 +3243,30 @@ class Log:
         self.is_main = is_main
         self.file = None
 
-    def open(self, folder, source=None, may_replace=False):
-        """Begin log.txt with the script's source; without it, go on with the one that is there."""
+    def open(self, folder, is_new, may_replace=False):
+        """Go on with a folder's log.txt, or begin it, where there is none, with the script's
+        source. Returns whether it begins."""
         if not self.is_main:
-            return
+            return False
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "log.txt"
-        is_free = source is None or may_replace or not path.exists()
+        is_free = not is_new or may_replace or not path.exists()
         require(is_free, f"{folder} exists; change --run-id, or --resume {folder.name}")
         file = open(path, "a", buffering=1, encoding="utf-8")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where another process writes it
         self.file = file
         for leftover in folder.glob("*.tmp"):
             leftover.unlink()
-        if source is not None:
-            file.truncate(0)
-            file.write(source.rstrip("\n") + "\n===== END OF CODE =====\n")
-            return
         written = path.read_bytes()
+        if is_new or not written:
+            file.truncate(0)
+            source = Path(__file__).read_text("utf-8")
+            file.write(source.rstrip("\n") + "\n===== END OF CODE =====\n")
+            return True
         file.truncate(written.rfind(b"\n") + 1)  # a kill may have torn the last line
         if not re.search(rb"\nstatus:.*\n\Z", written):
             file.write("status:error ended without a word: killed, or its machine stopped\n")
+        return False
 
     def line(self, text, on_console=True):
         """One event, a line: to the file, and to the console."""
@@ -3332,7 +3379,7 @@ def find_checkpoint(run, key="resume"):
     for path in (Path(run), folder / "checkpoint.pt", *newest_first):
         if path.is_file():
             try:
-                return load_checkpoint(path)
+                return {**load_checkpoint(path), "folder": path.parent}
             except ConfigError as error:
                 print(f"note: {one_line(error)}", file=sys.stderr)
                 damaged.append(str(error))
@@ -3423,9 +3470,17 @@ class Run:
 
     def resume(self, content):
         """Go on from a checkpoint's content. Raises ConfigError where something differs."""
-        is_same = content["data"] == manifest_hash(self.config)
-        words = f"{self.config.data}/manifest.json is not the one that the run began with"
-        require(is_same, f"--resume: {words}; bring its corpus back")
+        data = self.config.data
+        is_there = data == content["config"].data or content["data"] != "none"
+        is_same = is_there and content["data"] == manifest_hash(self.config)
+        words = f"{Path(data, 'manifest.json').absolute()} is not the one that the run began with"
+        require(is_same, f"--resume: {words}; bring its corpus back, or name its place by --data")
+        if content["folder"].resolve() != self.folder.resolve():
+            self.folder = content["folder"]
+            self.log.line(
+                f"note: the checkpoint is not in logs/{self.config.run_id}: the run "
+                f"goes on where it is, in {self.folder.absolute()}"
+            )
         restore(self.trainer, content)
         self.step = content["step"]
         self.loader_state = content["loader"]
@@ -3533,17 +3588,15 @@ def open_run(config, checkpoint, runtime, log, is_check):
     check_room(run)
     if is_check:
         write_header(run)
-    elif checkpoint is None:
-        is_unfinished = not (run.folder / "result.json").exists()
-        source = Path(__file__).read_text("utf-8")
-        log.open(run.folder, source, may_replace=config.resume == "auto" and is_unfinished)
+        return run
+    may_replace = config.resume == "auto" and not (run.folder / "result.json").exists()
+    if log.open(run.folder, checkpoint is None, may_replace):
         write_header(run)
         log.line("===== START =====")
         is_other = config.val_sha256 and validation_hash(run.corpus.val) != config.val_sha256
         if is_other:
             log.line(f"note: {config.data} has other validation tokens: losses do not compare")
-    else:
-        log.open(run.folder)
+    if checkpoint is not None:
         world_size = runtime.world_size
         log.line(f"resumed:{config.run_id} step:{step}/{config.steps} world_size:{world_size}")
     return run
@@ -3621,7 +3674,6 @@ def write_result(run, losses, gates, steps):
         "val_sha256": validation_hash(run.corpus.val),
         "overrides": overrides_of(config),
         "sent_per_step": sent,
-        "basis_rejects": run.trainer.optimizer.matrices.rejects(),
         "config": dataclasses.asdict(config),
     }
     words = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent.items()]
@@ -3677,6 +3729,9 @@ def ending_of(error):
     said = one_line(error)
     if "can't allocate memory" in said:
         error = MemoryError(said)
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
+        error = ConfigError("")
+        said += f"; the compiler has failed: {compiler_remedy()}"
     for kinds, status, words in ENDINGS:
         if isinstance(error, kinds):
             return status, words.format(said=said)
@@ -3753,10 +3808,14 @@ def main(argv=None, extend=None):
     prepares the Run before it is warmed up.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    log = Log(is_main=os.environ.get("RANK", "0") == "0")
+    log = Log(is_main=True)
     runtime = None
     listen_for_signals()
     try:
+        log.is_main = launcher_number("RANK", 0) == 0
+        tasks = os.environ.get("SLURM_NTASKS", "1")
+        if tasks != "1" and "RANK" not in os.environ:
+            log.line(f"note: SLURM_NTASKS={tasks}, and no RANK: each task is a run; use torchrun")
         given = parse_command_line(argv)
         if given.pop("help", False):
             print(command_line_parser().format_help(), end="")
