@@ -70,7 +70,6 @@ import torch.nn.functional as F
 from numba import njit
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils import _pytree as pytree
 
 # 1. Configuration ================================================================================
@@ -2456,11 +2455,25 @@ class Optimizer:
 # 9. Trainer ======================================================================================
 
 
+def compiler_cache():
+    """The folder in which inductor keeps what it has compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # seconds, where none is needed
+
+    return cache_dir()
+
+
+def compiler_remedy():
+    """What helps where compiled code does not run."""
+    folder = compiler_cache()
+    needs = "g++, python3-dev, paths without spaces or quotes and an undamaged cache"
+    return f"go without by --compile false; else it needs {needs}: delete {folder}"
+
+
 def probe_compiler(device):
     """Load what the compiler's cache holds, then compile a tiny function and call it. A library
     that a full disk has cut short ends the process, so that this takes one of its own; it prints
     what comes next."""
-    folder = cache_dir()
+    folder = compiler_cache()
     for path in Path(folder).rglob("*.so"):
         print(f"loading {path}", flush=True)
         with contextlib.suppress(OSError):  # it says so where it is needed
@@ -2507,10 +2520,6 @@ def choose_compile(config, runtime):
     if runtime.is_main:
         print(f"note: goes on uncompiled: {words}", file=sys.stderr, flush=True)
     return "off (compiled code does not run)"
-
-
-def compiler_remedy():
-    return f"go without by --compile false, install g++ and python3-dev, or delete {cache_dir()}"
 
 
 class Trainer:
