@@ -3485,11 +3485,8 @@ class Run:
         words = f"{Path(data, 'manifest.json').absolute()} is not the one that the run began with"
         require(is_same, f"--resume: {words}; bring its corpus back, or name its place by --data")
         if content["folder"].resolve() != self.folder.resolve():
-            self.folder = content["folder"]
-            self.log.line(
-                f"note: the checkpoint is not in logs/{self.config.run_id}: the run "
-                f"goes on where it is, in {self.folder.absolute()}"
-            )
+            self.folder = content["folder"].absolute()
+            self.log.line(f"note: goes on where its checkpoint is, in {self.folder}")
         restore(self.trainer, content)
         self.step = content["step"]
         self.loader_state = content["loader"]
@@ -3613,22 +3610,22 @@ def open_run(config, checkpoint, runtime, log, is_check):
 
 def check_room(run):
     """Say what room a run takes, and that it compiles. Raises ConfigError for too small a disk."""
-    groups = run.trainer.optimizer.groups
+    trainer = run.trainer
     state = 0  # weights and all else on this rank
     needed = 0  # for a checkpoint: weights once, and of the rest the part of every rank
-    for name, tensor in itertools.chain(*(group.tensors().items() for group in groups)):
-        if name == "index":
-            continue
-        state += tensor.nbytes
-        if not name.endswith(".grad"):
-            needed += tensor.nbytes * (1 if name.endswith(".param") else run.runtime.world_size)
-    index = run.trainer.table.finder.index.entries.nbytes
+    for group in trainer.optimizer.groups:
+        for name, tensor in group.tensors().items():
+            size = 0 if name == "index" else tensor.nbytes
+            state += size
+            if not name.endswith(".grad"):
+                needed += size * (1 if name.endswith(".param") else run.runtime.world_size)
+    index = trainer.table.finder.index.entries.nbytes
     free = shutil.disk_usage(".").free
     words = f"{needed / 2**30:.2f} GiB for a checkpoint, {free / 2**30:.1f} GiB are free"
     require(needed < free, f"the disk of {Path.cwd()} is too small: {words}; make room")
     words = f"{state / 2**30:.2f} GiB a rank, index {index / 2**30:.2f} a node; disk: {words}"
     run.log.line(f"memory of weights and state: {words}")
-    if run.trainer.compile_name == "inductor":
+    if trainer.compile_name == "inductor":
         run.log.line("compiling comes first, in silence: minutes in a first run, seconds later")
 
 
@@ -3668,8 +3665,6 @@ def write_result(run, losses, gates, steps):
         for (collective, name), entry in sorted(runtime.ledger.items())
         if name not in ("validation", "checkpoint")
     }
-    val_bytes = bytes_of(config, run.corpus.val[1:])
-    bits = losses["val_loss"] * config.val_tokens / math.log(2)
     result = {
         **losses,
         "train_time_ms": 1000 * seconds,
@@ -3689,12 +3684,13 @@ def write_result(run, losses, gates, steps):
     run.log.line(f"comms: sent_bytes per step (messages) {' '.join(words) or 'none=0(0)'}")
     missed = 0.99**gates.cuts  # the chance to miss a leak at 1 % of all positions
     run.log.line(f"gates: cuts:{gates.cuts} missed_1pct:{missed:.5f} time:{gates.seconds:.1f}s")
+    val_bytes = bytes_of(config, run.corpus.val[1:])
+    bits = losses["val_loss"] * config.val_tokens / math.log(2)
     told = f"{bits / val_bytes:.5f}" if val_bytes else "unknown"
     run.log.line(f"bits_per_byte:{told} val_bytes:{val_bytes}")
-    words = {name: "ok" if passed else "FAILED" for name, passed in gates.passed.items()}
-    words |= {"val_tokens": config.val_tokens, "val_sha256": result["val_sha256"]}
-    validity = " ".join(f"{name}:{word}" for name, word in words.items())
-    run.log.line(f"validity: {validity}")
+    words = [f"{name}:{'ok' if passed else 'FAILED'}" for name, passed in gates.passed.items()]
+    validity = f"validity: {' '.join(words)}"
+    run.log.line(f"{validity} val_tokens:{config.val_tokens} val_sha256:{result['val_sha256']}")
     others = [f" {name}:{loss:.5f}" for name, loss in losses.items() if name != "val_loss"]
     run.log.line(
         f"final val_loss:{losses['val_loss']:.5f} train_time:{result['train_time_ms']:.0f}ms "
@@ -3706,8 +3702,7 @@ def write_result(run, losses, gates, steps):
         with atomic_file(run.folder / "result.json") as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
     if not all(gates.passed.values()):
-        reason = "the model sees what it must not, or its losses are no distribution's"
-        raise RuntimeError(f"validity gate failed: {validity}; {reason}")
+        raise RuntimeError(f"the model sees what it must not, or no distribution: {validity}")
 
 
 def plot(folder):
@@ -3748,18 +3743,6 @@ def ending_of(error):
         return 130, "interrupted"  # another rank has ended first, and collectives fail here
     traceback.print_exception(error)
     return 1, f"error {type(error).__name__}: {said}"
-
-
-def report_error(error, log, runtime):
-    """Log how a run ends that an error has ended; returns its exit status."""
-    status, words = ending_of(error)
-    with contextlib.suppress(OSError):  # the disk may be full; the console has the status
-        log.line(f"status:{words}")
-    if not log.is_main:
-        print(f"rank {os.environ['RANK']}: status:{words}", file=sys.stderr, flush=True)
-    if runtime is not None:
-        runtime.close(has_failed=True)
-    return status
 
 
 # 13. The run =====================================================================================
@@ -3842,7 +3825,14 @@ def main(argv=None, extend=None):
         val_loss = None if is_check else train(run)
         runtime.close()
     except (KeyboardInterrupt, Exception) as error:
-        return report_error(error, log, runtime)
+        status, words = ending_of(error)
+        with contextlib.suppress(OSError):  # the disk may be full; the console has the status
+            log.line(f"status:{words}")
+        if not log.is_main:
+            print(f"rank {os.environ['RANK']}: status:{words}", file=sys.stderr, flush=True)
+        if runtime is not None:
+            runtime.close(has_failed=True)
+        return status
     if is_check:
         log.line("check:ok")
         return 0
