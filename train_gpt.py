@@ -18,8 +18,8 @@ Chapters, in reading order:
      8. Parameter groups  who reduces, updates and sends what, and in which order
      9. Trainer           forward and backward pass, one step, evaluation, warm-up
     10. Validity gates    what a model must not do, tested on the validation text
-    11. Runtime           ranks, devices, collectives that count their bytes
-    12. A run's life      command line, log, clock, checkpoints, opening, result, how errors end it
+    11. Runtime           ranks, devices, clock, collectives that count their bytes
+    12. A run's life      command line, log, checkpoints, opening, result, how errors end it
     13. The run           the steps
 
 A step's global batch is a fixed list of micro-batches. Rank r of W takes every W-th of them, if
@@ -2933,7 +2933,7 @@ class Runtime:
         if self.world_size > 1:
             try:
                 self.connect()
-            except (RuntimeError, ValueError) as error:  # of gloo, of the store, of their address
+            except (RuntimeError, TypeError) as error:  # of gloo and of the store
                 raise ConfigError(f"ranks do not find each other: {error}") from error
 
     def use_device(self):
@@ -2950,6 +2950,7 @@ class Runtime:
         missing = needed - os.environ.keys()
         words = f"WORLD_SIZE={self.world_size} without {', '.join(sorted(missing))}"
         require(not missing, f"{words}: start with torchrun, which sets all, or unset WORLD_SIZE")
+        launcher_number("MASTER_PORT", 0)
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             # torchrun's store outlives a restart, and still has the addresses of the dead. Nodes
@@ -3088,6 +3089,38 @@ class Runtime:
             dist.destroy_process_group()
 
 
+class Clock:
+    """Seconds of training, and those of processors; only start and stop wait for the device."""
+
+    def __init__(self, runtime):
+        self.runtime = runtime
+        self.total = 0.0
+        self.processor = 0.0
+        self.since = None
+
+    def start(self):
+        self.runtime.synchronize()
+        self.since = time.perf_counter()
+        self.processor -= time.process_time()
+
+    def stop(self):
+        self.runtime.synchronize()
+        self.total = self.seconds()
+        self.since = None
+        self.processor += time.process_time()
+
+    def seconds(self):
+        running = 0.0 if self.since is None else time.perf_counter() - self.since
+        return self.total + running
+
+    @contextlib.contextmanager
+    def stopped(self):
+        """For what is not timed."""
+        self.stop()
+        yield
+        self.start()
+
+
 def wait(work):
     if work is not None:
         work.wait()
@@ -3224,8 +3257,7 @@ def resumed(given):
     is_auto = run == "auto"
     if is_auto:
         run = given.get("run_id", "")
-        run = run if any(Path("logs", run).glob("*.pt")) else ""
-    if not run:
+    if not run or (is_auto and not any(Path("logs", run).glob("*.pt"))):
         return config_from(given), None
     content = find_checkpoint(run)
     saved = content["config"]
@@ -3236,13 +3268,12 @@ def resumed(given):
         may_change.add("run_id")
     changes = {name: value for name, value in given.items() if name in may_change}
     for name in given.keys() - may_change:
-        is_same = with_values(saved, {name: given[name]}) == saved
-        words = f"--{name.replace('_', '-')} {given[name]}"
-        require(is_same, f"{words}: the run to resume keeps what it has; leave the key out")
+        words = f"--{name.replace('_', '-')} {given[name]}: the run to resume keeps what it has"
+        require(with_values(saved, {name: given[name]}) == saved, f"{words}; leave the key out")
     return dataclasses.replace(saved, **{**changes, "resume": saved.resume}), content
 
 
-# ----- the log and the clock
+# ----- the log
 
 
 class Log:
@@ -3288,38 +3319,6 @@ class Log:
                 sys.stdout = open(os.devnull, "w")
         if self.file is not None:
             self.file.write(text + "\n")
-
-
-class Clock:
-    """Seconds of training, and those of processors; only start and stop wait for the device."""
-
-    def __init__(self, runtime):
-        self.runtime = runtime
-        self.total = 0.0
-        self.processor = 0.0
-        self.since = None
-
-    def start(self):
-        self.runtime.synchronize()
-        self.since = time.perf_counter()
-        self.processor -= time.process_time()
-
-    def stop(self):
-        self.runtime.synchronize()
-        self.total = self.seconds()
-        self.since = None
-        self.processor += time.process_time()
-
-    def seconds(self):
-        running = 0.0 if self.since is None else time.perf_counter() - self.since
-        return self.total + running
-
-    @contextlib.contextmanager
-    def stopped(self):
-        """For what is not timed."""
-        self.stop()
-        yield
-        self.start()
 
 
 # ----- checkpoints
@@ -3406,9 +3405,8 @@ def restore(trainer, content):
             group.load(content["groups"][group.name])
         torch.set_rng_state(content["rng"])
     except Exception as error:  # each kind of thing in the place of a tensor raises another type
-        remedy = "use the script and the configuration that it began with"
-        reason = one_line(error)
-        raise ConfigError(f"the checkpoint is not of this model ({reason}); {remedy}") from None
+        words = f"the checkpoint is not of this model ({one_line(error)})"
+        raise ConfigError(f"{words}; use the script and configuration of its run") from None
 
 
 # ----- the run
@@ -3504,11 +3502,8 @@ class Run:
         """Log losses of the model as it stands, which must be finite, with five decimals."""
         told = " ".join(f"{name}:{loss:.5f}" for name, loss in losses.items())
         took = 1000 * self.clock.seconds()
-        average = took / max(1, self.step)
-        self.log.line(
-            f"step:{self.step}/{self.config.steps} {told}{words} train_time:{took:.0f}ms "
-            f"step_avg:{average:.2f}ms"
-        )
+        times = f"train_time:{took:.0f}ms step_avg:{took / max(1, self.step):.2f}ms"
+        self.log.line(f"step:{self.step}/{self.config.steps} {told}{words} {times}")
         for name, loss in losses.items():
             if not math.isfinite(loss):
                 raise FloatingPointError(f"{name} is {loss} at step {self.step}")
@@ -3542,14 +3537,13 @@ class Run:
     def save(self, name=None):
         """Write a checkpoint; of those on the way, the newest two are kept. All ranks must call
         it: what they own is gathered."""
-        groups = self.trainer.optimizer.groups
         content = {
             "step": self.step,
             "config": dataclasses.asdict(self.config),
             "rows": row_fingerprint(self.config),
             "data": manifest_hash(self.config),
             "model": self.trainer.model.state_dict(),
-            "groups": {group.name: group.full_state() for group in groups},
+            "groups": {group.name: group.full_state() for group in self.trainer.optimizer.groups},
             "rng": torch.get_rng_state(),
             "loader": self.loader_state,
             "index": self.index_digest,
@@ -3599,12 +3593,11 @@ def open_run(config, checkpoint, runtime, log, is_check):
     if log.open(run.folder, checkpoint is None, may_replace):
         write_header(run)
         log.line("===== START =====")
-        is_other = config.val_sha256 and validation_hash(run.corpus.val) != config.val_sha256
-        if is_other:
+        if config.val_sha256 not in ("", validation_hash(run.corpus.val)):
             log.line(f"note: {config.data} has other validation tokens: losses do not compare")
     if checkpoint is not None:
-        world_size = runtime.world_size
-        log.line(f"resumed:{config.run_id} step:{step}/{config.steps} world_size:{world_size}")
+        where = f"step:{step}/{config.steps} world_size:{runtime.world_size}"
+        log.line(f"resumed:{config.run_id} {where}")
     return run
 
 
@@ -3649,8 +3642,8 @@ def write_header(run):
         f"backends:attention={trainer.attention_name},matmul=torch-{config.dtype},"
         f"compile={trainer.compile_name}"
     )
-    groups = trainer.optimizer.groups
-    log.line("size: " + " ".join(f"{group.name}={group.size():,}" for group in groups))
+    words = " ".join(f"{group.name}={group.size():,}" for group in trainer.optimizer.groups)
+    log.line(f"size: {words}")
 
 
 def write_result(run, losses, gates, steps):
@@ -3716,12 +3709,11 @@ def plot(folder):
         return ""
 
 
-MEMORY_ERRORS = (torch.OutOfMemoryError, MemoryError)
 ENDINGS = (  # what can end a run, the exit status, and what the status line says of it
     (KeyboardInterrupt, 130, "interrupted"),
     (ConfigError, 2, "error {said}"),
     (FloatingPointError, 1, "nan {said}; start another run with a lower learning rate"),
-    (MEMORY_ERRORS, 1, "oom {said}; lower --micro-batch-tokens or --ngram-rows"),
+    (MemoryError, 1, "oom {said}; lower --micro-batch-tokens or --ngram-rows"),
     (BlockingIOError, 2, "error another process writes this run: wait for it, or stop it"),
     (OSError, 1, "error {said}; check the path, and that the disk is not full"),
 )
@@ -3731,7 +3723,7 @@ def ending_of(error):
     """(exit status, words of the status line) of a run that an error has ended; prints the
     traceback of one that nobody but the script can put right."""
     said = one_line(error)
-    if "can't allocate memory" in said:
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said:
         error = MemoryError(said)
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
         error = ConfigError("")
@@ -3836,9 +3828,9 @@ def main(argv=None, extend=None):
     if is_check:
         log.line("check:ok")
         return 0
-    words = f"status:ok run:{run.config.run_id} val_loss:{val_loss:.5f} "
-    words += f"train_time:{run.clock.seconds():.1f}s log:{run.folder / 'log.txt'}"
-    log.line(words + (plot(run.folder) if log.is_main else ""))
+    words = f"status:ok run:{run.config.run_id} val_loss:{val_loss:.5f}"
+    picture = plot(run.folder) if log.is_main else ""
+    log.line(f"{words} train_time:{run.clock.seconds():.1f}s log:{run.folder}/log.txt{picture}")
     return 0
 
 
