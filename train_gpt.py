@@ -2455,25 +2455,21 @@ class Optimizer:
 # 9. Trainer ======================================================================================
 
 
-def compiler_cache():
-    """The folder in which inductor keeps what it has compiled."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # seconds, where none is needed
-
-    return cache_dir()
-
-
 def compiler_remedy():
     """What helps where compiled code does not run."""
-    folder = compiler_cache()
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # seconds, where none is needed
+
     needs = "g++, python3-dev, paths without spaces or quotes and an undamaged cache"
-    return f"go without by --compile false; else it needs {needs}: delete {folder}"
+    return f"go without by --compile false; else it needs {needs}: delete {cache_dir()}"
 
 
 def probe_compiler(device):
     """Load what the compiler's cache holds, then compile a tiny function and call it. A library
     that a full disk has cut short ends the process, so that this takes one of its own; it prints
     what comes next."""
-    folder = compiler_cache()
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = cache_dir()
     for path in Path(folder).rglob("*.so"):
         print(f"loading {path}", flush=True)
         with contextlib.suppress(OSError):  # it says so where it is needed
