@@ -3609,9 +3609,10 @@ def check_room(run):
             if not name.endswith(".grad"):
                 needed += size * (1 if name.endswith(".param") else run.runtime.world_size)
     index = trainer.table.finder.index.entries.nbytes
-    free = shutil.disk_usage(".").free
+    place = run.folder if run.folder.is_dir() else Path.cwd()
+    free = shutil.disk_usage(place).free
     words = f"{needed / 2**30:.2f} GiB for a checkpoint, {free / 2**30:.1f} GiB are free"
-    require(needed < free, f"the disk of {Path.cwd()} is too small: {words}; make room")
+    require(needed < free, f"the disk of {place} is too small: {words}; make room")
     words = f"{state / 2**30:.2f} GiB a rank, index {index / 2**30:.2f} a node; disk: {words}"
     run.log.line(f"memory of weights and state: {words}")
     if trainer.compile_name == "inductor":
