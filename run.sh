@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # One command for everything: set-up, data, launch, tests. `./run.sh --help` says how.
 # All that this script says goes to stderr: stdout, and the exit status, are the trainer's own.
+if [ -z "${BASH_VERSION:-}" ]; then exec bash "$0" "$@"; fi # sh run.sh
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 venv_python=.venv/bin/python
 
 say() { echo "run.sh: $*" >&2; }
@@ -17,8 +18,9 @@ usage() {
 Tracks: english (fineweb's recipe at small scale, a minute on a laptop), fineweb (1 to 8 GPUs), continual (a trained
 english model goes on to verse; needs --init-from RUN). Without TRACK it is fineweb where CUDA and FineWeb shards are
 present, else english. It starts one rank a GPU, or one a core. The last line of a run names its log and plot.
-The first call makes .venv, installs requirements.txt and builds the track's data.
-PYTHON=/path/to/python chooses the Python (3.11 or newer) that .venv is made with.
+The first call makes .venv, installs requirements.txt and builds the track's data. It uses uv where
+that is present, and a .venv that is there; PYTHON=/path/to/python chooses the Python (3.11 or newer) of a new one.
+It runs on Linux and macOS, on NVIDIA's GPUs or a CPU; Windows (but for WSL) and Apple's GPUs are not supported.
 TEXT
 }
 
@@ -37,31 +39,50 @@ find_python() {
     return 2
 }
 
-# Make .venv and install requirements.txt. The stamp is a copy of that file, written last: a killed
-# install is done again, and so is one whose requirements have changed since.
+# Make .venv where there is none, and install requirements.txt into it. The stamp is a copy of that
+# file, written last: a killed install is done again, and so is one whose requirements have changed.
+# An environment that is there, whoever has made it, is used, and never erased.
 set_up() {
     local stamp=.venv/installed-requirements.txt base
     if cmp -s requirements.txt "$stamp"; then
         return
     fi
     rm -f "$stamp"
-    if ! "$venv_python" -m pip --version >/dev/null 2>&1; then
+    if [ ! -e .venv ] && [ ! -L .venv ]; then
         base=$(find_python)
         say "making .venv with $base"
-        "$base" -m venv --clear .venv >&2
+        if command -v uv >/dev/null; then
+            uv venv --python "$base" .venv >&2
+        else
+            "$base" -m venv .venv >&2
+        fi
+    elif ! "$venv_python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        say "$PWD/.venv has no Python of 3.11 or newer that runs; move it away, and call this again"
+        return 2
     fi
     say "installing requirements.txt"
-    "$venv_python" -m pip install --disable-pip-version-check --requirement requirements.txt >&2
+    if command -v uv >/dev/null; then
+        uv pip install --python "$venv_python" --requirement requirements.txt >&2
+    elif "$venv_python" -m pip --version >/dev/null 2>&1 || "$venv_python" -m ensurepip >&2; then
+        "$venv_python" -m pip install --disable-pip-version-check --requirement requirements.txt >&2
+    else
+        say "$PWD/.venv has no pip: install uv, or move .venv away, and call this again"
+        return 2
+    fi
     cp requirements.txt "$stamp"
 }
 
 # Build the data that a run lacks, choose its number of ranks, and start it. What the trainer is
 # going to refuse goes to it as it is, since its message is the better one.
 launch() {
+    # What train_gpt.py sets ahead of its import of torch, which comes sooner here.
+    export THP_MEM_ALLOC_ENABLE="${THP_MEM_ALLOC_ENABLE:-1}"
     exec "$venv_python" - "$@" <<'PYTHON'
+import logging
 import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import continual  # its track becomes known
@@ -70,6 +91,7 @@ import train_gpt
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 ENGLISH = ["data/text.py"]
 BUILDERS = {  # those of the corpora that this repository can build; others are the user's own
@@ -127,6 +149,8 @@ def choose_ranks(config):
     else:
         most, memory = cores_and_memory()
         room = f"{most} core(s), {memory / 2**30:.1f} GiB of memory"
+        if torch.backends.mps.is_available():
+            say("Apple GPUs are not supported: it computes on the CPU")
     for ranks in (8, 4, 2, 1):
         fits = ranks <= most and all(count % ranks == 0 for count in counts)
         if "core" in room:
@@ -157,13 +181,31 @@ else:
                 sys.exit(built.returncode)
     if "check" not in given:
         ranks = choose_ranks(config)
-script = "continual.py" if named == "continual" else "train_gpt.py"
+def train(words):
+    """A rank, forked from this process, which has imported all that it needs."""
+    sys.exit(script.main(words))
+
+
+script = continual if named == "continual" else train_gpt
 if ranks == 1:
-    os.execv(sys.executable, [sys.executable, script, *words])
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun would set, less its warning
+    train(words)
 try:
-    launcher = ["--standalone", f"--nproc_per_node={ranks}"]
-    torchrun.run(torchrun.parse_args([*launcher, script, *words]))
+    if config.device != "cpu" and torch.cuda.is_available():  # what has seen CUDA cannot fork
+        launcher = ["--standalone", f"--nproc_per_node={ranks}"]
+        torchrun.run(torchrun.parse_args([*launcher, script.__file__, *words]))
+    else:
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        launcher = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            start_method="fork",
+        )
+        elastic_launch(launcher, train)(words)
 except ChildFailedError as error:  # each rank has said why
     _, failure = error.get_first_failure()
     sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
@@ -188,6 +230,11 @@ case ${1:-} in
 --help | -h)
     usage
     exit ;;
+esac
+case $(uname -s) in
+MINGW* | MSYS* | CYGWIN*)
+    say "Windows is not supported: call it in WSL, https://learn.microsoft.com/windows/wsl"
+    exit 2 ;;
 esac
 set_up
 # A cache inside the repository outlives reboots that clear /tmp: only the first run compiles.

@@ -18,8 +18,8 @@ Chapters, in reading order:
      8. Parameter groups  who reduces, updates and sends what, and in which order
      9. Trainer           forward and backward pass, one step, evaluation, warm-up
     10. Validity gates    what a model must not do, tested on the validation text
-    11. Runtime           ranks, devices, collectives that count their bytes
-    12. A run's life      command line, log, clock, checkpoints, opening, result, how errors end it
+    11. Runtime           ranks, devices, clock, collectives that count their bytes
+    12. A run's life      command line, log, checkpoints, opening, result, how errors end it
     13. The run           the steps
 
 A step's global batch is a fixed list of micro-batches. Rank r of W takes every W-th of them, if
@@ -30,6 +30,7 @@ order in which floats are added.
 import argparse
 import ast
 import contextlib
+import ctypes
 import dataclasses
 import datetime
 import difflib
@@ -48,7 +49,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
@@ -2582,22 +2582,67 @@ class Optimizer:
 # 9. Trainer ======================================================================================
 
 
-def choose_compile(config, device):
-    """`inductor`, or `off` and why: without a compiler a CPU run is slow, and a GPU run crawls."""
+def compiler_remedy():
+    """What helps where compiled code does not run."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # seconds, where none is needed
+
+    needs = "g++, python3-dev, paths without spaces or quotes and an undamaged cache"
+    return f"go without by --compile false; else it needs {needs}: delete {cache_dir()}"
+
+
+def probe_compiler(device):
+    """Load what the compiler's cache holds, then compile a tiny function and call it. A library
+    that a full disk has cut short ends the process, so that this takes one of its own; it prints
+    what comes next."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = cache_dir()
+    for path in Path(folder).rglob("*.so"):
+        print(f"loading {path}", flush=True)
+        with contextlib.suppress(OSError):  # it says so where it is needed
+            ctypes.CDLL(str(path))
+    print(f"compiling in {folder}", flush=True)
+
+    @torch.compile
+    def double(values):
+        return 2 * values
+
+    double(torch.ones(8, device=device)).tolist()
+
+
+def compiler_failure(device):
+    """Why compiled code does not run on a device, or an empty text."""
+    folder = str(Path(__file__).resolve().parent)
+    code = f"import sys; sys.path.insert(0, {folder!r}); import train_gpt"
+    command = [sys.executable, "-c", f"{code}; train_gpt.probe_compiler({device.type!r})"]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    stop_if_interrupted()
+    if done.returncode == 0:
+        return ""
+    reasons = re.findall(".*error: .*", done.stderr, re.IGNORECASE)
+    reason = one_line(reasons[-1]) if reasons else f"exit status {done.returncode}"
+    doing = done.stdout.strip().rpartition("\n")[2]
+    return f"{reason} ({one_line(doing)})"
+
+
+def choose_compile(config, runtime):
+    """`inductor`, or `off`: without a compiler that works a CPU run is slow, and a GPU run crawls.
+    A node's first rank finds out for all of them. Raises ConfigError on a GPU."""
     if not config.compile:
         return "off"
-    try:
-        from torch._inductor.cpp_builder import get_cpp_compiler
-
-        get_cpp_compiler()
-        missing = "Python.h: install python3-dev"
-        has_header = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
-    except Exception:  # inductor raises its own types
-        missing = "C++ compiler: install g++"
-        has_header = False
-    can_do = has_header or device.type != "cuda"
-    require(can_do, f"compile=True: no {missing}, or go without by --compile false")
-    return "inductor" if has_header else f"off (no {missing})"
+    key = f"compiler of the node of rank {runtime.rank - runtime.local_rank}"
+    failure = ""
+    if runtime.local_rank == 0:
+        failure = runtime.agree(key, compiler_failure(runtime.device))
+    runtime.barrier()
+    failure = runtime.agree(key, failure)
+    if not failure:
+        return "inductor"
+    words = f"compiled code does not run here: {failure}; {compiler_remedy()}"
+    require(runtime.device.type == "cpu", f"compile=True: {words}")
+    if runtime.is_main:
+        print(f"note: goes on uncompiled: {words}", file=sys.stderr, flush=True)
+    return "off (compiled code does not run)"
 
 
 class Trainer:
@@ -2612,7 +2657,7 @@ class Trainer:
         self.model = GPT(config, back_end).to(runtime.device)
         self.table = NgramTable(config, runtime)
         self.optimizer = Optimizer(config, self.model, self.table, runtime)
-        self.compile_name = choose_compile(config, runtime.device)
+        self.compile_name = choose_compile(config, runtime)
         self.forward = self.model
         if self.compile_name == "inductor":
             # A phase is two graphs, and torch's default limit is 8; never eager in silence.
@@ -3000,6 +3045,8 @@ class Runtime:
         self.world_size = launcher_number("WORLD_SIZE", 1)
         self.local_rank = launcher_number("LOCAL_RANK", 0)
         self.local_world_size = launcher_number("LOCAL_WORLD_SIZE", 1)
+        words = f"RANK={self.rank} of WORLD_SIZE={self.world_size}"
+        require(self.rank < self.world_size, f"{words}: torchrun sets them, else unset both")
         self.peers = self.world_size - 1
         self.is_main = self.rank == 0
         self.launcher = os.getppid()
@@ -3011,7 +3058,7 @@ class Runtime:
         if self.world_size > 1:
             try:
                 self.connect()
-            except RuntimeError as error:  # of gloo and of the store
+            except (RuntimeError, TypeError) as error:  # of gloo and of the store
                 raise ConfigError(f"ranks do not find each other: {error}") from error
 
     def use_device(self):
@@ -3028,6 +3075,7 @@ class Runtime:
         missing = needed - os.environ.keys()
         words = f"WORLD_SIZE={self.world_size} without {', '.join(sorted(missing))}"
         require(not missing, f"{words}: start with torchrun, which sets all, or unset WORLD_SIZE")
+        launcher_number("MASTER_PORT", 0)
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             # torchrun's store outlives a restart, and still has the addresses of the dead. Nodes
@@ -3166,6 +3214,38 @@ class Runtime:
             dist.destroy_process_group()
 
 
+class Clock:
+    """Seconds of training, and those of processors; only start and stop wait for the device."""
+
+    def __init__(self, runtime):
+        self.runtime = runtime
+        self.total = 0.0
+        self.processor = 0.0
+        self.since = None
+
+    def start(self):
+        self.runtime.synchronize()
+        self.since = time.perf_counter()
+        self.processor -= time.process_time()
+
+    def stop(self):
+        self.runtime.synchronize()
+        self.total = self.seconds()
+        self.since = None
+        self.processor += time.process_time()
+
+    def seconds(self):
+        running = 0.0 if self.since is None else time.perf_counter() - self.since
+        return self.total + running
+
+    @contextlib.contextmanager
+    def stopped(self):
+        """For what is not timed."""
+        self.stop()
+        yield
+        self.start()
+
+
 def wait(work):
     if work is not None:
         work.wait()
@@ -3302,23 +3382,23 @@ def resumed(given):
     is_auto = run == "auto"
     if is_auto:
         run = given.get("run_id", "")
-        run = run if any(Path("logs", run).glob("*.pt")) else ""
-    if not run:
+    if not run or (is_auto and not any(Path("logs", run).glob("*.pt"))):
         return config_from(given), None
     content = find_checkpoint(run)
     saved = content["config"]
-    is_complete = content["step"] == saved.steps and Path("logs", run, "result.json").exists()
+    is_complete = content["step"] == saved.steps and (content["folder"] / "result.json").exists()
     require(is_auto or not is_complete, f"--resume {run}: it is complete, all {saved.steps} steps")
-    may_change = NEUTRAL_FIELDS - {"seed", "run_id", "run_of"}
+    may_change = NEUTRAL_FIELDS - {"seed", "run_id", "run_of"} | {"data"}  # it may have moved
+    if is_auto:
+        may_change.add("run_id")
     changes = {name: value for name, value in given.items() if name in may_change}
     for name in given.keys() - may_change:
-        is_same = with_values(saved, {name: given[name]}) == saved
-        words = f"--{name.replace('_', '-')} {given[name]}"
-        require(is_same, f"{words}: the run to resume keeps what it has; leave the key out")
+        words = f"--{name.replace('_', '-')} {given[name]}: the run to resume keeps what it has"
+        require(with_values(saved, {name: given[name]}) == saved, f"{words}; leave the key out")
     return dataclasses.replace(saved, **{**changes, "resume": saved.resume}), content
 
 
-# ----- the log and the clock
+# ----- the log
 
 
 class Log:
@@ -3328,27 +3408,30 @@ class Log:
         self.is_main = is_main
         self.file = None
 
-    def open(self, folder, source=None, may_replace=False):
-        """Begin log.txt with the script's source; without it, go on with the one that is there."""
+    def open(self, folder, is_new, may_replace=False):
+        """Go on with a folder's log.txt, or begin it, where there is none, with the script's
+        source. Returns whether it begins."""
         if not self.is_main:
-            return
+            return False
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "log.txt"
-        is_free = source is None or may_replace or not path.exists()
+        is_free = not is_new or may_replace or not path.exists()
         require(is_free, f"{folder} exists; change --run-id, or --resume {folder.name}")
         file = open(path, "a", buffering=1, encoding="utf-8")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where another process writes it
         self.file = file
         for leftover in folder.glob("*.tmp"):
             leftover.unlink()
-        if source is not None:
-            file.truncate(0)
-            file.write(source.rstrip("\n") + "\n===== END OF CODE =====\n")
-            return
         written = path.read_bytes()
+        if is_new or not written:
+            file.truncate(0)
+            source = Path(__file__).read_text("utf-8")
+            file.write(source.rstrip("\n") + "\n===== END OF CODE =====\n")
+            return True
         file.truncate(written.rfind(b"\n") + 1)  # a kill may have torn the last line
         if not re.search(rb"\nstatus:.*\n\Z", written):
             file.write("status:error ended without a word: killed, or its machine stopped\n")
+        return False
 
     def line(self, text, on_console=True):
         """One event, a line: to the file, and to the console."""
@@ -3361,38 +3444,6 @@ class Log:
                 sys.stdout = open(os.devnull, "w")
         if self.file is not None:
             self.file.write(text + "\n")
-
-
-class Clock:
-    """Seconds of training, and those of processors; only start and stop wait for the device."""
-
-    def __init__(self, runtime):
-        self.runtime = runtime
-        self.total = 0.0
-        self.processor = 0.0
-        self.since = None
-
-    def start(self):
-        self.runtime.synchronize()
-        self.since = time.perf_counter()
-        self.processor -= time.process_time()
-
-    def stop(self):
-        self.runtime.synchronize()
-        self.total = self.seconds()
-        self.since = None
-        self.processor += time.process_time()
-
-    def seconds(self):
-        running = 0.0 if self.since is None else time.perf_counter() - self.since
-        return self.total + running
-
-    @contextlib.contextmanager
-    def stopped(self):
-        """For what is not timed."""
-        self.stop()
-        yield
-        self.start()
 
 
 # ----- checkpoints
@@ -3461,7 +3512,7 @@ def find_checkpoint(run, key="resume"):
     for path in (Path(run), folder / "checkpoint.pt", *newest_first):
         if path.is_file():
             try:
-                return load_checkpoint(path)
+                return {**load_checkpoint(path), "folder": path.parent}
             except ConfigError as error:
                 print(f"note: {one_line(error)}", file=sys.stderr)
                 damaged.append(str(error))
@@ -3479,9 +3530,8 @@ def restore(trainer, content):
             group.load(content["groups"][group.name])
         torch.set_rng_state(content["rng"])
     except Exception as error:  # each kind of thing in the place of a tensor raises another type
-        remedy = "use the script and the configuration that it began with"
-        reason = one_line(error)
-        raise ConfigError(f"the checkpoint is not of this model ({reason}); {remedy}") from None
+        words = f"the checkpoint is not of this model ({one_line(error)})"
+        raise ConfigError(f"{words}; use the script and configuration of its run") from None
 
 
 # ----- the run
@@ -3552,9 +3602,14 @@ class Run:
 
     def resume(self, content):
         """Go on from a checkpoint's content. Raises ConfigError where something differs."""
-        is_same = content["data"] == manifest_hash(self.config)
-        words = f"{self.config.data}/manifest.json is not the one that the run began with"
-        require(is_same, f"--resume: {words}; bring its corpus back")
+        data = self.config.data
+        is_there = data == content["config"].data or content["data"] != "none"
+        is_same = is_there and content["data"] == manifest_hash(self.config)
+        words = f"{Path(data, 'manifest.json').absolute()} is not the one that the run began with"
+        require(is_same, f"--resume: {words}; bring its corpus back, or name its place by --data")
+        if content["folder"].resolve() != self.folder.resolve():
+            self.folder = content["folder"].absolute()
+            self.log.line(f"note: goes on where its checkpoint is, in {self.folder}")
         restore(self.trainer, content)
         self.step = content["step"]
         self.loader_state = content["loader"]
@@ -3572,11 +3627,8 @@ class Run:
         """Log losses of the model as it stands, which must be finite, with five decimals."""
         told = " ".join(f"{name}:{loss:.5f}" for name, loss in losses.items())
         took = 1000 * self.clock.seconds()
-        average = took / max(1, self.step)
-        self.log.line(
-            f"step:{self.step}/{self.config.steps} {told}{words} train_time:{took:.0f}ms "
-            f"step_avg:{average:.2f}ms"
-        )
+        times = f"train_time:{took:.0f}ms step_avg:{took / max(1, self.step):.2f}ms"
+        self.log.line(f"step:{self.step}/{self.config.steps} {told}{words} {times}")
         for name, loss in losses.items():
             if not math.isfinite(loss):
                 raise FloatingPointError(f"{name} is {loss} at step {self.step}")
@@ -3610,14 +3662,13 @@ class Run:
     def save(self, name=None):
         """Write a checkpoint; of those on the way, the newest two are kept. All ranks must call
         it: what they own is gathered."""
-        groups = self.trainer.optimizer.groups
         content = {
             "step": self.step,
             "config": dataclasses.asdict(self.config),
             "rows": row_fingerprint(self.config),
             "data": manifest_hash(self.config),
             "model": self.trainer.model.state_dict(),
-            "groups": {group.name: group.full_state() for group in groups},
+            "groups": {group.name: group.full_state() for group in self.trainer.optimizer.groups},
             "rng": torch.get_rng_state(),
             "loader": self.loader_state,
             "index": self.index_digest,
@@ -3662,40 +3713,38 @@ def open_run(config, checkpoint, runtime, log, is_check):
     check_room(run)
     if is_check:
         write_header(run)
-    elif checkpoint is None:
-        is_unfinished = not (run.folder / "result.json").exists()
-        source = Path(__file__).read_text("utf-8")
-        log.open(run.folder, source, may_replace=config.resume == "auto" and is_unfinished)
+        return run
+    may_replace = config.resume == "auto" and not (run.folder / "result.json").exists()
+    if log.open(run.folder, checkpoint is None, may_replace):
         write_header(run)
         log.line("===== START =====")
-        is_other = config.val_sha256 and validation_hash(run.corpus.val) != config.val_sha256
-        if is_other:
+        if config.val_sha256 not in ("", validation_hash(run.corpus.val)):
             log.line(f"note: {config.data} has other validation tokens: losses do not compare")
-    else:
-        log.open(run.folder)
-        world_size = runtime.world_size
-        log.line(f"resumed:{config.run_id} step:{step}/{config.steps} world_size:{world_size}")
+    if checkpoint is not None:
+        where = f"step:{step}/{config.steps} world_size:{runtime.world_size}"
+        log.line(f"resumed:{config.run_id} {where}")
     return run
 
 
 def check_room(run):
     """Say what room a run takes, and that it compiles. Raises ConfigError for too small a disk."""
-    groups = run.trainer.optimizer.groups
+    trainer = run.trainer
     state = 0  # weights and all else on this rank
     needed = 0  # for a checkpoint: weights once, and of the rest the part of every rank
-    for name, tensor in itertools.chain(*(group.tensors().items() for group in groups)):
-        if name == "index":
-            continue
-        state += tensor.nbytes
-        if not name.endswith(".grad"):
-            needed += tensor.nbytes * (1 if name.endswith(".param") else run.runtime.world_size)
-    index = run.trainer.table.finder.index.entries.nbytes
-    free = shutil.disk_usage(".").free
+    for group in trainer.optimizer.groups:
+        for name, tensor in group.tensors().items():
+            size = 0 if name == "index" else tensor.nbytes
+            state += size
+            if not name.endswith(".grad"):
+                needed += size * (1 if name.endswith(".param") else run.runtime.world_size)
+    index = trainer.table.finder.index.entries.nbytes
+    place = run.folder if run.folder.is_dir() else Path.cwd()
+    free = shutil.disk_usage(place).free
     words = f"{needed / 2**30:.2f} GiB for a checkpoint, {free / 2**30:.1f} GiB are free"
-    require(needed < free, f"the disk of {Path.cwd()} is too small: {words}; make room")
+    require(needed < free, f"the disk of {place} is too small: {words}; make room")
     words = f"{state / 2**30:.2f} GiB a rank, index {index / 2**30:.2f} a node; disk: {words}"
     run.log.line(f"memory of weights and state: {words}")
-    if run.trainer.compile_name == "inductor":
+    if trainer.compile_name == "inductor":
         run.log.line("compiling comes first, in silence: minutes in a first run, seconds later")
 
 
@@ -3719,8 +3768,8 @@ def write_header(run):
         f"backends:attention={trainer.attention_name},matmul=torch-{config.dtype},"
         f"compile={trainer.compile_name}"
     )
-    groups = trainer.optimizer.groups
-    log.line("size: " + " ".join(f"{group.name}={group.size():,}" for group in groups))
+    words = " ".join(f"{group.name}={group.size():,}" for group in trainer.optimizer.groups)
+    log.line(f"size: {words}")
 
 
 def write_result(run, losses, gates, steps):
@@ -3735,8 +3784,6 @@ def write_result(run, losses, gates, steps):
         for (collective, name), entry in sorted(runtime.ledger.items())
         if name not in ("validation", "checkpoint")
     }
-    val_bytes = bytes_of(config, run.corpus.val[1:])
-    bits = losses["val_loss"] * config.val_tokens / math.log(2)
     result = {
         **losses,
         "train_time_ms": 1000 * seconds,
@@ -3756,12 +3803,13 @@ def write_result(run, losses, gates, steps):
     run.log.line(f"comms: sent_bytes per step (messages) {' '.join(words) or 'none=0(0)'}")
     missed = 0.99**gates.cuts  # the chance to miss a leak at 1 % of all positions
     run.log.line(f"gates: cuts:{gates.cuts} missed_1pct:{missed:.5f} time:{gates.seconds:.1f}s")
+    val_bytes = bytes_of(config, run.corpus.val[1:])
+    bits = losses["val_loss"] * config.val_tokens / math.log(2)
     told = f"{bits / val_bytes:.5f}" if val_bytes else "unknown"
     run.log.line(f"bits_per_byte:{told} val_bytes:{val_bytes}")
-    words = {name: "ok" if passed else "FAILED" for name, passed in gates.passed.items()}
-    words |= {"val_tokens": config.val_tokens, "val_sha256": result["val_sha256"]}
-    validity = " ".join(f"{name}:{word}" for name, word in words.items())
-    run.log.line(f"validity: {validity}")
+    words = [f"{name}:{'ok' if passed else 'FAILED'}" for name, passed in gates.passed.items()]
+    validity = f"validity: {' '.join(words)}"
+    run.log.line(f"{validity} val_tokens:{config.val_tokens} val_sha256:{result['val_sha256']}")
     others = [f" {name}:{loss:.5f}" for name, loss in losses.items() if name != "val_loss"]
     run.log.line(
         f"final val_loss:{losses['val_loss']:.5f} train_time:{result['train_time_ms']:.0f}ms "
@@ -3773,8 +3821,7 @@ def write_result(run, losses, gates, steps):
         with atomic_file(run.folder / "result.json") as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
     if not all(gates.passed.values()):
-        reason = "the model sees what it must not, or its losses are no distribution's"
-        raise RuntimeError(f"validity gate failed: {validity}; {reason}")
+        raise RuntimeError(f"the model sees what it must not, or no distribution: {validity}")
 
 
 def plot(folder):
@@ -3788,12 +3835,11 @@ def plot(folder):
         return ""
 
 
-MEMORY_ERRORS = (torch.OutOfMemoryError, MemoryError)
 ENDINGS = (  # what can end a run, the exit status, and what the status line says of it
     (KeyboardInterrupt, 130, "interrupted"),
     (ConfigError, 2, "error {said}"),
     (FloatingPointError, 1, "nan {said}; start another run with a lower learning rate"),
-    (MEMORY_ERRORS, 1, "oom {said}; lower --micro-batch-tokens or --ngram-rows"),
+    (MemoryError, 1, "oom {said}; lower --micro-batch-tokens or --ngram-rows"),
     (BlockingIOError, 2, "error another process writes this run: wait for it, or stop it"),
     (OSError, 1, "error {said}; check the path, and that the disk is not full"),
 )
@@ -3803,8 +3849,11 @@ def ending_of(error):
     """(exit status, words of the status line) of a run that an error has ended; prints the
     traceback of one that nobody but the script can put right."""
     said = one_line(error)
-    if "can't allocate memory" in said:
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said:
         error = MemoryError(said)
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
+        error = ConfigError("")
+        said += f"; the compiler has failed: {compiler_remedy()}"
     for kinds, status, words in ENDINGS:
         if isinstance(error, kinds):
             return status, words.format(said=said)
@@ -3812,18 +3861,6 @@ def ending_of(error):
         return 130, "interrupted"  # another rank has ended first, and collectives fail here
     traceback.print_exception(error)
     return 1, f"error {type(error).__name__}: {said}"
-
-
-def report_error(error, log, runtime):
-    """Log how a run ends that an error has ended; returns its exit status."""
-    status, words = ending_of(error)
-    with contextlib.suppress(OSError):  # the disk may be full; the console has the status
-        log.line(f"status:{words}")
-    if not log.is_main:
-        print(f"rank {os.environ['RANK']}: status:{words}", file=sys.stderr, flush=True)
-    if runtime is not None:
-        runtime.close(has_failed=True)
-    return status
 
 
 # 13. The run =====================================================================================
@@ -3881,10 +3918,14 @@ def main(argv=None, extend=None):
     prepares the Run before it is warmed up.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    log = Log(is_main=os.environ.get("RANK", "0") == "0")
+    log = Log(is_main=True)
     runtime = None
     listen_for_signals()
     try:
+        log.is_main = launcher_number("RANK", 0) == 0
+        tasks = os.environ.get("SLURM_NTASKS", "1")
+        if tasks != "1" and "RANK" not in os.environ:
+            log.line(f"note: SLURM_NTASKS={tasks}, and no RANK: each task is a run; use torchrun")
         given = parse_command_line(argv)
         if given.pop("help", False):
             print(command_line_parser().format_help(), end="")
@@ -3902,13 +3943,20 @@ def main(argv=None, extend=None):
         val_loss = None if is_check else train(run)
         runtime.close()
     except (KeyboardInterrupt, Exception) as error:
-        return report_error(error, log, runtime)
+        status, words = ending_of(error)
+        with contextlib.suppress(OSError):  # the disk may be full; the console has the status
+            log.line(f"status:{words}")
+        if not log.is_main:
+            print(f"rank {os.environ['RANK']}: status:{words}", file=sys.stderr, flush=True)
+        if runtime is not None:
+            runtime.close(has_failed=True)
+        return status
     if is_check:
         log.line("check:ok")
         return 0
-    words = f"status:ok run:{run.config.run_id} val_loss:{val_loss:.5f} "
-    words += f"train_time:{run.clock.seconds():.1f}s log:{run.folder / 'log.txt'}"
-    log.line(words + (plot(run.folder) if log.is_main else ""))
+    words = f"status:ok run:{run.config.run_id} val_loss:{val_loss:.5f}"
+    picture = plot(run.folder) if log.is_main else ""
+    log.line(f"{words} train_time:{run.clock.seconds():.1f}s log:{run.folder}/log.txt{picture}")
     return 0
 
 

@@ -2,6 +2,7 @@
 whatever a kill, a full disk or damage has left."""
 
 import dataclasses
+import os
 import resource
 import shutil
 import tempfile
@@ -18,6 +19,7 @@ from helpers import (
     assert_bitwise,
     assert_same_end,
     content_of,
+    make_corpus,
     make_trainer,
     refusal,
     tiny_config,
@@ -303,6 +305,44 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(how, killed, w
     assert run.stderr.startswith("note: logs/whole/step_000006.")
     assert run.stderr.count("\n") == 1 and "resumed:whole step:4/8 world_size:1" in run.lines
     assert goes_on(run, folder, whole_run)
+
+
+# ----- what has moved
+
+
+def test_a_run_goes_on_where_it_was_moved_and_with_a_corpus_that_has_moved(tiny, cli, tmp_path):
+    """Both are known by their content."""
+    before, after, other = (tmp_path / name for name in ("before", "after's place", "other"))
+    make_corpus(before)
+    values = {**tiny, **EIGHT, "data": str(before)}
+    whole = cli(**values, run_id="whole")
+    folder = leave(whole, tmp_path / "a place", 6)
+    before.rename(after)
+    make_corpus(other, train_tokens=80_000)
+    path = str(folder / "step_000006.pt")
+    assert "--data" in refusal(cli(resume=path))
+    assert "name its place by --data" in cli(resume=path, data=other).lines[-1]
+    run = cli(resume=path, data=after)
+    assert f"note: goes on where its checkpoint is, in {folder}" in run.lines
+    assert goes_on(run, folder, whole) and f" log:{folder}/log.txt" in run.lines[-1]
+    assert os.listdir(tmp_path / "logs") == ["whole"]
+
+
+def test_a_checkpoint_without_its_log_begins_one(killed, whole_run, cli, tmp_path):
+    """In a copy under another name, with which --resume auto goes on as well."""
+    folder = killed(6)
+    copied = tmp_path / "logs" / "copied"
+    copied.mkdir()
+    for name in ("step_000006.pt", "step_000006.sha256"):
+        shutil.copy(folder / name, copied)
+    kept = {path.name: path.read_bytes() for path in folder.iterdir()}
+    run = cli(resume="auto", run_id="copied")
+    assert run.code == 0, run.stdout
+    assert_bitwise(run.checkpoint()["model"], whole_run.checkpoint()["model"])
+    assert (
+        run.log[0].startswith("run:copied ") and "resumed:copied step:6/8 world_size:1" in run.log
+    )
+    assert kept == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 # ----- what resuming refuses

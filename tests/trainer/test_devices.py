@@ -1,6 +1,8 @@
 """What a run asks of its GPUs, on probes of torch's that tell of machines that are not here."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -159,20 +161,48 @@ def test_flash_attention_is_told_the_segments_and_the_cap(count, monkeypatch):
     assert options == {"scale": 0.1, "window_size": (127, 0)}
 
 
-@pytest.mark.parametrize("missing", ["Python.h", "C++ compiler"])
-def test_only_a_cpu_goes_without_compilation(missing, tmp_path, monkeypatch):
+# ----- the compiler
+
+
+def runs_compiled(folder, monkeypatch):
+    """Why compiled code does not run with a cache in a folder, or an empty text."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    return train_gpt.compiler_failure(CPU)
+
+
+@pytest.mark.slow
+def test_a_compiler_is_tried_where_the_run_will_use_it(tmp_path, monkeypatch):
+    assert runs_compiled(tmp_path / "plain", monkeypatch) == ""
+    folder = tmp_path / "Tom's b"
+    failure = runs_compiled(folder, monkeypatch)
+    assert failure == "" or f"compiling in {folder}" in failure
+    monkeypatch.setenv("CXX", "/bin/false")
+    assert "No working C++ compiler" in runs_compiled(tmp_path / "other", monkeypatch)
+
+
+def test_a_library_in_the_cache_that_was_cut_short_is_named(tmp_path, monkeypatch):
+    """It ends the process that loads it."""
+    path = tmp_path / "cut.so"
+    path.write_bytes(Path(np._core._multiarray_umath.__file__).read_bytes()[:2_000_000])
+    failure = runs_compiled(tmp_path, monkeypatch)
+    assert "exit status -" in failure and str(path) in failure
+
+
+def test_only_a_cpu_goes_without_compilation(tmp_path, monkeypatch, capsys):
     """On a GPU it would cost so much that a run must be told to."""
-
-    def no_compiler():
-        raise RuntimeError("none of gcc, g++ and clang++")
-
-    if missing == "Python.h":
-        monkeypatch.setattr(train_gpt.sysconfig, "get_paths", lambda: {"include": tmp_path})
-    else:
-        monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", no_compiler)
+    monkeypatch.setattr(train_gpt, "compiler_failure", lambda device: "too bad")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     config = tiny_config(compile=True)
-    assert choose_compile(config, CPU).startswith(f"off (no {missing}: install ")
-    words = f"^compile=True: no {missing.replace('+', '.')}: install .*--compile false$"
-    with pytest.raises(ConfigError, match=words):
-        choose_compile(config, CUDA)
-    assert choose_compile(tiny_config(compile=False), CUDA) == "off"
+    runtime = Runtime("cpu")
+    assert choose_compile(config, runtime) == "off (compiled code does not run)"
+    words = rf"too bad; go without by --compile false; .* delete {tmp_path}\n?$"
+    assert re.search(words, capsys.readouterr().err)
+    runtime.device = CUDA
+    with pytest.raises(ConfigError, match=f"^compile=True: .*{words}"):
+        choose_compile(config, runtime)
+    assert choose_compile(tiny_config(compile=False), runtime) == "off"
+    monkeypatch.setattr(train_gpt, "compiler_failure", lambda device: "")
+    assert choose_compile(config, runtime) == "inductor"
+    broken = torch._dynamo.exc.BackendCompilerFailed(str, OSError("a kernel"), None)
+    status, said = train_gpt.ending_of(broken)
+    assert status == 2 and "a kernel" in said and str(tmp_path) in said

@@ -15,7 +15,7 @@ from optimizer_cases import CASES, MATRICES, RULES, batch_of, take_steps
 
 import ranks
 import train_gpt
-from helpers import INDEX, assert_bitwise, tiny_config
+from helpers import INDEX, assert_bitwise, refusal, tiny_config
 from train_gpt import UPDATE_RULES, Runtime, Trainer
 
 FOUR = pytest.param(4, marks=pytest.mark.slow)
@@ -228,3 +228,33 @@ def test_a_run_of_three_ranks_logs_what_a_training_step_sends(tiny, tmp_path):
     assert sum(line.startswith("status:ok ") for line in run.lines) == 1
     words = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent.items()]
     assert line.endswith(" ".join(words))
+
+
+# ----- what a launcher says
+
+
+LAUNCHERS = [
+    ({"RANK": ""}, "RANK=''"),
+    ({"RANK": "two"}, "RANK='two'"),
+    ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without "),
+    ({"RANK": "1"}, "RANK=1 of WORLD_SIZE=1"),
+    ({"WORLD_SIZE": "0"}, "RANK=0 of WORLD_SIZE=0"),
+]
+ALONE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+LAUNCHERS += [({**ALONE, "MASTER_ADDR": "here", "MASTER_PORT": "x"}, "MASTER_PORT='x'")]
+
+
+@pytest.mark.parametrize("variables, words", LAUNCHERS, ids=str)
+def test_odd_words_of_a_launcher_are_named_in_one_line(variables, words, tiny, cli, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    run = cli("--check", **tiny)
+    line = run.stderr.strip() if variables.get("RANK") == "1" else refusal(run)
+    assert run.code == 2 and f"status:error {words}" in line and "\n" not in line
+
+
+def test_tasks_without_ranks_are_told(tiny, cli, monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    run = cli("--check", **tiny)
+    assert run.code == 0 and run.lines[0].startswith("note: SLURM_NTASKS=4, and no RANK: ")

@@ -16,15 +16,20 @@ import pytest
 import torch
 from torch.distributed import run as torchrun
 
+import continual
+import train_gpt
 from helpers import ROOT, content_of, make_trainer
 
-# Stands for the Python that makes .venv, and for .venv's own.
+# Stands for the Python that makes .venv, for .venv's own, and for uv and uname where they are said
+# to be there.
 STUB = """#!/bin/sh
 echo "$*" >>"$STUB_CALLS"
 case "$*" in
+-s) echo MINGW64_NT-10.0 ;;
 *version_info*) exit "${STUB_TOO_OLD:-0}" ;;
 --version) echo "Python 3.9.6" ;;
-"-m venv --clear .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+"-m venv .venv" | "venv --python "*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+"-m pip --version" | "-m ensurepip") exit "${STUB_NO_PIP:-0}" ;;
 "-m pip install "*) exit "${STUB_PIP_STATUS:-0}" ;;
 - | "- "*) echo status:ok; exit "${STUB_STATUS:-0}" ;;
 esac
@@ -36,20 +41,26 @@ LAUNCH = re.search(r"<<'PYTHON'\n(.*?\n)PYTHON\n", (ROOT / "run.sh").read_text()
 @pytest.fixture
 def call(tmp_path):
     """call(*words, **variables): run.sh in a copy of its folder, called from another one: (exit
-    status, stdout, stderr, the stub's calls)."""
+    status, stdout, stderr, the stub's calls). start: the command in run.sh's place; there: programs
+    that the stub stands for."""
     for name in ("run.sh", "requirements.txt", ".ci/run"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    python, calls = tmp_path / "python-stub", tmp_path / "calls"
+    python, calls, programs = (tmp_path / name for name in ("python-stub", "calls", "programs"))
     python.write_text(STUB)
     python.chmod(0o755)
 
-    def run(*words, script="run.sh", **variables):
+    def run(*words, start=(tmp_path / "run.sh",), there=(), **variables):
         calls.write_text("")
+        shutil.rmtree(programs, ignore_errors=True)
+        programs.mkdir()
+        for name in there:
+            shutil.copy(python, programs / name)
+        own = {"PYTHON": str(python), "STUB_CALLS": str(calls), "PATH": f"{programs}:/usr/bin:/bin"}
         done = subprocess.run(
-            [tmp_path / script, *words],
+            [*start, *words],
             cwd="/",
-            env={**os.environ, "PYTHON": str(python), "STUB_CALLS": str(calls), **variables},
+            env={**os.environ, **own, **variables},
             text=True,
             capture_output=True,
             timeout=100,
@@ -67,7 +78,7 @@ def test_set_up_happens_once_and_again_for_other_requirements(call, tmp_path):
     assert (code, calls) == (0, []) and "./run.sh test" in out
     code, out, err, calls = call("english", "--data", "my own")
     assert (code, out) == (0, "status:ok\n"), err  # stdout is the trainer's
-    assert "-m venv --clear .venv" in calls and any("pip install" in call for call in calls)
+    assert "-m venv .venv" in calls and any("pip install" in call for call in calls)
     assert calls[-1] == "- --track english --data my own"
     code, _, err, calls = call("--steps", "10", STUB_STATUS="2")
     assert (code, err, calls) == (2, "", ["- --steps 10"])
@@ -91,14 +102,53 @@ def test_old_python_is_refused_in_one_line(call, tmp_path):
     assert err.count("\n") == 1 and "3.11" in err and "3.9.6" in err and "PYTHON=" in err
 
 
-def test_tests_run_with_further_arguments(call):
+def test_tests_run_with_further_arguments(call, tmp_path):
     call("--steps", "1")  # which sets up
     all_files = "-m pytest tests --numprocesses=2 --dist=worksteal"
     assert call("test", "-k", "some")[3] == [f"{all_files} -k some"]
     # Of chosen tests none is left out.
     chosen = "tests/trainer/test_run_sh.py"
     assert call("test", chosen, "-x")[3] == [f"-m pytest --all {chosen} -x"]
-    assert call(script=".ci/run")[3] == [f"{all_files} --all"]
+    assert call(start=[tmp_path / ".ci/run"])[3] == [f"{all_files} --all"]
+
+
+UV = "pip install --python .venv/bin/python --requirement requirements.txt"
+
+
+def test_uv_is_used_where_it_is_present(call, tmp_path):
+    """In a copy of the repository it makes .venv, without pip, which it does not need either."""
+    code, _, _, calls = call(there=["uv"], STUB_NO_PIP="1")
+    assert code == 0 and f"venv --python {tmp_path / 'python-stub'} .venv" in calls
+    assert UV in calls and not any("-m pip" in call for call in calls)
+
+
+@pytest.mark.parametrize("no_pip, too_old, words", [("1", "0", "has no pip"), ("0", "1", "3.11")])
+def test_an_environment_that_cannot_be_used_is_left_alone(no_pip, too_old, words, call, tmp_path):
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    shutil.copy(tmp_path / "python-stub", tmp_path / ".venv/bin/python")
+    code, _, err, calls = call(STUB_NO_PIP=no_pip, STUB_TOO_OLD=too_old)
+    assert code == 2 and not any("venv" in call for call in calls)
+    line = err.splitlines()[-1]
+    assert words in line and str(tmp_path / ".venv") in line and "move" in line
+
+
+def test_run_sh_finds_its_folder_and_bash(call, tmp_path):
+    (tmp_path / "a link's folder").mkdir()
+    link = tmp_path / "a link's folder" / "train"
+    link.symlink_to(tmp_path / "run.sh")
+    for start in ([link], ["sh", tmp_path / "run.sh"]):
+        code, out, err, _ = call("--steps", "3", start=start)
+        assert (code, out) == (0, "status:ok\n"), err
+    assert (tmp_path / ".venv").exists() and os.listdir(link.parent) == ["train"]
+
+
+def test_windows_is_told_what_to_do(call, tmp_path):
+    """What its Git makes of line ends changes no file."""
+    code, _, err, _ = call(there=["uname"])
+    assert code == 2 and err.count("\n") == 1 and "Windows" in err and "WSL" in err
+    words = ["git", "check-attr", "text", "run.sh", "records/README.md"]
+    attributes = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
+    assert attributes.count("text: unset") == 2
 
 
 # ----- data, ranks, arguments
@@ -112,23 +162,27 @@ def launch(tmp_path, monkeypatch):
     (ranks, words of the script, builders called, what it says)."""
     builders, started = [], []
 
-    def execv(path, words):
-        started.append((1, words[1:]))
-        raise SystemExit(0)
+    def main(script):
+        return lambda words: started.append((1, [script, *words]))
 
     def run(arguments):
-        words = [arguments.training_script, *arguments.training_script_args]
+        words = [Path(arguments.training_script).name, *arguments.training_script_args]
         started.append((int(arguments.nproc_per_node), words))
+
+    def fork(config, function):
+        script = Path(function.__globals__["script"].__file__).name
+        return lambda words: started.append((config.nproc_per_node, [script, *words]))
 
     def build(words, **options):
         builders.append(words[1:])
         return SimpleNamespace(returncode=0)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setattr(train_gpt, "main", main("train_gpt.py"))
+    monkeypatch.setattr(continual, "main", main("continual.py"))
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", fork)
     monkeypatch.setattr(torchrun, "run", run)
     monkeypatch.setattr(subprocess, "run", build)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def launched(*words, cores=2, gpus=0, files=ROOMY):
         said = io.StringIO()
@@ -188,13 +242,18 @@ def test_ranks_suit_cores_memory_and_micro_batches(ranks, cores, micro_batches, 
         (2, ["--track", "english", "--device", "cpu"], "english/english"),
     ],
 )
-def test_a_corpus_that_is_there_is_not_built_again(ranks, words, corpus, launch, tmp_path):
-    """There is a rank a GPU, or a core where the CPU is asked for."""
+def test_a_corpus_that_is_there_is_not_built_again(
+    ranks, words, corpus, launch, tmp_path, monkeypatch
+):
+    """There is a rank a GPU, or a core where the CPU is asked for. Apple's GPUs do not count."""
     for split in ("train", "val"):
         path = tmp_path / f"data/{corpus}_{split}_000001.bin"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    assert launch(*words, gpus=8)[:3] == (ranks, ["train_gpt.py", *words], [])
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    found = launch(*words, gpus=8)
+    assert found[:3] == (ranks, ["train_gpt.py", *words], [])
+    assert ("Apple GPUs are not supported" in found[3]) == ("cpu" in words)
 
 
 def test_the_continual_track_builds_both_corpora_and_has_its_own_script(launch):
