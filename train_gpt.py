@@ -452,14 +452,9 @@ def stage_at(config, step):
     return [stage for stage in config.stages if stage.start * config.steps <= step][-1]
 
 
-def micro_batches_at(config, step):
-    """How many micro-batches all ranks together train on at a step."""
-    return stage_at(config, step).micro_batches
-
-
 def training_tokens(config):
     """How many tokens the whole schedule trains on."""
-    micro_batches = sum(micro_batches_at(config, step) for step in range(config.steps))
+    micro_batches = sum(stage_at(config, step).micro_batches for step in range(config.steps))
     return micro_batches * config.micro_batch_tokens
 
 
@@ -858,16 +853,15 @@ class TrainLoader:
         """Assemble this rank's part of a step, in the thread; a rank may have no micro-batch."""
         config = self.config
         runtime = self.runtime
-        cap = stage_at(config, step).document_cap
-        count = micro_batches_at(config, step)
-        passages = [self.next_passage(cap) for _ in range(count)]
+        stage = stage_at(config, step)
+        passages = [self.next_passage(stage.document_cap) for _ in range(stage.micro_batches)]
         own = passages[runtime.rank :: runtime.world_size]
         for passage in own:
             check_distinct_targets(passage, config, step)
         return Batch(
             stack=stack_passages(own, config.micro_batch_tokens, runtime.device),
             rows=self.plan_rows(own),
-            tokens=count * config.micro_batch_tokens,
+            tokens=len(passages) * config.micro_batch_tokens,
             state=dict(self.state),
         )
 
@@ -1401,7 +1395,11 @@ class NgramTable(Group):
         return [(self.weight, self.plan.owned), (self.second, self.plan.owned)]
 
     def tensors(self):
-        return {"weight": self.weight, "second": self.second, "index": self.finder.index.entries}
+        return {"weight": self.weight, "second": self.second}
+
+    def index_digest(self):
+        """sha256 of the index, which nothing but read_index may change."""
+        return hashlib.sha256(self.finder.index.entries.numpy()).hexdigest()
 
     def read_index(self, texts, expected=""):
         """Read training texts into the index, together with all ranks of this node. Returns its
@@ -1415,7 +1413,7 @@ class NgramTable(Group):
             own = readers[runtime.local_rank :: runtime.local_world_size]
             list(pool.map(lambda reader: index.read(texts, reader, len(readers)), own))
         runtime.barrier()
-        found = hashlib.sha256(index.entries.numpy()).hexdigest()
+        found = self.index_digest()
         require(expected in ("", found), "the index is not that of the checkpoint: other text")
         return found
 
@@ -2571,24 +2569,21 @@ class Trainer:
         """Mean loss over the validation tokens, in nats per token; ranks share the passes."""
         text = Text(val, self.config.eot_token)
 
-        def summed(low):
-            losses, _ = self.score(step, text, low)
+        def summed(number):
+            losses, _ = self.score(step, text, number * self.config.val_batch_tokens)
             return losses.double().sum()
 
-        return self.sum_over_validation(summed).item() / self.config.val_tokens
+        return self.sum_over_passes(summed).item() / self.config.val_tokens
 
-    def sum_over_validation(self, function, order=None):
-        """The sum over all ranks of function(low), a tensor, where the passes over the validation
-        tokens begin; `order` rearranges them."""
-        length = self.config.val_batch_tokens
+    def sum_over_passes(self, function):
+        """The sum over all ranks of function(number), a tensor, for as many numbers as the
+        validation tokens take passes."""
         runtime = self.runtime
-        count = self.config.val_tokens // length
-        order = np.arange(count) if order is None else order
+        count = self.config.val_tokens // self.config.val_batch_tokens
         total = 0.0
-        for turn in range(runtime.rank, count + runtime.rank, runtime.world_size):
+        for number in range(runtime.rank, count + runtime.rank, runtime.world_size):
             # Ranks without a last pass make one again, at weight 0: reading rows takes all of them.
-            low = int(order[min(turn, count - 1)]) * length
-            total = total + function(low) * (turn < count)
+            total = total + function(min(number, count - 1)) * (number < count)
         wait(runtime.all_reduce(total, "validation"))
         return total
 
@@ -2691,19 +2686,19 @@ class GatePasses:
         self.text = Text(val, config.eot_token)
         self.length = config.val_batch_tokens
         rng = np.random.default_rng([config.seed, 0])
-        self.order = rng.permutation(config.val_tokens // self.length)
-        self.turns = np.argsort(self.order)
+        self.order = rng.permutation(config.val_tokens // self.length).tolist()
         # Nowhere the token that stands there, and nowhere the start of a document.
         noise = val + rng.integers(1, config.eot_token, len(val))
         self.noise = (noise % config.eot_token).astype(np.uint16)
 
-    def find(self, low):
-        """What the passes from `low` on find: see look_at_losses and compare, a number each.
+    def find(self, number):
+        """What the passes from one place on find: see look_at_losses and compare, a number each.
 
-        What a pass is drawn to do depends on its turn, since all ranks make their passes together.
+        What is compared depends on their turn, since all ranks make their passes together.
         """
+        low = self.order[number] * self.length
         rng = np.random.default_rng([self.trainer.config.seed, 1, low])
-        turn = self.turns[low // self.length] // self.trainer.runtime.world_size
+        turn = number // self.trainer.runtime.world_size
         if turn % 3 == 0:
             outputs, compared = self.compare(self.val, low, rng, noise=rng.random())
         else:
@@ -2816,21 +2811,23 @@ class GatePasses:
 
 
 @torch.no_grad()
-def check_gates(trainer, step, val, reported):
+def check_gates(trainer, step, val, reported, index_digest):
     """The Verdicts on the model before a step.
 
-    reported: the mean loss over the validation tokens that the run claims.
+    reported: the mean loss over the validation tokens that the run claims. index_digest: of the
+    index, when it was read.
     causal: nothing depends on later tokens. local: nothing depends on other documents, whose
     leaks most often show in both gates. normalised: the reported loss is the mean of the exact
     losses, and, to the last digits, that of the losses themselves, which no pass may change for
-    another. unmoved: all these passes have changed no tensor.
+    another. unmoved: all these passes have changed no tensor, nor has the whole run the index.
     """
     began = time.perf_counter()
     before = state_digest(trainer)
     passes = GatePasses(trainer, step, val)
-    found = trainer.sum_over_validation(passes.find, passes.order).tolist()
+    found = trainer.sum_over_passes(passes.find).tolist()
     again, exact, wrong, cuts, changed, cut_differs, whole_differs = found
-    moved = torch.tensor(float(state_digest(trainer) != before), device=trainer.runtime.device)
+    is_moved = state_digest(trainer) != before or trainer.table.index_digest() != index_digest
+    moved = torch.tensor(float(is_moved), device=trainer.runtime.device)
     wait(trainer.runtime.all_reduce(moved, "validation"))
     tokens = trainer.config.val_tokens
     is_exact = wrong == 0 and abs(exact / tokens - reported) < 1e-4
@@ -3555,8 +3552,6 @@ def check_room(run):
     state = 0  # weights and all else on this rank
     needed = 0  # for a checkpoint: weights once, and of the rest the part of every rank
     for name, tensor in itertools.chain(*(group.tensors().items() for group in groups)):
-        if name == "index":
-            continue
         state += tensor.nbytes
         if not name.endswith(".grad"):
             needed += tensor.nbytes * (1 if name.endswith(".param") else run.runtime.world_size)
@@ -3740,7 +3735,8 @@ def train(run):
     stop_if_interrupted()
     losses = run.validate()
     stop_if_interrupted()
-    gates = check_gates(trainer, config.steps, run.corpus.val, losses["val_loss"])
+    reported = losses["val_loss"], run.index_digest
+    gates = check_gates(trainer, config.steps, run.corpus.val, *reported)
     stop_if_interrupted()
     write_result(run, losses, gates, steps)
     return losses["val_loss"]

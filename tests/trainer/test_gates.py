@@ -44,7 +44,8 @@ def gated_trainer(seed=1, **changes):
 def failed(trainer, val=VAL):
     """The names of the gates that a trainer does not pass."""
     step = trainer.config.steps
-    verdicts = train_gpt.check_gates(trainer, step, val, trainer.evaluate(step, val))
+    digest = trainer.table.index_digest()
+    verdicts = train_gpt.check_gates(trainer, step, val, trainer.evaluate(step, val), digest)
     assert list(verdicts.passed) == ["causal", "normalised", "local", "unmoved"]
     assert verdicts.cuts > 0
     return {name for name, is_passed in verdicts.passed.items() if not is_passed}
@@ -186,7 +187,7 @@ def test_a_leak_at_one_per_cent_of_all_positions_is_caught_in_nearly_all_runs():
     for seed in range(20):
         trainer = gated_trainer(seed=seed, **ONE_LAYER)
         cheats.seeing(extra)(trainer, None)
-        verdicts = train_gpt.check_gates(trainer, 4, val, 0.0)
+        verdicts = train_gpt.check_gates(trainer, 4, val, 0.0, "")
         assert verdicts.cuts > 300
         missed += [seed] * verdicts.passed["causal"]
     assert len(missed) <= 2
