@@ -2683,7 +2683,6 @@ class GatePasses:
         self.trainer = trainer
         self.step = step
         self.val = val
-        self.text = Text(val, config.eot_token)
         self.length = config.val_batch_tokens
         rng = np.random.default_rng([config.seed, 0])
         self.order = rng.permutation(config.val_tokens // self.length).tolist()
@@ -2711,7 +2710,7 @@ class GatePasses:
 
     def score(self, tokens, low):
         """(losses (length,), hidden states) of the pass from `low` on over such a text."""
-        text = self.text if tokens is self.val else Text(tokens, self.trainer.config.eot_token)
+        text = Text(tokens, self.trainer.config.eot_token)
         losses, hidden = self.trainer.score(self.step, text, low)
         return plain(losses), plain(hidden)
 

@@ -1,4 +1,4 @@
-"""Chapter 12: honest models pass the validity gates, and cheating ones are caught.
+"""Honest models pass the validity gates, and cheating ones are caught.
 
 All weights are random: in a model that has not been trained, gates and projections of zero would
 hide what it sees.
