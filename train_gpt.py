@@ -110,6 +110,11 @@ def between(low, high):
     return Check(lambda value: low <= value <= high, f"must be {low:,} to {high:,}")
 
 
+def multiple_of(unit, high):
+    limits = f"must be a multiple of {unit}, up to {high:,}"
+    return Check(lambda value: 0 < value <= high and value % unit == 0, limits)
+
+
 def one_of(*names):
     return Check(lambda value: value in names, f"must be one of {', '.join(names)}")
 
@@ -150,7 +155,7 @@ def are_loss_weights(values):
 ANYTHING = Check(lambda value: True, "must be printable, and of the field's type")
 POSITIVE = Check(lambda value: 0 < value <= 1e30, "must be positive, and at most 1e30")
 NOT_NEGATIVE = Check(lambda value: 0 <= value <= 1e30, "must be 0, or positive and at most 1e30")
-FRACTION = Check(lambda value: 0 <= value <= 1, "must be a fraction, from 0 to 1")
+FRACTION = between(0, 1)
 MOMENTUM = Check(lambda value: 0 <= value < 1, "must be at least 0, and below 1")
 COUNT = between(1, 65536)
 OFTEN = between(1, 999_999)
@@ -164,7 +169,7 @@ LOSS_WEIGHTS = Check(are_loss_weights, "must be 1 to 16 weights, the first above
 DEVICES = one_of("auto", "cpu", "cuda")
 DTYPES = one_of("bfloat16", "float32")
 BACK_ENDS = one_of("auto", "sdpa", "varlen")
-HEAD_DIM = Check(lambda dim: dim > 0 and dim % 4 == 0, "must be a multiple of 4")
+PASS = multiple_of(ATTENTION_BLOCK, 2**24)
 NAME = matching(r"[\w.-]{1,100}", "must be a name, such as bytes or gpt2")
 RUN_ID = matching(r"(\w[\w.+=@-]{0,99})?", "must be at most 100 letters, digits, _ . + = @ or -")
 RUN_OF = matching(
@@ -228,7 +233,7 @@ class Config:
     epochs: int = knob(1, "passes over the training shards that a run may take", OFTEN)
     # --- schedule
     steps: int = knob(1600, "optimizer steps, the length of every schedule", OFTEN)
-    micro_batch_tokens: int = knob(16384, "tokens of a micro-batch", between(1, 2**24))
+    micro_batch_tokens: int = knob(16384, "tokens of a micro-batch", PASS)
     stages: tuple = knob(
         # start, micro-batches, document cap, windows (short, long), rate, loss weights, softmax
         (
@@ -245,7 +250,7 @@ class Config:
     # --- model
     model_dim: int = knob(768, "width of the residual stream", between(GATE_DIM, 65536))
     num_layers: int = knob(12, "transformer blocks", between(1, 1024))
-    head_dim: int = knob(128, "width of an attention head", HEAD_DIM)
+    head_dim: int = knob(128, "width of an attention head", multiple_of(4, 65536))
     mlp_dim: int = knob(3072, "hidden width of the ReLU^2 MLP", between(1, 2**20))
     long_layers: tuple = knob((3, 7, 11), "layers that attend through the long window", LAYERS)
     value_embedding_layers: tuple = knob(
@@ -289,7 +294,7 @@ class Config:
     # --- evaluation
     val_tokens: int = knob(10_485_760, "validation tokens that are scored", between(1, 10**9))
     val_sha256: str = knob("", "sha256 of those tokens and the next (uint16); empty: not compared")
-    val_batch_tokens: int = knob(65536, "validation tokens of a forward pass", between(1, 2**24))
+    val_batch_tokens: int = knob(65536, "validation tokens of a forward pass", PASS)
     val_windows: tuple = knob((768, 2560), "attention windows of the final validation", WINDOWS)
     val_every: int = knob(250, "validate every so many steps (untimed); 0: at the end", SIZE)
     target_loss: float = knob(3.28, "the target, in nats a token; 0: none", NOT_NEGATIVE)
@@ -326,11 +331,6 @@ class Config:
         for name, unit in (("val_tokens", "val_batch_tokens"), ("save_every", "adam_every")):
             count, size = getattr(self, name), getattr(self, unit)
             require(count % size == 0, f"{name}={count}: must be a multiple of {unit}={size}")
-        for window in sum([stage.windows for stage in self.stages], self.val_windows):
-            block = math.gcd(window, ATTENTION_BLOCK)
-            words = f"windows: a window of {window} takes blocks of {block}, which must divide it"
-            for length in (self.micro_batch_tokens, self.val_batch_tokens):
-                require(length % block == 0, f"{words} and passes of {length} tokens")
         last = self.num_layers - 1
         for field in dataclasses.fields(self):
             if field.metadata["check"] in (LAYERS, SKIPS):
@@ -666,8 +666,7 @@ def open_corpus(config):
         require(found[split], f"{folder}: no *_{split}_*.bin shards; {remedy}")
     paths = found["train"]
     count = config.index_tokens if config.index_orders else 0
-    opened = [open_shard(path) for path in paths]
-    shards, indexed = split_off_index(opened, count, config.eot_token)
+    shards, indexed = split_off_index(map(open_shard, paths), count, config.eot_token)
     needed = training_tokens(config)
     available = 0
     for number, path in enumerate(paths):
