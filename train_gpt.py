@@ -110,6 +110,11 @@ def between(low, high):
     return Check(lambda value: low <= value <= high, f"must be {low:,} to {high:,}")
 
 
+def multiple_of(unit, high):
+    limits = f"must be a multiple of {unit}, up to {high:,}"
+    return Check(lambda value: 0 < value <= high and value % unit == 0, limits)
+
+
 def one_of(*names):
     return Check(lambda value: value in names, f"must be one of {', '.join(names)}")
 
@@ -158,7 +163,7 @@ CAP = Check(
 )
 POSITIVE = Check(lambda value: 0 < value <= 1e30, "must be positive, and at most 1e30")
 NOT_NEGATIVE = Check(lambda value: 0 <= value <= 1e30, "must be 0, or positive and at most 1e30")
-FRACTION = Check(lambda value: 0 <= value <= 1, "must be a fraction, from 0 to 1")
+FRACTION = between(0, 1)
 MOMENTUM = Check(lambda value: 0 <= value < 1, "must be at least 0, and below 1")
 COUNT = between(1, 65536)
 OFTEN = between(1, 999_999)
@@ -172,7 +177,7 @@ LOSS_WEIGHTS = Check(are_loss_weights, "must be 1 to 16 weights, the first above
 DEVICES = one_of("auto", "cpu", "cuda")
 DTYPES = one_of("bfloat16", "float32")
 BACK_ENDS = one_of("auto", "sdpa", "varlen")
-HEAD_DIM = Check(lambda dim: dim > 0 and dim % 4 == 0, "must be a multiple of 4")
+PASS = multiple_of(ATTENTION_BLOCK, 2**24)
 NAME = matching(r"[\w.-]{1,100}", "must be a name, such as bytes or gpt2")
 RUN_ID = matching(r"(\w[\w.+=@-]{0,99})?", "must be at most 100 letters, digits, _ . + = @ or -")
 RUN_OF = matching(
@@ -237,7 +242,7 @@ class Config:
     epochs: int = knob(1, "passes over the training shards that a run may take", OFTEN)
     # --- schedule
     steps: int = knob(1285, "optimizer steps, the length of every schedule", OFTEN)
-    micro_batch_tokens: int = knob(16384, "tokens of a micro-batch", between(1, 2**24))
+    micro_batch_tokens: int = knob(16384, "tokens of a micro-batch", PASS)
     stages: tuple = knob(
         # start, micro-batches, document cap, windows (short, long), rate, loss weights of the next
         # tokens and of a prefix, softmax
@@ -255,7 +260,7 @@ class Config:
     # --- model
     model_dim: int = knob(768, "width of the residual stream", between(GATE_DIM, 65536))
     num_layers: int = knob(11, "transformer blocks", between(1, 1024))
-    head_dim: int = knob(128, "width of an attention head", HEAD_DIM)
+    head_dim: int = knob(128, "width of an attention head", multiple_of(4, 65536))
     mlp_dim: int = knob(3072, "hidden width of the ReLU^2 MLP", between(1, 2**20))
     mlp_only_layers: tuple = knob((6,), "layers without attention", LAYERS)
     long_layers: tuple = knob((3, 10), "layers that attend through the long window", LAYERS)
@@ -303,7 +308,7 @@ class Config:
     # --- evaluation
     val_tokens: int = knob(10_485_760, "validation tokens that are scored", between(1, 10**9))
     val_sha256: str = knob("", "sha256 of those tokens and the next (uint16); empty: not compared")
-    val_batch_tokens: int = knob(65536, "validation tokens of a forward pass", between(1, 2**24))
+    val_batch_tokens: int = knob(65536, "validation tokens of a forward pass", PASS)
     val_windows: tuple = knob((768, 2560), "attention windows of the final validation", WINDOWS)
     val_every: int = knob(250, "validate every so many steps (untimed); 0: at the end", SIZE)
     target_loss: float = knob(3.28, "the target, in nats a token; 0: none", NOT_NEGATIVE)
@@ -340,11 +345,6 @@ class Config:
         for name, unit in (("val_tokens", "val_batch_tokens"), ("save_every", "adam_every")):
             count, size = getattr(self, name), getattr(self, unit)
             require(count % size == 0, f"{name}={count}: must be a multiple of {unit}={size}")
-        for window in sum([stage.windows for stage in self.stages], self.val_windows):
-            block = math.gcd(window, ATTENTION_BLOCK)
-            words = f"windows: a window of {window} takes blocks of {block}, which must divide it"
-            for length in (self.micro_batch_tokens, self.val_batch_tokens):
-                require(length % block == 0, f"{words} and passes of {length} tokens")
         last = self.num_layers - 1
         for field in dataclasses.fields(self):
             if field.metadata["check"] in (LAYERS, SKIPS):
@@ -481,10 +481,10 @@ def loss_weights_at(config, step):
     stage = stage_at(config, step)
     following = stages[min(stages.index(stage) + 1, len(stages) - 1)]
     done = (step / config.steps - stage.start) / max(1e-9, following.start - stage.start)
-    lacking = len(stage.mtp_weights) - len(following.mtp_weights)
-    goals = *following.mtp_weights, *[0.0] * lacking, following.prefix_weight
+    count = len(stage.mtp_weights)
+    goals = [*following.mtp_weights, *[0.0] * count][:count] + [following.prefix_weight]
     weights = *stage.mtp_weights, stage.prefix_weight
-    return tuple(now + done * (goal - now) for now, goal in zip(weights, goals, strict=False))
+    return tuple(now + done * (goal - now) for now, goal in zip(weights, goals, strict=True))
 
 
 def micro_batches_at(config, step):
@@ -722,8 +722,7 @@ def open_corpus(config):
         require(found[split], f"{folder}: no *_{split}_*.bin shards; {remedy}")
     paths = found["train"]
     count = config.index_tokens if config.index_orders else 0
-    opened = [open_shard(path) for path in paths]
-    shards, indexed = split_off_index(opened, count, config.eot_token)
+    shards, indexed = split_off_index(map(open_shard, paths), count, config.eot_token)
     needed = training_tokens(config)
     available = 0
     for number, path in enumerate(paths):
@@ -911,15 +910,14 @@ class TrainLoader:
         config = self.config
         runtime = self.runtime
         cap = stage_at(config, step).document_cap
-        count = micro_batches_at(config, step)
-        passages = [self.next_passage(cap) for _ in range(count)]
+        passages = [self.next_passage(cap) for _ in range(micro_batches_at(config, step))]
         own = passages[runtime.rank :: runtime.world_size]
         for passage in own:
             check_distinct_targets(passage, config, step)
         return Batch(
             stack=stack_passages(own, config.micro_batch_tokens, runtime.device),
             rows=self.plan_rows(own),
-            tokens=count * config.micro_batch_tokens,
+            tokens=len(passages) * config.micro_batch_tokens,
             state=dict(self.state),
         )
 
@@ -1455,7 +1453,11 @@ class NgramTable(Group):
         return [(self.weight, self.plan.owned), (self.second, self.plan.owned)]
 
     def tensors(self):
-        return {"weight": self.weight, "second": self.second, "index": self.finder.index.entries}
+        return {"weight": self.weight, "second": self.second}
+
+    def index_digest(self):
+        """sha256 of the index, which nothing but read_index may change."""
+        return hashlib.sha256(self.finder.index.entries.numpy()).hexdigest()
 
     def read_index(self, texts, expected=""):
         """Read training texts into the index, together with all ranks of this node. Returns its
@@ -1469,7 +1471,7 @@ class NgramTable(Group):
             own = readers[runtime.local_rank :: runtime.local_world_size]
             list(pool.map(lambda reader: index.read(texts, reader, len(readers)), own))
         runtime.barrier()
-        found = hashlib.sha256(index.entries.numpy()).hexdigest()
+        found = self.index_digest()
         require(expected in ("", found), "the index is not that of the checkpoint: other text")
         return found
 
@@ -2745,24 +2747,21 @@ class Trainer:
         """Mean loss over the validation tokens, in nats per token; ranks share the passes."""
         text = Text(val, self.config.eot_token)
 
-        def summed(low):
-            losses, _ = self.score(step, text, low)
+        def summed(number):
+            losses, _ = self.score(step, text, number * self.config.val_batch_tokens)
             return losses.double().sum()
 
-        return self.sum_over_validation(summed).item() / self.config.val_tokens
+        return self.sum_over_passes(summed).item() / self.config.val_tokens
 
-    def sum_over_validation(self, function, order=None):
-        """The sum over all ranks of function(low), a tensor, where the passes over the validation
-        tokens begin; `order` rearranges them."""
-        length = self.config.val_batch_tokens
+    def sum_over_passes(self, function):
+        """The sum over all ranks of function(number), a tensor, for as many numbers as the
+        validation tokens take passes."""
         runtime = self.runtime
-        count = self.config.val_tokens // length
-        order = np.arange(count) if order is None else order
+        count = self.config.val_tokens // self.config.val_batch_tokens
         total = 0.0
-        for turn in range(runtime.rank, count + runtime.rank, runtime.world_size):
+        for number in range(runtime.rank, count + runtime.rank, runtime.world_size):
             # Ranks without a last pass make one again, at weight 0: reading rows takes all of them.
-            low = int(order[min(turn, count - 1)]) * length
-            total = total + function(low) * (turn < count)
+            total = total + function(min(number, count - 1)) * (number < count)
         wait(runtime.all_reduce(total, "validation"))
         return total
 
@@ -2862,22 +2861,21 @@ class GatePasses:
         self.trainer = trainer
         self.step = step
         self.val = val
-        self.text = Text(val, config.eot_token)
         self.length = config.val_batch_tokens
         rng = np.random.default_rng([config.seed, 0])
-        self.order = rng.permutation(config.val_tokens // self.length)
-        self.turns = np.argsort(self.order)
+        self.order = rng.permutation(config.val_tokens // self.length).tolist()
         # Nowhere the token that stands there, and nowhere the start of a document.
         noise = val + rng.integers(1, config.eot_token, len(val))
         self.noise = (noise % config.eot_token).astype(np.uint16)
 
-    def find(self, low):
-        """What the passes from `low` on find: see look_at_losses and compare, a number each.
+    def find(self, number):
+        """What the passes from one place on find: see look_at_losses and compare, a number each.
 
-        What a pass is drawn to do depends on its turn, since all ranks make their passes together.
+        What is compared depends on their turn, since all ranks make their passes together.
         """
+        low = self.order[number] * self.length
         rng = np.random.default_rng([self.trainer.config.seed, 1, low])
-        turn = self.turns[low // self.length] // self.trainer.runtime.world_size
+        turn = number // self.trainer.runtime.world_size
         if turn % 3 == 0:
             outputs, compared = self.compare(self.val, low, rng, noise=rng.random())
         else:
@@ -2890,7 +2888,7 @@ class GatePasses:
 
     def score(self, tokens, low):
         """(losses (length,), hidden states) of the pass from `low` on over such a text."""
-        text = self.text if tokens is self.val else Text(tokens, self.trainer.config.eot_token)
+        text = Text(tokens, self.trainer.config.eot_token)
         losses, hidden = self.trainer.score(self.step, text, low)
         return plain(losses), plain(hidden)
 
@@ -2990,21 +2988,23 @@ class GatePasses:
 
 
 @torch.no_grad()
-def check_gates(trainer, step, val, reported):
+def check_gates(trainer, step, val, reported, index_digest):
     """The Verdicts on the model before a step.
 
-    reported: the mean loss over the validation tokens that the run claims.
+    reported: the mean loss over the validation tokens that the run claims. index_digest: of the
+    index, when it was read.
     causal: nothing depends on later tokens. local: nothing depends on other documents, whose
     leaks most often show in both gates. normalised: the reported loss is the mean of the exact
     losses, and, to the last digits, that of the losses themselves, which no pass may change for
-    another. unmoved: all these passes have changed no tensor.
+    another. unmoved: all these passes have changed no tensor, nor has the whole run the index.
     """
     began = time.perf_counter()
     before = state_digest(trainer)
     passes = GatePasses(trainer, step, val)
-    found = trainer.sum_over_validation(passes.find, passes.order).tolist()
+    found = trainer.sum_over_passes(passes.find).tolist()
     again, exact, wrong, cuts, changed, cut_differs, whole_differs = found
-    moved = torch.tensor(float(state_digest(trainer) != before), device=trainer.runtime.device)
+    is_moved = state_digest(trainer) != before or trainer.table.index_digest() != index_digest
+    moved = torch.tensor(float(is_moved), device=trainer.runtime.device)
     wait(trainer.runtime.all_reduce(moved, "validation"))
     tokens = trainer.config.val_tokens
     is_exact = wrong == 0 and abs(exact / tokens - reported) < 1e-4
@@ -3733,10 +3733,10 @@ def check_room(run):
     needed = 0  # for a checkpoint: weights once, and of the rest the part of every rank
     for group in trainer.optimizer.groups:
         for name, tensor in group.tensors().items():
-            size = 0 if name == "index" else tensor.nbytes
-            state += size
+            state += tensor.nbytes
             if not name.endswith(".grad"):
-                needed += size * (1 if name.endswith(".param") else run.runtime.world_size)
+                copies = 1 if name.endswith(".param") else run.runtime.world_size
+                needed += tensor.nbytes * copies
     index = trainer.table.finder.index.entries.nbytes
     place = run.folder if run.folder.is_dir() else Path.cwd()
     free = shutil.disk_usage(place).free
@@ -3905,7 +3905,8 @@ def train(run):
     stop_if_interrupted()
     losses = run.validate()
     stop_if_interrupted()
-    gates = check_gates(trainer, config.steps, run.corpus.val, losses["val_loss"])
+    reported = losses["val_loss"], run.index_digest
+    gates = check_gates(trainer, config.steps, run.corpus.val, *reported)
     stop_if_interrupted()
     write_result(run, losses, gates, steps)
     return losses["val_loss"]

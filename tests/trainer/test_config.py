@@ -62,32 +62,25 @@ PARSED = [
     ("--long-layers '()'", "long_layers", ()),
     ("--ngram-orders 2,3", "ngram_orders", (2, 3)),
     ("--skips '((0, 2),)'", "skips", ((0, 2),)),
+    # A field of a stage is an option for all stages.
+    ("--micro-batches 5", "micro_batches", 5),
+    ("--document-cap 64", "document_cap", 64),
+    ("--windows '(64, 192)'", "windows", (64, 192)),
+    ("--lr-mul 0.5", "lr_mul", 0.5),
+    ("--mtp-weights '1, 0.5, 0.1'", "mtp_weights", (1, 0.5, 0.1)),
+    ("--prefix-weight 0.5", "prefix_weight", 0.5),
+    ("--softmax-rows 256", "softmax_rows", 256),
 ]
 
 
 @pytest.mark.parametrize("text, name, value", PARSED, ids=[row[0] for row in PARSED])
 def test_words_become_values_of_their_fields(text, name, value):
-    config, _ = parsed(text)
+    track = TRACKS["fineweb"]
+    config, _ = parsed(text, track.track)
+    if name in {field.name for field in STAGE_FIELDS}:
+        value = tuple(dataclasses.replace(stage, **{name: value}) for stage in track.stages)
+        name = "stages"
     assert getattr(config, name) == value and type(getattr(config, name)) is type(value)
-
-
-OF_STAGES = [
-    ("micro_batches", "5", 5),
-    ("document_cap", "64", 64),
-    ("windows", "(64, 192)", (64, 192)),
-    ("lr_mul", "0.5", 0.5),
-    ("mtp_weights", "1, 0.5, 0.1", (1, 0.5, 0.1)),
-    ("prefix_weight", "0.5", 0.5),
-    ("softmax_rows", "256", 256),
-]
-
-
-@pytest.mark.parametrize("name, text, value", OF_STAGES, ids=[row[0] for row in OF_STAGES])
-def test_a_field_of_a_stage_is_an_option_for_all_stages(name, text, value):
-    config, overrides = parsed(f"--{name.replace('_', '-')} '{text}'", "fineweb")
-    expected = [dataclasses.replace(row, **{name: value}) for row in TRACKS["fineweb"].stages]
-    assert list(config.stages) == expected and list(overrides) == ["stages"]
-    assert {row[0] for row in OF_STAGES} == {field.name for field in STAGE_FIELDS}
 
 
 def test_rows_of_stages_take_what_they_lack_from_the_defaults():
@@ -155,7 +148,7 @@ REFUSED = [
     ("--windows '(64'", "--windows", "(64: ", "(1, 2)"),
     # limits of one field
     ("--steps 0", "steps=0", "1 to 999,999"),
-    ("--micro-batch-tokens 0", "micro_batch_tokens=0", "1 to 16,777,216"),
+    ("--micro-batch-tokens 0", "micro_batch_tokens=0", "multiple of 64, up to 16,777,216"),
     ("--adam-lr 0", "adam_lr=0.0", "positive"),
     ("--adam-lr nan", "adam_lr=nan", "positive"),
     ("--matrix-decay -0.1", "matrix_decay=-0.1", "0, or positive"),
@@ -186,7 +179,7 @@ REFUSED = [
     ("--stages \"({}, {'start': 0.5}, {'start': 0.2})\"", "[0.0, 0.5, 0.2]", "then rise"),
     ("--stages \"({}, {'start': 0.5, 'micro_batches': '4'})\"", "stages[1].micro_batches=4"),
     # several fields
-    ("--micro-batch-tokens 544", "takes blocks of 64", "divide it", "544"),
+    ("--val-batch-tokens 544", "val_batch_tokens=544", "multiple of 64"),
     ("--model-dim 128 --head-dim 24", "head_dim=24", "divide model_dim=128"),
     ("--long-layers '(0, 5)'", "long_layers=(0, 5)", "0 to 4"),
     ("--skips '((0, 1), (1, 5))'", "skips=((0, 1), (1, 5))", "0 to 4"),

@@ -114,17 +114,6 @@ def test_a_damaged_corpus_ends_in_one_line_and_status_2(damage, cli, tiny, tmp_p
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_manifest_that_cannot_be_read_is_refused(corpus, tmp_path):
-    config = tiny_config(data=str(tmp_path))
-    for path in corpus.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "manifest.json").unlink()
-    for content in (b"", b"[]", b"{}", b'{"shards": [{}]}', b"[" * 100_000, b"9" * 5000, b"\xff"):
-        (tmp_path / "manifest.json").write_bytes(content)
-        with pytest.raises(ConfigError, match="manifest.json: cannot be read .*; build it again"):
-            open_corpus(config)
-
-
 def test_a_run_is_resumed_on_the_corpus_that_it_began_with(cli, tiny, tmp_path):
     folder = make_corpus(tmp_path / "corpus")
     values = {**tiny, "steps": 2, "data": str(folder), "run_id": "first", "save_every": 1}
@@ -139,21 +128,27 @@ def test_a_run_is_resumed_on_the_corpus_that_it_began_with(cli, tiny, tmp_path):
     assert "manifest.json is not the one" in refusal(cli(resume="first"))
 
 
+UNREADABLE = [b"", b"[]", b"{}", b'{"shards": [{}]}', b"[" * 100_000, b"9" * 5000, b"\xff"]
+
+
 @pytest.mark.parametrize(
-    "key, value, words",
-    [
-        ("eot_token", None, r"vocab_size and eot_token \[257, None\]: .* build it again"),
-        ("eot_token", 7, r"eot_token \[257, 7\]: documents start with the last id"),
-        ("token_bytes", [1] * 100, "token_bytes are no 257 whole numbers; build it again"),
-        ("token_bytes", ["1"] * 257, "token_bytes are no 257 whole numbers"),
+    "content, words",
+    [(content, "cannot be read .*") for content in UNREADABLE]
+    + [
+        ({"eot_token": None}, r"has vocab_size and eot_token \[257, None\]: .*"),
+        ({"eot_token": 7}, r"has vocab_size and eot_token \[257, 7\]: documents start with .*"),
+        ({"token_bytes": [1] * 100}, "token_bytes are no 257 whole numbers"),
+        ({"token_bytes": ["1"] * 257}, "token_bytes are no 257 whole numbers"),
     ],
+    ids=lambda case: str(case)[:30],
 )
-def test_a_manifest_of_no_vocabulary_is_refused(key, value, words, tmp_path):
-    folder = make_corpus(tmp_path / "corpus")
-    manifest = json.loads((folder / "manifest.json").read_text()) | {key: value}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ConfigError, match=words):
-        open_corpus(tiny_config(data=str(folder)))
+def test_a_manifest_of_no_corpus_is_refused(content, words, corpus, tmp_path):
+    if isinstance(content, dict):
+        manifest = json.loads((corpus / "manifest.json").read_text()) | content
+        content = json.dumps(manifest).encode()
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"manifest.json: {words}; build it again"):
+        open_corpus(tiny_config(data=str(tmp_path)))
 
 
 def test_the_vocabulary_comes_with_the_corpus(corpus, tmp_path):
@@ -163,9 +158,6 @@ def test_the_vocabulary_comes_with_the_corpus(corpus, tmp_path):
     assert train_gpt.config_from({**given, "vocab_size": 300}).vocab_size == 300
     unknown = train_gpt.config_from({**given, "data": str(tmp_path)})
     assert (unknown.vocab_size, unknown.eot_token) == (1024, 1023)
-
-
-def test_documents_start_as_the_manifest_says(corpus):
     with pytest.raises(ConfigError, match="start with 256, and not with eot_token=255"):
         open_corpus(tiny_config(data=str(corpus), eot_token=255))
 

@@ -1,4 +1,4 @@
-"""Chapter 12: honest models pass the validity gates, and cheating ones are caught.
+"""Honest models pass the validity gates, and cheating ones are caught.
 
 All weights are random: in a model that has not been trained, gates and projections of zero would
 hide what it sees.
@@ -44,7 +44,8 @@ def gated_trainer(seed=1, **changes):
 def failed(trainer, val=VAL):
     """The names of the gates that a trainer does not pass."""
     step = trainer.config.steps
-    verdicts = train_gpt.check_gates(trainer, step, val, trainer.evaluate(step, val))
+    digest = trainer.table.index_digest()
+    verdicts = train_gpt.check_gates(trainer, step, val, trainer.evaluate(step, val), digest)
     assert list(verdicts.passed) == ["causal", "normalised", "local", "unmoved"]
     assert verdicts.cuts > 0
     return {name for name, is_passed in verdicts.passed.items() if not is_passed}
@@ -62,7 +63,7 @@ def failed(trainer, val=VAL):
         {"random_weights": False},
         {"untie_at": 1.0, "softmax_rows": 200, "mtp_weights": (1.0, 0.5)},
         {"val_batch_tokens": 1024},
-        {"val_batch_tokens": 32, "windows": (16, 32), "val_windows": (16, 32), "val_tokens": 64},
+        {"val_batch_tokens": 64, "windows": (16, 32), "val_windows": (16, 32), "val_tokens": 128},
         pytest.param({"dtype": "bfloat16", **LAYERED}, marks=SLOW),
         pytest.param({"dtype": "bfloat16", "seed": 2, **ONE_LAYER, "ngram_rows": 3}, marks=SLOW),
     ],
@@ -186,7 +187,7 @@ def test_a_leak_at_one_per_cent_of_all_positions_is_caught_in_nearly_all_runs():
     for seed in range(20):
         trainer = gated_trainer(seed=seed, **ONE_LAYER)
         cheats.seeing(extra)(trainer, None)
-        verdicts = train_gpt.check_gates(trainer, 4, val, 0.0)
+        verdicts = train_gpt.check_gates(trainer, 4, val, 0.0, "")
         assert verdicts.cuts > 300
         missed += [seed] * verdicts.passed["causal"]
     assert len(missed) <= 2
