@@ -173,27 +173,40 @@ def check_one(names, runs):
 
 
 def check_runs(record, parent):
-    """All declared runs of one batch are there, none dropped, none added, few restarted. Each has
-    the seed of its place, and was started after the parent's record and the run before it."""
+    """All declared runs of one batch are there, none dropped, none added, few restarted; each has
+    the seed of its place, and was started after the run before it."""
     runs = record.runs + record.baseline
     check_one(["batch", "declared"], runs)
     is_each = len({run.run.casefold() for run in runs}) == len(runs)
     require(is_each, "names of its runs are the same, or differ in the case of letters alone")
-    code, declared = sha256_of(record.source), runs[0].declared
-    for part, side in (("logs", record.runs), ("baseline", record.baseline)):
-        found = [run.counter for run in side]
-        is_whole = found == list(range(1, len(side) + 1)) and len(side) in (0, declared)
-        shown = f"{declared} runs were declared, {part} has {found}"[:120]
-        require(is_whole and runs[0].batch == 1, f"{shown}; every run of batch 1 counts, once")
-        restarts = sum(run.start - 1 for run in side)
-        is_rare = restarts <= 1 and all(run.start for run in side)
-        require(is_rare, f"{restarts} runs of {part} were started again, at most 1 may be")
-        for run in side:
-            seed = stats.seed_of(code, 1, run.counter)
-            require(run.seed == seed, f"{run.run} has seed {run.seed}; its place has {seed}")
+    check_side("logs", record.runs, record)
+    if record.baseline:
+        check_side("baseline", record.baseline, record)
+    check_starts(record, parent)
 
+
+def check_side(part, side, record):
+    """The runs of a script or of its parent are all that were declared, and their seeds are those
+    of their places."""
+    declared = side[0].declared
+    found = [run.counter for run in side]
+    is_whole = len(side) == declared and found == list(range(1, declared + 1))
+    shown = f"{declared} runs were declared, {part} has {found}"[:120]
+    require(is_whole and side[0].batch == 1, f"{shown}; every run of batch 1 counts, once")
+    restarts = sum(run.start - 1 for run in side)
+    is_rare = restarts <= 1 and all(run.start for run in side)
+    require(is_rare, f"{restarts} runs of {part} were started again, at most 1 may be")
+    code = sha256_of(record.source)
+    for run in side:
+        seed = stats.seed_of(code, 1, run.counter)
+        require(run.seed == seed, f"{run.run} has seed {run.seed}; its place has {seed}")
+
+
+def check_starts(record, parent):
+    """Each run was started after the parent's record was made, and after the end of the run that
+    comes before it in the order that was drawn."""
     sides = {"a": record.runs, "b": record.baseline}
-    order = stats.order_of_pairs(code, 1, declared)
+    order = stats.order_of_pairs(sha256_of(record.source), 1, len(record.runs))
     planned = [sides[side][counter - 1] for side, counter in order if sides[side]]
     second = timedelta(seconds=1)  # starts are whole ones
     for run, following in itertools.pairwise(planned):
