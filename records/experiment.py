@@ -12,14 +12,14 @@ from pathlib import Path
 
 from records import render, stats
 from records.files import LIMITS, RecordError, about, read_text, require
-from records.judge import check_fixed, check_one, check_records, check_run
+from records.judge import check_fixed, check_gpus, check_one, check_records, check_run
 from records.log import END_OF_CODE, START, parse_log, split_log
 from records.record import FOLDER, Repository, figures, read_script, speed_figures
 from records.source import changed_lines, config_of, sha256_of
 
 
 def own_script(repository, track):
-    """The text of train_gpt.py, which is no record of the track yet, and may become one."""
+    """The text of train_gpt.py, which is no record of the board yet, and may become one."""
     takes = [name for name, rules in repository.rules.items() if not rules.get("closed")]
     known = f"is not open; open are {', '.join(takes)}, and records of closed ones stay"
     require(track in takes, f"--track {ascii(track)}: {known}")
@@ -94,13 +94,15 @@ def keep_plan(folder, scripts, count):
 def make_runs(repository, track, scripts, count, world_size, batch=1):
     """[the runs of side a, those of side b], which are pairs, made now unless they are there."""
     rules = repository.rules[track]
+    name = rules.get("track", track)  # of the trainer's, which several boards may share
+    check_gpus(world_size, track, rules)
     folder = folder_of(repository, track, scripts["a"], batch)
     folder.mkdir(parents=True, exist_ok=True)
     code = sha256_of(scripts["a"])
     dtypes = {}  # the older scripts leave none to the machine
     for side, source in scripts.items():
         if sha256_of(source) not in rules.get("older_scripts", ()):
-            dtypes[side] = config_of(source, track).get("dtype")
+            dtypes[side] = config_of(source, name).get("dtype")
     named = {*LIMITS.dtypes} & {*dtypes.values()}
     require(len(named) <= 1, f"scripts name {named}; another dtype alone is no idea")
     dtype = "".join(named)  # what a script is told that leaves it to the machine
@@ -117,7 +119,7 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
             raise RecordError("another `python -m records` is making runs here") from None
         keep_plan(folder, scripts, count)
         for done, (side, number) in enumerate(order, 1):
-            words = [*begin, str(folder / side / "train_gpt.py"), "--track", track]
+            words = [*begin, str(folder / side / "train_gpt.py"), "--track", name]
             words += ["--seed", str(stats.seed_of(code, batch, number))]
             words += ["--dtype", dtype] if dtypes.get(side) == "auto" and dtype else []
             log = folder.with_name(f"{folder.name}-{number:02d}{side}") / "log.txt"
@@ -140,10 +142,14 @@ def ab(repository, options):
     track, count = options.track, options.runs
     source = own_script(repository, track)
     # That no record could come of these runs is told before hours of runs, not after.
-    check_fixed(config_of(source, track), track, repository.rules[track])
+    rules = repository.rules[track]
+    check_fixed(config_of(source, rules.get("track", track)), track, rules)
     scripts = {"a": source}
     world_size = options.world_size or 1
     if options.command == "ab":
+        is_timed = rules.get("judged_by") != "steps"
+        hint = "which need no pairs; make its runs with `python -m records run`"
+        require(is_timed, f"--track {track}: this board counts steps, {hint}")
         require(count <= LIMITS.pairs, f"--runs {count}: pairs are at most {LIMITS.pairs}")
         tip = repository.tip(track)
         require(tip, f"track {track} has no record; make one with `python -m records run`")
@@ -153,9 +159,9 @@ def ab(repository, options):
         scripts["b"] = tip.source
 
     runs, *others = make_runs(repository, track, scripts, count, world_size)
-    print_means(repository, runs, "train_gpt.py")
+    print_means(rules, runs, "train_gpt.py")
     for base in others:
-        print_means(repository, base, f"{tip.name}, in pairs with it")
+        print_means(rules, base, f"{tip.name}, in pairs with it")
         speed = speed_figures(runs, base)
         gain = render.percent(speed["relative"])
         print(f"time differs by {gain}; that it is less: {stats.p_text(speed['p'])}")
@@ -172,17 +178,18 @@ def reproduce(repository, options):
     batch = int(f"{datetime.now(UTC):%Y%m%d}")
     scripts = {"a": record.source}
     (runs,) = make_runs(repository, record.track, scripts, options.runs, world_size, batch)
-    print_means(repository, record.runs, record.name)
-    print_means(repository, runs, "now")
+    rules = repository.rules[record.track]
+    print_means(rules, record.runs, record.name)
+    print_means(rules, runs, "now")
     print("Whether the code cheats, no run shows; read `python -m records diff` for that.")
 
 
-def print_means(repository, runs, name):
+def print_means(rules, runs, name):
     """Print the mean time and loss of runs, and how far that is shown to be below the target."""
     took, _ = stats.mean_and_std([run.train_time_ms for run in runs])
     losses = [run.val_loss for run in runs]
     loss, _ = stats.mean_and_std(losses)
-    target = repository.rules[runs[0].track]["config"]["target_loss"]
+    target = rules["config"]["target_loss"]
     print(f"\n{name}, on {runs[0].hardware}: {render.seconds(took)} s, mean loss {loss:.5f}")
     print(f"loss below the target {target:g}: {stats.p_text(stats.p_below(losses, target))}")
 

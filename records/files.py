@@ -72,7 +72,19 @@ def parse_json(text):
     return found
 
 
+def boards_of(rules):
+    """{board: what no record of it changes}. A board of another one's track has all that the other
+    one fixes, and what it says itself."""
+    boards = {}
+    for name, own in rules["boards"].items():
+        other = boards.get(own.get("track"), {})
+        config = {**other.get("config", {}), **own.get("config", {})}
+        boards[name] = {"track": name, **other, **own, "config": config}
+    return boards
+
+
 HOME = Path(__file__).parent
-RULES = parse_json(read_text(HOME / "rules.json"))  # what no record of a track changes
+RULES = parse_json(read_text(HOME / "rules.json"))
+BOARDS = boards_of(RULES)
 FORMS = tomllib.loads(read_text(HOME / "forms.toml"))  # of what people and trainers write
 LIMITS = SimpleNamespace(**FORMS["limits"])

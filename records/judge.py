@@ -21,15 +21,19 @@ ODD_PROSE = re.compile("|".join(FORMS["odd_prose"]), re.MULTILINE)
 # ----- one run
 
 
-def check_run(run, track, rules):
-    """One log against the rules of its track, and against the script that it ran."""
+def check_run(run, board, rules):
+    """One log against the rules of its board, and against the script that it ran."""
+    track = rules.get("track", board)
     with about(run.path):
         data = {"its track": run.track, "data manifest": run.manifest, "shards": run.shards}
         manifest = rules["manifest_sha256"] or run.manifest
         require_same(data, {"its track": track, "data manifest": manifest, "shards": "ok"})
         shown = f"was over at {run.over:%Y-%m-%d %H:%M:%S}, which is to come"
         require(run.over <= datetime.now(UTC) + CLOCKS, shown)
-        check_fixed(run.config, track, rules)
+        check_fixed(run.config, board, rules)
+        check_gpus(run.world_size, board, rules)
+        is_gpu = run.cuda != "none" or "gpus" not in rules
+        require(is_gpu, f"ran without a GPU, and the board {board} is one of GPUs")
         is_older = run.code_sha256 in rules.get("older_scripts", ())
         check_configuration(run, {} if is_older else config_of(run.source, track))
         tokens, text = run.config["val_tokens"], run.config["val_sha256"]
@@ -39,14 +43,38 @@ def check_run(run, track, rules):
         check_rates(run)
 
 
-def check_fixed(config, track, rules):
-    """A configuration has what the rules fix of its track, whose validation tokens are known."""
+def check_fixed(config, board, rules):
+    """A configuration has what the rules fix of its board, whose target and validation tokens are
+    known, in each stage of the schedule, too."""
     fixed = rules["config"]
+    waits = rules.get("provisional")
+    shown = f"the target {fixed['target_loss']:g} of {board} is provisional ({waits})"
+    require(not waits, f"{shown}; no record is taken before rules.json has the final one")
     hint = "propose that of the validity line"
-    require(fixed["val_sha256"], f"rules.json has no val_sha256 of {track} yet; {hint}")
+    require(fixed["val_sha256"], f"rules.json has no val_sha256 of {board} yet; {hint}")
     found = {name: config[name] for name in fixed if name in config}
     require_same(found, fixed, ", the track's is ")
     due_losses(config)
+    if "stages" in rules:
+        check_stages(config.get("stages"), rules["stages"])
+
+
+def check_stages(stages, due):
+    """Each stage of a schedule has the fields that are due; other fields may differ."""
+    is_rows = isinstance(stages, list) and {*map(type, stages)} == {dict}
+    require(is_rows, f"stages is {ascii(stages)[:60]}; a row for each of them is due")
+    for stage in stages:
+        found = {name: stage[name] for name in due if name in stage}
+        with about("stages"):
+            require_same(found, due, ", each stage of the board has ")
+
+
+def check_gpus(world_size, board, rules):
+    """As many processes, one a GPU, as a board takes that says how many."""
+    least, most = rules.get("gpus", (0, math.inf))
+    hint = "--world-size gives their number, --track another board"
+    is_taken = least <= world_size <= most
+    require(is_taken, f"world size {world_size}: {board} takes {least} to {most} GPUs; {hint}")
 
 
 def check_configuration(run, script):
@@ -129,6 +157,8 @@ def check_machine(record, parent):
     runs = record.runs + record.baseline
     check_one(LIMITS.machine, runs)
     check_one(["sizes", "tokens"], record.runs)
+    if record.by_steps and parent:
+        check_one(["sizes"], record.runs + parent.runs)
     check_one(["sizes", "tokens"], record.baseline + (parent.runs if parent else []))
     for _, alike in itertools.groupby(runs, lambda run: [*map(run.config.get, LIMITS.choosing)]):
         check_one(["backends"], [*alike])
@@ -143,27 +173,40 @@ def check_one(names, runs):
 
 
 def check_runs(record, parent):
-    """All declared runs of one batch are there, none dropped, none added, few restarted. Each has
-    the seed of its place, and was started after the parent's record and the run before it."""
+    """All declared runs of one batch are there, none dropped, none added, few restarted; each has
+    the seed of its place, and was started after the run before it."""
     runs = record.runs + record.baseline
     check_one(["batch", "declared"], runs)
     is_each = len({run.run.casefold() for run in runs}) == len(runs)
     require(is_each, "names of its runs are the same, or differ in the case of letters alone")
-    code, declared = sha256_of(record.source), runs[0].declared
-    for part, side in (("logs", record.runs), ("baseline", record.baseline)):
-        found = [run.counter for run in side]
-        is_whole = found == list(range(1, len(side) + 1)) and len(side) in (0, declared)
-        shown = f"{declared} runs were declared, {part} has {found}"[:120]
-        require(is_whole and runs[0].batch == 1, f"{shown}; every run of batch 1 counts, once")
-        restarts = sum(run.start - 1 for run in side)
-        is_rare = restarts <= 1 and all(run.start for run in side)
-        require(is_rare, f"{restarts} runs of {part} were started again, at most 1 may be")
-        for run in side:
-            seed = stats.seed_of(code, 1, run.counter)
-            require(run.seed == seed, f"{run.run} has seed {run.seed}; its place has {seed}")
+    check_side("logs", record.runs, record)
+    if record.baseline:
+        check_side("baseline", record.baseline, record)
+    check_starts(record, parent)
 
+
+def check_side(part, side, record):
+    """The runs of a script or of its parent are all that were declared, and their seeds are those
+    of their places."""
+    declared = side[0].declared
+    found = [run.counter for run in side]
+    is_whole = len(side) == declared and found == list(range(1, declared + 1))
+    shown = f"{declared} runs were declared, {part} has {found}"[:120]
+    require(is_whole and side[0].batch == 1, f"{shown}; every run of batch 1 counts, once")
+    restarts = sum(run.start - 1 for run in side)
+    is_rare = restarts <= 1 and all(run.start for run in side)
+    require(is_rare, f"{restarts} runs of {part} were started again, at most 1 may be")
+    code = sha256_of(record.source)
+    for run in side:
+        seed = stats.seed_of(code, 1, run.counter)
+        require(run.seed == seed, f"{run.run} has seed {run.seed}; its place has {seed}")
+
+
+def check_starts(record, parent):
+    """Each run was started after the parent's record was made, and after the end of the run that
+    comes before it in the order that was drawn."""
     sides = {"a": record.runs, "b": record.baseline}
-    order = stats.order_of_pairs(code, 1, declared)
+    order = stats.order_of_pairs(sha256_of(record.source), 1, len(record.runs))
     planned = [sides[side][counter - 1] for side, counter in order if sides[side]]
     second = timedelta(seconds=1)  # starts are whole ones
     for run, following in itertools.pairwise(planned):
@@ -184,6 +227,11 @@ def check_figures(record, found):
         require(speed["p"] <= stats.ALPHA, f"not shown to be faster than {record.parent}: {shown}")
         mean, _ = stats.mean_and_std([run.val_loss for run in record.baseline])
         require(mean < loss["target"], f"the parent's runs miss the target: mean loss {mean:.5f}")
+    if record.by_steps:
+        require(not speed, "has a baseline, and its board counts steps; make runs with `run`")
+        steps = found["steps"]
+        is_less = steps["parent"] is None or steps["count"] < steps["parent"]
+        require(is_less, f"{steps['count']} steps are no fewer than {record.parent}'s")
 
     is_name = isinstance(by, str) and AUTHORS.fullmatch(by)
     require(is_name, f"result.json: by is {ascii(by)[:60]}; names of 100 letters at most are due")

@@ -65,26 +65,35 @@ def points_of(lines, config):
     steps = config["steps"]
     every, count = due_losses(config)
     points = [SimpleNamespace(**values_of(line, "step", FORMS["step"], {})) for line in lines]
-    found = [(point.step, point.kind, point.steps) for point in points]
+    shown = f"{len(points)} losses are logged, {count} are due, at the steps of the configuration"
+    require(len(points) == count, f"{shown} and in order")
     due = []
-    for kind, pace in every.items() if len(found) == count else ():
+    for kind, pace in every.items():
         due += [(min(step, steps), kind, steps) for step in range(pace, steps + pace, pace)]
-    shown = f"{len(found)} losses are logged, {count} are due"
-    require(found == sorted(due), f"{shown}, at the steps of the configuration and in order")
-
-    took = points[-1].time_ms
-    for before, point in zip([points[0], *points], points, strict=False):
-        shown = f"step {point.step}: {point.time_ms} ms"
-        require(point.time_ms >= before.time_ms, f"{shown}; times must not fall")
-        is_even = point.time_ms >= took * (point.step / steps - LIMITS.lag)
-        require(is_even, f"{shown} of {took}; so much time in the last steps cannot be")
-        # Time and average are rounded on their own, to 1 ms and to 0.01 ms a step.
-        apart = abs(point.average * point.step - point.time_ms)
-        agrees = apart <= 0.501 + 0.00501 * point.step
-        require(agrees, f"{shown}, step_avg {point.average} ms is not train_time / step")
-        is_learning = vars(point).get("rate") != 0 or point.step == steps
-        require(is_learning, f"step {point.step}: lr_mul is 0, and it is not the last step")
+    found = [(point.step, point.kind, point.steps) for point in points]
+    require(found == sorted(due), f"{shown} and in order")
+    before = 0
+    for point in points:
+        check_point(point, before, points[-1])
+        before = point.time_ms
     return points
+
+
+def check_point(point, before, last):
+    """A loss was logged after the time of the one before, at a pace that can be, and its step
+    learned something unless it was the last one."""
+    shown = f"step {point.step}: {point.time_ms} ms"
+    require(point.time_ms >= before, f"{shown}; times must not fall")
+    even_pace = point.step / point.steps
+    is_even = point.time_ms >= last.time_ms * (even_pace - LIMITS.lag)
+    require(is_even, f"{shown} of {last.time_ms}; so much time in the last steps cannot be")
+    # Time and average are rounded on their own, to 1 ms and to 0.01 ms a step.
+    apart = abs(point.average * point.step - point.time_ms)
+    rounding = 0.501 + 0.00501 * point.step
+    hint = f"step_avg {point.average} ms is not train_time / step"
+    require(apart <= rounding, f"{shown}, {hint}")
+    is_learning = vars(point).get("rate") != 0 or point.step == point.steps
+    require(is_learning, f"step {point.step}: lr_mul is 0, and it is not the last step")
 
 
 def check_agreement(run, last):
@@ -104,6 +113,15 @@ def check_agreement(run, last):
         require(abs(0.99**run.cuts - run.missed) <= 1e-5, f"{shown}; it is 0.99 to the cuts")
 
 
+def tail_of(lines):
+    """[[kind, template], ...] of the lines behind the steps, of which older logs lack some."""
+    tail = []
+    for kind, template, *beginning in FORMS["tail"]:
+        if not beginning or any(line.startswith(beginning[0]) for line in lines[-6:]):
+            tail.append([kind, template])
+    return tail
+
+
 def parse_log(path, script):
     """What the complete log of a script's run says: what FORMS keep, and `losses` to compare, by
     their kind and step, where 0 is the last step of any run. Times are in ms, `speed` in tokens a
@@ -115,12 +133,10 @@ def parse_log(path, script):
         is_complete = ending.startswith("status:ok ")
         require(is_complete, f"the run did not complete, or its log was cut: {ascii(ending[:80])}")
         run = SimpleNamespace(path=path, source=script)
-        tail = []
-        for kind, template, *beginning in FORMS["tail"]:
-            if not beginning or any(line.startswith(beginning[0]) for line in lines[-6:]):
-                tail.append([kind, template])
+        tail = tail_of(lines)
         form = FORMS["head"] + tail
-        head, last = len(FORMS["head"]), len(lines) - len(tail)
+        head = len(FORMS["head"])
+        last = len(lines) - len(tail)
         require(head < last, f"{len(lines)} lines are fewer than a run's")
         said = {}
         for line, row in zip(lines[:head] + lines[last:], form, strict=True):

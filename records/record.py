@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from records import stats
-from records.files import LIMITS, RULES, about, parse_json, read_text, require
+from records.files import BOARDS, LIMITS, about, parse_json, read_text, require
 from records.log import parse_log
 from records.source import changed_lines, sha256_of
 
@@ -22,15 +22,14 @@ class Repository:
     """A working tree: records/<track>/<date>_<Name>/, records/README.md, train_gpt.py."""
 
     root: Path
-    rules: dict  # by track, from rules.json
+    rules: dict  # by board, from rules.json
     merged: Path | None = None  # another tree, whose records this one must hold unchanged
 
     @classmethod
     def at(cls, root=None):
         """The tree that this package lies in, or another one, judged by this one's rules."""
         own = Path(__file__).parent.parent.resolve()
-        rules = RULES["tracks"]
-        return cls(Path(root).absolute(), rules, own) if root else cls(own, rules)
+        return cls(Path(root).absolute(), BOARDS, own) if root else cls(own, BOARDS)
 
     @property
     def home(self):
@@ -39,7 +38,7 @@ class Repository:
 
     @cached_property
     def records(self):
-        """Every record by track, by age. RecordError where one cannot be read."""
+        """Every record by board, by age. RecordError where one cannot be read."""
         folders = {track: paths_in(self.home / track) for track in self.rules}
         by_age = operator.attrgetter("age")
         return {track: sorted(map(self.load, folders[track]), key=by_age) for track in folders}
@@ -60,6 +59,7 @@ class Repository:
         require(not odd, f"{folder}: {shown} is missing, or is no part of a record")
         record = SimpleNamespace(folder=folder, track=folder.parent.name, name=folder.name)
         record.date, record.title = folder.name[:10], folder.name[11:]
+        record.by_steps = self.rules[record.track].get("judged_by") == "steps"
         record.source = read_script(folder)
         record.readme = read_text(folder / "README.md")
         text = read_text(folder / "result.json")
@@ -89,11 +89,13 @@ def paths_in(folder):
 
 
 def chain(records):
-    """Of records by age the first, then the oldest of the speed claims against it, and so on."""
+    """Of records by age the first, then the oldest of the claims against it, and so on. A record
+    claims fewer seconds by its pairs, and fewer steps on a board that is judged by them."""
     links = []
     for record in records:
         parent = links[-1].name if links else None
-        if record.parent == parent and (record.baseline or not parent):
+        is_claim = record.baseline or record.by_steps or not parent
+        if record.parent == parent and is_claim:
             links.append(record)
     return links
 
@@ -146,6 +148,10 @@ def figures(record, rules, parent, authors):
     target = rules["config"]["target_loss"]
     p = rounded(stats.p_below(losses, target))
     added, removed = changed_lines(parent.source, record.source) if parent else (0, 0)
+    counted = {}
+    if record.by_steps:
+        before = parent.runs[0].config["steps"] if parent else None
+        counted = {"steps": {"count": first.config["steps"], "parent": before}}
     return {
         "schema": 2,
         "name": record.name,
@@ -162,4 +168,5 @@ def figures(record, rules, parent, authors):
         "loss": {**summary(losses), "target": target, "p": p},
         "train_time_ms": summary([run.train_time_ms for run in record.runs]),
         "speed": speed_figures(record.runs, record.baseline) if record.baseline else None,
+        **counted,
     }

@@ -67,7 +67,11 @@ GAINS = tomllib.loads(template("gains.toml"))
 def record_readme(record, found, why):
     """A record's whole README.md, of its figures."""
     time_ms, speed = found["train_time_ms"], found["speed"]
-    kind = "pairs" if speed else "none" if found["parent"] else "first"
+    kind = "pairs" if speed else "none"
+    if "steps" in found:
+        kind = "steps" if found["parent"] else "first_of_steps"
+    elif not found["parent"]:
+        kind = "first"
     shown = {name: cell(found[name]) for name in ("by", "hardware", "software")}
     shown |= {"seconds": seconds(time_ms["mean"]), "spread": seconds(time_ms["std"])}
     if speed:
@@ -90,12 +94,39 @@ def why_of(readme):
     return why
 
 
-def board_of(records, link):
+def board_of(records, rules, link):
     """The leaderboard, [{column: text}, ...], of verified results: the track's chain, and then
     those beside it, latest first. `link` makes one of a record."""
-    found = chain(records)[::-1]
+    links = chain(records)
+    found = links[::-1]
     found += [record for record in reversed(records) if record not in found]
-    return [leaderboard_row(record, link(record)) for record in found]
+    rows = [leaderboard_row(record, link(record)) for record in found]
+    if factors := factors_of(links, rules):
+        for record, row in zip(found, rows, strict=True):
+            row["faster than a plain GPT"] = factors.get(record.name, "")
+    return rows
+
+
+def left_of(links):
+    """What each record of a chain takes: steps, or what the gains in pairs leave of the first
+    one's seconds."""
+    if links and links[0].by_steps:
+        return np.array([float(record.result["steps"]["count"]) for record in links])
+    gains = [0.0, *(record.result["speed"]["relative"][0] for record in links[1:])]
+    first = links[0].result["train_time_ms"]["mean"] / 1000
+    return first * np.cumprod(np.add(gains, 1))
+
+
+def factors_of(links, rules):
+    """{name: by what factor it beats plain training} of a chain that is judged by seconds, where
+    rules.json has the factor of one of its records, from turns with a plain GPT on one machine."""
+    plain = rules.get("plain", {})
+    names = [record.name for record in links]
+    if plain.get("record") not in names or links[0].by_steps:
+        return {}
+    left = left_of(links)
+    factors = plain["factor"] * left[names.index(plain["record"])] / left
+    return {name: f"{factor:.1f} times" for name, factor in zip(names, factors, strict=True)}
 
 
 def leaderboard_row(record, link):
@@ -105,11 +136,14 @@ def leaderboard_row(record, link):
     gain = "no claim" if found["parent"] else "first"
     if found["speed"]:
         gain = f"{percent(found['speed']['relative'])}, p = {found['speed']['p']:.2g}"
+    judged = {"time against its parent's, in pairs": gain}
+    if record.by_steps:
+        judged = {"steps": f"{found['steps']['count']:,}"}
     spread = f"{loss['std']:.4f}, n = {found['declared_runs']}, p = {loss['p']:.2g}"
     return {
         "record": link,
         "training time, s": seconds(found["train_time_ms"]["mean"]),
-        "time against its parent's, in pairs": gain,
+        **judged,
         "validation loss": f"{loss['mean']:.4f} ± {spread}",
         "hardware, dtype": cell(found["hardware"]),
         "date": record.date,
@@ -123,7 +157,8 @@ def pages_of(repository):
     text = read_text(page)
     pages = {}
     for track, records in repository.records.items():
-        rows = board_of(records, "[{0.title}]({0.track}/{0.name}/)".format)
+        rules = repository.rules[track]
+        rows = board_of(records, rules, "[{0.title}]({0.track}/{0.name}/)".format)
         marker = f"<!-- records/{track} -->"
         before, _, rest = text.partition(f"{marker}\n")
         _, end, after = rest.partition(END)
@@ -136,17 +171,19 @@ def pages_of(repository):
 
 
 def staircase(track, links):
-    """An SVG file of what the gains in pairs leave of the time of a chain's first record, or ""
+    """An SVG file of what is left of the time, or of the steps, of a chain's first record, or ""
     where the chain has no second one."""
     if len(links) < 2:
         return ""
-    gains = [0.0, *(record.result["speed"]["relative"][0] for record in links[1:])]
-    left = links[0].result["train_time_ms"]["mean"] / 1000 * np.cumprod(np.add(gains, 1))
+    left = left_of(links)
+    gains = 100 * np.diff(left, prepend=left[0]) / np.roll(left, 1)
+    unit, digits = ("steps", 0) if links[0].by_steps else ("s", 1)
     logs = np.log(left / left.min())
     across = LEFT + ACROSS * logs / (logs[0] or 1)
     steps = ""
     for number, record in enumerate(links):
-        shown = f"{left[number]:.1f} s" + f", {100 * gains[number]:+.0f} %" * (number > 0)
+        shown = f"{left[number]:.{digits}f} {unit}"
+        shown += f", {gains[number]:+.0f} %" if number else ""
         steps += template("step.svg").format(
             title=record.title,
             shown=shown,
@@ -157,7 +194,7 @@ def staircase(track, links):
         )
     proven = f"in {len(links) - 1} proven step{'s' * (len(links) > 2)}"
     return template("staircase.svg").format(
-        title=f"{track}: {left[0]:.0f} s to {left[-1]:.1f} s {proven}",
+        title=f"{track}: {left[0]:.0f} {unit} to {left[-1]:.{digits}f} {unit} {proven}",
         style=template("staircase.css"),
         steps=steps,
         height=TOP + STEP * len(links),
@@ -175,7 +212,7 @@ def page(repository, folder):
     sections = ""
     for track, records in repository.records.items():
         if records:
-            board = board_of(records, link)
+            board = board_of(records, repository.rules[track], link)
             lines = [f"<td>{'</td><td>'.join(row.values())}</td>" for row in board]
             target = repository.rules[track]["config"]["target_loss"]
             curves = io.BytesIO()

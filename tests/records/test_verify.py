@@ -29,11 +29,11 @@ def test_records_of_this_repository_pass():
 
 
 def test_rules_are_those_of_the_trainer():
-    tracks = files.RULES["tracks"]
+    tracks = files.BOARDS
     takes = {name: rules for name, rules in tracks.items() if not rules.get("closed")}
-    assert files.RULES["default_track"] in takes and takes.keys() <= train_gpt.TRACKS.keys()
-    for name, rules in takes.items():
-        config = config_of(Path(train_gpt.__file__).read_text(), name)
+    assert files.RULES["default_track"] in takes
+    for rules in takes.values():
+        config = config_of(Path(train_gpt.__file__).read_text(), rules["track"])
         assert {key: config[key] for key in rules["config"]} == rules["config"]
     assert tracks["english"]["manifest_sha256"] == data_text.RECORD_MANIFEST_SHA256
     repository = Repository.at()
@@ -133,7 +133,7 @@ def test_an_honest_record_passes_beside_merged_ones(repository, pristine):
 
 def test_rules_of_another_tree_do_not_count(repository, capsys):
     """A branch is judged by the rules and the code of the checkout that the tool is called in."""
-    (repository.root / "records" / "rules.json").write_text('{"alpha": 1, "tracks": {}}')
+    (repository.root / "records" / "rules.json").write_text('{"alpha": 1, "boards": {}}')
     (repository.root / "train_gpt.py").write_text("raise SystemExit('executed')\n")
     assert main(["verify", "--tree", str(repository.root)]) == 2
     assert "is not what was merged" in capsys.readouterr().err  # this repository's records
