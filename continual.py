@@ -37,7 +37,9 @@ class ContinualConfig(Config):
     """A run that starts from the weights of another one."""
 
     init_from: str = knob("", "run id, or checkpoint file, whose weights and table it starts from")
-    first_data: str = knob("data/english", "corpus learned before, validated on, too; empty: none")
+    first_data: str = knob(
+        "", "corpus learned before, validated on, too; empty: where its run had it; none: no such"
+    )
     unfreeze_rank_ratio: float = knob(0.5, "share of directions that may move; 1: all", SHARE)
     trained: str = knob(
         "matrices",
@@ -169,6 +171,10 @@ def initial_checkpoint(config):
     )
     content = train_gpt.find_checkpoint(config.init_from, "init-from")
     saved, here = content["config"], shape_of(config, 0)
+    is_same = saved.tokenizer == config.tokenizer
+    words = f"it reads {saved.tokenizer}, and {config.data} holds {config.tokenizer}"
+    remedy = "name --data of the same vocabulary; `python data/text.py PATH --tokenizer ...` has it"
+    require(is_same, f"--init-from {config.init_from}: {words}; {remedy}")
     for name, value in shape_of(saved, content["step"]).items():
         require(
             value == here[name],
@@ -186,14 +192,21 @@ def validation_tokens(config, data):
     return train_gpt.open_corpus(config).val
 
 
-def first_validation(config):
-    """{name of the loss: validation tokens} of the corpus that the model has learned."""
-    if not config.first_data:
-        return {}
+def first_corpus(config, learned):
+    """({name of the loss: validation tokens}, texts of the index) of the corpus that the model has
+    learned, with the Config `learned`. Raises ConfigError."""
+    has_loss = config.first_data != "none"
+    data = config.first_data if config.first_data and has_loss else learned.data
+    indexed = []
+    val_sets = {}
     try:
-        return {"first_val_loss": validation_tokens(config, config.first_data)}
+        if learned.index_orders:
+            indexed = train_gpt.open_corpus(dataclasses.replace(learned, data=data)).indexed
+        if has_loss:
+            val_sets["first_val_loss"] = validation_tokens(config, data)
     except ConfigError as error:  # it names the key of the other corpus
         raise ConfigError(str(error).replace("--data", "--first-data")) from None
+    return val_sets, indexed
 
 
 def start_from(trainer, content):
@@ -227,8 +240,7 @@ def extend(config, is_check=False):
         f"track {config.track}: continual.py runs the track continual; use train_gpt.py",
     )
     initial = initial_checkpoint(config)
-    indexed = train_gpt.open_corpus(initial["config"]).indexed
-    val_sets = first_validation(config)
+    val_sets, indexed = first_corpus(config, initial["config"])
 
     def prepare(run):
         trainer, is_new = run.trainer, run.step == 0  # else it is resumed, and has its weights
