@@ -96,27 +96,20 @@ def evaluation(trainer, step):
 
 
 def tokenizer_of(config):
-    """The data_text.Tokenizer of a run. Raises ConfigError."""
-    manifest = train_gpt.read_manifest(config.data) or {}
-    name, options = config.tokenizer, {}
+    """The data_text.Tokenizer of a run. Raises ConfigError, DataError."""
+    if config.tokenizer in ("bytes", "gpt2"):
+        return data_text.make_tokenizer(config.tokenizer)
     try:
-        if "vocabulary" in manifest and name != "bytes":
-            vocabulary = manifest["vocabulary"]
-            name = str(Path(config.data, vocabulary["file"]))
-            is_own = train_gpt.file_sha256(name) == vocabulary["sha256"]
-            require(is_own, f"{name}: its sha256 is not the manifest's; build the corpus again")
-            options["pattern"] = vocabulary["pattern"]
-        elif name not in ("bytes", "gpt2"):
-            folder = Path(config.data).absolute()
-            raise ConfigError(f"{folder}: holds no vocabulary of {name}; name its corpus, --data")
-        return data_text.make_tokenizer(name, **options)
-    except data_text.DataError as error:
-        raise ConfigError(str(error)) from None
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        words = f"its vocabulary is no file with sha256 and pattern ({train_gpt.one_line(error)})"
-        raise ConfigError(f"{config.data}/manifest.json: {words}; build it again") from None
+        vocabulary = train_gpt.read_manifest(config.data)["vocabulary"]
+        path = Path(config.data, vocabulary["file"])
+        require(train_gpt.file_sha256(path) == vocabulary["sha256"], "its sha256 is another")
+        return data_text.make_tokenizer(path, vocabulary["pattern"])
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        reason = train_gpt.one_line(error)
+        raise ConfigError(
+            f"{Path(config.data).absolute()}: no vocabulary of {config.tokenizer} ({reason}); name "
+            "with --data where the corpus is now, or build it again"
+        ) from None
 
 
 @torch.no_grad()
@@ -153,42 +146,40 @@ def continuation(trainer, step, prompt, given, seed):
         yield token
 
 
-def show(text, end=""):
-    """Print text at once, with escapes for what the terminal's coding lacks."""
-    coding = sys.stdout.encoding or "utf-8"
-    print(text.encode(coding, "backslashreplace").decode(coding), end=end, flush=True)
-
-
 def read_prompt(given):
-    """The bytes of the prompt, of which those of a file have to be UTF-8. Raises ConfigError."""
+    """The prompt, of which a file has to be UTF-8. Raises ConfigError."""
     if given.prompt_file is None:
-        return given.prompt.encode(errors="surrogateescape")
-    content = given.prompt_file.read_bytes()
+        return given.prompt
     try:
-        content.decode()
+        return given.prompt_file.read_bytes().decode()
     except UnicodeDecodeError as error:
         words = f"no UTF-8 text ({error.reason} at byte {error.start}); convert it"
         raise ConfigError(f"--prompt-file {given.prompt_file}: {words}") from None
-    return content
+
+
+def show(text):
+    """Print text at once, with escapes for what the terminal's coding lacks."""
+    coding = sys.stdout.encoding or "utf-8"
+    print(text.encode(coding, "backslashreplace").decode(coding), end="", flush=True)
 
 
 def print_samples(trainer, step, given):
     """Print the prompt with each of its continuations, as the model makes them."""
     tokenizer = tokenizer_of(trainer.config)
-    content = read_prompt(given)
-    prompt = tokenizer.encode(content).tolist()
+    text = read_prompt(given)
+    prompt = tokenizer.encode(text.encode(errors="surrogateescape")).tolist()
     for number in range(given.samples):
         if given.samples > 1:
             show(f"--- sample {number + 1} of {given.samples}\n")
-        show(content.decode(errors="replace"))
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # characters of several tokens
+        show(text)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # tokens cut into characters
         for token in continuation(trainer, step, prompt, given, given.seed + number):
             show(decoder.decode(tokenizer.pieces[token]))
-        show(decoder.decode(b"", final=True), end="\n")
+        show(decoder.decode(b"", final=True) + "\n")
 
 
 def main(argv=None):
-    """Returns the exit status: 0 complete, 2 bad input."""
+    """Returns the exit status: 0 complete, 2 bad input, 130 interrupted."""
     try:
         given = parse(argv)
         trainer, step = open_trained(given.checkpoint, given.device, given.data)
@@ -198,9 +189,8 @@ def main(argv=None):
             print_samples(trainer, step, given)
         return 0
     except KeyboardInterrupt:
-        print()
         return 130
-    except (ConfigError, OSError) as error:
+    except (ConfigError, data_text.DataError, OSError) as error:
         print(f"status:error {train_gpt.one_line(error)}", flush=True)
         return 2
 

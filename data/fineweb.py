@@ -49,15 +49,6 @@ def complete_corpus(folder, train_shards):
                 write_manifest(folder, shards)
 
 
-def report(folder, train_shards):
-    """Print what the folder holds now. Documents are not counted, since shards hold tokens."""
-    shards = sorted(folder.glob("fineweb_*.bin"))
-    size = sum(path.stat().st_size for path in shards)
-    tokens = (size - 1024 * len(shards)) // 2  # behind a header of 1,024 bytes
-    print(f"{folder}: {len(shards)} files, {size:,} bytes, {tokens:,} tokens")
-    print(f"{train_shards} training shards and validation are complete")
-
-
 def known_shards(folder):
     """The shards that a folder's manifest lists, {file name: sha256}."""
     try:
@@ -131,19 +122,15 @@ def is_right(path, sha256):
         return hashlib.file_digest(file, "sha256").hexdigest() == sha256
 
 
-def absolute(text):
-    """The path that a word of the command line names, with ~ expanded."""
-    return Path(text).expanduser().absolute()
-
-
 def main(argv=None):
     """Command line. Raises SystemExit with the exit status where something goes wrong."""
     parser = argparse.ArgumentParser(description="Download FineWeb-10B as GPT-2 token shards.")
     add = parser.add_argument
     shards_help = f"training shards of 100M tokens, 1 to {TRAIN_SHARDS} (default: 9)"
     add("shards", nargs="?", metavar="SHARDS", type=int, default=9, help=shards_help)
-    add("--out", type=absolute, default=FOLDER, help="folder (default: data/fineweb10B)")
+    add("--out", type=Path, default=FOLDER, help="folder of the corpus (default: data/fineweb10B)")
     arguments = parser.parse_args(argv)
+    arguments.out = arguments.out.expanduser().absolute()
     if not 1 <= arguments.shards <= TRAIN_SHARDS:
         parser.error(f"SHARDS {arguments.shards} must be between 1 and {TRAIN_SHARDS}")
     try:
@@ -156,7 +143,11 @@ def main(argv=None):
         reason = " ".join(str(error).split()) or type(error).__name__
         remedy = f"check disk, network and HF_ENDPOINT ({constants.ENDPOINT}), and run again"
         sys.exit(f"error: {reason}; {remedy}")
-    report(arguments.out, arguments.shards)
+    shards = list(arguments.out.glob("fineweb_*.bin"))
+    size = sum(path.stat().st_size for path in shards)
+    tokens = size // 2 - 512 * len(shards)  # behind headers of 1,024 bytes
+    print(f"{arguments.out}: {len(shards)} files, {size:,} bytes, {tokens:,} tokens")
+    print(f"{arguments.shards} training shards and validation are complete")
 
 
 if __name__ == "__main__":

@@ -105,8 +105,12 @@ def find_files(roots, suffixes, out, skipped):
                 found.append(path)
             else:
                 skipped["links to folders, broken links and special files"] += 1
-    kept = [path for path in found if path.name.endswith(suffixes)]
-    skipped["files with other endings"] += len(found) - len(kept)
+    kept = []
+    for path in found:
+        if path.name.endswith(suffixes):
+            kept.append(path)
+        else:
+            skipped["files with other endings"] += 1
     return sorted(kept)
 
 

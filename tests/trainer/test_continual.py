@@ -173,7 +173,6 @@ def values(tiny, second, base):
         **INDEX,
         "track": "continual",
         "data": str(second),
-        "first_data": tiny["data"],
         "steps": 8,
         "val_every": 4,
         "micro_batches": 6,
@@ -291,6 +290,18 @@ def test_a_resumed_run_ends_bitwise_the_same(world_size, run_of, tmp_path):
         assert run.result[key] == pytest.approx(run_of(1).result[key], abs=1e-4)
 
 
+def test_the_first_corpus_need_not_be_scored(values, base, go_on):
+    """By default it is the one that the model was trained on, and not that of a track."""
+    config = train_gpt.with_values(train_gpt.TRACKS["continual"], {**values, "run_id": ""})
+    learned = base.checkpoint()["config"]
+    learned = train_gpt.Config(**learned)
+    val_sets, indexed = continual.first_corpus(config, learned)
+    (expected,) = val_sets.values()
+    assert np.array_equal(expected, train_gpt.open_corpus(learned).val) and indexed
+    run = go_on("--check", **{**values, "first_data": "none"})
+    assert run.code == 0 and "first_val_loss" not in run.stdout, run.stdout
+
+
 def test_help_and_check_are_no_runs(values, go_on, tmp_path):
     said = go_on("--help").stdout
     assert all(word in said for word in ("--init-from", "--matrix-lr", "continual.py --resume"))
@@ -307,7 +318,7 @@ BAD_INPUT = [
     ({"ngram_lr": 0.1}, ["ngram_lr=0.1", "--ngram-lr 0"]),
     ({"trained": "some"}, ["trained=some", "matrices, all"]),
     (
-        {"track": "english", "init_from": None, "first_data": None},
+        {"track": "english", "init_from": None},
         ["track english", "train_gpt.py"],
     ),
     ({"init_from": ""}, ["--init-from", "./run.sh english"]),
@@ -317,6 +328,7 @@ BAD_INPUT = [
     ({"untie_at": 0.5}, ["untie_at=False", "True"]),
     ({"data": "gone/verse"}, ["`python data/text.py --corpus verse`", "--data"]),
     ({"first_data": "gone/english"}, ["`python data/text.py`", "--first-data"]),
+    ({"tokenizer": "gpt2"}, ["reads bytes", "holds gpt2", "--data", "--tokenizer"]),
 ]
 
 
