@@ -37,9 +37,7 @@ class ContinualConfig(Config):
     """A run that starts from the weights of another one."""
 
     init_from: str = knob("", "run id, or checkpoint file, whose weights and table it starts from")
-    first_data: str = knob(
-        "", "corpus learned before, validated on, too; empty: where its run had it; none: no such"
-    )
+    first_data: str = knob("", "corpus learned before, validated on, too; empty: as its run had it")
     unfreeze_rank_ratio: float = knob(0.5, "share of directions that may move; 1: all", SHARE)
     trained: str = knob(
         "matrices",
@@ -193,20 +191,14 @@ def validation_tokens(config, data):
 
 
 def first_corpus(config, learned):
-    """({name of the loss: validation tokens}, texts of the index) of the corpus that the model has
-    learned, with the Config `learned`. Raises ConfigError."""
-    has_loss = config.first_data != "none"
-    data = config.first_data if config.first_data and has_loss else learned.data
-    indexed = []
-    val_sets = {}
+    """(texts of the index, {name of the loss: validation tokens}) of the corpus that a model with
+    the Config `learned` has learned. Raises ConfigError."""
+    data = config.first_data or learned.data
     try:
-        if learned.index_orders:
-            indexed = train_gpt.open_corpus(dataclasses.replace(learned, data=data)).indexed
-        if has_loss:
-            val_sets["first_val_loss"] = validation_tokens(config, data)
+        indexed = train_gpt.open_corpus(dataclasses.replace(learned, data=data)).indexed
+        return indexed, {"first_val_loss": validation_tokens(config, data)}
     except ConfigError as error:  # it names the key of the other corpus
         raise ConfigError(str(error).replace("--data", "--first-data")) from None
-    return val_sets, indexed
 
 
 def start_from(trainer, content):
@@ -240,7 +232,7 @@ def extend(config, is_check=False):
         f"track {config.track}: continual.py runs the track continual; use train_gpt.py",
     )
     initial = initial_checkpoint(config)
-    val_sets, indexed = first_corpus(config, initial["config"])
+    indexed, val_sets = first_corpus(config, initial["config"])
 
     def prepare(run):
         trainer, is_new = run.trainer, run.step == 0  # else it is resumed, and has its weights

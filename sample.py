@@ -146,17 +146,6 @@ def continuation(trainer, step, prompt, given, seed):
         yield token
 
 
-def read_prompt(given):
-    """The prompt, of which a file has to be UTF-8. Raises ConfigError."""
-    if given.prompt_file is None:
-        return given.prompt
-    try:
-        return given.prompt_file.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        words = f"no UTF-8 text ({error.reason} at byte {error.start}); convert it"
-        raise ConfigError(f"--prompt-file {given.prompt_file}: {words}") from None
-
-
 def show(text):
     """Print text at once, with escapes for what the terminal's coding lacks."""
     coding = sys.stdout.encoding or "utf-8"
@@ -166,7 +155,10 @@ def show(text):
 def print_samples(trainer, step, given):
     """Print the prompt with each of its continuations, as the model makes them."""
     tokenizer = tokenizer_of(trainer.config)
-    text = read_prompt(given)
+    text = given.prompt
+    if given.prompt_file:
+        text, is_valid = data_text.decode(given.prompt_file.read_bytes(), None)
+        require(is_valid, f"--prompt-file {given.prompt_file}: no UTF-8 text; convert it")
     prompt = tokenizer.encode(text.encode(errors="surrogateescape")).tolist()
     for number in range(given.samples):
         if given.samples > 1:

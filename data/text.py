@@ -85,8 +85,7 @@ def find_files(roots, suffixes, out, skipped):
     """List the files under the roots that have one of these endings, sorted.
 
     out: a folder to leave alone, what an earlier build wrote; skipped: a Counter of what is left
-    out. Raises DataError for a missing root, OSError for a folder that cannot
-    be listed."""
+    out. Raises DataError for a missing root, OSError for a folder that cannot be listed."""
     found = []
     folders = []
     for root in roots:
@@ -541,10 +540,8 @@ def parse_arguments(argv):
 def build(arguments):
     """Build the corpus that the command line describes. Raises DataError."""
     collection = Collection()
-    corpus = arguments.corpus
-    out = arguments.out
     tokenizer = arguments.tokenizer or HERE / "english1024.tiktoken"
-    source = f"texts of {', '.join(PACKAGES[corpus])}"
+    source = f"texts of {', '.join(PACKAGES[arguments.corpus])}"
     share = arguments.val_share
     split = f"validation: {share:g} of the bytes, drawn by the documents' sha256, in their order"
     if arguments.paths:
@@ -558,7 +555,7 @@ def build(arguments):
                 f"--separator {arguments.separator!r} stands in none of the files; name what does "
                 f"(in bash, line ends are $'\\n'), or leave it out"
             )
-    elif corpus == "english":
+    elif arguments.corpus == "english":
         read_english(collection)
     else:
         read_verse(collection)
@@ -568,8 +565,8 @@ def build(arguments):
         train = [content for content in collection.documents if content not in val]
         sides = {"train": in_drawn_order(train), "val": in_drawn_order(val)}
     tokenizer = make_tokenizer(tokenizer)
-    sha256 = build_corpus(collection, sides, out, source, split, tokenizer)
-    if out == HERE / "english" and sha256 != RECORD_MANIFEST_SHA256:
+    sha256 = build_corpus(collection, sides, arguments.out, source, split, tokenizer)
+    if arguments.out == HERE / "english" and sha256 != RECORD_MANIFEST_SHA256:
         say("note: not the corpus that records are measured on")
 
 

@@ -120,7 +120,7 @@ def test_samples_top_k_and_a_prompt_file(path, use, tmp_path):
     likeliest = use("--checkpoint", path, "--tokens", 12, "--temperature", 0).stdout
     assert drawn("--top-k", 1) == likeliest not in (drawn(), drawn("--top-k", 5))
     (tmp_path / "prompt").write_bytes(b"caf\xe9")
-    assert "at byte 3" in refusal(use(*words, "--prompt-file", "prompt"))
+    assert "no UTF-8 text" in refusal(use(*words, "--prompt-file", "prompt"))
 
 
 def test_text_streams_in_whole_characters(path, use, monkeypatch):
