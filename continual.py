@@ -15,6 +15,7 @@ turns a step back.
 
 import dataclasses
 import functools
+import os
 import sys
 from dataclasses import dataclass
 
@@ -160,6 +161,12 @@ def shape_of(config, step):
     return shape
 
 
+def find_trained(run, key):
+    """The content of the checkpoint that a run id, a run's folder or a file names, as --key."""
+    path = os.path.expanduser(run)
+    return train_gpt.find_checkpoint(os.path.abspath(path) if os.path.isdir(path) else path, key)
+
+
 def initial_checkpoint(config):
     """The content of --init-from. Raises ConfigError where it is missing or does not fit."""
     require(
@@ -167,7 +174,7 @@ def initial_checkpoint(config):
         f"track {config.track}: goes on with a trained model; name its run or checkpoint with "
         f"--init-from (`./run.sh {FIRST_TRACK} --run-id NAME` trains one)",
     )
-    content = train_gpt.find_checkpoint(config.init_from, "init-from")
+    content = find_trained(config.init_from, "init-from")
     saved, here = content["config"], shape_of(config, 0)
     is_same = saved.tokenizer == config.tokenizer
     words = f"it reads {saved.tokenizer}, and {config.data} holds {config.tokenizer}"
@@ -193,7 +200,7 @@ def validation_tokens(config, data):
 def first_corpus(config, learned):
     """(texts of the index, {name of the loss: validation tokens}) of the corpus that a model with
     the Config `learned` has learned. Raises ConfigError."""
-    data = config.first_data or learned.data
+    data = os.path.abspath(os.path.expanduser(config.first_data or learned.data))
     try:
         indexed = train_gpt.open_corpus(dataclasses.replace(learned, data=data)).indexed
         return indexed, {"first_val_loss": validation_tokens(config, data)}

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import train_gpt
-from continual import validation_tokens  # this import makes the continual track known, too
+from continual import find_trained, validation_tokens  # which makes the continual track known, too
 from data import text as data_text
 from train_gpt import ConfigError, require
 
@@ -59,21 +59,17 @@ def open_trained(run, device="auto", data=None):
 
     data: the corpus to use in place of the run's, of whose validation tokens as many are scored as
     it has. Raises ConfigError."""
-    run = os.path.expanduser(run)
-    if os.path.isdir(run):
-        run = os.path.abspath(run)  # and not a folder of this name below logs/
-    content = train_gpt.find_checkpoint(run, "checkpoint")
+    content = find_trained(run, "checkpoint")
     saved = content["config"]
-    config = dataclasses.replace(saved, compile=False, device=device)
+    own = os.path.abspath(saved.data)
+    config = dataclasses.replace(saved, compile=False, device=device, data=str(data or own))
     if data:
-        config = dataclasses.replace(config, data=str(data))
         config = dataclasses.replace(config, val_tokens=tokens_to_score(config))
     trainer = train_gpt.Trainer(config, train_gpt.Runtime(device))
     train_gpt.restore(trainer, content)
     if saved.index_orders:
-        first = saved if os.path.isdir(saved.data) or not data else config
-        indexed = train_gpt.open_corpus(dataclasses.replace(saved, data=first.data)).indexed
-        trainer.table.read_index(indexed, content["index"])
+        learned = dataclasses.replace(saved, data=own if os.path.isdir(own) else config.data)
+        trainer.table.read_index(train_gpt.open_corpus(learned).indexed, content["index"])
     return trainer, content["step"]
 
 
@@ -107,7 +103,7 @@ def tokenizer_of(config):
     except (KeyError, TypeError, ValueError, OSError) as error:
         reason = train_gpt.one_line(error)
         raise ConfigError(
-            f"{Path(config.data).absolute()}: no vocabulary of {config.tokenizer} ({reason}); name "
+            f"{config.data}: no vocabulary of {config.tokenizer} ({reason}); name "
             "with --data where the corpus is now, or build it again"
         ) from None
 

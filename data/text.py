@@ -516,7 +516,7 @@ def parse_arguments(argv):
     add("--suffix", nargs="+", metavar=".py", help="endings of the files to take")
     cut = parser.add_mutually_exclusive_group().add_argument
     cut("--field", metavar="NAME", help="each line is a JSON object with the text in this field")
-    cut("--separator", metavar="TEXT", help="what stands between the documents of a file")
+    cut("--separator", metavar="TEXT", help="between documents; of a dash: --separator=---")
     add("--invalid", choices=["replace", "latin1"], help="how to read what is not UTF-8")
     add("--tokenizer", help="bytes, gpt2 or a vocabulary file in tiktoken's form")
     draw = parser.add_mutually_exclusive_group().add_argument

@@ -290,15 +290,6 @@ def test_a_resumed_run_ends_bitwise_the_same(world_size, run_of, tmp_path):
         assert run.result[key] == pytest.approx(run_of(1).result[key], abs=1e-4)
 
 
-def test_the_first_corpus_is_that_of_the_model(values, base):
-    """By default it is the one that the model was trained on, and not that of a track."""
-    config = train_gpt.with_values(train_gpt.TRACKS["continual"], {**values, "run_id": ""})
-    learned = train_gpt.Config(**base.checkpoint()["config"])
-    indexed, val_sets = continual.first_corpus(config, learned)
-    (expected,) = val_sets.values()
-    assert np.array_equal(expected, train_gpt.open_corpus(learned).val) and indexed
-
-
 def test_help_and_check_are_no_runs(values, go_on, tmp_path):
     said = go_on("--help").stdout
     assert all(word in said for word in ("--init-from", "--matrix-lr", "continual.py --resume"))

@@ -55,11 +55,14 @@ def test_a_moved_corpus_is_named(rich_run, use, tmp_path, corpus):
     content = torch.load(folder / "checkpoint.pt", weights_only=True)
     content["config"]["data"] = "gone"
     train_gpt.save_checkpoint(folder / "checkpoint.pt", content)
-    assert "gone" in refusal(use("--checkpoint", folder))
+    assert str(tmp_path / "gone") in refusal(use("--checkpoint", folder))
     run = use("--checkpoint", folder, "--data", corpus, "--tokens", 2)
     assert run.code == 0, run.stdout
     other = make_corpus(tmp_path / "other", train_tokens=92_000)
     assert "other text" in refusal(use("--checkpoint", folder, "--data", other))
+    shutil.copy(folder / "checkpoint.pt", "alone.pt")
+    line = refusal(use("--checkpoint", "alone.pt"))
+    assert "alone.sha256: is missing; copy it" in line and "damaged" not in line
 
 
 def greedy(checkpoint, prompt, count):
