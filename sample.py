@@ -64,6 +64,9 @@ def open_trained(run, device="auto", data=None):
     own = os.path.abspath(saved.data)
     config = dataclasses.replace(saved, compile=False, device=device, data=str(data or own))
     if data:
+        manifest = train_gpt.read_manifest(data) or {"eot_token": saved.eot_token}
+        is_same = manifest["eot_token"] == saved.eot_token
+        require(is_same, f"--data {data}: the model reads {saved.tokenizer}; name a corpus of such")
         config = dataclasses.replace(config, val_tokens=tokens_to_score(config))
     trainer = train_gpt.Trainer(config, train_gpt.Runtime(device))
     train_gpt.restore(trainer, content)
@@ -99,7 +102,9 @@ def tokenizer_of(config):
         vocabulary = train_gpt.read_manifest(config.data)["vocabulary"]
         path = Path(config.data, vocabulary["file"])
         require(train_gpt.file_sha256(path) == vocabulary["sha256"], "its sha256 is another")
-        return data_text.make_tokenizer(path, vocabulary["pattern"])
+        tokenizer = data_text.make_tokenizer(path, vocabulary["pattern"])
+        require(tokenizer.eot_token == config.eot_token, "it has another number of pieces")
+        return tokenizer
     except (KeyError, TypeError, ValueError, OSError) as error:
         reason = train_gpt.one_line(error)
         raise ConfigError(

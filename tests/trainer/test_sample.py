@@ -1,5 +1,8 @@
 """sample.py: continuations and validation losses of what runs have left."""
 
+import base64
+import dataclasses
+import json
 import shutil
 
 import numpy as np
@@ -63,6 +66,22 @@ def test_a_moved_corpus_is_named(rich_run, use, tmp_path, corpus):
     shutil.copy(folder / "checkpoint.pt", "alone.pt")
     line = refusal(use("--checkpoint", "alone.pt"))
     assert "alone.sha256: is missing; copy it" in line and "damaged" not in line
+
+
+def test_a_vocabulary_that_is_not_the_models_is_refused(path, use, tmp_path):
+    content = train_gpt.load_checkpoint(path)["config"]
+    vocabulary = b"".join(b"%b %d\n" % (base64.b64encode(bytes([i])), i) for i in range(256))
+    (tmp_path / "v.tiktoken").write_bytes(vocabulary)
+    sha256 = train_gpt.file_sha256(tmp_path / "v.tiktoken")
+    row = {"file": "v.tiktoken", "sha256": sha256, "pattern": "."}
+    manifest = {"vocab_size": 301, "eot_token": 300, "shards": [], "vocabulary": row}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert f"--data {tmp_path}" in refusal(use("--checkpoint", path, "--data", tmp_path))
+    config = dataclasses.replace(content, data=str(tmp_path), tokenizer="v.tiktoken")
+    assert sample.tokenizer_of(config).eot_token == 256
+    larger = dataclasses.replace(config, vocab_size=384, eot_token=300)
+    with pytest.raises(train_gpt.ConfigError, match="another number of pieces"):
+        sample.tokenizer_of(larger)
 
 
 def greedy(checkpoint, prompt, count):
