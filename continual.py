@@ -15,6 +15,7 @@ turns a step back.
 
 import dataclasses
 import functools
+import os
 import sys
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ class ContinualConfig(Config):
     """A run that starts from the weights of another one."""
 
     init_from: str = knob("", "run id, or checkpoint file, whose weights and table it starts from")
-    first_data: str = knob("data/english", "corpus learned before, validated on, too; empty: none")
+    first_data: str = knob("", "corpus learned before, validated on, too; empty: as its run had it")
     unfreeze_rank_ratio: float = knob(0.5, "share of directions that may move; 1: all", SHARE)
     trained: str = knob(
         "matrices",
@@ -160,6 +161,12 @@ def shape_of(config, step):
     return shape
 
 
+def find_trained(run, key):
+    """The content of the checkpoint that a run id, a run's folder or a file names, as --key."""
+    path = os.path.expanduser(run)
+    return train_gpt.find_checkpoint(os.path.abspath(path) if os.path.isdir(path) else path, key)
+
+
 def initial_checkpoint(config):
     """The content of --init-from. Raises ConfigError where it is missing or does not fit."""
     require(
@@ -167,8 +174,12 @@ def initial_checkpoint(config):
         f"track {config.track}: goes on with a trained model; name its run or checkpoint with "
         f"--init-from (`./run.sh {FIRST_TRACK} --run-id NAME` trains one)",
     )
-    content = train_gpt.find_checkpoint(config.init_from, "init-from")
+    content = find_trained(config.init_from, "init-from")
     saved, here = content["config"], shape_of(config, 0)
+    is_same = saved.tokenizer == config.tokenizer
+    words = f"it reads {saved.tokenizer}, and {config.data} holds {config.tokenizer}"
+    remedy = "name --data of the same vocabulary; `python data/text.py PATH --tokenizer ...` has it"
+    require(is_same, f"--init-from {config.init_from}: {words}; {remedy}")
     for name, value in shape_of(saved, content["step"]).items():
         require(
             value == here[name],
@@ -186,12 +197,13 @@ def validation_tokens(config, data):
     return train_gpt.open_corpus(config).val
 
 
-def first_validation(config):
-    """{name of the loss: validation tokens} of the corpus that the model has learned."""
-    if not config.first_data:
-        return {}
+def first_corpus(config, learned):
+    """(texts of the index, {name of the loss: validation tokens}) of the corpus that a model with
+    the Config `learned` has learned. Raises ConfigError."""
+    data = os.path.abspath(os.path.expanduser(config.first_data or learned.data))
     try:
-        return {"first_val_loss": validation_tokens(config, config.first_data)}
+        indexed = train_gpt.open_corpus(dataclasses.replace(learned, data=data)).indexed
+        return indexed, {"first_val_loss": validation_tokens(config, data)}
     except ConfigError as error:  # it names the key of the other corpus
         raise ConfigError(str(error).replace("--data", "--first-data")) from None
 
@@ -227,8 +239,7 @@ def extend(config, is_check=False):
         f"track {config.track}: continual.py runs the track continual; use train_gpt.py",
     )
     initial = initial_checkpoint(config)
-    indexed = train_gpt.open_corpus(initial["config"]).indexed
-    val_sets = first_validation(config)
+    indexed, val_sets = first_corpus(config, initial["config"])
 
     def prepare(run):
         trainer, is_new = run.trainer, run.step == 0  # else it is resumed, and has its weights

@@ -1,15 +1,17 @@
 """Use a trained model: continue a prompt, or score the validation tokens.
 
-    python sample.py --checkpoint logs/RUN/checkpoint.pt --prompt "import torch"
-    python sample.py --checkpoint logs/RUN/checkpoint.pt --eval
+    python sample.py --checkpoint RUN --prompt "A word that"      # a run's id, folder or checkpoint
+    python sample.py --checkpoint RUN --prompt-file F --samples 3 --top-k 40
+    python sample.py --checkpoint RUN --eval
     python sample.py --help
 
-It takes the checkpoints of all tracks.
+It takes the checkpoints of all tracks. Folders are relative to the current directory.
 """
 
-import argparse
+import codecs
 import dataclasses
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -17,51 +19,69 @@ import numpy as np
 import torch
 
 import train_gpt
-from continual import validation_tokens  # this import makes the continual track known, too
+from continual import find_trained, validation_tokens  # which makes the continual track known, too
+from data import text as data_text
 from train_gpt import ConfigError, require
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise ConfigError(f"{message}; see --help")
 
 
 def parse(argv):
     """The command line. Raises ConfigError."""
-    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = train_gpt.Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--checkpoint", required=True, metavar="F", help="file that a run has left")
-    task = parser.add_mutually_exclusive_group()
-    task.add_argument(
-        "--prompt", default="", help="text to continue; without it the model starts a document"
-    )
-    task.add_argument("--eval", action="store_true", help="print the validation loss instead")
+    add("--checkpoint", required=True, metavar="RUN", help="run id, folder of a run, or checkpoint")
+    task = parser.add_mutually_exclusive_group().add_argument
+    task("--prompt", default="", help="text to continue; without it the model starts a document")
+    task("--prompt-file", metavar="F", type=data_text.absolute, help="the same out of a file")
+    task("--eval", action="store_true", help="print the validation loss instead")
     add("--tokens", type=int, default=200, metavar="N", help="at most so many more tokens [200]")
+    add("--samples", type=int, default=1, metavar="N", help="so many continuations [1]")
     add("--temperature", type=float, default=0.7, metavar="X", help="0: the likeliest token [0.7]")
-    add("--seed", type=int, default=0, metavar="N", help="of the draws [0]")
-    add("--data", metavar="D", help="with --eval: another corpus than the run's")
+    add(
+        "--top-k", type=int, default=0, metavar="K", help="of the K likeliest tokens; 0: of all [0]"
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of the first sample's draws [0]")
+    add("--data", metavar="D", type=data_text.absolute, help="corpus to score, or the run's, moved")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"))
     given = parser.parse_args(argv)
-    require(given.tokens >= 1, f"--tokens {given.tokens}: must be at least 1")
-    require(given.temperature >= 0, f"--temperature {given.temperature}: must not be negative")
-    require(0 <= given.seed < 2**63, f"--seed {given.seed}: must be 0 to 2^63 - 1")
-    require(
-        given.eval or not given.data,
-        f"--data {given.data}: the corpus to score; add --eval, or leave it out",
-    )
+    for name in ("tokens", "samples"):
+        count = getattr(given, name)
+        require(count >= 1, f"--{name} {count}: must be at least 1")
+    is_warm = 0 <= given.temperature < math.inf
+    require(is_warm, f"--temperature {given.temperature}: must be a number from 0 on")
+    require(given.top_k >= 0, f"--top-k {given.top_k}: must not be negative")
+    most = 2**63 - given.samples
+    require(0 <= given.seed <= most, f"--seed {given.seed}: must be 0 to {most}")
     return given
 
 
-def open_trained(path, device="auto", data=None):
-    """(trainer, step) of a checkpoint, in this process alone."""
-    content = train_gpt.load_checkpoint(path)
+def open_trained(run, device="auto", data=None):
+    """(trainer, step) of a run id's, a folder's or a file's checkpoint, in this process alone.
+
+    data: the corpus to use in place of the run's, of whose validation tokens as many are scored as
+    it has. Raises ConfigError."""
+    content = find_trained(run, "checkpoint")
     saved = content["config"]
-    config = dataclasses.replace(saved, compile=False, device=device, data=data or saved.data)
+    own = os.path.abspath(saved.data)
+    config = dataclasses.replace(saved, compile=False, device=device, data=str(data or own))
+    if data:
+        manifest = train_gpt.read_manifest(data) or {"eot_token": saved.eot_token}
+        is_same = manifest["eot_token"] == saved.eot_token
+        require(is_same, f"--data {data}: the model reads {saved.tokenizer}; name a corpus of such")
+        config = dataclasses.replace(config, val_tokens=tokens_to_score(config))
     trainer = train_gpt.Trainer(config, train_gpt.Runtime(device))
     train_gpt.restore(trainer, content)
     if saved.index_orders:
-        trainer.table.read_index(train_gpt.open_corpus(saved).indexed, content["index"])
+        learned = dataclasses.replace(saved, data=own if os.path.isdir(own) else config.data)
+        trainer.table.read_index(train_gpt.open_corpus(learned).indexed, content["index"])
     return trainer, content["step"]
+
+
+def tokens_to_score(config):
+    """The validation tokens that a run scores, or as many of them as its corpus has."""
+    paths = Path(config.data).glob("*_val_*.bin")
+    held = sum(len(train_gpt.open_shard(path)) for path in paths) - 1
+    passes = max(1, held // config.val_batch_tokens)  # one that is not there is refused later
+    return min(config.val_tokens, passes * config.val_batch_tokens)
 
 
 def evaluation(trainer, step):
@@ -74,39 +94,22 @@ def evaluation(trainer, step):
     return f"eval val_loss:{loss:.5f} val_tokens:{config.val_tokens} val_sha256:{val_sha256}"
 
 
-class Bytes:
-    """The tokenizer of the byte corpora."""
-
-    def encode_ordinary(self, text):
-        return list(text.encode(errors="surrogateescape"))
-
-    def decode(self, ids):
-        return bytes(ids).decode(errors="replace")
-
-
 def tokenizer_of(config):
-    """The run's tokenizer, with tiktoken's methods encode_ordinary and decode."""
-    if config.tokenizer == "bytes":
-        return Bytes()
-    import tiktoken
-    from tiktoken.load import load_tiktoken_bpe
-
-    manifest = train_gpt.read_manifest(config.data) or {}
-    if "vocabulary" in manifest:
-        vocabulary = manifest["vocabulary"]
-        path = str(Path(config.data, vocabulary["file"]))
-        ranks = load_tiktoken_bpe(path, vocabulary["sha256"])
-        return tiktoken.Encoding(
-            "own", pat_str=vocabulary["pattern"], mergeable_ranks=ranks, special_tokens={}
-        )
-    known = "bytes, gpt2, and vocabularies that a corpus takes along"
-    require(config.tokenizer == "gpt2", f"{config.data}: {config.tokenizer} is none of {known}")
+    """The data_text.Tokenizer of a run. Raises ConfigError, DataError."""
+    if config.tokenizer in ("bytes", "gpt2"):
+        return data_text.make_tokenizer(config.tokenizer)
     try:
-        return tiktoken.get_encoding("gpt2")
-    except Exception as error:  # requests' types, when neither network nor cache has the vocabulary
+        vocabulary = train_gpt.read_manifest(config.data)["vocabulary"]
+        path = Path(config.data, vocabulary["file"])
+        require(train_gpt.file_sha256(path) == vocabulary["sha256"], "its sha256 is another")
+        tokenizer = data_text.make_tokenizer(path, vocabulary["pattern"])
+        require(tokenizer.eot_token == config.eot_token, "it has another number of pieces")
+        return tokenizer
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        reason = train_gpt.one_line(error)
         raise ConfigError(
-            f"tiktoken cannot load the gpt2 vocabulary ({type(error).__name__}); needs the network "
-            "once, or a filled TIKTOKEN_CACHE_DIR"
+            f"{config.data}: no vocabulary of {config.tokenizer} ({reason}); name "
+            "with --data where the corpus is now, or build it again"
         ) from None
 
 
@@ -123,41 +126,64 @@ def next_token_logits(trainer, step, tokens):
     return trainer.model.logits(hidden[last : last + 1])[0, : config.eot_token + 1].cpu()
 
 
-def continuation(trainer, step, prompt, count, temperature, seed):
-    """Up to `count` token ids that follow the ids `prompt`, drawn one by one; a document's end ends
-    them."""
+def continuation(trainer, step, prompt, given, seed):
+    """Yield up to given.tokens ids that follow the ids `prompt`, drawn one by one; a document's end
+    ends them. Raises ConfigError."""
     generator = torch.Generator().manual_seed(seed)
-    tokens, made = [trainer.config.eot_token, *prompt], []
-    for _ in range(count):
-        logits = next_token_logits(trainer, step, tokens + made)
+    tokens = [trainer.config.eot_token, *prompt]
+    for _ in range(given.tokens):
+        logits = next_token_logits(trainer, step, tokens)
         is_finite = logits.isfinite().all()
         require(is_finite, "the model's predictions are not finite: use another checkpoint")
         token = logits.argmax().item()
-        if temperature:
-            shares = (logits / temperature).softmax(-1)
+        if given.temperature:
+            if 0 < given.top_k < len(logits):
+                logits[logits < logits.topk(given.top_k).values[-1]] = -math.inf
+            shares = ((logits - logits.max()) / given.temperature).softmax(-1)
             token = torch.multinomial(shares, 1, generator=generator).item()
         if token == trainer.config.eot_token:
             break
-        made.append(token)
-    return made
+        tokens.append(token)
+        yield token
+
+
+def show(text):
+    """Print text at once, with escapes for what the terminal's coding lacks."""
+    coding = sys.stdout.encoding or "utf-8"
+    print(text.encode(coding, "backslashreplace").decode(coding), end="", flush=True)
+
+
+def print_samples(trainer, step, given):
+    """Print the prompt with each of its continuations, as the model makes them."""
+    tokenizer = tokenizer_of(trainer.config)
+    text = given.prompt
+    if given.prompt_file:
+        text, is_valid = data_text.decode(given.prompt_file.read_bytes(), None)
+        require(is_valid, f"--prompt-file {given.prompt_file}: no UTF-8 text; convert it")
+    prompt = tokenizer.encode(text.encode(errors="surrogateescape")).tolist()
+    for number in range(given.samples):
+        if given.samples > 1:
+            show(f"--- sample {number + 1} of {given.samples}\n")
+        show(text)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # tokens cut into characters
+        for token in continuation(trainer, step, prompt, given, given.seed + number):
+            show(decoder.decode(tokenizer.pieces[token]))
+        show(decoder.decode(b"", final=True) + "\n")
 
 
 def main(argv=None):
-    """Returns the exit status: 0 complete, 2 bad input."""
+    """Returns the exit status: 0 complete, 2 bad input, 130 interrupted."""
     try:
         given = parse(argv)
         trainer, step = open_trained(given.checkpoint, given.device, given.data)
         if given.eval:
             print(evaluation(trainer, step))
-            return 0
-        tokenizer = tokenizer_of(trainer.config)
-        prompt = tokenizer.encode_ordinary(given.prompt)
-        made = continuation(trainer, step, prompt, given.tokens, given.temperature, given.seed)
-        text = given.prompt + tokenizer.decode(made)
-        coding = sys.stdout.encoding or "utf-8"  # which may lack what a model says
-        print(text.encode(coding, "backslashreplace").decode(coding))
+        else:
+            print_samples(trainer, step, given)
         return 0
-    except (ConfigError, OSError) as error:
+    except KeyboardInterrupt:
+        return 130
+    except (ConfigError, data_text.DataError, OSError) as error:
         print(f"status:error {train_gpt.one_line(error)}", flush=True)
         return 2
 

@@ -26,7 +26,7 @@ from huggingface_hub.utils import WeakFileLock, httpx
 REPO = "kjj0/fineweb10B-gpt2"
 REVISION = "889765ea1f903759787add96995d81171b632d0c"
 SOURCE = f"{REPO} at {REVISION}"
-FOLDER = Path(__file__).parent / "fineweb10B"
+FOLDER = Path(__file__).resolve().parent / "fineweb10B"
 TRAIN_SHARDS = 103
 VAL_NAME = "fineweb_val_000000.bin"
 # The validation shard decides what a loss means: no mirror may offer another one.
@@ -130,6 +130,7 @@ def main(argv=None):
     add("shards", nargs="?", metavar="SHARDS", type=int, default=9, help=shards_help)
     add("--out", type=Path, default=FOLDER, help="folder of the corpus (default: data/fineweb10B)")
     arguments = parser.parse_args(argv)
+    arguments.out = arguments.out.expanduser().absolute()
     if not 1 <= arguments.shards <= TRAIN_SHARDS:
         parser.error(f"SHARDS {arguments.shards} must be between 1 and {TRAIN_SHARDS}")
     try:
@@ -142,6 +143,10 @@ def main(argv=None):
         reason = " ".join(str(error).split()) or type(error).__name__
         remedy = f"check disk, network and HF_ENDPOINT ({constants.ENDPOINT}), and run again"
         sys.exit(f"error: {reason}; {remedy}")
+    shards = list(arguments.out.glob("fineweb_*.bin"))
+    size = sum(path.stat().st_size for path in shards)
+    tokens = size // 2 - 512 * len(shards)  # behind headers of 1,024 bytes
+    print(f"{arguments.out}: {len(shards)} files, {size:,} bytes, {tokens:,} tokens")
     print(f"{arguments.shards} training shards and validation are complete")
 
 

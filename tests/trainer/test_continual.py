@@ -174,7 +174,6 @@ def values(tiny, second, base):
         **INDEX,
         "track": "continual",
         "data": str(second),
-        "first_data": tiny["data"],
         "steps": 8,
         "val_every": 4,
         "micro_batches": 6,
@@ -308,7 +307,7 @@ BAD_INPUT = [
     ({"ngram_lr": 0.1}, ["ngram_lr=0.1", "--ngram-lr 0"]),
     ({"trained": "some"}, ["trained=some", "matrices, all"]),
     (
-        {"track": "english", "init_from": None, "first_data": None},
+        {"track": "english", "init_from": None},
         ["track english", "train_gpt.py"],
     ),
     ({"init_from": ""}, ["--init-from", "./run.sh english"]),
@@ -318,6 +317,7 @@ BAD_INPUT = [
     ({"untie_at": 0.5}, ["untie_at=False", "True"]),
     ({"data": "gone/verse"}, ["`python data/text.py --corpus verse`", "--data"]),
     ({"first_data": "gone/english"}, ["`python data/text.py`", "--first-data"]),
+    ({"tokenizer": "gpt2"}, ["reads bytes", "holds gpt2", "--data", "--tokenizer"]),
 ]
 
 

@@ -1,5 +1,10 @@
 """sample.py: continuations and validation losses of what runs have left."""
 
+import base64
+import dataclasses
+import json
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -30,6 +35,53 @@ def test_eval_reproduces_the_losses_of_a_run(rich_run, path, use, tmp_path):
     small = make_corpus(tmp_path / "small", train_tokens=4_000, shards=1)
     run = use("--checkpoint", path, "--eval", "--data", small)
     assert run.code == 0 and run.stdout.startswith(f"eval val_loss:{loss:.5f} "), run.stdout
+
+
+def test_a_run_is_named_by_id_folder_or_file(rich_run, path, use, tmp_path, monkeypatch):
+    """And a corpus with less text to validate on is scored as far as it goes."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "mine").symlink_to(rich_run.folder)
+    make_corpus(tmp_path / "small", val_tokens=600)
+    expected = use("--checkpoint", path, "--eval").stdout
+    for name in ("mine", "logs/mine", "~/logs/mine", "~/logs/mine/checkpoint.pt"):
+        assert use("--checkpoint", name, "--eval").stdout == expected != ""
+    assert " val_tokens:512 " in use("--checkpoint", "mine", "--eval", "--data", "~/small").stdout
+    none = make_corpus(tmp_path / "none", val_tokens=100)
+    assert "add text" in refusal(use("--checkpoint", "mine", "--eval", "--data", none))
+
+
+def test_a_moved_corpus_is_named(rich_run, use, tmp_path, corpus):
+    """The index of a model is read from it, whatever the task; it knows another text."""
+    folder = tmp_path / "run"
+    shutil.copytree(rich_run.folder, folder)
+    content = torch.load(folder / "checkpoint.pt", weights_only=True)
+    content["config"]["data"] = "gone"
+    train_gpt.save_checkpoint(folder / "checkpoint.pt", content)
+    assert str(tmp_path / "gone") in refusal(use("--checkpoint", folder))
+    run = use("--checkpoint", folder, "--data", corpus, "--tokens", 2)
+    assert run.code == 0, run.stdout
+    other = make_corpus(tmp_path / "other", train_tokens=92_000)
+    assert "other text" in refusal(use("--checkpoint", folder, "--data", other))
+    shutil.copy(folder / "checkpoint.pt", "alone.pt")
+    line = refusal(use("--checkpoint", "alone.pt"))
+    assert "alone.sha256: is missing; copy it" in line and "damaged" not in line
+
+
+def test_a_vocabulary_that_is_not_the_models_is_refused(path, use, tmp_path):
+    content = train_gpt.load_checkpoint(path)["config"]
+    vocabulary = b"".join(b"%b %d\n" % (base64.b64encode(bytes([i])), i) for i in range(256))
+    (tmp_path / "v.tiktoken").write_bytes(vocabulary)
+    sha256 = train_gpt.file_sha256(tmp_path / "v.tiktoken")
+    row = {"file": "v.tiktoken", "sha256": sha256, "pattern": "."}
+    manifest = {"vocab_size": 301, "eot_token": 300, "shards": [], "vocabulary": row}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert f"--data {tmp_path}" in refusal(use("--checkpoint", path, "--data", tmp_path))
+    config = dataclasses.replace(content, data=str(tmp_path), tokenizer="v.tiktoken")
+    assert sample.tokenizer_of(config).eot_token == 256
+    larger = dataclasses.replace(config, vocab_size=384, eot_token=300)
+    with pytest.raises(train_gpt.ConfigError, match="another number of pieces"):
+        sample.tokenizer_of(larger)
 
 
 def greedy(checkpoint, prompt, count):
@@ -76,6 +128,33 @@ def test_sample_draws_by_its_seed(path, use):
     assert len({drawn(seed) for seed in (1, 2, 3)}) > 1
 
 
+def test_samples_top_k_and_a_prompt_file(path, use, tmp_path):
+    """The seeds of several samples follow each other, and the likeliest token is the top one."""
+    (tmp_path / "prompt").write_text("def é(")
+    words = ["--checkpoint", path, "--tokens", 12, "--temperature", 1.5]
+
+    def drawn(*more):
+        return use(*words, *more).stdout
+
+    singles = [drawn("--prompt", "def é(", "--seed", seed) for seed in (4, 5)]
+    expected = "".join(f"--- sample {i} of 2\n{one}" for i, one in enumerate(singles, start=1))
+    assert drawn("--prompt-file", "prompt", "--seed", 4, "--samples", 2) == expected
+    likeliest = use("--checkpoint", path, "--tokens", 12, "--temperature", 0).stdout
+    assert drawn("--top-k", 1) == likeliest not in (drawn(), drawn("--top-k", 5))
+    (tmp_path / "prompt").write_bytes(b"caf\xe9")
+    assert "no UTF-8 text" in refusal(use(*words, "--prompt-file", "prompt"))
+
+
+def test_text_streams_in_whole_characters(path, use, monkeypatch):
+    """A byte at a time, what is shown so far is text; a cut character ends as a replacement."""
+    shown = []
+    tokens = [*"é😀".encode(), *"€".encode()[:2]]
+    monkeypatch.setattr(sample, "continuation", lambda *arguments: iter(tokens))
+    monkeypatch.setattr(sample, "show", shown.append)
+    use("--checkpoint", path, "--prompt", "a")
+    assert shown == ["a", "", "é", "", "", "", "😀", "", "", "\ufffd\n"]
+
+
 @pytest.mark.parametrize("task", [["--eval"], ["--tokens", 3, "--temperature", 0]], ids=str)
 def test_a_model_that_predicts_nothing_finite_is_refused(task, use, tmp_path, corpus):
     trainer = make_trainer(data=str(corpus))
@@ -89,7 +168,10 @@ def test_a_model_that_predicts_nothing_finite_is_refused(task, use, tmp_path, co
 
 BAD_WORDS = [
     (["--eval"], "--checkpoint"),
-    (["--checkpoint", "nowhere.pt", "--eval"], "nowhere.pt: no such checkpoint"),
+    (["--checkpoint", "nowhere.pt", "--eval"], "--checkpoint nowhere.pt: no checkpoint"),
+    (["--checkpoint", "x.pt", "--samples", "0"], "--samples 0"),
+    (["--checkpoint", "x.pt", "--top-k", "-1"], "--top-k -1"),
+    (["--checkpoint", "x.pt", "--temperature", "inf"], "--temperature inf"),
     (["--checkpoint", "x.pt", "--steps", "5"], "--steps"),
     (["--checkpoint", "x.pt", "--prompt", "x", "--eval"], "--prompt"),
     (["--checkpoint", "x.pt", "--tokens", "0"], "--tokens 0"),
