@@ -379,7 +379,7 @@ TRACKS = {
         tokenizer="english1024.tiktoken",
         vocab_size=1024,
         eot_token=1023,
-        steps=250,
+        steps=225,
         micro_batch_tokens=1024,
         stages=(Stage(0.0, 2, 512, (64, 256)),),
         cooldown=(0.4, 1.0),
@@ -400,7 +400,7 @@ TRACKS = {
         dense_layers=(1, 2),
         value_std=0.6,
         output_std=0.0,  # every block starts as the identity
-        attention_scale=1.35 / math.sqrt(32),
+        attention_scale=0.24,
         logit_cap=(30.0, 0.0),
         ngram_orders=(2,),
         ngram_rows=2**18,
@@ -417,7 +417,7 @@ TRACKS = {
         val_batch_tokens=4096,
         val_windows=(64, 640),
         val_every=0,
-        target_loss=2.96,
+        target_loss=2.954,
         dtype="float32",
         compile=False,  # compiling takes longer than the run
     ),
@@ -465,8 +465,9 @@ def config_from(given):
     hint = f"{nearest(track, TRACKS)} Tracks: {', '.join(TRACKS)}"
     require(track in TRACKS, f"--track {track}: no such track; {hint}")
     track = TRACKS[track]
-    vocabulary = vocabulary_of(given.get("data", track.data), track)
-    return with_values(track, {**vocabulary, **given})
+    data = given.get("data", track.data)
+    config = with_values(track, {**vocabulary_of(data, track), **given})
+    return with_values(config, {**room_of(config), **given}) if "data" in given else config
 
 
 def stage_at(config, step):
@@ -646,6 +647,28 @@ def vocabulary_of(folder, track):
     return {"tokenizer": name, "vocab_size": size, "eot_token": manifest["eot_token"]}
 
 
+def room_of(config):
+    """{field: value} for a corpus that is smaller than the track takes: it scores what there is to
+    validate on, indexes at most half of the training text, and repeats the rest as often as needed.
+    """
+    held = {}
+    for split in ("train", "val"):
+        shards = map(open_shard, Path(config.data).glob(f"*_{split}_*.bin"))
+        held[split] = sum(len(shard) - 1 for shard in shards)
+    passes = min(held["val"], config.val_tokens) // config.val_batch_tokens
+    needed = training_tokens(config) + config.micro_batch_tokens
+    is_large = held["train"] >= needed + config.index_tokens * bool(config.index_orders)
+    if passes == 0 or (is_large and held["val"] > config.val_tokens):
+        return {}
+    indexed = min(config.index_tokens, held["train"] // 2)
+    kept = max(1, held["train"] - indexed * bool(config.index_orders) - config.micro_batch_tokens)
+    return {
+        "val_tokens": passes * config.val_batch_tokens,
+        "index_tokens": indexed,
+        "epochs": max(config.epochs, math.ceil(training_tokens(config) / kept)),
+    }
+
+
 def bytes_of(config, tokens):
     """How many bytes of text tokens stand for, as the corpus' manifest says; 0 if it does not."""
     manifest = read_manifest(config.data)
@@ -654,15 +677,17 @@ def bytes_of(config, tokens):
 
 def prefix_tokens(config):
     """(vocab_size,) int64: the longest token that a token begins with, by the corpus' manifest; its
-    own id where there is none. Raises ConfigError where a run needs it and the manifest is mute."""
-    own = np.arange(config.vocab_size)
-    manifest = read_manifest(config.data) or {}
-    found = manifest.get("prefix_tokens", [])
-    is_needed = any(stage.prefix_weight > 0 for stage in config.stages)
-    words = f"prefix_weight > 0, but {config.data}/manifest.json has no prefix_tokens"
-    require(found or not is_needed, f"{words}; build it again, or --prefix-weight 0")
-    own[: len(found)] = found
-    return own
+    own id where there is none, or where no loss asks for it. Raises ConfigError."""
+    prefixes = np.arange(config.vocab_size)
+    if any(stage.prefix_weight > 0 for stage in config.stages):
+        manifest = read_manifest(config.data) or {}
+        found = manifest.get("prefix_tokens", [])
+        count = len(found)
+        words = f"{config.data}/manifest.json has {count} prefix_tokens of {config.vocab_size}"
+        is_there = count == config.eot_token + 1 and are_whole(found, range(config.vocab_size))
+        require(is_there, f"prefix_weight: {words}; build it again, or --prefix-weight 0")
+        prefixes[:count] = found
+    return prefixes
 
 
 def manifest_hash(config):
@@ -722,7 +747,8 @@ def open_corpus(config):
         require(found[split], f"{folder}: no *_{split}_*.bin shards; {remedy}")
     paths = found["train"]
     count = config.index_tokens if config.index_orders else 0
-    shards, indexed = split_off_index(map(open_shard, paths), count, config.eot_token)
+    opened = [open_shard(path) for path in paths]
+    shards, indexed = split_off_index(opened, count, config.eot_token)
     needed = training_tokens(config)
     available = 0
     for number, path in enumerate(paths):
@@ -737,7 +763,8 @@ def open_corpus(config):
     if available:
         ways += ["lower --steps", f"take --epochs {math.ceil(needed / available)}"]
     if indexed:
-        ways += [f"lower --index-tokens, {sum(map(len, indexed)):,} of which are here"]
+        total = sum(map(len, opened))
+        ways += [f"take --index-tokens {max(0, total - needed - config.micro_batch_tokens)}"]
     remedy = ", or ".join(ways)
     require(needed <= most, f"{folder}: the schedule takes {words} beside the index; {remedy}")
     needed = config.val_tokens + 1

@@ -23,6 +23,9 @@ from pathlib import Path
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 from huggingface_hub.utils import WeakFileLock, httpx
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from data import text
+
 REPO = "kjj0/fineweb10B-gpt2"
 REVISION = "889765ea1f903759787add96995d81171b632d0c"
 SOURCE = f"{REPO} at {REVISION}"
@@ -32,7 +35,7 @@ VAL_NAME = "fineweb_val_000000.bin"
 # The validation shard decides what a loss means: no mirror may offer another one.
 VAL_SHA256 = "5b95c8e0966f0861685b307b23dc5ae42b228ef74b28cb499784ae021f201640"
 PAUSES_S = (1, 2, 4)  # before a shard is tried again
-HUB_ERRORS = (OSError, RuntimeError, ValueError, httpx.HTTPError, httpx.InvalidURL)
+HUB_ERRORS = (OSError, RuntimeError, ValueError, httpx.HTTPError, httpx.InvalidURL, text.DataError)
 
 
 def complete_corpus(folder, train_shards):
@@ -61,13 +64,17 @@ def known_shards(folder):
 
 
 def write_manifest(folder, shards):
-    """Replace the manifest in one step. Its keys are those of data/text.py's manifests."""
+    """Replace the manifest in one step. Its keys are those of data/text.py's manifests. Raises
+    DataError where the vocabulary cannot be had."""
+    pieces = text.make_tokenizer("gpt2").pieces
     manifest = {
         "shards": [{"file": name, "sha256": shards[name]} for name in sorted(shards)],
         "source": SOURCE,
         "tokenizer": "gpt2",
         "vocab_size": 50257,
         "eot_token": 50256,
+        "token_bytes": [len(piece) for piece in pieces],
+        "prefix_tokens": text.prefix_tokens(pieces),
     }
     temporary = folder / "manifest.json.tmp"
     temporary.write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")

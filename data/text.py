@@ -45,7 +45,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 SHARD_TOKENS = 100_000_000  # the field's shard size: 200 MB, small enough to move and to hold
 
-RECORD_MANIFEST_SHA256 = "5211edad86e7c2b3fc8c92c5b2b231a10619d7198278b00789e39ee0c8d4b053"
+RECORD_MANIFEST_SHA256 = "229a05ae2edaea648fc68c2f0f663d63d5e636cba2e00710746b1143a405687a"
 
 
 class DataError(Exception):
@@ -315,6 +315,17 @@ class Tokenizer(NamedTuple):
         return len(self.pieces) - 1
 
 
+def prefix_tokens(pieces):
+    """For each token the id of the longest other one that its bytes begin with, its own where there
+    is none: a list of ints."""
+    ids = {piece: token for token, piece in enumerate(pieces) if piece}
+    found = []
+    for token, piece in enumerate(pieces):
+        beginnings = (piece[:end] for end in range(len(piece) - 1, 0, -1))
+        found.append(next((ids[part] for part in beginnings if part in ids), token))
+    return found
+
+
 def make_tokenizer(name, pattern=PATTERN):
     """Return the tokenizer "bytes", "gpt2" or that of a vocabulary file. Raises DataError."""
     if name == "bytes":
@@ -434,6 +445,7 @@ def build_corpus(collection, sides, out, source, split, tokenizer):
         "vocab_size": tokenizer.eot_token + 1,
         "eot_token": tokenizer.eot_token,
         "token_bytes": [len(piece) for piece in tokenizer.pieces],
+        "prefix_tokens": prefix_tokens(tokenizer.pieces),
         "shards": [],
     }
     folder = out.parent / f".{out.name}.partial" / "new"

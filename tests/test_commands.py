@@ -94,7 +94,7 @@ def run(folder, environment, command):
 def test_the_commands_are_found_and_leave_no_gpu_idle():
     """Their numbers of processes divide the micro-batches of every step."""
     assert "torchrun --nproc_per_node=8 train_gpt.py" in DOCSTRING and len(DOCSTRING) == 4
-    assert {"./run.sh", "python sample.py --checkpoint logs/RUN/checkpoint.pt --eval"} <= {*RUNNING}
+    assert {"./run.sh", "python sample.py --checkpoint RUN --eval"} <= {*RUNNING}
     config = train_gpt.TRACKS["fineweb"]
     counts = {train_gpt.stage_at(config, step).micro_batches for step in range(config.steps)}
     for command in COMMANDS:

@@ -15,7 +15,7 @@ PAGES = ["README.md", "records/README.md", "CONTRIBUTING.md", "records/NOTES.md"
 PAGES.append("benchmarks/README.md")
 # Keys of other commands than the trainer's.
 ELSEWHERE = "help check checkpoint prompt eval out nproc_per_node max_restarts nnodes rdzv_backend"
-ELSEWHERE += " rdzv_endpoint name by runs world_size yes tree"
+ELSEWHERE += " rdzv_endpoint name by runs world_size yes tree val_share samples top_k"
 
 
 def test_it_is_a_page_with_current_results():

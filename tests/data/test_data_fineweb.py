@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import close_session, constants
@@ -21,6 +22,7 @@ ONE = "fineweb_train_000001.bin"
 TWO = "fineweb_train_000002.bin"
 FILES = {name: os.urandom(100_000) for name in (VAL, ONE, TWO)}
 SHA256 = {name: hashlib.sha256(content).hexdigest() for name, content in FILES.items()}
+PIECES = [*(token.to_bytes(3).lstrip(b"\0") for token in range(50256)), b""]  # for GPT-2's
 NOWHERE = "http://127.0.0.1:9"  # a port at which nobody listens
 
 
@@ -70,6 +72,8 @@ def call(monkeypatch, capfd):
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)  # it makes requests, too
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     monkeypatch.setenv("NO_PROXY", "*")
+    vocabulary = SimpleNamespace(pieces=PIECES)
+    monkeypatch.setattr(fineweb.text, "make_tokenizer", lambda name: vocabulary)
 
     def run(url, folder, *words):
         template = url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -95,6 +99,8 @@ def check_folder(folder, *names):
     assert {path.name for path in folder.iterdir()} - {".lock"} == {*names, "manifest.json"}
     manifest = train_gpt.read_manifest(folder)
     assert manifest["shards"] == {name: SHA256[name] for name in names}
+    assert manifest["token_bytes"][255:257] == [1, 2]
+    assert manifest["prefix_tokens"][255:258] == [255, 1, 1] and len(PIECES) == 50257
     for name in names:
         assert (folder / name).read_bytes() == FILES[name]
 

@@ -229,6 +229,17 @@ def test_a_vocabulary_keeps_all_text_and_its_bytes(tmp_path):
         assert sum(lengths) == manifest["bytes"][side] > len(lengths)
 
 
+def test_prefixes_are_the_longest_tokens_that_tokens_begin_with():
+    lines = [line.split() for line in VOCABULARY.read_bytes().splitlines()]
+    pieces = [*(base64.b64decode(piece) for piece, _ in lines), b""]
+    found = text.prefix_tokens(pieces)
+    for token, piece in enumerate(pieces):
+        others = [part for part in pieces if part and part != piece and piece.startswith(part)]
+        longest = max(others, key=len, default=piece)
+        assert pieces[found[token]] == longest, piece
+    assert sum(prefix != token for token, prefix in enumerate(found)) > 500
+
+
 # ----- corpora out of packages
 
 
