@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 
@@ -36,6 +37,18 @@ def test_a_corpus_joins_its_validation_shards(tmp_path):
     assert corpus.val.tolist() == (byte_documents(4000, seed=99) + extra)[:4097]
 
 
+def test_a_small_corpus_takes_what_it_has(tmp_path):
+    folder = make_corpus(tmp_path / "corpus", train_tokens=30_000, val_tokens=9000)
+    config = train_gpt.config_from({"track": "english", "data": str(folder)})
+    held = 2 * (15_000 - 1)  # the last token of a shard is only a target
+    assert (config.val_tokens, config.index_tokens) == (8192, held // 2)
+    assert config.epochs == math.ceil(train_gpt.training_tokens(config) / (held // 2 - 1024))
+    assert open_corpus(config).shards
+    given = {"track": "english", "data": str(folder), "epochs": 1, "val_tokens": 4096}
+    config = train_gpt.config_from(given)
+    assert (config.val_tokens, config.epochs) == (4096, 1)
+
+
 TRAIN, SECOND, VAL = "tiny_train_000000.bin", "tiny_train_000001.bin", "tiny_val_000000.bin"
 
 
@@ -54,11 +67,6 @@ def exchange(folder):
     contents = [(folder / name).read_bytes() for name in (SECOND, TRAIN)]
     for name, content in zip((TRAIN, SECOND), contents, strict=True):
         (folder / name).write_bytes(content)
-
-
-def shorten_training(folder):
-    for path in folder.glob("*train*"):
-        write_shard(path, byte_documents(1000))
 
 
 def put_a_pipe(folder):
@@ -86,7 +94,6 @@ DAMAGE = {
         lambda folder: [path.unlink() for path in folder.glob("*_train_*")],
         ["*_train_*.bin", "data/text.py", "--data"],
     ),
-    "few train": (shorten_training, ["2,048", "1,536", "--steps", "--epochs"]),
     "few val": (shard(VAL, byte_documents(1024)), ["1,024", "--val-tokens", "768"]),
 }
 # The same, where the manifest stays as it was built, or is what is wrong.
