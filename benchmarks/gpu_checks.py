@@ -4,7 +4,7 @@
     python benchmarks/gpu_checks.py profile        twelve steps, two of them kernel by kernel
     python benchmarks/gpu_checks.py trainer        the trainer itself: 60 steps and its gates
     python benchmarks/gpu_checks.py pairs          settings of speed, two by two in one process
-    python benchmarks/gpu_checks.py loss           240 steps, with rates as they are and corrected
+    python benchmarks/gpu_checks.py loss           240 steps, with rates of this width and of 64
     python benchmarks/gpu_checks.py CALL --device cpu --tiny       tries out a call without a GPU
 
 All of them are of the track fineweb, on its shards where they are present, else on words of torch's
@@ -109,7 +109,9 @@ def config_of(arguments, base=FIRST_STAGE, **changes):
             documents = word_documents(400_000 if arguments.tiny else 10**9, config.eot_token)
             common.write_corpus(folder, documents, config.eot_token, config.val_tokens)
         indexed = 50_000 if arguments.tiny else 1_000_000
-        config = dataclasses.replace(config, data=str(folder), index_tokens=indexed)
+        # A word that is numbered begins with no other.
+        changes = {"data": str(folder), "index_tokens": indexed, "prefix_weight": 0.0}
+        config = train_gpt.with_values(config, changes)
     return config
 
 
@@ -236,8 +238,8 @@ def check_pairs(arguments, report):
     train_gpt.LOSS_CHUNK = chunk
 
 
-def scale_gradients(group, factor=1e7):
-    """Make Adam's epsilon 1e-15 instead of 1e-8, which is relative to gradients, and change nothing
+def scale_gradients(group, factor=1e-7):
+    """Make Adam's epsilon 1e-8 instead of 1e-15, which is relative to gradients, and change nothing
     else."""
     take_step = group.take_step
 
@@ -248,13 +250,14 @@ def scale_gradients(group, factor=1e7):
 
 
 def check_loss(arguments, report):
-    """The losses of stage 1 with the rates of small scale, and with rates of this width.
+    """The losses of stage 1 with the rates of this width, and with those of small scale.
 
     modded-nanogpt's losses at step 250 were 4.432 and, without dense connections, 4.525."""
     count = 6 if arguments.tiny else 240
-    for name, floor in (("as it is", FINEWEB.ngram_floor), ("corrected", 0.017)):
+    small_scale = FINEWEB.ngram_floor * (FINEWEB.model_dim / 64) ** 0.75
+    for name, floor in (("as it is", FINEWEB.ngram_floor), ("of small scale", small_scale)):
         steps = Steps(config_of(arguments, steps=count, ngram_floor=floor))
-        if name == "corrected":
+        if name == "of small scale":
             scale_gradients(steps.trainer.optimizer.embeddings)
         losses, *_ = steps.take(count)
         report.note(f"losses, {name}", losses, ok=losses[-1] < losses[0])
