@@ -250,7 +250,7 @@ class Config:
             Stage(0.0, 8, 896, (128, 384), 1.0, (1.0, 0.5, 0.25), 0.25, 16384),
             Stage(423 / 1285, 16, 2048, (384, 896), 1.52, (1.0, 0.5), 0.25, 16384),
             Stage(847 / 1285, 24, 2048, (640, 1408), 1.73, (1.0,), 0.0, 16384),
-            Stage(1270 / 1285, 24, 2048, (768, 1664), 0.15),
+            Stage(1270 / 1285, 24, 2048, (768, 1664), 1.73),
         ),
         "rows of the schedule; fields of a stage are options, too, for all stages",
     )
@@ -289,7 +289,7 @@ class Config:
     copy_reach: int = knob(2048, "tokens that copies look back", SIZE)
     index_orders: tuple = knob((2, 3, 4, 6), "orders of the index of the training text", ORDERS)
     index_bits: int = knob(25, "entries of the index for an order: 2 to this", between(1, 31))
-    # Of data/fineweb.py's nine shards the run trains on the first 419 million tokens.
+    # Of data/fineweb.py's nine shards the run trains on the first 339 million tokens.
     index_tokens: int = knob(400_000_000, "last training tokens, for the index alone", TOKENS)
     # --- optimizer
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of UPDATE_RULES")
@@ -351,6 +351,13 @@ class Config:
                 chosen = getattr(self, field.name)
                 is_there = np.max(chosen, initial=0) <= last
                 require(is_there, f"{field.name}={chosen}: layers are 0 to {last}")
+        is_one = len(self.shared_input) <= 1
+        require(is_one, f"shared_input={self.shared_input}: must be one layer, such as (2,); or ()")
+        is_earlier = max(self.dense_layers, default=-1) < last
+        require(is_earlier, f"dense_layers={self.dense_layers}: must be below the last, {last}")
+        for name in ("value_embedding", "shifted", "paired", "exclusive"):
+            mute = sorted({*getattr(self, f"{name}_layers")} & {*self.mlp_only_layers})
+            require(not mute, f"{name}_layers: {mute} have no attention; see --mlp-only-layers")
         is_even = not self.paired_layers or heads % 2 == 0
         require(is_even, f"paired_layers={self.paired_layers}: {heads} heads make no pairs")
         is_there = self.eot_token < self.vocab_size
@@ -661,7 +668,9 @@ def room_of(config):
     if passes == 0 or (is_large and held["val"] > config.val_tokens):
         return {}
     indexed = min(config.index_tokens, held["train"] // 2)
-    kept = max(1, held["train"] - indexed * bool(config.index_orders) - config.micro_batch_tokens)
+    kept = held["train"] - indexed * bool(config.index_orders) - config.micro_batch_tokens
+    if kept <= 0:  # too few tokens for a micro-batch, which open_corpus refuses
+        return {}
     return {
         "val_tokens": passes * config.val_batch_tokens,
         "index_tokens": indexed,
@@ -861,13 +870,13 @@ def stack_passages(passages, length, device):
     return MicroBatch(*(to_device(array, device) for array in arrays))
 
 
-def check_distinct_targets(passage, config, step):
+def check_distinct_targets(passage, config, step, prefixes):
     """Refuse a softmax that has no row left to stand for the rest of the vocabulary."""
     rows = stage_at(config, step).softmax_rows
     if rows in (0, config.vocab_size):
         return
     targets = passage.tokens(shift=1)
-    found = len(np.union1d(targets, prefix_tokens(config)[targets]))
+    found = len(np.union1d(targets, prefixes[targets]))
     words = f"step {step} has {found} different targets in a micro-batch, which all take part"
     require(found < rows, f"softmax_rows={rows}: {words}; raise it, or 0 for the whole vocabulary")
 
@@ -890,6 +899,7 @@ class TrainLoader:
         self.runtime = runtime
         self.plan_rows = plan_rows
         self.state = dict(state or self.START)
+        self.prefixes = prefix_tokens(config)
         self.step = first_step  # the next one to assemble
         self.open_shard()
         self.ahead = deque()
@@ -940,7 +950,7 @@ class TrainLoader:
         passages = [self.next_passage(cap) for _ in range(micro_batches_at(config, step))]
         own = passages[runtime.rank :: runtime.world_size]
         for passage in own:
-            check_distinct_targets(passage, config, step)
+            check_distinct_targets(passage, config, step, self.prefixes)
         return Batch(
             stack=stack_passages(own, config.micro_batch_tokens, runtime.device),
             rows=self.plan_rows(own),
@@ -1857,9 +1867,10 @@ class GPT(nn.Module):
     """Decoder-only transformer over packed documents.
 
     Three banks hold its matrices, so that updates are batched: `query_key` (n, m * head_dim,
-    model_dim) has q and k of each layer, cut into groups of m heads, which are one matrix each to
-    Muon: pairs, or all heads where their number is odd; `value_output` (2 * layers, model_dim,
-    model_dim) has v and o; `mlp` (2 * layers, mlp_dim, model_dim) has up and the transpose of down.
+    model_dim) has q and k of each layer that attends, cut into groups of m heads, which are one
+    matrix each to Muon: pairs, or all heads where their number is odd; `value_output` (2 * such
+    layers, model_dim, model_dim) has v and o; `mlp` (2 * layers, mlp_dim, model_dim) has up and the
+    transpose of down.
     """
 
     def __init__(self, config, back_end):
@@ -2009,7 +2020,8 @@ class GPT(nn.Module):
             zip(self.attending, zip(query_key, value_output, strict=True), strict=True)
         )
         mlps = self.mlp.unflatten(0, (-1, 2)).unbind()
-        tables = self.value_embed.unflatten(0, (-1, config.vocab_size)).unbind()
+        shape = len(config.value_embedding_layers), config.vocab_size, config.model_dim
+        tables = self.value_embed.view(shape).unbind()
         value_embeddings = {
             layer: F.embedding(micro_batch.inputs, table)
             for layer, table in zip(config.value_embedding_layers, tables, strict=True)
@@ -2479,7 +2491,7 @@ class ParameterGroup(Group):
     def reduce(self, step):
         names = self.stepping(step)
         if self.is_shared_out or not names:
-            # What travels, which is most of all bytes, is as narrow as the weights.
+            # Most of a step's bytes are these gradients: they travel as narrow as the weights.
             dtype = torch.float32 if self.runtime.world_size == 1 else self.config.torch_dtype
             sums = {name: self.grads[name].to(dtype) for name in names}
             return [(name, *self.runtime.reduce_scatter(grad, name)) for name, grad in sums.items()]
@@ -2613,7 +2625,8 @@ class Optimizer:
 
 def compiler_remedy():
     """What helps where compiled code does not run."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # seconds, where none is needed
+    # This import takes seconds, which a run that does not compile need not wait.
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     needs = "g++, python3-dev, paths without spaces or quotes and an undamaged cache"
     return f"go without by --compile false; else it needs {needs}: delete {cache_dir()}"
@@ -3848,7 +3861,8 @@ def write_result(run, losses, gates, steps):
         with atomic_file(run.folder / "result.json") as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
     if not all(gates.passed.values()):
-        raise RuntimeError(f"the model sees what it must not, or no distribution: {validity}")
+        reason = "the model sees what it must not, or its losses are no distribution's"
+        raise RuntimeError(f"{reason}: {validity}")
 
 
 def plot(folder):

@@ -315,7 +315,8 @@ class SlowGPT:
             left[layer] = x
         x = x + 2 * sigmoid(x[:, :12] @ weights["ngram_gate"][layers])[:, None] * ngram
         if config.dense_layers:
-            states.append(self.value_embeddings(config.value_embedding_layers[0], inputs))
+            layers = config.value_embedding_layers[:1]
+            states += [self.value_embeddings(layer, inputs) for layer in layers]
             x = x + self.mixture(x, 1, states)
         cap, shift = config.logit_cap
         logits = cap * sigmoid((rms(x) @ weights["head"].T + shift) / 7.5)
@@ -355,6 +356,7 @@ NETWORKS = {
         "skips": (),
         "untie_at": 0.75,
     },
+    "no value embeddings": {**LAYERED, "value_embedding_layers": (), "dense_layers": (0,)},
     "fineweb's kinds": {
         **LAYERED,
         "num_layers": 5,
