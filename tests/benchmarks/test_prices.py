@@ -1,0 +1,98 @@
+"""Prices: their statistics against slow forms, and that each variant is one."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+import helpers
+import train_gpt
+from benchmarks import prices
+
+SMALL = {
+    "steps": 20,  # so that the last tenth of them are two
+    "tokenizer": "bytes",
+    "vocab_size": 257,
+    "eot_token": 256,
+    "micro_batch_tokens": 640,
+    "val_batch_tokens": 256,
+    "val_tokens": 1024,
+    "val_sha256": "",
+    "index_orders": (),
+}
+
+
+def figures(change, seed, loss, configuration="english"):
+    own = {"configuration": configuration, "change": change, "seed": seed}
+    return {**own, "loss": loss, "core_seconds": 1.0}
+
+
+def test_gains_are_paired_and_have_the_sign_of_the_feature():
+    runs = [figures("control", 1, 3.0), figures("control", 2, 3.1), figures("control", 3, 9.0)]
+    runs += [figures("Muon", 1, 3.2), figures("Muon", 2, 3.4)]  # the track has it: it is left out
+    runs += [figures("KL-SOAP", 2, 3.0)]  # the track lacks it: it is put in
+    gains = prices.gains_of(prices.losses_of(runs, "english"))
+    assert gains["Muon"] == pytest.approx([0.2, 0.3])
+    assert gains["KL-SOAP"] == pytest.approx([0.1])
+
+
+def test_a_gain_as_a_share_of_steps():
+    """A loss of a - k ln(steps): steps saved are those that reach the old loss sooner."""
+    fewer, more = prices.PLAN["steps"]
+    runs = [figures(str(steps), 1, 5 - 0.3 * np.log(steps)) for steps in (fewer, more)]
+    fall = prices.fall_of_loss(prices.losses_of(runs, "english"))
+    assert fall == pytest.approx(0.3)
+    gain = 0.3 * np.log(200 / 150)  # 200 steps without are worth 150 with
+    assert prices.shares(gain, fall) == pytest.approx(25.0)
+
+
+def test_the_area_against_all_pairs():
+    helpful = [0.3, 0.1, 0.2]
+    dropped = [0.2, -0.1]
+    pairs = itertools.product(helpful, dropped)
+    wins = [1.0 if good > bad else 0.5 if good == bad else 0.0 for good, bad in pairs]
+    assert prices.area(helpful, dropped) == pytest.approx(sum(wins) / 6)
+
+
+def test_the_verdict_on_prices_that_agree_and_on_ones_that_do_not():
+    priced = [name for name, feature in prices.FEATURES.items() if "saved" in feature]
+    rightly = {name: np.full(3, 0.01 * prices.FEATURES[name]["saved"]) for name in priced}
+    found = prices.verdict(rightly, 1.0, priced)
+    assert found["rank_correlation"] == pytest.approx(1)
+    assert found["signs"] == found["features"] == len(priced)
+    assert found["area"] == 1
+    wrongly = {name: -gain for name, gain in rightly.items()}
+    found = prices.verdict(wrongly, 1.0, priced)
+    assert found["rank_correlation"] == pytest.approx(-1)
+    assert found["low"] <= found["high"] < 0
+    assert found["signs"] == 0
+
+
+def test_a_plan_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
+    all_runs = prices.missing([])
+    assert len(set(all_runs)) == len(all_runs)
+    known = [figures(*run[1:], 3.0, run.configuration) for run in all_runs[:100]]
+    (tmp_path / "prices.json").write_text(json.dumps({"runs": known}))
+    assert prices.missing(known) == all_runs[100:]
+    prices.main(["--minutes", "0", "--results", str(tmp_path)])
+    assert json.loads((tmp_path / "prices.json").read_text())["runs"] == known
+    assert "rank_correlation:" in (tmp_path / "prices.md").read_text()
+
+
+@pytest.mark.slow
+def test_each_change_changes_the_loss(tmp_path, monkeypatch):
+    """And no two do the same, so that none is without effect. One document is long enough to cut."""
+    document = [token for token in helpers.byte_documents(30_000) if token != helpers.EOT]
+    for name in ("a_train_000000.bin", "a_val_000000.bin"):
+        helpers.write_shard(tmp_path / name, [helpers.EOT, *document])
+    helpers.with_manifest(tmp_path)
+    monkeypatch.setattr(train_gpt, "prefix_tokens", lambda config: np.arange(257) // 2)
+    losses = {}
+    for change in [prices.CONTROL, *prices.FEATURES]:
+        run = prices.Run("english", change, 1)
+        losses[change] = prices.measure(run, **SMALL, data=str(tmp_path))["loss"]
+    same = [
+        pair for pair in itertools.combinations(losses, 2) if losses[pair[0]] == losses[pair[1]]
+    ]
+    assert not same
