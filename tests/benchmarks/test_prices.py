@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pytest
 
-import helpers
 import train_gpt
 from benchmarks import prices
 
@@ -15,7 +14,7 @@ SMALL = {
     "tokenizer": "bytes",
     "vocab_size": 257,
     "eot_token": 256,
-    "micro_batch_tokens": 640,
+    "micro_batch_tokens": 128,
     "val_batch_tokens": 256,
     "val_tokens": 1024,
     "val_sha256": "",
@@ -72,7 +71,7 @@ def test_the_verdict_on_prices_that_agree_and_on_ones_that_do_not():
 def test_a_plan_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     all_runs = prices.missing([])
     assert len(set(all_runs)) == len(all_runs)
-    known = [figures(*run[1:], 3.0, run.configuration) for run in all_runs[:100]]
+    known = [figures(*run[1:], 3.0 + run.seed, run.configuration) for run in all_runs[:100]]
     (tmp_path / "prices.json").write_text(json.dumps({"runs": known}))
     assert prices.missing(known) == all_runs[100:]
     prices.main(["--minutes", "0", "--results", str(tmp_path)])
@@ -81,18 +80,18 @@ def test_a_plan_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_each_change_changes_the_loss(tmp_path, monkeypatch):
-    """And no two do the same, so that none is without effect. One document is long enough to cut."""
-    document = [token for token in helpers.byte_documents(30_000) if token != helpers.EOT]
-    for name in ("a_train_000000.bin", "a_val_000000.bin"):
-        helpers.write_shard(tmp_path / name, [helpers.EOT, *document])
-    helpers.with_manifest(tmp_path)
-    monkeypatch.setattr(train_gpt, "prefix_tokens", lambda config: np.arange(257) // 2)
+def test_each_variant_changes_the_loss(corpus):
+    """And no two do the same, so that none is without effect."""
+    variants = [name for name, feature in prices.FEATURES.items() if "variant" in feature]
     losses = {}
-    for change in [prices.CONTROL, *prices.FEATURES]:
+    for change in [prices.CONTROL, *variants]:
         run = prices.Run("english", change, 1)
-        losses[change] = prices.measure(run, **SMALL, data=str(tmp_path))["loss"]
-    same = [
-        pair for pair in itertools.combinations(losses, 2) if losses[pair[0]] == losses[pair[1]]
-    ]
-    assert not same
+        losses[change] = prices.measure(run, **SMALL, data=str(corpus))["loss"]
+    assert len(set(losses.values())) == len(losses) == 1 + len(prices.VARIANTS)
+
+
+def test_each_value_is_one_that_the_track_has_not():
+    for name in prices.FEATURES:
+        values, _ = prices.changes_of(prices.Run("english", name, 1))
+        config = train_gpt.with_values(train_gpt.TRACKS["english"], values)
+        assert not values or train_gpt.overrides_of(config)
