@@ -243,6 +243,7 @@ class Config:
     # --- schedule
     steps: int = knob(1285, "optimizer steps, the length of every schedule", OFTEN)
     micro_batch_tokens: int = knob(16384, "tokens of a micro-batch", PASS)
+    micro_batches_a_pass: int = knob(3, "micro-batches that one forward pass reads, at most", COUNT)
     stages: tuple = knob(
         # start, micro-batches, document cap, windows (short, long), rate, loss weights of the next
         # tokens and of a prefix, softmax
@@ -388,6 +389,7 @@ TRACKS = {
         eot_token=1023,
         steps=225,
         micro_batch_tokens=1024,
+        micro_batches_a_pass=1,
         stages=(Stage(0.0, 2, 512, (64, 256)),),
         cooldown=(0.4, 1.0),
         final_lr=0.1,
@@ -498,6 +500,13 @@ def loss_weights_at(config, step):
 def micro_batches_at(config, step):
     """How many micro-batches all ranks together train on at a step."""
     return stage_at(config, step).micro_batches
+
+
+def micro_batches_of_pass(config, step, runtime):
+    """How many micro-batches each pass of a rank reads at a step: as many as it may, but the same
+    number in all of the step, since each number is compiled anew."""
+    own = len(range(runtime.rank, micro_batches_at(config, step), runtime.world_size))
+    return max(count for count in range(1, config.micro_batches_a_pass + 1) if own % count == 0)
 
 
 def training_tokens(config):
@@ -822,7 +831,8 @@ def contiguous_passage(text, low, length):
 
 
 class MicroBatch(NamedTuple):
-    """The T tokens that one forward pass reads, on the model's device."""
+    """The T tokens that one forward pass reads, on the model's device: in training those of a
+    micro-batch, or of several, end to end."""
 
     inputs: Tensor  # (T,) int32 token ids
     targets: Tensor  # (T,) int64 next token ids
@@ -833,12 +843,12 @@ class MicroBatch(NamedTuple):
 class Batch(NamedTuple):
     """One rank's part of a step."""
 
-    stack: MicroBatch  # M micro-batches, stacked along a first axis of each tensor
+    stack: MicroBatch  # of the rank's passes, along a first axis of each tensor
     rows: Any  # RowPlan of the rows of the table that they read
     tokens: int  # of the step, on all ranks
     state: dict  # of the loader behind this step
 
-    def micro_batches(self):
+    def passes(self):
         return map(MicroBatch, *(tensor.unbind() for tensor in self.stack))
 
 
@@ -850,8 +860,9 @@ def to_device(array, device):
     return tensor
 
 
-def stack_passages(passages, length, device):
-    """The MicroBatch of passages of `length` tokens, stacked along a first axis of each tensor."""
+def stack_passages(passages, length, device, joined=1):
+    """The MicroBatch of passages of `length` tokens, so many joined in one pass; passes are stacked
+    along a first axis of each tensor."""
     most = max((len(passage.spans) for passage in passages), default=0)
     room = max(SEGMENT_ROOM, 1 << most.bit_length())
     shape = len(passages), length
@@ -864,10 +875,14 @@ def stack_passages(passages, length, device):
         starts = np.cumsum(lengths) - lengths
         inputs[number] = passage.tokens()
         targets[number] = passage.tokens(shift=1)
-        segment_start[number] = np.repeat(starts, lengths)
+        begin = number % joined * length
+        segment_start[number] = begin + np.repeat(starts, lengths)
         bounds[number, : len(starts)] = starts
+        bounds[number] += begin  # where there are no more segments, empty ones end the passage
+    count = len(passages) // joined
     arrays = inputs, targets, segment_start, bounds
-    return MicroBatch(*(to_device(array, device) for array in arrays))
+    joint = [array.reshape(count, joined * array.shape[1]) for array in arrays]
+    return MicroBatch(*(to_device(array, device) for array in joint))
 
 
 def check_distinct_targets(passage, config, step, prefixes):
@@ -949,10 +964,11 @@ class TrainLoader:
         cap = stage_at(config, step).document_cap
         passages = [self.next_passage(cap) for _ in range(micro_batches_at(config, step))]
         own = passages[runtime.rank :: runtime.world_size]
+        joined = micro_batches_of_pass(config, step, runtime)
         for passage in own:
             check_distinct_targets(passage, config, step, self.prefixes)
         return Batch(
-            stack=stack_passages(own, config.micro_batch_tokens, runtime.device),
+            stack=stack_passages(own, config.micro_batch_tokens, runtime.device, joined),
             rows=self.plan_rows(own),
             tokens=len(passages) * config.micro_batch_tokens,
             state=dict(self.state),
@@ -1254,13 +1270,13 @@ def row_fingerprint(config):
 class RowPlan:
     """The rows that a rank reads in a step, and the routes of their values and gradients.
 
-    This rank's N pairs of token and column, at most M T C, read U distinct rows. All ranks read R
+    This rank's N pairs of token and column, at most T C, read U distinct rows. All ranks read R
     rows of this rank's range, V distinct ones. At world size 1 these are the same rows, and there
     is nothing to merge.
     """
 
-    slots: Tensor  # (M, T, C) int32: where a token's rows stand among the values that travel here
-    signs: Tensor  # (M, T, C) float32 of +-1, or 0 for no row
+    slots: Tensor  # (T, C) int32: where a token's rows stand among the values that travel here
+    signs: Tensor  # (T, C) float32 of +-1, or 0 for no row
     token: Tensor  # (N,) int32: tokens that read the first of the U rows, then the second, ...
     offsets: Tensor  # (U,) int32: where in `token` those of each row begin
     token_signs: Tensor  # (N,) float32: the signs, in the order of `token`
@@ -1292,12 +1308,12 @@ def sum_groups(values, positions, offsets, signs=None):
     return F.embedding_bag(positions, values.float(), offsets, mode="sum", per_sample_weights=signs)
 
 
-def plan_rows(rows, signs, micro_batches, config, runtime, group, name):
+def plan_rows(rows, signs, config, runtime, group, name):
     """Build the RowPlan of a step, together with all ranks.
 
-    rows, signs: (M T, C) of this rank's tokens in so many micro-batches. group: the process group
-    of the calling thread. name: for the ledger. Counts and indices travel here, ahead of the
-    values, whose sizes both sides then know. A pair without a guess takes part in nothing.
+    rows, signs: (T, C) of this rank's tokens, of all its passes. group: the process group of the
+    calling thread. name: for the ledger. Counts and indices travel here, ahead of the values, whose
+    sizes both sides then know. A pair without a guess takes part in nothing.
     """
     columns = rows.shape[1]
     world_size = runtime.world_size
@@ -1330,10 +1346,9 @@ def plan_rows(rows, signs, micro_batches, config, runtime, group, name):
         counts = np.diff(np.append(offsets, len(order)))
         slots[order] = np.repeat(np.arange(len(distinct), dtype=np.int32), counts)
     there = functools.partial(to_device, device=runtime.device)
-    shape = micro_batches, len(rows) // max(1, micro_batches), columns
     return RowPlan(
-        slots=there(slots.reshape(shape)),
-        signs=there(signs.reshape(shape)),
+        slots=there(slots.reshape(rows.shape)),
+        signs=there(signs),
         token=there((order // max(1, columns)).astype(np.int32)),
         offsets=there(offsets),
         token_signs=there(signs.ravel()[order]),
@@ -1414,7 +1429,7 @@ class NgramTable(Group):
         self.low, self.high = runtime.owned_range(self.rows)
         self.second = torch.zeros(self.high - self.low, device=runtime.device)
         self.weight = self.second.new_zeros(len(self.second), config.model_dim)
-        self.grads = []  # of the step's micro-batches, (T, model_dim) each
+        self.grads = []  # of the step's passes, (T, model_dim) each
         self.plan = None  # of the step at hand, or of the next one once its rows are on their way
         self.pulled = None  # (values, work) of its rows
 
@@ -1423,7 +1438,7 @@ class NgramTable(Group):
         none = rows_and_signs(np.empty((0, self.config.columns), np.uint64), 0, 1)
         found = [none, *map(self.finder.find, passages)]
         rows, signs = map(np.concatenate, zip(*found, strict=True))
-        return plan_rows(rows, signs, len(passages), self.config, self.runtime, group, name)
+        return plan_rows(rows, signs, self.config, self.runtime, group, name)
 
     def fetch(self, plan, name):
         """Start to bring the rows of a plan here: (values (n, model_dim) float32, work)."""
@@ -1454,7 +1469,7 @@ class NgramTable(Group):
         return summed.to(self.config.torch_dtype).requires_grad_(not self.is_frozen)
 
     def accumulate(self, grad):
-        """Keep the gradient (T, model_dim) of the next micro-batch's summed loss."""
+        """Keep the gradient (T, model_dim) of the next pass' summed loss."""
         self.grads.append(grad)
 
     def reduce(self, step):
@@ -2068,8 +2083,15 @@ class GPT(nn.Module):
         """(training loss, summed over tokens; losses (T,) of the next token; hidden states)."""
         hidden = self.hidden(micro_batch, ngram, phase, rotary, masks)
         numbers = loss_weights, prefixes, self.config.logit_cap
-        loss, losses = summed_loss(hidden, self.head, micro_batch, phase, *numbers)
-        return loss, losses, hidden.detach()
+        # A softmax over a sample is of one micro-batch, however many the pass has.
+        length = self.config.micro_batch_tokens if phase.softmax_rows else len(hidden)
+        parts = [tensor.split(length) for tensor in (hidden, *micro_batch[:3])]
+        found = [
+            summed_loss(states, self.head, MicroBatch(*read, None), phase, *numbers)
+            for states, *read in zip(*parts, strict=True)
+        ]
+        losses = [losses for _, losses in found]
+        return sum(loss for loss, _ in found), torch.cat(losses), hidden.detach()
 
 
 # 7. Update rules =================================================================================
@@ -2726,7 +2748,7 @@ class Trainer:
         return self.forward(micro_batch, ngram, phase, weights, self.prefixes, rotary, masks)
 
     def accumulate(self, step, batch):
-        """Add up the gradients of this rank's micro-batches. Returns their summed losses, 0-dim."""
+        """Add up the gradients of this rank's passes. Returns their summed losses, 0-dim."""
         if step and step == untie_step(self.config):
             self.optimizer.untie()
         values = self.table.values_of(batch.rows)
@@ -2736,9 +2758,10 @@ class Trainer:
             name: param for name, param in self.model.named_parameters() if param.requires_grad
         }
         loss_sum = torch.zeros((), device=self.runtime.device)
-        for number, micro_batch in enumerate(batch.micro_batches()):
-            slots = batch.rows.slots[number]
-            ngram = self.table.lookup(slots, batch.rows.signs[number], values)
+        length = batch.stack.inputs.size(1)
+        read = zip(batch.rows.slots.split(length), batch.rows.signs.split(length), strict=True)
+        for micro_batch, (slots, signs) in zip(batch.passes(), read, strict=False):
+            ngram = self.table.lookup(slots, signs, values)
             loss, losses, _ = self.forward_pass(step, phase, loss_weights, micro_batch, ngram)
             leaves = list(params.values())
             if ngram is not None and ngram.requires_grad:
@@ -2771,7 +2794,7 @@ class Trainer:
         wait(work)
         stack = stack_passages([passage], length, self.runtime.device)
         micro_batch = MicroBatch(*(tensor[0] for tensor in stack))
-        return micro_batch, self.table.lookup(plan.slots[0], plan.signs[0], values)
+        return micro_batch, self.table.lookup(plan.slots, plan.signs, values)
 
     @torch.no_grad()
     def score(self, step, text, low, length=None):
@@ -2827,24 +2850,27 @@ def warm_up(trainer):
     tokens = np.random.default_rng(0).integers(0, config.eot_token, length + 1).astype(np.uint16)
     tokens[0] = config.eot_token
     text = Text(tokens, config.eot_token)
-    passages = [contiguous_passage(text, 0, config.micro_batch_tokens)]
-    batch = Batch(
-        stack=stack_passages(passages, config.micro_batch_tokens, trainer.runtime.device),
-        rows=table.plan_step(passages),
-        tokens=config.micro_batch_tokens,
-        state={},
-    )
-    table.start_pull(batch.rows)
+    passage = contiguous_passage(text, 0, config.micro_batch_tokens)
+
+    def batch_of(count):
+        """A pass of one passage, so many times: whatever their number, these read the same rows."""
+        length = config.micro_batch_tokens
+        stack = stack_passages([passage] * count, length, trainer.runtime.device, count)
+        return Batch(stack, table.plan_step([passage] * count), count * length, state={})
+
+    table.start_pull(batch_of(1).rows)
     put_back = [group.snapshot() for group in trainer.optimizer.groups]
     first_step = {}
     for step in range(config.steps):
         compiled_for = training_phase(config, step), long_windows_until(config, step)
-        first_step.setdefault(compiled_for, step)
+        # By the number of all ranks, since they take the same steps here.
+        first_step.setdefault((compiled_for, micro_batches_at(config, step)), step)
     # At Adam's first step and the run's last, all groups step, on sums of as many steps as ever.
     first_update = min(config.adam_every, config.steps) - 1
     # Where code is compiled, the second call is the first without compilation.
     calls = 2 if trainer.compile_name == "inductor" else 1
     for step in sorted({*first_step.values(), first_update, config.steps - 1}):
+        batch = batch_of(micro_batches_of_pass(config, step, trainer.runtime))
         for _ in range(calls):
             stop_if_interrupted()
             trainer.step(step, batch)
@@ -3880,7 +3906,7 @@ ENDINGS = (  # what can end a run, the exit status, and what the status line say
     (KeyboardInterrupt, 130, "interrupted"),
     (ConfigError, 2, "error {said}"),
     (FloatingPointError, 1, "nan {said}; start another run with a lower learning rate"),
-    (MemoryError, 1, "oom {said}; lower --micro-batch-tokens or --ngram-rows"),
+    (MemoryError, 1, "oom {said}; lower micro_batches_a_pass, micro_batch_tokens or ngram_rows"),
     (BlockingIOError, 2, "error another process writes this run: wait for it, or stop it"),
     (OSError, 1, "error {said}; check the path, and that the disk is not full"),
 )

@@ -259,7 +259,7 @@ def test_an_epoch_covers_each_shard_exactly_once():
     # Pieces of the second cap, which the first one splits further.
     caps = {0.0: {"document_cap": 50}, 0.3: {"document_cap": 300}}
     config = loader_config(caps, steps=sum(counts), micro_batches=1)
-    stream = (batch for each in load_all(config, shards) for batch in each.micro_batches())
+    stream = (batch for each in load_all(config, shards) for batch in each.passes())
     for shard, count, first in zip(shards, counts, firsts, strict=True):
         micro_batches = list(itertools.islice(stream, count))
         seen = np.concatenate([positions(micro_batch, first) for micro_batch in micro_batches])
@@ -278,7 +278,7 @@ def test_the_order_depends_on_the_seed_and_the_epoch_alone():
 
     def seen(seed):
         batches = load_all(loader_config(steps=22, micro_batches=1, epochs=2, seed=seed), shards)
-        return np.concatenate([positions(*batch.micro_batches()) for batch in batches])
+        return np.concatenate([positions(*batch.passes()) for batch in batches])
 
     assert np.array_equal(seen(1), seen(1)) and not np.array_equal(seen(1), seen(2))
     first, second = np.split(seen(1), 2)
@@ -304,7 +304,7 @@ def test_segments_respect_the_cap_in_force_and_never_join_documents():
     longest = []
     for step, batch in enumerate(load_all(config, [countable(12_000, longest=600)])):
         lengths = []
-        for micro_batch in batch.micro_batches():
+        for micro_batch in batch.passes():
             where = positions(micro_batch)
             for low, high in segments(micro_batch):
                 lengths.append(high - low)
