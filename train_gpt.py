@@ -1554,7 +1554,8 @@ def rotary_tables(length, head_dim, scale, long_windows, device, dtype):
     (Peng et al. 2023) slows the pairs that turn less than once in the old one by old/new, leaves
     those that turn over 32 times, and sharpens the scale by 0.2 ln(new/old) + 1. In float64, for
     positions of a long batch to be exact. long_windows: those so far. Returns (cos, sin, scale),
-    where the tables are (length, 1, head_dim // 2).
+    where the tables are (length, 1, head_dim): of the first channels of all pairs, then of the
+    second ones, whose sines have the other sign.
     """
     pairs = head_dim // 2
     turning = (1 / 1024) ** torch.linspace(0, 1, pairs // 2, dtype=torch.float64)
@@ -1565,13 +1566,16 @@ def rotary_tables(length, head_dim, scale, long_windows, device, dtype):
         speed = speed * (old / new + kept * (1 - old / new))
         scale = scale * (0.2 * math.log(new / old) + 1)
     angle = torch.arange(length, dtype=torch.float64)[:, None, None] * speed
-    return angle.cos().to(device, dtype), angle.sin().to(device, dtype), scale
+    cos = torch.cat([angle.cos(), angle.cos()], dim=-1)
+    sin = torch.cat([angle.sin(), -angle.sin()], dim=-1)
+    return cos.to(device, dtype), sin.to(device, dtype), scale
 
 
 def rotate(x, cos, sin):
-    """Rotate the channel pairs of x (T, heads, head_dim) by the angles of their positions."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
+    """Rotate the channel pairs of x (T, heads, head_dim) by the angles of their positions, by the
+    tables of these."""
+    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    return x * cos + swapped * sin
 
 
 def shifted(k, is_first):
@@ -1712,7 +1716,7 @@ def gate(x, weight):
 
     weight: (n, GATE_DIM).
     """
-    return 2 * torch.sigmoid(F.linear(x[:, :GATE_DIM].float(), weight.float())).to(x.dtype)
+    return 2 * torch.sigmoid(F.linear(x[:, :GATE_DIM], weight))
 
 
 # 5. Loss =========================================================================================
@@ -1977,8 +1981,9 @@ class GPT(nn.Module):
         query_key, (value, output) = weights
         value_embedding, mixture = values
         x_normed = norm(x)
-        qkv = F.linear(x_normed, torch.cat([query_key, value])).view(len(x), 3, -1, config.head_dim)
-        v = qkv[:, 2]
+        heads = config.model_dim // config.head_dim
+        qkv = F.linear(x_normed, torch.cat([query_key, value])).view(len(x), -1, config.head_dim)
+        qk, v = qkv.split([2 * heads, heads], dim=1)
         if value_embedding is not None:
             number = config.value_embedding_layers.index(layer)
             half = GATE_DIM // 2
@@ -1987,7 +1992,7 @@ class GPT(nn.Module):
             v = v + share * value_embedding.view_as(v)
         if mixture is not None:
             v = v + mixture.view_as(v)
-        qk = norm(qkv[:, :2].flatten(1, 2))  # of all heads, queries before keys
+        qk = norm(qk)  # of all heads, queries before keys
         if layer in config.shifted_layers:
             q, k = qk.chunk(2, dim=1)
             qk = torch.cat([q, shifted(k, is_first)], dim=1)
