@@ -61,8 +61,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# torch reads this once, at its import: large tensors on the CPU go into huge pages.
+# torch reads these once: large tensors on the CPU go into huge pages, and on a GPU buffers of ever
+# new sizes, as the rows of a step are, grow in place.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import numpy as np
 import torch
@@ -603,9 +605,9 @@ def long_windows_until(config, step):
 SHARD_KIND = [20240520, 1]  # magic number and version, before the count of tokens
 HEADER_INTS = 256
 PREFETCH = 4  # steps that the loader's thread works ahead
-# Segments that a micro-batch has room for: FlashAttention starts blocks for each. FineWeb has at
-# most 56 in 16,384 tokens (modded-nanogpt, record of 2026-03-22). For more of them it is the next
-# power of two, at one compilation more.
+# Segments that a passage has room for, or one for 256 tokens: FlashAttention starts blocks for
+# each. FineWeb has at most 56 in 16,384 tokens (modded-nanogpt, record of 2026-03-22). For more of
+# them it is the next power of two, at one compilation more.
 SEGMENT_ROOM = 64
 
 
@@ -864,7 +866,7 @@ def stack_passages(passages, length, device, joined=1):
     """The MicroBatch of passages of `length` tokens, so many joined in one pass; passes are stacked
     along a first axis of each tensor."""
     most = max((len(passage.spans) for passage in passages), default=0)
-    room = max(SEGMENT_ROOM, 1 << most.bit_length())
+    room = max(SEGMENT_ROOM, length // 256, 1 << most.bit_length())
     shape = len(passages), length
     inputs = np.empty(shape, np.int32)
     targets = np.empty(shape, np.int64)
@@ -916,35 +918,41 @@ class TrainLoader:
         self.state = dict(state or self.START)
         self.prefixes = prefix_tokens(config)
         self.step = first_step  # the next one to assemble
-        self.open_shard()
+        self.text, self.pieces = self.open_shard(self.state["shard"])
+        self.upcoming = None  # what comes of the next shard
+        self.opener = ThreadPoolExecutor(1)
         self.ahead = deque()
         self.thread = ThreadPoolExecutor(1, initializer=runtime.use_device)
 
-    def open_shard(self):
-        """Cut the current shard's documents into pieces, and shuffle these."""
-        opened = self.state["shard"]
+    def open_shard(self, opened):
+        """(Text, its pieces in a random order) of the shard behind so many opened ones."""
         cap = max(stage.document_cap for stage in self.config.stages)
         tokens = self.shards[opened % len(self.shards)]
         if isinstance(tokens, np.memmap):  # to read one that was cut short would end the process
             tokens = np.fromfile(tokens.filename, "<u2", len(tokens), offset=4 * HEADER_INTS)
-        self.text = Text(tokens, self.config.eot_token)
-        edges = [*self.text.starts.tolist(), len(tokens) - 1]  # the last token is only a target
+        text = Text(tokens, self.config.eot_token)
+        edges = [*text.starts.tolist(), len(tokens) - 1]  # the last token is only a target
         pieces = [
             (low, min(low + cap, end))
             for start, end in itertools.pairwise(edges)
             for low in range(start, end, cap)
         ]
         rng = np.random.default_rng([self.config.seed, opened])
-        self.pieces = [pieces[number] for number in rng.permutation(len(pieces))]
+        return text, [pieces[number] for number in rng.permutation(len(pieces))]
 
     def next_passage(self, cap):
         """The Passage of the next micro-batch, with segments of at most `cap` tokens."""
         spans = []
         missing = self.config.micro_batch_tokens
         while missing:
+            following = self.state["shard"] + 1
+            # Ahead by half a shard, so that no run opens one that it will not read.
+            if self.upcoming is None and 2 * self.state["piece"] >= len(self.pieces):
+                self.upcoming = self.opener.submit(self.open_shard, following)
             if self.state["piece"] == len(self.pieces):
-                self.state = {**self.START, "shard": self.state["shard"] + 1}
-                self.open_shard()
+                self.state = {**self.START, "shard": following}
+                self.text, self.pieces = self.upcoming.result()
+                self.upcoming = None
                 return self.next_passage(cap)
             low, high = self.pieces[self.state["piece"]]
             low += self.state["offset"]
@@ -984,6 +992,7 @@ class TrainLoader:
     def close(self):
         """End the thread: one inside torch would abort a process that ends."""
         self.thread.shutdown(cancel_futures=True)
+        self.opener.shutdown()
 
 
 # 3. Table ========================================================================================
@@ -1432,6 +1441,7 @@ class NgramTable(Group):
         self.grads = []  # of the step's passes, (T, model_dim) each
         self.plan = None  # of the step at hand, or of the next one once its rows are on their way
         self.pulled = None  # (values, work) of its rows
+        self.upcoming = None  # the plan whose rows are pulled once this step has updated them
 
     def plan_step(self, passages, group=None, name="ngram_indices"):
         """The RowPlan of a rank's passages, one a micro-batch; all ranks must call it together."""
@@ -1493,6 +1503,8 @@ class NgramTable(Group):
         # steps of one size (records/NOTES.md, 2026-11-25).
         floor = self.config.ngram_floor * (64 / self.config.model_dim) ** 0.75
         adagrad_rows_update(self.weight, self.second, self.plan.owned, sums, lr, floor)
+        if self.upcoming is not None:
+            self.start_pull(self.upcoming)  # while the matrices are updated
 
     def receive(self, pending):
         """Nothing to take over: the rows that others have updated are pulled when they are read."""
@@ -2787,9 +2799,8 @@ class Trainer:
         upcoming: the next step's Batch, whose rows are pulled as soon as this one has updated them.
         """
         loss_sum = self.accumulate(step, batch)
+        self.table.upcoming = None if upcoming is None else upcoming.rows
         self.optimizer.step(step, lr_multiplier(self.config, step))
-        if upcoming is not None:
-            self.table.start_pull(upcoming.rows)
         return loss_sum
 
     def read(self, passage, length):
@@ -2834,12 +2845,26 @@ class Trainer:
         return total
 
 
+DIGEST_CHUNK = 2**18  # words of which a digest takes one sum
+
+
 def state_digest(trainer):
-    """sha256 over all tensors that a step changes on this rank: equal digests, equal bits."""
-    digest = hashlib.sha256(torch.get_rng_state().numpy())
+    """A hash of all tensors that a step changes on this rank: equal digests, equal bits.
+
+    Sums of words, each times a random odd number of its place, are worked out on the device, where
+    gigabytes need not travel; whatever changes one word changes its sum.
+    """
+    generator = torch.Generator().manual_seed(0)
+    odd = 2 * torch.randint(2**62, (DIGEST_CHUNK,), generator=generator) + 1
+    odd = odd.to(trainer.runtime.device)
+    sums = []
     for group in trainer.optimizer.groups:
         for tensor in group.tensors().values():
-            digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy())
+            words = tensor.contiguous().view(-1)
+            words = words.view(torch.int32 if words.element_size() == 4 else torch.int16)
+            sums += [(chunk * odd[: len(chunk)]).sum() for chunk in words.split(DIGEST_CHUNK)]
+    digest = hashlib.sha256(torch.get_rng_state().numpy())
+    digest.update(torch.stack(sums).cpu().numpy())
     return digest.hexdigest()
 
 
@@ -2865,22 +2890,30 @@ def warm_up(trainer):
 
     table.start_pull(batch_of(1).rows)
     put_back = [group.snapshot() for group in trainer.optimizer.groups]
+    last = config.steps
     first_step = {}
-    for step in range(config.steps):
-        compiled_for = training_phase(config, step), long_windows_until(config, step)
+    for step in range(last):
         # By the number of all ranks, since they take the same steps here.
-        first_step.setdefault((compiled_for, micro_batches_at(config, step)), step)
+        number = micro_batches_at(config, step)
+        compiled_for = training_phase(config, step), long_windows_until(config, step), number
+        first_step.setdefault(compiled_for, step)
+    first_validation = {}
+    for step in [*range(config.val_every or last, last, config.val_every or 1), last]:
+        phase = evaluation_phase(config, step, config.val_batch_tokens)
+        first_validation.setdefault((phase, long_windows_until(config, step)), step)
     # At Adam's first step and the run's last, all groups step, on sums of as many steps as ever.
     first_update = min(config.adam_every, config.steps) - 1
     # Where code is compiled, the second call is the first without compilation.
     calls = 2 if trainer.compile_name == "inductor" else 1
-    for step in sorted({*first_step.values(), first_update, config.steps - 1}):
+    for step in sorted({*first_step.values(), first_update, last - 1}):
         batch = batch_of(micro_batches_of_pass(config, step, trainer.runtime))
         for _ in range(calls):
             stop_if_interrupted()
             trainer.step(step, batch)
+    for step in first_validation.values():
+        for _ in range(calls):
+            stop_if_interrupted()
             trainer.score(step, text, 0)
-    trainer.score(config.steps, text, 0)
     for put_group_back in put_back:
         put_group_back()
     torch.set_rng_state(rng_state)
@@ -3376,11 +3409,16 @@ def matmul_rate(device, dtype, size):
 
 def mfu_percent(trainer, tokens_per_s):
     """The share of a large matrix product's rate that training has come to: 6 operations a token
-    and weight of matrices and head; attention's scores are not counted."""
+    and weight of matrices and of those rows of the head that its softmax takes; attention's scores
+    are not counted."""
     runtime = trainer.runtime
-    weights = trainer.optimizer.matrices.size() + trainer.model.head.numel()
+    config = trainer.config
+    stages = [stage_at(config, step) for step in range(config.steps)]
+    rows = [stage.softmax_rows or config.vocab_size for stage in stages]
+    mean_rows = np.average(rows, weights=[stage.micro_batches for stage in stages])
+    weights = trainer.optimizer.matrices.size() + mean_rows * config.model_dim
     size = 8192 if runtime.device.type == "cuda" else 1024
-    rate = matmul_rate(runtime.device, trainer.config.torch_dtype, size)
+    rate = matmul_rate(runtime.device, config.torch_dtype, size)
     return 100 * 6 * weights * tokens_per_s / (runtime.world_size * rate)
 
 
@@ -3946,11 +3984,11 @@ def train(run):
     table = trainer.table
     warm_up(trainer)
     first_step = run.step
-    clock.start()
-    run.index_digest = table.read_index(run.corpus.indexed, run.index_digest)
     plan = functools.partial(table.plan_step, group=run.runtime.loader_group)
     loader = TrainLoader(config, run.corpus.shards, run.runtime, plan, first_step, run.loader_state)
+    clock.start()
     with contextlib.closing(loader):
+        run.index_digest = table.read_index(run.corpus.indexed, run.index_digest)
         batch = loader.next_batch()
         for step in range(first_step, config.steps):
             run.end_if_asked()
@@ -3994,6 +4032,7 @@ def main(argv=None, extend=None):
     log = Log(is_main=True)
     runtime = None
     listen_for_signals()
+    sys.setswitchinterval(1e-4)  # seconds for which the loader may hold up what launches kernels
     try:
         log.is_main = launcher_number("RANK", 0) == 0
         tasks = os.environ.get("SLURM_NTASKS", "1")

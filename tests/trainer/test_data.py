@@ -330,6 +330,21 @@ def test_a_stream_goes_on_from_the_state_of_any_step():
             assert one.state == other.state
 
 
+@pytest.mark.parametrize("steps, opened", [(4, [0]), (8, [0, 1]), (12, [0, 1])])
+def test_the_next_shard_is_opened_once_half_of_one_is_read(steps, opened, monkeypatch):
+    """Of ten micro-batches each."""
+    seen, honest = [], TrainLoader.open_shard
+
+    def recorded(loader, number):
+        seen.append(number)
+        return honest(loader, number)
+
+    monkeypatch.setattr(TrainLoader, "open_shard", recorded)
+    shards = [countable(2600), countable(2600, first=10_000)]
+    load_all(loader_config(steps=steps, micro_batches=1), shards)
+    assert seen == opened
+
+
 def test_a_softmax_without_a_row_for_the_rest_of_the_vocabulary_is_refused():
     """Of one micro-batch, which has 200 different targets."""
     tokens = np.array([EOT, *(np.arange(256) % 200)], dtype=np.uint16)

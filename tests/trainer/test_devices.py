@@ -1,6 +1,7 @@
 """What a run asks of its GPUs, on probes of torch's that tell of machines that are not here."""
 
 import dataclasses
+import os
 import re
 from pathlib import Path
 
@@ -159,6 +160,17 @@ def test_flash_attention_is_told_the_segments_and_the_cap(count, monkeypatch):
     assert bounds.tolist() == [count * low for low in lows + [length] * (64 - len(lows))]
     assert longest == also == 896 * count >= bounds.diff().max()
     assert options == {"scale": 0.1, "window_size": (127, 0)}
+
+
+def test_a_pass_of_evaluation_has_room_for_its_documents():
+    """A pass of 65,536 tokens has 138 at most, and an empty one takes the same code."""
+    text = train_gpt.Text(np.zeros(2**16 + 1, np.uint16), 1)
+    passage = train_gpt.contiguous_passage(text, 0, 2**16)
+    assert train_gpt.stack_passages([passage], 2**16, CPU).segment_bounds.shape == (1, 256)
+
+
+def test_the_gpus_memory_grows_in_place():
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 # ----- the compiler
