@@ -2,10 +2,9 @@
 
     python benchmarks/widths.py [--widths 64,128,256,512] [--steps 30]
 
-It trains the track `english` at several widths. A row that is new makes a first step of its rate
-times g / sqrt(g^2 + floor^2) for a gradient of RMS g: the table has the mean of the last two thirds
-of the steps, with floors that fall by several powers of the width, and are the track's at 64
-channels. The trainer's power is 0.75. Results: benchmarks/results/widths.{json,md}.
+Of the track `english`. A new row's first step is its rate times g / sqrt(g^2 + floor^2) for a
+gradient of RMS g: means of the last two thirds of the steps, with floors that fall by several
+powers of the width; the trainer's is 0.75. Results: benchmarks/results/widths.{json,md}.
 """
 
 import dataclasses
@@ -38,11 +37,6 @@ def gradient_sizes(config, steps):
     return sizes[len(sizes) // 3 :]
 
 
-def first_step(sizes, floor):
-    """The mean first step over the rate."""
-    return statistics.mean(size / (size**2 + floor**2) ** 0.5 for size in sizes)
-
-
 def main(argv=None):
     arguments = common.parser(__doc__, widths="64,128,256,512", steps=30).parse_args(argv)
     track = dataclasses.replace(train_gpt.TRACKS["english"], seed=1, device="cpu")
@@ -50,8 +44,11 @@ def main(argv=None):
     for width in map(int, arguments.widths.split(",")):
         config = dataclasses.replace(track, model_dim=width, mlp_dim=width)
         sizes = gradient_sizes(config, arguments.steps)
-        floors = [track.ngram_floor * (64 / width) ** power for power in POWERS]
-        cases[width] = [statistics.mean(sizes), *(first_step(sizes, one) for one in floors)]
+        cases[width] = [statistics.mean(sizes)]
+        for power in POWERS:
+            floor = track.ngram_floor * (64 / width) ** power
+            first_steps = [size / (size**2 + floor**2) ** 0.5 for size in sizes]
+            cases[width].append(statistics.mean(first_steps))
     header = ["channels", "gradient's RMS a token", "first step over the rate, one floor"]
     header += [f"floor by the power {power} of the width" for power in POWERS[1:]]
     rows = [[width, *(f"{value:.3f}" for value in values)] for width, values in cases.items()]
