@@ -1709,13 +1709,26 @@ def choose_attention(config, device):
     if config.attention == "sdpa" or not is_able:
         return BlockedAttention(), "sdpa"
     newer = {9: "FA3", 10: "FA4"}.get(capability[0], "newer one for this device")
-    try:  # where its package is installed, else the FlashAttention 2 that torch holds
-        from torch.nn.attention import activate_flash_attention_impl
+    from torch.nn import attention
 
-        activate_flash_attention_impl(newer)
+    is_active = False
+    try:  # where its package is installed, else the FlashAttention 2 that torch holds
+        attention.activate_flash_attention_impl(newer)
+        is_active = True
+        try_varlen(config.head_dim, device)
         return VarlenAttention(), f"varlen-{newer}"
     except Exception as error:  # whatever an absent or unfit package raises
+        if is_active:
+            attention.restore_flash_attention_impl()
         return VarlenAttention(), f"varlen-FA2 (no {newer}: {type(error).__name__})"
+
+
+def try_varlen(head_dim, device):
+    """Attend once, forward and backward: a package that does not suit torch may fail only there."""
+    x = torch.ones(64, 1, head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
+    bounds = torch.tensor([0, len(x)], dtype=torch.int32, device=device)
+    y = VarlenAttention().attend(x, x, x, {1: (bounds, len(x))}, Window(16, 1), 1.0)
+    torch.autograd.grad(y.sum(), x)[0].sum().item()  # which waits for the device
 
 
 def mlp(x, up, down):

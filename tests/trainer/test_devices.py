@@ -45,7 +45,13 @@ def gpus(monkeypatch):
                 raise ModuleNotFoundError(f"no package {name}")
             activated.append(name)
 
+        def attend(head_dim, device):
+            if "of another torch" in packages:
+                raise TypeError("another signature")
+
         monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activate)
+        monkeypatch.setattr("torch.nn.attention.restore_flash_attention_impl", activated.clear)
+        monkeypatch.setattr(train_gpt, "try_varlen", attend)
         return activated
 
     return see
@@ -108,6 +114,7 @@ FLASH = [
     ((8, 0), ("FA3", "FA4"), "FA2 (no newer one for this device: ModuleNotFoundError)"),
     ((9, 0), (), "FA2 (no FA3: ModuleNotFoundError)"),
     ((9, 0), ("FA3",), "FA3"),
+    ((9, 0), ("FA3", "of another torch"), "FA2 (no FA3: TypeError)"),
     ((10, 0), ("FA3",), "FA2 (no FA4: ModuleNotFoundError)"),
 ]
 
@@ -134,6 +141,18 @@ def test_flash_attention_is_for_bfloat16_on_cuda(gpus):
     words = "^attention=varlen: .*has cuda .*, float32 .*use --attention sdpa"
     with pytest.raises(ConfigError, match=words):
         choose_attention(tiny_config(dtype="float32", attention="varlen"), CUDA)
+
+
+def test_a_trial_of_attention_goes_there_and_back(monkeypatch):
+    seen = []
+
+    def attend(q, k, v, bounds, same, longest, also, **options):
+        seen.append((q.shape, bounds.tolist(), longest))
+        return q * k * v
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend)
+    train_gpt.try_varlen(32, CPU)
+    assert seen == [((64, 1, 32), [0, 64], 64)]
 
 
 @pytest.mark.parametrize("count", [1, 2])
