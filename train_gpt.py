@@ -3891,7 +3891,8 @@ def write_header(run):
         f"compile={trainer.compile_name}"
     )
     words = " ".join(f"{group.name}={group.size():,}" for group in trainer.optimizer.groups)
-    log.line(f"size: {words}")
+    indexed = sum(map(len, run.corpus.indexed))  # which training's tokens do not count
+    log.line(f"size: {words} index_tokens={indexed:,}")
 
 
 def write_result(run, losses, gates, steps):
