@@ -3891,8 +3891,7 @@ def write_header(run):
         f"compile={trainer.compile_name}"
     )
     words = " ".join(f"{group.name}={group.size():,}" for group in trainer.optimizer.groups)
-    indexed = sum(map(len, run.corpus.indexed))  # which training's tokens do not count
-    log.line(f"size: {words} index_tokens={indexed:,}")
+    log.line(f"size: {words}")
 
 
 def write_result(run, losses, gates, steps):
@@ -3912,6 +3911,7 @@ def write_result(run, losses, gates, steps):
         "train_time_ms": 1000 * seconds,
         "cpu_time_ms": 1000 * run.clock.processor,
         "tokens": tokens,
+        "index_tokens": sum(map(len, run.corpus.indexed)),
         "tokens_per_s": tokens / seconds,
         "mfu_percent": mfu_percent(run.trainer, tokens / seconds),
         **run.facts,
