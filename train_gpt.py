@@ -2858,24 +2858,20 @@ class Trainer:
         return total
 
 
-DIGEST_CHUNK = 2**18  # words of which a digest takes one sum
-
-
 def state_digest(trainer):
     """A hash of all tensors that a step changes on this rank: equal digests, equal bits.
 
-    Sums of words, each times a random odd number of its place, are worked out on the device, where
-    gigabytes need not travel; whatever changes one word changes its sum.
+    Sums of 2^18 words, each times a random odd number of its place, are worked out on the device,
+    from where gigabytes need not travel; whatever changes one word changes its sum.
     """
-    generator = torch.Generator().manual_seed(0)
-    odd = 2 * torch.randint(2**62, (DIGEST_CHUNK,), generator=generator) + 1
+    odd = 2 * torch.randint(2**62, (2**18,), generator=torch.Generator().manual_seed(0)) + 1
     odd = odd.to(trainer.runtime.device)
     sums = []
     for group in trainer.optimizer.groups:
         for tensor in group.tensors().values():
             words = tensor.contiguous().view(-1)
             words = words.view(torch.int32 if words.element_size() == 4 else torch.int16)
-            sums += [(chunk * odd[: len(chunk)]).sum() for chunk in words.split(DIGEST_CHUNK)]
+            sums += [(chunk * odd[: len(chunk)]).sum() for chunk in words.split(len(odd))]
     digest = hashlib.sha256(torch.get_rng_state().numpy())
     digest.update(torch.stack(sums).cpu().numpy())
     return digest.hexdigest()
@@ -2903,22 +2899,21 @@ def warm_up(trainer):
 
     table.start_pull(batch_of(1).rows)
     put_back = [group.snapshot() for group in trainer.optimizer.groups]
-    last = config.steps
     first_step = {}
-    for step in range(last):
-        # By the number of all ranks, since they take the same steps here.
-        number = micro_batches_at(config, step)
-        compiled_for = training_phase(config, step), long_windows_until(config, step), number
-        first_step.setdefault(compiled_for, step)
     first_validation = {}
-    for step in [*range(config.val_every or last, last, config.val_every or 1), last]:
-        phase = evaluation_phase(config, step, config.val_batch_tokens)
-        first_validation.setdefault((phase, long_windows_until(config, step)), step)
+    for step in range(config.steps + 1):
+        windows = long_windows_until(config, step)
+        if step < config.steps:  # by the number of all ranks, which take the same steps here
+            number = micro_batches_at(config, step)
+            first_step.setdefault((training_phase(config, step), windows, number), step)
+        if step == config.steps or (config.val_every and step % config.val_every == 0 < step):
+            phase = evaluation_phase(config, step, config.val_batch_tokens)
+            first_validation.setdefault((phase, windows), step)
     # At Adam's first step and the run's last, all groups step, on sums of as many steps as ever.
     first_update = min(config.adam_every, config.steps) - 1
     # Where code is compiled, the second call is the first without compilation.
     calls = 2 if trainer.compile_name == "inductor" else 1
-    for step in sorted({*first_step.values(), first_update, last - 1}):
+    for step in sorted({*first_step.values(), first_update, config.steps - 1}):
         batch = batch_of(micro_batches_of_pass(config, step, trainer.runtime))
         for _ in range(calls):
             stop_if_interrupted()
