@@ -61,8 +61,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# torch reads this once, at its import: large tensors on the CPU go into huge pages.
+# torch reads these once: large tensors on the CPU go into huge pages, and on a GPU buffers of ever
+# new sizes, as the rows of a step are, grow in place.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import numpy as np
 import torch
@@ -243,6 +245,7 @@ class Config:
     # --- schedule
     steps: int = knob(1285, "optimizer steps, the length of every schedule", OFTEN)
     micro_batch_tokens: int = knob(16384, "tokens of a micro-batch", PASS)
+    micro_batches_a_pass: int = knob(3, "micro-batches that one forward pass reads, at most", COUNT)
     stages: tuple = knob(
         # start, micro-batches, document cap, windows (short, long), rate, loss weights of the next
         # tokens and of a prefix, softmax
@@ -388,6 +391,7 @@ TRACKS = {
         eot_token=1023,
         steps=225,
         micro_batch_tokens=1024,
+        micro_batches_a_pass=1,
         stages=(Stage(0.0, 2, 512, (64, 256)),),
         cooldown=(0.4, 1.0),
         final_lr=0.1,
@@ -500,6 +504,13 @@ def micro_batches_at(config, step):
     return stage_at(config, step).micro_batches
 
 
+def micro_batches_of_pass(config, step, runtime):
+    """How many micro-batches each pass of a rank reads at a step: as many as it may, but the same
+    number in all of the step, since each number is compiled anew."""
+    own = len(range(runtime.rank, micro_batches_at(config, step), runtime.world_size))
+    return max(count for count in range(1, config.micro_batches_a_pass + 1) if own % count == 0)
+
+
 def training_tokens(config):
     """How many tokens the whole schedule trains on."""
     micro_batches = sum(micro_batches_at(config, step) for step in range(config.steps))
@@ -594,9 +605,9 @@ def long_windows_until(config, step):
 SHARD_KIND = [20240520, 1]  # magic number and version, before the count of tokens
 HEADER_INTS = 256
 PREFETCH = 4  # steps that the loader's thread works ahead
-# Segments that a micro-batch has room for: FlashAttention starts blocks for each. FineWeb has at
-# most 56 in 16,384 tokens (modded-nanogpt, record of 2026-03-22). For more of them it is the next
-# power of two, at one compilation more.
+# Segments that a passage has room for, or one for 256 tokens: FlashAttention starts blocks for
+# each. FineWeb has at most 56 in 16,384 tokens (modded-nanogpt, record of 2026-03-22). For more of
+# them it is the next power of two, at one compilation more.
 SEGMENT_ROOM = 64
 
 
@@ -822,7 +833,8 @@ def contiguous_passage(text, low, length):
 
 
 class MicroBatch(NamedTuple):
-    """The T tokens that one forward pass reads, on the model's device."""
+    """The T tokens that one forward pass reads, on the model's device: in training those of a
+    micro-batch, or of several, end to end."""
 
     inputs: Tensor  # (T,) int32 token ids
     targets: Tensor  # (T,) int64 next token ids
@@ -833,12 +845,12 @@ class MicroBatch(NamedTuple):
 class Batch(NamedTuple):
     """One rank's part of a step."""
 
-    stack: MicroBatch  # M micro-batches, stacked along a first axis of each tensor
+    stack: MicroBatch  # of the rank's passes, along a first axis of each tensor
     rows: Any  # RowPlan of the rows of the table that they read
     tokens: int  # of the step, on all ranks
     state: dict  # of the loader behind this step
 
-    def micro_batches(self):
+    def passes(self):
         return map(MicroBatch, *(tensor.unbind() for tensor in self.stack))
 
 
@@ -850,10 +862,11 @@ def to_device(array, device):
     return tensor
 
 
-def stack_passages(passages, length, device):
-    """The MicroBatch of passages of `length` tokens, stacked along a first axis of each tensor."""
+def stack_passages(passages, length, device, joined=1):
+    """The MicroBatch of passages of `length` tokens, so many joined in one pass; passes are stacked
+    along a first axis of each tensor."""
     most = max((len(passage.spans) for passage in passages), default=0)
-    room = max(SEGMENT_ROOM, 1 << most.bit_length())
+    room = max(SEGMENT_ROOM, length // 256, 1 << most.bit_length())
     shape = len(passages), length
     inputs = np.empty(shape, np.int32)
     targets = np.empty(shape, np.int64)
@@ -864,10 +877,14 @@ def stack_passages(passages, length, device):
         starts = np.cumsum(lengths) - lengths
         inputs[number] = passage.tokens()
         targets[number] = passage.tokens(shift=1)
-        segment_start[number] = np.repeat(starts, lengths)
+        begin = number % joined * length
+        segment_start[number] = begin + np.repeat(starts, lengths)
         bounds[number, : len(starts)] = starts
+        bounds[number] += begin  # where there are no more segments, empty ones end the passage
+    count = len(passages) // joined
     arrays = inputs, targets, segment_start, bounds
-    return MicroBatch(*(to_device(array, device) for array in arrays))
+    joint = [array.reshape(count, joined * array.shape[1]) for array in arrays]
+    return MicroBatch(*(to_device(array, device) for array in joint))
 
 
 def check_distinct_targets(passage, config, step, prefixes):
@@ -901,35 +918,41 @@ class TrainLoader:
         self.state = dict(state or self.START)
         self.prefixes = prefix_tokens(config)
         self.step = first_step  # the next one to assemble
-        self.open_shard()
+        self.text, self.pieces = self.open_shard(self.state["shard"])
+        self.upcoming = None  # what comes of the next shard
+        self.opener = ThreadPoolExecutor(1)
         self.ahead = deque()
         self.thread = ThreadPoolExecutor(1, initializer=runtime.use_device)
 
-    def open_shard(self):
-        """Cut the current shard's documents into pieces, and shuffle these."""
-        opened = self.state["shard"]
+    def open_shard(self, opened):
+        """(Text, its pieces in a random order) of the shard behind so many opened ones."""
         cap = max(stage.document_cap for stage in self.config.stages)
         tokens = self.shards[opened % len(self.shards)]
         if isinstance(tokens, np.memmap):  # to read one that was cut short would end the process
             tokens = np.fromfile(tokens.filename, "<u2", len(tokens), offset=4 * HEADER_INTS)
-        self.text = Text(tokens, self.config.eot_token)
-        edges = [*self.text.starts.tolist(), len(tokens) - 1]  # the last token is only a target
+        text = Text(tokens, self.config.eot_token)
+        edges = [*text.starts.tolist(), len(tokens) - 1]  # the last token is only a target
         pieces = [
             (low, min(low + cap, end))
             for start, end in itertools.pairwise(edges)
             for low in range(start, end, cap)
         ]
         rng = np.random.default_rng([self.config.seed, opened])
-        self.pieces = [pieces[number] for number in rng.permutation(len(pieces))]
+        return text, [pieces[number] for number in rng.permutation(len(pieces))]
 
     def next_passage(self, cap):
         """The Passage of the next micro-batch, with segments of at most `cap` tokens."""
         spans = []
         missing = self.config.micro_batch_tokens
         while missing:
+            following = self.state["shard"] + 1
+            # Ahead by half a shard, so that no run opens one that it will not read.
+            if self.upcoming is None and 2 * self.state["piece"] >= len(self.pieces):
+                self.upcoming = self.opener.submit(self.open_shard, following)
             if self.state["piece"] == len(self.pieces):
-                self.state = {**self.START, "shard": self.state["shard"] + 1}
-                self.open_shard()
+                self.state = {**self.START, "shard": following}
+                self.text, self.pieces = self.upcoming.result()
+                self.upcoming = None
                 return self.next_passage(cap)
             low, high = self.pieces[self.state["piece"]]
             low += self.state["offset"]
@@ -949,10 +972,11 @@ class TrainLoader:
         cap = stage_at(config, step).document_cap
         passages = [self.next_passage(cap) for _ in range(micro_batches_at(config, step))]
         own = passages[runtime.rank :: runtime.world_size]
+        joined = micro_batches_of_pass(config, step, runtime)
         for passage in own:
             check_distinct_targets(passage, config, step, self.prefixes)
         return Batch(
-            stack=stack_passages(own, config.micro_batch_tokens, runtime.device),
+            stack=stack_passages(own, config.micro_batch_tokens, runtime.device, joined),
             rows=self.plan_rows(own),
             tokens=len(passages) * config.micro_batch_tokens,
             state=dict(self.state),
@@ -968,6 +992,7 @@ class TrainLoader:
     def close(self):
         """End the thread: one inside torch would abort a process that ends."""
         self.thread.shutdown(cancel_futures=True)
+        self.opener.shutdown()
 
 
 # 3. Table ========================================================================================
@@ -1254,13 +1279,13 @@ def row_fingerprint(config):
 class RowPlan:
     """The rows that a rank reads in a step, and the routes of their values and gradients.
 
-    This rank's N pairs of token and column, at most M T C, read U distinct rows. All ranks read R
+    This rank's N pairs of token and column, at most T C, read U distinct rows. All ranks read R
     rows of this rank's range, V distinct ones. At world size 1 these are the same rows, and there
     is nothing to merge.
     """
 
-    slots: Tensor  # (M, T, C) int32: where a token's rows stand among the values that travel here
-    signs: Tensor  # (M, T, C) float32 of +-1, or 0 for no row
+    slots: Tensor  # (T, C) int32: where a token's rows stand among the values that travel here
+    signs: Tensor  # (T, C) float32 of +-1, or 0 for no row
     token: Tensor  # (N,) int32: tokens that read the first of the U rows, then the second, ...
     offsets: Tensor  # (U,) int32: where in `token` those of each row begin
     token_signs: Tensor  # (N,) float32: the signs, in the order of `token`
@@ -1292,12 +1317,12 @@ def sum_groups(values, positions, offsets, signs=None):
     return F.embedding_bag(positions, values.float(), offsets, mode="sum", per_sample_weights=signs)
 
 
-def plan_rows(rows, signs, micro_batches, config, runtime, group, name):
+def plan_rows(rows, signs, config, runtime, group, name):
     """Build the RowPlan of a step, together with all ranks.
 
-    rows, signs: (M T, C) of this rank's tokens in so many micro-batches. group: the process group
-    of the calling thread. name: for the ledger. Counts and indices travel here, ahead of the
-    values, whose sizes both sides then know. A pair without a guess takes part in nothing.
+    rows, signs: (T, C) of this rank's tokens, of all its passes. group: the process group of the
+    calling thread. name: for the ledger. Counts and indices travel here, ahead of the values, whose
+    sizes both sides then know. A pair without a guess takes part in nothing.
     """
     columns = rows.shape[1]
     world_size = runtime.world_size
@@ -1330,10 +1355,9 @@ def plan_rows(rows, signs, micro_batches, config, runtime, group, name):
         counts = np.diff(np.append(offsets, len(order)))
         slots[order] = np.repeat(np.arange(len(distinct), dtype=np.int32), counts)
     there = functools.partial(to_device, device=runtime.device)
-    shape = micro_batches, len(rows) // max(1, micro_batches), columns
     return RowPlan(
-        slots=there(slots.reshape(shape)),
-        signs=there(signs.reshape(shape)),
+        slots=there(slots.reshape(rows.shape)),
+        signs=there(signs),
         token=there((order // max(1, columns)).astype(np.int32)),
         offsets=there(offsets),
         token_signs=there(signs.ravel()[order]),
@@ -1414,16 +1438,17 @@ class NgramTable(Group):
         self.low, self.high = runtime.owned_range(self.rows)
         self.second = torch.zeros(self.high - self.low, device=runtime.device)
         self.weight = self.second.new_zeros(len(self.second), config.model_dim)
-        self.grads = []  # of the step's micro-batches, (T, model_dim) each
+        self.grads = []  # of the step's passes, (T, model_dim) each
         self.plan = None  # of the step at hand, or of the next one once its rows are on their way
         self.pulled = None  # (values, work) of its rows
+        self.upcoming = None  # the plan whose rows are pulled once this step has updated them
 
     def plan_step(self, passages, group=None, name="ngram_indices"):
         """The RowPlan of a rank's passages, one a micro-batch; all ranks must call it together."""
         none = rows_and_signs(np.empty((0, self.config.columns), np.uint64), 0, 1)
         found = [none, *map(self.finder.find, passages)]
         rows, signs = map(np.concatenate, zip(*found, strict=True))
-        return plan_rows(rows, signs, len(passages), self.config, self.runtime, group, name)
+        return plan_rows(rows, signs, self.config, self.runtime, group, name)
 
     def fetch(self, plan, name):
         """Start to bring the rows of a plan here: (values (n, model_dim) float32, work)."""
@@ -1454,7 +1479,7 @@ class NgramTable(Group):
         return summed.to(self.config.torch_dtype).requires_grad_(not self.is_frozen)
 
     def accumulate(self, grad):
-        """Keep the gradient (T, model_dim) of the next micro-batch's summed loss."""
+        """Keep the gradient (T, model_dim) of the next pass' summed loss."""
         self.grads.append(grad)
 
     def reduce(self, step):
@@ -1478,6 +1503,8 @@ class NgramTable(Group):
         # steps of one size (records/NOTES.md, 2026-11-25).
         floor = self.config.ngram_floor * (64 / self.config.model_dim) ** 0.75
         adagrad_rows_update(self.weight, self.second, self.plan.owned, sums, lr, floor)
+        if self.upcoming is not None:
+            self.start_pull(self.upcoming)  # while the matrices are updated
 
     def receive(self, pending):
         """Nothing to take over: the rows that others have updated are pulled when they are read."""
@@ -1539,7 +1566,8 @@ def rotary_tables(length, head_dim, scale, long_windows, device, dtype):
     (Peng et al. 2023) slows the pairs that turn less than once in the old one by old/new, leaves
     those that turn over 32 times, and sharpens the scale by 0.2 ln(new/old) + 1. In float64, for
     positions of a long batch to be exact. long_windows: those so far. Returns (cos, sin, scale),
-    where the tables are (length, 1, head_dim // 2).
+    where the tables are (length, 1, head_dim): of the first channels of all pairs, then of the
+    second ones, whose sines have the other sign.
     """
     pairs = head_dim // 2
     turning = (1 / 1024) ** torch.linspace(0, 1, pairs // 2, dtype=torch.float64)
@@ -1550,13 +1578,16 @@ def rotary_tables(length, head_dim, scale, long_windows, device, dtype):
         speed = speed * (old / new + kept * (1 - old / new))
         scale = scale * (0.2 * math.log(new / old) + 1)
     angle = torch.arange(length, dtype=torch.float64)[:, None, None] * speed
-    return angle.cos().to(device, dtype), angle.sin().to(device, dtype), scale
+    cos = torch.cat([angle.cos(), angle.cos()], dim=-1)
+    sin = torch.cat([angle.sin(), -angle.sin()], dim=-1)
+    return cos.to(device, dtype), sin.to(device, dtype), scale
 
 
 def rotate(x, cos, sin):
-    """Rotate the channel pairs of x (T, heads, head_dim) by the angles of their positions."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
+    """Rotate the channel pairs of x (T, heads, head_dim) by the angles of their positions, by the
+    tables of these."""
+    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    return x * cos + swapped * sin
 
 
 def shifted(k, is_first):
@@ -1678,13 +1709,26 @@ def choose_attention(config, device):
     if config.attention == "sdpa" or not is_able:
         return BlockedAttention(), "sdpa"
     newer = {9: "FA3", 10: "FA4"}.get(capability[0], "newer one for this device")
-    try:  # where its package is installed, else the FlashAttention 2 that torch holds
-        from torch.nn.attention import activate_flash_attention_impl
+    from torch.nn import attention
 
-        activate_flash_attention_impl(newer)
+    is_active = False
+    try:  # where its package is installed, else the FlashAttention 2 that torch holds
+        attention.activate_flash_attention_impl(newer)
+        is_active = True
+        try_varlen(config.head_dim, device)
         return VarlenAttention(), f"varlen-{newer}"
     except Exception as error:  # whatever an absent or unfit package raises
+        if is_active:
+            attention.restore_flash_attention_impl()
         return VarlenAttention(), f"varlen-FA2 (no {newer}: {type(error).__name__})"
+
+
+def try_varlen(head_dim, device):
+    """Attend once, forward and backward: a package that does not suit torch may fail only there."""
+    x = torch.ones(64, 1, head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
+    bounds = torch.tensor([0, len(x)], dtype=torch.int32, device=device)
+    y = VarlenAttention().attend(x, x, x, {1: (bounds, len(x))}, Window(16, 1), 1.0)
+    torch.autograd.grad(y.sum(), x)[0].sum().item()  # which waits for the device
 
 
 def mlp(x, up, down):
@@ -1697,7 +1741,7 @@ def gate(x, weight):
 
     weight: (n, GATE_DIM).
     """
-    return 2 * torch.sigmoid(F.linear(x[:, :GATE_DIM].float(), weight.float())).to(x.dtype)
+    return 2 * torch.sigmoid(F.linear(x[:, :GATE_DIM], weight))
 
 
 # 5. Loss =========================================================================================
@@ -1962,8 +2006,9 @@ class GPT(nn.Module):
         query_key, (value, output) = weights
         value_embedding, mixture = values
         x_normed = norm(x)
-        qkv = F.linear(x_normed, torch.cat([query_key, value])).view(len(x), 3, -1, config.head_dim)
-        v = qkv[:, 2]
+        heads = config.model_dim // config.head_dim
+        qkv = F.linear(x_normed, torch.cat([query_key, value])).view(len(x), -1, config.head_dim)
+        qk, v = qkv.split([2 * heads, heads], dim=1)
         if value_embedding is not None:
             number = config.value_embedding_layers.index(layer)
             half = GATE_DIM // 2
@@ -1972,7 +2017,7 @@ class GPT(nn.Module):
             v = v + share * value_embedding.view_as(v)
         if mixture is not None:
             v = v + mixture.view_as(v)
-        qk = norm(qkv[:, :2].flatten(1, 2))  # of all heads, queries before keys
+        qk = norm(qk)  # of all heads, queries before keys
         if layer in config.shifted_layers:
             q, k = qk.chunk(2, dim=1)
             qk = torch.cat([q, shifted(k, is_first)], dim=1)
@@ -2068,8 +2113,15 @@ class GPT(nn.Module):
         """(training loss, summed over tokens; losses (T,) of the next token; hidden states)."""
         hidden = self.hidden(micro_batch, ngram, phase, rotary, masks)
         numbers = loss_weights, prefixes, self.config.logit_cap
-        loss, losses = summed_loss(hidden, self.head, micro_batch, phase, *numbers)
-        return loss, losses, hidden.detach()
+        # A softmax over a sample is of one micro-batch, however many the pass has.
+        length = self.config.micro_batch_tokens if phase.softmax_rows else len(hidden)
+        parts = [tensor.split(length) for tensor in (hidden, *micro_batch[:3])]
+        found = [
+            summed_loss(states, self.head, MicroBatch(*read, None), phase, *numbers)
+            for states, *read in zip(*parts, strict=True)
+        ]
+        losses = [losses for _, losses in found]
+        return sum(loss for loss, _ in found), torch.cat(losses), hidden.detach()
 
 
 # 7. Update rules =================================================================================
@@ -2726,7 +2778,7 @@ class Trainer:
         return self.forward(micro_batch, ngram, phase, weights, self.prefixes, rotary, masks)
 
     def accumulate(self, step, batch):
-        """Add up the gradients of this rank's micro-batches. Returns their summed losses, 0-dim."""
+        """Add up the gradients of this rank's passes. Returns their summed losses, 0-dim."""
         if step and step == untie_step(self.config):
             self.optimizer.untie()
         values = self.table.values_of(batch.rows)
@@ -2736,9 +2788,10 @@ class Trainer:
             name: param for name, param in self.model.named_parameters() if param.requires_grad
         }
         loss_sum = torch.zeros((), device=self.runtime.device)
-        for number, micro_batch in enumerate(batch.micro_batches()):
-            slots = batch.rows.slots[number]
-            ngram = self.table.lookup(slots, batch.rows.signs[number], values)
+        length = batch.stack.inputs.size(1)
+        read = zip(batch.rows.slots.split(length), batch.rows.signs.split(length), strict=True)
+        for micro_batch, (slots, signs) in zip(batch.passes(), read, strict=False):
+            ngram = self.table.lookup(slots, signs, values)
             loss, losses, _ = self.forward_pass(step, phase, loss_weights, micro_batch, ngram)
             leaves = list(params.values())
             if ngram is not None and ngram.requires_grad:
@@ -2759,9 +2812,8 @@ class Trainer:
         upcoming: the next step's Batch, whose rows are pulled as soon as this one has updated them.
         """
         loss_sum = self.accumulate(step, batch)
+        self.table.upcoming = None if upcoming is None else upcoming.rows
         self.optimizer.step(step, lr_multiplier(self.config, step))
-        if upcoming is not None:
-            self.table.start_pull(upcoming.rows)
         return loss_sum
 
     def read(self, passage, length):
@@ -2771,7 +2823,7 @@ class Trainer:
         wait(work)
         stack = stack_passages([passage], length, self.runtime.device)
         micro_batch = MicroBatch(*(tensor[0] for tensor in stack))
-        return micro_batch, self.table.lookup(plan.slots[0], plan.signs[0], values)
+        return micro_batch, self.table.lookup(plan.slots, plan.signs, values)
 
     @torch.no_grad()
     def score(self, step, text, low, length=None):
@@ -2807,11 +2859,21 @@ class Trainer:
 
 
 def state_digest(trainer):
-    """sha256 over all tensors that a step changes on this rank: equal digests, equal bits."""
-    digest = hashlib.sha256(torch.get_rng_state().numpy())
+    """A hash of all tensors that a step changes on this rank: equal digests, equal bits.
+
+    Sums of 2^18 words, each times a random odd number of its place, are worked out on the device,
+    from where gigabytes need not travel; whatever changes one word changes its sum.
+    """
+    odd = 2 * torch.randint(2**62, (2**18,), generator=torch.Generator().manual_seed(0)) + 1
+    odd = odd.to(trainer.runtime.device)
+    sums = []
     for group in trainer.optimizer.groups:
         for tensor in group.tensors().values():
-            digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy())
+            words = tensor.contiguous().view(-1)
+            words = words.view(torch.int32 if words.element_size() == 4 else torch.int16)
+            sums += [(chunk * odd[: len(chunk)]).sum() for chunk in words.split(len(odd))]
+    digest = hashlib.sha256(torch.get_rng_state().numpy())
+    digest.update(torch.stack(sums).cpu().numpy())
     return digest.hexdigest()
 
 
@@ -2827,29 +2889,39 @@ def warm_up(trainer):
     tokens = np.random.default_rng(0).integers(0, config.eot_token, length + 1).astype(np.uint16)
     tokens[0] = config.eot_token
     text = Text(tokens, config.eot_token)
-    passages = [contiguous_passage(text, 0, config.micro_batch_tokens)]
-    batch = Batch(
-        stack=stack_passages(passages, config.micro_batch_tokens, trainer.runtime.device),
-        rows=table.plan_step(passages),
-        tokens=config.micro_batch_tokens,
-        state={},
-    )
-    table.start_pull(batch.rows)
+    passage = contiguous_passage(text, 0, config.micro_batch_tokens)
+
+    def batch_of(count):
+        """A pass of one passage, so many times: whatever their number, these read the same rows."""
+        length = config.micro_batch_tokens
+        stack = stack_passages([passage] * count, length, trainer.runtime.device, count)
+        return Batch(stack, table.plan_step([passage] * count), count * length, state={})
+
+    table.start_pull(batch_of(1).rows)
     put_back = [group.snapshot() for group in trainer.optimizer.groups]
     first_step = {}
-    for step in range(config.steps):
-        compiled_for = training_phase(config, step), long_windows_until(config, step)
-        first_step.setdefault(compiled_for, step)
+    first_validation = {}
+    for step in range(config.steps + 1):
+        windows = long_windows_until(config, step)
+        if step < config.steps:  # by the number of all ranks, which take the same steps here
+            number = micro_batches_at(config, step)
+            first_step.setdefault((training_phase(config, step), windows, number), step)
+        if step == config.steps or (config.val_every and step % config.val_every == 0 < step):
+            phase = evaluation_phase(config, step, config.val_batch_tokens)
+            first_validation.setdefault((phase, windows), step)
     # At Adam's first step and the run's last, all groups step, on sums of as many steps as ever.
     first_update = min(config.adam_every, config.steps) - 1
     # Where code is compiled, the second call is the first without compilation.
     calls = 2 if trainer.compile_name == "inductor" else 1
     for step in sorted({*first_step.values(), first_update, config.steps - 1}):
+        batch = batch_of(micro_batches_of_pass(config, step, trainer.runtime))
         for _ in range(calls):
             stop_if_interrupted()
             trainer.step(step, batch)
+    for step in first_validation.values():
+        for _ in range(calls):
+            stop_if_interrupted()
             trainer.score(step, text, 0)
-    trainer.score(config.steps, text, 0)
     for put_group_back in put_back:
         put_group_back()
     torch.set_rng_state(rng_state)
@@ -3345,11 +3417,16 @@ def matmul_rate(device, dtype, size):
 
 def mfu_percent(trainer, tokens_per_s):
     """The share of a large matrix product's rate that training has come to: 6 operations a token
-    and weight of matrices and head; attention's scores are not counted."""
+    and weight of matrices and of those rows of the head that its softmax takes; attention's scores
+    are not counted."""
     runtime = trainer.runtime
-    weights = trainer.optimizer.matrices.size() + trainer.model.head.numel()
+    config = trainer.config
+    stages = [stage_at(config, step) for step in range(config.steps)]
+    rows = [stage.softmax_rows or config.vocab_size for stage in stages]
+    mean_rows = np.average(rows, weights=[stage.micro_batches for stage in stages])
+    weights = trainer.optimizer.matrices.size() + mean_rows * config.model_dim
     size = 8192 if runtime.device.type == "cuda" else 1024
-    rate = matmul_rate(runtime.device, trainer.config.torch_dtype, size)
+    rate = matmul_rate(runtime.device, config.torch_dtype, size)
     return 100 * 6 * weights * tokens_per_s / (runtime.world_size * rate)
 
 
@@ -3829,6 +3906,7 @@ def write_result(run, losses, gates, steps):
         "train_time_ms": 1000 * seconds,
         "cpu_time_ms": 1000 * run.clock.processor,
         "tokens": tokens,
+        "index_tokens": sum(map(len, run.corpus.indexed)),
         "tokens_per_s": tokens / seconds,
         "mfu_percent": mfu_percent(run.trainer, tokens / seconds),
         **run.facts,
@@ -3880,7 +3958,7 @@ ENDINGS = (  # what can end a run, the exit status, and what the status line say
     (KeyboardInterrupt, 130, "interrupted"),
     (ConfigError, 2, "error {said}"),
     (FloatingPointError, 1, "nan {said}; start another run with a lower learning rate"),
-    (MemoryError, 1, "oom {said}; lower --micro-batch-tokens or --ngram-rows"),
+    (MemoryError, 1, "oom {said}; lower micro_batches_a_pass, micro_batch_tokens or ngram_rows"),
     (BlockingIOError, 2, "error another process writes this run: wait for it, or stop it"),
     (OSError, 1, "error {said}; check the path, and that the disk is not full"),
 )
@@ -3915,11 +3993,11 @@ def train(run):
     table = trainer.table
     warm_up(trainer)
     first_step = run.step
-    clock.start()
-    run.index_digest = table.read_index(run.corpus.indexed, run.index_digest)
     plan = functools.partial(table.plan_step, group=run.runtime.loader_group)
     loader = TrainLoader(config, run.corpus.shards, run.runtime, plan, first_step, run.loader_state)
+    clock.start()
     with contextlib.closing(loader):
+        run.index_digest = table.read_index(run.corpus.indexed, run.index_digest)
         batch = loader.next_batch()
         for step in range(first_step, config.steps):
             run.end_if_asked()
@@ -3963,6 +4041,7 @@ def main(argv=None, extend=None):
     log = Log(is_main=True)
     runtime = None
     listen_for_signals()
+    sys.setswitchinterval(1e-4)  # seconds for which the loader may hold up what launches kernels
     try:
         log.is_main = launcher_number("RANK", 0) == 0
         tasks = os.environ.get("SLURM_NTASKS", "1")

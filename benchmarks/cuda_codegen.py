@@ -320,11 +320,13 @@ def passes(config, step):
     windows = train_gpt.long_windows_until(config, step)
     phase = train_gpt.training_phase(config, step)
     positions = max(window.positions for window in phase.windows) * length
-    rotary = train_gpt.rotary_tables(positions, config.head_dim, windows, "cpu", dtype)
+    shape = positions, config.head_dim, config.attention_scale, windows, "cpu", dtype
+    rotary = train_gpt.rotary_tables(*shape)
     masks = back_end.prepare(micro_batch, phase, dtype)
     forward = generator.compile(model, dynamic=False, fullgraph=True)
-    weights = torch.empty(len(train_gpt.stage_at(config, step).mtp_weights))
-    loss, *_ = forward(micro_batch, ngram, phase, weights, rotary, masks)
+    weights = torch.empty(len(train_gpt.loss_weights_at(config, step)))
+    prefixes = torch.empty(config.vocab_size, dtype=torch.int64)
+    loss, *_ = forward(micro_batch, ngram, phase, weights, prefixes, rotary, masks)
     torch.autograd.grad(loss, [*model.parameters(), ngram], allow_unused=True)
     return list(zip(("forward", "backward"), generator.graphs, strict=True))
 
@@ -336,7 +338,8 @@ def updates(config, step):
     try:
         runtime = train_gpt.Runtime("cpu")
         model = train_gpt.GPT(config, train_gpt.BlockedAttention())
-        table = train_gpt.NgramTable(config, runtime)
+        # The index would be a file; the updates here are none of its table's.
+        table = train_gpt.NgramTable(dataclasses.replace(config, index_orders=()), runtime)
         for group in train_gpt.Optimizer(config, model, table, runtime).parameter_groups:
             group.take_step = train_gpt.compiled_updates()
             group.tokens = config.micro_batch_tokens

@@ -216,14 +216,11 @@ def check_trainer(arguments, report):
 
 def check_pairs(arguments, report):
     """Settings beside the track's, in turns, warm, in one process."""
-    track = config_of(arguments)
     chunk = train_gpt.LOSS_CHUNK
-    twice = {"micro_batches": track.stages[0].micro_batches // 2}
-    twice["micro_batch_tokens"] = 2 * track.micro_batch_tokens
     arms = {  # fields of the Config, and tokens of a chunk of the loss
         "without copies": ({"copy_orders": ()}, chunk),
         "chunks of four times as many tokens": ({}, 4 * chunk),
-        "micro-batches of twice as many tokens": (twice, chunk),
+        "one micro-batch a pass": ({"micro_batches_a_pass": 1}, chunk),
     }
     count = 1 if arguments.tiny else 4  # steps of a turn
     for name, (changes, own_chunk) in arms.items():

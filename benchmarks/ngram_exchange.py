@@ -7,8 +7,11 @@ GPUs). The ranks read passages of the Python sources inside torch, and take the 
 owners hold rows, readers pull them and push gradients (`routed`). Bytes are those that Runtime
 counts where it sends them, indices included: exact, averaged over ranks and steps. `dense` is what
 a ring sends for the whole gradient. The lower bound is each distinct foreign row that a rank's
-tokens read, once each way at 4 bytes a value. Results: benchmarks/results/ngram_exchange.{json,md}.
-The last line is `routed_over_bound:<the largest>`.
+tokens read, once each way at 4 bytes a value. Beside it, by its shapes, what a rank of eight sends
+in a step of fineweb, whose table reads tokens with Zipf's frequencies in documents of 690 (see
+index_rates.py), and by its own shapes what one of modded-nanogpt's train_gpt.py of 2026-08 sends.
+Results: benchmarks/results/ngram_exchange.{json,md}. The last line is `routed_over_bound:<the
+largest>`.
 """
 
 import dataclasses
@@ -21,15 +24,25 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch._subclasses import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt
-from benchmarks import common
+from benchmarks import common, index_rates
 
 ORDERS = {"bigrams": (2,), "six orders": (2, 3, 4, 5, 6, 8)}
 SIZE = (4096, 2**18)  # tokens of a rank and step, table rows
 TINY_SIZE = (256, 2**12)
 DIM = 128
+LENGTH = 16384  # tokens of a micro-batch of fineweb
+# Banks are padded there for eight ranks. Of its bigram table all rows come back; the gradients of
+# those that were read are not counted.
+PUBLISHED = {
+    "matrices": 2 * (64 * 256 * 768 + 24 * 768 * 768 + 24 * 3072 * 768),
+    "embeddings": 2 * 6 * 50304 * 768,
+    "small": 0,
+    "table": 377_280 * 768,
+}
 
 
 def text_of_sources(limit):
@@ -91,6 +104,27 @@ def work_as_rank(arguments):
     runtime.close()
 
 
+def step_of_fineweb(world_size=8):
+    """{what: megabytes that a rank sends for it in a step of stage 1}."""
+    config = dataclasses.replace(train_gpt.TRACKS["fineweb"], seed=1)
+    with FakeTensorMode():
+        model = train_gpt.GPT(config, train_gpt.BlockedAttention())
+    sent = {"matrices": 0, "embeddings": 0, "small": 0}
+    for name, param in model.named_parameters():
+        if name != "embed":  # which is the head, still
+            size = 4 if param.rule.group == "small" else param.itemsize
+            # Gradients to owners, and weights back.
+            sent[param.rule.group] += 2 * size * param.numel() * (world_size - 1) / world_size / 1e6
+    finder = train_gpt.RowFinder(config)
+    finder.index.read([index_rates.text_of(4_000_000, 0)])
+    read = []
+    for rank in range(world_size):
+        text = train_gpt.Text(index_rates.text_of(LENGTH + 1, 1 + rank), config.eot_token)
+        rows, signs = finder.find(train_gpt.contiguous_passage(text, 0, LENGTH))
+        read.append(rows[signs != 0])
+    return {**sent, "table": lower_bound(read, config, world_size) / 1e6}
+
+
 def report(cases, repeats):
     """The table of all cases."""
     rows = []
@@ -122,8 +156,16 @@ def main(argv=None):
             common.on_ranks(__file__, world_size, words, check=True)
             cases += json.loads(out.read_text())
     text = report(cases, arguments.repeats)
+    data = {"cases": cases}
+    if not arguments.tiny:
+        published = {name: 2 * count * 7 / 8 / 1e6 for name, count in PUBLISHED.items()}
+        steps = {"`fineweb`": step_of_fineweb(), "published": published}
+        rows = [[name, *(f"{size:,.1f}" for size in step.values())] for name, step in steps.items()]
+        table = common.markdown_table(["trainer", *published], rows)
+        text += f"\n\nMB that a rank of eight sends in a step of stage 1:\n\n{table}"
+        data["steps"] = steps
     facts = common.environment(device)
-    common.write_results(arguments.results, "ngram_exchange", facts, {"cases": cases}, text)
+    common.write_results(arguments.results, "ngram_exchange", facts, data, text)
     ratio = max(case["routed"] / case["bound"] for case in cases)
     print(f"{text}\nrouted_over_bound:{ratio:.3f}")
 

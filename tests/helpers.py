@@ -349,7 +349,7 @@ def read(trainer, tokens):
     values, _ = table.fetch(plan, "test")
     stack = train_gpt.stack_passages([passage], length, trainer.runtime.device)
     micro_batch = train_gpt.MicroBatch(*(tensor[0] for tensor in stack))
-    return micro_batch, table.lookup(plan.slots[0], plan.signs[0], values)
+    return micro_batch, table.lookup(plan.slots, plan.signs, values)
 
 
 def content_of(trainer, step, folder):

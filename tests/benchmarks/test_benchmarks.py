@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train_gpt
-from benchmarks import common, gpu_checks, index_rates, ngram_exchange, plain_gpt
+from benchmarks import common, gpu_checks, index_rates, ngram_exchange, plain_gpt, widths
 from helpers import ROOT
 
 pytestmark = pytest.mark.slow
@@ -97,6 +97,16 @@ def test_exchange_leaves_its_results(tmp_path):
         # All ranks send and receive two thirds of the whole table's gradient, twice.
         dense = 2 * 2 * 4 * case["rows"] * ngram_exchange.DIM / 3
         assert case["dense"] == pytest.approx(dense) and case["bound"] < case["dense"]
+
+
+def test_floors_by_width_leave_their_first_steps(tmp_path, monkeypatch):
+    """Of gradients as large as the floor at 64 channels, which fall with the width."""
+    monkeypatch.setattr(widths, "gradient_sizes", lambda config, steps: [12.8 / config.model_dim])
+    widths.main(["--widths", "64,128", "--results", str(tmp_path)])
+    cases = json.loads((tmp_path / "widths.json").read_text())["cases"]
+    assert cases["64"] == pytest.approx([0.2] + [0.5**0.5] * 4)
+    one, *_, by_width = cases["128"][1:]
+    assert (one, by_width) == pytest.approx((0.1 / 0.05**0.5, 0.5**0.5))
 
 
 # ----- GPU checks

@@ -259,7 +259,7 @@ def test_an_epoch_covers_each_shard_exactly_once():
     # Pieces of the second cap, which the first one splits further.
     caps = {0.0: {"document_cap": 50}, 0.3: {"document_cap": 300}}
     config = loader_config(caps, steps=sum(counts), micro_batches=1)
-    stream = (batch for each in load_all(config, shards) for batch in each.micro_batches())
+    stream = (batch for each in load_all(config, shards) for batch in each.passes())
     for shard, count, first in zip(shards, counts, firsts, strict=True):
         micro_batches = list(itertools.islice(stream, count))
         seen = np.concatenate([positions(micro_batch, first) for micro_batch in micro_batches])
@@ -278,7 +278,7 @@ def test_the_order_depends_on_the_seed_and_the_epoch_alone():
 
     def seen(seed):
         batches = load_all(loader_config(steps=22, micro_batches=1, epochs=2, seed=seed), shards)
-        return np.concatenate([positions(*batch.micro_batches()) for batch in batches])
+        return np.concatenate([positions(*batch.passes()) for batch in batches])
 
     assert np.array_equal(seen(1), seen(1)) and not np.array_equal(seen(1), seen(2))
     first, second = np.split(seen(1), 2)
@@ -304,7 +304,7 @@ def test_segments_respect_the_cap_in_force_and_never_join_documents():
     longest = []
     for step, batch in enumerate(load_all(config, [countable(12_000, longest=600)])):
         lengths = []
-        for micro_batch in batch.micro_batches():
+        for micro_batch in batch.passes():
             where = positions(micro_batch)
             for low, high in segments(micro_batch):
                 lengths.append(high - low)
@@ -328,6 +328,21 @@ def test_a_stream_goes_on_from_the_state_of_any_step():
             assert_bitwise(tuple(one.stack), tuple(other.stack))
             assert_bitwise(vars(one.rows), vars(other.rows))
             assert one.state == other.state
+
+
+@pytest.mark.parametrize("steps, opened", [(4, [0]), (8, [0, 1]), (12, [0, 1])])
+def test_the_next_shard_is_opened_once_half_of_one_is_read(steps, opened, monkeypatch):
+    """Of ten micro-batches each."""
+    seen, honest = [], TrainLoader.open_shard
+
+    def recorded(loader, number):
+        seen.append(number)
+        return honest(loader, number)
+
+    monkeypatch.setattr(TrainLoader, "open_shard", recorded)
+    shards = [countable(2600), countable(2600, first=10_000)]
+    load_all(loader_config(steps=steps, micro_batches=1), shards)
+    assert seen == opened
 
 
 def test_a_softmax_without_a_row_for_the_rest_of_the_vocabulary_is_refused():

@@ -1,6 +1,7 @@
 """What a run asks of its GPUs, on probes of torch's that tell of machines that are not here."""
 
 import dataclasses
+import os
 import re
 from pathlib import Path
 
@@ -44,7 +45,13 @@ def gpus(monkeypatch):
                 raise ModuleNotFoundError(f"no package {name}")
             activated.append(name)
 
+        def attend(head_dim, device):
+            if "of another torch" in packages:
+                raise TypeError("another signature")
+
         monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activate)
+        monkeypatch.setattr("torch.nn.attention.restore_flash_attention_impl", activated.clear)
+        monkeypatch.setattr(train_gpt, "try_varlen", attend)
         return activated
 
     return see
@@ -107,6 +114,7 @@ FLASH = [
     ((8, 0), ("FA3", "FA4"), "FA2 (no newer one for this device: ModuleNotFoundError)"),
     ((9, 0), (), "FA2 (no FA3: ModuleNotFoundError)"),
     ((9, 0), ("FA3",), "FA3"),
+    ((9, 0), ("FA3", "of another torch"), "FA2 (no FA3: TypeError)"),
     ((10, 0), ("FA3",), "FA2 (no FA4: ModuleNotFoundError)"),
 ]
 
@@ -135,6 +143,18 @@ def test_flash_attention_is_for_bfloat16_on_cuda(gpus):
         choose_attention(tiny_config(dtype="float32", attention="varlen"), CUDA)
 
 
+def test_a_trial_of_attention_goes_there_and_back(monkeypatch):
+    seen = []
+
+    def attend(q, k, v, bounds, same, longest, also, **options):
+        seen.append((q.shape, bounds.tolist(), longest))
+        return q * k * v
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend)
+    train_gpt.try_varlen(32, CPU)
+    assert seen == [((64, 1, 32), [0, 64], 64)]
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_flash_attention_is_told_the_segments_and_the_cap(count, monkeypatch):
     """Of FineWeb, whose mean is 690 tokens: no segment is longer than what it is told, in layers
@@ -159,6 +179,17 @@ def test_flash_attention_is_told_the_segments_and_the_cap(count, monkeypatch):
     assert bounds.tolist() == [count * low for low in lows + [length] * (64 - len(lows))]
     assert longest == also == 896 * count >= bounds.diff().max()
     assert options == {"scale": 0.1, "window_size": (127, 0)}
+
+
+def test_a_pass_of_evaluation_has_room_for_its_documents():
+    """A pass of 65,536 tokens has 138 at most, and an empty one takes the same code."""
+    text = train_gpt.Text(np.zeros(2**16 + 1, np.uint16), 1)
+    passage = train_gpt.contiguous_passage(text, 0, 2**16)
+    assert train_gpt.stack_passages([passage], 2**16, CPU).segment_bounds.shape == (1, 256)
+
+
+def test_the_gpus_memory_grows_in_place():
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 # ----- the compiler

@@ -15,7 +15,7 @@ from optimizer_cases import CASES, MATRICES, RULES, batch_of, take_steps
 
 import ranks
 import train_gpt
-from helpers import INDEX, assert_bitwise, refusal, tiny_config
+from helpers import INDEX, assert_bitwise, randomise, refusal, tiny_config
 from train_gpt import UPDATE_RULES, Runtime, Trainer
 
 FOUR = pytest.param(4, marks=pytest.mark.slow)
@@ -156,9 +156,10 @@ def test_collectives_are_started_in_the_declared_order_and_waited_for_late(resul
     expected += ["all_to_all/ngram_table", *(f"reduce_scatter/{name}" for name in matrices)]
     for name in embeddings:
         expected += ["wait", f"all_gather/{name}"]
+    # The next step's rows, for which nobody waits yet.
+    expected += ["wait", "all_to_all/ngram_table"]
     for name in matrices:
         expected += ["wait", f"all_gather/{name}"]
-    expected += ["all_to_all/ngram_table"]  # the next step's rows, for which nobody waits yet
     for rank in results_of(2):
         assert rank["events"] == expected
 
@@ -190,6 +191,39 @@ def trajectory(runtime, values):
         "model": trainer.model.state_dict(),
         "table": trainer.table.full_state()["weight"],
     }
+
+
+def first_gradients(values, most):
+    """(sizes of the passes, loss, {name: gradient}) of a run's first step, where a pass reads so
+    many micro-batches at most."""
+    values = {**values, "micro_batches_a_pass": most}
+    config = train_gpt.with_values(train_gpt.TRACKS["english"], values)
+    trainer, corpus = Trainer(config, Runtime("cpu")), train_gpt.open_corpus(config)
+    randomise(trainer)
+    plan = trainer.table.plan_step
+    loader = train_gpt.TrainLoader(config, corpus.shards, trainer.runtime, plan)
+    with contextlib.closing(loader):
+        batch = loader.next_batch()
+    loss = trainer.accumulate(0, batch).item() / batch.tokens
+    grads = {"rows of the table": torch.cat(trainer.table.grads)}
+    for group in trainer.optimizer.parameter_groups:
+        grads |= group.grads
+    for one in batch.passes():
+        wanted = [*one.segment_start.unique().tolist(), len(one.inputs)]
+        assert one.segment_bounds.unique_consecutive().tolist() == wanted
+    return [len(one.inputs) // config.micro_batch_tokens for one in batch.passes()], loss, grads
+
+
+def test_a_pass_of_several_micro_batches_is_several_passes(rich):
+    """Of 8 micro-batches, of which a pass may read three and reads two; a sampled softmax is of
+    each. Dense connections, which join no tokens, would amplify rounding."""
+    sampled = {"micro_batches": 8, "softmax_rows": 200, "dense_layers": ()}
+    sizes, loss, grads = first_gradients({**rich, **sampled}, 1)
+    joint_sizes, joint_loss, joint_grads = first_gradients({**rich, **sampled}, 3)
+    assert (sizes, joint_sizes) == ([1] * 8, [2] * 4)
+    assert joint_loss == pytest.approx(loss, abs=1e-5)
+    for name, grad in grads.items():
+        assert (joint_grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
 
 
 @SEVERAL

@@ -172,6 +172,8 @@ def test_the_header_makes_a_run_reproducible(rich_run, rich, corpus):
     assert {"steps", "data", "model_dim", "untie_at", "stages"} <= logged.keys()
     manifest = hashlib.sha256((corpus / "manifest.json").read_bytes()).hexdigest()
     assert f"data:{manifest} shards:ok backends:attention=sdpa,matmul=torch-float32" in log[3]
+    indexed = sum(map(len, train_gpt.open_corpus(config).indexed))
+    assert result["index_tokens"] == indexed > 4000
 
 
 def test_step_lines_have_losses_and_cumulative_times(rich_run):
@@ -297,7 +299,7 @@ def test_steps_and_their_data_are_timed_and_nothing_else(tiny, cli, monkeypatch)
 
     monkeypatch.setattr(train_gpt, "warm_up", warm_up_and_begin)
     spend(train_gpt.Trainer, "step", 1.0, True)
-    spend(train_gpt.TrainLoader, "open_shard", 0.25, True)
+    spend(train_gpt.TrainLoader, "open_shard", 1000.0, False)
     spend(train_gpt.TrainLoader, "next_batch", 10.0, True)
     spend(train_gpt.NgramTable, "read_index", 0.5, True)
     spend(train_gpt.Trainer, "evaluate", 1000.0, False)
@@ -305,10 +307,21 @@ def test_steps_and_their_data_are_timed_and_nothing_else(tiny, cli, monkeypatch)
         spend(train_gpt, name, 1000.0, False)
     run = cli(**{**tiny, **INDEX, "run_id": "slow", "val_every": 1, "save_every": 1})
     assert run.code == 0 and now[0] > 12_000
-    assert timed[0] == 44.75
-    assert run.result["train_time_ms"] == run.result["cpu_time_ms"] / 2 == 44_750
+    assert timed[0] == 44.5
+    assert run.result["train_time_ms"] == run.result["cpu_time_ms"] / 2 == 44_500
     times = [event["train_time"] for event in run.events if "val_loss" in event]
-    assert times == [21_750, 32_750, 43_750, 44_750]
+    assert times == [21_500, 32_500, 43_500, 44_500]
+
+
+def test_utilisation_counts_the_rows_that_the_softmax_takes(monkeypatch):
+    """Of 257 rows in half of the tokens, which are three quarters of the steps, and of 120."""
+    rows = stages(micro_batches={0.0: 1, 0.75: 3}, softmax_rows={0.0: 0, 0.75: 120})
+    trainer = train_gpt.Trainer(staged_config(rows, steps=8), Runtime("cpu"))
+    monkeypatch.setattr(train_gpt, "matmul_rate", lambda device, dtype, size: 6e9)
+    matrices = "query_key", "value_output", "mlp"
+    weights = sum(trainer.model.get_parameter(name).numel() for name in matrices)
+    weights += 32 * (257 + 120) / 2
+    assert train_gpt.mfu_percent(trainer, 1000.0) == pytest.approx(100 * weights * 1e-6)
 
 
 # ----- warm-up
@@ -347,12 +360,22 @@ def whole_state(trainer):
     ids=str,
 )
 def test_warm_up_leaves_no_trace(changes, corpus):
-    config = {"adam_every": 2, "data": str(corpus), **changes}
+    config = {"adam_every": 2, "val_every": 2, "data": str(corpus), **changes}
     warm, cold = phases_trainer(**config), phases_trainer(**config)
     shards, indexed, _ = train_gpt.open_corpus(warm.config)
     for trainer in (warm, cold):
         trainer.table.read_index(indexed)
-    before, step, stepped = whole_state(warm), warm.step, set()
+    before, step, stepped, scored = whole_state(warm), warm.step, set(), set()
+    score = warm.score
+
+    def evaluated(config, number):
+        return train_gpt.evaluation_phase(config, number, 256), number == 8
+
+    def recorded_score(number, *rest):
+        scored.add(evaluated(warm.config, number))
+        return score(number, *rest)
+
+    warm.score = recorded_score
 
     def recorded_step(number, *rest):
         stepped.add(train_gpt.training_phase(warm.config, number))
@@ -364,6 +387,7 @@ def test_warm_up_leaves_no_trace(changes, corpus):
     warm.step = step
     assert stepped == {train_gpt.training_phase(warm.config, number) for number in range(8)}
     assert len(stepped) == 3
+    assert scored == {evaluated(warm.config, number) for number in (2, 4, 6, 8)}
     assert_bitwise(whole_state(warm), before)
     # Nor does it show later: the next steps are bitwise those of a trainer that was not warmed up.
     loader = train_gpt.TrainLoader(warm.config, shards, warm.runtime, warm.table.plan_step)
@@ -396,6 +420,17 @@ def test_warm_up_takes_every_group_through_its_step():
     # Of Adam's steps the last is on one step's gradients, all others are on four.
     adam = {(name, count) for name in ("small", "embeddings") for count in (1, 4)}
     assert seen == adam | {("ngram_table", 1), ("matrices", 1)}
+
+
+def test_a_digest_sees_any_bit():
+    trainer = phases_trainer(dtype="bfloat16")
+    digests = [train_gpt.state_digest(trainer)]
+    tensors = tensors_of(trainer)
+    for tensor in tensors.values():
+        integers = torch.int32 if tensor.element_size() == 4 else torch.int16
+        tensor.view(-1).view(integers)[-1] ^= 1
+        digests.append(train_gpt.state_digest(trainer))
+    assert len({*digests}) == len(tensors) + 1
 
 
 FORGOTTEN = ["embeddings.embed.param", "small.residual_scale.param", "matrices.mlp.momentum"]
@@ -458,7 +493,7 @@ def no_memory():
         (KeyboardInterrupt(), 130, "interrupted", False),
         (train_gpt.ConfigError("a\nb"), 2, r"error a\\nb", False),
         (FloatingPointError("x is nan"), 1, "nan x is nan; .*lower learning rate", False),
-        (MemoryError("full"), 1, "oom full; lower --micro-batch-tokens .*", False),
+        (MemoryError("full"), 1, "oom full; lower micro_batches_a_pass, .*", False),
         (torch.OutOfMemoryError("full"), 1, "oom full; .*", False),
         (no_memory(), 1, "oom .*can't allocate memory.*; .*", False),
         (BlockingIOError("held"), 2, "error another process writes this run: .*", False),

@@ -126,7 +126,8 @@ def slow_scale(scale, windows):
 def test_rotary_tables_against_a_slow_reference(windows):
     place = torch.device("cpu"), torch.float32
     cos, sin, scale = train_gpt.rotary_tables(70_000, 32, 0.2, windows, *place)
-    assert cos.shape == sin.shape == (70_000, 1, 16)
+    assert cos.shape == sin.shape == (70_000, 1, 32)
+    assert torch.equal(cos[..., 16:], cos[..., :16]) and torch.equal(sin[..., 16:], -sin[..., :16])
     assert scale == pytest.approx(slow_scale(0.2, windows))
     for position in (0, 1, 63, 69_999):  # late positions are as exact as early ones
         for pair, speed in enumerate(slow_speeds(32, windows)):

@@ -39,7 +39,7 @@ def test_group_equal_against_a_dict(count):
 def test_rows_outside_the_table_are_refused(bad):
     rows = np.array([[5, 0], [999, 7]], np.int32)
     signs = np.ones((2, 2), np.float32)
-    words = 1, tiny_config(ngram_rows=1000), Runtime("cpu"), None, "test"
+    words = tiny_config(ngram_rows=1000), Runtime("cpu"), None, "test"
     plan_rows(rows, signs, *words)
     rows[1, 1] = bad
     with pytest.raises(ConfigError, match="rows leave the table's range 0 to 999"):
@@ -125,17 +125,17 @@ def plan_step(name, step, config, runtime):
     rows, signs = (np.concatenate([part[number] for part in parts]) for number in (0, 1))
     grads = [torch.from_numpy(grad).to(runtime.device) for _, _, grad in parts]
     group = runtime.loader_group
-    plan = plan_rows(rows, signs, len(parts), config, runtime, group, "ngram_indices")
+    plan = plan_rows(rows, signs, config, runtime, group, "ngram_indices")
     return plan, rows, grads
 
 
 def read_outside_training(table, rows):
     """The values of rows (n, 1), as validation reads them."""
     signs = np.ones(rows.shape, dtype=np.float32)
-    plan = plan_rows(rows, signs, 1, table.config, table.runtime, None, "validation")
+    plan = plan_rows(rows, signs, table.config, table.runtime, None, "validation")
     values, work = table.fetch(plan, "validation")
     wait(work)
-    return values[plan.slots[0]].cpu()
+    return values[plan.slots].cpu()
 
 
 def table_config(name):
@@ -160,8 +160,7 @@ def take_steps(name, runtime):
             values = read_outside_training(table, every_other)
             seen.append((step, torch.from_numpy(every_other), values))
         values = table.values_of(plan)[plan.slots].cpu()
-        is_read = plan.signs.cpu().view(rows.shape) != 0
-        values = values.view(*rows.shape, DIM)
+        is_read = plan.signs.cpu() != 0
         seen.append((step, torch.from_numpy(rows)[is_read], values[is_read]))
         for grad in grads:
             table.accumulate(grad)
