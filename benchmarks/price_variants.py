@@ -5,6 +5,7 @@ VARIANTS has a function for each: it returns {name in train_gpt: what stands the
 
 import dataclasses
 import math
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -272,15 +273,18 @@ def whole_keys_shifted():
 
 def fast_rotation():
     """Channel pairs rotate at pi to pi/1024 radians a token."""
+    linspace = torch.linspace
 
-    def rotary_tables(length, head_dim, scale, long_windows, device, dtype):
-        pairs = head_dim // 2
-        turning = math.pi * (1 / 1024) ** torch.linspace(0, 1, pairs // 2, dtype=torch.float64)
-        speed = F.pad(turning, (0, pairs - pairs // 2))
-        angle = torch.arange(length, dtype=torch.float64)[:, None, None] * speed
-        return angle.cos().to(device, dtype), angle.sin().to(device, dtype), scale
+    def fast(*bounds, **options):
+        return linspace(*bounds, **options) + math.log(math.pi) / math.log(1 / 1024)
 
-    return {"rotary_tables": rotary_tables}
+    rotary_tables = train_gpt.rotary_tables
+
+    def with_fast(*arguments):
+        with mock.patch.object(torch, "linspace", fast):
+            return rotary_tables(*arguments)
+
+    return {"rotary_tables": with_fast}
 
 
 VARIANTS = {
