@@ -34,7 +34,6 @@ import ctypes
 import dataclasses
 import datetime
 import difflib
-import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -44,7 +43,7 @@ import math
 import os
 import platform
 import re
-import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -64,13 +63,23 @@ from typing import Any, NamedTuple
 # torch reads this once, at its import: large tensors on the CPU go into huge pages.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from numba import njit
-from torch import Tensor, nn
-from torch import distributed as dist
-from torch.utils import _pytree as pytree
+try:
+    import fcntl
+    import resource
+
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    from numba import njit
+    from torch import Tensor, nn
+    from torch import distributed as dist
+    from torch.utils import _pytree as pytree
+except ImportError as error:
+    remedy = "./run.sh installs all of it into .venv; then `source .venv/bin/activate`"
+    if os.name == "nt":
+        remedy = "Windows is not supported: call it in WSL, https://learn.microsoft.com/windows/wsl"
+    print(f"status:error {error}; {remedy}")
+    sys.exit(2)
 
 # 1. Configuration ================================================================================
 
@@ -439,7 +448,9 @@ NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume
 def default_track():
     """(name of the track to run where none is named, the reason in words)."""
     if not torch.cuda.is_available():
-        return "english", "torch sees no CUDA device"
+        has_apple = torch.backends.mps.is_available()
+        apple = ", and Apple GPUs are not supported" if has_apple else ""
+        return "english", f"torch sees no CUDA device{apple}"
     if not any(Path(TRACKS["fineweb"].data).glob("*_train_*.bin")):
         return "english", f"no shards in {TRACKS['fineweb'].data}"
     return "fineweb", "CUDA and FineWeb's shards are present"
@@ -2628,8 +2639,22 @@ def compiler_remedy():
     # This import takes seconds, which a run that does not compile need not wait.
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    needs = "g++, python3-dev, paths without spaces or quotes and an undamaged cache"
+    needs = "g++, python3-dev and an undamaged cache in a path without spaces or quotes"
     return f"go without by --compile false; else it needs {needs}: delete {cache_dir()}"
+
+
+def prepare_compiler():
+    """Let compiled code run where paths have spaces or quotes: torch 2.13 splits its call of the
+    C++ compiler there. Libraries' folders are quoted; the cache goes to torch's own place."""
+    from torch._inductor import cpp_builder
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+
+    def quoted_folders(options):
+        return [shlex.quote(folder) for folder in options._libraries_dirs]
+
+    cpp_builder.BuildOptionsBase.get_libraries_dirs = quoted_folders
+    if cache_dir() != shlex.quote(cache_dir()):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = default_cache_dir()
 
 
 def probe_compiler(device):
@@ -2638,6 +2663,7 @@ def probe_compiler(device):
     what comes next."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+    prepare_compiler()
     folder = cache_dir()
     for path in Path(folder).rglob("*.so"):
         print(f"loading {path}", flush=True)
@@ -2672,6 +2698,7 @@ def choose_compile(config, runtime):
     A node's first rank finds out for all of them. Raises ConfigError on a GPU."""
     if not config.compile:
         return "off"
+    prepare_compiler()
     key = f"compiler of the node of rank {runtime.rank - runtime.local_rank}"
     failure = ""
     if runtime.local_rank == 0:
@@ -3068,7 +3095,9 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 def launcher_number(name, default):
     """What a launcher says in an environment variable, which is a number. Raises ConfigError."""
     text = os.environ.get(name, str(default))
-    require(text.isdecimal(), f"{name}={text!r}: is a number where torchrun sets it; unset it")
+    is_number = re.fullmatch("[0-9]{1,9}", text)
+    words = f"{name}='{one_line(text)}': is a number where torchrun sets it"
+    require(is_number, f"{words}; unset it")
     return int(text)
 
 
@@ -3965,7 +3994,7 @@ def main(argv=None, extend=None):
     listen_for_signals()
     try:
         log.is_main = launcher_number("RANK", 0) == 0
-        tasks = os.environ.get("SLURM_NTASKS", "1")
+        tasks = one_line(os.environ.get("SLURM_NTASKS", "1"))
         if tasks != "1" and "RANK" not in os.environ:
             log.line(f"note: SLURM_NTASKS={tasks}, and no RANK: each task is a run; use torchrun")
         given = parse_command_line(argv)
