@@ -235,7 +235,7 @@ def test_a_run_of_three_ranks_logs_what_a_training_step_sends(tiny, tmp_path):
 
 LAUNCHERS = [
     ({"RANK": ""}, "RANK=''"),
-    ({"RANK": "two"}, "RANK='two'"),
+    ({"RANK": "9" * 5000}, "RANK='999"),
     ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
     ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without "),
     ({"RANK": "1"}, "RANK=1 of WORLD_SIZE=1"),
