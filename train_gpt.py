@@ -613,7 +613,7 @@ SEGMENT_ROOM = 64
 
 def open_shard(path):
     """Map a token shard (llm.c's format) as a read-only uint16 array. Raises ConfigError."""
-    path = Path(path)
+    path = Path(path).absolute()
     remedy = "rebuild or download it again (data/text.py, data/fineweb.py)"
     require(path.is_file(), f"{path}: no file, and a shard is one")
     header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
@@ -635,7 +635,7 @@ def file_sha256(path):
 def read_manifest(folder):
     """The manifest of a corpus, with its shards as {file name: sha256}; None where it has none.
     Raises ConfigError."""
-    path = Path(folder, "manifest.json")
+    path = Path(folder, "manifest.json").absolute()
     if not path.is_file():
         return None
     try:
@@ -703,7 +703,8 @@ def prefix_tokens(config):
         manifest = read_manifest(config.data) or {}
         found = manifest.get("prefix_tokens", [])
         count = len(found)
-        words = f"{config.data}/manifest.json has {count} prefix_tokens of {config.vocab_size}"
+        path = Path(config.data, "manifest.json").absolute()
+        words = f"{path} has {count} prefix_tokens of {config.vocab_size}"
         is_there = count == config.eot_token + 1 and are_whole(found, range(config.vocab_size))
         require(is_there, f"prefix_weight: {words}; build it again, or --prefix-weight 0")
         prefixes[:count] = found
@@ -754,7 +755,7 @@ class Corpus(NamedTuple):
 
 def open_corpus(config):
     """Open and check all shards that a run needs. Raises ConfigError where they do not suit it."""
-    folder = Path(config.data)
+    folder = Path(config.data).absolute()
     manifest = read_manifest(folder)
     eot_token = config.eot_token if manifest is None else manifest["eot_token"]
     words = f"documents start with {eot_token}, and not with eot_token={config.eot_token}"
@@ -765,6 +766,13 @@ def open_corpus(config):
         found[split] = sorted(folder.glob(f"*_{split}_*.bin"))
         remedy = f"run `python data/{builder.get(folder.name, 'text.py PATH')}`, or name --data"
         require(found[split], f"{folder}: no *_{split}_*.bin shards; {remedy}")
+    needed = config.val_tokens + 1
+    parts = [checked_shard(path, config, manifest)[:needed] for path in found["val"]]
+    val = np.concatenate(parts)[:needed]
+    most = (len(val) - 1) // config.val_batch_tokens * config.val_batch_tokens
+    words = f"val_tokens={config.val_tokens:,}, but the validation split holds {len(val):,}"
+    remedy = f"--val-tokens at most {most}" if most else "add text to validate on"
+    require(len(val) == needed, f"{folder}: {words}; {remedy}")
     paths = found["train"]
     count = config.index_tokens if config.index_orders else 0
     opened = [open_shard(path) for path in paths]
@@ -783,17 +791,15 @@ def open_corpus(config):
     if available:
         ways += ["lower --steps", f"take --epochs {math.ceil(needed / available)}"]
     if indexed:
-        total = sum(map(len, opened))
-        ways += [f"take --index-tokens {max(0, total - needed - config.micro_batch_tokens)}"]
+        size = config.micro_batch_tokens
+        whole = sum((len(shard) - 1) // size * size for shard in opened)
+        spare = whole - needed - size
+        if spare >= 0:
+            ways += [f"take --index-tokens {spare}"]
+        elif whole:
+            ways += [f"take --index-tokens 0 --epochs {math.ceil(needed / whole)}"]
     remedy = ", or ".join(ways)
     require(needed <= most, f"{folder}: the schedule takes {words} beside the index; {remedy}")
-    needed = config.val_tokens + 1
-    parts = [checked_shard(path, config, manifest)[:needed] for path in found["val"]]
-    val = np.concatenate(parts)[:needed]
-    most = (len(val) - 1) // config.val_batch_tokens * config.val_batch_tokens
-    words = f"val_tokens={config.val_tokens:,}, but the validation split holds {len(val):,}"
-    remedy = f"--val-tokens at most {most}" if most else "add text to validate on"
-    require(len(val) == needed, f"{folder}: {words}; {remedy}")
     return Corpus(shards, indexed, val)
 
 
@@ -3141,10 +3147,11 @@ class Runtime:
     def connect(self):
         """Join the process group; the loader's thread, which keeps another order, gets its own."""
         needed = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-        missing = needed - os.environ.keys()
+        missing = {name for name in needed if not os.environ.get(name)}
         words = f"WORLD_SIZE={self.world_size} without {', '.join(sorted(missing))}"
         require(not missing, f"{words}: start with torchrun, which sets all, or unset WORLD_SIZE")
-        launcher_number("MASTER_PORT", 0)
+        port = launcher_number("MASTER_PORT", 0)
+        require(port < 2**16, f"MASTER_PORT={port}: ports are below 65,536; torchrun sets one")
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             # torchrun's store outlives a restart, and still has the addresses of the dead. Nodes
@@ -3442,7 +3449,9 @@ def parse_command_line(argv):
         names = [name for action in parser._actions for name in action.option_strings]
         hint = nearest(unknown[0].partition("=")[0], names)
         raise ConfigError(f"{unknown[0]}: no such key; {hint} Arguments come as --key value")
-    return vars(namespace)
+    given = vars(namespace)
+    texts = {name: value for name, value in given.items() if isinstance(value, str)}
+    return given | {name: os.path.expanduser(value) for name, value in texts.items()}
 
 
 def resumed(given):
@@ -3554,7 +3563,7 @@ def save_checkpoint(path, content):
 
 def load_checkpoint(path):
     """Read a checkpoint, whose sha256 must be there, and its Config. Raises ConfigError."""
-    path = Path(path)
+    path = Path(path).absolute()
     require(path.is_file(), f"{path}: no such checkpoint; a run leaves logs/RUN/checkpoint.pt")
     beside = path.with_suffix(".sha256")
     require(beside.is_file(), f"{beside}: is missing; copy it together with {path.name}")
@@ -3581,10 +3590,13 @@ def find_checkpoint(run, key="resume"):
     for path in (Path(run), folder / "checkpoint.pt", *newest_first):
         if path.is_file():
             try:
-                return {**load_checkpoint(path), "folder": path.parent}
+                content = load_checkpoint(path)
             except ConfigError as error:
-                print(f"note: {one_line(error)}", file=sys.stderr)
-                damaged.append(str(error))
+                damaged.append(one_line(error))
+                continue
+            for reason in damaged:
+                print(f"note: {reason}", file=sys.stderr)
+            return {**content, "folder": path.parent}
     hint = nearest(run, [path.parent.name for path in Path("logs").glob("*/*.pt")])
     missing = f"no checkpoint in {folder.absolute()}; {hint or 'no run has left one'}"
     raise ConfigError("; ".join(damaged) or f"--{key} {run}: {missing}")

@@ -2,6 +2,7 @@
 words, `--check` and `--help`; importing the file does nothing."""
 
 import dataclasses
+import os
 import shlex
 import shutil
 import subprocess
@@ -103,7 +104,7 @@ def test_only_what_differs_from_the_track_is_an_override():
     # Nor is a type that the track leaves to the machine.
     assert parsed("--dtype float32")[1] == {}
     assert parsed("--dtype float32", "fineweb")[1] == {"dtype": "float32"}
-    assert parsed("--data mine")[1] == {"data": "mine"}
+    assert parsed("--data ~/mine")[1] == {"data": os.path.expanduser("~/mine")}
 
 
 def test_words_of_a_configuration_are_read_back(rich):

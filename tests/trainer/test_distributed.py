@@ -242,7 +242,8 @@ LAUNCHERS = [
     ({"WORLD_SIZE": "0"}, "RANK=0 of WORLD_SIZE=0"),
 ]
 ALONE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-LAUNCHERS += [({**ALONE, "MASTER_ADDR": "here", "MASTER_PORT": "x"}, "MASTER_PORT='x'")]
+LAUNCHERS += [({**ALONE, "MASTER_ADDR": "here", "MASTER_PORT": "99999"}, "MASTER_PORT=99999")]
+LAUNCHERS += [({**ALONE, "MASTER_ADDR": ""}, "WORLD_SIZE=2 without MASTER_ADDR")]
 
 
 @pytest.mark.parametrize("variables, words", LAUNCHERS, ids=str)
