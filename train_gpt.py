@@ -3573,8 +3573,9 @@ def load_checkpoint(path):
         content = torch.load(path, map_location="cpu", weights_only=True)
         track = content["config"]["track"]
         require(track in TRACKS, f"of track {track}; use the script that it began with")
-        content["config"] = type(TRACKS[track])(**content["config"])
-        is_same_hash = content["rows"] == row_fingerprint(content["config"])
+        config = content["config"] = type(TRACKS[track])(**content["config"])
+        require(content["step"] in range(config.steps + 1), "its step is none of its run")
+        is_same_hash = content["rows"] == row_fingerprint(config)
         require(is_same_hash, "its table has another hash of rows; use the script it began with")
     except Exception as error:  # torch raises several types for a damaged file
         reason = f"{type(error).__name__}: {one_line(error)}"
