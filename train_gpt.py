@@ -74,11 +74,13 @@ try:
     from torch import Tensor, nn
     from torch import distributed as dist
     from torch.utils import _pytree as pytree
-except ImportError as error:
-    remedy = "./run.sh installs all of it into .venv; then `source .venv/bin/activate`"
+except Exception as error:  # torch and numba read variables of the environment
+    remedy = "correct the variable that is meant, or unset it"
+    if isinstance(error, ImportError):
+        remedy = "./run.sh installs all of it into .venv; then `source .venv/bin/activate`"
     if os.name == "nt":
         remedy = "Windows is not supported: call it in WSL, https://learn.microsoft.com/windows/wsl"
-    print(f"status:error {error}; {remedy}")
+    print(f"status:error {' '.join(str(error).split())[:300]}; {remedy}")
     sys.exit(2)
 
 # 1. Configuration ================================================================================
