@@ -187,7 +187,12 @@ def main(argv=None):
     except KeyboardInterrupt:
         return 130
     except (ConfigError, data_text.DataError, OSError) as error:
-        print(f"status:error {train_gpt.one_line(error)}", flush=True)
+        status = f"status:error {train_gpt.one_line(error)}"
+        try:
+            print(status, flush=True)
+        except OSError:  # the reader is gone, or the disk full; Python would write once more
+            print(status, file=sys.stderr)
+            sys.stdout = open(os.devnull, "w")
         return 2
 
 

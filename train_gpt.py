@@ -3497,6 +3497,8 @@ class Log:
         path = folder / "log.txt"
         is_free = not is_new or may_replace or not path.exists()
         require(is_free, f"{folder} exists; change --run-id, or --resume {folder.name}")
+        is_file = path.is_file() or not path.exists()
+        require(is_file, f"{path.absolute()}: is no regular file; move it away")
         file = open(path, "a", buffering=1, encoding="utf-8")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where another process writes it
         self.file = file
@@ -3577,6 +3579,9 @@ def load_checkpoint(path):
         require(track in TRACKS, f"of track {track}; use the script that it began with")
         config = content["config"] = type(TRACKS[track])(**content["config"])
         require(content["step"] in range(config.steps + 1), "its step is none of its run")
+        kinds = {"train_seconds": float, "loss": list, "loader": dict, "index": str}
+        is_whole = all(type(content[name]) is kind for name, kind in kinds.items())
+        require(is_whole and len(content["loss"]) == 2, "its clock, loss or place is of no run")
         is_same_hash = content["rows"] == row_fingerprint(config)
         require(is_same_hash, "its table has another hash of rows; use the script it began with")
     except Exception as error:  # torch raises several types for a damaged file

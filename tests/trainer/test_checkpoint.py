@@ -62,6 +62,8 @@ FOREIGN = {
     "another table's rows": {**CONTENT, "rows": "another"},
     "what could run code": {"step": Path("x")},
     "a step before the first": {**CONTENT, "step": -1},
+    "half a loss": {**CONTENT, "loss": [1.0]},
+    "a clock of words": {**CONTENT, "train_seconds": "long"},
     **{f"no {part}": without(CONTENT, part) for part in ("config", "rows")},
 }
 
