@@ -160,6 +160,12 @@ def test_text_streams_in_whole_characters(path, use, monkeypatch):
     assert shown == ["a", "", "é", "", "", "", "😀", "", "", "\ufffd\n"]
 
 
+def test_a_reader_that_is_gone_is_told_on_stderr(path, use, monkeypatch):
+    monkeypatch.setattr("sys.stdout", open("/dev/full", "w"))
+    run = use("--checkpoint", path, "--tokens", 2)
+    assert run.code == 2 and run.stderr.startswith("status:error [Errno 28] No space")
+
+
 @pytest.mark.parametrize("task", [["--eval"], ["--tokens", 3, "--temperature", 0]], ids=str)
 def test_a_model_that_predicts_nothing_finite_is_refused(task, use, tmp_path, corpus):
     trainer = make_trainer(data=str(corpus))
