@@ -19,9 +19,11 @@ import os
 import sys
 from dataclasses import dataclass
 
+import train_gpt  # first: it says what is missing
+
+# isort: split
 import torch
 
-import train_gpt
 from train_gpt import Check, Config, ConfigError, knob, one_of, require
 
 SHARE = Check(lambda ratio: 0 < ratio <= 1, "must be above 0 and at most 1, which is all of it")

@@ -15,10 +15,12 @@ import os
 import sys
 from pathlib import Path
 
+import train_gpt  # first: it says what is missing
+
+# isort: split
 import numpy as np
 import torch
 
-import train_gpt
 from continual import find_trained, validation_tokens  # which makes the continual track known, too
 from data import text as data_text
 from train_gpt import ConfigError, require
@@ -101,6 +103,7 @@ def tokenizer_of(config):
     try:
         vocabulary = train_gpt.read_manifest(config.data)["vocabulary"]
         path = Path(config.data, vocabulary["file"])
+        require(path.is_file(), "its file is missing")
         require(train_gpt.file_sha256(path) == vocabulary["sha256"], "its sha256 is another")
         tokenizer = data_text.make_tokenizer(path, vocabulary["pattern"])
         require(tokenizer.eot_token == config.eot_token, "it has another number of pieces")
@@ -184,7 +187,12 @@ def main(argv=None):
     except KeyboardInterrupt:
         return 130
     except (ConfigError, data_text.DataError, OSError) as error:
-        print(f"status:error {train_gpt.one_line(error)}", flush=True)
+        status = f"status:error {train_gpt.one_line(error)}"
+        try:
+            print(status, flush=True)
+        except OSError:  # the reader is gone, or the disk full; Python would write once more
+            print(status, file=sys.stderr)
+            sys.stdout = open(os.devnull, "w")
         return 2
 
 

@@ -34,7 +34,6 @@ import ctypes
 import dataclasses
 import datetime
 import difflib
-import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -44,7 +43,7 @@ import math
 import os
 import platform
 import re
-import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -66,13 +65,25 @@ from typing import Any, NamedTuple
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from numba import njit
-from torch import Tensor, nn
-from torch import distributed as dist
-from torch.utils import _pytree as pytree
+try:
+    import fcntl
+    import resource
+
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    from numba import njit
+    from torch import Tensor, nn
+    from torch import distributed as dist
+    from torch.utils import _pytree as pytree
+except Exception as error:  # torch and numba read variables of the environment
+    remedy = "correct the variable that is meant, or unset it"
+    if isinstance(error, ImportError):
+        remedy = "./run.sh installs all of it into .venv; then `source .venv/bin/activate`"
+    if os.name == "nt":
+        remedy = "Windows is not supported: call it in WSL, https://learn.microsoft.com/windows/wsl"
+    print(f"status:error {' '.join(str(error).split())[:300]}; {remedy}")
+    sys.exit(2)
 
 # 1. Configuration ================================================================================
 
@@ -443,7 +454,9 @@ NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume
 def default_track():
     """(name of the track to run where none is named, the reason in words)."""
     if not torch.cuda.is_available():
-        return "english", "torch sees no CUDA device"
+        has_apple = torch.backends.mps.is_available()
+        apple = ", and Apple GPUs are not supported" if has_apple else ""
+        return "english", f"torch sees no CUDA device{apple}"
     if not any(Path(TRACKS["fineweb"].data).glob("*_train_*.bin")):
         return "english", f"no shards in {TRACKS['fineweb'].data}"
     return "fineweb", "CUDA and FineWeb's shards are present"
@@ -613,7 +626,7 @@ SEGMENT_ROOM = 64
 
 def open_shard(path):
     """Map a token shard (llm.c's format) as a read-only uint16 array. Raises ConfigError."""
-    path = Path(path)
+    path = Path(path).absolute()
     remedy = "rebuild or download it again (data/text.py, data/fineweb.py)"
     require(path.is_file(), f"{path}: no file, and a shard is one")
     header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
@@ -635,7 +648,7 @@ def file_sha256(path):
 def read_manifest(folder):
     """The manifest of a corpus, with its shards as {file name: sha256}; None where it has none.
     Raises ConfigError."""
-    path = Path(folder, "manifest.json")
+    path = Path(folder, "manifest.json").absolute()
     if not path.is_file():
         return None
     try:
@@ -703,7 +716,8 @@ def prefix_tokens(config):
         manifest = read_manifest(config.data) or {}
         found = manifest.get("prefix_tokens", [])
         count = len(found)
-        words = f"{config.data}/manifest.json has {count} prefix_tokens of {config.vocab_size}"
+        path = Path(config.data, "manifest.json").absolute()
+        words = f"{path} has {count} prefix_tokens of {config.vocab_size}"
         is_there = count == config.eot_token + 1 and are_whole(found, range(config.vocab_size))
         require(is_there, f"prefix_weight: {words}; build it again, or --prefix-weight 0")
         prefixes[:count] = found
@@ -754,7 +768,7 @@ class Corpus(NamedTuple):
 
 def open_corpus(config):
     """Open and check all shards that a run needs. Raises ConfigError where they do not suit it."""
-    folder = Path(config.data)
+    folder = Path(config.data).absolute()
     manifest = read_manifest(folder)
     eot_token = config.eot_token if manifest is None else manifest["eot_token"]
     words = f"documents start with {eot_token}, and not with eot_token={config.eot_token}"
@@ -765,6 +779,13 @@ def open_corpus(config):
         found[split] = sorted(folder.glob(f"*_{split}_*.bin"))
         remedy = f"run `python data/{builder.get(folder.name, 'text.py PATH')}`, or name --data"
         require(found[split], f"{folder}: no *_{split}_*.bin shards; {remedy}")
+    needed = config.val_tokens + 1
+    parts = [checked_shard(path, config, manifest)[:needed] for path in found["val"]]
+    val = np.concatenate(parts)[:needed]
+    most = (len(val) - 1) // config.val_batch_tokens * config.val_batch_tokens
+    words = f"val_tokens={config.val_tokens:,}, but the validation split holds {len(val):,}"
+    remedy = f"--val-tokens at most {most}" if most else "add text to validate on"
+    require(len(val) == needed, f"{folder}: {words}; {remedy}")
     paths = found["train"]
     count = config.index_tokens if config.index_orders else 0
     opened = [open_shard(path) for path in paths]
@@ -783,17 +804,15 @@ def open_corpus(config):
     if available:
         ways += ["lower --steps", f"take --epochs {math.ceil(needed / available)}"]
     if indexed:
-        total = sum(map(len, opened))
-        ways += [f"take --index-tokens {max(0, total - needed - config.micro_batch_tokens)}"]
+        size = config.micro_batch_tokens
+        whole = sum((len(shard) - 1) // size * size for shard in opened)
+        spare = whole - needed - size
+        if spare >= 0:
+            ways += [f"take --index-tokens {spare}"]
+        elif whole:
+            ways += [f"take --index-tokens 0 --epochs {math.ceil(needed / whole)}"]
     remedy = ", or ".join(ways)
     require(needed <= most, f"{folder}: the schedule takes {words} beside the index; {remedy}")
-    needed = config.val_tokens + 1
-    parts = [checked_shard(path, config, manifest)[:needed] for path in found["val"]]
-    val = np.concatenate(parts)[:needed]
-    most = (len(val) - 1) // config.val_batch_tokens * config.val_batch_tokens
-    words = f"val_tokens={config.val_tokens:,}, but the validation split holds {len(val):,}"
-    remedy = f"--val-tokens at most {most}" if most else "add text to validate on"
-    require(len(val) == needed, f"{folder}: {words}; {remedy}")
     return Corpus(shards, indexed, val)
 
 
@@ -2680,8 +2699,22 @@ def compiler_remedy():
     # This import takes seconds, which a run that does not compile need not wait.
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    needs = "g++, python3-dev, paths without spaces or quotes and an undamaged cache"
+    needs = "g++, python3-dev and an undamaged cache in a path without spaces or quotes"
     return f"go without by --compile false; else it needs {needs}: delete {cache_dir()}"
+
+
+def prepare_compiler():
+    """Let compiled code run where paths have spaces or quotes: torch 2.13 splits its call of the
+    C++ compiler there. Libraries' folders are quoted; the cache goes to torch's own place."""
+    from torch._inductor import cpp_builder
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+
+    def quoted_folders(options):
+        return [shlex.quote(folder) for folder in options._libraries_dirs]
+
+    cpp_builder.BuildOptionsBase.get_libraries_dirs = quoted_folders
+    if cache_dir() != shlex.quote(cache_dir()):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = default_cache_dir()
 
 
 def probe_compiler(device):
@@ -2690,6 +2723,7 @@ def probe_compiler(device):
     what comes next."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+    prepare_compiler()
     folder = cache_dir()
     for path in Path(folder).rglob("*.so"):
         print(f"loading {path}", flush=True)
@@ -2724,6 +2758,7 @@ def choose_compile(config, runtime):
     A node's first rank finds out for all of them. Raises ConfigError on a GPU."""
     if not config.compile:
         return "off"
+    prepare_compiler()
     key = f"compiler of the node of rank {runtime.rank - runtime.local_rank}"
     failure = ""
     if runtime.local_rank == 0:
@@ -3140,7 +3175,9 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 def launcher_number(name, default):
     """What a launcher says in an environment variable, which is a number. Raises ConfigError."""
     text = os.environ.get(name, str(default))
-    require(text.isdecimal(), f"{name}={text!r}: is a number where torchrun sets it; unset it")
+    is_number = re.fullmatch("[0-9]{1,9}", text)
+    words = f"{name}='{one_line(text)}': is a number where torchrun sets it"
+    require(is_number, f"{words}; unset it")
     return int(text)
 
 
@@ -3184,10 +3221,11 @@ class Runtime:
     def connect(self):
         """Join the process group; the loader's thread, which keeps another order, gets its own."""
         needed = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-        missing = needed - os.environ.keys()
+        missing = {name for name in needed if not os.environ.get(name)}
         words = f"WORLD_SIZE={self.world_size} without {', '.join(sorted(missing))}"
         require(not missing, f"{words}: start with torchrun, which sets all, or unset WORLD_SIZE")
-        launcher_number("MASTER_PORT", 0)
+        port = launcher_number("MASTER_PORT", 0)
+        require(port < 2**16, f"MASTER_PORT={port}: ports are below 65,536; torchrun sets one")
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             # torchrun's store outlives a restart, and still has the addresses of the dead. Nodes
@@ -3490,7 +3528,9 @@ def parse_command_line(argv):
         names = [name for action in parser._actions for name in action.option_strings]
         hint = nearest(unknown[0].partition("=")[0], names)
         raise ConfigError(f"{unknown[0]}: no such key; {hint} Arguments come as --key value")
-    return vars(namespace)
+    given = vars(namespace)
+    texts = {name: value for name, value in given.items() if isinstance(value, str)}
+    return given | {name: os.path.expanduser(value) for name, value in texts.items()}
 
 
 def resumed(given):
@@ -3534,6 +3574,8 @@ class Log:
         path = folder / "log.txt"
         is_free = not is_new or may_replace or not path.exists()
         require(is_free, f"{folder} exists; change --run-id, or --resume {folder.name}")
+        is_file = path.is_file() or not path.exists()
+        require(is_file, f"{path.absolute()}: is no regular file; move it away")
         file = open(path, "a", buffering=1, encoding="utf-8")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where another process writes it
         self.file = file
@@ -3602,7 +3644,7 @@ def save_checkpoint(path, content):
 
 def load_checkpoint(path):
     """Read a checkpoint, whose sha256 must be there, and its Config. Raises ConfigError."""
-    path = Path(path)
+    path = Path(path).absolute()
     require(path.is_file(), f"{path}: no such checkpoint; a run leaves logs/RUN/checkpoint.pt")
     beside = path.with_suffix(".sha256")
     require(beside.is_file(), f"{beside}: is missing; copy it together with {path.name}")
@@ -3612,8 +3654,12 @@ def load_checkpoint(path):
         content = torch.load(path, map_location="cpu", weights_only=True)
         track = content["config"]["track"]
         require(track in TRACKS, f"of track {track}; use the script that it began with")
-        content["config"] = type(TRACKS[track])(**content["config"])
-        is_same_hash = content["rows"] == row_fingerprint(content["config"])
+        config = content["config"] = type(TRACKS[track])(**content["config"])
+        require(content["step"] in range(config.steps + 1), "its step is none of its run")
+        kinds = {"train_seconds": float, "loss": list, "loader": dict, "index": str}
+        is_whole = all(type(content[name]) is kind for name, kind in kinds.items())
+        require(is_whole and len(content["loss"]) == 2, "its clock, loss or place is of no run")
+        is_same_hash = content["rows"] == row_fingerprint(config)
         require(is_same_hash, "its table has another hash of rows; use the script it began with")
     except Exception as error:  # torch raises several types for a damaged file
         reason = f"{type(error).__name__}: {one_line(error)}"
@@ -3629,10 +3675,13 @@ def find_checkpoint(run, key="resume"):
     for path in (Path(run), folder / "checkpoint.pt", *newest_first):
         if path.is_file():
             try:
-                return {**load_checkpoint(path), "folder": path.parent}
+                content = load_checkpoint(path)
             except ConfigError as error:
-                print(f"note: {one_line(error)}", file=sys.stderr)
-                damaged.append(str(error))
+                damaged.append(one_line(error))
+                continue
+            for reason in damaged:
+                print(f"note: {reason}", file=sys.stderr)
+            return {**content, "folder": path.parent}
     hint = nearest(run, [path.parent.name for path in Path("logs").glob("*/*.pt")])
     missing = f"no checkpoint in {folder.absolute()}; {hint or 'no run has left one'}"
     raise ConfigError("; ".join(damaged) or f"--{key} {run}: {missing}")
@@ -4044,7 +4093,7 @@ def main(argv=None, extend=None):
     sys.setswitchinterval(1e-4)  # seconds for which the loader may hold up what launches kernels
     try:
         log.is_main = launcher_number("RANK", 0) == 0
-        tasks = os.environ.get("SLURM_NTASKS", "1")
+        tasks = one_line(os.environ.get("SLURM_NTASKS", "1"))
         if tasks != "1" and "RANK" not in os.environ:
             log.line(f"note: SLURM_NTASKS={tasks}, and no RANK: each task is a run; use torchrun")
         given = parse_command_line(argv)

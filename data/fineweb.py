@@ -20,8 +20,11 @@ import sys
 import time
 from pathlib import Path
 
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
-from huggingface_hub.utils import WeakFileLock, httpx
+try:
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub.utils import WeakFileLock, httpx
+except (ImportError, ValueError) as error:
+    sys.exit(f"error: {error}; correct HF_ENDPOINT; ./run.sh installs what is missing into .venv")
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data import text

@@ -40,7 +40,10 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
+try:
+    import numpy as np
+except ImportError as error:
+    sys.exit(f"error: {error}; ./run.sh installs it into .venv; then `source .venv/bin/activate`")
 
 HERE = Path(__file__).resolve().parent
 SHARD_TOKENS = 100_000_000  # the field's shard size: 200 MB, small enough to move and to hold
@@ -357,7 +360,7 @@ def make_tokenizer(name, pattern=PATTERN):
 def read_vocabulary(path):
     """Return a vocabulary file's content, and {piece: rank}. Raises DataError for an odd one."""
     try:
-        content = path.read_bytes()
+        content = path.read_bytes() if path.is_file() else b""
         lines = [line.split() for line in content.splitlines()]
         ranks = {base64.b64decode(piece, validate=True): int(rank) for piece, rank in lines}
     except (OSError, ValueError):

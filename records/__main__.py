@@ -7,10 +7,15 @@ import sys
 import tomllib
 from pathlib import Path
 
-from records import experiment, picture, render
-from records.files import CONTROL, LIMITS, RULES, RecordError, require
-from records.judge import check_pages, check_records
-from records.record import Repository, read_script
+try:
+    from records import experiment, picture, render
+    from records.files import CONTROL, LIMITS, RULES, RecordError, require
+    from records.judge import check_pages, check_records
+    from records.record import Repository, read_script
+except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+    said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    print(f"records: rules.json or forms.toml is damaged ({said}); git restore it", file=sys.stderr)
+    sys.exit(2)
 
 
 def table(repository, options):

@@ -320,6 +320,7 @@ BAD_INPUT = [
     (["tree", "--val-share", "0.1", "--val", "one"], ["--val", "--val-share"]),
     (["tree", "--tokenizer", "gpt3"], ["tokenizer", "gpt3", "gpt2"]),
     (["tree", "--tokenizer", "odd.tiktoken"], ["odd.tiktoken", "256"]),
+    (["tree", "--tokenizer", "pipe"], ["pipe", "256"]),
     (["tree", "--separator", ""], ["--separator", "empty"]),
     (["tree", "--separator", "<eot>"], ["'<eot>'", "none of the files"]),
     (["pipe"], ["pipe", "no such file"]),

@@ -61,6 +61,9 @@ FOREIGN = {
     "a list": [1, 2],
     "another table's rows": {**CONTENT, "rows": "another"},
     "what could run code": {"step": Path("x")},
+    "a step before the first": {**CONTENT, "step": -1},
+    "half a loss": {**CONTENT, "loss": [1.0]},
+    "a clock of words": {**CONTENT, "train_seconds": "long"},
     **{f"no {part}": without(CONTENT, part) for part in ("config", "rows")},
 }
 
@@ -302,7 +305,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(how, killed, w
     line = refusal(cli(resume="logs/whole/step_000006.pt"))
     assert "step_000006.pt" in line and "sha256" in line
     run = cli(resume="whole")
-    assert run.stderr.startswith("note: logs/whole/step_000006.")
+    assert run.stderr.startswith("note: ") and "logs/whole/step_000006." in run.stderr
     assert run.stderr.count("\n") == 1 and "resumed:whole step:4/8 world_size:1" in run.lines
     assert goes_on(run, folder, whole_run)
 

@@ -2,6 +2,7 @@
 words, `--check` and `--help`; importing the file does nothing."""
 
 import dataclasses
+import os
 import shlex
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ import torch
 
 import ranks
 import train_gpt
-from helpers import arguments, environment, refusal, tiny_config
+from helpers import ROOT, arguments, environment, refusal, tiny_config
 from train_gpt import TRACKS, ConfigError, Stage
 
 STAGE_FIELDS = [field for field in dataclasses.fields(Stage) if field.name != "start"]
@@ -103,7 +104,7 @@ def test_only_what_differs_from_the_track_is_an_override():
     # Nor is a type that the track leaves to the machine.
     assert parsed("--dtype float32")[1] == {}
     assert parsed("--dtype float32", "fineweb")[1] == {"dtype": "float32"}
-    assert parsed("--data mine")[1] == {"data": "mine"}
+    assert parsed("--data ~/mine")[1] == {"data": os.path.expanduser("~/mine")}
 
 
 def test_words_of_a_configuration_are_read_back(rich):
@@ -120,6 +121,7 @@ def test_the_default_track_is_told_with_its_reason(
     has_cuda, has_shards, tmp_path, cli, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: has_shards)
     if has_shards:
         (tmp_path / "data/fineweb10B").mkdir(parents=True)
         (tmp_path / "data/fineweb10B/fineweb_train_000001.bin").write_bytes(b"")
@@ -127,7 +129,8 @@ def test_the_default_track_is_told_with_its_reason(
     if has_cuda and has_shards:
         assert said == "track fineweb by default: CUDA and FineWeb's shards are present"
     else:
-        reason = "no shards in data/fineweb10B" if has_cuda else "torch sees no CUDA device"
+        apple = "torch sees no CUDA device, and Apple GPUs are not supported"
+        reason = "no shards in data/fineweb10B" if has_cuda else apple
         assert said == f"track english by default: {reason}"
 
 
@@ -308,6 +311,28 @@ def test_check_leaves_a_run_that_exists_alone(cli, tiny, rich_run, tmp_path):
 
 
 # ----- the file
+
+
+MISSING = [
+    ("train_gpt", "numba", "activate"),
+    ("sample", "fcntl", "WSL"),
+    ("continual", "torch", "activate"),
+    ("data.text", "numpy", "activate"),
+    ("records", "fcntl", "WSL"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program, module, remedy", MISSING)
+def test_what_cannot_be_imported_is_told_in_one_line(program, module, remedy):
+    """As on Windows, or where no environment is active."""
+    system = "nt" if module == "fcntl" else "posix"
+    code = f"import os, sys, torch; os.name = {system!r}; sys.modules[{module!r}] = None"
+    command = [sys.executable, "-c", f"{code}; import {program}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    said = done.stdout + done.stderr
+    assert done.returncode in (1, 2) and said.count("\n") == 1, said
+    assert module in said and remedy in said
 
 
 @pytest.mark.slow

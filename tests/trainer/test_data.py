@@ -179,8 +179,16 @@ def test_remedies_are_worked_out_and_work(tmp_path):
     open_corpus(dataclasses.replace(config, epochs=epochs))
     with pytest.raises(ConfigError, match="shards hold"):
         open_corpus(dataclasses.replace(config, epochs=epochs - 1))
+    # The index leaves out what training needs.
+    for steps, pattern in ((2, r"--index-tokens (\d+)$"), (9, r"-tokens (0) --epochs (\d+)$")):
+        config = tiny_config(data=str(folder), steps=steps, index_orders=(4,))
+        with pytest.raises(ConfigError, match=pattern) as refused:
+            open_corpus(config)
+        index_tokens, *epochs = map(int, re.search(pattern, str(refused.value)).groups())
+        changes = {"index_tokens": index_tokens, "epochs": max(epochs, default=1)}
+        open_corpus(dataclasses.replace(config, **changes))
     # Less than a micro-batch is none, however often.
-    folder = make_corpus(tmp_path / "less", train_tokens=200, val_tokens=200, shards=1)
+    folder = make_corpus(tmp_path / "less", train_tokens=200, shards=1)
     with pytest.raises(ConfigError, match=r"shards hold 0 in .* beside the index; add text$"):
         open_corpus(tiny_config(data=str(folder)))
     folder = make_corpus(tmp_path / "val", val_tokens=200)

@@ -269,14 +269,15 @@ def test_a_run_of_three_ranks_logs_what_a_training_step_sends(tiny, tmp_path):
 
 LAUNCHERS = [
     ({"RANK": ""}, "RANK=''"),
-    ({"RANK": "two"}, "RANK='two'"),
+    ({"RANK": "9" * 5000}, "RANK='999"),
     ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
     ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without "),
     ({"RANK": "1"}, "RANK=1 of WORLD_SIZE=1"),
     ({"WORLD_SIZE": "0"}, "RANK=0 of WORLD_SIZE=0"),
 ]
 ALONE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-LAUNCHERS += [({**ALONE, "MASTER_ADDR": "here", "MASTER_PORT": "x"}, "MASTER_PORT='x'")]
+LAUNCHERS += [({**ALONE, "MASTER_ADDR": "here", "MASTER_PORT": "99999"}, "MASTER_PORT=99999")]
+LAUNCHERS += [({**ALONE, "MASTER_ADDR": ""}, "WORLD_SIZE=2 without MASTER_ADDR")]
 
 
 @pytest.mark.parametrize("variables, words", LAUNCHERS, ids=str)

@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import json
+import os
 import shutil
 
 import numpy as np
@@ -82,6 +83,10 @@ def test_a_vocabulary_that_is_not_the_models_is_refused(path, use, tmp_path):
     larger = dataclasses.replace(config, vocab_size=384, eot_token=300)
     with pytest.raises(train_gpt.ConfigError, match="another number of pieces"):
         sample.tokenizer_of(larger)
+    (tmp_path / "v.tiktoken").unlink()
+    os.mkfifo(tmp_path / "v.tiktoken")
+    with pytest.raises(train_gpt.ConfigError, match="its file is missing"):
+        sample.tokenizer_of(config)
 
 
 def greedy(checkpoint, prompt, count):
@@ -153,6 +158,12 @@ def test_text_streams_in_whole_characters(path, use, monkeypatch):
     monkeypatch.setattr(sample, "show", shown.append)
     use("--checkpoint", path, "--prompt", "a")
     assert shown == ["a", "", "é", "", "", "", "😀", "", "", "\ufffd\n"]
+
+
+def test_a_reader_that_is_gone_is_told_on_stderr(path, use, monkeypatch):
+    monkeypatch.setattr("sys.stdout", open("/dev/full", "w"))
+    run = use("--checkpoint", path, "--tokens", 2)
+    assert run.code == 2 and run.stderr.startswith("status:error [Errno 28] No space")
 
 
 @pytest.mark.parametrize("task", [["--eval"], ["--tokens", 3, "--temperature", 0]], ids=str)
