@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPTS = sorted(
     {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
-    - {"__init__", "common", "plain_gpt", "readme"}
+    - {"__init__", "common", "plain_gpt", "price_variants", "readme"}
 )
 
 
