@@ -240,19 +240,17 @@ def test_a_shard_that_vanishes_during_a_run_is_named(tiny, cli, tmp_path, monkey
     values["data"] = str(folder)
     whole = cli(**values, run_id="whole")
     assert whole.code == 0 and whole.checkpoint()["loader"]["shard"] == 1
-    second, step = folder / "tiny_train_000001.bin", train_gpt.Trainer.step
+    second, loader = folder / "tiny_train_000001.bin", train_gpt.TrainLoader
     kept = second.read_bytes()
 
-    def vanishing_step(self, *rest):
+    def vanishing_loader(*rest):  # ahead of what opens the next shard
         second.unlink(missing_ok=True)
-        return step(self, *rest)
+        return loader(*rest)
 
-    monkeypatch.setattr(train_gpt, "warm_up", lambda trainer: None)
-    monkeypatch.setattr(train_gpt, "PREFETCH", 1)
-    monkeypatch.setattr(train_gpt.Trainer, "step", vanishing_step)
+    monkeypatch.setattr(train_gpt, "TrainLoader", vanishing_loader)
     run = cli(**values, run_id="gone")
     assert run.code == 1 and second.name in run.lines[-1] == run.log[-1]
     assert "shards hold" in refusal(cli(resume="gone"))
     second.write_bytes(kept)
-    monkeypatch.setattr(train_gpt.Trainer, "step", step)
+    monkeypatch.setattr(train_gpt, "TrainLoader", loader)
     assert cli(resume="gone").code == 0 and run.result["val_loss"] == whole.result["val_loss"]
