@@ -1603,8 +1603,8 @@ def rotary_tables(length, head_dim, scale, long_windows, device, dtype):
 
 
 def rotate(x, cos, sin):
-    """Rotate the channel pairs of x (T, heads, head_dim) by the angles of their positions, by the
-    tables of these."""
+    """Rotate the channel pairs of x (T, heads, head_dim) by the angles of their positions, whose
+    cosines and sines are those of rotary_tables."""
     swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
     return x * cos + swapped * sin
 
@@ -2896,8 +2896,8 @@ class Trainer:
 def state_digest(trainer):
     """A hash of all tensors that a step changes on this rank: equal digests, equal bits.
 
-    Sums of 2^18 words, each times a random odd number of its place, are worked out on the device,
-    from where gigabytes need not travel; whatever changes one word changes its sum.
+    It is made of sums, each of 2^18 words times random odd numbers, one a place: a change of one
+    word always changes its sum. They are worked out on the device, so that no gigabytes travel.
     """
     odd = 2 * torch.randint(2**62, (2**18,), generator=torch.Generator().manual_seed(0)) + 1
     odd = odd.to(trainer.runtime.device)
@@ -2928,9 +2928,10 @@ def warm_up(trainer):
 
     def batch_of(count):
         """A pass of one passage, so many times: whatever their number, these read the same rows."""
-        length = config.micro_batch_tokens
-        stack = stack_passages([passage] * count, length, trainer.runtime.device, count)
-        return Batch(stack, table.plan_step([passage] * count), count * length, state={})
+        passages = [passage] * count
+        tokens = config.micro_batch_tokens
+        stack = stack_passages(passages, tokens, trainer.runtime.device, count)
+        return Batch(stack, table.plan_step(passages), count * tokens, state={})
 
     table.start_pull(batch_of(1).rows)
     put_back = [group.snapshot() for group in trainer.optimizer.groups]
@@ -2938,10 +2939,12 @@ def warm_up(trainer):
     first_validation = {}
     for step in range(config.steps + 1):
         windows = long_windows_until(config, step)
-        if step < config.steps:  # by the number of all ranks, which take the same steps here
+        if step < config.steps:
+            # Ranks may differ in how many micro-batches they have, but all take the same steps.
             number = micro_batches_at(config, step)
             first_step.setdefault((training_phase(config, step), windows, number), step)
-        if step == config.steps or (config.val_every and step % config.val_every == 0 < step):
+        is_validated = config.val_every and step and step % config.val_every == 0
+        if step == config.steps or is_validated:
             phase = evaluation_phase(config, step, config.val_batch_tokens)
             first_validation.setdefault((phase, windows), step)
     # At Adam's first step and the run's last, all groups step, on sums of as many steps as ever.
@@ -4090,7 +4093,7 @@ def main(argv=None, extend=None):
     log = Log(is_main=True)
     runtime = None
     listen_for_signals()
-    sys.setswitchinterval(1e-4)  # seconds for which the loader may hold up what launches kernels
+    sys.setswitchinterval(1e-4)  # seconds that the loader may keep the others waiting
     try:
         log.is_main = launcher_number("RANK", 0) == 0
         tasks = one_line(os.environ.get("SLURM_NTASKS", "1"))

@@ -200,8 +200,9 @@ def verdict(gains, fall, names):
     noise = generator.normal(size=(2, DRAWS, len(priced)))
     at_best = rank_correlation(there + errors * noise[0], there + own_errors * noise[1])
     is_helpful = {name: FEATURES[name].get("saved", 0) > 0 for name in names}
-    split = [[gains[name].mean() for name in names if is_helpful[name] is side]
-             for side in (True, False)]  # fmt: skip
+    split = [
+        [gains[name].mean() for name in names if is_helpful[name] is side] for side in (True, False)
+    ]
     return {
         "rank_correlation": rank_correlation(there, here),
         "low": low,
@@ -238,8 +239,9 @@ def rows_of_features(gains, fall):
         there = feature.get("dropped") or f"{feature['saved']:.1f} ± {feature['error']:.1f}"
         here = f"{shares(gains[name].mean(), fall):.1f} ± {standard_error(own):.1f}"
         nats = f"{gains[name].mean():+.4f}"
-        rows.append([name, feature["kind"], half_of(name), there, here, nats, len(own),
-                     feature["source"]])  # fmt: skip
+        rows.append(
+            [name, feature["kind"], half_of(name), there, here, nats, len(own), feature["source"]]
+        )
     return rows
 
 
@@ -256,8 +258,17 @@ def rows_of_verdicts(gains, fall, configuration):
             interval = f"{found['low']:.2f} to {found['high']:.2f}"
             signs = f"{found['signs']}/{found['features']}"
             told_apart = "no pair" if found["area"] is None else f"{found['area']:.2f}"
-            rows.append([configuration, group, f"{found['rank_correlation']:.2f}", interval,
-                         f"{found['at_best']:.2f}", signs, told_apart])  # fmt: skip
+            rows.append(
+                [
+                    configuration,
+                    group,
+                    f"{found['rank_correlation']:.2f}",
+                    interval,
+                    f"{found['at_best']:.2f}",
+                    signs,
+                    told_apart,
+                ]
+            )
     return rows
 
 
@@ -284,8 +295,16 @@ def report(runs, folder):
     tables = []
     verdicts = []
     line = "rank_correlation:not measured"
-    header = ["feature", "kind", "half", "saved on 8 GPUs, %", "saved here, %", "nats here", "n",
-              "record of modded-nanogpt"]  # fmt: skip
+    header = [
+        "feature",
+        "kind",
+        "half",
+        "saved on 8 GPUs, %",
+        "saved here, %",
+        "nats here",
+        "n",
+        "record of modded-nanogpt",
+    ]
     for configuration in PLAN["configuration"]:
         losses = losses_of(runs, configuration)
         fall = fall_of_loss(losses)
@@ -298,8 +317,15 @@ def report(runs, folder):
         if configuration == "english":
             line = line_of(verdict(gains, fall, list(gains)))
             picture(gains, fall, Path(folder) / f"{NAME}.png")
-    header = ["configuration", "features", "rank correlation", "of 95 %", "at best", "signs",
-              "helpful above dropped"]  # fmt: skip
+    header = [
+        "configuration",
+        "features",
+        "rank correlation",
+        "of 95 %",
+        "at best",
+        "signs",
+        "helpful above dropped",
+    ]
     hours = sum(figures["core_seconds"] for figures in runs) / 3600
     left = len(missing(runs))
     text = f"{len(runs)} runs of {hours:.1f} hours of a core; {left} more are wanted."
