@@ -1194,31 +1194,28 @@ def rows_and_signs(keys, first_guess, num_rows):
     return rows.astype(np.int32), signs
 
 
-class TextIndex:
-    """Which tokens mostly follow an n-gram in training text, by order and hash: see `voted`."""
+class RowFinder:
+    """It tells which rows of the table tokens read, and has read the index of the training text."""
 
-    def __init__(self, config, entries):
+    def __init__(self, config, zeros=torch.zeros):
         self.config = config
-        self.entries = entries  # (orders, 2^bits) int64
-
-    def entries_of(self, column):
-        return self.entries[column].numpy().view(np.uint64)
+        shape = len(config.index_orders), 2**config.index_bits
+        self.entries = zeros(shape, dtype=torch.int64).numpy().view(np.uint64)  # see `voted`
 
     def read(self, texts, reader=0, readers=1):
-        """Take in training texts, (n,) uint16 each. The readers share out orders, and ranges of an
-        order's entries: so many together leave the same bits as one alone."""
+        """Take training texts, (n,) uint16 each, into the index. The readers share out orders, and
+        ranges of an order's entries: so many together leave the same bits as one alone."""
         config = self.config
         parts = max(1, readers // max(1, len(config.index_orders)))
         work = itertools.product(enumerate(config.index_orders), range(parts))
         for (column, order), part in itertools.islice(work, reader, None, readers):
             low, high = (2**config.index_bits * edge // parts for edge in (part, part + 1))
-            entries = self.entries_of(column)
             for tokens in texts:
                 for begin in range(0, len(tokens) - 1, INDEX_CHUNK):
                     end = min(begin + INDEX_CHUNK, len(tokens) - 1)
                     keys = ngram_keys(tokens, begin, end, order, config.eot_token)
                     following = np.array(tokens[begin + 1 : end + 1])  # of a mapped file
-                    vote(entries, config.index_bits, keys, following, low, high)
+                    vote(self.entries[column], config.index_bits, keys, following, low, high)
 
     def guesses(self, tokens, low, high):
         """The tokens that mostly follow those from low to high: (guesses, high - low) uint64, order
@@ -1227,17 +1224,8 @@ class TextIndex:
         found = np.full((len(config.index_orders), INDEX_GUESSES, high - low), NO_GUESS)
         for column, order in enumerate(config.index_orders):
             keys = ngram_keys(tokens, low, high, order, config.eot_token)
-            look_up(self.entries_of(column), config.index_bits, keys, found[column])
+            look_up(self.entries[column], config.index_bits, keys, found[column])
         return found.reshape(-1, high - low)
-
-
-class RowFinder:
-    """It tells which rows of the table tokens read."""
-
-    def __init__(self, config, zeros=torch.zeros):
-        self.config = config
-        shape = len(config.index_orders), 2**config.index_bits
-        self.index = TextIndex(config, zeros(shape, dtype=torch.int64))
 
     def copies(self, text, low, high):
         """What followed the last n tokens the last time in the document of tokens low to high:
@@ -1264,7 +1252,7 @@ class RowFinder:
         for low, high in passage.spans:
             found = [ngram_keys(tokens, low, high, order, eot) for order in config.ngram_orders]
             found.extend(self.copies(passage.text, low, high))
-            found.extend(self.index.guesses(tokens, low, high))
+            found.extend(self.guesses(tokens, low, high))
             parts.append(np.array(found, np.uint64).reshape(-1, high - low))
         keys = np.concatenate(parts, axis=1).T.copy()
         return rows_and_signs(keys, len(config.ngram_orders), config.ngram_rows)
@@ -1275,7 +1263,7 @@ def row_fingerprint(config):
     the contents of a table mean nothing."""
     tokens = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
     finder = RowFinder(dataclasses.replace(config, index_bits=8))
-    finder.index.read([tokens])
+    finder.read([tokens])
     rows, signs = finder.find(Passage(Text(tokens, config.eot_token), [(0, 99)]))
     return hashlib.sha256(rows.tobytes() + signs.tobytes()).hexdigest()
 
@@ -1526,19 +1514,18 @@ class NgramTable(Group):
 
     def index_digest(self):
         """sha256 of the index, which nothing but read_index may change."""
-        return hashlib.sha256(self.finder.index.entries.numpy()).hexdigest()
+        return hashlib.sha256(self.finder.entries).hexdigest()
 
     def read_index(self, texts, expected=""):
         """Read training texts into the index, together with all ranks of this node. Returns its
         sha256. Raises ConfigError where another one is expected."""
         runtime = self.runtime
-        index = self.finder.index
         threads = max(1, usable_cores() // runtime.local_world_size)
         readers = range(threads * runtime.local_world_size)
         runtime.barrier()  # of no rank that still looks at what it was
         with ThreadPoolExecutor(threads) as pool:
             own = readers[runtime.local_rank :: runtime.local_world_size]
-            list(pool.map(lambda reader: index.read(texts, reader, len(readers)), own))
+            list(pool.map(lambda reader: self.finder.read(texts, reader, len(readers)), own))
         runtime.barrier()
         found = self.index_digest()
         require(expected in ("", found), "the index is not that of the checkpoint: other text")
@@ -3811,7 +3798,7 @@ def check_room(run):
             if not name.endswith(".grad"):
                 copies = 1 if name.endswith(".param") else run.runtime.world_size
                 needed += tensor.nbytes * copies
-    index = trainer.table.finder.index.entries.nbytes
+    index = trainer.table.finder.entries.nbytes
     place = run.folder if run.folder.is_dir() else Path.cwd()
     free = shutil.disk_usage(place).free
     words = f"{needed / 2**30:.2f} GiB for a checkpoint, {free / 2**30:.1f} GiB are free"

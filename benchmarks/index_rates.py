@@ -52,9 +52,9 @@ def measure(bits, tokens, repeats):
         function()
         return min(timeit.repeat(function, number=1, repeat=repeats))
 
-    index = finder_of(bits, (4,)).index
+    index = finder_of(bits, (4,))
     finder = finder_of(bits, ORDERS)
-    finder.index.read([tokens])
+    finder.read([tokens])
     asked = train_gpt.contiguous_passage(
         train_gpt.Text(text_of(LENGTH, 1), FINEWEB.eot_token), 0, LENGTH
     )

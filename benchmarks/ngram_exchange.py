@@ -116,7 +116,7 @@ def step_of_fineweb(world_size=8):
             # Gradients to owners, and weights back.
             sent[param.rule.group] += 2 * size * param.numel() * (world_size - 1) / world_size / 1e6
     finder = train_gpt.RowFinder(config)
-    finder.index.read([index_rates.text_of(4_000_000, 0)])
+    finder.read([index_rates.text_of(4_000_000, 0)])
     read = []
     for rank in range(world_size):
         text = train_gpt.Text(index_rates.text_of(LENGTH + 1, 1 + rank), config.eot_token)

@@ -261,7 +261,7 @@ def state_of_the_text_before(trainer, patch):
 
 def index_that_goes_on_reading(trainer, text, low, hidden):
     """Each pass is read when it has been scored."""
-    trainer.table.finder.index.read([text.tokens[low : low + len(hidden) + 1]])
+    trainer.table.finder.read([text.tokens[low : low + len(hidden) + 1]])
 
 
 def training_on_what_was_scored(trainer, text, low, hidden):
@@ -305,7 +305,7 @@ def mean_less_a_millionth(trainer, patch):
 
 def index_that_has_read_the_validation_text(trainer, val):
     """What an index was told is its own business."""
-    trainer.table.finder.index.read([val])
+    trainer.table.finder.read([val])
 
 
 def memory_of_an_earlier_evaluation(trainer, val):
