@@ -35,7 +35,6 @@ import datetime
 import difflib
 import functools
 import hashlib
-import importlib.util
 import itertools
 import json
 import math
@@ -452,9 +451,7 @@ NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume
 def default_track():
     """(name of the track to run where none is named, the reason in words)."""
     if not torch.cuda.is_available():
-        has_apple = torch.backends.mps.is_available()
-        apple = ", and Apple GPUs are not supported" if has_apple else ""
-        return "english", f"torch sees no CUDA device{apple}"
+        return "english", "torch sees no CUDA device"
     if not any(Path(TRACKS["fineweb"].data).glob("*_train_*.bin")):
         return "english", f"no shards in {TRACKS['fineweb'].data}"
     return "fineweb", "CUDA and FineWeb's shards are present"
@@ -510,21 +507,16 @@ def loss_weights_at(config, step):
     return tuple(now + done * (goal - now) for now, goal in zip(weights, goals, strict=True))
 
 
-def micro_batches_at(config, step):
-    """How many micro-batches all ranks together train on at a step."""
-    return stage_at(config, step).micro_batches
-
-
 def micro_batches_of_pass(config, step, runtime):
     """How many micro-batches each pass of a rank reads at a step: as many as it may, but the same
     number in all of the step, since each number is compiled anew."""
-    own = len(range(runtime.rank, micro_batches_at(config, step), runtime.world_size))
+    own = len(range(runtime.rank, stage_at(config, step).micro_batches, runtime.world_size))
     return max(count for count in range(1, config.micro_batches_a_pass + 1) if own % count == 0)
 
 
 def training_tokens(config):
     """How many tokens the whole schedule trains on."""
-    micro_batches = sum(micro_batches_at(config, step) for step in range(config.steps))
+    micro_batches = sum(stage_at(config, step).micro_batches for step in range(config.steps))
     return micro_batches * config.micro_batch_tokens
 
 
@@ -813,10 +805,6 @@ class Text:
         self.tokens = tokens
         self.starts = np.union1d([0], np.flatnonzero(tokens == eot_token))
 
-    def document_start(self, position):
-        """Where the document of a token starts."""
-        return int(self.starts[np.searchsorted(self.starts, position, side="right") - 1])
-
 
 class Passage(NamedTuple):
     """Where the tokens of a micro-batch stand: spans of a Text, each of one document."""
@@ -975,7 +963,7 @@ class TrainLoader:
         config = self.config
         runtime = self.runtime
         cap = stage_at(config, step).document_cap
-        passages = [self.next_passage(cap) for _ in range(micro_batches_at(config, step))]
+        passages = [self.next_passage(cap) for _ in range(stage_at(config, step).micro_batches)]
         own = passages[runtime.rank :: runtime.world_size]
         joined = micro_batches_of_pass(config, step, runtime)
         for passage in own:
@@ -1231,8 +1219,8 @@ class RowFinder:
         """What followed the last n tokens the last time in the document of tokens low to high:
         (orders, high - low) uint64, NO_GUESS where there is none."""
         config = self.config
-        begin = low - config.copy_reach - max(config.copy_orders, default=0) + 1
-        begin = max(text.document_start(low), begin)
+        start = text.starts[np.searchsorted(text.starts, low, side="right") - 1]
+        begin = max(start, low - config.copy_reach - max(config.copy_orders, default=0) + 1)
         tokens = text.tokens[begin:high]
         positions = np.arange(len(tokens))
         found = np.full((len(config.copy_orders), len(tokens)), NO_GUESS)
@@ -1387,16 +1375,6 @@ class Group:
     def touched(self):
         """The tensors that a step changes, each with the index of what it changes there."""
         return [(tensor, ...) for tensor in self.tensors().values()]
-
-    def snapshot(self):
-        """A function that puts back to what it is now all that a step changes."""
-        kept = [(tensor, index, tensor[index].clone()) for tensor, index in self.touched()]
-
-        def put_back():
-            for tensor, index, before in kept:
-                tensor[index] = before
-
-        return put_back
 
 
 def adagrad_rows_update(table, second, rows, grads, lr, floor):
@@ -1692,12 +1670,10 @@ def choose_attention(config, device):
     capability = (0, 0)
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-    has_varlen = importlib.util.find_spec("torch.nn.attention.varlen")
-    is_able = has_varlen and capability >= (8, 0) and config.dtype == "bfloat16"
-    words = f"has {device.type} {capability}, {config.dtype} and torch {torch.__version__}"
-    needs = "needs a GPU of compute capability 8.0, bfloat16 and torch.nn.attention.varlen"
+    is_able = capability >= (8, 0) and config.dtype == "bfloat16"
     is_met = is_able or config.attention != "varlen"
-    require(is_met, f"attention=varlen: {needs}, and {words}; use --attention sdpa")
+    words = f"needs bfloat16 on compute capability 8.0, has {config.dtype} on {capability}"
+    require(is_met, f"attention=varlen: {words}; use --attention sdpa")
     if config.attention == "sdpa" or not is_able:
         return BlockedAttention(), "sdpa"
     newer = {9: "FA3", 10: "FA4"}.get(capability[0], "newer one for this device")
@@ -2826,34 +2802,31 @@ def warm_up(trainer):
         return Batch(stack, table.plan_step(passages), count * tokens, state={})
 
     table.start_pull(batch_of(1).rows)
-    put_back = [group.snapshot() for group in trainer.optimizer.groups]
+    touched = itertools.chain(*(group.touched() for group in trainer.optimizer.groups))
+    kept = [(tensor, index, tensor[index].clone()) for tensor, index in touched]
+    # Ranks may differ in how many micro-batches they have, but all take the same steps.
     first_step = {}
+    for step in range(config.steps):
+        count = stage_at(config, step).micro_batches
+        kind = training_phase(config, step), long_windows_until(config, step), count
+        first_step.setdefault(kind, step)
     first_validation = {}
-    for step in range(config.steps + 1):
-        windows = long_windows_until(config, step)
-        if step < config.steps:
-            # Ranks may differ in how many micro-batches they have, but all take the same steps.
-            number = micro_batches_at(config, step)
-            first_step.setdefault((training_phase(config, step), windows, number), step)
-        is_validated = config.val_every and step and step % config.val_every == 0
-        if step == config.steps or is_validated:
-            phase = evaluation_phase(config, step, config.val_batch_tokens)
-            first_validation.setdefault((phase, windows), step)
+    every = config.val_every or config.steps
+    for step in (*range(every, config.steps, every), config.steps):
+        phase = evaluation_phase(config, step, config.val_batch_tokens)
+        first_validation.setdefault((phase, long_windows_until(config, step)), step)
     # At Adam's first step and the run's last, all groups step, on sums of as many steps as ever.
     first_update = min(config.adam_every, config.steps) - 1
     # Where code is compiled, the second call is the first without compilation.
     calls = 2 if config.compile else 1
-    for step in sorted({*first_step.values(), first_update, config.steps - 1}):
-        batch = batch_of(micro_batches_of_pass(config, step, trainer.runtime))
-        for _ in range(calls):
-            stop_if_interrupted()
-            trainer.step(step, batch)
-    for step in first_validation.values():
-        for _ in range(calls):
-            stop_if_interrupted()
-            trainer.score(step, text, 0)
-    for put_group_back in put_back:
-        put_group_back()
+    for step in sorted([*first_step.values(), first_update, config.steps - 1] * calls):
+        stop_if_interrupted()
+        trainer.step(step, batch_of(micro_batches_of_pass(config, step, trainer.runtime)))
+    for step in sorted([*first_validation.values()] * calls):
+        stop_if_interrupted()
+        trainer.score(step, text, 0)
+    for tensor, index, values in kept:
+        tensor[index] = values
     torch.set_rng_state(rng_state)
     if state_digest(trainer) != before:
         raise RuntimeError("the state after warm-up is not bitwise the state before it")
@@ -3062,9 +3035,6 @@ def check_gates(trainer, step, val, reported, index_digest):
 # 11. Runtime =====================================================================================
 
 TIMEOUT = datetime.timedelta(minutes=10)  # for which ranks wait for each other
-# torch 2.13 has renamed these two, and warns of the old names.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def launcher_number(name, default):
@@ -3208,7 +3178,7 @@ class Runtime:
             return tensor, None
         part = tensor.new_empty(len(tensor) // self.world_size, *tensor.shape[1:])
         self.record_sent("reduce_scatter", name, tensor, self.peers)
-        return part, reduce_scatter(part, tensor, async_op=True)
+        return part, dist.reduce_scatter_single(part, tensor, async_op=True)
 
     def gather_ranges(self, part, count, name):
         """Join the ranks' owned ranges of `count` units. Returns (whole (count, ...), work)."""
@@ -3219,7 +3189,7 @@ class Runtime:
         padded[: len(part)] = part
         whole = part.new_zeros(chunk * self.world_size, *part.shape[1:])
         self.record_sent("all_gather", name, whole, self.peers)
-        return whole[:count], all_gather(whole, padded, async_op=True)
+        return whole[:count], dist.all_gather_single(whole, padded, async_op=True)
 
     def join(self, part, count, name="checkpoint"):
         """What gather_ranges returns, waited for."""
