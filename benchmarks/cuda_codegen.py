@@ -342,7 +342,6 @@ def updates(config, step):
         table = train_gpt.NgramTable(dataclasses.replace(config, index_orders=()), runtime)
         for group in train_gpt.Optimizer(config, model, table, runtime).parameter_groups:
             group.take_step = train_gpt.compiled_updates()
-            group.tokens = config.micro_batch_tokens
             group.receive(group.update(step, 1.0, group.reduce(step)))
     finally:
         torch.compile = torch_compile

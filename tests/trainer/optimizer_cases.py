@@ -103,8 +103,8 @@ def state_of(optimizer):
 
 
 def gradient(step, micro_batch, name, shape):
-    """The gradient of a micro-batch's summed loss; its loss is of one token."""
-    return draw(2, step, micro_batch, list(RULES).index(name), shape)
+    """The gradient of a micro-batch's summed loss: all of a step's together are of size 1 or so."""
+    return draw(2, step, micro_batch, list(RULES).index(name), shape) / MICRO_BATCHES
 
 
 def params_of(optimizer):
@@ -115,11 +115,10 @@ def params_of(optimizer):
     return found
 
 
-def add(optimizer, grads, tokens=0):
-    """Add the gradients {name: tensor, or None} of summed losses of so many tokens."""
+def add(optimizer, grads):
+    """Add the gradients {name: tensor, or None} of summed losses."""
     for group in optimizer.parameter_groups:
         group.accumulate(grads)
-        group.tokens += tokens
 
 
 def accumulate(optimizer, step, runtime, unused=()):
@@ -130,12 +129,11 @@ def accumulate(optimizer, step, runtime, unused=()):
             if name not in unused:
                 grads[name] = gradient(step, micro_batch, name, param.shape)
         add(optimizer, grads)
-    add(optimizer, {}, MICRO_BATCHES)
 
 
-def take_step(optimizer, step, grads, tokens=1, lr_mul=1.0):
-    """One step on the gradients {name: tensor} of so many tokens."""
-    add(optimizer, grads, tokens)
+def take_step(optimizer, step, grads, lr_mul=1.0):
+    """One step on the gradients {name: tensor}."""
+    add(optimizer, grads)
     optimizer.step(step, lr_mul)
 
 
