@@ -77,6 +77,8 @@ except Exception as error:  # torch and numba read variables of the environment
     remedy = "correct the variable that is meant, or unset it"
     if isinstance(error, ImportError):
         remedy = "./run.sh installs all of it into .venv; then `source .venv/bin/activate`"
+    if os.name == "nt":
+        remedy = "Windows is not supported: call it in WSL, https://learn.microsoft.com/windows/wsl"
     print(f"status:error {' '.join(str(error).split())[:300]}; {remedy}")
     sys.exit(2)
 
@@ -667,22 +669,26 @@ def vocabulary_of(folder, track):
 
 
 def room_of(config):
-    """{field: value} for a corpus that may be smaller than the track takes: what there is to
-    validate on, an index of what training leaves, or else of half of the text, and as many epochs
-    of the rest as are needed. What is too small for that is left to open_corpus."""
+    """{field: value} for a corpus that is smaller than the track takes: it scores what there is to
+    validate on, indexes at most half of the training text, and repeats the rest as often as needed.
+    """
     held = {}
     for split in ("train", "val"):
         shards = map(open_shard, Path(config.data).glob(f"*_{split}_*.bin"))
         held[split] = sum(len(shard) - 1 for shard in shards)
-    needed = training_tokens(config)
-    text = held["train"] - config.micro_batch_tokens  # what fills no micro-batch is dropped
-    indexed = min(config.index_tokens, max(text - needed, held["train"] // 2))
-    kept = text - indexed * bool(config.index_orders)
     passes = min(held["val"], config.val_tokens) // config.val_batch_tokens
+    needed = training_tokens(config) + config.micro_batch_tokens
+    is_large = held["train"] >= needed + config.index_tokens * bool(config.index_orders)
+    if passes == 0 or (is_large and held["val"] > config.val_tokens):
+        return {}
+    indexed = min(config.index_tokens, held["train"] // 2)
+    kept = held["train"] - indexed * bool(config.index_orders) - config.micro_batch_tokens
+    if kept <= 0:  # too few tokens for a micro-batch, which open_corpus refuses
+        return {}
     return {
-        "val_tokens": max(1, passes) * config.val_batch_tokens,
+        "val_tokens": passes * config.val_batch_tokens,
         "index_tokens": indexed,
-        "epochs": max(config.epochs, math.ceil(needed / max(config.micro_batch_tokens, kept))),
+        "epochs": max(config.epochs, math.ceil(training_tokens(config) / kept)),
     }
 
 
@@ -2289,6 +2295,8 @@ UPDATE_RULES = {
     # Weights step before the bases follow, as in github.com/yorkerlin/KL-Methods, optim/kl_opt.py.
     "kl_soap": UpdateRule(soap_update, ("momentum", "moment", "count"), has_bases=True, is_kl=True),
 }
+# The rule of each group of parameters; that of the matrices is Config.matrix_update.
+GROUP_RULES = {"small": "adam", "embeddings": "adam"}
 
 
 def update_factors(grad, sides, is_kl):
@@ -2441,9 +2449,8 @@ class ParameterGroup(Group):
         self.lr = config.adam_lr
         self.decay = 1.0
         self.every = config.adam_every
-        rule = "adam"
+        rule = GROUP_RULES.get(name, config.matrix_update)
         if name == "matrices":
-            rule = config.matrix_update
             names = ", ".join(UPDATE_RULES)
             require(rule in UPDATE_RULES, f"matrix_update={rule}: must be one of {names}")
             self.lr = config.matrix_lr
@@ -3955,6 +3962,9 @@ def main(argv=None, extend=None):
     sys.setswitchinterval(1e-4)  # seconds that the loader may keep the others waiting
     try:
         log.is_main = launcher_number("RANK", 0) == 0
+        tasks = one_line(os.environ.get("SLURM_NTASKS", "1"))
+        if tasks != "1" and "RANK" not in os.environ:
+            log.line(f"note: SLURM_NTASKS={tasks}, and no RANK: each task is a run; use torchrun")
         given = parse_command_line(argv)
         if given.pop("help", False):
             print(command_line_parser().format_help(), end="")

@@ -287,3 +287,9 @@ def test_odd_words_of_a_launcher_are_named_in_one_line(variables, words, tiny, c
     run = cli("--check", **tiny)
     line = run.stderr.strip() if variables.get("RANK") == "1" else refusal(run)
     assert run.code == 2 and f"status:error {words}" in line and "\n" not in line
+
+
+def test_tasks_without_ranks_are_told(tiny, cli, monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    run = cli("--check", **tiny)
+    assert run.code == 0 and run.lines[0].startswith("note: SLURM_NTASKS=4, and no RANK: ")
