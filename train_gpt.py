@@ -772,13 +772,14 @@ def open_corpus(config):
     needed = config.val_tokens + 1
     parts = [checked_shard(path, config, manifest)[:needed] for path in found["val"]]
     val = np.concatenate(parts)[:needed]
-    words = f"val_tokens={config.val_tokens:,} and a last target, but the split holds {len(val):,}"
-    require(
-        len(val) == needed, f"{folder}: {words}; lower --val-tokens, or add text to validate on"
-    )
+    most = (len(val) - 1) // config.val_batch_tokens * config.val_batch_tokens
+    words = f"val_tokens={config.val_tokens:,}, but the validation split holds {len(val):,}"
+    remedy = f"--val-tokens at most {most}" if most else "add text to validate on"
+    require(len(val) == needed, f"{folder}: {words}; {remedy}")
     paths = found["train"]
     count = config.index_tokens if config.index_orders else 0
-    shards, indexed = split_off_index(map(open_shard, paths), count, config.eot_token)
+    opened = [open_shard(path) for path in paths]
+    shards, indexed = split_off_index(opened, count, config.eot_token)
     needed = training_tokens(config)
     available = 0
     for number, path in enumerate(paths):
@@ -789,7 +790,18 @@ def open_corpus(config):
             available += used - used % config.micro_batch_tokens
     most = available * config.epochs
     words = f"{needed:,} training tokens, shards hold {most:,} in {config.epochs} epoch(s)"
-    remedy = "add text, lower --steps or --index-tokens, or raise --epochs"
+    ways = ["add text"]
+    if available:
+        ways += ["lower --steps", f"take --epochs {math.ceil(needed / available)}"]
+    if indexed:
+        size = config.micro_batch_tokens
+        whole = sum((len(shard) - 1) // size * size for shard in opened)
+        spare = whole - needed - size
+        if spare >= 0:
+            ways += [f"take --index-tokens {spare}"]
+        elif whole:
+            ways += [f"take --index-tokens 0 --epochs {math.ceil(needed / whole)}"]
+    remedy = ", or ".join(ways)
     require(needed <= most, f"{folder}: the schedule takes {words} beside the index; {remedy}")
     return Corpus(shards, indexed, val)
 

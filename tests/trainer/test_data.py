@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 
 import numpy as np
 import pytest
@@ -93,10 +94,7 @@ DAMAGE = {
         lambda folder: [path.unlink() for path in folder.glob("*_train_*")],
         ["*_train_*.bin", "data/text.py", "--data"],
     ),
-    "few val": (
-        shard(VAL, byte_documents(1024)),
-        ["1,024 and a last target", "lower --val-tokens"],
-    ),
+    "few val": (shard(VAL, byte_documents(1024)), ["1,024", "--val-tokens", "768"]),
 }
 # The same, where the manifest stays as it was built, or is what is wrong.
 SHA256 = "sha256 is not the manifest's"
@@ -171,22 +169,30 @@ def test_the_vocabulary_comes_with_the_corpus(corpus, tmp_path):
         open_corpus(tiny_config(data=str(corpus), eot_token=255))
 
 
-def test_too_little_text_is_refused_with_figures(tmp_path):
+def test_remedies_are_worked_out_and_work(tmp_path):
     folder = make_corpus(tmp_path / "few", train_tokens=2_000, shards=1)
-    config = tiny_config(data=str(folder), steps=9)  # of 512 tokens; an epoch has 1,792
-    words = (
-        r"takes 4,608 training tokens, shards hold 3,584 in 2 epoch\(s\) beside .*; add text, lower"
-    )
-    with pytest.raises(ConfigError, match=words):
-        open_corpus(dataclasses.replace(config, epochs=2))
-    open_corpus(dataclasses.replace(config, epochs=3))
-    # The index takes its tokens first; less than a micro-batch is none.
-    indexed = dataclasses.replace(config, steps=2, index_orders=(4,))
-    with pytest.raises(ConfigError, match="shards hold 0 in .*, lower --steps or --index-tokens"):
-        open_corpus(indexed)
-    open_corpus(dataclasses.replace(indexed, index_tokens=500))
+    config = tiny_config(data=str(folder), steps=9)
+    words = "add text, or lower --steps, or take --epochs"
+    with pytest.raises(ConfigError, match=words) as refused:
+        open_corpus(config)
+    epochs = int(re.search(r"--epochs (\d+)", str(refused.value))[1])
+    open_corpus(dataclasses.replace(config, epochs=epochs))
+    with pytest.raises(ConfigError, match="shards hold"):
+        open_corpus(dataclasses.replace(config, epochs=epochs - 1))
+    # The index leaves out what training needs.
+    for steps, pattern in ((2, r"--index-tokens (\d+)$"), (9, r"-tokens (0) --epochs (\d+)$")):
+        config = tiny_config(data=str(folder), steps=steps, index_orders=(4,))
+        with pytest.raises(ConfigError, match=pattern) as refused:
+            open_corpus(config)
+        index_tokens, *epochs = map(int, re.search(pattern, str(refused.value)).groups())
+        changes = {"index_tokens": index_tokens, "epochs": max(epochs, default=1)}
+        open_corpus(dataclasses.replace(config, **changes))
+    # Less than a micro-batch is none, however often.
+    folder = make_corpus(tmp_path / "less", train_tokens=200, shards=1)
+    with pytest.raises(ConfigError, match=r"shards hold 0 in .* beside the index; add text$"):
+        open_corpus(tiny_config(data=str(folder)))
     folder = make_corpus(tmp_path / "val", val_tokens=200)
-    with pytest.raises(ConfigError, match="split holds 200; lower --val-tokens, or add text"):
+    with pytest.raises(ConfigError, match="holds 200; add text to validate on$"):
         open_corpus(tiny_config(data=str(folder)))
 
 
