@@ -4,17 +4,16 @@ import argparse
 import signal
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 try:
     from records import experiment, picture, render
-    from records.files import CONTROL, LIMITS, RULES, RecordError, require
+    from records.files import CONTROL, RecordError, about, require
     from records.judge import check_pages, check_records
     from records.record import Repository, read_script
-except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
-    said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    print(f"records: rules.json or forms.toml is damaged ({said}); git restore it", file=sys.stderr)
+    from records.settings import HOME, LIMITS, RULES, settings
+except ValueError as error:  # which says what is wrong with the package's own settings
+    print(f"records: {' '.join(str(error).split())[:300]}; git restore it", file=sys.stderr)
     sys.exit(2)
 
 
@@ -60,33 +59,43 @@ def report(repository, options):
     print(f"report: {out}")
 
 
-LINE = tomllib.loads(render.template("commands.toml"))
-LINE["options"]["--track"]["default"] = RULES["default_track"]
 OWN = (table, verify, diff, plot, report, experiment.ab, experiment.submit, experiment.reproduce)
 CALLS = {"run": experiment.ab, **{call.__name__: call for call in OWN}}
 
 
-def main(argv=None, repository=None):
-    """Returns the exit status: 0 good, 2 what was refused, in one line, 130 interrupted."""
+def parser_of(line):
+    """The command line's parser, which commands.toml describes."""
     parser = argparse.ArgumentParser(prog="python -m records", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, (words, *options) in LINE["commands"].items():
-        command = commands.add_parser(name, help=words, description=words)
-        for option in options:
-            settings = LINE["options"][option]
-            kind = {"type": type(settings["default"])} if "default" in settings else {}
-            command.add_argument(option, **settings, **kind)
-    options = parser.parse_args(argv)
+    with about(HOME / "commands.toml"):
+        require(line["commands"].keys() == CALLS.keys(), f"its commands are not {', '.join(CALLS)}")
+        for name, (words, *options) in line["commands"].items():
+            command = commands.add_parser(name, help=words, description=words)
+            for option in options:
+                given = dict(line["options"][option])
+                if option == "--track":
+                    given["default"] = RULES["default_track"]
+                if "default" in given:
+                    given["type"] = type(given["default"])
+                command.add_argument(option, **given)
+    return parser
+
+
+def main(argv=None, repository=None):
+    """Returns the exit status: 0 good, 2 what was refused, in one line, 130 interrupted."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and so are its runs
+    root = repository.root if repository else HOME.parent
     try:
+        options = parser_of(settings("commands.toml")).parse_args(argv)
         repository = repository or Repository.at(getattr(options, "tree", None))
+        root = repository.root
         runs = getattr(options, "runs", LIMITS.logs)
         limit = f"takes 2, for statistics, to {LIMITS.logs}"
         require(2 <= runs <= LIMITS.logs, f"--runs {runs}: {limit}")
         CALLS[options.command](repository, options)
         return 0
     except (RecordError, OSError) as error:
-        shown = " ".join(str(error).split()).removeprefix(f"{repository.root}/")
+        shown = " ".join(str(error).split()).removeprefix(f"{root}/")
         shown = CONTROL.sub(lambda found: ascii(found[0])[1:-1], shown)
         print(f"records: {shown}", file=sys.stderr)
         return 2

@@ -11,10 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from records import render, stats
-from records.files import LIMITS, RecordError, about, read_text, require
+from records.files import RecordError, about, read_text, require
 from records.judge import check_fixed, check_gpus, check_one, check_records, check_run
 from records.log import END_OF_CODE, START, parse_log, split_log
 from records.record import FOLDER, Repository, figures, read_script, speed_figures
+from records.settings import LIMITS
 from records.source import changed_lines, config_of, sha256_of
 
 

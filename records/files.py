@@ -5,9 +5,6 @@ import json
 import os
 import re
 import stat
-import tomllib
-from pathlib import Path
-from types import SimpleNamespace
 
 # What moves a terminal's cursor, turns the direction of a text, or is half a character.
 CONTROL = re.compile(r"[^\t\n -\x7e\xa0-\u2027\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff]")
@@ -35,11 +32,14 @@ def require_same(found, wanted, words=", must be "):
 
 @contextlib.contextmanager
 def about(path):
-    """Within it, an error becomes a RecordError with the path of the file that it is about."""
+    """Within it, any error becomes a RecordError with the path of the file that it is about: what
+    cannot be judged is refused."""
     try:
         yield
     except (OSError, RecursionError, ValueError) as error:
         raise RecordError(f"{path}: {getattr(error, 'strerror', error)}") from None
+    except Exception as error:
+        raise RecordError(f"{path}: {type(error).__name__}: {error}") from None
 
 
 def read_text(path, limit=4 * 2**20):
@@ -70,21 +70,3 @@ def parse_json(text):
     found = json.loads(text, object_pairs_hook=unique)
     require(isinstance(found, dict), "is no JSON object")
     return found
-
-
-def boards_of(rules):
-    """{board: what no record of it changes}. A board of another one's track has all that the other
-    one fixes, and what it says itself."""
-    boards = {}
-    for name, own in rules["boards"].items():
-        other = boards.get(own.get("track"), {})
-        config = {**other.get("config", {}), **own.get("config", {})}
-        boards[name] = {"track": name, **other, **own, "config": config}
-    return boards
-
-
-HOME = Path(__file__).parent
-RULES = parse_json(read_text(HOME / "rules.json"))
-BOARDS = boards_of(RULES)
-FORMS = tomllib.loads(read_text(HOME / "forms.toml"))  # of what people and trainers write
-LIMITS = SimpleNamespace(**FORMS["limits"])

@@ -8,9 +8,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from records import render, stats
-from records.files import FORMS, LIMITS, RecordError, about, read_text, require, require_same
+from records.files import RecordError, about, read_text, require, require_same
 from records.log import due_losses
 from records.record import CACHE, FOLDER, chain, figures, paths_in
+from records.settings import FORMS, LIMITS
 from records.source import config_of, sha256_of
 
 AUTHORS = re.compile(FORMS["authors"])

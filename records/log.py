@@ -5,7 +5,8 @@ import re
 from datetime import datetime, timedelta
 from types import SimpleNamespace
 
-from records.files import FORMS, LIMITS, about, parse_json, read_text, require, unique
+from records.files import about, parse_json, read_text, require, unique
+from records.settings import FORMS, LIMITS
 from records.source import sha256_of
 
 END_OF_CODE = "===== END OF CODE ====="

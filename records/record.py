@@ -8,8 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from records import stats
-from records.files import BOARDS, LIMITS, about, parse_json, read_text, require
+from records.files import about, parse_json, read_text, require
 from records.log import parse_log
+from records.settings import BOARDS, LIMITS
 from records.source import changed_lines, sha256_of
 
 FOLDER = re.compile(r"20\d\d-[01]\d-[0-3]\d_[A-Za-z0-9][A-Za-z0-9-]{0,59}", re.ASCII)

@@ -6,24 +6,19 @@ import html
 import io
 import os
 import re
-import tomllib
 from urllib.parse import quote
 
 import numpy as np
 
 from records import picture, stats
-from records.files import HOME, read_text, require
+from records.files import about, read_text, require
 from records.record import chain
+from records.settings import GAINS, HOME, filled
 
 END = "<!-- end -->"
 WHY = "Write here what the idea is, why it works, and what was tried beside it."
 # Of the staircase, in pixels: its left end, its width, its first step, and the height of all.
 LEFT, ACROSS, TOP, STEP = 44, 392, 84, 46
-
-
-def template(name):
-    """A page of this folder, whose fields in braces are still to be filled in."""
-    return (HOME / name).read_text()
 
 
 def cell(value):
@@ -61,9 +56,6 @@ def run_table(runs, baseline):
     return table(rows)
 
 
-GAINS = tomllib.loads(template("gains.toml"))
-
-
 def record_readme(record, found, why):
     """A record's whole README.md, of its figures."""
     time_ms, speed = found["train_time_ms"], found["speed"]
@@ -77,11 +69,14 @@ def record_readme(record, found, why):
     if speed:
         shown |= {"gain": percent(speed["relative"]), "parent_s": seconds(speed["parent_ms"])}
     shown = {**found, **shown, "alpha": stats.ALPHA, "confidence": stats.CONFIDENCE}
-    return template("record.md").format(
+    with about(HOME / "gains.toml"):
+        against = GAINS[kind].format(**shown)
+    return filled(
+        "record.md",
         **shown,
         title=record.title,
         why=why,
-        against=GAINS[kind].format(**shown),
+        against=against,
         table=run_table(record.runs, record.baseline),
         before=f"records/{found['track']}/{found['parent']} " if found["parent"] else "",
     )
@@ -184,7 +179,8 @@ def staircase(track, links):
     for number, record in enumerate(links):
         shown = f"{left[number]:.{digits}f} {unit}"
         shown += f", {gains[number]:+.0f} %" if number else ""
-        steps += template("step.svg").format(
+        steps += filled(
+            "step.svg",
             title=record.title,
             shown=shown,
             x=across[number],
@@ -193,9 +189,10 @@ def staircase(track, links):
             rise=-STEP * (number > 0),
         )
     proven = f"in {len(links) - 1} proven step{'s' * (len(links) > 2)}"
-    return template("staircase.svg").format(
+    return filled(
+        "staircase.svg",
         title=f"{track}: {left[0]:.0f} {unit} to {left[-1]:.{digits}f} {unit} {proven}",
-        style=template("staircase.css"),
+        style=read_text(HOME / "staircase.css"),
         steps=steps,
         height=TOP + STEP * len(links),
         bottom=TOP + STEP * len(links) - 8,
@@ -217,7 +214,8 @@ def page(repository, folder):
             target = repository.rules[track]["config"]["target_loss"]
             curves = io.BytesIO()
             picture.plot([record.folder for record in records], curves, target)
-            sections += template("section.html").format(
+            sections += filled(
+                "section.html",
                 track=track,
                 target=target,
                 stairs=staircase(track, chain(records)),
@@ -225,4 +223,4 @@ def page(repository, folder):
                 lines="</tr>\n<tr>".join(lines),
                 curves=base64.b64encode(curves.getvalue()).decode(),
             )
-    return template("report.html").format(style=template("report.css"), sections=sections)
+    return filled("report.html", style=read_text(HOME / "report.css"), sections=sections)

@@ -16,7 +16,8 @@ import sys
 import warnings
 from collections import Counter
 
-from records.files import FORMS, LIMITS, RULES, RecordError, require
+from records.files import RecordError, require
+from records.settings import FORMS, LIMITS, RULES
 
 OPERATIONS = {
     ast.Add: operator.add,

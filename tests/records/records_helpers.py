@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from records import files, render, stats
+from records import files, render, settings, stats
 from records.__main__ import main
 from records.experiment import lay_out, write_figures
 from records.files import RecordError
@@ -18,7 +18,7 @@ from records.log import parse_log, split_log
 from records.record import Repository
 from records.source import sha256_of as sha_of
 
-TRACK = files.RULES["default_track"]
+TRACK = settings.RULES["default_track"]
 YESTERDAY = datetime.now(UTC).replace(microsecond=0) - timedelta(days=1)  # when runs began
 LATER = YESTERDAY + timedelta(hours=6)  # than all runs of `pristine`
 WHY = "It takes fewer steps, since each of them does more."

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import records_helpers as made
-from records import files, render
+from records import files, render, settings
 from records.judge import check_gpus
 from records.record import Repository, chain
 from records_helpers import TRACK, call, fake_trainer, refusal
@@ -21,11 +21,11 @@ def ruled(root, **rules):
 
 
 def test_a_board_has_what_its_track_fixes():
-    board, track = files.BOARDS["english-steps"], files.BOARDS["english"]
+    board, track = settings.BOARDS["english-steps"], settings.BOARDS["english"]
     assert board["config"].items() >= track["config"].items()
     assert board["manifest_sha256"] == track["manifest_sha256"]
     assert board.get("provisional") == track.get("provisional")
-    assert files.BOARDS["fineweb-1gpu"]["config"] == files.BOARDS["fineweb"]["config"]
+    assert settings.BOARDS["fineweb-1gpu"]["config"] == settings.BOARDS["fineweb"]["config"]
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def test_no_runs_are_made_for_nothing(tmp_path, capsys, rules):
 
 
 def test_one_gpu_is_a_board_of_its_own():
-    rules = files.BOARDS["fineweb-1gpu"]
+    rules = settings.BOARDS["fineweb-1gpu"]
     check_gpus(1, "fineweb-1gpu", rules)
     for board, world_size in (("fineweb-1gpu", 2), ("fineweb", 1)):
         with pytest.raises(files.RecordError, match=f"world size {world_size}: {board} takes"):
-            check_gpus(world_size, board, files.BOARDS[board])
+            check_gpus(world_size, board, settings.BOARDS[board])
 
 
 def recorded(repository, capsys, name, script):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import train_gpt
-from records import files, source
+from records import settings, source
 from records.files import RecordError
 
 HERE = Path(__file__).parent
@@ -30,7 +30,7 @@ def test_what_is_read_is_what_python_makes_of_it():
 def test_configurations_are_read_off_the_trainer():
     """As they are when it runs."""
     text = Path(train_gpt.__file__).read_text()
-    for rules in files.BOARDS.values():  # another script may have added its own
+    for rules in settings.BOARDS.values():  # another script may have added its own
         if not rules.get("closed"):
             name = rules["track"]
             config = json.loads(json.dumps(dataclasses.asdict(train_gpt.TRACKS[name])))

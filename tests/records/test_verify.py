@@ -16,7 +16,7 @@ import helpers
 import records_helpers as made
 import train_gpt
 from data import text as data_text
-from records import files
+from records import settings
 from records.__main__ import main
 from records.experiment import lay_out
 from records.record import Repository
@@ -29,9 +29,9 @@ def test_records_of_this_repository_pass():
 
 
 def test_rules_are_those_of_the_trainer():
-    tracks = files.BOARDS
+    tracks = settings.BOARDS
     takes = {name: rules for name, rules in tracks.items() if not rules.get("closed")}
-    assert files.RULES["default_track"] in takes
+    assert settings.RULES["default_track"] in takes
     for rules in takes.values():
         config = config_of(Path(train_gpt.__file__).read_text(), rules["track"])
         assert {key: config[key] for key in rules["config"]} == rules["config"]
