@@ -25,6 +25,8 @@ from continual import find_trained, validation_tokens  # which makes the continu
 from data import text as data_text
 from train_gpt import ConfigError, require
 
+LONGEST_PROMPT = 2**24  # bytes, more than any model looks back
+
 
 def parse(argv):
     """The command line. Raises ConfigError."""
@@ -33,7 +35,7 @@ def parse(argv):
     add("--checkpoint", required=True, metavar="RUN", help="run id, folder of a run, or checkpoint")
     task = parser.add_mutually_exclusive_group().add_argument
     task("--prompt", default="", help="text to continue; without it the model starts a document")
-    task("--prompt-file", metavar="F", type=data_text.absolute, help="the same out of a file")
+    task("--prompt-file", metavar="F", type=os.path.expanduser, help="the same out of a file")
     task("--eval", action="store_true", help="print the validation loss instead")
     add("--tokens", type=int, default=200, metavar="N", help="at most so many more tokens [200]")
     add("--samples", type=int, default=1, metavar="N", help="so many continuations [1]")
@@ -156,13 +158,23 @@ def show(text):
     print(text.encode(coding, "backslashreplace").decode(coding), end="", flush=True)
 
 
+def read_prompt(path):
+    """The text of a file, or of a pipe as it is named. Raises ConfigError."""
+    with open(path, "rb") as file:
+        content = file.read(LONGEST_PROMPT + 1)
+    hint = f"is longer than {LONGEST_PROMPT:,} bytes; cut it"
+    require(len(content) <= LONGEST_PROMPT, f"--prompt-file {path}: {hint}")
+    text, is_valid = data_text.decode(content, None)
+    require(is_valid, f"--prompt-file {path}: no UTF-8 text; convert it")
+    return text
+
+
 def print_samples(trainer, step, given):
     """Print the prompt with each of its continuations, as the model makes them."""
     tokenizer = tokenizer_of(trainer.config)
     text = given.prompt
     if given.prompt_file:
-        text, is_valid = data_text.decode(given.prompt_file.read_bytes(), None)
-        require(is_valid, f"--prompt-file {given.prompt_file}: no UTF-8 text; convert it")
+        text = read_prompt(given.prompt_file)
     prompt = tokenizer.encode(text.encode(errors="surrogateescape")).tolist()
     for number in range(given.samples):
         if given.samples > 1:

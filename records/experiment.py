@@ -40,7 +40,7 @@ def folder_of(repository, track, source, batch=1):
 def execute(words, place, folder, log, source):
     """Make a run. One that began and did not end is put aside, and counts as a start."""
     run_id = log.parent.name
-    if log.exists() and f"\n{START}\n" in log.read_text(errors="replace"):
+    if log.is_file() and f"\n{START}\n" in log.read_text(errors="replace"):
         log.parent.rename(folder / f"{run_id}.stopped-{time.time_ns()}")
     shutil.rmtree(log.parent, ignore_errors=True)
     start = 1 + len(list(folder.glob(f"{run_id}.stopped-*")))
@@ -84,7 +84,7 @@ def keep_plan(folder, scripts, count):
     """Write an experiment's plan and its scripts. RecordError where another plan is there."""
     due = f"{count} runs of {' and of '.join(map(sha256_of, scripts.values()))}"
     plan = folder / "plan.txt"
-    begun = plan.read_text() if plan.exists() else due
+    begun = read_text(plan) if plan.exists() else due
     require(begun == due, f"{plan} has {begun}; finish these, or change the script")
     plan.write_text(due)
     for side, source in scripts.items():

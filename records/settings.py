@@ -80,7 +80,9 @@ def check_shape(found, due, place=""):
         require(not missing, f"{place or 'it'} has no {', '.join(missing)}")
         for name, value in found.items():
             shown = ascii(name)[1:-1][:60]
-            require(name in listed or str in due, f"{place or 'it'} has {shown}, which is not known")
+            require(
+                name in listed or str in due, f"{place or 'it'} has {shown}, which is not known"
+            )
             check_shape(value, due[listed.get(name, str)], f"{place}.{shown}".lstrip("."))
 
 

@@ -108,6 +108,17 @@ def test_ends_of_a_run(repository, capsys, end):
     assert starts(repository)[first] == count
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_log_that_is_no_file_is_no_run(repository, capsys, make):
+    """Nobody waits for a pipe's other end; the run is made in its place."""
+    first, *_ = drawn_order(2)
+    log = repository.root / "logs" / f"{NAME}-{first}" / "log.txt"
+    log.parent.mkdir()
+    make(log)
+    status, out, err = call(repository, capsys, "ab", "--runs", 2)
+    assert status == 0 and starts(repository)[first] == 1, out + err
+
+
 def test_sigterm_ends_the_run_at_hand(repository, capsys, monkeypatch):
     """It would go on by itself, in a session of its own."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # which would let it

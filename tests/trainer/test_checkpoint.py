@@ -331,6 +331,16 @@ def test_a_run_goes_on_where_it_was_moved_and_with_a_corpus_that_has_moved(tiny,
     assert os.listdir(tmp_path / "logs") == ["whole"]
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_log_that_is_no_file_is_named(killed, cli, make):
+    """Nobody waits for a pipe's other end."""
+    log = killed(6) / "log.txt"
+    log.unlink()
+    make(log)
+    run = cli(resume="whole")
+    assert run.code == 2 and f"{log}: is no regular file; move it away" in run.lines[-1]
+
+
 def test_a_checkpoint_without_its_log_begins_one(killed, whole_run, cli, tmp_path):
     """In a copy under another name, with which --resume auto goes on as well."""
     folder = killed(6)
