@@ -646,7 +646,7 @@ def read_manifest(folder):
     try:
         manifest = json.loads(path.read_bytes())
         shards = {row["file"]: row["sha256"] for row in manifest["shards"]}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{path}: cannot be read ({one_line(error)}); build it again") from None
     ids = [manifest.get("vocab_size"), manifest.get("eot_token")]
     is_named = all(type(number) is int for number in ids) and 0 < ids[1] == ids[0] - 1 < 65535

@@ -363,7 +363,7 @@ def read_vocabulary(path):
         content = path.read_bytes() if path.is_file() else b""
         lines = [line.split() for line in content.splitlines()]
         ranks = {base64.b64decode(piece, validate=True): int(rank) for piece, rank in lines}
-    except (OSError, ValueError):
+    except (OSError, ValueError, MemoryError):
         lines = ranks = {}
     has_bytes = {bytes([value]) for value in range(256)} <= set(ranks)
     if not has_bytes or sorted(ranks.values()) != list(range(len(lines))) or len(lines) >= 2**16:

@@ -39,27 +39,14 @@ def diff(repository, options):
     subprocess.run(["git", "diff", "--no-index", "--stat", "--patch", "--", *files])
 
 
-def out_of(options, name):
-    """The file to write, whose folder is there."""
-    out = Path(options.out or f"logs/{name}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    return out
-
-
 def plot(repository, options):
-    out = out_of(options, "plot.png")
+    out = Path(options.out or "logs/plot.png")
+    out.parent.mkdir(parents=True, exist_ok=True)
     picture.plot(options.paths, out)
     print(f"plot: {out}")
 
 
-def report(repository, options):
-    check_records(repository)
-    out = out_of(options, "report.html")
-    out.write_text(render.page(repository, out.parent))
-    print(f"report: {out}")
-
-
-OWN = (table, verify, diff, plot, report, experiment.ab, experiment.submit, experiment.reproduce)
+OWN = (table, verify, diff, plot, experiment.ab, experiment.submit, experiment.reproduce)
 CALLS = {"run": experiment.ab, **{call.__name__: call for call in OWN}}
 
 

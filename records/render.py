@@ -1,16 +1,12 @@
-"""What is drawn of records: their README.md, the leaderboards, the staircases, and `report`, one
-HTML page, which needs no network and lets no script run. All that comes from a log is escaped."""
+"""What is drawn of records: their README.md, the leaderboards, and the staircases. All that comes
+from a log is escaped."""
 
-import base64
 import html
-import io
-import os
 import re
-from urllib.parse import quote
 
 import numpy as np
 
-from records import picture, stats
+from records import stats
 from records.files import about, read_text, require
 from records.record import chain
 from records.settings import GAINS, HOME, filled
@@ -197,30 +193,3 @@ def staircase(track, links):
         height=TOP + STEP * len(links),
         bottom=TOP + STEP * len(links) - 8,
     )
-
-
-def page(repository, folder):
-    """The text of the page that shows all records; it lies in `folder`, to which links relate."""
-
-    def link(record):
-        address = quote(os.path.relpath(record.folder, folder).replace(os.sep, "/"))
-        return f'<a href="{address}">{record.title}</a>'
-
-    sections = ""
-    for track, records in repository.records.items():
-        if records:
-            board = board_of(records, repository.rules[track], link)
-            lines = [f"<td>{'</td><td>'.join(row.values())}</td>" for row in board]
-            target = repository.rules[track]["config"]["target_loss"]
-            curves = io.BytesIO()
-            picture.plot([record.folder for record in records], curves, target)
-            sections += filled(
-                "section.html",
-                track=track,
-                target=target,
-                stairs=staircase(track, chain(records)),
-                names="</th><th>".join(board[0]),
-                lines="</tr>\n<tr>".join(lines),
-                curves=base64.b64encode(curves.getvalue()).decode(),
-            )
-    return filled("report.html", style=read_text(HOME / "report.css"), sections=sections)

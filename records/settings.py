@@ -9,81 +9,38 @@ from types import SimpleNamespace
 from records.files import about, parse_json, read_text, require
 
 HOME = Path(__file__).parent
+KINDS = {"number": (int, float), "count": int, "text": str, "pattern": str, "truth": bool}
 BIGGEST = 2**64  # number that a setting may be
-
-# The shape of a file: a type, [the shape of each item], or {name: shape}. A name with a question
-# mark may be absent, and `str` stands for all names that are not listed.
-BOARD = {
-    "track": str,
-    "config": {"target_loss": float, "val_sha256": str, str: object},
-    "manifest_sha256": str,
-    "copy_loss": float,
-    "closed?": bool,
-    "gpus?": [int],
-    "judged_by?": str,
-    "older_scripts?": [str],
-    "plain?": {"record?": str, "factor?": float, str: object},
-    "provisional?": str,
-    "stages?": {str: object},
-}
-SHAPES = {
-    "rules.json": {
-        "alpha": float,
-        "default_track": str,
-        "packages": [str],
-        "boards": {str: {str: object}},  # of which each has a shape when it is complete
-    },
-    "forms.toml": {
-        **dict.fromkeys(("asked", "authors", "coding"), re.Pattern),
-        **dict.fromkeys(("called", "loaders", "names"), [str]),
-        "head": [[str]],
-        "kinds": {str: re.Pattern},
-        "limits": {
-            **dict.fromkeys(("choosing", "dtypes", "gates", "machine"), [str]),
-            **dict.fromkeys(("copied", "lag", "least_mfu", "least_work", "most_mfu"), float),
-            **dict.fromkeys(("block", "clock_minutes", "compared", "logs", "losses"), int),
-            **dict.fromkeys(("number", "pairs", "power", "script", "steps", "wait_days"), int),
-        },
-        "odd_prose": [re.Pattern],
-        "step": str,
-        "tail": [[str]],
-    },
-    "gains.toml": dict.fromkeys(("first", "first_of_steps", "none", "pairs", "steps"), str),
-    "commands.toml": {
-        "commands": {str: [str]},
-        "options": {
-            **dict.fromkeys(("--name", "--by"), {"required": bool, str: str}),
-            **dict.fromkeys(("--runs", "--world-size"), {"default": int, str: str}),
-            str: {str: str},
-        },
-    },
-}
 
 
 def check_shape(found, due, place=""):
-    """RecordError unless a value, which stands at a place of a file, has the shape that is due."""
-    kind = due if isinstance(due, type) else type(due)
-    takes = {float: (int, float), re.Pattern: str}.get(kind, kind)
-    is_kind = isinstance(found, takes) and (type(found) is not bool or kind in (bool, object))
-    shown = ascii(found)[:60]
-    require(is_kind, f"{place or 'it'} is {shown}, a {kind.__name__} is due")
-    if kind in (int, float):
-        require(0 <= found <= BIGGEST, f"{place} is {shown}, a number up to {BIGGEST} is due")
-    elif kind is re.Pattern:
-        re.compile(found)
-    elif kind is list:
+    """RecordError unless a value, which stands at a place of a file, has the shape that is due, see
+    shapes.toml."""
+    where, shown = place or "it", ascii(found)[:60]
+    if isinstance(due, list):
+        require(isinstance(found, list), f"{where} is {shown}, a list is due")
         for number, value in enumerate(found):
             check_shape(value, due[0], f"{place}[{number}]")
-    elif kind is dict:
-        listed = {name.removesuffix("?"): name for name in due if name is not str}
-        missing = [name for name in listed.values() if name not in found and name[-1] != "?"]
-        require(not missing, f"{place or 'it'} has no {', '.join(missing)}")
+    elif isinstance(due, dict):
+        require(isinstance(found, dict), f"{where} is {shown}, names with values are due")
+        listed = {name.removesuffix("?"): shape for name, shape in due.items() if name != "*"}
+        missing = [name for name in due if name not in found and name != "*" and name[-1] != "?"]
+        require(not missing, f"{where} has no {', '.join(missing)}")
         for name, value in found.items():
-            shown = ascii(name)[1:-1][:60]
-            require(
-                name in listed or str in due, f"{place or 'it'} has {shown}, which is not known"
-            )
-            check_shape(value, due[listed.get(name, str)], f"{place}.{shown}".lstrip("."))
+            inner = f"{place}.{ascii(name)[1:-1][:60]}".lstrip(".")
+            require(name in listed or "*" in due, f"{inner} is not known")
+            check_shape(value, listed.get(name, due.get("*")), inner)
+    elif due != "any":
+        is_kind = isinstance(found, KINDS[due]) and (due == "truth" or type(found) is not bool)
+        require(is_kind, f"{where} is {shown}, a {due} is due")
+        if due == "pattern":
+            re.compile(found)
+        elif due in ("number", "count"):
+            require(0 <= found <= BIGGEST, f"{where} is {shown}, 0 to {BIGGEST} is due")
+
+
+with about(HOME / "shapes.toml"):
+    SHAPES = tomllib.loads(read_text(HOME / "shapes.toml"))
 
 
 def settings(name):
@@ -103,7 +60,9 @@ def boards_of(rules):
         other = boards.get(own.get("track"), {})
         config = {**other.get("config", {}), **own.get("config", {})}
         boards[name] = {"track": name, **other, **own, "config": config}
-        check_shape(boards[name], BOARD, name)
+        check_shape(boards[name], SHAPES["board"], name)
+    default = rules["default_track"]
+    require(default in boards, f"default_track is {ascii(default)[:60]}, which is no board")
     return boards
 
 
@@ -116,8 +75,6 @@ def filled(page, /, **fields):
 RULES = settings("rules.json")
 with about(HOME / "rules.json"):
     BOARDS = boards_of(RULES)
-    default = RULES["default_track"]
-    require(default in BOARDS, f"default_track is {ascii(default)[:60]}, which is no board")
 GAINS = settings("gains.toml")  # what a record's page says of them
-FORMS = settings("forms.toml")
+FORMS = settings("forms.toml")  # of what people and trainers write
 LIMITS = SimpleNamespace(**FORMS["limits"])

@@ -1,0 +1,221 @@
+"""Damaged files, and the commands that read them: each ends within seconds in success or in one
+printable line, never in a traceback.
+
+First what `python -m records verify` reads of its own folder: each line gone, each value of another
+kind, and files that are cut.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import traceback
+
+import pytest
+from test_fuzz_commands import limited
+
+import continual
+import helpers
+import ranks
+import sample
+import train_gpt
+from data import text as data_text
+
+COUNT = 12  # of a file's damages
+SECONDS = 20  # of processor time, after which a command hangs
+SETTINGS = ["rules.json", "forms.toml", "gains.toml", "commands.toml", "record.md"]
+VALUES = ["[]", '"x"', "true", "-1", "1e400", "1" + "0" * 400, '{"x": [{}]}', '"{x} {y[0]} {"']
+
+
+def told(root, *words):
+    """(exit status, what is printed) of `python -m records` of another checkout, in a process that
+    is forked, so that all of it is imported again."""
+    path = root / "said.txt"
+    child = os.fork()
+    if not child:
+        with open(path, "w") as said:
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+        sys.stdout = os.fdopen(1, "w")
+        sys.stderr = os.fdopen(2, "w")
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        status = 1
+        try:
+            for name in [name for name in sys.modules if name.split(".")[0] == "records"]:
+                del sys.modules[name]
+            sys.path.insert(0, str(root))
+            from records.__main__ import main
+
+            status = main(list(words))
+        except SystemExit as ending:
+            status = ending.code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), path.read_text()
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """The package with the records of one track, and pages that are current."""
+    root = tmp_path_factory.mktemp("checkout")
+    others = shutil.ignore_patterns("mini", "nano", "mini.svg", "nano.svg", "__pycache__")
+    shutil.copytree(helpers.ROOT / "records", root / "records", ignore=others)
+    assert told(root, "table") == (0, "")
+    assert told(root, "verify") == (0, "verify: ok, 1 record\n")
+    return root
+
+
+def damages_of(text):
+    """Texts with one line gone, with a value of another kind, or cut."""
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        yield "\n".join(lines[:number] + lines[number + 1 :])
+        found = re.fullmatch(r'(\s*"?[\w-]+"? ?[:=] )(.*?)(,?)', line)
+        for value in VALUES if found else ():
+            changed = f"{found[1]}{value}{found[3]}"
+            yield "\n".join([*lines[:number], changed, *lines[number + 1 :]])
+    for share in range(1, 20):
+        yield text[: len(text) * share // 20]
+
+
+def tree_damages(tree):
+    """JSON trees of which a value is gone or null, or of another kind, at any depth."""
+    places = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, value in list(places):
+        rest = {**tree} if isinstance(tree, dict) else [*tree]
+        del rest[key]
+        yield rest
+        below = tree_damages(value) if isinstance(value, (dict, list)) else ()
+        for other in [None, *map(json.loads, VALUES), *below]:
+            changed = {**tree} if isinstance(tree, dict) else [*tree]
+            changed[key] = other
+            yield changed
+
+
+def assert_one_line(status, said, name):
+    assert status in (0, 2) and said.count("\n") == 1, (name, status, said)
+    assert said.startswith("records: " if status else "verify: ok"), (name, said)
+    assert said.rstrip("\n").isprintable() and len(said) < 800, (name, said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+def test_damaged_settings_at_random(checkout, name):
+    """The same ones each time."""
+    path = checkout / "records" / name
+    kept = path.read_text()
+    damages = [text for text in damages_of(kept) if text != kept]
+    if name.endswith(".json"):
+        damages += map(json.dumps, tree_damages(json.loads(kept)))
+    try:
+        for text in random.Random(0).sample(damages, min(COUNT, len(damages))):
+            path.write_text(text)
+            assert_one_line(*told(checkout, "verify"), name)
+    finally:
+        path.write_text(kept)
+
+
+# ----- what the trainer, sample.py and data/text.py read
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a corpus in pieces of words, and what a run on it left at a kill."""
+    root = tmp_path_factory.mktemp("trained")
+    vocabulary = helpers.ROOT / "data" / "english1024.tiktoken"
+    texts = sorted(map(str, helpers.ROOT.glob("**/*.md")))[:6]
+    words = ["--tokenizer", str(vocabulary), "--out", str(root / "corpus")]
+    assert data_text.main([*texts, *words]) == 0
+    run = ranks.train(root, {**RUN, "save_every": 2, "run_id": "run"})
+    assert run.code == 0, run.stdout
+    for path in run.folder.glob("checkpoint.*"):
+        path.unlink()
+    return root
+
+
+WORDS = {"tokenizer": "english1024.tiktoken", "vocab_size": 1024, "eot_token": 1023}
+RUN = {**helpers.TINY, **WORDS, "data": "corpus"}
+SHAPE = {name: value for name, value in RUN.items() if name != "track"}
+COMMANDS = {
+    "check": (train_gpt, ["--check", *helpers.arguments(RUN)]),
+    "resume": (train_gpt, ["--resume", "run"]),
+    "resume, checked": (train_gpt, ["--check", "--resume", "logs/run/step_000002.pt"]),
+    "score": (sample, ["--checkpoint", "logs/run/step_000002.pt", "--eval"]),
+    "sample": (sample, ["--checkpoint", "run", "--prompt", "a", "--tokens", "2"]),
+    "go on": (continual, ["--check", "--init-from", "run", *helpers.arguments(SHAPE)]),
+    "build": (
+        data_text,
+        ["book.txt", "--tokenizer", "corpus/english1024.tiktoken", "--out", "new"],
+    ),
+}
+READ = {  # by which commands a file is read
+    "corpus/manifest.json": ["check", "resume, checked", "score", "sample", "go on"],
+    "corpus/corpus_train_000000.bin": ["check", "resume, checked", "go on"],
+    "corpus/corpus_val_000000.bin": ["check", "resume, checked", "score"],
+    "corpus/english1024.tiktoken": ["sample", "build"],
+    "logs/run/step_000002.pt": ["resume, checked", "score", "go on"],
+    "logs/run/step_000002.sha256": ["resume, checked", "sample"],
+    "logs/run/log.txt": ["resume"],
+}
+
+
+def file_damages(rng, kept):
+    """Functions of a path, each of which does another damage."""
+
+    def write(content):
+        return lambda path: path.write_bytes(content)
+
+    def replace(make):
+        def act(path):
+            path.unlink()
+            make(path)
+
+        return act
+
+    yield from map(write, [b"", b"\0" * len(kept), b"\xff" * 100, b"[]", b"{}", b"null", b'"x"'])
+    for share in (0.01, 0.5, 0.99):
+        yield write(kept[: int(share * len(kept))])
+    for _ in range(4):
+        at = rng.randrange(len(kept))
+        yield write(kept[:at] + bytes([kept[at] ^ 1 << rng.randrange(8)]) + kept[at + 1 :])
+    yield write(kept + kept[:1000])
+    if kept.startswith(b"{"):  # a sparse file of a TiB; of others it would take hours to read it
+        yield lambda path: os.truncate(path, 2**40)
+    yield from map(
+        replace, [lambda path: None, os.mkfifo, os.mkdir, lambda path: path.symlink_to(path)]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READ)
+def test_damaged_files(name, trained, cli, tmp_path):
+    """A checkpoint has the sha256 that fits, so that what is in it is looked at."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "book.txt").write_text("A word that is read. " * 500)
+    path = tmp_path / name
+    kept = path.read_bytes()
+    for number, act in enumerate(file_damages(random.Random(name), kept)):
+        for command in READ[name]:
+            shutil.rmtree(tmp_path / "logs")
+            shutil.copytree(trained / "logs", tmp_path / "logs")
+            shutil.rmtree(tmp_path / "corpus")
+            shutil.copytree(trained / "corpus", tmp_path / "corpus")
+            act(path)
+            if name.endswith(".pt") and path.is_file():
+                path.with_suffix(".sha256").write_text(train_gpt.file_sha256(path) + "\n")
+            script, words = COMMANDS[command]
+            with limited():
+                run = cli(*words, main=script.main)
+            shown = number, command, run.code, run.stdout[-500:], run.stderr[-500:]
+            assert run.code in (0, 1, 2) and "Traceback" not in run.stdout + run.stderr, shown
+            last = [*run.lines, run.stderr][-1 if script is data_text else len(run.lines) - 1]
+            assert run.code == 0 or last.startswith(("status:", "error: ")), shown
