@@ -32,14 +32,15 @@ def require_same(found, wanted, words=", must be "):
 
 @contextlib.contextmanager
 def about(path):
-    """Within it, any error becomes a RecordError with the path of the file that it is about: what
-    cannot be judged is refused."""
+    """Within it, any error becomes a RecordError with the path of the file, or with the words, that
+    it is about: what cannot be judged is refused."""
     try:
         yield
-    except (OSError, RecursionError, ValueError) as error:
+    except (RecordError, OSError) as error:
         raise RecordError(f"{path}: {getattr(error, 'strerror', error)}") from None
     except Exception as error:
-        raise RecordError(f"{path}: {type(error).__name__}: {error}") from None
+        reason = f"{type(error).__name__}: {ascii(str(error))[1:-1][:100]}"
+        raise RecordError(f"{path}: {reason}") from None
 
 
 def read_text(path, limit=4 * 2**20):

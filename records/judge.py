@@ -98,11 +98,13 @@ def check_rates(run):
     unit = size * run.world_size if type(size) is int else 0
     shown = f"tokens is {run.tokens}, world size {run.world_size}"
     require(unit > 0 and run.tokens % unit == 0, f"{shown}; each takes whole micro-batches")
-    fewest, most = batches_of(run.config)
+    steps = run.config["steps"]
+    counts = [stage["micro_batches"] for stage in run.config.get("stages", ())]
+    fewest, most = (min(counts), max(counts)) if counts else (1, math.inf)  # of older schedules
     rate = 1000 * run.tokens / took
     room = 1 + 0.6 * rate / took  # both were rounded
     bounds = {
-        "number of micro-batches": (fewest, run.tokens / size, most),
+        "number of micro-batches": (steps * fewest, run.tokens / size, steps * most),
         "tokens_per_s": (rate - room, run.speed, rate + room),
         "mfu": (0, run.mfu, LIMITS.most_mfu),
     }
@@ -117,17 +119,6 @@ def check_rates(run):
         bounds["peak_memory"] = 2 * values / run.world_size / 2**20, run.memory_mib, math.inf
     for name, (low, value, high) in bounds.items():
         require(low <= value <= high, f"{name} is {value}; {low:.0f} to {high:.0f} can be")
-
-
-def batches_of(config):
-    """The least and the largest number of micro-batches that the steps of a run can take, whose
-    stages say how many each of theirs takes. Those of older schedules are not known."""
-    steps = config["steps"]
-    try:
-        counts = [int(stage["micro_batches"]) for stage in config["stages"]]
-        return float(steps * min(counts)), float(steps * max(counts))
-    except (ArithmeticError, KeyError, TypeError, ValueError):
-        return steps, math.inf
 
 
 # ----- a record

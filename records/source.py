@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections import Counter
 
-from records.files import RecordError, require
+from records.files import about, require
 from records.settings import FORMS, LIMITS, RULES
 
 OPERATIONS = {
@@ -43,16 +43,11 @@ def body_of(source):
     require(not coded, "the script has a coding line, by which comments may be code; leave it out")
     # A question mark stands nowhere in Python but in texts and comments, where any letter may.
     plain = re.sub("[^\0-\x7f]", "?", source)
-    try:
+    with about("the script is no Python with names in ASCII"):
         with warnings.catch_warnings(action="ignore"):  # of a backslash in a text
-            tree = ast.parse(plain)
-            check_imports(ast.parse(ASKED.sub("None", plain)))
-    except RecordError:
-        raise
-    except Exception as error:
-        reason = ascii(str(error))[1:-1][:100]
-        raise RecordError(f"the script is no Python with names in ASCII: {reason}") from None
-    return tree.body
+            trees = [ast.parse(text) for text in (plain, ASKED.sub("None", plain))]
+    check_imports(trees[1])
+    return trees[0].body
 
 
 def check_imports(tree):
@@ -124,7 +119,8 @@ class Literals(ast.NodeTransformer):
 def tracks_of(source):
     """{track: {field: value as JSON keeps it}} of a script that hides no code."""
     body = body_of(source)
-    try:
+    hint = "a dict TRACKS of Config(field=value, ...), of literals, is needed"
+    with about(f"its tracks cannot be read from the source; {hint}"):
         kinds = [node.name for node in body if isinstance(node, ast.ClassDef)]
         lines = re.findall(r"^TRACKS\b", source, re.MULTILINE)
         if kinds.count("Config") != 1 or len(lines) != 1:
@@ -133,10 +129,6 @@ def tracks_of(source):
         (tracks,) = [node.value for node in assigned if ast.unparse(node.targets) == "TRACKS"]
         found = ast.literal_eval(Literals(body).visit(tracks))
         return {str(name): dict(config) for name, config in json.loads(json.dumps(found)).items()}
-    except Exception as error:
-        reason = f"{type(error).__name__}: {ascii(str(error))[1:-1][:100]}"
-        hint = "a dict TRACKS of Config(field=value, ...), of literals, is needed"
-        raise RecordError(f"its tracks cannot be read from the source ({reason}); {hint}") from None
 
 
 def config_of(source, track):
