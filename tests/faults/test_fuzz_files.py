@@ -107,6 +107,37 @@ def assert_one_line(status, said, name):
     assert said.rstrip("\n").isprintable() and len(said) < 800, (name, said)
 
 
+NAMED = [  # what stands in a file of settings, what is put in its place, and what is told
+    ("gains.toml", "^first = .*", "", "it has no first"),
+    ("gains.toml", "^first = .*", 'first = "{nobody}"', "KeyError: 'nobody'"),
+    ("gains.toml", '"$', "", "Illegal character"),
+    ("rules.json", '"alpha": 0.01', '"alpha": null', "alpha is None, a number is due"),
+    ("rules.json", '"alpha": 0.01', '"alpha": 1e400', "alpha is inf, 0 to"),
+    ("rules.json", r'"target_loss": 2\.954', '"target": 1', "english.config has no target_loss"),
+    ("rules.json", '"copy_loss": 0.004', '"copy_loss": [1]', r"copy_loss is \[1\], a number"),
+    ("rules.json", r'"gpus": \[2, 1024\]', '"gpus": ["x"]', r"fineweb.gpus\[0\] is 'x', a count"),
+    ("rules.json", '"closed": true', '"close": true', "nano.close is not known"),
+    ("rules.json", '"default_track": "english"', '"default_track": "x"', "'x', which is no board"),
+    ("forms.toml", "^authors = .*", 'authors = "("', "missing \\), unterminated subpattern"),
+    ("forms.toml", "^block = 2", "", "limits has no block"),
+    ("forms.toml", "^block = 2", 'block = "2"', "limits.block is '2', a count is due"),
+    ("commands.toml", "^verify = .*", "", "its commands are not run, table, verify, "),
+    ("record.md", "{title}", "{title", "unexpected '{' in field name"),
+]
+
+
+@pytest.mark.parametrize("name, old, new, reason", NAMED)
+def test_damaged_settings_are_named(checkout, name, old, new, reason):
+    path = checkout / "records" / name
+    kept = path.read_text()
+    path.write_text(re.sub(old, lambda found: new, kept, count=1, flags=re.MULTILINE))
+    assert path.read_text() != kept
+    status, said = told(checkout, "verify")
+    path.write_text(kept)
+    assert_one_line(status, said, name)
+    assert re.search(rf"records/{name}: .*{reason}", said), said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_damaged_settings_at_random(checkout, name):
