@@ -1,6 +1,12 @@
 #!/usr/bin/env bash
 # One command for everything: set-up, data, launch, tests. `./run.sh --help` says how.
 # All that this script says goes to stderr: stdout, and the exit status, are the trainer's own.
+# With line ends of Windows, which every word then ends with, this text is not empty.
+line_end=
+if [ -n "$line_end" ]; then # told in lines that end in a comment
+    printf '%s\n' "run.sh: it has line ends of Windows; run: tr -d '\r' <run.sh >unix.sh && cat unix.sh >run.sh" >&2 #
+    exit 2 #
+fi #
 if [ -z "${BASH_VERSION:-}" ]; then exec bash "$0" "$@"; fi # sh run.sh
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"

@@ -151,6 +151,18 @@ def test_windows_is_told_what_to_do(call, tmp_path):
     assert attributes.count("text: unset") == 2
 
 
+@pytest.mark.parametrize("shell", ["bash", "sh"])
+def test_line_ends_of_windows_are_told_with_a_remedy_that_works(call, tmp_path, shell):
+    path = tmp_path / "run.sh"
+    unix = path.read_bytes()
+    path.write_bytes(unix.replace(b"\n", b"\r\n"))
+    code, _, err, _ = call("--help", start=(shell, path))
+    assert code == 2 and err.count("\n") == 1, err
+    subprocess.run(err.partition("; run: ")[2], shell=True, check=True, cwd=tmp_path)
+    assert path.read_bytes() == unix and os.access(path, os.X_OK)
+    assert call("--help")[0] == 0
+
+
 # ----- data, ranks, arguments
 
 ROOMY = {"/proc/meminfo": "MemTotal: 1 kB MemAvailable: 67108864 kB"}
