@@ -1,6 +1,7 @@
-"""Command lines of train_gpt.py, through main() up to where a run would allocate anything.
+"""Command lines of train_gpt.py, through main() up to where a run would allocate much; and of all
+programs, as processes.
 
-Whatever it is given, it ends within seconds in success or in one printable line, never in a
+Whatever they are given, they end within seconds in success or in one printable line, never in a
 traceback. What the messages hold is tested in tests/trainer/test_config.py.
 """
 
@@ -9,6 +10,8 @@ import os
 import random
 import resource
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from signal import signal as set_handler  # tests keep the trainer from calling the other one
 
@@ -38,14 +41,22 @@ def limited():
         set_handler(signal.SIGPROF, handler)
 
 
+open_run = train_gpt.open_run
+
+
 def look_at(config, checkpoint, runtime, log, is_check):
-    """Stands in for `open_run`: looks at what a run looks at before it builds its tensors."""
+    """Stands in for `open_run`: looks at what a run looks at before it builds its tensors, and goes
+    on with the true one where these are small."""
     for step in {0, config.steps // 2, config.steps - 1}:
         train_gpt.lr_multiplier(config, step)
         train_gpt.training_phase(config, step)
         train_gpt.evaluation_phase(config, step, config.val_batch_tokens)
         train_gpt.long_windows_until(config, step)
     train_gpt.open_corpus(config)
+    tokens = config.micro_batch_tokens + config.val_batch_tokens
+    size = config.num_layers * config.model_dim * (config.vocab_size + config.ngram_rows + tokens)
+    if size < 10_000_000:
+        return open_run(config, checkpoint, runtime, log, is_check)
 
 
 @pytest.fixture
@@ -112,10 +123,46 @@ def test_command_lines_at_random(assert_promise_kept):
     """The same ones each time: values that are odd, or near those of the track."""
     rng, config = random.Random(0), train_gpt.TRACKS["fineweb"]
     known = {**vars(config), **vars(config.stages[0])}
-    for _ in range(300):
+    for _ in range(2000):
         words = list(rng.choice([[], TINY, ["--track", "fineweb"], ["--resume", "old"]]))
         for name in rng.sample(sorted(known), rng.randrange(4)):
             value = known[name]
             near = [value * 2, value // 2, value + 1] if type(value) is int else [value]
             words += ["--" + name.replace("_", "-"), str(rng.choice([*near, rng.choice(ODD)]))]
         assert_promise_kept(words)
+
+
+CORPUS = ["--out", "new", "--val-share", "0.5"]
+PROGRAMS = [  # the beginnings of command lines
+    ["train_gpt.py", "--check"],
+    ["continual.py", "--check", "--init-from"],
+    ["sample.py", "--checkpoint"],
+    ["data/text.py", *CORPUS],
+    ["data/fineweb.py", "nothing"],
+    ["-m", "records", "diff"],
+    ["-m", "records", "plot"],
+    ["-m", "records", "verify", "--tree"],
+    ["-m", "records"],
+]
+
+
+@pytest.mark.slow
+def test_processes_at_random(tmp_path):
+    """Fifty of them, the same ones each time."""
+    rng = random.Random(0)
+    lines = [words for words in HARD if words and "\0" not in "".join(words)]
+    odd = [word for word in ODD if word] + [words[-1] for words in lines]
+    variables = {**helpers.environment(), "PYTHONPATH": str(helpers.ROOT)}
+    for number in range(50):
+        script, *begin = PROGRAMS[number % len(PROGRAMS)]
+        script = script if script == "-m" else str(helpers.ROOT / script)
+        more = [rng.choice(odd) for _ in range(rng.randrange(1, 3))]
+        words = [*begin, *(rng.choice(lines) if number % len(PROGRAMS) == 0 else more)]
+        words = [word.encode(errors="surrogatepass") for word in words]
+        command = [sys.executable, script, *words]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=100
+        )
+        shown = ascii((command[1:], done.returncode, done.stdout[-500:], done.stderr[-1500:]))
+        assert done.returncode in (0, 1, 2) and "Traceback" not in done.stderr, shown
+        assert done.returncode == 0 or "\n" in done.stdout + done.stderr, shown
