@@ -326,9 +326,9 @@ def test_large_files_are_refused_in_linear_time(repository):
         (readme, "## Why\n\n", "> "),
     ):
         path.write_text(kept[path].replace(old, old + unit * (size // len(unit)) + "<b>", 1))
-        began = time.monotonic()
+        began = time.process_time()
         assert refusal(repository)
-        assert time.monotonic() - began < 10, (old, unit)
+        assert time.process_time() - began < 10, (old, unit)
         path.write_text(kept[path])
 
 
