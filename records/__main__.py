@@ -13,7 +13,7 @@ try:
     from records.record import Repository, read_script
     from records.settings import HOME, LIMITS, RULES, settings
 except ValueError as error:  # which says what is wrong with the package's own settings
-    print(f"records: {' '.join(str(error).split())[:300]}; git restore it", file=sys.stderr)
+    print(f"records: {' '.join(str(error).splitlines())[:300]}; git restore it", file=sys.stderr)
     sys.exit(2)
 
 
@@ -82,7 +82,7 @@ def main(argv=None, repository=None):
         CALLS[options.command](repository, options)
         return 0
     except (RecordError, OSError) as error:
-        shown = " ".join(str(error).split()).removeprefix(f"{root}/")
+        shown = " ".join(str(error).splitlines()).removeprefix(f"{root}/")
         shown = CONTROL.sub(lambda found: ascii(found[0])[1:-1], shown)
         print(f"records: {shown}", file=sys.stderr)
         return 2

@@ -118,7 +118,8 @@ def check_rates(run):
         values = sum(map(int, re.findall(r"=(\d+)", run.sizes.replace(",", ""))))
         bounds["peak_memory"] = 2 * values / run.world_size / 2**20, run.memory_mib, math.inf
     for name, (low, value, high) in bounds.items():
-        require(low <= value <= high, f"{name} is {value}; {low:.0f} to {high:.0f} can be")
+        hint = "; was the machine busy? then remove these runs" if name == "cpu_time" else ""
+        require(low <= value <= high, f"{name} is {value}; {low:.2f} to {high:.2f} can be{hint}")
 
 
 # ----- a record

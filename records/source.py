@@ -57,17 +57,19 @@ def check_imports(tree):
     """
     hint = f"open are Python's own and {', '.join(PACKAGES)}"
     for node in ast.walk(tree):
-        names = []
+        modules = []
+        words = [(getattr(node, "id", ""), "names"), (getattr(node, "attr", ""), "called")]
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names = ["." * node.level + (node.module or "")]
-        for name in names:
-            is_open = {name, name.partition(".")[0]} & OPEN
-            shown = f"the script imports {name[:60]}, whose text no log holds"
+            modules = ["." * node.level + (node.module or "")]
+            words += [(alias.name, "called") for alias in node.names]
+        for module in modules:
+            is_open = {module, module.partition(".")[0]} & OPEN
+            shown = f"the script imports {module[:60]}, whose text no log holds"
             require(is_open, f"{shown}; {hint}")
-        for word, kind in (("id", "names"), ("attr", "called")):
-            word = getattr(node, word, "")
+            words += [(part, "called") for part in module.split(".")]
+        for word, kind in words:
             shown = f"the script has the word {word}, by which code runs that no log holds"
             require(word not in FORMS[kind], shown)
 

@@ -291,6 +291,14 @@ def test_hostile_logs_are_refused(repository, name):
     assert re.search(rf"/logs/{path.name}: .*{reason}", found), found
 
 
+def test_a_path_is_told_as_it_is(pristine, tmp_path, capsys):
+    """Two blanks are two, for whoever copies it."""
+    root = shutil.copytree(pristine.root, tmp_path / "a  b")
+    repository = Repository(root, pristine.rules)
+    status, _, err = made.call(repository, capsys, "diff", "--track", TRACK, root / "no  file")
+    assert status == 2 and "a  b/no  file: " in err, err
+
+
 def test_a_record_behind_a_link_is_refused(repository, tmp_path):
     folder = folder_of(repository, "Faster")
     shutil.move(folder, tmp_path / "elsewhere")
