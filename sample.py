@@ -144,7 +144,8 @@ def continuation(trainer, step, prompt, given, seed):
         if given.temperature:
             if 0 < given.top_k < len(logits):
                 logits[logits < logits.topk(given.top_k).values[-1]] = -math.inf
-            shares = ((logits - logits.max()) / given.temperature).softmax(-1)
+            # In float64, where the least temperature is not 0.
+            shares = ((logits - logits.max()).double() / given.temperature).softmax(-1)
             token = torch.multinomial(shares, 1, generator=generator).item()
         if token == trainer.config.eot_token:
             break

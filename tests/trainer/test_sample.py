@@ -146,6 +146,7 @@ def test_samples_top_k_and_a_prompt_file(path, use, tmp_path):
     assert drawn("--prompt-file", "prompt", "--seed", 4, "--samples", 2) == expected
     likeliest = use("--checkpoint", path, "--tokens", 12, "--temperature", 0).stdout
     assert drawn("--top-k", 1) == likeliest not in (drawn(), drawn("--top-k", 5))
+    assert drawn("--temperature", 1e-300) == likeliest
     (tmp_path / "prompt").write_bytes(b"caf\xe9")
     assert "no UTF-8 text" in refusal(use(*words, "--prompt-file", "prompt"))
 
