@@ -277,17 +277,11 @@ class Config:
     mlp_dim: int = knob(3072, "hidden width of the ReLU^2 MLP", between(1, 2**20))
     mlp_only_layers: tuple = knob((6,), "layers without attention", LAYERS)
     long_layers: tuple = knob((3, 10), "layers that attend through the long window", LAYERS)
-    value_embedding_layers: tuple = knob(
-        (1, 2, 8, 9, 10), "layers with gated value embeddings", LAYERS
-    )
+    value_embedding_layers: tuple = knob((1, 2, 8, 9, 10), "layers with value embeddings", LAYERS)
     shifted_layers: tuple = knob((3, 10), "layers where half of a key is that before", LAYERS)
     paired_layers: tuple = knob((0, 2, 5, 9), "layers whose heads share keys, in pairs", LAYERS)
-    exclusive_layers: tuple = knob(
-        (1, 3, 4, 7), "layers that leave out a token's own value", LAYERS
-    )
-    skips: tuple = knob(
-        ((3, 6),), "pairs (a, b) of layers: what leaves a is added to what enters b", SKIPS
-    )
+    exclusive_layers: tuple = knob((1, 3, 4, 7), "layers that leave out own values", LAYERS)
+    skips: tuple = knob(((3, 6),), "pairs (a, b): layer b also reads what leaves layer a", SKIPS)
     shared_input: tuple = knob((7,), "a layer whose output all later attention reads", LAYERS)
     dense_layers: tuple = knob((3, 7), "layers whose outputs the last one mixes in", LAYERS)
     value_std: float = knob(0.25, "std of values' matrices at first, times sqrt(width)", FRACTION)
@@ -649,12 +643,11 @@ def read_manifest(folder):
     except (ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{path}: cannot be read ({one_line(error)}); build it again") from None
     ids = [manifest.get("vocab_size"), manifest.get("eot_token")]
-    is_named = all(type(number) is int for number in ids) and 0 < ids[1] == ids[0] - 1 < 65535
+    is_named = are_whole(ids, range(2**16)) and 0 < ids[1] == ids[0] - 1 < 65535
     words = f"has vocab_size and eot_token {ids}: documents start with the last id, below 65535"
     require(is_named, f"{path}: {words}; build it again")
     sizes = manifest.get("token_bytes", [0] * ids[0])  # 0: not known
-    is_whole = type(sizes) is list and len(sizes) == ids[0]
-    is_whole = is_whole and all(type(size) is int for size in sizes)
+    is_whole = type(sizes) is list and len(sizes) == ids[0] and are_whole(sizes, range(2**16))
     require(is_whole, f"{path}: token_bytes are no {ids[0]} whole numbers; build it again")
     return {**manifest, "shards": shards, "token_bytes": sizes}
 
@@ -874,24 +867,21 @@ def stack_passages(passages, length, device, joined=1):
     along a first axis of each tensor."""
     most = max((len(passage.spans) for passage in passages), default=0)
     room = max(SEGMENT_ROOM, length // 256, 1 << most.bit_length())
-    shape = len(passages), length
+    shape = len(passages) // joined, joined * length
     inputs = np.empty(shape, np.int32)
     targets = np.empty(shape, np.int64)
     segment_start = np.empty(shape, np.int32)
-    bounds = np.full((len(passages), room), length, np.int32)
-    for number, passage in enumerate(passages):
-        lengths = np.array([high - low for low, high in passage.spans])
+    bounds = np.full((shape[0], joined * room), shape[1], np.int32)
+    for number in range(shape[0]):
+        own = passages[number * joined : (number + 1) * joined]
+        lengths = np.array([high - low for passage in own for low, high in passage.spans])
         starts = np.cumsum(lengths) - lengths
-        inputs[number] = passage.tokens()
-        targets[number] = passage.tokens(shift=1)
-        begin = number % joined * length
-        segment_start[number] = begin + np.repeat(starts, lengths)
-        bounds[number, : len(starts)] = starts
-        bounds[number] += begin  # where there are no more segments, empty ones end the passage
-    count = len(passages) // joined
+        inputs[number] = np.concatenate([passage.tokens() for passage in own])
+        targets[number] = np.concatenate([passage.tokens(shift=1) for passage in own])
+        segment_start[number] = np.repeat(starts, lengths)
+        bounds[number, : len(starts)] = starts  # behind them empty segments end the pass
     arrays = inputs, targets, segment_start, bounds
-    joint = [array.reshape(count, joined * array.shape[1]) for array in arrays]
-    return MicroBatch(*(to_device(array, device) for array in joint))
+    return MicroBatch(*(to_device(array, device) for array in arrays))
 
 
 def check_distinct_targets(passage, config, step, prefixes):
@@ -2309,8 +2299,6 @@ UPDATE_RULES = {
     # Weights step before the bases follow, as in github.com/yorkerlin/KL-Methods, optim/kl_opt.py.
     "kl_soap": UpdateRule(soap_update, ("momentum", "moment", "count"), has_bases=True, is_kl=True),
 }
-# The rule of each group of parameters; that of the matrices is Config.matrix_update.
-GROUP_RULES = {"small": "adam", "embeddings": "adam"}
 
 
 def update_factors(grad, sides, is_kl):
@@ -2421,14 +2409,10 @@ def compiled_updates():
     a schedule of any of them recompiles nothing."""
     step = torch.compile(take_step, dynamic=False)
 
-    def as_tensors(value):
-        if isinstance(value, tuple):
-            return tuple(map(as_tensors, value))
-        return torch.as_tensor(value)
-
     def call(update, part, grad, state, hyper):
-        numbers = {key: as_tensors(getattr(hyper, key)) for key in hyper._fields if key != "dtype"}
-        step(update, part, grad, state, hyper._replace(**numbers))
+        *numbers, dtype = hyper
+        hyper = Hyper(*pytree.tree_map(torch.as_tensor, numbers), dtype)
+        step(update, part, grad, state, hyper)
 
     return call
 
@@ -2463,8 +2447,9 @@ class ParameterGroup(Group):
         self.lr = config.adam_lr
         self.decay = 1.0
         self.every = config.adam_every
-        rule = GROUP_RULES.get(name, config.matrix_update)
+        rule = "adam"
         if name == "matrices":
+            rule = config.matrix_update
             names = ", ".join(UPDATE_RULES)
             require(rule in UPDATE_RULES, f"matrix_update={rule}: must be one of {names}")
             self.lr = config.matrix_lr
@@ -2520,13 +2505,10 @@ class ParameterGroup(Group):
             if grads.get(name) is not None:
                 total[: len(grads[name])].add_(grads[name])
 
-    def stepping(self, step):
-        """The parameters that take part in a step: not a tied embedding, which has no gradient."""
-        is_tied = step < untie_step(self.config)
-        return [name for name in self.params if name != "embed" or not is_tied]
-
     def reduce(self, step):
-        names = self.stepping(step)
+        # A tied embedding takes no part in a step: it has no gradient.
+        is_tied = step < untie_step(self.config)
+        names = [name for name in self.params if name != "embed" or not is_tied]
         if self.is_shared_out or not names:
             # Most of a step's bytes are these gradients: they travel as narrow as the weights.
             dtype = torch.float32 if self.runtime.world_size == 1 else self.config.torch_dtype
