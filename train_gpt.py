@@ -2677,12 +2677,7 @@ def probe_compiler(device):
         with contextlib.suppress(OSError):  # it says so where it is needed
             ctypes.CDLL(str(path))
     print(f"compiling in {folder}", flush=True)
-
-    @torch.compile
-    def double(values):
-        return 2 * values
-
-    double(torch.ones(8, device=device)).tolist()
+    torch.compile(torch.neg)(torch.ones(8, device=device)).tolist()
 
 
 def compiler_failure(device):
@@ -2752,9 +2747,8 @@ class Trainer:
         config = self.config
         device = self.runtime.device
         windows = long_windows_until(config, step)
-        scale = config.attention_scale
-        shape = positions, config.head_dim, scale, windows, device, config.torch_dtype
-        rotary = self.rotary_tables(*shape)
+        shape = positions, config.head_dim, config.attention_scale
+        rotary = self.rotary_tables(*shape, windows, device, config.torch_dtype)
         masks = self.model.back_end.prepare(micro_batch, phase, config.torch_dtype)
         weights = to_device(np.array(loss_weights, np.float32), device)
         return self.forward(micro_batch, ngram, phase, weights, self.prefixes, rotary, masks)
