@@ -3540,6 +3540,11 @@ class Log:
         if self.file is not None:
             self.file.write(text + "\n")
 
+    def close(self):
+        """Let go of the run: who keeps the error that ended it may keep this log as well."""
+        if self.file is not None:
+            self.file.close()
+
 
 # ----- checkpoints
 
@@ -4050,7 +4055,8 @@ def main(argv=None, extend=None):
         runtime.close()
     except (KeyboardInterrupt, Exception) as error:
         status, words = ending_of(error)
-        with contextlib.suppress(OSError):  # the disk may be full; the console has the status
+        # The disk may be full; the console has the status.
+        with contextlib.suppress(OSError), contextlib.closing(log):
             log.line(f"status:{words}")
         if not log.is_main:
             print(f"rank {os.environ['RANK']}: status:{words}", file=sys.stderr, flush=True)
