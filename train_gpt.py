@@ -310,7 +310,7 @@ class Config:
     one_sided_above: int = knob(1024, "soap rules: a larger side has no eigenbasis", SIZE)
     adam_lr: float = knob(0.008, "rate of embeddings, head and scalars under Adam", POSITIVE)
     adam_every: int = knob(2, "Adam steps every k-th step, on the sum of gradients", OFTEN)
-    ngram_lr: float = knob(0.05, "row-wise Adagrad's rate of the table; 0: frozen", NOT_NEGATIVE)
+    ngram_lr: float = knob(0.15, "row-wise Adagrad's rate of the table; 0: frozen", NOT_NEGATIVE)
     ngram_floor: float = knob(0.2, "gradient RMS of a token below which rows slow down", POSITIVE)
     # --- evaluation
     val_tokens: int = knob(10_485_760, "validation tokens that are scored", between(1, 10**9))
@@ -426,7 +426,6 @@ TRACKS = {
         matrix_lr=0.025,
         one_sided_above=128,
         adam_lr=0.024,
-        ngram_lr=0.15,
         val_tokens=262_144,
         val_sha256="cdf79be5415e8fdfa3e67f5e38a2d95a0db7abc021b652193350bc2f69c021f1",
         val_batch_tokens=4096,
