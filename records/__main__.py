@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 try:
-    from records import experiment, picture, render
+    from records import picture, render
+    from records.experiment import ab, reproduce, submit
     from records.files import CONTROL, RecordError, about, require
     from records.judge import check_pages, check_records
     from records.record import Repository, read_script
@@ -46,8 +47,8 @@ def plot(repository, options):
     print(f"plot: {out}")
 
 
-OWN = (table, verify, diff, plot, experiment.ab, experiment.submit, experiment.reproduce)
-CALLS = {"run": experiment.ab, **{call.__name__: call for call in OWN}}
+CALLS = {call.__name__: call for call in (ab, submit, table, verify, diff, reproduce, plot)}
+CALLS["run"] = ab
 
 
 def parser_of(line):
@@ -59,12 +60,9 @@ def parser_of(line):
         for name, (words, *options) in line["commands"].items():
             command = commands.add_parser(name, help=words, description=words)
             for option in options:
-                given = dict(line["options"][option])
-                if option == "--track":
-                    given["default"] = RULES["default_track"]
-                if "default" in given:
-                    given["type"] = type(given["default"])
-                command.add_argument(option, **given)
+                given = line["options"][option]
+                command.add_argument(option, type=type(given.get("default", "")), **given)
+            command.set_defaults(track=RULES["default_track"])
     return parser
 
 
@@ -76,9 +74,9 @@ def main(argv=None, repository=None):
         options = parser_of(settings("commands.toml")).parse_args(argv)
         repository = repository or Repository.at(getattr(options, "tree", None))
         root = repository.root
-        runs = getattr(options, "runs", LIMITS.logs)
-        limit = f"takes 2, for statistics, to {LIMITS.logs}"
-        require(2 <= runs <= LIMITS.logs, f"--runs {runs}: {limit}")
+        runs = getattr(options, "runs", 2)
+        limits = f"takes 2, for statistics, to {LIMITS.logs}"
+        require(2 <= runs <= LIMITS.logs, f"--runs {runs}: {limits}")
         CALLS[options.command](repository, options)
         return 0
     except (RecordError, OSError) as error:

@@ -25,9 +25,8 @@ def own_script(repository, track):
     known = f"is not open; open are {', '.join(takes)}, and records of closed ones stay"
     require(track in takes, f"--track {ascii(track)}: {known}")
     source = read_script(repository.root / "train_gpt.py")
-    for record in repository.records[track]:
-        hint = f"train_gpt.py is the code of {record.name}; change it first"
-        require(record.source != source, hint)
+    same = [record.name for record in repository.records[track] if record.source == source]
+    require(not same, f"train_gpt.py is the code of {', '.join(same)}; change it first")
     return source
 
 
@@ -114,10 +113,8 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
     order = [place for place in stats.order_of_pairs(code, batch, count) if place[0] in scripts]
     sides = {side: [] for side in scripts}
     with open(folder.parent / "records.lock", "w") as lock:
-        try:
+        with about("another `python -m records` is making runs here"):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RecordError("another `python -m records` is making runs here") from None
         keep_plan(folder, scripts, count)
         for done, (side, number) in enumerate(order, 1):
             words = [*begin, str(folder / side / "train_gpt.py"), "--track", name]
@@ -179,9 +176,8 @@ def reproduce(repository, options):
     batch = int(f"{datetime.now(UTC):%Y%m%d}")
     scripts = {"a": record.source}
     (runs,) = make_runs(repository, record.track, scripts, options.runs, world_size, batch)
-    rules = repository.rules[record.track]
-    print_means(rules, record.runs, record.name)
-    print_means(rules, runs, "now")
+    for made, name in (record.runs, record.name), (runs, "now"):
+        print_means(repository.rules[record.track], made, name)
     print("Whether the code cheats, no run shows; read `python -m records diff` for that.")
 
 

@@ -29,8 +29,8 @@ def check_run(run, board, rules):
         data = {"its track": run.track, "data manifest": run.manifest, "shards": run.shards}
         manifest = rules["manifest_sha256"] or run.manifest
         require_same(data, {"its track": track, "data manifest": manifest, "shards": "ok"})
-        shown = f"was over at {run.over:%Y-%m-%d %H:%M:%S}, which is to come"
-        require(run.over <= datetime.now(UTC) + CLOCKS, shown)
+        is_past = run.over <= datetime.now(UTC) + CLOCKS
+        require(is_past, f"was over at {run.over:%Y-%m-%d %H:%M:%S}, which is to come")
         check_fixed(run.config, board, rules)
         check_gpus(run.world_size, board, rules)
         is_gpu = run.cuda != "none" or "gpus" not in rules
@@ -45,8 +45,7 @@ def check_run(run, board, rules):
 
 
 def check_fixed(config, board, rules):
-    """A configuration has what the rules fix of its board, whose target and validation tokens are
-    known, in each stage of the schedule, too."""
+    """A configuration, and each stage in it, has what is fixed; rules that wait for it refuse."""
     fixed = rules["config"]
     waits = rules.get("provisional")
     shown = f"the target {fixed['target_loss']:g} of {board} is provisional ({waits})"
@@ -56,31 +55,27 @@ def check_fixed(config, board, rules):
     found = {name: config[name] for name in fixed if name in config}
     require_same(found, fixed, ", the track's is ")
     due_losses(config)
-    if "stages" in rules:
-        check_stages(config.get("stages"), rules["stages"])
-
-
-def check_stages(stages, due):
-    """Each stage of a schedule has the fields that are due; other fields may differ."""
-    is_rows = isinstance(stages, list) and {*map(type, stages)} == {dict}
-    require(is_rows, f"stages is {ascii(stages)[:60]}; a row for each of them is due")
-    for stage in stages:
-        found = {name: stage[name] for name in due if name in stage}
-        with about("stages"):
-            require_same(found, due, ", each stage of the board has ")
+    if due := rules.get("stages"):
+        stages = config.get("stages")
+        is_rows = isinstance(stages, list) and {*map(type, stages)} == {dict}
+        require(is_rows, f"stages is {ascii(stages)[:60]}; a row for each of them is due")
+        for stage in stages:
+            found = {name: stage[name] for name in due if name in stage}
+            with about("stages"):
+                require_same(found, due, ", each stage of the board has ")
 
 
 def check_gpus(world_size, board, rules):
     """As many processes, one a GPU, as a board takes that says how many."""
     least, most = rules.get("gpus", (0, math.inf))
-    hint = "--world-size gives their number, --track another board"
-    is_taken = least <= world_size <= most
-    require(is_taken, f"world size {world_size}: {board} takes {least} to {most} GPUs; {hint}")
+    takes = (
+        f"{board} takes {least} to {most} GPUs; --world-size gives their number, --track a board"
+    )
+    require(least <= world_size <= most, f"world size {world_size}: {takes}")
 
 
 def check_configuration(run, script):
-    """The logged configuration is that of the track in the script, where that is read, and says of
-    the run what other lines say."""
+    """The logged configuration is the script's, where that is read, and says what the log says."""
     place = f"{run.batch}:{run.counter}/{run.declared}:{run.start}"
     told = {"run_id": run.run, "track": run.track, "run_of": place, "seed": run.seed}
     if script.get("dtype") == "auto":
@@ -141,18 +136,19 @@ def check_record(record, older, rules):
     words = "; a record is measured against the last of the track's chain before it, which is "
     require_same({"its parent": record.parent}, {"its parent": parent and parent.name}, words)
     check_machine(record, parent)
-    check_runs(record, parent)
+    check_runs(record)
+    check_starts(record, parent)
     check_figures(record, figures(record, rules, parent, record.result.get("by")))
 
 
 def check_machine(record, parent):
     """One kind of machine made all runs; back ends differ only with the fields that choose them."""
     runs = record.runs + record.baseline
+    older = parent.runs if parent else []
     check_one(LIMITS.machine, runs)
     check_one(["sizes", "tokens"], record.runs)
-    if record.by_steps and parent:
-        check_one(["sizes"], record.runs + parent.runs)
-    check_one(["sizes", "tokens"], record.baseline + (parent.runs if parent else []))
+    check_one(["sizes", "tokens"], record.baseline + older)
+    check_one(["sizes"], record.runs + older if record.by_steps else [])
     for _, alike in itertools.groupby(runs, lambda run: [*map(run.config.get, LIMITS.choosing)]):
         check_one(["backends"], [*alike])
 
@@ -165,39 +161,32 @@ def check_one(names, runs):
         require(len(values) <= 1, f"{name} differs between runs: {shown}; one of each is asked")
 
 
-def check_runs(record, parent):
-    """All declared runs of one batch are there, none dropped, none added, few restarted; each has
-    the seed of its place, and was started after the run before it."""
+def check_runs(record):
+    """All declared runs of one batch are there, once, few restarted, with the seeds of places."""
     runs = record.runs + record.baseline
     check_one(["batch", "declared"], runs)
     is_each = len({run.run.casefold() for run in runs}) == len(runs)
     require(is_each, "names of its runs are the same, or differ in the case of letters alone")
-    check_side("logs", record.runs, record)
+    declared = runs[0].declared
+    sides = {"logs": record.runs}
     if record.baseline:
-        check_side("baseline", record.baseline, record)
-    check_starts(record, parent)
-
-
-def check_side(part, side, record):
-    """The runs of a script or of its parent are all that were declared, and their seeds are those
-    of their places."""
-    declared = side[0].declared
-    found = [run.counter for run in side]
-    is_whole = len(side) == declared and found == list(range(1, declared + 1))
-    shown = f"{declared} runs were declared, {part} has {found}"[:120]
-    require(is_whole and side[0].batch == 1, f"{shown}; every run of batch 1 counts, once")
-    restarts = sum(run.start - 1 for run in side)
-    is_rare = restarts <= 1 and all(run.start for run in side)
-    require(is_rare, f"{restarts} runs of {part} were started again, at most 1 may be")
+        sides["baseline"] = record.baseline
+    for part, side in sides.items():
+        found = [run.counter for run in side]
+        is_whole = len(side) == declared and found == list(range(1, declared + 1))
+        shown = f"{declared} runs were declared, {part} has {found}"[:120]
+        require(is_whole and runs[0].batch == 1, f"{shown}; every run of batch 1 counts, once")
+        restarts = sum(run.start - 1 for run in side)
+        is_rare = restarts <= 1 and all(run.start for run in side)
+        require(is_rare, f"{restarts} runs of {part} were started again, at most 1 may be")
     code = sha256_of(record.source)
-    for run in side:
+    for run in runs:
         seed = stats.seed_of(code, 1, run.counter)
         require(run.seed == seed, f"{run.run} has seed {run.seed}; its place has {seed}")
 
 
 def check_starts(record, parent):
-    """Each run was started after the parent's record was made, and after the end of the run that
-    comes before it in the order that was drawn."""
+    """Each run was started after the parent's record, and the run that was drawn before it."""
     sides = {"a": record.runs, "b": record.baseline}
     order = stats.order_of_pairs(sha256_of(record.source), 1, len(record.runs))
     planned = [sides[side][counter - 1] for side, counter in order if sides[side]]
@@ -210,8 +199,8 @@ def check_starts(record, parent):
 
 
 def check_figures(record, found):
-    """The target is reached, the gain in time is shown against a parent that reaches it, and
-    result.json and README.md are what `submit` writes, but for the reasons and who had the idea."""
+    """The target is reached, a gain is shown against a parent that reaches it, and the record's
+    files are what `submit` writes, but for the reasons and who had the idea."""
     loss, speed, by = found["loss"], found["speed"], found["by"]
     shown = f"mean loss {loss['mean']:.5f}, {stats.p_text(loss['p'])}"
     require(loss["p"] <= stats.ALPHA, f"target {loss['target']:g} not reached: {shown}")
@@ -233,18 +222,16 @@ def check_figures(record, found):
     why = render.why_of(record.readme)
     is_same = record.readme == render.record_readme(record, found, why)
     require(is_same, "README.md: only what stands under `## Why` may differ from what submit wrote")
-    odd = ODD_PROSE.search(why)
-    shown = odd and ascii(odd[0])
-    require(not odd, f"README.md: {shown} under `## Why`; what is due there is plain prose")
+    if odd := ODD_PROSE.search(why):
+        raise RecordError(f"README.md: {ascii(odd[0])} under `## Why`; plain prose is due there")
 
 
 # ----- all records
 
 
 def check_copies(runs, limit):
-    """No run has the losses of an older one, which comes before it, to `limit` in nearly all of
-    those at the steps that both logged and at the end. Both runs of a pair share a seed, and may
-    agree."""
+    """No run has the losses of an older one, to `limit` at nearly all steps that both logged and
+    at the end. Both runs of a pair share a seed, and may agree."""
     for run, other in itertools.combinations(reversed(runs), 2):
         shared = run.losses.keys() & other.losses.keys()
         near = sum(abs(run.losses[place] - other.losses[place]) <= limit for place in shared)
@@ -255,8 +242,7 @@ def check_copies(runs, limit):
 
 
 def check_folders(repository):
-    """What was merged is there, byte for byte, no link leads to it, and each folder is a record's
-    or a track's, so that all of them are judged."""
+    """What was merged is there, byte for byte, behind no link, and each folder is judged."""
     home = repository.home
     tracks = [home / track for track in repository.rules]
     for folder in [home, *tracks]:
@@ -269,8 +255,8 @@ def check_folders(repository):
         other = home / place
         is_there = other.is_file() and other.resolve() == home.resolve() / place
         is_same = is_there and filecmp.cmp(path, other, shallow=False)
-        hint = "is not what was merged; records stay as they are"
-        require(is_same or CACHE in place.parts, f"{other}: {hint}")
+        is_same = is_same or CACHE in place.parts
+        require(is_same, f"{other}: is not what was merged; records stay as they are")
 
 
 def check_records(repository):

@@ -114,15 +114,6 @@ def check_agreement(run, last):
         require(abs(0.99**run.cuts - run.missed) <= 1e-5, f"{shown}; it is 0.99 to the cuts")
 
 
-def tail_of(lines):
-    """[[kind, template], ...] of the lines behind the steps, of which older logs lack some."""
-    tail = []
-    for kind, template, *beginning in FORMS["tail"]:
-        if not beginning or any(line.startswith(beginning[0]) for line in lines[-6:]):
-            tail.append([kind, template])
-    return tail
-
-
 def parse_log(path, script):
     """What the complete log of a script's run says: what FORMS keep, and `losses` to compare, by
     their kind and step, where 0 is the last step of any run. Times are in ms, `speed` in tokens a
@@ -134,13 +125,13 @@ def parse_log(path, script):
         is_complete = ending.startswith("status:ok ")
         require(is_complete, f"the run did not complete, or its log was cut: {ascii(ending[:80])}")
         run = SimpleNamespace(path=path, source=script)
-        tail = tail_of(lines)
-        form = FORMS["head"] + tail
+        ends = lines[-6:]
+        tail = [row[:2] for row in FORMS["tail"] if any(line.startswith(row[2]) for line in ends)]
         head = len(FORMS["head"])
         last = len(lines) - len(tail)
         require(head < last, f"{len(lines)} lines are fewer than a run's")
         said = {}
-        for line, row in zip(lines[:head] + lines[last:], form, strict=True):
+        for line, row in zip(lines[:head] + lines[last:], FORMS["head"] + tail, strict=True):
             vars(run).update(values_of(line, *row, said))
         is_own = run.code_sha256 == sha256_of(script) and source in ("", script)
         require(is_own, f"ran other code ({run.code_sha256[:8]}) than the script it belongs to")
