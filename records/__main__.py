@@ -13,6 +13,9 @@ try:
     from records.judge import check_pages, check_records
     from records.record import Repository, read_script
     from records.settings import HOME, LIMITS, RULES, settings
+except ImportError as error:
+    remedy = "./run.sh installs what is missing into .venv; on Windows call it in WSL"
+    sys.exit(f"records: {error}; {remedy}")
 except ValueError as error:  # which says what is wrong with the package's own settings
     print(f"records: {' '.join(str(error).splitlines())[:300]}; git restore it", file=sys.stderr)
     sys.exit(2)
@@ -47,8 +50,8 @@ def plot(repository, options):
     print(f"plot: {out}")
 
 
-CALLS = {call.__name__: call for call in (ab, submit, table, verify, diff, reproduce, plot)}
-CALLS["run"] = ab
+CALLS = {"run": ab}
+CALLS |= {call.__name__: call for call in (table, verify, diff, plot, ab, submit, reproduce)}
 
 
 def parser_of(line):

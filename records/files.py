@@ -21,8 +21,7 @@ def require(condition, message):
 
 
 def require_same(found, wanted, words=", must be "):
-    """RecordError unless two dicts are the same JSON, in which 1, 1.0 and true are not the same.
-    `words` are told between values that differ."""
+    """RecordError unless two dicts are the same JSON, in which 1, 1.0 and true are three values."""
     for name in sorted(found.keys() | wanted.keys()):
         sides = [{name: side[name]} if name in side else {} for side in (found, wanted)]
         texts = {json.dumps(side, sort_keys=True) for side in sides}
@@ -32,8 +31,8 @@ def require_same(found, wanted, words=", must be "):
 
 @contextlib.contextmanager
 def about(path):
-    """Within it, any error becomes a RecordError with the path of the file, or with the words, that
-    it is about: what cannot be judged is refused."""
+    """Any error within becomes a RecordError that begins with the path, or with words: whatever
+    cannot be judged is refused."""
     try:
         yield
     except (RecordError, OSError) as error:

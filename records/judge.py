@@ -223,7 +223,8 @@ def check_figures(record, found):
     is_same = record.readme == render.record_readme(record, found, why)
     require(is_same, "README.md: only what stands under `## Why` may differ from what submit wrote")
     if odd := ODD_PROSE.search(why):
-        raise RecordError(f"README.md: {ascii(odd[0])} under `## Why`; plain prose is due there")
+        hint = "under `## Why`; what is due there is plain prose"
+        raise RecordError(f"README.md: {ascii(odd[0])} {hint}")
 
 
 # ----- all records

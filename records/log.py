@@ -50,8 +50,7 @@ def due_losses(config):
     for name in ("steps", "log_every", "val_every"):
         value = config.get(name)
         is_count = type(value) is int and (name == "steps") <= value <= LIMITS.steps
-        shown = f"{name} is {ascii(value)[:60]}"
-        require(is_count, f"{shown}, a number up to {LIMITS.steps:,} is due")
+        require(is_count, f"{name} is {ascii(value)[:60]}, a number up to {LIMITS.steps:,} is due")
     steps = config["steps"]
     found = {"train": config["log_every"], "val": config["val_every"]}
     found = {kind: every if 0 < every < steps else steps for kind, every in found.items()}
@@ -81,18 +80,15 @@ def points_of(lines, config):
 
 
 def check_point(point, before, last):
-    """A loss was logged after the time of the one before, at a pace that can be, and its step
-    learned something unless it was the last one."""
+    """A loss comes after the one before, at a pace that can be; all steps but the last learn."""
     shown = f"step {point.step}: {point.time_ms} ms"
     require(point.time_ms >= before, f"{shown}; times must not fall")
-    even_pace = point.step / point.steps
-    is_even = point.time_ms >= last.time_ms * (even_pace - LIMITS.lag)
+    is_even = point.time_ms >= last.time_ms * (point.step / point.steps - LIMITS.lag)
     require(is_even, f"{shown} of {last.time_ms}; so much time in the last steps cannot be")
     # Time and average are rounded on their own, to 1 ms and to 0.01 ms a step.
     apart = abs(point.average * point.step - point.time_ms)
     rounding = 0.501 + 0.00501 * point.step
-    hint = f"step_avg {point.average} ms is not train_time / step"
-    require(apart <= rounding, f"{shown}, {hint}")
+    require(apart <= rounding, f"{shown}, step_avg {point.average} ms is not train_time / step")
     is_learning = vars(point).get("rate") != 0 or point.step == point.steps
     require(is_learning, f"step {point.step}: lr_mul is 0, and it is not the last step")
 
@@ -115,9 +111,8 @@ def check_agreement(run, last):
 
 
 def parse_log(path, script):
-    """What the complete log of a script's run says: what FORMS keep, and `losses` to compare, by
-    their kind and step, where 0 is the last step of any run. Times are in ms, `speed` in tokens a
-    second; `start` says how often the run was started."""
+    """What the complete log of a script's run says: what FORMS keep, times in ms, and `losses` to
+    compare, by their kind and step, where 0 is the last step of any run."""
     text = read_text(path)
     with about(path):
         source, lines = split_log(text)

@@ -16,9 +16,8 @@ STYLES = {"train": {"linewidth": 0.8, "alpha": 0.4}, "val": {"marker": "o", "mar
 def curves_of(path):
     """{"train": [(time in s, step, loss), ...], "val": [...]} of a log."""
     require(path.is_file(), f"{path}: is no regular file")
-    text = path.read_text(errors="replace")
     curves = {"train": [], "val": []}
-    for step, kind, loss, time, unit in LINE.findall(text):
+    for step, kind, loss, time, unit in LINE.findall(path.read_text(errors="replace")):
         seconds = float(time) / (1000 if unit == "ms" else 1)
         curves[kind].append((seconds, int(step), float(loss)))
     hint = "holds no line `step:N/M val_loss:X train_time:Tms`"

@@ -86,8 +86,7 @@ def why_of(readme):
 
 
 def board_of(records, rules, link):
-    """The leaderboard, [{column: text}, ...], of verified results: the track's chain, and then
-    those beside it, latest first. `link` makes one of a record."""
+    """The rows of the leaderboard: the track's chain, and then those beside it, latest first."""
     links = chain(records)
     found = links[::-1]
     found += [record for record in reversed(records) if record not in found]
@@ -99,8 +98,7 @@ def board_of(records, rules, link):
 
 
 def left_of(links):
-    """What each record of a chain takes: steps, or what the gains in pairs leave of the first
-    one's seconds."""
+    """What each record of a chain takes: steps, or what gains leave of the first one's seconds."""
     if links and links[0].by_steps:
         return np.array([float(record.result["steps"]["count"]) for record in links])
     gains = [0.0, *(record.result["speed"]["relative"][0] for record in links[1:])]
@@ -162,8 +160,7 @@ def pages_of(repository):
 
 
 def staircase(track, links):
-    """An SVG file of what is left of the time, or of the steps, of a chain's first record, or ""
-    where the chain has no second one."""
+    """An SVG file of what is left of a chain's first record; "" where there is no second one."""
     if len(links) < 2:
         return ""
     left = left_of(links)

@@ -14,8 +14,7 @@ BIGGEST = 2**64  # number that a setting may be
 
 
 def check_shape(found, due, place=""):
-    """RecordError unless a value, which stands at a place of a file, has the shape that is due, see
-    shapes.toml."""
+    """RecordError unless the value at a place of a file has the shape that shapes.toml asks for."""
     where, shown = place or "it", ascii(found)[:60]
     if isinstance(due, list):
         require(isinstance(found, list), f"{where} is {shown}, a list is due")
@@ -53,8 +52,7 @@ def settings(name):
 
 
 def boards_of(rules):
-    """{board: what no record of it changes}. A board of another one's track has all that the other
-    one fixes, and what it says itself."""
+    """{board: what no record of it changes}. One of another board's track fixes that one's, too."""
     boards = {}
     for name, own in rules["boards"].items():
         other = boards.get(own.get("track"), {})

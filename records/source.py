@@ -19,13 +19,8 @@ from collections import Counter
 from records.files import about, require
 from records.settings import FORMS, LIMITS, RULES
 
-OPERATIONS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.Pow: operator.pow,
-}
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+OPERATIONS |= {ast.Div: operator.truediv, ast.Pow: operator.pow}
 PACKAGES = RULES["packages"]  # that scripts import, beside what Python brings along
 OPEN = sys.stdlib_module_names - {*FORMS["loaders"]} | {*PACKAGES}
 ASKED = re.compile(FORMS["asked"], re.MULTILINE)
@@ -51,10 +46,8 @@ def body_of(source):
 
 
 def check_imports(tree):
-    """Nothing is imported but PACKAGES and what Python brings along. RecordError otherwise.
-
-    Who hides it better, in a text that is executed elsewhere, is found by the diff's reader.
-    """
+    """Nothing is imported but PACKAGES and what Python brings along. Who hides it better, in a text
+    that is executed elsewhere, is found by the diff's reader."""
     hint = f"open are Python's own and {', '.join(PACKAGES)}"
     for node in ast.walk(tree):
         modules = []
@@ -89,9 +82,10 @@ class Literals(ast.NodeTransformer):
     """It turns calls of a script's dataclasses into dicts, and arithmetic into numbers."""
 
     def __init__(self, body):
-        functions = [node for node in body if isinstance(node, ast.FunctionDef)]
-        arguments = {node.name: [*node.args.posonlyargs, *node.args.args] for node in functions}
-        helpers = {name: [each.arg for each in arguments[name]] for name in arguments}
+        helpers = {}  # the names of each function's parameters
+        for node in body:
+            if isinstance(node, ast.FunctionDef):
+                helpers[node.name] = [each.arg for each in node.args.posonlyargs + node.args.args]
         self.classes = {}
         for kind in body:
             if isinstance(kind, ast.ClassDef):
@@ -101,8 +95,8 @@ class Literals(ast.NodeTransformer):
 
     def visit_Call(self, call):
         defaults = self.classes[call.func.id]
-        fields = {**defaults, **dict(zip(defaults, call.args, strict=False))}
-        fields.update({word.arg: word.value for word in call.keywords})
+        named = {word.arg: word.value for word in call.keywords}
+        fields = {**defaults, **dict(zip(defaults, call.args, strict=False)), **named}
         if len(call.args) > len(defaults) or len(fields) > len(defaults):
             raise ValueError(f"line {call.lineno}: {call.func.id} has no such field")
         return ast.Dict(list(map(ast.Constant, fields)), list(map(self.visit, fields.values())))
