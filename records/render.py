@@ -121,23 +121,15 @@ def factors_of(links, rules):
 def leaderboard_row(record, link):
     """A row of the leaderboard, from a verified result.json and a link to the record."""
     found = record.result
-    loss = found["loss"]
     gain = "no claim" if found["parent"] else "first"
-    if found["speed"]:
-        gain = f"{percent(found['speed']['relative'])}, p = {found['speed']['p']:.2g}"
-    judged = {"time against its parent's, in pairs": gain}
-    if record.by_steps:
-        judged = {"steps": f"{found['steps']['count']:,}"}
-    spread = f"{loss['std']:.4f}, n = {found['declared_runs']}, p = {loss['p']:.2g}"
-    return {
-        "record": link,
-        "training time, s": seconds(found["train_time_ms"]["mean"]),
-        **judged,
-        "validation loss": f"{loss['mean']:.4f} ± {spread}",
-        "hardware, dtype": cell(found["hardware"]),
-        "date": record.date,
-        "by": cell(found["by"]),
-    }
+    if speed := found["speed"]:
+        gain = f"{percent(speed['relative'])}, p = {speed['p']:.2g}"
+    shown = {name: cell(found[name]) for name in ("by", "hardware")}
+    shown |= {"link": link, "date": record.date, "gain": gain}
+    shown |= {"seconds": seconds(found["train_time_ms"]["mean"])}
+    with about(HOME / "gains.toml"):
+        columns = GAINS["columns_of_steps" if record.by_steps else "columns"]
+        return {name: template.format(**{**found, **shown}) for name, template in columns}
 
 
 def pages_of(repository):
