@@ -309,6 +309,7 @@ class Config:
     basis_every: int = knob(10, "soap rules: a matrix gets new eigenbases every k-th step", OFTEN)
     one_sided_above: int = knob(1024, "soap rules: a larger side has no eigenbasis", SIZE)
     adam_lr: float = knob(0.008, "rate of embeddings, head and scalars under Adam", POSITIVE)
+    embed_scale_lr: float = knob(0.1, "rate of the embedding's shares, over adam_lr", POSITIVE)
     adam_every: int = knob(2, "Adam steps every k-th step, on the sum of gradients", OFTEN)
     ngram_lr: float = knob(0.15, "row-wise Adagrad's rate of the table; 0: frozen", NOT_NEGATIVE)
     ngram_floor: float = knob(0.2, "gradient RMS of a token below which rows slow down", POSITIVE)
@@ -426,6 +427,7 @@ TRACKS = {
         matrix_lr=0.025,
         one_sided_above=128,
         adam_lr=0.024,
+        embed_scale_lr=5.0,
         val_tokens=262_144,
         val_sha256="cdf79be5415e8fdfa3e67f5e38a2d95a0db7abc021b652193350bc2f69c021f1",
         val_batch_tokens=4096,
@@ -1944,7 +1946,7 @@ class GPT(nn.Module):
         self.smear_gate = gates(1, lr_mul=0.01)
         self.smear_scale = ruled(torch.zeros(1), "small", lr_mul=5.0)
         self.residual_scale = ruled(torch.ones(layers), "small", lr_mul=5.0, betas=(0.9, 0.95))
-        self.embed_scale = ruled(torch.zeros(layers), "small", lr_mul=5.0)
+        self.embed_scale = ruled(torch.zeros(layers), "small", lr_mul=config.embed_scale_lr)
         if config.columns:
             self.ngram_gate = gates(layers + 1)  # before each layer and before the head
         if config.skips:
