@@ -36,6 +36,7 @@ import datetime
 import difflib
 import functools
 import hashlib
+import importlib.util
 import itertools
 import json
 import math
@@ -448,7 +449,9 @@ NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume
 def default_track():
     """(name of the track to run where none is named, the reason in words)."""
     if not torch.cuda.is_available():
-        return "english", "torch sees no CUDA device"
+        has_apple = torch.backends.mps.is_available()
+        apple = ", and Apple GPUs are not supported" if has_apple else ""
+        return "english", f"torch sees no CUDA device{apple}"
     if not any(Path(TRACKS["fineweb"].data).glob("*_train_*.bin")):
         return "english", f"no shards in {TRACKS['fineweb'].data}"
     return "fineweb", "CUDA and FineWeb's shards are present"
@@ -1674,10 +1677,12 @@ def choose_attention(config, device):
     capability = (0, 0)
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-    is_able = capability >= (8, 0) and config.dtype == "bfloat16"
+    has_varlen = importlib.util.find_spec("torch.nn.attention.varlen")
+    is_able = has_varlen and capability >= (8, 0) and config.dtype == "bfloat16"
     is_met = is_able or config.attention != "varlen"
-    words = f"needs bfloat16 on compute capability 8.0, has {config.dtype} on {capability}"
-    require(is_met, f"attention=varlen: {words}; use --attention sdpa")
+    needs = "needs bfloat16, compute capability 8.0 and torch.nn.attention.varlen"
+    words = f"has {config.dtype}, {capability} and torch {torch.__version__}"
+    require(is_met, f"attention=varlen: {needs}, and {words}; use --attention sdpa")
     if config.attention == "sdpa" or not is_able:
         return BlockedAttention(), "sdpa"
     newer = {9: "FA3", 10: "FA4"}.get(capability[0], "newer one for this device")
@@ -3107,6 +3112,9 @@ def check_gates(trainer, step, val, reported, index_digest):
 # 11. Runtime =====================================================================================
 
 TIMEOUT = datetime.timedelta(minutes=10)  # for which ranks wait for each other
+# torch 2.13 has renamed these two, and warns of the old names.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def launcher_number(name, default):
@@ -3250,7 +3258,7 @@ class Runtime:
             return tensor, None
         part = tensor.new_empty(len(tensor) // self.world_size, *tensor.shape[1:])
         self.record_sent("reduce_scatter", name, tensor, self.peers)
-        return part, dist.reduce_scatter_single(part, tensor, async_op=True)
+        return part, reduce_scatter(part, tensor, async_op=True)
 
     def gather_ranges(self, part, count, name):
         """Join the ranks' owned ranges of `count` units. Returns (whole (count, ...), work)."""
@@ -3261,7 +3269,7 @@ class Runtime:
         padded[: len(part)] = part
         whole = part.new_zeros(chunk * self.world_size, *part.shape[1:])
         self.record_sent("all_gather", name, whole, self.peers)
-        return whole[:count], dist.all_gather_single(whole, padded, async_op=True)
+        return whole[:count], all_gather(whole, padded, async_op=True)
 
     def join(self, part, count, name="checkpoint"):
         """What gather_ranges returns, waited for."""

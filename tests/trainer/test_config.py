@@ -121,6 +121,7 @@ def test_the_default_track_is_told_with_its_reason(
     has_cuda, has_shards, tmp_path, cli, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: has_shards)
     if has_shards:
         (tmp_path / "data/fineweb10B").mkdir(parents=True)
         (tmp_path / "data/fineweb10B/fineweb_train_000001.bin").write_bytes(b"")
@@ -128,7 +129,8 @@ def test_the_default_track_is_told_with_its_reason(
     if has_cuda and has_shards:
         assert said == "track fineweb by default: CUDA and FineWeb's shards are present"
     else:
-        reason = "no shards in data/fineweb10B" if has_cuda else "torch sees no CUDA device"
+        apple = "torch sees no CUDA device, and Apple GPUs are not supported"
+        reason = "no shards in data/fineweb10B" if has_cuda else apple
         assert said == f"track english by default: {reason}"
 
 

@@ -140,7 +140,7 @@ def test_flash_attention_is_for_bfloat16_on_cuda(gpus):
         config = tiny_config(dtype=dtype, attention=attention)
         back_end, description = choose_attention(config, device)
         assert isinstance(back_end, BlockedAttention) and description == "sdpa"
-    words = "^attention=varlen: needs bfloat16 .* has float32 .*use --attention sdpa"
+    words = "^attention=varlen: needs bfloat16, .* has float32, .*use --attention sdpa"
     with pytest.raises(ConfigError, match=words):
         choose_attention(tiny_config(dtype="float32", attention="varlen"), CUDA)
 

@@ -7,6 +7,8 @@ import contextlib
 import functools
 import itertools
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from optimizer_cases import CASES, MATRICES, RULES, batch_of, take_steps
 
 import ranks
 import train_gpt
-from helpers import INDEX, assert_bitwise, randomise, refusal, tiny_config
+from helpers import INDEX, ROOT, assert_bitwise, randomise, refusal, tiny_config
 from train_gpt import UPDATE_RULES, Runtime, Trainer
 
 FOUR = pytest.param(4, marks=pytest.mark.slow)
@@ -293,3 +295,16 @@ def test_tasks_without_ranks_are_told(tiny, cli, monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "4")
     run = cli("--check", **tiny)
     assert run.code == 0 and run.lines[0].startswith("note: SLURM_NTASKS=4, and no RANK: ")
+
+
+def test_collectives_have_the_names_of_older_torch_too():
+    """Those before 2.13, as on machines whose torch is 2.11."""
+    code = """
+from torch import distributed as dist
+del dist.reduce_scatter_single, dist.all_gather_single
+import train_gpt
+assert train_gpt.reduce_scatter is dist.reduce_scatter_tensor
+assert train_gpt.all_gather is dist.all_gather_into_tensor
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
