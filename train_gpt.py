@@ -10,7 +10,7 @@ Without --track it takes `fineweb` where CUDA and FineWeb's shards are, else `en
 Chapters, in reading order:
      1. Configuration     every number of a run with its check, the tracks, the schedules
      2. Tokens            shards, micro-batches of whole documents, a loader that works ahead
-     3. Table             from a token to its rows, who holds a row, how values and gradients travel
+     3. Table             a token's rows and guesses, who holds a row, how what is learned travels
      4. Layers            norm, rotary positions, attention, MLP
      5. Loss              cross-entropy in one pass, over the vocabulary or a sample of it
      6. Model             the GPT, and the rule of each of its parameters
@@ -375,10 +375,9 @@ class Config:
         require(is_named, "resume=auto: it goes on with the run of --run-id; name one")
 
     @property
-    def columns(self):
-        """How many rows of the table a token reads."""
-        guesses = INDEX_GUESSES * len(self.index_orders)
-        return len(self.ngram_orders) + len(self.copy_orders) + guesses
+    def guesses(self):
+        """How many guesses there are at what follows a token."""
+        return len(self.copy_orders) + INDEX_GUESSES * len(self.index_orders)
 
     @property
     def torch_dtype(self):
@@ -844,6 +843,7 @@ class MicroBatch(NamedTuple):
     targets: Tensor  # (T,) int64 next token ids
     segment_start: Tensor  # (T,) int32: index in [0, T) at which the token's segment starts
     segment_bounds: Tensor  # (S,) int32: where segments start, then T as often as there is room
+    guesses: Tensor  # (T, G) int32: at the next token, see RowFinder.find
 
 
 class Batch(NamedTuple):
@@ -866,9 +866,9 @@ def to_device(array, device):
     return tensor
 
 
-def stack_passages(passages, length, device, joined=1):
-    """The MicroBatch of passages of `length` tokens, so many joined in one pass; passes are stacked
-    along a first axis of each tensor."""
+def stack_passages(passages, guesses, length, device, joined=1):
+    """The MicroBatch of passages of `length` tokens, with the guesses at what follows all of these
+    (n, G), so many joined in one pass; passes are stacked along a first axis of each tensor."""
     most = max((len(passage.spans) for passage in passages), default=0)
     room = max(SEGMENT_ROOM, length // 256, 1 << most.bit_length())
     shape = len(passages) // joined, joined * length
@@ -884,7 +884,8 @@ def stack_passages(passages, length, device, joined=1):
         targets[number] = np.concatenate([passage.tokens(shift=1) for passage in own])
         segment_start[number] = np.repeat(starts, lengths)
         bounds[number, : len(starts)] = starts  # behind them empty segments end the pass
-    arrays = inputs, targets, segment_start, bounds
+    guesses = guesses.astype(np.int32).reshape(*shape, guesses.shape[1])
+    arrays = inputs, targets, segment_start, bounds, guesses
     return MicroBatch(*(to_device(array, device) for array in arrays))
 
 
@@ -906,16 +907,16 @@ class TrainLoader:
     by the seed and laid end to end into micro-batches, which begin with the rest of a piece. A
     smaller cap at a step splits pieces further. What fills no micro-batch at a shard's end is
     dropped. `state` says where the stream is: shards opened before, piece of the shard, token of
-    the piece. plan_rows: what makes of this rank's passages the plan of their rows.
+    the piece. look_up: what finds the plan of the rows of this rank's passages, and their guesses.
     """
 
     START = {"shard": 0, "piece": 0, "offset": 0}
 
-    def __init__(self, config, shards, runtime, plan_rows, first_step=0, state=None):
+    def __init__(self, config, shards, runtime, look_up, first_step=0, state=None):
         self.config = config
         self.shards = shards
         self.runtime = runtime
-        self.plan_rows = plan_rows
+        self.look_up = look_up
         self.state = dict(state or self.START)
         self.prefixes = prefix_tokens(config)
         self.step = first_step  # the next one to assemble
@@ -976,9 +977,10 @@ class TrainLoader:
         joined = micro_batches_of_pass(config, step, runtime)
         for passage in own:
             check_distinct_targets(passage, config, step, self.prefixes)
+        rows, guesses = self.look_up(own)
         return Batch(
-            stack=stack_passages(own, config.micro_batch_tokens, runtime.device, joined),
-            rows=self.plan_rows(own),
+            stack=stack_passages(own, guesses, config.micro_batch_tokens, runtime.device, joined),
+            rows=rows,
             tokens=len(passages) * config.micro_batch_tokens,
             state=dict(self.state),
         )
@@ -997,12 +999,14 @@ class TrainLoader:
 
 
 # 3. Table ========================================================================================
-# Each token reads rows of one table. Which ones is a hash of
-# - n-grams: the last n tokens;
+# Each token reads rows of one table, one for each order n: which ones is a hash of the last n
+# tokens, an n-gram. And there are guesses at the token that comes next:
 # - copies: what followed an earlier occurrence of the last n tokens in the document;
 # - the index: what mostly follows the last n tokens in a part of the training text.
-# All of it looks at the same document alone, at or before the token. The loops are compiled by
-# numba, without the interpreter's lock; warm_up() compiles them ahead of the clock.
+# The model reads guesses by its own embeddings (see GPT.guessed), so that what it learns of one
+# token's guesses holds for those of all. All of it looks at the same document alone, at or before
+# the token. The loops are compiled by numba, without the interpreter's lock; warm_up() compiles
+# them ahead of the clock.
 #
 # A rank holds the rows that it owns, a range of the table. The loader's thread plans a step ahead
 # of it, on the CPU: which rows are read, who owns them, and at which slot a row will stand among
@@ -1014,7 +1018,8 @@ TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtyp
 MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
 HASH_BASE = np.uint64(pow(MIX, -1, 2**64))
 LOW_TOKEN = np.uint64(0xFFFF)
-NO_GUESS = np.uint64(2**16 - 1)  # no token's id
+NO_TOKEN = 2**16 - 1  # no token's id
+NO_GUESS = np.uint64(NO_TOKEN)
 INDEX_CHUNK = 2**15  # tokens that the index reads at once
 # An entry of the index is 64 bits: a tag of the n-gram (14), votes for the first token (2), and the
 # third, the second and the first token (16 each).
@@ -1022,9 +1027,10 @@ INDEX_GUESSES = 3
 TAG_SHIFT = np.uint64(50)
 VOTES_SHIFT = np.uint64(48)
 TOKEN_SHIFT = np.uint64(16)
+VOTES = 4  # numbers of votes, from 0 on
 NO_VOTE = np.uint64(0)
 ONE_VOTE = np.uint64(1)
-MOST_VOTES = np.uint64(3)
+MOST_VOTES = np.uint64(VOTES - 1)
 
 compiled = functools.partial(njit, nogil=True, cache=True)
 
@@ -1174,24 +1180,23 @@ def look_up(entries, bits, keys, guesses):
             guesses[2, i] = third
 
 
-def rows_and_signs(keys, first_guess, num_rows):
-    """Rows (t, C) int32 in [0, num_rows) and signs (t, C) float32 of the table, for keys (t, C).
+def rows_and_signs(keys, num_rows):
+    """Rows (t, C) int32 in [0, num_rows) and signs (t, C) float32 of the table, for the keys of
+    n-grams (t, C).
 
-    A key is an n-gram's, or, from the column `first_guess` on, a guess at the next token. Columns
-    have rows of their own. The sign is one more bit of the hash: two that share a row push it
-    apart half of the time (count-sketch's trick). It is 0 where there is no guess.
+    Orders have rows of their own. The sign is one more bit of the hash: two that share a row push
+    it apart half of the time (count-sketch's trick).
     """
     mixed = keys + TOKEN_HASH[: keys.shape[1]]
     mixed = (mixed ^ (mixed >> 29)) * MIX
     mixed ^= mixed >> 32
     rows = (mixed & 0xFFFFFFFF) * num_rows >> 32
     signs = (mixed >> 40 & 1).astype(np.float32) * 2 - 1
-    signs[:, first_guess:][keys[:, first_guess:] == NO_GUESS] = 0.0
     return rows.astype(np.int32), signs
 
 
 class RowFinder:
-    """It tells which rows of the table tokens read, and has read the index of the training text."""
+    """It tells which rows of the table tokens read, and what may come next: it holds the index."""
 
     def __init__(self, config, zeros=torch.zeros):
         self.config = config
@@ -1238,43 +1243,50 @@ class RowFinder:
             found[column, at] = tokens[match[at] + 1]
         return found[:, low - begin :]
 
-    def find(self, passage):
-        """The rows that the tokens of a Passage read: (T, columns) int32 in [0, ngram_rows), and
-        their signs, float32 of +-1, or 0 for no row."""
+    def find(self, passages):
+        """(rows, signs, guesses) of the T tokens of Passages, end to end: the rows of the table,
+        (T, orders) int32 in [0, ngram_rows), with their signs, float32; and at the next token
+        (T, G) uint64, NO_GUESS for none: the latest copies, then of the index three an order. The
+        first of these has its votes above its 16 bits.
+        """
         config = self.config
-        tokens = passage.text.tokens
-        eot = config.eot_token
-        parts = []
-        for low, high in passage.spans:
-            found = [ngram_keys(tokens, low, high, order, eot) for order in config.ngram_orders]
-            found.extend(self.copies(passage.text, low, high))
-            found.extend(self.guesses(tokens, low, high))
-            parts.append(np.array(found, np.uint64).reshape(-1, high - low))
-        keys = np.concatenate(parts, axis=1).T.copy()
-        return rows_and_signs(keys, len(config.ngram_orders), config.ngram_rows)
+        orders = len(config.ngram_orders)
+        parts = [np.empty((orders + config.guesses, 0), np.uint64)]
+        for passage in passages:
+            tokens = passage.text.tokens
+            for low, high in passage.spans:
+                found = [
+                    ngram_keys(tokens, low, high, order, config.eot_token)
+                    for order in config.ngram_orders
+                ]
+                found.extend(self.copies(passage.text, low, high))
+                found.extend(self.guesses(tokens, low, high))
+                parts.append(np.array(found, np.uint64).reshape(-1, high - low))
+        found = np.concatenate(parts, axis=1).T.copy()
+        return *rows_and_signs(found[:, :orders], config.ngram_rows), found[:, orders:]
 
 
 def row_fingerprint(config):
-    """A hash of the rows that a fixed text reads: under another hash function, or other columns,
-    the contents of a table mean nothing."""
+    """A hash of the rows and guesses of a fixed text: under another hash function, or with other
+    orders, the contents of a table mean nothing."""
     tokens = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
     finder = RowFinder(dataclasses.replace(config, index_bits=8))
     finder.read([tokens])
-    rows, signs = finder.find(Passage(Text(tokens, config.eot_token), [(0, 99)]))
-    return hashlib.sha256(rows.tobytes() + signs.tobytes()).hexdigest()
+    found = finder.find([Passage(Text(tokens, config.eot_token), [(0, 99)])])
+    return hashlib.sha256(b"".join(array.tobytes() for array in found)).hexdigest()
 
 
 @dataclass
 class RowPlan:
     """The rows that a rank reads in a step, and the routes of their values and gradients.
 
-    This rank's N pairs of token and column, at most T C, read U distinct rows. All ranks read R
-    rows of this rank's range, V distinct ones. At world size 1 these are the same rows, and there
-    is nothing to merge.
+    This rank's N = T C pairs of token and order read U distinct rows. All ranks read R rows of this
+    rank's range, V distinct ones. At world size 1 these are the same rows, and there is nothing to
+    merge.
     """
 
     slots: Tensor  # (T, C) int32: where a token's rows stand among the values that travel here
-    signs: Tensor  # (T, C) float32 of +-1, or 0 for no row
+    signs: Tensor  # (T, C) float32 of +-1
     token: Tensor  # (N,) int32: tokens that read the first of the U rows, then the second, ...
     offsets: Tensor  # (U,) int32: where in `token` those of each row begin
     token_signs: Tensor  # (N,) float32: the signs, in the order of `token`
@@ -1311,15 +1323,10 @@ def plan_rows(rows, signs, config, runtime, group, name):
 
     rows, signs: (T, C) of this rank's tokens, of all its passes. group: the process group of the
     calling thread. name: for the ledger. Counts and indices travel here, ahead of the values, whose
-    sizes both sides then know. A pair without a guess takes part in nothing.
+    sizes both sides then know.
     """
-    columns = rows.shape[1]
     world_size = runtime.world_size
-    is_read = signs.ravel() != 0
-    is_read[:1] = True  # for slots to have a row to point to
-    pairs = np.flatnonzero(is_read)
-    distinct, order, offsets = group_equal(rows.ravel()[pairs])
-    order = pairs[order]
+    distinct, order, offsets = group_equal(rows.ravel())
     last = config.ngram_rows - 1
     is_inside = not len(distinct) or 0 <= distinct[0] <= distinct[-1] <= last
     require(is_inside, f"n-gram rows leave the table's range 0 to {last}; correct RowFinder")
@@ -1347,7 +1354,7 @@ def plan_rows(rows, signs, config, runtime, group, name):
     return RowPlan(
         slots=there(slots.reshape(rows.shape)),
         signs=there(signs),
-        token=there((order // max(1, columns)).astype(np.int32)),
+        token=there(order // max(1, rows.shape[1])),
         offsets=there(offsets),
         token_signs=there(signs.ravel()[order]),
         owned=there(owned),
@@ -1401,7 +1408,7 @@ def adagrad_rows_update(table, second, rows, grads, lr, floor):
 class NgramTable(Group):
     """This rank's rows of the table, their optimizer state, and all that travels of them.
 
-    Autograd never sees the table: `lookup` sums the rows of each token, and `accumulate` is given
+    Autograd never sees the table: `summed` adds the rows of each token, and `accumulate` is given
     the gradients of these sums.
     """
 
@@ -1411,8 +1418,8 @@ class NgramTable(Group):
         self.config = config
         self.runtime = runtime
         self.finder = RowFinder(config, runtime.shared_zeros)
-        self.is_frozen = config.columns == 0 or config.ngram_lr == 0
-        self.rows = config.ngram_rows if config.columns else 0
+        self.is_frozen = not config.ngram_orders or config.ngram_lr == 0
+        self.rows = config.ngram_rows if config.ngram_orders else 0
         self.low, self.high = runtime.owned_range(self.rows)
         self.second = torch.zeros(self.high - self.low, device=runtime.device)
         self.weight = self.second.new_zeros(len(self.second), config.model_dim)
@@ -1421,12 +1428,11 @@ class NgramTable(Group):
         self.pulled = None  # (values, work) of its rows
         self.upcoming = None  # the plan whose rows are pulled once this step has updated them
 
-    def plan_step(self, passages, group=None, name="ngram_indices"):
-        """The RowPlan of a rank's passages, one a micro-batch; all ranks must call it together."""
-        none = rows_and_signs(np.empty((0, self.config.columns), np.uint64), 0, 1)
-        found = [none, *map(self.finder.find, passages)]
-        rows, signs = map(np.concatenate, zip(*found, strict=True))
-        return plan_rows(rows, signs, self.config, self.runtime, group, name)
+    def look_up(self, passages, group=None, name="ngram_indices"):
+        """(RowPlan, guesses) of a rank's passages, one a micro-batch; all ranks must call it
+        together."""
+        rows, signs, guesses = self.finder.find(passages)
+        return plan_rows(rows, signs, self.config, self.runtime, group, name), guesses
 
     def fetch(self, plan, name):
         """Start to bring the rows of a plan here: (values (n, model_dim) float32, work)."""
@@ -1448,10 +1454,10 @@ class NgramTable(Group):
         wait(work)
         return values
 
-    def lookup(self, slots, signs, values):
+    def summed(self, slots, signs, values):
         """The sum of each token's signed rows: (T, model_dim), a leaf in the compute dtype; None
         without a table. slots, signs: (T, C), of a RowPlan whose values these are."""
-        if not self.config.columns:
+        if not self.config.ngram_orders:
             return None
         summed = F.embedding_bag(slots, values, mode="sum", per_sample_weights=signs)
         return summed.to(self.config.torch_dtype).requires_grad_(not self.is_frozen)
@@ -1952,8 +1958,14 @@ class GPT(nn.Module):
         self.smear_scale = ruled(torch.zeros(1), "small", lr_mul=5.0)
         self.residual_scale = ruled(torch.ones(layers), "small", lr_mul=5.0, betas=(0.9, 0.95))
         self.embed_scale = ruled(torch.zeros(layers), "small", lr_mul=config.embed_scale_lr)
-        if config.columns:
+        if config.ngram_orders:
             self.ngram_gate = gates(layers + 1)  # before each layer and before the head
+        if config.guesses:
+            # What a guess weighs, by its place among all and its votes.
+            kinds = config.guesses * VOTES
+            self.guess_input = ruled(torch.full((kinds,), 0.1), "small", lr_mul=5.0)
+            self.guess_output = ruled(torch.zeros(kinds), "small", lr_mul=20.0)
+            self.guess_gate = gates(config.guesses, lr_mul=0.1)
         if config.skips:
             self.skip_scale = ruled(torch.full((len(config.skips),), 0.1), "small", lr_mul=5.0)
         if config.dense_layers:
@@ -1972,6 +1984,20 @@ class GPT(nn.Module):
         share = share.masked_fill(is_first[:, None], 0)
         before = F.pad(x, (0, 0, 1, -1))
         return norm(x + self.smear_scale[0] * share * before)
+
+    def guessed(self, micro_batch, table, weights, share=0.0):
+        """The sum of the rows of guesses in a table (vocab, model_dim) of tokens: (T, model_dim).
+        Each has the weight of its kind, of `weights`, and a share (T, G) of its token's own."""
+        guesses = micro_batch.guesses
+        token = guesses & 0xFFFF
+        votes = guesses >> 16
+        columns = torch.arange(guesses.size(1), device=guesses.device)
+        is_there = token < NO_TOKEN
+        # In the place of none stands, without weight, the token at hand: no row is read by all.
+        token = token.where(is_there, micro_batch.inputs[:, None])
+        shares = (weights[columns * VOTES + votes] + share) * is_there
+        table = norm(table)
+        return F.embedding_bag(token, table, mode="sum", per_sample_weights=shares.to(table.dtype))
 
     def attention_layer(self, x, layer, weights, values, is_first, window, rotary, masks):
         """What attention adds to the residual stream, as it reads x (T, model_dim).
@@ -2028,7 +2054,7 @@ class GPT(nn.Module):
     def hidden(self, micro_batch, ngram, phase, rotary, masks):
         """Final hidden states (T, model_dim), normalised.
 
-        ngram: (T, model_dim), from NgramTable.lookup, or None. rotary: what rotary_tables returns.
+        ngram: (T, model_dim), from NgramTable.summed, or None. rotary: what rotary_tables returns.
         masks: what the back end prepares.
         """
         config = self.config
@@ -2052,6 +2078,9 @@ class GPT(nn.Module):
         outputs = []
         x = self.embedding(micro_batch, is_first, phase.is_tied)
         embedded = x
+        if config.guesses:
+            table = self.head if phase.is_tied else self.embed
+            x = x + self.guessed(micro_batch, table, self.guess_input)
         for layer in range(layers):
             for number, (source, target) in enumerate(config.skips):
                 if target == layer:
@@ -2076,12 +2105,19 @@ class GPT(nn.Module):
                 x = x + self.attention_layer(read, layer, weights, values, *seen)
             x = x + mlp(norm(x), *mlps[layer])
             outputs.append(x)
+        states += list(value_embeddings.values())[:1]
+        return norm(self.ending(x, micro_batch, ngram, states))
+
+    def ending(self, x, micro_batch, ngram, states):
+        """What leaves the last layer, with all that is added behind it, (T, model_dim)."""
         if ngram is not None:
-            x = x + gate(x, self.ngram_gate[layers:]) * ngram
-        if config.dense_layers:
-            states += list(value_embeddings.values())[:1]
+            x = x + gate(x, self.ngram_gate[-1:]) * ngram
+        if self.config.dense_layers:
             x = x + self.mixtures(x, 1, states)[0]
-        return norm(x)
+        if self.config.guesses:
+            share = F.linear(norm(x)[:, :GATE_DIM], self.guess_gate)
+            x = x + self.guessed(micro_batch, self.head, self.guess_output, share)
+        return x
 
     def logits(self, hidden):
         """Soft-capped logits (n, vocab_size), float32, of hidden states (n, model_dim)."""
@@ -2095,7 +2131,7 @@ class GPT(nn.Module):
         length = self.config.micro_batch_tokens if phase.softmax_rows else len(hidden)
         parts = [tensor.split(length) for tensor in (hidden, *micro_batch[:3])]
         found = [
-            summed_loss(states, self.head, MicroBatch(*read, None), phase, *numbers)
+            summed_loss(states, self.head, MicroBatch(*read, None, None), phase, *numbers)
             for states, *read in zip(*parts, strict=True)
         ]
         losses = [losses for _, losses in found]
@@ -2773,7 +2809,7 @@ class Trainer:
         length = batch.stack.inputs.size(1)
         read = zip(batch.rows.slots.split(length), batch.rows.signs.split(length), strict=True)
         for micro_batch, (slots, signs) in zip(batch.passes(), read, strict=False):
-            ngram = self.table.lookup(slots, signs, values)
+            ngram = self.table.summed(slots, signs, values)
             loss, losses, _ = self.forward_pass(step, phase, loss_weights, micro_batch, ngram)
             leaves = list(params.values())
             if ngram is not None and ngram.requires_grad:
@@ -2798,12 +2834,12 @@ class Trainer:
 
     def read(self, passage, length):
         """(MicroBatch, its summed rows) of a Passage outside training."""
-        plan = self.table.plan_step([passage], name="validation")
+        plan, guesses = self.table.look_up([passage], name="validation")
         values, work = self.table.fetch(plan, "validation")
         wait(work)
-        stack = stack_passages([passage], length, self.runtime.device)
+        stack = stack_passages([passage], guesses, length, self.runtime.device)
         micro_batch = MicroBatch(*(tensor[0] for tensor in stack))
-        return micro_batch, self.table.lookup(plan.slots, plan.signs, values)
+        return micro_batch, self.table.summed(plan.slots, plan.signs, values)
 
     @torch.no_grad()
     def score(self, step, text, low, length=None):
@@ -2875,8 +2911,9 @@ def warm_up(trainer):
         """A pass of one passage, so many times: whatever their number, these read the same rows."""
         passages = [passage] * count
         tokens = config.micro_batch_tokens
-        stack = stack_passages(passages, tokens, trainer.runtime.device, count)
-        return Batch(stack, table.plan_step(passages), count * tokens, state={})
+        rows, guesses = table.look_up(passages)
+        stack = stack_passages(passages, guesses, tokens, trainer.runtime.device, count)
+        return Batch(stack, rows, count * tokens, state={})
 
     table.start_pull(batch_of(1).rows)
     touched = itertools.chain(*(group.touched() for group in trainer.optimizer.groups))
@@ -3992,8 +4029,9 @@ def train(run):
     table = trainer.table
     warm_up(trainer)
     first_step = run.step
-    plan = functools.partial(table.plan_step, group=run.runtime.loader_group)
-    loader = TrainLoader(config, run.corpus.shards, run.runtime, plan, first_step, run.loader_state)
+    look_up = functools.partial(table.look_up, group=run.runtime.loader_group)
+    place = first_step, run.loader_state
+    loader = TrainLoader(config, run.corpus.shards, run.runtime, look_up, *place)
     clock.start()
     with contextlib.closing(loader):
         run.index_digest = table.read_index(run.corpus.indexed, run.index_digest)

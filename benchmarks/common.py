@@ -142,8 +142,8 @@ class Training:
         self.runtime = train_gpt.Runtime(config.device)
         self.corpus = train_gpt.open_corpus(config)
         self.trainer = train_gpt.Trainer(config, self.runtime)
-        plan_rows = self.trainer.table.plan_step
-        self.loader = train_gpt.TrainLoader(config, self.corpus.shards, self.runtime, plan_rows)
+        look_up = self.trainer.table.look_up
+        self.loader = train_gpt.TrainLoader(config, self.corpus.shards, self.runtime, look_up)
 
     def step(self, step):
         """Take the next step, which has this number. Returns its mean loss, a tensor."""

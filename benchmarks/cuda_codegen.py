@@ -315,6 +315,7 @@ def passes(config, step):
         targets=torch.empty(length, dtype=torch.int64),
         segment_start=torch.empty(length, dtype=torch.int32),
         segment_bounds=torch.empty(train_gpt.SEGMENT_ROOM, dtype=torch.int32),
+        guesses=torch.empty(length, config.guesses, dtype=torch.int32),
     )
     ngram = torch.empty(length, config.model_dim, dtype=dtype, requires_grad=True)
     windows = train_gpt.long_windows_until(config, step)

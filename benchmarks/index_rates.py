@@ -62,7 +62,7 @@ def measure(bits, tokens, repeats):
         "bits": bits,
         "alone": len(tokens) / best(lambda: index.read([tokens])),
         "eighth": len(tokens) / best(lambda: index.read([tokens], 3, READERS)),
-        "lookup": best(lambda: finder.find(asked)),
+        "lookup": best(lambda: finder.find([asked])),
     }
 
 

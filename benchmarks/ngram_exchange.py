@@ -70,9 +70,9 @@ def measure(config, runtime, text, repeats):
     for step in range(repeats):
         lows = [(step * world_size + rank) * length for rank in range(world_size)]
         passages = [train_gpt.contiguous_passage(text, low, length) for low in lows]
-        rows = [table.finder.find(passage)[0] for passage in passages]
+        rows = [table.finder.find([passage])[0] for passage in passages]
         bounds.append(lower_bound(rows, config, world_size))
-        table.values_of(table.plan_step([passages[runtime.rank]]))
+        table.values_of(table.look_up([passages[runtime.rank]])[0])
         table.accumulate(torch.ones(length, config.model_dim, device=runtime.device))
         table.receive(table.update(0, 1.0, table.reduce(0)))
     sent = torch.tensor([float(sum(size for size, _ in runtime.ledger.values()))])
@@ -115,13 +115,11 @@ def step_of_fineweb(world_size=8):
             size = 4 if param.rule.group == "small" else param.itemsize
             # Gradients to owners, and weights back.
             sent[param.rule.group] += 2 * size * param.numel() * (world_size - 1) / world_size / 1e6
-    finder = train_gpt.RowFinder(config)
-    finder.read([index_rates.text_of(4_000_000, 0)])
+    finder = train_gpt.RowFinder(dataclasses.replace(config, index_orders=()))
     read = []
     for rank in range(world_size):
         text = train_gpt.Text(index_rates.text_of(LENGTH + 1, 1 + rank), config.eot_token)
-        rows, signs = finder.find(train_gpt.contiguous_passage(text, 0, LENGTH))
-        read.append(rows[signs != 0])
+        read.append(finder.find([train_gpt.contiguous_passage(text, 0, LENGTH)])[0])
     return {**sent, "table": lower_bound(read, config, world_size) / 1e6}
 
 

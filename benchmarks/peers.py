@@ -193,7 +193,7 @@ def context_of(arm):
         return "all before it"
     config = train_gpt.with_values(train_gpt.TRACKS["english"], {**BYTES, **ARMS[arm]})
     table = f"; copies from {config.copy_reach:,}; the index, of {INDEX_SHARE:.0%} of training"
-    return f"{config.val_windows[-1]} bytes" + table * bool(config.columns)
+    return f"{config.val_windows[-1]} bytes" + table * bool(config.guesses)
 
 
 def report(runs):

@@ -345,11 +345,11 @@ def read(trainer, tokens):
     length = trainer.config.micro_batch_tokens
     table = trainer.table
     passage = train_gpt.contiguous_passage(text_of(tokens), 0, length)
-    plan = table.plan_step([passage])
+    plan, guesses = table.look_up([passage])
     values, _ = table.fetch(plan, "test")
-    stack = train_gpt.stack_passages([passage], length, trainer.runtime.device)
+    stack = train_gpt.stack_passages([passage], guesses, length, trainer.runtime.device)
     micro_batch = train_gpt.MicroBatch(*(tensor[0] for tensor in stack))
-    return micro_batch, table.lookup(plan.slots, plan.signs, values)
+    return micro_batch, table.summed(plan.slots, plan.signs, values)
 
 
 def content_of(trainer, step, folder):

@@ -173,8 +173,8 @@ def what_was_here_when_the_place_was_scored_before(trainer, patch):
 def rows_of_the_next_token(trainer, patch):
     honest = train_gpt.RowFinder.find
 
-    def find(self, passage):
-        return [np.roll(values, -1, 0) for values in honest(self, passage)]
+    def find(self, passages):
+        return [np.roll(values, -1, 0) for values in honest(self, passages)]
 
     patch.setattr(train_gpt.RowFinder, "find", find)
 

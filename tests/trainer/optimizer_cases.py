@@ -160,9 +160,10 @@ def batch_of(trainer, *tokens):
     it."""
     length = trainer.config.micro_batch_tokens
     passages = [train_gpt.contiguous_passage(text_of(each), 0, length) for each in tokens]
+    rows, guesses = trainer.table.look_up(passages)
     return train_gpt.Batch(
-        stack=train_gpt.stack_passages(passages, length, trainer.runtime.device),
-        rows=trainer.table.plan_step(passages),
+        stack=train_gpt.stack_passages(passages, guesses, length, trainer.runtime.device),
+        rows=rows,
         tokens=len(passages) * length * trainer.runtime.world_size,
         state={},
     )

@@ -31,10 +31,10 @@ def spoil_second_rank():
     """The hash leaves the table on rank 1, in the loader's thread alone."""
     honest = train_gpt.RowFinder.find
 
-    def wrong(self, passage):
-        rows, signs = honest(self, passage)
+    def wrong(self, passages):
+        rows, signs, guesses = honest(self, passages)
         if threading.current_thread() is not threading.main_thread() and os.environ["RANK"] == "1":
             rows[5, 0] = WRONG_ROW
-        return rows, signs
+        return rows, signs, guesses
 
     train_gpt.RowFinder.find = wrong

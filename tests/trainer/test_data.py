@@ -251,7 +251,7 @@ def loader_config(rows=None, **changes):
 
 def load_all(config, shards, first_step=0, state=None):
     """Every Batch from first_step to the end of the run."""
-    plan = NgramTable(config, Runtime("cpu")).plan_step
+    plan = NgramTable(config, Runtime("cpu")).look_up
     with contextlib.closing(
         TrainLoader(config, shards, Runtime("cpu"), plan, first_step, state)
     ) as loader:

@@ -178,7 +178,7 @@ def trajectory(runtime, values):
     config = train_gpt.with_values(train_gpt.TRACKS["english"], values)
     trainer, corpus = Trainer(config, runtime), train_gpt.open_corpus(config)
     trainer.table.read_index(corpus.indexed)
-    plan = functools.partial(trainer.table.plan_step, group=runtime.loader_group)
+    plan = functools.partial(trainer.table.look_up, group=runtime.loader_group)
     loader = train_gpt.TrainLoader(config, corpus.shards, runtime, plan)
     losses = []
     with contextlib.closing(loader):
@@ -202,7 +202,7 @@ def first_gradients(values, most):
     config = train_gpt.with_values(train_gpt.TRACKS["english"], values)
     trainer, corpus = Trainer(config, Runtime("cpu")), train_gpt.open_corpus(config)
     randomise(trainer)
-    plan = trainer.table.plan_step
+    plan = trainer.table.look_up
     loader = train_gpt.TrainLoader(config, corpus.shards, trainer.runtime, plan)
     with contextlib.closing(loader):
         batch = loader.next_batch()

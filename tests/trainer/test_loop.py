@@ -390,7 +390,7 @@ def test_warm_up_leaves_no_trace(changes, corpus):
     assert scored == {evaluated(warm.config, number) for number in (2, 4, 6, 8)}
     assert_bitwise(whole_state(warm), before)
     # Nor does it show later: the next steps are bitwise those of a trainer that was not warmed up.
-    loader = train_gpt.TrainLoader(warm.config, shards, warm.runtime, warm.table.plan_step)
+    loader = train_gpt.TrainLoader(warm.config, shards, warm.runtime, warm.table.look_up)
     for number in range(4):
         batch = loader.next_batch()
         warm.step(number, batch)

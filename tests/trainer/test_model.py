@@ -151,7 +151,7 @@ def test_the_embedding_starts_as_the_head_only_where_it_is_tied_to_it(untie_at, 
 
 @pytest.mark.parametrize("changes", [{"num_layers": 4, "long_layers": (3,)}, LAYERED], ids=str)
 def test_every_block_is_the_identity_at_the_start_and_learns_at_once(changes):
-    trainer = make_trainer(random_weights=False, **changes)
+    trainer = make_trainer(random_weights=False, copy_orders=(), **changes)
     tokens = byte_documents(300)
     hidden, losses = hidden_and_losses(trainer, tokens)
     embedded = F.embedding(torch.tensor(tokens[:256]), trainer.model.embed)
@@ -209,11 +209,23 @@ class SlowGPT:
         self.scale = slow_scale(self.config.attention_scale, long_windows)
         self.dim = self.config.model_dim
 
-    def summed_rows(self, tokens):
+    def looked_up(self, tokens):
+        """(the tokens' summed rows (T, dim), their guesses (T, G))."""
         passage = train_gpt.Passage(text_of(tokens), [(i, i + 1) for i in range(len(tokens))])
-        rows, signs = self.table.finder.find(passage)
+        rows, signs, guesses = self.table.finder.find([passage])
         table = self.table.weight.double().numpy()
-        return (signs[:, :, None] * table[rows]).sum(1)
+        return (signs[:, :, None] * table[rows]).sum(1), guesses.astype(np.int64)
+
+    def guessed(self, guesses, table, weights, shares):
+        """The sum of the rows of guesses in a table of tokens, each with its weight and share."""
+        total = np.zeros((len(guesses), self.dim))
+        for i, line in enumerate(guesses.tolist()):
+            for column, guess in enumerate(line):
+                votes, token = divmod(guess, 2**16)
+                if token != 2**16 - 1:
+                    weight = weights[4 * column + votes] + shares[i, column]
+                    total[i] += weight * rms(table[token])
+        return total
 
     def embedding(self, inputs, document, is_tied):
         x = self.weights["head" if is_tied else "embed"][inputs]
@@ -293,8 +305,11 @@ class SlowGPT:
     def log_probabilities(self, inputs, document, windows, is_tied):
         """Log-probabilities (T, vocabulary) of the next token."""
         config, weights = self.config, self.weights
-        ngram = self.summed_rows(inputs)
+        ngram, guesses = self.looked_up(inputs)
         embedded = x = self.embedding(inputs, document, is_tied)
+        if config.guesses:
+            table, none = weights["head" if is_tied else "embed"], np.zeros(guesses.shape)
+            x = x + self.guessed(guesses, table, weights["guess_input"], none)
         layers, left, states = config.num_layers, {}, []
         for layer in range(layers):
             for number, (source, target) in enumerate(config.skips):
@@ -319,6 +334,9 @@ class SlowGPT:
             layers = config.value_embedding_layers[:1]
             states += [self.value_embeddings(layer, inputs) for layer in layers]
             x = x + self.mixture(x, 1, states)
+        if config.guesses:
+            shares = rms(x)[:, :12] @ weights["guess_gate"].T
+            x = x + self.guessed(guesses, weights["head"], weights["guess_output"], shares)
         cap, shift = config.logit_cap
         logits = cap * sigmoid((rms(x) @ weights["head"].T + shift) / 7.5)
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True))

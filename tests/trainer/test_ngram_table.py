@@ -100,7 +100,7 @@ def draw(name, world_size, step):
             low, high = owner_bounds(case, world_size, 0)
         # Low rows are read most.
         ids = (low + rng.random((count, ORDERS)) ** 2 * (high - low)).astype(np.int32)
-        signs = rng.choice([-1.0, 1.0, 0.0], p=[0.4, 0.4, 0.2], size=ids.shape)
+        signs = rng.choice([-1.0, 1.0], size=ids.shape)
         grads = 0.3 * rng.standard_normal((count, DIM))
         parts.append((ids, signs.astype(np.float32), grads.astype(np.float32)))
     return parts
@@ -160,8 +160,7 @@ def take_steps(name, runtime):
             values = read_outside_training(table, every_other)
             seen.append((step, torch.from_numpy(every_other), values))
         values = table.values_of(plan)[plan.slots].cpu()
-        is_read = plan.signs.cpu() != 0
-        seen.append((step, torch.from_numpy(rows)[is_read], values[is_read]))
+        seen.append((step, torch.from_numpy(rows), values))
         for grad in grads:
             table.accumulate(grad)
         if step + 1 < case.steps:
@@ -227,15 +226,9 @@ def assert_near(actual, expected):
 
 
 def distinct_reads(name, world_size, step):
-    """The rows that each rank reads in a step: those of pairs with a sign, and that of its first
-    pair, for others to point to."""
-    parts = draw(name, world_size, step)
-    reads = []
-    for rank in range(world_size):
-        own = parts[rank::world_size]
-        ids, signs = (np.concatenate([part[at] for part in own]).ravel() for at in (0, 1))
-        reads.append(np.unique([*ids[signs != 0], *ids[:1]]))
-    return reads
+    """The rows that each rank reads in a step."""
+    ids = [ids.ravel() for ids, _, _ in draw(name, world_size, step)]
+    return [np.unique(np.concatenate(ids[rank::world_size])) for rank in range(world_size)]
 
 
 @ALL
@@ -271,7 +264,7 @@ def test_a_table_on_a_gpu_is_the_table_on_the_cpu():
 # ----- a table that does not learn
 
 
-def test_without_columns_the_table_is_empty_and_frozen():
+def test_without_orders_the_table_is_empty_and_frozen():
     trainer = make_trainer(**NO_TABLE)
     table = trainer.table
     assert table.size() == 0 and table.weight.shape == (0, 32)

@@ -1,5 +1,5 @@
-"""From a token to its rows of the table, by n-grams, copies and the index, against slow references
-with Python's integers."""
+"""From a token to its rows of the table and its guesses, against slow references with Python's
+integers."""
 
 import dataclasses
 
@@ -141,20 +141,19 @@ def slow_columns(tokens, at, config, indexes=()):
     return grams + [None if guess == NO_GUESS else guess for guess in guesses]
 
 
-def assert_rows(actual, columns):
-    """That (rows, signs) are those of keys and guesses (t, C). Of None any row will do, with a sign
-    of 0."""
-    rows, signs = actual
+def assert_found(actual, columns):
+    """That (rows, signs, guesses) are those of positions' keys, and behind these their guesses."""
+    rows, signs, guesses = actual
+    orders = rows.shape[1]
     assert rows.dtype == np.int32 and signs.dtype == np.float32
-    assert rows.shape == signs.shape == (len(columns), len(columns[0]))
-    assert rows.min() >= 0 and rows.max() < ROWS
+    assert rows.shape == signs.shape == (len(columns), orders)
+    assert guesses.shape == (len(columns), len(columns[0]) - orders)
     for i, line in enumerate(columns):
-        for column, key in enumerate(line):
-            if key is None:
-                assert signs[i, column] == 0
-            else:
-                found = int(rows[i, column]), float(signs[i, column])
-                assert found == slow_row(key, column, ROWS), (i, column)
+        for column, key in enumerate(line[:orders]):
+            found = int(rows[i, column]), float(signs[i, column])
+            assert found == slow_row(key, column, ROWS), (i, column)
+        expected = [int(NO_GUESS) if guess is None else guess for guess in line[orders:]]
+        assert guesses[i].tolist() == expected, i
 
 
 def passage_of(tokens, positions):
@@ -210,7 +209,7 @@ def test_copies_against_a_search(orders, reach):
             (range(70, 270), contiguous_passage(text_of(tokens), 70, 200)),
         ):
             columns = [slow_columns(tokens, at, config) for at in positions]
-            assert_rows(RowFinder(config).find(passage), columns)
+            assert_found(RowFinder(config).find([passage]), columns)
             found += [guess for line in columns for guess in line if guess is not None]
     assert (not found) == (reach == 0)
 
@@ -259,9 +258,9 @@ def test_odd_texts_with_checked_bounds(monkeypatch):
                 assert np.array_equal(finder.entries[column], slow.entries()), text
             positions = range(len(tokens))
             columns = [slow_columns(tokens, at, config, indexes) for at in positions]
-            assert_rows(finder.find(passage_of(tokens, positions)), columns)
+            assert_found(finder.find([passage_of(tokens, positions)]), columns)
             whole = contiguous_passage(text_of(tokens), 0, len(tokens))
-            assert_rows(finder.find(whole), columns)
+            assert_found(finder.find([whole]), columns)
 
 
 # ----- the index of training text
@@ -290,7 +289,7 @@ def test_the_index_against_a_dict(name, chunk, monkeypatch):
     sources = np.asarray(byte_documents(100), dtype=np.uint16)
     asked = np.concatenate([TEXTS["letters"][700:800], sources])
     columns = [slow_columns(asked, at, config, indexes) for at in range(200)]
-    assert_rows(finder.find(contiguous_passage(text_of(asked), 0, 200)), columns)
+    assert_found(finder.find([contiguous_passage(text_of(asked), 0, 200)]), columns)
     guessed = {guess is not None for line in columns for guess in line}
     assert len(text) < 1500 or guessed == {True, False}
 
