@@ -394,7 +394,7 @@ TRACKS = {
         tokenizer="english1024.tiktoken",
         vocab_size=1024,
         eot_token=1023,
-        steps=185,
+        steps=180,
         micro_batch_tokens=1024,
         micro_batches_a_pass=1,
         stages=(Stage(0.0, 2, 512, (64, 256)),),
@@ -1963,7 +1963,7 @@ class GPT(nn.Module):
         if config.guesses:
             # What a guess weighs, by its place among all and its votes.
             kinds = config.guesses * VOTES
-            self.guess_input = ruled(torch.full((kinds,), 0.1), "small", lr_mul=5.0)
+            self.guess_input = ruled(torch.full((kinds,), 0.1), "small")
             self.guess_output = ruled(torch.zeros(kinds), "small", lr_mul=20.0)
             self.guess_gate = gates(config.guesses, lr_mul=0.1)
         if config.skips:
