@@ -4,6 +4,7 @@ Contents: command lines -> corpora -> runs and ranks -> machine and code -> outp
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -156,6 +157,27 @@ class Training:
 
     def close(self):
         self.loader.close()
+
+
+def curve(config, every):
+    """Yield (steps, processor seconds, validation loss) of a whole run, every so many steps and at
+    its end. The seconds are of training and of reading the index."""
+    with contextlib.closing(Training(config)) as training:
+        train_gpt.warm_up(training.trainer)
+        began = time.process_time()
+        training.trainer.table.read_index(training.corpus.indexed)
+        for steps in range(1, config.steps + 1):
+            training.step(steps - 1)
+            if steps % every == 0 or steps == config.steps:
+                seconds = time.process_time() - began
+                yield steps, seconds, training.loss()
+                began = time.process_time() - seconds
+
+
+def trained(config):
+    """(validation loss, processor seconds) at the end of a run."""
+    ((_, seconds, loss),) = curve(config, config.steps)
+    return loss, seconds
 
 
 TRAIN_LINE = re.compile(r"^step:\d+/\d+ train_loss:(\S+)", re.MULTILINE)

@@ -20,7 +20,6 @@ Results: benchmarks/results/peers.{json,md}. The last line,
 `ours`, and how many times as long as `ours, short` the plain GPT takes to no lower a loss.
 """
 
-import contextlib
 import hashlib
 import json
 import math
@@ -114,15 +113,7 @@ def config_of(values, parts, folder, seed):
 def train_ours(values, parts, seed):
     """(loss in nats a byte, processor seconds) of a run of ours."""
     with tempfile.TemporaryDirectory() as place:
-        config = config_of(values, parts, Path(place, "corpus"), seed)
-        with contextlib.closing(common.Training(config)) as training:
-            train_gpt.warm_up(training.trainer)
-            began = time.process_time()
-            training.trainer.table.read_index(training.corpus.indexed)
-            for step in range(config.steps):
-                training.step(step)
-            seconds = time.process_time() - began
-            return training.loss(), seconds
+        return common.trained(config_of(values, parts, Path(place, "corpus"), seed))
 
 
 def train_plain(parts, seed):

@@ -273,6 +273,15 @@ def next_run(runs):
     return next((run for run in wanted(losses) if run not in losses), None)
 
 
+def finals_of(runs):
+    """The figures of the long runs of one setting: of that with most seeds, then of the best."""
+    of_setting = {}
+    for figures in runs:
+        if figures["seconds"] == LONG:
+            of_setting.setdefault(run_of(figures).setting, []).append(figures)
+    return max(of_setting.values(), key=lambda own: (len(own), -own[0]["loss"]), default=[])
+
+
 def report(runs, step_seconds):
     """The table of all settings, and the last line."""
     by_setting = {}
@@ -288,13 +297,11 @@ def report(runs, step_seconds):
     header = ["seconds", "width", "layers", "context", "batch, tokens", "rate", "ms a step"]
     header += ["steps", "tokens", "validation loss", "n"]
     line = f"{NAME} loss:not measured"
-    long = [own for (seconds, _), own in by_setting.items() if seconds == LONG]
-    if long:
-        best = max(long, key=lambda own: (len(own), -own[0]["loss"]))
-        losses = [figures["loss"] for figures in best]
+    if finals := finals_of(runs):
+        losses = [figures["loss"] for figures in finals]
         std = f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else "not measured"
         line = f"{NAME} loss:{statistics.mean(losses):.4f} std:{std} seeds:{len(losses)} "
-        line += f"tokens:{best[0]['tokens']} seconds:{LONG}"
+        line += f"tokens:{finals[0]['tokens']} seconds:{LONG}"
     return common.markdown_table(header, rows), line
 
 

@@ -1,10 +1,14 @@
-"""benchmarks/plain_gpt.py: the loss against float64, and a tuning that was interrupted."""
+"""benchmarks/plain_gpt.py: the loss against float64, and a tuning that was interrupted; and
+plain_turns.py: a factor that is of turns with one record."""
 
 import json
+import types
 
+import pytest
 import torch
 
-from benchmarks import common, plain_gpt
+from benchmarks import common, plain_gpt, plain_turns
+from helpers import ROOT
 
 
 @torch.no_grad()
@@ -41,3 +45,41 @@ def test_a_tuning_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
         content["runs"] = content["runs"][:3]
         (tmp_path / "plain_gpt.json").write_text(json.dumps(content))
     assert ends[0] == ends[1] and len(ends[0]) == 1 + 5
+
+
+def turn(record, plain_seconds, seconds):
+    return {"record": record, "plain_seconds": plain_seconds, "seconds": seconds, "loss": 2.95}
+
+
+def test_a_factor_is_the_median_over_turns_of_the_last_record():
+    turns = [turn("old", 600.0, 600.0), turn("new", 600.0, 20.0), turn("new", 800.0, 20.0)]
+    turns += [turn("new", 700.0, 20.0)]
+    page, line = plain_turns.report(turns)
+    assert line == "plain_turns record:new factor:35.0 low:30.0 high:40.0 turns:3"
+    assert page.count("\n") == 6 and "| 3 | 700 | 20.0 | 35.0 |" in page
+
+
+def test_the_plain_seconds_are_those_of_all_its_tokens(monkeypatch):
+    text = types.SimpleNamespace(vocab_size=50, train=torch.arange(999) % 50)
+    setting = plain_gpt.Setting(32, 1, 16, 64, 0.01)
+    monkeypatch.setattr(plain_gpt.Training, "step", lambda self, number: 0.5)
+    assert plain_turns.plain_seconds(setting, text, 3.0, 640) == 0.5 * 10
+
+
+def test_what_is_timed_is_the_script_of_a_record(monkeypatch):
+    record = types.SimpleNamespace(source="x = 1\n", name="a", runs=[])
+    found = types.SimpleNamespace(records={plain_turns.TRACK: [record]})
+    monkeypatch.setattr(plain_turns.Repository, "at", lambda: found)
+    with pytest.raises(SystemExit, match="not the script of a record"):
+        plain_turns.record_here()
+    source = (ROOT / "train_gpt.py").read_text()
+    runs = [types.SimpleNamespace(started=1)]
+    found.records[plain_turns.TRACK] += [types.SimpleNamespace(source=source, name="b", runs=runs)]
+    assert plain_turns.record_here() == "b"
+
+
+def test_a_log_tells_the_time_and_the_loss():
+    path = next((ROOT / "records/english/2026-11-25_First/logs").iterdir())
+    text = path.read_text()
+    loss, milliseconds = plain_turns.FINAL_LINE.search(text).groups()
+    assert 2 < float(loss) < 3 and int(milliseconds) > 1000

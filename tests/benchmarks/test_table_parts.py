@@ -1,0 +1,107 @@
+"""benchmarks/table_parts.py: what rows change, what is read of guesses, and a call that goes on."""
+
+import json
+
+import numpy as np
+import pytest
+
+import train_gpt
+from benchmarks import plain_gpt, table_parts
+from helpers import ROOT
+
+SMALL = {
+    "steps": 2,
+    "tokenizer": "bytes",
+    "vocab_size": 257,
+    "eot_token": 256,
+    "val_tokens": 1024,
+    "val_batch_tokens": 256,
+    "val_sha256": "",
+    "micro_batch_tokens": 256,
+    "index_bits": 12,
+    "index_tokens": 10_000,
+    "ngram_rows": 1024,
+}
+
+
+def figures(row, seed, loss):
+    (run,) = [run for run in table_parts.wanted() if (run.row, run.seed) == (row, seed)]
+    return {**run._asdict(), "loss": loss, "seconds": 30.0}
+
+
+def read_by(row, found):
+    """What a row reads of the index' guesses (guesses, n) uint64."""
+    return table_parts.limited(lambda *_: found.copy(), row)(None, None, 0, found.shape[1])
+
+
+def test_every_row_is_another_run():
+    track = train_gpt.TRACKS[table_parts.TRACK]
+    found = np.arange(2**17, dtype=np.uint64).reshape(-1, 2)
+    for row in {**table_parts.PARTS, **table_parts.NUMBERS}:
+        config = table_parts.config_of(row, track.seed)
+        is_changed = train_gpt.with_values(config, {"device": track.device}) != track
+        is_limited = not np.array_equal(read_by(row, found), found)
+        assert is_changed != is_limited or row == table_parts.WHOLE
+
+
+def test_what_is_read_of_guesses():
+    """Of two orders, three guesses each, the first with its votes above its 16 bits."""
+    first, third = 5 + (3 << 16), 9
+    found = np.array([[first], [7], [third]] * 2, np.uint64)
+    none = int(train_gpt.NO_GUESS)
+    first_alone = read_by("one guess of the index an order", found)
+    assert read_by(table_parts.WHOLE, found).ravel().tolist() == [first, 7, third] * 2
+    assert first_alone.ravel().tolist() == [first, none, none] * 2
+    assert read_by("votes not told", found).ravel().tolist() == [5, 7, 9] * 2
+
+
+def test_gaps_are_of_equal_seeds():
+    runs = [figures(table_parts.WHOLE, 1, 3.0), figures(table_parts.WHOLE, 2, 3.2)]
+    runs += [figures("no index", 2, 3.5), figures(table_parts.WITHOUT, 1, 4.0)]
+    page, line = table_parts.report([*runs, {**runs[0], "setting": "of another day"}])
+    assert "| no index | 3.5000 | +0.3000 | 30.0 | 1 |" in page
+    assert line == "table_parts whole:3.1000 without:4.0000 seeds:1"
+    assert table_parts.report([])[1].endswith("whole:not measured without:not measured seeds:0")
+
+
+def test_what_passes_ppmd_is_below_it():
+    looks = [[20, 5.0, 3.3], [40, 9.0, 3.2]]
+    page, end = table_parts.report_beside_ppmd({"6": [3.25, 2.0], "16": [3.3, 4.0]}, looks)
+    assert "| PPMd of order 16 | 3.3000 | 4.0 |" in page and end == " ppmd_passed_after:9.0"
+    assert table_parts.report_beside_ppmd({}, looks)[1] == " ppmd_passed_after:not measured"
+
+
+def test_the_text_of_tokens():
+    folder = ROOT / train_gpt.TRACKS[table_parts.TRACK].data
+    if not folder.is_dir():
+        pytest.skip("the corpus of english is not built here")
+    val = plain_gpt.Corpus(folder).val
+    expected = train_gpt.bytes_of(train_gpt.TRACKS[table_parts.TRACK], val.numpy())
+    assert len(table_parts.text_of(val)) == expected
+
+
+def test_a_call_goes_on_where_the_last_one_ended(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(table_parts, "PARTS", {table_parts.WHOLE: {}, table_parts.WITHOUT: {}})
+    monkeypatch.setattr(table_parts, "NUMBERS", {})
+    monkeypatch.setattr(table_parts, "SEEDS", (1,))
+    kept = [{**figures(row, 1, 3.0), "commit": "c"} for row in table_parts.PARTS]
+    (tmp_path / "table_parts.json").write_text(json.dumps({"runs": kept}))
+    monkeypatch.setattr(table_parts, "beside_ppmd", lambda: {"16": (3.2, 5.0)})
+    monkeypatch.setattr(table_parts.common, "curve", lambda *_: iter([(20, 7.0, 3.1)]))
+    monkeypatch.setattr(table_parts.torch, "set_num_threads", lambda _: None)  # others' are kept
+    table_parts.main(["--results", str(tmp_path)])
+    line = "table_parts whole:3.0000 without:3.0000 seeds:1 ppmd_passed_after:7.0\n"
+    assert capsys.readouterr().out == line
+    (tmp_path / "table_parts.json").write_text(json.dumps({"runs": kept[:1]}))
+    table_parts.main(["--results", str(tmp_path), "--minutes", "0"])
+    assert capsys.readouterr().out.startswith("table_parts whole:3.0000 without:not measured")
+
+
+def test_a_run_learns(monkeypatch, corpus):
+    small = {**SMALL, "data": str(corpus)}
+    run = next(table_parts.wanted())
+    monkeypatch.setattr(table_parts, "PARTS", {table_parts.WHOLE: small})
+    monkeypatch.setattr(table_parts.torch, "set_num_threads", lambda _: None)  # others' are kept
+    found = table_parts.measure(run, float("inf"))
+    assert found["loss"] < np.log(SMALL["vocab_size"]) and found["seconds"] > 0
+    assert table_parts.measure(run, 0) is None
