@@ -14,6 +14,7 @@ from records import render, stats
 from records.files import RecordError, about, read_text, require
 from records.judge import check_fixed, check_gpus, check_one, check_records, check_run
 from records.log import END_OF_CODE, START, parse_log, split_log
+from records.prices import changed_fields, known_prices
 from records.record import FOLDER, Repository, figures, read_script, speed_figures
 from records.settings import LIMITS
 from records.source import changed_lines, config_of, sha256_of
@@ -163,6 +164,9 @@ def ab(repository, options):
         speed = speed_figures(runs, base)
         gain = render.percent(speed["relative"])
         print(f"time differs by {gain}; that it is less: {stats.p_text(speed['p'])}")
+        configs = [config_of(text, rules.get("track", track)) for text in (tip.source, source)]
+        for known in known_prices(repository.root, changed_fields(*configs)):
+            print(known)
     print(f"To claim it: python -m records submit --track {track} --name NAME --by WHO")
 
 

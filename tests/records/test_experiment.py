@@ -10,7 +10,9 @@ import pytest
 from matplotlib.axes import Axes
 
 import records_helpers as made
+from helpers import ROOT
 from records import stats
+from records.prices import changed_fields, known_prices
 from records_helpers import TRACK, call, fake_trainer, folder_of, runs_in
 
 NAME = made.name_of(fake_trainer())
@@ -322,3 +324,19 @@ def test_plot_draws_records_runs_and_other_trainers_logs(pristine, tmp_path, cap
     for name, reason in (("odd.log", "holds no line `step"), ("pipe.log", "no regular file")):
         status, _, err = call(pristine, capsys, "plot", tmp_path / name, "--out", out)
         assert status == 2 and reason in err and err.count("\n") == 1
+
+
+def test_what_is_known_of_a_change(tmp_path):
+    before = {"matrix_update": "muon", "steps": 9, "index_bits": 20}
+    assert changed_fields(before, {**before, "steps": 8}) == set()
+    fields = changed_fields(before, {**before, "matrix_update": "soap"})
+    first, *features = known_prices(ROOT, fields)
+    assert re.match("per cent of steps .* what sets matrix_update; rank correlation of", first)
+    assert any(
+        re.fullmatch(r"  SOAP for Muon: \S+ ± \S+ there, \S+ ± \S+ here", line) for line in features
+    )
+    unpriced = changed_fields(before, {**before, "index_bits": 22})
+    assert known_prices(ROOT, unpriced) == [
+        "no feature that sets index_bits has a price on eight GPUs"
+    ]
+    assert known_prices(ROOT, set()) == known_prices(tmp_path, fields) == []
