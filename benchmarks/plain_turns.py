@@ -1,12 +1,14 @@
 """How many times as long as the english record a plain GPT trains: in turns, on one machine.
 
-    python benchmarks/plain_turns.py [--turns 5] [--seconds 60]
+    python benchmarks/plain_turns.py [--turns 5] [--seconds 60] [--elsewhere data/verse]
 
 A turn times so many seconds of the tuned plain GPT of plain_gpt.py, on two threads, and then a
-run of train_gpt.py on two ranks, which must be the script of a record of english. The plain GPT's
+run of the latest record of english, its script on two ranks. The plain GPT's
 time is that for the tokens that rules.json fixes, with which it reached the target in ten minutes
 of an idle machine. The factor is the median over turns; rules.json takes it over, with the record's
-name, and the leaderboard derives those of other records from it. A call adds its turns.
+name, and the leaderboard derives those of other records from it. A call adds its turns. With
+`--elsewhere`, both train on another corpus of the same vocabulary instead, one seed, the plain GPT
+on as many tokens as on english, and both are scored on the same tokens.
 
 Results: benchmarks/results/plain_turns.{json,md}. The last line is
 `plain_turns record:<name> factor:<x> low:<x> high:<x> turns:<n>`, with the extremes of turns.
@@ -29,13 +31,10 @@ TRACK = "english"
 FINAL_LINE = re.compile(r"^final val_loss:(\S+) train_time:(\d+)ms", re.MULTILINE)
 
 
-def record_here():
-    """The name of the latest record whose script is train_gpt.py as it stands here."""
-    script = (common.ROOT / "train_gpt.py").read_text()
-    found = [record for record in Repository.at().records[TRACK] if record.source == script]
-    if not found:
-        sys.exit(f"error: train_gpt.py is not the script of a record of {TRACK}; check one out")
-    return max(found, key=lambda record: record.runs[0].started).name
+def latest_record():
+    """The folder of the latest record."""
+    records = Repository.at().records[TRACK]
+    return max(records, key=lambda record: record.runs[0].started).folder
 
 
 def plain_seconds(setting, corpus, seconds, tokens):
@@ -48,13 +47,44 @@ def plain_seconds(setting, corpus, seconds, tokens):
     return statistics.mean(times) * tokens / setting.batch
 
 
-def record_run(number):
-    """(seconds of training, validation loss) of a run of the track on two ranks."""
-    values = {"track": TRACK, "device": "cpu", "seed": number}
-    options = common.words_of(values)
-    folder = common.train(common.ROOT, f"{NAME}-{number}", options, world_size=plain_gpt.THREADS)
-    loss, milliseconds = FINAL_LINE.search(common.log_of(folder)).groups()
+def record_run(folder, number, **changes):
+    """(seconds of training, validation loss) of a run of a record's script on two ranks."""
+    run_id = f"{NAME}-{number}"
+    values = {"track": TRACK, "run_id": run_id, "device": "cpu", "seed": number, **changes}
+    options = {"cwd": common.ROOT, "capture_output": True, "text": True}
+    words = common.words_of(values)
+    done = common.on_ranks(folder / "train_gpt.py", plain_gpt.THREADS, words, **options)
+    if done.returncode:
+        sys.exit(f"{run_id} failed: {(done.stdout + done.stderr)[-600:]}")
+    loss, milliseconds = FINAL_LINE.search(common.log_of(common.ROOT / "logs" / run_id)).groups()
     return int(milliseconds) / 1000, float(loss)
+
+
+def both_on(folder, setting, steps, record):
+    """The losses and seconds of both on another corpus, as they stand in the results."""
+    corpus = plain_gpt.Corpus(common.ROOT / folder)
+    config = common.train_gpt.config_from({"track": TRACK, "data": folder})
+    corpus.val = corpus.val[: config.val_tokens + 1]
+    training = plain_gpt.Training(setting, 1, steps, corpus)
+    plain_time = sum(training.step(step) for step in range(steps))
+    found = {"corpus": Path(folder).name, "record": record.name}
+    found |= {"plain_seconds": plain_time, "plain_loss": training.loss()}
+    found["seconds"], found["loss"] = record_run(record, 1, data=folder)
+    return {**found, "val_tokens": config.val_tokens}
+
+
+def report_elsewhere(others):
+    """A table of other corpora."""
+    rows = [
+        [other["corpus"], f"{other['val_tokens']:,}"]
+        + [f"{other[name]:.4f}" for name in ("plain_loss", "loss")]
+        + [f"{other['plain_seconds']:.0f}", f"{other['seconds']:.1f}"]
+        + [f"{other['plain_seconds'] / other['seconds']:.1f}"]
+        for other in others
+    ]
+    header = ["corpus", "validation tokens", "the plain GPT's loss", "the record's loss"]
+    header += ["the plain GPT's seconds", "the record's seconds", "factor"]
+    return common.markdown_table(header, rows)
 
 
 def report(turns):
@@ -69,26 +99,42 @@ def report(turns):
     header = ["turn", "the plain GPT's seconds", "the record's seconds", "factor"]
     line = f"{NAME} record:{record} factor:{statistics.median(factors):.1f} "
     line += f"low:{min(factors):.1f} high:{max(factors):.1f} turns:{len(own)}"
-    return f"{common.markdown_table(header, rows)}\n\n`{line}`", line
+    return common.markdown_table(header, rows), line
 
 
 def main(argv=None):
-    arguments = common.parser(__doc__, turns=5, seconds=60.0).parse_args(argv)
+    words = common.parser(__doc__, turns=5, seconds=60.0, elsewhere="")
+    arguments = words.parse_args(argv)
     torch.set_num_threads(plain_gpt.THREADS)
     facts = common.environment("cpu")
-    record = record_here()
-    plain = json.loads((common.ROOT / "records/rules.json").read_text())["boards"][TRACK]["plain"]
-    corpus = plain_gpt.Corpus(common.ROOT / "data" / TRACK)
+    record = latest_record()
+    rules = json.loads((common.ROOT / "records/rules.json").read_text())
+    tokens = rules["boards"][TRACK]["plain"]["tokens"]
+    corpus = plain_gpt.Corpus(common.ROOT / common.train_gpt.TRACKS[TRACK].data)
     tuning = json.loads((common.RESULTS / f"{plain_gpt.NAME}.json").read_text())["runs"]
     setting = plain_gpt.run_of(plain_gpt.finals_of(tuning)[0]).setting
     path = Path(arguments.results) / f"{NAME}.json"
-    turns = json.loads(path.read_text())["turns"] if path.is_file() else []
+    known = {"turns": [], "others": []}
+    known |= json.loads(path.read_text()) if path.is_file() else {}
+    turns, others = known["turns"], known["others"]
+
+    def keep():
+        page, line = report(turns)
+        data = {"turns": turns, "others": others}
+        text = f"{page}\n\n{report_elsewhere(others)}\n\n`{line}`"
+        common.write_results(arguments.results, NAME, facts, data, text)
+
+    if arguments.elsewhere:
+        steps = tokens // setting.batch
+        others.append(both_on(arguments.elsewhere, setting, steps, record))
+        keep()
+        return
     for _ in range(arguments.turns):
-        turn = {"record": record}
-        turn["plain_seconds"] = plain_seconds(setting, corpus, arguments.seconds, plain["tokens"])
-        turn["seconds"], turn["loss"] = record_run(len(turns) + 1)
+        turn = {"record": record.name}
+        turn["plain_seconds"] = plain_seconds(setting, corpus, arguments.seconds, tokens)
+        turn["seconds"], turn["loss"] = record_run(record, len(turns) + 1)
         turns.append(turn)
-        common.write_results(arguments.results, NAME, facts, {"turns": turns}, report(turns)[0])
+        keep()
     print(report(turns)[1])
 
 

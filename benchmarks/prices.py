@@ -6,7 +6,8 @@ Each feature of prices.toml is taken out of `english`, or put into it, at equal 
 worth is the difference of the final losses, with and without, as a share of the steps: 1 - exp(-d /
 k), where k is the fall of loss with the logarithm of steps, from controls of fewer and more steps.
 Each run takes one core. What stands in prices.json is not repeated: a call goes on where the last
-one stopped, seed by seed, and ends when its minutes are over.
+one stopped, seed by seed, and ends when its minutes are over. Runs of english with other numbers do
+not compare, and are refused.
 
 The features are split in two by lot, by their names: whoever changes the track so that it predicts
 better looks at the half `tuning` alone, and at the half `scoring` once.
@@ -16,6 +17,7 @@ Results: benchmarks/results/prices.{json,md,png}. The last line is
 """
 
 import contextlib
+import hashlib
 import itertools
 import json
 import math
@@ -42,6 +44,8 @@ from records.stats import drawn
 NAME = "prices"
 PLAN = tomllib.loads(Path(__file__).with_name("prices.toml").read_text())
 FEATURES = {feature["name"]: feature for feature in PLAN["feature"]}
+# A hash of the configuration that prices are of, for runs of two do not mix.
+TRACK = hashlib.sha256(repr(train_gpt.TRACKS["english"]).encode()).hexdigest()[:16]
 CONTROL = "control"
 DRAWS = 4000  # of the bootstrap
 
@@ -335,7 +339,8 @@ def report(runs, folder):
 
 def keep(folder, facts, runs):
     """Write the runs as they are now."""
-    data = {"environment": facts, "runs": sorted(runs, key=lambda own: run_of(own))}
+    runs = sorted(runs, key=lambda own: run_of(own))
+    data = {"environment": facts, "track": TRACK, "runs": runs}
     common.write_whole(Path(folder) / f"{NAME}.json", json.dumps(data, indent=1) + "\n")
 
 
@@ -344,7 +349,10 @@ def main(argv=None):
     deadline = time.monotonic() + 60 * arguments.minutes
     facts = common.environment("cpu")
     path = Path(arguments.results) / f"{NAME}.json"
-    runs = json.loads(path.read_text())["runs"] if path.is_file() else []
+    known = json.loads(path.read_text()) if path.is_file() else {"track": TRACK, "runs": []}
+    if known.get("track") != TRACK:
+        sys.exit(f"error: {path} has runs of english as it was; move it away to begin anew")
+    runs = known["runs"]
     left = iter(missing(runs))
     spawn = multiprocessing.get_context("spawn")
     alone = {"initializer": torch.set_num_threads, "initargs": (1,)}
@@ -362,7 +370,7 @@ def main(argv=None):
             keep(arguments.results, facts, runs)
             pending |= started(len(done))
     page, line = report(runs, arguments.results)
-    common.write_results(arguments.results, NAME, facts, {"runs": runs}, page)
+    common.write_results(arguments.results, NAME, facts, {"track": TRACK, "runs": runs}, page)
     print(line)
 
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks import common
+from benchmarks import common, plain_gpt, plain_turns
 from records.record import Repository
 
 ROOT = common.ROOT
@@ -45,6 +45,22 @@ def row_of_record(track, record):
     return [what, machine(runs[0].device), loss, f"{seconds} s", len(runs)]
 
 
+def row_of_plain(results):
+    """The row of a plain GPT: its loss, and its time in turns with a record of english."""
+    found, turns = (
+        json.loads((results / f"{script.NAME}.json").read_text())
+        for script in (plain_gpt, plain_turns)
+    )
+    losses = [figures["loss"] for figures in plain_gpt.finals_of(found["runs"])]
+    factor = re.search(r"factor:(\S+)", plain_turns.report(turns["turns"])[1])[1]
+    what = (
+        "[a plain GPT](benchmarks/README.md#a-plain-gpt) with AdamW, well tuned, on the same text"
+    )
+    where = machine(turns["environment"]["device"])
+    time = f"{factor} times as long, in turns"
+    return [what, where, common.spread(losses, 4), time, len(losses)]
+
+
 def row_of_world_sizes(results):
     """The row of equal trajectories, of the runs with 8 micro-batches a step."""
     found = json.loads((results / "world_sizes.json").read_text())
@@ -64,6 +80,7 @@ def row_of_world_sizes(results):
 def first_page(results=common.RESULTS):
     """The table of README.md, in Markdown."""
     rows = [row_of_record(track, latest_record(track)) for track in WHAT]
+    rows.append(row_of_plain(results))
     rows.append(row_of_world_sizes(results))
     rows.append(["`fineweb`: GPT-2 small on FineWeb, to 3.28", "1 to 8 GPUs", *NOT_MEASURED, 0])
     return common.markdown_table(HEADER, rows) + "\n"

@@ -4,7 +4,6 @@ plain_turns.py: a factor that is of turns with one record."""
 import json
 import types
 
-import pytest
 import torch
 
 from benchmarks import common, plain_gpt, plain_turns
@@ -56,7 +55,7 @@ def test_a_factor_is_the_median_over_turns_of_the_last_record():
     turns += [turn("new", 700.0, 20.0)]
     page, line = plain_turns.report(turns)
     assert line == "plain_turns record:new factor:35.0 low:30.0 high:40.0 turns:3"
-    assert page.count("\n") == 6 and "| 3 | 700 | 20.0 | 35.0 |" in page
+    assert page.count("\n") == 4 and "| 3 | 700 | 20.0 | 35.0 |" in page
 
 
 def test_the_plain_seconds_are_those_of_all_its_tokens(monkeypatch):
@@ -66,16 +65,10 @@ def test_the_plain_seconds_are_those_of_all_its_tokens(monkeypatch):
     assert plain_turns.plain_seconds(setting, text, 3.0, 640) == 0.5 * 10
 
 
-def test_what_is_timed_is_the_script_of_a_record(monkeypatch):
-    record = types.SimpleNamespace(source="x = 1\n", name="a", runs=[])
-    found = types.SimpleNamespace(records={plain_turns.TRACK: [record]})
-    monkeypatch.setattr(plain_turns.Repository, "at", lambda: found)
-    with pytest.raises(SystemExit, match="not the script of a record"):
-        plain_turns.record_here()
-    source = (ROOT / "train_gpt.py").read_text()
-    runs = [types.SimpleNamespace(started=1)]
-    found.records[plain_turns.TRACK] += [types.SimpleNamespace(source=source, name="b", runs=runs)]
-    assert plain_turns.record_here() == "b"
+def test_other_corpora_have_a_row_each():
+    other = {"corpus": "verse", "val_tokens": 8192, "plain_loss": 3.1, "loss": 3.0}
+    table = plain_turns.report_elsewhere([{**other, "plain_seconds": 700.0, "seconds": 20.0}])
+    assert table.endswith("| verse | 8,192 | 3.1000 | 3.0000 | 700 | 20.0 | 35.0 |")
 
 
 def test_a_log_tells_the_time_and_the_loss():

@@ -72,11 +72,14 @@ def test_a_plan_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     all_runs = prices.missing([])
     assert len(set(all_runs)) == len(all_runs)
     known = [figures(*run[1:], 3.0 + run.seed, run.configuration) for run in all_runs[:100]]
-    (tmp_path / "prices.json").write_text(json.dumps({"runs": known}))
+    (tmp_path / "prices.json").write_text(json.dumps({"track": prices.TRACK, "runs": known}))
     assert prices.missing(known) == all_runs[100:]
     prices.main(["--minutes", "0", "--results", str(tmp_path)])
     assert json.loads((tmp_path / "prices.json").read_text())["runs"] == known
     assert "rank_correlation:" in (tmp_path / "prices.md").read_text()
+    (tmp_path / "prices.json").write_text(json.dumps({"track": "of another day", "runs": known}))
+    with pytest.raises(SystemExit, match="has runs of english as it was; move it away"):
+        prices.main(["--minutes", "0", "--results", str(tmp_path)])
 
 
 @pytest.mark.slow

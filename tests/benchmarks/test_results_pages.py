@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from benchmarks import readme
+from benchmarks import plain_gpt, plain_turns, readme
 from helpers import ROOT
 
 PAGE = ROOT / "benchmarks/README.md"
@@ -59,3 +59,11 @@ def test_the_answers_follow_from_the_results():
     assert ratios and max(map(float, ratios)) <= 1.004  # "within 0.4 % of it"
     continual = TEXT[TEXT.index("results/continual.md") :]
     assert re.findall(r"\| OSFT 0\.\d+ \| 3 \| [^|]+ \| (-?)", continual) == [""] * 6
+
+
+def test_the_factor_over_plain_training_is_that_of_its_turns():
+    plain = json.loads((ROOT / "records/rules.json").read_text())["boards"]["english"]["plain"]
+    _, line = plain_turns.report(results_of("plain_turns")["turns"])
+    assert f"record:{plain['record']} factor:{plain['factor']} " in line
+    losses = [run["loss"] for run in plain_gpt.finals_of(results_of("plain_gpt")["runs"])]
+    assert round(sum(losses) / len(losses), 4) == plain["loss"]
