@@ -5,7 +5,7 @@
 A row is the track english with one change: a part is left out, or has another number. Rows of
 parts have five seeds, rows of numbers the first three of these. As many runs go on at once as there
 are cores, each with one thread; seconds are processor time, of training and of reading the index. A
-call goes on where the last one stopped, and begins no run once its minutes are over. At its end it
+call goes on where the last one stopped, and begins no run once its minutes are over. At first it
 looks at the loss of a run in training, seed 1, every 20 steps, beside PPMd on the same text, which
 is measured where pyppmd is installed (`pip install pyppmd==1.3.1`).
 
@@ -195,14 +195,15 @@ def main(argv=None):
         common.write_results(arguments.results, NAME, facts, data, text)
         return line + end
 
+    if not known["looks"] and time.time() < deadline:
+        torch.set_num_threads(1)
+        known["ppmd"] |= beside_ppmd()
+        known["looks"] = list(common.curve(config_of(WHOLE, SEEDS[0]), LOOK_EVERY))
+        keep()
     due = [run for run in wanted() if run not in done and time.time() < deadline]
     for figures in measured(due, deadline):
         known["runs"] += [{**figures, "commit": facts["commit"]}] if figures else []
         keep()
-    if time.time() < deadline:
-        torch.set_num_threads(1)
-        known["ppmd"] |= beside_ppmd()
-        known["looks"] = list(common.curve(config_of(WHOLE, SEEDS[0]), LOOK_EVERY))
     print(keep())
 
 
