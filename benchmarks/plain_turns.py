@@ -3,9 +3,9 @@
     python benchmarks/plain_turns.py [--turns 5] [--seconds 60] [--elsewhere data/verse]
 
 A turn times so many seconds of the tuned plain GPT of plain_gpt.py, on two threads, and then a
-run of the latest record of english, its script on two ranks. The plain GPT's
-time is that for the tokens that rules.json fixes, with which it reached the target in ten minutes
-of an idle machine. The factor is the median over turns; rules.json takes it over, with the record's
+run of the script of the latest record of english, on two ranks. The plain GPT's time is that for
+the tokens that rules.json fixes, with which it reached the target in ten minutes of an idle
+machine. The factor is the median over turns; rules.json takes it over, with the record's
 name, and the leaderboard derives those of other records from it. A call adds its turns. With
 `--elsewhere`, both train on another corpus of the same vocabulary instead, one seed, the plain GPT
 on as many tokens as on english, and both are scored on the same tokens.
@@ -74,7 +74,9 @@ def both_on(folder, setting, steps, record):
 
 
 def report_elsewhere(others):
-    """A table of other corpora."""
+    """A table of other corpora, empty without any."""
+    if not others:
+        return ""
     rows = [
         [other["corpus"], f"{other['val_tokens']:,}"]
         + [f"{other[name]:.4f}" for name in ("plain_loss", "loss")]
@@ -121,7 +123,8 @@ def main(argv=None):
     def keep():
         page, line = report(turns)
         data = {"turns": turns, "others": others}
-        text = f"{page}\n\n{report_elsewhere(others)}\n\n`{line}`"
+        parts = page, report_elsewhere(others), f"`{line}`"
+        text = "\n\n".join(filter(None, parts))
         common.write_results(arguments.results, NAME, facts, data, text)
 
     if arguments.elsewhere:

@@ -145,7 +145,7 @@ def report(runs):
 def text_of(tokens):
     """The UTF-8 bytes that tokens (n,) of the corpus stand for; ends of texts have none."""
     config = train_gpt.TRACKS[TRACK]
-    ranks = load_tiktoken_bpe(str(common.ROOT / config.data / config.tokenizer))
+    ranks = load_tiktoken_bpe(str(common.ROOT / "data" / config.tokenizer))
     pieces = {number: piece for piece, number in ranks.items()}
     return b"".join(pieces.get(number, b"") for number in tokens.tolist())
 

@@ -1,12 +1,12 @@
 """benchmarks/table_parts.py: what rows change, what is read of guesses, and a call that goes on."""
 
+import base64
 import json
 
 import numpy as np
-import pytest
 
 import train_gpt
-from benchmarks import plain_gpt, table_parts
+from benchmarks import table_parts
 from helpers import ROOT
 
 SMALL = {
@@ -72,12 +72,14 @@ def test_what_passes_ppmd_is_below_it():
 
 
 def test_the_text_of_tokens():
-    folder = ROOT / train_gpt.TRACKS[table_parts.TRACK].data
-    if not folder.is_dir():
-        pytest.skip("the corpus of english is not built here")
-    val = plain_gpt.Corpus(folder).val
-    expected = train_gpt.bytes_of(train_gpt.TRACKS[table_parts.TRACK], val.numpy())
-    assert len(table_parts.text_of(val)) == expected
+    lines = (ROOT / "data/english1024.tiktoken").read_text().split()
+    pieces = {
+        int(number): base64.b64decode(piece)
+        for piece, number in zip(lines[::2], lines[1::2], strict=True)
+    }
+    eot = train_gpt.TRACKS[table_parts.TRACK].eot_token
+    asked = np.array([5, eot, 1022, 300, 5])
+    assert table_parts.text_of(asked) == pieces[5] + pieces[1022] + pieces[300] + pieces[5]
 
 
 def test_a_call_goes_on_where_the_last_one_ended(tmp_path, monkeypatch, capsys):
