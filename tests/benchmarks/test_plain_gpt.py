@@ -51,10 +51,10 @@ def turn(record, plain_seconds, seconds):
 
 
 def test_a_factor_is_the_median_over_turns_of_the_last_record():
-    turns = [turn("old", 600.0, 600.0), turn("new", 600.0, 20.0), turn("new", 800.0, 20.0)]
+    turns = [turn("old", 600.0, 600.0), turn("new", 600.0, 20.0), turn("new", 1000.0, 20.0)]
     turns += [turn("new", 700.0, 20.0)]
     page, line = plain_turns.report(turns)
-    assert line == "plain_turns record:new factor:35.0 low:30.0 high:40.0 turns:3"
+    assert line == "plain_turns record:new factor:35.0 low:30.0 high:50.0 turns:3"
     assert page.count("\n") == 4 and "| 3 | 700 | 20.0 | 35.0 |" in page
 
 
