@@ -151,7 +151,7 @@ def protect(matrices, initial, ratio):
 SIZES = ("tokenizer", "model_dim", "num_layers", "head_dim", "mlp_dim", "logit_cap")
 LAYERS = ("long_layers", "value_embedding_layers", "shifted_layers", "paired_layers")
 LAYERS += ("exclusive_layers", "skips")
-PAST = ("ngram_orders", "ngram_rows", "copy_orders", "index_orders", "index_bits")
+PAST = ("ngram_orders", "ngram_rows", "copy_orders", "index_order", "index_smoothing")
 
 
 def shape_of(config, step):
@@ -195,7 +195,7 @@ def initial_checkpoint(config):
 def validation_tokens(config, data):
     """The validation tokens of a corpus, whose training shards need not hold all that the run
     takes."""
-    config = dataclasses.replace(config, data=data, steps=1, index_orders=())
+    config = dataclasses.replace(config, data=data, steps=1, index_order=0)
     return train_gpt.open_corpus(config).val
 
 

@@ -74,7 +74,7 @@ def open_trained(run, device="auto", data=None):
         config = dataclasses.replace(config, val_tokens=tokens_to_score(config))
     trainer = train_gpt.Trainer(config, train_gpt.Runtime(device))
     train_gpt.restore(trainer, content)
-    if saved.index_orders:
+    if saved.index_order:
         learned = dataclasses.replace(saved, data=own if os.path.isdir(own) else config.data)
         trainer.table.read_index(train_gpt.open_corpus(learned).indexed, content["index"])
     return trainer, content["step"]
@@ -120,7 +120,7 @@ def tokenizer_of(config):
 
 @torch.no_grad()
 def next_token_logits(trainer, step, tokens):
-    """Logits (eot_token + 1,), float32 on the CPU, of the token that follows `tokens`."""
+    """Log-probabilities (eot_token + 1,), float32 on the CPU, of the token behind `tokens`."""
     config = trainer.config
     length = config.micro_batch_tokens
     low = max(0, len(tokens) - length)  # copies look back further
@@ -128,7 +128,10 @@ def next_token_logits(trainer, step, tokens):
     padded[: len(tokens)] = tokens
     _, hidden = trainer.score(step, train_gpt.Text(padded, config.eot_token), low, length)
     last = len(tokens) - 1 - low
-    return trainer.model.logits(hidden[last : last + 1])[0, : config.eot_token + 1].cpu()
+    state = hidden[last : last + 1]
+    own = trainer.model.logits(state).softmax(-1)[0, : config.eot_token + 1].cpu()
+    priors = torch.from_numpy(trainer.table.finder.distribution(tokens))
+    return train_gpt.mixed(trainer.model.index_share(state).cpu(), own, priors).log()
 
 
 def continuation(trainer, step, prompt, given, seed):

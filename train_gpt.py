@@ -10,7 +10,7 @@ Without --track it takes `fineweb` where CUDA and FineWeb's shards are, else `en
 Chapters, in reading order:
      1. Configuration     every number of a run with its check, the tracks, the schedules
      2. Tokens            shards, micro-batches of whole documents, a loader that works ahead
-     3. Table             a token's rows and guesses, who holds a row, how what is learned travels
+     3. Table             a token's rows and hints, who holds a row, how what is learned travels
      4. Layers            norm, rotary positions, attention, MLP
      5. Loss              cross-entropy in one pass, over the vocabulary or a sample of it
      6. Model             the GPT, and the rule of each of its parameters
@@ -182,6 +182,7 @@ COUNT = between(1, 65536)
 OFTEN = between(1, 999_999)
 SIZE = between(0, 10**9)
 TOKENS = between(0, 10**12)
+INDEX_TOKENS = between(0, 2**32 - 1)  # what its counts can hold
 ORDERS = distinct(range(2, 33), "must be distinct orders from 2 to 32, such as (2, 3); () for none")
 LAYERS = distinct(range(1024), "must be distinct layers, such as (0, 2); () for none")
 SKIPS = Check(are_skips, "must be pairs of layers, such as ((3, 6),); () for none")
@@ -295,10 +296,11 @@ class Config:
     ngram_rows: int = knob(2**21, "rows of the table, for all columns", between(1, 2**31 - 1))
     copy_orders: tuple = knob((2, 3, 5, 8), "orders of copies from the document", ORDERS)
     copy_reach: int = knob(2048, "tokens that copies look back", SIZE)
-    index_orders: tuple = knob((2, 3, 4, 6), "orders of the index of the training text", ORDERS)
-    index_bits: int = knob(25, "entries of the index for an order: 2 to this", between(1, 31))
+    index_order: int = knob(3, "longest context of the index; 0: no index", between(0, 31))
+    index_bits: int = knob(28, "the index has room for 2 to this n-grams a length", between(6, 32))
+    index_smoothing: float = knob(8.0, "occurrences that a shorter context counts for", POSITIVE)
     # Of data/fineweb.py's nine shards the run trains on the first 339 million tokens.
-    index_tokens: int = knob(400_000_000, "last training tokens, for the index alone", TOKENS)
+    index_tokens: int = knob(200_000_000, "last training tokens, for the index alone", INDEX_TOKENS)
     # --- optimizer
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of UPDATE_RULES")
     matrix_lr: float = knob(0.023, "RMS of a matrix' step times sqrt(columns)", POSITIVE)
@@ -375,11 +377,6 @@ class Config:
         require(is_named, "resume=auto: it goes on with the run of --run-id; name one")
 
     @property
-    def guesses(self):
-        """How many guesses there are at what follows a token."""
-        return len(self.copy_orders) + INDEX_GUESSES * len(self.index_orders)
-
-    @property
     def torch_dtype(self):
         return getattr(torch, self.dtype)
 
@@ -421,9 +418,9 @@ TRACKS = {
         ngram_orders=(2,),
         ngram_rows=2**18,
         copy_orders=(2, 4),
-        index_orders=(2, 3, 4, 5, 6, 8),
-        index_bits=24,
-        index_tokens=5_800_000,
+        index_order=5,
+        index_bits=23,
+        index_tokens=5_900_000,
         matrix_lr=0.025,
         one_sided_above=128,
         adam_lr=0.024,
@@ -676,11 +673,11 @@ def room_of(config):
         held[split] = sum(len(shard) - 1 for shard in shards)
     passes = min(held["val"], config.val_tokens) // config.val_batch_tokens
     needed = training_tokens(config) + config.micro_batch_tokens
-    is_large = held["train"] >= needed + config.index_tokens * bool(config.index_orders)
+    is_large = held["train"] >= needed + config.index_tokens * bool(config.index_order)
     if passes == 0 or (is_large and held["val"] > config.val_tokens):
         return {}
     indexed = min(config.index_tokens, held["train"] // 2)
-    kept = held["train"] - indexed * bool(config.index_orders) - config.micro_batch_tokens
+    kept = held["train"] - indexed * bool(config.index_order) - config.micro_batch_tokens
     if kept <= 0:  # too few tokens for a micro-batch, which open_corpus refuses
         return {}
     return {
@@ -775,7 +772,7 @@ def open_corpus(config):
     remedy = f"--val-tokens at most {most}" if most else "add text to validate on"
     require(len(val) == needed, f"{folder}: {words}; {remedy}")
     paths = found["train"]
-    count = config.index_tokens if config.index_orders else 0
+    count = config.index_tokens if config.index_order else 0
     opened = [open_shard(path) for path in paths]
     shards, indexed = split_off_index(opened, count, config.eot_token)
     needed = training_tokens(config)
@@ -844,6 +841,7 @@ class MicroBatch(NamedTuple):
     segment_start: Tensor  # (T,) int32: index in [0, T) at which the token's segment starts
     segment_bounds: Tensor  # (S,) int32: where segments start, then T as often as there is room
     guesses: Tensor  # (T, G) int32: at the next token, see RowFinder.find
+    prior: Tensor  # (T,) float32: the next token's probability by the index
 
 
 class Batch(NamedTuple):
@@ -866,9 +864,10 @@ def to_device(array, device):
     return tensor
 
 
-def stack_passages(passages, guesses, length, device, joined=1):
-    """The MicroBatch of passages of `length` tokens, with the guesses at what follows all of these
-    (n, G), so many joined in one pass; passes are stacked along a first axis of each tensor."""
+def stack_passages(passages, hints, length, device, joined=1):
+    """The MicroBatch of passages of `length` tokens, with hints at what follows all of these, the
+    guesses (n, G) and the prior (n,), so many joined in one pass; passes are stacked along a first
+    axis of each tensor."""
     most = max((len(passage.spans) for passage in passages), default=0)
     room = max(SEGMENT_ROOM, length // 256, 1 << most.bit_length())
     shape = len(passages) // joined, joined * length
@@ -884,8 +883,8 @@ def stack_passages(passages, guesses, length, device, joined=1):
         targets[number] = np.concatenate([passage.tokens(shift=1) for passage in own])
         segment_start[number] = np.repeat(starts, lengths)
         bounds[number, : len(starts)] = starts  # behind them empty segments end the pass
-    guesses = guesses.astype(np.int32).reshape(*shape, guesses.shape[1])
-    arrays = inputs, targets, segment_start, bounds, guesses
+    guesses, prior = (array.reshape(*shape, *array.shape[1:]) for array in hints)
+    arrays = inputs, targets, segment_start, bounds, guesses, prior
     return MicroBatch(*(to_device(array, device) for array in arrays))
 
 
@@ -907,7 +906,7 @@ class TrainLoader:
     by the seed and laid end to end into micro-batches, which begin with the rest of a piece. A
     smaller cap at a step splits pieces further. What fills no micro-batch at a shard's end is
     dropped. `state` says where the stream is: shards opened before, piece of the shard, token of
-    the piece. look_up: what finds the plan of the rows of this rank's passages, and their guesses.
+    the piece. look_up: what finds the plan of the rows of this rank's passages, and their hints.
     """
 
     START = {"shard": 0, "piece": 0, "offset": 0}
@@ -977,9 +976,9 @@ class TrainLoader:
         joined = micro_batches_of_pass(config, step, runtime)
         for passage in own:
             check_distinct_targets(passage, config, step, self.prefixes)
-        rows, guesses = self.look_up(own)
+        rows, hints = self.look_up(own)
         return Batch(
-            stack=stack_passages(own, guesses, config.micro_batch_tokens, runtime.device, joined),
+            stack=stack_passages(own, hints, config.micro_batch_tokens, runtime.device, joined),
             rows=rows,
             tokens=len(passages) * config.micro_batch_tokens,
             state=dict(self.state),
@@ -1000,13 +999,15 @@ class TrainLoader:
 
 # 3. Table ========================================================================================
 # Each token reads rows of one table, one for each order n: which ones is a hash of the last n
-# tokens, an n-gram. And there are guesses at the token that comes next:
-# - copies: what followed an earlier occurrence of the last n tokens in the document;
-# - the index: what mostly follows the last n tokens in a part of the training text.
-# The model reads guesses by its own embeddings (see GPT.guessed), so that what it learns of one
-# token's guesses holds for those of all. All of it looks at the same document alone, at or before
-# the token. The loops are compiled by numba, without the interpreter's lock; warm_up() compiles
-# them ahead of the clock.
+# tokens, an n-gram. And there are hints at the token that comes next:
+# - guesses: what followed an earlier occurrence of the last n tokens in the document, which the
+#   model reads by its own embeddings (see GPT.guessed), so that what it learns of one token's
+#   guesses holds for those of all;
+# - the prior: its probability by the index, which has counted the n-grams of a part of the training
+#   text. What is predicted is a mixture of the model's and the index's (see GPT.index_share).
+# But for the prior's own token, all of it looks at the same document alone, at or before the token.
+# The loops are compiled by numba, without the interpreter's lock; warm_up() compiles them ahead of
+# the clock.
 #
 # A rank holds the rows that it owns, a range of the table. The loader's thread plans a step ahead
 # of it, on the CPU: which rows are read, who owns them, and at which slot a row will stand among
@@ -1017,20 +1018,14 @@ class TrainLoader:
 TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)
 MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
 HASH_BASE = np.uint64(pow(MIX, -1, 2**64))
-LOW_TOKEN = np.uint64(0xFFFF)
 NO_TOKEN = 2**16 - 1  # no token's id
-NO_GUESS = np.uint64(NO_TOKEN)
 INDEX_CHUNK = 2**15  # tokens that the index reads at once
-# An entry of the index is 64 bits: a tag of the n-gram (14), votes for the first token (2), and the
-# third, the second and the first token (16 each).
-INDEX_GUESSES = 3
-TAG_SHIFT = np.uint64(50)
-VOTES_SHIFT = np.uint64(48)
-TOKEN_SHIFT = np.uint64(16)
-VOTES = 4  # numbers of votes, from 0 on
-NO_VOTE = np.uint64(0)
-ONE_VOTE = np.uint64(1)
-MOST_VOTES = np.uint64(VOTES - 1)
+# An entry of the index is 64 bits: the lower half of an n-gram's key, and how often it was read.
+# The key's upper bits say where it stands, or behind which others of its region: readers share out
+# regions, so that what stands where does not depend on their number.
+REGIONS = 64
+COUNT_BITS = np.uint64(32)
+LOW_HALF = np.uint64(2**32 - 1)
 
 compiled = functools.partial(njit, nogil=True, cache=True)
 
@@ -1086,98 +1081,60 @@ def latest_matches(keys, first):
 
 
 @compiled
-def slot_and_tag(key, bits):
-    """(entry of the index, tag) of an n-gram: the upper bits of its key, and the 14 behind them."""
-    slot = key >> np.uint64(64 - bits)
-    tag = (key >> np.uint64(50 - bits)) & np.uint64(0x3FFF)
-    return np.int64(slot), tag
+def ending_keys(tokens, length, eot_token):
+    """Keys of the n-grams of `length` tokens that end at each of tokens (L,): (L,) uint64, 0 where
+    the document has fewer ahead of it. To the index a document's start ends the one before, too."""
+    keys = np.zeros(len(tokens), np.uint64)
+    contexts = rolling_hash(tokens, length - 1, eot_token)  # zeros where the length is 1
+    held = 0  # tokens of the document ahead of this one
+    for i in range(len(tokens)):
+        if i > 0:
+            held = 1 if tokens[i - 1] == eot_token else held + 1
+        if held >= length - 1:
+            keys[i] = contexts[i - 1] * HASH_BASE + TOKEN_HASH[tokens[i]]
+    return keys
 
 
 @compiled
-def unpacked(entry):
-    """(tag, votes, first, second and third token) of an entry of the index; NO_GUESS: no token."""
-    first = entry & LOW_TOKEN
-    second = (entry >> TOKEN_SHIFT) & LOW_TOKEN
-    third = (entry >> (TOKEN_SHIFT + TOKEN_SHIFT)) & LOW_TOKEN
-    return entry >> TAG_SHIFT, (entry >> VOTES_SHIFT) & MOST_VOTES, first, second, third
+def place_of(entries, bits, key):
+    """Where an n-gram's entry stands, or would stand: the next free one, by open addressing."""
+    size = np.int64(len(entries) // REGIONS)
+    place = np.int64(key >> np.uint64(64 - bits))
+    begin = place // size * size
+    for _ in range(size):
+        entry = entries[place]
+        if entry == 0 or entry >> COUNT_BITS == key & LOW_HALF:
+            return place
+        place = begin + (place + 1 - begin) % size
+    raise ValueError("the index is full")
 
 
 @compiled
-def packed(tag, votes, first, second, third):
-    """The entry of the index that `unpacked` takes apart."""
-    tokens = (((third << TOKEN_SHIFT) | second) << TOKEN_SHIFT) | first
-    return (tag << TAG_SHIFT) | (votes << VOTES_SHIFT) | tokens
-
-
-@compiled
-def voted(entry, tag, token):
-    """An entry of the index after `token` has followed an n-gram with this tag.
-
-    It is a majority vote (Boyer & Moore 1981) among the n-grams that share an entry, and among the
-    tokens that follow. The first token gains a vote when it follows once more, and loses one when
-    anything else happens; once it has none, an n-gram with another tag takes the entry. A newcomer
-    takes the second place, or the third if the second is taken. It moves up when it follows again,
-    to the first place only while its holder has no vote.
-    """
-    old_tag, votes, first, second, third = unpacked(entry)
-    if tag != old_tag or entry == 0:
-        if votes > NO_VOTE:
-            return entry - (ONE_VOTE << VOTES_SHIFT)
-        return packed(tag, NO_VOTE, token, NO_GUESS, NO_GUESS)
-    if token == first:
-        return packed(tag, min(votes + ONE_VOTE, MOST_VOTES), first, second, third)
-    if token == third:
-        second, third = third, second
-    elif token != second and second == NO_GUESS:
-        second = token
-    elif token != second:
-        third = token
-    elif votes == NO_VOTE:
-        first, second = second, first
-    if votes > NO_VOTE:
-        votes -= ONE_VOTE
-    return packed(tag, votes, first, second, third)
-
-
-@compiled
-def vote(entries, bits, keys, following, low, high):
-    """Read n-grams by their keys (L,), with the tokens that follow them, into the entries from low
-    to high, in place.
-
-    Of the n-grams of one call that share an entry only the last one votes: what one document says a
-    hundred times in a row is one opinion.
-    """
-    slots = np.empty(len(keys), np.int64)
-    own = np.empty(len(keys), np.int64)
-    revised = np.empty(len(keys), np.uint64)
-    count = 0
-    # Three loops: the processor waits for many entries at once in the first one, and in the last.
+def count_up(entries, bits, keys, low, high):
+    """Count n-grams by their keys (L,), 0 for none, in place, if they belong to the entries from
+    low to high, whole regions. Returns a number that means nothing."""
+    seen = np.uint64(0)
+    # First the processor waits for many entries at once.
     for i in range(len(keys)):
-        slot, _ = slot_and_tag(keys[i], bits)
-        if low <= slot < high:
-            slots[count] = slot
-            own[count] = i
-            revised[count] = entries[slot]
-            count += 1
-    for j in range(count):
-        _, tag = slot_and_tag(keys[own[j]], bits)
-        revised[j] = voted(revised[j], tag, np.uint64(following[own[j]]))
-    for j in range(count):
-        entries[slots[j]] = revised[j]
+        place = np.int64(keys[i] >> np.uint64(64 - bits))
+        if low <= place < high:
+            seen ^= entries[place]
+    for i in range(len(keys)):
+        if keys[i] != 0 and low <= np.int64(keys[i] >> np.uint64(64 - bits)) < high:
+            place = place_of(entries, bits, keys[i])
+            entries[place] = ((keys[i] & LOW_HALF) << COUNT_BITS) | (entries[place] & LOW_HALF)
+            entries[place] += np.uint64(1)
+    return seen
 
 
 @compiled
-def look_up(entries, bits, keys, guesses):
-    """Write to guesses (INDEX_GUESSES, L) uint64 the tokens that follow n-grams (L,) by their keys,
-    the first one with its votes."""
+def counts_of(entries, bits, keys):
+    """How often n-grams were read, by their keys (L,): (L,) float64, 0 for the key 0."""
+    counts = np.zeros(len(keys))
     for i in range(len(keys)):
-        slot, tag = slot_and_tag(keys[i], bits)
-        entry = entries[slot]
-        old_tag, votes, first, second, third = unpacked(entry)
-        if entry != 0 and tag == old_tag:
-            guesses[0, i] = first | (votes << TOKEN_SHIFT)
-            guesses[1, i] = second
-            guesses[2, i] = third
+        if keys[i] != 0:
+            counts[i] = entries[place_of(entries, bits, keys[i])] & LOW_HALF
+    return counts
 
 
 def rows_and_signs(keys, num_rows):
@@ -1200,43 +1157,71 @@ class RowFinder:
 
     def __init__(self, config, zeros=torch.zeros):
         self.config = config
-        shape = len(config.index_orders), 2**config.index_bits
-        self.entries = zeros(shape, dtype=torch.int64).numpy().view(np.uint64)  # see `voted`
+        # The n-grams of one token, of two, ...: contexts, and the token that follows.
+        self.lengths = range(1, config.index_order + 2) if config.index_order else range(0)
+        shape = len(self.lengths), 2**config.index_bits
+        self.entries = zeros(shape, dtype=torch.int64).numpy().view(np.uint64)
+        self.tokens_read = 0
 
     def read(self, texts, reader=0, readers=1):
-        """Take training texts, (n,) uint16 each, into the index. The readers share out orders, and
-        ranges of an order's entries: so many together leave the same bits as one alone."""
-        config = self.config
-        parts = max(1, readers // max(1, len(config.index_orders)))
-        work = itertools.product(enumerate(config.index_orders), range(parts))
-        for (column, order), part in itertools.islice(work, reader, None, readers):
-            low, high = (2**config.index_bits * edge // parts for edge in (part, part + 1))
+        """Take training texts, (n,) uint16 each, into the index. The readers share out lengths, and
+        regions: so many together leave the same bits as one alone. Raises ValueError."""
+        bits = self.config.index_bits
+        parts = max(4, readers // max(1, len(self.lengths)))
+        edges = [REGIONS * part // parts * 2**bits // REGIONS for part in range(parts + 1)]
+        work = itertools.product(self.lengths, itertools.pairwise(edges))
+        for length, (low, high) in itertools.islice(work, reader, None, readers):
             for tokens in texts:
-                for begin in range(0, len(tokens) - 1, INDEX_CHUNK):
-                    end = min(begin + INDEX_CHUNK, len(tokens) - 1)
-                    keys = ngram_keys(tokens, begin, end, order, config.eot_token)
-                    following = np.array(tokens[begin + 1 : end + 1])  # of a mapped file
-                    vote(self.entries[column], config.index_bits, keys, following, low, high)
+                for begin in range(0, len(tokens), INDEX_CHUNK):
+                    end = min(begin + INDEX_CHUNK, len(tokens))
+                    keys = self.keys(tokens, begin, end, length)
+                    count_up(self.entries[length - 1], bits, keys, low, high)
+        self.tokens_read = sum(map(len, texts))
 
-    def guesses(self, tokens, low, high):
-        """The tokens that mostly follow those from low to high: (guesses, high - low) uint64, order
-        by order, the first one with its votes."""
+    def keys(self, tokens, low, high, length):
+        """Keys of the n-grams that end at tokens low to high, see ending_keys."""
+        begin = max(0, low - length + 1)
+        part = np.array(tokens[begin:high])  # of a mapped file
+        return ending_keys(part, length, self.config.eot_token)[low - begin :]
+
+    def prior(self, tokens, low, high):
+        """The probabilities, by the index, of the tokens that follow those from low to high: (high
+        - low,) float32.
+
+        Of each context, from none to the longest, it is the share of its occurrences that this
+        token followed, as if there had been index_smoothing more, shared out as the shorter context
+        has it (MacKay & Peto 1995). A context that was never read says nothing.
+        """
         config = self.config
-        found = np.full((len(config.index_orders), INDEX_GUESSES, high - low), NO_GUESS)
-        for column, order in enumerate(config.index_orders):
-            keys = ngram_keys(tokens, low, high, order, config.eot_token)
-            look_up(self.entries[column], config.index_bits, keys, found[column])
-        return found.reshape(-1, high - low)
+        found = np.full(high - low, 1 / (config.eot_token + 1))
+        held = self.tokens_read  # of no context
+        for length in self.lengths:
+            keys = self.keys(tokens, low, high + 1, length)
+            counts = counts_of(self.entries[length - 1], config.index_bits, keys)
+            # A context that reaches beyond its document's start is none.
+            held = held * (keys[1:] != 0)
+            found = (counts[1:] + config.index_smoothing * found) / (held + config.index_smoothing)
+            held = counts[:-1]
+        return found.astype(np.float32)
+
+    def distribution(self, tokens):
+        """The probabilities, by the index, of all tokens behind these, whose first one starts a
+        document: (eot_token + 1,) float32. They are found as that of a single one is."""
+        context = tokens[max(0, len(tokens) - max(1, self.config.index_order)) :]
+        ids = np.arange(self.config.eot_token + 1)
+        texts = np.column_stack([np.tile(context, (len(ids), 1)), ids]).astype(np.uint16)
+        prior = self.prior(texts.ravel(), 0, texts.size - 1)
+        return prior[len(context) - 1 :: len(context) + 1]
 
     def copies(self, text, low, high):
         """What followed the last n tokens the last time in the document of tokens low to high:
-        (orders, high - low) uint64, NO_GUESS where there is none."""
+        (orders, high - low) int32, NO_TOKEN where there is none."""
         config = self.config
         start = text.starts[np.searchsorted(text.starts, low, side="right") - 1]
         begin = max(start, low - config.copy_reach - max(config.copy_orders, default=0) + 1)
         tokens = text.tokens[begin:high]
         positions = np.arange(len(tokens))
-        found = np.full((len(config.copy_orders), len(tokens)), NO_GUESS)
+        found = np.full((len(config.copy_orders), len(tokens)), NO_TOKEN, np.int32)
         for column, order in enumerate(config.copy_orders):
             match = latest_matches(rolling_hash(tokens, order, config.eot_token), order - 1)
             at = np.flatnonzero((match >= 0) & (match >= positions - config.copy_reach))
@@ -1244,36 +1229,35 @@ class RowFinder:
         return found[:, low - begin :]
 
     def find(self, passages):
-        """(rows, signs, guesses) of the T tokens of Passages, end to end: the rows of the table,
+        """(rows, signs, hints) of the T tokens of Passages, end to end: the rows of the table,
         (T, orders) int32 in [0, ngram_rows), with their signs, float32; and at the next token
-        (T, G) uint64, NO_GUESS for none: the latest copies, then of the index three an order. The
-        first of these has its votes above its 16 bits.
+        guesses (T, G) int32, the latest copies, NO_TOKEN for none, and its prior (T,) float32.
         """
         config = self.config
-        orders = len(config.ngram_orders)
-        parts = [np.empty((orders + config.guesses, 0), np.uint64)]
+        orders = config.ngram_orders
+        keys = [np.empty((0, len(orders)), np.uint64)]
+        guesses = [np.empty((0, len(config.copy_orders)), np.int32)]
+        prior = [np.empty(0, np.float32)]
         for passage in passages:
             tokens = passage.text.tokens
             for low, high in passage.spans:
-                found = [
-                    ngram_keys(tokens, low, high, order, config.eot_token)
-                    for order in config.ngram_orders
-                ]
-                found.extend(self.copies(passage.text, low, high))
-                found.extend(self.guesses(tokens, low, high))
-                parts.append(np.array(found, np.uint64).reshape(-1, high - low))
-        found = np.concatenate(parts, axis=1).T.copy()
-        return *rows_and_signs(found[:, :orders], config.ngram_rows), found[:, orders:]
+                own = [ngram_keys(tokens, low, high, order, config.eot_token) for order in orders]
+                keys.append(np.array(own, np.uint64).reshape(-1, high - low).T)
+                guesses.append(self.copies(passage.text, low, high).T)
+                prior.append(self.prior(tokens, low, high))
+        hints = np.concatenate(guesses), np.concatenate(prior)
+        return *rows_and_signs(np.concatenate(keys), config.ngram_rows), hints
 
 
 def row_fingerprint(config):
-    """A hash of the rows and guesses of a fixed text: under another hash function, or with other
+    """A hash of the rows and hints of a fixed text: under another hash function, or with other
     orders, the contents of a table mean nothing."""
     tokens = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
-    finder = RowFinder(dataclasses.replace(config, index_bits=8))
+    finder = RowFinder(dataclasses.replace(config, index_bits=14))
     finder.read([tokens])
-    found = finder.find([Passage(Text(tokens, config.eot_token), [(0, 99)])])
-    return hashlib.sha256(b"".join(array.tobytes() for array in found)).hexdigest()
+    rows, signs, hints = finder.find([Passage(Text(tokens, config.eot_token), [(0, 99)])])
+    found = b"".join(array.tobytes() for array in (rows, signs, *hints))
+    return hashlib.sha256(found).hexdigest()
 
 
 @dataclass
@@ -1429,10 +1413,10 @@ class NgramTable(Group):
         self.upcoming = None  # the plan whose rows are pulled once this step has updated them
 
     def look_up(self, passages, group=None, name="ngram_indices"):
-        """(RowPlan, guesses) of a rank's passages, one a micro-batch; all ranks must call it
+        """(RowPlan, hints) of a rank's passages, one a micro-batch; all ranks must call it
         together."""
-        rows, signs, guesses = self.finder.find(passages)
-        return plan_rows(rows, signs, self.config, self.runtime, group, name), guesses
+        rows, signs, hints = self.finder.find(passages)
+        return plan_rows(rows, signs, self.config, self.runtime, group, name), hints
 
     def fetch(self, plan, name):
         """Start to bring the rows of a plan here: (values (n, model_dim) float32, work)."""
@@ -1516,7 +1500,11 @@ class NgramTable(Group):
         runtime.barrier()  # of no rank that still looks at what it was
         with ThreadPoolExecutor(threads) as pool:
             own = readers[runtime.local_rank :: runtime.local_world_size]
-            list(pool.map(lambda reader: self.finder.read(texts, reader, len(readers)), own))
+            try:
+                list(pool.map(lambda reader: self.finder.read(texts, reader, len(readers)), own))
+            except ValueError as error:
+                bits = self.config.index_bits
+                raise ConfigError(f"index_bits={bits}: {error}; raise it to {bits + 1}") from None
         runtime.barrier()
         found = self.index_digest()
         require(expected in ("", found), "the index is not that of the checkpoint: other text")
@@ -1743,24 +1731,25 @@ class CappedCrossEntropy(torch.autograd.Function):
         dl / dz           =  g (top - g) / (top CAP_WIDTH)
     So no maximum is needed, and the logits can give way to their gradients times the sum, which is
     not known yet: dividing rows by it commutes with the products that follow. Only the targets'
-    columns are mended afterwards.
+    columns are mended afterwards. The first target's probability is mixed() with its prior, which
+    leaves of its gradient the part of that sum which is the model's own.
 
     hidden (T, dim); head (V, dim); targets (T, K) and weights (T, K): the loss weights of K tokens
-    at a position; counts (V,) or None: how many rows of the vocabulary each row of head stands for,
-    which must be 1 for targets; cap: see capped; needs_grad: whether gradients will be asked for.
+    at a position; share (T,) and prior (T,): see mixed; counts (V,) or None: how many rows of the
+    vocabulary each row of head stands for, which must be 1 for targets; cap: see capped;
+    needs_grad: whether gradients will be asked for.
     Returns (the weighted sum of losses; losses (T,) of the first targets, without a gradient).
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, weights, counts, cap, needs_grad):
+    def forward(ctx, hidden, head, share, prior, targets, weights, counts, cap, needs_grad):
         top, shift = cap
         columns = torch.arange(len(head), device=head.device)
         # Where a position has one target twice, both places get the sum of their weights.
         is_same = targets[:, :, None] == targets[:, None]
-        target_weights = (is_same * weights[:, None]).sum(-1)
-        row_weights = weights.sum(1, keepdim=True)
         losses = []
         hidden_grads = []
+        share_grads = []
         head_grad = torch.zeros_like(head) if needs_grad else None
         for low in range(0, len(hidden), LOSS_CHUNK):
             chunk = slice(low, low + LOSS_CHUNK)
@@ -1776,26 +1765,39 @@ class CappedCrossEntropy(torch.autograd.Function):
                 torch.where(columns == one[:, None], gap, 0).sum(1) for one in target.unbind(1)
             ]
             target_gap = torch.stack(target_gaps, 1)
-            losses.append(sum_exp.log() + target_gap)
+            first, *others = (sum_exp.log() + target_gap).split(1, dim=1)
+            own = torch.exp(-first)
+            whole = mixed(share[chunk, None], own, prior[chunk, None])
+            losses.append(torch.cat([-whole.log(), *others], 1))
             if needs_grad:
-                scale = row_weights[chunk] / sum_exp
-                share = target_weights[chunk] / scale.clamp_min(1e-30)
-                target_grad = (torch.exp(-target_gap) - share) * cap_slope(target_gap, top)
+                first, *others = weights[chunk].split(1, dim=1)
+                share_grads.append((first * (own - prior[chunk, None]) / whole)[:, 0])
+                first = first * (1 - share[chunk, None]) * own / whole
+                weight = torch.cat([first, *others], 1)
+                target_weight = (is_same[chunk] * weight[:, None]).sum(-1)
+                scale = weight.sum(1, keepdim=True) / sum_exp
+                part = target_weight / scale.clamp_min(1e-30)
+                target_grad = (torch.exp(-target_gap) - part) * cap_slope(target_gap, top)
                 grad = (exp_logits * cap_slope(gap, top)).to(x.dtype)
                 grad = grad.scatter(1, target, target_grad.to(x.dtype))
                 hidden_grads.append(((grad @ head) * scale).to(x.dtype))
                 head_grad = torch.addmm(head_grad, grad.T, (x * scale).to(x.dtype))
         losses = torch.cat(losses)
         if needs_grad:
-            ctx.save_for_backward(torch.cat(hidden_grads), head_grad)
+            ctx.save_for_backward(torch.cat(hidden_grads), head_grad, torch.cat(share_grads))
         first = losses[:, 0].clone()
         ctx.mark_non_differentiable(first)
         return (losses * weights).sum(), first
 
     @staticmethod
     def backward(ctx, upstream, _):
-        hidden_grad, head_grad = ctx.saved_tensors
-        return hidden_grad * upstream, head_grad * upstream, None, None, None, None, None
+        grads = [grad * upstream for grad in ctx.saved_tensors]
+        return *grads, None, None, None, None, None, None
+
+
+def mixed(share, own, prior):
+    """The probability of a token by the model, of which a share is given to the index's."""
+    return (1 - share) * own + share * prior
 
 
 def capped(products, cap):
@@ -1830,11 +1832,12 @@ def sampled_rows(targets, vocab, count):
     return rows, positions, counts
 
 
-def summed_loss(hidden, head, micro_batch, phase, loss_weights, prefixes, cap):
+def summed_loss(hidden, head, share, micro_batch, phase, loss_weights, prefixes, cap):
     """(training loss, summed over tokens and weighted; the next token's losses (T,)).
 
-    loss_weights: float32, those of the next token, the second-next, ..., and of a prefix. prefixes:
-    (V,) the id of each token's prefix, or its own if it has none.
+    share: (T,), of the index in the next token's probability. loss_weights: float32, those of the
+    next token, the second-next, ..., and of a prefix. prefixes: (V,) the id of each token's prefix,
+    or its own if it has none.
     """
     length = len(hidden)
     following = micro_batch.targets
@@ -1859,7 +1862,10 @@ def summed_loss(hidden, head, micro_batch, phase, loss_weights, prefixes, cap):
     targets = torch.stack(targets, 1)
     weights = torch.stack(weights, 1)
     needs_grad = torch.is_grad_enabled()
-    return CappedCrossEntropy.apply(hidden, head, targets, weights, counts, cap, needs_grad)
+    mixing = share, micro_batch.prior
+    return CappedCrossEntropy.apply(
+        hidden, head, *mixing, targets, weights, counts, cap, needs_grad
+    )
 
 
 # 6. Model ========================================================================================
@@ -1960,12 +1966,15 @@ class GPT(nn.Module):
         self.embed_scale = ruled(torch.zeros(layers), "small", lr_mul=config.embed_scale_lr)
         if config.ngram_orders:
             self.ngram_gate = gates(layers + 1)  # before each layer and before the head
-        if config.guesses:
-            # What a guess weighs, by its place among all and its votes.
-            kinds = config.guesses * VOTES
-            self.guess_input = ruled(torch.full((kinds,), 0.1), "small")
-            self.guess_output = ruled(torch.zeros(kinds), "small", lr_mul=20.0)
-            self.guess_gate = gates(config.guesses, lr_mul=0.1)
+        if config.copy_orders:
+            # What a guess weighs, by its order.
+            guesses = len(config.copy_orders)
+            self.guess_input = ruled(torch.full((guesses,), 0.1), "small")
+            self.guess_output = ruled(torch.zeros(guesses), "small", lr_mul=20.0)
+            self.guess_gate = gates(guesses, lr_mul=0.1)
+        if config.index_order:
+            self.index_bias = ruled(torch.full((1,), -0.5), "small", lr_mul=5.0)
+            self.index_gate = gates(1)
         if config.skips:
             self.skip_scale = ruled(torch.full((len(config.skips),), 0.1), "small", lr_mul=5.0)
         if config.dense_layers:
@@ -1987,15 +1996,11 @@ class GPT(nn.Module):
 
     def guessed(self, micro_batch, table, weights, share=0.0):
         """The sum of the rows of guesses in a table (vocab, model_dim) of tokens: (T, model_dim).
-        Each has the weight of its kind, of `weights`, and a share (T, G) of its token's own."""
-        guesses = micro_batch.guesses
-        token = guesses & 0xFFFF
-        votes = guesses >> 16
-        columns = torch.arange(guesses.size(1), device=guesses.device)
-        is_there = token < NO_TOKEN
+        Each has the weight of its order, of `weights`, and a share (T, G) of its token's own."""
+        is_there = micro_batch.guesses < NO_TOKEN
         # In the place of none stands, without weight, the token at hand: no row is read by all.
-        token = token.where(is_there, micro_batch.inputs[:, None])
-        shares = (weights[columns * VOTES + votes] + share) * is_there
+        token = micro_batch.guesses.where(is_there, micro_batch.inputs[:, None])
+        shares = (weights + share) * is_there
         table = norm(table)
         return F.embedding_bag(token, table, mode="sum", per_sample_weights=shares.to(table.dtype))
 
@@ -2078,7 +2083,7 @@ class GPT(nn.Module):
         outputs = []
         x = self.embedding(micro_batch, is_first, phase.is_tied)
         embedded = x
-        if config.guesses:
+        if config.copy_orders:
             table = self.head if phase.is_tied else self.embed
             x = x + self.guessed(micro_batch, table, self.guess_input)
         for layer in range(layers):
@@ -2114,10 +2119,18 @@ class GPT(nn.Module):
             x = x + gate(x, self.ngram_gate[-1:]) * ngram
         if self.config.dense_layers:
             x = x + self.mixtures(x, 1, states)[0]
-        if self.config.guesses:
+        if self.config.copy_orders:
             share = F.linear(norm(x)[:, :GATE_DIM], self.guess_gate)
             x = x + self.guessed(micro_batch, self.head, self.guess_output, share)
         return x
+
+    def index_share(self, hidden):
+        """What share of the next token's probability is the index's: (n,) float32, of final hidden
+        states (n, model_dim)."""
+        if not self.config.index_order:
+            return hidden.new_zeros(len(hidden), dtype=torch.float32)
+        gate = F.linear(hidden[:, :GATE_DIM], self.index_gate).float()
+        return torch.sigmoid(gate + self.index_bias)[:, 0]
 
     def logits(self, hidden):
         """Soft-capped logits (n, vocab_size), float32, of hidden states (n, model_dim)."""
@@ -2129,11 +2142,12 @@ class GPT(nn.Module):
         numbers = loss_weights, prefixes, self.config.logit_cap
         # A softmax over a sample is of one micro-batch, however many the pass has.
         length = self.config.micro_batch_tokens if phase.softmax_rows else len(hidden)
-        parts = [tensor.split(length) for tensor in (hidden, *micro_batch[:3])]
-        found = [
-            summed_loss(states, self.head, MicroBatch(*read, None, None), phase, *numbers)
-            for states, *read in zip(*parts, strict=True)
-        ]
+        read = hidden, self.index_share(hidden), micro_batch.prior, *micro_batch[:3]
+        parts = zip(*(tensor.split(length) for tensor in read), strict=True)
+        found = []
+        for states, share, prior, *tokens in parts:
+            part = MicroBatch(*tokens, segment_bounds=None, guesses=None, prior=prior)
+            found.append(summed_loss(states, self.head, share, part, phase, *numbers))
         losses = [losses for _, losses in found]
         return sum(loss for loss, _ in found), torch.cat(losses), hidden.detach()
 
@@ -2834,10 +2848,10 @@ class Trainer:
 
     def read(self, passage, length):
         """(MicroBatch, its summed rows) of a Passage outside training."""
-        plan, guesses = self.table.look_up([passage], name="validation")
+        plan, hints = self.table.look_up([passage], name="validation")
         values, work = self.table.fetch(plan, "validation")
         wait(work)
-        stack = stack_passages([passage], guesses, length, self.runtime.device)
+        stack = stack_passages([passage], hints, length, self.runtime.device)
         micro_batch = MicroBatch(*(tensor[0] for tensor in stack))
         return micro_batch, self.table.summed(plan.slots, plan.signs, values)
 
@@ -2911,8 +2925,8 @@ def warm_up(trainer):
         """A pass of one passage, so many times: whatever their number, these read the same rows."""
         passages = [passage] * count
         tokens = config.micro_batch_tokens
-        rows, guesses = table.look_up(passages)
-        stack = stack_passages(passages, guesses, tokens, trainer.runtime.device, count)
+        rows, hints = table.look_up(passages)
+        stack = stack_passages(passages, hints, tokens, trainer.runtime.device, count)
         return Batch(stack, rows, count * tokens, state={})
 
     table.start_pull(batch_of(1).rows)
@@ -3024,22 +3038,33 @@ class GatePasses:
     def look_at_losses(self, low, losses, hidden):
         """(3,): the sums of the pass' losses and of the exact ones, and how many do not agree.
 
-        An exact loss is the negative log-softmax, over the whole vocabulary, of the logits that the
-        hidden state has. These are made from the last token to the first: where a state stands in
-        the text is no business of the head.
+        An exact loss is of the softmax, over the whole vocabulary, of the logits that the hidden
+        state has, mixed with the prior. These are made from the last token to the first: where a
+        state stands in the text is no business of the head. And at one place of the pass the priors
+        of all tokens sum to 1 at most, and that of the next one is among them.
         """
         config = self.trainer.config
+        model = self.trainer.model
+        finder = self.trainer.table.finder
         targets = self.val[low + 1 : low + 1 + self.length].astype(np.int64)
-        targets = to_device(targets, hidden.device).flip(0)
+        prior = finder.prior(self.val, low, low + self.length)
+        place = np.random.default_rng([config.seed, 2, low]).integers(self.length)
+        priors = finder.distribution(self.val[: low + place + 1])
+        # A context at the very end of the index's text was followed by nothing, and leaves less.
+        is_whole = priors.sum(dtype=np.float64) < 1 + 1e-4
+        is_whole = is_whole and abs(priors[targets[place]] - prior[place]) < 1e-6
         exact = []
-        for states, ids in zip(hidden.flip(0).split(1024), targets.split(1024), strict=True):
-            logits = plain(self.trainer.model.logits(states))
-            exact.append(F.cross_entropy(logits, ids, reduction="none"))
+        expected = (to_device(array, hidden.device) for array in (targets, prior))
+        read = (tensor.flip(0).split(1024) for tensor in (hidden, *expected))
+        for states, ids, priors in zip(*read, strict=True):
+            own = F.softmax(plain(model.logits(states)), dim=-1).gather(1, ids[:, None])[:, 0]
+            exact.append(-mixed(plain(model.index_share(states)), own, priors).log())
         exact = torch.cat(exact).flip(0)
         # A logit of a narrow type differs by its last bit where the products are made otherwise.
         tolerance = 1e-4 + config.logit_cap[0] * torch.finfo(config.torch_dtype).eps
         is_exact = (losses - exact).abs() < tolerance
-        return torch.stack([losses.double().sum(), exact.double().sum(), (~is_exact).sum()])
+        wrong = (~is_exact).sum() + (not is_whole)
+        return torch.stack([losses.double().sum(), exact.double().sum(), wrong])
 
     def compare(self, tokens, low, rng, noise):
         """Make the pass from `low` on over a text with noise in it, and then over the text itself.

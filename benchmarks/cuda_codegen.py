@@ -315,7 +315,8 @@ def passes(config, step):
         targets=torch.empty(length, dtype=torch.int64),
         segment_start=torch.empty(length, dtype=torch.int32),
         segment_bounds=torch.empty(train_gpt.SEGMENT_ROOM, dtype=torch.int32),
-        guesses=torch.empty(length, config.guesses, dtype=torch.int32),
+        guesses=torch.empty(length, len(config.copy_orders), dtype=torch.int32),
+        prior=torch.empty(length),
     )
     ngram = torch.empty(length, config.model_dim, dtype=dtype, requires_grad=True)
     windows = train_gpt.long_windows_until(config, step)
@@ -340,7 +341,7 @@ def updates(config, step):
         runtime = train_gpt.Runtime("cpu")
         model = train_gpt.GPT(config, train_gpt.BlockedAttention())
         # The index would be a file; the updates here are none of its table's.
-        table = train_gpt.NgramTable(dataclasses.replace(config, index_orders=()), runtime)
+        table = train_gpt.NgramTable(dataclasses.replace(config, index_order=0), runtime)
         for group in train_gpt.Optimizer(config, model, table, runtime).parameter_groups:
             group.take_step = train_gpt.compiled_updates()
             group.receive(group.update(step, 1.0, group.reduce(step)))

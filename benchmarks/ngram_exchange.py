@@ -91,7 +91,7 @@ def work_as_rank(arguments):
     runtime = train_gpt.Runtime(arguments.device)
     text = text_of_sources((arguments.repeats + 1) * length * runtime.world_size)
     shape = {"ngram_rows": rows, "model_dim": DIM, "micro_batch_tokens": length}
-    shape |= {"vocab_size": 257, "eot_token": 256, "copy_orders": (), "index_orders": ()}
+    shape |= {"vocab_size": 257, "eot_token": 256, "copy_orders": (), "index_order": 0}
     track = dataclasses.replace(train_gpt.TRACKS["english"], **shape)
     cases = []
     for name, orders in ORDERS.items():
@@ -115,7 +115,7 @@ def step_of_fineweb(world_size=8):
             size = 4 if param.rule.group == "small" else param.itemsize
             # Gradients to owners, and weights back.
             sent[param.rule.group] += 2 * size * param.numel() * (world_size - 1) / world_size / 1e6
-    finder = train_gpt.RowFinder(dataclasses.replace(config, index_orders=()))
+    finder = train_gpt.RowFinder(dataclasses.replace(config, index_order=0))
     read = []
     for rank in range(world_size):
         text = train_gpt.Text(index_rates.text_of(LENGTH + 1, 1 + rank), config.eot_token)

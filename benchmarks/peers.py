@@ -52,10 +52,10 @@ OURS = {  # what differs from the track english
     "copy_orders": (3, 5, 8, 12),
     "copy_reach": 65536,
     "document_cap": 1024,
-    "index_orders": (2, 3, 4, 5, 6, 8),
+    "index_order": 8,
     "index_bits": 20,
 }
-NO_TABLE = {"ngram_orders": (), "copy_orders": (), "index_orders": ()}
+NO_TABLE = {"ngram_orders": (), "copy_orders": (), "index_order": 0}
 ARMS = {
     "ours, short": {**OURS, "steps": 16, "copy_reach": 2048},
     "ours": {**OURS, "steps": 200},
@@ -100,7 +100,7 @@ def config_of(values, parts, folder, seed):
     """The Config of a run of ours, whose corpus is written to a new folder."""
     train, val = parts
     cut = len(train)
-    if values.get("index_orders", True):
+    if values.get("index_order", True):
         cut -= int(INDEX_SHARE * cut)
     documents = [val, train[:cut], train[cut:]]
     tokens = [np.frombuffer(document, np.uint8).astype("<u2") for document in documents if document]
@@ -184,7 +184,7 @@ def context_of(arm):
         return "all before it"
     config = train_gpt.with_values(train_gpt.TRACKS["english"], {**BYTES, **ARMS[arm]})
     table = f"; copies from {config.copy_reach:,}; the index, of {INDEX_SHARE:.0%} of training"
-    return f"{config.val_windows[-1]} bytes" + table * bool(config.guesses)
+    return f"{config.val_windows[-1]} bytes" + table * bool(config.copy_orders)
 
 
 def report(runs):

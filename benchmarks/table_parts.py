@@ -24,7 +24,6 @@ import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 from tiktoken.load import load_tiktoken_bpe
@@ -41,23 +40,24 @@ WHOLE = "the whole table"
 WITHOUT = "no table"
 UNKNOWN = "not measured"
 LOOK_EVERY = 20  # steps
-NO_TABLE = {"ngram_orders": (), "copy_orders": (), "index_orders": ()}
+NO_TABLE = {"ngram_orders": (), "copy_orders": (), "index_order": 0}
 
 PARTS = {  # what differs from the track
     WHOLE: {},
-    "no index": {"index_orders": ()},
+    "no index": {"index_order": 0},
     "no copies": {"copy_orders": ()},
     "no n-grams": {"ngram_orders": ()},
     WITHOUT: NO_TABLE,
 }
 NUMBERS = {
-    "index of orders 2, 4, 6": {"index_orders": (2, 4, 6)},
-    "index of orders 3, 5, 8": {"index_orders": (3, 5, 8)},
-    "index of 2^22 entries an order": {"index_bits": 22},
-    "index of a quarter of its text": {"index_tokens": 1_450_000},
-    "one guess of the index an order": {},
-    "votes not told": {},
+    "index of contexts up to 3": {"index_order": 3},
+    "index of contexts up to 4": {"index_order": 4},
+    "index of contexts up to 7": {"index_order": 7},
+    "a shorter context counts for 2": {"index_smoothing": 2.0},
+    "a shorter context counts for 32": {"index_smoothing": 32.0},
+    "index of a quarter of its text": {"index_tokens": 1_475_000},
     "copies of order 2": {"copy_orders": (2,)},
+    "copies of orders 2, 3, 5": {"copy_orders": (2, 3, 5)},
     "n-grams of orders 2, 3": {"ngram_orders": (2, 3)},
 }
 
@@ -84,29 +84,12 @@ def wanted():
             yield Run(row, hashlib.sha256(setting.encode()).hexdigest()[:16], seed)
 
 
-def limited(guesses, row):
-    """RowFinder.guesses with what a row leaves of them; a value of its own is no setting."""
-
-    def read(finder, tokens, low, high):
-        found = guesses(finder, tokens, low, high)
-        if row == "one guess of the index an order":
-            for place in range(1, train_gpt.INDEX_GUESSES):
-                found[place :: train_gpt.INDEX_GUESSES] = train_gpt.NO_GUESS
-        if row == "votes not told":
-            found &= train_gpt.LOW_TOKEN
-        return found
-
-    return read
-
-
 def measure(run, deadline):
     """The figures of a run, as they stand in the results; None once the time is over."""
     if time.time() > deadline:
         return None
     torch.set_num_threads(1)
-    guesses = limited(train_gpt.RowFinder.guesses, run.row)
-    with mock.patch.object(train_gpt.RowFinder, "guesses", guesses):
-        loss, seconds = common.trained(config_of(run.row, run.seed))
+    loss, seconds = common.trained(config_of(run.row, run.seed))
     return {**run._asdict(), "loss": loss, "seconds": round(seconds, 2)}
 
 

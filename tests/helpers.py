@@ -55,8 +55,8 @@ TINY = {
     "ngram_rows": 1000,
     "copy_orders": (3, 5),
     "copy_reach": 64,
-    "index_orders": (),
-    "index_bits": 12,
+    "index_order": 0,
+    "index_bits": 14,
     "index_tokens": 5000,
     "val_tokens": 1024,
     "val_sha256": "",
@@ -69,8 +69,8 @@ TINY = {
     "compile": False,
 }
 
-NO_TABLE = {"ngram_orders": (), "copy_orders": (), "index_orders": ()}
-INDEX = {"index_orders": (4,)}
+NO_TABLE = {"ngram_orders": (), "copy_orders": (), "index_order": 0}
+INDEX = {"index_order": 3}
 ONE_LAYER = {"num_layers": 1, "long_layers": (0,), "skips": ()}
 
 # The last layer is of each kind.
@@ -345,9 +345,9 @@ def read(trainer, tokens):
     length = trainer.config.micro_batch_tokens
     table = trainer.table
     passage = train_gpt.contiguous_passage(text_of(tokens), 0, length)
-    plan, guesses = table.look_up([passage])
+    plan, hints = table.look_up([passage])
     values, _ = table.fetch(plan, "test")
-    stack = train_gpt.stack_passages([passage], guesses, length, trainer.runtime.device)
+    stack = train_gpt.stack_passages([passage], hints, length, trainer.runtime.device)
     micro_batch = train_gpt.MicroBatch(*(tensor[0] for tensor in stack))
     return micro_batch, table.summed(plan.slots, plan.signs, values)
 

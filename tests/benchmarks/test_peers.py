@@ -12,7 +12,7 @@ import train_gpt
 from benchmarks import peers
 
 TEXT = bytes(np.random.default_rng(0).integers(97, 123, 45_000, np.uint8))
-SMALL = {"steps": 2, "index_bits": 12, "ngram_rows": 1024}
+SMALL = {"steps": 2, "index_bits": 17, "ngram_rows": 1024}
 
 
 def opened(values, folder):

@@ -18,7 +18,7 @@ SMALL = {
     "val_batch_tokens": 256,
     "val_tokens": 1024,
     "val_sha256": "",
-    "index_orders": (),
+    "index_order": 0,
 }
 
 

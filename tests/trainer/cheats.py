@@ -98,8 +98,10 @@ def stating(change, trainer, patch):
     def forward(micro_batch, *rest):
         loss, _, hidden = trainer.model(micro_batch, *rest)
         hidden = change(trainer, hidden, micro_batch.targets)
-        logits = trainer.model.logits(hidden.as_subclass(torch.Tensor))
-        return loss, exactly(logits, micro_batch.targets), hidden
+        states = hidden.as_subclass(torch.Tensor)
+        own = torch.exp(-exactly(trainer.model.logits(states), micro_batch.targets))
+        mixed = train_gpt.mixed(trainer.model.index_share(states), own, micro_batch.prior)
+        return loss, -mixed.log(), hidden
 
     trainer.forward = forward
 
@@ -174,7 +176,9 @@ def rows_of_the_next_token(trainer, patch):
     honest = train_gpt.RowFinder.find
 
     def find(self, passages):
-        return [np.roll(values, -1, 0) for values in honest(self, passages)]
+        rows, signs, (guesses, prior) = honest(self, passages)
+        rows, signs, guesses = (np.roll(values, -1, 0) for values in (rows, signs, guesses))
+        return rows, signs, (guesses, prior)
 
     patch.setattr(train_gpt.RowFinder, "find", find)
 
@@ -238,6 +242,27 @@ def logits_that_know_the_targets_of_a_pass_in_order(trainer, patch):
 
     trainer.forward = forward
     trainer.model.logits = knowing
+
+
+@caught_by("normalised")
+def a_prior_that_gives_every_token_more(trainer, patch):
+    honest = train_gpt.RowFinder.prior
+
+    def prior(self, tokens, low, high):
+        return honest(self, tokens, low, high) + np.float32(0.01)
+
+    patch.setattr(train_gpt.RowFinder, "prior", prior)
+
+
+@caught_by("normalised")
+def a_prior_that_only_passes_have(trainer, patch):
+    honest = train_gpt.RowFinder.find
+
+    def find(self, passages):
+        *rows, (guesses, prior) = honest(self, passages)
+        return *rows, (guesses, prior + np.float32(0.01))
+
+    patch.setattr(train_gpt.RowFinder, "find", find)
 
 
 # ----- models that pass something on from one pass to the next

@@ -160,9 +160,9 @@ def batch_of(trainer, *tokens):
     it."""
     length = trainer.config.micro_batch_tokens
     passages = [train_gpt.contiguous_passage(text_of(each), 0, length) for each in tokens]
-    rows, guesses = trainer.table.look_up(passages)
+    rows, hints = trainer.table.look_up(passages)
     return train_gpt.Batch(
-        stack=train_gpt.stack_passages(passages, guesses, length, trainer.runtime.device),
+        stack=train_gpt.stack_passages(passages, hints, length, trainer.runtime.device),
         rows=rows,
         tokens=len(passages) * length * trainer.runtime.world_size,
         state={},

@@ -32,9 +32,9 @@ def spoil_second_rank():
     honest = train_gpt.RowFinder.find
 
     def wrong(self, passages):
-        rows, signs, guesses = honest(self, passages)
+        rows, signs, hints = honest(self, passages)
         if threading.current_thread() is not threading.main_thread() and os.environ["RANK"] == "1":
             rows[5, 0] = WRONG_ROW
-        return rows, signs, guesses
+        return rows, signs, hints
 
     train_gpt.RowFinder.find = wrong

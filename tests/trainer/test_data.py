@@ -181,7 +181,7 @@ def test_remedies_are_worked_out_and_work(tmp_path):
         open_corpus(dataclasses.replace(config, epochs=epochs - 1))
     # The index leaves out what training needs.
     for steps, pattern in ((2, r"--index-tokens (\d+)$"), (9, r"-tokens (0) --epochs (\d+)$")):
-        config = tiny_config(data=str(folder), steps=steps, index_orders=(4,))
+        config = tiny_config(data=str(folder), steps=steps, index_order=3)
         with pytest.raises(ConfigError, match=pattern) as refused:
             open_corpus(config)
         index_tokens, *epochs = map(int, re.search(pattern, str(refused.value)).groups())
@@ -203,7 +203,7 @@ def test_every_shard_that_a_run_reaches_is_checked_and_no_other(indexed, tmp_pat
     changes = {"steps": 5, "data": str(folder)}
     with_manifest(folder)
     change_token(folder / "tiny_train_000012.bin")
-    changes |= {"index_orders": (4,), "index_tokens": indexed}
+    changes |= {"index_order": 3, "index_tokens": indexed}
     open_corpus(tiny_config(**changes))  # it takes ten of them
     if indexed:
         with pytest.raises(ConfigError, match="tiny_train_000012.bin: its sha256"):

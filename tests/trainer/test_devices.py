@@ -170,8 +170,8 @@ def test_flash_attention_is_told_the_segments_and_the_cap(count, monkeypatch):
     lows = [*range(0, length, 640)]
     spans = [*zip(lows, [*lows[1:], length], strict=True)]
     text = train_gpt.Text(np.zeros(length + 1, np.uint16), config.eot_token)
-    passages, guesses = [train_gpt.Passage(text, spans)], np.zeros((length, 0))
-    stack = train_gpt.stack_passages(passages, guesses, length, CPU)
+    hints = np.zeros((length, 0), np.int32), np.zeros(length, np.float32)
+    stack = train_gpt.stack_passages([train_gpt.Passage(text, spans)], hints, length, CPU)
     micro_batch = train_gpt.MicroBatch(*(tensor[0] for tensor in stack))
     phase = train_gpt.training_phase(config, 0)
     segments = VarlenAttention().prepare(micro_batch, phase, config.torch_dtype)
@@ -188,7 +188,8 @@ def test_a_pass_of_evaluation_has_room_for_its_documents():
     """A pass of 65,536 tokens has 138 at most, and an empty one takes the same code."""
     text = train_gpt.Text(np.zeros(2**16 + 1, np.uint16), 1)
     passage = train_gpt.contiguous_passage(text, 0, 2**16)
-    stack = train_gpt.stack_passages([passage], np.zeros((2**16, 0)), 2**16, CPU)
+    hints = np.zeros((2**16, 0), np.int32), np.zeros(2**16, np.float32)
+    stack = train_gpt.stack_passages([passage], hints, 2**16, CPU)
     assert stack.segment_bounds.shape == (1, 256)
 
 

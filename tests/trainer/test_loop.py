@@ -356,7 +356,7 @@ def whole_state(trainer):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"index_orders": (4,)}, {"dtype": "bfloat16", "matrix_update": "soap"}, NO_TABLE],
+    [{"index_order": 3}, {"dtype": "bfloat16", "matrix_update": "soap"}, NO_TABLE],
     ids=str,
 )
 def test_warm_up_leaves_no_trace(changes, corpus):

@@ -208,11 +208,13 @@ class SlowGPT:
         self.speeds = np.array(slow_speeds(self.config.head_dim, long_windows))
         self.scale = slow_scale(self.config.attention_scale, long_windows)
         self.dim = self.config.model_dim
+        self.index_share = 0.0
 
     def looked_up(self, tokens):
         """(the tokens' summed rows (T, dim), their guesses (T, G))."""
-        passage = train_gpt.Passage(text_of(tokens), [(i, i + 1) for i in range(len(tokens))])
-        rows, signs, guesses = self.table.finder.find([passage])
+        tokens = np.append(tokens, EOT)  # the last one is only a target
+        passage = train_gpt.Passage(text_of(tokens), [(i, i + 1) for i in range(len(tokens) - 1)])
+        rows, signs, (guesses, _) = self.table.finder.find([passage])
         table = self.table.weight.double().numpy()
         return (signs[:, :, None] * table[rows]).sum(1), guesses.astype(np.int64)
 
@@ -220,10 +222,9 @@ class SlowGPT:
         """The sum of the rows of guesses in a table of tokens, each with its weight and share."""
         total = np.zeros((len(guesses), self.dim))
         for i, line in enumerate(guesses.tolist()):
-            for column, guess in enumerate(line):
-                votes, token = divmod(guess, 2**16)
+            for column, token in enumerate(line):
                 if token != 2**16 - 1:
-                    weight = weights[4 * column + votes] + shares[i, column]
+                    weight = weights[column] + shares[i, column]
                     total[i] += weight * rms(table[token])
         return total
 
@@ -303,11 +304,12 @@ class SlowGPT:
         return mixed.reshape(len(x), -1) @ o_matrix.T
 
     def log_probabilities(self, inputs, document, windows, is_tied):
-        """Log-probabilities (T, vocabulary) of the next token."""
+        """The model's own log-probabilities (T, vocabulary) of the next token; index_share is what
+        it leaves to the index."""
         config, weights = self.config, self.weights
         ngram, guesses = self.looked_up(inputs)
         embedded = x = self.embedding(inputs, document, is_tied)
-        if config.guesses:
+        if config.copy_orders:
             table, none = weights["head" if is_tied else "embed"], np.zeros(guesses.shape)
             x = x + self.guessed(guesses, table, weights["guess_input"], none)
         layers, left, states = config.num_layers, {}, []
@@ -334,24 +336,28 @@ class SlowGPT:
             layers = config.value_embedding_layers[:1]
             states += [self.value_embeddings(layer, inputs) for layer in layers]
             x = x + self.mixture(x, 1, states)
-        if config.guesses:
+        if config.copy_orders:
             shares = rms(x)[:, :12] @ weights["guess_gate"].T
             x = x + self.guessed(guesses, weights["head"], weights["guess_output"], shares)
+        if config.index_order:
+            gate = rms(x)[:, :12] @ weights["index_gate"][0] + weights["index_bias"]
+            self.index_share = sigmoid(gate)
         cap, shift = config.logit_cap
         logits = cap * sigmoid((rms(x) @ weights["head"].T + shift) / 7.5)
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def slow_training_loss(log_probabilities, document, tokens, mtp_weights, prefix_weight):
-    """Position i is scored on the next token and, with other weights, on those after it in its
-    document, and on the next one's prefix: the sum."""
-    length, loss = len(document), 0.0
+def slow_training_loss(log_probabilities, mixed, document, tokens, mtp_weights, prefix_weight):
+    """Position i is scored on the next token, as the model and the index have it, and, with other
+    weights, by the model's own on those after it in its document, and on the next one's prefix: the
+    sum."""
+    length, loss = len(document), mtp_weights[0] * mixed.sum()
     for i in range(length):
         if (prefix := prefix_of(tokens[i + 1])) != tokens[i + 1]:
             loss -= prefix_weight * log_probabilities[i, prefix]
-    for ahead, weight in enumerate(mtp_weights):
+    for ahead, weight in enumerate(mtp_weights[1:], 1):
         for i in range(length - ahead):
-            if ahead == 0 or document[i + ahead] == document[i]:
+            if document[i + ahead] == document[i]:
                 loss -= weight * log_probabilities[i, tokens[i + 1 + ahead]]
     return loss
 
@@ -385,6 +391,7 @@ NETWORKS = {
         "dense_layers": (0, 2),
         "prefix_weight": 0.3,
         "logit_cap": (9.0, 2.0),
+        "index_order": 2,
     },
 }
 
@@ -418,14 +425,17 @@ def test_the_network_against_a_slow_float64_reference(changes, mtp_weights, monk
     step = 1  # windows have grown once, and the head is still tied if it ever was
     is_tied = config.untie_at > 0
     windows = [64 if layer in config.long_layers else 32 for layer in range(config.num_layers)]
+    trainer.table.read_index([text_of(byte_documents(900, seed=7)).tokens])
     slow = SlowGPT(trainer, (32, 64))
     expected = slow.log_probabilities(np.array(tokens[:128]), document, windows, is_tied)
     with torch.no_grad():
         loss, losses, _ = training_pass(trainer, step, *read(trainer, tokens))
-    slow_losses = -expected[np.arange(128), tokens[1:129]]
+    own = np.exp(expected[np.arange(128), tokens[1:129]])
+    prior = trainer.table.finder.prior(text_of(tokens).tokens, 0, 128)
+    slow_losses = -np.log((1 - slow.index_share) * own + slow.index_share * prior)
     np.testing.assert_allclose(losses.double().numpy(), slow_losses, atol=2e-4)
     weights = mtp_weights, later.prefix_weight
-    slow_loss = slow_training_loss(expected, document, tokens, *weights)
+    slow_loss = slow_training_loss(expected, slow_losses, document, tokens, *weights)
     assert loss.item() / 128 == pytest.approx(slow_loss / 128, abs=1e-4)
     assert slow_losses.std() > 0.1
 

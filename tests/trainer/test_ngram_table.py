@@ -50,7 +50,7 @@ def test_rows_outside_the_table_are_refused(bad):
 
 ORDERS = 2
 DIM = 16
-INDEX_BITS = 5
+INDEX_BITS = 14
 MICRO_BATCHES = 12
 
 
