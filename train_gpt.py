@@ -384,33 +384,33 @@ class Config:
 TRACKS = {
     "fineweb": Config(),
     # fineweb's recipe at small scale, to see on a CPU what a change is worth: a twelfth of its
-    # channels, five layers of all its kinds, one stage, and a small vocabulary.
+    # channels, four layers of all its kinds, one stage, and a small vocabulary.
     "english": Config(
         track="english",
         data="data/english",
         tokenizer="english1024.tiktoken",
         vocab_size=1024,
         eot_token=1023,
-        steps=160,
+        steps=42,
         micro_batch_tokens=1024,
         micro_batches_a_pass=1,
         stages=(Stage(0.0, 2, 512, (64, 256)),),
-        cooldown=(0.4, 1.0),
+        cooldown=(0.25, 1.0),
         final_lr=0.1,
         untie_at=0.0,
         model_dim=64,
-        num_layers=5,
+        num_layers=4,
         head_dim=32,
         mlp_dim=64,
         mlp_only_layers=(),
-        long_layers=(2, 4),
-        value_embedding_layers=(1, 4),
-        shifted_layers=(2, 4),
-        paired_layers=(0, 1, 3),
-        exclusive_layers=(1, 2),
-        skips=((0, 4), (1, 3)),
-        shared_input=(2,),
-        dense_layers=(1, 2),
+        long_layers=(1, 3),
+        value_embedding_layers=(0, 3),
+        shifted_layers=(1, 3),
+        paired_layers=(0, 2),
+        exclusive_layers=(0, 1),
+        skips=((0, 3),),
+        shared_input=(1,),
+        dense_layers=(0, 1),
         value_std=0.6,
         output_std=0.0,  # every block starts as the identity
         attention_scale=0.24,
@@ -418,12 +418,13 @@ TRACKS = {
         ngram_orders=(2,),
         ngram_rows=2**18,
         copy_orders=(2, 4),
-        index_order=5,
+        index_order=6,
         index_bits=23,
-        index_tokens=5_900_000,
-        matrix_lr=0.025,
+        index_smoothing=24.0,
+        index_tokens=6_000_000,
+        matrix_lr=0.035,
         one_sided_above=128,
-        adam_lr=0.024,
+        adam_lr=0.045,
         embed_scale_lr=5.0,
         val_tokens=262_144,
         val_sha256="cdf79be5415e8fdfa3e67f5e38a2d95a0db7abc021b652193350bc2f69c021f1",
@@ -1098,14 +1099,13 @@ def ending_keys(tokens, length, eot_token):
 @compiled
 def place_of(entries, bits, key):
     """Where an n-gram's entry stands, or would stand: the next free one, by open addressing."""
-    size = np.int64(len(entries) // REGIONS)
+    within = np.int64(len(entries) // REGIONS - 1)  # the bits of a place within its region
     place = np.int64(key >> np.uint64(64 - bits))
-    begin = place // size * size
-    for _ in range(size):
+    for _ in range(within + 1):
         entry = entries[place]
         if entry == 0 or entry >> COUNT_BITS == key & LOW_HALF:
             return place
-        place = begin + (place + 1 - begin) % size
+        place = (place & ~within) | ((place + 1) & within)
     raise ValueError("the index is full")
 
 
@@ -1163,11 +1163,22 @@ class RowFinder:
         self.entries = zeros(shape, dtype=torch.int64).numpy().view(np.uint64)
         self.tokens_read = 0
 
-    def read(self, texts, reader=0, readers=1):
-        """Take training texts, (n,) uint16 each, into the index. The readers share out lengths, and
-        regions: so many together leave the same bits as one alone. Raises ValueError."""
+    def read(self, texts, own=(0,), readers=1):
+        """Take training texts, (n,) uint16 each, into the index. So many readers share out lengths
+        and regions, and leave the same bits as one alone; `own` are the numbers of those that read
+        here, in threads. Raises ConfigError where the index is full."""
+        self.tokens_read += sum(map(len, texts))
+        with ThreadPoolExecutor(len(own)) as pool:
+            try:
+                list(pool.map(lambda reader: self.count_part(texts, reader, readers), own))
+            except ValueError as error:
+                bits = self.config.index_bits
+                raise ConfigError(f"index_bits={bits}: {error}; raise it to {bits + 1}") from None
+
+    def count_part(self, texts, reader, readers):
+        """Count what one of the readers does of the n-grams of texts. Raises ValueError."""
         bits = self.config.index_bits
-        parts = max(4, readers // max(1, len(self.lengths)))
+        parts = max(min(4, readers), readers // max(1, len(self.lengths)))
         edges = [REGIONS * part // parts * 2**bits // REGIONS for part in range(parts + 1)]
         work = itertools.product(self.lengths, itertools.pairwise(edges))
         for length, (low, high) in itertools.islice(work, reader, None, readers):
@@ -1176,7 +1187,6 @@ class RowFinder:
                     end = min(begin + INDEX_CHUNK, len(tokens))
                     keys = self.keys(tokens, begin, end, length)
                     count_up(self.entries[length - 1], bits, keys, low, high)
-        self.tokens_read = sum(map(len, texts))
 
     def keys(self, tokens, low, high, length):
         """Keys of the n-grams that end at tokens low to high, see ending_keys."""
@@ -1498,13 +1508,8 @@ class NgramTable(Group):
         threads = max(1, usable_cores() // runtime.local_world_size)
         readers = range(threads * runtime.local_world_size)
         runtime.barrier()  # of no rank that still looks at what it was
-        with ThreadPoolExecutor(threads) as pool:
-            own = readers[runtime.local_rank :: runtime.local_world_size]
-            try:
-                list(pool.map(lambda reader: self.finder.read(texts, reader, len(readers)), own))
-            except ValueError as error:
-                bits = self.config.index_bits
-                raise ConfigError(f"index_bits={bits}: {error}; raise it to {bits + 1}") from None
+        own = readers[runtime.local_rank :: runtime.local_world_size]
+        self.finder.read(texts, own, len(readers))
         runtime.barrier()
         found = self.index_digest()
         require(expected in ("", found), "the index is not that of the checkpoint: other text")

@@ -60,7 +60,7 @@ def measure(bits, tokens, repeats):
     return {
         "bits": bits,
         "alone": len(tokens) / best(lambda: index.read([tokens])),
-        "among": len(tokens) / best(lambda: index.read([tokens], READERS - 1, READERS)),
+        "among": len(tokens) / best(lambda: index.read([tokens], [READERS - 1], READERS)),
         "lookup": best(lambda: finder.find([asked])),
     }
 

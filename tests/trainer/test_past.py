@@ -348,7 +348,7 @@ def test_any_number_of_readers_leaves_the_same_bits(readers):
     texts = [DOCUMENTS, ONE_DOCUMENT]
     alone.read(texts)
     for reader in reversed(range(readers)):
-        together.read(texts, reader, readers)
+        together.read(texts, [reader], readers)
     assert np.array_equal(alone.entries, together.entries)
     assert (alone.entries != 0).mean() > 0.1
 
