@@ -432,6 +432,7 @@ TRACKS = {
         val_windows=(64, 640),
         val_every=0,
         target_loss=2.954,
+        log_every=5,
         dtype="float32",
         compile=False,  # compiling takes longer than the run
     ),
