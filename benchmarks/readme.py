@@ -52,12 +52,13 @@ def row_of_plain(results):
         for script in (plain_gpt, plain_turns)
     )
     losses = [figures["loss"] for figures in plain_gpt.finals_of(found["runs"])]
-    factor = re.search(r"factor:(\S+)", plain_turns.report(turns["turns"])[1])[1]
+    words = re.search(r"record:\S{10}_(\S+) factor:(\S+)", plain_turns.report(turns["turns"])[1])
+    record, factor = words.groups()
     what = (
         "[a plain GPT](benchmarks/README.md#a-plain-gpt) with AdamW, well tuned, on the same text"
     )
     where = machine(turns["environment"]["device"])
-    time = f"{factor} times as long, in turns"
+    time = f"{factor} times that of {record}, in turns"
     return [what, where, common.spread(losses, 4), time, len(losses)]
 
 
