@@ -6,8 +6,9 @@ A row is the track english with one change: a part is left out, or has another n
 parts have five seeds, rows of numbers the first three of these. As many runs go on at once as there
 are cores, each with one thread; seconds are processor time, of training and of reading the index. A
 call goes on where the last one stopped, and begins no run once its minutes are over. At first it
-looks at the loss of a run in training, seed 1, every 20 steps, beside PPMd on the same text, which
-is measured where pyppmd is installed (`pip install pyppmd==1.3.1`).
+looks at the loss of a run in training, seed 1, every 5 steps, beside what needs no training on the
+same text: the index alone, and PPMd, which is measured where pyppmd is installed (`pip install
+pyppmd==1.3.1`).
 
 Results: benchmarks/results/table_parts.{json,md}. The last line is
 `table_parts whole:<nats a token> without:<nats a token> seeds:<n>`, without the whole table, and
@@ -25,6 +26,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from tiktoken.load import load_tiktoken_bpe
 
@@ -39,7 +41,7 @@ SEEDS_OF_NUMBERS = SEEDS[:3]
 WHOLE = "the whole table"
 WITHOUT = "no table"
 UNKNOWN = "not measured"
-LOOK_EVERY = 20  # steps
+LOOK_EVERY = 5  # steps
 NO_TABLE = {"ngram_orders": (), "copy_orders": (), "index_order": 0}
 
 PARTS = {  # what differs from the track
@@ -133,7 +135,19 @@ def text_of(tokens):
     return b"".join(pieces.get(number, b"") for number in tokens.tolist())
 
 
-def beside_ppmd():
+def index_alone():
+    """(nats a token, processor seconds) of the track's index without a model."""
+    config = config_of(WHOLE, SEEDS[0])
+    corpus = train_gpt.open_corpus(config)
+    finder = train_gpt.RowFinder(config)
+    train_gpt.row_fingerprint(config)  # compiles its loops
+    began = time.process_time()
+    finder.read(corpus.indexed)
+    prior = finder.prior(corpus.val, 0, len(corpus.val) - 1)
+    return -np.log(prior, dtype=np.float64).mean(), time.process_time() - began
+
+
+def with_ppmd():
     """{what: (nats a token, processor seconds)} of PPMd on the text that the track reads."""
     if peers.pyppmd is None:
         return {}
@@ -150,9 +164,11 @@ def run_of(figures):
     return Run(*(figures[name] for name in Run._fields))
 
 
-def report_beside_ppmd(ppmd, looks):
-    """(the second table, the end of the last line): PPMd, and the looks at a run in training."""
-    rows = [[f"PPMd of order {order}", *ppmd[order]] for order in ppmd]
+def report_untrained(index, ppmd, looks):
+    """(the second table, the end of the last line): the index, PPMd, and the looks at a run in
+    training."""
+    rows = [["the index alone", *index]] if index else []
+    rows += [[f"PPMd of order {order}", *ppmd[order]] for order in ppmd]
     rows += [[f"english after {steps} steps", loss, seconds] for steps, seconds, loss in looks]
     shown = [[what, f"{loss:.4f}", f"{seconds:.1f}"] for what, loss, seconds in rows]
     bound, _ = ppmd.get(str(max(peers.PPMD_ORDERS)), (0.0, 0.0))
@@ -166,21 +182,22 @@ def main(argv=None):
     deadline = time.time() + 60 * arguments.minutes
     facts = common.environment("cpu")
     path = Path(arguments.results) / f"{NAME}.json"
-    known = {"runs": [], "ppmd": {}, "looks": []}
+    known = {"runs": [], "index": [], "ppmd": {}, "looks": []}
     known |= json.loads(path.read_text()) if path.is_file() else {}
     done = {run_of(figures) for figures in known["runs"]}
 
     def keep():
         page, line = report(known["runs"])
-        second, end = report_beside_ppmd(known["ppmd"], known["looks"])
+        second, end = report_untrained(known["index"], known["ppmd"], known["looks"])
         text = f"{page}\n\n{second}\n\n`{line}{end}`"
-        data = {name: known[name] for name in ("runs", "ppmd", "looks")}
+        data = {name: known[name] for name in ("runs", "index", "ppmd", "looks")}
         common.write_results(arguments.results, NAME, facts, data, text)
         return line + end
 
     if not known["looks"] and time.time() < deadline:
         torch.set_num_threads(1)
-        known["ppmd"] |= beside_ppmd()
+        known["index"] = index_alone()
+        known["ppmd"] |= with_ppmd()
         known["looks"] = list(common.curve(config_of(WHOLE, SEEDS[0]), LOOK_EVERY))
         keep()
     due = [run for run in wanted() if run not in done and time.time() < deadline]

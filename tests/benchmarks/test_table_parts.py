@@ -49,9 +49,11 @@ def test_gaps_are_of_equal_seeds():
 
 def test_what_passes_ppmd_is_below_it():
     looks = [[20, 5.0, 3.3], [40, 9.0, 3.2]]
-    page, end = table_parts.report_beside_ppmd({"6": [3.25, 2.0], "16": [3.3, 4.0]}, looks)
+    ppmd = {"6": [3.25, 2.0], "16": [3.3, 4.0]}
+    page, end = table_parts.report_untrained([3.4, 1.0], ppmd, looks)
     assert "| PPMd of order 16 | 3.3000 | 4.0 |" in page and end == " ppmd_passed_after:9.0"
-    assert table_parts.report_beside_ppmd({}, looks)[1] == " ppmd_passed_after:not measured"
+    assert "| the index alone | 3.4000 | 1.0 |" in page
+    assert table_parts.report_untrained([], {}, looks)[1] == " ppmd_passed_after:not measured"
 
 
 def test_the_text_of_tokens():
@@ -71,7 +73,8 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(table_parts, "SEEDS", (1,))
     kept = [{**figures(row, 1, 3.0), "commit": "c"} for row in table_parts.PARTS]
     (tmp_path / "table_parts.json").write_text(json.dumps({"runs": kept}))
-    monkeypatch.setattr(table_parts, "beside_ppmd", lambda: {"16": (3.2, 5.0)})
+    monkeypatch.setattr(table_parts, "index_alone", lambda: (3.3, 2.0))
+    monkeypatch.setattr(table_parts, "with_ppmd", lambda: {"16": (3.2, 5.0)})
     monkeypatch.setattr(table_parts.common, "curve", lambda *_: iter([(20, 7.0, 3.1)]))
     monkeypatch.setattr(table_parts.torch, "set_num_threads", lambda _: None)  # others' are kept
     table_parts.main(["--results", str(tmp_path)])
@@ -90,3 +93,5 @@ def test_a_run_learns(monkeypatch, corpus):
     found = table_parts.measure(run, float("inf"))
     assert found["loss"] < np.log(SMALL["vocab_size"]) and found["seconds"] > 0
     assert table_parts.measure(run, 0) is None
+    loss, seconds = table_parts.index_alone()
+    assert loss < np.log(SMALL["vocab_size"]) - 1 and seconds > 0
