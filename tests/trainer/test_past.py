@@ -250,11 +250,16 @@ TEXTS = {
 
 
 def assert_counted(finder, counts):
-    """That the index holds these n-grams, {tuple of tokens: count}, and no others."""
+    """That the index holds these n-grams, {tuple of tokens: count}, each in its region, and no
+    others."""
     bits = finder.config.index_bits
+    size = 2**bits // train_gpt.REGIONS
     for gram, count in counts.items():
-        key = np.array([slow_key(gram)], np.uint64)
-        assert train_gpt.counts_of(finder.entries[len(gram) - 1], bits, key) == count, gram
+        entries = finder.entries[len(gram) - 1]
+        key = slow_key(gram)
+        assert train_gpt.counts_of(entries, bits, np.array([key], np.uint64)) == count, gram
+        place = train_gpt.place_of(entries, bits, np.uint64(key))
+        assert place // size == (key >> 64 - bits) // size, gram
     assert (finder.entries != 0).sum() == len(counts)
 
 
@@ -295,6 +300,13 @@ def test_priors_of_all_tokens_are_a_distribution(order):
         expected = [slow_prior(text, end - 1, token, *numbers) for token in range(EOT + 1)]
         np.testing.assert_allclose(found, expected, rtol=1e-6)
         assert found.sum(dtype=np.float64) == pytest.approx(1, abs=1e-6)
+
+
+def test_an_index_that_is_nearly_full_against_a_dict():
+    finder = RowFinder(past_config(index_order=3, index_bits=14))
+    finder.read([DOCUMENTS, ONE_DOCUMENT])
+    assert (finder.entries[3] != 0).mean() > 0.7
+    assert_counted(finder, slow_counts([DOCUMENTS, ONE_DOCUMENT], 4))
 
 
 def test_an_index_that_is_full_tells_so():
@@ -343,7 +355,7 @@ def test_training_and_the_index_share_out_the_shards(last, count, tmp_path):
 
 @pytest.mark.parametrize("readers", [2, 3, 7, 40])
 def test_any_number_of_readers_leaves_the_same_bits(readers):
-    config = past_config(index_order=3, index_bits=15)
+    config = past_config(index_order=3, index_bits=14)
     alone, together = RowFinder(config), RowFinder(config)
     texts = [DOCUMENTS, ONE_DOCUMENT]
     alone.read(texts)
