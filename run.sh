@@ -142,7 +142,7 @@ def memory_of(config, ranks):
     tables = 2 + len(config.value_embedding_layers)
     matrices = config.num_layers * (4 * dim + 2 * config.mlp_dim)
     weights = dim * (config.vocab_size * tables + matrices)
-    shared = 4 * dim * config.ngram_rows + 8 * (config.index_order + 1) * 2**config.index_bits
+    shared = 4 * dim * config.ngram_rows + 8 * len(config.index_lengths) * 2**config.index_bits
     return 0.75 * 2**30 + 16 * weights + shared / ranks
 
 

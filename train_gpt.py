@@ -170,9 +170,10 @@ SPAN = Check(
     lambda ends: len(ends) == 2 and 0 <= ends[0] <= ends[1] <= 1,
     "must be a first and a last fraction, such as (0.4, 1)",
 )
+# Where a logit is 70 below another, its probability is still a float32 above 0.
 CAP = Check(
-    lambda cap: 0.1 <= cap[0] <= 80 and abs(cap[1]) <= 80 and len(cap) == 2,
-    "must be a cap, of 0.1 to 80, and a shift, such as (30, 0)",
+    lambda cap: 0.1 <= cap[0] <= 70 and abs(cap[1]) <= 80 and len(cap) == 2,
+    "must be a cap, of 0.1 to 70, and a shift, such as (30, 0)",
 )
 POSITIVE = Check(lambda value: 0 < value <= 1e30, "must be positive, and at most 1e30")
 NOT_NEGATIVE = Check(lambda value: 0 <= value <= 1e30, "must be 0, or positive and at most 1e30")
@@ -375,6 +376,11 @@ class Config:
         require(is_there, f"eot_token={self.eot_token}: must be below vocab_size={self.vocab_size}")
         is_named = self.resume != "auto" or self.run_id
         require(is_named, "resume=auto: it goes on with the run of --run-id; name one")
+
+    @property
+    def index_lengths(self):
+        """Lengths of the n-grams that the index counts: its contexts, and the token behind them."""
+        return range(1, self.index_order + 2) if self.index_order else range(0)
 
     @property
     def torch_dtype(self):
@@ -1113,19 +1119,12 @@ def place_of(entries, bits, key):
 @compiled
 def count_up(entries, bits, keys, low, high):
     """Count n-grams by their keys (L,), 0 for none, in place, if they belong to the entries from
-    low to high, whole regions. Returns a number that means nothing."""
-    seen = np.uint64(0)
-    # First the processor waits for many entries at once.
-    for i in range(len(keys)):
-        place = np.int64(keys[i] >> np.uint64(64 - bits))
-        if low <= place < high:
-            seen ^= entries[place]
+    low to high, whole regions."""
     for i in range(len(keys)):
         if keys[i] != 0 and low <= np.int64(keys[i] >> np.uint64(64 - bits)) < high:
             place = place_of(entries, bits, keys[i])
             entries[place] = ((keys[i] & LOW_HALF) << COUNT_BITS) | (entries[place] & LOW_HALF)
             entries[place] += np.uint64(1)
-    return seen
 
 
 @compiled
@@ -1158,9 +1157,7 @@ class RowFinder:
 
     def __init__(self, config, zeros=torch.zeros):
         self.config = config
-        # The n-grams of one token, of two, ...: contexts, and the token that follows.
-        self.lengths = range(1, config.index_order + 2) if config.index_order else range(0)
-        shape = len(self.lengths), 2**config.index_bits
+        shape = len(config.index_lengths), 2**config.index_bits
         self.entries = zeros(shape, dtype=torch.int64).numpy().view(np.uint64)
         self.tokens_read = 0
 
@@ -1177,11 +1174,12 @@ class RowFinder:
                 raise ConfigError(f"index_bits={bits}: {error}; raise it to {bits + 1}") from None
 
     def count_part(self, texts, reader, readers):
-        """Count what one of the readers does of the n-grams of texts. Raises ValueError."""
+        """Count one reader's part of the n-grams of texts. Raises ValueError."""
         bits = self.config.index_bits
-        parts = max(min(4, readers), readers // max(1, len(self.lengths)))
+        lengths = self.config.index_lengths
+        parts = max(min(4, readers), readers // max(1, len(lengths)))
         edges = [REGIONS * part // parts * 2**bits // REGIONS for part in range(parts + 1)]
-        work = itertools.product(self.lengths, itertools.pairwise(edges))
+        work = itertools.product(lengths, itertools.pairwise(edges))
         for length, (low, high) in itertools.islice(work, reader, None, readers):
             for tokens in texts:
                 for begin in range(0, len(tokens), INDEX_CHUNK):
@@ -1206,7 +1204,7 @@ class RowFinder:
         config = self.config
         found = np.full(high - low, 1 / (config.eot_token + 1))
         held = self.tokens_read  # of no context
-        for length in self.lengths:
+        for length in config.index_lengths:
             keys = self.keys(tokens, low, high + 1, length)
             counts = counts_of(self.entries[length - 1], config.index_bits, keys)
             # A context that reaches beyond its document's start is none.
@@ -1771,15 +1769,15 @@ class CappedCrossEntropy(torch.autograd.Function):
                 torch.where(columns == one[:, None], gap, 0).sum(1) for one in target.unbind(1)
             ]
             target_gap = torch.stack(target_gaps, 1)
-            first, *others = (sum_exp.log() + target_gap).split(1, dim=1)
-            own = torch.exp(-first)
-            whole = mixed(share[chunk, None], own, prior[chunk, None])
-            losses.append(torch.cat([-whole.log(), *others], 1))
+            loss = sum_exp.log() + target_gap
+            own = torch.exp(-loss[:, 0])
+            whole = mixed(share[chunk], own, prior[chunk])
+            losses.append(torch.cat([-whole.log()[:, None], loss[:, 1:]], 1))
             if needs_grad:
-                first, *others = weights[chunk].split(1, dim=1)
-                share_grads.append((first * (own - prior[chunk, None]) / whole)[:, 0])
-                first = first * (1 - share[chunk, None]) * own / whole
-                weight = torch.cat([first, *others], 1)
+                weight = weights[chunk]
+                share_grads.append(weight[:, 0] * (own - prior[chunk]) / whole)
+                own_weight = weight[:, 0] * (1 - share[chunk]) * own / whole
+                weight = torch.cat([own_weight[:, None], weight[:, 1:]], 1)
                 target_weight = (is_same[chunk] * weight[:, None]).sum(-1)
                 scale = weight.sum(1, keepdim=True) / sum_exp
                 part = target_weight / scale.clamp_min(1e-30)
@@ -3055,10 +3053,10 @@ class GatePasses:
         targets = self.val[low + 1 : low + 1 + self.length].astype(np.int64)
         prior = finder.prior(self.val, low, low + self.length)
         place = np.random.default_rng([config.seed, 2, low]).integers(self.length)
-        priors = finder.distribution(self.val[: low + place + 1])
+        of_all = finder.distribution(self.val[: low + place + 1])
         # A context at the very end of the index's text was followed by nothing, and leaves less.
-        is_whole = priors.sum(dtype=np.float64) < 1 + 1e-4
-        is_whole = is_whole and abs(priors[targets[place]] - prior[place]) < 1e-6
+        is_whole = of_all.sum(dtype=np.float64) < 1 + 1e-4
+        is_whole = is_whole and abs(of_all[targets[place]] - prior[place]) < 1e-6
         exact = []
         expected = (to_device(array, hidden.device) for array in (targets, prior))
         read = (tensor.flip(0).split(1024) for tensor in (hidden, *expected))

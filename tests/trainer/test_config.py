@@ -155,7 +155,7 @@ REFUSED = [
     ("--adam-lr 0", "adam_lr=0.0", "positive"),
     ("--adam-lr nan", "adam_lr=nan", "positive"),
     ("--matrix-decay -0.1", "matrix_decay=-0.1", "0, or positive"),
-    ("--logit-cap (81,0)", "logit_cap=(81, 0)", "0.1 to 80"),
+    ("--logit-cap (81,0)", "logit_cap=(81, 0)", "0.1 to 70"),
     ("--val-every -1", "val_every=-1", "0 to 1,000,000,000"),
     ("--cooldown (0.5,1.5)", "cooldown=(0.5, 1.5)", "a last fraction"),
     ("--mlp-only-layers 3", "value_embedding_layers: [3]", "no attention"),
