@@ -7,7 +7,7 @@ worth is the difference of the final losses, with and without, as a share of the
 k), where k is the fall of loss with the logarithm of steps, from controls of fewer and more steps.
 Each run takes one core. What stands in prices.json is not repeated: a call goes on where the last
 one stopped, seed by seed, and ends when its minutes are over. Runs of english with other numbers do
-not compare, and are refused.
+not compare, and are refused: prices.toml closes the configuration that they belong to.
 
 The features are split in two by lot, by their names: whoever changes the track so that it predicts
 better looks at the half `tuning` alone, and at the half `scoring` once.
@@ -44,6 +44,8 @@ from records.stats import drawn
 NAME = "prices"
 PLAN = tomllib.loads(Path(__file__).with_name("prices.toml").read_text())
 FEATURES = {feature["name"]: feature for feature in PLAN["feature"]}
+CONFIGURATIONS = PLAN["configuration"]
+LATEST = "plain_table"  # the configuration that the last line and the picture are of
 # A hash of the configuration that prices are of, for runs of two do not mix.
 TRACK = hashlib.sha256(repr(train_gpt.TRACKS["english"]).encode()).hexdigest()[:16]
 CONTROL = "control"
@@ -70,11 +72,14 @@ def as_tuples(value):
 
 def changes_of(run):
     """({field: value}, {name in train_gpt: replacement}) of a run."""
-    values = dict(PLAN["configuration"][run.configuration])
-    values.pop("features", None)
+    own = CONFIGURATIONS[run.configuration]
+    values = {name: own[name] for name in own.keys() - {"closed", "controls", "features"}}
     replaced = {}
     if run.change in FEATURES:
         feature = FEATURES[run.change]
+        track = train_gpt.TRACKS["english"]
+        for name in feature.get("halved", ()):
+            values[name] = values.get(name, getattr(track, name)) / 2
         values.update(feature.get("change", {}))
         if "variant" in feature:
             replaced = VARIANTS[feature["variant"]]()
@@ -103,10 +108,10 @@ def measure(run, **others):
 
 def wanted():
     """All runs, in their order: seed by seed, where each is complete for itself."""
-    for configuration, values in PLAN["configuration"].items():
-        features = values.get("features", list(FEATURES))
-        for seed in PLAN["seeds"]:
-            for change in [CONTROL, *map(str, PLAN["steps"]), *features]:
+    for configuration, values in CONFIGURATIONS.items():
+        if "closed" not in values:
+            changes = [CONTROL, *map(str, values["controls"]), *values.get("features", FEATURES)]
+            for seed, change in itertools.product(PLAN["seeds"], changes):
                 yield Run(configuration, change, seed)
 
 
@@ -115,12 +120,10 @@ def run_of(figures):
 
 
 def missing(runs):
-    """The runs that are not among these figures: seed by seed, each configuration two seeds behind
-    the one before it."""
+    """The runs that are not among these figures, a seed of all configurations after the other."""
     known = {run_of(figures) for figures in runs}
-    turns = {name: 2 * number for number, name in enumerate(PLAN["configuration"])}
     left = [run for run in wanted() if run not in known]
-    return sorted(left, key=lambda run: run.seed + turns[run.configuration])
+    return sorted(left, key=lambda run: run.seed)
 
 
 # ----- worth
@@ -135,9 +138,9 @@ def losses_of(runs, configuration):
     return losses
 
 
-def fall_of_loss(losses):
-    """How much the final loss falls with the natural logarithm of the steps."""
-    fewer, more = map(str, PLAN["steps"])
+def fall_of_loss(losses, controls):
+    """How much the final loss falls with the natural logarithm of the steps, by runs of so many."""
+    fewer, more = map(str, controls)
     seeds = losses.get(fewer, {}).keys() & losses.get(more, {}).keys()
     if not seeds:
         return None
@@ -290,7 +293,7 @@ def picture(gains, fall, path):
     axes.axhline(0, linewidth=0.5, color="grey")
     axes.axvline(0, linewidth=0.5, color="grey")
     axes.set(xscale="symlog", yscale="symlog")
-    axes.set(xlabel="steps saved on eight H100s, %", ylabel="steps saved on english, %")
+    axes.set(xlabel="steps saved on eight H100s, %", ylabel=f"steps saved on {LATEST}, %")
     figure.savefig(path, format="png", dpi=120)
 
 
@@ -309,16 +312,16 @@ def report(runs, folder):
         "n",
         "record of modded-nanogpt",
     ]
-    for configuration in PLAN["configuration"]:
+    for configuration, values in CONFIGURATIONS.items():
         losses = losses_of(runs, configuration)
-        fall = fall_of_loss(losses)
+        fall = fall_of_loss(losses, values["controls"])
         gains = gains_of(losses)
         if fall is None or sum("saved" in FEATURES[name] for name in gains) < 3:
             continue
         title = f"`{configuration}`: the loss falls by {fall:.3f} with the logarithm of steps."
         tables += [title, common.markdown_table(header, rows_of_features(gains, fall))]
         verdicts += rows_of_verdicts(gains, fall, configuration)
-        if configuration == "english":
+        if configuration == LATEST:
             line = line_of(verdict(gains, fall, list(gains)))
             picture(gains, fall, Path(folder) / f"{NAME}.png")
     header = [
@@ -351,7 +354,7 @@ def main(argv=None):
     path = Path(arguments.results) / f"{NAME}.json"
     known = json.loads(path.read_text()) if path.is_file() else {"track": TRACK, "runs": []}
     if known.get("track") != TRACK:
-        sys.exit(f"error: {path} has runs of english as it was; move it away to begin anew")
+        sys.exit(f"error: {path} has runs of english as it was; close their configuration")
     runs = known["runs"]
     left = iter(missing(runs))
     spawn = multiprocessing.get_context("spawn")

@@ -38,9 +38,9 @@ def test_gains_are_paired_and_have_the_sign_of_the_feature():
 
 def test_a_gain_as_a_share_of_steps():
     """A loss of a - k ln(steps): steps saved are those that reach the old loss sooner."""
-    fewer, more = prices.PLAN["steps"]
+    fewer, more = 125, 195
     runs = [figures(str(steps), 1, 5 - 0.3 * np.log(steps)) for steps in (fewer, more)]
-    fall = prices.fall_of_loss(prices.losses_of(runs, "english"))
+    fall = prices.fall_of_loss(prices.losses_of(runs, "english"), (fewer, more))
     assert fall == pytest.approx(0.3)
     gain = 0.3 * np.log(200 / 150)  # 200 steps without are worth 150 with
     assert prices.shares(gain, fall) == pytest.approx(25.0)
@@ -78,7 +78,7 @@ def test_a_plan_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "prices.json").read_text())["runs"] == known
     assert "rank_correlation:" in (tmp_path / "prices.md").read_text()
     (tmp_path / "prices.json").write_text(json.dumps({"track": "of another day", "runs": known}))
-    with pytest.raises(SystemExit, match="has runs of english as it was; move it away"):
+    with pytest.raises(SystemExit, match="has runs of english as it was; close their"):
         prices.main(["--minutes", "0", "--results", str(tmp_path)])
 
 
