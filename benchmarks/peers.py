@@ -1,13 +1,14 @@
 """English's recipe beside what people know: nanoGPT's Shakespeare, in nats a byte.
 
-    python benchmarks/peers.py input.txt [--minutes 60]
+    python benchmarks/peers.py input.txt [--minutes 60] [--own FILE]
 
 The text is data/tinyshakespeare/input.txt of github.com/karpathy/char-rnn, which is no part of this
 repository. As in nanoGPT, the first 90 % train and the last 10 % validate, but for what fills no
 whole pass. The text is ASCII, so a byte is a character.
 
-`ours` is the track english with the changes of OURS. The last part of its training text is read
-into the index alone, and the network trains on the rest. `plain GPT` is plain_gpt.py at the sizes
+`ours` is the track english with the changes of OURS. Half of its training text is read into the
+index alone, and more where the network does not come to the rest. `--own FILE` adds a table of
+another text, a file in UTF-8: ours, one seed, and PPMd. `plain GPT` is plain_gpt.py at the sizes
 of nanoGPT's quick start on a CPU, and should end at 1.90 ± 0.03. PPMd is measured where pyppmd is
 installed (`pip install pyppmd==1.3.1`).
 
@@ -21,6 +22,7 @@ Results: benchmarks/results/peers.{json,md}. The last line,
 """
 
 import hashlib
+import itertools
 import json
 import math
 import sys
@@ -44,23 +46,27 @@ except ImportError:
 
 NAME = "peers"
 SEEDS = (1, 2, 3, 4, 5)
-INDEX_SHARE = 0.5  # of the training text, for the index alone
+TEXT = "tinyshakespeare"
 TEXT_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 BYTES = {"tokenizer": "bytes", "vocab_size": 384, "eot_token": 256, "val_sha256": ""}
 
 OURS = {  # what differs from the track english
-    "copy_orders": (3, 5, 8, 12),
+    "steps": 300,
+    "copy_orders": (2, 3, 5, 8, 12),
     "copy_reach": 65536,
     "document_cap": 1024,
     "index_order": 8,
-    "index_bits": 20,
+    "index_smoothing": 4.0,
+    "matrix_lr": 0.025,
+    "adam_lr": 0.024,
 }
 NO_TABLE = {"ngram_orders": (), "copy_orders": (), "index_order": 0}
 ARMS = {
-    "ours, short": {**OURS, "steps": 16, "copy_reach": 2048},
-    "ours": {**OURS, "steps": 200},
-    "ours without the table": {**OURS, **NO_TABLE, "steps": 200},
+    "ours, short": {**OURS, "steps": 10, "copy_reach": 2048},
+    "ours": OURS,
+    "ours without the table": {**OURS, **NO_TABLE},
 }
+OWN_ARMS = ("ours",)  # of another text
 # nanoGPT's quick start on a CPU: layers, heads, channels, context, batch of 12 windows, rate.
 PLAIN = plain_gpt.Setting(width=128, layers=4, context=64, batch=12 * 64, rate=1e-3)
 PLAIN_STEPS = 2000
@@ -79,8 +85,9 @@ PUBLISHED = (
 
 
 class Run(NamedTuple):
-    """One training: a row of the table, its setting in words, and the seed."""
+    """One training: the text, a row of its table, its setting in words, and the seed."""
 
+    text: str
     arm: str
     setting: str
     seed: int
@@ -99,15 +106,19 @@ def parts_of(text):
 def config_of(values, parts, folder, seed):
     """The Config of a run of ours, whose corpus is written to a new folder."""
     train, val = parts
+    own = {"data": str(folder), "seed": seed, "device": "cpu", "epochs": 1000}
+    config = train_gpt.with_values(train_gpt.TRACKS["english"], {**BYTES, **own, **values})
     cut = len(train)
-    if values.get("index_order", True):
-        cut -= int(INDEX_SHARE * cut)
+    if config.index_order:
+        read = config.steps * config.stages[0].micro_batches * config.micro_batch_tokens
+        cut = min(cut - cut // 2, read)
     documents = [val, train[:cut], train[cut:]]
     tokens = [np.frombuffer(document, np.uint8).astype("<u2") for document in documents if document]
     common.write_corpus(folder, tokens, BYTES["eot_token"], len(val))
-    own = {"data": str(folder), "seed": seed, "device": "cpu", "epochs": 1000}
-    own |= {"index_tokens": len(documents[2]) + 1, "val_tokens": len(val)}  # 1: its end-of-text
-    return train_gpt.with_values(train_gpt.TRACKS["english"], {**BYTES, **own, **values})
+    indexed = len(train) - cut
+    sizes = {"val_tokens": len(val), "index_tokens": indexed + 1}  # 1: its end-of-text
+    sizes["index_bits"] = max(17, (indexed + indexed // 4).bit_length())  # of it, all n-grams fit
+    return train_gpt.with_values(config, {**sizes, **values})
 
 
 def train_ours(values, parts, seed):
@@ -147,13 +158,22 @@ def code_with_ppmd(order, parts):
     return bits * math.log(2) / len(parts[1]), seconds
 
 
-def wanted():
+def settings_of(text):
+    """{arm: its setting in words} of the table of a text."""
+    settings = {f"PPMd of order {order}": str(order) for order in PPMD_ORDERS}
+    chosen = ARMS if text == TEXT else OWN_ARMS
+    settings |= {arm: json.dumps(ARMS[arm]) for arm in chosen}
+    if text == TEXT:
+        settings["plain GPT"] = json.dumps([*PLAIN, PLAIN_STEPS])
+    return settings
+
+
+def wanted(text):
     """All runs, in their order: seed by seed, the quickest first. PPMd has no seed."""
-    for seed in SEEDS:
-        if seed == SEEDS[0]:
-            yield from (Run(f"PPMd of order {order}", str(order), seed) for order in PPMD_ORDERS)
-        yield from (Run(arm, json.dumps(values), seed) for arm, values in ARMS.items())
-        yield Run("plain GPT", json.dumps([*PLAIN, PLAIN_STEPS]), seed)
+    for seed in SEEDS if text == TEXT else SEEDS[:1]:
+        for arm, setting in settings_of(text).items():
+            if seed == SEEDS[0] or not arm.startswith("PPMd"):
+                yield Run(text, arm, setting, seed)
 
 
 def measure(run, parts):
@@ -183,16 +203,18 @@ def context_of(arm):
     if arm not in ARMS:
         return "all before it"
     config = train_gpt.with_values(train_gpt.TRACKS["english"], {**BYTES, **ARMS[arm]})
-    table = f"; copies from {config.copy_reach:,}; the index, of {INDEX_SHARE:.0%} of training"
+    table = f"; copies from {config.copy_reach:,}; the index"
     return f"{config.val_windows[-1]} bytes" + table * bool(config.copy_orders)
 
 
-def report(runs):
-    """(the page, the last line) of the figures of the runs that are wanted."""
-    found = {run.arm: [] for run in wanted()}
+def table_of(runs, text):
+    """(the table of a text in Markdown, {arm: its mean loss and seconds})."""
+    settings = settings_of(text)
+    found = {arm: [] for arm in settings}
     for figures in runs:
-        if run_of(figures) in set(wanted()):
-            found[figures["arm"]].append((figures["loss"], figures["seconds"]))
+        run = run_of(figures)
+        if run.text == text and run.setting == settings.get(run.arm):
+            found[run.arm].append((figures["loss"], figures["seconds"]))
     rows = []
     mean = {}
     for arm, pairs in found.items():
@@ -202,7 +224,14 @@ def report(runs):
             losses, times = zip(*pairs, strict=True)
             row = [common.spread(losses, 4), common.spread(times, 1)]
         rows.append([arm, context_of(arm), *row, len(pairs)])
+    rows += PUBLISHED if text == TEXT else ()
     header = ["what", "context", "validation loss, nats a byte", "processor seconds", "n"]
+    return common.markdown_table(header, rows), mean
+
+
+def report(runs):
+    """(the page, the last line) of the figures of the runs that are wanted."""
+    table, mean = table_of(runs, TEXT)
     loss = seconds = ratio = "not measured"
     if "ours" in mean:
         loss, seconds = f"{mean['ours'][0]:.4f}", f"{mean['ours'][1]:.1f}"
@@ -210,28 +239,42 @@ def report(runs):
         own, plain = mean["ours, short"], mean["plain GPT"]
         ratio = f"{plain[1] / own[1]:.1f}" if own[0] <= plain[0] else "not reached"
     line = f"tinyshakespeare:{loss} seconds:{seconds} nanogpt_ratio:{ratio}"
-    return f"{common.markdown_table(header, [*rows, *PUBLISHED])}\n\n`{line}`", line
+    parts = [table, f"`{line}`"]
+    for text in sorted({run_of(figures).text for figures in runs} - {TEXT}):
+        parts += [f"{text}:", table_of(runs, text)[0]]
+    return "\n\n".join(parts), line
+
+
+def own_text(path):
+    """{its name: its content} of another text; empty without one."""
+    if path is None:
+        return {}
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()[:12]
+    return {f"{path.name}, {len(content):,} bytes, sha256 {digest}": content}
 
 
 def main(argv=None):
     parser = common.parser(__doc__, minutes=60.0)
     parser.add_argument("text", type=Path, help="nanoGPT's input.txt")
+    parser.add_argument("--own", type=Path, help="another text, for a table of its own")
     arguments = parser.parse_args(argv)
     deadline = time.monotonic() + 60 * arguments.minutes
     text = arguments.text.read_bytes()
     if hashlib.sha256(text).hexdigest() != TEXT_SHA256:
         sys.exit(f"error: {arguments.text} is not data/tinyshakespeare/input.txt of char-rnn")
+    texts = {TEXT: text, **own_text(arguments.own)}
     torch.set_num_threads(1)
     facts = common.environment("cpu")
     path = Path(arguments.results) / f"{NAME}.json"
     runs = json.loads(path.read_text())["runs"] if path.is_file() else []
     done = {run_of(figures) for figures in runs}
-    for run in wanted():
+    for run in itertools.chain.from_iterable(map(wanted, reversed(texts))):
         is_due = run not in done and time.monotonic() < deadline
-        figures = measure(run, parts_of(text)) if is_due else None
+        figures = measure(run, parts_of(texts[run.text])) if is_due else None
         if figures:
             runs.append({**figures, "commit": facts["commit"]})
-            print(f"{run.arm} seed:{run.seed} loss:{figures['loss']:.4f}", flush=True)
+            print(f"{run.text}, {run.arm} seed:{run.seed} loss:{figures['loss']:.4f}", flush=True)
         page, line = report(runs)
         common.write_results(arguments.results, NAME, facts, {"runs": runs}, page)
     print(line)

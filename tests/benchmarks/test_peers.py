@@ -12,7 +12,7 @@ import train_gpt
 from benchmarks import peers
 
 TEXT = bytes(np.random.default_rng(0).integers(97, 123, 45_000, np.uint8))
-SMALL = {"steps": 2, "index_bits": 17, "ngram_rows": 1024}
+SMALL = {"steps": 2, "ngram_rows": 1024}
 
 
 def opened(values, folder):
@@ -21,7 +21,7 @@ def opened(values, folder):
 
 
 def test_the_index_the_network_and_the_validation_have_texts_of_their_own(tmp_path):
-    corpus = opened({**peers.OURS, **SMALL}, tmp_path)
+    corpus = opened({**peers.OURS, "ngram_rows": 1024}, tmp_path)
     (trained,), (indexed,) = corpus.shards, corpus.indexed
     eot = peers.BYTES["eot_token"]
     assert [part[0] for part in (trained, indexed, corpus.val)] == [eot] * 3
@@ -29,6 +29,12 @@ def test_the_index_the_network_and_the_validation_have_texts_of_their_own(tmp_pa
     assert bytes(trained[1:-1].astype(np.uint8)) == TEXT[:20_250] and trained[-1] == eot
     assert bytes(indexed[1:].astype(np.uint8)) == TEXT[20_250:40_500]
     assert bytes(corpus.val[1:].astype(np.uint8)) == TEXT[40_500 : 40_500 + 4096]
+
+
+def test_more_is_indexed_where_the_network_reads_less(tmp_path):
+    corpus = opened({**peers.OURS, **SMALL}, tmp_path)
+    read = 2 * 2 * 1024  # steps of two micro-batches
+    assert len(corpus.shards[0]) == 1 + read + 1 and len(corpus.indexed[0]) == 1 + 40_500 - read
 
 
 def test_without_the_table_all_of_the_training_text_trains(tmp_path):
@@ -61,7 +67,7 @@ def test_ppmd_pays_for_the_validation_part_alone(monkeypatch):
 
 
 def figures(arm, loss, seconds):
-    (run,) = [run for run in peers.wanted() if run.arm == arm and run.seed == 1]
+    (run,) = [run for run in peers.wanted(peers.TEXT) if run.arm == arm and run.seed == 1]
     return {**run._asdict(), "loss": loss, "seconds": seconds}
 
 
@@ -84,12 +90,17 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path, monkeypatch, capsys):
     arms = {arm: {**values, **SMALL} for arm, values in peers.ARMS.items()}
     monkeypatch.setattr(peers, "ARMS", arms)
     (tmp_path / "input.txt").write_bytes(TEXT)
-    words = [str(tmp_path / "input.txt"), "--results", str(tmp_path)]
+    (tmp_path / "own.txt").write_bytes(2 * TEXT)
+    words = [str(tmp_path / "input.txt"), "--own", str(tmp_path / "own.txt")]
+    words += ["--results", str(tmp_path)]
     peers.main([*words, "--minutes", "0"])
     assert capsys.readouterr().out.startswith("tinyshakespeare:not measured")
     peers.main(words)
     runs = json.loads((tmp_path / "peers.json").read_text())["runs"]
-    assert {run["arm"] for run in runs} == {*arms, "plain GPT"}
+    trained = {run["arm"] for run in runs if run["text"] == peers.TEXT}
+    assert trained == {*arms, "plain GPT"}
+    own = [run for run in runs if run["text"].startswith("own.txt, 90,000 bytes, sha256 ")]
+    assert [run["arm"] for run in own] == ["ours"]
     # After two steps all know little of 26 letters, and they know something.
     assert all(run["loss"] < 7 and run["seconds"] > 0 for run in runs)
     kept = runs[1:]
@@ -98,4 +109,4 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path, monkeypatch, capsys):
     again = json.loads((tmp_path / "peers.json").read_text())["runs"]
     assert again[:-1] == kept and again[-1]["loss"] == runs[0]["loss"]
     page = (tmp_path / "peers.md").read_text()
-    assert page.count("| not measured | not measured | 0 |") == len(peers.PPMD_ORDERS)
+    assert page.count("| not measured | not measured | 0 |") == 2 * len(peers.PPMD_ORDERS)
