@@ -299,7 +299,7 @@ class Config:
     copy_reach: int = knob(2048, "tokens that copies look back", SIZE)
     index_order: int = knob(3, "longest context of the index; 0: no index", between(0, 31))
     index_bits: int = knob(28, "the index has room for 2 to this n-grams a length", between(6, 32))
-    index_smoothing: float = knob(8.0, "occurrences that a shorter context counts for", POSITIVE)
+    index_smoothing: float = knob(12.0, "weight of shorter contexts, see RowFinder.prior", POSITIVE)
     # Of data/fineweb.py's nine shards the run trains on the first 339 million tokens.
     index_tokens: int = knob(200_000_000, "last training tokens, for the index alone", INDEX_TOKENS)
     # --- optimizer
@@ -397,7 +397,7 @@ TRACKS = {
         tokenizer="english1024.tiktoken",
         vocab_size=1024,
         eot_token=1023,
-        steps=46,
+        steps=24,
         micro_batch_tokens=1024,
         micro_batches_a_pass=1,
         stages=(Stage(0.0, 2, 512, (64, 256)),),
@@ -426,11 +426,11 @@ TRACKS = {
         copy_orders=(2, 4),
         index_order=6,
         index_bits=23,
-        index_smoothing=24.0,
+        index_smoothing=7.0,
         index_tokens=6_000_000,
-        matrix_lr=0.035,
+        matrix_lr=0.04,
         one_sided_above=128,
-        adam_lr=0.045,
+        adam_lr=0.06,
         embed_scale_lr=5.0,
         val_tokens=262_144,
         val_sha256="cdf79be5415e8fdfa3e67f5e38a2d95a0db7abc021b652193350bc2f69c021f1",
@@ -438,7 +438,7 @@ TRACKS = {
         val_windows=(64, 640),
         val_every=0,
         target_loss=2.954,
-        log_every=5,
+        log_every=4,
         dtype="float32",
         compile=False,  # compiling takes longer than the run
     ),
@@ -1198,8 +1198,10 @@ class RowFinder:
         - low,) float32.
 
         Of each context, from none to the longest, it is the share of its occurrences that this
-        token followed, as if there had been index_smoothing more, shared out as the shorter context
-        has it (MacKay & Peto 1995). A context that was never read says nothing.
+        token followed, as if there had been some more, shared out as the shorter context has it.
+        How many stand for the tokens that may still follow (Witten & Bell 1991), which are more the
+        more different ones have followed. These grow by a power of the occurrences (Heaps 1978),
+        here by their root, index_smoothing times. A context that was never read says nothing.
         """
         config = self.config
         found = np.full(high - low, 1 / (config.eot_token + 1))
@@ -1209,7 +1211,8 @@ class RowFinder:
             counts = counts_of(self.entries[length - 1], config.index_bits, keys)
             # A context that reaches beyond its document's start is none.
             held = held * (keys[1:] != 0)
-            found = (counts[1:] + config.index_smoothing * found) / (held + config.index_smoothing)
+            weight = config.index_smoothing * np.sqrt(np.maximum(held, 1))
+            found = (counts[1:] + weight * found) / (held + weight)
             held = counts[:-1]
         return found.astype(np.float32)
 

@@ -56,7 +56,6 @@ OURS = {  # what differs from the track english
     "copy_reach": 65536,
     "document_cap": 1024,
     "index_order": 8,
-    "index_smoothing": 4.0,
     "matrix_lr": 0.025,
     "adam_lr": 0.024,
 }

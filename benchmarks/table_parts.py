@@ -41,7 +41,7 @@ SEEDS_OF_NUMBERS = SEEDS[:3]
 WHOLE = "the whole table"
 WITHOUT = "no table"
 UNKNOWN = "not measured"
-LOOK_EVERY = 5  # steps
+LOOK_EVERY = 3  # steps
 NO_TABLE = {"ngram_orders": (), "copy_orders": (), "index_order": 0}
 
 PARTS = {  # what differs from the track
@@ -55,8 +55,8 @@ NUMBERS = {
     "index of contexts up to 3": {"index_order": 3},
     "index of contexts up to 4": {"index_order": 4},
     "index of contexts up to 7": {"index_order": 7},
-    "a shorter context counts for 2": {"index_smoothing": 2.0},
-    "a shorter context counts for 32": {"index_smoothing": 32.0},
+    "shorter contexts weigh half as much": {"index_smoothing": 3.5},
+    "shorter contexts weigh twice as much": {"index_smoothing": 14.0},
     "index of a quarter of its text": {"index_tokens": 1_475_000},
     "copies of order 2": {"copy_orders": (2,)},
     "copies of orders 2, 3, 5": {"copy_orders": (2, 3, 5)},

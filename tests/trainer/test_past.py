@@ -2,6 +2,7 @@
 Python's integers."""
 
 import dataclasses
+import math
 from collections import Counter
 
 import numpy as np
@@ -101,8 +102,8 @@ def slow_prior(tokens, at, following, counts, total, config):
     for n in range(min(config.index_order, at + 1 - start) + 1):
         context = tuple(tokens[at + 1 - n : at + 1].tolist())
         read = counts[context] if n else total
-        followed = counts[*context, following] + config.index_smoothing * found
-        found = followed / (read + config.index_smoothing)
+        weight = config.index_smoothing * math.sqrt(max(read, 1))
+        found = (counts[*context, following] + weight * found) / (read + weight)
     return found
 
 
