@@ -45,6 +45,7 @@ NAME = "prices"
 PLAN = tomllib.loads(Path(__file__).with_name("prices.toml").read_text())
 FEATURES = {feature["name"]: feature for feature in PLAN["feature"]}
 CONFIGURATIONS = PLAN["configuration"]
+RESERVED = {"closed", "controls", "features", "seeds"}  # of a configuration, no values
 LATEST = "plain_table"  # the configuration that the last line and the picture are of
 # A hash of the configuration that prices are of, for runs of two do not mix.
 TRACK = hashlib.sha256(repr(train_gpt.TRACKS["english"]).encode()).hexdigest()[:16]
@@ -73,7 +74,7 @@ def as_tuples(value):
 def changes_of(run):
     """({field: value}, {name in train_gpt: replacement}) of a run."""
     own = CONFIGURATIONS[run.configuration]
-    values = {name: own[name] for name in own.keys() - {"closed", "controls", "features"}}
+    values = {name: own[name] for name in own.keys() - RESERVED}
     replaced = {}
     if run.change in FEATURES:
         feature = FEATURES[run.change]
@@ -111,7 +112,7 @@ def wanted():
     for configuration, values in CONFIGURATIONS.items():
         if "closed" not in values:
             changes = [CONTROL, *map(str, values["controls"]), *values.get("features", FEATURES)]
-            for seed, change in itertools.product(PLAN["seeds"], changes):
+            for seed, change in itertools.product(values.get("seeds", PLAN["seeds"]), changes):
                 yield Run(configuration, change, seed)
 
 
