@@ -6,8 +6,8 @@ Each feature of prices.toml is taken out of `english`, or put into it, at equal 
 worth is the difference of the final losses, with and without, as a share of the steps: 1 - exp(-d /
 k), where k is the fall of loss with the logarithm of steps, from controls of fewer and more steps.
 Each run takes one core. What stands in prices.json is not repeated: a call goes on where the last
-one stopped, seed by seed, and ends when its minutes are over. Runs of english with other numbers do
-not compare, and are refused: prices.toml closes the configuration that they belong to.
+one stopped, seed by seed, and ends when its minutes are over. Where numbers of english change that
+a configuration takes over, its runs do not compare, and are refused until prices.toml closes it.
 
 The features are split in two by lot, by their names: whoever changes the track so that it predicts
 better looks at the half `tuning` alone, and at the half `scoring` once.
@@ -43,11 +43,12 @@ from records.stats import drawn
 
 NAME = "prices"
 PLAN = tomllib.loads(Path(__file__).with_name("prices.toml").read_text())
+TRACK = train_gpt.TRACKS["english"]
 FEATURES = {feature["name"]: feature for feature in PLAN["feature"]}
 CONFIGURATIONS = PLAN["configuration"]
-LATEST = "plain_table"  # the configuration that the last line and the picture are of
-# A hash of the configuration that prices are of, for runs of two do not mix.
-TRACK = hashlib.sha256(repr(train_gpt.TRACKS["english"]).encode()).hexdigest()[:16]
+RESERVED = {"closed", "controls", "features"}  # of a configuration, no values
+# The configuration that the last line, the picture and the page's first table are of.
+LATEST = "plain_table"
 CONTROL = "control"
 DRAWS = 4000  # of the bootstrap
 
@@ -70,16 +71,40 @@ def as_tuples(value):
     return tuple(map(as_tuples, value)) if isinstance(value, list) else value
 
 
+def values_of(configuration):
+    """What a configuration sets of english, {field: value}."""
+    own = CONFIGURATIONS[configuration]
+    return {name: own[name] for name in own.keys() - RESERVED}
+
+
+def fingerprint(configuration):
+    """A hash of all numbers that the runs of a configuration have in common."""
+    config = train_gpt.with_values(TRACK, as_tuples(values_of(configuration)))
+    unused = train_gpt.NEUTRAL_FIELDS
+    if not config.index_order:
+        unused = unused | {"index_bits", "index_smoothing", "index_tokens"}
+    said = {name: value for name, value in vars(config).items() if name not in unused}
+    return hashlib.sha256(repr(sorted(said.items())).encode()).hexdigest()[:16]
+
+
+def fingerprints():
+    """{configuration: its fingerprint} of those that may get runs."""
+    return {name: fingerprint(name) for name in open_ones()}
+
+
+def open_ones():
+    """The names of configurations that may get runs."""
+    return [name for name, values in CONFIGURATIONS.items() if "closed" not in values]
+
+
 def changes_of(run):
     """({field: value}, {name in train_gpt: replacement}) of a run."""
-    own = CONFIGURATIONS[run.configuration]
-    values = {name: own[name] for name in own.keys() - {"closed", "controls", "features"}}
+    values = values_of(run.configuration)
     replaced = {}
     if run.change in FEATURES:
         feature = FEATURES[run.change]
-        track = train_gpt.TRACKS["english"]
         for name in feature.get("halved", ()):
-            values[name] = values.get(name, getattr(track, name)) / 2
+            values[name] = values.get(name, getattr(TRACK, name)) / 2
         values.update(feature.get("change", {}))
         if "variant" in feature:
             replaced = VARIANTS[feature["variant"]]()
@@ -91,8 +116,7 @@ def changes_of(run):
 def measure(run, **others):
     """The figures of a run, as they stand in the results; others: further values, for tests."""
     values, replaced = changes_of(run)
-    track = train_gpt.TRACKS["english"]
-    config = train_gpt.with_values(track, {**values, "device": "cpu", "seed": run.seed, **others})
+    config = train_gpt.with_values(TRACK, {**values, "device": "cpu", "seed": run.seed, **others})
     began = time.process_time()
     with contextlib.ExitStack() as stack:
         for name, replacement in replaced.items():
@@ -108,11 +132,11 @@ def measure(run, **others):
 
 def wanted():
     """All runs, in their order: seed by seed, where each is complete for itself."""
-    for configuration, values in CONFIGURATIONS.items():
-        if "closed" not in values:
-            changes = [CONTROL, *map(str, values["controls"]), *values.get("features", FEATURES)]
-            for seed, change in itertools.product(PLAN["seeds"], changes):
-                yield Run(configuration, change, seed)
+    for configuration in open_ones():
+        values = CONFIGURATIONS[configuration]
+        changes = [CONTROL, *map(str, values["controls"]), *values.get("features", FEATURES)]
+        for seed, change in itertools.product(PLAN["seeds"], changes):
+            yield Run(configuration, change, seed)
 
 
 def run_of(figures):
@@ -312,9 +336,9 @@ def report(runs, folder):
         "n",
         "record of modded-nanogpt",
     ]
-    for configuration, values in CONFIGURATIONS.items():
+    for configuration in sorted(CONFIGURATIONS, key=lambda name: name != LATEST):
         losses = losses_of(runs, configuration)
-        fall = fall_of_loss(losses, values["controls"])
+        fall = fall_of_loss(losses, CONFIGURATIONS[configuration]["controls"])
         gains = gains_of(losses)
         if fall is None or sum("saved" in FEATURES[name] for name in gains) < 3:
             continue
@@ -343,7 +367,7 @@ def report(runs, folder):
 def keep(folder, facts, runs):
     """Write the runs as they are now."""
     runs = sorted(runs, key=lambda own: run_of(own))
-    data = {"environment": facts, "track": TRACK, "runs": runs}
+    data = {"environment": facts, "tracks": fingerprints(), "runs": runs}
     common.write_whole(Path(folder) / f"{NAME}.json", json.dumps(data, indent=1) + "\n")
 
 
@@ -352,10 +376,12 @@ def main(argv=None):
     deadline = time.monotonic() + 60 * arguments.minutes
     facts = common.environment("cpu")
     path = Path(arguments.results) / f"{NAME}.json"
-    known = json.loads(path.read_text()) if path.is_file() else {"track": TRACK, "runs": []}
-    if known.get("track") != TRACK:
-        sys.exit(f"error: {path} has runs of english as it was; close their configuration")
+    known = {"tracks": {}, "runs": []}
+    known |= json.loads(path.read_text()) if path.is_file() else {}
     runs = known["runs"]
+    for name in {run["configuration"] for run in runs} & set(open_ones()):
+        if known["tracks"].get(name) != fingerprint(name):
+            sys.exit(f"error: {path} has runs of {name} as it was; close it in prices.toml")
     left = iter(missing(runs))
     spawn = multiprocessing.get_context("spawn")
     alone = {"initializer": torch.set_num_threads, "initargs": (1,)}
@@ -373,7 +399,9 @@ def main(argv=None):
             keep(arguments.results, facts, runs)
             pending |= started(len(done))
     page, line = report(runs, arguments.results)
-    common.write_results(arguments.results, NAME, facts, {"track": TRACK, "runs": runs}, page)
+    common.write_results(
+        arguments.results, NAME, facts, {"tracks": fingerprints(), "runs": runs}, page
+    )
     print(line)
 
 

@@ -13,15 +13,15 @@ def changed_fields(before, after):
 
 
 def known_prices(root, fields):
-    """Lines on the features of benchmarks/prices.toml that set any of these fields, as the page of
-    their results has them; none where a checkout has no such page."""
+    """Lines on the features of benchmarks/prices.toml that set any of these fields, as the first
+    table of the page of their results has them; none where a checkout has no such page."""
     plan = root / "benchmarks/prices.toml"
     page = root / "benchmarks/results/prices.md"
     if not fields or not page.is_file():
         return []
     text = read_text(page)
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    prices = {row[0]: (row[3], row[4]) for row in rows if len(row) == 8}
+    prices = {row[0]: (row[3], row[4]) for row in reversed(rows) if len(row) == 8}
     features = tomllib.loads(read_text(plan))["feature"]
     setting = [feature["name"] for feature in features if fields & feature.get("change", {}).keys()]
     shown = [

@@ -22,7 +22,7 @@ SMALL = {
 }
 
 
-def figures(change, seed, loss, configuration="english"):
+def figures(change, seed, loss, configuration="plain_table"):
     own = {"configuration": configuration, "change": change, "seed": seed}
     return {**own, "loss": loss, "core_seconds": 1.0}
 
@@ -31,7 +31,7 @@ def test_gains_are_paired_and_have_the_sign_of_the_feature():
     runs = [figures("control", 1, 3.0), figures("control", 2, 3.1), figures("control", 3, 9.0)]
     runs += [figures("Muon", 1, 3.2), figures("Muon", 2, 3.4)]  # the track has it: it is left out
     runs += [figures("KL-SOAP", 2, 3.0)]  # the track lacks it: it is put in
-    gains = prices.gains_of(prices.losses_of(runs, "english"))
+    gains = prices.gains_of(prices.losses_of(runs, "plain_table"))
     assert gains["Muon"] == pytest.approx([0.2, 0.3])
     assert gains["KL-SOAP"] == pytest.approx([0.1])
 
@@ -40,7 +40,7 @@ def test_a_gain_as_a_share_of_steps():
     """A loss of a - k ln(steps): steps saved are those that reach the old loss sooner."""
     fewer, more = 125, 195
     runs = [figures(str(steps), 1, 5 - 0.3 * np.log(steps)) for steps in (fewer, more)]
-    fall = prices.fall_of_loss(prices.losses_of(runs, "english"), (fewer, more))
+    fall = prices.fall_of_loss(prices.losses_of(runs, "plain_table"), (fewer, more))
     assert fall == pytest.approx(0.3)
     gain = 0.3 * np.log(200 / 150)  # 200 steps without are worth 150 with
     assert prices.shares(gain, fall) == pytest.approx(25.0)
@@ -72,13 +72,15 @@ def test_a_plan_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     all_runs = prices.missing([])
     assert len(set(all_runs)) == len(all_runs)
     known = [figures(*run[1:], 3.0 + run.seed, run.configuration) for run in all_runs[:100]]
-    (tmp_path / "prices.json").write_text(json.dumps({"track": prices.TRACK, "runs": known}))
+    (tmp_path / "prices.json").write_text(
+        json.dumps({"tracks": prices.fingerprints(), "runs": known})
+    )
     assert prices.missing(known) == all_runs[100:]
     prices.main(["--minutes", "0", "--results", str(tmp_path)])
     assert json.loads((tmp_path / "prices.json").read_text())["runs"] == known
     assert "rank_correlation:" in (tmp_path / "prices.md").read_text()
-    (tmp_path / "prices.json").write_text(json.dumps({"track": "of another day", "runs": known}))
-    with pytest.raises(SystemExit, match="has runs of english as it was; close their"):
+    (tmp_path / "prices.json").write_text(json.dumps({"tracks": {}, "runs": known}))
+    with pytest.raises(SystemExit, match="has runs of .* as it was; close it in prices.toml"):
         prices.main(["--minutes", "0", "--results", str(tmp_path)])
 
 
@@ -88,13 +90,17 @@ def test_each_variant_changes_the_loss(corpus):
     variants = [name for name, feature in prices.FEATURES.items() if "variant" in feature]
     losses = {}
     for change in [prices.CONTROL, *variants]:
-        run = prices.Run("english", change, 1)
+        run = prices.Run("plain_table", change, 1)
         losses[change] = prices.measure(run, **SMALL, data=str(corpus))["loss"]
     assert len(set(losses.values())) == len(losses) == 1 + len(prices.VARIANTS)
 
 
 def test_each_value_is_one_that_the_track_has_not():
+    def configured(change):
+        values, replaced = prices.changes_of(prices.Run("plain_table", change, 1))
+        return train_gpt.with_values(train_gpt.TRACKS["english"], values), replaced
+
+    control, _ = configured(prices.CONTROL)
     for name in prices.FEATURES:
-        values, _ = prices.changes_of(prices.Run("english", name, 1))
-        config = train_gpt.with_values(train_gpt.TRACKS["english"], values)
-        assert not values or train_gpt.overrides_of(config)
+        config, replaced = configured(name)
+        assert config != control or replaced
