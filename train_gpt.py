@@ -1199,9 +1199,9 @@ class RowFinder:
 
         Of each context, from none to the longest, it is the share of its occurrences that this
         token followed, as if there had been some more, shared out as the shorter context has it.
-        How many stand for the tokens that may still follow (Witten & Bell 1991), which are more the
-        more different ones have followed. These grow by a power of the occurrences (Heaps 1978),
-        here by their root, index_smoothing times. A context that was never read says nothing.
+        These stand for tokens that were not seen there yet (Witten & Bell 1991): index_smoothing
+        times the root of the occurrences, since different tokens become fewer as a text goes on
+        (Heaps 1978). A context that was never read says nothing.
         """
         config = self.config
         found = np.full(high - low, 1 / (config.eot_token + 1))

@@ -108,15 +108,16 @@ def config_of(values, parts, folder, seed):
     own = {"data": str(folder), "seed": seed, "device": "cpu", "epochs": 1000}
     config = train_gpt.with_values(train_gpt.TRACKS["english"], {**BYTES, **own, **values})
     cut = len(train)
+    sizes = {"val_tokens": len(val)}
     if config.index_order:
         read = config.steps * config.stages[0].micro_batches * config.micro_batch_tokens
         cut = min(cut - cut // 2, read)
+        indexed = len(train) - cut
+        sizes["index_tokens"] = indexed + 1  # with the end-of-text ahead of it
+        sizes["index_bits"] = (indexed + indexed // 4).bit_length()  # so that all n-grams fit
     documents = [val, train[:cut], train[cut:]]
     tokens = [np.frombuffer(document, np.uint8).astype("<u2") for document in documents if document]
     common.write_corpus(folder, tokens, BYTES["eot_token"], len(val))
-    indexed = len(train) - cut
-    sizes = {"val_tokens": len(val), "index_tokens": indexed + 1}  # 1: its end-of-text
-    sizes["index_bits"] = max(17, (indexed + indexed // 4).bit_length())  # of it, all n-grams fit
     return train_gpt.with_values(config, {**sizes, **values})
 
 
@@ -244,11 +245,21 @@ def report(runs):
     return "\n\n".join(parts), line
 
 
+def read(path):
+    """The content of a file; the benchmark ends where it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        sys.exit(f"error: {path}: {error.strerror}; name a file of text")
+
+
 def own_text(path):
     """{its name: its content} of another text; empty without one."""
     if path is None:
         return {}
-    content = path.read_bytes()
+    content = read(path)
+    if not parts_of(content)[1]:
+        sys.exit(f"error: {path} has {len(content):,} bytes; a table needs 45,000 or more")
     digest = hashlib.sha256(content).hexdigest()[:12]
     return {f"{path.name}, {len(content):,} bytes, sha256 {digest}": content}
 
@@ -259,7 +270,7 @@ def main(argv=None):
     parser.add_argument("--own", type=Path, help="another text, for a table of its own")
     arguments = parser.parse_args(argv)
     deadline = time.monotonic() + 60 * arguments.minutes
-    text = arguments.text.read_bytes()
+    text = read(arguments.text)
     if hashlib.sha256(text).hexdigest() != TEXT_SHA256:
         sys.exit(f"error: {arguments.text} is not data/tinyshakespeare/input.txt of char-rnn")
     texts = {TEXT: text, **own_text(arguments.own)}
