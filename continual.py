@@ -151,7 +151,7 @@ def protect(matrices, initial, ratio):
 SIZES = ("tokenizer", "model_dim", "num_layers", "head_dim", "mlp_dim", "logit_cap")
 LAYERS = ("long_layers", "value_embedding_layers", "shifted_layers", "paired_layers")
 LAYERS += ("exclusive_layers", "skips")
-PAST = ("ngram_orders", "ngram_rows", "copy_orders", "index_order", "index_smoothing")
+PAST = ("ngram_orders", "ngram_rows", "copy_orders", "index_order")
 
 
 def shape_of(config, step):
@@ -246,7 +246,8 @@ def extend(config, is_check=False):
     def prepare(run):
         trainer, is_new = run.trainer, run.step == 0  # else it is resumed, and has its weights
         run.val_sets.update(val_sets)
-        trainer.table.read_index(indexed, initial["index"])  # what the model has learned with
+        trainer.table.read_index(indexed)  # what the model has learned with
+        trainer.table.index_digest(initial["index"])
         run.corpus = run.corpus._replace(indexed=[])
         if is_new:
             start_from(trainer, initial)

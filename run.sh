@@ -21,9 +21,9 @@ usage() {
 ./run.sh TRACK --check               everything but the steps: device, data, memory, disk
 ./run.sh test [pytest arguments]     set up, then run the tests that protect results; with --all all of them
 
-Tracks: english (fineweb's recipe at small scale, a minute on a laptop), fineweb (1 to 8 GPUs), continual (a trained
-english model goes on to verse; needs --init-from RUN). Without TRACK it is fineweb where CUDA and FineWeb shards are
-present, else english. It starts one rank a GPU, or one a core. The last line of a run names its log and plot.
+Tracks: english (fineweb's recipe at small scale, a minute on a laptop), english-net (its network by itself, for
+optimizers), fineweb (1 to 8 GPUs), continual (a trained english model goes on to verse; needs --init-from RUN). Without
+TRACK it is fineweb where CUDA and FineWeb shards are present, else english. It starts one rank a GPU, or one a core. The last line of a run names its log and plot.
 The first call makes .venv, installs requirements.txt and builds the track's data. It uses uv where
 that is present, and a .venv that is there; PYTHON=/path/to/python chooses the Python (3.11 or newer) of a new one.
 It runs on Linux and macOS, on NVIDIA's GPUs or a CPU; Windows (but for WSL) and Apple's GPUs are not supported.
@@ -142,7 +142,7 @@ def memory_of(config, ranks):
     tables = 2 + len(config.value_embedding_layers)
     matrices = config.num_layers * (4 * dim + 2 * config.mlp_dim)
     weights = dim * (config.vocab_size * tables + matrices)
-    shared = 4 * dim * config.ngram_rows + 8 * len(config.index_lengths) * 2**config.index_bits
+    shared = 4 * dim * config.ngram_rows + 8 * sum(train_gpt.Index.sizes(config))
     return 0.75 * 2**30 + 16 * weights + shared / ranks
 
 

@@ -76,7 +76,8 @@ def open_trained(run, device="auto", data=None):
     train_gpt.restore(trainer, content)
     if saved.index_order:
         learned = dataclasses.replace(saved, data=own if os.path.isdir(own) else config.data)
-        trainer.table.read_index(train_gpt.open_corpus(learned).indexed, content["index"])
+        trainer.table.read_index(train_gpt.open_corpus(learned).indexed)
+        trainer.table.index_digest(content["index"])
     return trainer, content["step"]
 
 
@@ -130,7 +131,7 @@ def next_token_logits(trainer, step, tokens):
     last = len(tokens) - 1 - low
     state = hidden[last : last + 1]
     own = trainer.model.logits(state).softmax(-1)[0, : config.eot_token + 1].cpu()
-    priors = torch.from_numpy(trainer.table.finder.distribution(tokens))
+    priors = torch.from_numpy(trainer.table.finder.index.distribution(tokens))
     return train_gpt.mixed(trainer.model.index_share(state).cpu(), own, priors).log()
 
 

@@ -298,8 +298,6 @@ class Config:
     copy_orders: tuple = knob((2, 3, 5, 8), "orders of copies from the document", ORDERS)
     copy_reach: int = knob(2048, "tokens that copies look back", SIZE)
     index_order: int = knob(3, "longest context of the index; 0: no index", between(0, 31))
-    index_bits: int = knob(28, "the index has room for 2 to this n-grams a length", between(6, 32))
-    index_smoothing: float = knob(12.0, "weight of shorter contexts, see RowFinder.prior", POSITIVE)
     # Of data/fineweb.py's nine shards the run trains on the first 339 million tokens.
     index_tokens: int = knob(200_000_000, "last training tokens, for the index alone", INDEX_TOKENS)
     # --- optimizer
@@ -378,69 +376,76 @@ class Config:
         require(is_named, "resume=auto: it goes on with the run of --run-id; name one")
 
     @property
-    def index_lengths(self):
-        """Lengths of the n-grams that the index counts: its contexts, and the token behind them."""
-        return range(1, self.index_order + 2) if self.index_order else range(0)
-
-    @property
     def torch_dtype(self):
         return getattr(torch, self.dtype)
 
 
+# fineweb's recipe at small scale, to see on a CPU what a change is worth: a twelfth of its
+# channels, four layers of all its kinds, one stage, and a small vocabulary.
+SMALL = {
+    "data": "data/english",
+    "tokenizer": "english1024.tiktoken",
+    "vocab_size": 1024,
+    "eot_token": 1023,
+    "micro_batch_tokens": 1024,
+    "micro_batches_a_pass": 1,
+    "stages": (Stage(0.0, 2, 512, (64, 256)),),
+    "cooldown": (0.25, 1.0),
+    "final_lr": 0.1,
+    "untie_at": 0.0,
+    "model_dim": 64,
+    "num_layers": 4,
+    "head_dim": 32,
+    "mlp_dim": 64,
+    "mlp_only_layers": (),
+    "long_layers": (1, 3),
+    "value_embedding_layers": (0, 3),
+    "shifted_layers": (1, 3),
+    "paired_layers": (0, 2),
+    "exclusive_layers": (0, 1),
+    "skips": ((0, 3),),
+    "shared_input": (1,),
+    "dense_layers": (0, 1),
+    "value_std": 0.6,
+    "output_std": 0.0,  # every block starts as the identity
+    "attention_scale": 0.24,
+    "logit_cap": (30.0, 0.0),
+    "ngram_orders": (2,),
+    "ngram_rows": 2**18,
+    "one_sided_above": 128,
+    "embed_scale_lr": 5.0,
+    "val_tokens": 262_144,
+    "val_sha256": "cdf79be5415e8fdfa3e67f5e38a2d95a0db7abc021b652193350bc2f69c021f1",
+    "val_batch_tokens": 4096,
+    "val_windows": (64, 640),
+    "val_every": 0,
+    "dtype": "float32",
+    "compile": False,  # compiling takes longer than the run
+}
 TRACKS = {
     "fineweb": Config(),
-    # fineweb's recipe at small scale, to see on a CPU what a change is worth: a twelfth of its
-    # channels, four layers of all its kinds, one stage, and a small vocabulary.
     "english": Config(
+        **SMALL,
         track="english",
-        data="data/english",
-        tokenizer="english1024.tiktoken",
-        vocab_size=1024,
-        eot_token=1023,
-        steps=27,
-        micro_batch_tokens=1024,
-        micro_batches_a_pass=1,
-        stages=(Stage(0.0, 2, 512, (64, 256)),),
-        cooldown=(0.25, 1.0),
-        final_lr=0.1,
-        untie_at=0.0,
-        model_dim=64,
-        num_layers=4,
-        head_dim=32,
-        mlp_dim=64,
-        mlp_only_layers=(),
-        long_layers=(1, 3),
-        value_embedding_layers=(0, 3),
-        shifted_layers=(1, 3),
-        paired_layers=(0, 2),
-        exclusive_layers=(0, 1),
-        skips=((0, 3),),
-        shared_input=(1,),
-        dense_layers=(0, 1),
-        value_std=0.6,
-        output_std=0.0,  # every block starts as the identity
-        attention_scale=0.24,
-        logit_cap=(30.0, 0.0),
-        ngram_orders=(2,),
-        ngram_rows=2**18,
+        steps=6,
         copy_orders=(2, 4),
-        index_order=6,
-        index_bits=23,
-        index_smoothing=7.0,
+        index_order=4,
         index_tokens=6_000_000,
         matrix_lr=0.04,
-        one_sided_above=128,
-        adam_lr=0.06,
-        embed_scale_lr=5.0,
-        val_tokens=262_144,
-        val_sha256="cdf79be5415e8fdfa3e67f5e38a2d95a0db7abc021b652193350bc2f69c021f1",
-        val_batch_tokens=4096,
-        val_windows=(64, 640),
-        val_every=0,
+        adam_lr=0.12,
         target_loss=2.954,
-        log_every=4,
-        dtype="float32",
-        compile=False,  # compiling takes longer than the run
+        log_every=1,
+    ),
+    # The network by itself, without copies and index: what an optimizer is worth is seen here.
+    "english-net": Config(
+        **SMALL,
+        track="english-net",
+        steps=180,
+        copy_orders=(),
+        index_order=0,
+        matrix_lr=0.025,
+        adam_lr=0.024,
+        target_loss=3.36,
     ),
 }
 
@@ -1026,39 +1031,49 @@ class TrainLoader:
 TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)
 MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
 HASH_BASE = np.uint64(pow(MIX, -1, 2**64))
+HASH_POWERS = HASH_BASE ** np.arange(33, dtype=np.uint64)
 NO_TOKEN = 2**16 - 1  # no token's id
-INDEX_CHUNK = 2**15  # tokens that the index reads at once
-# An entry of the index is 64 bits: the lower half of an n-gram's key, and how often it was read.
-# The key's upper bits say where it stands, or behind which others of its region: readers share out
-# regions, so that what stands where does not depend on their number.
+# An entry of the index is 64 bits: a tag, the lower half of an n-gram's key, and a count.
+TAG_BITS = np.uint64(32)
+COUNT = np.uint64(2**32 - 1)
+# Readers share out regions of the index, so that what stands where does not depend on their number:
+# an n-gram stands in the region of the last token but one, and so does its context.
 REGIONS = 64
-COUNT_BITS = np.uint64(32)
-LOW_HALF = np.uint64(2**32 - 1)
+REGION_OF = (TOKEN_HASH % REGIONS).astype(np.int64)
+INDEX_CHUNK = 2**12  # tokens that the index reads at once
+DISCOUNTS = np.arange(2**12) ** 0.4  # of counts, as multiples of what a count of 1 loses
 
 compiled = functools.partial(njit, nogil=True, cache=True)
 
 
 @compiled
-def rolling_hash(tokens, order, eot_token):
-    """Keys of the n-grams that end at each of tokens (L,): (L,) uint64, equal where tokens are.
+def hash_sums(tokens):
+    """Keys of no token, of the first of tokens (L,), of the first two, ...: (L + 1,) uint64. A key
+    is the polynomial of the tokens' random numbers in HASH_BASE modulo 2^64 (Karp & Rabin 1987),
+    the last token first."""
+    sums = np.zeros(len(tokens) + 1, np.uint64)
+    for i in range(len(tokens)):
+        sums[i + 1] = sums[i] * HASH_BASE + TOKEN_HASH[tokens[i]]
+    return sums
 
-    A key is the polynomial of the tokens' random numbers in HASH_BASE modulo 2^64 (Karp & Rabin
-    1987), the last token first. Where the document has fewer than `order` tokens it is of these.
-    """
-    leaving = np.uint64(1)  # HASH_BASE to the power of the order
-    for _ in range(order):
-        leaving *= HASH_BASE
+
+@compiled
+def key_of(sums, low, high):
+    """The key of tokens low to high, at most 32, of a text with these hash_sums."""
+    return sums[high] - sums[low] * HASH_POWERS[high - low]
+
+
+@compiled
+def rolling_hash(tokens, order, eot_token):
+    """Keys of the n-grams that end at each of tokens (L,): (L,) uint64. Where the document has
+    fewer than `order` tokens it is of these."""
+    sums = hash_sums(tokens)
     keys = np.empty(len(tokens), np.uint64)
-    key = np.uint64(0)
     start = 0
     for i in range(len(tokens)):
         if tokens[i] == eot_token:
-            key = np.uint64(0)
             start = i
-        key = key * HASH_BASE + TOKEN_HASH[tokens[i]]
-        if i - start >= order:
-            key -= leaving * TOKEN_HASH[tokens[i - order]]
-        keys[i] = key
+        keys[i] = key_of(sums, max(start, i + 1 - order), i + 1)
     return keys
 
 
@@ -1088,55 +1103,6 @@ def latest_matches(keys, first):
     return found
 
 
-@compiled
-def ending_keys(tokens, length, eot_token):
-    """Keys of the n-grams of `length` tokens that end at each of tokens (L,): (L,) uint64, 0 where
-    the document has fewer ahead of it. To the index a document's start ends the one before, too."""
-    keys = np.zeros(len(tokens), np.uint64)
-    contexts = rolling_hash(tokens, length - 1, eot_token)  # zeros where the length is 1
-    held = 0  # tokens of the document ahead of this one
-    for i in range(len(tokens)):
-        if i > 0:
-            held = 1 if tokens[i - 1] == eot_token else held + 1
-        if held >= length - 1:
-            keys[i] = contexts[i - 1] * HASH_BASE + TOKEN_HASH[tokens[i]]
-    return keys
-
-
-@compiled
-def place_of(entries, bits, key):
-    """Where an n-gram's entry stands, or would stand: the next free one, by open addressing."""
-    within = np.int64(len(entries) // REGIONS - 1)  # the bits of a place within its region
-    place = np.int64(key >> np.uint64(64 - bits))
-    for _ in range(within + 1):
-        entry = entries[place]
-        if entry == 0 or entry >> COUNT_BITS == key & LOW_HALF:
-            return place
-        place = (place & ~within) | ((place + 1) & within)
-    raise ValueError("the index is full")
-
-
-@compiled
-def count_up(entries, bits, keys, low, high):
-    """Count n-grams by their keys (L,), 0 for none, in place, if they belong to the entries from
-    low to high, whole regions."""
-    for i in range(len(keys)):
-        if keys[i] != 0 and low <= np.int64(keys[i] >> np.uint64(64 - bits)) < high:
-            place = place_of(entries, bits, keys[i])
-            entries[place] = ((keys[i] & LOW_HALF) << COUNT_BITS) | (entries[place] & LOW_HALF)
-            entries[place] += np.uint64(1)
-
-
-@compiled
-def counts_of(entries, bits, keys):
-    """How often n-grams were read, by their keys (L,): (L,) float64, 0 for the key 0."""
-    counts = np.zeros(len(keys))
-    for i in range(len(keys)):
-        if keys[i] != 0:
-            counts[i] = entries[place_of(entries, bits, keys[i])] & LOW_HALF
-    return counts
-
-
 def rows_and_signs(keys, num_rows):
     """Rows (t, C) int32 in [0, num_rows) and signs (t, C) float32 of the table, for the keys of
     n-grams (t, C).
@@ -1152,78 +1118,260 @@ def rows_and_signs(keys, num_rows):
     return rows.astype(np.int32), signs
 
 
-class RowFinder:
-    """It tells which rows of the table tokens read, and what may come next: it holds the index."""
+class Counts(NamedTuple):
+    """What the index has counted: arrays that the ranks of a node share.
+
+    n-grams and their contexts stand in hash tables of one part for each number of tokens in the
+    context and each region; the edges say where it begins.
+    """
+
+    unigrams: Any  # (REGIONS, vocab_size) uint64: the counts of single tokens
+    common: Any  # (parts, 3) uint64: how many n-grams were counted once at least, twice, thrice
+    grams: Any  # (N,) uint64: tags and counts
+    contexts: Any  # (M, 2) uint64: tags and the counts of all n-grams, and beside them
+    discounts: Any  # (M, 2) float64, the same memory: their discounts
+    gram_edges: Any  # (parts + 1,) int64
+    context_edges: Any  # likewise
+
+
+@compiled
+def discount(count):
+    """What a count loses, as a multiple of what a count of 1 does."""
+    return DISCOUNTS[min(count, len(DISCOUNTS) - 1)]
+
+
+@compiled
+def first_place(edges, part, key):
+    """Where in its part a key's entry is looked for first."""
+    room = np.uint64(edges[part + 1] - edges[part])
+    return edges[part] + np.int64((key >> TAG_BITS) * room >> TAG_BITS)
+
+
+@compiled
+def place_of(entries, edges, part, key):
+    """Where in its part a key's entry stands, or would stand: the next free one, by open
+    addressing."""
+    place = first_place(edges, part, key)
+    while entries[place] != 0 and entries[place] >> TAG_BITS != key & COUNT:
+        place += 1
+        if place == edges[part + 1]:
+            place = edges[part]
+    return place
+
+
+@compiled
+def read_ahead(entries, edges, parts, keys):
+    """Bring the entries of keys (L,) into the cache: a processor waits for many at a time where
+    nothing else is done. Returns a number of no meaning, else the compiler would leave it out."""
+    places = np.empty(len(keys), np.int64)
+    for j in range(len(keys)):
+        places[j] = first_place(edges, parts[j], keys[j])
+    found = np.uint64(0)
+    for place in places:
+        found ^= entries[place]
+    return found
+
+
+@compiled
+def count_one(entries, edges, part, key):
+    """Count a key up by one. Returns the place of its entry."""
+    place = place_of(entries, edges, part, key)
+    entries[place] = (key << TAG_BITS) | ((entries[place] & COUNT) + np.uint64(1))
+    return place
+
+
+@compiled
+def count_up(tokens, first, eot_token, mine, counts):
+    """Count the n-grams that end at tokens (L,) from the `first` on, in place, if their region is
+    mine, (REGIONS,) bool. The longest are counted as often as they come, and a shorter one where
+    the longer one is new. Returns what read_ahead does."""
+    sums = hash_sums(tokens)
+    held = np.zeros(len(tokens), np.int64)  # tokens of the document ahead of each
+    new = np.empty(len(tokens), np.int64)  # tokens whose longer n-grams are new, the first `many`
+    many = 0
+    for i in range(1, len(tokens)):
+        held[i] = 1 if tokens[i - 1] == eot_token else held[i - 1] + 1
+        if i >= first and mine[REGION_OF[tokens[i - 1]]]:
+            new[many] = i
+            many += 1
+    parts = np.empty(len(tokens), np.int64)
+    grams, contexts = np.empty((2, len(tokens)), np.uint64)  # their keys
+    seen = np.zeros(len(tokens), np.int64)  # how often the n-grams were counted
+    found = np.uint64(0)
+    for n in range(len(counts.common) // REGIONS, 0, -1):
+        for j in range(many):
+            i = new[j]
+            low = max(0, i - n)
+            parts[j] = (n - 1) * REGIONS + REGION_OF[tokens[i - 1]]
+            grams[j], contexts[j] = key_of(sums, low, i + 1), key_of(sums, low, i)
+        found ^= read_ahead(counts.grams, counts.gram_edges, parts[:many], grams[:many])
+        for j in range(many):
+            seen[j] = 0
+            if held[new[j]] >= n:
+                place = count_one(counts.grams, counts.gram_edges, parts[j], grams[j])
+                seen[j] = counts.grams[place] & COUNT
+        heads, discounts = counts.contexts[:, 0], counts.discounts[:, 1]
+        found ^= read_ahead(heads, counts.context_edges, parts[:many], contexts[:many])
+        left = 0
+        for j in range(many):
+            if seen[j] > 0:
+                place = count_one(heads, counts.context_edges, parts[j], contexts[j])
+                discounts[place] += discount(seen[j]) - discount(seen[j] - 1)
+                if seen[j] <= 3:
+                    counts.common[parts[j], seen[j] - 1] += np.uint64(1)
+            new[left] = new[j]
+            left += seen[j] <= 1
+        many = left
+    for i in new[:many]:
+        counts.unigrams[REGION_OF[tokens[i - 1]], tokens[i]] += np.uint64(1)
+    return found
+
+
+@compiled
+def priors_of(tokens, first, eot_token, counts, unigrams, shares):
+    """The probabilities by counts of tokens (L,) from the `first` on, which is not 0: (L - first,)
+    float32. Those of single tokens are unigrams, (vocab_size,); shares: see Index.smoothing."""
+    sums = hash_sums(tokens)
+    contexts, discounts = counts.contexts[:, 0], counts.discounts[:, 1]
+    found = np.empty(len(tokens) - first, np.float32)
+    held = 0
+    for i in range(1, len(tokens)):
+        held = 1 if tokens[i - 1] == eot_token else held + 1
+        if i < first:
+            continue
+        probability = unigrams[tokens[i]]
+        for n in range(1, min(len(shares) - 1, held) + 1):
+            part = (n - 1) * REGIONS + REGION_OF[tokens[i - 1]]
+            place = place_of(contexts, counts.context_edges, part, key_of(sums, i - n, i))
+            total = np.int64(contexts[place] & COUNT)
+            if total == 0:
+                break
+            taken = shares[n] * discounts[place]
+            place = place_of(counts.grams, counts.gram_edges, part, key_of(sums, i - n, i + 1))
+            count = np.int64(counts.grams[place] & COUNT)
+            count_left = count - shares[n] * discount(count)
+            probability = (count_left + taken * probability) / total
+        found[i - first] = probability
+    return found
+
+
+def index_rooms(config, tokens, ids, spare):
+    """Entries for n-grams, and for their contexts, by the contexts' tokens from one on, of regions
+    (R,) with so many tokens of text and ids: two (index_order, R) int64. A quarter of them and some
+    spare ones stay free."""
+    lengths = np.arange(1, config.index_order + 1)[:, None]
+    ways = ids * float(config.vocab_size) ** np.array([lengths, lengths - 1])
+    most = np.minimum(tokens, ways).astype(np.int64)
+    return most + most // 4 + spare
+
+
+class Index:
+    """Which token may come next, by the n-grams of a text that training does not reach.
+
+    As Kneser & Ney (1995) have it, an n-gram's share of what followed its context is its count less
+    a discount, and what the discounts have taken is shared out as the shorter context has it. A
+    shorter n-gram is asked where the longer one is new, and so was counted there alone. A discount
+    grows with a power of the count (Huang & Renals 2010); how large it is tells, for each length,
+    how many n-grams were counted once and twice (Ney, Essen & Kneser 1994). No number of it is
+    tuned to a text.
+    """
 
     def __init__(self, config, zeros=torch.zeros):
         self.config = config
-        shape = len(config.index_lengths), 2**config.index_bits
-        self.entries = zeros(shape, dtype=torch.int64).numpy().view(np.uint64)
-        self.tokens_read = 0
+        room = sum(self.sizes(config))
+        self.memory = zeros((room,), dtype=torch.int64).numpy().view(np.uint64)
+        self.counts = None  # once a text was read
+
+    @staticmethod
+    def sizes(config):
+        """How many numbers of 64 bits the index needs, for each kind of Counts' arrays."""
+        if not config.index_order:
+            return [0]
+        ids = config.vocab_size
+        rooms = index_rooms(config, [config.index_tokens], [ids], REGIONS)
+        grams, contexts = rooms.sum((1, 2)).tolist()
+        return [REGIONS * ids, 3 * REGIONS * config.index_order, 2 * contexts, grams]
 
     def read(self, texts, own=(0,), readers=1):
-        """Take training texts, (n,) uint16 each, into the index. So many readers share out lengths
-        and regions, and leave the same bits as one alone; `own` are the numbers of those that read
-        here, in threads. Raises ConfigError where the index is full."""
-        self.tokens_read += sum(map(len, texts))
+        """Take training texts, (n,) uint16 each, into the index, all at once. So many readers share
+        out regions, and leave the same bits as one alone; `own` are the numbers of those that read
+        here, in threads. Raises ConfigError where there is no room."""
+        config = self.config
+        if not texts or not config.index_order:
+            return
+        tokens = sum(map(len, texts))
+        words = f"index_tokens={config.index_tokens}: the index has room for no more"
+        require(tokens <= config.index_tokens, f"{words}; raise it to {tokens}")
+        ahead = np.zeros(2**16, np.int64)  # how often each token is ahead of another one
+        for text in texts:
+            for begin in range(0, len(text), 2**20):
+                ahead += np.bincount(text[begin : begin + 2**20], minlength=2**16)
+        ids = np.arange(2**16) < config.vocab_size
+        per_region = [np.bincount(REGION_OF, weights, REGIONS) for weights in (ahead, ids)]
+        edges = [
+            np.concatenate([[0], rooms.ravel().cumsum()])
+            for rooms in index_rooms(config, *per_region, 1)
+        ]
+        unigrams, common, contexts, grams = np.split(
+            self.memory, np.cumsum(self.sizes(config))[:-1]
+        )
+        contexts = contexts.reshape(-1, 2)
+        tables = grams, contexts, contexts.view(np.float64)
+        self.counts = Counts(unigrams.reshape(REGIONS, -1), common.reshape(-1, 3), *tables, *edges)
+        vars(self).pop("smoothing", None)
         with ThreadPoolExecutor(len(own)) as pool:
-            try:
-                list(pool.map(lambda reader: self.count_part(texts, reader, readers), own))
-            except ValueError as error:
-                bits = self.config.index_bits
-                raise ConfigError(f"index_bits={bits}: {error}; raise it to {bits + 1}") from None
+            list(pool.map(lambda reader: self.count_part(texts, reader, readers), own))
 
     def count_part(self, texts, reader, readers):
-        """Count one reader's part of the n-grams of texts. Raises ValueError."""
-        bits = self.config.index_bits
-        lengths = self.config.index_lengths
-        parts = max(min(4, readers), readers // max(1, len(lengths)))
-        edges = [REGIONS * part // parts * 2**bits // REGIONS for part in range(parts + 1)]
-        work = itertools.product(lengths, itertools.pairwise(edges))
-        for length, (low, high) in itertools.islice(work, reader, None, readers):
-            for tokens in texts:
-                for begin in range(0, len(tokens), INDEX_CHUNK):
-                    end = min(begin + INDEX_CHUNK, len(tokens))
-                    keys = self.keys(tokens, begin, end, length)
-                    count_up(self.entries[length - 1], bits, keys, low, high)
+        """Count one reader's part of the n-grams of texts."""
+        config = self.config
+        mine = np.arange(REGIONS) % readers == reader
+        for text in texts:
+            for begin in range(1, len(text), INDEX_CHUNK):
+                low = max(0, begin - config.index_order)
+                part = np.array(text[low : begin + INDEX_CHUNK])  # of a mapped file
+                count_up(part, begin - low, config.eot_token, mine, self.counts)
 
-    def keys(self, tokens, low, high, length):
-        """Keys of the n-grams that end at tokens low to high, see ending_keys."""
-        begin = max(0, low - length + 1)
-        part = np.array(tokens[begin:high])  # of a mapped file
-        return ending_keys(part, length, self.config.eot_token)[low - begin :]
+    @functools.cached_property
+    def smoothing(self):
+        """(probabilities of single tokens, (vocab_size,) float64; what a count of 1 loses, by
+        the tokens of the context, from none on, (index_order + 1,) float64)."""
+        counts = self.counts.unigrams.sum(0).astype(np.int64)
+        common = self.counts.common.reshape(-1, REGIONS, 3).sum(1).astype(np.int64)
+        of_single = [(counts >= least).sum() for least in (1, 2, 3)]
+        once, twice, thrice = np.concatenate([[of_single], common]).T
+        shares = (once - twice + 1) / (once - twice + 2 * (twice - thrice) + 2)
+        discounts = shares[0] * np.array([discount(count) for count in counts])
+        total = max(1, counts.sum())
+        unseen = discounts.sum() if counts.any() else 1.0
+        return (counts - discounts + unseen / len(counts)) / total, shares
 
     def prior(self, tokens, low, high):
-        """The probabilities, by the index, of the tokens that follow those from low to high: (high
-        - low,) float32.
-
-        Of each context, from none to the longest, it is the share of its occurrences that this
-        token followed, as if there had been some more, shared out as the shorter context has it.
-        These stand for tokens that were not seen there yet (Witten & Bell 1991): index_smoothing
-        times the root of the occurrences, since different tokens become fewer as a text goes on
-        (Heaps 1978). A context that was never read says nothing.
-        """
+        """The probabilities of the tokens that follow those from low to high: (high - low,)
+        float32."""
         config = self.config
-        found = np.full(high - low, 1 / (config.eot_token + 1))
-        held = self.tokens_read  # of no context
-        for length in config.index_lengths:
-            keys = self.keys(tokens, low, high + 1, length)
-            counts = counts_of(self.entries[length - 1], config.index_bits, keys)
-            # A context that reaches beyond its document's start is none.
-            held = held * (keys[1:] != 0)
-            weight = config.index_smoothing * np.sqrt(np.maximum(held, 1))
-            found = (counts[1:] + weight * found) / (held + weight)
-            held = counts[:-1]
-        return found.astype(np.float32)
+        if self.counts is None:
+            return np.full(high - low, 1 / config.vocab_size, np.float32)
+        begin = max(0, low + 1 - config.index_order)
+        part = np.array(tokens[begin : high + 1])  # of a mapped file
+        return priors_of(part, low + 1 - begin, config.eot_token, self.counts, *self.smoothing)
 
     def distribution(self, tokens):
-        """The probabilities, by the index, of all tokens behind these, whose first one starts a
-        document: (eot_token + 1,) float32. They are found as that of a single one is."""
+        """The probabilities of all tokens behind these, whose first one starts a document:
+        (vocab_size,) float32. They are found as that of a single one is."""
         context = tokens[max(0, len(tokens) - max(1, self.config.index_order)) :]
-        ids = np.arange(self.config.eot_token + 1)
+        ids = np.arange(self.config.vocab_size)
         texts = np.column_stack([np.tile(context, (len(ids), 1)), ids]).astype(np.uint16)
         prior = self.prior(texts.ravel(), 0, texts.size - 1)
         return prior[len(context) - 1 :: len(context) + 1]
+
+
+class RowFinder:
+    """It tells which rows of the table tokens read, and what may come next."""
+
+    def __init__(self, config, zeros=torch.zeros):
+        self.config = config
+        self.index = Index(config, zeros)
 
     def copies(self, text, low, high):
         """What followed the last n tokens the last time in the document of tokens low to high:
@@ -1256,7 +1404,7 @@ class RowFinder:
                 own = [ngram_keys(tokens, low, high, order, config.eot_token) for order in orders]
                 keys.append(np.array(own, np.uint64).reshape(-1, high - low).T)
                 guesses.append(self.copies(passage.text, low, high).T)
-                prior.append(self.prior(tokens, low, high))
+                prior.append(self.index.prior(tokens, low, high))
         hints = np.concatenate(guesses), np.concatenate(prior)
         return *rows_and_signs(np.concatenate(keys), config.ngram_rows), hints
 
@@ -1265,8 +1413,8 @@ def row_fingerprint(config):
     """A hash of the rows and hints of a fixed text: under another hash function, or with other
     orders, the contents of a table mean nothing."""
     tokens = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
-    finder = RowFinder(dataclasses.replace(config, index_bits=14))
-    finder.read([tokens])
+    finder = RowFinder(dataclasses.replace(config, index_tokens=len(tokens)))
+    finder.index.read([tokens])
     rows, signs, hints = finder.find([Passage(Text(tokens, config.eot_token), [(0, 99)])])
     found = b"".join(array.tobytes() for array in (rows, signs, *hints))
     return hashlib.sha256(found).hexdigest()
@@ -1499,23 +1647,23 @@ class NgramTable(Group):
     def tensors(self):
         return {"weight": self.weight, "second": self.second}
 
-    def index_digest(self):
-        """sha256 of the index, which nothing but read_index may change."""
-        return hashlib.sha256(self.finder.entries).hexdigest()
+    def index_digest(self, expected=""):
+        """sha256 of the index, which nothing but read_index may change. Raises ConfigError where
+        another one is expected."""
+        found = hashlib.sha256(self.finder.index.memory).hexdigest()
+        require(expected in ("", found), "the index is not that of the checkpoint: other text")
+        return found
 
-    def read_index(self, texts, expected=""):
-        """Read training texts into the index, together with all ranks of this node. Returns its
-        sha256. Raises ConfigError where another one is expected."""
+    def read_index(self, texts):
+        """Read training texts into the index, together with all ranks of this node. Raises
+        ConfigError where it has no room for them."""
         runtime = self.runtime
         threads = max(1, usable_cores() // runtime.local_world_size)
         readers = range(threads * runtime.local_world_size)
         runtime.barrier()  # of no rank that still looks at what it was
         own = readers[runtime.local_rank :: runtime.local_world_size]
-        self.finder.read(texts, own, len(readers))
+        self.finder.index.read(texts, own, len(readers))
         runtime.barrier()
-        found = self.index_digest()
-        require(expected in ("", found), "the index is not that of the checkpoint: other text")
-        return found
 
     def full_state(self):
         """The whole table on the host of all ranks, which must all call it."""
@@ -3052,11 +3200,11 @@ class GatePasses:
         """
         config = self.trainer.config
         model = self.trainer.model
-        finder = self.trainer.table.finder
+        index = self.trainer.table.finder.index
         targets = self.val[low + 1 : low + 1 + self.length].astype(np.int64)
-        prior = finder.prior(self.val, low, low + self.length)
+        prior = index.prior(self.val, low, low + self.length)
         place = np.random.default_rng([config.seed, 2, low]).integers(self.length)
-        of_all = finder.distribution(self.val[: low + place + 1])
+        of_all = index.distribution(self.val[: low + place + 1])
         # A context at the very end of the index's text was followed by nothing, and leaves less.
         is_whole = of_all.sum(dtype=np.float64) < 1 + 1e-4
         is_whole = is_whole and abs(of_all[targets[place]] - prior[place]) < 1e-6
@@ -3284,7 +3432,7 @@ class Runtime:
             path = self.agree(f"memory {self.shared} of the node of rank {first}", file.name)
             free = shutil.disk_usage(path).free
             words = f"{size * dtype.itemsize / 2**30:.2f} GiB of the index, {free / 2**30:.2f} free"
-            remedy = "set TMPDIR to another folder, or lower --index-bits"
+            remedy = "set TMPDIR to another folder, or lower --index-tokens"
             require(size * dtype.itemsize < free, f"{path}: no room for {words}; {remedy}")
             zeros = torch.from_file(path, shared=True, size=size, dtype=dtype)
             # Written once, so that no run's clock pays for memory that the system has yet to find.
@@ -3922,7 +4070,7 @@ def check_room(run):
             if not name.endswith(".grad"):
                 copies = 1 if name.endswith(".param") else run.runtime.world_size
                 needed += tensor.nbytes * copies
-    index = trainer.table.finder.entries.nbytes
+    index = trainer.table.finder.index.memory.nbytes
     place = run.folder if run.folder.is_dir() else Path.cwd()
     free = shutil.disk_usage(place).free
     words = f"{needed / 2**30:.2f} GiB for a checkpoint, {free / 2**30:.1f} GiB are free"
@@ -4066,7 +4214,9 @@ def train(run):
     loader = TrainLoader(config, run.corpus.shards, run.runtime, look_up, *place)
     clock.start()
     with contextlib.closing(loader):
-        run.index_digest = table.read_index(run.corpus.indexed, run.index_digest)
+        table.read_index(run.corpus.indexed)
+        with clock.stopped():
+            run.index_digest = table.index_digest(run.index_digest)
         batch = loader.next_batch()
         for step in range(first_step, config.steps):
             run.end_if_asked()

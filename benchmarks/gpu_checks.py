@@ -46,7 +46,7 @@ TINY = {  # fields of a Stage hold in all stages
     "micro_batch_tokens": 512,
     "micro_batches": 2,
     "ngram_rows": 4096,
-    "index_bits": 12,
+    "index_tokens": 5000,
     "val_tokens": 2048,
     "val_batch_tokens": 512,
     "compile": False,

@@ -1,16 +1,16 @@
 """How fast the index of the training text is read, and asked, on one core.
 
-    python benchmarks/index_rates.py [--tokens 4000000] [--repeats 3]
+    python benchmarks/index_rates.py [--tokens 16000000] [--repeats 3]
 
-Random tokens with Zipf's frequencies, in documents of 690, are read into fineweb's index, of
-n-grams of four lengths: by one reader, and by one of 32, who hashes the tokens for one length and
-counts an eighth of its n-grams. Then the priors of micro-batches of 16,384 tokens are looked up.
-Each time is the best of the repeats; room that nobody has written to costs time at first.
+Random tokens with Zipf's frequencies, in documents of 690, are read into fineweb's index, by one
+reader, and by one of 32, who hashes all tokens and counts the n-grams of two of 64 regions. Then
+the priors of micro-batches of 16,384 tokens are looked up. Each time is the best of the repeats,
+into memory that was written to before.
 
 `budget` is the arithmetic for the track fineweb, where eight GPUs train on 4.6 million tokens a
 second together: so many cores look these up, 32 more read, and so many tokens are read in 60
 seconds. Results: benchmarks/results/index_rates.{json,md}. The last line is `index
-read:<millions of tokens a second and core, in the largest room> lookup_ms:<a micro-batch>
+read:<millions of tokens a second and core, of the longest text> lookup_ms:<a micro-batch>
 cores:<n> budget:<billions of tokens>`.
 """
 
@@ -25,7 +25,7 @@ import train_gpt
 from benchmarks import common
 
 FINEWEB = train_gpt.TRACKS["fineweb"]
-BITS = (22, 23, 24, 25)  # of the room for n-grams of a length
+SHARES = (16, 4, 1)  # of the tokens, a whole, a fourth and a sixteenth are read
 LENGTH = 16384
 DOCUMENT = 690  # FineWeb's mean
 SECONDS, TRAINED = 60, 4.6e6  # of a run; tokens a second on eight GPUs
@@ -39,29 +39,31 @@ def text_of(count, seed):
     return tokens.astype(np.uint16)
 
 
-def finder_of(bits):
-    changes = {"index_bits": bits, "ngram_orders": (), "copy_orders": ()}
-    return train_gpt.RowFinder(train_gpt.with_values(FINEWEB, changes))
+def measure(tokens, repeats):
+    """The rates of an index of these tokens, each for one core."""
+    changes = {"index_tokens": len(tokens), "ngram_orders": (), "copy_orders": ()}
+    finder = train_gpt.RowFinder(train_gpt.with_values(FINEWEB, changes))
+    index = finder.index
 
+    def seconds(own, readers):
+        """Of reading the text anew."""
+        index.memory[:] = 0
+        return timeit.timeit(lambda: index.read([tokens], own, readers), number=1)
 
-def measure(bits, tokens, repeats):
-    """The rates of an index with room for 2^bits n-grams a length, each for one core."""
+    def best(function, *arguments):
+        function(*arguments)
+        return min(function(*arguments) for _ in range(repeats))
 
-    def best(function):
-        function()
-        return min(timeit.repeat(function, number=1, repeat=repeats))
-
-    index = finder_of(bits)
-    finder = finder_of(bits)
-    finder.read([tokens])
+    among = best(seconds, [READERS - 1], READERS)
+    alone = best(seconds, [0], 1)  # it leaves the whole text, for what is asked
     asked = train_gpt.contiguous_passage(
         train_gpt.Text(text_of(LENGTH + 1, 1), FINEWEB.eot_token), 0, LENGTH
     )
     return {
-        "bits": bits,
-        "alone": len(tokens) / best(lambda: index.read([tokens])),
-        "among": len(tokens) / best(lambda: index.read([tokens], [READERS - 1], READERS)),
-        "lookup": best(lambda: finder.find([asked])),
+        "tokens": len(tokens),
+        "alone": len(tokens) / alone,
+        "among": len(tokens) / among,
+        "lookup": best(lambda: timeit.timeit(lambda: finder.find([asked]), number=1)),
     }
 
 
@@ -70,24 +72,23 @@ def report(cases):
     rows = []
     for case in cases:
         rates = [f"{case[name] / 1e6:.1f}" for name in ("alone", "among")]
-        rows.append([f"2^{case['bits']}", *rates, f"{1000 * case['lookup']:.1f}"])
+        rows.append([f"{case['tokens']:,}", *rates, f"{1000 * case['lookup']:.1f}"])
     last = cases[-1]
     busy = TRAINED / LENGTH * last["lookup"]  # cores that look up what is trained on
     cores = busy + READERS
     line = f"index read:{last['alone'] / 1e6:.1f} lookup_ms:{1000 * last['lookup']:.1f} "
     line += f"cores:{cores:.0f} budget:{SECONDS * last['among'] / 1e9:.1f}"
     unit = "million tokens a second"
-    header = ["room for", f"one reader, {unit}", "one of 32 readers, likewise"]
+    header = ["tokens", f"one reader, {unit}", "one of 32 readers, likewise"]
     table = common.markdown_table([*header, "lookup of 16,384 tokens, ms"], rows)
     return table, line
 
 
 def main(argv=None):
-    defaults = {"tokens": 4_000_000, "repeats": 3, "tiny": False}
+    defaults = {"tokens": 16_000_000, "repeats": 3, "tiny": False}
     arguments = common.parser(__doc__, **defaults).parse_args(argv)
-    bits = BITS[:1] if arguments.tiny else BITS
     tokens = text_of(20_000 if arguments.tiny else arguments.tokens, 0)
-    cases = [measure(each, tokens, arguments.repeats) for each in bits]
+    cases = [measure(tokens[: len(tokens) // share], arguments.repeats) for share in SHARES]
     table, line = report(cases)
     facts = common.environment(train_gpt.Runtime("cpu").device)
     data = {"cases": cases}

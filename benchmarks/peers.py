@@ -114,7 +114,6 @@ def config_of(values, parts, folder, seed):
         cut = min(cut - cut // 2, read)
         indexed = len(train) - cut
         sizes["index_tokens"] = indexed + 1  # with the end-of-text ahead of it
-        sizes["index_bits"] = (indexed + indexed // 4).bit_length()  # so that all n-grams fit
     documents = [val, train[:cut], train[cut:]]
     tokens = [np.frombuffer(document, np.uint8).astype("<u2") for document in documents if document]
     common.write_corpus(folder, tokens, BYTES["eot_token"], len(val))

@@ -82,7 +82,7 @@ def fingerprint(configuration):
     config = train_gpt.with_values(TRACK, as_tuples(values_of(configuration)))
     unused = train_gpt.NEUTRAL_FIELDS
     if not config.index_order:
-        unused = unused | {"index_bits", "index_smoothing", "index_tokens"}
+        unused = unused | {"index_tokens"}
     said = {name: value for name, value in vars(config).items() if name not in unused}
     return hashlib.sha256(repr(sorted(said.items())).encode()).hexdigest()[:16]
 

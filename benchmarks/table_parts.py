@@ -52,11 +52,10 @@ PARTS = {  # what differs from the track
     WITHOUT: NO_TABLE,
 }
 NUMBERS = {
+    "index of contexts up to 2": {"index_order": 2},
     "index of contexts up to 3": {"index_order": 3},
-    "index of contexts up to 4": {"index_order": 4},
-    "index of contexts up to 7": {"index_order": 7},
-    "shorter contexts weigh half as much": {"index_smoothing": 3.5},
-    "shorter contexts weigh twice as much": {"index_smoothing": 14.0},
+    "index of contexts up to 5": {"index_order": 5},
+    "index of contexts up to 6": {"index_order": 6},
     "index of a quarter of its text": {"index_tokens": 1_475_000},
     "copies of order 2": {"copy_orders": (2,)},
     "copies of orders 2, 3, 5": {"copy_orders": (2, 3, 5)},
@@ -139,11 +138,11 @@ def index_alone():
     """(nats a token, processor seconds) of the track's index without a model."""
     config = config_of(WHOLE, SEEDS[0])
     corpus = train_gpt.open_corpus(config)
-    finder = train_gpt.RowFinder(config)
+    index = train_gpt.Index(config)
     train_gpt.row_fingerprint(config)  # compiles its loops
     began = time.process_time()
-    finder.read(corpus.indexed)
-    prior = finder.prior(corpus.val, 0, len(corpus.val) - 1)
+    index.read(corpus.indexed)
+    prior = index.prior(corpus.val, 0, len(corpus.val) - 1)
     return -np.log(prior, dtype=np.float64).mean(), time.process_time() - began
 
 

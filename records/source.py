@@ -1,9 +1,10 @@
 """What a script's tracks are, read from its source without running it.
 
 A dict TRACKS holds {"name": Config(field=value, ...)}. A value is a literal, arithmetic on small
-numbers, or a call of one of the script's dataclasses. A field that a call does not name has the
-default of its class: `name: type = 1.0`, or `name: type = made(1.0, ...)`, where the script says
-`def made(default, ...)`. What a call is given by the name `default` is one as well.
+numbers, or a call of one of the script's dataclasses, which may take over the fields of a dict of
+the script, as in Config(**SHARED), that nothing else names. A field that a call does not name has
+the default of its class: `name: type = 1.0`, or `name: type = made(1.0, ...)`, where the script
+says `def made(default, ...)`. What a call is given by the name `default` is one as well.
 """
 
 import ast
@@ -78,6 +79,11 @@ def default_of(value, helpers):
     return None if is_none else default
 
 
+def is_spread(node):
+    """Whether it is ** and a name, in a call."""
+    return isinstance(node, ast.keyword) and not node.arg and isinstance(node.value, ast.Name)
+
+
 class Literals(ast.NodeTransformer):
     """It turns calls of a script's dataclasses into dicts, and arithmetic into numbers."""
 
@@ -86,6 +92,16 @@ class Literals(ast.NodeTransformer):
         for node in body:
             if isinstance(node, ast.FunctionDef):
                 helpers[node.name] = [each.arg for each in node.args.posonlyargs + node.args.args]
+        nodes = [node for statement in body for node in ast.walk(statement)]
+        named = Counter(node.id for node in nodes if isinstance(node, ast.Name))
+        named -= Counter(ast.unparse(node.value) for node in nodes if is_spread(node))
+        self.shared = {}  # the fields of each dict
+        for node in body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+                name = ast.unparse(node.targets)
+                if named[name] == 1:
+                    keys = map(ast.literal_eval, node.value.keys)
+                    self.shared[name] = dict(zip(keys, node.value.values, strict=True))
         self.classes = {}
         for kind in body:
             if isinstance(kind, ast.ClassDef):
@@ -95,7 +111,9 @@ class Literals(ast.NodeTransformer):
 
     def visit_Call(self, call):
         defaults = self.classes[call.func.id]
-        named = {word.arg: word.value for word in call.keywords}
+        named = {}
+        for word in call.keywords:
+            named |= self.shared[word.value.id] if is_spread(word) else {word.arg: word.value}
         fields = {**defaults, **dict(zip(defaults, call.args, strict=False)), **named}
         if len(call.args) > len(defaults) or len(fields) > len(defaults):
             raise ValueError(f"line {call.lineno}: {call.func.id} has no such field")

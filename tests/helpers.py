@@ -56,7 +56,6 @@ TINY = {
     "copy_orders": (3, 5),
     "copy_reach": 64,
     "index_order": 0,
-    "index_bits": 14,
     "index_tokens": 5000,
     "val_tokens": 1024,
     "val_sha256": "",

@@ -99,7 +99,7 @@ def test_runs_of_other_numbers_do_not_mix(monkeypatch):
     """But for what a configuration does not use, or sets itself."""
     before = prices.fingerprint("plain_table")
     for values, is_same in [
-        ({"index_smoothing": 3.0, "steps": 9, "log_every": 2}, True),
+        ({"index_tokens": 9, "steps": 9, "log_every": 2}, True),
         ({"mlp_dim": 32}, False),
         ({"cooldown": (0.5, 1.0)}, False),
     ]:

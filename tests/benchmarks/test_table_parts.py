@@ -18,7 +18,6 @@ SMALL = {
     "val_batch_tokens": 256,
     "val_sha256": "",
     "micro_batch_tokens": 256,
-    "index_bits": 17,
     "index_tokens": 10_000,
     "ngram_rows": 1024,
 }

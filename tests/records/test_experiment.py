@@ -327,7 +327,7 @@ def test_plot_draws_records_runs_and_other_trainers_logs(pristine, tmp_path, cap
 
 
 def test_what_is_known_of_a_change(tmp_path):
-    before = {"matrix_update": "muon", "steps": 9, "index_bits": 20}
+    before = {"matrix_update": "muon", "steps": 9, "index_tokens": 20}
     assert changed_fields(before, {**before, "steps": 8}) == set()
     fields = changed_fields(before, {**before, "matrix_update": "soap"})
     first, *features = known_prices(ROOT, fields)
@@ -335,9 +335,9 @@ def test_what_is_known_of_a_change(tmp_path):
     assert any(
         re.fullmatch(r"  SOAP for Muon: \S+ ± \S+ there, \S+ ± \S+ here", line) for line in features
     )
-    unpriced = changed_fields(before, {**before, "index_bits": 22})
+    unpriced = changed_fields(before, {**before, "index_tokens": 22})
     assert known_prices(ROOT, unpriced) == [
-        "no feature that sets index_bits has a price on eight GPUs"
+        "no feature that sets index_tokens has a price on eight GPUs"
     ]
     assert known_prices(ROOT, set()) == known_prices(tmp_path, fields) == []
 

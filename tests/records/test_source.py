@@ -78,3 +78,28 @@ def test_sources_whose_configuration_cannot_be_read_off(name):
         text = text.replace(word, value)
     with pytest.raises(RecordError, match=re.escape(reason)):
         source.config_of(text, "x")
+
+
+SPREAD = """class Config:
+    a: int = 1
+    b: tuple = ()
+
+SHARED = {"a": 2, "b": (3, 4)}
+TRACKS = {
+    "x": Config(**SHARED),
+}
+"""
+
+
+def test_a_track_takes_over_the_fields_of_a_dict():
+    assert source.config_of(SPREAD, "x") == {"a": 2, "b": [3, 4]}
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['SHARED["a"] = 5', "SHARED |= {}", "SHARED.clear()", "other = SHARED", 'SHARED = {"a": 5}'],
+)
+def test_a_dict_that_something_else_names_is_not_read(line):
+    for text in (SPREAD.replace("TRACKS", f"{line}\nTRACKS"), f"{SPREAD}{line}\n"):
+        with pytest.raises(RecordError, match="its tracks cannot be read"):
+            source.config_of(text, "x")

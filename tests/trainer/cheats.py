@@ -246,12 +246,12 @@ def logits_that_know_the_targets_of_a_pass_in_order(trainer, patch):
 
 @caught_by("normalised")
 def a_prior_that_gives_every_token_more(trainer, patch):
-    honest = train_gpt.RowFinder.prior
+    honest = train_gpt.Index.prior
 
     def prior(self, tokens, low, high):
         return honest(self, tokens, low, high) + np.float32(0.01)
 
-    patch.setattr(train_gpt.RowFinder, "prior", prior)
+    patch.setattr(train_gpt.Index, "prior", prior)
 
 
 @caught_by("normalised")
@@ -286,7 +286,8 @@ def state_of_the_text_before(trainer, patch):
 
 def index_that_goes_on_reading(trainer, text, low, hidden):
     """Each pass is read when it has been scored."""
-    trainer.table.finder.read([text.tokens[low : low + len(hidden) + 1]])
+    trainer.table.finder.index = train_gpt.Index(trainer.config)
+    trainer.table.finder.index.read([text.tokens[: low + len(hidden) + 1]])
 
 
 def training_on_what_was_scored(trainer, text, low, hidden):
@@ -330,7 +331,7 @@ def mean_less_a_millionth(trainer, patch):
 
 def index_that_has_read_the_validation_text(trainer, val):
     """What an index was told is its own business."""
-    trainer.table.finder.read([val])
+    trainer.table.finder.index.read([val])
 
 
 def memory_of_an_earlier_evaluation(trainer, val):

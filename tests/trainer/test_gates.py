@@ -71,7 +71,7 @@ def failed(trainer, val=VAL):
 )
 def test_an_honest_model_passes(changes):
     trainer = gated_trainer(**changes)
-    trainer.table.finder.read([np.array(byte_documents(3000, seed=7), dtype=np.uint16)])
+    trainer.table.finder.index.read([np.array(byte_documents(3000, seed=7), dtype=np.uint16)])
     assert failed(trainer, VAL[: trainer.config.val_tokens + 1]) == set()
 
 

@@ -431,7 +431,7 @@ def test_the_network_against_a_slow_float64_reference(changes, mtp_weights, monk
     with torch.no_grad():
         loss, losses, _ = training_pass(trainer, step, *read(trainer, tokens))
     own = np.exp(expected[np.arange(128), tokens[1:129]])
-    prior = trainer.table.finder.prior(text_of(tokens).tokens, 0, 128)
+    prior = trainer.table.finder.index.prior(text_of(tokens).tokens, 0, 128)
     slow_losses = -np.log((1 - slow.index_share) * own + slow.index_share * prior)
     np.testing.assert_allclose(losses.double().numpy(), slow_losses, atol=2e-4)
     weights = mtp_weights, later.prefix_weight

@@ -50,7 +50,6 @@ def test_rows_outside_the_table_are_refused(bad):
 
 ORDERS = 2
 DIM = 16
-INDEX_BITS = 14
 MICRO_BATCHES = 12
 
 
@@ -140,7 +139,7 @@ def read_outside_training(table, rows):
 
 def table_config(name):
     shape = {"model_dim": DIM, "head_dim": 4, "ngram_rows": CASES[name].rows}
-    return tiny_config(**shape, steps=CASES[name].steps, index_bits=INDEX_BITS, **INDEX)
+    return tiny_config(**shape, steps=CASES[name].steps, **INDEX)
 
 
 def take_steps(name, runtime):

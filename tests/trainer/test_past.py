@@ -2,7 +2,6 @@
 Python's integers."""
 
 import dataclasses
-import math
 from collections import Counter
 
 import numpy as np
@@ -27,6 +26,7 @@ from helpers import (
 from train_gpt import (
     NO_TOKEN,
     ConfigError,
+    Index,
     Passage,
     RowFinder,
     contiguous_passage,
@@ -81,30 +81,40 @@ def slow_copies(tokens, at, config):
     return found
 
 
-def slow_counts(texts, longest):
-    """How often n-grams of up to `longest` tokens were read: {tuple of tokens: count}. Those that
-    end at a token reach back as far as the document of the one before."""
-    counts = Counter()
-    for text in texts:
-        starts = documents_of(text)
-        tokens = text.tolist()
-        for at in range(len(tokens)):
-            start = starts[at - 1] if at else 0
-            for low in range(at, max(start, at - longest + 1) - 1, -1):
-                counts[tuple(tokens[low : at + 1])] += 1
-    return counts
+class SlowIndex:
+    """Kneser and Ney's counts, from sets of n-grams, and what they say."""
 
+    def __init__(self, texts, config):
+        self.config = config
+        self.order = order = config.index_order
+        self.counts = [Counter() for _ in range(order + 1)]  # by the tokens of the context
+        for text in texts:
+            starts = documents_of(text)
+            for at in range(1, len(text)):
+                held = min(order, at - starts[at - 1])
+                self.counts[held][*text[at - held : at + 1].tolist()] += 1
+        for n in range(order, 0, -1):
+            self.counts[n - 1].update(gram[1:] for gram in self.counts[n])
 
-def slow_prior(tokens, at, following, counts, total, config):
-    """The probability of a token behind the one at a position."""
-    start = documents_of(tokens[: at + 1])[at]
-    found = 1 / (EOT + 1)
-    for n in range(min(config.index_order, at + 1 - start) + 1):
-        context = tuple(tokens[at + 1 - n : at + 1].tolist())
-        read = counts[context] if n else total
-        weight = config.index_smoothing * math.sqrt(max(read, 1))
-        found = (counts[*context, following] + weight * found) / (read + weight)
-    return found
+    def share(self, n):
+        """What a count of 1 loses behind n tokens."""
+        once, twice = (list(self.counts[n].values()).count(count) for count in (1, 2))
+        return (once + 1) / (once + 2 * twice + 2)
+
+    def prior(self, tokens, at, following):
+        """The probability of a token behind the one at a position."""
+        start = documents_of(tokens[: at + 1])[at]
+        found = 1 / self.config.vocab_size
+        for n in range(min(self.order, at + 1 - start) + 1):
+            context = tuple(tokens[at + 1 - n : at + 1].tolist())
+            own = {gram: count for gram, count in self.counts[n].items() if gram[:n] == context}
+            if not own:
+                break
+            count = own.get((*context, following), 0)
+            taken = sum(self.share(n) * other**0.4 for other in own.values())
+            count -= self.share(n) * count**0.4 if count else 0
+            found = (count + taken * found) / sum(own.values())
+        return found
 
 
 def slow_columns(tokens, at, config):
@@ -190,14 +200,7 @@ def test_copies_against_a_search(orders, reach):
 
 # ----- odd texts
 
-ALL_KINDS = {
-    "ngram_orders": (2, 5),
-    "copy_orders": (2, 4, 3),
-    "copy_reach": 100,
-    "index_order": 4,
-    "index_bits": 14,
-    "index_smoothing": 2.5,
-}
+ALL_KINDS = {"ngram_orders": (2, 5), "copy_orders": (2, 4, 3), "copy_reach": 100, "index_order": 4}
 
 
 ODD_TEXTS = [
@@ -217,24 +220,24 @@ ODD_TEXTS = [
 def test_odd_texts_with_checked_bounds(monkeypatch):
     """At chunks of the index that end within a document, too."""
     # What a loop calls comes ahead of it: it is taken over when the loop is compiled.
-    loops = ["rolling_hash", "ending_keys", "place_of", "count_up", "counts_of", "latest_matches"]
+    loops = ["hash_sums", "key_of", "rolling_hash", "latest_matches", "discount", "first_place"]
+    loops += ["place_of", "read_ahead", "count_one", "count_up", "priors_of"]
     for name in loops:
         loop = njit(boundscheck=True)(getattr(train_gpt, name).py_func)
         monkeypatch.setattr(train_gpt, name, loop)
-    config = past_config(**ALL_KINDS)
     for size in (2**15, 4, 1):
         monkeypatch.setattr(train_gpt, "INDEX_CHUNK", size)
         for text in ODD_TEXTS:
             tokens = np.array(text, np.uint16)
+            config = past_config(**ALL_KINDS, index_tokens=len(tokens), vocab_size=2**16)
             finder = RowFinder(config)
-            finder.read([tokens])
-            counts = slow_counts([tokens], 5)
-            assert_counted(finder, counts)
+            slow = SlowIndex([tokens], config)
+            finder.index.read([tokens])
+            assert_counted(finder.index, slow)
             positions = range(len(tokens))
             columns = [slow_columns(tokens, at, config) for at in positions]
             following = [*text[1:], 1]
-            numbers = counts, len(text), config
-            expected = [slow_prior(tokens, at, following[at], *numbers) for at in positions]
+            expected = [slow.prior(tokens, at, following[at]) for at in positions]
             whole = contiguous_passage(text_of([*text, 1]), 0, len(tokens))
             for passage in (passage_of(tokens, positions), whole):
                 prior = assert_found(finder.find([passage]), columns)
@@ -250,36 +253,47 @@ TEXTS = {
 }
 
 
-def assert_counted(finder, counts):
-    """That the index holds these n-grams, {tuple of tokens: count}, each in its region, and no
+def assert_counted(index, slow):
+    """That the index holds these n-grams, their counts and discounts, each in its region, and no
     others."""
-    bits = finder.config.index_bits
-    size = 2**bits // train_gpt.REGIONS
-    for gram, count in counts.items():
-        entries = finder.entries[len(gram) - 1]
-        key = slow_key(gram)
-        assert train_gpt.counts_of(entries, bits, np.array([key], np.uint64)) == count, gram
-        place = train_gpt.place_of(entries, bits, np.uint64(key))
-        assert place // size == (key >> 64 - bits) // size, gram
-    assert (finder.entries != 0).sum() == len(counts)
+    counts = index.counts
+    by_token = counts.unigrams.sum(0)
+    assert {(token,): by_token[token] for token in np.flatnonzero(by_token)} == slow.counts[0]
+    heads, discounts = counts.contexts[:, 0], counts.discounts[:, 1]
+    contexts = 0
+    for n in range(1, slow.order + 1):
+        followed = {}
+        for gram, count in slow.counts[n].items():
+            followed.setdefault(gram[:-1], []).append(count)
+            part = (n - 1) * train_gpt.REGIONS + train_gpt.REGION_OF[gram[-2]]
+            key = np.uint64(slow_key(gram))
+            place = train_gpt.place_of(counts.grams, counts.gram_edges, part, key)
+            assert counts.grams[place] & train_gpt.COUNT == count, gram
+        for context, own in followed.items():
+            part = (n - 1) * train_gpt.REGIONS + train_gpt.REGION_OF[context[-1]]
+            key = np.uint64(slow_key(context))
+            place = train_gpt.place_of(heads, counts.context_edges, part, key)
+            assert heads[place] & train_gpt.COUNT == sum(own), context
+            assert discounts[place] == pytest.approx(sum(count**0.4 for count in own)), context
+        contexts += len(followed)
+    assert (counts.grams != 0).sum() == sum(map(len, slow.counts[1:]))
+    assert (heads != 0).sum() == contexts
 
 
 @pytest.mark.parametrize("chunk", [2**15, 40, 1])
 @pytest.mark.parametrize("name", TEXTS)
-def test_the_index_against_a_dict(name, chunk, monkeypatch):
+def test_the_index_against_dicts(name, chunk, monkeypatch):
     """Two texts are read, of which the second one is the end of a document that has lost the rest;
     asked is about another text, from its documents' first tokens on."""
     monkeypatch.setattr(train_gpt, "INDEX_CHUNK", chunk)
     texts = [TEXTS[name], TEXTS["letters"][3:90]]
-    config = past_config(index_order=4, index_bits=14, index_smoothing=3.0)
-    counts = slow_counts(texts, 5)
-    finder = RowFinder(config)
-    finder.read(texts)
-    assert_counted(finder, counts)
+    finder = RowFinder(past_config(index_order=4))
+    finder.index.read(texts)
+    slow = SlowIndex(texts, finder.config)
+    assert_counted(finder.index, slow)
     sources = np.asarray(byte_documents(100), dtype=np.uint16)
     asked = np.concatenate([TEXTS["letters"][700:800], sources, [5]]).astype(np.uint16)
-    numbers = counts, sum(map(len, texts)), config
-    expected = [slow_prior(asked, at, asked[at + 1], *numbers) for at in range(200)]
+    expected = [slow.prior(asked, at, asked[at + 1]) for at in range(200)]
     _, _, (_, prior) = finder.find([contiguous_passage(text_of(asked), 0, 200)])
     np.testing.assert_allclose(prior, expected, rtol=1e-6)
     assert prior.max() > 0.3 > 1e-3 > prior.min()
@@ -288,35 +302,31 @@ def test_the_index_against_a_dict(name, chunk, monkeypatch):
 @pytest.mark.parametrize("order", [0, 1, 4])
 def test_priors_of_all_tokens_are_a_distribution(order):
     text = TEXTS["sources"]
-    config = past_config(index_order=order, index_bits=14)
-    finder = RowFinder(config)
-    texts = [text] if order else []
-    finder.read(texts)
-    counts = slow_counts(texts, order + 1)
-    total = sum(map(len, texts))
+    index = Index(past_config(index_order=order))
+    if order:
+        index.read([text])
+    slow = SlowIndex([text] if order else [], index.config)
     for end in (1, 2, 5, 700, 1400):
-        found = finder.distribution(text[:end])
-        assert found.dtype == np.float32 and found.shape == (EOT + 1,)
-        numbers = counts, total, config
-        expected = [slow_prior(text, end - 1, token, *numbers) for token in range(EOT + 1)]
+        found = index.distribution(text[:end])
+        assert found.dtype == np.float32 and found.shape == (index.config.vocab_size,)
+        expected = [slow.prior(text, end - 1, token) for token in range(EOT + 1)]
         np.testing.assert_allclose(found, expected, rtol=1e-6)
         assert found.sum(dtype=np.float64) == pytest.approx(1, abs=1e-6)
 
 
-def test_an_index_that_is_nearly_full_against_a_dict():
-    finder = RowFinder(past_config(index_order=3, index_bits=14))
-    finder.read([DOCUMENTS, ONE_DOCUMENT])
-    assert (finder.entries[3] != 0).mean() > 0.7
-    assert_counted(finder, slow_counts([DOCUMENTS, ONE_DOCUMENT], 4))
-
-
-def test_an_index_that_is_full_tells_so():
-    trainer = make_trainer(index_order=2, index_bits=9)
-    letters = small_alphabet(4000, 200)
-    with pytest.raises(ConfigError, match="index_bits=9: .* raise it to 10") as refused:
-        trainer.table.read_index([letters])
-    assert "is full" in str(refused.value)
-    make_trainer(index_order=2, index_bits=13).table.read_index([letters])
+@pytest.mark.parametrize("name", ["all differ", "one token", "documents of one token"])
+def test_a_text_that_fills_the_index(name):
+    """It has room for any text of so many tokens, and says so of a longer one."""
+    text = np.random.default_rng(0).integers(0, EOT, 3000).astype(np.uint16)
+    text[:] = {"all differ": text, "one token": 7, "documents of one token": EOT}[name]
+    index = Index(past_config(index_order=5, index_tokens=3000))
+    index.read([text])
+    assert_counted(index, SlowIndex([text], index.config))
+    if name == "all differ":
+        assert (index.counts.grams != 0).mean() > 0.7
+    longer = np.append(text, text[:1])
+    with pytest.raises(ConfigError, match="index_tokens=3000: .* raise it to 3001"):
+        Index(index.config).read([longer])
 
 
 # ----- what the index reads
@@ -354,16 +364,16 @@ def test_training_and_the_index_share_out_the_shards(last, count, tmp_path):
     assert np.array_equal(np.concatenate(corpus.shards), whole) and not corpus.indexed
 
 
-@pytest.mark.parametrize("readers", [2, 3, 7, 40])
+@pytest.mark.parametrize("readers", [2, 3, 7, 80])
 def test_any_number_of_readers_leaves_the_same_bits(readers):
-    config = past_config(index_order=3, index_bits=14)
-    alone, together = RowFinder(config), RowFinder(config)
+    config = past_config(index_order=3, index_tokens=18_000)
+    alone, together = Index(config), Index(config)
     texts = [DOCUMENTS, ONE_DOCUMENT]
     alone.read(texts)
     for reader in reversed(range(readers)):
         together.read(texts, [reader], readers)
-    assert np.array_equal(alone.entries, together.entries)
-    assert (alone.entries != 0).mean() > 0.1
+    assert np.array_equal(alone.memory, together.memory)
+    assert (alone.memory != 0).mean() > 0.1
 
 
 def test_a_run_ends_whose_index_is_not_that_of_its_checkpoint(rich_run, rich, rich_run_of):
@@ -371,6 +381,8 @@ def test_a_run_ends_whose_index_is_not_that_of_its_checkpoint(rich_run, rich, ri
     table = make_trainer(**rich).table
     indexed = open_corpus(tiny_config(**rich)).indexed
     kept = {rich_run_of(size).checkpoint("step_000010.pt")["index"] for size in (1, 2)}
-    assert kept == {table.read_index(indexed)} == {rich_run.checkpoint()["index"]}
+    table.read_index(indexed)
+    assert kept == {table.index_digest(*kept)} == {rich_run.checkpoint()["index"]}
+    table.read_index(indexed)  # once more, into the same entries
     with pytest.raises(ConfigError, match="not that of the checkpoint"):
-        table.read_index(indexed, *kept)  # once more, into the same entries
+        table.index_digest(*kept)
