@@ -1334,17 +1334,17 @@ class Index:
 
     @functools.cached_property
     def smoothing(self):
-        """(probabilities of single tokens, (vocab_size,) float64; what a count of 1 loses, by
-        the tokens of the context, from none on, (index_order + 1,) float64)."""
+        """(probabilities of single tokens, (vocab_size,) float64; what a count of 1 loses, by the
+        tokens of the context, from none on, (index_order + 1,) float64)."""
         counts = self.counts.unigrams.sum(0).astype(np.int64)
         common = self.counts.common.reshape(-1, REGIONS, 3).sum(1).astype(np.int64)
         of_single = [(counts >= least).sum() for least in (1, 2, 3)]
         once, twice, thrice = np.concatenate([[of_single], common]).T
         shares = (once - twice + 1) / (once - twice + 2 * (twice - thrice) + 2)
-        discounts = shares[0] * np.array([discount(count) for count in counts])
+        discounts = shares[0] * DISCOUNTS[np.minimum(counts, len(DISCOUNTS) - 1)]
         total = max(1, counts.sum())
-        unseen = discounts.sum() if counts.any() else 1.0
-        return (counts - discounts + unseen / len(counts)) / total, shares
+        taken = discounts.sum() if counts.any() else total
+        return (counts - discounts + taken / len(counts)) / total, shares
 
     def prior(self, tokens, low, high):
         """The probabilities of the tokens that follow those from low to high: (high - low,)
