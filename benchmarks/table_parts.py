@@ -6,7 +6,7 @@ A row is the track english with one change: a part is left out, or has another n
 parts have five seeds, rows of numbers the first three of these. As many runs go on at once as there
 are cores, each with one thread; seconds are processor time, of training and of reading the index. A
 call goes on where the last one stopped, and begins no run once its minutes are over. At first it
-looks at the loss of a run in training, seed 1, every 3 steps, beside what needs no training on the
+looks at the loss of a run in training, seed 1, at every step, beside what needs no training on the
 same text: the index alone, and PPMd, which is measured where pyppmd is installed (`pip install
 pyppmd==1.3.1`).
 
@@ -41,7 +41,7 @@ SEEDS_OF_NUMBERS = SEEDS[:3]
 WHOLE = "the whole table"
 WITHOUT = "no table"
 UNKNOWN = "not measured"
-LOOK_EVERY = 3  # steps
+LOOK_EVERY = 1  # steps
 NO_TABLE = {"ngram_orders": (), "copy_orders": (), "index_order": 0}
 
 PARTS = {  # what differs from the track
