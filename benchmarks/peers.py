@@ -6,8 +6,8 @@ The text is data/tinyshakespeare/input.txt of github.com/karpathy/char-rnn, whic
 repository. As in nanoGPT, the first 90 % train and the last 10 % validate, but for what fills no
 whole pass. The text is ASCII, so a byte is a character.
 
-`ours` is the track english with the changes of OURS. Half of its training text is read into the
-index alone, and more where the network does not come to the rest. `--own FILE` adds a table of
+`ours` is the track english with the changes of OURS. What the network does not come to is read into
+the index alone, half of the training text at least. `--own FILE` adds a table of
 another text, a file in UTF-8: ours, one seed, and PPMd. `plain GPT` is plain_gpt.py at the sizes
 of nanoGPT's quick start on a CPU, and should end at 1.90 ± 0.03. PPMd is measured where pyppmd is
 installed (`pip install pyppmd==1.3.1`).
