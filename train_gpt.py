@@ -445,7 +445,7 @@ TRACKS = {
         index_order=0,
         matrix_lr=0.025,
         adam_lr=0.024,
-        target_loss=3.36,
+        target_loss=3.37,
     ),
 }
 
