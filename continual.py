@@ -246,8 +246,10 @@ def extend(config, is_check=False):
     def prepare(run):
         trainer, is_new = run.trainer, run.step == 0  # else it is resumed, and has its weights
         run.val_sets.update(val_sets)
-        trainer.table.read_index(indexed)  # what the model has learned with
-        trainer.table.index_digest(initial["index"])
+        table = trainer.table  # it reads what the model has learned with
+        table.finder.index = train_gpt.Index(initial["config"], run.runtime.shared_zeros)
+        table.read_index(indexed)
+        table.index_digest(initial["index"])
         run.corpus = run.corpus._replace(indexed=[])
         if is_new:
             start_from(trainer, initial)
