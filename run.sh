@@ -23,7 +23,8 @@ usage() {
 
 Tracks: english (fineweb's recipe at small scale, a minute on a laptop), english-net (its network by itself, for
 optimizers), fineweb (1 to 8 GPUs), continual (a trained english model goes on to verse; needs --init-from RUN). Without
-TRACK it is fineweb where CUDA and FineWeb shards are present, else english. It starts one rank a GPU, or one a core. The last line of a run names its log and plot.
+TRACK it is fineweb where CUDA and FineWeb shards are present, else english. It starts one rank a GPU, or one a core. The
+last line of a run names its log and plot.
 The first call makes .venv, installs requirements.txt and builds the track's data. It uses uv where
 that is present, and a .venv that is there; PYTHON=/path/to/python chooses the Python (3.11 or newer) of a new one.
 It runs on Linux and macOS, on NVIDIA's GPUs or a CPU; Windows (but for WSL) and Apple's GPUs are not supported.

@@ -131,7 +131,8 @@ def next_token_logits(trainer, step, tokens):
     last = len(tokens) - 1 - low
     state = hidden[last : last + 1]
     own = trainer.model.logits(state).softmax(-1)[0, : config.eot_token + 1].cpu()
-    priors = torch.from_numpy(trainer.table.finder.index.distribution(tokens))
+    priors = trainer.table.finder.index.distribution(tokens)[: config.eot_token + 1]
+    priors = torch.from_numpy(priors)
     return train_gpt.mixed(trainer.model.index_share(state).cpu(), own, priors).log()
 
 

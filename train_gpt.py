@@ -3205,7 +3205,6 @@ class GatePasses:
         prior = index.prior(self.val, low, low + self.length)
         place = np.random.default_rng([config.seed, 2, low]).integers(self.length)
         of_all = index.distribution(self.val[: low + place + 1])
-        # A context at the very end of the index's text was followed by nothing, and leaves less.
         is_whole = of_all.sum(dtype=np.float64) < 1 + 1e-4
         is_whole = is_whole and abs(of_all[targets[place]] - prior[place]) < 1e-6
         exact = []

@@ -87,19 +87,17 @@ def is_spread(node):
 class Literals(ast.NodeTransformer):
     """It turns calls of a script's dataclasses into dicts, and arithmetic into numbers."""
 
-    def __init__(self, body):
+    def __init__(self, body, source):
         helpers = {}  # the names of each function's parameters
         for node in body:
             if isinstance(node, ast.FunctionDef):
                 helpers[node.name] = [each.arg for each in node.args.posonlyargs + node.args.args]
-        nodes = [node for statement in body for node in ast.walk(statement)]
-        named = Counter(node.id for node in nodes if isinstance(node, ast.Name))
-        named -= Counter(ast.unparse(node.value) for node in nodes if is_spread(node))
+        words = Counter(re.findall(r"\w+", source)) - Counter(re.findall(r"\*\*(\w+)", source))
         self.shared = {}  # the fields of each dict
         for node in body:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
                 name = ast.unparse(node.targets)
-                if named[name] == 1:
+                if words[name] == 1:  # else it may be another one by then
                     keys = map(ast.literal_eval, node.value.keys)
                     self.shared[name] = dict(zip(keys, node.value.values, strict=True))
         self.classes = {}
@@ -141,7 +139,7 @@ def tracks_of(source):
             raise ValueError("one class Config and one line TRACKS = { are needed")
         assigned = [node for node in body if isinstance(node, ast.Assign)]
         (tracks,) = [node.value for node in assigned if ast.unparse(node.targets) == "TRACKS"]
-        found = ast.literal_eval(Literals(body).visit(tracks))
+        found = ast.literal_eval(Literals(body, source).visit(tracks))
         return {str(name): dict(config) for name, config in json.loads(json.dumps(found)).items()}
 
 

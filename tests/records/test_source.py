@@ -97,7 +97,15 @@ def test_a_track_takes_over_the_fields_of_a_dict():
 
 @pytest.mark.parametrize(
     "line",
-    ['SHARED["a"] = 5', "SHARED |= {}", "SHARED.clear()", "other = SHARED", 'SHARED = {"a": 5}'],
+    [
+        'SHARED["a"] = 5',
+        "SHARED |= {}",
+        "SHARED.clear()",
+        "other = SHARED",
+        'SHARED = {"a": 5}',
+        "import json as SHARED",
+        "class SHARED: pass",
+    ],
 )
 def test_a_dict_that_something_else_names_is_not_read(line):
     for text in (SPREAD.replace("TRACKS", f"{line}\nTRACKS"), f"{SPREAD}{line}\n"):

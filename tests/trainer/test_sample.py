@@ -216,3 +216,15 @@ def test_what_a_checkpoint_cannot_be_used_on(words, path, use):
     if torch.cuda.is_available() and "cuda" in words:
         pytest.skip("CUDA is here, so asking for it is no mistake")
     assert words[-1] in refusal(use("--checkpoint", path, *words))
+
+
+@pytest.mark.parametrize("index_order", [0, 2])
+def test_ids_that_no_token_has_are_never_next(index_order):
+    """A vocabulary is filled up to a round size; the index gives these ids next to nothing."""
+    trainer = make_trainer(vocab_size=384, index_order=index_order)
+    tokens = np.array([EOT, *b"to be or not to be"], np.uint16)
+    if index_order:
+        trainer.table.read_index([tokens])
+    logits = sample.next_token_logits(trainer, 4, tokens)
+    assert logits.shape == (EOT + 1,)
+    assert 0.5 < logits.exp().sum().item() < 1
