@@ -1666,10 +1666,10 @@ class NgramTable(Group):
         runtime.barrier()
 
     def full_state(self):
-        """The whole table on the host of all ranks, which must all call it."""
+        """The whole table on the host of rank 0; all ranks must call it."""
         return {
-            "weight": self.runtime.join(self.weight.cpu(), self.rows),
-            "second": self.runtime.join(self.second.cpu(), self.rows),
+            name: self.runtime.gather_on_main(tensor.cpu(), self.rows)
+            for name, tensor in self.tensors().items()
         }
 
     def load(self, state):
@@ -2791,17 +2791,18 @@ class ParameterGroup(Group):
         return found
 
     def full_state(self):
-        """{name: {key: tensor of the whole parameter}} on every rank, whatever the world size."""
+        """{name: {key: tensor of the whole parameter}} on rank 0, whatever the world size; all
+        ranks must call it."""
         return {
-            name: {key: self.whole(name, part).clone() for key, part in state.items()}
+            name: {key: self.whole(name, part) for key, part in state.items()}
             for name, state in self.state.items()
         }
 
     def whole(self, name, part):
-        """What the parts of all ranks make up."""
+        """What the parts of all ranks make up, on rank 0."""
         if not self.is_shared_out:
             return part
-        return self.runtime.join(part, len(self.params[name]))
+        return self.runtime.gather_on_main(part, len(self.params[name]))
 
     def load(self, state):
         for name, own in self.state.items():
@@ -3476,22 +3477,30 @@ class Runtime:
         self.record_sent("reduce_scatter", name, tensor, self.peers)
         return part, reduce_scatter(part, tensor, async_op=True)
 
+    def padded(self, part, count):
+        """A rank's owned range of `count` units, and zeros to the length that all ranks send."""
+        padded = part.new_zeros(math.ceil(count / self.world_size), *part.shape[1:])
+        padded[: len(part)] = part
+        return padded
+
     def gather_ranges(self, part, count, name):
         """Join the ranks' owned ranges of `count` units. Returns (whole (count, ...), work)."""
         if self.world_size == 1:
             return part, None
-        chunk = math.ceil(count / self.world_size)
-        padded = part.new_zeros(chunk, *part.shape[1:])
-        padded[: len(part)] = part
-        whole = part.new_zeros(chunk * self.world_size, *part.shape[1:])
+        padded = self.padded(part, count)
+        whole = part.new_zeros(len(padded) * self.world_size, *part.shape[1:])
         self.record_sent("all_gather", name, whole, self.peers)
         return whole[:count], all_gather(whole, padded, async_op=True)
 
-    def join(self, part, count, name="checkpoint"):
-        """What gather_ranges returns, waited for."""
-        whole, work = self.gather_ranges(part, count, name)
-        wait(work)
-        return whole
+    def gather_on_main(self, part, count, name="checkpoint"):
+        """Join the ranks' owned ranges of `count` units on rank 0; None on the others."""
+        if self.world_size == 1:
+            return part
+        padded = self.padded(part, count)
+        self.record_sent("gather", name, padded, 1, padded.nbytes)
+        parts = [torch.empty_like(padded) for _ in range(self.world_size)] if self.is_main else None
+        dist.gather(padded, parts)
+        return torch.cat(parts)[:count] if self.is_main else None
 
     def all_to_all(self, tensor, send, receive, name, group=None):
         """Send the first send[0] rows of a tensor to rank 0, and so on. Returns (receive[r] rows of
@@ -3510,13 +3519,15 @@ class Runtime:
             torch.cuda.synchronize(self.device)
 
     def peak_memory_mib(self):
-        """Peak memory of each rank in MiB: of the device's allocator on CUDA, else the process'."""
+        """Peak memory of each rank in MiB, on rank 0: of the device's allocator on CUDA, else the
+        process'."""
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) // 2**20
         else:
             unit = 2**20 if sys.platform == "darwin" else 2**10
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
-        return self.join(torch.tensor([peak]), self.world_size, "validation").tolist()
+        peaks = self.gather_on_main(torch.tensor([peak]), self.world_size, "validation")
+        return peaks.tolist() if self.is_main else [peak]
 
     def close(self, has_failed=False):
         if dist.is_initialized():

@@ -1,6 +1,7 @@
 """The one way in which tests start ranks: functions called in processes that are forked from this
 one, which has imported torch by then, so that a group of them starts in a fraction of a second."""
 
+import copy
 import math
 import os
 import signal
@@ -21,6 +22,14 @@ ONE_RANK_SECONDS = 100  # after which something hangs
 # of the others after one has failed: what failed there too may be told; launchers poll as well
 OWN_SECONDS = 0.3
 LAST_SECONDS = 20  # of the others after they were told to end
+
+
+def whole_state(group):
+    """A copy of what a checkpoint keeps of a group, which rank 0 gathers, on all ranks."""
+    found = [group.full_state()]
+    if torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(found)
+    return copy.deepcopy(found[0])
 
 
 def fork(world_size, function, *words):

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+import ranks
 import train_gpt
 from helpers import LAYERED, NO_TABLE, text_of, tiny_config
 from train_gpt import GPT, Hyper, NgramTable, Optimizer
@@ -147,7 +148,7 @@ def waiting(optimizer, name):
 
 def full_state(optimizer):
     """What a checkpoint keeps of each group."""
-    return {group.name: group.full_state() for group in optimizer.groups}
+    return {group.name: ranks.whole_state(group) for group in optimizer.groups}
 
 
 def load(optimizer, full):

@@ -78,14 +78,17 @@ def stepped(runtime, rule, dtype="float32", count=100, ratio=0.5):
     optimizer = optimizer_of(runtime, {**BANKS, "smear_gate": (1, 12)}, dtype, **numbers)
     matrices = optimizer.matrices
     start = {name: param.detach().float().clone() for name, param in matrices.params.items()}
-    matrices.load(under_way(matrices.full_state()))
+    matrices.load(under_way(ranks.whole_state(matrices)))
     runtime.ledger.clear()
     frozen = protect(matrices, start, ratio) if ratio < 1 else "none"
     assert not runtime.ledger  # each rank splits what it owns
     for step in range(1, 1 + count):
         accumulate(optimizer, step, runtime)
         optimizer.step(step, 1.0)
-    sent, state = {key: list(value) for key, value in runtime.ledger.items()}, matrices.full_state()
+    sent, state = (
+        {key: list(value) for key, value in runtime.ledger.items()},
+        ranks.whole_state(matrices),
+    )
     end = {}
     for name, param in matrices.params.items():
         end[name] = state[name].get("master", param.detach())

@@ -194,7 +194,7 @@ def trajectory(runtime, values):
         "before": before,
         "val": trainer.evaluate(config.steps, corpus.val),
         "model": trainer.model.state_dict(),
-        "table": trainer.table.full_state()["weight"],
+        "table": ranks.whole_state(trainer.table)["weight"],
     }
 
 
@@ -248,7 +248,8 @@ def test_six_steps_do_not_depend_on_the_world_size(world_size, results_of):
     for name, weight in alone["model"].items():
         rate = 75 if name == "value_embed" else 5  # times that of other parameters, at most
         found = results[0]["model"][name]
-        torch.testing.assert_close(found, weight, atol=4e-5 * rate, rtol=2e-4)
+        # A hundred-and-fiftieth of a full step of Adam.
+        torch.testing.assert_close(found, weight, atol=1e-4 * rate, rtol=2e-4)
 
 
 # ----- whole runs

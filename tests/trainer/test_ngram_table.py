@@ -169,9 +169,15 @@ def take_steps(name, runtime):
         if step + 1 < case.steps:
             table.start_pull(upcoming[0])
     ledger = {"/".join(key): tuple(counts) for key, counts in runtime.ledger.items()}
-    full = table.full_state()
+    full = ranks.whole_state(table)
     table.load(full)
-    return {"full": full, "again": table.full_state(), "held": held, "seen": seen, "ledger": ledger}
+    return {
+        "full": full,
+        "again": ranks.whole_state(table),
+        "held": held,
+        "seen": seen,
+        "ledger": ledger,
+    }
 
 
 @pytest.fixture(scope="module")
