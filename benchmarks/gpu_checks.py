@@ -16,7 +16,6 @@ Exit status: 0 all passed, 1 something failed, 2 no CUDA device.
 
 import collections
 import dataclasses
-import importlib.util
 import itertools
 import json
 import os
@@ -161,7 +160,6 @@ def attention_error(back_end, device, dtype, size, starts, length):
 def check_attention(arguments, report):
     """What is installed, and whether attention is right on all kinds of segments."""
     report.note("has collectives of one tensor", hasattr(torch.distributed, "all_gather_single"))
-    report.note("has FlashAttention 3", bool(importlib.util.find_spec("flash_attn_interface")))
     device = torch.device(arguments.device)
     back_end, name = train_gpt.choose_attention(config_of(arguments), device)
     report.note("attention", name)
@@ -261,13 +259,8 @@ def check_loss(arguments, report):
         steps.close()
 
 
-CALLS = {
-    "attention": check_attention,
-    "profile": check_profile,
-    "trainer": check_trainer,
-    "pairs": check_pairs,
-    "loss": check_loss,
-}
+CHECKS = (check_attention, check_profile, check_trainer, check_pairs, check_loss)
+CALLS = {function.__name__.removeprefix("check_"): function for function in CHECKS}
 
 
 def out_of_time(*_):
