@@ -311,6 +311,7 @@ class Config:
     basis_every: int = knob(10, "soap rules: a matrix gets new eigenbases every k-th step", OFTEN)
     one_sided_above: int = knob(1024, "soap rules: a larger side has no eigenbasis", SIZE)
     adam_lr: float = knob(0.008, "rate of embeddings, head and scalars under Adam", POSITIVE)
+    embed_lr: float = knob(1.0, "rate of embedding and head, over adam_lr", POSITIVE)
     embed_scale_lr: float = knob(0.1, "rate of the embedding's shares, over adam_lr", POSITIVE)
     adam_every: int = knob(2, "Adam steps every k-th step, on the sum of gradients", OFTEN)
     ngram_lr: float = knob(0.15, "row-wise Adagrad's rate of the table; 0: frozen", NOT_NEGATIVE)
@@ -2084,8 +2085,9 @@ class GPT(nn.Module):
             embed.copy_(head)  # one table at first, at the head's scale
         # The gradient of a rare token is small, and must make full steps at any width.
         embeddings = functools.partial(ruled, group="embeddings", eps=1e-12)
-        self.embed = embeddings(embed, decay=0.75, betas=(0.5, 0.95))
-        self.head = embeddings(head, decay=0.75, betas=(0.5, 0.95))
+        of_tokens = {"lr_mul": config.embed_lr, "decay": 0.75, "betas": (0.5, 0.95)}
+        self.embed = embeddings(embed, **of_tokens)
+        self.head = embeddings(head, **of_tokens)
         heads = dim // config.head_dim
         width = dim if heads % 2 else 2 * config.head_dim
         std = 0.6 / math.sqrt(dim)

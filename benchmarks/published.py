@@ -1,0 +1,132 @@
+"""fineweb's recipe at 96 channels on a CPU, beside the published trainer at the same sizes.
+
+    python benchmarks/published.py [--text english] [--steps 400] [--seeds 1,2,3] [--arm ours]
+
+Both train on the same pieces of the same vocabulary in the same order, by the published schedule,
+with windows and document caps of a quarter of the published ones, n-grams of order 2 alone in
+equally many rows, and neither index nor copies. The published trainer is modded-nanogpt's
+train_gpt.py of commit f411b3d3, run in float32 after replacements of text that let it run on a CPU.
+It is no part of this repository; its figures are.
+
+A run of 400 steps takes about four minutes of one core. Each adds a line to
+benchmarks/results/published.jsonl, and published.md has them all.
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import torch
+
+from benchmarks import common
+from benchmarks.common import train_gpt
+
+NAME = "published"
+DIM = 96
+HEADS = 6
+SCALE = 1 / 4  # of windows and document caps
+# 7,680 rows learn with the published table's rate. fineweb has more rows, and an index beside them.
+ROWS = {"ngram_orders": (2,), "ngram_rows": 7680, "ngram_lr": 0.6}
+NO_HINTS = {"copy_orders": (), "index_order": 0}
+ARMS = {  # what differs from fineweb, by the name of an arm; its other half is the published one
+    "ours": {},
+    "ours, tuned": {"matrix_update": "soap_muon", "adam_every": 1, "embed_lr": 2.0},
+}
+
+
+def config_of(text, steps, seed, arm="ours"):
+    """The Config of a run of ours on the corpus data/TEXT."""
+    fineweb = train_gpt.TRACKS["fineweb"]
+    small = train_gpt.TRACKS["english-net"]
+    stages = [
+        train_gpt.dataclasses.replace(
+            stage,
+            micro_batches=stage.micro_batches // 8,
+            document_cap=round(SCALE * stage.document_cap),
+            windows=tuple(round(SCALE * window) for window in stage.windows),
+            softmax_rows=0,
+        )
+        for stage in fineweb.stages
+    ]
+    values = {
+        "data": str(common.ROOT / "data" / text),
+        "tokenizer": small.tokenizer,
+        "vocab_size": small.vocab_size,
+        "eot_token": small.eot_token,
+        "steps": steps,
+        "seed": seed,
+        "micro_batch_tokens": small.micro_batch_tokens,
+        "micro_batches_a_pass": 1,
+        "stages": stages,
+        "model_dim": DIM,
+        "head_dim": DIM // HEADS,
+        "mlp_dim": 4 * DIM,
+        # So that scores of narrower heads are as large as those of 128 channels.
+        "attention_scale": fineweb.attention_scale * (fineweb.head_dim * HEADS / DIM) ** 0.5,
+        "val_tokens": small.val_tokens,
+        "val_batch_tokens": small.val_batch_tokens,
+        "val_windows": tuple(round(SCALE * window) for window in fineweb.val_windows),
+        "val_every": 0,
+        "dtype": "float32",
+        "compile": False,
+        "device": "cpu",
+    }
+    return train_gpt.with_values(fineweb, {**values, **ROWS, **NO_HINTS, **ARMS[arm]})
+
+
+def runs_in(folder):
+    """All runs that were ever added, a dict each."""
+    path = Path(folder, f"{NAME}.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def add_run(folder, run):
+    """Append a run in one piece, so that two processes can at a time."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with open(Path(folder, f"{NAME}.jsonl"), "a") as file:
+        file.write(json.dumps(run) + "\n")
+
+
+def report(runs):
+    """(a table of runs, a row for each text, number of steps and arm; the lines of results)."""
+    losses, seconds = {}, {}
+    for run in runs:
+        key = run["text"], run["steps"], run["arm"]
+        losses.setdefault(key, {})[run["seed"]] = run["loss"]
+        seconds.setdefault(key, []).append(run["seconds"])
+    rows = []
+    lines = []
+    for (text, steps, arm), own in sorted(losses.items()):
+        took = round(statistics.median(seconds[text, steps, arm]))
+        rows.append([text, steps, arm, common.spread(own.values(), 4), len(own), took])
+        other = losses.get((text, steps, arm.replace("ours", "published")), {})
+        both = own.keys() & other.keys()
+        if arm in ARMS and both:
+            means = [statistics.mean(side[seed] for seed in both) for side in (own, other)]
+            words = f"ours:{means[0]:.4f} published:{means[1]:.4f} seeds:{len(both)}"
+            lines.append(f"`{text} {words} steps:{steps}` ({arm})")
+    header = ["text", "steps", "arm", "loss", "n", "processor seconds"]
+    return common.markdown_table(header, rows), lines
+
+
+def main(argv=None):
+    defaults = {"text": "english", "steps": 400, "seeds": "1,2,3", "arm": "ours"}
+    arguments = common.parser(__doc__, **defaults).parse_args(argv)
+    torch.set_num_threads(1)
+    facts = common.environment("cpu")
+    for seed in map(int, arguments.seeds.split(",")):
+        config = config_of(arguments.text, arguments.steps, seed, arguments.arm)
+        loss, seconds = common.trained(config)
+        run = {name: getattr(arguments, name) for name in ("text", "steps", "arm")}
+        run |= {"seed": seed, "loss": loss, "seconds": round(seconds, 1)}
+        run |= {name: facts[name] for name in ("commit", "dirty", "date", "torch", "device")}
+        add_run(arguments.results, run)
+    table, lines = report(runs_in(arguments.results))
+    common.write_whole(arguments.results / f"{NAME}.md", "\n\n".join([table, *lines]) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
