@@ -32,7 +32,7 @@ ROWS = {"ngram_orders": (2,), "ngram_rows": 7680, "ngram_lr": 0.6}
 NO_HINTS = {"copy_orders": (), "index_order": 0}
 ARMS = {  # what differs from fineweb, by the name of an arm; its other half is the published one
     "ours": {},
-    "ours, tuned": {"matrix_update": "soap_muon", "adam_every": 1, "embed_lr": 2.0},
+    "ours, tuned": {"adam_every": 1, "embed_lr": 2.0},
 }
 
 
