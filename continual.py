@@ -131,13 +131,14 @@ def protect(matrices, initial, ratio):
         )
         factors[id(state)] = left, right
         counts.append(f"{name}={count}/{rank}")
+    take_step = matrices.take_step
 
     def projected_step(update, part, grad, state, hyper):
         weight = state.get("master", part)
         before = weight.clone()
-        update(weight, grad, state, hyper)
+        take_step(update, part, grad, state, hyper)
         weight.copy_(before + project_update(weight - before, *factors[id(state)]))
-        train_gpt.show_weights(part, weight, state, hyper)
+        part.copy_(weight)
 
     matrices.take_step = projected_step
     return " ".join(counts)
@@ -214,8 +215,8 @@ def start_from(trainer, content):
     trainer.model.load_state_dict(content["model"])
     for group in trainer.optimizer.parameter_groups:
         for name, param in group.params.items():
-            for key in group.state[name].keys() & {"master", "mean"}:
-                group.state[name][key].copy_(group.own(name, param.data))
+            if "master" in group.state[name]:
+                group.state[name]["master"].copy_(group.own(name, param.data))
     table = content["groups"][trainer.table.name]
     trainer.table.load({**table, "second": torch.zeros_like(table["second"])})
 

@@ -313,8 +313,6 @@ class Config:
     adam_lr: float = knob(0.008, "rate of embeddings, head and scalars under Adam", POSITIVE)
     embed_lr: float = knob(1.0, "rate of embedding and head, over adam_lr", POSITIVE)
     embed_scale_lr: float = knob(0.1, "rate of the embedding's shares, over adam_lr", POSITIVE)
-    lookahead: float = knob(0.0, "share of its way from the mean that a weight is ahead", FRACTION)
-    lookahead_beta: float = knob(0.9, "of the running mean of weights there", MOMENTUM)
     adam_every: int = knob(2, "Adam steps every k-th step, on the sum of gradients", OFTEN)
     ngram_lr: float = knob(0.15, "row-wise Adagrad's rate of the table; 0: frozen", NOT_NEGATIVE)
     ngram_floor: float = knob(0.2, "gradient RMS of a token below which rows slow down", POSITIVE)
@@ -443,11 +441,13 @@ TRACKS = {
     "english-net": Config(
         **SMALL,
         track="english-net",
-        steps=180,
+        steps=168,
         copy_orders=(),
         index_order=0,
         matrix_lr=0.025,
-        adam_lr=0.024,
+        adam_lr=0.018,
+        embed_lr=2.0,
+        adam_every=1,
         target_loss=3.37,
     ),
 }
@@ -2326,7 +2326,6 @@ class Hyper(NamedTuple):
     momentum: Any
     betas: Any
     eps: Any  # Adam's
-    lookahead: Any  # see show_weights
     dtype: torch.dtype  # of products
 
 
@@ -2613,23 +2612,10 @@ def refresh_eigenbases(banks, method):
 
 
 def take_step(update, part, grad, state, hyper):
-    """Update this rank's part of a parameter in place, or its float32 master."""
+    """Update this rank's part of a parameter in place; a narrow one has a float32 master."""
     weight = state.get("master", part)
     update(weight, grad, state, hyper)
-    show_weights(part, weight, state, hyper)
-
-
-def show_weights(part, weight, state, hyper):
-    """Copy a master to the part that the model reads, if there is one.
-
-    Where the state has a mean of the weights, the next gradients are taken ahead of them: as far as
-    they are from their mean, times a share (EMA-Nesterov, arXiv 2605.25395).
-    """
-    if "mean" in state:
-        share, beta = hyper.lookahead
-        part.copy_(weight + share * (weight - state["mean"]))
-        state["mean"].lerp_(weight, 1 - beta)
-    elif weight is not part:
+    if weight is not part:
         part.copy_(weight)
 
 
@@ -2717,11 +2703,8 @@ class ParameterGroup(Group):
         state = {
             key: torch.zeros(state_shape(key, part.shape), device=device) for key in self.rule.keeps
         }
-        is_ahead = self.config.lookahead > 0
-        if is_ahead or part.dtype != torch.float32:
-            state["master"] = part.float().clone()
-        if is_ahead:
-            state["mean"] = part.float().clone()
+        if part.dtype != torch.float32:
+            state["master"] = part.float()
         if self.rule.has_bases:
             count = len(part)
             for side, size in zip(("row", "column"), part.shape[1:], strict=True):
@@ -2757,9 +2740,6 @@ class ParameterGroup(Group):
     def update(self, step, lr_mul, pending):
         travelling = []
         sums = {}
-        # It falls with the rates, and what the run ends with are the weights themselves.
-        is_last = step + 1 == self.config.steps
-        ahead = 0.0 if is_last else self.config.lookahead * lr_mul
         for name, grad, work in pending:
             wait(work)
             param = self.params[name]
@@ -2772,7 +2752,6 @@ class ParameterGroup(Group):
                 momentum=momentum_at(self.config, step),
                 betas=param.rule.betas,
                 eps=param.rule.eps,
-                lookahead=(ahead, self.config.lookahead_beta),
                 dtype=self.config.torch_dtype,
             )
             self.take_step(self.rule.update, part, sums[name], self.state[name], hyper)

@@ -95,7 +95,6 @@ RICH = {
     "stages": ({"start": 0.0, **EARLY}, {"start": 0.5, **LATE}),
     "val_windows": (64, 128),
     "untie_at": 0.25,
-    "lookahead": 0.3,
     "adam_every": 2,
     "val_every": 10,
     "save_every": 10,

@@ -159,7 +159,7 @@ def test_a_call_that_fails_keeps_what_it_has_found(tmp_path, monkeypatch):
 
 def test_scaled_gradients_make_the_same_steps_where_epsilon_does_not_count():
     weight, grad = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
-    hyper = train_gpt.Hyper(1, 0.1, 0.0, 0.9, (0.9, 0.95), 1e-15, (0.0, 0.9), torch.float32)
+    hyper = train_gpt.Hyper(1, 0.1, 0.0, 0.9, (0.9, 0.95), 1e-15, torch.float32)
     moved = []
     for factor in (1.0, 1e7):
         part = weight.clone()

@@ -34,7 +34,7 @@ def normal(*shape, seed=0):
 
 
 def hyper(count=1, lr=0.1, decay=0.0, momentum=0.9, betas=(0.9, 0.95), dtype=torch.float32):
-    return Hyper(count, lr, decay, momentum, betas, 1e-8, (0.0, 0.9), dtype)
+    return Hyper(count, lr, decay, momentum, betas, 1e-8, dtype)
 
 
 def adam_step(adam, decay):

@@ -137,33 +137,6 @@ def test_muon_against_a_slow_float64_reference(rows, columns):
                 np.testing.assert_allclose(found, expected, atol=2e-4, rtol=2e-3)
 
 
-# ----- weights ahead of their mean
-
-
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-6), ("bfloat16", 4e-3)])
-def test_gradients_are_taken_ahead_of_the_mean_and_a_run_ends_without(dtype, tolerance):
-    """Weights step as ever; what the model reads is worked out from them in float64."""
-    changes = {"dtype": dtype, "steps": 4, "adam_every": 1}
-    plain, ahead = (
-        optimizer_of(gpt_of(tiny_config(**NO_TABLE, **changes)), **changes, **lookahead)
-        for lookahead in ({}, {"lookahead": 0.5, "lookahead_beta": 0.8})
-    )
-    means = {name: param.double().clone() for name, param in params_of(plain).items()}
-    for step in range(4):
-        for optimizer in (plain, ahead):
-            params = params_of(optimizer)
-            grads = {name: normal(*param.shape, seed=step) for name, param in params.items()}
-            take_step(optimizer, step, grads, lr_mul=0.6)
-        for name, param in params_of(plain).items():
-            weight = state_of(plain)[name].get("master", param)
-            state = state_of(ahead)[name]
-            assert_bitwise(state["master"], weight, name)
-            shown = weight.double() + 0.3 * (weight.double() - means[name]) * (step < 3)
-            means[name] = 0.8 * means[name] + 0.2 * weight.double()
-            assert (state["mean"] - means[name]).abs().max() < 1e-6
-            assert (params_of(ahead)[name] - shown).abs().max() < tolerance * shown.abs().max()
-
-
 # ----- bfloat16 weights with a float32 master
 
 
