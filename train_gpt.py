@@ -95,10 +95,11 @@ class ConfigError(ValueError):
     """Something the user can put right: the message holds the value, the limits and the remedy."""
 
 
-def require(condition, message):
-    """Raise ConfigError with the message unless the condition holds."""
+def require(condition, where, problem="", remedy=""):
+    """Raise ConfigError, `where: problem; remedy`, unless the condition holds."""
     if not condition:
-        raise ConfigError(message)
+        message = ": ".join(str(part) for part in (where, problem) if part)
+        raise ConfigError("; ".join(part for part in (message, remedy) if part))
 
 
 def one_line(error):
@@ -182,7 +183,6 @@ MOMENTUM = Check(lambda value: 0 <= value < 1, "must be at least 0, and below 1"
 COUNT = between(1, 65536)
 OFTEN = between(1, 999_999)
 SIZE = between(0, 10**9)
-TOKENS = between(0, 10**12)
 INDEX_TOKENS = between(0, 2**32 - 1)  # what its counts can hold
 ORDERS = distinct(range(2, 33), "must be distinct orders from 2 to 32, such as (2, 3); () for none")
 LAYERS = distinct(range(1024), "must be distinct layers, such as (0, 2); () for none")
@@ -216,7 +216,7 @@ def check_fields(values, where=""):
             is_good = is_good and check.is_good(value) and str(value).isprintable()
         except (TypeError, ValueError, IndexError):  # a tuple of wrong things
             is_good = False
-        require(is_good, f"{where}{field.name}={value}: {check.limits}")
+        require(is_good, f"{where}{field.name}={value}", check.limits)
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class Config:
     data: str = knob("data/fineweb10B", "folder of *_train_*.bin, *_val_*.bin and manifest.json")
     tokenizer: str = knob("gpt2", "what the token ids mean; a manifest of `data` says it", NAME)
     vocab_size: int = knob(50304, "rows of embedding and head; likewise", between(2, 65536))
-    eot_token: int = knob(50256, "the largest id, with which documents start; likewise", TOKENS)
+    eot_token: int = knob(50256, "the largest id, with which documents start; likewise", COUNT)
     epochs: int = knob(1, "passes over the training shards that a run may take", OFTEN)
     # --- schedule
     steps: int = knob(1285, "optimizer steps, the length of every schedule", OFTEN)
@@ -342,39 +342,41 @@ class Config:
         for number, stage in enumerate(self.stages):
             check_fields(stage, f"stages[{number}].")
             rows, most = stage.softmax_rows, self.vocab_size
-            require(rows <= most, f"softmax_rows={rows}: at most the vocabulary's {most}")
+            require(rows <= most, f"softmax_rows={rows}", f"at most the vocabulary's {most}")
         self.check_together()
+
+    def require(self, name, condition, problem):
+        """Refuse the value that a field has, unless the condition holds."""
+        require(condition, f"{name}={getattr(self, name)}", problem)
 
     def check_together(self):
         """Check what depends on several fields."""
         starts = [stage.start for stage in self.stages]
         is_rising = starts == sorted({0, *starts})
         require(is_rising, f"stages: starts {starts} must begin at 0, and then rise")
-        dim = self.model_dim
-        heads, rest = divmod(dim, self.head_dim)
-        require(rest == 0, f"head_dim={self.head_dim}: must divide model_dim={dim}")
+        heads, rest = divmod(self.model_dim, self.head_dim)
+        self.require("head_dim", rest == 0, f"must divide model_dim={self.model_dim}")
         for name, unit in (("val_tokens", "val_batch_tokens"), ("save_every", "adam_every")):
-            count, size = getattr(self, name), getattr(self, unit)
-            require(count % size == 0, f"{name}={count}: must be a multiple of {unit}={size}")
+            rest = getattr(self, name) % getattr(self, unit)
+            self.require(name, rest == 0, f"must be a multiple of {unit}={getattr(self, unit)}")
         last = self.num_layers - 1
         for field in dataclasses.fields(self):
             if field.metadata["check"] in (LAYERS, SKIPS):
-                chosen = getattr(self, field.name)
-                is_there = np.max(chosen, initial=0) <= last
-                require(is_there, f"{field.name}={chosen}: layers are 0 to {last}")
+                is_there = np.max(getattr(self, field.name), initial=0) <= last
+                self.require(field.name, is_there, f"layers are 0 to {last}")
         is_one = len(self.shared_input) <= 1
-        require(is_one, f"shared_input={self.shared_input}: must be one layer, such as (2,); or ()")
-        is_earlier = max(self.dense_layers, default=-1) < last
-        require(is_earlier, f"dense_layers={self.dense_layers}: must be below the last, {last}")
+        self.require("shared_input", is_one, "must be one layer, such as (2,); or ()")
+        is_earlier = last not in self.dense_layers
+        self.require("dense_layers", is_earlier, f"must be below the last, {last}")
         for name in ("value_embedding", "shifted", "paired", "exclusive"):
             mute = sorted({*getattr(self, f"{name}_layers")} & {*self.mlp_only_layers})
             require(not mute, f"{name}_layers: {mute} have no attention; see --mlp-only-layers")
         is_even = not self.paired_layers or heads % 2 == 0
-        require(is_even, f"paired_layers={self.paired_layers}: {heads} heads make no pairs")
+        self.require("paired_layers", is_even, f"{heads} heads make no pairs")
         is_there = self.eot_token < self.vocab_size
-        require(is_there, f"eot_token={self.eot_token}: must be below vocab_size={self.vocab_size}")
+        self.require("eot_token", is_there, f"must be below vocab_size={self.vocab_size}")
         is_named = self.resume != "auto" or self.run_id
-        require(is_named, "resume=auto: it goes on with the run of --run-id; name one")
+        self.require("resume", is_named, "it goes on with the run of --run-id; name one")
 
     @property
     def torch_dtype(self):
@@ -482,19 +484,17 @@ def with_values(config, values):
 
 def overrides_of(config):
     """{field: value} of what differs from the values of the config's track and is not neutral."""
-    track = TRACKS[config.track]
-    own = dataclasses.asdict(track)
-    values = dataclasses.asdict(config).items()
-    return {
-        name: value for name, value in values if name not in NEUTRAL_FIELDS and value != own[name]
-    }
+    own = dataclasses.asdict(TRACKS[config.track])
+    values = dataclasses.asdict(config)
+    changed = {name for name in values if values[name] != own[name]} - NEUTRAL_FIELDS
+    return {name: values[name] for name in values if name in changed}
 
 
 def config_from(given):
     """The Config of a track and the values given on the command line."""
     track = given.get("track", default_track()[0])
     hint = f"{nearest(track, TRACKS)} Tracks: {', '.join(TRACKS)}"
-    require(track in TRACKS, f"--track {track}: no such track; {hint}")
+    require(track in TRACKS, f"--track {track}", "no such track", hint)
     track = TRACKS[track]
     data = given.get("data", track.data)
     config = with_values(track, {**vocabulary_of(data, track), **given})
@@ -630,15 +630,14 @@ def open_shard(path):
     """Map a token shard (llm.c's format) as a read-only uint16 array. Raises ConfigError."""
     path = Path(path).absolute()
     remedy = "rebuild or download it again (data/text.py, data/fineweb.py)"
-    require(path.is_file(), f"{path}: no file, and a shard is one")
+    require(path.is_file(), path, "no file, and a shard is one")
     header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
     kind = header[:2].tolist()
     is_shard = len(header) == HEADER_INTS and kind == SHARD_KIND
-    words = f"begins with {kind}, not {SHARD_KIND}, or is cut: no shard"
-    require(is_shard, f"{path}: {words}; {remedy}")
+    require(is_shard, path, f"begins with {kind}, not {SHARD_KIND}, or is cut: no shard", remedy)
     held = (path.stat().st_size - header.nbytes) / 2
     words = f"header says {header[2]} tokens, the file holds {held:.12g}"
-    require(header[2] == held > 0, f"{path}: {words}; {remedy}")
+    require(header[2] == held > 0, path, words, remedy)
     return np.memmap(path, dtype="<u2", mode="r", offset=header.nbytes)
 
 
@@ -648,11 +647,11 @@ def file_sha256(path):
 
 
 def read_manifest(folder):
-    """The manifest of a corpus, with its shards as {file name: sha256}; None where it has none.
+    """The manifest of a corpus, with its shards as {file name: sha256}; empty where it has none.
     Raises ConfigError."""
     path = Path(folder, "manifest.json").absolute()
     if not path.is_file():
-        return None
+        return {}
     try:
         manifest = json.loads(path.read_bytes())
         shards = {row["file"]: row["sha256"] for row in manifest["shards"]}
@@ -661,10 +660,10 @@ def read_manifest(folder):
     ids = [manifest.get("vocab_size"), manifest.get("eot_token")]
     is_named = are_whole(ids, range(2**16)) and 0 < ids[1] == ids[0] - 1 < 65535
     words = f"has vocab_size and eot_token {ids}: documents start with the last id, below 65535"
-    require(is_named, f"{path}: {words}; build it again")
+    require(is_named, path, words, "build it again")
     sizes = manifest.get("token_bytes", [0] * ids[0])  # 0: not known
     is_whole = type(sizes) is list and len(sizes) == ids[0] and are_whole(sizes, range(2**16))
-    require(is_whole, f"{path}: token_bytes are no {ids[0]} whole numbers; build it again")
+    require(is_whole, path, f"token_bytes are no {ids[0]} whole numbers", "build it again")
     return {**manifest, "shards": shards, "token_bytes": sizes}
 
 
@@ -672,11 +671,12 @@ def vocabulary_of(folder, track):
     """{field: value} of the vocabulary of a corpus that is not the track's, in multiples of 128, as
     tensor cores like."""
     manifest = read_manifest(folder)
-    if manifest is None or manifest["eot_token"] == track.eot_token:
+    eot_token = manifest.get("eot_token", track.eot_token)
+    if eot_token == track.eot_token:
         return {}
     size = 128 * math.ceil(manifest["vocab_size"] / 128)
     name = str(manifest.get("tokenizer", "own"))
-    return {"tokenizer": name, "vocab_size": size, "eot_token": manifest["eot_token"]}
+    return {"tokenizer": name, "vocab_size": size, "eot_token": eot_token}
 
 
 def room_of(config):
@@ -690,11 +690,10 @@ def room_of(config):
     passes = min(held["val"], config.val_tokens) // config.val_batch_tokens
     needed = training_tokens(config) + config.micro_batch_tokens
     is_large = held["train"] >= needed + config.index_tokens * bool(config.index_order)
-    if passes == 0 or (is_large and held["val"] > config.val_tokens):
-        return {}
     indexed = min(config.index_tokens, held["train"] // 2)
     kept = held["train"] - indexed * bool(config.index_order) - config.micro_batch_tokens
-    if kept <= 0:  # too few tokens for a micro-batch, which open_corpus refuses
+    # What is too little for a pass or a micro-batch is refused by open_corpus.
+    if passes == 0 or kept <= 0 or (is_large and held["val"] > config.val_tokens):
         return {}
     return {
         "val_tokens": passes * config.val_batch_tokens,
@@ -703,25 +702,17 @@ def room_of(config):
     }
 
 
-def bytes_of(config, tokens):
-    """How many bytes of text tokens stand for, as the corpus' manifest says; 0 if it does not."""
-    manifest = read_manifest(config.data)
-    return 0 if manifest is None else int(np.array(manifest["token_bytes"])[tokens].sum())
-
-
 def prefix_tokens(config):
     """(vocab_size,) int64: the longest token that a token begins with, by the corpus' manifest; its
     own id where there is none, or where no loss asks for it. Raises ConfigError."""
     prefixes = np.arange(config.vocab_size)
     if any(stage.prefix_weight > 0 for stage in config.stages):
-        manifest = read_manifest(config.data) or {}
-        found = manifest.get("prefix_tokens", [])
-        count = len(found)
+        found = read_manifest(config.data).get("prefix_tokens", [])
         path = Path(config.data, "manifest.json").absolute()
-        words = f"{path} has {count} prefix_tokens of {config.vocab_size}"
-        is_there = count == config.eot_token + 1 and are_whole(found, range(config.vocab_size))
-        require(is_there, f"prefix_weight: {words}; build it again, or --prefix-weight 0")
-        prefixes[:count] = found
+        words = f"{path} has {len(found)} prefix_tokens of {config.vocab_size}"
+        is_there = len(found) == config.eot_token + 1 and are_whole(found, range(config.vocab_size))
+        require(is_there, "prefix_weight", words, "build it again, or --prefix-weight 0")
+        prefixes[: len(found)] = found
     return prefixes
 
 
@@ -735,10 +726,10 @@ def checked_shard(path, config, manifest):
     tokens = open_shard(path)
     largest = int(tokens.max())
     words = f"token id {largest} is beyond the {config.tokenizer} vocabulary's {config.eot_token}"
-    require(largest <= config.eot_token, f"{path}: {words}; is --eot-token right?")
-    is_whole = manifest is None or manifest["shards"].get(path.name) == file_sha256(path)
+    require(largest <= config.eot_token, path, words, "is --eot-token right?")
+    is_whole = not manifest or manifest["shards"].get(path.name) == file_sha256(path)
     remedy = "build or download the corpus again, in an empty folder"
-    require(is_whole, f"{path}: its sha256 is not the manifest's: changed or damaged; {remedy}")
+    require(is_whole, path, "its sha256 is not the manifest's: changed or damaged", remedy)
     return tokens
 
 
@@ -771,49 +762,49 @@ def open_corpus(config):
     """Open and check all shards that a run needs. Raises ConfigError where they do not suit it."""
     folder = Path(config.data).absolute()
     manifest = read_manifest(folder)
-    eot_token = config.eot_token if manifest is None else manifest["eot_token"]
+    eot_token = manifest.get("eot_token", config.eot_token)
     words = f"documents start with {eot_token}, and not with eot_token={config.eot_token}"
-    require(eot_token == config.eot_token, f"{folder}: {words}; leave --eot-token out")
+    require(eot_token == config.eot_token, folder, words, "leave --eot-token out")
     builder = {"english": "text.py", "verse": "text.py --corpus verse", "fineweb10B": "fineweb.py"}
+    remedy = f"run `python data/{builder.get(folder.name, 'text.py PATH')}`, or name --data"
     found = {}
     for split in ("train", "val"):
         found[split] = sorted(folder.glob(f"*_{split}_*.bin"))
-        remedy = f"run `python data/{builder.get(folder.name, 'text.py PATH')}`, or name --data"
-        require(found[split], f"{folder}: no *_{split}_*.bin shards; {remedy}")
+        require(found[split], folder, f"no *_{split}_*.bin shards", remedy)
     needed = config.val_tokens + 1
     parts = [checked_shard(path, config, manifest)[:needed] for path in found["val"]]
     val = np.concatenate(parts)[:needed]
     most = (len(val) - 1) // config.val_batch_tokens * config.val_batch_tokens
     words = f"val_tokens={config.val_tokens:,}, but the validation split holds {len(val):,}"
     remedy = f"--val-tokens at most {most}" if most else "add text to validate on"
-    require(len(val) == needed, f"{folder}: {words}; {remedy}")
-    paths = found["train"]
+    require(len(val) == needed, folder, words, remedy)
+    opened = [open_shard(path) for path in found["train"]]
     count = config.index_tokens if config.index_order else 0
-    opened = [open_shard(path) for path in paths]
     shards, indexed = split_off_index(opened, count, config.eot_token)
+    size = config.micro_batch_tokens
+
+    def usable(shards):
+        """The tokens of shards that fill micro-batches."""
+        return sum((len(shard) - 1) // size * size for shard in shards)
+
     needed = training_tokens(config)
-    available = 0
-    for number, path in enumerate(paths):
-        if available <= needed or number >= len(paths) - len(indexed):  # the run gets here
+    for number, path in enumerate(found["train"]):
+        is_indexed = number >= len(opened) - len(indexed)
+        if is_indexed or usable(shards[:number]) <= needed:  # the run gets here
             checked_shard(path, config, manifest)
-        if number < len(shards):
-            used = len(shards[number]) - 1
-            available += used - used % config.micro_batch_tokens
+    available = usable(shards)
     most = available * config.epochs
     words = f"{needed:,} training tokens, shards hold {most:,} in {config.epochs} epoch(s)"
     ways = ["add text"]
     if available:
         ways += ["lower --steps", f"take --epochs {math.ceil(needed / available)}"]
-    if indexed:
-        size = config.micro_batch_tokens
-        whole = sum((len(shard) - 1) // size * size for shard in opened)
-        spare = whole - needed - size
-        if spare >= 0:
-            ways += [f"take --index-tokens {spare}"]
-        elif whole:
-            ways += [f"take --index-tokens 0 --epochs {math.ceil(needed / whole)}"]
-    remedy = ", or ".join(ways)
-    require(needed <= most, f"{folder}: the schedule takes {words} beside the index; {remedy}")
+    whole = usable(opened) if indexed else 0
+    if whole >= needed + size:
+        ways += [f"take --index-tokens {whole - needed - size}"]
+    elif whole:
+        ways += [f"take --index-tokens 0 --epochs {math.ceil(needed / whole)}"]
+    words = f"the schedule takes {words} beside the index"
+    require(needed <= most, folder, words, ", or ".join(ways))
     return Corpus(shards, indexed, val)
 
 
@@ -912,7 +903,8 @@ def check_distinct_targets(passage, config, step, prefixes):
     targets = passage.tokens(shift=1)
     found = len(np.union1d(targets, prefixes[targets]))
     words = f"step {step} has {found} different targets in a micro-batch, which all take part"
-    require(found < rows, f"softmax_rows={rows}: {words}; raise it, or 0 for the whole vocabulary")
+    remedy = "raise it, or 0 for the whole vocabulary"
+    require(found < rows, f"softmax_rows={rows}", words, remedy)
 
 
 class TrainLoader:
@@ -1062,22 +1054,16 @@ def hash_sums(tokens):
 
 @compiled
 def key_of(sums, low, high):
-    """The key of tokens low to high, at most 32, of a text with these hash_sums."""
+    """The key of tokens low to high, at most 32, of a text with these hash_sums; or keys."""
     return sums[high] - sums[low] * HASH_POWERS[high - low]
 
 
-@compiled
 def rolling_hash(tokens, order, eot_token):
     """Keys of the n-grams that end at each of tokens (L,): (L,) uint64. Where the document has
     fewer than `order` tokens it is of these."""
-    sums = hash_sums(tokens)
-    keys = np.empty(len(tokens), np.uint64)
-    start = 0
-    for i in range(len(tokens)):
-        if tokens[i] == eot_token:
-            start = i
-        keys[i] = key_of(sums, max(start, i + 1 - order), i + 1)
-    return keys
+    ends = np.arange(1, len(tokens) + 1)
+    starts = np.maximum.accumulate(np.where(tokens == eot_token, ends - 1, 0))
+    return key_of(hash_sums(tokens), np.maximum(starts, ends - order), ends)
 
 
 def ngram_keys(tokens, low, high, order, eot_token):
@@ -1086,23 +1072,13 @@ def ngram_keys(tokens, low, high, order, eot_token):
     return rolling_hash(np.array(tokens[begin:high]), order, eot_token)[low - begin :]
 
 
-@compiled
 def latest_matches(keys, first):
-    """The latest earlier position with the same key: (L,) int32, -1 for none.
-
-    Positions below `first` neither find nor are found.
-    """
-    bits = 1
-    while 2**bits < 2 * len(keys):
-        bits += 1
-    newest = np.full(2**bits, -1, np.int32)  # a hash table of positions, by open addressing
+    """The latest earlier position with the same key: (L,) int32, -1 for none. Positions below
+    `first` neither find nor are found."""
+    order = first + np.argsort(keys[first:], kind="stable")
+    is_same = keys[order[1:]] == keys[order[:-1]]
     found = np.full(len(keys), -1, np.int32)
-    for i in range(first, len(keys)):
-        slot = np.int64(keys[i] >> np.uint64(64 - bits))
-        while newest[slot] >= 0 and keys[newest[slot]] != keys[i]:
-            slot = (slot + 1) & (len(newest) - 1)
-        found[i] = newest[slot]
-        newest[slot] = i
+    found[order[1:][is_same]] = order[:-1][is_same]
     return found
 
 
@@ -1281,8 +1257,8 @@ class Index:
 
     def __init__(self, config, zeros=torch.zeros):
         self.config = config
-        room = sum(self.sizes(config))
-        self.memory = zeros((room,), dtype=torch.int64).numpy().view(np.uint64)
+        shape = (sum(self.sizes(config)),)
+        self.memory = zeros(shape, dtype=torch.int64).numpy().view(np.uint64)
         self.counts = None  # once a text was read
 
     @staticmethod
@@ -1303,8 +1279,8 @@ class Index:
         if not texts or not config.index_order:
             return
         tokens = sum(map(len, texts))
-        words = f"index_tokens={config.index_tokens}: the index has room for no more"
-        require(tokens <= config.index_tokens, f"{words}; raise it to {tokens}")
+        words = f"the index has room for no more; raise it to {tokens}"
+        config.require("index_tokens", tokens <= config.index_tokens, words)
         ahead = np.zeros(2**16, np.int64)  # how often each token is ahead of another one
         for text in texts:
             for begin in range(0, len(text), 2**20):
@@ -1818,10 +1794,8 @@ class VarlenAttention:
         from torch.nn.attention.varlen import varlen_attn
 
         bounds, longest = segments[window.positions]
-        reach = (window.size - 1, 0)
-        return varlen_attn(
-            q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=reach
-        )
+        both = bounds, bounds, longest, longest  # of queries and of keys
+        return varlen_attn(q, k, v, *both, scale=scale, window_size=(window.size - 1, 0))
 
 
 def choose_attention(config, device):
@@ -1831,10 +1805,10 @@ def choose_attention(config, device):
         capability = torch.cuda.get_device_capability(device)
     has_varlen = importlib.util.find_spec("torch.nn.attention.varlen")
     is_able = has_varlen and capability >= (8, 0) and config.dtype == "bfloat16"
-    is_met = is_able or config.attention != "varlen"
     needs = "needs bfloat16, compute capability 8.0 and torch.nn.attention.varlen"
-    words = f"has {config.dtype}, {capability} and torch {torch.__version__}"
-    require(is_met, f"attention=varlen: {needs}, and {words}; use --attention sdpa")
+    words = f"{needs}, and has {config.dtype}, {capability} and torch {torch.__version__}"
+    is_met = is_able or config.attention != "varlen"
+    require(is_met, "attention=varlen", words, "use --attention sdpa")
     if config.attention == "sdpa" or not is_able:
         return BlockedAttention(), "sdpa"
     newer = {9: "FA3", 10: "FA4"}.get(capability[0], "newer one for this device")
@@ -2017,13 +1991,9 @@ def summed_loss(hidden, head, share, micro_batch, phase, loss_weights, prefixes,
     if phase.has_prefix:
         targets.append(prefix)
         weights.append((prefix != following) * loss_weights[phase.targets])
-    targets = torch.stack(targets, 1)
-    weights = torch.stack(weights, 1)
-    needs_grad = torch.is_grad_enabled()
     mixing = share, micro_batch.prior
-    return CappedCrossEntropy.apply(
-        hidden, head, *mixing, targets, weights, counts, cap, needs_grad
-    )
+    scored = torch.stack(targets, 1), torch.stack(weights, 1), counts
+    return CappedCrossEntropy.apply(hidden, head, *mixing, *scored, cap, torch.is_grad_enabled())
 
 
 # 6. Model ========================================================================================
@@ -2332,14 +2302,11 @@ class Hyper(NamedTuple):
 def adam_update(weight, grad, state, hyper):
     """Adam (Kingma & Ba 2015) with cautious weight decay, in place; float32, of one shape."""
     beta1, beta2 = hyper.betas
-    first = state["first"]
-    second = state["second"]
-    first.lerp_(grad, 1 - beta1)
-    second.lerp_(grad.square(), 1 - beta2)
-    corrected_first = first / (1 - beta1**hyper.count)
-    corrected_second = second / (1 - beta2**hyper.count)
-    update = corrected_first / (corrected_second.sqrt() + hyper.eps)
-    cautious_step(weight, update, hyper.lr, hyper.decay)
+    state["first"].lerp_(grad, 1 - beta1)
+    state["second"].lerp_(grad.square(), 1 - beta2)
+    first = state["first"] / (1 - beta1**hyper.count)
+    second = state["second"] / (1 - beta2**hyper.count)
+    cautious_step(weight, first / (second.sqrt() + hyper.eps), hyper.lr, hyper.decay)
 
 
 # Polar Express (Amsel et al. 2025): the composed odd polynomials that bring singular values in
@@ -2359,10 +2326,9 @@ def polar_express(matrices, dtype):
 
     Products are in `dtype`.
     """
+    if matrices.size(-2) > matrices.size(-1):
+        return polar_express(matrices.mT, dtype).mT
     x = matrices.to(dtype)
-    is_tall = x.size(-2) > x.size(-1)
-    if is_tall:
-        x = x.mT
     size = x.float().norm(dim=(-2, -1), keepdim=True)
     # If the norm overflows, NaN ends the run: a step of zero would go unnoticed.
     size = size.where(size.isfinite(), torch.nan)
@@ -2370,8 +2336,6 @@ def polar_express(matrices, dtype):
     for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    if is_tall:
-        x = x.mT
     return x.float()
 
 
@@ -2436,17 +2400,11 @@ def eigen_sides(state):
     ]
 
 
-def to_eigenbasis(x, sides):
-    """Matrices (k, m, n) from the parameters' basis to the eigenbasis."""
+def turned(x, sides, back=False):
+    """Matrices (k, m, n) of the parameters' basis in the eigenbasis, or `back` from there."""
     for axis, _, basis in sides:
-        x = basis.mT @ x if axis == -2 else x @ basis
-    return x
-
-
-def from_eigenbasis(x, sides):
-    """Matrices (k, m, n) from the eigenbasis to the parameters' basis."""
-    for axis, _, basis in sides:
-        x = basis @ x if axis == -2 else x @ basis.mT
+        turn = basis if back else basis.mT
+        x = turn @ x if axis == -2 else x @ turn.mT
     return x
 
 
@@ -2475,11 +2433,10 @@ def soap_update(weight, grad, state, hyper):
     beta1, beta2 = hyper.betas
     count.add_(known)
     momentum.add_((grad - momentum) * ((1 - beta1) * known))
-    rotated = to_eigenbasis(grad, sides)
-    moment.add_((rotated.square() - moment) * ((1 - beta2) * known))
-    first = to_eigenbasis(momentum, sides) / (1 - beta1**count).clamp_min(1e-8)
+    moment.add_((turned(grad, sides).square() - moment) * ((1 - beta2) * known))
+    first = turned(momentum, sides) / (1 - beta1**count).clamp_min(1e-8)
     second = moment / (1 - beta2**count).clamp_min(1e-8)
-    update = from_eigenbasis(first * second.clamp_min(1e-16).rsqrt() * known, sides)
+    update = turned(first * second.clamp_min(1e-16).rsqrt() * known, sides, back=True)
     cautious_step(weight, update / update.size(-1) ** 0.5, hyper.lr, hyper.decay)
 
 
@@ -2491,9 +2448,9 @@ def soap_muon_update(weight, grad, state, hyper):
     moment = state["moment"]
     state["momentum"].lerp_(grad, 1 - hyper.momentum)
     direction = grad.lerp(state["momentum"], hyper.momentum)
-    rotated = to_eigenbasis(direction, sides)
+    rotated = turned(direction, sides)
     moment.add_((rotated.square() - moment) * ((1 - FACTOR_BETA) * known))
-    whitened = from_eigenbasis(rotated * moment.clamp_min(1e-16).rsqrt(), sides)
+    whitened = turned(rotated * moment.clamp_min(1e-16).rsqrt(), sides, back=True)
     orthogonal_step(weight, torch.where(known > 0, whitened, direction), state, hyper)
 
 
@@ -2666,7 +2623,7 @@ class ParameterGroup(Group):
         if name == "matrices":
             rule = config.matrix_update
             names = ", ".join(UPDATE_RULES)
-            require(rule in UPDATE_RULES, f"matrix_update={rule}: must be one of {names}")
+            config.require("matrix_update", rule in UPDATE_RULES, f"must be one of {names}")
             self.lr = config.matrix_lr
             self.decay = config.matrix_decay
             self.every = 1
@@ -2976,23 +2933,18 @@ class Trainer:
         values = self.table.values_of(batch.rows)
         phase = training_phase(self.config, step)
         loss_weights = loss_weights_at(self.config, step)
-        params = {
-            name: param for name, param in self.model.named_parameters() if param.requires_grad
-        }
         loss_sum = torch.zeros((), device=self.runtime.device)
         length = batch.stack.inputs.size(1)
         read = zip(batch.rows.slots.split(length), batch.rows.signs.split(length), strict=True)
         for micro_batch, (slots, signs) in zip(batch.passes(), read, strict=False):
             ngram = self.table.summed(slots, signs, values)
             loss, losses, _ = self.forward_pass(step, phase, loss_weights, micro_batch, ngram)
-            leaves = list(params.values())
-            if ngram is not None and ngram.requires_grad:
-                leaves.append(ngram)
-            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+            loss.backward()
             for group in self.optimizer.parameter_groups:
-                group.accumulate(dict(zip(params, grads, strict=False)))
-            if len(grads) > len(params):
-                self.table.accumulate(grads[-1])
+                group.accumulate({name: param.grad for name, param in group.params.items()})
+            self.model.zero_grad()
+            if ngram is not None and ngram.requires_grad:
+                self.table.accumulate(ngram.grad)
             loss_sum = loss_sum + losses.sum()
         return loss_sum
 
@@ -3092,17 +3044,17 @@ def warm_up(trainer):
     table.start_pull(batch_of(1).rows)
     touched = itertools.chain(*(group.touched() for group in trainer.optimizer.groups))
     kept = [(tensor, index, tensor[index].clone()) for tensor, index in touched]
+
     # Ranks may differ in how many micro-batches they have, but all take the same steps.
     first_step = {}
-    for step in range(config.steps):
+    for step in reversed(range(config.steps)):
         count = stage_at(config, step).micro_batches
-        kind = training_phase(config, step), long_windows_until(config, step), count
-        first_step.setdefault(kind, step)
+        first_step[training_phase(config, step), long_windows_until(config, step), count] = step
     first_validation = {}
     every = config.val_every or config.steps
-    for step in (*range(every, config.steps, every), config.steps):
+    for step in reversed([*range(every, config.steps, every), config.steps]):
         phase = evaluation_phase(config, step, config.val_batch_tokens)
-        first_validation.setdefault((phase, long_windows_until(config, step)), step)
+        first_validation[phase, long_windows_until(config, step)] = step
     # At Adam's first step and the run's last, all groups step, on sums of as many steps as ever.
     first_update = min(config.adam_every, config.steps) - 1
     # Where code is compiled, the second call is the first without compilation.
@@ -3132,14 +3084,6 @@ def warm_up(trainer):
 NOISE = 0  # what is kept of a document: nothing,
 CUT = 1  # all up to a cut,
 WHOLE = 2  # or everything
-
-
-class Verdicts(NamedTuple):
-    """What the gates have found, on all ranks together."""
-
-    passed: dict  # {gate: whether the model has passed it}
-    cuts: int  # places that were compared although the next token had become another
-    seconds: float
 
 
 def plain(tensor):
@@ -3302,7 +3246,9 @@ class GatePasses:
 
 @torch.no_grad()
 def check_gates(trainer, step, val, reported, index_digest):
-    """The Verdicts on the model before a step.
+    """What the gates find of the model before a step, on all ranks together: ({gate: whether the
+    model has passed it}, how many places were compared although the next token had become another,
+    seconds).
 
     reported: the mean loss over the validation tokens that the run claims. index_digest: of the
     index, when it was read.
@@ -3313,8 +3259,7 @@ def check_gates(trainer, step, val, reported, index_digest):
     """
     began = time.perf_counter()
     before = state_digest(trainer)
-    passes = GatePasses(trainer, step, val)
-    found = trainer.sum_over_passes(passes.find).tolist()
+    found = trainer.sum_over_passes(GatePasses(trainer, step, val).find).tolist()
     again, exact, wrong, cuts, changed, cut_differs, whole_differs = found
     is_moved = state_digest(trainer) != before or trainer.table.index_digest() != index_digest
     moved = torch.tensor(float(is_moved), device=trainer.runtime.device)
@@ -3327,7 +3272,7 @@ def check_gates(trainer, step, val, reported, index_digest):
         "local": whole_differs == 0,
         "unmoved": moved.item() == 0,
     }
-    return Verdicts(passed, int(cuts), time.perf_counter() - began)
+    return passed, int(cuts), time.perf_counter() - began
 
 
 # 11. Runtime =====================================================================================
@@ -3342,8 +3287,8 @@ def launcher_number(name, default):
     """What a launcher says in an environment variable, which is a number. Raises ConfigError."""
     text = os.environ.get(name, str(default))
     is_number = re.fullmatch("[0-9]{1,9}", text)
-    words = f"{name}='{one_line(text)}': is a number where torchrun sets it"
-    require(is_number, f"{words}; unset it")
+    words = "is a number where torchrun sets it"
+    require(is_number, f"{name}='{one_line(text)}'", words, "unset it")
     return int(text)
 
 
@@ -3481,30 +3426,25 @@ class Runtime:
         self.record_sent("reduce_scatter", name, tensor, self.peers)
         return part, reduce_scatter(part, tensor, async_op=True)
 
-    def padded(self, part, count):
-        """A rank's owned range of `count` units, and zeros to the length that all ranks send."""
-        padded = part.new_zeros(math.ceil(count / self.world_size), *part.shape[1:])
-        padded[: len(part)] = part
-        return padded
-
     def gather_ranges(self, part, count, name):
         """Join the ranks' owned ranges of `count` units. Returns (whole (count, ...), work)."""
         if self.world_size == 1:
             return part, None
-        padded = self.padded(part, count)
+        padded = part.new_zeros(math.ceil(count / self.world_size), *part.shape[1:])
+        padded[: len(part)] = part
         whole = part.new_zeros(len(padded) * self.world_size, *part.shape[1:])
         self.record_sent("all_gather", name, whole, self.peers)
         return whole[:count], all_gather(whole, padded, async_op=True)
 
     def gather_on_main(self, part, count, name="checkpoint"):
-        """Join the ranks' owned ranges of `count` units on rank 0; None on the others."""
-        if self.world_size == 1:
-            return part
-        padded = self.padded(part, count)
-        self.record_sent("gather", name, padded, 1, padded.nbytes)
-        parts = [torch.empty_like(padded) for _ in range(self.world_size)] if self.is_main else None
-        dist.gather(padded, parts)
-        return torch.cat(parts)[:count] if self.is_main else None
+        """Join the ranks' owned ranges of `count` units on rank 0; the others get none of them."""
+        ranks = np.arange(self.world_size + 1)
+        edges = np.minimum(ranks * math.ceil(count / self.world_size), count)
+        receive = np.diff(edges) * self.is_main
+        send = [len(part), *[0] * self.peers]
+        whole, work = self.all_to_all(part, send, receive.tolist(), name)
+        wait(work)
+        return whole
 
     def all_to_all(self, tensor, send, receive, name, group=None):
         """Send the first send[0] rows of a tensor to rank 0, and so on. Returns (receive[r] rows of
@@ -4124,6 +4064,7 @@ def write_result(run, losses, gates, steps):
     RuntimeError where a gate has failed."""
     config = run.config
     runtime = run.runtime
+    passed, cuts, gate_seconds = gates
     seconds = run.clock.seconds()
     tokens = training_tokens(config)
     sent = {  # by this rank: [bytes, messages] in a training step
@@ -4141,7 +4082,7 @@ def write_result(run, losses, gates, steps):
         "mfu_percent": mfu_percent(run.trainer, tokens / seconds),
         **run.facts,
         "peak_memory_mib_by_rank": runtime.peak_memory_mib(),
-        "validity": gates.passed,
+        "validity": passed,
         "val_sha256": validation_hash(run.corpus.val),
         "overrides": overrides_of(config),
         "sent_per_step": sent,
@@ -4149,13 +4090,14 @@ def write_result(run, losses, gates, steps):
     }
     words = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent.items()]
     run.log.line(f"comms: sent_bytes per step (messages) {' '.join(words) or 'none=0(0)'}")
-    missed = 0.99**gates.cuts  # the chance to miss a leak at 1 % of all positions
-    run.log.line(f"gates: cuts:{gates.cuts} missed_1pct:{missed:.5f} time:{gates.seconds:.1f}s")
-    val_bytes = bytes_of(config, run.corpus.val[1:])
+    missed = 0.99**cuts  # the chance to miss a leak at 1 % of all positions
+    run.log.line(f"gates: cuts:{cuts} missed_1pct:{missed:.5f} time:{gate_seconds:.1f}s")
+    sizes = read_manifest(config.data).get("token_bytes", [0] * config.vocab_size)
+    val_bytes = np.array(sizes)[run.corpus.val[1:]].sum()
     bits = losses["val_loss"] * config.val_tokens / math.log(2)
     told = f"{bits / val_bytes:.5f}" if val_bytes else "unknown"
     run.log.line(f"bits_per_byte:{told} val_bytes:{val_bytes}")
-    words = [f"{name}:{'ok' if passed else 'FAILED'}" for name, passed in gates.passed.items()]
+    words = [f"{name}:{'ok' if is_passed else 'FAILED'}" for name, is_passed in passed.items()]
     validity = f"validity: {' '.join(words)}"
     run.log.line(f"{validity} val_tokens:{config.val_tokens} val_sha256:{result['val_sha256']}")
     others = [f" {name}:{loss:.5f}" for name, loss in losses.items() if name != "val_loss"]
@@ -4168,7 +4110,7 @@ def write_result(run, losses, gates, steps):
     if run.log.is_main:
         with atomic_file(run.folder / "result.json") as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
-    if not all(gates.passed.values()):
+    if not all(passed.values()):
         reason = "the model sees what it must not, or its losses are no distribution's"
         raise RuntimeError(f"{reason}: {validity}")
 

@@ -45,10 +45,10 @@ def failed(trainer, val=VAL):
     """The names of the gates that a trainer does not pass."""
     step = trainer.config.steps
     digest = trainer.table.index_digest()
-    verdicts = train_gpt.check_gates(trainer, step, val, trainer.evaluate(step, val), digest)
-    assert list(verdicts.passed) == ["causal", "normalised", "local", "unmoved"]
-    assert verdicts.cuts > 0
-    return {name for name, is_passed in verdicts.passed.items() if not is_passed}
+    passed, cuts, _ = train_gpt.check_gates(trainer, step, val, trainer.evaluate(step, val), digest)
+    assert list(passed) == ["causal", "normalised", "local", "unmoved"]
+    assert cuts > 0
+    return {name for name, is_passed in passed.items() if not is_passed}
 
 
 # ----- honest models
@@ -187,9 +187,9 @@ def test_a_leak_at_one_per_cent_of_all_positions_is_caught_in_nearly_all_runs():
     for seed in range(20):
         trainer = gated_trainer(seed=seed, **ONE_LAYER)
         cheats.seeing(extra)(trainer, None)
-        verdicts = train_gpt.check_gates(trainer, 4, val, 0.0, "")
-        assert verdicts.cuts > 300
-        missed += [seed] * verdicts.passed["causal"]
+        passed, cuts, _ = train_gpt.check_gates(trainer, 4, val, 0.0, "")
+        assert cuts > 300
+        missed += [seed] * passed["causal"]
     assert len(missed) <= 2
 
 
