@@ -1,21 +1,16 @@
 """README.md and the pages beside it: their tables are current, and what they name exists."""
 
-import dataclasses
 import re
 
 import pytest
 
 import train_gpt
 from benchmarks import readme
-from continual import ContinualConfig
 from helpers import ROOT
 
 TEXT = (ROOT / "README.md").read_text()
 PAGES = ["README.md", "records/README.md", "CONTRIBUTING.md", "records/NOTES.md"]
 PAGES.append("benchmarks/README.md")
-# Keys of other commands than the trainer's.
-ELSEWHERE = "help check checkpoint prompt eval out nproc_per_node max_restarts nnodes rdzv_backend"
-ELSEWHERE += " rdzv_endpoint name by runs world_size yes tree val_share samples top_k"
 
 
 def test_it_is_a_page_with_current_results():
@@ -52,15 +47,3 @@ def test_named_files_and_anchors_exist(page):
             r"^#+ (.+)$", (folder / path if path else ROOT / page).read_text(), re.M
         )
         assert anchor in map(anchor_of, headings), (path, anchor)
-
-
-@pytest.mark.parametrize("page", PAGES[:2])
-def test_named_keys_exist_and_are_spelt_one_way(page):
-    fields = {field.name for field in dataclasses.fields(ContinualConfig)}
-    fields |= {field.name for field in dataclasses.fields(train_gpt.Stage)}
-    written = re.sub(
-        r"<!-- results/.*?<!-- end -->", "", (ROOT / page).read_text(), flags=re.DOTALL
-    )
-    for key in re.findall(r"--([a-z][a-z_-]*)", written):
-        if key != "nproc_per_node":  # as torchrun's own users write it
-            assert "_" not in key and key.replace("-", "_") in fields | {*ELSEWHERE.split()}, key

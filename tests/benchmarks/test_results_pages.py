@@ -24,12 +24,6 @@ def test_every_result_is_shown():
     assert sorted(shown) == sorted(kept - {"first_page.md"})  # which is in README.md
 
 
-def test_every_script_has_its_place():
-    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
-    scripts -= {"__init__.py", "common.py", "price_variants.py"}
-    assert scripts == set(re.findall(r"benchmarks/(\w+\.py)", TEXT)) - {"continual.py"}
-
-
 def git(*words):
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
 
