@@ -21,6 +21,7 @@ import sample
 import train_gpt
 from data import text as data_text
 
+
 def told(root, *words):
     """(exit status, what is printed) of `python -m records` of another checkout."""
     command = [sys.executable, "-m", "records", *words]

@@ -340,15 +340,3 @@ def test_what_is_known_of_a_change(tmp_path):
         "no feature that sets index_tokens has a price on eight GPUs"
     ]
     assert known_prices(ROOT, set()) == known_prices(tmp_path, fields) == []
-
-
-def test_known_prices_are_those_of_the_first_table(tmp_path):
-    (tmp_path / "benchmarks/results").mkdir(parents=True)
-    plan = '[[feature]]\nname = "Muon"\nchange = { matrix_update = "adam" }\n'
-    (tmp_path / "benchmarks/prices.toml").write_text(plan)
-    row = "| Muon | optimizer | scoring | 36.0 ± 2.1 | {} | +0.03 | 1 | a record |\n"
-    tables = row.format("8.4 ± 0.1") + "\n" + row.format("9.9 ± 0.1")
-    page = f"{tables}\n`rank_correlation:0.38 low:0.04 high:0.65`\n"
-    (tmp_path / "benchmarks/results/prices.md").write_text(page)
-    *_, line = known_prices(tmp_path, {"matrix_update"})
-    assert line == "  Muon: 36.0 ± 2.1 there, 8.4 ± 0.1 here"

@@ -291,14 +291,6 @@ def test_hostile_logs_are_refused(repository, name):
     assert re.search(rf"/logs/{path.name}: .*{reason}", found), found
 
 
-def test_a_path_is_told_as_it_is(pristine, tmp_path, capsys):
-    """Two blanks are two, for whoever copies it."""
-    root = shutil.copytree(pristine.root, tmp_path / "a  b")
-    repository = Repository(root, pristine.rules)
-    status, _, err = made.call(repository, capsys, "diff", "--track", TRACK, root / "no  file")
-    assert status == 2 and err.startswith("records: no  file: "), err
-
-
 def test_a_record_behind_a_link_is_refused(repository, tmp_path):
     folder = folder_of(repository, "Faster")
     shutil.move(folder, tmp_path / "elsewhere")
@@ -338,13 +330,3 @@ def test_large_files_are_refused_in_linear_time(repository):
         assert refusal(repository)
         assert time.process_time() - began < 10, (old, unit)
         path.write_text(kept[path])
-
-
-def test_git_keeps_the_logs_of_records():
-    """`logs/` of the repository's root is ignored, a record's is not."""
-    for path, ignored in (
-        ("logs/run/log.txt", True),
-        (f"records/{TRACK}/2026-01-01_A/logs/a", False),
-    ):
-        done = subprocess.run(["git", "check-ignore", "-q", path], cwd=helpers.ROOT)
-        assert done.returncode in (int(not ignored), 128), path  # 128: no git checkout

@@ -27,7 +27,6 @@ from train_gpt import Runtime
 
 MATRICES = {"query_key", "value_output", "mlp"}
 RULES = [("muon", "float32"), ("kl_soap", "float32"), ("muon", "bfloat16")]
-EACH_RULE = pytest.mark.parametrize("rule, dtype", RULES)
 
 
 # ----- frozen directions
@@ -108,15 +107,6 @@ def movement(found, ratio=0.5):
             moved = max(moved, ((after - before).norm() / before.norm()).item())
         changed = min(changed, ((end - start).norm() / start.norm()).item())
     return moved, changed
-
-
-@EACH_RULE
-def test_frozen_directions_stay_where_they_are(rule, dtype):
-    found = stepped(Runtime("cpu"), rule, dtype)
-    moved, changed = movement(found)
-    assert moved < 1e-5 and changed > 0.05
-    assert found["frozen"] == "query_key=8/16 mlp=8/16"
-    assert movement(stepped(Runtime("cpu"), rule, dtype, count=20, ratio=1))[0] > 1e-2
 
 
 def stepped_by_all_rules(runtime):

@@ -145,18 +145,6 @@ def test_flash_attention_is_for_bfloat16_on_cuda(gpus):
         choose_attention(tiny_config(dtype="float32", attention="varlen"), CUDA)
 
 
-def test_a_trial_of_attention_goes_there_and_back(monkeypatch):
-    seen = []
-
-    def attend(q, k, v, bounds, same, longest, also, **options):
-        seen.append((q.shape, bounds.tolist(), longest))
-        return q * k * v
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend)
-    train_gpt.try_varlen(32, CPU)
-    assert seen == [((64, 1, 32), [0, 64], 64)]
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_flash_attention_is_told_the_segments_and_the_cap(count, monkeypatch):
     """Of FineWeb, whose mean is 690 tokens: no segment is longer than what it is told, in layers
@@ -191,10 +179,6 @@ def test_a_pass_of_evaluation_has_room_for_its_documents():
     hints = np.zeros((2**16, 0), np.int32), np.zeros(2**16, np.float32)
     stack = train_gpt.stack_passages([passage], hints, 2**16, CPU)
     assert stack.segment_bounds.shape == (1, 256)
-
-
-def test_the_gpus_memory_grows_in_place():
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 # ----- the compiler

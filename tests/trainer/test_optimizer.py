@@ -30,7 +30,6 @@ from helpers import (
     LAYERED,
     NO_TABLE,
     assert_bitwise,
-    byte_documents,
     make_trainer,
     ranks,
     tiny_config,
@@ -201,42 +200,6 @@ def test_matrices_of_a_bank_may_have_rates_of_their_own():
 # ----- sums of gradients
 
 
-def test_the_first_gradient_of_a_step_replaces_the_last_steps_sum():
-    """Also where a parameter has none in one step: neither its old gradient nor anything else takes
-    its place."""
-
-    def weights(per_step):
-        optimizer = optimizer_of()
-        for step, grads in enumerate(per_step):
-            for grad in grads:
-                cases.add(optimizer, {"head": grad, "smear_gate": grad[:1, :12]})
-                cases.add(optimizer, {"head": None, "embed": normal(257, 32)})
-            take_step(optimizer, step, {})
-        return [params_of(optimizer)[name] for name in ("head", "smear_gate")]
-
-    steps = [[normal(257, 32, seed=seed) for seed in seeds] for seeds in ((1, 2), (3,), (), (4, 5))]
-    summed = [[sum(grads, torch.zeros(257, 32))] for grads in steps]
-    assert_bitwise(weights(steps), weights(summed))
-
-
-def test_moments_are_of_sums_over_the_tokens_of_a_cycle():
-    """Adam waits for the second step of its cycle. Muon does not wait, which only its momentum
-    shows."""
-    grads = [normal(257, 32, seed=seed) for seed in range(4)]
-    mlp_grads = [normal(4, 64, 32, seed=9 + seed) for seed in range(4)]
-    config = tiny_config(steps=8)
-    optimizer = optimizer_of(steps=8, adam_every=2)
-    first, momentum = torch.zeros(257, 32), torch.zeros(4, 64, 32)
-    for step in range(4):
-        cases.add(optimizer, {"embed": grads[step] / 2, "mlp": mlp_grads[step]})
-        take_step(optimizer, step, {"embed": grads[step] / 2, "mlp": None})
-        momentum.lerp_(mlp_grads[step], 1 - train_gpt.momentum_at(config, step))
-        if step % 2:
-            first.lerp_(grads[step - 1] + grads[step], 1 - RULES["embed"].betas[0])
-        torch.testing.assert_close(state_of(optimizer)["embed"]["first"], first)
-        torch.testing.assert_close(state_of(optimizer)["mlp"]["momentum"], momentum)
-
-
 # ----- compiled updates
 
 
@@ -357,35 +320,3 @@ def test_owned_ranges_cover_every_unit_once(world_size):
 
 
 # ----- what must not depend on width and batch
-
-
-@pytest.mark.parametrize("width", [32, 256])
-def test_the_first_step_of_a_rare_token_is_its_rate(width):
-    """At eight times the width, too, Adam's first step is 1 in units of the rate, after some steps
-    without."""
-    trainer = make_trainer(random_weights=False, model_dim=width, mlp_dim=width, steps=100)
-    for step in range(6):
-        text = byte_documents(300, seed=step)
-        text[:100] = range(130, 230) if step == 5 else [32] * 100  # no text before has had these
-        before = trainer.model.value_embed.detach().clone()
-        trainer.step(step, batch_of(trainer, text))
-    rule, config = RULES["value_embed"], trainer.config
-    beta1, beta2 = rule.betas
-    expected = (1 - beta1) / (1 - beta1**6) / math.sqrt((1 - beta2) / (1 - beta2**6))
-    moved = (trainer.model.value_embed.detach() - before)[130:230].abs()
-    sizes = moved / (config.adam_lr * rule.lr_mul * train_gpt.lr_multiplier(config, 5))
-    assert sizes.median().item() == pytest.approx(expected, rel=0.02)
-
-
-def test_the_floor_of_rows_falls_with_the_width():
-    """So new rows make first steps of one size, where gradients fall so: measured from 64 to 512
-    channels."""
-    moved = []
-    for width in (64, 1024):
-        table = make_trainer(random_weights=False, model_dim=width, ngram_floor=0.2).table
-        table.plan = SimpleNamespace(owned=torch.tensor([3]), merge=())
-        gradient = torch.full((1, width), 0.1 * (64 / width) ** 0.75)
-        before = table.weight.clone()
-        table.update(0, 1.0, [(gradient, None)])
-        moved.append((table.weight - before)[3, 0].item())
-    assert moved[1] == pytest.approx(moved[0], rel=1e-4)
