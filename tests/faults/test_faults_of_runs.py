@@ -16,7 +16,6 @@ import time
 from random import Random
 
 import pytest
-from trainer import sabotage
 
 import ranks
 import train_gpt
@@ -117,13 +116,30 @@ def test_ranks_end_when_their_launcher_was_killed(tiny, tmp_path):
 # ----- ranks and nodes
 
 
+def before_third_step(rank, act):
+    """A rank calls `act` in place of its third step; nobody warms up."""
+    step = train_gpt.Trainer.step
+
+    def acting_step(self, number, *rest):
+        if self.runtime.rank == rank and number == 2:
+            act()
+        return step(self, number, *rest)
+
+    train_gpt.Trainer.step = acting_step
+    train_gpt.warm_up = lambda trainer: None
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_a_rank_dies_the_others_end(rank, tiny, tmp_path, monkeypatch):
     """Nobody tells them to."""
+
+    def before():
+        before_third_step(rank, lambda: os._exit(3))
+
     monkeypatch.setattr(ranks, "OWN_SECONDS", 60)
     values = {**tiny, "steps": 100, "micro_batches": 3, "run_id": "dies"}
     began = time.monotonic()
-    run = ranks.train(tmp_path, values, world_size=3, before=lambda: sabotage.die(rank))
+    run = ranks.train(tmp_path, values, world_size=3, before=before)
     assert run.code == 3 and time.monotonic() - began < 50
     for survivor in {1, 2} - {rank}:
         assert f"rank {survivor}: status:error RuntimeError: " in run.stderr
@@ -136,7 +152,7 @@ def test_where_a_rank_dies_the_others_end(rank, tiny, tmp_path, monkeypatch):
 def test_a_rank_that_hangs_ends_the_run_within_the_timeout(tiny, tmp_path, monkeypatch):
     def before():
         train_gpt.TIMEOUT = datetime.timedelta(seconds=4)
-        sabotage.before_third_step(1, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        before_third_step(1, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
     monkeypatch.setattr(ranks, "LAST_SECONDS", 1)
     values = {**tiny, "steps": 100, "run_id": "hangs"}

@@ -12,23 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import helpers
 import ranks
 import train_gpt
-from helpers import (
-    NO_TABLE,
-    assert_bitwise,
-    assert_same_end,
-    content_of,
-    make_corpus,
-    make_trainer,
-    refusal,
-    tiny_config,
-)
 from train_gpt import ConfigError, load_checkpoint, save_checkpoint
 
-TRAINER = make_trainer(dtype="bfloat16")
+TRAINER = helpers.make_trainer(dtype="bfloat16")
 with tempfile.TemporaryDirectory() as scratch:
-    CONTENT = content_of(TRAINER, 3, Path(scratch))
+    CONTENT = helpers.content_of(TRAINER, 3, Path(scratch))
 
 
 # ----- files
@@ -42,8 +33,8 @@ def loaded(path):
 
 def test_a_checkpoint_is_read_back(tmp_path):
     save_checkpoint(tmp_path / "a.pt", CONTENT)
-    assert_bitwise(loaded(tmp_path / "a.pt"), CONTENT)
-    assert_bitwise(torch.load(tmp_path / "a.pt", weights_only=True), CONTENT)
+    helpers.assert_bitwise(loaded(tmp_path / "a.pt"), CONTENT)
+    helpers.assert_bitwise(torch.load(tmp_path / "a.pt", weights_only=True), CONTENT)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "a.sha256"]
 
 
@@ -79,11 +70,11 @@ def test_a_file_of_another_kind_is_refused(name, tmp_path):
 
 def test_a_table_of_other_rows_has_another_fingerprint():
     """What a token reads is hashed: the orders, the size of the table."""
-    changes = [{}, {"ngram_rows": 999}, {"ngram_orders": (2, 3)}, NO_TABLE]
+    changes = [{}, {"ngram_rows": 999}, {"ngram_orders": (2, 3)}, helpers.NO_TABLE]
     changes += [{"copy_reach": 3}, {"index_order": 3}]
-    prints = {train_gpt.row_fingerprint(tiny_config(**change)) for change in changes}
+    prints = {train_gpt.row_fingerprint(helpers.tiny_config(**change)) for change in changes}
     assert len(prints) == len(changes)
-    assert train_gpt.row_fingerprint(tiny_config(seed=5)) in prints
+    assert train_gpt.row_fingerprint(helpers.tiny_config(seed=5)) in prints
 
 
 PARTS = [("model",), ("groups",), ("rng",), ("model", "mlp"), ("groups", "matrices", "mlp")]
@@ -114,7 +105,7 @@ def test_a_full_disk_leaves_the_former_file(limit, tmp_path):
             save_checkpoint(path, larger)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, former)
-    assert_bitwise(loaded(path), CONTENT)
+    helpers.assert_bitwise(loaded(path), CONTENT)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "a.sha256"]
 
 
@@ -206,7 +197,7 @@ def goes_on(run, folder, whole_run):
     """Whether a run has completed, as if nobody had killed it."""
     assert run.code == 0, run.stdout
     run.folder = folder
-    assert_same_end(run, whole_run)
+    helpers.assert_same_end(run, whole_run)
     return True
 
 
@@ -261,15 +252,15 @@ def test_a_kill_during_the_final_validation_leaves_a_run_that_can_be_finished(
     folder = killed(8)
     assert (folder / "checkpoint.pt").exists()
     assert goes_on(cli(resume="whole"), folder, whole_run)
-    line = refusal(cli(resume="whole"))
+    line = helpers.refusal(cli(resume="whole"))
     assert "complete" in line and "8 steps" in line
-    assert "did you mean whole?" in refusal(cli(resume="whale"))
+    assert "did you mean whole?" in helpers.refusal(cli(resume="whale"))
 
 
 def test_auto_starts_a_run_or_goes_on_with_it(killed, whole_run, cli, tiny):
     words = {**tiny, **EIGHT, "run_id": "whole"}
     folder = killed(1)  # before it has saved anything
-    assert "no checkpoint" in refusal(cli(resume="whole"))
+    assert "no checkpoint" in helpers.refusal(cli(resume="whole"))
     before = (folder / "log.txt").read_bytes()
     refused = cli(**words)
     assert refused.code == 2 and (folder / "log.txt").read_bytes() == before
@@ -302,7 +293,7 @@ def damage(path, how):
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(how, killed, whole_run, cli):
     folder = killed(6)
     damage(folder / "step_000006.pt", how)
-    line = refusal(cli(resume="logs/whole/step_000006.pt"))
+    line = helpers.refusal(cli(resume="logs/whole/step_000006.pt"))
     assert "step_000006.pt" in line and "sha256" in line
     run = cli(resume="whole")
     assert run.stderr.startswith("note: ") and "logs/whole/step_000006." in run.stderr
@@ -316,14 +307,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(how, killed, w
 def test_a_run_goes_on_where_it_was_moved_and_with_a_corpus_that_has_moved(tiny, cli, tmp_path):
     """Both are known by their content."""
     before, after, other = (tmp_path / name for name in ("before", "after's place", "other"))
-    make_corpus(before)
+    helpers.make_corpus(before)
     values = {**tiny, **EIGHT, "data": str(before)}
     whole = cli(**values, run_id="whole")
     folder = leave(whole, tmp_path / "a place", 6)
     before.rename(after)
-    make_corpus(other, train_tokens=80_000)
+    helpers.make_corpus(other, train_tokens=80_000)
     path = str(folder / "step_000006.pt")
-    assert "--data" in refusal(cli(resume=path))
+    assert "--data" in helpers.refusal(cli(resume=path))
     assert "name its place by --data" in cli(resume=path, data=other).lines[-1]
     run = cli(resume=path, data=after)
     assert f"note: goes on where its checkpoint is, in {folder}" in run.lines
@@ -351,7 +342,7 @@ def test_a_checkpoint_without_its_log_begins_one(killed, whole_run, cli, tmp_pat
     kept = {path.name: path.read_bytes() for path in folder.iterdir()}
     run = cli(resume="auto", run_id="copied")
     assert run.code == 0, run.stdout
-    assert_bitwise(run.checkpoint()["model"], whole_run.checkpoint()["model"])
+    helpers.assert_bitwise(run.checkpoint()["model"], whole_run.checkpoint()["model"])
     assert (
         run.log[0].startswith("run:copied ") and "resumed:copied step:6/8 world_size:1" in run.log
     )
@@ -368,7 +359,7 @@ def test_resuming_with_another_configuration_is_refused(words, killed, cli):
     folder = killed(6)
     before = (folder / "log.txt").read_bytes()
     option, value = words.split(" ", 1)
-    line = refusal(cli("--resume", "whole", option, value))
+    line = helpers.refusal(cli("--resume", "whole", option, value))
     assert option in line and "leave the key out" in line
     assert (folder / "log.txt").read_bytes() == before
 

@@ -10,19 +10,11 @@ import torch
 from optimizer_cases import accumulate, draw, optimizer_of, under_way
 
 import continual
+import helpers
 import ranks
 import train_gpt
 from continual import frozen_count, frozen_directions, project_update, protect
-from helpers import (
-    EOT,
-    INDEX,
-    assert_bitwise,
-    assert_same_end,
-    make_corpus,
-    refusal,
-    with_manifest,
-    write_shard,
-)
+from helpers import EOT
 from train_gpt import Runtime
 
 MATRICES = {"query_key", "value_output", "mlp"}
@@ -49,7 +41,7 @@ def test_frozen_directions_are_the_top_ones(shape, count):
         torch.testing.assert_close(u @ u.T @ matrix, top, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(matrix @ v.T @ v, top, atol=1e-5, rtol=1e-5)
     narrow = frozen_directions(matrices.bfloat16(), count)  # are worked out in float32
-    assert_bitwise(narrow, frozen_directions(matrices.bfloat16().float(), count))
+    helpers.assert_bitwise(narrow, frozen_directions(matrices.bfloat16().float(), count))
 
 
 @pytest.mark.parametrize("shape, count", [((2, 12, 7), 3), ((2, 7, 12), 6), ((3, 8, 8), 4)])
@@ -91,7 +83,7 @@ def stepped(runtime, rule, dtype="float32", count=100, ratio=0.5):
     end = {}
     for name, param in matrices.params.items():
         end[name] = state[name].get("master", param.detach())
-        assert_bitwise(param.detach(), end[name].to(param.dtype), name)
+        helpers.assert_bitwise(param.detach(), end[name].to(param.dtype), name)
     return {"start": start, "end": end, "state": state, "sent": sent, "frozen": frozen}
 
 
@@ -124,7 +116,7 @@ def test_all_world_sizes_take_the_same_steps(world_size, alone):
     for (rule, dtype), expected in alone.items():
         first, *others = (found[rule, dtype] for found in by_rank)
         for other in others:
-            assert_bitwise((other["end"], other["state"]), (first["end"], first["state"]))
+            helpers.assert_bitwise((other["end"], other["state"]), (first["end"], first["state"]))
         tolerance = 1e-4 if dtype == "float32" else 2**-6
         torch.testing.assert_close(first["end"], expected["end"], atol=tolerance, rtol=tolerance)
         assert movement(first)[0] < 1e-5 < 1e-3 < movement(first)[1]
@@ -143,17 +135,17 @@ def test_all_world_sizes_take_the_same_steps(world_size, alone):
 @pytest.fixture(scope="module")
 def second(tmp_path_factory):
     """A corpus of another domain: the first one's with the case of its letters turned."""
-    folder = make_corpus(tmp_path_factory.mktemp("second") / "cpp")
+    folder = helpers.make_corpus(tmp_path_factory.mktemp("second") / "cpp")
     for path in folder.glob("*.bin"):
         tokens = np.array(train_gpt.open_shard(path))
-        write_shard(path, np.where((tokens != EOT) & (tokens > 64), tokens ^ 32, tokens))
-    return with_manifest(folder)
+        helpers.write_shard(path, np.where((tokens != EOT) & (tokens > 64), tokens ^ 32, tokens))
+    return helpers.with_manifest(folder)
 
 
 @pytest.fixture(scope="module")
 def base(tiny, tmp_path_factory):
     """A trained model of the english track's kind: its run, with another checkpoint on the way."""
-    values = {**tiny, **INDEX, "steps": 30, "save_every": 20, "run_id": "base"}
+    values = {**tiny, **helpers.INDEX, "steps": 30, "save_every": 20, "run_id": "base"}
     run = ranks.train(tmp_path_factory.mktemp("base"), values)
     assert run.code == 0, run.stdout + run.stderr
     return run
@@ -164,7 +156,7 @@ def values(tiny, second, base):
     """Configuration values of a continual run; six micro-batches suit 1, 2 and 3 ranks."""
     return {
         **tiny,
-        **INDEX,
+        **helpers.INDEX,
         "track": "continual",
         "data": str(second),
         "steps": 8,
@@ -209,11 +201,11 @@ def test_a_run_protects_what_it_started_from(run_of, values, base):
         assert moved.norm() > 1e-2 and moved.shape == start["model"][name].shape
         assert (left.mT @ moved).norm() < 1e-5 and (moved @ right.mT).norm() < 1e-5
     for name in set(end["model"]) - MATRICES:
-        assert_bitwise(end["model"][name], start["model"][name])
+        helpers.assert_bitwise(end["model"][name], start["model"][name])
         state = (end["groups"]["small"] | end["groups"]["embeddings"])[name]
         assert not any(value.any() for value in state.values())
     tables = [each["groups"]["ngram_table"] for each in (end, start)]
-    assert_bitwise(tables[0]["weight"], tables[1]["weight"])
+    helpers.assert_bitwise(tables[0]["weight"], tables[1]["weight"])
     assert not tables[0]["second"].any()
     (line,) = (line for line in run.lines if line.startswith("started_from:"))
     frozen = "frozen: query_key=16/32 value_output=16/32 mlp=16/32"
@@ -264,7 +256,7 @@ def test_what_is_trained_moves_and_nothing_else(changes, frozen, values, base, g
     moved = {name for name, weight in end["model"].items() if weight.ne(start["model"][name]).any()}
     assert moved == ({*end["model"]} if "trained" in changes else MATRICES)
     tables = [each["groups"]["ngram_table"]["weight"] for each in (end, start)]
-    assert_bitwise(*tables)
+    helpers.assert_bitwise(*tables)
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -278,7 +270,7 @@ def test_a_resumed_run_ends_bitwise_the_same(world_size, run_of, tmp_path):
     run = ranks.train(tmp_path, words, world_size=world_size, main=continual.main)
     assert run.code == 0 and "started_from:" not in run.stdout, run.stdout + run.stderr
     run.folder = copied
-    assert_same_end(run, whole)
+    helpers.assert_same_end(run, whole)
     for key in ("val_loss", "first_val_loss"):
         assert run.result[key] == whole.result[key]
         assert run.result[key] == pytest.approx(run_of(1).result[key], abs=1e-4)
@@ -299,10 +291,7 @@ BAD_INPUT = [
     ({"unfreeze_rank_ratio": 0.05, "head_dim": 4}, ["0 of", "8 directions", "nothing learns"]),
     ({"ngram_lr": 0.1}, ["ngram_lr=0.1", "--ngram-lr 0"]),
     ({"trained": "some"}, ["trained=some", "matrices, all"]),
-    (
-        {"track": "english", "init_from": None},
-        ["track english", "train_gpt.py"],
-    ),
+    ({"track": "english", "init_from": None}, ["track english", "train_gpt.py"]),
     ({"init_from": ""}, ["--init-from", "./run.sh english"]),
     ({"init_from": "nowhere"}, ["--init-from nowhere", "no checkpoint"]),
     ({"model_dim": 64}, ["track english, with model_dim=32", "64", "--model-dim"]),
@@ -317,7 +306,7 @@ BAD_INPUT = [
 @pytest.mark.parametrize("changes, words", BAD_INPUT, ids=str)
 def test_bad_input_ends_in_one_line(changes, words, values, go_on, tmp_path):
     changed = {key: value for key, value in {**values, **changes}.items() if value is not None}
-    line = refusal(go_on(**changed))
+    line = helpers.refusal(go_on(**changed))
     assert all(word in line for word in words), line
     assert not (tmp_path / "logs").exists()
 
@@ -330,7 +319,7 @@ def test_a_resumed_run_wants_the_checkpoint_that_it_started_from(values, base, g
     whole = go_on(**{**values, "init_from": "base", "save_every": 1, "steps": 2, "val_every": 0})
     (whole.folder / "checkpoint.pt").unlink()
     (logs / "base" / "checkpoint.pt").unlink()
-    assert "--init-from base: no checkpoint" in refusal(go_on(resume="second"))
+    assert "--init-from base: no checkpoint" in helpers.refusal(go_on(resume="second"))
     for ending in ("pt", "sha256"):
         shutil.copy(base.folder / f"step_000020.{ending}", logs / "base" / f"checkpoint.{ending}")
     run = go_on(resume="second")
@@ -338,7 +327,7 @@ def test_a_resumed_run_wants_the_checkpoint_that_it_started_from(values, base, g
 
 
 def test_each_script_knows_its_own_runs(run_of, base, go_on, cli, monkeypatch):
-    assert "train_gpt.py" in refusal(go_on(f"--resume={base.folder}/step_000020.pt"))
+    assert "train_gpt.py" in helpers.refusal(go_on(f"--resume={base.folder}/step_000020.pt"))
     checkpoint = run_of(1).folder / "step_000005.pt"
     monkeypatch.delitem(train_gpt.TRACKS, "continual")  # as where continual.py was not imported
-    assert "the script that it began with" in refusal(cli(resume=checkpoint))
+    assert "the script that it began with" in helpers.refusal(cli(resume=checkpoint))
