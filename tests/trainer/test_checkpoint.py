@@ -31,13 +31,6 @@ def loaded(path):
     return {**content, "config": dataclasses.asdict(content["config"])}
 
 
-def test_a_checkpoint_is_read_back(tmp_path):
-    save_checkpoint(tmp_path / "a.pt", CONTENT)
-    helpers.assert_bitwise(loaded(tmp_path / "a.pt"), CONTENT)
-    helpers.assert_bitwise(torch.load(tmp_path / "a.pt", weights_only=True), CONTENT)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "a.sha256"]
-
-
 def without(tree, *path):
     """A copy of nested dicts without what is at a path."""
     kept = dict(tree)
@@ -320,16 +313,6 @@ def test_a_run_goes_on_where_it_was_moved_and_with_a_corpus_that_has_moved(tiny,
     assert f"note: goes on where its checkpoint is, in {folder}" in run.lines
     assert goes_on(run, folder, whole) and f" log:{folder}/log.txt" in run.lines[-1]
     assert os.listdir(tmp_path / "logs") == ["whole"]
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_a_log_that_is_no_file_is_named(killed, cli, make):
-    """Nobody waits for a pipe's other end."""
-    log = killed(6) / "log.txt"
-    log.unlink()
-    make(log)
-    run = cli(resume="whole")
-    assert run.code == 2 and f"{log}: is no regular file; move it away" in run.lines[-1]
 
 
 def test_a_checkpoint_without_its_log_begins_one(killed, whole_run, cli, tmp_path):

@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import re
 
 import numpy as np
@@ -62,11 +61,6 @@ def exchange(folder):
         (folder / name).write_bytes(content)
 
 
-def put_a_pipe(folder):
-    (folder / TRAIN).unlink()
-    os.mkfifo(folder / TRAIN)
-
-
 def rename(folder):
     (folder / VAL).rename(folder / "another_val_000000.bin")
 
@@ -98,7 +92,6 @@ NOT_AS_BUILT = {
     ),
     "shards exchanged": (exchange, [TRAIN, SHA256]),
     "a shard that the manifest lacks": (rename, ["another_val_000000.bin", SHA256]),
-    "a pipe, for which nobody waits": (put_a_pipe, [TRAIN, "no file, and a shard is one"]),
 }
 
 

@@ -343,29 +343,25 @@ def test_warm_up_leaves_no_trace(changes, corpus):
     shards, indexed, _ = train_gpt.open_corpus(warm.config)
     for trainer in (warm, cold):
         trainer.table.read_index(indexed)
-    before, step, stepped, scored = whole_state(warm), warm.step, set(), set()
-    score = warm.score
+    before, seen, step, score = whole_state(warm), set(), warm.step, warm.score
 
-    def evaluated(config, number):
-        return train_gpt.evaluation_phase(config, number, 256), number == 8
-
-    def recorded_score(number, *rest):
-        scored.add(evaluated(warm.config, number))
-        return score(number, *rest)
-
-    warm.score = recorded_score
+    def evaluated(number):
+        return train_gpt.evaluation_phase(warm.config, number, 256), number == 8
 
     def recorded_step(number, *rest):
-        stepped.add(train_gpt.training_phase(warm.config, number))
+        seen.add(train_gpt.training_phase(warm.config, number))
         torch.rand(3)  # which a step that is not of the warm-up draws anew
         return step(number, *rest)
 
-    warm.step = recorded_step
+    def recorded_score(number, *rest):
+        seen.add(evaluated(number))
+        return score(number, *rest)
+
+    warm.step, warm.score = recorded_step, recorded_score
     train_gpt.warm_up(warm)
     warm.step = step
-    assert stepped == {train_gpt.training_phase(warm.config, number) for number in range(8)}
-    assert len(stepped) == 3
-    assert scored == {evaluated(warm.config, number) for number in (2, 4, 6, 8)}
+    stepped = {train_gpt.training_phase(warm.config, number) for number in range(8)}
+    assert seen == stepped | {evaluated(number) for number in (2, 4, 6, 8)} and len(stepped) == 3
     helpers.assert_bitwise(whole_state(warm), before)
     # Nor does it show later: the next steps are bitwise those of a trainer that was not warmed up.
     loader = train_gpt.TrainLoader(warm.config, shards, warm.runtime, warm.table.look_up)
@@ -414,13 +410,11 @@ def test_a_digest_sees_any_bit():
     assert len({*digests}) == len(tensors) + 2
 
 
-FORGOTTEN = ["embeddings.embed.param", "small.residual_scale.param", "matrices.mlp.momentum"]
-
-
-@pytest.mark.parametrize("name", FORGOTTEN)
-def test_a_restore_that_misses_a_tensor_is_noticed(name, monkeypatch):
+def test_a_restore_that_misses_a_tensor_is_noticed(monkeypatch):
+    """Any one, since the digest sees each."""
     trainer = phases_trainer(adam_every=4)
-    forgotten, honest = tensors_of(trainer)[name].data_ptr(), torch.Tensor.__setitem__
+    momentum = tensors_of(trainer)["matrices.mlp.momentum"]
+    forgotten, honest = momentum.data_ptr(), torch.Tensor.__setitem__
     train_gpt.warm_up(trainer)  # all is well
 
     def forgetful(self, index, source):
