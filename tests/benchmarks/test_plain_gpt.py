@@ -1,9 +1,11 @@
-"""benchmarks/plain_gpt.py: the loss against float64, and a tuning that was interrupted; and
-plain_turns.py: a factor that is of turns with one record."""
+"""benchmarks/plain_gpt.py: the loss against float64 and at the start, and a tuning that was
+interrupted; and plain_turns.py: a factor that is of turns with one record."""
 
 import json
+import math
 import types
 
+import pytest
 import torch
 
 from benchmarks import common, plain_gpt, plain_turns
@@ -12,9 +14,12 @@ from benchmarks import common, plain_gpt, plain_turns
 @torch.no_grad()
 def test_the_loss_against_float64():
     model = plain_gpt.PlainGPT(plain_gpt.Shape(50, 64, 1), 12)
+    model.initialise(0)
+    tokens = torch.arange(12) ** 2 % 50
+    begun = model(tokens[None, :-1], tokens[None, 1:]).mean().item()
+    assert begun == pytest.approx(math.log(50), abs=0.2)
     for param in model.parameters():
         param.normal_(0, 0.3)
-    tokens = torch.arange(12) ** 2 % 50
     found = model(tokens[None, :-1], tokens[None, 1:])[0]
     block = model.double().blocks[0]
     x = model.embed.weight[tokens[:-1]] + model.position.weight[:11]

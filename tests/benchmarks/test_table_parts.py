@@ -1,9 +1,12 @@
-"""benchmarks/table_parts.py: what rows change, and a call that goes on."""
+"""benchmarks/table_parts.py: what rows change."""
+
+import base64
 
 import numpy as np
 
 import train_gpt
 from benchmarks import table_parts
+from helpers import ROOT
 
 SMALL = {
     "steps": 2,
@@ -49,6 +52,17 @@ def test_what_passes_ppmd_is_below_it():
     assert "| PPMd of order 16 | 3.3000 | 4.0 |" in page and end == " ppmd_passed_after:9.0"
     assert "| the index alone | 3.4000 | 1.0 |" in page
     assert table_parts.report_untrained([], {}, looks)[1] == " ppmd_passed_after:not measured"
+
+
+def test_the_text_of_tokens():
+    lines = (ROOT / "data/english1024.tiktoken").read_text().split()
+    pieces = {
+        int(number): base64.b64decode(piece)
+        for piece, number in zip(lines[::2], lines[1::2], strict=True)
+    }
+    eot = train_gpt.TRACKS[table_parts.TRACK].eot_token
+    asked = np.array([5, eot, 1022, 300, 5])
+    assert table_parts.text_of(asked) == pieces[5] + pieces[1022] + pieces[300] + pieces[5]
 
 
 def test_a_run_learns(monkeypatch, corpus):
