@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import records_helpers as made
-from records import files, render, settings
-from records.judge import check_gpus
+from records import render, settings
 from records.record import Repository, chain
 from records_helpers import TRACK, call, fake_trainer, refusal
 
@@ -53,14 +52,6 @@ def test_no_runs_are_made_for_nothing(tmp_path, capsys, rules):
     status, _, err = call(ruled(tmp_path, **rules), capsys, "run", "--runs", 2)
     assert status == 2 and err.count("\n") == 1
     assert not (tmp_path / "order.txt").exists()
-
-
-def test_one_gpu_is_a_board_of_its_own():
-    rules = settings.BOARDS["fineweb-1gpu"]
-    check_gpus(1, "fineweb-1gpu", rules)
-    for board, world_size in (("fineweb-1gpu", 2), ("fineweb", 1)):
-        with pytest.raises(files.RecordError, match=f"world size {world_size}: {board} takes"):
-            check_gpus(world_size, board, settings.BOARDS[board])
 
 
 def recorded(repository, capsys, name, script):

@@ -158,10 +158,8 @@ WEB = {"track": "web", "val_sha256": ""}
 REFUSED = {
     "a record's": (SLOW, "", "is the code of .*_First; change it first"),
     "target": (fake_trainer(target_loss=1.5), "", "target_loss is 1.5, the track's is 0.88"),
-    "tokens": (fake_trainer(val_tokens=1024), "", "val_tokens is 1024, the track's is 262144"),
     "no tracks": ("print(1)\n", "", "its tracks cannot be read from the source"),
     "an import": (fake_trainer() + "\nimport tests\n", "", "imports tests, "),
-    "no Python": (fake_trainer() + "\n(", "", "the script is no Python"),
     "no track": (fake_trainer(), "--track nono", f"--track 'nono': is not open; open are {TRACK}"),
     "unknown tokens": (
         fake_trainer(**WEB),
