@@ -11,62 +11,15 @@ import re
 import signal
 import socket
 import subprocess
-import threading
 import time
-from random import Random
 
 import pytest
 
 import ranks
 import train_gpt
-from helpers import INDEX, NO_TABLE, Run, assert_same_end, launched, log_of, make_corpus, refusal
+from helpers import INDEX, Run, assert_same_end, launched, log_of, make_corpus, refusal
 
 # ----- kills
-
-SETTINGS = {  # (ranks before a kill, ranks after it, what differs from helpers.RICH)
-    "bfloat16, soap": (1, 1, {"dtype": "bfloat16", "matrix_update": "soap", "basis_every": 3}),
-    "three ranks, no table": (3, 3, NO_TABLE),
-    "two ranks, then one": (2, 1, {}),
-    "one rank, then two, adam": (1, 2, {"matrix_update": "adam"}),
-}
-
-
-def train(place, values, world_size, after=None, victims=()):
-    """Train on so many ranks in a folder; those of `victims` are killed after so many seconds."""
-
-    def before():
-        if int(os.environ["RANK"]) in victims:
-            killer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL))
-            killer.daemon = True
-            killer.start()
-
-    place.mkdir(exist_ok=True)
-    return ranks.train(place, values, world_size=world_size, before=before)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
-def test_runs_that_are_killed_at_random_moments_end_as_if_nobody_had(name, rich, tmp_path):
-    """All ranks, or one of them, within the time that the run takes, up to three times each."""
-    world_size, later, changes = SETTINGS[name]
-    values = {**rich, **changes, "save_every": 4, "resume": "auto", "run_id": "run"}
-    began = time.monotonic()
-    whole = train(tmp_path / "whole", values, world_size)
-    seconds, rng, kills = time.monotonic() - began, Random(name), 0
-    assert whole.code == 0, whole.stdout + whole.stderr
-    for attempt in range(3):
-        place, size = tmp_path / str(attempt), world_size
-        for _ in range(3):
-            victims = range(size) if rng.random() < 0.5 else [rng.randrange(size)]
-            run = train(place, values, size, rng.uniform(0, seconds), victims)
-            kills += run.code == -signal.SIGKILL
-            size = later
-        run = train(place, values, size)
-        assert run.code == 0, run.stdout + run.stderr
-        if world_size == later:
-            assert_same_end(run, whole)
-        assert run.train_losses == pytest.approx(whole.train_losses, abs=1e-4)
-    assert kills
 
 
 def wait_for_step(folder, step):

@@ -220,6 +220,17 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(rich_run, tmp_path, c
     assert run.log[-1].startswith("status:ok ") and run.log.count("===== START =====") == 1
 
 
+@pytest.mark.parametrize("world_size, later", [(2, 1), (1, 2), (3, 3)])
+def test_a_run_goes_on_with_any_number_of_ranks(world_size, later, rich_run_of, tmp_path):
+    whole = rich_run_of(world_size)
+    folder = leave(whole, tmp_path, 13)
+    run = ranks.train(tmp_path, {"resume": "rich"}, world_size=later)
+    assert run.code == 0, run.stdout + run.stderr
+    run.folder = folder
+    assert run.train_losses == pytest.approx(whole.train_losses, abs=1e-4)
+    assert world_size != later or goes_on(run, folder, whole)
+
+
 # With a state of another kind than the twenty steps leave.
 SOAP = {"matrix_update": "soap", "basis_every": 3, "dtype": "bfloat16", "mtp_weights": (1.0, 0.5)}
 EIGHT = {"steps": 8, "save_every": 2, "adam_every": 2, **SOAP}
