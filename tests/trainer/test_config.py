@@ -136,7 +136,6 @@ REFUSED = [
     ("--dense-layers 3", "dense_layers=(3,)", "below the last"),
     ("--momentum-peak 1", "momentum_peak=1.0", "below 1"),
     ("--device tpu", "device=tpu", "auto, cpu, cuda"),
-    ("--matrix-update moun", "matrix_update=moun: must be one of adam, muon"),
     ("--head-dim 2", "head_dim=2", "multiple of 4"),
     ("--ngram-orders '(33,)'", "ngram_orders=(33,)", "orders from 2 to 32"),
     ("--copy-orders \"('a',)\"", "copy_orders=('a',)", "distinct"),
@@ -181,6 +180,12 @@ def test_a_refusal_is_one_line_with_value_and_limits_and_nothing_is_written(
 ):
     line = refusal(cli("--track", "english", *shlex.split(text)))
     assert all(part in line for part in parts) and line.isprintable(), line
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_refused_once_the_model_is_built_leaves_nothing(cli, tiny, tmp_path):
+    line = refusal(cli(**{**tiny, "matrix_update": "moun"}))
+    assert "matrix_update=moun: must be one of adam, muon" in line
     assert not list(tmp_path.iterdir())
 
 
