@@ -172,6 +172,24 @@ def test_matrices_of_a_bank_may_have_rates_of_their_own():
 # ----- sums of gradients
 
 
+def test_moments_are_of_sums_over_the_tokens_of_a_cycle():
+    """Adam waits for the second step of its cycle. Muon does not wait, which only its momentum
+    shows."""
+    grads = [cases.normal(257, 32, seed=seed) for seed in range(4)]
+    mlp_grads = [cases.normal(4, 64, 32, seed=9 + seed) for seed in range(4)]
+    config = helpers.tiny_config(steps=8)
+    optimizer = optimizer_of(steps=8, adam_every=2)
+    first, momentum = torch.zeros(257, 32), torch.zeros(4, 64, 32)
+    for step in range(4):
+        cases.add(optimizer, {"embed": grads[step] / 2, "mlp": mlp_grads[step]})
+        cases.take_step(optimizer, step, {"embed": grads[step] / 2, "mlp": None})
+        momentum.lerp_(mlp_grads[step], 1 - train_gpt.momentum_at(config, step))
+        if step % 2:
+            first.lerp_(grads[step - 1] + grads[step], 1 - cases.RULES["embed"].betas[0])
+        torch.testing.assert_close(cases.state_of(optimizer)["embed"]["first"], first)
+        torch.testing.assert_close(cases.state_of(optimizer)["mlp"]["momentum"], momentum)
+
+
 # ----- compiled updates
 
 
@@ -289,6 +307,3 @@ def test_owned_ranges_cover_every_unit_once(world_size):
         chunk = math.ceil(count / world_size)  # what the collectives give each rank
         for rank, (low, high) in enumerate(bounds):
             assert low == min(rank * chunk, count) and high - low <= chunk
-
-
-# ----- what must not depend on width and batch
