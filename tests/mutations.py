@@ -15,7 +15,6 @@ import sys
 import tempfile
 import tomllib
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 600  # after which tests hang, which is a failure, too
@@ -24,17 +23,8 @@ FAILED = (1, 2)  # pytest's exit status where tests fail, or cannot be collected
 LEFT_OUT = shutil.ignore_patterns(".*", "logs", "__pycache__", "*.bin", "nano", "mini")
 
 
-class Mutation(NamedTuple):
-    """A change of one line."""
-
-    name: str
-    old: str  # stands once in train_gpt.py
-    new: str
-    tests: str  # words for pytest: the tests that must notice
-
-
+# {name: {"old": what stands once in train_gpt.py, "new": ..., "tests": words for pytest}}.
 ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-MUTATIONS = [Mutation(name, **row) for name, row in ROWS.items()]
 
 
 def tests_fail(folder, tests):
@@ -56,36 +46,27 @@ def tests_fail(folder, tests):
     return done.returncode in FAILED
 
 
-def choose(names, source):
-    """The mutations of these names, or all; each must find its text once in the source."""
-    known = [mutation.name for mutation in MUTATIONS]
-    unknown = set(names) - set(known)
-    if unknown:
-        sys.exit(f"{', '.join(sorted(unknown))}: no such mutation; they are {', '.join(known)}")
-    chosen = [mutation for mutation in MUTATIONS if not names or mutation.name in names]
-    for mutation in chosen:
-        count = source.count(mutation.old)
-        if count != 1:
-            sys.exit(f"{mutation.name}: its old text stands {count} times in train_gpt.py")
-    return chosen
-
-
 def main(names):
     source = (ROOT / "train_gpt.py").read_text("utf-8")
-    chosen = choose(names, source)
-    all_tests = sorted({word for mutation in chosen for word in mutation.tests.split()})
+    for name in names or ROWS:
+        if name not in ROWS:
+            sys.exit(f"{name}: no such mutation; they are {', '.join(ROWS)}")
+        if (count := source.count(ROWS[name]["old"])) != 1:
+            sys.exit(f"{name}: its old text stands {count} times in train_gpt.py")
+    chosen = {name: row for name, row in ROWS.items() if not names or name in names}
+    all_tests = sorted({word for row in chosen.values() for word in row["tests"].split()})
     caught = 0
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "tree")
         shutil.copytree(ROOT, folder, ignore=LEFT_OUT)
         if tests_fail(folder, all_tests):
             sys.exit(f"tests fail without any mutation: {' '.join(all_tests)}")
-        for mutation in chosen:
-            mutated = source.replace(mutation.old, mutation.new)
+        for name, row in chosen.items():
+            mutated = source.replace(row["old"], row["new"])
             (folder / "train_gpt.py").write_text(mutated, "utf-8")
-            is_caught = tests_fail(folder, mutation.tests.split())
+            is_caught = tests_fail(folder, row["tests"].split())
             caught += is_caught
-            print(f"{'caught' if is_caught else 'MISSED'}  {mutation.name}", flush=True)
+            print(f"{'caught' if is_caught else 'MISSED'}  {name}", flush=True)
     print(f"mutations: {caught}/{len(chosen)} caught")
     return 0 if caught == len(chosen) else 1
 

@@ -1,26 +1,26 @@
-"""README.md and the pages beside it: their tables are current, and what they name exists."""
+"""README.md and the pages beside it: their tables are current and follow from the results, and
+what they name exists."""
 
-import dataclasses
+import json
 import re
+import subprocess
 
 import pytest
 
 import train_gpt
-from benchmarks import readme
-from continual import ContinualConfig
+from benchmarks import plain_gpt, plain_turns, readme
 from helpers import ROOT
 
 TEXT = (ROOT / "README.md").read_text()
 PAGES = ["README.md", "records/README.md", "CONTRIBUTING.md", "records/NOTES.md"]
 PAGES.append("benchmarks/README.md")
-# Keys of other commands than the trainer's.
-ELSEWHERE = "help check checkpoint prompt eval out nproc_per_node max_restarts nnodes rdzv_backend"
-ELSEWHERE += " rdzv_endpoint name by runs world_size yes tree val_share samples top_k"
+RESULTS = (ROOT / "benchmarks/README.md").read_text()
 
 
-def test_it_is_a_page_with_current_results():
+def test_tables_are_current():
     assert len(TEXT.splitlines()) <= 160
-    assert readme.BLOCK.search(TEXT) and readme.with_results(TEXT) == TEXT
+    for text in (TEXT, RESULTS):
+        assert readme.BLOCK.search(text) and readme.with_results(text) == text
     banners = re.findall(r"^# (\d+)\. (.+?) =+$", (ROOT / "train_gpt.py").read_text(), re.MULTILINE)
     assert re.findall(r"^\| (\d+) ([^|]+?) \|", TEXT, re.MULTILINE) == banners
     assert re.findall(r"^ +(\d+)\. (.+?) {2,}", train_gpt.__doc__, re.MULTILINE) == banners
@@ -54,13 +54,49 @@ def test_named_files_and_anchors_exist(page):
         assert anchor in map(anchor_of, headings), (path, anchor)
 
 
-@pytest.mark.parametrize("page", PAGES[:2])
-def test_named_keys_exist_and_are_spelt_one_way(page):
-    fields = {field.name for field in dataclasses.fields(ContinualConfig)}
-    fields |= {field.name for field in dataclasses.fields(train_gpt.Stage)}
-    written = re.sub(
-        r"<!-- results/.*?<!-- end -->", "", (ROOT / page).read_text(), flags=re.DOTALL
-    )
-    for key in re.findall(r"--([a-z][a-z_-]*)", written):
-        if key != "nproc_per_node":  # as torchrun's own users write it
-            assert "_" not in key and key.replace("-", "_") in fields | {*ELSEWHERE.split()}, key
+# ----- results
+
+
+def test_every_result_is_shown():
+    shown = [match[2] for match in readme.BLOCK.finditer(RESULTS)]
+    kept = {path.name for path in (ROOT / "benchmarks/results").glob("*.md")}
+    assert sorted(shown) == sorted(kept - {"first_page.md"})  # which is in README.md
+
+
+def git(*words):
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_tables_are_of_commits_in_this_history():
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("this is no whole clone, so its history is not known")
+    for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
+        commit = json.loads(path.read_text()).get("environment", {}).get("commit", "HEAD")
+        found = git("merge-base", "--is-ancestor", commit, "HEAD")
+        assert found.returncode == 0, (path.name, commit)
+
+
+def results_of(name):
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+
+
+def test_the_answers_follow_from_the_results():
+    """Those of the page's first table that figures decide."""
+    assert "by one unit of the log's last decimal at most" in RESULTS
+    sizes = results_of("world_sizes")["losses"]
+    assert {key.split("/")[2] for key in sizes} == {"1", "2", "3", "4", "8"}
+    for key, losses in sizes.items():
+        alone = sizes[f"{key.rsplit('/', 1)[0]}/1"]
+        assert losses == pytest.approx(alone, abs=1.1e-5, rel=0), key
+    ratios = re.findall(r"\| (1\.\d{3}) \|\n", RESULTS[RESULTS.index("ngram_exchange.md") :])
+    assert ratios and max(map(float, ratios)) <= 1.004  # "within 0.4 % of it"
+    continual = RESULTS[RESULTS.index("results/continual.md") :]
+    assert re.findall(r"\| OSFT 0\.\d+ \| 3 \| [^|]+ \| (-?)", continual) == [""] * 6
+
+
+def test_the_factor_over_plain_training_is_that_of_its_turns():
+    plain = json.loads((ROOT / "records/rules.json").read_text())["boards"]["english"]["plain"]
+    _, line = plain_turns.report(results_of("plain_turns")["turns"])
+    assert f"record:{plain['record']} factor:{plain['factor']} " in line
+    losses = [run["loss"] for run in plain_gpt.finals_of(results_of("plain_gpt")["runs"])]
+    assert round(sum(losses) / len(losses), 4) == plain["loss"]

@@ -1,8 +1,7 @@
 """The benchmarks' logic on tiny shapes: they measure what they say, and leave their results."""
 
-import importlib
 import json
-import math
+import re
 import subprocess
 import sys
 import types
@@ -12,27 +11,19 @@ import pytest
 import torch
 
 import train_gpt
-from benchmarks import common, gpu_checks, index_rates, ngram_exchange, plain_gpt, widths
+from benchmarks import (
+    common,
+    cuda_codegen,
+    gpu_checks,
+    index_rates,
+    ngram_exchange,
+    projection,
+    qr,
+    widths,
+)
 from helpers import ROOT
 
 pytestmark = pytest.mark.slow
-
-SCRIPTS = sorted(
-    {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
-    - {"__init__", "common", "plain_gpt", "price_variants", "readme"}
-)
-
-
-# ----- shared
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_launchers_rank_is_refused_in_one_line(name, monkeypatch):
-    module = importlib.import_module(f"benchmarks.{name}")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
-    with pytest.raises(SystemExit, match="use python instead of torchrun"):
-        module.main()
 
 
 def test_losses_of_a_log_are_those_behind_its_source(tmp_path):
@@ -41,24 +32,6 @@ def test_losses_of_a_log_are_those_behind_its_source(tmp_path):
     tail += "step:2/2 train_loss:5.25000 lr_mul:1.000\n"
     (tmp_path / "log.txt").write_text(f"{source}===== END OF CODE =====\n{tail}")
     assert common.train_losses(tmp_path) == [5.5, 5.25]
-
-
-def test_a_failed_run_speaks(tmp_path):
-    with pytest.raises(SystemExit, match="no such key"):
-        common.train(tmp_path, "other", ["--no-such-key", "1"])
-
-
-def test_the_plain_gpt_is_causal_and_begins_at_chance():
-    model = plain_gpt.PlainGPT(train_gpt.TRACKS["english"], 256)
-    model.initialise(0)
-    tokens = torch.randint(257, (1, 257), generator=torch.Generator().manual_seed(0))
-    changed = tokens.clone()
-    changed[:, 129:] = (changed[:, 129:] + 1) % 257  # tokens after position 128
-    with torch.no_grad():
-        before = model(tokens[:, :-1], tokens[:, 1:])
-        after = model(changed[:, :-1], changed[:, 1:])
-    assert torch.equal(before[:, :128], after[:, :128]) and not torch.equal(before, after)
-    assert before.mean().item() == pytest.approx(math.log(1024), abs=0.1)
 
 
 # ----- the table
@@ -157,19 +130,75 @@ def test_a_call_that_fails_keeps_what_it_has_found(tmp_path, monkeypatch):
     assert [row["ok"] for row in rows] == [True, False, None] and "too slow" in rows[1]["value"]
 
 
-def test_scaled_gradients_make_the_same_steps_where_epsilon_does_not_count():
-    weight, grad = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
-    hyper = train_gpt.Hyper(1, 0.1, 0.0, 0.9, (0.9, 0.95), 1e-15, torch.float32)
-    moved = []
-    for factor in (1.0, 1e7):
-        part = weight.clone()
-        state = {key: torch.zeros_like(weight) for key in ("first", "second")}
-        train_gpt.adam_update(part, factor * grad, state, hyper)
-        moved.append(part)
-    assert torch.allclose(*moved, atol=1e-6) and not torch.equal(moved[0], weight)
+# ----- generated code
 
 
-def test_without_cuda_checks_end_in_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu_checks.main(["profile"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+def test_peak_counts_what_lives_at_once():
+    body = """
+        buf0 = empty_strided_cuda((1024, 1024), (1024, 1), torch.float32)
+        buf1 = empty_strided_cuda((1024, ), (1, ), torch.bfloat16)
+        triton_a.run(arg0_1, buf0, buf1, 1024, stream=stream0)
+        del arg0_1
+        buf2 = buf0; del buf0  # reuse
+        buf3 = reinterpret_tensor(buf1, (32, 32), (32, 1), 0); del buf1  # reuse
+        del buf2
+        buf4 = empty_strided_cuda((), (), torch.float64)
+        del buf3
+    """
+    assert cuda_codegen.peak_bytes(body) == 4 * 1024**2 + 2 * 1024
+
+
+def test_launches_are_counted_without_what_is_asserted_of_their_results():
+    body = """def call(self, args):
+        extern_kernels.mm(arg0_1, arg1_1, out=buf0)
+        buf1 = torch.ops.torch_attn._varlen_attn.default(buf0, buf0, buf0)
+        assert_size_stride(buf2, (6, 128), (128, 1), 'torch.ops.torch_attn._varlen_attn.default')
+        assert_alignment(buf2, 16, 'torch.ops.torch_attn._varlen_attn.default')
+        triton_a.run(buf0, 1024, stream=stream0)
+    """
+    read = cuda_codegen.read_graph(cuda_codegen.Graph(body, 0, 0))
+    assert (read["triton"], read["other"]) == (0, 2)  # that of Triton is not defined in this text
+
+
+# ----- bases and projections
+
+
+def test_all_methods_come_as_near_to_the_eigenvectors():
+    factors, bases = qr.factors_and_bases(3, 24, torch.device("cpu"))
+    spectrum = torch.linalg.eigvalsh(factors.double())
+    assert (spectrum[:, -1] / spectrum[:, 0] > 1e4).all()  # ill-conditioned, as real ones are
+    before = qr.off_diagonal_share(factors, bases)
+    found = {name: qr.new_bases(name, factors, bases) for name in qr.METHODS}
+    assert (qr.off_diagonal_share(factors, found["eigh"]) < 1e-5).all() and (before > 0.01).all()
+    expected = qr.off_diagonal_share(factors, found["loop"])
+    for name in ("cholesky", "householder"):
+        assert torch.allclose(qr.off_diagonal_share(factors, found[name]), expected, rtol=0.01)
+
+
+def test_the_share_is_of_the_norm_off_the_diagonal():
+    factor = torch.tensor([[[3.0, 4.0], [4.0, 3.0]], [[2.0, 0.0], [0.0, 1.0]]])
+    share = qr.off_diagonal_share(factor, torch.eye(2).expand(2, 2, 2))
+    assert share.tolist() == pytest.approx([(32 / 50) ** 0.5, 0.0])
+
+
+def test_wrong_coefficients_leave_what_is_frozen():
+    case = projection.measure((2, 6, 4, 16), 1, torch.device("cpu"))
+    errors = {name: case[name]["error"] for name in projection.FORMS}
+    assert max(errors.values()) < 1e-5 < 1e-2 < case["wrong"]["error"]
+
+
+@pytest.mark.parametrize(
+    "script, line",
+    [
+        (qr, r"qr_speedup:\d+\.\d\d max_error:\d\.\de-0\d"),
+        (projection, r"projection_speedup:\d+\.\d\d max_error:\S+ wrong_form_error:\S+"),
+    ],
+)
+def test_the_last_line_and_the_results(script, line, tmp_path, capsys):
+    sizes = ["--sizes", "16,24"] if script is qr else []
+    script.main(["--tiny", "--repeats", "1", "--device", "cpu", "--results", str(tmp_path), *sizes])
+    out = capsys.readouterr().out
+    assert re.fullmatch(line, out.splitlines()[-1])
+    name = script.__name__.rpartition(".")[2]
+    assert (tmp_path / f"{name}.md").read_text().startswith(out.splitlines()[0])
+    assert json.loads((tmp_path / f"{name}.json").read_text())["cases"]

@@ -42,20 +42,6 @@ def test_without_the_table_all_of_the_training_text_trains(tmp_path):
     assert len(corpus.shards[0]) == 1 + 40_500 and corpus.indexed == []
 
 
-def test_another_text_is_refused(tmp_path):
-    (tmp_path / "input.txt").write_bytes(TEXT)
-    with pytest.raises(SystemExit, match="is not data/tinyshakespeare/input.txt"):
-        peers.main([str(tmp_path / "input.txt"), "--results", str(tmp_path)])
-
-
-def test_an_own_text_that_makes_no_table_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match="No such file or directory; name a file of text"):
-        peers.own_text(tmp_path / "absent.txt")
-    (tmp_path / "short.txt").write_bytes(TEXT[:40_000])
-    with pytest.raises(SystemExit, match="40,000 bytes; a table needs 45,000 or more"):
-        peers.own_text(tmp_path / "short.txt")
-
-
 def test_ppmd_pays_for_the_validation_part_alone(monkeypatch):
     """Of a compressor that halves its text, each byte costs four bits."""
 

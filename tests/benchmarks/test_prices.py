@@ -108,18 +108,6 @@ def test_runs_of_other_numbers_do_not_mix(monkeypatch):
         assert (prices.fingerprint("plain_table") == before) == is_same, values
 
 
-def test_a_closed_configuration_gets_no_runs():
-    closed = {name for name, own in prices.CONFIGURATIONS.items() if "closed" in own}
-    assert closed and not closed & {run.configuration for run in prices.wanted()}
-
-
-def test_halved_rates_are_those_of_the_configuration():
-    own = prices.CONFIGURATIONS["plain_table"]
-    run = prices.Run("plain_table", "skips, and twice the rate", 1)
-    values, _ = prices.changes_of(run)
-    assert values["matrix_lr"] == own["matrix_lr"] / 2 and values["skips"] == ()
-
-
 def test_each_value_is_one_that_the_track_has_not():
     def configured(change):
         values, replaced = prices.changes_of(prices.Run("plain_table", change, 1))

@@ -1,7 +1,6 @@
-"""benchmarks/table_parts.py: what rows change, and a call that goes on."""
+"""benchmarks/table_parts.py: what rows change."""
 
 import base64
-import json
 
 import numpy as np
 
@@ -64,24 +63,6 @@ def test_the_text_of_tokens():
     eot = train_gpt.TRACKS[table_parts.TRACK].eot_token
     asked = np.array([5, eot, 1022, 300, 5])
     assert table_parts.text_of(asked) == pieces[5] + pieces[1022] + pieces[300] + pieces[5]
-
-
-def test_a_call_goes_on_where_the_last_one_ended(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(table_parts, "PARTS", {table_parts.WHOLE: {}, table_parts.WITHOUT: {}})
-    monkeypatch.setattr(table_parts, "NUMBERS", {})
-    monkeypatch.setattr(table_parts, "SEEDS", (1,))
-    kept = [{**figures(row, 1, 3.0), "commit": "c"} for row in table_parts.PARTS]
-    (tmp_path / "table_parts.json").write_text(json.dumps({"runs": kept}))
-    monkeypatch.setattr(table_parts, "index_alone", lambda: (3.3, 2.0))
-    monkeypatch.setattr(table_parts, "with_ppmd", lambda: {"16": (3.2, 5.0)})
-    monkeypatch.setattr(table_parts.common, "curve", lambda *_: iter([(20, 7.0, 3.1)]))
-    monkeypatch.setattr(table_parts.torch, "set_num_threads", lambda _: None)  # others' are kept
-    table_parts.main(["--results", str(tmp_path)])
-    line = "table_parts whole:3.0000 without:3.0000 seeds:1 ppmd_passed_after:7.0\n"
-    assert capsys.readouterr().out == line
-    (tmp_path / "table_parts.json").write_text(json.dumps({"runs": kept[:1]}))
-    table_parts.main(["--results", str(tmp_path), "--minutes", "0"])
-    assert capsys.readouterr().out.startswith("table_parts whole:3.0000 without:not measured")
 
 
 def test_a_run_learns(monkeypatch, corpus):

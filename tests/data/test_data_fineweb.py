@@ -147,13 +147,6 @@ def test_no_hub_is_one_line(call, tmp_path, url):
     check_failure(call(url, tmp_path, "1"), "HF_ENDPOINT")
 
 
-def test_an_address_that_cannot_be_read_is_one_line(tmp_path):
-    words = [sys.executable, fineweb.__file__, "1", "--out", str(tmp_path)]
-    environment = os.environ | {"HF_ENDPOINT": "http://["}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    check_failure((done.returncode, done.stderr), "HF_ENDPOINT")
-
-
 def test_another_commit_or_validation_shard_is_refused(hub, call, tmp_path, monkeypatch):
     monkeypatch.setattr(fineweb, "VAL_SHA256", "0" * 64)
     check_failure(call(hub.url, tmp_path, "1"), SHA256[VAL])

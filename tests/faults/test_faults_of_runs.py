@@ -11,63 +11,15 @@ import re
 import signal
 import socket
 import subprocess
-import threading
 import time
-from random import Random
 
 import pytest
-from trainer import sabotage
 
 import ranks
 import train_gpt
-from helpers import INDEX, NO_TABLE, Run, assert_same_end, launched, log_of, make_corpus, refusal
+from helpers import INDEX, Run, assert_same_end, launched, log_of, make_corpus, refusal
 
 # ----- kills
-
-SETTINGS = {  # (ranks before a kill, ranks after it, what differs from helpers.RICH)
-    "bfloat16, soap": (1, 1, {"dtype": "bfloat16", "matrix_update": "soap", "basis_every": 3}),
-    "three ranks, no table": (3, 3, NO_TABLE),
-    "two ranks, then one": (2, 1, {}),
-    "one rank, then two, adam": (1, 2, {"matrix_update": "adam"}),
-}
-
-
-def train(place, values, world_size, after=None, victims=()):
-    """Train on so many ranks in a folder; those of `victims` are killed after so many seconds."""
-
-    def before():
-        if int(os.environ["RANK"]) in victims:
-            killer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL))
-            killer.daemon = True
-            killer.start()
-
-    place.mkdir(exist_ok=True)
-    return ranks.train(place, values, world_size=world_size, before=before)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
-def test_runs_that_are_killed_at_random_moments_end_as_if_nobody_had(name, rich, tmp_path):
-    """All ranks, or one of them, within the time that the run takes, up to three times each."""
-    world_size, later, changes = SETTINGS[name]
-    values = {**rich, **changes, "save_every": 4, "resume": "auto", "run_id": "run"}
-    began = time.monotonic()
-    whole = train(tmp_path / "whole", values, world_size)
-    seconds, rng, kills = time.monotonic() - began, Random(name), 0
-    assert whole.code == 0, whole.stdout + whole.stderr
-    for attempt in range(3):
-        place, size = tmp_path / str(attempt), world_size
-        for _ in range(3):
-            victims = range(size) if rng.random() < 0.5 else [rng.randrange(size)]
-            run = train(place, values, size, rng.uniform(0, seconds), victims)
-            kills += run.code == -signal.SIGKILL
-            size = later
-        run = train(place, values, size)
-        assert run.code == 0, run.stdout + run.stderr
-        if world_size == later:
-            assert_same_end(run, whole)
-        assert run.train_losses == pytest.approx(whole.train_losses, abs=1e-4)
-    assert kills
 
 
 def wait_for_step(folder, step):
@@ -117,13 +69,30 @@ def test_ranks_end_when_their_launcher_was_killed(tiny, tmp_path):
 # ----- ranks and nodes
 
 
+def before_third_step(rank, act):
+    """A rank calls `act` in place of its third step; nobody warms up."""
+    step = train_gpt.Trainer.step
+
+    def acting_step(self, number, *rest):
+        if self.runtime.rank == rank and number == 2:
+            act()
+        return step(self, number, *rest)
+
+    train_gpt.Trainer.step = acting_step
+    train_gpt.warm_up = lambda trainer: None
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_a_rank_dies_the_others_end(rank, tiny, tmp_path, monkeypatch):
     """Nobody tells them to."""
+
+    def before():
+        before_third_step(rank, lambda: os._exit(3))
+
     monkeypatch.setattr(ranks, "OWN_SECONDS", 60)
     values = {**tiny, "steps": 100, "micro_batches": 3, "run_id": "dies"}
     began = time.monotonic()
-    run = ranks.train(tmp_path, values, world_size=3, before=lambda: sabotage.die(rank))
+    run = ranks.train(tmp_path, values, world_size=3, before=before)
     assert run.code == 3 and time.monotonic() - began < 50
     for survivor in {1, 2} - {rank}:
         assert f"rank {survivor}: status:error RuntimeError: " in run.stderr
@@ -136,7 +105,7 @@ def test_where_a_rank_dies_the_others_end(rank, tiny, tmp_path, monkeypatch):
 def test_a_rank_that_hangs_ends_the_run_within_the_timeout(tiny, tmp_path, monkeypatch):
     def before():
         train_gpt.TIMEOUT = datetime.timedelta(seconds=4)
-        sabotage.before_third_step(1, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        before_third_step(1, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
     monkeypatch.setattr(ranks, "LAST_SECONDS", 1)
     values = {**tiny, "steps": 100, "run_id": "hangs"}

@@ -10,8 +10,6 @@ import os
 import random
 import resource
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from signal import signal as set_handler  # tests keep the trainer from calling the other one
 
@@ -130,39 +128,3 @@ def test_command_lines_at_random(assert_promise_kept):
             near = [value * 2, value // 2, value + 1] if type(value) is int else [value]
             words += ["--" + name.replace("_", "-"), str(rng.choice([*near, rng.choice(ODD)]))]
         assert_promise_kept(words)
-
-
-CORPUS = ["--out", "new", "--val-share", "0.5"]
-PROGRAMS = [  # the beginnings of command lines
-    ["train_gpt.py", "--check"],
-    ["continual.py", "--check", "--init-from"],
-    ["sample.py", "--checkpoint"],
-    ["data/text.py", *CORPUS],
-    ["data/fineweb.py", "nothing"],
-    ["-m", "records", "diff"],
-    ["-m", "records", "plot"],
-    ["-m", "records", "verify", "--tree"],
-    ["-m", "records"],
-]
-
-
-@pytest.mark.slow
-def test_processes_at_random(tmp_path):
-    """Fifty of them, the same ones each time."""
-    rng = random.Random(0)
-    lines = [words for words in HARD if words and "\0" not in "".join(words)]
-    odd = [word for word in ODD if word] + [words[-1] for words in lines]
-    variables = {**helpers.environment(), "PYTHONPATH": str(helpers.ROOT)}
-    for number in range(50):
-        script, *begin = PROGRAMS[number % len(PROGRAMS)]
-        script = script if script == "-m" else str(helpers.ROOT / script)
-        more = [rng.choice(odd) for _ in range(rng.randrange(1, 3))]
-        words = [*begin, *(rng.choice(lines) if number % len(PROGRAMS) == 0 else more)]
-        words = [word.encode(errors="surrogatepass") for word in words]
-        command = [sys.executable, script, *words]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=100
-        )
-        shown = ascii((command[1:], done.returncode, done.stdout[-500:], done.stderr[-1500:]))
-        assert done.returncode in (0, 1, 2) and "Traceback" not in done.stderr, shown
-        assert done.returncode == 0 or "\n" in done.stdout + done.stderr, shown

@@ -1,18 +1,15 @@
 """Damaged files, and the commands that read them: each ends within seconds in success or in one
 printable line, never in a traceback.
 
-First what `python -m records verify` reads of its own folder: each line gone, each value of another
-kind, and files that are cut.
+First what `python -m records verify` reads of its own folder.
 """
 
-import json
 import os
 import random
 import re
 import shutil
-import signal
+import subprocess
 import sys
-import traceback
 
 import pytest
 from test_fuzz_commands import limited
@@ -24,43 +21,13 @@ import sample
 import train_gpt
 from data import text as data_text
 
-COUNT = 12  # of a file's damages
-SECONDS = 20  # of processor time, after which a command hangs
-SETTINGS = ["rules.json", "forms.toml", "gains.toml", "commands.toml", "record.md"]
-VALUES = ["[]", '"x"', "true", "-1", "1e400", "1" + "0" * 400, '{"x": [{}]}', '"{x} {y[0]} {"']
-
 
 def told(root, *words):
-    """(exit status, what is printed) of `python -m records` of another checkout, in a process that
-    is forked, so that all of it is imported again."""
-    path = root / "said.txt"
-    child = os.fork()
-    if not child:
-        with open(path, "w") as said:
-            os.dup2(said.fileno(), 1)
-            os.dup2(said.fileno(), 2)
-        sys.stdout = os.fdopen(1, "w")
-        sys.stderr = os.fdopen(2, "w")
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
-        status = 1
-        try:
-            for name in [name for name in sys.modules if name.split(".")[0] == "records"]:
-                del sys.modules[name]
-            sys.path.insert(0, str(root))
-            from records.__main__ import main
-
-            status = main(list(words))
-        except SystemExit as ending:
-            status = ending.code
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status), path.read_text()
+    """(exit status, what is printed) of `python -m records` of another checkout."""
+    command = [sys.executable, "-m", "records", *words]
+    options = {"capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run(command, cwd=root, **options)
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -73,39 +40,6 @@ def checkout(tmp_path_factory):
     status, said = told(root, "verify")
     assert status == 0 and said.startswith("verify: ok"), said
     return root
-
-
-def damages_of(text):
-    """Texts with one line gone, with a value of another kind, or cut."""
-    lines = text.split("\n")
-    for number, line in enumerate(lines):
-        yield "\n".join(lines[:number] + lines[number + 1 :])
-        found = re.fullmatch(r'(\s*"?[\w-]+"? ?[:=] )(.*?)(,?)', line)
-        for value in VALUES if found else ():
-            changed = f"{found[1]}{value}{found[3]}"
-            yield "\n".join([*lines[:number], changed, *lines[number + 1 :]])
-    for share in range(1, 20):
-        yield text[: len(text) * share // 20]
-
-
-def tree_damages(tree):
-    """JSON trees of which a value is gone or null, or of another kind, at any depth."""
-    places = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for key, value in list(places):
-        rest = {**tree} if isinstance(tree, dict) else [*tree]
-        del rest[key]
-        yield rest
-        below = tree_damages(value) if isinstance(value, (dict, list)) else ()
-        for other in [None, *map(json.loads, VALUES), *below]:
-            changed = {**tree} if isinstance(tree, dict) else [*tree]
-            changed[key] = other
-            yield changed
-
-
-def assert_one_line(status, said, name):
-    assert status in (0, 2) and said.count("\n") == 1, (name, status, said)
-    assert said.startswith("records: " if status else "verify: ok"), (name, said)
-    assert said.rstrip("\n").isprintable() and len(said) < 800, (name, said)
 
 
 NAMED = [  # what stands in a file of settings, what is put in its place, and what is told
@@ -135,25 +69,9 @@ def test_damaged_settings_are_named(checkout, name, old, new, reason):
     assert path.read_text() != kept
     status, said = told(checkout, "verify")
     path.write_text(kept)
-    assert_one_line(status, said, name)
-    assert re.search(rf"records/{name}: .*{reason}", said), said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
-def test_damaged_settings_at_random(checkout, name):
-    """The same ones each time."""
-    path = checkout / "records" / name
-    kept = path.read_text()
-    damages = [text for text in damages_of(kept) if text != kept]
-    if name.endswith(".json"):
-        damages += map(json.dumps, tree_damages(json.loads(kept)))
-    try:
-        for text in random.Random(0).sample(damages, min(COUNT, len(damages))):
-            path.write_text(text)
-            assert_one_line(*told(checkout, "verify"), name)
-    finally:
-        path.write_text(kept)
+    assert status == 2 and said.count("\n") == 1 and len(said) < 800, (status, said)
+    assert said.rstrip("\n").isprintable()
+    assert re.search(rf"^records: .*records/{name}: .*{reason}", said), said
 
 
 # ----- what the trainer, sample.py and data/text.py read

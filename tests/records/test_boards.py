@@ -1,14 +1,14 @@
 """Boards, which are entries of rules.json: a target that is provisional, a number of GPUs, steps in
-the place of seconds, and the factor over plain training."""
+the place of seconds, and the factor over plain training. And how their records are drawn."""
 
 import re
+import xml.etree.ElementTree as ElementTree
 from types import SimpleNamespace
 
 import pytest
 
 import records_helpers as made
-from records import files, render, settings
-from records.judge import check_gpus
+from records import render, settings
 from records.record import Repository, chain
 from records_helpers import TRACK, call, fake_trainer, refusal
 
@@ -52,14 +52,6 @@ def test_no_runs_are_made_for_nothing(tmp_path, capsys, rules):
     status, _, err = call(ruled(tmp_path, **rules), capsys, "run", "--runs", 2)
     assert status == 2 and err.count("\n") == 1
     assert not (tmp_path / "order.txt").exists()
-
-
-def test_one_gpu_is_a_board_of_its_own():
-    rules = settings.BOARDS["fineweb-1gpu"]
-    check_gpus(1, "fineweb-1gpu", rules)
-    for board, world_size in (("fineweb-1gpu", 2), ("fineweb", 1)):
-        with pytest.raises(files.RecordError, match=f"world size {world_size}: {board} takes"):
-            check_gpus(world_size, board, settings.BOARDS[board])
 
 
 def recorded(repository, capsys, name, script):
@@ -111,3 +103,26 @@ def test_the_factor_over_plain_training_follows_the_gains(pristine):
         assert rows[1]["faster than a plain GPT"] == "12.0 times"
     assert render.factors_of(records, {}) == {}
     assert render.factors_of([SimpleNamespace(name="a")], {"plain": {"record": "b"}}) == {}
+
+
+def test_cells_are_plain_text():
+    evil = "<script>x</script>\"'`|[a](javascript:1)*\\"
+    shown = render.cell(evil)
+    assert not re.search(r"[<>\"'`|\[\]*\\]", shown)
+
+
+def test_the_staircase_follows_from_the_pairs(repository, capsys):
+    """Each step is what is left of the first record's time, if the gains hold on its machine. A
+    record beside the chain of two is none."""
+    source = made.source_of("beside")
+    made.write_logs(repository.root, source, began=made.LATER)
+    made.submitted(repository, "Beside", source)
+    assert call(repository, capsys, "table")[0] == 0
+    links = chain(made.fresh(repository).records[TRACK])
+    runs = [sum(run.train_time_ms for run in side) for side in (links[1].runs, links[1].baseline)]
+    picture = ElementTree.parse(repository.root / f"records/{TRACK}.svg").getroot()
+    texts = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    first = sum(run.train_time_ms for run in links[0].runs) / 4000
+    second = first * runs[0] / runs[1]
+    assert texts[0] == f"{TRACK}: {first:.0f} s to {second:.1f} s in 1 proven step"
+    assert texts[1:5] == ["First", f"{first:.1f} s", "Faster", f"{second:.1f} s, -17 %"]

@@ -158,10 +158,8 @@ WEB = {"track": "web", "val_sha256": ""}
 REFUSED = {
     "a record's": (SLOW, "", "is the code of .*_First; change it first"),
     "target": (fake_trainer(target_loss=1.5), "", "target_loss is 1.5, the track's is 0.88"),
-    "tokens": (fake_trainer(val_tokens=1024), "", "val_tokens is 1024, the track's is 262144"),
     "no tracks": ("print(1)\n", "", "its tracks cannot be read from the source"),
     "an import": (fake_trainer() + "\nimport tests\n", "", "imports tests, "),
-    "no Python": (fake_trainer() + "\n(", "", "the script is no Python"),
     "no track": (fake_trainer(), "--track nono", f"--track 'nono': is not open; open are {TRACK}"),
     "unknown tokens": (
         fake_trainer(**WEB),
@@ -340,15 +338,3 @@ def test_what_is_known_of_a_change(tmp_path):
         "no feature that sets index_tokens has a price on eight GPUs"
     ]
     assert known_prices(ROOT, set()) == known_prices(tmp_path, fields) == []
-
-
-def test_known_prices_are_those_of_the_first_table(tmp_path):
-    (tmp_path / "benchmarks/results").mkdir(parents=True)
-    plan = '[[feature]]\nname = "Muon"\nchange = { matrix_update = "adam" }\n'
-    (tmp_path / "benchmarks/prices.toml").write_text(plan)
-    row = "| Muon | optimizer | scoring | 36.0 ± 2.1 | {} | +0.03 | 1 | a record |\n"
-    tables = row.format("8.4 ± 0.1") + "\n" + row.format("9.9 ± 0.1")
-    page = f"{tables}\n`rank_correlation:0.38 low:0.04 high:0.65`\n"
-    (tmp_path / "benchmarks/results/prices.md").write_text(page)
-    *_, line = known_prices(tmp_path, {"matrix_update"})
-    assert line == "  Muon: 36.0 ± 2.1 there, 8.4 ± 0.1 here"

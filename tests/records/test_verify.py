@@ -184,17 +184,12 @@ def test_submit_refuses_what_verify_refuses(third, capsys):
 
     path = sorted(third.root.glob(f"logs/{made.name_of(made.source_of('third'))}-*a/log.txt"))[3]
     kept = path.read_text()
-    path.unlink()
-    assert "6 runs were declared, logs has [1, 2, 3, 5" in refused()
     path.write_text(kept[:-100])
     assert f"logs/{path.parent.name}/log.txt: the last line is cut" in refused()
-    path.write_text(kept.replace(" val_loss:", " val_los:"))
-    assert f"{path.parent.name}.txt: 'final val_los:" in refused()
     path.write_text(kept)
     assert "by is '<b>'; names of 100 letters" in refused("--by", "<b>")
-    assert f"--track 'nono': is not open; open are {TRACK}" in refused("--track", "nono")
-    (third.root / "train_gpt.py").write_text(made.source_of("second"))
-    assert "train_gpt.py is the code of " in refused()
+    path.unlink()
+    assert "6 runs were declared, logs has [1, 2, 3, 5" in refused()
     (third.root / "train_gpt.py").write_text(made.source_of("fourth"))
     assert f"there are no runs {third.root}/logs/" in refused()
     assert not list(third.root.glob("records/*/*Chosen*"))
@@ -291,14 +286,6 @@ def test_hostile_logs_are_refused(repository, name):
     assert re.search(rf"/logs/{path.name}: .*{reason}", found), found
 
 
-def test_a_path_is_told_as_it_is(pristine, tmp_path, capsys):
-    """Two blanks are two, for whoever copies it."""
-    root = shutil.copytree(pristine.root, tmp_path / "a  b")
-    repository = Repository(root, pristine.rules)
-    status, _, err = made.call(repository, capsys, "diff", "--track", TRACK, root / "no  file")
-    assert status == 2 and err.startswith("records: no  file: "), err
-
-
 def test_a_record_behind_a_link_is_refused(repository, tmp_path):
     folder = folder_of(repository, "Faster")
     shutil.move(folder, tmp_path / "elsewhere")
@@ -338,13 +325,3 @@ def test_large_files_are_refused_in_linear_time(repository):
         assert refusal(repository)
         assert time.process_time() - began < 10, (old, unit)
         path.write_text(kept[path])
-
-
-def test_git_keeps_the_logs_of_records():
-    """`logs/` of the repository's root is ignored, a record's is not."""
-    for path, ignored in (
-        ("logs/run/log.txt", True),
-        (f"records/{TRACK}/2026-01-01_A/logs/a", False),
-    ):
-        done = subprocess.run(["git", "check-ignore", "-q", path], cwd=helpers.ROOT)
-        assert done.returncode in (int(not ignored), 128), path  # 128: no git checkout

@@ -12,23 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import helpers
 import ranks
 import train_gpt
-from helpers import (
-    NO_TABLE,
-    assert_bitwise,
-    assert_same_end,
-    content_of,
-    make_corpus,
-    make_trainer,
-    refusal,
-    tiny_config,
-)
 from train_gpt import ConfigError, load_checkpoint, save_checkpoint
 
-TRAINER = make_trainer(dtype="bfloat16")
+TRAINER = helpers.make_trainer(dtype="bfloat16")
 with tempfile.TemporaryDirectory() as scratch:
-    CONTENT = content_of(TRAINER, 3, Path(scratch))
+    CONTENT = helpers.content_of(TRAINER, 3, Path(scratch))
 
 
 # ----- files
@@ -38,13 +29,6 @@ def loaded(path):
     """What load_checkpoint returns, with its Config as it was saved."""
     content = load_checkpoint(path)
     return {**content, "config": dataclasses.asdict(content["config"])}
-
-
-def test_a_checkpoint_is_read_back(tmp_path):
-    save_checkpoint(tmp_path / "a.pt", CONTENT)
-    assert_bitwise(loaded(tmp_path / "a.pt"), CONTENT)
-    assert_bitwise(torch.load(tmp_path / "a.pt", weights_only=True), CONTENT)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "a.sha256"]
 
 
 def without(tree, *path):
@@ -79,11 +63,11 @@ def test_a_file_of_another_kind_is_refused(name, tmp_path):
 
 def test_a_table_of_other_rows_has_another_fingerprint():
     """What a token reads is hashed: the orders, the size of the table."""
-    changes = [{}, {"ngram_rows": 999}, {"ngram_orders": (2, 3)}, NO_TABLE]
+    changes = [{}, {"ngram_rows": 999}, {"ngram_orders": (2, 3)}, helpers.NO_TABLE]
     changes += [{"copy_reach": 3}, {"index_order": 3}]
-    prints = {train_gpt.row_fingerprint(tiny_config(**change)) for change in changes}
+    prints = {train_gpt.row_fingerprint(helpers.tiny_config(**change)) for change in changes}
     assert len(prints) == len(changes)
-    assert train_gpt.row_fingerprint(tiny_config(seed=5)) in prints
+    assert train_gpt.row_fingerprint(helpers.tiny_config(seed=5)) in prints
 
 
 PARTS = [("model",), ("groups",), ("rng",), ("model", "mlp"), ("groups", "matrices", "mlp")]
@@ -114,7 +98,7 @@ def test_a_full_disk_leaves_the_former_file(limit, tmp_path):
             save_checkpoint(path, larger)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, former)
-    assert_bitwise(loaded(path), CONTENT)
+    helpers.assert_bitwise(loaded(path), CONTENT)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "a.sha256"]
 
 
@@ -206,7 +190,7 @@ def goes_on(run, folder, whole_run):
     """Whether a run has completed, as if nobody had killed it."""
     assert run.code == 0, run.stdout
     run.folder = folder
-    assert_same_end(run, whole_run)
+    helpers.assert_same_end(run, whole_run)
     return True
 
 
@@ -236,6 +220,17 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(rich_run, tmp_path, c
     assert run.log[-1].startswith("status:ok ") and run.log.count("===== START =====") == 1
 
 
+@pytest.mark.parametrize("world_size, later", [(2, 1), (1, 2), (3, 3)])
+def test_a_run_goes_on_with_any_number_of_ranks(world_size, later, rich_run_of, tmp_path):
+    whole = rich_run_of(world_size)
+    folder = leave(whole, tmp_path, 13)
+    run = ranks.train(tmp_path, {"resume": "rich"}, world_size=later)
+    assert run.code == 0, run.stdout + run.stderr
+    run.folder = folder
+    assert run.train_losses == pytest.approx(whole.train_losses, abs=1e-4)
+    assert world_size != later or goes_on(run, folder, whole)
+
+
 # With a state of another kind than the twenty steps leave.
 SOAP = {"matrix_update": "soap", "basis_every": 3, "dtype": "bfloat16", "mtp_weights": (1.0, 0.5)}
 EIGHT = {"steps": 8, "save_every": 2, "adam_every": 2, **SOAP}
@@ -261,15 +256,15 @@ def test_a_kill_during_the_final_validation_leaves_a_run_that_can_be_finished(
     folder = killed(8)
     assert (folder / "checkpoint.pt").exists()
     assert goes_on(cli(resume="whole"), folder, whole_run)
-    line = refusal(cli(resume="whole"))
+    line = helpers.refusal(cli(resume="whole"))
     assert "complete" in line and "8 steps" in line
-    assert "did you mean whole?" in refusal(cli(resume="whale"))
+    assert "did you mean whole?" in helpers.refusal(cli(resume="whale"))
 
 
 def test_auto_starts_a_run_or_goes_on_with_it(killed, whole_run, cli, tiny):
     words = {**tiny, **EIGHT, "run_id": "whole"}
     folder = killed(1)  # before it has saved anything
-    assert "no checkpoint" in refusal(cli(resume="whole"))
+    assert "no checkpoint" in helpers.refusal(cli(resume="whole"))
     before = (folder / "log.txt").read_bytes()
     refused = cli(**words)
     assert refused.code == 2 and (folder / "log.txt").read_bytes() == before
@@ -302,7 +297,7 @@ def damage(path, how):
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(how, killed, whole_run, cli):
     folder = killed(6)
     damage(folder / "step_000006.pt", how)
-    line = refusal(cli(resume="logs/whole/step_000006.pt"))
+    line = helpers.refusal(cli(resume="logs/whole/step_000006.pt"))
     assert "step_000006.pt" in line and "sha256" in line
     run = cli(resume="whole")
     assert run.stderr.startswith("note: ") and "logs/whole/step_000006." in run.stderr
@@ -316,29 +311,19 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(how, killed, w
 def test_a_run_goes_on_where_it_was_moved_and_with_a_corpus_that_has_moved(tiny, cli, tmp_path):
     """Both are known by their content."""
     before, after, other = (tmp_path / name for name in ("before", "after's place", "other"))
-    make_corpus(before)
+    helpers.make_corpus(before)
     values = {**tiny, **EIGHT, "data": str(before)}
     whole = cli(**values, run_id="whole")
     folder = leave(whole, tmp_path / "a place", 6)
     before.rename(after)
-    make_corpus(other, train_tokens=80_000)
+    helpers.make_corpus(other, train_tokens=80_000)
     path = str(folder / "step_000006.pt")
-    assert "--data" in refusal(cli(resume=path))
+    assert "--data" in helpers.refusal(cli(resume=path))
     assert "name its place by --data" in cli(resume=path, data=other).lines[-1]
     run = cli(resume=path, data=after)
     assert f"note: goes on where its checkpoint is, in {folder}" in run.lines
     assert goes_on(run, folder, whole) and f" log:{folder}/log.txt" in run.lines[-1]
     assert os.listdir(tmp_path / "logs") == ["whole"]
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_a_log_that_is_no_file_is_named(killed, cli, make):
-    """Nobody waits for a pipe's other end."""
-    log = killed(6) / "log.txt"
-    log.unlink()
-    make(log)
-    run = cli(resume="whole")
-    assert run.code == 2 and f"{log}: is no regular file; move it away" in run.lines[-1]
 
 
 def test_a_checkpoint_without_its_log_begins_one(killed, whole_run, cli, tmp_path):
@@ -351,7 +336,7 @@ def test_a_checkpoint_without_its_log_begins_one(killed, whole_run, cli, tmp_pat
     kept = {path.name: path.read_bytes() for path in folder.iterdir()}
     run = cli(resume="auto", run_id="copied")
     assert run.code == 0, run.stdout
-    assert_bitwise(run.checkpoint()["model"], whole_run.checkpoint()["model"])
+    helpers.assert_bitwise(run.checkpoint()["model"], whole_run.checkpoint()["model"])
     assert (
         run.log[0].startswith("run:copied ") and "resumed:copied step:6/8 world_size:1" in run.log
     )
@@ -368,7 +353,7 @@ def test_resuming_with_another_configuration_is_refused(words, killed, cli):
     folder = killed(6)
     before = (folder / "log.txt").read_bytes()
     option, value = words.split(" ", 1)
-    line = refusal(cli("--resume", "whole", option, value))
+    line = helpers.refusal(cli("--resume", "whole", option, value))
     assert option in line and "leave the key out" in line
     assert (folder / "log.txt").read_bytes() == before
 

@@ -1,6 +1,7 @@
 """continual.py: what a projected update may not touch, on which ranks, and whole runs that start
 from another."""
 
+import functools
 import math
 import shutil
 
@@ -10,24 +11,15 @@ import torch
 from optimizer_cases import accumulate, draw, optimizer_of, under_way
 
 import continual
+import helpers
 import ranks
 import train_gpt
 from continual import frozen_count, frozen_directions, project_update, protect
-from helpers import (
-    EOT,
-    INDEX,
-    assert_bitwise,
-    assert_same_end,
-    make_corpus,
-    refusal,
-    with_manifest,
-    write_shard,
-)
+from helpers import EOT
 from train_gpt import Runtime
 
 MATRICES = {"query_key", "value_output", "mlp"}
 RULES = [("muon", "float32"), ("kl_soap", "float32"), ("muon", "bfloat16")]
-EACH_RULE = pytest.mark.parametrize("rule, dtype", RULES)
 
 
 # ----- frozen directions
@@ -50,7 +42,7 @@ def test_frozen_directions_are_the_top_ones(shape, count):
         torch.testing.assert_close(u @ u.T @ matrix, top, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(matrix @ v.T @ v, top, atol=1e-5, rtol=1e-5)
     narrow = frozen_directions(matrices.bfloat16(), count)  # are worked out in float32
-    assert_bitwise(narrow, frozen_directions(matrices.bfloat16().float(), count))
+    helpers.assert_bitwise(narrow, frozen_directions(matrices.bfloat16().float(), count))
 
 
 @pytest.mark.parametrize("shape, count", [((2, 12, 7), 3), ((2, 7, 12), 6), ((3, 8, 8), 4)])
@@ -71,38 +63,36 @@ def test_projected_updates_against_float64(shape, count):
 BANKS = {"query_key": (5, 16, 16), "mlp": (4, 24, 16)}  # on three ranks 2, 2, 1 and 2, 2, 0
 
 
-def stepped(runtime, rule, dtype="float32", count=100, ratio=0.5):
-    """What steps leave of the hidden matrices: {"start", "end": float32 weights, "state", "sent",
-    "frozen"}."""
+def stepped(runtime, rule, dtype):
+    """What three steps leave of the hidden matrices: {"start", "end": float32 weights, "state",
+    "sent"}."""
     numbers = {"steps": 1000, "matrix_update": rule, "matrix_lr": 0.1, "basis_every": 2}
     optimizer = optimizer_of(runtime, {**BANKS, "smear_gate": (1, 12)}, dtype, **numbers)
     matrices = optimizer.matrices
     start = {name: param.detach().float().clone() for name, param in matrices.params.items()}
     matrices.load(under_way(ranks.whole_state(matrices)))
     runtime.ledger.clear()
-    frozen = protect(matrices, start, ratio) if ratio < 1 else "none"
+    protect(matrices, start, 0.5)
     assert not runtime.ledger  # each rank splits what it owns
-    for step in range(1, 1 + count):
+    for step in range(1, 4):
         accumulate(optimizer, step, runtime)
         optimizer.step(step, 1.0)
-    sent, state = (
-        {key: list(value) for key, value in runtime.ledger.items()},
-        ranks.whole_state(matrices),
-    )
+    sent = {key: list(value) for key, value in runtime.ledger.items()}
+    state = ranks.whole_state(matrices)
     end = {}
     for name, param in matrices.params.items():
         end[name] = state[name].get("master", param.detach())
-        assert_bitwise(param.detach(), end[name].to(param.dtype), name)
-    return {"start": start, "end": end, "state": state, "sent": sent, "frozen": frozen}
+        helpers.assert_bitwise(param.detach(), end[name].to(param.dtype), name)
+    return {"start": start, "end": end, "state": state, "sent": sent}
 
 
-def movement(found, ratio=0.5):
+def movement(found):
     """The largest change of U_hᵀ W and W V_hᵀ, relative to what they were, and the smallest of a
     whole bank."""
     moved, changed = 0.0, math.inf
     for name, start in found["start"].items():
         start, end = start.double(), found["end"][name].double()
-        factors = frozen_directions(start, frozen_count(min(start.shape[1:]), ratio))
+        factors = frozen_directions(start, frozen_count(min(start.shape[1:]), 0.5))
         left, right = factors[0].double(), factors[1].double()
         for before, after in ((left.mT @ start, left.mT @ end), (start @ right.mT, end @ right.mT)):
             moved = max(moved, ((after - before).norm() / before.norm()).item())
@@ -110,17 +100,8 @@ def movement(found, ratio=0.5):
     return moved, changed
 
 
-@EACH_RULE
-def test_frozen_directions_stay_where_they_are(rule, dtype):
-    found = stepped(Runtime("cpu"), rule, dtype)
-    moved, changed = movement(found)
-    assert moved < 1e-5 and changed > 0.05
-    assert found["frozen"] == "query_key=8/16 mlp=8/16"
-    assert movement(stepped(Runtime("cpu"), rule, dtype, count=20, ratio=1))[0] > 1e-2
-
-
 def stepped_by_all_rules(runtime):
-    return {(rule, dtype): stepped(runtime, rule, dtype, count=3) for rule, dtype in RULES}
+    return {(rule, dtype): stepped(runtime, rule, dtype) for rule, dtype in RULES}
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +115,7 @@ def test_all_world_sizes_take_the_same_steps(world_size, alone):
     for (rule, dtype), expected in alone.items():
         first, *others = (found[rule, dtype] for found in by_rank)
         for other in others:
-            assert_bitwise((other["end"], other["state"]), (first["end"], first["state"]))
+            helpers.assert_bitwise((other["end"], other["state"]), (first["end"], first["state"]))
         tolerance = 1e-4 if dtype == "float32" else 2**-6
         torch.testing.assert_close(first["end"], expected["end"], atol=tolerance, rtol=tolerance)
         assert movement(first)[0] < 1e-5 < 1e-3 < movement(first)[1]
@@ -153,17 +134,17 @@ def test_all_world_sizes_take_the_same_steps(world_size, alone):
 @pytest.fixture(scope="module")
 def second(tmp_path_factory):
     """A corpus of another domain: the first one's with the case of its letters turned."""
-    folder = make_corpus(tmp_path_factory.mktemp("second") / "cpp")
+    folder = helpers.make_corpus(tmp_path_factory.mktemp("second") / "cpp")
     for path in folder.glob("*.bin"):
         tokens = np.array(train_gpt.open_shard(path))
-        write_shard(path, np.where((tokens != EOT) & (tokens > 64), tokens ^ 32, tokens))
-    return with_manifest(folder)
+        helpers.write_shard(path, np.where((tokens != EOT) & (tokens > 64), tokens ^ 32, tokens))
+    return helpers.with_manifest(folder)
 
 
 @pytest.fixture(scope="module")
 def base(tiny, tmp_path_factory):
     """A trained model of the english track's kind: its run, with another checkpoint on the way."""
-    values = {**tiny, **INDEX, "steps": 30, "save_every": 20, "run_id": "base"}
+    values = {**tiny, **helpers.INDEX, "steps": 30, "save_every": 20, "run_id": "base"}
     run = ranks.train(tmp_path_factory.mktemp("base"), values)
     assert run.code == 0, run.stdout + run.stderr
     return run
@@ -174,7 +155,7 @@ def values(tiny, second, base):
     """Configuration values of a continual run; six micro-batches suit 1, 2 and 3 ranks."""
     return {
         **tiny,
-        **INDEX,
+        **helpers.INDEX,
         "track": "continual",
         "data": str(second),
         "steps": 8,
@@ -189,16 +170,14 @@ def values(tiny, second, base):
 def run_of(values, tmp_path_factory):
     """run_of(world size): this run, with a checkpoint after five steps, on that many ranks; each is
     run once."""
-    runs = {}
 
+    @functools.cache
     def run(world_size):
-        if world_size not in runs:
-            folder = tmp_path_factory.mktemp(f"second{world_size}")
-            changed = {**values, "save_every": 5}
-            done = ranks.train(folder, changed, world_size=world_size, main=continual.main)
-            assert done.code == 0, done.stdout + done.stderr
-            runs[world_size] = done
-        return runs[world_size]
+        folder = tmp_path_factory.mktemp(f"second{world_size}")
+        changed = {**values, "save_every": 5}
+        done = ranks.train(folder, changed, world_size=world_size, main=continual.main)
+        assert done.code == 0, done.stdout + done.stderr
+        return done
 
     return run
 
@@ -219,11 +198,11 @@ def test_a_run_protects_what_it_started_from(run_of, values, base):
         assert moved.norm() > 1e-2 and moved.shape == start["model"][name].shape
         assert (left.mT @ moved).norm() < 1e-5 and (moved @ right.mT).norm() < 1e-5
     for name in set(end["model"]) - MATRICES:
-        assert_bitwise(end["model"][name], start["model"][name])
+        helpers.assert_bitwise(end["model"][name], start["model"][name])
         state = (end["groups"]["small"] | end["groups"]["embeddings"])[name]
         assert not any(value.any() for value in state.values())
     tables = [each["groups"]["ngram_table"] for each in (end, start)]
-    assert_bitwise(tables[0]["weight"], tables[1]["weight"])
+    helpers.assert_bitwise(tables[0]["weight"], tables[1]["weight"])
     assert not tables[0]["second"].any()
     (line,) = (line for line in run.lines if line.startswith("started_from:"))
     frozen = "frozen: query_key=16/32 value_output=16/32 mlp=16/32"
@@ -274,7 +253,7 @@ def test_what_is_trained_moves_and_nothing_else(changes, frozen, values, base, g
     moved = {name for name, weight in end["model"].items() if weight.ne(start["model"][name]).any()}
     assert moved == ({*end["model"]} if "trained" in changes else MATRICES)
     tables = [each["groups"]["ngram_table"]["weight"] for each in (end, start)]
-    assert_bitwise(*tables)
+    helpers.assert_bitwise(*tables)
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -288,7 +267,7 @@ def test_a_resumed_run_ends_bitwise_the_same(world_size, run_of, tmp_path):
     run = ranks.train(tmp_path, words, world_size=world_size, main=continual.main)
     assert run.code == 0 and "started_from:" not in run.stdout, run.stdout + run.stderr
     run.folder = copied
-    assert_same_end(run, whole)
+    helpers.assert_same_end(run, whole)
     for key in ("val_loss", "first_val_loss"):
         assert run.result[key] == whole.result[key]
         assert run.result[key] == pytest.approx(run_of(1).result[key], abs=1e-4)
@@ -309,10 +288,7 @@ BAD_INPUT = [
     ({"unfreeze_rank_ratio": 0.05, "head_dim": 4}, ["0 of", "8 directions", "nothing learns"]),
     ({"ngram_lr": 0.1}, ["ngram_lr=0.1", "--ngram-lr 0"]),
     ({"trained": "some"}, ["trained=some", "matrices, all"]),
-    (
-        {"track": "english", "init_from": None},
-        ["track english", "train_gpt.py"],
-    ),
+    ({"track": "english", "init_from": None}, ["track english", "train_gpt.py"]),
     ({"init_from": ""}, ["--init-from", "./run.sh english"]),
     ({"init_from": "nowhere"}, ["--init-from nowhere", "no checkpoint"]),
     ({"model_dim": 64}, ["track english, with model_dim=32", "64", "--model-dim"]),
@@ -327,7 +303,7 @@ BAD_INPUT = [
 @pytest.mark.parametrize("changes, words", BAD_INPUT, ids=str)
 def test_bad_input_ends_in_one_line(changes, words, values, go_on, tmp_path):
     changed = {key: value for key, value in {**values, **changes}.items() if value is not None}
-    line = refusal(go_on(**changed))
+    line = helpers.refusal(go_on(**changed))
     assert all(word in line for word in words), line
     assert not (tmp_path / "logs").exists()
 
@@ -340,7 +316,7 @@ def test_a_resumed_run_wants_the_checkpoint_that_it_started_from(values, base, g
     whole = go_on(**{**values, "init_from": "base", "save_every": 1, "steps": 2, "val_every": 0})
     (whole.folder / "checkpoint.pt").unlink()
     (logs / "base" / "checkpoint.pt").unlink()
-    assert "--init-from base: no checkpoint" in refusal(go_on(resume="second"))
+    assert "--init-from base: no checkpoint" in helpers.refusal(go_on(resume="second"))
     for ending in ("pt", "sha256"):
         shutil.copy(base.folder / f"step_000020.{ending}", logs / "base" / f"checkpoint.{ending}")
     run = go_on(resume="second")
@@ -348,7 +324,7 @@ def test_a_resumed_run_wants_the_checkpoint_that_it_started_from(values, base, g
 
 
 def test_each_script_knows_its_own_runs(run_of, base, go_on, cli, monkeypatch):
-    assert "train_gpt.py" in refusal(go_on(f"--resume={base.folder}/step_000020.pt"))
+    assert "train_gpt.py" in helpers.refusal(go_on(f"--resume={base.folder}/step_000020.pt"))
     checkpoint = run_of(1).folder / "step_000005.pt"
     monkeypatch.delitem(train_gpt.TRACKS, "continual")  # as where continual.py was not imported
-    assert "the script that it began with" in refusal(cli(resume=checkpoint))
+    assert "the script that it began with" in helpers.refusal(cli(resume=checkpoint))

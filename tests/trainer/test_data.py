@@ -5,40 +5,32 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import re
 
 import numpy as np
 import pytest
 
+import helpers
 import train_gpt
-from helpers import (
-    EOT,
-    TINY,
-    assert_bitwise,
-    byte_documents,
-    make_corpus,
-    refusal,
-    tiny_config,
-    with_manifest,
-    write_shard,
-)
+from helpers import EOT
 from train_gpt import ConfigError, NgramTable, Runtime, TrainLoader, open_corpus
 
 # ----- shards
 
 
 def test_a_corpus_joins_its_validation_shards(tmp_path):
-    folder = make_corpus(tmp_path / "corpus", shards=3)
-    extra = byte_documents(300)
-    write_shard(folder / "tiny_val_000001.bin", extra)
-    corpus = open_corpus(tiny_config(data=str(with_manifest(folder)), val_tokens=4096))
+    folder = helpers.make_corpus(tmp_path / "corpus", shards=3)
+    extra = helpers.byte_documents(300)
+    helpers.write_shard(folder / "tiny_val_000001.bin", extra)
+    corpus = open_corpus(
+        helpers.tiny_config(data=str(helpers.with_manifest(folder)), val_tokens=4096)
+    )
     assert len(corpus.shards) == 3
-    assert corpus.val.tolist() == (byte_documents(4000, seed=99) + extra)[:4097]
+    assert corpus.val.tolist() == (helpers.byte_documents(4000, seed=99) + extra)[:4097]
 
 
 def test_a_small_corpus_takes_what_it_has(tmp_path):
-    folder = make_corpus(tmp_path / "corpus", train_tokens=30_000, val_tokens=9000)
+    folder = helpers.make_corpus(tmp_path / "corpus", train_tokens=30_000, val_tokens=9000)
     config = train_gpt.config_from({"track": "english", "data": str(folder)})
     held = 2 * (15_000 - 1)  # the last token of a shard is only a target
     assert (config.val_tokens, config.index_tokens) == (8192, held // 2)
@@ -54,7 +46,7 @@ TRAIN, SECOND, VAL = "tiny_train_000000.bin", "tiny_train_000001.bin", "tiny_val
 
 def shard(name, tokens, **options):
     """Puts another shard in the place of one."""
-    return lambda folder: write_shard(folder / name, tokens, **options)
+    return lambda folder: helpers.write_shard(folder / name, tokens, **options)
 
 
 def change_token(path, at=7):
@@ -69,11 +61,6 @@ def exchange(folder):
         (folder / name).write_bytes(content)
 
 
-def put_a_pipe(folder):
-    (folder / TRAIN).unlink()
-    os.mkfifo(folder / TRAIN)
-
-
 def rename(folder):
     (folder / VAL).rename(folder / "another_val_000000.bin")
 
@@ -82,7 +69,7 @@ def rename(folder):
 # agree with what is wrong.
 DAMAGE = {
     "truncated": (
-        shard(TRAIN, byte_documents(44_995), count=45_000),
+        shard(TRAIN, helpers.byte_documents(44_995), count=45_000),
         ["header says 45000", "44995", "data/text.py"],
     ),
     "header cut": (lambda folder: (folder / TRAIN).write_bytes(b"0" * 100), [TRAIN, "is cut"]),
@@ -94,7 +81,7 @@ DAMAGE = {
         lambda folder: [path.unlink() for path in folder.glob("*_train_*")],
         ["*_train_*.bin", "data/text.py", "--data"],
     ),
-    "few val": (shard(VAL, byte_documents(1024)), ["1,024", "--val-tokens", "768"]),
+    "few val": (shard(VAL, helpers.byte_documents(1024)), ["1,024", "--val-tokens", "768"]),
 }
 # The same, where the manifest stays as it was built, or is what is wrong.
 SHA256 = "sha256 is not the manifest's"
@@ -105,34 +92,33 @@ NOT_AS_BUILT = {
     ),
     "shards exchanged": (exchange, [TRAIN, SHA256]),
     "a shard that the manifest lacks": (rename, ["another_val_000000.bin", SHA256]),
-    "a pipe, for which nobody waits": (put_a_pipe, [TRAIN, "no file, and a shard is one"]),
 }
 
 
 @pytest.mark.parametrize("damage", [*DAMAGE, *NOT_AS_BUILT])
 def test_a_damaged_corpus_ends_in_one_line_and_status_2(damage, cli, tiny, tmp_path):
-    folder = make_corpus(tmp_path / "corpus")
+    folder = helpers.make_corpus(tmp_path / "corpus")
     act, words = {**DAMAGE, **NOT_AS_BUILT}[damage]
     act(folder)
     if damage in DAMAGE:
-        with_manifest(folder)
-    line = refusal(cli(**{**tiny, "data": str(folder)}))
+        helpers.with_manifest(folder)
+    line = helpers.refusal(cli(**{**tiny, "data": str(folder)}))
     assert all(word in line for word in words), line
     assert not (tmp_path / "logs").exists()
 
 
 def test_a_run_is_resumed_on_the_corpus_that_it_began_with(cli, tiny, tmp_path):
-    folder = make_corpus(tmp_path / "corpus")
+    folder = helpers.make_corpus(tmp_path / "corpus")
     values = {**tiny, "steps": 2, "data": str(folder), "run_id": "first", "save_every": 1}
     assert cli(**values).code == 0
     (tmp_path / "logs/first/checkpoint.pt").unlink()
     change_token(folder / TRAIN)
-    line = refusal(cli(resume="first"))
+    line = helpers.refusal(cli(resume="first"))
     assert TRAIN in line and SHA256 in line
-    with_manifest(folder)
-    assert "manifest.json is not the one" in refusal(cli(resume="first"))
+    helpers.with_manifest(folder)
+    assert "manifest.json is not the one" in helpers.refusal(cli(resume="first"))
     (folder / "manifest.json").unlink()
-    assert "manifest.json is not the one" in refusal(cli(resume="first"))
+    assert "manifest.json is not the one" in helpers.refusal(cli(resume="first"))
 
 
 UNREADABLE = [b"", b"[]", b"{}", b'{"shards": [{}]}', b"[" * 100_000, b"9" * 5000, b"\xff"]
@@ -155,7 +141,7 @@ def test_a_manifest_of_no_corpus_is_refused(content, words, corpus, tmp_path):
         content = json.dumps(manifest).encode()
     (tmp_path / "manifest.json").write_bytes(content)
     with pytest.raises(ConfigError, match=f"manifest.json: {words}; build it again"):
-        open_corpus(tiny_config(data=str(tmp_path)))
+        open_corpus(helpers.tiny_config(data=str(tmp_path)))
 
 
 def test_the_vocabulary_comes_with_the_corpus(corpus, tmp_path):
@@ -166,12 +152,12 @@ def test_the_vocabulary_comes_with_the_corpus(corpus, tmp_path):
     unknown = train_gpt.config_from({**given, "data": str(tmp_path)})
     assert (unknown.vocab_size, unknown.eot_token) == (1024, 1023)
     with pytest.raises(ConfigError, match="start with 256, and not with eot_token=255"):
-        open_corpus(tiny_config(data=str(corpus), eot_token=255))
+        open_corpus(helpers.tiny_config(data=str(corpus), eot_token=255))
 
 
 def test_remedies_are_worked_out_and_work(tmp_path):
-    folder = make_corpus(tmp_path / "few", train_tokens=2_000, shards=1)
-    config = tiny_config(data=str(folder), steps=9)
+    folder = helpers.make_corpus(tmp_path / "few", train_tokens=2_000, shards=1)
+    config = helpers.tiny_config(data=str(folder), steps=9)
     words = "add text, or lower --steps, or take --epochs"
     with pytest.raises(ConfigError, match=words) as refused:
         open_corpus(config)
@@ -181,38 +167,38 @@ def test_remedies_are_worked_out_and_work(tmp_path):
         open_corpus(dataclasses.replace(config, epochs=epochs - 1))
     # The index leaves out what training needs.
     for steps, pattern in ((2, r"--index-tokens (\d+)$"), (9, r"-tokens (0) --epochs (\d+)$")):
-        config = tiny_config(data=str(folder), steps=steps, index_order=3)
+        config = helpers.tiny_config(data=str(folder), steps=steps, index_order=3)
         with pytest.raises(ConfigError, match=pattern) as refused:
             open_corpus(config)
         index_tokens, *epochs = map(int, re.search(pattern, str(refused.value)).groups())
         changes = {"index_tokens": index_tokens, "epochs": max(epochs, default=1)}
         open_corpus(dataclasses.replace(config, **changes))
     # Less than a micro-batch is none, however often.
-    folder = make_corpus(tmp_path / "less", train_tokens=200, shards=1)
+    folder = helpers.make_corpus(tmp_path / "less", train_tokens=200, shards=1)
     with pytest.raises(ConfigError, match=r"shards hold 0 in .* beside the index; add text$"):
-        open_corpus(tiny_config(data=str(folder)))
-    folder = make_corpus(tmp_path / "val", val_tokens=200)
+        open_corpus(helpers.tiny_config(data=str(folder)))
+    folder = helpers.make_corpus(tmp_path / "val", val_tokens=200)
     with pytest.raises(ConfigError, match="holds 200; add text to validate on$"):
-        open_corpus(tiny_config(data=str(folder)))
+        open_corpus(helpers.tiny_config(data=str(folder)))
 
 
 @pytest.mark.parametrize("indexed", [0, 250], ids=["all", "beside the index"])
 def test_every_shard_that_a_run_reaches_is_checked_and_no_other(indexed, tmp_path):
     # Of one micro-batch each; the index reads a half of the last one.
-    folder = make_corpus(tmp_path / "corpus", train_tokens=14 * 500, shards=14)
+    folder = helpers.make_corpus(tmp_path / "corpus", train_tokens=14 * 500, shards=14)
     changes = {"steps": 5, "data": str(folder)}
-    with_manifest(folder)
+    helpers.with_manifest(folder)
     change_token(folder / "tiny_train_000012.bin")
     changes |= {"index_order": 3, "index_tokens": indexed}
-    open_corpus(tiny_config(**changes))  # it takes ten of them
+    open_corpus(helpers.tiny_config(**changes))  # it takes ten of them
     if indexed:
         with pytest.raises(ConfigError, match="tiny_train_000012.bin: its sha256"):
-            open_corpus(tiny_config(**changes | {"index_tokens": 750}))
+            open_corpus(helpers.tiny_config(**changes | {"index_tokens": 750}))
     for shard in (6, 7, 8):
-        tokens = [*byte_documents(490), *range(300, 310)]
-        write_shard(folder / f"tiny_train_{shard:06d}.bin", tokens)
+        tokens = [*helpers.byte_documents(490), *range(300, 310)]
+        helpers.write_shard(folder / f"tiny_train_{shard:06d}.bin", tokens)
     with pytest.raises(ConfigError, match="tiny_train_000006.bin: token id 309"):
-        open_corpus(tiny_config(**changes))
+        open_corpus(helpers.tiny_config(**changes))
 
 
 # ----- the loader; the tokens of `countable` shards are all different, so that a token tells its
@@ -241,7 +227,13 @@ def loader_config(rows=None, **changes):
 
     rows: {start: {field: value}} of a schedule's rows, where it has several.
     """
-    values = {**TINY, "vocab_size": 50304, "eot_token": 50256, "micro_batches": 4, **changes}
+    values = {
+        **helpers.TINY,
+        "vocab_size": 50304,
+        "eot_token": 50256,
+        "micro_batches": 4,
+        **changes,
+    }
     if rows:
         for name in set().union(*rows.values()):
             values.pop(name)
@@ -333,8 +325,8 @@ def test_a_stream_goes_on_from_the_state_of_any_step():
     for step in range(1, config.steps):
         rest = load_all(config, shards, first_step=step, state=whole[step - 1].state)
         for one, other in zip(rest, whole[step:], strict=True):
-            assert_bitwise(tuple(one.stack), tuple(other.stack))
-            assert_bitwise(vars(one.rows), vars(other.rows))
+            helpers.assert_bitwise(tuple(one.stack), tuple(other.stack))
+            helpers.assert_bitwise(vars(one.rows), vars(other.rows))
             assert one.state == other.state
 
 
@@ -356,7 +348,7 @@ def test_the_next_shard_is_opened_once_half_of_one_is_read(steps, opened, monkey
 def test_a_softmax_without_a_row_for_the_rest_of_the_vocabulary_is_refused():
     """Of one micro-batch, which has 200 different targets."""
     tokens = np.array([EOT, *(np.arange(256) % 200)], dtype=np.uint16)
-    config = tiny_config(steps=1, micro_batches=1, document_cap=256, softmax_rows=201)
+    config = helpers.tiny_config(steps=1, micro_batches=1, document_cap=256, softmax_rows=201)
     load_all(config, [tokens])
     config = train_gpt.with_values(config, {"softmax_rows": 200})
     with pytest.raises(ConfigError, match="softmax_rows=200: .*step 0 has 200 different"):

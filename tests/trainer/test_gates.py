@@ -203,11 +203,7 @@ AMONG_LAYERS = (
     "keys_shifted_from_the_next_token",
     "smear_from_the_next_token",
 )
-NARROW = (
-    "attention_one_ahead",
-    "losses_less_a_thousandth",
-    "target_in_signs_of_zeros",
-)
+NARROW = ("attention_one_ahead", "losses_less_a_thousandth", "target_in_signs_of_zeros")
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import helpers
 import train_gpt
-from helpers import (
-    EOT,
-    LAYERED,
-    byte_documents,
-    documents_of,
-    make_trainer,
-    randomise,
-    read,
-    text_of,
-    tiny_config,
-)
+from helpers import EOT, LAYERED, text_of
 from train_gpt import GPT, BlockedAttention, Runtime, Trainer, VarlenAttention, Window
 
 
@@ -87,11 +78,10 @@ def test_attention_is_torchs(segments, size, count, back_end, device, dtype, tol
     bounds = torch.full((20,), POSITIONS // count, dtype=torch.int32)
     bounds[: len(starts)] = torch.from_numpy(starts)
     micro_batch = SimpleNamespace(
-        segment_start=torch.from_numpy(first).int().to(device),
-        segment_bounds=bounds.to(device),
+        segment_start=torch.from_numpy(first).int().to(device), segment_bounds=bounds.to(device)
     )
     window = Window(size, count)
-    phase = train_gpt.training_phase(tiny_config(), 0)
+    phase = train_gpt.training_phase(helpers.tiny_config(), 0)
     phase = phase._replace(windows=(window, Window(32, 1)), max_segment=POSITIONS)
     prepared = back_end.prepare(micro_batch, phase, dtype)
     output = back_end.attend(*inputs[:3], prepared, window, 0.1)
@@ -139,7 +129,7 @@ def test_rotary_tables_against_a_slow_reference(windows):
 
 
 def gpt_of(**changes):
-    return GPT(tiny_config(**changes), BlockedAttention())
+    return GPT(helpers.tiny_config(**changes), BlockedAttention())
 
 
 @pytest.mark.parametrize("untie_at, is_tied", [(0.0, False), (0.1, False), (0.25, True)])
@@ -151,13 +141,13 @@ def test_the_embedding_starts_as_the_head_only_where_it_is_tied_to_it(untie_at, 
 
 @pytest.mark.parametrize("changes", [{"num_layers": 4, "long_layers": (3,)}, LAYERED], ids=str)
 def test_every_block_is_the_identity_at_the_start_and_learns_at_once(changes):
-    trainer = make_trainer(random_weights=False, copy_orders=(), **changes)
-    tokens = byte_documents(300)
+    trainer = helpers.make_trainer(random_weights=False, copy_orders=(), **changes)
+    tokens = helpers.byte_documents(300)
     hidden, losses = hidden_and_losses(trainer, tokens)
     embedded = F.embedding(torch.tensor(tokens[:256]), trainer.model.embed)
     torch.testing.assert_close(hidden, F.rms_norm(embedded, (32,)))
     assert abs(losses.mean().item() - math.log(257)) < 0.2  # nothing is predicted yet
-    loss, *_ = training_pass(trainer, 0, *read(trainer, tokens))
+    loss, *_ = training_pass(trainer, 0, *helpers.read(trainer, tokens))
     projections = [trainer.model.value_output, trainer.model.mlp]
     for grad in torch.autograd.grad(loss, projections):
         assert grad[1::2].flatten(1).any(1).all()
@@ -411,25 +401,25 @@ def test_the_network_against_a_slow_float64_reference(changes, mtp_weights, monk
         "mtp_weights": mtp_weights,
         "ngram_orders": (2, 3),
     }
-    config = tiny_config(**{**values, **changes})
+    config = helpers.tiny_config(**{**values, **changes})
     (later,) = config.stages
     stages = dataclasses.replace(later, windows=(16, 32)), dataclasses.replace(later, start=0.25)
     prefixes = np.array([prefix_of(token) for token in range(config.vocab_size)])
     monkeypatch.setattr(train_gpt, "prefix_tokens", lambda config: prefixes)
     trainer = Trainer(dataclasses.replace(config, stages=stages), Runtime("cpu"))
-    randomise(trainer)
-    text = byte_documents(400)
+    helpers.randomise(trainer)
+    text = helpers.byte_documents(400)
     # The first document has lost its start.
     tokens = [*text[1:60], EOT, *text[60:70], EOT, *text[100:158]]
-    document = documents_of(tokens[:128])
+    document = helpers.documents_of(tokens[:128])
     step = 1  # windows have grown once, and the head is still tied if it ever was
     is_tied = config.untie_at > 0
     windows = [64 if layer in config.long_layers else 32 for layer in range(config.num_layers)]
-    trainer.table.read_index([text_of(byte_documents(900, seed=7)).tokens])
+    trainer.table.read_index([text_of(helpers.byte_documents(900, seed=7)).tokens])
     slow = SlowGPT(trainer, (32, 64))
     expected = slow.log_probabilities(np.array(tokens[:128]), document, windows, is_tied)
     with torch.no_grad():
-        loss, losses, _ = training_pass(trainer, step, *read(trainer, tokens))
+        loss, losses, _ = training_pass(trainer, step, *helpers.read(trainer, tokens))
     own = np.exp(expected[np.arange(128), tokens[1:129]])
     prior = trainer.table.finder.index.prior(text_of(tokens).tokens, 0, 128)
     slow_losses = -np.log((1 - slow.index_share) * own + slow.index_share * prior)
@@ -441,12 +431,12 @@ def test_the_network_against_a_slow_float64_reference(changes, mtp_weights, monk
 
 
 def test_compiled_equals_eager():
-    trainer, results = make_trainer(mtp_weights=(1.0, 0.5), **LAYERED), []
+    trainer, results = helpers.make_trainer(mtp_weights=(1.0, 0.5), **LAYERED), []
     weights = list(trainer.model.parameters())
     compiled = torch.compile(trainer.model, backend="aot_eager", dynamic=False)
     for forward in (trainer.model, compiled):
         trainer.forward = forward
-        micro_batch, ngram = read(trainer, byte_documents(300))
+        micro_batch, ngram = helpers.read(trainer, helpers.byte_documents(300))
         outputs = training_pass(trainer, 0, micro_batch, ngram)
         results.append([*outputs, *torch.autograd.grad(outputs[0], [*weights, ngram])])
     torch.testing.assert_close(results[1], results[0], atol=1e-3, rtol=1e-4)

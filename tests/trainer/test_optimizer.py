@@ -9,54 +9,23 @@ import numpy as np
 import optimizer_cases as cases
 import pytest
 import torch
-from optimizer_cases import (
-    RULES,
-    adam_step,
-    batch_of,
-    composed_polynomials,
-    draw,
-    hyper,
-    normal,
-    params_of,
-    slow_muon,
-    state_of,
-    take_step,
-    waiting,
-)
 from torch import nn
 
+import helpers
 import train_gpt
-from helpers import (
-    LAYERED,
-    NO_TABLE,
-    assert_bitwise,
-    byte_documents,
-    make_trainer,
-    ranks,
-    tiny_config,
-)
-from train_gpt import (
-    GPT,
-    BlockedAttention,
-    NgramTable,
-    Optimizer,
-    Runtime,
-    adam_update,
-    muon_update,
-    polar_express,
-    untie_step,
-)
 
 
 def gpt_of(config):
-    return GPT(config, BlockedAttention())
+    return train_gpt.GPT(config, train_gpt.BlockedAttention())
 
 
 def optimizer_of(model=None, **changes):
     """An Optimizer of the GPT without a table, in this process alone."""
-    config = tiny_config(**{**NO_TABLE, **changes})
-    runtime = Runtime("cpu")
-    return Optimizer(config, model or gpt_of(config), NgramTable(config, runtime), runtime)
+    config = helpers.tiny_config(**{**helpers.NO_TABLE, **changes})
+    runtime = train_gpt.Runtime("cpu")
+    return train_gpt.Optimizer(
+        config, model or gpt_of(config), train_gpt.NgramTable(config, runtime), runtime
+    )
 
 
 # ----- Adam
@@ -66,17 +35,17 @@ def optimizer_of(model=None, **changes):
     "betas, decay", [((0.9, 0.95), 0.0), ((0.8, 0.999), 10.0), ((0.0, 0.5), 0.0)]
 )
 def test_adam_is_torchs_but_for_its_decay(betas, decay):
-    weight = normal(5, 7).double()
+    weight = cases.normal(5, 7).double()
     param = nn.Parameter(weight.clone())
     reference = torch.optim.AdamW([param], lr=0.01, betas=betas, weight_decay=0)
     state = {key: torch.zeros_like(weight) for key in ("first", "second")}
     for step in range(1, 9):
         lr = 0.01 * step
-        grad = normal(5, 7, seed=step).double() * 10.0 ** (2 * step - 12)  # also near epsilon
+        grad = cases.normal(5, 7, seed=step).double() * 10.0 ** (2 * step - 12)  # also near epsilon
         reference.param_groups[0]["lr"] = lr
         param.grad = grad.clone()
-        adam_step(reference, decay)
-        adam_update(weight, grad, state, hyper(step, lr, decay, betas=betas))
+        cases.adam_step(reference, decay)
+        train_gpt.adam_update(weight, grad, state, cases.hyper(step, lr, decay, betas=betas))
         torch.testing.assert_close(weight, param.data, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state["first"], reference.state[param]["exp_avg"])
     torch.testing.assert_close(state["second"], reference.state[param]["exp_avg_sq"])
@@ -87,8 +56,8 @@ def test_the_rounding_of_a_gradient_of_zero_makes_no_step():
     token and less: whatever Adam makes of it must not depend on its sign."""
     scalars = torch.ones(2)
     state = {"first": torch.zeros(2), "second": torch.zeros(2)}
-    numbers = hyper(lr=0.01)._replace(eps=RULES["embed_scale"].eps)
-    adam_update(scalars, torch.tensor([8e-10, -8e-10]) * 4096, state, numbers)
+    numbers = cases.hyper(lr=0.01)._replace(eps=cases.RULES["embed_scale"].eps)
+    train_gpt.adam_update(scalars, torch.tensor([8e-10, -8e-10]) * 4096, state, numbers)
     assert (scalars - 1).abs().max() < 0.1 * 0.01
 
 
@@ -96,7 +65,7 @@ def test_the_rounding_of_a_gradient_of_zero_makes_no_step():
 
 
 def test_the_polynomials_bring_singular_values_near_1():
-    values = composed_polynomials(np.geomspace(1e-3, 1 / 1.02, 100_000))
+    values = cases.composed_polynomials(np.geomspace(1e-3, 1 / 1.02, 100_000))
     assert values.min() > 0.8 and values.max() < 1.2
 
 
@@ -106,32 +75,32 @@ def test_polar_express_against_the_svd(rows, columns, dtype, tolerance):
     """The same singular vectors, each value sent through the polynomials; of a matrix whose norm
     overflows NaN, since a step of zero would go unnoticed."""
     scales = torch.tensor([1e-6, 1.0, 1e4, 0.0, 1e30])
-    matrices = normal(5, rows, columns) * scales[:, None, None]
+    matrices = cases.normal(5, rows, columns) * scales[:, None, None]
     if dtype == torch.bfloat16 and min(rows, columns) == 1:
         tolerance = 0.3  # the one value of a vector lies where the polynomials are steepest
-    out = polar_express(matrices, dtype)
+    out = train_gpt.polar_express(matrices, dtype)
     assert out.dtype == torch.float32 and out.shape == matrices.shape
     for matrix, polar in zip(matrices[:3].double(), out[:3].double(), strict=True):
         u, values, vt = torch.linalg.svd(matrix, full_matrices=False)
-        wanted = composed_polynomials(values / (values.norm() * 1.02))
+        wanted = cases.composed_polynomials(values / (values.norm() * 1.02))
         assert (polar - (u * wanted) @ vt).norm() <= tolerance * wanted.norm()
     assert not out[3].any() and out[4].isnan().all()
 
 
 @pytest.mark.parametrize("rows, columns", [(12, 12), (24, 8), (8, 24)])
 def test_muon_against_a_slow_float64_reference(rows, columns):
-    weight = normal(3, rows, columns)
+    weight = cases.normal(3, rows, columns)
     second = torch.zeros((3, rows, 1) if rows >= columns else (3, 1, columns))
     state = {"momentum": torch.zeros_like(weight), "row_square": second}
     tensors = weight, state["momentum"], state["row_square"]
     slow = [[tensor[k].double().numpy() for tensor in tensors] for k in range(3)]
     for step in range(4):
         lr, momentum = 0.05 * (step + 1), 0.85 + 0.03 * step
-        grad = normal(3, rows, columns, seed=step + 1)
-        muon_update(weight, grad.clone(), state, hyper(step + 1, lr, 0.5, momentum))
+        grad = cases.normal(3, rows, columns, seed=step + 1)
+        train_gpt.muon_update(weight, grad.clone(), state, cases.hyper(step + 1, lr, 0.5, momentum))
         for k in range(3):
             exact = grad[k].double().numpy()
-            slow[k] = slow_muon(*slow[k], exact, lr, momentum, 0.5)
+            slow[k] = cases.slow_muon(*slow[k], exact, lr, momentum, 0.5)
             for actual, expected in zip(tensors, slow[k], strict=True):
                 found = actual[k].double().numpy()
                 np.testing.assert_allclose(found, expected, atol=2e-4, rtol=2e-3)
@@ -142,26 +111,28 @@ def test_muon_against_a_slow_float64_reference(rows, columns):
 
 def test_bfloat16_training_is_float32_training_bitwise():
     changes = {"dtype": "bfloat16", "untie_at": 0.5, "steps": 8}
-    config = tiny_config(**NO_TABLE, **changes)
+    config = helpers.tiny_config(**helpers.NO_TABLE, **changes)
     models = gpt_of(config), gpt_of(config).float()
     pair = [optimizer_of(model, **changes) for model in models]
     for step in range(6):
         for optimizer in pair:
-            if step == untie_step(config):
+            if step == train_gpt.untie_step(config):
                 optimizer.untie()
-            params = params_of(optimizer)
-            grads = {name: normal(*param.shape, seed=step) for name, param in params.items()}
-            take_step(optimizer, step, grads, lr_mul=0.7)
-    state, masters = state_of(pair[0]), []
-    exact = params_of(pair[1])
-    for name, param in params_of(pair[0]).items():
-        assert_bitwise(param, exact[name].to(param.dtype), name)
+            params = cases.params_of(optimizer)
+            grads = {name: cases.normal(*param.shape, seed=step) for name, param in params.items()}
+            cases.take_step(optimizer, step, grads, lr_mul=0.7)
+    state, masters = cases.state_of(pair[0]), []
+    exact = cases.params_of(pair[1])
+    for name, param in cases.params_of(pair[0]).items():
+        helpers.assert_bitwise(param, exact[name].to(param.dtype), name)
         if param.dtype == torch.bfloat16:
-            assert_bitwise(state[name]["master"], exact[name], name)
+            helpers.assert_bitwise(state[name]["master"], exact[name], name)
             masters.append(name)
         else:
             assert "master" not in state[name]
-    assert len(masters) >= 7 and not torch.equal(exact["mlp"], params_of(pair[0])["mlp"].float())
+    assert len(masters) >= 7 and not torch.equal(
+        exact["mlp"], cases.params_of(pair[0])["mlp"].float()
+    )
 
 
 # ----- the rules of parameters
@@ -169,17 +140,17 @@ def test_bfloat16_training_is_float32_training_bitwise():
 
 def test_every_parameter_moves_at_its_own_rate():
     """The first step of Adam is the learning rate."""
-    optimizer = optimizer_of(**LAYERED)
-    before = {name: param.clone() for name, param in params_of(optimizer).items()}
+    optimizer = optimizer_of(**helpers.LAYERED)
+    before = {name: param.clone() for name, param in cases.params_of(optimizer).items()}
     ones = {name: torch.ones_like(param) for name, param in before.items()}
-    take_step(optimizer, 0, ones, lr_mul=0.5)
-    for name, param in params_of(optimizer).items():
+    cases.take_step(optimizer, 0, ones, lr_mul=0.5)
+    for name, param in cases.params_of(optimizer).items():
         moved = before[name] - param
-        if RULES[name].group == "matrices":
+        if cases.RULES[name].group == "matrices":
             assert moved.any()
         else:
-            rate = 0.5 * tiny_config().adam_lr * RULES[name].lr_mul
-            decayed = torch.where(before[name] > 0, RULES[name].decay * before[name], 0)
+            rate = 0.5 * helpers.tiny_config().adam_lr * cases.RULES[name].lr_mul
+            decayed = torch.where(before[name] > 0, cases.RULES[name].decay * before[name], 0)
             expected = rate * (1 + rate * decayed)
             torch.testing.assert_close(moved, expected, atol=1e-6, rtol=1e-3)
 
@@ -188,10 +159,10 @@ def test_matrices_of_a_bank_may_have_rates_of_their_own():
     """Rates are given to a bank as one tensor."""
 
     def moved(lr_mul):
-        rules = {"mlp": dataclasses.replace(RULES["mlp"], lr_mul=lr_mul)}
-        optimizer = cases.optimizer_of(Runtime("cpu"), {"mlp": (2, 16, 8)}, rules=rules)
-        take_step(optimizer, 0, {"mlp": normal(2, 16, 8)}, lr_mul=0.7)
-        return params_of(optimizer)["mlp"]
+        rules = {"mlp": dataclasses.replace(cases.RULES["mlp"], lr_mul=lr_mul)}
+        optimizer = cases.optimizer_of(train_gpt.Runtime("cpu"), {"mlp": (2, 16, 8)}, rules=rules)
+        cases.take_step(optimizer, 0, {"mlp": cases.normal(2, 16, 8)}, lr_mul=0.7)
+        return cases.params_of(optimizer)["mlp"]
 
     mixed, slow, fast = map(moved, (torch.tensor([1.0, 2.0])[:, None, None], 1.0, 2.0))
     torch.testing.assert_close(mixed, torch.stack([slow[0], fast[1]]))
@@ -201,40 +172,22 @@ def test_matrices_of_a_bank_may_have_rates_of_their_own():
 # ----- sums of gradients
 
 
-def test_the_first_gradient_of_a_step_replaces_the_last_steps_sum():
-    """Also where a parameter has none in one step: neither its old gradient nor anything else takes
-    its place."""
-
-    def weights(per_step):
-        optimizer = optimizer_of()
-        for step, grads in enumerate(per_step):
-            for grad in grads:
-                cases.add(optimizer, {"head": grad, "smear_gate": grad[:1, :12]})
-                cases.add(optimizer, {"head": None, "embed": normal(257, 32)})
-            take_step(optimizer, step, {})
-        return [params_of(optimizer)[name] for name in ("head", "smear_gate")]
-
-    steps = [[normal(257, 32, seed=seed) for seed in seeds] for seeds in ((1, 2), (3,), (), (4, 5))]
-    summed = [[sum(grads, torch.zeros(257, 32))] for grads in steps]
-    assert_bitwise(weights(steps), weights(summed))
-
-
 def test_moments_are_of_sums_over_the_tokens_of_a_cycle():
     """Adam waits for the second step of its cycle. Muon does not wait, which only its momentum
     shows."""
-    grads = [normal(257, 32, seed=seed) for seed in range(4)]
-    mlp_grads = [normal(4, 64, 32, seed=9 + seed) for seed in range(4)]
-    config = tiny_config(steps=8)
+    grads = [cases.normal(257, 32, seed=seed) for seed in range(4)]
+    mlp_grads = [cases.normal(4, 64, 32, seed=9 + seed) for seed in range(4)]
+    config = helpers.tiny_config(steps=8)
     optimizer = optimizer_of(steps=8, adam_every=2)
     first, momentum = torch.zeros(257, 32), torch.zeros(4, 64, 32)
     for step in range(4):
         cases.add(optimizer, {"embed": grads[step] / 2, "mlp": mlp_grads[step]})
-        take_step(optimizer, step, {"embed": grads[step] / 2, "mlp": None})
+        cases.take_step(optimizer, step, {"embed": grads[step] / 2, "mlp": None})
         momentum.lerp_(mlp_grads[step], 1 - train_gpt.momentum_at(config, step))
         if step % 2:
-            first.lerp_(grads[step - 1] + grads[step], 1 - RULES["embed"].betas[0])
-        torch.testing.assert_close(state_of(optimizer)["embed"]["first"], first)
-        torch.testing.assert_close(state_of(optimizer)["mlp"]["momentum"], momentum)
+            first.lerp_(grads[step - 1] + grads[step], 1 - cases.RULES["embed"].betas[0])
+        torch.testing.assert_close(cases.state_of(optimizer)["embed"]["first"], first)
+        torch.testing.assert_close(cases.state_of(optimizer)["mlp"]["momentum"], momentum)
 
 
 # ----- compiled updates
@@ -258,7 +211,7 @@ def test_compiled_updates_are_the_plain_ones_in_one_graph(rule, monkeypatch):
     torch._dynamo.reset()
     banks = {"query_key": (4, 8, 8), "mlp": (4, 8, 8), "embed": (6, 8), "head": (6, 8)}
     shapes = {**cases.SMALL, **banks}
-    runtime, changes = Runtime("cpu"), {"matrix_update": rule, "momentum_warmup": 1.0}
+    runtime, changes = train_gpt.Runtime("cpu"), {"matrix_update": rule, "momentum_warmup": 1.0}
     plain, compiled = (cases.optimizer_of(runtime, shapes, **changes) for _ in range(2))
     for group in compiled.parameter_groups:
         group.take_step = train_gpt.compiled_updates()
@@ -267,7 +220,7 @@ def test_compiled_updates_are_the_plain_ones_in_one_graph(rule, monkeypatch):
             cases.accumulate(optimizer, step, runtime)
             optimizer.step(step, 1 / (step + 1))
     assert len(traced) == 3  # of matrices, of embeddings, and of a scalar
-    found = (params_of(optimizer) for optimizer in (compiled, plain))
+    found = (cases.params_of(optimizer) for optimizer in (compiled, plain))
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
     torch._dynamo.reset()
 
@@ -275,9 +228,9 @@ def test_compiled_updates_are_the_plain_ones_in_one_graph(rule, monkeypatch):
 @pytest.mark.parametrize("device, is_compiled", [("cpu", True), ("cuda", False), ("cuda", True)])
 def test_updates_are_compiled_on_cuda_alone(device, is_compiled, monkeypatch):
     monkeypatch.setattr(train_gpt, "compiled_updates", lambda: "compiled")
-    runtime = Runtime("cpu")
+    runtime = train_gpt.Runtime("cpu")
     runtime.device = SimpleNamespace(type=device)
-    config = tiny_config(compile=is_compiled)
+    config = helpers.tiny_config(compile=is_compiled)
     group = train_gpt.ParameterGroup("matrices", config, {}, runtime)
     assert (group.take_step == "compiled") == (device == "cuda" and is_compiled)
 
@@ -294,50 +247,50 @@ def test_untying_inside_a_cycle_is_torchs_adam_on_one_table_then_on_two(dtype):
     over whole cycles.
     """
     changes = {"steps": 13, "adam_every": 3, "untie_at": 4 / 13, "dtype": dtype}
-    config = tiny_config(**NO_TABLE, **changes)
+    config = helpers.tiny_config(**helpers.NO_TABLE, **changes)
     model = gpt_of(config)
     optimizer = optimizer_of(model, **changes)
     assert torch.equal(model.embed, model.head)
 
     def adam_of(name, table):
-        rule = RULES[name]
+        rule = cases.RULES[name]
         lr = config.adam_lr * rule.lr_mul
         return torch.optim.AdamW([table], lr, rule.betas, rule.eps, weight_decay=0)
 
     head = nn.Parameter(model.head.detach().double())
     tables, adam = {"head": head}, {"head": adam_of("head", head)}
     for step in range(13):
-        if step == untie_step(config):
+        if step == train_gpt.untie_step(config):
             optimizer.untie()
         if step == 6:
             tables["embed"] = nn.Parameter(head.detach().clone())
             adam["embed"] = adam_of("embed", tables["embed"])
             adam["embed"].state[tables["embed"]] = copy.deepcopy(adam["head"].state[head])
         # Until it is untied the embedding has no gradient: the head's is the sum of both its uses.
-        grads = {name: draw(step, len(name), model.head.shape) for name in tables}
+        grads = {name: cases.draw(step, len(name), model.head.shape) for name in tables}
         cycle = range(13)[step // 3 * 3 :][:3]
         for name, grad in grads.items():
             so_far = tables[name].grad if tables[name].grad is not None else 0
             tables[name].grad = so_far + grad.double()
-        take_step(optimizer, step, {"embed": None, **grads})
+        cases.take_step(optimizer, step, {"embed": None, **grads})
         if step == cycle[-1]:
             for name, optimizer_of_one in adam.items():
-                adam_step(optimizer_of_one, RULES[name].decay)
+                cases.adam_step(optimizer_of_one, cases.RULES[name].decay)
                 optimizer_of_one.zero_grad()
         for name, table in tables.items():
-            exact = state_of(optimizer)[name].get("master", params_of(optimizer)[name])
+            exact = cases.state_of(optimizer)[name].get("master", cases.params_of(optimizer)[name])
             torch.testing.assert_close(exact.double(), table.data, atol=1e-6, rtol=1e-5)
     assert not torch.equal(model.embed, model.head)
 
 
 def test_the_trainer_unties_ahead_of_the_steps_gradients():
-    trainer = make_trainer(random_weights=False, steps=8, untie_at=0.5, **NO_TABLE)
+    trainer = helpers.make_trainer(random_weights=False, steps=8, untie_at=0.5, **helpers.NO_TABLE)
     embed, head = trainer.model.embed, trainer.model.head
     start = embed.detach().clone()
     for step in range(5):
-        trainer.accumulate(step, batch_of(trainer, np.arange(300) % 37))
+        trainer.accumulate(step, cases.batch_of(trainer, np.arange(300) % 37))
         assert torch.equal(embed, head if step == 4 else start)
-        assert waiting(trainer.optimizer, "embed").any() == (step == 4)
+        assert cases.waiting(trainer.optimizer, "embed").any() == (step == 4)
         trainer.optimizer.step(step, 1.0)
     assert not torch.equal(embed, head)
 
@@ -348,44 +301,9 @@ def test_the_trainer_unties_ahead_of_the_steps_gradients():
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 def test_owned_ranges_cover_every_unit_once(world_size):
     for count in range(12):
-        bounds = [Runtime.owned_range(rank, count) for rank in ranks(world_size)]
+        bounds = [train_gpt.Runtime.owned_range(rank, count) for rank in helpers.ranks(world_size)]
         covered = [unit for low, high in bounds for unit in range(low, high)]
         assert covered == list(range(count))
         chunk = math.ceil(count / world_size)  # what the collectives give each rank
         for rank, (low, high) in enumerate(bounds):
             assert low == min(rank * chunk, count) and high - low <= chunk
-
-
-# ----- what must not depend on width and batch
-
-
-@pytest.mark.parametrize("width", [32, 256])
-def test_the_first_step_of_a_rare_token_is_its_rate(width):
-    """At eight times the width, too, Adam's first step is 1 in units of the rate, after some steps
-    without."""
-    trainer = make_trainer(random_weights=False, model_dim=width, mlp_dim=width, steps=100)
-    for step in range(6):
-        text = byte_documents(300, seed=step)
-        text[:100] = range(130, 230) if step == 5 else [32] * 100  # no text before has had these
-        before = trainer.model.value_embed.detach().clone()
-        trainer.step(step, batch_of(trainer, text))
-    rule, config = RULES["value_embed"], trainer.config
-    beta1, beta2 = rule.betas
-    expected = (1 - beta1) / (1 - beta1**6) / math.sqrt((1 - beta2) / (1 - beta2**6))
-    moved = (trainer.model.value_embed.detach() - before)[130:230].abs()
-    sizes = moved / (config.adam_lr * rule.lr_mul * train_gpt.lr_multiplier(config, 5))
-    assert sizes.median().item() == pytest.approx(expected, rel=0.02)
-
-
-def test_the_floor_of_rows_falls_with_the_width():
-    """So new rows make first steps of one size, where gradients fall so: measured from 64 to 512
-    channels."""
-    moved = []
-    for width in (64, 1024):
-        table = make_trainer(random_weights=False, model_dim=width, ngram_floor=0.2).table
-        table.plan = SimpleNamespace(owned=torch.tensor([3]), merge=())
-        gradient = torch.full((1, width), 0.1 * (64 / width) ** 0.75)
-        before = table.weight.clone()
-        table.update(0, 1.0, [(gradient, None)])
-        moved.append((table.weight - before)[3, 0].item())
-    assert moved[1] == pytest.approx(moved[0], rel=1e-4)

@@ -8,40 +8,16 @@ import numpy as np
 import pytest
 from numba import njit
 
+import helpers
 import train_gpt
-from helpers import (
-    EOT,
-    NO_TABLE,
-    byte_documents,
-    documents_of,
-    make_corpus,
-    make_trainer,
-    slow_key,
-    slow_row,
-    text_of,
-    tiny_config,
-    with_manifest,
-    write_shard,
-)
-from train_gpt import (
-    NO_TOKEN,
-    ConfigError,
-    Index,
-    Passage,
-    RowFinder,
-    contiguous_passage,
-    latest_matches,
-    ngram_keys,
-    open_corpus,
-    rolling_hash,
-)
+from helpers import EOT, text_of
 
 ROWS = 2**31 - 1  # a table of so many rows hardly ever gives two keys the same one
 
 
 def past_config(**changes):
     """A Config whose table has no rows but those of the orders in `changes`."""
-    return tiny_config(**{**NO_TABLE, "ngram_rows": ROWS, **changes})
+    return helpers.tiny_config(**{**helpers.NO_TABLE, "ngram_rows": ROWS, **changes})
 
 
 def small_alphabet(count, letters, seed=0, longest=60):
@@ -61,14 +37,14 @@ def small_alphabet(count, letters, seed=0, longest=60):
 
 def slow_gram(tokens, at, n):
     """The last n tokens at a position, or fewer where its document begins later."""
-    start = documents_of(tokens[: at + 1])[at]
+    start = helpers.documents_of(tokens[: at + 1])[at]
     return tokens[max(start, at - n + 1) : at + 1].tolist()
 
 
 def slow_copies(tokens, at, config):
     """The tokens that followed the latest earlier occurrences of the last n tokens, None where
     there is none."""
-    start = documents_of(tokens[: at + 1])[at]
+    start = helpers.documents_of(tokens[: at + 1])[at]
     tokens, found = tokens.tolist(), []
     for n in config.copy_orders:
         gram = tokens[at - n + 1 : at + 1]
@@ -89,7 +65,7 @@ class SlowIndex:
         self.order = order = config.index_order
         self.counts = [Counter() for _ in range(order + 1)]  # by the tokens of the context
         for text in texts:
-            starts = documents_of(text)
+            starts = helpers.documents_of(text)
             for at in range(1, len(text)):
                 held = min(order, at - starts[at - 1])
                 self.counts[held][*text[at - held : at + 1].tolist()] += 1
@@ -103,7 +79,7 @@ class SlowIndex:
 
     def prior(self, tokens, at, following):
         """The probability of a token behind the one at a position."""
-        start = documents_of(tokens[: at + 1])[at]
+        start = helpers.documents_of(tokens[: at + 1])[at]
         found = 1 / self.config.vocab_size
         for n in range(min(self.order, at + 1 - start) + 1):
             context = tuple(tokens[at + 1 - n : at + 1].tolist())
@@ -119,7 +95,7 @@ class SlowIndex:
 
 def slow_columns(tokens, at, config):
     """What each column at a position is of: a key, or a guess, or None for no guess."""
-    grams = [slow_key(slow_gram(tokens, at, n)) for n in config.ngram_orders]
+    grams = [helpers.slow_key(slow_gram(tokens, at, n)) for n in config.ngram_orders]
     return grams + slow_copies(tokens, at, config)
 
 
@@ -134,15 +110,15 @@ def assert_found(actual, columns):
     for i, line in enumerate(columns):
         for column, key in enumerate(line[:orders]):
             found = int(rows[i, column]), float(signs[i, column])
-            assert found == slow_row(key, column, ROWS), (i, column)
-        expected = [NO_TOKEN if guess is None else guess for guess in line[orders:]]
+            assert found == helpers.slow_row(key, column, ROWS), (i, column)
+        expected = [train_gpt.NO_TOKEN if guess is None else guess for guess in line[orders:]]
         assert guesses[i].tolist() == expected, i
     return prior
 
 
 def passage_of(tokens, positions):
     """The Passage of single tokens at any positions."""
-    return Passage(text_of([*tokens, 1]), [(int(at), int(at) + 1) for at in positions])
+    return train_gpt.Passage(text_of([*tokens, 1]), [(int(at), int(at) + 1) for at in positions])
 
 
 # ----- keys of n-grams
@@ -153,12 +129,12 @@ def test_keys_against_python_integers(n):
     text = np.random.default_rng(n).integers(0, 2**16, size=70).astype(np.uint16)
     text[[3, 50]] = 2**16 - 1
     text[[0, 20, 21, 40]] = EOT
-    expected = [slow_key(slow_gram(text, at, n)) for at in range(70)]
+    expected = [helpers.slow_key(slow_gram(text, at, n)) for at in range(70)]
     for high in (70, n, n + 1, 1, 0):
-        keys = rolling_hash(text[:high], n, EOT)
+        keys = train_gpt.rolling_hash(text[:high], n, EOT)
         assert keys.dtype == np.uint64 and keys.tolist() == expected[:high]
     for low, high in ((0, 70), (0, 1), (1, 40), (22, 23), (n, n + 1), (69, 70)):
-        keys = ngram_keys(text, low, high, n, EOT)
+        keys = train_gpt.ngram_keys(text, low, high, n, EOT)
         assert keys.dtype == np.uint64 and keys.tolist() == expected[low:high]
 
 
@@ -176,7 +152,7 @@ def test_latest_matches_against_a_dict(first, is_last):
         expected.append(seen.get(key, -1))
         if at >= first:
             seen[key] = at
-    assert latest_matches(keys, first).tolist() == expected
+    assert train_gpt.latest_matches(keys, first).tolist() == expected
 
 
 @pytest.mark.parametrize("reach", [0, 1, 5, 30, 10_000])
@@ -190,10 +166,10 @@ def test_copies_against_a_search(orders, reach):
         scattered = np.random.default_rng(letters).permutation(500)[:100]
         for positions, passage in (
             (scattered.tolist(), passage_of(tokens, scattered)),
-            (range(70, 270), contiguous_passage(text_of(tokens), 70, 200)),
+            (range(70, 270), train_gpt.contiguous_passage(text_of(tokens), 70, 200)),
         ):
             columns = [slow_columns(tokens, at, config) for at in positions]
-            assert_found(RowFinder(config).find([passage]), columns)
+            assert_found(train_gpt.RowFinder(config).find([passage]), columns)
             found += [guess for line in columns for guess in line if guess is not None]
     assert (not found) == (reach == 0)
 
@@ -230,7 +206,7 @@ def test_odd_texts_with_checked_bounds(monkeypatch):
         for text in ODD_TEXTS:
             tokens = np.array(text, np.uint16)
             config = past_config(**ALL_KINDS, index_tokens=len(tokens), vocab_size=2**16)
-            finder = RowFinder(config)
+            finder = train_gpt.RowFinder(config)
             slow = SlowIndex([tokens], config)
             finder.index.read([tokens])
             assert_counted(finder.index, slow)
@@ -238,7 +214,7 @@ def test_odd_texts_with_checked_bounds(monkeypatch):
             columns = [slow_columns(tokens, at, config) for at in positions]
             following = [*text[1:], 1]
             expected = [slow.prior(tokens, at, following[at]) for at in positions]
-            whole = contiguous_passage(text_of([*text, 1]), 0, len(tokens))
+            whole = train_gpt.contiguous_passage(text_of([*text, 1]), 0, len(tokens))
             for passage in (passage_of(tokens, positions), whole):
                 prior = assert_found(finder.find([passage]), columns)
                 np.testing.assert_allclose(prior, expected, rtol=1e-6)
@@ -248,7 +224,7 @@ def test_odd_texts_with_checked_bounds(monkeypatch):
 
 TEXTS = {
     "letters": small_alphabet(1500, 3),
-    "sources": np.asarray(byte_documents(1500), dtype=np.uint16),
+    "sources": np.asarray(helpers.byte_documents(1500), dtype=np.uint16),
     "nothing": np.empty(0, np.uint16),
 }
 
@@ -266,12 +242,12 @@ def assert_counted(index, slow):
         for gram, count in slow.counts[n].items():
             followed.setdefault(gram[:-1], []).append(count)
             part = (n - 1) * train_gpt.REGIONS + train_gpt.REGION_OF[gram[-2]]
-            key = np.uint64(slow_key(gram))
+            key = np.uint64(helpers.slow_key(gram))
             place = train_gpt.place_of(counts.grams, counts.gram_edges, part, key)
             assert counts.grams[place] & train_gpt.COUNT == count, gram
         for context, own in followed.items():
             part = (n - 1) * train_gpt.REGIONS + train_gpt.REGION_OF[context[-1]]
-            key = np.uint64(slow_key(context))
+            key = np.uint64(helpers.slow_key(context))
             place = train_gpt.place_of(heads, counts.context_edges, part, key)
             assert heads[place] & train_gpt.COUNT == sum(own), context
             assert discounts[place] == pytest.approx(sum(count**0.4 for count in own)), context
@@ -287,14 +263,14 @@ def test_the_index_against_dicts(name, chunk, monkeypatch):
     asked is about another text, from its documents' first tokens on."""
     monkeypatch.setattr(train_gpt, "INDEX_CHUNK", chunk)
     texts = [TEXTS[name], TEXTS["letters"][3:90]]
-    finder = RowFinder(past_config(index_order=4))
+    finder = train_gpt.RowFinder(past_config(index_order=4))
     finder.index.read(texts)
     slow = SlowIndex(texts, finder.config)
     assert_counted(finder.index, slow)
-    sources = np.asarray(byte_documents(100), dtype=np.uint16)
+    sources = np.asarray(helpers.byte_documents(100), dtype=np.uint16)
     asked = np.concatenate([TEXTS["letters"][700:800], sources, [5]]).astype(np.uint16)
     expected = [slow.prior(asked, at, asked[at + 1]) for at in range(200)]
-    _, _, (_, prior) = finder.find([contiguous_passage(text_of(asked), 0, 200)])
+    _, _, (_, prior) = finder.find([train_gpt.contiguous_passage(text_of(asked), 0, 200)])
     np.testing.assert_allclose(prior, expected, rtol=1e-6)
     assert prior.max() > 0.3 > 1e-3 > prior.min()
 
@@ -302,7 +278,7 @@ def test_the_index_against_dicts(name, chunk, monkeypatch):
 @pytest.mark.parametrize("order", [0, 1, 4])
 def test_priors_of_all_tokens_are_a_distribution(order):
     text = TEXTS["sources"]
-    index = Index(past_config(index_order=order))
+    index = train_gpt.Index(past_config(index_order=order))
     if order:
         index.read([text])
     slow = SlowIndex([text] if order else [], index.config)
@@ -319,20 +295,20 @@ def test_a_text_that_fills_the_index(name):
     """It has room for any text of so many tokens, and says so of a longer one."""
     text = np.random.default_rng(0).integers(0, EOT, 3000).astype(np.uint16)
     text[:] = {"all differ": text, "one token": 7, "documents of one token": EOT}[name]
-    index = Index(past_config(index_order=5, index_tokens=3000))
+    index = train_gpt.Index(past_config(index_order=5, index_tokens=3000))
     index.read([text])
     assert_counted(index, SlowIndex([text], index.config))
     if name == "all differ":
         assert (index.counts.grams != 0).mean() > 0.7
     longer = np.append(text, text[:1])
-    with pytest.raises(ConfigError, match="index_tokens=3000: .* raise it to 3001"):
-        Index(index.config).read([longer])
+    with pytest.raises(train_gpt.ConfigError, match="index_tokens=3000: .* raise it to 3001"):
+        train_gpt.Index(index.config).read([longer])
 
 
 # ----- what the index reads
 
 
-DOCUMENTS = np.asarray(byte_documents(9000, seed=9000), dtype=np.uint16)
+DOCUMENTS = np.asarray(helpers.byte_documents(9000, seed=9000), dtype=np.uint16)
 ONE_DOCUMENT = small_alphabet(9000, 20, longest=None)
 
 
@@ -340,26 +316,26 @@ ONE_DOCUMENT = small_alphabet(9000, 20, longest=None)
 @pytest.mark.parametrize("last", [DOCUMENTS, ONE_DOCUMENT], ids=["documents", "one document"])
 def test_training_and_the_index_share_out_the_shards(last, count, tmp_path):
     """The index gets whole documents, the last ones; their first token is a target, too."""
-    first = np.asarray(byte_documents(9000, seed=5000), dtype=np.uint16)
-    folder = make_corpus(tmp_path / "corpus")
-    write_shard(folder / "tiny_train_000000.bin", first)
-    write_shard(folder / "tiny_train_000001.bin", last)
-    with_manifest(folder)
-    config = tiny_config(data=str(folder), index_order=3, index_tokens=count, steps=1)
+    first = np.asarray(helpers.byte_documents(9000, seed=5000), dtype=np.uint16)
+    folder = helpers.make_corpus(tmp_path / "corpus")
+    helpers.write_shard(folder / "tiny_train_000000.bin", first)
+    helpers.write_shard(folder / "tiny_train_000001.bin", last)
+    helpers.with_manifest(folder)
+    config = helpers.tiny_config(data=str(folder), index_order=3, index_tokens=count, steps=1)
     if count > 18_000:
-        with pytest.raises(ConfigError, match="shards hold 0 in"):
-            open_corpus(config)
+        with pytest.raises(train_gpt.ConfigError, match="shards hold 0 in"):
+            train_gpt.open_corpus(config)
         return
     whole = np.concatenate([first, last])
     wanted = len(whole) - count
     starts = [at for at in range(wanted, len(whole)) if at == 9000 or whole[at] == EOT]
     cut = starts[0] if starts else len(whole)
-    corpus = open_corpus(config)
+    corpus = train_gpt.open_corpus(config)
     assert np.array_equal(np.concatenate([[], *corpus.indexed]), whole[cut:])
     training = [first, last[: cut - 9000 + 1]] if cut > 9000 else [first[: cut + 1]]
     for one, other in zip(corpus.shards, training, strict=True):
         assert np.array_equal(one, other)
-    corpus = open_corpus(dataclasses.replace(config, index_order=0))
+    corpus = train_gpt.open_corpus(dataclasses.replace(config, index_order=0))
     # What nobody reads is trained on.
     assert np.array_equal(np.concatenate(corpus.shards), whole) and not corpus.indexed
 
@@ -367,7 +343,7 @@ def test_training_and_the_index_share_out_the_shards(last, count, tmp_path):
 @pytest.mark.parametrize("readers", [2, 3, 7, 80])
 def test_any_number_of_readers_leaves_the_same_bits(readers):
     config = past_config(index_order=3, index_tokens=18_000)
-    alone, together = Index(config), Index(config)
+    alone, together = train_gpt.Index(config), train_gpt.Index(config)
     texts = [DOCUMENTS, ONE_DOCUMENT]
     alone.read(texts)
     for reader in reversed(range(readers)):
@@ -378,11 +354,11 @@ def test_any_number_of_readers_leaves_the_same_bits(readers):
 
 def test_a_run_ends_whose_index_is_not_that_of_its_checkpoint(rich_run, rich, rich_run_of):
     """It is made anew by each process, and a checkpoint keeps its sha256 alone."""
-    table = make_trainer(**rich).table
-    indexed = open_corpus(tiny_config(**rich)).indexed
+    table = helpers.make_trainer(**rich).table
+    indexed = train_gpt.open_corpus(helpers.tiny_config(**rich)).indexed
     kept = {rich_run_of(size).checkpoint("step_000010.pt")["index"] for size in (1, 2)}
     table.read_index(indexed)
     assert kept == {table.index_digest(*kept)} == {rich_run.checkpoint()["index"]}
     table.read_index(indexed)  # once more, into the same entries
-    with pytest.raises(ConfigError, match="not that of the checkpoint"):
+    with pytest.raises(train_gpt.ConfigError, match="not that of the checkpoint"):
         table.index_digest(*kept)

@@ -20,12 +20,10 @@ import continual
 import train_gpt
 from helpers import ROOT, content_of, make_trainer
 
-# Stands for the Python that makes .venv, for .venv's own, and for uv and uname where they are said
-# to be there.
+# Stands for the Python that makes .venv, for .venv's own, and for uv where it is said to be there.
 STUB = """#!/bin/sh
 echo "$*" >>"$STUB_CALLS"
 case "$*" in
--s) echo MINGW64_NT-10.0 ;;
 *version_info*) exit "${STUB_TOO_OLD:-0}" ;;
 --version) echo "Python 3.9.6" ;;
 "-m venv .venv" | "venv --python "*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
@@ -140,15 +138,6 @@ def test_run_sh_finds_its_folder_and_bash(call, tmp_path):
         code, out, err, _ = call("--steps", "3", start=start)
         assert (code, out) == (0, "status:ok\n"), err
     assert (tmp_path / ".venv").exists() and os.listdir(link.parent) == ["train"]
-
-
-def test_windows_is_told_what_to_do(call, tmp_path):
-    """What its Git makes of line ends changes no file."""
-    code, _, err, _ = call(there=["uname"])
-    assert code == 2 and err.count("\n") == 1 and "Windows" in err and "WSL" in err
-    words = ["git", "check-attr", "text", "run.sh", "records/README.md"]
-    attributes = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
-    assert attributes.count("text: unset") == 2
 
 
 @pytest.mark.parametrize("shell", ["bash", "sh"])

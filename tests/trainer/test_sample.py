@@ -122,17 +122,6 @@ def test_sample_continues_a_prompt(prompt, use, tmp_path):
     assert run.stdout == greedy(path, prompt.encode(), 8) + "\n"
 
 
-def test_sample_draws_by_its_seed(path, use):
-    def drawn(seed):
-        words = ["--prompt", "def f(", "--tokens", 12, "--temperature", 1.5, "--seed", seed]
-        run = use("--checkpoint", path, *words)
-        assert run.code == 0 and run.stdout.startswith("def f("), run.stdout
-        return run.stdout
-
-    assert drawn(1) == drawn(1)
-    assert len({drawn(seed) for seed in (1, 2, 3)}) > 1
-
-
 def test_samples_top_k_and_a_prompt_file(path, use, tmp_path):
     """The seeds of several samples follow each other, and the likeliest token is the top one."""
     (tmp_path / "prompt").write_text("def é(")
@@ -142,6 +131,7 @@ def test_samples_top_k_and_a_prompt_file(path, use, tmp_path):
         return use(*words, *more).stdout
 
     singles = [drawn("--prompt", "def é(", "--seed", seed) for seed in (4, 5)]
+    assert singles[0] != singles[1]
     expected = "".join(f"--- sample {i} of 2\n{one}" for i, one in enumerate(singles, start=1))
     assert drawn("--prompt-file", "prompt", "--seed", 4, "--samples", 2) == expected
     likeliest = use("--checkpoint", path, "--tokens", 12, "--temperature", 0).stdout
@@ -200,7 +190,6 @@ BAD_WORDS = [
     (["--checkpoint", "x.pt", "--steps", "5"], "--steps"),
     (["--checkpoint", "x.pt", "--prompt", "x", "--eval"], "--prompt"),
     (["--checkpoint", "x.pt", "--tokens", "0"], "--tokens 0"),
-    (["--checkpoint", "x.pt", "--temperature", "nan"], "--temperature nan"),
     (["--checkpoint", "x.pt", "--seed", "-1"], "--seed -1"),
 ]
 
@@ -209,13 +198,6 @@ BAD_WORDS = [
 def test_bad_words_end_in_one_line_and_status_2(words, hint, use, tmp_path):
     assert hint in refusal(use(*words))
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("words", [["--device", "cuda"], ["--eval", "--data", "gone"]], ids=str)
-def test_what_a_checkpoint_cannot_be_used_on(words, path, use):
-    if torch.cuda.is_available() and "cuda" in words:
-        pytest.skip("CUDA is here, so asking for it is no mistake")
-    assert words[-1] in refusal(use("--checkpoint", path, *words))
 
 
 @pytest.mark.parametrize("index_order", [0, 2])

@@ -7,45 +7,23 @@ import math
 from types import SimpleNamespace
 
 import numpy as np
+import optimizer_cases as cases
 import pytest
 import torch
-from optimizer_cases import (
-    SMALL,
-    batch_of,
-    hyper,
-    normal,
-    optimizer_of,
-    params_of,
-    slow_muon,
-    state_of,
-    take_step,
-)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
-from helpers import NO_TABLE, assert_bitwise, make_trainer
-from train_gpt import (
-    FACTOR_BETA,
-    KL_FLOOR,
-    UPDATE_RULES,
-    Runtime,
-    eigen_sides,
-    eigenbasis_step,
-    refresh_eigenbases,
-    soap_muon_update,
-    soap_update,
-    update_factors,
-)
+from helpers import assert_bitwise
 
 METHODS = ("eigh", "householder", "cholesky")
 ITERATIVE = METHODS[1:]
-SOAP_RULES = [name for name, rule in UPDATE_RULES.items() if rule.has_bases]
+SOAP_RULES = [name for name, rule in train_gpt.UPDATE_RULES.items() if rule.has_bases]
 EACH_METHOD = pytest.mark.parametrize("method", METHODS)
 EACH_RULE = pytest.mark.parametrize("kind", SOAP_RULES)
 
 
 def orthogonal(*shape, seed=0):
-    return torch.linalg.qr(normal(*shape, seed=seed).double()).Q.float()
+    return torch.linalg.qr(cases.normal(*shape, seed=seed).double()).Q.float()
 
 
 def factors(count, size, seed=0, steps=30):
@@ -53,16 +31,16 @@ def factors(count, size, seed=0, steps=30):
     six decades."""
     left, factor = orthogonal(count, size, size, seed=seed), torch.zeros(count, size, size)
     for step in range(steps):
-        drawn = normal(count, size, size, seed=1000 * seed + step + 1)
+        drawn = cases.normal(count, size, size, seed=1000 * seed + step + 1)
         grad = left * torch.logspace(0, -3, size) @ drawn
-        factor.lerp_(grad @ grad.mT / size, 1 - FACTOR_BETA)
+        factor.lerp_(grad @ grad.mT / size, 1 - train_gpt.FACTOR_BETA)
     return factor
 
 
 def bank(count, rows, columns, seed=0, keys=("row", "column")):
     """The state of a bank under a soap rule, as training makes it, but for bases that are
     random."""
-    state = {"moment": normal(count, rows, columns, seed=seed).square()}
+    state = {"moment": cases.normal(count, rows, columns, seed=seed).square()}
     for key in keys:
         size = rows if key == "row" else columns
         state[f"{key}_factor"] = factors(count, size, seed + (key == "column"))
@@ -107,7 +85,7 @@ def test_a_step_is_the_qr_of_factor_times_basis(size, exponent, method):
     reach."""
     factor, basis = factors(3, size) * 10.0**exponent, orthogonal(3, size, size, seed=9)
     for _ in range(3):  # from a random basis to one near the eigenvectors
-        new, order, rejected = eigenbasis_step(factor, basis, method)
+        new, order, rejected = train_gpt.eigenbasis_step(factor, basis, method)
         assert not rejected.any() and torch.equal(order, sorted_columns(factor, basis))
         assert error_of(new) <= 2e-6
         product = factor.double() * 10.0**-exponent @ in_order(basis, order).double()
@@ -123,13 +101,13 @@ def test_a_step_is_the_qr_of_factor_times_basis(size, exponent, method):
 def test_a_factor_of_low_rank_never_makes_a_wrong_basis(method, size, rank):
     """From bases far from it, who is accepted has found the space that gradients span, and others
     keep their columns; from bases near it, as after the first steps, nothing is ever rejected."""
-    columns = normal(2, size, rank, seed=rank)
+    columns = cases.normal(2, size, rank, seed=rank)
     factor = columns @ columns.mT / rank
     eigenvectors = torch.linalg.eigh(factor.double()).eigenvectors.flip(-1)
     space = eigenvectors[:, :, :rank]
     basis = orthogonal(2, size, size, seed=9)
     for turn in range(6):
-        new, order, rejected = eigenbasis_step(factor, basis, method)
+        new, order, rejected = train_gpt.eigenbasis_step(factor, basis, method)
         cosines = torch.linalg.svdvals(space.mT @ new[:, :, :rank].double())
         assert (cosines[~rejected] > 1 - 1e-4).all()
         assert_bitwise(new[rejected], in_order(basis, order)[rejected])
@@ -143,7 +121,7 @@ def test_a_factor_of_low_rank_never_makes_a_wrong_basis(method, size, rank):
 def test_moments_follow_the_sort(keys, method):
     state = bank(3, 10, 6, keys=keys)
     before, expected = copy_of(state), state["moment"].clone()
-    refresh_eigenbases([state], method)
+    train_gpt.refresh_eigenbases([state], method)
     for key in keys:
         order = sorted_columns(before[f"{key}_factor"], before[f"{key}_basis"])
         assert not torch.equal(order[0], torch.arange(len(order[0])))
@@ -170,8 +148,8 @@ def test_a_bad_matrix_keeps_its_basis_and_spoils_no_other(name, method):
     bad = copy_of(clean)
     bad["column_factor"][1] = BAD_FACTORS[name]
     moment = bad["moment"][1].clone()
-    refresh_eigenbases([clean], method)
-    refresh_eigenbases([bad], method)
+    train_gpt.refresh_eigenbases([clean], method)
+    train_gpt.refresh_eigenbases([bad], method)
     for index in (0, 2):
         assert_bitwise(bad["column_basis"][index], clean["column_basis"][index])
         assert_bitwise(bad["moment"][index], clean["moment"][index])
@@ -190,12 +168,12 @@ def test_a_bad_matrix_keeps_its_basis_and_spoils_no_other(name, method):
 @pytest.mark.parametrize("is_kl", [False, True])
 def test_factors_against_a_slow_reference(is_kl, is_first):
     """KL's first factors are those of Shampoo."""
-    sides, grad = eigen_sides(bank(3, 6, 9)), normal(3, 6, 9, seed=2)
+    sides, grad = train_gpt.eigen_sides(bank(3, 6, 9)), cases.normal(3, 6, 9, seed=2)
     if is_first:
         for side in sides:
             side.factor.zero_()
     before = [(side.factor.double().numpy(), side.basis.double().numpy()) for side in sides]
-    update_factors(grad, sides, is_kl)
+    train_gpt.update_factors(grad, sides, is_kl)
     for k in range(3):
         exact = grad[k].double().numpy()
         for one, g, other in ((0, exact, 1), (1, exact.T, 0)):
@@ -203,10 +181,12 @@ def test_factors_against_a_slow_reference(is_kl, is_first):
             if is_kl and not is_first:
                 factor, basis = before[other][0][k], before[other][1][k]
                 values = np.diag(basis.T @ factor @ basis)
-                values = np.maximum(values / values.mean(), KL_FLOOR)
+                values = np.maximum(values / values.mean(), train_gpt.KL_FLOOR)
                 metric = basis @ np.diag(1 / values) @ basis.T
             product = g @ metric @ g.T / g.shape[1]
-            expected = FACTOR_BETA * before[one][0][k] + (1 - FACTOR_BETA) * product
+            expected = (
+                train_gpt.FACTOR_BETA * before[one][0][k] + (1 - train_gpt.FACTOR_BETA) * product
+            )
             found, size = sides[one].factor[k].numpy(), np.abs(expected).max()
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * size)
 
@@ -240,11 +220,11 @@ def settled(keys, rows, columns):
 @EACH_SHAPE
 def test_soap_is_adam_in_the_eigenbasis(rows, columns, keys):
     state, bases = settled(keys, rows, columns)
-    weight = normal(3, rows, columns)
+    weight = cases.normal(3, rows, columns)
     slow = [(weight[k].double().numpy(), 0, 0) for k in range(3)]
     for step in range(1, 5):
-        grad = 0.01 * normal(3, rows, columns, seed=step)
-        soap_update(weight, grad, state, hyper(step, 0.1 * step, 0.5))
+        grad = 0.01 * cases.normal(3, rows, columns, seed=step)
+        train_gpt.soap_update(weight, grad, state, cases.hyper(step, 0.1 * step, 0.5))
         for k, (w, m, v) in enumerate(slow):
             left, right = bases[k]
             rotated = left.T @ grad[k].double().numpy() @ right
@@ -263,13 +243,13 @@ def test_soap_is_adam_in_the_eigenbasis(rows, columns, keys):
 @EACH_SHAPE
 def test_soap_muon_is_muon_on_the_whitened_momentum(rows, columns, keys):
     state, bases = settled(keys, rows, columns)
-    weight = normal(3, rows, columns)
+    weight = cases.normal(3, rows, columns)
     slow = [(weight[k].double().numpy(), 0, 0) for k in range(3)]
     moments = np.zeros((3, rows, columns))
     for step in range(4):
         lr, momentum = 0.05 * (step + 1), 0.85 + 0.03 * step
-        grad = 0.01 * normal(3, rows, columns, seed=step + 1)
-        soap_muon_update(weight, grad, state, hyper(step + 1, lr, 0.5, momentum))
+        grad = 0.01 * cases.normal(3, rows, columns, seed=step + 1)
+        train_gpt.soap_muon_update(weight, grad, state, cases.hyper(step + 1, lr, 0.5, momentum))
         for k, (left, right) in enumerate(bases):
 
             def whitened(mixed, k=k, left=left, right=right):
@@ -278,7 +258,7 @@ def test_soap_muon_is_muon_on_the_whitened_momentum(rows, columns, keys):
                 return left @ (rotated / np.sqrt(np.maximum(moments[k], 1e-16))) @ right.T
 
             exact = grad[k].double().numpy()
-            slow[k] = w, b, _ = slow_muon(*slow[k], exact, lr, momentum, 0.5, whitened)
+            slow[k] = w, b, _ = cases.slow_muon(*slow[k], exact, lr, momentum, 0.5, whitened)
             np.testing.assert_allclose(weight[k].numpy(), w, atol=5e-4, rtol=5e-3)
             np.testing.assert_allclose(state["momentum"][k].numpy(), b, atol=1e-7, rtol=1e-4)
             moment = state["moment"][k].numpy()
@@ -287,21 +267,21 @@ def test_soap_muon_is_muon_on_the_whitened_momentum(rows, columns, keys):
 
 # ----- in the optimizer
 
-BANKS = {**SMALL, "query_key": (8, 32, 32), "mlp": (4, 64, 32)}
+BANKS = {**cases.SMALL, "query_key": (8, 32, 32), "mlp": (4, 64, 32)}
 
 
 def banks_of(kind, shapes=BANKS, **changes):
     """An Optimizer of banks of matrices alone, without decay."""
     changes = {"matrix_update": kind, "basis_every": 2, "steps": 40, **changes}
-    return optimizer_of(Runtime("cpu"), shapes, **changes, matrix_decay=0.0)
+    return cases.optimizer_of(train_gpt.Runtime("cpu"), shapes, **changes, matrix_decay=0.0)
 
 
 def walk(optimizer, steps):
     for step in steps:
         grads = {}
-        for index, (name, param) in enumerate(params_of(optimizer).items()):
-            grads[name] = 1e-3 * normal(*param.shape, seed=10 * step + index)
-        take_step(optimizer, step, grads)
+        for index, (name, param) in enumerate(cases.params_of(optimizer).items()):
+            grads[name] = 1e-3 * cases.normal(*param.shape, seed=10 * step + index)
+        cases.take_step(optimizer, step, grads)
     return optimizer
 
 
@@ -312,14 +292,14 @@ def test_the_first_step_with_bases_is_adams(limit, kind):
     Adam's units, as a first step of Adam must. A momentum that knew of one gradient more would meet
     a moment that may be next to 0 in any entry: with one basis the RMS would be 30 and the largest
     entry 500 here, and thousands of times that in large banks."""
-    optimizer = banks_of(kind, {**SMALL, "mlp": (2, 64, 32)}, one_sided_above=limit)
-    has_bases = any(key.endswith("basis") for key in state_of(optimizer)["mlp"])
+    optimizer = banks_of(kind, {**cases.SMALL, "mlp": (2, 64, 32)}, one_sided_above=limit)
+    has_bases = any(key.endswith("basis") for key in cases.state_of(optimizer)["mlp"])
     assert has_bases == (limit > 0)
     first = 1 if has_bases else 0  # the step that has something to step by
     for step in range(first + 1):
-        before = params_of(optimizer)["mlp"].clone()
-        take_step(optimizer, step, {"mlp": normal(2, 64, 32, seed=step)})
-        moved = (params_of(optimizer)["mlp"] - before) * 32**0.5 / optimizer.matrices.lr
+        before = cases.params_of(optimizer)["mlp"].clone()
+        cases.take_step(optimizer, step, {"mlp": cases.normal(2, 64, 32, seed=step)})
+        moved = (cases.params_of(optimizer)["mlp"] - before) * 32**0.5 / optimizer.matrices.lr
         assert step == first or not moved.any()
     sizes = moved.square().mean((-2, -1)).sqrt()
     torch.testing.assert_close(sizes, torch.ones(2), atol=1e-3, rtol=0)
@@ -327,9 +307,11 @@ def test_the_first_step_with_bases_is_adams(limit, kind):
 
 
 def test_before_there_are_bases_soap_muon_is_muon():
-    first = {kind: params_of(walk(banks_of(kind), [0]))["mlp"] for kind in ("muon", "soap_muon")}
+    first = {
+        kind: cases.params_of(walk(banks_of(kind), [0]))["mlp"] for kind in ("muon", "soap_muon")
+    }
     torch.testing.assert_close(first["soap_muon"], first["muon"])
-    assert not torch.equal(first["muon"], params_of(banks_of("muon"))["mlp"])
+    assert not torch.equal(first["muon"], cases.params_of(banks_of("muon"))["mlp"])
 
 
 @EACH_RULE
@@ -337,7 +319,7 @@ def test_bases_follow_the_factors_in_turn(kind):
     """At first all bases are exact; then matrix i steps where (step - i) divides by basis_every,
     the others rest."""
     optimizer = walk(banks_of(kind, basis_every=3), range(3))
-    state = state_of(optimizer)["query_key"]
+    state = cases.state_of(optimizer)["query_key"]
     for key in ("row", "column"):
         assert off_diagonal_share(state[f"{key}_factor"], state[f"{key}_basis"]) < 1e-5
     for step in range(3, 8):
@@ -353,15 +335,17 @@ def test_bases_follow_the_factors_in_turn(kind):
 @pytest.mark.parametrize("kind", ["adam", *SOAP_RULES])
 def test_zero_gradients_leave_everything_finite(kind):
     optimizer = banks_of(kind)
-    before = params_of(optimizer)["mlp"].clone()
+    before = cases.params_of(optimizer)["mlp"].clone()
     for step in range(5):
-        take_step(optimizer, step, {})
-    assert_bitwise(params_of(optimizer)["mlp"], before)
+        cases.take_step(optimizer, step, {})
+    assert_bitwise(cases.params_of(optimizer)["mlp"], before)
     if kind in SOAP_RULES:
-        assert_bitwise(state_of(optimizer)["mlp"]["column_basis"], torch.eye(32).repeat(4, 1, 1))
+        assert_bitwise(
+            cases.state_of(optimizer)["mlp"]["column_basis"], torch.eye(32).repeat(4, 1, 1)
+        )
     walk(optimizer, range(5, 8))  # and the first gradients may come later
-    assert params_of(optimizer)["mlp"].isfinite().all()
-    assert not torch.equal(params_of(optimizer)["mlp"], before)
+    assert cases.params_of(optimizer)["mlp"].isfinite().all()
+    assert not torch.equal(cases.params_of(optimizer)["mlp"], before)
 
 
 class NoSync(TorchDispatchMode):
@@ -392,19 +376,9 @@ def test_nothing_waits_for_a_gpu(kind, monkeypatch):
         bool(torch.ones(1) > 0)
     monkeypatch.setattr(optimizer.matrices.runtime, "device", SimpleNamespace(type="cuda"))
     walk(optimizer, [2])
-    grads = {name: normal(*shape) for name, shape in BANKS.items()}
+    grads = {name: cases.normal(*shape) for name, shape in BANKS.items()}
     for step in (24, 25):
         with NoSync():
-            take_step(optimizer, step, grads)
+            cases.take_step(optimizer, step, grads)
     on_cpu, on_gpu = ["eigh", "householder", "householder"], ["eigh", "householder", "cholesky"]
     assert used == on_cpu + on_gpu
-
-
-@pytest.mark.parametrize("kind", UPDATE_RULES)
-def test_every_rule_learns(kind):
-    """A whole model on one batch that it can remember: real, ill-conditioned gradients."""
-    changes = {"matrix_update": kind, "steps": 60, "basis_every": 2, **NO_TABLE}
-    trainer = make_trainer(random_weights=False, **changes)
-    batch = batch_of(trainer, np.arange(300) % 37)
-    losses = [trainer.step(step, batch).item() for step in range(30)]
-    assert losses[-1] < 0.5 * losses[0]
