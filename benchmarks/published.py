@@ -73,7 +73,8 @@ def config_of(text, steps, seed, arm="ours"):
         "compile": False,
         "device": "cpu",
     }
-    return train_gpt.with_values(fineweb, {**values, **ROWS, **NO_HINTS, **ARMS[arm]})
+    config = train_gpt.with_values(fineweb, {**values, **ROWS, **NO_HINTS, **ARMS[arm]})
+    return train_gpt.with_values(config, train_gpt.room_of(config))
 
 
 def runs_in(folder):
