@@ -9,7 +9,7 @@ train_gpt.py of commit f411b3d3, run in float32 after replacements of text that 
 It is no part of this repository; its figures are.
 
 A run of 400 steps takes about four minutes of one core. Each adds a line to
-benchmarks/results/published.jsonl, and published.md has them all.
+benchmarks/results/published.jsonl, and published.md has them all; `--seeds ""` only writes the page.
 """
 
 import json
@@ -73,7 +73,8 @@ def config_of(text, steps, seed, arm="ours"):
         "compile": False,
         "device": "cpu",
     }
-    return train_gpt.with_values(fineweb, {**values, **ROWS, **NO_HINTS, **ARMS[arm]})
+    config = train_gpt.with_values(fineweb, {**values, **ROWS, **NO_HINTS, **ARMS[arm]})
+    return train_gpt.with_values(config, train_gpt.room_of(config))
 
 
 def runs_in(folder):
@@ -116,15 +117,19 @@ def main(argv=None):
     arguments = common.parser(__doc__, **defaults).parse_args(argv)
     torch.set_num_threads(1)
     facts = common.environment("cpu")
-    for seed in map(int, arguments.seeds.split(",")):
+    for seed in [int(seed) for seed in arguments.seeds.split(",") if seed]:
         config = config_of(arguments.text, arguments.steps, seed, arguments.arm)
         loss, seconds = common.trained(config)
         run = {name: getattr(arguments, name) for name in ("text", "steps", "arm")}
         run |= {"seed": seed, "loss": loss, "seconds": round(seconds, 1)}
         run |= {name: facts[name] for name in ("commit", "dirty", "date", "torch", "device")}
         add_run(arguments.results, run)
-    table, lines = report(runs_in(arguments.results))
-    common.write_whole(arguments.results / f"{NAME}.md", "\n\n".join([table, *lines]) + "\n")
+    runs = runs_in(arguments.results)
+    table, lines = report(runs)
+    last = [run for run in runs if run["arm"] in ARMS][-1]
+    words = f"{last['device']}, one thread, torch {last['torch']}, last run of ours: commit"
+    page = [table, *lines, f"{words} {last['commit'][:12]}, {last['date']}"]
+    common.write_whole(arguments.results / f"{NAME}.md", "\n\n".join(page) + "\n")
     print("\n".join(lines))
 
 
