@@ -9,7 +9,8 @@ train_gpt.py of commit f411b3d3, run in float32 after replacements of text that 
 It is no part of this repository; its figures are.
 
 A run of 400 steps takes about four minutes of one core. Each adds a line to
-benchmarks/results/published.jsonl, and published.md has them all; `--seeds ""` only writes the page.
+benchmarks/results/published.jsonl, and published.md has them all; `--seeds ""` writes the page
+alone.
 """
 
 import json

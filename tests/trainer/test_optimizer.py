@@ -139,8 +139,8 @@ def test_bfloat16_training_is_float32_training_bitwise():
 
 
 def test_every_parameter_moves_at_its_own_rate():
-    """The first step of Adam is the learning rate."""
-    optimizer = optimizer_of(**helpers.LAYERED)
+    """The first step of Adam is the learning rate; embedding and head have another."""
+    optimizer = optimizer_of(**helpers.LAYERED, embed_lr=3.0)
     before = {name: param.clone() for name, param in cases.params_of(optimizer).items()}
     ones = {name: torch.ones_like(param) for name, param in before.items()}
     cases.take_step(optimizer, 0, ones, lr_mul=0.5)
@@ -150,6 +150,7 @@ def test_every_parameter_moves_at_its_own_rate():
             assert moved.any()
         else:
             rate = 0.5 * helpers.tiny_config().adam_lr * cases.RULES[name].lr_mul
+            rate *= 3.0 if name in ("embed", "head") else 1.0
             decayed = torch.where(before[name] > 0, cases.RULES[name].decay * before[name], 0)
             expected = rate * (1 + rate * decayed)
             torch.testing.assert_close(moved, expected, atol=1e-6, rtol=1e-3)
