@@ -14,7 +14,7 @@ import torch
 
 import ranks
 import train_gpt
-from helpers import arguments, environment, refusal, tiny_config
+from helpers import ROOT, arguments, environment, refusal, tiny_config
 from train_gpt import TRACKS, ConfigError, Stage
 
 STAGE_FIELDS = [field for field in dataclasses.fields(Stage) if field.name != "start"]
@@ -273,6 +273,28 @@ def test_check_leaves_a_run_that_exists_alone(cli, tiny, rich_run, tmp_path):
 
 
 # ----- the file
+
+
+MISSING = [
+    ("train_gpt", "numba", "activate"),
+    ("sample", "fcntl", "WSL"),
+    ("continual", "torch", "activate"),
+    ("data.text", "numpy", "activate"),
+    ("records.__main__", "fcntl", "WSL"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program, module, remedy", MISSING)
+def test_what_cannot_be_imported_is_told_in_one_line(program, module, remedy):
+    """As on Windows, or where no environment is active."""
+    system = "nt" if program == "sample" else "posix"  # records says WSL anywhere
+    code = f"import os, sys, torch; os.name = {system!r}; sys.modules[{module!r}] = None"
+    command = [sys.executable, "-c", f"{code}; import {program}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    said = done.stdout + done.stderr
+    assert done.returncode in (1, 2) and said.count("\n") == 1, said
+    assert module in said and remedy in said
 
 
 @pytest.mark.slow

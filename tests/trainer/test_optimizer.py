@@ -308,3 +308,38 @@ def test_owned_ranges_cover_every_unit_once(world_size):
         chunk = math.ceil(count / world_size)  # what the collectives give each rank
         for rank, (low, high) in enumerate(bounds):
             assert low == min(rank * chunk, count) and high - low <= chunk
+
+
+# ----- what must not depend on width and batch
+
+
+@pytest.mark.parametrize("width", [32, 256])
+def test_the_first_step_of_a_rare_token_is_its_rate(width):
+    """At eight times the width, too, Adam's first step is 1 in units of the rate, after some steps
+    without."""
+    trainer = helpers.make_trainer(random_weights=False, model_dim=width, mlp_dim=width, steps=100)
+    for step in range(6):
+        text = helpers.byte_documents(300, seed=step)
+        text[:100] = range(130, 230) if step == 5 else [32] * 100  # no text before has had these
+        before = trainer.model.value_embed.detach().clone()
+        trainer.step(step, cases.batch_of(trainer, text))
+    rule, config = cases.RULES["value_embed"], trainer.config
+    beta1, beta2 = rule.betas
+    expected = (1 - beta1) / (1 - beta1**6) / math.sqrt((1 - beta2) / (1 - beta2**6))
+    moved = (trainer.model.value_embed.detach() - before)[130:230].abs()
+    sizes = moved / (config.adam_lr * rule.lr_mul * train_gpt.lr_multiplier(config, 5))
+    assert sizes.median().item() == pytest.approx(expected, rel=0.02)
+
+
+def test_the_floor_of_rows_falls_with_the_width():
+    """So new rows make first steps of one size, where gradients fall so: measured from 64 to 512
+    channels."""
+    moved = []
+    for width in (64, 1024):
+        table = helpers.make_trainer(random_weights=False, model_dim=width, ngram_floor=0.2).table
+        table.plan = SimpleNamespace(owned=torch.tensor([3]), merge=())
+        gradient = torch.full((1, width), 0.1 * (64 / width) ** 0.75)
+        before = table.weight.clone()
+        table.update(0, 1.0, [(gradient, None)])
+        moved.append((table.weight - before)[3, 0].item())
+    assert moved[1] == pytest.approx(moved[0], rel=1e-4)
