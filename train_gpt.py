@@ -1054,7 +1054,8 @@ def hash_sums(tokens):
 
 @compiled
 def key_of(sums, low, high):
-    """The key of tokens low to high, at most 32, of a text with these hash_sums; or keys."""
+    """The key of tokens low to high, at most 32, of a text with these hash_sums: uint64.
+    Places in the text may be arrays; then so are the keys."""
     return sums[high] - sums[low] * HASH_POWERS[high - low]
 
 
@@ -2401,7 +2402,7 @@ def eigen_sides(state):
 
 
 def turned(x, sides, back=False):
-    """Matrices (k, m, n) of the parameters' basis in the eigenbasis, or `back` from there."""
+    """Matrices (k, m, n) turned from the parameters' basis to the eigenbasis, or back."""
     for axis, _, basis in sides:
         turn = basis if back else basis.mT
         x = turn @ x if axis == -2 else x @ turn.mT
@@ -3044,17 +3045,17 @@ def warm_up(trainer):
     table.start_pull(batch_of(1).rows)
     touched = itertools.chain(*(group.touched() for group in trainer.optimizer.groups))
     kept = [(tensor, index, tensor[index].clone()) for tensor, index in touched]
-
     # Ranks may differ in how many micro-batches they have, but all take the same steps.
     first_step = {}
-    for step in reversed(range(config.steps)):
+    for step in range(config.steps):
         count = stage_at(config, step).micro_batches
-        first_step[training_phase(config, step), long_windows_until(config, step), count] = step
+        kind = training_phase(config, step), long_windows_until(config, step), count
+        first_step.setdefault(kind, step)
     first_validation = {}
     every = config.val_every or config.steps
-    for step in reversed([*range(every, config.steps, every), config.steps]):
+    for step in (*range(every, config.steps, every), config.steps):
         phase = evaluation_phase(config, step, config.val_batch_tokens)
-        first_validation[phase, long_windows_until(config, step)] = step
+        first_validation.setdefault((phase, long_windows_until(config, step)), step)
     # At Adam's first step and the run's last, all groups step, on sums of as many steps as ever.
     first_update = min(config.adam_every, config.steps) - 1
     # Where code is compiled, the second call is the first without compilation.

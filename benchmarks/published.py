@@ -13,6 +13,7 @@ benchmarks/results/published.jsonl, and published.md has them all; `--seeds ""` 
 alone.
 """
 
+import dataclasses
 import json
 import statistics
 import sys
@@ -31,7 +32,9 @@ SCALE = 1 / 4  # of windows and document caps
 # 7,680 rows learn with the published table's rate. fineweb has more rows, and an index beside them.
 ROWS = {"ngram_orders": (2,), "ngram_rows": 7680, "ngram_lr": 0.6}
 NO_HINTS = {"copy_orders": (), "index_order": 0}
-ARMS = {  # what differs from fineweb, by the name of an arm; its other half is the published one
+# What differs from fineweb, by the name of an arm. It is compared with the published arm that has
+# the same name but for `published` in the place of `ours`.
+ARMS = {
     "ours": {},
     "ours, tuned": {"adam_every": 1, "embed_lr": 2.0},
 }
@@ -42,7 +45,7 @@ def config_of(text, steps, seed, arm="ours"):
     fineweb = train_gpt.TRACKS["fineweb"]
     small = train_gpt.TRACKS["english-net"]
     stages = [
-        train_gpt.dataclasses.replace(
+        dataclasses.replace(
             stage,
             micro_batches=stage.micro_batches // 8,
             document_cap=round(SCALE * stage.document_cap),
@@ -116,6 +119,8 @@ def report(runs):
 def main(argv=None):
     defaults = {"text": "english", "steps": 400, "seeds": "1,2,3", "arm": "ours"}
     arguments = common.parser(__doc__, **defaults).parse_args(argv)
+    if arguments.arm not in ARMS:
+        sys.exit(f"error: --arm {arguments.arm}: no such arm; they are {'; '.join(ARMS)}")
     torch.set_num_threads(1)
     facts = common.environment("cpu")
     for seed in [int(seed) for seed in arguments.seeds.split(",") if seed]:

@@ -1,6 +1,7 @@
 """README.md and the pages beside it: their tables are current and follow from the results, and
 what they name exists."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -8,12 +9,16 @@ import subprocess
 import pytest
 
 import train_gpt
-from benchmarks import plain_gpt, plain_turns, readme
+from benchmarks import common, plain_gpt, plain_turns, published, readme
+from continual import ContinualConfig
 from helpers import ROOT
 
 TEXT = (ROOT / "README.md").read_text()
 PAGES = ["README.md", "records/README.md", "CONTRIBUTING.md", "records/NOTES.md"]
 PAGES.append("benchmarks/README.md")
+# Keys of other commands than the trainer's.
+ELSEWHERE = "help check checkpoint prompt eval out nproc_per_node max_restarts nnodes rdzv_backend"
+ELSEWHERE += " rdzv_endpoint name by runs world_size yes tree val_share samples top_k"
 RESULTS = (ROOT / "benchmarks/README.md").read_text()
 
 
@@ -52,6 +57,18 @@ def test_named_files_and_anchors_exist(page):
             r"^#+ (.+)$", (folder / path if path else ROOT / page).read_text(), re.M
         )
         assert anchor in map(anchor_of, headings), (path, anchor)
+
+
+@pytest.mark.parametrize("page", PAGES[:2])
+def test_named_keys_exist_and_are_spelt_one_way(page):
+    fields = {field.name for field in dataclasses.fields(ContinualConfig)}
+    fields |= {field.name for field in dataclasses.fields(train_gpt.Stage)}
+    written = re.sub(
+        r"<!-- results/.*?<!-- end -->", "", (ROOT / page).read_text(), flags=re.DOTALL
+    )
+    for key in re.findall(r"--([a-z][a-z_-]*)", written):
+        if key != "nproc_per_node":  # as torchrun's own users write it
+            assert "_" not in key and key.replace("-", "_") in fields | {*ELSEWHERE.split()}, key
 
 
 # ----- results
@@ -100,3 +117,32 @@ def test_the_factor_over_plain_training_is_that_of_its_turns():
     assert f"record:{plain['record']} factor:{plain['factor']} " in line
     losses = [run["loss"] for run in plain_gpt.finals_of(results_of("plain_gpt")["runs"])]
     assert round(sum(losses) / len(losses), 4) == plain["loss"]
+
+
+def test_what_is_said_beside_the_published_trainer_follows_from_its_runs():
+    runs = published.runs_in(common.RESULTS)
+    assert {run["seed"] for run in runs} == {1, 2, 3}
+    for run in runs:
+        if run["arm"] in published.ARMS:
+            assert run["dirty"] == 0
+
+    def ahead(text, arm):
+        """How far an arm is below the published rates, by the seeds that both have."""
+        sides = [
+            {run["seed"]: run["loss"] for run in runs if (run["text"], run["arm"]) == (text, side)}
+            for side in (arm, "published")
+        ]
+        both = sides[0].keys() & sides[1].keys()
+        return sum(sides[1][seed] - sides[0][seed] for seed in both) / len(both)
+
+    page = RESULTS[RESULTS.index("**Our recipe is behind") :]
+    behind = [-ahead(text, "ours") for text in ("english", "verse")]
+    assert "by {:.3f} on English and {:.3f} on verse".format(*behind) in page
+    below = [ahead(text, "ours, tuned") for text in ("english", "verse")]
+    assert "{:.3f} (two seeds) and {:.3f} (one) below".format(*below) in page
+    assert "[{:.2f} above it](".format(behind[0]) in TEXT and f"on verse {behind[1]:.2f} (n" in TEXT
+
+
+def test_the_sentence_about_prices_follows_from_them():
+    (line,) = re.findall(r"rank_correlation:(\S+) low:\S+ high:\S+ features:(\d+)", RESULTS)
+    assert "[{}](benchmarks/README.md#prices) over {},".format(*line) in TEXT
