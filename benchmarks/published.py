@@ -124,10 +124,15 @@ def main(argv=None):
     torch.set_num_threads(1)
     facts = common.environment("cpu")
     for seed in [int(seed) for seed in arguments.seeds.split(",") if seed]:
+        run = {name: getattr(arguments, name) for name in ("text", "steps", "arm")} | {"seed": seed}
+        if any(run.items() <= known.items() for known in runs_in(arguments.results)):
+            sys.exit(f"error: --seeds {seed}: this arm has a run of it; name others")
         config = config_of(arguments.text, arguments.steps, seed, arguments.arm)
-        loss, seconds = common.trained(config)
-        run = {name: getattr(arguments, name) for name in ("text", "steps", "arm")}
-        run |= {"seed": seed, "loss": loss, "seconds": round(seconds, 1)}
+        try:
+            loss, seconds = common.trained(config)
+        except train_gpt.ConfigError as error:
+            sys.exit(f"error: {error}")
+        run |= {"loss": loss, "seconds": round(seconds, 1)}
         run |= {name: facts[name] for name in ("commit", "dirty", "date", "torch", "device")}
         add_run(arguments.results, run)
     runs = runs_in(arguments.results)

@@ -47,3 +47,15 @@ def test_a_run_is_added_to_the_others(tmp_path, monkeypatch):
     found = [(run["text"], run["seed"], run["loss"]) for run in published.runs_in(tmp_path)]
     assert found == [("english", 1, 0.1), ("english", 2, 0.2), ("verse", 3, pytest.approx(0.3))]
     assert "| verse | 400 | ours | 0.3000 | 1 | 1 |" in (tmp_path / "published.md").read_text()
+
+
+def test_no_run_is_counted_twice_and_an_absent_text_is_named(tmp_path, monkeypatch):
+    folder = ["--results", str(tmp_path)]
+    with pytest.raises(SystemExit, match="error: .*absent: no .*_train_.*; run"):
+        published.main(["--seeds", "1", "--text", "absent", *folder])
+    monkeypatch.setattr(published.common, "trained", lambda config: (0.1, 1.0))
+    published.main(["--seeds", "1", *folder])
+    with pytest.raises(SystemExit, match="--seeds 1: this arm has a run of it"):
+        published.main(["--seeds", "1,2", *folder])
+    published.main(["--seeds", "1", "--arm", "ours, tuned", *folder])
+    assert len(published.runs_in(tmp_path)) == 2
