@@ -2093,6 +2093,9 @@ class GPT(nn.Module):
         self.smear_gate = gates(1, lr_mul=0.01)
         self.smear_scale = ruled(torch.zeros(1), "small", lr_mul=5.0)
         self.residual_scale = ruled(torch.ones(layers), "small", lr_mul=5.0, betas=(0.9, 0.95))
+        # Of what attention and MLP add: steps of twice the matrices' rate, whatever Adam's is.
+        rate = 2 * config.matrix_lr / config.adam_lr
+        self.output_scale = ruled(torch.ones(layers, 2), "small", lr_mul=rate)
         self.embed_scale = ruled(torch.zeros(layers), "small", lr_mul=config.embed_scale_lr)
         if config.ngram_orders:
             self.ngram_gate = gates(layers + 1)  # before each layer and before the head
@@ -2237,8 +2240,9 @@ class GPT(nn.Module):
                 values = value_embeddings.get(layer), mixture
                 seen = is_first, phase.windows[layer], rotary, masks
                 weights = attention_weights[layer]
-                x = x + self.attention_layer(read, layer, weights, values, *seen)
-            x = x + mlp(norm(x), *mlps[layer])
+                attended = self.attention_layer(read, layer, weights, values, *seen)
+                x = x + self.output_scale[layer, 0] * attended
+            x = x + self.output_scale[layer, 1] * mlp(norm(x), *mlps[layer])
             outputs.append(x)
         states += list(value_embeddings.values())[:1]
         return norm(self.ending(x, micro_batch, ngram, states))

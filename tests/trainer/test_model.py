@@ -317,9 +317,11 @@ class SlowGPT:
             if layer not in config.mlp_only_layers:
                 source = max((n for n in config.shared_input if n < layer), default=None)
                 read = x if source is None else left[source]
-                x = x + self.attention(read, layer, inputs, document, windows[layer], addend)
+                added = self.attention(read, layer, inputs, document, windows[layer], addend)
+                x = x + weights["output_scale"][layer, 0] * added
             up, down = weights["mlp"][2 * layer], weights["mlp"][2 * layer + 1]
-            x = x + np.maximum(rms(x) @ up.T, 0) ** 2 @ down
+            added = np.maximum(rms(x) @ up.T, 0) ** 2 @ down
+            x = x + weights["output_scale"][layer, 1] * added
             left[layer] = x
         x = x + 2 * sigmoid(x[:, :12] @ weights["ngram_gate"][layers])[:, None] * ngram
         if config.dense_layers:
