@@ -78,12 +78,15 @@ def values_of(configuration):
 
 
 def fingerprint(configuration):
-    """A hash of all numbers that the runs of a configuration have in common."""
+    """A hash of all numbers that the runs of a configuration have in common, and of the model's
+    parameters with their rules."""
     config = train_gpt.with_values(TRACK, as_tuples(values_of(configuration)))
     unused = train_gpt.NEUTRAL_FIELDS
     if not config.index_order:
         unused = unused | {"index_tokens"}
     said = {name: value for name, value in vars(config).items() if name not in unused}
+    for name, param in train_gpt.GPT(config, back_end=None).named_parameters():
+        said[f"parameter {name}"] = param.shape, param.rule
     return hashlib.sha256(repr(sorted(said.items())).encode()).hexdigest()[:16]
 
 
@@ -382,6 +385,7 @@ def main(argv=None):
     for name in {run["configuration"] for run in runs} & set(open_ones()):
         if known["tracks"].get(name) != fingerprint(name):
             sys.exit(f"error: {path} has runs of {name} as it was; close it in prices.toml")
+    count = len(runs)
     left = iter(missing(runs))
     spawn = multiprocessing.get_context("spawn")
     alone = {"initializer": torch.set_num_threads, "initargs": (1,)}
@@ -398,6 +402,8 @@ def main(argv=None):
             runs += [{**future.result(), "commit": facts["commit"]} for future in done]
             keep(arguments.results, facts, runs)
             pending |= started(len(done))
+    if len(runs) == count:
+        facts = known.get("environment", facts)
     page, line = report(runs, arguments.results)
     common.write_results(
         arguments.results, NAME, facts, {"tracks": fingerprints(), "runs": runs}, page

@@ -1,5 +1,6 @@
 """Prices: their statistics against slow forms, and that each variant is one."""
 
+import dataclasses
 import itertools
 import json
 
@@ -97,7 +98,8 @@ def test_each_variant_changes_the_loss(corpus):
 
 def test_runs_of_other_numbers_do_not_mix(monkeypatch):
     """But for what a configuration does not use, or sets itself."""
-    before = prices.fingerprint("plain_table")
+    (name,) = prices.open_ones()
+    before = prices.fingerprint(name)
     for values, is_same in [
         ({"index_tokens": 9, "steps": 9, "log_every": 2}, True),
         ({"mlp_dim": 32}, False),
@@ -105,7 +107,20 @@ def test_runs_of_other_numbers_do_not_mix(monkeypatch):
     ]:
         track = train_gpt.with_values(train_gpt.TRACKS["english"], values)
         monkeypatch.setattr(prices, "TRACK", track)
-        assert (prices.fingerprint("plain_table") == before) == is_same, values
+        assert (prices.fingerprint(name) == before) == is_same, values
+
+
+def test_runs_of_other_models_do_not_mix(monkeypatch):
+    (name,) = prices.open_ones()
+    before = prices.fingerprint(name)
+    own = train_gpt.GPT.__init__
+
+    def changed(model, config, back_end):
+        own(model, config, back_end)
+        model.smear_scale.rule = dataclasses.replace(model.smear_scale.rule, lr_mul=4.0)
+
+    monkeypatch.setattr(train_gpt.GPT, "__init__", changed)
+    assert prices.fingerprint(name) != before
 
 
 def test_each_value_is_one_that_the_track_has_not():
