@@ -443,7 +443,7 @@ TRACKS = {
     "english-net": Config(
         **SMALL,
         track="english-net",
-        steps=158,
+        steps=162,
         copy_orders=(),
         index_order=0,
         matrix_lr=0.025,
