@@ -148,7 +148,8 @@ def check_machine(record, parent):
     check_one(LIMITS.machine, runs)
     check_one(["sizes", "tokens"], record.runs)
     check_one(["sizes", "tokens"], record.baseline + older)
-    check_one(["sizes"], record.runs + older if record.by_steps else [])
+    if record.by_steps and older:
+        check_sizes(record.runs[0], older[0])
     for _, alike in itertools.groupby(runs, lambda run: [*map(run.config.get, LIMITS.choosing)]):
         check_one(["backends"], [*alike])
 
@@ -159,6 +160,24 @@ def check_one(names, runs):
         values = sorted({str(getattr(run, name)) for run in runs})
         shown = ", ".join(ascii(value)[:60] for value in values[:3])
         require(len(values) <= 1, f"{name} differs between runs: {shown}; one of each is asked")
+
+
+def sizes_of(run):
+    """{group: how many parameters} that a log tells of."""
+    groups = re.findall(r"(\w+)=([\d,]+)", run.sizes)
+    return {name: int(count.replace(",", "")) for name, count in groups}
+
+
+def check_sizes(run, older):
+    """A model whose steps are compared with an older one's is as large, but for a few scalars."""
+    own, others = sizes_of(run), sizes_of(older)
+    few = LIMITS.scalars * others.get("small", 0)
+    is_like = own.keys() == others.keys()
+    for name, count in own.items():
+        spare = few if name == "small" else 0
+        is_like = is_like and abs(count - others[name]) <= spare
+    shown = f"sizes are {ascii(run.sizes)[:99]}, the parent's {ascii(older.sizes)[:99]}"
+    require(is_like, f"{shown}; only small may differ, by {LIMITS.scalars:.0%}")
 
 
 def check_runs(record):

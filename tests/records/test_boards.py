@@ -1,6 +1,7 @@
 """Boards, which are entries of rules.json: a target that is provisional, a number of GPUs, steps in
 the place of seconds, and the factor over plain training. And how their records are drawn."""
 
+import contextlib
 import re
 import xml.etree.ElementTree as ElementTree
 from types import SimpleNamespace
@@ -8,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 import records_helpers as made
-from records import render, settings
+from records import judge, render, settings
+from records.files import RecordError
 from records.record import Repository, chain
 from records_helpers import TRACK, call, fake_trainer, refusal
 
@@ -75,6 +77,9 @@ def test_steps_are_counted_and_not_timed(tmp_path, capsys):
     for steps in (4, 5):
         status, _, err = recorded(repository, capsys, "Third", fake_trainer(time=20, steps=steps))
         assert status == 2 and f"{steps} steps are no fewer than" in err
+    larger = fake_trainer(steps=3).replace("size: small=1", "size: small=2")
+    status, _, err = recorded(repository, capsys, "Third", larger)
+    assert status == 2 and "sizes are 'small=2', the parent's 'small=1'; only small may" in err
     status, _, err = call(repository, capsys, "ab", "--runs", 2)
     assert status == 2 and "counts steps, which need no pairs; make its runs with" in err
 
@@ -89,6 +94,26 @@ def test_steps_are_counted_and_not_timed(tmp_path, capsys):
     assert "5 steps to 4 steps in 1 proven step" in (tmp_path / f"records/{TRACK}.svg").read_text()
     rows = render.board_of(links, repository.rules[TRACK], "{0.title}".format)
     assert [(row["record"], row["steps"]) for row in rows] == [("Second", "4"), ("First", "5")]
+
+
+@pytest.mark.parametrize(
+    "sizes, is_like",
+    [
+        ("small=10,100 matrices=98,304", True),
+        ("small=9,900 matrices=98,304", True),
+        ("small=10,101 matrices=98,304", False),
+        ("small=10,000 matrices=98,305", False),
+        ("small=10,000", False),
+        ("small=10,000 matrices=98,304 more=1", False),
+    ],
+)
+def test_a_few_scalars_more_are_the_same_model(sizes, is_like):
+    older = SimpleNamespace(sizes="small=10,000 matrices=98,304")
+    expected = contextlib.nullcontext()
+    if not is_like:
+        expected = pytest.raises(RecordError, match="only small may differ, by 1%")
+    with expected:
+        judge.check_sizes(SimpleNamespace(sizes=sizes), older)
 
 
 def test_the_factor_over_plain_training_follows_the_gains(pristine):
