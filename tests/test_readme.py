@@ -136,11 +136,14 @@ def test_what_is_said_beside_the_published_trainer_follows_from_its_runs():
         return sum(sides[1][seed] - sides[0][seed] for seed in both) / len(both)
 
     page = RESULTS[RESULTS.index("**Our recipe is behind") :]
-    behind = [-ahead(text, "ours") for text in ("english", "verse")]
+    texts = "english", "verse"
+    behind = [-ahead(text, "ours") for text in texts]
     assert "by {:.3f} on English and {:.3f} on verse".format(*behind) in page
-    below = [ahead(text, "ours, tuned") for text in ("english", "verse")]
-    assert "{:.3f} (two seeds) and {:.3f} (one) below".format(*below) in page
-    assert "[{:.2f} above it](".format(behind[0]) in TEXT and f"on verse {behind[1]:.2f} (n" in TEXT
+    below = [ahead(text, "ours, tuned") for text in texts]
+    assert "{:.3f} and {:.3f} (one seed each) below".format(*below) in page
+    assert "[{:.3f} above it](".format(behind[0]) in TEXT and f"on verse {behind[1]:.3f} (n" in TEXT
+    more = [ahead(text, "ours") - ahead(text, "ours, without scales") for text in texts]
+    assert "{:.3f} on English (n = 3) and {:.3f} on\n".format(*more) in page
 
 
 def test_the_sentence_about_prices_follows_from_them():
