@@ -140,7 +140,7 @@ def test_what_is_said_beside_the_published_trainer_follows_from_its_runs():
     behind = [-ahead(text, "ours") for text in texts]
     assert "by {:.3f} on English and {:.3f} on verse".format(*behind) in page
     below = [ahead(text, "ours, tuned") for text in texts]
-    assert "{:.3f} and {:.3f} (one seed each) below".format(*below) in page
+    assert "{:.3f} (two seeds) and {:.3f} (one) below".format(*below) in page
     assert "[{:.3f} above it](".format(behind[0]) in TEXT and f"on verse {behind[1]:.3f} (n" in TEXT
     more = [ahead(text, "ours") - ahead(text, "ours, without scales") for text in texts]
     assert "{:.3f} on English (n = 3) and {:.3f} on\n".format(*more) in page
