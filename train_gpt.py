@@ -2093,9 +2093,10 @@ class GPT(nn.Module):
         self.smear_gate = gates(1, lr_mul=0.01)
         self.smear_scale = ruled(torch.zeros(1), "small", lr_mul=5.0)
         self.residual_scale = ruled(torch.ones(layers), "small", lr_mul=5.0, betas=(0.9, 0.95))
-        # Of what attention and MLP add: steps of twice the matrices' rate, whatever Adam's is.
-        rate = 2 * config.matrix_lr / config.adam_lr
-        self.output_scale = ruled(torch.ones(layers, 2), "small", lr_mul=rate)
+        # They multiply what attention and MLP add, and step by twice the matrices' rate: five times
+        # Adam's, which suits fineweb, was too much on english.
+        lr_mul = 2 * config.matrix_lr / config.adam_lr
+        self.output_scale = ruled(torch.ones(layers, 2), "small", lr_mul=lr_mul)
         self.embed_scale = ruled(torch.zeros(layers), "small", lr_mul=config.embed_scale_lr)
         if config.ngram_orders:
             self.ngram_gate = gates(layers + 1)  # before each layer and before the head

@@ -14,6 +14,7 @@ alone.
 """
 
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
@@ -121,18 +122,20 @@ def main(argv=None):
     arguments = common.parser(__doc__, **defaults).parse_args(argv)
     if arguments.arm not in ARMS:
         sys.exit(f"error: --arm {arguments.arm}: no such arm; they are {'; '.join(ARMS)}")
+    of_all = {name: getattr(arguments, name) for name in ("text", "steps", "arm")}
+    seeds = [int(seed) for seed in arguments.seeds.split(",") if seed]
+    for seed, known in itertools.product(seeds, runs_in(arguments.results)):
+        if {**of_all, "seed": seed}.items() <= known.items():
+            sys.exit(f"error: --seeds {seed}: it has been run; name others, or other --results")
     torch.set_num_threads(1)
     facts = common.environment("cpu")
-    for seed in [int(seed) for seed in arguments.seeds.split(",") if seed]:
-        run = {name: getattr(arguments, name) for name in ("text", "steps", "arm")} | {"seed": seed}
-        if any(run.items() <= known.items() for known in runs_in(arguments.results)):
-            sys.exit(f"error: --seeds {seed}: this arm has a run of it; name others")
+    for seed in seeds:
         config = config_of(arguments.text, arguments.steps, seed, arguments.arm)
         try:
             loss, seconds = common.trained(config)
         except train_gpt.ConfigError as error:
             sys.exit(f"error: {error}")
-        run |= {"loss": loss, "seconds": round(seconds, 1)}
+        run = {**of_all, "seed": seed, "loss": loss, "seconds": round(seconds, 1)}
         run |= {name: facts[name] for name in ("commit", "dirty", "date", "torch", "device")}
         add_run(arguments.results, run)
     runs = runs_in(arguments.results)

@@ -98,7 +98,7 @@ def test_each_variant_changes_the_loss(corpus):
 
 def test_runs_of_other_numbers_do_not_mix(monkeypatch):
     """But for what a configuration does not use, or sets itself."""
-    (name,) = prices.open_ones()
+    name, *_ = prices.open_ones()
     before = prices.fingerprint(name)
     for values, is_same in [
         ({"index_tokens": 9, "steps": 9, "log_every": 2}, True),
@@ -111,7 +111,7 @@ def test_runs_of_other_numbers_do_not_mix(monkeypatch):
 
 
 def test_runs_of_other_models_do_not_mix(monkeypatch):
-    (name,) = prices.open_ones()
+    name, *_ = prices.open_ones()
     before = prices.fingerprint(name)
     own = train_gpt.GPT.__init__
 

@@ -55,7 +55,7 @@ def test_no_run_is_counted_twice_and_an_absent_text_is_named(tmp_path, monkeypat
         published.main(["--seeds", "1", "--text", "absent", *folder])
     monkeypatch.setattr(published.common, "trained", lambda config: (0.1, 1.0))
     published.main(["--seeds", "1", *folder])
-    with pytest.raises(SystemExit, match="--seeds 1: this arm has a run of it"):
-        published.main(["--seeds", "1,2", *folder])
+    with pytest.raises(SystemExit, match="--seeds 1: it has been run; name others"):
+        published.main(["--seeds", "2,1", *folder])
     published.main(["--seeds", "1", "--arm", "ours, tuned", *folder])
     assert len(published.runs_in(tmp_path)) == 2

@@ -61,6 +61,19 @@ def test_the_rounding_of_a_gradient_of_zero_makes_no_step():
     assert (scalars - 1).abs().max() < 0.1 * 0.01
 
 
+@pytest.mark.parametrize("track", ["english", "english-net", "fineweb"])
+def test_a_first_step_of_an_output_s_scale_is_twice_the_matrices_rate(track):
+    """Whatever Adam's rate is, which differs by 15 between these tracks."""
+    small = {"model_dim": 64, "head_dim": 16, "mlp_dim": 16, "vocab_size": 64, "eot_token": 63}
+    config = train_gpt.with_values(train_gpt.TRACKS[track], {**small, "softmax_rows": 0})
+    scale = gpt_of(config).output_scale
+    assert scale.shape == (config.num_layers, 2) and (scale == 1).all()
+    state = {"first": torch.zeros_like(scale), "second": torch.zeros_like(scale)}
+    lr = config.adam_lr * scale.rule.lr_mul
+    train_gpt.adam_update(scale.data, torch.ones_like(scale), state, cases.hyper(lr=lr))
+    torch.testing.assert_close(scale.data, torch.full_like(scale, 1 - 2 * config.matrix_lr))
+
+
 # ----- Muon
 
 
