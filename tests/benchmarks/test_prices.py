@@ -73,12 +73,14 @@ def test_a_plan_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     all_runs = prices.missing([])
     assert len(set(all_runs)) == len(all_runs)
     known = [figures(*run[1:], 3.0 + run.seed, run.configuration) for run in all_runs[:100]]
+    made = {**prices.common.environment("cpu"), "date": "when they were run"}
     (tmp_path / "prices.json").write_text(
-        json.dumps({"tracks": prices.fingerprints(), "runs": known})
+        json.dumps({"environment": made, "tracks": prices.fingerprints(), "runs": known})
     )
     assert prices.missing(known) == all_runs[100:]
     prices.main(["--minutes", "0", "--results", str(tmp_path)])
-    assert json.loads((tmp_path / "prices.json").read_text())["runs"] == known
+    written = json.loads((tmp_path / "prices.json").read_text())
+    assert written["runs"] == known and written["environment"] == made
     assert "rank_correlation:" in (tmp_path / "prices.md").read_text()
     (tmp_path / "prices.json").write_text(json.dumps({"tracks": {}, "runs": known}))
     with pytest.raises(SystemExit, match="has runs of .* as it was; close it in prices.toml"):
