@@ -7,14 +7,16 @@ run of the script of the latest record of english, on two ranks. The plain GPT's
 the tokens that rules.json fixes, with which it reached the target in ten minutes of an idle
 machine. The factor is the median over turns; rules.json takes it over, with the record's
 name, and the leaderboard derives those of other records from it. A call adds its turns. With
-`--elsewhere`, both train on another corpus of the same vocabulary instead, one seed, the plain GPT
-on as many tokens as on english, and both are scored on the same tokens.
+`--elsewhere`, both train on another corpus of the same vocabulary instead, one seed: the plain GPT
+on as many tokens as on english, or until its loss on the same tokens is no higher than the
+record's, at which it looks forty times. The factor is of its seconds until then.
 
 Results: benchmarks/results/plain_turns.{json,md}. The last line is
 `plain_turns record:<name> factor:<x> low:<x> high:<x> turns:<n>`, with the extremes of turns.
 """
 
 import json
+import math
 import re
 import statistics
 import sys
@@ -28,6 +30,7 @@ from records.record import Repository
 
 NAME = "plain_turns"
 TRACK = "english"
+LOOKS = 40  # at the plain GPT's loss on another corpus
 FINAL_LINE = re.compile(r"^final val_loss:(\S+) train_time:(\d+)ms", re.MULTILINE)
 
 
@@ -60,17 +63,29 @@ def record_run(folder, number, **changes):
     return int(milliseconds) / 1000, float(loss)
 
 
+def seconds_to_loss(training, loss):
+    """(seconds, loss) of a plain GPT in training once its loss is no higher, or at its end."""
+    seconds = 0.0
+    for step in range(training.steps):
+        seconds += training.step(step)
+        is_last = step + 1 == training.steps
+        if (step + 1) % math.ceil(training.steps / LOOKS) == 0 or is_last:
+            reached = training.loss()
+            if reached <= loss:
+                break
+    return seconds, reached
+
+
 def both_on(folder, setting, steps, record):
     """The losses and seconds of both on another corpus, as they stand in the results."""
     corpus = plain_gpt.Corpus(common.ROOT / folder)
     config = common.train_gpt.config_from({"track": TRACK, "data": folder})
     corpus.val = corpus.val[: config.val_tokens + 1]
-    training = plain_gpt.Training(setting, 1, steps, corpus)
-    plain_time = sum(training.step(step) for step in range(steps))
-    found = {"corpus": Path(folder).name, "record": record.name}
-    found |= {"plain_seconds": plain_time, "plain_loss": training.loss()}
+    found = {"corpus": Path(folder).name, "record": record.name, "val_tokens": config.val_tokens}
     found["seconds"], found["loss"] = record_run(record, 1, data=folder)
-    return {**found, "val_tokens": config.val_tokens}
+    training = plain_gpt.Training(setting, 1, steps, corpus)
+    found["plain_seconds"], found["plain_loss"] = seconds_to_loss(training, found["loss"])
+    return found
 
 
 def report_elsewhere(others):

@@ -67,3 +67,18 @@ def test_the_plain_seconds_are_those_of_all_its_tokens(monkeypatch):
     setting = plain_gpt.Setting(32, 1, 16, 64, 0.01)
     monkeypatch.setattr(plain_gpt.Training, "step", lambda self, number: 0.5)
     assert plain_turns.plain_seconds(setting, text, 3.0, 640) == 0.5 * 10
+
+
+def test_the_plain_seconds_elsewhere_end_at_the_first_look_at_no_higher_a_loss():
+    def training(loss_of):
+        steps = []
+
+        def step(number):
+            steps.append(number)
+            return 0.5
+
+        return types.SimpleNamespace(steps=400, step=step, loss=lambda: loss_of(len(steps)))
+
+    passed = training(lambda count: 5.0 - count / 100)
+    assert plain_turns.seconds_to_loss(passed, 3.65) == (0.5 * 140, 3.6)  # a look every 10 steps
+    assert plain_turns.seconds_to_loss(training(lambda count: 4.0), 3.65) == (0.5 * 400, 4.0)
