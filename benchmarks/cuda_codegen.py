@@ -340,9 +340,7 @@ def updates(config, step):
     try:
         runtime = train_gpt.Runtime("cpu")
         model = train_gpt.GPT(config, train_gpt.BlockedAttention())
-        # The index would be a file; the updates here are none of its table's.
-        table = train_gpt.NgramTable(dataclasses.replace(config, index_order=0), runtime)
-        for group in train_gpt.Optimizer(config, model, table, runtime).parameter_groups:
+        for group in train_gpt.Optimizer(config, model, None, runtime).parameter_groups:
             group.take_step = train_gpt.compiled_updates()
             group.receive(group.update(step, 1.0, group.reduce(step)))
     finally:
