@@ -2202,10 +2202,10 @@ class GPT(nn.Module):
         is_first = start == torch.arange(len(start), device=start.device)
         # Unbound at once, since the gradient of an index is as large as what was indexed.
         attending = len(self.attending)
-        query_key = self.query_key.view(attending, -1, config.model_dim).unbind()
-        value_output = self.value_output.unflatten(0, (-1, 2)).unbind()
+        query_keys = self.query_key.view(attending, -1, config.model_dim).unbind()
+        value_outputs = self.value_output.unflatten(0, (-1, 2)).unbind()
         attention_weights = dict(
-            zip(self.attending, zip(query_key, value_output, strict=True), strict=True)
+            zip(self.attending, zip(query_keys, value_outputs, strict=True), strict=True)
         )
         mlps = self.mlp.unflatten(0, (-1, 2)).unbind()
         shape = len(config.value_embedding_layers), config.vocab_size, config.model_dim
@@ -2240,10 +2240,12 @@ class GPT(nn.Module):
                     read = outputs[config.shared_input[0]]
                 values = value_embeddings.get(layer), mixture
                 seen = is_first, phase.windows[layer], rotary, masks
-                weights = attention_weights[layer]
-                attended = self.attention_layer(read, layer, weights, values, *seen)
-                x = x + self.output_scale[layer, 0] * attended
-            x = x + self.output_scale[layer, 1] * mlp(norm(x), *mlps[layer])
+                # What a sublayer adds is scaled by its last matrix, the smaller of the two.
+                query_key, (value, output) = attention_weights[layer]
+                weights = query_key, (value, self.output_scale[layer, 0] * output)
+                x = x + self.attention_layer(read, layer, weights, values, *seen)
+            up, down = mlps[layer]
+            x = x + mlp(norm(x), up, self.output_scale[layer, 1] * down)
             outputs.append(x)
         states += list(value_embeddings.values())[:1]
         return norm(self.ending(x, micro_batch, ngram, states))
