@@ -64,8 +64,10 @@ ARMS = {
     "ours, short": {**OURS, "steps": 10, "copy_reach": 2048},
     "ours": OURS,
     "ours without the table": {**OURS, **NO_TABLE},
+    "ours, long": {**OURS, "steps": 2000, "matrix_lr": 0.03, "adam_lr": 0.03},
 }
-OWN_ARMS = ("ours",)  # of another text
+TEXT_ARMS = ("ours, short", "ours", "ours without the table")
+OWN_ARMS = ("ours", "ours, long")  # of another text, which should be ten times as long
 # nanoGPT's quick start on a CPU: layers, heads, channels, context, batch of 12 windows, rate.
 PLAIN = plain_gpt.Setting(width=128, layers=4, context=64, batch=12 * 64, rate=1e-3)
 PLAIN_STEPS = 2000
@@ -160,7 +162,7 @@ def code_with_ppmd(order, parts):
 def settings_of(text):
     """{arm: its setting in words} of the table of a text."""
     settings = {f"PPMd of order {order}": str(order) for order in PPMD_ORDERS}
-    chosen = ARMS if text == TEXT else OWN_ARMS
+    chosen = TEXT_ARMS if text == TEXT else OWN_ARMS
     settings |= {arm: json.dumps(ARMS[arm]) for arm in chosen}
     if text == TEXT:
         settings["plain GPT"] = json.dumps([*PLAIN, PLAIN_STEPS])

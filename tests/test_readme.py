@@ -126,23 +126,32 @@ def test_what_is_said_beside_the_published_trainer_follows_from_its_runs():
         if run["arm"] in published.ARMS:
             assert run["dirty"] == 0
 
-    def ahead(text, arm):
-        """How far an arm is below the published rates, by the seeds that both have."""
+    def ahead(text, arm, other="published"):
+        """How far an arm is below another one, by the seeds that both have."""
         sides = [
             {run["seed"]: run["loss"] for run in runs if (run["text"], run["arm"]) == (text, side)}
-            for side in (arm, "published")
+            for side in (arm, other)
         ]
         both = sides[0].keys() & sides[1].keys()
         return sum(sides[1][seed] - sides[0][seed] for seed in both) / len(both)
 
-    page = RESULTS[RESULTS.index("**Our recipe is behind") :]
+    page = RESULTS[RESULTS.index("**With rates for this width") :]
     texts = "english", "verse"
     behind = [-ahead(text, "ours") for text in texts]
-    assert "by {:.3f} on English and {:.3f} on verse".format(*behind) in page
-    below = [ahead(text, "ours, tuned") for text in texts]
-    assert "{:.3f} (two seeds) and {:.3f} (one) below".format(*below) in page
-    assert "[{:.3f} above it](".format(behind[0]) in TEXT and f"on verse {behind[1]:.3f} (n" in TEXT
-    more = [ahead(text, "ours") - ahead(text, "ours, without scales") for text in texts]
+    below = [ahead(text, "ours, tuned", "published, tuned") for text in texts]
+    both = "it ends {:.3f} on English and {:.3f} on verse"
+    assert f"{both.format(*below)} below" in page and f"{both.format(*behind)} above" in page
+    row = "by {:.3f} on English and {:.3f} on verse"
+    assert (
+        f"below it {row.format(*below)}" in RESULTS and f"above it {row.format(*behind)}" in RESULTS
+    )
+    far = [ahead(text, "ours, tuned") for text in texts]
+    assert "{:.3f} and {:.3f} below the published trainer at".format(*far) in page
+    words = f"on English it ends [{behind[0]:.3f} above it](", f"on verse {behind[1]:.3f}"
+    assert all(word in TEXT for word in words)
+    words = "{:.3f} and {:.3f} below where both"
+    assert words.format(*below) in TEXT
+    more = [ahead(text, "ours", "ours, without scales") for text in texts]
     assert "{:.3f} on English (n = 3) and {:.3f} on\n".format(*more) in page
 
 

@@ -92,9 +92,9 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path, monkeypatch, capsys):
     peers.main(words)
     runs = json.loads((tmp_path / "peers.json").read_text())["runs"]
     trained = {run["arm"] for run in runs if run["text"] == peers.TEXT}
-    assert trained == {*arms, "plain GPT"}
+    assert trained == {*peers.TEXT_ARMS, "plain GPT"}
     own = [run for run in runs if run["text"].startswith("own.txt, 90,000 bytes, sha256 ")]
-    assert [run["arm"] for run in own] == ["ours"]
+    assert [run["arm"] for run in own] == [*peers.OWN_ARMS]
     # After two steps all know little of 26 letters, and they know something.
     assert all(run["loss"] < 7 and run["seconds"] > 0 for run in runs)
     kept = runs[1:]
