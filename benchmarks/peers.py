@@ -64,7 +64,7 @@ ARMS = {
     "ours, short": {**OURS, "steps": 10, "copy_reach": 2048},
     "ours": OURS,
     "ours without the table": {**OURS, **NO_TABLE},
-    "ours, long": {**OURS, "steps": 2000, "matrix_lr": 0.03, "adam_lr": 0.03},
+    "ours, long": {**OURS, "steps": 2400, "index_order": 11, "matrix_lr": 0.03, "adam_lr": 0.03},
 }
 TEXT_ARMS = ("ours, short", "ours", "ours without the table")
 OWN_ARMS = ("ours", "ours, long")  # of another text, which should be ten times as long
