@@ -2,7 +2,7 @@
 
     python benchmarks/widths.py [--widths 64,128,256,512] [--steps 30]
 
-Of the track `english`. A new row's first step is its rate times g / sqrt(g^2 + floor^2) for a
+Of the track `english-net`. A new row's first step is its rate times g / sqrt(g^2 + floor^2) for a
 gradient of RMS g: means of the last two thirds of the steps, with floors that fall by several
 powers of the width; the trainer's is 0.75. Results: benchmarks/results/widths.{json,md}.
 """
@@ -39,7 +39,7 @@ def gradient_sizes(config, steps):
 
 def main(argv=None):
     arguments = common.parser(__doc__, widths="64,128,256,512", steps=30).parse_args(argv)
-    track = dataclasses.replace(train_gpt.TRACKS["english"], seed=1, device="cpu")
+    track = dataclasses.replace(train_gpt.TRACKS["english-net"], seed=1, device="cpu")
     cases = {}
     for width in map(int, arguments.widths.split(",")):
         config = dataclasses.replace(track, model_dim=width, mlp_dim=width)
