@@ -8,9 +8,9 @@ whole pass. The text is ASCII, so a byte is a character.
 
 `ours` is the track english with the changes of OURS. What the network does not come to is read into
 the index alone, half of the training text at least. `--own FILE` adds a table of another text, a
-file in UTF-8: ours, one seed, and PPMd. `plain GPT` is plain_gpt.py at the sizes of nanoGPT's quick
-start on a CPU, and should end at 1.90 ± 0.03. PPMd is measured where pyppmd is installed (`pip
-install pyppmd==1.3.1`).
+file in UTF-8: ours, one seed, a long run of it, and PPMd. `plain GPT` is plain_gpt.py at the sizes
+of nanoGPT's quick start on a CPU, and should end at 1.90 ± 0.03. PPMd is measured where pyppmd is
+installed (`pip install pyppmd==1.3.1`).
 
 Seconds are processor time of one thread, so that other work hardly changes them: of training and of
 reading the index, without warm-up and validation. Five seeds take about half an hour of a free
