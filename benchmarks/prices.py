@@ -48,7 +48,7 @@ FEATURES = {feature["name"]: feature for feature in PLAN["feature"]}
 CONFIGURATIONS = PLAN["configuration"]
 RESERVED = {"closed", "controls", "features"}  # of a configuration, no values
 # The configuration that the last line, the picture and the page's first table are of.
-LATEST = "plain_table"
+LATEST = "scaled_outputs"
 CONTROL = "control"
 DRAWS = 4000  # of the bootstrap
 
