@@ -104,9 +104,18 @@ def work_as_rank(arguments):
     runtime.close()
 
 
-def step_of_fineweb(world_size=8):
-    """{what: megabytes that a rank sends for it in a step of stage 1}."""
-    config = dataclasses.replace(train_gpt.TRACKS["fineweb"], seed=1)
+def rows_of_fineweb(config, world_size=8):
+    """The rows (LENGTH, C) that each rank's micro-batch of a step of stage 1 reads."""
+    finder = train_gpt.RowFinder(dataclasses.replace(config, index_order=0))
+    rows = []
+    for rank in range(world_size):
+        text = train_gpt.Text(index_rates.text_of(LENGTH + 1, 1 + rank), config.eot_token)
+        rows.append(finder.find([train_gpt.contiguous_passage(text, 0, LENGTH)])[0])
+    return rows
+
+
+def step_of_fineweb(config, rows, world_size=8):
+    """{what: megabytes that a rank sends for it in a step of stage 1}, where ranks read these."""
     with FakeTensorMode():
         model = train_gpt.GPT(config, train_gpt.BlockedAttention())
     sent = {"matrices": 0, "embeddings": 0, "small": 0}
@@ -115,12 +124,7 @@ def step_of_fineweb(world_size=8):
             size = 4 if param.rule.group == "small" else param.itemsize
             # Gradients to owners, and weights back.
             sent[param.rule.group] += 2 * size * param.numel() * (world_size - 1) / world_size / 1e6
-    finder = train_gpt.RowFinder(dataclasses.replace(config, index_order=0))
-    read = []
-    for rank in range(world_size):
-        text = train_gpt.Text(index_rates.text_of(LENGTH + 1, 1 + rank), config.eot_token)
-        read.append(finder.find([train_gpt.contiguous_passage(text, 0, LENGTH)])[0])
-    return {**sent, "table": lower_bound(read, config, world_size) / 1e6}
+    return {**sent, "table": lower_bound(rows, config, world_size) / 1e6}
 
 
 def report(cases, repeats):
@@ -157,11 +161,16 @@ def main(argv=None):
     data = {"cases": cases}
     if not arguments.tiny:
         published = {name: 2 * count * 7 / 8 / 1e6 for name, count in PUBLISHED.items()}
-        steps = {"`fineweb`": step_of_fineweb(), "published": published}
+        config = dataclasses.replace(train_gpt.TRACKS["fineweb"], seed=1)
+        read = rows_of_fineweb(config)
+        steps = {"`fineweb`": step_of_fineweb(config, read), "published": published}
         rows = [[name, *(f"{size:,.1f}" for size in step.values())] for name, step in steps.items()]
         table = common.markdown_table(["trainer", *published], rows)
         text += f"\n\nMB that a rank of eight sends in a step of stage 1:\n\n{table}"
-        data["steps"] = steps
+        bag = max(np.unique(rows, return_counts=True)[1].max() for rows in read).item()
+        words = f"No row is read by more than {bag:,} of a rank's {LENGTH:,} tokens"
+        text += f"\n\n{words}: the largest bag."
+        data |= {"steps": steps, "largest_bag": bag}
     facts = common.environment(device)
     common.write_results(arguments.results, "ngram_exchange", facts, data, text)
     ratio = max(case["routed"] / case["bound"] for case in cases)
