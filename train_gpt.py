@@ -2240,7 +2240,7 @@ class GPT(nn.Module):
                     read = outputs[config.shared_input[0]]
                 values = value_embeddings.get(layer), mixture
                 seen = is_first, phase.windows[layer], rotary, masks
-                # What a sublayer adds is scaled by its last matrix, the smaller of the two.
+                # What a sublayer adds is scaled by its last matrix, which is less to read and keep.
                 query_key, (value, output) = attention_weights[layer]
                 weights = query_key, (value, self.output_scale[layer, 0] * output)
                 x = x + self.attention_layer(read, layer, weights, values, *seen)
