@@ -2094,7 +2094,7 @@ class GPT(nn.Module):
         self.smear_scale = ruled(torch.zeros(1), "small", lr_mul=5.0)
         self.residual_scale = ruled(torch.ones(layers), "small", lr_mul=5.0, betas=(0.9, 0.95))
         # They multiply what attention and MLP add, and step by twice the matrices' rate: five times
-        # Adam's, which suits fineweb, was too much on english.
+        # Adam's, as others have it, was too much on english.
         lr_mul = 2 * config.matrix_lr / config.adam_lr
         self.output_scale = ruled(torch.ones(layers, 2), "small", lr_mul=lr_mul)
         self.embed_scale = ruled(torch.zeros(layers), "small", lr_mul=config.embed_scale_lr)
@@ -2240,7 +2240,7 @@ class GPT(nn.Module):
                     read = outputs[config.shared_input[0]]
                 values = value_embeddings.get(layer), mixture
                 seen = is_first, phase.windows[layer], rotary, masks
-                # What a sublayer adds is scaled by its last matrix, which is less to read and keep.
+                # To scale its last matrix scales what a sublayer adds, with less to read and keep.
                 query_key, (value, output) = attention_weights[layer]
                 weights = query_key, (value, self.output_scale[layer, 0] * output)
                 x = x + self.attention_layer(read, layer, weights, values, *seen)

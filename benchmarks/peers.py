@@ -18,13 +18,15 @@ core. A call goes on where the last one stopped, and begins no run once its minu
 
 Results: benchmarks/results/peers.{json,md}. The last line,
 `tinyshakespeare:<nats a byte> seconds:<s> nanogpt_ratio:<r>`, has the loss and the seconds of
-`ours`, and how many times as long as `ours, short` the plain GPT takes to no lower a loss.
+`ours`, and how many times as long as `ours, short` the plain GPT takes to no lower a loss: medians
+of seconds, since other work makes some runs longer.
 """
 
 import hashlib
 import itertools
 import json
 import math
+import statistics
 import sys
 import tempfile
 import time
@@ -209,7 +211,7 @@ def context_of(arm):
 
 
 def table_of(runs, text):
-    """(the table of a text in Markdown, {arm: its mean loss and seconds})."""
+    """(the table of a text in Markdown, {arm: its mean loss and its median of seconds})."""
     settings = settings_of(text)
     found = {arm: [] for arm in settings}
     for figures in runs:
@@ -221,8 +223,8 @@ def table_of(runs, text):
     for arm, pairs in found.items():
         row = ["not measured", "not measured"]
         if pairs:
-            mean[arm] = np.mean(pairs, axis=0)
             losses, times = zip(*pairs, strict=True)
+            mean[arm] = statistics.mean(losses), statistics.median(times)
             row = [common.spread(losses, 4), common.spread(times, 1)]
         rows.append([arm, context_of(arm), *row, len(pairs)])
     rows += PUBLISHED if text == TEXT else ()

@@ -85,7 +85,7 @@ def both_on(folder, setting, steps, record):
     found["seconds"], found["loss"] = record_run(record, 1, data=folder)
     training = plain_gpt.Training(setting, 1, steps, corpus)
     found["plain_seconds"], found["plain_loss"] = seconds_to_loss(training, found["loss"])
-    return found
+    return {**found, "looks": LOOKS}
 
 
 def report_elsewhere(others):
@@ -96,7 +96,8 @@ def report_elsewhere(others):
         [other["corpus"], f"{other['val_tokens']:,}"]
         + [f"{other[name]:.4f}" for name in ("plain_loss", "loss")]
         + [f"{other['plain_seconds']:.0f}", f"{other['seconds']:.1f}"]
-        + [f"{other['plain_seconds'] / other['seconds']:.1f}"]
+        # The first was of all tokens, without a look.
+        + [f"{other['plain_seconds'] / other['seconds']:.1f}" if "looks" in other else "-"]
         for other in others
     ]
     header = ["corpus", "validation tokens", "the plain GPT's loss", "the record's loss"]

@@ -70,6 +70,8 @@ def test_the_ratio_is_of_a_loss_that_is_reached():
     assert peers.report(runs)[1].endswith("seconds:70.0 nanogpt_ratio:not measured")
     plain = figures("plain GPT", 1.9, 160.0)
     assert peers.report([*runs, plain])[1].endswith(" nanogpt_ratio:40.0")
+    others = [{**plain, "seed": seed, "seconds": 160.0 + seed} for seed in (2, 3, 1000)]
+    assert peers.report([*runs, plain, *others])[1].endswith(" nanogpt_ratio:40.6")  # 162.5 / 4
     plain["loss"] = 1.89
     _, line = peers.report([*runs, plain])
     assert line == "tinyshakespeare:1.4000 seconds:70.0 nanogpt_ratio:not reached"

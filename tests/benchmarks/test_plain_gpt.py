@@ -82,3 +82,10 @@ def test_the_plain_seconds_elsewhere_end_at_the_first_look_at_no_higher_a_loss()
     passed = training(lambda count: 5.0 - count / 100)
     assert plain_turns.seconds_to_loss(passed, 3.65) == (0.5 * 140, 3.6)  # a look every 10 steps
     assert plain_turns.seconds_to_loss(training(lambda count: 4.0), 3.65) == (0.5 * 400, 4.0)
+
+
+def test_a_factor_elsewhere_is_of_a_plain_gpt_that_was_looked_at():
+    run = {"corpus": "verse", "val_tokens": 4096, "plain_loss": 3.8, "loss": 3.9}
+    run |= {"plain_seconds": 90.0, "seconds": 0.5}
+    page = plain_turns.report_elsewhere([run, {**run, "looks": plain_turns.LOOKS}])
+    assert [line.split(" | ")[-1] for line in page.splitlines()[2:]] == ["- |", "180.0 |"]
