@@ -7,10 +7,11 @@
     python benchmarks/gpu_checks.py loss           240 steps, with rates of this width and of 64
     python benchmarks/gpu_checks.py CALL --device cpu --tiny       tries out a call without a GPU
 
-All of them are of the track fineweb, on its shards where they are present, else on words of torch's
-Python sources, numbered by frequency: real text whose copies and n-grams repeat. Compiled code is
-kept in .cache/, so that a call which ran into its limit goes on where it was. Each call leaves
-benchmarks/results/gpu_CALL.json (tiny_CALL.json with --tiny).
+All of them are of the track fineweb, on its shards where they are present, on other shards of GPT-2
+tokens with --data FOLDER, else on words of torch's Python sources, numbered by frequency: real text
+whose copies and n-grams repeat. Compiled code is kept in .cache/, so that a call which ran into its
+limit goes on where it was. Each call leaves benchmarks/results/gpu_CALL.json (tiny_CALL.json with
+--tiny).
 Exit status: 0 all passed, 1 something failed, 2 no CUDA device.
 """
 
@@ -102,6 +103,8 @@ def config_of(arguments, base=FIRST_STAGE, **changes):
     if arguments.tiny:
         values |= TINY
     config = train_gpt.with_values(base, {**values, **changes})
+    if arguments.data:
+        return train_gpt.with_values(config, {"data": arguments.data, "index_tokens": 2_000_000})
     if arguments.tiny or not any((ROOT / config.data).glob("*_train_*.bin")):
         folder = ROOT / ".cache" / f"words_{config.val_tokens}"
         if not folder.exists():
@@ -268,7 +271,7 @@ def out_of_time(*_):
 
 
 def main(argv=None):
-    parser = common.parser(__doc__, device="cuda", tiny=False)
+    parser = common.parser(__doc__, device="cuda", data="", tiny=False)
     parser.add_argument("call", choices=CALLS)
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
