@@ -443,3 +443,21 @@ def test_compiled_equals_eager():
         results.append([*outputs, *torch.autograd.grad(outputs[0], [*weights, ngram])])
     torch.testing.assert_close(results[1], results[0], atol=1e-3, rtol=1e-4)
     torch._dynamo.reset()
+
+
+@NEEDS_CUDA
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-3), ("bfloat16", 0.1)])
+def test_the_model_on_a_gpu_is_the_model_on_the_cpu(dtype, tolerance):
+    layers = {"mtp_weights": (1.0, 0.5), "head_dim": 8, **LAYERED}
+    reference = helpers.make_trainer(**layers)
+    trainer = helpers.make_trainer(runtime=Runtime("cuda"), dtype=dtype, **layers)
+    trainer.model.load_state_dict(reference.model.state_dict())
+    trainer.table.weight.copy_(reference.table.weight)
+    results = []
+    for one in (reference, trainer):
+        micro_batch, ngram = helpers.read(one, helpers.byte_documents(300))
+        outputs = training_pass(one, 0, micro_batch, ngram)
+        grads = torch.autograd.grad(outputs[0], [*one.model.parameters(), ngram])
+        results.append([tensor.double().cpu() for tensor in (*outputs, *grads)])
+    for actual, expected in zip(*results, strict=True):
+        assert (actual - expected).norm() <= tolerance * expected.norm()
