@@ -2135,10 +2135,8 @@ class GPT(nn.Module):
         # In the place of none stands, without weight, the token at hand: no row is read by all.
         token = micro_batch.guesses.where(is_there, micro_batch.inputs[:, None])
         shares = (weights + share) * is_there
-        # In float32: on CUDA, bags have no gradient by weights in bfloat16.
-        rows = norm(table).float()
-        summed = F.embedding_bag(token, rows, mode="sum", per_sample_weights=shares.float())
-        return summed.to(table.dtype)
+        rows = F.embedding(token, norm(table))
+        return (shares[..., None] * rows).sum(1).to(table.dtype)
 
     def attention_layer(self, x, layer, weights, values, is_first, window, rotary, masks):
         """What attention adds to the residual stream, as it reads x (T, model_dim).

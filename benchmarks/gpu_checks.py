@@ -51,6 +51,11 @@ TINY = {  # fields of a Stage hold in all stages
     "val_batch_tokens": 512,
     "compile": False,
 }
+KINDS = {  # of kernels, by their names
+    "products": "nvjet|gemm|cutlass|aten::(mm|addmm|bmm)$",
+    "attention": "flash|attention",
+    "written by the compiler": "^triton_",
+}
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}  # relative errors of attention
 
 
@@ -189,11 +194,21 @@ def check_profile(arguments, report):
     with torch.profiler.profile() as profile:
         last, *_ = steps.take(2)
     report.note("loss, first and last", [first[0], last[-1]], ok=last[-1] < first[0])
-    key = "self_device_time_total" if arguments.device == "cuda" else "self_cpu_time_total"
-    events = sorted(profile.key_averages(), key=lambda event: -getattr(event, key))
-    for event in events[:25]:
-        milliseconds = getattr(event, key) / 2000  # from microseconds of two steps
-        report.note(f"kernel {event.key[:90]}", {"ms a step": milliseconds, "calls": event.count})
+    is_cuda = arguments.device == "cuda"
+    key = "self_device_time_total" if is_cuda else "self_cpu_time_total"
+    place = torch.autograd.DeviceType.CUDA if is_cuda else torch.autograd.DeviceType.CPU
+    kernels = {}  # ms a step
+    for event in profile.key_averages():
+        if event.device_type == place and getattr(event, key):
+            kernels[event.key] = getattr(event, key) / 2000  # from microseconds of two steps
+    kinds = dict.fromkeys([*KINDS, "other"], 0.0)
+    for name, time_taken in kernels.items():
+        found = [kind for kind, pattern in KINDS.items() if re.search(pattern, name)]
+        kinds[[*found, "other"][0]] += time_taken
+    report.note("ms a step by kinds of kernels", kinds)
+    report.note("idle, ms a step", milliseconds[0] - sum(kinds.values()))
+    for name in sorted(kernels, key=kernels.get, reverse=True)[:60]:
+        report.note(f"kernel {name[:90]}", kernels[name])
     steps.close()
 
 

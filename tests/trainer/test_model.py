@@ -448,7 +448,7 @@ def test_compiled_equals_eager():
 @NEEDS_CUDA
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-3), ("bfloat16", 0.1)])
 def test_the_model_on_a_gpu_is_the_model_on_the_cpu(dtype, tolerance):
-    layers = {"mtp_weights": (1.0, 0.5), "head_dim": 8, **LAYERED}
+    layers = {"mtp_weights": (1.0, 0.5), "head_dim": 8, "document_cap": 512, **LAYERED}
     reference = helpers.make_trainer(**layers)
     trainer = helpers.make_trainer(runtime=Runtime("cuda"), dtype=dtype, **layers)
     trainer.model.load_state_dict(reference.model.state_dict())
