@@ -901,7 +901,10 @@ def check_distinct_targets(passage, config, step, prefixes):
     if rows in (0, config.vocab_size):
         return
     targets = passage.tokens(shift=1)
-    found = len(np.union1d(targets, prefixes[targets]))
+    is_found = np.zeros(config.vocab_size, bool)
+    is_found[targets] = True
+    is_found[prefixes[targets]] = True
+    found = is_found.sum()
     words = f"step {step} has {found} different targets in a micro-batch, which all take part"
     remedy = "raise it, or 0 for the whole vocabulary"
     require(found < rows, f"softmax_rows={rows}", words, remedy)
@@ -1059,12 +1062,18 @@ def key_of(sums, low, high):
     return sums[high] - sums[low] * HASH_POWERS[high - low]
 
 
+@compiled
 def rolling_hash(tokens, order, eot_token):
     """Keys of the n-grams that end at each of tokens (L,): (L,) uint64. Where the document has
     fewer than `order` tokens it is of these."""
-    ends = np.arange(1, len(tokens) + 1)
-    starts = np.maximum.accumulate(np.where(tokens == eot_token, ends - 1, 0))
-    return key_of(hash_sums(tokens), np.maximum(starts, ends - order), ends)
+    sums = hash_sums(tokens)
+    keys = np.empty(len(tokens), np.uint64)
+    start = 0
+    for i in range(len(tokens)):
+        if tokens[i] == eot_token:
+            start = i
+        keys[i] = key_of(sums, max(start, i + 1 - order), i + 1)
+    return keys
 
 
 def ngram_keys(tokens, low, high, order, eot_token):
@@ -1073,13 +1082,19 @@ def ngram_keys(tokens, low, high, order, eot_token):
     return rolling_hash(np.array(tokens[begin:high]), order, eot_token)[low - begin :]
 
 
-def latest_matches(keys, first):
-    """The latest earlier position with the same key: (L,) int32, -1 for none. Positions below
-    `first` neither find nor are found."""
-    order = first + np.argsort(keys[first:], kind="stable")
-    is_same = keys[order[1:]] == keys[order[:-1]]
-    found = np.full(len(keys), -1, np.int32)
-    found[order[1:][is_same]] = order[:-1][is_same]
+@compiled
+def latest_copies(tokens, keys, first, reach):
+    """What followed the latest earlier one of tokens (L,) with the same key, at most `reach` tokens
+    back: (L,) int32, NO_TOKEN for none. Tokens below `first` neither find nor are found."""
+    found = np.full(len(tokens), NO_TOKEN, np.int32)
+    latest = np.full(2 * len(tokens) + 1, -1, np.int32)  # of each key, by open addressing
+    for i in range(first, len(tokens)):
+        place = np.int64(keys[i] % np.uint64(len(latest)))
+        while latest[place] >= 0 and keys[latest[place]] != keys[i]:
+            place = (place + 1) % len(latest)
+        if latest[place] >= max(0, i - reach):
+            found[i] = tokens[latest[place] + 1]
+        latest[place] = i
     return found
 
 
@@ -1360,12 +1375,10 @@ class RowFinder:
         start = text.starts[np.searchsorted(text.starts, low, side="right") - 1]
         begin = max(start, low - config.copy_reach - max(config.copy_orders, default=0) + 1)
         tokens = text.tokens[begin:high]
-        positions = np.arange(len(tokens))
-        found = np.full((len(config.copy_orders), len(tokens)), NO_TOKEN, np.int32)
+        found = np.empty((len(config.copy_orders), len(tokens)), np.int32)
         for column, order in enumerate(config.copy_orders):
-            match = latest_matches(rolling_hash(tokens, order, config.eot_token), order - 1)
-            at = np.flatnonzero((match >= 0) & (match >= positions - config.copy_reach))
-            found[column, at] = tokens[match[at] + 1]
+            keys = rolling_hash(tokens, order, config.eot_token)
+            found[column] = latest_copies(tokens, keys, order - 1, config.copy_reach)
         return found[:, low - begin :]
 
     def find(self, passages):
@@ -2135,6 +2148,7 @@ class GPT(nn.Module):
         # In the place of none stands, without weight, the token at hand: no row is read by all.
         token = micro_batch.guesses.where(is_there, micro_batch.inputs[:, None])
         shares = (weights + share) * is_there
+        # No bag of rows: on CUDA that has no gradient by its weights in bfloat16, and is slower.
         rows = F.embedding(token, norm(table))
         return (shares[..., None] * rows).sum(1).to(table.dtype)
 

@@ -10,7 +10,7 @@
 All of them are of the track fineweb, on its shards where they are present, on other shards of GPT-2
 tokens with --data FOLDER, else on words of torch's Python sources, numbered by frequency: real text
 whose copies and n-grams repeat. Compiled code is kept in .cache/, so that a call which ran into its
-limit goes on where it was. Each call leaves benchmarks/results/gpu_CALL.json (tiny_CALL.json with
+limit goes on where it was. Each call leaves benchmarks/results/gpu_CALL.{json,md} (tiny_CALL.* with
 --tiny).
 Exit status: 0 all passed, 1 something failed, 2 no CUDA device.
 """
@@ -52,10 +52,11 @@ TINY = {  # fields of a Stage hold in all stages
     "compile": False,
 }
 KINDS = {  # of kernels, by their names
-    "products": "nvjet|gemm|cutlass|aten::(mm|addmm|bmm)$",
     "attention": "flash|attention",
+    "products": "nvjet|gemm|cutlass|aten::(mm|addmm|bmm)$",
     "written by the compiler": "^triton_",
 }
+VERDICTS = {True: "ok", False: "FAIL", None: "-"}
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}  # relative errors of attention
 
 
@@ -69,9 +70,28 @@ class Report:
     def note(self, item, value, ok=None):
         """ok: True, False, or None for what is only measured."""
         self.content["rows"].append({"item": item, "value": value, "ok": ok})
-        verdict = {True: "ok", False: "FAIL", None: "-"}[ok]
-        print(f"{item} [{verdict}]: {value}", flush=True)
+        print(f"{item} [{VERDICTS[ok]}]: {value}", flush=True)
         common.write_whole(self.path, json.dumps(self.content, indent=1) + "\n")
+        common.write_whole(self.path.with_suffix(".md"), markdown(self.content))
+
+
+def in_words(value):
+    """A value of a row, with numbers to at least four digits, and of many the first six."""
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {in_words(part)}" for name, part in value.items())
+    if isinstance(value, list):
+        more = ["..."] * (len(value) > 6)
+        return ", ".join([*map(in_words, value[:6]), *more])
+    return str(value)
+
+
+def markdown(content):
+    """What a call has found, as a table and a line of where that was."""
+    rows = [(row["item"], in_words(row["value"]), VERDICTS[row["ok"]]) for row in content["rows"]]
+    table = common.markdown_table(["what", "found", "verdict"], rows)
+    return f"{table}\n\n{common.environment_line(content['environment'])}\n"
 
 
 # ----- configuration and tokens

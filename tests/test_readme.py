@@ -31,10 +31,37 @@ def test_tables_are_current():
     assert re.findall(r"^ +(\d+)\. (.+?) {2,}", train_gpt.__doc__, re.MULTILINE) == banners
 
 
-def test_no_page_claims_a_gpu_while_no_result_is_of_one():
-    """As soon as one is, the first page must say so."""
-    of_gpus = list((ROOT / "benchmarks/results").glob("gpu_*.json"))
-    assert ("Nobody has run this on a GPU yet" in TEXT) == (not of_gpus)
+def gpu_rows(name):
+    """{item: value} of what a call of gpu_checks.py has found."""
+    content = json.loads((ROOT / f"benchmarks/results/gpu_{name}.json").read_text())
+    return {row["item"]: row["value"] for row in content["rows"]}
+
+
+def test_sentences_on_a_gpu_are_of_its_results():
+    found = gpu_rows("profile")
+    milliseconds, host = found["ms a step, and of the host alone"]
+    before, _ = gpu_rows("profile_before")["ms a step, and of the host alone"]
+    idle = found["idle, ms a step"]
+    kinds = found["ms a step by kinds of kernels"]
+    attention = sum(time for name, time in found.items() if "flash" in name)
+    (peak,) = found["peak memory, MiB"]
+    errors = [value for name, value in gpu_rows("attention").items() if "error" in name]
+    assert max(errors) < 0.003
+    for words in (
+        f"it does: {milliseconds:.0f} ms a step of stage 1, {peak / 1024:.1f} GiB",
+        f"took {milliseconds:.0f} ms, and {before:.0f} on another machine",
+        f"Kernels take {milliseconds - idle:.0f} of the {milliseconds:.0f} ms",
+        f"{kinds['products'] - attention:.0f} products, {attention:.0f} attention",
+        f"{kinds['written by the compiler']:.0f}\n  what the compiler wrote",
+        f"wrote, {kinds['other']:.0f} others",
+        f"For {idle:.0f} ms the GPU idles**, while the host takes {host:.0f} to launch",
+    ):
+        assert words in RESULTS, words
+    for name, dtype in (("gpu_english", "float32"), ("gpu_english_bf16", "bfloat16")):
+        log = (ROOT / f"benchmarks/results/{name}.txt").read_text()
+        (loss,) = re.findall(r"^final val_loss:(\S+)", log, re.MULTILINE)
+        assert re.search(rf"{loss} in {dtype}", RESULTS), (loss, dtype)
+    assert "run on one H200" in TEXT and "H200" in log
 
 
 def anchor_of(heading):

@@ -143,16 +143,21 @@ def test_keys_against_python_integers(n):
 
 @pytest.mark.parametrize("first", [0, 2, 3000])
 @pytest.mark.parametrize("is_last", [False, True])
-def test_latest_matches_against_a_dict(first, is_last):
-    """Of keys that want the first places of the hash table, or the last ones."""
+def test_latest_copies_against_a_dict(first, is_last):
+    """Of keys that want the first places of the hash table, or the last ones. Each token is the
+    number of tokens before it."""
     keys = np.random.default_rng(first).integers(0, 300, size=2000).astype(np.uint64)
     keys = ~keys if is_last else keys
-    expected, seen = [], {}
-    for at, key in enumerate(keys.tolist()):
-        expected.append(seen.get(key, -1))
-        if at >= first:
-            seen[key] = at
-    assert train_gpt.latest_matches(keys, first).tolist() == expected
+    for reach in (100, 2000):
+        expected, seen = [], {}
+        for at, key in enumerate(keys.tolist()):
+            latest = seen.get(key, -1)
+            is_near = 0 <= latest and at - latest <= reach
+            expected.append(latest + 1 if is_near else train_gpt.NO_TOKEN)
+            if at >= first:
+                seen[key] = at
+        tokens = np.arange(2000, dtype=np.uint16)
+        assert train_gpt.latest_copies(tokens, keys, first, reach).tolist() == expected
 
 
 @pytest.mark.parametrize("reach", [0, 1, 5, 30, 10_000])
@@ -197,7 +202,7 @@ def test_odd_texts_with_checked_bounds(monkeypatch):
     """At chunks of the index that end within a document, too."""
     # What a loop calls comes ahead of it: it is taken over when the loop is compiled.
     loops = ["hash_sums", "key_of", "discount", "first_place", "place_of", "read_ahead"]
-    loops += ["count_one", "count_up", "priors_of"]
+    loops += ["count_one", "count_up", "priors_of", "rolling_hash", "latest_copies"]
     for name in loops:
         loop = njit(boundscheck=True)(getattr(train_gpt, name).py_func)
         monkeypatch.setattr(train_gpt, name, loop)
