@@ -419,6 +419,7 @@ def main(argv=None):
         remedy = "take its build for CUDA, as the top of this file says"
         sys.exit(f"error: torch {torch.__version__} has no CUDA; {remedy}")
     pretend_h100()
+    train_gpt.LOSS_CHUNK["cpu"] = train_gpt.LOSS_CHUNK["cuda"]  # where tensors of no content are
     config = dataclasses.replace(train_gpt.TRACKS["fineweb"], seed=1)
     figures = measure(config, arguments.step)
     found = totals(figures)

@@ -252,10 +252,10 @@ def check_trainer(arguments, report):
 
 def check_pairs(arguments, report):
     """Settings beside the track's, in turns, warm, in one process."""
-    chunk = train_gpt.LOSS_CHUNK
+    chunk = train_gpt.LOSS_CHUNK[arguments.device]
     arms = {  # fields of the Config, and tokens of a chunk of the loss
         "without copies": ({"copy_orders": ()}, chunk),
-        "chunks of four times as many tokens": ({}, 4 * chunk),
+        "chunks of a quarter as many tokens": ({}, chunk // 4),
         "one micro-batch a pass": ({"micro_batches_a_pass": 1}, chunk),
     }
     count = 1 if arguments.tiny else 4  # steps of a turn
@@ -263,12 +263,12 @@ def check_pairs(arguments, report):
         pair = [Steps(config_of(arguments, steps=4 * count, **own)) for own in ({}, changes)]
         times = []
         for turn in range(8):
-            train_gpt.LOSS_CHUNK = own_chunk if turn % 2 else chunk
+            train_gpt.LOSS_CHUNK[arguments.device] = own_chunk if turn % 2 else chunk
             times.append(pair[turn % 2].take(count)[1])
         report.note(f"ms a step by turns, of which two compile: track, {name}, track, ...", times)
         for steps in pair:
             steps.close()
-    train_gpt.LOSS_CHUNK = chunk
+    train_gpt.LOSS_CHUNK[arguments.device] = chunk
 
 
 def scale_gradients(group, factor=1e-7):

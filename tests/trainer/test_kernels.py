@@ -92,7 +92,7 @@ def one_pass(hidden, head, share, prior, targets, weights, cap, counts=None):
 )
 def test_loss_and_gradients_are_those_of_the_plain_form(cap, scale, stood_for, chunk, monkeypatch):
     """The last rows of the head, which are no targets, may stand for several of their kind."""
-    monkeypatch.setattr(train_gpt, "LOSS_CHUNK", chunk)
+    monkeypatch.setitem(train_gpt.LOSS_CHUNK, "cpu", chunk)
     *states, targets, weights = loss_inputs(scale)
     counts = None
     if stood_for > 1:
@@ -142,7 +142,7 @@ class Largest(TorchDispatchMode):
 def test_logits_exist_of_a_few_tokens_at_a_time(monkeypatch):
     """Of all of a micro-batch of fineweb's they would take 3 GiB, and as much again for each loss
     weight of a token further ahead."""
-    monkeypatch.setattr(train_gpt, "LOSS_CHUNK", 64)
+    monkeypatch.setitem(train_gpt.LOSS_CHUNK, "cpu", 64)
     with Largest() as largest:
         one_pass(*loss_inputs(1.0), (30.0, 0.0))
     assert largest.values == 64 * VOCAB > T * DIM
