@@ -934,6 +934,7 @@ class TrainLoader:
         self.upcoming = None  # what comes of the next shard
         self.opener = ThreadPoolExecutor(1)
         self.ahead = deque()
+        sys.setswitchinterval(1e-4)  # seconds that the thread may keep the others waiting
         self.thread = ThreadPoolExecutor(1, initializer=runtime.use_device)
 
     def open_shard(self, opened):
@@ -4241,7 +4242,6 @@ def main(argv=None, extend=None):
     log = Log(is_main=True)
     runtime = None
     listen_for_signals()
-    sys.setswitchinterval(1e-4)  # seconds that the loader may keep the others waiting
     try:
         log.is_main = launcher_number("RANK", 0) == 0
         tasks = one_line(os.environ.get("SLURM_NTASKS", "1"))
