@@ -143,9 +143,12 @@ def config_of(arguments, base=FIRST_STAGE, **changes):
 
 
 class Steps(common.Training):
-    """A training whose steps are timed."""
+    """A training whose steps are timed, once the index is read."""
 
-    done = 0
+    def __init__(self, config):
+        super().__init__(config)
+        self.trainer.table.read_index(self.corpus.indexed)
+        self.done = 0
 
     def take(self, count):
         """Take steps. Returns (their losses, milliseconds a step, those of the host alone)."""
