@@ -148,18 +148,19 @@ def test_the_factor_over_plain_training_is_that_of_its_turns():
 
 def test_what_is_said_beside_the_published_trainer_follows_from_its_runs():
     runs = published.runs_in(common.RESULTS)
-    assert {run["seed"] for run in runs} == {1, 2, 3}
     for run in runs:
         if run["arm"] in published.ARMS:
             assert run["dirty"] == 0
 
-    def ahead(text, arm, other="published"):
+    def losses_of(text, arm, steps):
+        wanted = {"text": text, "arm": arm, "steps": steps}
+        return {run["seed"]: run["loss"] for run in runs if wanted.items() <= run.items()}
+
+    def ahead(text, arm, other="published", steps=400, seeds=(1, 2, 3)):
         """How far an arm is below another one, by the seeds that both have."""
-        sides = [
-            {run["seed"]: run["loss"] for run in runs if (run["text"], run["arm"]) == (text, side)}
-            for side in (arm, other)
-        ]
+        sides = [losses_of(text, side, steps) for side in (arm, other)]
         both = sides[0].keys() & sides[1].keys()
+        assert both == set(seeds)
         return sum(sides[1][seed] - sides[0][seed] for seed in both) / len(both)
 
     page = RESULTS[RESULTS.index("**With rates for this width") :]
@@ -172,13 +173,20 @@ def test_what_is_said_beside_the_published_trainer_follows_from_its_runs():
     assert (
         f"below it {row.format(*below)}" in RESULTS and f"above it {row.format(*behind)}" in RESULTS
     )
-    far = [ahead(text, "ours, tuned") for text in texts]
+    far = [ahead(text, "ours, tuned", seeds=(1, 2, 3, 4, 5)) for text in texts]
     assert "{:.3f} and {:.3f} below the published trainer at".format(*far) in page
+    later = -ahead("english", "ours, tuned", steps=1600, seeds=(1,))
+    assert f"`ours, tuned`\n{later:.3f} above it" in page
+    assert f"after four times the steps, on\nEnglish, it is {later:.3f} behind" in TEXT
     words = f"on English it ends [{behind[0]:.3f} above it](", f"on verse {behind[1]:.3f}"
     assert all(word in TEXT for word in words)
     words = "{:.3f} and {:.3f} below where both"
     assert words.format(*below) in TEXT
-    more = [ahead(text, "ours", "ours, without scales") for text in texts]
+    without = "ours, without scales"
+    more = [
+        ahead(text, "ours", without, seeds=range(1, n))
+        for text, n in (("english", 4), ("verse", 3))
+    ]
     assert "{:.3f} on English (n = 3) and {:.3f} on\n".format(*more) in page
 
 
