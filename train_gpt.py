@@ -245,7 +245,7 @@ def as_stages(rows, **changes):
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """One run, resolved. The defaults are those of the track fineweb, and most of its numbers are
-    the field's: records/NOTES.md has their sources. None has been tried on a GPU. Raises
+    the field's: records/NOTES.md has their sources. None has been tuned on a GPU. Raises
     ConfigError for values that cannot be run."""
 
     # --- data
