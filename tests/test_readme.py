@@ -175,9 +175,9 @@ def test_what_is_said_beside_the_published_trainer_follows_from_its_runs():
     )
     far = [ahead(text, "ours, tuned", seeds=(1, 2, 3, 4, 5)) for text in texts]
     assert "{:.3f} and {:.3f} below the published trainer at".format(*far) in page
-    later = -ahead("english", "ours, tuned", steps=1600, seeds=(1,))
-    assert f"`ours, tuned`\n{later:.3f} above it" in page
-    assert f"after four times the steps, on\nEnglish, it is {later:.3f} behind" in TEXT
+    later = [-ahead(text, "ours, tuned", steps=1600, seeds=(1,)) for text in texts]
+    assert "`ours, tuned` {:.3f} and {:.3f} above it".format(*later) in page
+    assert "after four times the steps\nit is {:.3f} and {:.3f} behind".format(*later) in TEXT
     words = f"on English it ends [{behind[0]:.3f} above it](", f"on verse {behind[1]:.3f}"
     assert all(word in TEXT for word in words)
     words = "{:.3f} and {:.3f} below where both"
