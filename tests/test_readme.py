@@ -177,6 +177,8 @@ def test_what_is_said_beside_the_published_trainer_follows_from_its_runs():
     assert "{:.3f} and {:.3f} below the published trainer at".format(*far) in page
     later = [-ahead(text, "ours, tuned", steps=1600, seeds=(1,)) for text in texts]
     assert "`ours, tuned` {:.3f} and {:.3f} above it".format(*later) in page
+    tuned = -ahead("english", "ours, tuned", "published, tuned", steps=1600, seeds=(1,))
+    assert f"with rates for this width on both sides {tuned:.3f} above it" in page
     same_rates = -ahead("english", "ours", steps=1600, seeds=(1,))
     assert f"ours ends {same_rates:.3f}\nabove it on English, where it was {behind[0]:.3f}" in page
     assert "after four times the steps\nit is {:.3f} and {:.3f} behind".format(*later) in TEXT
