@@ -345,11 +345,16 @@ def test_the_next_shard_is_opened_once_half_of_one_is_read(steps, opened, monkey
     assert seen == opened
 
 
-def test_a_softmax_without_a_row_for_the_rest_of_the_vocabulary_is_refused():
-    """Of one micro-batch, which has 200 different targets."""
+def test_a_softmax_without_a_row_for_the_rest_of_the_vocabulary_is_refused(monkeypatch):
+    """Of one micro-batch, which has 200 different targets, and a prefix that is none of them."""
     tokens = np.array([EOT, *(np.arange(256) % 200)], dtype=np.uint16)
     config = helpers.tiny_config(steps=1, micro_batches=1, document_cap=256, softmax_rows=201)
     load_all(config, [tokens])
     config = train_gpt.with_values(config, {"softmax_rows": 200})
     with pytest.raises(ConfigError, match="softmax_rows=200: .*step 0 has 200 different"):
+        load_all(config, [tokens])
+    monkeypatch.setattr(
+        train_gpt, "prefix_tokens", lambda config: np.minimum(np.arange(257) + 1, 200)
+    )
+    with pytest.raises(ConfigError, match="step 0 has 201 different"):
         load_all(config, [tokens])
