@@ -149,8 +149,11 @@ def protect(matrices, initial, ratio):
 
 # What of a configuration weights mean nothing without
 SIZES = ("tokenizer", "model_dim", "num_layers", "head_dim", "mlp_dim", "logit_cap")
-LAYERS = ("long_layers", "value_embedding_layers", "shifted_layers", "paired_layers")
-LAYERS += ("exclusive_layers", "skips")
+LAYERS = [
+    field.name
+    for field in dataclasses.fields(train_gpt.Config)
+    if field.metadata["check"] in (train_gpt.LAYERS, train_gpt.SKIPS)
+]
 PAST = ("ngram_orders", "ngram_rows", "copy_orders", "index_order")
 
 

@@ -287,6 +287,7 @@ class Config:
     skips: tuple = knob(((3, 6),), "pairs (a, b): layer b also reads what leaves layer a", SKIPS)
     shared_input: tuple = knob((7,), "a layer whose output all later attention reads", LAYERS)
     dense_layers: tuple = knob((3, 7), "layers whose outputs the last one mixes in", LAYERS)
+    deciding_layers: tuple = knob((0, 4, 8), "layers whose input decides gates", LAYERS)
     value_std: float = knob(0.25, "std of values' matrices at first, times sqrt(width)", FRACTION)
     output_std: float = knob(0.5, "likewise, of the projections behind attention", FRACTION)
     attention_scale: float = knob(0.1, "factor of scores ahead of the softmax", POSITIVE)
@@ -303,7 +304,7 @@ class Config:
     # --- optimizer
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of UPDATE_RULES")
     matrix_lr: float = knob(0.023, "RMS of a matrix' step times sqrt(columns)", POSITIVE)
-    matrix_decay: float = knob(1.2, "cautious decay of matrices over rate^2", NOT_NEGATIVE)
+    matrix_decay: float = knob(1.2, "cautious decay of matrices, over both rates", NOT_NEGATIVE)
     momentum_start: float = knob(0.85, "Muon's momentum at the first step, and the last", MOMENTUM)
     momentum_peak: float = knob(0.95, "Muon's momentum in between", MOMENTUM)
     momentum_warmup: float = knob(300 / 1285, "fraction of the run in which it rises", FRACTION)
@@ -368,6 +369,8 @@ class Config:
         self.require("shared_input", is_one, "must be one layer, such as (2,); or ()")
         is_earlier = last not in self.dense_layers
         self.require("dense_layers", is_earlier, f"must be below the last, {last}")
+        is_first = self.deciding_layers[:1] in ((), (0,))
+        self.require("deciding_layers", is_first, "must begin with layer 0, such as (0, 4)")
         for name in ("value_embedding", "shifted", "paired", "exclusive"):
             mute = sorted({*getattr(self, f"{name}_layers")} & {*self.mlp_only_layers})
             require(not mute, f"{name}_layers: {mute} have no attention; see --mlp-only-layers")
@@ -409,6 +412,7 @@ SMALL = {
     "skips": ((0, 3),),
     "shared_input": (1,),
     "dense_layers": (0, 1),
+    "deciding_layers": (),
     "value_std": 0.6,
     "output_std": 0.0,  # every block starts as the identity
     "attention_scale": 0.24,
@@ -1529,14 +1533,20 @@ class Group:
         return [(tensor, ...) for tensor in self.tensors().values()]
 
 
+ROW_MEMORY = 0.98  # what a row's moment keeps of itself at each of its updates
+
+
 def adagrad_rows_update(table, second, rows, grads, lr, floor):
     """Row-wise Adagrad on distinct rows (u,) of the table (n, dim), in place, at their cost alone.
+
+    It forgets: a rare row's steps shrink from `lr` on as Adagrad's do, and a frequent one's no
+    further than to lr * sqrt(1 - ROW_MEMORY), so that it goes on to learn in a long run.
 
     second: (n,), the sum of each row's mean squared gradients. grads: (u, dim), sums over tokens.
     floor: a gradient RMS that is added to the moment: a row that is new where tokens are predicted
     well should hardly move.
     """
-    moment = second[rows] + grads.square().mean(1)
+    moment = ROW_MEMORY * second[rows] + grads.square().mean(1)
     second[rows] = moment
     steps = grads * (-lr * (moment + floor * floor).rsqrt())[:, None]
     # On a CPU this takes a third of the time of table[rows] += steps, for the same bits.
@@ -1854,6 +1864,16 @@ def mlp(x, up, down):
     return F.relu(F.linear(x, up)).square() @ down
 
 
+SHARE_DIM = 64  # hidden width of the networks that decide shares
+SHARE_SCALE = 0.1  # of what they decide
+
+
+def decided(x, up, down):
+    """Shares (T, n) that each token decides by its x (T, model_dim), through a small network: up
+    (SHARE_DIM, model_dim), down (n, SHARE_DIM)."""
+    return SHARE_SCALE * F.linear(F.gelu(F.linear(x, up)), down)
+
+
 def gate(x, weight):
     """Learned gates in (0, 2), 1 at the start: (T, n) from the first channels of x (T, model_dim).
 
@@ -2016,15 +2036,13 @@ def summed_loss(hidden, head, share, micro_batch, phase, loss_weights, prefixes,
 
 # 6. Model ========================================================================================
 
-DENSE_DIM = 64  # hidden width of what decides the shares of dense connections
-DENSE_SCALE = 0.1  # of these shares
-
 
 @dataclass(frozen=True)
 class Rule:
     """Which group steps a parameter, and with which numbers; most of these are modded-nanogpt's.
 
-    Decay is by the rate squared, and only where update and weight agree in sign.
+    Decay is by the group's rate times the parameter's, and only where update and weight agree in
+    sign.
     """
 
     group: str  # small | embeddings | matrices
@@ -2041,6 +2059,13 @@ def ruled(values, *rule, **numbers):
     param = nn.Parameter(values)
     param.rule = Rule(*rule, **numbers)
     return param
+
+
+def networks(up, shares):
+    """Small networks that decide so many shares, none at first: matrices up (k, SHARE_DIM, dim) and
+    down."""
+    down = up.new_zeros(len(up), shares, SHARE_DIM)
+    return [ruled(matrices, "small", lr_mul=0.25) for matrices in (up, down)]
 
 
 class GPT(nn.Module):
@@ -2103,7 +2128,7 @@ class GPT(nn.Module):
         self.mlp = matrices(mlps, lr_mul=torch.tensor([1.0, 2.0]).repeat(layers)[:, None, None])
         value_layers = len(config.value_embedding_layers)
         value_embed = drawn(value_layers * vocab, dim, std=0.01)
-        self.value_embed = embeddings(value_embed, lr_mul=75.0, decay=0.025, betas=(0.75, 0.95))
+        self.value_embed = embeddings(value_embed, lr_mul=75.0, decay=1.875, betas=(0.75, 0.95))
         self.value_gate = gates(value_layers, heads)
         if config.exclusive_layers:
             self.exclusive_gate = gates(len(config.exclusive_layers), heads)
@@ -2130,12 +2155,15 @@ class GPT(nn.Module):
             self.skip_scale = ruled(torch.full((len(config.skips),), 0.1), "small", lr_mul=5.0)
         if config.dense_layers:
             shares = 2 * (len(config.dense_layers) + 2)  # of states, for two sums: see mixtures()
-            up = drawn(2, DENSE_DIM, dim, std=(3 * dim) ** -0.5)
             bias = torch.zeros(2, shares)
-            bias[1, len(config.dense_layers)] = -0.5 / DENSE_SCALE  # the last of them, at the end
-            self.dense_up = ruled(up, "small", lr_mul=0.25)
-            self.dense_down = ruled(up.new_zeros(2, shares, DENSE_DIM), "small", lr_mul=0.25)
+            bias[1, len(config.dense_layers)] = -0.5 / SHARE_SCALE  # the last of them, at the end
+            up = drawn(2, SHARE_DIM, dim, std=(3 * dim) ** -0.5)
+            self.dense_up, self.dense_down = networks(up, shares)
             self.dense_bias = ruled(bias, "small", lr_mul=0.25)
+        if config.deciding_layers:
+            # Of each layer three shares of the stream and, by head, two of attention: see hidden().
+            up = drawn(len(config.deciding_layers), SHARE_DIM, dim, std=(3 * dim) ** -0.5)
+            self.gate_up, self.gate_down = networks(up, layers * (3 + 2 * heads))
 
     def embedding(self, micro_batch, is_first, is_tied):
         """Each token's embedding with a gated share of the one before it in its segment."""
@@ -2156,11 +2184,12 @@ class GPT(nn.Module):
         rows = F.embedding(token, norm(table))
         return (shares[..., None] * rows).sum(1).to(table.dtype)
 
-    def attention_layer(self, x, layer, weights, values, is_first, window, rotary, masks):
+    def attention_layer(self, x, layer, weights, values, gates, is_first, window, rotary, masks):
         """What attention adds to the residual stream, as it reads x (T, model_dim).
 
         weights: those of q and k (2 * model_dim, model_dim), and of v and o (2, ...). values: what
         is added to the values: the layer's value embeddings and a mixture of states, or None.
+        gates: of tokens' decisions, on own values and on outputs, (T, heads) each, or numbers.
         """
         config = self.config
         cos, sin, scale = rotary
@@ -2192,15 +2221,17 @@ class GPT(nn.Module):
             y = out_of_pairs(y)
         if layer in config.exclusive_layers:
             weight = self.exclusive_gate[config.exclusive_layers.index(layer)]
-            y = without_own_value(y, v, (gate(x, weight) - 1)[..., None])
+            y = without_own_value(y, v, (gate(x, weight) - 1 + gates[0])[..., None])
+        if config.deciding_layers:
+            y = y * (1 + gates[1])[..., None]
         return F.linear(y.flatten(1), output)
 
     def mixtures(self, x, place, states):
         """Sums of n states (T, model_dim), as many as there are n shares, which each token's x
         decides: the dense connections of MUDD (Xiao et al. 2025), before the last layer (place 0)
         and behind it."""
-        shares = F.linear(F.gelu(F.linear(x, self.dense_up[place])), self.dense_down[place])
-        shares = DENSE_SCALE * (shares + self.dense_bias[place].to(x.dtype))
+        shares = decided(x, self.dense_up[place], self.dense_down[place])
+        shares = shares + SHARE_SCALE * self.dense_bias[place].to(x.dtype)
         sums = []
         for part in shares.split(len(states), dim=1):
             if part.size(1) == len(states):
@@ -2238,13 +2269,23 @@ class GPT(nn.Module):
         if config.copy_orders:
             table = self.head if phase.is_tied else self.embed
             x = x + self.guessed(micro_batch, table, self.guess_input)
+        heads = config.model_dim // config.head_dim
+        of_embedding, of_ngram, of_skip, *of_heads = [0.0] * 5
         for layer in range(layers):
+            if layer in config.deciding_layers:
+                place = config.deciding_layers.index(layer)
+                gates = decided(x, self.gate_up[place], self.gate_down[place])
+                gates = gates.unflatten(1, (layers, -1)).unbind(1)
+            if config.deciding_layers:
+                sizes = [1, 1, 1, heads, heads]
+                of_embedding, of_ngram, of_skip, *of_heads = gates[layer].split(sizes, dim=1)
             for number, (source, target) in enumerate(config.skips):
                 if target == layer:
-                    x = x + self.skip_scale[number] * outputs[source]
-            x = self.residual_scale[layer] * x + self.embed_scale[layer] * embedded
+                    x = x + (self.skip_scale[number] + of_skip) * outputs[source]
+            embed_scale = self.embed_scale[layer] + of_embedding
+            x = self.residual_scale[layer] * x + embed_scale * embedded
             if ngram is not None:
-                x = x + gate(x, self.ngram_gate[layer : layer + 1]) * ngram
+                x = x + (gate(x, self.ngram_gate[layer : layer + 1]) + of_ngram) * ngram
             if layer == 0:
                 states = [x]
             mixture = None
@@ -2261,7 +2302,7 @@ class GPT(nn.Module):
                 # To scale its last matrix scales what a sublayer adds, with less to read and keep.
                 query_key, (value, output) = attention_weights[layer]
                 weights = query_key, (value, self.output_scale[layer, 0] * output)
-                x = x + self.attention_layer(read, layer, weights, values, *seen)
+                x = x + self.attention_layer(read, layer, weights, values, of_heads, *seen)
             up, down = mlps[layer]
             x = x + mlp(norm(x), up, self.output_scale[layer, 1] * down)
             outputs.append(x)
@@ -2318,7 +2359,7 @@ class Hyper(NamedTuple):
 
     count: Any  # of updates so far, this one included
     lr: Any
-    decay: Any  # per unit of rate
+    decay: Any  # of an agreeing weight, over lr
     momentum: Any
     betas: Any
     eps: Any  # Adam's
@@ -2366,10 +2407,9 @@ def polar_express(matrices, dtype):
 
 
 def cautious_step(weight, update, lr, decay):
-    """Step against `update` in place, with weight decay, by the rate squared, only where both agree
-    in sign."""
+    """Step against `update` in place, with weight decay only where both agree in sign."""
     is_agreed = update * weight > 0
-    weight.sub_(lr * (update + lr * decay * weight * is_agreed))
+    weight.sub_(lr * (update + decay * weight * is_agreed))
 
 
 def orthogonal_step(weight, direction, state, hyper):
@@ -2723,6 +2763,7 @@ class ParameterGroup(Group):
     def update(self, step, lr_mul, pending):
         travelling = []
         sums = {}
+        rate = self.lr * lr_mul
         for name, grad, work in pending:
             wait(work)
             param = self.params[name]
@@ -2730,8 +2771,8 @@ class ParameterGroup(Group):
             sums[name] = grad[: len(part)].float()
             hyper = Hyper(
                 count=math.ceil((step + 1) / self.every),
-                lr=self.lr * self.lr_muls[name] * lr_mul,
-                decay=self.decay * param.rule.decay,
+                lr=rate * self.lr_muls[name],
+                decay=rate * self.decay * param.rule.decay,
                 momentum=momentum_at(self.config, step),
                 betas=param.rule.betas,
                 eps=param.rule.eps,

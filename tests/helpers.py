@@ -49,6 +49,7 @@ TINY = {
     "skips": ((0, 1),),
     "shared_input": (),
     "dense_layers": (),
+    "deciding_layers": (),
     "adam_lr": 0.015,
     "adam_every": 1,
     "ngram_orders": (2, 3, 4, 6),
@@ -102,6 +103,7 @@ RICH = {
     **LAYERED,
     "shared_input": (1,),
     "dense_layers": (0, 1),
+    "deciding_layers": (0, 2),
 }
 
 

@@ -38,15 +38,15 @@ def hyper(count=1, lr=0.1, decay=0.0, momentum=0.9, betas=(0.9, 0.95), dtype=tor
 
 
 def adam_step(adam, decay):
-    """A step of torch's AdamW of one parameter, without a decay of its own, and then ours: by the
-    rate squared, where update and weight agree in sign."""
+    """A step of torch's AdamW of one parameter, without a decay of its own, and then ours, over its
+    rate: where update and weight agree in sign."""
     (group,) = adam.param_groups
     (param,) = group["params"]
     before = param.detach().clone()
     adam.step()
     with torch.no_grad():
         is_agreed = (before - param) * before > 0
-        param -= group["lr"] ** 2 * decay * before * is_agreed
+        param -= group["lr"] * decay * before * is_agreed
 
 
 def composed_polynomials(values):
@@ -70,7 +70,7 @@ def slow_muon(weight, buffer, second, grad, lr, momentum, decay, whitened=lambda
     update = update * size / np.linalg.norm(update)
     lr = lr * max(1, rows / columns) ** 0.5
     decayed = np.where(update * weight > 0, decay * weight, 0)
-    return weight - lr * (update + lr * decayed), buffer, second
+    return weight - lr * (update + decayed), buffer, second
 
 
 # ----- optimizers

@@ -213,12 +213,14 @@ def dense(name, world_size):
     history = [weight.clone()]
     for step in range(case.steps):
         grads = torch.zeros_like(weight)
+        kept = torch.ones_like(second)
         for ids, signs, token_grads in draw(name, world_size, step):
+            kept[torch.from_numpy(ids).flatten()] = 0.98
             for column in range(ORDERS):
                 signed = signs[:, column, None].astype(np.float64) * token_grads
                 grads.index_add_(0, torch.from_numpy(ids[:, column]), torch.from_numpy(signed))
         lr = config.ngram_lr * lr_multiplier(case, step)
-        second += grads.square().mean(1)
+        second = kept * second + grads.square().mean(1)
         floor = config.ngram_floor * (64 / config.model_dim) ** 0.75
         weight -= lr * grads / (second + floor**2).sqrt()[:, None]
         history.append(weight.clone())

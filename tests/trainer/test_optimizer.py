@@ -162,10 +162,11 @@ def test_every_parameter_moves_at_its_own_rate():
         if cases.RULES[name].group == "matrices":
             assert moved.any()
         else:
-            rate = 0.5 * helpers.tiny_config().adam_lr * cases.RULES[name].lr_mul
+            group_rate = 0.5 * helpers.tiny_config().adam_lr
+            rate = group_rate * cases.RULES[name].lr_mul
             rate *= 3.0 if name in ("embed", "head") else 1.0
             decayed = torch.where(before[name] > 0, cases.RULES[name].decay * before[name], 0)
-            expected = rate * (1 + rate * decayed)
+            expected = rate * (1 + group_rate * decayed)
             torch.testing.assert_close(moved, expected, atol=1e-6, rtol=1e-3)
 
 
@@ -289,7 +290,8 @@ def test_untying_inside_a_cycle_is_torchs_adam_on_one_table_then_on_two(dtype):
         cases.take_step(optimizer, step, {"embed": None, **grads})
         if step == cycle[-1]:
             for name, optimizer_of_one in adam.items():
-                cases.adam_step(optimizer_of_one, cases.RULES[name].decay)
+                decay = config.adam_lr * cases.RULES[name].decay
+                cases.adam_step(optimizer_of_one, decay)
                 optimizer_of_one.zero_grad()
         for name, table in tables.items():
             exact = cases.state_of(optimizer)[name].get("master", cases.params_of(optimizer)[name])
