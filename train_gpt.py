@@ -1522,6 +1522,7 @@ class Group:
 
     every = 1  # steps between updates
     is_frozen = False
+    is_shared_out = True  # or else every rank updates all of it
 
     def is_due(self, step):
         """Whether the group is updated at a step: every k-th, and the run's last."""
@@ -4089,8 +4090,8 @@ def check_room(run):
         for name, tensor in group.tensors().items():
             state += tensor.nbytes
             if not name.endswith(".grad"):
-                copies = 1 if name.endswith(".param") else run.runtime.world_size
-                needed += tensor.nbytes * copies
+                is_part = group.is_shared_out and not name.endswith(".param")
+                needed += tensor.nbytes * (run.runtime.world_size if is_part else 1)
     index = trainer.table.finder.index.memory.nbytes
     place = run.folder if run.folder.is_dir() else Path.cwd()
     free = shutil.disk_usage(place).free
