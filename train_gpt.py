@@ -2190,7 +2190,7 @@ class GPT(nn.Module):
 
         weights: those of q and k (2 * model_dim, model_dim), and of v and o (2, ...). values: what
         is added to the values: the layer's value embeddings and a mixture of states, or None.
-        gates: of tokens' decisions, on own values and on outputs, (T, heads) each, or numbers.
+        gates: what tokens decide to add to the shares of own values and of outputs, (T, heads) each.
         """
         config = self.config
         cos, sin, scale = rotary
@@ -2271,6 +2271,7 @@ class GPT(nn.Module):
             table = self.head if phase.is_tied else self.embed
             x = x + self.guessed(micro_batch, table, self.guess_input)
         heads = config.model_dim // config.head_dim
+        # What tokens' own decisions add to the shares below.
         of_embedding, of_ngram, of_skip, *of_heads = [0.0] * 5
         for layer in range(layers):
             if layer in config.deciding_layers:
