@@ -2190,7 +2190,7 @@ class GPT(nn.Module):
 
         weights: those of q and k (2 * model_dim, model_dim), and of v and o (2, ...). values: what
         is added to the values: the layer's value embeddings and a mixture of states, or None.
-        gates: what tokens decide to add to the shares of own values and of outputs, (T, heads) each.
+        gates: what tokens add to the shares of own values and of outputs, (T, heads) each.
         """
         config = self.config
         cos, sin, scale = rotary
