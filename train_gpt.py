@@ -287,7 +287,7 @@ class Config:
     skips: tuple = knob(((3, 6),), "pairs (a, b): layer b also reads what leaves layer a", SKIPS)
     shared_input: tuple = knob((7,), "a layer whose output all later attention reads", LAYERS)
     dense_layers: tuple = knob((3, 7), "layers whose outputs the last one mixes in", LAYERS)
-    deciding_layers: tuple = knob((0, 4, 8), "layers whose input decides gates", LAYERS)
+    deciding_layers: tuple = knob((0, 4, 8), "layers before which tokens decide gates", LAYERS)
     value_std: float = knob(0.25, "std of values' matrices at first, times sqrt(width)", FRACTION)
     output_std: float = knob(0.5, "likewise, of the projections behind attention", FRACTION)
     attention_scale: float = knob(0.1, "factor of scores ahead of the softmax", POSITIVE)
@@ -369,8 +369,6 @@ class Config:
         self.require("shared_input", is_one, "must be one layer, such as (2,); or ()")
         is_earlier = last not in self.dense_layers
         self.require("dense_layers", is_earlier, f"must be below the last, {last}")
-        is_first = self.deciding_layers[:1] in ((), (0,))
-        self.require("deciding_layers", is_first, "must begin with layer 0, such as (0, 4)")
         for name in ("value_embedding", "shifted", "paired", "exclusive"):
             mute = sorted({*getattr(self, f"{name}_layers")} & {*self.mlp_only_layers})
             require(not mute, f"{name}_layers: {mute} have no attention; see --mlp-only-layers")
@@ -2162,9 +2160,8 @@ class GPT(nn.Module):
             self.dense_up, self.dense_down = networks(up, shares)
             self.dense_bias = ruled(bias, "small", lr_mul=0.25)
         if config.deciding_layers:
-            # Of each layer three shares of the stream and, by head, two of attention: see hidden().
             up = drawn(len(config.deciding_layers), SHARE_DIM, dim, std=(3 * dim) ** -0.5)
-            self.gate_up, self.gate_down = networks(up, layers * (3 + 2 * heads))
+            self.gate_up, self.gate_down = networks(up, layers * heads)
 
     def embedding(self, micro_batch, is_first, is_tied):
         """Each token's embedding with a gated share of the one before it in its segment."""
@@ -2190,7 +2187,7 @@ class GPT(nn.Module):
 
         weights: those of q and k (2 * model_dim, model_dim), and of v and o (2, ...). values: what
         is added to the values: the layer's value embeddings and a mixture of states, or None.
-        gates: what tokens add to the shares of own values and of outputs, (T, heads) each.
+        gates: (T, heads), what tokens add to 1 in what they scale heads' outputs by; or None.
         """
         config = self.config
         cos, sin, scale = rotary
@@ -2222,9 +2219,9 @@ class GPT(nn.Module):
             y = out_of_pairs(y)
         if layer in config.exclusive_layers:
             weight = self.exclusive_gate[config.exclusive_layers.index(layer)]
-            y = without_own_value(y, v, (gate(x, weight) - 1 + gates[0])[..., None])
-        if config.deciding_layers:
-            y = y * (1 + gates[1])[..., None]
+            y = without_own_value(y, v, (gate(x, weight) - 1)[..., None])
+        if gates is not None:
+            y = y * (1 + gates)[..., None]
         return F.linear(y.flatten(1), output)
 
     def mixtures(self, x, place, states):
@@ -2270,24 +2267,18 @@ class GPT(nn.Module):
         if config.copy_orders:
             table = self.head if phase.is_tied else self.embed
             x = x + self.guessed(micro_batch, table, self.guess_input)
-        heads = config.model_dim // config.head_dim
-        # What tokens' own decisions add to the shares below.
-        of_embedding, of_ngram, of_skip, *of_heads = [0.0] * 5
+        gates = [None] * layers
         for layer in range(layers):
             if layer in config.deciding_layers:
                 place = config.deciding_layers.index(layer)
                 gates = decided(x, self.gate_up[place], self.gate_down[place])
                 gates = gates.unflatten(1, (layers, -1)).unbind(1)
-            if config.deciding_layers:
-                sizes = [1, 1, 1, heads, heads]
-                of_embedding, of_ngram, of_skip, *of_heads = gates[layer].split(sizes, dim=1)
             for number, (source, target) in enumerate(config.skips):
                 if target == layer:
-                    x = x + (self.skip_scale[number] + of_skip) * outputs[source]
-            embed_scale = self.embed_scale[layer] + of_embedding
-            x = self.residual_scale[layer] * x + embed_scale * embedded
+                    x = x + self.skip_scale[number] * outputs[source]
+            x = self.residual_scale[layer] * x + self.embed_scale[layer] * embedded
             if ngram is not None:
-                x = x + (gate(x, self.ngram_gate[layer : layer + 1]) + of_ngram) * ngram
+                x = x + gate(x, self.ngram_gate[layer : layer + 1]) * ngram
             if layer == 0:
                 states = [x]
             mixture = None
@@ -2304,7 +2295,7 @@ class GPT(nn.Module):
                 # To scale its last matrix scales what a sublayer adds, with less to read and keep.
                 query_key, (value, output) = attention_weights[layer]
                 weights = query_key, (value, self.output_scale[layer, 0] * output)
-                x = x + self.attention_layer(read, layer, weights, values, of_heads, *seen)
+                x = x + self.attention_layer(read, layer, weights, values, gates[layer], *seen)
             up, down = mlps[layer]
             x = x + mlp(norm(x), up, self.output_scale[layer, 1] * down)
             outputs.append(x)

@@ -35,9 +35,12 @@ ROWS = {"ngram_orders": (2,), "ngram_rows": 7680, "ngram_lr": 0.6}
 NO_HINTS = {"copy_orders": (), "index_order": 0}
 # What differs from fineweb, by the name of an arm. It is compared with the published arm that has
 # the same name but for `published` in the place of `ours`.
+TUNED = {"adam_every": 1, "embed_lr": 2.0}
+NEXT_TOKEN = {"mtp_weights": (1.0,), "prefix_weight": 0.0}
 ARMS = {
     "ours": {},
-    "ours, tuned": {"adam_every": 1, "embed_lr": 2.0},
+    "ours, tuned": TUNED,
+    "ours, tuned, the next token alone": {**TUNED, **NEXT_TOKEN},
 }
 
 

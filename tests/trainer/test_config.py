@@ -134,7 +134,6 @@ REFUSED = [
     ("--mlp-only-layers 3", "value_embedding_layers: [3]", "no attention"),
     ("--shared-input (0,1)", "shared_input=(0, 1)", "one layer"),
     ("--dense-layers 3", "dense_layers=(3,)", "below the last"),
-    ("--deciding-layers 1", "deciding_layers=(1,)", "begin with layer 0"),
     ("--momentum-peak 1", "momentum_peak=1.0", "below 1"),
     ("--device tpu", "device=tpu", "auto, cpu, cuda"),
     ("--head-dim 2", "head_dim=2", "multiple of 4"),

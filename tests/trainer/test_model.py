@@ -263,7 +263,7 @@ class SlowGPT:
         """A layer's gates of heads, by the residual stream x: (T, heads)."""
         return 2 * sigmoid(x[:, :12] @ self.weights[name][layers.index(layer)].T)
 
-    def attention(self, x, layer, inputs, document, window, addend, of_heads):
+    def attention(self, x, layer, inputs, document, window, addend, decided):
         config = self.config
         shape = len(x), -1, config.head_dim
         *qkv, o_matrix = self.matrices(layer)
@@ -292,11 +292,10 @@ class SlowGPT:
                 mixed[i, head] = scores / scores.sum() @ values[low : n + 1]
         if layer in config.exclusive_layers:
             shares = self.gates("exclusive_gate", config.exclusive_layers, layer, x) - 1
-            shares = shares + of_heads[: v.shape[1]].T
             length = np.sqrt((v * v).sum(-1, keepdims=True))
             along = (mixed * v / length).sum(-1, keepdims=True) * v / length
             mixed = mixed - shares[:, :, None] * along
-        mixed = mixed * (1 + of_heads[v.shape[1] :].T[:, :, None])
+        mixed = mixed * (1 + decided)[:, :, None]
         return mixed.reshape(len(x), -1) @ o_matrix.T
 
     def log_probabilities(self, inputs, document, windows, is_tied):
@@ -309,19 +308,16 @@ class SlowGPT:
             table, none = weights["head" if is_tied else "embed"], np.zeros(guesses.shape)
             x = x + self.guessed(guesses, table, weights["guess_input"], none)
         layers, left, states = config.num_layers, {}, []
-        wide = 3 + 2 * self.dim // config.head_dim
-        gates = np.zeros((len(x), layers * wide))  # what tokens have decided last
+        heads = self.dim // config.head_dim
+        gates = np.zeros((len(x), layers * heads))  # what tokens have decided last
         for layer in range(layers):
             if layer in config.deciding_layers:
                 gates = self.decided(x, "gate", config.deciding_layers.index(layer))
-            of_embedding, of_ngram, of_skip, *of_heads = gates[:, layer * wide :][:, :wide].T
             for number, (source, target) in enumerate(config.skips):
                 if target == layer:
-                    x = x + (weights["skip_scale"][number] + of_skip)[:, None] * left[source]
-            embed_scale = weights["embed_scale"][layer] + of_embedding
-            x = weights["residual_scale"][layer] * x + embed_scale[:, None] * embedded
-            share = 2 * sigmoid(x[:, :12] @ weights["ngram_gate"][layer]) + of_ngram
-            x = x + share[:, None] * ngram
+                    x = x + weights["skip_scale"][number] * left[source]
+            x = weights["residual_scale"][layer] * x + weights["embed_scale"][layer] * embedded
+            x = x + 2 * sigmoid(x[:, :12] @ weights["ngram_gate"][layer])[:, None] * ngram
             states, addend = states or [x], np.zeros_like(x)
             if config.dense_layers and layer == layers - 1:
                 states += [*(left[source] for source in config.dense_layers), x]
@@ -330,7 +326,13 @@ class SlowGPT:
             if layer not in config.mlp_only_layers:
                 source = max((n for n in config.shared_input if n < layer), default=None)
                 read = x if source is None else left[source]
-                seen = inputs, document, windows[layer], addend, np.array(of_heads)
+                seen = (
+                    inputs,
+                    document,
+                    windows[layer],
+                    addend,
+                    gates[:, layer * heads :][:, :heads],
+                )
                 added = self.attention(read, layer, *seen)
                 x = x + weights["output_scale"][layer, 0] * added
             up, down = weights["mlp"][2 * layer], weights["mlp"][2 * layer + 1]
@@ -395,7 +397,7 @@ NETWORKS = {
         "paired_layers": (1, 4),
         "shared_input": (2,),
         "dense_layers": (0, 2),
-        "deciding_layers": (0, 1, 3),
+        "deciding_layers": (1, 3),
         "prefix_weight": 0.3,
         "logit_cap": (9.0, 2.0),
         "index_order": 2,
