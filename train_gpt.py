@@ -304,7 +304,7 @@ class Config:
     # --- optimizer
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of UPDATE_RULES")
     matrix_lr: float = knob(0.023, "RMS of a matrix' step times sqrt(columns)", POSITIVE)
-    matrix_decay: float = knob(1.2, "cautious decay of matrices, over both rates", NOT_NEGATIVE)
+    matrix_decay: float = knob(1.2, "cautious decay of matrices, over two rates", NOT_NEGATIVE)
     momentum_start: float = knob(0.85, "Muon's momentum at the first step, and the last", MOMENTUM)
     momentum_peak: float = knob(0.95, "Muon's momentum in between", MOMENTUM)
     momentum_warmup: float = knob(300 / 1285, "fraction of the run in which it rises", FRACTION)
@@ -2061,8 +2061,8 @@ def ruled(values, *rule, **numbers):
 
 
 def networks(up, shares):
-    """Small networks that decide so many shares, none at first: matrices up (k, SHARE_DIM, dim) and
-    down."""
+    """Matrices up (k, SHARE_DIM, dim), which are given, and down of k small networks, which decide
+    so many shares each, at first 0: see decided()."""
     down = up.new_zeros(len(up), shares, SHARE_DIM)
     return [ruled(matrices, "small", lr_mul=0.25) for matrices in (up, down)]
 
@@ -2187,7 +2187,7 @@ class GPT(nn.Module):
 
         weights: those of q and k (2 * model_dim, model_dim), and of v and o (2, ...). values: what
         is added to the values: the layer's value embeddings and a mixture of states, or None.
-        gates: (T, heads), what tokens add to 1 in what they scale heads' outputs by; or None.
+        gates: (T, heads); each token scales each head's output by 1 + its own. None: by 1.
         """
         config = self.config
         cos, sin, scale = rotary
@@ -2271,6 +2271,7 @@ class GPT(nn.Module):
         for layer in range(layers):
             if layer in config.deciding_layers:
                 place = config.deciding_layers.index(layer)
+                # Of all layers, but only those up to the next that decides will read them.
                 gates = decided(x, self.gate_up[place], self.gate_down[place])
                 gates = gates.unflatten(1, (layers, -1)).unbind(1)
             for number, (source, target) in enumerate(config.skips):
