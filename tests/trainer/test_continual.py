@@ -293,6 +293,7 @@ BAD_INPUT = [
     ({"init_from": "nowhere"}, ["--init-from nowhere", "no checkpoint"]),
     ({"model_dim": 64}, ["track english, with model_dim=32", "64", "--model-dim"]),
     ({"skips": ()}, ["with skips=((0, 1),)", "()", "--skips"]),
+    ({"deciding_layers": (1,)}, ["with deciding_layers=()", "(1,)", "--deciding-layers"]),
     ({"untie_at": 0.5}, ["untie_at=False", "True"]),
     ({"data": "gone/verse"}, ["`python data/text.py --corpus verse`", "--data"]),
     ({"first_data": "gone/english"}, ["`python data/text.py`", "--first-data"]),
