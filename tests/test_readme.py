@@ -187,18 +187,20 @@ def test_what_is_said_beside_the_published_trainer_follows_from_its_runs():
     seen = [-ahead("english", "published, neither", steps=n, seeds=(1,)) for n in (1600, 400)]
     words = f"ends {seen[0]:.3f} higher after 1,600 steps, and {-seen[1]:.3f} lower after 400"
     assert words in page
-    below = [ahead(text, tuned, "published, tuned") for text in texts]
+    below = [ahead(text, tuned, "published, tuned, smaller scores") for text in texts]
     assert f"ours ended {both.format(*below)} below the published trainer (n = 3 each)" in page
     far = [ahead(text, tuned, seeds=(1, 2, 3, 4, 5)) for text in texts]
     assert "{:.3f} and {:.3f} below the published trainer at its own".format(*far) in page
-    now = "ours, tuned"
-    lower = [ahead(text, now, tuned, 1600, (1,)) for text in texts]
+    now, before = "ours, tuned", "ours, tuned, smaller scores"
+    lower = [ahead(text, before, tuned, 1600, (1,)) for text in texts]
     assert f"{both.format(*lower)} lower than in the first form, with" in page
-    level = [ahead(text, now, steps=1600, seeds=(1,)) for text in texts]
+    level = [ahead(text, now, steps=1600, seeds=(1, 2)) for text in texts]
     ends = [f"{abs(gap):.3f} {'below' if gap > 0 else 'above'}" for gap in level]
     words = f"{ends[0]} it on English and {ends[1]} it on verse ("
-    assert f"`ours, tuned` {words}seed 1)" in page
-    assert f"after 1,600 steps, with rates for 96 channels, {words}" in RESULTS
+    assert f"`ours, tuned` {words}seeds 1 and 2)" in page
+    assert f"after 1,600 steps, with rates and scores for 96 channels, {words}two" in RESULTS
+    gains = [ahead(text, now, before, 1600, (1,)) for text in texts]
+    assert "Of that {:.3f} and {:.3f} come with larger scores".format(*gains) in page
     more = [
         ahead(text, form, f"{form}, without scales", seeds=range(1, n))
         for text, n in (("english", 4), ("verse", 3))
