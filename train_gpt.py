@@ -2134,12 +2134,10 @@ class GPT(nn.Module):
         self.smear_gate = gates(1, lr_mul=0.01)
         self.smear_scale = ruled(torch.zeros(1), "small", lr_mul=5.0)
         self.residual_scale = ruled(torch.ones(layers), "small", lr_mul=5.0, betas=(0.9, 0.95))
-        # They multiply what attention and MLP add, and normed queries and keys, and step by twice
-        # the matrices' rate: five times Adam's, as others have it, was too much on english.
+        # They multiply what attention and MLP add, and step by twice the matrices' rate: five times
+        # Adam's, as others have it, was too much on english.
         lr_mul = 2 * config.matrix_lr / config.adam_lr
         self.output_scale = ruled(torch.ones(layers, 2), "small", lr_mul=lr_mul)
-        score_scale = torch.ones(attending, 2 * heads, dtype=config.torch_dtype)
-        self.score_scale = ruled(score_scale, "small", lr_mul=lr_mul)
         self.embed_scale = ruled(torch.zeros(layers), "small", lr_mul=config.embed_scale_lr)
         if config.ngram_orders:
             self.ngram_gate = gates(layers + 1)  # before each layer and before the head
@@ -2207,8 +2205,7 @@ class GPT(nn.Module):
             v = v + share * value_embedding.view_as(v)
         if mixture is not None:
             v = v + mixture.view_as(v)
-        # Of all heads, queries before keys. How sharply it attends, each head learns.
-        qk = norm(qk) * self.score_scale[self.attending.index(layer)][:, None]
+        qk = norm(qk)  # of all heads, queries before keys
         if layer in config.shifted_layers:
             q, k = qk.chunk(2, dim=1)
             qk = torch.cat([q, shifted(k, is_first)], dim=1)

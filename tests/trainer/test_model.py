@@ -274,9 +274,7 @@ class SlowGPT:
             gates = self.gates("value_gate", config.value_embedding_layers, layer, read)
             v = v + gates[:, :, None] * own.reshape(shape)
         v = v + np.reshape(addend, shape)
-        number = layer - sum(other < layer for other in config.mlp_only_layers)
-        sharpness = np.split(self.weights["score_scale"][number], 2)
-        q, k = (factors[:, None] * rms(x) for factors, x in zip(sharpness, (q, k), strict=True))
+        q, k = rms(q), rms(k)
         if layer in config.shifted_layers:
             k = shifted_within(document, k)
         mixed = np.zeros(v.shape)
