@@ -36,7 +36,7 @@ NO_HINTS = {"copy_orders": (), "index_order": 0}
 # What differs from fineweb, by the name of an arm.
 ARMS = {
     "ours": {},
-    # Scores of 16 channels are seldom as far from zero as those of 128 of the same mean square.
+    # Of equal mean square, scores of 16 channels reach 4.5 at most, and those of 128 12.8.
     "ours, tuned": {"adam_every": 1, "embed_lr": 2.0, "attention_scale": 0.5},
 }
 

@@ -200,7 +200,7 @@ def test_what_is_said_beside_the_published_trainer_follows_from_its_runs():
     assert f"`ours, tuned` {words}seeds 1 and 2)" in page
     assert f"after 1,600 steps, with rates and scores for 96 channels, {words}two" in RESULTS
     gains = [ahead(text, now, before, 1600, (1,)) for text in texts]
-    assert "Of that {:.3f} and {:.3f} come with larger scores".format(*gains) in page
+    assert "seed 1 ended {:.3f} and {:.3f} higher".format(*gains) in page
     more = [
         ahead(text, form, f"{form}, without scales", seeds=range(1, n))
         for text, n in (("english", 4), ("verse", 3))
