@@ -194,13 +194,18 @@ def test_what_is_said_beside_the_published_trainer_follows_from_its_runs():
     now, before = "ours, tuned", "ours, tuned, smaller scores"
     lower = [ahead(text, before, tuned, 1600, (1,)) for text in texts]
     assert f"{both.format(*lower)} lower than in the first form, with" in page
+    level = [-ahead(text, now, "published, tuned", 1600, (1,)) for text in texts]
+    assert f"after 1,600 steps**: {both.format(*level)} (seed 1)" in page
+    words = "{:.3f} above it on English and {:.3f} above it on verse (one seed) |"
+    assert f"on both sides, {words.format(*level)}" in RESULTS
     level = [ahead(text, now, steps=1600, seeds=(1, 2)) for text in texts]
     ends = [f"{abs(gap):.3f} {'below' if gap > 0 else 'above'}" for gap in level]
     words = f"{ends[0]} it on English and {ends[1]} it on verse ("
-    assert f"`ours, tuned` {words}seeds 1 and 2)" in page
-    assert f"after 1,600 steps, with rates and scores for 96 channels, {words}two" in RESULTS
+    assert f"`ours, tuned` ends {words}seeds 1 and 2)" in page
     gains = [ahead(text, now, before, 1600, (1,)) for text in texts]
-    assert "seed 1 ended {:.3f} and {:.3f} higher".format(*gains) in page
+    assert "seed 1 ended {:.3f} and {:.3f} higher, and".format(*gains) in page
+    gain = ahead("english", "published, tuned", "published, tuned, smaller scores", 1600, (1,))
+    assert f"with these rates {gain:.3f} higher on English" in page
     more = [
         ahead(text, form, f"{form}, without scales", seeds=range(1, n))
         for text, n in (("english", 4), ("verse", 3))
