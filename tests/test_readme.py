@@ -191,7 +191,7 @@ def test_what_is_said_beside_the_published_trainer_follows_from_its_runs():
     assert f"ours ended {both.format(*below)} below the published trainer (n = 3 each)" in page
     far = [ahead(text, tuned, seeds=(1, 2, 3, 4, 5)) for text in texts]
     assert "{:.3f} and {:.3f} below the published trainer at its own".format(*far) in page
-    now, before = "ours, tuned", "ours, tuned, smaller scores"
+    now, before = "ours, tuned, Adam at every step", "ours, tuned, smaller scores"
     lower = [ahead(text, before, tuned, 1600, (1,)) for text in texts]
     assert f"{both.format(*lower)} lower than in the first form, with" in page
     level = [-ahead(text, now, "published, tuned", 1600, (1,)) for text in texts]
@@ -201,7 +201,7 @@ def test_what_is_said_beside_the_published_trainer_follows_from_its_runs():
     level = [ahead(text, now, steps=1600, seeds=(1, 2)) for text in texts]
     ends = [f"{abs(gap):.3f} {'below' if gap > 0 else 'above'}" for gap in level]
     words = f"{ends[0]} it on English and {ends[1]} it on verse ("
-    assert f"`ours, tuned` ends {words}seeds 1 and 2)" in page
+    assert f"`{now}` ends {words}seeds 1 and 2)" in page
     gains = [ahead(text, now, before, 1600, (1,)) for text in texts]
     assert "seed 1 ended {:.3f} and {:.3f} higher, and".format(*gains) in page
     gain = ahead("english", "published, tuned", "published, tuned, smaller scores", 1600, (1,))
