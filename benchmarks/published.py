@@ -19,10 +19,8 @@ import json
 import statistics
 import sys
 from pathlib import Path
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import numpy as np
 import torch
 
 from benchmarks import common
@@ -35,12 +33,12 @@ SCALE = 1 / 4  # of windows and document caps
 # 7,680 rows learn with the published table's rate. fineweb has more rows, and an index beside them.
 ROWS = {"ngram_orders": (2,), "ngram_rows": 7680, "ngram_lr": 0.6}
 NO_HINTS = {"copy_orders": (), "index_order": 0}
-# Of equal mean square, scores of 16 channels reach 4.5 at most, and those of 128 12.8.
-TUNED = {"embed_lr": 2.0, "attention_scale": 0.5, "untie_at": 0.0}
 # What differs from fineweb, by the name of an arm.
-OWN_ROWS = ", own rows"
-ARMS = {"ours": {}, "ours, tuned": TUNED, f"ours, tuned{OWN_ROWS}": TUNED}
-SHARED_ROWS = 1 / 5  # of the table, where frequent bigrams have rows of their own
+ARMS = {
+    "ours": {},
+    # Of equal mean square, scores of 16 channels reach 4.5 at most, and those of 128 12.8.
+    "ours, tuned": {"embed_lr": 2.0, "attention_scale": 0.5, "untie_at": 0.0},
+}
 
 
 def config_of(text, steps, seed, arm="ours"):
@@ -84,36 +82,6 @@ def config_of(text, steps, seed, arm="ours"):
     return train_gpt.with_values(config, train_gpt.room_of(config))
 
 
-def own_rows(config):
-    """train_gpt.rows_and_signs for a table whose rows are, but for some shared ones, the most
-    frequent bigrams' of the training text, one each."""
-    shards = train_gpt.open_corpus(config).shards
-    texts = [np.array(shard) for shard in shards]
-    keys = [train_gpt.rolling_hash(text, 2, config.eot_token) for text in texts]
-    distinct, counts = np.unique(np.concatenate(keys), return_counts=True)
-    shared = round(SHARED_ROWS * config.ngram_rows)
-    order = np.argsort(-counts, kind="stable")
-    owners = np.sort(distinct[order[: config.ngram_rows - shared]])
-    hashed = train_gpt.rows_and_signs
-
-    def rows_and_signs(keys, num_rows):
-        rows, signs = hashed(keys, shared)
-        place = np.searchsorted(owners, keys).clip(max=len(owners) - 1)
-        is_owner = owners[place] == keys
-        own = np.where(is_owner, shared + place, rows)
-        return own.astype(np.int32), np.where(is_owner, np.float32(1), signs)
-
-    return rows_and_signs
-
-
-def trained(config, arm):
-    """(validation loss, processor seconds) of a run of an arm."""
-    if not arm.endswith(OWN_ROWS):
-        return common.trained(config)
-    with mock.patch.object(train_gpt, "rows_and_signs", own_rows(config)):
-        return common.trained(config)
-
-
 def runs_in(folder):
     """All runs that were ever added, a dict each."""
     path = Path(folder, f"{NAME}.jsonl")
@@ -140,8 +108,7 @@ def report(runs):
         took = round(statistics.median(seconds[text, steps, arm]))
         rows.append([text, steps, arm, common.spread(own.values(), 4), len(own), took])
         # Beside the published arm with the same changes, and the published trainer as it is.
-        named = arm.replace("ours", "published").removesuffix(OWN_ROWS)
-        peers = [named, "published"] if arm in ARMS else []
+        peers = [arm.replace("ours", "published"), "published"] if arm in ARMS else []
         for peer in dict.fromkeys(peers):
             other = losses.get((text, steps, peer), {})
             both = own.keys() & other.keys()
@@ -168,7 +135,7 @@ def main(argv=None):
     for seed in seeds:
         config = config_of(arguments.text, arguments.steps, seed, arguments.arm)
         try:
-            loss, seconds = trained(config, arguments.arm)
+            loss, seconds = common.trained(config)
         except train_gpt.ConfigError as error:
             sys.exit(f"error: {error}")
         run = {**of_all, "seed": seed, "loss": loss, "seconds": round(seconds, 1)}

@@ -191,19 +191,28 @@ def test_what_is_said_beside_the_published_trainer_follows_from_its_runs():
     assert f"ours ended {both.format(*below)} below the published trainer (n = 3 each)" in page
     far = [ahead(text, tuned, seeds=(1, 2, 3, 4, 5)) for text in texts]
     assert "{:.3f} and {:.3f} below the published trainer at its own".format(*far) in page
-    now, before = "ours, tuned, Adam at every step", "ours, tuned, smaller scores"
+    own, now, before = (
+        "ours, tuned",
+        "ours, tuned, Adam at every step",
+        "ours, tuned, smaller scores",
+    )
     lower = [ahead(text, before, tuned, 1600, (1,)) for text in texts]
     assert f"{both.format(*lower)} lower than in the first form, with" in page
+    above = "{:.3f} above {} on English and {:.3f} above it on verse ("
+    level = [-ahead(text, own, "published, tuned", 1600, (1,)) for text in texts]
+    assert f"level: {above.format(level[0], 'it', level[1])}one seed) |" in RESULTS
+    words = above.format(level[0], "the published trainer", level[1])
+    assert f"after 1,600 steps**: ours ends {words}seed 1)" in page
     level = [-ahead(text, now, "published, tuned", 1600, (1,)) for text in texts]
-    assert f"after 1,600 steps**: {both.format(*level)} (seed 1)" in page
-    words = "{:.3f} above it on English and {:.3f} above it on verse (one seed) |"
-    assert f"on both sides, {words.format(*level)}" in RESULTS
+    assert "it ended {:.3f} and {:.3f} above it.".format(*level) in page
     level = [ahead(text, now, steps=1600, seeds=(1, 2)) for text in texts]
-    ends = [f"{abs(gap):.3f} {'below' if gap > 0 else 'above'}" for gap in level]
-    words = f"{ends[0]} it on English and {ends[1]} it on verse ("
-    assert f"`{now}` ends {words}seeds 1 and 2)" in page
+    words = "ends {:.3f} below it on English and {:.3f} below it on verse (seeds 1 and 2)"
+    assert f"`{now}` {words.format(*level)}" in page
+    rows = [ahead(text, "ours, tuned, own rows", own, 1600, (1,)) for text in texts]
+    words = f"end {rows[0]:.3f} lower on English and {-rows[1]:.3f} higher on verse (seed 1)"
+    assert words in page
     gains = [ahead(text, now, before, 1600, (1,)) for text in texts]
-    assert "seed 1 ended {:.3f} and {:.3f} higher, and".format(*gains) in page
+    assert "ours of seed 1 ended {:.3f} and {:.3f} higher, and".format(*gains) in page
     gain = ahead("english", "published, tuned", "published, tuned, smaller scores", 1600, (1,))
     assert f"with these rates {gain:.3f} higher on English" in page
     more = [

@@ -1,14 +1,11 @@
 """benchmarks/published.py: the published schedule at small sizes, and runs that are added up."""
 
-import collections
 import dataclasses
 
-import numpy as np
 import pytest
 
 import train_gpt
 from benchmarks import published
-from helpers import slow_key
 
 RUN = {"text": "english", "steps": 400, "seconds": 200.0}
 
@@ -32,29 +29,6 @@ def test_an_arm_changes_what_it_says():
     for arm, changes in published.ARMS.items():
         other = dataclasses.asdict(published.config_of("verse", 400, 1, arm))
         assert {name for name, value in other.items() if value != plain[name]} == set(changes)
-
-
-def test_frequent_bigrams_have_rows_of_their_own_and_others_share_a_fifth(tiny):
-    config = train_gpt.config_from({**tiny, "ngram_orders": (2,), "ngram_rows": 250})
-    shards = train_gpt.open_corpus(config).shards
-    counts = collections.Counter()
-    for shard in shards:
-        before = None
-        for token in np.array(shard).tolist():
-            before = None if token == config.eot_token else before
-            counts[before, token] += 1
-            before = token
-    texts = [[token for token in ngram if token is not None] for ngram in counts]
-    keys = np.array([slow_key(text) for text in texts], np.uint64)
-    rows, signs = published.own_rows(config)(keys[:, None], config.ngram_rows)
-    rows = dict(zip(counts, rows[:, 0].tolist(), strict=True))
-    alone = [ngram for ngram, row in rows.items() if row >= 50]
-    assert sorted(rows[ngram] for ngram in alone) == list(range(50, 250))
-    least = min(counts[ngram] for ngram in alone)
-    assert all(count <= least or ngram in alone for ngram, count in counts.items())
-    assert len(counts) > len(alone) == 200
-    of_alone = np.array([ngram in alone for ngram in counts])
-    assert (signs[of_alone, 0] == 1).all() and set(signs[~of_alone, 0]) == {-1, 1}
 
 
 def test_both_sides_are_compared_on_the_seeds_that_both_have(tmp_path):
