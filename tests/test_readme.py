@@ -198,12 +198,14 @@ def test_what_is_said_beside_the_published_trainer_follows_from_its_runs():
     )
     lower = [ahead(text, before, tuned, 1600, (1,)) for text in texts]
     assert f"{both.format(*lower)} lower than in the first form, with" in page
-    above = "{:.3f} above {} on English and {:.3f} above it on verse ("
-    level = [-ahead(text, own, "published, tuned", 1600, (1,)) for text in texts]
-    assert f"level: {above.format(level[0], 'it', level[1])}one seed) |" in RESULTS
-    words = above.format(level[0], "the published trainer", level[1])
-    assert f"after 1,600 steps**: ours ends {words}seed 1)" in page
-    level = [-ahead(text, now, "published, tuned", 1600, (1,)) for text in texts]
+    seeds_of = zip(texts, ((1, 2), (1,)), strict=True)
+    below, gap = [ahead(text, own, "published, tuned", 1600, seeds) for text, seeds in seeds_of]
+    words = f"level: {below:.3f} below it on English (two seeds) and {-gap:.3f} above it on verse"
+    assert f"{words} (one) |" in RESULTS
+    words = f"ours ends {below:.3f} below the published trainer on English (seeds 1 and 2)"
+    assert f"after 1,600 steps**: {words} and {-gap:.3f} above it on verse (seed 1)." in page
+    seeds_of = zip(texts, ((1, 2), (1,)), strict=True)
+    level = [-ahead(text, now, "published, tuned", 1600, seeds) for text, seeds in seeds_of]
     assert "it ended {:.3f} and {:.3f} above it.".format(*level) in page
     level = [ahead(text, now, steps=1600, seeds=(1, 2)) for text in texts]
     words = "ends {:.3f} below it on English and {:.3f} below it on verse (seeds 1 and 2)"
