@@ -288,6 +288,7 @@ class Config:
     shared_input: tuple = knob((7,), "a layer whose output all later attention reads", LAYERS)
     dense_layers: tuple = knob((3, 7), "layers whose outputs the last one mixes in", LAYERS)
     deciding_layers: tuple = knob((0, 4, 8), "layers before which tokens decide gates", LAYERS)
+    mlp_reach: int = knob(3, "tokens before its own that an MLP reads; 0: none", between(0, 16))
     value_std: float = knob(0.25, "std of values' matrices at first, times sqrt(width)", FRACTION)
     output_std: float = knob(0.5, "likewise, of the projections behind attention", FRACTION)
     attention_scale: float = knob(0.1, "factor of scores ahead of the softmax", POSITIVE)
@@ -411,6 +412,7 @@ SMALL = {
     "shared_input": (1,),
     "dense_layers": (0, 1),
     "deciding_layers": (),
+    "mlp_reach": 0,
     "value_std": 0.6,
     "output_std": 0.0,  # every block starts as the identity
     "attention_scale": 0.24,
@@ -1858,6 +1860,19 @@ def try_varlen(head_dim, device):
     torch.autograd.grad(y.sum(), x)[0].sum().item()  # which waits for the device
 
 
+def convolved(x, kernel, position):
+    """x (T, dim), and what the kernel (reach, dim) takes of each channel from the tokens before, as
+    far as they are of the same segment: a Canon layer (Allen-Zhu 2025).
+
+    position: (T,), of each token in its segment.
+    """
+    total = x
+    for back, share in enumerate(kernel, start=1):
+        before = F.pad(x, (0, 0, back, -back))
+        total = total + share * before.masked_fill((position < back)[:, None], 0)
+    return total
+
+
 def mlp(x, up, down):
     """The ReLU^2 MLP of x (T, dim); up and down (mlp_dim, dim)."""
     return F.relu(F.linear(x, up)).square() @ down
@@ -2095,8 +2110,8 @@ class GPT(nn.Module):
 
         embed = drawn(vocab, dim, std=0.7)
         head = drawn(vocab, dim, std=0.005)
-        if untie_step(config):
-            embed.copy_(head)  # one table at first, at the head's scale
+        # Where they part later, they are one table at first, at the head's scale.
+        embed = head.clone() if untie_step(config) else embed
         # The gradient of a rare token is small, and must make full steps at any width.
         embeddings = functools.partial(ruled, group="embeddings", eps=1e-12)
         of_tokens = {"lr_mul": config.embed_lr, "decay": 0.75, "betas": (0.5, 0.95)}
@@ -2139,6 +2154,9 @@ class GPT(nn.Module):
         lr_mul = 2 * config.matrix_lr / config.adam_lr
         self.output_scale = ruled(torch.ones(layers, 2), "small", lr_mul=lr_mul)
         self.embed_scale = ruled(torch.zeros(layers), "small", lr_mul=config.embed_scale_lr)
+        if config.mlp_reach:
+            kernels = torch.zeros(layers, config.mlp_reach, dim, dtype=config.torch_dtype)
+            self.mlp_kernel = ruled(kernels, "small", lr_mul=3.0)
         if config.ngram_orders:
             self.ngram_gate = gates(layers + 1)  # before each layer and before the head
         if config.copy_orders:
@@ -2246,7 +2264,8 @@ class GPT(nn.Module):
         config = self.config
         layers = config.num_layers
         start = micro_batch.segment_start
-        is_first = start == torch.arange(len(start), device=start.device)
+        position = torch.arange(len(start), device=start.device) - start
+        is_first = position == 0
         # Unbound at once, since the gradient of an index is as large as what was indexed.
         attending = len(self.attending)
         query_keys = self.query_key.view(attending, -1, config.model_dim).unbind()
@@ -2298,7 +2317,10 @@ class GPT(nn.Module):
                 weights = query_key, (value, self.output_scale[layer, 0] * output)
                 x = x + self.attention_layer(read, layer, weights, values, gates[layer], *seen)
             up, down = mlps[layer]
-            x = x + mlp(norm(x), up, self.output_scale[layer, 1] * down)
+            x_normed = norm(x)
+            if config.mlp_reach:
+                x_normed = convolved(x_normed, self.mlp_kernel[layer], position)
+            x = x + mlp(x_normed, up, self.output_scale[layer, 1] * down)
             outputs.append(x)
         states += list(value_embeddings.values())[:1]
         return norm(self.ending(x, micro_batch, ngram, states))

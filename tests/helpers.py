@@ -50,6 +50,7 @@ TINY = {
     "shared_input": (),
     "dense_layers": (),
     "deciding_layers": (),
+    "mlp_reach": 0,
     "adam_lr": 0.015,
     "adam_every": 1,
     "ngram_orders": (2, 3, 4, 6),
@@ -104,6 +105,7 @@ RICH = {
     "shared_input": (1,),
     "dense_layers": (0, 1),
     "deciding_layers": (0, 2),
+    "mlp_reach": 2,
 }
 
 

@@ -298,6 +298,16 @@ class SlowGPT:
         mixed = mixed * (1 + decided)[:, :, None]
         return mixed.reshape(len(x), -1) @ o_matrix.T
 
+    def mlp_input(self, x, layer, document):
+        """What a layer's MLP reads of the residual stream x: each token, and some of those before
+        it in its document."""
+        x = rms(x)
+        read = x.copy()
+        for i in range(len(x)):
+            for back in range(1, min(self.config.mlp_reach, i - document[i]) + 1):
+                read[i] += self.weights["mlp_kernel"][layer, back - 1] * x[i - back]
+        return read
+
     def log_probabilities(self, inputs, document, windows, is_tied):
         """The model's own log-probabilities (T, vocabulary) of the next token; index_share is what
         it leaves to the index."""
@@ -336,7 +346,7 @@ class SlowGPT:
                 added = self.attention(read, layer, *seen)
                 x = x + weights["output_scale"][layer, 0] * added
             up, down = weights["mlp"][2 * layer], weights["mlp"][2 * layer + 1]
-            added = np.maximum(rms(x) @ up.T, 0) ** 2 @ down
+            added = np.maximum(self.mlp_input(x, layer, document) @ up.T, 0) ** 2 @ down
             x = x + weights["output_scale"][layer, 1] * added
             left[layer] = x
         x = x + 2 * sigmoid(x[:, :12] @ weights["ngram_gate"][layers])[:, None] * ngram
@@ -398,6 +408,7 @@ NETWORKS = {
         "shared_input": (2,),
         "dense_layers": (0, 2),
         "deciding_layers": (1, 3),
+        "mlp_reach": 3,
         "prefix_weight": 0.3,
         "logit_cap": (9.0, 2.0),
         "index_order": 2,
