@@ -83,6 +83,7 @@ LAYERED = {
     "paired_layers": (1, 3),
     "exclusive_layers": (1, 3),
     "skips": ((0, 2), (1, 3), (0, 3)),
+    "mlp_reach": 2,
 }
 
 # A run in which every number of a stage changes on the way, and with all kinds of rows and layers;
@@ -105,7 +106,6 @@ RICH = {
     "shared_input": (1,),
     "dense_layers": (0, 1),
     "deciding_layers": (0, 2),
-    "mlp_reach": 2,
 }
 
 
