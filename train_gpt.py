@@ -1862,7 +1862,7 @@ def try_varlen(head_dim, device):
 
 def convolved(x, kernel, position):
     """x (T, dim), and what the kernel (reach, dim) takes of each channel from the tokens before, as
-    far as they are of the same segment: a Canon layer (Allen-Zhu 2025).
+    far as they are of the same segment: a Canon layer (Allen-Zhu 2025, arXiv 2512.17351).
 
     position: (T,), of each token in its segment.
     """
