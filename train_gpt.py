@@ -1868,8 +1868,8 @@ def convolved(x, kernel, position):
     """
     total = x
     for back, share in enumerate(kernel, start=1):
-        before = F.pad(x, (0, 0, back, -back))
-        total = total + share * before.masked_fill((position < back)[:, None], 0)
+        before = F.pad(share * x, (0, 0, back, -back))  # product first: nothing but x is kept
+        total = total + before.masked_fill((position < back)[:, None], 0)
     return total
 
 
