@@ -191,8 +191,10 @@ def test_what_is_said_beside_the_published_trainer_follows_from_its_runs():
     assert f"ours ended {both.format(*below)} below the published trainer (n = 3 each)" in page
     far = [ahead(text, tuned, seeds=(1, 2, 3, 4, 5)) for text in texts]
     assert "{:.3f} and {:.3f} below the published trainer at its own".format(*far) in page
-    now, every, before = (
-        f"ours, tuned{words}" for words in ("", ", Adam at every step", ", smaller scores")
+    now = "ours, tuned"
+    plain, every, before = (
+        f"{now}, {words}"
+        for words in ("without convolutions", "Adam at every step", "smaller scores")
     )
     lower = [ahead(text, before, tuned, 1600, (1,)) for text in texts]
     assert f"{both.format(*lower)} lower than in the first form, with" in page
@@ -202,16 +204,33 @@ def test_what_is_said_beside_the_published_trainer_follows_from_its_runs():
         seeds_of = zip(texts, ((1, 2), (1,)), strict=True)
         return [ahead(text, arm, other, 1600, seeds) for text, seeds in seeds_of]
 
-    below, gap = further(now, "published, tuned")
-    words = f"level: {below:.3f} below it on English (two seeds) and {-gap:.3f} above it on verse"
-    assert f"{words} (one) |" in RESULTS
-    words = f"ours ends {below:.3f} below the published trainer on English (seeds 1 and 2)"
-    assert f"after 1,600 steps**: {words} and {-gap:.3f} above it on verse (seed 1)." in page
+    lead = [ahead(text, now, steps=1600) for text in texts]
+    soon = [ahead(text, now, seeds=(1, 2, 3, 4, 5)) for text in texts]
+    words = "ours ends {:.3f} on English and {:.3f} on verse below the published trainer at its own"
+    words = f"{words.format(*lead)} rates and scores (n = 3 each)"
+    assert f"**After 1,600 steps {words}, after 400 {both.format(*soon)} (n = 5 each).**" in page
+    of_seeds = losses_of("english", now, 400)
+    first = of_seeds.pop(1)
+    words = f"{min(of_seeds.values()):.4f} and {max(of_seeds.values()):.4f}"
+    assert f"seed 1 ended at {first:.4f} and the other four between {words}" in page
+    fair = further(now, "published, tuned")
+    words = "{:.3f} below it on English (seeds 1 and 2) and {:.3f} on verse (seed 1), after 1,600"
+    assert words.format(*fair) in page
+    words = "after 1,600 steps {:.3f} below it on English and {:.3f} on verse (three seeds each);"
+    more = "on both sides {:.3f} (two seeds) and {:.3f} (one) |"
+    assert f"{words} with rates and scores for 96 channels {more}".format(*lead, *fair) in RESULTS
+    first_page = " ".join(TEXT.split())
+    assert "it ended [{:.3f} on English and {:.3f} on verse below it]".format(*lead) in first_page
+    assert "on both sides {:.3f} and {:.3f} (two seeds and one)".format(*fair) in first_page
+    below, gap = further(plain, "published, tuned")
+    words = f"{below:.3f} below it on English (seeds 1 and 2), and {-gap:.3f} above it on verse"
+    assert f"the two were level: {words} (seed 1)" in page
+    gains = further(now, plain)
+    words = "the loss {:.3f} lower on English (seeds 1 and 2) and {:.3f} on verse (seed 1)"
+    assert words.format(*gains) in page
     above = [-gap for gap in further(every, "published, tuned")]
     assert "it ended {:.3f} and {:.3f} above it.".format(*above) in page
-    words = "{:.3f} below it on English (seeds 1 and 2) and {:.3f} below it on verse (seed 1)"
-    assert f"`{now}` ends {words.format(*further(now, 'published'))}" in page
-    rows = [ahead(text, "ours, tuned, own rows", now, 1600, (1,)) for text in texts]
+    rows = [ahead(text, "ours, tuned, own rows", plain, 1600, (1,)) for text in texts]
     words = f"end {rows[0]:.3f} lower on English and {-rows[1]:.3f} higher on verse (seed 1)"
     assert words in page
     gains = [ahead(text, every, before, 1600, (1,)) for text in texts]
