@@ -222,6 +222,9 @@ def test_what_is_said_beside_the_published_trainer_follows_from_its_runs():
     first_page = " ".join(TEXT.split())
     assert "it ended [{:.3f} on English and {:.3f} on verse below it]".format(*lead) in first_page
     assert "on both sides {:.3f} and {:.3f} (two seeds and one)".format(*fair) in first_page
+    above, below = (ahead(text, now, "published, tuned, smaller scores") for text in texts)
+    words = f"ours ends {-above:.3f} above it on English and {below:.3f} below it on verse"
+    assert f"{words} (seeds 1 to 3)" in page
     below, gap = further(plain, "published, tuned")
     words = f"{below:.3f} below it on English (seeds 1 and 2), and {-gap:.3f} above it on verse"
     assert f"the two were level: {words} (seed 1)" in page
