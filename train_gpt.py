@@ -1861,14 +1861,16 @@ def try_varlen(head_dim, device):
 
 
 def convolved(x, kernel, position):
-    """x (T, dim), and what the kernel (reach, dim) takes of each channel from the tokens before, as
-    far as they are of the same segment: a Canon layer (Allen-Zhu 2025, arXiv 2512.17351).
+    """Each token of x (T, dim) with shares of those before it in its segment, channel by channel: a
+    Canon layer (Allen-Zhu 2025, arXiv 2512.17351).
 
-    position: (T,), of each token in its segment.
+    kernel: (reach, dim), the shares of the last token, of the one before that, and so on. position:
+    (T,), of each token in its segment.
     """
     total = x
     for back, share in enumerate(kernel, start=1):
-        before = F.pad(share * x, (0, 0, back, -back))  # product first: nothing but x is kept
+        # Multiplied before it is shifted, so that the gradient needs nothing but x.
+        before = F.pad(share * x, (0, 0, back, -back))
         total = total + before.masked_fill((position < back)[:, None], 0)
     return total
 

@@ -225,6 +225,7 @@ def test_what_is_said_beside_the_published_trainer_follows_from_its_runs():
     above, below = (ahead(text, now, "published, tuned, smaller scores") for text in texts)
     words = f"ours ends {-above:.3f} above it on English and {below:.3f} below it on verse"
     assert f"{words} (seeds 1 to 3)" in page
+    assert f"{-above:.3f} above it after 400 steps of English (n = 3)" in first_page
     below, gap = further(plain, "published, tuned")
     words = f"{below:.3f} below it on English (seeds 1 and 2), and {-gap:.3f} above it on verse"
     assert f"the two were level: {words} (seed 1)" in page
@@ -232,7 +233,7 @@ def test_what_is_said_beside_the_published_trainer_follows_from_its_runs():
     words = "the loss {:.3f} lower on English (seeds 1 and 2) and {:.3f} on verse (seed 1)"
     assert words.format(*gains) in page
     above = [-gap for gap in further(every, "published, tuned")]
-    assert "it ended {:.3f} and {:.3f} above it.".format(*above) in page
+    assert "ours ended {:.3f} and {:.3f} above the published trainer, tuned.".format(*above) in page
     rows = [ahead(text, "ours, tuned, own rows", plain, 1600, (1,)) for text in texts]
     words = f"end {rows[0]:.3f} lower on English and {-rows[1]:.3f} higher on verse (seed 1)"
     assert words in page
