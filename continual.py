@@ -67,7 +67,7 @@ class ContinualConfig(Config):
             )
 
 
-FIRST_TRACK = "english"
+FIRST_TRACK = "english-net"
 
 # The first track's model goes on to Shakespeare and Milton. The table is frozen, in baselines too:
 # it holds most of the parameters, has no directions to protect, and would learn much of the verse
@@ -76,7 +76,6 @@ CONTINUAL = {
     "track": "continual",
     "data": "data/verse",
     "steps": 300,
-    "index_tokens": 0,  # the index is that of the first track
     "matrix_lr": 0.01,
     "adam_lr": 0.003,
     "ngram_lr": 0.0,
@@ -154,7 +153,7 @@ LAYERS = [
     for field in dataclasses.fields(train_gpt.Config)
     if field.metadata["check"] in (train_gpt.LAYERS, train_gpt.SKIPS)
 ]
-PAST = ("ngram_orders", "ngram_rows", "copy_orders", "index_order")
+PAST = ("ngram_orders", "ngram_rows", "copy_orders")
 
 
 def shape_of(config, step):
@@ -198,17 +197,16 @@ def initial_checkpoint(config):
 def validation_tokens(config, data):
     """The validation tokens of a corpus, whose training shards need not hold all that the run
     takes."""
-    config = dataclasses.replace(config, data=data, steps=1, index_order=0)
+    config = dataclasses.replace(config, data=data, steps=1)
     return train_gpt.open_corpus(config).val
 
 
 def first_corpus(config, learned):
-    """(texts of the index, {name of the loss: validation tokens}) of the corpus that a model with
-    the Config `learned` has learned. Raises ConfigError."""
+    """{name of the loss: validation tokens} of the corpus that a model with the Config `learned`
+    has learned. Raises ConfigError."""
     data = os.path.abspath(os.path.expanduser(config.first_data or learned.data))
     try:
-        indexed = train_gpt.open_corpus(dataclasses.replace(learned, data=data)).indexed
-        return indexed, {"first_val_loss": validation_tokens(config, data)}
+        return {"first_val_loss": validation_tokens(config, data)}
     except ConfigError as error:  # it names the key of the other corpus
         raise ConfigError(str(error).replace("--data", "--first-data")) from None
 
@@ -244,16 +242,11 @@ def extend(config, is_check=False):
         f"track {config.track}: continual.py runs the track continual; use train_gpt.py",
     )
     initial = initial_checkpoint(config)
-    indexed, val_sets = first_corpus(config, initial["config"])
+    val_sets = first_corpus(config, initial["config"])
 
     def prepare(run):
         trainer, is_new = run.trainer, run.step == 0  # else it is resumed, and has its weights
         run.val_sets.update(val_sets)
-        table = trainer.table  # it reads what the model has learned with
-        table.finder.index = train_gpt.Index(initial["config"], run.runtime.shared_zeros)
-        table.read_index(indexed)
-        table.index_digest(initial["index"])
-        run.corpus = run.corpus._replace(indexed=[])
         if is_new:
             start_from(trainer, initial)
         if config.trained == "matrices":

@@ -21,9 +21,8 @@ usage() {
 ./run.sh TRACK --check               everything but the steps: device, data, memory, disk
 ./run.sh test [pytest arguments]     set up, then run the tests that protect results; with --all all of them
 
-Tracks: english (fineweb's recipe at small scale, a minute on a laptop), english-net (its network by itself, for
-optimizers), fineweb (1 to 8 GPUs), continual (a trained english model goes on to verse; needs --init-from RUN). Without
-TRACK it is fineweb where CUDA and FineWeb shards are present, else english. It starts one rank a GPU, or one a core. The
+Tracks: english-net (fineweb's recipe at small scale, a minute on a laptop), fineweb (1 to 8 GPUs), continual (a trained model goes on to verse; needs --init-from RUN). Without
+TRACK it is fineweb where CUDA and FineWeb shards are present, else english-net. It starts one rank a GPU, or one a core. The
 last line of a run names its log and plot.
 The first call makes .venv, installs requirements.txt and builds the track's data. It uses uv where
 that is present, and a .venv that is there; PYTHON=/path/to/python chooses the Python (3.11 or newer) of a new one.
@@ -138,12 +137,12 @@ def cores_and_memory():
 
 def memory_of(config, ranks):
     """Bytes that a rank takes, about: torch itself, weights with gradients and state, and its part
-    of the table and of the index."""
+    of the table."""
     dim = config.model_dim
     tables = 2 + len(config.value_embedding_layers)
     matrices = config.num_layers * (4 * dim + 2 * config.mlp_dim)
     weights = dim * (config.vocab_size * tables + matrices)
-    shared = 4 * dim * config.ngram_rows + 8 * sum(train_gpt.Index.sizes(config))
+    shared = 4 * dim * config.ngram_rows
     return 0.75 * 2**30 + 16 * weights + shared / ranks
 
 

@@ -74,10 +74,6 @@ def open_trained(run, device="auto", data=None):
         config = dataclasses.replace(config, val_tokens=tokens_to_score(config))
     trainer = train_gpt.Trainer(config, train_gpt.Runtime(device))
     train_gpt.restore(trainer, content)
-    if saved.index_order:
-        learned = dataclasses.replace(saved, data=own if os.path.isdir(own) else config.data)
-        trainer.table.read_index(train_gpt.open_corpus(learned).indexed)
-        trainer.table.index_digest(content["index"])
     return trainer, content["step"]
 
 
@@ -121,7 +117,7 @@ def tokenizer_of(config):
 
 @torch.no_grad()
 def next_token_logits(trainer, step, tokens):
-    """Log-probabilities (eot_token + 1,), float32 on the CPU, of the token behind `tokens`."""
+    """Log-probabilities (eot_token + 1,), float32 on the CPU, of the token after `tokens`."""
     config = trainer.config
     length = config.micro_batch_tokens
     low = max(0, len(tokens) - length)  # copies look back further
@@ -130,10 +126,7 @@ def next_token_logits(trainer, step, tokens):
     _, hidden = trainer.score(step, train_gpt.Text(padded, config.eot_token), low, length)
     last = len(tokens) - 1 - low
     state = hidden[last : last + 1]
-    own = trainer.model.logits(state).softmax(-1)[0, : config.eot_token + 1].cpu()
-    priors = trainer.table.finder.index.distribution(tokens)[: config.eot_token + 1]
-    priors = torch.from_numpy(priors)
-    return train_gpt.mixed(trainer.model.index_share(state).cpu(), own, priors).log()
+    return trainer.model.logits(state)[0, : config.eot_token + 1].log_softmax(-1).cpu()
 
 
 def continuation(trainer, step, prompt, given, seed):

@@ -2,15 +2,15 @@
 
     python train_gpt.py                            one process, on one GPU or one core of a CPU
     torchrun --nproc_per_node=8 train_gpt.py       one a GPU or a core (several nodes: see README)
-    python train_gpt.py --track english --check     everything but the steps: would this run start?
+    python train_gpt.py --track english-net --check everything but the steps: would this run start?
     python train_gpt.py --help                     every field of the configuration
 
-Without --track it takes `fineweb` where CUDA and FineWeb's shards are, else `english`.
+Without --track it takes `fineweb` where CUDA and FineWeb's shards are, else `english-net`.
 
 Chapters, in reading order:
      1. Configuration     every number of a run with its check, the tracks, the schedules
      2. Tokens            shards, micro-batches of whole documents, a loader that works ahead
-     3. Table             a token's rows and hints, who holds a row, how what is learned travels
+     3. Table             a token's rows and guesses, who holds a row, how rows travel
      4. Layers            norm, rotary positions, attention, MLP
      5. Loss              cross-entropy in one pass, over the vocabulary or a sample of it
      6. Model             the GPT, and the rule of each of its parameters
@@ -48,7 +48,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import timeit
@@ -72,11 +71,10 @@ try:
     import numpy as np
     import torch
     import torch.nn.functional as F
-    from numba import njit
     from torch import Tensor, nn
     from torch import distributed as dist
     from torch.utils import _pytree as pytree
-except Exception as error:  # torch and numba read variables of the environment
+except Exception as error:  # torch reads variables of the environment
     remedy = "correct the variable that is meant, or unset it"
     if isinstance(error, ImportError):
         remedy = "./run.sh installs all of it into .venv; then `source .venv/bin/activate`"
@@ -183,7 +181,6 @@ MOMENTUM = Check(lambda value: 0 <= value < 1, "must be at least 0, and below 1"
 COUNT = between(1, 65536)
 OFTEN = between(1, 999_999)
 SIZE = between(0, 10**9)
-INDEX_TOKENS = between(0, 2**32 - 1)  # what its counts can hold
 ORDERS = distinct(range(2, 33), "must be distinct orders from 2 to 32, such as (2, 3); () for none")
 LAYERS = distinct(range(1024), "must be distinct layers, such as (0, 2); () for none")
 SKIPS = Check(are_skips, "must be pairs of layers, such as ((3, 6),); () for none")
@@ -299,9 +296,6 @@ class Config:
     ngram_rows: int = knob(2**21, "rows of the table, for all columns", between(1, 2**31 - 1))
     copy_orders: tuple = knob((2, 3, 5, 8), "orders of copies from the document", ORDERS)
     copy_reach: int = knob(2048, "tokens that copies look back", SIZE)
-    index_order: int = knob(3, "longest context of the index; 0: no index", between(0, 31))
-    # Of data/fineweb.py's nine shards the run trains on the first 339 million tokens.
-    index_tokens: int = knob(200_000_000, "last training tokens, for the index alone", INDEX_TOKENS)
     # --- optimizer
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of UPDATE_RULES")
     matrix_lr: float = knob(0.023, "RMS of a matrix' step times sqrt(columns)", POSITIVE)
@@ -431,25 +425,11 @@ SMALL = {
 }
 TRACKS = {
     "fineweb": Config(),
-    "english": Config(
-        **SMALL,
-        track="english",
-        steps=6,
-        copy_orders=(2, 4),
-        index_order=4,
-        index_tokens=6_000_000,
-        matrix_lr=0.04,
-        adam_lr=0.12,
-        target_loss=2.954,
-        log_every=1,
-    ),
-    # The network by itself, without copies and index: what an optimizer is worth is seen here.
     "english-net": Config(
         **SMALL,
         track="english-net",
         steps=162,
         copy_orders=(),
-        index_order=0,
         matrix_lr=0.025,
         adam_lr=0.018,
         embed_lr=2.0,
@@ -469,9 +449,9 @@ def default_track():
     if not torch.cuda.is_available():
         has_apple = torch.backends.mps.is_available()
         apple = ", and Apple GPUs are not supported" if has_apple else ""
-        return "english", f"torch sees no CUDA device{apple}"
+        return "english-net", f"torch sees no CUDA device{apple}"
     if not any(Path(TRACKS["fineweb"].data).glob("*_train_*.bin")):
-        return "english", f"no shards in {TRACKS['fineweb'].data}"
+        return "english-net", f"no shards in {TRACKS['fineweb'].data}"
     return "fineweb", "CUDA and FineWeb's shards are present"
 
 
@@ -685,23 +665,20 @@ def vocabulary_of(folder, track):
 
 def room_of(config):
     """{field: value} for a corpus that is smaller than the track takes: it scores what there is to
-    validate on, indexes at most half of the training text, and repeats the rest as often as needed.
-    """
+    validate on, and repeats the training text as often as needed."""
     held = {}
     for split in ("train", "val"):
         shards = map(open_shard, Path(config.data).glob(f"*_{split}_*.bin"))
         held[split] = sum(len(shard) - 1 for shard in shards)
     passes = min(held["val"], config.val_tokens) // config.val_batch_tokens
     needed = training_tokens(config) + config.micro_batch_tokens
-    is_large = held["train"] >= needed + config.index_tokens * bool(config.index_order)
-    indexed = min(config.index_tokens, held["train"] // 2)
-    kept = held["train"] - indexed * bool(config.index_order) - config.micro_batch_tokens
+    is_large = held["train"] >= needed
+    kept = held["train"] - config.micro_batch_tokens
     # What is too little for a pass or a micro-batch is refused by open_corpus.
     if passes == 0 or kept <= 0 or (is_large and held["val"] > config.val_tokens):
         return {}
     return {
         "val_tokens": passes * config.val_batch_tokens,
-        "index_tokens": indexed,
         "epochs": max(config.epochs, math.ceil(training_tokens(config) / kept)),
     }
 
@@ -737,28 +714,10 @@ def checked_shard(path, config, manifest):
     return tokens
 
 
-def split_off_index(shards, count, eot_token):
-    """(shards to train on, shards for the index) of all: the index gets the last `count` tokens, in
-    whole documents, whose first token also ends the other part, as a target."""
-    left = list(shards)
-    indexed = []
-    while count > 0 and left:
-        shard = left.pop()
-        cut = max(0, len(shard) - count)
-        if cut:
-            starts = cut + np.flatnonzero(shard[cut:] == eot_token)
-            cut = starts.min(initial=len(shard))
-            left.append(shard[: cut + 1])
-        indexed.insert(0, shard[cut:])
-        count -= len(shard)
-    return left, indexed
-
-
 class Corpus(NamedTuple):
     """The tokens of a run, uint16."""
 
     shards: list  # training shards, mapped files
-    indexed: list  # for the index: text that training does not reach, likewise
     val: Any  # (val_tokens + 1,), the first ones of the validation split
 
 
@@ -782,9 +741,7 @@ def open_corpus(config):
     words = f"val_tokens={config.val_tokens:,}, but the validation split holds {len(val):,}"
     remedy = f"--val-tokens at most {most}" if most else "add text to validate on"
     require(len(val) == needed, folder, words, remedy)
-    opened = [open_shard(path) for path in found["train"]]
-    count = config.index_tokens if config.index_order else 0
-    shards, indexed = split_off_index(opened, count, config.eot_token)
+    shards = [open_shard(path) for path in found["train"]]
     size = config.micro_batch_tokens
 
     def usable(shards):
@@ -793,8 +750,7 @@ def open_corpus(config):
 
     needed = training_tokens(config)
     for number, path in enumerate(found["train"]):
-        is_indexed = number >= len(opened) - len(indexed)
-        if is_indexed or usable(shards[:number]) <= needed:  # the run gets here
+        if usable(shards[:number]) <= needed:  # the run gets here
             checked_shard(path, config, manifest)
     available = usable(shards)
     most = available * config.epochs
@@ -802,14 +758,9 @@ def open_corpus(config):
     ways = ["add text"]
     if available:
         ways += ["lower --steps", f"take --epochs {math.ceil(needed / available)}"]
-    whole = usable(opened) if indexed else 0
-    if whole >= needed + size:
-        ways += [f"take --index-tokens {whole - needed - size}"]
-    elif whole:
-        ways += [f"take --index-tokens 0 --epochs {math.ceil(needed / whole)}"]
-    words = f"the schedule takes {words} beside the index"
+    words = f"the schedule takes {words}"
     require(needed <= most, folder, words, ", or ".join(ways))
-    return Corpus(shards, indexed, val)
+    return Corpus(shards, val)
 
 
 def validation_hash(val):
@@ -823,12 +774,20 @@ class Text:
         self.tokens = tokens
         self.starts = np.union1d([0], np.flatnonzero(tokens == eot_token))
 
+    def depth(self, position):
+        """How many tokens of its document stand before each position."""
+        return position - self.starts[np.searchsorted(self.starts, position, side="right") - 1]
+
 
 class Passage(NamedTuple):
     """Where the tokens of a micro-batch stand: spans of a Text, each of one document."""
 
     text: Text
     spans: list  # [(low, high), ...]: attention segments, laid end to end
+
+    def positions(self):
+        """Where the tokens stand in the text: (T,) int64."""
+        return np.concatenate([np.arange(low, high) for low, high in self.spans])
 
     def tokens(self, shift=0):
         """The tokens of the spans, or those that many places behind them."""
@@ -851,8 +810,7 @@ class MicroBatch(NamedTuple):
     targets: Tensor  # (T,) int64 next token ids
     segment_start: Tensor  # (T,) int32: index in [0, T) at which the token's segment starts
     segment_bounds: Tensor  # (S,) int32: where segments start, then T as often as there is room
-    guesses: Tensor  # (T, G) int32: at the next token, see RowFinder.find
-    prior: Tensor  # (T,) float32: the next token's probability by the index
+    guesses: Tensor  # (T, G) int32: of the next token, see copies()
 
 
 class Batch(NamedTuple):
@@ -875,10 +833,9 @@ def to_device(array, device):
     return tensor
 
 
-def stack_passages(passages, hints, length, device, joined=1):
-    """The MicroBatch of passages of `length` tokens, with hints at what follows all of these, the
-    guesses (n, G) and the prior (n,), so many joined in one pass; passes are stacked along a first
-    axis of each tensor."""
+def stack_passages(passages, guesses, length, device, joined=1):
+    """The MicroBatch of passages of `length` tokens, with guesses (n, G) of what follows all of
+    these, so many joined in one pass; passes are stacked along a first axis of each tensor."""
     most = max((len(passage.spans) for passage in passages), default=0)
     room = max(SEGMENT_ROOM, length // 256, 1 << most.bit_length())
     shape = len(passages) // joined, joined * length
@@ -894,8 +851,8 @@ def stack_passages(passages, hints, length, device, joined=1):
         targets[number] = np.concatenate([passage.tokens(shift=1) for passage in own])
         segment_start[number] = np.repeat(starts, lengths)
         bounds[number, : len(starts)] = starts  # behind them empty segments end the pass
-    guesses, prior = (array.reshape(*shape, *array.shape[1:]) for array in hints)
-    arrays = inputs, targets, segment_start, bounds, guesses, prior
+    guesses = guesses.reshape(*shape, guesses.shape[1])
+    arrays = inputs, targets, segment_start, bounds, guesses
     return MicroBatch(*(to_device(array, device) for array in arrays))
 
 
@@ -921,7 +878,7 @@ class TrainLoader:
     by the seed and laid end to end into micro-batches, which begin with the rest of a piece. A
     smaller cap at a step splits pieces further. What fills no micro-batch at a shard's end is
     dropped. `state` says where the stream is: shards opened before, piece of the shard, token of
-    the piece. look_up: what finds the plan of the rows of this rank's passages, and their hints.
+    the piece. look_up: what finds the plan of the rows of this rank's passages, and their guesses.
     """
 
     START = {"shard": 0, "piece": 0, "offset": 0}
@@ -992,9 +949,9 @@ class TrainLoader:
         joined = micro_batches_of_pass(config, step, runtime)
         for passage in own:
             check_distinct_targets(passage, config, step, self.prefixes)
-        rows, hints = self.look_up(own)
+        rows, guesses = self.look_up(own)
         return Batch(
-            stack=stack_passages(own, hints, config.micro_batch_tokens, runtime.device, joined),
+            stack=stack_passages(own, guesses, config.micro_batch_tokens, runtime.device, joined),
             rows=rows,
             tokens=len(passages) * config.micro_batch_tokens,
             state=dict(self.state),
@@ -1014,16 +971,11 @@ class TrainLoader:
 
 
 # 3. Table ========================================================================================
-# Each token reads rows of one table, one for each order n: which ones is a hash of the last n
-# tokens, an n-gram. And there are hints at the token that comes next:
-# - guesses: what followed an earlier occurrence of the last n tokens in the document, which the
-#   model reads by its own embeddings (see GPT.guessed), so that what it learns of one token's
-#   guesses holds for those of all;
-# - the prior: its probability by the index, which has counted the n-grams of a part of the training
-#   text. What is predicted is a mixture of the model's and the index's (see GPT.index_share).
-# But for the prior's own token, all of it looks at the same document alone, at or before the token.
-# The loops are compiled by numba, without the interpreter's lock; warm_up() compiles them ahead of
-# the clock.
+# Each token reads rows of one table, one for each order n: a hash of the last n tokens, an n-gram,
+# says which. It also has guesses at the next token: what followed an earlier occurrence of the last
+# n tokens in the document. The model reads guesses by its own embeddings (see GPT.guessed), so that
+# what it learns of one token's guesses holds for those of all. All of this looks at the same
+# document alone, at or before the token.
 #
 # A rank holds the rows that it owns, a range of the table. The loader's thread plans a step ahead
 # of it, on the CPU: which rows are read, who owns them, and at which slot a row will stand among
@@ -1033,389 +985,76 @@ class TrainLoader:
 
 TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)
 MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
-HASH_BASE = np.uint64(pow(MIX, -1, 2**64))
-HASH_POWERS = HASH_BASE ** np.arange(33, dtype=np.uint64)
+HASH_POWERS = np.uint64(pow(MIX, -1, 2**64)) ** np.arange(33, dtype=np.uint64)
 NO_TOKEN = 2**16 - 1  # no token's id
-# An entry of the index is 64 bits: a tag, the lower half of an n-gram's key, and a count.
-TAG_BITS = np.uint64(32)
-COUNT = np.uint64(2**32 - 1)
-# Readers share out regions of the index, so that what stands where does not depend on their number:
-# an n-gram stands in the region of the last token but one, and so does its context.
-REGIONS = 64
-REGION_OF = (TOKEN_HASH % REGIONS).astype(np.int64)
-INDEX_CHUNK = 2**12  # tokens that the index reads at once
-DISCOUNTS = np.arange(2**12) ** 0.4  # of counts, as multiples of what a count of 1 loses
-
-compiled = functools.partial(njit, nogil=True, cache=True)
 
 
-@compiled
-def hash_sums(tokens):
-    """Keys of no token, of the first of tokens (L,), of the first two, ...: (L + 1,) uint64. A key
-    is the polynomial of the tokens' random numbers in HASH_BASE modulo 2^64 (Karp & Rabin 1987),
-    the last token first."""
-    sums = np.zeros(len(tokens) + 1, np.uint64)
-    for i in range(len(tokens)):
-        sums[i + 1] = sums[i] * HASH_BASE + TOKEN_HASH[tokens[i]]
-    return sums
+def ngram_keys(tokens, position, depth, order):
+    """Hash keys (t,) uint64 of the n-grams of `order` tokens that end at positions (t,) of tokens.
 
-
-@compiled
-def key_of(sums, low, high):
-    """The key of tokens low to high, at most 32, of a text with these hash_sums: uint64.
-    Places in the text may be arrays; then so are the keys."""
-    return sums[high] - sums[low] * HASH_POWERS[high - low]
-
-
-@compiled
-def rolling_hash(tokens, order, eot_token):
-    """Keys of the n-grams that end at each of tokens (L,): (L,) uint64. Where the document has
-    fewer than `order` tokens it is of these."""
-    sums = hash_sums(tokens)
-    keys = np.empty(len(tokens), np.uint64)
-    start = 0
-    for i in range(len(tokens)):
-        if tokens[i] == eot_token:
-            start = i
-        keys[i] = key_of(sums, max(start, i + 1 - order), i + 1)
+    A key is a polynomial of the tokens' random numbers modulo 2^64 (Karp & Rabin 1987). depth (t,):
+    how many tokens of the document stand before each; where these are fewer than the n-gram needs,
+    the key is that of the shorter n-gram.
+    """
+    keys = np.zeros(len(position), np.uint64)
+    for back in range(order):
+        term = TOKEN_HASH[tokens[position - back]] * HASH_POWERS[back]
+        keys += np.where(back <= depth, term, np.uint64(0))
     return keys
 
 
-def ngram_keys(tokens, low, high, order, eot_token):
-    """Keys of the n-grams that end at tokens low to high: (high - low,) uint64."""
-    begin = max(0, low - order + 1)
-    return rolling_hash(np.array(tokens[begin:high]), order, eot_token)[low - begin :]
+def ngram_rows(passage, config):
+    """Rows (T, C) int32 in [0, ngram_rows) of the table and signs (T, C) float32, for the n-grams
+    that end at the tokens of a Passage.
 
-
-@compiled
-def latest_copies(tokens, keys, first, reach):
-    """What followed the latest earlier one of tokens (L,) with the same key, at most `reach` tokens
-    back: (L,) int32, NO_TOKEN for none. Tokens below `first` neither find nor are found."""
-    found = np.full(len(tokens), NO_TOKEN, np.int32)
-    latest = np.full(2 * len(tokens) + 1, -1, np.int32)  # of each key, by open addressing
-    for i in range(first, len(tokens)):
-        place = np.int64(keys[i] % np.uint64(len(latest)))
-        while latest[place] >= 0 and keys[latest[place]] != keys[i]:
-            place = (place + 1) % len(latest)
-        if latest[place] >= max(0, i - reach):
-            found[i] = tokens[latest[place] + 1]
-        latest[place] = i
-    return found
-
-
-def rows_and_signs(keys, num_rows):
-    """Rows (t, C) int32 in [0, num_rows) and signs (t, C) float32 of the table, for the keys of
-    n-grams (t, C).
-
-    Orders have rows of their own. The sign is one more bit of the hash: two that share a row push
-    it apart half of the time (count-sketch's trick).
+    Each order has rows of its own. The sign is one more bit of the hash: two n-grams that share a
+    row push it apart half of the time (count-sketch's trick).
     """
-    mixed = keys + TOKEN_HASH[: keys.shape[1]]
+    position = passage.positions()
+    depth = passage.text.depth(position)
+    shape = len(position), len(config.ngram_orders)
+    keys = np.empty(shape, np.uint64)
+    for column, order in enumerate(config.ngram_orders):
+        keys[:, column] = ngram_keys(passage.text.tokens, position, depth, order)
+    mixed = keys + TOKEN_HASH[: shape[1]]
     mixed = (mixed ^ (mixed >> 29)) * MIX
     mixed ^= mixed >> 32
-    rows = (mixed & 0xFFFFFFFF) * num_rows >> 32
+    rows = (mixed & 0xFFFFFFFF) * config.ngram_rows >> 32
     signs = (mixed >> 40 & 1).astype(np.float32) * 2 - 1
     return rows.astype(np.int32), signs
 
 
-class Counts(NamedTuple):
-    """What the index has counted: arrays that the ranks of a node share.
-
-    n-grams and their contexts stand in hash tables of one part for each number of tokens in the
-    context and each region; the edges say where it begins.
-    """
-
-    unigrams: Any  # (REGIONS, vocab_size) uint64: the counts of single tokens
-    common: Any  # (parts, 3) uint64: how many n-grams were counted once at least, twice, thrice
-    grams: Any  # (N,) uint64: tags and counts
-    contexts: Any  # (M, 2) uint64: tags and the counts of all n-grams, and beside them
-    discounts: Any  # (M, 2) float64, the same memory: their discounts
-    gram_edges: Any  # (parts + 1,) int64
-    context_edges: Any  # likewise
-
-
-@compiled
-def discount(count):
-    """What a count loses, as a multiple of what a count of 1 does."""
-    return DISCOUNTS[min(count, len(DISCOUNTS) - 1)]
-
-
-@compiled
-def first_place(edges, part, key):
-    """Where in its part a key's entry is looked for first."""
-    room = np.uint64(edges[part + 1] - edges[part])
-    return edges[part] + np.int64((key >> TAG_BITS) * room >> TAG_BITS)
-
-
-@compiled
-def place_of(entries, edges, part, key):
-    """Where in its part a key's entry stands, or would stand: the next free one, by open
-    addressing."""
-    place = first_place(edges, part, key)
-    while entries[place] != 0 and entries[place] >> TAG_BITS != key & COUNT:
-        place += 1
-        if place == edges[part + 1]:
-            place = edges[part]
-    return place
-
-
-@compiled
-def read_ahead(entries, edges, parts, keys):
-    """Bring the entries of keys (L,) into the cache: a processor waits for many at a time where
-    nothing else is done. Returns a number of no meaning, else the compiler would leave it out."""
-    places = np.empty(len(keys), np.int64)
-    for j in range(len(keys)):
-        places[j] = first_place(edges, parts[j], keys[j])
-    found = np.uint64(0)
-    for place in places:
-        found ^= entries[place]
-    return found
-
-
-@compiled
-def count_one(entries, edges, part, key):
-    """Count a key up by one. Returns the place of its entry."""
-    place = place_of(entries, edges, part, key)
-    entries[place] = (key << TAG_BITS) | ((entries[place] & COUNT) + np.uint64(1))
-    return place
-
-
-@compiled
-def count_up(tokens, first, eot_token, mine, counts):
-    """Count the n-grams that end at tokens (L,) from the `first` on, in place, if their region is
-    mine, (REGIONS,) bool. The longest are counted as often as they come, and a shorter one where
-    the longer one is new. Returns what read_ahead does."""
-    sums = hash_sums(tokens)
-    held = np.zeros(len(tokens), np.int64)  # tokens of the document ahead of each
-    new = np.empty(len(tokens), np.int64)  # tokens whose longer n-grams are new, the first `many`
-    many = 0
-    for i in range(1, len(tokens)):
-        held[i] = 1 if tokens[i - 1] == eot_token else held[i - 1] + 1
-        if i >= first and mine[REGION_OF[tokens[i - 1]]]:
-            new[many] = i
-            many += 1
-    parts = np.empty(len(tokens), np.int64)
-    grams, contexts = np.empty((2, len(tokens)), np.uint64)  # their keys
-    seen = np.zeros(len(tokens), np.int64)  # how often the n-grams were counted
-    found = np.uint64(0)
-    for n in range(len(counts.common) // REGIONS, 0, -1):
-        for j in range(many):
-            i = new[j]
-            low = max(0, i - n)
-            parts[j] = (n - 1) * REGIONS + REGION_OF[tokens[i - 1]]
-            grams[j], contexts[j] = key_of(sums, low, i + 1), key_of(sums, low, i)
-        found ^= read_ahead(counts.grams, counts.gram_edges, parts[:many], grams[:many])
-        for j in range(many):
-            seen[j] = 0
-            if held[new[j]] >= n:
-                place = count_one(counts.grams, counts.gram_edges, parts[j], grams[j])
-                seen[j] = counts.grams[place] & COUNT
-        heads, discounts = counts.contexts[:, 0], counts.discounts[:, 1]
-        found ^= read_ahead(heads, counts.context_edges, parts[:many], contexts[:many])
-        left = 0
-        for j in range(many):
-            if seen[j] > 0:
-                place = count_one(heads, counts.context_edges, parts[j], contexts[j])
-                discounts[place] += discount(seen[j]) - discount(seen[j] - 1)
-                if seen[j] <= 3:
-                    counts.common[parts[j], seen[j] - 1] += np.uint64(1)
-            new[left] = new[j]
-            left += seen[j] <= 1
-        many = left
-    for i in new[:many]:
-        counts.unigrams[REGION_OF[tokens[i - 1]], tokens[i]] += np.uint64(1)
-    return found
-
-
-@compiled
-def priors_of(tokens, first, eot_token, counts, unigrams, shares):
-    """The probabilities by counts of tokens (L,) from the `first` on, which is not 0: (L - first,)
-    float32. Those of single tokens are unigrams, (vocab_size,); shares: see Index.smoothing."""
-    sums = hash_sums(tokens)
-    contexts, discounts = counts.contexts[:, 0], counts.discounts[:, 1]
-    found = np.empty(len(tokens) - first, np.float32)
-    held = 0
-    for i in range(1, len(tokens)):
-        held = 1 if tokens[i - 1] == eot_token else held + 1
-        if i < first:
-            continue
-        probability = unigrams[tokens[i]]
-        for n in range(1, min(len(shares) - 1, held) + 1):
-            part = (n - 1) * REGIONS + REGION_OF[tokens[i - 1]]
-            place = place_of(contexts, counts.context_edges, part, key_of(sums, i - n, i))
-            total = np.int64(contexts[place] & COUNT)
-            if total == 0:
-                break
-            taken = shares[n] * discounts[place]
-            place = place_of(counts.grams, counts.gram_edges, part, key_of(sums, i - n, i + 1))
-            count = np.int64(counts.grams[place] & COUNT)
-            count_left = count - shares[n] * discount(count)
-            probability = (count_left + taken * probability) / total
-        found[i - first] = probability
-    return found
-
-
-def index_rooms(config, tokens, ids, spare):
-    """Entries for n-grams, and for their contexts, by the contexts' tokens from one on, of regions
-    (R,) with so many tokens of text and ids: two (index_order, R) int64. A quarter of them and some
-    spare ones stay free."""
-    lengths = np.arange(1, config.index_order + 1)[:, None]
-    ways = ids * float(config.vocab_size) ** np.array([lengths, lengths - 1])
-    most = np.minimum(tokens, ways).astype(np.int64)
-    return most + most // 4 + spare
-
-
-class Index:
-    """Which token may come next, by the n-grams of a text that training does not reach.
-
-    As Kneser & Ney (1995) have it, an n-gram's share of what followed its context is its count less
-    a discount, and what the discounts have taken is shared out as the shorter context has it. A
-    shorter n-gram is asked where the longer one is new, and so was counted there alone. A discount
-    grows with a power of the count (Huang & Renals 2010); how large it is tells, for each length,
-    how many n-grams were counted once and twice (Ney, Essen & Kneser 1994). No number of it is
-    tuned to a text.
-    """
-
-    def __init__(self, config, zeros=torch.zeros):
-        self.config = config
-        shape = (sum(self.sizes(config)),)
-        self.memory = zeros(shape, dtype=torch.int64).numpy().view(np.uint64)
-        self.counts = None  # once a text was read
-
-    @staticmethod
-    def sizes(config):
-        """How many numbers of 64 bits the index needs, for each kind of Counts' arrays."""
-        if not config.index_order:
-            return [0]
-        ids = config.vocab_size
-        rooms = index_rooms(config, [config.index_tokens], [ids], REGIONS)
-        grams, contexts = rooms.sum((1, 2)).tolist()
-        return [REGIONS * ids, 3 * REGIONS * config.index_order, 2 * contexts, grams]
-
-    def read(self, texts, own=(0,), readers=1):
-        """Take training texts, (n,) uint16 each, into the index, all at once. So many readers share
-        out regions, and leave the same bits as one alone; `own` are the numbers of those that read
-        here, in threads. Raises ConfigError where there is no room."""
-        config = self.config
-        if not texts or not config.index_order:
-            return
-        tokens = sum(map(len, texts))
-        words = f"the index has room for no more; raise it to {tokens}"
-        config.require("index_tokens", tokens <= config.index_tokens, words)
-        ahead = np.zeros(2**16, np.int64)  # how often each token is ahead of another one
-        for text in texts:
-            for begin in range(0, len(text), 2**20):
-                ahead += np.bincount(text[begin : begin + 2**20], minlength=2**16)
-        ids = np.arange(2**16) < config.vocab_size
-        per_region = [np.bincount(REGION_OF, weights, REGIONS) for weights in (ahead, ids)]
-        edges = [
-            np.concatenate([[0], rooms.ravel().cumsum()])
-            for rooms in index_rooms(config, *per_region, 1)
-        ]
-        unigrams, common, contexts, grams = np.split(
-            self.memory, np.cumsum(self.sizes(config))[:-1]
-        )
-        contexts = contexts.reshape(-1, 2)
-        tables = grams, contexts, contexts.view(np.float64)
-        self.counts = Counts(unigrams.reshape(REGIONS, -1), common.reshape(-1, 3), *tables, *edges)
-        vars(self).pop("smoothing", None)
-        with ThreadPoolExecutor(len(own)) as pool:
-            list(pool.map(lambda reader: self.count_part(texts, reader, readers), own))
-
-    def count_part(self, texts, reader, readers):
-        """Count one reader's part of the n-grams of texts."""
-        config = self.config
-        mine = np.arange(REGIONS) % readers == reader
-        for text in texts:
-            for begin in range(1, len(text), INDEX_CHUNK):
-                low = max(0, begin - config.index_order)
-                part = np.array(text[low : begin + INDEX_CHUNK])  # of a mapped file
-                count_up(part, begin - low, config.eot_token, mine, self.counts)
-
-    @functools.cached_property
-    def smoothing(self):
-        """(probabilities of single tokens, (vocab_size,) float64; what a count of 1 loses, by the
-        tokens of the context, from none on, (index_order + 1,) float64)."""
-        counts = self.counts.unigrams.sum(0).astype(np.int64)
-        common = self.counts.common.reshape(-1, REGIONS, 3).sum(1).astype(np.int64)
-        of_single = [(counts >= least).sum() for least in (1, 2, 3)]
-        once, twice, thrice = np.concatenate([[of_single], common]).T
-        shares = (once - twice + 1) / (once - twice + 2 * (twice - thrice) + 2)
-        discounts = shares[0] * DISCOUNTS[np.minimum(counts, len(DISCOUNTS) - 1)]
-        total = max(1, counts.sum())
-        taken = discounts.sum() if counts.any() else total
-        return (counts - discounts + taken / len(counts)) / total, shares
-
-    def prior(self, tokens, low, high):
-        """The probabilities of the tokens that follow those from low to high: (high - low,)
-        float32."""
-        config = self.config
-        if self.counts is None:
-            return np.full(high - low, 1 / config.vocab_size, np.float32)
-        begin = max(0, low + 1 - config.index_order)
-        part = np.array(tokens[begin : high + 1])  # of a mapped file
-        return priors_of(part, low + 1 - begin, config.eot_token, self.counts, *self.smoothing)
-
-    def distribution(self, tokens):
-        """The probabilities of all tokens behind these, whose first one starts a document:
-        (vocab_size,) float32. They are found as that of a single one is."""
-        context = tokens[max(0, len(tokens) - max(1, self.config.index_order)) :]
-        ids = np.arange(self.config.vocab_size)
-        texts = np.column_stack([np.tile(context, (len(ids), 1)), ids]).astype(np.uint16)
-        prior = self.prior(texts.ravel(), 0, texts.size - 1)
-        return prior[len(context) - 1 :: len(context) + 1]
-
-
-class RowFinder:
-    """It tells which rows of the table tokens read, and what may come next."""
-
-    def __init__(self, config, zeros=torch.zeros):
-        self.config = config
-        self.index = Index(config, zeros)
-
-    def copies(self, text, low, high):
-        """What followed the last n tokens the last time in the document of tokens low to high:
-        (orders, high - low) int32, NO_TOKEN where there is none."""
-        config = self.config
-        start = text.starts[np.searchsorted(text.starts, low, side="right") - 1]
-        begin = max(start, low - config.copy_reach - max(config.copy_orders, default=0) + 1)
-        tokens = text.tokens[begin:high]
-        found = np.empty((len(config.copy_orders), len(tokens)), np.int32)
-        for column, order in enumerate(config.copy_orders):
-            keys = rolling_hash(tokens, order, config.eot_token)
-            found[column] = latest_copies(tokens, keys, order - 1, config.copy_reach)
-        return found[:, low - begin :]
-
-    def find(self, passages):
-        """(rows, signs, hints) of the T tokens of Passages, end to end: the rows of the table,
-        (T, orders) int32 in [0, ngram_rows), with their signs, float32; and at the next token
-        guesses (T, G) int32, the latest copies, NO_TOKEN for none, and its prior (T,) float32.
-        """
-        config = self.config
-        orders = config.ngram_orders
-        keys = [np.empty((0, len(orders)), np.uint64)]
-        guesses = [np.empty((0, len(config.copy_orders)), np.int32)]
-        prior = [np.empty(0, np.float32)]
-        for passage in passages:
-            tokens = passage.text.tokens
-            for low, high in passage.spans:
-                own = [ngram_keys(tokens, low, high, order, config.eot_token) for order in orders]
-                keys.append(np.array(own, np.uint64).reshape(-1, high - low).T)
-                guesses.append(self.copies(passage.text, low, high).T)
-                prior.append(self.index.prior(tokens, low, high))
-        hints = np.concatenate(guesses), np.concatenate(prior)
-        return *rows_and_signs(np.concatenate(keys), config.ngram_rows), hints
+def copies(passage, config):
+    """Guesses (T, G) int32 at the token that follows each token of a Passage, one for each order n:
+    what followed the last n tokens the last time in their document, at most `copy_reach` tokens
+    back; NO_TOKEN where they are new."""
+    text = passage.text
+    reach = config.copy_reach + max(config.copy_orders, default=0)
+    parts = []  # each span, with the part of its document that it may copy from
+    for low, high in passage.spans:
+        begin = max(low - text.depth(low), low - reach)
+        parts.append(np.arange(begin, high))
+    position = np.concatenate(parts)
+    span = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    is_asked = position >= np.array(passage.spans)[span, 0]
+    depth = text.depth(position)
+    guesses = np.full((len(position), len(config.copy_orders)), NO_TOKEN, np.int32)
+    for column, order in enumerate(config.copy_orders):
+        keys = ngram_keys(text.tokens, position, depth, order) + TOKEN_HASH[span]
+        sequence = np.argsort(keys, kind="stable")
+        earlier, later = sequence[:-1], sequence[1:]
+        is_copy = keys[earlier] == keys[later]
+        is_copy &= depth[earlier] >= order - 1
+        is_copy &= position[later] - position[earlier] <= config.copy_reach
+        guesses[later[is_copy], column] = text.tokens[position[earlier[is_copy]] + 1]
+    return guesses[is_asked]
 
 
 def row_fingerprint(config):
-    """A hash of the rows and hints of a fixed text: under another hash function, or with other
-    orders, the contents of a table mean nothing."""
+    """A hash of the rows of a fixed text: a table means nothing under another hash function."""
     tokens = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
-    finder = RowFinder(dataclasses.replace(config, index_tokens=len(tokens)))
-    finder.index.read([tokens])
-    rows, signs, hints = finder.find([Passage(Text(tokens, config.eot_token), [(0, 99)])])
-    found = b"".join(array.tobytes() for array in (rows, signs, *hints))
-    return hashlib.sha256(found).hexdigest()
+    rows, signs = ngram_rows(Passage(Text(tokens, config.eot_token), [(0, 99)]), config)
+    return hashlib.sha256(rows.tobytes() + signs.tobytes()).hexdigest()
 
 
 @dataclass
@@ -1471,7 +1110,7 @@ def plan_rows(rows, signs, config, runtime, group, name):
     distinct, order, offsets = group_equal(rows.ravel())
     last = config.ngram_rows - 1
     is_inside = not len(distinct) or 0 <= distinct[0] <= distinct[-1] <= last
-    require(is_inside, f"n-gram rows leave the table's range 0 to {last}; correct RowFinder")
+    require(is_inside, f"n-gram rows leave the table's range 0 to {last}; correct ngram_rows")
 
     def exchange(array, send, receive):
         tensor = torch.from_numpy(array.astype(np.int32))
@@ -1566,7 +1205,6 @@ class NgramTable(Group):
     def __init__(self, config, runtime):
         self.config = config
         self.runtime = runtime
-        self.finder = RowFinder(config, runtime.shared_zeros)
         self.is_frozen = not config.ngram_orders or config.ngram_lr == 0
         self.rows = config.ngram_rows if config.ngram_orders else 0
         self.low, self.high = runtime.owned_range(self.rows)
@@ -1578,10 +1216,20 @@ class NgramTable(Group):
         self.upcoming = None  # the plan whose rows are pulled once this step has updated them
 
     def look_up(self, passages, group=None, name="ngram_indices"):
-        """(RowPlan, hints) of a rank's passages, one a micro-batch; all ranks must call it
+        """(RowPlan, guesses (T, G)) of a rank's passages, one a micro-batch; all ranks must call it
         together."""
-        rows, signs, hints = self.finder.find(passages)
-        return plan_rows(rows, signs, self.config, self.runtime, group, name), hints
+        config = self.config
+        rows = [np.empty((0, len(config.ngram_orders)), np.int32)]
+        signs = [np.empty((0, len(config.ngram_orders)), np.float32)]
+        guesses = [np.empty((0, len(config.copy_orders)), np.int32)]
+        for passage in passages:
+            own_rows, own_signs = ngram_rows(passage, config)
+            rows.append(own_rows)
+            signs.append(own_signs)
+            guesses.append(copies(passage, config))
+        read = np.concatenate(rows), np.concatenate(signs)
+        plan = plan_rows(*read, config, self.runtime, group, name)
+        return plan, np.concatenate(guesses)
 
     def fetch(self, plan, name):
         """Start to bring the rows of a plan here: (values (n, model_dim) float32, work)."""
@@ -1651,24 +1299,6 @@ class NgramTable(Group):
 
     def tensors(self):
         return {"weight": self.weight, "second": self.second}
-
-    def index_digest(self, expected=""):
-        """sha256 of the index, which nothing but read_index may change. Raises ConfigError where
-        another one is expected."""
-        found = hashlib.sha256(self.finder.index.memory).hexdigest()
-        require(expected in ("", found), "the index is not that of the checkpoint: other text")
-        return found
-
-    def read_index(self, texts):
-        """Read training texts into the index, together with all ranks of this node. Raises
-        ConfigError where it has no room for them."""
-        runtime = self.runtime
-        threads = max(1, usable_cores() // runtime.local_world_size)
-        readers = range(threads * runtime.local_world_size)
-        runtime.barrier()  # of no rank that still looks at what it was
-        own = readers[runtime.local_rank :: runtime.local_world_size]
-        self.finder.index.read(texts, own, len(readers))
-        runtime.barrier()
 
     def full_state(self):
         """The whole table on the host of rank 0; all ranks must call it."""
@@ -1916,25 +1546,23 @@ class CappedCrossEntropy(torch.autograd.Function):
         dl / dz           =  g (top - g) / (top CAP_WIDTH)
     So no maximum is needed, and the logits can give way to their gradients times the sum, which is
     not known yet: dividing rows by it commutes with the products that follow. Only the targets'
-    columns are mended afterwards. The first target's probability is mixed() with its prior, which
-    leaves of its gradient the part of that sum which is the model's own.
+    columns are mended afterwards.
 
     hidden (T, dim); head (V, dim); targets (T, K) and weights (T, K): the loss weights of K tokens
-    at a position; share (T,) and prior (T,): see mixed; counts (V,) or None: how many rows of the
+    at a position; counts (V,) or None: how many rows of the
     vocabulary each row of head stands for, which must be 1 for targets; cap: see capped;
     needs_grad: whether gradients will be asked for.
     Returns (the weighted sum of losses; losses (T,) of the first targets, without a gradient).
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, share, prior, targets, weights, counts, cap, needs_grad):
+    def forward(ctx, hidden, head, targets, weights, counts, cap, needs_grad):
         top, shift = cap
         columns = torch.arange(len(head), device=head.device)
         # Where a position has one target twice, both places get the sum of their weights.
         is_same = targets[:, :, None] == targets[:, None]
         losses = []
         hidden_grads = []
-        share_grads = []
         head_grad = torch.zeros_like(head) if needs_grad else None
         length = LOSS_CHUNK[hidden.device.type]
         for low in range(0, len(hidden), length):
@@ -1951,15 +1579,9 @@ class CappedCrossEntropy(torch.autograd.Function):
                 torch.where(columns == one[:, None], gap, 0).sum(1) for one in target.unbind(1)
             ]
             target_gap = torch.stack(target_gaps, 1)
-            loss = sum_exp.log() + target_gap
-            own = torch.exp(-loss[:, 0])
-            whole = mixed(share[chunk], own, prior[chunk])
-            losses.append(torch.cat([-whole.log()[:, None], loss[:, 1:]], 1))
+            losses.append(sum_exp.log() + target_gap)
             if needs_grad:
                 weight = weights[chunk]
-                share_grads.append(weight[:, 0] * (own - prior[chunk]) / whole)
-                own_weight = weight[:, 0] * (1 - share[chunk]) * own / whole
-                weight = torch.cat([own_weight[:, None], weight[:, 1:]], 1)
                 target_weight = (is_same[chunk] * weight[:, None]).sum(-1)
                 scale = weight.sum(1, keepdim=True) / sum_exp
                 part = target_weight / scale.clamp_min(1e-30)
@@ -1970,7 +1592,7 @@ class CappedCrossEntropy(torch.autograd.Function):
                 head_grad = torch.addmm(head_grad, grad.T, (x * scale).to(x.dtype))
         losses = torch.cat(losses)
         if needs_grad:
-            ctx.save_for_backward(torch.cat(hidden_grads), head_grad, torch.cat(share_grads))
+            ctx.save_for_backward(torch.cat(hidden_grads), head_grad)
         first = losses[:, 0].clone()
         ctx.mark_non_differentiable(first)
         return (losses * weights).sum(), first
@@ -1978,12 +1600,7 @@ class CappedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream, _):
         grads = [grad * upstream for grad in ctx.saved_tensors]
-        return *grads, None, None, None, None, None, None
-
-
-def mixed(share, own, prior):
-    """The probability of a token by the model, of which a share is given to the index's."""
-    return (1 - share) * own + share * prior
+        return *grads, None, None, None, None, None
 
 
 def capped(products, cap):
@@ -2018,12 +1635,11 @@ def sampled_rows(targets, vocab, count):
     return rows, positions, counts
 
 
-def summed_loss(hidden, head, share, micro_batch, phase, loss_weights, prefixes, cap):
+def summed_loss(hidden, head, micro_batch, phase, loss_weights, prefixes, cap):
     """(training loss, summed over tokens and weighted; the next token's losses (T,)).
 
-    share: (T,), of the index in the next token's probability. loss_weights: float32, those of the
-    next token, the second-next, ..., and of a prefix. prefixes: (V,) the id of each token's prefix,
-    or its own if it has none.
+    loss_weights: float32, those of the next token, the second-next, ..., and of a prefix. prefixes:
+    (V,) the id of each token's prefix, or its own if it has none.
     """
     length = len(hidden)
     following = micro_batch.targets
@@ -2045,9 +1661,8 @@ def summed_loss(hidden, head, share, micro_batch, phase, loss_weights, prefixes,
     if phase.has_prefix:
         targets.append(prefix)
         weights.append((prefix != following) * loss_weights[phase.targets])
-    mixing = share, micro_batch.prior
     scored = torch.stack(targets, 1), torch.stack(weights, 1), counts
-    return CappedCrossEntropy.apply(hidden, head, *mixing, *scored, cap, torch.is_grad_enabled())
+    return CappedCrossEntropy.apply(hidden, head, *scored, cap, torch.is_grad_enabled())
 
 
 # 6. Model ========================================================================================
@@ -2167,9 +1782,6 @@ class GPT(nn.Module):
             self.guess_input = ruled(torch.full((guesses,), 0.1), "small")
             self.guess_output = ruled(torch.zeros(guesses), "small", lr_mul=20.0)
             self.guess_gate = gates(guesses, lr_mul=0.1)
-        if config.index_order:
-            self.index_bias = ruled(torch.full((1,), -0.5), "small", lr_mul=5.0)
-            self.index_gate = gates(1)
         if config.skips:
             self.skip_scale = ruled(torch.full((len(config.skips),), 0.1), "small", lr_mul=5.0)
         if config.dense_layers:
@@ -2338,14 +1950,6 @@ class GPT(nn.Module):
             x = x + self.guessed(micro_batch, self.head, self.guess_output, share)
         return x
 
-    def index_share(self, hidden):
-        """What share of the next token's probability is the index's: (n,) float32, of final hidden
-        states (n, model_dim)."""
-        if not self.config.index_order:
-            return hidden.new_zeros(len(hidden), dtype=torch.float32)
-        gate = F.linear(hidden[:, :GATE_DIM], self.index_gate).float()
-        return torch.sigmoid(gate + self.index_bias)[:, 0]
-
     def logits(self, hidden):
         """Soft-capped logits (n, vocab_size), float32, of hidden states (n, model_dim)."""
         return capped(F.linear(hidden, self.head).float(), self.config.logit_cap)
@@ -2356,12 +1960,12 @@ class GPT(nn.Module):
         numbers = loss_weights, prefixes, self.config.logit_cap
         # A softmax over a sample is of one micro-batch, however many the pass has.
         length = self.config.micro_batch_tokens if phase.softmax_rows else len(hidden)
-        read = hidden, self.index_share(hidden), micro_batch.prior, *micro_batch[:3]
+        read = hidden, *micro_batch[:3]
         parts = zip(*(tensor.split(length) for tensor in read), strict=True)
         found = []
-        for states, share, prior, *tokens in parts:
-            part = MicroBatch(*tokens, segment_bounds=None, guesses=None, prior=prior)
-            found.append(summed_loss(states, self.head, share, part, phase, *numbers))
+        for states, *tokens in parts:
+            part = MicroBatch(*tokens, segment_bounds=None, guesses=None)
+            found.append(summed_loss(states, self.head, part, phase, *numbers))
         losses = [losses for _, losses in found]
         return sum(loss for loss, _ in found), torch.cat(losses), hidden.detach()
 
@@ -3045,10 +2649,10 @@ class Trainer:
 
     def read(self, passage, length):
         """(MicroBatch, its summed rows) of a Passage outside training."""
-        plan, hints = self.table.look_up([passage], name="validation")
+        plan, guesses = self.table.look_up([passage], name="validation")
         values, work = self.table.fetch(plan, "validation")
         wait(work)
-        stack = stack_passages([passage], hints, length, self.runtime.device)
+        stack = stack_passages([passage], guesses, length, self.runtime.device)
         micro_batch = MicroBatch(*(tensor[0] for tensor in stack))
         return micro_batch, self.table.summed(plan.slots, plan.signs, values)
 
@@ -3111,7 +2715,6 @@ def warm_up(trainer):
     table = trainer.table
     before = state_digest(trainer)
     rng_state = torch.get_rng_state()
-    row_fingerprint(config)  # compiles the loops of numba
     length = max(config.micro_batch_tokens, config.val_batch_tokens)
     tokens = np.random.default_rng(0).integers(0, config.eot_token, length + 1).astype(np.uint16)
     tokens[0] = config.eot_token
@@ -3122,8 +2725,8 @@ def warm_up(trainer):
         """A pass of one passage, so many times: whatever their number, these read the same rows."""
         passages = [passage] * count
         tokens = config.micro_batch_tokens
-        rows, hints = table.look_up(passages)
-        stack = stack_passages(passages, hints, tokens, trainer.runtime.device, count)
+        rows, guesses = table.look_up(passages)
+        stack = stack_passages(passages, guesses, tokens, trainer.runtime.device, count)
         return Batch(stack, rows, count * tokens, state={})
 
     table.start_pull(batch_of(1).rows)
@@ -3228,31 +2831,23 @@ class GatePasses:
         """(3,): the sums of the pass' losses and of the exact ones, and how many do not agree.
 
         An exact loss is of the softmax, over the whole vocabulary, of the logits that the hidden
-        state has, mixed with the prior. These are made from the last token to the first: where a
-        state stands in the text is no business of the head. And at one place of the pass the priors
-        of all tokens sum to 1 at most, and that of the next one is among them.
+        state has. These are made from the last token to the first: where a state stands in the text
+        is no business of the head.
         """
         config = self.trainer.config
         model = self.trainer.model
-        index = self.trainer.table.finder.index
         targets = self.val[low + 1 : low + 1 + self.length].astype(np.int64)
-        prior = index.prior(self.val, low, low + self.length)
-        place = np.random.default_rng([config.seed, 2, low]).integers(self.length)
-        of_all = index.distribution(self.val[: low + place + 1])
-        is_whole = of_all.sum(dtype=np.float64) < 1 + 1e-4
-        is_whole = is_whole and abs(of_all[targets[place]] - prior[place]) < 1e-6
+        targets = to_device(targets, hidden.device)
         exact = []
-        expected = (to_device(array, hidden.device) for array in (targets, prior))
-        read = (tensor.flip(0).split(1024) for tensor in (hidden, *expected))
-        for states, ids, priors in zip(*read, strict=True):
+        read = hidden.flip(0).split(1024), targets.flip(0).split(1024)
+        for states, ids in zip(*read, strict=True):
             own = F.softmax(plain(model.logits(states)), dim=-1).gather(1, ids[:, None])[:, 0]
-            exact.append(-mixed(plain(model.index_share(states)), own, priors).log())
+            exact.append(-own.log())
         exact = torch.cat(exact).flip(0)
         # A logit of a narrow type differs by its last bit where the products are made otherwise.
         tolerance = 1e-4 + config.logit_cap[0] * torch.finfo(config.torch_dtype).eps
         is_exact = (losses - exact).abs() < tolerance
-        wrong = (~is_exact).sum() + (not is_whole)
-        return torch.stack([losses.double().sum(), exact.double().sum(), wrong])
+        return torch.stack([losses.double().sum(), exact.double().sum(), (~is_exact).sum()])
 
     def compare(self, tokens, low, rng, noise):
         """Make the pass from `low` on over a text with noise in it, and then over the text itself.
@@ -3330,23 +2925,22 @@ class GatePasses:
 
 
 @torch.no_grad()
-def check_gates(trainer, step, val, reported, index_digest):
+def check_gates(trainer, step, val, reported):
     """What the gates find of the model before a step, on all ranks together: ({gate: whether the
     model has passed it}, how many places were compared although the next token had become another,
     seconds).
 
-    reported: the mean loss over the validation tokens that the run claims. index_digest: of the
-    index, when it was read.
+    reported: the mean loss over the validation tokens that the run claims.
     causal: nothing depends on later tokens. local: nothing depends on other documents, whose
     leaks most often show in both gates. normalised: the reported loss is the mean of the exact
     losses, and, to the last digits, that of the losses themselves, which no pass may change for
-    another. unmoved: all these passes have changed no tensor, nor has the whole run the index.
+    another. unmoved: all these passes have changed no tensor.
     """
     began = time.perf_counter()
     before = state_digest(trainer)
     found = trainer.sum_over_passes(GatePasses(trainer, step, val).find).tolist()
     again, exact, wrong, cuts, changed, cut_differs, whole_differs = found
-    is_moved = state_digest(trainer) != before or trainer.table.index_digest() != index_digest
+    is_moved = state_digest(trainer) != before
     moved = torch.tensor(float(is_moved), device=trainer.runtime.device)
     wait(trainer.runtime.all_reduce(moved, "validation"))
     tokens = trainer.config.val_tokens
@@ -3399,7 +2993,6 @@ class Runtime:
         self.device = choose_device(device, self.local_rank, self.local_world_size)
         self.use_device()
         self.loader_group = None
-        self.shared = 0  # how often memory was shared
         if self.world_size > 1:
             try:
                 self.connect()
@@ -3453,26 +3046,6 @@ class Runtime:
         """Wait for all ranks, which fails at once where one has ended."""
         if self.world_size > 1:
             dist.all_reduce(torch.zeros(1), group=self.loader_group)
-
-    def shared_zeros(self, shape, dtype):
-        """Zeros on the CPU that all ranks of this node share: a mapped file, whose name is gone
-        once all have it. Raises ConfigError where the disk has no room for it."""
-        size = math.prod(shape)
-        if size == 0:
-            return torch.zeros(shape, dtype=dtype)
-        with tempfile.NamedTemporaryFile() as file:
-            self.shared += 1
-            first = self.rank - self.local_rank  # of the ranks of this node
-            path = self.agree(f"memory {self.shared} of the node of rank {first}", file.name)
-            free = shutil.disk_usage(path).free
-            words = f"{size * dtype.itemsize / 2**30:.2f} GiB of the index, {free / 2**30:.2f} free"
-            remedy = "set TMPDIR to another folder, or lower --index-tokens"
-            require(size * dtype.itemsize < free, f"{path}: no room for {words}; {remedy}")
-            zeros = torch.from_file(path, shared=True, size=size, dtype=dtype)
-            # Written once, so that no run's clock pays for memory that the system has yet to find.
-            zeros.zero_()
-            self.barrier()
-        return zeros.view(shape)
 
     def last_step(self, step, is_asked):
         """The step before which all ranks end once one of them is asked to, else None: no rank is
@@ -3614,13 +3187,6 @@ def choose_device(name, local_rank, local_world_size):
     is_enough = max(local_world_size, local_rank + 1) <= count
     require(is_enough, f"{words}: start at most one a GPU (--nproc-per-node)")
     return torch.device("cuda", local_rank)
-
-
-def usable_cores():
-    """How many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
 
 
 def device_name(device):
@@ -3862,7 +3428,7 @@ def load_checkpoint(path):
         require(track in TRACKS, f"of track {track}; use the script that it began with")
         config = content["config"] = type(TRACKS[track])(**content["config"])
         require(content["step"] in range(config.steps + 1), "its step is none of its run")
-        kinds = {"train_seconds": float, "loss": list, "loader": dict, "index": str}
+        kinds = {"train_seconds": float, "loss": list, "loader": dict}
         is_whole = all(type(content[name]) is kind for name, kind in kinds.items())
         require(is_whole and len(content["loss"]) == 2, "its clock, loss or place is of no run")
         is_same_hash = content["rows"] == row_fingerprint(config)
@@ -3954,7 +3520,6 @@ class Run:
         self.trainer = Trainer(self.config, runtime)
         self.step = 0  # how many are done
         self.loader_state = None  # behind these
-        self.index_digest = ""  # of the index of the training text, once it is read
         self.loss_sum = 0.0  # of the steps since the last logged one, on this rank
         self.loss_tokens = 0  # of these steps, on all ranks
         commit, is_dirty = git_state()
@@ -3985,7 +3550,6 @@ class Run:
         restore(self.trainer, content)
         self.step = content["step"]
         self.loader_state = content["loader"]
-        self.index_digest = content["index"]
         self.clock.total = content["train_seconds"]
         loss_sum, self.loss_tokens = content["loss"]
         self.loss_sum = loss_sum if self.runtime.is_main else 0.0
@@ -4043,7 +3607,6 @@ class Run:
             "groups": {group.name: group.full_state() for group in self.trainer.optimizer.groups},
             "rng": torch.get_rng_state(),
             "loader": self.loader_state,
-            "index": self.index_digest,
             "train_seconds": self.clock.seconds(),
             "loss": [self.summed_loss(), self.loss_tokens],
         }
@@ -4109,12 +3672,11 @@ def check_room(run):
             if not name.endswith(".grad"):
                 is_part = group.is_shared_out and not name.endswith(".param")
                 needed += tensor.nbytes * (run.runtime.world_size if is_part else 1)
-    index = trainer.table.finder.index.memory.nbytes
     place = run.folder if run.folder.is_dir() else Path.cwd()
     free = shutil.disk_usage(place).free
     words = f"{needed / 2**30:.2f} GiB for a checkpoint, {free / 2**30:.1f} GiB are free"
     require(needed < free, f"the disk of {place} is too small: {words}; make room")
-    words = f"{state / 2**30:.2f} GiB a rank, index {index / 2**30:.2f} a node; disk: {words}"
+    words = f"{state / 2**30:.2f} GiB a rank; disk: {words}"
     run.log.line(f"memory of weights and state: {words}")
     if trainer.compile_name == "inductor":
         run.log.line("compiling comes first, in silence: minutes in a first run, seconds later")
@@ -4162,7 +3724,6 @@ def write_result(run, losses, gates, steps):
         "train_time_ms": 1000 * seconds,
         "cpu_time_ms": 1000 * run.clock.processor,
         "tokens": tokens,
-        "index_tokens": sum(map(len, run.corpus.indexed)),
         "tokens_per_s": tokens / seconds,
         "mfu_percent": mfu_percent(run.trainer, tokens / seconds),
         **run.facts,
@@ -4255,9 +3816,6 @@ def train(run):
     loader = TrainLoader(config, run.corpus.shards, run.runtime, look_up, *place)
     clock.start()
     with contextlib.closing(loader):
-        table.read_index(run.corpus.indexed)
-        with clock.stopped():
-            run.index_digest = table.index_digest(run.index_digest)
         batch = loader.next_batch()
         for step in range(first_step, config.steps):
             run.end_if_asked()
@@ -4284,8 +3842,7 @@ def train(run):
     stop_if_interrupted()
     losses = run.validate()
     stop_if_interrupted()
-    reported = losses["val_loss"], run.index_digest
-    gates = check_gates(trainer, config.steps, run.corpus.val, *reported)
+    gates = check_gates(trainer, config.steps, run.corpus.val, losses["val_loss"])
     stop_if_interrupted()
     write_result(run, losses, gates, steps)
     return losses["val_loss"]

@@ -57,8 +57,6 @@ TINY = {
     "ngram_rows": 1000,
     "copy_orders": (3, 5),
     "copy_reach": 64,
-    "index_order": 0,
-    "index_tokens": 5000,
     "val_tokens": 1024,
     "val_sha256": "",
     "val_batch_tokens": 256,
@@ -70,8 +68,7 @@ TINY = {
     "compile": False,
 }
 
-NO_TABLE = {"ngram_orders": (), "copy_orders": (), "index_order": 0}
-INDEX = {"index_order": 3}
+NO_TABLE = {"ngram_orders": (), "copy_orders": ()}
 ONE_LAYER = {"num_layers": 1, "long_layers": (0,), "skips": ()}
 
 # The last layer is of each kind.
@@ -101,7 +98,6 @@ RICH = {
     "adam_every": 2,
     "val_every": 10,
     "save_every": 10,
-    **INDEX,
     **LAYERED,
     "shared_input": (1,),
     "dense_layers": (0, 1),
@@ -362,7 +358,7 @@ def content_of(trainer, step, folder):
     run.config, run.runtime, run.trainer = trainer.config, trainer.runtime, trainer
     run.log, run.clock = train_gpt.Log(is_main=True), train_gpt.Clock(trainer.runtime)
     run.folder, run.step, run.loader_state = folder, step, train_gpt.TrainLoader.START
-    run.loss_sum, run.loss_tokens, run.index_digest = 0.0, 0, ""
+    run.loss_sum, run.loss_tokens = 0.0, 0
     run.save("checkpoint.pt")
     return torch.load(folder / "checkpoint.pt", weights_only=True)
 
