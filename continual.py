@@ -24,9 +24,7 @@ import train_gpt  # first: it says what is missing
 # isort: split
 import torch
 
-from train_gpt import Check, Config, ConfigError, knob, one_of, require
-
-SHARE = Check(lambda ratio: 0 < ratio <= 1, "must be above 0 and at most 1, which is all of it")
+from train_gpt import Config, ConfigError, knob, require
 
 
 def frozen_count(rank, ratio):
@@ -41,11 +39,11 @@ class ContinualConfig(Config):
 
     init_from: str = knob("", "run id, or checkpoint file, whose weights and table it starts from")
     first_data: str = knob("", "corpus learned before, validated on, too; empty: as its run had it")
-    unfreeze_rank_ratio: float = knob(0.5, "share of directions that may move; 1: all", SHARE)
+    unfreeze_rank_ratio: float = knob(0.5, "share of directions that may move; 1: all", 0, 1)
     trained: str = knob(
         "matrices",
         "matrices | all: what steps change; matrices are those of attention and MLPs",
-        one_of("matrices", "all"),
+        form="matrices|all",
     )
 
     def __post_init__(self):
@@ -148,17 +146,12 @@ def protect(matrices, initial, ratio):
 
 # What of a configuration weights mean nothing without
 SIZES = ("tokenizer", "model_dim", "num_layers", "head_dim", "mlp_dim", "logit_cap")
-LAYERS = [
-    field.name
-    for field in dataclasses.fields(train_gpt.Config)
-    if field.metadata["check"] in (train_gpt.LAYERS, train_gpt.SKIPS)
-]
 PAST = ("ngram_orders", "ngram_rows", "copy_orders")
 
 
 def shape_of(config, step):
     """The values that have to be those of the weights, at a step: {name: value}."""
-    shape = {name: getattr(config, name) for name in (*SIZES, *LAYERS, *PAST)}
+    shape = {name: getattr(config, name) for name in (*SIZES, *train_gpt.LAYER_FIELDS, *PAST)}
     shape["untie_at"] = train_gpt.is_tied_before(config, step)
     windows = train_gpt.stage_at(config, step).windows
     shape["windows"] = windows, train_gpt.long_windows_until(config, step)

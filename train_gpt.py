@@ -57,7 +57,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 # torch reads these once: large tensors on the CPU go into huge pages, and on a GPU buffers of ever
 # new sizes, as the rows of a step are, grow in place.
@@ -111,123 +111,77 @@ def nearest(name, names):
     return f"did you mean {close[0]}?" if close else ""
 
 
-class Check(NamedTuple):
-    """What the values of a field must be like."""
-
-    is_good: Callable  # of a value: whether it will do
-    limits: str  # the same in words, for the error message
-
-
-def between(low, high):
-    return Check(lambda value: low <= value <= high, f"must be {low:,} to {high:,}")
+def knob(default, help_text, low=None, high=None, unit=None, form=None):
+    """A field: its default, its line of --help, and what it may hold. Its numbers, also those in a
+    tuple, are `low` to `high` and multiples of `unit`; its text matches the expression `form`."""
+    limits = {"low": low, "high": high, "unit": unit, "form": form}
+    return dataclasses.field(default=default, metadata={"help": help_text, **limits})
 
 
-def multiple_of(unit, high):
-    limits = f"must be a multiple of {unit}, up to {high:,}"
-    return Check(lambda value: 0 < value <= high and value % unit == 0, limits)
+def has_type(value, kind):
+    """Whether a value is of a type such as float, which an int is, too, or tuple[int, ...]."""
+    parts = get_args(kind)
+    if not parts:
+        return type(value) is kind or (kind is float and type(value) is int)
+    if type(value) is not tuple:
+        return False
+    if parts[-1] is ...:
+        parts = parts[:1] * len(value)
+    return len(value) == len(parts) and all(map(has_type, value, parts))
 
 
-def one_of(*names):
-    return Check(lambda value: value in names, f"must be one of {', '.join(names)}")
-
-
-def matching(pattern, limits):
-    return Check(lambda value: re.fullmatch(pattern, value, re.ASCII), limits)
-
-
-def are_whole(values, allowed):
-    """Whether these are whole numbers of a range."""
-    return all(type(value) is int and value in allowed for value in values)
-
-
-def distinct(allowed, limits):
-    """A tuple of different whole numbers of a range."""
-
-    def is_good(values):
-        return are_whole(values, allowed) and len(set(values)) == len(values)
-
-    return Check(is_good, limits)
-
-
-def are_skips(values):
-    """Whether these are pairs of layers, the later one second."""
-    return all(LAYERS.is_good(pair) and len(pair) == 2 and pair[0] < pair[1] for pair in values)
-
-
-def are_windows(values):
-    """Whether these are attention windows, the short one first and the long one last."""
-    return are_whole(values, range(16, 65537, 16)) and len(values) > 1
-
-
-def are_loss_weights(values):
-    """Whether these are weights of the next, second-next, ... token."""
-    return 0 < len(values) <= 16 and values[0] > 0 and all(0 <= weight < 1e9 for weight in values)
-
-
-ANYTHING = Check(lambda value: True, "must be printable, and of the field's type")
-SPAN = Check(
-    lambda ends: len(ends) == 2 and 0 <= ends[0] <= ends[1] <= 1,
-    "must be a first and a last fraction, such as (0.4, 1)",
-)
-# Where a logit is 70 below another, its probability is still a float32 above 0.
-CAP = Check(
-    lambda cap: 0.1 <= cap[0] <= 70 and abs(cap[1]) <= 80 and len(cap) == 2,
-    "must be a cap, of 0.1 to 70, and a shift, such as (30, 0)",
-)
-POSITIVE = Check(lambda value: 0 < value <= 1e30, "must be positive, and at most 1e30")
-NOT_NEGATIVE = Check(lambda value: 0 <= value <= 1e30, "must be 0, or positive and at most 1e30")
-FRACTION = between(0, 1)
-MOMENTUM = Check(lambda value: 0 <= value < 1, "must be at least 0, and below 1")
-COUNT = between(1, 65536)
-OFTEN = between(1, 999_999)
-SIZE = between(0, 10**9)
-ORDERS = distinct(range(2, 33), "must be distinct orders from 2 to 32, such as (2, 3); () for none")
-LAYERS = distinct(range(1024), "must be distinct layers, such as (0, 2); () for none")
-SKIPS = Check(are_skips, "must be pairs of layers, such as ((3, 6),); () for none")
-WINDOWS = Check(are_windows, "must be a short and a long window, multiples of 16, such as (32, 64)")
-LOSS_WEIGHTS = Check(are_loss_weights, "must be 1 to 16 weights, the first above 0")
-DEVICES = one_of("auto", "cpu", "cuda")
-DTYPES = one_of("bfloat16", "float32")
-BACK_ENDS = one_of("auto", "sdpa", "varlen")
-PASS = multiple_of(ATTENTION_BLOCK, 2**24)
-NAME = matching(r"[\w.-]{1,100}", "must be a name, such as bytes or gpt2")
-RUN_ID = matching(r"(\w[\w.+=@-]{0,99})?", "must be at most 100 letters, digits, _ . + = @ or -")
-RUN_OF = matching(
-    r"(\d{1,9}:\d{1,9}/\d{1,9}:\d{1,9})?",
-    "must read like 1:3/8:1; let `python -m records run` set it",
-)
-
-
-def knob(default, help_text, check=ANYTHING):
-    """A field with its default, its line of --help and its check."""
-    return dataclasses.field(default=default, metadata={"help": help_text, "check": check})
+def numbers_in(value):
+    """The numbers of a value, at any depth of tuples."""
+    return [n for part in value for n in numbers_in(part)] if isinstance(value, tuple) else [value]
 
 
 def check_fields(values, where=""):
-    """Check each field of a dataclass alone: its type first, then its limits."""
+    """Check the type and the limits of each field of a dataclass. Raises ConfigError."""
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)
-        check = field.metadata["check"]
-        is_good = type(value) is field.type or (field.type is float and type(value) is int)
-        try:
-            is_good = is_good and check.is_good(value) and str(value).isprintable()
-        except (TypeError, ValueError, IndexError):  # a tuple of wrong things
-            is_good = False
-        require(is_good, f"{where}{field.name}={value}", check.limits)
+        shown = f"{where}{field.name}={value!r}"
+        low, high, unit, form = (field.metadata[key] for key in ("low", "high", "unit", "form"))
+        require(has_type(value, field.type), shown, f"must be of the type of {field.default}")
+        if low is not None:
+            is_within = all(low <= number <= high for number in numbers_in(value))
+            require(is_within, shown, f"must be {low:,} to {high:,}")
+        if unit is not None:
+            is_multiple = all(number % unit == 0 for number in numbers_in(value))
+            require(is_multiple, shown, f"must be a multiple of {unit}")
+        if form is not None:
+            require(re.fullmatch(form, value, re.ASCII), shown, f"must match {form}")
+        require(str(value).isprintable(), shown, "must be printable")
+
+
+Layers = Orders = tuple[int, ...]
+Windows = tuple[int, int]  # a short and a long one
+OFTEN = 1, 999_999
+SIZE = 0, 10**9
+PASS = ATTENTION_BLOCK, 2**24, ATTENTION_BLOCK
+WINDOW = 16, 65536, 16
+POSITIVE = 1e-30, 1e30
+NOT_NEGATIVE = 0, 1e30
+MOMENTUM = 0, 0.9999
+NAME = r"[\w.-]{1,100}"
+RUN_ID = r"(\w[\w.+=@-]{0,99})?"
+RUN_OF = r"(\d{1,9}:\d{1,9}/\d{1,9}:\d{1,9})?"  # as `python -m records run` writes it
+LAYER_FIELDS = ["mlp_only_layers", "long_layers", "value_embedding_layers", "shifted_layers"]
+LAYER_FIELDS += ["paired_layers", "exclusive_layers", "skips", "shared_input", "dense_layers"]
+LAYER_FIELDS += ["deciding_layers"]
 
 
 @dataclass(frozen=True)
 class Stage:
     """One row of a track's schedule: what holds from the fraction `start` of the steps on."""
 
-    start: float = knob(0.0, "fraction of the steps at which the stage begins", MOMENTUM)
-    micro_batches: int = knob(8, "micro-batches of a step, which ranks share out", COUNT)
-    document_cap: int = knob(896, "tokens of a document that attention sees at once", COUNT)
-    windows: tuple = knob((128, 384), "attention windows, a short and a long one", WINDOWS)
-    lr_mul: float = knob(1.0, "factor of all learning rates, ahead of the cooldown", POSITIVE)
-    mtp_weights: tuple = knob((1.0,), "loss weights of the tokens to come", LOSS_WEIGHTS)
-    prefix_weight: float = knob(0.0, "loss weight of the next token's prefix", FRACTION)
-    softmax_rows: int = knob(0, "rows of training's softmax, a sample; 0: all of them", SIZE)
+    start: float = knob(0.0, "fraction of the steps at which the stage begins", 0, 1)
+    micro_batches: int = knob(8, "micro-batches of a step, which the ranks share", 1, 65536)
+    document_cap: int = knob(896, "tokens of a document that attention sees at once", 1, 65536)
+    windows: Windows = knob((128, 384), "attention windows: short, long", *WINDOW)
+    lr_mul: float = knob(1.0, "factor of all learning rates, ahead of the cooldown", *POSITIVE)
+    mtp_weights: tuple[float, ...] = knob((1.0,), "loss weights of the tokens to come", *SIZE)
+    prefix_weight: float = knob(0.0, "loss weight of the next token's prefix", 0, 1)
+    softmax_rows: int = knob(0, "rows of training's softmax, a sample; 0: all of them", *SIZE)
 
 
 def as_stages(rows, **changes):
@@ -248,15 +202,15 @@ class Config:
     # --- data
     track: str = knob("fineweb", "name of the track that these values belong to")
     data: str = knob("data/fineweb10B", "folder of *_train_*.bin, *_val_*.bin and manifest.json")
-    tokenizer: str = knob("gpt2", "what the token ids mean; a manifest of `data` says it", NAME)
-    vocab_size: int = knob(50304, "rows of embedding and head; likewise", between(2, 65536))
-    eot_token: int = knob(50256, "the largest id, with which documents start; likewise", COUNT)
-    epochs: int = knob(1, "passes over the training shards that a run may take", OFTEN)
+    tokenizer: str = knob("gpt2", "what token ids mean; the corpus' manifest says it", form=NAME)
+    vocab_size: int = knob(50304, "rows of embedding and head; likewise", 2, 65536)
+    eot_token: int = knob(50256, "the largest id, with which documents start; likewise", 1, 65535)
+    epochs: int = knob(1, "passes over the training shards that a run may take", *OFTEN)
     # --- schedule
-    steps: int = knob(1285, "optimizer steps, the length of every schedule", OFTEN)
-    micro_batch_tokens: int = knob(16384, "tokens of a micro-batch", PASS)
-    micro_batches_a_pass: int = knob(3, "micro-batches that one forward pass reads, at most", COUNT)
-    stages: tuple = knob(
+    steps: int = knob(1285, "optimizer steps, the length of every schedule", *OFTEN)
+    micro_batch_tokens: int = knob(16384, "tokens of a micro-batch", *PASS)
+    micro_batches_a_pass: int = knob(3, "the most micro-batches of a forward pass", 1, 65536)
+    stages: tuple[Stage, ...] = knob(
         # start, micro-batches, document cap, windows (short, long), rate, loss weights of the next
         # tokens and of a prefix, softmax
         (
@@ -267,69 +221,75 @@ class Config:
         ),
         "rows of the schedule; fields of a stage are options, too, for all stages",
     )
-    cooldown: tuple = knob((508 / 1285, 1270 / 1285), "fractions between which rates fall", SPAN)
-    final_lr: float = knob(0.15, "factor of the rates at the end of the cooldown", FRACTION)
-    untie_at: float = knob(0.66, "fraction at which head and embedding part; 0: apart", FRACTION)
+    cooldown: tuple[float, float] = knob(
+        (508 / 1285, 1270 / 1285), "fractions where rates fall", 0, 1
+    )
+    final_lr: float = knob(0.15, "factor of the rates at the end of the cooldown", 0, 1)
+    untie_at: float = knob(0.66, "fraction at which head and embedding part; 0: apart", 0, 1)
     # --- model
-    model_dim: int = knob(768, "width of the residual stream", between(GATE_DIM, 65536))
-    num_layers: int = knob(11, "transformer blocks", between(1, 1024))
-    head_dim: int = knob(128, "width of an attention head", multiple_of(4, 65536))
-    mlp_dim: int = knob(3072, "hidden width of the ReLU^2 MLP", between(1, 2**20))
-    mlp_only_layers: tuple = knob((6,), "layers without attention", LAYERS)
-    long_layers: tuple = knob((3, 10), "layers that attend through the long window", LAYERS)
-    value_embedding_layers: tuple = knob((1, 2, 8, 9, 10), "layers with value embeddings", LAYERS)
-    shifted_layers: tuple = knob((3, 10), "layers where half of a key is that before", LAYERS)
-    paired_layers: tuple = knob((0, 2, 5, 9), "layers whose heads share keys, in pairs", LAYERS)
-    exclusive_layers: tuple = knob((1, 3, 4, 7), "layers that leave out own values", LAYERS)
-    skips: tuple = knob(((3, 6),), "pairs (a, b): layer b also reads what leaves layer a", SKIPS)
-    shared_input: tuple = knob((7,), "a layer whose output all later attention reads", LAYERS)
-    dense_layers: tuple = knob((3, 7), "layers whose outputs the last one mixes in", LAYERS)
-    deciding_layers: tuple = knob((0, 4, 8), "layers before which tokens decide gates", LAYERS)
-    mlp_reach: int = knob(3, "tokens before its own that an MLP reads; 0: none", between(0, 16))
-    value_std: float = knob(0.25, "std of values' matrices at first, times sqrt(width)", FRACTION)
-    output_std: float = knob(0.5, "likewise, of the projections behind attention", FRACTION)
-    attention_scale: float = knob(0.1, "factor of scores ahead of the softmax", POSITIVE)
-    logit_cap: tuple = knob((23.0, 5.0), "(a, b): a logit is a sigmoid((z + b) / 7.5)", CAP)
+    model_dim: int = knob(768, "width of the residual stream", GATE_DIM, 65536)
+    num_layers: int = knob(11, "transformer blocks", 1, 1024)
+    head_dim: int = knob(128, "width of an attention head", 4, 65536, 4)
+    mlp_dim: int = knob(3072, "hidden width of the ReLU^2 MLP", 1, 2**20)
+    mlp_only_layers: Layers = knob((6,), "layers without attention")
+    long_layers: Layers = knob((3, 10), "layers that attend through the long window")
+    value_embedding_layers: Layers = knob((1, 2, 8, 9, 10), "layers with value embeddings")
+    shifted_layers: Layers = knob((3, 10), "layers where half of a key is that before")
+    paired_layers: Layers = knob((0, 2, 5, 9), "layers whose heads share keys, in pairs")
+    exclusive_layers: Layers = knob((1, 3, 4, 7), "layers that leave out own values")
+    skips: tuple[tuple[int, int], ...] = knob(
+        ((3, 6),), "pairs (a, b): layer b also reads what leaves layer a"
+    )
+    shared_input: Layers = knob((7,), "a layer whose output all later attention reads")
+    dense_layers: Layers = knob((3, 7), "layers whose outputs the last one mixes in")
+    deciding_layers: Layers = knob((0, 4, 8), "layers before which tokens decide gates")
+    mlp_reach: int = knob(3, "tokens before its own that an MLP reads; 0: none", 0, 16)
+    value_std: float = knob(0.25, "std of values' matrices at first, times sqrt(width)", 0, 1)
+    output_std: float = knob(0.5, "likewise, of the projections behind attention", 0, 1)
+    attention_scale: float = knob(0.1, "factor of scores ahead of the softmax", *POSITIVE)
+    logit_cap: tuple[float, float] = knob(
+        (23.0, 5.0), "(a, b) of a sigmoid((z + b) / 7.5)", -80, 70
+    )
     # --- table
-    ngram_orders: tuple = knob((2, 3), "orders of hashed n-grams", ORDERS)
+    ngram_orders: Orders = knob((2, 3), "orders of hashed n-grams", 2, 32)
     # These are 6 GiB over all ranks; raise it as far as their memory goes.
-    ngram_rows: int = knob(2**21, "rows of the table, for all columns", between(1, 2**31 - 1))
-    copy_orders: tuple = knob((2, 3, 5, 8), "orders of copies from the document", ORDERS)
-    copy_reach: int = knob(2048, "tokens that copies look back", SIZE)
+    ngram_rows: int = knob(2**21, "rows of the table, for all columns", 1, 2**31 - 1)
+    copy_orders: Orders = knob((2, 3, 5, 8), "orders of copies from the document", 2, 32)
+    copy_reach: int = knob(2048, "tokens that copies look back", *SIZE)
     # --- optimizer
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of UPDATE_RULES")
-    matrix_lr: float = knob(0.023, "RMS of a matrix' step times sqrt(columns)", POSITIVE)
-    matrix_decay: float = knob(1.2, "cautious decay of matrices, over two rates", NOT_NEGATIVE)
-    momentum_start: float = knob(0.85, "Muon's momentum at the first step, and the last", MOMENTUM)
-    momentum_peak: float = knob(0.95, "Muon's momentum in between", MOMENTUM)
-    momentum_warmup: float = knob(300 / 1285, "fraction of the run in which it rises", FRACTION)
-    momentum_cooldown: float = knob(50 / 1285, "fraction of the run in which it falls", FRACTION)
-    basis_every: int = knob(10, "soap rules: a matrix gets new eigenbases every k-th step", OFTEN)
-    one_sided_above: int = knob(1024, "soap rules: a larger side has no eigenbasis", SIZE)
-    adam_lr: float = knob(0.008, "rate of embeddings, head and scalars under Adam", POSITIVE)
-    embed_lr: float = knob(1.0, "rate of embedding and head, over adam_lr", POSITIVE)
-    embed_scale_lr: float = knob(0.1, "rate of the embedding's shares, over adam_lr", POSITIVE)
-    adam_every: int = knob(2, "Adam steps every k-th step, on the sum of gradients", OFTEN)
-    ngram_lr: float = knob(0.15, "row-wise Adagrad's rate of the table; 0: frozen", NOT_NEGATIVE)
-    ngram_floor: float = knob(0.2, "gradient RMS of a token below which rows slow down", POSITIVE)
+    matrix_lr: float = knob(0.023, "RMS of a matrix' step times sqrt(columns)", *POSITIVE)
+    matrix_decay: float = knob(1.2, "cautious decay of matrices, times lr squared", *NOT_NEGATIVE)
+    momentum_start: float = knob(0.85, "Muon's momentum at the first and last step", *MOMENTUM)
+    momentum_peak: float = knob(0.95, "Muon's momentum in between", *MOMENTUM)
+    momentum_warmup: float = knob(300 / 1285, "fraction of the run in which it rises", 0, 1)
+    momentum_cooldown: float = knob(50 / 1285, "fraction of the run in which it falls", 0, 1)
+    basis_every: int = knob(10, "soap rules: steps between new eigenbases", *OFTEN)
+    one_sided_above: int = knob(1024, "soap rules: a larger side has no eigenbasis", *SIZE)
+    adam_lr: float = knob(0.008, "rate of embeddings, head and scalars under Adam", *POSITIVE)
+    embed_lr: float = knob(1.0, "rate of embedding and head, times adam_lr", *POSITIVE)
+    embed_scale_lr: float = knob(0.1, "rate of embed_scale, times adam_lr", *POSITIVE)
+    adam_every: int = knob(2, "Adam steps every k-th step, on the sum of gradients", *OFTEN)
+    ngram_lr: float = knob(0.15, "row-wise Adagrad's rate of the table; 0: frozen", *NOT_NEGATIVE)
+    ngram_floor: float = knob(0.2, "a row slows down below this gradient RMS", *POSITIVE)
     # --- evaluation
-    val_tokens: int = knob(10_485_760, "validation tokens that are scored", between(1, 10**9))
+    val_tokens: int = knob(10_485_760, "validation tokens that are scored", 1, 10**9)
     val_sha256: str = knob("", "sha256 of those tokens and the next (uint16); empty: not compared")
-    val_batch_tokens: int = knob(65536, "validation tokens of a forward pass", PASS)
-    val_windows: tuple = knob((768, 2560), "attention windows of the final validation", WINDOWS)
-    val_every: int = knob(250, "validate every so many steps (untimed); 0: at the end", SIZE)
-    target_loss: float = knob(3.28, "the target, in nats a token; 0: none", NOT_NEGATIVE)
+    val_batch_tokens: int = knob(65536, "validation tokens of a forward pass", *PASS)
+    val_windows: Windows = knob((768, 2560), "windows of the final validation", 16, 65536, 16)
+    val_every: int = knob(250, "validate every so many steps (untimed); 0: at the end", *SIZE)
+    target_loss: float = knob(3.28, "the target, in nats a token; 0: none", *NOT_NEGATIVE)
     # --- bookkeeping
-    log_every: int = knob(20, "log the training loss every so many steps", OFTEN)
-    save_every: int = knob(0, "steps between checkpoints, of which two are kept; 0: none", SIZE)
-    run_id: str = knob("", "folder under logs/; empty: drawn from date and time", RUN_ID)
+    log_every: int = knob(20, "log the training loss every so many steps", *OFTEN)
+    save_every: int = knob(0, "steps between checkpoints, of which two are kept; 0: none", *SIZE)
+    run_id: str = knob("", "folder under logs/; empty: drawn from date and time", form=RUN_ID)
     resume: str = knob("", "run id or checkpoint to go on with; auto: --run-id, if it is there")
-    run_of: str = knob("", "BATCH:COUNTER/RUNS:START, the run's place in a record", RUN_OF)
+    run_of: str = knob("", "BATCH:COUNTER/RUNS:START, the run's place in a record", form=RUN_OF)
     # --- machine
-    seed: int = knob(-1, "seed of weights and data order; -1: drawn", between(-1, 2**63 - 1))
-    device: str = knob("auto", "auto | cpu | cuda: where it computes", DEVICES)
-    dtype: str = knob("bfloat16", "bfloat16 | float32: of matrices and activations", DTYPES)
-    attention: str = knob("auto", "auto | sdpa | varlen: back end of attention", BACK_ENDS)
+    seed: int = knob(-1, "seed of weights and data order; -1: drawn", -1, 2**63 - 1)
+    device: str = knob("auto", "where it computes", form="auto|cpu|cuda")
+    dtype: str = knob("bfloat16", "of matrices and activations", form="bfloat16|float32")
+    attention: str = knob("auto", "back end of attention", form="auto|sdpa|varlen")
     compile: bool = knob(True, "compile the model with torch.compile")
 
     def __post_init__(self):
@@ -337,8 +297,6 @@ class Config:
         check_fields(self)
         for number, stage in enumerate(self.stages):
             check_fields(stage, f"stages[{number}].")
-            rows, most = stage.softmax_rows, self.vocab_size
-            require(rows <= most, f"softmax_rows={rows}", f"at most the vocabulary's {most}")
         self.check_together()
 
     def require(self, name, condition, problem):
@@ -346,20 +304,29 @@ class Config:
         require(condition, f"{name}={getattr(self, name)}", problem)
 
     def check_together(self):
-        """Check what depends on several fields."""
+        """Check what depends on several fields, where a run would fail in words that nobody
+        understands, or would differ quietly from what was asked for."""
         starts = [stage.start for stage in self.stages]
         is_rising = starts == sorted({0, *starts})
         require(is_rising, f"stages: starts {starts} must begin at 0, and then rise")
+        for stage in self.stages:
+            weights = stage.mtp_weights
+            is_good = 0 < len(weights) <= 16 and weights[0] > 0
+            require(is_good, f"mtp_weights={weights}", "must be 1 to 16, the first above 0")
+            rows, most = stage.softmax_rows, self.vocab_size
+            require(rows <= most, f"softmax_rows={rows}", f"at most the vocabulary's {most}")
         heads, rest = divmod(self.model_dim, self.head_dim)
         self.require("head_dim", rest == 0, f"must divide model_dim={self.model_dim}")
+        self.require("logit_cap", self.logit_cap[0] >= 0.1, "the cap must be 0.1 to 70")
         for name, unit in (("val_tokens", "val_batch_tokens"), ("save_every", "adam_every")):
             rest = getattr(self, name) % getattr(self, unit)
             self.require(name, rest == 0, f"must be a multiple of {unit}={getattr(self, unit)}")
         last = self.num_layers - 1
-        for field in dataclasses.fields(self):
-            if field.metadata["check"] in (LAYERS, SKIPS):
-                is_there = np.max(getattr(self, field.name), initial=0) <= last
-                self.require(field.name, is_there, f"layers are 0 to {last}")
+        for name in LAYER_FIELDS:
+            is_there = {*numbers_in(getattr(self, name))} <= {*range(self.num_layers)}
+            self.require(name, is_there, f"layers are 0 to {last}")
+        is_forward = all(source < layer for source, layer in self.skips)
+        self.require("skips", is_forward, "must be pairs of layers, such as ((3, 6),)")
         is_one = len(self.shared_input) <= 1
         self.require("shared_input", is_one, "must be one layer, such as (2,); or ()")
         is_earlier = last not in self.dense_layers
@@ -628,6 +595,11 @@ def open_shard(path):
 def file_sha256(path):
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def are_whole(values, allowed):
+    """Whether these are whole numbers of a range."""
+    return all(type(value) is int and value in allowed for value in values)
 
 
 def read_manifest(folder):
@@ -3280,7 +3252,7 @@ def command_line_parser():
         default = "" if name == "stages" else f" [{field.default}]"
         parser.add_argument(
             f"--{name.replace('_', '-')}",
-            type=parse_literal if field.type in (bool, tuple) else field.type,
+            type=field.type if field.type in (int, float, str) else parse_literal,
             metavar="",
             help=f"{field.metadata['help']}{default}".replace("%", "%%"),
         )
