@@ -68,21 +68,13 @@ def open_trained(run, device="auto", data=None):
     own = os.path.abspath(saved.data)
     config = dataclasses.replace(saved, compile=False, device=device, data=str(data or own))
     if data:
-        manifest = train_gpt.read_manifest(data) or {"eot_token": saved.eot_token}
-        is_same = manifest["eot_token"] == saved.eot_token
+        manifest = train_gpt.read_manifest(data)
+        is_same = manifest.get("eot_token", saved.eot_token) == saved.eot_token
         require(is_same, f"--data {data}: the model reads {saved.tokenizer}; name a corpus of such")
-        config = dataclasses.replace(config, val_tokens=tokens_to_score(config))
+        config = dataclasses.replace(config, val_tokens=train_gpt.fitting_val_tokens(config))
     trainer = train_gpt.Trainer(config, train_gpt.Runtime(device))
     train_gpt.restore(trainer, content)
     return trainer, content["step"]
-
-
-def tokens_to_score(config):
-    """The validation tokens that a run scores, or as many of them as its corpus has."""
-    paths = Path(config.data).glob("*_val_*.bin")
-    held = sum(len(train_gpt.open_shard(path)) for path in paths) - 1
-    passes = max(1, held // config.val_batch_tokens)  # one that is not there is refused later
-    return min(config.val_tokens, passes * config.val_batch_tokens)
 
 
 def evaluation(trainer, step):

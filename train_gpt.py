@@ -205,7 +205,6 @@ class Config:
     tokenizer: str = knob("gpt2", "what token ids mean; the corpus' manifest says it", form=NAME)
     vocab_size: int = knob(50304, "rows of embedding and head; likewise", 2, 65536)
     eot_token: int = knob(50256, "the largest id, with which documents start; likewise", 1, 65535)
-    epochs: int = knob(1, "passes over the training shards that a run may take", *OFTEN)
     # --- schedule
     steps: int = knob(1285, "optimizer steps, the length of every schedule", *OFTEN)
     micro_batch_tokens: int = knob(16384, "tokens of a micro-batch", *PASS)
@@ -417,7 +416,7 @@ def default_track():
         has_apple = torch.backends.mps.is_available()
         apple = ", and Apple GPUs are not supported" if has_apple else ""
         return "english-net", f"torch sees no CUDA device{apple}"
-    if not any(Path(TRACKS["fineweb"].data).glob("*_train_*.bin")):
+    if not any(Path(TRACKS["fineweb"].data).glob("[!.]*_train_*.bin")):
         return "english-net", f"no shards in {TRACKS['fineweb'].data}"
     return "fineweb", "CUDA and FineWeb's shards are present"
 
@@ -449,7 +448,9 @@ def config_from(given):
     track = TRACKS[track]
     data = given.get("data", track.data)
     config = with_values(track, {**vocabulary_of(data, track), **given})
-    return with_values(config, {**room_of(config), **given}) if "data" in given else config
+    if data != track.data and "val_tokens" not in given:
+        config = dataclasses.replace(config, val_tokens=fitting_val_tokens(config))
+    return config
 
 
 def stage_at(config, step):
@@ -570,26 +571,48 @@ def long_windows_until(config, step):
 
 SHARD_KIND = [20240520, 1]  # magic number and version, before the count of tokens
 HEADER_INTS = 256
+SHARDS = "[!.]*_*_*.bin"  # what begins with a dot is nobody's data
 PREFETCH = 4  # steps that the loader's thread works ahead
-# Segments that a passage has room for, or one for 256 tokens: FlashAttention starts blocks for
-# each. FineWeb has at most 56 in 16,384 tokens (modded-nanogpt, record of 2026-03-22). For more of
-# them it is the next power of two, at one compilation more.
-SEGMENT_ROOM = 64
+# A pass has room for so many segments, or for one in 128 tokens. FineWeb has at most 56 in 16,384
+# tokens (modded-nanogpt, record of 2026-03-22). For more, room is the next power of two, at the
+# price of one compilation more.
+SEGMENT_ROOM = 128
+
+
+class Shard(NamedTuple):
+    """A file of tokens, as the run found it."""
+
+    path: Path
+    count: int  # of its tokens
+    stamp: tuple  # inode, size and time of the last change
+
+    def read(self):
+        """Its tokens, uint16. Raises ConfigError where the file has changed meanwhile."""
+        is_same = stamp_of(self.path) == self.stamp
+        remedy = "bring the corpus back and go on with --resume, or start another run"
+        require(is_same, self.path, "is not the file that the run began with", remedy)
+        return np.fromfile(self.path, "<u2", offset=4 * HEADER_INTS)
+
+
+def stamp_of(path):
+    found = os.stat(path)
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def open_shard(path):
-    """Map a token shard (llm.c's format) as a read-only uint16 array. Raises ConfigError."""
+    """The Shard of a file in llm.c's format. Raises ConfigError where it is none."""
     path = Path(path).absolute()
-    remedy = "rebuild or download it again (data/text.py, data/fineweb.py)"
-    require(path.is_file(), path, "no file, and a shard is one")
-    header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+    remedy = "build or download it again (data/text.py, data/fineweb.py)"
+    require(path.is_file(), path, "no such file", remedy)
+    stamp = stamp_of(path)
+    header = np.fromfile(path, "<i4", HEADER_INTS)
     kind = header[:2].tolist()
     is_shard = len(header) == HEADER_INTS and kind == SHARD_KIND
     require(is_shard, path, f"begins with {kind}, not {SHARD_KIND}, or is cut: no shard", remedy)
-    held = (path.stat().st_size - header.nbytes) / 2
-    words = f"header says {header[2]} tokens, the file holds {held:.12g}"
-    require(header[2] == held > 0, path, words, remedy)
-    return np.memmap(path, dtype="<u2", mode="r", offset=header.nbytes)
+    held = (stamp[1] - header.nbytes) / 2
+    message = f"header says {header[2]} tokens, the file holds {held:.12g}"
+    require(header[2] == held > 0, path, message, remedy)
+    return Shard(path, int(held), stamp)
 
 
 def file_sha256(path):
@@ -603,24 +626,36 @@ def are_whole(values, allowed):
 
 
 def read_manifest(folder):
-    """The manifest of a corpus, with its shards as {file name: sha256}; empty where it has none.
-    Raises ConfigError."""
+    """What a corpus says of itself, with its own sha256 and its shards as {file name: sha256}. Of a
+    folder without a manifest these are the files that look like shards. Raises ConfigError."""
     path = Path(folder, "manifest.json").absolute()
     if not path.is_file():
-        return {}
+        return {"sha256": "none", "shards": {file.name: None for file in path.parent.glob(SHARDS)}}
     try:
-        manifest = json.loads(path.read_bytes())
-        shards = {row["file"]: row["sha256"] for row in manifest["shards"]}
+        content = path.read_bytes()
+        manifest = json.loads(content)
+        shards = {str(row["file"]): str(row["sha256"]) for row in manifest["shards"]}
     except (ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{path}: cannot be read ({one_line(error)}); build it again") from None
     ids = [manifest.get("vocab_size"), manifest.get("eot_token")]
     is_named = are_whole(ids, range(2**16)) and 0 < ids[1] == ids[0] - 1 < 65535
-    words = f"has vocab_size and eot_token {ids}: documents start with the last id, below 65535"
-    require(is_named, path, words, "build it again")
+    message = f"has vocab_size and eot_token {ids}: documents start with the last id, below 65535"
+    require(is_named, path, message, "build it again")
     sizes = manifest.get("token_bytes", [0] * ids[0])  # 0: not known
     is_whole = type(sizes) is list and len(sizes) == ids[0] and are_whole(sizes, range(2**16))
     require(is_whole, path, f"token_bytes are no {ids[0]} whole numbers", "build it again")
-    return {**manifest, "shards": shards, "token_bytes": sizes}
+    sha256 = hashlib.sha256(content).hexdigest()
+    return {**manifest, "sha256": sha256, "shards": shards, "token_bytes": sizes}
+
+
+def open_split(folder, manifest, split):
+    """The Shards of a split, in the order of their names. Raises ConfigError where one is missing,
+    or none is named."""
+    names = sorted(name for name in manifest["shards"] if f"_{split}_" in name)
+    builder = {"english": "text.py", "verse": "text.py --corpus verse", "fineweb10B": "fineweb.py"}
+    remedy = f"run `python data/{builder.get(folder.name, 'text.py PATH')}`, or name --data"
+    require(names, folder, f"no *_{split}_*.bin shards", remedy)
+    return [open_shard(folder / name) for name in names]
 
 
 def vocabulary_of(folder, track):
@@ -635,24 +670,12 @@ def vocabulary_of(folder, track):
     return {"tokenizer": name, "vocab_size": size, "eot_token": eot_token}
 
 
-def room_of(config):
-    """{field: value} for a corpus that is smaller than the track takes: it scores what there is to
-    validate on, and repeats the training text as often as needed."""
-    held = {}
-    for split in ("train", "val"):
-        shards = map(open_shard, Path(config.data).glob(f"*_{split}_*.bin"))
-        held[split] = sum(len(shard) - 1 for shard in shards)
-    passes = min(held["val"], config.val_tokens) // config.val_batch_tokens
-    needed = training_tokens(config) + config.micro_batch_tokens
-    is_large = held["train"] >= needed
-    kept = held["train"] - config.micro_batch_tokens
-    # What is too little for a pass or a micro-batch is refused by open_corpus.
-    if passes == 0 or kept <= 0 or (is_large and held["val"] > config.val_tokens):
-        return {}
-    return {
-        "val_tokens": passes * config.val_batch_tokens,
-        "epochs": max(config.epochs, math.ceil(training_tokens(config) / kept)),
-    }
+def fitting_val_tokens(config):
+    """val_tokens, or of a smaller validation split the largest multiple of val_batch_tokens."""
+    folder = Path(config.data).absolute()
+    shards = open_split(folder, read_manifest(folder), "val")
+    passes = (sum(shard.count for shard in shards) - 1) // config.val_batch_tokens
+    return min(config.val_tokens, max(1, passes) * config.val_batch_tokens)
 
 
 def prefix_tokens(config):
@@ -662,35 +685,37 @@ def prefix_tokens(config):
     if any(stage.prefix_weight > 0 for stage in config.stages):
         found = read_manifest(config.data).get("prefix_tokens", [])
         path = Path(config.data, "manifest.json").absolute()
-        words = f"{path} has {len(found)} prefix_tokens of {config.vocab_size}"
+        message = f"{path} has {len(found)} prefix_tokens of {config.vocab_size}"
         is_there = len(found) == config.eot_token + 1 and are_whole(found, range(config.vocab_size))
-        require(is_there, "prefix_weight", words, "build it again, or --prefix-weight 0")
+        require(is_there, "prefix_weight", message, "build it again, or --prefix-weight 0")
         prefixes[: len(found)] = found
     return prefixes
 
 
-def manifest_hash(config):
-    path = Path(config.data, "manifest.json")
-    return file_sha256(path) if path.is_file() else "none"
-
-
-def checked_shard(path, config, manifest):
-    """Open a shard that is what its manifest says, and whose ids suit the tokenizer."""
-    tokens = open_shard(path)
+def checked_tokens(shard, config, manifest):
+    """The tokens of a Shard, once they are those of the manifest and of the tokenizer."""
+    tokens = shard.read()
     largest = int(tokens.max())
-    words = f"token id {largest} is beyond the {config.tokenizer} vocabulary's {config.eot_token}"
-    require(largest <= config.eot_token, path, words, "is --eot-token right?")
-    is_whole = not manifest or manifest["shards"].get(path.name) == file_sha256(path)
+    message = f"token id {largest} is beyond the {config.tokenizer} vocabulary's {config.eot_token}"
+    require(largest <= config.eot_token, shard.path, message, "is --eot-token right?")
+    is_whole = manifest["shards"][shard.path.name] in (None, file_sha256(shard.path))
     remedy = "build or download the corpus again, in an empty folder"
-    require(is_whole, path, "its sha256 is not the manifest's: changed or damaged", remedy)
+    require(is_whole, shard.path, "its sha256 is not the manifest's: changed or damaged", remedy)
     return tokens
 
 
 class Corpus(NamedTuple):
-    """The tokens of a run, uint16."""
+    """The corpus of a run, as it was when the run was opened."""
 
-    shards: list  # training shards, mapped files
-    val: Any  # (val_tokens + 1,), the first ones of the validation split
+    manifest: dict  # see read_manifest
+    shards: list  # the training Shards
+    val: Any  # (val_tokens + 1,) uint16: the first tokens of the validation split
+    passes: int  # over the shards that training takes
+
+    def require_same(self, sha256, message):
+        """Refuse a corpus whose manifest is not that of a checkpoint, which has this sha256."""
+        remedy = "bring that one back, or name its place by --data"
+        require(self.manifest["sha256"] == sha256, message, remedy=remedy)
 
 
 def open_corpus(config):
@@ -698,41 +723,25 @@ def open_corpus(config):
     folder = Path(config.data).absolute()
     manifest = read_manifest(folder)
     eot_token = manifest.get("eot_token", config.eot_token)
-    words = f"documents start with {eot_token}, and not with eot_token={config.eot_token}"
-    require(eot_token == config.eot_token, folder, words, "leave --eot-token out")
-    builder = {"english": "text.py", "verse": "text.py --corpus verse", "fineweb10B": "fineweb.py"}
-    remedy = f"run `python data/{builder.get(folder.name, 'text.py PATH')}`, or name --data"
-    found = {}
-    for split in ("train", "val"):
-        found[split] = sorted(folder.glob(f"*_{split}_*.bin"))
-        require(found[split], folder, f"no *_{split}_*.bin shards", remedy)
+    message = f"documents start with {eot_token}, and not with eot_token={config.eot_token}"
+    require(eot_token == config.eot_token, folder, message, "leave --eot-token out")
+    shards = open_split(folder, manifest, "train")
     needed = config.val_tokens + 1
-    parts = [checked_shard(path, config, manifest)[:needed] for path in found["val"]]
+    val_shards = open_split(folder, manifest, "val")
+    parts = [checked_tokens(shard, config, manifest)[:needed] for shard in val_shards]
     val = np.concatenate(parts)[:needed]
-    most = (len(val) - 1) // config.val_batch_tokens * config.val_batch_tokens
-    words = f"val_tokens={config.val_tokens:,}, but the validation split holds {len(val):,}"
-    remedy = f"--val-tokens at most {most}" if most else "add text to validate on"
-    require(len(val) == needed, folder, words, remedy)
-    shards = [open_shard(path) for path in found["train"]]
-    size = config.micro_batch_tokens
-
-    def usable(shards):
-        """The tokens of shards that fill micro-batches."""
-        return sum((len(shard) - 1) // size * size for shard in shards)
-
+    message = f"{len(val):,} validation tokens, val_tokens={config.val_tokens:,} takes one more"
+    require(len(val) == needed, folder, message, "lower --val-tokens, or add text to validate on")
     needed = training_tokens(config)
-    for number, path in enumerate(found["train"]):
-        if usable(shards[:number]) <= needed:  # the run gets here
-            checked_shard(path, config, manifest)
-    available = usable(shards)
-    most = available * config.epochs
-    words = f"{needed:,} training tokens, shards hold {most:,} in {config.epochs} epoch(s)"
-    ways = ["add text"]
-    if available:
-        ways += ["lower --steps", f"take --epochs {math.ceil(needed / available)}"]
-    words = f"the schedule takes {words}"
-    require(needed <= most, folder, words, ", or ".join(ways))
-    return Corpus(shards, val)
+    held = 0  # tokens that fill micro-batches
+    for shard in shards:
+        if held <= needed:  # the run gets here
+            checked_tokens(shard, config, manifest)
+        held += (shard.count - 1) // config.micro_batch_tokens * config.micro_batch_tokens
+    message = f"one pass over the shards has {held:,} tokens, the schedule takes {needed:,}"
+    is_own = config.data != TRACKS[config.track].data  # the user's: it is read as often as needed
+    require(0 < held and (is_own or needed <= held), folder, message, "lower --steps, or add text")
+    return Corpus(manifest, shards, val, passes=math.ceil(needed / held))
 
 
 def validation_hash(val):
@@ -776,7 +785,7 @@ def contiguous_passage(text, low, length):
 
 class MicroBatch(NamedTuple):
     """The T tokens that one forward pass reads, on the model's device: in training those of a
-    micro-batch, or of several, end to end."""
+    micro-batch, or of several, end to end. Or a stack of such passes, along a first axis."""
 
     inputs: Tensor  # (T,) int32 token ids
     targets: Tensor  # (T,) int64 next token ids
@@ -784,17 +793,18 @@ class MicroBatch(NamedTuple):
     segment_bounds: Tensor  # (S,) int32: where segments start, then T as often as there is room
     guesses: Tensor  # (T, G) int32: of the next token, see copies()
 
+    def passes(self):
+        """The MicroBatch of each pass of a stack."""
+        return map(MicroBatch, *(tensor.unbind() for tensor in self))
+
 
 class Batch(NamedTuple):
     """One rank's part of a step."""
 
-    stack: MicroBatch  # of the rank's passes, along a first axis of each tensor
+    stack: MicroBatch  # of the rank's passes
     rows: Any  # RowPlan of the rows of the table that they read
     tokens: int  # of the step, on all ranks
     state: dict  # of the loader behind this step
-
-    def passes(self):
-        return map(MicroBatch, *(tensor.unbind() for tensor in self.stack))
 
 
 def to_device(array, device):
@@ -805,42 +815,34 @@ def to_device(array, device):
     return tensor
 
 
-def stack_passages(passages, guesses, length, device, joined=1):
-    """The MicroBatch of passages of `length` tokens, with guesses (n, G) of what follows all of
-    these, so many joined in one pass; passes are stacked along a first axis of each tensor."""
-    most = max((len(passage.spans) for passage in passages), default=0)
-    room = max(SEGMENT_ROOM, length // 256, 1 << most.bit_length())
-    shape = len(passages) // joined, joined * length
-    inputs = np.empty(shape, np.int32)
-    targets = np.empty(shape, np.int64)
-    segment_start = np.empty(shape, np.int32)
-    bounds = np.full((shape[0], joined * room), shape[1], np.int32)
-    for number in range(shape[0]):
-        own = passages[number * joined : (number + 1) * joined]
-        lengths = np.array([high - low for passage in own for low, high in passage.spans])
-        starts = np.cumsum(lengths) - lengths
-        inputs[number] = np.concatenate([passage.tokens() for passage in own])
-        targets[number] = np.concatenate([passage.tokens(shift=1) for passage in own])
-        segment_start[number] = np.repeat(starts, lengths)
-        bounds[number, : len(starts)] = starts  # behind them empty segments end the pass
-    guesses = guesses.reshape(*shape, guesses.shape[1])
-    arrays = inputs, targets, segment_start, bounds, guesses
+def stack_passages(passages, guesses, length, device):
+    """A stack of passes of `length` tokens each, which read these passages end to end; guesses
+    (n, G) are of what follows all of their tokens."""
+    spans = [span for passage in passages for span in passage.spans]
+    lengths = np.array([high - low for low, high in spans], np.int64)
+    number, start = np.divmod(np.cumsum(lengths) - lengths, length)  # of the pass; in it
+    count = len(guesses) // length
+    most = max(np.bincount(number), default=0)
+    room = max(SEGMENT_ROOM, length // 128, 1 << int(most).bit_length())
+    bounds = np.full((count, room), length, np.int32)  # the rest are empty segments at the end
+    bounds[number, np.arange(len(spans)) - np.searchsorted(number, number)] = start
+    arrays = [
+        np.array([passage.tokens() for passage in passages], np.int32),
+        np.array([passage.tokens(shift=1) for passage in passages], np.int64),
+        np.repeat(start, lengths).astype(np.int32),
+    ]
+    arrays = [*(array.reshape(count, length) for array in arrays), bounds]
+    arrays.append(guesses.reshape(count, length, guesses.shape[1]))
     return MicroBatch(*(to_device(array, device) for array in arrays))
 
 
-def check_distinct_targets(passage, config, step, prefixes):
-    """Refuse a softmax that has no row left to stand for the rest of the vocabulary."""
-    rows = stage_at(config, step).softmax_rows
-    if rows in (0, config.vocab_size):
-        return
-    targets = passage.tokens(shift=1)
-    is_found = np.zeros(config.vocab_size, bool)
-    is_found[targets] = True
-    is_found[prefixes[targets]] = True
-    found = is_found.sum()
-    words = f"step {step} has {found} different targets in a micro-batch, which all take part"
+def require_room_in_softmax(passage, stage):
+    """Refuse a micro-batch whose targets and their prefixes, which all take part in the sampled
+    softmax, may leave it no row to stand for the rest of the vocabulary."""
+    most = len(np.unique(passage.tokens(shift=1))) * (2 if stage.prefix_weight else 1)
+    message = f"a micro-batch has up to {most} different targets and prefixes"
     remedy = "raise it, or 0 for the whole vocabulary"
-    require(found < rows, f"softmax_rows={rows}", words, remedy)
+    require(most < stage.softmax_rows, f"softmax_rows={stage.softmax_rows}", message, remedy)
 
 
 class TrainLoader:
@@ -861,7 +863,6 @@ class TrainLoader:
         self.runtime = runtime
         self.look_up = look_up
         self.state = dict(state or self.START)
-        self.prefixes = prefix_tokens(config)
         self.step = first_step  # the next one to assemble
         self.text, self.pieces = self.open_shard(self.state["shard"])
         self.upcoming = None  # what comes of the next shard
@@ -873,9 +874,7 @@ class TrainLoader:
     def open_shard(self, opened):
         """(Text, its pieces in a random order) of the shard behind so many opened ones."""
         cap = max(stage.document_cap for stage in self.config.stages)
-        tokens = self.shards[opened % len(self.shards)]
-        if isinstance(tokens, np.memmap):  # to read one that was cut short would end the process
-            tokens = np.fromfile(tokens.filename, "<u2", len(tokens), offset=4 * HEADER_INTS)
+        tokens = self.shards[opened % len(self.shards)].read()
         text = Text(tokens, self.config.eot_token)
         edges = [*text.starts.tolist(), len(tokens) - 1]  # the last token is only a target
         pieces = [
@@ -915,15 +914,16 @@ class TrainLoader:
         """Assemble this rank's part of a step, in the thread; a rank may have no micro-batch."""
         config = self.config
         runtime = self.runtime
-        cap = stage_at(config, step).document_cap
-        passages = [self.next_passage(cap) for _ in range(stage_at(config, step).micro_batches)]
+        stage = stage_at(config, step)
+        passages = [self.next_passage(stage.document_cap) for _ in range(stage.micro_batches)]
         own = passages[runtime.rank :: runtime.world_size]
-        joined = micro_batches_of_pass(config, step, runtime)
-        for passage in own:
-            check_distinct_targets(passage, config, step, self.prefixes)
+        if stage.softmax_rows not in (0, config.vocab_size):
+            for passage in own:
+                require_room_in_softmax(passage, stage)
         rows, guesses = self.look_up(own)
+        length = config.micro_batch_tokens * micro_batches_of_pass(config, step, runtime)
         return Batch(
-            stack=stack_passages(own, guesses, config.micro_batch_tokens, runtime.device, joined),
+            stack=stack_passages(own, guesses, length, runtime.device),
             rows=rows,
             tokens=len(passages) * config.micro_batch_tokens,
             state=dict(self.state),
@@ -2597,7 +2597,7 @@ class Trainer:
         loss_sum = torch.zeros((), device=self.runtime.device)
         length = batch.stack.inputs.size(1)
         read = zip(batch.rows.slots.split(length), batch.rows.signs.split(length), strict=True)
-        for micro_batch, (slots, signs) in zip(batch.passes(), read, strict=False):
+        for micro_batch, (slots, signs) in zip(batch.stack.passes(), read, strict=False):
             ngram = self.table.summed(slots, signs, values)
             loss, losses, _ = self.forward_pass(step, phase, loss_weights, micro_batch, ngram)
             loss.backward()
@@ -2624,8 +2624,7 @@ class Trainer:
         plan, guesses = self.table.look_up([passage], name="validation")
         values, work = self.table.fetch(plan, "validation")
         wait(work)
-        stack = stack_passages([passage], guesses, length, self.runtime.device)
-        micro_batch = MicroBatch(*(tensor[0] for tensor in stack))
+        (micro_batch,) = stack_passages([passage], guesses, length, self.runtime.device).passes()
         return micro_batch, self.table.summed(plan.slots, plan.signs, values)
 
     @torch.no_grad()
@@ -2696,10 +2695,10 @@ def warm_up(trainer):
     def batch_of(count):
         """A pass of one passage, so many times: whatever their number, these read the same rows."""
         passages = [passage] * count
-        tokens = config.micro_batch_tokens
+        tokens = count * config.micro_batch_tokens
         rows, guesses = table.look_up(passages)
-        stack = stack_passages(passages, guesses, tokens, trainer.runtime.device, count)
-        return Batch(stack, rows, count * tokens, state={})
+        stack = stack_passages(passages, guesses, tokens, trainer.runtime.device)
+        return Batch(stack, rows, tokens, state={})
 
     table.start_pull(batch_of(1).rows)
     touched = itertools.chain(*(group.touched() for group in trainer.optimizer.groups))
@@ -3512,10 +3511,9 @@ class Run:
     def resume(self, content):
         """Go on from a checkpoint's content. Raises ConfigError where something differs."""
         data = self.config.data
-        is_there = data == content["config"].data or content["data"] != "none"
-        is_same = is_there and content["data"] == manifest_hash(self.config)
+        is_known = data == content["config"].data or content["data"] != "none"
         words = f"{Path(data, 'manifest.json').absolute()} is not the one that the run began with"
-        require(is_same, f"--resume: {words}; bring its corpus back, or name its place by --data")
+        self.corpus.require_same(content["data"] if is_known else None, f"--resume: {words}")
         if content["folder"].resolve() != self.folder.resolve():
             self.folder = content["folder"].absolute()
             self.log.line(f"note: goes on where its checkpoint is, in {self.folder}")
@@ -3574,7 +3572,7 @@ class Run:
             "step": self.step,
             "config": dataclasses.asdict(self.config),
             "rows": row_fingerprint(self.config),
-            "data": manifest_hash(self.config),
+            "data": self.corpus.manifest["sha256"],
             "model": self.trainer.model.state_dict(),
             "groups": {group.name: group.full_state() for group in self.trainer.optimizer.groups},
             "rng": torch.get_rng_state(),
@@ -3668,9 +3666,9 @@ def write_header(run):
     elif config.run_of:
         batch, counter, start = config.run_of.split(":")
         log.line(f"batch:{batch} counter:{counter} start:{start}")
-    data = manifest_hash(config)
+    data = run.corpus.manifest["sha256"]
     log.line(
-        f"data:{data} shards:{'unknown' if data == 'none' else 'ok'} "
+        f"data:{data} shards:{'unknown' if data == 'none' else 'ok'} passes:{run.corpus.passes} "
         f"backends:attention={trainer.attention_name},matmul=torch-{config.dtype},"
         f"compile={trainer.compile_name}"
     )
@@ -3710,7 +3708,7 @@ def write_result(run, losses, gates, steps):
     run.log.line(f"comms: sent_bytes per step (messages) {' '.join(words) or 'none=0(0)'}")
     missed = 0.99**cuts  # the chance to miss a leak at 1 % of all positions
     run.log.line(f"gates: cuts:{cuts} missed_1pct:{missed:.5f} time:{gate_seconds:.1f}s")
-    sizes = read_manifest(config.data).get("token_bytes", [0] * config.vocab_size)
+    sizes = run.corpus.manifest.get("token_bytes", [0] * config.vocab_size)
     val_bytes = np.array(sizes)[run.corpus.val[1:]].sum()
     bits = losses["val_loss"] * config.val_tokens / math.log(2)
     told = f"{bits / val_bytes:.5f}" if val_bytes else "unknown"
