@@ -405,54 +405,6 @@ TRACKS = {
 }
 
 
-# They say where a run computes and how it is watched, not what: with other values than the track's
-# it may still be a record.
-NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume", "run_of"}
-
-
-def default_track():
-    """(name of the track to run where none is named, the reason in words)."""
-    if not torch.cuda.is_available():
-        has_apple = torch.backends.mps.is_available()
-        apple = ", and Apple GPUs are not supported" if has_apple else ""
-        return "english-net", f"torch sees no CUDA device{apple}"
-    if not any(Path(TRACKS["fineweb"].data).glob("[!.]*_train_*.bin")):
-        return "english-net", f"no shards in {TRACKS['fineweb'].data}"
-    return "fineweb", "CUDA and FineWeb's shards are present"
-
-
-def with_values(config, values):
-    """The Config with other values, those of a Stage's fields in all stages."""
-    values = dict(values)
-    of_stages = {field.name for field in dataclasses.fields(Stage)} & values.keys()
-    changes = {name: values.pop(name) for name in of_stages}
-    unknown = values.keys() - {field.name for field in dataclasses.fields(config)}
-    require(not unknown, f"track {config.track} has no {', '.join(sorted(unknown))}")
-    stages = as_stages(values.pop("stages", config.stages), **changes)
-    return dataclasses.replace(config, stages=stages, **values)
-
-
-def overrides_of(config):
-    """{field: value} of what differs from the values of the config's track and is not neutral."""
-    own = dataclasses.asdict(TRACKS[config.track])
-    values = dataclasses.asdict(config)
-    changed = {name for name in values if values[name] != own[name]} - NEUTRAL_FIELDS
-    return {name: values[name] for name in values if name in changed}
-
-
-def config_from(given):
-    """The Config of a track and the values given on the command line."""
-    track = given.get("track", default_track()[0])
-    hint = f"{nearest(track, TRACKS)} Tracks: {', '.join(TRACKS)}"
-    require(track in TRACKS, f"--track {track}", "no such track", hint)
-    track = TRACKS[track]
-    data = given.get("data", track.data)
-    config = with_values(track, {**vocabulary_of(data, track), **given})
-    if data != track.data and "val_tokens" not in given:
-        config = dataclasses.replace(config, val_tokens=fitting_val_tokens(config))
-    return config
-
-
 def stage_at(config, step):
     """The Stage that is in force at a step."""
     return [stage for stage in config.stages if stage.start * config.steps <= step][-1]
@@ -3212,6 +3164,53 @@ INTERRUPTED = threading.Event()  # by a signal: the run ends where it looks next
 
 
 # ----- the command line
+
+# They say where a run computes and how it is watched, not what: with other values than the track's
+# it may still be a record.
+NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume", "run_of"}
+
+
+def default_track():
+    """(name of the track to run where none is named, the reason in words)."""
+    if not torch.cuda.is_available():
+        has_apple = torch.backends.mps.is_available()
+        apple = ", and Apple GPUs are not supported" if has_apple else ""
+        return "english-net", f"torch sees no CUDA device{apple}"
+    if not any(Path(TRACKS["fineweb"].data).glob("[!.]*_train_*.bin")):
+        return "english-net", f"no shards in {TRACKS['fineweb'].data}"
+    return "fineweb", "CUDA and FineWeb's shards are present"
+
+
+def with_values(config, values):
+    """The Config with other values, those of a Stage's fields in all stages."""
+    values = dict(values)
+    of_stages = {field.name for field in dataclasses.fields(Stage)} & values.keys()
+    changes = {name: values.pop(name) for name in of_stages}
+    unknown = values.keys() - {field.name for field in dataclasses.fields(config)}
+    require(not unknown, f"track {config.track} has no {', '.join(sorted(unknown))}")
+    stages = as_stages(values.pop("stages", config.stages), **changes)
+    return dataclasses.replace(config, stages=stages, **values)
+
+
+def overrides_of(config):
+    """{field: value} of what differs from the values of the config's track and is not neutral."""
+    own = dataclasses.asdict(TRACKS[config.track])
+    values = dataclasses.asdict(config)
+    changed = {name for name in values if values[name] != own[name]} - NEUTRAL_FIELDS
+    return {name: values[name] for name in values if name in changed}
+
+
+def config_from(given):
+    """The Config of a track and the values given on the command line."""
+    track = given.get("track", default_track()[0])
+    hint = f"{nearest(track, TRACKS)} Tracks: {', '.join(TRACKS)}"
+    require(track in TRACKS, f"--track {track}", "no such track", hint)
+    track = TRACKS[track]
+    data = given.get("data", track.data)
+    config = with_values(track, {**vocabulary_of(data, track), **given})
+    if data != track.data and "val_tokens" not in given:
+        config = dataclasses.replace(config, val_tokens=fitting_val_tokens(config))
+    return config
 
 
 class Parser(argparse.ArgumentParser):
