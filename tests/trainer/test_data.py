@@ -5,10 +5,11 @@ import dataclasses
 import itertools
 import json
 import math
-import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import helpers
 import train_gpt
@@ -29,16 +30,29 @@ def test_a_corpus_joins_its_validation_shards(tmp_path):
     assert corpus.val.tolist() == (helpers.byte_documents(4000, seed=99) + extra)[:4097]
 
 
-def test_a_small_corpus_takes_what_it_has(tmp_path):
+def test_a_corpus_of_the_users_own_is_read_as_often_as_needed(tmp_path):
+    """Of its validation text what fills passes is scored, unless the user names a number."""
     folder = helpers.make_corpus(tmp_path / "corpus", train_tokens=30_000, val_tokens=9000)
-    config = train_gpt.config_from({"track": "english", "data": str(folder)})
-    held = 2 * (15_000 - 1)  # the last token of a shard is only a target
-    assert (config.val_tokens, config.index_tokens) == (8192, held // 2)
-    assert config.epochs == math.ceil(train_gpt.training_tokens(config) / (held // 2 - 1024))
-    assert open_corpus(config).shards
-    given = {"track": "english", "data": str(folder), "epochs": 1, "val_tokens": 4096}
+    given = {"track": "english-net", "data": str(folder)}
     config = train_gpt.config_from(given)
-    assert (config.val_tokens, config.epochs) == (4096, 1)
+    assert config.val_tokens == 8192
+    whole = 2 * (14_999 // 1024 * 1024)  # the last token of a shard is only a target
+    assert open_corpus(config).passes == math.ceil(train_gpt.training_tokens(config) / whole)
+    assert train_gpt.config_from(given | {"val_tokens": 4096}).val_tokens == 4096
+    with pytest.raises(ConfigError, match="9,000 validation tokens, val_tokens=12,288"):
+        open_corpus(train_gpt.config_from(given | {"val_tokens": 12_288}))
+
+
+def test_a_track_takes_one_pass_over_its_own_corpus(tmp_path, monkeypatch):
+    folder = helpers.make_corpus(tmp_path / "corpus", train_tokens=30_000)
+    track = helpers.tiny_config(data=str(folder), micro_batches=4, steps=29)
+    monkeypatch.setitem(train_gpt.TRACKS, "english-net", track)
+    assert open_corpus(track).passes == 1  # of 29 steps, to the last token
+    longer = dataclasses.replace(track, steps=30)
+    with pytest.raises(ConfigError, match="one pass .* 29,696 tokens, the schedule takes 30,720"):
+        open_corpus(longer)
+    monkeypatch.setitem(train_gpt.TRACKS, "english-net", helpers.tiny_config(data="another"))
+    assert open_corpus(longer).passes == 2
 
 
 TRAIN, SECOND, VAL = "tiny_train_000000.bin", "tiny_train_000001.bin", "tiny_val_000000.bin"
@@ -61,10 +75,6 @@ def exchange(folder):
         (folder / name).write_bytes(content)
 
 
-def rename(folder):
-    (folder / VAL).rename(folder / "another_val_000000.bin")
-
-
 # What is done to a good corpus, and what the message must say. Afterwards the manifest is made to
 # agree with what is wrong.
 DAMAGE = {
@@ -81,7 +91,7 @@ DAMAGE = {
         lambda folder: [path.unlink() for path in folder.glob("*_train_*")],
         ["*_train_*.bin", "data/text.py", "--data"],
     ),
-    "few val": (shard(VAL, helpers.byte_documents(1024)), ["1,024", "--val-tokens", "768"]),
+    "few val": (shard(VAL, helpers.byte_documents(1024)), ["1,024", "--val-tokens"]),
 }
 # The same, where the manifest stays as it was built, or is what is wrong.
 SHA256 = "sha256 is not the manifest's"
@@ -91,7 +101,8 @@ NOT_AS_BUILT = {
         [TRAIN, SHA256, "again"],
     ),
     "shards exchanged": (exchange, [TRAIN, SHA256]),
-    "a shard that the manifest lacks": (rename, ["another_val_000000.bin", SHA256]),
+    "no training shard": (lambda folder: (folder / TRAIN).unlink(), [TRAIN, "no such file"]),
+    "no validation shard": (lambda folder: (folder / VAL).unlink(), [VAL, "no such file"]),
 }
 
 
@@ -105,6 +116,49 @@ def test_a_damaged_corpus_ends_in_one_line_and_status_2(damage, cli, tiny, tmp_p
     line = helpers.refusal(cli(**{**tiny, "data": str(folder)}))
     assert all(word in line for word in words), line
     assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_files_that_are_nobodys_data(has_manifest, tmp_path):
+    """macOS writes a file of another kind beside each one on a foreign disk; and what a manifest
+    does not name is none of its corpus."""
+    folder = helpers.make_corpus(tmp_path / "corpus")
+    config = helpers.tiny_config(data=str(folder))
+    before = open_corpus(config)
+    for name in (TRAIN, VAL):
+        (folder / f"._{name}").write_bytes(b"Mac OS X")
+    if has_manifest:
+        helpers.write_shard(folder / "tiny_train_000009.bin", [EOT] * 300)
+        helpers.write_shard(folder / "a_val_000000.bin", [EOT] * 9000)
+    else:
+        (folder / "manifest.json").unlink()
+    after = open_corpus(config)
+    assert [shard.path.name for shard in after.shards] == [TRAIN, SECOND]
+    assert after.shards == before.shards and np.array_equal(after.val, before.val)
+    assert (after.manifest == before.manifest) == has_manifest
+    assert has_manifest or after.manifest["sha256"] == "none"
+
+
+def test_a_shard_that_changes_while_a_run_trains_ends_it(cli, tiny, tmp_path, monkeypatch):
+    """The run reads it again in its next pass. Its checkpoints name the corpus that it began with,
+    also those that are saved after the change."""
+    folder = helpers.make_corpus(tmp_path / "corpus", train_tokens=2_000, shards=1)
+    values = {**tiny, "steps": 40, "data": str(folder), "run_id": "first", "save_every": 1}
+    identity = train_gpt.file_sha256(folder / "manifest.json")
+    save = train_gpt.Run.save
+
+    def build_again(run, *name):
+        if run.step == 1:
+            helpers.make_corpus(folder, train_tokens=2_000, shards=1)
+            helpers.with_manifest(folder, source="another")
+        save(run, *name)
+
+    monkeypatch.setattr(train_gpt.Run, "save", build_again)
+    run = cli(**values)
+    assert run.code == 2, run.stdout
+    assert f"{TRAIN}: is not the file that the run began with" in run.lines[-1]
+    kept = [torch.load(path)["data"] for path in run.folder.glob("step_*.pt")]
+    assert kept and set(kept) == {identity} != {train_gpt.read_manifest(folder)["sha256"]}
 
 
 def test_a_run_is_resumed_on_the_corpus_that_it_began_with(cli, tiny, tmp_path):
@@ -145,60 +199,35 @@ def test_a_manifest_of_no_corpus_is_refused(content, words, corpus, tmp_path):
 
 
 def test_the_vocabulary_comes_with_the_corpus(corpus, tmp_path):
-    given = {"track": "english", "data": str(corpus)}
+    given = {"track": "english-net", "data": str(corpus)}
     config = train_gpt.config_from(given)
     assert (config.tokenizer, config.vocab_size, config.eot_token) == ("bytes", 384, 256)
     assert train_gpt.config_from({**given, "vocab_size": 300}).vocab_size == 300
+    helpers.write_shard(tmp_path / VAL, [EOT] * 300)
     unknown = train_gpt.config_from({**given, "data": str(tmp_path)})
     assert (unknown.vocab_size, unknown.eot_token) == (1024, 1023)
     with pytest.raises(ConfigError, match="start with 256, and not with eot_token=255"):
         open_corpus(helpers.tiny_config(data=str(corpus), eot_token=255))
 
 
-def test_remedies_are_worked_out_and_work(tmp_path):
-    folder = helpers.make_corpus(tmp_path / "few", train_tokens=2_000, shards=1)
-    config = helpers.tiny_config(data=str(folder), steps=9)
-    words = "add text, or lower --steps, or take --epochs"
-    with pytest.raises(ConfigError, match=words) as refused:
-        open_corpus(config)
-    epochs = int(re.search(r"--epochs (\d+)", str(refused.value))[1])
-    open_corpus(dataclasses.replace(config, epochs=epochs))
-    with pytest.raises(ConfigError, match="shards hold"):
-        open_corpus(dataclasses.replace(config, epochs=epochs - 1))
-    # The index leaves out what training needs.
-    for steps, pattern in ((2, r"--index-tokens (\d+)$"), (9, r"-tokens (0) --epochs (\d+)$")):
-        config = helpers.tiny_config(data=str(folder), steps=steps, index_order=3)
-        with pytest.raises(ConfigError, match=pattern) as refused:
-            open_corpus(config)
-        index_tokens, *epochs = map(int, re.search(pattern, str(refused.value)).groups())
-        changes = {"index_tokens": index_tokens, "epochs": max(epochs, default=1)}
-        open_corpus(dataclasses.replace(config, **changes))
-    # Less than a micro-batch is none, however often.
-    folder = helpers.make_corpus(tmp_path / "less", train_tokens=200, shards=1)
-    with pytest.raises(ConfigError, match=r"shards hold 0 in .* beside the index; add text$"):
-        open_corpus(helpers.tiny_config(data=str(folder)))
-    folder = helpers.make_corpus(tmp_path / "val", val_tokens=200)
-    with pytest.raises(ConfigError, match="holds 200; add text to validate on$"):
-        open_corpus(helpers.tiny_config(data=str(folder)))
-
-
-@pytest.mark.parametrize("indexed", [0, 250], ids=["all", "beside the index"])
-def test_every_shard_that_a_run_reaches_is_checked_and_no_other(indexed, tmp_path):
-    # Of one micro-batch each; the index reads a half of the last one.
+def test_every_shard_that_a_run_reaches_is_checked_and_no_other(tmp_path):
     folder = helpers.make_corpus(tmp_path / "corpus", train_tokens=14 * 500, shards=14)
-    changes = {"steps": 5, "data": str(folder)}
-    helpers.with_manifest(folder)
+    config = helpers.tiny_config(steps=5, data=str(folder))
     change_token(folder / "tiny_train_000012.bin")
-    changes |= {"index_order": 3, "index_tokens": indexed}
-    open_corpus(helpers.tiny_config(**changes))  # it takes ten of them
-    if indexed:
-        with pytest.raises(ConfigError, match="tiny_train_000012.bin: its sha256"):
-            open_corpus(helpers.tiny_config(**changes | {"index_tokens": 750}))
+    open_corpus(config)  # it takes ten of them, and opens the next one ahead
+    with pytest.raises(ConfigError, match="tiny_train_000012.bin: its sha256"):
+        open_corpus(dataclasses.replace(config, steps=6))
     for shard in (6, 7, 8):
         tokens = [*helpers.byte_documents(490), *range(300, 310)]
         helpers.write_shard(folder / f"tiny_train_{shard:06d}.bin", tokens)
     with pytest.raises(ConfigError, match="tiny_train_000006.bin: token id 309"):
-        open_corpus(helpers.tiny_config(**changes))
+        open_corpus(config)
+
+
+def test_a_shard_of_less_than_a_micro_batch_is_no_text_to_train_on(tmp_path):
+    folder = helpers.make_corpus(tmp_path / "corpus", train_tokens=200, shards=1)
+    with pytest.raises(ConfigError, match="one pass over the shards has 0 tokens"):
+        open_corpus(helpers.tiny_config(data=str(folder)))
 
 
 # ----- the loader; the tokens of `countable` shards are all different, so that a token tells its
@@ -238,11 +267,12 @@ def loader_config(rows=None, **changes):
         for name in set().union(*rows.values()):
             values.pop(name)
         values["stages"] = tuple({"start": start, **row} for start, row in rows.items())
-    return train_gpt.with_values(train_gpt.TRACKS["english"], values)
+    return train_gpt.with_values(train_gpt.TRACKS["english-net"], values)
 
 
 def load_all(config, shards, first_step=0, state=None):
-    """Every Batch from first_step to the end of the run."""
+    """Every Batch from first_step to the end of the run, of shards that are in memory."""
+    shards = [SimpleNamespace(read=lambda tokens=tokens: tokens) for tokens in shards]
     plan = NgramTable(config, Runtime("cpu")).look_up
     with contextlib.closing(
         TrainLoader(config, shards, Runtime("cpu"), plan, first_step, state)
@@ -259,7 +289,7 @@ def test_an_epoch_covers_each_shard_exactly_once():
     # Pieces of the second cap, which the first one splits further.
     caps = {0.0: {"document_cap": 50}, 0.3: {"document_cap": 300}}
     config = loader_config(caps, steps=sum(counts), micro_batches=1)
-    stream = (batch for each in load_all(config, shards) for batch in each.passes())
+    stream = (batch for each in load_all(config, shards) for batch in each.stack.passes())
     for shard, count, first in zip(shards, counts, firsts, strict=True):
         micro_batches = list(itertools.islice(stream, count))
         seen = np.concatenate([positions(micro_batch, first) for micro_batch in micro_batches])
@@ -277,8 +307,8 @@ def test_the_order_depends_on_the_seed_and_the_epoch_alone():
     shards = [countable(3000)]
 
     def seen(seed):
-        batches = load_all(loader_config(steps=22, micro_batches=1, epochs=2, seed=seed), shards)
-        return np.concatenate([positions(*batch.passes()) for batch in batches])
+        batches = load_all(loader_config(steps=22, micro_batches=1, seed=seed), shards)
+        return np.concatenate([positions(*batch.stack.passes()) for batch in batches])
 
     assert np.array_equal(seen(1), seen(1)) and not np.array_equal(seen(1), seen(2))
     first, second = np.split(seen(1), 2)
@@ -304,7 +334,7 @@ def test_segments_respect_the_cap_in_force_and_never_join_documents():
     longest = []
     for step, batch in enumerate(load_all(config, [countable(12_000, longest=600)])):
         lengths = []
-        for micro_batch in batch.passes():
+        for micro_batch in batch.stack.passes():
             where = positions(micro_batch)
             for low, high in segments(micro_batch):
                 lengths.append(high - low)
@@ -318,7 +348,7 @@ def test_segments_respect_the_cap_in_force_and_never_join_documents():
 def test_a_stream_goes_on_from_the_state_of_any_step():
     shards = [countable(2100, longest=900), countable(2500, first=10_000, longest=900)]
     rows = {0.0: {"micro_batches": 2}, 0.5: {"micro_batches": 3}}
-    config = loader_config(rows, steps=8, document_cap=150, epochs=2)
+    config = loader_config(rows, steps=8, document_cap=150)
     whole = load_all(config, shards)
     assert any(batch.state["offset"] for batch in whole) and whole[-1].state["shard"] >= 1
     assert [batch.tokens // 256 for batch in whole] == [2] * 4 + [3] * 4
@@ -345,16 +375,32 @@ def test_the_next_shard_is_opened_once_half_of_one_is_read(steps, opened, monkey
     assert seen == opened
 
 
-def test_a_softmax_without_a_row_for_the_rest_of_the_vocabulary_is_refused(monkeypatch):
-    """Of one micro-batch, which has 200 different targets, and a prefix that is none of them."""
-    tokens = np.array([EOT, *(np.arange(256) % 200)], dtype=np.uint16)
-    config = helpers.tiny_config(steps=1, micro_batches=1, document_cap=256, softmax_rows=201)
-    load_all(config, [tokens])
-    config = train_gpt.with_values(config, {"softmax_rows": 200})
-    with pytest.raises(ConfigError, match="softmax_rows=200: .*step 0 has 200 different"):
+def test_a_softmax_that_may_lack_a_row_for_the_rest_of_the_vocabulary_is_refused():
+    """Of one micro-batch, which has 100 different targets, and perhaps as many prefixes of them."""
+    tokens = np.array([EOT, *(np.arange(256) % 100)], dtype=np.uint16)
+    one = {"steps": 1, "micro_batches": 1, "document_cap": 256}
+    for changes, most in (({}, 100), ({"prefix_weight": 0.5}, 200)):
+        config = helpers.tiny_config(**one, softmax_rows=most + 1, **changes)
         load_all(config, [tokens])
-    monkeypatch.setattr(
-        train_gpt, "prefix_tokens", lambda config: np.minimum(np.arange(257) + 1, 200)
+        config = train_gpt.with_values(config, {"softmax_rows": most})
+        with pytest.raises(ConfigError, match=f"softmax_rows={most}: .* up to {most} different"):
+            load_all(config, [tokens])
+
+
+@pytest.mark.parametrize("count", [0, 6])
+def test_passes_are_their_micro_batches_end_to_end(count):
+    """Two passes of three micro-batches each, against six passes; and a rank that has none."""
+    texts = [helpers.text_of([EOT, *range(20 * n, 20 * n + 128)]) for n in range(count)]
+    passages = [train_gpt.Passage(text, [(64, 128), (3, 40), (101, 128)]) for text in texts]
+    guesses = np.arange(128 * count * 2, dtype=np.int32).reshape(-1, 2)
+    alone, joined = (
+        train_gpt.stack_passages(passages, guesses, length, torch.device("cpu"))
+        for length in (128, 384)
     )
-    with pytest.raises(ConfigError, match="step 0 has 201 different"):
-        load_all(config, [tokens])
+    assert len(alone.inputs) == count and len(joined.inputs) == count // 3
+    for name in ("inputs", "targets", "guesses"):
+        one, other = getattr(alone, name), getattr(joined, name)
+        assert torch.equal(one.flatten(0, 1), other.flatten(0, 1))
+    edges = [0, 64, 101, 128, 192, 229, 256, 320, 357, 384]
+    for micro_batch in joined.passes():
+        assert segments(micro_batch) == list(itertools.pairwise(edges))
