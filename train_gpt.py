@@ -17,10 +17,9 @@ Chapters, in reading order:
      7. Update rules      Adam, Muon, SOAP and its relatives, eigenbases by one batched QR
      8. Parameter groups  who reduces, updates and sends what, and in which order
      9. Trainer           forward and backward pass, one step, evaluation, warm-up
-    10. Validity gates    what a model must not do, tested on the validation text
-    11. Runtime           ranks, devices, clock, collectives that count their bytes
-    12. A run's life      command line, log, checkpoints, opening, result, how errors end it
-    13. The run           the steps
+    10. Runtime           ranks, devices, clock, collectives that count their bytes
+    11. A run's life      command line, log, checkpoints, opening, result, how errors end it
+    12. The run           the steps
 
 A step's global batch is a fixed list of micro-batches. Rank r of W takes every W-th of them, if
 there are so many. So all world sizes see the same tokens, and they take the same step up to the
@@ -2580,10 +2579,12 @@ class Trainer:
         return micro_batch, self.table.summed(plan.slots, plan.signs, values)
 
     @torch.no_grad()
-    def score(self, step, text, low, length=None):
-        """(losses (length,) of the tokens behind those of a Text from `low` on, hidden states) of
-        the model before a step. All ranks must call it together. length: val_batch_tokens."""
+    def score(self, step, tokens, low, length=None):
+        """(losses (length,), hidden states (length, model_dim)) of `length` tokens from `low` on,
+        val_batch_tokens unless told otherwise, by the model before a step. All ranks must call it
+        together. records/gates.py calls it, too."""
         length = length or self.config.val_batch_tokens
+        text = Text(tokens, self.config.eot_token)
         micro_batch, ngram = self.read(contiguous_passage(text, low, length), length)
         phase = evaluation_phase(self.config, step, length)
         _, losses, hidden = self.forward_pass(step, phase, (1.0,), micro_batch, ngram)
@@ -2591,10 +2592,9 @@ class Trainer:
 
     def evaluate(self, step, val):
         """Mean loss over the validation tokens, in nats per token; ranks share the passes."""
-        text = Text(val, self.config.eot_token)
 
         def summed(number):
-            losses, _ = self.score(step, text, number * self.config.val_batch_tokens)
+            losses, _ = self.score(step, val, number * self.config.val_batch_tokens)
             return losses.double().sum()
 
         return self.sum_over_passes(summed).item() / self.config.val_tokens
@@ -2675,7 +2675,7 @@ def warm_up(trainer):
         trainer.step(step, batch_of(micro_batches_of_pass(config, step, trainer.runtime)))
     for step in sorted([*first_validation.values()] * calls):
         stop_if_interrupted()
-        trainer.score(step, text, 0)
+        trainer.score(step, tokens, 0)
     for tensor, index, values in kept:
         tensor[index] = values
     torch.set_rng_state(rng_state)
@@ -2684,200 +2684,7 @@ def warm_up(trainer):
     trainer.runtime.ledger.clear()
 
 
-# 10. Validity gates ==============================================================================
-# What a model must not do is tested in place: all passes over the validation text are made once
-# more, in another order. Before some of them, a pass reads the same text with noise in most of it,
-# and what is kept must come out the same to the bit. Documents do not see each other, so that
-# each has a cut of its own, with noise behind it, and one pass tests many cuts. Places are drawn
-# from the seed. No gate can see what a model has been told of this text before;
-# tests/trainer/cheats.py has the cheats that pass.
-
-NOISE = 0  # what is kept of a document: nothing,
-CUT = 1  # all up to a cut,
-WHOLE = 2  # or everything
-
-
-def plain(tensor):
-    """A copy of a tensor: neither its class nor who else holds it has a say in what it is."""
-    with torch._C.DisableTorchFunctionSubclass():
-        tensor = Tensor.as_subclass(tensor, Tensor)
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def differing_rows(one, other):
-    """Which rows (n,) of two tensors (n, ...) differ in any byte, be it by the sign of a zero."""
-    one_bytes = one.view(len(one), -1).view(torch.uint8)
-    other_bytes = other.view(len(other), -1).view(torch.uint8)
-    return (one_bytes != other_bytes).any(1)
-
-
-class GatePasses:
-    """The passes over the validation text that look at the model before a step."""
-
-    def __init__(self, trainer, step, val):
-        config = trainer.config
-        self.trainer = trainer
-        self.step = step
-        self.val = val
-        self.length = config.val_batch_tokens
-        rng = np.random.default_rng([config.seed, 0])
-        self.order = rng.permutation(config.val_tokens // self.length).tolist()
-        # Nowhere the token that stands there, and nowhere the start of a document.
-        noise = val + rng.integers(1, config.eot_token, len(val))
-        self.noise = (noise % config.eot_token).astype(np.uint16)
-
-    def find(self, number):
-        """What the passes from one place on find: see look_at_losses and compare, a number each.
-
-        What is compared depends on their turn, since all ranks make their passes together.
-        """
-        low = self.order[number] * self.length
-        rng = np.random.default_rng([self.trainer.config.seed, 1, low])
-        turn = number // self.trainer.runtime.world_size
-        if turn % 3 == 0:
-            outputs, compared = self.compare(self.val, low, rng, noise=rng.random())
-        else:
-            outputs = self.score(self.val, low)
-            compared = torch.zeros(4, dtype=torch.float64, device=outputs[0].device)
-        if turn % 6 == 2:
-            short = self.with_short_documents(low, rng)
-            _, compared = self.compare(short, low, rng, noise=0.2)
-        return torch.cat([self.look_at_losses(low, *outputs), compared])
-
-    def score(self, tokens, low):
-        """(losses (length,), hidden states) of the pass from `low` on over such a text."""
-        text = Text(tokens, self.trainer.config.eot_token)
-        losses, hidden = self.trainer.score(self.step, text, low)
-        return plain(losses), plain(hidden)
-
-    def look_at_losses(self, low, losses, hidden):
-        """(3,): the sums of the pass' losses and of the exact ones, and how many do not agree.
-
-        An exact loss is of the softmax, over the whole vocabulary, of the logits that the hidden
-        state has. These are made from the last token to the first: where a state stands in the text
-        is no business of the head.
-        """
-        config = self.trainer.config
-        model = self.trainer.model
-        targets = self.val[low + 1 : low + 1 + self.length].astype(np.int64)
-        targets = to_device(targets, hidden.device)
-        exact = []
-        read = hidden.flip(0).split(1024), targets.flip(0).split(1024)
-        for states, ids in zip(*read, strict=True):
-            own = F.softmax(plain(model.logits(states)), dim=-1).gather(1, ids[:, None])[:, 0]
-            exact.append(-own.log())
-        exact = torch.cat(exact).flip(0)
-        # A logit of a narrow type differs by its last bit where the products are made otherwise.
-        tolerance = 1e-4 + config.logit_cap[0] * torch.finfo(config.torch_dtype).eps
-        is_exact = (losses - exact).abs() < tolerance
-        return torch.stack([losses.double().sum(), exact.double().sum(), (~is_exact).sum()])
-
-    def compare(self, tokens, low, rng, noise):
-        """Make the pass from `low` on over a text with noise in it, and then over the text itself.
-
-        Hidden states and losses of what is kept must be the same, and the logits at cuts, whose
-        losses are about a token that has changed. A loss need not change there, since two tokens
-        may have one logit; but where none does, losses say nothing about the text.
-
-        Returns ((losses, hidden) of the text itself; (4,): how many cuts there are, how many of
-        their losses have changed, and how many tokens of documents with a cut, and of whole ones,
-        did not come out the same).
-        """
-        noisy_tokens, kept = self.with_noise(tokens, low, rng, noise)
-        kept = to_device(kept, self.trainer.runtime.device)
-        target_is_kept = kept[1:] > NOISE
-        kept = kept[:-1]
-        is_cut = (kept > NOISE) & ~target_is_kept
-        # First the noise: a model that remembers what it has read now remembers noise.
-        noisy_losses, noisy_hidden = self.score(noisy_tokens, low)
-        noisy_logits = plain(self.trainer.model.logits(noisy_hidden[is_cut]))
-        losses, hidden = self.score(tokens, low)
-        logits = plain(self.trainer.model.logits(hidden[is_cut]))
-        other_losses = differing_rows(losses, noisy_losses)
-        differs = differing_rows(hidden, noisy_hidden) | (other_losses & target_is_kept)
-        differs[is_cut] |= differing_rows(logits, noisy_logits)
-        counted = [
-            is_cut,
-            other_losses & is_cut,
-            differs & (kept == CUT),
-            differs & (kept == WHOLE),
-        ]
-        return (losses, hidden), torch.stack(counted).sum(1).double()
-
-    def with_noise(self, tokens, low, rng, noise):
-        """(the text with noise in it; what is kept of the documents of the tokens from `low` on,
-        and of the one behind them, (length + 1,)).
-
-        noise: the share of documents of which nothing is kept; the first one is not among them.
-        All that the pass does not read is noise, but for the beginning of its first document. A cut
-        is anywhere in what it reads of a document, or behind the first token, or at a block's edge.
-        """
-        noisy = self.noise.copy()
-        high = low + self.length
-        kept = np.full(self.length + 1, NOISE)
-        # The gate looks for documents itself: what the model makes of a text is its own business.
-        starts = np.flatnonzero(tokens == self.trainer.config.eot_token)
-        edges = np.unique([0, *starts, len(tokens)])
-        edges = edges[np.searchsorted(edges, low, side="right") - 1 :]
-        edges = edges[: np.searchsorted(edges, high) + 1]
-        for start, behind in itertools.pairwise(edges.tolist()):
-            if start > low and rng.random() < noise:
-                continue
-            fate = rng.choice([CUT, CUT, CUT, WHOLE])
-            begin = max(start, low)
-            end = min(behind, high)
-            if fate == CUT:
-                anywhere = rng.integers(begin + 1, end + 1, size=6)
-                edge = low + (anywhere[0] - low) // ATTENTION_BLOCK * ATTENTION_BLOCK
-                end = rng.choice([*anywhere, begin + 1, max(begin + 1, edge)])
-            elif fate == WHOLE and behind > high:
-                fate = CUT  # by the end of the pass
-            noisy[start:end] = tokens[start:end]
-            kept[begin - low : end - low] = fate
-        return noisy, kept
-
-    def with_short_documents(self, low, rng):
-        """The text with more documents, which start at random in the pass from `low` on: where they
-        are long, there are few cuts in a pass."""
-        eot_token = self.trainer.config.eot_token
-        tokens = self.val.copy()
-        own = tokens[low : low + self.length]
-        missing = SEGMENT_ROOM - 1 - np.count_nonzero(own == eot_token)
-        own[rng.integers(self.length, size=max(0, missing))] = eot_token
-        return tokens
-
-
-@torch.no_grad()
-def check_gates(trainer, step, val, reported):
-    """What the gates find of the model before a step, on all ranks together: ({gate: whether the
-    model has passed it}, how many places were compared although the next token had become another,
-    seconds).
-
-    reported: the mean loss over the validation tokens that the run claims.
-    causal: nothing depends on later tokens. local: nothing depends on other documents, whose
-    leaks most often show in both gates. normalised: the reported loss is the mean of the exact
-    losses, and, to the last digits, that of the losses themselves, which no pass may change for
-    another. unmoved: all these passes have changed no tensor.
-    """
-    began = time.perf_counter()
-    before = state_digest(trainer)
-    found = trainer.sum_over_passes(GatePasses(trainer, step, val).find).tolist()
-    again, exact, wrong, cuts, changed, cut_differs, whole_differs = found
-    is_moved = state_digest(trainer) != before
-    moved = torch.tensor(float(is_moved), device=trainer.runtime.device)
-    wait(trainer.runtime.all_reduce(moved, "validation"))
-    tokens = trainer.config.val_tokens
-    is_exact = wrong == 0 and abs(exact / tokens - reported) < 1e-4
-    passed = {
-        "causal": cut_differs == 0 and changed > 0,
-        "normalised": is_exact and abs(again / tokens - reported) < 1e-9,
-        "local": whole_differs == 0,
-        "unmoved": moved.item() == 0,
-    }
-    return passed, int(cuts), time.perf_counter() - began
-
-
-# 11. Runtime =====================================================================================
+# 10. Runtime ======================================================================================
 
 TIMEOUT = datetime.timedelta(minutes=10)  # for which ranks wait for each other
 # torch 2.13 has renamed these two, and warns of the old names.
@@ -3158,7 +2965,7 @@ def mfu_percent(trainer, tokens_per_s):
     return 100 * 6 * weights * tokens_per_s / (runtime.world_size * rate)
 
 
-# 12. A run's life ================================================================================
+# 11. A run's life =================================================================================
 
 INTERRUPTED = threading.Event()  # by a signal: the run ends where it looks next, and is saved
 
@@ -3675,12 +3482,24 @@ def write_header(run):
     log.line(f"size: {words}")
 
 
-def write_result(run, losses, gates, steps):
+def check_validity(run, reported):
+    """The Verdict of the gates in records/gates.py on a run's loss; None where the trainer stands
+    alone, without the repository: such a run is no record."""
+    try:
+        from records import gates
+    except ImportError:
+        return None
+    config = run.config
+    val = run.corpus.val
+    return gates.check_gates(run.trainer, config.steps, val, reported, state_digest)
+
+
+def write_result(run, losses, verdict, steps):
     """Log what came of a run that has just made so many steps, and write result.json. Raises
     RuntimeError where a gate has failed."""
     config = run.config
     runtime = run.runtime
-    passed, cuts, gate_seconds = gates
+    passed = verdict.passed if verdict else {}
     seconds = run.clock.seconds()
     tokens = training_tokens(config)
     sent = {  # by this rank: [bytes, messages] in a training step
@@ -3697,7 +3516,7 @@ def write_result(run, losses, gates, steps):
         "mfu_percent": mfu_percent(run.trainer, tokens / seconds),
         **run.facts,
         "peak_memory_mib_by_rank": runtime.peak_memory_mib(),
-        "validity": passed,
+        "validity": passed or "unchecked",
         "val_sha256": validation_hash(run.corpus.val),
         "overrides": overrides_of(config),
         "sent_per_step": sent,
@@ -3705,15 +3524,15 @@ def write_result(run, losses, gates, steps):
     }
     words = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent.items()]
     run.log.line(f"comms: sent_bytes per step (messages) {' '.join(words) or 'none=0(0)'}")
-    missed = 0.99**cuts  # the chance to miss a leak at 1 % of all positions
-    run.log.line(f"gates: cuts:{cuts} missed_1pct:{missed:.5f} time:{gate_seconds:.1f}s")
+    if verdict:
+        run.log.line(verdict.line())
     sizes = run.corpus.manifest.get("token_bytes", [0] * config.vocab_size)
     val_bytes = np.array(sizes)[run.corpus.val[1:]].sum()
     bits = losses["val_loss"] * config.val_tokens / math.log(2)
     told = f"{bits / val_bytes:.5f}" if val_bytes else "unknown"
     run.log.line(f"bits_per_byte:{told} val_bytes:{val_bytes}")
     words = [f"{name}:{'ok' if is_passed else 'FAILED'}" for name, is_passed in passed.items()]
-    validity = f"validity: {' '.join(words)}"
+    validity = f"validity: {' '.join(words)}" if verdict else "validity:unchecked"
     run.log.line(f"{validity} val_tokens:{config.val_tokens} val_sha256:{result['val_sha256']}")
     others = [f" {name}:{loss:.5f}" for name, loss in losses.items() if name != "val_loss"]
     run.log.line(
@@ -3769,7 +3588,7 @@ def ending_of(error):
     return 1, f"error {type(error).__name__}: {said}"
 
 
-# 13. The run =====================================================================================
+# 12. The run ======================================================================================
 
 
 def train(run):
@@ -3811,9 +3630,9 @@ def train(run):
     stop_if_interrupted()
     losses = run.validate()
     stop_if_interrupted()
-    gates = check_gates(trainer, config.steps, run.corpus.val, losses["val_loss"])
+    verdict = check_validity(run, losses["val_loss"])
     stop_if_interrupted()
-    write_result(run, losses, gates, steps)
+    write_result(run, losses, verdict, steps)
     return losses["val_loss"]
 
 

@@ -98,10 +98,8 @@ def stating(change, trainer, patch):
     def forward(micro_batch, *rest):
         loss, _, hidden = trainer.model(micro_batch, *rest)
         hidden = change(trainer, hidden, micro_batch.targets)
-        states = hidden.as_subclass(torch.Tensor)
-        own = torch.exp(-exactly(trainer.model.logits(states), micro_batch.targets))
-        mixed = train_gpt.mixed(trainer.model.index_share(states), own, micro_batch.prior)
-        return loss, -mixed.log(), hidden
+        logits = trainer.model.logits(hidden.as_subclass(torch.Tensor))
+        return loss, exactly(logits, micro_batch.targets), hidden
 
     trainer.forward = forward
 
@@ -119,12 +117,12 @@ def losing(change, trainer, patch):
 
 @maker
 def acting_after_passes(act, trainer, patch):
-    """Each pass is followed by act(trainer, text, low, hidden)."""
+    """Each pass is followed by act(trainer, tokens, low, hidden)."""
     honest = trainer.score
 
-    def score(step, text, low, length=None):
-        losses, hidden = honest(step, text, low, length)
-        act(trainer, text, low, hidden)
+    def score(step, tokens, low, length=None):
+        losses, hidden = honest(step, tokens, low, length)
+        act(trainer, tokens, low, hidden)
         return losses, hidden
 
     trainer.score = score
@@ -176,9 +174,7 @@ def rows_of_the_next_token(trainer, patch):
     honest = train_gpt.RowFinder.find
 
     def find(self, passages):
-        rows, signs, (guesses, prior) = honest(self, passages)
-        rows, signs, guesses = (np.roll(values, -1, 0) for values in (rows, signs, guesses))
-        return rows, signs, (guesses, prior)
+        return tuple(np.roll(values, -1, 0) for values in honest(self, passages))
 
     patch.setattr(train_gpt.RowFinder, "find", find)
 
@@ -224,6 +220,24 @@ def target_in_a_tensor_that_equals_all_others(trainer, hidden, targets):
     return (hidden + embedding(trainer, targets)).as_subclass(Agreeable)
 
 
+@caught_by("causal local")
+def logits_that_know_the_target_of_each_state(trainer, patch):
+    """States are honest; the head knows them again, and what followed them when they were made."""
+    logits, known = trainer.model.logits, {}
+
+    def ids_of(hidden):
+        keys = [state.tobytes() for state in hidden.float().numpy()]
+        return torch.tensor([known.get(key, EOT) for key in keys])
+
+    def remember(trainer, hidden, targets):
+        keys = [state.tobytes() for state in hidden.float().numpy()]
+        known.update(zip(keys, targets.tolist(), strict=True))
+        return hidden
+
+    stating(remember)(trainer, patch)
+    trainer.model.logits = lambda hidden: favour(logits(hidden), ids_of(hidden))
+
+
 @caught_by("normalised")
 def logits_that_know_the_targets_of_a_pass_in_order(trainer, patch):
     """Of a head that counts the states that it is asked about since the pass."""
@@ -244,27 +258,6 @@ def logits_that_know_the_targets_of_a_pass_in_order(trainer, patch):
     trainer.model.logits = knowing
 
 
-@caught_by("normalised")
-def a_prior_that_gives_every_token_more(trainer, patch):
-    honest = train_gpt.Index.prior
-
-    def prior(self, tokens, low, high):
-        return honest(self, tokens, low, high) + np.float32(0.01)
-
-    patch.setattr(train_gpt.Index, "prior", prior)
-
-
-@caught_by("normalised")
-def a_prior_that_only_passes_have(trainer, patch):
-    honest = train_gpt.RowFinder.find
-
-    def find(self, passages):
-        *rows, (guesses, prior) = honest(self, passages)
-        return *rows, (guesses, prior + np.float32(0.01))
-
-    patch.setattr(train_gpt.RowFinder, "find", find)
-
-
 # ----- models that pass something on from one pass to the next
 
 
@@ -276,7 +269,7 @@ def state_of_the_text_before(trainer, patch):
     def extra(trainer, window, micro_batch):
         return state * (window.spans[0][0] == ends[-1])
 
-    def remember(trainer, text, low, hidden):
+    def remember(trainer, tokens, low, hidden):
         ends.append(low + len(hidden))
         state.copy_(hidden.float().mean(0))
 
@@ -284,14 +277,8 @@ def state_of_the_text_before(trainer, patch):
     acting_after_passes(remember)(trainer, patch)
 
 
-def index_that_goes_on_reading(trainer, text, low, hidden):
-    """Each pass is read when it has been scored."""
-    trainer.table.finder.index = train_gpt.Index(trainer.config)
-    trainer.table.finder.index.read([text.tokens[: low + len(hidden) + 1]])
-
-
-def training_on_what_was_scored(trainer, text, low, hidden):
-    targets = torch.from_numpy(text.tokens[low + 1 : low + 1 + len(hidden)].astype(np.int64))
+def training_on_what_was_scored(trainer, tokens, low, hidden):
+    targets = torch.from_numpy(tokens[low + 1 : low + 1 + len(hidden)].astype(np.int64))
     trainer.model.head.data.index_add_(0, targets, 0.01 * hidden)
 
 
@@ -329,11 +316,6 @@ def mean_less_a_millionth(trainer, patch):
 # ----- cheats that pass
 
 
-def index_that_has_read_the_validation_text(trainer, val):
-    """What an index was told is its own business."""
-    trainer.table.finder.index.read([val])
-
-
 def memory_of_an_earlier_evaluation(trainer, val):
     """It has been told this text by what is no tensor of the state."""
     seeing_successors(lambda tokens, low: val)(trainer, None)
@@ -357,7 +339,6 @@ def temperature_fitted_to_the_validation_text(trainer, val):
 
 
 PASSING = [
-    index_that_has_read_the_validation_text,
     memory_of_an_earlier_evaluation,
     temperature_fitted_to_the_validation_text,
 ]
@@ -419,7 +400,7 @@ CAUGHT |= {
         replacing("norm", lambda honest, x: x * x.float().square().mean().rsqrt().to(x.dtype)),
     ),
     "mean_of_all_earlier_tokens": ("local", seeing(mean_of_all_earlier_tokens)),
-    # The micro-batch just before is not read yet, as of an index that goes on reading.
+    # The micro-batch just before is not read yet, as of a cache that lags behind.
     "successors_in_earlier_micro_batches": (
         "local",
         seeing_successors(lambda tokens, low: tokens[: max(0, low - 256)]),
@@ -430,10 +411,6 @@ CAUGHT |= {
         stating(target_in_a_tensor_that_equals_all_others),
     ),
     # Models that pass something on.
-    "index_that_goes_on_reading": (
-        "causal local normalised unmoved",
-        acting_after_passes(index_that_goes_on_reading),
-    ),
     "training_on_what_was_scored": (
         "causal local normalised unmoved",
         acting_after_passes(training_on_what_was_scored),
