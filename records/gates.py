@@ -128,8 +128,8 @@ class Gates:
     def find_in_pass(self, low, turn):
         """What the pass from `low` on adds to find()."""
         rng = np.random.default_rng([self.config.seed, 1, low])
-        if turn % 6 == 0:
-            outputs, compared = self.compare(self.val, low, rng, noise=rng.random())
+        if turn % 4 == 0:
+            outputs, compared = self.compare(self.val, low, rng, noise=rng.random() / 2)
         else:
             outputs = self.score(self.val, low)
             compared = torch.zeros(4, dtype=torch.float64, device=outputs[0].device)

@@ -1,4 +1,4 @@
-"""One-line mutations of train_gpt.py, and whether the tests that are aimed at them notice.
+"""One-line mutations of train_gpt.py and the gates, and whether the tests that are aimed at them notice.
 
     python tests/mutations.py               all of them, some minutes
     python tests/mutations.py rotary polar  those of these names
@@ -23,8 +23,15 @@ FAILED = (1, 2)  # pytest's exit status where tests fail, or cannot be collected
 LEFT_OUT = shutil.ignore_patterns(".*", "logs", "__pycache__", "*.bin", "nano", "mini")
 
 
-# {name: {"old": what stands once in train_gpt.py, "new": ..., "tests": words for pytest}}.
+# {name: {"file": train_gpt.py where none is named, "old": what stands once in it, "new": ...,
+# "tests": words for pytest}}.
 ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+
+
+def original(row):
+    """(name, text) of the file that a row of ROWS mutates."""
+    file = row.get("file", "train_gpt.py")
+    return file, (ROOT / file).read_text("utf-8")
 
 
 def tests_fail(folder, tests):
@@ -47,12 +54,12 @@ def tests_fail(folder, tests):
 
 
 def main(names):
-    source = (ROOT / "train_gpt.py").read_text("utf-8")
     for name in names or ROWS:
         if name not in ROWS:
             sys.exit(f"{name}: no such mutation; they are {', '.join(ROWS)}")
+        file, source = original(ROWS[name])
         if (count := source.count(ROWS[name]["old"])) != 1:
-            sys.exit(f"{name}: its old text stands {count} times in train_gpt.py")
+            sys.exit(f"{name}: its old text stands {count} times in {file}")
     chosen = {name: row for name, row in ROWS.items() if not names or name in names}
     all_tests = sorted({word for row in chosen.values() for word in row["tests"].split()})
     caught = 0
@@ -62,9 +69,10 @@ def main(names):
         if tests_fail(folder, all_tests):
             sys.exit(f"tests fail without any mutation: {' '.join(all_tests)}")
         for name, row in chosen.items():
-            mutated = source.replace(row["old"], row["new"])
-            (folder / "train_gpt.py").write_text(mutated, "utf-8")
+            file, source = original(row)
+            (folder / file).write_text(source.replace(row["old"], row["new"]), "utf-8")
             is_caught = tests_fail(folder, row["tests"].split())
+            (folder / file).write_text(source, "utf-8")
             caught += is_caught
             print(f"{'caught' if is_caught else 'MISSED'}  {name}", flush=True)
     print(f"mutations: {caught}/{len(chosen)} caught")

@@ -171,12 +171,12 @@ def what_was_here_when_the_place_was_scored_before(trainer, patch):
 
 @caught_by("causal local")
 def rows_of_the_next_token(trainer, patch):
-    honest = train_gpt.RowFinder.find
+    honest = train_gpt.ngram_rows
 
-    def find(self, passages):
-        return tuple(np.roll(values, -1, 0) for values in honest(self, passages))
+    def rows_and_signs(passage, config):
+        return tuple(np.roll(values, -1, 0) for values in honest(passage, config))
 
-    patch.setattr(train_gpt.RowFinder, "find", find)
+    patch.setattr(train_gpt, "ngram_rows", rows_and_signs)
 
 
 def mean_of_all_earlier_tokens(trainer, window, micro_batch):
@@ -393,7 +393,7 @@ CAUGHT |= {
     ),
     "n_grams_that_reach_into_the_document_before": (
         "local",
-        replacing("rolling_hash", lambda honest, tokens, n, eot: honest(tokens, n, EOT + 1)),
+        replacing("ngram_keys", lambda honest, tokens, at, depth, n: honest(tokens, at, at, n)),
     ),
     "norm_over_the_micro_batch": (
         "causal local",

@@ -6,6 +6,7 @@ hide what it sees.
 
 import dataclasses
 import re
+import sys
 
 import cheats
 import numpy as np
@@ -247,6 +248,14 @@ def test_a_failed_gate_is_logged_and_fails_the_run(tiny, cli, monkeypatch):
     assert "validity: causal:FAILED normalised:ok local:FAILED unmoved:ok " in run.stdout
     passed = {"causal": False, "normalised": True, "local": False, "unmoved": True}
     assert run.result["validity"] == passed
+
+
+def test_a_trainer_that_stands_alone_is_not_checked(tiny, cli, monkeypatch):
+    monkeypatch.setitem(sys.modules, "records", None)  # as where there is no such package
+    run = cli(**{**tiny, "run_id": "alone"})
+    assert run.code == 0 and run.result["validity"] == "unchecked"
+    validity = [line for line in run.log if line.startswith(("validity", "gates:"))]
+    assert len(validity) == 1 and validity[0].startswith("validity:unchecked")
 
 
 def test_a_validation_that_trains_ends_the_run(tiny, cli, monkeypatch):
