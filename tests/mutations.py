@@ -1,4 +1,4 @@
-"""One-line mutations of train_gpt.py and the gates, and whether the tests that are aimed at them notice.
+"""One-line mutations of train_gpt.py and the gates, and whether the tests aimed at them notice.
 
     python tests/mutations.py               all of them, some minutes
     python tests/mutations.py rotary polar  those of these names
