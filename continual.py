@@ -144,8 +144,8 @@ def protect(matrices, initial, ratio):
 # ----- a run's start
 
 
-# What of a configuration weights mean nothing without
-SIZES = ("tokenizer", "model_dim", "num_layers", "head_dim", "mlp_dim", "logit_cap")
+# Fields that weights mean nothing without
+SIZES = ("tokenizer", "model_dim", "num_layers", "head_dim", "mlp_dim", "mlp_reach", "logit_cap")
 PAST = ("ngram_orders", "ngram_rows", "copy_orders")
 
 
@@ -158,12 +158,6 @@ def shape_of(config, step):
     return shape
 
 
-def find_trained(run, key):
-    """The content of the checkpoint that a run id, a run's folder or a file names, as --key."""
-    path = os.path.expanduser(run)
-    return train_gpt.find_checkpoint(os.path.abspath(path) if os.path.isdir(path) else path, key)
-
-
 def initial_checkpoint(config):
     """The content of --init-from. Raises ConfigError where it is missing or does not fit."""
     require(
@@ -171,7 +165,7 @@ def initial_checkpoint(config):
         f"track {config.track}: goes on with a trained model; name its run or checkpoint with "
         f"--init-from (`./run.sh {FIRST_TRACK} --run-id NAME` trains one)",
     )
-    content = find_trained(config.init_from, "init-from")
+    content = train_gpt.find_checkpoint(os.path.expanduser(config.init_from), "init-from")
     saved, here = content["config"], shape_of(config, 0)
     is_same = saved.tokenizer == config.tokenizer
     words = f"it reads {saved.tokenizer}, and {config.data} holds {config.tokenizer}"
@@ -187,19 +181,16 @@ def initial_checkpoint(config):
     return content
 
 
-def validation_tokens(config, data):
-    """The validation tokens of a corpus, whose training shards need not hold all that the run
-    takes."""
-    config = dataclasses.replace(config, data=data, steps=1)
-    return train_gpt.open_corpus(config).val
-
-
-def first_corpus(config, learned):
-    """{name of the loss: validation tokens} of the corpus that a model with the Config `learned`
-    has learned. Raises ConfigError."""
-    data = os.path.abspath(os.path.expanduser(config.first_data or learned.data))
+def first_corpus(config, initial):
+    """{name of the loss: validation tokens} of the corpus that the model of a checkpoint has
+    learned, or of the one that the Config names for it. Raises ConfigError."""
+    data = os.path.abspath(os.path.expanduser(config.first_data or initial["config"].data))
     try:
-        return {"first_val_loss": validation_tokens(config, data)}
+        corpus = train_gpt.open_to_score(dataclasses.replace(config, data=data))
+        if not config.first_data:
+            message = f"{data}: the corpus is not the one that --init-from has read"
+            corpus.require_same(initial["data"], message)
+        return {"first_val_loss": corpus.val}
     except ConfigError as error:  # it names the key of the other corpus
         raise ConfigError(str(error).replace("--data", "--first-data")) from None
 
@@ -235,7 +226,7 @@ def extend(config, is_check=False):
         f"track {config.track}: continual.py runs the track continual; use train_gpt.py",
     )
     initial = initial_checkpoint(config)
-    val_sets = first_corpus(config, initial["config"])
+    val_sets = first_corpus(config, initial)
 
     def prepare(run):
         trainer, is_new = run.trainer, run.step == 0  # else it is resumed, and has its weights

@@ -3249,6 +3249,12 @@ def restore(trainer, content):
         raise ConfigError(f"{words}; use the script and configuration of its run") from None
 
 
+def open_to_score(config):
+    """The Corpus of a model that is only scored: its training shards need not hold what a run
+    takes. Raises ConfigError."""
+    return open_corpus(dataclasses.replace(config, steps=1))
+
+
 # ----- the run
 
 
