@@ -70,9 +70,6 @@ def test_a_corpus_that_was_built_again_is_refused_unless_it_is_named(rich_run, u
     corpus.rename(tmp_path / "moved")
     assert str(corpus) in refusal(use(*words))
     assert use(*words, "--data", tmp_path / "moved").code == 0
-    shutil.copy(folder / "checkpoint.pt", "alone.pt")
-    line = refusal(use("--checkpoint", "alone.pt"))
-    assert "alone.sha256: is missing; copy it" in line and "damaged" not in line
 
 
 def test_a_vocabulary_that_is_not_the_models_is_refused(path, use, tmp_path):
@@ -90,7 +87,6 @@ def test_a_vocabulary_that_is_not_the_models_is_refused(path, use, tmp_path):
     with pytest.raises(train_gpt.ConfigError, match="another number of pieces"):
         sample.tokenizer_of(larger)
     (tmp_path / "v.tiktoken").unlink()
-    os.mkfifo(tmp_path / "v.tiktoken")
     with pytest.raises(train_gpt.ConfigError, match="its file is missing"):
         sample.tokenizer_of(config)
 
@@ -147,7 +143,7 @@ def test_samples_top_k_and_a_prompt_file(path, use, tmp_path):
     assert "no UTF-8 text" in refusal(use(*words, "--prompt-file", "prompt"))
 
 
-def test_a_prompt_comes_through_a_pipe_and_ends(path, use, tmp_path):
+def test_a_prompt_comes_through_a_pipe_and_ends(path, use):
     """As with `--prompt-file <(...)`, which names a link in /dev/fd."""
     words = ["--checkpoint", path, "--tokens", 4, "--prompt-file"]
     reading, writing = os.pipe()
@@ -157,7 +153,6 @@ def test_a_prompt_comes_through_a_pipe_and_ends(path, use, tmp_path):
     os.close(reading)
     assert run.code == 0 and run.stdout.startswith("def "), run.stdout
     assert "is longer than" in refusal(use(*words, "/dev/zero"))
-    assert "Is a directory" in refusal(use(*words, tmp_path))
 
 
 def test_text_streams_in_whole_characters(path, use, monkeypatch):
@@ -193,9 +188,7 @@ BAD_WORDS = [
     (["--checkpoint", "x.pt", "--samples", "0"], "--samples 0"),
     (["--checkpoint", "x.pt", "--top-k", "-1"], "--top-k -1"),
     (["--checkpoint", "x.pt", "--temperature", "inf"], "--temperature inf"),
-    (["--checkpoint", "x.pt", "--steps", "5"], "--steps"),
     (["--checkpoint", "x.pt", "--prompt", "x", "--eval"], "--prompt"),
-    (["--checkpoint", "x.pt", "--tokens", "0"], "--tokens 0"),
     (["--checkpoint", "x.pt", "--seed", "-1"], "--seed -1"),
 ]
 
