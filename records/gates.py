@@ -13,8 +13,8 @@ What is asked of a trainer:
                      tokens from `low` on, by the model before a step; all ranks call it together
     model.logits(hidden)       (n, vocabulary) float32, of hidden states (n, width)
 
-A trainer that lies in all of these answers alike passes, as does a model that has been told of this
-text before: tests/trainer/cheats.py has both kinds, and a reader of the script must find them.
+No gate can see what a model has been told of this text before, nor a trainer whose answers lie all
+alike: a reader of the script must find that. tests/trainer/cheats.py has cheats that pass.
 """
 
 import hashlib
@@ -55,10 +55,12 @@ def check_gates(trainer, step, val, reported, digest):
 
     val: the validation tokens (val_tokens + 1,) uint16. reported: the mean loss over them that the
     run claims. digest: a function of the trainer that hashes all tensors which a step changes.
-    causal: nothing depends on later tokens. local: nothing depends on other documents, whose
-    leaks most often show in both gates. normalised: the reported loss is the mean of the exact
-    losses, and, to the last digits, that of the losses themselves, which no pass may change for
-    another. unmoved: all these passes have changed no tensor.
+
+    causal: nothing depends on later tokens.
+    normalised: the reported loss is the mean of the exact losses, and, to the last digits, that of
+        the losses themselves, which no pass may change for another.
+    local: nothing depends on other documents; such leaks most often show in `causal`, too.
+    unmoved: all these passes have changed no tensor.
     """
     began = time.perf_counter()
     before = digest(trainer)
@@ -126,7 +128,9 @@ class Gates:
         return found
 
     def find_in_pass(self, low, turn):
-        """What the pass from `low` on adds to find()."""
+        """What the pass from `low` on adds to find(). Few turns compare, so that the gates take no
+        more than twice the time of a validation; those with short documents have most of the cuts,
+        the others have the long-range ones."""
         rng = np.random.default_rng([self.config.seed, 1, low])
         if turn % 4 == 0:
             outputs, compared = self.compare(self.val, low, rng, noise=rng.random() / 2)
@@ -144,6 +148,7 @@ class Gates:
         return plain(losses), plain(hidden)
 
     def logits(self, hidden):
+        """Logits (n, vocabulary) of hidden states (n, width)."""
         return plain(self.trainer.model.logits(hidden))
 
     def look_at_losses(self, low, losses, hidden):
