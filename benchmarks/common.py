@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))  # so that every script of this folder runs by its
 import train_gpt
 
 RESULTS = ROOT / "benchmarks" / "results"
+TRACK = train_gpt.TRACKS["english-net"]  # that of a CPU
 
 
 # ----- command lines
@@ -191,10 +192,7 @@ def reference_attention(
 def timed(function, device):
     """Call a function. Returns (seconds, result); the seconds hold its work on the device, too."""
 
-    def synchronize():
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     synchronize()
     began = time.perf_counter()
     result = function()

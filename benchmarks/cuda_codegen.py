@@ -6,12 +6,11 @@
 
 It needs torch's build for CUDA, and no GPU. The forward and backward pass of a micro-batch and the
 updates of the parameters are traced with tensors that have no content. torch.compile's CUDA code
-for them is written and assembled for sm_90, never run: so there are no times. `Triton` and `other`
-are launches; the latter are those of cuBLAS, FlashAttention and torch itself. `GB` is what Triton's
-kernels read and write (Inductor's own count), without matrix products and attention; `bound` is the
-time that an H100's memory takes for it. What an update does outside of compiled code is not
-counted. Results: benchmarks/results/cuda_codegen.{json,md}. The last line has the figures of
-forward and backward pass together.
+for them is written for sm_90, never run: so there are no times. `Triton` and `other` are launches;
+the latter are those of cuBLAS, FlashAttention and torch itself. `GB` is what Triton's kernels read
+and write (Inductor's own count), without matrix products and attention; `bound` is the time that an
+H100's memory takes for it. What an update does outside of compiled code is not counted. Results:
+benchmarks/results/cuda_codegen.{json,md}. The last line is of both passes together.
 """
 
 import copy
@@ -206,16 +205,6 @@ def read_graph(code):
     }
 
 
-def assemble(code):
-    """Assemble a graph's Triton kernels for sm_90, in their first configuration."""
-    from torch._inductor.codecache import PyCodeCache
-
-    for text in {text for _, text in KERNEL.findall(code)}:
-        for value in vars(PyCodeCache.load(text)).values():
-            if hasattr(value, "configs") and hasattr(value, "_precompile_config"):
-                value._precompile_config(value.configs[0])
-
-
 # ----- what is measured
 
 
@@ -270,8 +259,6 @@ def measure(config, step):
         parts["updates"] = updates(config, due)
     figures = {}
     for what, graphs in parts.items():
-        for code in graphs:
-            assemble(code)
         read = [read_graph(code) for code in graphs]
         figures[what] = {name: sum(one[name] for one in read) for name in read[0]}
     return figures

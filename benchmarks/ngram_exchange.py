@@ -58,7 +58,7 @@ def measure(config, runtime, text, repeats):
     for step in range(repeats):
         lows = [(step * world_size + rank) * length for rank in range(world_size)]
         passages = [train_gpt.contiguous_passage(text, low, length) for low in lows]
-        rows = [table.finder.find([passage])[0] for passage in passages]
+        rows = [train_gpt.ngram_rows(passage, config)[0] for passage in passages]
         bounds.append(lower_bound(rows, config, world_size))
         table.values_of(table.look_up([passages[runtime.rank]])[0])
         table.accumulate(torch.ones(length, config.model_dim, device=runtime.device))
@@ -80,7 +80,7 @@ def work_as_rank(arguments):
     text = text_of_sources((arguments.repeats + 1) * length * runtime.world_size)
     shape = {"ngram_rows": rows, "model_dim": DIM, "micro_batch_tokens": length}
     shape |= {"vocab_size": 257, "eot_token": 256, "copy_orders": ()}
-    track = dataclasses.replace(train_gpt.TRACKS["english"], **shape)
+    track = dataclasses.replace(common.TRACK, **shape)
     cases = []
     for name, orders in ORDERS.items():
         config = dataclasses.replace(track, ngram_orders=orders)

@@ -1,4 +1,4 @@
-"""The recipe of the track english on nanoGPT's own text, beside nanoGPT's figures.
+"""The recipe of the CPU's track on nanoGPT's own text, beside nanoGPT's figures.
 
     python benchmarks/peers.py input.txt [--minutes 60]
 
@@ -6,7 +6,7 @@ The text is data/tinyshakespeare/input.txt of github.com/karpathy/char-rnn, whic
 repository. As in nanoGPT, the first 90 % train and the last 10 % validate, but for what fills no
 whole pass. The text is ASCII, so a byte is a character, and losses are in nats a byte.
 
-`ours` is the track english with the changes of ARMS, which have not been tuned since its index of
+`ours` is the CPU's track with the changes of ARMS, which have not been tuned since the index of
 training text left. `plain GPT` is plain_gpt.py at the sizes of nanoGPT's quick start on a CPU.
 Seconds are processor time of one thread, so that other work on the machine hardly changes them:
 they are of training alone. A call goes on where the last one stopped, and begins no run once its
@@ -26,7 +26,6 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,9 +37,8 @@ from benchmarks.common import train_gpt
 NAME = "peers"
 SEEDS = (1, 2, 3, 4, 5)
 TEXT_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-TRACK = train_gpt.TRACKS["english"]
 BYTES = {"tokenizer": "bytes", "vocab_size": 384, "eot_token": 256, "val_sha256": ""}
-ARMS = {  # what differs from the track english
+ARMS = {  # what differs from the track
     "ours, short": {"steps": 160, "document_cap": 1024},
     "ours": {"steps": 2500, "document_cap": 1024},
 }
@@ -57,21 +55,13 @@ PUBLISHED = (
 )
 
 
-class Run(NamedTuple):
-    """One training: the arm, its setting as text, and the seed."""
-
-    arm: str
-    setting: str
-    seed: int
-
-
 # ----- runs
 
 
 def parts_of(text):
     """(bytes to train on, bytes to validate on) of a text; the latter fill whole passes."""
     cut = int(0.9 * len(text))
-    size = TRACK.val_batch_tokens
+    size = common.TRACK.val_batch_tokens
     return text[:cut], text[cut : cut + (len(text) - cut) // size * size]
 
 
@@ -80,7 +70,7 @@ def config_of(values, parts, folder, seed):
     train, val = (np.frombuffer(part, np.uint8).astype("<u2") for part in parts)
     common.write_corpus(folder, [val, train], BYTES["eot_token"], len(val))
     own = {"data": str(folder), "val_tokens": len(val), "seed": seed, "device": "cpu"}
-    return train_gpt.with_values(TRACK, {**BYTES, **own, **values})
+    return train_gpt.with_values(common.TRACK, {**BYTES, **own, **values})
 
 
 def train_ours(values, parts, seed):
@@ -104,24 +94,24 @@ def train_plain(parts, seed):
     return training.loss(), seconds
 
 
-def settings():
-    """{arm: its setting as text}."""
-    of_ours = {arm: json.dumps(values) for arm, values in ARMS.items()}
-    return {**of_ours, PLAIN_ARM: json.dumps([*PLAIN, PLAIN_STEPS])}
+def wanted():
+    """All trainings in their order, as the figures that tell one from another."""
+    settings = {**ARMS, PLAIN_ARM: [*PLAIN, PLAIN_STEPS]}
+    for seed in SEEDS:
+        for arm, setting in settings.items():
+            yield {"arm": arm, "setting": json.dumps(setting), "seed": seed}
 
 
 def measure(run, parts):
-    """The figures of a run, as they stand in the results."""
-    if run.arm == PLAIN_ARM:
-        loss, seconds = train_plain(parts, run.seed)
-    else:
-        loss, seconds = train_ours(ARMS[run.arm], parts, run.seed)
-    return {**run._asdict(), "loss": loss, "seconds": round(seconds, 2)}
+    """(loss in nats a byte, processor seconds) of one of the trainings that are wanted."""
+    if run["arm"] == PLAIN_ARM:
+        return train_plain(parts, run["seed"])
+    return train_ours(ARMS[run["arm"]], parts, run["seed"])
 
 
-def run_of(figures):
-    """The Run whose figures these are."""
-    return Run(*(figures[name] for name in Run._fields))
+def figures_of(run, runs):
+    """The figures of a training among those that have run, or None."""
+    return next((figures for figures in runs if run.items() <= figures.items()), None)
 
 
 # ----- the page
@@ -141,11 +131,10 @@ def last_line(means, medians, seeds):
 
 def report(runs):
     """(the page, the last line) of the figures of runs with today's settings."""
-    found = {arm: [] for arm in settings()}
-    for figures in runs:
-        run = run_of(figures)
-        if run.setting == settings().get(run.arm):
-            found[run.arm].append((figures["loss"], figures["seconds"]))
+    found = {arm: [] for arm in (*ARMS, PLAIN_ARM)}
+    for run in wanted():
+        if figures := figures_of(run, runs):
+            found[run["arm"]].append((figures["loss"], figures["seconds"]))
     rows = []
     means = {}
     medians = {}
@@ -156,12 +145,11 @@ def report(runs):
             means[arm] = statistics.mean(losses)
             medians[arm] = statistics.median(times)
             row = [common.spread(losses, 4), common.spread(times, 1)]
-        context = PLAIN.context if arm == PLAIN_ARM else TRACK.val_windows[-1]
+        context = PLAIN.context if arm == PLAIN_ARM else common.TRACK.val_windows[-1]
         rows.append([arm, context, *row, len(pairs)])
     header = ["what", "context, bytes", "validation loss, nats a byte", "processor seconds", "n"]
     line = last_line(means, medians, min(map(len, found.values())))
-    table = common.markdown_table(header, [*rows, *PUBLISHED])
-    return f"{table}\n\n`{line}`", line
+    return f"{common.markdown_table(header, [*rows, *PUBLISHED])}\n\n`{line}`", line
 
 
 def read_text(path):
@@ -185,14 +173,12 @@ def main(argv=None):
     facts = common.environment("cpu")
     path = Path(arguments.results) / f"{NAME}.json"
     runs = json.loads(path.read_text())["runs"] if path.is_file() else []
-    wanted = [Run(arm, setting, seed) for seed in SEEDS for arm, setting in settings().items()]
-    known = {run_of(figures) for figures in runs}
-    for run in wanted:
-        if run in known or time.monotonic() > deadline:
+    for run in wanted():
+        if figures_of(run, runs) or time.monotonic() > deadline:
             continue
-        figures = measure(run, parts)
-        runs.append({**figures, "commit": facts["commit"]})
-        print(f"{run.arm} seed:{run.seed} loss:{figures['loss']:.4f}", flush=True)
+        loss, seconds = measure(run, parts)
+        runs.append({**run, "loss": loss, "seconds": seconds, "commit": facts["commit"]})
+        print(f"{run['arm']} seed:{run['seed']} loss:{loss:.4f}", flush=True)
         common.write_results(arguments.results, NAME, facts, {"runs": runs}, report(runs)[0])
     print(report(runs)[1])
 

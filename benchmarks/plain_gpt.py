@@ -15,16 +15,15 @@ shapes, and S seconds are as many of these. A call goes on where the last one st
 no run fits into its minutes. Results: benchmarks/results/plain_gpt.{json,md}; the last line is
 `plain_gpt loss:<mean> std:<of the seeds> seeds:<n> tokens:<of a run> seconds:600`.
 
-A turn of --turns times 60 steps of the best setting, and then one whole run of --script, which is
-the working train_gpt.py or a record's, on the track english and two ranks. The plain GPT's time is
-its mean step's, times the steps of its ten minutes; ours is the run's training time. The factor is
-the median of their ratios. With another --corpus of the same vocabulary, each turn has a seed of
-its own, and the plain GPT trains there until its validation loss is no higher than that of our run.
-Results: benchmarks/results/plain_turns.{json,md}, to which each call adds its turns; the last line
-is `<corpus> factor:<median> low:<smallest> high:<largest> turns:<n>`, of turns with this script.
+A turn of --turns takes one whole run of --script on the CPU's track and two ranks, and then 60
+steps of the plain GPT's best setting. Its time is that of its ten minutes' steps, by the mean of
+these; ours is the run's training time. The factor is the median of their ratios. On another
+--corpus of the same vocabulary each turn has a seed of its own, and the plain GPT trains until its
+validation loss is no higher than ours. Results: benchmarks/results/plain_turns.{json,md}, where a
+call replaces the turns of its corpus. The last line is
+`<corpus> factor:<median> low:<smallest> high:<largest> turns:<n>`.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -53,7 +52,6 @@ SEEDS = (1, 2, 3, 4, 5)
 TURNS, STEPS_OF_TURN = 3, 20  # of calibration
 STEPS_TIMED = 60  # in a turn beside our trainer
 LOOKS = 40  # at the validation loss, in a run on another corpus
-TRACK = common.train_gpt.TRACKS["english"]
 
 
 class Setting(NamedTuple):
@@ -163,7 +161,7 @@ class Corpus:
         self.train = torch.cat(parts["train"])
         val = torch.cat(parts["val"])
         scored = min(VAL_TOKENS, len(val) - 1)
-        scored -= scored % TRACK.val_batch_tokens  # our runs score whole passes
+        scored -= scored % common.TRACK.val_batch_tokens  # our runs score whole passes
         self.val = val[: scored + 1]
 
 
@@ -320,12 +318,12 @@ def keep(folder, facts, runs, step_seconds):
 
 
 def train_ours(script, seed, folder):
-    """Train the track english on two ranks, on the corpus in `folder`.
+    """Train the CPU's track on two ranks, on the corpus in `folder`.
 
     Returns (validation loss, seconds of training)."""
     run_id = f"{NAME}-{os.getpid()}-{seed}"
-    values = {"track": TRACK.track, "device": "cpu", "seed": seed}
-    if folder != TRACK.data:
+    values = {"track": common.TRACK.track, "device": "cpu", "seed": seed}
+    if folder != common.TRACK.data:
         values["data"] = folder
     log = common.train(common.ROOT, run_id, common.words_of(values), THREADS, script)
     result = json.loads((log / "result.json").read_text())
@@ -364,60 +362,53 @@ def take_turn(final, script, seed, folder):
     final: the figures of the plain GPT's long run, with the mean loss of all its seeds."""
     corpus = Corpus(common.ROOT / folder)
     setting = run_of(final).setting
-    turn = {"corpus": Path(folder).name, "seed": seed}
-    if folder == TRACK.data:
-        turn["plain_loss"] = final["loss"]
-        turn["plain_seconds"] = seconds_of_steps(setting, final["steps"], corpus)
-        turn["loss"], turn["seconds"] = train_ours(script, seed, folder)
-        return {**turn, "is_reached": True}
-    turn["loss"], turn["seconds"] = train_ours(script, seed, folder)
-    training = Training(setting, seed, final["steps"], corpus)
-    turn["plain_seconds"], turn["plain_loss"] = seconds_to_loss(training, turn["loss"])
-    return {**turn, "is_reached": turn["plain_loss"] <= turn["loss"]}
+    loss, seconds = train_ours(script, seed, folder)
+    if folder == common.TRACK.data:
+        plain_seconds = seconds_of_steps(setting, final["steps"], corpus)
+        plain_loss = final["loss"]
+    else:
+        training = Training(setting, seed, final["steps"], corpus)
+        plain_seconds, plain_loss = seconds_to_loss(training, loss)
+        if plain_loss > loss:  # it is never as good, and the factor has no upper limit
+            plain_seconds = math.inf
+    losses = {"plain_loss": plain_loss, "loss": loss}
+    return {"seed": seed, **losses, "plain_seconds": plain_seconds, "seconds": seconds}
 
 
 def report_turns(turns):
-    """(a table of turns, the last line of each corpus), of turns with the script of the last."""
+    """(the table of all turns in Markdown, {corpus: its last line}), of {corpus: turns}."""
     rows = []
-    factors = {}
-    for turn in turns:
-        if turn["code"] != turns[-1]["code"]:
-            continue
-        factor = turn["plain_seconds"] / turn["seconds"]
-        sign = "" if turn["is_reached"] else "more than "
-        factors.setdefault(turn["corpus"], []).append(factor)
-        losses = [f"{turn[name]:.4f}" for name in ("plain_loss", "loss")]
-        seconds = [f"{turn[name]:.1f}" for name in ("plain_seconds", "seconds")]
-        rows.append([turn["corpus"], turn["seed"], *losses, *seconds, f"{sign}{factor:.2f}"])
-    lines = [
-        f"{corpus} factor:{statistics.median(own):.2f} low:{min(own):.2f} high:{max(own):.2f} "
-        f"turns:{len(own)}"
-        for corpus, own in factors.items()
-    ]
+    lines = {}
+    for corpus, own in turns.items():
+        factors = [turn["plain_seconds"] / turn["seconds"] for turn in own]
+        for turn, factor in zip(own, factors, strict=True):
+            losses = [f"{turn[name]:.4f}" for name in ("plain_loss", "loss")]
+            seconds = [f"{turn[name]:.1f}" for name in ("plain_seconds", "seconds")]
+            rows.append([corpus, turn["seed"], *losses, *seconds, f"{factor:.2f}"])
+        line = f"{corpus} factor:{statistics.median(factors):.2f} low:{min(factors):.2f} "
+        lines[corpus] = f"{line}high:{max(factors):.2f} turns:{len(own)}"
     header = ["corpus", "seed", "the plain GPT's loss", "our loss", "the plain GPT's seconds"]
     return common.markdown_table([*header, "our seconds", "factor"], rows), lines
 
 
 def run_turns(arguments, final):
-    """Take the turns that a call asks for, and keep each. Prints the last line of the corpus."""
+    """Take the turns that a call asks for. They replace earlier ones on the same corpus."""
     facts = common.environment("cpu")
-    script = common.ROOT / arguments.script
-    code = hashlib.sha256(script.read_bytes()).hexdigest()
     path = Path(arguments.results) / "plain_turns.json"
-    turns = json.loads(path.read_text())["turns"] if path.is_file() else []
-    name = Path(arguments.corpus).name
-    done = sum(turn["corpus"] == name and turn["code"] == code for turn in turns)
-    for seed in range(done + 1, done + 1 + arguments.turns):
-        turn = take_turn(final, script, seed, arguments.corpus)
-        turns.append({**turn, "script": arguments.script, "code": code})
+    turns = json.loads(path.read_text())["turns"] if path.is_file() else {}
+    corpus = Path(arguments.corpus).name
+    turns[corpus] = []
+    for seed in range(1, arguments.turns + 1):
+        turn = take_turn(final, common.ROOT / arguments.script, seed, arguments.corpus)
+        turns[corpus].append({**turn, "script": arguments.script})
         table, lines = report_turns(turns)
-        text = "\n\n".join([f"Our script: {arguments.script}", table, *map("`{}`".format, lines)])
-        common.write_results(arguments.results, "plain_turns", facts, {"turns": turns}, text)
-    print(next(line for line in lines if line.startswith(f"{name} ")))
+        page = "\n\n".join([table, *(f"`{line}`" for line in lines.values())])
+        common.write_results(arguments.results, "plain_turns", facts, {"turns": turns}, page)
+    print(lines[corpus])
 
 
 def main(argv=None):
-    defaults = {"minutes": 60.0, "turns": 0, "script": "train_gpt.py", "corpus": TRACK.data}
+    defaults = {"minutes": 60.0, "turns": 0, "script": "train_gpt.py", "corpus": common.TRACK.data}
     arguments = common.parser(__doc__, **defaults).parse_args(argv)
     deadline = time.monotonic() + 60 * arguments.minutes
     torch.set_num_threads(THREADS)
@@ -431,9 +422,11 @@ def main(argv=None):
             sys.exit(f"error: {path} has no run of {LONG} seconds; call this without --turns first")
         mean = statistics.mean(figures["loss"] for figures in finals)
         return run_turns(arguments, {**finals[0], "loss": mean})
-    if arguments.corpus != TRACK.data:
-        sys.exit(f"error: --corpus {arguments.corpus}: it is tuned on {TRACK.data}; add --turns N")
-    corpus = Corpus(common.ROOT / TRACK.data)
+    if arguments.corpus != common.TRACK.data:
+        sys.exit(
+            f"error: --corpus {arguments.corpus}: it is tuned on {common.TRACK.data}; add --turns N"
+        )
+    corpus = Corpus(common.ROOT / common.TRACK.data)
     step_seconds = known.get("step_seconds", {})
     new_shapes = [setting for setting in GRID if setting.shape not in step_seconds]
     if new_shapes:

@@ -42,7 +42,7 @@ ARMS = {
 def config_of(text, steps, arm, seed):
     """The Config of a run of ours on the corpus data/TEXT."""
     fineweb = train_gpt.TRACKS["fineweb"]
-    small = train_gpt.TRACKS["english-net"]
+    small = common.TRACK
     stages = [
         dataclasses.replace(
             stage,
