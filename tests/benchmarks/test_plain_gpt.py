@@ -1,5 +1,5 @@
-"""benchmarks/plain_gpt.py: the loss against float64 and at the start, an interrupted tuning, and turns
-beside our trainer."""
+"""benchmarks/plain_gpt.py: the loss against float64 and at the start, an interrupted tuning, and
+turns beside our trainer."""
 
 import json
 import math
