@@ -50,7 +50,13 @@ PLAIN_STEPS = 2000
 # From the README of github.com/karpathy/nanoGPT.
 A100_LOSS = 1.4697
 PUBLISHED = (
-    ["nanoGPT's train_shakespeare_char on an A100", 256, A100_LOSS, "3 minutes of the GPU", "unknown"],
+    [
+        "nanoGPT's train_shakespeare_char on an A100",
+        256,
+        A100_LOSS,
+        "3 minutes of the GPU",
+        "unknown",
+    ],
     ["nanoGPT's quick start on a CPU", 64, 1.88, "3 minutes", "unknown"],
 )
 

@@ -30,7 +30,6 @@ from benchmarks import common
 # Matrices of a bank, directions that may move, frozen ones, channels: as 64 channels, fineweb's
 # attention and fineweb's MLP have them at an unfreeze_rank_ratio of a half.
 SIZES = ((20, 32, 32, 64), (8, 384, 384, 768), (2, 384, 384, 3072))
-TINY_SIZES = ((3, 6, 4, 16),)
 
 
 def gram(update, frozen_parts):
@@ -100,15 +99,13 @@ def report(cases):
 
 
 def main(argv=None):
-    defaults = {"repeats": 5, "device": "auto", "tiny": False}
-    arguments = common.parser(__doc__, **defaults).parse_args(argv)
+    arguments = common.parser(__doc__, repeats=5, device="auto").parse_args(argv)
     device = train_gpt.Runtime(arguments.device).device  # on a CPU it computes with one thread
-    sizes = TINY_SIZES if arguments.tiny else SIZES
-    cases = [measure(size, arguments.repeats, device) for size in sizes]
+    cases = [measure(size, arguments.repeats, device) for size in SIZES]
     table, line = report(cases)
     facts = common.environment(device)
-    data = {"cases": cases}
-    common.write_results(arguments.results, "projection", facts, data, f"{table}\n\n`{line}`")
+    page = f"{table}\n\n`{line}`"
+    common.write_results(arguments.results, "projection", facts, {"cases": cases}, page)
     print(f"{table}\n{line}")
 
 

@@ -29,6 +29,9 @@ NAME = "published"
 DIM = 96
 HEADS = 6
 SCALE = 1 / 4  # of windows and document caps
+# What is as on the CPU's track, so that both train on the same corpora.
+SAME = ("tokenizer", "vocab_size", "eot_token", "micro_batch_tokens", "micro_batches_a_pass")
+SAME += ("val_tokens", "val_batch_tokens", "val_every", "dtype", "compile")
 # As many rows as the published table has at this size, at its rate, and no copies.
 TABLE = {"ngram_orders": (2,), "ngram_rows": 7680, "ngram_lr": 0.6, "copy_orders": ()}
 # What differs from fineweb, by the name of an arm.
@@ -42,7 +45,6 @@ ARMS = {
 def config_of(text, steps, arm, seed):
     """The Config of a run of ours on the corpus data/TEXT."""
     fineweb = train_gpt.TRACKS["fineweb"]
-    small = common.TRACK
     stages = [
         dataclasses.replace(
             stage,
@@ -55,27 +57,18 @@ def config_of(text, steps, arm, seed):
     ]
     values = {
         "data": str(common.ROOT / "data" / text),
-        "tokenizer": small.tokenizer,
-        "vocab_size": small.vocab_size,
-        "eot_token": small.eot_token,
         "steps": steps,
         "seed": seed,
-        "micro_batch_tokens": small.micro_batch_tokens,
-        "micro_batches_a_pass": 1,
         "stages": stages,
         "model_dim": DIM,
         "head_dim": DIM // HEADS,
         "mlp_dim": 4 * DIM,
         # Scores of narrower heads are then as large as those of 128 channels.
         "attention_scale": fineweb.attention_scale * (fineweb.head_dim * HEADS / DIM) ** 0.5,
-        "val_tokens": small.val_tokens,
-        "val_batch_tokens": small.val_batch_tokens,
         "val_windows": tuple(round(SCALE * window) for window in fineweb.val_windows),
-        "val_every": 0,
-        "dtype": "float32",
-        "compile": False,
         "device": "cpu",
     }
+    values |= {name: getattr(common.TRACK, name) for name in SAME}
     return train_gpt.with_values(fineweb, {**values, **TABLE, **ARMS[arm]})
 
 

@@ -103,13 +103,13 @@ def report(cases):
 
 
 def main(argv=None):
-    defaults = {"sizes": "64,128,256,512,1024", "repeats": 3, "device": "auto", "tiny": False}
+    defaults = {"sizes": "64,128,256,512,1024", "repeats": 3, "device": "auto"}
     arguments = common.parser(__doc__, **defaults).parse_args(argv)
     device = train_gpt.Runtime(arguments.device).device  # on a CPU it computes with one thread
     cases = []
     for size in map(int, arguments.sizes.split(",")):
         count = max(2, min(64, FACTORS_OF_ALL_SIZES // size**2))
-        cases.append(measure(size, 2 if arguments.tiny else count, arguments.repeats, device))
+        cases.append(measure(size, count, arguments.repeats, device))
     table, line = report(cases)
     facts = common.environment(device)
     common.write_results(arguments.results, "qr", facts, {"cases": cases}, f"{table}\n\n`{line}`")

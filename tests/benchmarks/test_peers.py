@@ -38,25 +38,37 @@ def test_a_ratio_is_of_a_loss_that_is_reached(short, plain, ours, words):
     assert peers.last_line(means, medians, 3) == f"tinyshakespeare {words} seeds:3"
 
 
-def test_a_call_goes_on_where_the_last_one_ended(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(peers.torch, "set_num_threads", lambda _: None)  # other tests' are kept
-    monkeypatch.setattr(peers, "SEEDS", (1,))
-    monkeypatch.setattr(peers, "TEXT_SHA256", hashlib.sha256(TEXT).hexdigest())
+@pytest.mark.slow
+def test_both_sides_learn(monkeypatch):
     monkeypatch.setattr(peers, "PLAIN_STEPS", 2)
-    monkeypatch.setattr(peers, "ARMS", {"ours, short": SMALL, "ours": {**SMALL, "steps": 3}})
+    parts = peers.parts_of(TEXT)
+    for loss, seconds in (peers.train_ours(SMALL, parts, 1), peers.train_plain(parts, 1)):
+        assert loss < np.log(peers.BYTES["vocab_size"]) and seconds > 0
+
+
+def test_a_call_goes_on_where_the_last_one_ended(tmp_path, monkeypatch, capsys):
+    trained = []
+
+    def measure(run, parts):
+        trained.append((run["arm"], run["seed"]))
+        return 1.4, 100.0
+
+    monkeypatch.setattr(peers, "measure", measure)
+    monkeypatch.setattr(peers.torch, "set_num_threads", lambda _: None)  # other tests' are kept
+    monkeypatch.setattr(peers, "TEXT_SHA256", hashlib.sha256(TEXT).hexdigest())
     (tmp_path / "input.txt").write_bytes(TEXT)
     words = [str(tmp_path / "input.txt"), "--results", str(tmp_path)]
     peers.main([*words, "--minutes", "0"])
-    assert "below_a100:not measured seeds:0" in capsys.readouterr().out
+    assert not trained and "below_a100:not measured seeds:0" in capsys.readouterr().out
     peers.main(words)
-    runs = json.loads((tmp_path / "peers.json").read_text())["runs"]
-    assert [run["arm"] for run in runs] == ["ours, short", "ours", "plain GPT"]
-    assert all(run["loss"] < 7 and run["seconds"] > 0 for run in runs)
-    kept = runs[1:]
-    (tmp_path / "peers.json").write_text(json.dumps({"runs": kept}))
+    assert len(set(trained)) == len(trained) == 3 * len(peers.SEEDS)
+    content = json.loads((tmp_path / "peers.json").read_text())
+    (tmp_path / "peers.json").write_text(json.dumps({"runs": content["runs"][1:]}))
     peers.main(words)
-    again = json.loads((tmp_path / "peers.json").read_text())["runs"]
-    assert again[:-1] == kept and again[-1]["loss"] == runs[0]["loss"]
+    assert trained[-1] == trained[0] and len(trained) == 1 + 3 * len(peers.SEEDS)
+    line = "tinyshakespeare quick_start_ratio:1.0 below_a100:100.0 seeds:5"
+    assert capsys.readouterr().out.splitlines()[-1] == line
+    assert line in (tmp_path / "peers.md").read_text()
 
 
 def test_another_text_is_refused(tmp_path):
