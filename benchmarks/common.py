@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -27,17 +26,18 @@ sys.path.insert(0, str(ROOT))  # so that every script of this folder runs by its
 import train_gpt
 
 RESULTS = ROOT / "benchmarks" / "results"
+TRACK = train_gpt.TRACKS["english-net"]  # that of a CPU
 
 
 # ----- command lines
 
 
 def parser(doc, **defaults):
-    """The command line of the benchmark with this docstring, which no launcher may start.
+    """The command line of the benchmark with this docstring; a launcher may not start it.
 
     It has an option for each default, and a flag for each default that is False."""
     if "WORLD_SIZE" in os.environ and "--worker" not in sys.argv:
-        sys.exit("error: a benchmark starts its ranks itself; use python instead of torchrun")
+        sys.exit("error: a benchmark starts its own ranks; call it with python, not with torchrun")
     made = argparse.ArgumentParser(description=doc.splitlines()[0])
     for name, default in {**defaults, "results": RESULTS}.items():
         options = {"default": default, "type": type(default)}
@@ -55,7 +55,7 @@ def option_of(name):
 
 
 def words_of(values):
-    """The command-line words of train_gpt.py for a dict of configuration values."""
+    """The command-line words that give train_gpt.py these configuration values, a dict."""
     words = []
     for name, value in values.items():
         words += [option_of(name), str(value)]
@@ -66,9 +66,9 @@ def words_of(values):
 
 
 def python_documents(limit):
-    """Python sources of the installed torch as byte tokens: real text everywhere.
+    """Python sources of the installed torch as byte tokens: text that every machine has.
 
-    Returns one uint16 array a source, as many as it takes to reach `limit` tokens."""
+    Returns a list of uint16 arrays, one a source, with `limit` tokens or a little more."""
     documents = []
     total = 0
     for path in sorted(Path(torch.__file__).parent.rglob("*.py")):
@@ -84,8 +84,8 @@ def python_documents(limit):
 def write_corpus(folder, documents, eot_token, val_tokens):
     """Write documents (integer arrays) as a corpus of one training and one validation shard.
 
-    The first documents, as many as hold val_tokens, are for validation. The folder appears when
-    it is complete."""
+    The first documents are for validation: as many as hold val_tokens. The folder appears when it
+    is complete."""
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
     ends = np.cumsum([len(document) for document in documents])
@@ -104,38 +104,31 @@ def write_corpus(folder, documents, eot_token, val_tokens):
 
 
 def on_ranks(script, world_size, words, **options):
-    """Run a script on so many processes of one thread each; a single one needs no launcher.
+    """Run a script on world_size processes of one thread each.
 
     Takes the options of subprocess.run, and returns what it returns."""
     command = [sys.executable]
     if world_size > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone"]
         command += [*launcher, f"--nproc_per_node={world_size}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # A record's script stands in a folder of its own, and imports the judge's package.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run([*command, str(script), *words], env=environment, **options)
 
 
-def device_of_ranks(wanted, world_size):
-    """The type of device for so many ranks: with "auto", GPUs where there are as many."""
-    if wanted != "auto":
-        return wanted
-    return "cuda" if torch.cuda.device_count() >= world_size else "cpu"
+def train(folder, run_id, words, world_size=1, script=ROOT / "train_gpt.py"):
+    """Run a trainer from `folder` as a user does. Returns the folder of its log.
 
-
-def train(folder, run_id, options, world_size=1):
-    """Run train_gpt.py from `folder` as its users would. Returns the folder of its log.
-
-    Raises SystemExit with the run's last words when it fails."""
-    words = ["--run-id", run_id, *options]
+    Raises SystemExit with the end of the run's output when it fails."""
     captured = {"cwd": folder, "capture_output": True, "text": True}
-    done = on_ranks(ROOT / "train_gpt.py", world_size, words, **captured)
+    done = on_ranks(script, world_size, ["--run-id", run_id, *words], **captured)
     if done.returncode:
-        sys.exit(f"{run_id} failed: {(done.stdout + done.stderr)[-600:]}")
+        sys.exit(f"error: {run_id} failed: {(done.stdout + done.stderr)[-600:]}")
     return Path(folder) / "logs" / run_id
 
 
 class Training:
-    """The trainer and the loader of a configuration in this process, a step at a time."""
+    """The trainer and the loader of a configuration, in this process, one step at a time."""
 
     def __init__(self, config):
         torch.manual_seed(config.seed)
@@ -147,51 +140,33 @@ class Training:
         self.loader = train_gpt.TrainLoader(config, self.corpus.shards, self.runtime, look_up)
 
     def step(self, step):
-        """Take the next step, which has this number. Returns its mean loss, a tensor."""
+        """Take the step of this number, which is the next. Returns its mean loss, a tensor."""
         batch = self.loader.next_batch()
         return self.trainer.step(step, batch) / batch.tokens
 
     def loss(self):
-        """The validation loss of the whole run."""
+        """The validation loss at the end of the run."""
         return self.trainer.evaluate(self.config.steps, self.corpus.val)
 
     def close(self):
         self.loader.close()
 
 
-def curve(config, every):
-    """Yield (steps, processor seconds, validation loss) of a whole run, every so many steps and at
-    its end. The seconds are of training and of reading the index."""
+def trained(config):
+    """Train a whole run. Returns (validation loss, processor seconds of its steps)."""
     with contextlib.closing(Training(config)) as training:
         train_gpt.warm_up(training.trainer)
         began = time.process_time()
-        training.trainer.table.read_index(training.corpus.indexed)
-        for steps in range(1, config.steps + 1):
-            training.step(steps - 1)
-            if steps % every == 0 or steps == config.steps:
-                seconds = time.process_time() - began
-                yield steps, seconds, training.loss()
-                began = time.process_time() - seconds
-
-
-def trained(config):
-    """(validation loss, processor seconds) at the end of a run."""
-    ((_, seconds, loss),) = curve(config, config.steps)
-    return loss, seconds
-
-
-TRAIN_LINE = re.compile(r"^step:\d+/\d+ train_loss:(\S+)", re.MULTILINE)
+        for step in range(config.steps):
+            training.step(step)
+        seconds = time.process_time() - began
+        return training.loss(), seconds
 
 
 def log_of(folder):
-    """A run's log.txt without the source that it begins with."""
+    """A run's log.txt without the source code at its beginning."""
     *_, tail = (Path(folder) / "log.txt").read_text().rpartition("===== END OF CODE =====\n")
     return tail
-
-
-def train_losses(folder):
-    """The training losses that a run's log has; one a step where --log-every is 1."""
-    return [float(loss) for loss in TRAIN_LINE.findall(log_of(folder))]
 
 
 def reference_attention(
@@ -202,7 +177,7 @@ def reference_attention(
     window,
     scale,
 ):
-    """The definition that every attention back end is tested against: (T, H, D), O(T^2) memory.
+    """Attention by its definition, to test every back end: (T, H, D), O(T^2) memory.
 
     Position i sees j with max(segment_start[i], i - window + 1) <= j <= i."""
     index = torch.arange(q.size(0), device=q.device)
@@ -215,12 +190,9 @@ def reference_attention(
 
 
 def timed(function, device):
-    """(seconds, result) of a call, together with what it started on the device."""
+    """Call a function. Returns (seconds, result); the seconds hold its work on the device, too."""
 
-    def synchronize():
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     synchronize()
     began = time.perf_counter()
     result = function()
@@ -232,7 +204,7 @@ def timed(function, device):
 
 
 def environment(device):
-    """What a figure depends on beside the configuration: machine, versions, commit, time."""
+    """The machine, the versions, the commit and the time of a measurement."""
     commit, dirty = train_gpt.git_state()
     has_triton = importlib.util.find_spec("triton")
     return {
@@ -261,7 +233,7 @@ def environment_line(facts):
 
 
 def spread(values, digits):
-    """`mean ± standard deviation`, the mean alone for one value."""
+    """`mean ± standard deviation`; of one value, that value."""
     text = f"{statistics.mean(values):.{digits}f}"
     if len(values) > 1:
         text += f" ± {statistics.stdev(values):.{digits}f}"
@@ -272,7 +244,7 @@ def spread(values, digits):
 
 
 def markdown_table(header, rows):
-    """A table in Markdown, of cells of any type."""
+    """A table in Markdown. Cells may have any type."""
     lines = []
     for cells in [header, ["---"] * len(header), *rows]:
         lines.append("| " + " | ".join(map(str, cells)) + " |")
@@ -280,9 +252,7 @@ def markdown_table(header, rows):
 
 
 def write_results(folder, name, facts, data, text):
-    """Write `data` as NAME.json and `text` as NAME.md, both with the environment.
-
-    Each file is whole or absent."""
+    """Write `data` as NAME.json and `text` as NAME.md, both with the environment."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     data = json.dumps({"environment": facts, **data}, indent=1)

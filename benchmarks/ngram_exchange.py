@@ -2,14 +2,12 @@
 
     python benchmarks/ngram_exchange.py [--world-sizes 2,4,8] [--repeats 5] [--device auto]
 
-Starts itself through torchrun at each world size (gloo on CPUs, NCCL where there are that many
+The script starts its own ranks at each world size (gloo on CPUs, NCCL where there are as many
 GPUs). The ranks read passages of the Python sources inside torch, and take the table's own steps:
 owners hold rows, readers pull them and push gradients (`routed`). Bytes are those that Runtime
 counts where it sends them, indices included: exact, averaged over ranks and steps. `dense` is what
 a ring sends for the whole gradient. The lower bound is each distinct foreign row that a rank's
-tokens read, once each way at 4 bytes a value. Beside it, by its shapes, what a rank of eight sends
-in a step of fineweb, whose table reads tokens with Zipf's frequencies in documents of 690 (see
-index_rates.py), and by its own shapes what one of modded-nanogpt's train_gpt.py of 2026-08 sends.
+tokens read, once each way at 4 bytes a value.
 Results: benchmarks/results/ngram_exchange.{json,md}. The last line is `routed_over_bound:<the
 largest>`.
 """
@@ -24,25 +22,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch._subclasses import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt
-from benchmarks import common, index_rates
+from benchmarks import common
 
 ORDERS = {"bigrams": (2,), "six orders": (2, 3, 4, 5, 6, 8)}
 SIZE = (4096, 2**18)  # tokens of a rank and step, table rows
 TINY_SIZE = (256, 2**12)
 DIM = 128
-LENGTH = 16384  # tokens of a micro-batch of fineweb
-# Banks are padded there for eight ranks. Of its bigram table all rows come back; the gradients of
-# those that were read are not counted.
-PUBLISHED = {
-    "matrices": 2 * (64 * 256 * 768 + 24 * 768 * 768 + 24 * 3072 * 768),
-    "embeddings": 2 * 6 * 50304 * 768,
-    "small": 0,
-    "table": 377_280 * 768,
-}
 
 
 def text_of_sources(limit):
@@ -70,7 +58,7 @@ def measure(config, runtime, text, repeats):
     for step in range(repeats):
         lows = [(step * world_size + rank) * length for rank in range(world_size)]
         passages = [train_gpt.contiguous_passage(text, low, length) for low in lows]
-        rows = [table.finder.find([passage])[0] for passage in passages]
+        rows = [train_gpt.ngram_rows(passage, config)[0] for passage in passages]
         bounds.append(lower_bound(rows, config, world_size))
         table.values_of(table.look_up([passages[runtime.rank]])[0])
         table.accumulate(torch.ones(length, config.model_dim, device=runtime.device))
@@ -91,8 +79,8 @@ def work_as_rank(arguments):
     runtime = train_gpt.Runtime(arguments.device)
     text = text_of_sources((arguments.repeats + 1) * length * runtime.world_size)
     shape = {"ngram_rows": rows, "model_dim": DIM, "micro_batch_tokens": length}
-    shape |= {"vocab_size": 257, "eot_token": 256, "copy_orders": (), "index_order": 0}
-    track = dataclasses.replace(train_gpt.TRACKS["english"], **shape)
+    shape |= {"vocab_size": 257, "eot_token": 256, "copy_orders": ()}
+    track = dataclasses.replace(common.TRACK, **shape)
     cases = []
     for name, orders in ORDERS.items():
         config = dataclasses.replace(track, ngram_orders=orders)
@@ -102,29 +90,6 @@ def work_as_rank(arguments):
     if runtime.is_main:
         Path(arguments.worker).write_text(json.dumps(cases))
     runtime.close()
-
-
-def rows_of_fineweb(config, world_size=8):
-    """The rows (LENGTH, C) that each rank's micro-batch of a step of stage 1 reads."""
-    finder = train_gpt.RowFinder(dataclasses.replace(config, index_order=0))
-    rows = []
-    for rank in range(world_size):
-        text = train_gpt.Text(index_rates.text_of(LENGTH + 1, 1 + rank), config.eot_token)
-        rows.append(finder.find([train_gpt.contiguous_passage(text, 0, LENGTH)])[0])
-    return rows
-
-
-def step_of_fineweb(config, rows, world_size=8):
-    """{what: megabytes that a rank sends for it in a step of stage 1}, where ranks read these."""
-    with FakeTensorMode():
-        model = train_gpt.GPT(config, train_gpt.BlockedAttention())
-    sent = {"matrices": 0, "embeddings": 0, "small": 0}
-    for name, param in model.named_parameters():
-        if name != "embed":  # which is the head, still
-            size = 4 if param.rule.group == "small" else param.itemsize
-            # Gradients to owners, and weights back.
-            sent[param.rule.group] += 2 * size * param.numel() * (world_size - 1) / world_size / 1e6
-    return {**sent, "table": lower_bound(rows, config, world_size) / 1e6}
 
 
 def report(cases, repeats):
@@ -152,27 +117,16 @@ def main(argv=None):
     with tempfile.TemporaryDirectory() as folder:
         for world_size in map(int, arguments.world_sizes.split(",")):
             out = Path(folder) / f"{world_size}.json"
-            device = common.device_of_ranks(arguments.device, world_size)
+            device = arguments.device
+            if device == "auto":
+                device = "cuda" if torch.cuda.device_count() >= world_size else "cpu"
             words = ["--worker", str(out), "--repeats", str(arguments.repeats), "--device", device]
             words += ["--tiny"] if arguments.tiny else []
             common.on_ranks(__file__, world_size, words, check=True)
             cases += json.loads(out.read_text())
     text = report(cases, arguments.repeats)
-    data = {"cases": cases}
-    if not arguments.tiny:
-        published = {name: 2 * count * 7 / 8 / 1e6 for name, count in PUBLISHED.items()}
-        config = dataclasses.replace(train_gpt.TRACKS["fineweb"], seed=1)
-        read = rows_of_fineweb(config)
-        steps = {"`fineweb`": step_of_fineweb(config, read), "published": published}
-        rows = [[name, *(f"{size:,.1f}" for size in step.values())] for name, step in steps.items()]
-        table = common.markdown_table(["trainer", *published], rows)
-        text += f"\n\nMB that a rank of eight sends in a step of stage 1:\n\n{table}"
-        bag = max(np.unique(rows, return_counts=True)[1].max() for rows in read).item()
-        words = f"No row is read by more than {bag:,} of a rank's {LENGTH:,} tokens"
-        text += f"\n\n{words}: the largest bag."
-        data |= {"steps": steps, "largest_bag": bag}
     facts = common.environment(device)
-    common.write_results(arguments.results, "ngram_exchange", facts, data, text)
+    common.write_results(arguments.results, "ngram_exchange", facts, {"cases": cases}, text)
     ratio = max(case["routed"] / case["bound"] for case in cases)
     print(f"{text}\nrouted_over_bound:{ratio:.3f}")
 

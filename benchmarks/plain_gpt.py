@@ -1,6 +1,7 @@
 """A plain GPT, well tuned: what GPT-2's architecture and AdamW reach in ten minutes on two cores.
 
-    python benchmarks/plain_gpt.py [--minutes 60] [--corpus data/english]
+    python benchmarks/plain_gpt.py [--minutes 60]                            tunes it
+    python benchmarks/plain_gpt.py --turns 3 [--script FILE] [--corpus DIR]  times it beside ours
 
 The model has learned positions, LayerNorm, biases, GELU, and a head tied to the embedding, as
 nanoGPT trains it (Karpathy 2022): random windows, AdamW, a clipped gradient, a linear warm-up and
@@ -8,17 +9,24 @@ then a cosine. It is tuned once. Each setting of the grid below has 60 seconds; 
 of the three best widths and depths has ten minutes; and the best of these has five seeds. All runs
 are scored on the first 262,144 tokens of the validation text, in blocks of their own context.
 
-Time is counted in steps, so that other work on the machine changes no figure: a step of a shape
-takes the mean of the fastest tenth of 60 steps, which are measured in three turns of all shapes,
-and S seconds are as many of these. What stands in plain_gpt.json is not repeated: a call goes on
-where the last one stopped, and ends when no run fits into its minutes.
-
-Results: benchmarks/results/plain_gpt.{json,md}. The last line is
+The tuning counts time in steps, so that other work on the machine changes no figure: a step of a
+shape takes the mean of the fastest tenth of 60 steps, which are measured in three turns of all
+shapes, and S seconds are as many of these. A call goes on where the last one stopped, and ends when
+no run fits into its minutes. Results: benchmarks/results/plain_gpt.{json,md}; the last line is
 `plain_gpt loss:<mean> std:<of the seeds> seeds:<n> tokens:<of a run> seconds:600`.
+
+A turn of --turns takes one whole run of --script on the CPU's track and two ranks, and then 60
+steps of the plain GPT's best setting. Its time is that of its ten minutes' steps, by the mean of
+these; ours is the run's training time. The factor is the median of their ratios. On another
+--corpus of the same vocabulary each turn has a seed of its own, and the plain GPT trains until its
+validation loss is no higher than ours. Results: benchmarks/results/plain_turns.{json,md}, where a
+call replaces the turns of its corpus. The last line is
+`<corpus> factor:<median> low:<smallest> high:<largest> turns:<n>`.
 """
 
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -42,6 +50,8 @@ SHORT, LONG = 60, 600  # seconds
 FINALISTS = 3
 SEEDS = (1, 2, 3, 4, 5)
 TURNS, STEPS_OF_TURN = 3, 20  # of calibration
+STEPS_TIMED = 60  # in a turn beside our trainer
+LOOKS = 40  # at the validation loss, in a run on another corpus
 
 
 class Setting(NamedTuple):
@@ -98,18 +108,16 @@ GRID = (
 
 
 class PlainGPT(nn.Module):
-    """A GPT of a track's vocabulary, width, heads and layers, with a context of `block` tokens."""
+    """A GPT of so many tokens, channels and layers, with a context of `block` tokens."""
 
-    def __init__(self, config, block):
+    def __init__(self, vocab_size, dim, layers, block):
         super().__init__()
-        dim = config.model_dim
-        heads = dim // config.head_dim
         options = {"activation": "gelu", "batch_first": True, "norm_first": True, "dropout": 0.0}
-        self.embed = nn.Embedding(config.vocab_size, dim)
+        self.embed = nn.Embedding(vocab_size, dim)
         self.position = nn.Embedding(block, dim)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(dim, heads, 4 * dim, **options)
-            for _ in range(config.num_layers)
+            nn.TransformerEncoderLayer(dim, dim // HEAD_DIM, 4 * dim, **options)
+            for _ in range(layers)
         )
         self.norm = nn.LayerNorm(dim)
 
@@ -137,15 +145,6 @@ class PlainGPT(nn.Module):
         return losses.view(targets.shape)
 
 
-class Shape(NamedTuple):
-    """The sizes that PlainGPT takes, under the names that a track's Config has for them."""
-
-    vocab_size: int
-    model_dim: int
-    num_layers: int
-    head_dim: int = HEAD_DIM
-
-
 # ----- training
 
 
@@ -160,7 +159,10 @@ class Corpus:
             parts[shard["split"]].append(torch.from_numpy(tokens.astype(np.int64)))
         self.vocab_size = manifest["vocab_size"]
         self.train = torch.cat(parts["train"])
-        self.val = torch.cat(parts["val"])[: VAL_TOKENS + 1]
+        val = torch.cat(parts["val"])
+        scored = min(VAL_TOKENS, len(val) - 1)
+        scored -= scored % common.TRACK.val_batch_tokens  # our runs score whole passes
+        self.val = val[: scored + 1]
 
 
 class Training:
@@ -170,8 +172,8 @@ class Training:
         self.setting = setting
         self.steps = steps
         self.corpus = corpus
-        shape = Shape(corpus.vocab_size, setting.width, setting.layers)
-        self.model = PlainGPT(shape, setting.context)
+        sizes = setting.width, setting.layers, setting.context
+        self.model = PlainGPT(corpus.vocab_size, *sizes)
         self.model.initialise(seed)
         self.generator = torch.Generator().manual_seed(seed)
         decayed = [param for param in self.model.parameters() if param.ndim == 2]
@@ -312,15 +314,119 @@ def keep(folder, facts, runs, step_seconds):
     common.write_results(folder, NAME, facts, data, f"{table}\n\n`{line}`")
 
 
+# ----- turns with our trainer
+
+
+def train_ours(script, seed, folder):
+    """Train the CPU's track on two ranks, on the corpus in `folder`.
+
+    Returns (validation loss, seconds of training)."""
+    run_id = f"{NAME}-{os.getpid()}-{seed}"
+    values = {"track": common.TRACK.track, "device": "cpu", "seed": seed}
+    if folder != common.TRACK.data:
+        values["data"] = folder
+    log = common.train(common.ROOT, run_id, common.words_of(values), THREADS, script)
+    result = json.loads((log / "result.json").read_text())
+    return result["val_loss"], result["train_time_ms"] / 1000
+
+
+def seconds_of_steps(setting, steps, corpus):
+    """The plain GPT's seconds for so many steps, by the mean of STEPS_TIMED of them."""
+    training = Training(setting, 1, steps, corpus)
+    training.step(0)  # it allocates memory, and is not timed
+    times = [training.step(step) for step in range(1, 1 + STEPS_TIMED)]
+    return statistics.mean(times) * steps
+
+
+def seconds_to_loss(training, loss):
+    """Train a plain GPT until its smoothed validation loss is no higher than `loss`.
+
+    The smoothed loss is the mean of three looks, told at the time of the second. Returns (seconds
+    of training, smoothed loss) of the first that is low enough, or else of the last."""
+    every = math.ceil(training.steps / LOOKS)
+    seconds = 0.0
+    looks = []
+    for step in range(training.steps):
+        seconds += training.step(step)
+        if (step + 1) % every == 0 or step + 1 == training.steps:
+            looks.append((seconds, training.loss()))
+            smoothed = statistics.mean(value for _, value in looks[-3:])
+            if len(looks) >= 3 and smoothed <= loss:
+                break
+    return looks[-2][0], smoothed
+
+
+def take_turn(final, script, seed, folder):
+    """The figures of one turn, as they stand in the results.
+
+    final: the figures of the plain GPT's long run, with the mean loss of all its seeds."""
+    corpus = Corpus(common.ROOT / folder)
+    setting = run_of(final).setting
+    loss, seconds = train_ours(script, seed, folder)
+    if folder == common.TRACK.data:
+        plain_seconds = seconds_of_steps(setting, final["steps"], corpus)
+        plain_loss = final["loss"]
+    else:
+        training = Training(setting, seed, final["steps"], corpus)
+        plain_seconds, plain_loss = seconds_to_loss(training, loss)
+        if plain_loss > loss:  # it is never as good, and the factor has no upper limit
+            plain_seconds = math.inf
+    losses = {"plain_loss": plain_loss, "loss": loss}
+    return {"seed": seed, **losses, "plain_seconds": plain_seconds, "seconds": seconds}
+
+
+def report_turns(turns):
+    """(the table of all turns in Markdown, {corpus: its last line}), of {corpus: turns}."""
+    rows = []
+    lines = {}
+    for corpus, own in turns.items():
+        factors = [turn["plain_seconds"] / turn["seconds"] for turn in own]
+        for turn, factor in zip(own, factors, strict=True):
+            losses = [f"{turn[name]:.4f}" for name in ("plain_loss", "loss")]
+            seconds = [f"{turn[name]:.1f}" for name in ("plain_seconds", "seconds")]
+            rows.append([corpus, turn["seed"], *losses, *seconds, f"{factor:.2f}"])
+        line = f"{corpus} factor:{statistics.median(factors):.2f} low:{min(factors):.2f} "
+        lines[corpus] = f"{line}high:{max(factors):.2f} turns:{len(own)}"
+    header = ["corpus", "seed", "the plain GPT's loss", "our loss", "the plain GPT's seconds"]
+    return common.markdown_table([*header, "our seconds", "factor"], rows), lines
+
+
+def run_turns(arguments, final):
+    """Take the turns that a call asks for. They replace earlier ones on the same corpus."""
+    facts = common.environment("cpu")
+    path = Path(arguments.results) / "plain_turns.json"
+    turns = json.loads(path.read_text())["turns"] if path.is_file() else {}
+    corpus = Path(arguments.corpus).name
+    turns[corpus] = []
+    for seed in range(1, arguments.turns + 1):
+        turn = take_turn(final, common.ROOT / arguments.script, seed, arguments.corpus)
+        turns[corpus].append({**turn, "script": arguments.script})
+        table, lines = report_turns(turns)
+        page = "\n\n".join([table, *(f"`{line}`" for line in lines.values())])
+        common.write_results(arguments.results, "plain_turns", facts, {"turns": turns}, page)
+    print(lines[corpus])
+
+
 def main(argv=None):
-    arguments = common.parser(__doc__, minutes=60.0, corpus="data/english").parse_args(argv)
+    defaults = {"minutes": 60.0, "turns": 0, "script": "train_gpt.py", "corpus": common.TRACK.data}
+    arguments = common.parser(__doc__, **defaults).parse_args(argv)
     deadline = time.monotonic() + 60 * arguments.minutes
     torch.set_num_threads(THREADS)
     facts = common.environment("cpu")
-    corpus = Corpus(common.ROOT / arguments.corpus)
     path = Path(arguments.results) / f"{NAME}.json"
     known = json.loads(path.read_text()) if path.is_file() else {}
     runs = known.get("runs", [])
+    if arguments.turns:
+        finals = finals_of(runs)
+        if not finals:
+            sys.exit(f"error: {path} has no run of {LONG} seconds; call this without --turns first")
+        mean = statistics.mean(figures["loss"] for figures in finals)
+        return run_turns(arguments, {**finals[0], "loss": mean})
+    if arguments.corpus != common.TRACK.data:
+        sys.exit(
+            f"error: --corpus {arguments.corpus}: it is tuned on {common.TRACK.data}; add --turns N"
+        )
+    corpus = Corpus(common.ROOT / common.TRACK.data)
     step_seconds = known.get("step_seconds", {})
     new_shapes = [setting for setting in GRID if setting.shape not in step_seconds]
     if new_shapes:

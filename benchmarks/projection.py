@@ -4,14 +4,12 @@
 
 H (k, h, m) holds the frozen right singular vectors of k matrices and V (k, l, m) an update of the
 others. Both lie in two parts along their singular directions, as two ranks would hold them:
-    gram         matrix by matrix, through Hᵀ H (m, m)
-    per matrix   matrix by matrix, as (V Hᵀ) H, with the parts of H joined in each step
-    factored     likewise, all matrices in one batch
-    cached       likewise, with H joined once: continual.project_update, whose ranks own whole
-                 matrices
-    wrong        each rank subtracts the sum over ranks of its part of V times its part of Hᵀ, times
-                 its part of H: these products are blocks of different rows and columns, no partial
-                 sums. A published optimizer does so.
+    gram     matrix by matrix, through Hᵀ H (m, m)
+    joined   all matrices in one batch, as (V Hᵀ) H, with the parts of H joined in each step
+    cached   likewise, with H joined once: continual.project_update, whose ranks own whole matrices
+    wrong    each rank subtracts the sum over ranks of its part of V times its part of Hᵀ, times its
+             part of H: these products are blocks of different rows and columns, no partial sums. A
+             published optimizer does so.
 Errors are the largest difference from float64, over the largest entry of V. Results:
 benchmarks/results/projection.{json,md}. The last line is `projection_speedup:<median over sizes of
 the time of gram over that of cached> max_error:<of cached> wrong_form_error:<of wrong>`.
@@ -29,10 +27,9 @@ import continual
 import train_gpt
 from benchmarks import common
 
-# Matrices of a bank, directions that may move, frozen ones, channels: as mini, fineweb's attention
-# and fineweb's MLP have them at an unfreeze_rank_ratio of a half.
+# Matrices of a bank, directions that may move, frozen ones, channels: as 64 channels, fineweb's
+# attention and fineweb's MLP have them at an unfreeze_rank_ratio of a half.
 SIZES = ((20, 32, 32, 64), (8, 384, 384, 768), (2, 384, 384, 3072))
-TINY_SIZES = ((3, 6, 4, 16),)
 
 
 def gram(update, frozen_parts):
@@ -41,13 +38,7 @@ def gram(update, frozen_parts):
     return torch.stack([one - one @ (own.mT @ own) for one, own in pairs])
 
 
-def per_matrix(update, frozen_parts):
-    frozen = torch.cat(frozen_parts, 1)
-    pairs = zip(update, frozen, strict=True)
-    return torch.stack([one - (one @ own.mT) @ own for one, own in pairs])
-
-
-def factored(update, frozen_parts):
+def joined(update, frozen_parts):
     return cached(update, torch.cat(frozen_parts, 1))
 
 
@@ -63,7 +54,7 @@ def wrong(update, frozen_parts):
     return torch.cat([part - reduced @ own for part, own in parts], 1)
 
 
-FORMS = {"gram": gram, "per matrix": per_matrix, "factored": factored, "cached": cached}
+FORMS = {"gram": gram, "joined": joined, "cached": cached}
 
 
 def measure(size, repeats, device):
@@ -108,15 +99,13 @@ def report(cases):
 
 
 def main(argv=None):
-    defaults = {"repeats": 5, "device": "auto", "tiny": False}
-    arguments = common.parser(__doc__, **defaults).parse_args(argv)
+    arguments = common.parser(__doc__, repeats=5, device="auto").parse_args(argv)
     device = train_gpt.Runtime(arguments.device).device  # on a CPU it computes with one thread
-    sizes = TINY_SIZES if arguments.tiny else SIZES
-    cases = [measure(size, arguments.repeats, device) for size in sizes]
+    cases = [measure(size, arguments.repeats, device) for size in SIZES]
     table, line = report(cases)
     facts = common.environment(device)
-    data = {"cases": cases}
-    common.write_results(arguments.results, "projection", facts, data, f"{table}\n\n`{line}`")
+    page = f"{table}\n\n`{line}`"
+    common.write_results(arguments.results, "projection", facts, {"cases": cases}, page)
     print(f"{table}\n{line}")
 
 

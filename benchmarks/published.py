@@ -4,17 +4,16 @@
 
 Both train on the same pieces of the same vocabulary in the same order, by the published schedule,
 with windows and document caps of a quarter of the published ones, n-grams of order 2 alone in
-equally many rows, and neither index nor copies. The published trainer is modded-nanogpt's
-train_gpt.py of commit f411b3d3, run in float32 after replacements of text that let it run on a CPU.
-It is no part of this repository; its figures are.
+equally many rows, and no copies. The published trainer is modded-nanogpt's train_gpt.py of commit
+f411b3d3, run in float32 after replacements of text that let it run on a CPU. It is no part of this
+repository; its figures are.
 
 A run of 400 steps takes about four minutes of one core. Each adds a line to
-benchmarks/results/published.jsonl, and published.md has them all; `--seeds ""` writes the page
-alone.
+benchmarks/results/published.jsonl, and published.md has them all; of two runs with one seed the
+later counts.
 """
 
 import dataclasses
-import itertools
 import json
 import statistics
 import sys
@@ -30,9 +29,11 @@ NAME = "published"
 DIM = 96
 HEADS = 6
 SCALE = 1 / 4  # of windows and document caps
-# 7,680 rows learn with the published table's rate. fineweb has more rows, and an index beside them.
-ROWS = {"ngram_orders": (2,), "ngram_rows": 7680, "ngram_lr": 0.6}
-NO_HINTS = {"copy_orders": (), "index_order": 0}
+# What is as on the CPU's track, so that both train on the same corpora.
+SAME = ("tokenizer", "vocab_size", "eot_token", "micro_batch_tokens", "micro_batches_a_pass")
+SAME += ("val_tokens", "val_batch_tokens", "val_every", "dtype", "compile")
+# As many rows as the published table has at this size, at its rate, and no copies.
+TABLE = {"ngram_orders": (2,), "ngram_rows": 7680, "ngram_lr": 0.6, "copy_orders": ()}
 # What differs from fineweb, by the name of an arm.
 ARMS = {
     "ours": {},
@@ -41,10 +42,9 @@ ARMS = {
 }
 
 
-def config_of(text, steps, seed, arm="ours"):
+def config_of(text, steps, arm, seed):
     """The Config of a run of ours on the corpus data/TEXT."""
     fineweb = train_gpt.TRACKS["fineweb"]
-    small = train_gpt.TRACKS["english-net"]
     stages = [
         dataclasses.replace(
             stage,
@@ -57,42 +57,25 @@ def config_of(text, steps, seed, arm="ours"):
     ]
     values = {
         "data": str(common.ROOT / "data" / text),
-        "tokenizer": small.tokenizer,
-        "vocab_size": small.vocab_size,
-        "eot_token": small.eot_token,
         "steps": steps,
         "seed": seed,
-        "micro_batch_tokens": small.micro_batch_tokens,
-        "micro_batches_a_pass": 1,
         "stages": stages,
         "model_dim": DIM,
         "head_dim": DIM // HEADS,
         "mlp_dim": 4 * DIM,
-        # So that scores of narrower heads are as large as those of 128 channels.
+        # Scores of narrower heads are then as large as those of 128 channels.
         "attention_scale": fineweb.attention_scale * (fineweb.head_dim * HEADS / DIM) ** 0.5,
-        "val_tokens": small.val_tokens,
-        "val_batch_tokens": small.val_batch_tokens,
         "val_windows": tuple(round(SCALE * window) for window in fineweb.val_windows),
-        "val_every": 0,
-        "dtype": "float32",
-        "compile": False,
         "device": "cpu",
     }
-    config = train_gpt.with_values(fineweb, {**values, **ROWS, **NO_HINTS, **ARMS[arm]})
-    return train_gpt.with_values(config, train_gpt.room_of(config))
+    values |= {name: getattr(common.TRACK, name) for name in SAME}
+    return train_gpt.with_values(fineweb, {**values, **TABLE, **ARMS[arm]})
 
 
 def runs_in(folder):
-    """All runs that were ever added, a dict each."""
+    """All runs so far, a dict each."""
     path = Path(folder, f"{NAME}.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def add_run(folder, run):
-    """Append a run in one piece, so that two processes can at a time."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with open(Path(folder, f"{NAME}.jsonl"), "a") as file:
-        file.write(json.dumps(run) + "\n")
 
 
 def report(runs):
@@ -126,27 +109,20 @@ def main(argv=None):
     if arguments.arm not in ARMS:
         sys.exit(f"error: --arm {arguments.arm}: no such arm; they are {'; '.join(ARMS)}")
     of_all = {name: getattr(arguments, name) for name in ("text", "steps", "arm")}
-    seeds = [int(seed) for seed in arguments.seeds.split(",") if seed]
-    for seed, known in itertools.product(seeds, runs_in(arguments.results)):
-        if {**of_all, "seed": seed}.items() <= known.items():
-            sys.exit(f"error: --seeds {seed}: it has been run; name others, or other --results")
     torch.set_num_threads(1)
     facts = common.environment("cpu")
-    for seed in seeds:
-        config = config_of(arguments.text, arguments.steps, seed, arguments.arm)
+    for seed in [int(seed) for seed in arguments.seeds.split(",") if seed]:
+        config = config_of(**of_all, seed=seed)
         try:
             loss, seconds = common.trained(config)
         except train_gpt.ConfigError as error:
             sys.exit(f"error: {error}")
-        run = {**of_all, "seed": seed, "loss": loss, "seconds": round(seconds, 1)}
-        run |= {name: facts[name] for name in ("commit", "dirty", "date", "torch", "device")}
-        add_run(arguments.results, run)
-    runs = runs_in(arguments.results)
-    table, lines = report(runs)
-    last = [run for run in runs if run["arm"].startswith("ours")][-1]
-    words = f"{last['device']}, one thread, torch {last['torch']}, last run of ours: commit"
-    page = [table, *lines, f"{words} {last['commit'][:12]}, {last['date']}"]
-    common.write_whole(arguments.results / f"{NAME}.md", "\n\n".join(page) + "\n")
+        run = {**of_all, "seed": seed, "loss": loss, "seconds": round(seconds, 1), **facts}
+        with open(Path(arguments.results, f"{NAME}.jsonl"), "a") as file:
+            file.write(json.dumps(run) + "\n")
+    table, lines = report(runs_in(arguments.results))
+    page = "\n\n".join([table, *lines, common.environment_line(facts)])
+    common.write_whole(arguments.results / f"{NAME}.md", page + "\n")
     print("\n".join(lines))
 
 

@@ -1,5 +1,5 @@
-"""benchmarks/plain_gpt.py: the loss against float64 and at the start, and a tuning that was
-interrupted; and plain_turns.py: a factor that is of turns with one record."""
+"""benchmarks/plain_gpt.py: the loss against float64 and at the start, an interrupted tuning, and
+turns beside our trainer."""
 
 import json
 import math
@@ -8,12 +8,12 @@ import types
 import pytest
 import torch
 
-from benchmarks import common, plain_gpt, plain_turns
+from benchmarks import common, plain_gpt
 
 
 @torch.no_grad()
 def test_the_loss_against_float64():
-    model = plain_gpt.PlainGPT(plain_gpt.Shape(50, 64, 1), 12)
+    model = plain_gpt.PlainGPT(50, 64, 1, 12)
     model.initialise(0)
     tokens = torch.arange(12) ** 2 % 50
     begun = model(tokens[None, :-1], tokens[None, 1:]).mean().item()
@@ -50,26 +50,30 @@ def test_a_tuning_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     assert ends[0] == ends[1] and len(ends[0]) == 1 + 5
 
 
-def turn(record, plain_seconds, seconds):
-    return {"record": record, "plain_seconds": plain_seconds, "seconds": seconds, "loss": 2.95}
+# ----- turns with our trainer
 
 
-def test_a_factor_is_the_median_over_turns_of_the_last_record():
-    turns = [turn("old", 600.0, 600.0), turn("new", 600.0, 20.0), turn("new", 1000.0, 20.0)]
-    turns += [turn("new", 700.0, 20.0)]
-    page, line = plain_turns.report(turns)
-    assert line == "plain_turns record:new factor:35.0 low:30.0 high:50.0 turns:3"
-    assert page.count("\n") == 4 and "| 3 | 700 | 20.0 | 35.0 |" in page
+def turn(seed, plain_seconds, seconds):
+    losses = {"plain_loss": 2.9543, "loss": 2.95}
+    return {"seed": seed, **losses, "plain_seconds": plain_seconds, "seconds": seconds}
 
 
-def test_the_plain_seconds_are_those_of_all_its_tokens(monkeypatch):
+def test_a_factor_is_the_median_over_the_turns_of_its_corpus():
+    english = [turn(1, 600.0, 20.0), turn(2, 1000.0, 20.0), turn(3, 700.0, 20.0)]
+    table, lines = plain_gpt.report_turns({"english": english, "verse": [turn(1, math.inf, 30.0)]})
+    assert lines["english"] == "english factor:35.00 low:30.00 high:50.00 turns:3"
+    assert lines["verse"] == "verse factor:inf low:inf high:inf turns:1"
+    assert "| english | 3 | 2.9543 | 2.9500 | 700.0 | 20.0 | 35.00 |" in table
+
+
+def test_the_plain_seconds_are_those_of_all_its_steps(monkeypatch):
     text = types.SimpleNamespace(vocab_size=50, train=torch.arange(999) % 50)
     setting = plain_gpt.Setting(32, 1, 16, 64, 0.01)
     monkeypatch.setattr(plain_gpt.Training, "step", lambda self, number: 0.5)
-    assert plain_turns.plain_seconds(setting, text, 3.0, 640) == 0.5 * 10
+    assert plain_gpt.seconds_of_steps(setting, 640, text) == 0.5 * 640
 
 
-def test_the_plain_seconds_elsewhere_end_at_the_first_look_at_no_higher_a_loss():
+def test_the_plain_gpt_stops_where_its_smoothed_loss_is_no_higher():
     def training(loss_of):
         steps = []
 
@@ -79,13 +83,64 @@ def test_the_plain_seconds_elsewhere_end_at_the_first_look_at_no_higher_a_loss()
 
         return types.SimpleNamespace(steps=400, step=step, loss=lambda: loss_of(len(steps)))
 
-    passed = training(lambda count: 5.0 - count / 100)
-    assert plain_turns.seconds_to_loss(passed, 3.65) == (0.5 * 140, 3.6)  # a look every 10 steps
-    assert plain_turns.seconds_to_loss(training(lambda count: 4.0), 3.65) == (0.5 * 400, 4.0)
+    # A look every ten steps: the mean of 3.7, 3.6 and 3.5 is the first that is low enough.
+    falling = training(lambda count: 5.0 - count / 100)
+    assert plain_gpt.seconds_to_loss(falling, 3.6) == (0.5 * 140, pytest.approx(3.6))
+    # One lucky look at step 200 does not do.
+    lucky = training(lambda count: 3.0 if count == 200 else 4.0)
+    assert plain_gpt.seconds_to_loss(lucky, 3.5)[1] == 4.0
 
 
-def test_a_factor_elsewhere_is_of_a_plain_gpt_that_was_looked_at():
-    run = {"corpus": "verse", "val_tokens": 4096, "plain_loss": 3.8, "loss": 3.9}
-    run |= {"plain_seconds": 90.0, "seconds": 0.5}
-    page = plain_turns.report_elsewhere([run, {**run, "looks": plain_turns.LOOKS}])
-    assert [line.split(" | ")[-1] for line in page.splitlines()[2:]] == ["- |", "180.0 |"]
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """A folder with the tuned setting; the steps of both sides are not taken."""
+    corpus = types.SimpleNamespace(vocab_size=50)
+    monkeypatch.setattr(plain_gpt, "Corpus", lambda folder: corpus)
+    monkeypatch.setattr(plain_gpt, "seconds_of_steps", lambda setting, steps, corpus: 0.1 * steps)
+    monkeypatch.setattr(plain_gpt, "Training", lambda setting, seed, steps, corpus: seed)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    run = plain_gpt.Setting(128, 3, 128, 2048, 0.003)._asdict()
+    run |= {"seconds": 600, "steps": 1000, "tokens": 2_048_000, "seed": 1, "loss": 2.9}
+    content = {"runs": [run, {**run, "seed": 2, "loss": 3.0}], "step_seconds": {}}
+    (tmp_path / "plain_gpt.json").write_text(json.dumps(content))
+    return tmp_path
+
+
+def test_turns_run_our_trainer_and_replace_those_of_the_call_before(results, monkeypatch, capsys):
+    calls = []
+
+    def train(folder, run_id, words, world_size, script):
+        calls.append((words, world_size, script))
+        (folder / "result.json").write_text('{"val_loss": 2.94, "train_time_ms": 25000.0}')
+        return folder
+
+    monkeypatch.setattr(common, "train", train)
+    monkeypatch.setattr(common, "ROOT", results)
+    for turns in (3, 2):
+        plain_gpt.main(["--turns", str(turns), "--results", str(results)])
+        line = f"english factor:4.00 low:4.00 high:4.00 turns:{turns}"
+        assert capsys.readouterr().out.strip() == line
+    words = ["--track", common.TRACK.track, "--device", "cpu", "--seed", "2"]
+    assert calls[-1] == (words, 2, results / "train_gpt.py")
+    monkeypatch.setattr(plain_gpt, "seconds_to_loss", lambda training, loss: (50.0 * training, 2.9))
+    plain_gpt.main(["--turns", "2", "--corpus", "data/verse", "--results", str(results)])
+    assert capsys.readouterr().out.strip() == "verse factor:3.00 low:2.00 high:4.00 turns:2"
+    assert calls[-1][0][-2:] == ["--data", "data/verse"]
+    content = json.loads((results / "plain_turns.json").read_text())["turns"]
+    assert [turn["plain_loss"] for turn in content["english"]] == pytest.approx([2.95, 2.95])
+    # A plain GPT that never comes as low has no time.
+    monkeypatch.setattr(plain_gpt, "seconds_to_loss", lambda training, loss: (50.0, 2.95))
+    plain_gpt.main(["--turns", "1", "--corpus", "data/verse", "--results", str(results)])
+    assert capsys.readouterr().out.strip() == "verse factor:inf low:inf high:inf turns:1"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--turns", "1"], "has no run of 600 seconds; call this without --turns first"),
+        (["--corpus", "data/verse"], "it is tuned on data/english; add --turns N"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(words, message, tmp_path):
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        plain_gpt.main([*words, "--results", str(tmp_path)])

@@ -12,7 +12,7 @@ RUN = {"text": "english", "steps": 400, "seconds": 200.0}
 
 def test_the_schedule_is_the_published_one_on_a_sixteenth_of_the_tokens():
     fineweb = train_gpt.TRACKS["fineweb"]
-    config = published.config_of("english", 1285, 1)
+    config = published.config_of("english", 1285, "ours", 1)
     assert 128 * train_gpt.training_tokens(config) == train_gpt.training_tokens(fineweb)
     weights = [train_gpt.loss_weights_at(config, step) for step in range(1285)]
     assert weights == [train_gpt.loss_weights_at(fineweb, step) for step in range(1285)]
@@ -25,37 +25,39 @@ def test_the_schedule_is_the_published_one_on_a_sixteenth_of_the_tokens():
 
 
 def test_an_arm_changes_what_it_says():
-    plain = dataclasses.asdict(published.config_of("verse", 400, 1))
+    plain = dataclasses.asdict(published.config_of("verse", 400, "ours", 1))
     for arm, changes in published.ARMS.items():
-        other = dataclasses.asdict(published.config_of("verse", 400, 1, arm))
+        other = dataclasses.asdict(published.config_of("verse", 400, arm, 1))
         assert {name for name, value in other.items() if value != plain[name]} == set(changes)
 
 
-def test_both_sides_are_compared_on_the_seeds_that_both_have(tmp_path):
-    for arm, seed, loss in (("ours", 1, 3.0), ("ours", 2, 3.2), ("published", 2, 3.4)):
-        published.add_run(tmp_path, {**RUN, "arm": arm, "seed": seed, "loss": loss})
-    table, lines = published.report(published.runs_in(tmp_path))
+def test_both_sides_are_compared_on_the_seeds_that_both_have():
+    runs = [
+        {**RUN, "arm": arm, "seed": seed, "loss": loss}
+        for arm, seed, loss in (("ours", 1, 3.0), ("ours", 2, 3.2), ("published", 2, 3.4))
+    ]
+    table, lines = published.report(runs)
     assert "| english | 400 | ours | 3.1000 ± 0.1414 | 2 | 200 |" in table
     assert lines == ["`english ours:3.2000 published:3.4000 seeds:1 steps:400` (ours; published)"]
-    assert published.report([])[1] == []
 
 
 def test_a_run_is_added_to_the_others(tmp_path, monkeypatch):
+    folder = ["--results", str(tmp_path)]
     monkeypatch.setattr(published.common, "trained", lambda config: (config.seed / 10, 1.0))
-    published.main(["--seeds", "1,2", "--results", str(tmp_path)])
-    published.main(["--seeds", "3", "--text", "verse", "--results", str(tmp_path)])
+    published.main(["--seeds", "1,2", *folder])
+    published.main(["--seeds", "3", "--text", "verse", *folder])
     found = [(run["text"], run["seed"], run["loss"]) for run in published.runs_in(tmp_path)]
     assert found == [("english", 1, 0.1), ("english", 2, 0.2), ("verse", 3, pytest.approx(0.3))]
     assert "| verse | 400 | ours | 0.3000 | 1 | 1 |" in (tmp_path / "published.md").read_text()
 
 
-def test_no_run_is_counted_twice_and_an_absent_text_is_named(tmp_path, monkeypatch):
-    folder = ["--results", str(tmp_path)]
-    with pytest.raises(SystemExit, match="error: .*absent: no .*_train_.*; run"):
-        published.main(["--seeds", "1", "--text", "absent", *folder])
-    monkeypatch.setattr(published.common, "trained", lambda config: (0.1, 1.0))
-    published.main(["--seeds", "1", *folder])
-    with pytest.raises(SystemExit, match="--seeds 1: it has been run; name others"):
-        published.main(["--seeds", "2,1", *folder])
-    published.main(["--seeds", "1", "--arm", "ours, tuned", *folder])
-    assert len(published.runs_in(tmp_path)) == 2
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--text", "absent"], ".*absent: no .*_train_.*; run"),
+        (["--arm", "hers"], "--arm hers: no such arm; they are ours; ours, tuned"),
+    ],
+)
+def test_what_is_absent_is_named(words, message, tmp_path):
+    with pytest.raises(SystemExit, match=f"error: {message}"):
+        published.main(["--seeds", "1", *words, "--results", str(tmp_path)])
