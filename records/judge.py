@@ -1,6 +1,7 @@
 """`verify`: what a record must fulfil. Nothing of it is executed; the first RecordError ends it."""
 
 import filecmp
+import hashlib
 import itertools
 import math
 import re
@@ -10,8 +11,8 @@ from pathlib import Path
 from records import render, stats
 from records.files import RecordError, about, read_text, require, require_same
 from records.log import due_losses
-from records.record import CACHE, FOLDER, chain, figures, paths_in
-from records.settings import FORMS, LIMITS
+from records.record import CACHE, FOLDER, figures, paths_in
+from records.settings import FORMS, LIMITS, RULES
 from records.source import config_of, sha256_of
 
 AUTHORS = re.compile(FORMS["authors"])
@@ -35,43 +36,33 @@ def check_run(run, board, rules):
         check_gpus(run.world_size, board, rules)
         is_gpu = run.cuda != "none" or "gpus" not in rules
         require(is_gpu, f"ran without a GPU, and the board {board} is one of GPUs")
-        is_older = run.code_sha256 in rules.get("older_scripts", ())
-        check_configuration(run, {} if is_older else config_of(run.source, track))
+        check_configuration(run, config_of(run.source, track))
+        is_known = run.gates in RULES["gates_sha256"]
+        hint = "rules.json has those of each records/gates.py that may judge a run"
+        require(is_known, f"gates have the sha256 {run.gates}; {hint}")
         tokens, text = run.config["val_tokens"], run.config["val_sha256"]
-        gates = dict.fromkeys(LIMITS.gates[:3] if is_older else LIMITS.gates, "ok")
+        gates = dict.fromkeys(LIMITS.gates, "ok")
         with about("validity"):
             require_same(run.validity, {**gates, "val_tokens": str(tokens), "val_sha256": text})
         check_rates(run)
 
 
 def check_fixed(config, board, rules):
-    """A configuration, and each stage in it, has what is fixed; rules that wait for it refuse."""
+    """A configuration has what the rules of its board fix; rules without a hash refuse."""
     fixed = rules["config"]
-    waits = rules.get("provisional")
-    shown = f"the target {fixed['target_loss']:g} of {board} is provisional ({waits})"
-    require(not waits, f"{shown}; no record is taken before rules.json has the final one")
     hint = "propose that of the validity line"
     require(fixed["val_sha256"], f"rules.json has no val_sha256 of {board} yet; {hint}")
     found = {name: config[name] for name in fixed if name in config}
     require_same(found, fixed, ", the track's is ")
     due_losses(config)
-    if due := rules.get("stages"):
-        stages = config.get("stages")
-        is_rows = isinstance(stages, list) and {*map(type, stages)} == {dict}
-        require(is_rows, f"stages is {ascii(stages)[:60]}; a row for each of them is due")
-        for stage in stages:
-            found = {name: stage[name] for name in due if name in stage}
-            with about("stages"):
-                require_same(found, due, ", each stage of the board has ")
 
 
 def check_gpus(world_size, board, rules):
     """As many processes, one a GPU, as a board takes that says how many."""
     least, most = rules.get("gpus", (0, math.inf))
-    takes = (
-        f"{board} takes {least} to {most} GPUs; --world-size gives their number, --track a board"
-    )
-    require(least <= world_size <= most, f"world size {world_size}: {takes}")
+    takes = f"{board} takes {least} to {most} GPUs"
+    hint = "--world-size gives their number, --track another board"
+    require(least <= world_size <= most, f"world size {world_size}: {takes}; {hint}")
 
 
 def check_configuration(run, script):
@@ -82,7 +73,7 @@ def check_configuration(run, script):
         hint = "in the config line, where a log has what it became"
         require(run.dtype in LIMITS.dtypes, f"dtype is {ascii(run.dtype)[:60]} {hint}")
         told["dtype"] = run.dtype
-    wanted = {**(script or run.config), **told}
+    wanted = {**script, **told}
     require_same(run.config, wanted, " in the config line, in the script or other lines it is ")
 
 
@@ -94,20 +85,17 @@ def check_rates(run):
     shown = f"tokens is {run.tokens}, world size {run.world_size}"
     require(unit > 0 and run.tokens % unit == 0, f"{shown}; each takes whole micro-batches")
     steps = run.config["steps"]
-    counts = [stage["micro_batches"] for stage in run.config.get("stages", ())]
-    fewest, most = (min(counts), max(counts)) if counts else (1, math.inf)  # of older schedules
+    counts = [stage["micro_batches"] for stage in run.config["stages"]]
     rate = 1000 * run.tokens / took
     room = 1 + 0.6 * rate / took  # both were rounded
     bounds = {
-        "number of micro-batches": (steps * fewest, run.tokens / size, steps * most),
+        "number of micro-batches": (steps * min(counts), run.tokens / size, steps * max(counts)),
         "tokens_per_s": (rate - room, run.speed, rate + room),
-        "mfu": (0, run.mfu, LIMITS.most_mfu),
     }
     if run.cuda == "none":
         cores = re.search(r" x(\d{1,4})$", run.device)
         shown = f"device is {ascii(run.device)}"
         require(cores, f"{shown}; a processor's ends with its cores, as in x8")
-        bounds["mfu"] = LIMITS.least_mfu, run.mfu, LIMITS.most_mfu
         bounds["cpu_time"] = LIMITS.least_work * took, run.cpu_time_ms, 1.1 * int(cores[1]) * took
         # Parameters and tables are held in memory, two bytes a value or more.
         values = sum(map(int, re.findall(r"=(\d+)", run.sizes.replace(",", ""))))
@@ -132,8 +120,8 @@ def check_record(record, older, rules):
         require(is_own, f"train_gpt.py is the code of {other.name}; a record has code of its own")
         is_own = other.title.casefold() != record.title.casefold()
         require(is_own, f"is named like {other.name}; a record has a name of its own")
-    parent = next(reversed(chain(older)), None)
-    words = "; a record is measured against the last of the track's chain before it, which is "
+    parent = older[-1] if older else None
+    words = "; a record is measured against the last of its board before it, which is "
     require_same({"its parent": record.parent}, {"its parent": parent and parent.name}, words)
     check_machine(record, parent)
     check_runs(record)
@@ -148,8 +136,6 @@ def check_machine(record, parent):
     check_one(LIMITS.machine, runs)
     check_one(["sizes", "tokens"], record.runs)
     check_one(["sizes", "tokens"], record.baseline + older)
-    if record.by_steps and older:
-        check_sizes(record.runs[0], older[0])
     for _, alike in itertools.groupby(runs, lambda run: [*map(run.config.get, LIMITS.choosing)]):
         check_one(["backends"], [*alike])
 
@@ -160,24 +146,6 @@ def check_one(names, runs):
         values = sorted({str(getattr(run, name)) for run in runs})
         shown = ", ".join(ascii(value)[:60] for value in values[:3])
         require(len(values) <= 1, f"{name} differs between runs: {shown}; one of each is asked")
-
-
-def sizes_of(run):
-    """{group: how many parameters} that a log tells of."""
-    groups = re.findall(r"(\w+)=([\d,]+)", run.sizes)
-    return {name: int(count.replace(",", "")) for name, count in groups}
-
-
-def check_sizes(run, older):
-    """A model whose steps are compared with an older one's is as large, but for a few scalars."""
-    own, others = sizes_of(run), sizes_of(older)
-    few = LIMITS.scalars * others.get("small", 0)
-    is_like = own.keys() == others.keys()
-    for name, count in own.items():
-        spare = few if name == "small" else 0
-        is_like = is_like and abs(count - others[name]) <= spare
-    shown = f"sizes are {ascii(run.sizes)[:99]}, the parent's {ascii(older.sizes)[:99]}"
-    require(is_like, f"{shown}; only small may differ, by {LIMITS.scalars:.0%}")
 
 
 def check_runs(record):
@@ -228,11 +196,6 @@ def check_figures(record, found):
         require(speed["p"] <= stats.ALPHA, f"not shown to be faster than {record.parent}: {shown}")
         mean, _ = stats.mean_and_std([run.val_loss for run in record.baseline])
         require(mean < loss["target"], f"the parent's runs miss the target: mean loss {mean:.5f}")
-    if record.by_steps:
-        require(not speed, "has a baseline, and its board counts steps; make runs with `run`")
-        steps = found["steps"]
-        is_less = steps["parent"] is None or steps["count"] < steps["parent"]
-        require(is_less, f"{steps['count']} steps are no fewer than {record.parent}'s")
 
     is_name = isinstance(by, str) and AUTHORS.fullmatch(by)
     require(is_name, f"result.json: by is {ascii(by)[:60]}; names of 100 letters at most are due")
@@ -261,6 +224,15 @@ def check_copies(runs, limit):
             raise RecordError(f"{run.path}: {shown}; a run counts once")
 
 
+def digest_of(folder):
+    """The sha256 of a folder: of the names and the bytes of its files."""
+    digest = hashlib.sha256()
+    paths = [path for path in sorted(folder.rglob("*")) if CACHE not in path.parts]
+    for path in filter(Path.is_file, paths):
+        digest.update(f"{path.relative_to(folder)}:{sha256_of(read_text(path))}\n".encode())
+    return digest.hexdigest()
+
+
 def check_folders(repository):
     """What was merged is there, byte for byte, behind no link, and each folder is judged."""
     home = repository.home
@@ -268,7 +240,9 @@ def check_folders(repository):
     for folder in [home, *tracks]:
         require(not folder.is_symlink(), f"{folder}: is a symbolic link; records lie in a folder")
     for folder in filter(Path.is_dir, paths_in(home)):
-        require(folder in tracks, f"{folder}: is no track's folder, and so nothing judges it")
+        left = RULES["closed"].get(folder.name)  # what a closed board left
+        is_judged = folder in tracks or left and digest_of(folder) == left
+        require(is_judged, f"{folder}: is no open board's folder, nor as a closed board left it")
     own = repository.merged and repository.merged / "records"
     for path in filter(Path.is_file, sorted(own.glob("*/[0-9]*/**/*")) if own else ()):
         place = path.relative_to(own)
@@ -289,8 +263,6 @@ def check_records(repository):
             check_run(run, track, rules)
         for number, record in enumerate(records):
             with about(record.folder):
-                is_late = rules.get("closed") and repository.merged and record.age[0]
-                require(not is_late, f"is new, and the track {track} is closed")
                 check_record(record, records[:number], rules)
         check_copies(runs, rules["copy_loss"])
 

@@ -105,14 +105,14 @@ def check_agreement(run, last):
         shown = f"{run.bits} bits a byte, {run.val_bytes} bytes and a loss of {run.val_loss}"
         nats = run.bits * math.log(2) * run.val_bytes / run.config["val_tokens"]
         require(abs(nats - run.val_loss) < 1e-4 * run.val_loss, f"{shown} do not agree")
-    if hasattr(run, "cuts"):
-        shown = f"cuts is {run.cuts}, and missed_1pct {run.missed}"
-        require(abs(0.99**run.cuts - run.missed) <= 1e-5, f"{shown}; it is 0.99 to the cuts")
+    shown = f"cuts is {run.cuts}, and missed_1pct {run.missed}"
+    require(abs(0.99**run.cuts - run.missed) <= 1e-5, f"{shown}; it is 0.99 to the cuts")
 
 
 def parse_log(path, script):
-    """What the complete log of a script's run says: what FORMS keep, times in ms, and `losses` to
-    compare, by their kind and step, where 0 is the last step of any run."""
+    """What the complete log of a script's run says: what FORMS keep, times in ms; `curve`, its
+    validation losses at their seconds; and `losses` to compare, by their kind and step, where 0 is
+    the last step of any run."""
     text = read_text(path)
     with about(path):
         source, lines = split_log(text)
@@ -121,6 +121,9 @@ def parse_log(path, script):
         require(is_complete, f"the run did not complete, or its log was cut: {ascii(ending[:80])}")
         run = SimpleNamespace(path=path, source=script)
         ends = lines[-6:]
+        is_checked = not any(line.startswith("validity:unchecked") for line in ends)
+        hint = "python -m records puts records/gates.py on the path of the runs that it makes"
+        require(is_checked, f"validity:unchecked, so no gates judged the run; {hint}")
         tail = [row[:2] for row in FORMS["tail"] if any(line.startswith(row[2]) for line in ends)]
         head = len(FORMS["head"])
         last = len(lines) - len(tail)
@@ -132,6 +135,7 @@ def parse_log(path, script):
         require(is_own, f"ran other code ({run.code_sha256[:8]}) than the script it belongs to")
         points = points_of(lines[head:last], run.config)
         check_agreement(run, points[-1])
+        run.curve = [(point.time_ms / 1000, point.loss) for point in points if point.kind == "val"]
         compared = [*points[: LIMITS.compared], *points[-2:]]
         run.losses = {(point.kind, point.step % point.steps): point.loss for point in compared}
         run.validity = unique([word.split(":", 1) for word in run.validity.split()])

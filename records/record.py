@@ -48,9 +48,18 @@ class Repository:
     def all(self):
         return sum(self.records.values(), [])
 
+    def rules_of(self, track):
+        """The rules of a board that takes records. RecordError where there is none of that name."""
+        known = f"open are {', '.join(self.rules)}; records/HISTORY.md has the closed ones"
+        require(track in self.rules, f"--track {ascii(track)}: is no open board; {known}")
+        return self.rules[track]
+
     def tip(self, track):
-        """The last record of a track's chain, or None."""
-        return next(reversed(chain(self.records[track])), None)
+        """The last record of a board. RecordError says how the first is made where none is."""
+        self.rules_of(track)
+        hint = f"run `python -m records run --track {track} --runs 8`, and then submit it"
+        require(self.records[track], f"{track} has no record yet; to make the first one, {hint}")
+        return self.records[track][-1]
 
     def load(self, folder):
         """What a record's folder says. Beside what lies in it, its parent's script is read."""
@@ -60,7 +69,6 @@ class Repository:
         require(not odd, f"{folder}: {shown} is missing, or is no part of a record")
         record = SimpleNamespace(folder=folder, track=folder.parent.name, name=folder.name)
         record.date, record.title = folder.name[:10], folder.name[11:]
-        record.by_steps = self.rules[record.track].get("judged_by") == "steps"
         record.source = read_script(folder)
         record.readme = read_text(folder / "README.md")
         text = read_text(folder / "result.json")
@@ -87,18 +95,6 @@ def paths_in(folder):
     """What a folder holds, by name, but for Python's caches; nothing of a link, or of no folder."""
     is_folder = folder.is_dir() and not folder.is_symlink()
     return sorted(path for path in folder.iterdir() if path.name != CACHE) if is_folder else []
-
-
-def chain(records):
-    """Of records by age the first, then the oldest of the claims against it, and so on. A record
-    claims fewer seconds by its pairs, and fewer steps on a board that is judged by them."""
-    links = []
-    for record in records:
-        parent = links[-1].name if links else None
-        is_claim = record.baseline or record.by_steps or not parent
-        if record.parent == parent and is_claim:
-            links.append(record)
-    return links
 
 
 def read_script(path):
@@ -149,10 +145,6 @@ def figures(record, rules, parent, authors):
     target = rules["config"]["target_loss"]
     p = rounded(stats.p_below(losses, target))
     added, removed = changed_lines(parent.source, record.source) if parent else (0, 0)
-    counted = {}
-    if record.by_steps:
-        before = parent.runs[0].config["steps"] if parent else None
-        counted = {"steps": {"count": first.config["steps"], "parent": before}}
     return {
         "schema": 2,
         "name": record.name,
@@ -169,5 +161,4 @@ def figures(record, rules, parent, authors):
         "loss": {**summary(losses), "target": target, "p": p},
         "train_time_ms": summary([run.train_time_ms for run in record.runs]),
         "speed": speed_figures(record.runs, record.baseline) if record.baseline else None,
-        **counted,
     }

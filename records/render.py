@@ -1,5 +1,5 @@
-"""What is drawn of records: their README.md, the leaderboards, and the staircases. All that comes
-from a log is escaped."""
+"""What is drawn of records: their README.md, the leaderboards, the results on the first page and
+the picture beside them. All that comes from a log is escaped."""
 
 import html
 import re
@@ -7,14 +7,16 @@ import re
 import numpy as np
 
 from records import stats
-from records.files import about, read_text, require
-from records.record import chain
-from records.settings import GAINS, HOME, filled
+from records.files import about, parse_json, read_text, require
+from records.settings import filled
 
 END = "<!-- end -->"
 WHY = "Write here what the idea is, why it works, and what was tried beside it."
-# Of the staircase, in pixels: its left end, its width, its first step, and the height of all.
-LEFT, ACROSS, TOP, STEP = 44, 392, 84, 46
+PLAIN = "benchmarks/results/plain_curve.json"  # the plain GPT's losses at their seconds
+FIRST_PAGE = ("record", "training time, s", "validation loss", "hardware, dtype")  # its columns
+CORNER, SIDES = np.array((60, 290)), np.array((380, -250))  # of the picture's axes, in pixels
+SECONDS = [digit * ten for ten in (1, 10, 100, 1000) for digit in (1, 2, 5)]
+LOSSES = range(1, 12)
 
 
 def cell(value):
@@ -38,6 +40,9 @@ def percent(difference):
     return f"{mean:+.1f} % ({low:+.1f} to {high:+.1f})"
 
 
+# ----- a record's page
+
+
 def run_table(runs, baseline):
     """The table of runs, each beside the parent's run of its pair if there is one."""
     rows = []
@@ -52,27 +57,33 @@ def run_table(runs, baseline):
     return table(rows)
 
 
+def gain_text(found):
+    """What a record's page says of its gain."""
+    parent, speed = found["parent"], found["speed"]
+    if not parent:
+        return "It is the first record of its board."
+    return (
+        f"Its parent is [{parent}](../{parent}/): {found['lines_added']} lines added, "
+        f"{found['lines_removed']} removed. In {speed['pairs']} pairs on one machine its training "
+        f"time differs from the parent's ({seconds(speed['parent_ms'])} s) by "
+        f"{percent(speed['relative'])}, {stats.CONFIDENCE:.0%} interval; p = {speed['p']:.2g} in "
+        f"the permutation test, at most {stats.ALPHA:g} is needed."
+    )
+
+
 def record_readme(record, found, why):
     """A record's whole README.md, of its figures."""
-    time_ms, speed = found["train_time_ms"], found["speed"]
-    kind = "pairs" if speed else "none"
-    if "steps" in found:
-        kind = "steps" if found["parent"] else "first_of_steps"
-    elif not found["parent"]:
-        kind = "first"
+    time_ms = found["train_time_ms"]
     shown = {name: cell(found[name]) for name in ("by", "hardware", "software")}
-    shown |= {"seconds": seconds(time_ms["mean"]), "spread": seconds(time_ms["std"])}
-    if speed:
-        shown |= {"gain": percent(speed["relative"]), "parent_s": seconds(speed["parent_ms"])}
-    shown = {**found, **shown, "alpha": stats.ALPHA, "confidence": stats.CONFIDENCE}
-    with about(HOME / "gains.toml"):
-        against = GAINS[kind].format(**shown)
     return filled(
         "record.md",
-        **shown,
+        **{**found, **shown},
+        seconds=seconds(time_ms["mean"]),
+        spread=seconds(time_ms["std"]),
+        alpha=stats.ALPHA,
         title=record.title,
         why=why,
-        against=against,
+        against=gain_text(found),
         table=run_table(record.runs, record.baseline),
         before=f"records/{found['track']}/{found['parent']} " if found["parent"] else "",
     )
@@ -85,100 +96,107 @@ def why_of(readme):
     return why
 
 
-def board_of(records, rules, link):
-    """The rows of the leaderboard: the track's chain, and then those beside it, latest first."""
-    links = chain(records)
-    found = links[::-1]
-    found += [record for record in reversed(records) if record not in found]
-    rows = [leaderboard_row(record, link(record)) for record in found]
-    if factors := factors_of(links, rules):
-        for record, row in zip(found, rows, strict=True):
-            row["faster than a plain GPT"] = factors.get(record.name, "")
-    return rows
+# ----- the leaderboards
 
 
-def left_of(links):
-    """What each record of a chain takes: steps, or what gains leave of the first one's seconds."""
-    if links and links[0].by_steps:
-        return np.array([float(record.result["steps"]["count"]) for record in links])
-    gains = [0.0, *(record.result["speed"]["relative"][0] for record in links[1:])]
-    first = links[0].result["train_time_ms"]["mean"] / 1000
-    return first * np.cumprod(np.add(gains, 1))
-
-
-def factors_of(links, rules):
-    """{name: by what factor it beats plain training} of a chain that is judged by seconds, where
-    rules.json has the factor of one of its records, from turns with a plain GPT on one machine."""
+def factors_of(records, rules):
+    """{name: how many times faster than a plain GPT} of a board's records. rules.json has that
+    factor of one record, measured in turns on one machine; the gains in pairs give the others."""
     plain = rules.get("plain", {})
-    names = [record.name for record in links]
-    if plain.get("record") not in names or links[0].by_steps:
+    names = [record.name for record in records]
+    if plain.get("record") not in names:
         return {}
-    left = left_of(links)
+    gains = [0.0, *(record.result["speed"]["relative"][0] for record in records[1:])]
+    left = np.cumprod(np.add(gains, 1))  # of the first record's time
     factors = plain["factor"] * left[names.index(plain["record"])] / left
     return {name: f"{factor:.1f} times" for name, factor in zip(names, factors, strict=True)}
 
 
-def leaderboard_row(record, link):
-    """A row of the leaderboard, from a verified result.json and a link to the record."""
-    found = record.result
-    gain = "no claim" if found["parent"] else "first"
-    if speed := found["speed"]:
-        gain = f"{percent(speed['relative'])}, p = {speed['p']:.2g}"
-    shown = {name: cell(found[name]) for name in ("by", "hardware")}
-    shown |= {"link": link, "date": record.date, "gain": gain}
-    shown |= {"seconds": seconds(found["train_time_ms"]["mean"])}
-    with about(HOME / "gains.toml"):
-        columns = GAINS["columns_of_steps" if record.by_steps else "columns"]
-        return {name: template.format(**{**found, **shown}) for name, template in columns}
+def board_of(records, rules, place):
+    """The rows of a leaderboard, the latest record first. place: where a page's links begin."""
+    factors = factors_of(records, rules)
+    rows = []
+    for record in reversed(records):
+        found = record.result
+        loss, speed = found["loss"], found["speed"]
+        gain = f"{percent(speed['relative'])}, p = {speed['p']:.2g}" if speed else "first"
+        spread = f"{loss['mean']:.4f} ± {loss['std']:.4f}"
+        row = {
+            "record": f"[{record.title}]({place}{record.track}/{record.name}/)",
+            "training time, s": seconds(found["train_time_ms"]["mean"]),
+            "time against its parent's, in pairs": gain,
+            "validation loss": f"{spread}, n = {found['declared_runs']}, p = {loss['p']:.2g}",
+            "hardware, dtype": cell(found["hardware"]),
+            "date": record.date,
+            "by": cell(found["by"]),
+        }
+        if factors:
+            row["faster than a plain GPT"] = factors[record.name]
+        rows.append(row)
+    return rows
+
+
+def with_block(page, text, name, block):
+    """A page's text with what stands between the marker of a name and the end replaced."""
+    marker = f"<!-- {name} -->"
+    before, _, rest = text.partition(f"{marker}\n")
+    _, end, after = rest.partition(END)
+    require(end and marker not in after, f"{page}: {marker}, and {END} behind it, are due once")
+    return f"{before}{marker}\n{block}\n{END}{after}"
 
 
 def pages_of(repository):
-    """{path: text} of what `table` writes: README.md with its leaderboards, and the staircases."""
-    page = repository.home / "README.md"
-    text = read_text(page)
-    pages = {}
+    """{path: text} of what `table` writes: the leaderboards, the first page's results, and the
+    picture of a board whose target a plain GPT sets."""
+    page, first = repository.home / "README.md", repository.root / "README.md"
+    pages = {page: read_text(page)}
+    rows, drawn = [], ""
     for track, records in repository.records.items():
         rules = repository.rules[track]
-        rows = board_of(records, rules, "[{0.title}]({0.track}/{0.name}/)".format)
-        marker = f"<!-- records/{track} -->"
-        before, _, rest = text.partition(f"{marker}\n")
-        _, end, after = rest.partition(END)
-        require(end and marker not in after, f"{page}: {marker}, and {END} behind it, are due once")
-        board = table(rows) if rows else "No records yet."
-        text = f"{before}{marker}\n{board}\n{END}{after}"
-        if stairs := staircase(track, chain(records)):
-            pages[repository.home / f"{track}.svg"] = stairs
-    return {page: text, **pages}
+        board = board_of(records, rules, "")
+        block = table(board) if board else "No records yet."
+        pages[page] = with_block(page, pages[page], f"records/{track}", block)
+        row = {"board": f"`{track}`", "target": f"{rules['config']['target_loss']:g}"}
+        row |= dict.fromkeys(FIRST_PAGE, "not measured yet")
+        if records:
+            newest = board_of(records, rules, "records/")[0]
+            row |= {name: newest[name] for name in FIRST_PAGE}
+        rows.append(row)
+        if records and "plain" in rules and (repository.root / PLAIN).is_file():
+            pages[repository.home / f"{track}.svg"] = picture(repository, records[-1])
+            words = f"Loss of {track} against seconds, beside a plain GPT"
+            drawn += f"\n\n![{words}](records/{track}.svg)"
+    pages[first] = with_block(first, read_text(first), "records", table(rows) + drawn)
+    return pages
 
 
-def staircase(track, links):
-    """An SVG file of what is left of a chain's first record; "" where there is no second one."""
-    if len(links) < 2:
-        return ""
-    left = left_of(links)
-    gains = 100 * np.diff(left, prepend=left[0]) / np.roll(left, 1)
-    unit, digits = ("steps", 0) if links[0].by_steps else ("s", 1)
-    logs = np.log(left / left.min())
-    across = LEFT + ACROSS * logs / (logs[0] or 1)
-    steps = ""
-    for number, record in enumerate(links):
-        shown = f"{left[number]:.{digits}f} {unit}"
-        shown += f", {gains[number]:+.0f} %" if number else ""
-        steps += filled(
-            "step.svg",
-            title=record.title,
-            shown=shown,
-            x=across[number],
-            before=across[max(number - 1, 0)],
-            y=TOP + STEP * number,
-            rise=-STEP * (number > 0),
-        )
-    proven = f"in {len(links) - 1} proven step{'s' * (len(links) > 2)}"
-    return filled(
-        "staircase.svg",
-        title=f"{track}: {left[0]:.0f} {unit} to {left[-1]:.{digits}f} {unit} {proven}",
-        style=read_text(HOME / "staircase.css"),
-        steps=steps,
-        height=TOP + STEP * len(links),
-        bottom=TOP + STEP * len(links) - 8,
-    )
+# ----- the picture
+
+
+def picture(repository, record):
+    """An SVG file of loss against seconds, both on log scales: a record's runs and a plain GPT."""
+    with about(PLAIN):
+        plain = parse_json(read_text(repository.root / PLAIN))
+        lines = [("plain", zip(plain["seconds"], plain["loss"], strict=True))]
+        lines += [("record", run.curve) for run in record.runs]
+        lines = [(kind, [point for point in line if point[0] > 0]) for kind, line in lines]
+        points = np.log([point for _, line in lines for point in line])
+    low, high = points.min(axis=0), points.max(axis=0)
+
+    def place(point):
+        return CORNER + (np.log(point) - low) / (high - low) * SIDES
+
+    drawn = ""
+    for kind, line in lines:
+        shown = " ".join("{:.1f},{:.1f}".format(*place(point)) for point in line)
+        drawn += f'<polyline class="{kind}" points="{shown}"/>\n'
+    corner = np.exp(low)
+    for value in SECONDS:
+        x, y = place((value, corner[1]))
+        if low[0] <= np.log(value) <= high[0]:
+            drawn += f'<text x="{x:.1f}" y="{y + 20:.1f}" text-anchor="middle">{value} s</text>\n'
+    for value in LOSSES:
+        x, y = place((corner[0], value))
+        if low[1] <= np.log(value) <= high[1]:
+            drawn += f'<text x="{x - 8:.1f}" y="{y + 5:.1f}" text-anchor="end">{value}</text>\n'
+    return filled("curves.svg", title=record.title, curves=drawn)
