@@ -10,7 +10,6 @@ from pathlib import Path
 
 from records import render, stats
 from records.files import RecordError, about, read_text, require, require_same
-from records.log import due_losses
 from records.record import CACHE, FOLDER, figures, paths_in
 from records.settings import FORMS, LIMITS, RULES
 from records.source import config_of, sha256_of
@@ -25,7 +24,7 @@ ODD_PROSE = re.compile("|".join(FORMS["odd_prose"]), re.MULTILINE)
 
 def check_run(run, board, rules):
     """One log against the rules of its board, and against the script that it ran."""
-    track = rules.get("track", board)
+    track = rules["track"]
     with about(run.path):
         data = {"its track": run.track, "data manifest": run.manifest, "shards": run.shards}
         manifest = rules["manifest_sha256"] or run.manifest
@@ -54,12 +53,11 @@ def check_fixed(config, board, rules):
     require(fixed["val_sha256"], f"rules.json has no val_sha256 of {board} yet; {hint}")
     found = {name: config[name] for name in fixed if name in config}
     require_same(found, fixed, ", the track's is ")
-    due_losses(config)
 
 
 def check_gpus(world_size, board, rules):
     """As many processes, one a GPU, as a board takes that says how many."""
-    least, most = rules.get("gpus", (0, math.inf))
+    least, most = rules.get("gpus", (1, math.inf))
     takes = f"{board} takes {least} to {most} GPUs"
     hint = "--world-size gives their number, --track another board"
     require(least <= world_size <= most, f"world size {world_size}: {takes}; {hint}")
@@ -78,25 +76,18 @@ def check_configuration(run, script):
 
 
 def check_rates(run):
-    """Tokens, rates, processor time and memory that a run can have in its time."""
+    """Rates, processor time and memory that a run can have in its time."""
     took = run.train_time_ms
-    size = run.config.get("micro_batch_tokens")
-    unit = size * run.world_size if type(size) is int else 0
-    shown = f"tokens is {run.tokens}, world size {run.world_size}"
-    require(unit > 0 and run.tokens % unit == 0, f"{shown}; each takes whole micro-batches")
-    steps = run.config["steps"]
-    counts = [stage["micro_batches"] for stage in run.config["stages"]]
     rate = 1000 * run.tokens / took
     room = 1 + 0.6 * rate / took  # both were rounded
-    bounds = {
-        "number of micro-batches": (steps * min(counts), run.tokens / size, steps * max(counts)),
-        "tokens_per_s": (rate - room, run.speed, rate + room),
-    }
+    bounds = {"tokens_per_s": (rate - room, run.speed, rate + room)}
     if run.cuda == "none":
         cores = re.search(r" x(\d{1,4})$", run.device)
         shown = f"device is {ascii(run.device)}"
         require(cores, f"{shown}; a processor's ends with its cores, as in x8")
-        bounds["cpu_time"] = LIMITS.least_work * took, run.cpu_time_ms, 1.1 * int(cores[1]) * took
+        most = 1.1 * int(cores[1]) * took
+        bounds["world size"] = 1, run.world_size, int(cores[1])
+        bounds["cpu_time"] = LIMITS.least_work * took, run.cpu_time_ms, most
         # Parameters and tables are held in memory, two bytes a value or more.
         values = sum(map(int, re.findall(r"=(\d+)", run.sizes.replace(",", ""))))
         bounds["peak_memory"] = 2 * values / run.world_size / 2**20, run.memory_mib, math.inf
@@ -134,8 +125,8 @@ def check_machine(record, parent):
     runs = record.runs + record.baseline
     older = parent.runs if parent else []
     check_one(LIMITS.machine, runs)
-    check_one(["sizes", "tokens"], record.runs)
-    check_one(["sizes", "tokens"], record.baseline + older)
+    for side in (record.runs, record.baseline + older):
+        check_one(["sizes", "tokens", "places"], side)
     for _, alike in itertools.groupby(runs, lambda run: [*map(run.config.get, LIMITS.choosing)]):
         check_one(["backends"], [*alike])
 

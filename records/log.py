@@ -45,33 +45,15 @@ def split_log(text):
     return f"{source}\n"[1:], lines
 
 
-def due_losses(config):
-    """{kind: steps between its losses} of a configuration, and how many losses a run logs."""
-    for name in ("steps", "log_every", "val_every"):
-        value = config.get(name)
-        is_count = type(value) is int and (name == "steps") <= value <= LIMITS.steps
-        require(is_count, f"{name} is {ascii(value)[:60]}, a number up to {LIMITS.steps:,} is due")
-    steps = config["steps"]
-    found = {"train": config["log_every"], "val": config["val_every"]}
-    found = {kind: every if 0 < every < steps else steps for kind, every in found.items()}
-    count = sum(math.ceil(steps / every) for every in found.values())
-    shown = f"{count} losses are logged, {LIMITS.losses} are needed to tell runs apart"
-    require(count >= LIMITS.losses, f"{shown}; change log_every or val_every")
-    return found, count
-
-
-def points_of(lines, config):
-    """The losses that were logged, at the steps of the configuration and at times that agree."""
-    steps = config["steps"]
-    every, count = due_losses(config)
+def points_of(lines, steps):
+    """The losses that were logged of a run of so many steps, in order, at times that agree."""
+    shown = f"{len(lines)} losses are logged, {LIMITS.losses} are needed to tell runs apart"
+    require(len(lines) >= LIMITS.losses, shown)
     points = [SimpleNamespace(**values_of(line, "step", FORMS["step"], {})) for line in lines]
-    shown = f"{len(points)} losses are logged, {count} are due, at the steps of the configuration"
-    require(len(points) == count, f"{shown} and in order")
-    due = []
-    for kind, pace in every.items():
-        due += [(min(step, steps), kind, steps) for step in range(pace, steps + pace, pace)]
-    found = [(point.step, point.kind, point.steps) for point in points]
-    require(found == sorted(due), f"{shown} and in order")
+    places = [(point.step, point.kind) for point in points]
+    is_due = places == sorted({*places}) and places[-1] == (steps, "val") and places[0][0] > 0
+    is_due = is_due and {point.steps for point in points} == {steps}
+    require(is_due, f"losses are due of {ascii(steps)[:60]} steps, in order, a validation at last")
     before = 0
     for point in points:
         check_point(point, before, points[-1])
@@ -133,9 +115,10 @@ def parse_log(path, script):
             vars(run).update(values_of(line, *row, said))
         is_own = run.code_sha256 == sha256_of(script) and source in ("", script)
         require(is_own, f"ran other code ({run.code_sha256[:8]}) than the script it belongs to")
-        points = points_of(lines[head:last], run.config)
+        points = points_of(lines[head:last], run.config.get("steps"))
         check_agreement(run, points[-1])
         run.curve = [(point.time_ms / 1000, point.loss) for point in points if point.kind == "val"]
+        run.places = [(point.step, point.kind) for point in points]
         compared = [*points[: LIMITS.compared], *points[-2:]]
         run.losses = {(point.kind, point.step % point.steps): point.loss for point in compared}
         run.validity = unique([word.split(":", 1) for word in run.validity.split()])
