@@ -26,6 +26,9 @@ def table(repository, options):
     check_records(repository)
     for path, text in render.pages_of(repository).items():
         path.write_text(text)
+    for track, paths in render.pictures_of(repository).items():
+        target = repository.rules[track]["config"]["target_loss"]
+        picture.plot(paths, repository.home / f"{track}.svg", target)
 
 
 def verify(repository, options):

@@ -1,6 +1,5 @@
 """One run's log: the script that ran, which a record keeps once, and then one event a line."""
 
-import math
 import re
 from datetime import datetime, timedelta
 from types import SimpleNamespace
@@ -83,18 +82,13 @@ def check_agreement(run, last):
     is_same = ends[0] == ends[1] and took > 0 and abs(run.status_time - took / 1000) < 0.051
     shown = f"{ends[1]} at the last step, and {run.status_time} s in the status line"
     require(is_same, f"it took {ends[0]} in the final line, {shown}")
-    if getattr(run, "bits", None):
-        shown = f"{run.bits} bits a byte, {run.val_bytes} bytes and a loss of {run.val_loss}"
-        nats = run.bits * math.log(2) * run.val_bytes / run.config["val_tokens"]
-        require(abs(nats - run.val_loss) < 1e-4 * run.val_loss, f"{shown} do not agree")
     shown = f"cuts is {run.cuts}, and missed_1pct {run.missed}"
     require(abs(0.99**run.cuts - run.missed) <= 1e-5, f"{shown}; it is 0.99 to the cuts")
 
 
 def parse_log(path, script):
-    """What the complete log of a script's run says: what FORMS keep, times in ms; `curve`, its
-    validation losses at their seconds; and `losses` to compare, by their kind and step, where 0 is
-    the last step of any run."""
+    """What the complete log of a script's run says: what FORMS keep, times in ms, and `losses` to
+    compare, by their kind and step, where 0 is the last step of any run."""
     text = read_text(path)
     with about(path):
         source, lines = split_log(text)
@@ -117,7 +111,6 @@ def parse_log(path, script):
         require(is_own, f"ran other code ({run.code_sha256[:8]}) than the script it belongs to")
         points = points_of(lines[head:last], run.config.get("steps"))
         check_agreement(run, points[-1])
-        run.curve = [(point.time_ms / 1000, point.loss) for point in points if point.kind == "val"]
         run.places = [(point.step, point.kind) for point in points]
         compared = [*points[: LIMITS.compared], *points[-2:]]
         run.losses = {(point.kind, point.step % point.steps): point.loss for point in compared}

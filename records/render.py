@@ -1,5 +1,5 @@
-"""What is drawn of records: their README.md, the leaderboards, the results on the first page and
-the picture beside them. All that comes from a log is escaped."""
+"""What is written of records: their README.md, the leaderboards, and the results on the first
+page. All that comes from a log is escaped."""
 
 import html
 import re
@@ -7,16 +7,14 @@ import re
 import numpy as np
 
 from records import stats
-from records.files import about, parse_json, read_text, require
+from records.files import read_text, require
 from records.settings import filled
 
 END = "<!-- end -->"
 WHY = "Write here what the idea is, why it works, and what was tried beside it."
 PLAIN = "benchmarks/results/plain_curve.json"  # the plain GPT's losses at their seconds
-FIRST_PAGE = ("record", "training time, s", "validation loss", "hardware, dtype")  # its columns
-CORNER, SIDES = np.array((60, 290)), np.array((380, -250))  # of the picture's axes, in pixels
-SECONDS = [digit * ten for ten in (1, 10, 100, 1000) for digit in (1, 2, 5)]
-LOSSES = range(1, 12)
+FIRST_PAGE = ["record", "training time, s", "validation loss", "hardware, dtype"]  # columns there
+FIRST_PAGE += ["faster than a plain GPT"]
 
 
 def cell(value):
@@ -41,20 +39,6 @@ def percent(difference):
 
 
 # ----- a record's page
-
-
-def run_table(runs, baseline):
-    """The table of runs, each beside the parent's run of its pair if there is one."""
-    rows = []
-    for number, run in enumerate(runs):
-        started = f"{run.started:%Y-%m-%d %H:%M:%S}"
-        row = {"run": f"{number + 1}", "started, UTC": started, "seed": f"{run.seed}"}
-        sides = [run, *baseline[number : number + 1]]
-        for whose, side in zip(("", "parent's "), sides, strict=False):
-            row[f"{whose}loss"] = f"{side.val_loss:.5f}"
-            row[f"{whose}time, s"] = f"{side.train_time_ms / 1000:.2f}"
-        rows.append(row)
-    return table(rows)
 
 
 def gain_text(found):
@@ -84,7 +68,6 @@ def record_readme(record, found, why):
         title=record.title,
         why=why,
         against=gain_text(found),
-        table=run_table(record.runs, record.baseline),
         before=f"records/{found['track']}/{found['parent']} " if found["parent"] else "",
     )
 
@@ -145,58 +128,39 @@ def with_block(page, text, name, block):
     return f"{before}{marker}\n{block}\n{END}{after}"
 
 
+def pictures_of(repository):
+    """{board: what its picture of loss against seconds shows}: the newest record, and the plain GPT
+    that sets the target."""
+    curve = repository.root / PLAIN
+    shown = {}
+    for track, records in repository.records.items():
+        if records and "plain" in repository.rules[track] and curve.is_file():
+            shown[track] = [records[-1].folder, curve]
+    return shown
+
+
+def first_page_row(track, records, rules):
+    """A board's row of the first page's table."""
+    row = {"board": f"`{track}`", "target": f"{rules['config']['target_loss']:g}"}
+    newest = {"record": "not measured yet"}
+    if records:
+        newest = board_of(records, rules, "records/")[0]
+    return row | {name: newest.get(name, "-") for name in FIRST_PAGE}
+
+
 def pages_of(repository):
-    """{path: text} of what `table` writes: the leaderboards, the first page's results, and the
-    picture of a board whose target a plain GPT sets."""
+    """{path: text} of what `table` writes: the leaderboards, and the first page's results."""
     page, first = repository.home / "README.md", repository.root / "README.md"
-    pages = {page: read_text(page)}
-    rows, drawn = [], ""
+    text = read_text(page)
+    rows = []
     for track, records in repository.records.items():
         rules = repository.rules[track]
         board = board_of(records, rules, "")
         block = table(board) if board else "No records yet."
-        pages[page] = with_block(page, pages[page], f"records/{track}", block)
-        row = {"board": f"`{track}`", "target": f"{rules['config']['target_loss']:g}"}
-        row |= dict.fromkeys(FIRST_PAGE, "not measured yet")
-        if records:
-            newest = board_of(records, rules, "records/")[0]
-            row |= {name: newest[name] for name in FIRST_PAGE}
-        rows.append(row)
-        if records and "plain" in rules and (repository.root / PLAIN).is_file():
-            pages[repository.home / f"{track}.svg"] = picture(repository, records[-1])
-            words = f"Loss of {track} against seconds, beside a plain GPT"
-            drawn += f"\n\n![{words}](records/{track}.svg)"
-    pages[first] = with_block(first, read_text(first), "records", table(rows) + drawn)
-    return pages
-
-
-# ----- the picture
-
-
-def picture(repository, record):
-    """An SVG file of loss against seconds, both on log scales: a record's runs and a plain GPT."""
-    with about(PLAIN):
-        plain = parse_json(read_text(repository.root / PLAIN))
-        lines = [("plain", zip(plain["seconds"], plain["loss"], strict=True))]
-        lines += [("record", run.curve) for run in record.runs]
-        lines = [(kind, [point for point in line if point[0] > 0]) for kind, line in lines]
-        points = np.log([point for _, line in lines for point in line])
-    low, high = points.min(axis=0), points.max(axis=0)
-
-    def place(point):
-        return CORNER + (np.log(point) - low) / (high - low) * SIDES
-
-    drawn = ""
-    for kind, line in lines:
-        shown = " ".join("{:.1f},{:.1f}".format(*place(point)) for point in line)
-        drawn += f'<polyline class="{kind}" points="{shown}"/>\n'
-    corner = np.exp(low)
-    for value in SECONDS:
-        x, y = place((value, corner[1]))
-        if low[0] <= np.log(value) <= high[0]:
-            drawn += f'<text x="{x:.1f}" y="{y + 20:.1f}" text-anchor="middle">{value} s</text>\n'
-    for value in LOSSES:
-        x, y = place((corner[0], value))
-        if low[1] <= np.log(value) <= high[1]:
-            drawn += f'<text x="{x - 8:.1f}" y="{y + 5:.1f}" text-anchor="end">{value}</text>\n'
-    return filled("curves.svg", title=record.title, curves=drawn)
+        text = with_block(page, text, f"records/{track}", block)
+        rows.append(first_page_row(track, records, rules))
+    block = table(rows)
+    for track in pictures_of(repository):
+        words = f"Loss of {track} against seconds, beside a plain GPT"
+        block += f"\n\n![{words}](records/{track}.svg)"
+    return {page: text, first: with_block(first, read_text(first), "records", block)}
