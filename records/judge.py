@@ -126,7 +126,7 @@ def check_machine(record, parent):
     older = parent.runs if parent else []
     check_one(LIMITS.machine, runs)
     for side in (record.runs, record.baseline + older):
-        check_one(["sizes", "tokens", "places"], side)
+        check_one(["sizes", "tokens", "steps"], side)
     for _, alike in itertools.groupby(runs, lambda run: [*map(run.config.get, LIMITS.choosing)]):
         check_one(["backends"], [*alike])
 

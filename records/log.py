@@ -12,6 +12,7 @@ END_OF_CODE = "===== END OF CODE ====="
 START = "===== START ====="
 MADE = {  # of what stands in a line, if that is no text
     "number": int,
+    "count": int,
     **dict.fromkeys(("average", "loss", "rate"), float),
     "moment": datetime.fromisoformat,
     "json": parse_json,
@@ -111,7 +112,7 @@ def parse_log(path, script):
         require(is_own, f"ran other code ({run.code_sha256[:8]}) than the script it belongs to")
         points = points_of(lines[head:last], run.config.get("steps"))
         check_agreement(run, points[-1])
-        run.places = [(point.step, point.kind) for point in points]
+        run.steps = [(point.step, point.kind) for point in points]
         compared = [*points[: LIMITS.compared], *points[-2:]]
         run.losses = {(point.kind, point.step % point.steps): point.loss for point in compared}
         run.validity = unique([word.split(":", 1) for word in run.validity.split()])
