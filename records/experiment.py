@@ -1,7 +1,6 @@
 """`run`, `ab` and `reproduce`, which train, and `submit`, which makes a record of runs."""
 
 import fcntl
-import json
 import os
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ from records import render, stats
 from records.files import RecordError, about, read_text, require
 from records.judge import check_fixed, check_gpus, check_one, check_records, check_run
 from records.log import END_OF_CODE, START, parse_log, split_log
-from records.record import FOLDER, Repository, figures, read_script, speed_figures
+from records.record import FOLDER, Repository, add_baseline, gain_of, read_script
 from records.settings import LIMITS
 from records.source import changed_lines, config_of, sha256_of
 
@@ -157,9 +156,8 @@ def ab(repository, options):
     runs, base = make_runs(repository, track, scripts, count, world_size)
     print_means(repository.rules[track], runs, "train_gpt.py")
     print_means(repository.rules[track], base, f"{tip.name}, in pairs with it")
-    speed = speed_figures(runs, base)
-    gain = render.percent(speed["relative"])
-    print(f"time differs by {gain}; that it is less: {stats.p_text(speed['p'])}")
+    gain, p = gain_of(runs, base)
+    print(f"time differs by {render.percent(gain)}; that it is less: {stats.p_text(p)}")
     print(f"To claim it: python -m records submit --track {track} --name NAME --by WHO")
 
 
@@ -183,11 +181,11 @@ def reproduce(repository, options):
 
 def print_means(rules, runs, name):
     """Print the mean time and loss of runs, and how far that is shown to be below the target."""
-    took, _ = stats.mean_and_std([run.train_time_ms for run in runs])
+    took, _ = stats.mean_and_std([run.train_time_ms / 1000 for run in runs])
     losses = [run.val_loss for run in runs]
     loss, _ = stats.mean_and_std(losses)
     target = rules["config"]["target_loss"]
-    print(f"\n{name}, on {runs[0].hardware}: {render.seconds(took)} s, mean loss {loss:.5f}")
+    print(f"\n{name}, on {runs[0].hardware}: {took:.1f} s, mean loss {loss:.5f}")
     print(f"loss below the target {target:g}: {stats.p_text(stats.p_below(losses, target))}")
 
 
@@ -225,14 +223,14 @@ def lay_out(repository, folder, source, authors):
             _, lines = split_log(text)
         (part / f"{path.parent.name}.txt").write_text("\n".join([END_OF_CODE, *lines, ""]))
     (folder / "train_gpt.py").write_text(source)
-    (folder / "README.md").write_text("")
-    (folder / "result.json").write_text(json.dumps({"parent": parent.name if parent else None}))
-    write_figures(repository, repository.load(folder), parent, authors)
+    (folder / "README.md").write_text(f"By {authors}.\n")
+    record = repository.load(folder)
+    add_baseline(record, parent)
+    write_page(record, repository.rules[track])
 
 
-def write_figures(repository, record, parent, authors):
-    """Write a record's result.json and README.md, the latter with the reasons that it has."""
-    found = figures(record, repository.rules[record.track], parent, authors)
+def write_page(record, rules):
+    """Write a record's README.md, with the reasons that it has."""
     why = render.why_of(record.readme) or render.WHY
-    (record.folder / "result.json").write_text(json.dumps(found, indent=1) + "\n")
-    (record.folder / "README.md").write_text(render.record_readme(record, found, why))
+    page = render.record_readme(record, rules["config"]["target_loss"], why)
+    (record.folder / "README.md").write_text(page)

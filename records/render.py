@@ -8,7 +8,9 @@ import numpy as np
 
 from records import stats
 from records.files import read_text, require
+from records.record import figures, gain_of
 from records.settings import filled
+from records.source import changed_lines
 
 END = "<!-- end -->"
 WHY = "Write here what the idea is, why it works, and what was tried beside it."
@@ -28,10 +30,6 @@ def table(rows):
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def seconds(milliseconds):
-    return f"{milliseconds / 1000:.1f}"
-
-
 def percent(difference):
     """(mean, low, high) of a relative difference, such as `-5.1 % (-6.4 to -3.9)`."""
     mean, low, high = (100 * value for value in difference)
@@ -41,34 +39,36 @@ def percent(difference):
 # ----- a record's page
 
 
-def gain_text(found):
+def gain_text(record):
     """What a record's page says of its gain."""
-    parent, speed = found["parent"], found["speed"]
+    parent = record.parent
     if not parent:
         return "It is the first record of its board."
+    gain, p = gain_of(record.runs, record.baseline)
+    added, removed = changed_lines(parent.source, record.source)
     return (
-        f"Its parent is [{parent}](../{parent}/): {found['lines_added']} lines added, "
-        f"{found['lines_removed']} removed. In {speed['pairs']} pairs on one machine its training "
-        f"time differs from the parent's ({seconds(speed['parent_ms'])} s) by "
-        f"{percent(speed['relative'])}, {stats.CONFIDENCE:.0%} interval; p = {speed['p']:.2g} in "
-        f"the permutation test, at most {stats.ALPHA:g} is needed."
+        f"Its parent is [{parent.name}](../{parent.name}/): {added} lines added, {removed} "
+        f"removed. In pairs on one machine its training time differs by {percent(gain)}, "
+        f"{stats.CONFIDENCE:.0%} interval; p = {p:.2g} in the permutation test, at most "
+        f"{stats.ALPHA:g} is needed."
     )
 
 
-def record_readme(record, found, why):
-    """A record's whole README.md, of its figures."""
-    time_ms = found["train_time_ms"]
-    shown = {name: cell(found[name]) for name in ("by", "hardware", "software")}
+def record_readme(record, target, why):
+    """A record's whole README.md."""
+    shown = figures(record, target)
+    shown |= {name: cell(shown[name]) for name in ("hardware", "software")}
     return filled(
         "record.md",
-        **{**found, **shown},
-        seconds=seconds(time_ms["mean"]),
-        spread=seconds(time_ms["std"]),
+        **shown,
         alpha=stats.ALPHA,
         title=record.title,
+        track=record.track,
+        name=record.name,
+        by=record.by,
         why=why,
-        against=gain_text(found),
-        before=f"records/{found['track']}/{found['parent']} " if found["parent"] else "",
+        gain=gain_text(record),
+        before=f"records/{record.track}/{record.parent.name} " if record.parent else "",
     )
 
 
@@ -89,7 +89,10 @@ def factors_of(records, rules):
     names = [record.name for record in records]
     if plain.get("record") not in names:
         return {}
-    gains = [0.0, *(record.result["speed"]["relative"][0] for record in records[1:])]
+    gains = [0.0]
+    for record in records[1:]:
+        (mean, _, _), _ = gain_of(record.runs, record.baseline)
+        gains.append(mean)
     left = np.cumprod(np.add(gains, 1))  # of the first record's time
     factors = plain["factor"] * left[names.index(plain["record"])] / left
     return {name: f"{factor:.1f} times" for name, factor in zip(names, factors, strict=True)}
@@ -100,18 +103,20 @@ def board_of(records, rules, place):
     factors = factors_of(records, rules)
     rows = []
     for record in reversed(records):
-        found = record.result
-        loss, speed = found["loss"], found["speed"]
-        gain = f"{percent(speed['relative'])}, p = {speed['p']:.2g}" if speed else "first"
-        spread = f"{loss['mean']:.4f} ± {loss['std']:.4f}"
+        found = figures(record, rules["config"]["target_loss"])
+        shown = "first"
+        if record.parent:
+            gain, p = gain_of(record.runs, record.baseline)
+            shown = f"{percent(gain)}, p = {p:.2g}"
+        spread = f"{found['loss']:.4f} ± {found['loss_std']:.4f}"
         row = {
             "record": f"[{record.title}]({place}{record.track}/{record.name}/)",
-            "training time, s": seconds(found["train_time_ms"]["mean"]),
-            "time against its parent's, in pairs": gain,
-            "validation loss": f"{spread}, n = {found['declared_runs']}, p = {loss['p']:.2g}",
+            "training time, s": f"{found['seconds']:.1f}",
+            "time against its parent's, in pairs": shown,
+            "validation loss": f"{spread}, n = {found['runs']}, p = {found['loss_p']:.2g}",
             "hardware, dtype": cell(found["hardware"]),
             "date": record.date,
-            "by": cell(found["by"]),
+            "by": record.by,
         }
         if factors:
             row["faster than a plain GPT"] = factors[record.name]

@@ -12,7 +12,7 @@ import numpy as np
 
 from records import files, render, settings, stats
 from records.__main__ import main
-from records.experiment import lay_out, write_figures
+from records.experiment import lay_out, write_page
 from records.files import RecordError
 from records.log import parse_log, split_log
 from records.record import Repository
@@ -222,9 +222,8 @@ def rewrite(repository):
     """Make all figures those that the tool writes for the logs, where it can read them."""
     again = fresh(repository)
     with contextlib.suppress(RecordError):
-        names = {record.name: record for record in again.all}
         for record in again.all:
-            write_figures(again, record, names.get(record.parent), record.result["by"])
+            write_page(record, again.rules[record.track])
 
 
 def refusal(repository):

@@ -9,7 +9,7 @@ import pytest
 
 import records_helpers as made
 from records import render, settings
-from records.record import Repository
+from records.record import Repository, gain_of
 from records_helpers import TRACK, call, fake_trainer, folder_of, refusal
 
 
@@ -47,9 +47,10 @@ def test_no_runs_are_made_for_nothing(tmp_path, capsys):
 def test_the_factor_over_plain_training_follows_the_gains(pristine):
     """It was measured for one record; the second took a sixth less time than the first in pairs."""
     records = made.fresh(pristine).records[TRACK]
-    gain = records[1].result["speed"]["relative"][0]
+    (gain, _, _), _ = gain_of(records[1].runs, records[1].baseline)
     for number, factor in ((0, 12.0), (1, 12.0 / (1 + gain))):
-        rules = {"plain": {"record": records[number].name, "factor": factor}}
+        plain = {"record": records[number].name, "factor": factor}
+        rules = {**pristine.rules[TRACK], "plain": plain}
         found = render.factors_of(records, rules)
         assert [*found.values()] == ["12.0 times", f"{12 / (1 + gain):.1f} times"]
         rows = render.board_of(records, rules, "")
