@@ -97,20 +97,18 @@ def parse_log(path, script):
         is_complete = ending.startswith("status:ok ")
         require(is_complete, f"the run did not complete, or its log was cut: {ascii(ending[:80])}")
         run = SimpleNamespace(path=path, source=script)
-        ends = lines[-6:]
-        is_checked = not any(line.startswith("validity:unchecked") for line in ends)
+        is_checked = not any(line.startswith("validity:unchecked") for line in lines[-5:])
         hint = "python -m records puts records/gates.py on the path of the runs that it makes"
         require(is_checked, f"validity:unchecked, so no gates judged the run; {hint}")
-        tail = [row[:2] for row in FORMS["tail"] if any(line.startswith(row[2]) for line in ends)]
-        head = len(FORMS["head"])
-        last = len(lines) - len(tail)
-        require(head < last, f"{len(lines)} lines are fewer than a run's")
+        head, tail = len(FORMS["head"]), len(FORMS["tail"])
+        require(len(lines) > head + tail, f"{len(lines)} lines are fewer than a run's")
         said = {}
-        for line, row in zip(lines[:head] + lines[last:], FORMS["head"] + tail, strict=True):
+        rows = FORMS["head"] + FORMS["tail"]
+        for line, row in zip(lines[:head] + lines[-tail:], rows, strict=True):
             vars(run).update(values_of(line, *row, said))
         is_own = run.code_sha256 == sha256_of(script) and source in ("", script)
         require(is_own, f"ran other code ({run.code_sha256[:8]}) than the script it belongs to")
-        points = points_of(lines[head:last], run.config.get("steps"))
+        points = points_of(lines[head:-tail], run.config.get("steps"))
         check_agreement(run, points[-1])
         run.steps = [(point.step, point.kind) for point in points]
         compared = [*points[: LIMITS.compared], *points[-2:]]

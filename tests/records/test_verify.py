@@ -109,7 +109,7 @@ def early(repository, pristine, days):
 
 
 STAY = "is not what was merged"
-OTHER = r"_Earlier: its parent is '\S+_First'; .* board before it, which is '\S+_Faster'"
+OTHER = r"_Earlier/baseline/\S+: ran other code \(\w+\) than the script it belongs to"
 EARLY = "was started before the parent's record was made"
 MERGED = {
     "N18 last record removed": (last_removed, rf"_Faster/\S+: {STAY}"),
