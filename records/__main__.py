@@ -8,16 +8,17 @@ from pathlib import Path
 
 try:
     from records import picture, render
-    from records.experiment import ab, reproduce, submit
-    from records.files import CONTROL, RecordError, about, require
+    from records.experiment import ab, reproduce, run, submit
+    from records.files import CONTROL, RecordError, require
     from records.judge import check_pages, check_records
     from records.record import Repository, read_script
     from records.settings import HOME, LIMITS, RULES, settings
 except ImportError as error:
     remedy = "./run.sh installs what is missing into .venv; on Windows call it in WSL"
     sys.exit(f"records: {error}; {remedy}")
-except ValueError as error:  # which says what is wrong with the package's own settings
-    print(f"records: {' '.join(str(error).splitlines())[:300]}; git restore it", file=sys.stderr)
+except (ValueError, LookupError, TypeError, AttributeError) as error:  # of the package's settings
+    shown = " ".join(str(error).splitlines())[:300]
+    print(f"records: {shown}; `git restore records` mends it", file=sys.stderr)
     sys.exit(2)
 
 
@@ -25,6 +26,9 @@ def table(repository, options):
     check_records(repository)
     for path, text in render.pages_of(repository).items():
         path.write_text(text)
+    for track, paths in render.pictures_of(repository).items():
+        target = repository.rules[track]["config"]["target_loss"]
+        picture.plot(paths, repository.home / f"{track}.svg", target)
 
 
 def verify(repository, options):
@@ -35,11 +39,11 @@ def verify(repository, options):
 
 
 def diff(repository, options):
-    tip = repository.tip(options.track) if options.track in repository.rules else None
-    require(tip or options.a, f"track {ascii(options.track)} has no record; name what to compare")
-    paths = [Path(options.a or tip.folder), Path(options.b or repository.root)]
+    before = options.a or repository.tip(options.track).folder
+    paths = [Path(before), Path(options.b or repository.root)]
     files = [path / "train_gpt.py" if path.is_dir() else path for path in paths]
-    list(map(read_script, files))  # which refuses what is no script
+    for file in files:
+        read_script(file)  # which refuses what is no script
     subprocess.run(["git", "diff", "--no-index", "--stat", "--patch", "--", *files])
 
 
@@ -50,22 +54,20 @@ def plot(repository, options):
     print(f"plot: {out}")
 
 
-CALLS = {"run": ab}
-CALLS |= {call.__name__: call for call in (table, verify, diff, plot, ab, submit, reproduce)}
+COMMANDS = (run, ab, submit, table, verify, diff, reproduce, plot)
+CALLS = {command.__name__: command for command in COMMANDS}
 
 
 def parser_of(line):
     """The command line's parser, which commands.toml describes."""
     parser = argparse.ArgumentParser(prog="python -m records", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    with about(HOME / "commands.toml"):
-        require(line["commands"].keys() == CALLS.keys(), f"its commands are not {', '.join(CALLS)}")
-        for name, (words, *options) in line["commands"].items():
-            command = commands.add_parser(name, help=words, description=words)
-            for option in options:
-                given = line["options"][option]
-                command.add_argument(option, type=type(given.get("default", "")), **given)
-            command.set_defaults(track=RULES["default_track"])
+    for name, (words, *options) in line["commands"].items():
+        command = commands.add_parser(name, help=words, description=words)
+        for option in options:
+            given = line["options"][option]
+            command.add_argument(option, type=type(given.get("default", "")), **given)
+        command.set_defaults(track=RULES["default_track"])
     return parser
 
 

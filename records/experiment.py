@@ -1,7 +1,6 @@
 """`run`, `ab` and `reproduce`, which train, and `submit`, which makes a record of runs."""
 
 import fcntl
-import json
 import os
 import shutil
 import subprocess
@@ -14,20 +13,19 @@ from records import render, stats
 from records.files import RecordError, about, read_text, require
 from records.judge import check_fixed, check_gpus, check_one, check_records, check_run
 from records.log import END_OF_CODE, START, parse_log, split_log
-from records.prices import changed_fields, known_prices
-from records.record import FOLDER, Repository, figures, read_script, speed_figures
+from records.record import FOLDER, Repository, add_baseline, gain_of, read_script
 from records.settings import LIMITS
 from records.source import changed_lines, config_of, sha256_of
 
 
 def own_script(repository, track):
-    """The text of train_gpt.py, which is no record of the board yet, and may become one."""
-    takes = [name for name, rules in repository.rules.items() if not rules.get("closed")]
-    known = f"is not open; open are {', '.join(takes)}, and records of closed ones stay"
-    require(track in takes, f"--track {ascii(track)}: {known}")
+    """The text of train_gpt.py, of which a record of the board can come. That none can is told
+    before hours of runs, not after."""
+    rules = repository.rules_of(track)
     source = read_script(repository.root / "train_gpt.py")
     same = [record.name for record in repository.records[track] if record.source == source]
     require(not same, f"train_gpt.py is the code of {', '.join(same)}; change it first")
+    check_fixed(config_of(source, rules["track"]), track, rules)
     return source
 
 
@@ -95,15 +93,12 @@ def keep_plan(folder, scripts, count):
 def make_runs(repository, track, scripts, count, world_size, batch=1):
     """[the runs of side a, those of side b], which are pairs, made now unless they are there."""
     rules = repository.rules[track]
-    name = rules.get("track", track)  # of the trainer's, which several boards may share
+    name = rules["track"]  # of the trainer's, which several boards may share
     check_gpus(world_size, track, rules)
     folder = folder_of(repository, track, scripts["a"], batch)
     folder.mkdir(parents=True, exist_ok=True)
     code = sha256_of(scripts["a"])
-    dtypes = {}  # the older scripts leave none to the machine
-    for side, source in scripts.items():
-        if sha256_of(source) not in rules.get("older_scripts", ()):
-            dtypes[side] = config_of(source, name).get("dtype")
+    dtypes = {side: config_of(source, name).get("dtype") for side, source in scripts.items()}
     named = {*LIMITS.dtypes} & {*dtypes.values()}
     require(len(named) <= 1, f"scripts name {named}; another dtype alone is no idea")
     dtype = "".join(named)  # what a script is told that leaves it to the machine
@@ -120,7 +115,7 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
         for done, (side, number) in enumerate(order, 1):
             words = [*begin, str(folder / side / "train_gpt.py"), "--track", name]
             words += ["--seed", str(stats.seed_of(code, batch, number))]
-            words += ["--dtype", dtype] if dtypes.get(side) == "auto" and dtype else []
+            words += ["--dtype", dtype] if dtypes[side] == "auto" and dtype else []
             log = folder.with_name(f"{folder.name}-{number:02d}{side}") / "log.txt"
             print(f"run {done}/{len(order)} {log.parent.name} ... ", end="", flush=True)
             place = f"{batch}:{number}/{count}"
@@ -136,45 +131,44 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
     return list(sides.values())
 
 
-def ab(repository, options):
-    """Make a record's runs: in pairs with the last record's script, or as `run` of one alone."""
-    track, count = options.track, options.runs
+def run(repository, options):
+    """Make runs of the working script alone, for the first record of a board."""
+    track = options.track
     source = own_script(repository, track)
-    # That no record could come of these runs is told before hours of runs, not after.
-    rules = repository.rules[track]
-    check_fixed(config_of(source, rules.get("track", track)), track, rules)
+    is_first = not repository.records[track]
+    require(is_first, f"{track} has records; a new one needs pairs, which `ab` makes")
     scripts = {"a": source}
-    world_size = options.world_size or 1
-    if options.command == "ab":
-        is_timed = rules.get("judged_by") != "steps"
-        hint = "which need no pairs; make its runs with `python -m records run`"
-        require(is_timed, f"--track {track}: this board counts steps, {hint}")
-        require(count <= LIMITS.pairs, f"--runs {count}: pairs are at most {LIMITS.pairs}")
-        tip = repository.tip(track)
-        require(tip, f"track {track} has no record; make one with `python -m records run`")
-        added, removed = changed_lines(tip.source, source)
-        print(f"train_gpt.py differs from {tip.name}: {added} lines added, {removed} removed.")
-        world_size = options.world_size or tip.runs[0].world_size
-        scripts["b"] = tip.source
+    (runs,) = make_runs(repository, track, scripts, options.runs, options.world_size or 1)
+    print_means(repository.rules[track], runs, "train_gpt.py")
+    print(f"To claim it: python -m records submit --track {track} --name NAME --by WHO")
 
-    runs, *others = make_runs(repository, track, scripts, count, world_size)
-    print_means(rules, runs, "train_gpt.py")
-    for base in others:
-        print_means(rules, base, f"{tip.name}, in pairs with it")
-        speed = speed_figures(runs, base)
-        gain = render.percent(speed["relative"])
-        print(f"time differs by {gain}; that it is less: {stats.p_text(speed['p'])}")
-        configs = [config_of(text, rules.get("track", track)) for text in (tip.source, source)]
-        for known in known_prices(repository.root, changed_fields(*configs)):
-            print(known)
+
+def ab(repository, options):
+    """Make a record's runs: in pairs with the last record's script."""
+    track, count = options.track, options.runs
+    tip = repository.tip(track)
+    source = own_script(repository, track)
+    require(count <= LIMITS.pairs, f"--runs {count}: pairs are at most {LIMITS.pairs}")
+    added, removed = changed_lines(tip.source, source)
+    print(f"train_gpt.py differs from {tip.name}: {added} lines added, {removed} removed.")
+    scripts = {"a": source, "b": tip.source}
+    world_size = options.world_size or tip.runs[0].world_size
+    runs, base = make_runs(repository, track, scripts, count, world_size)
+    print_means(repository.rules[track], runs, "train_gpt.py")
+    print_means(repository.rules[track], base, f"{tip.name}, in pairs with it")
+    gain, p = gain_of(runs, base)
+    print(f"time differs by {render.percent(gain)}; that it is less: {stats.p_text(p)}")
     print(f"To claim it: python -m records submit --track {track} --name NAME --by WHO")
 
 
 def reproduce(repository, options):
     """Run a record's code with seeds of the day, and print what comes of it."""
-    folder = Path(options.folder).absolute()
-    record = next((record for record in repository.all if record.folder == folder), None)
-    require(record, f"{options.folder}: is no folder of a record")
+    if options.folder:
+        folder = Path(options.folder).absolute()
+        record = next((record for record in repository.all if record.folder == folder), None)
+        require(record, f"{options.folder}: is no folder of an open board's record")
+    else:
+        record = repository.tip(options.track)
     print(f"{options.runs} runs of the code of {record.name}, with your rights on this machine")
     world_size = options.world_size or record.runs[0].world_size
     batch = int(f"{datetime.now(UTC):%Y%m%d}")
@@ -187,11 +181,11 @@ def reproduce(repository, options):
 
 def print_means(rules, runs, name):
     """Print the mean time and loss of runs, and how far that is shown to be below the target."""
-    took, _ = stats.mean_and_std([run.train_time_ms for run in runs])
+    took, _ = stats.mean_and_std([run.train_time_ms / 1000 for run in runs])
     losses = [run.val_loss for run in runs]
     loss, _ = stats.mean_and_std(losses)
     target = rules["config"]["target_loss"]
-    print(f"\n{name}, on {runs[0].hardware}: {render.seconds(took)} s, mean loss {loss:.5f}")
+    print(f"\n{name}, on {runs[0].hardware}: {took:.1f} s, mean loss {loss:.5f}")
     print(f"loss below the target {target:g}: {stats.p_text(stats.p_below(losses, target))}")
 
 
@@ -217,7 +211,7 @@ def submit(repository, options):
 def lay_out(repository, folder, source, authors):
     """Write a record's folder: the script, its thin logs, and the figures that follow from them."""
     track = folder.parent.name
-    tip = repository.tip(track)
+    parent = repository.records[track][-1] if repository.records[track] else None
     runs = folder_of(repository, track, source)
     logs = sorted(runs.parent.glob(f"{runs.name}-*/log.txt"))
     require(logs, f"there are no runs {runs}-*; make them with `python -m records ab`")
@@ -229,14 +223,14 @@ def lay_out(repository, folder, source, authors):
             _, lines = split_log(text)
         (part / f"{path.parent.name}.txt").write_text("\n".join([END_OF_CODE, *lines, ""]))
     (folder / "train_gpt.py").write_text(source)
-    (folder / "README.md").write_text("")
-    (folder / "result.json").write_text(json.dumps({"parent": tip.name if tip else None}))
-    write_figures(repository, repository.load(folder), tip, authors)
+    (folder / "README.md").write_text(f"By {authors}.\n")
+    record = repository.load(folder)
+    add_baseline(record, parent)
+    write_page(record, repository.rules[track])
 
 
-def write_figures(repository, record, parent, authors):
-    """Write a record's result.json and README.md, the latter with the reasons that it has."""
-    found = figures(record, repository.rules[record.track], parent, authors)
+def write_page(record, rules):
+    """Write a record's README.md, with the reasons that it has."""
     why = render.why_of(record.readme) or render.WHY
-    (record.folder / "result.json").write_text(json.dumps(found, indent=1) + "\n")
-    (record.folder / "README.md").write_text(render.record_readme(record, found, why))
+    page = render.record_readme(record, rules["config"]["target_loss"], why)
+    (record.folder / "README.md").write_text(page)

@@ -1,5 +1,6 @@
 """The repository, a record's folder, and every figure that follows from its logs."""
 
+import itertools
 import operator
 import re
 from dataclasses import dataclass
@@ -8,14 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from records import stats
-from records.files import about, parse_json, read_text, require
+from records.files import read_text, require
 from records.log import parse_log
 from records.settings import BOARDS, LIMITS
-from records.source import changed_lines, sha256_of
 
 FOLDER = re.compile(r"20\d\d-[01]\d-[0-3]\d_[A-Za-z0-9][A-Za-z0-9-]{0,59}", re.ASCII)
 CACHE = "__pycache__"
-PARTS = {"train_gpt.py", "result.json", "README.md", "logs"}
+PARTS = {"train_gpt.py", "README.md", "logs"}
 
 
 @dataclass(frozen=True)
@@ -40,46 +40,46 @@ class Repository:
     @cached_property
     def records(self):
         """Every record by board, by age. RecordError where one cannot be read."""
-        folders = {track: paths_in(self.home / track) for track in self.rules}
-        by_age = operator.attrgetter("age")
-        return {track: sorted(map(self.load, folders[track]), key=by_age) for track in folders}
+        found = {}
+        for track in self.rules:
+            records = map(self.load, paths_in(self.home / track))
+            found[track] = sorted(records, key=operator.attrgetter("age"))
+            for parent, record in itertools.pairwise([None, *found[track]]):
+                add_baseline(record, parent)
+        return found
 
     @property
     def all(self):
         return sum(self.records.values(), [])
 
+    def rules_of(self, track):
+        """The rules of a board that takes records. RecordError where there is none of that name."""
+        known = f"open are {', '.join(self.rules)}; records/HISTORY.md has the closed ones"
+        require(track in self.rules, f"--track {ascii(track)}: is no open board; {known}")
+        return self.rules[track]
+
     def tip(self, track):
-        """The last record of a track's chain, or None."""
-        return next(reversed(chain(self.records[track])), None)
+        """The last record of a board. RecordError says how the first is made where none is."""
+        self.rules_of(track)
+        hint = f"run `python -m records run --track {track} --runs 8`, and then submit it"
+        require(self.records[track], f"{track} has no record yet; to make the first one, {hint}")
+        return self.records[track][-1]
 
     def load(self, folder):
-        """What a record's folder says. Beside what lies in it, its parent's script is read."""
+        """What a record's folder says, but for its parent's runs."""
         require(folder.is_dir() and not folder.is_symlink(), f"{folder}: is no folder, or a link")
         odd = PARTS ^ {path.name for path in paths_in(folder)} - {"baseline"}
         shown = ", ".join(map(ascii, sorted(odd)))[:80]
         require(not odd, f"{folder}: {shown} is missing, or is no part of a record")
         record = SimpleNamespace(folder=folder, track=folder.parent.name, name=folder.name)
         record.date, record.title = folder.name[:10], folder.name[11:]
-        record.by_steps = self.rules[record.track].get("judged_by") == "steps"
         record.source = read_script(folder)
         record.readme = read_text(folder / "README.md")
-        text = read_text(folder / "result.json")
-        has_baseline = (folder / "baseline").exists()
-        with about(folder / "result.json"):
-            record.result = parse_json(text)
-            record.parent = record.result.get("parent", "")
-            is_first = record.parent is None and not has_baseline
-            is_name = is_first or FOLDER.fullmatch(str(record.parent))
-            require(is_name, f"its parent {ascii(record.parent)[:80]} is no name of a record")
+        record.by = "".join(re.findall(r"^By (.+)\.$", record.readme, re.MULTILINE)[:1])
         record.runs = read_logs(folder / "logs", record.source)
-        record.baseline = []  # the parent's runs, each a pair with one of `runs`
-        if has_baseline:
-            parent = read_script(folder.with_name(record.parent))
-            record.baseline = read_logs(folder / "baseline", parent)
         # Records are sorted by their age: what is merged comes first, then the day counts.
         is_new = not (self.merged and (self.merged / folder.relative_to(self.root)).is_dir())
         record.age = is_new, record.date, min(run.started for run in record.runs), record.name
-        record.over = max(run.over for run in record.runs + record.baseline)
         return record
 
 
@@ -87,18 +87,6 @@ def paths_in(folder):
     """What a folder holds, by name, but for Python's caches; nothing of a link, or of no folder."""
     is_folder = folder.is_dir() and not folder.is_symlink()
     return sorted(path for path in folder.iterdir() if path.name != CACHE) if is_folder else []
-
-
-def chain(records):
-    """Of records by age the first, then the oldest of the claims against it, and so on. A record
-    claims fewer seconds by its pairs, and fewer steps on a board that is judged by them."""
-    links = []
-    for record in records:
-        parent = links[-1].name if links else None
-        is_claim = record.baseline or record.by_steps or not parent
-        if record.parent == parent and is_claim:
-            links.append(record)
-    return links
 
 
 def read_script(path):
@@ -120,54 +108,37 @@ def read_logs(folder, script):
     return sorted(runs, key=lambda run: (run.counter, run.run))
 
 
-def rounded(value):
-    """Six significant digits: the same on every platform."""
-    return float(f"{value:.6g}")
+def add_baseline(record, parent):
+    """Read the runs of a record's parent, the one before it, each a pair with one of its own."""
+    folder = record.folder / "baseline"
+    require(parent or not folder.exists(), f"{folder}: the first record of a board has no parent")
+    record.parent = parent
+    record.baseline = read_logs(folder, parent.source) if parent else []
+    record.over = max(run.over for run in record.runs + record.baseline)
 
 
-def summary(values):
-    """Mean and standard deviation, as result.json has them."""
-    return dict(zip(("mean", "std"), map(rounded, stats.mean_and_std(values)), strict=True))
-
-
-def speed_figures(runs, baseline):
-    """The gain in time of paired runs, in the order of their counters."""
+def gain_of(runs, baseline):
+    """((mean, low, high), p) of the relative gain in time of paired runs."""
     times = [run.train_time_ms for run in runs[: len(baseline)]]
     others = [run.train_time_ms for run in baseline[: len(runs)]]
-    return {
-        "pairs": len(times),
-        "parent_ms": summary(others)["mean"],
-        "relative": [rounded(value) for value in stats.gain(times, others)],
-        "p": rounded(stats.p_faster(times, others)),
-    }
+    return stats.gain(times, others), stats.p_faster(times, others)
 
 
-def figures(record, rules, parent, authors):
-    """The content of result.json, which follows from logs, but for the names of the authors."""
+def figures(record, target):
+    """{name: figure} that follows from a record's logs, by the names of record.md."""
     first = record.runs[0]
     losses = [run.val_loss for run in record.runs]
-    target = rules["config"]["target_loss"]
-    p = rounded(stats.p_below(losses, target))
-    added, removed = changed_lines(parent.source, record.source) if parent else (0, 0)
-    counted = {}
-    if record.by_steps:
-        before = parent.runs[0].config["steps"] if parent else None
-        counted = {"steps": {"count": first.config["steps"], "parent": before}}
+    loss, loss_std = stats.mean_and_std(losses)
+    seconds, seconds_std = stats.mean_and_std([run.train_time_ms / 1000 for run in record.runs])
     return {
-        "schema": 2,
-        "name": record.name,
-        "track": record.track,
-        "by": authors,
-        "parent": parent.name if parent else None,
-        "code_sha256": sha256_of(record.source),
-        "lines_added": added,
-        "lines_removed": removed,
+        "loss": loss,
+        "loss_std": loss_std,
+        "loss_p": stats.p_below(losses, target),
+        "target": target,
+        "seconds": seconds,
+        "seconds_std": seconds_std,
         "hardware": first.hardware,
         "software": f"torch {first.torch}, CUDA {first.cuda}, triton {first.triton}",
-        "declared_runs": first.declared,
+        "runs": len(losses),
         "restarts": sum(run.start - 1 for run in record.runs),
-        "loss": {**summary(losses), "target": target, "p": p},
-        "train_time_ms": summary([run.train_time_ms for run in record.runs]),
-        "speed": speed_figures(record.runs, record.baseline) if record.baseline else None,
-        **counted,
     }

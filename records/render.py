@@ -1,5 +1,5 @@
-"""What is drawn of records: their README.md, the leaderboards, and the staircases. All that comes
-from a log is escaped."""
+"""What is written of records: their README.md, the leaderboards, and the results on the first
+page. All that comes from a log is escaped."""
 
 import html
 import re
@@ -7,14 +7,16 @@ import re
 import numpy as np
 
 from records import stats
-from records.files import about, read_text, require
-from records.record import chain
-from records.settings import GAINS, HOME, filled
+from records.files import read_text, require
+from records.record import figures, gain_of
+from records.settings import filled
+from records.source import changed_lines
 
 END = "<!-- end -->"
 WHY = "Write here what the idea is, why it works, and what was tried beside it."
-# Of the staircase, in pixels: its left end, its width, its first step, and the height of all.
-LEFT, ACROSS, TOP, STEP = 44, 392, 84, 46
+PLAIN = "benchmarks/results/plain_curve.json"  # the plain GPT's losses at their seconds
+FIRST_PAGE = ["record", "training time, s", "validation loss", "hardware, dtype"]  # columns there
+FIRST_PAGE += ["faster than a plain GPT"]
 
 
 def cell(value):
@@ -28,53 +30,42 @@ def table(rows):
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def seconds(milliseconds):
-    return f"{milliseconds / 1000:.1f}"
-
-
 def percent(difference):
     """(mean, low, high) of a relative difference, such as `-5.1 % (-6.4 to -3.9)`."""
     mean, low, high = (100 * value for value in difference)
     return f"{mean:+.1f} % ({low:+.1f} to {high:+.1f})"
 
 
-def run_table(runs, baseline):
-    """The table of runs, each beside the parent's run of its pair if there is one."""
-    rows = []
-    for number, run in enumerate(runs):
-        started = f"{run.started:%Y-%m-%d %H:%M:%S}"
-        row = {"run": f"{number + 1}", "started, UTC": started, "seed": f"{run.seed}"}
-        sides = [run, *baseline[number : number + 1]]
-        for whose, side in zip(("", "parent's "), sides, strict=False):
-            row[f"{whose}loss"] = f"{side.val_loss:.5f}"
-            row[f"{whose}time, s"] = f"{side.train_time_ms / 1000:.2f}"
-        rows.append(row)
-    return table(rows)
+# ----- a record's page
 
 
-def record_readme(record, found, why):
-    """A record's whole README.md, of its figures."""
-    time_ms, speed = found["train_time_ms"], found["speed"]
-    kind = "pairs" if speed else "none"
-    if "steps" in found:
-        kind = "steps" if found["parent"] else "first_of_steps"
-    elif not found["parent"]:
-        kind = "first"
-    shown = {name: cell(found[name]) for name in ("by", "hardware", "software")}
-    shown |= {"seconds": seconds(time_ms["mean"]), "spread": seconds(time_ms["std"])}
-    if speed:
-        shown |= {"gain": percent(speed["relative"]), "parent_s": seconds(speed["parent_ms"])}
-    shown = {**found, **shown, "alpha": stats.ALPHA, "confidence": stats.CONFIDENCE}
-    with about(HOME / "gains.toml"):
-        against = GAINS[kind].format(**shown)
+def gain_text(record):
+    """What a record's page says of its gain."""
+    parent = record.parent
+    if not parent:
+        return "It is the first record of its board."
+    gain, p = gain_of(record.runs, record.baseline)
+    added, removed = changed_lines(parent.source, record.source)
+    return (
+        f"Its parent is [{parent.name}](../{parent.name}/): {added} lines added, {removed} "
+        f"removed. In pairs on one machine its training time differs by {percent(gain)}, "
+        f"{stats.CONFIDENCE:.0%} interval; p = {p:.2g} in the permutation test, at most "
+        f"{stats.ALPHA:g} is needed."
+    )
+
+
+def record_readme(record, target, why):
+    """A record's whole README.md."""
+    shown = figures(record, target)
+    shown |= {name: cell(shown[name]) for name in ("hardware", "software")}
     return filled(
         "record.md",
         **shown,
-        title=record.title,
+        alpha=stats.ALPHA,
+        record=record,
         why=why,
-        against=against,
-        table=run_table(record.runs, record.baseline),
-        before=f"records/{found['track']}/{found['parent']} " if found["parent"] else "",
+        gain=gain_text(record),
+        before=f"records/{record.track}/{record.parent.name} " if record.parent else "",
     )
 
 
@@ -85,100 +76,93 @@ def why_of(readme):
     return why
 
 
-def board_of(records, rules, link):
-    """The rows of the leaderboard: the track's chain, and then those beside it, latest first."""
-    links = chain(records)
-    found = links[::-1]
-    found += [record for record in reversed(records) if record not in found]
-    rows = [leaderboard_row(record, link(record)) for record in found]
-    if factors := factors_of(links, rules):
-        for record, row in zip(found, rows, strict=True):
-            row["faster than a plain GPT"] = factors.get(record.name, "")
-    return rows
+# ----- the leaderboards
 
 
-def left_of(links):
-    """What each record of a chain takes: steps, or what gains leave of the first one's seconds."""
-    if links and links[0].by_steps:
-        return np.array([float(record.result["steps"]["count"]) for record in links])
-    gains = [0.0, *(record.result["speed"]["relative"][0] for record in links[1:])]
-    first = links[0].result["train_time_ms"]["mean"] / 1000
-    return first * np.cumprod(np.add(gains, 1))
-
-
-def factors_of(links, rules):
-    """{name: by what factor it beats plain training} of a chain that is judged by seconds, where
-    rules.json has the factor of one of its records, from turns with a plain GPT on one machine."""
+def factors_of(records, rules):
+    """{name: how many times faster than a plain GPT} of a board's records. rules.json has that
+    factor of one record, measured in turns on one machine; the gains in pairs give the others."""
     plain = rules.get("plain", {})
-    names = [record.name for record in links]
-    if plain.get("record") not in names or links[0].by_steps:
+    names = [record.name for record in records]
+    if plain.get("record") not in names:
         return {}
-    left = left_of(links)
+    gains = [0.0]
+    for record in records[1:]:
+        (mean, _, _), _ = gain_of(record.runs, record.baseline)
+        gains.append(mean)
+    left = np.cumprod(np.add(gains, 1))  # of the first record's time
     factors = plain["factor"] * left[names.index(plain["record"])] / left
     return {name: f"{factor:.1f} times" for name, factor in zip(names, factors, strict=True)}
 
 
-def leaderboard_row(record, link):
-    """A row of the leaderboard, from a verified result.json and a link to the record."""
-    found = record.result
-    gain = "no claim" if found["parent"] else "first"
-    if speed := found["speed"]:
-        gain = f"{percent(speed['relative'])}, p = {speed['p']:.2g}"
-    shown = {name: cell(found[name]) for name in ("by", "hardware")}
-    shown |= {"link": link, "date": record.date, "gain": gain}
-    shown |= {"seconds": seconds(found["train_time_ms"]["mean"])}
-    with about(HOME / "gains.toml"):
-        columns = GAINS["columns_of_steps" if record.by_steps else "columns"]
-        return {name: template.format(**{**found, **shown}) for name, template in columns}
+def board_of(records, rules, place):
+    """The rows of a leaderboard, the latest record first. place: where a page's links begin."""
+    factors = factors_of(records, rules)
+    rows = []
+    for record in reversed(records):
+        found = figures(record, rules["config"]["target_loss"])
+        shown = "first"
+        if record.parent:
+            gain, p = gain_of(record.runs, record.baseline)
+            shown = f"{percent(gain)}, p = {p:.2g}"
+        spread = f"{found['loss']:.4f} ± {found['loss_std']:.4f}"
+        row = {
+            "record": f"[{record.title}]({place}{record.track}/{record.name}/)",
+            "training time, s": f"{found['seconds']:.1f}",
+            "time against its parent's, in pairs": shown,
+            "validation loss": f"{spread}, n = {found['runs']}, p = {found['loss_p']:.2g}",
+            "hardware, dtype": cell(found["hardware"]),
+            "date": record.date,
+            "by": record.by,
+        }
+        if factors:
+            row["faster than a plain GPT"] = factors[record.name]
+        rows.append(row)
+    return rows
+
+
+def with_block(page, text, name, block):
+    """A page's text with what stands between the marker of a name and the end replaced."""
+    marker = f"<!-- {name} -->"
+    before, _, rest = text.partition(f"{marker}\n")
+    _, end, after = rest.partition(END)
+    require(end and marker not in after, f"{page}: {marker}, and {END} behind it, are due once")
+    return f"{before}{marker}\n{block}\n{END}{after}"
+
+
+def pictures_of(repository):
+    """{board: what its picture of loss against seconds shows}: the newest record, and the plain GPT
+    that sets the target."""
+    curve = repository.root / PLAIN
+    shown = {}
+    for track, records in repository.records.items():
+        if records and "plain" in repository.rules[track] and curve.is_file():
+            shown[track] = [records[-1].folder, curve]
+    return shown
+
+
+def first_page_row(track, records, rules):
+    """A board's row of the first page's table."""
+    row = {"board": f"`{track}`", "target": f"{rules['config']['target_loss']:g}"}
+    newest = {"record": "not measured yet"}
+    if records:
+        newest = board_of(records, rules, "records/")[0]
+    return row | {name: newest.get(name, "-") for name in FIRST_PAGE}
 
 
 def pages_of(repository):
-    """{path: text} of what `table` writes: README.md with its leaderboards, and the staircases."""
-    page = repository.home / "README.md"
+    """{path: text} of what `table` writes: the leaderboards, and the first page's results."""
+    page, first = repository.home / "README.md", repository.root / "README.md"
     text = read_text(page)
-    pages = {}
+    rows = []
     for track, records in repository.records.items():
         rules = repository.rules[track]
-        rows = board_of(records, rules, "[{0.title}]({0.track}/{0.name}/)".format)
-        marker = f"<!-- records/{track} -->"
-        before, _, rest = text.partition(f"{marker}\n")
-        _, end, after = rest.partition(END)
-        require(end and marker not in after, f"{page}: {marker}, and {END} behind it, are due once")
-        board = table(rows) if rows else "No records yet."
-        text = f"{before}{marker}\n{board}\n{END}{after}"
-        if stairs := staircase(track, chain(records)):
-            pages[repository.home / f"{track}.svg"] = stairs
-    return {page: text, **pages}
-
-
-def staircase(track, links):
-    """An SVG file of what is left of a chain's first record; "" where there is no second one."""
-    if len(links) < 2:
-        return ""
-    left = left_of(links)
-    gains = 100 * np.diff(left, prepend=left[0]) / np.roll(left, 1)
-    unit, digits = ("steps", 0) if links[0].by_steps else ("s", 1)
-    logs = np.log(left / left.min())
-    across = LEFT + ACROSS * logs / (logs[0] or 1)
-    steps = ""
-    for number, record in enumerate(links):
-        shown = f"{left[number]:.{digits}f} {unit}"
-        shown += f", {gains[number]:+.0f} %" if number else ""
-        steps += filled(
-            "step.svg",
-            title=record.title,
-            shown=shown,
-            x=across[number],
-            before=across[max(number - 1, 0)],
-            y=TOP + STEP * number,
-            rise=-STEP * (number > 0),
-        )
-    proven = f"in {len(links) - 1} proven step{'s' * (len(links) > 2)}"
-    return filled(
-        "staircase.svg",
-        title=f"{track}: {left[0]:.0f} {unit} to {left[-1]:.{digits}f} {unit} {proven}",
-        style=read_text(HOME / "staircase.css"),
-        steps=steps,
-        height=TOP + STEP * len(links),
-        bottom=TOP + STEP * len(links) - 8,
-    )
+        board = board_of(records, rules, "")
+        block = table(board) if board else "No records yet."
+        text = with_block(page, text, f"records/{track}", block)
+        rows.append(first_page_row(track, records, rules))
+    block = table(rows)
+    for track in pictures_of(repository):
+        words = f"Loss of {track} against seconds, beside a plain GPT"
+        block += f"\n\n![{words}](records/{track}.svg)"
+    return {page: text, first: with_block(first, read_text(first), "records", block)}

@@ -56,7 +56,9 @@ def check_imports(tree):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            modules = ["." * node.level + (node.module or "")]
+            base = "." * node.level + (node.module or "")
+            is_open = {f"{base}.{alias.name}" for alias in node.names} <= OPEN
+            modules = [] if is_open else [base]
             words += [(alias.name, "called") for alias in node.names]
         for module in modules:
             is_open = {module, module.partition(".")[0]} & OPEN

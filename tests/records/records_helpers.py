@@ -12,7 +12,7 @@ import numpy as np
 
 from records import files, render, settings, stats
 from records.__main__ import main
-from records.experiment import lay_out, write_figures
+from records.experiment import lay_out, write_page
 from records.files import RecordError
 from records.log import parse_log, split_log
 from records.record import Repository
@@ -25,9 +25,16 @@ WHY = "It takes fewer steps, since each of them does more."
 FIXED = {"tokenizer": "bytes", "val_tokens": 262_144, "val_sha256": "5e" * 32}
 FIXED["target_loss"] = 0.88
 RULES = {
-    TRACK: {"config": FIXED, "manifest_sha256": "da" * 32, "copy_loss": 0.004},
-    "web": {"config": {**FIXED, "val_sha256": ""}, "manifest_sha256": "", "copy_loss": 0.004},
+    TRACK: {"track": TRACK, "config": FIXED, "manifest_sha256": "da" * 32, "copy_loss": 0.004},
+    "web": {
+        "track": "web",
+        "config": {**FIXED, "val_sha256": ""},
+        "manifest_sha256": "",
+        "copy_loss": 0.004,
+    },
 }
+GATES = "6a" * 32  # of the gates that judge these runs
+settings.RULES["gates_sha256"].append(GATES)
 SCHEDULE = {"steps": 60, "log_every": 10, "val_every": 0, "micro_batch_tokens": 512}
 STAGES = [{"start": 0.0, "micro_batches": 8, "lr": 1.0}]
 RUN = {"seed": -1, "run_id": "", "resume": "", "run_of": ""}
@@ -96,6 +103,7 @@ def log_text(
             started=f"{started:%Y-%m-%dT%H:%M:%SZ}",
             config=json.dumps(values),
             manifest=RULES[TRACK]["manifest_sha256"],
+            gates=GATES,
             losses="\n".join(step_lines(seed, loss, time_ms)),
         )
     )
@@ -148,6 +156,7 @@ def make_repository(root):
     (root / "records" / TRACK).mkdir(parents=True)
     boards = [f"<!-- records/{track} -->\nNo records yet.\n<!-- end -->" for track in RULES]
     (root / "records" / "README.md").write_text("\n\n".join(["# A repository", *boards, "End.\n"]))
+    (root / "README.md").write_text("# First\n\n<!-- records -->\n<!-- end -->\n")
     return Repository(root, RULES)
 
 
@@ -213,9 +222,8 @@ def rewrite(repository):
     """Make all figures those that the tool writes for the logs, where it can read them."""
     again = fresh(repository)
     with contextlib.suppress(RecordError):
-        names = {record.name: record for record in again.all}
         for record in again.all:
-            write_figures(again, record, names.get(record.parent), record.result["by"])
+            write_page(record, again.rules[record.track])
 
 
 def refusal(repository):
@@ -226,7 +234,7 @@ def refusal(repository):
     line = err.getvalue()
     assert status == (2 if line else 0) and bool(line) != bool(out.getvalue())
     assert not files.CONTROL.search(line)
-    assert re.fullmatch(r"(records: records[^:]*: .*\n)?", line), line
+    assert re.fullmatch(r"(records: (records|README)[^:]*: .*\n)?", line), line
     return line.removeprefix("records: ").removesuffix("\n")
 
 
@@ -272,6 +280,7 @@ def fake_trainer(loss=0.80, time=50, **changes):
     config = {**CONFIG, **steps, "stages": stages, "dtype": "float32", **changes}
     script = (HERE / "fake_trainer.txt").read_text().replace("@TRACKS@", tracks_text(config))
     script = script.replace("@MANIFEST@", RULES[TRACK]["manifest_sha256"])
+    script = script.replace("@GATES@", GATES)
     return script.replace("@LOSS@", str(loss)).replace("@TIME@", str(time))
 
 

@@ -28,6 +28,7 @@ NAMES = {  # that stand in forgeries.md for what depends on the day, say
     "TRACK": TRACK,
     "TITLE": TRACK.title(),
     "TODAY": f"{datetime.now(UTC):%Y-%m-%d}",
+    "TOMORROW": f"{datetime.now(UTC) + timedelta(days=2):%Y-%m-%d}",
     "MANY_F": "f" * 5000,
     "MANY_X": "x" * 3000,
     "MANY_N": "n" * 5000,
@@ -214,6 +215,12 @@ def renamed(repository, pattern, name):
 def copied(repository, pattern, name):
     path = next(repository.home.glob(pattern))
     shutil.copytree(path, path.with_name(name))
+
+
+def made_again(repository):
+    """The first record's script once more, in pairs with the last one's."""
+    shutil.rmtree(repository.root / "logs")
+    forced(repository, "Twin", pairs(repository, "first", "second"))
 
 
 def hidden(repository):
