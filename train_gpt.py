@@ -10,12 +10,12 @@ Without --track it takes `fineweb` where CUDA and FineWeb's shards are, else `en
 Chapters, in reading order:
      1. Configuration     every number of a run with its check, the tracks, the schedules
      2. Tokens            shards, micro-batches of whole documents, a loader that works ahead
-     3. Table             a token's rows and guesses, who holds a row, how rows travel
+     3. Table             which rows a token reads, and its guesses at the next token
      4. Layers            norm, rotary positions, attention, MLP
      5. Loss              cross-entropy in one pass, over the vocabulary or a sample of it
      6. Model             the GPT, and the rule of each of its parameters
-     7. Update rules      Adam, Muon, SOAP and its relatives, eigenbases by one batched QR
-     8. Parameter groups  who reduces, updates and sends what, and in which order
+     7. Update rules      Adam, Adagrad, Muon, SOAP and its relatives, eigenbases by batched QR
+     8. Parameter groups  who reduces, updates and sends what, rows of the table included
      9. Trainer           forward and backward pass, one step, evaluation, warm-up
     10. Validity gates    what a model must not do, tested on the validation text
     11. Runtime           ranks, devices, clock, collectives that count their bytes
@@ -976,12 +976,6 @@ class TrainLoader:
 # n tokens in the document. The model reads guesses by its own embeddings (see GPT.guessed), so that
 # what it learns of one token's guesses holds for those of all. All of this looks at the same
 # document alone, at or before the token.
-#
-# A rank holds the rows that it owns, a range of the table. The loader's thread plans a step ahead
-# of it, on the CPU: which rows are read, who owns them, and at which slot a row will stand among
-# the values that travel here. The values are pulled before the step; the gradients of each row are
-# summed here and pushed back to its owner, who sums and updates. So no row travels twice, and a row
-# that is owned here never does. At world size 1 it is the plain table.
 
 TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)
 MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
@@ -1055,261 +1049,6 @@ def row_fingerprint(config):
     tokens = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
     rows, signs = ngram_rows(Passage(Text(tokens, config.eot_token), [(0, 99)]), config)
     return hashlib.sha256(rows.tobytes() + signs.tobytes()).hexdigest()
-
-
-@dataclass
-class RowPlan:
-    """The rows that a rank reads in a step, and the routes of their values and gradients.
-
-    This rank's N = T C pairs of token and order read U distinct rows. All ranks read R rows of this
-    rank's range, V distinct ones. At world size 1 these are the same rows, and there is nothing to
-    merge.
-    """
-
-    slots: Tensor  # (T, C) int32: where a token's rows stand among the values that travel here
-    signs: Tensor  # (T, C) float32 of +-1
-    token: Tensor  # (N,) int32: tokens that read the first of the U rows, then the second, ...
-    offsets: Tensor  # (U,) int32: where in `token` those of each row begin
-    token_signs: Tensor  # (N,) float32: the signs, in the order of `token`
-    owned: Tensor  # (V,) int64, rising: the rows to update, counted from the range's start
-    asked: Tensor  # (R,) int64, rank after rank: the rows to send, counted likewise
-    send: list  # how many of the U rows each rank owns: their order is that of their ids
-    receive: list  # how many of `asked` each rank reads
-    merge: tuple  # positions in `asked` of owned[0], then owned[1], ... (R,); offsets (V,); int32
-
-
-def group_equal(ids):
-    """Group integers (n,) from 0 to 2^31 - 1. Returns the distinct ones, rising, (u,); int32
-    positions (n,) of the first one's occurrences, then of the second's, and so on; and where in
-    these each begins, (u,) int32."""
-    # Of 16 bits numpy does a radix sort: two take a quarter of the time of its sort of 32.
-    order = np.argsort(ids.astype(np.uint16), kind="stable")
-    upper = (ids >> 16).astype(np.uint16)
-    order = order[np.argsort(upper[order], kind="stable")]
-    ordered = ids[order]
-    is_first = np.ones(len(ids), bool)
-    is_first[1:] = ordered[1:] != ordered[:-1]
-    offsets = np.flatnonzero(is_first)
-    return ordered[offsets], order.astype(np.int32), offsets.astype(np.int32)
-
-
-def sum_groups(values, positions, offsets, signs=None):
-    """Sums (u, d) float32 of the rows of values (n, d) that `group_equal` has put together: in a
-    fixed order, and without atomics."""
-    return F.embedding_bag(positions, values.float(), offsets, mode="sum", per_sample_weights=signs)
-
-
-def plan_rows(rows, signs, config, runtime, group, name):
-    """Build the RowPlan of a step, together with all ranks.
-
-    rows, signs: (T, C) of this rank's tokens, of all its passes. group: the process group of the
-    calling thread. name: for the ledger. Counts and indices travel here, ahead of the values, whose
-    sizes both sides then know.
-    """
-    world_size = runtime.world_size
-    distinct, order, offsets = group_equal(rows.ravel())
-    last = config.ngram_rows - 1
-    is_inside = not len(distinct) or 0 <= distinct[0] <= distinct[-1] <= last
-    require(is_inside, f"n-gram rows leave the table's range 0 to {last}; correct ngram_rows")
-
-    def exchange(array, send, receive):
-        tensor = torch.from_numpy(array.astype(np.int32))
-        out, work = runtime.all_to_all(tensor, send, receive, name, group)
-        wait(work)
-        return out.numpy()
-
-    owners = distinct // math.ceil(config.ngram_rows / world_size)
-    send = np.bincount(owners, minlength=world_size)
-    receive = exchange(send, [1] * world_size, [1] * world_size).tolist()
-    asked = exchange(distinct, send.tolist(), receive).astype(np.int64)
-    asked -= runtime.owned_range(config.ngram_rows)[0]
-    owned = asked
-    merge = ()
-    slots = rows
-    if world_size > 1:
-        owned, *merge = group_equal(asked)
-        slots = np.zeros(rows.size, np.int32)
-        counts = np.diff(np.append(offsets, len(order)))
-        slots[order] = np.repeat(np.arange(len(distinct), dtype=np.int32), counts)
-    there = functools.partial(to_device, device=runtime.device)
-    return RowPlan(
-        slots=there(slots.reshape(rows.shape)),
-        signs=there(signs),
-        token=there(order // max(1, rows.shape[1])),
-        offsets=there(offsets),
-        token_signs=there(signs.ravel()[order]),
-        owned=there(owned),
-        asked=there(asked),
-        send=send.tolist(),
-        receive=receive,
-        merge=tuple(map(there, merge)),
-    )
-
-
-class Group:
-    """Parameters that step, travel and are saved together.
-
-    Optimizer.step takes all groups that are due through three calls, each of which gets what the
-    one before it has returned:
-        reduce(step)                   start to sum their gradients over ranks
-        update(step, lr_mul, pending)  wait for the sums, update, start to send the new values
-        receive(pending)               take over what other ranks have sent
-    `tensors()` are all that a step changes on this rank, by name; `size()` counts the group's
-    values; `full_state()` is what a checkpoint keeps of it, whatever the world size, and `load`
-    takes that back.
-    """
-
-    every = 1  # steps between updates
-    is_frozen = False
-    is_shared_out = True  # or else every rank updates all of it
-
-    def is_due(self, step):
-        """Whether the group is updated at a step: every k-th, and the run's last."""
-        is_last = step + 1 == self.config.steps
-        return not self.is_frozen and ((step + 1) % self.every == 0 or is_last)
-
-    def touched(self):
-        """The tensors that a step changes, each with the index of what it changes there."""
-        return [(tensor, ...) for tensor in self.tensors().values()]
-
-
-ROW_MEMORY = 0.98  # what a row's moment keeps of itself at each of its updates
-
-
-def adagrad_rows_update(table, second, rows, grads, lr, floor):
-    """Row-wise Adagrad on distinct rows (u,) of the table (n, dim), in place, at their cost alone.
-
-    It forgets: a rare row's steps shrink from `lr` on as Adagrad's do, and a frequent one's no
-    further than to lr * sqrt(1 - ROW_MEMORY), so that it goes on to learn in a long run.
-
-    second: (n,), the sum of each row's mean squared gradients. grads: (u, dim), sums over tokens.
-    floor: a gradient RMS that is added to the moment: a row that is new where tokens are predicted
-    well should hardly move.
-    """
-    moment = ROW_MEMORY * second[rows] + grads.square().mean(1)
-    second[rows] = moment
-    steps = grads * (-lr * (moment + floor * floor).rsqrt())[:, None]
-    # On a CPU this takes a third of the time of table[rows] += steps, for the same bits.
-    table.scatter_add_(0, rows[:, None].expand_as(steps), steps)
-
-
-class NgramTable(Group):
-    """This rank's rows of the table, their optimizer state, and all that travels of them.
-
-    Autograd never sees the table: `summed` adds the rows of each token, and `accumulate` is given
-    the gradients of these sums.
-    """
-
-    name = "ngram_table"
-
-    def __init__(self, config, runtime):
-        self.config = config
-        self.runtime = runtime
-        self.is_frozen = not config.ngram_orders or config.ngram_lr == 0
-        self.rows = config.ngram_rows if config.ngram_orders else 0
-        self.low, self.high = runtime.owned_range(self.rows)
-        self.second = torch.zeros(self.high - self.low, device=runtime.device)
-        self.weight = self.second.new_zeros(len(self.second), config.model_dim)
-        self.grads = []  # of the step's passes, (T, model_dim) each
-        self.plan = None  # of the step at hand, or of the next one once its rows are on their way
-        self.pulled = None  # (values, work) of its rows
-        self.upcoming = None  # the plan whose rows are pulled once this step has updated them
-
-    def look_up(self, passages, group=None, name="ngram_indices"):
-        """(RowPlan, guesses (T, G)) of a rank's passages, one a micro-batch; all ranks must call it
-        together."""
-        config = self.config
-        rows = [np.empty((0, len(config.ngram_orders)), np.int32)]
-        signs = [np.empty((0, len(config.ngram_orders)), np.float32)]
-        guesses = [np.empty((0, len(config.copy_orders)), np.int32)]
-        for passage in passages:
-            own_rows, own_signs = ngram_rows(passage, config)
-            rows.append(own_rows)
-            signs.append(own_signs)
-            guesses.append(copies(passage, config))
-        read = np.concatenate(rows), np.concatenate(signs)
-        plan = plan_rows(*read, config, self.runtime, group, name)
-        return plan, np.concatenate(guesses)
-
-    def fetch(self, plan, name):
-        """Start to bring the rows of a plan here: (values (n, model_dim) float32, work)."""
-        if self.runtime.world_size == 1:
-            return self.weight, None
-        rows = self.weight[plan.asked]
-        return self.runtime.all_to_all(rows, plan.receive, plan.send, name)
-
-    def start_pull(self, plan):
-        """Start to bring the rows of a training step here, unless they are on their way."""
-        if plan is not self.plan:
-            self.plan = plan
-            self.pulled = self.fetch(plan, self.name)
-
-    def values_of(self, plan):
-        """The values (n, model_dim), float32, that the slots of a training step point into."""
-        self.start_pull(plan)
-        values, work = self.pulled
-        wait(work)
-        return values
-
-    def summed(self, slots, signs, values):
-        """The sum of each token's signed rows: (T, model_dim), a leaf in the compute dtype; None
-        without a table. slots, signs: (T, C), of a RowPlan whose values these are."""
-        if not self.config.ngram_orders:
-            return None
-        summed = F.embedding_bag(slots, values, mode="sum", per_sample_weights=signs)
-        return summed.to(self.config.torch_dtype).requires_grad_(not self.is_frozen)
-
-    def accumulate(self, grad):
-        """Keep the gradient (T, model_dim) of the next pass' summed loss."""
-        self.grads.append(grad)
-
-    def reduce(self, step):
-        """Sum the step's gradients by row, and start to push them to the rows' owners."""
-        plan = self.plan
-        none = self.weight.new_empty(0, self.config.model_dim)
-        grads = torch.cat([none, *self.grads])
-        sums = sum_groups(grads, plan.token, plan.offsets, plan.token_signs)
-        self.grads = []
-        return [self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)]
-
-    def update(self, step, lr_mul, pending):
-        """Update the rows that are owned here. Losses are summed, not averaged: a row learns from
-        its own tokens, however many others the step has."""
-        ((sums, work),) = pending
-        wait(work)
-        if self.plan.merge:
-            sums = sum_groups(sums, *self.plan.merge)
-        lr = self.config.ngram_lr * lr_mul
-        # As the gradient falls with the width; so, from 64 to 512 channels, new rows make first
-        # steps of one size (records/NOTES.md, 2026-11-25).
-        floor = self.config.ngram_floor * (64 / self.config.model_dim) ** 0.75
-        adagrad_rows_update(self.weight, self.second, self.plan.owned, sums, lr, floor)
-        if self.upcoming is not None:
-            self.start_pull(self.upcoming)  # while the matrices are updated
-
-    def receive(self, pending):
-        """Nothing to take over: the rows that others have updated are pulled when they are read."""
-
-    def size(self):
-        return self.rows * self.config.model_dim
-
-    def touched(self):
-        """As Group.touched, of the step at hand: the table is too large for a copy."""
-        return [(self.weight, self.plan.owned), (self.second, self.plan.owned)]
-
-    def tensors(self):
-        return {"weight": self.weight, "second": self.second}
-
-    def full_state(self):
-        """The whole table on the host of rank 0; all ranks must call it."""
-        return {
-            name: self.runtime.gather_on_main(tensor.cpu(), self.rows)
-            for name, tensor in self.tensors().items()
-        }
-
-    def load(self, state):
-        self.weight.copy_(state["weight"][self.low : self.high])
-        self.second.copy_(state["second"][self.low : self.high])
 
 
 # 4. Layers =======================================================================================
@@ -1998,6 +1737,26 @@ def adam_update(weight, grad, state, hyper):
     cautious_step(weight, first / (second.sqrt() + hyper.eps), hyper.lr, hyper.decay)
 
 
+ROW_MEMORY = 0.98  # what a row's moment keeps of itself at each of its updates
+
+
+def adagrad_rows_update(table, second, rows, grads, lr, floor):
+    """Row-wise Adagrad on distinct rows (u,) of the table (n, dim), in place, at their cost alone.
+
+    It forgets: a rare row's steps shrink from `lr` on as Adagrad's do, and a frequent one's no
+    further than to lr * sqrt(1 - ROW_MEMORY), so that it goes on to learn in a long run.
+
+    second: (n,), the sum of each row's mean squared gradients. grads: (u, dim), sums over tokens.
+    floor: a gradient RMS that is added to the moment: a row that is new where tokens are predicted
+    well should hardly move.
+    """
+    moment = ROW_MEMORY * second[rows] + grads.square().mean(1)
+    second[rows] = moment
+    steps = grads * (-lr * (moment + floor * floor).rsqrt())[:, None]
+    # On a CPU this takes a third of the time of table[rows] += steps, for the same bits.
+    table.scatter_add_(0, rows[:, None].expand_as(steps), steps)
+
+
 # Polar Express (Amsel et al. 2025): the composed odd polynomials that bring singular values in
 # [1e-3, 1] closest to 1 in five steps; coefficients by the paper's method, with a cushion of 0.02
 # and a safety factor of 2 % (theirs is 1 %).
@@ -2256,6 +2015,33 @@ def refresh_eigenbases(banks, method):
 # 8. Parameter groups =============================================================================
 
 
+class Group:
+    """Parameters that step, travel and are saved together.
+
+    Optimizer.step takes all groups that are due through three calls, each of which gets what the
+    one before it has returned:
+        reduce(step)                   start to sum their gradients over ranks
+        update(step, lr_mul, pending)  wait for the sums, update, start to send the new values
+        receive(pending)               take over what other ranks have sent
+    `tensors()` are all that a step changes on this rank, by name; `size()` counts the group's
+    values; `full_state()` is what a checkpoint keeps of it, whatever the world size, and `load`
+    takes that back.
+    """
+
+    every = 1  # steps between updates
+    is_frozen = False
+    is_shared_out = True  # or else every rank updates all of it
+
+    def is_due(self, step):
+        """Whether the group is updated at a step: every k-th, and the run's last."""
+        is_last = step + 1 == self.config.steps
+        return not self.is_frozen and ((step + 1) % self.every == 0 or is_last)
+
+    def touched(self):
+        """The tensors that a step changes, each with the index of what it changes there."""
+        return [(tensor, ...) for tensor in self.tensors().values()]
+
+
 def take_step(update, part, grad, state, hyper):
     """Update this rank's part of a parameter in place; a narrow one has a float32 master."""
     weight = state.get("master", part)
@@ -2458,6 +2244,221 @@ class ParameterGroup(Group):
         for name, own in self.state.items():
             for key, value in own.items():
                 value.copy_(self.own(name, state[name][key]))
+
+
+# A rank holds the rows that it owns, a range of the table. The loader's thread plans a step ahead
+# of it, on the CPU: which rows are read, who owns them, and at which slot a row will stand among
+# the values that travel here. The values are pulled before the step; the gradients of each row are
+# summed here and pushed back to its owner, who sums and updates. So no row travels twice, and a row
+# that is owned here never does. At world size 1 it is the plain table.
+
+
+@dataclass
+class RowPlan:
+    """The rows that a rank reads in a step, and the routes of their values and gradients.
+
+    This rank's N = T C pairs of token and order read U distinct rows. All ranks read R rows of this
+    rank's range, V distinct ones. At world size 1 these are the same rows, and there is nothing to
+    merge.
+    """
+
+    slots: Tensor  # (T, C) int32: where a token's rows stand among the values that travel here
+    signs: Tensor  # (T, C) float32 of +-1
+    token: Tensor  # (N,) int32: tokens that read the first of the U rows, then the second, ...
+    offsets: Tensor  # (U,) int32: where in `token` those of each row begin
+    token_signs: Tensor  # (N,) float32: the signs, in the order of `token`
+    owned: Tensor  # (V,) int64, rising: the rows to update, counted from the range's start
+    asked: Tensor  # (R,) int64, rank after rank: the rows to send, counted likewise
+    send: list  # how many of the U rows each rank owns: their order is that of their ids
+    receive: list  # how many of `asked` each rank reads
+    merge: tuple  # positions in `asked` of owned[0], then owned[1], ... (R,); offsets (V,); int32
+
+
+def group_equal(ids):
+    """Group integers (n,) from 0 to 2^31 - 1. Returns the distinct ones, rising, (u,); int32
+    positions (n,) of the first one's occurrences, then of the second's, and so on; and where in
+    these each begins, (u,) int32."""
+    # Of 16 bits numpy does a radix sort: two take a quarter of the time of its sort of 32.
+    order = np.argsort(ids.astype(np.uint16), kind="stable")
+    upper = (ids >> 16).astype(np.uint16)
+    order = order[np.argsort(upper[order], kind="stable")]
+    ordered = ids[order]
+    is_first = np.ones(len(ids), bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    offsets = np.flatnonzero(is_first)
+    return ordered[offsets], order.astype(np.int32), offsets.astype(np.int32)
+
+
+def sum_groups(values, positions, offsets, signs=None):
+    """Sums (u, d) float32 of the rows of values (n, d) that `group_equal` has put together: in a
+    fixed order, and without atomics."""
+    return F.embedding_bag(positions, values.float(), offsets, mode="sum", per_sample_weights=signs)
+
+
+def plan_rows(rows, signs, config, runtime, group, name):
+    """Build the RowPlan of a step, together with all ranks.
+
+    rows, signs: (T, C) of this rank's tokens, of all its passes. group: the process group of the
+    calling thread. name: for the ledger. Counts and indices travel here, ahead of the values, whose
+    sizes both sides then know.
+    """
+    world_size = runtime.world_size
+    distinct, order, offsets = group_equal(rows.ravel())
+    last = config.ngram_rows - 1
+    is_inside = not len(distinct) or 0 <= distinct[0] <= distinct[-1] <= last
+    require(is_inside, f"n-gram rows leave the table's range 0 to {last}; correct ngram_rows")
+
+    def exchange(array, send, receive):
+        tensor = torch.from_numpy(array.astype(np.int32))
+        out, work = runtime.all_to_all(tensor, send, receive, name, group)
+        wait(work)
+        return out.numpy()
+
+    owners = distinct // math.ceil(config.ngram_rows / world_size)
+    send = np.bincount(owners, minlength=world_size)
+    receive = exchange(send, [1] * world_size, [1] * world_size).tolist()
+    asked = exchange(distinct, send.tolist(), receive).astype(np.int64)
+    asked -= runtime.owned_range(config.ngram_rows)[0]
+    owned = asked
+    merge = ()
+    slots = rows
+    if world_size > 1:
+        owned, *merge = group_equal(asked)
+        slots = np.zeros(rows.size, np.int32)
+        counts = np.diff(np.append(offsets, len(order)))
+        slots[order] = np.repeat(np.arange(len(distinct), dtype=np.int32), counts)
+    there = functools.partial(to_device, device=runtime.device)
+    return RowPlan(
+        slots=there(slots.reshape(rows.shape)),
+        signs=there(signs),
+        token=there(order // max(1, rows.shape[1])),
+        offsets=there(offsets),
+        token_signs=there(signs.ravel()[order]),
+        owned=there(owned),
+        asked=there(asked),
+        send=send.tolist(),
+        receive=receive,
+        merge=tuple(map(there, merge)),
+    )
+
+
+class NgramTable(Group):
+    """This rank's rows of the table, their optimizer state, and all that travels of them.
+
+    Autograd never sees the table: `summed` adds the rows of each token, and `accumulate` is given
+    the gradients of these sums.
+    """
+
+    name = "ngram_table"
+
+    def __init__(self, config, runtime):
+        self.config = config
+        self.runtime = runtime
+        self.is_frozen = not config.ngram_orders or config.ngram_lr == 0
+        self.rows = config.ngram_rows if config.ngram_orders else 0
+        self.low, self.high = runtime.owned_range(self.rows)
+        self.second = torch.zeros(self.high - self.low, device=runtime.device)
+        self.weight = self.second.new_zeros(len(self.second), config.model_dim)
+        self.grads = []  # of the step's passes, (T, model_dim) each
+        self.plan = None  # of the step at hand, or of the next one once its rows are on their way
+        self.pulled = None  # (values, work) of its rows
+        self.upcoming = None  # the plan whose rows are pulled once this step has updated them
+
+    def look_up(self, passages, group=None, name="ngram_indices"):
+        """(RowPlan, guesses (T, G)) of a rank's passages, one a micro-batch; all ranks must call it
+        together."""
+        config = self.config
+        rows = [np.empty((0, len(config.ngram_orders)), np.int32)]
+        signs = [np.empty((0, len(config.ngram_orders)), np.float32)]
+        guesses = [np.empty((0, len(config.copy_orders)), np.int32)]
+        for passage in passages:
+            own_rows, own_signs = ngram_rows(passage, config)
+            rows.append(own_rows)
+            signs.append(own_signs)
+            guesses.append(copies(passage, config))
+        read = np.concatenate(rows), np.concatenate(signs)
+        plan = plan_rows(*read, config, self.runtime, group, name)
+        return plan, np.concatenate(guesses)
+
+    def fetch(self, plan, name):
+        """Start to bring the rows of a plan here: (values (n, model_dim) float32, work)."""
+        if self.runtime.world_size == 1:
+            return self.weight, None
+        rows = self.weight[plan.asked]
+        return self.runtime.all_to_all(rows, plan.receive, plan.send, name)
+
+    def start_pull(self, plan):
+        """Start to bring the rows of a training step here, unless they are on their way."""
+        if plan is not self.plan:
+            self.plan = plan
+            self.pulled = self.fetch(plan, self.name)
+
+    def values_of(self, plan):
+        """The values (n, model_dim), float32, that the slots of a training step point into."""
+        self.start_pull(plan)
+        values, work = self.pulled
+        wait(work)
+        return values
+
+    def summed(self, slots, signs, values):
+        """The sum of each token's signed rows: (T, model_dim), a leaf in the compute dtype; None
+        without a table. slots, signs: (T, C), of a RowPlan whose values these are."""
+        if not self.config.ngram_orders:
+            return None
+        summed = F.embedding_bag(slots, values, mode="sum", per_sample_weights=signs)
+        return summed.to(self.config.torch_dtype).requires_grad_(not self.is_frozen)
+
+    def accumulate(self, grad):
+        """Keep the gradient (T, model_dim) of the next pass' summed loss."""
+        self.grads.append(grad)
+
+    def reduce(self, step):
+        """Sum the step's gradients by row, and start to push them to the rows' owners."""
+        plan = self.plan
+        none = self.weight.new_empty(0, self.config.model_dim)
+        grads = torch.cat([none, *self.grads])
+        sums = sum_groups(grads, plan.token, plan.offsets, plan.token_signs)
+        self.grads = []
+        return [self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)]
+
+    def update(self, step, lr_mul, pending):
+        """Update the rows that are owned here. Losses are summed, not averaged: a row learns from
+        its own tokens, however many others the step has."""
+        ((sums, work),) = pending
+        wait(work)
+        if self.plan.merge:
+            sums = sum_groups(sums, *self.plan.merge)
+        lr = self.config.ngram_lr * lr_mul
+        # As the gradient falls with the width; so, from 64 to 512 channels, new rows make first
+        # steps of one size (records/NOTES.md, 2026-11-25).
+        floor = self.config.ngram_floor * (64 / self.config.model_dim) ** 0.75
+        adagrad_rows_update(self.weight, self.second, self.plan.owned, sums, lr, floor)
+        if self.upcoming is not None:
+            self.start_pull(self.upcoming)  # while the matrices are updated
+
+    def receive(self, pending):
+        """Nothing to take over: the rows that others have updated are pulled when they are read."""
+
+    def size(self):
+        return self.rows * self.config.model_dim
+
+    def touched(self):
+        """As Group.touched, of the step at hand: the table is too large for a copy."""
+        return [(self.weight, self.plan.owned), (self.second, self.plan.owned)]
+
+    def tensors(self):
+        return {"weight": self.weight, "second": self.second}
+
+    def full_state(self):
+        """The whole table on the host of rank 0; all ranks must call it."""
+        return {
+            name: self.runtime.gather_on_main(tensor.cpu(), self.rows)
+            for name, tensor in self.tensors().items()
+        }
+
+    def load(self, state):
+        self.weight.copy_(state["weight"][self.low : self.high])
+        self.second.copy_(state["second"][self.low : self.high])
 
 
 class Optimizer:
