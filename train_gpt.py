@@ -30,7 +30,6 @@ order in which floats are added.
 import argparse
 import ast
 import contextlib
-import ctypes
 import dataclasses
 import datetime
 import difflib
@@ -43,7 +42,6 @@ import math
 import os
 import platform
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -2504,81 +2502,6 @@ class Optimizer:
 # 9. Trainer ======================================================================================
 
 
-def compiler_remedy():
-    """What helps where compiled code does not run."""
-    # This import takes seconds, which a run that does not compile need not wait.
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    needs = "g++, python3-dev and an undamaged cache in a path without spaces or quotes"
-    return f"go without by --compile false; else it needs {needs}: delete {cache_dir()}"
-
-
-def prepare_compiler():
-    """Let compiled code run where paths have spaces or quotes: torch 2.13 splits its call of the
-    C++ compiler there. Libraries' folders are quoted; the cache goes to torch's own place."""
-    from torch._inductor import cpp_builder
-    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
-
-    def quoted_folders(options):
-        return [shlex.quote(folder) for folder in options._libraries_dirs]
-
-    cpp_builder.BuildOptionsBase.get_libraries_dirs = quoted_folders
-    if cache_dir() != shlex.quote(cache_dir()):
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = default_cache_dir()
-
-
-def probe_compiler(device):
-    """Load what the compiler's cache holds, then compile a tiny function and call it. A library
-    that a full disk has cut short ends the process, so that this takes one of its own; it prints
-    what comes next."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    prepare_compiler()
-    folder = cache_dir()
-    for path in Path(folder).rglob("*.so"):
-        print(f"loading {path}", flush=True)
-        with contextlib.suppress(OSError):  # it says so where it is needed
-            ctypes.CDLL(str(path))
-    print(f"compiling in {folder}", flush=True)
-    torch.compile(torch.neg)(torch.ones(8, device=device)).tolist()
-
-
-def compiler_failure(device):
-    """Why compiled code does not run on a device, or an empty text."""
-    folder = str(Path(__file__).resolve().parent)
-    code = f"import sys; sys.path.insert(0, {folder!r}); import train_gpt"
-    command = [sys.executable, "-c", f"{code}; train_gpt.probe_compiler({device.type!r})"]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    stop_if_interrupted()
-    if done.returncode == 0:
-        return ""
-    reasons = re.findall(".*error: .*", done.stderr, re.IGNORECASE)
-    reason = one_line(reasons[-1]) if reasons else f"exit status {done.returncode}"
-    doing = done.stdout.strip().rpartition("\n")[2]
-    return f"{reason} ({one_line(doing)})"
-
-
-def choose_compile(config, runtime):
-    """`inductor`, or `off`: without a compiler that works a CPU run is slow, and a GPU run crawls.
-    A node's first rank finds out for all of them. Raises ConfigError on a GPU."""
-    if not config.compile:
-        return "off"
-    prepare_compiler()
-    key = f"compiler of the node of rank {runtime.rank - runtime.local_rank}"
-    failure = ""
-    if runtime.local_rank == 0:
-        failure = runtime.agree(key, compiler_failure(runtime.device))
-    runtime.barrier()
-    failure = runtime.agree(key, failure)
-    if not failure:
-        return "inductor"
-    words = f"compiled code does not run here: {failure}; {compiler_remedy()}"
-    require(runtime.device.type == "cpu", f"compile=True: {words}")
-    if runtime.is_main:
-        print(f"note: goes on uncompiled: {words}", file=sys.stderr, flush=True)
-    return "off (compiled code does not run)"
-
-
 class Trainer:
     """Model, table, optimizer and compiled forward pass of one run: what training, evaluation and
     sampling share."""
@@ -2591,9 +2514,9 @@ class Trainer:
         self.model = GPT(config, back_end).to(runtime.device)
         self.table = NgramTable(config, runtime)
         self.optimizer = Optimizer(config, self.model, self.table, runtime)
-        self.compile_name = choose_compile(config, runtime)
+        self.compile_name = "inductor" if config.compile else "off"
         self.forward = self.model
-        if self.compile_name == "inductor":
+        if config.compile:
             # A phase is two graphs, and torch's default limit is 8; never eager in silence.
             torch._dynamo.config.recompile_limit = 64
             torch._dynamo.config.fail_on_recompile_limit_hit = True
@@ -3790,8 +3713,11 @@ def ending_of(error):
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said:
         error = MemoryError(said)
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
+        # This import takes seconds, which a run that does not compile need not wait.
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
         error = ConfigError("")
-        said += f"; the compiler has failed: {compiler_remedy()}"
+        said += f"; go without the compiler by --compile false, or delete its cache, {cache_dir()}"
     for kinds, status, words in ENDINGS:
         if isinstance(error, kinds):
             return status, words.format(said=said)
