@@ -159,7 +159,8 @@ PAST = ("ngram_orders", "ngram_rows", "copy_orders")
 def shape_of(config, step):
     """The values that have to be those of the weights, at a step: {name: value}."""
     shape = {name: getattr(config, name) for name in (*SIZES, *LAYERS, *PAST)}
-    shape["untie_at"] = train_gpt.is_tied_before(config, step)
+    untie_step = train_gpt.untie_step(config)
+    shape["untie_at"] = untie_step > 0 and step <= untie_step  # whether head and embedding are one
     windows = train_gpt.stage_at(config, step).windows
     shape["windows"] = windows, train_gpt.long_windows_until(config, step)
     return shape

@@ -532,15 +532,10 @@ def momentum_at(config, step):
 
 
 def untie_step(config):
-    """The step before which head and embedding are one tensor; 0 if they always are two. It starts
-    a cycle of Adam's, whose summed gradients belong to one model."""
+    """The step from which on head and embedding learn apart: their weights are equal before it. It
+    starts a cycle of Adam's, whose summed gradients belong to one model."""
     cycles = math.ceil(round(config.untie_at * config.steps) / config.adam_every)
     return cycles * config.adam_every
-
-
-def is_tied_before(config, step):
-    """Whether head and embedding are one in the model that the steps before this one leave."""
-    return step <= untie_step(config) and untie_step(config) > 0
 
 
 class Window(NamedTuple):
@@ -555,7 +550,6 @@ class Phase(NamedTuple):
 
     windows: tuple  # the Window of each layer
     max_segment: int  # tokens of the longest segment that attention sees at once
-    is_tied: bool  # whether the head is the embedding, too
     targets: int = 1  # that a position predicts: the next token, the second-next, ...
     has_prefix: bool = False  # whether it predicts the prefix of the next one, too
     softmax_rows: int = 0  # rows of the vocabulary in the softmax; 0: all
@@ -576,7 +570,6 @@ def training_phase(config, step):
     return Phase(
         windows=layer_windows(config, stage.windows),
         max_segment=min(stage.document_cap, config.micro_batch_tokens),
-        is_tied=step < untie_step(config),
         targets=len(stage.mtp_weights),
         has_prefix=stage.prefix_weight > 0,
         softmax_rows=stage.softmax_rows,
@@ -584,10 +577,9 @@ def training_phase(config, step):
 
 
 def evaluation_phase(config, step, length):
-    """The Phase of a forward pass over `length` tokens outside training, before a step: the model
-    as the last step left it, since untying is the first thing that the next one does."""
+    """The Phase of a forward pass over `length` tokens outside training, before a step."""
     windows = config.val_windows if step == config.steps else stage_at(config, step).windows
-    return Phase(layer_windows(config, windows), length, is_tied_before(config, step))
+    return Phase(layer_windows(config, windows), length)
 
 
 def long_windows_until(config, step):
@@ -1464,7 +1456,7 @@ class GPT(nn.Module):
 
         embed = drawn(vocab, dim, std=0.7)
         head = drawn(vocab, dim, std=0.005)
-        # Where they part later, they are one table at first, at the head's scale.
+        # Where they part later, they are equal at first, at the head's scale.
         embed = head.clone() if untie_step(config) else embed
         # The gradient of a rare token is small, and must make full steps at any width.
         embeddings = functools.partial(ruled, group="embeddings", eps=1e-12)
@@ -1532,9 +1524,9 @@ class GPT(nn.Module):
             up = drawn(len(config.deciding_layers), SHARE_DIM, dim, std=(3 * dim) ** -0.5)
             self.gate_up, self.gate_down = networks(up, layers * heads)
 
-    def embedding(self, micro_batch, is_first, is_tied):
+    def embedding(self, micro_batch, is_first):
         """Each token's embedding with a gated share of the one before it in its segment."""
-        x = F.embedding(micro_batch.inputs, self.head if is_tied else self.embed)
+        x = F.embedding(micro_batch.inputs, self.embed)
         share = torch.sigmoid(F.linear(x[:, :GATE_DIM], self.smear_gate))
         share = share.masked_fill(is_first[:, None], 0)
         before = F.pad(x, (0, 0, 1, -1))
@@ -1632,11 +1624,10 @@ class GPT(nn.Module):
             for layer, table in zip(config.value_embedding_layers, tables, strict=True)
         }
         outputs = []
-        x = self.embedding(micro_batch, is_first, phase.is_tied)
+        x = self.embedding(micro_batch, is_first)
         embedded = x
         if config.copy_orders:
-            table = self.head if phase.is_tied else self.embed
-            x = x + self.guessed(micro_batch, table, self.guess_input)
+            x = x + self.guessed(micro_batch, self.embed, self.guess_input)
         gates = [None] * layers
         for layer in range(layers):
             if layer in config.deciding_layers:
@@ -2020,7 +2011,7 @@ class Group:
     one before it has returned:
         reduce(step)                   start to sum their gradients over ranks
         update(step, lr_mul, pending)  wait for the sums, update, start to send the new values
-        receive(pending)               take over what other ranks have sent
+        receive(step, pending)         take over what other ranks have sent
     `tensors()` are all that a step changes on this rank, by name; `size()` counts the group's
     values; `full_state()` is what a checkpoint keeps of it, whatever the world size, and `load`
     takes that back.
@@ -2149,10 +2140,17 @@ class ParameterGroup(Group):
             if grads.get(name) is not None:
                 total[: len(grads[name])].add_(grads[name])
 
+    def is_tied(self, step):
+        """Whether a step updates head and embedding as one: the embedding's gradient is added to
+        the head's, and the embedding follows the head's weights and state."""
+        return "embed" in self.params and step < untie_step(self.config)
+
     def reduce(self, step):
-        # A tied embedding takes no part in a step: it has no gradient.
-        is_tied = step < untie_step(self.config)
-        names = [name for name in self.params if name != "embed" or not is_tied]
+        names = list(self.params)
+        if self.is_tied(step):
+            names.remove("embed")
+            self.grads["head"] += self.grads["embed"]
+            self.grads["embed"].zero_()
         if self.is_shared_out or not names:
             # Most of a step's bytes are these gradients: they travel as narrow as the weights.
             dtype = torch.float32 if self.runtime.world_size == 1 else self.config.torch_dtype
@@ -2208,11 +2206,15 @@ class ParameterGroup(Group):
             method = "householder"
         refresh_eigenbases(banks, "eigh" if step < EIGH_STEPS else method)
 
-    def receive(self, pending):
+    def receive(self, step, pending):
         for name, whole, work in pending:
             if work is not None:
                 work.wait()
                 self.params[name].data.copy_(whole)
+        if self.is_tied(step):
+            self.params["embed"].data.copy_(self.params["head"].data)
+            for key, value in self.state["embed"].items():
+                value.copy_(self.state["head"][key])
 
     def size(self):
         return sum(param.numel() for param in self.params.values())
@@ -2434,7 +2436,7 @@ class NgramTable(Group):
         if self.upcoming is not None:
             self.start_pull(self.upcoming)  # while the matrices are updated
 
-    def receive(self, pending):
+    def receive(self, step, pending):
         """Nothing to take over: the rows that others have updated are pulled when they are read."""
 
     def size(self):
@@ -2488,15 +2490,7 @@ class Optimizer:
         for group, pending in zip(due, reduced, strict=True):
             updated.append(group.update(step, lr_mul, pending))
         for group, pending in zip(due, updated, strict=True):
-            group.receive(pending)
-
-    def untie(self):
-        """Give the embedding the weights and optimizer state that the tied head has learned."""
-        params = self.embeddings.params
-        state = self.embeddings.state
-        params["embed"].data.copy_(params["head"].data)
-        for key, value in state["embed"].items():
-            value.copy_(state["head"][key])
+            group.receive(step, pending)
 
 
 # 9. Trainer ======================================================================================
@@ -2541,8 +2535,6 @@ class Trainer:
 
     def accumulate(self, step, batch):
         """Add up the gradients of this rank's passes. Returns their summed losses, 0-dim."""
-        if step and step == untie_step(self.config):
-            self.optimizer.untie()
         values = self.table.values_of(batch.rows)
         phase = training_phase(self.config, step)
         loss_weights = loss_weights_at(self.config, step)

@@ -122,13 +122,12 @@ def add(optimizer, grads):
         group.accumulate(grads)
 
 
-def accumulate(optimizer, step, runtime, unused=()):
-    """Add the gradients of this rank's micro-batches; parameters in `unused` have none."""
+def accumulate(optimizer, step, runtime):
+    """Add the gradients of this rank's micro-batches."""
     for micro_batch in range(runtime.rank, MICRO_BATCHES, runtime.world_size):
-        grads = dict.fromkeys(unused)
+        grads = {}
         for name, param in params_of(optimizer).items():
-            if name not in unused:
-                grads[name] = gradient(step, micro_batch, name, param.shape)
+            grads[name] = gradient(step, micro_batch, name, param.shape)
         add(optimizer, grads)
 
 
@@ -271,7 +270,6 @@ CASES |= {
 def take_steps(case, runtime):
     """What a case's steps on gradients of twelve micro-batches leave on this rank, and send."""
     optimizer = optimizer_of(runtime, case.shapes, case.dtype, **{"steps": 6, **case.changes})
-    config = optimizer.matrices.config
     params = params_of(optimizer)
     full = full_state(optimizer)
     weights = {name: param.clone() for name, param in params.items()}
@@ -284,10 +282,7 @@ def take_steps(case, runtime):
             load(optimizer, full)
             for name, param in params.items():
                 param.copy_(weights[name])
-        if step and step == train_gpt.untie_step(config):
-            optimizer.untie()
-        is_tied = train_gpt.training_phase(config, step).is_tied
-        accumulate(optimizer, step, runtime, unused=["embed"] * is_tied)
+        accumulate(optimizer, step, runtime)
         optimizer.step(step, 0.5)
         if case.is_settled or step == case.steps[-1]:
             copies = {name: param.clone() for name, param in params.items()}
