@@ -216,9 +216,7 @@ def start_from(trainer, content):
     """Take over weights and table of a checkpoint; all other optimizer state stays zero."""
     trainer.model.load_state_dict(content["model"])
     for group in trainer.optimizer.parameter_groups:
-        for name, param in group.params.items():
-            if "master" in group.state[name]:
-                group.state[name]["master"].copy_(group.own(name, param.data))
+        group.reset_masters()
     table = content["groups"][trainer.table.name]
     trainer.table.load({**table, "second": torch.zeros_like(table["second"])})
 

@@ -2026,6 +2026,13 @@ class Group:
         is_last = step + 1 == self.config.steps
         return not self.is_frozen and ((step + 1) % self.every == 0 or is_last)
 
+    def updates_after(self, step):
+        """How many updates the group has had behind a step."""
+        return math.ceil((step + 1) / self.every)
+
+    def size(self):
+        return sum(param.numel() for param in self.params.values())
+
     def touched(self):
         """The tensors that a step changes, each with the index of what it changes there."""
         return [(tensor, ...) for tensor in self.tensors().values()]
@@ -2062,15 +2069,26 @@ def state_shape(key, shape):
     return shape
 
 
-class ParameterGroup(Group):
-    """Parameters of the model under one update rule, with the sums of their gradients.
+def gradient(param):
+    """The gradient of the losses summed since the parameter's last update; 0 where it has none."""
+    return torch.zeros_like(param) if param.grad is None else param.grad
 
-    Nothing divides the sums by the tokens of a step: where a batch grows, gradients grow, too, and
-    Adam's steps are longer until its second moment has followed.
+
+def tensors_of(params):
+    """Parameters {name: parameter} and the gradients that wait there, by name."""
+    tensors = {f"{name}.param": param.data for name, param in params.items()}
+    waiting = {name: param.grad for name, param in params.items() if param.grad is not None}
+    return tensors | {f"{name}.grad": grad for name, grad in waiting.items()}
+
+
+class ParameterGroup(Group):
+    """Parameters of the model under one update rule.
+
+    Nothing divides the sums of gradients by the tokens of a step: where a batch grows, gradients
+    grow, too, and Adam's steps are longer until its second moment has followed.
 
     Ranks share each parameter out along its first axis, whole matrices of a bank: every rank holds
-    all of it, and updates the range that it owns. The small ones are summed in one bucket instead,
-    and updated by all.
+    all of it, and updates the range that it owns.
     """
 
     def __init__(self, name, config, params, runtime):
@@ -2078,7 +2096,6 @@ class ParameterGroup(Group):
         self.config = config
         self.runtime = runtime
         self.params = params  # {name: parameter}
-        self.is_shared_out = name != "small"
         self.lr = config.adam_lr
         self.decay = 1.0
         self.every = config.adam_every
@@ -2091,26 +2108,20 @@ class ParameterGroup(Group):
             self.decay = config.matrix_decay
             self.every = 1
         self.rule = UPDATE_RULES[rule]
-        self.grads = {}  # of summed losses, float32, padded where collectives ask for equal parts
         self.state = {}  # what the rule keeps of this rank's part: {name: {key: tensor}}
         self.lr_muls = {}
         for key, param in params.items():
-            count = len(param)
-            if self.is_shared_out:
-                count = math.ceil(count / runtime.world_size) * runtime.world_size
-            self.grads[key] = torch.zeros(count, *param.shape[1:], device=param.device)
             self.state[key] = self.new_state(self.own(key, param.data))
             self.lr_muls[key] = param.rule.lr_mul
             if isinstance(param.rule.lr_mul, Tensor):
                 self.lr_muls[key] = self.own(key, param.rule.lr_mul.to(param.device))
         self.take_step = take_step
-        if runtime.device.type == "cuda" and config.compile:
+        if config.compile and runtime.device.type == "cuda":
             self.take_step = compiled_updates()
 
     def owned_range(self, name):
         """The range of a parameter's first axis that this rank updates."""
-        count = len(self.params[name])
-        return self.runtime.owned_range(count) if self.is_shared_out else (0, count)
+        return self.runtime.owned_range(len(self.params[name]))
 
     def own(self, name, tensor):
         """This rank's part of a tensor that has the parameter's first axis."""
@@ -2134,47 +2145,29 @@ class ParameterGroup(Group):
                     state[f"{side}_basis"] = identity.repeat(count, 1, 1)
         return state
 
-    def accumulate(self, grads):
-        """Add the gradients of a summed loss, {name: tensor, or None for one not in use}."""
-        for name, total in self.grads.items():
-            if grads.get(name) is not None:
-                total[: len(grads[name])].add_(grads[name])
-
     def is_tied(self, step):
         """Whether a step updates head and embedding as one: the embedding's gradient is added to
         the head's, and the embedding follows the head's weights and state."""
         return "embed" in self.params and step < untie_step(self.config)
 
     def reduce(self, step):
-        names = list(self.params)
+        grads = {name: gradient(param) for name, param in self.params.items()}
         if self.is_tied(step):
-            names.remove("embed")
-            self.grads["head"] += self.grads["embed"]
-            self.grads["embed"].zero_()
-        if self.is_shared_out or not names:
-            # Most of a step's bytes are these gradients: they travel as narrow as the weights.
-            dtype = torch.float32 if self.runtime.world_size == 1 else self.config.torch_dtype
-            sums = {name: self.grads[name].to(dtype) for name in names}
-            return [(name, *self.runtime.reduce_scatter(grad, name)) for name, grad in sums.items()]
-        bucket = torch.cat([self.grads[name].flatten() for name in names])
-        work = self.runtime.all_reduce(bucket, self.name)
-        parts = bucket.split([self.grads[name].numel() for name in names])
-        return [
-            (name, part.view_as(self.grads[name]), work)
-            for name, part in zip(names, parts, strict=True)
-        ]
+            grads["head"] = grads["head"] + grads.pop("embed")
+            self.params["embed"].grad = None
+        return [(name, *self.runtime.reduce_scatter(grad, name)) for name, grad in grads.items()]
 
     def update(self, step, lr_mul, pending):
         travelling = []
-        sums = {}
+        grads = {}
         rate = self.lr * lr_mul
         for name, grad, work in pending:
             wait(work)
             param = self.params[name]
-            part = self.own(name, param.data)
-            sums[name] = grad[: len(part)].float()
+            param.grad = None
+            grads[name] = grad.float()
             hyper = Hyper(
-                count=math.ceil((step + 1) / self.every),
+                count=self.updates_after(step),
                 lr=rate * self.lr_muls[name],
                 decay=rate * self.decay * param.rule.decay,
                 momentum=momentum_at(self.config, step),
@@ -2182,13 +2175,12 @@ class ParameterGroup(Group):
                 eps=param.rule.eps,
                 dtype=self.config.torch_dtype,
             )
-            self.take_step(self.rule.update, part, sums[name], self.state[name], hyper)
+            part = self.own(name, param.data)
+            self.take_step(self.rule.update, part, grads[name], self.state[name], hyper)
             if self.is_shared_out:
-                travelling.append((name, *self.runtime.gather_ranges(part, len(param), name)))
+                travelling.append((name, *self.runtime.gather_ranges(param.data, name)))
         if self.rule.has_bases:
-            self.follow_gradients(step, sums)  # while the new weights travel
-        for name in sums:
-            self.grads[name].zero_()
+            self.follow_gradients(step, grads)  # while the new weights travel
         return travelling
 
     def follow_gradients(self, step, grads):
@@ -2208,22 +2200,19 @@ class ParameterGroup(Group):
 
     def receive(self, step, pending):
         for name, whole, work in pending:
-            if work is not None:
-                work.wait()
-                self.params[name].data.copy_(whole)
+            wait(work)
+            param = self.params[name]
+            if len(whole) > len(param):
+                param.data.copy_(whole[: len(param)])
         if self.is_tied(step):
             self.params["embed"].data.copy_(self.params["head"].data)
             for key, value in self.state["embed"].items():
                 value.copy_(self.state["head"][key])
 
-    def size(self):
-        return sum(param.numel() for param in self.params.values())
-
     def tensors(self):
-        found = {}
-        for name, param in self.params.items():
-            parts = {"param": param.data, "grad": self.grads[name], **self.state[name]}
-            found.update({f"{name}.{key}": value for key, value in parts.items()})
+        found = tensors_of(self.params)
+        for name, state in self.state.items():
+            found.update({f"{name}.{key}": value for key, value in state.items()})
         return found
 
     def full_state(self):
@@ -2236,14 +2225,81 @@ class ParameterGroup(Group):
 
     def whole(self, name, part):
         """What the parts of all ranks make up, on rank 0."""
-        if not self.is_shared_out:
-            return part
         return self.runtime.gather_on_main(part, len(self.params[name]))
 
     def load(self, state):
         for name, own in self.state.items():
             for key, value in own.items():
                 value.copy_(self.own(name, state[name][key]))
+
+    def reset_masters(self):
+        """Take the float32 weights over from the parameters."""
+        for name, state in self.state.items():
+            if "master" in state:
+                state["master"].copy_(self.own(name, self.params[name].data))
+
+
+def end_to_end(tensors, device):
+    """All values of some tensors as one vector (n,) float32."""
+    return torch.cat([torch.zeros(0, device=device), *(tensor.flatten() for tensor in tensors)])
+
+
+def joint_rule(params, device):
+    """The Rule of parameters that stand end to end: each of its numbers is a vector (n,)."""
+    sizes = torch.tensor([param.numel() for param in params], dtype=torch.int64)
+    rules = [param.rule for param in params]
+
+    def spread(numbers):
+        return torch.tensor(numbers).repeat_interleave(sizes).to(device)
+
+    return Rule(
+        "small",
+        lr_mul=spread([rule.lr_mul for rule in rules]),
+        decay=spread([rule.decay for rule in rules]),
+        betas=tuple(spread([rule.betas[number] for rule in rules]) for number in (0, 1)),
+        eps=spread([rule.eps for rule in rules]),
+    )
+
+
+class SmallGroup(ParameterGroup):
+    """Gates, scales and other small parameters. End to end they are one float32 vector, of which
+    the model has copies: it is summed in one collective, and every rank updates all of it."""
+
+    is_shared_out = False
+
+    def __init__(self, config, members, runtime):
+        self.members = members  # {name: parameter of the model}
+        self.is_frozen = not members
+        values = [param.detach() for param in members.values()]
+        vector = nn.Parameter(end_to_end(values, runtime.device))
+        vector.rule = joint_rule(members.values(), runtime.device)
+        super().__init__("small", config, {"small": vector}, runtime)
+        self.state["small"]["master"] = vector.data
+        parts = vector.data.split([value.numel() for value in values])
+        self.parts = [part.view_as(value) for part, value in zip(parts, values, strict=True)]
+
+    def owned_range(self, name):
+        return 0, len(self.params[name])
+
+    def whole(self, name, part):
+        return part
+
+    def reduce(self, step):
+        grads = [gradient(param) for param in self.members.values()]
+        vector = end_to_end(grads, self.runtime.device)
+        return [("small", vector, self.runtime.all_reduce(vector, "small"))]
+
+    def receive(self, step, pending):
+        torch._foreach_copy_([param.data for param in self.members.values()], self.parts)
+        for param in self.members.values():
+            param.grad = None
+
+    def tensors(self):
+        return tensors_of(self.members) | super().tensors()
+
+    def reset_masters(self):
+        values = [param.detach() for param in self.members.values()]
+        self.params["small"].data.copy_(end_to_end(values, self.runtime.device))
 
 
 # A rank holds the rows that it owns, a range of the table. The loader's thread plans a step ahead
@@ -2476,11 +2532,11 @@ class Optimizer:
             groups = ", ".join(members)
             require(is_ruled, f"no rule for {name}: make it with ruled(), in one group of {groups}")
             members[rule.group][name] = param
-        self.parameter_groups = [
-            ParameterGroup(name, config, params, runtime) for name, params in members.items()
-        ]
-        small, self.embeddings, self.matrices = self.parameter_groups
-        self.groups = [small, self.embeddings, table, self.matrices]
+        small = SmallGroup(config, members["small"], runtime)
+        embeddings = ParameterGroup("embeddings", config, members["embeddings"], runtime)
+        self.matrices = ParameterGroup("matrices", config, members["matrices"], runtime)
+        self.parameter_groups = [small, embeddings, self.matrices]
+        self.groups = [small, embeddings, table, self.matrices]
 
     def step(self, step, lr_mul):
         """Update all groups that are due at a step."""
@@ -2534,7 +2590,8 @@ class Trainer:
         return self.forward(micro_batch, ngram, phase, weights, self.prefixes, rotary, masks)
 
     def accumulate(self, step, batch):
-        """Add up the gradients of this rank's passes. Returns their summed losses, 0-dim."""
+        """Add up the gradients of this rank's passes, autograd's in the parameters' `grad`. Returns
+        the summed losses, 0-dim."""
         values = self.table.values_of(batch.rows)
         phase = training_phase(self.config, step)
         loss_weights = loss_weights_at(self.config, step)
@@ -2545,9 +2602,6 @@ class Trainer:
             ngram = self.table.summed(slots, signs, values)
             loss, losses, _ = self.forward_pass(step, phase, loss_weights, micro_batch, ngram)
             loss.backward()
-            for group in self.optimizer.parameter_groups:
-                group.accumulate({name: param.grad for name, param in group.params.items()})
-            self.model.zero_grad()
             if ngram is not None and ngram.requires_grad:
                 self.table.accumulate(ngram.grad)
             loss_sum = loss_sum + losses.sum()
@@ -2669,6 +2723,7 @@ def warm_up(trainer):
     for step in sorted([*first_validation.values()] * calls):
         stop_if_interrupted()
         trainer.score(step, text, 0)
+    trainer.model.zero_grad()
     for tensor, index, values in kept:
         tensor[index] = values
     torch.set_rng_state(rng_state)
@@ -2993,22 +3048,29 @@ class Runtime:
         return dist.all_reduce(tensor, async_op=True)
 
     def reduce_scatter(self, tensor, name):
-        """Sum tensor (world_size * n, ...) over ranks. Returns (this rank's n sums, work)."""
+        """Sum tensor (count, ...) over ranks. Returns (the sums of this rank's range, work)."""
         if self.world_size == 1:
             return tensor, None
-        part = tensor.new_empty(len(tensor) // self.world_size, *tensor.shape[1:])
-        self.record_sent("reduce_scatter", name, tensor, self.peers)
-        return part, reduce_scatter(part, tensor, async_op=True)
+        low, high = self.owned_range(len(tensor))
+        chunk = math.ceil(len(tensor) / self.world_size)
+        whole = padded(tensor, chunk * self.world_size)
+        part = tensor.new_empty(chunk, *tensor.shape[1:])
+        self.record_sent("reduce_scatter", name, whole, self.peers)
+        return part[: high - low], reduce_scatter(part, whole, async_op=True)
 
-    def gather_ranges(self, part, count, name):
-        """Join the ranks' owned ranges of `count` units. Returns (whole (count, ...), work)."""
+    def gather_ranges(self, tensor, name):
+        """Fill a tensor (count, ...), of which each rank has the range that it owns. Returns (the
+        tensor itself, or, where ranges are uneven, one that begins with its values; work)."""
         if self.world_size == 1:
-            return part, None
-        padded = part.new_zeros(math.ceil(count / self.world_size), *part.shape[1:])
-        padded[: len(part)] = part
-        whole = part.new_zeros(len(padded) * self.world_size, *part.shape[1:])
+            return tensor, None
+        low, high = self.owned_range(len(tensor))
+        chunk = math.ceil(len(tensor) / self.world_size)
+        whole = tensor
+        if len(tensor) % self.world_size:
+            whole = tensor.new_empty(chunk * self.world_size, *tensor.shape[1:])
         self.record_sent("all_gather", name, whole, self.peers)
-        return whole[:count], all_gather(whole, padded, async_op=True)
+        part = padded(tensor[low:high], chunk)
+        return whole, all_gather(whole, part, async_op=True)
 
     def gather_on_main(self, part, count, name="checkpoint"):
         """Join the ranks' owned ranges of `count` units on rank 0; the others get none of them."""
@@ -3084,6 +3146,15 @@ class Clock:
         self.stop()
         yield
         self.start()
+
+
+def padded(tensor, count):
+    """A tensor (n, ...) with zeros behind it, (count, ...); the tensor itself if it is so long."""
+    if len(tensor) == count:
+        return tensor
+    whole = tensor.new_zeros(count, *tensor.shape[1:])
+    whole[: len(tensor)] = tensor
+    return whole
 
 
 def wait(work):

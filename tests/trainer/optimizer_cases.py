@@ -108,18 +108,24 @@ def gradient(step, micro_batch, name, shape):
     return draw(2, step, micro_batch, list(RULES).index(name), shape) / MICRO_BATCHES
 
 
-def params_of(optimizer):
-    """{name: this rank's copy of the parameter}."""
+def parameters_of(optimizer):
+    """{name: parameter of the model}."""
     found = {}
     for group in optimizer.parameter_groups:
-        found.update({name: param.data for name, param in group.params.items()})
+        found.update(getattr(group, "members", group.params))
     return found
 
 
+def params_of(optimizer):
+    """{name: this rank's copy of the parameter}."""
+    return {name: param.data for name, param in parameters_of(optimizer).items()}
+
+
 def add(optimizer, grads):
-    """Add the gradients {name: tensor, or None} of summed losses."""
-    for group in optimizer.parameter_groups:
-        group.accumulate(grads)
+    """Add the gradients {name: tensor, or None} of summed losses, as autograd does."""
+    for name, param in parameters_of(optimizer).items():
+        if grads.get(name) is not None:
+            param.grad = train_gpt.gradient(param) + grads[name].to(param.dtype)
 
 
 def accumulate(optimizer, step, runtime):
@@ -139,10 +145,7 @@ def take_step(optimizer, step, grads, lr_mul=1.0):
 
 def waiting(optimizer, name):
     """The sum of the gradients that a parameter has not stepped on yet."""
-    grads = {}
-    for group in optimizer.parameter_groups:
-        grads.update(group.grads)
-    return grads[name]
+    return train_gpt.gradient(parameters_of(optimizer)[name])
 
 
 def full_state(optimizer):
@@ -160,9 +163,9 @@ def batch_of(trainer, *tokens):
     it."""
     length = trainer.config.micro_batch_tokens
     passages = [train_gpt.contiguous_passage(text_of(each), 0, length) for each in tokens]
-    rows, hints = trainer.table.look_up(passages)
+    rows, guesses = trainer.table.look_up(passages)
     return train_gpt.Batch(
-        stack=train_gpt.stack_passages(passages, hints, length, trainer.runtime.device),
+        stack=train_gpt.stack_passages(passages, guesses, length, trainer.runtime.device),
         rows=rows,
         tokens=len(passages) * length * trainer.runtime.world_size,
         state={},
