@@ -1815,7 +1815,6 @@ def muon_update(weight, grad, state, hyper):
 FACTOR_BETA = 0.9  # of the factors, and of SOAP-Muon's second moment
 KL_FLOOR = 1e-3  # eigenvalues below this share of their mean are taken to be it
 EIGH_STEPS = 3  # refreshes by eigh: zero-initialised projections give no gradient before step 2
-HOUSEHOLDER_STEPS = 25  # from then on factors are conditioned well enough for Cholesky
 DAMPING = 3e-6  # added to a factor before Cholesky, as a share of its largest eigenvalue
 
 
@@ -1952,10 +1951,9 @@ def cholesky_qr_step(product, bases, largest):
 def eigenbasis_step(factors, bases, method):
     """Bring orthonormal bases (k, s, s) closer to the eigenvectors of symmetric factors (k, s, s).
 
-    Both are float32. Orthonormalises factor @ basis, columns by falling Rayleigh quotient. Methods:
-      eigh         the eigenvectors themselves; on CUDA the only one that waits for the device
-      householder  LAPACK's QR, matrix by matrix, which is fastest on a CPU
-      cholesky     all matrices in one batch: cholesky_qr_step
+    Both are float32. Columns are sorted by falling Rayleigh quotient first. Methods:
+      eigh      the eigenvectors themselves; on CUDA the host waits for the device
+      cholesky  one step of orthogonal iteration, the Q of factor @ basis: cholesky_qr_step
     Returns (bases, order (k, s) that sorted the old columns, is_rejected (k,)). Where a factor is
     not finite or too close to singular, that matrix keeps its old basis, sorted. A zero factor also
     keeps it, but does not count as rejected.
@@ -1972,8 +1970,6 @@ def eigenbasis_step(factors, bases, method):
         identity = torch.eye(bases.size(-1), device=bases.device)
         safe = torch.where(is_good[:, None, None], factors, identity)  # eigh raises on NaN
         new = torch.linalg.eigh(safe).eigenvectors.flip(-1)
-    elif method == "householder":
-        new = torch.linalg.householder_product(*torch.geqrf(product))
     else:
         new, is_orthonormal = cholesky_qr_step(product, old, largest)
         is_good = is_good & is_orthonormal
@@ -2186,17 +2182,15 @@ class ParameterGroup(Group):
     def follow_gradients(self, step, grads):
         """Take the gradients into the factors, and refresh the bases of the matrices whose turn it
         is; with the first gradients it is everybody's."""
-        every = self.config.basis_every if step >= EIGH_STEPS else 1
+        is_early = step < EIGH_STEPS
+        every = 1 if is_early else self.config.basis_every
         banks = []
         for name, grad in grads.items():
             state = self.state[name]
             update_factors(grad, eigen_sides(state), self.rule.is_kl)
             turn = (step - self.owned_range(name)[0]) % every
             banks.append({key: value[turn::every] for key, value in state.items()})
-        method = "cholesky"  # in batches on a GPU, but exactly at first, and then safely
-        if self.runtime.device.type == "cpu" or step < HOUSEHOLDER_STEPS:
-            method = "householder"
-        refresh_eigenbases(banks, "eigh" if step < EIGH_STEPS else method)
+        refresh_eigenbases(banks, "eigh" if is_early else "cholesky")
 
     def receive(self, step, pending):
         for name, whole, work in pending:
