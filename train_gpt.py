@@ -57,10 +57,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# torch reads these once: large tensors on the CPU go into huge pages, and on a GPU buffers of ever
+# torch reads these once. Large tensors on the CPU go into huge pages, and on a GPU buffers of ever
 # new sizes, as the rows of a step are, grow in place.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+# Compiled graphs that hold our own autograd function, the loss, may be cached, too.
+os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
 
 try:
     import fcntl
@@ -2289,7 +2291,7 @@ class SmallGroup(ParameterGroup):
             param.grad = None
 
     def tensors(self):
-        return tensors_of(self.members) | super().tensors()
+        return tensors_of(self.members) | self.state["small"]
 
     def reset_masters(self):
         values = [param.detach() for param in self.members.values()]
@@ -2672,9 +2674,9 @@ def state_digest(trainer):
     return digest.hexdigest()
 
 
-def warm_up(trainer):
-    """Compile and run every phase of the schedule on synthetic tokens, then put the state back;
-    digests prove that it is bitwise what it was."""
+def warm_up(trainer, first_step=0):
+    """Compile and run, on synthetic tokens, each kind of step and of validation that is ahead of a
+    run at `first_step`. Then put the state back: digests prove that it is bitwise what it was."""
     config = trainer.config
     table = trainer.table
     before = state_digest(trainer)
@@ -2686,35 +2688,30 @@ def warm_up(trainer):
     passage = contiguous_passage(text, 0, config.micro_batch_tokens)
 
     def batch_of(count):
-        """A pass of one passage, so many times: whatever their number, these read the same rows."""
+        """One pass of one passage, `count` times: it reads the same rows, whatever the count."""
         passages = [passage] * count
-        tokens = config.micro_batch_tokens
         rows, guesses = table.look_up(passages)
-        stack = stack_passages(passages, guesses, tokens, trainer.runtime.device, count)
-        return Batch(stack, rows, count * tokens, state={})
+        length = config.micro_batch_tokens
+        stack = stack_passages(passages, guesses, length, trainer.runtime.device, count)
+        return Batch(stack, rows, count * length, state={})
 
     table.start_pull(batch_of(1).rows)
     touched = itertools.chain(*(group.touched() for group in trainer.optimizer.groups))
     kept = [(tensor, index, tensor[index].clone()) for tensor, index in touched]
-    # Ranks may differ in how many micro-batches they have, but all take the same steps.
-    first_step = {}
-    for step in range(config.steps):
-        count = stage_at(config, step).micro_batches
-        kind = training_phase(config, step), long_windows_until(config, step), count
-        first_step.setdefault(kind, step)
-    first_validation = {}
+    ahead = range(first_step, config.steps)
     every = config.val_every or config.steps
-    for step in (*range(every, config.steps, every), config.steps):
-        phase = evaluation_phase(config, step, config.val_batch_tokens)
-        first_validation.setdefault((phase, long_windows_until(config, step)), step)
-    # At Adam's first step and the run's last, all groups step, on sums of as many steps as ever.
-    first_update = min(config.adam_every, config.steps) - 1
+    validated = [step for step in ahead if step and step % every == 0]
+    # The first of each stage; and the last, at which all groups are updated.
+    steps = {stage_at(config, step): step for step in reversed(ahead)}
+    steps = sorted({*steps.values(), *ahead[-1:]})
+    validations = {stage_at(config, step): step for step in reversed(validated)}
+    validations = [*validations.values(), config.steps]
     # Where code is compiled, the second call is the first without compilation.
-    calls = 2 if trainer.compile_name == "inductor" else 1
-    for step in sorted([*first_step.values(), first_update, config.steps - 1] * calls):
+    calls = 2 if config.compile else 1
+    for step in steps * calls:
         stop_if_interrupted()
         trainer.step(step, batch_of(micro_batches_of_pass(config, step, trainer.runtime)))
-    for step in sorted([*first_validation.values()] * calls):
+    for step in validations * calls:
         stop_if_interrupted()
         trainer.score(step, text, 0)
     trainer.model.zero_grad()
@@ -3793,8 +3790,8 @@ def train(run):
     trainer = run.trainer
     clock = run.clock
     table = trainer.table
-    warm_up(trainer)
     first_step = run.step
+    warm_up(trainer, first_step)
     look_up = functools.partial(table.look_up, group=run.runtime.loader_group)
     place = first_step, run.loader_state
     loader = TrainLoader(config, run.corpus.shards, run.runtime, look_up, *place)
