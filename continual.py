@@ -152,7 +152,6 @@ PAST = ("ngram_orders", "ngram_rows", "copy_orders")
 def shape_of(config, step):
     """The values that have to be those of the weights, at a step: {name: value}."""
     shape = {name: getattr(config, name) for name in (*SIZES, *train_gpt.LAYER_FIELDS, *PAST)}
-    shape["untie_at"] = train_gpt.is_tied_before(config, step)
     windows = train_gpt.stage_at(config, step).windows
     shape["windows"] = windows, train_gpt.long_windows_until(config, step)
     return shape
@@ -199,9 +198,7 @@ def start_from(trainer, content):
     """Take over weights and table of a checkpoint; all other optimizer state stays zero."""
     trainer.model.load_state_dict(content["model"])
     for group in trainer.optimizer.parameter_groups:
-        for name, param in group.params.items():
-            if "master" in group.state[name]:
-                group.state[name]["master"].copy_(group.own(name, param.data))
+        group.reset_masters()
     table = content["groups"][trainer.table.name]
     trainer.table.load({**table, "second": torch.zeros_like(table["second"])})
 

@@ -10,12 +10,12 @@ Without --track it takes `fineweb` where CUDA and FineWeb's shards are, else `en
 Chapters, in reading order:
      1. Configuration     every number of a run with its check, the tracks, the schedules
      2. Tokens            shards, micro-batches of whole documents, a loader that works ahead
-     3. Table             a token's rows and guesses, who holds a row, how rows travel
+     3. Table             which rows a token reads, and its guesses at the next token
      4. Layers            norm, rotary positions, attention, MLP
      5. Loss              cross-entropy in one pass, over the vocabulary or a sample of it
      6. Model             the GPT, and the rule of each of its parameters
-     7. Update rules      Adam, Muon, SOAP and its relatives, eigenbases by one batched QR
-     8. Parameter groups  who reduces, updates and sends what, and in which order
+     7. Update rules      Adam, Adagrad, Muon, SOAP and its relatives, eigenbases by batched QR
+     8. Parameter groups  who reduces, updates and sends what, rows of the table included
      9. Trainer           forward and backward pass, one step, evaluation, warm-up
     10. Runtime           ranks, devices, clock, collectives that count their bytes
     11. A run's life      command line, log, checkpoints, opening, result, how errors end it
@@ -29,7 +29,6 @@ order in which floats are added.
 import argparse
 import ast
 import contextlib
-import ctypes
 import dataclasses
 import datetime
 import difflib
@@ -42,7 +41,6 @@ import math
 import os
 import platform
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -58,10 +56,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-# torch reads these once: large tensors on the CPU go into huge pages, and on a GPU buffers of ever
+# torch reads these once. Large tensors on the CPU go into huge pages, and on a GPU buffers of ever
 # new sizes, as the rows of a step are, grow in place.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+# Compiled graphs that hold our own autograd function, the loss, may be cached, too.
+os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
 
 try:
     import fcntl
@@ -453,15 +453,10 @@ def momentum_at(config, step):
 
 
 def untie_step(config):
-    """The step before which head and embedding are one tensor; 0 if they always are two. It starts
-    a cycle of Adam's, whose summed gradients belong to one model."""
+    """The step from which on head and embedding learn apart: their weights are equal before it. It
+    starts a cycle of Adam's, whose summed gradients belong to one model."""
     cycles = math.ceil(round(config.untie_at * config.steps) / config.adam_every)
     return cycles * config.adam_every
-
-
-def is_tied_before(config, step):
-    """Whether head and embedding are one in the model that the steps before this one leave."""
-    return step <= untie_step(config) and untie_step(config) > 0
 
 
 class Window(NamedTuple):
@@ -476,7 +471,6 @@ class Phase(NamedTuple):
 
     windows: tuple  # the Window of each layer
     max_segment: int  # tokens of the longest segment that attention sees at once
-    is_tied: bool  # whether the head is the embedding, too
     targets: int = 1  # that a position predicts: the next token, the second-next, ...
     has_prefix: bool = False  # whether it predicts the prefix of the next one, too
     softmax_rows: int = 0  # rows of the vocabulary in the softmax; 0: all
@@ -497,7 +491,6 @@ def training_phase(config, step):
     return Phase(
         windows=layer_windows(config, stage.windows),
         max_segment=min(stage.document_cap, config.micro_batch_tokens),
-        is_tied=step < untie_step(config),
         targets=len(stage.mtp_weights),
         has_prefix=stage.prefix_weight > 0,
         softmax_rows=stage.softmax_rows,
@@ -505,10 +498,9 @@ def training_phase(config, step):
 
 
 def evaluation_phase(config, step, length):
-    """The Phase of a forward pass over `length` tokens outside training, before a step: the model
-    as the last step left it, since untying is the first thing that the next one does."""
+    """The Phase of a forward pass over `length` tokens outside training, before a step."""
     windows = config.val_windows if step == config.steps else stage_at(config, step).windows
-    return Phase(layer_windows(config, windows), length, is_tied_before(config, step))
+    return Phase(layer_windows(config, windows), length)
 
 
 def long_windows_until(config, step):
@@ -899,12 +891,6 @@ class TrainLoader:
 # n tokens in the document. The model reads guesses by its own embeddings (see GPT.guessed), so that
 # what it learns of one token's guesses holds for those of all. All of this looks at the same
 # document alone, at or before the token.
-#
-# A rank holds the rows that it owns, a range of the table. The loader's thread plans a step ahead
-# of it, on the CPU: which rows are read, who owns them, and at which slot a row will stand among
-# the values that travel here. The values are pulled before the step; the gradients of each row are
-# summed here and pushed back to its owner, who sums and updates. So no row travels twice, and a row
-# that is owned here never does. At world size 1 it is the plain table.
 
 TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)
 MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
@@ -978,261 +964,6 @@ def row_fingerprint(config):
     tokens = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
     rows, signs = ngram_rows(Passage(Text(tokens, config.eot_token), [(0, 99)]), config)
     return hashlib.sha256(rows.tobytes() + signs.tobytes()).hexdigest()
-
-
-@dataclass
-class RowPlan:
-    """The rows that a rank reads in a step, and the routes of their values and gradients.
-
-    This rank's N = T C pairs of token and order read U distinct rows. All ranks read R rows of this
-    rank's range, V distinct ones. At world size 1 these are the same rows, and there is nothing to
-    merge.
-    """
-
-    slots: Tensor  # (T, C) int32: where a token's rows stand among the values that travel here
-    signs: Tensor  # (T, C) float32 of +-1
-    token: Tensor  # (N,) int32: tokens that read the first of the U rows, then the second, ...
-    offsets: Tensor  # (U,) int32: where in `token` those of each row begin
-    token_signs: Tensor  # (N,) float32: the signs, in the order of `token`
-    owned: Tensor  # (V,) int64, rising: the rows to update, counted from the range's start
-    asked: Tensor  # (R,) int64, rank after rank: the rows to send, counted likewise
-    send: list  # how many of the U rows each rank owns: their order is that of their ids
-    receive: list  # how many of `asked` each rank reads
-    merge: tuple  # positions in `asked` of owned[0], then owned[1], ... (R,); offsets (V,); int32
-
-
-def group_equal(ids):
-    """Group integers (n,) from 0 to 2^31 - 1. Returns the distinct ones, rising, (u,); int32
-    positions (n,) of the first one's occurrences, then of the second's, and so on; and where in
-    these each begins, (u,) int32."""
-    # Of 16 bits numpy does a radix sort: two take a quarter of the time of its sort of 32.
-    order = np.argsort(ids.astype(np.uint16), kind="stable")
-    upper = (ids >> 16).astype(np.uint16)
-    order = order[np.argsort(upper[order], kind="stable")]
-    ordered = ids[order]
-    is_first = np.ones(len(ids), bool)
-    is_first[1:] = ordered[1:] != ordered[:-1]
-    offsets = np.flatnonzero(is_first)
-    return ordered[offsets], order.astype(np.int32), offsets.astype(np.int32)
-
-
-def sum_groups(values, positions, offsets, signs=None):
-    """Sums (u, d) float32 of the rows of values (n, d) that `group_equal` has put together: in a
-    fixed order, and without atomics."""
-    return F.embedding_bag(positions, values.float(), offsets, mode="sum", per_sample_weights=signs)
-
-
-def plan_rows(rows, signs, config, runtime, group, name):
-    """Build the RowPlan of a step, together with all ranks.
-
-    rows, signs: (T, C) of this rank's tokens, of all its passes. group: the process group of the
-    calling thread. name: for the ledger. Counts and indices travel here, ahead of the values, whose
-    sizes both sides then know.
-    """
-    world_size = runtime.world_size
-    distinct, order, offsets = group_equal(rows.ravel())
-    last = config.ngram_rows - 1
-    is_inside = not len(distinct) or 0 <= distinct[0] <= distinct[-1] <= last
-    require(is_inside, f"n-gram rows leave the table's range 0 to {last}; correct ngram_rows")
-
-    def exchange(array, send, receive):
-        tensor = torch.from_numpy(array.astype(np.int32))
-        out, work = runtime.all_to_all(tensor, send, receive, name, group)
-        wait(work)
-        return out.numpy()
-
-    owners = distinct // math.ceil(config.ngram_rows / world_size)
-    send = np.bincount(owners, minlength=world_size)
-    receive = exchange(send, [1] * world_size, [1] * world_size).tolist()
-    asked = exchange(distinct, send.tolist(), receive).astype(np.int64)
-    asked -= runtime.owned_range(config.ngram_rows)[0]
-    owned = asked
-    merge = ()
-    slots = rows
-    if world_size > 1:
-        owned, *merge = group_equal(asked)
-        slots = np.zeros(rows.size, np.int32)
-        counts = np.diff(np.append(offsets, len(order)))
-        slots[order] = np.repeat(np.arange(len(distinct), dtype=np.int32), counts)
-    there = functools.partial(to_device, device=runtime.device)
-    return RowPlan(
-        slots=there(slots.reshape(rows.shape)),
-        signs=there(signs),
-        token=there(order // max(1, rows.shape[1])),
-        offsets=there(offsets),
-        token_signs=there(signs.ravel()[order]),
-        owned=there(owned),
-        asked=there(asked),
-        send=send.tolist(),
-        receive=receive,
-        merge=tuple(map(there, merge)),
-    )
-
-
-class Group:
-    """Parameters that step, travel and are saved together.
-
-    Optimizer.step takes all groups that are due through three calls, each of which gets what the
-    one before it has returned:
-        reduce(step)                   start to sum their gradients over ranks
-        update(step, lr_mul, pending)  wait for the sums, update, start to send the new values
-        receive(pending)               take over what other ranks have sent
-    `tensors()` are all that a step changes on this rank, by name; `size()` counts the group's
-    values; `full_state()` is what a checkpoint keeps of it, whatever the world size, and `load`
-    takes that back.
-    """
-
-    every = 1  # steps between updates
-    is_frozen = False
-    is_shared_out = True  # or else every rank updates all of it
-
-    def is_due(self, step):
-        """Whether the group is updated at a step: every k-th, and the run's last."""
-        is_last = step + 1 == self.config.steps
-        return not self.is_frozen and ((step + 1) % self.every == 0 or is_last)
-
-    def touched(self):
-        """The tensors that a step changes, each with the index of what it changes there."""
-        return [(tensor, ...) for tensor in self.tensors().values()]
-
-
-ROW_MEMORY = 0.98  # what a row's moment keeps of itself at each of its updates
-
-
-def adagrad_rows_update(table, second, rows, grads, lr, floor):
-    """Row-wise Adagrad on distinct rows (u,) of the table (n, dim), in place, at their cost alone.
-
-    It forgets: a rare row's steps shrink from `lr` on as Adagrad's do, and a frequent one's no
-    further than to lr * sqrt(1 - ROW_MEMORY), so that it goes on to learn in a long run.
-
-    second: (n,), the sum of each row's mean squared gradients. grads: (u, dim), sums over tokens.
-    floor: a gradient RMS that is added to the moment: a row that is new where tokens are predicted
-    well should hardly move.
-    """
-    moment = ROW_MEMORY * second[rows] + grads.square().mean(1)
-    second[rows] = moment
-    steps = grads * (-lr * (moment + floor * floor).rsqrt())[:, None]
-    # On a CPU this takes a third of the time of table[rows] += steps, for the same bits.
-    table.scatter_add_(0, rows[:, None].expand_as(steps), steps)
-
-
-class NgramTable(Group):
-    """This rank's rows of the table, their optimizer state, and all that travels of them.
-
-    Autograd never sees the table: `summed` adds the rows of each token, and `accumulate` is given
-    the gradients of these sums.
-    """
-
-    name = "ngram_table"
-
-    def __init__(self, config, runtime):
-        self.config = config
-        self.runtime = runtime
-        self.is_frozen = not config.ngram_orders or config.ngram_lr == 0
-        self.rows = config.ngram_rows if config.ngram_orders else 0
-        self.low, self.high = runtime.owned_range(self.rows)
-        self.second = torch.zeros(self.high - self.low, device=runtime.device)
-        self.weight = self.second.new_zeros(len(self.second), config.model_dim)
-        self.grads = []  # of the step's passes, (T, model_dim) each
-        self.plan = None  # of the step at hand, or of the next one once its rows are on their way
-        self.pulled = None  # (values, work) of its rows
-        self.upcoming = None  # the plan whose rows are pulled once this step has updated them
-
-    def look_up(self, passages, group=None, name="ngram_indices"):
-        """(RowPlan, guesses (T, G)) of a rank's passages, one a micro-batch; all ranks must call it
-        together."""
-        config = self.config
-        rows = [np.empty((0, len(config.ngram_orders)), np.int32)]
-        signs = [np.empty((0, len(config.ngram_orders)), np.float32)]
-        guesses = [np.empty((0, len(config.copy_orders)), np.int32)]
-        for passage in passages:
-            own_rows, own_signs = ngram_rows(passage, config)
-            rows.append(own_rows)
-            signs.append(own_signs)
-            guesses.append(copies(passage, config))
-        read = np.concatenate(rows), np.concatenate(signs)
-        plan = plan_rows(*read, config, self.runtime, group, name)
-        return plan, np.concatenate(guesses)
-
-    def fetch(self, plan, name):
-        """Start to bring the rows of a plan here: (values (n, model_dim) float32, work)."""
-        if self.runtime.world_size == 1:
-            return self.weight, None
-        rows = self.weight[plan.asked]
-        return self.runtime.all_to_all(rows, plan.receive, plan.send, name)
-
-    def start_pull(self, plan):
-        """Start to bring the rows of a training step here, unless they are on their way."""
-        if plan is not self.plan:
-            self.plan = plan
-            self.pulled = self.fetch(plan, self.name)
-
-    def values_of(self, plan):
-        """The values (n, model_dim), float32, that the slots of a training step point into."""
-        self.start_pull(plan)
-        values, work = self.pulled
-        wait(work)
-        return values
-
-    def summed(self, slots, signs, values):
-        """The sum of each token's signed rows: (T, model_dim), a leaf in the compute dtype; None
-        without a table. slots, signs: (T, C), of a RowPlan whose values these are."""
-        if not self.config.ngram_orders:
-            return None
-        summed = F.embedding_bag(slots, values, mode="sum", per_sample_weights=signs)
-        return summed.to(self.config.torch_dtype).requires_grad_(not self.is_frozen)
-
-    def accumulate(self, grad):
-        """Keep the gradient (T, model_dim) of the next pass' summed loss."""
-        self.grads.append(grad)
-
-    def reduce(self, step):
-        """Sum the step's gradients by row, and start to push them to the rows' owners."""
-        plan = self.plan
-        none = self.weight.new_empty(0, self.config.model_dim)
-        grads = torch.cat([none, *self.grads])
-        sums = sum_groups(grads, plan.token, plan.offsets, plan.token_signs)
-        self.grads = []
-        return [self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)]
-
-    def update(self, step, lr_mul, pending):
-        """Update the rows that are owned here. Losses are summed, not averaged: a row learns from
-        its own tokens, however many others the step has."""
-        ((sums, work),) = pending
-        wait(work)
-        if self.plan.merge:
-            sums = sum_groups(sums, *self.plan.merge)
-        lr = self.config.ngram_lr * lr_mul
-        # As the gradient falls with the width; so, from 64 to 512 channels, new rows make first
-        # steps of one size (records/NOTES.md, 2026-11-25).
-        floor = self.config.ngram_floor * (64 / self.config.model_dim) ** 0.75
-        adagrad_rows_update(self.weight, self.second, self.plan.owned, sums, lr, floor)
-        if self.upcoming is not None:
-            self.start_pull(self.upcoming)  # while the matrices are updated
-
-    def receive(self, pending):
-        """Nothing to take over: the rows that others have updated are pulled when they are read."""
-
-    def size(self):
-        return self.rows * self.config.model_dim
-
-    def touched(self):
-        """As Group.touched, of the step at hand: the table is too large for a copy."""
-        return [(self.weight, self.plan.owned), (self.second, self.plan.owned)]
-
-    def tensors(self):
-        return {"weight": self.weight, "second": self.second}
-
-    def full_state(self):
-        """The whole table on the host of rank 0; all ranks must call it."""
-        return {
-            name: self.runtime.gather_on_main(tensor.cpu(), self.rows)
-            for name, tensor in self.tensors().items()
-        }
-
-    def load(self, state):
-        self.weight.copy_(state["weight"][self.low : self.high])
-        self.second.copy_(state["second"][self.low : self.high])
 
 
 # 4. Layers =======================================================================================
@@ -1650,7 +1381,7 @@ class GPT(nn.Module):
 
         embed = drawn(vocab, dim, std=0.7)
         head = drawn(vocab, dim, std=0.005)
-        # Where they part later, they are one table at first, at the head's scale.
+        # Where they part later, they are equal at first, at the head's scale.
         embed = head.clone() if untie_step(config) else embed
         # The gradient of a rare token is small, and must make full steps at any width.
         embeddings = functools.partial(ruled, group="embeddings", eps=1e-12)
@@ -1718,9 +1449,9 @@ class GPT(nn.Module):
             up = drawn(len(config.deciding_layers), SHARE_DIM, dim, std=(3 * dim) ** -0.5)
             self.gate_up, self.gate_down = networks(up, layers * heads)
 
-    def embedding(self, micro_batch, is_first, is_tied):
+    def embedding(self, micro_batch, is_first):
         """Each token's embedding with a gated share of the one before it in its segment."""
-        x = F.embedding(micro_batch.inputs, self.head if is_tied else self.embed)
+        x = F.embedding(micro_batch.inputs, self.embed)
         share = torch.sigmoid(F.linear(x[:, :GATE_DIM], self.smear_gate))
         share = share.masked_fill(is_first[:, None], 0)
         before = F.pad(x, (0, 0, 1, -1))
@@ -1818,11 +1549,10 @@ class GPT(nn.Module):
             for layer, table in zip(config.value_embedding_layers, tables, strict=True)
         }
         outputs = []
-        x = self.embedding(micro_batch, is_first, phase.is_tied)
+        x = self.embedding(micro_batch, is_first)
         embedded = x
         if config.copy_orders:
-            table = self.head if phase.is_tied else self.embed
-            x = x + self.guessed(micro_batch, table, self.guess_input)
+            x = x + self.guessed(micro_batch, self.embed, self.guess_input)
         gates = [None] * layers
         for layer in range(layers):
             if layer in config.deciding_layers:
@@ -1921,6 +1651,26 @@ def adam_update(weight, grad, state, hyper):
     cautious_step(weight, first / (second.sqrt() + hyper.eps), hyper.lr, hyper.decay)
 
 
+ROW_MEMORY = 0.98  # what a row's moment keeps of itself at each of its updates
+
+
+def adagrad_rows_update(table, second, rows, grads, lr, floor):
+    """Row-wise Adagrad on distinct rows (u,) of the table (n, dim), in place, at their cost alone.
+
+    It forgets: a rare row's steps shrink from `lr` on as Adagrad's do, and a frequent one's no
+    further than to lr * sqrt(1 - ROW_MEMORY), so that it goes on to learn in a long run.
+
+    second: (n,), the sum of each row's mean squared gradients. grads: (u, dim), sums over tokens.
+    floor: a gradient RMS that is added to the moment: a row that is new where tokens are predicted
+    well should hardly move.
+    """
+    moment = ROW_MEMORY * second[rows] + grads.square().mean(1)
+    second[rows] = moment
+    steps = grads * (-lr * (moment + floor * floor).rsqrt())[:, None]
+    # On a CPU this takes a third of the time of table[rows] += steps, for the same bits.
+    table.scatter_add_(0, rows[:, None].expand_as(steps), steps)
+
+
 # Polar Express (Amsel et al. 2025): the composed odd polynomials that bring singular values in
 # [1e-3, 1] closest to 1 in five steps; coefficients by the paper's method, with a cushion of 0.02
 # and a safety factor of 2 % (theirs is 1 %).
@@ -1990,7 +1740,6 @@ def muon_update(weight, grad, state, hyper):
 FACTOR_BETA = 0.9  # of the factors, and of SOAP-Muon's second moment
 KL_FLOOR = 1e-3  # eigenvalues below this share of their mean are taken to be it
 EIGH_STEPS = 3  # refreshes by eigh: zero-initialised projections give no gradient before step 2
-HOUSEHOLDER_STEPS = 25  # from then on factors are conditioned well enough for Cholesky
 DAMPING = 3e-6  # added to a factor before Cholesky, as a share of its largest eigenvalue
 
 
@@ -2127,10 +1876,9 @@ def cholesky_qr_step(product, bases, largest):
 def eigenbasis_step(factors, bases, method):
     """Bring orthonormal bases (k, s, s) closer to the eigenvectors of symmetric factors (k, s, s).
 
-    Both are float32. Orthonormalises factor @ basis, columns by falling Rayleigh quotient. Methods:
-      eigh         the eigenvectors themselves; on CUDA the only one that waits for the device
-      householder  LAPACK's QR, matrix by matrix, which is fastest on a CPU
-      cholesky     all matrices in one batch: cholesky_qr_step
+    Both are float32. Columns are sorted by falling Rayleigh quotient first. Methods:
+      eigh      the eigenvectors themselves; on CUDA the host waits for the device
+      cholesky  one step of orthogonal iteration, the Q of factor @ basis: cholesky_qr_step
     Returns (bases, order (k, s) that sorted the old columns, is_rejected (k,)). Where a factor is
     not finite or too close to singular, that matrix keeps its old basis, sorted. A zero factor also
     keeps it, but does not count as rejected.
@@ -2147,8 +1895,6 @@ def eigenbasis_step(factors, bases, method):
         identity = torch.eye(bases.size(-1), device=bases.device)
         safe = torch.where(is_good[:, None, None], factors, identity)  # eigh raises on NaN
         new = torch.linalg.eigh(safe).eigenvectors.flip(-1)
-    elif method == "householder":
-        new = torch.linalg.householder_product(*torch.geqrf(product))
     else:
         new, is_orthonormal = cholesky_qr_step(product, old, largest)
         is_good = is_good & is_orthonormal
@@ -2177,6 +1923,40 @@ def refresh_eigenbases(banks, method):
 
 
 # 8. Parameter groups =============================================================================
+
+
+class Group:
+    """Parameters that step, travel and are saved together.
+
+    Optimizer.step takes all groups that are due through three calls, each of which gets what the
+    one before it has returned:
+        reduce(step)                   start to sum their gradients over ranks
+        update(step, lr_mul, pending)  wait for the sums, update, start to send the new values
+        receive(step, pending)         take over what other ranks have sent
+    `tensors()` are all that a step changes on this rank, by name; `size()` counts the group's
+    values; `full_state()` is what a checkpoint keeps of it, whatever the world size, and `load`
+    takes that back.
+    """
+
+    every = 1  # steps between updates
+    is_frozen = False
+    is_shared_out = True  # or else every rank updates all of it
+
+    def is_due(self, step):
+        """Whether the group is updated at a step: every k-th, and the run's last."""
+        is_last = step + 1 == self.config.steps
+        return not self.is_frozen and ((step + 1) % self.every == 0 or is_last)
+
+    def updates_after(self, step):
+        """How many updates the group has had behind a step."""
+        return math.ceil((step + 1) / self.every)
+
+    def size(self):
+        return sum(param.numel() for param in self.params.values())
+
+    def touched(self):
+        """The tensors that a step changes, each with the index of what it changes there."""
+        return [(tensor, ...) for tensor in self.tensors().values()]
 
 
 def take_step(update, part, grad, state, hyper):
@@ -2210,15 +1990,26 @@ def state_shape(key, shape):
     return shape
 
 
-class ParameterGroup(Group):
-    """Parameters of the model under one update rule, with the sums of their gradients.
+def gradient(param):
+    """The gradient of the losses summed since the parameter's last update; 0 where it has none."""
+    return torch.zeros_like(param) if param.grad is None else param.grad
 
-    Nothing divides the sums by the tokens of a step: where a batch grows, gradients grow, too, and
-    Adam's steps are longer until its second moment has followed.
+
+def tensors_of(params):
+    """Parameters {name: parameter} and the gradients that wait there, by name."""
+    tensors = {f"{name}.param": param.data for name, param in params.items()}
+    waiting = {name: param.grad for name, param in params.items() if param.grad is not None}
+    return tensors | {f"{name}.grad": grad for name, grad in waiting.items()}
+
+
+class ParameterGroup(Group):
+    """Parameters of the model under one update rule.
+
+    Nothing divides the sums of gradients by the tokens of a step: where a batch grows, gradients
+    grow, too, and Adam's steps are longer until its second moment has followed.
 
     Ranks share each parameter out along its first axis, whole matrices of a bank: every rank holds
-    all of it, and updates the range that it owns. The small ones are summed in one bucket instead,
-    and updated by all.
+    all of it, and updates the range that it owns.
     """
 
     def __init__(self, name, config, params, runtime):
@@ -2226,7 +2017,6 @@ class ParameterGroup(Group):
         self.config = config
         self.runtime = runtime
         self.params = params  # {name: parameter}
-        self.is_shared_out = name != "small"
         self.lr = config.adam_lr
         self.decay = 1.0
         self.every = config.adam_every
@@ -2239,26 +2029,20 @@ class ParameterGroup(Group):
             self.decay = config.matrix_decay
             self.every = 1
         self.rule = UPDATE_RULES[rule]
-        self.grads = {}  # of summed losses, float32, padded where collectives ask for equal parts
         self.state = {}  # what the rule keeps of this rank's part: {name: {key: tensor}}
         self.lr_muls = {}
         for key, param in params.items():
-            count = len(param)
-            if self.is_shared_out:
-                count = math.ceil(count / runtime.world_size) * runtime.world_size
-            self.grads[key] = torch.zeros(count, *param.shape[1:], device=param.device)
             self.state[key] = self.new_state(self.own(key, param.data))
             self.lr_muls[key] = param.rule.lr_mul
             if isinstance(param.rule.lr_mul, Tensor):
                 self.lr_muls[key] = self.own(key, param.rule.lr_mul.to(param.device))
         self.take_step = take_step
-        if runtime.device.type == "cuda" and config.compile:
+        if config.compile and runtime.device.type == "cuda":
             self.take_step = compiled_updates()
 
     def owned_range(self, name):
         """The range of a parameter's first axis that this rank updates."""
-        count = len(self.params[name])
-        return self.runtime.owned_range(count) if self.is_shared_out else (0, count)
+        return self.runtime.owned_range(len(self.params[name]))
 
     def own(self, name, tensor):
         """This rank's part of a tensor that has the parameter's first axis."""
@@ -2282,40 +2066,29 @@ class ParameterGroup(Group):
                     state[f"{side}_basis"] = identity.repeat(count, 1, 1)
         return state
 
-    def accumulate(self, grads):
-        """Add the gradients of a summed loss, {name: tensor, or None for one not in use}."""
-        for name, total in self.grads.items():
-            if grads.get(name) is not None:
-                total[: len(grads[name])].add_(grads[name])
+    def is_tied(self, step):
+        """Whether a step updates head and embedding as one: the embedding's gradient is added to
+        the head's, and the embedding follows the head's weights and state."""
+        return "embed" in self.params and step < untie_step(self.config)
 
     def reduce(self, step):
-        # A tied embedding takes no part in a step: it has no gradient.
-        is_tied = step < untie_step(self.config)
-        names = [name for name in self.params if name != "embed" or not is_tied]
-        if self.is_shared_out or not names:
-            # Most of a step's bytes are these gradients: they travel as narrow as the weights.
-            dtype = torch.float32 if self.runtime.world_size == 1 else self.config.torch_dtype
-            sums = {name: self.grads[name].to(dtype) for name in names}
-            return [(name, *self.runtime.reduce_scatter(grad, name)) for name, grad in sums.items()]
-        bucket = torch.cat([self.grads[name].flatten() for name in names])
-        work = self.runtime.all_reduce(bucket, self.name)
-        parts = bucket.split([self.grads[name].numel() for name in names])
-        return [
-            (name, part.view_as(self.grads[name]), work)
-            for name, part in zip(names, parts, strict=True)
-        ]
+        grads = {name: gradient(param) for name, param in self.params.items()}
+        if self.is_tied(step):
+            grads["head"] = grads["head"] + grads.pop("embed")
+            self.params["embed"].grad = None
+        return [(name, *self.runtime.reduce_scatter(grad, name)) for name, grad in grads.items()]
 
     def update(self, step, lr_mul, pending):
         travelling = []
-        sums = {}
+        grads = {}
         rate = self.lr * lr_mul
         for name, grad, work in pending:
             wait(work)
             param = self.params[name]
-            part = self.own(name, param.data)
-            sums[name] = grad[: len(part)].float()
+            param.grad = None
+            grads[name] = grad.float()
             hyper = Hyper(
-                count=math.ceil((step + 1) / self.every),
+                count=self.updates_after(step),
                 lr=rate * self.lr_muls[name],
                 decay=rate * self.decay * param.rule.decay,
                 momentum=momentum_at(self.config, step),
@@ -2323,44 +2096,42 @@ class ParameterGroup(Group):
                 eps=param.rule.eps,
                 dtype=self.config.torch_dtype,
             )
-            self.take_step(self.rule.update, part, sums[name], self.state[name], hyper)
+            part = self.own(name, param.data)
+            self.take_step(self.rule.update, part, grads[name], self.state[name], hyper)
             if self.is_shared_out:
-                travelling.append((name, *self.runtime.gather_ranges(part, len(param), name)))
+                travelling.append((name, *self.runtime.gather_ranges(param.data, name)))
         if self.rule.has_bases:
-            self.follow_gradients(step, sums)  # while the new weights travel
-        for name in sums:
-            self.grads[name].zero_()
+            self.follow_gradients(step, grads)  # while the new weights travel
         return travelling
 
     def follow_gradients(self, step, grads):
         """Take the gradients into the factors, and refresh the bases of the matrices whose turn it
         is; with the first gradients it is everybody's."""
-        every = self.config.basis_every if step >= EIGH_STEPS else 1
+        is_early = step < EIGH_STEPS
+        every = 1 if is_early else self.config.basis_every
         banks = []
         for name, grad in grads.items():
             state = self.state[name]
             update_factors(grad, eigen_sides(state), self.rule.is_kl)
             turn = (step - self.owned_range(name)[0]) % every
             banks.append({key: value[turn::every] for key, value in state.items()})
-        method = "cholesky"  # in batches on a GPU, but exactly at first, and then safely
-        if self.runtime.device.type == "cpu" or step < HOUSEHOLDER_STEPS:
-            method = "householder"
-        refresh_eigenbases(banks, "eigh" if step < EIGH_STEPS else method)
+        refresh_eigenbases(banks, "eigh" if is_early else "cholesky")
 
-    def receive(self, pending):
+    def receive(self, step, pending):
         for name, whole, work in pending:
-            if work is not None:
-                work.wait()
-                self.params[name].data.copy_(whole)
-
-    def size(self):
-        return sum(param.numel() for param in self.params.values())
+            wait(work)
+            param = self.params[name]
+            if len(whole) > len(param):
+                param.data.copy_(whole[: len(param)])
+        if self.is_tied(step):
+            self.params["embed"].data.copy_(self.params["head"].data)
+            for key, value in self.state["embed"].items():
+                value.copy_(self.state["head"][key])
 
     def tensors(self):
-        found = {}
-        for name, param in self.params.items():
-            parts = {"param": param.data, "grad": self.grads[name], **self.state[name]}
-            found.update({f"{name}.{key}": value for key, value in parts.items()})
+        found = tensors_of(self.params)
+        for name, state in self.state.items():
+            found.update({f"{name}.{key}": value for key, value in state.items()})
         return found
 
     def full_state(self):
@@ -2373,14 +2144,296 @@ class ParameterGroup(Group):
 
     def whole(self, name, part):
         """What the parts of all ranks make up, on rank 0."""
-        if not self.is_shared_out:
-            return part
         return self.runtime.gather_on_main(part, len(self.params[name]))
 
     def load(self, state):
         for name, own in self.state.items():
             for key, value in own.items():
                 value.copy_(self.own(name, state[name][key]))
+
+    def reset_masters(self):
+        """Take the float32 weights over from the parameters."""
+        for name, state in self.state.items():
+            if "master" in state:
+                state["master"].copy_(self.own(name, self.params[name].data))
+
+
+def end_to_end(tensors, device):
+    """All values of some tensors as one vector (n,) float32."""
+    return torch.cat([torch.zeros(0, device=device), *(tensor.flatten() for tensor in tensors)])
+
+
+def joint_rule(params, device):
+    """The Rule of parameters that stand end to end: each of its numbers is a vector (n,)."""
+    sizes = torch.tensor([param.numel() for param in params], dtype=torch.int64)
+    rules = [param.rule for param in params]
+
+    def spread(numbers):
+        return torch.tensor(numbers).repeat_interleave(sizes).to(device)
+
+    return Rule(
+        "small",
+        lr_mul=spread([rule.lr_mul for rule in rules]),
+        decay=spread([rule.decay for rule in rules]),
+        betas=tuple(spread([rule.betas[number] for rule in rules]) for number in (0, 1)),
+        eps=spread([rule.eps for rule in rules]),
+    )
+
+
+class SmallGroup(ParameterGroup):
+    """Gates, scales and other small parameters. End to end they are one float32 vector, of which
+    the model has copies: it is summed in one collective, and every rank updates all of it."""
+
+    is_shared_out = False
+
+    def __init__(self, config, members, runtime):
+        self.members = members  # {name: parameter of the model}
+        self.is_frozen = not members
+        values = [param.detach() for param in members.values()]
+        vector = nn.Parameter(end_to_end(values, runtime.device))
+        vector.rule = joint_rule(members.values(), runtime.device)
+        super().__init__("small", config, {"small": vector}, runtime)
+        self.state["small"]["master"] = vector.data
+        parts = vector.data.split([value.numel() for value in values])
+        self.parts = [part.view_as(value) for part, value in zip(parts, values, strict=True)]
+
+    def owned_range(self, name):
+        return 0, len(self.params[name])
+
+    def whole(self, name, part):
+        return part
+
+    def reduce(self, step):
+        grads = [gradient(param) for param in self.members.values()]
+        vector = end_to_end(grads, self.runtime.device)
+        return [("small", vector, self.runtime.all_reduce(vector, "small"))]
+
+    def receive(self, step, pending):
+        torch._foreach_copy_([param.data for param in self.members.values()], self.parts)
+        for param in self.members.values():
+            param.grad = None
+
+    def tensors(self):
+        return tensors_of(self.members) | self.state["small"]
+
+    def reset_masters(self):
+        values = [param.detach() for param in self.members.values()]
+        self.params["small"].data.copy_(end_to_end(values, self.runtime.device))
+
+
+# A rank holds the rows that it owns, a range of the table. The loader's thread plans a step ahead
+# of it, on the CPU: which rows are read, who owns them, and at which slot a row will stand among
+# the values that travel here. The values are pulled before the step; the gradients of each row are
+# summed here and pushed back to its owner, who sums and updates. So no row travels twice, and a row
+# that is owned here never does. At world size 1 it is the plain table.
+
+
+@dataclass
+class RowPlan:
+    """The rows that a rank reads in a step, and the routes of their values and gradients.
+
+    This rank's N = T C pairs of token and order read U distinct rows. All ranks read R rows of this
+    rank's range, V distinct ones. At world size 1 these are the same rows, and there is nothing to
+    merge.
+    """
+
+    slots: Tensor  # (T, C) int32: where a token's rows stand among the values that travel here
+    signs: Tensor  # (T, C) float32 of +-1
+    token: Tensor  # (N,) int32: tokens that read the first of the U rows, then the second, ...
+    offsets: Tensor  # (U,) int32: where in `token` those of each row begin
+    token_signs: Tensor  # (N,) float32: the signs, in the order of `token`
+    owned: Tensor  # (V,) int64, rising: the rows to update, counted from the range's start
+    asked: Tensor  # (R,) int64, rank after rank: the rows to send, counted likewise
+    send: list  # how many of the U rows each rank owns: their order is that of their ids
+    receive: list  # how many of `asked` each rank reads
+    merge: tuple  # positions in `asked` of owned[0], then owned[1], ... (R,); offsets (V,); int32
+
+
+def group_equal(ids):
+    """Group integers (n,) from 0 to 2^31 - 1. Returns the distinct ones, rising, (u,); int32
+    positions (n,) of the first one's occurrences, then of the second's, and so on; and where in
+    these each begins, (u,) int32."""
+    # Of 16 bits numpy does a radix sort: two take a quarter of the time of its sort of 32.
+    order = np.argsort(ids.astype(np.uint16), kind="stable")
+    upper = (ids >> 16).astype(np.uint16)
+    order = order[np.argsort(upper[order], kind="stable")]
+    ordered = ids[order]
+    is_first = np.ones(len(ids), bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    offsets = np.flatnonzero(is_first)
+    return ordered[offsets], order.astype(np.int32), offsets.astype(np.int32)
+
+
+def sum_groups(values, positions, offsets, signs=None):
+    """Sums (u, d) float32 of the rows of values (n, d) that `group_equal` has put together: in a
+    fixed order, and without atomics."""
+    return F.embedding_bag(positions, values.float(), offsets, mode="sum", per_sample_weights=signs)
+
+
+def plan_rows(rows, signs, config, runtime, group, name):
+    """Build the RowPlan of a step, together with all ranks.
+
+    rows, signs: (T, C) of this rank's tokens, of all its passes. group: the process group of the
+    calling thread. name: for the ledger. Counts and indices travel here, ahead of the values, whose
+    sizes both sides then know.
+    """
+    world_size = runtime.world_size
+    distinct, order, offsets = group_equal(rows.ravel())
+    last = config.ngram_rows - 1
+    is_inside = not len(distinct) or 0 <= distinct[0] <= distinct[-1] <= last
+    require(is_inside, f"n-gram rows leave the table's range 0 to {last}; correct ngram_rows")
+
+    def exchange(array, send, receive):
+        tensor = torch.from_numpy(array.astype(np.int32))
+        out, work = runtime.all_to_all(tensor, send, receive, name, group)
+        wait(work)
+        return out.numpy()
+
+    owners = distinct // math.ceil(config.ngram_rows / world_size)
+    send = np.bincount(owners, minlength=world_size)
+    receive = exchange(send, [1] * world_size, [1] * world_size).tolist()
+    asked = exchange(distinct, send.tolist(), receive).astype(np.int64)
+    asked -= runtime.owned_range(config.ngram_rows)[0]
+    owned = asked
+    merge = ()
+    slots = rows
+    if world_size > 1:
+        owned, *merge = group_equal(asked)
+        slots = np.zeros(rows.size, np.int32)
+        counts = np.diff(np.append(offsets, len(order)))
+        slots[order] = np.repeat(np.arange(len(distinct), dtype=np.int32), counts)
+    there = functools.partial(to_device, device=runtime.device)
+    return RowPlan(
+        slots=there(slots.reshape(rows.shape)),
+        signs=there(signs),
+        token=there(order // max(1, rows.shape[1])),
+        offsets=there(offsets),
+        token_signs=there(signs.ravel()[order]),
+        owned=there(owned),
+        asked=there(asked),
+        send=send.tolist(),
+        receive=receive,
+        merge=tuple(map(there, merge)),
+    )
+
+
+class NgramTable(Group):
+    """This rank's rows of the table, their optimizer state, and all that travels of them.
+
+    Autograd never sees the table: `summed` adds the rows of each token, and `accumulate` is given
+    the gradients of these sums.
+    """
+
+    name = "ngram_table"
+
+    def __init__(self, config, runtime):
+        self.config = config
+        self.runtime = runtime
+        self.is_frozen = not config.ngram_orders or config.ngram_lr == 0
+        self.rows = config.ngram_rows if config.ngram_orders else 0
+        self.low, self.high = runtime.owned_range(self.rows)
+        self.second = torch.zeros(self.high - self.low, device=runtime.device)
+        self.weight = self.second.new_zeros(len(self.second), config.model_dim)
+        self.grads = []  # of the step's passes, (T, model_dim) each
+        self.plan = None  # of the step at hand, or of the next one once its rows are on their way
+        self.pulled = None  # (values, work) of its rows
+        self.upcoming = None  # the plan whose rows are pulled once this step has updated them
+
+    def look_up(self, passages, group=None, name="ngram_indices"):
+        """(RowPlan, guesses (T, G)) of a rank's passages, one a micro-batch; all ranks must call it
+        together."""
+        config = self.config
+        rows = [np.empty((0, len(config.ngram_orders)), np.int32)]
+        signs = [np.empty((0, len(config.ngram_orders)), np.float32)]
+        guesses = [np.empty((0, len(config.copy_orders)), np.int32)]
+        for passage in passages:
+            own_rows, own_signs = ngram_rows(passage, config)
+            rows.append(own_rows)
+            signs.append(own_signs)
+            guesses.append(copies(passage, config))
+        read = np.concatenate(rows), np.concatenate(signs)
+        plan = plan_rows(*read, config, self.runtime, group, name)
+        return plan, np.concatenate(guesses)
+
+    def fetch(self, plan, name):
+        """Start to bring the rows of a plan here: (values (n, model_dim) float32, work)."""
+        if self.runtime.world_size == 1:
+            return self.weight, None
+        rows = self.weight[plan.asked]
+        return self.runtime.all_to_all(rows, plan.receive, plan.send, name)
+
+    def start_pull(self, plan):
+        """Start to bring the rows of a training step here, unless they are on their way."""
+        if plan is not self.plan:
+            self.plan = plan
+            self.pulled = self.fetch(plan, self.name)
+
+    def values_of(self, plan):
+        """The values (n, model_dim), float32, that the slots of a training step point into."""
+        self.start_pull(plan)
+        values, work = self.pulled
+        wait(work)
+        return values
+
+    def summed(self, slots, signs, values):
+        """The sum of each token's signed rows: (T, model_dim), a leaf in the compute dtype; None
+        without a table. slots, signs: (T, C), of a RowPlan whose values these are."""
+        if not self.config.ngram_orders:
+            return None
+        summed = F.embedding_bag(slots, values, mode="sum", per_sample_weights=signs)
+        return summed.to(self.config.torch_dtype).requires_grad_(not self.is_frozen)
+
+    def accumulate(self, grad):
+        """Keep the gradient (T, model_dim) of the next pass' summed loss."""
+        self.grads.append(grad)
+
+    def reduce(self, step):
+        """Sum the step's gradients by row, and start to push them to the rows' owners."""
+        plan = self.plan
+        none = self.weight.new_empty(0, self.config.model_dim)
+        grads = torch.cat([none, *self.grads])
+        sums = sum_groups(grads, plan.token, plan.offsets, plan.token_signs)
+        self.grads = []
+        return [self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)]
+
+    def update(self, step, lr_mul, pending):
+        """Update the rows that are owned here. Losses are summed, not averaged: a row learns from
+        its own tokens, however many others the step has."""
+        ((sums, work),) = pending
+        wait(work)
+        if self.plan.merge:
+            sums = sum_groups(sums, *self.plan.merge)
+        lr = self.config.ngram_lr * lr_mul
+        # As the gradient falls with the width; so, from 64 to 512 channels, new rows make first
+        # steps of one size (records/NOTES.md, 2026-11-25).
+        floor = self.config.ngram_floor * (64 / self.config.model_dim) ** 0.75
+        adagrad_rows_update(self.weight, self.second, self.plan.owned, sums, lr, floor)
+        if self.upcoming is not None:
+            self.start_pull(self.upcoming)  # while the matrices are updated
+
+    def receive(self, step, pending):
+        """Nothing to take over: the rows that others have updated are pulled when they are read."""
+
+    def size(self):
+        return self.rows * self.config.model_dim
+
+    def touched(self):
+        """As Group.touched, of the step at hand: the table is too large for a copy."""
+        return [(self.weight, self.plan.owned), (self.second, self.plan.owned)]
+
+    def tensors(self):
+        return {"weight": self.weight, "second": self.second}
+
+    def full_state(self):
+        """The whole table on the host of rank 0; all ranks must call it."""
+        return {
+            name: self.runtime.gather_on_main(tensor.cpu(), self.rows)
+            for name, tensor in self.tensors().items()
+        }
+
+    def load(self, state):
+        self.weight.copy_(state["weight"][self.low : self.high])
+        self.second.copy_(state["second"][self.low : self.high])
 
 
 class Optimizer:
@@ -2398,11 +2451,11 @@ class Optimizer:
             groups = ", ".join(members)
             require(is_ruled, f"no rule for {name}: make it with ruled(), in one group of {groups}")
             members[rule.group][name] = param
-        self.parameter_groups = [
-            ParameterGroup(name, config, params, runtime) for name, params in members.items()
-        ]
-        small, self.embeddings, self.matrices = self.parameter_groups
-        self.groups = [small, self.embeddings, table, self.matrices]
+        small = SmallGroup(config, members["small"], runtime)
+        embeddings = ParameterGroup("embeddings", config, members["embeddings"], runtime)
+        self.matrices = ParameterGroup("matrices", config, members["matrices"], runtime)
+        self.parameter_groups = [small, embeddings, self.matrices]
+        self.groups = [small, embeddings, table, self.matrices]
 
     def step(self, step, lr_mul):
         """Update all groups that are due at a step."""
@@ -2412,93 +2465,10 @@ class Optimizer:
         for group, pending in zip(due, reduced, strict=True):
             updated.append(group.update(step, lr_mul, pending))
         for group, pending in zip(due, updated, strict=True):
-            group.receive(pending)
-
-    def untie(self):
-        """Give the embedding the weights and optimizer state that the tied head has learned."""
-        params = self.embeddings.params
-        state = self.embeddings.state
-        params["embed"].data.copy_(params["head"].data)
-        for key, value in state["embed"].items():
-            value.copy_(state["head"][key])
+            group.receive(step, pending)
 
 
 # 9. Trainer ======================================================================================
-
-
-def compiler_remedy():
-    """What helps where compiled code does not run."""
-    # This import takes seconds, which a run that does not compile need not wait.
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    needs = "g++, python3-dev and an undamaged cache in a path without spaces or quotes"
-    return f"go without by --compile false; else it needs {needs}: delete {cache_dir()}"
-
-
-def prepare_compiler():
-    """Let compiled code run where paths have spaces or quotes: torch 2.13 splits its call of the
-    C++ compiler there. Libraries' folders are quoted; the cache goes to torch's own place."""
-    from torch._inductor import cpp_builder
-    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
-
-    def quoted_folders(options):
-        return [shlex.quote(folder) for folder in options._libraries_dirs]
-
-    cpp_builder.BuildOptionsBase.get_libraries_dirs = quoted_folders
-    if cache_dir() != shlex.quote(cache_dir()):
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = default_cache_dir()
-
-
-def probe_compiler(device):
-    """Load what the compiler's cache holds, then compile a tiny function and call it. A library
-    that a full disk has cut short ends the process, so that this takes one of its own; it prints
-    what comes next."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    prepare_compiler()
-    folder = cache_dir()
-    for path in Path(folder).rglob("*.so"):
-        print(f"loading {path}", flush=True)
-        with contextlib.suppress(OSError):  # it says so where it is needed
-            ctypes.CDLL(str(path))
-    print(f"compiling in {folder}", flush=True)
-    torch.compile(torch.neg)(torch.ones(8, device=device)).tolist()
-
-
-def compiler_failure(device):
-    """Why compiled code does not run on a device, or an empty text."""
-    folder = str(Path(__file__).resolve().parent)
-    code = f"import sys; sys.path.insert(0, {folder!r}); import train_gpt"
-    command = [sys.executable, "-c", f"{code}; train_gpt.probe_compiler({device.type!r})"]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    stop_if_interrupted()
-    if done.returncode == 0:
-        return ""
-    reasons = re.findall(".*error: .*", done.stderr, re.IGNORECASE)
-    reason = one_line(reasons[-1]) if reasons else f"exit status {done.returncode}"
-    doing = done.stdout.strip().rpartition("\n")[2]
-    return f"{reason} ({one_line(doing)})"
-
-
-def choose_compile(config, runtime):
-    """`inductor`, or `off`: without a compiler that works a CPU run is slow, and a GPU run crawls.
-    A node's first rank finds out for all of them. Raises ConfigError on a GPU."""
-    if not config.compile:
-        return "off"
-    prepare_compiler()
-    key = f"compiler of the node of rank {runtime.rank - runtime.local_rank}"
-    failure = ""
-    if runtime.local_rank == 0:
-        failure = runtime.agree(key, compiler_failure(runtime.device))
-    runtime.barrier()
-    failure = runtime.agree(key, failure)
-    if not failure:
-        return "inductor"
-    words = f"compiled code does not run here: {failure}; {compiler_remedy()}"
-    require(runtime.device.type == "cpu", f"compile=True: {words}")
-    if runtime.is_main:
-        print(f"note: goes on uncompiled: {words}", file=sys.stderr, flush=True)
-    return "off (compiled code does not run)"
 
 
 class Trainer:
@@ -2513,9 +2483,9 @@ class Trainer:
         self.model = GPT(config, back_end).to(runtime.device)
         self.table = NgramTable(config, runtime)
         self.optimizer = Optimizer(config, self.model, self.table, runtime)
-        self.compile_name = choose_compile(config, runtime)
+        self.compile_name = "inductor" if config.compile else "off"
         self.forward = self.model
-        if self.compile_name == "inductor":
+        if config.compile:
             # A phase is two graphs, and torch's default limit is 8; never eager in silence.
             torch._dynamo.config.recompile_limit = 64
             torch._dynamo.config.fail_on_recompile_limit_hit = True
@@ -2539,9 +2509,8 @@ class Trainer:
         return self.forward(micro_batch, ngram, phase, weights, self.prefixes, rotary, masks)
 
     def accumulate(self, step, batch):
-        """Add up the gradients of this rank's passes. Returns their summed losses, 0-dim."""
-        if step and step == untie_step(self.config):
-            self.optimizer.untie()
+        """Add up the gradients of this rank's passes, autograd's in the parameters' `grad`. Returns
+        the summed losses, 0-dim."""
         values = self.table.values_of(batch.rows)
         phase = training_phase(self.config, step)
         loss_weights = loss_weights_at(self.config, step)
@@ -2552,9 +2521,6 @@ class Trainer:
             ngram = self.table.summed(slots, signs, values)
             loss, losses, _ = self.forward_pass(step, phase, loss_weights, micro_batch, ngram)
             loss.backward()
-            for group in self.optimizer.parameter_groups:
-                group.accumulate({name: param.grad for name, param in group.params.items()})
-            self.model.zero_grad()
             if ngram is not None and ngram.requires_grad:
                 self.table.accumulate(ngram.grad)
             loss_sum = loss_sum + losses.sum()
@@ -2631,9 +2597,9 @@ def state_digest(trainer):
     return digest.hexdigest()
 
 
-def warm_up(trainer):
-    """Compile and run every phase of the schedule on synthetic tokens, then put the state back;
-    digests prove that it is bitwise what it was."""
+def warm_up(trainer, first_step=0):
+    """Compile and run, on synthetic tokens, each kind of step and of validation that is ahead of a
+    run at `first_step`. Then put the state back: digests prove that it is bitwise what it was."""
     config = trainer.config
     table = trainer.table
     before = state_digest(trainer)
@@ -2645,37 +2611,33 @@ def warm_up(trainer):
     passage = contiguous_passage(text, 0, config.micro_batch_tokens)
 
     def batch_of(count):
-        """A pass of one passage, so many times: whatever their number, these read the same rows."""
+        """One pass of one passage, `count` times: it reads the same rows, whatever the count."""
         passages = [passage] * count
-        tokens = count * config.micro_batch_tokens
+        length = count * config.micro_batch_tokens
         rows, guesses = table.look_up(passages)
-        stack = stack_passages(passages, guesses, tokens, trainer.runtime.device)
-        return Batch(stack, rows, tokens, state={})
+        stack = stack_passages(passages, guesses, length, trainer.runtime.device)
+        return Batch(stack, rows, length, state={})
 
     table.start_pull(batch_of(1).rows)
     touched = itertools.chain(*(group.touched() for group in trainer.optimizer.groups))
     kept = [(tensor, index, tensor[index].clone()) for tensor, index in touched]
-    # Ranks may differ in how many micro-batches they have, but all take the same steps.
-    first_step = {}
-    for step in range(config.steps):
-        count = stage_at(config, step).micro_batches
-        kind = training_phase(config, step), long_windows_until(config, step), count
-        first_step.setdefault(kind, step)
-    first_validation = {}
+    ahead = range(first_step, config.steps)
     every = config.val_every or config.steps
-    for step in (*range(every, config.steps, every), config.steps):
-        phase = evaluation_phase(config, step, config.val_batch_tokens)
-        first_validation.setdefault((phase, long_windows_until(config, step)), step)
-    # At Adam's first step and the run's last, all groups step, on sums of as many steps as ever.
-    first_update = min(config.adam_every, config.steps) - 1
+    validated = [step for step in ahead if step and step % every == 0]
+    # The first of each stage; and the last, at which all groups are updated.
+    steps = {stage_at(config, step): step for step in reversed(ahead)}
+    steps = sorted({*steps.values(), *ahead[-1:]})
+    validations = {stage_at(config, step): step for step in reversed(validated)}
+    validations = [*validations.values(), config.steps]
     # Where code is compiled, the second call is the first without compilation.
-    calls = 2 if trainer.compile_name == "inductor" else 1
-    for step in sorted([*first_step.values(), first_update, config.steps - 1] * calls):
+    calls = 2 if config.compile else 1
+    for step in steps * calls:
         stop_if_interrupted()
         trainer.step(step, batch_of(micro_batches_of_pass(config, step, trainer.runtime)))
-    for step in sorted([*first_validation.values()] * calls):
+    for step in validations * calls:
         stop_if_interrupted()
         trainer.score(step, tokens, 0)
+    trainer.model.zero_grad()
     for tensor, index, values in kept:
         tensor[index] = values
     torch.set_rng_state(rng_state)
@@ -2807,22 +2769,29 @@ class Runtime:
         return dist.all_reduce(tensor, async_op=True)
 
     def reduce_scatter(self, tensor, name):
-        """Sum tensor (world_size * n, ...) over ranks. Returns (this rank's n sums, work)."""
+        """Sum tensor (count, ...) over ranks. Returns (the sums of this rank's range, work)."""
         if self.world_size == 1:
             return tensor, None
-        part = tensor.new_empty(len(tensor) // self.world_size, *tensor.shape[1:])
-        self.record_sent("reduce_scatter", name, tensor, self.peers)
-        return part, reduce_scatter(part, tensor, async_op=True)
+        low, high = self.owned_range(len(tensor))
+        chunk = math.ceil(len(tensor) / self.world_size)
+        whole = padded(tensor, chunk * self.world_size)
+        part = tensor.new_empty(chunk, *tensor.shape[1:])
+        self.record_sent("reduce_scatter", name, whole, self.peers)
+        return part[: high - low], reduce_scatter(part, whole, async_op=True)
 
-    def gather_ranges(self, part, count, name):
-        """Join the ranks' owned ranges of `count` units. Returns (whole (count, ...), work)."""
+    def gather_ranges(self, tensor, name):
+        """Fill a tensor (count, ...), of which each rank has the range that it owns. Returns (the
+        tensor itself, or, where ranges are uneven, one that begins with its values; work)."""
         if self.world_size == 1:
-            return part, None
-        padded = part.new_zeros(math.ceil(count / self.world_size), *part.shape[1:])
-        padded[: len(part)] = part
-        whole = part.new_zeros(len(padded) * self.world_size, *part.shape[1:])
+            return tensor, None
+        low, high = self.owned_range(len(tensor))
+        chunk = math.ceil(len(tensor) / self.world_size)
+        whole = tensor
+        if len(tensor) % self.world_size:
+            whole = tensor.new_empty(chunk * self.world_size, *tensor.shape[1:])
         self.record_sent("all_gather", name, whole, self.peers)
-        return whole[:count], all_gather(whole, padded, async_op=True)
+        part = padded(tensor[low:high], chunk)
+        return whole, all_gather(whole, part, async_op=True)
 
     def gather_on_main(self, part, count, name="checkpoint"):
         """Join the ranks' owned ranges of `count` units on rank 0; the others get none of them."""
@@ -2898,6 +2867,15 @@ class Clock:
         self.stop()
         yield
         self.start()
+
+
+def padded(tensor, count):
+    """A tensor (n, ...) with zeros behind it, (count, ...); the tensor itself if it is so long."""
+    if len(tensor) == count:
+        return tensor
+    whole = tensor.new_zeros(count, *tensor.shape[1:])
+    whole[: len(tensor)] = tensor
+    return whole
 
 
 def wait(work):
@@ -3583,8 +3561,11 @@ def ending_of(error):
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said:
         error = MemoryError(said)
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
+        # This import takes seconds, which a run that does not compile need not wait.
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
         error = ConfigError("")
-        said += f"; the compiler has failed: {compiler_remedy()}"
+        said += f"; go without the compiler by --compile false, or delete its cache, {cache_dir()}"
     for kinds, status, words in ENDINGS:
         if isinstance(error, kinds):
             return status, words.format(said=said)
@@ -3603,8 +3584,8 @@ def train(run):
     trainer = run.trainer
     clock = run.clock
     table = trainer.table
-    warm_up(trainer)
     first_step = run.step
+    warm_up(trainer, first_step)
     look_up = functools.partial(table.look_up, group=run.runtime.loader_group)
     place = first_step, run.loader_state
     loader = TrainLoader(config, run.corpus.shards, run.runtime, look_up, *place)

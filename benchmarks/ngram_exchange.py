@@ -62,7 +62,7 @@ def measure(config, runtime, text, repeats):
         bounds.append(lower_bound(rows, config, world_size))
         table.values_of(table.look_up([passages[runtime.rank]])[0])
         table.accumulate(torch.ones(length, config.model_dim, device=runtime.device))
-        table.receive(table.update(0, 1.0, table.reduce(0)))
+        table.receive(0, table.update(0, 1.0, table.reduce(0)))
     sent = torch.tensor([float(sum(size for size, _ in runtime.ledger.values()))])
     torch.distributed.all_reduce(sent)
     whole = 4 * config.ngram_rows * config.model_dim

@@ -79,7 +79,7 @@ def before_third_step(rank, act):
         return step(self, number, *rest)
 
     train_gpt.Trainer.step = acting_step
-    train_gpt.warm_up = lambda trainer: None
+    train_gpt.warm_up = lambda *_: None
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -192,7 +192,7 @@ def test_a_signal_during_a_save_leaves_it_whole(tiny, tmp_path):
 
 @pytest.mark.parametrize("name", ["", "checkpoint.pt", "checkpoint.sha256", "result.json"])
 def test_what_stands_in_the_way_of_a_run_is_named(name, tiny, cli, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_gpt, "warm_up", lambda trainer: None)
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *_: None)
     if name:
         (tmp_path / "logs" / "odd" / name).mkdir(parents=True)
     else:

@@ -108,27 +108,32 @@ def gradient(step, micro_batch, name, shape):
     return draw(2, step, micro_batch, list(RULES).index(name), shape) / MICRO_BATCHES
 
 
-def params_of(optimizer):
-    """{name: this rank's copy of the parameter}."""
+def parameters_of(optimizer):
+    """{name: parameter of the model}."""
     found = {}
     for group in optimizer.parameter_groups:
-        found.update({name: param.data for name, param in group.params.items()})
+        found.update(getattr(group, "members", group.params))
     return found
 
 
+def params_of(optimizer):
+    """{name: this rank's copy of the parameter}."""
+    return {name: param.data for name, param in parameters_of(optimizer).items()}
+
+
 def add(optimizer, grads):
-    """Add the gradients {name: tensor, or None} of summed losses."""
-    for group in optimizer.parameter_groups:
-        group.accumulate(grads)
+    """Add the gradients {name: tensor, or None} of summed losses, as autograd does."""
+    for name, param in parameters_of(optimizer).items():
+        if grads.get(name) is not None:
+            param.grad = train_gpt.gradient(param) + grads[name].to(param.dtype)
 
 
-def accumulate(optimizer, step, runtime, unused=()):
-    """Add the gradients of this rank's micro-batches; parameters in `unused` have none."""
+def accumulate(optimizer, step, runtime):
+    """Add the gradients of this rank's micro-batches."""
     for micro_batch in range(runtime.rank, MICRO_BATCHES, runtime.world_size):
-        grads = dict.fromkeys(unused)
+        grads = {}
         for name, param in params_of(optimizer).items():
-            if name not in unused:
-                grads[name] = gradient(step, micro_batch, name, param.shape)
+            grads[name] = gradient(step, micro_batch, name, param.shape)
         add(optimizer, grads)
 
 
@@ -140,10 +145,7 @@ def take_step(optimizer, step, grads, lr_mul=1.0):
 
 def waiting(optimizer, name):
     """The sum of the gradients that a parameter has not stepped on yet."""
-    grads = {}
-    for group in optimizer.parameter_groups:
-        grads.update(group.grads)
-    return grads[name]
+    return train_gpt.gradient(parameters_of(optimizer)[name])
 
 
 def full_state(optimizer):
@@ -161,9 +163,9 @@ def batch_of(trainer, *tokens):
     it."""
     length = trainer.config.micro_batch_tokens
     passages = [train_gpt.contiguous_passage(text_of(each), 0, length) for each in tokens]
-    rows, hints = trainer.table.look_up(passages)
+    rows, guesses = trainer.table.look_up(passages)
     return train_gpt.Batch(
-        stack=train_gpt.stack_passages(passages, hints, length, trainer.runtime.device),
+        stack=train_gpt.stack_passages(passages, guesses, length, trainer.runtime.device),
         rows=rows,
         tokens=len(passages) * length * trainer.runtime.world_size,
         state={},
@@ -271,7 +273,6 @@ CASES |= {
 def take_steps(case, runtime):
     """What a case's steps on gradients of twelve micro-batches leave on this rank, and send."""
     optimizer = optimizer_of(runtime, case.shapes, case.dtype, **{"steps": 6, **case.changes})
-    config = optimizer.matrices.config
     params = params_of(optimizer)
     full = full_state(optimizer)
     weights = {name: param.clone() for name, param in params.items()}
@@ -284,10 +285,7 @@ def take_steps(case, runtime):
             load(optimizer, full)
             for name, param in params.items():
                 param.copy_(weights[name])
-        if step and step == train_gpt.untie_step(config):
-            optimizer.untie()
-        is_tied = train_gpt.training_phase(config, step).is_tied
-        accumulate(optimizer, step, runtime, unused=["embed"] * is_tied)
+        accumulate(optimizer, step, runtime)
         optimizer.step(step, 0.5)
         if case.is_settled or step == case.steps[-1]:
             copies = {name: param.clone() for name, param in params.items()}

@@ -140,7 +140,7 @@ def test_weights_that_are_not_finite_are_not_saved(part, value, tiny, cli, monke
             parts[part].view(-1)[7] = float(value)
         return result
 
-    monkeypatch.setattr(train_gpt, "warm_up", lambda trainer: None)
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *_: None)
     monkeypatch.setattr(train_gpt.Trainer, "step", spoiled)
     run = cli(**{**tiny, **EIGHT, "log_every": 100, "run_id": "spoiled"})
     assert run.code == 1 and run.lines[-1].startswith("status:nan ")

@@ -70,7 +70,6 @@ def test_schedules_are_functions_of_the_step():
     phases = [train_gpt.training_phase(config, step) for step in steps]
     assert sizes_of(phases) == [(16, 32)] * 3 + [(32, 32)] * 3 + [(32, 64)] * 4
     assert [phase.max_segment for phase in phases] == [96] * 5 + [256] * 5
-    assert [phase.is_tied for phase in phases] == [True] * 4 + [False] * 6
 
 
 def test_stages_scale_the_rates_ahead_of_the_cooldown():
@@ -271,8 +270,8 @@ def test_steps_and_their_data_are_timed_and_nothing_else(tiny, cli, monkeypatch)
 
         monkeypatch.setattr(place, name, spending)
 
-    def warm_up_and_begin(trainer):
-        warm_up(trainer)
+    def warm_up_and_begin(*words):
+        warm_up(*words)
         has_started[0] = True
 
     monkeypatch.setattr(train_gpt, "warm_up", warm_up_and_begin)
@@ -283,7 +282,7 @@ def test_steps_and_their_data_are_timed_and_nothing_else(tiny, cli, monkeypatch)
     spend(train_gpt.Trainer, "evaluate", 1000.0, False)
     for name in ("save_checkpoint", "warm_up", "validation_hash", "open_corpus", "check_gates"):
         spend(train_gpt, name, 1000.0, False)
-    run = cli(**{**tiny, **helpers.INDEX, "run_id": "slow", "val_every": 1, "save_every": 1})
+    run = cli(**{**tiny, "run_id": "slow", "val_every": 1, "save_every": 1})
     assert run.code == 0 and now[0] > 12_000
     assert timed[0] == 44.5
     assert run.result["train_time_ms"] == run.result["cpu_time_ms"] / 2 == 44_500
@@ -334,15 +333,13 @@ def whole_state(trainer):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"index_order": 3}, {"dtype": "bfloat16", "matrix_update": "soap"}, helpers.NO_TABLE],
+    [{}, {"dtype": "bfloat16", "matrix_update": "soap"}, helpers.NO_TABLE],
     ids=str,
 )
 def test_warm_up_leaves_no_trace(changes, corpus):
     config = {"adam_every": 2, "val_every": 2, "data": str(corpus), **changes}
     warm, cold = phases_trainer(**config), phases_trainer(**config)
-    shards, indexed, _ = train_gpt.open_corpus(warm.config)
-    for trainer in (warm, cold):
-        trainer.table.read_index(indexed)
+    shards, _ = train_gpt.open_corpus(warm.config)
     before, seen, step, score = whole_state(warm), set(), warm.step, warm.score
 
     def evaluated(number):
@@ -361,7 +358,7 @@ def test_warm_up_leaves_no_trace(changes, corpus):
     train_gpt.warm_up(warm)
     warm.step = step
     stepped = {train_gpt.training_phase(warm.config, number) for number in range(8)}
-    assert seen == stepped | {evaluated(number) for number in (2, 4, 6, 8)} and len(stepped) == 3
+    assert seen == stepped | {evaluated(number) for number in (2, 4, 6, 8)} and len(stepped) == 2
     helpers.assert_bitwise(whole_state(warm), before)
     # Nor does it show later: the next steps are bitwise those of a trainer that was not warmed up.
     loader = train_gpt.TrainLoader(warm.config, shards, warm.runtime, warm.table.look_up)
@@ -391,9 +388,7 @@ def test_warm_up_takes_every_group_through_its_step():
     for group in trainer.optimizer.groups:
         watch(group)
     train_gpt.warm_up(trainer)
-    # Of Adam's steps the last is on one step's gradients, all others are on four.
-    adam = {(name, count) for name in ("small", "embeddings") for count in (1, 4)}
-    assert seen == adam | {("ngram_table", 1), ("matrices", 1)}
+    assert seen == {(name, 1) for name in ("small", "embeddings", "ngram_table", "matrices")}
 
 
 def test_a_digest_sees_any_bit():
@@ -449,7 +444,7 @@ def test_a_gradient_whose_norm_overflows_ends_the_run(at, last, tiny, cli, monke
             self.matrices.tensors()["mlp.grad"][1, 2, 3] = 1e30
         honest(self, number, lr_mul)
 
-    monkeypatch.setattr(train_gpt, "warm_up", lambda trainer: None)
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *_: None)
     monkeypatch.setattr(train_gpt.Optimizer, "step", step)
     run = cli(**{**tiny, "run_id": "huge", "steps": 8, "log_every": 3})
     assert run.code == 1 and run.lines[-1].startswith("status:nan "), run.lines[-1]
@@ -502,7 +497,7 @@ def interrupt(tiny, tmp_path):
 
             honest = getattr(train_gpt.Trainer, name)
             setattr(train_gpt.Trainer, name, signalled)
-            train_gpt.warm_up = lambda trainer: None
+            train_gpt.warm_up = lambda *_: None
             signal.signal(signal.SIGHUP, signal.SIG_DFL)  # background jobs may ignore it
 
         values = {**tiny, "run_id": "stopped", **changes}
@@ -586,7 +581,7 @@ def test_a_run_goes_on_when_the_console_is_gone(handler, code, tiny, tmp_path):
             return honest(self, number, *rest)
 
         signal.signal(signal.SIGHUP, handler)
-        train_gpt.warm_up = lambda trainer: None
+        train_gpt.warm_up = lambda *_: None
         honest, train_gpt.Trainer.step = train_gpt.Trainer.step, step
 
     run = ranks.train(tmp_path, {**tiny, "run_id": "alone", "save_every": 4}, before=before)

@@ -12,7 +12,7 @@ import torch
 
 import ranks
 import train_gpt
-from helpers import INDEX, NO_TABLE, assert_bitwise, byte_documents, make_trainer, read, tiny_config
+from helpers import NO_TABLE, assert_bitwise, byte_documents, make_trainer, read, tiny_config
 from train_gpt import ConfigError, NgramTable, Runtime, group_equal, plan_rows, wait
 
 SEVERAL = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
@@ -141,7 +141,7 @@ def read_outside_training(table, rows):
 
 def table_config(name):
     shape = {"model_dim": DIM, "head_dim": 4, "ngram_rows": CASES[name].rows}
-    return tiny_config(**shape, steps=CASES[name].steps, **INDEX)
+    return tiny_config(**shape, steps=CASES[name].steps)
 
 
 def take_steps(name, runtime):
@@ -167,7 +167,7 @@ def take_steps(name, runtime):
         if step + 1 < case.steps:
             upcoming = plan_step(name, step + 1, config, runtime)
         pending = table.reduce(step)
-        table.receive(table.update(step, lr_multiplier(case, step), pending))
+        table.receive(step, table.update(step, lr_multiplier(case, step), pending))
         if step + 1 < case.steps:
             table.start_pull(upcoming[0])
     ledger = {"/".join(key): tuple(counts) for key, counts in runtime.ledger.items()}
@@ -330,15 +330,15 @@ def test_the_ledger_is_an_independent_count(name, world_size, results_of):
 
 def spoil_second_rank():
     """The hash leaves the table on rank 1, in the loader's thread alone."""
-    honest = train_gpt.RowFinder.find
+    honest = train_gpt.ngram_rows
 
-    def wrong(self, passages):
-        rows, signs, hints = honest(self, passages)
+    def wrong(passage, config):
+        rows, signs = honest(passage, config)
         if threading.current_thread() is not threading.main_thread() and os.environ["RANK"] == "1":
             rows[5, 0] = 123_456
-        return rows, signs, hints
+        return rows, signs
 
-    train_gpt.RowFinder.find = wrong
+    train_gpt.ngram_rows = wrong
 
 
 def test_a_failure_in_the_loaders_thread_of_one_rank_is_told_in_one_line(tiny, tmp_path):

@@ -35,7 +35,6 @@ NARROW = {
     "mlp_dim": 24,
     "ngram_rows": 4096,
     "copy_reach": 128,
-    "index_tokens": 6000,
     "val_tokens": 512,
     "val_batch_tokens": 128,
     "val_windows": (64, 192),

@@ -4,7 +4,6 @@ How ranks share them is in test_distributed.py.
 """
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import optimizer_cases as cases
@@ -15,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_gpt
 from helpers import assert_bitwise
 
-METHODS = ("eigh", "householder", "cholesky")
-ITERATIVE = METHODS[1:]
+METHODS = ("eigh", "cholesky")
 SOAP_RULES = [name for name, rule in train_gpt.UPDATE_RULES.items() if rule.has_bases]
 EACH_METHOD = pytest.mark.parametrize("method", METHODS)
 EACH_RULE = pytest.mark.parametrize("kind", SOAP_RULES)
@@ -77,21 +75,23 @@ def off_diagonal_share(factor, basis):
 # ----- the refresh
 
 
-@pytest.mark.parametrize("method", ITERATIVE)
 @pytest.mark.parametrize("exponent", [-36, 0, 30])
 @pytest.mark.parametrize("size", [1, 7, 48])
-def test_a_step_is_the_qr_of_factor_times_basis(size, exponent, method):
+def test_a_step_is_householders_qr_of_factor_times_basis(size, exponent):
     """Whatever the scale of gradients: only squares of them near float32's ends are out of
-    reach."""
+    reach. The reference is LAPACK's, in float64; a column's sign means nothing."""
     factor, basis = factors(3, size) * 10.0**exponent, orthogonal(3, size, size, seed=9)
     for _ in range(3):  # from a random basis to one near the eigenvectors
-        new, order, rejected = train_gpt.eigenbasis_step(factor, basis, method)
+        new, order, rejected = train_gpt.eigenbasis_step(factor, basis, "cholesky")
         assert not rejected.any() and torch.equal(order, sorted_columns(factor, basis))
         assert error_of(new) <= 2e-6
         product = factor.double() * 10.0**-exponent @ in_order(basis, order).double()
         # Zero for the orthogonal factor of a QR.
         triangle = torch.tril(new.double().mT @ product, -1).flatten(1).norm(dim=1)
         assert (triangle <= 1e-5 * product.flatten(1).norm(dim=1)).all()
+        reference = torch.linalg.householder_product(*torch.geqrf(product))
+        first = (reference[:, :, 0] * new[:, :, 0].double()).sum(1).abs()
+        assert (first > 1 - 1e-6).all()
         basis = new
 
 
@@ -362,7 +362,7 @@ class NoSync(TorchDispatchMode):
 
 @EACH_RULE
 def test_nothing_waits_for_a_gpu(kind, monkeypatch):
-    """There bases are found exactly at first, then safely, and then in batches."""
+    """Bases are found exactly at first, where the host waits, and then in batches."""
     optimizer, used = banks_of(kind), []
     honest = train_gpt.refresh_eigenbases
 
@@ -371,14 +371,10 @@ def test_nothing_waits_for_a_gpu(kind, monkeypatch):
         honest(banks, method)
 
     monkeypatch.setattr(train_gpt, "refresh_eigenbases", recorded)
-    walk(optimizer, (2, 3, 30))
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoSync():
         bool(torch.ones(1) > 0)
-    monkeypatch.setattr(optimizer.matrices.runtime, "device", SimpleNamespace(type="cuda"))
     walk(optimizer, [2])
     grads = {name: cases.normal(*shape) for name, shape in BANKS.items()}
-    for step in (24, 25):
-        with NoSync():
-            cases.take_step(optimizer, step, grads)
-    on_cpu, on_gpu = ["eigh", "householder", "householder"], ["eigh", "householder", "cholesky"]
-    assert used == on_cpu + on_gpu
+    with NoSync():
+        cases.take_step(optimizer, 3, grads)
+    assert used == ["eigh", "cholesky"]
