@@ -187,19 +187,23 @@ def initial_checkpoint(config):
     return content
 
 
-def validation_tokens(config, data):
-    """The validation tokens of a corpus, whose training shards need not hold all that the run
-    takes."""
-    config = dataclasses.replace(config, data=data, steps=1)
-    return train_gpt.open_corpus(config).val
+def corpus_of(config, content, data=""):
+    """The Corpus, checked for validation alone, of another folder, or else of a checkpoint's run,
+    as it was. Raises ConfigError."""
+    folder = data or os.path.abspath(content["config"].data)
+    corpus = train_gpt.open_corpus(dataclasses.replace(config, data=str(folder), steps=1))
+    if not data:
+        message = f"{folder}: manifest.json is not the one that the checkpoint's run began with"
+        corpus.require_same(content["data"], message)
+    return corpus
 
 
-def first_corpus(config, learned):
-    """{name of the loss: validation tokens} of the corpus that a model with the Config `learned`
-    has learned. Raises ConfigError."""
-    data = os.path.abspath(os.path.expanduser(config.first_data or learned.data))
+def first_corpus(config, initial):
+    """{name of the loss: validation tokens} of the corpus that a checkpoint's model has learned.
+    Raises ConfigError."""
+    data = config.first_data and os.path.abspath(os.path.expanduser(config.first_data))
     try:
-        return {"first_val_loss": validation_tokens(config, data)}
+        return {"first_val_loss": corpus_of(config, initial, data).val}
     except ConfigError as error:  # it names the key of the other corpus
         raise ConfigError(str(error).replace("--data", "--first-data")) from None
 
@@ -235,7 +239,7 @@ def extend(config, is_check=False):
         f"track {config.track}: continual.py runs the track continual; use train_gpt.py",
     )
     initial = initial_checkpoint(config)
-    val_sets = first_corpus(config, initial["config"])
+    val_sets = first_corpus(config, initial)
 
     def prepare(run):
         trainer, is_new = run.trainer, run.step == 0  # else it is resumed, and has its weights

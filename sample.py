@@ -21,7 +21,7 @@ import train_gpt  # first: it says what is missing
 import numpy as np
 import torch
 
-from continual import find_trained, validation_tokens  # which makes the continual track known, too
+from continual import corpus_of, find_trained  # which makes the continual track known, too
 from data import text as data_text
 from train_gpt import ConfigError, require
 
@@ -59,7 +59,7 @@ def parse(argv):
 
 
 def open_trained(run, device="auto", data=None):
-    """(trainer, step) of a run id's, a folder's or a file's checkpoint, in this process alone.
+    """(trainer, content) of a run id's, a folder's or a file's checkpoint, in this process alone.
 
     data: the corpus to use in place of the run's, of whose validation tokens as many are scored as
     it has. Raises ConfigError."""
@@ -74,14 +74,15 @@ def open_trained(run, device="auto", data=None):
         config = dataclasses.replace(config, val_tokens=train_gpt.fitting_val_tokens(config))
     trainer = train_gpt.Trainer(config, train_gpt.Runtime(device))
     train_gpt.restore(trainer, content)
-    return trainer, content["step"]
+    return trainer, content
 
 
-def evaluation(trainer, step):
-    """The line that tells the validation loss of the model before a step."""
+def evaluation(trainer, content, data=None):
+    """The line that tells the validation loss of a checkpoint's model, on its run's corpus or on
+    another one."""
     config = trainer.config
-    val = validation_tokens(config, config.data)
-    loss = trainer.evaluate(step, val)
+    val = corpus_of(config, content, data).val
+    loss = trainer.evaluate(content["step"], val)
     require(math.isfinite(loss), f"the validation loss is {loss}: use another checkpoint")
     val_sha256 = train_gpt.validation_hash(val)
     return f"eval val_loss:{loss:.5f} val_tokens:{config.val_tokens} val_sha256:{val_sha256}"
@@ -181,11 +182,11 @@ def main(argv=None):
     """Returns the exit status: 0 complete, 2 bad input, 130 interrupted."""
     try:
         given = parse(argv)
-        trainer, step = open_trained(given.checkpoint, given.device, given.data)
+        trainer, content = open_trained(given.checkpoint, given.device, given.data)
         if given.eval:
-            print(evaluation(trainer, step))
+            print(evaluation(trainer, content, given.data))
         else:
-            print_samples(trainer, step, given)
+            print_samples(trainer, content["step"], given)
         return 0
     except KeyboardInterrupt:
         return 130
