@@ -118,7 +118,6 @@ FIRST_STAGE = dataclasses.replace(
 def config_of(arguments, base=FIRST_STAGE, **changes):
     """The Config of a call, on tokens that are there; changes come last."""
     values = {
-        "epochs": 100,
         "ngram_rows": 2**18,
         "val_tokens": 131_072,
         "val_batch_tokens": 16_384,

@@ -79,7 +79,8 @@ def config_of(text, steps, seed, arm="ours"):
         "device": "cpu",
     }
     config = train_gpt.with_values(fineweb, {**values, **ROWS, **NO_HINTS, **ARMS[arm]})
-    return train_gpt.with_values(config, train_gpt.room_of(config))
+    tokens = train_gpt.fitting_val_tokens(config)
+    return train_gpt.with_values(config, {"val_tokens": tokens})
 
 
 def runs_in(folder):
