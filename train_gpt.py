@@ -1540,25 +1540,23 @@ SPREAD = 2654435769  # 2^32 over the golden ratio: multiples of it lie far from 
 class CappedCrossEntropy(torch.autograd.Function):
     """Cross-entropy of soft-capped logits, and its gradients, in one pass over the logits.
 
-    The plain form is capped() and F.cross_entropy. With l = capped(z) for a product z of hidden
-    state and head, and the gap g = top - l, which lies in (0, top):
+    The plain form is capped() and F.cross_entropy. With the capped logit l of a product z, and its
+    gap to the cap, g = top - l in (0, top):
         loss at target t  =  ln sum_v exp(l_v) - l_t  =  ln sum_v exp(-g_v) + g_t
         dl / dz           =  g (top - g) / (top CAP_WIDTH)
-    So no maximum is needed, and the logits can give way to their gradients times the sum, which is
-    not known yet: dividing rows by it commutes with the products that follow. Only the targets'
-    columns are mended afterwards.
+    So no maximum is needed, and gradients times the sum can be written before the sum is known:
+    dividing rows by it commutes with the products that follow. The targets' columns are corrected
+    afterwards.
 
-    hidden (T, dim); head (V, dim); targets (T, K) and weights (T, K): the loss weights of K tokens
-    at a position; counts (V,) or None: how many rows of the
-    vocabulary each row of head stands for, which must be 1 for targets; cap: see capped;
-    needs_grad: whether gradients will be asked for.
-    Returns (the weighted sum of losses; losses (T,) of the first targets, without a gradient).
+    hidden (T, dim); head (V, dim); targets (T, K) int64: K tokens that a position predicts, and
+    weights (T, K) of their losses; counts (V,) or None: how many rows of the vocabulary each row of
+    head stands for, 1 for targets; cap: see capped; needs_grad: whether gradients will be asked
+    for. Returns (the weighted sum of losses; losses (T,) of the first targets, without gradients).
     """
 
     @staticmethod
     def forward(ctx, hidden, head, targets, weights, counts, cap, needs_grad):
-        top, shift = cap
-        columns = torch.arange(len(head), device=head.device)
+        top = cap[0]
         # Where a position has one target twice, both places get the sum of their weights.
         is_same = targets[:, :, None] == targets[:, None]
         losses = []
@@ -1569,16 +1567,14 @@ class CappedCrossEntropy(torch.autograd.Function):
             chunk = slice(low, low + length)
             x = hidden[chunk]
             target = targets[chunk]
-            gap = top * torch.sigmoid(((x @ head.T).float() + shift) * (-1 / CAP_WIDTH))
+            product = x @ head.T
+            gap = cap_gap(product, cap)
             exp_logits = torch.exp(-gap)
             if counts is not None:
                 exp_logits = exp_logits * counts
             sum_exp = exp_logits.sum(1, keepdim=True)
-            # Gathered by comparison, which fuses with what made the logits.
-            target_gaps = [
-                torch.where(columns == one[:, None], gap, 0).sum(1) for one in target.unbind(1)
-            ]
-            target_gap = torch.stack(target_gaps, 1)
+            # From the product, which is stored anyway; compiled code never stores the gaps.
+            target_gap = cap_gap(product.gather(1, target), cap)
             losses.append(sum_exp.log() + target_gap)
             if needs_grad:
                 weight = weights[chunk]
@@ -1604,25 +1600,30 @@ class CappedCrossEntropy(torch.autograd.Function):
 
 
 def capped(products, cap):
-    """Logits of products of hidden states and head: a sigmoid of them, whose cap is its (height,
-    shift); of height 2 h and shift 0 it is h tanh(z / 15) but for a constant."""
+    """Soft-capped logits of products of hidden states and head: a sigmoid with a height and a
+    shift. With height 2 h and shift 0 it is h tanh(z / 15) plus a constant."""
     top, shift = cap
     return top * torch.sigmoid((products + shift) / CAP_WIDTH)
 
 
+def cap_gap(products, cap):
+    """By how much capped logits stay below the cap, float32."""
+    top, shift = cap
+    return top * torch.sigmoid((products.float() + shift) * (-1 / CAP_WIDTH))
+
+
 def cap_slope(gap, top):
-    """The derivative of a capped logit by the product, from its gap to the top."""
+    """The derivative of a capped logit with respect to its product, by its gap."""
     return gap * (top - gap) / (top * CAP_WIDTH)
 
 
 def sampled_rows(targets, vocab, count):
-    """Choose `count` rows of the vocabulary for a softmax: all targets (T,), fewer than `count`
-    distinct ones, and others, spread over the ids in an order that the targets decide.
+    """Choose `count` rows of the vocabulary for a softmax: all targets (T,), of which fewer than
+    `count` may differ, and others, spread over the ids in an order that depends on the targets.
 
-    Returns (rows (count,) int64, rising; positions (vocab,): where each row of the vocabulary
-    stands among them, meaningless for those that do not; counts (count,) float32: how many rows
-    each stands for, so that the sum of exponentials is right on average, to some per cent where
-    few are chosen).
+    Returns (rows (count,) int64, rising; positions (vocab,): the place of each chosen row among
+    them, meaningless for the others; counts (count,) float32: how many rows of the vocabulary each
+    one stands for, so that the sum of exponentials is right on average).
     """
     ids = torch.arange(vocab, device=targets.device)
     is_target = torch.zeros_like(ids).index_fill(0, targets, 1)
@@ -1631,7 +1632,9 @@ def sampled_rows(targets, vocab, count):
     positions = torch.zeros_like(ids).scatter(0, rows, ids[:count])
     distinct_targets = is_target.sum()
     share = (vocab - distinct_targets) / (count - distinct_targets).clamp_min(1)
-    counts = torch.where(is_target[rows] > 0, 1.0, share)
+    # A buffer of its own: compiled code would work out torch.where again for every logit. It must
+    # be repeat: torch 2.13 compiles expand to wrong counts here, without an error.
+    counts = share.repeat(count).index_fill(0, positions[targets], 1.0)
     return rows, positions, counts
 
 
