@@ -972,10 +972,9 @@ class TrainLoader:
 
 # 3. Table ========================================================================================
 # Each token reads rows of one table, one for each order n: a hash of the last n tokens, an n-gram,
-# says which. It also has guesses at the next token: what followed an earlier occurrence of the last
-# n tokens in the document. The model reads guesses by its own embeddings (see GPT.guessed), so that
-# what it learns of one token's guesses holds for those of all. All of this looks at the same
-# document alone, at or before the token.
+# says which. It also has copies, guesses at the next token: what followed an earlier occurrence of
+# the last n tokens (see GPT.copied). Rows and copies look at the same document alone, at or before
+# the token.
 #
 # A rank holds the rows that it owns, a range of the table. The loader's thread plans a step ahead
 # of it, on the CPU: which rows are read, who owns them, and at which slot a row will stand among
@@ -1026,28 +1025,24 @@ def ngram_rows(passage, config):
 
 def copies(passage, config):
     """Guesses (T, G) int32 at the token that follows each token of a Passage, one for each order n:
-    what followed the last n tokens the last time in their document, at most `copy_reach` tokens
-    back; NO_TOKEN where they are new."""
+    what followed the last earlier occurrence of the last n tokens in the same document, at most
+    `copy_reach` tokens back. NO_TOKEN where there is none."""
     text = passage.text
-    reach = config.copy_reach + max(config.copy_orders, default=0)
-    parts = []  # each span, with the part of its document that it may copy from
+    guesses = []
     for low, high in passage.spans:
-        begin = max(low - text.depth(low), low - reach)
-        parts.append(np.arange(begin, high))
-    position = np.concatenate(parts)
-    span = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    is_asked = position >= np.array(passage.spans)[span, 0]
-    depth = text.depth(position)
-    guesses = np.full((len(position), len(config.copy_orders)), NO_TOKEN, np.int32)
-    for column, order in enumerate(config.copy_orders):
-        keys = ngram_keys(text.tokens, position, depth, order) + TOKEN_HASH[span]
-        sequence = np.argsort(keys, kind="stable")
-        earlier, later = sequence[:-1], sequence[1:]
-        is_copy = keys[earlier] == keys[later]
-        is_copy &= depth[earlier] >= order - 1
-        is_copy &= position[later] - position[earlier] <= config.copy_reach
-        guesses[later[is_copy], column] = text.tokens[position[earlier[is_copy]] + 1]
-    return guesses[is_asked]
+        begin = low - min(text.depth(low), config.copy_reach)
+        position = np.arange(begin, high)
+        depth = text.depth(position)
+        found = np.full((len(position), len(config.copy_orders)), NO_TOKEN, np.int32)
+        for column, order in enumerate(config.copy_orders):
+            keys = ngram_keys(text.tokens, position, depth, order)
+            by_key = np.argsort(keys, kind="stable")
+            earlier, later = by_key[:-1], by_key[1:]
+            is_copy = (keys[earlier] == keys[later]) & (depth[earlier] >= order - 1)
+            is_copy &= later - earlier <= config.copy_reach
+            found[later[is_copy], column] = text.tokens[position[earlier[is_copy]] + 1]
+        guesses.append(found[low - begin :])
+    return np.concatenate(guesses)
 
 
 def row_fingerprint(config):
@@ -1780,11 +1775,8 @@ class GPT(nn.Module):
         if config.ngram_orders:
             self.ngram_gate = gates(layers + 1)  # before each layer and before the head
         if config.copy_orders:
-            # What a guess weighs, by its order.
-            guesses = len(config.copy_orders)
-            self.guess_input = ruled(torch.full((guesses,), 0.1), "small")
-            self.guess_output = ruled(torch.zeros(guesses), "small", lr_mul=20.0)
-            self.guess_gate = gates(guesses, lr_mul=0.1)
+            self.copy_scale = ruled(torch.zeros(len(config.copy_orders)), "small", lr_mul=20.0)
+            self.copy_gate = gates(len(config.copy_orders), lr_mul=0.1)
         if config.skips:
             self.skip_scale = ruled(torch.full((len(config.skips),), 0.1), "small", lr_mul=5.0)
         if config.dense_layers:
@@ -1806,16 +1798,16 @@ class GPT(nn.Module):
         before = F.pad(x, (0, 0, 1, -1))
         return norm(x + self.smear_scale[0] * share * before)
 
-    def guessed(self, micro_batch, table, weights, share=0.0):
-        """The sum of the rows of guesses in a table (vocab, model_dim) of tokens: (T, model_dim).
-        Each has the weight of its order, of `weights`, and a share (T, G) of its token's own."""
+    def copied(self, x, micro_batch):
+        """The sum of the head's rows of each token's copies, (T, model_dim). A copy's weight is that
+        of its order, and what x (T, model_dim) adds to it."""
         is_there = micro_batch.guesses < NO_TOKEN
-        # In the place of none stands, without weight, the token at hand: no row is read by all.
+        # Where there is no copy, the current token has weight 0: no row is read by all tokens.
         token = micro_batch.guesses.where(is_there, micro_batch.inputs[:, None])
-        shares = (weights + share) * is_there
+        weights = self.copy_scale + F.linear(norm(x)[:, :GATE_DIM], self.copy_gate)
         # No bag of rows: on CUDA that has no gradient by its weights in bfloat16, and is slower.
-        rows = F.embedding(token, norm(table))
-        return (shares[..., None] * rows).sum(1).to(table.dtype)
+        rows = F.embedding(token, norm(self.head))
+        return ((weights * is_there)[..., None] * rows).sum(1).to(x.dtype)
 
     def attention_layer(self, x, layer, weights, values, gates, is_first, window, rotary, masks):
         """What attention adds to the residual stream, as it reads x (T, model_dim).
@@ -1900,9 +1892,6 @@ class GPT(nn.Module):
         outputs = []
         x = self.embedding(micro_batch, is_first, phase.is_tied)
         embedded = x
-        if config.copy_orders:
-            table = self.head if phase.is_tied else self.embed
-            x = x + self.guessed(micro_batch, table, self.guess_input)
         gates = [None] * layers
         for layer in range(layers):
             if layer in config.deciding_layers:
@@ -1949,8 +1938,7 @@ class GPT(nn.Module):
         if self.config.dense_layers:
             x = x + self.mixtures(x, 1, states)[0]
         if self.config.copy_orders:
-            share = F.linear(norm(x)[:, :GATE_DIM], self.guess_gate)
-            x = x + self.guessed(micro_batch, self.head, self.guess_output, share)
+            x = x + self.copied(x, micro_batch)
         return x
 
     def logits(self, hidden):
