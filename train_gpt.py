@@ -392,6 +392,10 @@ class Config:
     def torch_dtype(self):
         return getattr(torch, self.dtype)
 
+    def layers_with(self, field):
+        """Numbers of the layers where this field of their row is set."""
+        return [number for number, layer in enumerate(self.layers) if getattr(layer, field)]
+
 
 # fineweb's recipe at small scale, to see on a CPU what a change is worth: a twelfth of its
 # channels, four layers of all its kinds, one stage, and a small vocabulary.
@@ -1311,14 +1315,13 @@ def norm(x):
 
 
 def rotary_tables(length, head_dim, scale, long_windows, device, dtype):
-    """Rotary position embedding, and the softmax scale, which is `scale` at first.
+    """Rotary position embedding: (cos, sin, softmax scale), tables of (length, 1, head_dim): of the
+    first channels of all pairs, then of the second ones, whose sines have the other sign.
 
-    Half of the channel pairs rotate, at 1 to 1/1024 radians a token. As the long window grows, YaRN
-    (Peng et al. 2023) slows the pairs that turn less than once in the old one by old/new, leaves
-    those that turn over 32 times, and sharpens the scale by 0.2 ln(new/old) + 1. In float64, for
-    positions of a long batch to be exact. long_windows: those so far. Returns (cos, sin, scale),
-    where the tables are (length, 1, head_dim): of the first channels of all pairs, then of the
-    second ones, whose sines have the other sign.
+    Half of the channel pairs rotate, by 1 to 1/1024 radians a token. For each change of the long
+    window, which is one of long_windows, YaRN (Peng et al. 2023) slows the pairs that turn less
+    than once in the old window by old/new, leaves those that turn over 32 times, and multiplies the
+    scale by 0.2 ln(new/old) + 1. Angles are float64, so that late positions are exact.
     """
     pairs = head_dim // 2
     turning = (1 / 1024) ** torch.linspace(0, 1, pairs // 2, dtype=torch.float64)
@@ -1343,10 +1346,8 @@ def rotate(x, cos, sin):
 
 def shifted(k, is_first):
     """Keys (T, heads, head_dim) whose channels that do not rotate are those of the token before,
-    or 0 where is_first (T,).
-
-    So one layer can find what followed a token earlier (modded-nanogpt, record of 2025-12-14).
-    """
+    or 0 where is_first (T,). So one layer finds what followed a token earlier (modded-nanogpt,
+    record of 2025-12-14)."""
     turning, still = k.unflatten(-1, (2, 2, -1)).unbind(-2)  # of each half of the channel pairs
     still = F.pad(still, (0, 0, 0, 0, 0, 0, 1, -1)).masked_fill(is_first[:, None, None, None], 0)
     return torch.stack([turning, still], dim=-2).flatten(-3)
@@ -1354,9 +1355,7 @@ def shifted(k, is_first):
 
 def in_pairs(x):
     """Heads (T, heads, dim) as (2 T, heads / 2, dim): for each token one of a pair, then the other.
-
-    So a head sees the keys of both (modded-nanogpt, record of 2026-01-07).
-    """
+    So each sees the keys of both (modded-nanogpt, record of 2026-01-07)."""
     return x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(0, 1)
 
 
@@ -1456,12 +1455,9 @@ def choose_attention(config, device):
 
 
 def convolved(x, kernel, position):
-    """Each token of x (T, dim) with shares of those before it in its segment, channel by channel: a
-    Canon layer (Allen-Zhu 2025, arXiv 2512.17351).
-
-    kernel: (reach, dim), the shares of the last token, of the one before that, and so on. position:
-    (T,), of each token in its segment.
-    """
+    """Each token of x (T, dim) plus shares of those before it in its segment: a Canon layer
+    (Allen-Zhu 2025, arXiv 2512.17351). kernel: (reach, dim), the shares of the last token, of the
+    one before that, and so on. position: (T,), of each token in its segment."""
     total = x
     for back, share in enumerate(kernel, start=1):
         # Multiplied before it is shifted, so that the gradient needs nothing but x.
@@ -1486,10 +1482,8 @@ def gate_mlp(x, up, down):
 
 
 def gate(x, weight):
-    """Learned gates in (0, 2), 1 at the start: (T, n) from the first channels of x (T, model_dim).
-
-    weight: (n, GATE_DIM).
-    """
+    """Learned gates in (0, 2), 1 at the start: (T, n), from the first channels of x (T, model_dim);
+    weight (n, GATE_DIM)."""
     return 2 * torch.sigmoid(F.linear(x[:, :GATE_DIM], weight))
 
 
@@ -1505,18 +1499,16 @@ SPREAD = 2654435769  # 2^32 over the golden ratio: multiples of it lie far from 
 class CappedCrossEntropy(torch.autograd.Function):
     """Cross-entropy of soft-capped logits, and its gradients, in one pass over the logits.
 
-    The plain form is capped() and F.cross_entropy. With the capped logit l of a product z, and its
-    gap to the cap, g = top - l in (0, top):
-        loss at target t  =  ln sum_v exp(l_v) - l_t  =  ln sum_v exp(-g_v) + g_t
-        dl / dz           =  g (top - g) / (top CAP_WIDTH)
+    With the gap g of a product z of hidden state and head, see cap_gap(),
+        loss at target t  =  ln sum_v exp(-g_v) + g_t
     So no maximum is needed, and gradients times the sum can be written before the sum is known:
     dividing rows by it commutes with the products that follow. The targets' columns are corrected
     afterwards.
 
     hidden (T, dim); head (V, dim); targets (T, K) int64: K tokens that a position predicts, and
     weights (T, K) of their losses; counts (V,) or None: how many rows of the vocabulary each row of
-    head stands for, 1 for targets; cap: see capped; needs_grad: whether gradients will be asked
-    for. Returns (the weighted sum of losses; losses (T,) of the first targets, without gradients).
+    head stands for, 1 for targets; cap: Config.logit_cap; needs_grad: whether gradients will be
+    asked for. Returns (the weighted sum of losses; losses (T,) of the first targets, detached).
     """
 
     @staticmethod
@@ -1564,21 +1556,15 @@ class CappedCrossEntropy(torch.autograd.Function):
         return *grads, None, None, None, None, None
 
 
-def capped(products, cap):
-    """Soft-capped logits of products of hidden states and head: a sigmoid with a height and a
-    shift. With height 2 h and shift 0 it is h tanh(z / 15) plus a constant."""
-    top, shift = cap
-    return top * torch.sigmoid((products + shift) / CAP_WIDTH)
-
-
 def cap_gap(products, cap):
-    """By how much capped logits stay below the cap, float32."""
+    """By how much soft-capped logits, top sigmoid((z + shift) / CAP_WIDTH), of products z of hidden
+    states and head are below their cap `top`: float32, in (0, top)."""
     top, shift = cap
     return top * torch.sigmoid((products.float() + shift) * (-1 / CAP_WIDTH))
 
 
 def cap_slope(gap, top):
-    """The derivative of a capped logit with respect to its product, by its gap."""
+    """The derivative of a capped logit by its product."""
     return gap * (top - gap) / (top * CAP_WIDTH)
 
 
@@ -1660,26 +1646,15 @@ def ruled(values, *rule, **numbers):
     return param
 
 
-def gate_mlps(up, outputs):
-    """Matrices up (k, GATE_MLP_DIM, dim), which are given, and down of k gate MLPs with so many
-    outputs, which are 0 at first."""
-    down = up.new_zeros(len(up), outputs, GATE_MLP_DIM)
-    return [ruled(matrices, "small", lr_mul=0.25) for matrices in (up, down)]
-
-
-# Which layers have a part of a parameter, in equal parts along its first axis: those where this
-# field of their row is set.
+# Parameters of which some layers have a part, in equal parts along the first axis, by the field of
+# Layer that is set in these.
 PARTS = {
-    "query_key": "attends",
-    "value_output": "attends",
-    "value_embed": "value_embedding",
-    "value_gate": "value_embedding",
-    "exclusive_gate": "exclusive",
-    "skip_scale": "skip",
-    "gate_up": "decides_gates",
-    "gate_down": "decides_gates",
+    "attends": ("query_key", "value_output"),
+    "value_embedding": ("value_embed", "value_gate"),
+    "exclusive": ("exclusive_gate",),
+    "skip": ("skip_scale",),
+    "decides_gates": ("gate_up", "gate_down"),
 }
-ALL_LAYERS = "mlp", "mlp_kernel", "output_scale", "residual_scale", "embed_scale"
 
 
 class GPT(nn.Module):
@@ -1708,6 +1683,12 @@ class GPT(nn.Module):
             zeros = torch.zeros(*shape, GATE_DIM, dtype=config.torch_dtype)
             return ruled(zeros, "small", lr_mul=lr_mul)
 
+        def gate_mlps(count, outputs):
+            """Matrices up and down of MLPs with so many outputs, which are 0 at first."""
+            up = drawn(count, GATE_MLP_DIM, dim, std=(3 * dim) ** -0.5)
+            down = up.new_zeros(count, outputs, GATE_MLP_DIM)
+            return [ruled(matrices, "small", lr_mul=0.25) for matrices in (up, down)]
+
         embed = drawn(vocab, dim, std=0.7)
         head = drawn(vocab, dim, std=0.005)
         # Where they part later, they are one table at first, at the head's scale.
@@ -1720,20 +1701,16 @@ class GPT(nn.Module):
         heads = dim // config.head_dim
         width = dim if heads % 2 else 2 * config.head_dim
         std = 0.6 / math.sqrt(dim)
-        self.numbers = {
-            name: [number for number, layer in enumerate(config.layers) if getattr(layer, field)]
-            for name, field in PARTS.items()
-        }
-        attending = self.numbers["query_key"]
+        attending = config.layers_with("attends")
         query_key = drawn(2 * len(attending) * dim // width, width, dim, std=std)
         # By layer, q or k, head, side of a pair of channels, and whether the pair rotates or not.
         channels = query_key.view(len(attending), 2, heads, 2, 2, -1, dim)
-        for number, (queries, keys) in zip(attending, channels, strict=True):
-            # Half of a shifted key is of the token before. It begins as that token's query, and the
-            # other half as zero: from the first step a token attends to what followed its like.
-            if config.layers[number].shifted_keys:
-                keys[:, :, 0] = 0
-                keys[:, :, 1] = queries[:, :, 1]
+        for number in config.layers_with("shifted_keys"):
+            # Half of a key is of the token before. It begins as that token's query, and the other
+            # half as zero: from the first step a token attends to what followed its like.
+            queries, keys = channels[attending.index(number)]
+            keys[:, :, 0] = 0
+            keys[:, :, 1] = queries[:, :, 1]
         value_output = drawn(2 * len(attending), dim, dim, std=1 / math.sqrt(dim))
         mlps = drawn(2 * layers, config.mlp_dim, dim, std=std)
         value_output[::2] *= config.value_std
@@ -1743,12 +1720,12 @@ class GPT(nn.Module):
         self.query_key = matrices(query_key)
         self.value_output = matrices(value_output)
         self.mlp = matrices(mlps, lr_mul=torch.tensor([1.0, 2.0]).repeat(layers)[:, None, None])
-        value_layers = len(self.numbers["value_embed"])
+        value_layers = len(config.layers_with("value_embedding"))
         value_embed = drawn(value_layers * vocab, dim, std=0.01)
         self.value_embed = embeddings(value_embed, lr_mul=75.0, decay=1.875, betas=(0.75, 0.95))
         self.value_gate = gates(value_layers, heads)
-        if exclusive := len(self.numbers["exclusive_gate"]):
-            self.exclusive_gate = gates(exclusive, heads)
+        if exclusive := config.layers_with("exclusive"):
+            self.exclusive_gate = gates(len(exclusive), heads)
         self.smear_gate = gates(1, lr_mul=0.01)
         self.smear_scale = ruled(torch.zeros(1), "small", lr_mul=5.0)
         self.residual_scale = ruled(torch.ones(layers), "small", lr_mul=5.0, betas=(0.9, 0.95))
@@ -1765,34 +1742,32 @@ class GPT(nn.Module):
         if config.copy_orders:
             self.copy_scale = ruled(torch.zeros(len(config.copy_orders)), "small", lr_mul=20.0)
             self.copy_gate = gates(len(config.copy_orders), lr_mul=0.1)
-        if skips := len(self.numbers["skip_scale"]):
-            self.skip_scale = ruled(torch.full((skips,), 0.1), "small", lr_mul=5.0)
-        self.feeding = sum(layer.feeds_last for layer in config.layers)
+        if skips := config.layers_with("skip"):
+            self.skip_scale = ruled(torch.full((len(skips),), 0.1), "small", lr_mul=5.0)
+        self.feeding = len(config.layers_with("feeds_last"))
         if self.feeding:
             shares = 2 * (self.feeding + 2)  # of states, for two sums: see mixtures()
             bias = torch.zeros(2, shares)
             bias[1, self.feeding] = -0.5 / GATE_MLP_SCALE  # the last of them, behind the last layer
-            up = drawn(2, GATE_MLP_DIM, dim, std=(3 * dim) ** -0.5)
-            self.dense_up, self.dense_down = gate_mlps(up, shares)
+            self.dense_up, self.dense_down = gate_mlps(2, shares)
             self.dense_bias = ruled(bias, "small", lr_mul=0.25)
-        if deciding := len(self.numbers["gate_up"]):
-            up = drawn(deciding, GATE_MLP_DIM, dim, std=(3 * dim) ** -0.5)
-            self.gate_up, self.gate_down = gate_mlps(up, layers * heads)
+        if deciding := config.layers_with("decides_gates"):
+            self.gate_up, self.gate_down = gate_mlps(len(deciding), layers * heads)
 
     def parts(self):
-        """What each layer has of the parameters: [{name: its part}]. They are split at once, since
-        the gradient of an index is as large as what was indexed."""
+        """What each layer has of the parameters in PARTS: [{name: its part}]. They are split at
+        once, since the gradient of an index is as large as what was indexed."""
         parts = [{} for _ in self.config.layers]
-        numbers = {**self.numbers, **dict.fromkeys(ALL_LAYERS, range(len(parts)))}
-        for name, param in self.named_parameters():
-            own = numbers.get(name)
-            if own:
-                for number, part in zip(own, param.chunk(len(own)), strict=True):
-                    parts[number][name] = part.squeeze(0)
+        for field, names in PARTS.items():
+            numbers = self.config.layers_with(field)
+            for name in names if numbers else ():
+                chunks = getattr(self, name).chunk(len(numbers))
+                for number, chunk in zip(numbers, chunks, strict=True):
+                    parts[number][name] = chunk.squeeze(0)
         return parts
 
     def masks(self, micro_batch, phase):
-        """What the back end needs to know, for each kind of layers that attend."""
+        """{(is_long, paired_heads): the back end's mask} for each kind of layers that attend."""
         masks = {}
         for layer in self.config.layers:
             kind = layer.is_long, layer.paired_heads
@@ -1822,15 +1797,15 @@ class GPT(nn.Module):
         rows = F.embedding(token, norm(self.head))
         return ((weights * is_there)[..., None] * rows).sum(1).to(x.dtype)
 
-    def attention(self, x, layer, part, mixture, gates, is_first, rotary, mask):
-        """What attention adds to the residual stream, as it reads x (T, model_dim).
+    def attention(self, x, number, part, mixture, gates, is_first, rotary, mask):
+        """What attention of a layer adds to the residual stream, as it reads x (T, model_dim).
 
-        layer: the row of Config.layers; part: its part of the parameters, and value_embedding (T,
-        model_dim). mixture: (T, model_dim), is added to the values, or None. gates: (T, heads); each
-        token scales each head's output by 1 + its own. None: by 1. rotary: of rotary_tables. mask:
-        of the back end.
+        part: what the layer has of the parameters, and value_embedding (T, model_dim). mixture (T,
+        model_dim), or None, is added to the values. gates: (T, heads), or None; each token scales
+        each head's output by 1 + its own.
         """
         config = self.config
+        layer = config.layers[number]
         cos, sin, scale = rotary
         heads = config.model_dim // config.head_dim
         value, output = part["value_output"].unbind()
@@ -1850,20 +1825,21 @@ class GPT(nn.Module):
         if layer.shifted_keys:
             q, k = qk.chunk(2, dim=1)
             qk = torch.cat([q, shifted(k, is_first)], dim=1)
+        seen = v
         if layer.paired_heads:
             qk = in_pairs(qk)
+            seen = in_pairs(v)
         q, k = rotate(qk, cos[: len(qk)], sin[: len(qk)]).chunk(2, dim=1)
+        y = self.back_end.attend(q, k, seen, mask, scale)
         if layer.paired_heads:
-            y = out_of_pairs(self.back_end.attend(q, k, in_pairs(v), mask, scale))
-        else:
-            y = self.back_end.attend(q, k, v, mask, scale)
+            y = out_of_pairs(y)
         if layer.exclusive:
             share = gate(x, part["exclusive_gate"]) - 1
             y = exclusive_attention(y, v, share[..., None])
         if gates is not None:
             y = y * (1 + gates)[..., None]
         # To scale its last matrix scales what a sublayer adds, with less to read and keep.
-        return F.linear(y.flatten(1), part["output_scale"][0] * output)
+        return F.linear(y.flatten(1), self.output_scale[number, 0] * output)
 
     def mixtures(self, x, place, states, count):
         """`count` sums of states (T, model_dim), with shares that each token's x decides: the dense
@@ -1888,6 +1864,7 @@ class GPT(nn.Module):
         masks = self.masks(micro_batch, phase)
         parts = self.parts()
         last = len(parts) - 1
+        mlps = self.mlp.unflatten(0, (-1, 2)).unbind()
         embedded = self.embedding(micro_batch, is_first, phase.is_tied)
         x = embedded
         outputs = []  # of the layers so far
@@ -1901,7 +1878,7 @@ class GPT(nn.Module):
                 gates = gates.unflatten(1, (len(parts), -1)).unbind(1)
             if layer.skip:
                 x = x + part["skip_scale"] * outputs[number - layer.skip]
-            x = part["residual_scale"] * x + part["embed_scale"] * embedded
+            x = self.residual_scale[number] * x + self.embed_scale[number] * embedded
             if ngram is not None:
                 x = x + gate(x, self.ngram_gate[number : number + 1]) * ngram
             if number in (0, last):
@@ -1915,14 +1892,13 @@ class GPT(nn.Module):
             if layer.attends:
                 read = x if shared is None else shared
                 mask = masks[layer.is_long, layer.paired_heads]
-                x = x + self.attention(
-                    read, layer, part, mixture, gates[number], is_first, rotary, mask
-                )
+                own = gates[number]
+                x = x + self.attention(read, number, part, mixture, own, is_first, rotary, mask)
+            up, down = mlps[number]
             x_normed = norm(x)
             if config.mlp_reach:
-                x_normed = convolved(x_normed, part["mlp_kernel"], position)
-            up, down = part["mlp"].unbind()
-            x = x + mlp(x_normed, up, part["output_scale"][1] * down)
+                x_normed = convolved(x_normed, self.mlp_kernel[number], position)
+            x = x + mlp(x_normed, up, self.output_scale[number, 1] * down)
             outputs.append(x)
             if layer.feeds_attention:
                 shared = x
@@ -1943,7 +1919,8 @@ class GPT(nn.Module):
 
     def logits(self, hidden):
         """Soft-capped logits (n, vocab_size), float32, of hidden states (n, model_dim)."""
-        return capped(F.linear(hidden, self.head).float(), self.config.logit_cap)
+        cap = self.config.logit_cap
+        return cap[0] - cap_gap(F.linear(hidden, self.head), cap)
 
     def forward(self, micro_batch, ngram, phase, loss_weights, prefixes, rotary):
         """(training loss, summed over tokens; losses (T,) of the next token; hidden states)."""

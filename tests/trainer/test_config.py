@@ -15,13 +15,13 @@ import torch
 import ranks
 import train_gpt
 from helpers import ROOT, arguments, environment, refusal, tiny_config
-from train_gpt import TRACKS, ConfigError, Stage
+from train_gpt import TRACKS, ConfigError, Layer, Stage
 
 STAGE_FIELDS = [field for field in dataclasses.fields(Stage) if field.name != "start"]
-ENGLISH = TRACKS["english"]
+ENGLISH = TRACKS["english-net"]
 
 
-def parsed(text, track="english"):
+def parsed(text, track="english-net"):
     """(Config, overrides) of a command line of a track."""
     words = ["--track", track, *shlex.split(text)]
     config = train_gpt.config_from(train_gpt.parse_command_line(words))
@@ -40,11 +40,11 @@ PARSED = [
     ("--run-of 12:100/100:7", "run_of", "12:100/100:7"),
     ("--compile False", "compile", False),
     ("--compile TRUE", "compile", True),
-    ("--long-layers 2", "long_layers", (2,)),
-    ("--long-layers '(0, 2)'", "long_layers", (0, 2)),
-    ("--long-layers '()'", "long_layers", ()),
+    ("--copy-orders 2", "copy_orders", (2,)),
+    ("--copy-orders '(4, 2)'", "copy_orders", (4, 2)),
+    ("--copy-orders '()'", "copy_orders", ()),
     ("--ngram-orders 2,3", "ngram_orders", (2, 3)),
-    ("--skips '((0, 2),)'", "skips", ((0, 2),)),
+    ("--layers \"({'skip': 0}, {'skip': 1})\"", "layers", (Layer(), Layer(skip=1))),
     # A field of a stage is an option for all stages.
     ("--micro-batches 5", "micro_batches", 5),
     ("--document-cap 64", "document_cap", 64),
@@ -109,7 +109,7 @@ def test_the_default_track_is_told_with_its_reason(
 
 # ----- what is refused: the message holds the name, the value, and the limits or the remedy
 
-NO_PAIRS = "--model-dim 96 --head-dim 32 --paired-layers 0"
+NO_PAIRS = "--model-dim 96 --head-dim 32"  # of three heads
 REFUSED = [
     # words that are no options
     ("--micro-batch-token 256", "--micro-batch-token: no such key; did you mean", "batch-tokens?"),
@@ -131,18 +131,13 @@ REFUSED = [
     ("--logit-cap (81,0)", "logit_cap=(81, 0)", "0.1 to 70"),
     ("--val-every -1", "val_every=-1", "0 to 1,000,000,000"),
     ("--cooldown (0.5,1.5)", "cooldown=(0.5, 1.5)", "a last fraction"),
-    ("--mlp-only-layers 3", "value_embedding_layers: [3]", "no attention"),
-    ("--shared-input (0,1)", "shared_input=(0, 1)", "one layer"),
-    ("--dense-layers 3", "dense_layers=(3,)", "below the last"),
     ("--momentum-peak 1", "momentum_peak=1.0", "below 1"),
     ("--device tpu", "device=tpu", "auto, cpu, cuda"),
     ("--head-dim 2", "head_dim=2", "multiple of 4"),
     ("--ngram-orders '(33,)'", "ngram_orders=(33,)", "orders from 2 to 32"),
     ("--copy-orders \"('a',)\"", "copy_orders=('a',)", "distinct"),
-    ("--long-layers '(-1,)'", "long_layers=(-1,)", "distinct layers"),
-    ("--long-layers '(0, None)'", "long_layers=(0, None)", "distinct layers"),
-    ("--skips '(0, 1)'", "skips=(0, 1)", "pairs of layers", "((3, 6),)"),
-    ("--skips '((1, 1),)'", "skips=((1, 1),)", "pairs of layers"),
+    ("--copy-orders '(-1,)'", "copy_orders=(-1,)", "distinct"),
+    ("--copy-orders '(2, None)'", "copy_orders=(2, None)", "distinct"),
     ("--seed 9223372036854775808", "seed=9223372036854775808", "-1 to 9,223,372,036"),
     ("--run-of 3/8", "run_of=3/8", "1:3/8:1", "`python -m records run`"),
     ("--run-id ../x", "run_id=../x", "100 letters"),
@@ -157,12 +152,19 @@ REFUSED = [
     ("--stages \"({'start': 0.5},)\"", "starts [0.5] must begin at 0"),
     ("--stages \"({}, {'start': 0.5}, {'start': 0.2})\"", "[0.0, 0.5, 0.2]", "then rise"),
     ("--stages \"({}, {'start': 0.5, 'micro_batches': '4'})\"", "stages[1].micro_batches=4"),
+    # rows of layers
+    ("--layers '()'", "layers", "one or more"),
+    ("--layers 4", "layers: rows are dicts of a Layer's fields"),
+    ("--layers \"({'is_short': True},)\"", "layers", "is_short"),
+    ("--layers \"({'is_long': 1},)\"", "layers[0].is_long=1"),
+    ("--layers \"({}, {'skip': -1})\"", "layers[1].skip=-1", "0 to 64"),
+    ("--layers \"({}, {'skip': 2})\"", "layers[1].skip=2", "no layer is so far before"),
+    ("--layers \"({'attends': False, 'exclusive': True},)\"", "layers[0]", "no attention"),
+    ("--layers \"({'feeds_last': True},)\"", "layers", "the last has no feeds_last"),
     # several fields
     ("--val-batch-tokens 544", "val_batch_tokens=544", "multiple of 64"),
     ("--model-dim 128 --head-dim 24", "head_dim=24", "divide model_dim=128"),
-    ("--long-layers '(0, 5)'", "long_layers=(0, 5)", "0 to 3"),
-    ("--skips '((0, 1), (1, 5))'", "skips=((0, 1), (1, 5))", "0 to 3"),
-    (NO_PAIRS, "paired_layers=(0,)", "3 heads make no pairs"),
+    (NO_PAIRS, "layers[0].paired_heads=True", "3 heads make no pairs"),
     ("--softmax-rows 1025", "softmax_rows=1025", "at most the vocabulary's 1024"),
     ("--val-tokens 1000", "val_tokens=1000", "multiple of val_batch_tokens=4096"),
     ("--save-every 4 --adam-every 3", "save_every=4", "multiple of adam_every=3"),
@@ -178,7 +180,7 @@ REFUSED = [
 def test_a_refusal_is_one_line_with_value_and_limits_and_nothing_is_written(
     text, parts, cli, tmp_path
 ):
-    line = refusal(cli("--track", "english", *shlex.split(text)))
+    line = refusal(cli("--track", "english-net", *shlex.split(text)))
     assert all(part in line for part in parts) and line.isprintable(), line
     assert not list(tmp_path.iterdir())
 
@@ -192,7 +194,7 @@ def test_what_is_refused_once_the_model_is_built_leaves_nothing(cli, tiny, tmp_p
 def test_a_field_of_another_scripts_track_is_refused():
     """It is an option wherever that script is imported, for all tracks."""
     with pytest.raises(ConfigError, match="track english has no init_from"):
-        train_gpt.config_from({"track": "english", "init_from": "mine"})
+        train_gpt.config_from({"track": "english-net", "init_from": "mine"})
 
 
 def test_ranks_agree_on_what_is_drawn(tiny, tmp_path):
