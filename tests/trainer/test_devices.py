@@ -161,8 +161,7 @@ def test_a_pass_of_evaluation_has_room_for_its_documents():
     """A pass of 65,536 tokens has 138 at most, and an empty one takes the same code."""
     text = train_gpt.Text(np.zeros(2**16 + 1, np.uint16), 1)
     passage = train_gpt.contiguous_passage(text, 0, 2**16)
-    hints = np.zeros((2**16, 0), np.int32), np.zeros(2**16, np.float32)
-    stack = train_gpt.stack_passages([passage], hints, 2**16, CPU)
+    stack = train_gpt.stack_passages([passage], np.zeros((2**16, 0), np.int32), 2**16, CPU)
     assert stack.segment_bounds.shape == (1, 256)
 
 
