@@ -321,14 +321,12 @@ def passes(config, step):
     ngram = torch.empty(length, config.model_dim, dtype=dtype, requires_grad=True)
     windows = train_gpt.long_windows_until(config, step)
     phase = train_gpt.training_phase(config, step)
-    positions = max(window.positions for window in phase.windows) * length
-    shape = positions, config.head_dim, config.attention_scale, windows, "cpu", dtype
+    shape = 2 * length, config.head_dim, config.attention_scale, windows, "cpu", dtype
     rotary = train_gpt.rotary_tables(*shape)
-    masks = back_end.prepare(micro_batch, phase, dtype)
     forward = generator.compile(model, dynamic=False, fullgraph=True)
     weights = torch.empty(len(train_gpt.loss_weights_at(config, step)))
     prefixes = torch.empty(config.vocab_size, dtype=torch.int64)
-    loss, *_ = forward(micro_batch, ngram, phase, weights, prefixes, rotary, masks)
+    loss, *_ = forward(micro_batch, ngram, phase, weights, prefixes, rotary)
     torch.autograd.grad(loss, [*model.parameters(), ngram], allow_unused=True)
     return list(zip(("forward", "backward"), generator.graphs, strict=True))
 
@@ -426,7 +424,7 @@ def main(argv=None):
     path = arguments.results / f"{NAME}.json"
     stages = json.loads(path.read_text())["stages"] if path.is_file() else {}
     stages[arguments.stage] = found
-    text = f"""Of the fineweb track at step {arguments.step}, {config.num_layers} layers,
+    text = f"""Of the fineweb track at step {arguments.step}, {len(config.layers)} layers,
 {config.micro_batch_tokens:,} tokens:\n\n{report(figures, stages)}"""
     data = {"config": dataclasses.asdict(config), "figures": figures, "stages": stages}
     common.write_results(arguments.results, NAME, common.environment("cpu"), data, text)

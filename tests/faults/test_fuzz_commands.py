@@ -52,7 +52,7 @@ def look_at(config, checkpoint, runtime, log, is_check):
         train_gpt.long_windows_until(config, step)
     train_gpt.open_corpus(config)
     tokens = config.micro_batch_tokens + config.val_batch_tokens
-    size = config.num_layers * config.model_dim * (config.vocab_size + config.ngram_rows + tokens)
+    size = len(config.layers) * config.model_dim * (config.vocab_size + config.ngram_rows + tokens)
     if size < 10_000_000:
         return open_run(config, checkpoint, runtime, log, is_check)
 
