@@ -145,13 +145,13 @@ def protect(matrices, initial, ratio):
 
 
 # Fields that weights mean nothing without
-SIZES = ("tokenizer", "model_dim", "num_layers", "head_dim", "mlp_dim", "mlp_reach", "logit_cap")
+SIZES = ("tokenizer", "model_dim", "layers", "head_dim", "mlp_dim", "mlp_reach", "logit_cap")
 PAST = ("ngram_orders", "ngram_rows", "copy_orders")
 
 
 def shape_of(config, step):
     """The values that have to be those of the weights, at a step: {name: value}."""
-    shape = {name: getattr(config, name) for name in (*SIZES, *train_gpt.LAYER_FIELDS, *PAST)}
+    shape = {name: getattr(config, name) for name in (*SIZES, *PAST)}
     windows = train_gpt.stage_at(config, step).windows
     shape["windows"] = windows, train_gpt.long_windows_until(config, step)
     return shape

@@ -35,6 +35,7 @@ import difflib
 import functools
 import hashlib
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -152,7 +153,7 @@ def check_fields(values, where=""):
         require(str(value).isprintable(), shown, "must be printable")
 
 
-Layers = Orders = tuple[int, ...]
+Orders = tuple[int, ...]
 Windows = tuple[int, int]  # a short and a long one
 OFTEN = 1, 999_999
 SIZE = 0, 10**9
@@ -164,9 +165,6 @@ MOMENTUM = 0, 0.9999
 NAME = r"[\w.-]{1,100}"
 RUN_ID = r"(\w[\w.+=@-]{0,99})?"
 RUN_OF = r"(\d{1,9}:\d{1,9}/\d{1,9}:\d{1,9})?"  # as `python -m records run` writes it
-LAYER_FIELDS = ["mlp_only_layers", "long_layers", "value_embedding_layers", "shifted_layers"]
-LAYER_FIELDS += ["paired_layers", "exclusive_layers", "skips", "shared_input", "dense_layers"]
-LAYER_FIELDS += ["deciding_layers"]
 
 
 @dataclass(frozen=True)
@@ -183,13 +181,31 @@ class Stage:
     softmax_rows: int = knob(0, "rows of training's softmax, a sample; 0: all of them", *SIZE)
 
 
-def as_stages(rows, **changes):
-    """Rows of a schedule, Stages or dicts of their fields, as Stages with some other values."""
+@dataclass(frozen=True)
+class Layer:
+    """One row of a track's model: a transformer block, and what it does beyond a plain one."""
+
+    attends: bool = knob(True, "it has attention, else only an MLP")
+    is_long: bool = knob(False, "it attends through the long window, else through the short one")
+    value_embedding: bool = knob(False, "its values have embeddings of their tokens added")
+    shifted_keys: bool = knob(False, "half of each key is that of the token before")
+    paired_heads: bool = knob(False, "pairs of heads see each other's keys and values")
+    exclusive: bool = knob(False, "its outputs leave out shares of the tokens' own values")
+    skip: int = knob(0, "it also reads what left the layer so many before; 0: none", 0, 64)
+    decides_gates: bool = knob(False, "ahead of it, each token decides the gates of heads anew")
+    feeds_attention: bool = knob(False, "attention of later layers reads what leaves it")
+    feeds_last: bool = knob(False, "the last layer mixes in what leaves it")
+
+
+def as_rows(kind, rows, **changes):
+    """Rows of a track's table, objects of a kind or dicts of its fields, as objects with some other
+    values."""
     try:
-        stages = [Stage(**row) if isinstance(row, dict) else row for row in rows]
-        return tuple(dataclasses.replace(stage, **changes) for stage in stages)
+        rows = [kind(**row) if isinstance(row, dict) else row for row in rows]
+        return tuple(dataclasses.replace(row, **changes) for row in rows)
     except TypeError as error:
-        raise ConfigError(f"stages: rows are dicts of a Stage's fields ({error})") from None
+        words = f"{kind.__name__.lower()}s: rows are dicts of a {kind.__name__}'s fields"
+        raise ConfigError(f"{words} ({error})") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,21 +242,24 @@ class Config:
     untie_at: float = knob(0.66, "fraction at which head and embedding part; 0: apart", 0, 1)
     # --- model
     model_dim: int = knob(768, "width of the residual stream", GATE_DIM, 65536)
-    num_layers: int = knob(11, "transformer blocks", 1, 1024)
     head_dim: int = knob(128, "width of an attention head", 4, 65536, 4)
     mlp_dim: int = knob(3072, "hidden width of the ReLU^2 MLP", 1, 2**20)
-    mlp_only_layers: Layers = knob((6,), "layers without attention")
-    long_layers: Layers = knob((3, 10), "layers that attend through the long window")
-    value_embedding_layers: Layers = knob((1, 2, 8, 9, 10), "layers with value embeddings")
-    shifted_layers: Layers = knob((3, 10), "layers where half of a key is that before")
-    paired_layers: Layers = knob((0, 2, 5, 9), "layers whose heads share keys, in pairs")
-    exclusive_layers: Layers = knob((1, 3, 4, 7), "layers that leave out own values")
-    skips: tuple[tuple[int, int], ...] = knob(
-        ((3, 6),), "pairs (a, b): layer b also reads what leaves layer a"
+    layers: tuple[Layer, ...] = knob(
+        (
+            Layer(paired_heads=True, decides_gates=True),
+            Layer(value_embedding=True, exclusive=True),
+            Layer(value_embedding=True, paired_heads=True),
+            Layer(is_long=True, shifted_keys=True, exclusive=True, feeds_last=True),
+            Layer(exclusive=True, decides_gates=True),
+            Layer(paired_heads=True),
+            Layer(attends=False, skip=3),
+            Layer(exclusive=True, feeds_attention=True, feeds_last=True),
+            Layer(value_embedding=True, decides_gates=True),
+            Layer(value_embedding=True, paired_heads=True),
+            Layer(is_long=True, value_embedding=True, shifted_keys=True),
+        ),
+        "rows of the model, a transformer block each",
     )
-    shared_input: Layers = knob((7,), "a layer whose output all later attention reads")
-    dense_layers: Layers = knob((3, 7), "layers whose outputs the last one mixes in")
-    deciding_layers: Layers = knob((0, 4, 8), "layers before which tokens decide gates")
     mlp_reach: int = knob(3, "tokens before its own that an MLP reads; 0: none", 0, 16)
     value_std: float = knob(0.25, "std of values' matrices at first, times sqrt(width)", 0, 1)
     output_std: float = knob(0.5, "likewise, of the projections behind attention", 0, 1)
@@ -291,7 +310,8 @@ class Config:
     compile: bool = knob(True, "compile the model with torch.compile")
 
     def __post_init__(self):
-        object.__setattr__(self, "stages", as_stages(self.stages))
+        object.__setattr__(self, "stages", as_rows(Stage, self.stages))
+        object.__setattr__(self, "layers", as_rows(Layer, self.layers))
         check_fields(self)
         for number, stage in enumerate(self.stages):
             check_fields(stage, f"stages[{number}].")
@@ -319,21 +339,16 @@ class Config:
         for name, unit in (("val_tokens", "val_batch_tokens"), ("save_every", "adam_every")):
             rest = getattr(self, name) % getattr(self, unit)
             self.require(name, rest == 0, f"must be a multiple of {unit}={getattr(self, unit)}")
-        last = self.num_layers - 1
-        for name in LAYER_FIELDS:
-            is_there = {*numbers_in(getattr(self, name))} <= {*range(self.num_layers)}
-            self.require(name, is_there, f"layers are 0 to {last}")
-        is_forward = all(source < layer for source, layer in self.skips)
-        self.require("skips", is_forward, "must be pairs of layers, such as ((3, 6),)")
-        is_one = len(self.shared_input) <= 1
-        self.require("shared_input", is_one, "must be one layer, such as (2,); or ()")
-        is_earlier = last not in self.dense_layers
-        self.require("dense_layers", is_earlier, f"must be below the last, {last}")
-        for name in ("value_embedding", "shifted", "paired", "exclusive"):
-            mute = sorted({*getattr(self, f"{name}_layers")} & {*self.mlp_only_layers})
-            require(not mute, f"{name}_layers: {mute} have no attention; see --mlp-only-layers")
-        is_even = not self.paired_layers or heads % 2 == 0
-        self.require("paired_layers", is_even, f"{heads} heads make no pairs")
+        for number, layer in enumerate(self.layers):
+            where = f"layers[{number}]"
+            check_fields(layer, f"{where}.")
+            require(layer.skip <= number, f"{where}.skip={layer.skip}", "no layer is so far before")
+            is_even = not layer.paired_heads or heads % 2 == 0
+            require(is_even, f"{where}.paired_heads=True", f"{heads} heads make no pairs")
+            kinds = layer.value_embedding, layer.shifted_keys, layer.paired_heads, layer.exclusive
+            require(layer.attends or not any(kinds), where, "has no attention to change")
+        is_open = not self.layers or self.layers[-1].feeds_last
+        require(not is_open, "layers", "must be one or more, and the last has no feeds_last")
         is_there = self.eot_token < self.vocab_size
         self.require("eot_token", is_there, f"must be below vocab_size={self.vocab_size}")
         is_named = self.resume != "auto" or self.run_id
@@ -342,6 +357,10 @@ class Config:
     @property
     def torch_dtype(self):
         return getattr(torch, self.dtype)
+
+    def layers_with(self, field):
+        """Numbers of the layers where this field of their row is set."""
+        return [number for number, layer in enumerate(self.layers) if getattr(layer, field)]
 
 
 # fineweb's recipe at small scale, to see on a CPU what a change is worth: a twelfth of its
@@ -358,19 +377,16 @@ SMALL = {
     "final_lr": 0.1,
     "untie_at": 0.0,
     "model_dim": 64,
-    "num_layers": 4,
+    "layers": (
+        Layer(value_embedding=True, paired_heads=True, exclusive=True, feeds_last=True),
+        Layer(
+            is_long=True, shifted_keys=True, exclusive=True, feeds_attention=True, feeds_last=True
+        ),
+        Layer(paired_heads=True),
+        Layer(is_long=True, value_embedding=True, shifted_keys=True, skip=3),
+    ),
     "head_dim": 32,
     "mlp_dim": 64,
-    "mlp_only_layers": (),
-    "long_layers": (1, 3),
-    "value_embedding_layers": (0, 3),
-    "shifted_layers": (1, 3),
-    "paired_layers": (0, 2),
-    "exclusive_layers": (0, 1),
-    "skips": ((0, 3),),
-    "shared_input": (1,),
-    "dense_layers": (0, 1),
-    "deciding_layers": (),
     "mlp_reach": 0,
     "value_std": 0.6,
     "output_std": 0.0,  # every block starts as the identity
@@ -459,37 +475,21 @@ def untie_step(config):
     return cycles * config.adam_every
 
 
-class Window(NamedTuple):
-    """Which keys a layer's queries see, at most."""
-
-    size: int  # positions, the query's own among them
-    positions: int  # of a token: 1, or one for each of a pair of heads
-
-
 class Phase(NamedTuple):
     """What the compiled model depends on: each new value is compiled anew."""
 
-    windows: tuple  # the Window of each layer
+    windows: tuple  # tokens that attention sees, in short and in long layers
     max_segment: int  # tokens of the longest segment that attention sees at once
     targets: int = 1  # that a position predicts: the next token, the second-next, ...
     has_prefix: bool = False  # whether it predicts the prefix of the next one, too
     softmax_rows: int = 0  # rows of the vocabulary in the softmax; 0: all
 
 
-def layer_windows(config, sizes):
-    """The Window of each layer: the last of `sizes` in long layers, elsewhere the first."""
-    windows = []
-    for layer in range(config.num_layers):
-        size = sizes[-1] if layer in config.long_layers else sizes[0]
-        windows.append(Window(size, positions=2 if layer in config.paired_layers else 1))
-    return tuple(windows)
-
-
 def training_phase(config, step):
     """The Phase of a training step."""
     stage = stage_at(config, step)
     return Phase(
-        windows=layer_windows(config, stage.windows),
+        windows=stage.windows,
         max_segment=min(stage.document_cap, config.micro_batch_tokens),
         targets=len(stage.mtp_weights),
         has_prefix=stage.prefix_weight > 0,
@@ -500,7 +500,7 @@ def training_phase(config, step):
 def evaluation_phase(config, step, length):
     """The Phase of a forward pass over `length` tokens outside training, before a step."""
     windows = config.val_windows if step == config.steps else stage_at(config, step).windows
-    return Phase(layer_windows(config, windows), length)
+    return Phase(windows, length)
 
 
 def long_windows_until(config, step):
@@ -887,10 +887,9 @@ class TrainLoader:
 
 # 3. Table ========================================================================================
 # Each token reads rows of one table, one for each order n: a hash of the last n tokens, an n-gram,
-# says which. It also has guesses at the next token: what followed an earlier occurrence of the last
-# n tokens in the document. The model reads guesses by its own embeddings (see GPT.guessed), so that
-# what it learns of one token's guesses holds for those of all. All of this looks at the same
-# document alone, at or before the token.
+# says which. It also has copies, guesses at the next token: what followed an earlier occurrence of
+# the last n tokens (see GPT.copied). Rows and copies look at the same document alone, at or before
+# the token.
 
 TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)
 MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
@@ -935,28 +934,24 @@ def ngram_rows(passage, config):
 
 def copies(passage, config):
     """Guesses (T, G) int32 at the token that follows each token of a Passage, one for each order n:
-    what followed the last n tokens the last time in their document, at most `copy_reach` tokens
-    back; NO_TOKEN where they are new."""
+    what followed the last earlier occurrence of the last n tokens in the same document, at most
+    `copy_reach` tokens back. NO_TOKEN where there is none."""
     text = passage.text
-    reach = config.copy_reach + max(config.copy_orders, default=0)
-    parts = []  # each span, with the part of its document that it may copy from
+    guesses = []
     for low, high in passage.spans:
-        begin = max(low - text.depth(low), low - reach)
-        parts.append(np.arange(begin, high))
-    position = np.concatenate(parts)
-    span = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    is_asked = position >= np.array(passage.spans)[span, 0]
-    depth = text.depth(position)
-    guesses = np.full((len(position), len(config.copy_orders)), NO_TOKEN, np.int32)
-    for column, order in enumerate(config.copy_orders):
-        keys = ngram_keys(text.tokens, position, depth, order) + TOKEN_HASH[span]
-        sequence = np.argsort(keys, kind="stable")
-        earlier, later = sequence[:-1], sequence[1:]
-        is_copy = keys[earlier] == keys[later]
-        is_copy &= depth[earlier] >= order - 1
-        is_copy &= position[later] - position[earlier] <= config.copy_reach
-        guesses[later[is_copy], column] = text.tokens[position[earlier[is_copy]] + 1]
-    return guesses[is_asked]
+        begin = low - min(text.depth(low), config.copy_reach)
+        position = np.arange(begin, high)
+        depth = text.depth(position)
+        found = np.full((len(position), len(config.copy_orders)), NO_TOKEN, np.int32)
+        for column, order in enumerate(config.copy_orders):
+            keys = ngram_keys(text.tokens, position, depth, order)
+            by_key = np.argsort(keys, kind="stable")
+            earlier, later = by_key[:-1], by_key[1:]
+            is_copy = (keys[earlier] == keys[later]) & (depth[earlier] >= order - 1)
+            is_copy &= later - earlier <= config.copy_reach
+            found[later[is_copy], column] = text.tokens[position[earlier[is_copy]] + 1]
+        guesses.append(found[low - begin :])
+    return np.concatenate(guesses)
 
 
 def row_fingerprint(config):
@@ -975,14 +970,13 @@ def norm(x):
 
 
 def rotary_tables(length, head_dim, scale, long_windows, device, dtype):
-    """Rotary position embedding, and the softmax scale, which is `scale` at first.
+    """Rotary position embedding: (cos, sin, softmax scale), tables of (length, 1, head_dim): of the
+    first channels of all pairs, then of the second ones, whose sines have the other sign.
 
-    Half of the channel pairs rotate, at 1 to 1/1024 radians a token. As the long window grows, YaRN
-    (Peng et al. 2023) slows the pairs that turn less than once in the old one by old/new, leaves
-    those that turn over 32 times, and sharpens the scale by 0.2 ln(new/old) + 1. In float64, for
-    positions of a long batch to be exact. long_windows: those so far. Returns (cos, sin, scale),
-    where the tables are (length, 1, head_dim): of the first channels of all pairs, then of the
-    second ones, whose sines have the other sign.
+    Half of the channel pairs rotate, by 1 to 1/1024 radians a token. For each change of the long
+    window, which is one of long_windows, YaRN (Peng et al. 2023) slows the pairs that turn less
+    than once in the old window by old/new, leaves those that turn over 32 times, and multiplies the
+    scale by 0.2 ln(new/old) + 1. Angles are float64, so that late positions are exact.
     """
     pairs = head_dim // 2
     turning = (1 / 1024) ** torch.linspace(0, 1, pairs // 2, dtype=torch.float64)
@@ -1007,10 +1001,8 @@ def rotate(x, cos, sin):
 
 def shifted(k, is_first):
     """Keys (T, heads, head_dim) whose channels that do not rotate are those of the token before,
-    or 0 where is_first (T,).
-
-    So one layer can find what followed a token earlier (modded-nanogpt, record of 2025-12-14).
-    """
+    or 0 where is_first (T,). So one layer finds what followed a token earlier (modded-nanogpt,
+    record of 2025-12-14)."""
     turning, still = k.unflatten(-1, (2, 2, -1)).unbind(-2)  # of each half of the channel pairs
     still = F.pad(still, (0, 0, 0, 0, 0, 0, 1, -1)).masked_fill(is_first[:, None, None, None], 0)
     return torch.stack([turning, still], dim=-2).flatten(-3)
@@ -1018,9 +1010,7 @@ def shifted(k, is_first):
 
 def in_pairs(x):
     """Heads (T, heads, dim) as (2 T, heads / 2, dim): for each token one of a pair, then the other.
-
-    So a head sees the keys of both (modded-nanogpt, record of 2026-01-07).
-    """
+    So each sees the keys of both (modded-nanogpt, record of 2026-01-07)."""
     return x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(0, 1)
 
 
@@ -1029,7 +1019,7 @@ def out_of_pairs(y):
     return y.unflatten(0, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 
-def without_own_value(y, v, share):
+def exclusive_attention(y, v, share):
     """Outputs of attention (T, heads, dim) less a share (T, heads, 1) of their part along v, the
     token's own value, which the residual stream has anyway (XSA, arXiv 2603.09078)."""
     along = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
@@ -1040,51 +1030,39 @@ class BlockedAttention:
     """Back end `sdpa`: softmax attention on any device, in time linear in T.
 
     A block of queries attends to the keys of its own and of the preceding blocks that the window
-    reaches.
+    reaches. In layers with paired heads a token has two positions.
     """
 
-    def prepare(self, micro_batch, phase, dtype):
-        """{Window: what is added to its scores}, once a micro-batch, for all layers."""
-        biases = {}
-        for window in set(phase.windows):
-            count = window.positions
-            start = (count * micro_batch.segment_start).repeat_interleave(count)
-            biases[window] = blocked_bias(start, window.size, dtype)
-        return biases
+    def mask(self, micro_batch, window, positions, phase, dtype):
+        """What is added to scores, (blocks, 1, block, window + block): 0 where query i sees key j,
+        max(its segment's start, i - window + 1) <= j <= i, else -inf. A block's keys start `window`
+        positions before its queries."""
+        start = (positions * micro_batch.segment_start).repeat_interleave(positions)
+        block = math.gcd(window, ATTENTION_BLOCK)
+        device = start.device
+        query = torch.arange(len(start), dtype=torch.int32, device=device).view(-1, block, 1)
+        reach = torch.arange(window + block, dtype=torch.int32, device=device)
+        key = query[:, :1] - window + reach
+        first = torch.maximum(start.view(-1, block, 1), query - window + 1)
+        is_visible = (key >= first) & (key <= query)
+        bias = torch.zeros(is_visible.shape, dtype=dtype, device=device)
+        return bias.masked_fill_(~is_visible, -math.inf)[:, None]
 
-    def attend(self, q, k, v, biases, window, scale):
+    def attend(self, q, k, v, mask, scale):
         """Attention of q, k, v (n, heads, head_dim), n a multiple of the block: the same shape."""
         length, heads, dim = q.shape
-        block = math.gcd(window.size, ATTENTION_BLOCK)
+        block, size = mask.shape[2:]
 
         def reached(x):
-            """(blocks, heads, size + block, dim): what each block reaches, zeros before 0."""
-            padded = F.pad(x, (0, 0, 0, 0, window.size, 0))
-            return padded.unfold(0, window.size + block, block).transpose(-1, -2)
+            """(blocks, heads, size, dim): what each block reaches, zeros before the first."""
+            padded = F.pad(x, (0, 0, 0, 0, size - block, 0))
+            return padded.unfold(0, size, block).transpose(-1, -2)
 
         queries = q.view(-1, block, heads, dim).transpose(1, 2)
-        keys = reached(k)
-        values = reached(v)
-        bias = biases[window][:, None]
-        y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)
+        y = F.scaled_dot_product_attention(
+            queries, reached(k), reached(v), attn_mask=mask, scale=scale
+        )
         return y.transpose(1, 2).reshape(length, heads, dim)
-
-
-def blocked_bias(segment_start, window, dtype):
-    """What BlockedAttention adds to its scores, (blocks, block, window + block).
-
-    It is 0 where query i sees key j, max(segment_start[i], i - window + 1) <= j <= i, else -inf.
-    The keys of a block of queries start `window` before it.
-    """
-    block = math.gcd(window, ATTENTION_BLOCK)
-    device = segment_start.device
-    query = torch.arange(len(segment_start), dtype=torch.int32, device=device).view(-1, block, 1)
-    reach = torch.arange(window + block, dtype=torch.int32, device=device)
-    key = query[:, :1] - window + reach
-    first = torch.maximum(segment_start.view(-1, block, 1), query - window + 1)
-    is_visible = (key >= first) & (key <= query)
-    bias = torch.zeros(is_visible.shape, dtype=dtype, device=device)
-    return bias.masked_fill_(~is_visible, -math.inf)
 
 
 class VarlenAttention:
@@ -1093,19 +1071,23 @@ class VarlenAttention:
     For each head and segment its grid has a block for every 128 tokens of the longest segment.
     """
 
-    def prepare(self, micro_batch, phase, dtype):
-        """{positions of a token: (bounds of its segments, the longest one)}."""
-        return {
-            count: (count * micro_batch.segment_bounds, count * phase.max_segment)
-            for count in {window.positions for window in phase.windows}
-        }
-
-    def attend(self, q, k, v, segments, window, scale):
+    def __init__(self, is_fa3=False):
         from torch.nn.attention.varlen import varlen_attn
 
-        bounds, longest = segments[window.positions]
+        self.varlen_attn = varlen_attn
+        # FlashAttention 3 would split keys, as there are few blocks: partial sums, a second kernel.
+        has_splits = is_fa3 and "num_splits" in inspect.signature(varlen_attn).parameters
+        self.options = {"num_splits": 1} if has_splits else {}
+
+    def mask(self, micro_batch, window, positions, phase, dtype):
+        """(bounds of the segments, the longest one, the window), in positions."""
+        return positions * micro_batch.segment_bounds, positions * phase.max_segment, window
+
+    def attend(self, q, k, v, mask, scale):
+        bounds, longest, window = mask
         both = bounds, bounds, longest, longest  # of queries and of keys
-        return varlen_attn(q, k, v, *both, scale=scale, window_size=(window.size - 1, 0))
+        sides = window - 1, 0
+        return self.varlen_attn(q, k, v, *both, scale=scale, window_size=sides, **self.options)
 
 
 def choose_attention(config, device):
@@ -1121,36 +1103,16 @@ def choose_attention(config, device):
     require(is_met, "attention=varlen", words, "use --attention sdpa")
     if config.attention == "sdpa" or not is_able:
         return BlockedAttention(), "sdpa"
-    newer = {9: "FA3", 10: "FA4"}.get(capability[0], "newer one for this device")
-    from torch.nn import attention
-
-    is_active = False
-    try:  # where its package is installed, else the FlashAttention 2 that torch holds
-        attention.activate_flash_attention_impl(newer)
-        is_active = True
-        try_varlen(config.head_dim, device)
-        return VarlenAttention(), f"varlen-{newer}"
-    except Exception as error:  # whatever an absent or unfit package raises
-        if is_active:
-            attention.restore_flash_attention_impl()
-        return VarlenAttention(), f"varlen-FA2 (no {newer}: {type(error).__name__})"
-
-
-def try_varlen(head_dim, device):
-    """Attend once, forward and backward: a package that does not suit torch may fail only there."""
-    x = torch.ones(64, 1, head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
-    bounds = torch.tensor([0, len(x)], dtype=torch.int32, device=device)
-    y = VarlenAttention().attend(x, x, x, {1: (bounds, len(x))}, Window(16, 1), 1.0)
-    torch.autograd.grad(y.sum(), x)[0].sum().item()  # which waits for the device
+    if capability[0] != 9 or not importlib.util.find_spec("flash_attn_interface"):
+        return VarlenAttention(), "varlen-FA2"
+    torch.nn.attention.activate_flash_attention_impl("FA3")
+    return VarlenAttention(is_fa3=True), "varlen-FA3"
 
 
 def convolved(x, kernel, position):
-    """Each token of x (T, dim) with shares of those before it in its segment, channel by channel: a
-    Canon layer (Allen-Zhu 2025, arXiv 2512.17351).
-
-    kernel: (reach, dim), the shares of the last token, of the one before that, and so on. position:
-    (T,), of each token in its segment.
-    """
+    """Each token of x (T, dim) plus shares of those before it in its segment: a Canon layer
+    (Allen-Zhu 2025, arXiv 2512.17351). kernel: (reach, dim), the shares of the last token, of the
+    one before that, and so on. position: (T,), of each token in its segment."""
     total = x
     for back, share in enumerate(kernel, start=1):
         # Multiplied before it is shifted, so that the gradient needs nothing but x.
@@ -1164,21 +1126,19 @@ def mlp(x, up, down):
     return F.relu(F.linear(x, up)).square() @ down
 
 
-SHARE_DIM = 64  # hidden width of the networks that decide shares
-SHARE_SCALE = 0.1  # of what they decide
+GATE_MLP_DIM = 64  # hidden width
+GATE_MLP_SCALE = 0.1  # of its outputs
 
 
-def decided(x, up, down):
-    """Shares (T, n) that each token decides by its x (T, model_dim), through a small network: up
-    (SHARE_DIM, model_dim), down (n, SHARE_DIM)."""
-    return SHARE_SCALE * F.linear(F.gelu(F.linear(x, up)), down)
+def gate_mlp(x, up, down):
+    """A small MLP, with which each token of x (T, model_dim) decides n gates or shares, (T, n): up
+    (GATE_MLP_DIM, model_dim), down (n, GATE_MLP_DIM)."""
+    return GATE_MLP_SCALE * F.linear(F.gelu(F.linear(x, up)), down)
 
 
 def gate(x, weight):
-    """Learned gates in (0, 2), 1 at the start: (T, n) from the first channels of x (T, model_dim).
-
-    weight: (n, GATE_DIM).
-    """
+    """Learned gates in (0, 2), 1 at the start: (T, n), from the first channels of x (T, model_dim);
+    weight (n, GATE_DIM)."""
     return 2 * torch.sigmoid(F.linear(x[:, :GATE_DIM], weight))
 
 
@@ -1194,25 +1154,21 @@ SPREAD = 2654435769  # 2^32 over the golden ratio: multiples of it lie far from 
 class CappedCrossEntropy(torch.autograd.Function):
     """Cross-entropy of soft-capped logits, and its gradients, in one pass over the logits.
 
-    The plain form is capped() and F.cross_entropy. With l = capped(z) for a product z of hidden
-    state and head, and the gap g = top - l, which lies in (0, top):
-        loss at target t  =  ln sum_v exp(l_v) - l_t  =  ln sum_v exp(-g_v) + g_t
-        dl / dz           =  g (top - g) / (top CAP_WIDTH)
-    So no maximum is needed, and the logits can give way to their gradients times the sum, which is
-    not known yet: dividing rows by it commutes with the products that follow. Only the targets'
-    columns are mended afterwards.
+    With the gap g of a product z of hidden state and head, see cap_gap(),
+        loss at target t  =  ln sum_v exp(-g_v) + g_t
+    So no maximum is needed, and gradients times the sum can be written before the sum is known:
+    dividing rows by it commutes with the products that follow. The targets' columns are corrected
+    afterwards.
 
-    hidden (T, dim); head (V, dim); targets (T, K) and weights (T, K): the loss weights of K tokens
-    at a position; counts (V,) or None: how many rows of the
-    vocabulary each row of head stands for, which must be 1 for targets; cap: see capped;
-    needs_grad: whether gradients will be asked for.
-    Returns (the weighted sum of losses; losses (T,) of the first targets, without a gradient).
+    hidden (T, dim); head (V, dim); targets (T, K) int64: K tokens that a position predicts, and
+    weights (T, K) of their losses; counts (V,) or None: how many rows of the vocabulary each row of
+    head stands for, 1 for targets; cap: Config.logit_cap; needs_grad: whether gradients will be
+    asked for. Returns (the weighted sum of losses; losses (T,) of the first targets, detached).
     """
 
     @staticmethod
     def forward(ctx, hidden, head, targets, weights, counts, cap, needs_grad):
-        top, shift = cap
-        columns = torch.arange(len(head), device=head.device)
+        top = cap[0]
         # Where a position has one target twice, both places get the sum of their weights.
         is_same = targets[:, :, None] == targets[:, None]
         losses = []
@@ -1223,16 +1179,14 @@ class CappedCrossEntropy(torch.autograd.Function):
             chunk = slice(low, low + length)
             x = hidden[chunk]
             target = targets[chunk]
-            gap = top * torch.sigmoid(((x @ head.T).float() + shift) * (-1 / CAP_WIDTH))
+            product = x @ head.T
+            gap = cap_gap(product, cap)
             exp_logits = torch.exp(-gap)
             if counts is not None:
                 exp_logits = exp_logits * counts
             sum_exp = exp_logits.sum(1, keepdim=True)
-            # Gathered by comparison, which fuses with what made the logits.
-            target_gaps = [
-                torch.where(columns == one[:, None], gap, 0).sum(1) for one in target.unbind(1)
-            ]
-            target_gap = torch.stack(target_gaps, 1)
+            # From the product, which is stored anyway; compiled code never stores the gaps.
+            target_gap = cap_gap(product.gather(1, target), cap)
             losses.append(sum_exp.log() + target_gap)
             if needs_grad:
                 weight = weights[chunk]
@@ -1257,26 +1211,25 @@ class CappedCrossEntropy(torch.autograd.Function):
         return *grads, None, None, None, None, None
 
 
-def capped(products, cap):
-    """Logits of products of hidden states and head: a sigmoid of them, whose cap is its (height,
-    shift); of height 2 h and shift 0 it is h tanh(z / 15) but for a constant."""
+def cap_gap(products, cap):
+    """By how much soft-capped logits, top sigmoid((z + shift) / CAP_WIDTH), of products z of hidden
+    states and head are below their cap `top`: float32, in (0, top)."""
     top, shift = cap
-    return top * torch.sigmoid((products + shift) / CAP_WIDTH)
+    return top * torch.sigmoid((products.float() + shift) * (-1 / CAP_WIDTH))
 
 
 def cap_slope(gap, top):
-    """The derivative of a capped logit by the product, from its gap to the top."""
+    """The derivative of a capped logit by its product."""
     return gap * (top - gap) / (top * CAP_WIDTH)
 
 
 def sampled_rows(targets, vocab, count):
-    """Choose `count` rows of the vocabulary for a softmax: all targets (T,), fewer than `count`
-    distinct ones, and others, spread over the ids in an order that the targets decide.
+    """Choose `count` rows of the vocabulary for a softmax: all targets (T,), of which fewer than
+    `count` may differ, and others, spread over the ids in an order that depends on the targets.
 
-    Returns (rows (count,) int64, rising; positions (vocab,): where each row of the vocabulary
-    stands among them, meaningless for those that do not; counts (count,) float32: how many rows
-    each stands for, so that the sum of exponentials is right on average, to some per cent where
-    few are chosen).
+    Returns (rows (count,) int64, rising; positions (vocab,): the place of each chosen row among
+    them, meaningless for the others; counts (count,) float32: how many rows of the vocabulary each
+    one stands for, so that the sum of exponentials is right on average).
     """
     ids = torch.arange(vocab, device=targets.device)
     is_target = torch.zeros_like(ids).index_fill(0, targets, 1)
@@ -1285,38 +1238,40 @@ def sampled_rows(targets, vocab, count):
     positions = torch.zeros_like(ids).scatter(0, rows, ids[:count])
     distinct_targets = is_target.sum()
     share = (vocab - distinct_targets) / (count - distinct_targets).clamp_min(1)
-    counts = torch.where(is_target[rows] > 0, 1.0, share)
+    # A buffer of its own: compiled code would work out torch.where again for every logit. It must
+    # be repeat: torch 2.13 compiles expand to wrong counts here, without an error.
+    counts = share.repeat(count).index_fill(0, positions[targets], 1.0)
     return rows, positions, counts
 
 
-def summed_loss(hidden, head, micro_batch, phase, loss_weights, prefixes, cap):
-    """(training loss, summed over tokens and weighted; the next token's losses (T,)).
+def summed_loss(hidden, targets, segment_start, head, phase, loss_weights, prefixes, cap):
+    """(training loss, weighted and summed over tokens; losses (T,) of the next token).
 
-    loss_weights: float32, those of the next token, the second-next, ..., and of a prefix. prefixes:
-    (V,) the id of each token's prefix, or its own if it has none.
+    targets, segment_start: (T,), of a MicroBatch. loss_weights: float32, of the next token, the
+    second-next, ..., and of a prefix. prefixes: (V,) the id of each token's prefix, or its own.
     """
-    length = len(hidden)
-    following = micro_batch.targets
-    prefix = prefixes[following]
+    prefix = prefixes[targets]
     counts = None
     if phase.softmax_rows:
-        present = torch.cat([following, prefix]) if phase.has_prefix else following
+        present = torch.cat([targets, prefix]) if phase.has_prefix else targets
         rows, positions, counts = sampled_rows(present, len(head), phase.softmax_rows)
         head = head.index_select(0, rows)
-        following = positions[following]
+        targets = positions[targets]
         prefix = positions[prefix]
-    start = micro_batch.segment_start
+    predicted = []
     weights = []
     for ahead in range(phase.targets):
-        # A position also scores the token `ahead` behind its target, within its segment.
-        is_same_segment = start[ahead:] == start[: length - ahead]
+        # A position also predicts the token `ahead` behind its target, within its segment.
+        is_same_segment = segment_start[ahead:] == segment_start[: len(hidden) - ahead]
+        predicted.append(targets.roll(-ahead))
         weights.append(F.pad(is_same_segment * loss_weights[ahead], (0, ahead)))
-    targets = [following.roll(-ahead) for ahead in range(phase.targets)]
     if phase.has_prefix:
-        targets.append(prefix)
-        weights.append((prefix != following) * loss_weights[phase.targets])
-    scored = torch.stack(targets, 1), torch.stack(weights, 1), counts
-    return CappedCrossEntropy.apply(hidden, head, *scored, cap, torch.is_grad_enabled())
+        predicted.append(prefix)
+        weights.append((prefix != targets) * loss_weights[phase.targets])
+    predicted = torch.stack(predicted, 1)
+    weights = torch.stack(weights, 1)
+    needs_grad = torch.is_grad_enabled()
+    return CappedCrossEntropy.apply(hidden, head, predicted, weights, counts, cap, needs_grad)
 
 
 # 6. Model ========================================================================================
@@ -1346,11 +1301,15 @@ def ruled(values, *rule, **numbers):
     return param
 
 
-def networks(up, shares):
-    """Matrices up (k, SHARE_DIM, dim), which are given, and down of k small networks, which decide
-    so many shares each, at first 0: see decided()."""
-    down = up.new_zeros(len(up), shares, SHARE_DIM)
-    return [ruled(matrices, "small", lr_mul=0.25) for matrices in (up, down)]
+# Parameters of which some layers have a part, in equal parts along the first axis, by the field of
+# Layer that is set in these.
+PARTS = {
+    "attends": ("query_key", "value_output"),
+    "value_embedding": ("value_embed", "value_gate"),
+    "exclusive": ("exclusive_gate",),
+    "skip": ("skip_scale",),
+    "decides_gates": ("gate_up", "gate_down"),
+}
 
 
 class GPT(nn.Module):
@@ -1368,7 +1327,7 @@ class GPT(nn.Module):
         self.config = config
         self.back_end = back_end
         dim = config.model_dim
-        layers = config.num_layers
+        layers = len(config.layers)
         vocab = config.vocab_size
         generator = torch.Generator().manual_seed(config.seed)
 
@@ -1378,6 +1337,12 @@ class GPT(nn.Module):
         def gates(*shape, lr_mul=1.0):
             zeros = torch.zeros(*shape, GATE_DIM, dtype=config.torch_dtype)
             return ruled(zeros, "small", lr_mul=lr_mul)
+
+        def gate_mlps(count, outputs):
+            """Matrices up and down of MLPs with so many outputs, which are 0 at first."""
+            up = drawn(count, GATE_MLP_DIM, dim, std=(3 * dim) ** -0.5)
+            down = up.new_zeros(count, outputs, GATE_MLP_DIM)
+            return [ruled(matrices, "small", lr_mul=0.25) for matrices in (up, down)]
 
         embed = drawn(vocab, dim, std=0.7)
         head = drawn(vocab, dim, std=0.005)
@@ -1391,18 +1356,17 @@ class GPT(nn.Module):
         heads = dim // config.head_dim
         width = dim if heads % 2 else 2 * config.head_dim
         std = 0.6 / math.sqrt(dim)
-        self.attending = [n for n in range(layers) if n not in config.mlp_only_layers]
-        attending = len(self.attending)
-        query_key = drawn(2 * attending * dim // width, width, dim, std=std)
+        attending = config.layers_with("attends")
+        query_key = drawn(2 * len(attending) * dim // width, width, dim, std=std)
         # By layer, q or k, head, side of a pair of channels, and whether the pair rotates or not.
-        channels = query_key.view(attending, 2, heads, 2, 2, -1, dim)
-        for layer in config.shifted_layers:
+        channels = query_key.view(len(attending), 2, heads, 2, 2, -1, dim)
+        for number in config.layers_with("shifted_keys"):
             # Half of a key is of the token before. It begins as that token's query, and the other
             # half as zero: from the first step a token attends to what followed its like.
-            queries, keys = channels[self.attending.index(layer)]
+            queries, keys = channels[attending.index(number)]
             keys[:, :, 0] = 0
             keys[:, :, 1] = queries[:, :, 1]
-        value_output = drawn(2 * attending, dim, dim, std=1 / math.sqrt(dim))
+        value_output = drawn(2 * len(attending), dim, dim, std=1 / math.sqrt(dim))
         mlps = drawn(2 * layers, config.mlp_dim, dim, std=std)
         value_output[::2] *= config.value_std
         value_output[1::2] *= config.output_std
@@ -1411,12 +1375,12 @@ class GPT(nn.Module):
         self.query_key = matrices(query_key)
         self.value_output = matrices(value_output)
         self.mlp = matrices(mlps, lr_mul=torch.tensor([1.0, 2.0]).repeat(layers)[:, None, None])
-        value_layers = len(config.value_embedding_layers)
+        value_layers = len(config.layers_with("value_embedding"))
         value_embed = drawn(value_layers * vocab, dim, std=0.01)
         self.value_embed = embeddings(value_embed, lr_mul=75.0, decay=1.875, betas=(0.75, 0.95))
         self.value_gate = gates(value_layers, heads)
-        if config.exclusive_layers:
-            self.exclusive_gate = gates(len(config.exclusive_layers), heads)
+        if exclusive := config.layers_with("exclusive"):
+            self.exclusive_gate = gates(len(exclusive), heads)
         self.smear_gate = gates(1, lr_mul=0.01)
         self.smear_scale = ruled(torch.zeros(1), "small", lr_mul=5.0)
         self.residual_scale = ruled(torch.ones(layers), "small", lr_mul=5.0, betas=(0.9, 0.95))
@@ -1431,23 +1395,43 @@ class GPT(nn.Module):
         if config.ngram_orders:
             self.ngram_gate = gates(layers + 1)  # before each layer and before the head
         if config.copy_orders:
-            # What a guess weighs, by its order.
-            guesses = len(config.copy_orders)
-            self.guess_input = ruled(torch.full((guesses,), 0.1), "small")
-            self.guess_output = ruled(torch.zeros(guesses), "small", lr_mul=20.0)
-            self.guess_gate = gates(guesses, lr_mul=0.1)
-        if config.skips:
-            self.skip_scale = ruled(torch.full((len(config.skips),), 0.1), "small", lr_mul=5.0)
-        if config.dense_layers:
-            shares = 2 * (len(config.dense_layers) + 2)  # of states, for two sums: see mixtures()
+            self.copy_scale = ruled(torch.zeros(len(config.copy_orders)), "small", lr_mul=20.0)
+            self.copy_gate = gates(len(config.copy_orders), lr_mul=0.1)
+        if skips := config.layers_with("skip"):
+            self.skip_scale = ruled(torch.full((len(skips),), 0.1), "small", lr_mul=5.0)
+        self.feeding = len(config.layers_with("feeds_last"))
+        if self.feeding:
+            shares = 2 * (self.feeding + 2)  # of states, for two sums: see mixtures()
             bias = torch.zeros(2, shares)
-            bias[1, len(config.dense_layers)] = -0.5 / SHARE_SCALE  # the last of them, at the end
-            up = drawn(2, SHARE_DIM, dim, std=(3 * dim) ** -0.5)
-            self.dense_up, self.dense_down = networks(up, shares)
+            bias[1, self.feeding] = -0.5 / GATE_MLP_SCALE  # the last of them, behind the last layer
+            self.dense_up, self.dense_down = gate_mlps(2, shares)
             self.dense_bias = ruled(bias, "small", lr_mul=0.25)
-        if config.deciding_layers:
-            up = drawn(len(config.deciding_layers), SHARE_DIM, dim, std=(3 * dim) ** -0.5)
-            self.gate_up, self.gate_down = networks(up, layers * heads)
+        if deciding := config.layers_with("decides_gates"):
+            self.gate_up, self.gate_down = gate_mlps(len(deciding), layers * heads)
+
+    def parts(self):
+        """What each layer has of the parameters in PARTS: [{name: its part}]. They are split at
+        once, since the gradient of an index is as large as what was indexed."""
+        parts = [{} for _ in self.config.layers]
+        for field, names in PARTS.items():
+            numbers = self.config.layers_with(field)
+            for name in names if numbers else ():
+                chunks = getattr(self, name).chunk(len(numbers))
+                for number, chunk in zip(numbers, chunks, strict=True):
+                    parts[number][name] = chunk.squeeze(0)
+        return parts
+
+    def masks(self, micro_batch, phase):
+        """{(is_long, paired_heads): the back end's mask} for each kind of layers that attend."""
+        masks = {}
+        for layer in self.config.layers:
+            kind = layer.is_long, layer.paired_heads
+            if layer.attends and kind not in masks:
+                window = phase.windows[-1 if layer.is_long else 0]
+                positions = 2 if layer.paired_heads else 1
+                dtype = self.config.torch_dtype
+                masks[kind] = self.back_end.mask(micro_batch, window, positions, phase, dtype)
+        return masks
 
     def embedding(self, micro_batch, is_first):
         """Each token's embedding with a gated share of the one before it in its segment."""
@@ -1457,170 +1441,155 @@ class GPT(nn.Module):
         before = F.pad(x, (0, 0, 1, -1))
         return norm(x + self.smear_scale[0] * share * before)
 
-    def guessed(self, micro_batch, table, weights, share=0.0):
-        """The sum of the rows of guesses in a table (vocab, model_dim) of tokens: (T, model_dim).
-        Each has the weight of its order, of `weights`, and a share (T, G) of its token's own."""
+    def copied(self, x, micro_batch):
+        """The weighted sum of the head's rows of each token's copies, (T, model_dim). A weight is
+        that of the copy's order, and what x (T, model_dim) adds to it."""
         is_there = micro_batch.guesses < NO_TOKEN
-        # In the place of none stands, without weight, the token at hand: no row is read by all.
+        # Where there is no copy, the current token has weight 0: no row is read by all tokens.
         token = micro_batch.guesses.where(is_there, micro_batch.inputs[:, None])
-        shares = (weights + share) * is_there
+        weights = self.copy_scale + F.linear(norm(x)[:, :GATE_DIM], self.copy_gate)
         # No bag of rows: on CUDA that has no gradient by its weights in bfloat16, and is slower.
-        rows = F.embedding(token, norm(table))
-        return (shares[..., None] * rows).sum(1).to(table.dtype)
+        rows = F.embedding(token, norm(self.head))
+        return ((weights * is_there)[..., None] * rows).sum(1).to(x.dtype)
 
-    def attention_layer(self, x, layer, weights, values, gates, is_first, window, rotary, masks):
-        """What attention adds to the residual stream, as it reads x (T, model_dim).
+    def attention(self, x, number, part, mixture, gates, is_first, rotary, mask):
+        """What attention of a layer adds to the residual stream, as it reads x (T, model_dim).
 
-        weights: those of q and k (2 * model_dim, model_dim), and of v and o (2, ...). values: what
-        is added to the values: the layer's value embeddings and a mixture of states, or None.
-        gates: (T, heads); each token scales each head's output by 1 + its own. None: by 1.
+        part: what the layer has of the parameters, and value_embedding (T, model_dim). mixture (T,
+        model_dim), or None, is added to the values. gates: (T, heads), or None; each token scales
+        each head's output by 1 + its own.
         """
         config = self.config
+        layer = config.layers[number]
         cos, sin, scale = rotary
-        query_key, (value, output) = weights
-        value_embedding, mixture = values
-        x_normed = norm(x)
         heads = config.model_dim // config.head_dim
-        qkv = F.linear(x_normed, torch.cat([query_key, value])).view(len(x), -1, config.head_dim)
+        value, output = part["value_output"].unbind()
+        x_normed = norm(x)
+        weights = torch.cat([part["query_key"].flatten(0, 1), value])
+        qkv = F.linear(x_normed, weights).view(len(x), -1, config.head_dim)
         qk, v = qkv.split([2 * heads, heads], dim=1)
-        if value_embedding is not None:
-            number = config.value_embedding_layers.index(layer)
+        if layer.value_embedding:
+            embedding = part["value_embedding"]
             half = GATE_DIM // 2
-            read = torch.cat([x_normed[:, :half], value_embedding[:, :half]], dim=1)
-            share = gate(read, self.value_gate[number])[..., None]
-            v = v + share * value_embedding.view_as(v)
+            read = torch.cat([x_normed[:, :half], embedding[:, :half]], dim=1)
+            share = gate(read, part["value_gate"])[..., None]
+            v = v + share * embedding.view_as(v)
         if mixture is not None:
             v = v + mixture.view_as(v)
         qk = norm(qk)  # of all heads, queries before keys
-        if layer in config.shifted_layers:
+        if layer.shifted_keys:
             q, k = qk.chunk(2, dim=1)
             qk = torch.cat([q, shifted(k, is_first)], dim=1)
         seen = v
-        if window.positions == 2:
+        if layer.paired_heads:
             qk = in_pairs(qk)
             seen = in_pairs(v)
         q, k = rotate(qk, cos[: len(qk)], sin[: len(qk)]).chunk(2, dim=1)
-        y = self.back_end.attend(q, k, seen, masks, window, scale)
-        if window.positions == 2:
+        y = self.back_end.attend(q, k, seen, mask, scale)
+        if layer.paired_heads:
             y = out_of_pairs(y)
-        if layer in config.exclusive_layers:
-            weight = self.exclusive_gate[config.exclusive_layers.index(layer)]
-            y = without_own_value(y, v, (gate(x, weight) - 1)[..., None])
+        if layer.exclusive:
+            share = gate(x, part["exclusive_gate"]) - 1
+            y = exclusive_attention(y, v, share[..., None])
         if gates is not None:
             y = y * (1 + gates)[..., None]
-        return F.linear(y.flatten(1), output)
+        # To scale its last matrix scales what a sublayer adds, with less to read and keep.
+        return F.linear(y.flatten(1), self.output_scale[number, 0] * output)
 
-    def mixtures(self, x, place, states):
-        """Sums of n states (T, model_dim), as many as there are n shares, which each token's x
-        decides: the dense connections of MUDD (Xiao et al. 2025), before the last layer (place 0)
-        and behind it."""
-        shares = decided(x, self.dense_up[place], self.dense_down[place])
-        shares = shares + SHARE_SCALE * self.dense_bias[place].to(x.dtype)
+    def mixtures(self, x, place, states, count):
+        """`count` sums of states (T, model_dim), with shares that each token's x decides: the dense
+        connections of MUDD (Xiao et al. 2025), ahead of the last layer (place 0) or behind it."""
+        shares = gate_mlp(x, self.dense_up[place], self.dense_down[place])
+        shares = shares + GATE_MLP_SCALE * self.dense_bias[place].to(x.dtype)
         sums = []
-        for part in shares.split(len(states), dim=1):
-            if part.size(1) == len(states):
-                terms = zip(part.split(1, dim=1), states, strict=True)
-                sums.append(sum(share * state for share, state in terms))
+        for part in shares.split(len(states), dim=1)[:count]:
+            terms = zip(part.split(1, dim=1), states, strict=True)
+            sums.append(sum(share * state for share, state in terms))
         return sums
 
-    def hidden(self, micro_batch, ngram, phase, rotary, masks):
+    def hidden(self, micro_batch, ngram, phase, rotary):
         """Final hidden states (T, model_dim), normalised.
 
         ngram: (T, model_dim), from NgramTable.summed, or None. rotary: what rotary_tables returns.
-        masks: what the back end prepares.
         """
         config = self.config
-        layers = config.num_layers
         start = micro_batch.segment_start
         position = torch.arange(len(start), device=start.device) - start
         is_first = position == 0
-        # Unbound at once, since the gradient of an index is as large as what was indexed.
-        attending = len(self.attending)
-        query_keys = self.query_key.view(attending, -1, config.model_dim).unbind()
-        value_outputs = self.value_output.unflatten(0, (-1, 2)).unbind()
-        attention_weights = dict(
-            zip(self.attending, zip(query_keys, value_outputs, strict=True), strict=True)
-        )
+        masks = self.masks(micro_batch, phase)
+        parts = self.parts()
+        last = len(parts) - 1
         mlps = self.mlp.unflatten(0, (-1, 2)).unbind()
-        shape = len(config.value_embedding_layers), config.vocab_size, config.model_dim
-        tables = self.value_embed.view(shape).unbind()
-        value_embeddings = {
-            layer: F.embedding(micro_batch.inputs, table)
-            for layer, table in zip(config.value_embedding_layers, tables, strict=True)
-        }
-        outputs = []
-        x = self.embedding(micro_batch, is_first)
-        embedded = x
-        if config.copy_orders:
-            x = x + self.guessed(micro_batch, self.embed, self.guess_input)
-        gates = [None] * layers
-        for layer in range(layers):
-            if layer in config.deciding_layers:
-                place = config.deciding_layers.index(layer)
+        embedded = self.embedding(micro_batch, is_first)
+        x = embedded
+        outputs = []  # of the layers so far
+        states = []  # that the last layer mixes
+        shared = None  # what attention reads, in the place of the residual stream
+        gates = [None] * len(parts)
+        for number, (layer, part) in enumerate(zip(config.layers, parts, strict=True)):
+            if layer.decides_gates:
                 # Of all layers, but only those up to the next that decides will read them.
-                gates = decided(x, self.gate_up[place], self.gate_down[place])
-                gates = gates.unflatten(1, (layers, -1)).unbind(1)
-            for number, (source, target) in enumerate(config.skips):
-                if target == layer:
-                    x = x + self.skip_scale[number] * outputs[source]
-            x = self.residual_scale[layer] * x + self.embed_scale[layer] * embedded
+                gates = gate_mlp(x, part["gate_up"], part["gate_down"])
+                gates = gates.unflatten(1, (len(parts), -1)).unbind(1)
+            if layer.skip:
+                x = x + part["skip_scale"] * outputs[number - layer.skip]
+            x = self.residual_scale[number] * x + self.embed_scale[number] * embedded
             if ngram is not None:
-                x = x + gate(x, self.ngram_gate[layer : layer + 1]) * ngram
-            if layer == 0:
-                states = [x]
+                x = x + gate(x, self.ngram_gate[number : number + 1]) * ngram
+            if number in (0, last):
+                states.append(x)
             mixture = None
-            if config.dense_layers and layer == layers - 1:
-                states += [outputs[source] for source in config.dense_layers] + [x]
-                mixture, addend = self.mixtures(x, 0, states)
+            if self.feeding and number == last:
+                mixture, addend = self.mixtures(x, 0, states, count=2)
                 x = x + addend
-            if layer in attention_weights:
-                read = x
-                if config.shared_input and layer > config.shared_input[0]:
-                    read = outputs[config.shared_input[0]]
-                values = value_embeddings.get(layer), mixture
-                seen = is_first, phase.windows[layer], rotary, masks
-                # To scale its last matrix scales what a sublayer adds, with less to read and keep.
-                query_key, (value, output) = attention_weights[layer]
-                weights = query_key, (value, self.output_scale[layer, 0] * output)
-                x = x + self.attention_layer(read, layer, weights, values, gates[layer], *seen)
-            up, down = mlps[layer]
+            if layer.value_embedding:
+                part["value_embedding"] = F.embedding(micro_batch.inputs, part["value_embed"])
+            if layer.attends:
+                read = x if shared is None else shared
+                mask = masks[layer.is_long, layer.paired_heads]
+                own = gates[number]
+                x = x + self.attention(read, number, part, mixture, own, is_first, rotary, mask)
+            up, down = mlps[number]
             x_normed = norm(x)
             if config.mlp_reach:
-                x_normed = convolved(x_normed, self.mlp_kernel[layer], position)
-            x = x + mlp(x_normed, up, self.output_scale[layer, 1] * down)
+                x_normed = convolved(x_normed, self.mlp_kernel[number], position)
+            x = x + mlp(x_normed, up, self.output_scale[number, 1] * down)
             outputs.append(x)
-        states += list(value_embeddings.values())[:1]
-        return norm(self.ending(x, micro_batch, ngram, states))
+            if layer.feeds_attention:
+                shared = x
+            if layer.feeds_last:
+                states.append(x)
+        states += [part["value_embedding"] for part in parts if "value_embed" in part][:1]
+        return norm(self.after_layers(x, micro_batch, ngram, states))
 
-    def ending(self, x, micro_batch, ngram, states):
-        """What leaves the last layer, with all that is added behind it, (T, model_dim)."""
+    def after_layers(self, x, micro_batch, ngram, states):
+        """What leaves the last layer, x (T, model_dim), with all that is added behind it."""
         if ngram is not None:
             x = x + gate(x, self.ngram_gate[-1:]) * ngram
-        if self.config.dense_layers:
-            x = x + self.mixtures(x, 1, states)[0]
+        if self.feeding:
+            x = x + self.mixtures(x, 1, states, count=1)[0]
         if self.config.copy_orders:
-            share = F.linear(norm(x)[:, :GATE_DIM], self.guess_gate)
-            x = x + self.guessed(micro_batch, self.head, self.guess_output, share)
+            x = x + self.copied(x, micro_batch)
         return x
 
     def logits(self, hidden):
         """Soft-capped logits (n, vocab_size), float32, of hidden states (n, model_dim)."""
-        return capped(F.linear(hidden, self.head).float(), self.config.logit_cap)
+        cap = self.config.logit_cap
+        return cap[0] - cap_gap(F.linear(hidden, self.head), cap)
 
-    def forward(self, micro_batch, ngram, phase, loss_weights, prefixes, rotary, masks):
+    def forward(self, micro_batch, ngram, phase, loss_weights, prefixes, rotary):
         """(training loss, summed over tokens; losses (T,) of the next token; hidden states)."""
-        hidden = self.hidden(micro_batch, ngram, phase, rotary, masks)
-        numbers = loss_weights, prefixes, self.config.logit_cap
-        # A softmax over a sample is of one micro-batch, however many the pass has.
+        hidden = self.hidden(micro_batch, ngram, phase, rotary)
+        # A sampled softmax is of one micro-batch, however many the pass has.
         length = self.config.micro_batch_tokens if phase.softmax_rows else len(hidden)
-        read = hidden, *micro_batch[:3]
+        read = hidden, micro_batch.targets, micro_batch.segment_start
         parts = zip(*(tensor.split(length) for tensor in read), strict=True)
-        found = []
-        for states, *tokens in parts:
-            part = MicroBatch(*tokens, segment_bounds=None, guesses=None)
-            found.append(summed_loss(states, self.head, part, phase, *numbers))
-        losses = [losses for _, losses in found]
-        return sum(loss for loss, _ in found), torch.cat(losses), hidden.detach()
+        cap = self.config.logit_cap
+        sums, losses = zip(
+            *(summed_loss(*part, self.head, phase, loss_weights, prefixes, cap) for part in parts),
+            strict=True,
+        )
+        return sum(sums), torch.cat(losses), hidden.detach()
 
 
 # 7. Update rules =================================================================================
@@ -2498,15 +2467,14 @@ class Trainer:
 
         loss_weights: of as many targets a position as the phase has, and of a prefix.
         """
-        positions = max(window.positions for window in phase.windows) * len(micro_batch.inputs)
+        positions = 2 * len(micro_batch.inputs)  # of paired heads
         config = self.config
         device = self.runtime.device
         windows = long_windows_until(config, step)
         shape = positions, config.head_dim, config.attention_scale
         rotary = self.rotary_tables(*shape, windows, device, config.torch_dtype)
-        masks = self.model.back_end.prepare(micro_batch, phase, config.torch_dtype)
         weights = to_device(np.array(loss_weights, np.float32), device)
-        return self.forward(micro_batch, ngram, phase, weights, self.prefixes, rotary, masks)
+        return self.forward(micro_batch, ngram, phase, weights, self.prefixes, rotary)
 
     def accumulate(self, step, batch):
         """Add up the gradients of this rank's passes, autograd's in the parameters' `grad`. Returns
@@ -2973,7 +2941,7 @@ def with_values(config, values):
     changes = {name: values.pop(name) for name in of_stages}
     unknown = values.keys() - {field.name for field in dataclasses.fields(config)}
     require(not unknown, f"track {config.track} has no {', '.join(sorted(unknown))}")
-    stages = as_stages(values.pop("stages", config.stages), **changes)
+    stages = as_rows(Stage, values.pop("stages", config.stages), **changes)
     return dataclasses.replace(config, stages=stages, **values)
 
 

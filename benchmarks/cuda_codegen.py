@@ -224,14 +224,12 @@ def passes(config, step):
     ngram = torch.empty(length, config.model_dim, dtype=dtype, requires_grad=True)
     windows = train_gpt.long_windows_until(config, step)
     phase = train_gpt.training_phase(config, step)
-    positions = max(window.positions for window in phase.windows) * length
-    shape = positions, config.head_dim, config.attention_scale, windows, "cpu", dtype
+    shape = 2 * length, config.head_dim, config.attention_scale, windows, "cpu", dtype
     rotary = train_gpt.rotary_tables(*shape)
-    masks = back_end.prepare(micro_batch, phase, dtype)
     forward = generator.compile(model, dynamic=False, fullgraph=True)
     weights = torch.empty(len(train_gpt.loss_weights_at(config, step)))
     prefixes = torch.empty(config.vocab_size, dtype=torch.int64)
-    loss, *_ = forward(micro_batch, ngram, phase, weights, prefixes, rotary, masks)
+    loss, *_ = forward(micro_batch, ngram, phase, weights, prefixes, rotary)
     torch.autograd.grad(loss, [*model.parameters(), ngram], allow_unused=True)
     return list(zip(("forward", "backward"), generator.graphs, strict=True))
 
@@ -288,7 +286,7 @@ def main(argv=None):
     config = dataclasses.replace(train_gpt.TRACKS["fineweb"], seed=1)
     figures = measure(config, arguments.step)
     page, line = report(figures)
-    sizes = f"{config.num_layers} layers, {config.micro_batch_tokens:,} tokens"
+    sizes = f"{len(config.layers)} layers, {config.micro_batch_tokens:,} tokens"
     text = f"The track fineweb at step {arguments.step}, {sizes}:\n\n{page}"
     data = {"config": dataclasses.asdict(config), "figures": figures}
     common.write_results(arguments.results, "cuda_codegen", common.environment("cpu"), data, text)

@@ -165,14 +165,13 @@ def attention_error(back_end, device, dtype, size, starts, length):
     bounds = torch.tensor([*starts, length], dtype=torch.int32, device=device)
     segment_start = bounds[:-1].repeat_interleave(bounds.diff())
     micro_batch = types.SimpleNamespace(segment_start=segment_start, segment_bounds=bounds)
-    window = train_gpt.Window(size, positions=1)
-    phase = types.SimpleNamespace(windows=(window,), max_segment=length)
+    phase = types.SimpleNamespace(max_segment=length)
     drawn = torch.randn(4, length, 2, 128, generator=torch.Generator().manual_seed(0))
     q, k, v, upstream = drawn.to(device, dtype)
     mine = [tensor.requires_grad_() for tensor in (train_gpt.norm(q), train_gpt.norm(k), v)]
     exact = [tensor.detach().double().requires_grad_() for tensor in mine]
-    masks = back_end.prepare(micro_batch, phase, dtype)
-    out = back_end.attend(*mine, masks, window, 0.1)
+    mask = back_end.mask(micro_batch, size, 1, phase, dtype)
+    out = back_end.attend(*mine, mask, 0.1)
     reference = common.reference_attention(*exact, segment_start, size, 0.1)
     values = [out, *torch.autograd.grad(out, mine, upstream)]
     references = [reference, *torch.autograd.grad(reference, exact, upstream.double())]

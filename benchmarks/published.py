@@ -69,7 +69,9 @@ def config_of(text, steps, arm, seed):
         "device": "cpu",
     }
     values |= {name: getattr(common.TRACK, name) for name in SAME}
-    return train_gpt.with_values(fineweb, {**values, **TABLE, **ARMS[arm]})
+    config = train_gpt.with_values(fineweb, {**values, **TABLE, **ARMS[arm]})
+    tokens = train_gpt.fitting_val_tokens(config)
+    return train_gpt.with_values(config, {"val_tokens": tokens})
 
 
 def runs_in(folder):

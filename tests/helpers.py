@@ -23,6 +23,19 @@ ROOT = Path(train_gpt.__file__).resolve().parent
 TRAINER = ROOT / "train_gpt.py"
 EOT = 256  # every document of the byte corpus starts with it
 
+
+def layers_of(count, mlp_only=(), skip=None, **numbers):
+    """Rows of Config.layers, as a command line has them: `numbers` says of a field in which layers
+    it is set, `skip` from how far before each of some layers reads."""
+    rows = []
+    for number in range(count):
+        row = {field: number in those for field, those in numbers.items()}
+        row["attends"] = number not in mlp_only
+        row["skip"] = (skip or {}).get(number, 0)
+        rows.append(row)
+    return tuple(rows)
+
+
 # Small enough that a step takes milliseconds, with every part of the model in use. Fields of a
 # Stage hold in all stages. What is not named is the track's.
 TINY = {
@@ -38,18 +51,9 @@ TINY = {
     "val_windows": (32, 64),
     "mtp_weights": (1.0,),
     "model_dim": 32,
-    "num_layers": 2,
+    "layers": layers_of(2, is_long=(1,), value_embedding=(0,), skip={1: 1}),
     "head_dim": 16,
     "mlp_dim": 64,
-    "long_layers": (1,),
-    "value_embedding_layers": (0,),
-    "shifted_layers": (),
-    "paired_layers": (),
-    "exclusive_layers": (),
-    "skips": ((0, 1),),
-    "shared_input": (),
-    "dense_layers": (),
-    "deciding_layers": (),
     "mlp_reach": 0,
     "adam_lr": 0.015,
     "adam_every": 1,
@@ -69,19 +73,19 @@ TINY = {
 }
 
 NO_TABLE = {"ngram_orders": (), "copy_orders": ()}
-ONE_LAYER = {"num_layers": 1, "long_layers": (0,), "skips": ()}
+ONE_LAYER = {"layers": layers_of(1, is_long=(0,), value_embedding=(0,))}
 
 # The last layer is of each kind.
-LAYERED = {
-    "num_layers": 4,
-    "long_layers": (3,),
-    "value_embedding_layers": (0, 3),
-    "shifted_layers": (0, 3),
-    "paired_layers": (1, 3),
-    "exclusive_layers": (1, 3),
-    "skips": ((0, 2), (1, 3), (0, 3)),
-    "mlp_reach": 2,
+KINDS = {
+    "is_long": (3,),
+    "value_embedding": (0, 3),
+    "shifted_keys": (0, 3),
+    "paired_heads": (1, 3),
+    "exclusive": (1, 3),
+    "skip": {2: 2, 3: 2},
 }
+LAYERED = {"layers": layers_of(4, **KINDS), "mlp_reach": 2}
+FEEDING = {"feeds_attention": (1,), "feeds_last": (0, 1), "decides_gates": (0, 2)}
 
 # A run in which every number of a stage changes on the way, and with all kinds of rows and layers;
 # six micro-batches suit 1, 2 and 3 ranks.
@@ -98,10 +102,8 @@ RICH = {
     "adam_every": 2,
     "val_every": 10,
     "save_every": 10,
-    **LAYERED,
-    "shared_input": (1,),
-    "dense_layers": (0, 1),
-    "deciding_layers": (0, 2),
+    "mlp_reach": 2,
+    "layers": layers_of(4, **KINDS, **FEEDING),
 }
 
 

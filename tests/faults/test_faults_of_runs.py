@@ -53,7 +53,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(rich, rich_run_of, tmp_pa
 
 @pytest.mark.slow
 def test_ranks_end_when_their_launcher_was_killed(tiny, tmp_path):
-    values = {**tiny, "steps": 4000, "epochs": 1000, "run_id": "alone"}
+    values = {**tiny, "steps": 4000, "run_id": "alone"}
     folder = tmp_path / "logs" / "alone"
     with launched(tmp_path, values, "--standalone", "--nproc-per-node=2") as process:
         wait_for_step(folder, 3)

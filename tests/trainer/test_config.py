@@ -14,7 +14,7 @@ import torch
 import ranks
 import train_gpt
 from helpers import ROOT, arguments, environment, refusal, tiny_config
-from train_gpt import TRACKS, ConfigError, Stage
+from train_gpt import TRACKS, ConfigError, Layer, Stage
 
 STAGE_FIELDS = [field for field in dataclasses.fields(Stage) if field.name != "start"]
 ENGLISH = TRACKS["english-net"]
@@ -38,11 +38,11 @@ PARSED = [
     ("--run-of 12:100/100:7", "run_of", "12:100/100:7"),
     ("--compile False", "compile", False),
     ("--compile TRUE", "compile", True),
-    ("--long-layers 2", "long_layers", (2,)),
-    ("--long-layers '(0, 2)'", "long_layers", (0, 2)),
-    ("--long-layers '()'", "long_layers", ()),
+    ("--copy-orders 2", "copy_orders", (2,)),
+    ("--copy-orders '(4, 2)'", "copy_orders", (4, 2)),
+    ("--copy-orders '()'", "copy_orders", ()),
     ("--ngram-orders 2,3", "ngram_orders", (2, 3)),
-    ("--skips '((0, 2),)'", "skips", ((0, 2),)),
+    ("--layers \"({'skip': 0}, {'skip': 1})\"", "layers", (Layer(), Layer(skip=1))),
     # A field of a stage is an option for all stages.
     ("--micro-batches 5", "micro_batches", 5),
     ("--document-cap 64", "document_cap", 64),
@@ -110,7 +110,7 @@ def test_the_default_track_is_told_with_its_reason(
 
 # ----- what is refused: the message holds the name, the value, and the limits or the remedy
 
-NO_PAIRS = "--model-dim 96 --head-dim 32 --paired-layers 0"
+NO_PAIRS = "--model-dim 96 --head-dim 32"  # of three heads
 REFUSED = [
     # words that are no options
     ("--micro-batch-token 256", "--micro-batch-token: no such key; did you mean", "batch-tokens?"),
@@ -128,8 +128,6 @@ REFUSED = [
     ("--windows '(64, 64.0)'", "stages[0].windows=(64, 64.0)", "type of (128, 384)"),
     ("--cooldown 0.5", "cooldown=(0.5,)", "type of (0.39"),
     ("--copy-orders \"('a',)\"", "copy_orders=('a',)", "type of (2, 3, 5, 8)"),
-    ("--long-layers '(0, None)'", "long_layers=(0, None)", "type of (3, 10)"),
-    ("--skips '(0, 1)'", "skips=(0, 1)", "type of ((3, 6),)"),
     # limits of one field
     ("--steps 0", "steps=0", "1 to 999,999"),
     ("--micro-batch-tokens 0", "micro_batch_tokens=0", "64 to 16,777,216"),
@@ -158,16 +156,18 @@ REFUSED = [
     ("--stages \"({'start': 0.5},)\"", "starts [0.5] must begin at 0"),
     ("--stages \"({}, {'start': 0.5}, {'start': 0.2})\"", "[0.0, 0.5, 0.2]", "then rise"),
     ("--stages \"({}, {'start': 0.5, 'micro_batches': '4'})\"", "stages[1].micro_batches='4'"),
+    # rows of layers
+    ("--layers '()'", "layers", "one or more"),
+    ("--layers 4", "layers: rows are dicts of a Layer's fields"),
+    ("--layers \"({'is_short': True},)\"", "layers", "is_short"),
+    ("--layers \"({'is_long': 1},)\"", "layers[0].is_long=1"),
+    ("--layers \"({}, {'skip': -1})\"", "layers[1].skip=-1", "0 to 64"),
+    ("--layers \"({}, {'skip': 2})\"", "layers[1].skip=2", "no layer is so far before"),
+    ("--layers \"({'attends': False, 'exclusive': True},)\"", "layers[0]", "no attention"),
+    ("--layers \"({'feeds_last': True},)\"", "layers", "the last has no feeds_last"),
     # several fields
     ("--model-dim 128 --head-dim 24", "head_dim=24", "divide model_dim=128"),
-    ("--long-layers '(0, 5)'", "long_layers=(0, 5)", "0 to 3"),
-    ("--long-layers '(-1,)'", "long_layers=(-1,)", "0 to 3"),
-    ("--skips '((0, 1), (1, 5))'", "skips=((0, 1), (1, 5))", "0 to 3"),
-    ("--skips '((1, 1),)'", "skips=((1, 1),)", "pairs of layers"),
-    ("--mlp-only-layers 3", "value_embedding_layers: [3]", "no attention"),
-    ("--shared-input (0,1)", "shared_input=(0, 1)", "one layer"),
-    ("--dense-layers 3", "dense_layers=(3,)", "below the last"),
-    (NO_PAIRS, "paired_layers=(0,)", "3 heads make no pairs"),
+    (NO_PAIRS, "layers[0].paired_heads=True", "3 heads make no pairs"),
     ("--softmax-rows 1025", "softmax_rows=1025", "at most the vocabulary's 1024"),
     ("--val-tokens 1000", "val_tokens=1000", "multiple of val_batch_tokens=4096"),
     ("--save-every 4 --adam-every 3", "save_every=4", "multiple of adam_every=3"),

@@ -277,6 +277,7 @@ BAD_INPUT = [
     ({"init_from": ""}, ["--init-from", "./run.sh english-net"]),
     ({"init_from": "nowhere"}, ["--init-from nowhere", "no checkpoint"]),
     ({"model_dim": 64}, ["track english-net, with model_dim=32", "64", "--model-dim"]),
+    (helpers.ONE_LAYER, ["with layers=(Layer(", "--layers"]),
     ({"untie_at": 0.5}, ["untie_at=False", "True"]),
     ({"data": "gone/verse"}, ["`python data/text.py --corpus verse`", "--data"]),
     ({"first_data": "gone/english"}, ["`python data/text.py`", "--first-data"]),

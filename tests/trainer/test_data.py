@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import helpers
+import sample
 import train_gpt
 from helpers import EOT
 from train_gpt import ConfigError, NgramTable, Runtime, TrainLoader, open_corpus
@@ -173,6 +174,20 @@ def test_a_run_is_resumed_on_the_corpus_that_it_began_with(cli, tiny, tmp_path):
     assert "manifest.json is not the one" in helpers.refusal(cli(resume="first"))
     (folder / "manifest.json").unlink()
     assert "manifest.json is not the one" in helpers.refusal(cli(resume="first"))
+
+
+def test_a_model_is_scored_on_the_corpus_of_its_run_alone(cli, tiny, tmp_path):
+    """Or on one that the user names."""
+    folder = helpers.make_corpus(tmp_path / "corpus")
+    assert cli(**{**tiny, "steps": 1, "data": str(folder), "run_id": "first"}).code == 0
+    words = ["--checkpoint", "first", "--eval", "--device", "cpu"]
+    assert cli(*words, main=sample.main).code == 0
+    helpers.write_shard(folder / "a_val_000000.bin", helpers.byte_documents(500))
+    assert cli(*words, main=sample.main).code == 0  # the manifest does not name it
+    helpers.with_manifest(folder)
+    line = helpers.refusal(cli(*words, main=sample.main))
+    assert "manifest.json is not the one" in line and "--data" in line
+    assert cli(*words, "--data", folder, main=sample.main).code == 0
 
 
 UNREADABLE = [b"", b"[]", b"{}", b'{"shards": [{}]}', b"[" * 100_000, b"9" * 5000, b"\xff"]

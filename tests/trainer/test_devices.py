@@ -15,11 +15,11 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """gpus(count, capability, packages): from now on torch sees so many GPUs, and these packages of
-    FlashAttention. Returns the list of those that are activated."""
+    """gpus(count, capability): from now on torch sees so many GPUs. Returns the list of the
+    FlashAttention packages that are activated."""
     activated = []
 
-    def see(count, capability=(9, 0), packages=()):
+    def see(count, capability=(9, 0)):
         answers = {
             "is_available": count > 0,
             "device_count": count,
@@ -29,18 +29,8 @@ def gpus(monkeypatch):
         for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, lambda *words, answer=answer: answer)
 
-        def activate(name):
-            if name not in packages:
-                raise ModuleNotFoundError(f"no package {name}")
-            activated.append(name)
-
-        def attend(head_dim, device):
-            if "of another torch" in packages:
-                raise TypeError("another signature")
-
-        monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activate)
-        monkeypatch.setattr("torch.nn.attention.restore_flash_attention_impl", activated.clear)
-        monkeypatch.setattr(train_gpt, "try_varlen", attend)
+        activate = "torch.nn.attention.activate_flash_attention_impl"
+        monkeypatch.setattr(activate, activated.append)
         return activated
 
     return see
@@ -100,22 +90,23 @@ def test_nccl_is_told_its_device(gpus, monkeypatch):
 # ----- types and back ends
 
 
-FLASH = [
-    # torch's own calls of FA3 would fail on this device
-    ((8, 0), ("FA3", "FA4"), "FA2 (no newer one for this device: ModuleNotFoundError)"),
-    ((9, 0), (), "FA2 (no FA3: ModuleNotFoundError)"),
-    ((9, 0), ("FA3",), "FA3"),
-    ((9, 0), ("FA3", "of another torch"), "FA2 (no FA3: TypeError)"),
-    ((10, 0), ("FA3",), "FA2 (no FA4: ModuleNotFoundError)"),
-]
-
-
-@pytest.mark.parametrize("capability, packages, told", FLASH)
-def test_the_log_says_which_flash_attention_was_asked_for(capability, packages, told, gpus):
-    activated = gpus(1, capability, packages)
+@pytest.mark.parametrize(
+    "capability, has_fa3, version",
+    [((8, 0), True, "FA2"), ((9, 0), False, "FA2"), ((9, 0), True, "FA3"), ((10, 0), True, "FA2")],
+)
+def test_flash_attention_3_is_taken_on_a_hopper_that_has_its_package(
+    capability, has_fa3, version, gpus, monkeypatch
+):
+    activated = gpus(1, capability)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name: has_fa3 if name == "flash_attn_interface" else find_spec(name),
+    )
     back_end, description = train_gpt.choose_attention(tiny_config(dtype="bfloat16"), CUDA)
-    assert isinstance(back_end, train_gpt.VarlenAttention) and description == f"varlen-{told}"
-    assert activated == ["FA3"] * (told == "FA3")
+    assert isinstance(back_end, train_gpt.VarlenAttention) and description == f"varlen-{version}"
+    assert activated == ["FA3"] * (version == "FA3")
+    assert back_end.options == ({"num_splits": 1} if version == "FA3" else {})
 
 
 def test_flash_attention_is_for_bfloat16_on_cuda(gpus):
@@ -141,19 +132,19 @@ def test_flash_attention_is_told_the_segments_and_the_cap(count, monkeypatch):
     given = []
     kernel = "torch.nn.attention.varlen.varlen_attn"
     monkeypatch.setattr(kernel, lambda q, k, v, *told, **options: given.extend([*told, options]))
-    paired = {1: (), 2: (1,)}[count]
-    config = dataclasses.replace(train_gpt.TRACKS["fineweb"], paired_layers=paired)
+    config = train_gpt.TRACKS["fineweb"]
     length = config.micro_batch_tokens
     lows = [*range(0, length, 640)]
     spans = [*zip(lows, [*lows[1:], length], strict=True)]
     text = train_gpt.Text(np.zeros(length + 1, np.uint16), config.eot_token)
-    hints = np.zeros((length, 0), np.int32), np.zeros(length, np.float32)
-    stack = train_gpt.stack_passages([train_gpt.Passage(text, spans)], hints, length, CPU)
+    guesses = np.zeros((length, 0), np.int32)
+    stack = train_gpt.stack_passages([train_gpt.Passage(text, spans)], guesses, length, CPU)
     micro_batch = train_gpt.MicroBatch(*(tensor[0] for tensor in stack))
     phase = train_gpt.training_phase(config, 0)
-    segments = train_gpt.VarlenAttention().prepare(micro_batch, phase, config.torch_dtype)
+    back_end = train_gpt.VarlenAttention()
+    mask = back_end.mask(micro_batch, 128, count, phase, config.torch_dtype)
     q = torch.zeros(count * length, 1, 4)
-    train_gpt.VarlenAttention().attend(q, q, q, segments, train_gpt.Window(128, count), 0.1)
+    back_end.attend(q, q, q, mask, 0.1)
     bounds, same, longest, also, options = given
     assert bounds is same and bounds.dtype == torch.int32
     assert bounds.tolist() == [count * low for low in lows + [length] * (64 - len(lows))]
@@ -165,8 +156,7 @@ def test_a_pass_of_evaluation_has_room_for_its_documents():
     """A pass of 65,536 tokens has 138 at most, and an empty one takes the same code."""
     text = train_gpt.Text(np.zeros(2**16 + 1, np.uint16), 1)
     passage = train_gpt.contiguous_passage(text, 0, 2**16)
-    hints = np.zeros((2**16, 0), np.int32), np.zeros(2**16, np.float32)
-    stack = train_gpt.stack_passages([passage], hints, 2**16, CPU)
+    stack = train_gpt.stack_passages([passage], np.zeros((2**16, 0), np.int32), 2**16, CPU)
     assert stack.segment_bounds.shape == (1, 256)
 
 

@@ -17,7 +17,7 @@ from optimizer_cases import CASES, MATRICES, RULES, batch_of, take_steps
 
 import ranks
 import train_gpt
-from helpers import ROOT, assert_bitwise, randomise, refusal, tiny_config
+from helpers import LAYERED, ROOT, assert_bitwise, randomise, refusal, tiny_config
 from train_gpt import UPDATE_RULES, Runtime, Trainer
 
 FOUR = pytest.param(4, marks=pytest.mark.slow)
@@ -221,7 +221,7 @@ def first_gradients(values, most):
 def test_a_pass_of_several_micro_batches_is_several_passes(rich):
     """Of 8 micro-batches, of which a pass may read three and reads two; a sampled softmax is of
     each. Dense connections, which join no tokens, would amplify rounding."""
-    sampled = {"micro_batches": 8, "softmax_rows": 200, "dense_layers": ()}
+    sampled = {"micro_batches": 8, "softmax_rows": 200, **LAYERED}
     sizes, loss, grads = first_gradients({**rich, **sampled}, 1)
     joint_sizes, joint_loss, joint_grads = first_gradients({**rich, **sampled}, 3)
     assert (sizes, joint_sizes) == ([1] * 8, [2] * 4)

@@ -15,7 +15,7 @@ import torch
 
 import ranks
 import train_gpt
-from helpers import EOT, LAYERED, NO_TABLE, ONE_LAYER, byte_documents, make_trainer
+from helpers import EOT, LAYERED, NO_TABLE, ONE_LAYER, byte_documents, layers_of, make_trainer
 from records import gates
 
 VAL_TOKENS = 4096  # 16 passes
@@ -196,7 +196,8 @@ def test_a_leak_at_one_per_cent_of_all_positions_is_caught_in_nearly_all_runs():
 
 # ----- cheating ones
 
-CHANGES = {"copy_reach": 4096, "shifted_layers": (0,)}
+SHIFTED = layers_of(2, is_long=(1,), shifted_keys=(0,), skip={1: 1})
+CHANGES = {"copy_reach": 4096, "layers": SHIFTED}
 # Layers of all kinds; and a narrow type, in which losses of single tokens may be off by much more.
 AMONG_LAYERS = (
     "attention_across_documents",

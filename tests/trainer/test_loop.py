@@ -233,9 +233,9 @@ def test_a_seed_gives_the_same_run_twice_and_is_drawn_if_not_given(tiny, cli, tm
 @pytest.mark.parametrize(
     "changes",
     [
-        {**helpers.NO_TABLE, **helpers.ONE_LAYER, "long_layers": (), "value_embedding_layers": ()},
+        {**helpers.NO_TABLE, "layers": ({},)},
         {"val_every": 1, "log_every": 100, "matrix_decay": 0.0, "cooldown": (1.0, 1.0), **LAYERED},
-        {"exclusive_layers": (0,), "matrix_update": "soap", "steps": 1, "seed": 2**63 - 1},
+        {"layers": ({"exclusive": True},), "matrix_update": "soap", "steps": 1, "seed": 2**63 - 1},
         {"dtype": "bfloat16", "untie_at": 1.0},
         {"mtp_weights": (1.0, 0.5, 0.25), "adam_every": 3, "softmax_rows": 200},
     ],

@@ -67,7 +67,7 @@ def test_a_first_step_of_an_output_s_scale_is_twice_the_matrices_rate(track):
     small = {"model_dim": 64, "head_dim": 16, "mlp_dim": 16, "vocab_size": 64, "eot_token": 63}
     config = train_gpt.with_values(train_gpt.TRACKS[track], {**small, "softmax_rows": 0})
     scale = gpt_of(config).output_scale
-    assert scale.shape == (config.num_layers, 2) and (scale == 1).all()
+    assert scale.shape == (len(config.layers), 2) and (scale == 1).all()
     state = {"first": torch.zeros_like(scale), "second": torch.zeros_like(scale)}
     lr = config.adam_lr * scale.rule.lr_mul
     train_gpt.adam_update(scale.data, torch.ones_like(scale), state, cases.hyper(lr=lr))

@@ -1,0 +1,139 @@
+"""From a token to its rows of the table and its copies, against slow references with Python's
+integers."""
+
+import numpy as np
+import pytest
+
+import helpers
+import train_gpt
+from helpers import EOT, text_of
+
+ROWS = 2**31 - 1  # a table of so many rows hardly ever gives two keys the same one
+
+
+def past_config(**changes):
+    """A Config whose table has no rows but those of the orders in `changes`."""
+    return helpers.tiny_config(**{**helpers.NO_TABLE, "ngram_rows": ROWS, **changes})
+
+
+def small_alphabet(count, letters, seed=0, longest=60):
+    """Tokens 1 to `letters`, among which n-grams recur, in documents of 1 to `longest` tokens; in
+    one where that is None."""
+    rng = np.random.default_rng([seed, letters])
+    tokens = rng.integers(1, letters + 1, size=count).astype(np.uint16)
+    if longest:
+        starts = np.cumsum(rng.integers(1, longest + 1, size=count))
+        tokens[starts[starts < count]] = EOT
+    tokens[0] = EOT
+    return tokens
+
+
+# ----- slow references
+
+
+def slow_gram(tokens, at, n):
+    """The last n tokens at a position, or fewer where its document begins later."""
+    start = helpers.documents_of(tokens[: at + 1])[at]
+    return tokens[max(start, at - n + 1) : at + 1].tolist()
+
+
+def slow_copies(tokens, at, config):
+    """The tokens that followed the latest earlier occurrences of the last n tokens, None where
+    there is none."""
+    start = helpers.documents_of(tokens[: at + 1])[at]
+    tokens, found = tokens.tolist(), []
+    for n in config.copy_orders:
+        gram = tokens[at - n + 1 : at + 1]
+        copies = [None]
+        # Of ends of n-grams that the document has within reach, the latest last.
+        for end in range(max(start + n - 1, at - config.copy_reach), at):
+            if tokens[end - n + 1 : end + 1] == gram and at - n + 1 >= start:
+                copies.append(tokens[end + 1])
+        found.append(copies[-1])
+    return found
+
+
+def assert_found(passage, positions, config):
+    """That rows and signs are those of the positions' n-grams, and guesses those of a search.
+    Returns how many guesses there are."""
+    tokens = passage.text.tokens
+    rows, signs = train_gpt.ngram_rows(passage, config)
+    guesses = train_gpt.copies(passage, config)
+    assert (rows.dtype, signs.dtype, guesses.dtype) == (np.int32, np.float32, np.int32)
+    assert rows.shape == signs.shape == (len(positions), len(config.ngram_orders))
+    assert guesses.shape == (len(positions), len(config.copy_orders))
+    count = 0
+    for i, at in enumerate(positions):
+        for column, n in enumerate(config.ngram_orders):
+            expected = helpers.slow_row(helpers.slow_key(slow_gram(tokens, at, n)), column, ROWS)
+            assert (int(rows[i, column]), float(signs[i, column])) == expected, (at, n)
+        expected = slow_copies(tokens, at, config)
+        count += sum(guess is not None for guess in expected)
+        expected = [train_gpt.NO_TOKEN if guess is None else guess for guess in expected]
+        assert guesses[i].tolist() == expected, at
+    return count
+
+
+def passage_of(tokens, positions):
+    """The Passage of single tokens at any positions."""
+    return train_gpt.Passage(text_of([*tokens, 1]), [(int(at), int(at) + 1) for at in positions])
+
+
+# ----- keys of n-grams
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 32])
+def test_keys_against_python_integers(n):
+    tokens = np.random.default_rng(n).integers(0, 2**16, size=70).astype(np.uint16)
+    tokens[[3, 50]] = 2**16 - 1
+    tokens[[0, 20, 21, 40]] = EOT
+    position = np.random.default_rng(n).permutation(70)
+    keys = train_gpt.ngram_keys(tokens, position, text_of(tokens).depth(position), n)
+    expected = [helpers.slow_key(slow_gram(tokens, at, n)) for at in position]
+    assert keys.dtype == np.uint64 and keys.tolist() == expected
+
+
+def test_a_hash_of_rows_changes_with_each_number_that_rows_depend_on():
+    changes = {"ngram_rows": ROWS - 1}, {"ngram_orders": (2, 4)}, {"ngram_orders": (3, 2)}
+    configs = [past_config(ngram_orders=(2, 3)), *(past_config(**each) for each in changes)]
+    assert len({train_gpt.row_fingerprint(config) for config in configs}) == len(configs)
+
+
+# ----- rows and copies
+
+
+@pytest.mark.parametrize("reach", [0, 1, 5, 30, 10_000])
+@pytest.mark.parametrize("orders", [(2, 3, 5), (7, 2), (32, 12, 4)], ids=str)
+def test_rows_and_copies_against_a_search(orders, reach):
+    """In passages that begin and end anywhere in a document. A span of a passage may copy from all
+    of its document that stands before it."""
+    config = past_config(ngram_orders=orders[:2], copy_orders=orders, copy_reach=reach)
+    count = 0
+    for letters, longest in ((1, 90), (2, 60), (3, 400), (4, 1), (3, None)):
+        tokens = small_alphabet(500, letters, longest=longest)
+        scattered = np.random.default_rng(letters).permutation(500)[:100]
+        count += assert_found(passage_of(tokens, scattered), scattered.tolist(), config)
+        whole = train_gpt.contiguous_passage(text_of(tokens), 70, 200)
+        count += assert_found(whole, range(70, 270), config)
+    assert (count == 0) == (reach == 0)
+
+
+ODD_TEXTS = [
+    [EOT],
+    [5],
+    [EOT, 5],
+    [EOT] * 40,
+    [1, 2, 3, 1, 2, 3, 1, 2, EOT, 1, 2, 3, 1, 2, 3],
+    [EOT, 1, 2, 1, 2, 1, 2, EOT],
+    [1, 2, 3] * 10,
+    [EOT, *[65535, 65534] * 10, 65535, 65535, 65535, EOT, 65535, 1, 65535],
+    [65535] * 20,
+]
+
+
+@pytest.mark.parametrize("text", ODD_TEXTS, ids=lambda text: f"{len(text)} tokens")
+def test_odd_texts(text):
+    config = past_config(ngram_orders=(2, 5), copy_orders=(2, 4, 3), copy_reach=100)
+    whole = train_gpt.contiguous_passage(text_of([*text, *[1] * 64]), 0, len(text))
+    for passage in (passage_of([*text, *[1] * 64], range(len(text))), whole):
+        assert_found(passage, range(len(text)), config)
