@@ -14,7 +14,16 @@ import torch
 
 import ranks
 import train_gpt
-from helpers import EOT, INDEX, LAYERED, NO_TABLE, ONE_LAYER, byte_documents, layers_of, make_trainer
+from helpers import (
+    EOT,
+    INDEX,
+    LAYERED,
+    NO_TABLE,
+    ONE_LAYER,
+    byte_documents,
+    layers_of,
+    make_trainer,
+)
 
 VAL_TOKENS = 4096  # 16 passes
 SLOW = pytest.mark.slow
