@@ -1,6 +1,6 @@
 """What a run asks of its GPUs, on probes of torch's that tell of machines that are not here."""
 
-import dataclasses
+import importlib.util
 
 import numpy as np
 import pytest
