@@ -2959,6 +2959,14 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def launcher_number(name, default):
+    """A number that torchrun sets in the environment. Raises ConfigError."""
+    text = os.environ.get(name, str(default))
+    words = f"{name}='{one_line(text)}': is a number where torchrun sets it; unset it"
+    require(re.fullmatch("[0-9]{1,9}", text), words)
+    return int(text)
+
+
 class Runtime:
     """This process among its peers: rank, world size, device, and the collectives.
 
@@ -2968,12 +2976,12 @@ class Runtime:
     """
 
     def __init__(self, device="auto"):
-        self.rank = int(os.environ.get("RANK", 0))
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.rank = launcher_number("RANK", 0)
+        self.world_size = launcher_number("WORLD_SIZE", 1)
+        self.local_rank = launcher_number("LOCAL_RANK", 0)
+        self.local_world_size = launcher_number("LOCAL_WORLD_SIZE", 1)
         numbers = f"RANK={self.rank} of WORLD_SIZE={self.world_size}"
-        require(0 <= self.rank < self.world_size, f"{numbers}: torchrun sets both, else unset both")
+        require(self.rank < self.world_size, f"{numbers}: torchrun sets both, else unset both")
         self.peers = self.world_size - 1
         self.is_main = self.rank == 0
         self.ledger = {}
@@ -3183,13 +3191,11 @@ def device_name(device):
 
 def git_state():
     """(commit sha, 1 if tracked files differ from it else 0); ("none", 0) without git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "none", 0
-    commit, dirty, _ = done.stdout.decode().strip().partition("-dirty")
-    return commit, int(bool(dirty))
+    command = "git describe --always --dirty --abbrev=40 --exclude='*'"
+    folder = Path(__file__).parent
+    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True)
+    commit, dirty, _ = done.stdout.strip().partition("-dirty")
+    return commit or "none", int(bool(dirty))
 
 
 def listen_for_signals():
@@ -3380,9 +3386,8 @@ def save_checkpoint(path, content):
 
 
 def load_checkpoint(path):
-    """The content of a checkpoint file, with its Config and its folder. Raises ConfigError, also
-    where no sha256 is beside it."""
-    path = Path(path).absolute()
+    """The content of a checkpoint file, a Path, with its Config and its folder. Raises ConfigError,
+    also where no sha256 is beside it."""
     try:
         is_whole = file_sha256(path).encode() in path.with_suffix(".sha256").read_bytes()
         require(is_whole, "its sha256 is not the one beside it: damaged")
@@ -3502,9 +3507,7 @@ class Run:
         is_same = is_there and content["data"] == manifest_hash(self.config)
         words = f"{Path(data, 'manifest.json').absolute()} is not the one that the run began with"
         require(is_same, f"--resume: {words}; bring its corpus back, or name its place by --data")
-        if content["folder"].resolve() != self.folder.resolve():
-            self.folder = content["folder"]
-            self.log.line(f"note: goes on where its checkpoint is, in {self.folder}")
+        self.folder = content["folder"]
         restore(self.trainer, content)
         self.first_step = content["step"]
         self.step = content["step"]
@@ -3580,15 +3583,6 @@ class Run:
             old.unlink()
             old.with_suffix(".sha256").unlink(missing_ok=True)
 
-    def save_last(self):
-        """Write the last checkpoint. A disk that is full must not cost the result, for which none
-        is needed: `unsaved` keeps the error until that is written."""
-        try:
-            self.save("checkpoint.pt")
-        except OSError as error:
-            self.unsaved = error
-            self.log.line(f"note: {one_line(error)}; validates and writes its result all the same")
-
     def end_if_asked(self):
         """Raise KeyboardInterrupt where a signal has come, after a save if the run saves at all."""
         if not self.config.save_every:
@@ -3596,12 +3590,11 @@ class Run:
             return
         stop = self.runtime.agreed_stop(self.step)
         # Between Adam's steps gradients wait, and they are not saved.
-        if stop is None or self.step < stop or self.step % self.config.adam_every:
-            return
-        if self.step:
-            with self.clock.stopped():
-                self.save()
-        raise KeyboardInterrupt
+        if stop is not None and self.step >= stop and self.step % self.config.adam_every == 0:
+            if self.step:
+                with self.clock.stopped():
+                    self.save()
+            raise KeyboardInterrupt
 
 
 def open_run(config, checkpoint, runtime, log, is_check):
@@ -3688,8 +3681,8 @@ def write_result(run, losses, gates):
     tokens = training_tokens(config)
     peaks = runtime.peak_memory_mib()
     sent = {  # by this rank: [bytes, messages] in a training step
-        f"{collective}/{name}": [round(count / config.steps, 1) for count in entry]
-        for (collective, name), entry in sorted(runtime.sent_in_training().items())
+        "/".join(key): [round(count / config.steps, 1) for count in entry]
+        for key, entry in sorted(runtime.sent_in_training().items())
     }
     result = {
         **losses,
@@ -3817,7 +3810,11 @@ def train(run):
     clock.stop()
 
     if run.first_step < config.steps:  # else it is what the run was resumed from
-        run.save_last()
+        try:
+            run.save("checkpoint.pt")
+        except OSError as error:  # told once the result, which needs no checkpoint, is written
+            run.unsaved = error
+            run.log.line(f"note: {one_line(error)}; goes on to its result")
     stop_if_interrupted()
     losses = run.validate()
     stop_if_interrupted()

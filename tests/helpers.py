@@ -26,7 +26,7 @@ EOT = 256  # every document of the byte corpus starts with it
 # Small enough that a step takes milliseconds, with every part of the model in use. Fields of a
 # Stage hold in all stages. What is not named is the track's.
 TINY = {
-    "track": "english",  # by default it is told why this one is taken
+    "track": "english-net",  # by default it is told why this one is taken
     "tokenizer": "bytes",
     "vocab_size": 257,
     "eot_token": EOT,
@@ -105,15 +105,9 @@ RICH = {
 }
 
 
-def spare_runs():
-    """Runs of this process, and of ranks that are forked from it, measure no products; those that
-    test it put it back."""
-    train_gpt.matmul_rate = lambda device, dtype, size: 1e11
-
-
 def tiny_config(**changes):
     """The tiny Config; changes may name fields of a Stage, which then hold in all stages."""
-    return train_gpt.with_values(train_gpt.TRACKS["english"], {**TINY, **changes})
+    return train_gpt.with_values(train_gpt.TRACKS["english-net"], {**TINY, **changes})
 
 
 def arguments(values):
