@@ -3207,19 +3207,23 @@ def listen_for_signals():
     former = signal.set_wakeup_fd(sent)  # the system's handler writes there, whatever Python does
     if former >= 0:
         os.close(former)  # which ends the thread of an earlier call
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def watch():
-        if os.read(received, 1):
-            INTERRUPTED.set()
-            with contextlib.suppress(OSError):  # of a console that is gone
-                os.write(2, b"interrupted: ends after the step at hand; again: at once\n")
-        first = time.monotonic()
+        first = math.inf
         while number := os.read(received, 1):
+            if number[0] not in ending:
+                continue
             if time.monotonic() - first > 1:  # a launcher sends on what its ranks have got, too
                 os._exit(128 + number[0])
+            if not INTERRUPTED.is_set():
+                first = time.monotonic()
+                INTERRUPTED.set()
+                with contextlib.suppress(OSError):  # of a console that is gone
+                    os.write(2, b"interrupted: ends after the step at hand; again: at once\n")
         os.close(received)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in ending:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda number, frame: None)
     threading.Thread(target=watch, daemon=True).start()
@@ -3285,12 +3289,10 @@ def parse_command_line(argv):
     parser = command_line_parser()
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        names = [name for action in parser._actions for name in action.option_strings]
-        hint = nearest(unknown[0].partition("=")[0], names)
+        hint = nearest(unknown[0].partition("=")[0], parser._option_string_actions)
         raise ConfigError(f"{unknown[0]}: no such key; {hint} Arguments come as --key value")
-    given = vars(namespace)
-    texts = {name: value for name, value in given.items() if isinstance(value, str)}
-    return given | {name: os.path.expanduser(value) for name, value in texts.items()}
+    given = vars(namespace).items()
+    return {name: os.path.expanduser(v) if isinstance(v, str) else v for name, v in given}
 
 
 # ----- the log
@@ -3343,7 +3345,6 @@ class Log:
             self.file.write(text + "\n")
 
     def close(self):
-        """Let go of the run: who keeps the error that ended it may keep this log as well."""
         if self.file is not None:
             self.file.close()
 
@@ -3466,8 +3467,7 @@ class Run:
     def __init__(self, config, runtime, log):
         """Look at all that it needs, and build it. Raises ConfigError."""
         seed = config.seed if config.seed >= 0 else int.from_bytes(os.urandom(4), "little")
-        moment = time.strftime("%Y-%m-%d_%H-%M-%S")
-        run_id = config.run_id or f"{moment}_{os.urandom(2).hex()}"
+        run_id = config.run_id or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.urandom(2).hex()}"
         seed, run_id = runtime.agree("run", [seed, run_id])  # what is drawn is so for all ranks
         self.config = dataclasses.replace(config, seed=seed, run_id=run_id)
         self.runtime = runtime
@@ -3509,8 +3509,7 @@ class Run:
         require(is_same, f"--resume: {words}; bring its corpus back, or name its place by --data")
         self.folder = content["folder"]
         restore(self.trainer, content)
-        self.first_step = content["step"]
-        self.step = content["step"]
+        self.first_step = self.step = content["step"]
         self.loader_state = content["loader"]
         self.clock.total, self.clock.processor = content["seconds"]
         self.loss_tokens = content["loss_tokens"]
@@ -3860,14 +3859,15 @@ def main(argv=None, extend=None):
         return 0
     except (KeyboardInterrupt, Exception) as error:
         status, words = ending_of(error)
-        # The disk may be full; the console has the status.
-        with contextlib.suppress(OSError), contextlib.closing(log):
+        with contextlib.suppress(OSError):  # the disk may be full; the console has the status
             log.line(f"status:{words}")
         if not log.is_main:
             print(f"rank {os.environ['RANK']}: status:{words}", file=sys.stderr, flush=True)
         if runtime is not None:
             runtime.close(has_failed=True)
         return status
+    finally:
+        log.close()  # who keeps the error that ended the run may keep this log as well
 
 
 if __name__ == "__main__":

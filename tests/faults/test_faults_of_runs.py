@@ -153,25 +153,6 @@ def test_a_run_is_written_by_one_process(tiny, cli):
     assert cli(**values).code == 0
 
 
-# ----- a signal while it saves, consoles, locales
-
-
-def test_a_signal_during_a_save_leaves_it_whole(tiny, tmp_path):
-    """It falls between the last write and the file's taking its name."""
-
-    def before():
-        def fsync(file):
-            os.kill(os.getpid(), signal.SIGTERM)
-            honest(file)
-
-        honest, os.fsync = os.fsync, fsync
-
-    run = ranks.train(tmp_path, {**tiny, "run_id": "saving"}, before=before)
-    assert run.code == 130 and run.lines[-1] == "status:interrupted" == run.log[-1]
-    assert train_gpt.load_checkpoint(run.folder / "checkpoint.pt")["step"] == 4
-    assert not list(run.folder.glob("*.tmp")) and not (run.folder / "result.json").exists()
-
-
 # ----- folders and corpora
 
 
