@@ -295,12 +295,6 @@ def test_odd_words_of_a_launcher_are_named_in_one_line(variables, words, tiny, c
     assert run.code == 2 and f"status:error {words}" in line and "\n" not in line
 
 
-def test_tasks_without_ranks_are_told(tiny, cli, monkeypatch):
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    run = cli("--check", **tiny)
-    assert run.code == 0 and run.lines[0].startswith("note: SLURM_NTASKS=4, and no RANK: ")
-
-
 def test_collectives_have_the_names_of_older_torch_too():
     """Those before 2.13, as on machines whose torch is 2.11."""
     code = """
