@@ -3829,10 +3829,11 @@ def main(argv=None, extend=None):
     extend: another script's way to build on this one: given the Config, it returns a function that
     prepares the Run before it is warmed up.
     """
-    log = Log(is_main=os.environ.get("RANK", "0") == "0")
+    log = Log(is_main=True)
     runtime = None
     listen_for_signals()
     try:
+        log.is_main = launcher_number("RANK", 0) == 0
         given = parse_command_line(sys.argv[1:] if argv is None else argv)
         if given.pop("help", False):
             print(command_line_parser().format_help(), end="")

@@ -277,13 +277,15 @@ LAUNCHERS = [
     ({"RANK": ""}, "RANK=''"),
     ({"RANK": "9" * 5000}, "RANK='999"),
     ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
-    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without "),
+    ({"WORLD_SIZE": "2"}, "ranks do not find each other: "),
     ({"RANK": "1"}, "RANK=1 of WORLD_SIZE=1"),
     ({"WORLD_SIZE": "0"}, "RANK=0 of WORLD_SIZE=0"),
 ]
 ALONE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-LAUNCHERS += [({**ALONE, "MASTER_ADDR": "here", "MASTER_PORT": "99999"}, "MASTER_PORT=99999")]
-LAUNCHERS += [({**ALONE, "MASTER_ADDR": ""}, "WORLD_SIZE=2 without MASTER_ADDR")]
+LAUNCHERS += [
+    ({**ALONE, "MASTER_ADDR": "here", "MASTER_PORT": "99999"}, "ranks do not find each other: ")
+]
+LAUNCHERS += [({**ALONE, "MASTER_ADDR": ""}, "ranks do not find each other: ")]
 
 
 @pytest.mark.parametrize("variables, words", LAUNCHERS, ids=str)
