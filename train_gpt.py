@@ -3291,8 +3291,9 @@ def parse_command_line(argv):
     if unknown:
         hint = nearest(unknown[0].partition("=")[0], parser._option_string_actions)
         raise ConfigError(f"{unknown[0]}: no such key; {hint} Arguments come as --key value")
-    given = vars(namespace).items()
-    return {name: os.path.expanduser(v) if isinstance(v, str) else v for name, v in given}
+    given = vars(namespace)
+    texts = {name: value for name, value in given.items() if isinstance(value, str)}
+    return given | {name: os.path.expanduser(value) for name, value in texts.items()}
 
 
 # ----- the log
@@ -3358,7 +3359,7 @@ def atomic_file(path):
     there stays. Raises OSError, with the room that is left."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "w+b") as file:
+        with open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -3509,7 +3510,8 @@ class Run:
         require(is_same, f"--resume: {words}; bring its corpus back, or name its place by --data")
         self.folder = content["folder"]
         restore(self.trainer, content)
-        self.first_step = self.step = content["step"]
+        self.first_step = content["step"]
+        self.step = self.first_step
         self.loader_state = content["loader"]
         self.clock.total, self.clock.processor = content["seconds"]
         self.loss_tokens = content["loss_tokens"]
@@ -3518,8 +3520,7 @@ class Run:
             self.sent = content["sent"]
 
     def is_due(self, every):
-        """Whether the steps that are done are a multiple of `every`; 0: never; and not at the end,
-        where all is done anyway."""
+        """Whether the steps done are a multiple of `every` (0: never), and steps are left."""
         return every > 0 and self.step % every == 0 and self.step < self.config.steps
 
     def log_losses(self, losses, words=""):
@@ -3741,11 +3742,7 @@ ENDINGS = (  # what can end a program, the exit status, and what the status line
     (KeyboardInterrupt, 130, "interrupted"),
     (ConfigError, 2, "error {said}"),
     (FloatingPointError, 1, "nan {said}; start another run with a lower learning rate"),
-    (
-        (MemoryError, torch.OutOfMemoryError),
-        1,
-        "oom {said}; lower micro_batches_a_pass, micro_batch_tokens or ngram_rows",
-    ),
+    (MemoryError, 1, "oom {said}; lower micro_batches_a_pass, micro_batch_tokens or ngram_rows"),
     (OSError, 1, "error {said}; check the path, and that the disk is not full"),
     (ImportError, 2, "error {said}; ./run.sh installs what is missing"),
 )
@@ -3755,7 +3752,8 @@ def ending_of(error):
     """(exit status, words of the status line) of a program that an error has ended; prints the
     traceback of one that nobody but the script can put right."""
     said = one_line(error)
-    if "DefaultCPUAllocator" in said:  # torch has no type for it: a RuntimeError
+    # On a CPU torch raises a RuntimeError, which only its words tell from others.
+    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in said:
         error = MemoryError(said)
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
         # This import takes seconds, which a run that does not compile need not wait.
