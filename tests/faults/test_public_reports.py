@@ -1,5 +1,5 @@
 """Kinds of faults that public reports of other trainers tell of: numbers of a resumed run, a disk
-without room, a signal that nobody hears, words and folders that were not expected."""
+without room, a signal that nobody hears, a run named by its folder."""
 
 import os
 import shutil
@@ -109,7 +109,7 @@ def test_a_second_signal_is_heard_in_the_middle_of_a_collective(tiny, tmp_path, 
     assert "interrupted: ends after the step at hand" in run.stderr
 
 
-# ----- words and folders
+# ----- folders
 
 
 def test_a_run_is_resumed_by_its_folder(tiny, cli, tmp_path):
@@ -118,9 +118,3 @@ def test_a_run_is_resumed_by_its_folder(tiny, cli, tmp_path):
         (tmp_path / "logs/named/result.json").unlink()
         assert cli(resume=name).code == 0
         assert "complete" in refusal(cli(resume=name))
-
-
-@pytest.mark.parametrize("words", [["--resume", "auto"], ["--resume", "\0"], ["--resume", "/"]])
-def test_what_names_no_run_is_refused_in_one_line(words, tiny, cli):
-    code = cli("--check", *words, **tiny, run_id="new").code
-    assert code == (0 if words[1] == "auto" else 2)
