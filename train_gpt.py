@@ -48,7 +48,6 @@ import subprocess
 import sys
 import threading
 import time
-import timeit
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -74,13 +73,9 @@ try:
     from torch import Tensor, nn
     from torch import distributed as dist
     from torch.utils import _pytree as pytree
-except Exception as error:  # torch reads variables of the environment
-    remedy = "correct the variable that is meant, or unset it"
-    if isinstance(error, ImportError):
-        remedy = "./run.sh installs all of it into .venv; then `source .venv/bin/activate`"
-    if os.name == "nt":
-        remedy = "Windows is not supported: call it in WSL, https://learn.microsoft.com/windows/wsl"
-    print(f"status:error {' '.join(str(error).split())[:300]}; {remedy}")
+except ImportError as error:  # Windows has no fcntl
+    remedy = "./run.sh installs all of it into .venv; Windows is not supported: call it in WSL"
+    print(f"status:error {error}; {remedy}")
     sys.exit(2)
 
 # 1. Configuration ================================================================================
@@ -2617,17 +2612,18 @@ def warm_up(trainer, first_step=0):
 # 10. Runtime ======================================================================================
 
 TIMEOUT = datetime.timedelta(minutes=10)  # for which ranks wait for each other
+NVIDIA_DRIVER = Path("/proc/driver/nvidia")  # is there once the driver is loaded
+INTERRUPTED = threading.Event()  # by a signal: the run ends where it looks next
 # torch 2.13 has renamed these two, and warns of the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def launcher_number(name, default):
-    """What a launcher says in an environment variable, which is a number. Raises ConfigError."""
+    """A number that torchrun sets in the environment. Raises ConfigError."""
     text = os.environ.get(name, str(default))
-    is_number = re.fullmatch("[0-9]{1,9}", text)
-    words = "is a number where torchrun sets it"
-    require(is_number, f"{name}='{one_line(text)}'", words, "unset it")
+    words = f"{name}='{one_line(text)}': is a number where torchrun sets it; unset it"
+    require(re.fullmatch("[0-9]{1,9}", text), words)
     return int(text)
 
 
@@ -2644,11 +2640,10 @@ class Runtime:
         self.world_size = launcher_number("WORLD_SIZE", 1)
         self.local_rank = launcher_number("LOCAL_RANK", 0)
         self.local_world_size = launcher_number("LOCAL_WORLD_SIZE", 1)
-        words = f"RANK={self.rank} of WORLD_SIZE={self.world_size}"
-        require(self.rank < self.world_size, f"{words}: torchrun sets them, else unset both")
+        numbers = f"RANK={self.rank} of WORLD_SIZE={self.world_size}"
+        require(self.rank < self.world_size, f"{numbers}: torchrun sets both, else unset both")
         self.peers = self.world_size - 1
         self.is_main = self.rank == 0
-        self.launcher = os.getppid()
         self.ledger = {}
         self.device = choose_device(device, self.local_rank, self.local_world_size)
         self.use_device()
@@ -2656,8 +2651,9 @@ class Runtime:
         if self.world_size > 1:
             try:
                 self.connect()
-            except (RuntimeError, TypeError) as error:  # of gloo and of the store
-                raise ConfigError(f"ranks do not find each other: {error}") from error
+            except (RuntimeError, TypeError, ValueError) as error:  # of gloo and of the store
+                words = f"ranks do not find each other: {one_line(error)}"
+                raise ConfigError(f"{words}; start with torchrun, or unset WORLD_SIZE") from error
 
     def use_device(self):
         """Make the device the calling thread's own; on a CPU, one thread an operation: those of
@@ -2669,12 +2665,6 @@ class Runtime:
 
     def connect(self):
         """Join the process group; the loader's thread, which keeps another order, gets its own."""
-        needed = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-        missing = {name for name in needed if not os.environ.get(name)}
-        words = f"WORLD_SIZE={self.world_size} without {', '.join(sorted(missing))}"
-        require(not missing, f"{words}: start with torchrun, which sets all, or unset WORLD_SIZE")
-        port = launcher_number("MASTER_PORT", 0)
-        require(port < 2**16, f"MASTER_PORT={port}: ports are below 65,536; torchrun sets one")
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             # torchrun's store outlives a restart, and still has the addresses of the dead. Nodes
@@ -2702,18 +2692,13 @@ class Runtime:
             return value
         return json.loads(self.store.compare_set(key, "", json.dumps(value)))
 
-    def barrier(self):
-        """Wait for all ranks, which fails at once where one has ended."""
-        if self.world_size > 1:
-            dist.all_reduce(torch.zeros(1), group=self.loader_group)
-
-    def last_step(self, step, is_asked):
-        """The step before which all ranks end once one of them is asked to, else None: no rank is
-        further ahead than the loader's exchange lets it be."""
+    def agreed_stop(self, step):
+        """The step before which all ranks end once a signal has reached one of them, else None.
+        It is two prefetch windows ahead, so that no rank has passed it."""
         if self.world_size == 1:
-            return step if is_asked else None
-        if is_asked or self.store.check(["last step"]):
-            return self.agree("last step", step + 2 * PREFETCH)
+            return step if INTERRUPTED.is_set() else None
+        if INTERRUPTED.is_set() or self.store.check(["stop"]):
+            return self.agree("stop", step + 2 * PREFETCH)
         return None
 
     def owned_range(self, count):
@@ -2728,6 +2713,11 @@ class Runtime:
         entry = self.ledger.setdefault((collective, name), [0, 0])
         entry[0] += messages * tensor.nbytes // self.world_size if size is None else size
         entry[1] += messages
+
+    def sent_in_training(self):
+        """What of the ledger belongs to steps."""
+        untimed = ("validation", "checkpoint")
+        return {key: entry for key, entry in self.ledger.items() if key[1] not in untimed}
 
     def all_reduce(self, tensor, name):
         """Sum in place over ranks; returns work."""
@@ -2795,8 +2785,7 @@ class Runtime:
         else:
             unit = 2**20 if sys.platform == "darwin" else 2**10
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
-        peaks = self.gather_on_main(torch.tensor([peak]), self.world_size, "validation")
-        return peaks.tolist() if self.is_main else [peak]
+        return self.gather_on_main(torch.tensor([peak]), self.world_size, "validation").tolist()
 
     def close(self, has_failed=False):
         if dist.is_initialized():
@@ -2831,7 +2820,6 @@ class Clock:
 
     @contextlib.contextmanager
     def stopped(self):
-        """For what is not timed."""
         self.stop()
         yield
         self.start()
@@ -2853,11 +2841,13 @@ def wait(work):
 
 def choose_device(name, local_rank, local_world_size):
     """The torch.device of one of the processes on this machine. Raises ConfigError."""
-    has_cuda = name != "cpu" and torch.cuda.is_available()
-    words = f"torch {torch.__version__} sees no CUDA device"
-    require(has_cuda or name != "cuda", f"device=cuda: {words}; use --device cpu")
-    if not has_cuda:
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    has_driver = NVIDIA_DRIVER.exists() and not is_hidden
+    if name == "cpu" or not (name == "cuda" or has_driver or torch.cuda.is_available()):
         return torch.device("cpu")
+    words = f"device={name}: torch {torch.__version__} sees no CUDA device"
+    hint = f", and {NVIDIA_DRIVER} is there: its driver may be too old; update it" * has_driver
+    require(torch.cuda.is_available(), f"{words}{hint}; or train on the CPU by --device cpu")
     count = torch.cuda.device_count()
     words = f"{local_world_size} processes on a node with {count} GPU(s)"
     is_enough = max(local_world_size, local_rank + 1) <= count
@@ -2877,43 +2867,50 @@ def device_name(device):
 
 def git_state():
     """(commit sha, 1 if tracked files differ from it else 0); ("none", 0) without git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "none", 0
-    commit, dirty, _ = done.stdout.decode().strip().partition("-dirty")
-    return commit, int(bool(dirty))
+    command = "git describe --always --dirty --abbrev=40 --exclude='*'"
+    folder = Path(__file__).parent
+    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True)
+    commit, dirty, _ = done.stdout.strip().partition("-dirty")
+    return commit or "none", int(bool(dirty))
 
 
-def matmul_rate(device, dtype, size):
-    """Floating-point operations a second of a square matrix product, best of six."""
-    matrix = torch.ones(size, size, dtype=dtype, device=device)
+def listen_for_signals():
+    """The first signal ends the run behind the step at hand. Another one, over a second later,
+    ends it at once, by a thread: the main one may wait for other ranks, or for memory."""
+    INTERRUPTED.clear()
+    received, sent = os.pipe()
+    os.set_blocking(sent, False)
+    former = signal.set_wakeup_fd(sent)  # the system's handler writes there, whatever Python does
+    if former >= 0:
+        os.close(former)  # which ends the thread of an earlier call
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-    def multiply():
-        (matrix @ matrix)[0, 0].item()  # which waits for the device
+    def watch():
+        first = math.inf
+        while number := os.read(received, 1):
+            if number[0] not in ending:
+                continue
+            if time.monotonic() - first > 1:  # a launcher sends on what its ranks have got, too
+                os._exit(128 + number[0])
+            if not INTERRUPTED.is_set():
+                first = time.monotonic()
+                INTERRUPTED.set()
+                with contextlib.suppress(OSError):  # of a console that is gone
+                    os.write(2, b"interrupted: ends after the step at hand; again: at once\n")
+        os.close(received)
 
-    return 2 * size**3 / min(timeit.repeat(multiply, number=1, repeat=6))
+    for number in ending:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, frame: None)
+    threading.Thread(target=watch, daemon=True).start()
 
 
-def mfu_percent(trainer, tokens_per_s):
-    """The share of a large matrix product's rate that training has come to: 6 operations a token
-    and weight of matrices and of those rows of the head that its softmax takes; attention's scores
-    are not counted."""
-    runtime = trainer.runtime
-    config = trainer.config
-    stages = [stage_at(config, step) for step in range(config.steps)]
-    rows = [stage.softmax_rows or config.vocab_size for stage in stages]
-    mean_rows = np.average(rows, weights=[stage.micro_batches for stage in stages])
-    weights = trainer.optimizer.matrices.size() + mean_rows * config.model_dim
-    size = 8192 if runtime.device.type == "cuda" else 1024
-    rate = matmul_rate(runtime.device, config.torch_dtype, size)
-    return 100 * 6 * weights * tokens_per_s / (runtime.world_size * rate)
+def stop_if_interrupted():
+    if INTERRUPTED.is_set():
+        raise KeyboardInterrupt
 
 
 # 11. A run's life =================================================================================
-
-INTERRUPTED = threading.Event()  # by a signal: the run ends where it looks next, and is saved
 
 
 # ----- the command line
@@ -3015,34 +3012,11 @@ def parse_command_line(argv):
     parser = command_line_parser()
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        names = [name for action in parser._actions for name in action.option_strings]
-        hint = nearest(unknown[0].partition("=")[0], names)
+        hint = nearest(unknown[0].partition("=")[0], parser._option_string_actions)
         raise ConfigError(f"{unknown[0]}: no such key; {hint} Arguments come as --key value")
     given = vars(namespace)
     texts = {name: value for name, value in given.items() if isinstance(value, str)}
     return given | {name: os.path.expanduser(value) for name, value in texts.items()}
-
-
-def resumed(given):
-    """(Config, the content of the checkpoint that --resume names, or None) of given values."""
-    run = given.get("resume", "")
-    is_auto = run == "auto"
-    if is_auto:
-        run = given.get("run_id", "")
-    if not run or (is_auto and not any(Path("logs", run).glob("*.pt"))):
-        return config_from(given), None
-    content = find_checkpoint(run)
-    saved = content["config"]
-    is_complete = content["step"] == saved.steps and (content["folder"] / "result.json").exists()
-    require(is_auto or not is_complete, f"--resume {run}: it is complete, all {saved.steps} steps")
-    may_change = NEUTRAL_FIELDS - {"seed", "run_id", "run_of"} | {"data"}  # it may have moved
-    if is_auto:
-        may_change.add("run_id")
-    changes = {name: value for name, value in given.items() if name in may_change}
-    for name in given.keys() - may_change:
-        words = f"--{name.replace('_', '-')} {given[name]}: the run to resume keeps what it has"
-        require(with_values(saved, {name: given[name]}) == saved, f"{words}; leave the key out")
-    return dataclasses.replace(saved, **{**changes, "resume": saved.resume}), content
 
 
 # ----- the log
@@ -3056,31 +3030,31 @@ class Log:
         self.file = None
 
     def open(self, folder, is_new, may_replace=False):
-        """Go on with a folder's log.txt, or begin it, where there is none, with the script's
-        source. Returns whether it begins."""
+        """Begin a folder's log.txt with the script's source, or go on with it. Returns whether it
+        begins. Raises ConfigError where it is another run's, or another process writes it."""
         if not self.is_main:
             return False
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "log.txt"
         is_free = not is_new or may_replace or not path.exists()
         require(is_free, f"{folder} exists; change --run-id, or --resume {folder.name}")
-        is_file = path.is_file() or not path.exists()
-        require(is_file, f"{path.absolute()}: is no regular file; move it away")
         file = open(path, "a", buffering=1, encoding="utf-8")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where another process writes it
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            words = f"{path}: another process writes this run; wait for it, or stop it"
+            raise ConfigError(words) from None
         self.file = file
         for leftover in folder.glob("*.tmp"):
             leftover.unlink()
-        written = path.read_bytes()
-        if is_new or not written:
-            file.truncate(0)
+        written = b"" if is_new else path.read_bytes()
+        file.truncate(written.rfind(b"\n") + 1)  # a kill may have torn the last line
+        if not written:
             source = Path(__file__).read_text("utf-8")
             file.write(source.rstrip("\n") + "\n===== END OF CODE =====\n")
-            return True
-        file.truncate(written.rfind(b"\n") + 1)  # a kill may have torn the last line
-        if not re.search(rb"\nstatus:.*\n\Z", written):
+        elif not re.search(rb"\nstatus:.*\n\Z", written):
             file.write("status:error ended without a word: killed, or its machine stopped\n")
-        return False
+        return not written
 
     def line(self, text, on_console=True):
         """One event, a line: to the file, and to the console."""
@@ -3095,7 +3069,6 @@ class Log:
             self.file.write(text + "\n")
 
     def close(self):
-        """Let go of the run: who keeps the error that ended it may keep this log as well."""
         if self.file is not None:
             self.file.close()
 
@@ -3109,7 +3082,7 @@ def atomic_file(path):
     there stays. Raises OSError, with the room that is left."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "w+b") as file:
+        with open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -3138,48 +3111,40 @@ def save_checkpoint(path, content):
 
 
 def load_checkpoint(path):
-    """Read a checkpoint, whose sha256 must be there, and its Config. Raises ConfigError."""
-    path = Path(path).absolute()
-    require(path.is_file(), f"{path}: no such checkpoint; a run leaves logs/RUN/checkpoint.pt")
-    beside = path.with_suffix(".sha256")
-    require(beside.is_file(), f"{beside}: is missing; copy it together with {path.name}")
+    """The content of a checkpoint file, a Path, with its Config and its folder. Raises ConfigError,
+    also where no sha256 is beside it."""
     try:
-        is_whole = file_sha256(path).encode() in beside.read_bytes()
-        require(is_whole, f"its sha256 is not the one in {beside.name}: damaged")
+        is_whole = file_sha256(path).encode() in path.with_suffix(".sha256").read_bytes()
+        require(is_whole, "its sha256 is not the one beside it: damaged")
         content = torch.load(path, map_location="cpu", weights_only=True)
-        track = content["config"]["track"]
-        require(track in TRACKS, f"of track {track}; use the script that it began with")
-        config = content["config"] = type(TRACKS[track])(**content["config"])
-        require(content["step"] in range(config.steps + 1), "its step is none of its run")
-        kinds = {"train_seconds": float, "loss": list, "loader": dict}
-        is_whole = all(type(content[name]) is kind for name, kind in kinds.items())
-        require(is_whole and len(content["loss"]) == 2, "its clock, loss or place is of no run")
-        is_same_hash = content["rows"] == row_fingerprint(config)
-        require(is_same_hash, "its table has another hash of rows; use the script it began with")
+        config = content["config"]
+        require(config["track"] in TRACKS, f"its track {config['track']} is not known here")
+        content["config"] = type(TRACKS[config["track"]])(**config)
+        is_same = content["rows"] == row_fingerprint(content["config"]) and "sent" in content
+        require(is_same, "another version of the script has made it")
     except Exception as error:  # torch raises several types for a damaged file
         reason = f"{type(error).__name__}: {one_line(error)}"
-        raise ConfigError(f"{path}: cannot be read ({reason}); use another checkpoint") from None
-    return content
+        remedy = "use another checkpoint, or the script that it began with"
+        raise ConfigError(f"{path}: cannot be read ({reason}); {remedy}") from None
+    return {**content, "folder": path.parent}
 
 
 def find_checkpoint(run, key="resume"):
-    """The content of a checkpoint file, or of a run id's newest sound checkpoint."""
-    folder = Path("logs", run)
-    damaged = []
-    newest_first = sorted(folder.glob("step_*.pt"), reverse=True)
-    for path in (Path(run), folder / "checkpoint.pt", *newest_first):
-        if path.is_file():
-            try:
-                content = load_checkpoint(path)
-            except ConfigError as error:
-                damaged.append(one_line(error))
-                continue
-            for reason in damaged:
-                print(f"note: {reason}", file=sys.stderr)
-            return {**content, "folder": path.parent}
+    """The content of a checkpoint file, or of the newest sound checkpoint of a run, which its id
+    or its folder names. Raises ConfigError."""
+    paths = [Path(run)]
+    for folder in (Path("logs", run), Path(run)):
+        paths += [folder / "checkpoint.pt", *sorted(folder.glob("step_*.pt"), reverse=True)]
+    damaged = ""
+    for path in filter(Path.is_file, paths):
+        try:
+            return load_checkpoint(path)
+        except ConfigError as error:
+            damaged = one_line(error)
+            print(f"note: {damaged}", file=sys.stderr)
     hint = nearest(run, [path.parent.name for path in Path("logs").glob("*/*.pt")])
-    missing = f"no checkpoint in {folder.absolute()}; {hint or 'no run has left one'}"
-    raise ConfigError("; ".join(damaged) or f"--{key} {run}: {missing}")
+    missing = f"no checkpoint in {Path('logs', run)}; {hint or 'no run has left one'}"
+    raise ConfigError(damaged or f"--{key} {run}: {missing}")
 
 
 def restore(trainer, content):
@@ -3190,7 +3155,7 @@ def restore(trainer, content):
         for group in trainer.optimizer.groups:
             group.load(content["groups"][group.name])
         torch.set_rng_state(content["rng"])
-    except Exception as error:  # each kind of thing in the place of a tensor raises another type
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         words = f"the checkpoint is not of this model ({one_line(error)})"
         raise ConfigError(f"{words}; use the script and configuration of its run") from None
 
@@ -3201,32 +3166,29 @@ def open_to_score(config):
     return open_corpus(dataclasses.replace(config, steps=1))
 
 
+def resumed(given):
+    """(Config, the content of the checkpoint that --resume names, or None) of given values."""
+    run = given.get("resume", "")
+    is_auto = run == "auto"
+    if is_auto:
+        run = given.get("run_id", "")
+    if not run or (is_auto and not any(Path("logs", run).glob("*.pt"))):
+        return config_from(given), None
+    content = find_checkpoint(run)
+    saved = content["config"]
+    is_complete = content["step"] == saved.steps and (content["folder"] / "result.json").exists()
+    require(is_auto or not is_complete, f"--resume {run}: it is complete, all {saved.steps} steps")
+    may_change = NEUTRAL_FIELDS - {"seed", "run_id", "run_of"} | {"data"}  # it may have moved
+    if is_auto:
+        may_change.add("run_id")
+    for name in given.keys() - may_change:
+        words = f"--{name.replace('_', '-')} {given[name]}: the run to resume keeps what it has"
+        require(with_values(saved, {name: given[name]}) == saved, f"{words}; leave the key out")
+    changes = {name: given[name] for name in given.keys() & may_change}
+    return dataclasses.replace(saved, **{**changes, "resume": saved.resume}), content
+
+
 # ----- the run
-
-
-def listen_for_signals():
-    """The first signal ends the run behind the step at hand, another one later ends it at once."""
-    INTERRUPTED.clear()
-    first = []
-
-    def interrupt(number, frame):
-        first.append(time.monotonic())
-        INTERRUPTED.set()
-        if len(first) == 1:
-            with contextlib.suppress(OSError):  # of a console that is gone
-                os.write(2, b"interrupted: ends after the step at hand; again: at once\n")
-        elif time.monotonic() - first[0] > 1:  # a launcher sends on what its ranks have got, too
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, interrupt)
-
-
-def stop_if_interrupted():
-    if INTERRUPTED.is_set():
-        raise KeyboardInterrupt
 
 
 class Run:
@@ -3235,8 +3197,7 @@ class Run:
     def __init__(self, config, runtime, log):
         """Look at all that it needs, and build it. Raises ConfigError."""
         seed = config.seed if config.seed >= 0 else int.from_bytes(os.urandom(4), "little")
-        moment = time.strftime("%Y-%m-%d_%H-%M-%S")
-        run_id = config.run_id or f"{moment}_{os.urandom(2).hex()}"
+        run_id = config.run_id or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.urandom(2).hex()}"
         seed, run_id = runtime.agree("run", [seed, run_id])  # what is drawn is so for all ranks
         self.config = dataclasses.replace(config, seed=seed, run_id=run_id)
         self.runtime = runtime
@@ -3247,10 +3208,13 @@ class Run:
         self.val_sets = {"val_loss": self.corpus.val}  # validation tokens by the name of their loss
         torch.manual_seed(seed)
         self.trainer = Trainer(self.config, runtime)
+        self.first_step = 0  # of this process; later than 0 where it has resumed the run
         self.step = 0  # how many are done
         self.loader_state = None  # behind these
         self.loss_sum = 0.0  # of the steps since the last logged one, on this rank
         self.loss_tokens = 0  # of these steps, on all ranks
+        self.sent = {}  # by this rank in the steps of earlier processes, as Runtime.ledger has it
+        self.unsaved = None  # why the last checkpoint is not there
         commit, is_dirty = git_state()
         triton = sys.modules.get("triton")
         self.facts = {  # of script, machine and versions
@@ -3272,19 +3236,19 @@ class Run:
         is_known = data == content["config"].data or content["data"] != "none"
         words = f"{Path(data, 'manifest.json').absolute()} is not the one that the run began with"
         self.corpus.require_same(content["data"] if is_known else None, f"--resume: {words}")
-        if content["folder"].resolve() != self.folder.resolve():
-            self.folder = content["folder"].absolute()
-            self.log.line(f"note: goes on where its checkpoint is, in {self.folder}")
+        self.folder = content["folder"]
         restore(self.trainer, content)
-        self.step = content["step"]
+        self.first_step = content["step"]
+        self.step = self.first_step
         self.loader_state = content["loader"]
-        self.clock.total = content["train_seconds"]
-        loss_sum, self.loss_tokens = content["loss"]
-        self.loss_sum = loss_sum if self.runtime.is_main else 0.0
+        self.clock.total, self.clock.processor = content["seconds"]
+        self.loss_tokens = content["loss_tokens"]
+        if self.runtime.is_main:
+            self.loss_sum = content["loss_sum"]
+            self.sent = content["sent"]
 
     def is_due(self, every):
-        """Whether the steps that are done are a multiple of `every`; 0: never; and not at the end,
-        where all is done anyway."""
+        """Whether the steps done are a multiple of `every` (0: never), and steps are left."""
         return every > 0 and self.step % every == 0 and self.step < self.config.steps
 
     def log_losses(self, losses, words=""):
@@ -3325,7 +3289,7 @@ class Run:
 
     def save(self, name=None):
         """Write a checkpoint; of those on the way, the newest two are kept. All ranks must call
-        it: what they own is gathered."""
+        it: what they own is gathered. The clock must stand still."""
         content = {
             "step": self.step,
             "config": dataclasses.asdict(self.config),
@@ -3335,8 +3299,10 @@ class Run:
             "groups": {group.name: group.full_state() for group in self.trainer.optimizer.groups},
             "rng": torch.get_rng_state(),
             "loader": self.loader_state,
-            "train_seconds": self.clock.seconds(),
-            "loss": [self.summed_loss(), self.loss_tokens],
+            "seconds": [self.clock.total, self.clock.processor],
+            "loss_sum": self.summed_loss(),
+            "loss_tokens": self.loss_tokens,
+            "sent": self.runtime.sent_in_training(),
         }
         if not self.log.is_main:
             return
@@ -3346,19 +3312,16 @@ class Run:
             old.with_suffix(".sha256").unlink(missing_ok=True)
 
     def end_if_asked(self):
-        """Raise KeyboardInterrupt where a signal has come or the launcher is gone, once the state
-        is saved. Ranks agree on the step before which they end."""
-        config = self.config
-        runtime = self.runtime
-        is_orphan = runtime.world_size > 1 and os.getppid() != runtime.launcher
-        is_asked = INTERRUPTED.is_set() or is_orphan
-        if config.save_every:
-            last = runtime.last_step(self.step, is_asked)
-            # Between Adam's steps gradients wait, and they are not saved.
-            is_asked = last is not None and self.step >= last and not self.step % config.adam_every
-            if is_asked and self.step:
-                self.save()
-        if is_asked:
+        """Raise KeyboardInterrupt where a signal has come, after a save if the run saves at all."""
+        if not self.config.save_every:
+            stop_if_interrupted()
+            return
+        stop = self.runtime.agreed_stop(self.step)
+        # Between Adam's steps gradients wait, and they are not saved.
+        if stop is not None and self.step >= stop and self.step % self.config.adam_every == 0:
+            if self.step:
+                with self.clock.stopped():
+                    self.save()
             raise KeyboardInterrupt
 
 
@@ -3390,23 +3353,25 @@ def open_run(config, checkpoint, runtime, log, is_check):
 
 
 def check_room(run):
-    """Say what room a run takes, and that it compiles. Raises ConfigError for too small a disk."""
-    trainer = run.trainer
+    """Say what memory and disk a run takes. Raises ConfigError where the disk is too small."""
     state = 0  # weights and all else on this rank
-    needed = 0  # for a checkpoint: weights once, and of the rest the part of every rank
-    for group in trainer.optimizer.groups:
+    checkpoint = 0  # weights once, and of the rest the part of every rank
+    for group in run.trainer.optimizer.groups:
         for name, tensor in group.tensors().items():
             state += tensor.nbytes
             if not name.endswith(".grad"):
                 is_part = group.is_shared_out and not name.endswith(".param")
-                needed += tensor.nbytes * (run.runtime.world_size if is_part else 1)
-    place = run.folder if run.folder.is_dir() else Path.cwd()
+                checkpoint += tensor.nbytes * (run.runtime.world_size if is_part else 1)
+    count = 3 if run.config.save_every else 1  # two on the way stay while the next is written
+    needed = count * checkpoint - sum(path.stat().st_size for path in run.folder.glob("*.pt"))
+    # logs/ may be a link to another disk.
+    place = next(path for path in (run.folder, *run.folder.parents) if path.is_dir())
     free = shutil.disk_usage(place).free
-    words = f"{needed / 2**30:.2f} GiB for a checkpoint, {free / 2**30:.1f} GiB are free"
-    require(needed < free, f"the disk of {place} is too small: {words}; make room")
-    words = f"{state / 2**30:.2f} GiB a rank; disk: {words}"
-    run.log.line(f"memory of weights and state: {words}")
-    if trainer.compile_name == "inductor":
+    words = f"{count} x {checkpoint / 2**30:.2f} GiB of checkpoints, {free / 2**30:.1f} GiB free"
+    full = f"the disk of {place.absolute()} is too small: {words}; make room"
+    require(needed < free, full, remedy="or --save-every 0" * (count > 1))
+    run.log.line(f"memory of weights and state: {state / 2**30:.2f} GiB a rank; disk: {words}")
+    if run.trainer.compile_name == "inductor":
         run.log.line("compiling comes first, in silence: minutes in a first run, seconds later")
 
 
@@ -3446,18 +3411,18 @@ def check_validity(run, reported):
     return gates.check_gates(run.trainer, config.steps, val, reported, state_digest)
 
 
-def write_result(run, losses, verdict, steps):
-    """Log what came of a run that has just made so many steps, and write result.json. Raises
-    RuntimeError where a gate has failed."""
+def write_result(run, losses, verdict):
+    """Log what came of a run, and write result.json. Raises RuntimeError where a gate has
+    failed."""
     config = run.config
     runtime = run.runtime
     passed = verdict.passed if verdict else {}
     seconds = run.clock.seconds()
     tokens = training_tokens(config)
+    peaks = runtime.peak_memory_mib()
     sent = {  # by this rank: [bytes, messages] in a training step
-        f"{collective}/{name}": [round(count / max(1, steps), 1) for count in entry]
-        for (collective, name), entry in sorted(runtime.ledger.items())
-        if name not in ("validation", "checkpoint")
+        "/".join(key): [round(count / config.steps, 1) for count in entry]
+        for key, entry in sorted(runtime.sent_in_training().items())
     }
     result = {
         **losses,
@@ -3465,9 +3430,9 @@ def write_result(run, losses, verdict, steps):
         "cpu_time_ms": 1000 * run.clock.processor,
         "tokens": tokens,
         "tokens_per_s": tokens / seconds,
-        "mfu_percent": mfu_percent(run.trainer, tokens / seconds),
         **run.facts,
-        "peak_memory_mib_by_rank": runtime.peak_memory_mib(),
+        "peak_memory_mib_by_rank": peaks,
+        "peak_memory_since_step": run.first_step,
         "validity": passed or "unchecked",
         "val_sha256": validation_hash(run.corpus.val),
         "overrides": overrides_of(config),
@@ -3487,13 +3452,14 @@ def write_result(run, losses, verdict, steps):
     validity = f"validity: {' '.join(words)}" if verdict else "validity:unchecked"
     run.log.line(f"{validity} val_tokens:{config.val_tokens} val_sha256:{result['val_sha256']}")
     others = [f" {name}:{loss:.5f}" for name, loss in losses.items() if name != "val_loss"]
-    run.log.line(
-        f"final val_loss:{losses['val_loss']:.5f} train_time:{result['train_time_ms']:.0f}ms "
-        f"tokens:{tokens} peak_memory:{max(result['peak_memory_mib_by_rank'])}MiB "
-        f"tokens_per_s:{result['tokens_per_s']:.0f} mfu:{result['mfu_percent']:.1f}% "
-        f"cpu_time:{result['cpu_time_ms']:.0f}ms{''.join(others)}"
-    )
+    since = " since resume" * (run.first_step > 0)
     if run.log.is_main:
+        run.log.line(
+            f"final val_loss:{losses['val_loss']:.5f} train_time:{result['train_time_ms']:.0f}ms "
+            f"tokens:{tokens} peak_memory:{max(peaks)}MiB{since} "
+            f"tokens_per_s:{result['tokens_per_s']:.0f} "
+            f"cpu_time:{result['cpu_time_ms']:.0f}ms{''.join(others)}"
+        )
         with atomic_file(run.folder / "result.json") as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
     if not all(passed.values()):
@@ -3512,21 +3478,22 @@ def plot(folder):
         return ""
 
 
-ENDINGS = (  # what can end a run, the exit status, and what the status line says of it
+ENDINGS = (  # what can end a program, the exit status, and what the status line says of it
     (KeyboardInterrupt, 130, "interrupted"),
     (ConfigError, 2, "error {said}"),
     (FloatingPointError, 1, "nan {said}; start another run with a lower learning rate"),
     (MemoryError, 1, "oom {said}; lower micro_batches_a_pass, micro_batch_tokens or ngram_rows"),
-    (BlockingIOError, 2, "error another process writes this run: wait for it, or stop it"),
     (OSError, 1, "error {said}; check the path, and that the disk is not full"),
+    (ImportError, 2, "error {said}; ./run.sh installs what is missing"),
 )
 
 
 def ending_of(error):
-    """(exit status, words of the status line) of a run that an error has ended; prints the
+    """(exit status, words of the status line) of a program that an error has ended; prints the
     traceback of one that nobody but the script can put right."""
     said = one_line(error)
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said:
+    # On a CPU torch raises a RuntimeError, which only its words tell from others.
+    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in said:
         error = MemoryError(said)
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
         # This import takes seconds, which a run that does not compile need not wait.
@@ -3552,15 +3519,15 @@ def train(run):
     trainer = run.trainer
     clock = run.clock
     table = trainer.table
-    first_step = run.step
-    warm_up(trainer, first_step)
+    warm_up(trainer, run.first_step)
+    run.runtime.ledger.update(run.sent)
     look_up = functools.partial(table.look_up, group=run.runtime.loader_group)
-    place = first_step, run.loader_state
+    place = run.first_step, run.loader_state
     loader = TrainLoader(config, run.corpus.shards, run.runtime, look_up, *place)
     clock.start()
     with contextlib.closing(loader):
         batch = loader.next_batch()
-        for step in range(first_step, config.steps):
+        for step in range(run.first_step, config.steps):
             run.end_if_asked()
             is_last = step + 1 == config.steps
             upcoming = None if is_last else loader.next_batch()
@@ -3579,15 +3546,18 @@ def train(run):
             batch = upcoming
     clock.stop()
 
-    steps = config.steps - first_step
-    if steps:  # else it is what the run was resumed from
-        run.save("checkpoint.pt")
+    if run.first_step < config.steps:  # else it is what the run was resumed from
+        try:
+            run.save("checkpoint.pt")
+        except OSError as error:  # told once the result, which needs no checkpoint, is written
+            run.unsaved = error
+            run.log.line(f"note: {one_line(error)}; goes on to its result")
     stop_if_interrupted()
     losses = run.validate()
     stop_if_interrupted()
     verdict = check_validity(run, losses["val_loss"])
     stop_if_interrupted()
-    write_result(run, losses, verdict, steps)
+    write_result(run, losses, verdict)
     return losses["val_loss"]
 
 
@@ -3597,16 +3567,12 @@ def main(argv=None, extend=None):
     extend: another script's way to build on this one: given the Config, it returns a function that
     prepares the Run before it is warmed up.
     """
-    argv = sys.argv[1:] if argv is None else list(argv)
     log = Log(is_main=True)
     runtime = None
     listen_for_signals()
     try:
         log.is_main = launcher_number("RANK", 0) == 0
-        tasks = one_line(os.environ.get("SLURM_NTASKS", "1"))
-        if tasks != "1" and "RANK" not in os.environ:
-            log.line(f"note: SLURM_NTASKS={tasks}, and no RANK: each task is a run; use torchrun")
-        given = parse_command_line(argv)
+        given = parse_command_line(sys.argv[1:] if argv is None else argv)
         if given.pop("help", False):
             print(command_line_parser().format_help(), end="")
             return 0
@@ -3620,25 +3586,27 @@ def main(argv=None, extend=None):
         run = open_run(config, checkpoint, runtime, log, is_check)
         if prepare is not None:
             prepare(run)
-        val_loss = None if is_check else train(run)
+        words = "check:ok"
+        if not is_check:
+            val_loss = train(run)
+            words = f"status:ok run:{run.config.run_id} val_loss:{val_loss:.5f} "
+            words += f"train_time:{run.clock.seconds():.1f}s log:{run.folder}/log.txt"
         runtime.close()
+        if run.unsaved is not None:
+            raise run.unsaved
+        log.line(words + (plot(run.folder) if log.is_main and not is_check else ""))
+        return 0
     except (KeyboardInterrupt, Exception) as error:
         status, words = ending_of(error)
-        # The disk may be full; the console has the status.
-        with contextlib.suppress(OSError), contextlib.closing(log):
+        with contextlib.suppress(OSError):  # the disk may be full; the console has the status
             log.line(f"status:{words}")
         if not log.is_main:
             print(f"rank {os.environ['RANK']}: status:{words}", file=sys.stderr, flush=True)
         if runtime is not None:
             runtime.close(has_failed=True)
         return status
-    if is_check:
-        log.line("check:ok")
-        return 0
-    words = f"status:ok run:{run.config.run_id} val_loss:{val_loss:.5f}"
-    picture = plot(run.folder) if log.is_main else ""
-    log.line(f"{words} train_time:{run.clock.seconds():.1f}s log:{run.folder}/log.txt{picture}")
-    return 0
+    finally:
+        log.close()  # who keeps the error that ended the run may keep this log as well
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import helpers  # noqa: E402
 import ranks  # noqa: E402
 import train_gpt  # noqa: E402
 
-helpers.spare_runs()
 SECONDS = {"slow": 600, "long": 7200}  # after which a test hangs; others after 240
 
 

@@ -107,12 +107,6 @@ RICH = {
 }
 
 
-def spare_runs():
-    """Runs of this process, and of ranks that are forked from it, measure no products; those that
-    test it put it back."""
-    train_gpt.matmul_rate = lambda device, dtype, size: 1e11
-
-
 def tiny_config(**changes):
     """The tiny Config; changes may name fields of a Stage, which then hold in all stages."""
     return train_gpt.with_values(train_gpt.TRACKS["english-net"], {**TINY, **changes})

@@ -25,12 +25,6 @@ with tempfile.TemporaryDirectory() as scratch:
 # ----- files
 
 
-def loaded(path):
-    """What load_checkpoint returns, with its Config as it was saved."""
-    content = load_checkpoint(path)
-    return {**content, "config": dataclasses.asdict(content["config"])}
-
-
 def without(tree, *path):
     """A copy of nested dicts without what is at a path."""
     kept = dict(tree)
@@ -45,10 +39,7 @@ FOREIGN = {
     "a list": [1, 2],
     "another table's rows": {**CONTENT, "rows": "another"},
     "what could run code": {"step": Path("x")},
-    "a step before the first": {**CONTENT, "step": -1},
-    "half a loss": {**CONTENT, "loss": [1.0]},
-    "a clock of words": {**CONTENT, "train_seconds": "long"},
-    **{f"no {part}": without(CONTENT, part) for part in ("config", "rows")},
+    **{f"no {part}": without(CONTENT, part) for part in ("config", "rows", "sent")},
 }
 
 
@@ -64,7 +55,6 @@ def test_a_file_of_another_kind_is_refused(name, tmp_path):
 def test_a_table_of_other_rows_has_another_fingerprint():
     """What a token reads is hashed: the orders, the size of the table."""
     changes = [{}, {"ngram_rows": 999}, {"ngram_orders": (2, 3)}, helpers.NO_TABLE]
-    changes += [{"copy_reach": 3}, {"index_order": 3}]
     prints = {train_gpt.row_fingerprint(helpers.tiny_config(**change)) for change in changes}
     assert len(prints) == len(changes)
     assert train_gpt.row_fingerprint(helpers.tiny_config(seed=5)) in prints
@@ -98,7 +88,7 @@ def test_a_full_disk_leaves_the_former_file(limit, tmp_path):
             save_checkpoint(path, larger)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, former)
-    helpers.assert_bitwise(loaded(path), CONTENT)
+    helpers.assert_bitwise(torch.load(path, weights_only=True), CONTENT)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "a.sha256"]
 
 
@@ -153,8 +143,9 @@ def test_weights_that_are_not_finite_are_not_saved(part, value, tiny, cli, monke
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_without_room_is_refused_in_one_line(world_size, rich, rich_run_of, tmp_path):
-    """A checkpoint is about as large as is said before the start, and holds the parts of all."""
-    size = (rich_run_of(world_size).folder / "checkpoint.pt").stat().st_size
+    """A checkpoint is about as large as is said before the start, and holds the parts of all; two
+    on the way stay while the last one is written."""
+    size = 3 * (rich_run_of(world_size).folder / "checkpoint.pt").stat().st_size
 
     def refused_with(free):
         def before():
@@ -164,7 +155,7 @@ def test_a_run_without_room_is_refused_in_one_line(world_size, rich, rich_run_of
         return run.code == 2 and "the disk of" in run.lines[-1] and "make room" in run.lines[-1]
 
     # A file has its own words for each tensor.
-    assert refused_with(size - 50_000) and not refused_with(size + 50_000)
+    assert refused_with(size - 150_000) and not refused_with(size + 150_000)
     assert not list(tmp_path.iterdir())
 
 
@@ -214,7 +205,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(rich_run, tmp_path, c
     at = next(at for at, line in enumerate(run.log) if line.startswith("resumed:rich step:10/20 "))
     assert run.log[at - 2].startswith("step:13/20 ") and run.log[at + 1].startswith("step:11/20 ")
     assert run.log[at - 1].startswith("status:error ended without a word")
-    before = rich_run.checkpoint("step_000010.pt")["train_seconds"]
+    before = rich_run.checkpoint("step_000010.pt")["seconds"][0]
     times = [event["train_time"] for event in run.events if event["step"] > 10]
     assert times[-1] > 1000 * before  # the clock goes on
     assert run.log[-1].startswith("status:ok ") and run.log.count("===== START =====") == 1
@@ -300,8 +291,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(how, killed, w
     line = helpers.refusal(cli(resume="logs/whole/step_000006.pt"))
     assert "step_000006.pt" in line and "sha256" in line
     run = cli(resume="whole")
-    assert run.stderr.startswith("note: ") and "logs/whole/step_000006." in run.stderr
-    assert run.stderr.count("\n") == 1 and "resumed:whole step:4/8 world_size:1" in run.lines
+    (note,) = (line for line in run.stderr.splitlines() if line.startswith("note: "))
+    assert "logs/whole/step_000006." in note and "resumed:whole step:4/8 world_size:1" in run.lines
     assert goes_on(run, folder, whole_run)
 
 
@@ -321,7 +312,6 @@ def test_a_run_goes_on_where_it_was_moved_and_with_a_corpus_that_has_moved(tiny,
     assert "--data" in helpers.refusal(cli(resume=path))
     assert "name its place by --data" in cli(resume=path, data=other).lines[-1]
     run = cli(resume=path, data=after)
-    assert f"note: goes on where its checkpoint is, in {folder}" in run.lines
     assert goes_on(run, folder, whole) and f" log:{folder}/log.txt" in run.lines[-1]
     assert os.listdir(tmp_path / "logs") == ["whole"]
 

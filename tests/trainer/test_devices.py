@@ -14,10 +14,12 @@ CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def gpus(monkeypatch):
+def gpus(monkeypatch, tmp_path):
     """gpus(count, capability): from now on torch sees so many GPUs. Returns the list of the
     FlashAttention packages that are activated."""
     activated = []
+    monkeypatch.setattr(train_gpt, "NVIDIA_DRIVER", tmp_path / "no driver")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def see(count, capability=(9, 0)):
         answers = {
@@ -43,11 +45,24 @@ def test_auto_takes_a_gpu_where_there_is_one(gpus):
     gpus(0)
     assert train_gpt.Runtime("auto").device == CPU
     with pytest.raises(
-        train_gpt.ConfigError, match=r"^device=cuda: .*sees no CUDA device; use --device cpu"
+        train_gpt.ConfigError, match=r"^device=cuda: .*sees no CUDA device; .* by --device cpu"
     ):
         train_gpt.Runtime("cuda")
     gpus(1)
     assert train_gpt.Runtime("auto").device == CUDA and train_gpt.Runtime("cpu").device == CPU
+
+
+def test_a_driver_that_torch_cannot_use_is_told(gpus, tmp_path, monkeypatch):
+    """Else a run that is meant for the GPU would train a track of the CPU."""
+    gpus(0)
+    monkeypatch.setattr(train_gpt, "NVIDIA_DRIVER", tmp_path)
+    words = "sees no CUDA device, and .* driver may be too old; update it; .* --device cpu"
+    for name in ("auto", "cuda"):
+        with pytest.raises(train_gpt.ConfigError, match=words):
+            train_gpt.Runtime(name)
+    assert train_gpt.Runtime("cpu").device == CPU
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # they are hidden on purpose
+    assert train_gpt.Runtime("auto").device == CPU
 
 
 @pytest.mark.parametrize("local_rank, processes, count", [(0, 2, 1), (0, 9, 8), (3, None, 3)])

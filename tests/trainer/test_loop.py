@@ -137,7 +137,8 @@ def test_the_log_opens_with_the_source_and_comes_in_order(rich_run):
     assert kinds[-6:] == ["comms", "gates", "bits", "validity", "final", "status"]
     assert {*kinds[6:-6]} == {"step"}
     # The console shows the same behind a few lines for the reader.
-    assert rich_run.code == 0 and rich_run.stderr == "" and "\x1b" not in rich_run.stdout
+    assert rich_run.code == 0 and "status:" not in rich_run.stderr
+    assert "\x1b" not in rich_run.stdout
     shown = [line for line in rich_run.log if not line.startswith("config:")]
     assert rich_run.lines[-len(shown) :] == shown and rich_run.lines[0].startswith("memory ")
 
@@ -145,7 +146,7 @@ def test_the_log_opens_with_the_source_and_comes_in_order(rich_run):
 def test_the_header_makes_a_run_reproducible(rich_run, rich, corpus):
     result, log = rich_run.result, rich_run.log
     run = re.fullmatch(
-        r"run:rich track:english commit:(?P<commit>[0-9a-f]{40}|none) dirty:[01] "
+        r"run:rich track:english-net commit:(?P<commit>[0-9a-f]{40}|none) dirty:[01] "
         r"code_sha256:(?P<code_sha256>[0-9a-f]{64}) seed:1 world_size:1 device:(?P<device>.+) "
         r"torch:(?P<torch>\S+) cuda:\S+ triton:\S+ "
         r"started:(?P<started>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ)",
@@ -162,8 +163,6 @@ def test_the_header_makes_a_run_reproducible(rich_run, rich, corpus):
     assert {"steps", "data", "model_dim", "untie_at", "stages"} <= logged.keys()
     manifest = hashlib.sha256((corpus / "manifest.json").read_bytes()).hexdigest()
     assert f"data:{manifest} shards:ok backends:attention=sdpa,matmul=torch-float32" in log[3]
-    indexed = sum(map(len, train_gpt.open_corpus(config).indexed))
-    assert result["index_tokens"] == indexed > 4000
 
 
 def test_the_final_lines_agree_with_the_result(rich_run, rich):
@@ -173,7 +172,7 @@ def test_the_final_lines_agree_with_the_result(rich_run, rich):
     assert only("final", rich_run.log) == (
         f"final val_loss:{result['val_loss']:.5f} train_time:{result['train_time_ms']:.0f}ms "
         f"tokens:{result['tokens']} peak_memory:{memory}MiB "
-        f"tokens_per_s:{result['tokens_per_s']:.0f} mfu:{result['mfu_percent']:.1f}% "
+        f"tokens_per_s:{result['tokens_per_s']:.0f} "
         f"cpu_time:{result['cpu_time_ms']:.0f}ms"
     )
     val = train_gpt.open_corpus(helpers.tiny_config(data=rich["data"])).val
@@ -190,8 +189,8 @@ def test_a_run_of_a_record_says_which_it_is(tiny, cli, monkeypatch):
     neutral = ("seed", "device", "log_every")
     values = {key: value for key, value in tiny.items() if key not in neutral}
     track = dataclasses.replace(helpers.tiny_config(**values), log_every=20)
-    monkeypatch.setitem(train_gpt.TRACKS, "english", track)
-    own = {"track": "english", "run_of": "1:3/8:2"}
+    monkeypatch.setitem(train_gpt.TRACKS, "english-net", track)
+    own = {"track": "english-net", "run_of": "1:3/8:2"}
     run = cli(**own, run_id="third", seed=5, device="cpu", log_every=2)
     assert run.code == 0 and run.result["overrides"] == {}
     assert run.log[2] == "batch:1 counter:3/8 start:2"
@@ -256,8 +255,6 @@ def test_steps_and_their_data_are_timed_and_nothing_else(tiny, cli, monkeypatch)
     now, timed, has_started = [0.0], [0.0], [False]
     clocks = {"perf_counter": lambda: now[0], "process_time": lambda: 2 * now[0]}
     monkeypatch.setattr(train_gpt, "time", SimpleNamespace(**{**vars(time), **clocks}))
-    monkeypatch.setattr(train_gpt, "matmul_rate", lambda device, dtype, size: 1e9)
-    monkeypatch.setattr(train_gpt, "row_fingerprint", lambda config: "")  # it reads an index
     warm_up = train_gpt.warm_up
 
     def spend(place, name, seconds, counts):
@@ -278,27 +275,15 @@ def test_steps_and_their_data_are_timed_and_nothing_else(tiny, cli, monkeypatch)
     spend(train_gpt.Trainer, "step", 1.0, True)
     spend(train_gpt.TrainLoader, "open_shard", 1000.0, False)
     spend(train_gpt.TrainLoader, "next_batch", 10.0, True)
-    spend(train_gpt.NgramTable, "read_index", 0.5, True)
     spend(train_gpt.Trainer, "evaluate", 1000.0, False)
     for name in ("save_checkpoint", "warm_up", "validation_hash", "open_corpus", "check_gates"):
         spend(train_gpt, name, 1000.0, False)
     run = cli(**{**tiny, "run_id": "slow", "val_every": 1, "save_every": 1})
     assert run.code == 0 and now[0] > 12_000
-    assert timed[0] == 44.5
-    assert run.result["train_time_ms"] == run.result["cpu_time_ms"] / 2 == 44_500
+    assert timed[0] == 44
+    assert run.result["train_time_ms"] == run.result["cpu_time_ms"] / 2 == 44_000
     times = [event["train_time"] for event in run.events if "val_loss" in event]
-    assert times == [21_500, 32_500, 43_500, 44_500]
-
-
-def test_utilisation_counts_the_rows_that_the_softmax_takes(monkeypatch):
-    """Of 257 rows in half of the tokens, which are three quarters of the steps, and of 120."""
-    rows = stages(micro_batches={0.0: 1, 0.75: 3}, softmax_rows={0.0: 0, 0.75: 120})
-    trainer = train_gpt.Trainer(staged_config(rows, steps=8), Runtime("cpu"))
-    monkeypatch.setattr(train_gpt, "matmul_rate", lambda device, dtype, size: 6e9)
-    matrices = "query_key", "value_output", "mlp"
-    weights = sum(trainer.model.get_parameter(name).numel() for name in matrices)
-    weights += 32 * (257 + 120) / 2
-    assert train_gpt.mfu_percent(trainer, 1000.0) == pytest.approx(100 * weights * 1e-6)
+    assert times == [21_000, 32_000, 43_000, 44_000]
 
 
 # ----- warm-up
@@ -464,9 +449,9 @@ def no_memory():
         (train_gpt.ConfigError("a\nb"), 2, r"error a\\nb", False),
         (FloatingPointError("x is nan"), 1, "nan x is nan; .*lower learning rate", False),
         (MemoryError("full"), 1, "oom full; lower micro_batches_a_pass, .*", False),
+        (ImportError("no x"), 2, r"error no x; \./run\.sh installs .*", False),
         (torch.OutOfMemoryError("full"), 1, "oom full; .*", False),
         (no_memory(), 1, "oom .*can't allocate memory.*; .*", False),
-        (BlockingIOError("held"), 2, "error another process writes this run: .*", False),
         (OSError(28, "No space", "f"), 1, "error .*'f'; .* disk is not full", False),
         (ZeroDivisionError("x" * 9000), 1, "error ZeroDivisionError: x+ ... x+", True),
     ],
@@ -513,13 +498,13 @@ SEVERAL = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)  # as when a launcher p
 def test_a_run_that_saves_nothing_ends_behind_its_step(name, at, last, interrupt):
     run = interrupt(name, at, SEVERAL, val_every=2)
     assert run.code == 130 and run.lines[-1] == run.log[-1] == "status:interrupted"
-    assert run.stderr == "interrupted: ends after the step at hand; again: at once\n"
+    assert run.stderr.count("interrupted: ends after the step at hand; again: at once\n") == 1
     assert [*run.train_losses] == [*range(1, last + 1)] and not list(run.folder.glob("*.pt"))
 
 
 def test_a_second_signal_over_a_second_later_ends_a_run_at_once(interrupt):
     run = interrupt("step", 1, (signal.SIGINT, signal.SIGTERM), pause=1.2)
-    assert run.code == -signal.SIGTERM and run.log[-1].startswith("step:1/4 ")
+    assert run.code == 128 + signal.SIGTERM and run.log[-1].startswith("step:1/4 ")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,120 @@
+"""Kinds of faults that public reports of other trainers tell of: numbers of a resumed run, a disk
+without room, a signal that nobody hears, a run named by its folder."""
+
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import ranks
+import train_gpt
+from helpers import refusal
+
+# ----- numbers of a resumed run
+
+
+@pytest.mark.parametrize("step", [10, 20])
+def test_sums_of_a_resumed_run_are_those_of_the_whole_run(step, rich_run_of, tmp_path):
+    """A kill after step 20 falls into the gates, and then no step is left."""
+    whole = rich_run_of(2)
+    folder = tmp_path / "logs" / "rich"
+    ignored = ("result.json", "checkpoint.*") if step == 10 else ("result.json",)
+    shutil.copytree(whole.folder, folder, ignore=shutil.ignore_patterns(*ignored))
+    run = ranks.train(tmp_path, {"resume": "rich"}, world_size=2)
+    assert run.code == 0, run.stdout + run.stderr
+    run.folder = folder
+    sent = run.result["sent_per_step"]
+    for key, amount in whole.result["sent_per_step"].items():
+        # Rows that were read ahead of the checkpoint travel again.
+        again = 0 if step == 20 else train_gpt.PREFETCH / 10
+        assert sent[key] == pytest.approx(amount, rel=again), key
+    saved = whole.checkpoint(f"step_{step:06d}.pt" if step == 10 else "checkpoint.pt")
+    assert run.result["cpu_time_ms"] / 1000 >= saved["seconds"][1] > 0
+    final = [line for line in run.log if line.startswith("final ")][-1]
+    assert "MiB since resume tokens_per_s:" in final
+    assert run.result["peak_memory_since_step"] == step
+    assert whole.result["peak_memory_since_step"] == 0
+
+
+# ----- the disk
+
+
+def test_the_disk_that_will_be_written_is_asked(tiny, cli, tmp_path, monkeypatch):
+    """logs/ is a link to another one."""
+    asked = []
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "logs").symlink_to(tmp_path / "elsewhere")
+
+    def usage(path):
+        asked.append(Path(path).resolve())
+        return SimpleNamespace(free=1000)
+
+    monkeypatch.setattr(train_gpt.shutil, "disk_usage", usage)
+    run = cli("--check", **tiny)
+    assert run.code == 2 and "the disk of" in run.lines[-1]
+    assert asked == [tmp_path / "elsewhere"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_result_comes_before_a_failed_write_is_told(world_size, tiny, tmp_path):
+    def before():
+        def save(content, file):
+            if content["step"] == 4:
+                raise OSError(28, "No space left on device")
+            honest(content, file)
+
+        honest, torch.save = torch.save, save
+
+    values = {**tiny, "save_every": 2, "run_id": "full"}
+    run = ranks.train(tmp_path, values, world_size=world_size, before=before)
+    assert run.code == 1 and run.log[-1] in run.lines
+    assert run.log[-1].startswith("status:error ") and "checkpoint.pt: not written" in run.log[-1]
+    assert "No space left" in run.log[-1] and "rank 1" not in run.stderr
+    assert run.result["val_loss"] == pytest.approx(run.val_losses[4], abs=1e-5)
+    assert [path.name for path in run.folder.glob("*.pt")] == ["step_000002.pt"]
+
+
+# ----- signals
+
+
+def test_a_second_signal_is_heard_in_the_middle_of_a_collective(tiny, tmp_path, monkeypatch):
+    """Python's own handlers wait until the call that waits for another rank returns."""
+
+    def before():
+        def step(self, number, *rest):
+            if number == 2 and self.runtime.rank == 1:
+                time.sleep(90)
+            if number == 2 and self.runtime.rank == 0:
+                threading.Thread(target=signal_twice).start()
+            return honest(self, number, *rest)
+
+        def signal_twice():
+            for pause in (0.5, 1.5):
+                time.sleep(pause)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        train_gpt.warm_up = lambda trainer: None
+        honest, train_gpt.Trainer.step = train_gpt.Trainer.step, step
+
+    monkeypatch.setattr(ranks, "LAST_SECONDS", 1)
+    began = time.monotonic()
+    run = ranks.train(tmp_path, {**tiny, "run_id": "waits"}, world_size=2, before=before)
+    assert run.code == 128 + signal.SIGTERM and time.monotonic() - began < 60
+    assert "interrupted: ends after the step at hand" in run.stderr
+
+
+# ----- folders
+
+
+def test_a_run_is_resumed_by_its_folder(tiny, cli, tmp_path):
+    cli(**tiny, run_id="named")
+    for name in ("logs/named", str(tmp_path / "logs/named"), "logs/named/checkpoint.pt"):
+        (tmp_path / "logs/named/result.json").unlink()
+        assert cli(resume=name).code == 0
+        assert "complete" in refusal(cli(resume=name))
