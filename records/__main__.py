@@ -16,7 +16,7 @@ try:
 except ImportError as error:
     remedy = "./run.sh installs what is missing into .venv; on Windows call it in WSL"
     sys.exit(f"records: {error}; {remedy}")
-except (ValueError, LookupError, TypeError, AttributeError) as error:  # of the package's settings
+except Exception as error:  # whatever is wrong with the package's own settings
     shown = " ".join(str(error).splitlines())[:300]
     print(f"records: {shown}; `git restore records` mends it", file=sys.stderr)
     sys.exit(2)

@@ -43,8 +43,8 @@ def plot(paths, out, target=0.0):
         for kind, points in (pair for log in logs for pair in curves_of(log).items()):
             seconds, losses = zip(*points, strict=True) if points else ([], [])
             axes.plot(seconds, losses, color=colour, **STYLES[kind])
-        name = path.absolute().stem.replace("$", r"\$")  # which would begin a formula
-        axes.plot([], [], color=colour, label=name)
+        name = path.absolute().name.removesuffix(".json")
+        axes.plot([], [], color=colour, label=name.replace("$", r"\$"))  # which begins a formula
     axes.set(xscale="log", xlabel="training time, s", yscale="log", ylabel="loss, nats per token")
     axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set(major_formatter="{x:g}", minor_formatter="")

@@ -3,10 +3,14 @@ And how their records are shown."""
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
+import helpers
 import records_helpers as made
 from records import render, settings
 from records.record import Repository, gain_of
@@ -92,3 +96,24 @@ def test_the_first_page_has_the_newest_record_and_its_picture(repository, capsys
     curve.write_text('{"seconds": 1}')
     status, _, err = call(ruled_so, capsys, "table")
     assert status == 2 and "plain_curve.json: " in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "name, old, new, reason",
+    [
+        ("rules.json", "{", "", "rules.json: JSONDecodeError"),
+        ("rules.json", '"alpha": 0.01,', "", "'alpha'"),
+        ("forms.toml", "^step = '", "step = ", "forms.toml: TOMLDecodeError"),
+        ("forms.toml", "^authors = .*", "authors = '('", "unterminated subpattern"),
+        ("commands.toml", "^verify = ", "verify ", "commands.toml: TOMLDecodeError"),
+    ],
+)
+def test_damaged_settings_are_told_in_one_line(tmp_path, name, old, new, reason):
+    """By a copy of the package."""
+    outside = shutil.ignore_patterns("english*", "__pycache__")
+    shutil.copytree(helpers.ROOT / "records", tmp_path / "records", ignore=outside)
+    made.edit(tmp_path / "records" / name, old, new, count=1)
+    command = [sys.executable, "-m", "records", "verify"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("records: ") and reason in done.stderr

@@ -322,7 +322,7 @@ def test_plot_draws_records_runs_and_other_trainers_logs(pristine, tmp_path, cap
     assert call(pristine, capsys, "plot", *words, "--out", out)[0] == 0
     assert out.read_bytes().startswith(b"\x89PNG") and len(drawn) == 2 * (4 + 1 + 1) + 3
     assert ([0.0, 11.25], [10.8258, 4.6104], None) in drawn
-    assert {label for *_, label in drawn} == {None, *(path.stem for path in words)}
+    assert {label for *_, label in drawn} == {None, *(path.name for path in words)}
     for name, reason in (("odd.log", "holds no line `step"), ("pipe.log", "no regular file")):
         status, _, err = call(pristine, capsys, "plot", tmp_path / name, "--out", out)
         assert status == 2 and reason in err and err.count("\n") == 1

@@ -4,6 +4,7 @@ of the README, with a script that writes a log in no time."""
 
 import hashlib
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -31,12 +32,15 @@ def test_runs_of_the_trainer_are_a_record(corpus, tmp_path, capsys, monkeypatch)
     val_sha256 = train_gpt.validation_hash(train_gpt.open_corpus(tiny).val)
     fixed = {"tokenizer": "bytes", "val_tokens": helpers.TINY["val_tokens"], "target_loss": 30.0}
     rules = {
+        "track": "tiny",
         "config": {**fixed, "val_sha256": val_sha256},
         "manifest_sha256": hashlib.sha256((corpus / "manifest.json").read_bytes()).hexdigest(),
         "copy_loss": 1e-6,
     }
     repository = made.Repository(tmp_path, {"tiny": rules})
     (tmp_path / "records").mkdir()
+    (tmp_path / "README.md").write_text("<!-- records -->\n<!-- end -->\n")
+    shutil.copy(helpers.ROOT / "records/gates.py", repository.home)  # whose runs find it there
     (repository.home / "README.md").write_text("<!-- records/tiny -->\n<!-- end -->\n")
     code = script_with_track(corpus, val_sha256=val_sha256)
     (tmp_path / "train_gpt.py").write_text(code)
