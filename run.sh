@@ -102,7 +102,9 @@ def choose_ranks(config):
     memory = 1024 * int(free[free.index("MemAvailable:") + 1]) if free else math.inf
     for limit, *_ in limits("memory.max", "memory.limit_in_bytes"):
         memory = min(memory, limit)
-    most = train_gpt.usable_cores()
+    most = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        most = len(os.sched_getaffinity(0))
     for quota, period in limits("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
         most = max(1, min(most, quota // period))
     room = f"{most} core(s), {memory / 2**30:.1f} GiB of memory for {needed / 2**30:.1f} a rank"
