@@ -72,7 +72,7 @@ def test_set_up_happens_once_and_again_for_other_requirements(call, tmp_path):
     code, out, err, calls = call("english", "--data", "my own")
     assert (code, out) == (0, "status:ok\n"), err  # stdout is the trainer's
     assert "-m venv .venv" in calls and any("pip install" in call for call in calls)
-    assert calls[-1] == "- --track english-net --data my own"
+    assert calls[-1] == "- --track english --data my own"
     code, _, _, calls = call("--steps", "10", STUB_STATUS="2")
     assert (code, calls) == (2, ["- --steps 10"])
     with open(tmp_path / "requirements.txt", "a") as file:
@@ -295,7 +295,7 @@ def test_what_the_trainer_answers_reaches_it_at_once(script, words, launch):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_rank_that_a_signal_ends_is_named(number, tiny, tmp_path):
     """And neither the log nor the last line says that the run was interrupted."""
-    values = {**tiny, "steps": 2000, "run_id": "run"}
+    values = {**tiny, "track": "english-net", "steps": 2000, "run_id": "run"}
     patches = "import os; os.sched_getaffinity = lambda pid: {0, 1}\n"
     with subprocess.Popen(
         [sys.executable, "-c", patches + LAUNCH, *helpers.arguments(values)],
