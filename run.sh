@@ -1,259 +1,189 @@
 #!/usr/bin/env bash
 # One command for everything: set-up, data, launch, tests. `./run.sh --help` says how.
 # All that this script says goes to stderr: stdout, and the exit status, are the trainer's own.
-# With line ends of Windows, which every word then ends with, this text is not empty.
-line_end=
-if [ -n "$line_end" ]; then # told in lines that end in a comment
-    printf '%s\n' "run.sh: it has line ends of Windows; run: tr -d '\r' <run.sh >unix.sh && cat unix.sh >run.sh" >&2 #
-    exit 2 #
-fi #
 if [ -z "${BASH_VERSION:-}" ]; then exec bash "$0" "$@"; fi # sh run.sh
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
-venv_python=.venv/bin/python
+python=.venv/bin/python
+installed=.venv/installed-requirements.txt # written last: a killed install is done again
+is_new='import sys; sys.exit(sys.version_info < (3, 11))'
+names=(python3 python3.13 python3.12 python3.11)
+if [ -n "${PYTHON:-}" ]; then names=("$PYTHON"); fi
 
-say() { echo "run.sh: $*" >&2; }
-
-usage() {
+if [[ ${1:-} == --help || ${1:-} == -h ]]; then
     cat <<'TEXT'
 ./run.sh [TRACK] [--key value ...]   set up what is missing, then train; the keys go to the track's script
 ./run.sh TRACK --help                every key, with its default
 ./run.sh TRACK --check               everything but the steps: device, data, memory, disk
 ./run.sh test [pytest arguments]     set up, then run the tests that protect results; with --all all of them
 
-Tracks: english-net (fineweb's recipe at small scale, a minute on a laptop), fineweb (1 to 8 GPUs), continual (a trained model goes on to verse; needs --init-from RUN). Without
-TRACK it is fineweb where CUDA and FineWeb shards are present, else english-net. It starts one rank a GPU, or one a core. The
-last line of a run names its log and plot.
-The first call makes .venv, installs requirements.txt and builds the track's data. It uses uv where
-that is present, and a .venv that is there; PYTHON=/path/to/python chooses the Python (3.11 or newer) of a new one.
-It runs on Linux and macOS, on NVIDIA's GPUs or a CPU; Windows (but for WSL) and Apple's GPUs are not supported.
+README.md lists the tracks. Without TRACK it is fineweb where CUDA and FineWeb shards are present, else the CPU's track.
+The first call makes .venv, installs requirements.txt and builds the track's data. A .venv that is there is used;
+PYTHON=/path/to/python chooses the Python (3.11 or newer) of a new one. A run has one rank a GPU, or one a core.
+It needs Linux, macOS or WSL, and computes on NVIDIA's GPUs or on a CPU.
 TEXT
-}
-
-# Print the first Python that is new enough: what PYTHON names, else the usual names.
-find_python() {
-    local name
-    if [ -n "${PYTHON:-}" ]; then set -- "$PYTHON"; else set -- python3 python3.13 python3.12 python3.11; fi
-    for name in "$@"; do
-        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-            echo "$name"
-            return
+    exit
+fi
+if [ ! -e .venv ]; then
+    for name in "${names[@]}"; do
+        if "$name" -c "$is_new" 2>/dev/null; then
+            echo "run.sh: making .venv with $name" >&2
+            "$name" -m venv .venv >&2
+            break
         fi
     done
-    say "needs Python 3.11 or newer, and $1 is $("$1" --version 2>/dev/null || echo missing);" \
-        "install one, or name it: PYTHON=/path/to/python3.12 ./run.sh"
-    return 2
-}
-
-# Make .venv where there is none, and install requirements.txt into it. The stamp is a copy of that
-# file, written last: a killed install is done again, and so is one whose requirements have changed.
-# An environment that is there, whoever has made it, is used, and never erased.
-set_up() {
-    local stamp=.venv/installed-requirements.txt base
-    if cmp -s requirements.txt "$stamp"; then
-        return
+fi
+if ! cmp -s requirements.txt "$installed"; then
+    if ! "$python" -c "$is_new" 2>/dev/null; then
+        echo "run.sh: needs Python 3.11 or newer, which neither $PWD/.venv nor ${names[*]} is;" \
+            "install one, or call PYTHON=/path/to/python ./run.sh, and move away a .venv that is there" >&2
+        exit 2
     fi
-    rm -f "$stamp"
-    if [ ! -e .venv ] && [ ! -L .venv ]; then
-        base=$(find_python)
-        say "making .venv with $base"
-        if command -v uv >/dev/null; then
-            uv venv --python "$base" .venv >&2
-        else
-            "$base" -m venv .venv >&2
-        fi
-    elif ! "$venv_python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-        say "$PWD/.venv has no Python of 3.11 or newer that runs; move it away, and call this again"
-        return 2
-    fi
-    say "installing requirements.txt"
-    if command -v uv >/dev/null; then
-        uv pip install --python "$venv_python" --requirement requirements.txt >&2
-    elif "$venv_python" -m pip --version >/dev/null 2>&1 || "$venv_python" -m ensurepip >&2; then
-        "$venv_python" -m pip install --disable-pip-version-check --requirement requirements.txt >&2
-    else
-        say "$PWD/.venv has no pip: install uv, or move .venv away, and call this again"
-        return 2
-    fi
-    cp requirements.txt "$stamp"
-}
-
-# Build the data that a run lacks, choose its number of ranks, and start it. What the trainer is
-# going to refuse goes to it as it is, since its message is the better one.
-launch() {
-    # What train_gpt.py sets ahead of its import of torch, which comes sooner here.
-    export THP_MEM_ALLOC_ENABLE="${THP_MEM_ALLOC_ENABLE:-1}"
-    exec "$venv_python" - "$@" <<'PYTHON'
-import logging
+    echo "run.sh: installing requirements.txt" >&2
+    "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >&2
+    "$python" -m pip install --disable-pip-version-check --requirement requirements.txt >&2
+    cp requirements.txt "$installed"
+fi
+export PYTORCH_NVML_BASED_CUDA_CHECK=1 # it asks for GPUs without CUDA, which a process that forks cannot hand on
+# A cache inside the repository outlives reboots that clear /tmp: only the first run compiles.
+export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$PWD/.cache/inductor}"
+if [ "${1:-}" = test ]; then
+    case "$*" in
+    *" tests/"*) exec "$python" -m pytest --all "${@:2}" ;; # of chosen tests none is left out
+    *) exec "$python" -m pytest tests --numprocesses=2 --dist=worksteal "${@:2}" ;;
+    esac
+fi
+if [[ ${1:-} == [!-]* ]]; then set -- --track "$@"; fi
+exec "$python" - "$@" <<'PYTHON'
+import math
 import os
+import signal
 import subprocess
 import sys
-import uuid
+import time
+from multiprocessing import get_context
 from pathlib import Path
 
 import continual  # its track becomes known
-import torch
 import train_gpt
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from train_gpt import dist, torch
 
-ENGLISH = ["data/text.py"]
-BUILDERS = {  # those of the corpora that this repository can build; others are the user's own
-    "data/english": [ENGLISH],
-    "data/verse": [ENGLISH, [*ENGLISH, "--corpus", "verse"]],
-    "data/fineweb10B": [["data/fineweb.py"]],
+BUILDERS = {
+    "data/english": ["data/text.py"],
+    "data/verse": ["data/text.py", "--corpus", "verse"],
+    "data/fineweb10B": ["data/fineweb.py"],
 }
 
 
-def say(text):
-    print(f"run.sh: {text}", file=sys.stderr, flush=True)
-
-
-def read(path):
+def read(*path):
     """The words of a file of the system, none where it is absent."""
-    return Path(path).read_text().split() if os.access(path, os.R_OK) else []
+    return Path(*path).read_text().split() if os.access(Path(*path), os.R_OK) else []
 
 
-def cores_and_memory():
-    """What this process may use of both, by its affinity and its container's limits."""
-    cores = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    quota = read("/sys/fs/cgroup/cpu.max")
-    if quota and quota[0] != "max":
-        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
-    free = read("/proc/meminfo")
-    if "MemAvailable:" in free:
-        memory = 1024 * int(free[free.index("MemAvailable:") + 1])
-    limit = read("/sys/fs/cgroup/memory.max")
-    if limit and limit[0] != "max":
-        used = [*read("/sys/fs/cgroup/memory.stat"), "anon", 0]  # anon: what is no cache
-        memory = min(memory, int(limit[0]) - int(used[used.index("anon") + 1]))
-    return cores, memory
-
-
-def memory_of(config, ranks):
-    """Bytes that a rank takes, about: torch itself, weights with gradients and state, and its part
-    of the table."""
-    dim = config.model_dim
-    tables = 2 + len(config.value_embedding_layers)
-    matrices = config.num_layers * (4 * dim + 2 * config.mlp_dim)
-    weights = dim * (config.vocab_size * tables + matrices)
-    shared = 4 * dim * config.ngram_rows
-    return 0.75 * 2**30 + 16 * weights + shared / ranks
+def limits(*names):
+    """The numbers in files of this process' control groups, its own and those above it."""
+    for group in read("/proc/self/cgroup"):
+        _, controllers, name = group.split(":", 2)  # no controllers: cgroup v2
+        own = Path("/sys/fs/cgroup", controllers, name.strip("/"))
+        for folder in (own, *own.parents):
+            words = [word for name in names for word in read(folder, name)]
+            if words and words[0].isdigit():  # neither `max` nor -1: these are no limits
+                yield [int(word) for word in words]
 
 
 def choose_ranks(config):
     """The number of ranks, which is said with its reason."""
-    counts = {train_gpt.stage_at(config, step).micro_batches for step in range(config.steps)}
+    dim = config.model_dim
+    tables = config.vocab_size * (2 + len(config.layers_with("value_embedding")))
+    weights = dim * (tables + len(config.layers) * (4 * dim + 2 * config.mlp_dim))
+    # Torch itself; weights with gradients and state; rows of n-grams
+    needed = 0.75 * 2**30 + 16 * weights + 4 * dim * config.ngram_rows
+    free = read("/proc/meminfo")
+    memory = 1024 * int(free[free.index("MemAvailable:") + 1]) if free else math.inf
+    for limit, *_ in limits("memory.max", "memory.limit_in_bytes"):
+        memory = min(memory, limit)
+    most = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        most = len(os.sched_getaffinity(0))
+    for quota, period in limits("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
+        most = max(1, min(most, quota // period))
+    room = f"{most} core(s), {memory / 2**30:.1f} GiB of memory for {needed / 2**30:.1f} a rank"
     if config.device != "cpu" and torch.cuda.is_available():
         most = torch.cuda.device_count()
-        room = f"{most} GPU(s)"
-    else:
-        most, memory = cores_and_memory()
-        room = f"{most} core(s), {memory / 2**30:.1f} GiB of memory"
-        if torch.backends.mps.is_available():
-            say("Apple GPUs are not supported: it computes on the CPU")
+        room, needed = f"{most} GPU(s)", 0
+    counts = sorted({stage.micro_batches for stage in config.stages})
     for ranks in (8, 4, 2, 1):
-        fits = ranks <= most and all(count % ranks == 0 for count in counts)
-        if "core" in room:
-            fits = fits and ranks * memory_of(config, ranks) <= memory
-        if fits:
+        is_divisor = not any(count % ranks for count in counts)
+        if ranks <= most and ranks * needed <= memory and is_divisor:
             break
-    room += f" and {sorted(counts)} micro-batches a step"
-    say(f"{ranks} rank(s), the most of 8, 4, 2 and 1 that {room} allow")
+    reason = f"the most of 8, 4, 2 and 1 that {room} and {counts} micro-batches a step allow"
+    if needed > memory:
+        reason = f"which may end for lack of memory, or crawl: {room}"
+    print(f"run.sh: {ranks} rank(s), {reason}", file=sys.stderr, flush=True)
     return ranks
 
 
-words = sys.argv[1:]
-named = dict(zip(words, words[1:])).get("--track")
-ranks = 1
-try:
-    given = train_gpt.parse_command_line(words)
-    train_gpt.require("help" not in given, "help is no run")
-    config, _ = train_gpt.resumed(given)
-except (train_gpt.ConfigError, OSError):
-    pass
-else:
-    named = config.track
-    shards = [any(Path(config.data).glob(f"*_{split}_*.bin")) for split in ("train", "val")]
-    if not all(shards):
-        for builder in BUILDERS.get(config.data, []):
-            built = subprocess.run([sys.executable, *builder], stdout=sys.stderr)
-            if built.returncode:
-                sys.exit(built.returncode)
-    if "check" not in given:
-        ranks = choose_ranks(config)
-def train(words):
-    """A rank, forked from this process, which has imported all that it needs."""
+def train(rank):
+    """A rank: a fork of this process, which has imported all that it needs."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     sys.exit(script.main(words))
 
 
-script = continual if named == "continual" else train_gpt
-if ranks == 1:
-    train(words)
+def pass_on(number, frame):
+    """A first signal ends the ranks behind their step, another one a second later at once."""
+    asked.append(time.monotonic())
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, number if asked[-1] < asked[0] + 1 else signal.SIGKILL)
+
+
+words = sys.argv[1:]
+track, ranks = "".join(words[1:2]), 1
 try:
-    if config.device != "cpu" and torch.cuda.is_available():  # what has seen CUDA cannot fork
-        launcher = ["--standalone", f"--nproc_per_node={ranks}"]
-        torchrun.run(torchrun.parse_args([*launcher, script.__file__, *words]))
-    else:
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-        launcher = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            start_method="fork",
-        )
-        elastic_launch(launcher, train)(words)
-except ChildFailedError as error:  # each rank has said why
-    _, failure = error.get_first_failure()
-    sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
-except SignalException:
-    sys.exit(130)
+    config, _ = train_gpt.resumed(train_gpt.parse_command_line(words))
+except (train_gpt.ConfigError, OSError):
+    pass  # --help and --check, and what the script refuses with a better message
+else:
+    track = config.track
+    if config.data in BUILDERS and not any(Path(config.data).glob("[!.]*_val_*.bin")):
+        done = subprocess.run([sys.executable, *BUILDERS[config.data]], stdout=sys.stderr)
+        if done.returncode:
+            sys.exit(done.returncode)
+    ranks = choose_ranks(config)
+script = continual if track == "continual" else train_gpt
+if ranks == 1:
+    sys.exit(script.main(words))
+store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store above, which no rank takes along
+fork = get_context("fork")
+processes = [fork.Process(target=train, args=[rank]) for rank in range(ranks)]
+asked = []
+for process in processes:
+    process.start()
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+        signal.signal(number, pass_on)
+first = None  # that failed; the others see it at their next collective, and end by themselves
+seconds_left = 60  # until what hangs is ended, as NCCL does
+codes = [None]
+while None in codes:
+    time.sleep(0.05)
+    codes = [process.exitcode for process in processes]
+    failed = [(code, rank) for rank, code in enumerate(codes) if code]
+    first = first or min(failed, default=None)  # the code of a signal is negative
+    if first and not asked:
+        seconds_left -= 0.05
+    if seconds_left < 0:
+        for process in processes:
+            process.kill()
+code, rank = first or (0, 0)
+if code < 0:
+    status = f"error rank {rank} was ended by {signal.Signals(-code).name}"
+    if -code == signal.SIGKILL:
+        status += ": killed, perhaps by the system for memory"
+    print(f"status:{'interrupted' if asked else status}", flush=True)
+    code = 130 if asked else 1
+sys.exit(code)
 PYTHON
-}
-
-run_tests() {
-    local argument
-    for argument in "$@"; do
-        case $argument in tests/*) # the caller chose some of them, of which none is left out
-            exec "$venv_python" -m pytest --all "$@" ;;
-        esac
-    done
-    # Shared out among two processes, file by file, for what a file sets up stays in one; in the order of
-    # tests/conftest.py.
-    exec "$venv_python" -m pytest tests --numprocesses=2 --dist=worksteal "$@"
-}
-
-case ${1:-} in
---help | -h)
-    usage
-    exit ;;
-esac
-case $(uname -s) in
-MINGW* | MSYS* | CYGWIN*)
-    say "Windows is not supported: call it in WSL, https://learn.microsoft.com/windows/wsl"
-    exit 2 ;;
-esac
-set_up
-# A cache inside the repository outlives reboots that clear /tmp: only the first run compiles.
-export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$PWD/.cache/inductor}"
-if [ "${1:-}" = test ]; then
-    shift
-    run_tests "$@"
-fi
-case ${1:-} in
-'' | -*) ;;
-*)  track=$1
-    shift
-    set -- --track "$track" "$@" ;;
-esac
-
-launch "$@"

@@ -20,14 +20,17 @@ import sys
 import time
 from pathlib import Path
 
-try:
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
-    from huggingface_hub.utils import WeakFileLock, httpx
-except (ImportError, ValueError) as error:
-    sys.exit(f"error: {error}; correct HF_ENDPOINT; ./run.sh installs what is missing into .venv")
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data import text
+
+try:
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub.utils import WeakFileLock
+except Exception as error:  # it reads variables of the environment when it is imported
+    remedy = f"it read {text.variables_of_hub()}; correct or unset the one that is meant"
+    if isinstance(error, ImportError):
+        remedy = "./run.sh installs what is missing into .venv"
+    sys.exit(f"error: {text.ending_of(error)[1]}; {remedy}")
 
 REPO = "kjj0/fineweb10B-gpt2"
 REVISION = "889765ea1f903759787add96995d81171b632d0c"
@@ -38,13 +41,12 @@ VAL_NAME = "fineweb_val_000000.bin"
 # The validation shard decides what a loss means: no mirror may offer another one.
 VAL_SHA256 = "5b95c8e0966f0861685b307b23dc5ae42b228ef74b28cb499784ae021f201640"
 PAUSES_S = (1, 2, 4)  # before a shard is tried again
-HUB_ERRORS = (OSError, RuntimeError, ValueError, httpx.HTTPError, httpx.InvalidURL, text.DataError)
 
 
 def complete_corpus(folder, train_shards):
     """Bring the first training shards and validation into a folder, with a manifest.
 
-    Raises HUB_ERRORS; the shards that are complete by then are kept."""
+    Raises what the hub's client does; the shards that are complete by then are kept."""
     shards = known_shards(folder)
     names = [f"fineweb_train_{i:06d}.bin" for i in range(1, train_shards + 1)]
     # Validation comes last: until it is there the corpus is incomplete, and has no manifest.
@@ -85,12 +87,13 @@ def write_manifest(folder, shards):
 
 
 def fetch(path):
-    """Bring a shard to its place, in several tries. Returns its sha256. Raises HUB_ERRORS."""
+    """Bring a shard to its place, in several tries. Returns its sha256."""
     for pause in PAUSES_S:
         try:
             return fetch_once(path)
-        except HUB_ERRORS as error:
-            if getattr(error, "errno", None):  # the disk failed, and not the hub
+        except Exception as error:  # the client's own, its transport's and many more
+            is_here = isinstance(error, (ImportError, MemoryError)) or getattr(error, "errno", None)
+            if is_here:  # this machine failed, and not the hub
                 raise
             time.sleep(pause)
     return fetch_once(path)
@@ -115,7 +118,7 @@ def fetch_once(path):
 
 
 def hub_sha256(name):
-    """Ask the hub for a shard's sha256, which is the ETag of a large file. Raises HUB_ERRORS."""
+    """Ask the hub for a shard's sha256, which is the ETag of a large file."""
     url = hf_hub_url(REPO, name, repo_type="dataset", revision=REVISION)
     meta = get_hf_file_metadata(url)
     is_shard = meta.etag == VAL_SHA256 if name == VAL_NAME else len(meta.etag or "") == 64
@@ -149,10 +152,10 @@ def main(argv=None):
             complete_corpus(arguments.out, arguments.shards)
     except (PermissionError, FileExistsError, NotADirectoryError) as error:
         parser.error(f"{error}; check --out")
-    except (KeyboardInterrupt, *HUB_ERRORS) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        remedy = f"check disk, network and HF_ENDPOINT ({constants.ENDPOINT}), and run again"
-        sys.exit(f"error: {reason}; {remedy}")
+    except (KeyboardInterrupt, Exception) as error:
+        _, reason = text.ending_of(error)
+        remedy = f"check disk, network, HF_ENDPOINT ({constants.ENDPOINT})"
+        sys.exit(f"error: {reason}; {remedy} and {text.variables_of_hub()}, and run again")
     shards = list(arguments.out.glob("fineweb_*.bin"))
     size = sum(path.stat().st_size for path in shards)
     tokens = size // 2 - 512 * len(shards)  # behind headers of 1,024 bytes

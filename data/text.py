@@ -19,8 +19,10 @@ names the corpus on every machine. A vocabulary file in tiktoken's form (a piece
 rank) stands there, too, where tokens are not bytes: end-of-text has no bytes, and other tokens have
 those of their pieces.
 
+All text is held once, in one buffer; files are read and tokenized in pieces.
+
 Contents: own text -> English -> split -> tokens -> shards -> command line.
-Exit status: 0 done, 1 disk full, 2 something in the call to correct; stderr says what.
+Exit status: 0 done, 1 disk or memory full, 2 something in the call to correct; stderr says what.
 """
 
 import argparse
@@ -28,6 +30,7 @@ import base64
 import errno
 import hashlib
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -36,17 +39,22 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from array import array
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 try:
     import numpy as np
+except MemoryError:
+    sys.exit("error: memory has no room for numpy; end other programs, or raise a limit of memory")
 except ImportError as error:
-    sys.exit(f"error: {error}; ./run.sh installs it into .venv; then `source .venv/bin/activate`")
+    reason = " ".join(str(error.__cause__ or error).split())  # numpy's own text is a page
+    sys.exit(f"error: {reason}; ./run.sh installs it into .venv; then `source .venv/bin/activate`")
 
 HERE = Path(__file__).resolve().parent
-SHARD_TOKENS = 100_000_000  # the field's shard size: 200 MB, small enough to move and to hold
+SHARD_TOKENS = 100_000_000  # the field's shard size: 200 MB, small enough to move
+PIECE_BYTES = 2**18  # of text that is decoded or tokenized at once
 
 RECORD_MANIFEST_SHA256 = "229a05ae2edaea648fc68c2f0f663d63d5e636cba2e00710746b1143a405687a"
 
@@ -59,12 +67,13 @@ class DataError(Exception):
 
 
 class Collection:
-    """Distinct documents, UTF-8, with the counts of what came in and of what was left out, and why.
-
-    Copies go before anything is split: a training copy of a validation document is a leak."""
+    """Documents, UTF-8, behind one another in one buffer, with the counts of what came in and of
+    what was left out, and why."""
 
     def __init__(self):
-        self.documents = {}  # a set in the order of reading
+        self.text = bytearray()
+        self.ends = array("q")  # of each document in the buffer
+        self.digests = bytearray()  # sha256 of each document
         self.read = Counter(files=0, bytes=0, documents=0)
         self.skipped = Counter()
 
@@ -78,10 +87,27 @@ class Collection:
         self.read["documents"] += 1
         if not content:
             self.skipped["empty"] += 1
-        elif content in self.documents:
-            self.skipped["duplicates"] += 1
-        else:
-            self.documents[content] = None
+            return
+        self.text += content
+        self.ends.append(len(self.text))
+        self.digests += hashlib.sha256(content).digest()
+
+    def distinct(self):
+        """The places of distinct documents in the buffer, int64 (n, 2): [start, end).
+
+        They are sorted by their sha256, so that every prefix is a random sample of them. Copies go
+        before anything is split: a training copy of a validation document is a leak. Of copies the
+        first one stays."""
+        digests = np.frombuffer(self.digests, dtype="S32")
+        order = np.argsort(digests, kind="stable")
+        ordered = digests[order]
+        is_copy = np.zeros(len(order), dtype=bool)
+        is_copy[1:] = ordered[1:] == ordered[:-1]
+        if is_copy.any():
+            self.skipped["duplicates"] += int(is_copy.sum())
+        ends = np.array(self.ends, dtype=np.int64)
+        starts = np.concatenate([[0], ends])[:-1]
+        return np.stack([starts, ends], axis=1)[order[~is_copy]]
 
 
 def find_files(roots, suffixes, out, skipped):
@@ -117,19 +143,19 @@ def find_files(roots, suffixes, out, skipped):
 
 
 def read_own_text(collection, paths, arguments):
-    """Add the documents of files and folders as the command line describes them, and return all.
+    """Add the documents of files and folders as the command line describes them.
 
     Raises DataError for files that are not UTF-8, unless --invalid says how to read them."""
     suffixes = tuple(arguments.suffix or [""])
     files = find_files(paths, suffixes, arguments.out, collection.skipped)
     invalid = []
     for path in files:
-        text, is_valid = decode(collection.open(path.read_bytes()), arguments.invalid)
-        for document in cut_into_documents(text, path, arguments):
-            content = document.encode("utf-8", "surrogatepass")  # JSON can hold half a pair
-            document, is_whole = decode(content, arguments.invalid)
-            is_valid = is_valid and is_whole
-            collection.add(document.encode() if document.strip() else b"")
+        is_valid = True
+        content = collection.open(path.read_bytes())
+        for document, is_plain in cut_into_documents(content, path, arguments):
+            is_valid = is_valid and is_plain
+            has_words = any(piece.decode(errors="ignore").strip() for piece in pieces_of(document))
+            collection.add(document if has_words else b"")
         if not is_valid:
             invalid.append(path)
     if invalid and arguments.invalid is None:
@@ -140,13 +166,12 @@ def read_own_text(collection, paths, arguments):
         )
     if invalid:
         say(f"decoded: {len(invalid):,} files that are no UTF-8 text, by rule {arguments.invalid}")
-    return set(collection.documents)
 
 
 def decode(content, rule):
-    """Return a file's text, and whether it is plain UTF-8 without NUL characters.
+    """Return a text, and whether it is plain UTF-8 without NUL characters.
 
-    rule: "latin1" reads the bytes of any other file as characters of their number; by another
+    rule: "latin1" reads the bytes of any other text as characters of their number; by another
     rule the replacement character stands for bytes that are not UTF-8."""
     text = content.decode("utf-8", "replace")
     is_valid = "\0" not in text and text.encode() == content
@@ -155,27 +180,67 @@ def decode(content, rule):
     return text, is_valid
 
 
-def cut_into_documents(text, path, arguments):
-    """Return the documents of a file: the JSONL field's, those between separators, or all of it."""
+def as_utf8(content, rule):
+    """Return a text's UTF-8 by the rule of `decode`, and whether it was plain, piece by piece."""
+    if all(decode(piece, None)[1] for piece in pieces_of(content)):
+        return content, True
+    encoding = "latin-1" if rule == "latin1" else "utf-8"
+    converted = bytearray()
+    for piece in pieces_of(content):
+        converted += piece.decode(encoding, "replace").encode()
+    return converted, False
+
+
+def cut_into_documents(content, path, arguments):
+    """Yield (a document's UTF-8, whether it was plain) of each of a file's: the JSONL field's,
+    those between separators, or all of it."""
+    rule = arguments.invalid
+    if arguments.field is not None:
+        for number, line in enumerate(io.BytesIO(content), start=1):
+            line, is_plain = as_utf8(line, rule)
+            if line.strip():
+                field = field_of(line, arguments.field, f"{path}: line {number}")
+                document, is_whole = as_utf8(field, rule)
+                yield document, is_plain and is_whole
+        return
+    start = 0
     if arguments.separator:
-        return text.split(arguments.separator)
-    if arguments.field is None:
-        return [text]
-    documents = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            document = json.loads(line)[arguments.field]
-        except (ValueError, LookupError, TypeError, RecursionError):
-            document = None
-        if not isinstance(document, str):
-            raise DataError(
-                f"{path}: line {number} is no JSON object with text in the field "
-                f"{arguments.field!r}; correct it, or name another --field"
-            )
-        documents.append(document)
-    return documents
+        separator = os.fsencode(arguments.separator)
+        while (end := content.find(separator, start)) >= 0:
+            yield as_utf8(content[start:end], rule)
+            start = end + len(separator)
+    yield as_utf8(content[start:], rule)
+
+
+def field_of(line, field, where):
+    """The text in a field of a line of JSON, in bytes. Raises DataError where there is none."""
+    try:
+        document = json.loads(line)[field]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        document = None
+    if not isinstance(document, str):
+        raise DataError(
+            f"{where} is no JSON object with text in the field {field!r}; correct it, or name "
+            f"another --field"
+        )
+    return document.encode("utf-8", "surrogatepass")  # JSON can hold half a pair
+
+
+WORD_END = re.compile(rb"[!-~](?=[ \t\n\r])")
+
+
+def pieces_of(content):
+    """Yield a text as bytes, a piece at a time. Pieces end where a word does, as tokens do with
+    PATTERN and GPT-2's; where none does for long, between characters."""
+    start = 0
+    while start < len(content):
+        end = min(start + PIECE_BYTES, len(content))
+        if end < len(content):
+            low = max(start, end - 1000)
+            words = [found.end() for found in WORD_END.finditer(content, low, end)]
+            end = words[-1] if words else character_start(content, end)
+        yield bytes(content[start:end])
+        start = end
 
 
 # ----- English
@@ -239,8 +304,7 @@ def read_verse(collection):
             for member in sorted(archive.getmembers(), key=lambda member: member.name):
                 if member.isfile() and VERSE_FILE.search(member.name):
                     content = collection.open(archive.extractfile(member).read())
-                    text = decode(content.replace(b"\r", b""), "latin1")[0]
-                    collection.add(text.encode())
+                    collection.add(as_utf8(content.replace(b"\r", b""), "latin1")[0])
 
 
 def download(pinned, sha256, folder):
@@ -261,39 +325,35 @@ def download(pinned, sha256, folder):
 # ----- split
 
 
-def in_drawn_order(documents):
-    """Sort documents by their sha256, so that every prefix is a random sample of them."""
-    return sorted(documents, key=lambda content: hashlib.sha256(content).digest())
+def split_documents(text, places, share):
+    """Draw the validation documents, a share of the bytes. Returns the places of each side.
 
-
-def split_documents(documents, share):
-    """Draw the validation documents, a share of the bytes. Returns {"train": [...], "val": [...]}.
-
-    In drawn order, whole documents validate while there is room for them. Where less than half of
-    it is filled, as with a single file, the last part of the next document validates, too."""
-    ordered = in_drawn_order(documents)
-    total = sum(map(len, ordered))
+    places: int64 (n, 2), [start, end) of each document in the text, in drawn order. Whole documents
+    validate while there is room for them. Where less than half of it is filled, as with a single
+    file, the last part of the next document validates, too."""
+    ends = np.cumsum(places[:, 1] - places[:, 0])
+    total = int(ends[-1]) if len(ends) else 0
     room = max(1, total - int(total * (1 - share)))
-    held = 0
-    count = 0
-    while count < len(ordered) - 1 and len(ordered[count]) <= room - held:
-        held += len(ordered[count])
-        count += 1
-    val = ordered[:count]
-    train = ordered[count:]
-    if train and 2 * held < room:
-        cut = character_start(train[0], len(train[0]) - (room - held))
-        if cut > 0:
-            val.append(train[0][cut:])
-            train[0] = train[0][:cut]
+    count = int(np.searchsorted(ends[:-1], room, side="right"))
+    held = int(ends[count - 1]) if count else 0
+    val = places[:count]
+    train = places[count:].copy()
+    if len(train) and 2 * held < room:
+        start, end = train[0].tolist()
+        cut = character_start(text, end - (room - held))
+        if cut > start:
+            val = np.concatenate([val, [[cut, end]]])
+            train[0] = start, cut
     return {"train": train, "val": val}
 
 
 def character_start(content, position):
-    """Return the last position up to this one where a character of UTF-8 text starts."""
-    while content[position] & 0b1100_0000 == 0b1000_0000:
-        position -= 1
-    return position
+    """The last position up to this one where a character of UTF-8 text starts; of other bytes one
+    that is at most three before it."""
+    for start in range(position, position - 3, -1):
+        if content[start] & 0b1100_0000 != 0b1000_0000:
+            return start
+    return position - 3
 
 
 # ----- tokens
@@ -303,7 +363,7 @@ PATTERN = r" ?\p{L}+(?:['’]\p{L}+)*| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 
 
 class Tokenizer(NamedTuple):
-    """How text becomes tokens: `encode` turns bytes into uint16 (n,), end-of-text apart.
+    """How text becomes tokens: `encode` turns bytes into ids (n,), end-of-text apart.
 
     `pieces` are the bytes of each token; end-of-text, the last one, has none. `vocabulary` is the
     content of the file that the corpus takes along."""
@@ -333,13 +393,15 @@ def make_tokenizer(name, pattern=PATTERN):
     """Return the tokenizer "bytes", "gpt2" or that of a vocabulary file. Raises DataError."""
     if name == "bytes":
         pieces = [bytes([value]) for value in range(256)]
-        return Tokenizer(name, [*pieces, b""], lambda data: np.frombuffer(data, "u1").astype("<u2"))
+        return Tokenizer(name, [*pieces, b""], lambda data: np.frombuffer(data, "u1"))
     import tiktoken
 
     vocabulary = b""
     if name == "gpt2":
         try:
             encoding = tiktoken.get_encoding(name)
+        except MemoryError:
+            raise
         except Exception as error:  # requests, urllib3 and tiktoken all raise kinds of their own
             remedy = "go online once, or set TIKTOKEN_CACHE_DIR to a filled cache"
             raise DataError(f"tokenizer gpt2: no vocabulary ({error}); {remedy}") from error
@@ -350,7 +412,8 @@ def make_tokenizer(name, pattern=PATTERN):
         )
 
     def encode(content):
-        return np.array(encoding.encode_ordinary(content.decode(errors="replace")), dtype="<u2")
+        tokens = encoding.encode_ordinary(content.decode(errors="replace"))
+        return np.frombuffer(array("H", tokens), dtype="u2")
 
     pieces = [encoding.decode_single_token_bytes(token) for token in range(encoding.n_vocab)]
     pieces = pieces[: encoding.eot_token] if name == "gpt2" else pieces
@@ -389,49 +452,70 @@ def write_file(path, parts):
     return digest.hexdigest()
 
 
-def write_split(folder, prefix, split, documents, tokenizer):
-    """Write one side of the corpus as numbered shards. Returns their manifest entries."""
-    entries = []
-    for number, shard in enumerate(shards_of(documents, tokenizer)):
+class Shard:
+    """A file of tokens that is written document by document, and its header at the end."""
+
+    def __init__(self, path, split):
+        self.entry = {"file": path.name, "split": split, "tokens": 0, "documents": 0}
+        self.file = open(path, "xb+")
+        self.file.write(bytes(1024))
+
+    def add(self, eot_token, pieces):
+        """Write a document: end-of-text, and its tokens as a list of arrays."""
+        for tokens in (np.array([eot_token]), *pieces):
+            self.file.write(tokens.astype("<u2").tobytes())
+            self.entry["tokens"] += len(tokens)
+        self.entry["documents"] += 1
+
+    def close(self):
+        """Bring the whole file to the disk. Returns the manifest's entry."""
         header = np.zeros(256, dtype="<i4")
-        header[:3] = [20240520, 1, sum(map(len, shard))]
-        entry = {"file": f"{prefix}_{split}_{number:06d}.bin", "split": split}
-        entry |= {"tokens": int(header[2]), "documents": len(shard)}
-        arrays = (array.tobytes() for array in [header, *shard])
-        entries.append(entry | {"sha256": write_file(folder / entry["file"], arrays)})
-    return entries
+        header[:3] = [20240520, 1, self.entry["tokens"]]
+        with self.file as file:
+            file.seek(0)
+            file.write(header.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256")
+        return self.entry | {"sha256": digest.hexdigest()}
 
 
-def shards_of(documents, tokenizer):
-    """Yield shards as lists of uint16 arrays, one a document, end-of-text first.
+def write_split(folder, prefix, split, documents, tokenizer):
+    """Write one side of the corpus, buffers of text, as numbered shards. Returns their manifest
+    entries.
 
     A document longer than a shard is cut between characters, and each part counts as one."""
-    shard = []
-    room = SHARD_TOKENS
+    entries = []
+    shard = None
     for content in documents:
-        while content:
+        start = 0
+        while start < len(content):
             end = len(content)
-            if end >= SHARD_TOKENS:  # no text has more tokens than bytes
-                end = character_start(content, SHARD_TOKENS - 1)
-            tokens = np.insert(tokenizer.encode(content[:end]), 0, tokenizer.eot_token)
-            content = content[end:]
-            if len(tokens) > room:
-                yield shard
-                shard = []
-                room = SHARD_TOKENS
-            shard.append(tokens)
-            room -= len(tokens)
-    yield shard
+            if end - start >= SHARD_TOKENS:  # no text has more tokens than bytes
+                end = character_start(content, start + SHARD_TOKENS - 1)
+            pieces = [tokenizer.encode(piece) for piece in pieces_of(content[start:end])]
+            size = 1 + sum(map(len, pieces))
+            if shard and shard.entry["tokens"] + size > SHARD_TOKENS:
+                entries.append(shard.close())
+                shard = None
+            if shard is None:
+                name = f"{prefix}_{split}_{len(entries):06d}.bin"
+                shard = Shard(folder / name, split)
+            shard.add(tokenizer.eot_token, pieces)
+            start = end
+    return [*entries, shard.close()]
 
 
 def build_corpus(collection, sides, out, source, split, tokenizer):
     """Build shards and manifest.json in the folder `out`, and print what came in and out.
 
-    sides: {"train": documents, "val": documents}; split: in words, how they were drawn.
+    sides: {"train": places, "val": places}, of documents in the collection's text; split: in words,
+    how they were drawn.
     All is written to a temporary folder and takes its place when complete: a kill or a full disk
     leaves `out` as it was. Returns the manifest's sha256. Raises DataError where a side is empty,
     and for an `out` not to replace."""
-    size = {side: sum(map(len, drawn)) for side, drawn in sides.items()}
+    size = {side: int((places[:, 1] - places[:, 0]).sum()) for side, places in sides.items()}
     if not all(size.values()):
         raise DataError(
             f"{source}: {size['train']} bytes to train and {size['val']} to validate on, and "
@@ -455,8 +539,10 @@ def build_corpus(collection, sides, out, source, split, tokenizer):
     try:
         shutil.rmtree(folder.parent, ignore_errors=True)  # what a killed build left
         folder.mkdir(parents=True)
-        for side, documents in sides.items():
-            prefix = re.sub("[^A-Za-z0-9.]+", "-", out.name)  # my_val_notes is no validation
+        text = memoryview(collection.text)
+        prefix = re.sub("[^A-Za-z0-9.]+", "-", out.name)  # my_val_notes is no validation
+        for side, places in sides.items():
+            documents = (text[start:end] for start, end in zip(*places.T, strict=True))
             manifest["shards"] += write_split(folder, prefix, side, documents, tokenizer)
         if tokenizer.vocabulary:
             name = tokenizer.name.removesuffix(".tiktoken") + ".tiktoken"
@@ -493,7 +579,8 @@ def check_out(out):
     """Refuse to replace anything but a corpus: the whole folder is going to be exchanged."""
     if os.path.lexists(out) and not out.is_dir():
         raise DataError(f"{out}: not a folder; --out names the folder of the corpus")
-    kinds = re.compile(r"manifest\.json|.*_(train|val)_\d+\.bin|.*\.tiktoken")
+    parts = r"manifest\.json|.*_(train|val)_\d+\.bin|.*\.tiktoken"
+    kinds = re.compile(parts + r"|\._.*|\.DS_Store")  # macOS leaves the last two anywhere
     others = [path.name for path in out.glob("*") if not kinds.fullmatch(path.name)]
     if others:
         raise DataError(f"{out}: holds {min(others)}, no part of a corpus; name a new folder")
@@ -563,7 +650,8 @@ def build(arguments):
         tokenizer = arguments.tokenizer or "bytes"
         names = " ".join(path.name for path in arguments.paths)
         source = os.fsencode(names).decode(errors="backslashreplace")
-        val = read_own_text(collection, [arguments.val] if arguments.val else [], arguments)
+        read_own_text(collection, [arguments.val] if arguments.val else [], arguments)
+        val_bytes = len(collection.text)
         read_own_text(collection, arguments.paths, arguments)
         if arguments.separator and collection.read["documents"] == collection.read["files"]:
             raise DataError(
@@ -574,32 +662,45 @@ def build(arguments):
         read_english(collection)
     else:
         read_verse(collection)
-    sides = split_documents(collection.documents, share)
+    places = collection.distinct()
     if arguments.val:
         split = "validation: text of its own"
-        train = [content for content in collection.documents if content not in val]
-        sides = {"train": in_drawn_order(train), "val": in_drawn_order(val)}
+        is_val = places[:, 0] < val_bytes
+        sides = {"train": places[~is_val], "val": places[is_val]}
+    else:
+        sides = split_documents(collection.text, places, share)
     tokenizer = make_tokenizer(tokenizer)
     sha256 = build_corpus(collection, sides, arguments.out, source, split, tokenizer)
     if arguments.out == HERE / "english" and sha256 != RECORD_MANIFEST_SHA256:
         say("note: not the corpus that records are measured on")
 
 
+def ending_of(error):
+    """(exit status, reason) of a program of this folder that an error has ended."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted; nothing was replaced"
+    if isinstance(error, MemoryError):
+        return 1, "memory is full; end other programs, raise its limit, or take less at once"
+    if isinstance(error, OSError) and error.strerror:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
+        reason = f"{error.filename or 'the shards'}: {error.strerror}"
+        return 1 if full else 2, f"{reason}; check PATH, --out and disk"
+    return 2, " ".join(str(error).split()) or type(error).__name__
+
+
+def variables_of_hub():
+    """The names of variables that are set and that the client of a hub reads, in a line."""
+    pattern = re.compile("HF_.*|SSL_.*|.*_proxy", re.IGNORECASE)
+    return ", ".join(sorted(filter(pattern.fullmatch, os.environ))) or "no variable that is set"
+
+
 def main(argv=None):
     """Command line. Returns the exit status; what goes wrong is one line on stderr."""
-    status = 2
     try:
         build(parse_arguments(argv))
         return 0
-    except DataError as error:
-        reason = error
-    except OSError as error:
-        reason = f"{error.filename or 'the shards'}: {error.strerror}; check PATH, --out and disk"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            status = 1
-    except KeyboardInterrupt:
-        status = 130
-        reason = "interrupted; nothing was replaced"
+    except (DataError, OSError, MemoryError, KeyboardInterrupt) as error:
+        status, reason = ending_of(error)
     say(f"error: {reason}", sys.stderr)
     return status
 

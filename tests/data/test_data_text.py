@@ -4,14 +4,17 @@ import base64
 import errno
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import random
 import struct
 import subprocess
+import sys
 import types
 
 import pytest
+import tiktoken
 
 from data import text
 from helpers import ROOT
@@ -75,6 +78,8 @@ def texts_of(folder, side):
     return [bytes(tokens).decode() for tokens in documents_of(folder, side)]
 
 
+VERSE_SHA256 = "ec5b277f5c308886b2006db975a659b406a3643f03746b6138e2c3c42346695d"
+
 # ----- content, split, determinism
 
 
@@ -128,14 +133,17 @@ def test_a_shard_ends_at_a_document_and_long_documents_are_cut(tmp_path, monkeyp
 def test_the_share_counts_bytes(lengths, share):
     """Whatever the lengths: at most the share and a character, and at least half of it."""
     rng = random.Random(len(lengths))
-    documents = ["".join(rng.choices("aé€😀", k=length)).encode() for length in lengths]
-    total = sum(map(len, documents))
-    sides = text.split_documents(documents, share)
-    sizes = {side: sum(map(len, drawn)) for side, drawn in sides.items()}
+    collection = text.Collection()
+    for length in lengths:
+        collection.add("".join(rng.choices("aé€😀", k=length)).encode())
+    total = len(collection.text)
+    sides = text.split_documents(collection.text, collection.distinct(), share)
+    drawn = {side: [collection.text[low:high] for low, high in sides[side]] for side in sides}
+    sizes = {side: sum(map(len, parts)) for side, parts in drawn.items()}
     assert sum(sizes.values()) == total
     assert share * total / 2 - 1 <= sizes["val"] <= share * total + 4
-    joined = "".join(document.decode() for document in sides["train"] + sides["val"])
-    assert len(lengths) > 1 or joined == documents[0].decode()  # the last part of a single file
+    joined = "".join(part.decode() for part in drawn["train"] + drawn["val"])
+    assert len(lengths) > 1 or joined == collection.text.decode()  # the last part of a single file
 
 
 # ----- own text
@@ -208,6 +216,9 @@ def test_bytes_that_are_not_utf8(name, tmp_path, capsys):
 # ----- tokens
 
 VOCABULARY = ROOT / "data" / "english1024.tiktoken"
+GPT2_PATTERN = (  # https://github.com/openai/tiktoken/blob/main/tiktoken_ext/openai_public.py
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+)
 
 
 def test_a_vocabulary_keeps_all_text_and_its_bytes(tmp_path):
@@ -240,6 +251,27 @@ def test_prefixes_are_the_longest_tokens_that_tokens_begin_with():
     assert sum(prefix != token for token, prefix in enumerate(found)) > 500
 
 
+def test_pieces_change_no_token(monkeypatch):
+    """Those of PATTERN, and of GPT-2's, are the same whatever the text is cut into."""
+    _, ranks = text.read_vocabulary(VOCABULARY)
+    rng = random.Random(1)
+    monkeypatch.setattr(text, "PIECE_BYTES", 400)
+    letters = "ab é\u00a0\u3000 \n\t12'’.,;😀"
+    for pattern in (text.PATTERN, GPT2_PATTERN):
+        encoding = tiktoken.Encoding(
+            "own", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
+        )
+        for _ in range(40):
+            content = "".join(rng.choices(letters, k=3000)).encode()
+            pieces = list(text.pieces_of(content))
+            assert b"".join(pieces) == content and len(pieces) > 9
+            found = [encoding.encode_ordinary(piece.decode()) for piece in pieces]
+            assert sum(found, []) == encoding.encode_ordinary(content.decode())
+    content = ("é" * 1000).encode()  # without a space a piece ends between characters
+    pieces = list(text.pieces_of(content))
+    assert b"".join(pieces) == content and all(piece.decode() for piece in pieces)
+
+
 # ----- corpora out of packages
 
 
@@ -260,7 +292,8 @@ def test_a_dictionary_becomes_pages(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: package)
     collection = text.Collection()
     text.read_english(collection)
-    pages = [document.decode() for document in collection.documents]
+    cuts = [0, *collection.ends]
+    pages = [collection.text[low:high].decode() for low, high in itertools.pairwise(cuts)]
     lines = "".join(pages).splitlines()
     assert lines[3] == "A3: A sentence of the dictionary, number 3."
     assert lines[403] == "B3: An example 3 of a use that is not short."
@@ -283,10 +316,62 @@ def test_a_download_that_fails_or_is_another(returncode, word, monkeypatch, tmp_
 
 
 @pytest.mark.slow
-def test_english_is_the_corpus_of_the_records(tmp_path):
-    manifest = tmp_path / "english" / "manifest.json"
-    assert text.main(["--out", str(manifest.parent)]) == 0
-    assert hashlib.sha256(manifest.read_bytes()).hexdigest() == text.RECORD_MANIFEST_SHA256
+@pytest.mark.parametrize("corpus", ["english", "verse"])
+def test_the_corpora_of_the_records_are_built(corpus, tmp_path):
+    manifest = tmp_path / corpus / "manifest.json"
+    if text.main(["--corpus", corpus, "--out", str(manifest.parent)]):
+        assert corpus == "verse"  # pip could not download it
+        pytest.skip("no network")
+    found = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    assert found == {"english": text.RECORD_MANIFEST_SHA256, "verse": VERSE_SHA256}[corpus]
+
+
+# ----- memory
+
+MEASURE = """
+import sys
+from data import text
+
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+
+before = peak()
+assert text.main(sys.argv[1:]) == 0
+print((peak() - before) * 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    "words",
+    [[], ["--tokenizer", str(VOCABULARY)], ["--separator", "\n"], ["--field", "text"]],
+    ids=["bytes", "pieces of words", "lines", "json"],
+)
+def test_a_build_takes_little_memory(words, tmp_path):
+    """At most three bytes a byte of a large file, whose emoji make a str of four bytes each."""
+    line = "A line of text that is not long, but longer than a word, and 😀 with a number: {}\n"
+    content = "".join(map(line.format, range(200_000)))
+    if "--field" in words:
+        lines = content.splitlines()
+        content = "".join(json.dumps({"text": line}) + "\n" for line in lines)
+    path = tmp_path / "large.txt"
+    path.write_text(content)
+    call = [sys.executable, "-c", MEASURE, str(path), "--out", str(tmp_path / "c"), *words]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.splitlines()[-1]) < 3 * path.stat().st_size + 2**23  # and tiktoken's own
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems know no such limit")
+def test_too_little_memory_is_one_line(tmp_path):
+    path = tmp_path / "large.txt"
+    with open(path, "w") as file:
+        file.truncate(2**33)  # a sparse file
+    call = f"ulimit -v 2000000; exec {sys.executable} {text.__file__} {path} --out {tmp_path / 'c'}"
+    done = subprocess.run(["bash", "-c", call], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: memory is full; ") and not (tmp_path / "c").exists()
 
 
 # ----- nothing half-written
@@ -309,6 +394,19 @@ def test_a_full_disk_leaves_the_old_corpus(tmp_path, monkeypatch, capsys):
     assert text.main([str(tmp_path / "tree" / "p0"), "--out", str(out)]) == 1
     assert "No space left" in capsys.readouterr().err
     assert read_folder(out) == before and list(out.parent.iterdir()) == [out]
+
+
+def test_files_that_macos_leaves_are_nobodys_data(tmp_path):
+    make_tree(tmp_path / "tree")
+    out = tmp_path / "c"
+    before = build(tmp_path / "tree", out)
+    for name in ("p0/._f0.py", ".DS_Store"):
+        (tmp_path / "tree" / name).write_bytes(b"Mac OS X")
+    for name in ("._manifest.json", "._c_train_000000.bin", ".DS_Store"):
+        (out / name).write_bytes(b"Mac OS X")
+    assert build(tmp_path / "tree", out)["shards"] == before["shards"]
+    (out / ".git").mkdir()  # this is somebody's
+    assert text.main([str(tmp_path / "tree"), "--out", str(out)]) == 2 and (out / ".git").exists()
 
 
 # ----- bad input, odd names
