@@ -440,10 +440,10 @@ def micro_batches_of_pass(config, step, runtime):
     return max(count for count in range(1, config.micro_batches_a_pass + 1) if own % count == 0)
 
 
-def training_tokens(config):
-    """How many tokens the whole schedule trains on."""
-    micro_batches = sum(stage_at(config, step).micro_batches for step in range(config.steps))
-    return micro_batches * config.micro_batch_tokens
+def training_tokens(config, until=None):
+    """How many tokens the steps before `until` train on, or all steps."""
+    steps = range(config.steps)[:until]
+    return sum(stage_at(config, step).micro_batches for step in steps) * config.micro_batch_tokens
 
 
 def lr_multiplier(config, step):
@@ -509,7 +509,8 @@ def long_windows_until(config, step):
 
 SHARD_KIND = [20240520, 1]  # magic number and version, before the count of tokens
 HEADER_INTS = 256
-SHARDS = "[!.]*_*_*.bin"  # what begins with a dot is nobody's data
+SHARDS = "[!.]*_*_*.bin"  # macOS writes files that begin with a dot on foreign disks
+BUILD_AGAIN = "build or download it again, in an empty folder (data/text.py, data/fineweb.py)"
 PREFETCH = 4  # steps that the loader's thread works ahead
 # A pass has room for so many segments, or for one in 128 tokens. FineWeb has at most 56 in 16,384
 # tokens (modded-nanogpt, record of 2026-03-22). For more, room is the next power of two, at the
@@ -518,11 +519,12 @@ SEGMENT_ROOM = 128
 
 
 class Shard(NamedTuple):
-    """A file of tokens, as the run found it."""
+    """A file of tokens in llm.c's format, as the run found it."""
 
     path: Path
+    sha256: str  # in the manifest; empty without one
     count: int  # of its tokens
-    stamp: tuple  # inode, size and time of the last change
+    stamp: tuple  # its size and the time of its last change
 
     def read(self):
         """Its tokens, uint16. Raises ConfigError where the file has changed meanwhile."""
@@ -531,26 +533,20 @@ class Shard(NamedTuple):
         require(is_same, self.path, "is not the file that the run began with", remedy)
         return np.fromfile(self.path, "<u2", offset=4 * HEADER_INTS)
 
+    def checked(self, config):
+        """Its tokens, once they are those of the manifest and of the vocabulary."""
+        tokens = self.read()
+        largest = int(tokens.max())
+        message = f"token id {largest} is beyond the vocabulary's eot_token={config.eot_token}"
+        require(largest <= config.eot_token, self.path, message, "leave --eot-token out")
+        is_whole = self.sha256 in ("", file_sha256(self.path))
+        require(is_whole, self.path, "its sha256 is not the manifest's", BUILD_AGAIN)
+        return tokens
+
 
 def stamp_of(path):
-    found = os.stat(path)
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def open_shard(path):
-    """The Shard of a file in llm.c's format. Raises ConfigError where it is none."""
-    path = Path(path).absolute()
-    remedy = "build or download it again (data/text.py, data/fineweb.py)"
-    require(path.is_file(), path, "no such file", remedy)
-    stamp = stamp_of(path)
-    header = np.fromfile(path, "<i4", HEADER_INTS)
-    kind = header[:2].tolist()
-    is_shard = len(header) == HEADER_INTS and kind == SHARD_KIND
-    require(is_shard, path, f"begins with {kind}, not {SHARD_KIND}, or is cut: no shard", remedy)
-    held = (stamp[1] - header.nbytes) / 2
-    message = f"header says {header[2]} tokens, the file holds {held:.12g}"
-    require(header[2] == held > 0, path, message, remedy)
-    return Shard(path, int(held), stamp)
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
 
 
 def file_sha256(path):
@@ -558,9 +554,23 @@ def file_sha256(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def are_whole(values, allowed):
-    """Whether these are whole numbers of a range."""
-    return all(type(value) is int and value in allowed for value in values)
+def open_shard(path, sha256=""):
+    """The Shard of a file. Raises ConfigError where it is none."""
+    require(path.is_file(), path, "no such file", BUILD_AGAIN)
+    stamp = stamp_of(path)
+    count = (stamp[0] - 4 * HEADER_INTS) // 2
+    header = np.fromfile(path, "<i4", 3).tolist()
+    message = f"its header is {header}, and {[*SHARD_KIND, count]} would fit its size"
+    require(header == [*SHARD_KIND, count] and count > 0, path, message, BUILD_AGAIN)
+    return Shard(path, sha256, count, stamp)
+
+
+def open_split(folder, manifest, split):
+    """The Shards of a split, in the order of their names. Raises ConfigError."""
+    names = sorted(name for name in manifest["shards"] if f"_{split}_" in name)
+    remedy = "build it with data/text.py or data/fineweb.py, or name another folder by --data"
+    require(names, folder, f"no *_{split}_*.bin shards", remedy)
+    return [open_shard(folder / name, manifest["shards"][name]) for name in names]
 
 
 def read_manifest(folder):
@@ -568,44 +578,39 @@ def read_manifest(folder):
     folder without a manifest these are the files that look like shards. Raises ConfigError."""
     path = Path(folder, "manifest.json").absolute()
     if not path.is_file():
-        return {"sha256": "none", "shards": {file.name: None for file in path.parent.glob(SHARDS)}}
+        return {"sha256": "none", "shards": {file.name: "" for file in path.parent.glob(SHARDS)}}
     try:
         content = path.read_bytes()
         manifest = json.loads(content)
         shards = {str(row["file"]): str(row["sha256"]) for row in manifest["shards"]}
-    except (ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"{path}: cannot be read ({one_line(error)}); build it again") from None
-    ids = [manifest.get("vocab_size"), manifest.get("eot_token")]
-    is_named = are_whole(ids, range(2**16)) and 0 < ids[1] == ids[0] - 1 < 65535
-    message = f"has vocab_size and eot_token {ids}: documents start with the last id, below 65535"
-    require(is_named, path, message, "build it again")
-    sizes = manifest.get("token_bytes", [0] * ids[0])  # 0: not known
-    is_whole = type(sizes) is list and len(sizes) == ids[0] and are_whole(sizes, range(2**16))
-    require(is_whole, path, f"token_bytes are no {ids[0]} whole numbers", "build it again")
-    sha256 = hashlib.sha256(content).hexdigest()
-    return {**manifest, "sha256": sha256, "shards": shards, "token_bytes": sizes}
+        size = manifest["vocab_size"]
+        is_last = 1 < size < 2**16 and manifest["eot_token"] == size - 1
+        require(is_last, f"eot_token is not the last id of vocab_size={size}, below 65535")
+        for name in ("token_bytes", "prefix_tokens"):  # empty where they are not known
+            numbers = np.array(manifest.get(name, []), np.uint16)
+            require(numbers.shape in ((0,), (size,)), f"{name} are not {size} numbers")
+            manifest[name] = numbers.tolist()
+    except (
+        ArithmeticError,
+        LookupError,
+        MemoryError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise ConfigError(f"{path}: cannot be read ({one_line(error)}); {BUILD_AGAIN}") from None
+    return {**manifest, "sha256": hashlib.sha256(content).hexdigest(), "shards": shards}
 
 
-def open_split(folder, manifest, split):
-    """The Shards of a split, in the order of their names. Raises ConfigError where one is missing,
-    or none is named."""
-    names = sorted(name for name in manifest["shards"] if f"_{split}_" in name)
-    builder = {"english": "text.py", "verse": "text.py --corpus verse", "fineweb10B": "fineweb.py"}
-    remedy = f"run `python data/{builder.get(folder.name, 'text.py PATH')}`, or name --data"
-    require(names, folder, f"no *_{split}_*.bin shards", remedy)
-    return [open_shard(folder / name) for name in names]
-
-
-def vocabulary_of(folder, track):
-    """{field: value} of the vocabulary of a corpus that is not the track's, in multiples of 128, as
-    tensor cores like."""
+def vocabulary_of(folder):
+    """{field: value} of a corpus' vocabulary, in multiples of 128, as tensor cores like; empty
+    where no manifest tells it."""
     manifest = read_manifest(folder)
-    eot_token = manifest.get("eot_token", track.eot_token)
-    if eot_token == track.eot_token:
+    if "eot_token" not in manifest:
         return {}
     size = 128 * math.ceil(manifest["vocab_size"] / 128)
     name = str(manifest.get("tokenizer", "own"))
-    return {"tokenizer": name, "vocab_size": size, "eot_token": eot_token}
+    return {"tokenizer": name, "vocab_size": size, "eot_token": manifest["eot_token"]}
 
 
 def fitting_val_tokens(config):
@@ -621,25 +626,11 @@ def prefix_tokens(config):
     own id where there is none, or where no loss asks for it. Raises ConfigError."""
     prefixes = np.arange(config.vocab_size)
     if any(stage.prefix_weight > 0 for stage in config.stages):
-        found = read_manifest(config.data).get("prefix_tokens", [])
-        path = Path(config.data, "manifest.json").absolute()
-        message = f"{path} has {len(found)} prefix_tokens of {config.vocab_size}"
-        is_there = len(found) == config.eot_token + 1 and are_whole(found, range(config.vocab_size))
-        require(is_there, "prefix_weight", message, "build it again, or --prefix-weight 0")
-        prefixes[: len(found)] = found
+        known = read_manifest(config.data).get("prefix_tokens")
+        message = f"needs prefix_tokens, which the manifest of {config.data} does not have"
+        require(known, "prefix_weight", message, "build it again, or --prefix-weight 0")
+        prefixes[: len(known)] = known
     return prefixes
-
-
-def checked_tokens(shard, config, manifest):
-    """The tokens of a Shard, once they are those of the manifest and of the tokenizer."""
-    tokens = shard.read()
-    largest = int(tokens.max())
-    message = f"token id {largest} is beyond the {config.tokenizer} vocabulary's {config.eot_token}"
-    require(largest <= config.eot_token, shard.path, message, "is --eot-token right?")
-    is_whole = manifest["shards"][shard.path.name] in (None, file_sha256(shard.path))
-    remedy = "build or download the corpus again, in an empty folder"
-    require(is_whole, shard.path, "its sha256 is not the manifest's: changed or damaged", remedy)
-    return tokens
 
 
 class Corpus(NamedTuple):
@@ -663,18 +654,17 @@ def open_corpus(config):
     eot_token = manifest.get("eot_token", config.eot_token)
     message = f"documents start with {eot_token}, and not with eot_token={config.eot_token}"
     require(eot_token == config.eot_token, folder, message, "leave --eot-token out")
-    shards = open_split(folder, manifest, "train")
     needed = config.val_tokens + 1
-    val_shards = open_split(folder, manifest, "val")
-    parts = [checked_tokens(shard, config, manifest)[:needed] for shard in val_shards]
+    parts = [shard.checked(config)[:needed] for shard in open_split(folder, manifest, "val")]
     val = np.concatenate(parts)[:needed]
     message = f"{len(val):,} validation tokens, val_tokens={config.val_tokens:,} takes one more"
     require(len(val) == needed, folder, message, "lower --val-tokens, or add text to validate on")
+    shards = open_split(folder, manifest, "train")
     needed = training_tokens(config)
     held = 0  # tokens that fill micro-batches
     for shard in shards:
-        if held <= needed:  # the run gets here
-            checked_tokens(shard, config, manifest)
+        if held < needed:  # the run gets here
+            shard.checked(config)
         held += (shard.count - 1) // config.micro_batch_tokens * config.micro_batch_tokens
     message = f"one pass over the shards has {held:,} tokens, the schedule takes {needed:,}"
     is_own = config.data != TRACKS[config.track].data  # the user's: it is read as often as needed
@@ -686,44 +676,35 @@ def validation_hash(val):
     return hashlib.sha256(val.tobytes()).hexdigest()
 
 
-class Text:
-    """Tokens (L,) uint16, and where their documents start."""
-
-    def __init__(self, tokens, eot_token):
-        self.tokens = tokens
-        self.starts = np.union1d([0], np.flatnonzero(tokens == eot_token))
-
-    def depth(self, position):
-        """How many tokens of its document stand before each position."""
-        return position - self.starts[np.searchsorted(self.starts, position, side="right") - 1]
-
-
 class Passage(NamedTuple):
-    """Where the tokens of a micro-batch stand: spans of a Text, each of one document."""
+    """The T tokens of a micro-batch, where they stand in a text."""
 
-    text: Text
-    spans: list  # [(low, high), ...]: attention segments, laid end to end
-
-    def positions(self):
-        """Where the tokens stand in the text: (T,) int64."""
-        return np.concatenate([np.arange(low, high) for low, high in self.spans])
-
-    def tokens(self, shift=0):
-        """The tokens of the spans, or those that many places behind them."""
-        tokens = self.text.tokens
-        return np.concatenate([tokens[low + shift : high + shift] for low, high in self.spans])
+    text: Any  # (L,) uint16: documents, each of which starts with eot_token
+    position: Any  # (T,) int64, in the text
+    depth: Any  # (T,) int64: how many tokens of its document stand before each
+    start: Any  # (T,) int64: the index in [0, T) at which the token's attention segment starts
 
 
-def contiguous_passage(text, low, length):
-    """The Passage of `length` tokens from `low` on, cut where documents start."""
-    first, last = np.searchsorted(text.starts, [low + 1, low + length])
-    edges = [low, *text.starts[first:last].tolist(), low + length]
-    return Passage(text, list(itertools.pairwise(edges)))
+def documents_of(text, eot_token):
+    """The positions at which documents start; tokens before the first mark are one, too."""
+    return np.union1d([0], np.flatnonzero(text == eot_token))
+
+
+def depth_of(position, documents):
+    """How many tokens of its document stand before each position."""
+    return position - documents[np.searchsorted(documents, position, side="right") - 1]
+
+
+def contiguous_passage(text, eot_token, low, length):
+    """The Passage of `length` tokens from `low` on, whose segments are its documents."""
+    position = np.arange(low, low + length)
+    depth = depth_of(position, documents_of(text[: low + length], eot_token))
+    return Passage(text, position, depth, start=np.maximum(np.arange(length) - depth, 0))
 
 
 class MicroBatch(NamedTuple):
-    """The T tokens that one forward pass reads, on the model's device: in training those of a
-    micro-batch, or of several, end to end. Or a stack of such passes, along a first axis."""
+    """The T tokens that one forward pass reads, on the model's device: in training those of one
+    passage, or of several, end to end."""
 
     inputs: Tensor  # (T,) int32 token ids
     targets: Tensor  # (T,) int64 next token ids
@@ -731,18 +712,13 @@ class MicroBatch(NamedTuple):
     segment_bounds: Tensor  # (S,) int32: where segments start, then T as often as there is room
     guesses: Tensor  # (T, G) int32: of the next token, see copies()
 
-    def passes(self):
-        """The MicroBatch of each pass of a stack."""
-        return map(MicroBatch, *(tensor.unbind() for tensor in self))
-
 
 class Batch(NamedTuple):
     """One rank's part of a step."""
 
-    stack: MicroBatch  # of the rank's passes
+    passes: list  # the MicroBatch of each of its forward passes
     rows: Any  # RowPlan of the rows of the table that they read
     tokens: int  # of the step, on all ranks
-    state: dict  # of the loader behind this step
 
 
 def to_device(array, device):
@@ -753,31 +729,25 @@ def to_device(array, device):
     return tensor
 
 
-def stack_passages(passages, guesses, length, device):
-    """A stack of passes of `length` tokens each, which read these passages end to end; guesses
-    (n, G) are of what follows all of their tokens."""
-    spans = [span for passage in passages for span in passage.spans]
-    lengths = np.array([high - low for low, high in spans], np.int64)
-    number, start = np.divmod(np.cumsum(lengths) - lengths, length)  # of the pass; in it
-    count = len(guesses) // length
-    most = max(np.bincount(number), default=0)
-    room = max(SEGMENT_ROOM, length // 128, 1 << int(most).bit_length())
-    bounds = np.full((count, room), length, np.int32)  # the rest are empty segments at the end
-    bounds[number, np.arange(len(spans)) - np.searchsorted(number, number)] = start
-    arrays = [
-        np.array([passage.tokens() for passage in passages], np.int32),
-        np.array([passage.tokens(shift=1) for passage in passages], np.int64),
-        np.repeat(start, lengths).astype(np.int32),
-    ]
-    arrays = [*(array.reshape(count, length) for array in arrays), bounds]
-    arrays.append(guesses.reshape(count, length, guesses.shape[1]))
+def make_pass(passages, guesses, device):
+    """The MicroBatch that reads these passages end to end, with guesses (T, G) of its tokens."""
+    inputs = np.concatenate([each.text[each.position] for each in passages])
+    targets = np.concatenate([each.text[each.position + 1] for each in passages])
+    starts = [each.start + number * len(each.start) for number, each in enumerate(passages)]
+    start = np.concatenate(starts).astype(np.int32)
+    length = len(inputs)
+    first = np.flatnonzero(start == np.arange(length))
+    room = max(SEGMENT_ROOM, length // 128, 1 << len(first).bit_length())
+    bounds = np.full(room, length, np.int32)  # behind the last segment are empty ones
+    bounds[: len(first)] = first
+    arrays = inputs.astype(np.int32), targets.astype(np.int64), start, bounds, guesses
     return MicroBatch(*(to_device(array, device) for array in arrays))
 
 
 def require_room_in_softmax(passage, stage):
     """Refuse a micro-batch whose targets and their prefixes, which all take part in the sampled
     softmax, may leave it no row to stand for the rest of the vocabulary."""
-    most = len(np.unique(passage.tokens(shift=1))) * (2 if stage.prefix_weight else 1)
+    most = len(np.unique(passage.text[passage.position + 1])) * (2 if stage.prefix_weight else 1)
     message = f"a micro-batch has up to {most} different targets and prefixes"
     remedy = "raise it, or 0 for the whole vocabulary"
     require(most < stage.softmax_rows, f"softmax_rows={stage.softmax_rows}", message, remedy)
@@ -787,85 +757,82 @@ class TrainLoader:
     """Deterministic stream of steps, which a thread assembles ahead.
 
     Documents are cut into pieces of at most the largest document cap. A shard's pieces are shuffled
-    by the seed and laid end to end into micro-batches, which begin with the rest of a piece. A
-    smaller cap at a step splits pieces further. What fills no micro-batch at a shard's end is
-    dropped. `state` says where the stream is: shards opened before, piece of the shard, token of
-    the piece. look_up: what finds the plan of the rows of this rank's passages, and their guesses.
+    by the seed and laid end to end into micro-batches; what fills none at a shard's end is dropped.
+    A smaller cap at a step splits pieces further. So a micro-batch depends on its number alone.
     """
 
-    START = {"shard": 0, "piece": 0, "offset": 0}
-
-    def __init__(self, config, shards, runtime, look_up, first_step=0, state=None):
+    def __init__(self, config, shards, table, first_step=0):
         self.config = config
         self.shards = shards
-        self.runtime = runtime
-        self.look_up = look_up
-        self.state = dict(state or self.START)
+        self.table = table
         self.step = first_step  # the next one to assemble
-        self.text, self.pieces = self.open_shard(self.state["shard"])
-        self.upcoming = None  # what comes of the next shard
+        length = config.micro_batch_tokens
+        self.number = training_tokens(config, first_step) // length  # of its first micro-batch
+        self.last = training_tokens(config) // length - 1
+        counts = [(shard.count - 1) // length for shard in shards]
+        self.edges = np.cumsum([0, *counts])  # of the shards, in micro-batches of one pass
         self.opener = ThreadPoolExecutor(1)
+        submit = functools.partial(self.opener.submit, self.open_shard)
+        self.open = functools.lru_cache(2)(submit)  # the shard that is read, and the next one
         self.ahead = deque()
         sys.setswitchinterval(1e-4)  # seconds that the thread may keep the others waiting
-        self.thread = ThreadPoolExecutor(1, initializer=runtime.use_device)
+        self.thread = ThreadPoolExecutor(1, initializer=table.runtime.use_device)
 
     def open_shard(self, opened):
-        """(Text, its pieces in a random order) of the shard behind so many opened ones."""
-        cap = max(stage.document_cap for stage in self.config.stages)
-        tokens = self.shards[opened % len(self.shards)].read()
-        text = Text(tokens, self.config.eot_token)
-        edges = [*text.starts.tolist(), len(tokens) - 1]  # the last token is only a target
-        pieces = [
-            (low, min(low + cap, end))
-            for start, end in itertools.pairwise(edges)
-            for low in range(start, end, cap)
-        ]
-        rng = np.random.default_rng([self.config.seed, opened])
-        return text, [pieces[number] for number in rng.permutation(len(pieces))]
+        """Open the shard that follows so many. Returns its text, where documents start there, where
+        pieces start there, shuffled, and where each begins when they are laid end to end."""
+        config = self.config
+        cap = max(stage.document_cap for stage in config.stages)
+        text = self.shards[opened % len(self.shards)].read()
+        documents = documents_of(text, config.eot_token)
+        edges = [*documents.tolist(), len(text) - 1]  # the last token is only a target
+        pieces = [low for start, end in itertools.pairwise(edges) for low in range(start, end, cap)]
+        order = np.random.default_rng([config.seed, opened]).permutation(len(pieces))
+        lengths = np.diff([*pieces, edges[-1]])[order]
+        return text, documents, np.array(pieces)[order], np.cumsum(lengths) - lengths
 
-    def next_passage(self, cap):
-        """The Passage of the next micro-batch, with segments of at most `cap` tokens."""
-        spans = []
-        missing = self.config.micro_batch_tokens
-        while missing:
-            following = self.state["shard"] + 1
-            # Ahead by half a shard, so that no run opens one that it will not read.
-            if self.upcoming is None and 2 * self.state["piece"] >= len(self.pieces):
-                self.upcoming = self.opener.submit(self.open_shard, following)
-            if self.state["piece"] == len(self.pieces):
-                self.state = {**self.START, "shard": following}
-                self.text, self.pieces = self.upcoming.result()
-                self.upcoming = None
-                return self.next_passage(cap)
-            low, high = self.pieces[self.state["piece"]]
-            low += self.state["offset"]
-            taken = min(high - low, cap, missing)
-            spans.append((low, low + taken))
-            missing -= taken
-            self.state["offset"] += taken
-            if low + taken == high:
-                self.state["piece"] += 1
-                self.state["offset"] = 0
-        return Passage(self.text, spans)
+    def place_of(self, number):
+        """(how many shards are opened before, how many micro-batches of the shard are read before)
+        the micro-batch of this number."""
+        passes, rest = divmod(number, self.edges[-1])
+        index = np.searchsorted(self.edges, rest, side="right") - 1
+        return int(passes * len(self.shards) + index), rest - self.edges[index]
+
+    def passage(self, number, cap):
+        """The Passage of a micro-batch, with segments of at most `cap` tokens."""
+        opened, read = self.place_of(number)
+        text, documents, pieces, begins = self.open(opened).result()
+        half = self.edges[-1] // (2 * len(self.shards))  # of a shard: the next one is opened ahead
+        self.open(self.place_of(min(number + half, self.last))[0])
+        index = np.arange(self.config.micro_batch_tokens)
+        place = read * len(index) + index  # where the pieces lie end to end
+        piece = np.searchsorted(begins, place, side="right") - 1
+        position = pieces[piece] + place - begins[piece]
+        start = np.maximum(begins[piece] - place[0], 0)
+        start += (index - start) // cap * cap
+        return Passage(text, position, depth_of(position, documents), start)
 
     def make_batch(self, step):
         """Assemble this rank's part of a step, in the thread; a rank may have no micro-batch."""
         config = self.config
-        runtime = self.runtime
+        runtime = self.table.runtime
         stage = stage_at(config, step)
-        passages = [self.next_passage(stage.document_cap) for _ in range(stage.micro_batches)]
-        own = passages[runtime.rank :: runtime.world_size]
+        numbers = range(self.number, self.number + stage.micro_batches)
+        self.number = numbers.stop
+        own = numbers[runtime.rank :: runtime.world_size]
+        passages = [self.passage(number, stage.document_cap) for number in own]
         if stage.softmax_rows not in (0, config.vocab_size):
-            for passage in own:
+            for passage in passages:
                 require_room_in_softmax(passage, stage)
-        rows, guesses = self.look_up(own)
-        length = config.micro_batch_tokens * micro_batches_of_pass(config, step, runtime)
-        return Batch(
-            stack=stack_passages(own, guesses, length, runtime.device),
-            rows=rows,
-            tokens=len(passages) * config.micro_batch_tokens,
-            state=dict(self.state),
-        )
+        rows, guesses = self.table.look_up(passages, runtime.loader_group)
+        length = config.micro_batch_tokens
+        count = micro_batches_of_pass(config, step, runtime)
+        passes = []
+        for low in range(0, len(own), count):
+            high = low + count
+            own_guesses = guesses[low * length : high * length]
+            passes.append(make_pass(passages[low:high], own_guesses, runtime.device))
+        return Batch(passes, rows, tokens=len(numbers) * length)
 
     def next_batch(self):
         """The next step's Batch, None behind the last one; raises what the thread has raised."""
@@ -875,7 +842,7 @@ class TrainLoader:
         return self.ahead.popleft().result() if self.ahead else None
 
     def close(self):
-        """End the thread: one inside torch would abort a process that ends."""
+        """End the threads: one inside torch would abort a process that ends."""
         self.thread.shutdown(cancel_futures=True)
         self.opener.shutdown()
 
@@ -892,16 +859,15 @@ HASH_POWERS = np.uint64(pow(MIX, -1, 2**64)) ** np.arange(33, dtype=np.uint64)
 NO_TOKEN = 2**16 - 1  # no token's id
 
 
-def ngram_keys(tokens, position, depth, order):
-    """Hash keys (t,) uint64 of the n-grams of `order` tokens that end at positions (t,) of tokens.
+def ngram_keys(text, position, depth, order):
+    """Hash keys (t,) uint64 of the n-grams of `order` tokens that end at positions (t,) of a text.
 
-    A key is a polynomial of the tokens' random numbers modulo 2^64 (Karp & Rabin 1987). depth (t,):
-    how many tokens of the document stand before each; where these are fewer than the n-gram needs,
-    the key is that of the shorter n-gram.
+    A key is a polynomial of the tokens' random numbers modulo 2^64 (Karp & Rabin 1987). Where fewer
+    tokens of the document stand before, depth (t,), it is that of the shorter n-gram.
     """
     keys = np.zeros(len(position), np.uint64)
     for back in range(order):
-        term = TOKEN_HASH[tokens[position - back]] * HASH_POWERS[back]
+        term = TOKEN_HASH[text[position - back]] * HASH_POWERS[back]
         keys += np.where(back <= depth, term, np.uint64(0))
     return keys
 
@@ -913,13 +879,10 @@ def ngram_rows(passage, config):
     Each order has rows of its own. The sign is one more bit of the hash: two n-grams that share a
     row push it apart half of the time (count-sketch's trick).
     """
-    position = passage.positions()
-    depth = passage.text.depth(position)
-    shape = len(position), len(config.ngram_orders)
-    keys = np.empty(shape, np.uint64)
+    text, position, depth, _ = passage
+    mixed = np.empty((len(position), len(config.ngram_orders)), np.uint64)
     for column, order in enumerate(config.ngram_orders):
-        keys[:, column] = ngram_keys(passage.text.tokens, position, depth, order)
-    mixed = keys + TOKEN_HASH[: shape[1]]
+        mixed[:, column] = ngram_keys(text, position, depth, order) + TOKEN_HASH[column]
     mixed = (mixed ^ (mixed >> 29)) * MIX
     mixed ^= mixed >> 32
     rows = (mixed & 0xFFFFFFFF) * config.ngram_rows >> 32
@@ -931,28 +894,28 @@ def copies(passage, config):
     """Guesses (T, G) int32 at the token that follows each token of a Passage, one for each order n:
     what followed the last earlier occurrence of the last n tokens in the same document, at most
     `copy_reach` tokens back. NO_TOKEN where there is none."""
-    text = passage.text
-    guesses = []
-    for low, high in passage.spans:
-        begin = low - min(text.depth(low), config.copy_reach)
-        position = np.arange(begin, high)
-        depth = text.depth(position)
-        found = np.full((len(position), len(config.copy_orders)), NO_TOKEN, np.int32)
-        for column, order in enumerate(config.copy_orders):
-            keys = ngram_keys(text.tokens, position, depth, order)
-            by_key = np.argsort(keys, kind="stable")
-            earlier, later = by_key[:-1], by_key[1:]
-            is_copy = (keys[earlier] == keys[later]) & (depth[earlier] >= order - 1)
-            is_copy &= later - earlier <= config.copy_reach
-            found[later[is_copy], column] = text.tokens[position[earlier[is_copy]] + 1]
-        guesses.append(found[low - begin :])
-    return np.concatenate(guesses)
+    text, position, depth, start = passage
+    index = np.arange(len(position))
+    # Before each segment stands what its document has within reach.
+    more = np.where(start == index, np.minimum(depth, config.copy_reach), 0)
+    token = np.repeat(index, more + 1)
+    back = np.cumsum(more + 1)[token] - 1 - np.arange(len(token))  # from the passage's token
+    position, depth, segment = position[token] - back, depth[token] - back, start[token]
+    guesses = np.full((len(token), len(config.copy_orders)), NO_TOKEN, np.int32)
+    for column, order in enumerate(config.copy_orders):
+        keys = ngram_keys(text, position, depth, order)
+        by_key = np.argsort(keys, kind="stable")
+        earlier, later = by_key[:-1], by_key[1:]
+        is_copy = (keys[earlier] == keys[later]) & (segment[earlier] == segment[later])
+        is_copy &= (depth[earlier] >= order - 1) & (later - earlier <= config.copy_reach)
+        guesses[later[is_copy], column] = text[position[earlier[is_copy]] + 1]
+    return guesses[back == 0]
 
 
 def row_fingerprint(config):
     """A hash of the rows of a fixed text: a table means nothing under another hash function."""
-    tokens = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
-    rows, signs = ngram_rows(Passage(Text(tokens, config.eot_token), [(0, 99)]), config)
+    text = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
+    rows, signs = ngram_rows(contiguous_passage(text, config.eot_token, 0, 99), config)
     return hashlib.sha256(rows.tobytes() + signs.tobytes()).hexdigest()
 
 
@@ -2478,9 +2441,9 @@ class Trainer:
         phase = training_phase(self.config, step)
         loss_weights = loss_weights_at(self.config, step)
         loss_sum = torch.zeros((), device=self.runtime.device)
-        length = batch.stack.inputs.size(1)
-        read = zip(batch.rows.slots.split(length), batch.rows.signs.split(length), strict=True)
-        for micro_batch, (slots, signs) in zip(batch.stack.passes(), read, strict=False):
+        lengths = [len(micro_batch.inputs) for micro_batch in batch.passes]
+        read = batch.rows.slots.split(lengths), batch.rows.signs.split(lengths)
+        for micro_batch, slots, signs in zip(batch.passes, *read, strict=True):
             ngram = self.table.summed(slots, signs, values)
             loss, losses, _ = self.forward_pass(step, phase, loss_weights, micro_batch, ngram)
             loss.backward()
@@ -2499,12 +2462,12 @@ class Trainer:
         self.optimizer.step(step, lr_multiplier(self.config, step))
         return loss_sum
 
-    def read(self, passage, length):
+    def read(self, passage):
         """(MicroBatch, its summed rows) of a Passage outside training."""
         plan, guesses = self.table.look_up([passage], name="validation")
         values, work = self.table.fetch(plan, "validation")
         wait(work)
-        (micro_batch,) = stack_passages([passage], guesses, length, self.runtime.device).passes()
+        micro_batch = make_pass([passage], guesses, self.runtime.device)
         return micro_batch, self.table.summed(plan.slots, plan.signs, values)
 
     @torch.no_grad()
@@ -2513,8 +2476,8 @@ class Trainer:
         val_batch_tokens unless told otherwise, by the model before a step. All ranks must call it
         together. records/gates.py calls it, too."""
         length = length or self.config.val_batch_tokens
-        text = Text(tokens, self.config.eot_token)
-        micro_batch, ngram = self.read(contiguous_passage(text, low, length), length)
+        passage = contiguous_passage(tokens, self.config.eot_token, low, length)
+        micro_batch, ngram = self.read(passage)
         phase = evaluation_phase(self.config, step, length)
         _, losses, hidden = self.forward_pass(step, phase, (1.0,), micro_batch, ngram)
         return losses, hidden
@@ -2570,16 +2533,14 @@ def warm_up(trainer, first_step=0):
     length = max(config.micro_batch_tokens, config.val_batch_tokens)
     tokens = np.random.default_rng(0).integers(0, config.eot_token, length + 1).astype(np.uint16)
     tokens[0] = config.eot_token
-    text = Text(tokens, config.eot_token)
-    passage = contiguous_passage(text, 0, config.micro_batch_tokens)
+    passage = contiguous_passage(tokens, config.eot_token, 0, config.micro_batch_tokens)
 
     def batch_of(count):
         """One pass of one passage, `count` times: it reads the same rows, whatever the count."""
         passages = [passage] * count
-        length = count * config.micro_batch_tokens
         rows, guesses = table.look_up(passages)
-        stack = stack_passages(passages, guesses, length, trainer.runtime.device)
-        return Batch(stack, rows, length, state={})
+        micro_batch = make_pass(passages, guesses, trainer.runtime.device)
+        return Batch([micro_batch], rows, tokens=len(micro_batch.inputs))
 
     table.start_pull(batch_of(1).rows)
     touched = itertools.chain(*(group.touched() for group in trainer.optimizer.groups))
@@ -2957,10 +2918,10 @@ def config_from(given):
     require(track in TRACKS, f"--track {track}", "no such track", hint)
     track = TRACKS[track]
     data = given.get("data", track.data)
-    config = with_values(track, {**vocabulary_of(data, track), **given})
-    if data != track.data and "val_tokens" not in given:
-        config = dataclasses.replace(config, val_tokens=fitting_val_tokens(config))
-    return config
+    if data == track.data:
+        return with_values(track, given)
+    config = with_values(track, {**vocabulary_of(data), **given})
+    return with_values(config, {"val_tokens": fitting_val_tokens(config), **given})
 
 
 class Parser(argparse.ArgumentParser):
@@ -3210,7 +3171,6 @@ class Run:
         self.trainer = Trainer(self.config, runtime)
         self.first_step = 0  # of this process; later than 0 where it has resumed the run
         self.step = 0  # how many are done
-        self.loader_state = None  # behind these
         self.loss_sum = 0.0  # of the steps since the last logged one, on this rank
         self.loss_tokens = 0  # of these steps, on all ranks
         self.sent = {}  # by this rank in the steps of earlier processes, as Runtime.ledger has it
@@ -3240,7 +3200,6 @@ class Run:
         restore(self.trainer, content)
         self.first_step = content["step"]
         self.step = self.first_step
-        self.loader_state = content["loader"]
         self.clock.total, self.clock.processor = content["seconds"]
         self.loss_tokens = content["loss_tokens"]
         if self.runtime.is_main:
@@ -3298,7 +3257,6 @@ class Run:
             "model": self.trainer.model.state_dict(),
             "groups": {group.name: group.full_state() for group in self.trainer.optimizer.groups},
             "rng": torch.get_rng_state(),
-            "loader": self.loader_state,
             "seconds": [self.clock.total, self.clock.processor],
             "loss_sum": self.summed_loss(),
             "loss_tokens": self.loss_tokens,
@@ -3443,7 +3401,7 @@ def write_result(run, losses, verdict):
     run.log.line(f"comms: sent_bytes per step (messages) {' '.join(words) or 'none=0(0)'}")
     if verdict:
         run.log.line(verdict.line())
-    sizes = run.corpus.manifest.get("token_bytes", [0] * config.vocab_size)
+    sizes = run.corpus.manifest.get("token_bytes") or [0] * config.vocab_size
     val_bytes = np.array(sizes)[run.corpus.val[1:]].sum()
     bits = losses["val_loss"] * config.val_tokens / math.log(2)
     told = f"{bits / val_bytes:.5f}" if val_bytes else "unknown"
@@ -3518,12 +3476,9 @@ def train(run):
     config = run.config
     trainer = run.trainer
     clock = run.clock
-    table = trainer.table
     warm_up(trainer, run.first_step)
     run.runtime.ledger.update(run.sent)
-    look_up = functools.partial(table.look_up, group=run.runtime.loader_group)
-    place = run.first_step, run.loader_state
-    loader = TrainLoader(config, run.corpus.shards, run.runtime, look_up, *place)
+    loader = TrainLoader(config, run.corpus.shards, trainer.table, run.first_step)
     clock.start()
     with contextlib.closing(loader):
         batch = loader.next_batch()
@@ -3534,7 +3489,6 @@ def train(run):
             run.loss_sum += trainer.step(step, batch, upcoming).double()
             run.loss_tokens += batch.tokens
             run.step = step + 1
-            run.loader_state = batch.state
             if is_last or run.is_due(config.log_every):
                 run.log_training()
             if run.is_due(config.val_every):
