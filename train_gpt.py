@@ -9,8 +9,8 @@ Without --track it takes `fineweb` where CUDA and FineWeb's shards are, else `en
 
 Chapters, in reading order:
      1. Configuration     every number of a run with its check, the tracks, the schedules
-     2. Tokens            shards, micro-batches of whole documents, a loader that works ahead
-     3. Table             which rows a token reads, and its guesses at the next token
+     2. Tokens            shards of a corpus, and passages of documents
+     3. Inputs            rows of the table, copies, micro-batches, a loader that works ahead
      4. Layers            norm, rotary positions, attention, MLP
      5. Loss              cross-entropy in one pass, over the vocabulary or a sample of it
      6. Model             the GPT, and the rule of each of its parameters
@@ -106,11 +106,11 @@ def nearest(name, names):
     return f"did you mean {close[0]}?" if close else ""
 
 
-def knob(default, help_text, low=None, high=None, unit=None, form=None):
+def knob(default, help_text, low=None, high=None, unit=None, form=".*"):
     """A field: its default, its line of --help, and what it may hold. Its numbers, also those in a
-    tuple, are `low` to `high` and multiples of `unit`; its text matches the expression `form`."""
-    limits = {"low": low, "high": high, "unit": unit, "form": form}
-    return dataclasses.field(default=default, metadata={"help": help_text, **limits})
+    tuple, are `low` to `high` and multiples of `unit`; as text it matches the expression `form`."""
+    metadata = {"help": help_text, "limits": (low, high, unit, form)}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def has_type(value, kind):
@@ -125,29 +125,24 @@ def has_type(value, kind):
     return len(value) == len(parts) and all(map(has_type, value, parts))
 
 
-def numbers_in(value):
-    """The numbers of a value, at any depth of tuples."""
-    return [n for part in value for n in numbers_in(part)] if isinstance(value, tuple) else [value]
-
-
 def check_fields(values, where=""):
     """Check the type and the limits of each field of a dataclass. Raises ConfigError."""
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)
         shown = f"{where}{field.name}={value!r}"
-        low, high, unit, form = (field.metadata[key] for key in ("low", "high", "unit", "form"))
+        low, high, unit, form = field.metadata["limits"]
         require(has_type(value, field.type), shown, f"must be of the type of {field.default}")
+        numbers = value if isinstance(value, tuple) else (value,)
         if low is not None:
-            is_within = all(low <= number <= high for number in numbers_in(value))
+            is_within = all(low <= number <= high for number in numbers)
             require(is_within, shown, f"must be {low:,} to {high:,}")
-        if unit is not None:
-            is_multiple = all(number % unit == 0 for number in numbers_in(value))
-            require(is_multiple, shown, f"must be a multiple of {unit}")
-        if form is not None:
-            require(re.fullmatch(form, value, re.ASCII), shown, f"must match {form}")
-        require(str(value).isprintable(), shown, "must be printable")
+        is_multiple = unit is None or not any(number % unit for number in numbers)
+        require(is_multiple, shown, f"must be a multiple of {unit}")
+        is_text = str(value).isprintable() and re.fullmatch(form, str(value), re.ASCII)
+        require(is_text, shown, f"must be printable, and match {form}")
 
 
+Pair = tuple[float, float]
 Orders = tuple[int, ...]
 Windows = tuple[int, int]  # a short and a long one
 OFTEN = 1, 999_999
@@ -156,8 +151,6 @@ PASS = ATTENTION_BLOCK, 2**24, ATTENTION_BLOCK
 WINDOW = 16, 65536, 16
 POSITIVE = 1e-30, 1e30
 NOT_NEGATIVE = 0, 1e30
-MOMENTUM = 0, 0.9999
-NAME = r"[\w.-]{1,100}"
 RUN_ID = r"(\w[\w.+=@-]{0,99})?"
 RUN_OF = r"(\d{1,9}:\d{1,9}/\d{1,9}:\d{1,9})?"  # as `python -m records run` writes it
 
@@ -193,26 +186,24 @@ class Layer:
 
 
 def as_rows(kind, rows, **changes):
-    """Rows of a track's table, objects of a kind or dicts of its fields, as objects with some other
-    values."""
+    """Rows of a track's table, objects of a kind or dicts of its fields, with some other values."""
     try:
         rows = [kind(**row) if isinstance(row, dict) else row for row in rows]
         return tuple(dataclasses.replace(row, **changes) for row in rows)
     except TypeError as error:
-        words = f"{kind.__name__.lower()}s: rows are dicts of a {kind.__name__}'s fields"
-        raise ConfigError(f"{words} ({error})") from None
+        name = kind.__name__
+        raise ConfigError(f"{name.lower()}s: rows have the fields of a {name} ({error})") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One run, resolved. The defaults are those of the track fineweb, and most of its numbers are
-    the field's: records/NOTES.md has their sources. None has been tuned on a GPU. Raises
-    ConfigError for values that cannot be run."""
+    """All values of a run; the defaults are the track fineweb's. records/NOTES.md has the sources
+    of its numbers, none of which has been tuned on a GPU. Raises ConfigError."""
 
     # --- data
     track: str = knob("fineweb", "name of the track that these values belong to")
     data: str = knob("data/fineweb10B", "folder of *_train_*.bin, *_val_*.bin and manifest.json")
-    tokenizer: str = knob("gpt2", "what token ids mean; the corpus' manifest says it", form=NAME)
+    tokenizer: str = knob("gpt2", "what token ids mean; the corpus' manifest says it")
     vocab_size: int = knob(50304, "rows of embedding and head; likewise", 2, 65536)
     eot_token: int = knob(50256, "the largest id, with which documents start; likewise", 1, 65535)
     # --- schedule
@@ -220,9 +211,7 @@ class Config:
     micro_batch_tokens: int = knob(16384, "tokens of a micro-batch", *PASS)
     micro_batches_a_pass: int = knob(3, "the most micro-batches of a forward pass", 1, 65536)
     stages: tuple[Stage, ...] = knob(
-        # start, micro-batches, document cap, windows (short, long), rate, loss weights of the next
-        # tokens and of a prefix, softmax
-        (
+        (  # start, micro-batches, cap, (short, long) windows, rate, weights: tokens, prefix; rows
             Stage(0.0, 8, 896, (128, 384), 1.0, (1.0, 0.5, 0.25), 0.25, 16384),
             Stage(423 / 1285, 16, 2048, (384, 896), 1.52, (1.0, 0.5), 0.25, 16384),
             Stage(847 / 1285, 24, 2048, (640, 1408), 1.73, (1.0,), 0.0, 16384),
@@ -230,9 +219,7 @@ class Config:
         ),
         "rows of the schedule; fields of a stage are options, too, for all stages",
     )
-    cooldown: tuple[float, float] = knob(
-        (508 / 1285, 1270 / 1285), "fractions where rates fall", 0, 1
-    )
+    cooldown: Pair = knob((508 / 1285, 1270 / 1285), "fractions where rates fall", 0, 1)
     final_lr: float = knob(0.15, "factor of the rates at the end of the cooldown", 0, 1)
     untie_at: float = knob(0.66, "fraction at which head and embedding part; 0: apart", 0, 1)
     # --- model
@@ -259,9 +246,7 @@ class Config:
     value_std: float = knob(0.25, "std of values' matrices at first, times sqrt(width)", 0, 1)
     output_std: float = knob(0.5, "likewise, of the projections behind attention", 0, 1)
     attention_scale: float = knob(0.1, "factor of scores ahead of the softmax", *POSITIVE)
-    logit_cap: tuple[float, float] = knob(
-        (23.0, 5.0), "(a, b) of a sigmoid((z + b) / 7.5)", -80, 70
-    )
+    logit_cap: Pair = knob((23.0, 5.0), "(a, b) of a sigmoid((z + b) / 7.5)", 0, 70)
     # --- table
     ngram_orders: Orders = knob((2, 3), "orders of hashed n-grams", 2, 32)
     # These are 6 GiB over all ranks; raise it as far as their memory goes.
@@ -272,10 +257,6 @@ class Config:
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of UPDATE_RULES")
     matrix_lr: float = knob(0.023, "RMS of a matrix' step times sqrt(columns)", *POSITIVE)
     matrix_decay: float = knob(1.2, "cautious decay of matrices, times lr squared", *NOT_NEGATIVE)
-    momentum_start: float = knob(0.85, "Muon's momentum at the first and last step", *MOMENTUM)
-    momentum_peak: float = knob(0.95, "Muon's momentum in between", *MOMENTUM)
-    momentum_warmup: float = knob(300 / 1285, "fraction of the run in which it rises", 0, 1)
-    momentum_cooldown: float = knob(50 / 1285, "fraction of the run in which it falls", 0, 1)
     basis_every: int = knob(10, "soap rules: steps between new eigenbases", *OFTEN)
     one_sided_above: int = knob(1024, "soap rules: a larger side has no eigenbasis", *SIZE)
     adam_lr: float = knob(0.008, "rate of embeddings, head and scalars under Adam", *POSITIVE)
@@ -305,11 +286,12 @@ class Config:
     compile: bool = knob(True, "compile the model with torch.compile")
 
     def __post_init__(self):
-        object.__setattr__(self, "stages", as_rows(Stage, self.stages))
-        object.__setattr__(self, "layers", as_rows(Layer, self.layers))
+        for name, kind in (("stages", Stage), ("layers", Layer)):
+            rows = as_rows(kind, getattr(self, name))
+            object.__setattr__(self, name, rows)
+            for number, row in enumerate(rows):
+                check_fields(row, f"{name}[{number}].")
         check_fields(self)
-        for number, stage in enumerate(self.stages):
-            check_fields(stage, f"stages[{number}].")
         self.check_together()
 
     def require(self, name, condition, problem):
@@ -317,37 +299,30 @@ class Config:
         require(condition, f"{name}={getattr(self, name)}", problem)
 
     def check_together(self):
-        """Check what depends on several fields, where a run would fail in words that nobody
-        understands, or would differ quietly from what was asked for."""
+        """Check what depends on several fields, where a run would fail obscurely, or go wrong."""
         starts = [stage.start for stage in self.stages]
         is_rising = starts == sorted({0, *starts})
         require(is_rising, f"stages: starts {starts} must begin at 0, and then rise")
         for stage in self.stages:
-            weights = stage.mtp_weights
-            is_good = 0 < len(weights) <= 16 and weights[0] > 0
-            require(is_good, f"mtp_weights={weights}", "must be 1 to 16, the first above 0")
-            rows, most = stage.softmax_rows, self.vocab_size
-            require(rows <= most, f"softmax_rows={rows}", f"at most the vocabulary's {most}")
-        heads, rest = divmod(self.model_dim, self.head_dim)
-        self.require("head_dim", rest == 0, f"must divide model_dim={self.model_dim}")
-        self.require("logit_cap", self.logit_cap[0] >= 0.1, "the cap must be 0.1 to 70")
-        for name, unit in (("val_tokens", "val_batch_tokens"), ("save_every", "adam_every")):
-            rest = getattr(self, name) % getattr(self, unit)
-            self.require(name, rest == 0, f"must be a multiple of {unit}={getattr(self, unit)}")
+            count = len(stage.mtp_weights)
+            require(0 < count <= 16, f"{count} mtp_weights", "must be 1 to 16")
+        self.require("vocab_size", self.eot_token < self.vocab_size, "must be above eot_token")
+        parts = ("model_dim", "head_dim"), ("val_tokens", "val_batch_tokens")
+        for name, part in (*parts, ("save_every", "adam_every")):
+            is_multiple = getattr(self, name) % getattr(self, part) == 0
+            self.require(name, is_multiple, f"must be a multiple of {part}={getattr(self, part)}")
+        heads = self.model_dim // self.head_dim
         for number, layer in enumerate(self.layers):
             where = f"layers[{number}]"
-            check_fields(layer, f"{where}.")
-            require(layer.skip <= number, f"{where}.skip={layer.skip}", "no layer is so far before")
+            require(layer.skip <= number, where, f"skip={layer.skip}: no layer is so far before")
             is_even = not layer.paired_heads or heads % 2 == 0
-            require(is_even, f"{where}.paired_heads=True", f"{heads} heads make no pairs")
+            require(is_even, where, f"paired_heads: {heads} heads make no pairs")
             kinds = layer.value_embedding, layer.shifted_keys, layer.paired_heads, layer.exclusive
             require(layer.attends or not any(kinds), where, "has no attention to change")
-        is_open = not self.layers or self.layers[-1].feeds_last
-        require(not is_open, "layers", "must be one or more, and the last has no feeds_last")
-        is_there = self.eot_token < self.vocab_size
-        self.require("eot_token", is_there, f"must be below vocab_size={self.vocab_size}")
+        is_closed = self.layers and not self.layers[-1].feeds_last
+        require(is_closed, "layers", "must be one or more, and the last has no feeds_last")
         is_named = self.resume != "auto" or self.run_id
-        self.require("resume", is_named, "it goes on with the run of --run-id; name one")
+        self.require("resume", is_named, "needs --run-id")
 
     @property
     def torch_dtype(self):
@@ -358,8 +333,13 @@ class Config:
         return [number for number, layer in enumerate(self.layers) if getattr(layer, field)]
 
 
-# fineweb's recipe at small scale, to see on a CPU what a change is worth: a twelfth of its
-# channels, four layers of all its kinds, one stage, and a small vocabulary.
+# fineweb's recipe at small scale, to see on a CPU what a change is worth.
+SMALL_LAYERS = (
+    Layer(value_embedding=True, paired_heads=True, exclusive=True, feeds_last=True),
+    Layer(is_long=True, shifted_keys=True, exclusive=True, feeds_attention=True, feeds_last=True),
+    Layer(paired_heads=True),
+    Layer(is_long=True, value_embedding=True, shifted_keys=True, skip=3),
+)
 SMALL = {
     "data": "data/english",
     "tokenizer": "english1024.tiktoken",
@@ -372,14 +352,7 @@ SMALL = {
     "final_lr": 0.1,
     "untie_at": 0.0,
     "model_dim": 64,
-    "layers": (
-        Layer(value_embedding=True, paired_heads=True, exclusive=True, feeds_last=True),
-        Layer(
-            is_long=True, shifted_keys=True, exclusive=True, feeds_attention=True, feeds_last=True
-        ),
-        Layer(paired_heads=True),
-        Layer(is_long=True, value_embedding=True, shifted_keys=True, skip=3),
-    ),
+    "layers": SMALL_LAYERS,
     "head_dim": 32,
     "mlp_dim": 64,
     "mlp_reach": 0,
@@ -389,7 +362,6 @@ SMALL = {
     "logit_cap": (30.0, 0.0),
     "ngram_orders": (2,),
     "ngram_rows": 2**18,
-    "one_sided_above": 128,
     "embed_scale_lr": 5.0,
     "val_tokens": 262_144,
     "val_sha256": "cdf79be5415e8fdfa3e67f5e38a2d95a0db7abc021b652193350bc2f69c021f1",
@@ -423,14 +395,13 @@ def stage_at(config, step):
 def loss_weights_at(config, step):
     """The loss weights at a step, of the next token, the second-next, ..., and of the next one's
     prefix: those of the stage, which move in a line towards the next stage's."""
-    stages = config.stages
-    stage = stage_at(config, step)
-    following = stages[min(stages.index(stage) + 1, len(stages) - 1)]
-    done = (step / config.steps - stage.start) / max(1e-9, following.start - stage.start)
-    count = len(stage.mtp_weights)
-    goals = [*following.mtp_weights, *[0.0] * count][:count] + [following.prefix_weight]
-    weights = *stage.mtp_weights, stage.prefix_weight
-    return tuple(now + done * (goal - now) for now, goal in zip(weights, goals, strict=True))
+    count = len(stage_at(config, step).mtp_weights)
+    rows = []
+    for stage in config.stages:
+        weights = [*stage.mtp_weights, *[0.0] * count][:count]
+        rows.append([*weights, stage.prefix_weight])
+    starts = [stage.start * config.steps for stage in config.stages]
+    return tuple(float(np.interp(step, starts, column)) for column in zip(*rows, strict=True))
 
 
 def micro_batches_of_pass(config, step, runtime):
@@ -456,11 +427,9 @@ def lr_multiplier(config, step):
 
 def momentum_at(config, step):
     """Muon's momentum: a linear rise, a plateau, and a linear fall at the end."""
-    risen = step / max(1.0, config.momentum_warmup * config.steps)
-    left = (config.steps - step) / max(1.0, config.momentum_cooldown * config.steps)
-    low = config.momentum_start
-    high = config.momentum_peak
-    return low + (high - low) * min(1.0, risen, left)
+    risen = step / max(1.0, 300 / 1285 * config.steps)
+    left = (config.steps - step) / max(1.0, 50 / 1285 * config.steps)
+    return 0.85 + (0.95 - 0.85) * min(1.0, risen, left)
 
 
 def untie_step(config):
@@ -483,13 +452,10 @@ class Phase(NamedTuple):
 def training_phase(config, step):
     """The Phase of a training step."""
     stage = stage_at(config, step)
-    return Phase(
-        windows=stage.windows,
-        max_segment=min(stage.document_cap, config.micro_batch_tokens),
-        targets=len(stage.mtp_weights),
-        has_prefix=stage.prefix_weight > 0,
-        softmax_rows=stage.softmax_rows,
-    )
+    longest = min(stage.document_cap, config.micro_batch_tokens)
+    targets = len(stage.mtp_weights)
+    rows = stage.softmax_rows if stage.softmax_rows < config.vocab_size else 0
+    return Phase(stage.windows, longest, targets, stage.prefix_weight > 0, rows)
 
 
 def evaluation_phase(config, step, length):
@@ -509,26 +475,21 @@ def long_windows_until(config, step):
 
 SHARD_KIND = [20240520, 1]  # magic number and version, before the count of tokens
 HEADER_INTS = 256
-SHARDS = "[!.]*_*_*.bin"  # macOS writes files that begin with a dot on foreign disks
-BUILD_AGAIN = "build or download it again, in an empty folder (data/text.py, data/fineweb.py)"
-PREFETCH = 4  # steps that the loader's thread works ahead
-# A pass has room for so many segments, or for one in 128 tokens. FineWeb has at most 56 in 16,384
-# tokens (modded-nanogpt, record of 2026-03-22). For more, room is the next power of two, at the
-# price of one compilation more.
-SEGMENT_ROOM = 128
+BUILD = "build it with data/text.py or data/fineweb.py, or name another folder by --data"
 
 
 class Shard(NamedTuple):
     """A file of tokens in llm.c's format, as the run found it."""
 
     path: Path
-    sha256: str  # in the manifest; empty without one
+    sha256: str  # by the manifest
     count: int  # of its tokens
     stamp: tuple  # its size and the time of its last change
 
     def read(self):
         """Its tokens, uint16. Raises ConfigError where the file has changed meanwhile."""
-        is_same = stamp_of(self.path) == self.stamp
+        found = self.path.stat()
+        is_same = (found.st_size, found.st_mtime_ns) == self.stamp
         remedy = "bring the corpus back and go on with --resume, or start another run"
         require(is_same, self.path, "is not the file that the run began with", remedy)
         return np.fromfile(self.path, "<u2", offset=4 * HEADER_INTS)
@@ -539,14 +500,9 @@ class Shard(NamedTuple):
         largest = int(tokens.max())
         message = f"token id {largest} is beyond the vocabulary's eot_token={config.eot_token}"
         require(largest <= config.eot_token, self.path, message, "leave --eot-token out")
-        is_whole = self.sha256 in ("", file_sha256(self.path))
-        require(is_whole, self.path, "its sha256 is not the manifest's", BUILD_AGAIN)
+        is_whole = file_sha256(self.path) == self.sha256
+        require(is_whole, self.path, "its sha256 is not the manifest's", BUILD)
         return tokens
-
-
-def stamp_of(path):
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
 
 
 def file_sha256(path):
@@ -554,31 +510,29 @@ def file_sha256(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def open_shard(path, sha256=""):
+def open_shard(path, sha256=None):
     """The Shard of a file. Raises ConfigError where it is none."""
-    require(path.is_file(), path, "no such file", BUILD_AGAIN)
-    stamp = stamp_of(path)
-    count = (stamp[0] - 4 * HEADER_INTS) // 2
+    require(path.is_file(), path, "no such file", BUILD)
+    found = path.stat()
+    count = (found.st_size - 4 * HEADER_INTS) // 2
     header = np.fromfile(path, "<i4", 3).tolist()
     message = f"its header is {header}, and {[*SHARD_KIND, count]} would fit its size"
-    require(header == [*SHARD_KIND, count] and count > 0, path, message, BUILD_AGAIN)
-    return Shard(path, sha256, count, stamp)
+    require(header == [*SHARD_KIND, count] and count > 0, path, message, BUILD)
+    return Shard(path, sha256, count, (found.st_size, found.st_mtime_ns))
 
 
 def open_split(folder, manifest, split):
     """The Shards of a split, in the order of their names. Raises ConfigError."""
     names = sorted(name for name in manifest["shards"] if f"_{split}_" in name)
-    remedy = "build it with data/text.py or data/fineweb.py, or name another folder by --data"
-    require(names, folder, f"no *_{split}_*.bin shards", remedy)
+    require(names, folder, f"no *_{split}_*.bin shards", BUILD)
     return [open_shard(folder / name, manifest["shards"][name]) for name in names]
 
 
 def read_manifest(folder):
-    """What a corpus says of itself, with its own sha256 and its shards as {file name: sha256}. Of a
-    folder without a manifest these are the files that look like shards. Raises ConfigError."""
+    """What a corpus says of itself, with its own sha256 and its shards as {file name: sha256}. A
+    file that it does not name is none of the corpus. Raises ConfigError."""
     path = Path(folder, "manifest.json").absolute()
-    if not path.is_file():
-        return {"sha256": "none", "shards": {file.name: "" for file in path.parent.glob(SHARDS)}}
+    require(path.is_file(), path, "no such file", BUILD)
     try:
         content = path.read_bytes()
         manifest = json.loads(content)
@@ -587,27 +541,16 @@ def read_manifest(folder):
         is_last = 1 < size < 2**16 and manifest["eot_token"] == size - 1
         require(is_last, f"eot_token is not the last id of vocab_size={size}, below 65535")
         for name in ("token_bytes", "prefix_tokens"):  # empty where they are not known
-            numbers = np.array(manifest.get(name, []), np.uint16)
-            require(numbers.shape in ((0,), (size,)), f"{name} are not {size} numbers")
-            manifest[name] = numbers.tolist()
-    except (
-        ArithmeticError,
-        LookupError,
-        MemoryError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        raise ConfigError(f"{path}: cannot be read ({one_line(error)}); {BUILD_AGAIN}") from None
+            manifest[name] = np.array(manifest.get(name, []), np.uint16).tolist()
+            require(len(manifest[name]) in (0, size), f"{name} are not {size} numbers")
+    except Exception as error:  # odd content raises many types
+        raise ConfigError(f"{path}: cannot be read ({one_line(error)}); {BUILD}") from None
     return {**manifest, "sha256": hashlib.sha256(content).hexdigest(), "shards": shards}
 
 
 def vocabulary_of(folder):
-    """{field: value} of a corpus' vocabulary, in multiples of 128, as tensor cores like; empty
-    where no manifest tells it."""
+    """{field: value} of a corpus' vocabulary, in multiples of 128, as tensor cores like."""
     manifest = read_manifest(folder)
-    if "eot_token" not in manifest:
-        return {}
     size = 128 * math.ceil(manifest["vocab_size"] / 128)
     name = str(manifest.get("tokenizer", "own"))
     return {"tokenizer": name, "vocab_size": size, "eot_token": manifest["eot_token"]}
@@ -626,9 +569,10 @@ def prefix_tokens(config):
     own id where there is none, or where no loss asks for it. Raises ConfigError."""
     prefixes = np.arange(config.vocab_size)
     if any(stage.prefix_weight > 0 for stage in config.stages):
-        known = read_manifest(config.data).get("prefix_tokens")
+        known = read_manifest(config.data)["prefix_tokens"]
+        is_there = known and max(known) <= config.eot_token
         message = f"needs prefix_tokens, which the manifest of {config.data} does not have"
-        require(known, "prefix_weight", message, "build it again, or --prefix-weight 0")
+        require(is_there, "prefix_weight", message, "build it again, or --prefix-weight 0")
         prefixes[: len(known)] = known
     return prefixes
 
@@ -651,7 +595,7 @@ def open_corpus(config):
     """Open and check all shards that a run needs. Raises ConfigError where they do not suit it."""
     folder = Path(config.data).absolute()
     manifest = read_manifest(folder)
-    eot_token = manifest.get("eot_token", config.eot_token)
+    eot_token = manifest["eot_token"]
     message = f"documents start with {eot_token}, and not with eot_token={config.eot_token}"
     require(eot_token == config.eot_token, folder, message, "leave --eot-token out")
     needed = config.val_tokens + 1
@@ -702,6 +646,82 @@ def contiguous_passage(text, eot_token, low, length):
     return Passage(text, position, depth, start=np.maximum(np.arange(length) - depth, 0))
 
 
+# 3. Inputs =======================================================================================
+# What the model reads of a token: its id; for each order n the row of the table that a hash of the
+# last n tokens, an n-gram, names; and copies, guesses at the next token (see GPT.copied).
+
+TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)
+MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
+HASH_POWERS = np.uint64(pow(MIX, -1, 2**64)) ** np.arange(33, dtype=np.uint64)
+NO_TOKEN = 2**16 - 1  # no token's id
+PREFETCH = 4  # steps that the loader's thread works ahead
+# A pass has room for so many segments, or for one in 128 tokens, or, at the price of a compilation,
+# for the next power of two. FineWeb has at most 56 in 16,384 (modded-nanogpt, 2026-03-22).
+SEGMENT_ROOM = 128
+
+
+def ngram_keys(text, position, depth, order):
+    """Hash keys (t,) uint64 of the n-grams of `order` tokens that end at positions (t,) of a text.
+
+    A key is a polynomial of the tokens' random numbers modulo 2^64 (Karp & Rabin 1987). Where fewer
+    tokens of the document stand before, depth (t,), it is that of the shorter n-gram.
+    """
+    keys = np.zeros(len(position), np.uint64)
+    for back in range(order):
+        term = TOKEN_HASH[text[position - back]] * HASH_POWERS[back]
+        keys += np.where(back <= depth, term, np.uint64(0))
+    return keys
+
+
+def ngram_rows(passage, config):
+    """Rows (T, C) int32 in [0, ngram_rows) of the table and signs (T, C) float32, for the n-grams
+    that end at the tokens of a Passage.
+
+    Each order has rows of its own. The sign is one more bit of the hash: two n-grams that share a
+    row push it apart half of the time (count-sketch's trick).
+    """
+    text, position, depth, _ = passage
+    mixed = np.empty((len(position), len(config.ngram_orders)), np.uint64)
+    for column, order in enumerate(config.ngram_orders):
+        mixed[:, column] = ngram_keys(text, position, depth, order) + TOKEN_HASH[column]
+    mixed = (mixed ^ (mixed >> 29)) * MIX
+    mixed ^= mixed >> 32
+    rows = (mixed & 0xFFFFFFFF) * config.ngram_rows >> 32
+    signs = (mixed >> 40 & 1).astype(np.float32) * 2 - 1
+    return rows.astype(np.int32), signs
+
+
+def copies(passage, config):
+    """Guesses (T, G) int32 at the token that follows each token of a Passage, one for each order n:
+    what followed the last earlier occurrence of the last n tokens in the same document, at most
+    `copy_reach` tokens back. NO_TOKEN where there is none."""
+    text, position, depth, start = passage
+    index = np.arange(len(position))
+    # Before each segment stands what its document has within reach.
+    more = np.where(start == index, np.minimum(depth, config.copy_reach), 0)
+    token = np.repeat(index, more + 1)
+    back = np.cumsum(more + 1)[token] - 1 - np.arange(len(token))  # from the passage's token
+    position = position[token] - back
+    depth = depth[token] - back
+    segment = start[token]
+    guesses = np.full((len(token), len(config.copy_orders)), NO_TOKEN, np.int32)
+    for column, order in enumerate(config.copy_orders):
+        keys = ngram_keys(text, position, depth, order)
+        by_key = np.argsort(keys, kind="stable")
+        earlier, later = by_key[:-1], by_key[1:]
+        is_copy = (keys[earlier] == keys[later]) & (segment[earlier] == segment[later])
+        is_copy &= (depth[earlier] >= order - 1) & (later - earlier <= config.copy_reach)
+        guesses[later[is_copy], column] = text[position[earlier[is_copy]] + 1]
+    return guesses[back == 0]
+
+
+def row_fingerprint(config):
+    """A hash of the rows of a fixed text: a table means nothing under another hash function."""
+    text = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
+    rows, signs = ngram_rows(contiguous_passage(text, config.eot_token, 0, 99), config)
+    return hashlib.sha256(rows.tobytes() + signs.tobytes()).hexdigest()
+
+
 class MicroBatch(NamedTuple):
     """The T tokens that one forward pass reads, on the model's device: in training those of one
     passage, or of several, end to end."""
@@ -729,8 +749,8 @@ def to_device(array, device):
     return tensor
 
 
-def make_pass(passages, guesses, device):
-    """The MicroBatch that reads these passages end to end, with guesses (T, G) of its tokens."""
+def make_pass(passages, config, device):
+    """The MicroBatch that reads these passages end to end."""
     inputs = np.concatenate([each.text[each.position] for each in passages])
     targets = np.concatenate([each.text[each.position + 1] for each in passages])
     starts = [each.start + number * len(each.start) for number, each in enumerate(passages)]
@@ -740,6 +760,7 @@ def make_pass(passages, guesses, device):
     room = max(SEGMENT_ROOM, length // 128, 1 << len(first).bit_length())
     bounds = np.full(room, length, np.int32)  # behind the last segment are empty ones
     bounds[: len(first)] = first
+    guesses = np.concatenate([copies(each, config) for each in passages])
     arrays = inputs.astype(np.int32), targets.astype(np.int64), start, bounds, guesses
     return MicroBatch(*(to_device(array, device) for array in arrays))
 
@@ -821,18 +842,14 @@ class TrainLoader:
         self.number = numbers.stop
         own = numbers[runtime.rank :: runtime.world_size]
         passages = [self.passage(number, stage.document_cap) for number in own]
-        if stage.softmax_rows not in (0, config.vocab_size):
+        if 0 < stage.softmax_rows < config.vocab_size:
             for passage in passages:
                 require_room_in_softmax(passage, stage)
-        rows, guesses = self.table.look_up(passages, runtime.loader_group)
-        length = config.micro_batch_tokens
+        rows = self.table.look_up(passages, runtime.loader_group)
         count = micro_batches_of_pass(config, step, runtime)
-        passes = []
-        for low in range(0, len(own), count):
-            high = low + count
-            own_guesses = guesses[low * length : high * length]
-            passes.append(make_pass(passages[low:high], own_guesses, runtime.device))
-        return Batch(passes, rows, tokens=len(numbers) * length)
+        parts = [passages[low : low + count] for low in range(0, len(passages), count)]
+        passes = [make_pass(part, config, runtime.device) for part in parts]
+        return Batch(passes, rows, tokens=len(numbers) * config.micro_batch_tokens)
 
     def next_batch(self):
         """The next step's Batch, None behind the last one; raises what the thread has raised."""
@@ -845,78 +862,6 @@ class TrainLoader:
         """End the threads: one inside torch would abort a process that ends."""
         self.thread.shutdown(cancel_futures=True)
         self.opener.shutdown()
-
-
-# 3. Table ========================================================================================
-# Each token reads rows of one table, one for each order n: a hash of the last n tokens, an n-gram,
-# says which. It also has copies, guesses at the next token: what followed an earlier occurrence of
-# the last n tokens (see GPT.copied). Rows and copies look at the same document alone, at or before
-# the token.
-
-TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)
-MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
-HASH_POWERS = np.uint64(pow(MIX, -1, 2**64)) ** np.arange(33, dtype=np.uint64)
-NO_TOKEN = 2**16 - 1  # no token's id
-
-
-def ngram_keys(text, position, depth, order):
-    """Hash keys (t,) uint64 of the n-grams of `order` tokens that end at positions (t,) of a text.
-
-    A key is a polynomial of the tokens' random numbers modulo 2^64 (Karp & Rabin 1987). Where fewer
-    tokens of the document stand before, depth (t,), it is that of the shorter n-gram.
-    """
-    keys = np.zeros(len(position), np.uint64)
-    for back in range(order):
-        term = TOKEN_HASH[text[position - back]] * HASH_POWERS[back]
-        keys += np.where(back <= depth, term, np.uint64(0))
-    return keys
-
-
-def ngram_rows(passage, config):
-    """Rows (T, C) int32 in [0, ngram_rows) of the table and signs (T, C) float32, for the n-grams
-    that end at the tokens of a Passage.
-
-    Each order has rows of its own. The sign is one more bit of the hash: two n-grams that share a
-    row push it apart half of the time (count-sketch's trick).
-    """
-    text, position, depth, _ = passage
-    mixed = np.empty((len(position), len(config.ngram_orders)), np.uint64)
-    for column, order in enumerate(config.ngram_orders):
-        mixed[:, column] = ngram_keys(text, position, depth, order) + TOKEN_HASH[column]
-    mixed = (mixed ^ (mixed >> 29)) * MIX
-    mixed ^= mixed >> 32
-    rows = (mixed & 0xFFFFFFFF) * config.ngram_rows >> 32
-    signs = (mixed >> 40 & 1).astype(np.float32) * 2 - 1
-    return rows.astype(np.int32), signs
-
-
-def copies(passage, config):
-    """Guesses (T, G) int32 at the token that follows each token of a Passage, one for each order n:
-    what followed the last earlier occurrence of the last n tokens in the same document, at most
-    `copy_reach` tokens back. NO_TOKEN where there is none."""
-    text, position, depth, start = passage
-    index = np.arange(len(position))
-    # Before each segment stands what its document has within reach.
-    more = np.where(start == index, np.minimum(depth, config.copy_reach), 0)
-    token = np.repeat(index, more + 1)
-    back = np.cumsum(more + 1)[token] - 1 - np.arange(len(token))  # from the passage's token
-    position, depth, segment = position[token] - back, depth[token] - back, start[token]
-    guesses = np.full((len(token), len(config.copy_orders)), NO_TOKEN, np.int32)
-    for column, order in enumerate(config.copy_orders):
-        keys = ngram_keys(text, position, depth, order)
-        by_key = np.argsort(keys, kind="stable")
-        earlier, later = by_key[:-1], by_key[1:]
-        is_copy = (keys[earlier] == keys[later]) & (segment[earlier] == segment[later])
-        is_copy &= (depth[earlier] >= order - 1) & (later - earlier <= config.copy_reach)
-        guesses[later[is_copy], column] = text[position[earlier[is_copy]] + 1]
-    return guesses[back == 0]
-
-
-def row_fingerprint(config):
-    """A hash of the rows of a fixed text: a table means nothing under another hash function."""
-    text = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
-    rows, signs = ngram_rows(contiguous_passage(text, config.eot_token, 0, 99), config)
-    return hashlib.sha256(rows.tobytes() + signs.tobytes()).hexdigest()
 
 
 # 4. Layers =======================================================================================
@@ -2267,20 +2212,16 @@ class NgramTable(Group):
         self.upcoming = None  # the plan whose rows are pulled once this step has updated them
 
     def look_up(self, passages, group=None, name="ngram_indices"):
-        """(RowPlan, guesses (T, G)) of a rank's passages, one a micro-batch; all ranks must call it
-        together."""
+        """The RowPlan of a rank's passages, one a micro-batch; all ranks must call it together."""
         config = self.config
         rows = [np.empty((0, len(config.ngram_orders)), np.int32)]
         signs = [np.empty((0, len(config.ngram_orders)), np.float32)]
-        guesses = [np.empty((0, len(config.copy_orders)), np.int32)]
         for passage in passages:
             own_rows, own_signs = ngram_rows(passage, config)
             rows.append(own_rows)
             signs.append(own_signs)
-            guesses.append(copies(passage, config))
         read = np.concatenate(rows), np.concatenate(signs)
-        plan = plan_rows(*read, config, self.runtime, group, name)
-        return plan, np.concatenate(guesses)
+        return plan_rows(*read, config, self.runtime, group, name)
 
     def fetch(self, plan, name):
         """Start to bring the rows of a plan here: (values (n, model_dim) float32, work)."""
@@ -2464,10 +2405,10 @@ class Trainer:
 
     def read(self, passage):
         """(MicroBatch, its summed rows) of a Passage outside training."""
-        plan, guesses = self.table.look_up([passage], name="validation")
+        plan = self.table.look_up([passage], name="validation")
         values, work = self.table.fetch(plan, "validation")
         wait(work)
-        micro_batch = make_pass([passage], guesses, self.runtime.device)
+        micro_batch = make_pass([passage], self.config, self.runtime.device)
         return micro_batch, self.table.summed(plan.slots, plan.signs, values)
 
     @torch.no_grad()
@@ -2538,9 +2479,8 @@ def warm_up(trainer, first_step=0):
     def batch_of(count):
         """One pass of one passage, `count` times: it reads the same rows, whatever the count."""
         passages = [passage] * count
-        rows, guesses = table.look_up(passages)
-        micro_batch = make_pass(passages, guesses, trainer.runtime.device)
-        return Batch([micro_batch], rows, tokens=len(micro_batch.inputs))
+        micro_batch = make_pass(passages, config, trainer.runtime.device)
+        return Batch([micro_batch], table.look_up(passages), tokens=len(micro_batch.inputs))
 
     table.start_pull(batch_of(1).rows)
     touched = itertools.chain(*(group.touched() for group in trainer.optimizer.groups))
@@ -3192,10 +3132,9 @@ class Run:
 
     def resume(self, content):
         """Go on from a checkpoint's content. Raises ConfigError where something differs."""
-        data = self.config.data
-        is_known = data == content["config"].data or content["data"] != "none"
-        words = f"{Path(data, 'manifest.json').absolute()} is not the one that the run began with"
-        self.corpus.require_same(content["data"] if is_known else None, f"--resume: {words}")
+        path = Path(self.config.data, "manifest.json").absolute()
+        words = f"--resume: {path} is not the one that the run began with"
+        self.corpus.require_same(content["data"], words)
         self.folder = content["folder"]
         restore(self.trainer, content)
         self.first_step = content["step"]
@@ -3347,9 +3286,8 @@ def write_header(run):
     elif config.run_of:
         batch, counter, start = config.run_of.split(":")
         log.line(f"batch:{batch} counter:{counter} start:{start}")
-    data = run.corpus.manifest["sha256"]
     log.line(
-        f"data:{data} shards:{'unknown' if data == 'none' else 'ok'} passes:{run.corpus.passes} "
+        f"data:{run.corpus.manifest['sha256']} shards:ok passes:{run.corpus.passes} "
         f"backends:attention={trainer.attention_name},matmul=torch-{config.dtype},"
         f"compile={trainer.compile_name}"
     )
@@ -3401,7 +3339,7 @@ def write_result(run, losses, verdict):
     run.log.line(f"comms: sent_bytes per step (messages) {' '.join(words) or 'none=0(0)'}")
     if verdict:
         run.log.line(verdict.line())
-    sizes = run.corpus.manifest.get("token_bytes") or [0] * config.vocab_size
+    sizes = run.corpus.manifest["token_bytes"] or [0] * config.vocab_size
     val_bytes = np.array(sizes)[run.corpus.val[1:]].sum()
     bits = losses["val_loss"] * config.val_tokens / math.log(2)
     told = f"{bits / val_bytes:.5f}" if val_bytes else "unknown"

@@ -90,6 +90,7 @@ def write_corpus(folder, documents, eot_token, val_tokens):
     partial.mkdir(parents=True)
     ends = np.cumsum([len(document) for document in documents])
     cut = int(np.searchsorted(ends, val_tokens)) + 1
+    shards = []
     for split, part in (("val", documents[:cut]), ("train", documents[cut:])):
         pieces = itertools.chain.from_iterable(([eot_token], document) for document in part)
         tokens = np.concatenate(list(pieces)).astype("<u2")
@@ -97,6 +98,9 @@ def write_corpus(folder, documents, eot_token, val_tokens):
         header[:3] = [*train_gpt.SHARD_KIND, len(tokens)]
         path = partial / f"made_{split}_000000.bin"
         path.write_bytes(header.tobytes() + tokens.tobytes())
+        shards.append({"file": path.name, "sha256": train_gpt.file_sha256(path)})
+    manifest = {"shards": shards, "vocab_size": eot_token + 1, "eot_token": eot_token}
+    (partial / "manifest.json").write_text(json.dumps(manifest) + "\n")
     partial.rename(folder)
 
 
@@ -136,8 +140,7 @@ class Training:
         self.runtime = train_gpt.Runtime(config.device)
         self.corpus = train_gpt.open_corpus(config)
         self.trainer = train_gpt.Trainer(config, self.runtime)
-        look_up = self.trainer.table.look_up
-        self.loader = train_gpt.TrainLoader(config, self.corpus.shards, self.runtime, look_up)
+        self.loader = train_gpt.TrainLoader(config, self.corpus.shards, self.trainer.table)
 
     def step(self, step):
         """Take the step of this number, which is the next. Returns its mean loss, a tensor."""

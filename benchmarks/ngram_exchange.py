@@ -36,7 +36,7 @@ DIM = 128
 def text_of_sources(limit):
     eot_token = 256
     parts = [np.insert(one, 0, eot_token) for one in common.python_documents(limit)]
-    return train_gpt.Text(np.concatenate(parts), eot_token)
+    return np.concatenate(parts).astype(np.uint16)
 
 
 def lower_bound(all_rows, config, world_size):
@@ -57,10 +57,12 @@ def measure(config, runtime, text, repeats):
     runtime.ledger.clear()
     for step in range(repeats):
         lows = [(step * world_size + rank) * length for rank in range(world_size)]
-        passages = [train_gpt.contiguous_passage(text, low, length) for low in lows]
+        passages = [
+            train_gpt.contiguous_passage(text, config.eot_token, low, length) for low in lows
+        ]
         rows = [train_gpt.ngram_rows(passage, config)[0] for passage in passages]
         bounds.append(lower_bound(rows, config, world_size))
-        table.values_of(table.look_up([passages[runtime.rank]])[0])
+        table.values_of(table.look_up([passages[runtime.rank]]))
         table.accumulate(torch.ones(length, config.model_dim, device=runtime.device))
         table.receive(0, table.update(0, 1.0, table.reduce(0)))
     sent = torch.tensor([float(sum(size for size, _ in runtime.ledger.values()))])

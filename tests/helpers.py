@@ -192,9 +192,13 @@ def documents_of(tokens):
     return np.maximum.accumulate(np.where(np.asarray(tokens) == EOT, np.arange(len(tokens)), 0))
 
 
-def text_of(tokens):
-    """A Text of the byte corpus."""
-    return train_gpt.Text(np.asarray(tokens, dtype=np.uint16), EOT)
+def passage_of(tokens, spans):
+    """The Passage of the byte corpus whose segments are these spans (low, high)."""
+    lengths = [high - low for low, high in spans]
+    position = np.concatenate([np.arange(low, high) for low, high in spans])
+    depth = position - documents_of(tokens)[position]
+    start = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return train_gpt.Passage(np.asarray(tokens, np.uint16), position, depth, start)
 
 
 # ----- running the trainer
@@ -316,7 +320,7 @@ def assert_bitwise(actual, expected, where=""):
 
 def assert_same_end(run, whole):
     """A run has left bit for bit what another one has, and its losses."""
-    for part in ("step", "model", "groups", "loader", "rng"):
+    for part in ("step", "model", "groups", "rng"):
         assert_bitwise(run.checkpoint()[part], whole.checkpoint()[part], part)
     assert run.result["val_loss"] == whole.result["val_loss"]
     assert run.train_losses == whole.train_losses
@@ -339,11 +343,10 @@ def read(trainer, tokens):
     rows (None without a table)."""
     length = trainer.config.micro_batch_tokens
     table = trainer.table
-    passage = train_gpt.contiguous_passage(text_of(tokens), 0, length)
-    plan, hints = table.look_up([passage])
+    passage = train_gpt.contiguous_passage(np.asarray(tokens, np.uint16), EOT, 0, length)
+    plan = table.look_up([passage])
     values, _ = table.fetch(plan, "test")
-    stack = train_gpt.stack_passages([passage], hints, length, trainer.runtime.device)
-    (micro_batch,) = stack.passes()
+    micro_batch = train_gpt.make_pass([passage], trainer.config, trainer.runtime.device)
     return micro_batch, table.summed(plan.slots, plan.signs, values)
 
 
@@ -353,7 +356,7 @@ def content_of(trainer, step, folder):
     run = object.__new__(train_gpt.Run)  # without its corpus
     run.config, run.runtime, run.trainer = trainer.config, trainer.runtime, trainer
     run.log, run.clock = train_gpt.Log(is_main=True), train_gpt.Clock(trainer.runtime)
-    run.folder, run.step, run.loader_state = folder, step, train_gpt.TrainLoader.START
+    run.folder, run.step = folder, step
     run.loss_sum, run.loss_tokens = 0.0, 0
     run.corpus = SimpleNamespace(manifest={"sha256": "none"})
     run.save("checkpoint.pt")

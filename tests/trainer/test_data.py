@@ -81,12 +81,15 @@ def exchange(folder):
 DAMAGE = {
     "truncated": (
         shard(TRAIN, helpers.byte_documents(44_995), count=45_000),
-        ["header says 45000", "44995", "data/text.py"],
+        ["[20240520, 1, 45000]", "[20240520, 1, 44995] would fit", "data/text.py"],
     ),
-    "header cut": (lambda folder: (folder / TRAIN).write_bytes(b"0" * 100), [TRAIN, "is cut"]),
-    "magic": (shard(TRAIN, [EOT] * 100, magic=20240801), [TRAIN, "20240801", "[20240520, 1]"]),
-    "no tokens": (shard(TRAIN, []), [TRAIN, "header says 0"]),
-    "fewer than there are": (shard(TRAIN, [EOT] * 45_000, count=44_000), ["header says 44000"]),
+    "header cut": (
+        lambda folder: (folder / TRAIN).write_bytes(b"0" * 100),
+        [TRAIN, "its header is"],
+    ),
+    "magic": (shard(TRAIN, [EOT] * 100, magic=20240801), [TRAIN, "20240801", "[20240520, 1, 100]"]),
+    "no tokens": (shard(TRAIN, []), [TRAIN, "[20240520, 1, 0]"]),
+    "fewer than there are": (shard(TRAIN, [EOT] * 45_000, count=44_000), ["44000", "45000"]),
     "beyond vocabulary": (shard(TRAIN, [EOT, 300] * 5000), [TRAIN, "300", "256", "--eot-token"]),
     "no train": (
         lambda folder: [path.unlink() for path in folder.glob("*_train_*")],
@@ -119,8 +122,7 @@ def test_a_damaged_corpus_ends_in_one_line_and_status_2(damage, cli, tiny, tmp_p
     assert not (tmp_path / "logs").exists()
 
 
-@pytest.mark.parametrize("has_manifest", [True, False])
-def test_files_that_are_nobodys_data(has_manifest, tmp_path):
+def test_files_that_are_nobodys_data(tmp_path):
     """macOS writes a file of another kind beside each one on a foreign disk; and what a manifest
     does not name is none of its corpus."""
     folder = helpers.make_corpus(tmp_path / "corpus")
@@ -128,16 +130,11 @@ def test_files_that_are_nobodys_data(has_manifest, tmp_path):
     before = open_corpus(config)
     for name in (TRAIN, VAL):
         (folder / f"._{name}").write_bytes(b"Mac OS X")
-    if has_manifest:
-        helpers.write_shard(folder / "tiny_train_000009.bin", [EOT] * 300)
-        helpers.write_shard(folder / "a_val_000000.bin", [EOT] * 9000)
-    else:
-        (folder / "manifest.json").unlink()
+    helpers.write_shard(folder / "tiny_train_000009.bin", [EOT] * 300)
+    helpers.write_shard(folder / "a_val_000000.bin", [EOT] * 9000)
     after = open_corpus(config)
-    assert [shard.path.name for shard in after.shards] == [TRAIN, SECOND]
     assert after.shards == before.shards and np.array_equal(after.val, before.val)
-    assert (after.manifest == before.manifest) == has_manifest
-    assert has_manifest or after.manifest["sha256"] == "none"
+    assert after.manifest == before.manifest
 
 
 def test_a_shard_that_changes_while_a_run_trains_ends_it(cli, tiny, tmp_path, monkeypatch):
@@ -173,7 +170,7 @@ def test_a_run_is_resumed_on_the_corpus_that_it_began_with(cli, tiny, tmp_path):
     helpers.with_manifest(folder)
     assert "manifest.json is not the one" in helpers.refusal(cli(resume="first"))
     (folder / "manifest.json").unlink()
-    assert "manifest.json is not the one" in helpers.refusal(cli(resume="first"))
+    assert "manifest.json: no such file" in helpers.refusal(cli(resume="first"))
 
 
 def test_a_model_is_scored_on_the_corpus_of_its_run_alone(cli, tiny, tmp_path):
@@ -195,12 +192,12 @@ UNREADABLE = [b"", b"[]", b"{}", b'{"shards": [{}]}', b"[" * 100_000, b"9" * 500
 
 @pytest.mark.parametrize(
     "content, words",
-    [(content, "cannot be read .*") for content in UNREADABLE]
+    [(content, "") for content in UNREADABLE]
     + [
-        ({"eot_token": None}, r"has vocab_size and eot_token \[257, None\]: .*"),
-        ({"eot_token": 7}, r"has vocab_size and eot_token \[257, 7\]: documents start with .*"),
-        ({"token_bytes": [1] * 100}, "token_bytes are no 257 whole numbers"),
-        ({"token_bytes": ["1"] * 257}, "token_bytes are no 257 whole numbers"),
+        ({"vocab_size": "257"}, "'<' not supported"),
+        ({"eot_token": 7}, "eot_token is not the last id of vocab_size=257"),
+        ({"token_bytes": [1] * 100}, "token_bytes are not 257 numbers"),
+        ({"prefix_tokens": [-1] * 257}, "-1 out of bounds"),
     ],
     ids=lambda case: str(case)[:30],
 )
@@ -209,18 +206,15 @@ def test_a_manifest_of_no_corpus_is_refused(content, words, corpus, tmp_path):
         manifest = json.loads((corpus / "manifest.json").read_text()) | content
         content = json.dumps(manifest).encode()
     (tmp_path / "manifest.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=f"manifest.json: {words}; build it again"):
+    with pytest.raises(ConfigError, match=f"manifest.json: cannot be read .*{words}.*; build"):
         open_corpus(helpers.tiny_config(data=str(tmp_path)))
 
 
-def test_the_vocabulary_comes_with_the_corpus(corpus, tmp_path):
+def test_the_vocabulary_comes_with_the_corpus(corpus):
     given = {"track": "english-net", "data": str(corpus)}
     config = train_gpt.config_from(given)
     assert (config.tokenizer, config.vocab_size, config.eot_token) == ("bytes", 384, 256)
     assert train_gpt.config_from({**given, "vocab_size": 300}).vocab_size == 300
-    helpers.write_shard(tmp_path / VAL, [EOT] * 300)
-    unknown = train_gpt.config_from({**given, "data": str(tmp_path)})
-    assert (unknown.vocab_size, unknown.eot_token) == (1024, 1023)
     with pytest.raises(ConfigError, match="start with 256, and not with eot_token=255"):
         open_corpus(helpers.tiny_config(data=str(corpus), eot_token=255))
 
@@ -229,9 +223,9 @@ def test_every_shard_that_a_run_reaches_is_checked_and_no_other(tmp_path):
     folder = helpers.make_corpus(tmp_path / "corpus", train_tokens=14 * 500, shards=14)
     config = helpers.tiny_config(steps=5, data=str(folder))
     change_token(folder / "tiny_train_000012.bin")
-    open_corpus(config)  # it takes ten of them, and opens the next one ahead
+    open_corpus(dataclasses.replace(config, steps=6))  # it takes the twelve ahead of that one
     with pytest.raises(ConfigError, match="tiny_train_000012.bin: its sha256"):
-        open_corpus(dataclasses.replace(config, steps=6))
+        open_corpus(dataclasses.replace(config, steps=7))
     for shard in (6, 7, 8):
         tokens = [*helpers.byte_documents(490), *range(300, 310)]
         helpers.write_shard(folder / f"tiny_train_{shard:06d}.bin", tokens)
@@ -285,13 +279,13 @@ def loader_config(rows=None, **changes):
     return train_gpt.with_values(train_gpt.TRACKS["english-net"], values)
 
 
-def load_all(config, shards, first_step=0, state=None):
+def load_all(config, shards, first_step=0):
     """Every Batch from first_step to the end of the run, of shards that are in memory."""
-    shards = [SimpleNamespace(read=lambda tokens=tokens: tokens) for tokens in shards]
-    plan = NgramTable(config, Runtime("cpu")).look_up
-    with contextlib.closing(
-        TrainLoader(config, shards, Runtime("cpu"), plan, first_step, state)
-    ) as loader:
+    shards = [
+        SimpleNamespace(read=lambda tokens=tokens: tokens, count=len(tokens)) for tokens in shards
+    ]
+    table = NgramTable(config, Runtime("cpu"))
+    with contextlib.closing(TrainLoader(config, shards, table, first_step)) as loader:
         return [loader.next_batch() for _ in range(first_step, config.steps)]
 
 
@@ -304,7 +298,7 @@ def test_an_epoch_covers_each_shard_exactly_once():
     # Pieces of the second cap, which the first one splits further.
     caps = {0.0: {"document_cap": 50}, 0.3: {"document_cap": 300}}
     config = loader_config(caps, steps=sum(counts), micro_batches=1)
-    stream = (batch for each in load_all(config, shards) for batch in each.stack.passes())
+    stream = (batch for each in load_all(config, shards) for batch in each.passes)
     for shard, count, first in zip(shards, counts, firsts, strict=True):
         micro_batches = list(itertools.islice(stream, count))
         seen = np.concatenate([positions(micro_batch, first) for micro_batch in micro_batches])
@@ -323,7 +317,7 @@ def test_the_order_depends_on_the_seed_and_the_epoch_alone():
 
     def seen(seed):
         batches = load_all(loader_config(steps=22, micro_batches=1, seed=seed), shards)
-        return np.concatenate([positions(*batch.stack.passes()) for batch in batches])
+        return np.concatenate([positions(*batch.passes) for batch in batches])
 
     assert np.array_equal(seen(1), seen(1)) and not np.array_equal(seen(1), seen(2))
     first, second = np.split(seen(1), 2)
@@ -349,7 +343,7 @@ def test_segments_respect_the_cap_in_force_and_never_join_documents():
     longest = []
     for step, batch in enumerate(load_all(config, [countable(12_000, longest=600)])):
         lengths = []
-        for micro_batch in batch.stack.passes():
+        for micro_batch in batch.passes:
             where = positions(micro_batch)
             for low, high in segments(micro_batch):
                 lengths.append(high - low)
@@ -360,23 +354,24 @@ def test_segments_respect_the_cap_in_force_and_never_join_documents():
     assert longest == [64] * 4 + [160] * 2 + [100] * 2
 
 
-def test_a_stream_goes_on_from_the_state_of_any_step():
-    shards = [countable(2100, longest=900), countable(2500, first=10_000, longest=900)]
+def test_a_stream_goes_on_from_any_step():
+    """In later passes, too, and over a shard that fills no micro-batch."""
+    shards = [countable(1100, longest=900), countable(200), countable(1500, 10_000, longest=900)]
     rows = {0.0: {"micro_batches": 2}, 0.5: {"micro_batches": 3}}
     config = loader_config(rows, steps=8, document_cap=150)
     whole = load_all(config, shards)
-    assert any(batch.state["offset"] for batch in whole) and whole[-1].state["shard"] >= 1
     assert [batch.tokens // 256 for batch in whole] == [2] * 4 + [3] * 4
     for step in range(1, config.steps):
-        rest = load_all(config, shards, first_step=step, state=whole[step - 1].state)
+        rest = load_all(config, shards, first_step=step)
         for one, other in zip(rest, whole[step:], strict=True):
-            helpers.assert_bitwise(tuple(one.stack), tuple(other.stack))
+            helpers.assert_bitwise(
+                *([tuple(each) for each in batch.passes] for batch in (one, other))
+            )
             helpers.assert_bitwise(vars(one.rows), vars(other.rows))
-            assert one.state == other.state
 
 
-@pytest.mark.parametrize("steps, opened", [(4, [0]), (8, [0, 1]), (12, [0, 1])])
-def test_the_next_shard_is_opened_once_half_of_one_is_read(steps, opened, monkeypatch):
+@pytest.mark.parametrize("steps, opened", [(10, [0]), (11, [0, 1]), (20, [0, 1]), (21, [0, 1, 2])])
+def test_a_shard_is_opened_once_and_only_if_it_is_read(steps, opened, monkeypatch):
     """Of ten micro-batches each."""
     seen, honest = [], TrainLoader.open_shard
 
@@ -402,20 +397,13 @@ def test_a_softmax_that_may_lack_a_row_for_the_rest_of_the_vocabulary_is_refused
             load_all(config, [tokens])
 
 
-@pytest.mark.parametrize("count", [0, 6])
-def test_passes_are_their_micro_batches_end_to_end(count):
-    """Two passes of three micro-batches each, against six passes; and a rank that has none."""
-    texts = [helpers.text_of([EOT, *range(20 * n, 20 * n + 128)]) for n in range(count)]
-    passages = [train_gpt.Passage(text, [(64, 128), (3, 40), (101, 128)]) for text in texts]
-    guesses = np.arange(128 * count * 2, dtype=np.int32).reshape(-1, 2)
-    alone, joined = (
-        train_gpt.stack_passages(passages, guesses, length, torch.device("cpu"))
-        for length in (128, 384)
-    )
-    assert len(alone.inputs) == count and len(joined.inputs) == count // 3
+def test_a_pass_is_its_micro_batches_end_to_end():
+    texts = [np.array([EOT, *(np.arange(128) % (20 * n + 7))]) for n in range(3)]
+    passages = [helpers.passage_of(text, [(64, 128), (3, 40), (101, 128)]) for text in texts]
+    config = helpers.tiny_config(copy_orders=(2,))
+    joined = train_gpt.make_pass(passages, config, torch.device("cpu"))
+    alone = [train_gpt.make_pass([passage], config, torch.device("cpu")) for passage in passages]
     for name in ("inputs", "targets", "guesses"):
-        one, other = getattr(alone, name), getattr(joined, name)
-        assert torch.equal(one.flatten(0, 1), other.flatten(0, 1))
+        assert torch.equal(getattr(joined, name), torch.cat([getattr(one, name) for one in alone]))
     edges = [0, 64, 101, 128, 192, 229, 256, 320, 357, 384]
-    for micro_batch in joined.passes():
-        assert segments(micro_batch) == list(itertools.pairwise(edges))
+    assert segments(joined) == list(itertools.pairwise(edges))

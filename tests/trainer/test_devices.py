@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import tiny_config
+from helpers import passage_of, tiny_config
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -151,10 +151,8 @@ def test_flash_attention_is_told_the_segments_and_the_cap(count, monkeypatch):
     length = config.micro_batch_tokens
     lows = [*range(0, length, 640)]
     spans = [*zip(lows, [*lows[1:], length], strict=True)]
-    text = train_gpt.Text(np.zeros(length + 1, np.uint16), config.eot_token)
-    guesses = np.zeros((length, 0), np.int32)
-    stack = train_gpt.stack_passages([train_gpt.Passage(text, spans)], guesses, length, CPU)
-    micro_batch = train_gpt.MicroBatch(*(tensor[0] for tensor in stack))
+    passage = passage_of(np.zeros(length + 1, np.uint16), spans)
+    micro_batch = train_gpt.make_pass([passage], tiny_config(copy_orders=()), CPU)
     phase = train_gpt.training_phase(config, 0)
     back_end = train_gpt.VarlenAttention()
     mask = back_end.mask(micro_batch, 128, count, phase, config.torch_dtype)
@@ -169,10 +167,11 @@ def test_flash_attention_is_told_the_segments_and_the_cap(count, monkeypatch):
 
 def test_a_pass_of_evaluation_has_room_for_its_documents():
     """A pass of 65,536 tokens has 138 at most, and an empty one takes the same code."""
-    text = train_gpt.Text(np.zeros(2**16 + 1, np.uint16), 1)
-    passage = train_gpt.contiguous_passage(text, 0, 2**16)
-    stack = train_gpt.stack_passages([passage], np.zeros((2**16, 0), np.int32), 2**16, CPU)
-    assert stack.segment_bounds.shape == (1, 256)
+    for count in (1, 138):
+        text = (np.arange(2**16 + 1) % (2**16 // count)).astype(np.uint16)
+        passage = train_gpt.contiguous_passage(text, 0, 0, 2**16)
+        micro_batch = train_gpt.make_pass([passage], tiny_config(copy_orders=()), CPU)
+        assert micro_batch.segment_bounds.shape == (512,)
 
 
 # ----- the compiler

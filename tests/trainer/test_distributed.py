@@ -179,8 +179,7 @@ def trajectory(runtime, values):
     values = {**values, "stages": stages, "steps": 6}
     config = train_gpt.with_values(train_gpt.TRACKS["english-net"], values)
     trainer, corpus = Trainer(config, runtime), train_gpt.open_corpus(config)
-    plan = functools.partial(trainer.table.look_up, group=runtime.loader_group)
-    loader = train_gpt.TrainLoader(config, corpus.shards, runtime, plan)
+    loader = train_gpt.TrainLoader(config, corpus.shards, trainer.table)
     before = trainer.evaluate(config.steps, corpus.val)
     losses = []
     with contextlib.closing(loader):
@@ -205,17 +204,16 @@ def first_gradients(values, most):
     config = train_gpt.with_values(train_gpt.TRACKS["english-net"], values)
     trainer, corpus = Trainer(config, Runtime("cpu")), train_gpt.open_corpus(config)
     randomise(trainer)
-    plan = trainer.table.look_up
-    loader = train_gpt.TrainLoader(config, corpus.shards, trainer.runtime, plan)
+    loader = train_gpt.TrainLoader(config, corpus.shards, trainer.table)
     with contextlib.closing(loader):
         batch = loader.next_batch()
     loss = trainer.accumulate(0, batch).item() / batch.tokens
     grads = {"rows of the table": torch.cat(trainer.table.grads)}
     grads |= {name: param.grad for name, param in trainer.model.named_parameters()}
-    for one in batch.passes():
+    for one in batch.passes:
         wanted = [*one.segment_start.unique().tolist(), len(one.inputs)]
         assert one.segment_bounds.unique_consecutive().tolist() == wanted
-    return [len(one.inputs) // config.micro_batch_tokens for one in batch.passes()], loss, grads
+    return [len(one.inputs) // config.micro_batch_tokens for one in batch.passes], loss, grads
 
 
 def test_a_pass_of_several_micro_batches_is_several_passes(rich):

@@ -6,7 +6,7 @@ import pytest
 
 import helpers
 import train_gpt
-from helpers import EOT, text_of
+from helpers import EOT
 
 ROWS = 2**31 - 1  # a table of so many rows hardly ever gives two keys the same one
 
@@ -56,7 +56,7 @@ def slow_copies(tokens, at, config):
 def assert_found(passage, positions, config):
     """That rows and signs are those of the positions' n-grams, and guesses those of a search.
     Returns how many guesses there are."""
-    tokens = passage.text.tokens
+    tokens = passage.text
     rows, signs = train_gpt.ngram_rows(passage, config)
     guesses = train_gpt.copies(passage, config)
     assert (rows.dtype, signs.dtype, guesses.dtype) == (np.int32, np.float32, np.int32)
@@ -74,9 +74,9 @@ def assert_found(passage, positions, config):
     return count
 
 
-def passage_of(tokens, positions):
+def passage_at(tokens, positions):
     """The Passage of single tokens at any positions."""
-    return train_gpt.Passage(text_of([*tokens, 1]), [(int(at), int(at) + 1) for at in positions])
+    return helpers.passage_of([*tokens, 1], [(int(at), int(at) + 1) for at in positions])
 
 
 # ----- keys of n-grams
@@ -88,7 +88,8 @@ def test_keys_against_python_integers(n):
     tokens[[3, 50]] = 2**16 - 1
     tokens[[0, 20, 21, 40]] = EOT
     position = np.random.default_rng(n).permutation(70)
-    keys = train_gpt.ngram_keys(tokens, position, text_of(tokens).depth(position), n)
+    depth = train_gpt.depth_of(position, train_gpt.documents_of(tokens, EOT))
+    keys = train_gpt.ngram_keys(tokens, position, depth, n)
     expected = [helpers.slow_key(slow_gram(tokens, at, n)) for at in position]
     assert keys.dtype == np.uint64 and keys.tolist() == expected
 
@@ -112,8 +113,8 @@ def test_rows_and_copies_against_a_search(orders, reach):
     for letters, longest in ((1, 90), (2, 60), (3, 400), (4, 1), (3, None)):
         tokens = small_alphabet(500, letters, longest=longest)
         scattered = np.random.default_rng(letters).permutation(500)[:100]
-        count += assert_found(passage_of(tokens, scattered), scattered.tolist(), config)
-        whole = train_gpt.contiguous_passage(text_of(tokens), 70, 200)
+        count += assert_found(passage_at(tokens, scattered), scattered.tolist(), config)
+        whole = train_gpt.contiguous_passage(tokens, EOT, 70, 200)
         count += assert_found(whole, range(70, 270), config)
     assert (count == 0) == (reach == 0)
 
@@ -134,6 +135,7 @@ ODD_TEXTS = [
 @pytest.mark.parametrize("text", ODD_TEXTS, ids=lambda text: f"{len(text)} tokens")
 def test_odd_texts(text):
     config = past_config(ngram_orders=(2, 5), copy_orders=(2, 4, 3), copy_reach=100)
-    whole = train_gpt.contiguous_passage(text_of([*text, *[1] * 64]), 0, len(text))
-    for passage in (passage_of([*text, *[1] * 64], range(len(text))), whole):
+    tokens = np.array([*text, *[1] * 64], np.uint16)
+    whole = train_gpt.contiguous_passage(tokens, EOT, 0, len(text))
+    for passage in (passage_at(tokens, range(len(text))), whole):
         assert_found(passage, range(len(text)), config)
