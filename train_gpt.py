@@ -139,7 +139,7 @@ def check_fields(values, where=""):
         is_multiple = unit is None or not any(number % unit for number in numbers)
         require(is_multiple, shown, f"must be a multiple of {unit}")
         is_text = str(value).isprintable() and re.fullmatch(form, str(value), re.ASCII)
-        require(is_text, shown, f"must be printable, and match {form}")
+        require(is_text, shown, f"must match {form}, and be printable")
 
 
 Pair = tuple[float, float]

@@ -102,7 +102,7 @@ SHA256 = "sha256 is not the manifest's"
 NOT_AS_BUILT = {
     "one token changed": (
         lambda folder: change_token(folder / TRAIN, 20_000),
-        [TRAIN, SHA256, "again"],
+        [TRAIN, SHA256, "data/text.py"],
     ),
     "shards exchanged": (exchange, [TRAIN, SHA256]),
     "no training shard": (lambda folder: (folder / TRAIN).unlink(), [TRAIN, "no such file"]),
@@ -183,7 +183,7 @@ def test_a_model_is_scored_on_the_corpus_of_its_run_alone(cli, tiny, tmp_path):
     assert cli(*words, main=sample.main).code == 0  # the manifest does not name it
     helpers.with_manifest(folder)
     line = helpers.refusal(cli(*words, main=sample.main))
-    assert "manifest.json is not the one" in line and "--data" in line
+    assert "the corpus is not the one" in line and "--data" in line
     assert cli(*words, "--data", folder, main=sample.main).code == 0
 
 
