@@ -28,6 +28,7 @@ order in which floats are added.
 
 import argparse
 import ast
+import bisect
 import contextlib
 import dataclasses
 import datetime
@@ -102,6 +103,7 @@ def one_line(error):
 
 
 def nearest(name, names):
+    """A question that names the nearest of some names."""
     close = difflib.get_close_matches(name, names, 1, cutoff=0.0)
     return f"did you mean {close[0]}?" if close else ""
 
@@ -307,10 +309,12 @@ class Config:
             count = len(stage.mtp_weights)
             require(0 < count <= 16, f"{count} mtp_weights", "must be 1 to 16")
         self.require("vocab_size", self.eot_token < self.vocab_size, "must be above eot_token")
-        parts = ("model_dim", "head_dim"), ("val_tokens", "val_batch_tokens")
-        for name, part in (*parts, ("save_every", "adam_every")):
-            is_multiple = getattr(self, name) % getattr(self, part) == 0
-            self.require(name, is_multiple, f"must be a multiple of {part}={getattr(self, part)}")
+        units = {"model_dim": "head_dim", "val_tokens": "val_batch_tokens"}
+        units["save_every"] = "adam_every"
+        for name, unit in units.items():
+            size = getattr(self, unit)
+            is_multiple = getattr(self, name) % size == 0
+            self.require(name, is_multiple, f"must be a multiple of {unit}={size}")
         heads = self.model_dim // self.head_dim
         for number, layer in enumerate(self.layers):
             where = f"layers[{number}]"
@@ -326,6 +330,7 @@ class Config:
 
     @property
     def torch_dtype(self):
+        """The type of matrices and activations."""
         return getattr(torch, self.dtype)
 
     def layers_with(self, field):
@@ -387,9 +392,14 @@ TRACKS = {
 }
 
 
+def stages_until(config, step):
+    """The Stages that have begun at a step."""
+    return [stage for stage in config.stages if stage.start * config.steps <= step]
+
+
 def stage_at(config, step):
     """The Stage that is in force at a step."""
-    return [stage for stage in config.stages if stage.start * config.steps <= step][-1]
+    return stages_until(config, step)[-1]
 
 
 def loss_weights_at(config, step):
@@ -401,7 +411,7 @@ def loss_weights_at(config, step):
         weights = [*stage.mtp_weights, *[0.0] * count][:count]
         rows.append([*weights, stage.prefix_weight])
     starts = [stage.start * config.steps for stage in config.stages]
-    return tuple(float(np.interp(step, starts, column)) for column in zip(*rows, strict=True))
+    return tuple(np.interp(step, starts, column) for column in zip(*rows, strict=True))
 
 
 def micro_batches_of_pass(config, step, runtime):
@@ -466,8 +476,7 @@ def evaluation_phase(config, step, length):
 
 def long_windows_until(config, step):
     """The long windows that training has used until a step, in order: what YaRN needs to know."""
-    last = min(step, config.steps - 1)
-    used = [stage.windows[-1] for stage in config.stages if stage.start * config.steps <= last]
+    used = [stage.windows[-1] for stage in stages_until(config, min(step, config.steps - 1))]
     return tuple(window for window, _ in itertools.groupby(used))
 
 
@@ -506,6 +515,7 @@ class Shard(NamedTuple):
 
 
 def file_sha256(path):
+    """The sha256 of a file's content."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -516,8 +526,9 @@ def open_shard(path, sha256=None):
     found = path.stat()
     count = (found.st_size - 4 * HEADER_INTS) // 2
     header = np.fromfile(path, "<i4", 3).tolist()
-    message = f"its header is {header}, and {[*SHARD_KIND, count]} would fit its size"
-    require(header == [*SHARD_KIND, count] and count > 0, path, message, BUILD)
+    due = [*SHARD_KIND, count]
+    message = f"its header is {header}, and {due} would fit its size"
+    require(header == due and count > 0, path, message, BUILD)
     return Shard(path, sha256, count, (found.st_size, found.st_mtime_ns))
 
 
@@ -605,11 +616,12 @@ def open_corpus(config):
     require(len(val) == needed, folder, message, "lower --val-tokens, or add text to validate on")
     shards = open_split(folder, manifest, "train")
     needed = training_tokens(config)
+    length = config.micro_batch_tokens
     held = 0  # tokens that fill micro-batches
     for shard in shards:
         if held < needed:  # the run gets here
             shard.checked(config)
-        held += (shard.count - 1) // config.micro_batch_tokens * config.micro_batch_tokens
+        held += (shard.count - 1) // length * length
     message = f"one pass over the shards has {held:,} tokens, the schedule takes {needed:,}"
     is_own = config.data != TRACKS[config.track].data  # the user's: it is read as often as needed
     require(0 < held and (is_own or needed <= held), folder, message, "lower --steps, or add text")
@@ -617,6 +629,7 @@ def open_corpus(config):
 
 
 def validation_hash(val):
+    """The sha256 of validation tokens, uint16."""
     return hashlib.sha256(val.tobytes()).hexdigest()
 
 
@@ -627,6 +640,11 @@ class Passage(NamedTuple):
     position: Any  # (T,) int64, in the text
     depth: Any  # (T,) int64: how many tokens of its document stand before each
     start: Any  # (T,) int64: the index in [0, T) at which the token's attention segment starts
+
+    @property
+    def targets(self):
+        """The next tokens, (T,)."""
+        return self.text[self.position + 1]
 
 
 def documents_of(text, eot_token):
@@ -698,9 +716,9 @@ def copies(passage, config):
     text, position, depth, start = passage
     index = np.arange(len(position))
     # Before each segment stands what its document has within reach.
-    more = np.where(start == index, np.minimum(depth, config.copy_reach), 0)
-    token = np.repeat(index, more + 1)
-    back = np.cumsum(more + 1)[token] - 1 - np.arange(len(token))  # from the passage's token
+    count = 1 + np.where(start == index, np.minimum(depth, config.copy_reach), 0)
+    token = np.repeat(index, count)
+    back = np.cumsum(count)[token] - 1 - np.arange(len(token))  # from the passage's token
     position = position[token] - back
     depth = depth[token] - back
     segment = start[token]
@@ -710,7 +728,7 @@ def copies(passage, config):
         by_key = np.argsort(keys, kind="stable")
         earlier, later = by_key[:-1], by_key[1:]
         is_copy = (keys[earlier] == keys[later]) & (segment[earlier] == segment[later])
-        is_copy &= (depth[earlier] >= order - 1) & (later - earlier <= config.copy_reach)
+        is_copy &= later - earlier <= config.copy_reach
         guesses[later[is_copy], column] = text[position[earlier[is_copy]] + 1]
     return guesses[back == 0]
 
@@ -752,7 +770,7 @@ def to_device(array, device):
 def make_pass(passages, config, device):
     """The MicroBatch that reads these passages end to end."""
     inputs = np.concatenate([each.text[each.position] for each in passages])
-    targets = np.concatenate([each.text[each.position + 1] for each in passages])
+    targets = np.concatenate([each.targets for each in passages])
     starts = [each.start + number * len(each.start) for number, each in enumerate(passages)]
     start = np.concatenate(starts).astype(np.int32)
     length = len(inputs)
@@ -768,7 +786,7 @@ def make_pass(passages, config, device):
 def require_room_in_softmax(passage, stage):
     """Refuse a micro-batch whose targets and their prefixes, which all take part in the sampled
     softmax, may leave it no row to stand for the rest of the vocabulary."""
-    most = len(np.unique(passage.text[passage.position + 1])) * (2 if stage.prefix_weight else 1)
+    most = len(np.unique(passage.targets)) * (2 if stage.prefix_weight else 1)
     message = f"a micro-batch has up to {most} different targets and prefixes"
     remedy = "raise it, or 0 for the whole vocabulary"
     require(most < stage.softmax_rows, f"softmax_rows={stage.softmax_rows}", message, remedy)
@@ -791,7 +809,8 @@ class TrainLoader:
         self.number = training_tokens(config, first_step) // length  # of its first micro-batch
         self.last = training_tokens(config) // length - 1
         counts = [(shard.count - 1) // length for shard in shards]
-        self.edges = np.cumsum([0, *counts])  # of the shards, in micro-batches of one pass
+        # Of the shards, in micro-batches of one pass.
+        self.edges = list(itertools.accumulate(counts, initial=0))
         self.opener = ThreadPoolExecutor(1)
         submit = functools.partial(self.opener.submit, self.open_shard)
         self.open = functools.lru_cache(2)(submit)  # the shard that is read, and the next one
@@ -816,8 +835,8 @@ class TrainLoader:
         """(how many shards are opened before, how many micro-batches of the shard are read before)
         the micro-batch of this number."""
         passes, rest = divmod(number, self.edges[-1])
-        index = np.searchsorted(self.edges, rest, side="right") - 1
-        return int(passes * len(self.shards) + index), rest - self.edges[index]
+        index = bisect.bisect(self.edges, rest) - 1
+        return passes * len(self.shards) + index, rest - self.edges[index]
 
     def passage(self, number, cap):
         """The Passage of a micro-batch, with segments of at most `cap` tokens."""
