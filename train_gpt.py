@@ -2651,7 +2651,7 @@ class Runtime:
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             # torchrun's store outlives a restart, and still has the addresses of the dead. Nodes
-            # do not count restarts alike, so that several of them need an own store: see README.
+            # do not count restarts alike, so several of them need a store of their own (README).
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         self.store = store
         options = {"timeout": TIMEOUT, "world_size": self.world_size, "rank": self.rank}
@@ -2660,8 +2660,7 @@ class Runtime:
             options |= {"backend": "cpu:gloo,cuda:nccl", "device_id": self.device}
         dist.init_process_group(**{"backend": "gloo", **options}, store=store)
         self.loader_group = dist.new_group(timeout=TIMEOUT, backend="gloo")
-        # To leave earlier would fail those that still connect.
-        dist.monitored_barrier(self.loader_group, TIMEOUT)
+        dist.monitored_barrier(self.loader_group, TIMEOUT)  # none leaves while others connect
 
     def agree(self, key, value):
         """The value (of JSON) that the rank which comes first has under a key."""
@@ -2683,21 +2682,22 @@ class Runtime:
         chunk = math.ceil(count / self.world_size)
         return min(self.rank * chunk, count), min((self.rank + 1) * chunk, count)
 
-    def record_sent(self, collective, name, tensor, messages, size=None):
-        """Enter into the ledger what is about to be sent: so many bytes, else a message's share of
-        the tensor in each."""
+    def record_sent(self, collective, name, tensor, messages, size):
+        """Enter into the ledger messages about to be sent from a tensor, of `size` bytes in all."""
         assert tensor.is_contiguous(), f"{name}: a collective of a strided tensor is silently wrong"
         if name in ("validation", "checkpoint"):  # which are no part of a step
             return
         entry = self.ledger.setdefault((collective, name), [0, 0])
-        entry[0] += messages * tensor.nbytes // self.world_size if size is None else size
+        entry[0] += size
         entry[1] += messages
 
     def all_reduce(self, tensor, name):
         """Sum in place over ranks; returns work."""
         if self.world_size == 1:
             return None
-        self.record_sent("all_reduce", name, tensor, 2 * self.peers)
+        messages = 2 * self.peers
+        size = messages * tensor.nbytes // self.world_size
+        self.record_sent("all_reduce", name, tensor, messages, size)
         return dist.all_reduce(tensor, async_op=True)
 
     def reduce_scatter(self, tensor, name):
@@ -2708,7 +2708,7 @@ class Runtime:
         chunk = math.ceil(len(tensor) / self.world_size)
         whole = padded(tensor, chunk * self.world_size)
         part = tensor.new_empty(chunk, *tensor.shape[1:])
-        self.record_sent("reduce_scatter", name, whole, self.peers)
+        self.record_sent("reduce_scatter", name, whole, self.peers, self.peers * part.nbytes)
         return part[: high - low], reduce_scatter(part, whole, async_op=True)
 
     def gather_ranges(self, tensor, name):
@@ -2721,8 +2721,9 @@ class Runtime:
         whole = tensor
         if len(tensor) % self.world_size:
             whole = tensor.new_empty(chunk * self.world_size, *tensor.shape[1:])
-        self.record_sent("all_gather", name, whole, self.peers)
-        return whole, all_gather(whole, padded(tensor[low:high], chunk), async_op=True)
+        part = padded(tensor[low:high], chunk)
+        self.record_sent("all_gather", name, whole, self.peers, self.peers * part.nbytes)
+        return whole, all_gather(whole, part, async_op=True)
 
     def gather_on_main(self, part, count, name="checkpoint"):
         """Join the ranks' owned ranges of `count` units on rank 0; the others get none of them."""
@@ -2751,13 +2752,11 @@ class Runtime:
             torch.cuda.synchronize(self.device)
 
     def peak_memory_mib(self):
-        """Peak memory of each rank in MiB, on rank 0: of the GPU's allocator, or of the process."""
+        """Peak memory of this rank in MiB: of the GPU's allocator, or of the process."""
         if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device) // 2**20
-        else:  # in bytes on macOS, in KiB on Linux
-            unit = 2**20 if sys.platform == "darwin" else 2**10
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
-        return self.gather_on_main(torch.tensor([peak]), self.world_size, "validation").tolist()
+            return torch.cuda.max_memory_allocated(self.device) // 2**20
+        unit = 2**20 if sys.platform == "darwin" else 2**10
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
 
     def close(self, has_failed=False):
         if dist.is_initialized():
@@ -2840,20 +2839,17 @@ def listen_for_signals():
     INTERRUPTED.clear()
     received, sent = os.pipe()
     os.set_blocking(sent, False)
-    former = signal.set_wakeup_fd(sent)  # the system's handler writes there, whatever Python does
-    if former >= 0:
-        os.close(former)  # which ends the thread of an earlier call
+    signal.set_wakeup_fd(sent)  # the system's handler writes there, whatever Python does
 
     def watch():
-        while number := os.read(received, 1):
-            if not INTERRUPTED.is_set():
-                first = time.monotonic()
-                INTERRUPTED.set()
-                with contextlib.suppress(OSError):  # of a console that is gone
-                    os.write(2, b"interrupted: ends after the step at hand; again: at once\n")
-            elif time.monotonic() - first > 1:  # a launcher sends on what its ranks have got, too
-                os._exit(128 + number[0])
-        os.close(received)
+        os.read(received, 1)
+        INTERRUPTED.set()
+        first = time.monotonic()
+        with contextlib.suppress(OSError):  # of a console that is gone
+            os.write(2, b"interrupted: ends after the step at hand; again: at once\n")
+        while time.monotonic() - first < 1:  # a launcher sends on what its ranks have got, too
+            (number,) = os.read(received, 1)
+        os._exit(128 + number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
@@ -2934,8 +2930,7 @@ def parse_command_line(argv):
     and of Stage, which hold in all stages. Raises ConfigError."""
     parser = Parser(
         usage="train_gpt.py [--key value ...]",
-        description=__doc__.split("\n\nChapters")[0] + f"\n\nTracks: {', '.join(TRACKS)}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=f"Tracks: {', '.join(TRACKS)}.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -3025,9 +3020,11 @@ def save_checkpoint(path, content):
     """Write `content` (nested dicts of tensors and plain types), and the file's sha256 beside it,
     atomically. Raises FloatingPointError rather than keep what is not finite."""
     for keys, values in pytree.tree_leaves_with_path(content):
-        # The least and the largest are found in one pass over a table, and without a copy.
-        if isinstance(values, Tensor) and not all(map(math.isfinite, values.aminmax())):
-            raise FloatingPointError(f"checkpoint{pytree.keystr(keys)} is not finite")
+        if isinstance(values, Tensor) and values.numel():
+            # aminmax makes no copy of a table, as isfinite would.
+            is_finite = all(map(math.isfinite, values.aminmax()))
+            if not is_finite:
+                raise FloatingPointError(f"checkpoint{pytree.keystr(keys)} is not finite")
     with atomic_file(path) as file:
         torch.save(content, file)
         file.flush()
@@ -3067,20 +3064,17 @@ def restore(trainer, content):
             group.load(content["groups"][group.name])
         torch.set_rng_state(content["rng"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        remedy = "use the script and configuration of its run"
-        raise ConfigError(
-            f"the checkpoint is not of this model: {one_line(error)}; {remedy}"
-        ) from None
+        words = f"the checkpoint is not of this model: {one_line(error)}"
+        raise ConfigError(f"{words}; use the script of its run") from None
 
 
 def resumed(given):
     """(Config, the content of the checkpoint that --resume names, or None) of given values."""
     run = given.get("resume", "")
-    if run == "auto":
+    is_auto = run == "auto"
+    if is_auto:
         run = given.get("run_id", "")
-        if not any(Path("logs", run).glob("*.pt")):
-            return config_from(given), None
-    if not run:
+    if not run or (is_auto and not any(Path("logs", run).glob("*.pt"))):
         return config_from(given), None
     content = find_checkpoint(run)
     saved = content["config"]
@@ -3148,11 +3142,11 @@ class Run:
         """Log losses of the model as it stands, which must be finite, with five decimals."""
         said = " ".join(f"{name}:{loss:.5f}" for name, loss in losses.items())
         took = 1000 * self.clock.seconds()
-        times = f"train_time:{took:.0f}ms step_avg:{took / max(1, self.step):.2f}ms"
+        average = took / max(1, self.step)
+        times = f"train_time:{took:.0f}ms step_avg:{average:.2f}ms"
         self.log.line(f"step:{self.step}/{self.config.steps} {said}{words} {times}")
-        for name, loss in losses.items():
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"{name} is {loss} at step {self.step}")
+        if not all(map(math.isfinite, losses.values())):
+            raise FloatingPointError(f"{said} at step {self.step}")
 
     def log_training(self):
         """Log the mean loss of the training steps since the last logged one."""
@@ -3164,8 +3158,7 @@ class Run:
         self.loss_tokens = 0
 
     def validate(self):
-        """Log the validation losses of the model as it stands, and return them by name. The clock
-        must stand still."""
+        """Log the validation losses by name, and return them. The clock stands still."""
         before = state_digest(self.trainer)
         val_sets = self.val_sets.items()
         losses = {name: self.trainer.evaluate(self.step, val) for name, val in val_sets}
@@ -3175,8 +3168,8 @@ class Run:
         return losses
 
     def save(self, name=None):
-        """Write a checkpoint; of those on the way, the newest two are kept. All ranks must call
-        it together. The clock must stand still."""
+        """Write a checkpoint, and keep the newest two of those on the way. All ranks call it
+        together; the clock stands still."""
         content = {
             "step": self.step,
             "config": dataclasses.asdict(self.config),
@@ -3227,16 +3220,17 @@ def open_run(config, checkpoint, runtime, log, is_check):
 def check_room(run):
     """Say what memory and disk a run takes. Raises ConfigError where the disk is too small."""
     groups = run.trainer.optimizer.groups
-    state = sum(tensor.nbytes for group in groups for tensor in group.tensors().values())
-    size = state * run.runtime.world_size  # at most: ranks share out most of it, and not all
-    count = 3 if run.config.save_every else 1  # two on the way stay while the next is written
-    needed = count * size - sum(path.stat().st_size for path in run.folder.glob("*.pt"))
-    # logs/ may be a link to another disk.
-    folder = next(path for path in (run.folder, *run.folder.parents) if path.is_dir()).absolute()
-    free = shutil.disk_usage(folder).free
-    words = f"{count} x {size / 2**30:.2f} GiB of checkpoints at most, {free / 2**30:.1f} GiB free"
-    require(needed < free, f"the disk of {folder} is too small", words, "make room")
-    run.log.line(f"memory of weights and state: {state / 2**30:.2f} GiB a rank; disk: {words}")
+    state = sum(tensor.nbytes for group in groups for tensor in group.tensors().values()) / 2**30
+    # A checkpoint has the parts of all ranks. Two on the way stay while the next is written.
+    count = 3 if run.config.save_every else 1
+    needed = count * state * run.runtime.world_size
+    folder = run.folder
+    while not folder.is_dir():  # logs/ may be a link to another disk
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free / 2**30
+    words = f"checkpoints take {needed:.2f} GiB at most, {free:.2f} GiB are free"
+    require(needed < free, f"the disk of {folder.absolute()}", words, "make room")
+    run.log.line(f"memory of weights and state: {state:.2f} GiB a rank; disk: {words}")
 
 
 def write_header(run):
@@ -3290,20 +3284,20 @@ def write_result(run, losses, verdict):
     sizes = run.corpus.manifest.get("token_bytes", [0] * config.vocab_size)
     val_bytes = int(np.array(sizes)[run.corpus.val[1:]].sum())  # 0: not known
     bits = losses["val_loss"] * config.val_tokens / math.log(2)
+    passed = verdict.passed if verdict else {}
     result = {
         **losses,
         "train_time_ms": 1000 * run.clock.seconds(),
         "cpu_time_ms": 1000 * run.clock.processor,
         "tokens": tokens,
         "tokens_per_s": tokens / run.clock.seconds(),
-        "peak_memory_mib": max(run.runtime.peak_memory_mib(), default=0),  # of any rank
+        "peak_memory_mib": run.runtime.peak_memory_mib(),
         "peak_memory_since_step": run.first_step,
         "sent_per_step": {  # by this rank: [bytes, messages]
-            "/".join(key): [round(count / config.steps, 1) for count in entry]
-            for key, entry in sorted(run.runtime.ledger.items())
+            "/".join(key): [count / config.steps for count in entry]
+            for key, entry in run.runtime.ledger.items()
         },
-        "bits_per_byte": bits / val_bytes if val_bytes else math.nan,
-        "validity": verdict.passed if verdict else {},
+        "validity": passed or "unchecked",
         "val_sha256": validation_hash(run.corpus.val),
         "config": dataclasses.asdict(config),
     }
@@ -3311,10 +3305,8 @@ def write_result(run, losses, verdict):
     log.line(f"comms: sent_bytes per step (messages) {' '.join(sent) or 'none=0(0)'}")
     if verdict:
         log.line(verdict.line())
-    log.line(f"bits_per_byte:{result['bits_per_byte']:.5f} val_bytes:{val_bytes}")
-    gates = [
-        f" {name}:{'ok' if passed else 'FAILED'}" for name, passed in result["validity"].items()
-    ]
+    log.line(f"bits_per_byte:{bits / (val_bytes or math.nan):.5f} val_bytes:{val_bytes}")
+    gates = [f" {name}:{'ok' if is_passed else 'FAILED'}" for name, is_passed in passed.items()]
     validity = f"validity:{''.join(gates) or 'unchecked'}"
     log.line(f"{validity} val_tokens:{config.val_tokens} val_sha256:{result['val_sha256']}")
     final = (
@@ -3326,7 +3318,7 @@ def write_result(run, losses, verdict):
     if log.is_main:
         with atomic_file(run.folder / "result.json") as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
-    if "FAILED" in validity:
+    if not all(passed.values()):
         reason = "the model sees what it must not, or its losses are no distribution's"
         raise RuntimeError(f"{reason}: {validity}")
 
@@ -3346,7 +3338,6 @@ ENDINGS = (  # what can end a program, the exit status, and what the status line
     (FloatingPointError, 1, "nan {said}; start another run with a lower learning rate"),
     (MemoryError, 1, "oom {said}; lower micro_batches_a_pass, micro_batch_tokens or ngram_rows"),
     (OSError, 1, "error {said}; check the path, and that the disk is not full"),
-    (ImportError, 2, "error {said}; ./run.sh installs what is missing"),
 )
 
 
@@ -3414,7 +3405,6 @@ def train(run):
             run.log.line(f"note: {one_line(error)}; goes on to its result")
     stop_if_interrupted()
     losses = run.validate()
-    stop_if_interrupted()
     verdict = check_validity(run, losses["val_loss"])
     stop_if_interrupted()
     write_result(run, losses, verdict)

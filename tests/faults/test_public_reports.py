@@ -14,7 +14,6 @@ import torch
 
 import ranks
 import train_gpt
-from helpers import refusal
 
 # ----- numbers of a resumed run
 
@@ -115,6 +114,4 @@ def test_a_second_signal_is_heard_in_the_middle_of_a_collective(tiny, tmp_path, 
 def test_a_run_is_resumed_by_its_folder(tiny, cli, tmp_path):
     cli(**tiny, run_id="named")
     for name in ("logs/named", str(tmp_path / "logs/named"), "logs/named/checkpoint.pt"):
-        (tmp_path / "logs/named/result.json").unlink()
         assert cli(resume=name).code == 0
-        assert "complete" in refusal(cli(resume=name))

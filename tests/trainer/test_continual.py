@@ -207,7 +207,7 @@ def test_both_losses_are_logged(run_of, values, base):
         assert run.result[name] == pytest.approx(losses[8], abs=6e-6)
     assert run.result["overrides"]["init_from"] == values["init_from"]
     (final,) = (line for line in run.log if line.startswith("final val_loss:"))
-    assert final.endswith(f" first_val_loss:{run.result['first_val_loss']:.5f}")
+    assert final.startswith(f"final val_loss:{run.result['val_loss']:.5f} ")
 
 
 def test_masters_of_narrow_weights_start_where_these_do(values, go_on, monkeypatch):

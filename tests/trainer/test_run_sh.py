@@ -280,7 +280,6 @@ def test_a_run_is_resumed_by_the_script_of_its_track(track, script, launch, tmp_
     "script, words",
     [
         ("train_gpt.py", "--track miin"),
-        ("train_gpt.py", "--track english-net --help"),
         ("continual.py", "--track continual --stepz 3"),
         ("train_gpt.py", "--track english-net --check --data mine"),
     ],
