@@ -2926,8 +2926,7 @@ def parse_literal(text):
 
 
 def parse_command_line(argv):
-    """{field: value} of what the command line names. Its keys are the fields of the tracks' Configs
-    and of Stage, which hold in all stages. Raises ConfigError."""
+    """{field: value} of what the command line names. Raises ConfigError."""
     parser = Parser(
         usage="train_gpt.py [--key value ...]",
         description=f"Tracks: {', '.join(TRACKS)}.",
@@ -3056,8 +3055,7 @@ def find_checkpoint(run, key="resume"):
 
 
 def restore(trainer, content):
-    """Take over weights, optimizer state and random numbers. Raises ConfigError if not this
-    model's."""
+    """Take over weights, optimizer state and random numbers. Raises ConfigError."""
     try:
         trainer.model.load_state_dict(content["model"])
         for group in trainer.optimizer.groups:
@@ -3084,12 +3082,6 @@ def resumed(given):
         key = f"--{name.replace('_', '-')} {getattr(config, name)}"
         require(is_same, key, "the run to resume keeps what it has", "leave the key out")
     return config, content
-
-
-def open_to_score(config):
-    """The Corpus of a model that is only scored: its training shards need not hold what a run
-    takes. Raises ConfigError."""
-    return open_corpus(dataclasses.replace(config, steps=1))
 
 
 # ----- the run
@@ -3142,8 +3134,7 @@ class Run:
         """Log losses of the model as it stands, which must be finite, with five decimals."""
         said = " ".join(f"{name}:{loss:.5f}" for name, loss in losses.items())
         took = 1000 * self.clock.seconds()
-        average = took / max(1, self.step)
-        times = f"train_time:{took:.0f}ms step_avg:{average:.2f}ms"
+        times = f"train_time:{took:.0f}ms step_avg:{took / max(1, self.step):.2f}ms"
         self.log.line(f"step:{self.step}/{self.config.steps} {said}{words} {times}")
         if not all(map(math.isfinite, losses.values())):
             raise FloatingPointError(f"{said} at step {self.step}")
@@ -3170,6 +3161,8 @@ class Run:
     def save(self, name=None):
         """Write a checkpoint, and keep the newest two of those on the way. All ranks call it
         together; the clock stands still."""
+        if self.loss_tokens:
+            self.log_training()  # a checkpoint holds no losses
         content = {
             "step": self.step,
             "config": dataclasses.asdict(self.config),
@@ -3202,125 +3195,121 @@ class Run:
                     self.save()
             raise KeyboardInterrupt
 
+    def check_room(self):
+        """Say what memory and disk a run takes. Raises ConfigError where the disk is too small."""
+        groups = self.trainer.optimizer.groups
+        size = sum(tensor.nbytes for group in groups for tensor in group.tensors().values())
+        state = size / 2**30
+        # A checkpoint has the parts of all ranks. Two on the way stay while the next is written.
+        needed = 3 * state * self.runtime.world_size
+        folder = self.folder
+        while not folder.is_dir():  # logs/ may be a link to another disk
+            folder = folder.parent
+        free = shutil.disk_usage(folder).free / 2**30
+        words = f"checkpoints take {needed:.2f} GiB at most, {free:.2f} GiB are free"
+        require(needed < free, f"the disk of {folder.absolute()}", words, "make room")
+        self.log.line(f"memory of weights and state: {state:.2f} GiB a rank; disk: {words}")
+
+    def write_header(self):
+        """Log what makes the run reproducible: machine, configuration, data, back ends."""
+        config = self.config
+        trainer = self.trainer
+        log = self.log
+        commit, is_dirty = git_state()
+        triton = getattr(sys.modules.get("triton"), "__version__", "none")
+        log.line(
+            f"run:{config.run_id} track:{config.track} commit:{commit} dirty:{is_dirty} "
+            f"code_sha256:{file_sha256(__file__)} seed:{config.seed} "
+            f"world_size:{self.runtime.world_size} device:{device_name(self.runtime.device)} "
+            f"torch:{torch.__version__} cuda:{torch.version.cuda or 'none'} triton:{triton} "
+            f"started:{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
+        )
+        log.line("config:" + json.dumps(dataclasses.asdict(config)), on_console=False)
+        overrides = overrides_of(config)
+        if overrides:
+            log.line("overrides:" + json.dumps(overrides))
+        elif config.run_of:
+            log.line("batch:{} counter:{} start:{}".format(*config.run_of.split(":")))
+        data = self.corpus.manifest["sha256"]
+        shards = "unknown" if data == "none" else "ok"
+        log.line(
+            f"data:{data} shards:{shards} passes:{self.corpus.passes} "
+            f"backends:attention={trainer.attention_name},matmul=torch-{config.dtype},"
+            f"compile={trainer.compile_name}"
+        )
+        sizes = " ".join(f"{group.name}={group.size():,}" for group in trainer.optimizer.groups)
+        log.line(f"size: {sizes}")
+        log.line("===== START =====")
+
+    def check_validity(self, reported):
+        """The Verdict of the gates in records/gates.py on the loss that the run reports; None where
+        the trainer stands alone, without the repository: such a run is no record."""
+        try:
+            from records import gates
+        except ImportError:
+            return None
+        step = self.config.steps
+        return gates.check_gates(self.trainer, step, self.corpus.val, reported, state_digest)
+
+    def write_result(self, losses, verdict):
+        """Log and write what came of a run. Raises RuntimeError where a gate has failed."""
+        config = self.config
+        log = self.log
+        tokens = training_tokens(config)
+        sizes = self.corpus.manifest.get("token_bytes", [0] * config.vocab_size)
+        val_bytes = int(np.array(sizes)[self.corpus.val[1:]].sum())  # 0: not known
+        bits = losses["val_loss"] * config.val_tokens / math.log(2)
+        passed = verdict.passed if verdict else {}
+        result = {
+            **losses,
+            "train_time_ms": 1000 * self.clock.seconds(),
+            "cpu_time_ms": 1000 * self.clock.processor,
+            "tokens": tokens,
+            "tokens_per_s": tokens / self.clock.seconds(),
+            "peak_memory_mib": self.runtime.peak_memory_mib(),
+            "peak_memory_since_step": self.first_step,
+            "sent_per_step": {  # by this rank: [bytes, messages]
+                "/".join(key): [count / config.steps for count in entry]
+                for key, entry in self.runtime.ledger.items()
+            },
+            "validity": passed or "unchecked",
+            "val_sha256": validation_hash(self.corpus.val),
+            "config": dataclasses.asdict(config),
+        }
+        sent = [f"{key}={size:.0f}({n:g})" for key, (size, n) in result["sent_per_step"].items()]
+        log.line(f"comms: sent_bytes per step (messages) {' '.join(sent) or 'none=0(0)'}")
+        if verdict:
+            log.line(verdict.line())
+        log.line(f"bits_per_byte:{bits / (val_bytes or math.nan):.5f} val_bytes:{val_bytes}")
+        gates = [f" {name}:{'ok' if is_passed else 'FAILED'}" for name, is_passed in passed.items()]
+        validity = f"validity:{''.join(gates) or 'unchecked'}"
+        log.line(f"{validity} val_tokens:{config.val_tokens} val_sha256:{result['val_sha256']}")
+        final = (
+            "final val_loss:{val_loss:.5f} train_time:{train_time_ms:.0f}ms tokens:{tokens} "
+            "peak_memory:{peak_memory_mib}MiB{since} tokens_per_s:{tokens_per_s:.0f} "
+            "cpu_time:{cpu_time_ms:.0f}ms"
+        )
+        log.line(final.format(**result, since=" since resume" * (self.first_step > 0)))
+        if log.is_main:
+            with atomic_file(self.folder / "result.json") as file:
+                file.write((json.dumps(result, indent=1) + "\n").encode())
+        if not all(passed.values()):
+            reason = "the model sees what it must not, or its losses are no distribution's"
+            raise RuntimeError(f"{reason}: {validity}")
+
 
 def open_run(config, checkpoint, runtime, log, is_check):
     """Build a run, take it up again where a checkpoint's content is given, and open its log unless
     it is only checked. Raises ConfigError."""
     run = Run(config, checkpoint, runtime, log)
-    check_room(run)
+    run.check_room()
     may_replace = config.resume == "auto" and not (run.folder / "result.json").exists()
     if is_check or log.open(run.folder, checkpoint is None, may_replace):
-        write_header(run)
+        run.write_header()
     if checkpoint is not None:
         where = f"step:{run.step}/{config.steps} world_size:{runtime.world_size}"
         log.line(f"resumed:{run.config.run_id} {where}")
     return run
-
-
-def check_room(run):
-    """Say what memory and disk a run takes. Raises ConfigError where the disk is too small."""
-    groups = run.trainer.optimizer.groups
-    state = sum(tensor.nbytes for group in groups for tensor in group.tensors().values()) / 2**30
-    # A checkpoint has the parts of all ranks. Two on the way stay while the next is written.
-    count = 3 if run.config.save_every else 1
-    needed = count * state * run.runtime.world_size
-    folder = run.folder
-    while not folder.is_dir():  # logs/ may be a link to another disk
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free / 2**30
-    words = f"checkpoints take {needed:.2f} GiB at most, {free:.2f} GiB are free"
-    require(needed < free, f"the disk of {folder.absolute()}", words, "make room")
-    run.log.line(f"memory of weights and state: {state:.2f} GiB a rank; disk: {words}")
-
-
-def write_header(run):
-    """Log what makes the run reproducible: machine, configuration, data, back ends."""
-    config = run.config
-    trainer = run.trainer
-    log = run.log
-    commit, is_dirty = git_state()
-    triton = getattr(sys.modules.get("triton"), "__version__", "none")
-    log.line(
-        f"run:{config.run_id} track:{config.track} commit:{commit} dirty:{is_dirty} "
-        f"code_sha256:{file_sha256(__file__)} seed:{config.seed} "
-        f"world_size:{run.runtime.world_size} device:{device_name(run.runtime.device)} "
-        f"torch:{torch.__version__} cuda:{torch.version.cuda or 'none'} triton:{triton} "
-        f"started:{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
-    )
-    log.line("config:" + json.dumps(dataclasses.asdict(config)), on_console=False)
-    overrides = overrides_of(config)
-    if overrides:
-        log.line("overrides:" + json.dumps(overrides))
-    elif config.run_of:
-        log.line("batch:{} counter:{} start:{}".format(*config.run_of.split(":")))
-    data = run.corpus.manifest["sha256"]
-    log.line(
-        f"data:{data} shards:{'unknown' if data == 'none' else 'ok'} passes:{run.corpus.passes} "
-        f"backends:attention={trainer.attention_name},matmul=torch-{config.dtype},"
-        f"compile={trainer.compile_name}"
-    )
-    sizes = " ".join(f"{group.name}={group.size():,}" for group in trainer.optimizer.groups)
-    log.line(f"size: {sizes}")
-    log.line("===== START =====")
-
-
-def check_validity(run, reported):
-    """The Verdict of the gates in records/gates.py on a run's loss; None where the trainer stands
-    alone, without the repository: such a run is no record."""
-    try:
-        from records import gates
-    except ImportError:
-        return None
-    step = run.config.steps
-    return gates.check_gates(run.trainer, step, run.corpus.val, reported, state_digest)
-
-
-def write_result(run, losses, verdict):
-    """Log what came of a run, and write result.json. Raises RuntimeError where a gate has
-    failed."""
-    config = run.config
-    log = run.log
-    tokens = training_tokens(config)
-    sizes = run.corpus.manifest.get("token_bytes", [0] * config.vocab_size)
-    val_bytes = int(np.array(sizes)[run.corpus.val[1:]].sum())  # 0: not known
-    bits = losses["val_loss"] * config.val_tokens / math.log(2)
-    passed = verdict.passed if verdict else {}
-    result = {
-        **losses,
-        "train_time_ms": 1000 * run.clock.seconds(),
-        "cpu_time_ms": 1000 * run.clock.processor,
-        "tokens": tokens,
-        "tokens_per_s": tokens / run.clock.seconds(),
-        "peak_memory_mib": run.runtime.peak_memory_mib(),
-        "peak_memory_since_step": run.first_step,
-        "sent_per_step": {  # by this rank: [bytes, messages]
-            "/".join(key): [count / config.steps for count in entry]
-            for key, entry in run.runtime.ledger.items()
-        },
-        "validity": passed or "unchecked",
-        "val_sha256": validation_hash(run.corpus.val),
-        "config": dataclasses.asdict(config),
-    }
-    sent = [f"{key}={size:.0f}({n:g})" for key, (size, n) in result["sent_per_step"].items()]
-    log.line(f"comms: sent_bytes per step (messages) {' '.join(sent) or 'none=0(0)'}")
-    if verdict:
-        log.line(verdict.line())
-    log.line(f"bits_per_byte:{bits / (val_bytes or math.nan):.5f} val_bytes:{val_bytes}")
-    gates = [f" {name}:{'ok' if is_passed else 'FAILED'}" for name, is_passed in passed.items()]
-    validity = f"validity:{''.join(gates) or 'unchecked'}"
-    log.line(f"{validity} val_tokens:{config.val_tokens} val_sha256:{result['val_sha256']}")
-    final = (
-        "final val_loss:{val_loss:.5f} train_time:{train_time_ms:.0f}ms tokens:{tokens} "
-        "peak_memory:{peak_memory_mib}MiB{since} tokens_per_s:{tokens_per_s:.0f} "
-        "cpu_time:{cpu_time_ms:.0f}ms"
-    )
-    log.line(final.format(**result, since=" since resume" * (run.first_step > 0)))
-    if log.is_main:
-        with atomic_file(run.folder / "result.json") as file:
-            file.write((json.dumps(result, indent=1) + "\n").encode())
-    if not all(passed.values()):
-        reason = "the model sees what it must not, or its losses are no distribution's"
-        raise RuntimeError(f"{reason}: {validity}")
 
 
 def plot(folder):
@@ -3386,7 +3375,7 @@ def train(run):
             run.loss_tokens += batch.tokens
             run.step = step + 1
             run.loader_state = batch.state
-            if is_last or run.is_due(config.log_every) or run.is_due(config.save_every):
+            if is_last or run.is_due(config.log_every):
                 run.log_training()
             if run.is_due(config.val_every):
                 with clock.stopped():
@@ -3405,9 +3394,9 @@ def train(run):
             run.log.line(f"note: {one_line(error)}; goes on to its result")
     stop_if_interrupted()
     losses = run.validate()
-    verdict = check_validity(run, losses["val_loss"])
+    verdict = run.check_validity(losses["val_loss"])
     stop_if_interrupted()
-    write_result(run, losses, verdict)
+    run.write_result(losses, verdict)
     words = f"run:{config.run_id} val_loss:{losses['val_loss']:.5f}"
     drawn = plot(run.folder) if run.log.is_main else ""
     return f"{words} train_time:{clock.seconds():.1f}s log:{run.folder}/log.txt{drawn}"
