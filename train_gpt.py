@@ -2727,13 +2727,12 @@ class Runtime:
 
     def gather_on_main(self, part, count, name="checkpoint"):
         """Join the ranks' owned ranges of `count` units on rank 0; the others get none of them."""
-        ranks = np.arange(self.world_size + 1)
-        edges = np.minimum(ranks * math.ceil(count / self.world_size), count)
-        receive = np.diff(edges) * self.is_main
-        send = [len(part), *[0] * self.peers]
-        whole, work = self.all_to_all(part, send, receive.tolist(), name)
+        chunk = math.ceil(count / self.world_size)
+        send = [chunk, *[0] * self.peers]
+        receive = [chunk * self.is_main] * self.world_size
+        whole, work = self.all_to_all(padded(part, chunk), send, receive, name)
         wait(work)
-        return whole
+        return whole[:count]
 
     def all_to_all(self, tensor, send, receive, name, group=None):
         """Send the first send[0] rows of a tensor to rank 0, and so on. Returns (receive[r] rows of
@@ -3036,7 +3035,7 @@ def find_checkpoint(run, key="resume"):
     paths = [Path(run)]
     for folder in (Path("logs", run), Path(run)):
         paths += [folder / "checkpoint.pt", *sorted(folder.glob("step_*.pt"), reverse=True)]
-    problem = f"no checkpoint in {Path('logs', run)}"
+    problem = f"no checkpoint in {Path('logs', run)}; name a run that has saved one"
     for path in filter(Path.is_file, paths):
         try:
             is_whole = file_sha256(path).encode() in path.with_suffix(".sha256").read_bytes()
@@ -3050,8 +3049,7 @@ def find_checkpoint(run, key="resume"):
         except Exception as error:  # torch raises several types for a damaged file
             problem = f"{path}: cannot be read ({type(error).__name__}: {one_line(error)})"
             print(f"note: {problem}", file=sys.stderr)
-    hint = nearest(run, [path.parent.name for path in Path("logs").glob("*/*.pt")])
-    raise ConfigError(f"--{key} {run}: {problem}; {hint or 'no run has left one'}")
+    raise ConfigError(f"--{key} {run}: {problem}")
 
 
 def restore(trainer, content):

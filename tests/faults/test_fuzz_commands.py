@@ -7,7 +7,6 @@ traceback. What the messages hold is tested in tests/trainer/test_config.py.
 
 import contextlib
 import os
-import random
 import resource
 import signal
 from pathlib import Path
@@ -109,21 +108,3 @@ HARD = [
 @pytest.mark.parametrize("words", HARD, ids=lambda words: ascii(" ".join(words))[:60])
 def test_a_command_line_that_was_hard(words, assert_promise_kept):
     assert_promise_kept(words)
-
-
-ODD = ["", "--", "../x", "nan", "-inf", "1e400", "0x10", "1_000", "\u0663", "None", "a\nb", "\x1b"]
-ODD += ["*" * 5000, "-1", "1" * 30, "()", "(1, 2.5)", "((1, 0), 2)", "({'start': 'x'},)", "([1],)"]
-
-
-@pytest.mark.slow
-def test_command_lines_at_random(assert_promise_kept):
-    """The same ones each time: values that are odd, or near those of the track."""
-    rng, config = random.Random(0), train_gpt.TRACKS["fineweb"]
-    known = {**vars(config), **vars(config.stages[0])}
-    for _ in range(2000):
-        words = list(rng.choice([[], TINY, ["--track", "fineweb"], ["--resume", "old"]]))
-        for name in rng.sample(sorted(known), rng.randrange(4)):
-            value = known[name]
-            near = [value * 2, value // 2, value + 1] if type(value) is int else [value]
-            words += ["--" + name.replace("_", "-"), str(rng.choice([*near, rng.choice(ODD)]))]
-        assert_promise_kept(words)

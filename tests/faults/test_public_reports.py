@@ -98,7 +98,7 @@ def test_a_second_signal_is_heard_in_the_middle_of_a_collective(tiny, tmp_path, 
                 time.sleep(pause)
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        train_gpt.warm_up = lambda trainer: None
+        train_gpt.warm_up = lambda *_: None
         honest, train_gpt.Trainer.step = train_gpt.Trainer.step, step
 
     monkeypatch.setattr(ranks, "LAST_SECONDS", 1)

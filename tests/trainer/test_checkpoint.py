@@ -105,30 +105,13 @@ def test_a_kill_while_one_is_saved_leaves_the_one_before(tmp_path, monkeypatch):
     assert train_gpt.find_checkpoint("killed")["step"] == 3
 
 
-@pytest.mark.parametrize(
-    "part, value", [("weights", "nan"), ("momentum", "inf"), ("table", "-inf")]
-)
-def test_weights_that_are_not_finite_are_not_saved(part, value, tiny, cli, monkeypatch):
-    step = train_gpt.Trainer.step
-
-    def spoiled(self, number, *rest):
-        result = step(self, number, *rest)
-        matrices = self.optimizer.matrices.tensors()
-        parts = {
-            "weights": self.model.mlp.data,
-            "table": self.table.second,
-            "momentum": matrices["mlp.momentum"],
-        }
-        if number == 3:
-            parts[part].view(-1)[7] = float(value)
-        return result
-
-    monkeypatch.setattr(train_gpt, "warm_up", lambda *_: None)
-    monkeypatch.setattr(train_gpt.Trainer, "step", spoiled)
-    run = cli(**{**tiny, **EIGHT, "log_every": 100, "run_id": "spoiled"})
-    assert run.code == 1 and run.lines[-1].startswith("status:nan ")
-    assert "--resume" not in run.lines[-1]  # which would end in the same way
-    assert [path.name for path in run.folder.glob("*.pt")] == ["step_000002.pt"]
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_what_is_not_finite_is_not_saved(value, tmp_path):
+    spoiled = torch.zeros(3, 4)
+    spoiled[1, 2] = float(value)
+    with pytest.raises(FloatingPointError, match="momentum.* is not finite"):
+        save_checkpoint(tmp_path / "a.pt", {**CONTENT, "groups": {"momentum": spoiled}})
+    assert not list(tmp_path.iterdir())
 
 
 # ----- room on the disk
@@ -237,7 +220,6 @@ def test_a_kill_during_the_final_validation_leaves_a_run_that_can_be_finished(
     assert (folder / "checkpoint.pt").exists()
     assert goes_on(cli(resume="whole"), folder, whole_run)
     assert goes_on(cli(resume="whole"), folder, whole_run)  # the end is worked out again
-    assert "did you mean whole?" in helpers.refusal(cli(resume="whale"))
 
 
 def test_auto_starts_a_run_or_goes_on_with_it(killed, whole_run, cli, tiny):

@@ -254,7 +254,7 @@ def test_check_only_looks(cli, tiny, tmp_path, monkeypatch):
         return train_gpt.main(words, lambda config: prepared.append)
 
     prepared = []
-    monkeypatch.setattr(train_gpt, "warm_up", lambda trainer: pytest.fail("a check trains"))
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *_: pytest.fail("a check trains"))
     run = cli("--check", **tiny, main=main)
     assert run.code == 0 and run.stderr == "" and run.lines[-1] == "check:ok"
     for word in ("memory of ", "disk: ", "run:", "data:", "backends:attention=sdpa", "size: "):

@@ -465,16 +465,15 @@ def test_errors_end_a_run_in_one_line(error, status, words, is_bug, capsys):
 
 @pytest.fixture
 def interrupt(tiny, tmp_path):
-    """interrupt(method, step, signals, pause, values): a run whose last rank gets these signals
+    """interrupt(method, step, signals, values): a run whose last rank gets these signals
     ahead of a method of Trainer at a step; nobody warms up."""
 
-    def run(name, at, signals=(signal.SIGTERM,), pause=0.0, world_size=1, **changes):
+    def run(name, at, signals=(signal.SIGTERM,), world_size=1, **changes):
         def before():
             def signalled(self, number, *rest):
                 if number == at and self.runtime.rank == world_size - 1:
                     for one in signals:
                         os.kill(os.getpid(), one)
-                        time.sleep(pause)
                 return honest(self, number, *rest)
 
             honest = getattr(train_gpt.Trainer, name)
@@ -494,11 +493,6 @@ def test_a_run_that_saves_nothing_ends_behind_its_step(name, at, last, interrupt
     assert run.code == 130 and run.lines[-1] == run.log[-1] == "status:interrupted"
     assert run.stderr.count("interrupted: ends after the step at hand; again: at once\n") == 1
     assert [*run.train_losses] == [*range(1, last + 1)] and not list(run.folder.glob("*.pt"))
-
-
-def test_a_second_signal_over_a_second_later_ends_a_run_at_once(interrupt):
-    run = interrupt("step", 1, (signal.SIGINT, signal.SIGTERM), pause=1.2)
-    assert run.code == 128 + signal.SIGTERM and run.log[-1].startswith("step:1/4 ")
 
 
 @pytest.mark.parametrize(
