@@ -2727,6 +2727,7 @@ class Runtime:
 
     def gather_on_main(self, part, count, name="checkpoint"):
         """Join the ranks' owned ranges of `count` units on rank 0; the others get none of them."""
+        # What pads the last ranges lies behind all units.
         chunk = math.ceil(count / self.world_size)
         send = [chunk, *[0] * self.peers]
         receive = [chunk * self.is_main] * self.world_size
@@ -2754,6 +2755,7 @@ class Runtime:
         """Peak memory of this rank in MiB: of the GPU's allocator, or of the process."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) // 2**20
+        # It is in bytes on macOS, and in KiB on Linux.
         unit = 2**20 if sys.platform == "darwin" else 2**10
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
 
@@ -3092,8 +3094,8 @@ class Run:
     START = {"step": 0, "loader": None, "seconds": [0.0, 0.0], "sent": {}}
 
     def __init__(self, config, checkpoint, runtime, log):
-        """Look at all that a run needs, and build it, as a checkpoint's content has it unless that
-        is None. Raises ConfigError."""
+        """Look at all that a run needs, and build it. It goes on from a checkpoint's content unless
+        that is None. Raises ConfigError."""
         seed = config.seed if config.seed >= 0 else int.from_bytes(os.urandom(4), "little")
         run_id = config.run_id or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.urandom(2).hex()}"
         seed, run_id = runtime.agree("run", [seed, run_id])  # what is drawn is so for all ranks
@@ -3132,7 +3134,8 @@ class Run:
         """Log losses of the model as it stands, which must be finite, with five decimals."""
         said = " ".join(f"{name}:{loss:.5f}" for name, loss in losses.items())
         took = 1000 * self.clock.seconds()
-        times = f"train_time:{took:.0f}ms step_avg:{took / max(1, self.step):.2f}ms"
+        average = took / max(1, self.step)
+        times = f"train_time:{took:.0f}ms step_avg:{average:.2f}ms"
         self.log.line(f"step:{self.step}/{self.config.steps} {said}{words} {times}")
         if not all(map(math.isfinite, losses.values())):
             raise FloatingPointError(f"{said} at step {self.step}")
@@ -3175,7 +3178,8 @@ class Run:
         }
         if not self.log.is_main:
             return
-        save_checkpoint(self.folder / (name or f"step_{self.step:06d}.pt"), content)
+        name = name or f"step_{self.step:06d}.pt"
+        save_checkpoint(self.folder / name, content)
         for old in sorted(self.folder.glob("step_*.pt"))[:-2]:
             old.unlink()
             old.with_suffix(".sha256").unlink(missing_ok=True)
@@ -3265,7 +3269,6 @@ class Run:
             "tokens": tokens,
             "tokens_per_s": tokens / self.clock.seconds(),
             "peak_memory_mib": self.runtime.peak_memory_mib(),
-            "peak_memory_since_step": self.first_step,
             "sent_per_step": {  # by this rank: [bytes, messages]
                 "/".join(key): [count / config.steps for count in entry]
                 for key, entry in self.runtime.ledger.items()

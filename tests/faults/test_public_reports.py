@@ -37,8 +37,6 @@ def test_sums_of_a_resumed_run_are_those_of_the_whole_run(step, rich_run_of, tmp
     assert run.result["cpu_time_ms"] / 1000 >= saved["seconds"][1] > 0
     final = [line for line in run.log if line.startswith("final ")][-1]
     assert "MiB since resume tokens_per_s:" in final
-    assert run.result["peak_memory_since_step"] == step
-    assert whole.result["peak_memory_since_step"] == 0
 
 
 # ----- the disk
