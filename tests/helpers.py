@@ -354,6 +354,7 @@ def content_of(trainer, step, folder):
     run.config, run.runtime, run.trainer = trainer.config, trainer.runtime, trainer
     run.log, run.clock = train_gpt.Log(is_main=True), train_gpt.Clock(trainer.runtime)
     run.folder, run.step, run.loader_state = folder, step, train_gpt.TrainLoader.START
+    run.loss_tokens = 0
     run.corpus = SimpleNamespace(manifest={"sha256": "none"})
     run.save("checkpoint.pt")
     return torch.load(folder / "checkpoint.pt", weights_only=True)
