@@ -65,7 +65,7 @@ class ContinualConfig(Config):
             )
 
 
-FIRST_TRACK = "english-net"
+FIRST_TRACK = "english"
 
 # The first track's model goes on to Shakespeare and Milton. The table is frozen, in baselines too:
 # it holds most of the parameters, has no directions to protect, and would learn much of the verse
@@ -185,7 +185,7 @@ def first_corpus(config, initial):
     learned, or of the one that the Config names for it. Raises ConfigError."""
     data = os.path.abspath(os.path.expanduser(config.first_data or initial["config"].data))
     try:
-        corpus = train_gpt.open_to_score(dataclasses.replace(config, data=data))
+        corpus = train_gpt.open_corpus(dataclasses.replace(config, data=data, steps=1))
         if not config.first_data:
             message = f"{data}: the corpus is not the one that --init-from has read"
             corpus.require_same(initial["data"], message)

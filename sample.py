@@ -83,7 +83,7 @@ def evaluation(trainer, content, data=None):
     """The line that tells the validation loss of a checkpoint's model. A corpus that is not the one
     which the run has read must be named, as `data`. Raises ConfigError."""
     config = trainer.config
-    corpus = train_gpt.open_to_score(config)
+    corpus = train_gpt.open_corpus(dataclasses.replace(config, steps=1))  # it only scores
     if not data:
         message = f"{config.data}: the corpus is not the one that the run has read"
         corpus.require_same(content["data"], message)

@@ -2,10 +2,10 @@
 
     python train_gpt.py                            one process, on one GPU or one core of a CPU
     torchrun --nproc_per_node=8 train_gpt.py       one a GPU or a core (several nodes: see README)
-    python train_gpt.py --track english-net --check everything but the steps: would this run start?
+    python train_gpt.py --track english --check    everything but the steps: would this run start?
     python train_gpt.py --help                     every field of the configuration
 
-Without --track it takes `fineweb` where CUDA and FineWeb's shards are, else `english-net`.
+Without --track it takes `fineweb` where CUDA and FineWeb's shards are, else `english`.
 
 Chapters, in reading order:
      1. Configuration     every number of a run with its check, the tracks, the schedules
@@ -338,56 +338,53 @@ class Config:
         return [number for number, layer in enumerate(self.layers) if getattr(layer, field)]
 
 
-# fineweb's recipe at small scale, to see on a CPU what a change is worth.
-SMALL_LAYERS = (
-    Layer(value_embedding=True, paired_heads=True, exclusive=True, feeds_last=True),
-    Layer(is_long=True, shifted_keys=True, exclusive=True, feeds_attention=True, feeds_last=True),
-    Layer(paired_heads=True),
-    Layer(is_long=True, value_embedding=True, shifted_keys=True, skip=3),
-)
-SMALL = {
-    "data": "data/english",
-    "tokenizer": "english1024.tiktoken",
-    "vocab_size": 1024,
-    "eot_token": 1023,
-    "micro_batch_tokens": 1024,
-    "micro_batches_a_pass": 1,
-    "stages": (Stage(0.0, 2, 512, (64, 256)),),
-    "cooldown": (0.25, 1.0),
-    "final_lr": 0.1,
-    "untie_at": 0.0,
-    "model_dim": 64,
-    "layers": SMALL_LAYERS,
-    "head_dim": 32,
-    "mlp_dim": 64,
-    "mlp_reach": 0,
-    "value_std": 0.6,
-    "output_std": 0.0,  # every block starts as the identity
-    "attention_scale": 0.24,
-    "logit_cap": (30.0, 0.0),
-    "ngram_orders": (2,),
-    "ngram_rows": 2**18,
-    "embed_scale_lr": 5.0,
-    "val_tokens": 262_144,
-    "val_sha256": "cdf79be5415e8fdfa3e67f5e38a2d95a0db7abc021b652193350bc2f69c021f1",
-    "val_batch_tokens": 4096,
-    "val_windows": (64, 640),
-    "val_every": 0,
-    "dtype": "float32",
-    "compile": False,  # compiling takes longer than the run
-}
 TRACKS = {
     "fineweb": Config(),
-    "english-net": Config(
-        **SMALL,
-        track="english-net",
-        steps=162,
-        copy_orders=(),
+    # fineweb's recipe at small scale, for a CPU: a twelfth of its channels, four layers, one stage,
+    # and a small vocabulary.
+    "english": Config(
+        track="english",
+        data="data/english",
+        tokenizer="english1024.tiktoken",
+        vocab_size=1024,
+        eot_token=1023,
+        steps=410,
+        micro_batch_tokens=1024,
+        micro_batches_a_pass=1,
+        stages=(Stage(0.0, 2, 512, (64, 128)),),
+        cooldown=(0.25, 1.0),
+        final_lr=0.1,
+        untie_at=0.0,
+        model_dim=64,
+        layers=(
+            Layer(value_embedding=True, paired_heads=True, feeds_last=True),
+            Layer(is_long=True, shifted_keys=True, feeds_attention=True, feeds_last=True),
+            Layer(paired_heads=True),
+            Layer(is_long=True, value_embedding=True, shifted_keys=True, skip=3),
+        ),
+        head_dim=32,
+        mlp_dim=64,
+        mlp_reach=0,
+        value_std=0.6,
+        output_std=0.0,  # every block starts as the identity
+        attention_scale=0.24,
+        logit_cap=(30.0, 0.0),
+        ngram_orders=(2, 3, 4),
+        ngram_rows=2**20,
+        copy_orders=(2, 4),
         matrix_lr=0.025,
         adam_lr=0.018,
-        embed_lr=2.0,
         adam_every=1,
-        target_loss=3.37,
+        embed_lr=2.0,
+        embed_scale_lr=5.0,
+        val_tokens=262_144,
+        val_sha256="cdf79be5415e8fdfa3e67f5e38a2d95a0db7abc021b652193350bc2f69c021f1",
+        val_batch_tokens=4096,
+        val_windows=(64, 256),
+        val_every=0,
+        target_loss=2.954,
+        dtype="float32",
+        compile=False,  # compiling takes longer than the run
     ),
 }
 
@@ -1211,9 +1208,9 @@ class Rule:
     lr_mul: float | Tensor = 1.0  # times the group's rate; a tensor (k, 1, 1): of a bank's matrices
     decay: float = 0.0  # times matrix_decay for matrices, else the weight decay itself
     betas: tuple = (0.9, 0.99)  # Muon and SOAP-Muon read the second; the first follows a schedule
-    # Adam's, 1e-8 on each of the 4,096 tokens between two of english's steps: a scalar whose
-    # gradient is nothing but rounding must not make full steps.
-    eps: float = 1e-8 * 4096
+    # Adam's, over the root mean square of the group's gradients: a scalar whose gradient is nothing
+    # but rounding must not make full steps.
+    eps: float = 1e-3
 
 
 def ruled(values, *rule, **numbers):
@@ -1539,7 +1536,8 @@ def adam_update(weight, grad, state, hyper):
     state["second"].lerp_(grad.square(), 1 - beta2)
     first = state["first"] / (1 - beta1**hyper.count)
     second = state["second"] / (1 - beta2**hyper.count)
-    cautious_step(weight, first / (second.sqrt() + hyper.eps), hyper.lr, hyper.decay)
+    floor = (hyper.eps * second.mean().sqrt()).clamp_min(1e-30)
+    cautious_step(weight, first / (second.sqrt() + floor), hyper.lr, hyper.decay)
 
 
 ROW_MEMORY = 0.98  # what a row's moment keeps of itself at each of its updates
@@ -2067,7 +2065,7 @@ def joint_rule(params, device):
         lr_mul=spread([rule.lr_mul for rule in rules]),
         decay=spread([rule.decay for rule in rules]),
         betas=tuple(spread([rule.betas[number] for rule in rules]) for number in (0, 1)),
-        eps=spread([rule.eps for rule in rules]),
+        eps=rules[0].eps if rules else 0.0,
     )
 
 
@@ -2532,48 +2530,31 @@ def warm_up(trainer, first_step=0):
 # 10. Runtime ======================================================================================
 
 TIMEOUT = datetime.timedelta(minutes=10)  # for which ranks wait for each other
-NVIDIA_DRIVER = Path("/proc/driver/nvidia")  # is there once the driver is loaded
 INTERRUPTED = threading.Event()  # by a signal: the run ends where it looks next
 # torch 2.13 has renamed these two, and warns of the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def launcher_number(name, default):
-    """A number that torchrun sets in the environment. Raises ConfigError."""
-    text = os.environ.get(name, str(default))
-    words = f"{name}='{one_line(text)}': is a number where torchrun sets it; unset it"
-    require(re.fullmatch("[0-9]{1,9}", text), words)
-    return int(text)
-
-
 class Runtime:
     """This process among its peers: rank, world size, device, and the collectives.
 
-    Collectives are asynchronous and return work for `wait`. Without torchrun's environment
-    variables the world size is 1, and each returns its argument and no work. `ledger` holds what
-    this rank has handed to the network: [bytes, messages] by (collective, name).
+    Collectives are asynchronous and return work for `wait`; at world size 1 each returns its
+    argument and no work. `ledger` holds what this rank has sent in training steps:
+    [bytes, messages] by (collective, name).
     """
 
     def __init__(self, device="auto"):
-        self.rank = launcher_number("RANK", 0)
-        self.world_size = launcher_number("WORLD_SIZE", 1)
-        self.local_rank = launcher_number("LOCAL_RANK", 0)
-        self.local_world_size = launcher_number("LOCAL_WORLD_SIZE", 1)
-        numbers = f"RANK={self.rank} of WORLD_SIZE={self.world_size}"
-        require(self.rank < self.world_size, f"{numbers}: torchrun sets both, else unset both")
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.peers = self.world_size - 1
         self.is_main = self.rank == 0
         self.ledger = {}
-        self.device = choose_device(device, self.local_rank, self.local_world_size)
+        self.device = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
         self.use_device()
         self.loader_group = None
         if self.world_size > 1:
-            try:
-                self.connect()
-            except (RuntimeError, TypeError, ValueError) as error:  # of gloo and of the store
-                words = f"ranks do not find each other: {one_line(error)}"
-                raise ConfigError(f"{words}; start with torchrun, or unset WORLD_SIZE") from error
+            self.connect()
 
     def use_device(self):
         """Make the device the calling thread's own; on a CPU, one thread an operation: those of
@@ -2588,23 +2569,16 @@ class Runtime:
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             # torchrun's store outlives a restart, and still has the addresses of the dead. Nodes
-            # do not count restarts alike, so that several of them need an own store: see README.
-            restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = dist.PrefixStore(restart, store)
+            # do not count restarts alike, so several of them need a store of their own (README).
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         self.store = store
-        # Naming NCCL without CUDA raises; with its device it connects here, not at its first call.
-        is_cuda = self.device.type == "cuda"
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-            timeout=TIMEOUT,
-            world_size=self.world_size,
-            rank=self.rank,
-            store=store,
-            device_id=self.device if is_cuda else None,
-        )
+        options = {"timeout": TIMEOUT, "world_size": self.world_size, "rank": self.rank}
+        if self.device.type == "cuda":
+            # With its device NCCL connects here, not at its first call.
+            options |= {"backend": "cpu:gloo,cuda:nccl", "device_id": self.device}
+        dist.init_process_group(**{"backend": "gloo", **options}, store=store)
         self.loader_group = dist.new_group(timeout=TIMEOUT, backend="gloo")
-        # To leave earlier would fail those that still connect.
-        dist.monitored_barrier(self.loader_group, TIMEOUT)
+        dist.monitored_barrier(self.loader_group, TIMEOUT)  # none leaves while others connect
 
     def agree(self, key, value):
         """The value (of JSON) that the rank which comes first has under a key."""
@@ -2626,24 +2600,22 @@ class Runtime:
         chunk = math.ceil(count / self.world_size)
         return min(self.rank * chunk, count), min((self.rank + 1) * chunk, count)
 
-    def record_sent(self, collective, name, tensor, messages, size=None):
-        """Enter into the ledger what is about to be sent: so many bytes, else a message's share of
-        the tensor in each."""
+    def record_sent(self, collective, name, tensor, messages, size):
+        """Enter into the ledger messages about to be sent from a tensor, of `size` bytes in all."""
         assert tensor.is_contiguous(), f"{name}: a collective of a strided tensor is silently wrong"
+        if name in ("validation", "checkpoint"):  # which are no part of a step
+            return
         entry = self.ledger.setdefault((collective, name), [0, 0])
-        entry[0] += messages * tensor.nbytes // self.world_size if size is None else size
+        entry[0] += size
         entry[1] += messages
-
-    def sent_in_training(self):
-        """What of the ledger belongs to steps."""
-        untimed = ("validation", "checkpoint")
-        return {key: entry for key, entry in self.ledger.items() if key[1] not in untimed}
 
     def all_reduce(self, tensor, name):
         """Sum in place over ranks; returns work."""
         if self.world_size == 1:
             return None
-        self.record_sent("all_reduce", name, tensor, 2 * self.peers)
+        messages = 2 * self.peers
+        size = messages * tensor.nbytes // self.world_size
+        self.record_sent("all_reduce", name, tensor, messages, size)
         return dist.all_reduce(tensor, async_op=True)
 
     def reduce_scatter(self, tensor, name):
@@ -2654,7 +2626,7 @@ class Runtime:
         chunk = math.ceil(len(tensor) / self.world_size)
         whole = padded(tensor, chunk * self.world_size)
         part = tensor.new_empty(chunk, *tensor.shape[1:])
-        self.record_sent("reduce_scatter", name, whole, self.peers)
+        self.record_sent("reduce_scatter", name, whole, self.peers, self.peers * part.nbytes)
         return part[: high - low], reduce_scatter(part, whole, async_op=True)
 
     def gather_ranges(self, tensor, name):
@@ -2667,19 +2639,19 @@ class Runtime:
         whole = tensor
         if len(tensor) % self.world_size:
             whole = tensor.new_empty(chunk * self.world_size, *tensor.shape[1:])
-        self.record_sent("all_gather", name, whole, self.peers)
         part = padded(tensor[low:high], chunk)
+        self.record_sent("all_gather", name, whole, self.peers, self.peers * part.nbytes)
         return whole, all_gather(whole, part, async_op=True)
 
     def gather_on_main(self, part, count, name="checkpoint"):
         """Join the ranks' owned ranges of `count` units on rank 0; the others get none of them."""
-        ranks = np.arange(self.world_size + 1)
-        edges = np.minimum(ranks * math.ceil(count / self.world_size), count)
-        receive = np.diff(edges) * self.is_main
-        send = [len(part), *[0] * self.peers]
-        whole, work = self.all_to_all(part, send, receive.tolist(), name)
+        # What pads the last ranges lies behind all units.
+        chunk = math.ceil(count / self.world_size)
+        send = [chunk, *[0] * self.peers]
+        receive = [chunk * self.is_main] * self.world_size
+        whole, work = self.all_to_all(padded(part, chunk), send, receive, name)
         wait(work)
-        return whole
+        return whole[:count]
 
     def all_to_all(self, tensor, send, receive, name, group=None):
         """Send the first send[0] rows of a tensor to rank 0, and so on. Returns (receive[r] rows of
@@ -2698,14 +2670,12 @@ class Runtime:
             torch.cuda.synchronize(self.device)
 
     def peak_memory_mib(self):
-        """Peak memory of each rank in MiB, on rank 0: of the device's allocator on CUDA, else the
-        process'."""
+        """Peak memory of this rank in MiB: of the GPU's allocator, or of the process."""
         if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device) // 2**20
-        else:
-            unit = 2**20 if sys.platform == "darwin" else 2**10
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
-        return self.gather_on_main(torch.tensor([peak]), self.world_size, "validation").tolist()
+            return torch.cuda.max_memory_allocated(self.device) // 2**20
+        # It is in bytes on macOS, and in KiB on Linux.
+        unit = 2**20 if sys.platform == "darwin" else 2**10
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
 
     def close(self, has_failed=False):
         if dist.is_initialized():
@@ -2715,43 +2685,37 @@ class Runtime:
 
 
 class Clock:
-    """Seconds of training, and those of processors; only start and stop wait for the device."""
+    """Seconds of training, and those of its processor."""
 
-    def __init__(self, runtime):
+    def __init__(self, runtime, total=0.0, processor=0.0):
         self.runtime = runtime
-        self.total = 0.0
-        self.processor = 0.0
-        self.since = None
+        self.total = total
+        self.processor = processor
+        self.is_running = False
 
-    def start(self):
+    def switch(self):
+        """Start the clock, or stop it, once the device has done its work."""
         self.runtime.synchronize()
-        self.since = time.perf_counter()
-        self.processor -= time.process_time()
-
-    def stop(self):
-        self.runtime.synchronize()
-        self.total = self.seconds()
-        self.since = None
-        self.processor += time.process_time()
+        sign = 1 if self.is_running else -1
+        self.total += sign * time.perf_counter()
+        self.processor += sign * time.process_time()
+        self.is_running = not self.is_running
 
     def seconds(self):
-        running = 0.0 if self.since is None else time.perf_counter() - self.since
-        return self.total + running
+        return self.total + time.perf_counter() * self.is_running
 
     @contextlib.contextmanager
     def stopped(self):
-        self.stop()
+        self.switch()
         yield
-        self.start()
+        self.switch()
 
 
 def padded(tensor, count):
     """A tensor (n, ...) with zeros behind it, (count, ...); the tensor itself if it is so long."""
     if len(tensor) == count:
         return tensor
-    whole = tensor.new_zeros(count, *tensor.shape[1:])
-    whole[: len(tensor)] = tensor
-    return whole
+    return torch.cat([tensor, tensor.new_zeros(count - len(tensor), *tensor.shape[1:])])
 
 
 def wait(work):
@@ -2759,19 +2723,14 @@ def wait(work):
         work.wait()
 
 
-def choose_device(name, local_rank, local_world_size):
-    """The torch.device of one of the processes on this machine. Raises ConfigError."""
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    has_driver = NVIDIA_DRIVER.exists() and not is_hidden
-    if name == "cpu" or not (name == "cuda" or has_driver or torch.cuda.is_available()):
-        return torch.device("cpu")
-    words = f"device={name}: torch {torch.__version__} sees no CUDA device"
-    hint = f", and {NVIDIA_DRIVER} is there: its driver may be too old; update it" * has_driver
-    require(torch.cuda.is_available(), f"{words}{hint}; or train on the CPU by --device cpu")
+def choose_device(name, local_rank):
+    """The torch.device of the process of this number on its machine. Raises ConfigError."""
     count = torch.cuda.device_count()
-    words = f"{local_world_size} processes on a node with {count} GPU(s)"
-    is_enough = max(local_world_size, local_rank + 1) <= count
-    require(is_enough, f"{words}: start at most one a GPU (--nproc-per-node)")
+    if name == "cpu" or (name == "auto" and count == 0):
+        return torch.device("cpu")
+    problem = f"torch {torch.__version__} sees {count} GPUs, process {local_rank} has none"
+    remedy = "start one process a GPU (--nproc-per-node), or add --device cpu"
+    require(local_rank < count, f"device={name}", problem, remedy)
     return torch.device("cuda", local_rank)
 
 
@@ -2788,38 +2747,30 @@ def device_name(device):
 def git_state():
     """(commit sha, 1 if tracked files differ from it else 0); ("none", 0) without git."""
     command = "git describe --always --dirty --abbrev=40 --exclude='*'"
-    folder = Path(__file__).parent
-    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True)
-    commit, dirty, _ = done.stdout.strip().partition("-dirty")
-    return commit or "none", int(bool(dirty))
+    options = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
+    said = subprocess.run(command, shell=True, **options).stdout.strip()
+    return said.removesuffix("-dirty") or "none", int(said.endswith("-dirty"))
 
 
 def listen_for_signals():
-    """The first signal ends the run behind the step at hand. Another one, over a second later,
-    ends it at once, by a thread: the main one may wait for other ranks, or for memory."""
+    """The first signal ends the run behind the step at hand. Another one, over a second later, ends
+    it at once, by a thread: the main one may wait for other ranks, or for memory."""
     INTERRUPTED.clear()
     received, sent = os.pipe()
     os.set_blocking(sent, False)
-    former = signal.set_wakeup_fd(sent)  # the system's handler writes there, whatever Python does
-    if former >= 0:
-        os.close(former)  # which ends the thread of an earlier call
-    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    signal.set_wakeup_fd(sent)  # the system's handler writes there, whatever Python does
 
     def watch():
-        first = math.inf
-        while number := os.read(received, 1):
-            if number[0] not in ending:
-                continue
-            if time.monotonic() - first > 1:  # a launcher sends on what its ranks have got, too
-                os._exit(128 + number[0])
-            if not INTERRUPTED.is_set():
-                first = time.monotonic()
-                INTERRUPTED.set()
-                with contextlib.suppress(OSError):  # of a console that is gone
-                    os.write(2, b"interrupted: ends after the step at hand; again: at once\n")
-        os.close(received)
+        os.read(received, 1)
+        INTERRUPTED.set()
+        first = time.monotonic()
+        with contextlib.suppress(OSError):  # of a console that is gone
+            os.write(2, b"interrupted: ends after the step at hand; again: at once\n")
+        while time.monotonic() - first < 1:  # a launcher sends on what its ranks have got, too
+            (number,) = os.read(received, 1)
+        os._exit(128 + number)
 
-    for number in ending:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda number, frame: None)
     threading.Thread(target=watch, daemon=True).start()
@@ -2832,50 +2783,44 @@ def stop_if_interrupted():
 
 # 11. A run's life =================================================================================
 
-
-# ----- the command line
-
 # They say where a run computes and how it is watched, not what: with other values than the track's
 # it may still be a record.
 NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume", "run_of"}
+# What a run that goes on may have anew: its corpus may have moved.
+RESUMED_FIELDS = {"data", "device", "log_every", "save_every", "resume"}
 
 
 def default_track():
     """(name of the track to run where none is named, the reason in words)."""
     if not torch.cuda.is_available():
-        has_apple = torch.backends.mps.is_available()
-        apple = ", and Apple GPUs are not supported" if has_apple else ""
-        return "english-net", f"torch sees no CUDA device{apple}"
+        return "english", "torch sees no CUDA device"
     if not any(Path(TRACKS["fineweb"].data).glob("[!.]*_train_*.bin")):
-        return "english-net", f"no shards in {TRACKS['fineweb'].data}"
+        return "english", f"no shards in {TRACKS['fineweb'].data}"
     return "fineweb", "CUDA and FineWeb's shards are present"
 
 
 def with_values(config, values):
     """The Config with other values, those of a Stage's fields in all stages."""
-    values = dict(values)
-    of_stages = {field.name for field in dataclasses.fields(Stage)} & values.keys()
-    changes = {name: values.pop(name) for name in of_stages}
-    unknown = values.keys() - {field.name for field in dataclasses.fields(config)}
-    require(not unknown, f"track {config.track} has no {', '.join(sorted(unknown))}")
-    stages = as_rows(Stage, values.pop("stages", config.stages), **changes)
-    return dataclasses.replace(config, stages=stages, **values)
+    of_stages = {name: values[name] for name in vars(Stage()).keys() & values}
+    changes = {name: value for name, value in values.items() if name not in of_stages}
+    unknown = ", ".join(changes.keys() - vars(config))
+    require(not unknown, f"track {config.track} has no {unknown}")
+    changes["stages"] = as_rows(Stage, changes.get("stages", config.stages), **of_stages)
+    return dataclasses.replace(config, **changes)
 
 
 def overrides_of(config):
     """{field: value} of what differs from the values of the config's track and is not neutral."""
     own = dataclasses.asdict(TRACKS[config.track])
-    values = dataclasses.asdict(config)
-    changed = {name for name in values if values[name] != own[name]} - NEUTRAL_FIELDS
-    return {name: values[name] for name in values if name in changed}
+    values = dataclasses.asdict(config).items()
+    return {k: value for k, value in values if value != own[k] and k not in NEUTRAL_FIELDS}
 
 
 def config_from(given):
     """The Config of a track and the values given on the command line."""
-    track = given.get("track", default_track()[0])
-    hint = f"{nearest(track, TRACKS)} Tracks: {', '.join(TRACKS)}"
-    require(track in TRACKS, f"--track {track}", "no such track", hint)
-    track = TRACKS[track]
+    name = given.get("track", default_track()[0])
+    require(name in TRACKS, f"--track {name}", "no such track", nearest(name, TRACKS))
+    track = TRACKS[name]
     data = given.get("data", track.data)
     if data == track.data:
         return with_values(track, given)
@@ -2899,47 +2844,32 @@ def parse_literal(text):
     return value if isinstance(value, (tuple, bool)) else (value,)
 
 
-def command_line_parser():
-    """A Parser with an option for each field of the tracks' Configs, and for each one of Stage,
-    which then holds in all stages."""
+def parse_command_line(argv):
+    """{field: value} of what the command line names. Raises ConfigError."""
     parser = Parser(
         usage="train_gpt.py [--key value ...]",
-        description=__doc__.split("\n\nChapters")[0] + f"\n\nTracks: {', '.join(TRACKS)}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=f"Tracks: {', '.join(TRACKS)}.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
-        add_help=False,
     )
-    parser.add_argument("--help", "-h", action="store_true", help="print this and exit")
     parser.add_argument("--check", action="store_true", help="everything but the steps")
     fields = {}
     for values in (*TRACKS.values(), Stage()):  # another script's track may have fields of its own
         fields |= {field.name: field for field in dataclasses.fields(values)}
     del fields["start"]
     for name, field in fields.items():
-        default = "" if name == "stages" else f" [{field.default}]"
+        default = "" if name in ("stages", "layers") else f" [{field.default}]"
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=field.type if field.type in (int, float, str) else parse_literal,
             metavar="",
             help=f"{field.metadata['help']}{default}".replace("%", "%%"),
         )
-    return parser
-
-
-def parse_command_line(argv):
-    """{field: value} of what the command line names. Raises ConfigError."""
-    parser = command_line_parser()
-    namespace, unknown = parser.parse_known_args(argv)
+    given, unknown = parser.parse_known_args(argv)
     if unknown:
         hint = nearest(unknown[0].partition("=")[0], parser._option_string_actions)
         raise ConfigError(f"{unknown[0]}: no such key; {hint} Arguments come as --key value")
-    given = vars(namespace)
-    texts = {name: value for name, value in given.items() if isinstance(value, str)}
-    return given | {name: os.path.expanduser(value) for name, value in texts.items()}
-
-
-# ----- the log
+    return vars(given)
 
 
 class Log:
@@ -2949,7 +2879,7 @@ class Log:
         self.is_main = is_main
         self.file = None
 
-    def open(self, folder, is_new, may_replace=False):
+    def open(self, folder, is_new, may_replace):
         """Begin a folder's log.txt with the script's source, or go on with it. Returns whether it
         begins. Raises ConfigError where it is another run's, or another process writes it."""
         if not self.is_main:
@@ -2957,23 +2887,18 @@ class Log:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "log.txt"
         is_free = not is_new or may_replace or not path.exists()
-        require(is_free, f"{folder} exists; change --run-id, or --resume {folder.name}")
+        require(is_free, f"{folder} exists", remedy=f"change --run-id, or --resume {folder.name}")
         file = open(path, "a", buffering=1, encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            words = f"{path}: another process writes this run; wait for it, or stop it"
-            raise ConfigError(words) from None
+            raise ConfigError(f"{path}: another process writes this run; wait for it") from None
         self.file = file
-        for leftover in folder.glob("*.tmp"):
-            leftover.unlink()
         written = b"" if is_new else path.read_bytes()
         file.truncate(written.rfind(b"\n") + 1)  # a kill may have torn the last line
         if not written:
             source = Path(__file__).read_text("utf-8")
             file.write(source.rstrip("\n") + "\n===== END OF CODE =====\n")
-        elif not re.search(rb"\nstatus:.*\n\Z", written):
-            file.write("status:error ended without a word: killed, or its machine stopped\n")
         return not written
 
     def line(self, text, on_console=True):
@@ -2988,10 +2913,6 @@ class Log:
         if self.file is not None:
             self.file.write(text + "\n")
 
-    def close(self):
-        if self.file is not None:
-            self.file.close()
-
 
 # ----- checkpoints
 
@@ -2999,7 +2920,7 @@ class Log:
 @contextlib.contextmanager
 def atomic_file(path):
     """A temporary file that becomes `path` when the block ends well: whatever happens, what was
-    there stays. Raises OSError, with the room that is left."""
+    there stays. Raises OSError."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -3008,9 +2929,7 @@ def atomic_file(path):
             os.fsync(file.fileno())
         temporary.replace(path)
     except (OSError, RuntimeError) as error:  # torch's zip writer reports a failed write so
-        free = shutil.disk_usage(path.parent).free / 2**20
-        reason = str(error).splitlines()[0]
-        raise OSError(f"{path}: not written, {free:.0f} MiB are free there ({reason})") from error
+        raise OSError(f"{path}: not written: {one_line(error)}") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -3020,70 +2939,49 @@ def save_checkpoint(path, content):
     atomically. Raises FloatingPointError rather than keep what is not finite."""
     for keys, values in pytree.tree_leaves_with_path(content):
         if isinstance(values, Tensor) and values.numel():
-            low, high = values.aminmax()  # one pass over a table, and no copy
-            if not (math.isfinite(low) and math.isfinite(high)):
+            # aminmax makes no copy of a table, as isfinite would.
+            is_finite = all(map(math.isfinite, values.aminmax()))
+            if not is_finite:
                 raise FloatingPointError(f"checkpoint{pytree.keystr(keys)} is not finite")
     with atomic_file(path) as file:
         torch.save(content, file)
         file.flush()
-        with atomic_file(path.with_suffix(".sha256")) as beside:
-            beside.write(f"{file_sha256(file.name)}  {path.name}\n".encode())
-
-
-def load_checkpoint(path):
-    """The content of a checkpoint file, a Path, with its Config and its folder. Raises ConfigError,
-    also where no sha256 is beside it."""
-    try:
-        is_whole = file_sha256(path).encode() in path.with_suffix(".sha256").read_bytes()
-        require(is_whole, "its sha256 is not the one beside it: damaged")
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        config = content["config"]
-        require(config["track"] in TRACKS, f"its track {config['track']} is not known here")
-        content["config"] = type(TRACKS[config["track"]])(**config)
-        is_same = content["rows"] == row_fingerprint(content["config"]) and "sent" in content
-        require(is_same, "another version of the script has made it")
-    except Exception as error:  # torch raises several types for a damaged file
-        reason = f"{type(error).__name__}: {one_line(error)}"
-        remedy = "use another checkpoint, or the script that it began with"
-        raise ConfigError(f"{path}: cannot be read ({reason}); {remedy}") from None
-    return {**content, "folder": path.parent}
+        path.with_suffix(".sha256").write_text(f"{file_sha256(file.name)}  {path.name}\n")
 
 
 def find_checkpoint(run, key="resume"):
-    """The content of a checkpoint file, or of the newest sound checkpoint of a run, which its id
-    or its folder names. Raises ConfigError."""
+    """The content of a checkpoint file, or of the newest sound checkpoint of a run, which its id or
+    its folder names, with its Config and its folder. Raises ConfigError."""
     paths = [Path(run)]
     for folder in (Path("logs", run), Path(run)):
         paths += [folder / "checkpoint.pt", *sorted(folder.glob("step_*.pt"), reverse=True)]
-    damaged = ""
+    problem = f"no checkpoint in {Path('logs', run)}; name a run that has saved one"
     for path in filter(Path.is_file, paths):
         try:
-            return load_checkpoint(path)
-        except ConfigError as error:
-            damaged = one_line(error)
-            print(f"note: {damaged}", file=sys.stderr)
-    hint = nearest(run, [path.parent.name for path in Path("logs").glob("*/*.pt")])
-    missing = f"no checkpoint in {Path('logs', run)}; {hint or 'no run has left one'}"
-    raise ConfigError(damaged or f"--{key} {run}: {missing}")
+            is_whole = file_sha256(path).encode() in path.with_suffix(".sha256").read_bytes()
+            require(is_whole, "damaged: its sha256 is not the one beside it")
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            values = content["config"]
+            config = type(TRACKS[values["track"]])(**values)
+            is_same = content["rows"] == row_fingerprint(config)
+            require(is_same, "another version of the script has made it")
+            return {**content, "config": config, "folder": path.parent}
+        except Exception as error:  # torch raises several types for a damaged file
+            problem = f"{path}: cannot be read ({type(error).__name__}: {one_line(error)})"
+            print(f"note: {problem}", file=sys.stderr)
+    raise ConfigError(f"--{key} {run}: {problem}")
 
 
 def restore(trainer, content):
-    """Take over weights, optimizer state and random numbers. Raises ConfigError if not this
-    model's."""
+    """Take over weights, optimizer state and random numbers. Raises ConfigError."""
     try:
         trainer.model.load_state_dict(content["model"])
         for group in trainer.optimizer.groups:
             group.load(content["groups"][group.name])
         torch.set_rng_state(content["rng"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        words = f"the checkpoint is not of this model ({one_line(error)})"
-        raise ConfigError(f"{words}; use the script and configuration of its run") from None
-
-
-def open_to_score(config):
-    """The Corpus of a model that is only scored: its training shards need not hold what a run
-    takes. Raises ConfigError."""
-    return open_corpus(dataclasses.replace(config, steps=1))
+        words = f"the checkpoint is not of this model: {one_line(error)}"
+        raise ConfigError(f"{words}; use the script of its run") from None
 
 
 def resumed(given):
@@ -3096,16 +2994,12 @@ def resumed(given):
         return config_from(given), None
     content = find_checkpoint(run)
     saved = content["config"]
-    is_complete = content["step"] == saved.steps and (content["folder"] / "result.json").exists()
-    require(is_auto or not is_complete, f"--resume {run}: it is complete, all {saved.steps} steps")
-    may_change = NEUTRAL_FIELDS - {"seed", "run_id", "run_of"} | {"data"}  # it may have moved
-    if is_auto:
-        may_change.add("run_id")
-    for name in given.keys() - may_change:
-        words = f"--{name.replace('_', '-')} {given[name]}: the run to resume keeps what it has"
-        require(with_values(saved, {name: given[name]}) == saved, f"{words}; leave the key out")
-    changes = {name: given[name] for name in given.keys() & may_change}
-    return dataclasses.replace(saved, **{**changes, "resume": saved.resume}), content
+    config = with_values(saved, {**given, "resume": saved.resume})
+    for name in vars(saved).keys() - RESUMED_FIELDS:
+        is_same = getattr(config, name) == getattr(saved, name)
+        key = f"--{name.replace('_', '-')} {getattr(config, name)}"
+        require(is_same, key, "the run to resume keeps what it has", "leave the key out")
+    return config, content
 
 
 # ----- the run
@@ -3114,55 +3008,40 @@ def resumed(given):
 class Run:
     """A run between its opening and its result."""
 
-    def __init__(self, config, runtime, log):
-        """Look at all that it needs, and build it. Raises ConfigError."""
+    # What a checkpoint would have of a run ahead of its first step.
+    START = {"step": 0, "seconds": [0.0, 0.0], "sent": {}}
+
+    def __init__(self, config, checkpoint, runtime, log):
+        """Look at all that a run needs, and build it. It goes on from a checkpoint's content unless
+        that is None. Raises ConfigError."""
         seed = config.seed if config.seed >= 0 else int.from_bytes(os.urandom(4), "little")
         run_id = config.run_id or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.urandom(2).hex()}"
         seed, run_id = runtime.agree("run", [seed, run_id])  # what is drawn is so for all ranks
-        self.config = dataclasses.replace(config, seed=seed, run_id=run_id)
+        config = dataclasses.replace(config, seed=seed, run_id=run_id)
+        content = checkpoint or self.START
+        step = runtime.agree("step", content["step"])
+        problem = f"step {content['step']} here, {step} on another node"
+        require(step == content["step"], "--resume", problem, "all must share logs/")
+        self.config = config
         self.runtime = runtime
         self.log = log
-        self.clock = Clock(runtime)
-        self.folder = Path("logs", run_id)
-        self.corpus = open_corpus(self.config)
+        self.corpus = open_corpus(config)
         self.val_sets = {"val_loss": self.corpus.val}  # validation tokens by the name of their loss
         torch.manual_seed(seed)
-        self.trainer = Trainer(self.config, runtime)
-        self.first_step = 0  # of this process; later than 0 where it has resumed the run
-        self.step = 0  # how many are done
+        self.trainer = Trainer(config, runtime)
+        self.folder = Path("logs", run_id)
+        if checkpoint is not None:
+            message = f"{config.data}/manifest.json is not the one that the run began with"
+            self.corpus.require_same(content["data"], f"--resume: {message}")
+            restore(self.trainer, content)
+            self.folder = content["folder"]
+        self.first_step = step  # of this process; later than 0 where it has resumed the run
+        self.step = step  # how many are done
+        self.clock = Clock(runtime, *content["seconds"])
         self.loss_sum = 0.0  # of the steps since the last logged one, on this rank
         self.loss_tokens = 0  # of these steps, on all ranks
-        self.sent = {}  # by this rank in the steps of earlier processes, as Runtime.ledger has it
+        self.sent = content["sent"]  # by rank 0 in earlier processes, as Runtime.ledger has it
         self.unsaved = None  # why the last checkpoint is not there
-        commit, is_dirty = git_state()
-        triton = sys.modules.get("triton")
-        self.facts = {  # of script, machine and versions
-            "commit": commit,
-            "dirty": is_dirty,
-            "code_sha256": file_sha256(__file__),
-            "seed": seed,
-            "world_size": runtime.world_size,
-            "device": device_name(runtime.device),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda or "none",
-            "triton": triton.__version__ if triton else "none",
-            "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
-        }
-
-    def resume(self, content):
-        """Go on from a checkpoint's content. Raises ConfigError where something differs."""
-        path = Path(self.config.data, "manifest.json").absolute()
-        words = f"--resume: {path} is not the one that the run began with"
-        self.corpus.require_same(content["data"], words)
-        self.folder = content["folder"]
-        restore(self.trainer, content)
-        self.first_step = content["step"]
-        self.step = self.first_step
-        self.clock.total, self.clock.processor = content["seconds"]
-        self.loss_tokens = content["loss_tokens"]
-        if self.runtime.is_main:
-            self.loss_sum = content["loss_sum"]
-            self.sent = content["sent"]
 
     def is_due(self, every):
         """Whether the steps done are a multiple of `every` (0: never), and steps are left."""
@@ -3170,43 +3049,38 @@ class Run:
 
     def log_losses(self, losses, words=""):
         """Log losses of the model as it stands, which must be finite, with five decimals."""
-        told = " ".join(f"{name}:{loss:.5f}" for name, loss in losses.items())
+        said = " ".join(f"{name}:{loss:.5f}" for name, loss in losses.items())
         took = 1000 * self.clock.seconds()
-        times = f"train_time:{took:.0f}ms step_avg:{took / max(1, self.step):.2f}ms"
-        self.log.line(f"step:{self.step}/{self.config.steps} {told}{words} {times}")
-        for name, loss in losses.items():
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"{name} is {loss} at step {self.step}")
-
-    def summed_loss(self):
-        """The training losses since the last logged one, summed over tokens and ranks."""
-        total = torch.as_tensor(self.loss_sum, dtype=torch.float64)
-        wait(self.runtime.all_reduce(total, "training loss"))
-        return total.item()
+        average = took / max(1, self.step)
+        times = f"train_time:{took:.0f}ms step_avg:{average:.2f}ms"
+        self.log.line(f"step:{self.step}/{self.config.steps} {said}{words} {times}")
+        if not all(map(math.isfinite, losses.values())):
+            raise FloatingPointError(f"{said} at step {self.step}")
 
     def log_training(self):
         """Log the mean loss of the training steps since the last logged one."""
-        loss = self.summed_loss() / self.loss_tokens
+        wait(self.runtime.all_reduce(self.loss_sum, "training loss"))
+        losses = {"train_loss": self.loss_sum.item() / self.loss_tokens}
         lr_mul = lr_multiplier(self.config, self.step - 1)
-        self.log_losses({"train_loss": loss}, f" lr_mul:{lr_mul:.3f}")
+        self.log_losses(losses, f" lr_mul:{lr_mul:.3f}")
         self.loss_sum = 0.0
         self.loss_tokens = 0
 
     def validate(self):
-        """Log the validation losses of the model as it stands, and return them by name. The clock
-        must stand still."""
+        """Log the validation losses by name, and return them. The clock stands still."""
         before = state_digest(self.trainer)
-        losses = {
-            name: self.trainer.evaluate(self.step, val) for name, val in self.val_sets.items()
-        }
+        val_sets = self.val_sets.items()
+        losses = {name: self.trainer.evaluate(self.step, val) for name, val in val_sets}
         if state_digest(self.trainer) != before:
             raise RuntimeError("validation has changed the state of the run")
         self.log_losses(losses)
         return losses
 
     def save(self, name=None):
-        """Write a checkpoint; of those on the way, the newest two are kept. All ranks must call
-        it: what they own is gathered. The clock must stand still."""
+        """Write a checkpoint, and keep the newest two of those on the way. All ranks call it
+        together; the clock stands still."""
+        if self.loss_tokens:
+            self.log_training()  # a checkpoint holds no losses
         content = {
             "step": self.step,
             "config": dataclasses.asdict(self.config),
@@ -3216,13 +3090,12 @@ class Run:
             "groups": {group.name: group.full_state() for group in self.trainer.optimizer.groups},
             "rng": torch.get_rng_state(),
             "seconds": [self.clock.total, self.clock.processor],
-            "loss_sum": self.summed_loss(),
-            "loss_tokens": self.loss_tokens,
-            "sent": self.runtime.sent_in_training(),
+            "sent": self.runtime.ledger,
         }
         if not self.log.is_main:
             return
-        save_checkpoint(self.folder / (name or f"step_{self.step:06d}.pt"), content)
+        name = name or f"step_{self.step:06d}.pt"
+        save_checkpoint(self.folder / name, content)
         for old in sorted(self.folder.glob("step_*.pt"))[:-2]:
             old.unlink()
             old.with_suffix(".sha256").unlink(missing_ok=True)
@@ -3240,157 +3113,129 @@ class Run:
                     self.save()
             raise KeyboardInterrupt
 
+    def check_room(self):
+        """Say what memory and disk a run takes. Raises ConfigError where the disk is too small."""
+        groups = self.trainer.optimizer.groups
+        size = sum(tensor.nbytes for group in groups for tensor in group.tensors().values())
+        state = size / 2**30
+        # A checkpoint has the parts of all ranks. Two on the way stay while the next is written.
+        needed = 3 * state * self.runtime.world_size
+        folder = self.folder
+        while not folder.is_dir():  # logs/ may be a link to another disk
+            folder = folder.parent
+        free = shutil.disk_usage(folder).free / 2**30
+        words = f"checkpoints take {needed:.2f} GiB at most, {free:.2f} GiB are free"
+        require(needed < free, f"the disk of {folder.absolute()}", words, "make room")
+        self.log.line(f"memory of weights and state: {state:.2f} GiB a rank; disk: {words}")
+
+    def write_header(self):
+        """Log what makes the run reproducible: machine, configuration, data, back ends."""
+        config = self.config
+        trainer = self.trainer
+        log = self.log
+        commit, is_dirty = git_state()
+        triton = getattr(sys.modules.get("triton"), "__version__", "none")
+        log.line(
+            f"run:{config.run_id} track:{config.track} commit:{commit} dirty:{is_dirty} "
+            f"code_sha256:{file_sha256(__file__)} seed:{config.seed} "
+            f"world_size:{self.runtime.world_size} device:{device_name(self.runtime.device)} "
+            f"torch:{torch.__version__} cuda:{torch.version.cuda or 'none'} triton:{triton} "
+            f"started:{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
+        )
+        log.line("config:" + json.dumps(dataclasses.asdict(config)), on_console=False)
+        overrides = overrides_of(config)
+        if overrides:
+            log.line("overrides:" + json.dumps(overrides))
+        elif config.run_of:
+            log.line("batch:{} counter:{} start:{}".format(*config.run_of.split(":")))
+        data = self.corpus.manifest["sha256"]
+        shards = "unknown" if data == "none" else "ok"
+        log.line(
+            f"data:{data} shards:{shards} passes:{self.corpus.passes} "
+            f"backends:attention={trainer.attention_name},matmul=torch-{config.dtype},"
+            f"compile={trainer.compile_name}"
+        )
+        sizes = " ".join(f"{group.name}={group.size():,}" for group in trainer.optimizer.groups)
+        log.line(f"size: {sizes}")
+        log.line("===== START =====")
+
+    def check_validity(self, reported):
+        """The Verdict of the gates in records/gates.py on the loss that the run reports; None where
+        the trainer stands alone, without the repository: such a run is no record."""
+        try:
+            from records import gates
+        except ImportError:
+            return None
+        step = self.config.steps
+        return gates.check_gates(self.trainer, step, self.corpus.val, reported, state_digest)
+
+    def write_result(self, losses, verdict):
+        """Log and write what came of a run. Raises RuntimeError where a gate has failed."""
+        config = self.config
+        log = self.log
+        tokens = training_tokens(config)
+        sizes = self.corpus.manifest.get("token_bytes", [0] * config.vocab_size)
+        val_bytes = int(np.array(sizes)[self.corpus.val[1:]].sum())  # 0: not known
+        bits = losses["val_loss"] * config.val_tokens / math.log(2)
+        passed = verdict.passed if verdict else {}
+        result = {
+            **losses,
+            "train_time_ms": 1000 * self.clock.seconds(),
+            "cpu_time_ms": 1000 * self.clock.processor,
+            "tokens": tokens,
+            "tokens_per_s": tokens / self.clock.seconds(),
+            "peak_memory_mib": self.runtime.peak_memory_mib(),
+            "sent_per_step": {  # by this rank: [bytes, messages]
+                "/".join(key): [count / config.steps for count in entry]
+                for key, entry in self.runtime.ledger.items()
+            },
+            "validity": passed or "unchecked",
+            "val_sha256": validation_hash(self.corpus.val),
+            "config": dataclasses.asdict(config),
+        }
+        sent = [f"{key}={size:.0f}({n:g})" for key, (size, n) in result["sent_per_step"].items()]
+        log.line(f"comms: sent_bytes per step (messages) {' '.join(sent) or 'none=0(0)'}")
+        if verdict:
+            log.line(verdict.line())
+        log.line(f"bits_per_byte:{bits / (val_bytes or math.nan):.5f} val_bytes:{val_bytes}")
+        gates = [f" {name}:{'ok' if is_passed else 'FAILED'}" for name, is_passed in passed.items()]
+        validity = f"validity:{''.join(gates) or 'unchecked'}"
+        log.line(f"{validity} val_tokens:{config.val_tokens} val_sha256:{result['val_sha256']}")
+        final = (
+            "final val_loss:{val_loss:.5f} train_time:{train_time_ms:.0f}ms tokens:{tokens} "
+            "peak_memory:{peak_memory_mib}MiB{since} tokens_per_s:{tokens_per_s:.0f} "
+            "cpu_time:{cpu_time_ms:.0f}ms"
+        )
+        log.line(final.format(**result, since=" since resume" * (self.first_step > 0)))
+        if log.is_main:
+            with atomic_file(self.folder / "result.json") as file:
+                file.write((json.dumps(result, indent=1) + "\n").encode())
+        if not all(passed.values()):
+            reason = "the model sees what it must not, or its losses are no distribution's"
+            raise RuntimeError(f"{reason}: {validity}")
+
 
 def open_run(config, checkpoint, runtime, log, is_check):
-    """Build a run or take it up again, and begin its log, unless it is only checked. Raises
-    ConfigError."""
-    run = Run(config, runtime, log)
-    config = run.config
-    step = 0 if checkpoint is None else checkpoint["step"]
-    other = runtime.agree("step", step)
-    words = f"of step {step} here, but {other} on another node"
-    require(step == other, f"--resume: {words}; all must share logs/")
-    if checkpoint is not None:
-        run.resume(checkpoint)
-    check_room(run)
-    if is_check:
-        write_header(run)
-        return run
+    """Build a run, take it up again where a checkpoint's content is given, and open its log unless
+    it is only checked. Raises ConfigError."""
+    run = Run(config, checkpoint, runtime, log)
+    run.check_room()
     may_replace = config.resume == "auto" and not (run.folder / "result.json").exists()
-    if log.open(run.folder, checkpoint is None, may_replace):
-        write_header(run)
-        log.line("===== START =====")
-        if config.val_sha256 not in ("", validation_hash(run.corpus.val)):
-            log.line(f"note: {config.data} has other validation tokens: losses do not compare")
+    if is_check or log.open(run.folder, checkpoint is None, may_replace):
+        run.write_header()
     if checkpoint is not None:
-        where = f"step:{step}/{config.steps} world_size:{runtime.world_size}"
-        log.line(f"resumed:{config.run_id} {where}")
+        where = f"step:{run.step}/{config.steps} world_size:{runtime.world_size}"
+        log.line(f"resumed:{run.config.run_id} {where}")
     return run
 
 
-def check_room(run):
-    """Say what memory and disk a run takes. Raises ConfigError where the disk is too small."""
-    state = 0  # weights and all else on this rank
-    checkpoint = 0  # weights once, and of the rest the part of every rank
-    for group in run.trainer.optimizer.groups:
-        for name, tensor in group.tensors().items():
-            state += tensor.nbytes
-            if not name.endswith(".grad"):
-                is_part = group.is_shared_out and not name.endswith(".param")
-                checkpoint += tensor.nbytes * (run.runtime.world_size if is_part else 1)
-    count = 3 if run.config.save_every else 1  # two on the way stay while the next is written
-    needed = count * checkpoint - sum(path.stat().st_size for path in run.folder.glob("*.pt"))
-    # logs/ may be a link to another disk.
-    place = next(path for path in (run.folder, *run.folder.parents) if path.is_dir())
-    free = shutil.disk_usage(place).free
-    words = f"{count} x {checkpoint / 2**30:.2f} GiB of checkpoints, {free / 2**30:.1f} GiB free"
-    full = f"the disk of {place.absolute()} is too small: {words}; make room"
-    require(needed < free, full, remedy="or --save-every 0" * (count > 1))
-    run.log.line(f"memory of weights and state: {state / 2**30:.2f} GiB a rank; disk: {words}")
-    if run.trainer.compile_name == "inductor":
-        run.log.line("compiling comes first, in silence: minutes in a first run, seconds later")
-
-
-def write_header(run):
-    """Log what makes the run reproducible: machine, configuration, data, back ends."""
-    config = run.config
-    trainer = run.trainer
-    log = run.log
-    words = " ".join(f"{key}:{value}" for key, value in run.facts.items())
-    log.line(f"run:{config.run_id} track:{config.track} {words}")
-    log.line("config:" + json.dumps(dataclasses.asdict(config)), on_console=False)
-    overrides = overrides_of(config)
-    if overrides:
-        log.line("overrides:" + json.dumps(overrides))
-    elif config.run_of:
-        batch, counter, start = config.run_of.split(":")
-        log.line(f"batch:{batch} counter:{counter} start:{start}")
-    log.line(
-        f"data:{run.corpus.manifest['sha256']} shards:ok passes:{run.corpus.passes} "
-        f"backends:attention={trainer.attention_name},matmul=torch-{config.dtype},"
-        f"compile={trainer.compile_name}"
-    )
-    words = " ".join(f"{group.name}={group.size():,}" for group in trainer.optimizer.groups)
-    log.line(f"size: {words}")
-
-
-def check_validity(run, reported):
-    """The Verdict of the gates in records/gates.py on a run's loss; None where the trainer stands
-    alone, without the repository: such a run is no record."""
-    try:
-        from records import gates
-    except ImportError:
-        return None
-    config = run.config
-    val = run.corpus.val
-    return gates.check_gates(run.trainer, config.steps, val, reported, state_digest)
-
-
-def write_result(run, losses, verdict):
-    """Log what came of a run, and write result.json. Raises RuntimeError where a gate has
-    failed."""
-    config = run.config
-    runtime = run.runtime
-    passed = verdict.passed if verdict else {}
-    seconds = run.clock.seconds()
-    tokens = training_tokens(config)
-    peaks = runtime.peak_memory_mib()
-    sent = {  # by this rank: [bytes, messages] in a training step
-        "/".join(key): [round(count / config.steps, 1) for count in entry]
-        for key, entry in sorted(runtime.sent_in_training().items())
-    }
-    result = {
-        **losses,
-        "train_time_ms": 1000 * seconds,
-        "cpu_time_ms": 1000 * run.clock.processor,
-        "tokens": tokens,
-        "tokens_per_s": tokens / seconds,
-        **run.facts,
-        "peak_memory_mib_by_rank": peaks,
-        "peak_memory_since_step": run.first_step,
-        "validity": passed or "unchecked",
-        "val_sha256": validation_hash(run.corpus.val),
-        "overrides": overrides_of(config),
-        "sent_per_step": sent,
-        "config": dataclasses.asdict(config),
-    }
-    words = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent.items()]
-    run.log.line(f"comms: sent_bytes per step (messages) {' '.join(words) or 'none=0(0)'}")
-    if verdict:
-        run.log.line(verdict.line())
-    sizes = run.corpus.manifest["token_bytes"] or [0] * config.vocab_size
-    val_bytes = np.array(sizes)[run.corpus.val[1:]].sum()
-    bits = losses["val_loss"] * config.val_tokens / math.log(2)
-    told = f"{bits / val_bytes:.5f}" if val_bytes else "unknown"
-    run.log.line(f"bits_per_byte:{told} val_bytes:{val_bytes}")
-    words = [f"{name}:{'ok' if is_passed else 'FAILED'}" for name, is_passed in passed.items()]
-    validity = f"validity: {' '.join(words)}" if verdict else "validity:unchecked"
-    run.log.line(f"{validity} val_tokens:{config.val_tokens} val_sha256:{result['val_sha256']}")
-    others = [f" {name}:{loss:.5f}" for name, loss in losses.items() if name != "val_loss"]
-    since = " since resume" * (run.first_step > 0)
-    if run.log.is_main:
-        run.log.line(
-            f"final val_loss:{losses['val_loss']:.5f} train_time:{result['train_time_ms']:.0f}ms "
-            f"tokens:{tokens} peak_memory:{max(peaks)}MiB{since} "
-            f"tokens_per_s:{result['tokens_per_s']:.0f} "
-            f"cpu_time:{result['cpu_time_ms']:.0f}ms{''.join(others)}"
-        )
-        with atomic_file(run.folder / "result.json") as file:
-            file.write((json.dumps(result, indent=1) + "\n").encode())
-    if not all(passed.values()):
-        reason = "the model sees what it must not, or its losses are no distribution's"
-        raise RuntimeError(f"{reason}: {validity}")
-
-
 def plot(folder):
-    """Draw the run's curve, by the records package. Returns the status line's word for it."""
-    try:
+    """The status line's word for a plot of the run, which the records package draws if it can."""
+    with contextlib.suppress(Exception):
         from records.picture import plot_run
 
         return f" plot:{plot_run(folder)}"
-    except Exception as error:  # a failure to draw ends nothing
-        print(f"no plot: {type(error).__name__}: {error}", file=sys.stderr)
-        return ""
+    return ""
 
 
 ENDINGS = (  # what can end a program, the exit status, and what the status line says of it
@@ -3399,7 +3244,6 @@ ENDINGS = (  # what can end a program, the exit status, and what the status line
     (FloatingPointError, 1, "nan {said}; start another run with a lower learning rate"),
     (MemoryError, 1, "oom {said}; lower micro_batches_a_pass, micro_batch_tokens or ngram_rows"),
     (OSError, 1, "error {said}; check the path, and that the disk is not full"),
-    (ImportError, 2, "error {said}; ./run.sh installs what is missing"),
 )
 
 
@@ -3411,7 +3255,6 @@ def ending_of(error):
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in said:
         error = MemoryError(said)
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
-        # This import takes seconds, which a run that does not compile need not wait.
         from torch._inductor.runtime.cache_dir_utils import cache_dir
 
         error = ConfigError("")
@@ -3429,14 +3272,14 @@ def ending_of(error):
 
 
 def train(run):
-    """One whole run, from its warm-up to its result. Returns the final validation loss."""
+    """One whole run, from its warm-up to its result. Returns what the status line says of it."""
     config = run.config
     trainer = run.trainer
     clock = run.clock
     warm_up(trainer, run.first_step)
     run.runtime.ledger.update(run.sent)
     loader = TrainLoader(config, run.corpus.shards, trainer.table, run.first_step)
-    clock.start()
+    clock.switch()
     with contextlib.closing(loader):
         batch = loader.next_batch()
         for step in range(run.first_step, config.steps):
@@ -3455,7 +3298,7 @@ def train(run):
                 with clock.stopped():
                     run.save()
             batch = upcoming
-    clock.stop()
+    clock.switch()
 
     if run.first_step < config.steps:  # else it is what the run was resumed from
         try:
@@ -3465,11 +3308,12 @@ def train(run):
             run.log.line(f"note: {one_line(error)}; goes on to its result")
     stop_if_interrupted()
     losses = run.validate()
+    verdict = run.check_validity(losses["val_loss"])
     stop_if_interrupted()
-    verdict = check_validity(run, losses["val_loss"])
-    stop_if_interrupted()
-    write_result(run, losses, verdict)
-    return losses["val_loss"]
+    run.write_result(losses, verdict)
+    words = f"run:{config.run_id} val_loss:{losses['val_loss']:.5f}"
+    drawn = plot(run.folder) if run.log.is_main else ""
+    return f"{words} train_time:{clock.seconds():.1f}s log:{run.folder}/log.txt{drawn}"
 
 
 def main(argv=None, extend=None):
@@ -3478,15 +3322,11 @@ def main(argv=None, extend=None):
     extend: another script's way to build on this one: given the Config, it returns a function that
     prepares the Run before it is warmed up.
     """
-    log = Log(is_main=True)
+    log = Log(is_main=os.environ.get("RANK", "0") == "0")
     runtime = None
     listen_for_signals()
     try:
-        log.is_main = launcher_number("RANK", 0) == 0
         given = parse_command_line(sys.argv[1:] if argv is None else argv)
-        if given.pop("help", False):
-            print(command_line_parser().format_help(), end="")
-            return 0
         is_check = given.pop("check", False)
         if "track" not in given and "resume" not in given:
             given["track"], reason = default_track()
@@ -3497,15 +3337,11 @@ def main(argv=None, extend=None):
         run = open_run(config, checkpoint, runtime, log, is_check)
         if prepare is not None:
             prepare(run)
-        words = "check:ok"
-        if not is_check:
-            val_loss = train(run)
-            words = f"status:ok run:{run.config.run_id} val_loss:{val_loss:.5f} "
-            words += f"train_time:{run.clock.seconds():.1f}s log:{run.folder}/log.txt"
+        words = "check:ok" if is_check else f"status:ok {train(run)}"
         runtime.close()
         if run.unsaved is not None:
             raise run.unsaved
-        log.line(words + (plot(run.folder) if log.is_main and not is_check else ""))
+        log.line(words)
         return 0
     except (KeyboardInterrupt, Exception) as error:
         status, words = ending_of(error)
@@ -3516,8 +3352,6 @@ def main(argv=None, extend=None):
         if runtime is not None:
             runtime.close(has_failed=True)
         return status
-    finally:
-        log.close()  # who keeps the error that ended the run may keep this log as well
 
 
 if __name__ == "__main__":

@@ -65,21 +65,12 @@ def rich(corpus):
     return {**helpers.RICH, "data": str(corpus)}
 
 
-@pytest.fixture(autouse=True)
-def signal_handlers():
-    """A run in this process listens for signals; what comes after it does not."""
-    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-    kept = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
-
-
 @pytest.fixture
 def cli(tmp_path, monkeypatch, capsys):
     """The command line without a new process: cli(*words) runs main() in tmp_path, without a plot
-    at the end."""
+    at the end. It does not listen for signals, which would go on after it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_gpt, "listen_for_signals", train_gpt.INTERRUPTED.clear)
     monkeypatch.setattr(train_gpt, "plot", lambda folder: "")
     rng = torch.get_rng_state()
 

@@ -39,7 +39,7 @@ def layers_of(count, mlp_only=(), skip=None, **numbers):
 # Small enough that a step takes milliseconds, with every part of the model in use. Fields of a
 # Stage hold in all stages. What is not named is the track's.
 TINY = {
-    "track": "english-net",  # by default it is told why this one is taken
+    "track": "english",  # by default it is told why this one is taken
     "tokenizer": "bytes",
     "vocab_size": 257,
     "eot_token": EOT,
@@ -109,7 +109,7 @@ RICH = {
 
 def tiny_config(**changes):
     """The tiny Config; changes may name fields of a Stage, which then hold in all stages."""
-    return train_gpt.with_values(train_gpt.TRACKS["english-net"], {**TINY, **changes})
+    return train_gpt.with_values(train_gpt.TRACKS["english"], {**TINY, **changes})
 
 
 def arguments(values):
@@ -357,7 +357,7 @@ def content_of(trainer, step, folder):
     run.config, run.runtime, run.trainer = trainer.config, trainer.runtime, trainer
     run.log, run.clock = train_gpt.Log(is_main=True), train_gpt.Clock(trainer.runtime)
     run.folder, run.step = folder, step
-    run.loss_sum, run.loss_tokens = 0.0, 0
+    run.loss_tokens = 0
     run.corpus = SimpleNamespace(manifest={"sha256": "none"})
     run.save("checkpoint.pt")
     return torch.load(folder / "checkpoint.pt", weights_only=True)

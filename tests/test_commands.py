@@ -20,7 +20,7 @@ README = (ROOT / "README.md").read_text()
 
 SHORTER = {  # what stands in front of a script's call of main()
     "train_gpt.py": 'SHORT = {"steps": 2, "val_tokens": 4096}\n'
-    'TRACKS["english-net"] = with_values(TRACKS["english-net"], SHORT)',
+    'TRACKS["english"] = with_values(TRACKS["english"], SHORT)',
     "continual.py": 'train_gpt.TRACKS["continual"] = dataclasses.replace('
     'train_gpt.TRACKS["continual"], steps=2, val_tokens=4096)',
 }
@@ -77,7 +77,7 @@ def copy(tmp_path_factory):
     shutil.copy(folder / "notes" / "0.txt", folder / "book.txt")
     paths = f"{ROOT / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": paths, "HOME": str(folder), "CUDA_VISIBLE_DEVICES": ""}
-    first = run(folder, environment, "./run.sh english-net --run-id RUN --adam-every 1")
+    first = run(folder, environment, "./run.sh english --run-id RUN --adam-every 1")
     assert first.returncode == 0, first.stdout + first.stderr
     (folder / "logs/RUN/result.json").unlink()  # so that it can be resumed
     run(folder, environment, "python data/text.py --corpus verse")

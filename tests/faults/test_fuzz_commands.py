@@ -7,11 +7,10 @@ traceback. What the messages hold is tested in tests/trainer/test_config.py.
 
 import contextlib
 import os
-import random
 import resource
 import signal
 from pathlib import Path
-from signal import signal as set_handler  # tests keep the trainer from calling the other one
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +25,7 @@ MEMORY = 4 << 30  # bytes, beyond what the process has
 @contextlib.contextmanager
 def limited():
     """Fail in what takes too long, and raise MemoryError in what takes too much."""
-    handler = set_handler(signal.SIGPROF, lambda number, frame: pytest.fail("a hang"))
+    handler = signal.signal(signal.SIGPROF, lambda number, frame: pytest.fail("a hang"))
     memory = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, memory[1]))
@@ -36,7 +35,7 @@ def limited():
     finally:
         resource.setrlimit(resource.RLIMIT_AS, memory)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        set_handler(signal.SIGPROF, handler)
+        signal.signal(signal.SIGPROF, handler)
 
 
 open_run = train_gpt.open_run
@@ -55,6 +54,7 @@ def look_at(config, checkpoint, runtime, log, is_check):
     size = len(config.layers) * config.model_dim * (config.vocab_size + config.ngram_rows + tokens)
     if size < 10_000_000:
         return open_run(config, checkpoint, runtime, log, is_check)
+    return SimpleNamespace(unsaved=None)
 
 
 @pytest.fixture
@@ -65,7 +65,6 @@ def assert_promise_kept(cli, tmp_path, monkeypatch):
     (tmp_path / "logs" / "old").mkdir(parents=True)
     (tmp_path / "logs" / "old" / "checkpoint.pt").write_bytes(b"no checkpoint")
     monkeypatch.setattr(train_gpt, "open_run", look_at)
-    monkeypatch.setattr(train_gpt, "listen_for_signals", lambda: None)
 
     def check(words):
         with limited():
@@ -109,21 +108,3 @@ HARD = [
 @pytest.mark.parametrize("words", HARD, ids=lambda words: ascii(" ".join(words))[:60])
 def test_a_command_line_that_was_hard(words, assert_promise_kept):
     assert_promise_kept(words)
-
-
-ODD = ["", "--", "../x", "nan", "-inf", "1e400", "0x10", "1_000", "\u0663", "None", "a\nb", "\x1b"]
-ODD += ["*" * 5000, "-1", "1" * 30, "()", "(1, 2.5)", "((1, 0), 2)", "({'start': 'x'},)", "([1],)"]
-
-
-@pytest.mark.slow
-def test_command_lines_at_random(assert_promise_kept):
-    """The same ones each time: values that are odd, or near those of the track."""
-    rng, config = random.Random(0), train_gpt.TRACKS["fineweb"]
-    known = {**vars(config), **vars(config.stages[0])}
-    for _ in range(2000):
-        words = list(rng.choice([[], TINY, ["--track", "fineweb"], ["--resume", "old"]]))
-        for name in rng.sample(sorted(known), rng.randrange(4)):
-            value = known[name]
-            near = [value * 2, value // 2, value + 1] if type(value) is int else [value]
-            words += ["--" + name.replace("_", "-"), str(rng.choice([*near, rng.choice(ODD)]))]
-        assert_promise_kept(words)

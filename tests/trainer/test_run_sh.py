@@ -181,13 +181,11 @@ def launch(tmp_path, monkeypatch):
 
 
 def test_a_track_is_built_and_runs_on_every_core(launch):
-    ranks, script, builders, said = launch(
-        "--track", "english-net", "--micro-batches", "8", cores=11
-    )
+    ranks, script, builders, said = launch("--track", "english", "--micro-batches", "8", cores=11)
     assert ranks == 8 and script == [
         "train_gpt.py",
         "--track",
-        "english-net",
+        "english",
         "--micro-batches",
         "8",
     ]
@@ -236,7 +234,7 @@ OLD = "5:cpu,cpuacct:/job\n4:memory:/a/job\n0::/\n"  # of v1
     ids=str,
 )
 def test_ranks_suit_cores_memory_and_micro_batches(ranks, cores, micro_batches, files, launch):
-    words = ["--track", "english-net", "--data", "mine", "--micro-batches", str(micro_batches)]
+    words = ["--track", "english", "--data", "mine", "--micro-batches", str(micro_batches)]
     found, script, builders, said = launch(*words, cores=cores, files=files)
     assert ("crawl" in said) == ("500000000" in str(files))
     assert (found, script, builders) == (ranks, ["train_gpt.py", *words], [])
@@ -246,7 +244,7 @@ def test_ranks_suit_cores_memory_and_micro_batches(ranks, cores, micro_batches, 
     "ranks, words, corpus",
     [
         (8, [], "fineweb10B/fineweb"),
-        (2, ["--track", "english-net", "--device", "cpu"], "english/english"),
+        (2, ["--track", "english", "--device", "cpu"], "english/english"),
     ],
 )
 def test_a_corpus_that_is_there_is_not_built_again(ranks, words, corpus, launch, tmp_path):
@@ -267,7 +265,7 @@ def test_the_continual_track_has_its_own_corpus_and_script(launch):
 
 
 @pytest.mark.parametrize(
-    "track, script", [("english-net", "train_gpt.py"), ("continual", "continual.py")]
+    "track, script", [("english", "train_gpt.py"), ("continual", "continual.py")]
 )
 def test_a_run_is_resumed_by_the_script_of_its_track(track, script, launch, tmp_path):
     folder = tmp_path / "logs" / "continual"  # a name of a run is no track
@@ -280,9 +278,8 @@ def test_a_run_is_resumed_by_the_script_of_its_track(track, script, launch, tmp_
     "script, words",
     [
         ("train_gpt.py", "--track miin"),
-        ("train_gpt.py", "--track english-net --help"),
         ("continual.py", "--track continual --stepz 3"),
-        ("train_gpt.py", "--track english-net --check --data mine"),
+        ("train_gpt.py", "--track english --check --data mine"),
     ],
 )
 def test_what_the_trainer_answers_reaches_it_at_once(script, words, launch):
@@ -295,7 +292,7 @@ def test_what_the_trainer_answers_reaches_it_at_once(script, words, launch):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_rank_that_a_signal_ends_is_named(number, tiny, tmp_path):
     """And neither the log nor the last line says that the run was interrupted."""
-    values = {**tiny, "track": "english-net", "steps": 2000, "run_id": "run"}
+    values = {**tiny, "track": "english", "steps": 2000, "run_id": "run"}
     patches = "import os; os.sched_getaffinity = lambda pid: {0, 1}\n"
     with subprocess.Popen(
         [sys.executable, "-c", patches + LAUNCH, *helpers.arguments(values)],

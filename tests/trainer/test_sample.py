@@ -73,7 +73,7 @@ def test_a_corpus_that_was_built_again_is_refused_unless_it_is_named(rich_run, u
 
 
 def test_a_vocabulary_that_is_not_the_models_is_refused(path, use, tmp_path):
-    content = train_gpt.load_checkpoint(path)["config"]
+    content = train_gpt.find_checkpoint(path)["config"]
     vocabulary = b"".join(b"%b %d\n" % (base64.b64encode(bytes([i])), i) for i in range(256))
     (tmp_path / "v.tiktoken").write_bytes(vocabulary)
     sha256 = train_gpt.file_sha256(tmp_path / "v.tiktoken")
@@ -94,7 +94,7 @@ def test_a_vocabulary_that_is_not_the_models_is_refused(path, use, tmp_path):
 def greedy(checkpoint, prompt, count):
     """The most probable continuation, by the forward pass that validation takes, with the weights
     that the run's own trainer would restore."""
-    content = train_gpt.load_checkpoint(checkpoint)
+    content = train_gpt.find_checkpoint(checkpoint)
     config = content["config"]
     trainer = train_gpt.Trainer(config, train_gpt.Runtime("cpu"))
     train_gpt.restore(trainer, content)
