@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import train_gpt
 from helpers import EOT
+from train_gpt import NO_TOKEN
 
 CAUGHT = {}  # {name: (gates that it fails, by whatever chance others as well; cheat)}
 
@@ -177,6 +178,11 @@ def rows_of_the_next_token(trainer, patch):
         return tuple(np.roll(values, -1, 0) for values in honest(passage, config))
 
     patch.setattr(train_gpt, "ngram_rows", rows_and_signs)
+
+
+def undivided(passage):
+    """A passage of a text in which no token starts a document."""
+    return passage._replace(text=train_gpt.Text(passage.text.tokens, NO_TOKEN))
 
 
 def mean_of_all_earlier_tokens(trainer, window, micro_batch):
@@ -366,6 +372,10 @@ CAUGHT |= {
         "causal local",
         reading(lambda batch: batch._replace(inputs=batch.targets.int())),
     ),
+    "guesses_of_the_next_token": (
+        "causal",
+        replacing("copies", lambda honest, *words: np.roll(honest(*words), -1, axis=0)),
+    ),
     "smear_from_the_next_token": (
         "causal local",
         replacing("pad", lambda honest, x, widths: honest(x, AHEAD.get(widths, widths)), owner=F),
@@ -394,6 +404,10 @@ CAUGHT |= {
     "n_grams_that_reach_into_the_document_before": (
         "local",
         replacing("ngram_keys", lambda honest, tokens, at, depth, n: honest(tokens, at, at, n)),
+    ),
+    "copies_out_of_documents_before": (
+        "local",
+        replacing("copies", lambda honest, passage, config: honest(undivided(passage), config)),
     ),
     "norm_over_the_micro_batch": (
         "causal local",

@@ -163,35 +163,6 @@ def test_half_of_a_shifted_layers_keys_begin_as_queries(model_dim, heads):
         assert queries.std().item() == pytest.approx(0.6 / model_dim**0.5, rel=0.1)
 
 
-# ----- copies
-
-
-def slow_copy(tokens, at, order, reach):
-    """What followed the last earlier occurrence of the last tokens, by a search."""
-    start = helpers.documents_of(tokens)[at]
-    for end in range(at - 1, max(start + order - 1, at - reach) - 1, -1):
-        if at - order + 1 >= start and (
-            tokens[end - order + 1 : end + 1] == tokens[at - order + 1 : at + 1]
-        ):
-            return tokens[end + 1]
-    return 2**16 - 1
-
-
-@pytest.mark.parametrize("reach", [0, 5, 30, 10_000])
-@pytest.mark.parametrize("orders", [(2, 3, 5), (32, 12, 4)], ids=str)
-def test_copies_against_a_search(orders, reach):
-    """In passages that begin and end anywhere in a document, and of few different tokens."""
-    config = helpers.tiny_config(copy_orders=orders, copy_reach=reach)
-    tokens = [EOT, *[1, 2, 3] * 20, EOT, EOT, *[2] * 9, EOT]
-    tokens += np.random.default_rng(0).integers(1, 3, 300).tolist()
-    spans = [(20, 61), (65, 73), (90, 91), (91, 240), (300, 360)]
-    found = train_gpt.copies(train_gpt.Passage(text_of(tokens), spans), config)
-    positions = [at for low, high in spans for at in range(low, high)]
-    expected = [[slow_copy(tokens, at, order, reach) for order in orders] for at in positions]
-    assert found.dtype == np.int32 and found.tolist() == expected
-    assert (np.array(expected) < 2**16 - 1).any() == (reach > 0)
-
-
 # ----- the whole network
 
 
