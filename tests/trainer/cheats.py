@@ -77,12 +77,17 @@ def replacing(name, other, trainer, patch, owner=train_gpt):
 def attending_ahead(every=1):
     """Queries see the next key of their block, every so many positions."""
 
-    def blocked_bias(honest, *words):
-        rows = honest(*words)
-        is_ahead = torch.arange(rows.size(1))[:, None] % every == 0
-        return torch.where(is_ahead, rows.roll(-1, 1), rows)
+    def mask(honest, *words):
+        rows = honest(None, *words)  # (blocks, 1, queries, keys)
+        is_ahead = torch.arange(rows.size(2))[:, None] % every == 0
+        return torch.where(is_ahead, rows.roll(-1, 2), rows)
 
-    return replacing("blocked_bias", blocked_bias)
+    return replacing("mask", mask, owner=train_gpt.BlockedAttention)
+
+
+def attending_across_documents(honest, micro_batch, *words):
+    start = torch.zeros_like(micro_batch.segment_start)
+    return honest(None, micro_batch._replace(segment_start=start), *words)
 
 
 @maker
@@ -395,7 +400,7 @@ CAUGHT |= {
     # Models that see other documents.
     "attention_across_documents": (
         "local",
-        replacing("blocked_bias", lambda honest, start, *words: honest(0 * start, *words)),
+        replacing("mask", attending_across_documents, owner=train_gpt.BlockedAttention),
     ),
     "keys_shifted_from_the_document_before": (
         "local",

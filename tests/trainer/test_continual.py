@@ -127,8 +127,8 @@ def test_a_run_protects_what_it_started_from(world_size, run_of, values, base):
         assert (left.mT @ moved).norm() < 1e-5 and (moved @ right.mT).norm() < 1e-5
     for name in set(end["model"]) - MATRICES:
         helpers.assert_bitwise(end["model"][name], start["model"][name])
-        state = (end["groups"]["small"] | end["groups"]["embeddings"])[name]
-        assert not any(value.any() for value in state.values())
+    for state in (end["groups"]["small"] | end["groups"]["embeddings"]).values():
+        assert not any(value.any() for key, value in state.items() if key != "master")
     tables = [each["groups"]["ngram_table"] for each in (end, start)]
     helpers.assert_bitwise(tables[0]["weight"], tables[1]["weight"])
     assert not tables[0]["second"].any()
@@ -163,7 +163,7 @@ def test_masters_of_narrow_weights_start_where_these_do(values, go_on, monkeypat
 
     monkeypatch.setattr(train_gpt, "train", train)
     run = go_on(**{**values, "dtype": "bfloat16", "steps": 1})
-    assert run.code == 0 and len(found) > 10 and all(found)
+    assert run.code == 0 and len(found) == 7 and all(found)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,6 @@ BAD_INPUT = [
     ({"init_from": "nowhere"}, ["--init-from nowhere", "no checkpoint"]),
     ({"model_dim": 64}, ["track english-net, with model_dim=32", "64", "--model-dim"]),
     (helpers.ONE_LAYER, ["with layers=(Layer(", "--layers"]),
-    ({"untie_at": 0.5}, ["untie_at=False", "True"]),
     ({"data": "gone/verse"}, ["`python data/text.py --corpus verse`", "--data"]),
     ({"first_data": "gone/english"}, ["`python data/text.py`", "--first-data"]),
     ({"tokenizer": "gpt2"}, ["reads bytes", "holds gpt2", "--data", "--tokenizer"]),
