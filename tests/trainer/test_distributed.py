@@ -296,6 +296,7 @@ def test_odd_words_of_a_launcher_are_named_in_one_line(variables, words, tiny, c
     assert run.code == 2 and f"status:error {words}" in line and "\n" not in line
 
 
+@pytest.mark.slow
 def test_collectives_have_the_names_of_older_torch_too():
     """Those before 2.13, as on machines whose torch is 2.11."""
     code = """

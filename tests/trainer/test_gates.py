@@ -176,6 +176,7 @@ def test_long_documents_are_cut_short_for_more_cuts():
     assert 50 < np.sum(starts // 1024 == 1) < train_gpt.SEGMENT_ROOM
 
 
+@pytest.mark.slow
 def test_a_leak_at_one_per_cent_of_all_positions_is_caught_in_nearly_all_runs():
     """Each cut sees it by a chance of 0.01: 0.99^n of all runs miss it."""
     leaks = torch.from_numpy(np.random.default_rng(5).random(VAL_TOKENS) < 0.01)[:, None]

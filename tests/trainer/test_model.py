@@ -17,7 +17,7 @@ from train_gpt import GPT, BlockedAttention, Runtime, Trainer, VarlenAttention
 
 def hidden_and_losses(trainer, tokens):
     """Final hidden states and next-token losses of the first micro-batch of `tokens`."""
-    losses, hidden = trainer.score(0, np.array(tokens, np.uint16), 0)
+    losses, hidden = trainer.score(0, np.asarray(tokens, np.uint16), 0)
     return hidden, losses
 
 
