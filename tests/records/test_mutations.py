@@ -52,9 +52,10 @@ def mutate(draw, root):
 
 
 def claims(root):
-    """What the records and the leaderboard say."""
+    """The figures of the records, and the leaderboard."""
     pages = {path.parent.name: path.read_text() for path in root.glob("records/*/*/README.md")}
-    return pages, (root / "records" / "README.md").read_text()
+    figures = {name: text.partition("## Figures")[2] for name, text in pages.items()}
+    return figures, (root / "records" / "README.md").read_text()
 
 
 @pytest.mark.slow
