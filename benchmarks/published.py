@@ -114,9 +114,8 @@ def main(argv=None):
     torch.set_num_threads(1)
     facts = common.environment("cpu")
     for seed in [int(seed) for seed in arguments.seeds.split(",") if seed]:
-        config = config_of(**of_all, seed=seed)
         try:
-            loss, seconds = common.trained(config)
+            loss, seconds = common.trained(config_of(**of_all, seed=seed))
         except train_gpt.ConfigError as error:
             sys.exit(f"error: {error}")
         run = {**of_all, "seed": seed, "loss": loss, "seconds": round(seconds, 1), **facts}

@@ -1,6 +1,7 @@
 """The command line, `python -m records COMMAND`: see records/README.md."""
 
 import argparse
+import json
 import signal
 import subprocess
 import sys
@@ -9,10 +10,11 @@ from pathlib import Path
 try:
     from records import picture, render
     from records.experiment import ab, reproduce, run, submit
-    from records.files import CONTROL, RecordError, require
+    from records.files import CONTROL, RecordError, read_text, require
     from records.judge import check_pages, check_records
     from records.record import Repository, read_script
     from records.settings import HOME, LIMITS, RULES, settings
+    from records.source import sha256_of
 except ImportError as error:
     remedy = "./run.sh installs what is missing into .venv; on Windows call it in WSL"
     sys.exit(f"records: {error}; {remedy}")
@@ -54,7 +56,15 @@ def plot(repository, options):
     print(f"plot: {out}")
 
 
-COMMANDS = (run, ab, submit, table, verify, diff, reproduce, plot)
+def gates(repository, options):
+    runs = [run for record in repository.all for run in record.runs + record.baseline]
+    used = {run.gates for run in runs} & {*RULES["gates_sha256"]}
+    listed = sorted(used | {sha256_of(read_text(HOME / "gates.py"))})
+    rules = json.dumps({**RULES, "gates_sha256": listed}, indent=1)
+    (HOME / "rules.json").write_text(f"{rules}\n")
+
+
+COMMANDS = (run, ab, submit, table, verify, diff, reproduce, plot, gates)
 CALLS = {command.__name__: command for command in COMMANDS}
 
 

@@ -62,7 +62,7 @@ def small_corpus(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_checks, "ROOT", tmp_path)
 
 
-@pytest.mark.parametrize("call", ["attention", "profile", "trainer", "pairs", "loss"])
+@pytest.mark.parametrize("call", gpu_checks.CALLS)
 def test_calls_pass_and_leave_their_figures(call, tmp_path, small_corpus):
     rows, status = rows_of(call, tmp_path)
     assert status == 0 and len(rows) > 2, rows

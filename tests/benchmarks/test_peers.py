@@ -1,8 +1,4 @@
-"""benchmarks/peers.py: what trains and what is scored, what the last line says, and a call that
-goes on."""
-
-import hashlib
-import json
+"""benchmarks/peers.py: what trains and what is scored, and what the last line says."""
 
 import numpy as np
 import pytest
@@ -17,7 +13,8 @@ SMALL = {"steps": 2, "ngram_rows": 1024}
 def test_nine_tenths_train_and_the_rest_fills_whole_passes(tmp_path):
     config = peers.config_of(SMALL, peers.parts_of(TEXT), tmp_path / "corpus", seed=1)
     corpus = train_gpt.open_corpus(config)
-    (trained,) = corpus.shards
+    (shard,) = corpus.shards
+    trained = shard.read()
     assert trained[0] == corpus.val[0] == peers.BYTES["eot_token"]
     assert bytes(trained[1:].astype(np.uint8)) == TEXT[:40_500]
     assert bytes(corpus.val[1:].astype(np.uint8)) == TEXT[40_500 : 40_500 + 4096]
@@ -44,31 +41,6 @@ def test_both_sides_learn(monkeypatch):
     parts = peers.parts_of(TEXT)
     for loss, seconds in (peers.train_ours(SMALL, parts, 1), peers.train_plain(parts, 1)):
         assert loss < np.log(peers.BYTES["vocab_size"]) and seconds > 0
-
-
-def test_a_call_goes_on_where_the_last_one_ended(tmp_path, monkeypatch, capsys):
-    trained = []
-
-    def measure(run, parts):
-        trained.append((run["arm"], run["seed"]))
-        return 1.4, 100.0
-
-    monkeypatch.setattr(peers, "measure", measure)
-    monkeypatch.setattr(peers.torch, "set_num_threads", lambda _: None)  # other tests' are kept
-    monkeypatch.setattr(peers, "TEXT_SHA256", hashlib.sha256(TEXT).hexdigest())
-    (tmp_path / "input.txt").write_bytes(TEXT)
-    words = [str(tmp_path / "input.txt"), "--results", str(tmp_path)]
-    peers.main([*words, "--minutes", "0"])
-    assert not trained and "below_a100:not measured seeds:0" in capsys.readouterr().out
-    peers.main(words)
-    assert len(set(trained)) == len(trained) == 3 * len(peers.SEEDS)
-    content = json.loads((tmp_path / "peers.json").read_text())
-    (tmp_path / "peers.json").write_text(json.dumps({"runs": content["runs"][1:]}))
-    peers.main(words)
-    assert trained[-1] == trained[0] and len(trained) == 1 + 3 * len(peers.SEEDS)
-    line = "tinyshakespeare quick_start_ratio:1.0 below_a100:100.0 seeds:5"
-    assert capsys.readouterr().out.splitlines()[-1] == line
-    assert line in (tmp_path / "peers.md").read_text()
 
 
 def test_another_text_is_refused(tmp_path):

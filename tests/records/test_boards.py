@@ -98,6 +98,19 @@ def test_the_first_page_has_the_newest_record_and_its_picture(repository, capsys
     assert status == 2 and "plain_curve.json: " in err and err.count("\n") == 1
 
 
+def of_a_copy(root, command):
+    """The finished `python -m records COMMAND` of the copy of the package in a folder."""
+    words = [sys.executable, "-m", "records", command]
+    return subprocess.run(words, cwd=root, capture_output=True, text=True)
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A copy of the package without records."""
+    outside = shutil.ignore_patterns("english*", "__pycache__")
+    return shutil.copytree(helpers.ROOT / "records", tmp_path / "records", ignore=outside)
+
+
 @pytest.mark.parametrize(
     "name, old, new, reason",
     [
@@ -108,12 +121,18 @@ def test_the_first_page_has_the_newest_record_and_its_picture(repository, capsys
         ("commands.toml", "^verify = ", "verify ", "commands.toml: TOMLDecodeError"),
     ],
 )
-def test_damaged_settings_are_told_in_one_line(tmp_path, name, old, new, reason):
-    """By a copy of the package."""
-    outside = shutil.ignore_patterns("english*", "__pycache__")
-    shutil.copytree(helpers.ROOT / "records", tmp_path / "records", ignore=outside)
-    made.edit(tmp_path / "records" / name, old, new, count=1)
-    command = [sys.executable, "-m", "records", "verify"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+def test_damaged_settings_are_told_in_one_line(package, name, old, new, reason):
+    made.edit(package / name, old, new, count=1)
+    done = of_a_copy(package.parent, "verify")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert done.stderr.startswith("records: ") and reason in done.stderr
+
+
+def test_changed_gates_may_judge_after_one_command(package):
+    """Those before them, by which no record was judged, may not any more."""
+    gates = package / "gates.py"
+    gates.write_text(gates.read_text() + "# another\n")
+    rules = json.loads((package / "rules.json").read_text())
+    assert of_a_copy(package.parent, "gates").returncode == 0
+    expected = rules | {"gates_sha256": [made.sha_of(gates.read_text())]}
+    assert json.loads((package / "rules.json").read_text()) == expected

@@ -93,6 +93,7 @@ ENDS = {  # of the first run: (the exit status, what is told, the starts that co
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_ends_of_a_run(repository, capsys, end):
     """Ctrl-C ends after the run at hand and a second one at once; what a script refuses before its
@@ -107,6 +108,7 @@ def test_ends_of_a_run(repository, capsys, end):
     assert starts(repository)[first] == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_a_log_that_is_no_file_is_no_run(repository, capsys, make):
     """Nobody waits for a pipe's other end; the run is made in its place."""
@@ -118,6 +120,7 @@ def test_a_log_that_is_no_file_is_no_run(repository, capsys, make):
     assert status == 0 and starts(repository)[first] == 1, out + err
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_run_at_hand(repository, capsys, monkeypatch):
     """It would go on by itself, in a session of its own."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # which would let it
@@ -136,6 +139,7 @@ def test_sigterm_ends_the_run_at_hand(repository, capsys, monkeypatch):
     assert [process.returncode for process in started] == [-signal.SIGTERM]
 
 
+@pytest.mark.slow
 def test_two_at_once_and_another_machine_are_refused(repository, capsys):
     with open(repository.root / "logs" / "records.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -225,6 +229,7 @@ def test_runs_are_judged_as_they_are_made(tmp_path, capsys, name):
 # ----- dtypes that a script leaves to the machine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mine, parents, found",
     [
@@ -242,6 +247,7 @@ def test_runs_of_a_comparison_share_a_dtype(tmp_path, capsys, mine, parents, fou
     assert {run.dtype for run in runs_in(repository, f"{made.name_of(script)}-*")} == {found}
 
 
+@pytest.mark.slow
 def test_two_dtypes_do_not_compare(tmp_path, capsys):
     """And an experiment keeps the one that its first run took, though the machine seems to be
     faster in the other one, when a call goes on."""
@@ -263,6 +269,7 @@ def test_two_dtypes_do_not_compare(tmp_path, capsys):
 # ----- reproduce, diff and plot
 
 
+@pytest.mark.slow
 def test_reproduced_runs_do_not_count_and_are_judged(repository, capsys):
     """Their seeds are fresh, and kept for the case that they are stopped."""
     tip = folder_of(repository, "First")
@@ -304,6 +311,7 @@ step:125/300 val_loss:4.6104 train_time:11.25s step_avg:90.00ms
 """
 
 
+@pytest.mark.slow
 def test_plot_draws_records_runs_and_other_trainers_logs(pristine, tmp_path, capsys, monkeypatch):
     drawn = []
     plot = Axes.plot

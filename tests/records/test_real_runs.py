@@ -69,7 +69,10 @@ def test_runs_of_the_trainer_are_a_record(corpus, tmp_path, capsys, monkeypatch)
     assert call(repository, capsys, "verify") == (0, "verify: ok, 1 record\n", "")
 
 
-@pytest.mark.parametrize("page", ["records/README.md", "README.md"])
+OTHER_PAGE = pytest.param("records/README.md", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("page", [OTHER_PAGE, "README.md"])
 def test_what_the_readme_says_makes_a_record(tmp_path, capsys, page):
     """The lines of its block, as they stand there, but for who writes and commits."""
     blocks = re.findall(r"^```\w*\n(.*?)^```$", (helpers.ROOT / page).read_text(), re.DOTALL | re.M)

@@ -295,6 +295,7 @@ def test_python_s_caches_are_ignored(repository, pristine):
     assert refusal(Repository(pristine.root, pristine.rules, repository.root)) == ""
 
 
+@pytest.mark.slow
 def test_large_files_are_refused_in_linear_time(repository):
     """Four MiB of what an expression could go through again and again."""
     log = logs_in(folder_of(repository, "First"))[1]

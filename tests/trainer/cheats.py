@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import train_gpt
 from helpers import EOT
+from train_gpt import NO_TOKEN
 
 CAUGHT = {}  # {name: (gates that it fails, by whatever chance others as well; cheat)}
 
@@ -76,12 +77,17 @@ def replacing(name, other, trainer, patch, owner=train_gpt):
 def attending_ahead(every=1):
     """Queries see the next key of their block, every so many positions."""
 
-    def blocked_bias(honest, *words):
-        rows = honest(*words)
-        is_ahead = torch.arange(rows.size(1))[:, None] % every == 0
-        return torch.where(is_ahead, rows.roll(-1, 1), rows)
+    def mask(honest, *words):
+        rows = honest(None, *words)  # (blocks, 1, queries, keys)
+        is_ahead = torch.arange(rows.size(2))[:, None] % every == 0
+        return torch.where(is_ahead, rows.roll(-1, 2), rows)
 
-    return replacing("blocked_bias", blocked_bias)
+    return replacing("mask", mask, owner=train_gpt.BlockedAttention)
+
+
+def attending_across_documents(honest, micro_batch, *words):
+    start = torch.zeros_like(micro_batch.segment_start)
+    return honest(None, micro_batch._replace(segment_start=start), *words)
 
 
 @maker
@@ -177,6 +183,11 @@ def rows_of_the_next_token(trainer, patch):
         return tuple(np.roll(values, -1, 0) for values in honest(passage, config))
 
     patch.setattr(train_gpt, "ngram_rows", rows_and_signs)
+
+
+def undivided(passage):
+    """A passage of a text in which no token starts a document."""
+    return passage._replace(text=train_gpt.Text(passage.text.tokens, NO_TOKEN))
 
 
 def mean_of_all_earlier_tokens(trainer, window, micro_batch):
@@ -366,6 +377,10 @@ CAUGHT |= {
         "causal local",
         reading(lambda batch: batch._replace(inputs=batch.targets.int())),
     ),
+    "guesses_of_the_next_token": (
+        "causal",
+        replacing("copies", lambda honest, *words: np.roll(honest(*words), -1, axis=0)),
+    ),
     "smear_from_the_next_token": (
         "causal local",
         replacing("pad", lambda honest, x, widths: honest(x, AHEAD.get(widths, widths)), owner=F),
@@ -385,7 +400,7 @@ CAUGHT |= {
     # Models that see other documents.
     "attention_across_documents": (
         "local",
-        replacing("blocked_bias", lambda honest, start, *words: honest(0 * start, *words)),
+        replacing("mask", attending_across_documents, owner=train_gpt.BlockedAttention),
     ),
     "keys_shifted_from_the_document_before": (
         "local",
@@ -394,6 +409,10 @@ CAUGHT |= {
     "n_grams_that_reach_into_the_document_before": (
         "local",
         replacing("ngram_keys", lambda honest, tokens, at, depth, n: honest(tokens, at, at, n)),
+    ),
+    "copies_out_of_documents_before": (
+        "local",
+        replacing("copies", lambda honest, passage, config: honest(undivided(passage), config)),
     ),
     "norm_over_the_micro_batch": (
         "causal local",

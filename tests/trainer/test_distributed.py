@@ -278,6 +278,7 @@ def test_odd_words_of_a_launcher_end_in_one_line(variables, tiny, cli, monkeypat
     assert run.code == 1 and run.lines[-1].startswith("status:error ValueError: ")
 
 
+@pytest.mark.slow
 def test_collectives_have_the_names_of_older_torch_too():
     """Those before 2.13, as on machines whose torch is 2.11."""
     code = """

@@ -23,13 +23,15 @@ SLOW = pytest.mark.slow
 
 
 def validation_text():
-    """Documents that begin alike, of 25 to 215 tokens, behind one that is longer than a pass."""
+    """Documents of 25 to 215 tokens that begin alike and repeat a phrase, which copies find, behind
+    one that is longer than a pass."""
     source = [token for token in byte_documents(12000) if token != EOT]
     licence = list(b"# MIT licence\n")
     tokens, low = [EOT, *source[:600]], 600
     for length in np.random.default_rng(0).integers(10, 200, size=80):
-        tokens += [EOT, *licence, *source[low : low + length]]
-        low += int(length)
+        phrase = source[low : low + 24]
+        tokens += [EOT, *licence, *[*phrase * 9][:length]]
+        low += 24
     return np.array(tokens[: VAL_TOKENS + 1], dtype=np.uint16)
 
 
@@ -174,6 +176,7 @@ def test_long_documents_are_cut_short_for_more_cuts():
     assert 50 < np.sum(starts // 1024 == 1) < train_gpt.SEGMENT_ROOM
 
 
+@pytest.mark.slow
 def test_a_leak_at_one_per_cent_of_all_positions_is_caught_in_nearly_all_runs():
     """Each cut sees it by a chance of 0.01: 0.99^n of all runs miss it."""
     leaks = torch.from_numpy(np.random.default_rng(5).random(VAL_TOKENS) < 0.01)[:, None]

@@ -161,7 +161,8 @@ def test_loss_over_sampled_rows_against_its_definition():
     prefixes = torch.arange(257)
     prefixes[60:90] = 7
     numbers = (1.0, 0.5, 0.3), prefixes, (30.0, 0.0)
-    loss, losses = train_gpt.summed_loss(hidden, head, micro_batch, phase, *numbers)
+    text = micro_batch.targets, micro_batch.segment_start
+    loss, losses = train_gpt.summed_loss(hidden, *text, head, phase, *numbers)
     prefix = prefixes[micro_batch.targets]
     present = torch.cat([micro_batch.targets, prefix])
     rows, _, counts = train_gpt.sampled_rows(present, 257, 120)

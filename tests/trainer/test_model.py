@@ -163,9 +163,6 @@ def test_half_of_a_shifted_layers_keys_begin_as_queries(model_dim, heads):
         assert queries.std().item() == pytest.approx(0.6 / model_dim**0.5, rel=0.1)
 
 
-# ----- copies
-
-
 # ----- the whole network
 
 
@@ -220,8 +217,8 @@ class SlowGPT:
             total[i] += weights[i, column] * rms(self.weights["head"][guesses[i, column]])
         return total
 
-    def embedding(self, inputs, document, is_tied):
-        x = self.weights["head" if is_tied else "embed"][inputs]
+    def embedding(self, inputs, document):
+        x = self.weights["embed"][inputs]
         smeared = x.copy()
         for i in range(1, len(inputs)):
             if document[i] != i:
@@ -311,11 +308,11 @@ class SlowGPT:
                 read[i] += self.weights["mlp_kernel"][layer, back - 1] * x[i - back]
         return read
 
-    def log_probabilities(self, inputs, document, windows, is_tied):
+    def log_probabilities(self, inputs, document, windows):
         """Log-probabilities (T, vocabulary) of the next token."""
         config, weights = self.config, self.weights
         ngram, guesses = self.looked_up(inputs)
-        embedded = x = self.embedding(inputs, document, is_tied)
+        embedded = x = self.embedding(inputs, document)
         left, states = {}, []
         last = len(config.layers) - 1
         heads = self.dim // config.head_dim
@@ -373,11 +370,10 @@ def slow_training_loss(log_probabilities, document, tokens, mtp_weights, prefix_
 
 
 NETWORKS = {
-    "five layers, tied": {
+    "five layers": {
         "layers": layers_of(
             5, is_long=(1, 3), value_embedding=(0, 3), skip={3: 2, 4: 4}, feeds_attention=(0, 2)
         ),
-        "untie_at": 0.75,
     },
     "layered": {
         "layers": layers_of(4, **KINDS, decides_gates=(0,)),
@@ -393,7 +389,6 @@ NETWORKS = {
     "pairs in all layers": {
         "layers": layers_of(4, shifted_keys=(1,), paired_heads=range(4), exclusive=(3,)),
         "head_dim": 8,
-        "untie_at": 0.75,
     },
     "no value embeddings": {
         "layers": layers_of(4, **{**KINDS, "value_embedding": ()}, feeds_last=(0,)),
@@ -433,11 +428,10 @@ def test_the_network_against_a_slow_float64_reference(changes, mtp_weights, monk
     # The first document has lost its start.
     tokens = [*text[1:60], EOT, *text[60:70], EOT, *text[100:158]]
     document = helpers.documents_of(tokens[:128])
-    step = 1  # windows have grown once, and the head is still tied if it ever was
-    is_tied = config.untie_at > 0
+    step = 1  # windows have grown once
     windows = [64 if layer.is_long else 32 for layer in config.layers]
     slow = SlowGPT(trainer, (32, 64))
-    expected = slow.log_probabilities(np.array(tokens[:128]), document, windows, is_tied)
+    expected = slow.log_probabilities(np.array(tokens[:128]), document, windows)
     with torch.no_grad():
         loss, losses, _ = training_pass(trainer, step, *helpers.read(trainer, tokens))
     slow_losses = -expected[np.arange(128), tokens[1:129]]

@@ -3,7 +3,6 @@
 import base64
 import dataclasses
 import json
-import os
 import shutil
 
 import numpy as np
@@ -141,18 +140,6 @@ def test_samples_top_k_and_a_prompt_file(path, use, tmp_path):
     assert drawn("--temperature", 1e-300) == likeliest
     (tmp_path / "prompt").write_bytes(b"caf\xe9")
     assert "no UTF-8 text" in refusal(use(*words, "--prompt-file", "prompt"))
-
-
-def test_a_prompt_comes_through_a_pipe_and_ends(path, use):
-    """As with `--prompt-file <(...)`, which names a link in /dev/fd."""
-    words = ["--checkpoint", path, "--tokens", 4, "--prompt-file"]
-    reading, writing = os.pipe()
-    os.write(writing, b"def ")
-    os.close(writing)
-    run = use(*words, f"/dev/fd/{reading}")
-    os.close(reading)
-    assert run.code == 0 and run.stdout.startswith("def "), run.stdout
-    assert "is longer than" in refusal(use(*words, "/dev/zero"))
 
 
 def test_text_streams_in_whole_characters(path, use, monkeypatch):
