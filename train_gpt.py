@@ -1065,7 +1065,7 @@ def gate(x, weight):
 
 # Tokens whose logits exist at a time: on a CPU those of more leave its cache, and on a GPU those of
 # fewer are more kernels to compile and to launch.
-LOSS_CHUNK = {"cpu": 2048, "cuda": 8192}
+LOSS_CHUNK = {"cpu": 256, "cuda": 8192}
 CAP_WIDTH = 7.5  # of the sigmoid that caps logits
 SPREAD = 2654435769  # 2^32 over the golden ratio: multiples of it lie far from each other
 
@@ -1100,7 +1100,7 @@ class CappedCrossEntropy(torch.autograd.Function):
             target = targets[chunk]
             product = x @ head.T
             gap = cap_gap(product, cap)
-            exp_logits = torch.exp(-gap)
+            exp_logits = gap.neg().exp_()
             if counts is not None:
                 exp_logits = exp_logits * counts
             sum_exp = exp_logits.sum(1, keepdim=True)
@@ -1113,8 +1113,8 @@ class CappedCrossEntropy(torch.autograd.Function):
                 scale = weight.sum(1, keepdim=True) / sum_exp
                 part = target_weight / scale.clamp_min(1e-30)
                 target_grad = (torch.exp(-target_gap) - part) * cap_slope(target_gap, top)
-                grad = (exp_logits * cap_slope(gap, top)).to(x.dtype)
-                grad = grad.scatter(1, target, target_grad.to(x.dtype))
+                grad = exp_logits.mul_(cap_slope(gap, top)).to(x.dtype)
+                grad.scatter_(1, target, target_grad.to(x.dtype))
                 hidden_grads.append(((grad @ head) * scale).to(x.dtype))
                 head_grad = torch.addmm(head_grad, grad.T, (x * scale).to(x.dtype))
         losses = torch.cat(losses)
@@ -1134,12 +1134,13 @@ def cap_gap(products, cap):
     """By how much soft-capped logits, top sigmoid((z + shift) / CAP_WIDTH), of products z of hidden
     states and head are below their cap `top`: float32, in (0, top)."""
     top, shift = cap
-    return top * torch.sigmoid((products.float() + shift) * (-1 / CAP_WIDTH))
+    scaled = (products.float() + shift).mul_(-1 / CAP_WIDTH)
+    return scaled.sigmoid_().mul_(top)
 
 
 def cap_slope(gap, top):
     """The derivative of a capped logit by its product."""
-    return gap * (top - gap) / (top * CAP_WIDTH)
+    return (top - gap).mul_(gap).div_(top * CAP_WIDTH)
 
 
 def sampled_rows(targets, vocab, count):
@@ -1208,8 +1209,8 @@ class Rule:
     lr_mul: float | Tensor = 1.0  # times the group's rate; a tensor (k, 1, 1): of a bank's matrices
     decay: float = 0.0  # times matrix_decay for matrices, else the weight decay itself
     betas: tuple = (0.9, 0.99)  # Muon and SOAP-Muon read the second; the first follows a schedule
-    # Adam's, over the root mean square of the group's gradients: a scalar whose gradient is nothing
-    # but rounding must not make full steps.
+    # Adam's, over the root mean square of the gradients beside it: a scalar whose gradient is
+    # nothing but rounding must not make full steps.
     eps: float = 1e-3
 
 
@@ -1536,7 +1537,9 @@ def adam_update(weight, grad, state, hyper):
     state["second"].lerp_(grad.square(), 1 - beta2)
     first = state["first"] / (1 - beta1**hyper.count)
     second = state["second"] / (1 - beta2**hyper.count)
-    floor = (hyper.eps * second.mean().sqrt()).clamp_min(1e-30)
+    # Over each matrix, each row of an embedding, all of a vector: so ranks that share out agree.
+    axes = range(1, second.ndim) or (0,)
+    floor = (hyper.eps * second.mean(tuple(axes), keepdim=True).sqrt()).clamp_min(1e-30)
     cautious_step(weight, first / (second.sqrt() + floor), hyper.lr, hyper.decay)
 
 
@@ -1586,7 +1589,8 @@ def polar_express(matrices, dtype):
     x = x / (size * 1.02 + 1e-12).to(dtype)
     for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.float()
 
 
@@ -1879,6 +1883,11 @@ def state_shape(key, shape):
     return shape
 
 
+# Values of a group above which ranks share it out. Each rank updates all of a smaller one, which
+# takes one collective; to share it out takes two for each parameter, and they cost more than that.
+SHARE_ABOVE = 2**22
+
+
 def gradient(param):
     """The gradient of the losses summed since the parameter's last update; 0 where it has none."""
     return torch.zeros_like(param) if param.grad is None else param.grad
@@ -1897,8 +1906,8 @@ class ParameterGroup(Group):
     Nothing divides the sums of gradients by the tokens of a step: where a batch grows, gradients
     grow, too, and Adam's steps are longer until its second moment has followed.
 
-    Ranks share each parameter out along its first axis, whole matrices of a bank: every rank holds
-    all of it, and updates the range that it owns.
+    Ranks share each parameter of a large group out along its first axis, whole matrices of a bank:
+    every rank holds all of it, and updates the range that it owns.
     """
 
     def __init__(self, name, config, params, runtime):
@@ -1906,6 +1915,7 @@ class ParameterGroup(Group):
         self.config = config
         self.runtime = runtime
         self.params = params  # {name: parameter}
+        self.is_shared_out = runtime.world_size > 1 and self.size() > SHARE_ABOVE
         self.lr = config.adam_lr
         self.decay = 1.0
         self.every = config.adam_every
@@ -1931,7 +1941,8 @@ class ParameterGroup(Group):
 
     def owned_range(self, name):
         """The range of a parameter's first axis that this rank updates."""
-        return self.runtime.owned_range(len(self.params[name]))
+        count = len(self.params[name])
+        return self.runtime.owned_range(count) if self.is_shared_out else (0, count)
 
     def own(self, name, tensor):
         """This rank's part of a tensor that has the parameter's first axis."""
@@ -1965,7 +1976,22 @@ class ParameterGroup(Group):
         if self.is_tied(step):
             grads["head"] = grads["head"] + grads.pop("embed")
             self.params["embed"].grad = None
-        return [(name, *self.runtime.reduce_scatter(grad, name)) for name, grad in grads.items()]
+        if self.is_shared_out:
+            scatter = self.runtime.reduce_scatter
+            return [(name, *scatter(grad, name)) for name, grad in grads.items()]
+        return self.reduce_all(grads)
+
+    def reduce_all(self, grads):
+        """Start to sum gradients {name: tensor} over ranks, all of them in one collective."""
+        if self.runtime.world_size == 1:
+            return [(name, grad, None) for name, grad in grads.items()]
+        bucket = end_to_end(grads.values(), self.runtime.device)
+        work = self.runtime.all_reduce(bucket, self.name)
+        parts = bucket.split([grad.numel() for grad in grads.values()])
+        return [
+            (name, part.view_as(grad), work)
+            for (name, grad), part in zip(grads.items(), parts, strict=True)
+        ]
 
     def update(self, step, lr_mul, pending):
         travelling = []
@@ -2033,6 +2059,8 @@ class ParameterGroup(Group):
 
     def whole(self, name, part):
         """What the parts of all ranks make up, on rank 0."""
+        if not self.is_shared_out:
+            return part
         return self.runtime.gather_on_main(part, len(self.params[name]))
 
     def load(self, state):
@@ -2071,9 +2099,7 @@ def joint_rule(params, device):
 
 class SmallGroup(ParameterGroup):
     """Gates, scales and other small parameters. End to end they are one float32 vector, of which
-    the model has copies: it is summed in one collective, and every rank updates all of it."""
-
-    is_shared_out = False
+    the model has copies."""
 
     def __init__(self, config, members, runtime):
         self.members = members  # {name: parameter of the model}
@@ -2082,20 +2108,14 @@ class SmallGroup(ParameterGroup):
         vector = nn.Parameter(end_to_end(values, runtime.device))
         vector.rule = joint_rule(members.values(), runtime.device)
         super().__init__("small", config, {"small": vector}, runtime)
+        self.is_shared_out = False
         self.state["small"]["master"] = vector.data
         parts = vector.data.split([value.numel() for value in values])
         self.parts = [part.view_as(value) for part, value in zip(parts, values, strict=True)]
 
-    def owned_range(self, name):
-        return 0, len(self.params[name])
-
-    def whole(self, name, part):
-        return part
-
     def reduce(self, step):
         grads = [gradient(param) for param in self.members.values()]
-        vector = end_to_end(grads, self.runtime.device)
-        return [("small", vector, self.runtime.all_reduce(vector, "small"))]
+        return self.reduce_all({"small": end_to_end(grads, self.runtime.device)})
 
     def receive(self, step, pending):
         torch._foreach_copy_([param.data for param in self.members.values()], self.parts)
