@@ -2,6 +2,7 @@
 
     python benchmarks/plain_gpt.py [--minutes 60]                            tunes it
     python benchmarks/plain_gpt.py --turns 3 [--script FILE] [--corpus DIR]  times it beside ours
+    python benchmarks/plain_gpt.py --curve                                   for the first page
 
 The model has learned positions, LayerNorm, biases, GELU, and a head tied to the embedding, as
 nanoGPT trains it (Karpathy 2022): random windows, AdamW, a clipped gradient, a linear warm-up and
@@ -42,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import common
 
 NAME = "plain_gpt"
+ENGLISH = common.ROOT / common.TRACK.data
 THREADS = 2
 HEAD_DIM = 32
 VAL_TOKENS = 262_144
@@ -338,22 +340,39 @@ def seconds_of_steps(setting, steps, corpus):
     return statistics.mean(times) * steps
 
 
+def looks_at(training):
+    """Train a plain GPT, and yield LOOKS times (seconds of training so far, validation loss)."""
+    every = math.ceil(training.steps / LOOKS)
+    seconds = 0.0
+    for step in range(training.steps):
+        seconds += training.step(step)
+        if (step + 1) % every == 0 or step + 1 == training.steps:
+            yield seconds, training.loss()
+
+
 def seconds_to_loss(training, loss):
     """Train a plain GPT until its smoothed validation loss is no higher than `loss`.
 
     The smoothed loss is the mean of three looks, told at the time of the second. Returns (seconds
     of training, smoothed loss) of the first that is low enough, or else of the last."""
-    every = math.ceil(training.steps / LOOKS)
-    seconds = 0.0
     looks = []
-    for step in range(training.steps):
-        seconds += training.step(step)
-        if (step + 1) % every == 0 or step + 1 == training.steps:
-            looks.append((seconds, training.loss()))
-            smoothed = statistics.mean(value for _, value in looks[-3:])
-            if len(looks) >= 3 and smoothed <= loss:
-                break
+    for look in looks_at(training):
+        looks.append(look)
+        smoothed = statistics.mean(value for _, value in looks[-3:])
+        if len(looks) >= 3 and smoothed <= loss:
+            break
     return looks[-2][0], smoothed
+
+
+def record_curve(folder, final):
+    """Repeat the plain GPT's long run, and write its losses at their seconds: the first page draws
+    them beside the newest record. It writes as it goes."""
+    training = Training(run_of(final).setting, final["seed"], final["steps"], Corpus(ENGLISH))
+    curve = {"environment": common.environment("cpu"), "seconds": [], "loss": []}
+    for seconds, loss in looks_at(training):
+        curve["seconds"].append(round(seconds, 1))
+        curve["loss"].append(round(loss, 4))
+        (folder / "plain_curve.json").write_text(json.dumps(curve, indent=1) + "\n")
 
 
 def take_turn(final, script, seed, folder):
@@ -408,7 +427,13 @@ def run_turns(arguments, final):
 
 
 def main(argv=None):
-    defaults = {"minutes": 60.0, "turns": 0, "script": "train_gpt.py", "corpus": common.TRACK.data}
+    defaults = {
+        "minutes": 60.0,
+        "turns": 0,
+        "curve": False,
+        "script": "train_gpt.py",
+        "corpus": common.TRACK.data,
+    }
     arguments = common.parser(__doc__, **defaults).parse_args(argv)
     deadline = time.monotonic() + 60 * arguments.minutes
     torch.set_num_threads(THREADS)
@@ -416,17 +441,19 @@ def main(argv=None):
     path = Path(arguments.results) / f"{NAME}.json"
     known = json.loads(path.read_text()) if path.is_file() else {}
     runs = known.get("runs", [])
-    if arguments.turns:
+    if arguments.turns or arguments.curve:
         finals = finals_of(runs)
         if not finals:
             sys.exit(f"error: {path} has no run of {LONG} seconds; call this without --turns first")
+        if arguments.curve:
+            return record_curve(Path(arguments.results), finals[0])
         mean = statistics.mean(figures["loss"] for figures in finals)
         return run_turns(arguments, {**finals[0], "loss": mean})
     if arguments.corpus != common.TRACK.data:
         sys.exit(
             f"error: --corpus {arguments.corpus}: it is tuned on {common.TRACK.data}; add --turns N"
         )
-    corpus = Corpus(common.ROOT / common.TRACK.data)
+    corpus = Corpus(ENGLISH)
     step_seconds = known.get("step_seconds", {})
     new_shapes = [setting for setting in GRID if setting.shape not in step_seconds]
     if new_shapes:
