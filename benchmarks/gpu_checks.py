@@ -37,12 +37,14 @@ from benchmarks import common
 torch = train_gpt.torch
 LIMIT_SECONDS = 540
 FINEWEB = train_gpt.TRACKS["fineweb"]
+PLACE = ROOT / ".cache"  # of texts, and of the runs' logs
 SMALLER = {"ngram_rows": 2**18, "val_tokens": 131_072, "val_batch_tokens": 16_384, "seed": 1}
 TINY = {
     "model_dim": 48,
     "head_dim": 8,
     "mlp_dim": 64,
     "micro_batch_tokens": 256,
+    "micro_batches_a_pass": 1,
     "ngram_rows": 4096,
     "val_tokens": 1024,
     "val_batch_tokens": 512,
@@ -87,12 +89,13 @@ def in_words(value):
 
 def values_of(arguments, stages):
     """{field: value} of the fields of the track that a call changes."""
-    values = {**SMALLER, "data": arguments.data, "device": arguments.device}
+    own = train_gpt.vocabulary_of(arguments.data, FINEWEB)
+    values = {**SMALLER, **own, "data": arguments.data, "device": arguments.device}
     stages = [dataclasses.asdict(stage) for stage in stages]
     if arguments.tiny:
         values |= TINY
         for stage in stages:
-            stage["micro_batches"] //= 2
+            stage["micro_batches"] //= 4
             stage["softmax_rows"] = min(512, stage["softmax_rows"])
     return {**values, "stages": tuple(stages)}
 
@@ -111,7 +114,7 @@ def printed(words, transcript, until=None):
     began = time.monotonic()
     lines = []
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, **piped) as process:
+    with subprocess.Popen(command, cwd=PLACE, **piped) as process:
         try:
             for line in process.stdout:
                 lines.append(line.rstrip())
@@ -140,7 +143,7 @@ def check_whole(arguments, report):
         for number, stage in enumerate(FINEWEB.stages)
     ]
     run_id = f"gpu_checks_{os.getpid()}"
-    folder = ROOT / "logs" / run_id
+    folder = PLACE / "logs" / run_id
     values = {"track": "fineweb", "steps": steps, "log_every": 1, "run_id": run_id}
     values |= {"save_every": SAVED, "val_every": SAVED, "untie_at": (KILLED + 2) / steps}
     words = common.words_of({**values, **values_of(arguments, stages)})
@@ -283,7 +286,7 @@ def main(argv=None):
     parser.add_argument("call", choices=CALLS)
     arguments = parser.parse_args(argv)
     text = common.sources if arguments.tiny else common.english_in_gpt2
-    arguments.data = arguments.data or str(text(ROOT / ".cache"))
+    arguments.data = str(Path(arguments.data or text(PLACE)).absolute())
     if arguments.device == "cuda" and not torch.cuda.is_available():
         remedy = f"--device cpu --tiny only tries out the script; its text is in {arguments.data}"
         print(f"error: torch sees no CUDA device; {remedy}", file=sys.stderr)
