@@ -151,15 +151,20 @@ def check_whole(arguments, report):
         status, lines = printed(words, transcript, until=KILLED)
         note("seconds of warm-up", [line for line in lines if line.startswith("warm-up")])
         before = steps_of(lines)
-        note("killed behind step", max(before, default=0), ok=status < 0 and KILLED in before)
+        if KILLED not in before:
+            note("end of the first run", lines[-1], ok=False)
+            return
+        note("killed behind step", max(before), ok=status < 0)
         told = [line for line in lines if " val_loss:" in line]
         note("validation on the way", told, ok=len(told) == 1)
-        is_saved = (folder / f"step_{SAVED:06d}.pt").exists()
-        note("saved behind step", SAVED, ok=is_saved)
+        path = folder / f"step_{SAVED:06d}.pt"
+        note("saved", path.name, ok=path.exists())
         status, lines = printed(["--resume", run_id], transcript)
     note("seconds of warm-up, resumed", [line for line in lines if line.startswith("warm-up")])
     note("end of the resumed run", lines[-1], ok=status == 0)
     after = steps_of(lines)
+    if KILLED not in after:
+        return
     apart = max(abs(after[step][0] - before[step][0]) for step in range(SAVED + 1, KILLED + 1))
     # On CUDA bits cannot agree: gradients of attention and of embeddings are summed by atomics.
     note("resumed losses less those before", apart, ok=apart <= 0.01 * (arguments.device != "cpu"))
