@@ -179,7 +179,7 @@ def check_whole(arguments, report):
     note("final validation", result["val_loss"], ok=result["val_loss"] < losses[1])
     for gate, is_passed in result["validity"].items():
         note(f"gate {gate}", is_passed, ok=is_passed)
-    note("peak memory, MiB", result["peak_memory_mib_by_rank"])
+    note("peak memory, MiB", result["peak_memory_mib"])
 
 
 # ----- a profile

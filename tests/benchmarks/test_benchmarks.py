@@ -88,7 +88,7 @@ def faulty_runs(tmp_path, monkeypatch, resumed_loss=2.0, status=-9, val_loss=1.5
         folder = tmp_path / "logs" / f"gpu_checks_{os.getpid()}"
         if until is None:
             content = {"val_loss": val_loss, "validity": {"causal": gate}}
-            content["peak_memory_mib_by_rank"] = [1]
+            content["peak_memory_mib"] = [1]
             (folder / "result.json").write_text(json.dumps(content))
             return 0, [*(line(step, resumed_loss) for step in range(9, 17)), "status:ok"]
         folder.mkdir(parents=True)
