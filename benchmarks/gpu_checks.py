@@ -89,7 +89,7 @@ def in_words(value):
 
 def values_of(arguments, stages):
     """{field: value} of the fields of the track that a call changes."""
-    own = train_gpt.vocabulary_of(arguments.data, FINEWEB)
+    own = train_gpt.vocabulary_of(arguments.data)
     values = {**SMALLER, **own, "data": arguments.data, "device": arguments.device}
     stages = [dataclasses.asdict(stage) for stage in stages]
     if arguments.tiny:
