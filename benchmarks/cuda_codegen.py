@@ -223,7 +223,7 @@ def passes(config, step):
     )
     ngram = torch.empty(length, config.model_dim, dtype=dtype, requires_grad=True)
     windows = train_gpt.long_windows_until(config, step)
-    phase = train_gpt.training_phase(config, step)
+    phase = train_gpt.training_phase(config, step).as_sizes()
     shape = 2 * length, config.head_dim, config.attention_scale, windows, "cpu", dtype
     rotary = train_gpt.rotary_tables(*shape)
     forward = generator.compile(model, dynamic=False, fullgraph=True)

@@ -1,30 +1,29 @@
-"""The first hour on a GPU, in five calls, each within nine minutes.
+"""What a GPU says of the track fineweb, in two calls of nine minutes at most.
 
-    python benchmarks/gpu_checks.py attention      versions; attention against float64
-    python benchmarks/gpu_checks.py profile        twelve steps, two of them kernel by kernel
-    python benchmarks/gpu_checks.py trainer        the trainer itself: 60 steps and its gates
-    python benchmarks/gpu_checks.py pairs          settings of speed, two by two in one process
-    python benchmarks/gpu_checks.py loss           240 steps, with rates of this width and of 64
-    python benchmarks/gpu_checks.py CALL --device cpu --tiny       tries out a call without a GPU
+    python benchmarks/gpu_checks.py whole      the trainer's own command, through all of its parts
+    python benchmarks/gpu_checks.py profile    the time of a step of stage 1, and where it goes
+    python benchmarks/gpu_checks.py profile --beside FILE      beside another checkout's trainer
+    python benchmarks/gpu_checks.py CALL --device cpu --tiny   tries out a call without a GPU
 
-All of them are of the track fineweb, on its shards where they are present, on other shards of GPT-2
-tokens with --data FOLDER, else on words of torch's Python sources, numbered by frequency: real text
-whose copies and n-grams repeat. Compiled code is kept in .cache/, so that a call which ran into its
-limit goes on where it was. Each call leaves benchmarks/results/gpu_CALL.{json,md} (tiny_CALL.* with
---tiny).
-Exit status: 0 all passed, 1 something failed, 2 no CUDA device.
+Their text is the dictionary of the track english in GPT-2's tokens, which the first call builds in
+.cache/, also on a machine without a GPU; --data takes another text. Compiled code is kept there,
+too. Each call writes as it goes, so that one which is cut also tells: rows with verdicts to
+benchmarks/results/gpu_CALL.{json,md}, and what the trainer prints, with seconds, to gpu_whole.txt
+(tiny_* with --tiny). Exit status: 0 all passed, 1 something failed, 2 no CUDA device.
 """
 
-import collections
+import contextlib
 import dataclasses
-import itertools
+import functools
+import importlib.util
 import json
 import os
 import re
 import signal
+import statistics
+import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,22 +31,24 @@ sys.path.insert(0, str(ROOT))
 # Torch reads this when it is imported, and keeps Triton's cache there, too.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".cache/inductor"))
 
-import numpy as np
-import torch
-
-import train_gpt
+import train_gpt  # ahead of torch, whose allocator it sets
 from benchmarks import common
 
+torch = train_gpt.torch
 LIMIT_SECONDS = 540
-TINY = {  # fields of a Stage hold in all stages
-    "model_dim": 32,
-    "head_dim": 16,
+FINEWEB = train_gpt.TRACKS["fineweb"]
+PLACE = ROOT / ".cache"  # of texts, and of the runs' logs
+SMALLER = {"ngram_rows": 2**18, "val_tokens": 131_072, "val_batch_tokens": 16_384, "seed": 1}
+TINY = {
+    "model_dim": 48,
+    "head_dim": 8,
     "mlp_dim": 64,
-    "micro_batch_tokens": 512,
-    "micro_batches": 2,
+    "micro_batch_tokens": 256,
+    "micro_batches_a_pass": 1,
     "ngram_rows": 4096,
-    "val_tokens": 2048,
+    "val_tokens": 1024,
     "val_batch_tokens": 512,
+    "dtype": "float32",
     "compile": False,
 }
 KINDS = {  # of kernels, by their names
@@ -56,7 +57,6 @@ KINDS = {  # of kernels, by their names
     "written by the compiler": "^triton_",
 }
 VERDICTS = {True: "ok", False: "FAIL", None: "-"}
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}  # relative errors of attention
 
 
 class Report:
@@ -64,239 +64,222 @@ class Report:
 
     def __init__(self, path, facts):
         self.path = path
-        self.content = {"environment": facts, "rows": []}
+        self.facts = facts
+        self.rows = []
 
     def note(self, item, value, ok=None):
         """ok: True, False, or None for what is only measured."""
-        self.content["rows"].append({"item": item, "value": value, "ok": ok})
-        print(f"{item} [{VERDICTS[ok]}]: {value}", flush=True)
-        common.write_whole(self.path, json.dumps(self.content, indent=1) + "\n")
-        common.write_whole(self.path.with_suffix(".md"), markdown(self.content))
+        self.rows.append({"item": item, "value": value, "ok": ok})
+        print(f"{item} [{VERDICTS[ok]}]: {in_words(value)}", flush=True)
+        rows = [(row["item"], in_words(row["value"]), VERDICTS[row["ok"]]) for row in self.rows]
+        table = common.markdown_table(["what", "found", "verdict"], rows)
+        common.write_results(
+            self.path.parent, self.path.name, self.facts, {"rows": self.rows}, table
+        )
 
 
 def in_words(value):
-    """A value of a row, with numbers to at least four digits, and of many the first six."""
+    """A value of a row, with numbers to four digits."""
     if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+        return f"{value:.4g}"
     if isinstance(value, dict):
         return ", ".join(f"{name} {in_words(part)}" for name, part in value.items())
-    if isinstance(value, list):
-        more = ["..."] * (len(value) > 6)
-        return ", ".join([*map(in_words, value[:6]), *more])
-    return str(value)
+    return ", ".join(map(in_words, value)) if isinstance(value, list) else str(value)
 
 
-def markdown(content):
-    """What a call has found, as a table and a line of where that was."""
-    rows = [(row["item"], in_words(row["value"]), VERDICTS[row["ok"]]) for row in content["rows"]]
-    table = common.markdown_table(["what", "found", "verdict"], rows)
-    return f"{table}\n\n{common.environment_line(content['environment'])}\n"
-
-
-# ----- configuration and tokens
-
-
-def word_documents(limit, eot_token):
-    """Torch's Python sources as words, numbered by frequency; all rare ones share a number."""
-    texts = []
-    for document in common.python_documents(limit):
-        text = document.astype(np.uint8).tobytes().decode(errors="replace")
-        texts.append(re.findall(r"\w+|\W", text))
-    counts = collections.Counter(itertools.chain.from_iterable(texts))
-    known = [word for word, _ in counts.most_common(eot_token - 1)]
-    number = collections.defaultdict(lambda: len(known), zip(known, range(len(known)), strict=True))
-    return [np.array([number[word] for word in text], np.uint16) for text in texts]
-
-
-FINEWEB = train_gpt.TRACKS["fineweb"]
-FIRST_STAGE = dataclasses.replace(
-    FINEWEB, stages=FINEWEB.stages[:1], untie_at=1.0, cooldown=(1.0, 1.0)
-)
-
-
-def config_of(arguments, base=FIRST_STAGE, **changes):
-    """The Config of a call, on tokens that are there; changes come last."""
-    values = {
-        "ngram_rows": 2**18,
-        "val_tokens": 131_072,
-        "val_batch_tokens": 16_384,
-        "device": arguments.device,
-        "seed": 1,
-    }
+def values_of(arguments, stages):
+    """{field: value} of the fields of the track that a call changes."""
+    own = train_gpt.vocabulary_of(arguments.data)
+    values = {**SMALLER, **own, "data": arguments.data, "device": arguments.device}
+    stages = [dataclasses.asdict(stage) for stage in stages]
     if arguments.tiny:
         values |= TINY
-    config = train_gpt.with_values(base, {**values, **changes})
-    if arguments.data:
-        return train_gpt.with_values(config, {"data": arguments.data})
-    if arguments.tiny or not any((ROOT / config.data).glob("*_train_*.bin")):
-        folder = ROOT / ".cache" / f"words_{config.val_tokens}"
-        if not folder.exists():
-            documents = word_documents(400_000 if arguments.tiny else 10**9, config.eot_token)
-            common.write_corpus(folder, documents, config.eot_token, config.val_tokens)
-        # A word that is numbered begins with no other.
-        config = train_gpt.with_values(config, {"data": str(folder), "prefix_weight": 0.0})
-    return config
+        for stage in stages:
+            stage["micro_batches"] //= 4
+            stage["softmax_rows"] = min(512, stage["softmax_rows"])
+    return {**values, "stages": tuple(stages)}
 
 
-class Steps(common.Training):
-    """A training whose steps are timed."""
+# ----- the trainer, whole
 
-    def __init__(self, config):
-        super().__init__(config)
-        self.done = 0
-
-    def take(self, count):
-        """Take steps. Returns (their losses, milliseconds a step, those of the host alone)."""
-        self.runtime.synchronize()
-        began = time.perf_counter()
-        losses = [self.step(step) for step in range(self.done, self.done + count)]
-        host = time.perf_counter() - began
-        self.runtime.synchronize()
-        whole = time.perf_counter() - began
-        self.done += count
-        return [loss.item() for loss in losses], 1000 * whole / count, 1000 * host / count
+SAVED = 8  # the step behind which it validates and saves
+KILLED = 10  # the step behind which the first process is killed
+LOGGED = r"step:(\d+)/\d+ train_loss:(\S+) .*train_time:(\d+)ms"
 
 
-# ----- the five calls
+def printed(words, transcript, until=None):
+    """Run the trainer; kill it when it has logged the step `until`. Returns (exit status, its
+    lines), which the transcript gets, too, with seconds."""
+    command = [sys.executable, "-u", str(ROOT / "train_gpt.py"), *words]
+    began = time.monotonic()
+    lines = []
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=PLACE, **piped) as process:
+        try:
+            for line in process.stdout:
+                lines.append(line.rstrip())
+                transcript.write(f"{time.monotonic() - began:7.1f} {line}")
+                if until is not None and line.startswith(f"step:{until}/"):
+                    process.kill()
+        except BaseException:
+            process.kill()
+            raise
+    return process.returncode, lines
 
 
-def attention_error(back_end, device, dtype, size, starts, length):
-    """The largest relative error of attention and its gradients against float64."""
-    bounds = torch.tensor([*starts, length], dtype=torch.int32, device=device)
-    segment_start = bounds[:-1].repeat_interleave(bounds.diff())
-    micro_batch = types.SimpleNamespace(segment_start=segment_start, segment_bounds=bounds)
-    phase = types.SimpleNamespace(max_segment=length)
-    drawn = torch.randn(4, length, 2, 128, generator=torch.Generator().manual_seed(0))
-    q, k, v, upstream = drawn.to(device, dtype)
-    mine = [tensor.requires_grad_() for tensor in (train_gpt.norm(q), train_gpt.norm(k), v)]
-    exact = [tensor.detach().double().requires_grad_() for tensor in mine]
-    mask = back_end.mask(micro_batch, size, 1, phase, dtype)
-    out = back_end.attend(*mine, mask, 0.1)
-    reference = common.reference_attention(*exact, segment_start, size, 0.1)
-    values = [out, *torch.autograd.grad(out, mine, upstream)]
-    references = [reference, *torch.autograd.grad(reference, exact, upstream.double())]
-    errors = [
-        (value - reference).norm() / reference.norm()
-        for value, reference in zip(values, references, strict=True)
+def steps_of(lines):
+    """{step: (training loss, milliseconds so far)} of what a trainer has printed."""
+    found = filter(None, (re.match(LOGGED, line) for line in lines))
+    return {int(match[1]): (float(match[2]), int(match[3])) for match in found}
+
+
+def check_whole(arguments, report):
+    """Train four steps of each stage, with untying and both validations; kill it, and go on."""
+    note = report.note
+    count = len(FINEWEB.stages)
+    steps = 4 * count
+    stages = [
+        dataclasses.replace(stage, start=number / count)
+        for number, stage in enumerate(FINEWEB.stages)
     ]
-    return torch.stack(errors).max().item()  # a NaN is the largest
+    run_id = f"gpu_checks_{os.getpid()}"
+    folder = PLACE / "logs" / run_id
+    values = {"track": "fineweb", "steps": steps, "log_every": 1, "run_id": run_id}
+    values |= {"save_every": SAVED, "val_every": SAVED, "untie_at": (KILLED + 2) / steps}
+    words = common.words_of({**values, **values_of(arguments, stages)})
+    with open(report.path.with_suffix(".txt"), "w", buffering=1) as transcript:
+        status, lines = printed(words, transcript, until=KILLED)
+        note("seconds of warm-up", [line for line in lines if line.startswith("warm-up")])
+        before = steps_of(lines)
+        if KILLED not in before:
+            note("end of the first run", lines[-1], ok=False)
+            return
+        note("killed behind step", max(before), ok=status < 0)
+        told = [line for line in lines if " val_loss:" in line]
+        note("validation on the way", told, ok=len(told) == 1)
+        path = folder / f"step_{SAVED:06d}.pt"
+        note("saved", path.name, ok=path.exists())
+        status, lines = printed(["--resume", run_id], transcript)
+    note("seconds of warm-up, resumed", [line for line in lines if line.startswith("warm-up")])
+    note("end of the resumed run", lines[-1], ok=status == 0)
+    after = steps_of(lines)
+    if KILLED not in after:
+        return
+    apart = max(abs(after[step][0] - before[step][0]) for step in range(SAVED + 1, KILLED + 1))
+    # On CUDA bits cannot agree: gradients of attention and of embeddings are summed by atomics.
+    note("resumed losses less those before", apart, ok=apart <= 0.01 * (arguments.device != "cpu"))
+    taken = {**before, **after}
+    losses = {step: loss for step, (loss, _) in sorted(taken.items())}
+    note("losses", losses, ok=list(losses) == list(range(1, steps + 1)))
+    for number in range(count):
+        last = 4 * number + 4
+        spent = [taken[step][1] - taken[step - 1][1] for step in (last - 1, last)]
+        note(f"stage {number + 1}: ms of its last two steps", spent, ok=min(spent) >= 0)
+    result = json.loads((folder / "result.json").read_text())
+    note("final validation", result["val_loss"], ok=result["val_loss"] < losses[1])
+    for gate, is_passed in result["validity"].items():
+        note(f"gate {gate}", is_passed, ok=is_passed)
+    note("peak memory, MiB", result["peak_memory_mib"])
 
 
-def check_attention(arguments, report):
-    """What is installed, and whether attention is right on all kinds of segments."""
-    report.note("has collectives of one tensor", hasattr(torch.distributed, "all_gather_single"))
-    device = torch.device(arguments.device)
-    back_end, name = train_gpt.choose_attention(config_of(arguments), device)
-    report.note("attention", name)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    length = 512 if arguments.tiny else 4096
-    drawn = np.random.default_rng(0).integers(1, length, size=length // 32)
-    short = np.unique(np.append(0, drawn))
-    layouts = {"one": [0], "short": short, "on edges": range(0, length, 128)}
-    for size in (128, 256 if arguments.tiny else 2560):
-        for layout, starts in layouts.items():
-            error = attention_error(back_end, device, dtype, size, starts, length)
-            item = f"window {size}, segments {layout}: relative error"
-            report.note(item, error, ok=error < TOLERANCE[dtype])
+# ----- a profile
+
+PROFILED = 2  # steps: one of them has Adam's update
+
+
+@contextlib.contextmanager
+def watched(owner, name, wait=lambda: None):
+    """Keep of each call of a method: when it began, when it had launched what it does, and, if
+    `wait` waits for the device, when that was done, in milliseconds."""
+    function = getattr(owner, name)
+    stamps = []
+
+    def call(*words):
+        wait()
+        began = time.perf_counter()
+        found = function(*words)
+        launched = time.perf_counter()
+        wait()
+        stamps.append([1000 * moment for moment in (began, launched, time.perf_counter())])
+        return found
+
+    setattr(owner, name, call)
+    yield stamps
+    setattr(owner, name, function)
+
+
+def profile_steps(training, note, is_cuda):
+    """Ten steps to warm up, ten timed ones, and then where the time goes."""
+    wait = training.runtime.synchronize
+    trainer = training.trainer
+
+    def take(steps):
+        """(milliseconds a step, the losses) of some steps."""
+        work = functools.partial(list, map(training.step, steps))
+        seconds, losses = common.timed(work, training.runtime.device)
+        return 1000 * seconds / len(steps), torch.stack(losses).tolist()
+
+    took, first = take(range(10))
+    note("ms a step of ten with compilation", took)
+    with watched(training.loader, "next_batch") as waits:
+        took, last = take(range(10, 20))
+    note("loss, first and last", [first[0], last[-1]], ok=last[-1] < first[0])
+    note("ms a step", took)
+    note("of these for the loader", sum(end - begin for begin, end, _ in waits) / 10)
+    note("peak memory, MiB", training.runtime.peak_memory_mib())
+    with (
+        watched(trainer, "forward") as passes,
+        watched(trainer.optimizer, "step", wait) as updates,
+    ):
+        take(range(20, 24))
+    each = len(passes) // 4
+    # From an empty queue of launches: later passes wait for the device.
+    pairs = zip(passes[0::each], passes[1::each], strict=True)
+    host = [later[0] - earlier[0] for earlier, later in pairs]
+    note(f"ms of the host for a pass, of {each} in a step", statistics.median(host))
+    for kind, found in (("Muon", updates[0::2]), ("Muon and Adam", updates[1::2])):
+        note(f"ms of the optimizer, {kind}", min(done - began for began, _, done in found))
+        note(f"of these for the host, {kind}", min(end - began for began, end, _ in found))
+    with torch.profiler.profile() as profile:
+        take(range(24, 24 + PROFILED))
+    key = "self_device_time_total" if is_cuda else "self_cpu_time_total"
+    place = torch.autograd.DeviceType.CUDA if is_cuda else torch.autograd.DeviceType.CPU
+    kernels = {
+        event.key: getattr(event, key) / 1000 / PROFILED
+        for event in profile.key_averages()
+        if event.device_type == place and getattr(event, key)
+    }
+    kinds = dict.fromkeys([*KINDS, "other"], 0.0)
+    for kernel, milliseconds in kernels.items():
+        found = [kind for kind, pattern in KINDS.items() if re.search(pattern, kernel)]
+        kinds[[*found, "other"][0]] += milliseconds
+    note("ms a step by kinds of kernels", kinds)
+    note("ms a step without a kernel", took - sum(kinds.values()))
+    for kernel in sorted(kernels, key=kernels.get, reverse=True)[:40]:
+        note(f"kernel {kernel[:90]}", kernels[kernel])
 
 
 def check_profile(arguments, report):
-    """Twelve steps: speed, memory, host against device, and the kernels that take longest."""
-    steps = Steps(config_of(arguments, steps=12))
-    first, *milliseconds = steps.take(2)
-    report.note("ms a step of two with compilation, and of the host alone", milliseconds)
-    _, *milliseconds = steps.take(8)
-    report.note("ms a step, and of the host alone", milliseconds)
-    report.note("peak memory, MiB", steps.runtime.peak_memory_mib())
-    with torch.profiler.profile() as profile:
-        last, *_ = steps.take(2)
-    report.note("loss, first and last", [first[0], last[-1]], ok=last[-1] < first[0])
-    is_cuda = arguments.device == "cuda"
-    key = "self_device_time_total" if is_cuda else "self_cpu_time_total"
-    place = torch.autograd.DeviceType.CUDA if is_cuda else torch.autograd.DeviceType.CPU
-    kernels = {}  # ms a step
-    for event in profile.key_averages():
-        if event.device_type == place and getattr(event, key):
-            kernels[event.key] = getattr(event, key) / 2000  # from microseconds of two steps
-    kinds = dict.fromkeys([*KINDS, "other"], 0.0)
-    for name, time_taken in kernels.items():
-        found = [kind for kind, pattern in KINDS.items() if re.search(pattern, name)]
-        kinds[[*found, "other"][0]] += time_taken
-    report.note("ms a step by kinds of kernels", kinds)
-    report.note("idle, ms a step", milliseconds[0] - sum(kinds.values()))
-    for name in sorted(kernels, key=kernels.get, reverse=True)[:60]:
-        report.note(f"kernel {name[:90]}", kernels[name])
-    steps.close()
+    """Time the first stage, in this checkout and in another one's file."""
+    values = values_of(arguments, FINEWEB.stages[:1])
+    values |= {"steps": 100, "untie_at": 1.0, "cooldown": (1.0, 1.0)}
+    modules = {"": train_gpt}
+    if arguments.beside:
+        spec = importlib.util.spec_from_file_location("train_gpt_beside", arguments.beside)
+        sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        modules["beside: "] = sys.modules[spec.name]
+        spec.loader.exec_module(modules["beside: "])
+    for name, module in modules.items():
+
+        def note(item, value, ok=None, name=name):
+            report.note(name + item, value, ok)
+
+        config = module.with_values(module.TRACKS["fineweb"], values)
+        with contextlib.closing(common.Training(config, module)) as training:
+            profile_steps(training, note, arguments.device == "cuda")
 
 
-def check_trainer(arguments, report):
-    """The whole program as users start it, with all stages in 60 steps."""
-    steps = 12 if arguments.tiny else 60
-    run_id = f"gpu_checks_{os.getpid()}"
-    config = config_of(arguments, FINEWEB, steps=steps, log_every=1)
-    defaults = dataclasses.asdict(FINEWEB)
-    values = dataclasses.asdict(config)
-    changed = {name: value for name, value in values.items() if value != defaults[name]}
-    folder = common.train(ROOT, run_id, common.words_of({"track": "fineweb", **changed}))
-    log = common.log_of(folder)
-    gates = re.findall(r"^validity: (.*)$", log, re.MULTILINE)
-    report.note("gates", gates, ok=len(gates) == 1)
-    times = re.findall(r"^step:(\d+)/.* train_loss:.* train_time:(\d+)ms", log, re.MULTILINE)
-    report.note("train_time, ms, by step", {step: int(time) for step, time in times})
-    losses = re.findall(r"^step:.* train_loss:(\S+)", log, re.MULTILINE)
-    report.note("losses", list(map(float, losses)))
-    report.note("result", json.loads((folder / "result.json").read_text()))
-
-
-def check_pairs(arguments, report):
-    """Settings beside the track's, in turns, warm, in one process."""
-    chunk = train_gpt.LOSS_CHUNK[arguments.device]
-    arms = {  # fields of the Config, and tokens of a chunk of the loss
-        "without copies": ({"copy_orders": ()}, chunk),
-        "chunks of a quarter as many tokens": ({}, chunk // 4),
-        "one micro-batch a pass": ({"micro_batches_a_pass": 1}, chunk),
-    }
-    count = 1 if arguments.tiny else 4  # steps of a turn
-    for name, (changes, own_chunk) in arms.items():
-        pair = [Steps(config_of(arguments, steps=4 * count, **own)) for own in ({}, changes)]
-        times = []
-        for turn in range(8):
-            train_gpt.LOSS_CHUNK[arguments.device] = own_chunk if turn % 2 else chunk
-            times.append(pair[turn % 2].take(count)[1])
-        report.note(f"ms a step by turns, of which two compile: track, {name}, track, ...", times)
-        for steps in pair:
-            steps.close()
-    train_gpt.LOSS_CHUNK[arguments.device] = chunk
-
-
-def scale_gradients(group, factor=1e-7):
-    """Make Adam's epsilon 1e-8 instead of 1e-15, which is relative to gradients, and change nothing
-    else."""
-    take_step = group.take_step
-
-    def scaled(update, part, grad, state, hyper):
-        take_step(update, part, factor * grad, state, hyper)
-
-    group.take_step = scaled
-
-
-def check_loss(arguments, report):
-    """The losses of stage 1 with the rates of this width, and with those of small scale.
-
-    modded-nanogpt's losses at step 250 were 4.432 and, without dense connections, 4.525."""
-    count = 6 if arguments.tiny else 240
-    small_scale = FINEWEB.ngram_floor * (FINEWEB.model_dim / 64) ** 0.75
-    for name, floor in (("as it is", FINEWEB.ngram_floor), ("of small scale", small_scale)):
-        steps = Steps(config_of(arguments, steps=count, ngram_floor=floor))
-        if name == "of small scale":
-            scale_gradients(steps.trainer.optimizer.embeddings)
-        losses, *_ = steps.take(count)
-        report.note(f"losses, {name}", losses, ok=losses[-1] < losses[0])
-        steps.close()
-
-
-CHECKS = (check_attention, check_profile, check_trainer, check_pairs, check_loss)
-CALLS = {function.__name__.removeprefix("check_"): function for function in CHECKS}
+CALLS = {"whole": check_whole, "profile": check_profile}
 
 
 def out_of_time(*_):
@@ -304,29 +287,29 @@ def out_of_time(*_):
 
 
 def main(argv=None):
-    parser = common.parser(__doc__, device="cuda", data="", tiny=False)
+    parser = common.parser(__doc__, device="cuda", data="", beside="", tiny=False)
     parser.add_argument("call", choices=CALLS)
     arguments = parser.parse_args(argv)
+    text = common.sources if arguments.tiny else common.english_in_gpt2
+    arguments.data = str(Path(arguments.data or text(PLACE)).absolute())
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        remedy = "--device cpu --tiny only tries out the script"
+        remedy = f"--device cpu --tiny only tries out the script; its text is in {arguments.data}"
         print(f"error: torch sees no CUDA device; {remedy}", file=sys.stderr)
         return 2
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    facts = common.environment(arguments.device)
-    name = f"{'tiny' if arguments.tiny else 'gpu'}_{arguments.call}.json"
-    report = Report(arguments.results / name, facts)
+    name = f"{'tiny' if arguments.tiny else 'gpu'}_{arguments.call}"
+    report = Report(arguments.results / name, common.environment(arguments.device))
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(LIMIT_SECONDS)
     began = time.monotonic()
     try:
         CALLS[arguments.call](arguments, report)
-    except (Exception, SystemExit) as error:
+    except (Exception, KeyboardInterrupt) as error:
         report.note("ended early", f"{type(error).__name__}: {error}"[:1000], ok=False)
         raise
     finally:
         signal.alarm(0)
         report.note("seconds", time.monotonic() - began)
-    return int(any(row["ok"] is False for row in report.content["rows"]))
+    return int(any(row["ok"] is False for row in report.rows))
 
 
 if __name__ == "__main__":

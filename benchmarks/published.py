@@ -34,6 +34,21 @@ SAME = ("tokenizer", "vocab_size", "eot_token", "micro_batch_tokens", "micro_bat
 SAME += ("val_tokens", "val_batch_tokens", "val_every", "dtype", "compile")
 # As many rows as the published table has at this size, at its rate, and no copies.
 TABLE = {"ngram_orders": (2,), "ngram_rows": 7680, "ngram_lr": 0.6, "copy_orders": ()}
+Stage = train_gpt.Stage
+SCHEDULE = {  # that of the published trainer
+    "stages": (
+        Stage(0.0, 8, 896, (128, 384), 1.0, (1.0, 0.5, 0.25), 0.25),
+        Stage(423 / 1285, 16, 2048, (384, 896), 1.52, (1.0, 0.5), 0.25),
+        Stage(847 / 1285, 24, 2048, (640, 1408), 1.73),
+        Stage(1270 / 1285, 24, 2048, (768, 1664), 1.73),
+    ),
+    "cooldown": (508 / 1285, 1270 / 1285),
+    "final_lr": 0.15,
+    "mean_share": 0.0,
+    "untie_at": 0.66,
+    "momentum_warmup": 300 / 1285,
+    "momentum_cooldown": 50 / 1285,
+}
 # What differs from fineweb, by the name of an arm.
 ARMS = {
     "ours": {},
@@ -51,11 +66,11 @@ def config_of(text, steps, arm, seed):
             micro_batches=stage.micro_batches // 8,
             document_cap=round(SCALE * stage.document_cap),
             windows=tuple(round(SCALE * window) for window in stage.windows),
-            softmax_rows=0,
         )
-        for stage in fineweb.stages
+        for stage in SCHEDULE["stages"]
     ]
     values = {
+        **SCHEDULE,
         "data": str(common.ROOT / "data" / text),
         "steps": steps,
         "seed": seed,

@@ -99,6 +99,7 @@ RICH = {
     "stages": ({"start": 0.0, **EARLY}, {"start": 0.5, **LATE}),
     "val_windows": (64, 128),
     "untie_at": 0.25,
+    "mean_share": 0.6,
     "adam_every": 2,
     "val_every": 10,
     "save_every": 10,

@@ -1,6 +1,7 @@
 """The benchmarks' logic on tiny shapes: they measure what they say, and leave their results."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-import train_gpt
-from benchmarks import cuda_codegen, gpu_checks, ngram_exchange, projection, qr
+from benchmarks import common, cuda_codegen, gpu_checks, ngram_exchange, projection, qr
 from helpers import ROOT
 
 pytestmark = pytest.mark.slow
@@ -48,48 +48,98 @@ def test_exchange_leaves_its_results(tmp_path):
 # ----- GPU checks
 
 
-def rows_of(call, folder):
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return str(common.sources(tmp_path_factory.mktemp("text")))
+
+
+def rows_of(call, folder, *words):
     """The rows of a tiny call in this process, and its exit status."""
-    words = [call, "--device", "cpu", "--tiny", "--results", str(folder)]
+    words = [call, "--device", "cpu", "--tiny", "--results", str(folder), *words]
     status = gpu_checks.main(words)
     rows = json.loads((folder / f"tiny_{call}.json").read_text())["rows"]
     return {row["item"]: row for row in rows}, status
 
 
-@pytest.fixture
-def small_corpus(tmp_path, monkeypatch):
-    """Few documents, of which the folder in .cache is not made."""
-    monkeypatch.setattr(gpu_checks, "ROOT", tmp_path)
+def test_the_whole_trainer_passes_with_every_part(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_checks, "PLACE", tmp_path)
+    rows, status = rows_of("whole", tmp_path, "--data", text)
+    assert status == 0, rows
+    stages = [f"stage {number}: ms of its last two steps" for number in (1, 2, 3, 4)]
+    gates = [f"gate {name}" for name in ("causal", "normalised", "local", "unmoved")]
+    parts = ["killed behind step", "validation on the way", "saved"]
+    parts += ["resumed losses less those before", "end of the resumed run", "losses"]
+    for part in (*parts, *stages, "final validation", *gates):
+        assert rows[part]["ok"] is True, part
+    # A warm-up of four steps and two validations, and of what was ahead of the resumed run.
+    told = [rows[f"seconds of warm-up{words}"]["value"] for words in ("", ", resumed")]
+    assert list(map(len, told)) == [7, 4]
+    transcript = (tmp_path / "tiny_whole.txt").read_text().splitlines()
+    assert all(re.match(r" *\d+\.\d ", line) for line in transcript)
 
 
-@pytest.mark.parametrize("call", gpu_checks.CALLS)
-def test_calls_pass_and_leave_their_figures(call, tmp_path, small_corpus):
-    rows, status = rows_of(call, tmp_path)
-    assert status == 0 and len(rows) > 2, rows
-    has_no_verdicts = call == "pairs"
-    assert has_no_verdicts or any(row["ok"] for row in rows.values())
+def faulty_runs(tmp_path, monkeypatch, resumed_loss=2.0, status=-9, val_loss=1.5, gate=True):
+    """Put a trainer that prints canned lines in the place of the real one."""
+
+    def line(step, loss):
+        return f"step:{step}/16 train_loss:{loss} lr_mul:1.000 train_time:{10 * step}ms step_avg:1"
+
+    def printed(words, transcript, until=None):
+        folder = tmp_path / "logs" / f"gpu_checks_{os.getpid()}"
+        if until is None:
+            content = {"val_loss": val_loss, "validity": {"causal": gate}}
+            content["peak_memory_mib"] = [1]
+            (folder / "result.json").write_text(json.dumps(content))
+            return 0, [*(line(step, resumed_loss) for step in range(9, 17)), "status:ok"]
+        folder.mkdir(parents=True)
+        (folder / "step_000008.pt").touch()
+        return status, [*(line(step, 2.0) for step in range(1, 11)), "step:8/16 val_loss:3.0 "]
+
+    monkeypatch.setattr(gpu_checks, "PLACE", tmp_path)
+    monkeypatch.setattr(gpu_checks, "printed", printed)
 
 
-def test_wrong_attention_is_found(tmp_path, monkeypatch, small_corpus):
-    right = train_gpt.BlockedAttention.attend
+@pytest.mark.parametrize(
+    "fault, part",
+    [
+        ({}, None),
+        ({"resumed_loss": 2.00001}, "resumed losses less those before"),
+        ({"status": 0}, "killed behind step"),
+        ({"val_loss": 2.5}, "final validation"),
+        ({"gate": False}, "gate causal"),
+    ],
+)
+def test_what_fails_in_the_trainer_is_named(fault, part, text, tmp_path, monkeypatch):
+    faulty_runs(tmp_path, monkeypatch, **fault)
+    rows, status = rows_of("whole", tmp_path, "--data", text)
+    failed = [name for name, row in rows.items() if row["ok"] is False]
+    assert failed == [part] * (part is not None) and status == len(failed)
 
-    def too_sharp(*words):
-        return right(*words[:-1], 1.2 * words[-1])
 
-    monkeypatch.setattr(train_gpt.BlockedAttention, "attend", too_sharp)
-    rows, status = rows_of("attention", tmp_path)
-    assert status == 1 and rows["window 128, segments one: relative error"]["ok"] is False
+def test_a_profile_has_all_times_of_two_checkouts(text, tmp_path):
+    beside = ["--beside", str(ROOT / "train_gpt.py")]
+    rows, status = rows_of("profile", tmp_path, "--data", text, *beside)
+    assert status == 0, rows
+    found = {name: row["value"] for name, row in rows.items()}
+    for name in ("", "beside: "):
+        assert found[f"{name}ms a step"] > found[f"{name}of these for the loader"] > 0
+        both, muon = (f"{name}ms of the optimizer, {kind}" for kind in ("Muon and Adam", "Muon"))
+        assert found[both] > found[muon] > 0
+        assert found[f"{name}ms of the host for a pass, of 2 in a step"] > 0
+        assert found[f"{name}ms a step by kinds of kernels"]["products"] > 0
+    losses = "loss, first and last"
+    assert found[losses] == found[f"beside: {losses}"] and rows[losses]["ok"] is True
 
 
-def test_a_call_that_fails_keeps_what_it_has_found(tmp_path, monkeypatch):
+def test_a_call_that_fails_keeps_what_it_has_found(text, tmp_path, monkeypatch):
     def fail(arguments, report):
         report.note("first", 1, ok=True)
         raise TimeoutError("too slow")
 
-    monkeypatch.setitem(gpu_checks.CALLS, "loss", fail)
+    monkeypatch.setitem(gpu_checks.CALLS, "whole", fail)
     with pytest.raises(TimeoutError):
-        rows_of("loss", tmp_path)
-    rows = json.loads((tmp_path / "tiny_loss.json").read_text())["rows"]
+        rows_of("whole", tmp_path, "--data", text)
+    rows = json.loads((tmp_path / "tiny_whole.json").read_text())["rows"]
     assert [row["ok"] for row in rows] == [True, False, None] and "too slow" in rows[1]["value"]
 
 

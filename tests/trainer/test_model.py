@@ -116,7 +116,10 @@ def test_rotary_tables_against_a_slow_reference(windows):
     cos, sin, scale = train_gpt.rotary_tables(70_000, 32, 0.2, windows, *place)
     assert cos.shape == sin.shape == (70_000, 1, 32)
     assert torch.equal(cos[..., 16:], cos[..., :16]) and torch.equal(sin[..., 16:], -sin[..., :16])
-    assert scale == pytest.approx(slow_scale(0.2, windows))
+    assert scale == 0.2
+    root = slow_scale(1.0, windows) ** 0.5  # of queries and of keys
+    cos = cos.double() / root
+    sin = sin.double() / root
     for position in (0, 1, 63, 69_999):  # late positions are as exact as early ones
         for pair, speed in enumerate(slow_speeds(32, windows)):
             assert abs(cos[position, 0, pair].item() - math.cos(position * speed)) < 2e-7
@@ -453,6 +456,82 @@ def test_compiled_equals_eager():
         results.append([*outputs, *torch.autograd.grad(outputs[0], [*weights, ngram])])
     torch.testing.assert_close(results[1], results[0], atol=1e-3, rtol=1e-4)
     torch._dynamo.reset()
+
+
+@torch.library.custom_op("tests::varlen", mutates_args=())
+def varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: list[int],
+) -> torch.Tensor:
+    """Attention within segments, as FlashAttention has it, whose longest is told."""
+    place = torch.arange(len(q))
+    segment = torch.searchsorted(bounds, place.int(), right=True)
+    assert segment.bincount().max() <= longest
+    distance = place[:, None] - place
+    is_near = (distance >= 0) & (distance <= window[0])
+    is_visible = is_near & (segment[:, None] == segment)
+    scores = torch.einsum("ihd,jhd->hij", q, k) * scale
+    weights = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)
+    return torch.einsum("hij,jhd->ihd", weights, v).contiguous()
+
+
+@varlen.register_fake
+def varlen_like(q, k, v, bounds, longest, scale, window):
+    return torch.empty_like(v)
+
+
+@pytest.mark.parametrize("takes_sizes, graphs", [(True, 2), (False, 9)])
+def test_one_graph_serves_all_windows(takes_sizes, graphs, monkeypatch):
+    """One of training, of four stages with other windows and segments, and one of evaluation. The
+    losses are those of blocked attention. Where windows are numbers, each pair has its graphs."""
+    monkeypatch.setattr(
+        "torch.nn.attention.varlen.varlen_attn",
+        lambda q, k, v, bounds, same, longest, also, scale, window_size: varlen(
+            q.contiguous(), k.contiguous(), v.contiguous(), bounds, longest, scale, [*window_size]
+        ),
+    )
+    config = helpers.tiny_config(val_windows=(96, 192), **LAYERED)
+    rows = zip((32, 48, 64, 80), (96, 112, 160, 176), (64, 100, 128, 250), strict=True)
+    stages = [
+        dataclasses.replace(
+            config.stages[0], start=number / 4, windows=(short, long), document_cap=cap
+        )
+        for number, (short, long, cap) in enumerate(rows)
+    ]
+    trainer = Trainer(dataclasses.replace(config, stages=tuple(stages)), Runtime("cpu"))
+    helpers.randomise(trainer, 0)
+    traced = []
+
+    def count(graph, example):
+        traced.append(graph)
+        return graph
+
+    if not takes_sizes:
+        monkeypatch.setattr(train_gpt.Phase, "as_sizes", lambda phase: phase)
+    torch._dynamo.reset()
+    compiled = torch.compile(trainer.model, backend=count, dynamic=False)
+    found = []
+    for back_end, forward in (
+        (BlockedAttention(), trainer.model),
+        (VarlenAttention(), compiled),
+    ):
+        trainer.model.back_end = back_end
+        trainer.forward = forward
+        tokens = np.arange(300) % 61
+        tokens[::40] = EOT
+        micro_batch, ngram = helpers.read(trainer, tokens)
+        with torch._dynamo.config.patch(recompile_limit=64):
+            losses = [training_pass(trainer, step, micro_batch, ngram)[1] for step in range(4)]
+            losses += [trainer.score(step, tokens.astype(np.uint16), 0)[0] for step in range(5)]
+        found.append(torch.stack(losses))
+    torch._dynamo.reset()
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+    assert len(traced) == graphs
 
 
 @NEEDS_CUDA

@@ -312,6 +312,54 @@ def test_a_tied_embedding_and_the_head_are_one_table_to_the_trainer():
         assert torch.equal(embed, head) == (step < 4)
 
 
+# ----- the mean of the last weights
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_last_weights_go_half_of_the_way_to_their_running_mean(dtype):
+    """Of the weights behind each update of the last five steps of eight; until then nothing
+    changes. Adam's parameters step every other time, and at the last step."""
+    changes = {"steps": 8, "adam_every": 2, "dtype": dtype, **helpers.LAYERED}
+    averaged, plain = (optimizer_of(**changes, mean_share=share) for share in (0.625, 0.0))
+
+    def weights_of(optimizer):
+        found = {}
+        for group in optimizer.parameter_groups:
+            for name, param in group.params.items():
+                found[name] = group.state[name].get("master", param.data).double().clone()
+        return found
+
+    means = {}
+    for step in range(8):
+        before = weights_of(averaged)
+        for optimizer in (averaged, plain):
+            params = cases.params_of(optimizer)
+            generator = torch.Generator().manual_seed(step)
+            grads = {
+                name: torch.randn(param.shape, generator=generator).to(param.dtype)
+                for name, param in params.items()
+            }
+            cases.take_step(optimizer, step, grads)
+        now = weights_of(plain)
+        for name, weight in now.items():
+            every = 1 if name in ("query_key", "value_output", "mlp") else 2
+            if step < 3 or (step + 1) % every:
+                continue
+            kept = (2 / 3) ** every if name in means else 0.0  # 1 - 2 / (5 + 1) a step
+            means[name] = kept * means.get(name, 0.0) + (1 - kept) * weight
+        if step < 7:
+            helpers.assert_bitwise(weights_of(averaged), now)
+            assert any(not torch.equal(now[name], before[name]) for name in now)
+    for name, weight in weights_of(averaged).items():
+        expected = (now[name] + means[name]) / 2
+        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(weight, now[name], rtol=1e-5, atol=1e-6)
+    for group in averaged.parameter_groups[1:]:
+        for name, param in group.params.items():
+            master = group.state[name].get("master", param.data)
+            assert torch.equal(param.data, master.to(param.dtype))
+
+
 # ----- who owns what
 
 
