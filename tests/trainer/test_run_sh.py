@@ -142,6 +142,13 @@ def launch(tmp_path, monkeypatch, capsys):
     return launched
 
 
+def make_shards(prefix):
+    """Empty shards of a corpus in the current folder."""
+    Path(prefix).parent.mkdir(parents=True)
+    for split in ("train", "val"):
+        Path(f"{prefix}_{split}_000001.bin").touch()
+
+
 OWN = "0::/user/job\n"  # of cgroup v2, below the root
 OLD = "5:cpu,cpuacct:/job\n4:memory:/a/job\n0::/\n"  # of v1
 OLD_CPU = "cpu,cpuacct/job/cpu.cfs_"
@@ -170,15 +177,12 @@ OLD_CPU = "cpu,cpuacct/job/cpu.cfs_"
 def test_ranks_suit_cores_memory_and_micro_batches(
     ranks, cores, micro_batches, groups, limits, launch
 ):
-    words = ["--track", TRACK, "--data", "mine", "--micro-batches", str(micro_batches)]
+    words = ["--track", TRACK, "--micro-batches", str(micro_batches)]
+    make_shards("data/english/english")
     *found, said = launch(*words, cores=cores, groups=groups, limits=limits)
     assert found == [ranks, ["train_gpt.py", *words], []]
     assert said.startswith(f"run.sh: {ranks} rank(s): ") and said.count("\n") == 1
     assert (", memory for 0.4 rank(s)," in said) == ("500000000" in limits.values())
-
-
-def test_a_machine_without_memory_has_one_rank(launch):
-    assert launch("--track", TRACK, memory=2**30)[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -188,23 +192,13 @@ def test_a_machine_without_memory_has_one_rank(launch):
         (2, ["--track", TRACK, "--device", "cpu"], "english/english"),
     ],
 )
-def test_a_corpus_is_built_where_it_is_absent(ranks, words, corpus, launch, tmp_path):
+def test_a_corpus_is_built_where_it_is_absent(ranks, words, corpus, launch):
     """There is a rank a GPU, or a core where the CPU is asked for."""
     if words:
         assert launch(*words)[2] == [["data/text.py"]]
-    for split in ("train", "val"):
-        path = tmp_path / f"data/{corpus}_{split}_000001.bin"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+    make_shards(f"data/{corpus}")
     found, script, builders, _ = launch(*words, gpus=8)
     assert (found, script) == (ranks, ["train_gpt.py", *words]) and len(builders) == bool(words)
-
-
-def test_the_continual_track_has_its_own_corpus_and_script(launch):
-    words = ["--track", "continual", "--init-from", "first"]
-    _, script, builders, _ = launch(*words)
-    assert script == ["continual.py", *words]
-    assert builders == [["data/text.py", "--corpus", "verse"]]
 
 
 @pytest.mark.parametrize("track, script", [(TRACK, "train_gpt.py"), ("continual", "continual.py")])
@@ -216,16 +210,22 @@ def test_a_run_is_resumed_by_the_script_of_its_track(track, script, launch, tmp_
 
 
 @pytest.mark.parametrize(
-    "script, words",
+    "script, words, builders",
     [
-        ("train_gpt.py", "--track miin"),
-        ("train_gpt.py", f"--track {TRACK} --help"),
-        ("continual.py", "--track continual --stepz 3"),
-        ("train_gpt.py", f"--track {TRACK} --check --data mine"),
+        ("train_gpt.py", "--track miin", []),
+        ("train_gpt.py", f"--track {TRACK} --help", []),
+        ("train_gpt.py", f"--track {TRACK} --check --data mine", []),
+        ("continual.py", "--track continual --stepz 3", []),
+        (
+            "continual.py",
+            "--track continual --init-from x",
+            [["data/text.py", "--corpus", "verse"]],
+        ),
     ],
 )
-def test_what_the_trainer_answers_reaches_it_at_once(script, words, launch):
-    assert launch(*words.split(), gpus=8) == (1, [script, *words.split()], [], "")
+def test_a_track_has_its_script_which_answers_at_once(script, words, builders, launch):
+    *found, said = launch(*words.split(), memory=2**30)
+    assert found == [1, [script, *words.split()], builders] and bool(said) == bool(builders)
 
 
 KILLED = "status:error rank 1 was ended by SIGKILL: killed, perhaps by the system for memory\n"
