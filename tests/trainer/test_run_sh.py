@@ -60,7 +60,10 @@ def test_set_up_happens_once_and_again_for_other_requirements(call, tmp_path):
     assert (code, calls) == (0, []) and "./run.sh test" in out
     code, _, _, calls = call("english", STUB_PIP_STATUS="1")
     assert code == 1 and "pip install" in calls[-1]  # nothing was launched
-    code, out, err, calls = call("english", "--data", "my own")
+    link = tmp_path / "a link's folder" / "train"
+    link.parent.mkdir()
+    link.symlink_to(tmp_path / "run.sh")
+    code, out, err, calls = call("english", "--data", "my own", start=["sh", link])
     assert (code, out) == (0, "status:ok\n"), err  # stdout is the trainer's
     assert any("pip install" in call for call in calls)
     assert calls[-1] == "- --track english --data my own"
@@ -88,16 +91,6 @@ def test_an_old_python_is_refused_in_one_line(is_there, call, tmp_path):
     assert all(word in err for word in named) and err.count("\n") == 1
 
 
-def test_run_sh_finds_its_folder_and_bash(call, tmp_path):
-    link = tmp_path / "a link's folder" / "train"
-    link.parent.mkdir()
-    link.symlink_to(tmp_path / "run.sh")
-    for start in ([link], ["sh", tmp_path / "run.sh"]):
-        code, out, err, _ = call("--steps", "3", start=start)
-        assert (code, out) == (0, "status:ok\n"), err
-    assert (tmp_path / ".venv").exists() and os.listdir(link.parent) == ["train"]
-
-
 @pytest.fixture
 def launch(tmp_path, monkeypatch, capsys):
     """launch(*words, cores, gpus, memory, groups, limits): what the Python part does on such a
@@ -109,16 +102,13 @@ def launch(tmp_path, monkeypatch, capsys):
         started.append((nprocs, [script, *train.__globals__["words"]]))
         return SimpleNamespace(join=lambda **options: True)
 
-    def build(words, **options):
-        builders.append(words[1:])
-        return 0
-
     monkeypatch.chdir(tmp_path)
     for script in (train_gpt, continual):
         name = Path(script.__file__).name
         main = lambda words, name=name: started.append((1, [name, *words]))  # noqa: E731
         monkeypatch.setattr(script, "main", main)
     monkeypatch.setattr(torch.multiprocessing, "start_processes", start)
+    build = lambda words, **options: builders.append(words[1:])  # noqa: E731
     monkeypatch.setattr(subprocess, "call", build)
     source = LAUNCH.replace('"/proc/self/cgroup"', '"cgroup"').replace('"/sys/fs', '"sys')
 
