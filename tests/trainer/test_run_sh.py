@@ -1,10 +1,8 @@
-"""run.sh: set-up, data, number of ranks, arguments, exit status. In a copy of the repository's
-outer files where Python is a stub that writes down how it was called; the program that run.sh hands
-to Python runs in this process."""
+"""run.sh: set-up, data, number of ranks, arguments, exit status. Its shell part runs in a copy of
+the folder, with a stub in Python's place that writes down its calls; its Python part runs in this
+process."""
 
 import contextlib
-import io
-import multiprocessing
 import os
 import re
 import shutil
@@ -22,6 +20,7 @@ import helpers
 import train_gpt
 from helpers import ROOT, content_of, make_trainer
 
+TRACK = helpers.TINY["track"]
 # Stands for the Python that makes .venv, and for .venv's own.
 STUB = """#!/bin/sh
 echo "$*" >>"$STUB_CALLS"
@@ -31,7 +30,6 @@ case "$*" in
 "-m pip install "*) exit "${STUB_PIP_STATUS:-0}" ;;
 - | "- "*) echo status:ok; exit "${STUB_STATUS:-0}" ;;
 esac
-exit 0
 """
 LAUNCH = re.search(r"<<'PYTHON'\n(.*?\n)PYTHON\n", (ROOT / "run.sh").read_text(), re.DOTALL)[1]
 
@@ -46,227 +44,154 @@ def call(tmp_path):
     python, calls = tmp_path / "python-stub", tmp_path / "calls"
     python.write_text(STUB)
     python.chmod(0o755)
+    own = {**os.environ, "PYTHON": str(python), "STUB_CALLS": str(calls), "PATH": "/usr/bin:/bin"}
 
     def run(*words, start=(tmp_path / "run.sh",), **variables):
         calls.write_text("")
-        own = {"PYTHON": str(python), "STUB_CALLS": str(calls), "PATH": "/usr/bin:/bin"}
-        done = subprocess.run(
-            [*start, *words],
-            cwd="/",
-            env={**os.environ, **own, **variables},
-            text=True,
-            capture_output=True,
-            timeout=100,
-        )
+        options = {"cwd": "/", "env": own | variables, "text": True, "capture_output": True}
+        done = subprocess.run([*start, *words], timeout=100, **options)
         return done.returncode, done.stdout, done.stderr, calls.read_text().splitlines()
 
     return run
 
 
-# ----- set-up
-
-
 def test_set_up_happens_once_and_again_for_other_requirements(call, tmp_path):
     code, out, _, calls = call("--help")
     assert (code, calls) == (0, []) and "./run.sh test" in out
-    code, out, err, calls = call("english", "--data", "my own")
+    code, _, _, calls = call("english", STUB_PIP_STATUS="1")
+    assert code == 1 and "pip install" in calls[-1]  # nothing was launched
+    link = tmp_path / "a link's folder" / "train"
+    link.parent.mkdir()
+    link.symlink_to(tmp_path / "run.sh")
+    code, out, err, calls = call("english", "--data", "my own", start=["sh", link])
     assert (code, out) == (0, "status:ok\n"), err  # stdout is the trainer's
-    assert "-m venv .venv" in calls and any("pip install" in call for call in calls)
+    assert any("pip install" in call for call in calls)
     assert calls[-1] == "- --track english --data my own"
-    code, _, _, calls = call("--steps", "10", STUB_STATUS="2")
-    assert (code, calls) == (2, ["- --steps 10"])
+    assert call("--steps", "10", STUB_STATUS="2")[::3] == (2, ["- --steps 10"])
+    assert call("test", "-k", "x")[3] == ["-m pytest --numprocesses=2 --dist=worksteal -k x"]
     with open(tmp_path / "requirements.txt", "a") as file:
         file.write("another==1.0\n")
-    _, _, _, calls = call("english")
-    assert any("pip install" in call for call in calls)
-    assert not any("-m venv" in call for call in calls)
+    _, _, _, calls = call(start=[tmp_path / ".ci/run"])
+    assert any("pip install" in call for call in calls) and not any(
+        "venv" in call for call in calls
+    )
+    assert calls[-1] == "-m pytest --numprocesses=2 --dist=worksteal --all"
 
 
-def test_a_failed_install_is_done_again(call):
-    code, _, _, calls = call("english", STUB_PIP_STATUS="1")
-    assert code == 1 and "pip install" in calls[-1]  # and nothing was launched
-    code, _, _, calls = call("english")
-    assert code == 0 and any("pip install" in call for call in calls) and calls[-1][0] == "-"
-
-
-def test_old_python_is_refused_in_one_line(call, tmp_path):
-    code, _, err, _ = call("english", STUB_TOO_OLD="1")
-    assert code == 2 and not (tmp_path / ".venv").exists()
-    assert "3.11" in err and str(tmp_path / "python-stub") in err and "PYTHON=" in err
-
-
-def test_tests_run_with_further_arguments(call, tmp_path):
-    call("--steps", "1")  # which sets up
-    all_files = "-m pytest tests --numprocesses=2 --dist=worksteal"
-    assert call("test", "-k", "some")[3] == [f"{all_files} -k some"]
-    # Of chosen tests none is left out.
-    chosen = "tests/trainer/test_run_sh.py"
-    assert call("test", chosen, "-x")[3] == [f"-m pytest --all {chosen} -x"]
-    assert call(start=[tmp_path / ".ci/run"])[3] == [f"{all_files} --all"]
-
-
-def test_an_environment_that_cannot_be_used_is_left_alone(call, tmp_path):
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    shutil.copy(tmp_path / "python-stub", tmp_path / ".venv/bin/python")
-    code, _, err, calls = call(STUB_TOO_OLD="1")
-    assert code == 2 and not any("venv" in call for call in calls)
-    line = err.splitlines()[-1]
-    assert "3.11" in line and str(tmp_path / ".venv") in line and "move" in line
-
-
-def test_run_sh_finds_its_folder_and_bash(call, tmp_path):
-    (tmp_path / "a link's folder").mkdir()
-    link = tmp_path / "a link's folder" / "train"
-    link.symlink_to(tmp_path / "run.sh")
-    for start in ([link], ["sh", tmp_path / "run.sh"]):
-        code, out, err, _ = call("--steps", "3", start=start)
-        assert (code, out) == (0, "status:ok\n"), err
-    assert (tmp_path / ".venv").exists() and os.listdir(link.parent) == ["train"]
-
-
-# ----- data, ranks, arguments
-
-ROOMY = {"/proc/meminfo": "MemTotal: 1 kB MemAvailable: 67108864 kB"}
+@pytest.mark.parametrize("is_there", [False, True])
+def test_an_old_python_is_refused_in_one_line(is_there, call, tmp_path):
+    """An environment that is there and cannot be used is left alone."""
+    python = tmp_path / "python-stub"
+    if is_there:
+        (tmp_path / ".venv/bin").mkdir(parents=True)
+        shutil.copy(python, tmp_path / ".venv/bin/python")
+    code, _, err, calls = call("english", STUB_TOO_OLD="1")
+    assert code == 2 and len(calls) == 1 and (tmp_path / ".venv").exists() == is_there
+    named = (".venv/bin/python" if is_there else str(python), str(tmp_path), "3.11", "PYTHON=")
+    assert all(word in err for word in named) and err.count("\n") == 1
 
 
 @pytest.fixture
-def launch(tmp_path, monkeypatch):
-    """launch(words, cores, gpus, files): what run.sh's program does on a machine with so much:
-    (ranks, words of the script, builders called, what it says)."""
+def launch(tmp_path, monkeypatch, capsys):
+    """launch(*words, cores, gpus, memory, groups, limits): what the Python part does on such a
+    machine: (ranks, script and its words, builders called, what it says)."""
     builders, started = [], []
 
-    def main(script):
-        return lambda words: started.append((1, [script, *words]))
-
-    class Process:
-        """A rank that ends at once."""
-
-        exitcode = 0
-
-        def __init__(self, target, args):
-            script = Path(target.__globals__["script"].__file__).name
-            started.append((target.__globals__["ranks"], [script, *target.__globals__["words"]]))
-
-        def start(self):
-            """It has ended."""
-
-    def build(words, **options):
-        builders.append(words[1:])
-        return SimpleNamespace(returncode=0)
+    def start(train, nprocs, **options):
+        script = Path(train.__globals__["script"].__file__).name
+        started.append((nprocs, [script, *train.__globals__["words"]]))
+        return SimpleNamespace(join=lambda **options: True)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train_gpt, "main", main("train_gpt.py"))
-    monkeypatch.setattr(continual, "main", main("continual.py"))
-    fork = SimpleNamespace(Process=Process)
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: fork)
-    monkeypatch.setattr(subprocess, "run", build)
+    for script in (train_gpt, continual):
+        name = Path(script.__file__).name
+        main = lambda words, name=name: started.append((1, [name, *words]))  # noqa: E731
+        monkeypatch.setattr(script, "main", main)
+    monkeypatch.setattr(torch.multiprocessing, "start_processes", start)
+    build = lambda words, **options: builders.append(words[1:])  # noqa: E731
+    monkeypatch.setattr(subprocess, "call", build)
+    source = LAUNCH.replace('"/proc/self/cgroup"', '"cgroup"').replace('"/sys/fs', '"sys')
 
-    def launched(*words, cores=2, gpus=0, files=ROOMY):
-        said = io.StringIO()
-        with monkeypatch.context() as patch, contextlib.redirect_stderr(said):
+    def launched(*words, cores=2, gpus=0, memory=2**36, groups="", limits=None):
+        Path("cgroup").write_text(groups)
+        for name, content in (limits or {}).items():
+            path = Path("sys/cgroup", name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": memory}
+        with monkeypatch.context() as patch, contextlib.suppress(SystemExit):
             patch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+            patch.setattr(os, "sysconf", pages.get)
             patch.setattr(os, "environ", {**os.environ})
-            patch.setattr(os, "access", lambda path, mode: str(path) in files)
-            patch.setattr(Path, "read_text", lambda path: files[str(path)])
             patch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
             patch.setattr(torch.cuda, "device_count", lambda: gpus)
             patch.setattr(sys, "argv", ["-", *words])
-            with contextlib.suppress(SystemExit):
-                exec(compile(LAUNCH, "run.sh", "exec"), {})
-        ranks, script = started[0]
-        assert len(started) == ranks
-        return ranks, script, builders, said.getvalue()
+            exec(compile(source, "run.sh", "exec"), {})
+        return *started[0], builders, capsys.readouterr().err
 
     return launched
 
 
-def test_a_track_is_built_and_runs_on_every_core(launch):
-    ranks, script, builders, said = launch("--track", "english", "--micro-batches", "8", cores=11)
-    assert ranks == 8 and script == [
-        "train_gpt.py",
-        "--track",
-        "english",
-        "--micro-batches",
-        "8",
-    ]
-    assert builders == [["data/text.py"]]
-    assert said.startswith("run.sh: 8 rank(s), the most of 8, 4, 2 and 1 that 11 core(s), 64.0 GiB")
-    assert said.endswith(" and [8] micro-batches a step allow\n") and said.count("\n") == 1
-
-
-def limited(groups, *files):
-    """A roomy machine whose process is in these control groups, which have limits."""
-    limits = {f"/sys/fs/cgroup/{path}": words for path, words in files}
-    return {**ROOMY, "/proc/self/cgroup": groups, **limits}
+def make_shards(prefix):
+    """Empty shards of a corpus in the current folder."""
+    Path(prefix).parent.mkdir(parents=True)
+    for split in ("train", "val"):
+        Path(f"{prefix}_{split}_000001.bin").touch()
 
 
 OWN = "0::/user/job\n"  # of cgroup v2, below the root
 OLD = "5:cpu,cpuacct:/job\n4:memory:/a/job\n0::/\n"  # of v1
+OLD_CPU = "cpu,cpuacct/job/cpu.cfs_"
 
 
 @pytest.mark.parametrize(
-    "ranks, cores, micro_batches, files",
+    "ranks, cores, micro_batches, groups, limits",
     [
-        (1, 1, 8, ROOMY),
-        (2, 3, 8, ROOMY),
-        (2, 8, 6, ROOMY),
-        (1, 8, 8, {"/proc/meminfo": "MemAvailable: 1048576 kB"}),
-        (8, 8, 8, limited(OWN, ("cpu.max", "max 100000"), ("memory.max", "max"))),
-        (4, 8, 8, limited("0::/\n", ("cpu.max", "450000 100000"))),
-        (4, 8, 8, limited(OWN, ("user/cpu.max", "450000 100000"))),
-        (2, 8, 8, limited(OWN, ("user/job/cpu.max", "250000 100000"))),
-        (1, 8, 8, limited(OWN, ("user/job/cpu.max", "50000 100000"))),
-        (2, 8, 8, limited(OWN, ("user/job/memory.max", "3000000000"))),
-        (1, 8, 8, limited(OWN, ("user/job/memory.max", "500000000"))),
-        (
-            2,
-            8,
-            8,
-            limited(
-                OLD,
-                ("cpu,cpuacct/job/cpu.cfs_quota_us", "250000"),
-                ("cpu,cpuacct/job/cpu.cfs_period_us", "100000"),
-            ),
-        ),
-        (8, 8, 8, limited(OLD, ("cpu,cpuacct/job/cpu.cfs_quota_us", "-1"))),
-        (2, 8, 8, limited(OLD, ("memory/a/memory.limit_in_bytes", "3000000000"))),
+        (1, 1, 8, "", {}),
+        (2, 3, 8, "", {}),
+        (8, 11, 8, "", {}),
+        (2, 8, 6, "", {}),
+        (8, 8, 8, OWN, {"cpu.max": "max 100000", "memory.max": "max"}),
+        (4, 8, 8, "0::/\n", {"cpu.max": "450000 100000"}),
+        (4, 8, 8, OWN, {"user/cpu.max": "450000 100000"}),
+        (2, 8, 8, OWN, {"user/job/cpu.max": "250000 100000", "cpu.max": "450000 100000"}),
+        (1, 8, 8, OWN, {"user/job/cpu.max": "50000 100000"}),
+        (2, 8, 8, OWN, {"user/job/memory.max": "3000000000"}),
+        (1, 8, 8, OWN, {"user/job/memory.max": "500000000"}),
+        (2, 8, 8, OLD, {OLD_CPU + "quota_us": "250000", OLD_CPU + "period_us": "100000"}),
+        (8, 8, 8, OLD, {OLD_CPU + "quota_us": "-1", OLD_CPU + "period_us": "100000"}),
+        (2, 8, 8, OLD, {"memory/a/memory.limit_in_bytes": "3000000000"}),
     ],
     ids=str,
 )
-def test_ranks_suit_cores_memory_and_micro_batches(ranks, cores, micro_batches, files, launch):
-    words = ["--track", "english", "--data", "mine", "--micro-batches", str(micro_batches)]
-    found, script, builders, said = launch(*words, cores=cores, files=files)
-    assert ("crawl" in said) == ("500000000" in str(files))
-    assert (found, script, builders) == (ranks, ["train_gpt.py", *words], [])
+def test_ranks_suit_cores_memory_and_micro_batches(
+    ranks, cores, micro_batches, groups, limits, launch
+):
+    words = ["--track", TRACK, "--micro-batches", str(micro_batches)]
+    make_shards("data/english/english")
+    *found, said = launch(*words, cores=cores, groups=groups, limits=limits)
+    assert found == [ranks, ["train_gpt.py", *words], []]
+    assert said.startswith(f"run.sh: {ranks} rank(s): ") and said.count("\n") == 1
+    assert (", memory for 0.4 rank(s)," in said) == ("500000000" in limits.values())
 
 
 @pytest.mark.parametrize(
     "ranks, words, corpus",
     [
         (8, [], "fineweb10B/fineweb"),
-        (2, ["--track", "english", "--device", "cpu"], "english/english"),
+        (2, ["--track", TRACK, "--device", "cpu"], "english/english"),
     ],
 )
-def test_a_corpus_that_is_there_is_not_built_again(ranks, words, corpus, launch, tmp_path):
+def test_a_corpus_is_built_where_it_is_absent(ranks, words, corpus, launch):
     """There is a rank a GPU, or a core where the CPU is asked for."""
-    for split in ("train", "val"):
-        path = tmp_path / f"data/{corpus}_{split}_000001.bin"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    found = launch(*words, gpus=8)
-    assert found[:3] == (ranks, ["train_gpt.py", *words], [])
+    if words:
+        assert launch(*words)[2] == [["data/text.py"]]
+    make_shards(f"data/{corpus}")
+    found, script, builders, _ = launch(*words, gpus=8)
+    assert (found, script) == (ranks, ["train_gpt.py", *words]) and len(builders) == bool(words)
 
 
-def test_the_continual_track_has_its_own_corpus_and_script(launch):
-    words = ["--track", "continual", "--init-from", "first"]
-    _, script, builders, _ = launch(*words)
-    assert script == ["continual.py", *words]
-    assert builders == [["data/text.py", "--corpus", "verse"]]
-
-
-@pytest.mark.parametrize(
-    "track, script", [("english", "train_gpt.py"), ("continual", "continual.py")]
-)
+@pytest.mark.parametrize("track, script", [(TRACK, "train_gpt.py"), ("continual", "continual.py")])
 def test_a_run_is_resumed_by_the_script_of_its_track(track, script, launch, tmp_path):
     folder = tmp_path / "logs" / "continual"  # a name of a run is no track
     folder.mkdir(parents=True)
@@ -275,24 +200,37 @@ def test_a_run_is_resumed_by_the_script_of_its_track(track, script, launch, tmp_
 
 
 @pytest.mark.parametrize(
-    "script, words",
+    "script, words, builders",
     [
-        ("train_gpt.py", "--track miin"),
-        ("continual.py", "--track continual --stepz 3"),
-        ("train_gpt.py", "--track english --check --data mine"),
+        ("train_gpt.py", "--track miin", []),
+        ("train_gpt.py", f"--track {TRACK} --help", []),
+        ("train_gpt.py", f"--track {TRACK} --check --data mine", []),
+        ("continual.py", "--track continual --stepz 3", []),
+        (
+            "continual.py",
+            "--track continual --init-from x",
+            [["data/text.py", "--corpus", "verse"]],
+        ),
     ],
 )
-def test_what_the_trainer_answers_reaches_it_at_once(script, words, launch):
-    assert launch(*words.split(), gpus=8) == (1, [script, *words.split()], [], "")
+def test_a_track_has_its_script_which_answers_at_once(script, words, builders, launch):
+    *found, said = launch(*words.split(), memory=2**30)
+    assert found == [1, [script, *words.split()], builders] and bool(said) == bool(builders)
 
 
-# ----- the end of a rank
+KILLED = "status:error rank 1 was ended by SIGKILL: killed, perhaps by the system for memory\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_rank_that_a_signal_ends_is_named(number, tiny, tmp_path):
-    """And neither the log nor the last line says that the run was interrupted."""
-    values = {**tiny, "track": "english", "steps": 2000, "run_id": "run"}
+@pytest.mark.parametrize(
+    "number, code, last",
+    [
+        (signal.SIGTERM, 130, "status:interrupted\n"),  # to run.sh itself; the others to a rank
+        (signal.SIGKILL, 1, KILLED),
+        (signal.SIGSEGV, 1, "status:error rank 1 was ended by SIGSEGV\n"),
+    ],
+)
+def test_a_signal_ends_the_run_and_is_named(number, code, last, tiny, tmp_path):
+    values = {**tiny, "steps": 20_000, "run_id": "run"}
     patches = "import os; os.sched_getaffinity = lambda pid: {0, 1}\n"
     with subprocess.Popen(
         [sys.executable, "-c", patches + LAUNCH, *helpers.arguments(values)],
@@ -307,9 +245,8 @@ def test_a_rank_that_a_signal_ends_is_named(number, tiny, tmp_path):
             said.append(line)
             if line.startswith("step:2/"):
                 children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-                os.kill(int(children.split()[1]), number)
-    assert process.returncode == 1
-    assert said[-1].startswith(f"status:error rank 1 was ended by {number.name}")
-    assert ("perhaps by the system for memory" in said[-1]) == (number == signal.SIGKILL)
+                is_own = number == signal.SIGTERM
+                os.kill(process.pid if is_own else int(children.split()[1]), number)
+    assert (process.returncode, said[-1]) == (code, last)
     log = helpers.log_of(tmp_path / "logs" / "run")
-    assert log[-1].startswith("status:error") and "interrupted" not in "".join(said + log)
+    assert ("interrupted" in "".join(said + log)) == is_own and log[-1].startswith("status:")
