@@ -181,9 +181,8 @@ def test_a_leak_at_one_per_cent_of_all_positions_is_caught_in_nearly_all_runs():
     """Each cut sees it by a chance of 0.01: 0.99^n of all runs miss it."""
     leaks = torch.from_numpy(np.random.default_rng(5).random(VAL_TOKENS) < 0.01)[:, None]
 
-    def extra(trainer, window, micro_batch):
-        here = slice(window.spans[0][0], window.spans[-1][1])
-        return cheats.embedding(trainer, micro_batch.targets) * leaks[here]
+    def extra(trainer, passage, micro_batch):
+        return cheats.embedding(trainer, micro_batch.targets) * leaks[passage.position]
 
     val = VAL.copy()
     val[::2] = EOT
