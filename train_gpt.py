@@ -811,6 +811,7 @@ class TrainLoader:
         self.opener = ThreadPoolExecutor(1)
         submit = functools.partial(self.opener.submit, self.open_shard)
         self.open = functools.lru_cache(2)(submit)  # the shard that is read, and the next one
+        self.open(self.place_of(min(self.number, self.last))[0]).result()  # ahead of the clock
         self.ahead = deque()
         sys.setswitchinterval(1e-4)  # seconds that the thread may keep the others waiting
         self.thread = ThreadPoolExecutor(1, initializer=table.runtime.use_device)
