@@ -3373,6 +3373,9 @@ def main(argv=None, extend=None):
         if runtime is not None:
             runtime.close(has_failed=True)
         return status
+    finally:
+        if log.file is not None:
+            log.file.close()  # its lock, too: an error's traceback may hold the run for long
 
 
 if __name__ == "__main__":
