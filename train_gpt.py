@@ -2983,7 +2983,9 @@ def find_checkpoint(run, key="resume"):
             require(is_whole, "damaged: its sha256 is not the one beside it")
             content = torch.load(path, map_location="cpu", weights_only=True)
             values = content["config"]
-            config = type(TRACKS[values["track"]])(**values)
+            track = values["track"]
+            require(track in TRACKS, f"track {track}", "use the script that it began with")
+            config = type(TRACKS[track])(**values)
             is_same = content["rows"] == row_fingerprint(config)
             require(is_same, "another version of the script has made it")
             return {**content, "config": config, "folder": path.parent}

@@ -145,7 +145,7 @@ def test_both_losses_are_logged(run_of, values, base):
     assert first[0] == pytest.approx(base.result["val_loss"], abs=6e-6)
     for name, losses in (("val_loss", own), ("first_val_loss", first)):
         assert run.result[name] == pytest.approx(losses[8], abs=6e-6)
-    assert run.result["overrides"]["init_from"] == values["init_from"]
+    assert run.result["config"]["init_from"] == values["init_from"]
     (final,) = (line for line in run.log if line.startswith("final val_loss:"))
     assert final.startswith(f"final val_loss:{run.result['val_loss']:.5f} ")
 
@@ -212,8 +212,8 @@ BAD_INPUT = [
     ({"init_from": "nowhere"}, ["--init-from nowhere", "no checkpoint"]),
     ({"model_dim": 64}, ["track english, with model_dim=32", "64", "--model-dim"]),
     (helpers.ONE_LAYER, ["with layers=(Layer(", "--layers"]),
-    ({"data": "gone/verse"}, ["`python data/text.py --corpus verse`", "--data"]),
-    ({"first_data": "gone/english"}, ["`python data/text.py`", "--first-data"]),
+    ({"data": "gone/verse"}, ["gone/verse/manifest.json: no such file", "by --data"]),
+    ({"first_data": "gone/english"}, ["gone/english/manifest.json: no such", "by --first-data"]),
     ({"tokenizer": "gpt2"}, ["reads bytes", "holds gpt2", "--data", "--tokenizer"]),
 ]
 
