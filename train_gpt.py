@@ -2747,6 +2747,11 @@ def wait(work):
 def choose_device(name, local_rank):
     """The torch.device of the process of this number on its machine. Raises ConfigError."""
     count = torch.cuda.device_count()
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if name == "auto" and count == 0 and not is_hidden:
+        problem = f"torch {torch.__version__} sees no GPU behind the NVIDIA driver of this machine"
+        remedy = "update the driver, which may be too old for this torch, or add --device cpu"
+        require(not os.path.exists("/proc/driver/nvidia"), f"device={name}", problem, remedy)
     if name == "cpu" or (name == "auto" and count == 0):
         return torch.device("cpu")
     problem = f"torch {torch.__version__} sees {count} GPUs, process {local_rank} has none"
