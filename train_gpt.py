@@ -1916,7 +1916,8 @@ class ParameterGroup(Group):
         self.config = config
         self.runtime = runtime
         self.params = params  # {name: parameter}
-        self.is_shared_out = runtime.world_size > 1 and self.size() > SHARE_ABOVE
+        is_large = self.size() > SHARE_ABOVE and name != "small"
+        self.is_shared_out = is_large and runtime.world_size > 1
         self.lr = config.adam_lr
         self.decay = 1.0
         self.every = config.adam_every
@@ -2109,7 +2110,6 @@ class SmallGroup(ParameterGroup):
         vector = nn.Parameter(end_to_end(values, runtime.device))
         vector.rule = joint_rule(members.values(), runtime.device)
         super().__init__("small", config, {"small": vector}, runtime)
-        self.is_shared_out = False
         self.state["small"]["master"] = vector.data
         parts = vector.data.split([value.numel() for value in values])
         self.parts = [part.view_as(value) for part, value in zip(parts, values, strict=True)]
