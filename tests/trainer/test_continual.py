@@ -20,6 +20,7 @@ MATRICES = {"query_key", "value_output", "mlp"}
 EACH_WORLD_SIZE = pytest.mark.parametrize(
     "world_size", [1, pytest.param(2, marks=pytest.mark.slow)]
 )
+ON_RANKS = {"main": continual.main, "before": ranks.share_out}
 
 
 # ----- frozen directions
@@ -102,7 +103,7 @@ def run_of(values, tmp_path_factory):
     def run(world_size):
         folder = tmp_path_factory.mktemp(f"second{world_size}")
         changed = {**values, "save_every": 5}
-        done = ranks.train(folder, changed, world_size=world_size, main=continual.main)
+        done = ranks.train(folder, changed, world_size=world_size, **ON_RANKS)
         assert done.code == 0, done.stdout + done.stderr
         return done
 
@@ -192,7 +193,7 @@ def test_a_resumed_run_ends_bitwise_the_same(world_size, run_of, tmp_path):
     copied = tmp_path / "logs" / "second"
     shutil.copytree(whole.folder, copied, ignore=left_out)
     words = {"resume": "second"}
-    run = ranks.train(tmp_path, words, world_size=world_size, main=continual.main)
+    run = ranks.train(tmp_path, words, world_size=world_size, **ON_RANKS)
     assert run.code == 0 and "started_from:" not in run.stdout, run.stdout + run.stderr
     run.folder = copied
     helpers.assert_same_end(run, whole)
