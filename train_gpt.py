@@ -833,6 +833,7 @@ class TrainLoader:
         self.opener = ThreadPoolExecutor(1)
         submit = functools.partial(self.opener.submit, self.open_shard)
         self.open = functools.lru_cache(2)(submit)  # the shard that is read, and the next one
+        self.open(self.place_of(min(self.number, self.last))[0]).result()  # ahead of the clock
         self.ahead = deque()
         sys.setswitchinterval(1e-4)  # seconds that the thread may keep the others waiting
         self.thread = ThreadPoolExecutor(1, initializer=table.runtime.use_device)
@@ -1941,7 +1942,8 @@ class ParameterGroup(Group):
         self.config = config
         self.runtime = runtime
         self.params = params  # {name: parameter}
-        self.is_shared_out = runtime.world_size > 1 and self.size() > SHARE_ABOVE
+        is_large = self.size() > SHARE_ABOVE and name != "small"
+        self.is_shared_out = is_large and runtime.world_size > 1
         self.lr = config.adam_lr
         self.decay = 1.0
         self.every = config.adam_every
@@ -2149,7 +2151,6 @@ class SmallGroup(ParameterGroup):
         vector = nn.Parameter(end_to_end(values, runtime.device))
         vector.rule = joint_rule(members.values(), runtime.device)
         super().__init__("small", config, {"small": vector}, runtime)
-        self.is_shared_out = False
         self.state["small"]["master"] = vector.data
         parts = vector.data.split([value.numel() for value in values])
         self.parts = [part.view_as(value) for part, value in zip(parts, values, strict=True)]
@@ -2796,6 +2797,11 @@ def wait(work):
 def choose_device(name, local_rank):
     """The torch.device of the process of this number on its machine. Raises ConfigError."""
     count = torch.cuda.device_count()
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if name == "auto" and count == 0 and not is_hidden:
+        problem = f"torch {torch.__version__} sees no GPU behind the NVIDIA driver of this machine"
+        remedy = "update the driver, which may be too old for this torch, or add --device cpu"
+        require(not os.path.exists("/proc/driver/nvidia"), f"device={name}", problem, remedy)
     if name == "cpu" or (name == "auto" and count == 0):
         return torch.device("cpu")
     problem = f"torch {torch.__version__} sees {count} GPUs, process {local_rank} has none"
@@ -3032,7 +3038,9 @@ def find_checkpoint(run, key="resume"):
             require(is_whole, "damaged: its sha256 is not the one beside it")
             content = torch.load(path, map_location="cpu", weights_only=True)
             values = content["config"]
-            config = type(TRACKS[values["track"]])(**values)
+            track = values["track"]
+            require(track in TRACKS, f"track {track}", "use the script that it began with")
+            config = type(TRACKS[track])(**values)
             is_same = content["rows"] == row_fingerprint(config)
             require(is_same, "another version of the script has made it")
             return {**content, "config": config, "folder": path.parent}
@@ -3422,6 +3430,9 @@ def main(argv=None, extend=None):
         if runtime is not None:
             runtime.close(has_failed=True)
         return status
+    finally:
+        if log.file is not None:
+            log.file.close()  # its lock, too: an error's traceback may hold the run for long
 
 
 if __name__ == "__main__":

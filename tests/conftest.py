@@ -86,13 +86,14 @@ def cli(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture(scope="session")
 def rich_run_of(rich, tmp_path_factory):
-    """rich_run_of(world size): the twenty steps, with a checkpoint after ten, on that many ranks;
-    each is run once."""
+    """rich_run_of(world size, before): the twenty steps, with a checkpoint after ten, on that many
+    ranks, each of which first calls `before`; each is run once."""
 
     @functools.cache
-    def run_of(world_size):
+    def run_of(world_size, before=None):
         folder = tmp_path_factory.mktemp(f"ranks{world_size}")
-        run = ranks.train(folder, {**rich, "run_id": "rich"}, world_size=world_size)
+        values = {**rich, "run_id": "rich"}
+        run = ranks.train(folder, values, world_size=world_size, before=before)
         assert run.code == 0, run.stdout + run.stderr
         return run
 

@@ -107,6 +107,12 @@ def spoken(folder, name):
     return "".join(path.read_text() for path in sorted(Path(folder).glob(f"{name}*.txt")))
 
 
+def share_out():
+    """Let the ranks of this process share groups of any size out, as they do those of a large
+    model."""
+    train_gpt.SHARE_ABOVE = 0
+
+
 def on_ranks(world_size, work, *words):
     """What work(runtime, *words) returns on each rank of a gloo group, as a list; tensors and plain
     types."""

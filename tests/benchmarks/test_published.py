@@ -56,7 +56,7 @@ def test_a_run_is_added_to_the_others(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--text", "absent"], ".*absent: no .* shards; run"),
+        (["--text", "absent"], ".*absent/manifest.json: no such file; build it"),
         (["--arm", "hers"], "--arm hers: no such arm; they are ours; ours, tuned"),
     ],
 )

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 import train_gpt
 from helpers import EOT
-from train_gpt import NO_TOKEN
 
 CAUGHT = {}  # {name: (gates that it fails, by whatever chance others as well; cheat)}
 
@@ -37,12 +36,12 @@ def maker(function):
 
 @maker
 def seeing(extra, trainer, patch):
-    """Every layer receives extra(trainer, window, micro_batch), (T, model_dim), with its rows."""
+    """Every layer receives extra(trainer, passage, micro_batch), (T, model_dim), with its rows."""
     honest = trainer.read
 
-    def read(window, length):
-        micro_batch, ngram = honest(window, length)
-        return micro_batch, ngram + extra(trainer, window, micro_batch).to(ngram.dtype)
+    def read(passage):
+        micro_batch, ngram = honest(passage)
+        return micro_batch, ngram + extra(trainer, passage, micro_batch).to(ngram.dtype)
 
     trainer.read = read
 
@@ -50,7 +49,7 @@ def seeing(extra, trainer, patch):
 def seeing_target_where(condition):
     """Every layer receives the target where condition(micro_batch, positions) is true."""
 
-    def extra(trainer, window, micro_batch):
+    def extra(trainer, passage, micro_batch):
         is_seen = condition(micro_batch, positions(micro_batch))
         return embedding(trainer, micro_batch.targets) * is_seen
 
@@ -61,8 +60,8 @@ def seeing_successors(part):
     """Every layer receives what follows its token where it stands last in a part of the text:
     part(tokens, start of the pass)."""
 
-    def extra(trainer, window, micro_batch):
-        known = successors(part(window.text.tokens, window.spans[0][0]))
+    def extra(trainer, passage, micro_batch):
+        known = successors(part(passage.text, passage.position[0]))
         return embedding(trainer, known[micro_batch.inputs])
 
     return seeing(extra)
@@ -166,10 +165,9 @@ def what_was_here_when_the_place_was_scored_before(trainer, patch):
     """In its second evaluation a model like this has seen all targets."""
     seen = torch.full((trainer.config.val_tokens,), EOT)
 
-    def extra(trainer, window, micro_batch):
-        here = slice(window.spans[0][0], window.spans[-1][1])
-        remembered = embedding(trainer, seen[here])
-        seen[here] = micro_batch.targets
+    def extra(trainer, passage, micro_batch):
+        remembered = embedding(trainer, seen[passage.position])
+        seen[passage.position] = micro_batch.targets
         return remembered
 
     seeing(extra)(trainer, patch)
@@ -186,11 +184,11 @@ def rows_of_the_next_token(trainer, patch):
 
 
 def undivided(passage):
-    """A passage of a text in which no token starts a document."""
-    return passage._replace(text=train_gpt.Text(passage.text.tokens, NO_TOKEN))
+    """A passage of the same tokens as one segment of a text that is one document."""
+    return passage._replace(depth=passage.position, start=np.zeros_like(passage.start))
 
 
-def mean_of_all_earlier_tokens(trainer, window, micro_batch):
+def mean_of_all_earlier_tokens(trainer, passage, micro_batch):
     total = embedding(trainer, micro_batch.inputs).float().cumsum(0)
     return total / (1 + positions(micro_batch))
 
@@ -277,8 +275,8 @@ def state_of_the_text_before(trainer, patch):
     """Where a pass goes on in the text: it has looked at earlier tokens only, but in this order."""
     state, ends = torch.zeros(trainer.config.model_dim), [-1]
 
-    def extra(trainer, window, micro_batch):
-        return state * (window.spans[0][0] == ends[-1])
+    def extra(trainer, passage, micro_batch):
+        return state * bool(passage.position[0] == ends[-1])
 
     def remember(trainer, tokens, low, hidden):
         ends.append(low + len(hidden))

@@ -183,11 +183,17 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(rich_run, tmp_path, c
     assert run.log[-1].startswith("status:ok ") and run.log.count("===== START =====") == 1
 
 
-@pytest.mark.parametrize("world_size, later", [(2, 1), (1, 2), (3, 3)])
-def test_a_run_goes_on_with_any_number_of_ranks(world_size, later, rich_run_of, tmp_path):
-    whole = rich_run_of(world_size)
+@pytest.mark.parametrize(
+    "world_size, before, later, then",
+    [(2, None, 1, None), (1, None, 2, ranks.share_out), (3, ranks.share_out, 3, ranks.share_out)],
+)
+def test_a_run_goes_on_with_any_number_of_ranks(
+    world_size, before, later, then, rich_run_of, tmp_path
+):
+    """Whether they share parameters out, or each of them updates all."""
+    whole = rich_run_of(world_size, before)
     folder = leave(whole, tmp_path, 13)
-    run = ranks.train(tmp_path, {"resume": "rich"}, world_size=later)
+    run = ranks.train(tmp_path, {"resume": "rich"}, world_size=later, before=then)
     assert run.code == 0, run.stdout + run.stderr
     run.folder = folder
     assert run.train_losses == pytest.approx(whole.train_losses, abs=1e-4)

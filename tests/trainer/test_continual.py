@@ -20,6 +20,7 @@ MATRICES = {"query_key", "value_output", "mlp"}
 EACH_WORLD_SIZE = pytest.mark.parametrize(
     "world_size", [1, pytest.param(2, marks=pytest.mark.slow)]
 )
+ON_RANKS = {"main": continual.main, "before": ranks.share_out}
 
 
 # ----- frozen directions
@@ -102,7 +103,7 @@ def run_of(values, tmp_path_factory):
     def run(world_size):
         folder = tmp_path_factory.mktemp(f"second{world_size}")
         changed = {**values, "save_every": 5}
-        done = ranks.train(folder, changed, world_size=world_size, main=continual.main)
+        done = ranks.train(folder, changed, world_size=world_size, **ON_RANKS)
         assert done.code == 0, done.stdout + done.stderr
         return done
 
@@ -145,7 +146,7 @@ def test_both_losses_are_logged(run_of, values, base):
     assert first[0] == pytest.approx(base.result["val_loss"], abs=6e-6)
     for name, losses in (("val_loss", own), ("first_val_loss", first)):
         assert run.result[name] == pytest.approx(losses[8], abs=6e-6)
-    assert run.result["overrides"]["init_from"] == values["init_from"]
+    assert run.result["config"]["init_from"] == values["init_from"]
     (final,) = (line for line in run.log if line.startswith("final val_loss:"))
     assert final.startswith(f"final val_loss:{run.result['val_loss']:.5f} ")
 
@@ -192,7 +193,7 @@ def test_a_resumed_run_ends_bitwise_the_same(world_size, run_of, tmp_path):
     copied = tmp_path / "logs" / "second"
     shutil.copytree(whole.folder, copied, ignore=left_out)
     words = {"resume": "second"}
-    run = ranks.train(tmp_path, words, world_size=world_size, main=continual.main)
+    run = ranks.train(tmp_path, words, world_size=world_size, **ON_RANKS)
     assert run.code == 0 and "started_from:" not in run.stdout, run.stdout + run.stderr
     run.folder = copied
     helpers.assert_same_end(run, whole)
@@ -212,8 +213,8 @@ BAD_INPUT = [
     ({"init_from": "nowhere"}, ["--init-from nowhere", "no checkpoint"]),
     ({"model_dim": 64}, ["track english, with model_dim=32", "64", "--model-dim"]),
     (helpers.ONE_LAYER, ["with layers=(Layer(", "--layers"]),
-    ({"data": "gone/verse"}, ["`python data/text.py --corpus verse`", "--data"]),
-    ({"first_data": "gone/english"}, ["`python data/text.py`", "--first-data"]),
+    ({"data": "gone/verse"}, ["gone/verse/manifest.json: no such file", "by --data"]),
+    ({"first_data": "gone/english"}, ["gone/english/manifest.json: no such", "by --first-data"]),
     ({"tokenizer": "gpt2"}, ["reads bytes", "holds gpt2", "--data", "--tokenizer"]),
 ]
 

@@ -1,6 +1,7 @@
 """What a run asks of its GPUs, on probes of torch's that tell of machines that are not here."""
 
 import importlib.util
+import os
 
 import numpy as np
 import pytest
@@ -15,11 +16,16 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """gpus(count, capability): from now on torch sees so many GPUs. Returns the list of the
-    FlashAttention packages that are activated."""
+    """gpus(count, capability): from now on torch sees so many GPUs, on a machine that has NVIDIA's
+    driver if it sees any, unless told otherwise. Returns the list of the FlashAttention packages
+    that are activated."""
     activated = []
+    exists = os.path.exists
 
-    def see(count, capability=(9, 0)):
+    def see(count, capability=(9, 0), has_driver=None):
+        driver = {"/proc/driver/nvidia": count > 0 if has_driver is None else has_driver}
+        monkeypatch.setattr(os.path, "exists", lambda path: driver.get(path, exists(path)))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         answers = {
             "is_available": count > 0,
             "device_count": count,
@@ -46,6 +52,21 @@ def test_auto_takes_a_gpu_where_there_is_one(gpus):
         train_gpt.Runtime("cuda")
     gpus(1)
     assert train_gpt.Runtime("auto").device == CUDA and train_gpt.Runtime("cpu").device == CPU
+
+
+def test_gpus_that_torch_does_not_see_are_no_reason_to_train_on_the_cpu(gpus, monkeypatch):
+    """Unless they are hidden from it, or a CPU is asked for."""
+    gpus(0, has_driver=True)
+    words = r"^device=auto: torch \S+ sees no GPU .*; update the driver, .* --device cpu$"
+    with pytest.raises(train_gpt.ConfigError, match=words):
+        train_gpt.Runtime("auto")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(train_gpt.ConfigError, match=words):
+        train_gpt.Runtime("auto")
+    assert train_gpt.Runtime("cpu").device == CPU
+    for nothing in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
+        assert train_gpt.Runtime("auto").device == CPU
 
 
 def test_a_process_without_a_gpu_of_its_own_is_refused(gpus, monkeypatch):

@@ -3,6 +3,7 @@
 Each world size is started once, and does all that is compared.
 """
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -20,26 +21,37 @@ import train_gpt
 from helpers import LAYERED, ROOT, assert_bitwise, randomise, tiny_config
 from train_gpt import UPDATE_RULES, Runtime, Trainer
 
-FOUR = pytest.param(4, marks=pytest.mark.slow)
-SEVERAL = pytest.mark.parametrize("world_size", [2, 3, FOUR])
-ALL = pytest.mark.parametrize("world_size", [1, 2, 3, FOUR])
+SLOW = pytest.mark.slow
+# Ranks share the parameters of a group out, or each of them updates all.
+SEVERAL = pytest.mark.parametrize(
+    "world_size, is_shared_out",
+    [
+        (2, False),
+        (2, True),
+        (3, True),
+        pytest.param(3, False, marks=SLOW),
+        pytest.param(4, True, marks=SLOW),
+    ],
+)
 
 
 @pytest.fixture(scope="module")
 def results_of(rich):
-    """results_of(world size): what each rank found, as a list."""
+    """results_of(world size, is_shared_out): what each rank found, as a list."""
 
     @functools.cache
-    def results(world_size):
+    def results(world_size, is_shared_out=False):
         if world_size == 1:
             return [everything(Runtime("cpu"), rich)]
-        return ranks.on_ranks(world_size, everything, rich)
+        return ranks.on_ranks(world_size, everything, rich, is_shared_out)
 
     return results
 
 
-def everything(runtime, rich):
+def everything(runtime, rich, is_shared_out=False):
     """What a rank does for all tests of this file that compare world sizes."""
+    if is_shared_out:
+        ranks.share_out()
     found = {
         "cases": {name: take_steps(case, runtime) for name, case in CASES.items()},
         "trajectory": trajectory(runtime, rich),
@@ -66,12 +78,12 @@ def assert_close_states(actual, expected, **tolerance):
 
 @pytest.mark.parametrize("name", CASES)
 @SEVERAL
-def test_steps_of_ranks_are_the_steps_of_one_process(world_size, name, results_of):
+def test_steps_of_ranks_are_the_steps_of_one_process(world_size, is_shared_out, name, results_of):
     """Of soap rules with both sides single steps from the same well-separated bases are compared:
     rounding may turn null spaces of factors. All others agree from the first step on."""
     case = CASES[name]
     expected = results_of(1)[0]["cases"][name]
-    first, *others = [rank["cases"][name] for rank in results_of(world_size)]
+    first, *others = [rank["cases"][name] for rank in results_of(world_size, is_shared_out)]
     for other in others:  # after a step all ranks hold the same
         assert_bitwise(other["steps"], first["steps"])
     tolerance = 1e-3 if case.is_settled else 1e-4
@@ -101,32 +113,48 @@ def bytes_of_shares(shape, world_size, dtype):
     return math.ceil(count / world_size) * itemsize * math.prod(others)
 
 
+def bytes_of_sums(values, world_size):
+    """Bytes that a rank sends where so many float32 values are summed for all ranks."""
+    return 2 * (world_size - 1) * 4 * values // world_size
+
+
 @pytest.mark.parametrize("name", ["float32", "bfloat16", *UPDATE_RULES])
-@ALL
-def test_the_ledger_counts_the_bytes_sent(world_size, name, results_of):
+@SEVERAL
+def test_the_ledger_counts_the_bytes_sent(world_size, is_shared_out, name, results_of):
     """Of matrices nothing but gradients and weights travels, whatever their rule."""
     case = CASES[name]
     peers, steps = world_size - 1, len(case.steps)
-    small = [param for param in case.shapes if RULES[param].group == "small"]
-    bucket = sum(math.prod(case.shapes[param]) for param in small)
-    size = 2 * 4 * bucket * peers // world_size
-    expected = {"all_reduce/small": (steps * size, steps * 2 * peers)}
-    for param in case.shapes.keys() - small:
-        chunk = bytes_of_shares(case.shapes[param], world_size, case.dtype)
+    expected, summed = {}, collections.Counter()
+    for param, shape in case.shapes.items():
+        group = RULES[param].group
+        if group == "small" or not is_shared_out:
+            summed[group] += math.prod(shape)
+            continue
+        chunk = bytes_of_shares(shape, world_size, case.dtype)
         for collective in ("reduce_scatter", "all_gather"):
             expected[f"{collective}/{param}"] = (steps * peers * chunk, steps * peers)
-    found = results_of(world_size)[0]["cases"][name]["sent"]
-    assert found == (expected if peers else {})
+    for group, values in summed.items():
+        size = bytes_of_sums(values, world_size)
+        expected[f"all_reduce/{group}"] = (steps * size, steps * 2 * peers)
+    assert results_of(world_size, is_shared_out)[0]["cases"][name]["sent"] == expected
+    assert results_of(1)[0]["cases"][name]["sent"] == {}
 
 
 @SEVERAL
-def test_a_tied_embedding_does_not_travel(world_size, results_of):
+def test_a_tied_embedding_does_not_travel(world_size, is_shared_out, results_of):
     """It is untied at the last of the case's steps, the only one in which it is summed and sent."""
-    sent = results_of(world_size)[0]["cases"]["untied"]["sent"]
-    steps = len(CASES["untied"].steps)
+    sent = results_of(world_size, is_shared_out)[0]["cases"]["untied"]["sent"]
+    shapes = CASES["untied"].shapes
+    tied = len(CASES["untied"].steps) - 1
+    if not is_shared_out:
+        head, embed = (math.prod(shapes[name]) for name in ("head", "embed"))
+        last = bytes_of_sums(head + embed, world_size)
+        size, _ = sent["all_reduce/embeddings"]
+        assert size == tied * bytes_of_sums(head, world_size) + last
+        return
     for collective in ("reduce_scatter", "all_gather"):
         size, messages = sent[f"{collective}/embed"]
-        assert size and (steps * size, steps * messages) == sent[f"{collective}/head"]
+        assert size and sent[f"{collective}/head"] == ((tied + 1) * size, (tied + 1) * messages)
 
 
 # ----- the order of collectives
@@ -149,6 +177,17 @@ def recorded(runtime):
     return [event for event, _ in itertools.groupby(events)]  # all small ones wait for one work
 
 
+def test_few_collectives_are_started_in_the_declared_order_and_waited_for_late(results_of):
+    """Where each rank updates all parameters, the sums of each group are one collective."""
+    expected = ["all_to_all/ngram_table", "wait"]  # the step's rows
+    expected += ["all_reduce/small", "all_reduce/embeddings"]
+    expected += ["all_to_all/ngram_table", "all_reduce/matrices"]
+    # The next step's rows are there before anybody waits for the matrices.
+    expected += ["wait", "all_to_all/ngram_table", "wait"]
+    for rank in results_of(2, False):
+        assert rank["events"] == expected
+
+
 def test_collectives_are_started_in_the_declared_order_and_waited_for_late(results_of):
     """Small parameters, embeddings, table and matrices, in each of the three phases."""
     embeddings = "embed", "head", "value_embed"
@@ -163,7 +202,7 @@ def test_collectives_are_started_in_the_declared_order_and_waited_for_late(resul
     for name in matrices:
         expected += ["wait", f"all_gather/{name}"]
     expected += ["wait"]  # for all weights
-    for rank in results_of(2):
+    for rank in results_of(2, True):
         assert rank["events"] == expected
 
 
@@ -229,11 +268,11 @@ def test_a_pass_of_several_micro_batches_is_several_passes(rich):
 
 
 @SEVERAL
-def test_six_steps_do_not_depend_on_the_world_size(world_size, results_of):
+def test_six_steps_do_not_depend_on_the_world_size(world_size, is_shared_out, results_of):
     """Every schedule changes on the way, the table has all kinds of rows, and three ranks share
     four passes over the validation tokens."""
     alone = results_of(1)[0]["trajectory"]
-    results = [rank["trajectory"] for rank in results_of(world_size)]
+    results = [rank["trajectory"] for rank in results_of(world_size, is_shared_out)]
     losses = [sum(parts) for parts in zip(*(result["losses"] for result in results), strict=True)]
     assert len(losses) == 6 and losses == pytest.approx(alone["losses"], abs=1e-5)
     assert alone["val"] < alone["before"] - 0.01  # something was learned
@@ -255,7 +294,7 @@ def test_six_steps_do_not_depend_on_the_world_size(world_size, results_of):
 def test_a_run_of_three_ranks_logs_what_a_training_step_sends(tiny, tmp_path):
     """Whatever was sent on the way beside, and by a rank without micro-batches. One rank writes."""
     values = {**tiny, "val_every": 2, "save_every": 2, "run_id": "three"}
-    run = ranks.train(tmp_path, values, world_size=3)
+    run = ranks.train(tmp_path, values, world_size=3, before=ranks.share_out)
     assert run.code == 0, run.stdout + run.stderr
     sent = run.result["sent_per_step"]
     chunk = math.ceil(4 / 3) * 4 * 64 * 32  # of two layers' four matrices
