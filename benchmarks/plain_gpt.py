@@ -341,13 +341,13 @@ def seconds_of_steps(setting, steps, corpus):
 
 
 def looks_at(training):
-    """Train a plain GPT, and yield LOOKS times (seconds of training so far, validation loss)."""
+    """Train a plain GPT, and yield LOOKS times (steps so far, their seconds, validation loss)."""
     every = math.ceil(training.steps / LOOKS)
     seconds = 0.0
     for step in range(training.steps):
         seconds += training.step(step)
         if (step + 1) % every == 0 or step + 1 == training.steps:
-            yield seconds, training.loss()
+            yield step + 1, seconds, training.loss()
 
 
 def seconds_to_loss(training, loss):
@@ -356,8 +356,8 @@ def seconds_to_loss(training, loss):
     The smoothed loss is the mean of three looks, told at the time of the second. Returns (seconds
     of training, smoothed loss) of the first that is low enough, or else of the last."""
     looks = []
-    for look in looks_at(training):
-        looks.append(look)
+    for _, seconds, value in looks_at(training):
+        looks.append((seconds, value))
         smoothed = statistics.mean(value for _, value in looks[-3:])
         if len(looks) >= 3 and smoothed <= loss:
             break
@@ -366,11 +366,15 @@ def seconds_to_loss(training, loss):
 
 def record_curve(folder, final):
     """Repeat the plain GPT's long run, and write its losses at their seconds: the first page draws
-    them beside the newest record. It writes as it goes."""
-    training = Training(run_of(final).setting, final["seed"], final["steps"], Corpus(ENGLISH))
+    them beside the newest record. It writes as it goes. A step's seconds are the mean of those that
+    are timed first, so that later work on the machine changes no figure."""
+    corpus = Corpus(ENGLISH)
+    setting = run_of(final).setting
+    step_seconds = seconds_of_steps(setting, final["steps"], corpus) / final["steps"]
+    training = Training(setting, final["seed"], final["steps"], corpus)
     curve = {"environment": common.environment("cpu"), "seconds": [], "loss": []}
-    for seconds, loss in looks_at(training):
-        curve["seconds"].append(round(seconds, 1))
+    for steps, _, loss in looks_at(training):
+        curve["seconds"].append(round(steps * step_seconds, 1))
         curve["loss"].append(round(loss, 4))
         (folder / "plain_curve.json").write_text(json.dumps(curve, indent=1) + "\n")
 
