@@ -2964,6 +2964,8 @@ class Log:
         path = folder / "log.txt"
         is_free = not is_new or may_replace or not path.exists()
         require(is_free, f"{folder} exists", remedy=f"change --run-id, or --resume {folder.name}")
+        is_file = path.is_file() or not path.exists()
+        require(is_file, path, "is no regular file", "move it away")
         file = open(path, "a", buffering=1, encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -3034,7 +3036,8 @@ def find_checkpoint(run, key="resume"):
     problem = f"no checkpoint in {Path('logs', run)}; name a run that has saved one"
     for path in filter(Path.is_file, paths):
         try:
-            is_whole = file_sha256(path).encode() in path.with_suffix(".sha256").read_bytes()
+            beside = path.with_suffix(".sha256")
+            is_whole = beside.is_file() and file_sha256(path).encode() in beside.read_bytes()
             require(is_whole, "damaged: its sha256 is not the one beside it")
             content = torch.load(path, map_location="cpu", weights_only=True)
             values = content["config"]

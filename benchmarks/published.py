@@ -46,8 +46,6 @@ SCHEDULE = {  # that of the published trainer
     "final_lr": 0.15,
     "mean_share": 0.0,
     "untie_at": 0.66,
-    "momentum_warmup": 300 / 1285,
-    "momentum_cooldown": 50 / 1285,
 }
 # What differs from fineweb, by the name of an arm.
 ARMS = {
