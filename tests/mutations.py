@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 600  # after which tests hang, which is a failure, too
 FAILED = (1, 2)  # pytest's exit status where tests fail, or cannot be collected
 # A run of a test needs no history, corpus or closed board.
-LEFT_OUT = shutil.ignore_patterns(".*", "logs", "__pycache__", "*.bin", "english-net")
+LEFT_OUT = shutil.ignore_patterns(".*", "logs", "__pycache__", "*.bin")
 
 # {name: {"file": train_gpt.py where none is named, "old": what stands once in it, "new": ...,
 # "tests": words for pytest}}.
