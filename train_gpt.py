@@ -1234,9 +1234,6 @@ class Rule:
     lr_mul: float | Tensor = 1.0  # times the group's rate; a tensor (k, 1, 1): of a bank's matrices
     decay: float = 0.0  # times matrix_decay for matrices, else the weight decay itself
     betas: tuple = (0.9, 0.99)  # Muon and SOAP-Muon read the second; the first follows a schedule
-    # Adam's, over the root mean square of the gradients beside it: a scalar whose gradient is
-    # nothing but rounding must not make full steps.
-    eps: float = 1e-3
 
 
 def ruled(values, *rule, **numbers):
@@ -1293,8 +1290,7 @@ class GPT(nn.Module):
         head = drawn(vocab, dim, std=0.005)
         # Where they part later, they are equal at first, at the head's scale.
         embed = head.clone() if untie_step(config) else embed
-        # The gradient of a rare token is small, and must make full steps at any width.
-        embeddings = functools.partial(ruled, group="embeddings", eps=1e-12)
+        embeddings = functools.partial(ruled, group="embeddings")
         of_tokens = {"lr_mul": config.embed_lr, "decay": 0.75, "betas": (0.5, 0.95)}
         self.embed = embeddings(embed, **of_tokens)
         self.head = embeddings(head, **of_tokens)
@@ -1553,12 +1549,17 @@ class Hyper(NamedTuple):
     decay: Any  # of an agreeing weight, over lr
     momentum: Any
     betas: Any
-    eps: Any  # Adam's
     dtype: torch.dtype  # of products
 
 
+ROUNDING = 1e-5  # gradients so far below those beside them are nothing else
+
+
 def adam_update(weight, grad, state, hyper):
-    """Adam (Kingma & Ba 2015) with cautious weight decay, in place; float32, of one shape."""
+    """Adam (Kingma & Ba 2015) with cautious weight decay, in place; float32, of one shape.
+
+    In place of an epsilon, values whose gradients are rounding wait: at the start some scalars have
+    no others, and full steps of these would depend on the order in which floats are added."""
     beta1, beta2 = hyper.betas
     state["first"].lerp_(grad, 1 - beta1)
     state["second"].lerp_(grad.square(), 1 - beta2)
@@ -1566,8 +1567,10 @@ def adam_update(weight, grad, state, hyper):
     second = state["second"] / (1 - beta2**hyper.count)
     # Over each matrix, each row of an embedding, all of a vector: so ranks that share out agree.
     axes = range(1, second.ndim) or (0,)
-    floor = (hyper.eps * second.mean(tuple(axes), keepdim=True).sqrt()).clamp_min(1e-30)
-    cautious_step(weight, first / (second.sqrt() + floor), hyper.lr, hyper.decay)
+    root = second.sqrt()
+    is_rounding = root <= ROUNDING * second.mean(tuple(axes), keepdim=True).sqrt()
+    update = (first / root).masked_fill(is_rounding, 0.0)
+    cautious_step(weight, update, hyper.lr, hyper.decay)
 
 
 ROW_MEMORY = 0.98  # what a row's moment keeps of itself at each of its updates
@@ -2035,7 +2038,6 @@ class ParameterGroup(Group):
                 decay=rate * self.decay * param.rule.decay,
                 momentum=momentum_at(self.config, step),
                 betas=param.rule.betas,
-                eps=param.rule.eps,
                 dtype=self.config.torch_dtype,
             )
             part = self.own(name, param.data)
@@ -2136,7 +2138,6 @@ def joint_rule(params, device):
         lr_mul=spread([rule.lr_mul for rule in rules]),
         decay=spread([rule.decay for rule in rules]),
         betas=tuple(spread([rule.betas[number] for rule in rules]) for number in (0, 1)),
-        eps=rules[0].eps if rules else 0.0,
     )
 
 
