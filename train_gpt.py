@@ -342,21 +342,23 @@ class Config:
 
 TRACKS = {
     "fineweb": Config(),
-    # fineweb's recipe at small scale, for a CPU: a twelfth of its channels, four layers, one stage,
-    # and a small vocabulary.
+    # fineweb's recipe at small scale, for a CPU: a twelfth of its channels, four layers, and a small
+    # vocabulary.
     "english": Config(
         track="english",
         data="data/english",
         tokenizer="english1024.tiktoken",
         vocab_size=1024,
         eot_token=1023,
-        steps=410,
+        steps=152,
         micro_batch_tokens=1024,
-        micro_batches_a_pass=1,
-        stages=(Stage(0.0, 2, 512, (64, 128)),),
+        micro_batches_a_pass=4,
+        stages=(
+            Stage(0.0, 2, 512, (64, 128)),
+            Stage(0.25, 4, 512, (64, 128), 1.2),
+            Stage(0.6, 8, 512, (64, 128), 1.4),
+        ),
         cooldown=(0.25, 1.0),
-        final_lr=0.1,
-        mean_share=0.0,
         untie_at=0.0,
         model_dim=64,
         layers=(
@@ -380,6 +382,7 @@ TRACKS = {
         adam_every=1,
         embed_lr=2.0,
         embed_scale_lr=5.0,
+        ngram_lr=0.3,
         val_tokens=262_144,
         val_sha256="cdf79be5415e8fdfa3e67f5e38a2d95a0db7abc021b652193350bc2f69c021f1",
         val_batch_tokens=4096,
