@@ -28,6 +28,27 @@ def training_pass(trainer, step, micro_batch, ngram):
     return trainer.forward_pass(step, phase, loss_weights, micro_batch, ngram)
 
 
+# ----- norm
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_norm_is_torchs_in_float64_and_so_is_its_gradient(dtype, tolerance):
+    x, upstream = (torch.randn(7, 3, 32).to(dtype) for _ in range(2))
+    x[0] *= 1e-4
+    exact = x.double().requires_grad_()
+    expected = F.rms_norm(exact, (32,), eps=torch.finfo(torch.float32).eps)
+    y = train_gpt.norm(x.requires_grad_())
+    pairs = [(y, expected)]
+    pairs += zip(
+        torch.autograd.grad(y, x, upstream),
+        torch.autograd.grad(expected, exact, upstream.double()),
+        strict=True,
+    )
+    for actual, wanted in pairs:
+        assert actual.dtype == dtype
+        assert (actual.double() - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
 # ----- attention
 
 SEGMENTS = {
