@@ -197,10 +197,10 @@ def first_corpus(config, initial):
 def start_from(trainer, content):
     """Take over weights and table of a checkpoint; all other optimizer state stays zero."""
     trainer.model.load_state_dict(content["model"])
-    for group in trainer.optimizer.parameter_groups:
-        group.reset_masters()
-    table = content["groups"][trainer.table.name]
-    trainer.table.load({**table, "second": torch.zeros_like(table["second"])})
+    parts = trainer.config, trainer.model, trainer.table, trainer.runtime
+    trainer.optimizer = train_gpt.Optimizer(*parts)  # its float32 weights are those of the model
+    trainer.table.load(content["groups"][trainer.table.name])
+    trainer.table.second.zero_()
 
 
 def train_matrices_alone(trainer):

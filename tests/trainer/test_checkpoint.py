@@ -64,7 +64,7 @@ PARTS = (
     ("rng",),
     ("model", "mlp"),
     ("groups", "matrices", "mlp"),
-    ("groups", "ngram_table", "second"),
+    ("groups", "ngram_table", "rows", "second"),
 )
 
 
@@ -103,15 +103,6 @@ def test_a_kill_while_one_is_saved_leaves_the_one_before(tmp_path, monkeypatch):
         save_checkpoint(folder / "step_000004.pt", {**CONTENT, "step": 4})
     monkeypatch.chdir(tmp_path)
     assert train_gpt.find_checkpoint("killed")["step"] == 3
-
-
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_what_is_not_finite_is_not_saved(value, tmp_path):
-    spoiled = torch.zeros(3, 4)
-    spoiled[1, 2] = float(value)
-    with pytest.raises(FloatingPointError, match="momentum.* is not finite"):
-        save_checkpoint(tmp_path / "a.pt", {**CONTENT, "groups": {"momentum": spoiled}})
-    assert not list(tmp_path.iterdir())
 
 
 # ----- room on the disk

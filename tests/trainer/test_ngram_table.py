@@ -149,7 +149,7 @@ def take_steps(name, runtime):
     case = CASES[name]
     config = table_config(name)
     table = NgramTable(config, runtime)
-    table.load(start_of(name))
+    table.load({"rows": start_of(name)})
     held = table.weight.shape
     runtime.ledger.clear()
     seen = []  # (step, rows, their values)
@@ -163,19 +163,19 @@ def take_steps(name, runtime):
         values = table.values_of(plan)[plan.slots].cpu()
         seen.append((step, torch.from_numpy(rows), values))
         for grad in grads:
-            table.accumulate(grad)
+            table.grads.append(grad)
         if step + 1 < case.steps:
             upcoming = plan_step(name, step + 1, config, runtime)
         pending = table.reduce(step)
         table.receive(step, table.update(step, lr_multiplier(case, step), pending))
         if step + 1 < case.steps:
             table.start_pull(upcoming[0])
-    ledger = {"/".join(key): tuple(counts) for key, counts in runtime.ledger.items()}
+    ledger = {"/".join(key): size for key, size in runtime.ledger.items()}
     full = ranks.whole_state(table)
     table.load(full)
     return {
-        "full": full,
-        "again": ranks.whole_state(table),
+        "full": full["rows"],
+        "again": ranks.whole_state(table)["rows"],
         "held": held,
         "seen": seen,
         "ledger": ledger,
@@ -276,7 +276,7 @@ def test_a_table_on_a_gpu_is_the_table_on_the_cpu():
 def test_without_orders_the_table_is_empty_and_frozen():
     trainer = make_trainer(**NO_TABLE)
     table = trainer.table
-    assert table.size() == 0 and table.weight.shape == (0, 32)
+    assert table.size == 0 and table.weight.shape == (0, 32)
     assert table.is_frozen and not table.is_due(3)
     assert read(trainer, byte_documents(300))[1] is None
     table.load(table.full_state())
@@ -293,9 +293,9 @@ def test_a_table_without_a_learning_rate_is_read_but_never_learns():
 
 
 def counted(name, world_size, me):
-    """{collective/name: (bytes, messages)} that rank `me` should have sent: each foreign row once
-    there and once back, however many tokens read it."""
-    sent = {"all_to_all/ngram_indices": np.zeros(2), "all_to_all/ngram_table": np.zeros(2)}
+    """{collective/name: bytes} that rank `me` should have sent: each foreign row once there and
+    once back, however many tokens read it."""
+    sent = {"all_to_all/ngram_indices": 0, "all_to_all/ngram_table": 0}
 
     def count_asked(reads, owner):
         low, high = owner_bounds(CASES[name], world_size, owner)
@@ -312,8 +312,8 @@ def counted(name, world_size, me):
                     ("all_to_all/ngram_table", answered, 4 * DIM),  # their values
                     ("all_to_all/ngram_table", asked, 4 * DIM),  # their gradients
                 ):
-                    sent[key] += rows * row_size, rows > 0
-    return {key: tuple(entry) for key, entry in sent.items()} if world_size > 1 else {}
+                    sent[key] += rows * row_size
+    return sent if world_size > 1 else {}
 
 
 @ALL
