@@ -1683,10 +1683,11 @@ def turned(x, sides, back=False):
 
 def has_basis(state):
     """(k, 1, 1): 1.0 once a matrix has had a gradient that its bases could follow, else 0.0."""
-    for side in eigen_sides(state):  # a gradient is in both factors, or in none
-        trace = side.factor.diagonal(dim1=-2, dim2=-1).sum(-1)
-        return (trace > 0)[:, None, None].float()
-    return torch.ones_like(state["moment"][:, :1, :1])
+    sides = eigen_sides(state)
+    if not sides:
+        return torch.ones_like(state["moment"][:, :1, :1])
+    trace = sides[0].factor.diagonal(dim1=-2, dim2=-1).sum(-1)  # both sides have it, or none
+    return (trace > 0)[:, None, None].float()
 
 
 def soap_update(weight, grad, state, hyper):
@@ -1879,13 +1880,13 @@ class Group:
 
     def full_state(self):
         """The state of whole parameters on rank 0; all ranks must call it."""
-        full = {}
-        for name, state in self.state.items():
-            full[name] = state
-            if self.is_shared_out:
-                gather = functools.partial(self.runtime.gather_on_main, count=self.counts[name])
-                full[name] = {key: gather(part) for key, part in state.items()}
-        return full
+        if not self.is_shared_out:
+            return self.state
+        gather = self.runtime.gather_on_main
+        return {
+            name: {key: gather(part, self.counts[name]) for key, part in state.items()}
+            for name, state in self.state.items()
+        }
 
     def load(self, full):
         """The inverse of full_state, at any world size."""
@@ -2184,9 +2185,6 @@ def plan_rows(rows, signs, config, runtime, group, name):
     """
     world_size = runtime.world_size
     distinct, order, offsets = group_equal(rows.ravel())
-    last = config.ngram_rows - 1
-    is_inside = not len(distinct) or 0 <= distinct[0] <= distinct[-1] <= last
-    require(is_inside, f"n-gram rows leave the table's range 0 to {last}; correct ngram_rows")
 
     def exchange(array, send, receive):
         tensor = torch.from_numpy(array.astype(np.int32))
@@ -2285,12 +2283,12 @@ class NgramTable(Group):
         grads = torch.cat([none, *self.grads])
         sums = sum_groups(grads, plan.token, plan.offsets, plan.token_signs)
         self.grads = []
-        return [self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)]
+        return self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)
 
     def update(self, step, lr_mul, pending):
         """Update the rows that are owned here. Losses are summed, not averaged: a row learns from
         its own tokens, however many others the step has."""
-        ((sums, work),) = pending
+        sums, work = pending
         wait(work)
         if self.plan.merge:
             sums = sum_groups(sums, *self.plan.merge)
@@ -2361,13 +2359,16 @@ class Trainer:
 
         loss_weights: of as many targets a position as the phase has, and of a prefix.
         """
-        positions = 2 * len(micro_batch.inputs)  # of paired heads
         config = self.config
-        device = self.runtime.device
-        windows = long_windows_until(config, step)
-        shape = positions, config.head_dim, config.attention_scale
-        rotary = self.rotary_tables(*shape, windows, device, config.torch_dtype)
-        weights = to_device(np.array(loss_weights, np.float32), device)
+        rotary = self.rotary_tables(
+            2 * len(micro_batch.inputs),  # positions of paired heads
+            config.head_dim,
+            config.attention_scale,
+            long_windows_until(config, step),
+            self.runtime.device,
+            config.torch_dtype,
+        )
+        weights = to_device(np.array(loss_weights, np.float32), self.runtime.device)
         if isinstance(self.model.back_end, VarlenAttention):
             phase = phase.as_sizes()
         return self.forward(micro_batch, ngram, phase, weights, self.prefixes, rotary)
@@ -2380,9 +2381,10 @@ class Trainer:
         loss_weights = loss_weights_at(self.config, step)
         loss_sum = torch.zeros((), device=self.runtime.device)
         lengths = [len(micro_batch.inputs) for micro_batch in batch.passes]
-        read = batch.rows.slots.split(lengths), batch.rows.signs.split(lengths)
-        for micro_batch, slots, signs in zip(batch.passes, *read, strict=True):
-            ngram = self.table.summed(slots, signs, values)
+        slots = batch.rows.slots.split(lengths)
+        signs = batch.rows.signs.split(lengths)
+        for micro_batch, own_slots, own_signs in zip(batch.passes, slots, signs, strict=True):
+            ngram = self.table.summed(own_slots, own_signs, values)
             loss, losses, _ = self.forward_pass(step, phase, loss_weights, micro_batch, ngram)
             loss.backward()
             if ngram is not None and ngram.requires_grad:
@@ -2436,8 +2438,8 @@ def state_digest(trainer):
     They are sums, each of 2^18 words times random odd numbers, one a place: a change of one word
     always changes its sum. The device works them out, so that no gigabytes travel.
     """
-    odd = 2 * torch.randint(2**62, (2**18,), generator=torch.Generator().manual_seed(0)) + 1
-    odd = odd.to(trainer.runtime.device)
+    odd = 2 * np.random.default_rng(0).integers(2**62, size=2**18) + 1
+    odd = to_device(odd, trainer.runtime.device)
     sums = []
     for group in trainer.optimizer.groups:
         for tensor in group.tensors().values():
@@ -2470,9 +2472,7 @@ def warm_up(trainer, first_step=0, tell=lambda text: None):
     def validation(step):
         trainer.score(step, tokens, 0)
 
-    rows = table.look_up(
-        [passage]
-    ).owned  # all that changes of the table, which is too large to keep
+    rows = table.look_up([passage]).owned  # what changes of the table; a copy would be too large
     kept = []
     for group in trainer.optimizer.groups:
         index = rows if group is table else ...
@@ -2755,12 +2755,9 @@ RESUMED_FIELDS = {"data", "device", "log_every", "save_every", "resume"}
 
 
 def default_track():
-    """(name of the track to run where none is named, the reason in words)."""
-    if not torch.cuda.is_available():
-        return "english", "torch sees no CUDA device"
-    if not any(Path(TRACKS["fineweb"].data).glob("[!.]*_train_*.bin")):
-        return "english", f"no shards in {TRACKS['fineweb'].data}"
-    return "fineweb", "CUDA and FineWeb's shards are present"
+    """The name of the track to run where none is named."""
+    has_shards = any(Path(TRACKS["fineweb"].data).glob("[!.]*_train_*.bin"))
+    return "fineweb" if torch.cuda.is_available() and has_shards else "english"
 
 
 def with_values(config, values):
@@ -2782,7 +2779,7 @@ def overrides_of(config):
 
 def config_from(given):
     """The Config of a track and the values given on the command line."""
-    name = given.get("track", default_track()[0])
+    name = given.get("track", default_track())
     require(name in TRACKS, f"--track {name}", "no such track", f"there are {', '.join(TRACKS)}")
     track = TRACKS[name]
     data = given.get("data", track.data)
@@ -2841,14 +2838,15 @@ class Log:
 
     def open(self, folder, is_new, may_replace):
         """Begin a folder's log.txt with the script's source, or go on with it. Returns whether it
-        begins. A new run takes the place of another one only where it may, and that has no result.
+        begins. A new run replaces another one only where it may, and where that has not completed.
         Raises ConfigError, also where another process writes the log."""
         if not self.is_main:
             return False
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "log.txt"
-        may_replace = may_replace and not (folder / "result.json").exists()
-        is_free = not is_new or may_replace or not path.exists()
+        written = path.read_bytes() if path.exists() else b""
+        may_replace = may_replace and b"\nstatus:ok " not in written
+        is_free = not is_new or may_replace or not written
         require(is_free, f"{folder} exists", remedy=f"change --run-id, or --resume {folder.name}")
         file = open(path, "a", buffering=1, encoding="utf-8")
         try:
@@ -2856,12 +2854,12 @@ class Log:
         except BlockingIOError:
             raise ConfigError(f"{path}: another process writes this run; wait for it") from None
         self.file = file
-        written = b"" if is_new else path.read_bytes()
-        file.truncate(written.rfind(b"\n") + 1)  # a kill may have torn the last line
-        if not written:
+        kept = 0 if is_new else written.rfind(b"\n") + 1  # a kill may have torn the last line
+        file.truncate(kept)
+        if not kept:
             source = Path(__file__).read_text("utf-8")
             file.write(source.rstrip("\n") + "\n===== END OF CODE =====\n")
-        return not written
+        return not kept
 
     def line(self, text, on_console=True, in_file=True):
         """One event, a line: to the file, and to the console."""
@@ -2879,30 +2877,21 @@ class Log:
 # ----- checkpoints
 
 
-@contextlib.contextmanager
-def atomic_file(path):
-    """A temporary file that becomes `path` when the block ends well: whatever happens, what was
-    there stays. Raises OSError."""
+def save_checkpoint(path, content):
+    """Write `content` (nested dicts of tensors and plain types), and the file's sha256 beside it.
+    What was there stays until the new file is whole. Raises OSError."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
-            yield file
+            torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
+        path.with_suffix(".sha256").write_text(f"{file_sha256(temporary)}  {path.name}\n")
         temporary.replace(path)
     except (OSError, RuntimeError) as error:  # torch's zip writer reports a failed write so
         raise OSError(f"{path}: not written: {one_line(error)}") from error
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def save_checkpoint(path, content):
-    """Write `content` (nested dicts of tensors and plain types), and the file's sha256 beside it,
-    atomically. Raises OSError."""
-    with atomic_file(path) as file:
-        torch.save(content, file)
-        file.flush()
-        path.with_suffix(".sha256").write_text(f"{file_sha256(file.name)}  {path.name}\n")
 
 
 def find_checkpoint(run, key="resume"):
@@ -3123,48 +3112,34 @@ class Run:
         step = self.config.steps
         return gates.check_gates(self.trainer, step, self.corpus.val, reported, state_digest)
 
-    def write_result(self, losses, verdict):
-        """Log and write what came of a run. Raises RuntimeError where a gate has failed."""
+    def log_result(self, loss, verdict):
+        """Log what came of a run, its validation loss too. Raises RuntimeError where a gate has
+        failed."""
         config = self.config
         log = self.log
-        tokens = training_tokens(config)
+        since = " since resume" * (self.first_step > 0)
+        steps = config.steps - self.first_step  # of this process
+        sent = [f" {'/'.join(key)}={size / steps:.0f}" for key, size in self.runtime.ledger.items()]
+        log.line(f"comms: sent_bytes per step{since}{''.join(sent) or ' none=0'}")
+        passed = {}
+        if verdict:
+            passed = verdict.passed
+            log.line(verdict.line())
         sizes = self.corpus.manifest["token_bytes"] or [0] * config.vocab_size
         val_bytes = int(np.array(sizes)[self.corpus.val[1:]].sum())  # 0: not known
-        bits = losses["val_loss"] * config.val_tokens / math.log(2)
-        passed = verdict.passed if verdict else {}
-        result = {
-            **losses,
-            "train_time_ms": 1000 * self.clock.seconds(),
-            "cpu_time_ms": 1000 * self.clock.processor,
-            "tokens": tokens,
-            "tokens_per_s": tokens / self.clock.seconds(),
-            "peak_memory_mib": self.runtime.peak_memory_mib(),
-            "sent_bytes_per_step": {  # by this rank, in the steps of this process
-                "/".join(key): size / (config.steps - self.first_step)
-                for key, size in self.runtime.ledger.items()
-            },
-            "validity": passed or "unchecked",
-            "val_sha256": validation_hash(self.corpus.val),
-            "config": dataclasses.asdict(config),
-        }
-        sent = [f"{key}={size:.0f}" for key, size in result["sent_bytes_per_step"].items()]
-        since = " since resume" * (self.first_step > 0)
-        log.line(f"comms: sent_bytes per step{since} {' '.join(sent) or 'none=0'}")
-        if verdict:
-            log.line(verdict.line())
+        bits = loss * config.val_tokens / math.log(2)
         log.line(f"bits_per_byte:{bits / (val_bytes or math.nan):.5f} val_bytes:{val_bytes}")
         gates = [f" {name}:{'ok' if is_passed else 'FAILED'}" for name, is_passed in passed.items()]
         validity = f"validity:{''.join(gates) or 'unchecked'}"
-        log.line(f"{validity} val_tokens:{config.val_tokens} val_sha256:{result['val_sha256']}")
-        final = (
-            "final val_loss:{val_loss:.5f} train_time:{train_time_ms:.0f}ms tokens:{tokens} "
-            "peak_memory:{peak_memory_mib}MiB{since} tokens_per_s:{tokens_per_s:.0f} "
-            "cpu_time:{cpu_time_ms:.0f}ms"
+        sha256 = validation_hash(self.corpus.val)
+        log.line(f"{validity} val_tokens:{config.val_tokens} val_sha256:{sha256}")
+        tokens = training_tokens(config)
+        seconds = self.clock.seconds()
+        log.line(
+            f"final val_loss:{loss:.5f} train_time:{1000 * seconds:.0f}ms tokens:{tokens} "
+            f"peak_memory:{self.runtime.peak_memory_mib()}MiB{since} "
+            f"tokens_per_s:{tokens / seconds:.0f} cpu_time:{1000 * self.clock.processor:.0f}ms"
         )
-        log.line(final.format(**result, since=since))
-        if log.is_main:
-            with atomic_file(self.folder / "result.json") as file:
-                file.write((json.dumps(result, indent=1) + "\n").encode())
         if not all(passed.values()):
             reason = "the model sees what it must not, or its losses are no distribution's"
             raise RuntimeError(f"{reason}: {validity}")
@@ -3243,15 +3218,15 @@ def train(run):
     if run.first_step < config.steps:  # else it is what the run was resumed from
         try:
             run.save("checkpoint.pt")
-        except OSError as error:  # told once the result, which needs no checkpoint, is written
+        except OSError as error:  # told behind the result, which needs no checkpoint
             run.unsaved = error
             run.log.line(f"note: {one_line(error)}; goes on to its result")
     stop_if_interrupted()
-    losses = run.validate()
-    verdict = run.check_validity(losses["val_loss"])
+    loss = run.validate()["val_loss"]
+    verdict = run.check_validity(loss)
     stop_if_interrupted()
-    run.write_result(losses, verdict)
-    words = f"run:{config.run_id} val_loss:{losses['val_loss']:.5f}"
+    run.log_result(loss, verdict)
+    words = f"run:{config.run_id} val_loss:{loss:.5f}"
     drawn = plot(run.folder) if run.log.is_main else ""
     return f"{words} train_time:{clock.seconds():.1f}s log:{run.folder}/log.txt{drawn}"
 
@@ -3268,9 +3243,6 @@ def main(argv=None, extend=None):
     try:
         given = parse_command_line(sys.argv[1:] if argv is None else argv)
         is_check = given.pop("check", False)
-        if "track" not in given and "resume" not in given:
-            given["track"], reason = default_track()
-            log.line(f"track {given['track']} by default: {reason}")
         config, checkpoint = resumed(given)
         prepare = extend(config) if extend else None
         runtime = Runtime(config.device)

@@ -131,7 +131,7 @@ def test_a_run_without_room_is_refused_in_one_line(world_size, rich, rich_run_of
 def leave(run, tmp_path, step):
     """A copy of a run under tmp_path as a kill after a step leaves it: logs/<run id>."""
     folder = tmp_path / "logs" / run.folder.name
-    shutil.copytree(run.folder, folder, ignore=shutil.ignore_patterns("result.json", "loss.png"))
+    shutil.copytree(run.folder, folder, ignore=shutil.ignore_patterns("loss.png"))
     for path in folder.glob("*.pt"):
         content = torch.load(path, weights_only=True)
         if content["step"] > step:

@@ -294,14 +294,12 @@ def test_a_run_of_three_ranks_logs_what_a_training_step_sends(tiny, tmp_path):
     values = {**tiny, "val_every": 2, "save_every": 2, "run_id": "three"}
     run = ranks.train(tmp_path, values, world_size=3, before=ranks.share_out)
     assert run.code == 0, run.stdout + run.stderr
-    sent = run.result["sent_bytes_per_step"]
+    sent = {key: int(size) for key, size in run.result.items() if "/" in key}
     chunk = math.ceil(4 / 3) * 4 * 64 * 32  # of two layers' four matrices
     assert sent["all_gather/mlp"] == sent["reduce_scatter/mlp"] == 2 * chunk
     assert {key.split("/")[1] for key in sent}.isdisjoint({"validation", "checkpoint"})
-    (line,) = (line for line in run.lines if line.startswith("comms: "))
+    assert sum(line.startswith("comms: ") for line in run.lines) == 1
     assert sum(line.startswith("status:ok ") for line in run.lines) == 1
-    words = [f"{key}={size:.0f}" for key, size in sent.items()]
-    assert line.endswith(" ".join(words))
 
 
 # ----- what a launcher says
