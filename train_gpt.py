@@ -1691,12 +1691,10 @@ def has_basis(state):
 
 
 def soap_update(weight, grad, state, hyper):
-    """SOAP: Adam in the eigenbasis, then cautious decay.
+    """SOAP: Adam in the eigenbasis, times 1 / sqrt(n), so that a rate means what it does for Muon.
 
-    It is scaled by 1 / sqrt(n), so that a rate means what it does for Muon. A matrix without bases
-    only decays, and its first gradient goes into the factors alone, as in the authors' code: in the
-    momentum it would meet the second moment of one other gradient, at up to thousands of times the
-    step that Adam can make.
+    A matrix' first gradient goes into the factors alone, as in the authors' code: in the momentum
+    it would meet the second moment of another one, which makes steps of any size.
     """
     sides = eigen_sides(state)
     known = has_basis(state)
@@ -1789,11 +1787,10 @@ def cholesky_qr_step(product, bases, largest):
 def eigenbasis_step(factors, bases, method):
     """Bring orthonormal bases (k, s, s) closer to the eigenvectors of symmetric factors (k, s, s).
 
-    Both are float32. Columns are sorted by falling Rayleigh quotient first. Methods:
-      eigh      the eigenvectors themselves; on CUDA the host waits for the device
-      cholesky  one step of orthogonal iteration, the Q of factor @ basis: cholesky_qr_step
-    Returns (bases, order (k, s) that sorted the old columns). Where a factor is zero, not finite or
-    too close to singular, the matrix keeps its old basis, sorted.
+    Both are float32. Columns are sorted by falling Rayleigh quotient first. Method `eigh` finds
+    the eigenvectors themselves; on CUDA the host waits for the device. `cholesky` takes one step of
+    orthogonal iteration, the Q of factor @ basis. Returns (bases, order (k, s) that sorted the old
+    columns). Where a factor is zero, not finite or nearly singular, the old basis stays, sorted.
     """
     product = factors @ bases
     spectrum = (bases * product).sum(-2)
@@ -2153,6 +2150,7 @@ class RowPlan:
     send: list  # how many of the U rows each rank owns: their order is that of their ids
     receive: list  # how many of `asked` each rank reads
     merge: tuple  # positions in `asked` of owned[0], then owned[1], ... (R,); offsets (V,); int32
+    pulled: tuple | None = None  # (values, work) of the U rows, once they are on their way
 
 
 def group_equal(ids):
@@ -2237,8 +2235,7 @@ class NgramTable(Group):
         self.weight = self.second.new_zeros(high - low, config.model_dim)
         self.state["rows"] = {"weight": self.weight, "second": self.second}
         self.grads = []  # of the step's passes, (T, model_dim) each
-        self.plan = None  # of the step at hand, or of the next one once its rows are on their way
-        self.pulled = None  # (values, work) of its rows
+        self.plan = None  # whose rows were read last
         self.upcoming = None  # the plan whose rows are pulled once this step has updated them
 
     def look_up(self, passages, group=None, name="ngram_indices"):
@@ -2249,22 +2246,19 @@ class NgramTable(Group):
         rows, signs = map(np.concatenate, zip(*found, strict=True))
         return plan_rows(rows, signs, self.config, self.runtime, group, name)
 
-    def fetch(self, plan, name):
-        """Start to bring the rows of a plan here: (values (n, model_dim) float32, work)."""
-        if self.runtime.world_size == 1:
-            return self.weight, None
-        return self.runtime.all_to_all(self.weight[plan.asked], plan.receive, plan.send, name)
+    def start_pull(self, plan, name="ngram_table"):
+        """Start to bring the rows of a plan here."""
+        plan.pulled = self.weight, None
+        if self.runtime.world_size > 1:
+            rows = self.weight[plan.asked]
+            plan.pulled = self.runtime.all_to_all(rows, plan.receive, plan.send, name)
 
-    def start_pull(self, plan):
-        """Start to bring the rows of a training step here, unless they are on their way."""
-        if plan is not self.plan:
-            self.plan = plan
-            self.pulled = self.fetch(plan, self.name)
-
-    def values_of(self, plan):
-        """The values (n, model_dim), float32, that the slots of a training step point into."""
-        self.start_pull(plan)
-        values, work = self.pulled
+    def values_of(self, plan, name="ngram_table"):
+        """The values (n, model_dim), float32, that the slots of a plan point into."""
+        self.plan = plan
+        if plan.pulled is None:
+            self.start_pull(plan, name)
+        values, work = plan.pulled
         wait(work)
         return values
 
@@ -2410,8 +2404,7 @@ class Trainer:
         length = length or self.config.val_batch_tokens
         passage = contiguous_passage(tokens, self.config.eot_token, low, length)
         plan = self.table.look_up([passage], name="validation")
-        values, work = self.table.fetch(plan, "validation")
-        wait(work)
+        values = self.table.values_of(plan, "validation")
         ngram = self.table.summed(plan.slots, plan.signs, values)
         micro_batch = make_pass([passage], self.config, self.runtime.device)
         phase = evaluation_phase(self.config, step, length)
@@ -2651,7 +2644,7 @@ class Clock:
 
     def __init__(self, runtime, total=0.0, processor=0.0):
         self.runtime = runtime
-        self.total = total
+        self.total = total  # while the clock runs, less the time at which it was started
         self.processor = processor
         self.is_running = False
 
@@ -2844,15 +2837,15 @@ class Log:
             return False
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "log.txt"
-        written = path.read_bytes() if path.exists() else b""
-        may_replace = may_replace and b"\nstatus:ok " not in written
-        is_free = not is_new or may_replace or not written
-        require(is_free, f"{folder} exists", remedy=f"change --run-id, or --resume {folder.name}")
         file = open(path, "a", buffering=1, encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"{path}: another process writes this run; wait for it") from None
+        written = path.read_bytes()
+        may_replace = may_replace and b"\nstatus:ok " not in written
+        is_free = not is_new or may_replace or not written
+        require(is_free, f"{folder} exists", remedy=f"change --run-id, or --resume {folder.name}")
         self.file = file
         kept = 0 if is_new else written.rfind(b"\n") + 1  # a kill may have torn the last line
         file.truncate(kept)
@@ -3231,11 +3224,10 @@ def train(run):
     return f"{words} train_time:{clock.seconds():.1f}s log:{run.folder}/log.txt{drawn}"
 
 
-def main(argv=None, extend=None):
+def main(argv=None, run_class=None):
     """Returns the exit status: 0 complete, 1 failed on the way, 2 bad input, 130 interrupted.
 
-    extend: another script's way to build on this one: given the Config, it returns a function that
-    prepares the Run before it is warmed up.
+    run_class: another script's subclass of Run, which it trains.
     """
     log = Log(is_main=os.environ.get("RANK", "0") == "0")
     runtime = None
@@ -3244,11 +3236,8 @@ def main(argv=None, extend=None):
         given = parse_command_line(sys.argv[1:] if argv is None else argv)
         is_check = given.pop("check", False)
         config, checkpoint = resumed(given)
-        prepare = extend(config) if extend else None
         runtime = Runtime(config.device)
-        run = Run(config, checkpoint, runtime, log, is_check)
-        if prepare is not None:
-            prepare(run)
+        run = (run_class or Run)(config, checkpoint, runtime, log, is_check)
         words = "check:ok" if is_check else f"status:ok {train(run)}"
         runtime.close()
         if run.unsaved is not None:

@@ -349,7 +349,7 @@ def read(trainer, tokens):
     table = trainer.table
     passage = train_gpt.contiguous_passage(np.asarray(tokens, np.uint16), EOT, 0, length)
     plan = table.look_up([passage])
-    values, _ = table.fetch(plan, "test")
+    values = table.values_of(plan, "test")
     micro_batch = train_gpt.make_pass([passage], trainer.config, trainer.runtime.device)
     return micro_batch, table.summed(plan.slots, plan.signs, values)
 

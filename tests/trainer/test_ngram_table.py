@@ -13,7 +13,7 @@ import torch
 import ranks
 import train_gpt
 from helpers import NO_TABLE, assert_bitwise, byte_documents, make_trainer, read, tiny_config
-from train_gpt import ConfigError, NgramTable, Runtime, group_equal, plan_rows, wait
+from train_gpt import ConfigError, NgramTable, Runtime, group_equal, plan_rows
 
 SEVERAL = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
 ALL = pytest.mark.parametrize("world_size", [1, *SEVERAL])
@@ -123,9 +123,7 @@ def read_outside_training(table, rows):
     """The values of rows (n, 1), as validation reads them."""
     signs = np.ones(rows.shape, dtype=np.float32)
     plan = plan_rows(rows, signs, table.config, table.runtime, None, "validation")
-    values, work = table.fetch(plan, "validation")
-    wait(work)
-    return values[plan.slots].cpu()
+    return table.values_of(plan, "validation")[plan.slots].cpu()
 
 
 def table_config(name):
