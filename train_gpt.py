@@ -1703,8 +1703,8 @@ def soap_update(weight, grad, state, hyper):
     count = state["count"]
     beta1, beta2 = hyper.betas
     count.add_(known)
-    momentum.add_((grad - momentum) * ((1 - beta1) * known))
-    moment.add_((turned(grad, sides).square() - moment) * ((1 - beta2) * known))
+    momentum.lerp_(grad, (1 - beta1) * known)
+    moment.lerp_(turned(grad, sides).square(), (1 - beta2) * known)
     first = turned(momentum, sides) / (1 - beta1**count).clamp_min(1e-8)
     second = moment / (1 - beta2**count).clamp_min(1e-8)
     update = turned(first * second.clamp_min(1e-16).rsqrt() * known, sides, back=True)
@@ -1720,7 +1720,7 @@ def soap_muon_update(weight, grad, state, hyper):
     state["momentum"].lerp_(grad, 1 - hyper.momentum)
     direction = grad.lerp(state["momentum"], hyper.momentum)
     rotated = turned(direction, sides)
-    moment.add_((rotated.square() - moment) * ((1 - FACTOR_BETA) * known))
+    moment.lerp_(rotated.square(), (1 - FACTOR_BETA) * known)
     whitened = turned(rotated * moment.clamp_min(1e-16).rsqrt(), sides, back=True)
     orthogonal_step(weight, torch.where(known > 0, whitened, direction), state, hyper)
 
@@ -1748,7 +1748,7 @@ def update_factors(grad, sides, is_kl):
     """Take gradients (k, m, n) into the factors of their sides, in place.
 
     is_kl: KL-Shampoo's estimate (Lin et al. 2025): each side's gradient is first whitened by the
-    other side's factor. Its eigenvalues are taken over their mean: only the product of both
+    other side's factor. Its eigenvalues are divided by their mean: only the product of both
     factors' scales means something, and the split between the two would drift.
     """
     products = []
@@ -1768,9 +1768,9 @@ def cholesky_qr_step(product, bases, largest):
     """Orthonormalise product = factor @ bases, all (k, s, s): batched, and without a host sync.
 
     With B = basesᵀ factor bases = RᵀR and R Rᵀ = SᵀS, the result is bases Rᵀ S⁻¹: an LR step
-    (Rutishauser) on the scaled factor, which squares no condition number, and two Newton-Schulz
-    steps behind it. largest (k,): the factors' largest eigenvalues. Returns (the new bases,
-    is_good (k,): whether they are orthonormal).
+    (Rutishauser) on the scaled factor, which squares no condition number. Two Newton-Schulz steps
+    follow. largest (k,): the factors' largest eigenvalues. Returns (the new bases, whether they are
+    orthonormal (k,)).
     """
     scaled = product / largest[:, None, None].clamp_min(1e-38) + DAMPING * bases
     upper, failed = torch.linalg.cholesky_ex(bases.mT @ scaled, upper=True)
@@ -1811,7 +1811,7 @@ def eigenbasis_step(factors, bases, method):
 
 
 def refresh_eigenbases(banks, method):
-    """One eigenbasis_step, a batch a size, for all sides of banks' states, in place."""
+    """Take one eigenbasis_step with all sides of banks' states, in one batch for each size."""
     by_size = {}
     for state in banks:
         for side in eigen_sides(state):
@@ -1923,8 +1923,8 @@ def state_shape(key, shape):
     return shape
 
 
-# Values of a group above which ranks share it out. Each rank updates all of a smaller one, which
-# takes one collective; to share it out takes two for each parameter, and they cost more than that.
+# Ranks share out a group of more values than this. Every rank updates all of a smaller one, which
+# takes one collective; to share it out takes two for each parameter, and more time.
 SHARE_ABOVE = 2**22
 
 
@@ -2049,7 +2049,7 @@ class ParameterGroup(Group):
         return travelling
 
     def follow_mean(self, step, part, state):
-        """Move the running mean of the last weights, those of `length` steps; behind the run's last
+        """Update the running mean of the weights of the last `length` steps. After the run's last
         step the weights go half of the way there (modded-nanogpt, record of 2026-09-28)."""
         config = self.config
         length = round(config.mean_share * config.steps)
@@ -2064,8 +2064,8 @@ class ParameterGroup(Group):
             part.copy_(weight)
 
     def follow_gradients(self, step, grads):
-        """Take the gradients into the factors, and refresh the bases of the matrices whose turn it
-        is; with the first gradients it is everybody's."""
+        """Take the gradients into the factors, and refresh the bases of every k-th matrix, in turn;
+        in the first steps those of all matrices."""
         is_early = step < EIGH_STEPS
         every = 1 if is_early else self.config.basis_every
         banks = []
@@ -2135,9 +2135,8 @@ class SmallGroup(ParameterGroup):
 class RowPlan:
     """The rows that a rank reads in a step, and the routes of their values and gradients.
 
-    This rank's N = T C pairs of token and order read U distinct rows. All ranks read R rows of this
-    rank's range, V distinct ones. At world size 1 these are the same rows, and there is nothing to
-    merge.
+    This rank's N = T C pairs of token and order read U distinct rows. All ranks together read R
+    rows of this rank's range, V distinct ones. At world size 1 U, R and V are the same.
     """
 
     slots: Tensor  # (T, C) int32: where a token's rows stand among the values that travel here
@@ -2521,8 +2520,8 @@ class Runtime:
             self.connect()
 
     def use_device(self):
-        """Make the device the calling thread's own; on a CPU, one thread an operation: those of
-        this size lose to threads that spin while they wait for each other."""
+        """Make the device current in the calling thread. On a CPU an operation gets one thread:
+        more of them would spin while they wait for each other."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         elif "OMP_NUM_THREADS" not in os.environ:
@@ -2545,18 +2544,10 @@ class Runtime:
         dist.monitored_barrier(self.loader_group, TIMEOUT)  # none leaves while others connect
 
     def agree(self, key, value):
-        """The value (of JSON) that the rank which comes first has under a key."""
+        """The value that the first rank to call has under a key, on all ranks; of JSON's types."""
         if self.world_size == 1:
             return value
         return json.loads(self.store.compare_set(key, "", json.dumps(value)))
-
-    def agreed_stop(self, step):
-        """The step before which all ranks end once a signal has reached one of them, else None.
-        It is two prefetch windows ahead, so that no rank has passed it."""
-        is_alone = self.world_size == 1
-        if not INTERRUPTED.is_set() and (is_alone or not self.store.check(["stop"])):
-            return None
-        return self.agree("stop", step if is_alone else step + 2 * PREFETCH)
 
     def owned_range(self, count):
         """The range [low, high) of `count` units that this rank owns; the last may own fewer."""
@@ -2587,8 +2578,8 @@ class Runtime:
         return part[: high - low], reduce_scatter(part, whole, async_op=True)
 
     def gather_ranges(self, tensor, name):
-        """Fill a tensor (count, ...), of which each rank has the range that it owns. Returns (the
-        tensor itself, or, where ranges are uneven, one that begins with its values; work)."""
+        """Fill a tensor (count, ...) with the range that each rank owns. Returns (the tensor; where
+        ranges are uneven, a longer one that begins with its values; work)."""
         low, high = self.owned_range(len(tensor))
         chunk = math.ceil(len(tensor) / self.world_size)
         whole = tensor
@@ -2599,15 +2590,13 @@ class Runtime:
         return whole, all_gather(whole, part, async_op=True)
 
     def gather_on_main(self, part, count):
-        """Join the ranks' owned ranges of `count` units on the host of rank 0, for a checkpoint;
-        the others get none of them."""
-        # What pads the last ranges lies behind all units.
+        """The ranges of all ranks, `count` units, on the host of rank 0; nothing on the others."""
         chunk = math.ceil(count / self.world_size)
         send = [chunk, *[0] * self.peers]
         receive = [chunk * self.is_main] * self.world_size
         whole, work = self.all_to_all(padded(part.cpu(), chunk), send, receive, "checkpoint")
         wait(work)
-        return whole[:count]
+        return whole[:count]  # padding is at the end
 
     def all_to_all(self, tensor, send, receive, name, group=None):
         """Send the first send[0] rows of a tensor to rank 0, and so on. Returns (receive[r] rows of
@@ -2710,8 +2699,8 @@ def git_state():
 
 
 def listen_for_signals():
-    """The first signal ends the run behind the step at hand. Another one, over a second later, ends
-    it at once, by a thread: the main one may wait for other ranks, or for memory."""
+    """Let the first signal end the run after the step at hand, and another one, over a second
+    later, at once. A thread hears it: the main one may wait for other ranks, or for memory."""
     INTERRUPTED.clear()
     received, sent = os.pipe()
     os.set_blocking(sent, False)
@@ -2740,10 +2729,9 @@ def stop_if_interrupted():
 
 # 11. A run's life =================================================================================
 
-# They say where a run computes and how it is watched, not what: with other values than the track's
-# it may still be a record.
+# Fields that do not say what is computed: a run with other values of these may still be a record.
 NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume", "run_of"}
-# What a run that goes on may have anew: its corpus may have moved.
+# Fields that may change when a run is resumed: its corpus may have moved.
 RESUMED_FIELDS = {"data", "device", "log_every", "save_every", "resume"}
 
 
@@ -2792,7 +2780,7 @@ def parse_literal(text):
     try:
         value = ast.literal_eval(text.title() if text.lower() in ("true", "false") else text)
         str(value)  # raises for integers that are too long to be quoted
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+    except Exception:  # of many types
         expected = "expected true or false, or a tuple such as (1, 2)"
         raise argparse.ArgumentTypeError(f"{text}: {expected}") from None
     return value if isinstance(value, (tuple, bool)) else (value,)
@@ -2831,8 +2819,8 @@ class Log:
 
     def open(self, folder, is_new, may_replace):
         """Begin a folder's log.txt with the script's source, or go on with it. Returns whether it
-        begins. A new run replaces another one only where it may, and where that has not completed.
-        Raises ConfigError, also where another process writes the log."""
+        begins. may_replace: whether a new run may replace one that has not completed. Raises
+        ConfigError, also where another process writes the log."""
         if not self.is_main:
             return False
         folder.mkdir(parents=True, exist_ok=True)
@@ -2867,9 +2855,6 @@ class Log:
             self.file.write(text + "\n")
 
 
-# ----- checkpoints
-
-
 def save_checkpoint(path, content):
     """Write `content` (nested dicts of tensors and plain types), and the file's sha256 beside it.
     What was there stays until the new file is whole. Raises OSError."""
@@ -2888,8 +2873,8 @@ def save_checkpoint(path, content):
 
 
 def find_checkpoint(run, key="resume"):
-    """The content of a checkpoint file, or of the newest sound checkpoint of a run, which its id or
-    its folder names, with its Config and its folder. Raises ConfigError."""
+    """The content of a checkpoint, with its Config and its folder: of a file, or the newest sound
+    one of a run, by its id or its folder. Raises ConfigError."""
     paths = [Path(run)]
     for folder in (Path("logs", run), Path(run)):
         paths += [folder / "checkpoint.pt", *sorted(folder.glob("step_*.pt"), reverse=True)]
@@ -2943,15 +2928,12 @@ def resumed(given):
     return config, content
 
 
-# ----- the run
-
-
 class Run:
     """A run between its opening and its result."""
 
     def __init__(self, config, checkpoint, runtime, log, is_check):
-        """Look at all that a run needs, build it, and open its log unless it is only checked. It
-        goes on from a checkpoint's content unless that is None. Raises ConfigError."""
+        """Check all that a run needs, build it, and open its log unless it is only checked. With
+        the content of a checkpoint it goes on from there. Raises ConfigError."""
         seed = config.seed if config.seed >= 0 else int.from_bytes(os.urandom(4), "little")
         run_id = config.run_id or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.urandom(2).hex()}"
         seed, run_id = runtime.agree("run", [seed, run_id])  # what is drawn is so for all ranks
@@ -3044,10 +3026,16 @@ class Run:
             old.with_suffix(".sha256").unlink(missing_ok=True)
 
     def end_if_asked(self):
-        """Raise KeyboardInterrupt where a signal has come, after a save if the run saves at all."""
-        stop = self.runtime.agreed_stop(self.step)
+        """Raise KeyboardInterrupt once a signal has reached a rank, at a step that all ranks agree
+        on, and after a save if the run saves at all."""
+        runtime = self.runtime
+        is_alone = runtime.world_size == 1
+        if not INTERRUPTED.is_set() and (is_alone or not runtime.store.check(["stop"])):
+            return
+        # No rank is two prefetch windows ahead of another.
+        stop = runtime.agree("stop", self.step if is_alone else self.step + 2 * PREFETCH)
         # Between Adam's steps gradients wait, and they are not saved.
-        if stop is None or self.step < stop or self.step % self.config.adam_every:
+        if self.step < stop or self.step % self.config.adam_every:
             return
         if self.config.save_every and self.step:
             with self.clock.stopped():
@@ -3085,11 +3073,10 @@ class Run:
             log.line("overrides:" + json.dumps(overrides))
         elif config.run_of:
             log.line("batch:{} counter:{} start:{}".format(*config.run_of.split(":")))
-        compiler = "inductor" if config.compile else "off"
         log.line(
             f"data:{self.corpus.manifest['sha256']} shards:ok passes:{self.corpus.passes} "
             f"backends:attention={self.trainer.attention_name},matmul=torch-{config.dtype},"
-            f"compile={compiler}"
+            f"compile={'inductor' if config.compile else 'off'}"
         )
         groups = self.trainer.optimizer.groups
         log.line("size: " + " ".join(f"{group.name}={group.size:,}" for group in groups))
@@ -3158,7 +3145,7 @@ ENDINGS = (  # what can end a program, the exit status, and what the status line
 
 def ending_of(error):
     """(exit status, words of the status line) of a program that an error has ended; prints the
-    traceback of one that nobody but the script can put right."""
+    traceback of an error in the script."""
     said = one_line(error)
     # On a CPU torch raises a RuntimeError, which only its words tell from others.
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in said:
