@@ -1533,8 +1533,6 @@ class GPT(nn.Module):
 
 
 # 7. Update rules =================================================================================
-
-
 # A rule changes weight and state {key: tensor} in place. UPDATE_RULES, below, has a row for each.
 
 
@@ -2735,12 +2733,6 @@ NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume
 RESUMED_FIELDS = {"data", "device", "log_every", "save_every", "resume"}
 
 
-def default_track():
-    """The name of the track to run where none is named."""
-    has_shards = any(Path(TRACKS["fineweb"].data).glob("[!.]*_train_*.bin"))
-    return "fineweb" if torch.cuda.is_available() and has_shards else "english"
-
-
 def with_values(config, values):
     """The Config with other values, those of a Stage's fields in all stages."""
     of_stages = {name: values[name] for name in vars(Stage()).keys() & values}
@@ -2759,8 +2751,11 @@ def overrides_of(config):
 
 
 def config_from(given):
-    """The Config of a track and the values given on the command line."""
-    name = given.get("track", default_track())
+    """The Config of a track and the values given on the command line. Without a track it is fineweb
+    where CUDA and its shards are, else english."""
+    shards = Path(TRACKS["fineweb"].data).glob("[!.]*_train_*.bin")
+    default = "fineweb" if torch.cuda.is_available() and any(shards) else "english"
+    name = given.get("track", default)
     require(name in TRACKS, f"--track {name}", "no such track", f"there are {', '.join(TRACKS)}")
     track = TRACKS[name]
     data = given.get("data", track.data)
@@ -3092,11 +3087,12 @@ class Run:
         step = self.config.steps
         return gates.check_gates(self.trainer, step, self.corpus.val, reported, state_digest)
 
-    def log_result(self, loss, verdict):
-        """Log what came of a run, its validation loss too. Raises RuntimeError where a gate has
-        failed."""
+    def log_result(self, loss):
+        """Log what came of a run, of its validation loss and of the gates. Raises RuntimeError
+        where a gate has failed."""
         config = self.config
         log = self.log
+        verdict = self.check_validity(loss)
         since = " since resume" * (self.first_step > 0)
         steps = config.steps - self.first_step  # of this process
         sent = [f" {'/'.join(key)}={size / steps:.0f}" for key, size in self.runtime.ledger.items()]
@@ -3179,12 +3175,11 @@ def train(run):
         batch = loader.next_batch()
         for step in range(run.first_step, config.steps):
             run.end_if_asked()
-            is_last = step + 1 == config.steps
-            upcoming = None if is_last else loader.next_batch()
+            upcoming = loader.next_batch()  # None behind the last step
             run.loss_sum += trainer.step(step, batch, upcoming).double()
             run.loss_tokens += batch.tokens
             run.step = step + 1
-            if is_last or run.is_due(config.log_every):
+            if upcoming is None or run.is_due(config.log_every):
                 run.log_training()
             if run.is_due(config.val_every):
                 with clock.stopped():
@@ -3200,12 +3195,10 @@ def train(run):
             run.save("checkpoint.pt")
         except OSError as error:  # told behind the result, which needs no checkpoint
             run.unsaved = error
-            run.log.line(f"note: {one_line(error)}; goes on to its result")
     stop_if_interrupted()
     loss = run.validate()["val_loss"]
-    verdict = run.check_validity(loss)
     stop_if_interrupted()
-    run.log_result(loss, verdict)
+    run.log_result(loss)
     words = f"run:{config.run_id} val_loss:{loss:.5f}"
     drawn = plot(run.folder) if run.log.is_main else ""
     return f"{words} train_time:{clock.seconds():.1f}s log:{run.folder}/log.txt{drawn}"
