@@ -1660,12 +1660,13 @@ class Side(NamedTuple):
     axis: int
     factor: Tensor  # (k, s, s), symmetric, zero until the first gradient
     basis: Tensor  # (k, s, s), orthonormal columns, the largest eigenvalue's first
+    moment: Tensor  # (k, m, n), of gradients in the eigenbasis
 
 
 def eigen_sides(state):
     """The sides of a bank that have an eigenbasis: none, one or both."""
     return [
-        Side(axis, state[f"{key}_factor"], state[f"{key}_basis"])
+        Side(axis, state[f"{key}_factor"], state[f"{key}_basis"], state["moment"])
         for key, axis in (("row", -2), ("column", -1))
         if f"{key}_factor" in state
     ]
@@ -1673,9 +1674,9 @@ def eigen_sides(state):
 
 def turned(x, sides, back=False):
     """Matrices (k, m, n) turned from the parameters' basis to the eigenbasis, or back."""
-    for axis, _, basis in sides:
-        turn = basis if back else basis.mT
-        x = turn @ x if axis == -2 else x @ turn.mT
+    for side in sides:
+        turn = side.basis if back else side.basis.mT
+        x = turn @ x if side.axis == -2 else x @ turn.mT
     return x
 
 
@@ -1813,18 +1814,17 @@ def refresh_eigenbases(banks, method):
     by_size = {}
     for state in banks:
         for side in eigen_sides(state):
-            by_size.setdefault(side.basis.size(-1), []).append((state, side))
-    for members in by_size.values():
-        factors = torch.cat([side.factor for _, side in members])
-        bases = torch.cat([side.basis for _, side in members])
-        counts = [len(side.basis) for _, side in members]
-        bases, order = eigenbasis_step(factors, bases, method)
-        stepped = bases.split(counts), order.split(counts)
-        for (state, side), basis, order in zip(members, *stepped, strict=True):
+            by_size.setdefault(side.basis.size(-1), []).append(side)
+    for sides in by_size.values():
+        factors = torch.cat([side.factor for side in sides])
+        bases = torch.cat([side.basis for side in sides])
+        counts = [len(side.basis) for side in sides]
+        bases, orders = eigenbasis_step(factors, bases, method)
+        stepped = zip(sides, bases.split(counts), orders.split(counts), strict=True)
+        for side, basis, order in stepped:
             side.basis.copy_(basis)
             index = order[:, :, None] if side.axis == -2 else order[:, None]
-            moment = state["moment"]
-            moment.copy_(moment.gather(side.axis, index.expand_as(moment)))
+            side.moment.copy_(side.moment.gather(side.axis, index.expand_as(side.moment)))
 
 
 # 8. Parameter groups =============================================================================
@@ -2099,14 +2099,14 @@ class SmallGroup(ParameterGroup):
     the model has copies."""
 
     def __init__(self, config, members, runtime):
-        device = runtime.device
-        vector = nn.Parameter(end_to_end([param.data for param in members.values()], device))
-        sizes = torch.tensor([param.numel() for param in members.values()], dtype=torch.int64)
-        rules = [param.rule for param in members.values()]
-        # Each number of the vector's Rule is a vector, too.
-        rows = [(rule.lr_mul, rule.decay, *rule.betas, rule.eps) for rule in rules]
-        columns = torch.tensor(rows).repeat_interleave(sizes, 0).to(device).T.contiguous()
-        lr_mul, decay, beta1, beta2, eps = columns
+        params = list(members.values())
+        sizes = torch.tensor([param.numel() for param in params])
+        rules = [param.rule for param in params]
+        vector = nn.Parameter(end_to_end([param.data for param in params], runtime.device))
+        # Each number of its Rule is a vector, too.
+        rows = torch.tensor([(rule.lr_mul, rule.decay, *rule.betas, rule.eps) for rule in rules])
+        columns = rows.repeat_interleave(sizes, 0).T.contiguous()
+        lr_mul, decay, beta1, beta2, eps = columns.to(runtime.device)
         vector.rule = Rule("small", lr_mul, decay, (beta1, beta2), eps)
         super().__init__("small", config, {"small": vector}, runtime)
         self.members = members
@@ -2237,10 +2237,14 @@ class NgramTable(Group):
 
     def look_up(self, passages, group=None, name="ngram_indices"):
         """The RowPlan of a rank's passages, one a micro-batch; all ranks must call it together."""
-        none = np.empty((0, len(self.config.ngram_orders)))
-        found = [(none.astype(np.int32), none.astype(np.float32))]
-        found += [ngram_rows(passage, self.config) for passage in passages]
-        rows, signs = map(np.concatenate, zip(*found, strict=True))
+        rows = [np.empty((0, len(self.config.ngram_orders)), np.int32)]
+        signs = [np.empty((0, len(self.config.ngram_orders)), np.float32)]
+        for passage in passages:
+            own_rows, own_signs = ngram_rows(passage, self.config)
+            rows.append(own_rows)
+            signs.append(own_signs)
+        rows = np.concatenate(rows)
+        signs = np.concatenate(signs)
         return plan_rows(rows, signs, self.config, self.runtime, group, name)
 
     def start_pull(self, plan, name="ngram_table"):
@@ -2601,8 +2605,7 @@ class Runtime:
         each rank r, work); at world size 1 the tensor itself and no work."""
         if self.world_size == 1:
             return tensor, None
-        row_size = math.prod(tensor.shape[1:]) * tensor.element_size()
-        size = (sum(send) - send[self.rank]) * row_size
+        size = (sum(send) - send[self.rank]) * tensor[:1].nbytes
         self.record_sent("all_to_all", name, tensor, size)
         out = tensor.new_empty(sum(receive), *tensor.shape[1:])
         work = dist.all_to_all_single(out, tensor, receive, send, group=group, async_op=True)
