@@ -1850,6 +1850,7 @@ class Group:
         self.runtime = runtime
         self.counts = {}  # {parameter: length of its first axis, along which ranks share it}
         self.state = {}  # {parameter: {key: tensor of this rank's part}}, which is saved
+        self.members = {}  # {name: parameter of the model}
 
     def is_due(self, step):
         """Whether the group is updated at a step: every k-th, and the run's last."""
@@ -1871,6 +1872,10 @@ class Group:
         found = {}
         for name, state in self.state.items():
             found.update({f"{name}.{key}": value for key, value in state.items()})
+        for name, param in self.members.items():
+            found[f"{name}.param"] = param.data
+            if param.grad is not None:  # it waits for the group's next step
+                found[f"{name}.grad"] = param.grad
         return found
 
     def full_state(self):
@@ -1949,7 +1954,7 @@ class ParameterGroup(Group):
     def __init__(self, name, config, params, runtime):
         super().__init__(name, config, runtime)
         self.params = params  # {name: what the rule updates}
-        self.members = params  # {name: parameter of the model}
+        self.members = params
         self.size = sum(param.numel() for param in params.values())
         is_large = self.size > SHARE_ABOVE and name != "small"
         self.is_shared_out = is_large and runtime.world_size > 1
@@ -2084,14 +2089,6 @@ class ParameterGroup(Group):
             self.params["embed"].data.copy_(self.params["head"].data)
             for key, value in self.state["embed"].items():
                 value.copy_(self.state["head"][key])
-
-    def tensors(self):
-        found = super().tensors()
-        for name, param in self.members.items():
-            found[f"{name}.param"] = param.data
-            if param.grad is not None:  # it waits for the group's next step
-                found[f"{name}.grad"] = param.grad
-        return found
 
 
 class SmallGroup(ParameterGroup):
