@@ -177,7 +177,7 @@ def test_what_is_trained_moves_and_nothing_else(changes, frozen, values, base, g
     end, start = run.checkpoint(), base.checkpoint()
     moved = {name for name, weight in end["model"].items() if weight.ne(start["model"][name]).any()}
     assert moved == ({*end["model"]} if "trained" in changes else MATRICES)
-    tables = [each["groups"]["ngram_table"]["weight"] for each in (end, start)]
+    tables = [each["groups"]["ngram_table"]["rows"]["weight"] for each in (end, start)]
     helpers.assert_bitwise(*tables)
 
 

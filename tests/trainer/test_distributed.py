@@ -230,7 +230,7 @@ def trajectory(runtime, values):
         "before": before,
         "val": trainer.evaluate(config.steps, corpus.val),
         "model": trainer.model.state_dict(),
-        "table": ranks.whole_state(trainer.table)["weight"],
+        "table": ranks.whole_state(trainer.table)["rows"]["weight"],
     }
 
 
