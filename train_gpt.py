@@ -32,7 +32,6 @@ import bisect
 import contextlib
 import dataclasses
 import datetime
-import difflib
 import functools
 import hashlib
 import importlib.util
@@ -50,7 +49,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -100,12 +99,6 @@ def one_line(error):
     """What an error says, on one printable line; of a long text the beginning and the end."""
     text = ascii(str(error))[1:-1]
     return text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
-
-
-def nearest(name, names):
-    """A question that names the nearest of some names."""
-    close = difflib.get_close_matches(name, names, 1, cutoff=0.0)
-    return f"did you mean {close[0]}?" if close else ""
 
 
 def knob(default, help_text, low=None, high=None, unit=None, form=".*"):
@@ -1562,8 +1555,6 @@ class GPT(nn.Module):
 
 
 # 7. Update rules =================================================================================
-
-
 # A rule changes weight and state {key: tensor} in place. UPDATE_RULES, below, has a row for each.
 
 
@@ -1698,12 +1689,13 @@ class Side(NamedTuple):
     axis: int
     factor: Tensor  # (k, s, s), symmetric, zero until the first gradient
     basis: Tensor  # (k, s, s), orthonormal columns, the largest eigenvalue's first
+    moment: Tensor  # (k, m, n), of gradients in the eigenbasis
 
 
 def eigen_sides(state):
     """The sides of a bank that have an eigenbasis: none, one or both."""
     return [
-        Side(axis, state[f"{key}_factor"], state[f"{key}_basis"])
+        Side(axis, state[f"{key}_factor"], state[f"{key}_basis"], state["moment"])
         for key, axis in (("row", -2), ("column", -1))
         if f"{key}_factor" in state
     ]
@@ -1711,28 +1703,26 @@ def eigen_sides(state):
 
 def turned(x, sides, back=False):
     """Matrices (k, m, n) turned from the parameters' basis to the eigenbasis, or back."""
-    for axis, _, basis in sides:
-        turn = basis if back else basis.mT
-        x = turn @ x if axis == -2 else x @ turn.mT
+    for side in sides:
+        turn = side.basis if back else side.basis.mT
+        x = turn @ x if side.axis == -2 else x @ turn.mT
     return x
 
 
 def has_basis(state):
     """(k, 1, 1): 1.0 once a matrix has had a gradient that its bases could follow, else 0.0."""
-    known = torch.ones_like(state["moment"][:, :1, :1])
-    for side in eigen_sides(state):
-        trace = side.factor.diagonal(dim1=-2, dim2=-1).sum(-1)
-        known = known * (trace > 0)[:, None, None]
-    return known
+    sides = eigen_sides(state)
+    if not sides:
+        return torch.ones_like(state["moment"][:, :1, :1])
+    trace = sides[0].factor.diagonal(dim1=-2, dim2=-1).sum(-1)  # both sides have it, or none
+    return (trace > 0)[:, None, None].float()
 
 
 def soap_update(weight, grad, state, hyper):
-    """SOAP: Adam in the eigenbasis, then cautious decay.
+    """SOAP: Adam in the eigenbasis, times 1 / sqrt(n), so that a rate means what it does for Muon.
 
-    It is scaled by 1 / sqrt(n), so that a rate means what it does for Muon. A matrix without bases
-    only decays, and its first gradient goes into the factors alone, as in the authors' code: in the
-    momentum it would meet the second moment of one other gradient, at up to thousands of times the
-    step that Adam can make.
+    A matrix' first gradient goes into the factors alone, as in the authors' code: in the momentum
+    it would meet the second moment of another one, which makes steps of any size.
     """
     sides = eigen_sides(state)
     known = has_basis(state)
@@ -1741,8 +1731,8 @@ def soap_update(weight, grad, state, hyper):
     count = state["count"]
     beta1, beta2 = hyper.betas
     count.add_(known)
-    momentum.add_((grad - momentum) * ((1 - beta1) * known))
-    moment.add_((turned(grad, sides).square() - moment) * ((1 - beta2) * known))
+    momentum.lerp_(grad, (1 - beta1) * known)
+    moment.lerp_(turned(grad, sides).square(), (1 - beta2) * known)
     first = turned(momentum, sides) / (1 - beta1**count).clamp_min(1e-8)
     second = moment / (1 - beta2**count).clamp_min(1e-8)
     update = turned(first * second.clamp_min(1e-16).rsqrt() * known, sides, back=True)
@@ -1758,7 +1748,7 @@ def soap_muon_update(weight, grad, state, hyper):
     state["momentum"].lerp_(grad, 1 - hyper.momentum)
     direction = grad.lerp(state["momentum"], hyper.momentum)
     rotated = turned(direction, sides)
-    moment.add_((rotated.square() - moment) * ((1 - FACTOR_BETA) * known))
+    moment.lerp_(rotated.square(), (1 - FACTOR_BETA) * known)
     whitened = turned(rotated * moment.clamp_min(1e-16).rsqrt(), sides, back=True)
     orthogonal_step(weight, torch.where(known > 0, whitened, direction), state, hyper)
 
@@ -1786,7 +1776,7 @@ def update_factors(grad, sides, is_kl):
     """Take gradients (k, m, n) into the factors of their sides, in place.
 
     is_kl: KL-Shampoo's estimate (Lin et al. 2025): each side's gradient is first whitened by the
-    other side's factor. Its eigenvalues are taken over their mean: only the product of both
+    other side's factor. Its eigenvalues are divided by their mean: only the product of both
     factors' scales means something, and the split between the two would drift.
     """
     products = []
@@ -1806,9 +1796,9 @@ def cholesky_qr_step(product, bases, largest):
     """Orthonormalise product = factor @ bases, all (k, s, s): batched, and without a host sync.
 
     With B = basesᵀ factor bases = RᵀR and R Rᵀ = SᵀS, the result is bases Rᵀ S⁻¹: an LR step
-    (Rutishauser) on the scaled factor, which squares no condition number, and two Newton-Schulz
-    steps behind it. largest (k,): the factors' largest eigenvalues. Returns (the new bases,
-    is_good (k,): whether they are orthonormal).
+    (Rutishauser) on the scaled factor, which squares no condition number. Two Newton-Schulz steps
+    follow. largest (k,): the factors' largest eigenvalues. Returns (the new bases, whether they are
+    orthonormal (k,)).
     """
     scaled = product / largest[:, None, None].clamp_min(1e-38) + DAMPING * bases
     upper, failed = torch.linalg.cholesky_ex(bases.mT @ scaled, upper=True)
@@ -1825,12 +1815,10 @@ def cholesky_qr_step(product, bases, largest):
 def eigenbasis_step(factors, bases, method):
     """Bring orthonormal bases (k, s, s) closer to the eigenvectors of symmetric factors (k, s, s).
 
-    Both are float32. Columns are sorted by falling Rayleigh quotient first. Methods:
-      eigh      the eigenvectors themselves; on CUDA the host waits for the device
-      cholesky  one step of orthogonal iteration, the Q of factor @ basis: cholesky_qr_step
-    Returns (bases, order (k, s) that sorted the old columns, is_rejected (k,)). Where a factor is
-    not finite or too close to singular, that matrix keeps its old basis, sorted. A zero factor also
-    keeps it, but does not count as rejected.
+    Both are float32. Columns are sorted by falling Rayleigh quotient first. Method `eigh` finds
+    the eigenvectors themselves; on CUDA the host waits for the device. `cholesky` takes one step of
+    orthogonal iteration, the Q of factor @ basis. Returns (bases, order (k, s) that sorted the old
+    columns). Where a factor is zero, not finite or nearly singular, the old basis stays, sorted.
     """
     product = factors @ bases
     spectrum = (bases * product).sum(-2)
@@ -1847,28 +1835,25 @@ def eigenbasis_step(factors, bases, method):
     else:
         new, is_orthonormal = cholesky_qr_step(product, old, largest)
         is_good = is_good & is_orthonormal
-    is_rejected = ~is_good & (spectrum != 0).any(-1)
-    return torch.where(is_good[:, None, None], new, old), order, is_rejected
+    return torch.where(is_good[:, None, None], new, old), order
 
 
 def refresh_eigenbases(banks, method):
-    """One eigenbasis_step, a batch a size, for all sides of banks' states, in place."""
+    """Take one eigenbasis_step with all sides of banks' states, in one batch for each size."""
     by_size = {}
     for state in banks:
         for side in eigen_sides(state):
-            if len(side.basis):
-                by_size.setdefault(side.basis.size(-1), []).append((state, side))
-    for members in by_size.values():
-        factors = torch.cat([side.factor for _, side in members])
-        bases = torch.cat([side.basis for _, side in members])
-        counts = [len(side.basis) for _, side in members]
-        new, order, _ = eigenbasis_step(factors, bases, method)
-        stepped = new.split(counts), order.split(counts)
-        for (state, side), basis, order in zip(members, *stepped, strict=True):
+            by_size.setdefault(side.basis.size(-1), []).append(side)
+    for sides in by_size.values():
+        factors = torch.cat([side.factor for side in sides])
+        bases = torch.cat([side.basis for side in sides])
+        counts = [len(side.basis) for side in sides]
+        bases, orders = eigenbasis_step(factors, bases, method)
+        stepped = zip(sides, bases.split(counts), orders.split(counts), strict=True)
+        for side, basis, order in stepped:
             side.basis.copy_(basis)
             index = order[:, :, None] if side.axis == -2 else order[:, None]
-            moment = state["moment"]
-            moment.copy_(moment.gather(side.axis, index.expand_as(moment)))
+            side.moment.copy_(side.moment.gather(side.axis, index.expand_as(side.moment)))
 
 
 # 8. Parameter groups =============================================================================
@@ -1882,30 +1867,61 @@ class Group:
         reduce(step)                   start to sum their gradients over ranks
         update(step, lr_mul, pending)  wait for the sums, update, start to send the new values
         receive(step, pending)         take over what other ranks have sent
-    `tensors()` are all that a step changes on this rank, by name; `size()` counts the group's
-    values; `full_state()` is what a checkpoint keeps of it, whatever the world size, and `load`
-    takes that back.
     """
 
     every = 1  # steps between updates
     is_frozen = False
     is_shared_out = True  # or else every rank updates all of it
 
+    def __init__(self, name, config, runtime):
+        self.name = name
+        self.config = config
+        self.runtime = runtime
+        self.counts = {}  # {parameter: length of its first axis, along which ranks share it}
+        self.state = {}  # {parameter: {key: tensor of this rank's part}}, which is saved
+        self.members = {}  # {name: parameter of the model}
+
     def is_due(self, step):
         """Whether the group is updated at a step: every k-th, and the run's last."""
         is_last = step + 1 == self.config.steps
         return not self.is_frozen and ((step + 1) % self.every == 0 or is_last)
 
-    def updates_after(self, step):
-        """How many updates the group has had behind a step."""
-        return math.ceil((step + 1) / self.every)
+    def owned_range(self, name):
+        """The range of a parameter's first axis that this rank updates."""
+        count = self.counts[name]
+        return self.runtime.owned_range(count) if self.is_shared_out else (0, count)
 
-    def size(self):
-        return sum(param.numel() for param in self.params.values())
+    def own(self, name, tensor):
+        """This rank's part of a tensor that has the parameter's first axis."""
+        low, high = self.owned_range(name)
+        return tensor[low:high]
 
-    def touched(self):
-        """The tensors that a step changes, each with the index of what it changes there."""
-        return [(tensor, ...) for tensor in self.tensors().values()]
+    def tensors(self):
+        """{name: tensor} of all that a step changes on this rank."""
+        found = {}
+        for name, state in self.state.items():
+            found.update({f"{name}.{key}": value for key, value in state.items()})
+        for name, param in self.members.items():
+            found[f"{name}.param"] = param.data
+            if param.grad is not None:  # it waits for the group's next step
+                found[f"{name}.grad"] = param.grad
+        return found
+
+    def full_state(self):
+        """The state of whole parameters on rank 0; all ranks must call it."""
+        if not self.is_shared_out:
+            return self.state
+        gather = self.runtime.gather_on_main
+        return {
+            name: {key: gather(part, self.counts[name]) for key, part in state.items()}
+            for name, state in self.state.items()
+        }
+
+    def load(self, full):
+        """The inverse of full_state, at any world size."""
+        for name, state in self.state.items():
+            for key, value in state.items():
+                value.copy_(self.own(name, full[name][key]))
 
 
 def take_step(update, part, grad, state, hyper):
@@ -1939,8 +1955,8 @@ def state_shape(key, shape):
     return shape
 
 
-# Values of a group above which ranks share it out. Each rank updates all of a smaller one, which
-# takes one collective; to share it out takes two for each parameter, and they cost more than that.
+# Ranks share out a group of more values than this. Every rank updates all of a smaller one, which
+# takes one collective; to share it out takes two for each parameter, and more time.
 SHARE_ABOVE = 2**22
 
 
@@ -1949,11 +1965,9 @@ def gradient(param):
     return torch.zeros_like(param) if param.grad is None else param.grad
 
 
-def tensors_of(params):
-    """Parameters {name: parameter} and the gradients that wait there, by name."""
-    tensors = {f"{name}.param": param.data for name, param in params.items()}
-    waiting = {name: param.grad for name, param in params.items() if param.grad is not None}
-    return tensors | {f"{name}.grad": grad for name, grad in waiting.items()}
+def end_to_end(tensors, device):
+    """All values of some tensors as one vector (n,) float32."""
+    return torch.cat([torch.zeros(0, device=device), *(tensor.flatten() for tensor in tensors)])
 
 
 class ParameterGroup(Group):
@@ -1967,11 +1981,11 @@ class ParameterGroup(Group):
     """
 
     def __init__(self, name, config, params, runtime):
-        self.name = name
-        self.config = config
-        self.runtime = runtime
-        self.params = params  # {name: parameter}
-        is_large = self.size() > SHARE_ABOVE and name != "small"
+        super().__init__(name, config, runtime)
+        self.params = params  # {name: what the rule updates}
+        self.members = params
+        self.size = sum(param.numel() for param in params.values())
+        is_large = self.size > SHARE_ABOVE and name != "small"
         self.is_shared_out = is_large and runtime.world_size > 1
         self.lr = config.adam_lr
         self.decay = 1.0
@@ -1985,9 +1999,9 @@ class ParameterGroup(Group):
             self.decay = config.matrix_decay
             self.every = 1
         self.rule = UPDATE_RULES[rule]
-        self.state = {}  # what the rule keeps of this rank's part: {name: {key: tensor}}
         self.lr_muls = {}
         for key, param in params.items():
+            self.counts[key] = len(param)
             self.state[key] = self.new_state(self.own(key, param.data))
             self.lr_muls[key] = param.rule.lr_mul
             if isinstance(param.rule.lr_mul, Tensor):
@@ -1995,16 +2009,6 @@ class ParameterGroup(Group):
         self.take_step = take_step
         if config.compile and runtime.device.type == "cuda":
             self.take_step = compiled_updates()
-
-    def owned_range(self, name):
-        """The range of a parameter's first axis that this rank updates."""
-        count = len(self.params[name])
-        return self.runtime.owned_range(count) if self.is_shared_out else (0, count)
-
-    def own(self, name, tensor):
-        """This rank's part of a tensor that has the parameter's first axis."""
-        low, high = self.owned_range(name)
-        return tensor[low:high]
 
     def new_state(self, part):
         """What the rule keeps of this rank's part of a parameter, at its start."""
@@ -2027,27 +2031,26 @@ class ParameterGroup(Group):
         the head's, and the embedding follows the head's weights and state."""
         return "embed" in self.params and step < untie_step(self.config)
 
-    def reduce(self, step):
+    def gradients(self, step):
+        """{name: gradient (like the parameter)}, summed over this rank's passes."""
         grads = {name: gradient(param) for name, param in self.params.items()}
         if self.is_tied(step):
             grads["head"] = grads["head"] + grads.pop("embed")
-            self.params["embed"].grad = None
+        return grads
+
+    def reduce(self, step):
+        grads = self.gradients(step)
         if self.is_shared_out:
             scatter = self.runtime.reduce_scatter
             return [(name, *scatter(grad, name)) for name, grad in grads.items()]
-        return self.reduce_all(grads)
-
-    def reduce_all(self, grads):
-        """Start to sum gradients {name: tensor} over ranks, all of them in one collective."""
-        if self.runtime.world_size == 1:
-            return [(name, grad, None) for name, grad in grads.items()]
-        bucket = end_to_end(grads.values(), self.runtime.device)
-        work = self.runtime.all_reduce(bucket, self.name)
-        parts = bucket.split([grad.numel() for grad in grads.values()])
-        return [
-            (name, part.view_as(grad), work)
-            for (name, grad), part in zip(grads.items(), parts, strict=True)
-        ]
+        work = None
+        if self.runtime.world_size > 1:  # all of them in one collective
+            bucket = end_to_end(grads.values(), self.runtime.device)
+            work = self.runtime.all_reduce(bucket, self.name)
+            parts = bucket.split([grad.numel() for grad in grads.values()])
+            pairs = zip(grads.items(), parts, strict=True)
+            grads = {name: part.view_as(grad) for (name, grad), part in pairs}
+        return [(name, grad, work) for name, grad in grads.items()]
 
     def update(self, step, lr_mul, pending):
         travelling = []
@@ -2055,11 +2058,10 @@ class ParameterGroup(Group):
         rate = self.lr * lr_mul
         for name, grad, work in pending:
             wait(work)
-            param = self.params[name]
-            param.grad = None
             grads[name] = grad.float()
+            param = self.params[name]
             hyper = Hyper(
-                count=self.updates_after(step),
+                count=math.ceil((step + 1) / self.every),
                 lr=rate * self.lr_muls[name],
                 decay=rate * self.decay * param.rule.decay,
                 momentum=momentum_at(self.config, step),
@@ -2071,12 +2073,14 @@ class ParameterGroup(Group):
             self.follow_mean(step, part, self.state[name])
             if self.is_shared_out:
                 travelling.append((name, *self.runtime.gather_ranges(param.data, name)))
+        for param in self.members.values():
+            param.grad = None
         if self.rule.has_bases:
             self.follow_gradients(step, grads)  # while the new weights travel
         return travelling
 
     def follow_mean(self, step, part, state):
-        """Move the running mean of the last weights, those of `length` steps; behind the run's last
+        """Update the running mean of the weights of the last `length` steps. After the run's last
         step the weights go half of the way there (modded-nanogpt, record of 2026-09-28)."""
         config = self.config
         length = round(config.mean_share * config.steps)
@@ -2091,8 +2095,8 @@ class ParameterGroup(Group):
             part.copy_(weight)
 
     def follow_gradients(self, step, grads):
-        """Take the gradients into the factors, and refresh the bases of the matrices whose turn it
-        is; with the first gradients it is everybody's."""
+        """Take the gradients into the factors, and refresh the bases of every k-th matrix, in turn;
+        in the first steps those of all matrices."""
         is_early = step < EIGH_STEPS
         every = 1 if is_early else self.config.basis_every
         banks = []
@@ -2114,89 +2118,33 @@ class ParameterGroup(Group):
             for key, value in self.state["embed"].items():
                 value.copy_(self.state["head"][key])
 
-    def tensors(self):
-        found = tensors_of(self.params)
-        for name, state in self.state.items():
-            found.update({f"{name}.{key}": value for key, value in state.items()})
-        return found
-
-    def full_state(self):
-        """{name: {key: tensor of the whole parameter}} on rank 0, whatever the world size; all
-        ranks must call it."""
-        return {
-            name: {key: self.whole(name, part) for key, part in state.items()}
-            for name, state in self.state.items()
-        }
-
-    def whole(self, name, part):
-        """What the parts of all ranks make up, on rank 0."""
-        if not self.is_shared_out:
-            return part
-        return self.runtime.gather_on_main(part, len(self.params[name]))
-
-    def load(self, state):
-        for name, own in self.state.items():
-            for key, value in own.items():
-                value.copy_(self.own(name, state[name][key]))
-
-    def reset_masters(self):
-        """Take the float32 weights over from the parameters."""
-        for name, state in self.state.items():
-            if "master" in state:
-                state["master"].copy_(self.own(name, self.params[name].data))
-
-
-def end_to_end(tensors, device):
-    """All values of some tensors as one vector (n,) float32."""
-    return torch.cat([torch.zeros(0, device=device), *(tensor.flatten() for tensor in tensors)])
-
-
-def joint_rule(params, device):
-    """The Rule of parameters that stand end to end: each of its numbers is a vector (n,)."""
-    sizes = torch.tensor([param.numel() for param in params], dtype=torch.int64)
-    rules = [param.rule for param in params]
-
-    def spread(numbers):
-        return torch.tensor(numbers).repeat_interleave(sizes).to(device)
-
-    return Rule(
-        "small",
-        lr_mul=spread([rule.lr_mul for rule in rules]),
-        decay=spread([rule.decay for rule in rules]),
-        betas=tuple(spread([rule.betas[number] for rule in rules]) for number in (0, 1)),
-    )
-
 
 class SmallGroup(ParameterGroup):
     """Gates, scales and other small parameters. End to end they are one float32 vector, of which
     the model has copies."""
 
     def __init__(self, config, members, runtime):
-        self.members = members  # {name: parameter of the model}
-        self.is_frozen = not members
-        values = [param.detach() for param in members.values()]
-        vector = nn.Parameter(end_to_end(values, runtime.device))
-        vector.rule = joint_rule(members.values(), runtime.device)
+        params = list(members.values())
+        sizes = torch.tensor([param.numel() for param in params])
+        rules = [param.rule for param in params]
+        vector = nn.Parameter(end_to_end([param.data for param in params], runtime.device))
+        # Each number of its Rule is a vector, too.
+        rows = torch.tensor([(rule.lr_mul, rule.decay, *rule.betas) for rule in rules])
+        columns = rows.repeat_interleave(sizes, 0).T.contiguous()
+        lr_mul, decay, beta1, beta2 = columns.to(runtime.device)
+        vector.rule = Rule("small", lr_mul, decay, (beta1, beta2))
         super().__init__("small", config, {"small": vector}, runtime)
+        self.members = members
         self.state["small"]["master"] = vector.data
-        parts = vector.data.split([value.numel() for value in values])
-        self.parts = [part.view_as(value) for part, value in zip(parts, values, strict=True)]
+        self.parts = vector.data.split(sizes.tolist())
 
-    def reduce(self, step):
+    def gradients(self, step):
         grads = [gradient(param) for param in self.members.values()]
-        return self.reduce_all({"small": end_to_end(grads, self.runtime.device)})
+        return {"small": end_to_end(grads, self.runtime.device)}
 
     def receive(self, step, pending):
-        torch._foreach_copy_([param.data for param in self.members.values()], self.parts)
-        for param in self.members.values():
-            param.grad = None
-
-    def tensors(self):
-        return tensors_of(self.members) | self.state["small"]
-
-    def reset_masters(self):
-        values = [param.detach() for param in self.members.values()]
-        self.params["small"].data.copy_(end_to_end(values, self.runtime.device))
+        copies = [param.data.view(-1) for param in self.members.values()]
+        torch._foreach_copy_(copies, self.parts)
 
 
 # A rank holds the rows that it owns, a range of the table. The loader's thread plans a step ahead
@@ -2210,9 +2158,8 @@ class SmallGroup(ParameterGroup):
 class RowPlan:
     """The rows that a rank reads in a step, and the routes of their values and gradients.
 
-    This rank's N = T C pairs of token and order read U distinct rows. All ranks read R rows of this
-    rank's range, V distinct ones. At world size 1 these are the same rows, and there is nothing to
-    merge.
+    This rank's N = T C pairs of token and order read U distinct rows. All ranks together read R
+    rows of this rank's range, V distinct ones. At world size 1 U, R and V are the same.
     """
 
     slots: Tensor  # (T, C) int32: where a token's rows stand among the values that travel here
@@ -2225,6 +2172,7 @@ class RowPlan:
     send: list  # how many of the U rows each rank owns: their order is that of their ids
     receive: list  # how many of `asked` each rank reads
     merge: tuple  # positions in `asked` of owned[0], then owned[1], ... (R,); offsets (V,); int32
+    pulled: tuple | None = None  # (values, work) of the U rows, once they are on their way
 
 
 def group_equal(ids):
@@ -2257,9 +2205,6 @@ def plan_rows(rows, signs, config, runtime, group, name):
     """
     world_size = runtime.world_size
     distinct, order, offsets = group_equal(rows.ravel())
-    last = config.ngram_rows - 1
-    is_inside = not len(distinct) or 0 <= distinct[0] <= distinct[-1] <= last
-    require(is_inside, f"n-gram rows leave the table's range 0 to {last}; correct ngram_rows")
 
     def exchange(array, send, receive):
         tensor = torch.from_numpy(array.astype(np.int32))
@@ -2298,54 +2243,48 @@ def plan_rows(rows, signs, config, runtime, group, name):
 class NgramTable(Group):
     """This rank's rows of the table, their optimizer state, and all that travels of them.
 
-    Autograd never sees the table: `summed` adds the rows of each token, and `accumulate` is given
-    the gradients of these sums.
+    Autograd never sees the table: `summed` adds the rows of each token, and `grads` takes the
+    gradients of these sums.
     """
 
-    name = "ngram_table"
-
     def __init__(self, config, runtime):
-        self.config = config
-        self.runtime = runtime
+        super().__init__("ngram_table", config, runtime)
         self.is_frozen = not config.ngram_orders or config.ngram_lr == 0
-        self.rows = config.ngram_rows if config.ngram_orders else 0
-        self.low, self.high = runtime.owned_range(self.rows)
-        self.second = torch.zeros(self.high - self.low, device=runtime.device)
-        self.weight = self.second.new_zeros(len(self.second), config.model_dim)
+        self.counts["rows"] = config.ngram_rows if config.ngram_orders else 0
+        self.size = self.counts["rows"] * config.model_dim
+        low, high = self.owned_range("rows")
+        self.second = torch.zeros(high - low, device=runtime.device)
+        self.weight = self.second.new_zeros(high - low, config.model_dim)
+        self.state["rows"] = {"weight": self.weight, "second": self.second}
         self.grads = []  # of the step's passes, (T, model_dim) each
-        self.plan = None  # of the step at hand, or of the next one once its rows are on their way
-        self.pulled = None  # (values, work) of its rows
+        self.plan = None  # whose rows were read last
         self.upcoming = None  # the plan whose rows are pulled once this step has updated them
 
     def look_up(self, passages, group=None, name="ngram_indices"):
         """The RowPlan of a rank's passages, one a micro-batch; all ranks must call it together."""
-        config = self.config
-        rows = [np.empty((0, len(config.ngram_orders)), np.int32)]
-        signs = [np.empty((0, len(config.ngram_orders)), np.float32)]
+        rows = [np.empty((0, len(self.config.ngram_orders)), np.int32)]
+        signs = [np.empty((0, len(self.config.ngram_orders)), np.float32)]
         for passage in passages:
-            own_rows, own_signs = ngram_rows(passage, config)
+            own_rows, own_signs = ngram_rows(passage, self.config)
             rows.append(own_rows)
             signs.append(own_signs)
-        read = np.concatenate(rows), np.concatenate(signs)
-        return plan_rows(*read, config, self.runtime, group, name)
+        rows = np.concatenate(rows)
+        signs = np.concatenate(signs)
+        return plan_rows(rows, signs, self.config, self.runtime, group, name)
 
-    def fetch(self, plan, name):
-        """Start to bring the rows of a plan here: (values (n, model_dim) float32, work)."""
-        if self.runtime.world_size == 1:
-            return self.weight, None
-        rows = self.weight[plan.asked]
-        return self.runtime.all_to_all(rows, plan.receive, plan.send, name)
+    def start_pull(self, plan, name="ngram_table"):
+        """Start to bring the rows of a plan here."""
+        plan.pulled = self.weight, None
+        if self.runtime.world_size > 1:
+            rows = self.weight[plan.asked]
+            plan.pulled = self.runtime.all_to_all(rows, plan.receive, plan.send, name)
 
-    def start_pull(self, plan):
-        """Start to bring the rows of a training step here, unless they are on their way."""
-        if plan is not self.plan:
-            self.plan = plan
-            self.pulled = self.fetch(plan, self.name)
-
-    def values_of(self, plan):
-        """The values (n, model_dim), float32, that the slots of a training step point into."""
-        self.start_pull(plan)
-        values, work = self.pulled
+    def values_of(self, plan, name="ngram_table"):
+        """The values (n, model_dim), float32, that the slots of a plan point into."""
+        self.plan = plan
+        if plan.pulled is None:
+            self.start_pull(plan, name)
+        values, work = plan.pulled
         wait(work)
         return values
 
@@ -2357,10 +2296,6 @@ class NgramTable(Group):
         summed = F.embedding_bag(slots, values, mode="sum", per_sample_weights=signs)
         return summed.to(self.config.torch_dtype).requires_grad_(not self.is_frozen)
 
-    def accumulate(self, grad):
-        """Keep the gradient (T, model_dim) of the next pass' summed loss."""
-        self.grads.append(grad)
-
     def reduce(self, step):
         """Sum the step's gradients by row, and start to push them to the rows' owners."""
         plan = self.plan
@@ -2368,12 +2303,12 @@ class NgramTable(Group):
         grads = torch.cat([none, *self.grads])
         sums = sum_groups(grads, plan.token, plan.offsets, plan.token_signs)
         self.grads = []
-        return [self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)]
+        return self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)
 
     def update(self, step, lr_mul, pending):
         """Update the rows that are owned here. Losses are summed, not averaged: a row learns from
         its own tokens, however many others the step has."""
-        ((sums, work),) = pending
+        sums, work = pending
         wait(work)
         if self.plan.merge:
             sums = sum_groups(sums, *self.plan.merge)
@@ -2388,27 +2323,6 @@ class NgramTable(Group):
     def receive(self, step, pending):
         """Nothing to take over: the rows that others have updated are pulled when they are read."""
 
-    def size(self):
-        return self.rows * self.config.model_dim
-
-    def touched(self):
-        """As Group.touched, of the step at hand: the table is too large for a copy."""
-        return [(self.weight, self.plan.owned), (self.second, self.plan.owned)]
-
-    def tensors(self):
-        return {"weight": self.weight, "second": self.second}
-
-    def full_state(self):
-        """The whole table on the host of rank 0; all ranks must call it."""
-        return {
-            name: self.runtime.gather_on_main(tensor.cpu(), self.rows)
-            for name, tensor in self.tensors().items()
-        }
-
-    def load(self, state):
-        self.weight.copy_(state["weight"][self.low : self.high])
-        self.second.copy_(state["second"][self.low : self.high])
-
 
 class Optimizer:
     """All groups, in the one order in which their communication is started and waited for.
@@ -2420,11 +2334,7 @@ class Optimizer:
     def __init__(self, config, model, table, runtime):
         members = {"small": {}, "embeddings": {}, "matrices": {}}
         for name, param in model.named_parameters():
-            rule = getattr(param, "rule", None)
-            is_ruled = rule is not None and rule.group in members
-            groups = ", ".join(members)
-            require(is_ruled, f"no rule for {name}: make it with ruled(), in one group of {groups}")
-            members[rule.group][name] = param
+            members[param.rule.group][name] = param  # an error where ruled() has not made it
         small = SmallGroup(config, members["small"], runtime)
         embeddings = ParameterGroup("embeddings", config, members["embeddings"], runtime)
         self.matrices = ParameterGroup("matrices", config, members["matrices"], runtime)
@@ -2434,12 +2344,10 @@ class Optimizer:
     def step(self, step, lr_mul):
         """Update all groups that are due at a step."""
         due = [group for group in self.groups if group.is_due(step)]
-        reduced = [group.reduce(step) for group in due]
-        updated = []
-        for group, pending in zip(due, reduced, strict=True):
-            updated.append(group.update(step, lr_mul, pending))
-        for group, pending in zip(due, updated, strict=True):
-            group.receive(step, pending)
+        pending = [group.reduce(step) for group in due]
+        pending = [group.update(step, lr_mul, own) for group, own in zip(due, pending, strict=True)]
+        for group, own in zip(due, pending, strict=True):
+            group.receive(step, own)
 
 
 # 9. Trainer ======================================================================================
@@ -2457,7 +2365,6 @@ class Trainer:
         self.model = GPT(config, back_end).to(runtime.device)
         self.table = NgramTable(config, runtime)
         self.optimizer = Optimizer(config, self.model, self.table, runtime)
-        self.compile_name = "inductor" if config.compile else "off"
         self.forward = self.model
         if config.compile:
             # A phase is two graphs, and torch's default limit is 8; never eager in silence.
@@ -2472,13 +2379,16 @@ class Trainer:
 
         loss_weights: of as many targets a position as the phase has, and of a prefix.
         """
-        positions = 2 * len(micro_batch.inputs)  # of paired heads
         config = self.config
-        device = self.runtime.device
-        windows = long_windows_until(config, step)
-        shape = positions, config.head_dim, config.attention_scale
-        rotary = self.rotary_tables(*shape, windows, device, config.torch_dtype)
-        weights = to_device(np.array(loss_weights, np.float32), device)
+        rotary = self.rotary_tables(
+            2 * len(micro_batch.inputs),  # positions of paired heads
+            config.head_dim,
+            config.attention_scale,
+            long_windows_until(config, step),
+            self.runtime.device,
+            config.torch_dtype,
+        )
+        weights = to_device(np.array(loss_weights, np.float32), self.runtime.device)
         if isinstance(self.model.back_end, VarlenAttention):
             phase = phase.as_sizes()
         return self.forward(micro_batch, ngram, phase, weights, self.prefixes, rotary)
@@ -2491,13 +2401,14 @@ class Trainer:
         loss_weights = loss_weights_at(self.config, step)
         loss_sum = torch.zeros((), device=self.runtime.device)
         lengths = [len(micro_batch.inputs) for micro_batch in batch.passes]
-        read = batch.rows.slots.split(lengths), batch.rows.signs.split(lengths)
-        for micro_batch, slots, signs in zip(batch.passes, *read, strict=True):
-            ngram = self.table.summed(slots, signs, values)
+        slots = batch.rows.slots.split(lengths)
+        signs = batch.rows.signs.split(lengths)
+        for micro_batch, own_slots, own_signs in zip(batch.passes, slots, signs, strict=True):
+            ngram = self.table.summed(own_slots, own_signs, values)
             loss, losses, _ = self.forward_pass(step, phase, loss_weights, micro_batch, ngram)
             loss.backward()
             if ngram is not None and ngram.requires_grad:
-                self.table.accumulate(ngram.grad)
+                self.table.grads.append(ngram.grad)
             loss_sum = loss_sum + losses.sum()
         return loss_sum
 
@@ -2511,14 +2422,6 @@ class Trainer:
         self.optimizer.step(step, lr_multiplier(self.config, step))
         return loss_sum
 
-    def read(self, passage):
-        """(MicroBatch, its summed rows) of a Passage outside training."""
-        plan = self.table.look_up([passage], name="validation")
-        values, work = self.table.fetch(plan, "validation")
-        wait(work)
-        micro_batch = make_pass([passage], self.config, self.runtime.device)
-        return micro_batch, self.table.summed(plan.slots, plan.signs, values)
-
     @torch.no_grad()
     def score(self, step, tokens, low, length=None):
         """(losses (length,), hidden states (length, model_dim)) of `length` tokens from `low` on,
@@ -2526,50 +2429,43 @@ class Trainer:
         together. records/gates.py calls it, too."""
         length = length or self.config.val_batch_tokens
         passage = contiguous_passage(tokens, self.config.eot_token, low, length)
-        micro_batch, ngram = self.read(passage)
+        plan = self.table.look_up([passage], name="validation")
+        values = self.table.values_of(plan, "validation")
+        ngram = self.table.summed(plan.slots, plan.signs, values)
+        micro_batch = make_pass([passage], self.config, self.runtime.device)
         phase = evaluation_phase(self.config, step, length)
         _, losses, hidden = self.forward_pass(step, phase, (1.0,), micro_batch, ngram)
         return losses, hidden
 
     def evaluate(self, step, val):
         """Mean loss over the validation tokens, in nats per token; ranks share the passes."""
-
-        def summed(number):
-            losses, _ = self.score(step, val, number * self.config.val_batch_tokens)
-            return losses.double().sum()
-
-        return self.sum_over_passes(summed).item() / self.config.val_tokens
-
-    def sum_over_passes(self, function):
-        """The sum over all ranks of function(number), a tensor, for as many numbers as the
-        validation tokens take passes."""
         runtime = self.runtime
-        count = self.config.val_tokens // self.config.val_batch_tokens
-        total = 0.0
+        length = self.config.val_batch_tokens
+        count = self.config.val_tokens // length
+        total = torch.zeros((), dtype=torch.float64, device=runtime.device)
         for number in range(runtime.rank, count + runtime.rank, runtime.world_size):
             # Ranks without a last pass make one again, at weight 0: reading rows takes all of them.
-            total = total + function(min(number, count - 1)) * (number < count)
+            losses, _ = self.score(step, val, min(number, count - 1) * length)
+            total += losses.double().sum() * (number < count)
         wait(runtime.all_reduce(total, "validation"))
-        return total
+        return total.item() / self.config.val_tokens
 
 
 def state_digest(trainer):
-    """A hash of all tensors that a step changes on this rank: equal digests, equal bits.
+    """Bytes that tell whether any bit has changed in the tensors that a step changes on this rank.
 
-    It is made of sums, each of 2^18 words times random odd numbers, one a place: a change of one
-    word always changes its sum. They are worked out on the device, so that no gigabytes travel.
+    They are sums, each of 2^18 words times random odd numbers, one a place: a change of one word
+    always changes its sum. The device works them out, so that no gigabytes travel.
     """
-    odd = 2 * torch.randint(2**62, (2**18,), generator=torch.Generator().manual_seed(0)) + 1
-    odd = odd.to(trainer.runtime.device)
+    odd = 2 * np.random.default_rng(0).integers(2**62, size=2**18) + 1
+    odd = to_device(odd, trainer.runtime.device)
     sums = []
     for group in trainer.optimizer.groups:
         for tensor in group.tensors().values():
             words = tensor.contiguous().view(-1)
             words = words.view(torch.int32 if words.element_size() == 4 else torch.int16)
             sums += [(chunk * odd[: len(chunk)]).sum() for chunk in words.split(len(odd))]
-    digest = hashlib.sha256(torch.get_rng_state().numpy())
-    digest.update(torch.stack(sums).cpu().numpy())
-    return digest.hexdigest()
+    return torch.stack(sums).cpu().numpy().tobytes() + torch.get_rng_state().numpy().tobytes()
 
 
 def warm_up(trainer, first_step=0, tell=lambda text: None):
@@ -2577,6 +2473,7 @@ def warm_up(trainer, first_step=0, tell=lambda text: None):
     run at `first_step`, and tell how long each one takes. Then put the state back: digests prove
     that it is bitwise what it was."""
     config = trainer.config
+    runtime = trainer.runtime
     table = trainer.table
     before = state_digest(trainer)
     rng_state = torch.get_rng_state()
@@ -2585,44 +2482,40 @@ def warm_up(trainer, first_step=0, tell=lambda text: None):
     tokens[0] = config.eot_token
     passage = contiguous_passage(tokens, config.eot_token, 0, config.micro_batch_tokens)
 
-    def batch_of(count):
-        """One pass of one passage, `count` times: it reads the same rows, whatever the count."""
-        passages = [passage] * count
-        micro_batch = make_pass(passages, config, trainer.runtime.device)
-        return Batch([micro_batch], table.look_up(passages), tokens=len(micro_batch.inputs))
+    def training(step):
+        # A pass of one passage again and again: it reads the same rows, whatever their number.
+        passages = [passage] * micro_batches_of_pass(config, step, runtime)
+        micro_batch = make_pass(passages, config, runtime.device)
+        trainer.step(step, Batch([micro_batch], table.look_up(passages), tokens=0))
 
-    def timed(name, function, *words):
+    def validation(step):
+        trainer.score(step, tokens, 0)
+
+    rows = table.look_up([passage]).owned  # what changes of the table; a copy would be too large
+    kept = []
+    for group in trainer.optimizer.groups:
+        index = rows if group is table else ...
+        kept += [(tensor, index, tensor[index].clone()) for tensor in group.tensors().values()]
+    ahead = range(first_step, config.steps)
+    firsts = {stage_at(config, step): step for step in reversed(ahead)}.values()  # of each stage
+    # At the last step all groups are updated.
+    calls = [(training, step) for step in sorted({*firsts, *ahead[-1:]})]
+    calls += [(validation, step) for step in firsts if config.val_every]
+    calls.append((validation, config.steps))
+    # Where code is compiled, the second call is the first without compilation.
+    for work, step in calls * (2 if config.compile else 1):
         stop_if_interrupted()
         began = time.perf_counter()
-        function(*words)
-        trainer.runtime.synchronize()
-        tell(f"warm-up: {name} took {time.perf_counter() - began:.1f} s")
-
-    table.start_pull(batch_of(1).rows)
-    touched = itertools.chain(*(group.touched() for group in trainer.optimizer.groups))
-    kept = [(tensor, index, tensor[index].clone()) for tensor, index in touched]
-    ahead = range(first_step, config.steps)
-    every = config.val_every or config.steps
-    validated = [step for step in ahead[1:] if step % every == 0]
-    # The first of each stage; and the last, at which all groups are updated.
-    steps = {stage_at(config, step): step for step in reversed(ahead)}
-    steps = sorted({*steps.values(), *ahead[-1:]})
-    validations = {stage_at(config, step): step for step in reversed(validated)}
-    validations = [*validations.values(), config.steps]
-    # Where code is compiled, the second call is the first without compilation.
-    calls = 2 if config.compile else 1
-    for step in steps * calls:
-        batch = batch_of(micro_batches_of_pass(config, step, trainer.runtime))
-        timed(f"step {step}", trainer.step, step, batch)
-    for step in validations * calls:
-        timed(f"validation at step {step}", trainer.score, step, tokens, 0)
+        work(step)
+        runtime.synchronize()
+        tell(f"warm-up: {work.__name__} at step {step} took {time.perf_counter() - began:.1f} s")
     trainer.model.zero_grad()
     for tensor, index, values in kept:
         tensor[index] = values
     torch.set_rng_state(rng_state)
     if state_digest(trainer) != before:
         raise RuntimeError("the state after warm-up is not bitwise the state before it")
-    trainer.runtime.ledger.clear()
+    runtime.ledger.clear()
 
 
 # 10. Runtime ======================================================================================
@@ -2637,9 +2530,8 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 class Runtime:
     """This process among its peers: rank, world size, device, and the collectives.
 
-    Collectives are asynchronous and return work for `wait`; at world size 1 each returns its
-    argument and no work. `ledger` holds what this rank has sent in training steps:
-    [bytes, messages] by (collective, name).
+    Collectives are asynchronous and return work for `wait`. `ledger` counts the bytes that this
+    rank has sent in training steps, by (collective, name).
     """
 
     def __init__(self, device="auto"):
@@ -2647,7 +2539,7 @@ class Runtime:
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.peers = self.world_size - 1
         self.is_main = self.rank == 0
-        self.ledger = {}
+        self.ledger = Counter()
         self.device = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
         self.use_device()
         self.loader_group = None
@@ -2655,8 +2547,8 @@ class Runtime:
             self.connect()
 
     def use_device(self):
-        """Make the device the calling thread's own; on a CPU, one thread an operation: those of
-        this size lose to threads that spin while they wait for each other."""
+        """Make the device current in the calling thread. On a CPU an operation gets one thread:
+        more of them would spin while they wait for each other."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         elif "OMP_NUM_THREADS" not in os.environ:
@@ -2679,86 +2571,67 @@ class Runtime:
         dist.monitored_barrier(self.loader_group, TIMEOUT)  # none leaves while others connect
 
     def agree(self, key, value):
-        """The value (of JSON) that the rank which comes first has under a key."""
+        """The value that the first rank to call has under a key, on all ranks; of JSON's types."""
         if self.world_size == 1:
             return value
         return json.loads(self.store.compare_set(key, "", json.dumps(value)))
-
-    def agreed_stop(self, step):
-        """The step before which all ranks end once a signal has reached one of them, else None.
-        It is two prefetch windows ahead, so that no rank has passed it."""
-        if self.world_size == 1:
-            return step if INTERRUPTED.is_set() else None
-        if INTERRUPTED.is_set() or self.store.check(["stop"]):
-            return self.agree("stop", step + 2 * PREFETCH)
-        return None
 
     def owned_range(self, count):
         """The range [low, high) of `count` units that this rank owns; the last may own fewer."""
         chunk = math.ceil(count / self.world_size)
         return min(self.rank * chunk, count), min((self.rank + 1) * chunk, count)
 
-    def record_sent(self, collective, name, tensor, messages, size):
-        """Enter into the ledger messages about to be sent from a tensor, of `size` bytes in all."""
+    def record_sent(self, collective, name, tensor, size):
+        """Enter into the ledger that `size` bytes of a tensor are about to be sent."""
         assert tensor.is_contiguous(), f"{name}: a collective of a strided tensor is silently wrong"
-        if name in ("validation", "checkpoint"):  # which are no part of a step
-            return
-        entry = self.ledger.setdefault((collective, name), [0, 0])
-        entry[0] += size
-        entry[1] += messages
+        if name not in ("validation", "checkpoint"):  # which are no part of a step
+            self.ledger[collective, name] += size
 
     def all_reduce(self, tensor, name):
-        """Sum in place over ranks; returns work."""
+        """Sum in place over ranks; returns work, none at world size 1."""
         if self.world_size == 1:
             return None
-        messages = 2 * self.peers
-        size = messages * tensor.nbytes // self.world_size
-        self.record_sent("all_reduce", name, tensor, messages, size)
+        size = 2 * self.peers * tensor.nbytes // self.world_size
+        self.record_sent("all_reduce", name, tensor, size)
         return dist.all_reduce(tensor, async_op=True)
 
     def reduce_scatter(self, tensor, name):
         """Sum tensor (count, ...) over ranks. Returns (the sums of this rank's range, work)."""
-        if self.world_size == 1:
-            return tensor, None
         low, high = self.owned_range(len(tensor))
         chunk = math.ceil(len(tensor) / self.world_size)
         whole = padded(tensor, chunk * self.world_size)
         part = tensor.new_empty(chunk, *tensor.shape[1:])
-        self.record_sent("reduce_scatter", name, whole, self.peers, self.peers * part.nbytes)
+        self.record_sent("reduce_scatter", name, whole, self.peers * part.nbytes)
         return part[: high - low], reduce_scatter(part, whole, async_op=True)
 
     def gather_ranges(self, tensor, name):
-        """Fill a tensor (count, ...), of which each rank has the range that it owns. Returns (the
-        tensor itself, or, where ranges are uneven, one that begins with its values; work)."""
-        if self.world_size == 1:
-            return tensor, None
+        """Fill a tensor (count, ...) with the range that each rank owns. Returns (the tensor; where
+        ranges are uneven, a longer one that begins with its values; work)."""
         low, high = self.owned_range(len(tensor))
         chunk = math.ceil(len(tensor) / self.world_size)
         whole = tensor
         if len(tensor) % self.world_size:
             whole = tensor.new_empty(chunk * self.world_size, *tensor.shape[1:])
         part = padded(tensor[low:high], chunk)
-        self.record_sent("all_gather", name, whole, self.peers, self.peers * part.nbytes)
+        self.record_sent("all_gather", name, whole, self.peers * part.nbytes)
         return whole, all_gather(whole, part, async_op=True)
 
-    def gather_on_main(self, part, count, name="checkpoint"):
-        """Join the ranks' owned ranges of `count` units on rank 0; the others get none of them."""
-        # What pads the last ranges lies behind all units.
+    def gather_on_main(self, part, count):
+        """The ranges of all ranks, `count` units, on the host of rank 0; nothing on the others."""
         chunk = math.ceil(count / self.world_size)
         send = [chunk, *[0] * self.peers]
         receive = [chunk * self.is_main] * self.world_size
-        whole, work = self.all_to_all(padded(part, chunk), send, receive, name)
+        whole, work = self.all_to_all(padded(part.cpu(), chunk), send, receive, "checkpoint")
         wait(work)
-        return whole[:count]
+        return whole[:count]  # padding is at the end
 
     def all_to_all(self, tensor, send, receive, name, group=None):
         """Send the first send[0] rows of a tensor to rank 0, and so on. Returns (receive[r] rows of
-        each rank r, work)."""
+        each rank r, work); at world size 1 the tensor itself and no work."""
         if self.world_size == 1:
             return tensor, None
-        sent = [count for rank, count in enumerate(send) if rank != self.rank and count]
-        row_size = math.prod(tensor.shape[1:]) * tensor.element_size()
-        self.record_sent("all_to_all", name, tensor, len(sent), sum(sent) * row_size)
+        size = (sum(send) - send[self.rank]) * tensor[:1].nbytes
+        self.record_sent("all_to_all", name, tensor, size)
         out = tensor.new_empty(sum(receive), *tensor.shape[1:])
         work = dist.all_to_all_single(out, tensor, receive, send, group=group, async_op=True)
         return out, work
@@ -2771,8 +2644,7 @@ class Runtime:
         """Peak memory of this rank in MiB: of the GPU's allocator, or of the process."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) // 2**20
-        # It is in bytes on macOS, and in KiB on Linux.
-        unit = 2**20 if sys.platform == "darwin" else 2**10
+        unit = 2**20 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
 
     def close(self, has_failed=False):
@@ -2787,7 +2659,7 @@ class Clock:
 
     def __init__(self, runtime, total=0.0, processor=0.0):
         self.runtime = runtime
-        self.total = total
+        self.total = total  # while the clock runs, less the time at which it was started
         self.processor = processor
         self.is_running = False
 
@@ -2825,14 +2697,11 @@ def choose_device(name, local_rank):
     """The torch.device of the process of this number on its machine. Raises ConfigError."""
     count = torch.cuda.device_count()
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if name == "auto" and count == 0 and not is_hidden:
-        problem = f"torch {torch.__version__} sees no GPU behind the NVIDIA driver of this machine"
-        remedy = "update the driver, which may be too old for this torch, or add --device cpu"
-        require(not os.path.exists("/proc/driver/nvidia"), f"device={name}", problem, remedy)
-    if name == "cpu" or (name == "auto" and count == 0):
+    has_gpus = count > 0 or (os.path.exists("/proc/driver/nvidia") and not is_hidden)
+    if name == "cpu" or (name == "auto" and not has_gpus):
         return torch.device("cpu")
     problem = f"torch {torch.__version__} sees {count} GPUs, process {local_rank} has none"
-    remedy = "start one process a GPU (--nproc-per-node), or add --device cpu"
+    remedy = "start one process a GPU, update a driver that is too old, or add --device cpu"
     require(local_rank < count, f"device={name}", problem, remedy)
     return torch.device("cuda", local_rank)
 
@@ -2856,8 +2725,8 @@ def git_state():
 
 
 def listen_for_signals():
-    """The first signal ends the run behind the step at hand. Another one, over a second later, ends
-    it at once, by a thread: the main one may wait for other ranks, or for memory."""
+    """Let the first signal end the run after the step at hand, and another one, over a second
+    later, at once. A thread hears it: the main one may wait for other ranks, or for memory."""
     INTERRUPTED.clear()
     received, sent = os.pipe()
     os.set_blocking(sent, False)
@@ -2886,20 +2755,10 @@ def stop_if_interrupted():
 
 # 11. A run's life =================================================================================
 
-# They say where a run computes and how it is watched, not what: with other values than the track's
-# it may still be a record.
+# Fields that do not say what is computed: a run with other values of these may still be a record.
 NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume", "run_of"}
-# What a run that goes on may have anew: its corpus may have moved.
+# Fields that may change when a run is resumed: its corpus may have moved.
 RESUMED_FIELDS = {"data", "device", "log_every", "save_every", "resume"}
-
-
-def default_track():
-    """(name of the track to run where none is named, the reason in words)."""
-    if not torch.cuda.is_available():
-        return "english", "torch sees no CUDA device"
-    if not any(Path(TRACKS["fineweb"].data).glob("[!.]*_train_*.bin")):
-        return "english", f"no shards in {TRACKS['fineweb'].data}"
-    return "fineweb", "CUDA and FineWeb's shards are present"
 
 
 def with_values(config, values):
@@ -2920,9 +2779,12 @@ def overrides_of(config):
 
 
 def config_from(given):
-    """The Config of a track and the values given on the command line."""
-    name = given.get("track", default_track()[0])
-    require(name in TRACKS, f"--track {name}", "no such track", nearest(name, TRACKS))
+    """The Config of a track and the values given on the command line. Without a track it is fineweb
+    where CUDA and its shards are, else english."""
+    shards = Path(TRACKS["fineweb"].data).glob("[!.]*_train_*.bin")
+    default = "fineweb" if torch.cuda.is_available() and any(shards) else "english"
+    name = given.get("track", default)
+    require(name in TRACKS, f"--track {name}", "no such track", f"there are {', '.join(TRACKS)}")
     track = TRACKS[name]
     data = given.get("data", track.data)
     if data == track.data:
@@ -2941,7 +2803,7 @@ def parse_literal(text):
     try:
         value = ast.literal_eval(text.title() if text.lower() in ("true", "false") else text)
         str(value)  # raises for integers that are too long to be quoted
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+    except Exception:  # of many types
         expected = "expected true or false, or a tuple such as (1, 2)"
         raise argparse.ArgumentTypeError(f"{text}: {expected}") from None
     return value if isinstance(value, (tuple, bool)) else (value,)
@@ -2968,11 +2830,7 @@ def parse_command_line(argv):
             metavar="",
             help=f"{field.metadata['help']}{default}".replace("%", "%%"),
         )
-    given, unknown = parser.parse_known_args(argv)
-    if unknown:
-        hint = nearest(unknown[0].partition("=")[0], parser._option_string_actions)
-        raise ConfigError(f"{unknown[0]}: no such key; {hint} Arguments come as --key value")
-    return vars(given)
+    return vars(parser.parse_args(argv))
 
 
 class Log:
@@ -2984,27 +2842,28 @@ class Log:
 
     def open(self, folder, is_new, may_replace):
         """Begin a folder's log.txt with the script's source, or go on with it. Returns whether it
-        begins. Raises ConfigError where it is another run's, or another process writes it."""
+        begins. may_replace: whether a new run may replace one that has not completed. Raises
+        ConfigError, also where another process writes the log."""
         if not self.is_main:
             return False
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "log.txt"
-        is_free = not is_new or may_replace or not path.exists()
-        require(is_free, f"{folder} exists", remedy=f"change --run-id, or --resume {folder.name}")
-        is_file = path.is_file() or not path.exists()
-        require(is_file, path, "is no regular file", "move it away")
         file = open(path, "a", buffering=1, encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"{path}: another process writes this run; wait for it") from None
+        written = path.read_bytes()
+        may_replace = may_replace and b"\nstatus:ok " not in written
+        is_free = not is_new or may_replace or not written
+        require(is_free, f"{folder} exists", remedy=f"change --run-id, or --resume {folder.name}")
         self.file = file
-        written = b"" if is_new else path.read_bytes()
-        file.truncate(written.rfind(b"\n") + 1)  # a kill may have torn the last line
-        if not written:
+        kept = 0 if is_new else written.rfind(b"\n") + 1  # a kill may have torn the last line
+        file.truncate(kept)
+        if not kept:
             source = Path(__file__).read_text("utf-8")
             file.write(source.rstrip("\n") + "\n===== END OF CODE =====\n")
-        return not written
+        return not kept
 
     def line(self, text, on_console=True, in_file=True):
         """One event, a line: to the file, and to the console."""
@@ -3019,19 +2878,16 @@ class Log:
             self.file.write(text + "\n")
 
 
-# ----- checkpoints
-
-
-@contextlib.contextmanager
-def atomic_file(path):
-    """A temporary file that becomes `path` when the block ends well: whatever happens, what was
-    there stays. Raises OSError."""
+def save_checkpoint(path, content):
+    """Write `content` (nested dicts of tensors and plain types), and the file's sha256 beside it.
+    What was there stays until the new file is whole. Raises OSError."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
-            yield file
+            torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
+        path.with_suffix(".sha256").write_text(f"{file_sha256(temporary)}  {path.name}\n")
         temporary.replace(path)
     except (OSError, RuntimeError) as error:  # torch's zip writer reports a failed write so
         raise OSError(f"{path}: not written: {one_line(error)}") from error
@@ -3039,24 +2895,9 @@ def atomic_file(path):
         temporary.unlink(missing_ok=True)
 
 
-def save_checkpoint(path, content):
-    """Write `content` (nested dicts of tensors and plain types), and the file's sha256 beside it,
-    atomically. Raises FloatingPointError rather than keep what is not finite."""
-    for keys, values in pytree.tree_leaves_with_path(content):
-        if isinstance(values, Tensor) and values.numel():
-            # aminmax makes no copy of a table, as isfinite would.
-            is_finite = all(map(math.isfinite, values.aminmax()))
-            if not is_finite:
-                raise FloatingPointError(f"checkpoint{pytree.keystr(keys)} is not finite")
-    with atomic_file(path) as file:
-        torch.save(content, file)
-        file.flush()
-        path.with_suffix(".sha256").write_text(f"{file_sha256(file.name)}  {path.name}\n")
-
-
 def find_checkpoint(run, key="resume"):
-    """The content of a checkpoint file, or of the newest sound checkpoint of a run, which its id or
-    its folder names, with its Config and its folder. Raises ConfigError."""
+    """The content of a checkpoint, with its Config and its folder: of a file, or the newest sound
+    one of a run, by its id or its folder. Raises ConfigError."""
     paths = [Path(run)]
     for folder in (Path("logs", run), Path(run)):
         paths += [folder / "checkpoint.pt", *sorted(folder.glob("step_*.pt"), reverse=True)]
@@ -3095,10 +2936,10 @@ def restore(trainer, content):
 def resumed(given):
     """(Config, the content of the checkpoint that --resume names, or None) of given values."""
     run = given.get("resume", "")
-    is_auto = run == "auto"
-    if is_auto:
+    if run == "auto":
         run = given.get("run_id", "")
-    if not run or (is_auto and not any(Path("logs", run).glob("*.pt"))):
+        run = run if any(Path("logs", run).glob("*.pt")) else ""
+    if not run:
         return config_from(given), None
     content = find_checkpoint(run)
     saved = content["config"]
@@ -3110,23 +2951,17 @@ def resumed(given):
     return config, content
 
 
-# ----- the run
-
-
 class Run:
     """A run between its opening and its result."""
 
-    # What a checkpoint would have of a run ahead of its first step.
-    START = {"step": 0, "seconds": [0.0, 0.0], "sent": {}}
-
-    def __init__(self, config, checkpoint, runtime, log):
-        """Look at all that a run needs, and build it. It goes on from a checkpoint's content unless
-        that is None. Raises ConfigError."""
+    def __init__(self, config, checkpoint, runtime, log, is_check):
+        """Check all that a run needs, build it, and open its log unless it is only checked. With
+        the content of a checkpoint it goes on from there. Raises ConfigError."""
         seed = config.seed if config.seed >= 0 else int.from_bytes(os.urandom(4), "little")
         run_id = config.run_id or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.urandom(2).hex()}"
         seed, run_id = runtime.agree("run", [seed, run_id])  # what is drawn is so for all ranks
         config = dataclasses.replace(config, seed=seed, run_id=run_id)
-        content = checkpoint or self.START
+        content = checkpoint or {"step": 0, "seconds": [0.0, 0.0]}
         step = runtime.agree("step", content["step"])
         problem = f"step {content['step']} here, {step} on another node"
         require(step == content["step"], "--resume", problem, "all must share logs/")
@@ -3148,8 +2983,14 @@ class Run:
         self.clock = Clock(runtime, *content["seconds"])
         self.loss_sum = 0.0  # of the steps since the last logged one, on this rank
         self.loss_tokens = 0  # of these steps, on all ranks
-        self.sent = content["sent"]  # by rank 0 in earlier processes, as Runtime.ledger has it
         self.unsaved = None  # why the last checkpoint is not there
+        self.check_room()
+        is_new = checkpoint is None
+        if is_check or log.open(self.folder, is_new, may_replace=config.resume == "auto"):
+            self.write_header()
+        if not is_new:
+            where = f"step:{step}/{config.steps} world_size:{runtime.world_size}"
+            log.line(f"resumed:{run_id} {where}")
 
     def is_due(self, every):
         """Whether the steps done are a multiple of `every` (0: never), and steps are left."""
@@ -3198,7 +3039,6 @@ class Run:
             "groups": {group.name: group.full_state() for group in self.trainer.optimizer.groups},
             "rng": torch.get_rng_state(),
             "seconds": [self.clock.total, self.clock.processor],
-            "sent": self.runtime.ledger,
         }
         if not self.log.is_main:
             return
@@ -3209,37 +3049,37 @@ class Run:
             old.with_suffix(".sha256").unlink(missing_ok=True)
 
     def end_if_asked(self):
-        """Raise KeyboardInterrupt where a signal has come, after a save if the run saves at all."""
-        if not self.config.save_every:
-            stop_if_interrupted()
+        """Raise KeyboardInterrupt once a signal has reached a rank, at a step that all ranks agree
+        on, and after a save if the run saves at all."""
+        runtime = self.runtime
+        is_alone = runtime.world_size == 1
+        if not INTERRUPTED.is_set() and (is_alone or not runtime.store.check(["stop"])):
             return
-        stop = self.runtime.agreed_stop(self.step)
+        # No rank is two prefetch windows ahead of another.
+        stop = runtime.agree("stop", self.step if is_alone else self.step + 2 * PREFETCH)
         # Between Adam's steps gradients wait, and they are not saved.
-        if stop is not None and self.step >= stop and self.step % self.config.adam_every == 0:
-            if self.step:
-                with self.clock.stopped():
-                    self.save()
-            raise KeyboardInterrupt
+        if self.step < stop or self.step % self.config.adam_every:
+            return
+        if self.config.save_every and self.step:
+            with self.clock.stopped():
+                self.save()
+        raise KeyboardInterrupt
 
     def check_room(self):
-        """Say what memory and disk a run takes. Raises ConfigError where the disk is too small."""
+        """Raise ConfigError where the disk that will be written has no room for checkpoints."""
         groups = self.trainer.optimizer.groups
         size = sum(tensor.nbytes for group in groups for tensor in group.tensors().values())
-        state = size / 2**30
         # A checkpoint has the parts of all ranks. Two on the way stay while the next is written.
-        needed = 3 * state * self.runtime.world_size
-        folder = self.folder
-        while not folder.is_dir():  # logs/ may be a link to another disk
-            folder = folder.parent
+        needed = 3 * size * self.runtime.world_size / 2**30
+        path = self.folder.absolute()  # logs/ may be a link to another disk
+        folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
         free = shutil.disk_usage(folder).free / 2**30
         words = f"checkpoints take {needed:.2f} GiB at most, {free:.2f} GiB are free"
-        require(needed < free, f"the disk of {folder.absolute()}", words, "make room")
-        self.log.line(f"memory of weights and state: {state:.2f} GiB a rank; disk: {words}")
+        require(needed < free, f"the disk of {folder}", words, "make room")
 
     def write_header(self):
         """Log what makes the run reproducible: machine, configuration, data, back ends."""
         config = self.config
-        trainer = self.trainer
         log = self.log
         commit, is_dirty = git_state()
         triton = getattr(sys.modules.get("triton"), "__version__", "none")
@@ -3256,15 +3096,13 @@ class Run:
             log.line("overrides:" + json.dumps(overrides))
         elif config.run_of:
             log.line("batch:{} counter:{} start:{}".format(*config.run_of.split(":")))
-        data = self.corpus.manifest["sha256"]
-        shards = "unknown" if data == "none" else "ok"
         log.line(
-            f"data:{data} shards:{shards} passes:{self.corpus.passes} "
-            f"backends:attention={trainer.attention_name},matmul=torch-{config.dtype},"
-            f"compile={trainer.compile_name}"
+            f"data:{self.corpus.manifest['sha256']} shards:ok passes:{self.corpus.passes} "
+            f"backends:attention={self.trainer.attention_name},matmul=torch-{config.dtype},"
+            f"compile={'inductor' if config.compile else 'off'}"
         )
-        sizes = " ".join(f"{group.name}={group.size():,}" for group in trainer.optimizer.groups)
-        log.line(f"size: {sizes}")
+        groups = self.trainer.optimizer.groups
+        log.line("size: " + " ".join(f"{group.name}={group.size:,}" for group in groups))
         log.line("===== START =====")
 
     def check_validity(self, reported):
@@ -3277,64 +3115,38 @@ class Run:
         step = self.config.steps
         return gates.check_gates(self.trainer, step, self.corpus.val, reported, state_digest)
 
-    def write_result(self, losses, verdict):
-        """Log and write what came of a run. Raises RuntimeError where a gate has failed."""
+    def log_result(self, loss):
+        """Log what came of a run, of its validation loss and of the gates. Raises RuntimeError
+        where a gate has failed."""
         config = self.config
         log = self.log
-        tokens = training_tokens(config)
-        sizes = self.corpus.manifest.get("token_bytes", [0] * config.vocab_size)
-        val_bytes = int(np.array(sizes)[self.corpus.val[1:]].sum())  # 0: not known
-        bits = losses["val_loss"] * config.val_tokens / math.log(2)
-        passed = verdict.passed if verdict else {}
-        result = {
-            **losses,
-            "train_time_ms": 1000 * self.clock.seconds(),
-            "cpu_time_ms": 1000 * self.clock.processor,
-            "tokens": tokens,
-            "tokens_per_s": tokens / self.clock.seconds(),
-            "peak_memory_mib": self.runtime.peak_memory_mib(),
-            "sent_per_step": {  # by this rank: [bytes, messages]
-                "/".join(key): [count / config.steps for count in entry]
-                for key, entry in self.runtime.ledger.items()
-            },
-            "validity": passed or "unchecked",
-            "val_sha256": validation_hash(self.corpus.val),
-            "config": dataclasses.asdict(config),
-        }
-        sent = [f"{key}={size:.0f}({n:g})" for key, (size, n) in result["sent_per_step"].items()]
-        log.line(f"comms: sent_bytes per step (messages) {' '.join(sent) or 'none=0(0)'}")
+        verdict = self.check_validity(loss)
+        since = " since resume" * (self.first_step > 0)
+        steps = config.steps - self.first_step  # of this process
+        sent = [f" {'/'.join(key)}={size / steps:.0f}" for key, size in self.runtime.ledger.items()]
+        log.line(f"comms: sent_bytes per step{since}{''.join(sent) or ' none=0'}")
+        passed = {}
         if verdict:
+            passed = verdict.passed
             log.line(verdict.line())
+        sizes = self.corpus.manifest["token_bytes"] or [0] * config.vocab_size
+        val_bytes = int(np.array(sizes)[self.corpus.val[1:]].sum())  # 0: not known
+        bits = loss * config.val_tokens / math.log(2)
         log.line(f"bits_per_byte:{bits / (val_bytes or math.nan):.5f} val_bytes:{val_bytes}")
         gates = [f" {name}:{'ok' if is_passed else 'FAILED'}" for name, is_passed in passed.items()]
         validity = f"validity:{''.join(gates) or 'unchecked'}"
-        log.line(f"{validity} val_tokens:{config.val_tokens} val_sha256:{result['val_sha256']}")
-        final = (
-            "final val_loss:{val_loss:.5f} train_time:{train_time_ms:.0f}ms tokens:{tokens} "
-            "peak_memory:{peak_memory_mib}MiB{since} tokens_per_s:{tokens_per_s:.0f} "
-            "cpu_time:{cpu_time_ms:.0f}ms"
+        sha256 = validation_hash(self.corpus.val)
+        log.line(f"{validity} val_tokens:{config.val_tokens} val_sha256:{sha256}")
+        tokens = training_tokens(config)
+        seconds = self.clock.seconds()
+        log.line(
+            f"final val_loss:{loss:.5f} train_time:{1000 * seconds:.0f}ms tokens:{tokens} "
+            f"peak_memory:{self.runtime.peak_memory_mib()}MiB{since} "
+            f"tokens_per_s:{tokens / seconds:.0f} cpu_time:{1000 * self.clock.processor:.0f}ms"
         )
-        log.line(final.format(**result, since=" since resume" * (self.first_step > 0)))
-        if log.is_main:
-            with atomic_file(self.folder / "result.json") as file:
-                file.write((json.dumps(result, indent=1) + "\n").encode())
         if not all(passed.values()):
             reason = "the model sees what it must not, or its losses are no distribution's"
             raise RuntimeError(f"{reason}: {validity}")
-
-
-def open_run(config, checkpoint, runtime, log, is_check):
-    """Build a run, take it up again where a checkpoint's content is given, and open its log unless
-    it is only checked. Raises ConfigError."""
-    run = Run(config, checkpoint, runtime, log)
-    run.check_room()
-    may_replace = config.resume == "auto" and not (run.folder / "result.json").exists()
-    if is_check or log.open(run.folder, checkpoint is None, may_replace):
-        run.write_header()
-    if checkpoint is not None:
-        where = f"step:{run.step}/{config.steps} world_size:{runtime.world_size}"
-        log.line(f"resumed:{run.config.run_id} {where}")
-    return run
 
 
 def plot(folder):
@@ -3357,7 +3169,7 @@ ENDINGS = (  # what can end a program, the exit status, and what the status line
 
 def ending_of(error):
     """(exit status, words of the status line) of a program that an error has ended; prints the
-    traceback of one that nobody but the script can put right."""
+    traceback of an error in the script."""
     said = one_line(error)
     # On a CPU torch raises a RuntimeError, which only its words tell from others.
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in said:
@@ -3385,19 +3197,17 @@ def train(run):
     trainer = run.trainer
     clock = run.clock
     warm_up(trainer, run.first_step, functools.partial(run.log.line, in_file=False))
-    run.runtime.ledger.update(run.sent)
     loader = TrainLoader(config, run.corpus.shards, trainer.table, run.first_step)
     clock.switch()
     with contextlib.closing(loader):
         batch = loader.next_batch()
         for step in range(run.first_step, config.steps):
             run.end_if_asked()
-            is_last = step + 1 == config.steps
-            upcoming = None if is_last else loader.next_batch()
+            upcoming = loader.next_batch()  # None behind the last step
             run.loss_sum += trainer.step(step, batch, upcoming).double()
             run.loss_tokens += batch.tokens
             run.step = step + 1
-            if is_last or run.is_due(config.log_every):
+            if upcoming is None or run.is_due(config.log_every):
                 run.log_training()
             if run.is_due(config.val_every):
                 with clock.stopped():
@@ -3411,24 +3221,21 @@ def train(run):
     if run.first_step < config.steps:  # else it is what the run was resumed from
         try:
             run.save("checkpoint.pt")
-        except OSError as error:  # told once the result, which needs no checkpoint, is written
+        except OSError as error:  # told behind the result, which needs no checkpoint
             run.unsaved = error
-            run.log.line(f"note: {one_line(error)}; goes on to its result")
     stop_if_interrupted()
-    losses = run.validate()
-    verdict = run.check_validity(losses["val_loss"])
+    loss = run.validate()["val_loss"]
     stop_if_interrupted()
-    run.write_result(losses, verdict)
-    words = f"run:{config.run_id} val_loss:{losses['val_loss']:.5f}"
+    run.log_result(loss)
+    words = f"run:{config.run_id} val_loss:{loss:.5f}"
     drawn = plot(run.folder) if run.log.is_main else ""
     return f"{words} train_time:{clock.seconds():.1f}s log:{run.folder}/log.txt{drawn}"
 
 
-def main(argv=None, extend=None):
+def main(argv=None, run_class=None):
     """Returns the exit status: 0 complete, 1 failed on the way, 2 bad input, 130 interrupted.
 
-    extend: another script's way to build on this one: given the Config, it returns a function that
-    prepares the Run before it is warmed up.
+    run_class: another script's subclass of Run, which it trains.
     """
     log = Log(is_main=os.environ.get("RANK", "0") == "0")
     runtime = None
@@ -3436,15 +3243,9 @@ def main(argv=None, extend=None):
     try:
         given = parse_command_line(sys.argv[1:] if argv is None else argv)
         is_check = given.pop("check", False)
-        if "track" not in given and "resume" not in given:
-            given["track"], reason = default_track()
-            log.line(f"track {given['track']} by default: {reason}")
         config, checkpoint = resumed(given)
-        prepare = extend(config) if extend else None
         runtime = Runtime(config.device)
-        run = open_run(config, checkpoint, runtime, log, is_check)
-        if prepare is not None:
-            prepare(run)
+        run = (run_class or Run)(config, checkpoint, runtime, log, is_check)
         words = "check:ok" if is_check else f"status:ok {train(run)}"
         runtime.close()
         if run.unsaved is not None:

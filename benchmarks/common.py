@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -167,6 +168,13 @@ def train(folder, run_id, words, world_size=1, script=ROOT / "train_gpt.py"):
     if done.returncode:
         sys.exit(f"error: {run_id} failed: {(done.stdout + done.stderr)[-600:]}")
     return Path(folder) / "logs" / run_id
+
+
+def result_of(folder):
+    """{name: text} of what the last lines of a completed run's log say."""
+    lines = (Path(folder) / "log.txt").read_text().splitlines()
+    said = [line for line in lines[-6:] if line.startswith(("validity:", "final "))]
+    return dict(re.findall(r"(\w+):(\S+)", " ".join(said)))
 
 
 class Training:

@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-import json
 import os
 import re
 import signal
@@ -175,11 +174,11 @@ def check_whole(arguments, report):
         last = 4 * number + 4
         spent = [taken[step][1] - taken[step - 1][1] for step in (last - 1, last)]
         note(f"stage {number + 1}: ms of its last two steps", spent, ok=min(spent) >= 0)
-    result = json.loads((folder / "result.json").read_text())
-    note("final validation", result["val_loss"], ok=result["val_loss"] < losses[1])
-    for gate, is_passed in result["validity"].items():
-        note(f"gate {gate}", is_passed, ok=is_passed)
-    note("peak memory, MiB", result["peak_memory_mib"])
+    result = common.result_of(folder)
+    note("final validation", result["val_loss"], ok=float(result["val_loss"]) < losses[1])
+    for gate in ("causal", "normalised", "local", "unmoved"):
+        note(f"gate {gate}", result[gate], ok=result[gate] == "ok")
+    note("peak memory", result["peak_memory"])
 
 
 # ----- a profile

@@ -63,9 +63,9 @@ def measure(config, runtime, text, repeats):
         rows = [train_gpt.ngram_rows(passage, config)[0] for passage in passages]
         bounds.append(lower_bound(rows, config, world_size))
         table.values_of(table.look_up([passages[runtime.rank]]))
-        table.accumulate(torch.ones(length, config.model_dim, device=runtime.device))
+        table.grads.append(torch.ones(length, config.model_dim, device=runtime.device))
         table.receive(0, table.update(0, 1.0, table.reduce(0)))
-    sent = torch.tensor([float(sum(size for size, _ in runtime.ledger.values()))])
+    sent = torch.tensor([float(sum(runtime.ledger.values()))])
     torch.distributed.all_reduce(sent)
     whole = 4 * config.ngram_rows * config.model_dim
     return {

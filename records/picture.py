@@ -62,6 +62,7 @@ def plot(paths, out, target=0.0):
 
 def plot_run(folder):
     """Draw a run's log into the loss.png of its folder, with its target; returns the path."""
-    target = json.loads((folder / "result.json").read_text())["config"]["target_loss"]
+    config = re.search(r"^config:(.*)$", (folder / "log.txt").read_text(), re.MULTILINE)
+    target = json.loads(config[1])["target_loss"]
     plot([folder], folder / "loss.png", target)
     return folder / "loss.png"

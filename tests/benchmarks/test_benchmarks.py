@@ -71,14 +71,15 @@ def test_the_whole_trainer_passes_with_every_part(text, tmp_path, monkeypatch):
     parts += ["resumed losses less those before", "end of the resumed run", "losses"]
     for part in (*parts, *stages, "final validation", *gates):
         assert rows[part]["ok"] is True, part
-    # A warm-up of four steps and two validations, and of what was ahead of the resumed run.
+    # A warm-up of each stage's first step and validation, and of the last ones; and of what was
+    # ahead of the resumed run.
     told = [rows[f"seconds of warm-up{words}"]["value"] for words in ("", ", resumed")]
-    assert list(map(len, told)) == [7, 4]
+    assert list(map(len, told)) == [10, 6]
     transcript = (tmp_path / "tiny_whole.txt").read_text().splitlines()
     assert all(re.match(r" *\d+\.\d ", line) for line in transcript)
 
 
-def faulty_runs(tmp_path, monkeypatch, resumed_loss=2.0, status=-9, val_loss=1.5, gate=True):
+def faulty_runs(tmp_path, monkeypatch, resumed_loss=2.0, status=-9, val_loss=1.5, gate="ok"):
     """Put a trainer that prints canned lines in the place of the real one."""
 
     def line(step, loss):
@@ -87,9 +88,9 @@ def faulty_runs(tmp_path, monkeypatch, resumed_loss=2.0, status=-9, val_loss=1.5
     def printed(words, transcript, until=None):
         folder = tmp_path / "logs" / f"gpu_checks_{os.getpid()}"
         if until is None:
-            content = {"val_loss": val_loss, "validity": {"causal": gate}}
-            content["peak_memory_mib"] = [1]
-            (folder / "result.json").write_text(json.dumps(content))
+            validity = f"validity: causal:{gate} normalised:ok local:ok unmoved:ok"
+            final = f"final val_loss:{val_loss} peak_memory:1MiB"
+            (folder / "log.txt").write_text(f"{validity}\n{final}\nstatus:ok\n")
             return 0, [*(line(step, resumed_loss) for step in range(9, 17)), "status:ok"]
         folder.mkdir(parents=True)
         (folder / "step_000008.pt").touch()
@@ -106,7 +107,7 @@ def faulty_runs(tmp_path, monkeypatch, resumed_loss=2.0, status=-9, val_loss=1.5
         ({"resumed_loss": 2.00001}, "resumed losses less those before"),
         ({"status": 0}, "killed behind step"),
         ({"val_loss": 2.5}, "final validation"),
-        ({"gate": False}, "gate causal"),
+        ({"gate": "FAILED"}, "gate causal"),
     ],
 )
 def test_what_fails_in_the_trainer_is_named(fault, part, text, tmp_path, monkeypatch):

@@ -111,7 +111,7 @@ def test_turns_run_our_trainer_and_replace_those_of_the_call_before(results, mon
 
     def train(folder, run_id, words, world_size, script):
         calls.append((words, world_size, script))
-        (folder / "result.json").write_text('{"val_loss": 2.94, "train_time_ms": 25000.0}')
+        (folder / "log.txt").write_text("final val_loss:2.94000 train_time:25000ms tokens:1\n")
         return folder
 
     monkeypatch.setattr(common, "train", train)

@@ -38,11 +38,11 @@ def limited():
         signal.signal(signal.SIGPROF, handler)
 
 
-open_run = train_gpt.open_run
+Run = train_gpt.Run
 
 
 def look_at(config, checkpoint, runtime, log, is_check):
-    """Stands in for `open_run`: looks at what a run looks at before it builds its tensors, and goes
+    """Stands in for `Run`: looks at what a run looks at before it builds its tensors, and goes
     on with the true one where these are small."""
     for step in {0, config.steps // 2, config.steps - 1}:
         train_gpt.lr_multiplier(config, step)
@@ -53,7 +53,7 @@ def look_at(config, checkpoint, runtime, log, is_check):
     tokens = config.micro_batch_tokens + config.val_batch_tokens
     size = len(config.layers) * config.model_dim * (config.vocab_size + config.ngram_rows + tokens)
     if size < 10_000_000:
-        return open_run(config, checkpoint, runtime, log, is_check)
+        return Run(config, checkpoint, runtime, log, is_check)
     return SimpleNamespace(unsaved=None)
 
 
@@ -64,7 +64,7 @@ def assert_promise_kept(cli, tmp_path, monkeypatch):
     helpers.make_corpus(tmp_path / "data" / "english")
     (tmp_path / "logs" / "old").mkdir(parents=True)
     (tmp_path / "logs" / "old" / "checkpoint.pt").write_bytes(b"no checkpoint")
-    monkeypatch.setattr(train_gpt, "open_run", look_at)
+    monkeypatch.setattr(train_gpt, "Run", look_at)
 
     def check(words):
         with limited():

@@ -37,13 +37,19 @@ def maker(function):
 @maker
 def seeing(extra, trainer, patch):
     """Every layer receives extra(trainer, passage, micro_batch), (T, model_dim), with its rows."""
-    honest = trainer.read
+    honest_look_up, honest_pass = trainer.table.look_up, trainer.forward_pass
+    passage = None
 
-    def read(passage):
-        micro_batch, ngram = honest(passage)
-        return micro_batch, ngram + extra(trainer, passage, micro_batch).to(ngram.dtype)
+    def look_up(passages, **options):
+        nonlocal passage
+        (passage,) = passages
+        return honest_look_up(passages, **options)
 
-    trainer.read = read
+    def forward_pass(step, phase, loss_weights, micro_batch, ngram):
+        ngram = ngram + extra(trainer, passage, micro_batch).to(ngram.dtype)
+        return honest_pass(step, phase, loss_weights, micro_batch, ngram)
+
+    trainer.table.look_up, trainer.forward_pass = look_up, forward_pass
 
 
 def seeing_target_where(condition):

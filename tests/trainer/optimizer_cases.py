@@ -289,7 +289,7 @@ def take_steps(case, runtime):
             copies = {name: param.clone() for name, param in params.items()}
             found.append({"params": copies, "full": full_state(optimizer)})
     ledger = runtime.ledger.items()
-    sent = {"/".join(key): tuple(entry) for key, entry in ledger if key[1] != "checkpoint"}
+    sent = {"/".join(key): size for key, size in ledger}
     return {
         "steps": found,
         "sent": sent,

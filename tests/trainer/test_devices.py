@@ -57,7 +57,7 @@ def test_auto_takes_a_gpu_where_there_is_one(gpus):
 def test_gpus_that_torch_does_not_see_are_no_reason_to_train_on_the_cpu(gpus, monkeypatch):
     """Unless they are hidden from it, or a CPU is asked for."""
     gpus(0, has_driver=True)
-    words = r"^device=auto: torch \S+ sees no GPU .*; update the driver, .* --device cpu$"
+    words = r"^device=auto: torch \S+ sees 0 GPUs, .* update a driver .* --device cpu$"
     with pytest.raises(train_gpt.ConfigError, match=words):
         train_gpt.Runtime("auto")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

@@ -132,10 +132,9 @@ def test_the_ledger_counts_the_bytes_sent(world_size, is_shared_out, name, resul
             continue
         chunk = bytes_of_shares(shape, world_size, case.dtype)
         for collective in ("reduce_scatter", "all_gather"):
-            expected[f"{collective}/{param}"] = (steps * peers * chunk, steps * peers)
+            expected[f"{collective}/{param}"] = steps * peers * chunk
     for group, values in summed.items():
-        size = bytes_of_sums(values, world_size)
-        expected[f"all_reduce/{group}"] = (steps * size, steps * 2 * peers)
+        expected[f"all_reduce/{group}"] = steps * bytes_of_sums(values, world_size)
     assert results_of(world_size, is_shared_out)[0]["cases"][name]["sent"] == expected
     assert results_of(1)[0]["cases"][name]["sent"] == {}
 
@@ -149,12 +148,11 @@ def test_a_tied_embedding_does_not_travel(world_size, is_shared_out, results_of)
     if not is_shared_out:
         head, embed = (math.prod(shapes[name]) for name in ("head", "embed"))
         last = bytes_of_sums(head + embed, world_size)
-        size, _ = sent["all_reduce/embeddings"]
-        assert size == tied * bytes_of_sums(head, world_size) + last
+        assert sent["all_reduce/embeddings"] == tied * bytes_of_sums(head, world_size) + last
         return
     for collective in ("reduce_scatter", "all_gather"):
-        size, messages = sent[f"{collective}/embed"]
-        assert size and sent[f"{collective}/head"] == ((tied + 1) * size, (tied + 1) * messages)
+        size = sent[f"{collective}/embed"]
+        assert size and sent[f"{collective}/head"] == (tied + 1) * size
 
 
 # ----- the order of collectives
@@ -232,7 +230,7 @@ def trajectory(runtime, values):
         "before": before,
         "val": trainer.evaluate(config.steps, corpus.val),
         "model": trainer.model.state_dict(),
-        "table": ranks.whole_state(trainer.table)["weight"],
+        "table": ranks.whole_state(trainer.table)["rows"]["weight"],
     }
 
 
@@ -296,14 +294,12 @@ def test_a_run_of_three_ranks_logs_what_a_training_step_sends(tiny, tmp_path):
     values = {**tiny, "val_every": 2, "save_every": 2, "run_id": "three"}
     run = ranks.train(tmp_path, values, world_size=3, before=ranks.share_out)
     assert run.code == 0, run.stdout + run.stderr
-    sent = run.result["sent_per_step"]
+    sent = {key: int(size) for key, size in run.result.items() if "/" in key}
     chunk = math.ceil(4 / 3) * 4 * 64 * 32  # of two layers' four matrices
-    assert sent["all_gather/mlp"] == sent["reduce_scatter/mlp"] == [2 * chunk, 2]
+    assert sent["all_gather/mlp"] == sent["reduce_scatter/mlp"] == 2 * chunk
     assert {key.split("/")[1] for key in sent}.isdisjoint({"validation", "checkpoint"})
-    (line,) = (line for line in run.lines if line.startswith("comms: "))
+    assert sum(line.startswith("comms: ") for line in run.lines) == 1
     assert sum(line.startswith("status:ok ") for line in run.lines) == 1
-    words = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent.items()]
-    assert line.endswith(" ".join(words))
 
 
 # ----- what a launcher says

@@ -252,8 +252,6 @@ def test_a_failed_gate_is_logged_and_fails_the_run(tiny, cli, monkeypatch):
     assert sha256 == train_gpt.file_sha256(gates.__file__)
     assert float(missed) == pytest.approx(0.99 ** int(cuts), abs=1e-5)
     assert "validity: causal:FAILED normalised:ok local:FAILED unmoved:ok " in run.stdout
-    passed = {"causal": False, "normalised": True, "local": False, "unmoved": True}
-    assert run.result["validity"] == passed
 
 
 def test_a_trainer_that_stands_alone_is_not_checked(tiny, cli, monkeypatch):

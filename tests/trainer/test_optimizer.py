@@ -204,7 +204,8 @@ def test_matrices_of_a_bank_may_have_rates_of_their_own():
 
     def moved(lr_mul):
         rules = {"mlp": dataclasses.replace(cases.RULES["mlp"], lr_mul=lr_mul)}
-        optimizer = cases.optimizer_of(train_gpt.Runtime("cpu"), {"mlp": (2, 16, 8)}, rules=rules)
+        shapes = {**cases.SMALL, "mlp": (2, 16, 8)}
+        optimizer = cases.optimizer_of(train_gpt.Runtime("cpu"), shapes, rules=rules)
         cases.take_step(optimizer, 0, {"mlp": cases.normal(2, 16, 8)}, lr_mul=0.7)
         return cases.params_of(optimizer)["mlp"]
 
@@ -433,6 +434,6 @@ def test_the_floor_of_rows_falls_with_the_width():
         table.plan = SimpleNamespace(owned=torch.tensor([3]), merge=())
         gradient = torch.full((1, width), 0.1 * (64 / width) ** 0.75)
         before = table.weight.clone()
-        table.update(0, 1.0, [(gradient, None)])
+        table.update(0, 1.0, (gradient, None))
         moved.append((table.weight - before)[3, 0].item())
     assert moved[1] == pytest.approx(moved[0], rel=1e-4)

@@ -27,7 +27,7 @@ def path(rich_run):
 
 def test_eval_reproduces_the_losses_of_a_run(rich_run, path, use, tmp_path):
     """On the way, at its end, and with a corpus that has fewer training tokens than a run needs."""
-    loss, sha = rich_run.result["val_loss"], rich_run.result["val_sha256"]
+    loss, sha = float(rich_run.result["val_loss"]), rich_run.result["val_sha256"]
     run = use("--checkpoint", path, "--eval")
     assert run.stdout == f"eval val_loss:{loss:.5f} val_tokens:1024 val_sha256:{sha}\n"
     run = use("--checkpoint", rich_run.folder / "step_000010.pt", "--eval", "--device", "cpu")
