@@ -65,7 +65,7 @@ def second(tmp_path_factory):
     """A corpus of another domain: the first one's with the case of its letters turned."""
     folder = helpers.make_corpus(tmp_path_factory.mktemp("second") / "cpp")
     for path in folder.glob("*.bin"):
-        tokens = np.array(train_gpt.open_shard(path).read())
+        tokens = train_gpt.open_shard(path, "").read()
         helpers.write_shard(path, np.where((tokens != EOT) & (tokens > 64), tokens ^ 32, tokens))
     return helpers.with_manifest(folder)
 
