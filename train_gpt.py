@@ -95,7 +95,7 @@ def require(condition, where, problem="", remedy=""):
 
 
 def one_line(error):
-    """What an error says, on one printable line; of a long text the beginning and the end."""
+    """An error's message on one printable line. A long one is cut in its middle."""
     text = ascii(str(error))[1:-1]
     return text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
 
@@ -187,8 +187,8 @@ def as_rows(kind, rows, **changes):
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All values of a run; the defaults are the track fineweb's. records/NOTES.md has the sources
-    of its numbers, none of which has been tuned on a GPU. Raises ConfigError."""
+    """All values of a run. The defaults are those of the track fineweb: records/NOTES.md has their
+    sources, and none has been tuned on a GPU. Raises ConfigError."""
 
     # --- data
     track: str = knob("fineweb", "name of the track that these values belong to")
@@ -288,10 +288,6 @@ class Config:
         check_fields(self)
         self.check_together()
 
-    def require(self, name, condition, problem):
-        """Refuse the value that a field has, unless the condition holds."""
-        require(condition, f"{name}={getattr(self, name)}", problem)
-
     def check_together(self):
         """Check what depends on several fields, where a run would fail obscurely, or go wrong."""
         starts = [stage.start for stage in self.stages]
@@ -303,14 +299,14 @@ class Config:
             least = self.micro_batch_tokens
             message = f"must be 0, or at least micro_batch_tokens={least}"
             require(rows == 0 or rows >= least, f"softmax_rows={rows}", message)
-        self.require("vocab_size", self.eot_token < self.vocab_size, "must be above eot_token")
+        is_inside = self.eot_token < self.vocab_size
+        require(is_inside, f"vocab_size={self.vocab_size}", "must be above eot_token")
         units = {"model_dim": "head_dim", "val_tokens": "val_batch_tokens"}
         units["save_every"] = "adam_every"
         for name, unit in units.items():
+            value = getattr(self, name)
             size = getattr(self, unit)
-            self.require(
-                name, getattr(self, name) % size == 0, f"must be a multiple of {unit}={size}"
-            )
+            require(value % size == 0, f"{name}={value}", f"must be a multiple of {unit}={size}")
         heads = self.model_dim // self.head_dim
         for number, layer in enumerate(self.layers):
             where = f"layers[{number}]"
@@ -321,7 +317,7 @@ class Config:
             require(layer.attends or not any(kinds), where, "has no attention to change")
         is_closed = self.layers and not self.layers[-1].feeds_last
         require(is_closed, "layers", "must be one or more, and the last has no feeds_last")
-        self.require("resume", self.resume != "auto" or self.run_id, "needs --run-id")
+        require(self.resume != "auto" or self.run_id, "resume=auto", "needs --run-id")
 
     @property
     def torch_dtype(self):
@@ -405,8 +401,8 @@ def loss_weights_at(config, step):
 
 
 def micro_batches_of_pass(config, step, runtime):
-    """How many micro-batches each pass of a rank reads at a step: as many as it may, but the same
-    number in all of the step, since each number is compiled anew."""
+    """Micro-batches of each forward pass of a rank: as many as micro_batches_a_pass allows, but the
+    same number in all passes of a step, since each number is compiled anew."""
     own = len(range(runtime.rank, stage_at(config, step).micro_batches, runtime.world_size))
     return max(count for count in range(1, config.micro_batches_a_pass + 1) if own % count == 0)
 
@@ -433,8 +429,8 @@ def momentum_at(config, step):
 
 
 def untie_step(config):
-    """The step from which on head and embedding learn apart: their weights are equal before it. It
-    starts a cycle of Adam's, whose summed gradients belong to one model."""
+    """The first step that updates head and embedding apart; before it their weights are equal. A
+    cycle of Adam begins there, so that the gradients of a cycle are of one model."""
     cycles = math.ceil(round(config.untie_at * config.steps) / config.adam_every)
     return cycles * config.adam_every
 
@@ -494,7 +490,7 @@ class Shard(NamedTuple):
         return np.fromfile(self.path, "<u2", offset=4 * HEADER_INTS)
 
     def checked(self, config):
-        """Its tokens, once they are those of the manifest and of the vocabulary."""
+        """Its tokens, after a check of their ids and of the file's sha256. Raises ConfigError."""
         tokens = self.read()
         message = f"token id {tokens.max()} is beyond the vocabulary's eot_token={config.eot_token}"
         require(tokens.max() <= config.eot_token, self.path, message, "leave --eot-token out")
@@ -550,7 +546,7 @@ def read_manifest(folder):
 
 
 def vocabulary_of(folder):
-    """{field: value} of a corpus' vocabulary, in multiples of 128, as tensor cores like."""
+    """{field of Config: value} of a corpus' vocabulary. Tensor cores like multiples of 128."""
     manifest = read_manifest(folder)
     return {
         "tokenizer": str(manifest.get("tokenizer", "own")),
@@ -560,7 +556,7 @@ def vocabulary_of(folder):
 
 
 def fitting_val_tokens(config):
-    """val_tokens, or of a smaller validation split the largest multiple of val_batch_tokens."""
+    """val_tokens, or, of a smaller validation split, what fills batches of val_batch_tokens."""
     shards = open_split(config, read_manifest(config.data), "val")
     passes = (sum(shard.count for shard in shards) - 1) // config.val_batch_tokens
     return min(config.val_tokens, max(1, passes) * config.val_batch_tokens)
@@ -575,7 +571,7 @@ class Corpus(NamedTuple):
     passes: int  # over the shards that training takes
 
     def require_same(self, sha256, message):
-        """Refuse a corpus whose manifest is not that of a checkpoint, which has this sha256."""
+        """Raise ConfigError unless the manifest has this sha256, which a checkpoint names."""
         remedy = "bring that one back, or name its place by --data"
         require(self.manifest["sha256"] == sha256, message, remedy=remedy)
 
@@ -619,7 +615,7 @@ class Passage(NamedTuple):
 
 
 def documents_of(text, eot_token):
-    """The positions at which documents start; tokens before the first mark are one, too."""
+    """The positions at which documents start. The first tokens are of a document, too."""
     return np.union1d([0], np.flatnonzero(text == eot_token))
 
 
@@ -636,8 +632,8 @@ def contiguous_passage(text, eot_token, low, length):
 
 
 # 3. Inputs =======================================================================================
-# What the model reads of a token: its id; for each order n the row of the table that a hash of the
-# last n tokens, an n-gram, names; and copies, guesses at the next token (see GPT.copied).
+# The model reads three things of a token: its id; rows of a table, one for each order n, which a
+# hash of the last n tokens (an n-gram) selects; and copies, which are guesses at the next token.
 
 TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)
 MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
@@ -652,8 +648,8 @@ SEGMENT_ROOM = 128
 def ngram_keys(text, position, depth, order):
     """Hash keys (t,) uint64 of the n-grams of `order` tokens that end at positions (t,) of a text.
 
-    A key is a polynomial of the tokens' random numbers modulo 2^64 (Karp & Rabin 1987). Where fewer
-    tokens of the document stand before, depth (t,), it is that of the shorter n-gram.
+    A key is a polynomial of the tokens' random numbers modulo 2^64 (Karp & Rabin 1987). depth (t,):
+    how many tokens of the document stand before each; where these are too few, n-grams are shorter.
     """
     keys = np.zeros(len(position), np.uint64)
     for back in range(order):
@@ -687,15 +683,14 @@ def copies(passage, config):
     text, position, depth, start = passage
     index = np.arange(len(start))
     # Each segment is searched with what its document has within reach before it.
-    count = 1 + np.where(start == index, np.minimum(depth, config.copy_reach), 0)
+    count = 1 + (start == index) * np.minimum(depth, config.copy_reach)
     token = np.repeat(index, count)
     back = np.cumsum(count)[token] - 1 - np.arange(len(token))  # from the passage's token
     position = position[token] - back
-    depth = depth[token] - back
     segment = start[token].astype(np.uint64) * MIX
     guesses = np.full((len(token), len(config.copy_orders)), NO_TOKEN, np.int32)
     for column, order in enumerate(config.copy_orders):
-        keys = ngram_keys(text, position, depth, order) + segment
+        keys = ngram_keys(text, position, depth[token] - back, order) + segment
         by_key = np.argsort(keys, kind="stable")
         earlier, later = by_key[:-1], by_key[1:]
         is_copy = (keys[earlier] == keys[later]) & (later - earlier <= config.copy_reach)
@@ -711,8 +706,8 @@ def row_fingerprint(config):
 
 
 class MicroBatch(NamedTuple):
-    """The T tokens that one forward pass reads, on the model's device: in training those of one
-    passage, or of several, end to end."""
+    """The T tokens of one forward pass, on the model's device: one Passage, or several of them end
+    to end."""
 
     inputs: Tensor  # (T,) int32 token ids
     targets: Tensor  # (T,) int64 next token ids
@@ -739,8 +734,8 @@ def to_device(array, device):
 
 def make_pass(passages, config, device):
     """The MicroBatch that reads these passages end to end."""
-    inputs = np.concatenate([each.text[each.position] for each in passages])
-    targets = np.concatenate([each.text[each.position + 1] for each in passages])
+    inputs = np.concatenate([each.text[each.position] for each in passages], dtype=np.int32)
+    targets = np.concatenate([each.text[each.position + 1] for each in passages], dtype=np.int64)
     starts = [each.start + number * len(each.start) for number, each in enumerate(passages)]
     start = np.concatenate(starts).astype(np.int32)
     length = len(inputs)
@@ -749,7 +744,7 @@ def make_pass(passages, config, device):
     bounds = np.full(room, length, np.int32)  # behind the last segment are empty ones
     bounds[: len(first)] = first
     guesses = np.concatenate([copies(each, config) for each in passages])
-    arrays = inputs.astype(np.int32), targets.astype(np.int64), start, bounds, guesses
+    arrays = inputs, targets, start, bounds, guesses
     return MicroBatch(*(to_device(array, device) for array in arrays))
 
 
@@ -777,8 +772,8 @@ class TrainLoader:
         self.thread = ThreadPoolExecutor(1, initializer=table.runtime.use_device)
 
     def open_shard(self, opened):
-        """Open the shard that follows so many. Returns its text, where documents start there, where
-        pieces start there, shuffled, and where each begins when they are laid end to end."""
+        """Open the shard that comes after `opened` others. Returns its text; where documents start;
+        where pieces start, in shuffled order; and where each begins once they stand end to end."""
         config = self.config
         cap = max(stage.document_cap for stage in config.stages)
         text = self.shards[opened % len(self.shards)].read()
@@ -790,8 +785,8 @@ class TrainLoader:
         return text, documents, np.array(pieces)[order], np.cumsum(lengths) - lengths
 
     def place_of(self, number):
-        """(how many shards are opened before, how many micro-batches of the shard are read before)
-        the micro-batch of this number."""
+        """Where the micro-batch of this number is: (how many shards are opened before its own, how
+        many micro-batches are read before it in its shard)."""
         passes, rest = divmod(number, self.edges[-1])
         index = bisect.bisect(self.edges, rest) - 1
         return passes * len(self.shards) + index, rest - self.edges[index]
@@ -824,7 +819,7 @@ class TrainLoader:
         return Batch(passes, rows, tokens=len(numbers) * config.micro_batch_tokens)
 
     def next_batch(self):
-        """The next step's Batch, None behind the last one; raises what the thread has raised."""
+        """The Batch of the next step, or None after the last. Raises what the thread has raised."""
         while len(self.ahead) < PREFETCH and self.step < self.config.steps:
             self.ahead.append(self.thread.submit(self.make_batch, self.step))
             self.step += 1
@@ -876,8 +871,8 @@ def rotate(x, cos, sin):
 
 
 def shifted(k, is_first):
-    """Keys (T, heads, head_dim) whose channels that do not rotate are those of the token before,
-    or 0 where is_first (T,). So one layer finds what followed a token earlier (modded-nanogpt,
+    """Keys (T, heads, head_dim) with the channels that do not rotate from the token before, or 0
+    where is_first (T,). With them one layer finds what has followed a token before (modded-nanogpt,
     record of 2025-12-14)."""
     turning, still = k.unflatten(-1, (2, 2, -1)).unbind(-2)  # of each half of the channel pairs
     still = F.pad(still, (0, 0, 0, 0, 0, 0, 1, -1)).masked_fill(is_first[:, None, None, None], 0)
@@ -1077,8 +1072,8 @@ class CappedCrossEntropy(torch.autograd.Function):
 
 
 def cap_gap(products, cap):
-    """By how much soft-capped logits, top sigmoid((z + shift) / CAP_WIDTH), of products z of hidden
-    states and head are below their cap `top`: float32, in (0, top)."""
+    """top - logits, float32, in (0, top). A logit is top sigmoid((z + shift) / CAP_WIDTH) of the
+    product z of a hidden state and a row of the head."""
     top, shift = cap
     scaled = (products.float() + shift).mul_(-1 / CAP_WIDTH)
     return scaled.sigmoid_().mul_(top)
@@ -1144,7 +1139,7 @@ class Rule:
     sign.
     """
 
-    group: str  # small | embeddings | matrices
+    group: str = "small"  # small | embeddings | matrices
     lr_mul: float | Tensor = 1.0  # times the group's rate; a tensor (k, 1, 1): of a bank's matrices
     decay: float = 0.0  # times matrix_decay for matrices, else the weight decay itself
     betas: tuple = (0.9, 0.99)  # Muon and SOAP-Muon read the second; the first follows a schedule
@@ -1153,15 +1148,15 @@ class Rule:
     eps: float = 1e-3
 
 
-def ruled(values, *rule, **numbers):
+def ruled(values, **rule):
     """A parameter with these values that carries its Rule, by which the optimizer steps it."""
     param = nn.Parameter(values)
-    param.rule = Rule(*rule, **numbers)
+    param.rule = Rule(**rule)
     return param
 
 
-# Parameters of which some layers have a part, in equal parts along the first axis, by the field of
-# Layer that is set in these.
+# Parameters that only layers with some field of Layer have, by this field. Along their first axis
+# they are cut into equal parts, one a layer.
 PARTS = {
     "attends": ("query_key", "value_output"),
     "value_embedding": ("value_embed", "value_gate"),
@@ -1195,13 +1190,13 @@ class GPT(nn.Module):
 
         def gates(*shape, lr_mul=1.0):
             zeros = torch.zeros(*shape, GATE_DIM, dtype=config.torch_dtype)
-            return ruled(zeros, "small", lr_mul=lr_mul)
+            return ruled(zeros, lr_mul=lr_mul)
 
         def gate_mlps(count, outputs):
             """Matrices up and down of MLPs with so many outputs, which are 0 at first."""
             up = drawn(count, GATE_MLP_DIM, dim, std=(3 * dim) ** -0.5)
             down = up.new_zeros(count, outputs, GATE_MLP_DIM)
-            return [ruled(matrices, "small", lr_mul=0.25) for matrices in (up, down)]
+            return [ruled(matrices, lr_mul=0.25) for matrices in (up, down)]
 
         # The gradient of a rare token is small, and must make full steps at any width.
         embeddings = functools.partial(ruled, group="embeddings", eps=1e-12)
@@ -1238,32 +1233,32 @@ class GPT(nn.Module):
         self.value_gate = gates(value_layers, heads)
         self.exclusive_gate = gates(len(config.layers_with("exclusive")), heads)
         self.smear_gate = gates(1, lr_mul=0.01)
-        self.smear_scale = ruled(torch.zeros(1), "small", lr_mul=5.0)
-        self.residual_scale = ruled(torch.ones(layers), "small", lr_mul=5.0, betas=(0.9, 0.95))
+        self.smear_scale = ruled(torch.zeros(1), lr_mul=5.0)
+        self.residual_scale = ruled(torch.ones(layers), lr_mul=5.0, betas=(0.9, 0.95))
         # They multiply what attention and MLP add, and step by twice the matrices' rate: five times
         # Adam's, as others have it, was too much on english.
         lr_mul = 2 * config.matrix_lr / config.adam_lr
-        self.output_scale = ruled(torch.ones(layers, 2), "small", lr_mul=lr_mul)
-        self.embed_scale = ruled(torch.zeros(layers), "small", lr_mul=config.embed_scale_lr)
+        self.output_scale = ruled(torch.ones(layers, 2), lr_mul=lr_mul)
+        self.embed_scale = ruled(torch.zeros(layers), lr_mul=config.embed_scale_lr)
         kernels = torch.zeros(layers, config.mlp_reach, dim, dtype=config.torch_dtype)
-        self.mlp_kernel = ruled(kernels, "small", lr_mul=3.0)
+        self.mlp_kernel = ruled(kernels, lr_mul=3.0)
         self.ngram_gate = gates(layers + 1)  # before each layer and before the head
-        self.copy_scale = ruled(torch.zeros(len(config.copy_orders)), "small", lr_mul=20.0)
+        self.copy_scale = ruled(torch.zeros(len(config.copy_orders)), lr_mul=20.0)
         self.copy_gate = gates(len(config.copy_orders), lr_mul=0.1)
         skips = torch.full((len(config.layers_with("skip")),), 0.1)
-        self.skip_scale = ruled(skips, "small", lr_mul=5.0)
+        self.skip_scale = ruled(skips, lr_mul=5.0)
         self.feeding = len(config.layers_with("feeds_last"))
         if self.feeding:
             shares = 2 * (self.feeding + 2)  # of states, for two sums: see mixtures()
             bias = torch.zeros(2, shares)
             bias[1, self.feeding] = -0.5 / GATE_MLP_SCALE  # the last of them, behind the last layer
             self.dense_up, self.dense_down = gate_mlps(2, shares)
-            self.dense_bias = ruled(bias, "small", lr_mul=0.25)
+            self.dense_bias = ruled(bias, lr_mul=0.25)
         deciding = len(config.layers_with("decides_gates"))
         self.gate_up, self.gate_down = gate_mlps(deciding, layers * heads)
 
     def parts(self):
-        """What each layer has of the parameters in PARTS: [{name: its part}]. They are split at
+        """Each layer's part of the parameters in PARTS: [{name: part}]. Parameters are split at
         once, since the gradient of an index is as large as what was indexed."""
         parts = [{} for _ in self.config.layers]
         for field, names in PARTS.items():
@@ -1301,7 +1296,6 @@ class GPT(nn.Module):
         # Where there is no copy, the current token has weight 0: no row is read by all tokens.
         token = micro_batch.guesses.where(is_there, micro_batch.inputs[:, None])
         weights = self.copy_scale + F.linear(norm(x)[:, :GATE_DIM], self.copy_gate)
-        # No bag of rows: on CUDA that has no gradient by its weights in bfloat16, and is slower.
         rows = F.embedding(token, norm(self.head))
         return ((weights * is_there)[..., None] * rows).sum(1).to(x.dtype)
 
@@ -1346,7 +1340,7 @@ class GPT(nn.Module):
             y = exclusive_attention(y, v, share[..., None])
         if gates is not None:
             y = y * (1 + gates)[..., None]
-        # To scale its last matrix scales what a sublayer adds, with less to read and keep.
+        # Scaling the last matrix scales what is added, with less to read and keep.
         return F.linear(y.flatten(1), self.output_scale[number, 0] * output)
 
     def mixtures(self, x, place, states, count):
@@ -1381,7 +1375,7 @@ class GPT(nn.Module):
         gates = [None] * len(parts)
         for number, (layer, part) in enumerate(zip(config.layers, parts, strict=True)):
             if layer.decides_gates:
-                # Of all layers, but only those up to the next that decides will read them.
+                # Gates of all layers, until the next layer that decides.
                 gates = gate_mlp(x, part["gate_up"], part["gate_down"])
                 gates = gates.unflatten(1, (len(parts), -1)).unbind(1)
             if layer.skip:
@@ -1415,14 +1409,12 @@ class GPT(nn.Module):
         return norm(self.after_layers(x, micro_batch, ngram, states))
 
     def after_layers(self, x, micro_batch, ngram, states):
-        """What leaves the last layer, x (T, model_dim), with all that is added behind it."""
+        """The output x (T, model_dim) of the last layer, with what is added after it."""
         if ngram is not None:
             x = x + gate(x, self.ngram_gate[-1:]) * ngram
         if self.feeding:
             x = x + self.mixtures(x, 1, states, count=1)[0]
-        if self.config.copy_orders:
-            x = x + self.copied(x, micro_batch)
-        return x
+        return x + self.copied(x, micro_batch)
 
     def logits(self, hidden):
         """Soft-capped logits (n, vocab_size), float32, of hidden states (n, model_dim)."""
@@ -1858,7 +1850,7 @@ class ParameterGroup(Group):
         if name == "matrices":
             rule = config.matrix_update
             names = ", ".join(UPDATE_RULES)
-            config.require("matrix_update", rule in UPDATE_RULES, f"must be one of {names}")
+            require(rule in UPDATE_RULES, f"matrix_update={rule}", f"must be one of {names}")
             self.lr = config.matrix_lr
             self.decay = config.matrix_decay
             self.every = 1

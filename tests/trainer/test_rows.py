@@ -74,15 +74,6 @@ def passage_at(tokens, positions):
     return helpers.passage_of([*tokens, 1], [(int(at), int(at) + 1) for at in positions])
 
 
-# ----- keys of n-grams
-
-
-def test_a_hash_of_rows_changes_with_each_number_that_rows_depend_on():
-    changes = {"ngram_rows": ROWS - 1}, {"ngram_orders": (2, 4)}, {"ngram_orders": (3, 2)}
-    configs = [past_config(ngram_orders=(2, 3)), *(past_config(**each) for each in changes)]
-    assert len({train_gpt.row_fingerprint(config) for config in configs}) == len(configs)
-
-
 # ----- rows and copies
 
 
