@@ -411,42 +411,22 @@ def test_compiled_equals_eager():
     torch._dynamo.reset()
 
 
-@torch.library.custom_op("tests::varlen", mutates_args=())
-def varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: int,
-    scale: float,
-    window: list[int],
-) -> torch.Tensor:
-    """Attention within segments, as FlashAttention has it, whose longest is told."""
+def varlen(q, k, v, bounds, same, longest, also, scale, window_size):
+    """Attention within segments, as FlashAttention has it: none is longer than it is told."""
     place = torch.arange(len(q))
     segment = torch.searchsorted(bounds, place.int(), right=True)
-    assert segment.bincount().max() <= longest
     distance = place[:, None] - place
-    is_near = (distance >= 0) & (distance <= window[0])
+    is_near = (distance >= 0) & (distance <= window_size[0]) & (distance < longest)
     is_visible = is_near & (segment[:, None] == segment)
     scores = torch.einsum("ihd,jhd->hij", q, k) * scale
     weights = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)
-    return torch.einsum("hij,jhd->ihd", weights, v).contiguous()
-
-
-@varlen.register_fake
-def varlen_like(q, k, v, bounds, longest, scale, window):
-    return torch.empty_like(v)
+    return torch.einsum("hij,jhd->ihd", weights, v)
 
 
 def test_one_graph_serves_all_windows(monkeypatch):
     """One of training, of four stages with other windows and segments, and one of evaluation. The
     losses are those of blocked attention."""
-    monkeypatch.setattr(
-        "torch.nn.attention.varlen.varlen_attn",
-        lambda q, k, v, bounds, same, longest, also, scale, window_size: varlen(
-            q.contiguous(), k.contiguous(), v.contiguous(), bounds, longest, scale, [*window_size]
-        ),
-    )
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     config = helpers.tiny_config(val_windows=(96, 192), **LAYERED)
     rows = zip((32, 48, 64, 80), (96, 112, 160, 176), (64, 100, 128, 250), strict=True)
     stages = [
