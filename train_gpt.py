@@ -1424,11 +1424,12 @@ class GPT(nn.Module):
     def forward(self, micro_batch, ngram, phase, loss_weights, rotary):
         """(training loss, summed over tokens; losses (T,) of the next token; hidden states)."""
         hidden = self.hidden(micro_batch, ngram, phase, rotary)
-        # However many micro-batches a pass has, each has a sampled softmax of its own.
         rows = phase.softmax_rows
         cap = self.config.logit_cap
+        # A sampled softmax is of one micro-batch, however many the pass has.
+        length = self.config.micro_batch_tokens if rows else len(hidden)
         read = hidden, micro_batch.targets, micro_batch.segment_start
-        parts = [tensor.split(self.config.micro_batch_tokens) for tensor in read]
+        parts = [tensor.split(length) for tensor in read]
         total = 0.0
         losses = []
         for part in zip(*parts, strict=True):
