@@ -331,8 +331,7 @@ class Config:
 
 TRACKS = {
     "fineweb": Config(),
-    # fineweb's recipe at small scale, for a CPU: a twelfth of its channels, four layers, and a small
-    # vocabulary.
+    # fineweb's recipe at small scale, for a CPU: a twelfth of its channels, and four layers.
     "english": Config(
         track="english",
         data="data/english",
