@@ -47,16 +47,9 @@ def execute(words, place, folder, log, source):
     environment = {**os.environ, "PYTHONPATH": str(root)}
     console = folder / "console.txt"
     began = time.time()
-    is_over = False
     with open(console, "w") as file:
-        outside = {"cwd": root, "env": environment, "stdout": file, "stderr": file}
-        # A terminal's Ctrl-C does not reach a session of its own.
-        process = subprocess.Popen(words, **outside, start_new_session=True)
+        process = subprocess.Popen(words, cwd=root, env=environment, stdout=file, stderr=file)
     try:
-        status = process.wait()
-    except KeyboardInterrupt:
-        is_over = True
-        print("\nwill end after this run; Ctrl-C again ends it now, which costs a restart")
         status = process.wait()
     finally:
         process.terminate()  # which does nothing to one that has ended
@@ -74,7 +67,6 @@ def execute(words, place, folder, log, source):
     is_right = -1 <= run.started.timestamp() - began <= lived + 1 and took <= lived + 0.001
     said = f"{took:.1f} s of training, started at {run.started:%H:%M:%S}"
     require(is_right, f"its log says {said}, but it lived for {lived:.1f} s: its clock is wrong")
-    require(not is_over, f"ended after run {run_id}, as asked; the same command goes on")
     return run
 
 
@@ -98,10 +90,8 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
     folder = folder_of(repository, track, scripts["a"], batch)
     folder.mkdir(parents=True, exist_ok=True)
     code = sha256_of(scripts["a"])
-    dtypes = {side: config_of(source, name).get("dtype") for side, source in scripts.items()}
-    named = {*LIMITS.dtypes} & {*dtypes.values()}
-    require(len(named) <= 1, f"scripts name {named}; another dtype alone is no idea")
-    dtype = "".join(named)  # what a script is told that leaves it to the machine
+    dtypes = sorted({str(config_of(source, name).get("dtype")) for source in scripts.values()})
+    require(len(dtypes) == 1, f"dtypes are {' and '.join(dtypes)}; another one alone is no idea")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
     begin = [sys.executable, *(launcher if world_size > 1 else [])]
 
@@ -115,7 +105,6 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
         for done, (side, number) in enumerate(order, 1):
             words = [*begin, str(folder / side / "train_gpt.py"), "--track", name]
             words += ["--seed", str(stats.seed_of(code, batch, number))]
-            words += ["--dtype", dtype] if dtypes[side] == "auto" and dtype else []
             log = folder.with_name(f"{folder.name}-{number:02d}{side}") / "log.txt"
             print(f"run {done}/{len(order)} {log.parent.name} ... ", end="", flush=True)
             place = f"{batch}:{number}/{count}"
@@ -125,7 +114,6 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
                 run = execute(words, place, folder, log, scripts[side])
             print(f"val_loss {run.val_loss:.5f} time {run.train_time_ms / 1000:.1f} s")
             sides[side].append(run)
-            dtype = dtype or run.dtype
             check_one(LIMITS.machine, sum(sides.values(), []))
             check_run(run, track, rules)
     return list(sides.values())
@@ -226,11 +214,5 @@ def lay_out(repository, folder, source, authors):
     (folder / "README.md").write_text(f"By {authors}.\n")
     record = repository.load(folder)
     add_baseline(record, parent)
-    write_page(record, repository.rules[track])
-
-
-def write_page(record, rules):
-    """Write a record's README.md, with the reasons that it has."""
-    why = render.why_of(record.readme) or render.WHY
-    page = render.record_readme(record, rules["config"]["target_loss"], why)
-    (record.folder / "README.md").write_text(page)
+    target = repository.rules[track]["config"]["target_loss"]
+    (folder / "README.md").write_text(render.record_readme(record, target, render.WHY))

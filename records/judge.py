@@ -1,7 +1,6 @@
 """`verify`: what a record must fulfil. Nothing of it is executed; the first RecordError ends it."""
 
 import filecmp
-import hashlib
 import itertools
 import math
 import re
@@ -35,7 +34,10 @@ def check_run(run, board, rules):
         check_gpus(run.world_size, board, rules)
         is_gpu = run.cuda != "none" or "gpus" not in rules
         require(is_gpu, f"ran without a GPU, and the board {board} is one of GPUs")
-        check_configuration(run, config_of(run.source, track))
+        place = f"{run.batch}:{run.counter}/{run.declared}:{run.start}"
+        told = {"run_id": run.run, "track": run.track, "run_of": place, "seed": run.seed}
+        wanted = {**config_of(run.source, track), **told}
+        require_same(run.config, wanted, " in the config line, in the script or other lines it is ")
         is_known = run.gates in RULES["gates_sha256"]
         hint = "rules.json has those of each records/gates.py that may judge a run"
         require(is_known, f"gates have the sha256 {run.gates}; {hint}")
@@ -61,18 +63,6 @@ def check_gpus(world_size, board, rules):
     takes = f"{board} takes {least} to {most} GPUs"
     hint = "--world-size gives their number, --track another board"
     require(least <= world_size <= most, f"world size {world_size}: {takes}; {hint}")
-
-
-def check_configuration(run, script):
-    """The logged configuration is the script's, where that is read, and says what the log says."""
-    place = f"{run.batch}:{run.counter}/{run.declared}:{run.start}"
-    told = {"run_id": run.run, "track": run.track, "run_of": place, "seed": run.seed}
-    if script.get("dtype") == "auto":
-        hint = "in the config line, where a log has what it became"
-        require(run.dtype in LIMITS.dtypes, f"dtype is {ascii(run.dtype)[:60]} {hint}")
-        told["dtype"] = run.dtype
-    wanted = {**script, **told}
-    require_same(run.config, wanted, " in the config line, in the script or other lines it is ")
 
 
 def check_rates(run):
@@ -212,32 +202,21 @@ def check_copies(runs, limit):
             raise RecordError(f"{run.path}: {shown}; a run counts once")
 
 
-def digest_of(folder):
-    """The sha256 of a folder: of the names and the bytes of its files."""
-    digest = hashlib.sha256()
-    paths = [path for path in sorted(folder.rglob("*")) if CACHE not in path.parts]
-    for path in filter(Path.is_file, paths):
-        digest.update(f"{path.relative_to(folder)}:{sha256_of(read_text(path))}\n".encode())
-    return digest.hexdigest()
-
-
 def check_folders(repository):
-    """What was merged is there, byte for byte, behind no link, and each folder is judged."""
+    """What was merged is there, byte for byte, behind no link, and each folder is a board's."""
     home = repository.home
-    tracks = [home / track for track in repository.rules]
-    for folder in [home, *tracks]:
+    boards = [home / track for track in repository.rules]
+    for folder in [home, *boards]:
         require(not folder.is_symlink(), f"{folder}: is a symbolic link; records lie in a folder")
     for folder in filter(Path.is_dir, paths_in(home)):
-        left = RULES["closed"].get(folder.name)  # what a closed board left
-        is_judged = folder in tracks or left and digest_of(folder) == left
-        require(is_judged, f"{folder}: is no open board's folder, nor as a closed board left it")
+        require(folder in boards, f"{folder}: is no open board's folder")
     own = repository.merged and repository.merged / "records"
-    for path in filter(Path.is_file, sorted(own.glob("*/[0-9]*/**/*")) if own else ()):
+    for path in sorted(own.glob("*/[0-9]*/**/*")) if own else ():
         place = path.relative_to(own)
         other = home / place
         is_there = other.is_file() and other.resolve() == home.resolve() / place
         is_same = is_there and filecmp.cmp(path, other, shallow=False)
-        is_same = is_same or CACHE in place.parts
+        is_same = is_same or path.is_dir() or CACHE in place.parts
         require(is_same, f"{other}: is not what was merged; records stay as they are")
 
 

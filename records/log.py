@@ -45,11 +45,10 @@ def split_log(text):
     return f"{source}\n"[1:], lines
 
 
-def points_of(lines, steps):
-    """The losses that were logged of a run of so many steps, in order, at times that agree."""
-    shown = f"{len(lines)} losses are logged, {LIMITS.losses} are needed to tell runs apart"
-    require(len(lines) >= LIMITS.losses, shown)
-    points = [SimpleNamespace(**values_of(line, "step", FORMS["step"], {})) for line in lines]
+def check_points(points, steps):
+    """The losses that were logged of a run of so many steps are in order, at times that agree."""
+    shown = f"{len(points)} losses are logged, {LIMITS.losses} are needed to tell runs apart"
+    require(len(points) >= LIMITS.losses, shown)
     places = [(point.step, point.kind) for point in points]
     is_due = places == sorted({*places}) and places[-1] == (steps, "val") and places[0][0] > 0
     is_due = is_due and {point.steps for point in points} == {steps}
@@ -58,7 +57,6 @@ def points_of(lines, steps):
     for point in points:
         check_point(point, before, points[-1])
         before = point.time_ms
-    return points
 
 
 def check_point(point, before, last):
@@ -75,18 +73,6 @@ def check_point(point, before, last):
     require(is_learning, f"step {point.step}: lr_mul is 0, and it is not the last step")
 
 
-def check_agreement(run, last):
-    """What the final line says is the same at the last step, and the gates' figures agree."""
-    took = run.train_time_ms
-    ends = [f"{took} ms and a loss of {run.val_loss:.5f}"]
-    ends.append(f"{last.time_ms} ms and a loss of {last.loss:.5f}")
-    is_same = ends[0] == ends[1] and took > 0 and abs(run.status_time - took / 1000) < 0.051
-    shown = f"{ends[1]} at the last step, and {run.status_time} s in the status line"
-    require(is_same, f"it took {ends[0]} in the final line, {shown}")
-    shown = f"cuts is {run.cuts}, and missed_1pct {run.missed}"
-    require(abs(0.99**run.cuts - run.missed) <= 1e-5, f"{shown}; it is 0.99 to the cuts")
-
-
 def parse_log(path, script):
     """What the complete log of a script's run says: what FORMS keep, times in ms, and `losses` to
     compare, by their kind and step, where 0 is the last step of any run."""
@@ -96,20 +82,24 @@ def parse_log(path, script):
         ending = lines[-1] if lines else ""
         is_complete = ending.startswith("status:ok ")
         require(is_complete, f"the run did not complete, or its log was cut: {ascii(ending[:80])}")
+        head, tail = FORMS["head"], FORMS["tail"]
+        rows = [*head, *[FORMS["step"]] * (len(lines) - len(head) - len(tail)), *tail]
         run = SimpleNamespace(path=path, source=script)
-        is_checked = not any(line.startswith("validity:unchecked") for line in lines[-5:])
-        hint = "python -m records puts records/gates.py on the path of the runs that it makes"
-        require(is_checked, f"validity:unchecked, so no gates judged the run; {hint}")
-        head, tail = len(FORMS["head"]), len(FORMS["tail"])
-        require(len(lines) > head + tail, f"{len(lines)} lines are fewer than a run's")
+        points = []
         said = {}
-        rows = FORMS["head"] + FORMS["tail"]
-        for line, row in zip(lines[:head] + lines[-tail:], rows, strict=True):
-            vars(run).update(values_of(line, *row, said))
+        for line, (kind, template) in zip(lines, rows, strict=False):
+            values = values_of(line, kind, template, said)
+            if kind == "step":
+                points.append(SimpleNamespace(**values))
+            else:
+                vars(run).update(values)
         is_own = run.code_sha256 == sha256_of(script) and source in ("", script)
         require(is_own, f"ran other code ({run.code_sha256[:8]}) than the script it belongs to")
-        points = points_of(lines[head:-tail], run.config.get("steps"))
-        check_agreement(run, points[-1])
+        check_points(points, run.config.get("steps"))
+        shown = f"cuts is {run.cuts}, and missed_1pct {run.missed}"
+        require(abs(0.99**run.cuts - run.missed) <= 1e-5, f"{shown}; it is 0.99 to the cuts")
+        run.val_loss = points[-1].loss
+        run.train_time_ms = points[-1].time_ms
         run.steps = [(point.step, point.kind) for point in points]
         compared = [*points[: LIMITS.compared], *points[-2:]]
         run.losses = {(point.kind, point.step % point.steps): point.loss for point in compared}

@@ -9,7 +9,7 @@ import numpy as np
 from records import stats
 from records.files import read_text, require
 from records.record import figures, gain_of
-from records.settings import filled
+from records.settings import HOME
 from records.source import changed_lines
 
 END = "<!-- end -->"
@@ -58,8 +58,7 @@ def record_readme(record, target, why):
     """A record's whole README.md."""
     shown = figures(record, target)
     shown |= {name: cell(shown[name]) for name in ("hardware", "software")}
-    return filled(
-        "record.md",
+    return read_text(HOME / "record.md").format(
         **shown,
         alpha=stats.ALPHA,
         record=record,

@@ -26,12 +26,6 @@ def boards_of(rules):
     return boards
 
 
-def filled(page, /, **fields):
-    """A page of this folder, whose fields in braces are filled in."""
-    with about(HOME / page):
-        return read_text(HOME / page).format(**fields)
-
-
 RULES = settings("rules.json")
 with about(HOME / "rules.json"):
     BOARDS = boards_of(RULES)
