@@ -87,6 +87,8 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
     rules = repository.rules[track]
     name = rules["track"]  # of the trainer's, which several boards may share
     check_gpus(world_size, track, rules)
+    most = LIMITS.pairs if len(scripts) > 1 else LIMITS.logs
+    require(2 <= count <= most, f"--runs {count}: takes 2, for statistics, to {most}")
     folder = folder_of(repository, track, scripts["a"], batch)
     folder.mkdir(parents=True, exist_ok=True)
     code = sha256_of(scripts["a"])
@@ -133,15 +135,14 @@ def run(repository, options):
 
 def ab(repository, options):
     """Make a record's runs: in pairs with the last record's script."""
-    track, count = options.track, options.runs
+    track = options.track
     tip = repository.tip(track)
     source = own_script(repository, track)
-    require(count <= LIMITS.pairs, f"--runs {count}: pairs are at most {LIMITS.pairs}")
     added, removed = changed_lines(tip.source, source)
     print(f"train_gpt.py differs from {tip.name}: {added} lines added, {removed} removed.")
     scripts = {"a": source, "b": tip.source}
     world_size = options.world_size or tip.runs[0].world_size
-    runs, base = make_runs(repository, track, scripts, count, world_size)
+    runs, base = make_runs(repository, track, scripts, options.runs, world_size)
     print_means(repository.rules[track], runs, "train_gpt.py")
     print_means(repository.rules[track], base, f"{tip.name}, in pairs with it")
     gain, p = gain_of(runs, base)
@@ -152,18 +153,17 @@ def ab(repository, options):
 def reproduce(repository, options):
     """Run a record's code with seeds of the day, and print what comes of it."""
     if options.folder:
-        folder = Path(options.folder).absolute()
-        record = next((record for record in repository.all if record.folder == folder), None)
-        require(record, f"{options.folder}: is no folder of an open board's record")
+        record = repository.load(Path(options.folder).absolute())
     else:
         record = repository.tip(options.track)
+    rules = repository.rules_of(record.track)
     print(f"{options.runs} runs of the code of {record.name}, with your rights on this machine")
     world_size = options.world_size or record.runs[0].world_size
     batch = int(f"{datetime.now(UTC):%Y%m%d}")
     scripts = {"a": record.source}
     (runs,) = make_runs(repository, record.track, scripts, options.runs, world_size, batch)
     for made, name in (record.runs, record.name), (runs, "now"):
-        print_means(repository.rules[record.track], made, name)
+        print_means(rules, made, name)
     print("Whether the code cheats, no run shows; read `python -m records diff` for that.")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from records import render, stats
 from records.files import RecordError, about, read_text, require, require_same
-from records.record import CACHE, FOLDER, figures, gain_of, paths_in
+from records.record import CACHE, FOLDER, paths_in
 from records.settings import FORMS, LIMITS, RULES
 from records.source import config_of, sha256_of
 
@@ -25,12 +25,12 @@ def check_run(run, board, rules):
     """One log against the rules of its board, and against the script that it ran."""
     track = rules["track"]
     with about(run.path):
-        data = {"its track": run.track, "data manifest": run.manifest, "shards": run.shards}
-        manifest = rules["manifest_sha256"] or run.manifest
-        require_same(data, {"its track": track, "data manifest": manifest, "shards": "ok"})
+        check_fixed(run.config, board, rules)
+        due = {"track": track, "manifest": rules["manifest_sha256"] or run.manifest}
+        due |= {name: rules["config"][name] for name in ("val_tokens", "val_sha256")}
+        require_same({name: getattr(run, name) for name in due}, due)
         is_past = run.over <= datetime.now(UTC) + CLOCKS
         require(is_past, f"was over at {run.over:%Y-%m-%d %H:%M:%S}, which is to come")
-        check_fixed(run.config, board, rules)
         check_gpus(run.world_size, board, rules)
         is_gpu = run.cuda != "none" or "gpus" not in rules
         require(is_gpu, f"ran without a GPU, and the board {board} is one of GPUs")
@@ -41,10 +41,6 @@ def check_run(run, board, rules):
         is_known = run.gates in RULES["gates_sha256"]
         hint = "rules.json has those of each records/gates.py that may judge a run"
         require(is_known, f"gates have the sha256 {run.gates}; {hint}")
-        tokens, text = run.config["val_tokens"], run.config["val_sha256"]
-        gates = dict.fromkeys(LIMITS.gates, "ok")
-        with about("validity"):
-            require_same(run.validity, {**gates, "val_tokens": str(tokens), "val_sha256": text})
         check_rates(run)
 
 
@@ -132,14 +128,10 @@ def check_runs(record):
     check_one(["batch", "declared"], runs)
     is_each = len({run.run.casefold() for run in runs}) == len(runs)
     require(is_each, "names of its runs are the same, or differ in the case of letters alone")
-    declared = runs[0].declared
-    sides = {"logs": record.runs}
-    if record.baseline:
-        sides["baseline"] = record.baseline
-    for part, side in sides.items():
+    for part, side in ("logs", record.runs), ("baseline", record.baseline):
         found = [run.counter for run in side]
-        is_whole = len(side) == declared and found == list(range(1, declared + 1))
-        shown = f"{declared} runs were declared, {part} has {found}"[:120]
+        shown = f"{runs[0].declared} runs were declared, {part} has {found}"[:120]
+        is_whole = not side or runs[0].declared == len(side) and found == [*range(1, 1 + len(side))]
         require(is_whole and runs[0].batch == 1, f"{shown}; every run of batch 1 counts, once")
         restarts = sum(run.start - 1 for run in side)
         is_rare = restarts <= 1 and all(run.start for run in side)
@@ -156,24 +148,23 @@ def check_starts(record):
     order = stats.order_of_pairs(sha256_of(record.source), 1, len(record.runs))
     planned = [sides[side][counter - 1] for side, counter in order if sides[side]]
     second = timedelta(seconds=1)  # starts are whole ones
-    for run, following in itertools.pairwise(planned):
-        shown = f"{following.run} was started before the end of {run.run}"
-        require(following.started + second >= run.over, f"{shown}, which comes before it")
-    parent = record.parent
-    is_later = parent is None or planned[0].started + second >= parent.over
-    require(is_later, f"{planned[0].run} was started before the parent's record was made")
+    over = record.parent.over if record.parent else planned[0].started
+    event = "the parent's record was made"
+    for run in planned:
+        require(run.started + second >= over, f"{run.run} was started before {event}")
+        over = run.over
+        event = f"the end of {run.run}, which comes before it"
 
 
 def check_figures(record, target):
     """The target is reached, a gain is shown against a parent that reaches it, and the record's
     page is what `submit` writes, but for the reasons and who had the idea."""
-    found = figures(record, target)
+    found = render.figures(record, target)
     shown = f"mean loss {found['loss']:.5f}, {stats.p_text(found['loss_p'])}"
     require(found["loss_p"] <= stats.ALPHA, f"target {target:g} not reached: {shown}")
     if record.parent:
-        gain, p = gain_of(record.runs, record.baseline)
-        shown = f"{record.parent.name}: {render.percent(gain)}, {stats.p_text(p)}"
-        require(p <= stats.ALPHA, f"not shown to be faster than {shown}")
+        shown = f"{record.parent.name}: {render.percent(record.gain)}, {stats.p_text(record.p)}"
+        require(record.p <= stats.ALPHA, f"not shown to be faster than {shown}")
         mean, _ = stats.mean_and_std([run.val_loss for run in record.baseline])
         require(mean < target, f"the parent's runs miss the target: mean loss {mean:.5f}")
 

@@ -4,7 +4,7 @@ import re
 from datetime import datetime, timedelta
 from types import SimpleNamespace
 
-from records.files import about, parse_json, read_text, require, unique
+from records.files import about, parse_json, read_text, require
 from records.settings import FORMS, LIMITS
 from records.source import sha256_of
 
@@ -29,7 +29,7 @@ def values_of(line, kind, template, said):
         return f"(?P<{name}>{FORMS['kinds'][slot]})" if slot else re.escape(said[name])
 
     match = re.fullmatch(SLOT.sub(expression, template), line, re.ASCII)
-    hint = "a record's run has no overrides, and its log is whole and agrees with itself"
+    hint = "a record's run has no overrides, passed all gates, and its log agrees with itself"
     require(match, f"{ascii(line[:80])} stands where the {kind} line is due; {hint}")
     said.update(match.groupdict())
     kept = [(name, slot) for name, slot in SLOT.findall(template) if slot and match[name]]
@@ -55,22 +55,17 @@ def check_points(points, steps):
     require(is_due, f"losses are due of {ascii(steps)[:60]} steps, in order, a validation at last")
     before = 0
     for point in points:
-        check_point(point, before, points[-1])
+        shown = f"step {point.step}: {point.time_ms} ms"
+        require(point.time_ms >= before, f"{shown}; times must not fall")
         before = point.time_ms
-
-
-def check_point(point, before, last):
-    """A loss comes after the one before, at a pace that can be; all steps but the last learn."""
-    shown = f"step {point.step}: {point.time_ms} ms"
-    require(point.time_ms >= before, f"{shown}; times must not fall")
-    is_even = point.time_ms >= last.time_ms * (point.step / point.steps - LIMITS.lag)
-    require(is_even, f"{shown} of {last.time_ms}; so much time in the last steps cannot be")
-    # Time and average are rounded on their own, to 1 ms and to 0.01 ms a step.
-    apart = abs(point.average * point.step - point.time_ms)
-    rounding = 0.501 + 0.00501 * point.step
-    require(apart <= rounding, f"{shown}, step_avg {point.average} ms is not train_time / step")
-    is_learning = vars(point).get("rate") != 0 or point.step == point.steps
-    require(is_learning, f"step {point.step}: lr_mul is 0, and it is not the last step")
+        pace = points[-1].time_ms * (point.step / steps - LIMITS.lag)
+        late = "so much time in the last steps cannot be"
+        require(before >= pace, f"{shown} of {points[-1].time_ms}; {late}")
+        # Time and average are rounded on their own, to 1 ms and to 0.01 ms a step.
+        is_mean = abs(point.average * point.step - before) <= 0.501 + 0.00501 * point.step
+        require(is_mean, f"{shown}, step_avg {point.average} ms is not train_time / step")
+        is_learning = vars(point).get("rate") != 0 or point.step == steps
+        require(is_learning, f"step {point.step}: lr_mul is 0, and it is not the last step")
 
 
 def parse_log(path, script):
@@ -103,7 +98,6 @@ def parse_log(path, script):
         run.steps = [(point.step, point.kind) for point in points]
         compared = [*points[: LIMITS.compared], *points[-2:]]
         run.losses = {(point.kind, point.step % point.steps): point.loss for point in compared}
-        run.validity = unique([word.split(":", 1) for word in run.validity.split()])
         run.over = run.started + timedelta(milliseconds=run.train_time_ms)
         run.dtype = str(run.config.get("dtype"))
         run.hardware = f"{run.device}, world size {run.world_size}, {run.dtype}"

@@ -114,6 +114,7 @@ def add_baseline(record, parent):
     require(parent or not folder.exists(), f"{folder}: the first record of a board has no parent")
     record.parent = parent
     record.baseline = read_logs(folder, parent.source) if parent else []
+    record.gain, record.p = gain_of(record.runs, record.baseline) if parent else (None, None)
     record.over = max(run.over for run in record.runs + record.baseline)
 
 
@@ -122,23 +123,3 @@ def gain_of(runs, baseline):
     times = [run.train_time_ms for run in runs[: len(baseline)]]
     others = [run.train_time_ms for run in baseline[: len(runs)]]
     return stats.gain(times, others), stats.p_faster(times, others)
-
-
-def figures(record, target):
-    """{name: figure} that follows from a record's logs, by the names of record.md."""
-    first = record.runs[0]
-    losses = [run.val_loss for run in record.runs]
-    loss, loss_std = stats.mean_and_std(losses)
-    seconds, seconds_std = stats.mean_and_std([run.train_time_ms / 1000 for run in record.runs])
-    return {
-        "loss": loss,
-        "loss_std": loss_std,
-        "loss_p": stats.p_below(losses, target),
-        "target": target,
-        "seconds": seconds,
-        "seconds_std": seconds_std,
-        "hardware": first.hardware,
-        "software": f"torch {first.torch}, CUDA {first.cuda}, triton {first.triton}",
-        "runs": len(losses),
-        "restarts": sum(run.start - 1 for run in record.runs),
-    }

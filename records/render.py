@@ -8,7 +8,6 @@ import numpy as np
 
 from records import stats
 from records.files import read_text, require
-from records.record import figures, gain_of
 from records.settings import HOME
 from records.source import changed_lines
 
@@ -39,27 +38,44 @@ def percent(difference):
 # ----- a record's page
 
 
+def figures(record, target):
+    """{name: figure} that follows from a record's logs, by the names of record.md."""
+    first = record.runs[0]
+    losses = [run.val_loss for run in record.runs]
+    loss, loss_std = stats.mean_and_std(losses)
+    seconds, seconds_std = stats.mean_and_std([run.train_time_ms / 1000 for run in record.runs])
+    return {
+        "loss": loss,
+        "loss_std": loss_std,
+        "loss_p": stats.p_below(losses, target),
+        "target": target,
+        "seconds": seconds,
+        "seconds_std": seconds_std,
+        "hardware": cell(first.hardware),
+        "software": cell(f"torch {first.torch}, CUDA {first.cuda}, triton {first.triton}"),
+        "runs": len(losses),
+        "restarts": sum(run.start - 1 for run in record.runs),
+    }
+
+
 def gain_text(record):
     """What a record's page says of its gain."""
     parent = record.parent
     if not parent:
         return "It is the first record of its board."
-    gain, p = gain_of(record.runs, record.baseline)
     added, removed = changed_lines(parent.source, record.source)
     return (
         f"Its parent is [{parent.name}](../{parent.name}/): {added} lines added, {removed} "
-        f"removed. In pairs on one machine its training time differs by {percent(gain)}, "
-        f"{stats.CONFIDENCE:.0%} interval; p = {p:.2g} in the permutation test, at most "
+        f"removed. In pairs on one machine its training time differs by {percent(record.gain)}, "
+        f"{stats.CONFIDENCE:.0%} interval; p = {record.p:.2g} in the permutation test, at most "
         f"{stats.ALPHA:g} is needed."
     )
 
 
 def record_readme(record, target, why):
     """A record's whole README.md."""
-    shown = figures(record, target)
-    shown |= {name: cell(shown[name]) for name in ("hardware", "software")}
     return read_text(HOME / "record.md").format(
-        **shown,
+        **figures(record, target),
         alpha=stats.ALPHA,
         record=record,
         why=why,
@@ -87,8 +103,7 @@ def factors_of(records, rules):
         return {}
     gains = [0.0]
     for record in records[1:]:
-        (mean, _, _), _ = gain_of(record.runs, record.baseline)
-        gains.append(mean)
+        gains.append(record.gain[0])
     left = np.cumprod(np.add(gains, 1))  # of the first record's time
     factors = plain["factor"] * left[names.index(plain["record"])] / left
     return {name: f"{factor:.1f} times" for name, factor in zip(names, factors, strict=True)}
@@ -102,15 +117,14 @@ def board_of(records, rules, place):
         found = figures(record, rules["config"]["target_loss"])
         shown = "first"
         if record.parent:
-            gain, p = gain_of(record.runs, record.baseline)
-            shown = f"{percent(gain)}, p = {p:.2g}"
+            shown = f"{percent(record.gain)}, p = {record.p:.2g}"
         spread = f"{found['loss']:.4f} ± {found['loss_std']:.4f}"
         row = {
             "record": f"[{record.title}]({place}{record.track}/{record.name}/)",
             "training time, s": f"{found['seconds']:.1f}",
             "time against its parent's, in pairs": shown,
             "validation loss": f"{spread}, n = {found['runs']}, p = {found['loss_p']:.2g}",
-            "hardware, dtype": cell(found["hardware"]),
+            "hardware, dtype": found["hardware"],
             "date": record.date,
             "by": record.by,
         }
@@ -143,10 +157,8 @@ def pictures_of(repository):
 def first_page_row(track, records, rules):
     """A board's row of the first page's table."""
     row = {"board": f"`{track}`", "target": f"{rules['config']['target_loss']:g}"}
-    newest = {"record": "not measured yet"}
-    if records:
-        newest = board_of(records, rules, "records/")[0]
-    return row | {name: newest.get(name, "-") for name in FIRST_PAGE}
+    newest = board_of(records, rules, "records/")[:1] or [{"record": "not measured yet"}]
+    return row | {name: newest[0].get(name, "-") for name in FIRST_PAGE}
 
 
 def pages_of(repository):
