@@ -10,10 +10,9 @@ from pathlib import Path
 try:
     from records import picture, render
     from records.experiment import ab, reproduce, run, submit
-    from records.files import CONTROL, RecordError, read_text
+    from records.files import CONTROL, HOME, RULES, RecordError, read_text, settings
     from records.judge import check_pages, check_records
     from records.record import Repository, read_script
-    from records.settings import HOME, RULES, settings
     from records.source import sha256_of
 except Exception as error:  # a package that is missing, or the tool's own files are damaged
     shown = " ".join(str(error).splitlines())[:300]
@@ -47,7 +46,7 @@ def diff(repository, options):
 
 
 def plot(repository, options):
-    out = Path(options.out or "logs/plot.png")
+    out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     picture.plot(options.paths, out)
     print(f"plot: {out}")

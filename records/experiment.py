@@ -10,11 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from records import render, stats
-from records.files import RecordError, about, read_text, require
+from records.files import LIMITS, RecordError, about, read_text, require
 from records.judge import check_fixed, check_gpus, check_one, check_records, check_run
 from records.log import END_OF_CODE, START, parse_log, split_log
 from records.record import FOLDER, Repository, add_baseline, gain_of, read_script
-from records.settings import LIMITS
 from records.source import changed_lines, config_of, sha256_of
 
 
@@ -93,7 +92,7 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
     folder.mkdir(parents=True, exist_ok=True)
     code = sha256_of(scripts["a"])
     dtypes = sorted({str(config_of(source, name).get("dtype")) for source in scripts.values()})
-    require(len(dtypes) == 1, f"dtypes are {' and '.join(dtypes)}; another one alone is no idea")
+    require(len(dtypes) == 1, f"dtypes are {' and '.join(dtypes)}; pairs run in one")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
     begin = [sys.executable, *(launcher if world_size > 1 else [])]
 
@@ -125,10 +124,8 @@ def run(repository, options):
     """Make runs of the working script alone, for the first record of a board."""
     track = options.track
     source = own_script(repository, track)
-    is_first = not repository.records[track]
-    require(is_first, f"{track} has records; a new one needs pairs, which `ab` makes")
-    scripts = {"a": source}
-    (runs,) = make_runs(repository, track, scripts, options.runs, options.world_size or 1)
+    require(not repository.records[track], f"{track} has records; `ab` makes pairs with the last")
+    (runs,) = make_runs(repository, track, {"a": source}, options.runs, options.world_size or 1)
     print_means(repository.rules[track], runs, "train_gpt.py")
     print(f"To claim it: python -m records submit --track {track} --name NAME --by WHO")
 
@@ -214,5 +211,4 @@ def lay_out(repository, folder, source, authors):
     (folder / "README.md").write_text(f"By {authors}.\n")
     record = repository.load(folder)
     add_baseline(record, parent)
-    target = repository.rules[track]["config"]["target_loss"]
-    (folder / "README.md").write_text(render.record_readme(record, target, render.WHY))
+    (folder / "README.md").write_text(render.record_readme(record, render.WHY))

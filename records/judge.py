@@ -8,9 +8,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from records import render, stats
-from records.files import RecordError, about, read_text, require, require_same
+from records.files import FORMS, LIMITS, RULES, RecordError, about, read_text, require, require_same
 from records.record import CACHE, FOLDER, paths_in
-from records.settings import FORMS, LIMITS, RULES
 from records.source import config_of, sha256_of
 
 AUTHORS = re.compile(FORMS["authors"])
@@ -38,9 +37,8 @@ def check_run(run, board, rules):
         told = {"run_id": run.run, "track": run.track, "run_of": place, "seed": run.seed}
         wanted = {**config_of(run.source, track), **told}
         require_same(run.config, wanted, " in the config line, in the script or other lines it is ")
-        is_known = run.gates in RULES["gates_sha256"]
         hint = "rules.json has those of each records/gates.py that may judge a run"
-        require(is_known, f"gates have the sha256 {run.gates}; {hint}")
+        require(run.gates in RULES["gates_sha256"], f"gates have the sha256 {run.gates}; {hint}")
         check_rates(run)
 
 
@@ -85,7 +83,7 @@ def check_rates(run):
 # ----- a record
 
 
-def check_record(record, older, rules):
+def check_record(record, older):
     """All that several of its runs, or several records of its track, show."""
     require(FOLDER.fullmatch(record.name), "is not named <YYYY-MM-DD>_<Letters-and-digits>")
     latest = min(datetime.now(UTC) + CLOCKS, record.over + timedelta(days=LIMITS.wait_days))
@@ -93,14 +91,13 @@ def check_record(record, older, rules):
     hint = f"before the end of its runs, after today, or {LIMITS.wait_days} days after them"
     require(is_between, f"is dated {record.date}, {hint}")
     for other in older:
-        is_own = other.source != record.source
-        require(is_own, f"train_gpt.py is the code of {other.name}; a record has code of its own")
+        require(other.source != record.source, f"train_gpt.py is the code of {other.name}")
         is_own = other.title.casefold() != record.title.casefold()
         require(is_own, f"is named like {other.name}; a record has a name of its own")
     check_machine(record)
     check_runs(record)
     check_starts(record)
-    check_figures(record, rules["config"]["target_loss"])
+    check_figures(record)
 
 
 def check_machine(record):
@@ -156,22 +153,22 @@ def check_starts(record):
         event = f"the end of {run.run}, which comes before it"
 
 
-def check_figures(record, target):
+def check_figures(record):
     """The target is reached, a gain is shown against a parent that reaches it, and the record's
     page is what `submit` writes, but for the reasons and who had the idea."""
-    found = render.figures(record, target)
-    shown = f"mean loss {found['loss']:.5f}, {stats.p_text(found['loss_p'])}"
-    require(found["loss_p"] <= stats.ALPHA, f"target {target:g} not reached: {shown}")
+    shown = f"mean loss {record.loss:.5f}, {stats.p_text(record.loss_p)}"
+    is_reached = record.loss_p <= stats.ALPHA
+    require(is_reached, f"target {record.target:g} not reached: {shown}")
     if record.parent:
         shown = f"{record.parent.name}: {render.percent(record.gain)}, {stats.p_text(record.p)}"
         require(record.p <= stats.ALPHA, f"not shown to be faster than {shown}")
         mean, _ = stats.mean_and_std([run.val_loss for run in record.baseline])
-        require(mean < target, f"the parent's runs miss the target: mean loss {mean:.5f}")
+        require(mean < record.target, f"the parent's runs miss the target: mean loss {mean:.5f}")
 
     shown = f"by is {ascii(record.by)[:60]}; names of 100 letters at most are due"
     require(AUTHORS.fullmatch(record.by), f"README.md: {shown}")
     why = render.why_of(record.readme)
-    is_same = record.readme == render.record_readme(record, target, why)
+    is_same = record.readme == render.record_readme(record, why)
     require(is_same, "README.md: only what stands under `## Why` may differ from what submit wrote")
     if odd := ODD_PROSE.search(why):
         hint = "under `## Why`; what is due there is plain prose"
@@ -221,7 +218,7 @@ def check_records(repository):
             check_run(run, track, rules)
         for number, record in enumerate(records):
             with about(record.folder):
-                check_record(record, records[:number], rules)
+                check_record(record, records[:number])
         check_copies(runs, rules["copy_loss"])
 
 

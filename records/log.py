@@ -1,21 +1,20 @@
 """One run's log: the script that ran, which a record keeps once, and then one event a line."""
 
+import json
 import re
 from datetime import datetime, timedelta
 from types import SimpleNamespace
 
-from records.files import about, parse_json, read_text, require
-from records.settings import FORMS, LIMITS
+from records.files import FORMS, LIMITS, about, read_text, require
 from records.source import sha256_of
 
 END_OF_CODE = "===== END OF CODE ====="
 START = "===== START ====="
 MADE = {  # of what stands in a line, if that is no text
-    "number": int,
-    "count": int,
-    **dict.fromkeys(("average", "loss", "rate"), float),
+    **dict.fromkeys(["number", "count"], int),
+    **dict.fromkeys(["average", "loss", "rate"], float),
     "moment": datetime.fromisoformat,
-    "json": parse_json,
+    "json": json.loads,
 }
 SLOT = re.compile(r"<(\w+)(?:=(\w+))?>")
 

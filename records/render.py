@@ -1,14 +1,10 @@
 """What is written of records: their README.md, the leaderboards, and the results on the first
-page. All that comes from a log is escaped."""
-
-import html
-import re
+page. What comes from a log is plain text, by the forms in forms.toml."""
 
 import numpy as np
 
 from records import stats
-from records.files import read_text, require
-from records.settings import HOME
+from records.files import HOME, read_text, require
 from records.source import changed_lines
 
 END = "<!-- end -->"
@@ -16,11 +12,6 @@ WHY = "Write here what the idea is, why it works, and what was tried beside it."
 PLAIN = "benchmarks/results/plain_curve.json"  # the plain GPT's losses at their seconds
 FIRST_PAGE = ["record", "training time, s", "validation loss", "hardware, dtype"]  # columns there
 FIRST_PAGE += ["faster than a plain GPT"]
-
-
-def cell(value):
-    """Text for Markdown or HTML: no tags, no links, no borders of cells."""
-    return re.sub(r"[|`\[\]\\*]", lambda found: f"&#{ord(found[0])};", html.escape(str(value)))
 
 
 def table(rows):
@@ -38,26 +29,6 @@ def percent(difference):
 # ----- a record's page
 
 
-def figures(record, target):
-    """{name: figure} that follows from a record's logs, by the names of record.md."""
-    first = record.runs[0]
-    losses = [run.val_loss for run in record.runs]
-    loss, loss_std = stats.mean_and_std(losses)
-    seconds, seconds_std = stats.mean_and_std([run.train_time_ms / 1000 for run in record.runs])
-    return {
-        "loss": loss,
-        "loss_std": loss_std,
-        "loss_p": stats.p_below(losses, target),
-        "target": target,
-        "seconds": seconds,
-        "seconds_std": seconds_std,
-        "hardware": cell(first.hardware),
-        "software": cell(f"torch {first.torch}, CUDA {first.cuda}, triton {first.triton}"),
-        "runs": len(losses),
-        "restarts": sum(run.start - 1 for run in record.runs),
-    }
-
-
 def gain_text(record):
     """What a record's page says of its gain."""
     parent = record.parent
@@ -72,12 +43,14 @@ def gain_text(record):
     )
 
 
-def record_readme(record, target, why):
+def record_readme(record, why):
     """A record's whole README.md."""
     return read_text(HOME / "record.md").format(
-        **figures(record, target),
-        alpha=stats.ALPHA,
         record=record,
+        run=record.runs[0],
+        runs=len(record.runs),
+        restarts=sum(run.start - 1 for run in record.runs),
+        alpha=stats.ALPHA,
         why=why,
         gain=gain_text(record),
         before=f"records/{record.track}/{record.parent.name} " if record.parent else "",
@@ -101,9 +74,7 @@ def factors_of(records, rules):
     names = [record.name for record in records]
     if plain.get("record") not in names:
         return {}
-    gains = [0.0]
-    for record in records[1:]:
-        gains.append(record.gain[0])
+    gains = [0.0, *(record.gain[0] for record in records[1:])]
     left = np.cumprod(np.add(gains, 1))  # of the first record's time
     factors = plain["factor"] * left[names.index(plain["record"])] / left
     return {name: f"{factor:.1f} times" for name, factor in zip(names, factors, strict=True)}
@@ -114,17 +85,14 @@ def board_of(records, rules, place):
     factors = factors_of(records, rules)
     rows = []
     for record in reversed(records):
-        found = figures(record, rules["config"]["target_loss"])
-        shown = "first"
-        if record.parent:
-            shown = f"{percent(record.gain)}, p = {record.p:.2g}"
-        spread = f"{found['loss']:.4f} ± {found['loss_std']:.4f}"
+        shown = f"{percent(record.gain)}, p = {record.p:.2g}" if record.parent else "first"
+        spread = f"{record.loss:.4f} ± {record.loss_std:.4f}, n = {len(record.runs)}"
         row = {
             "record": f"[{record.title}]({place}{record.track}/{record.name}/)",
-            "training time, s": f"{found['seconds']:.1f}",
+            "training time, s": f"{record.seconds:.1f}",
             "time against its parent's, in pairs": shown,
-            "validation loss": f"{spread}, n = {found['runs']}, p = {found['loss_p']:.2g}",
-            "hardware, dtype": found["hardware"],
+            "validation loss": f"{spread}, p = {record.loss_p:.2g}",
+            "hardware, dtype": record.runs[0].hardware,
             "date": record.date,
             "by": record.by,
         }
@@ -154,13 +122,6 @@ def pictures_of(repository):
     return shown
 
 
-def first_page_row(track, records, rules):
-    """A board's row of the first page's table."""
-    row = {"board": f"`{track}`", "target": f"{rules['config']['target_loss']:g}"}
-    newest = board_of(records, rules, "records/")[:1] or [{"record": "not measured yet"}]
-    return row | {name: newest[0].get(name, "-") for name in FIRST_PAGE}
-
-
 def pages_of(repository):
     """{path: text} of what `table` writes: the leaderboards, and the first page's results."""
     page, first = repository.home / "README.md", repository.root / "README.md"
@@ -171,7 +132,9 @@ def pages_of(repository):
         board = board_of(records, rules, "")
         block = table(board) if board else "No records yet."
         text = with_block(page, text, f"records/{track}", block)
-        rows.append(first_page_row(track, records, rules))
+        row = {"board": f"`{track}`", "target": f"{rules['config']['target_loss']:g}"}
+        newest = board_of(records, rules, "records/")[:1] or [{"record": "not measured yet"}]
+        rows.append(row | {name: newest[0].get(name, "-") for name in FIRST_PAGE})
     block = table(rows)
     for track in pictures_of(repository):
         words = f"Loss of {track} against seconds, beside a plain GPT"

@@ -16,8 +16,7 @@ import sys
 import warnings
 from collections import Counter
 
-from records.files import RecordError, about, require
-from records.settings import FORMS, LIMITS, RULES
+from records.files import FORMS, LIMITS, RULES, RecordError, about, require
 
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 OPERATIONS |= {ast.Div: operator.truediv, ast.Pow: operator.pow}

@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 from scipy import special  # and not scipy.stats, which takes longer to import than all records
 
-from records.settings import LIMITS, RULES
+from records.files import LIMITS, RULES
 
 ALPHA = RULES["alpha"]  # one-sided, for every claim
 CONFIDENCE = 0.95  # of the intervals that are shown
