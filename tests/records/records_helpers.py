@@ -269,8 +269,7 @@ def call(repository, capture, *words):
 
 # It writes the log of a complete run in no time, and notes the order of runs and how each one was
 # told its place. A file `stop` holds the number of a run and how it ends: "refused" before its log
-# has a header, "failed" after that, "interrupted1" or "interrupted2": so often the caller is, as by
-# Ctrl-C.
+# has a header, "failed" after that, or "interrupted": the caller is, as by Ctrl-C.
 def fake_trainer(loss=0.80, time=50, **changes):
     """A stand-in for a trainer."""
     steps = {"steps": 3, "log_every": 1, "val_every": 1, "micro_batch_tokens": 1024}

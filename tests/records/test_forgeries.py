@@ -237,7 +237,9 @@ def as_script(repository, old, new):
 
 def scripts_of_two_dtypes(repository):
     source = made.source_of("fast", dtype="float32")
-    for path in made.write_logs(repository.root, source, made.source_of("second"), 6, began=LATER)[:6]:
+    for path in made.write_logs(repository.root, source, made.source_of("second"), 6, began=LATER)[
+        :6
+    ]:
         edit(path, '"dtype": "bfloat16"', '"dtype": "float32"')
     forced(repository, "Fast", source)
 
