@@ -157,11 +157,9 @@ def make_repository(root):
     return Repository(root, RULES)
 
 
-def fixing(repository, **fields):
-    """The same repository, whose track's rules fix these fields of the configuration, too."""
-    rules = repository.rules[TRACK]
-    changed = {**rules, "config": {**rules["config"], **fields}}
-    return Repository(repository.root, {**repository.rules, TRACK: changed})
+def ruled(root, **rules):
+    """The repository in a folder, whose board has these rules, too."""
+    return Repository(root, {**RULES, TRACK: {**RULES[TRACK], **rules}})
 
 
 def fresh(repository):

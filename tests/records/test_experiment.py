@@ -232,7 +232,7 @@ def test_reproduced_runs_do_not_count_and_are_judged(repository, capsys):
     assert call(repository, capsys, *words)[0] == 0
     again = runs_in(repository, "reproduce-*-0?a")
     assert [run.seed for run in runs] == [run.seed for run in again]
-    ruled = made.fixing(repository, layers=[1])
+    ruled = made.ruled(repository.root, config={**made.FIXED, "layers": [1]})
     status, out, err = call(ruled, capsys, *words)
     assert status == 2 and "mean loss" not in out and "layers is [0, 2], the track's is [1]" in err
     (tip / "README.md").unlink()
