@@ -7,10 +7,9 @@ import signal
 import subprocess
 
 import pytest
-from matplotlib.axes import Axes
 
 import records_helpers as made
-from records import stats
+from records import picture, stats
 from records_helpers import TRACK, call, fake_trainer, folder_of, runs_in
 
 NAME = made.name_of(fake_trainer())
@@ -259,25 +258,19 @@ step:125/300 val_loss:4.6104 train_time:11.25s step_avg:90.00ms
 
 
 @pytest.mark.slow
-def test_plot_draws_records_runs_and_other_trainers_logs(pristine, tmp_path, capsys, monkeypatch):
-    drawn = []
-    plot = Axes.plot
-
-    def noted(axes, xs, ys, **style):
-        drawn.append((list(xs), list(ys), style.get("label")))
-        return plot(axes, xs, ys, **style)
-
-    monkeypatch.setattr(Axes, "plot", noted)
-    (tmp_path / "theirs.log").write_bytes(THEIRS.encode() + b"\xff\x1b[2J\0\n")
+def test_plot_draws_records_runs_and_other_trainers_logs(pristine, tmp_path, capsys):
+    theirs = tmp_path / "theirs.log"
+    theirs.write_bytes(THEIRS.encode() + b"\xff\x1b[2J\0\n")
+    assert picture.curves_of(theirs) == {"train": [], "val": [(0.0, 10.8258), (11.25, 4.6104)]}
+    run = next((pristine.root / "logs").glob("*-01a"))
+    paths = [folder_of(pristine, "First"), run, theirs]
+    out = tmp_path / "new" / "plot.svg"
+    assert call(pristine, capsys, "plot", *paths, "--out", out)[0] == 0
+    assert all(f">{path.name}<" in out.read_text() for path in paths)
+    assert call(pristine, capsys, "plot", theirs, "--out", tmp_path / "plot.png")[0] == 0
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "odd.log").write_text("nothing\n")
     os.mkfifo(tmp_path / "pipe.log")
-    out = tmp_path / "new" / "plot.png"
-    run = next((pristine.root / "logs").glob("*-01a"))
-    words = [folder_of(pristine, "First"), run, tmp_path / "theirs.log"]
-    assert call(pristine, capsys, "plot", *words, "--out", out)[0] == 0
-    assert out.read_bytes().startswith(b"\x89PNG") and len(drawn) == 2 * (4 + 1 + 1) + 3
-    assert ([0.0, 11.25], [10.8258, 4.6104], None) in drawn
-    assert {label for *_, label in drawn} == {None, *(path.name for path in words)}
     for name, reason in (("odd.log", "holds no line `step"), ("pipe.log", "no regular file")):
         status, _, err = call(pristine, capsys, "plot", tmp_path / name, "--out", out)
         assert status == 2 and reason in err and err.count("\n") == 1
