@@ -29,7 +29,6 @@ import torch.nn.functional as F
 
 BLOCK = 64  # attention and loss compute in blocks: some cuts are on their edges
 SHORT_DOCUMENTS = 63  # documents of a pass whose long ones are cut short
-NOISY = 0.3  # of the documents of a pass nothing is kept
 SUMS = ("losses", "exact", "inexact", "cuts", "changed", "cut_differs", "whole_differs")
 NOISE, CUT, WHOLE = range(3)  # what is kept of a document: nothing, all up to a cut, everything
 
@@ -199,13 +198,14 @@ class Gates:
         noisy = self.noise.copy()
         high = low + self.length
         kept = np.full(self.length, NOISE)
+        share = rng.random() / 2  # of the documents, of which nothing is kept
         # The gate looks for documents itself: what the model makes of a text is its own business.
         starts = np.flatnonzero(tokens[:high] == self.config.eot_token)
         begun = max(starts[starts <= low], default=0)
         noisy[begun:low] = tokens[begun:low]
         edges = [low, *starts[starts > low].tolist(), high]
         for begin, end in itertools.pairwise(edges):
-            if begin > low and rng.random() < NOISY:
+            if begin > low and rng.random() < share:
                 continue
             fate = rng.choice([CUT, CUT, CUT, WHOLE])
             if fate == CUT:

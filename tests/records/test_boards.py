@@ -104,7 +104,7 @@ def package(tmp_path):
     [
         ("rules.json", "{", "", "rules.json: JSONDecodeError"),
         ("rules.json", '"alpha": 0.01,', "", "'alpha'"),
-        ("forms.toml", "^step = '", "step = ", "forms.toml: TOMLDecodeError"),
+        ("forms.toml", r"^step = \[", "step = ", "forms.toml: TOMLDecodeError"),
         ("forms.toml", "^authors = .*", "authors = '('", "unterminated subpattern"),
         ("commands.toml", "^verify = ", "verify ", "commands.toml: TOMLDecodeError"),
     ],
