@@ -119,10 +119,7 @@ def test_rules_of_another_tree_do_not_count(repository, capsys):
     (repository.root / "records" / "rules.json").write_text('{"alpha": 1, "boards": {}}')
     (repository.root / "train_gpt.py").write_text("raise SystemExit('executed')\n")
     assert main(["verify", "--tree", str(repository.root)]) == 2
-    # This repository's records, where it has some, and else the corpus of its rules.
-    corpus = files.BOARDS[TRACK]["manifest_sha256"]
-    told = capsys.readouterr().err
-    assert re.search(f"is not what was merged|data manifest is .* must be '{corpus}'", told), told
+    assert "is not what was merged" in capsys.readouterr().err
 
 
 # ----- submit
