@@ -3,14 +3,13 @@
 # ./run.sh TRACK --help                list every key with its default
 # ./run.sh TRACK --check               check device, data, memory and disk without a step
 # ./run.sh test [pytest arguments]     run the tests that protect results; with --all all of them
-#
 # A call first makes what is missing: .venv with requirements.txt, and the track's data. A run has
 # one rank a GPU, or one a core. PYTHON=/path/to/python chooses the Python (3.11 or newer) of a new
 # .venv. Set-up and data report to stderr; stdout and the exit status are the trainer's own.
 if [ -z "${BASH_VERSION:-}" ]; then exec bash "$0" "$@"; fi # sh run.sh
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
-if [[ ${1:-} =~ ^(-h|--help)$ ]]; then exec sed -n '2,9s/^# \{0,1\}//p' run.sh; fi
+if [[ ${1:-} =~ ^(-h|--help)$ ]]; then exec sed -n '2,8s/^# \{0,1\}//p' run.sh; fi
 python=.venv/bin/python
 if ! cmp -s requirements.txt .venv/installed-requirements.txt; then
     if [ -e .venv ]; then base=$python; else base=${PYTHON:-python3}; fi
@@ -22,9 +21,8 @@ if ! cmp -s requirements.txt .venv/installed-requirements.txt; then
     "$python" -m pip install --disable-pip-version-check --requirement requirements.txt >&2
     cp requirements.txt .venv/installed-requirements.txt # last: a killed install is done again
 fi
-# Compiled code outlives reboots here, and CUDA must not start before the ranks are forked.
-export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$PWD/.cache/inductor}"
-export PYTORCH_NVML_BASED_CUDA_CHECK=1
+export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$PWD/.cache/inductor}" # outlives /tmp
+export PYTORCH_NVML_BASED_CUDA_CHECK=1 # CUDA must not start before the ranks are forked
 if [[ ${1:-} == test ]]; then exec "$python" -m pytest -n 2 --dist=worksteal "${@:2}"; fi
 if [[ ${1:-} == [!-]* ]]; then set -- --track "$@"; fi
 exec "$python" - "$@" <<'PYTHON'
@@ -43,8 +41,8 @@ def read(path):
 
 def limits(*names):
     """Yield the numbers in files of this process' control groups, v1 or v2, and of those above."""
-    for group in read(Path("/proc/self/cgroup")).splitlines():
-        _, controllers, path = group.split(":", 2)
+    for line in read(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
         own = Path("/sys/fs/cgroup", controllers, path.strip("/"))
         for folder in (own, *own.parents):
             found = " ".join(read(folder / name) for name in names).split()
@@ -60,9 +58,9 @@ def room_on_cpu(config):
     for [limit] in limits("memory.max", "memory.limit_in_bytes"):
         memory = min(memory, limit)
     # Coarse: torch, the n-gram table, and the vocabulary's weights with their state
-    fitting = memory / (2**30 + config.model_dim * (4 * config.ngram_rows + 16 * config.vocab_size))
-    print(f"run.sh: {cores:g} core(s), memory for {fitting:.1f} rank(s)", file=sys.stderr)
-    return min(cores, fitting)
+    room = memory / (2**30 + config.model_dim * (4 * config.ngram_rows + 16 * config.vocab_size))
+    print(f"run.sh: {cores:g} core(s), memory for {room:.1f} rank(s)", file=sys.stderr)
+    return min(cores, room)
 
 def train(rank):
     """Train as one rank, a fork of this process."""
@@ -92,6 +90,8 @@ most = most or room_on_cpu(config)
 counts = [stage.micro_batches for stage in config.stages]
 fitting = [n for n in (2, 4, 8) if n <= most and not any(count % n for count in counts)]
 ranks = max(fitting, default=1)
+if ranks == 1:
+    sys.exit(script.main(words))
 store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
 os.environ |= {"WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True"}

@@ -90,8 +90,8 @@ def test_an_old_python_is_refused_in_one_line(is_there, call, tmp_path):
 
 @pytest.fixture
 def launch(tmp_path, monkeypatch, capsys):
-    """launch(*words, gpus): what the Python part does on a machine with two cores: (ranks, 0 where
-    none is started; script and its words; builders called; stderr)."""
+    """launch(*words, gpus): what the Python part does on a machine with two cores: (ranks; script
+    and its words; builders called; stderr)."""
     builders, started = [], []
 
     def start(train, nprocs, **options):
@@ -102,20 +102,19 @@ def launch(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for script in (train_gpt, continual):
         name = Path(script.__file__).name
-        main = lambda words, name=name: started.append((0, [name, *words]))  # noqa: E731
+        main = lambda words, name=name: started.append((1, [name, *words]))  # noqa: E731
         monkeypatch.setattr(script, "main", main)
     monkeypatch.setattr(torch.multiprocessing, "start_processes", start)
     monkeypatch.setattr(subprocess, "call", lambda words, **_: builders.append(words[1:]))
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(os, "environ", {**os.environ})
     source = LAUNCH.replace('"/proc/self/cgroup"', '"absent"')
 
     def launched(*words, gpus=0):
-        with monkeypatch.context() as patch, contextlib.suppress(SystemExit):
-            patch.setattr(os, "environ", {**os.environ})
-            patch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-            patch.setattr(torch.cuda, "device_count", lambda: gpus)
-            patch.setattr(sys, "argv", ["-", *words])
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(sys, "argv", ["-", *words])
+        with contextlib.suppress(SystemExit):
             exec(compile(source, "run.sh", "exec"), {})
         return *started[-1], builders, capsys.readouterr().err
 
@@ -196,7 +195,7 @@ def test_a_run_is_resumed_by_the_script_of_its_track(track, script, launch, tmp_
     ],
 )
 def test_a_track_has_its_script_which_answers_at_once(script, words, launch):
-    assert launch(*words.split()) == (0, [script, *words.split()], [], "")
+    assert launch(*words.split()) == (1, [script, *words.split()], [], "")
 
 
 KILLED = "status:error rank 1 was ended by SIGKILL: killed, perhaps by the system for memory\n"
