@@ -14,7 +14,7 @@ with the library tokenizers 0.23.3. The tokens of your own text are bytes withou
 A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens, then
 zeros) and uint16 tokens. Each document starts with the end-of-text id, the last of its vocabulary.
 `manifest.json` describes the shards without dates and paths, so its sha256 names the corpus on
-every machine. A vocabulary file, in tiktoken's form, stands beside it.
+every machine. If --tokenizer names a vocabulary file, in tiktoken's form, a copy stands beside it.
 
 All text is held once, in one buffer, and tokenized in pieces. Exit status: 0 done, 1 disk or memory
 full, 2 something in the call to correct; stderr says what.
