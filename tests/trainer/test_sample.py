@@ -120,9 +120,8 @@ def test_sample_continues_a_prompt(prompt, use, tmp_path):
     assert run.stdout == greedy(path, prompt.encode(), 8) + "\n"
 
 
-def test_samples_top_k_and_a_prompt_file(path, use, tmp_path):
+def test_samples_and_top_k(path, use):
     """The seeds of several samples follow each other, and the likeliest token is the top one."""
-    (tmp_path / "prompt").write_text("def é(")
     words = ["--checkpoint", path, "--tokens", 12, "--temperature", 1.5]
 
     def drawn(*more):
@@ -131,12 +130,10 @@ def test_samples_top_k_and_a_prompt_file(path, use, tmp_path):
     singles = [drawn("--prompt", "def é(", "--seed", seed) for seed in (4, 5)]
     assert singles[0] != singles[1]
     expected = "".join(f"--- sample {i} of 2\n{one}" for i, one in enumerate(singles, start=1))
-    assert drawn("--prompt-file", "prompt", "--seed", 4, "--samples", 2) == expected
+    assert drawn("--prompt", "def é(", "--seed", 4, "--samples", 2) == expected
     likeliest = use("--checkpoint", path, "--tokens", 12, "--temperature", 0).stdout
     assert drawn("--top-k", 1) == likeliest not in (drawn(), drawn("--top-k", 5))
     assert drawn("--temperature", 1e-300) == likeliest
-    (tmp_path / "prompt").write_bytes(b"caf\xe9")
-    assert "no UTF-8 text" in refusal(use(*words, "--prompt-file", "prompt"))
 
 
 def test_text_streams_in_whole_characters(path, use, monkeypatch):
