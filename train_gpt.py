@@ -338,7 +338,7 @@ TRACKS = {
         tokenizer="english1024.tiktoken",
         vocab_size=1024,
         eot_token=1023,
-        steps=162,
+        steps=156,
         micro_batch_tokens=1024,
         micro_batches_a_pass=4,
         stages=(
@@ -352,7 +352,8 @@ TRACKS = {
         layers=(
             Layer(value_embedding=True, paired_heads=True, feeds_last=True),
             Layer(is_long=True, shifted_keys=True, feeds_attention=True, feeds_last=True),
-            Layer(is_long=True, value_embedding=True, shifted_keys=True, skip=2),
+            Layer(paired_heads=True),
+            Layer(is_long=True, value_embedding=True, shifted_keys=True, skip=3),
         ),
         head_dim=32,
         mlp_dim=64,
