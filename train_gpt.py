@@ -335,21 +335,23 @@ class Config:
 
 TRACKS = {
     "fineweb": Config(),
-    # fineweb's recipe at small scale, for a CPU: a twelfth of its channels, four layers, one stage,
-    # and a small vocabulary.
+    # fineweb's recipe at small scale, for a CPU: a twelfth of its channels, four layers, and a small
+    # vocabulary.
     "english": Config(
         track="english",
         data="data/english",
         tokenizer="english1024.tiktoken",
         vocab_size=1024,
         eot_token=1023,
-        steps=410,
+        steps=162,
         micro_batch_tokens=1024,
-        micro_batches_a_pass=1,
-        stages=(Stage(0.0, 2, 512, (64, 128)),),
+        micro_batches_a_pass=4,
+        stages=(
+            Stage(0.0, 2, 512, (64, 128)),
+            Stage(0.25, 4, 512, (64, 128), 1.2),
+            Stage(0.6, 8, 512, (64, 128), 1.4),
+        ),
         cooldown=(0.25, 1.0),
-        final_lr=0.1,
-        mean_share=0.0,
         untie_at=0.0,
         model_dim=64,
         layers=(
@@ -373,6 +375,7 @@ TRACKS = {
         adam_every=1,
         embed_lr=2.0,
         embed_scale_lr=5.0,
+        ngram_lr=0.3,
         val_tokens=262_144,
         val_sha256="cdf79be5415e8fdfa3e67f5e38a2d95a0db7abc021b652193350bc2f69c021f1",
         val_batch_tokens=4096,
@@ -1227,9 +1230,6 @@ class Rule:
     lr_mul: float | Tensor = 1.0  # times the group's rate; a tensor (k, 1, 1): of a bank's matrices
     decay: float = 0.0  # times matrix_decay for matrices, else the weight decay itself
     betas: tuple = (0.9, 0.99)  # Muon and SOAP-Muon read the second; the first follows a schedule
-    # Adam's, over the root mean square of the gradients beside it: a scalar whose gradient is
-    # nothing but rounding must not make full steps.
-    eps: float = 1e-3
 
 
 def ruled(values, *rule, **numbers):
@@ -1286,8 +1286,7 @@ class GPT(nn.Module):
         head = drawn(vocab, dim, std=0.005)
         # Where they part later, they are equal at first, at the head's scale.
         embed = head.clone() if untie_step(config) else embed
-        # The gradient of a rare token is small, and must make full steps at any width.
-        embeddings = functools.partial(ruled, group="embeddings", eps=1e-12)
+        embeddings = functools.partial(ruled, group="embeddings")
         of_tokens = {"lr_mul": config.embed_lr, "decay": 0.75, "betas": (0.5, 0.95)}
         self.embed = embeddings(embed, **of_tokens)
         self.head = embeddings(head, **of_tokens)
@@ -1544,12 +1543,17 @@ class Hyper(NamedTuple):
     decay: Any  # of an agreeing weight, over lr
     momentum: Any
     betas: Any
-    eps: Any  # Adam's
     dtype: torch.dtype  # of products
 
 
+ROUNDING = 1e-5  # gradients so far below those beside them are nothing else
+
+
 def adam_update(weight, grad, state, hyper):
-    """Adam (Kingma & Ba 2015) with cautious weight decay, in place; float32, of one shape."""
+    """Adam (Kingma & Ba 2015) with cautious weight decay, in place; float32, of one shape.
+
+    In place of an epsilon, values whose gradients are rounding wait: at the start some scalars have
+    no others, and full steps of these would depend on the order in which floats are added."""
     beta1, beta2 = hyper.betas
     state["first"].lerp_(grad, 1 - beta1)
     state["second"].lerp_(grad.square(), 1 - beta2)
@@ -1557,8 +1561,10 @@ def adam_update(weight, grad, state, hyper):
     second = state["second"] / (1 - beta2**hyper.count)
     # Over each matrix, each row of an embedding, all of a vector: so ranks that share out agree.
     axes = range(1, second.ndim) or (0,)
-    floor = (hyper.eps * second.mean(tuple(axes), keepdim=True).sqrt()).clamp_min(1e-30)
-    cautious_step(weight, first / (second.sqrt() + floor), hyper.lr, hyper.decay)
+    root = second.sqrt()
+    is_rounding = root <= ROUNDING * second.mean(tuple(axes), keepdim=True).sqrt()
+    update = (first / root).masked_fill(is_rounding, 0.0)
+    cautious_step(weight, update, hyper.lr, hyper.decay)
 
 
 ROW_MEMORY = 0.98  # what a row's moment keeps of itself at each of its updates
@@ -2037,7 +2043,6 @@ class ParameterGroup(Group):
                 decay=rate * self.decay * param.rule.decay,
                 momentum=momentum_at(self.config, step),
                 betas=param.rule.betas,
-                eps=param.rule.eps,
                 dtype=self.config.torch_dtype,
             )
             part = self.own(name, param.data)
@@ -2101,10 +2106,10 @@ class SmallGroup(ParameterGroup):
         rules = [param.rule for param in params]
         vector = nn.Parameter(end_to_end([param.data for param in params], runtime.device))
         # Each number of its Rule is a vector, too.
-        rows = torch.tensor([(rule.lr_mul, rule.decay, *rule.betas, rule.eps) for rule in rules])
+        rows = torch.tensor([(rule.lr_mul, rule.decay, *rule.betas) for rule in rules])
         columns = rows.repeat_interleave(sizes, 0).T.contiguous()
-        lr_mul, decay, beta1, beta2, eps = columns.to(runtime.device)
-        vector.rule = Rule("small", lr_mul, decay, (beta1, beta2), eps)
+        lr_mul, decay, *betas = columns.to(runtime.device)
+        vector.rule = Rule("small", lr_mul, decay, tuple(betas))
         super().__init__("small", config, {"small": vector}, runtime)
         self.members = members
         self.state["small"]["master"] = vector.data

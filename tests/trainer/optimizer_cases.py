@@ -33,8 +33,8 @@ def normal(*shape, seed=0):
     return draw(seed, shape)
 
 
-def hyper(count=1, lr=0.1, decay=0.0, momentum=0.9, betas=(0.9, 0.95), eps=0.0):
-    return Hyper(count, lr, decay, momentum, betas, eps, torch.float32)
+def hyper(count=1, lr=0.1, decay=0.0, momentum=0.9, betas=(0.9, 0.95)):
+    return Hyper(count, lr, decay, momentum, betas, torch.float32)
 
 
 def adam_step(adam, decay):

@@ -53,28 +53,16 @@ def test_adam_is_torchs_but_for_its_decay(betas, decay):
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 7), (3, 5, 7)], ids=str)
-def test_adams_epsilon_is_a_share_of_the_gradients_beside_it(shape):
-    """Those of a vector, of each row of an embedding, and of each matrix of a bank: torch's Adam,
-    which steps one of them after the other, is given this share as a number."""
-    eps, betas = 0.3, (0.8, 0.95)
-    weight = cases.normal(*shape).double()
-    units = weight.clone().view(-1 if len(shape) > 1 else 1, *shape[1:] or shape)
-    params = [nn.Parameter(unit) for unit in units]
-    reference = torch.optim.AdamW([{"params": [param]} for param in params], 0.01, betas)
-    state = {key: torch.zeros_like(weight) for key in ("first", "second")}
-    for step in range(1, 6):
-        scale = 10.0 ** torch.arange(len(units)).view(-1, *[1] * (units.ndim - 1))
-        grads = cases.normal(*units.shape, seed=step).double() * scale * step
-        for param, grad, group in zip(params, grads, reference.param_groups, strict=True):
-            param.grad = grad
-            second = reference.state[param].get("exp_avg_sq", 0) * betas[1]
-            second = (second + (1 - betas[1]) * grad.square()) / (1 - betas[1] ** step)
-            group.update(eps=eps * second.mean().sqrt().item(), weight_decay=0)
-        reference.step()
-        numbers = cases.hyper(step, 0.01, betas=betas, eps=eps)
-        train_gpt.adam_update(weight, grads.view(shape), state, numbers)
-        expected = torch.stack([param.data for param in params]).view(shape)
-        torch.testing.assert_close(weight, expected, rtol=1e-12, atol=1e-12)
+def test_adam_leaves_values_alone_whose_gradients_are_rounding(shape):
+    """They are tiny beside the others of a vector, of a row of an embedding, or of a matrix."""
+    grad = cases.normal(*shape).double()
+    grad[..., 0] *= 1e-7
+    weight = torch.zeros_like(grad)
+    state = {"first": torch.zeros_like(grad), "second": torch.zeros_like(grad)}
+    train_gpt.adam_update(weight, grad, state, cases.hyper(lr=0.1))
+    expected = -0.1 * grad.sign()
+    expected[..., 0] = 0
+    torch.testing.assert_close(weight, expected)
 
 
 def losses_of_steps(monkeypatch, chunk, together):
@@ -96,8 +84,7 @@ def losses_of_steps(monkeypatch, chunk, together):
 
 def test_no_step_is_made_of_rounding(monkeypatch):
     """At the start the first gradients of residual_scale, embed_scale and skip_scale are zero but
-    for rounding, so that the order of sums decides on their signs. Under Adam with one epsilon for
-    gradients of all sizes, these losses differ by several times as much."""
+    for rounding, so that the order of sums decides on their signs."""
     losses = losses_of_steps(monkeypatch, 64, 1)
     assert losses[-1] < losses[0] - 2
     assert losses_of_steps(monkeypatch, 256, 8) == pytest.approx(losses, abs=1e-4)
@@ -313,7 +300,7 @@ def test_untying_inside_a_cycle_is_torchs_adam_on_one_table_then_on_two(dtype):
     def adam_of(name, table):
         rule = cases.RULES[name]
         lr = config.adam_lr * rule.lr_mul
-        return torch.optim.AdamW([table], lr, rule.betas, rule.eps, weight_decay=0)
+        return torch.optim.AdamW([table], lr, rule.betas, 1e-12, weight_decay=0)
 
     head = nn.Parameter(model.head.detach().double())
     tables, adam = {"head": head}, {"head": adam_of("head", head)}
