@@ -56,12 +56,10 @@ class ContinualConfig(Config):
         heads = self.model_dim // self.head_dim
         query_rows = self.model_dim if heads % 2 else 2 * self.head_dim  # of a matrix of q or k
         for rank in (self.model_dim, query_rows, min(self.model_dim, self.mlp_dim)):
-            require(
-                ratio == 1 or 0 < frozen_count(rank, ratio) < rank,
-                f"unfreeze_rank_ratio={ratio}: rounds to {round(ratio * rank)} of a matrix' {rank} "
-                f"directions that may move; at 0 nothing learns, and at {rank} nothing is "
-                "protected: say 1 if that is meant",
-            )
+            words = f"unfreeze_rank_ratio={ratio}: {round(ratio * rank)} of {rank} directions"
+            remedy = f"with 0 nothing learns, with {rank} nothing is protected; say 1 for that"
+            is_partial = ratio == 1 or 0 < frozen_count(rank, ratio) < rank
+            require(is_partial, f"{words} of a matrix would move", remedy=remedy)
 
 
 FIRST_TRACK = "english"

@@ -35,7 +35,6 @@ import datetime
 import functools
 import hashlib
 import importlib.util
-import inspect
 import itertools
 import json
 import math
@@ -96,28 +95,25 @@ def require(condition, where, problem="", remedy=""):
 
 
 def one_line(error):
-    """What an error says, on one printable line; of a long text the beginning and the end."""
+    """An error's message on one printable line. A long one is cut in its middle."""
     text = ascii(str(error))[1:-1]
     return text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
 
 
 def knob(default, help_text, low=None, high=None, unit=None, form=".*"):
-    """A field: its default, its line of --help, and what it may hold. Its numbers, also those in a
-    tuple, are `low` to `high` and multiples of `unit`; as text it matches the expression `form`."""
+    """A field with its default, its line of --help and its limits: numbers, also those in a tuple,
+    are `low` to `high` and multiples of `unit`, and text matches the regular expression `form`."""
     metadata = {"help": help_text, "limits": (low, high, unit, form)}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def has_type(value, kind):
-    """Whether a value is of a type such as float, which an int is, too, or tuple[int, ...]."""
-    parts = get_args(kind)
-    if not parts:
-        return type(value) is kind or (kind is float and type(value) is int)
-    if type(value) is not tuple:
-        return False
-    if parts[-1] is ...:
-        parts = parts[:1] * len(value)
-    return len(value) == len(parts) and all(map(has_type, value, parts))
+    """Whether a value has the type of a field. An int may stand for a float."""
+    kinds = get_args(kind)
+    if kinds:  # a tuple, whose parts are all of one type
+        is_tuple = type(value) is tuple and (... in kinds or len(value) == len(kinds))
+        return is_tuple and all(has_type(part, kinds[0]) for part in value)
+    return type(value) is kind or (kind is float and type(value) is int)
 
 
 def check_fields(values, where=""):
@@ -160,7 +156,6 @@ class Stage:
     windows: Windows = knob((128, 384), "attention windows: short, long", *WINDOW)
     lr_mul: float = knob(1.0, "factor of all learning rates, ahead of the cooldown", *POSITIVE)
     mtp_weights: tuple[float, ...] = knob((1.0,), "loss weights of the tokens to come", *SIZE)
-    prefix_weight: float = knob(0.0, "loss weight of the next token's prefix", 0, 1)
     softmax_rows: int = knob(0, "rows of training's softmax, a sample; 0: all of them", *SIZE)
 
 
@@ -174,14 +169,14 @@ class Layer:
     shifted_keys: bool = knob(False, "half of each key is that of the token before")
     paired_heads: bool = knob(False, "pairs of heads see each other's keys and values")
     exclusive: bool = knob(False, "its outputs leave out shares of the tokens' own values")
-    skip: int = knob(0, "it also reads what left the layer so many before; 0: none", 0, 64)
-    decides_gates: bool = knob(False, "ahead of it, each token decides the gates of heads anew")
-    feeds_attention: bool = knob(False, "attention of later layers reads what leaves it")
-    feeds_last: bool = knob(False, "the last layer mixes in what leaves it")
+    skip: int = knob(0, "it adds the output of the layer so many before; 0: none", 0, 64)
+    decides_gates: bool = knob(False, "each token decides the gates of heads anew before it")
+    feeds_attention: bool = knob(False, "attention of later layers reads its output")
+    feeds_last: bool = knob(False, "the last layer mixes in its output")
 
 
 def as_rows(kind, rows, **changes):
-    """Rows of a track's table, objects of a kind or dicts of its fields, with some other values."""
+    """A tuple of objects of a kind, made of these or of dicts of their fields, with changes."""
     try:
         rows = [kind(**row) if isinstance(row, dict) else row for row in rows]
         return tuple(dataclasses.replace(row, **changes) for row in rows)
@@ -192,8 +187,8 @@ def as_rows(kind, rows, **changes):
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All values of a run; the defaults are the track fineweb's. records/NOTES.md has the sources
-    of its numbers, none of which has been tuned on a GPU. Raises ConfigError."""
+    """All values of a run. The defaults are those of the track fineweb: records/NOTES.md has their
+    sources, and none has been tuned on a GPU. Raises ConfigError."""
 
     # --- data
     track: str = knob("fineweb", "name of the track that these values belong to")
@@ -206,19 +201,21 @@ class Config:
     micro_batch_tokens: int = knob(16384, "tokens of a micro-batch", *PASS)
     micro_batches_a_pass: int = knob(3, "the most micro-batches of a forward pass", 1, 65536)
     stages: tuple[Stage, ...] = knob(
-        (  # start, micro-batches, cap, (short, long) windows, rate, weights: tokens, prefix; rows
-            Stage(0.0, 8, 896, (128, 384), 1.0, (1.0, 0.5, 0.25), 0.25, 16384),
-            Stage(320 / 1194, 16, 2048, (384, 896), 1.52, (1.0, 0.5), 0.25, 16384),
-            Stage(681 / 1194, 24, 2560, (640, 1408), 1.73, (1.0,), 0.0, 16384),
+        (  # start, micro-batches, cap, (short, long) windows, rate, weights of tokens, softmax
+            Stage(0.0, 8, 896, (128, 384), 1.0, (1.0, 0.5, 0.25), 16384),
+            Stage(320 / 1194, 16, 2048, (384, 896), 1.52, (1.0, 0.5), 16384),
+            Stage(681 / 1194, 24, 2560, (640, 1408), 1.73, (1.0,), 16384),
             Stage(1174 / 1194, 8, 2560, (768, 1664)),
         ),
         "rows of the schedule; fields of a stage are options, too, for all stages",
     )
-    cooldown: Pair = knob((234 / 1194, 1174 / 1194), "fractions where rates fall", 0, 1)
+    cooldown: Pair = knob(
+        (234 / 1194, 1174 / 1194), "fractions of the steps between which rates fall", 0, 1
+    )
     final_lr: float = knob(0.3, "factor of the rates at the end of the cooldown", 0, 1)
-    # With the mean and the high final_lr beside it 0.020 nats, on record #92's word alone.
-    mean_share: float = knob(0.25, "last share of the steps, whose weights' mean counts", 0, 1)
-    untie_at: float = knob(1174 / 1194, "where head and embedding part; 0: apart", 0, 1)
+    # Record #92 reports 0.020 nats for the mean and the high final_lr together.
+    mean_share: float = knob(0.25, "last share of the steps, over which weights are averaged", 0, 1)
+    untie_at: float = knob(1174 / 1194, "fraction at which head and embedding part", 0, 1)
     # --- model
     model_dim: int = knob(768, "width of the residual stream", GATE_DIM, 65536)
     head_dim: int = knob(128, "width of an attention head", 4, 65536, 4)
@@ -240,13 +237,13 @@ class Config:
         "rows of the model, a transformer block each",
     )
     mlp_reach: int = knob(3, "tokens before its own that an MLP reads; 0: none", 0, 16)
-    value_std: float = knob(0.25, "std of values' matrices at first, times sqrt(width)", 0, 1)
-    output_std: float = knob(0.5, "likewise, of the projections behind attention", 0, 1)
+    value_std: float = knob(0.25, "initial std of the value matrices, times sqrt(model_dim)", 0, 1)
+    output_std: float = knob(0.5, "the same of the output matrices of attention", 0, 1)
     attention_scale: float = knob(0.1, "factor of scores ahead of the softmax", *POSITIVE)
-    logit_cap: Pair = knob((23.0, 5.0), "(a, b) of a sigmoid((z + b) / 7.5)", 0, 70)
+    logit_cap: Pair = knob((23.0, 5.0), "(a, b): logits are a sigmoid((z + b) / 7.5)", 0, 70)
     # --- table
     ngram_orders: Orders = knob((2, 3), "orders of hashed n-grams", 2, 32)
-    # 12 GiB over all ranks: about 0.005 nats less than 2^21 rows have, by record #92's sizes.
+    # They take 12 GiB over all ranks, and by record #92's sizes gain about 0.005 nats over 2^21.
     ngram_rows: int = knob(2**22, "rows of the table, for all columns", 1, 2**31 - 1)
     copy_orders: Orders = knob((2, 3, 5, 8), "orders of copies from the document", 2, 32)
     copy_reach: int = knob(2048, "tokens that copies look back", *SIZE)
@@ -257,8 +254,8 @@ class Config:
     basis_every: int = knob(10, "soap rules: steps between new eigenbases", *OFTEN)
     one_sided_above: int = knob(1024, "soap rules: a larger side has no eigenbasis", *SIZE)
     adam_lr: float = knob(0.008, "rate of embeddings, head and scalars under Adam", *POSITIVE)
-    embed_lr: float = knob(1.0, "rate of embedding and head, times adam_lr", *POSITIVE)
-    embed_scale_lr: float = knob(0.1, "rate of embed_scale, times adam_lr", *POSITIVE)
+    embed_lr: float = knob(1.0, "rate of embedding and head, as a multiple of adam_lr", *POSITIVE)
+    embed_scale_lr: float = knob(0.1, "rate of embed_scale, as a multiple of adam_lr", *POSITIVE)
     adam_every: int = knob(2, "Adam steps every k-th step, on the sum of gradients", *OFTEN)
     ngram_lr: float = knob(0.15, "row-wise Adagrad's rate of the table; 0: frozen", *NOT_NEGATIVE)
     ngram_floor: float = knob(0.2, "a row slows down below this gradient RMS", *POSITIVE)
@@ -279,7 +276,7 @@ class Config:
     seed: int = knob(-1, "seed of weights and data order; -1: drawn", -1, 2**63 - 1)
     device: str = knob("auto", "where it computes", form="auto|cpu|cuda")
     dtype: str = knob("bfloat16", "of matrices and activations", form="bfloat16|float32")
-    attention: str = knob("auto", "back end of attention", form="auto|sdpa|varlen")
+    attention: str = knob("auto", "back end of attention", form="auto|sdpa")
     compile: bool = knob(True, "compile the model with torch.compile")
 
     def __post_init__(self):
@@ -291,25 +288,25 @@ class Config:
         check_fields(self)
         self.check_together()
 
-    def require(self, name, condition, problem):
-        """Refuse the value that a field has, unless the condition holds."""
-        require(condition, f"{name}={getattr(self, name)}", problem)
-
     def check_together(self):
         """Check what depends on several fields, where a run would fail obscurely, or go wrong."""
         starts = [stage.start for stage in self.stages]
         is_rising = starts == sorted({0, *starts})
         require(is_rising, f"stages: starts {starts} must begin at 0, and then rise")
         for stage in self.stages:
-            count = len(stage.mtp_weights)
-            require(0 < count <= 16, f"{count} mtp_weights", "must be 1 to 16")
-        self.require("vocab_size", self.eot_token < self.vocab_size, "must be above eot_token")
+            require(stage.mtp_weights, "mtp_weights=()", "must be one or more")
+            rows = stage.softmax_rows  # among which is each token of a micro-batch
+            least = self.micro_batch_tokens
+            message = f"must be 0, or at least micro_batch_tokens={least}"
+            require(rows == 0 or rows >= least, f"softmax_rows={rows}", message)
+        is_inside = self.eot_token < self.vocab_size
+        require(is_inside, f"vocab_size={self.vocab_size}", "must be above eot_token")
         units = {"model_dim": "head_dim", "val_tokens": "val_batch_tokens"}
         units["save_every"] = "adam_every"
         for name, unit in units.items():
+            value = getattr(self, name)
             size = getattr(self, unit)
-            is_multiple = getattr(self, name) % size == 0
-            self.require(name, is_multiple, f"must be a multiple of {unit}={size}")
+            require(value % size == 0, f"{name}={value}", f"must be a multiple of {unit}={size}")
         heads = self.model_dim // self.head_dim
         for number, layer in enumerate(self.layers):
             where = f"layers[{number}]"
@@ -320,8 +317,7 @@ class Config:
             require(layer.attends or not any(kinds), where, "has no attention to change")
         is_closed = self.layers and not self.layers[-1].feeds_last
         require(is_closed, "layers", "must be one or more, and the last has no feeds_last")
-        is_named = self.resume != "auto" or self.run_id
-        self.require("resume", is_named, "needs --run-id")
+        require(self.resume != "auto" or self.run_id, "resume=auto", "needs --run-id")
 
     @property
     def torch_dtype(self):
@@ -335,8 +331,7 @@ class Config:
 
 TRACKS = {
     "fineweb": Config(),
-    # fineweb's recipe at small scale, for a CPU: a twelfth of its channels, four layers, and a small
-    # vocabulary.
+    # fineweb's recipe at small scale, for a CPU: a twelfth of its channels, and four layers.
     "english": Config(
         track="english",
         data="data/english",
@@ -357,8 +352,7 @@ TRACKS = {
         layers=(
             Layer(value_embedding=True, paired_heads=True, feeds_last=True),
             Layer(is_long=True, shifted_keys=True, feeds_attention=True, feeds_last=True),
-            Layer(paired_heads=True),
-            Layer(is_long=True, value_embedding=True, shifted_keys=True, skip=3),
+            Layer(is_long=True, value_embedding=True, shifted_keys=True, skip=2),
         ),
         head_dim=32,
         mlp_dim=64,
@@ -399,20 +393,17 @@ def stage_at(config, step):
 
 
 def loss_weights_at(config, step):
-    """The loss weights at a step, of the next token, the second-next, ..., and of the next one's
-    prefix: those of the stage, which move in a line towards the next stage's."""
+    """The loss weights at a step, of the next token, the second-next, and so on: those of the
+    stage, which move in a line towards the next stage's."""
     count = len(stage_at(config, step).mtp_weights)
-    rows = []
-    for stage in config.stages:
-        weights = [*stage.mtp_weights, *[0.0] * count][:count]
-        rows.append([*weights, stage.prefix_weight])
     starts = [stage.start * config.steps for stage in config.stages]
+    rows = [[*stage.mtp_weights, *[0.0] * count][:count] for stage in config.stages]
     return tuple(np.interp(step, starts, column) for column in zip(*rows, strict=True))
 
 
 def micro_batches_of_pass(config, step, runtime):
-    """How many micro-batches each pass of a rank reads at a step: as many as it may, but the same
-    number in all of the step, since each number is compiled anew."""
+    """Micro-batches of each forward pass of a rank: as many as micro_batches_a_pass allows, but the
+    same number in all passes of a step, since each number is compiled anew."""
     own = len(range(runtime.rank, stage_at(config, step).micro_batches, runtime.world_size))
     return max(count for count in range(1, config.micro_batches_a_pass + 1) if own % count == 0)
 
@@ -439,48 +430,30 @@ def momentum_at(config, step):
 
 
 def untie_step(config):
-    """The step from which on head and embedding learn apart: their weights are equal before it. It
-    starts a cycle of Adam's, whose summed gradients belong to one model."""
+    """The first step that updates head and embedding apart; before it their weights are equal. A
+    cycle of Adam begins there, so that the gradients of a cycle are of one model."""
     cycles = math.ceil(round(config.untie_at * config.steps) / config.adam_every)
     return cycles * config.adam_every
 
 
-@functools.cache
-def as_size(number):
-    """A tensor of that size, which compiled code takes as any: it holds for other numbers, too."""
-    tensor = torch.empty(number, dtype=torch.int8)
-    torch._dynamo.mark_dynamic(tensor, 0)
-    return tensor
-
-
 class Phase(NamedTuple):
-    """What the compiled model depends on: each new value is compiled anew, but for numbers that
-    came as sizes of tensors."""
+    """What the compiled model depends on. Each new value is compiled anew, but for VarlenAttention,
+    with which one graph holds for all numbers of ANY_SIZE."""
 
     windows: tuple  # tokens that attention sees, in short and in long layers
     max_segment: int  # tokens of the longest segment that attention sees at once
-    targets: int = 1  # that a position predicts: the next token, the second-next, ...
-    has_prefix: bool = False  # whether it predicts the prefix of the next one, too
     softmax_rows: int = 0  # rows of the vocabulary in the softmax; 0: all
 
-    def as_sizes(self):
-        """The same with its windows and its longest segment as sizes of tensors."""
-        windows = tuple(map(as_size, self.windows))
-        return self._replace(windows=windows, max_segment=as_size(self.max_segment))
 
-    def as_numbers(self):
-        """The inverse of as_sizes."""
-        windows = tuple(window.size(0) for window in self.windows)
-        return Phase(windows, self.max_segment.size(0), *self[2:])
+ANY_SIZE = r"L\['phase'\]\.(windows|max_segment)"  # as torch.compile calls them
 
 
 def training_phase(config, step):
     """The Phase of a training step."""
     stage = stage_at(config, step)
     longest = min(stage.document_cap, config.micro_batch_tokens)
-    targets = len(stage.mtp_weights)
     rows = stage.softmax_rows if stage.softmax_rows < config.vocab_size else 0
-    return Phase(stage.windows, longest, targets, stage.prefix_weight > 0, rows)
+    return Phase(stage.windows, longest, rows)
 
 
 def evaluation_phase(config, step, length):
@@ -508,22 +481,20 @@ class Shard(NamedTuple):
     path: Path
     sha256: str  # by the manifest
     count: int  # of its tokens
-    stamp: tuple  # its size and the time of its last change
+    changed: int  # the time of its last change, in ns
 
     def read(self):
         """Its tokens, uint16. Raises ConfigError where the file has changed meanwhile."""
-        found = self.path.stat()
-        is_same = (found.st_size, found.st_mtime_ns) == self.stamp
+        is_same = open_shard(self.path, self.sha256) == self
         remedy = "bring the corpus back and go on with --resume, or start another run"
         require(is_same, self.path, "is not the file that the run began with", remedy)
         return np.fromfile(self.path, "<u2", offset=4 * HEADER_INTS)
 
     def checked(self, config):
-        """Its tokens, once they are those of the manifest and of the vocabulary."""
+        """Its tokens, after a check of their ids and of the file's sha256. Raises ConfigError."""
         tokens = self.read()
-        largest = int(tokens.max())
-        message = f"token id {largest} is beyond the vocabulary's eot_token={config.eot_token}"
-        require(largest <= config.eot_token, self.path, message, "leave --eot-token out")
+        message = f"token id {tokens.max()} is beyond the vocabulary's eot_token={config.eot_token}"
+        require(tokens.max() <= config.eot_token, self.path, message, "leave --eot-token out")
         is_whole = file_sha256(self.path) == self.sha256
         require(is_whole, self.path, "its sha256 is not the manifest's", BUILD)
         return tokens
@@ -535,8 +506,8 @@ def file_sha256(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def open_shard(path, sha256=None):
-    """The Shard of a file. Raises ConfigError where it is none."""
+def open_shard(path, sha256):
+    """The Shard of a file, which should have this sha256. Raises ConfigError where it is none."""
     require(path.is_file(), path, "no such file", BUILD)
     found = path.stat()
     count = (found.st_size - 4 * HEADER_INTS) // 2
@@ -544,19 +515,20 @@ def open_shard(path, sha256=None):
     due = [*SHARD_KIND, count]
     message = f"its header is {header}, and {due} would fit its size"
     require(header == due and count > 0, path, message, BUILD)
-    return Shard(path, sha256, count, (found.st_size, found.st_mtime_ns))
+    return Shard(path, sha256, count, found.st_mtime_ns)
 
 
-def open_split(folder, manifest, split):
+def open_split(config, manifest, split):
     """The Shards of a split, in the order of their names. Raises ConfigError."""
-    names = sorted(name for name in manifest["shards"] if f"_{split}_" in name)
-    require(names, folder, f"no *_{split}_*.bin shards", BUILD)
-    return [open_shard(folder / name, manifest["shards"][name]) for name in names]
+    folder = Path(config.data).absolute()
+    rows = sorted(row for row in manifest["shards"].items() if f"_{split}_" in row[0])
+    require(rows, folder, f"no *_{split}_*.bin shards", BUILD)
+    return [open_shard(folder / name, sha256) for name, sha256 in rows]
 
 
 def read_manifest(folder):
-    """What a corpus says of itself, with its own sha256 and its shards as {file name: sha256}. A
-    file that it does not name is none of the corpus. Raises ConfigError."""
+    """The manifest.json of a corpus, with its own sha256 and its shards as {file name: sha256}. The
+    corpus is what it names. Raises ConfigError."""
     path = Path(folder, "manifest.json").absolute()
     require(path.is_file(), path, "no such file", BUILD)
     try:
@@ -566,41 +538,29 @@ def read_manifest(folder):
         size = manifest["vocab_size"]
         is_last = 1 < size < 2**16 and manifest["eot_token"] == size - 1
         require(is_last, f"eot_token is not the last id of vocab_size={size}, below 65535")
-        for name in ("token_bytes", "prefix_tokens"):  # empty where they are not known
-            manifest[name] = np.array(manifest.get(name, []), np.uint16).tolist()
-            require(len(manifest[name]) in (0, size), f"{name} are not {size} numbers")
+        token_bytes = manifest.get("token_bytes", [0] * size)  # 0: not known
+        manifest["token_bytes"] = np.array(token_bytes, np.uint16).tolist()
+        require(len(token_bytes) == size, f"token_bytes are not {size} numbers")
     except Exception as error:  # odd content raises many types
         raise ConfigError(f"{path}: cannot be read ({one_line(error)}); {BUILD}") from None
     return {**manifest, "sha256": hashlib.sha256(content).hexdigest(), "shards": shards}
 
 
 def vocabulary_of(folder):
-    """{field: value} of a corpus' vocabulary, in multiples of 128, as tensor cores like."""
+    """{field of Config: value} of a corpus' vocabulary. Tensor cores like multiples of 128."""
     manifest = read_manifest(folder)
-    size = 128 * math.ceil(manifest["vocab_size"] / 128)
-    name = str(manifest.get("tokenizer", "own"))
-    return {"tokenizer": name, "vocab_size": size, "eot_token": manifest["eot_token"]}
+    return {
+        "tokenizer": str(manifest.get("tokenizer", "own")),
+        "vocab_size": 128 * math.ceil(manifest["vocab_size"] / 128),
+        "eot_token": manifest["eot_token"],
+    }
 
 
 def fitting_val_tokens(config):
-    """val_tokens, or of a smaller validation split the largest multiple of val_batch_tokens."""
-    folder = Path(config.data).absolute()
-    shards = open_split(folder, read_manifest(folder), "val")
+    """val_tokens, or, of a smaller validation split, what fills batches of val_batch_tokens."""
+    shards = open_split(config, read_manifest(config.data), "val")
     passes = (sum(shard.count for shard in shards) - 1) // config.val_batch_tokens
     return min(config.val_tokens, max(1, passes) * config.val_batch_tokens)
-
-
-def prefix_tokens(config):
-    """(vocab_size,) int64: the longest token that a token begins with, by the corpus' manifest; its
-    own id where there is none, or where no loss asks for it. Raises ConfigError."""
-    prefixes = np.arange(config.vocab_size)
-    if any(stage.prefix_weight > 0 for stage in config.stages):
-        known = read_manifest(config.data)["prefix_tokens"]
-        is_there = known and max(known) <= config.eot_token
-        message = f"needs prefix_tokens, which the manifest of {config.data} does not have"
-        require(is_there, "prefix_weight", message, "build it again, or --prefix-weight 0")
-        prefixes[: len(known)] = known
-    return prefixes
 
 
 class Corpus(NamedTuple):
@@ -612,7 +572,7 @@ class Corpus(NamedTuple):
     passes: int  # over the shards that training takes
 
     def require_same(self, sha256, message):
-        """Refuse a corpus whose manifest is not that of a checkpoint, which has this sha256."""
+        """Raise ConfigError unless the manifest has this sha256, which a checkpoint names."""
         remedy = "bring that one back, or name its place by --data"
         require(self.manifest["sha256"] == sha256, message, remedy=remedy)
 
@@ -621,22 +581,20 @@ def open_corpus(config):
     """Open and check all shards that a run needs. Raises ConfigError where they do not suit it."""
     folder = Path(config.data).absolute()
     manifest = read_manifest(folder)
-    eot_token = manifest["eot_token"]
-    message = f"documents start with {eot_token}, and not with eot_token={config.eot_token}"
-    require(eot_token == config.eot_token, folder, message, "leave --eot-token out")
+    message = f"its documents do not start with eot_token={config.eot_token}"
+    require(manifest["eot_token"] == config.eot_token, folder, message, "leave --eot-token out")
     needed = config.val_tokens + 1
-    parts = [shard.checked(config)[:needed] for shard in open_split(folder, manifest, "val")]
+    parts = [shard.checked(config)[:needed] for shard in open_split(config, manifest, "val")]
     val = np.concatenate(parts)[:needed]
     message = f"{len(val):,} validation tokens, val_tokens={config.val_tokens:,} takes one more"
     require(len(val) == needed, folder, message, "lower --val-tokens, or add text to validate on")
-    shards = open_split(folder, manifest, "train")
+    shards = open_split(config, manifest, "train")
     needed = training_tokens(config)
-    length = config.micro_batch_tokens
     held = 0  # tokens that fill micro-batches
     for shard in shards:
         if held < needed:  # the run gets here
             shard.checked(config)
-        held += (shard.count - 1) // length * length
+        held += (shard.count - 1) // config.micro_batch_tokens * config.micro_batch_tokens
     message = f"one pass over the shards has {held:,} tokens, the schedule takes {needed:,}"
     is_own = config.data != TRACKS[config.track].data  # the user's: it is read as often as needed
     require(0 < held and (is_own or needed <= held), folder, message, "lower --steps, or add text")
@@ -656,14 +614,9 @@ class Passage(NamedTuple):
     depth: Any  # (T,) int64: how many tokens of its document stand before each
     start: Any  # (T,) int64: the index in [0, T) at which the token's attention segment starts
 
-    @property
-    def targets(self):
-        """The next tokens, (T,)."""
-        return self.text[self.position + 1]
-
 
 def documents_of(text, eot_token):
-    """The positions at which documents start; tokens before the first mark are one, too."""
+    """The positions at which documents start. The first tokens are of a document, too."""
     return np.union1d([0], np.flatnonzero(text == eot_token))
 
 
@@ -680,24 +633,24 @@ def contiguous_passage(text, eot_token, low, length):
 
 
 # 3. Inputs =======================================================================================
-# What the model reads of a token: its id; for each order n the row of the table that a hash of the
-# last n tokens, an n-gram, names; and copies, guesses at the next token (see GPT.copied).
+# The model reads three things of a token: its id; rows of a table, one for each order n, which a
+# hash of the last n tokens (an n-gram) selects; and copies, which are guesses at the next token.
 
 TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)
 MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
 HASH_POWERS = np.uint64(pow(MIX, -1, 2**64)) ** np.arange(33, dtype=np.uint64)
 NO_TOKEN = 2**16 - 1  # no token's id
 PREFETCH = 4  # steps that the loader's thread works ahead
-# A pass has room for so many segments, or for one in 128 tokens, or, at the price of a compilation,
-# for the next power of two. FineWeb has at most 56 in 16,384 (modded-nanogpt, 2026-03-22).
+# Segments that fit into a pass at least. Where there are more, and more than one in 128 tokens, the
+# model is compiled anew. FineWeb has at most 56 in 16,384 tokens (modded-nanogpt, 2026-03-22).
 SEGMENT_ROOM = 128
 
 
 def ngram_keys(text, position, depth, order):
     """Hash keys (t,) uint64 of the n-grams of `order` tokens that end at positions (t,) of a text.
 
-    A key is a polynomial of the tokens' random numbers modulo 2^64 (Karp & Rabin 1987). Where fewer
-    tokens of the document stand before, depth (t,), it is that of the shorter n-gram.
+    A key is a polynomial of the tokens' random numbers modulo 2^64 (Karp & Rabin 1987). depth (t,):
+    how many tokens of the document stand before each; where these are too few, n-grams are shorter.
     """
     keys = np.zeros(len(position), np.uint64)
     for back in range(order):
@@ -729,21 +682,19 @@ def copies(passage, config):
     what followed the last earlier occurrence of the last n tokens in the same document, at most
     `copy_reach` tokens back. NO_TOKEN where there is none."""
     text, position, depth, start = passage
-    index = np.arange(len(position))
-    # Before each segment stands what its document has within reach.
-    count = 1 + np.where(start == index, np.minimum(depth, config.copy_reach), 0)
+    index = np.arange(len(start))
+    # Each segment is searched with what its document has within reach before it.
+    count = 1 + (start == index) * np.minimum(depth, config.copy_reach)
     token = np.repeat(index, count)
     back = np.cumsum(count)[token] - 1 - np.arange(len(token))  # from the passage's token
     position = position[token] - back
-    depth = depth[token] - back
-    segment = start[token]
+    segment = start[token].astype(np.uint64) * MIX
     guesses = np.full((len(token), len(config.copy_orders)), NO_TOKEN, np.int32)
     for column, order in enumerate(config.copy_orders):
-        keys = ngram_keys(text, position, depth, order)
+        keys = ngram_keys(text, position, depth[token] - back, order) + segment
         by_key = np.argsort(keys, kind="stable")
         earlier, later = by_key[:-1], by_key[1:]
-        is_copy = (keys[earlier] == keys[later]) & (segment[earlier] == segment[later])
-        is_copy &= later - earlier <= config.copy_reach
+        is_copy = (keys[earlier] == keys[later]) & (later - earlier <= config.copy_reach)
         guesses[later[is_copy], column] = text[position[earlier[is_copy]] + 1]
     return guesses[back == 0]
 
@@ -756,8 +707,8 @@ def row_fingerprint(config):
 
 
 class MicroBatch(NamedTuple):
-    """The T tokens that one forward pass reads, on the model's device: in training those of one
-    passage, or of several, end to end."""
+    """The T tokens of one forward pass, on the model's device: one Passage, or several of them end
+    to end."""
 
     inputs: Tensor  # (T,) int32 token ids
     targets: Tensor  # (T,) int64 next token ids
@@ -784,8 +735,8 @@ def to_device(array, device):
 
 def make_pass(passages, config, device):
     """The MicroBatch that reads these passages end to end."""
-    inputs = np.concatenate([each.text[each.position] for each in passages])
-    targets = np.concatenate([each.targets for each in passages])
+    inputs = np.concatenate([each.text[each.position] for each in passages], dtype=np.int32)
+    targets = np.concatenate([each.text[each.position + 1] for each in passages], dtype=np.int64)
     starts = [each.start + number * len(each.start) for number, each in enumerate(passages)]
     start = np.concatenate(starts).astype(np.int32)
     length = len(inputs)
@@ -794,17 +745,8 @@ def make_pass(passages, config, device):
     bounds = np.full(room, length, np.int32)  # behind the last segment are empty ones
     bounds[: len(first)] = first
     guesses = np.concatenate([copies(each, config) for each in passages])
-    arrays = inputs.astype(np.int32), targets.astype(np.int64), start, bounds, guesses
+    arrays = inputs, targets, start, bounds, guesses
     return MicroBatch(*(to_device(array, device) for array in arrays))
-
-
-def require_room_in_softmax(passage, stage):
-    """Refuse a micro-batch whose targets and their prefixes, which all take part in the sampled
-    softmax, may leave it no row to stand for the rest of the vocabulary."""
-    most = len(np.unique(passage.targets)) * (2 if stage.prefix_weight else 1)
-    message = f"a micro-batch has up to {most} different targets and prefixes"
-    remedy = "raise it, or 0 for the whole vocabulary"
-    require(most < stage.softmax_rows, f"softmax_rows={stage.softmax_rows}", message, remedy)
 
 
 class TrainLoader:
@@ -822,21 +764,17 @@ class TrainLoader:
         self.step = first_step  # the next one to assemble
         length = config.micro_batch_tokens
         self.number = training_tokens(config, first_step) // length  # of its first micro-batch
-        self.last = training_tokens(config) // length - 1
         counts = [(shard.count - 1) // length for shard in shards]
-        # Of the shards, in micro-batches of one pass.
-        self.edges = list(itertools.accumulate(counts, initial=0))
-        self.opener = ThreadPoolExecutor(1)
-        submit = functools.partial(self.opener.submit, self.open_shard)
-        self.open = functools.lru_cache(2)(submit)  # the shard that is read, and the next one
-        self.open(self.place_of(min(self.number, self.last))[0]).result()  # ahead of the clock
+        self.edges = [0, *itertools.accumulate(counts)]  # of the shards, in micro-batches
+        self.open = functools.lru_cache(1)(self.open_shard)
+        self.open(self.place_of(self.number)[0])  # ahead of the clock
         self.ahead = deque()
         sys.setswitchinterval(1e-4)  # seconds that the thread may keep the others waiting
         self.thread = ThreadPoolExecutor(1, initializer=table.runtime.use_device)
 
     def open_shard(self, opened):
-        """Open the shard that follows so many. Returns its text, where documents start there, where
-        pieces start there, shuffled, and where each begins when they are laid end to end."""
+        """Open the shard that comes after `opened` others. Returns its text; where documents start;
+        where pieces start, in shuffled order; and where each begins once they stand end to end."""
         config = self.config
         cap = max(stage.document_cap for stage in config.stages)
         text = self.shards[opened % len(self.shards)].read()
@@ -848,8 +786,8 @@ class TrainLoader:
         return text, documents, np.array(pieces)[order], np.cumsum(lengths) - lengths
 
     def place_of(self, number):
-        """(how many shards are opened before, how many micro-batches of the shard are read before)
-        the micro-batch of this number."""
+        """Where the micro-batch of this number is: (how many shards are opened before its own, how
+        many micro-batches are read before it in its shard)."""
         passes, rest = divmod(number, self.edges[-1])
         index = bisect.bisect(self.edges, rest) - 1
         return passes * len(self.shards) + index, rest - self.edges[index]
@@ -857,9 +795,7 @@ class TrainLoader:
     def passage(self, number, cap):
         """The Passage of a micro-batch, with segments of at most `cap` tokens."""
         opened, read = self.place_of(number)
-        text, documents, pieces, begins = self.open(opened).result()
-        half = self.edges[-1] // (2 * len(self.shards))  # of a shard: the next one is opened ahead
-        self.open(self.place_of(min(number + half, self.last))[0])
+        text, documents, pieces, begins = self.open(opened)
         index = np.arange(self.config.micro_batch_tokens)
         place = read * len(index) + index  # where the pieces lie end to end
         piece = np.searchsorted(begins, place, side="right") - 1
@@ -877,45 +813,63 @@ class TrainLoader:
         self.number = numbers.stop
         own = numbers[runtime.rank :: runtime.world_size]
         passages = [self.passage(number, stage.document_cap) for number in own]
-        if 0 < stage.softmax_rows < config.vocab_size:
-            for passage in passages:
-                require_room_in_softmax(passage, stage)
-        rows = self.table.look_up(passages, runtime.loader_group)
         count = micro_batches_of_pass(config, step, runtime)
         parts = [passages[low : low + count] for low in range(0, len(passages), count)]
         passes = [make_pass(part, config, runtime.device) for part in parts]
+        rows = self.table.look_up(passages, runtime.loader_group)
         return Batch(passes, rows, tokens=len(numbers) * config.micro_batch_tokens)
 
     def next_batch(self):
-        """The next step's Batch, None behind the last one; raises what the thread has raised."""
+        """The Batch of the next step, or None after the last. Raises what the thread has raised."""
         while len(self.ahead) < PREFETCH and self.step < self.config.steps:
             self.ahead.append(self.thread.submit(self.make_batch, self.step))
             self.step += 1
         return self.ahead.popleft().result() if self.ahead else None
 
     def close(self):
-        """End the threads: one inside torch would abort a process that ends."""
+        """End the thread: inside torch it would abort a process that ends."""
         self.thread.shutdown(cancel_futures=True)
-        self.opener.shutdown()
 
 
 # 4. Layers =======================================================================================
 
 
+class NormOnCPU(torch.autograd.Function):
+    """norm(), by few passes over memory: torch's own takes several times as long on a CPU."""
+
+    @staticmethod
+    def forward(ctx, x):
+        scale = (x.float().square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, scale = ctx.saved_tensors
+        along = (grad * y).mean(-1, keepdim=True)
+        return ((grad - along * y) * scale).to(grad.dtype)
+
+
+NORM_EPS = torch.finfo(torch.float32).eps
+
+
 def norm(x):
     """RMSNorm over the last axis, without weights."""
-    return F.rms_norm(x, (x.size(-1),), eps=torch.finfo(torch.float32).eps)
+    if x.device.type == "cpu":
+        return NormOnCPU.apply(x)
+    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
 
-def rotary_tables(length, head_dim, scale, long_windows, device, dtype):
-    """Rotary position embedding: (cos, sin, softmax scale), tables of (length, 1, head_dim): of the
-    first channels of all pairs, then of the second ones, whose sines have the other sign.
+def rotary_tables(length, head_dim, long_windows, device, dtype):
+    """Rotary position embedding: (cos, sin), each (length, 1, head_dim): of the first channels of
+    all pairs, then of the second ones, whose sines have the other sign.
 
     Half of the channel pairs rotate, by 1 to 1/1024 radians a token. For each change of the long
     window, which is one of long_windows, YaRN (Peng et al. 2023) slows the pairs that turn less
     than once in the old window by old/new, leaves those that turn over 32 times, and multiplies
-    scores by 0.2 ln(new/old) + 1: queries and keys by its root, so that the scale stays. Angles are
-    float64, so that late positions are exact.
+    scores by 0.2 ln(new/old) + 1: queries and keys by its root. Angles are float64, so that late
+    positions are exact.
     """
     root = 1.0
     pairs = head_dim // 2
@@ -929,19 +883,19 @@ def rotary_tables(length, head_dim, scale, long_windows, device, dtype):
     angle = torch.arange(length, dtype=torch.float64)[:, None, None] * speed
     cos = root * torch.cat([angle.cos(), angle.cos()], dim=-1)
     sin = root * torch.cat([angle.sin(), -angle.sin()], dim=-1)
-    return cos.to(device, dtype), sin.to(device, dtype), scale
+    return cos.to(device, dtype), sin.to(device, dtype)
 
 
 def rotate(x, cos, sin):
     """Rotate the channel pairs of x (T, heads, head_dim) by the angles of their positions, whose
     cosines and sines are those of rotary_tables."""
-    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    swapped = x.roll(x.size(-1) // 2, -1)
     return x * cos + swapped * sin
 
 
 def shifted(k, is_first):
-    """Keys (T, heads, head_dim) whose channels that do not rotate are those of the token before,
-    or 0 where is_first (T,). So one layer finds what followed a token earlier (modded-nanogpt,
+    """Keys (T, heads, head_dim) with the channels that do not rotate from the token before, or 0
+    where is_first (T,). With them one layer finds what has followed a token before (modded-nanogpt,
     record of 2025-12-14)."""
     turning, still = k.unflatten(-1, (2, 2, -1)).unbind(-2)  # of each half of the channel pairs
     still = F.pad(still, (0, 0, 0, 0, 0, 0, 1, -1)).masked_fill(is_first[:, None, None, None], 0)
@@ -995,8 +949,10 @@ class BlockedAttention:
 
         def reached(x):
             """(blocks, heads, size, dim): what each block reaches, zeros before the first."""
-            padded = F.pad(x, (0, 0, 0, 0, size - block, 0))
-            return padded.unfold(0, size, block).transpose(-1, -2)
+            blocks = F.pad(x, (0, 0, 0, 0, size - block, 0)).unflatten(0, (-1, block))
+            shifts = range(size // block)
+            parts = [blocks[low : low + length // block] for low in shifts]
+            return torch.cat(parts, dim=1).transpose(1, 2)
 
         queries = q.view(-1, block, heads, dim).transpose(1, 2)
         y = F.scaled_dot_product_attention(
@@ -1015,9 +971,8 @@ class VarlenAttention:
         from torch.nn.attention.varlen import varlen_attn
 
         self.varlen_attn = varlen_attn
-        # FlashAttention 3 would split keys, as there are few blocks: partial sums, a second kernel.
-        has_splits = is_fa3 and "num_splits" in inspect.signature(varlen_attn).parameters
-        self.options = {"num_splits": 1} if has_splits else {}
+        # FlashAttention 3 would split keys, as blocks are few: partial sums, a second kernel.
+        self.options = {"num_splits": 1} if is_fa3 else {}
 
     def mask(self, micro_batch, window, positions, phase, dtype):
         """(bounds of the segments, the longest one, the window), in positions."""
@@ -1031,17 +986,11 @@ class VarlenAttention:
 
 
 def choose_attention(config, device):
-    """Resolve Config.attention. Returns (back end, its description for the log)."""
+    """The back end of attention, and its description for the log."""
     capability = (0, 0)
-    if device.type == "cuda":
+    if device.type == "cuda" and config.dtype == "bfloat16":
         capability = torch.cuda.get_device_capability(device)
-    has_varlen = importlib.util.find_spec("torch.nn.attention.varlen")
-    is_able = has_varlen and capability >= (8, 0) and config.dtype == "bfloat16"
-    needs = "needs bfloat16, compute capability 8.0 and torch.nn.attention.varlen"
-    words = f"{needs}, and has {config.dtype}, {capability} and torch {torch.__version__}"
-    is_met = is_able or config.attention != "varlen"
-    require(is_met, "attention=varlen", words, "use --attention sdpa")
-    if config.attention == "sdpa" or not is_able:
+    if config.attention == "sdpa" or capability < (8, 0):
         return BlockedAttention(), "sdpa"
     if capability[0] != 9 or not importlib.util.find_spec("flash_attn_interface"):
         return VarlenAttention(), "varlen-FA2"
@@ -1059,11 +1008,6 @@ def convolved(x, kernel, position):
         before = F.pad(share * x, (0, 0, back, -back))
         total = total + before.masked_fill((position < back)[:, None], 0)
     return total
-
-
-def mlp(x, up, down):
-    """The ReLU^2 MLP of x (T, dim); up and down (mlp_dim, dim)."""
-    return F.relu(F.linear(x, up)).square() @ down
 
 
 GATE_MLP_DIM = 64  # hidden width
@@ -1102,13 +1046,14 @@ class CappedCrossEntropy(torch.autograd.Function):
 
     hidden (T, dim); head (V, dim); targets (T, K) int64: K tokens that a position predicts, and
     weights (T, K) of their losses; counts (V,) or None: how many rows of the vocabulary each row of
-    head stands for, 1 for targets; cap: Config.logit_cap; needs_grad: whether gradients will be
-    asked for. Returns (the weighted sum of losses; losses (T,) of the first targets, detached).
+    head stands for, 1 for targets; cap: Config.logit_cap. Returns (the weighted sum of losses;
+    losses (T,) of the first targets, detached).
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, weights, counts, cap, needs_grad):
+    def forward(ctx, hidden, head, targets, weights, counts, cap):
         top = cap[0]
+        needs_grad = ctx.needs_input_grad[0]
         # Where a position has one target twice, both places get the sum of their weights.
         is_same = targets[:, :, None] == targets[:, None]
         losses = []
@@ -1121,7 +1066,7 @@ class CappedCrossEntropy(torch.autograd.Function):
             target = targets[chunk]
             product = x @ head.T
             gap = cap_gap(product, cap)
-            exp_logits = gap.neg().exp_()
+            exp_logits = torch.exp(-gap)
             if counts is not None:
                 exp_logits = exp_logits * counts
             sum_exp = exp_logits.sum(1, keepdim=True)
@@ -1148,12 +1093,12 @@ class CappedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream, _):
         grads = [grad * upstream for grad in ctx.saved_tensors]
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None
 
 
 def cap_gap(products, cap):
-    """By how much soft-capped logits, top sigmoid((z + shift) / CAP_WIDTH), of products z of hidden
-    states and head are below their cap `top`: float32, in (0, top)."""
+    """top - logits, float32, in (0, top). A logit is top sigmoid((z + shift) / CAP_WIDTH) of the
+    product z of a hidden state and a row of the head."""
     top, shift = cap
     scaled = (products.float() + shift).mul_(-1 / CAP_WIDTH)
     return scaled.sigmoid_().mul_(top)
@@ -1165,8 +1110,8 @@ def cap_slope(gap, top):
 
 
 def sampled_rows(targets, vocab, count):
-    """Choose `count` rows of the vocabulary for a softmax: all targets (T,), of which fewer than
-    `count` may differ, and others, spread over the ids in an order that depends on the targets.
+    """Choose `count` rows of the vocabulary, at least T, for a softmax: all targets (T,), and
+    others, spread over the ids in an order that depends on the targets.
 
     Returns (rows (count,) int64, rising; positions (vocab,): the place of each chosen row among
     them, meaningless for the others; counts (count,) float32: how many rows of the vocabulary each
@@ -1185,34 +1130,27 @@ def sampled_rows(targets, vocab, count):
     return rows, positions, counts
 
 
-def summed_loss(hidden, targets, segment_start, head, phase, loss_weights, prefixes, cap):
+def summed_loss(hidden, targets, segment_start, head, softmax_rows, loss_weights, cap):
     """(training loss, weighted and summed over tokens; losses (T,) of the next token).
 
-    targets, segment_start: (T,), of a MicroBatch. loss_weights: float32, of the next token, the
-    second-next, ..., and of a prefix. prefixes: (V,) the id of each token's prefix, or its own.
+    targets, segment_start: (T,), of a MicroBatch. softmax_rows: see Phase. loss_weights: float32,
+    of the next token, the second-next, and so on.
     """
-    prefix = prefixes[targets]
     counts = None
-    if phase.softmax_rows:
-        present = torch.cat([targets, prefix]) if phase.has_prefix else targets
-        rows, positions, counts = sampled_rows(present, len(head), phase.softmax_rows)
+    if softmax_rows:
+        rows, positions, counts = sampled_rows(targets, len(head), softmax_rows)
         head = head.index_select(0, rows)
         targets = positions[targets]
-        prefix = positions[prefix]
     predicted = []
     weights = []
-    for ahead in range(phase.targets):
+    for ahead, weight in enumerate(loss_weights):
         # A position also predicts the token `ahead` behind its target, within its segment.
         is_same_segment = segment_start[ahead:] == segment_start[: len(hidden) - ahead]
         predicted.append(targets.roll(-ahead))
-        weights.append(F.pad(is_same_segment * loss_weights[ahead], (0, ahead)))
-    if phase.has_prefix:
-        predicted.append(prefix)
-        weights.append((prefix != targets) * loss_weights[phase.targets])
+        weights.append(F.pad(is_same_segment * weight, (0, ahead)))
     predicted = torch.stack(predicted, 1)
     weights = torch.stack(weights, 1)
-    needs_grad = torch.is_grad_enabled()
-    return CappedCrossEntropy.apply(hidden, head, predicted, weights, counts, cap, needs_grad)
+    return CappedCrossEntropy.apply(hidden, head, predicted, weights, counts, cap)
 
 
 # 6. Model ========================================================================================
@@ -1226,21 +1164,21 @@ class Rule:
     sign.
     """
 
-    group: str  # small | embeddings | matrices
+    group: str = "small"  # small | embeddings | matrices
     lr_mul: float | Tensor = 1.0  # times the group's rate; a tensor (k, 1, 1): of a bank's matrices
     decay: float = 0.0  # times matrix_decay for matrices, else the weight decay itself
     betas: tuple = (0.9, 0.99)  # Muon and SOAP-Muon read the second; the first follows a schedule
 
 
-def ruled(values, *rule, **numbers):
+def ruled(values, **rule):
     """A parameter with these values that carries its Rule, by which the optimizer steps it."""
     param = nn.Parameter(values)
-    param.rule = Rule(*rule, **numbers)
+    param.rule = Rule(**rule)
     return param
 
 
-# Parameters of which some layers have a part, in equal parts along the first axis, by the field of
-# Layer that is set in these.
+# Parameters that only layers with some field of Layer have, by this field. Along their first axis
+# they are cut into equal parts, one a layer.
 PARTS = {
     "attends": ("query_key", "value_output"),
     "value_embedding": ("value_embed", "value_gate"),
@@ -1274,22 +1212,20 @@ class GPT(nn.Module):
 
         def gates(*shape, lr_mul=1.0):
             zeros = torch.zeros(*shape, GATE_DIM, dtype=config.torch_dtype)
-            return ruled(zeros, "small", lr_mul=lr_mul)
+            return ruled(zeros, lr_mul=lr_mul)
 
         def gate_mlps(count, outputs):
             """Matrices up and down of MLPs with so many outputs, which are 0 at first."""
             up = drawn(count, GATE_MLP_DIM, dim, std=(3 * dim) ** -0.5)
             down = up.new_zeros(count, outputs, GATE_MLP_DIM)
-            return [ruled(matrices, "small", lr_mul=0.25) for matrices in (up, down)]
+            return [ruled(matrices, lr_mul=0.25) for matrices in (up, down)]
 
-        embed = drawn(vocab, dim, std=0.7)
-        head = drawn(vocab, dim, std=0.005)
-        # Where they part later, they are equal at first, at the head's scale.
-        embed = head.clone() if untie_step(config) else embed
         embeddings = functools.partial(ruled, group="embeddings")
         of_tokens = {"lr_mul": config.embed_lr, "decay": 0.75, "betas": (0.5, 0.95)}
-        self.embed = embeddings(embed, **of_tokens)
-        self.head = embeddings(head, **of_tokens)
+        self.embed = embeddings(drawn(vocab, dim, std=0.7), **of_tokens)
+        self.head = embeddings(drawn(vocab, dim, std=0.005), **of_tokens)
+        if untie_step(config):  # they are equal until then
+            self.embed.data.copy_(self.head.data)
         heads = dim // config.head_dim
         width = dim if heads % 2 else 2 * config.head_dim
         std = 0.6 / math.sqrt(dim)
@@ -1316,38 +1252,34 @@ class GPT(nn.Module):
         value_embed = drawn(value_layers * vocab, dim, std=0.01)
         self.value_embed = embeddings(value_embed, lr_mul=75.0, decay=1.875, betas=(0.75, 0.95))
         self.value_gate = gates(value_layers, heads)
-        if exclusive := config.layers_with("exclusive"):
-            self.exclusive_gate = gates(len(exclusive), heads)
+        self.exclusive_gate = gates(len(config.layers_with("exclusive")), heads)
         self.smear_gate = gates(1, lr_mul=0.01)
-        self.smear_scale = ruled(torch.zeros(1), "small", lr_mul=5.0)
-        self.residual_scale = ruled(torch.ones(layers), "small", lr_mul=5.0, betas=(0.9, 0.95))
+        self.smear_scale = ruled(torch.zeros(1), lr_mul=5.0)
+        self.residual_scale = ruled(torch.ones(layers), lr_mul=5.0, betas=(0.9, 0.95))
         # They multiply what attention and MLP add, and step by twice the matrices' rate: five times
         # Adam's, as others have it, was too much on english.
         lr_mul = 2 * config.matrix_lr / config.adam_lr
-        self.output_scale = ruled(torch.ones(layers, 2), "small", lr_mul=lr_mul)
-        self.embed_scale = ruled(torch.zeros(layers), "small", lr_mul=config.embed_scale_lr)
-        if config.mlp_reach:
-            kernels = torch.zeros(layers, config.mlp_reach, dim, dtype=config.torch_dtype)
-            self.mlp_kernel = ruled(kernels, "small", lr_mul=3.0)
-        if config.ngram_orders:
-            self.ngram_gate = gates(layers + 1)  # before each layer and before the head
-        if config.copy_orders:
-            self.copy_scale = ruled(torch.zeros(len(config.copy_orders)), "small", lr_mul=20.0)
-            self.copy_gate = gates(len(config.copy_orders), lr_mul=0.1)
-        if skips := config.layers_with("skip"):
-            self.skip_scale = ruled(torch.full((len(skips),), 0.1), "small", lr_mul=5.0)
+        self.output_scale = ruled(torch.ones(layers, 2), lr_mul=lr_mul)
+        self.embed_scale = ruled(torch.zeros(layers), lr_mul=config.embed_scale_lr)
+        kernels = torch.zeros(layers, config.mlp_reach, dim, dtype=config.torch_dtype)
+        self.mlp_kernel = ruled(kernels, lr_mul=3.0)
+        self.ngram_gate = gates(layers + 1)  # before each layer and before the head
+        self.copy_scale = ruled(torch.zeros(len(config.copy_orders)), lr_mul=20.0)
+        self.copy_gate = gates(len(config.copy_orders), lr_mul=0.1)
+        skips = torch.full((len(config.layers_with("skip")),), 0.1)
+        self.skip_scale = ruled(skips, lr_mul=5.0)
         self.feeding = len(config.layers_with("feeds_last"))
         if self.feeding:
             shares = 2 * (self.feeding + 2)  # of states, for two sums: see mixtures()
             bias = torch.zeros(2, shares)
             bias[1, self.feeding] = -0.5 / GATE_MLP_SCALE  # the last of them, behind the last layer
             self.dense_up, self.dense_down = gate_mlps(2, shares)
-            self.dense_bias = ruled(bias, "small", lr_mul=0.25)
-        if deciding := config.layers_with("decides_gates"):
-            self.gate_up, self.gate_down = gate_mlps(len(deciding), layers * heads)
+            self.dense_bias = ruled(bias, lr_mul=0.25)
+        deciding = len(config.layers_with("decides_gates"))
+        self.gate_up, self.gate_down = gate_mlps(deciding, layers * heads)
 
     def parts(self):
-        """What each layer has of the parameters in PARTS: [{name: its part}]. They are split at
+        """Each layer's part of the parameters in PARTS: [{name: part}]. Parameters are split at
         once, since the gradient of an index is as large as what was indexed."""
         parts = [{} for _ in self.config.layers]
         for field, names in PARTS.items():
@@ -1379,13 +1311,12 @@ class GPT(nn.Module):
         return norm(x + self.smear_scale[0] * share * before)
 
     def copied(self, x, micro_batch):
-        """The weighted sum of the head's rows of each token's copies, (T, model_dim). A weight is
-        that of the copy's order, and what x (T, model_dim) adds to it."""
+        """The sum of the head's rows of each token's copies, (T, model_dim), each weighted by its
+        order and by x (T, model_dim)."""
         is_there = micro_batch.guesses < NO_TOKEN
         # Where there is no copy, the current token has weight 0: no row is read by all tokens.
         token = micro_batch.guesses.where(is_there, micro_batch.inputs[:, None])
         weights = self.copy_scale + F.linear(norm(x)[:, :GATE_DIM], self.copy_gate)
-        # No bag of rows: on CUDA that has no gradient by its weights in bfloat16, and is slower.
         rows = F.embedding(token, norm(self.head))
         return ((weights * is_there)[..., None] * rows).sum(1).to(x.dtype)
 
@@ -1398,7 +1329,7 @@ class GPT(nn.Module):
         """
         config = self.config
         layer = config.layers[number]
-        cos, sin, scale = rotary
+        cos, sin = rotary
         heads = config.model_dim // config.head_dim
         value, output = part["value_output"].unbind()
         x_normed = norm(x)
@@ -1422,7 +1353,7 @@ class GPT(nn.Module):
             qk = in_pairs(qk)
             seen = in_pairs(v)
         q, k = rotate(qk, cos[: len(qk)], sin[: len(qk)]).chunk(2, dim=1)
-        y = self.back_end.attend(q, k, seen, mask, scale)
+        y = self.back_end.attend(q, k, seen, mask, config.attention_scale)
         if layer.paired_heads:
             y = out_of_pairs(y)
         if layer.exclusive:
@@ -1430,7 +1361,7 @@ class GPT(nn.Module):
             y = exclusive_attention(y, v, share[..., None])
         if gates is not None:
             y = y * (1 + gates)[..., None]
-        # To scale its last matrix scales what a sublayer adds, with less to read and keep.
+        # Scaling the last matrix scales what is added, with less to read and keep.
         return F.linear(y.flatten(1), self.output_scale[number, 0] * output)
 
     def mixtures(self, x, place, states, count):
@@ -1465,7 +1396,7 @@ class GPT(nn.Module):
         gates = [None] * len(parts)
         for number, (layer, part) in enumerate(zip(config.layers, parts, strict=True)):
             if layer.decides_gates:
-                # Of all layers, but only those up to the next that decides will read them.
+                # Gates of all layers, until the next layer that decides.
                 gates = gate_mlp(x, part["gate_up"], part["gate_down"])
                 gates = gates.unflatten(1, (len(parts), -1)).unbind(1)
             if layer.skip:
@@ -1487,10 +1418,9 @@ class GPT(nn.Module):
                 own = gates[number]
                 x = x + self.attention(read, number, part, mixture, own, is_first, rotary, mask)
             up, down = mlps[number]
-            x_normed = norm(x)
-            if config.mlp_reach:
-                x_normed = convolved(x_normed, self.mlp_kernel[number], position)
-            x = x + mlp(x_normed, up, self.output_scale[number, 1] * down)
+            read = convolved(norm(x), self.mlp_kernel[number], position)
+            hidden = F.relu(F.linear(read, up)).square()
+            x = x + hidden @ (self.output_scale[number, 1] * down)
             outputs.append(x)
             if layer.feeds_attention:
                 shared = x
@@ -1500,35 +1430,34 @@ class GPT(nn.Module):
         return norm(self.after_layers(x, micro_batch, ngram, states))
 
     def after_layers(self, x, micro_batch, ngram, states):
-        """What leaves the last layer, x (T, model_dim), with all that is added behind it."""
+        """The output x (T, model_dim) of the last layer, with what is added after it."""
         if ngram is not None:
             x = x + gate(x, self.ngram_gate[-1:]) * ngram
         if self.feeding:
             x = x + self.mixtures(x, 1, states, count=1)[0]
-        if self.config.copy_orders:
-            x = x + self.copied(x, micro_batch)
-        return x
+        return x + self.copied(x, micro_batch)
 
     def logits(self, hidden):
         """Soft-capped logits (n, vocab_size), float32, of hidden states (n, model_dim)."""
         cap = self.config.logit_cap
         return cap[0] - cap_gap(F.linear(hidden, self.head), cap)
 
-    def forward(self, micro_batch, ngram, phase, loss_weights, prefixes, rotary):
+    def forward(self, micro_batch, ngram, phase, loss_weights, rotary):
         """(training loss, summed over tokens; losses (T,) of the next token; hidden states)."""
-        if isinstance(phase.max_segment, Tensor):
-            phase = phase.as_numbers()
         hidden = self.hidden(micro_batch, ngram, phase, rotary)
-        # A sampled softmax is of one micro-batch, however many the pass has.
-        length = self.config.micro_batch_tokens if phase.softmax_rows else len(hidden)
-        read = hidden, micro_batch.targets, micro_batch.segment_start
-        parts = zip(*(tensor.split(length) for tensor in read), strict=True)
+        rows = phase.softmax_rows
         cap = self.config.logit_cap
-        sums, losses = zip(
-            *(summed_loss(*part, self.head, phase, loss_weights, prefixes, cap) for part in parts),
-            strict=True,
-        )
-        return sum(sums), torch.cat(losses), hidden.detach()
+        # A sampled softmax is of one micro-batch, however many the pass has.
+        length = self.config.micro_batch_tokens if rows else len(hidden)
+        read = hidden, micro_batch.targets, micro_batch.segment_start
+        parts = [tensor.split(length) for tensor in read]
+        total = 0.0
+        losses = []
+        for part in zip(*parts, strict=True):
+            loss, next_losses = summed_loss(*part, self.head, rows, loss_weights, cap)
+            total = total + loss
+            losses.append(next_losses)
+        return total, torch.cat(losses), hidden.detach()
 
 
 # 7. Update rules =================================================================================
@@ -1971,7 +1900,7 @@ class ParameterGroup(Group):
         if name == "matrices":
             rule = config.matrix_update
             names = ", ".join(UPDATE_RULES)
-            config.require("matrix_update", rule in UPDATE_RULES, f"must be one of {names}")
+            require(rule in UPDATE_RULES, f"matrix_update={rule}", f"must be one of {names}")
             self.lr = config.matrix_lr
             self.decay = config.matrix_decay
             self.every = 1
@@ -2108,8 +2037,8 @@ class SmallGroup(ParameterGroup):
         # Each number of its Rule is a vector, too.
         rows = torch.tensor([(rule.lr_mul, rule.decay, *rule.betas) for rule in rules])
         columns = rows.repeat_interleave(sizes, 0).T.contiguous()
-        lr_mul, decay, *betas = columns.to(runtime.device)
-        vector.rule = Rule("small", lr_mul, decay, tuple(betas))
+        lr_mul, decay, beta1, beta2 = columns.to(runtime.device)
+        vector.rule = Rule("small", lr_mul, decay, (beta1, beta2))
         super().__init__("small", config, {"small": vector}, runtime)
         self.members = members
         self.state["small"]["master"] = vector.data
@@ -2347,28 +2276,21 @@ class Trainer:
             # A phase is two graphs, and torch's default limit is 8; never eager in silence.
             torch._dynamo.config.recompile_limit = 64
             torch._dynamo.config.fail_on_recompile_limit_hit = True
+            if isinstance(back_end, VarlenAttention):
+                torch.compiler.config.dynamic_sources = ANY_SIZE
             self.forward = torch.compile(self.model, dynamic=False)
         self.rotary_tables = functools.cache(rotary_tables)
-        self.prefixes = to_device(prefix_tokens(config), runtime.device)
 
     def forward_pass(self, step, phase, loss_weights, micro_batch, ngram):
-        """What GPT.forward returns for a MicroBatch and its summed rows, in a phase of the run.
-
-        loss_weights: of as many targets a position as the phase has, and of a prefix.
-        """
+        """What GPT.forward returns for a MicroBatch and its summed rows, in a phase of the run."""
+        positions = 2 * len(micro_batch.inputs)  # of paired heads
         config = self.config
-        rotary = self.rotary_tables(
-            2 * len(micro_batch.inputs),  # positions of paired heads
-            config.head_dim,
-            config.attention_scale,
-            long_windows_until(config, step),
-            self.runtime.device,
-            config.torch_dtype,
-        )
-        weights = to_device(np.array(loss_weights, np.float32), self.runtime.device)
-        if isinstance(self.model.back_end, VarlenAttention):
-            phase = phase.as_sizes()
-        return self.forward(micro_batch, ngram, phase, weights, self.prefixes, rotary)
+        device = self.runtime.device
+        windows = long_windows_until(config, step)
+        dim = config.head_dim
+        rotary = self.rotary_tables(positions, dim, windows, device, config.torch_dtype)
+        weights = to_device(np.array(loss_weights, np.float32), device)
+        return self.forward(micro_batch, ngram, phase, weights, rotary)
 
     def accumulate(self, step, batch):
         """Add up the gradients of this rank's passes, autograd's in the parameters' `grad`. Returns

@@ -54,10 +54,8 @@ def plot(paths, out, target=0.0):
         axes.axhline(target, color="grey", linestyle=":", label=f"target {target:g}")
     figure.legend(loc="outside upper center", ncols=2, fontsize="x-small")
     with rc_context({"svg.hashsalt": "", "svg.fonttype": "none"}):  # the same file each time
-        if out.suffix == ".svg":
-            figure.savefig(out, metadata={"Date": None})
-        else:
-            figure.savefig(out, format="png", dpi=200)
+        kind = "svg" if out.suffix == ".svg" else "png"
+        figure.savefig(out, format=kind, dpi=200, metadata={"Date": None})
 
 
 def plot_run(folder):

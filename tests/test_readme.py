@@ -10,8 +10,8 @@ import train_gpt
 from continual import ContinualConfig
 from helpers import ROOT
 from records import render
+from records.files import settings
 from records.record import Repository
-from records.settings import settings
 
 PAGES = ["README.md", "CONTRIBUTING.md", "tests/faults/README.md", "benchmarks/README.md"]
 PAGES += [f"records/{name}.md" for name in ("README", "NOTES", "HISTORY")]

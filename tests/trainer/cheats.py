@@ -179,16 +179,6 @@ def what_was_here_when_the_place_was_scored_before(trainer, patch):
     seeing(extra)(trainer, patch)
 
 
-@caught_by("causal local")
-def rows_of_the_next_token(trainer, patch):
-    honest = train_gpt.ngram_rows
-
-    def rows_and_signs(passage, config):
-        return tuple(np.roll(values, -1, 0) for values in honest(passage, config))
-
-    patch.setattr(train_gpt, "ngram_rows", rows_and_signs)
-
-
 def undivided(passage):
     """A passage of the same tokens as one segment of a text that is one document."""
     return passage._replace(depth=passage.position, start=np.zeros_like(passage.start))
@@ -384,6 +374,10 @@ CAUGHT |= {
     "guesses_of_the_next_token": (
         "causal",
         replacing("copies", lambda honest, *words: np.roll(honest(*words), -1, axis=0)),
+    ),
+    "rows_of_the_next_token": (
+        "causal local",
+        replacing("ngram_rows", lambda honest, *words: [np.roll(x, -1, 0) for x in honest(*words)]),
     ),
     "smear_from_the_next_token": (
         "causal local",

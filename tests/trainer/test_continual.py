@@ -65,7 +65,7 @@ def second(tmp_path_factory):
     """A corpus of another domain: the first one's with the case of its letters turned."""
     folder = helpers.make_corpus(tmp_path_factory.mktemp("second") / "cpp")
     for path in folder.glob("*.bin"):
-        tokens = np.array(train_gpt.open_shard(path).read())
+        tokens = train_gpt.open_shard(path, "").read()
         helpers.write_shard(path, np.where((tokens != EOT) & (tokens > 64), tokens ^ 32, tokens))
     return helpers.with_manifest(folder)
 
@@ -149,17 +149,16 @@ def test_both_losses_are_logged(run_of, base):
 
 def test_masters_of_narrow_weights_start_where_these_do(values, go_on, monkeypatch):
     """Else the first update would put back what the weights were drawn as."""
-    honest, found = train_gpt.train, []
+    honest, found = continual.start_from, []
 
-    def train(run):
-        for group in run.trainer.optimizer.parameter_groups:
+    def start_from(trainer, content):
+        honest(trainer, content)
+        for group in trainer.optimizer.parameter_groups:
             for name, param in group.params.items():
-                master = group.state[name].get("master", param.data)
-                found.append(torch.equal(master, param.data.float()))
-        return honest(run)
+                found.append(torch.equal(group.state[name]["master"], param.data.float()))
 
-    monkeypatch.setattr(train_gpt, "train", train)
-    run = go_on(**{**values, "dtype": "bfloat16", "steps": 1})
+    monkeypatch.setattr(continual, "start_from", start_from)
+    run = go_on("--check", **{**values, "dtype": "bfloat16"})
     assert run.code == 0 and len(found) == 7 and all(found)
 
 
@@ -186,10 +185,8 @@ def test_a_resumed_run_ends_bitwise_the_same(world_size, run_of, tmp_path):
     """A copy of a run as if it had been stopped after its checkpoint of step 5."""
     whole = run_of(world_size)
     left_out = shutil.ignore_patterns("checkpoint.*")
-    copied = tmp_path / "logs" / "second"
-    shutil.copytree(whole.folder, copied, ignore=left_out)
-    words = {"resume": "second"}
-    run = ranks.train(tmp_path, words, world_size=world_size, **ON_RANKS)
+    copied = shutil.copytree(whole.folder, tmp_path / "logs" / "second", ignore=left_out)
+    run = ranks.train(tmp_path, {"resume": "second"}, world_size=world_size, **ON_RANKS)
     assert run.code == 0 and "started_from:" not in run.stdout, run.stdout + run.stderr
     run.folder = copied
     helpers.assert_same_end(run, whole)
@@ -204,7 +201,6 @@ BAD_INPUT = [
     ({"unfreeze_rank_ratio": 0.99}, ["32", "nothing is protected"]),
     ({"unfreeze_rank_ratio": 0.05, "head_dim": 4}, ["0 of", "8 directions", "nothing learns"]),
     ({"ngram_lr": 0.1}, ["ngram_lr=0.1", "--ngram-lr 0"]),
-    ({"track": "english", "init_from": None}, ["track english", "train_gpt.py"]),
     ({"init_from": ""}, ["--init-from", "./run.sh english"]),
     ({"init_from": "nowhere"}, ["--init-from nowhere", "no checkpoint"]),
     ({"model_dim": 64}, ["track english, with model_dim=32", "64", "--model-dim"]),
@@ -217,8 +213,7 @@ BAD_INPUT = [
 
 @pytest.mark.parametrize("changes, words", BAD_INPUT, ids=str)
 def test_bad_input_ends_in_one_line(changes, words, values, go_on, tmp_path):
-    changed = {key: value for key, value in {**values, **changes}.items() if value is not None}
-    line = helpers.refusal(go_on(**changed))
+    line = helpers.refusal(go_on(**{**values, **changes}))
     assert all(word in line for word in words), line
     assert not (tmp_path / "logs").exists()
 

@@ -246,7 +246,8 @@ def first_gradients(values, most):
         batch = loader.next_batch()
     loss = trainer.accumulate(0, batch).item() / batch.tokens
     grads = {"rows of the table": torch.cat(trainer.table.grads)}
-    grads |= {name: param.grad for name, param in trainer.model.named_parameters()}
+    named = trainer.model.named_parameters()
+    grads |= {name: param.grad for name, param in named if param.numel()}
     for one in batch.passes:
         wanted = [*one.segment_start.unique().tolist(), len(one.inputs)]
         assert one.segment_bounds.unique_consecutive().tolist() == wanted

@@ -141,7 +141,7 @@ def noisy_passes(seed):
     passes = gates.Gates(gated_trainer(seed=seed), 4, VAL)
     rng = np.random.default_rng(seed)
     lows = range(0, VAL_TOKENS, passes.length)
-    return [(low, *passes.with_noise(VAL, low, rng, 0.3)) for low in lows]
+    return [(low, *passes.with_noise(VAL, low, rng)) for low in lows]
 
 
 def test_documents_are_kept_up_to_cuts_and_all_else_is_noise():

@@ -84,14 +84,10 @@ def test_stages_scale_the_rates_ahead_of_the_cooldown():
 
 def test_loss_weights_move_towards_those_of_the_next_stage():
     """A weight that the next stage lacks falls to 0 on the way, and the last stage's stand."""
-    rows = stages(
-        mtp_weights={0.0: (1.0, 0.5, 0.25), 0.4: (1.0, 0.5), 0.8: (1.0,)},
-        prefix_weight={0.0: 0.25, 0.8: 0.0},
-    )
+    rows = stages(mtp_weights={0.0: (1.0, 0.5, 0.25), 0.4: (1.0, 0.5), 0.8: (1.0,)})
     config = staged_config(rows, steps=10)
     found = [train_gpt.loss_weights_at(config, step) for step in (0, 2, 4, 7, 8, 9)]
-    expected = [(1, 0.5, 0.25, 0.25), (1, 0.5, 0.125, 0.25)]
-    expected += [(1, 0.5, 0.25), (1, 0.125, 0.0625), (1, 0), (1, 0)]
+    expected = [(1, 0.5, 0.25), (1, 0.5, 0.125), (1, 0.5), (1, 0.125), (1,), (1,)]
     for weights, wanted in zip(found, expected, strict=True):
         assert weights == pytest.approx(wanted)
 
