@@ -160,9 +160,11 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(rich_run, tmp_path, c
     assert run.log[-1].startswith("status:ok ") and run.log.count("===== START =====") == 1
 
 
+SHARED = pytest.param(3, ranks.share_out, 3, ranks.share_out, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    "world_size, before, later, then",
-    [(2, None, 1, None), (1, None, 2, ranks.share_out), (3, ranks.share_out, 3, ranks.share_out)],
+    "world_size, before, later, then", [(2, None, 1, None), (1, None, 2, ranks.share_out), SHARED]
 )
 def test_a_run_goes_on_with_any_number_of_ranks(
     world_size, before, later, then, rich_run_of, tmp_path

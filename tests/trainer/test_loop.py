@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import operator
 import os
 import re
 import signal
@@ -195,24 +196,17 @@ def test_steps_and_their_data_are_timed_and_nothing_else(tiny, cli, monkeypatch)
     clocks = {"perf_counter": lambda: now[0], "process_time": lambda: 2 * now[0]}
     monkeypatch.setattr(train_gpt, "time", SimpleNamespace(**{**vars(time), **clocks}))
     monkeypatch.setattr(train_gpt, "warm_up", lambda *words: None)
-    for place, name, seconds in (
-        (train_gpt.Trainer, "step", 1.0),
-        (train_gpt.TrainLoader, "next_batch", 10.0),
-        (train_gpt.TrainLoader, "open_shard", 1000.0),
-        (train_gpt.Trainer, "evaluate", 1000.0),
-        (train_gpt.Run, "check_validity", 1000.0),
-        (train_gpt, "save_checkpoint", 1000.0),
-        (train_gpt, "warm_up", 1000.0),
-        (train_gpt, "validation_hash", 1000.0),
-        (train_gpt, "open_corpus", 1000.0),
-    ):
-        honest = getattr(place, name)
+    timed = {"Trainer.step": 1.0, "TrainLoader.next_batch": 10.0}
+    others = ["TrainLoader.open_shard", "Trainer.evaluate", "Run.check_validity", "warm_up"]
+    others += ["save_checkpoint", "validation_hash", "open_corpus"]
+    for name, seconds in {**timed, **dict.fromkeys(others, 1000.0)}.items():
+        honest = operator.attrgetter(name)(train_gpt)
 
         def spending(*words, honest=honest, seconds=seconds):
             now[0] += seconds
             return honest(*words)
 
-        monkeypatch.setattr(place, name, spending)
+        monkeypatch.setattr(f"train_gpt.{name}", spending)
     run = cli(**{**tiny, "run_id": "slow", "val_every": 1, "save_every": 1})
     assert run.code == 0 and now[0] > 12_000
     assert run.result["train_time_ms"] == run.result["cpu_time_ms"] / 2 == 44_000

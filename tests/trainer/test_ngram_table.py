@@ -101,7 +101,7 @@ def take_steps(name, runtime):
         values = table.values_of(plan)[plan.slots].cpu()
         seen.append((step, torch.from_numpy(rows), values))
         for grad in grads.chunk(2):
-            table.accumulate(grad)
+            table.grads.append(grad)
         if step + 1 < config.steps:
             upcoming = read_step(step + 1)
         pending = table.reduce(step)
