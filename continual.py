@@ -14,7 +14,6 @@ turns a step back.
 """
 
 import dataclasses
-import functools
 import os
 import sys
 from dataclasses import dataclass
@@ -57,12 +56,10 @@ class ContinualConfig(Config):
         heads = self.model_dim // self.head_dim
         query_rows = self.model_dim if heads % 2 else 2 * self.head_dim  # of a matrix of q or k
         for rank in (self.model_dim, query_rows, min(self.model_dim, self.mlp_dim)):
-            require(
-                ratio == 1 or 0 < frozen_count(rank, ratio) < rank,
-                f"unfreeze_rank_ratio={ratio}: rounds to {round(ratio * rank)} of a matrix' {rank} "
-                f"directions that may move; at 0 nothing learns, and at {rank} nothing is "
-                "protected: say 1 if that is meant",
-            )
+            words = f"unfreeze_rank_ratio={ratio}: {round(ratio * rank)} of {rank} directions"
+            remedy = f"with 0 nothing learns, with {rank} nothing is protected; say 1 for that"
+            is_partial = ratio == 1 or 0 < frozen_count(rank, ratio) < rank
+            require(is_partial, f"{words} of a matrix would move", remedy=remedy)
 
 
 FIRST_TRACK = "english"
@@ -197,10 +194,10 @@ def first_corpus(config, initial):
 def start_from(trainer, content):
     """Take over weights and table of a checkpoint; all other optimizer state stays zero."""
     trainer.model.load_state_dict(content["model"])
-    for group in trainer.optimizer.parameter_groups:
-        group.reset_masters()
-    table = content["groups"][trainer.table.name]
-    trainer.table.load({**table, "second": torch.zeros_like(table["second"])})
+    parts = trainer.config, trainer.model, trainer.table, trainer.runtime
+    trainer.optimizer = train_gpt.Optimizer(*parts)  # its float32 weights are those of the model
+    trainer.table.load(content["groups"][trainer.table.name])
+    trainer.table.second.zero_()
 
 
 def train_matrices_alone(trainer):
@@ -212,38 +209,36 @@ def train_matrices_alone(trainer):
         param.requires_grad_(name in matrices.params)
 
 
-def extend(config, is_check=False):
-    """Look at what the run starts from. Returns what train_gpt.main calls with the opened Run.
+class ContinualRun(train_gpt.Run):
+    """A run that starts from the weights of another one.
 
     The frozen directions are in no checkpoint of the run: when it is resumed, they are worked out
     again from the same weights.
     """
-    require(
-        isinstance(config, ContinualConfig),
-        f"track {config.track}: continual.py runs the track continual; use train_gpt.py",
-    )
-    initial = initial_checkpoint(config)
-    val_sets = first_corpus(config, initial)
 
-    def prepare(run):
-        trainer, is_new = run.trainer, run.step == 0  # else it is resumed, and has its weights
-        run.val_sets.update(val_sets)
+    def __init__(self, config, checkpoint, runtime, log, is_check):
+        require(
+            isinstance(config, ContinualConfig),
+            f"track {config.track}: continual.py runs the track continual; use train_gpt.py",
+        )
+        initial = initial_checkpoint(config)
+        val_sets = first_corpus(config, initial)
+        super().__init__(config, checkpoint, runtime, log, is_check)
+        self.val_sets |= val_sets
+        is_new = checkpoint is None  # else it is resumed, and has its weights
         if is_new:
-            start_from(trainer, initial)
+            start_from(self.trainer, initial)
         if config.trained == "matrices":
-            train_matrices_alone(trainer)
+            train_matrices_alone(self.trainer)
         frozen = "none"
         if config.unfreeze_rank_ratio < 1:
-            matrices = trainer.optimizer.matrices
+            matrices = self.trainer.optimizer.matrices
             frozen = protect(matrices, initial["model"], config.unfreeze_rank_ratio)
         if is_new:
             source, step = config.init_from, initial["step"]
-            run.log.line(f"started_from:{source} step:{step} frozen: {frozen}")
+            log.line(f"started_from:{source} step:{step} frozen: {frozen}")
             if config.val_every and not is_check:
-                run.validate()
-        initial.clear()  # a table is large, and this function lives as long as the run
-
-    return prepare
+                self.validate()
 
 
 def main(argv=None):
@@ -253,7 +248,7 @@ def main(argv=None):
         print(__doc__)
     if not any(word.partition("=")[0] == "--resume" for word in argv):
         argv = ["--track", "continual", *argv]
-    return train_gpt.main(argv, functools.partial(extend, is_check="--check" in argv))
+    return train_gpt.main(argv, ContinualRun)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Use a trained model: continue a prompt, or score the validation tokens.
 
-    python sample.py --checkpoint RUN --prompt "A word that"      # a run's id, folder or checkpoint
-    python sample.py --checkpoint RUN --prompt-file F --samples 3 --top-k 40
+    python sample.py --checkpoint RUN --prompt "A word that" --samples 3 --top-k 40
+    python sample.py --checkpoint RUN --prompt "$(cat FILE)"
     python sample.py --checkpoint RUN --eval
     python sample.py --help
 
-It takes the checkpoints of all tracks. Folders are relative to the current directory.
+RUN is the id of a run, its folder, or a checkpoint of any track.
 """
 
 import codecs
@@ -25,8 +25,6 @@ import continual  # noqa: F401 (its track becomes known)
 from data import text as data_text
 from train_gpt import ConfigError, require
 
-LONGEST_PROMPT = 2**24  # bytes, more than any model looks back
-
 
 def parse(argv):
     """The command line. Raises ConfigError."""
@@ -35,14 +33,11 @@ def parse(argv):
     add("--checkpoint", required=True, metavar="RUN", help="run id, folder of a run, or checkpoint")
     task = parser.add_mutually_exclusive_group().add_argument
     task("--prompt", default="", help="text to continue; without it the model starts a document")
-    task("--prompt-file", metavar="F", type=os.path.expanduser, help="the same out of a file")
     task("--eval", action="store_true", help="print the validation loss instead")
     add("--tokens", type=int, default=200, metavar="N", help="at most so many more tokens [200]")
     add("--samples", type=int, default=1, metavar="N", help="so many continuations [1]")
     add("--temperature", type=float, default=0.7, metavar="X", help="0: the likeliest token [0.7]")
-    add(
-        "--top-k", type=int, default=0, metavar="K", help="of the K likeliest tokens; 0: of all [0]"
-    )
+    add("--top-k", type=int, default=0, metavar="K", help="of the K likeliest tokens; 0: all [0]")
     add("--seed", type=int, default=0, metavar="N", help="of the first sample's draws [0]")
     add("--data", metavar="D", type=data_text.absolute, help="corpus to score, or the run's, moved")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"))
@@ -156,28 +151,14 @@ def show(text):
     print(text.encode(coding, "backslashreplace").decode(coding), end="", flush=True)
 
 
-def read_prompt(path):
-    """The text of a file, or of a pipe as it is named. Raises ConfigError."""
-    with open(path, "rb") as file:
-        content = file.read(LONGEST_PROMPT + 1)
-    hint = f"is longer than {LONGEST_PROMPT:,} bytes; cut it"
-    require(len(content) <= LONGEST_PROMPT, f"--prompt-file {path}: {hint}")
-    text, is_valid = data_text.decode(content)
-    require(is_valid, f"--prompt-file {path}: no UTF-8 text; convert it")
-    return text
-
-
 def print_samples(trainer, step, given):
     """Print the prompt with each of its continuations, as the model makes them."""
     tokenizer = tokenizer_of(trainer.config)
-    text = given.prompt
-    if given.prompt_file:
-        text = read_prompt(given.prompt_file)
-    prompt = tokenizer.encode(text.encode(errors="surrogateescape")).tolist()
+    prompt = tokenizer.encode(given.prompt.encode(errors="surrogateescape")).tolist()
     for number in range(given.samples):
         if given.samples > 1:
             show(f"--- sample {number + 1} of {given.samples}\n")
-        show(text)
+        show(given.prompt)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")  # tokens cut into characters
         for token in continuation(trainer, step, prompt, given, given.seed + number):
             show(decoder.decode(tokenizer.pieces[token]))

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -66,22 +67,6 @@ def words_of(values):
 
 
 # ----- corpora
-
-
-def python_documents(limit):
-    """Python sources of the installed torch as byte tokens: text that every machine has.
-
-    Returns a list of uint16 arrays, one a source, with `limit` tokens or a little more."""
-    documents = []
-    total = 0
-    for path in sorted(Path(torch.__file__).parent.rglob("*.py")):
-        content = path.read_bytes()
-        if content:
-            documents.append(np.frombuffer(content, np.uint8).astype(np.uint16))
-            total += len(content)
-        if total >= limit:
-            break
-    return documents
 
 
 def write_corpus(folder, documents, eot_token, val_tokens):
@@ -169,6 +154,13 @@ def train(folder, run_id, words, world_size=1, script=ROOT / "train_gpt.py"):
     return Path(folder) / "logs" / run_id
 
 
+def result_of(folder):
+    """{name: text} of what the last lines of a completed run's log say."""
+    lines = (Path(folder) / "log.txt").read_text().splitlines()
+    said = [line for line in lines[-6:] if line.startswith(("validity:", "final "))]
+    return dict(re.findall(r"(\w+):(\S+)", " ".join(said)))
+
+
 class Training:
     """The trainer and the loader of a configuration, in this process, one step at a time; `module`
     may be the trainer of another checkout."""
@@ -203,26 +195,6 @@ def trained(config):
             training.step(step)
         seconds = time.process_time() - began
         return training.loss(), seconds
-
-
-def reference_attention(
-    q,  # (T, H, D), as k and v are
-    k,
-    v,
-    segment_start,  # (T,)
-    window,
-    scale,
-):
-    """Attention by its definition, to test every back end: (T, H, D), O(T^2) memory.
-
-    Position i sees j with max(segment_start[i], i - window + 1) <= j <= i."""
-    index = torch.arange(q.size(0), device=q.device)
-    distance = index[:, None] - index[None, :]
-    is_near = (distance >= 0) & (distance < window)
-    visible = is_near & (index[None, :] >= segment_start[:, None])
-    scores = torch.einsum("ihd,jhd->hij", q, k) * scale
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-    return torch.einsum("hij,jhd->ihd", weights, v)
 
 
 def timed(function, device):

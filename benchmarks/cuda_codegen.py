@@ -223,13 +223,12 @@ def passes(config, step):
     )
     ngram = torch.empty(length, config.model_dim, dtype=dtype, requires_grad=True)
     windows = train_gpt.long_windows_until(config, step)
-    phase = train_gpt.training_phase(config, step).as_sizes()
-    shape = 2 * length, config.head_dim, config.attention_scale, windows, "cpu", dtype
-    rotary = train_gpt.rotary_tables(*shape)
+    phase = train_gpt.training_phase(config, step)
+    rotary = train_gpt.rotary_tables(2 * length, config.head_dim, windows, "cpu", dtype)
+    torch.compiler.config.dynamic_sources = train_gpt.ANY_SIZE
     forward = generator.compile(model, dynamic=False, fullgraph=True)
     weights = torch.empty(len(train_gpt.loss_weights_at(config, step)))
-    prefixes = torch.empty(config.vocab_size, dtype=torch.int64)
-    loss, *_ = forward(micro_batch, ngram, phase, weights, prefixes, rotary)
+    loss, *_ = forward(micro_batch, ngram, phase, weights, rotary)
     torch.autograd.grad(loss, [*model.parameters(), ngram], allow_unused=True)
     return list(zip(("forward", "backward"), generator.graphs, strict=True))
 

@@ -31,12 +31,21 @@ ORDERS = {"bigrams": (2,), "six orders": (2, 3, 4, 5, 6, 8)}
 SIZE = (4096, 2**18)  # tokens of a rank and step, table rows
 TINY_SIZE = (256, 2**12)
 DIM = 128
+EOT_TOKEN = 256  # tokens are bytes
 
 
 def text_of_sources(limit):
-    eot_token = 256
-    parts = [np.insert(one, 0, eot_token) for one in common.python_documents(limit)]
-    return np.concatenate(parts).astype(np.uint16)
+    """`limit` tokens or a little more, (n,) uint16: the bytes of the installed torch's Python
+    sources, a document each."""
+    documents = []
+    total = 0
+    for path in sorted(Path(torch.__file__).parent.rglob("*.py")):
+        content = np.frombuffer(path.read_bytes(), np.uint8).astype(np.uint16)
+        documents.append(np.insert(content, 0, EOT_TOKEN))
+        total += len(content)
+        if total >= limit:
+            break
+    return np.concatenate(documents)
 
 
 def lower_bound(all_rows, config, world_size):
@@ -63,9 +72,9 @@ def measure(config, runtime, text, repeats):
         rows = [train_gpt.ngram_rows(passage, config)[0] for passage in passages]
         bounds.append(lower_bound(rows, config, world_size))
         table.values_of(table.look_up([passages[runtime.rank]]))
-        table.accumulate(torch.ones(length, config.model_dim, device=runtime.device))
+        table.grads.append(torch.ones(length, config.model_dim, device=runtime.device))
         table.receive(0, table.update(0, 1.0, table.reduce(0)))
-    sent = torch.tensor([float(sum(size for size, _ in runtime.ledger.values()))])
+    sent = torch.tensor([float(sum(runtime.ledger.values()))])
     torch.distributed.all_reduce(sent)
     whole = 4 * config.ngram_rows * config.model_dim
     return {
@@ -81,7 +90,7 @@ def work_as_rank(arguments):
     runtime = train_gpt.Runtime(arguments.device)
     text = text_of_sources((arguments.repeats + 1) * length * runtime.world_size)
     shape = {"ngram_rows": rows, "model_dim": DIM, "micro_batch_tokens": length}
-    shape |= {"vocab_size": 257, "eot_token": 256, "copy_orders": ()}
+    shape |= {"vocab_size": EOT_TOKEN + 1, "eot_token": EOT_TOKEN, "copy_orders": ()}
     track = dataclasses.replace(common.TRACK, **shape)
     cases = []
     for name, orders in ORDERS.items():

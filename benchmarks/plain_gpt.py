@@ -328,8 +328,8 @@ def train_ours(script, seed, folder):
     if folder != common.TRACK.data:
         values["data"] = folder
     log = common.train(common.ROOT, run_id, common.words_of(values), THREADS, script)
-    result = json.loads((log / "result.json").read_text())
-    return result["val_loss"], result["train_time_ms"] / 1000
+    result = common.result_of(log)
+    return float(result["val_loss"]), int(result["train_time"].removesuffix("ms")) / 1000
 
 
 def seconds_of_steps(setting, steps, corpus):

@@ -65,8 +65,9 @@ def new_bases(method, factors, bases):
 def measure(size, count, repeats, device):
     """{method: seconds, error and distance} of a size; methods take turns."""
     factors, bases = factors_and_bases(count, size, device)
-    _, _, is_rejected = train_gpt.eigenbasis_step(factors, bases, "cholesky")
-    case = {"size": size, "count": count, "rejects": int(is_rejected.sum())}
+    new, order = train_gpt.eigenbasis_step(factors, bases, "cholesky")
+    is_kept = (new == bases.gather(-1, order[:, None].expand_as(bases))).all((-2, -1))
+    case = {"size": size, "count": count, "rejects": int(is_kept.sum())}
     case["before"] = off_diagonal_share(factors, bases).median().item()
     case |= {name: {"seconds": []} for name in METHODS}
     for _ in range(repeats):

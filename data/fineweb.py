@@ -71,16 +71,8 @@ def known_shards(folder):
 def write_manifest(folder, shards):
     """Replace the manifest in one step. Its keys are those of data/text.py's manifests. Raises
     DataError where the vocabulary cannot be had."""
-    pieces = text.make_tokenizer("gpt2").pieces
-    manifest = {
-        "shards": [{"file": name, "sha256": shards[name]} for name in sorted(shards)],
-        "source": SOURCE,
-        "tokenizer": "gpt2",
-        "vocab_size": 50257,
-        "eot_token": 50256,
-        "token_bytes": [len(piece) for piece in pieces],
-        "prefix_tokens": text.prefix_tokens(pieces),
-    }
+    rows = [{"file": name, "sha256": shards[name]} for name in sorted(shards)]
+    manifest = {"shards": rows, "source": SOURCE, **text.make_tokenizer("gpt2").facts()}
     temporary = folder / "manifest.json.tmp"
     temporary.write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
     temporary.replace(folder / "manifest.json")
@@ -92,9 +84,8 @@ def fetch(path):
         try:
             return fetch_once(path)
         except Exception as error:  # the client's own, its transport's and many more
-            is_here = isinstance(error, (ImportError, MemoryError)) or getattr(error, "errno", None)
-            if is_here:  # this machine failed, and not the hub
-                raise
+            if isinstance(error, (ImportError, MemoryError)) or getattr(error, "errno", None):
+                raise  # this machine failed, and not the hub
             time.sleep(pause)
     return fetch_once(path)
 
@@ -156,11 +147,7 @@ def main(argv=None):
         _, reason = text.ending_of(error)
         remedy = f"check disk, network, HF_ENDPOINT ({constants.ENDPOINT})"
         sys.exit(f"error: {reason}; {remedy} and {text.variables_of_hub()}, and run again")
-    shards = list(arguments.out.glob("fineweb_*.bin"))
-    size = sum(path.stat().st_size for path in shards)
-    tokens = size // 2 - 512 * len(shards)  # behind headers of 1,024 bytes
-    print(f"{arguments.out}: {len(shards)} files, {size:,} bytes, {tokens:,} tokens")
-    print(f"{arguments.shards} training shards and validation are complete")
+    print(f"{arguments.out}: {arguments.shards} training shards and validation are complete")
 
 
 if __name__ == "__main__":

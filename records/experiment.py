@@ -10,11 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from records import render, stats
-from records.files import RecordError, about, read_text, require
+from records.files import LIMITS, RecordError, about, read_text, require
 from records.judge import check_fixed, check_gpus, check_one, check_records, check_run
 from records.log import END_OF_CODE, START, parse_log, split_log
 from records.record import FOLDER, Repository, add_baseline, gain_of, read_script
-from records.settings import LIMITS
 from records.source import changed_lines, config_of, sha256_of
 
 
@@ -47,16 +46,9 @@ def execute(words, place, folder, log, source):
     environment = {**os.environ, "PYTHONPATH": str(root)}
     console = folder / "console.txt"
     began = time.time()
-    is_over = False
     with open(console, "w") as file:
-        outside = {"cwd": root, "env": environment, "stdout": file, "stderr": file}
-        # A terminal's Ctrl-C does not reach a session of its own.
-        process = subprocess.Popen(words, **outside, start_new_session=True)
+        process = subprocess.Popen(words, cwd=root, env=environment, stdout=file, stderr=file)
     try:
-        status = process.wait()
-    except KeyboardInterrupt:
-        is_over = True
-        print("\nwill end after this run; Ctrl-C again ends it now, which costs a restart")
         status = process.wait()
     finally:
         process.terminate()  # which does nothing to one that has ended
@@ -74,7 +66,6 @@ def execute(words, place, folder, log, source):
     is_right = -1 <= run.started.timestamp() - began <= lived + 1 and took <= lived + 0.001
     said = f"{took:.1f} s of training, started at {run.started:%H:%M:%S}"
     require(is_right, f"its log says {said}, but it lived for {lived:.1f} s: its clock is wrong")
-    require(not is_over, f"ended after run {run_id}, as asked; the same command goes on")
     return run
 
 
@@ -95,13 +86,13 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
     rules = repository.rules[track]
     name = rules["track"]  # of the trainer's, which several boards may share
     check_gpus(world_size, track, rules)
+    most = LIMITS.pairs if len(scripts) > 1 else LIMITS.logs
+    require(2 <= count <= most, f"--runs {count}: takes 2, for statistics, to {most}")
     folder = folder_of(repository, track, scripts["a"], batch)
     folder.mkdir(parents=True, exist_ok=True)
     code = sha256_of(scripts["a"])
-    dtypes = {side: config_of(source, name).get("dtype") for side, source in scripts.items()}
-    named = {*LIMITS.dtypes} & {*dtypes.values()}
-    require(len(named) <= 1, f"scripts name {named}; another dtype alone is no idea")
-    dtype = "".join(named)  # what a script is told that leaves it to the machine
+    dtypes = sorted({str(config_of(source, name).get("dtype")) for source in scripts.values()})
+    require(len(dtypes) == 1, f"dtypes are {' and '.join(dtypes)}; pairs run in one")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
     begin = [sys.executable, *(launcher if world_size > 1 else [])]
 
@@ -115,7 +106,6 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
         for done, (side, number) in enumerate(order, 1):
             words = [*begin, str(folder / side / "train_gpt.py"), "--track", name]
             words += ["--seed", str(stats.seed_of(code, batch, number))]
-            words += ["--dtype", dtype] if dtypes[side] == "auto" and dtype else []
             log = folder.with_name(f"{folder.name}-{number:02d}{side}") / "log.txt"
             print(f"run {done}/{len(order)} {log.parent.name} ... ", end="", flush=True)
             place = f"{batch}:{number}/{count}"
@@ -125,7 +115,6 @@ def make_runs(repository, track, scripts, count, world_size, batch=1):
                 run = execute(words, place, folder, log, scripts[side])
             print(f"val_loss {run.val_loss:.5f} time {run.train_time_ms / 1000:.1f} s")
             sides[side].append(run)
-            dtype = dtype or run.dtype
             check_one(LIMITS.machine, sum(sides.values(), []))
             check_run(run, track, rules)
     return list(sides.values())
@@ -135,25 +124,22 @@ def run(repository, options):
     """Make runs of the working script alone, for the first record of a board."""
     track = options.track
     source = own_script(repository, track)
-    is_first = not repository.records[track]
-    require(is_first, f"{track} has records; a new one needs pairs, which `ab` makes")
-    scripts = {"a": source}
-    (runs,) = make_runs(repository, track, scripts, options.runs, options.world_size or 1)
+    require(not repository.records[track], f"{track} has records; `ab` makes pairs with the last")
+    (runs,) = make_runs(repository, track, {"a": source}, options.runs, options.world_size or 1)
     print_means(repository.rules[track], runs, "train_gpt.py")
     print(f"To claim it: python -m records submit --track {track} --name NAME --by WHO")
 
 
 def ab(repository, options):
     """Make a record's runs: in pairs with the last record's script."""
-    track, count = options.track, options.runs
+    track = options.track
     tip = repository.tip(track)
     source = own_script(repository, track)
-    require(count <= LIMITS.pairs, f"--runs {count}: pairs are at most {LIMITS.pairs}")
     added, removed = changed_lines(tip.source, source)
     print(f"train_gpt.py differs from {tip.name}: {added} lines added, {removed} removed.")
     scripts = {"a": source, "b": tip.source}
     world_size = options.world_size or tip.runs[0].world_size
-    runs, base = make_runs(repository, track, scripts, count, world_size)
+    runs, base = make_runs(repository, track, scripts, options.runs, world_size)
     print_means(repository.rules[track], runs, "train_gpt.py")
     print_means(repository.rules[track], base, f"{tip.name}, in pairs with it")
     gain, p = gain_of(runs, base)
@@ -164,18 +150,17 @@ def ab(repository, options):
 def reproduce(repository, options):
     """Run a record's code with seeds of the day, and print what comes of it."""
     if options.folder:
-        folder = Path(options.folder).absolute()
-        record = next((record for record in repository.all if record.folder == folder), None)
-        require(record, f"{options.folder}: is no folder of an open board's record")
+        record = repository.load(Path(options.folder).absolute())
     else:
         record = repository.tip(options.track)
+    rules = repository.rules_of(record.track)
     print(f"{options.runs} runs of the code of {record.name}, with your rights on this machine")
     world_size = options.world_size or record.runs[0].world_size
     batch = int(f"{datetime.now(UTC):%Y%m%d}")
     scripts = {"a": record.source}
     (runs,) = make_runs(repository, record.track, scripts, options.runs, world_size, batch)
     for made, name in (record.runs, record.name), (runs, "now"):
-        print_means(repository.rules[record.track], made, name)
+        print_means(rules, made, name)
     print("Whether the code cheats, no run shows; read `python -m records diff` for that.")
 
 
@@ -226,11 +211,4 @@ def lay_out(repository, folder, source, authors):
     (folder / "README.md").write_text(f"By {authors}.\n")
     record = repository.load(folder)
     add_baseline(record, parent)
-    write_page(record, repository.rules[track])
-
-
-def write_page(record, rules):
-    """Write a record's README.md, with the reasons that it has."""
-    why = render.why_of(record.readme) or render.WHY
-    page = render.record_readme(record, rules["config"]["target_loss"], why)
-    (record.folder / "README.md").write_text(page)
+    (folder / "README.md").write_text(render.record_readme(record, render.WHY))

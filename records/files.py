@@ -1,11 +1,16 @@
-"""Reading files that others wrote: regular ones of bounded size, without control characters."""
+"""Reading files: regular ones of bounded size, without control characters. Two of this package's
+have the rules of boards, and the forms of what people and trainers write."""
 
 import contextlib
 import json
 import os
 import re
 import stat
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
 
+HOME = Path(__file__).parent
 # What moves a terminal's cursor, turns the direction of a text, or is half a character.
 CONTROL = re.compile(r"[^\t\n -\x7e\xa0-\u2027\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff]")
 
@@ -59,14 +64,24 @@ def read_text(path, limit=4 * 2**20):
     return text
 
 
-def unique(pairs):
-    """The dict of pairs, no name of which stands twice."""
-    require(len(dict(pairs)) == len(pairs), "a name stands twice")
-    return dict(pairs)
+def settings(name):
+    """What a file of this package's settings holds."""
+    with about(HOME / name):
+        text = read_text(HOME / name)
+        return json.loads(text) if name.endswith(".json") else tomllib.loads(text)
 
 
-def parse_json(text):
-    """The dict of a JSON object without repeated keys; ValueError or RecursionError otherwise."""
-    found = json.loads(text, object_pairs_hook=unique)
-    require(isinstance(found, dict), "is no JSON object")
-    return found
+def boards_of(rules):
+    """{board: its rules}. A board that names another one's track takes over its other rules."""
+    boards = {}
+    for name, own in rules["boards"].items():
+        other = boards.get(own.get("track"), {})
+        boards[name] = {"track": name, **other, **own}
+    return boards
+
+
+RULES = settings("rules.json")
+with about(HOME / "rules.json"):
+    BOARDS = boards_of(RULES)
+FORMS = settings("forms.toml")  # of what people and trainers write
+LIMITS = SimpleNamespace(**FORMS["limits"])

@@ -1,10 +1,10 @@
 """What a model must not do, tested on the validation text when a run has ended.
 
-This is the judge's file: a trainer calls check_gates with itself, and the log names the sha256 of
-this text. All passes over the validation text are made once more, in another order. Ahead of some
-of them a pass reads the same text with noise in most of it, and what is kept must come out the same
-to the bit. Documents do not see each other, so that each has a cut of its own, with noise behind
-it, and one pass tests many cuts. Places are drawn from the seed.
+A trainer calls check_gates with itself, and the log names the sha256 of this text. All passes over
+the validation text are made once more, in another order. Ahead of some of them a pass reads the
+same text with noise in most of it, and what is kept must come out the same to the bit. Documents do
+not see each other, so that each has a cut of its own, and one pass tests many. Places are drawn
+from the seed.
 
 What is asked of a trainer:
     config           seed, eot_token, val_tokens, val_batch_tokens, logit_cap
@@ -19,7 +19,6 @@ alike: a reader of the script must find that. tests/trainer/cheats.py has cheats
 
 import hashlib
 import itertools
-import math
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -30,9 +29,8 @@ import torch.nn.functional as F
 
 BLOCK = 64  # attention and loss compute in blocks: some cuts are on their edges
 SHORT_DOCUMENTS = 63  # documents of a pass whose long ones are cut short
-NOISE = 0  # what is kept of a document: nothing,
-CUT = 1  # all up to a cut,
-WHOLE = 2  # or everything
+SUMS = ("losses", "exact", "inexact", "cuts", "changed", "cut_differs", "whole_differs")
+NOISE, CUT, WHOLE = range(3)  # what is kept of a document: nothing, all up to a cut, everything
 
 
 class Verdict(NamedTuple):
@@ -64,18 +62,18 @@ def check_gates(trainer, step, val, reported, digest):
     """
     began = time.perf_counter()
     before = digest(trainer)
-    found = Gates(trainer, step, val).find()
-    is_moved = found.new_tensor([digest(trainer) != before])
-    found = torch.cat([found, is_moved])
+    sums = Gates(trainer, step, val).sums_of_passes()
+    found = torch.stack([*sums.values()])
+    found = torch.cat([found, found.new_tensor([digest(trainer) != before])])
     work = trainer.runtime.all_reduce(found, "validation")
     if work is not None:
         work.wait()
-    again, exact, wrong, cuts, changed, cut_differs, whole_differs, moved = found.tolist()
+    losses, exact, inexact, cuts, changed, cut_differs, whole_differs, moved = found.tolist()
     tokens = trainer.config.val_tokens
-    is_exact = wrong == 0 and abs(exact / tokens - reported) < 1e-4
+    is_exact = inexact == 0 and abs(exact / tokens - reported) < 1e-4
     passed = {
         "causal": cut_differs == 0 and changed > 0,
-        "normalised": is_exact and abs(again / tokens - reported) < 1e-9,
+        "normalised": is_exact and abs(losses / tokens - reported) < 1e-9,
         "local": whole_differs == 0,
         "unmoved": moved == 0,
     }
@@ -105,42 +103,41 @@ class Gates:
         self.step = step
         self.val = val
         self.length = self.config.val_batch_tokens
+        self.sums = dict.fromkeys(SUMS, 0.0)
+        self.counts = True  # whether a pass adds to them
         rng = np.random.default_rng([self.config.seed, 0])
         self.order = rng.permutation(self.config.val_tokens // self.length).tolist()
         # Nowhere the token that stands there, and nowhere the start of a document.
         noise = val + rng.integers(1, self.config.eot_token, len(val))
         self.noise = (noise % self.config.eot_token).astype(np.uint16)
 
-    def find(self):
-        """(7,) float64: the sums over this rank's passes of what look_at_losses and compare find.
+    def sums_of_passes(self):
+        """{name: float64 sum over this rank's passes} of what look_at_losses and compare add.
 
-        Ranks make their passes in turns, and in each turn they all compare, or none of them does.
-        One without a last pass makes another one again, which does not count.
+        Ranks make their passes in turns. A pass is compared in a few turns alone, so that the gates
+        take no more than twice the time of a validation. Passes with short documents have most of
+        the cuts, the others the long-range ones.
         """
-        rank = self.trainer.runtime.rank
-        world_size = self.trainer.runtime.world_size
         count = len(self.order)
-        found = 0.0
-        for turn in range(math.ceil(count / world_size)):
-            number = turn * world_size + rank
+        world_size = self.trainer.runtime.world_size
+        for turn, first in enumerate(range(0, count, world_size)):
+            number = first + self.trainer.runtime.rank
+            self.counts = number < count  # else this rank only takes part in the others' last pass
             low = self.order[min(number, count - 1)] * self.length
-            found = found + self.find_in_pass(low, turn) * (number < count)
-        return found
+            rng = np.random.default_rng([self.config.seed, 1, low])
+            if turn % 4 == 0:
+                losses, hidden = self.compare(self.val, low, rng)
+            else:
+                losses, hidden = self.score(self.val, low)
+            self.look_at_losses(low, losses, hidden)
+            if turn % 6 == 3:  # never one of the turns above
+                self.compare(self.with_short_documents(low, rng), low, rng)
+        return self.sums
 
-    def find_in_pass(self, low, turn):
-        """What the pass from `low` on adds to find(). Few turns compare, so that the gates take no
-        more than twice the time of a validation; those with short documents have most of the cuts,
-        the others have the long-range ones."""
-        rng = np.random.default_rng([self.config.seed, 1, low])
-        if turn % 4 == 0:
-            outputs, compared = self.compare(self.val, low, rng, noise=rng.random() / 2)
-        else:
-            outputs = self.score(self.val, low)
-            compared = torch.zeros(4, dtype=torch.float64, device=outputs[0].device)
-        if turn % 6 == 3:  # never one of the turns above
-            short = self.with_short_documents(low, rng)
-            _, compared = self.compare(short, low, rng, noise=0.2)
-        return torch.cat([self.look_at_losses(low, *outputs), compared])
+    def add(self, **found):
+        """Add each tensor's sum to the one of its name."""
+        for name, values in found.items():
+            self.sums[name] += self.counts * values.sum(dtype=torch.float64)
 
     def score(self, tokens, low):
         """(losses (T,), hidden states (T, width)) of the pass from `low` on over such a text."""
@@ -152,80 +149,72 @@ class Gates:
         return plain(self.trainer.model.logits(hidden))
 
     def look_at_losses(self, low, losses, hidden):
-        """(3,): the sums of the pass' losses and of the exact ones, and how many do not agree.
+        """Add the losses of a pass, the exact ones, and how many of them do not agree.
 
-        An exact loss is of the softmax, over the whole vocabulary, of the logits that the hidden
-        state has. These are made from the last token to the first: where a state stands in the text
-        is no business of the head.
+        An exact loss is of the softmax over the logits of the hidden state. These are made from the
+        last token to the first: where a state stands in the text is no business of the head.
         """
-        targets = self.val[low + 1 : low + 1 + self.length].astype(np.int64)
-        targets = torch.from_numpy(targets).to(hidden.device)
-        exact = []
-        read = hidden.flip(0).split(1024), targets.flip(0).split(1024)
-        for states, ids in zip(*read, strict=True):
-            exact.append(F.cross_entropy(self.logits(states), ids, reduction="none"))
+        targets = torch.from_numpy(self.val[low + 1 : low + 1 + self.length].astype(np.int64))
+        pieces = hidden.flip(0).split(1024), targets.to(hidden.device).flip(0).split(1024)
+        exact = [
+            F.cross_entropy(self.logits(states), ids, reduction="none")
+            for states, ids in zip(*pieces, strict=True)
+        ]
         exact = torch.cat(exact).flip(0)
         # A logit of a narrow type differs by its last bit where the products are made otherwise.
         tolerance = 1e-4 + self.config.logit_cap[0] * torch.finfo(hidden.dtype).eps
         is_exact = (losses - exact).abs() < tolerance
-        return torch.stack([losses.double().sum(), exact.double().sum(), (~is_exact).sum()])
+        self.add(losses=losses, exact=exact, inexact=~is_exact)
 
-    def compare(self, tokens, low, rng, noise):
-        """Make the pass from `low` on over a text with noise in it, and then over the text itself.
+    def compare(self, tokens, low, rng):
+        """(losses, hidden states) of the pass from `low` on, which follows one with noise.
 
         Hidden states and losses of what is kept must be the same, and the logits at cuts, whose
         losses are about a token that has changed. A loss need not change there, since two tokens
         may have one logit; but where none does, losses say nothing about the text.
-
-        Returns ((losses, hidden) of the text itself; (4,): how many cuts there are, how many of
-        their losses have changed, and how many tokens of documents with a cut, and of whole ones,
-        did not come out the same).
         """
-        noisy_tokens, kept = self.with_noise(tokens, low, rng, noise)
+        noisy_tokens, kept = self.with_noise(tokens, low, rng)
         # First the noise: a model that remembers what it has read now remembers noise.
         noisy_losses, noisy_hidden = self.score(noisy_tokens, low)
         kept = torch.from_numpy(kept).to(noisy_hidden.device)
-        target_is_kept = kept.roll(-1) > NOISE
-        target_is_kept[-1] = False  # it is behind the pass
-        is_cut = (kept > NOISE) & ~target_is_kept
+        next_kept = torch.cat([kept[1:], kept.new_zeros(1)])  # nothing behind the pass
+        is_cut = (kept > NOISE) & (next_kept == NOISE)
         noisy_logits = self.logits(noisy_hidden[is_cut])
         losses, hidden = self.score(tokens, low)
-        other_losses = differing_rows(losses, noisy_losses)
-        differs = differing_rows(hidden, noisy_hidden) | (other_losses & target_is_kept)
+        is_changed = differing_rows(losses, noisy_losses)
+        differs = differing_rows(hidden, noisy_hidden) | (is_changed & ~is_cut)
         differs[is_cut] |= differing_rows(self.logits(hidden[is_cut]), noisy_logits)
-        is_changed = other_losses & is_cut
-        counted = [is_cut, is_changed, differs & (kept == CUT), differs & (kept == WHOLE)]
-        return (losses, hidden), torch.stack(counted).sum(1).double()
+        self.add(cuts=is_cut, changed=is_changed & is_cut)
+        self.add(cut_differs=differs & (kept == CUT), whole_differs=differs & (kept == WHOLE))
+        return losses, hidden
 
-    def with_noise(self, tokens, low, rng, noise):
+    def with_noise(self, tokens, low, rng):
         """(the text with noise in it; what is kept of the document of each token of the pass from
         `low` on, (T,)).
 
-        noise: the share of documents of which nothing is kept; the first one is not among them.
         All that the pass does not read is noise, but for the beginning of its first document. A cut
         is anywhere in what it reads of a document, or behind the first token, or at a block's edge.
         """
         noisy = self.noise.copy()
         high = low + self.length
         kept = np.full(self.length, NOISE)
+        share = rng.random() / 2  # of the documents, of which nothing is kept
         # The gate looks for documents itself: what the model makes of a text is its own business.
-        starts = np.flatnonzero(tokens == self.config.eot_token)
-        edges = np.unique([0, *starts, len(tokens)])
-        first = np.searchsorted(edges, low, side="right") - 1
-        last = np.searchsorted(edges, high)
-        for start, behind in itertools.pairwise(edges[first : last + 1].tolist()):
-            if start > low and rng.random() < noise:
+        starts = np.flatnonzero(tokens[:high] == self.config.eot_token)
+        begun = max(starts[starts <= low], default=0)
+        noisy[begun:low] = tokens[begun:low]
+        edges = [low, *starts[starts > low].tolist(), high]
+        for begin, end in itertools.pairwise(edges):
+            if begin > low and rng.random() < share:
                 continue
             fate = rng.choice([CUT, CUT, CUT, WHOLE])
-            begin = max(start, low)
-            end = min(behind, high)
             if fate == CUT:
                 anywhere = rng.integers(begin + 1, end + 1, size=6)
                 edge = low + (anywhere[0] - low) // BLOCK * BLOCK
                 end = rng.choice([*anywhere, begin + 1, max(begin + 1, edge)])
-            elif behind > high:
+            elif end == high:
                 fate = CUT  # by the end of the pass
-            noisy[start:end] = tokens[start:end]
+            noisy[begin:end] = tokens[begin:end]
             kept[begin - low : end - low] = fate
         return noisy, kept
 

@@ -1,7 +1,6 @@
 """`verify`: what a record must fulfil. Nothing of it is executed; the first RecordError ends it."""
 
 import filecmp
-import hashlib
 import itertools
 import math
 import re
@@ -9,9 +8,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from records import render, stats
-from records.files import RecordError, about, read_text, require, require_same
-from records.record import CACHE, FOLDER, figures, gain_of, paths_in
-from records.settings import FORMS, LIMITS, RULES
+from records.files import FORMS, LIMITS, RULES, RecordError, about, read_text, require, require_same
+from records.record import CACHE, FOLDER, paths_in
 from records.source import config_of, sha256_of
 
 AUTHORS = re.compile(FORMS["authors"])
@@ -26,23 +24,21 @@ def check_run(run, board, rules):
     """One log against the rules of its board, and against the script that it ran."""
     track = rules["track"]
     with about(run.path):
-        data = {"its track": run.track, "data manifest": run.manifest, "shards": run.shards}
-        manifest = rules["manifest_sha256"] or run.manifest
-        require_same(data, {"its track": track, "data manifest": manifest, "shards": "ok"})
+        check_fixed(run.config, board, rules)
+        due = {"track": track, "manifest": rules["manifest_sha256"] or run.manifest}
+        due |= {name: rules["config"][name] for name in ("val_tokens", "val_sha256")}
+        require_same({name: getattr(run, name) for name in due}, due)
         is_past = run.over <= datetime.now(UTC) + CLOCKS
         require(is_past, f"was over at {run.over:%Y-%m-%d %H:%M:%S}, which is to come")
-        check_fixed(run.config, board, rules)
         check_gpus(run.world_size, board, rules)
         is_gpu = run.cuda != "none" or "gpus" not in rules
         require(is_gpu, f"ran without a GPU, and the board {board} is one of GPUs")
-        check_configuration(run, config_of(run.source, track))
-        is_known = run.gates in RULES["gates_sha256"]
+        place = f"{run.batch}:{run.counter}/{run.declared}:{run.start}"
+        told = {"run_id": run.run, "track": run.track, "run_of": place, "seed": run.seed}
+        wanted = {**config_of(run.source, track), **told}
+        require_same(run.config, wanted, " in the config line, in the script or other lines it is ")
         hint = "rules.json has those of each records/gates.py that may judge a run"
-        require(is_known, f"gates have the sha256 {run.gates}; {hint}")
-        tokens, text = run.config["val_tokens"], run.config["val_sha256"]
-        gates = dict.fromkeys(LIMITS.gates, "ok")
-        with about("validity"):
-            require_same(run.validity, {**gates, "val_tokens": str(tokens), "val_sha256": text})
+        require(run.gates in RULES["gates_sha256"], f"gates have the sha256 {run.gates}; {hint}")
         check_rates(run)
 
 
@@ -61,18 +57,6 @@ def check_gpus(world_size, board, rules):
     takes = f"{board} takes {least} to {most} GPUs"
     hint = "--world-size gives their number, --track another board"
     require(least <= world_size <= most, f"world size {world_size}: {takes}; {hint}")
-
-
-def check_configuration(run, script):
-    """The logged configuration is the script's, where that is read, and says what the log says."""
-    place = f"{run.batch}:{run.counter}/{run.declared}:{run.start}"
-    told = {"run_id": run.run, "track": run.track, "run_of": place, "seed": run.seed}
-    if script.get("dtype") == "auto":
-        hint = "in the config line, where a log has what it became"
-        require(run.dtype in LIMITS.dtypes, f"dtype is {ascii(run.dtype)[:60]} {hint}")
-        told["dtype"] = run.dtype
-    wanted = {**script, **told}
-    require_same(run.config, wanted, " in the config line, in the script or other lines it is ")
 
 
 def check_rates(run):
@@ -99,7 +83,7 @@ def check_rates(run):
 # ----- a record
 
 
-def check_record(record, older, rules):
+def check_record(record, older):
     """All that several of its runs, or several records of its track, show."""
     require(FOLDER.fullmatch(record.name), "is not named <YYYY-MM-DD>_<Letters-and-digits>")
     latest = min(datetime.now(UTC) + CLOCKS, record.over + timedelta(days=LIMITS.wait_days))
@@ -107,14 +91,13 @@ def check_record(record, older, rules):
     hint = f"before the end of its runs, after today, or {LIMITS.wait_days} days after them"
     require(is_between, f"is dated {record.date}, {hint}")
     for other in older:
-        is_own = other.source != record.source
-        require(is_own, f"train_gpt.py is the code of {other.name}; a record has code of its own")
+        require(other.source != record.source, f"train_gpt.py is the code of {other.name}")
         is_own = other.title.casefold() != record.title.casefold()
         require(is_own, f"is named like {other.name}; a record has a name of its own")
     check_machine(record)
     check_runs(record)
     check_starts(record)
-    check_figures(record, rules["config"]["target_loss"])
+    check_figures(record)
 
 
 def check_machine(record):
@@ -142,14 +125,10 @@ def check_runs(record):
     check_one(["batch", "declared"], runs)
     is_each = len({run.run.casefold() for run in runs}) == len(runs)
     require(is_each, "names of its runs are the same, or differ in the case of letters alone")
-    declared = runs[0].declared
-    sides = {"logs": record.runs}
-    if record.baseline:
-        sides["baseline"] = record.baseline
-    for part, side in sides.items():
+    for part, side in ("logs", record.runs), ("baseline", record.baseline):
         found = [run.counter for run in side]
-        is_whole = len(side) == declared and found == list(range(1, declared + 1))
-        shown = f"{declared} runs were declared, {part} has {found}"[:120]
+        shown = f"{runs[0].declared} runs were declared, {part} has {found}"[:120]
+        is_whole = not side or runs[0].declared == len(side) and found == [*range(1, 1 + len(side))]
         require(is_whole and runs[0].batch == 1, f"{shown}; every run of batch 1 counts, once")
         restarts = sum(run.start - 1 for run in side)
         is_rare = restarts <= 1 and all(run.start for run in side)
@@ -166,31 +145,30 @@ def check_starts(record):
     order = stats.order_of_pairs(sha256_of(record.source), 1, len(record.runs))
     planned = [sides[side][counter - 1] for side, counter in order if sides[side]]
     second = timedelta(seconds=1)  # starts are whole ones
-    for run, following in itertools.pairwise(planned):
-        shown = f"{following.run} was started before the end of {run.run}"
-        require(following.started + second >= run.over, f"{shown}, which comes before it")
-    parent = record.parent
-    is_later = parent is None or planned[0].started + second >= parent.over
-    require(is_later, f"{planned[0].run} was started before the parent's record was made")
+    over = record.parent.over if record.parent else planned[0].started
+    event = "the parent's record was made"
+    for run in planned:
+        require(run.started + second >= over, f"{run.run} was started before {event}")
+        over = run.over
+        event = f"the end of {run.run}, which comes before it"
 
 
-def check_figures(record, target):
+def check_figures(record):
     """The target is reached, a gain is shown against a parent that reaches it, and the record's
     page is what `submit` writes, but for the reasons and who had the idea."""
-    found = figures(record, target)
-    shown = f"mean loss {found['loss']:.5f}, {stats.p_text(found['loss_p'])}"
-    require(found["loss_p"] <= stats.ALPHA, f"target {target:g} not reached: {shown}")
+    shown = f"mean loss {record.loss:.5f}, {stats.p_text(record.loss_p)}"
+    is_reached = record.loss_p <= stats.ALPHA
+    require(is_reached, f"target {record.target:g} not reached: {shown}")
     if record.parent:
-        gain, p = gain_of(record.runs, record.baseline)
-        shown = f"{record.parent.name}: {render.percent(gain)}, {stats.p_text(p)}"
-        require(p <= stats.ALPHA, f"not shown to be faster than {shown}")
+        shown = f"{record.parent.name}: {render.percent(record.gain)}, {stats.p_text(record.p)}"
+        require(record.p <= stats.ALPHA, f"not shown to be faster than {shown}")
         mean, _ = stats.mean_and_std([run.val_loss for run in record.baseline])
-        require(mean < target, f"the parent's runs miss the target: mean loss {mean:.5f}")
+        require(mean < record.target, f"the parent's runs miss the target: mean loss {mean:.5f}")
 
     shown = f"by is {ascii(record.by)[:60]}; names of 100 letters at most are due"
     require(AUTHORS.fullmatch(record.by), f"README.md: {shown}")
     why = render.why_of(record.readme)
-    is_same = record.readme == render.record_readme(record, target, why)
+    is_same = record.readme == render.record_readme(record, why)
     require(is_same, "README.md: only what stands under `## Why` may differ from what submit wrote")
     if odd := ODD_PROSE.search(why):
         hint = "under `## Why`; what is due there is plain prose"
@@ -212,32 +190,21 @@ def check_copies(runs, limit):
             raise RecordError(f"{run.path}: {shown}; a run counts once")
 
 
-def digest_of(folder):
-    """The sha256 of a folder: of the names and the bytes of its files."""
-    digest = hashlib.sha256()
-    paths = [path for path in sorted(folder.rglob("*")) if CACHE not in path.parts]
-    for path in filter(Path.is_file, paths):
-        digest.update(f"{path.relative_to(folder)}:{sha256_of(read_text(path))}\n".encode())
-    return digest.hexdigest()
-
-
 def check_folders(repository):
-    """What was merged is there, byte for byte, behind no link, and each folder is judged."""
+    """What was merged is there, byte for byte, behind no link, and each folder is a board's."""
     home = repository.home
-    tracks = [home / track for track in repository.rules]
-    for folder in [home, *tracks]:
+    boards = [home / track for track in repository.rules]
+    for folder in [home, *boards]:
         require(not folder.is_symlink(), f"{folder}: is a symbolic link; records lie in a folder")
     for folder in filter(Path.is_dir, paths_in(home)):
-        left = RULES["closed"].get(folder.name)  # what a closed board left
-        is_judged = folder in tracks or left and digest_of(folder) == left
-        require(is_judged, f"{folder}: is no open board's folder, nor as a closed board left it")
+        require(folder in boards, f"{folder}: is no open board's folder")
     own = repository.merged and repository.merged / "records"
-    for path in filter(Path.is_file, sorted(own.glob("*/[0-9]*/**/*")) if own else ()):
+    for path in sorted(own.glob("*/[0-9]*/**/*")) if own else ():
         place = path.relative_to(own)
         other = home / place
         is_there = other.is_file() and other.resolve() == home.resolve() / place
         is_same = is_there and filecmp.cmp(path, other, shallow=False)
-        is_same = is_same or CACHE in place.parts
+        is_same = is_same or path.is_dir() or CACHE in place.parts
         require(is_same, f"{other}: is not what was merged; records stay as they are")
 
 
@@ -251,7 +218,7 @@ def check_records(repository):
             check_run(run, track, rules)
         for number, record in enumerate(records):
             with about(record.folder):
-                check_record(record, records[:number], rules)
+                check_record(record, records[:number])
         check_copies(runs, rules["copy_loss"])
 
 

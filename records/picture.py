@@ -54,14 +54,13 @@ def plot(paths, out, target=0.0):
         axes.axhline(target, color="grey", linestyle=":", label=f"target {target:g}")
     figure.legend(loc="outside upper center", ncols=2, fontsize="x-small")
     with rc_context({"svg.hashsalt": "", "svg.fonttype": "none"}):  # the same file each time
-        if out.suffix == ".svg":
-            figure.savefig(out, metadata={"Date": None})
-        else:
-            figure.savefig(out, format="png", dpi=200)
+        kind = "svg" if out.suffix == ".svg" else "png"
+        figure.savefig(out, format=kind, dpi=200, metadata={"Date": None})
 
 
 def plot_run(folder):
     """Draw a run's log into the loss.png of its folder, with its target; returns the path."""
-    target = json.loads((folder / "result.json").read_text())["config"]["target_loss"]
+    config = re.search(r"^config:(.*)$", (folder / "log.txt").read_text(), re.MULTILINE)
+    target = json.loads(config[1])["target_loss"]
     plot([folder], folder / "loss.png", target)
     return folder / "loss.png"

@@ -1,4 +1,4 @@
-"""The repository, a record's folder, and every figure that follows from its logs."""
+"""The repository, a record's folder, and the figures that follow from its logs."""
 
 import itertools
 import operator
@@ -9,9 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from records import stats
-from records.files import read_text, require
+from records.files import BOARDS, LIMITS, read_text, require
 from records.log import parse_log
-from records.settings import BOARDS, LIMITS
 
 FOLDER = re.compile(r"20\d\d-[01]\d-[0-3]\d_[A-Za-z0-9][A-Za-z0-9-]{0,59}", re.ASCII)
 CACHE = "__pycache__"
@@ -73,10 +72,16 @@ class Repository:
         require(not odd, f"{folder}: {shown} is missing, or is no part of a record")
         record = SimpleNamespace(folder=folder, track=folder.parent.name, name=folder.name)
         record.date, record.title = folder.name[:10], folder.name[11:]
-        record.source = read_script(folder)
+        record.source = read_script(folder / "train_gpt.py")
         record.readme = read_text(folder / "README.md")
         record.by = "".join(re.findall(r"^By (.+)\.$", record.readme, re.MULTILINE)[:1])
         record.runs = read_logs(folder / "logs", record.source)
+        record.target = self.rules_of(record.track)["config"]["target_loss"]
+        losses = [run.val_loss for run in record.runs]
+        record.loss, record.loss_std = stats.mean_and_std(losses)
+        record.loss_p = stats.p_below(losses, record.target)
+        seconds = [run.train_time_ms / 1000 for run in record.runs]
+        record.seconds, record.seconds_std = stats.mean_and_std(seconds)
         # Records are sorted by their age: what is merged comes first, then the day counts.
         is_new = not (self.merged and (self.merged / folder.relative_to(self.root)).is_dir())
         record.age = is_new, record.date, min(run.started for run in record.runs), record.name
@@ -90,8 +95,7 @@ def paths_in(folder):
 
 
 def read_script(path):
-    """The text of a script, or of the one in a record's folder."""
-    path = path / "train_gpt.py" if path.is_dir() else path
+    """The text of a script."""
     text = read_text(path, LIMITS.script)
     require(text.strip(), f"{path}: is empty")
     return text
@@ -114,6 +118,7 @@ def add_baseline(record, parent):
     require(parent or not folder.exists(), f"{folder}: the first record of a board has no parent")
     record.parent = parent
     record.baseline = read_logs(folder, parent.source) if parent else []
+    record.gain, record.p = gain_of(record.runs, record.baseline) if parent else (None, None)
     record.over = max(run.over for run in record.runs + record.baseline)
 
 
@@ -122,23 +127,3 @@ def gain_of(runs, baseline):
     times = [run.train_time_ms for run in runs[: len(baseline)]]
     others = [run.train_time_ms for run in baseline[: len(runs)]]
     return stats.gain(times, others), stats.p_faster(times, others)
-
-
-def figures(record, target):
-    """{name: figure} that follows from a record's logs, by the names of record.md."""
-    first = record.runs[0]
-    losses = [run.val_loss for run in record.runs]
-    loss, loss_std = stats.mean_and_std(losses)
-    seconds, seconds_std = stats.mean_and_std([run.train_time_ms / 1000 for run in record.runs])
-    return {
-        "loss": loss,
-        "loss_std": loss_std,
-        "loss_p": stats.p_below(losses, target),
-        "target": target,
-        "seconds": seconds,
-        "seconds_std": seconds_std,
-        "hardware": first.hardware,
-        "software": f"torch {first.torch}, CUDA {first.cuda}, triton {first.triton}",
-        "runs": len(losses),
-        "restarts": sum(run.start - 1 for run in record.runs),
-    }

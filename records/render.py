@@ -1,15 +1,10 @@
 """What is written of records: their README.md, the leaderboards, and the results on the first
-page. All that comes from a log is escaped."""
-
-import html
-import re
+page. What comes from a log is plain text, by the forms in forms.toml."""
 
 import numpy as np
 
 from records import stats
-from records.files import read_text, require
-from records.record import figures, gain_of
-from records.settings import filled
+from records.files import HOME, read_text, require
 from records.source import changed_lines
 
 END = "<!-- end -->"
@@ -17,11 +12,6 @@ WHY = "Write here what the idea is, why it works, and what was tried beside it."
 PLAIN = "benchmarks/results/plain_curve.json"  # the plain GPT's losses at their seconds
 FIRST_PAGE = ["record", "training time, s", "validation loss", "hardware, dtype"]  # columns there
 FIRST_PAGE += ["faster than a plain GPT"]
-
-
-def cell(value):
-    """Text for Markdown or HTML: no tags, no links, no borders of cells."""
-    return re.sub(r"[|`\[\]\\*]", lambda found: f"&#{ord(found[0])};", html.escape(str(value)))
 
 
 def table(rows):
@@ -44,25 +34,23 @@ def gain_text(record):
     parent = record.parent
     if not parent:
         return "It is the first record of its board."
-    gain, p = gain_of(record.runs, record.baseline)
     added, removed = changed_lines(parent.source, record.source)
     return (
         f"Its parent is [{parent.name}](../{parent.name}/): {added} lines added, {removed} "
-        f"removed. In pairs on one machine its training time differs by {percent(gain)}, "
-        f"{stats.CONFIDENCE:.0%} interval; p = {p:.2g} in the permutation test, at most "
+        f"removed. In pairs on one machine its training time differs by {percent(record.gain)}, "
+        f"{stats.CONFIDENCE:.0%} interval; p = {record.p:.2g} in the permutation test, at most "
         f"{stats.ALPHA:g} is needed."
     )
 
 
-def record_readme(record, target, why):
+def record_readme(record, why):
     """A record's whole README.md."""
-    shown = figures(record, target)
-    shown |= {name: cell(shown[name]) for name in ("hardware", "software")}
-    return filled(
-        "record.md",
-        **shown,
-        alpha=stats.ALPHA,
+    return read_text(HOME / "record.md").format(
         record=record,
+        run=record.runs[0],
+        runs=len(record.runs),
+        restarts=sum(run.start - 1 for run in record.runs),
+        alpha=stats.ALPHA,
         why=why,
         gain=gain_text(record),
         before=f"records/{record.track}/{record.parent.name} " if record.parent else "",
@@ -86,10 +74,7 @@ def factors_of(records, rules):
     names = [record.name for record in records]
     if plain.get("record") not in names:
         return {}
-    gains = [0.0]
-    for record in records[1:]:
-        (mean, _, _), _ = gain_of(record.runs, record.baseline)
-        gains.append(mean)
+    gains = [0.0, *(record.gain[0] for record in records[1:])]
     left = np.cumprod(np.add(gains, 1))  # of the first record's time
     factors = plain["factor"] * left[names.index(plain["record"])] / left
     return {name: f"{factor:.1f} times" for name, factor in zip(names, factors, strict=True)}
@@ -100,18 +85,14 @@ def board_of(records, rules, place):
     factors = factors_of(records, rules)
     rows = []
     for record in reversed(records):
-        found = figures(record, rules["config"]["target_loss"])
-        shown = "first"
-        if record.parent:
-            gain, p = gain_of(record.runs, record.baseline)
-            shown = f"{percent(gain)}, p = {p:.2g}"
-        spread = f"{found['loss']:.4f} ± {found['loss_std']:.4f}"
+        shown = f"{percent(record.gain)}, p = {record.p:.2g}" if record.parent else "first"
+        spread = f"{record.loss:.4f} ± {record.loss_std:.4f}, n = {len(record.runs)}"
         row = {
             "record": f"[{record.title}]({place}{record.track}/{record.name}/)",
-            "training time, s": f"{found['seconds']:.1f}",
+            "training time, s": f"{record.seconds:.1f}",
             "time against its parent's, in pairs": shown,
-            "validation loss": f"{spread}, n = {found['runs']}, p = {found['loss_p']:.2g}",
-            "hardware, dtype": cell(found["hardware"]),
+            "validation loss": f"{spread}, p = {record.loss_p:.2g}",
+            "hardware, dtype": record.runs[0].hardware,
             "date": record.date,
             "by": record.by,
         }
@@ -141,15 +122,6 @@ def pictures_of(repository):
     return shown
 
 
-def first_page_row(track, records, rules):
-    """A board's row of the first page's table."""
-    row = {"board": f"`{track}`", "target": f"{rules['config']['target_loss']:g}"}
-    newest = {"record": "not measured yet"}
-    if records:
-        newest = board_of(records, rules, "records/")[0]
-    return row | {name: newest.get(name, "-") for name in FIRST_PAGE}
-
-
 def pages_of(repository):
     """{path: text} of what `table` writes: the leaderboards, and the first page's results."""
     page, first = repository.home / "README.md", repository.root / "README.md"
@@ -160,7 +132,9 @@ def pages_of(repository):
         board = board_of(records, rules, "")
         block = table(board) if board else "No records yet."
         text = with_block(page, text, f"records/{track}", block)
-        rows.append(first_page_row(track, records, rules))
+        row = {"board": f"`{track}`", "target": f"{rules['config']['target_loss']:g}"}
+        newest = board_of(records, rules, "records/")[:1] or [{"record": "not measured yet"}]
+        rows.append(row | {name: newest[0].get(name, "-") for name in FIRST_PAGE})
     block = table(rows)
     for track in pictures_of(repository):
         words = f"Loss of {track} against seconds, beside a plain GPT"

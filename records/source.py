@@ -1,15 +1,14 @@
 """What a script's tracks are, read from its source without running it.
 
 A dict TRACKS holds {"name": Config(field=value, ...)}. A value is a literal, arithmetic on small
-numbers, or a call of one of the script's dataclasses, which may take over the fields of a dict of
-the script, as in Config(**SHARED), that nothing else names. A field that a call does not name has
-the default of its class: `name: type = 1.0`, or `name: type = made(1.0, ...)`, where the script
-says `def made(default, ...)`. What a call is given by the name `default` is one as well.
+numbers, or a call of one of the script's dataclasses. A field that a call does not name has the
+default of its class: `name: type = 1.0`, `name: type = knob(1.0, ...)` or `= knob(default=1.0)`.
 """
 
 import ast
 import functools
 import hashlib
+import itertools
 import json
 import operator
 import re
@@ -17,13 +16,13 @@ import sys
 import warnings
 from collections import Counter
 
-from records.files import about, require
-from records.settings import FORMS, LIMITS, RULES
+from records.files import FORMS, LIMITS, RULES, RecordError, about, require
 
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 OPERATIONS |= {ast.Div: operator.truediv, ast.Pow: operator.pow}
 PACKAGES = RULES["packages"]  # that scripts import, beside what Python brings along
 OPEN = sys.stdlib_module_names - {*FORMS["loaders"]} | {*PACKAGES}
+LOADING = {*FORMS["loading"]}
 ASKED = re.compile(FORMS["asked"], re.MULTILINE)
 
 
@@ -41,79 +40,61 @@ def body_of(source):
     plain = re.sub("[^\0-\x7f]", "?", source)
     with about("the script is no Python with names in ASCII"):
         with warnings.catch_warnings(action="ignore"):  # of a backslash in a text
-            trees = [ast.parse(text) for text in (plain, ASKED.sub("None", plain))]
-    check_imports(trees[1])
-    return trees[0].body
+            tree = ast.parse(ASKED.sub("None", plain))
+    check_imports(tree)
+    return tree.body
+
+
+def imported_by(node):
+    """The dotted names of what a node of the syntax tree imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        module = "." * node.level + (node.module or "")
+        return [f"{module}.{alias.name}" for alias in node.names]
+    return []
 
 
 def check_imports(tree):
     """Nothing is imported but PACKAGES and what Python brings along. Who hides it better, in a text
     that is executed elsewhere, is found by the diff's reader."""
-    hint = f"open are Python's own and {', '.join(PACKAGES)}"
     for node in ast.walk(tree):
-        modules = []
-        words = [(getattr(node, "id", ""), "names"), (getattr(node, "attr", ""), "called")]
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = "." * node.level + (node.module or "")
-            is_open = {f"{base}.{alias.name}" for alias in node.names} <= OPEN
-            modules = [] if is_open else [base]
-            words += [(alias.name, "called") for alias in node.names]
-        for module in modules:
-            is_open = {module, module.partition(".")[0]} & OPEN
-            shown = f"the script imports {module[:60]}, whose text no log holds"
+        words = {getattr(node, "id", ""), f".{getattr(node, 'attr', '')}"}
+        for name in imported_by(node):
+            parts = name.split(".")
+            shown = f"the script imports {name[:60]}, whose text no log holds"
+            hint = f"open are Python's own and {', '.join(PACKAGES)}"
+            is_open = OPEN & {*itertools.accumulate(parts, "{}.{}".format)}
             require(is_open, f"{shown}; {hint}")
-            words += [(part, "called") for part in module.split(".")]
-        for word, kind in words:
-            shown = f"the script has the word {word}, by which code runs that no log holds"
-            require(word not in FORMS[kind], shown)
+            words |= {f".{part}" for part in parts}
+        for word in words & LOADING:
+            shown = f"the script has the word {word.strip('.')}"
+            raise RecordError(f"{shown}, by which code runs that no log holds")
 
 
-def default_of(value, helpers):
-    """The expression of a field's default, or None. `value` is what its class assigns, and helpers
-    are the parameters of the script's functions: what one of them calls `default` counts."""
-    if not isinstance(value, ast.Call):
+def default_of(value):
+    """The expression of a field's default, or None: what its class assigns, or, where that is a
+    call, its argument `default` or its first one."""
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Name):
         return value
-    named = dict(zip(helpers.get(ast.unparse(value.func), ()), value.args, strict=False))
-    default = {**named, **{word.arg: word.value for word in value.keywords}}.get("default")
-    is_none = default and ast.unparse(default).split(".")[-1] == "MISSING"
-    return None if is_none else default
-
-
-def is_spread(node):
-    """Whether it is ** and a name, in a call."""
-    return isinstance(node, ast.keyword) and not node.arg and isinstance(node.value, ast.Name)
+    first = value.args[0] if value.args else None
+    return {word.arg: word.value for word in value.keywords}.get("default", first)
 
 
 class Literals(ast.NodeTransformer):
     """It turns calls of a script's dataclasses into dicts, and arithmetic into numbers."""
 
-    def __init__(self, body, source):
-        helpers = {}  # the names of each function's parameters
-        for node in body:
-            if isinstance(node, ast.FunctionDef):
-                helpers[node.name] = [each.arg for each in node.args.posonlyargs + node.args.args]
-        words = Counter(re.findall(r"\w+", source)) - Counter(re.findall(r"\*\*(\w+)", source))
-        self.shared = {}  # the fields of each dict
-        for node in body:
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
-                name = ast.unparse(node.targets)
-                if words[name] == 1:  # else it may be another one by then
-                    keys = map(ast.literal_eval, node.value.keys)
-                    self.shared[name] = dict(zip(keys, node.value.values, strict=True))
-        self.classes = {}
+    def __init__(self, body):
+        self.classes = {}  # {class: {field: the expression of its default}}
         for kind in body:
             if isinstance(kind, ast.ClassDef):
                 fields = [node for node in kind.body if isinstance(node, ast.AnnAssign)]
-                defaults = {node.target.id: default_of(node.value, helpers) for node in fields}
+                defaults = {node.target.id: default_of(node.value) for node in fields}
                 self.classes[kind.name] = defaults
 
     def visit_Call(self, call):
         defaults = self.classes[call.func.id]
-        named = {}
-        for word in call.keywords:
-            named |= self.shared[word.value.id] if is_spread(word) else {word.arg: word.value}
+        named = {word.arg: word.value for word in call.keywords}
         fields = {**defaults, **dict(zip(defaults, call.args, strict=False)), **named}
         if len(call.args) > len(defaults) or len(fields) > len(defaults):
             raise ValueError(f"line {call.lineno}: {call.func.id} has no such field")
@@ -141,7 +122,7 @@ def tracks_of(source):
             raise ValueError("one class Config and one line TRACKS = { are needed")
         assigned = [node for node in body if isinstance(node, ast.Assign)]
         (tracks,) = [node.value for node in assigned if ast.unparse(node.targets) == "TRACKS"]
-        found = ast.literal_eval(Literals(body, source).visit(tracks))
+        found = ast.literal_eval(Literals(body).visit(tracks))
         return {str(name): dict(config) for name, config in json.loads(json.dumps(found)).items()}
 
 

@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 from scipy import special  # and not scipy.stats, which takes longer to import than all records
 
-from records.settings import LIMITS, RULES
+from records.files import LIMITS, RULES
 
 ALPHA = RULES["alpha"]  # one-sided, for every claim
 CONFIDENCE = 0.95  # of the intervals that are shown
@@ -55,14 +55,6 @@ def p_text(p):
     return f"p = {p:.2g}, at most {ALPHA:g} is needed"
 
 
-def interval(values):
-    """(mean, low, high): the two-sided confidence interval of the mean of two values or more."""
-    mean, std = mean_and_std(values)
-    quantile = special.stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)
-    half = quantile * std / math.sqrt(len(values))
-    return mean, mean - half, mean + half
-
-
 def p_faster(times, others):
     """One-sided p that `times` tend to lie below `others`, those of pairs; 1.0 above 16 pairs.
 
@@ -83,5 +75,9 @@ def p_faster(times, others):
 
 
 def gain(times, others):
-    """(mean, low, high) of the relative difference of times of pairs: -0.2 is a fifth less."""
-    return tuple(map(math.expm1, interval(list(np.log(times) - np.log(others)))))
+    """(mean, low, high) of the relative difference of times of two pairs or more, with the ends of
+    its two-sided confidence interval: -0.2 is a fifth less."""
+    mean, std = mean_and_std(list(np.log(times) - np.log(others)))
+    quantile = special.stdtrit(len(times) - 1, (1 + CONFIDENCE) / 2)
+    half = quantile * std / math.sqrt(len(times))
+    return tuple(map(math.expm1, (mean, mean - half, mean + half)))

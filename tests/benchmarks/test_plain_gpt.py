@@ -24,8 +24,10 @@ def test_the_loss_against_float64():
     block = model.double().blocks[0]
     x = model.embed.weight[tokens[:-1]] + model.position.weight[:11]
     inner = block.norm1(x) @ block.self_attn.in_proj_weight.T + block.self_attn.in_proj_bias
-    heads = inner.view(11, 3, 2, 32).unbind(1)
-    mixed = common.reference_attention(*heads, torch.zeros(11), 11, 32**-0.5)
+    q, k, v = inner.view(11, 3, 2, 32).unbind(1)
+    scores = torch.einsum("ihd,jhd->hij", q, k) * 32**-0.5
+    hidden = torch.ones(11, 11).triu(1).bool()
+    mixed = torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
     x = x + block.self_attn.out_proj(mixed.flatten(1))
     x = x + block.linear2(torch.nn.functional.gelu(block.linear1(block.norm2(x))))
     expected = (model.norm(x) @ model.embed.weight.T).log_softmax(-1)[range(11), tokens[1:]]
@@ -111,7 +113,7 @@ def test_turns_run_our_trainer_and_replace_those_of_the_call_before(results, mon
 
     def train(folder, run_id, words, world_size, script):
         calls.append((words, world_size, script))
-        (folder / "result.json").write_text('{"val_loss": 2.94, "train_time_ms": 25000.0}')
+        (folder / "log.txt").write_text("final val_loss:2.94000 train_time:25000ms tokens:1\n")
         return folder
 
     monkeypatch.setattr(common, "train", train)

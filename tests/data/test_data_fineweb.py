@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import close_session, constants
@@ -72,7 +71,7 @@ def call(monkeypatch, capfd):
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)  # it makes requests, too
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     monkeypatch.setenv("NO_PROXY", "*")
-    vocabulary = SimpleNamespace(pieces=PIECES)
+    vocabulary = fineweb.text.Tokenizer("gpt2", PIECES, None)
     monkeypatch.setattr(fineweb.text, "make_tokenizer", lambda name: vocabulary)
 
     def run(url, folder, *words):
@@ -86,9 +85,7 @@ def call(monkeypatch, capfd):
         except SystemExit as error:
             code = error.code
         out, err = capfd.readouterr()
-        if code == 0:
-            size = sum(path.stat().st_size for path in folder.glob("*.bin"))
-            assert f"{folder}: {size // 100_000} files, {size:,} bytes, " in out
+        assert (f"{folder}: " in out) == (code == 0)
         return (1, f"{err}{code}\n") if isinstance(code, str) else (code, err)
 
     return run

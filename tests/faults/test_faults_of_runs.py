@@ -138,7 +138,7 @@ def test_a_run_is_written_by_one_process(tiny, cli):
 # ----- folders and corpora
 
 
-@pytest.mark.parametrize("name", ["", "checkpoint.pt", "checkpoint.sha256", "result.json"])
+@pytest.mark.parametrize("name", ["", "checkpoint.pt", "checkpoint.sha256"])
 def test_what_stands_in_the_way_of_a_run_is_named(name, tiny, cli, tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt, "warm_up", lambda *_: None)
     if name:

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
-from records import files, render, settings, stats
+from records import files, render, stats
 from records.__main__ import main
-from records.experiment import lay_out, write_page
+from records.experiment import lay_out
 from records.files import RecordError
 from records.log import parse_log, split_log
 from records.record import Repository
 from records.source import sha256_of as sha_of
 
-TRACK = settings.RULES["default_track"]
+TRACK = files.RULES["default_track"]
 YESTERDAY = datetime.now(UTC).replace(microsecond=0) - timedelta(days=1)  # when runs began
 LATER = YESTERDAY + timedelta(hours=6)  # than all runs of `pristine`
 WHY = "It takes fewer steps, since each of them does more."
@@ -34,11 +34,11 @@ RULES = {
     },
 }
 GATES = "6a" * 32  # of the gates that judge these runs
-settings.RULES["gates_sha256"].append(GATES)
+files.RULES["gates_sha256"].append(GATES)
 SCHEDULE = {"steps": 60, "log_every": 10, "val_every": 0, "micro_batch_tokens": 512}
 STAGES = [{"start": 0.0, "micro_batches": 8, "lr": 1.0}]
 RUN = {"seed": -1, "run_id": "", "resume": "", "run_of": ""}
-MODEL = {"cooldown": 0.45, "layers": [0, 2], "matrix_lr": 0.025, "dtype": "auto"}
+MODEL = {"cooldown": 0.45, "layers": [0, 2], "matrix_lr": 0.025, "dtype": "bfloat16"}
 CONFIG = {"track": TRACK, **FIXED, **SCHEDULE, "stages": STAGES, **MODEL, **RUN}
 HERE = Path(__file__).parent
 CLASSES = (HERE / "classes.txt").read_text()  # of a configuration
@@ -82,13 +82,10 @@ def log_text(
     time_ms=60_000,
     place="1:1/4:1",
     config=CONFIG,
-    dtype="bfloat16",
     started=YESTERDAY,
 ):
-    """The log that the trainer writes for one complete run. dtype: what it makes of `auto`."""
+    """The log that the trainer writes for one complete run."""
     values = {**config, "seed": seed, "run_id": run, "run_of": place}
-    if values["dtype"] == "auto":
-        values["dtype"] = dtype
     batch, counter, begun = place.split(":")
     facts = {"run": run, "batch": batch, "counter": counter, "start": begun, "loss": loss}
     facts |= {"time_ms": time_ms, "cpu_ms": 2 * time_ms, "seconds": time_ms / 1000}
@@ -160,11 +157,9 @@ def make_repository(root):
     return Repository(root, RULES)
 
 
-def fixing(repository, **fields):
-    """The same repository, whose track's rules fix these fields of the configuration, too."""
-    rules = repository.rules[TRACK]
-    changed = {**rules, "config": {**rules["config"], **fields}}
-    return Repository(repository.root, {**repository.rules, TRACK: changed})
+def ruled(root, **rules):
+    """The repository in a folder, whose board has these rules, too."""
+    return Repository(root, {**RULES, TRACK: {**RULES[TRACK], **rules}})
 
 
 def fresh(repository):
@@ -223,7 +218,8 @@ def rewrite(repository):
     again = fresh(repository)
     with contextlib.suppress(RecordError):
         for record in again.all:
-            write_page(record, again.rules[record.track])
+            page = render.record_readme(record, render.why_of(record.readme))
+            (record.folder / "README.md").write_text(page)
 
 
 def refusal(repository):
@@ -271,8 +267,7 @@ def call(repository, capture, *words):
 
 # It writes the log of a complete run in no time, and notes the order of runs and how each one was
 # told its place. A file `stop` holds the number of a run and how it ends: "refused" before its log
-# has a header, "failed" after that, "interrupted1" or "interrupted2": so often the caller is, as by
-# Ctrl-C.
+# has a header, "failed" after that, or "interrupted": the caller is, as by Ctrl-C.
 def fake_trainer(loss=0.80, time=50, **changes):
     """A stand-in for a trainer."""
     steps = {"steps": 3, "log_every": 1, "val_every": 1, "micro_batch_tokens": 1024}

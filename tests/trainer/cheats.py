@@ -37,13 +37,19 @@ def maker(function):
 @maker
 def seeing(extra, trainer, patch):
     """Every layer receives extra(trainer, passage, micro_batch), (T, model_dim), with its rows."""
-    honest = trainer.read
+    honest_look_up, honest_pass = trainer.table.look_up, trainer.forward_pass
+    passage = None
 
-    def read(passage):
-        micro_batch, ngram = honest(passage)
-        return micro_batch, ngram + extra(trainer, passage, micro_batch).to(ngram.dtype)
+    def look_up(passages, **options):
+        nonlocal passage
+        (passage,) = passages
+        return honest_look_up(passages, **options)
 
-    trainer.read = read
+    def forward_pass(step, phase, loss_weights, micro_batch, ngram):
+        ngram = ngram + extra(trainer, passage, micro_batch).to(ngram.dtype)
+        return honest_pass(step, phase, loss_weights, micro_batch, ngram)
+
+    trainer.table.look_up, trainer.forward_pass = look_up, forward_pass
 
 
 def seeing_target_where(condition):
@@ -171,16 +177,6 @@ def what_was_here_when_the_place_was_scored_before(trainer, patch):
         return remembered
 
     seeing(extra)(trainer, patch)
-
-
-@caught_by("causal local")
-def rows_of_the_next_token(trainer, patch):
-    honest = train_gpt.ngram_rows
-
-    def rows_and_signs(passage, config):
-        return tuple(np.roll(values, -1, 0) for values in honest(passage, config))
-
-    patch.setattr(train_gpt, "ngram_rows", rows_and_signs)
 
 
 def undivided(passage):
@@ -378,6 +374,10 @@ CAUGHT |= {
     "guesses_of_the_next_token": (
         "causal",
         replacing("copies", lambda honest, *words: np.roll(honest(*words), -1, axis=0)),
+    ),
+    "rows_of_the_next_token": (
+        "causal local",
+        replacing("ngram_rows", lambda honest, *words: [np.roll(x, -1, 0) for x in honest(*words)]),
     ),
     "smear_from_the_next_token": (
         "causal local",

@@ -104,7 +104,7 @@ def parameters_of(optimizer):
     """{name: parameter of the model}."""
     found = {}
     for group in optimizer.parameter_groups:
-        found.update(getattr(group, "members", group.params))
+        found.update(group.members)
     return found
 
 
@@ -220,7 +220,7 @@ def take_steps(case, runtime):
         step_of_ranks(optimizer, step, runtime)
     waiting = parameters_of(optimizer).items()
     return {
-        "sent": {"/".join(key): tuple(entry) for key, entry in runtime.ledger.items()},
+        "sent": {"/".join(key): size for key, size in runtime.ledger.items()},
         "params": params_of(optimizer),
         "full": {group.name: ranks.whole_state(group) for group in optimizer.parameter_groups},
         "left": {name: train_gpt.gradient(param) for name, param in waiting},

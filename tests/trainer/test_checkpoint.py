@@ -52,7 +52,7 @@ def test_a_file_of_another_kind_is_refused(name, tmp_path):
         find_checkpoint(str(path))
 
 
-PARTS = ("rng", "model mlp", "groups matrices mlp", "groups ngram_table second")
+PARTS = ("rng", "model mlp", "groups matrices mlp", "groups ngram_table rows second")
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -88,15 +88,6 @@ def test_a_kill_while_one_is_saved_leaves_the_one_before(tmp_path, monkeypatch):
     assert find_checkpoint(str(tmp_path))["step"] == 3
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_what_is_not_finite_is_not_saved(value, tmp_path):
-    spoiled = torch.zeros(3, 4)
-    spoiled[1, 2] = float(value)
-    with pytest.raises(FloatingPointError, match="momentum.* is not finite"):
-        save_checkpoint(tmp_path / "a.pt", {**CONTENT, "groups": {"momentum": spoiled}})
-    assert not list(tmp_path.iterdir())
-
-
 # ----- room on the disk
 
 
@@ -126,7 +117,7 @@ def test_a_run_without_room_is_refused_in_one_line(world_size, rich, rich_run_of
 def leave(run, tmp_path, step):
     """A copy of a run under tmp_path as a kill after a step leaves it: logs/<run id>."""
     folder = tmp_path / "logs" / run.folder.name
-    shutil.copytree(run.folder, folder, ignore=shutil.ignore_patterns("result.json", "loss.png"))
+    shutil.copytree(run.folder, folder, ignore=shutil.ignore_patterns("loss.png"))
     for path in folder.glob("*.pt"):
         if torch.load(path, weights_only=True)["step"] > step:
             path.unlink()

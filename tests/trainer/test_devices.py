@@ -30,7 +30,7 @@ def gpus(monkeypatch):
     return see
 
 
-UNSEEN = r"^device=auto: torch \S+ sees no GPU .*; update the driver, .* --device cpu$"
+UNSEEN = r"^device=auto: torch \S+ sees 0 GPUs, .* update a driver .* --device cpu$"
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,6 @@ def test_flash_attention_is_for_bfloat16_on_cuda(
     assert description == expected and activated == ["FA3"] * is_third
     assert isinstance(back_end, train_gpt.BlockedAttention) == (expected == "sdpa")
     assert getattr(back_end, "options", {}) == ({"num_splits": 1} if is_third else {})
-    words = "^attention=varlen: needs bfloat16, .* has float32, .*use --attention sdpa"
-    with pytest.raises(train_gpt.ConfigError, match=words):
-        train_gpt.choose_attention(tiny_config(dtype="float32", attention="varlen"), device)
 
 
 @pytest.mark.parametrize("count", [1, 2])

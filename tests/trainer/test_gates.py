@@ -65,7 +65,7 @@ def failed(trainer, val=VAL):
         NO_TABLE,
         LAYERED,
         {"random_weights": False},
-        {"untie_at": 1.0, "softmax_rows": 200, "mtp_weights": (1.0, 0.5)},
+        {"untie_at": 1.0, "softmax_rows": 256, "mtp_weights": (1.0, 0.5)},
         {"val_batch_tokens": 1024},
         {"val_batch_tokens": 64, "windows": (16, 32), "val_windows": (16, 32), "val_tokens": 128},
         pytest.param({"dtype": "bfloat16", **LAYERED}, marks=SLOW),
@@ -141,7 +141,7 @@ def noisy_passes(seed):
     passes = gates.Gates(gated_trainer(seed=seed), 4, VAL)
     rng = np.random.default_rng(seed)
     lows = range(0, VAL_TOKENS, passes.length)
-    return [(low, *passes.with_noise(VAL, low, rng, 0.3)) for low in lows]
+    return [(low, *passes.with_noise(VAL, low, rng)) for low in lows]
 
 
 def test_documents_are_kept_up_to_cuts_and_all_else_is_noise():
@@ -252,8 +252,6 @@ def test_a_failed_gate_is_logged_and_fails_the_run(tiny, cli, monkeypatch):
     assert sha256 == train_gpt.file_sha256(gates.__file__)
     assert float(missed) == pytest.approx(0.99 ** int(cuts), abs=1e-5)
     assert "validity: causal:FAILED normalised:ok local:FAILED unmoved:ok " in run.stdout
-    passed = {"causal": False, "normalised": True, "local": False, "unmoved": True}
-    assert run.result["validity"] == passed
 
 
 def test_a_trainer_that_stands_alone_is_not_checked(tiny, cli, monkeypatch):

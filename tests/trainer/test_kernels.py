@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
-from helpers import byte_documents, make_trainer, read
 
 T = 150
 DIM = 24
@@ -25,9 +24,6 @@ def assert_close_as_a_whole(actual, expected, tolerance):
     assert (actual.double() - expected).norm() < tolerance * expected.norm()
 
 
-# ----- the loss in one pass
-
-
 def loss_inputs(scale, dtype=torch.float32):
     """Hidden states, head, targets and weights.
 
@@ -40,17 +36,18 @@ def loss_inputs(scale, dtype=torch.float32):
     weights = drawn(T, AHEAD, seed=2).abs() / T
     weights[::4, 2] = 0
     weights[::11] = 0
-    head = drawn(VOCAB, DIM, scale=scale, seed=3)
-    return drawn(T, DIM).to(dtype), head.to(dtype), targets, weights
+    leaves = drawn(T, DIM), drawn(VOCAB, DIM, scale=scale, seed=3)
+    return *(leaf.to(dtype).requires_grad_() for leaf in leaves), targets, weights
 
 
-def plain_loss(hidden, head, targets, weights, cap, counts=None):
-    """Losses (T, K) by torch's own cross-entropy, their weighted sum and its gradients, in
-    float64."""
-    leaves = [tensor.detach().double().requires_grad_() for tensor in (hidden, head)]
-    hidden, head = leaves
+def plain_loss(hidden, head, targets, weights, cap, counts=None, dtype=torch.float64):
+    """(Weighted sum of losses, losses (T, K), gradients of the sum) by torch's own
+    cross-entropy."""
+    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (hidden, head)]
     top, shift = cap
-    logits = top * torch.sigmoid((hidden @ head.T + shift) / 7.5)
+    products = F.linear(*leaves)
+    products = products if dtype == torch.float64 else products.float()
+    logits = top * torch.sigmoid((products + shift) / 7.5)
     if counts is not None:  # each row stands for so many of the same logit; a target for itself
         logits = logits + counts.double().log()
     losses = [F.cross_entropy(logits, target, reduction="none") for target in targets.T]
@@ -61,9 +58,9 @@ def plain_loss(hidden, head, targets, weights, cap, counts=None):
 
 def one_pass(hidden, head, targets, weights, cap, counts=None):
     """(weighted sum of losses, losses of the first targets, gradients of three times the sum)."""
-    leaves = [tensor.clone().requires_grad_() for tensor in (hidden, head)]
-    loss, losses = train_gpt.CappedCrossEntropy.apply(*leaves, targets, weights, counts, cap, True)
-    return loss, losses, *torch.autograd.grad(3 * loss, leaves)
+    numbers = targets, weights, counts, cap
+    loss, losses = train_gpt.CappedCrossEntropy.apply(hidden, head, *numbers)
+    return loss, losses, *torch.autograd.grad(3 * loss, (hidden, head))
 
 
 @pytest.mark.parametrize("chunk", [1000, 64])
@@ -97,19 +94,17 @@ def test_loss_and_gradients_are_those_of_the_plain_form(cap, scale, stood_for, c
 
 
 def test_gradients_in_bfloat16_are_as_close_as_those_of_the_plain_form():
-    hidden, head, targets, weights = loss_inputs(1.0, torch.bfloat16)
-    inputs = hidden, head, targets, weights, (23.0, 5.0)
+    inputs = *loss_inputs(1.0, torch.bfloat16), (23.0, 5.0)
     *_, wanted_hidden, wanted_head = plain_loss(*inputs)
-    *_, grad_hidden, grad_head = one_pass(*inputs)
-    leaves = hidden.clone().requires_grad_(), head.clone().requires_grad_()
-    logits = 23 * torch.sigmoid((F.linear(*leaves).float() + 5) / 7.5)
-    losses = [F.cross_entropy(logits, target, reduction="none") for target in targets.T]
-    plain = torch.autograd.grad((torch.stack(losses, 1) * weights).sum(), leaves)
-    ours = (grad_hidden, grad_head)
-    for grad, theirs, wanted in zip(ours, plain, (wanted_hidden, wanted_head), strict=True):
+    *_, plain_hidden, plain_head = plain_loss(*inputs, dtype=torch.bfloat16)
+    *_, hidden, head = one_pass(*inputs)
+    for grad, plain, wanted in (
+        (hidden, plain_hidden, wanted_hidden),
+        (head, plain_head, wanted_head),
+    ):
         assert grad.dtype == torch.bfloat16
         error = (grad.double() / 3 - wanted).norm()
-        assert error < 1.5 * (theirs.double() - wanted).norm() < 0.02 * wanted.norm()
+        assert error < 1.5 * (plain.double() - wanted).norm() < 0.02 * wanted.norm()
 
 
 class Largest(TorchDispatchMode):
@@ -151,31 +146,18 @@ def test_sampled_rows_are_the_targets_and_others_that_lie_apart(count):
 
 
 def test_loss_over_sampled_rows_against_its_definition():
-    trainer = make_trainer(softmax_rows=120, mtp_weights=(1.0, 0.5))
-    micro_batch, _ = read(trainer, byte_documents(300, seed=1))
-    phase = train_gpt.training_phase(trainer.config, 0)
-    assert (phase.softmax_rows, phase.targets) == (120, 2)
-    phase = phase._replace(has_prefix=True)
-    hidden = F.rms_norm(drawn(256, 32), (32,)).requires_grad_()
-    head = drawn(257, 32, scale=0.3, seed=5).requires_grad_()
-    prefixes = torch.arange(257)
-    prefixes[60:90] = 7
-    numbers = (1.0, 0.5, 0.3), prefixes, (30.0, 0.0)
-    text = micro_batch.targets, micro_batch.segment_start
-    loss, losses = train_gpt.summed_loss(hidden, *text, head, phase, *numbers)
-    prefix = prefixes[micro_batch.targets]
-    present = torch.cat([micro_batch.targets, prefix])
-    rows, _, counts = train_gpt.sampled_rows(present, 257, 120)
+    hidden, head, targets, _ = loss_inputs(1.0)
+    targets = targets[:, 0] % 30
+    start = torch.arange(T) // 40 * 40
+    numbers = 50, torch.tensor([1.0, 0.5]), (30.0, 0.0)
+    loss, losses = train_gpt.summed_loss(hidden, targets, start, head, *numbers)
+    rows, _, counts = train_gpt.sampled_rows(targets, VOCAB, 50)
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, head)]
-    logits = 15 * torch.tanh(exact[0] @ exact[1].T / 15)
+    logits = 15 * torch.tanh(F.linear(*exact) / 15)
     normaliser = torch.logsumexp(logits[:, rows] + counts.double().log(), 1)
-    first = normaliser - logits.gather(1, micro_batch.targets[:, None])[:, 0]
-    second = normaliser[:-1] - logits[:-1].gather(1, micro_batch.targets[1:, None])[:, 0]
-    start = micro_batch.segment_start
-    third = normaliser - logits.gather(1, prefix[:, None])[:, 0]
+    first = normaliser - logits.gather(1, targets[:, None])[:, 0]
+    second = normaliser[:-1] - logits[:-1].gather(1, targets[1:, None])[:, 0]
     expected = first.sum() + 0.5 * (second * (start[1:] == start[:-1])).sum()
-    expected = expected + 0.3 * (third * (prefix != micro_batch.targets)).sum()
-    assert (start[1:] != start[:-1]).any()
     torch.testing.assert_close(losses.double(), first, rtol=1e-5, atol=1e-5)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     ours = torch.autograd.grad(loss, (hidden, head))
@@ -185,17 +167,10 @@ def test_loss_over_sampled_rows_against_its_definition():
 
 def test_a_compiled_loss_over_sampled_rows_is_the_eager_one():
     """torch 2.13 has compiled other ways to write the counts to wrong losses, without an error."""
-    hidden, head, targets, weights = loss_inputs(1.0)
-    targets %= 30
-
-    def sampled_loss(hidden, head):
-        rows, positions, counts = train_gpt.sampled_rows(targets.flatten(), VOCAB, 40)
-        places = positions[targets]
-        return train_gpt.CappedCrossEntropy.apply(
-            hidden, head[rows], places, weights, counts, (23.0, 5.0), True
-        )
-
-    compiled = torch.compile(sampled_loss, dynamic=False)
-    for actual, expected in zip(compiled(hidden, head), sampled_loss(hidden, head), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    hidden, head, targets, _ = loss_inputs(1.0)
+    start = torch.zeros(T)
+    weights = torch.tensor([1.0, 0.5])
+    inputs = hidden, targets[:, 0] % 30, start, head, 40, weights, (23.0, 5.0)
+    compiled = torch.compile(train_gpt.summed_loss, dynamic=False)(*inputs)
+    torch.testing.assert_close(compiled, train_gpt.summed_loss(*inputs), rtol=1e-5, atol=1e-6)
     torch._dynamo.reset()

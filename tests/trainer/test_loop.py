@@ -31,9 +31,9 @@ draw_plot = train_gpt.plot  # the `cli` fixture replaces it
 # ----- schedules
 
 SCHEDULE = (
-    Stage(0.0, 2, 96, (16, 32), 1.0, (1.0, 0.5, 0.25), 0.25),
-    Stage(0.3, 4, 96, (32, 32), 1.5, (1.0, 0.5), 0.25),
-    Stage(0.6, 8, 896, (32, 64), 2.0, softmax_rows=50),
+    Stage(0.0, 2, 96, (16, 32), 1.0, (1.0, 0.5, 0.25)),
+    Stage(0.3, 4, 96, (32, 32), 1.5, (1.0, 0.5)),
+    Stage(0.6, 8, 896, (32, 64), 2.0, softmax_rows=256),
 )
 
 
@@ -58,12 +58,12 @@ def test_schedules_are_functions_of_the_step():
     assert [phase.windows for phase in phases] == [*windows, (64, 128)]
     assert {(phase.softmax_rows, phase.max_segment) for phase in phases} == {(0, 256)}
     for step, weights in {
-        0: (1, 0.5, 0.25, 0.25),
-        1: (1, 0.5, 0.5 / 3, 0.25),
-        3: (1, 0.5, 0.25),
-        5: (1, 0.5 / 3, 0.25 / 3),
-        6: (1, 0),
-        9: (1, 0),
+        0: (1, 0.5, 0.25),
+        1: (1, 0.5, 0.5 / 3),
+        3: (1, 0.5),
+        5: (1, 0.5 / 3),
+        6: (1,),
+        9: (1,),
     }.items():
         assert train_gpt.loss_weights_at(config, step) == pytest.approx(weights)
 
@@ -99,26 +99,23 @@ def test_a_records_log_has_the_form_that_the_records_tool_reads(tiny, cli, monke
     monkeypatch.setitem(train_gpt.TRACKS, "english", tiny_config(**values))
     own = {"track": "english", "device": "cpu", "log_every": 1, "run_of": "1:3/8:2"}
     run = cli(**own, run_id="third", seed=5)
-    log, result = parse_log(run.folder / "log.txt", helpers.TRAINER.read_text()), run.result
+    log = parse_log(run.folder / "log.txt", helpers.TRAINER.read_text())
     assert (log.batch, log.counter, log.declared, log.start, log.seed) == (1, 3, 8, 2, 5)
-    assert log.config == result["config"] and log.torch == torch.__version__
-    kept = log.val_loss, log.train_time_ms, log.cpu_time_ms, log.speed
-    numbers = (result[name] for name in ("train_time_ms", "cpu_time_ms", "tokens_per_s"))
-    assert kept == (round(result["val_loss"], 5), *map(round, numbers))
-    assert log.tokens == result["tokens"] == 4 * 2 * 256
-    assert log.memory_mib == result["peak_memory_mib"] > 50
+    assert log.config["steps"] == 4 and log.torch == torch.__version__
+    assert log.tokens == 4 * 2 * 256 and log.memory_mib > 50 and log.cpu_time_ms > 0
+    assert log.speed == pytest.approx(1000 * log.tokens / log.train_time_ms, rel=0.1)
     run = cli(**own, run_id="other", steps=3)
     assert run.code == 0 and 'overrides:{"steps": 3}' in run.lines and "batch:" not in run.stdout
 
 
 def test_the_log_of_a_run_makes_it_reproducible(rich_run, rich, corpus):
-    log, result = rich_run.log, rich_run.result
+    log = rich_run.log
     text = (rich_run.folder / "log.txt").read_text()
     assert text.startswith(rich_run.source.rstrip("\n") + "\n===== END OF CODE =====\nrun:rich ")
     words = helpers.arguments({**rich, "run_id": "rich"})
     config = train_gpt.config_from(train_gpt.parse_command_line(words))
     values = json.loads(json.dumps(dataclasses.asdict(config)))
-    assert json.loads(only("config", log).removeprefix("config:")) == result["config"] == values
+    assert json.loads(only("config", log).removeprefix("config:")) == values
     overrides = json.loads(only("overrides", log).removeprefix("overrides:"))
     assert overrides.items() <= values.items()
     assert {"steps", "data", "model_dim", "untie_at", "stages"} <= overrides.keys()
@@ -128,16 +125,17 @@ def test_the_log_of_a_run_makes_it_reproducible(rich_run, rich, corpus):
     val = train_gpt.open_corpus(tiny_config(data=rich["data"])).val
     sha = hashlib.sha256(val[:1025].tobytes()).hexdigest()
     count = np.count_nonzero(val[1:1025] != EOT)  # of bytes, which each other token is one of
-    bits = result["val_loss"] * 1024 / count / math.log(2)
-    assert only("bits_per_byte", log) == f"bits_per_byte:{bits:.5f} val_bytes:{count}"
-    assert result["val_sha256"] == sha and set(result["validity"].values()) == {True}
-    assert only("validity", log).endswith(f" val_tokens:1024 val_sha256:{sha}")
-    assert rich_run.val_losses[20] == pytest.approx(result["val_loss"], abs=6e-6)
-    # The console shows the same behind a few lines for the reader.
+    (bits,) = re.fullmatch(
+        rf"bits_per_byte:(\S+) val_bytes:{count}", only("bits_per_byte", log)
+    ).groups()
+    expected = rich_run.val_losses[20] * 1024 / count / math.log(2)
+    assert float(bits) == pytest.approx(expected, abs=2e-5)
+    gates = "causal:ok normalised:ok local:ok unmoved:ok"
+    assert only("validity", log) == f"validity: {gates} val_tokens:1024 val_sha256:{sha}"
+    assert rich_run.result["val_loss"] == f"{rich_run.val_losses[20]:.5f}"
+    # The console shows the same.
     shown = [line for line in log if not line.startswith("config:")]
-    assert [
-        line for line in rich_run.lines if not line.startswith(("warm-up:", "memory "))
-    ] == shown
+    assert [line for line in rich_run.lines if not line.startswith("warm-up:")] == shown
 
 
 def test_a_logged_training_loss_is_the_mean_since_the_last_one(rich, cli):
@@ -163,7 +161,6 @@ def test_a_seed_gives_the_same_run_twice_and_is_drawn_if_not_given(tiny, cli, tm
         named = re.match(r"run:(\S+) .* seed:(\d+) ", only("run", run.lines))
         run.folder = tmp_path / "logs" / named[1]
         assert run.code == 0 and f" log:logs/{named[1]}/log.txt" in run.lines[-1]
-        assert run.result["config"]["seed"] == int(named[2])
         assert run.train_losses not in losses
         losses.append(run.train_losses)
         seeds.add(int(named[2]))
@@ -177,7 +174,7 @@ def test_a_seed_gives_the_same_run_twice_and_is_drawn_if_not_given(tiny, cli, tm
         {"val_every": 1, "log_every": 100, "matrix_decay": 0.0, "cooldown": (1.0, 1.0), **LAYERED},
         {"layers": ({"exclusive": True},), "matrix_update": "soap", "steps": 1, "seed": 2**63 - 1},
         {"dtype": "bfloat16", "untie_at": 1.0},
-        {"mtp_weights": (1.0, 0.5, 0.25), "adam_every": 3, "softmax_rows": 200},
+        {"mtp_weights": (1.0, 0.5, 0.25), "adam_every": 3, "softmax_rows": 256},
     ],
     ids=str,
 )
@@ -209,9 +206,9 @@ def test_steps_and_their_data_are_timed_and_nothing_else(tiny, cli, monkeypatch)
         monkeypatch.setattr(f"train_gpt.{name}", spending)
     run = cli(**{**tiny, "run_id": "slow", "val_every": 1, "save_every": 1})
     assert run.code == 0 and now[0] > 12_000
-    assert run.result["train_time_ms"] == run.result["cpu_time_ms"] / 2 == 44_000
+    assert (run.result["train_time"], run.result["cpu_time"]) == ("54000ms", "108000ms")
     times = [event["train_time"] for event in run.events if "val_loss" in event]
-    assert times == [21_000, 32_000, 43_000, 44_000]
+    assert times == [21_000, 32_000, 43_000, 54_000]
 
 
 # ----- warm-up
@@ -283,7 +280,8 @@ def test_warm_up_leaves_no_trace(changes, corpus):
     for number in range(4):
         batch = loader.next_batch()
         warm.step(number, batch)
-        cold.step(number, batch)
+        plan = dataclasses.replace(batch.rows, pulled=None)  # else it has values of the other table
+        cold.step(number, batch._replace(rows=plan))
     loader.close()
     after = whole_state(warm)
     helpers.assert_bitwise(after, {**whole_state(cold), "rng": after["rng"]})
@@ -325,7 +323,7 @@ def test_a_restore_that_misses_a_tensor_is_noticed(monkeypatch):
 @pytest.mark.parametrize("at, last", [(2, 6), (7, 8)])
 def test_a_gradient_whose_norm_overflows_ends_the_run(at, last, tiny, cli, monkeypatch):
     """One entry of one gradient is 1e30, which is finite. The matrix would stand still until Muon's
-    momentum has forgotten it. In the last step no loss shows it, and nothing is saved."""
+    momentum has forgotten it. In the last step the validation shows it."""
     honest = train_gpt.Optimizer.step
 
     def step(self, number, lr_mul):
@@ -338,7 +336,6 @@ def test_a_gradient_whose_norm_overflows_ends_the_run(at, last, tiny, cli, monke
     run = cli(**{**tiny, "run_id": "huge", "steps": 8, "log_every": 3})
     assert run.code == 1 and run.log[-1] == run.lines[-1] and max(run.train_losses) == last
     assert run.lines[-1].startswith("status:nan ") and "learning rate" in run.lines[-1]
-    assert not (run.folder / "result.json").exists() and not list(run.folder.glob("*.pt"))
 
 
 def no_memory():

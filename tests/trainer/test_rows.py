@@ -38,18 +38,17 @@ def slow_gram(tokens, at, n):
 
 
 def slow_copies(tokens, at, config):
-    """The tokens that followed the latest earlier occurrences of the last n tokens, None where
+    """The tokens that followed the latest earlier occurrences of the last n tokens, NO_TOKEN where
     there is none."""
     start = helpers.documents_of(tokens[: at + 1])[at]
-    tokens, found = tokens.tolist(), []
-    for n in config.copy_orders:
+    tokens = tokens.tolist()
+    found = [train_gpt.NO_TOKEN] * len(config.copy_orders)
+    for column, n in enumerate(config.copy_orders):
         gram = tokens[at - n + 1 : at + 1]
-        copies = [None]
         # Of ends of n-grams that the document has within reach, the latest last.
         for end in range(max(start + n - 1, at - config.copy_reach), at):
             if tokens[end - n + 1 : end + 1] == gram and at - n + 1 >= start:
-                copies.append(tokens[end + 1])
-        found.append(copies[-1])
+                found[column] = tokens[end + 1]
     return found
 
 
@@ -62,42 +61,17 @@ def assert_found(passage, positions, config):
     assert (rows.dtype, signs.dtype, guesses.dtype) == (np.int32, np.float32, np.int32)
     assert rows.shape == signs.shape == (len(positions), len(config.ngram_orders))
     assert guesses.shape == (len(positions), len(config.copy_orders))
-    count = 0
     for i, at in enumerate(positions):
         for column, n in enumerate(config.ngram_orders):
             expected = helpers.slow_row(helpers.slow_key(slow_gram(tokens, at, n)), column, ROWS)
             assert (int(rows[i, column]), float(signs[i, column])) == expected, (at, n)
-        expected = slow_copies(tokens, at, config)
-        count += sum(guess is not None for guess in expected)
-        expected = [train_gpt.NO_TOKEN if guess is None else guess for guess in expected]
-        assert guesses[i].tolist() == expected, at
-    return count
+        assert guesses[i].tolist() == slow_copies(tokens, at, config), at
+    return (guesses != train_gpt.NO_TOKEN).sum()
 
 
 def passage_at(tokens, positions):
     """The Passage of single tokens at any positions."""
     return helpers.passage_of([*tokens, 1], [(int(at), int(at) + 1) for at in positions])
-
-
-# ----- keys of n-grams
-
-
-@pytest.mark.parametrize("n", [1, 2, 5, 32])
-def test_keys_against_python_integers(n):
-    tokens = np.random.default_rng(n).integers(0, 2**16, size=70).astype(np.uint16)
-    tokens[[3, 50]] = 2**16 - 1
-    tokens[[0, 20, 21, 40]] = EOT
-    position = np.random.default_rng(n).permutation(70)
-    depth = train_gpt.depth_of(position, train_gpt.documents_of(tokens, EOT))
-    keys = train_gpt.ngram_keys(tokens, position, depth, n)
-    expected = [helpers.slow_key(slow_gram(tokens, at, n)) for at in position]
-    assert keys.dtype == np.uint64 and keys.tolist() == expected
-
-
-def test_a_hash_of_rows_changes_with_each_number_that_rows_depend_on():
-    changes = {"ngram_rows": ROWS - 1}, {"ngram_orders": (2, 4)}, {"ngram_orders": (3, 2)}
-    configs = [past_config(ngram_orders=(2, 3)), *(past_config(**each) for each in changes)]
-    assert len({train_gpt.row_fingerprint(config) for config in configs}) == len(configs)
 
 
 # ----- rows and copies
@@ -122,13 +96,9 @@ def test_rows_and_copies_against_a_search(orders, reach):
 ODD_TEXTS = [
     [EOT],
     [5],
-    [EOT, 5],
     [EOT] * 40,
     [1, 2, 3, 1, 2, 3, 1, 2, EOT, 1, 2, 3, 1, 2, 3],
-    [EOT, 1, 2, 1, 2, 1, 2, EOT],
-    [1, 2, 3] * 10,
     [EOT, *[65535, 65534] * 10, 65535, 65535, 65535, EOT, 65535, 1, 65535],
-    [65535] * 20,
 ]
 
 

@@ -1,6 +1,6 @@
 """run.sh: set-up, data, number of ranks, arguments, exit status. Its shell part runs in a copy of
 the folder, with a stub in Python's place that writes down its calls; its Python part runs in this
-process."""
+process, or in one of its own where ranks are killed."""
 
 import contextlib
 import os
@@ -21,7 +21,6 @@ import train_gpt
 from helpers import ROOT, content_of, make_trainer
 
 TRACK = helpers.TINY["track"]
-SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # which run.sh takes over
 # Stands for the Python that makes .venv, and for .venv's own.
 STUB = """#!/bin/sh
 echo "$*" >>"$STUB_CALLS"
@@ -39,9 +38,8 @@ LAUNCH = re.search(r"<<'PYTHON'\n(.*?\n)PYTHON\n", (ROOT / "run.sh").read_text()
 def call(tmp_path):
     """call(*words, **variables): run.sh in a copy of its folder, called from another one: (exit
     status, stdout, stderr, the stub's calls). start: the command in run.sh's place."""
-    for name in ("run.sh", "requirements.txt", ".ci/run"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("run.sh", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path)
     python, calls = tmp_path / "python-stub", tmp_path / "calls"
     python.write_text(STUB)
     python.chmod(0o755)
@@ -69,14 +67,12 @@ def test_set_up_happens_once_and_again_for_other_requirements(call, tmp_path):
     assert any("pip install" in call for call in calls)
     assert calls[-1] == "- --track english --data my own"
     assert call("--steps", "10", STUB_STATUS="2")[::3] == (2, ["- --steps 10"])
-    assert call("test", "-k", "x")[3] == ["-m pytest --numprocesses=2 --dist=worksteal -k x"]
+    assert call("test", "-k", "x")[3] == ["-m pytest -n 2 --dist=worksteal -k x"]
     with open(tmp_path / "requirements.txt", "a") as file:
         file.write("another==1.0\n")
-    _, _, _, calls = call(start=[tmp_path / ".ci/run"])
-    assert any("pip install" in call for call in calls) and not any(
-        "venv" in call for call in calls
-    )
-    assert calls[-1] == "-m pytest --numprocesses=2 --dist=worksteal --all"
+    _, _, _, calls = call()
+    assert any("pip install" in call for call in calls)
+    assert not any("venv" in call for call in calls)
 
 
 @pytest.mark.parametrize("is_there", [False, True])
@@ -88,14 +84,14 @@ def test_an_old_python_is_refused_in_one_line(is_there, call, tmp_path):
         shutil.copy(python, tmp_path / ".venv/bin/python")
     code, _, err, calls = call("english", STUB_TOO_OLD="1")
     assert code == 2 and len(calls) == 1 and (tmp_path / ".venv").exists() == is_there
-    named = (".venv/bin/python" if is_there else str(python), str(tmp_path), "3.11", "PYTHON=")
+    named = (".venv/bin/python" if is_there else str(python), "3.11", "PYTHON=")
     assert all(word in err for word in named) and err.count("\n") == 1
 
 
 @pytest.fixture
 def launch(tmp_path, monkeypatch, capsys):
-    """launch(*words, cores, gpus, memory, groups, limits): what the Python part does on such a
-    machine: (ranks, script and its words, builders called, what it says)."""
+    """launch(*words, gpus): what the Python part does on a machine with two cores: (ranks; script
+    and its words; builders called; stderr)."""
     builders, started = [], []
 
     def start(train, nprocs, **options):
@@ -109,40 +105,20 @@ def launch(tmp_path, monkeypatch, capsys):
         main = lambda words, name=name: started.append((1, [name, *words]))  # noqa: E731
         monkeypatch.setattr(script, "main", main)
     monkeypatch.setattr(torch.multiprocessing, "start_processes", start)
-    build = lambda words, **options: builders.append(words[1:])  # noqa: E731
-    monkeypatch.setattr(subprocess, "call", build)
-    source = LAUNCH.replace('"/proc/self/cgroup"', '"cgroup"').replace('"/sys/fs', '"sys')
+    monkeypatch.setattr(subprocess, "call", lambda words, **_: builders.append(words[1:]))
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    source = LAUNCH.replace('"/proc/self/cgroup"', '"absent"')
 
-    def launched(*words, cores=2, gpus=0, memory=2**36, groups="", limits=None):
-        Path("cgroup").write_text(groups)
-        for name, content in (limits or {}).items():
-            path = Path("sys/cgroup", name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
-        pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": memory}
-        with monkeypatch.context() as patch, contextlib.suppress(SystemExit):
-            patch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-            patch.setattr(os, "sysconf", pages.get)
-            patch.setattr(os, "environ", {**os.environ})
-            patch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-            patch.setattr(torch.cuda, "device_count", lambda: gpus)
-            patch.setattr(sys, "argv", ["-", *words])
-            handlers = {number: signal.getsignal(number) for number in SIGNALS}
-            try:
-                exec(compile(source, "run.sh", "exec"), {})
-            finally:
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
-        return *started[0], builders, capsys.readouterr().err
+    def launched(*words, gpus=0):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(sys, "argv", ["-", *words])
+        with contextlib.suppress(SystemExit):
+            exec(compile(source, "run.sh", "exec"), {})
+        return *started[-1], builders, capsys.readouterr().err
 
     return launched
-
-
-def make_shards(prefix):
-    """Empty shards of a corpus in the current folder."""
-    Path(prefix).parent.mkdir(parents=True)
-    for split in ("train", "val"):
-        Path(f"{prefix}_{split}_000001.bin").touch()
 
 
 OWN = "0::/user/job\n"  # of cgroup v2, below the root
@@ -151,50 +127,55 @@ OLD_CPU = "cpu,cpuacct/job/cpu.cfs_"
 
 
 @pytest.mark.parametrize(
-    "ranks, cores, micro_batches, groups, limits",
+    "room, groups, limits",
     [
-        (1, 1, 8, "", {}),
-        (2, 3, 8, "", {}),
-        (8, 11, 8, "", {}),
-        (2, 8, 6, "", {}),
-        (8, 8, 8, OWN, {"cpu.max": "max 100000", "memory.max": "max"}),
-        (4, 8, 8, "0::/\n", {"cpu.max": "450000 100000"}),
-        (4, 8, 8, OWN, {"user/cpu.max": "450000 100000"}),
-        (2, 8, 8, OWN, {"user/job/cpu.max": "250000 100000", "cpu.max": "450000 100000"}),
-        (1, 8, 8, OWN, {"user/job/cpu.max": "50000 100000"}),
-        (2, 8, 8, OWN, {"user/job/memory.max": "3000000000"}),
-        (1, 8, 8, OWN, {"user/job/memory.max": "500000000"}),
-        (2, 8, 8, OLD, {OLD_CPU + "quota_us": "250000", OLD_CPU + "period_us": "100000"}),
-        (8, 8, 8, OLD, {OLD_CPU + "quota_us": "-1", OLD_CPU + "period_us": "100000"}),
-        (2, 8, 8, OLD, {"memory/a/memory.limit_in_bytes": "3000000000"}),
+        (8, "", {}),
+        (8, OWN, {"cpu.max": "max 100000", "memory.max": "max"}),
+        (4.5, "0::/\n", {"cpu.max": "450000 100000"}),
+        (4.5, OWN, {"user/cpu.max": "450000 100000"}),
+        (2.5, OWN, {"user/job/cpu.max": "250000 100000", "cpu.max": "450000 100000"}),
+        (2, OWN, {"user/job/memory.max": "2684354560"}),
+        (0.5, OWN, {"user/job/memory.max": "671088640"}),
+        (2.5, OLD, {OLD_CPU + "quota_us": "250000", OLD_CPU + "period_us": "100000"}),
+        (8, OLD, {OLD_CPU + "quota_us": "-1", OLD_CPU + "period_us": "100000"}),
+        (2, OLD, {"memory/a/memory.limit_in_bytes": "2684354560"}),
     ],
     ids=str,
 )
-def test_ranks_suit_cores_memory_and_micro_batches(
-    ranks, cores, micro_batches, groups, limits, launch
-):
-    words = ["--track", TRACK, "--micro-batches", str(micro_batches)]
-    make_shards("data/english/english")
-    *found, said = launch(*words, cores=cores, groups=groups, limits=limits)
-    assert found == [ranks, ["train_gpt.py", *words], []]
-    assert said.startswith(f"run.sh: {ranks} rank(s): ") and said.count("\n") == 1
-    assert (", memory for 0.4 rank(s)," in said) == ("500000000" in limits.values())
+def test_ranks_have_a_core_and_memory_each(room, groups, limits, monkeypatch, capsys):
+    files = {f"/sys/fs/cgroup/{name}": content for name, content in limits.items()}
+    files["/proc/self/cgroup"] = groups
+    functions = {}
+    exec(LAUNCH.partition("words = ")[0], functions)
+    functions["read"] = lambda path: files.get(str(path), "")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 2**36}.get)
+    config = helpers.tiny_config(model_dim=32, ngram_rows=2**21, vocab_size=257)
+    assert functions["room_on_cpu"](config) == pytest.approx(room, rel=1e-3)
+    said = capsys.readouterr().err
+    assert said.startswith("run.sh: ") and (", memory for 0.5 rank(s)" in said) == (room == 0.5)
+
+
+@pytest.mark.parametrize("ranks, gpus, counts", [(1, 1, 8), (2, 3, 8), (2, 8, 6), (8, 11, 8)])
+def test_ranks_divide_the_micro_batches_of_a_step(ranks, gpus, counts, launch):
+    words = ["--track", "fineweb", "--micro-batches", str(counts)]
+    assert launch(*words, gpus=gpus)[:2] == (ranks, ["train_gpt.py", *words])
 
 
 @pytest.mark.parametrize(
-    "ranks, words, corpus",
+    "ranks, words, builder",
     [
-        (8, [], "fineweb10B/fineweb"),
-        (2, ["--track", TRACK, "--device", "cpu"], "english/english"),
+        (2, ["--track", TRACK, "--device", "cpu"], ["data/text.py", "--corpus", "english"]),
+        (8, ["--track", "fineweb"], ["data/fineweb.py"]),
     ],
 )
-def test_a_corpus_is_built_where_it_is_absent(ranks, words, corpus, launch):
+def test_a_corpus_is_built_where_it_is_absent(ranks, words, builder, launch):
     """There is a rank a GPU, or a core where the CPU is asked for."""
-    if words:
-        assert launch(*words)[2] == [["data/text.py"]]
-    make_shards(f"data/{corpus}")
-    found, script, builders, _ = launch(*words, gpus=8)
-    assert (found, script) == (ranks, ["train_gpt.py", *words]) and len(builders) == bool(words)
+    assert launch(*words, gpus=8)[:3] == (ranks, ["train_gpt.py", *words], [builder])
+    folder = Path(train_gpt.TRACKS[words[1]].data)
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
+    assert launch(*words, gpus=8)[2] == [builder]  # not once more
 
 
 @pytest.mark.parametrize("track, script", [(TRACK, "train_gpt.py"), ("continual", "continual.py")])
@@ -206,21 +187,15 @@ def test_a_run_is_resumed_by_the_script_of_its_track(track, script, launch, tmp_
 
 
 @pytest.mark.parametrize(
-    "script, words, builders",
+    "script, words",
     [
-        ("train_gpt.py", "--track miin", []),
-        ("train_gpt.py", f"--track {TRACK} --check --data mine", []),
-        ("continual.py", "--track continual --stepz 3", []),
-        (
-            "continual.py",
-            "--track continual --init-from x",
-            [["data/text.py", "--corpus", "verse"]],
-        ),
+        ("train_gpt.py", "--track miin"),
+        ("train_gpt.py", f"--track {TRACK} --check --data mine"),
+        ("continual.py", "--track continual --stepz 3"),
     ],
 )
-def test_a_track_has_its_script_which_answers_at_once(script, words, builders, launch):
-    *found, said = launch(*words.split(), memory=2**30)
-    assert found == [1, [script, *words.split()], builders] and bool(said) == bool(builders)
+def test_a_track_has_its_script_which_answers_at_once(script, words, launch):
+    assert launch(*words.split()) == (1, [script, *words.split()], [], "")
 
 
 KILLED = "status:error rank 1 was ended by SIGKILL: killed, perhaps by the system for memory\n"
