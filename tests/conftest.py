@@ -24,7 +24,7 @@ import helpers  # noqa: E402
 import ranks  # noqa: E402
 import train_gpt  # noqa: E402
 
-SECONDS = {"slow": 600, "long": 7200}  # after which a test hangs; others after 240
+SECONDS, SLOW_SECONDS = 240, 600  # after which a test hangs
 
 
 def pytest_addoption(parser):
@@ -32,18 +32,14 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what was not asked for; pyproject.toml says what the marks mean."""
-    asked = {"slow": config.getoption("--all"), "long": os.environ.get("LONG")}
-    left_out, kept = [], []
+    """Leave out what was not asked for; pyproject.toml says what the mark means."""
+    slow = [item for item in items if item.get_closest_marker("slow")]
     for item in items:
-        marks = {name for name in SECONDS if item.get_closest_marker(name)}
         if not item.get_closest_marker("timeout"):
-            seconds = max([240, *(SECONDS[name] for name in marks)])
-            item.add_marker(pytest.mark.timeout(seconds))
-        (kept if all(asked[name] for name in marks) else left_out).append(item)
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-    items[:] = kept
+            item.add_marker(pytest.mark.timeout(SLOW_SECONDS if item in slow else SECONDS))
+    if not config.getoption("--all"):
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
 
 
 @pytest.fixture(scope="session")

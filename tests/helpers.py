@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -36,8 +35,8 @@ def layers_of(count, mlp_only=(), skip=None, **numbers):
     return tuple(rows)
 
 
-# Small enough that a step takes milliseconds, with every part of the model in use. Fields of a
-# Stage hold in all stages. What is not named is the track's.
+# Small enough that a step takes milliseconds, with every part of the model in use. What is not
+# named is the track's.
 TINY = {
     "track": "english",  # by default it is told why this one is taken
     "tokenizer": "bytes",
@@ -45,11 +44,10 @@ TINY = {
     "eot_token": EOT,
     "steps": 4,
     "micro_batch_tokens": 256,
-    "micro_batches": 2,
-    "document_cap": 128,
-    "windows": (32, 64),
+    "micro_batches_a_pass": 1,
+    "stages": ({"micro_batches": 2, "document_cap": 128, "windows": (32, 64)},),
+    "mean_share": 0.0,
     "val_windows": (32, 64),
-    "mtp_weights": (1.0,),
     "model_dim": 32,
     "layers": layers_of(2, is_long=(1,), value_embedding=(0,), skip={1: 1}),
     "head_dim": 16,
@@ -89,11 +87,10 @@ FEEDING = {"feeds_attention": (1,), "feeds_last": (0, 1), "decides_gates": (0, 2
 
 # A run in which every number of a stage changes on the way, and with all kinds of rows and layers;
 # six micro-batches suit 1, 2 and 3 ranks.
-STAGE_FIELDS = {field.name for field in dataclasses.fields(train_gpt.Stage)}
 EARLY = {"micro_batches": 6, "document_cap": 96, "windows": (32, 64), "mtp_weights": (1.0, 0.5)}
 LATE = {"micro_batches": 6, "document_cap": 192, "windows": (64, 128), "mtp_weights": (1.0,)}
 RICH = {
-    **{name: value for name, value in TINY.items() if name not in STAGE_FIELDS},
+    **TINY,
     "steps": 20,
     "micro_batch_tokens": 128,
     "stages": ({"start": 0.0, **EARLY}, {"start": 0.5, **LATE}),

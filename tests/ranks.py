@@ -2,7 +2,7 @@
 one, which has imported torch by then, so that a group of them starts in a fraction of a second."""
 
 import copy
-import math
+import multiprocessing
 import os
 import signal
 import socket
@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ import train_gpt
 from helpers import TRAINER, Run, arguments
 from train_gpt import Runtime
 
+FORKING = multiprocessing.get_context("fork")
 ONE_RANK_SECONDS = 100  # after which something hangs
 # of the others after one has failed: what failed there too may be told; launchers poll as well
 OWN_SECONDS = 0.3
@@ -38,35 +40,26 @@ def fork(world_size, function, *words):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    left, code, failed, told = set(), 0, math.inf, False
-
-    def signal_all(number):
-        for child in left:
-            os.kill(child, number)
-
+    own = [(rank, world_size, port, function, words) for rank in range(world_size)]
+    processes = [FORKING.Process(target=_run_rank, args=args) for args in own]
+    for process in processes:
+        process.start()
+    left = processes
     try:
-        for rank in range(world_size):
-            child = os.fork()
-            if not child:
-                _run_rank(rank, world_size, port, function, words)
-            left.add(child)
-        while left:
-            for child in sorted(left):
-                ended, status = os.waitpid(child, os.WNOHANG)
-                if ended:
-                    left.discard(child)
-                    if status and not code:
-                        code, failed = os.waitstatus_to_exitcode(status), time.monotonic()
-            if left and time.monotonic() > failed + OWN_SECONDS:
-                signal_all(signal.SIGKILL if told else signal.SIGTERM)
-                told, failed = True, time.monotonic() + LAST_SECONDS
-            time.sleep(0.005)
+        while left and not any(process.exitcode for process in processes):
+            wait([process.sentinel for process in left])
+            left = [process for process in processes if process.exitcode is None]
+        code = next((process.exitcode for process in processes if process.exitcode), 0)
+        for seconds in (OWN_SECONDS, LAST_SECONDS):
+            until = time.monotonic() + seconds
+            for process in processes:
+                process.join(max(0, until - time.monotonic()))
+            for process in processes:
+                process.terminate()
     finally:
-        signal_all(signal.SIGKILL)
-        for child in left:
-            os.waitpid(child, 0)
+        for process in processes:
+            process.kill()
+            process.join()
     return code
 
 
@@ -86,11 +79,9 @@ def _run_rank(rank, world_size, port, function, words):
     except BaseException:
         traceback.print_exc()
     finally:  # whatever happens, this process must not go on with the tests
-        try:
-            sys.stderr.flush()
-            sys.stdout.flush()
-        finally:
-            os._exit(status)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def speak_into(folder):
@@ -111,6 +102,24 @@ def share_out():
     """Let the ranks of this process share groups of any size out, as they do those of a large
     model."""
     train_gpt.SHARE_ABOVE = 0
+
+
+def acting(act, at, rank=0, name="step"):
+    """What all ranks call first so that one of them calls `act` ahead of a method of Trainer at a
+    step; nobody warms up."""
+
+    def before():
+        honest = getattr(train_gpt.Trainer, name)
+
+        def method(self, number, *rest):
+            if number == at and self.runtime.rank == rank:
+                act()
+            return honest(self, number, *rest)
+
+        setattr(train_gpt.Trainer, name, method)
+        train_gpt.warm_up = lambda *_: None
+
+    return before
 
 
 def on_ranks(world_size, work, *words):

@@ -1,8 +1,16 @@
-"""The pages: links lead to something, commands are real ones, tables are current, and the tests
-that a page names exist."""
+"""The pages: links lead to something, tables are current, options, scripts and tests that a page
+names exist. And every command of README.md and of the trainer's docstring is run as it is printed,
+in a copy of the repository whose tracks take two steps; what is left out, or ends in a refusal, is
+named here with the reason.
+"""
 
 import dataclasses
+import math
+import os
 import re
+import shlex
+import shutil
+import subprocess
 
 import pytest
 
@@ -10,16 +18,12 @@ import train_gpt
 from continual import ContinualConfig
 from helpers import ROOT
 from records import render
-from records.files import settings
 from records.record import Repository
 
+README = (ROOT / "README.md").read_text()
 PAGES = ["README.md", "CONTRIBUTING.md", "tests/faults/README.md", "benchmarks/README.md"]
 PAGES += [f"records/{name}.md" for name in ("README", "NOTES", "HISTORY")]
-FIELDS = dataclasses.fields(ContinualConfig) + dataclasses.fields(train_gpt.Stage)
-# Of the trainer's command line, of torchrun's, and of pytest's.
-KEYS = {field.name for field in FIELDS} | {"help", "check", "all"}
-KEYS |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "max_restarts"}
-COMMAND = r"(?:\S+/)?(?:python3?|torchrun|\./run\.sh)\b.*"
+EACH_PAGE = pytest.mark.parametrize("page", PAGES)
 
 
 def anchor_of(heading):
@@ -27,51 +31,37 @@ def anchor_of(heading):
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", PAGES)
+@EACH_PAGE
 def test_links_lead_to_something(page):
-    folder = (ROOT / page).parent
     links = re.findall(r"(?:\]\(|(?:src|srcset|href)=\")([^)\s\"]+)", (ROOT / page).read_text())
     for link in links:
         if "://" in link or link.startswith("../../actions/"):  # GitHub's own page of a workflow
             continue
         name, _, anchor = link.partition("#")
-        path = folder / name if name else ROOT / page
+        path = (ROOT / page).parent / name if name else ROOT / page
         assert path.exists(), link
         headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE) if anchor else []
         assert not anchor or anchor in map(anchor_of, headings), link
 
 
-def commands_of(page):
-    """The commands of a page: lines of its blocks of code, and code in its sentences."""
-    text = (ROOT / page).read_text().replace("\\\n", " ")
-    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    lines = [line.partition("  #")[0] for block in blocks for line in block.splitlines()]
-    lines += re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
-    return [part for line in lines for part in line.split(" && ") if re.match(COMMAND, part)]
+OPTION = r"(?<![\w-])--([a-z][\w-]*)"
+SOURCES = [ROOT.glob(f"{name}/**/*.py") for name in ("benchmarks", "data", "records", "tests")]
+CODE = "".join(path.read_text() for paths in SOURCES for path in paths)
+FIELDS = dataclasses.fields(ContinualConfig) + dataclasses.fields(train_gpt.Stage)
 
 
-def known_options(command):
-    """The options that a command takes, as names of fields."""
-    if "-m records" in command:
-        line = settings("commands.toml")
-        _, *options = line["commands"][command.split("-m records ")[1].split()[0]]
-        return {option.strip("-").replace("-", "_") for option in options}
-    script = next((word for word in command.split() if word.endswith(".py")), "train_gpt.py")
-    path = ROOT / script
-    assert path.is_file(), command
-    if script == "train_gpt.py":
-        return KEYS
-    text = path.read_text() + (ROOT / "benchmarks/common.py").read_text()
-    return set(re.findall(r"\b\w+\b", text.replace("-", "_").replace("__", " ")))
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_commands_are_real_ones(page):
-    for command in commands_of(page):
-        if "-m venv" in command or "-m pip" in command:
-            continue
-        options = {key.replace("-", "_") for key in re.findall(r"--([a-z][\w-]*)", command)}
-        assert options <= known_options(command), command
+@EACH_PAGE
+def test_options_scripts_and_tests_that_are_named_exist(page):
+    text = (ROOT / page).read_text()
+    known = {*re.findall(OPTION, CODE + (ROOT / "records/commands.toml").read_text())}
+    known |= {field.name.replace("_", "-") for field in FIELDS}
+    known |= {"nproc_per_node", "nnodes", "rdzv-backend", "rdzv-endpoint"}  # torchrun's
+    commands = " ".join(re.findall(r"(?:python3?|torchrun|run\.sh) [^`\n]*", text))
+    assert {*re.findall(OPTION, commands)} <= known
+    for script in re.findall(r"python (\S+\.py)", text):
+        assert (ROOT / script).is_file(), script
+    for name in re.findall(r"\btest_\w+\b(?!\.py)", text):
+        assert f"def {name}(" in CODE or (ROOT / f"tests/{name}.py").exists(), name
 
 
 def test_tables_are_current():
@@ -81,8 +71,98 @@ def test_tables_are_current():
     assert re.findall(r"^ +(\d+)\. (.+?) {2,}", train_gpt.__doc__, re.MULTILINE) == banners
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_named_tests_exist(page):
-    code = "".join(path.read_text() for path in ROOT.glob("tests/**/*.py"))
-    for name in re.findall(r"\btest_\w+\b(?!\.py)", (ROOT / page).read_text()):
-        assert f"def {name}(" in code or (ROOT / f"tests/{name}.py").exists(), name
+# ----- commands
+
+SHORTER = {  # what stands in front of a script's call of main()
+    "train_gpt.py": 'SHORT = {"steps": 2, "val_tokens": 4096}\n'
+    'TRACKS["english"] = with_values(TRACKS["english"], SHORT)',
+    "continual.py": 'train_gpt.TRACKS["continual"] = dataclasses.replace('
+    'train_gpt.TRACKS["continual"], steps=2, val_tokens=4096)',
+}
+CALL = 'if __name__ == "__main__":'
+LEFT_OUT = {
+    "./run.sh test": "it is what runs this test",
+    "python -m records": "tests/records runs these lines on a tiny track",
+    "$EDITOR": "it is the reader's",
+    "git add": "it is the reader's",
+    "python data/fineweb.py": "it needs the network; tests/data runs it against a local server",
+    "torchrun --nnodes=2": "it needs two nodes; tests/faults runs two on this machine",
+}
+REFUSED = "--track fineweb"  # where its shards are not present
+
+
+def commands_of(text):
+    """The command lines of a text's indented or fenced lines, without their remarks."""
+    lines = text.replace("\\\n", " ").splitlines()
+    commands = [re.split(r" {2,}(?![-])|\s+#", line.strip())[0] for line in lines]
+    return [
+        line
+        for line in commands
+        if re.match(r"\./run\.sh|python |torchrun |\$EDITOR|git add", line)
+    ]
+
+
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+SHOWN = "".join(text for language, text in BLOCKS if not language)
+COMMANDS = list(dict.fromkeys(commands_of(train_gpt.__doc__ + SHOWN)))
+RUNNING = [line for line in COMMANDS if not line.startswith(tuple(LEFT_OUT))]
+
+
+@pytest.fixture(scope="module")
+def call(tmp_path_factory):
+    """call(command): a finished process, in a copy of the repository's outer files with one
+    unfinished run."""
+    folder = tmp_path_factory.mktemp("copy")
+    for name in ("train_gpt.py", "continual.py", "sample.py", "run.sh", "requirements.txt"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("data", "records"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("fineweb10B"))
+    (folder / ".venv").symlink_to(ROOT / ".venv")
+    for name, line in SHORTER.items():
+        source = (folder / name).read_text()
+        assert source.count(CALL) == 1
+        (folder / name).write_text(source.replace(CALL, f"{line}\n{CALL}"))
+    (folder / "notes").mkdir()
+    for number in range(20):
+        lines = [f"To run line {1000 * number + line} is to believe it.\n" for line in range(1000)]
+        (folder / "notes" / f"{number}.txt").write_text("".join(lines))
+    shutil.copy(folder / "notes" / "0.txt", folder / "book.txt")
+    paths = f"{ROOT / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": paths, "HOME": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+    options = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+
+    def run(command):
+        words = [word.replace("~", str(folder)) for word in shlex.split(command)]
+        return subprocess.run(words, timeout=230, **options)
+
+    first = run("./run.sh english --run-id RUN --adam-every 1")
+    assert first.returncode == 0, first.stdout + first.stderr
+    run("python data/text.py --corpus verse")
+    return run
+
+
+def test_the_commands_are_found_and_leave_no_gpu_idle():
+    """Their numbers of processes divide the micro-batches of every step."""
+    found = {"torchrun --nproc_per_node=8 train_gpt.py", "python sample.py --checkpoint RUN --eval"}
+    assert {"./run.sh", *found} <= {*RUNNING}
+    counts = {stage.micro_batches for stage in train_gpt.TRACKS["fineweb"].stages}
+    for command in COMMANDS:
+        sizes = re.findall(r"--(?:nproc[-_]per[-_]node|nnodes)=(\d+)", command)
+        world_size = math.prod(map(int, sizes))
+        assert all(count % world_size == 0 for count in counts), command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RUNNING)
+def test_the_command_does_what_it_says(call, command):
+    done = call(command)
+    if REFUSED in command:
+        assert done.returncode != 0
+        assert "data/fineweb10B/manifest.json: no such file" in done.stdout
+        return
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.strip().splitlines()[-1]
+    if command.endswith("--check"):
+        assert last == "check:ok"
+    elif "--help" not in command and re.search(r"run\.sh|train_gpt|continual", command):
+        assert last.startswith("status:ok")

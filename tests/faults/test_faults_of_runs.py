@@ -54,29 +54,13 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(rich, rich_run_of, tmp_pa
 # ----- ranks and nodes
 
 
-def before_third_step(rank, act):
-    """A rank calls `act` in place of its third step; nobody warms up."""
-    step = train_gpt.Trainer.step
-
-    def acting_step(self, number, *rest):
-        if self.runtime.rank == rank and number == 2:
-            act()
-        return step(self, number, *rest)
-
-    train_gpt.Trainer.step = acting_step
-    train_gpt.warm_up = lambda *_: None
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_a_rank_dies_the_others_end(rank, tiny, tmp_path, monkeypatch):
     """Nobody tells them to."""
-
-    def before():
-        before_third_step(rank, lambda: os._exit(3))
-
     monkeypatch.setattr(ranks, "OWN_SECONDS", 60)
     values = {**tiny, "steps": 100, "micro_batches": 3, "run_id": "dies"}
     began = time.monotonic()
+    before = ranks.acting(lambda: os._exit(3), 2, rank)
     run = ranks.train(tmp_path, values, world_size=3, before=before)
     assert run.code == 3 and time.monotonic() - began < 50
     for survivor in {1, 2} - {rank}:
@@ -88,13 +72,11 @@ def test_where_a_rank_dies_the_others_end(rank, tiny, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_run_within_the_timeout(tiny, tmp_path, monkeypatch):
-    def before():
-        train_gpt.TIMEOUT = datetime.timedelta(seconds=4)
-        before_third_step(1, lambda: os.kill(os.getpid(), signal.SIGSTOP))
-
+    monkeypatch.setattr(train_gpt, "TIMEOUT", datetime.timedelta(seconds=4))  # ranks inherit it
     monkeypatch.setattr(ranks, "LAST_SECONDS", 1)
     values = {**tiny, "steps": 100, "run_id": "hangs"}
     began = time.monotonic()
+    before = ranks.acting(lambda: os.kill(os.getpid(), signal.SIGSTOP), 2, rank=1)
     run = ranks.train(tmp_path, values, world_size=2, before=before)
     assert run.code and time.monotonic() - began < 40
     assert re.match("status:error RuntimeError: .*([Tt]imed out|timeout)", run.log[-1])
@@ -165,8 +147,7 @@ def test_what_stands_in_the_way_of_a_run_is_named(name, tiny, cli, tmp_path, mon
         (tmp_path / "logs").write_text("no folder")
     run = cli(**{**tiny, "run_id": "odd"})
     assert run.code in (1, 2) and run.lines[-1].startswith("status:error "), run.stdout
-    assert (name or "logs") in run.lines[-1]
-    assert not name or not list(run.folder.glob("*.tmp"))
+    assert (name or "logs") in run.lines[-1] and not list(tmp_path.glob("logs/*/*.tmp"))
 
 
 def test_a_shard_that_vanishes_during_a_run_is_named(tiny, cli, tmp_path, monkeypatch):
@@ -176,21 +157,21 @@ def test_a_shard_that_vanishes_during_a_run_is_named(tiny, cli, tmp_path, monkey
     values = {**tiny, "steps": 8, "save_every": 2, "data": str(folder)}
     whole = cli(**values, run_id="whole")
     assert whole.code == 0
-    second, loader = folder / "tiny_train_000001.bin", train_gpt.TrainLoader
-    kept = second.read_bytes()
+    second, elsewhere = folder / "tiny_train_000001.bin", tmp_path / "elsewhere"
+    warm_up = train_gpt.warm_up
 
-    def vanishing_loader(*rest):  # ahead of what opens the next shard
-        second.unlink(missing_ok=True)
-        return loader(*rest)
+    def vanishing(*words):  # ahead of what opens the next shard
+        warm_up(*words)
+        second.rename(elsewhere)
 
-    monkeypatch.setattr(train_gpt, "TrainLoader", vanishing_loader)
     gc.disable()
     try:
-        run = cli(**values, run_id="gone")
+        with monkeypatch.context() as patched:
+            patched.setattr(train_gpt, "warm_up", vanishing)
+            run = cli(**values, run_id="gone")
         assert run.code == 1 and second.name in run.lines[-1] == run.log[-1]
         assert "no such file" in refusal(cli(resume="gone"))
-        second.write_bytes(kept)
-        monkeypatch.setattr(train_gpt, "TrainLoader", loader)
+        elsewhere.rename(second)
         assert cli(resume="gone").code == 0 and run.result["val_loss"] == whole.result["val_loss"]
     finally:
         gc.enable()

@@ -6,14 +6,11 @@ import shutil
 import signal
 import threading
 import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import ranks
-import train_gpt
 
 # ----- numbers of a resumed run
 
@@ -36,22 +33,6 @@ def test_sums_of_a_resumed_run_are_those_of_the_whole_run(step, rich_run_of, tmp
 
 
 # ----- the disk
-
-
-def test_the_disk_that_will_be_written_is_asked(tiny, cli, tmp_path, monkeypatch):
-    """logs/ is a link to another one."""
-    asked = []
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "logs").symlink_to(tmp_path / "elsewhere")
-
-    def usage(path):
-        asked.append(Path(path).resolve())
-        return SimpleNamespace(free=1000)
-
-    monkeypatch.setattr(train_gpt.shutil, "disk_usage", usage)
-    run = cli("--check", **tiny)
-    assert run.code == 2 and "the disk of" in run.lines[-1]
-    assert asked == [tmp_path / "elsewhere"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -79,21 +60,14 @@ def test_the_result_comes_before_a_failed_write_is_told(world_size, tiny, tmp_pa
 def test_a_second_signal_is_heard_in_the_middle_of_a_collective(tiny, tmp_path, monkeypatch):
     """Python's own handlers wait until the call that waits for another rank returns."""
 
+    def signal_twice():
+        for pause in (0.5, 1.5):
+            time.sleep(pause)
+            os.kill(os.getpid(), signal.SIGTERM)
+
     def before():
-        def step(self, number, *rest):
-            if number == 2 and self.runtime.rank == 1:
-                time.sleep(90)
-            if number == 2 and self.runtime.rank == 0:
-                threading.Thread(target=signal_twice).start()
-            return honest(self, number, *rest)
-
-        def signal_twice():
-            for pause in (0.5, 1.5):
-                time.sleep(pause)
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        train_gpt.warm_up = lambda *_: None
-        honest, train_gpt.Trainer.step = train_gpt.Trainer.step, step
+        ranks.acting(lambda: time.sleep(90), 2, rank=1)()
+        ranks.acting(threading.Thread(target=signal_twice).start, 2)()
 
     monkeypatch.setattr(ranks, "LAST_SECONDS", 1)
     began = time.monotonic()

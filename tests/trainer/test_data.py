@@ -221,7 +221,7 @@ def loader_config(rows=None, **changes):
     values = {**helpers.TINY, **ids, "micro_batches": 4, **changes}
     if rows:
         for name in set().union(*rows.values()):
-            values.pop(name)
+            values.pop(name, None)
         values["stages"] = tuple({"start": start, **row} for start, row in rows.items())
     return train_gpt.with_values(train_gpt.TRACKS["english"], values)
 

@@ -65,7 +65,7 @@ def failed(trainer, val=VAL):
         NO_TABLE,
         LAYERED,
         {"random_weights": False},
-        {"untie_at": 1.0, "softmax_rows": 200, "mtp_weights": (1.0, 0.5)},
+        {"untie_at": 1.0, "softmax_rows": 256, "mtp_weights": (1.0, 0.5)},
         {"val_batch_tokens": 1024},
         {"val_batch_tokens": 64, "windows": (16, 32), "val_windows": (16, 32), "val_tokens": 128},
         pytest.param({"dtype": "bfloat16", **LAYERED}, marks=SLOW),

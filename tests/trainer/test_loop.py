@@ -5,10 +5,12 @@ import dataclasses
 import hashlib
 import json
 import math
+import operator
 import os
 import re
 import signal
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -19,96 +21,66 @@ import torch
 import helpers
 import ranks
 import train_gpt
-from helpers import EOT, LAYERED
-from train_gpt import Runtime
+from helpers import EARLY, EOT, LAYERED, tiny_config
+from records.log import parse_log
+from train_gpt import Stage
 
 draw_plot = train_gpt.plot  # the `cli` fixture replaces it
-SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
 # ----- schedules
 
-
-def stages(**columns):
-    """Rows of stages that begin at the keys of the first column: {start: value}."""
-    rows = []
-    for start in sorted({start for column in columns.values() for start in column}):
-        row = {"start": start}
-        for name, column in columns.items():
-            row[name] = [value for begin, value in sorted(column.items()) if begin <= start][-1]
-        rows.append(row)
-    return tuple(rows)
-
-
-def staged_config(rows, **changes):
-    """The tiny Config with rows of stages, whose fields hold as they are."""
-    config = helpers.tiny_config(**changes)
-    first = dataclasses.asdict(config.stages[0])
-    rows = tuple(train_gpt.Stage(**{**first, **row}) for row in rows)
-    return dataclasses.replace(config, stages=rows)
+SCHEDULE = (
+    Stage(0.0, 2, 96, (16, 32), 1.0, (1.0, 0.5, 0.25)),
+    Stage(0.3, 4, 96, (32, 32), 1.5, (1.0, 0.5)),
+    Stage(0.6, 8, 896, (32, 64), 2.0, softmax_rows=256),
+)
 
 
 def test_schedules_are_functions_of_the_step():
-    rows = stages(
-        micro_batches={0.0: 2, 0.25: 4, 0.5: 8},
-        windows={0.0: (16, 32), 0.3: (32, 32), 0.6: (32, 64)},
-        document_cap={0.0: 96, 0.5: 512},
-    )
-    numbers = {"steps": 10, "cooldown": (0.5, 1.0), "final_lr": 0.1, "untie_at": 0.4}
-    config = staged_config(rows, **numbers)
+    """Validation has the windows of training, and at the end its own, which YaRN, that follows
+    training, does not know. A loss weight moves in a line to that of the next stage."""
+    numbers = {"steps": 10, "cooldown": (0.5, 1.0), "final_lr": 0.1, "val_windows": (64, 128)}
+    config = tiny_config(stages=SCHEDULE, **numbers)
     steps = range(10)
     counts = [train_gpt.stage_at(config, step).micro_batches for step in steps]
-    assert counts == [2] * 3 + [4] * 2 + [8] * 5
+    assert counts == [2] * 3 + [4] * 3 + [8] * 4
     rates = [train_gpt.lr_multiplier(config, step) for step in (*steps, 10)]
-    assert rates == pytest.approx([1, 1, 1, 1, 1, 1, 0.82, 0.64, 0.46, 0.28, 0.1])
-    until = [train_gpt.long_windows_until(config, step) for step in (0, 2, 3, 5, 6, 9)]
-    assert until == [(32,), (32,), (32,), (32,), (32, 64), (32, 64)]
-    phases = [train_gpt.training_phase(config, step) for step in steps]
-    windows = [phase.windows for phase in phases]
-    assert windows == [(16, 32)] * 3 + [(32, 32)] * 3 + [(32, 64)] * 4
-    assert [phase.max_segment for phase in phases] == [96] * 5 + [256] * 5
-
-
-def test_stages_scale_the_rates_ahead_of_the_cooldown():
-    rows = stages(lr_mul={0.0: 1.0, 0.3: 1.5, 0.6: 2.0})
-    config = staged_config(rows, steps=10, cooldown=(0.5, 1.0), final_lr=0.1)
-    rates = [train_gpt.lr_multiplier(config, step) for step in range(11)]
     falling = [2 * left + 0.1 * (1 - left) for left in (0.8, 0.6, 0.4, 0.2)]
     assert rates == pytest.approx([1, 1, 1, 1.5, 1.5, 1.5, *falling, 0.1])
-    config = helpers.tiny_config(steps=5, cooldown=(1.0, 1.0), final_lr=0.0)
-    assert [train_gpt.lr_multiplier(config, step) for step in range(5)] == [1.0] * 5
-    config = helpers.tiny_config(steps=10, cooldown=(0.4, 0.8), final_lr=0.2)
-    rates = [train_gpt.lr_multiplier(config, step) for step in range(10)]
-    assert rates == pytest.approx([1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
+    windows = [(16, 32)] * 3 + [(32, 32)] * 3 + [(32, 64)] * 4
+    phases = [train_gpt.training_phase(config, step) for step in steps]
+    assert [phase.windows for phase in phases] == windows
+    assert [phase.max_segment for phase in phases] == [96] * 6 + [256] * 4
+    until = [train_gpt.long_windows_until(config, step) for step in (*steps, 10)]
+    assert until == [(32,)] * 6 + [(32, 64)] * 5
+    phases = [train_gpt.evaluation_phase(config, step, 256) for step in (*steps, 10)]
+    assert [phase.windows for phase in phases] == [*windows, (64, 128)]
+    assert {(phase.softmax_rows, phase.max_segment) for phase in phases} == {(0, 256)}
+    for step, weights in {
+        0: (1, 0.5, 0.25),
+        1: (1, 0.5, 0.5 / 3),
+        3: (1, 0.5),
+        5: (1, 0.5 / 3),
+        6: (1,),
+        9: (1,),
+    }.items():
+        assert train_gpt.loss_weights_at(config, step) == pytest.approx(weights)
 
 
-def test_loss_weights_move_towards_those_of_the_next_stage():
-    """A weight that the next stage lacks falls to 0 on the way, and the last stage's stand."""
-    rows = stages(mtp_weights={0.0: (1.0, 0.5, 0.25), 0.4: (1.0, 0.5), 0.8: (1.0,)})
-    config = staged_config(rows, steps=10)
-    found = [train_gpt.loss_weights_at(config, step) for step in (0, 2, 4, 7, 8, 9)]
-    expected = [(1, 0.5, 0.25), (1, 0.5, 0.125), (1, 0.5), (1, 0.125), (1,), (1,)]
-    for weights, wanted in zip(found, expected, strict=True):
-        assert weights == pytest.approx(wanted)
+@pytest.mark.parametrize(
+    "cooldown, rates", [((1.0, 1.0), [1] * 10), ((0.4, 0.8), [1] * 5 + [0.8, 0.6, 0.4, 0.2, 0.2])]
+)
+def test_a_cooldown_may_end_early_or_not_be_there(cooldown, rates):
+    config = tiny_config(steps=10, cooldown=cooldown, final_lr=0.2)
+    assert [train_gpt.lr_multiplier(config, step) for step in range(10)] == pytest.approx(rates)
 
 
 def test_momentum_rises_and_falls():
-    config = helpers.tiny_config(steps=1285)
+    config = tiny_config(steps=1285)
     steps = (0, 75, 150, 300, 1235, 1260, 1285)
     momenta = [train_gpt.momentum_at(config, step) for step in steps]
     assert momenta == pytest.approx([0.85, 0.875, 0.9, 0.95, 0.95, 0.9, 0.85])
-
-
-def test_windows_of_validation():
-    """On the way it has the windows of training, at the end its own, which YaRN, that follows
-    training, does not know."""
-    rows = stages(windows={0.0: (16, 32), 0.5: (32, 64)})
-    config = staged_config(rows, steps=8, val_windows=(64, 128), softmax_rows=256)
-    phases = [train_gpt.evaluation_phase(config, step, 256) for step in (0, 4, 7, 8)]
-    windows = [phase.windows for phase in phases]
-    assert windows == [(16, 32), (32, 64), (32, 64), (64, 128)]
-    assert {(phase.softmax_rows, phase.max_segment) for phase in phases} == {(0, 256)}
-    assert [train_gpt.long_windows_until(config, step) for step in (7, 8)] == [(32, 64)] * 2
 
 
 # ----- the log of a run
@@ -120,110 +92,79 @@ def only(kind, lines):
     return line
 
 
-def test_the_log_opens_with_the_source_and_comes_in_order(rich_run):
-    log = (rich_run.folder / "log.txt").read_text()
-    source, mark, _ = log.partition("\n===== END OF CODE =====\n")
-    assert mark and source == rich_run.source.rstrip("\n")
-    assert log.count("\n===== END OF CODE =====\n") == log.count("\n===== START =====\n") == 1
-    kinds = [re.match(r"===== START =====|[a-z]+", line)[0] for line in rich_run.log]
-    assert kinds[:6] == ["run", "config", "overrides", "data", "size", "===== START ====="]
-    assert kinds[-6:] == ["comms", "gates", "bits", "validity", "final", "status"]
-    assert {*kinds[6:-6]} == {"step"}
-    # The console shows the same behind a few lines for the reader.
-    assert rich_run.code == 0 and "status:" not in rich_run.stderr
-    assert "\x1b" not in rich_run.stdout
-    shown = [line for line in rich_run.log if not line.startswith("config:")]
-    lines = [line for line in rich_run.lines if not line.startswith("warm-up: ")]
-    assert lines == shown
-
-
-def test_the_header_makes_a_run_reproducible(rich_run, rich, corpus):
-    log = rich_run.log
-    run = re.fullmatch(
-        r"run:rich track:english commit:([0-9a-f]{40}|none) dirty:[01] "
-        r"code_sha256:(?P<code>[0-9a-f]{64}) seed:1 world_size:1 device:.+ x\d+ "
-        r"torch:(?P<torch>\S+) cuda:\S+ triton:\S+ started:\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ",
-        log[0],
-    )
-    assert run["code"] == hashlib.sha256(rich_run.source.encode()).hexdigest()
-    assert run["torch"] == torch.__version__
-    words = helpers.arguments({**rich, "run_id": "rich"})
-    config = train_gpt.config_from(train_gpt.parse_command_line(words))
-    logged = json.loads(only("config", log).removeprefix("config:"))
-    assert logged == json.loads(json.dumps(dataclasses.asdict(config)))
-    logged = json.loads(only("overrides", log).removeprefix("overrides:"))
-    assert logged == json.loads(json.dumps(train_gpt.overrides_of(config)))
-    assert {"steps", "data", "model_dim", "untie_at", "stages"} <= logged.keys()
-    manifest = hashlib.sha256((corpus / "manifest.json").read_bytes()).hexdigest()
-    assert (
-        f"data:{manifest} shards:ok passes:1 backends:attention=sdpa,matmul=torch-float32" in log[3]
-    )
-
-
-def test_the_final_lines_agree_with_the_result(rich_run, rich):
-    result = rich_run.result
-    assert result["tokens"] == str(20 * 6 * 128)
-    assert int(result["peak_memory"].removesuffix("MiB")) > 50
-    seconds = int(result["train_time"].removesuffix("ms")) / 1000
-    assert int(result["tokens_per_s"]) == pytest.approx(20 * 6 * 128 / seconds, rel=0.01)
-    assert int(result["cpu_time"].removesuffix("ms")) > 0
-    val = train_gpt.open_corpus(helpers.tiny_config(data=rich["data"])).val
-    sha = hashlib.sha256(val[:1025].tobytes()).hexdigest()
-    count = np.count_nonzero(val[1:1025] != EOT)  # of bytes, which each other token is one of
-    bits, said = re.fullmatch(
-        r"bits_per_byte:(\S+) val_bytes:(\d+)", only("bits_per_byte", rich_run.log)
-    ).groups()
-    assert float(bits) == pytest.approx(
-        rich_run.val_losses[20] * 1024 / count / math.log(2), abs=2e-5
-    )
-    assert said == str(count)
-    gates = "causal:ok normalised:ok local:ok unmoved:ok"
-    validity = f"validity: {gates} val_tokens:1024 val_sha256:{sha}"
-    assert only("validity", rich_run.log) == validity
-    assert result["val_loss"] == f"{rich_run.val_losses[20]:.5f}"
-
-
-def test_a_run_of_a_record_says_which_it_is(tiny, cli, monkeypatch):
+def test_a_records_log_has_the_form_that_the_records_tool_reads(tiny, cli, monkeypatch):
+    """records/forms.toml has the form of each line, and what is kept of it."""
     neutral = ("seed", "device", "log_every")
-    values = {key: value for key, value in tiny.items() if key not in neutral}
-    track = dataclasses.replace(helpers.tiny_config(**values), log_every=20)
-    monkeypatch.setitem(train_gpt.TRACKS, "english", track)
-    own = {"track": "english", "run_of": "1:3/8:2"}
-    run = cli(**own, run_id="third", seed=5, device="cpu", log_every=2)
-    assert run.code == 0 and "overrides:" not in run.stdout
-    assert run.log[2] == "batch:1 counter:3/8 start:2"
+    values = {key: value for key, value in tiny.items() if key not in neutral} | {"val_every": 2}
+    monkeypatch.setitem(train_gpt.TRACKS, "english", tiny_config(**values))
+    own = {"track": "english", "device": "cpu", "log_every": 1, "run_of": "1:3/8:2"}
+    run = cli(**own, run_id="third", seed=5)
+    log = parse_log(run.folder / "log.txt", helpers.TRAINER.read_text())
+    assert (log.batch, log.counter, log.declared, log.start, log.seed) == (1, 3, 8, 2, 5)
+    assert log.config["steps"] == 4 and log.torch == torch.__version__
+    assert log.tokens == 4 * 2 * 256 and log.memory_mib > 50 and log.cpu_time_ms > 0
+    assert log.speed == pytest.approx(1000 * log.tokens / log.train_time_ms, rel=0.1)
     run = cli(**own, run_id="other", steps=3)
     assert run.code == 0 and 'overrides:{"steps": 3}' in run.lines and "batch:" not in run.stdout
 
 
-def test_a_logged_training_loss_is_the_mean_since_the_last_one(tiny, cli):
+def test_the_log_of_a_run_makes_it_reproducible(rich_run, rich, corpus):
+    log = rich_run.log
+    text = (rich_run.folder / "log.txt").read_text()
+    assert text.startswith(rich_run.source.rstrip("\n") + "\n===== END OF CODE =====\nrun:rich ")
+    words = helpers.arguments({**rich, "run_id": "rich"})
+    config = train_gpt.config_from(train_gpt.parse_command_line(words))
+    values = json.loads(json.dumps(dataclasses.asdict(config)))
+    assert json.loads(only("config", log).removeprefix("config:")) == values
+    overrides = json.loads(only("overrides", log).removeprefix("overrides:"))
+    assert overrides.items() <= values.items()
+    assert {"steps", "data", "model_dim", "untie_at", "stages"} <= overrides.keys()
+    manifest = hashlib.sha256((corpus / "manifest.json").read_bytes()).hexdigest()
+    backends = "attention=sdpa,matmul=torch-float32"
+    assert log[3].startswith(f"data:{manifest} shards:ok passes:1 backends:{backends}")
+    val = train_gpt.open_corpus(tiny_config(data=rich["data"])).val
+    sha = hashlib.sha256(val[:1025].tobytes()).hexdigest()
+    count = np.count_nonzero(val[1:1025] != EOT)  # of bytes, which each other token is one of
+    (bits,) = re.fullmatch(
+        rf"bits_per_byte:(\S+) val_bytes:{count}", only("bits_per_byte", log)
+    ).groups()
+    expected = rich_run.val_losses[20] * 1024 / count / math.log(2)
+    assert float(bits) == pytest.approx(expected, abs=2e-5)
+    gates = "causal:ok normalised:ok local:ok unmoved:ok"
+    assert only("validity", log) == f"validity: {gates} val_tokens:1024 val_sha256:{sha}"
+    assert rich_run.result["val_loss"] == f"{rich_run.val_losses[20]:.5f}"
+    # The console shows the same.
+    shown = [line for line in log if not line.startswith("config:")]
+    assert [line for line in rich_run.lines if not line.startswith("warm-up:")] == shown
+
+
+def test_a_logged_training_loss_is_the_mean_since_the_last_one(rich, cli):
     """Over the tokens: later steps have more of them."""
-    rows = stages(micro_batches={0.0: 2, 0.5: 4}, document_cap={0.0: 128})
-    values = {key: tiny[key] for key in tiny if key not in ("micro_batches", "document_cap")}
-    values.update(steps=7, stages=rows)
+    stages = ({**EARLY, "micro_batches": 2}, {**EARLY, "start": 0.5, "micro_batches": 4})
+    values = {**rich, "steps": 7, "stages": stages, "val_every": 0, "save_every": 0}
     each, some = (
         cli(**{**values, "run_id": f"every{every}", "log_every": every}).train_losses
         for every in (1, 3)
     )
-    weights = {4: 2, 5: 4, 6: 4}
-    middle = sum(each[step] * weight for step, weight in weights.items()) / 10
-    first = sum(each[step] for step in (1, 2, 3)) / 3
+    middle = (2 * each[4] + 4 * each[5] + 4 * each[6]) / 10
+    first = (each[1] + each[2] + each[3]) / 3
     assert some == pytest.approx({3: first, 6: middle, 7: each[7]}, abs=2e-5)
 
 
 def test_a_seed_gives_the_same_run_twice_and_is_drawn_if_not_given(tiny, cli, tmp_path):
     values = {**tiny, "dtype": "bfloat16"}
-    seeds = {"a": 5, "b": 5, "c": 6}
-    a, b, c = (cli(**{**values, "run_id": name, "seed": seeds[name]}) for name in seeds)
-    assert a.train_losses == b.train_losses != c.train_losses
-    drawn = []
+    a, b = (cli(**{**values, "run_id": name, "seed": 5}) for name in "ab")
+    assert a.train_losses == b.train_losses
+    losses, seeds = [a.train_losses], {5}
     for _ in range(2):
-        run = cli(**{**tiny, "seed": -1, "steps": 1})
+        run = cli(**{**values, "seed": -1})
         named = re.match(r"run:(\S+) .* seed:(\d+) ", only("run", run.lines))
         run.folder = tmp_path / "logs" / named[1]
         assert run.code == 0 and f" log:logs/{named[1]}/log.txt" in run.lines[-1]
-        drawn.append(named[2])
-    assert drawn[0] != drawn[1] and len(list((tmp_path / "logs").iterdir())) == 5
+        assert run.train_losses not in losses
+        losses.append(run.train_losses)
+        seeds.add(int(named[2]))
+    assert len(seeds) == 3 and len(list((tmp_path / "logs").iterdir())) == 4
 
 
 @pytest.mark.parametrize(
@@ -247,38 +188,24 @@ def test_unusual_configurations_complete(changes, tiny, cli):
 
 
 def test_steps_and_their_data_are_timed_and_nothing_else(tiny, cli, monkeypatch):
-    """On a clock that stands still but in the functions named here: seconds of each call, and of
-    all that are timed."""
-    now, timed, has_started = [0.0], [0.0], [False]
+    """On a clock that stands still but in the functions named here: seconds of each call."""
+    now = [0.0]
     clocks = {"perf_counter": lambda: now[0], "process_time": lambda: 2 * now[0]}
     monkeypatch.setattr(train_gpt, "time", SimpleNamespace(**{**vars(time), **clocks}))
-    warm_up = train_gpt.warm_up
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *words: None)
+    timed = {"Trainer.step": 1.0, "TrainLoader.next_batch": 10.0}
+    others = ["TrainLoader.open_shard", "Trainer.evaluate", "Run.check_validity", "warm_up"]
+    others += ["save_checkpoint", "validation_hash", "open_corpus"]
+    for name, seconds in {**timed, **dict.fromkeys(others, 1000.0)}.items():
+        honest = operator.attrgetter(name)(train_gpt)
 
-    def spend(place, name, seconds, counts):
-        honest = getattr(place, name)
-
-        def spending(*words):
+        def spending(*words, honest=honest, seconds=seconds):
             now[0] += seconds
-            timed[0] += seconds * (counts and has_started[0])
             return honest(*words)
 
-        monkeypatch.setattr(place, name, spending)
-
-    def warm_up_and_begin(*words):
-        warm_up(*words)
-        has_started[0] = True
-
-    monkeypatch.setattr(train_gpt, "warm_up", warm_up_and_begin)
-    spend(train_gpt.Trainer, "step", 1.0, True)
-    spend(train_gpt.TrainLoader, "open_shard", 1000.0, False)
-    spend(train_gpt.TrainLoader, "next_batch", 10.0, True)
-    spend(train_gpt.Trainer, "evaluate", 1000.0, False)
-    spend(train_gpt.Run, "check_validity", 1000.0, False)
-    for name in ("save_checkpoint", "warm_up", "validation_hash", "open_corpus"):
-        spend(train_gpt, name, 1000.0, False)
+        monkeypatch.setattr(f"train_gpt.{name}", spending)
     run = cli(**{**tiny, "run_id": "slow", "val_every": 1, "save_every": 1})
     assert run.code == 0 and now[0] > 12_000
-    assert timed[0] == 54
     assert (run.result["train_time"], run.result["cpu_time"]) == ("54000ms", "108000ms")
     times = [event["train_time"] for event in run.events if "val_loss" in event]
     assert times == [21_000, 32_000, 43_000, 54_000]
@@ -286,18 +213,13 @@ def test_steps_and_their_data_are_timed_and_nothing_else(tiny, cli, monkeypatch)
 
 # ----- warm-up
 
-PHASES = {
-    "steps": 8,
-    "stages": stages(windows={0.0: (32, 64), 0.5: (64, 128)}, micro_batches={0.0: 2}),
-    "untie_at": 0.25,
-}
-
 
 def phases_trainer(**changes):
-    """A trainer whose phases are several, of the numbers that runs begin with."""
-    changes = {**PHASES, **changes}
-    config = staged_config(changes.pop("stages"), **changes)
-    return train_gpt.Trainer(config, Runtime("cpu"))
+    """A trainer with two stages, of the numbers that runs begin with."""
+    stages = ({**EARLY, "micro_batches": 2}, {**EARLY, "start": 0.5, "windows": (64, 128)})
+    values = {"steps": 8, "stages": stages, "untie_at": 0.25, "val_windows": (96, 192)}
+    config = tiny_config(**{**values, **changes})
+    return train_gpt.Trainer(config, train_gpt.Runtime("cpu"))
 
 
 def tensors_of(trainer):
@@ -320,30 +242,40 @@ def whole_state(trainer):
     ids=str,
 )
 def test_warm_up_leaves_no_trace(changes, corpus):
+    """It takes each kind of step and of validation, and each group through its update, else these
+    were compiled on the clock."""
     config = {"adam_every": 2, "val_every": 2, "data": str(corpus), **changes}
     warm, cold = phases_trainer(**config), phases_trainer(**config)
-    shards = train_gpt.open_corpus(warm.config).shards
-    before, seen, step, score = whole_state(warm), set(), warm.step, warm.score
+    before, seen = whole_state(warm), set()
 
-    def evaluated(number):
-        return train_gpt.evaluation_phase(warm.config, number, 256), number == 8
+    def watch(place, name, kind_of):
+        honest = getattr(place, name)
 
-    def recorded_step(number, *rest):
-        seen.add(train_gpt.training_phase(warm.config, number))
-        torch.rand(3)  # which a step that is not of the warm-up draws anew
-        return step(number, *rest)
+        def watched(step, *rest):
+            seen.add(kind_of(step))
+            torch.rand(3)  # which what is not of the warm-up draws anew
+            return honest(step, *rest)
 
-    def recorded_score(number, *rest):
-        seen.add(evaluated(number))
-        return score(number, *rest)
+        setattr(place, name, watched)
 
-    warm.step, warm.score = recorded_step, recorded_score
+    def evaluated(step):
+        return train_gpt.evaluation_phase(warm.config, step, 256)
+
+    def trained(step):
+        return train_gpt.training_phase(warm.config, step)
+
+    watch(warm, "step", trained)
+    watch(warm, "score", evaluated)
+    groups = [group for group in warm.optimizer.groups if not group.is_frozen]
+    for group in groups:
+        watch(group, "update", lambda step, name=group.name: name)
     train_gpt.warm_up(warm)
-    warm.step = step
-    stepped = {train_gpt.training_phase(warm.config, number) for number in range(8)}
-    assert seen == stepped | {evaluated(number) for number in (2, 4, 6, 8)} and len(stepped) == 2
+    stepped = {trained(step) for step in range(8)}
+    validated = {evaluated(step) for step in (2, 4, 6, 8)}
+    assert seen == stepped | validated | {group.name for group in groups} and len(stepped) == 2
     helpers.assert_bitwise(whole_state(warm), before)
     # Nor does it show later: the next steps are bitwise those of a trainer that was not warmed up.
+    shards = train_gpt.open_corpus(warm.config).shards
     loader = train_gpt.TrainLoader(warm.config, shards, warm.table)
     for number in range(4):
         batch = loader.next_batch()
@@ -352,27 +284,8 @@ def test_warm_up_leaves_no_trace(changes, corpus):
         cold.step(number, batch._replace(rows=plan))
     loader.close()
     after = whole_state(warm)
-    helpers.assert_bitwise(after, whole_state(cold))
+    helpers.assert_bitwise(after, {**whole_state(cold), "rng": after["rng"]})
     assert not torch.equal(after["matrices.mlp.param"], before["matrices.mlp.param"])
-
-
-def test_warm_up_takes_every_group_through_its_step():
-    """Else what compiles an update would compile it on the clock."""
-    trainer, seen = phases_trainer(steps=9, adam_every=4), set()
-
-    def watch(group):
-        update = group.update
-
-        def watched(step, lr_mul, pending):
-            seen.add((group.name, step % group.every + 1))
-            return update(step, lr_mul, pending)
-
-        group.update = watched
-
-    for group in trainer.optimizer.groups:
-        watch(group)
-    train_gpt.warm_up(trainer)
-    assert seen == {(name, 1) for name in ("small", "embeddings", "ngram_table", "matrices")}
 
 
 def test_a_digest_sees_any_bit():
@@ -394,7 +307,6 @@ def test_a_restore_that_misses_a_tensor_is_noticed(monkeypatch):
     trainer = phases_trainer(adam_every=4)
     momentum = tensors_of(trainer)["matrices.mlp.momentum"]
     forgotten, honest = momentum.data_ptr(), torch.Tensor.__setitem__
-    train_gpt.warm_up(trainer)  # all is well
 
     def forgetful(self, index, source):
         if self.data_ptr() != forgotten:
@@ -408,18 +320,10 @@ def test_a_restore_that_misses_a_tensor_is_noticed(monkeypatch):
 # ----- how runs end
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(tiny, cli):
-    run = cli(**{**tiny, "run_id": "diverged", "steps": 20, "adam_lr": 1e30})
-    assert run.code == 1 and run.log[-1] == run.lines[-1] and len(run.train_losses) < 20
-    assert run.lines[-1].startswith("status:nan ") and "learning rate" in run.lines[-1]
-    assert not list(run.folder.glob("*.pt"))
-
-
 @pytest.mark.parametrize("at, last", [(2, 6), (7, 8)])
 def test_a_gradient_whose_norm_overflows_ends_the_run(at, last, tiny, cli, monkeypatch):
-    """One entry of one gradient is 1e30: finite, as all losses are. The matrix would stand still
-    for 400 steps, until Muon's momentum has forgotten it. In the last step it is the validation
-    that shows it."""
+    """One entry of one gradient is 1e30, which is finite. The matrix would stand still until Muon's
+    momentum has forgotten it. In the last step the validation shows it."""
     honest = train_gpt.Optimizer.step
 
     def step(self, number, lr_mul):
@@ -430,8 +334,8 @@ def test_a_gradient_whose_norm_overflows_ends_the_run(at, last, tiny, cli, monke
     monkeypatch.setattr(train_gpt, "warm_up", lambda *_: None)
     monkeypatch.setattr(train_gpt.Optimizer, "step", step)
     run = cli(**{**tiny, "run_id": "huge", "steps": 8, "log_every": 3})
-    assert run.code == 1 and run.lines[-1].startswith("status:nan "), run.lines[-1]
-    assert max(run.train_losses) == last
+    assert run.code == 1 and run.log[-1] == run.lines[-1] and max(run.train_losses) == last
+    assert run.lines[-1].startswith("status:nan ") and "learning rate" in run.lines[-1]
 
 
 def no_memory():
@@ -441,21 +345,22 @@ def no_memory():
 
 
 @pytest.mark.parametrize(
-    "error, status, words, is_bug",
+    "error, status, words",
     [
-        (KeyboardInterrupt(), 130, "interrupted", False),
-        (train_gpt.ConfigError("a\nb"), 2, r"error a\\nb", False),
-        (FloatingPointError("x is nan"), 1, "nan x is nan; .*lower learning rate", False),
-        (MemoryError("full"), 1, "oom full; lower micro_batches_a_pass, .*", False),
-        (torch.OutOfMemoryError("full"), 1, "oom full; .*", False),
-        (no_memory(), 1, "oom .*can't allocate memory.*; .*", False),
-        (OSError(28, "No space", "f"), 1, "error .*'f'; .* disk is not full", False),
-        (ZeroDivisionError("x" * 9000), 1, "error ZeroDivisionError: x+ ... x+", True),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (train_gpt.ConfigError("a\nb"), 2, r"error a\\nb"),
+        (FloatingPointError("x is nan"), 1, "nan x is nan; .*lower learning rate"),
+        (MemoryError("full"), 1, "oom full; lower micro_batches_a_pass, .*"),
+        (torch.OutOfMemoryError("full"), 1, "oom full; .*"),
+        (no_memory(), 1, "oom .*can't allocate memory.*; .*"),
+        (OSError(28, "No space", "f"), 1, "error .*'f'; .* disk is not full"),
+        (ZeroDivisionError("x" * 9000), 1, "error ZeroDivisionError: x+ ... x+"),
     ],
     ids=lambda case: type(case).__name__ if isinstance(case, BaseException) else "",
 )
-def test_errors_end_a_run_in_one_line(error, status, words, is_bug, capsys):
+def test_errors_end_a_run_in_one_line(error, status, words, capsys):
     code, said = train_gpt.ending_of(error)
+    is_bug = isinstance(error, ZeroDivisionError)
     assert code == status and ("ZeroDivisionError" in capsys.readouterr().err) == is_bug
     assert re.fullmatch(words, said) and len(said) < 1100
 
@@ -463,33 +368,16 @@ def test_errors_end_a_run_in_one_line(error, status, words, is_bug, capsys):
 # ----- signals: the first one sets a flag, which is looked at between steps
 
 
-@pytest.fixture
-def interrupt(tiny, tmp_path):
-    """interrupt(method, step, signals, values): a run whose last rank gets these signals
-    ahead of a method of Trainer at a step; nobody warms up."""
-
-    def run(name, at, signals=(signal.SIGTERM,), world_size=1, **changes):
-        def before():
-            def signalled(self, number, *rest):
-                if number == at and self.runtime.rank == world_size - 1:
-                    for one in signals:
-                        os.kill(os.getpid(), one)
-                return honest(self, number, *rest)
-
-            honest = getattr(train_gpt.Trainer, name)
-            setattr(train_gpt.Trainer, name, signalled)
-            train_gpt.warm_up = lambda *_: None
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # background jobs may ignore it
-
-        values = {**tiny, "run_id": "stopped", **changes}
-        return ranks.train(tmp_path, values, world_size=world_size, before=before)
-
-    return run
+def signal_all():
+    """As a launcher, which passes on what it gets."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        os.kill(os.getpid(), number)
 
 
 @pytest.mark.parametrize("name, at, last", [("step", 0, 1), ("step", 2, 3), ("evaluate", 2, 2)])
-def test_a_run_that_saves_nothing_ends_behind_its_step(name, at, last, interrupt):
-    run = interrupt(name, at, SIGNALS, val_every=2)  # a launcher passes on what it gets
+def test_a_run_that_saves_nothing_ends_behind_its_step(name, at, last, tiny, tmp_path):
+    values = {**tiny, "run_id": "stopped", "val_every": 2}
+    run = ranks.train(tmp_path, values, before=ranks.acting(signal_all, at, name=name))
     assert run.code == 130 and run.lines[-1] == run.log[-1] == "status:interrupted"
     assert run.stderr.count("interrupted: ends after the step at hand; again: at once\n") == 1
     assert [*run.train_losses] == [*range(1, last + 1)] and not list(run.folder.glob("*.pt"))
@@ -502,21 +390,22 @@ def test_a_run_that_saves_nothing_ends_behind_its_step(name, at, last, interrupt
         # gradients that wait are not saved: it goes on to the end of Adam's cycle
         (1, {"adam_every": 4, "save_every": 100}, "step_000004.pt", 1),
         (7, {"save_every": 0}, "checkpoint.pt", 1),  # what was trained is saved in any case
-        (2, {"steps": 30, "save_every": 100}, "", 2),  # ranks agree on the step
+        (2, {"steps": 14, "save_every": 100}, "", 2),  # ranks agree on the step
     ],
     ids=str,
 )
-def test_an_interrupted_run_is_saved_and_goes_on(
-    at, changes, saved, world_size, interrupt, tiny, tmp_path
-):
-    values = {"steps": 8, **changes}
-    run = interrupt("step", at, world_size=world_size, **values)
+def test_an_interrupted_run_is_saved_and_goes_on(at, changes, saved, world_size, tiny, tmp_path):
+    def train(before=None, **values):
+        return ranks.train(tmp_path, values, world_size=world_size, before=before)
+
+    values = {**tiny, "steps": 8, **changes}
+    before = ranks.acting(lambda: os.kill(os.getpid(), signal.SIGTERM), at, world_size - 1)
+    run = train(before, **values, run_id="stopped")
     assert run.code == 130 and run.log[-1] == "status:interrupted" and not run.val_losses
     (path,) = run.folder.glob("*.pt")
     assert saved in path.name
-    values = {**tiny, **values, "run_id": "whole"}
-    whole = ranks.train(tmp_path, values, world_size=world_size)
-    assert ranks.train(tmp_path, {"resume": "stopped"}, world_size=world_size).code == 0
+    whole = train(**values, run_id="whole")
+    assert train(resume="stopped").code == 0
     helpers.assert_same_end(run, whole)
 
 
@@ -527,15 +416,13 @@ def test_warm_up_is_interrupted_between_phases(monkeypatch):
 
     trainer, steps = phases_trainer(), []
     monkeypatch.setattr(trainer, "step", step)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            train_gpt.warm_up(trainer)
-        assert steps == [0]
-        # A collective that fails now does so because others have ended; other causes are told.
-        assert train_gpt.ending_of(RuntimeError("closed by peer")) == (130, "interrupted")
-        assert train_gpt.ending_of(OSError("disk full"))[0] == 1
-    finally:
-        train_gpt.INTERRUPTED.clear()
+    monkeypatch.setattr(train_gpt, "INTERRUPTED", threading.Event())
+    with pytest.raises(KeyboardInterrupt):
+        train_gpt.warm_up(trainer)
+    assert steps == [0]
+    # A collective that fails now does so because others have ended; other causes are told.
+    assert train_gpt.ending_of(RuntimeError("closed by peer")) == (130, "interrupted")
+    assert train_gpt.ending_of(OSError("disk full"))[0] == 1
 
 
 @pytest.mark.parametrize("handler, code", [(signal.SIG_IGN, 0), (signal.SIG_DFL, 130)])
@@ -543,19 +430,16 @@ def test_a_run_goes_on_when_the_console_is_gone(handler, code, tiny, tmp_path):
     """As behind `| head -1`, and in a terminal that is closed, which sends SIGHUP, too: under nohup
     that is ignored."""
 
-    def before():
-        def step(self, number, *rest):
-            if number == 2:
-                here, there = os.pipe()
-                for stream in (1, 2):
-                    os.dup2(there, stream)
-                os.close(here)
-                os.kill(os.getpid(), signal.SIGHUP)
-            return honest(self, number, *rest)
+    def hang_up():
+        here, there = os.pipe()
+        for stream in (1, 2):
+            os.dup2(there, stream)
+        os.close(here)
+        os.kill(os.getpid(), signal.SIGHUP)
 
+    def before():
         signal.signal(signal.SIGHUP, handler)
-        train_gpt.warm_up = lambda *_: None
-        honest, train_gpt.Trainer.step = train_gpt.Trainer.step, step
+        ranks.acting(hang_up, 2)()
 
     run = ranks.train(tmp_path, {**tiny, "run_id": "alone", "save_every": 4}, before=before)
     assert run.code == code

@@ -43,10 +43,8 @@ NARROW = {
 
 
 def fineweb_like(count, rng):
-    """`count` tokens of documents with FineWeb's median and mean, 403 and 690, divided by SCALE.
-
-    Words are as frequent as in Zipf's law, and phrases come back, so that copies are found.
-    """
+    """`count` tokens of documents with FineWeb's median and mean, 403 and 690, divided by SCALE;
+    words are as frequent as in Zipf's law, and phrases come back, so that copies are found."""
     tokens, spread = [], np.sqrt(2 * np.log(690 / 403))
     while len(tokens) < count:
         length = max(2, round(rng.lognormal(np.log(403), spread) / SCALE))
