@@ -398,8 +398,12 @@ def loss_weights_at(config, step):
     stage, which move in a line towards the next stage's."""
     count = len(stage_at(config, step).mtp_weights)
     starts = [stage.start * config.steps for stage in config.stages]
-    rows = [[*stage.mtp_weights, *[0.0] * count][:count] for stage in config.stages]
-    return tuple(np.interp(step, starts, column) for column in zip(*rows, strict=True))
+    rows = []
+    for stage in config.stages:
+        weights = [*stage.mtp_weights, *[0.0] * count]
+        rows.append(weights[:count])
+    columns = zip(*rows, strict=True)
+    return tuple(np.interp(step, starts, column) for column in columns)
 
 
 def micro_batches_of_pass(config, step, runtime):
@@ -417,17 +421,19 @@ def training_tokens(config, until=None):
 
 def lr_multiplier(config, step):
     """The stage's factor, then a linear fall to final_lr in the cooldown."""
-    begin, end = config.cooldown
-    left = (end * config.steps - step) / max(1.0, (end - begin) * config.steps)
+    begin, end = (fraction * config.steps for fraction in config.cooldown)
+    left = (end - step) / max(1.0, end - begin)
+    left = min(1.0, max(0.0, left))
     peak = stage_at(config, step).lr_mul
-    return config.final_lr + (peak - config.final_lr) * min(1.0, max(0.0, left))
+    return config.final_lr + (peak - config.final_lr) * left
 
 
 def momentum_at(config, step):
     """Muon's momentum: a linear rise, a plateau, and a linear fall at the end."""
-    risen = step / max(1.0, 300 / 1285 * config.steps)
-    left = (config.steps - step) / max(1.0, 50 / 1285 * config.steps)
-    return 0.85 + (0.95 - 0.85) * min(1.0, risen, left)
+    rise = max(1.0, 300 / 1285 * config.steps)
+    fall = max(1.0, 50 / 1285 * config.steps)
+    share = min(1.0, step / rise, (config.steps - step) / fall)
+    return 0.85 + (0.95 - 0.85) * share
 
 
 def untie_step(config):
@@ -585,17 +591,19 @@ def open_corpus(config):
     message = f"its documents do not start with eot_token={config.eot_token}"
     require(manifest["eot_token"] == config.eot_token, folder, message, "leave --eot-token out")
     needed = config.val_tokens + 1
-    parts = [shard.checked(config)[:needed] for shard in open_split(config, manifest, "val")]
+    shards = open_split(config, manifest, "val")
+    parts = [shard.checked(config)[:needed] for shard in shards]
     val = np.concatenate(parts)[:needed]
     message = f"{len(val):,} validation tokens, val_tokens={config.val_tokens:,} takes one more"
     require(len(val) == needed, folder, message, "lower --val-tokens, or add text to validate on")
     shards = open_split(config, manifest, "train")
     needed = training_tokens(config)
+    length = config.micro_batch_tokens
     held = 0  # tokens that fill micro-batches
     for shard in shards:
         if held < needed:  # the run gets here
             shard.checked(config)
-        held += (shard.count - 1) // config.micro_batch_tokens * config.micro_batch_tokens
+        held += (shard.count - 1) // length * length
     message = f"one pass over the shards has {held:,} tokens, the schedule takes {needed:,}"
     is_own = config.data != TRACKS[config.track].data  # the user's: it is read as often as needed
     require(0 < held and (is_own or needed <= held), folder, message, "lower --steps, or add text")
@@ -629,8 +637,10 @@ def depth_of(position, documents):
 def contiguous_passage(text, eot_token, low, length):
     """The Passage of `length` tokens from `low` on, whose segments are its documents."""
     position = np.arange(low, low + length)
-    depth = depth_of(position, documents_of(text[: low + length], eot_token))
-    return Passage(text, position, depth, start=np.maximum(np.arange(length) - depth, 0))
+    documents = documents_of(text[: low + length], eot_token)
+    depth = depth_of(position, documents)
+    start = np.maximum(position - low - depth, 0)
+    return Passage(text, position, depth, start)
 
 
 # 3. Inputs =======================================================================================
@@ -694,16 +704,19 @@ def copies(passage, config):
     for column, order in enumerate(config.copy_orders):
         keys = ngram_keys(text, position, depth[token] - back, order) + segment
         by_key = np.argsort(keys, kind="stable")
-        earlier, later = by_key[:-1], by_key[1:]
+        earlier = by_key[:-1]
+        later = by_key[1:]
         is_copy = (keys[earlier] == keys[later]) & (later - earlier <= config.copy_reach)
-        guesses[later[is_copy], column] = text[position[earlier[is_copy]] + 1]
+        followed = position[earlier[is_copy]]
+        guesses[later[is_copy], column] = text[followed + 1]
     return guesses[back == 0]
 
 
 def row_fingerprint(config):
     """A hash of the rows of a fixed text: a table means nothing under another hash function."""
     text = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
-    rows, signs = ngram_rows(contiguous_passage(text, config.eot_token, 0, 99), config)
+    passage = contiguous_passage(text, config.eot_token, 0, 99)
+    rows, signs = ngram_rows(passage, config)
     return hashlib.sha256(rows.tobytes() + signs.tobytes()).hexdigest()
 
 
@@ -736,18 +749,28 @@ def to_device(array, device):
 
 def make_pass(passages, config, device):
     """The MicroBatch that reads these passages end to end."""
-    inputs = np.concatenate([each.text[each.position] for each in passages], dtype=np.int32)
-    targets = np.concatenate([each.text[each.position + 1] for each in passages], dtype=np.int64)
-    starts = [each.start + number * len(each.start) for number, each in enumerate(passages)]
-    start = np.concatenate(starts).astype(np.int32)
-    length = len(inputs)
+    inputs = []
+    targets = []
+    starts = []
+    guesses = []
+    for number, passage in enumerate(passages):
+        inputs.append(passage.text[passage.position])
+        targets.append(passage.text[passage.position + 1])
+        starts.append(passage.start + number * len(passage.start))
+        guesses.append(copies(passage, config))
+    start = np.concatenate(starts, dtype=np.int32)
+    length = len(start)
     first = np.flatnonzero(start == np.arange(length))
     room = max(SEGMENT_ROOM, length // 128, 1 << len(first).bit_length())
     bounds = np.full(room, length, np.int32)  # behind the last segment are empty ones
     bounds[: len(first)] = first
-    guesses = np.concatenate([copies(each, config) for each in passages])
-    arrays = inputs, targets, start, bounds, guesses
-    return MicroBatch(*(to_device(array, device) for array in arrays))
+    return MicroBatch(
+        inputs=to_device(np.concatenate(inputs, dtype=np.int32), device),
+        targets=to_device(np.concatenate(targets, dtype=np.int64), device),
+        segment_start=to_device(start, device),
+        segment_bounds=to_device(bounds, device),
+        guesses=to_device(np.concatenate(guesses), device),
+    )
 
 
 class TrainLoader:
@@ -781,10 +804,14 @@ class TrainLoader:
         text = self.shards[opened % len(self.shards)].read()
         documents = documents_of(text, config.eot_token)
         edges = [*documents.tolist(), len(text) - 1]  # the last token is only a target
-        pieces = [low for start, end in itertools.pairwise(edges) for low in range(start, end, cap)]
+        pieces = []
+        for start, end in itertools.pairwise(edges):
+            pieces += range(start, end, cap)
+        lengths = np.diff([*pieces, edges[-1]])
         order = np.random.default_rng([config.seed, opened]).permutation(len(pieces))
-        lengths = np.diff([*pieces, edges[-1]])[order]
-        return text, documents, np.array(pieces)[order], np.cumsum(lengths) - lengths
+        pieces = np.array(pieces)[order]
+        lengths = lengths[order]
+        return text, documents, pieces, np.cumsum(lengths) - lengths
 
     def place_of(self, number):
         """Where the micro-batch of this number is: (how many shards are opened before its own, how
@@ -815,8 +842,9 @@ class TrainLoader:
         own = numbers[runtime.rank :: runtime.world_size]
         passages = [self.passage(number, stage.document_cap) for number in own]
         count = micro_batches_of_pass(config, step, runtime)
-        parts = [passages[low : low + count] for low in range(0, len(passages), count)]
-        passes = [make_pass(part, config, runtime.device) for part in parts]
+        passes = []
+        for low in range(0, len(passages), count):
+            passes.append(make_pass(passages[low : low + count], config, runtime.device))
         rows = self.table.look_up(passages, runtime.loader_group)
         return Batch(passes, rows, tokens=len(numbers) * config.micro_batch_tokens)
 
@@ -1306,7 +1334,8 @@ class GPT(nn.Module):
     def embedding(self, micro_batch, is_first):
         """Each token's embedding with a gated share of the one before it in its segment."""
         x = F.embedding(micro_batch.inputs, self.embed)
-        share = torch.sigmoid(F.linear(x[:, :GATE_DIM], self.smear_gate))
+        first_channels = x[:, :GATE_DIM]
+        share = torch.sigmoid(F.linear(first_channels, self.smear_gate))
         share = share.masked_fill(is_first[:, None], 0)
         before = F.pad(x, (0, 0, 1, -1))
         return norm(x + self.smear_scale[0] * share * before)
@@ -1920,7 +1949,9 @@ class ParameterGroup(Group):
     def new_state(self, part):
         """What the rule keeps of this rank's part of a parameter, at its start."""
         device = part.device
-        keeps = (*self.rule.keeps, *["mean"] * (self.config.mean_share > 0))
+        keeps = list(self.rule.keeps)
+        if self.config.mean_share > 0:
+            keeps.append("mean")
         state = {key: torch.zeros(state_shape(key, part.shape), device=device) for key in keeps}
         if part.dtype != torch.float32:
             state["master"] = part.float()
@@ -1954,9 +1985,9 @@ class ParameterGroup(Group):
         if self.runtime.world_size > 1:  # all of them in one collective
             bucket = end_to_end(grads.values(), self.runtime.device)
             work = self.runtime.all_reduce(bucket, self.name)
-            parts = bucket.split([grad.numel() for grad in grads.values()])
-            pairs = zip(grads.items(), parts, strict=True)
-            grads = {name: part.view_as(grad) for (name, grad), part in pairs}
+            sums = bucket.split([grad.numel() for grad in grads.values()])
+            for name, summed in zip(grads, sums, strict=True):
+                grads[name] = summed.view_as(grads[name])
         return [(name, grad, work) for name, grad in grads.items()]
 
     def update(self, step, lr_mul, pending):
@@ -2034,7 +2065,8 @@ class SmallGroup(ParameterGroup):
         params = list(members.values())
         sizes = torch.tensor([param.numel() for param in params])
         rules = [param.rule for param in params]
-        vector = nn.Parameter(end_to_end([param.data for param in params], runtime.device))
+        values = [param.data for param in params]
+        vector = nn.Parameter(end_to_end(values, runtime.device))
         # Each number of its Rule is a vector, too.
         rows = torch.tensor([(rule.lr_mul, rule.decay, *rule.betas) for rule in rules])
         columns = rows.repeat_interleave(sizes, 0).T.contiguous()
@@ -2251,10 +2283,11 @@ class Optimizer:
     def step(self, step, lr_mul):
         """Update all groups that are due at a step."""
         due = [group for group in self.groups if group.is_due(step)]
-        pending = [group.reduce(step) for group in due]
-        pending = [group.update(step, lr_mul, own) for group, own in zip(due, pending, strict=True)]
-        for group, own in zip(due, pending, strict=True):
-            group.receive(step, own)
+        pending = {group: group.reduce(step) for group in due}
+        for group in due:
+            pending[group] = group.update(step, lr_mul, pending[group])
+        for group in due:
+            group.receive(step, pending[group])
 
 
 # 9. Trainer ======================================================================================
@@ -2663,11 +2696,16 @@ RESUMED_FIELDS = {"data", "device", "log_every", "save_every", "resume"}
 
 def with_values(config, values):
     """The Config with other values, those of a Stage's fields in all stages."""
-    of_stages = {name: values[name] for name in vars(Stage()).keys() & values}
-    changes = {name: value for name, value in values.items() if name not in of_stages}
-    unknown = ", ".join(changes.keys() - vars(config))
-    require(not unknown, f"track {config.track} has no {unknown}")
-    changes["stages"] = as_rows(Stage, changes.get("stages", config.stages), **of_stages)
+    changes = {"stages": config.stages}
+    of_stages = {}
+    for name, value in values.items():
+        is_known = name in vars(config) or hasattr(Stage, name)
+        require(is_known, f"track {config.track} has no {name}")
+        if hasattr(Stage, name):
+            of_stages[name] = value
+        else:
+            changes[name] = value
+    changes["stages"] = as_rows(Stage, changes["stages"], **of_stages)
     return dataclasses.replace(config, **changes)
 
 
@@ -2901,8 +2939,10 @@ class Run:
         said = " ".join(f"{name}:{loss:.5f}" for name, loss in losses.items())
         took = 1000 * self.clock.seconds()
         average = took / max(1, self.step)
-        times = f"train_time:{took:.0f}ms step_avg:{average:.2f}ms"
-        self.log.line(f"step:{self.step}/{self.config.steps} {said}{words} {times}")
+        self.log.line(
+            f"step:{self.step}/{self.config.steps} {said}{words} "
+            f"train_time:{took:.0f}ms step_avg:{average:.2f}ms"
+        )
         if not all(map(math.isfinite, losses.values())):
             raise FloatingPointError(f"{said} at step {self.step}")
 

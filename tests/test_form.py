@@ -8,7 +8,7 @@ import pytest
 
 from helpers import ROOT
 
-DENSEST = 8.5  # nodes of the syntax tree a line; published code has 6 to 9
+DENSEST = 8.2  # nodes of the syntax tree a line; published code has 6 to 9
 
 
 def tracked_files():
@@ -35,4 +35,4 @@ def test_ruff_agrees(words):
 def test_code_is_not_packed_too_tightly(name):
     source = (ROOT / name).read_text()
     nodes = len(list(ast.walk(ast.parse(source))))
-    assert nodes / len(source.splitlines()) <= DENSEST
+    assert round(nodes / len(source.splitlines()), 1) <= DENSEST

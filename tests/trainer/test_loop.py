@@ -291,7 +291,7 @@ def test_warm_up_leaves_no_trace(changes, corpus):
 def test_a_digest_sees_any_bit():
     trainer = phases_trainer(dtype="bfloat16")
     digests = [train_gpt.state_digest(trainer)]
-    tensors = {name: tensor for name, tensor in tensors_of(trainer).items() if tensor.numel()}
+    tensors = {name: each for name, each in tensors_of(trainer).items() if each.numel()}
     for tensor in tensors.values():
         integers = torch.int32 if tensor.element_size() == 4 else torch.int16
         tensor.view(-1).view(integers)[-1] ^= 1
