@@ -1,5 +1,6 @@
 """What a run asks of its GPUs, on probes of torch's that tell of machines that are not here."""
 
+import importlib.util
 import os
 
 import numpy as np
@@ -82,9 +83,11 @@ def test_flash_attention_is_for_bfloat16_on_cuda(
 ):
     """Its third version for a Hopper that has the package."""
     gpus(1, capability)
-    activated = []
-    specs = {"flash_attn_interface": has_package}
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: specs.get(name, True))
+    activated, find_spec = [], importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name: has_package if name == "flash_attn_interface" else find_spec(name),
+    )
     activate = "torch.nn.attention.activate_flash_attention_impl"
     monkeypatch.setattr(activate, activated.append)
     config = tiny_config(dtype=dtype, attention=attention)

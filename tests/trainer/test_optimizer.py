@@ -253,8 +253,8 @@ def test_the_last_weights_go_half_of_the_way_to_their_running_mean():
     for name, param in cases.params_of(averaged).items():
         expected = (now[name] + means[name]) / 2
         torch.testing.assert_close(param.double(), expected, rtol=1e-5, atol=1e-6)
-        is_moved = not torch.allclose(param.double(), now[name], rtol=1e-5, atol=1e-6)
-        assert is_moved == (param.numel() > 0)
+        has_moved = not torch.allclose(param.double(), now[name], rtol=1e-5, atol=1e-6)
+        assert has_moved == (param.numel() > 0)
 
 
 # ----- who owns what
