@@ -14,7 +14,7 @@ import torch
 
 import ranks
 import train_gpt
-from helpers import ROOT, STAGE_FIELDS, arguments, environment, refusal, tiny_config
+from helpers import ROOT, arguments, environment, refusal, tiny_config
 from train_gpt import TRACKS, ConfigError, Layer, Stage
 
 ENGLISH = TRACKS["english"]
@@ -50,7 +50,7 @@ PARSED = [
 def test_words_become_values_of_their_fields(text, name, value):
     track = TRACKS["fineweb"]
     config, _ = parsed(text, track.track)
-    if name in STAGE_FIELDS:
+    if hasattr(Stage, name):
         value = tuple(dataclasses.replace(stage, **{name: value}) for stage in track.stages)
         name = "stages"
     assert getattr(config, name) == value and type(getattr(config, name)) is type(value)
