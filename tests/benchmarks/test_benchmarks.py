@@ -85,6 +85,8 @@ LINE = "step:{}/16 train_loss:{} lr_mul:1.000 train_time:{}0ms step_avg:1\n"
     [
         (None, "", ""),
         ("resumed losses less those before", "2.00", "2.00001"),
+        ("killed", "step:8/16 val", "status:ok\nstep:8/16 val"),
+        ("validation on the way", "step:8/16 val", "step:4/16 val"),
         ("saved and resumed", "step:8/16\n", "step:4/16\n"),
         ("end", "status:ok", "status:nan"),
         ("final validation", "final val_loss:1.5", "final val_loss:3.5"),
@@ -96,11 +98,13 @@ def test_what_fails_in_the_trainer_is_named(part, old, new, text, tmp_path, monk
     def printed(words, report, until=None):
         if until:
             lines = [LINE.format(step, "2.0", step) for step in range(1, 11)]
-            return "".join(lines) + "step:8/16 val_loss:3.0\n"
-        lines = [LINE.format(step, "2.00", step) for step in range(9, 17)]
-        gates = "validity: causal:ok normalised:ok local:ok unmoved:ok\n"
-        end = f"{gates}final val_loss:1.5\nstatus:ok\n"
-        return f"resumed:{words[1]} step:8/16\n{''.join(lines)}{end}".replace(old, new)
+            lines.append("step:8/16 val_loss:3.0\n")
+        else:
+            lines = [f"resumed:{words[1]} step:8/16\n"]
+            lines += [LINE.format(step, "2.00", step) for step in range(9, 17)]
+            lines.append("validity: causal:ok normalised:ok local:ok unmoved:ok\n")
+            lines.append("final val_loss:1.5\nstatus:ok\n")
+        return "".join(lines).replace(old, new)
 
     monkeypatch.setattr(gpu_checks, "printed", printed)
     found, status = findings_of("whole", tmp_path, "--data", text)
@@ -117,7 +121,7 @@ def test_a_profile_has_all_times_of_two_checkouts(text, tmp_path):
     for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
         times = {item: float(value) for item, _, value in half if item.startswith("ms ")}
         host, loader = times["ms a step of the host"], times["ms a step of the loader"]
-        assert times["ms a step"] > host > loader > 0
+        assert times["ms a step"] >= host > loader > 0
         both, muon = (f"ms of the optimizer alone, {kind}" for kind in ("Muon and Adam", "Muon"))
         assert times[both] > times[muon] > 0
         assert times["ms a step, all kernels"] > times["ms a step, products"] > 0
