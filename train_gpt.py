@@ -2786,6 +2786,8 @@ class Log:
             return False
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "log.txt"
+        is_file = path.is_file() or not path.exists()  # to open a pipe would wait for its writer
+        require(is_file, path, "is no regular file", "move it away")
         file = open(path, "a", buffering=1, encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
