@@ -94,12 +94,15 @@ def evaluation(trainer, content, data=None):
     return f"eval val_loss:{loss:.5f} val_tokens:{config.val_tokens} val_sha256:{val_sha256}"
 
 
-def tokenizer_of(config):
-    """The data_text.Tokenizer of a run. Raises ConfigError, DataError."""
+def tokenizer_of(config, data=None):
+    """The data_text.Tokenizer of a run, whose corpus has the identity `data`, unless that is None.
+    Raises ConfigError, DataError."""
     if config.tokenizer in ("bytes", "gpt2"):
         return data_text.make_tokenizer(config.tokenizer)
     try:
-        vocabulary = train_gpt.read_manifest(config.data)["vocabulary"]
+        manifest = train_gpt.read_manifest(config.data)
+        require(data in (None, manifest["sha256"]), "it was built again")
+        vocabulary = manifest["vocabulary"]
         path = Path(config.data, vocabulary["file"])
         require(path.is_file(), "its file is missing")
         require(train_gpt.file_sha256(path) == vocabulary["sha256"], "its sha256 is another")
@@ -167,9 +170,10 @@ def read_prompt(path):
     return text
 
 
-def print_samples(trainer, step, given):
+def print_samples(trainer, content, given):
     """Print the prompt with each of its continuations, as the model makes them."""
-    tokenizer = tokenizer_of(trainer.config)
+    # The corpus has the vocabulary, and one that is named may be another.
+    tokenizer = tokenizer_of(trainer.config, None if given.data else content["data"])
     text = given.prompt
     if given.prompt_file:
         text = read_prompt(given.prompt_file)
@@ -179,7 +183,7 @@ def print_samples(trainer, step, given):
             show(f"--- sample {number + 1} of {given.samples}\n")
         show(text)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")  # tokens cut into characters
-        for token in continuation(trainer, step, prompt, given, given.seed + number):
+        for token in continuation(trainer, content["step"], prompt, given, given.seed + number):
             show(decoder.decode(tokenizer.pieces[token]))
         show(decoder.decode(b"", final=True) + "\n")
 
@@ -192,7 +196,7 @@ def main(argv=None):
         if given.eval:
             print(evaluation(trainer, content, given.data))
         else:
-            print_samples(trainer, content["step"], given)
+            print_samples(trainer, content, given)
         return 0
     except KeyboardInterrupt:
         return 130

@@ -553,7 +553,7 @@ def open_shard(path, sha256=None):
 
 def open_split(folder, manifest, split):
     """The Shards of a split, in the order of their names. Raises ConfigError."""
-    names = sorted(name for name in manifest["shards"] if f"_{split}_" in name)
+    names = sorted(name for name in manifest["shards"] if re.search(f"_{split}_[^_]*$", name))
     require(names, folder, f"no *_{split}_*.bin shards", BUILD)
     return [open_shard(folder / name, manifest["shards"][name]) for name in names]
 
@@ -3071,7 +3071,7 @@ def resumed(given):
     is_auto = run == "auto"
     if is_auto:
         run = given.get("run_id", "")
-    if not run or (is_auto and not any(Path("logs", run).glob("*.pt"))):
+    if not run or (is_auto and not any(Path("logs", run).glob("[!.]*.pt"))):
         return config_from(given), None
     content = find_checkpoint(run)
     saved = content["config"]
@@ -3107,6 +3107,8 @@ class Run:
         self.runtime = runtime
         self.log = log
         self.corpus = open_corpus(config)
+        data = runtime.agree("data", self.corpus.manifest["sha256"])
+        self.corpus.require_same(data, f"{config.data}: another rank has another corpus there")
         self.val_sets = {"val_loss": self.corpus.val}  # validation tokens by the name of their loss
         torch.manual_seed(seed)
         self.trainer = Trainer(config, runtime)
@@ -3199,13 +3201,15 @@ class Run:
         groups = self.trainer.optimizer.groups
         size = sum(tensor.nbytes for group in groups for tensor in group.tensors().values())
         state = size / 2**30
-        # A checkpoint has the parts of all ranks. Two on the way stay while the next is written.
-        needed = 3 * state * self.runtime.world_size
         folder = self.folder
+        # Two on the way stay while the next is written, and a resumed run may have them already.
+        held = len([*folder.glob("step_*.pt")])
+        count = max(1, 3 - held) if self.config.save_every else 1
+        needed = count * state * self.runtime.world_size  # the parts of all ranks
         while not folder.is_dir():  # logs/ may be a link to another disk
             folder = folder.parent
         free = shutil.disk_usage(folder).free / 2**30
-        words = f"checkpoints take {needed:.2f} GiB at most, {free:.2f} GiB are free"
+        words = f"new checkpoints take {needed:.2f} GiB at most, {free:.2f} GiB are free"
         require(needed < free, f"the disk of {folder.absolute()}", words, "make room")
         self.log.line(f"memory of weights and state: {state:.2f} GiB a rank; disk: {words}")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from records import render, stats
 from records.files import RecordError, about, read_text, require, require_same
-from records.record import CACHE, FOLDER, figures, gain_of, paths_in
+from records.record import FOLDER, figures, gain_of, is_nobodys, paths_in
 from records.settings import FORMS, LIMITS, RULES
 from records.source import config_of, sha256_of
 
@@ -215,9 +215,10 @@ def check_copies(runs, limit):
 def digest_of(folder):
     """The sha256 of a folder: of the names and the bytes of its files."""
     digest = hashlib.sha256()
-    paths = [path for path in sorted(folder.rglob("*")) if CACHE not in path.parts]
-    for path in filter(Path.is_file, paths):
-        digest.update(f"{path.relative_to(folder)}:{sha256_of(read_text(path))}\n".encode())
+    for path in filter(Path.is_file, sorted(folder.rglob("*"))):
+        place = path.relative_to(folder)
+        if not is_nobodys(place):
+            digest.update(f"{place}:{sha256_of(read_text(path))}\n".encode())
     return digest.hexdigest()
 
 
@@ -237,7 +238,7 @@ def check_folders(repository):
         other = home / place
         is_there = other.is_file() and other.resolve() == home.resolve() / place
         is_same = is_there and filecmp.cmp(path, other, shallow=False)
-        is_same = is_same or CACHE in place.parts
+        is_same = is_same or is_nobodys(place)
         require(is_same, f"{other}: is not what was merged; records stay as they are")
 
 

@@ -39,7 +39,7 @@ def plot(paths, out, target=0.0):
     axes = figure.subplots()
     for number, path in enumerate(map(Path, paths)):
         colour = colormaps["turbo"]((number + 0.5) / len(paths))
-        logs = sorted(path.glob("logs/*.txt")) or sorted(path.glob("*.txt")) or [path]
+        logs = sorted(path.glob("logs/[!.]*.txt")) or sorted(path.glob("[!.]*.txt")) or [path]
         for kind, points in (pair for log in logs for pair in curves_of(log).items()):
             seconds, losses = zip(*points, strict=True) if points else ([], [])
             axes.plot(seconds, losses, color=colour, **STYLES[kind])

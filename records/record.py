@@ -14,7 +14,6 @@ from records.log import parse_log
 from records.settings import BOARDS, LIMITS
 
 FOLDER = re.compile(r"20\d\d-[01]\d-[0-3]\d_[A-Za-z0-9][A-Za-z0-9-]{0,59}", re.ASCII)
-CACHE = "__pycache__"
 PARTS = {"train_gpt.py", "README.md", "logs"}
 
 
@@ -83,10 +82,17 @@ class Repository:
         return record
 
 
+def is_nobodys(path):
+    """Whether a relative path is a dot file, which macOS leaves on foreign disks, or of a cache of
+    Python's."""
+    return any(part == "__pycache__" or part.startswith(".") for part in path.parts)
+
+
 def paths_in(folder):
-    """What a folder holds, by name, but for Python's caches; nothing of a link, or of no folder."""
+    """What a folder holds, by name; nothing of a link, or of no folder."""
     is_folder = folder.is_dir() and not folder.is_symlink()
-    return sorted(path for path in folder.iterdir() if path.name != CACHE) if is_folder else []
+    paths = sorted(folder.iterdir()) if is_folder else []
+    return [path for path in paths if not is_nobodys(path.relative_to(folder))]
 
 
 def read_script(path):

@@ -2,6 +2,7 @@
 without room, a signal that nobody hears, a run named by its folder."""
 
 import os
+import re
 import shutil
 import signal
 import threading
@@ -56,6 +57,20 @@ def test_the_disk_that_will_be_written_is_asked(tiny, cli, tmp_path, monkeypatch
     run = cli("--check", **tiny)
     assert run.code == 2 and "the disk of" in run.lines[-1]
     assert asked == [tmp_path / "elsewhere"]
+
+
+@pytest.mark.parametrize("save_every, held, wanted", [(0, 0, 1), (2, 0, 3), (2, 1, 2), (2, 2, 1)])
+def test_room_is_asked_for_checkpoints_that_are_not_there(
+    save_every, held, wanted, tiny, cli, tmp_path
+):
+    folder = tmp_path / "logs" / "run"
+    folder.mkdir(parents=True)
+    for number in range(held):
+        (folder / f"step_{number:06d}.pt").touch()
+    values = {**tiny, "ngram_rows": 2**20, "save_every": save_every, "run_id": "run"}
+    (line,) = re.findall("memory of .*", cli("--check", **values).stdout)
+    state, needed, _ = map(float, re.findall(r"([0-9.]+) GiB", line))
+    assert needed == pytest.approx(wanted * state, rel=0.1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

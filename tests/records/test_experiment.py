@@ -3,6 +3,7 @@
 import fcntl
 import os
 import re
+import shutil
 import signal
 import subprocess
 
@@ -325,7 +326,8 @@ def test_plot_draws_records_runs_and_other_trainers_logs(pristine, tmp_path, cap
     (tmp_path / "odd.log").write_text("nothing\n")
     os.mkfifo(tmp_path / "pipe.log")
     out = tmp_path / "new" / "plot.png"
-    run = next((pristine.root / "logs").glob("*-01a"))
+    run = shutil.copytree(next((pristine.root / "logs").glob("*-01a")), tmp_path / "run")
+    (run / "._log.txt").write_bytes(b"Mac OS X")
     words = [folder_of(pristine, "First"), run, tmp_path / "theirs.log"]
     assert call(pristine, capsys, "plot", *words, "--out", out)[0] == 0
     assert out.read_bytes().startswith(b"\x89PNG") and len(drawn) == 2 * (4 + 1 + 1) + 3

@@ -137,6 +137,17 @@ def test_files_that_are_nobodys_data(tmp_path):
     assert after.manifest == before.manifest
 
 
+def test_a_name_that_has_both_splits_is_of_the_last_one(tmp_path):
+    folder = helpers.make_corpus(tmp_path / "corpus")
+    config = helpers.tiny_config(data=str(folder))
+    before = open_corpus(config)
+    for path in folder.glob("*.bin"):
+        path.rename(folder / f"my_val_{path.name}")
+    after = open_corpus(dataclasses.replace(config, data=str(helpers.with_manifest(folder))))
+    assert [shard.sha256 for shard in after.shards] == [shard.sha256 for shard in before.shards]
+    assert np.array_equal(after.val, before.val)
+
+
 def test_a_shard_that_changes_while_a_run_trains_ends_it(cli, tiny, tmp_path, monkeypatch):
     """The run reads it again in its next pass. Its checkpoints name the corpus that it began with,
     also those that are saved after the change."""

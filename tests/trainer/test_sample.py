@@ -85,6 +85,10 @@ def test_a_vocabulary_that_is_not_the_models_is_refused(path, use, tmp_path):
     larger = dataclasses.replace(config, vocab_size=384, eot_token=300)
     with pytest.raises(train_gpt.ConfigError, match="another number of pieces"):
         sample.tokenizer_of(larger)
+    known = train_gpt.read_manifest(tmp_path)["sha256"]
+    assert sample.tokenizer_of(config, known).eot_token == 256
+    with pytest.raises(train_gpt.ConfigError, match="it was built again.*name with --data"):
+        sample.tokenizer_of(config, "0" * 64)
     (tmp_path / "v.tiktoken").unlink()
     with pytest.raises(train_gpt.ConfigError, match="its file is missing"):
         sample.tokenizer_of(config)
