@@ -507,29 +507,26 @@ BUILD = "build it with data/text.py or data/fineweb.py, or name another folder b
 
 
 class Shard(NamedTuple):
-    """A file of tokens in llm.c's format, as the run found it."""
+    """A file of tokens in llm.c's format."""
 
     path: Path
     sha256: str  # by the manifest
     count: int  # of its tokens
-    stamp: tuple  # its size and the time of its last change
 
     def read(self):
-        """Its tokens, uint16. Raises ConfigError where the file has changed meanwhile."""
-        found = self.path.stat()
-        is_same = (found.st_size, found.st_mtime_ns) == self.stamp
-        remedy = "bring the corpus back and go on with --resume, or start another run"
-        require(is_same, self.path, "is not the file that the run began with", remedy)
-        return np.fromfile(self.path, "<u2", offset=4 * HEADER_INTS)
+        """Its tokens, uint16. Raises ConfigError where they are not those of the manifest."""
+        content = np.fromfile(self.path, np.uint8)
+        is_same = hashlib.sha256(content).hexdigest() == self.sha256
+        remedy = f"bring it back, and --resume what it has ended; or {BUILD}"
+        require(is_same, self.path, "its sha256 is not the manifest's", remedy)
+        return content[4 * HEADER_INTS :].view("<u2")
 
     def checked(self, config):
-        """Its tokens, once they are those of the manifest and of the vocabulary."""
+        """Its tokens, once they are of the vocabulary, too."""
         tokens = self.read()
         largest = int(tokens.max())
         message = f"token id {largest} is beyond the vocabulary's eot_token={config.eot_token}"
         require(largest <= config.eot_token, self.path, message, "leave --eot-token out")
-        is_whole = file_sha256(self.path) == self.sha256
-        require(is_whole, self.path, "its sha256 is not the manifest's", BUILD)
         return tokens
 
 
@@ -539,16 +536,15 @@ def file_sha256(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def open_shard(path, sha256=None):
+def open_shard(path, sha256):
     """The Shard of a file. Raises ConfigError where it is none."""
     require(path.is_file(), path, "no such file", BUILD)
-    found = path.stat()
-    count = (found.st_size - 4 * HEADER_INTS) // 2
+    count = (path.stat().st_size - 4 * HEADER_INTS) // 2
     header = np.fromfile(path, "<i4", 3).tolist()
     due = [*SHARD_KIND, count]
     message = f"its header is {header}, and {due} would fit its size"
     require(header == due and count > 0, path, message, BUILD)
-    return Shard(path, sha256, count, (found.st_size, found.st_mtime_ns))
+    return Shard(path, sha256, count)
 
 
 def open_split(folder, manifest, split):
@@ -2616,16 +2612,23 @@ class Runtime:
     """
 
     def __init__(self, device="auto"):
-        self.rank = int(os.environ.get("RANK", 0))
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        try:
+            self.rank = int(os.environ.get("RANK", 0))
+            self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+            local_rank = int(os.environ.get("LOCAL_RANK", 0))
+            if self.world_size > 1:
+                store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        except ValueError as error:  # of what a cluster may have set for another program
+            remedy = "start ranks by run.sh or torchrun, or unset RANK, LOCAL_RANK and WORLD_SIZE"
+            raise ConfigError(f"{one_line(error)}; {remedy}") from None
         self.peers = self.world_size - 1
         self.is_main = self.rank == 0
         self.ledger = {}
-        self.device = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+        self.device = choose_device(device, local_rank)
         self.use_device()
         self.loader_group = None
         if self.world_size > 1:
-            self.connect()
+            self.connect(store)
 
     def use_device(self):
         """Make the device the calling thread's own; on a CPU, one thread an operation: those of
@@ -2635,9 +2638,8 @@ class Runtime:
         elif "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
 
-    def connect(self):
+    def connect(self, store):
         """Join the process group; the loader's thread, which keeps another order, gets its own."""
-        store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             # torchrun's store outlives a restart, and still has the addresses of the dead. Nodes
             # do not count restarts alike, so several of them need a store of their own (README).
@@ -3207,6 +3209,7 @@ class Run:
         count = max(1, 3 - held) if self.config.save_every else 1
         needed = count * state * self.runtime.world_size  # the parts of all ranks
         while not folder.is_dir():  # logs/ may be a link to another disk
+            require(not folder.is_symlink(), folder, "is a link to no folder", "mount its disk")
             folder = folder.parent
         free = shutil.disk_usage(folder).free / 2**30
         words = f"new checkpoints take {needed:.2f} GiB at most, {free:.2f} GiB are free"

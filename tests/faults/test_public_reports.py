@@ -15,6 +15,7 @@ import torch
 
 import ranks
 import train_gpt
+from helpers import refusal
 
 # ----- numbers of a resumed run
 
@@ -57,6 +58,11 @@ def test_the_disk_that_will_be_written_is_asked(tiny, cli, tmp_path, monkeypatch
     run = cli("--check", **tiny)
     assert run.code == 2 and "the disk of" in run.lines[-1]
     assert asked == [tmp_path / "elsewhere"]
+
+
+def test_a_disk_that_is_not_there_is_told(tiny, cli, tmp_path):
+    (tmp_path / "logs").symlink_to(tmp_path / "unmounted")
+    assert "logs: is a link to no folder; mount its disk" in refusal(cli("--check", **tiny))
 
 
 @pytest.mark.parametrize("save_every, held, wanted", [(0, 0, 1), (2, 0, 3), (2, 1, 2), (2, 2, 1)])
@@ -119,6 +125,26 @@ def test_a_second_signal_is_heard_in_the_middle_of_a_collective(tiny, tmp_path, 
     run = ranks.train(tmp_path, {**tiny, "run_id": "waits"}, world_size=2, before=before)
     assert run.code == 128 + signal.SIGTERM and time.monotonic() - began < 60
     assert "interrupted: ends after the step at hand" in run.stderr
+
+
+# ----- variables
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "two"},
+        {"LOCAL_RANK": "x"},
+        {"RANK": "0", "WORLD_SIZE": ""},
+    ],
+    ids=str,
+)
+def test_half_of_a_launcher_s_variables_is_told(variables, tiny, cli, monkeypatch):
+    """Clusters set some of them for other programs."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert "unset RANK, LOCAL_RANK and WORLD_SIZE" in refusal(cli(**tiny))
 
 
 # ----- folders

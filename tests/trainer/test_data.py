@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -149,8 +150,8 @@ def test_a_name_that_has_both_splits_is_of_the_last_one(tmp_path):
 
 
 def test_a_shard_that_changes_while_a_run_trains_ends_it(cli, tiny, tmp_path, monkeypatch):
-    """The run reads it again in its next pass. Its checkpoints name the corpus that it began with,
-    also those that are saved after the change."""
+    """The run reads it again in its next pass, whatever its size and its time. Its checkpoints name
+    the corpus that it began with, also those that are saved after the change."""
     folder = helpers.make_corpus(tmp_path / "corpus", train_tokens=2_000, shards=1)
     values = {**tiny, "steps": 40, "data": str(folder), "run_id": "first", "save_every": 1}
     identity = train_gpt.file_sha256(folder / "manifest.json")
@@ -158,14 +159,16 @@ def test_a_shard_that_changes_while_a_run_trains_ends_it(cli, tiny, tmp_path, mo
 
     def build_again(run, *name):
         if run.step == 1:
-            helpers.make_corpus(folder, train_tokens=2_000, shards=1)
-            helpers.with_manifest(folder, source="another")
+            before = (folder / TRAIN).stat()
+            change_token(folder / TRAIN)
+            os.utime(folder / TRAIN, ns=(before.st_atime_ns, before.st_mtime_ns))
+            helpers.with_manifest(folder)
         save(run, *name)
 
     monkeypatch.setattr(train_gpt.Run, "save", build_again)
     run = cli(**values)
     assert run.code == 2, run.stdout
-    assert f"{TRAIN}: is not the file that the run began with" in run.lines[-1]
+    assert f"{TRAIN}: its {SHA256}" in run.lines[-1]
     kept = [torch.load(path)["data"] for path in run.folder.glob("step_*.pt")]
     assert kept and set(kept) == {identity} != {train_gpt.read_manifest(folder)["sha256"]}
 
@@ -240,6 +243,7 @@ def test_every_shard_that_a_run_reaches_is_checked_and_no_other(tmp_path):
     for shard in (6, 7, 8):
         tokens = [*helpers.byte_documents(490), *range(300, 310)]
         helpers.write_shard(folder / f"tiny_train_{shard:06d}.bin", tokens)
+    helpers.with_manifest(folder)
     with pytest.raises(ConfigError, match="tiny_train_000006.bin: token id 309"):
         open_corpus(config)
 

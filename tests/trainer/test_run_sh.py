@@ -164,6 +164,7 @@ OLD_CPU = "cpu,cpuacct/job/cpu.cfs_"
         (1, 8, 8, OWN, {"user/job/cpu.max": "50000 100000"}),
         (2, 8, 8, OWN, {"user/job/memory.max": "3000000000"}),
         (1, 8, 8, OWN, {"user/job/memory.max": "500000000"}),
+        (2, 8, 8, OWN, {"user/job/memory.max": "max", "user/memory.high": "3000000000"}),
         (2, 8, 8, OLD, {OLD_CPU + "quota_us": "250000", OLD_CPU + "period_us": "100000"}),
         (8, 8, 8, OLD, {OLD_CPU + "quota_us": "-1", OLD_CPU + "period_us": "100000"}),
         (2, 8, 8, OLD, {"memory/a/memory.limit_in_bytes": "3000000000"}),
