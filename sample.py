@@ -189,7 +189,7 @@ def print_samples(trainer, content, given):
 
 
 def main(argv=None):
-    """Returns the exit status: 0 complete, 2 bad input, 130 interrupted."""
+    """Returns the exit status: 0 complete, 1 failed, 2 bad input, 130 interrupted."""
     try:
         given = parse(argv)
         trainer, content = open_trained(given.checkpoint, given.device, given.data)
@@ -201,13 +201,15 @@ def main(argv=None):
     except KeyboardInterrupt:
         return 130
     except (ConfigError, data_text.DataError, OSError) as error:
-        status = f"status:error {train_gpt.one_line(error)}"
-        try:
-            print(status, flush=True)
-        except OSError:  # the reader is gone, or the disk full; Python would write once more
-            print(status, file=sys.stderr)
-            sys.stdout = open(os.devnull, "w")
-        return 2
+        status, words = 2, f"error {train_gpt.one_line(error)}"
+    except Exception as error:  # too little memory, above all
+        status, words = train_gpt.ending_of(error)
+    try:
+        print(f"status:{words}", flush=True)
+    except OSError:  # the reader is gone, or the disk full; Python would write once more
+        print(f"status:{words}", file=sys.stderr)
+        sys.stdout = open(os.devnull, "w")
+    return status
 
 
 if __name__ == "__main__":

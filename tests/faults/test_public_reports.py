@@ -154,3 +154,10 @@ def test_a_run_is_resumed_by_its_folder(tiny, cli, tmp_path):
     cli(**tiny, run_id="named")
     for name in ("logs/named", str(tmp_path / "logs/named"), "logs/named/checkpoint.pt"):
         assert cli(resume=name).code == 0
+
+
+def test_a_dot_file_is_no_checkpoint(tiny, cli, tmp_path):
+    folder = tmp_path / "logs" / "new"
+    folder.mkdir(parents=True)
+    (folder / "._checkpoint.pt").write_bytes(b"Mac OS X")
+    assert cli(**tiny, run_id="new", resume="auto").code == 0

@@ -196,3 +196,13 @@ def test_ids_that_no_token_has_are_never_next():
     logits = sample.next_token_logits(make_trainer(vocab_size=384), 4, tokens)
     assert logits.shape == (EOT + 1,)
     assert logits.exp().sum().item() == pytest.approx(1)
+
+
+def test_too_little_memory_is_one_line(path, use, monkeypatch):
+    def evaluate(*_):
+        torch.empty(2**60)
+
+    monkeypatch.setattr(train_gpt.Trainer, "evaluate", evaluate)
+    run = use("--checkpoint", path, "--eval")
+    assert run.code == 1 and run.stdout.startswith("status:oom ") and run.stdout.count("\n") == 1
+    assert "Traceback" not in run.stderr
