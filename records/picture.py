@@ -32,8 +32,9 @@ def curves_of(path):
 def plot(paths, out, target=0.0):
     """Draw the losses of records' folders, runs' folders and logs against seconds, into a PNG or,
     where its name says so, an SVG."""
-    from matplotlib import colormaps, rc_context, ticker
-    from matplotlib.figure import Figure
+    with about("matplotlib"):  # it may be absent, or misled by a variable
+        from matplotlib import colormaps, rc_context, ticker
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5, 4), layout="constrained")  # so narrow that a phone can show it
     axes = figure.subplots()

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 from matplotlib.axes import Axes
@@ -336,3 +337,6 @@ def test_plot_draws_records_runs_and_other_trainers_logs(pristine, tmp_path, cap
     for name, reason in (("odd.log", "holds no line `step"), ("pipe.log", "no regular file")):
         status, _, err = call(pristine, capsys, "plot", tmp_path / name, "--out", out)
         assert status == 2 and reason in err and err.count("\n") == 1
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, _, err = call(pristine, capsys, "plot", run, "--out", out)
+    assert status == 2 and err.startswith("records: matplotlib: ") and err.count("\n") == 1
