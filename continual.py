@@ -142,7 +142,7 @@ def protect(matrices, initial, ratio):
 
 
 # Fields that weights mean nothing without
-SIZES = ("tokenizer", "model_dim", "layers", "head_dim", "mlp_dim", "mlp_reach", "logit_cap")
+SIZES = ("vocab_size", "model_dim", "layers", "head_dim", "mlp_dim", "mlp_reach", "logit_cap")
 PAST = ("ngram_orders", "ngram_rows", "copy_orders")
 
 

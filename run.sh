@@ -55,8 +55,8 @@ def room_on_cpu(config):
     for quota, period in limits("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
         cores = min(cores, quota / period)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for [limit] in limits("memory.max", "memory.limit_in_bytes"):
-        memory = min(memory, limit)
+    for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
+        memory = min([memory, *(limit for [limit] in limits(name))])
     # Coarse: torch, the n-gram table, and the vocabulary's weights with their state
     room = memory / (2**30 + config.model_dim * (4 * config.ngram_rows + 16 * config.vocab_size))
     print(f"run.sh: {cores:g} core(s), memory for {room:.1f} rank(s)", file=sys.stderr)

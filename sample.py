@@ -89,12 +89,15 @@ def evaluation(trainer, content, data=None):
     return f"eval val_loss:{loss:.5f} val_tokens:{config.val_tokens} val_sha256:{val_sha256}"
 
 
-def tokenizer_of(config):
-    """The data_text.Tokenizer of a run. Raises ConfigError, DataError."""
+def tokenizer_of(config, data=None):
+    """The data_text.Tokenizer of a run, whose corpus has the identity `data`, unless that is None.
+    Raises ConfigError, DataError."""
     if config.tokenizer in ("bytes", "gpt2"):
         return data_text.make_tokenizer(config.tokenizer)
     try:
-        vocabulary = train_gpt.read_manifest(config.data)["vocabulary"]
+        manifest = train_gpt.read_manifest(config.data)
+        require(data in (None, manifest["sha256"]), "it was built again")
+        vocabulary = manifest["vocabulary"]
         path = Path(config.data, vocabulary["file"])
         require(path.is_file(), "its file is missing")
         require(train_gpt.file_sha256(path) == vocabulary["sha256"], "its sha256 is another")
@@ -151,40 +154,43 @@ def show(text):
     print(text.encode(coding, "backslashreplace").decode(coding), end="", flush=True)
 
 
-def print_samples(trainer, step, given):
+def print_samples(trainer, content, given):
     """Print the prompt with each of its continuations, as the model makes them."""
-    tokenizer = tokenizer_of(trainer.config)
+    # The corpus has the vocabulary, and one that is named may be another.
+    tokenizer = tokenizer_of(trainer.config, None if given.data else content["data"])
     prompt = tokenizer.encode(given.prompt.encode(errors="surrogateescape")).tolist()
     for number in range(given.samples):
         if given.samples > 1:
             show(f"--- sample {number + 1} of {given.samples}\n")
         show(given.prompt)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")  # tokens cut into characters
-        for token in continuation(trainer, step, prompt, given, given.seed + number):
+        for token in continuation(trainer, content["step"], prompt, given, given.seed + number):
             show(decoder.decode(tokenizer.pieces[token]))
         show(decoder.decode(b"", final=True) + "\n")
 
 
 def main(argv=None):
-    """Returns the exit status: 0 complete, 2 bad input, 130 interrupted."""
+    """Returns the exit status: 0 complete, 1 failed, 2 bad input, 130 interrupted."""
     try:
         given = parse(argv)
         trainer, content = open_trained(given.checkpoint, given.device, given.data)
         if given.eval:
             print(evaluation(trainer, content, given.data))
         else:
-            print_samples(trainer, content["step"], given)
+            print_samples(trainer, content, given)
         return 0
     except KeyboardInterrupt:
         return 130
     except (ConfigError, data_text.DataError, OSError) as error:
-        status = f"status:error {train_gpt.one_line(error)}"
-        try:
-            print(status, flush=True)
-        except OSError:  # the reader is gone, or the disk full; Python would write once more
-            print(status, file=sys.stderr)
-            sys.stdout = open(os.devnull, "w")
-        return 2
+        status, words = 2, f"error {train_gpt.one_line(error)}"
+    except Exception as error:  # too little memory, above all
+        status, words = train_gpt.ending_of(error)
+    try:
+        print(f"status:{words}", flush=True)
+    except OSError:  # the reader is gone, or the disk full; Python would write once more
+        print(f"status:{words}", file=sys.stderr)
+        sys.stdout = open(os.devnull, "w")
+    return status
 
 
 if __name__ == "__main__":

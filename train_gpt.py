@@ -483,27 +483,25 @@ BUILD = "build it with data/text.py or data/fineweb.py, or name another folder b
 
 
 class Shard(NamedTuple):
-    """A file of tokens in llm.c's format, as the run found it."""
+    """A file of tokens in llm.c's format."""
 
     path: Path
     sha256: str  # by the manifest
     count: int  # of its tokens
-    changed: int  # the time of its last change, in ns
 
     def read(self):
-        """Its tokens, uint16. Raises ConfigError where the file has changed meanwhile."""
-        is_same = open_shard(self.path, self.sha256) == self
-        remedy = "bring the corpus back and go on with --resume, or start another run"
-        require(is_same, self.path, "is not the file that the run began with", remedy)
-        return np.fromfile(self.path, "<u2", offset=4 * HEADER_INTS)
+        """Its tokens, uint16. Raises ConfigError where the file is not the manifest's."""
+        content = np.fromfile(self.path, np.uint8)
+        is_same = hashlib.sha256(content).hexdigest() == self.sha256
+        remedy = f"bring it back, and --resume a run that this has ended; or {BUILD}"
+        require(is_same, self.path, "its sha256 is not the manifest's", remedy)
+        return content[4 * HEADER_INTS :].view("<u2")
 
     def checked(self, config):
-        """Its tokens, after a check of their ids and of the file's sha256. Raises ConfigError."""
+        """Its tokens, after a check of their ids. Raises ConfigError."""
         tokens = self.read()
         message = f"token id {tokens.max()} is beyond the vocabulary's eot_token={config.eot_token}"
         require(tokens.max() <= config.eot_token, self.path, message, "leave --eot-token out")
-        is_whole = file_sha256(self.path) == self.sha256
-        require(is_whole, self.path, "its sha256 is not the manifest's", BUILD)
         return tokens
 
 
@@ -516,21 +514,20 @@ def file_sha256(path):
 def open_shard(path, sha256):
     """The Shard of a file, which should have this sha256. Raises ConfigError where it is none."""
     require(path.is_file(), path, "no such file", BUILD)
-    found = path.stat()
-    count = (found.st_size - 4 * HEADER_INTS) // 2
+    count = (path.stat().st_size - 4 * HEADER_INTS) // 2
     header = np.fromfile(path, "<i4", 3).tolist()
     due = [*SHARD_KIND, count]
     message = f"its header is {header}, and {due} would fit its size"
     require(header == due and count > 0, path, message, BUILD)
-    return Shard(path, sha256, count, found.st_mtime_ns)
+    return Shard(path, sha256, count)
 
 
 def open_split(config, manifest, split):
     """The Shards of a split, in the order of their names. Raises ConfigError."""
     folder = Path(config.data).absolute()
-    rows = sorted(row for row in manifest["shards"].items() if f"_{split}_" in row[0])
-    require(rows, folder, f"no *_{split}_*.bin shards", BUILD)
-    return [open_shard(folder / name, sha256) for name, sha256 in rows]
+    names = sorted(name for name in manifest["shards"] if re.search(f"_{split}_[^_]*$", name))
+    require(names, folder, f"no *_{split}_*.bin shards", BUILD)
+    return [open_shard(folder / name, manifest["shards"][name]) for name in names]
 
 
 def read_manifest(folder):
@@ -2468,12 +2465,19 @@ class Runtime:
     """
 
     def __init__(self, device="auto"):
-        self.rank = int(os.environ.get("RANK", 0))
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        try:  # a cluster may have set some of these for another program
+            self.rank = int(os.environ.get("RANK", 0))
+            self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+            local_rank = int(os.environ.get("LOCAL_RANK", 0))
+            if self.world_size > 1:
+                self.store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        except ValueError as error:
+            remedy = "start ranks by run.sh or torchrun, or unset RANK, LOCAL_RANK and WORLD_SIZE"
+            raise ConfigError(f"{one_line(error)}; {remedy}") from None
         self.peers = self.world_size - 1
         self.is_main = self.rank == 0
         self.ledger = Counter()
-        self.device = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+        self.device = choose_device(device, local_rank)
         self.use_device()
         self.loader_group = None
         if self.world_size > 1:
@@ -2489,17 +2493,16 @@ class Runtime:
 
     def connect(self):
         """Join the process group; the loader's thread, which keeps another order, gets its own."""
-        store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             # torchrun's store outlives a restart, and still has the addresses of the dead. Nodes
             # do not count restarts alike, so several of them need a store of their own (README).
-            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        self.store = store
+            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            self.store = dist.PrefixStore(restarts, self.store)
         options = {"timeout": TIMEOUT, "world_size": self.world_size, "rank": self.rank}
         if self.device.type == "cuda":
             # With its device NCCL connects here, not at its first call.
             options |= {"backend": "cpu:gloo,cuda:nccl", "device_id": self.device}
-        dist.init_process_group(**{"backend": "gloo", **options}, store=store)
+        dist.init_process_group(**{"backend": "gloo", **options}, store=self.store)
         self.loader_group = dist.new_group(timeout=TIMEOUT, backend="gloo")
         dist.monitored_barrier(self.loader_group, TIMEOUT)  # none leaves while others connect
 
@@ -2878,7 +2881,7 @@ def resumed(given):
     run = given.get("resume", "")
     if run == "auto":
         run = given.get("run_id", "")
-        run = run if any(Path("logs", run).glob("*.pt")) else ""
+        run = run if any(Path("logs", run).glob("[!.]*.pt")) else ""
     if not run:
         return config_from(given), None
     content = find_checkpoint(run)
@@ -2909,6 +2912,8 @@ class Run:
         self.runtime = runtime
         self.log = log
         self.corpus = open_corpus(config)
+        data = runtime.agree("data", self.corpus.manifest["sha256"])
+        self.corpus.require_same(data, f"{config.data}: another rank has another corpus there")
         self.val_sets = {"val_loss": self.corpus.val}  # validation tokens by the name of their loss
         torch.manual_seed(seed)
         self.trainer = Trainer(config, runtime)
@@ -3011,12 +3016,15 @@ class Run:
         """Raise ConfigError where the disk that will be written has no room for checkpoints."""
         groups = self.trainer.optimizer.groups
         size = sum(tensor.nbytes for group in groups for tensor in group.tensors().values())
-        # A checkpoint has the parts of all ranks. Two on the way stay while the next is written.
-        needed = 3 * size * self.runtime.world_size / 2**30
+        # Two on the way stay while the next is written; a resumed run may have them already.
+        held = len([*self.folder.glob("step_*.pt")])
+        count = max(1, 3 - held) if self.config.save_every else 1
+        needed = count * size * self.runtime.world_size / 2**30  # the parts of all ranks
         path = self.folder.absolute()  # logs/ may be a link to another disk
-        folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
+        folder = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+        require(folder.is_dir(), folder, "is no folder, or a link to none", "mount its disk")
         free = shutil.disk_usage(folder).free / 2**30
-        words = f"checkpoints take {needed:.2f} GiB at most, {free:.2f} GiB are free"
+        words = f"new checkpoints take {needed:.2f} GiB at most, {free:.2f} GiB are free"
         require(needed < free, f"the disk of {folder}", words, "make room")
 
     def write_header(self):

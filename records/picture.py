@@ -32,14 +32,15 @@ def curves_of(path):
 def plot(paths, out, target=0.0):
     """Draw the losses of records' folders, runs' folders and logs against seconds, into a PNG or,
     where its name says so, an SVG."""
-    from matplotlib import colormaps, rc_context, ticker
-    from matplotlib.figure import Figure
+    with about("matplotlib"):  # it may be absent, or misled by a variable
+        from matplotlib import colormaps, rc_context, ticker
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5, 4), layout="constrained")  # so narrow that a phone can show it
     axes = figure.subplots()
     for number, path in enumerate(map(Path, paths)):
         colour = colormaps["turbo"]((number + 0.5) / len(paths))
-        logs = sorted(path.glob("logs/*.txt")) or sorted(path.glob("*.txt")) or [path]
+        logs = sorted(path.glob("logs/[!.]*.txt")) or sorted(path.glob("[!.]*.txt")) or [path]
         for kind, points in (pair for log in logs for pair in curves_of(log).items()):
             seconds, losses = zip(*points, strict=True) if points else ([], [])
             axes.plot(seconds, losses, color=colour, **STYLES[kind])

@@ -13,8 +13,8 @@ from records.files import BOARDS, LIMITS, read_text, require
 from records.log import parse_log
 
 FOLDER = re.compile(r"20\d\d-[01]\d-[0-3]\d_[A-Za-z0-9][A-Za-z0-9-]{0,59}", re.ASCII)
-CACHE = "__pycache__"
 PARTS = {"train_gpt.py", "README.md", "logs"}
+NOBODYS = (".", "__pycache__")  # so begin the names of what macOS and Python leave in folders
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class Repository:
 
 
 def paths_in(folder):
-    """What a folder holds, by name, but for Python's caches; nothing of a link, or of no folder."""
-    is_folder = folder.is_dir() and not folder.is_symlink()
-    return sorted(path for path in folder.iterdir() if path.name != CACHE) if is_folder else []
+    """What a folder holds, by name, but for NOBODYS; nothing of a link, or of no folder."""
+    found = folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ()
+    return sorted(path for path in found if not path.name.startswith(NOBODYS))
 
 
 def read_script(path):

@@ -59,9 +59,8 @@ def record_readme(record, why):
 
 def why_of(readme):
     """What a record's README says of its reasons."""
-    _, _, rest = readme.partition("\n## Why\n\n")
-    why, _, _ = rest.partition("\n\n## Figures\n\n")
-    return why
+    rest = readme.partition("\n## Why\n\n")[2]
+    return rest.partition("\n\n## Figures\n\n")[0]
 
 
 # ----- the leaderboards

@@ -101,6 +101,17 @@ def test_nodes_that_see_different_checkpoints_are_refused(
     assert not (tmp_path / "elsewhere" / "logs").exists()
 
 
+def test_ranks_that_see_different_corpora_are_refused(tiny, tmp_path, monkeypatch):
+    def before():
+        os.chdir(os.environ["RANK"])
+
+    monkeypatch.setattr(ranks, "LAST_SECONDS", 1)
+    for rank in ("0", "1"):
+        make_corpus(tmp_path / rank / "c", train_tokens=60_000 + 1000 * int(rank))
+    run = ranks.train(tmp_path, {**tiny, "data": "c"}, world_size=2, before=before)
+    assert run.code == 2 and "c: another rank has another corpus there" in run.stdout + run.stderr
+
+
 @pytest.mark.slow
 def test_two_nodes_train_as_one(rich, rich_run_of, tmp_path):
     """Two launchers, which find each other as those of two machines do."""

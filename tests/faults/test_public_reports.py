@@ -2,15 +2,19 @@
 without room, a signal that nobody hears, a run named by its folder."""
 
 import os
+import re
 import shutil
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import ranks
+import train_gpt
+from helpers import refusal
 
 # ----- numbers of a resumed run
 
@@ -33,6 +37,29 @@ def test_sums_of_a_resumed_run_are_those_of_the_whole_run(step, rich_run_of, tmp
 
 
 # ----- the disk
+
+
+def test_a_disk_that_is_not_there_is_told(tiny, cli, tmp_path):
+    (tmp_path / "logs").symlink_to(tmp_path / "unmounted")
+    line = refusal(cli("--check", **tiny))
+    assert "logs: is no folder, or a link to none; mount its disk" in line
+
+
+def test_room_is_asked_for_checkpoints_that_are_not_there(tiny, cli, tmp_path, monkeypatch):
+    """A run that saves on the way keeps two of them while it writes the next."""
+    monkeypatch.setattr(train_gpt.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    folder = tmp_path / "logs" / "run"
+    folder.mkdir(parents=True)
+
+    def needed(save_every):
+        values = {**tiny, "ngram_rows": 2**20, "save_every": save_every, "run_id": "run"}
+        return float(re.search("take (.*) GiB at", refusal(cli("--check", **values)))[1])
+
+    one = needed(save_every=0)
+    assert one > 0.1
+    for held in range(3):
+        assert needed(save_every=2) == pytest.approx((3 - held) * one, rel=0.1)
+        (folder / f"step_{held:06d}.pt").touch()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -76,6 +103,26 @@ def test_a_second_signal_is_heard_in_the_middle_of_a_collective(tiny, tmp_path, 
     assert "interrupted: ends after the step at hand" in run.stderr
 
 
+# ----- variables
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "two"},
+        {"LOCAL_RANK": "x"},
+        {"RANK": "0", "WORLD_SIZE": ""},
+    ],
+    ids=str,
+)
+def test_half_of_a_launcher_s_variables_is_told(variables, tiny, cli, monkeypatch):
+    """Clusters set some of them for other programs."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert "unset RANK, LOCAL_RANK and WORLD_SIZE" in refusal(cli(**tiny))
+
+
 # ----- folders
 
 
@@ -83,3 +130,10 @@ def test_a_run_is_resumed_by_its_folder(tiny, cli, tmp_path):
     cli(**tiny, run_id="named")
     for name in ("logs/named", str(tmp_path / "logs/named"), "logs/named/checkpoint.pt"):
         assert cli(resume=name).code == 0
+
+
+def test_a_dot_file_is_no_checkpoint(tiny, cli, tmp_path):
+    folder = tmp_path / "logs" / "new"
+    folder.mkdir(parents=True)
+    (folder / "._checkpoint.pt").write_bytes(b"Mac OS X")
+    assert cli(**tiny, run_id="new", resume="auto").code == 0

@@ -3,8 +3,10 @@
 import fcntl
 import os
 import re
+import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -258,11 +260,12 @@ step:125/300 val_loss:4.6104 train_time:11.25s step_avg:90.00ms
 
 
 @pytest.mark.slow
-def test_plot_draws_records_runs_and_other_trainers_logs(pristine, tmp_path, capsys):
+def test_plot_draws_records_runs_and_other_trainers_logs(pristine, tmp_path, capsys, monkeypatch):
     theirs = tmp_path / "theirs.log"
     theirs.write_bytes(THEIRS.encode() + b"\xff\x1b[2J\0\n")
     assert picture.curves_of(theirs) == {"train": [], "val": [(0.0, 10.8258), (11.25, 4.6104)]}
-    run = next((pristine.root / "logs").glob("*-01a"))
+    run = shutil.copytree(next((pristine.root / "logs").glob("*-01a")), tmp_path / "run")
+    (run / "._log.txt").write_bytes(b"Mac OS X")
     paths = [folder_of(pristine, "First"), run, theirs]
     out = tmp_path / "new" / "plot.svg"
     assert call(pristine, capsys, "plot", *paths, "--out", out)[0] == 0
@@ -274,3 +277,6 @@ def test_plot_draws_records_runs_and_other_trainers_logs(pristine, tmp_path, cap
     for name, reason in (("odd.log", "holds no line `step"), ("pipe.log", "no regular file")):
         status, _, err = call(pristine, capsys, "plot", tmp_path / name, "--out", out)
         assert status == 2 and reason in err and err.count("\n") == 1
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, _, err = call(pristine, capsys, "plot", run, "--out", out)
+    assert status == 2 and err.startswith("records: matplotlib: ") and err.count("\n") == 1

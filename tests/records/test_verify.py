@@ -259,9 +259,10 @@ def test_a_record_behind_a_link_is_refused(repository, tmp_path):
     assert "_Faster: is no folder, or a link" in refusal(repository)
 
 
-def test_python_s_caches_are_ignored(repository, pristine):
+def test_what_python_and_macos_leave_is_ignored(repository, pristine):
     folder = folder_of(repository, "First")
     for place in (repository.home, folder.parent, folder, folder / "logs"):
+        (place / "._log.txt").write_bytes(b"Mac OS X\0")
         (place / "__pycache__").mkdir()
         (place / "__pycache__" / "train_gpt.pyc").write_bytes(b"\0")
     assert refusal(repository) == ""

@@ -65,7 +65,7 @@ def second(tmp_path_factory):
     """A corpus of another domain: the first one's with the case of its letters turned."""
     folder = helpers.make_corpus(tmp_path_factory.mktemp("second") / "cpp")
     for path in folder.glob("*.bin"):
-        tokens = train_gpt.open_shard(path, "").read()
+        tokens = train_gpt.open_shard(path, train_gpt.file_sha256(path)).read()
         helpers.write_shard(path, np.where((tokens != EOT) & (tokens > 64), tokens ^ 32, tokens))
     return helpers.with_manifest(folder)
 
@@ -205,6 +205,7 @@ BAD_INPUT = [
     ({"init_from": ""}, ["--init-from", "./run.sh english"]),
     ({"init_from": "nowhere"}, ["--init-from nowhere", "no checkpoint"]),
     ({"model_dim": 64}, ["track english, with model_dim=32", "64", "--model-dim"]),
+    ({"vocab_size": 384}, ["track english, with vocab_size=257", "384", "--vocab-size"]),
     (helpers.ONE_LAYER, ["with layers=(Layer(", "--layers"]),
     ({"data": "gone/verse"}, ["gone/verse/manifest.json: no such file", "by --data"]),
     ({"first_data": "gone/english"}, ["gone/english/manifest.json: no such", "by --first-data"]),

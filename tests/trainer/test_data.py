@@ -118,13 +118,27 @@ def test_files_that_are_nobodys_data(tmp_path):
     assert after.shards == before.shards and np.array_equal(after.val, before.val)
 
 
+def test_a_name_that_has_both_splits_is_of_the_last_one(tmp_path):
+    folder = helpers.make_corpus(tmp_path / "corpus")
+    config = helpers.tiny_config(data=str(folder))
+    before = open_corpus(config)
+    for path in folder.glob("*.bin"):
+        path.rename(folder / f"my_val_{path.name}")
+    helpers.with_manifest(folder)
+    after = open_corpus(config)
+    assert [shard.sha256 for shard in after.shards] == [shard.sha256 for shard in before.shards]
+    assert np.array_equal(after.val, before.val)
+
+
 def test_a_shard_that_changes_while_a_run_trains_ends_it(tmp_path):
-    """As soon as the loader's thread opens it."""
+    """As soon as the loader's thread opens it, whatever its size and its time."""
     folder = helpers.make_corpus(tmp_path / "corpus", train_tokens=2_000)
     config = helpers.tiny_config(data=str(folder), steps=40)
     loader = TrainLoader(config, open_corpus(config).shards, NgramTable(config, Runtime("cpu")))
-    os.utime(folder / SECOND)
-    with contextlib.closing(loader), pytest.raises(ConfigError, match=f"{SECOND}: is not the file"):
+    before = (folder / SECOND).stat()
+    change_token(folder / SECOND)
+    os.utime(folder / SECOND, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with contextlib.closing(loader), pytest.raises(ConfigError, match=f"{SECOND}: its {SHA256}"):
         while loader.next_batch():
             pass
 
@@ -181,6 +195,7 @@ def test_every_shard_that_a_run_reaches_is_checked_and_no_other(tmp_path):
     for shard in (6, 7, 8):
         tokens = [*helpers.byte_documents(490), *range(300, 310)]
         helpers.write_shard(folder / f"tiny_train_{shard:06d}.bin", tokens)
+    helpers.with_manifest(folder)
     with pytest.raises(ConfigError, match="tiny_train_000006.bin: token id 309"):
         open_corpus(config)
 

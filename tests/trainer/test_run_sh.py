@@ -136,6 +136,7 @@ OLD_CPU = "cpu,cpuacct/job/cpu.cfs_"
         (2.5, OWN, {"user/job/cpu.max": "250000 100000", "cpu.max": "450000 100000"}),
         (2, OWN, {"user/job/memory.max": "2684354560"}),
         (0.5, OWN, {"user/job/memory.max": "671088640"}),
+        (2, OWN, {"user/job/memory.max": "max", "user/memory.high": "2684354560"}),
         (2.5, OLD, {OLD_CPU + "quota_us": "250000", OLD_CPU + "period_us": "100000"}),
         (8, OLD, {OLD_CPU + "quota_us": "-1", OLD_CPU + "period_us": "100000"}),
         (2, OLD, {"memory/a/memory.limit_in_bytes": "2684354560"}),

@@ -82,6 +82,10 @@ def test_a_vocabulary_that_is_not_the_models_is_refused(path, use, tmp_path):
     larger = dataclasses.replace(config, vocab_size=384, eot_token=300)
     with pytest.raises(train_gpt.ConfigError, match="another number of pieces"):
         sample.tokenizer_of(larger)
+    known = train_gpt.read_manifest(tmp_path)["sha256"]
+    assert sample.tokenizer_of(config, known).eot_token == 256
+    with pytest.raises(train_gpt.ConfigError, match="it was built again.*name with --data"):
+        sample.tokenizer_of(config, "0" * 64)
     (tmp_path / "v.tiktoken").unlink()
     with pytest.raises(train_gpt.ConfigError, match="its file is missing"):
         sample.tokenizer_of(config)
@@ -186,3 +190,13 @@ def test_ids_that_no_token_has_are_never_next():
     logits = sample.next_token_logits(make_trainer(vocab_size=384), 4, tokens)
     assert logits.shape == (EOT + 1,)
     assert logits.exp().sum().item() == pytest.approx(1)
+
+
+def test_too_little_memory_is_one_line(path, use, monkeypatch):
+    def evaluate(*_):
+        torch.empty(2**60)
+
+    monkeypatch.setattr(train_gpt.Trainer, "evaluate", evaluate)
+    run = use("--checkpoint", path, "--eval")
+    assert run.code == 1 and run.stdout.startswith("status:oom ") and run.stdout.count("\n") == 1
+    assert "Traceback" not in run.stderr
