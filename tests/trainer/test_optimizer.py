@@ -2,6 +2,7 @@
 
 import copy
 import math
+import shutil
 
 import numpy as np
 import optimizer_cases as cases
@@ -47,9 +48,10 @@ def test_adam_is_torchs_but_for_its_decay_and_for_rounding(shape, betas, decay):
         torch.testing.assert_close(weight, param.data, rtol=1e-12, atol=1e-12)
 
 
-def losses_of_steps(together):
+def losses_of_steps(together, **changes):
     """Losses of 20 steps of eight micro-batches each, of which a pass reads so many."""
-    trainer = helpers.make_trainer(random_weights=False, steps=20, micro_batch_tokens=64)
+    sizes = {"steps": 20, "micro_batch_tokens": 64}
+    trainer = helpers.make_trainer(random_weights=False, **sizes, **changes)
     text = helpers.byte_documents(20 * 512 + 1)
     losses = []
     for step in range(20):
@@ -65,6 +67,13 @@ def test_no_step_is_made_of_rounding():
     losses = losses_of_steps(1)
     assert losses[-1] < losses[0] - 2
     assert losses_of_steps(8) == pytest.approx(losses, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="the compiler of torch needs one of C++")
+def test_compiled_code_takes_the_same_steps():
+    losses = losses_of_steps(8, compile=True)
+    assert losses == pytest.approx(losses_of_steps(8), abs=1e-4)
 
 
 # ----- Muon
