@@ -11,7 +11,6 @@ import sys
 import cheats
 import numpy as np
 import pytest
-import torch
 
 import ranks
 import train_gpt
@@ -68,8 +67,7 @@ def failed(trainer, val=VAL):
         {"untie_at": 1.0, "softmax_rows": 256, "mtp_weights": (1.0, 0.5)},
         {"val_batch_tokens": 1024},
         {"val_batch_tokens": 64, "windows": (16, 32), "val_windows": (16, 32), "val_tokens": 128},
-        pytest.param({"dtype": "bfloat16", **LAYERED}, marks=SLOW),
-        pytest.param({"dtype": "bfloat16", "seed": 2, **ONE_LAYER, "ngram_rows": 3}, marks=SLOW),
+        {**ONE_LAYER, "ngram_rows": 3},
     ],
     ids=str,
 )
@@ -78,29 +76,20 @@ def test_an_honest_model_passes(changes):
     assert failed(trainer, VAL[: trainer.config.val_tokens + 1]) == set()
 
 
-def documents_of_lengths(lengths):
-    """257 tokens of documents of such lengths, whose starts are not counted."""
-    text = np.random.default_rng(0).integers(0, EOT, sum(lengths)).tolist()
-    tokens = []
-    for length in lengths:
-        tokens += [EOT, *text[:length]]
-        text = text[length:]
-    return np.array([*tokens, EOT][:257], dtype=np.uint16)
+STARTS = {  # of documents among 257 tokens
+    "one": [0],
+    "none": [],
+    "short ones": range(0, 257, 2),
+    "empty ones": range(257),
+    "one at the very end": [0, 1, 102, 256],
+}
 
 
-@pytest.mark.parametrize(
-    "val",
-    [
-        documents_of_lengths([256]),
-        np.roll(documents_of_lengths([256]), -1),
-        documents_of_lengths([0, 1, 2] * 100),
-        documents_of_lengths([0] * 257),
-        documents_of_lengths([0, 100, 0, 155]),
-    ],
-    ids=["one", "none begins", "of 1 to 3 tokens", "of no tokens", "one at the very end"],
-)
+@pytest.mark.parametrize("name", STARTS)
 @pytest.mark.parametrize("length", [64, 256])
-def test_few_and_short_documents_are_no_cheat(val, length):
+def test_few_and_short_documents_are_no_cheat(name, length):
+    val = np.random.default_rng(0).integers(0, EOT, 257).astype(np.uint16)
+    val[list(STARTS[name])] = EOT
     trainer = gated_trainer(val_batch_tokens=length, val_tokens=256, copy_orders=(2,))
     assert failed(trainer, val) == set()
 
@@ -176,26 +165,6 @@ def test_long_documents_are_cut_short_for_more_cuts():
     assert 50 < np.sum(starts // 1024 == 1) < train_gpt.SEGMENT_ROOM
 
 
-@pytest.mark.slow
-def test_a_leak_at_one_per_cent_of_all_positions_is_caught_in_nearly_all_runs():
-    """Each cut sees it by a chance of 0.01: 0.99^n of all runs miss it."""
-    leaks = torch.from_numpy(np.random.default_rng(5).random(VAL_TOKENS) < 0.01)[:, None]
-
-    def extra(trainer, passage, micro_batch):
-        return cheats.embedding(trainer, micro_batch.targets) * leaks[passage.position]
-
-    val = VAL.copy()
-    val[::2] = EOT
-    missed = []
-    for seed in range(20):
-        trainer = gated_trainer(seed=seed, **ONE_LAYER)
-        cheats.seeing(extra)(trainer, None)
-        verdict = gates.check_gates(trainer, 4, val, 0.0, train_gpt.state_digest)
-        assert verdict.cuts > 200
-        missed += [seed] * verdict.passed["causal"]
-    assert len(missed) <= 3
-
-
 # ----- cheating ones
 
 SHIFTED = layers_of(2, is_long=(1,), shifted_keys=(0,), skip={1: 1})
@@ -205,9 +174,9 @@ MANY_PASSES = {"val_batch_tokens": 64, "windows": (16, 32), "val_windows": (16, 
 # Layers of all kinds; and a narrow type, in which losses of single tokens may be off by much more.
 AMONG_LAYERS = (
     "attention_across_documents",
-    "keys_shifted_from_the_document_before",
-    "keys_shifted_from_the_next_token",
-    "smear_from_the_next_token",
+    "keys_across_documents",
+    "keys_from_ahead",
+    "smear_from_ahead",
 )
 NARROW = ("attention_one_ahead", "losses_less_a_thousandth", "target_in_signs_of_zeros")
 
