@@ -26,13 +26,8 @@ FIXED = {"tokenizer": "bytes", "val_tokens": 262_144, "val_sha256": "5e" * 32}
 FIXED["target_loss"] = 0.88
 RULES = {
     TRACK: {"track": TRACK, "config": FIXED, "manifest_sha256": "da" * 32, "copy_loss": 0.004},
-    "web": {
-        "track": "web",
-        "config": {**FIXED, "val_sha256": ""},
-        "manifest_sha256": "",
-        "copy_loss": 0.004,
-    },
 }
+RULES["web"] = {**RULES[TRACK], "track": "web", "config": {**FIXED, "val_sha256": ""}}
 GATES = "6a" * 32  # of the gates that judge these runs
 files.RULES["gates_sha256"].append(GATES)
 SCHEDULE = {"steps": 60, "log_every": 10, "val_every": 0, "micro_batch_tokens": 512}
@@ -74,36 +69,20 @@ def step_lines(seed, loss, time_ms):
     return [*lines, f"step:60/60 val_loss:{loss:.5f} {tail}"]
 
 
-def log_text(
-    run,
-    source,
-    seed=1,
-    loss=0.87,
-    time_ms=60_000,
-    place="1:1/4:1",
-    config=CONFIG,
-    started=YESTERDAY,
-):
-    """The log that the trainer writes for one complete run."""
+def log_text(run, source, seed, place="1:1/4:1", config=CONFIG, started=YESTERDAY, **result):
+    """The log that the trainer writes for one complete run. result: its loss and time_ms."""
+    loss, time_ms = result["loss"], result["time_ms"]
     values = {**config, "seed": seed, "run_id": run, "run_of": place}
     batch, counter, begun = place.split(":")
-    facts = {"run": run, "batch": batch, "counter": counter, "start": begun, "loss": loss}
-    facts |= {"time_ms": time_ms, "cpu_ms": 2 * time_ms, "seconds": time_ms / 1000}
+    facts = {"run": run, "batch": batch, "counter": counter, "start": begun, **result}
+    facts |= {"cpu_ms": 2 * time_ms, "seconds": time_ms / 1000}
     facts |= {"tokens": 60 * 8 * 512, "speed": 60 * 8 * 512_000 / time_ms}
-    return (
-        (HERE / "log.txt")
-        .read_text()
-        .format(
-            **{**values, **facts, "val_sha256": values["val_sha256"] or "ab" * 32},
-            source=source.rstrip("\n"),
-            code_sha256=sha_of(source),
-            started=f"{started:%Y-%m-%dT%H:%M:%SZ}",
-            config=json.dumps(values),
-            manifest=RULES[TRACK]["manifest_sha256"],
-            gates=GATES,
-            losses="\n".join(step_lines(seed, loss, time_ms)),
-        )
-    )
+    facts |= {"source": source.rstrip("\n"), "code_sha256": sha_of(source), "gates": GATES}
+    facts |= {"started": f"{started:%Y-%m-%dT%H:%M:%SZ}", "config": json.dumps(values)}
+    facts |= {"manifest": RULES[TRACK]["manifest_sha256"]}
+    facts |= {"losses": "\n".join(step_lines(seed, loss, time_ms))}
+    facts |= {"val_sha256": values["val_sha256"] or "ab" * 32}
+    return (HERE / "log.txt").read_text().format(**{**values, **facts})
 
 
 def name_of(source, track=TRACK):
@@ -267,7 +246,7 @@ def call(repository, capture, *words):
 
 # It writes the log of a complete run in no time, and notes the order of runs and how each one was
 # told its place. A file `stop` holds the number of a run and how it ends: "refused" before its log
-# has a header, "failed" after that, or "interrupted": the caller is, as by Ctrl-C.
+# has a header, "failed" after that, or a signal, which the caller gets.
 def fake_trainer(loss=0.80, time=50, **changes):
     """A stand-in for a trainer."""
     steps = {"steps": 3, "log_every": 1, "val_every": 1, "micro_batch_tokens": 1024}

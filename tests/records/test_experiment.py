@@ -3,10 +3,7 @@
 import fcntl
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -60,9 +57,8 @@ def test_ab_goes_on_where_it_stopped_and_its_pairs_are_a_record(repository, caps
     status, out, err = call(repository, capsys, "ab", "--runs", 6)
     assert status == 0, out + err
     assert [run for run, _ in made.order_of(repository)] == [*planned[:3], *planned[2:]]
-    assert re.search(
-        r"\ntime differs by -\d.* \(-\d.* to -\d.*\); that it is less: p = 0.0046,", out
-    )
+    gain = r"\ntime differs by -\d.* \(-\d.* to -\d.*\); that it is less: p = 0.0046,"
+    assert re.search(gain, out)
     assert re.search(r"\ntrain_gpt.py, on fake x2, .*: 0.\d s, mean loss 0.80\d+\n", out), out
     assert re.search(r"_First, in pairs with it, on fake x2, .* mean loss 0.85\d+\n", out), out
     assert not list((repository.root / "logs").glob("*/*.pt"))
@@ -88,52 +84,27 @@ def test_a_script_has_one_batch_whose_seeds_follow_from_the_code(repository, cap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "end, expected, reason, count",
-    [
-        ("interrupted", 130, "interrupted; the same command goes on", 2),
-        ("refused", 2, "'status:error no data'", 1),
-    ],
-)
-def test_ends_of_a_run(repository, capsys, end, expected, reason, count):
-    """Ctrl-C costs a start; what a script refuses before its log's header is no start."""
-    first, *_ = drawn_order(2)
-    (repository.root / "stop").write_text(f"{first} {end}")
-    status, out, err = call(repository, capsys, "ab", "--runs", 2)
-    assert status == expected and reason in err and not out.count("val_loss")
-    assert call(repository, capsys, "ab", "--runs", 2)[0] == 0
-    assert starts(repository)[first] == count
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_a_log_that_is_no_file_is_no_run(repository, capsys, make):
-    """Nobody waits for a pipe's other end; the run is made in its place."""
-    first, *_ = drawn_order(2)
-    log = repository.root / "logs" / f"{NAME}-{first}" / "log.txt"
+def test_ends_of_a_run(repository, capsys):
+    """A signal ends it and costs a start; what a script refuses before its log's header is no
+    start, nor is a pipe instead of a log, for whose other end nobody waits."""
+    first, second, third, _ = drawn_order(2)
+    stop, again = repository.root / "stop", ("ab", "--runs", 2)
+    log = repository.root / "logs" / f"{NAME}-{third}" / "log.txt"
     log.parent.mkdir()
-    make(log)
-    status, out, err = call(repository, capsys, "ab", "--runs", 2)
-    assert status == 0 and starts(repository)[first] == 1, out + err
-
-
-@pytest.mark.slow
-def test_sigterm_ends_the_run_at_hand(repository, capsys, monkeypatch):
-    """It would go on by itself, in a session of its own."""
-    signal.signal(signal.SIGTERM, lambda *_: None)  # which would let it
-    started = []
-    wait = subprocess.Popen.wait
-
-    def waiting(process, *words):
-        if process not in started:
-            started.append(process)
-            os.kill(os.getpid(), signal.SIGTERM)
-        return wait(process, *words)
-
-    monkeypatch.setattr(subprocess.Popen, "wait", waiting)
+    os.mkfifo(log)
+    stop.write_text(f"{first} refused")
+    status, _, err = call(repository, capsys, *again)
+    assert status == 2 and "'status:error no data'" in err
+    stop.write_text(f"{first} SIGINT")
+    status, _, err = call(repository, capsys, *again)
+    assert status == 130 and "interrupted; the same command goes on" in err
+    stop.write_text(f"{second} SIGTERM")
+    signal.signal(signal.SIGTERM, lambda *_: None)  # which would let it go on
     with pytest.raises(SystemExit, match="terminated"):
-        call(repository, capsys, "ab", "--runs", 2)
-    assert [process.returncode for process in started] == [-signal.SIGTERM]
+        call(repository, capsys, *again)
+    assert call(repository, capsys, *again)[0] == 0
+    found = starts(repository)
+    assert [found[run] for run in (first, second, third)] == [2, 2, 1]
 
 
 @pytest.mark.slow
@@ -159,11 +130,7 @@ REFUSED = {
     "no tracks": ("print(1)\n", "ab", "its tracks cannot be read from the source"),
     "an import": (fake_trainer() + "\nimport tests\n", "ab", "imports tests, "),
     "two dtypes": (fake_trainer(dtype="bfloat16"), "ab", "are bfloat16 and float32; pairs run in"),
-    "unknown tokens": (
-        fake_trainer(track="web", val_sha256=""),
-        "run --track web",
-        "rules.json has no val_sha256 of web yet",
-    ),
+    "tokens": (fake_trainer(track="web", val_sha256=""), "run --track web", "no val_sha256 of web"),
     "one run": (fake_trainer(), "ab --runs 1", f"--runs 1: {MINIMUM} 16"),
     "17 pairs": (fake_trainer(), "ab --runs 17", f"--runs 17: {MINIMUM} 16"),
     "a second first": (fake_trainer(), "run", "has records; `ab` makes pairs with the last"),
@@ -186,14 +153,12 @@ def test_a_board_without_records_and_one_that_is_not_open(repository, capsys):
     (empty.root / "train_gpt.py").write_text(fake_trainer())
     first = f"{TRACK} has no record yet; to make the first one, run `python -m records run"
     closed = f"--track 'nano': is no open board; open are {TRACK}, web; records/HISTORY.md has"
-    for *words, reason in (
-        ("ab", first),
-        ("diff", first),
-        ("reproduce", first),
-        *((command, "--track", "nano", closed) for command in ("ab", "run", "diff", "reproduce")),
-        ("submit", "--name", "X", "--by", "Me", "--track", "nano", closed),
+    for words, reason in (
+        *((command, first) for command in ("ab", "diff", "reproduce")),
+        *((f"{command} --track nano", closed) for command in ("ab", "run", "diff", "reproduce")),
+        ("submit --name X --by Me --track nano", closed),
     ):
-        status, _, err = call(empty, capsys, *words)
+        status, _, err = call(empty, capsys, *words.split())
         assert status == 2 and err.startswith(f"records: {reason}") and err.count("\n") == 1
 
 
@@ -260,23 +225,17 @@ step:125/300 val_loss:4.6104 train_time:11.25s step_avg:90.00ms
 
 
 @pytest.mark.slow
-def test_plot_draws_records_runs_and_other_trainers_logs(pristine, tmp_path, capsys, monkeypatch):
+def test_plot_draws_records_runs_and_other_trainers_logs(pristine, tmp_path, capsys):
     theirs = tmp_path / "theirs.log"
     theirs.write_bytes(THEIRS.encode() + b"\xff\x1b[2J\0\n")
     assert picture.curves_of(theirs) == {"train": [], "val": [(0.0, 10.8258), (11.25, 4.6104)]}
-    run = shutil.copytree(next((pristine.root / "logs").glob("*-01a")), tmp_path / "run")
-    (run / "._log.txt").write_bytes(b"Mac OS X")
+    run = next((pristine.root / "logs").glob("*-01a"))
     paths = [folder_of(pristine, "First"), run, theirs]
     out = tmp_path / "new" / "plot.svg"
     assert call(pristine, capsys, "plot", *paths, "--out", out)[0] == 0
     assert all(f">{path.name}<" in out.read_text() for path in paths)
     assert call(pristine, capsys, "plot", theirs, "--out", tmp_path / "plot.png")[0] == 0
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "odd.log").write_text("nothing\n")
-    os.mkfifo(tmp_path / "pipe.log")
-    for name, reason in (("odd.log", "holds no line `step"), ("pipe.log", "no regular file")):
-        status, _, err = call(pristine, capsys, "plot", tmp_path / name, "--out", out)
-        assert status == 2 and reason in err and err.count("\n") == 1
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    status, _, err = call(pristine, capsys, "plot", run, "--out", out)
-    assert status == 2 and err.startswith("records: matplotlib: ") and err.count("\n") == 1
+    theirs.write_text("nothing\n")
+    status, _, err = call(pristine, capsys, "plot", theirs, "--out", out)
+    assert status == 2 and "holds no line `step" in err and err.count("\n") == 1

@@ -1,7 +1,6 @@
 """Forged records: `verify` refuses each one in one line that names the file and the reason. What
 edits do is a row of forgeries.md; what takes more is a function of the repository."""
 
-import contextlib
 import re
 import shutil
 import tomllib
@@ -19,8 +18,9 @@ NAMES = {  # that stand in forgeries.md for what depends on the day, say
     "SEED_2": str(stats.seed_of(made.sha_of(made.source_of("first")), 1, 2)),
     "SEED_3": str(stats.seed_of(made.sha_of(made.source_of("second")), 1, 3)),
     "SOON": f"{datetime.now(UTC) + timedelta(hours=1):%Y-%m-%dT%H:%M:%SZ}",
-    "COLONS": "a::::::::: " * 30,
+    "COLONS": "a: " * 300_000,
     "ZERO": "\u200b",
+    "QUOTES": "> " * 500_000,
     "LARGE": "1," * 200_000,
     "REASONS": made.WHY,
     "PLACEHOLDER": made.render.WHY,
@@ -29,14 +29,10 @@ NAMES = {  # that stand in forgeries.md for what depends on the day, say
     "TITLE": TRACK.title(),
     "TODAY": f"{datetime.now(UTC):%Y-%m-%d}",
     "TOMORROW": f"{datetime.now(UTC) + timedelta(days=2):%Y-%m-%d}",
-    "MANY_F": "f" * 5000,
-    "MANY_X": "x" * 3000,
-    "MANY_N": "n" * 5000,
     "MANY_LINES": r"\n" * 390_000,
     "DEEP": "[" * 999 + "]" * 999,
     "NINES_4301": "9" * 4301,
     "NINES_4299": "9" * 4299,
-    "NINES_30": "9" * 30,
 }
 
 
@@ -151,18 +147,6 @@ def copies_but_for_a_step(repository):
         edit(path, r"^(step:20/60 train_loss:)\S+", rf"\g<1>{number}.00000")
 
 
-def thin_copies(repository):
-    """A record without a claim, whose script logs at its end alone."""
-    source = made.source_of("thin", log_every=60)
-    config = {**made.CONFIG, "log_every": 60}
-    for path in made.write_logs(repository.root, source, config=config, began=LATER):
-        edit(path, r"^step:[1-5]0/60 .*\n", "")
-    first, *others = logs_in(forced(repository, "Thin", source))
-    for path in others:
-        with contextlib.suppress(made.RecordError):
-            with_losses_of(path, made.stored(first), 2e-4)
-
-
 def whole_record_again(repository):
     """A copy of the last record with a comment, under its own seeds, names and starts."""
     folder = forced(repository, "Copy", pairs(repository, "second", tail="# another idea\n"))
@@ -217,14 +201,15 @@ def copied(repository, pattern, name):
     shutil.copytree(path, path.with_name(name))
 
 
-def made_again(repository):
-    """The first record's script once more, in pairs with the last one's."""
+def added(repository, name, word):
+    """A new record, named like another one, or with its script."""
     shutil.rmtree(repository.root / "logs")
-    forced(repository, "Twin", pairs(repository, "first", "second"))
+    forced(repository, name, pairs(repository, word))
 
 
-def hidden(repository):
-    (repository.home / TRACK / ".hidden").mkdir()
+def behind_a_link(repository):
+    folder = folder_of(repository, "Faster")
+    folder.symlink_to(folder.rename(repository.root / "elsewhere"))
 
 
 def as_script(repository, old, new):
@@ -237,15 +222,10 @@ def as_script(repository, old, new):
 
 def scripts_of_two_dtypes(repository):
     source = made.source_of("fast", dtype="float32")
-    for path in made.write_logs(repository.root, source, made.source_of("second"), 6, began=LATER)[
-        :6
-    ]:
+    paths = made.write_logs(repository.root, source, made.source_of("second"), 6, began=LATER)
+    for path in paths[:6]:
         edit(path, '"dtype": "bfloat16"', '"dtype": "float32"')
     forced(repository, "Fast", source)
-
-
-def named_alike(repository):
-    forced(repository, "fastER", pairs(repository))
 
 
 def runs_named_alike(repository):

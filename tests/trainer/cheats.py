@@ -158,7 +158,7 @@ def successors(tokens):
     return torch.from_numpy(found)
 
 
-# ----- models that see later tokens, or other documents
+# ----- cheats of more than a few words
 
 
 def what_was_here_when_the_place_was_scored_before(trainer, patch):
@@ -181,9 +181,6 @@ def undivided(passage):
 def mean_of_all_earlier_tokens(trainer, passage, micro_batch):
     total = embedding(trainer, micro_batch.inputs).float().cumsum(0)
     return total / (1 + positions(micro_batch))
-
-
-# ----- models that hide the next token from who compares
 
 
 def target_in_signs_of_zeros(trainer, patch):
@@ -250,9 +247,6 @@ def logits_that_know_the_targets_of_a_pass_in_order(trainer, patch):
 
     trainer.forward = forward
     trainer.model.logits = knowing
-
-
-# ----- models that pass something on from one pass to the next
 
 
 def state_of_the_text_before(trainer, patch):
