@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,8 +18,6 @@ from records_helpers import TRACK, call, fake_trainer, folder_of, refusal
 def test_a_board_has_what_its_track_fixes():
     boards = files.boards_of({"boards": {"a": {"x": 1, "gpus": [2, 8]}, "b": {"track": "a"}}})
     assert boards["b"] == {"track": "a", "x": 1, "gpus": [2, 8]}
-    assert files.BOARDS["fineweb-1gpu"]["config"] == files.BOARDS["fineweb"]["config"]
-    assert files.BOARDS["fineweb-1gpu"]["gpus"] == [1, 1]
 
 
 def test_runs_that_their_board_does_not_take(pristine, tmp_path, capsys):
@@ -47,7 +44,6 @@ def test_the_factor_over_plain_training_follows_the_gains(pristine):
         rows = render.board_of(records, rules, "")
         assert rows[1]["faster than a plain GPT"] == "12.0 times"
     assert render.factors_of(records, {}) == {}
-    assert render.factors_of([SimpleNamespace(name="a")], {"plain": {"record": "b"}}) == {}
 
 
 def test_the_first_page_has_the_newest_record_and_its_picture(repository, capsys):

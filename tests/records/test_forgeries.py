@@ -25,6 +25,7 @@ NAMES = {  # that stand in forgeries.md for what depends on the day, say
     "REASONS": made.WHY,
     "PLACEHOLDER": made.render.WHY,
     "YESTERDAY": f"{made.YESTERDAY:%Y-%m-%dT%H:%M:%SZ}",
+    "EARLY": f"{made.YESTERDAY - timedelta(days=1):%Y-%m-%dT%H:%M:%SZ}",
     "TRACK": TRACK,
     "TITLE": TRACK.title(),
     "TODAY": f"{datetime.now(UTC):%Y-%m-%d}",
@@ -44,14 +45,8 @@ def named(page):
     return text
 
 
-def rows_of(page):
-    """{what was done: [where, expressions, replacements, reason]} of a Markdown table."""
-    text = named(page)
-    rows = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    return {row[0]: row[1:] for row in rows[1:]}
-
-
-EDITS = rows_of("forgeries.md")
+ROWS = [line[2:-2].split(" | ") for line in named("forgeries.md").splitlines() if line[:2] == "| "]
+EDITS = {name: row for name, *row in ROWS[1:]}
 
 
 def paths_at(repository, where):
@@ -61,7 +56,7 @@ def paths_at(repository, where):
     if (folder / part).is_file():
         return [folder / part]
     sides = [logs_in(folder, side) for side in ("logs", "baseline") if part in (side, "*")]
-    return [side[int(number[0])] for side in sides] if number else sides[0]
+    return [side[int(number[0])] for side in sides] if number else sum(sides, [])
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -93,27 +88,15 @@ def test_honest_records_pass(repository):
 # ----- what takes more than edits: functions of the repository and more words
 
 
-def again(path, **values):
-    """Write a log of a record anew, with some values changed."""
-    run = made.stored(path)
-    place = f"{run.batch}:{run.counter}/{run.declared}:{run.start}"
-    kept = {"loss": run.val_loss, "time_ms": run.train_time_ms, "started": run.started}
-    text = made.log_text(run.run, run.source, run.seed, place=place, **{**kept, **values})
-    path.write_text(text)
-
-
-def with_losses(repository, name, part, more):
+def remade(repository, name, part, halves, more, keeps_speed=False):
+    """Logs of a record with half the times, or larger losses, and all that must agree with them."""
     for path in logs_in(folder_of(repository, name), part):
-        again(path, loss=made.stored(path).val_loss + more)
-
-
-def halved_times(repository, part):
-    """Wall time and everything that must agree with it, but for tokens_per_s of the record."""
-    for path in logs_in(folder_of(repository, "Faster"), part):
         run = made.stored(path)
-        again(path, time_ms=run.train_time_ms // 2)
-        if part == "logs":
-            edit(path, r"tokens_per_s:\d+", f"tokens_per_s:{run.speed}")
+        place = f"{run.batch}:{run.counter}/{run.declared}:{run.start}"
+        result = {"loss": run.val_loss + more, "time_ms": run.train_time_ms // (1 + halves)}
+        result |= {"speed": run.speed} if keeps_speed else {}
+        text = made.log_text(run.run, run.source, run.seed, place, started=run.started, **result)
+        path.write_text(text)
 
 
 def with_script(repository, is_rehashed):
@@ -156,13 +139,6 @@ def whole_record_again(repository):
             with_losses_of(path, made.stored(other), 1e-3)
 
 
-def moved_starts(repository, days):
-    """All runs of the pairs were started earlier."""
-    for path in folder_of(repository, "Faster").glob("*/*.txt"):
-        started = made.stored(path).started - timedelta(days=days)
-        edit(path, r"started:\S+", f"started:{started:%Y-%m-%dT%H:%M:%SZ}")
-
-
 def other_order(repository):
     """The starts of two runs of a pair exchanged."""
     paths = paths_at(repository, "Faster/*/1")
@@ -171,19 +147,13 @@ def other_order(repository):
         edit(path, old, new)
 
 
-def paired_by_rank(repository):
-    """Baselines renumbered by their times, so that slow ones meet slow ones."""
-    folder = folder_of(repository, "Faster")
-    sides = []
-    for part in ("logs", "baseline"):
-        runs = map(made.stored, logs_in(folder, part))
-        sides.append(sorted(runs, key=lambda run: run.train_time_ms))
-    texts = {base.path: base.path.read_text() for base in sides[1]}
-    for run, base in zip(*sides, strict=True):
-        text = texts[base.path].replace(base.run, f"{run.run[:-1]}b")
-        text = text.replace(f"1:{base.counter}/", f"1:{run.counter}/")
-        text = text.replace(f"counter:{base.counter}/", f"counter:{run.counter}/")
-        (folder / f"baseline/{run.run[:-1]}b.txt").write_text(text)
+def paired_otherwise(repository):
+    """The parent's first two runs exchanged."""
+    one, other = logs_in(folder_of(repository, "Faster"), "baseline")[:2]
+    texts = [other.read_text(), one.read_text()]
+    for path, text, old, new in zip((one, other), texts, "21", "12", strict=True):
+        text = text.replace(f"-0{old}b", f"-0{new}b")
+        path.write_text(re.sub(rf"(1|counter):{old}/", rf"\1:{new}/", text))
 
 
 def without(repository, pattern):

@@ -34,10 +34,9 @@ def test_rules_are_those_of_the_trainer():
         if rules["track"] in train_gpt.TRACKS:
             config = config_of(source, rules["track"])
             assert {key: config[key] for key in rules["config"]} == rules["config"]
-    manifest = files.BOARDS["english"]["manifest_sha256"]
-    assert manifest == data_text.RECORD_MANIFEST_SHA256
-    gates = helpers.ROOT / "records/gates.py"
-    assert made.sha_of(gates.read_text()) in files.RULES["gates_sha256"]
+    assert files.BOARDS["english"]["manifest_sha256"] == data_text.RECORD_MANIFEST_SHA256
+    gates = (helpers.ROOT / "records/gates.py").read_text()
+    assert made.sha_of(gates) in files.RULES["gates_sha256"]
 
 
 def test_reading_imports_no_code_of_the_branch():
@@ -176,11 +175,9 @@ def test_submit_takes_the_runs_of_its_track_alone(third, capsys):
             shutil.copytree(folder, folder.with_name(folder.name.replace(TRACK, kind)))
     folder = third.home / TRACK / f"{datetime.now(UTC):%Y-%m-%d}_Third"
     folder.mkdir()
-    (folder / "README.md").write_text("somebody's")
     assert submit(third, "--name", "Third") == 2
     assert "exists; choose another --name" in capsys.readouterr().err
-    assert (folder / "README.md").read_text() == "somebody's"
-    shutil.rmtree(folder)
+    folder.rmdir()
     assert submit(third, "--name", "Third") == 0
     for path in logs_in(folder):  # which are thin; with the script they are what the trainer wrote
         whole = (third.root / "logs" / path.stem / "log.txt").read_text()
@@ -215,12 +212,10 @@ def link(path):
 HOSTILE = {
     "huge": (b"x" * (2**22 + 1), "is larger than 4,194,304 bytes"),
     "binary": (b"\xff\xfe\x00" * 100, "codec can't decode byte"),
-    "nul bytes": (b"\0" * 100, r"line 1 holds the control character '\\x00'"),
     "escapes": (b"a\n\x1b[2Jb\n", r"line 2 holds the control character '\\x1b'"),
     "direction": ("x = 1  # \u202e1 = x\n".encode(), r"'\\u202e'"),
     "pipe": (pipe, "no regular file"),
     "link": (link, "Too many levels of symbolic links"),
-    "empty": (b"", "no line '===== END OF CODE"),
 }
 
 

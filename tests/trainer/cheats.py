@@ -63,8 +63,10 @@ def seeing_successors(part):
     part(tokens, start of the pass)."""
 
     def extra(trainer, passage, micro_batch):
-        known = successors(part(passage.text, passage.position[0]))
-        return embedding(trainer, known[micro_batch.inputs])
+        tokens = part(passage.text, passage.position[0])
+        known = np.full(EOT + 1, EOT)
+        known[tokens[:-1]] = tokens[1:]
+        return embedding(trainer, torch.from_numpy(known)[micro_batch.inputs])
 
     return seeing(extra)
 
@@ -149,13 +151,6 @@ def exactly(logits, targets):
 def favour(logits, ids):
     """Logits with a gain for the tokens of ids (n,); EOT stands for none."""
     return logits + 20 * F.one_hot(ids, EOT + 1) * (ids != EOT)[:, None]
-
-
-def successors(tokens):
-    """What follows each token where it stands last, (EOT + 1,); EOT where it stands nowhere."""
-    found = np.full(EOT + 1, EOT)
-    found[tokens[:-1]] = tokens[1:]
-    return torch.from_numpy(found)
 
 
 # ----- cheats of more than a few words
