@@ -18,10 +18,7 @@ NAMES = {  # that stand in forgeries.md for what depends on the day, say
     "SEED_2": str(stats.seed_of(made.sha_of(made.source_of("first")), 1, 2)),
     "SEED_3": str(stats.seed_of(made.sha_of(made.source_of("second")), 1, 3)),
     "SOON": f"{datetime.now(UTC) + timedelta(hours=1):%Y-%m-%dT%H:%M:%SZ}",
-    "COLONS": "a: " * 300_000,
     "ZERO": "\u200b",
-    "QUOTES": "> " * 500_000,
-    "LARGE": "1," * 200_000,
     "REASONS": made.WHY,
     "PLACEHOLDER": made.render.WHY,
     "YESTERDAY": f"{made.YESTERDAY:%Y-%m-%dT%H:%M:%SZ}",
@@ -30,7 +27,6 @@ NAMES = {  # that stand in forgeries.md for what depends on the day, say
     "TITLE": TRACK.title(),
     "TODAY": f"{datetime.now(UTC):%Y-%m-%d}",
     "TOMORROW": f"{datetime.now(UTC) + timedelta(days=2):%Y-%m-%d}",
-    "MANY_LINES": r"\n" * 390_000,
     "DEEP": "[" * 999 + "]" * 999,
     "NINES_4301": "9" * 4301,
     "NINES_4299": "9" * 4299,
@@ -38,11 +34,11 @@ NAMES = {  # that stand in forgeries.md for what depends on the day, say
 
 
 def named(page):
-    """The text of a page, with the values of NAMES."""
+    """The text of a page, with the values of NAMES, and MANY(...) said 300,000 times."""
     text = Path(__file__).with_name(page).read_text()
     for name, value in NAMES.items():
         text = text.replace(name, value)
-    return text
+    return re.sub(r"MANY\((.+?)\)", lambda found: 300_000 * found[1], text)
 
 
 ROWS = [line[2:-2].split(" | ") for line in named("forgeries.md").splitlines() if line[:2] == "| "]
