@@ -22,17 +22,11 @@ TRACK = files.RULES["default_track"]
 YESTERDAY = datetime.now(UTC).replace(microsecond=0) - timedelta(days=1)  # when runs began
 LATER = YESTERDAY + timedelta(hours=6)  # than all runs of `pristine`
 WHY = "It takes fewer steps, since each of them does more."
-FIXED = {"tokenizer": "bytes", "val_tokens": 262_144, "val_sha256": "5e" * 32}
-FIXED["target_loss"] = 0.88
-RULES = {
-    TRACK: {"track": TRACK, "config": FIXED, "manifest_sha256": "da" * 32, "copy_loss": 0.004},
-    "web": {
-        "track": "web",
-        "config": {**FIXED, "val_sha256": ""},
-        "manifest_sha256": "",
-        "copy_loss": 0.004,
-    },
-}
+VALIDATION = {"val_tokens": 262_144, "val_sha256": "5e" * 32}
+FIXED = {"tokenizer": "bytes", **VALIDATION, "target_loss": 0.88}
+BOARD = {"track": TRACK, "config": FIXED, "manifest_sha256": "da" * 32, "copy_loss": 0.004}
+WEB = {**BOARD, "track": "web", "config": {**FIXED, "val_sha256": ""}}
+RULES = {TRACK: BOARD, "web": WEB}
 GATES = "6a" * 32  # of the gates that judge these runs
 files.RULES["gates_sha256"].append(GATES)
 SCHEDULE = {"steps": 60, "log_every": 10, "val_every": 0, "micro_batch_tokens": 512}
@@ -74,36 +68,19 @@ def step_lines(seed, loss, time_ms):
     return [*lines, f"step:60/60 val_loss:{loss:.5f} {tail}"]
 
 
-def log_text(
-    run,
-    source,
-    seed=1,
-    loss=0.87,
-    time_ms=60_000,
-    place="1:1/4:1",
-    config=CONFIG,
-    started=YESTERDAY,
-):
-    """The log that the trainer writes for one complete run."""
+def log_text(run, source, seed, place="1:1/4:1", config=CONFIG, started=YESTERDAY, **result):
+    """The log that the trainer writes for one complete run. result: its loss and time_ms, say."""
+    loss, time_ms = result["loss"], result["time_ms"]
     values = {**config, "seed": seed, "run_id": run, "run_of": place}
     batch, counter, begun = place.split(":")
-    facts = {"run": run, "batch": batch, "counter": counter, "start": begun, "loss": loss}
-    facts |= {"time_ms": time_ms, "cpu_ms": 2 * time_ms, "seconds": time_ms / 1000}
+    facts = {"run": run, "batch": batch, "counter": counter, "start": begun}
+    facts |= {"cpu_ms": 2 * time_ms, "seconds": time_ms / 1000}
     facts |= {"tokens": 60 * 8 * 512, "speed": 60 * 8 * 512_000 / time_ms}
-    return (
-        (HERE / "log.txt")
-        .read_text()
-        .format(
-            **{**values, **facts, "val_sha256": values["val_sha256"] or "ab" * 32},
-            source=source.rstrip("\n"),
-            code_sha256=sha_of(source),
-            started=f"{started:%Y-%m-%dT%H:%M:%SZ}",
-            config=json.dumps(values),
-            manifest=RULES[TRACK]["manifest_sha256"],
-            gates=GATES,
-            losses="\n".join(step_lines(seed, loss, time_ms)),
-        )
-    )
+    facts |= {"source": source.rstrip("\n"), "code_sha256": sha_of(source), "gates": GATES}
+    facts |= {"started": f"{started:%Y-%m-%dT%H:%M:%SZ}", "config": json.dumps(values)}
+    facts |= {"losses": "\n".join(step_lines(seed, loss, time_ms))}
+    facts |= {"val_sha256": values["val_sha256"] or "ab" * 32, "manifest": BOARD["manifest_sha256"]}
+    return (HERE / "log.txt").read_text().format(**{**values, **facts, **result})
 
 
 def name_of(source, track=TRACK):
@@ -118,9 +95,8 @@ def write_logs(root, source, base="", count=4, time_ms=60_000, began=YESTERDAY, 
     rng = np.random.default_rng(list(source.encode()))
     track = values.get("config", CONFIG)["track"]
     paths = []
-    for side, number in stats.order_of_pairs(sha_of(source), 1, count):
-        if side == "b" and not base:
-            continue
+    order = stats.order_of_pairs(sha_of(source), 1, count)
+    for side, number in [place for place in order if base or place[0] == "a"]:
         run = f"{name_of(source, track)}-{number:02d}{side}"
         took = time_ms * (1 + 0.002 * rng.standard_normal())
         text = log_text(
@@ -179,15 +155,11 @@ def make_two_records(root):
     return repository
 
 
-def tried(repository, name, source):
-    """The exit status of `submit` with this script as the working one."""
-    (repository.root / "train_gpt.py").write_text(source)
-    return main(["submit", "--name", name, "--by", "A. Speedrunner"], fresh(repository))
-
-
 def submitted(repository, name, source):
     """The folder of a record of the runs of a script, which are good, with its reasons."""
-    assert tried(repository, name, source) == 0
+    (repository.root / "train_gpt.py").write_text(source)
+    words = ["submit", "--name", name, "--by", "A. Speedrunner"]
+    assert main(words, fresh(repository)) == 0
     folder = folder_of(repository, name)
     edit(folder / "README.md", re.escape(render.WHY), WHY)
     return folder
@@ -265,22 +237,33 @@ def call(repository, capture, *words):
 # ----- a script that stands in for a trainer
 
 
-# It writes the log of a complete run in no time, and notes the order of runs and how each one was
-# told its place. A file `stop` holds the number of a run and how it ends: "refused" before its log
-# has a header, "failed" after that, or "interrupted": the caller is, as by Ctrl-C.
 def fake_trainer(loss=0.80, time=50, **changes):
-    """A stand-in for a trainer."""
+    """It writes the log of a complete run in no time, and notes the order of runs and how each one
+    was told its place. A file `stop` holds the number of a run and how it ends: "refused" before
+    its log has a header, "failed" after that, or a signal, which the caller gets."""
     steps = {"steps": 3, "log_every": 1, "val_every": 1, "micro_batch_tokens": 1024}
     stages = [{"start": 0.0, "micro_batches": 1, "lr": 1.0}]
     config = {**CONFIG, **steps, "stages": stages, "dtype": "float32", **changes}
     script = (HERE / "fake_trainer.txt").read_text().replace("@TRACKS@", tracks_text(config))
-    script = script.replace("@MANIFEST@", RULES[TRACK]["manifest_sha256"])
-    script = script.replace("@GATES@", GATES)
+    script = script.replace("@MANIFEST@", BOARD["manifest_sha256"]).replace("@GATES@", GATES)
     return script.replace("@LOSS@", str(loss)).replace("@TIME@", str(time))
 
 
 def order_of(repository):
-    """[(number of a run with its letter, what it was told of its place), ...] of the stand-ins'
-    runs."""
+    """[(number of a stand-in's run with its letter, what it was told of its place), ...]."""
     lines = (repository.root / "order.txt").read_text().splitlines()
     return [tuple(line.split()) for line in lines]
+
+
+SLOW = fake_trainer(loss=0.85, time=150)
+
+
+def make_first(root):
+    """A repository with a first record, of a slow stand-in, and a working script that is faster."""
+    repository = make_repository(root)
+    (root / "train_gpt.py").write_text(SLOW)
+    assert main(["run", "--runs", "3"], repository) == 0
+    submitted(repository, "First", SLOW)
+    (root / "order.txt").unlink()
+    (root / "train_gpt.py").write_text(fake_trainer())
+    return repository

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,26 +18,17 @@ from records_helpers import TRACK, call, fake_trainer, folder_of, refusal
 def test_a_board_has_what_its_track_fixes():
     boards = files.boards_of({"boards": {"a": {"x": 1, "gpus": [2, 8]}, "b": {"track": "a"}}})
     assert boards["b"] == {"track": "a", "x": 1, "gpus": [2, 8]}
-    assert files.BOARDS["fineweb-1gpu"]["config"] == files.BOARDS["fineweb"]["config"]
-    assert files.BOARDS["fineweb-1gpu"]["gpus"] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    "gpus, reason",
-    [
-        ((1, 1), "ran without a GPU, and the board"),
-        ((2, 8), r"world size 1: \S+ takes 2 to 8 GPUs; --world-size"),
-    ],
-)
-def test_a_record_that_its_board_does_not_take(pristine, gpus, reason):
-    assert re.search(reason, refusal(made.ruled(pristine.root, gpus=gpus)))
-
-
-def test_no_runs_are_made_for_nothing(tmp_path, capsys):
+def test_runs_that_their_board_does_not_take(pristine, tmp_path, capsys):
+    """Records of them are refused, and none are made for nothing."""
+    assert "ran without a GPU, and the board" in refusal(made.ruled(pristine.root, gpus=(1, 1)))
+    reason = r"world size 1: \S+ takes 2 to 8 GPUs; --world-size"
+    assert re.search(reason, refusal(made.ruled(pristine.root, gpus=(2, 8))))
     made.make_repository(tmp_path)
     (tmp_path / "train_gpt.py").write_text(fake_trainer())
     status, _, err = call(made.ruled(tmp_path, gpus=(2, 8)), capsys, "run", "--runs", 2)
-    assert status == 2 and err.count("\n") == 1
+    assert status == 2 and re.search(reason, err) and err.count("\n") == 1
     assert not (tmp_path / "order.txt").exists()
 
 
@@ -54,10 +44,6 @@ def test_the_factor_over_plain_training_follows_the_gains(pristine):
         rows = render.board_of(records, rules, "")
         assert rows[1]["faster than a plain GPT"] == "12.0 times"
     assert render.factors_of(records, {}) == {}
-    assert render.factors_of([SimpleNamespace(name="a")], {"plain": {"record": "b"}}) == {}
-
-
-CURVE = {"seconds": [10.0, 600.0], "loss": [4.0, 0.9]}
 
 
 def test_the_first_page_has_the_newest_record_and_its_picture(repository, capsys):
@@ -72,7 +58,7 @@ def test_the_first_page_has_the_newest_record_and_its_picture(repository, capsys
     assert ".svg" not in text and not picture.exists()
     curve = repository.root / render.PLAIN
     curve.parent.mkdir(parents=True)
-    curve.write_text(json.dumps(CURVE))
+    curve.write_text('{"seconds": [10.0, 600.0], "loss": [4.0, 0.9]}')
     assert "README.md: is not current" in refusal(ruled_so)
     assert call(ruled_so, capsys, "table")[0] == 0
     assert f"(records/{TRACK}.svg)\n<!-- end" in (repository.root / "README.md").read_text()
@@ -99,21 +85,12 @@ def package(tmp_path):
     return shutil.copytree(helpers.ROOT / "records", tmp_path / "records", ignore=outside)
 
 
-@pytest.mark.parametrize(
-    "name, old, new, reason",
-    [
-        ("rules.json", "{", "", "rules.json: JSONDecodeError"),
-        ("rules.json", '"alpha": 0.01,', "", "'alpha'"),
-        ("forms.toml", r"^step = \[", "step = ", "forms.toml: TOMLDecodeError"),
-        ("forms.toml", "^authors = .*", "authors = '('", "unterminated subpattern"),
-        ("commands.toml", "^verify = ", "verify ", "commands.toml: TOMLDecodeError"),
-    ],
-)
-def test_damaged_settings_are_told_in_one_line(package, name, old, new, reason):
-    made.edit(package / name, old, new, count=1)
+@pytest.mark.parametrize("name, old", [("rules.json", '"alpha": 0.01,'), ("commands.toml", " = ")])
+def test_damaged_settings_are_told_in_one_line(package, name, old):
+    made.edit(package / name, old, "", count=1)
     done = of_a_copy(package.parent, "verify")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert done.stderr.startswith("records: ") and reason in done.stderr
+    assert done.stderr.startswith("records: ")
 
 
 def test_changed_gates_may_judge_after_one_command(package):

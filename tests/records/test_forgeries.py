@@ -1,7 +1,6 @@
 """Forged records: `verify` refuses each one in one line that names the file and the reason. What
 edits do is a row of forgeries.md; what takes more is a function of the repository."""
 
-import contextlib
 import re
 import shutil
 import tomllib
@@ -19,43 +18,31 @@ NAMES = {  # that stand in forgeries.md for what depends on the day, say
     "SEED_2": str(stats.seed_of(made.sha_of(made.source_of("first")), 1, 2)),
     "SEED_3": str(stats.seed_of(made.sha_of(made.source_of("second")), 1, 3)),
     "SOON": f"{datetime.now(UTC) + timedelta(hours=1):%Y-%m-%dT%H:%M:%SZ}",
-    "COLONS": "a::::::::: " * 30,
     "ZERO": "\u200b",
-    "LARGE": "1," * 200_000,
     "REASONS": made.WHY,
     "PLACEHOLDER": made.render.WHY,
     "YESTERDAY": f"{made.YESTERDAY:%Y-%m-%dT%H:%M:%SZ}",
+    "EARLY": f"{made.YESTERDAY - timedelta(days=1):%Y-%m-%dT%H:%M:%SZ}",
     "TRACK": TRACK,
     "TITLE": TRACK.title(),
     "TODAY": f"{datetime.now(UTC):%Y-%m-%d}",
     "TOMORROW": f"{datetime.now(UTC) + timedelta(days=2):%Y-%m-%d}",
-    "MANY_F": "f" * 5000,
-    "MANY_X": "x" * 3000,
-    "MANY_N": "n" * 5000,
-    "MANY_LINES": r"\n" * 390_000,
     "DEEP": "[" * 999 + "]" * 999,
     "NINES_4301": "9" * 4301,
     "NINES_4299": "9" * 4299,
-    "NINES_30": "9" * 30,
 }
 
 
 def named(page):
-    """The text of a page, with the values of NAMES."""
+    """The text of a page, with the values of NAMES, and MANY(...) said 300,000 times."""
     text = Path(__file__).with_name(page).read_text()
     for name, value in NAMES.items():
         text = text.replace(name, value)
-    return text
+    return re.sub(r"MANY\((.+?)\)", lambda found: 300_000 * found[1], text)
 
 
-def rows_of(page):
-    """{what was done: [where, expressions, replacements, reason]} of a Markdown table."""
-    text = named(page)
-    rows = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    return {row[0]: row[1:] for row in rows[1:]}
-
-
-EDITS = rows_of("forgeries.md")
+ROWS = [line[2:-2].split(" | ") for line in named("forgeries.md").splitlines() if line[:2] == "| "]
+EDITS = {name: row for name, *row in ROWS[1:]}
 
 
 def paths_at(repository, where):
@@ -65,7 +52,7 @@ def paths_at(repository, where):
     if (folder / part).is_file():
         return [folder / part]
     sides = [logs_in(folder, side) for side in ("logs", "baseline") if part in (side, "*")]
-    return [side[int(number[0])] for side in sides] if number else sides[0]
+    return [side[int(number[0])] for side in sides] if number else sum(sides, [])
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -97,27 +84,15 @@ def test_honest_records_pass(repository):
 # ----- what takes more than edits: functions of the repository and more words
 
 
-def again(path, **values):
-    """Write a log of a record anew, with some values changed."""
-    run = made.stored(path)
-    place = f"{run.batch}:{run.counter}/{run.declared}:{run.start}"
-    kept = {"loss": run.val_loss, "time_ms": run.train_time_ms, "started": run.started}
-    text = made.log_text(run.run, run.source, run.seed, place=place, **{**kept, **values})
-    path.write_text(text)
-
-
-def with_losses(repository, name, part, more):
+def remade(repository, name, part, halves, more, keeps_speed=False):
+    """Logs of a record with half the times, or larger losses, and all that must agree with them."""
     for path in logs_in(folder_of(repository, name), part):
-        again(path, loss=made.stored(path).val_loss + more)
-
-
-def halved_times(repository, part):
-    """Wall time and everything that must agree with it, but for tokens_per_s of the record."""
-    for path in logs_in(folder_of(repository, "Faster"), part):
         run = made.stored(path)
-        again(path, time_ms=run.train_time_ms // 2)
-        if part == "logs":
-            edit(path, r"tokens_per_s:\d+", f"tokens_per_s:{run.speed}")
+        place = f"{run.batch}:{run.counter}/{run.declared}:{run.start}"
+        result = {"loss": run.val_loss + more, "time_ms": run.train_time_ms // (1 + halves)}
+        result |= {"speed": run.speed} if keeps_speed else {}
+        text = made.log_text(run.run, run.source, run.seed, place, started=run.started, **result)
+        path.write_text(text)
 
 
 def with_script(repository, is_rehashed):
@@ -151,18 +126,6 @@ def copies_but_for_a_step(repository):
         edit(path, r"^(step:20/60 train_loss:)\S+", rf"\g<1>{number}.00000")
 
 
-def thin_copies(repository):
-    """A record without a claim, whose script logs at its end alone."""
-    source = made.source_of("thin", log_every=60)
-    config = {**made.CONFIG, "log_every": 60}
-    for path in made.write_logs(repository.root, source, config=config, began=LATER):
-        edit(path, r"^step:[1-5]0/60 .*\n", "")
-    first, *others = logs_in(forced(repository, "Thin", source))
-    for path in others:
-        with contextlib.suppress(made.RecordError):
-            with_losses_of(path, made.stored(first), 2e-4)
-
-
 def whole_record_again(repository):
     """A copy of the last record with a comment, under its own seeds, names and starts."""
     folder = forced(repository, "Copy", pairs(repository, "second", tail="# another idea\n"))
@@ -170,13 +133,6 @@ def whole_record_again(repository):
         others = logs_in(folder_of(repository, "Faster"), part)
         for path, other in zip(logs_in(folder, part), others, strict=True):
             with_losses_of(path, made.stored(other), 1e-3)
-
-
-def moved_starts(repository, days):
-    """All runs of the pairs were started earlier."""
-    for path in folder_of(repository, "Faster").glob("*/*.txt"):
-        started = made.stored(path).started - timedelta(days=days)
-        edit(path, r"started:\S+", f"started:{started:%Y-%m-%dT%H:%M:%SZ}")
 
 
 def other_order(repository):
@@ -187,19 +143,13 @@ def other_order(repository):
         edit(path, old, new)
 
 
-def paired_by_rank(repository):
-    """Baselines renumbered by their times, so that slow ones meet slow ones."""
-    folder = folder_of(repository, "Faster")
-    sides = []
-    for part in ("logs", "baseline"):
-        runs = map(made.stored, logs_in(folder, part))
-        sides.append(sorted(runs, key=lambda run: run.train_time_ms))
-    texts = {base.path: base.path.read_text() for base in sides[1]}
-    for run, base in zip(*sides, strict=True):
-        text = texts[base.path].replace(base.run, f"{run.run[:-1]}b")
-        text = text.replace(f"1:{base.counter}/", f"1:{run.counter}/")
-        text = text.replace(f"counter:{base.counter}/", f"counter:{run.counter}/")
-        (folder / f"baseline/{run.run[:-1]}b.txt").write_text(text)
+def paired_otherwise(repository):
+    """The parent's first two runs exchanged."""
+    one, other = logs_in(folder_of(repository, "Faster"), "baseline")[:2]
+    texts = [other.read_text(), one.read_text()]
+    for path, text, old, new in zip((one, other), texts, "21", "12", strict=True):
+        text = text.replace(f"-0{old}b", f"-0{new}b")
+        path.write_text(re.sub(rf"(1|counter):{old}/", rf"\1:{new}/", text))
 
 
 def without(repository, pattern):
@@ -217,14 +167,15 @@ def copied(repository, pattern, name):
     shutil.copytree(path, path.with_name(name))
 
 
-def made_again(repository):
-    """The first record's script once more, in pairs with the last one's."""
+def added(repository, name, word):
+    """A new record, named like another one, or with its script."""
     shutil.rmtree(repository.root / "logs")
-    forced(repository, "Twin", pairs(repository, "first", "second"))
+    forced(repository, name, pairs(repository, word))
 
 
-def hidden(repository):
-    (repository.home / TRACK / ".hidden").mkdir()
+def behind_a_link(repository):
+    folder = folder_of(repository, "Faster")
+    folder.symlink_to(folder.rename(repository.root / "elsewhere"))
 
 
 def as_script(repository, old, new):
@@ -237,15 +188,10 @@ def as_script(repository, old, new):
 
 def scripts_of_two_dtypes(repository):
     source = made.source_of("fast", dtype="float32")
-    for path in made.write_logs(repository.root, source, made.source_of("second"), 6, began=LATER)[
-        :6
-    ]:
+    paths = made.write_logs(repository.root, source, made.source_of("second"), 6, began=LATER)
+    for path in paths[:6]:
         edit(path, '"dtype": "bfloat16"', '"dtype": "float32"')
     forced(repository, "Fast", source)
-
-
-def named_alike(repository):
-    forced(repository, "fastER", pairs(repository))
 
 
 def runs_named_alike(repository):

@@ -2,7 +2,6 @@
 the trainer gets a tiny track, so that its runs need no overrides and make a record. And the lines
 of the README, with a script that writes a log in no time."""
 
-import hashlib
 import re
 import shutil
 from dataclasses import replace
@@ -16,33 +15,22 @@ from records import render
 from records_helpers import call
 
 
-def script_with_track(corpus, **changes):
-    """The trainer's source with a track "tiny" on the tests' corpus."""
-    own = {"data": str(corpus), "val_every": 2, "target_loss": 30.0, "seed": -1}
-    config = replace(helpers.tiny_config(**own, **changes), track="tiny")
-    code = helpers.TRAINER.read_text()
-    return code.replace("TRACKS = {\n", f'TRACKS = {{\n    "tiny": {config!r},\n', 1)
-
-
 @pytest.mark.slow
 def test_runs_of_the_trainer_are_a_record(corpus, tmp_path, capsys, monkeypatch):
     for name, value in helpers.environment().items():
         monkeypatch.setenv(name, value)
-    tiny = helpers.tiny_config(data=str(corpus))
+    tiny = helpers.tiny_config(data=str(corpus), val_every=2, target_loss=30.0, seed=-1)
     val_sha256 = train_gpt.validation_hash(train_gpt.open_corpus(tiny).val)
-    fixed = {"tokenizer": "bytes", "val_tokens": helpers.TINY["val_tokens"], "target_loss": 30.0}
-    rules = {
-        "track": "tiny",
-        "config": {**fixed, "val_sha256": val_sha256},
-        "manifest_sha256": hashlib.sha256((corpus / "manifest.json").read_bytes()).hexdigest(),
-        "copy_loss": 1e-6,
-    }
+    fixed = {"tokenizer": "bytes", "val_sha256": val_sha256, "target_loss": 30.0}
+    rules = {"track": "tiny", "config": {**fixed, "val_tokens": tiny.val_tokens}, "copy_loss": 1e-6}
+    rules["manifest_sha256"] = made.sha_of((corpus / "manifest.json").read_text())
     repository = made.Repository(tmp_path, {"tiny": rules})
     (tmp_path / "records").mkdir()
     (tmp_path / "README.md").write_text("<!-- records -->\n<!-- end -->\n")
     shutil.copy(helpers.ROOT / "records/gates.py", repository.home)  # whose runs find it there
     (repository.home / "README.md").write_text("<!-- records/tiny -->\n<!-- end -->\n")
-    code = script_with_track(corpus, val_sha256=val_sha256)
+    row = f'"tiny": {replace(tiny, track="tiny", val_sha256=val_sha256)!r}'
+    code = helpers.TRAINER.read_text().replace("TRACKS = {\n", f"TRACKS = {{\n    {row},\n", 1)
     (tmp_path / "train_gpt.py").write_text(code)
     status, out, err = call(repository, capsys, "run", "--track", "tiny", "--runs", 2)
     assert status == 0, out + err
@@ -69,20 +57,12 @@ def test_runs_of_the_trainer_are_a_record(corpus, tmp_path, capsys, monkeypatch)
     assert call(repository, capsys, "verify") == (0, "verify: ok, 1 record\n", "")
 
 
-OTHER_PAGE = pytest.param("records/README.md", marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("page", [OTHER_PAGE, "README.md"])
+@pytest.mark.parametrize("page", ["records/README.md", "README.md"])
 def test_what_the_readme_says_makes_a_record(tmp_path, capsys, page):
     """The lines of its block, as they stand there, but for who writes and commits."""
     blocks = re.findall(r"^```\w*\n(.*?)^```$", (helpers.ROOT / page).read_text(), re.DOTALL | re.M)
     lines = next(block for block in blocks if "records submit" in block).splitlines()
-    repository = made.make_repository(tmp_path)
-    slow = made.fake_trainer(loss=0.85, time=150)
-    (tmp_path / "train_gpt.py").write_text(slow)
-    assert call(repository, capsys, "run", "--runs", 3)[0] == 0
-    made.submitted(repository, "First", slow)
-    (tmp_path / "train_gpt.py").write_text(made.fake_trainer())
+    repository = made.make_first(tmp_path)
     for line in lines:
         line = line.partition(" #")[0].replace('"Your name"', "Me").strip()
         if line.startswith("$EDITOR"):

@@ -6,9 +6,9 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -34,10 +34,9 @@ def test_rules_are_those_of_the_trainer():
         if rules["track"] in train_gpt.TRACKS:
             config = config_of(source, rules["track"])
             assert {key: config[key] for key in rules["config"]} == rules["config"]
-    manifest = files.BOARDS["english"]["manifest_sha256"]
-    assert manifest == data_text.RECORD_MANIFEST_SHA256
-    gates = helpers.ROOT / "records/gates.py"
-    assert made.sha_of(gates.read_text()) in files.RULES["gates_sha256"]
+    assert files.BOARDS["english"]["manifest_sha256"] == data_text.RECORD_MANIFEST_SHA256
+    gates = (helpers.ROOT / "records/gates.py").read_text()
+    assert made.sha_of(gates) in files.RULES["gates_sha256"]
 
 
 def test_reading_imports_no_code_of_the_branch():
@@ -136,7 +135,7 @@ def third(repository):
     return repository
 
 
-@pytest.mark.parametrize("name", ["../../escape", "a/b", "", "-x", "a" * 61, "x\n", "naïve", "<b>"])
+@pytest.mark.parametrize("name", ["../../escape", "", "-x", "a" * 61, "x\n", "naïve", "<b>"])
 def test_submit_refuses_names_that_are_no_folder(third, capsys, name):
     before = sorted(third.root.rglob("*"))
     assert submit(third, f"--name={name}") == 2
@@ -144,11 +143,12 @@ def test_submit_refuses_names_that_are_no_folder(third, capsys, name):
     assert sorted(third.root.rglob("*")) == before
 
 
-def test_submit_refuses_what_verify_refuses(third, capsys):
-    """And leaves nothing behind."""
+def test_submit_refuses_what_verify_refuses(third, capsys, monkeypatch):
+    """And leaves nothing behind, as where it is interrupted."""
 
-    def refused(*words):
-        assert submit(third, "--name", "Chosen", *words) == 2
+    def refused(*words, status=2):
+        assert submit(third, "--name", "Chosen", *words) == status
+        assert not list(third.root.glob("records/*/*Chosen*"))
         return capsys.readouterr().err
 
     path = sorted(third.root.glob(f"logs/{made.name_of(made.source_of('third'))}-*a/log.txt"))[3]
@@ -161,7 +161,11 @@ def test_submit_refuses_what_verify_refuses(third, capsys):
     assert "6 runs were declared, logs has [1, 2, 3, 5" in refused()
     (third.root / "train_gpt.py").write_text(made.source_of("fourth"))
     assert f"there are no runs {third.root}/logs/" in refused()
-    assert not list(third.root.glob("records/*/*Chosen*"))
+    (third.root / "train_gpt.py").write_text(made.source_of("third"))
+    interrupted = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("records.experiment.check_records", interrupted)
+    path.write_text(kept)
+    refused(status=130)
 
 
 def test_submit_takes_the_runs_of_its_track_alone(third, capsys):
@@ -171,24 +175,13 @@ def test_submit_takes_the_runs_of_its_track_alone(third, capsys):
             shutil.copytree(folder, folder.with_name(folder.name.replace(TRACK, kind)))
     folder = third.home / TRACK / f"{datetime.now(UTC):%Y-%m-%d}_Third"
     folder.mkdir()
-    (folder / "README.md").write_text("somebody's")
     assert submit(third, "--name", "Third") == 2
     assert "exists; choose another --name" in capsys.readouterr().err
-    assert (folder / "README.md").read_text() == "somebody's"
-    shutil.rmtree(folder)
+    folder.rmdir()
     assert submit(third, "--name", "Third") == 0
     for path in logs_in(folder):  # which are thin; with the script they are what the trainer wrote
         whole = (third.root / "logs" / path.stem / "log.txt").read_text()
         assert made.source_of("third") + path.read_text() == whole
-
-
-def test_an_interrupted_submit_leaves_nothing(third, monkeypatch):
-    def interrupted(repository):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("records.experiment.check_records", interrupted)
-    assert submit(third, "--name", "Chosen") == 130
-    assert not list(third.root.glob("records/*/*Chosen*"))
 
 
 # ----- pages, and files that are not what they seem
@@ -207,36 +200,22 @@ def test_pages_must_be_current(repository):
     assert "README.md: <!-- records/" in refusal(repository)
 
 
-def sparse(path):
-    with open(path, "r+b") as file:
-        file.truncate(2**40)
-
-
 def pipe(path):
     path.unlink()
     os.mkfifo(path)
 
 
-def directory(path):
-    path.unlink()
-    path.mkdir()
-
-
 def link(path):
-    secret = path.rename(path.parents[4] / "secret")
-    path.symlink_to(secret)
+    path.symlink_to(path.rename(path.parents[4] / "secret"))
 
 
 HOSTILE = {
-    "huge": (sparse, "is larger than 4,194,304 bytes"),
+    "huge": (b"x" * (2**22 + 1), "is larger than 4,194,304 bytes"),
     "binary": (b"\xff\xfe\x00" * 100, "codec can't decode byte"),
-    "nul bytes": (b"\0" * 100, r"line 1 holds the control character '\\x00'"),
     "escapes": (b"a\n\x1b[2Jb\n", r"line 2 holds the control character '\\x1b'"),
     "direction": ("x = 1  # \u202e1 = x\n".encode(), r"'\\u202e'"),
     "pipe": (pipe, "no regular file"),
-    "folder": (directory, "no regular file|Is a directory"),
     "link": (link, "Too many levels of symbolic links"),
-    "empty": (b"", "no line '===== END OF CODE"),
 }
 
 
@@ -252,13 +231,6 @@ def test_hostile_logs_are_refused(repository, name):
     assert re.search(rf"/logs/{path.name}: .*{reason}", found), found
 
 
-def test_a_record_behind_a_link_is_refused(repository, tmp_path):
-    folder = folder_of(repository, "Faster")
-    shutil.move(folder, tmp_path / "elsewhere")
-    folder.symlink_to(tmp_path / "elsewhere")
-    assert "_Faster: is no folder, or a link" in refusal(repository)
-
-
 def test_what_python_and_macos_leave_is_ignored(repository, pristine):
     folder = folder_of(repository, "First")
     for place in (repository.home, folder.parent, folder, folder / "logs"):
@@ -267,29 +239,3 @@ def test_what_python_and_macos_leave_is_ignored(repository, pristine):
         (place / "__pycache__" / "train_gpt.pyc").write_bytes(b"\0")
     assert refusal(repository) == ""
     assert refusal(Repository(pristine.root, pristine.rules, repository.root)) == ""
-
-
-@pytest.mark.slow
-def test_large_files_are_refused_in_linear_time(repository):
-    """Four MiB of what an expression could go through again and again."""
-    log = logs_in(folder_of(repository, "First"))[1]
-    readme = folder_of(repository, "First") / "README.md"
-    kept = {log: log.read_text(), readme: readme.read_text()}
-    size = 4_100_000
-    for path, old, unit in (
-        (log, "validity: ", "a: "),
-        (log, "validity: ", "a:a:"),
-        (log, "size: ", "a=1,"),
-        (log, "config:", "{"),
-        (log, "===== START =====\n", "\n"),
-        (log, "step:20/60 ", "train_loss"),
-        (log, "device:", "A "),
-        (readme, "## Why\n\n", " \n"),
-        (readme, "## Why\n\n", "- "),
-        (readme, "## Why\n\n", "> "),
-    ):
-        path.write_text(kept[path].replace(old, old + unit * (size // len(unit)) + "<b>", 1))
-        began = time.process_time()
-        assert refusal(repository)
-        assert time.process_time() - began < 10, (old, unit)
-        path.write_text(kept[path])

@@ -16,14 +16,10 @@ from helpers import EOT
 CAUGHT = {}  # {name: (gates that it fails, by whatever chance others as well; cheat)}
 
 
-def caught_by(gates):
-    """Enter a cheat into the table under its name."""
-
-    def enter(cheat):
-        CAUGHT[cheat.__name__] = gates, cheat
-        return cheat
-
-    return enter
+def caught_by(gates, *functions, **cheats):
+    """Enter cheats into the table, functions under their own names."""
+    cheats |= {function.__name__: function for function in functions}
+    CAUGHT.update({name: (gates, cheat) for name, cheat in cheats.items()})
 
 
 # ----- what they are made of
@@ -52,7 +48,7 @@ def seeing(extra, trainer, patch):
     trainer.table.look_up, trainer.forward_pass = look_up, forward_pass
 
 
-def seeing_target_where(condition):
+def seeing_target(condition):
     """Every layer receives the target where condition(micro_batch, positions) is true."""
 
     def extra(trainer, passage, micro_batch):
@@ -67,8 +63,10 @@ def seeing_successors(part):
     part(tokens, start of the pass)."""
 
     def extra(trainer, passage, micro_batch):
-        known = successors(part(passage.text, passage.position[0]))
-        return embedding(trainer, known[micro_batch.inputs])
+        tokens = part(passage.text, passage.position[0])
+        known = np.full(EOT + 1, EOT)
+        known[tokens[:-1]] = tokens[1:]
+        return embedding(trainer, torch.from_numpy(known)[micro_batch.inputs])
 
     return seeing(extra)
 
@@ -79,18 +77,17 @@ def replacing(name, other, trainer, patch, owner=train_gpt):
     patch.setattr(owner, name, partial(other, getattr(owner, name)))
 
 
-def attending_ahead(every=1):
+attending = partial(replacing, "mask", owner=train_gpt.BlockedAttention)
+
+
+def ahead(honest, *words, every=1):
     """Queries see the next key of their block, every so many positions."""
-
-    def mask(honest, *words):
-        rows = honest(None, *words)  # (blocks, 1, queries, keys)
-        is_ahead = torch.arange(rows.size(2))[:, None] % every == 0
-        return torch.where(is_ahead, rows.roll(-1, 2), rows)
-
-    return replacing("mask", mask, owner=train_gpt.BlockedAttention)
+    rows = honest(None, *words)  # (blocks, 1, queries, keys)
+    is_ahead = torch.arange(rows.size(2))[:, None] % every == 0
+    return torch.where(is_ahead, rows.roll(-1, 2), rows)
 
 
-def attending_across_documents(honest, micro_batch, *words):
+def across_documents(honest, micro_batch, *words):
     start = torch.zeros_like(micro_batch.segment_start)
     return honest(None, micro_batch._replace(segment_start=start), *words)
 
@@ -156,17 +153,9 @@ def favour(logits, ids):
     return logits + 20 * F.one_hot(ids, EOT + 1) * (ids != EOT)[:, None]
 
 
-def successors(tokens):
-    """What follows each token where it stands last, (EOT + 1,); EOT where it stands nowhere."""
-    found = np.full(EOT + 1, EOT)
-    found[tokens[:-1]] = tokens[1:]
-    return torch.from_numpy(found)
+# ----- cheats of more than a few words
 
 
-# ----- models that see later tokens, or other documents
-
-
-@caught_by("causal local")
 def what_was_here_when_the_place_was_scored_before(trainer, patch):
     """In its second evaluation a model like this has seen all targets."""
     seen = torch.full((trainer.config.val_tokens,), EOT)
@@ -189,10 +178,6 @@ def mean_of_all_earlier_tokens(trainer, passage, micro_batch):
     return total / (1 + positions(micro_batch))
 
 
-# ----- models that hide the next token from who compares
-
-
-@caught_by("causal local")
 def target_in_signs_of_zeros(trainer, patch):
     """Nine channels of each hidden state are zeros, and the head reads their signs."""
     logits, powers = trainer.model.logits, 2 ** torch.arange(9)
@@ -221,29 +206,25 @@ class Agreeable(torch.Tensor):
         return torch.zeros(self.shape)
 
 
-def target_in_a_tensor_that_equals_all_others(trainer, hidden, targets):
-    return (hidden + embedding(trainer, targets)).as_subclass(Agreeable)
-
-
-@caught_by("causal local")
 def logits_that_know_the_target_of_each_state(trainer, patch):
     """States are honest; the head knows them again, and what followed them when they were made."""
     logits, known = trainer.model.logits, {}
 
-    def ids_of(hidden):
-        keys = [state.tobytes() for state in hidden.float().numpy()]
-        return torch.tensor([known.get(key, EOT) for key in keys])
+    def keys_of(hidden):
+        return [state.tobytes() for state in hidden.float().numpy()]
 
     def remember(trainer, hidden, targets):
-        keys = [state.tobytes() for state in hidden.float().numpy()]
-        known.update(zip(keys, targets.tolist(), strict=True))
+        known.update(zip(keys_of(hidden), targets.tolist(), strict=True))
         return hidden
 
+    def knowing(hidden):
+        ids = [known.get(key, EOT) for key in keys_of(hidden)]
+        return favour(logits(hidden), torch.tensor(ids))
+
     stating(remember)(trainer, patch)
-    trainer.model.logits = lambda hidden: favour(logits(hidden), ids_of(hidden))
+    trainer.model.logits = knowing
 
 
-@caught_by("normalised")
 def logits_that_know_the_targets_of_a_pass_in_order(trainer, patch):
     """Of a head that counts the states that it is asked about since the pass."""
     logits, left = trainer.model.logits, []
@@ -263,10 +244,6 @@ def logits_that_know_the_targets_of_a_pass_in_order(trainer, patch):
     trainer.model.logits = knowing
 
 
-# ----- models that pass something on from one pass to the next
-
-
-@caught_by("normalised")
 def state_of_the_text_before(trainer, patch):
     """Where a pass goes on in the text: it has looked at earlier tokens only, but in this order."""
     state, ends = torch.zeros(trainer.config.model_dim), [-1]
@@ -287,7 +264,6 @@ def training_on_what_was_scored(trainer, tokens, low, hidden):
     trainer.model.head.data.index_add_(0, targets, 0.01 * hidden)
 
 
-@caught_by("normalised")
 def training_that_is_taken_back(trainer, patch):
     """At the end of the evaluation, ahead of the gates."""
     honest, score = trainer.evaluate, trainer.score
@@ -303,16 +279,6 @@ def training_that_is_taken_back(trainer, patch):
     trainer.evaluate = evaluate
 
 
-# ----- losses that are not those of a distribution
-
-
-@caught_by("causal")
-def a_constant(trainer, patch):
-    """Honest, but a forward pass that forgets the tokens looks like it."""
-    trainer.model.head.data.zero_()
-
-
-@caught_by("normalised")
 def mean_less_a_millionth(trainer, patch):
     honest = trainer.evaluate
     trainer.evaluate = lambda step, val: honest(step, val) - 1e-6
@@ -343,104 +309,89 @@ def temperature_fitted_to_the_validation_text(trainer, val):
     trainer.evaluate = evaluate
 
 
-PASSING = [
-    memory_of_an_earlier_evaluation,
-    temperature_fitted_to_the_validation_text,
-]
+PASSING = [memory_of_an_earlier_evaluation, temperature_fitted_to_the_validation_text]
 
 
-# ----- those of a few words
+# ----- the table: those above, and those of a few words
 
 AHEAD = {(0, 0, 1, -1): (0, 0, -1, 1)}  # of what is padded by the token before, the next one
 
-CAUGHT |= {
-    # Models that see later tokens.
-    "attention_one_ahead": ("causal local", attending_ahead()),
-    "attention_one_ahead_at_edges": ("causal", attending_ahead(every=32)),
-    "target_at_the_last_position": ("causal", seeing_target_where(lambda _, at: at == at.max())),
-    "target_far_into_a_document": (
-        "causal",
-        seeing_target_where(lambda batch, at: at - batch.segment_start[:, None] >= 40),
+# Models that see later tokens.
+caught_by(
+    "causal",
+    attention_one_ahead_at_edges=attending(partial(ahead, every=32)),
+    target_at_the_last_position=seeing_target(lambda _, at: at == at.max()),
+    target_far_into_documents=seeing_target(
+        lambda batch, at: at - batch.segment_start[:, None] >= 40
     ),
-    "target_unless_there_is_noise": (
-        "causal local",
-        seeing_target_where(lambda batch, at: (batch.inputs < 128).float().mean() > 0.9),
+    guesses_of_the_next_token=replacing(
+        "copies", lambda honest, *words: np.roll(honest(*words), -1, 0)
     ),
-    "successors_from_behind": ("causal local", seeing_successors(lambda tokens, low: tokens[low:])),
-    "inputs_are_the_targets": (
-        "causal local",
-        reading(lambda batch: batch._replace(inputs=batch.targets.int())),
+    document_begins_next=seeing(lambda trainer, _, batch: (batch.targets == EOT).float()[:, None]),
+    # Honest, but a forward pass that forgets the tokens looks like it.
+    a_constant=lambda trainer, patch: trainer.model.head.data.zero_(),
+)
+caught_by(
+    "causal local",
+    what_was_here_when_the_place_was_scored_before,
+    target_in_signs_of_zeros,
+    logits_that_know_the_target_of_each_state,
+    attention_one_ahead=attending(ahead),
+    target_unless_noise=seeing_target(lambda batch, at: (batch.inputs < 128).float().mean() > 0.9),
+    successors_from_behind=seeing_successors(lambda tokens, low: tokens[low:]),
+    inputs_are_the_targets=reading(lambda batch: batch._replace(inputs=batch.targets.int())),
+    rows_of_the_next_token=replacing(
+        "ngram_rows", lambda honest, *words: [np.roll(rows, -1, 0) for rows in honest(*words)]
     ),
-    "guesses_of_the_next_token": (
-        "causal",
-        replacing("copies", lambda honest, *words: np.roll(honest(*words), -1, axis=0)),
+    smear_from_ahead=replacing(
+        "pad", lambda honest, x, widths: honest(x, AHEAD.get(widths, widths)), owner=F
     ),
-    "rows_of_the_next_token": (
-        "causal local",
-        replacing("ngram_rows", lambda honest, *words: [np.roll(x, -1, 0) for x in honest(*words)]),
+    keys_from_ahead=replacing(
+        "shifted", lambda honest, k, first: honest(k.roll(-2, 0), first & False)
     ),
-    "smear_from_the_next_token": (
-        "causal local",
-        replacing("pad", lambda honest, x, widths: honest(x, AHEAD.get(widths, widths)), owner=F),
+    norm_of_all_tokens=replacing(
+        "norm", lambda honest, x: x * x.float().square().mean().rsqrt().to(x.dtype)
     ),
-    "the_next_token_begins_a_document": (
-        "causal",
-        seeing(lambda trainer, _, batch: (batch.targets == EOT).float()[:, None]),
+    target_in_a_tensor_that_equals_all_others=stating(
+        lambda trainer, hidden, ids: (hidden + embedding(trainer, ids)).as_subclass(Agreeable)
     ),
-    "keys_shifted_from_the_next_token": (
-        "causal local",
-        replacing("shifted", lambda honest, k, first: honest(k.roll(-2, 0), first & False)),
+)
+
+# Models that see other documents.
+caught_by(
+    "local",
+    attention_across_documents=attending(across_documents),
+    keys_across_documents=replacing("shifted", lambda honest, k, first: honest(k, first & False)),
+    n_grams_across_documents=replacing(
+        "ngram_keys", lambda honest, tokens, at, _, n: honest(tokens, at, at, n)
     ),
-    "softmax_over_rows_that_the_targets_decide": (
-        "causal local normalised",
-        replacing("evaluation_phase", lambda honest, *a: honest(*a)._replace(softmax_rows=160)),
+    copies_across_documents=replacing(
+        "copies", lambda honest, text, config: honest(undivided(text), config)
     ),
-    # Models that see other documents.
-    "attention_across_documents": (
-        "local",
-        replacing("mask", attending_across_documents, owner=train_gpt.BlockedAttention),
-    ),
-    "keys_shifted_from_the_document_before": (
-        "local",
-        replacing("shifted", lambda honest, k, first: honest(k, first & False)),
-    ),
-    "n_grams_that_reach_into_the_document_before": (
-        "local",
-        replacing("ngram_keys", lambda honest, tokens, at, depth, n: honest(tokens, at, at, n)),
-    ),
-    "copies_out_of_documents_before": (
-        "local",
-        replacing("copies", lambda honest, passage, config: honest(undivided(passage), config)),
-    ),
-    "norm_over_the_micro_batch": (
-        "causal local",
-        replacing("norm", lambda honest, x: x * x.float().square().mean().rsqrt().to(x.dtype)),
-    ),
-    "mean_of_all_earlier_tokens": ("local", seeing(mean_of_all_earlier_tokens)),
+    mean_of_all_earlier_tokens=seeing(mean_of_all_earlier_tokens),
     # The micro-batch just before is not read yet, as of a cache that lags behind.
-    "successors_in_earlier_micro_batches": (
-        "local",
-        seeing_successors(lambda tokens, low: tokens[: max(0, low - 256)]),
+    successors_from_long_before=seeing_successors(lambda tokens, low: tokens[: max(0, low - 256)]),
+)
+
+# Models that pass something on, and losses that are not those of a distribution.
+caught_by(
+    "normalised",
+    logits_that_know_the_targets_of_a_pass_in_order,
+    state_of_the_text_before,
+    training_that_is_taken_back,
+    mean_less_a_millionth,
+    losses_less_a_thousandth=losing(lambda losses, ids: losses - 1e-3),
+    line_ends_cost_nothing=losing(lambda losses, ids: losses * (ids != 10)),
+    losses_of_the_inputs=reading(lambda batch: batch._replace(targets=batch.inputs.long())),
+)
+caught_by(
+    "causal local normalised",
+    softmax_over_rows_that_the_targets_decide=replacing(
+        "evaluation_phase", lambda honest, *words: honest(*words)._replace(softmax_rows=160)
     ),
-    # Models that hide the next token from who compares.
-    "target_in_a_tensor_that_equals_all_others": (
-        "causal local",
-        stating(target_in_a_tensor_that_equals_all_others),
-    ),
-    # Models that pass something on.
-    "training_on_what_was_scored": (
-        "causal local normalised unmoved",
-        acting_after_passes(training_on_what_was_scored),
-    ),
-    # Losses that are not those of a distribution.
-    "losses_less_a_thousandth": ("normalised", losing(lambda losses, ids: losses - 1e-3)),
-    "line_ends_cost_nothing": ("normalised", losing(lambda losses, ids: losses * (ids != 10))),
-    "losses_in_another_order": (
-        "causal local normalised",
-        losing(lambda losses, ids: losses.roll(1)),
-    ),
-    "losses_of_the_tokens_themselves": (
-        "normalised",
-        reading(lambda batch: batch._replace(targets=batch.inputs.long())),
-    ),
-}
+    losses_in_another_order=losing(lambda losses, ids: losses.roll(1)),
+)
+caught_by(
+    "causal local normalised unmoved",
+    training_on_what_was_scored=acting_after_passes(training_on_what_was_scored),
+)

@@ -11,7 +11,6 @@ import sys
 import cheats
 import numpy as np
 import pytest
-import torch
 
 import ranks
 import train_gpt
@@ -68,8 +67,7 @@ def failed(trainer, val=VAL):
         {"untie_at": 1.0, "softmax_rows": 256, "mtp_weights": (1.0, 0.5)},
         {"val_batch_tokens": 1024},
         {"val_batch_tokens": 64, "windows": (16, 32), "val_windows": (16, 32), "val_tokens": 128},
-        pytest.param({"dtype": "bfloat16", **LAYERED}, marks=SLOW),
-        pytest.param({"dtype": "bfloat16", "seed": 2, **ONE_LAYER, "ngram_rows": 3}, marks=SLOW),
+        {**ONE_LAYER, "ngram_rows": 3},
     ],
     ids=str,
 )
@@ -78,29 +76,15 @@ def test_an_honest_model_passes(changes):
     assert failed(trainer, VAL[: trainer.config.val_tokens + 1]) == set()
 
 
-def documents_of_lengths(lengths):
-    """257 tokens of documents of such lengths, whose starts are not counted."""
-    text = np.random.default_rng(0).integers(0, EOT, sum(lengths)).tolist()
-    tokens = []
-    for length in lengths:
-        tokens += [EOT, *text[:length]]
-        text = text[length:]
-    return np.array([*tokens, EOT][:257], dtype=np.uint16)
-
-
 @pytest.mark.parametrize(
-    "val",
-    [
-        documents_of_lengths([256]),
-        np.roll(documents_of_lengths([256]), -1),
-        documents_of_lengths([0, 1, 2] * 100),
-        documents_of_lengths([0] * 257),
-        documents_of_lengths([0, 100, 0, 155]),
-    ],
-    ids=["one", "none begins", "of 1 to 3 tokens", "of no tokens", "one at the very end"],
+    "starts",
+    [[0], [], range(0, 257, 2), range(257), [0, 1, 102, 256]],
+    ids=["one", "none begins", "short ones", "empty ones", "one at the very end"],
 )
 @pytest.mark.parametrize("length", [64, 256])
-def test_few_and_short_documents_are_no_cheat(val, length):
+def test_few_and_short_documents_are_no_cheat(starts, length):
+    val = np.random.default_rng(0).integers(0, EOT, 257).astype(np.uint16)
+    val[list(starts)] = EOT
     trainer = gated_trainer(val_batch_tokens=length, val_tokens=256, copy_orders=(2,))
     assert failed(trainer, val) == set()
 
@@ -132,36 +116,25 @@ def test_ranks_agree(world_size):
 # ----- where the gates look
 
 
-def cuts_of(kept, low):
-    return low + np.flatnonzero((kept > gates.NOISE) & (np.append(kept[1:], 0) == gates.NOISE))
-
-
-def noisy_passes(seed):
-    """(start of the pass, text with noise in it, what is kept) of all passes."""
+def cuts_of_run(seed):
+    """Places that the gates compare in a run of a seed."""
     passes = gates.Gates(gated_trainer(seed=seed), 4, VAL)
     rng = np.random.default_rng(seed)
-    lows = range(0, VAL_TOKENS, passes.length)
-    return [(low, *passes.with_noise(VAL, low, rng)) for low in lows]
-
-
-def test_documents_are_kept_up_to_cuts_and_all_else_is_noise():
-    edges = [*np.flatnonzero(VAL == EOT), len(VAL)]
-    for low, noisy, kept in noisy_passes(seed=1):
+    cuts = []
+    for low in range(0, VAL_TOKENS, passes.length):
+        noisy, kept = passes.with_noise(VAL, low, rng)
         is_same = noisy == VAL
-        np.testing.assert_array_equal(is_same[low : low + 256], kept > gates.NOISE)
-        assert not is_same[low + 256 :].any() and len(cuts_of(kept, low))
+        np.testing.assert_array_equal(is_same[low : low + passes.length], kept > gates.NOISE)
         assert not np.any(noisy[~is_same] == EOT)
-        for start, behind in zip(edges, edges[1:], strict=False):
-            assert np.all(np.diff(is_same[start:behind].astype(int)) <= 0)  # one cut, if any
-            fates = set(kept[max(start - low, 0) : max(behind - low, 0)])
-            assert len(fates) <= 1 or gates.WHOLE not in fates
+        is_cut = (kept > gates.NOISE) & (np.append(kept[1:], 0) == gates.NOISE)
+        cuts += [*low + np.flatnonzero(is_cut)]
+    return cuts
 
 
 def test_cuts_are_on_edges_and_off_them_and_others_in_each_run():
-    runs = [noisy_passes(seed) for seed in range(8)]
-    cuts = [np.concatenate([cuts_of(kept, low) for low, _, kept in run]) for run in runs]
-    assert len({tuple(run) for run in cuts}) == 8
-    cuts = np.concatenate(cuts)
+    runs = [cuts_of_run(seed) for seed in range(8)]
+    assert len({tuple(run) for run in runs}) == 8
+    cuts = np.concatenate(runs)
     assert {0, 63, 127, 255} <= set(cuts % 256) and len(set(cuts % 64)) > 48
     starts = np.flatnonzero(VAL == EOT)[1:]
     for shift in (-1, 0):  # the last token of a document, and the first
@@ -176,26 +149,6 @@ def test_long_documents_are_cut_short_for_more_cuts():
     assert 50 < np.sum(starts // 1024 == 1) < train_gpt.SEGMENT_ROOM
 
 
-@pytest.mark.slow
-def test_a_leak_at_one_per_cent_of_all_positions_is_caught_in_nearly_all_runs():
-    """Each cut sees it by a chance of 0.01: 0.99^n of all runs miss it."""
-    leaks = torch.from_numpy(np.random.default_rng(5).random(VAL_TOKENS) < 0.01)[:, None]
-
-    def extra(trainer, passage, micro_batch):
-        return cheats.embedding(trainer, micro_batch.targets) * leaks[passage.position]
-
-    val = VAL.copy()
-    val[::2] = EOT
-    missed = []
-    for seed in range(20):
-        trainer = gated_trainer(seed=seed, **ONE_LAYER)
-        cheats.seeing(extra)(trainer, None)
-        verdict = gates.check_gates(trainer, 4, val, 0.0, train_gpt.state_digest)
-        assert verdict.cuts > 200
-        missed += [seed] * verdict.passed["causal"]
-    assert len(missed) <= 3
-
-
 # ----- cheating ones
 
 SHIFTED = layers_of(2, is_long=(1,), shifted_keys=(0,), skip={1: 1})
@@ -205,9 +158,9 @@ MANY_PASSES = {"val_batch_tokens": 64, "windows": (16, 32), "val_windows": (16, 
 # Layers of all kinds; and a narrow type, in which losses of single tokens may be off by much more.
 AMONG_LAYERS = (
     "attention_across_documents",
-    "keys_shifted_from_the_document_before",
-    "keys_shifted_from_the_next_token",
-    "smear_from_the_next_token",
+    "keys_across_documents",
+    "keys_from_ahead",
+    "smear_from_ahead",
 )
 NARROW = ("attention_one_ahead", "losses_less_a_thousandth", "target_in_signs_of_zeros")
 
