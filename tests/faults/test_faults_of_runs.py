@@ -167,7 +167,7 @@ def test_a_shard_that_vanishes_during_a_run_is_named(tiny, cli, tmp_path, monkey
     with monkeypatch.context() as patched:
         patched.setattr(train_gpt, "warm_up", vanishing)
         run = cli(**values, run_id="gone")
-    assert run.code == 2 and second.name in run.lines[-1] == run.log[-1]
+    assert run.code == 1 and second.name in run.lines[-1] == run.log[-1]
     assert "no such file" in refusal(cli(resume="gone"))
     elsewhere.rename(second)
     assert cli(resume="gone").code == 0 and run.result["val_loss"] == whole.result["val_loss"]
