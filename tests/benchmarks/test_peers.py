@@ -31,11 +31,3 @@ def test_a_ratio_is_of_a_loss_that_is_reached(plain, ours, words):
     means = {"ours, short": 1.9, "plain GPT": plain, "ours": ours}
     medians = {"ours, short": 15.0, "plain GPT": 150.0, "ours": 200.0}
     assert peers.last_line(means, medians, 3) == f"tinyshakespeare {words} seeds:3"
-
-
-@pytest.mark.slow
-def test_both_sides_learn(monkeypatch):
-    monkeypatch.setattr(peers, "PLAIN_STEPS", 2)
-    parts = peers.parts_of(TEXT)
-    for loss, seconds in (peers.train_ours(SMALL, parts, 1), peers.train_plain(parts, 1)):
-        assert loss < np.log(peers.BYTES["vocab_size"]) and seconds > 0

@@ -47,18 +47,6 @@ def test_a_tuning_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     assert ends[0] == ends[1] and len(ends[0]) == 1 + 5
 
 
-# ----- turns with our trainer
-
-
-def test_a_factor_is_the_median_over_the_turns_of_its_corpus():
-    losses = {"plain_loss": 2.9543, "loss": 2.95, "seconds": 20.0}
-    times = enumerate((600.0, 1000.0, 700.0))
-    turns = [{"seed": seed, "plain_seconds": seconds, **losses} for seed, seconds in times]
-    table, lines = plain_gpt.report_turns({"english": turns})
-    assert lines == {"english": "english factor:35.00 low:30.00 high:50.00 turns:3"}
-    assert "| english | 2 | 2.9543 | 2.9500 | 700.0 | 20.0 | 35.00 |" in table
-
-
 def test_the_plain_gpt_stops_where_its_smoothed_loss_is_no_higher():
     def training(loss_of):
         steps = []

@@ -22,24 +22,15 @@ import ranks
 import train_gpt
 from helpers import Run, assert_same_end, launched, make_corpus, refusal
 
-# ----- kills
-
-
-def wait_for_step(folder, step):
-    """Return once a step is in the log."""
-    log = folder / "log.txt"
-    for _ in range(6000):
-        if log.exists() and re.search(rf"^step:{step}/", log.read_text(errors="replace"), re.M):
-            return
-        time.sleep(0.02)
-
 
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_rank_was_killed(rich, rich_run_of, tmp_path):
     values = {**rich, "save_every": 4, "run_id": "again", "resume": "auto"}
     folder, words = tmp_path / "logs" / "again", ("--nproc-per-node=2", "--max-restarts=2")
     with launched(tmp_path, values, "--standalone", *words) as process:
-        wait_for_step(folder, 9)
+        log = folder / "log.txt"
+        while process.poll() is None and not (log.exists() and "\nstep:9/" in log.read_text()):
+            time.sleep(0.02)
         found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True)
         os.kill(int(found.stdout.split()[1]), signal.SIGKILL)
         out, _ = process.communicate(timeout=200)
@@ -141,8 +132,7 @@ def test_a_run_is_written_by_one_process(tiny, cli):
 
 
 @pytest.mark.parametrize("name", ["", "checkpoint.pt", "checkpoint.sha256"])
-def test_what_stands_in_the_way_of_a_run_is_named(name, tiny, cli, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_gpt, "warm_up", lambda *_: None)
+def test_what_stands_in_the_way_of_a_run_is_named(name, tiny, cli, tmp_path):
     if name:
         (tmp_path / "logs" / "odd" / name).mkdir(parents=True)
     else:
