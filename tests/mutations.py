@@ -4,8 +4,7 @@
     python tests/mutations.py rotary polar  those of these names
 
 Each is made alone, in a copy of the tree, and the tests of its row run there; without a mutation
-these must pass. Beside this file stand the changes, mutations.toml, and the results, mutations.md.
-Where the trainer's text changes, a row follows it: what is broken stays the same.
+these must pass. mutations.toml has the changes, mutations.md the results.
 """
 
 import os
@@ -27,24 +26,13 @@ LEFT_OUT = shutil.ignore_patterns(".*", "logs", "__pycache__", "*.bin")
 ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
-def original(row):
-    """(name, text) of the file that a row of ROWS mutates."""
-    file = row.get("file", "train_gpt.py")
-    return file, (ROOT / file).read_text("utf-8")
-
-
 def tests_fail(folder, tests):
     """Whether tests fail in a copy of the tree."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--all", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    options = {"cwd": folder / "tests", "env": environment, "capture_output": True, "text": True}
     try:
-        done = subprocess.run(
-            [*command, *tests],
-            cwd=folder / "tests",
-            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
+        done = subprocess.run([*command, *tests], timeout=SECONDS, **options)
     except subprocess.TimeoutExpired:
         return True
     if done.returncode not in (0, *FAILED):
@@ -53,13 +41,12 @@ def tests_fail(folder, tests):
 
 
 def main(names):
-    for name in names or ROWS:
-        if name not in ROWS:
-            sys.exit(f"{name}: no such mutation; they are {', '.join(ROWS)}")
-        file, source = original(ROWS[name])
-        if (count := source.count(ROWS[name]["old"])) != 1:
-            sys.exit(f"{name}: its old text stands {count} times in {file}")
-    chosen = {name: row for name, row in ROWS.items() if not names or name in names}
+    if unknown := [name for name in names if name not in ROWS]:
+        sys.exit(f"{unknown[0]}: no such mutation; they are {', '.join(ROWS)}")
+    chosen = {name: {"file": "train_gpt.py", **ROWS[name]} for name in names or ROWS}
+    for name, row in chosen.items():
+        if (count := (ROOT / row["file"]).read_text("utf-8").count(row["old"])) != 1:
+            sys.exit(f"{name}: its old text stands {count} times in {row['file']}")
     all_tests = sorted({word for row in chosen.values() for word in row["tests"].split()})
     caught = 0
     with tempfile.TemporaryDirectory() as scratch:
@@ -68,10 +55,11 @@ def main(names):
         if tests_fail(folder, all_tests):
             sys.exit(f"tests fail without any mutation: {' '.join(all_tests)}")
         for name, row in chosen.items():
-            file, source = original(row)
-            (folder / file).write_text(source.replace(row["old"], row["new"]), "utf-8")
+            path = folder / row["file"]
+            source = path.read_text("utf-8")
+            path.write_text(source.replace(row["old"], row["new"]), "utf-8")
             is_caught = tests_fail(folder, row["tests"].split())
-            (folder / file).write_text(source, "utf-8")
+            path.write_text(source, "utf-8")
             caught += is_caught
             print(f"{'caught' if is_caught else 'MISSED'}  {name}", flush=True)
     print(f"mutations: {caught}/{len(chosen)} caught")

@@ -4,9 +4,7 @@ import json
 import re
 import subprocess
 import sys
-import types
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,18 +12,6 @@ from benchmarks import common, cuda_codegen, gpu_checks, ngram_exchange, project
 from helpers import ROOT
 
 pytestmark = pytest.mark.slow
-
-
-# ----- the table
-
-
-def test_the_bound_counts_foreign_rows_once_each_way():
-    config = types.SimpleNamespace(ngram_rows=10, model_dim=32)
-    # Ranks own rows 0 to 3, 4 to 7, 8 and 9.
-    rows = [np.array([[0, 1], [9, 9]]), np.array([[4, 0], [3, 1]]), np.array([[0, 0]])]
-    bound = ngram_exchange.lower_bound(rows, config, 3)
-    width = 4 * config.model_dim
-    assert bound == pytest.approx(2 * (1 + 3 + 1) * width / 3)  # 9; 0, 3, 1; 0
 
 
 def test_exchange_leaves_its_results(tmp_path):
@@ -44,9 +30,6 @@ def test_exchange_leaves_its_results(tmp_path):
         assert case["dense"] == pytest.approx(dense) and case["bound"] < case["dense"]
 
 
-# ----- GPU checks
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     return str(common.sources(tmp_path_factory.mktemp("text")))
@@ -60,21 +43,11 @@ def findings_of(call, folder, *words):
     return [(item, verdict, value) for verdict, item, value in found], status
 
 
-PARTS = ["killed", "validation on the way", "saved and resumed", "end"]
-PARTS += [f"gate {name}" for name in ("causal", "normalised", "local", "unmoved")]
-PARTS += ["losses", "resumed losses less those before"]
-PARTS += [f"ms of the last step of stage {number}" for number in (1, 2, 3, 4)]
-PARTS += ["final validation"]
-
-
 def test_the_whole_trainer_passes_with_every_part(text, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_checks, "PLACE", tmp_path)
     found, status = findings_of("whole", tmp_path, "--data", text)
     assert status == 0, found
-    assert [item for item, verdict, _ in found] == PARTS
-    transcript = (tmp_path / "tiny_whole.txt").read_text()
-    # A warm-up of four phases and two validations, and of what was ahead of the resumed run.
-    assert len(re.findall(r"^ *\d+\.\d   warm-up", transcript, re.MULTILINE)) == 7 + 4
+    assert len(found) == 15 and {verdict for _, verdict, _ in found} == {"ok"}
 
 
 LINE = "step:{}/16 train_loss:{} lr_mul:1.000 train_time:{}0ms step_avg:1\n"
@@ -85,8 +58,6 @@ LINE = "step:{}/16 train_loss:{} lr_mul:1.000 train_time:{}0ms step_avg:1\n"
     [
         (None, "", ""),
         ("resumed losses less those before", "2.00", "2.00001"),
-        ("killed", "step:8/16 val", "status:ok\nstep:8/16 val"),
-        ("validation on the way", "step:8/16 val", "step:4/16 val"),
         ("saved and resumed", "step:8/16\n", "step:4/16\n"),
         ("end", "status:ok", "status:nan"),
         ("final validation", "final val_loss:1.5", "final val_loss:3.5"),
@@ -122,27 +93,16 @@ def test_a_profile_has_all_times_of_two_checkouts(text, tmp_path):
         times = {item: float(value) for item, _, value in half if item.startswith("ms ")}
         host, loader = times["ms a step of the host"], times["ms a step of the loader"]
         assert times["ms a step"] >= host > loader > 0
-        both, muon = (f"ms of the optimizer alone, {kind}" for kind in ("Muon and Adam", "Muon"))
-        assert times[both] > times[muon] > 0
         assert times["ms a step, all kernels"] > times["ms a step, products"] > 0
 
 
-# ----- generated code
-
-
-def test_launches_are_counted_without_what_is_asserted_of_their_results():
+def test_launches_in_generated_code_are_counted_without_assertions():
     body = """def call(self, args):
-        extern_kernels.mm(arg0_1, arg1_1, out=buf0)
-        buf1 = torch.ops.torch_attn._varlen_attn.default(buf0, buf0, buf0)
-        assert_size_stride(buf2, (6, 128), (128, 1), 'torch.ops.torch_attn._varlen_attn.default')
-        assert_alignment(buf2, 16, 'torch.ops.torch_attn._varlen_attn.default')
-        triton_a.run(buf0, 1024, stream=stream0)
-    """
+        extern_kernels.mm(arg0, arg1, out=buf0)
+        buf1 = torch.ops.attention.default(buf0)
+        assert_alignment(buf1, 16, 'torch.ops.attention.default')"""
     read = cuda_codegen.read_graph(body)
-    assert (read["triton"], read["other"]) == (0, 2)  # that of Triton is not defined in this text
-
-
-# ----- bases and projections
+    assert (read["triton"], read["other"]) == (0, 2)
 
 
 def test_all_methods_come_as_near_to_the_eigenvectors():
@@ -156,31 +116,17 @@ def test_all_methods_come_as_near_to_the_eigenvectors():
     assert torch.allclose(qr.off_diagonal_share(factors, found["batched"]), expected, rtol=0.01)
 
 
-def test_the_share_is_of_the_norm_off_the_diagonal():
-    factor = torch.tensor([[[3.0, 4.0], [4.0, 3.0]], [[2.0, 0.0], [0.0, 1.0]]])
-    share = qr.off_diagonal_share(factor, torch.eye(2).expand(2, 2, 2))
-    assert share.tolist() == pytest.approx([(32 / 50) ** 0.5, 0.0])
-
-
 def test_wrong_coefficients_leave_what_is_frozen():
     case = projection.measure((2, 6, 4, 16), 1, torch.device("cpu"))
     errors = {name: case[name]["error"] for name in projection.FORMS}
     assert max(errors.values()) < 1e-5 < 1e-2 < case["wrong"]["error"]
 
 
-@pytest.mark.parametrize(
-    "script, line",
-    [
-        (qr, r"qr_speedup:\d+\.\d\d max_error:\d\.\de-0\d"),
-        (projection, r"projection_speedup:\d+\.\d\d max_error:\S+ wrong_form_error:\S+"),
-    ],
-)
-def test_the_last_line_and_the_results(script, line, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("script, name", [(qr, "qr"), (projection, "projection")])
+def test_the_last_line_and_the_results(script, name, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(projection, "SIZES", ((3, 6, 4, 16),))
     sizes = ["--sizes", "16,24"] if script is qr else []
     script.main(["--repeats", "1", "--device", "cpu", "--results", str(tmp_path), *sizes])
-    out = capsys.readouterr().out
-    assert re.fullmatch(line, out.splitlines()[-1])
-    name = script.__name__.rpartition(".")[2]
-    assert (tmp_path / f"{name}.md").read_text().startswith(out.splitlines()[0])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.match(rf"{name}_speedup:\d+\.\d\d max_error:\d", last)
     assert json.loads((tmp_path / f"{name}.json").read_text())["cases"]

