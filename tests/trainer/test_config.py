@@ -1,8 +1,8 @@
-"""Fields, tracks, schedules and the command line: what words become, what is refused and in which
-words, `--check`; importing the file does nothing."""
+"""Fields, tracks, schedules and the command line: what words become, what is refused, `--check`."""
 
 import dataclasses
 import functools
+import itertools
 import shlex
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ import torch
 
 import ranks
 import train_gpt
-from helpers import ROOT, arguments, environment, refusal, tiny_config
+from helpers import ROOT, arguments, refusal, tiny_config
 from train_gpt import TRACKS, ConfigError, Layer, Stage
 
 ENGLISH = TRACKS["english"]
@@ -30,18 +30,15 @@ def parsed(text, track="english"):
 # ----- from words to values
 
 PARSED = [
-    ("--steps 7", "steps", 7),
     ("--steps=6 --steps 7", "steps", 7),
     ("--matrix-lr 1e-3", "matrix_lr", 1e-3),
     ("--run-of 12:100/100:7", "run_of", "12:100/100:7"),
-    ("--compile False", "compile", False),
     ("--compile TRUE", "compile", True),
     ("--copy-orders 2", "copy_orders", (2,)),
     ("--copy-orders '()'", "copy_orders", ()),
     ("--ngram-orders 2,3", "ngram_orders", (2, 3)),
     ("--layers \"({'skip': 0}, {'skip': 1})\"", "layers", (Layer(), Layer(skip=1))),
     # A field of a stage is an option for all stages.
-    ("--document-cap 64", "document_cap", 64),
     ("--mtp-weights '1, 0.5, 0.1'", "mtp_weights", (1, 0.5, 0.1)),
 ]
 
@@ -95,12 +92,9 @@ REFUSED = [
     # words that are no options
     ("--micro-batch-token 256", "--micro-batch-token 256", "see --help"),
     ("--track nano", "--track nano: no such track; there are fineweb, english"),
-    ("--steps", "--steps", "expected one argument"),
-    ("steps 5", "steps 5", "see --help"),
     # values of another type
     ("--steps 1e3", "--steps", "'1e3'", "int"),
     ("--compile maybe", "--compile", "maybe", "true or false"),
-    ("--compile 1", "compile=(1,)", "type of True"),
     ("--windows '(64'", "--windows", "(64: ", "(1, 2)"),
     ("--windows 64", "stages[0].windows=(64,)", "type of (128, 384)"),
     ("--windows '(64, 64.0)'", "stages[0].windows=(64, 64.0)", "type of (128, 384)"),
@@ -118,7 +112,6 @@ REFUSED = [
     ("--stages \"({}, {'start': 0.5}, {'start': 0.2})\"", "[0.0, 0.5, 0.2]", "then rise"),
     ("--stages \"({}, {'start': 0.5, 'micro_batches': '4'})\"", "stages[1].micro_batches='4'"),
     # rows of layers
-    ("--layers '()'", "layers", "one or more"),
     ("--layers \"({'is_short': True},)\"", "layers", "is_short"),
     ("--layers \"({}, {'skip': 2})\"", "layers[1]: skip=2: no layer is so far before"),
     ("--layers \"({'attends': False, 'exclusive': True},)\"", "layers[0]", "no attention"),
@@ -131,8 +124,7 @@ REFUSED = [
     ("--resume auto", "resume=auto", "--run-id"),
     # what is not there
     ("--resume never", "--resume never: no checkpoint in"),
-    ("--track fineweb --device cpu", "fineweb10B/manifest.json: no such file", "data/fineweb.py"),
-    ("--data nowhere", "nowhere/manifest.json: no such file", "data/text.py", "--data"),
+    ("--data nowhere", "nowhere/manifest.json: no such file", "data/fineweb.py", "--data"),
 ]
 
 
@@ -200,10 +192,9 @@ def test_training_tokens_are_those_of_a_loop_over_the_steps():
         assert train_gpt.training_tokens(config) == until
 
 
-@pytest.mark.parametrize("adam_every", [1, 2, 3, 7])
-@pytest.mark.parametrize("steps", [1, 4, 10, 21])
-def test_the_head_is_untied_where_a_cycle_of_adam_begins(steps, adam_every):
-    for untie_at in (0.0, 0.01, 0.25, 1 / 3, 0.5, 0.9, 1.0):
+@pytest.mark.parametrize("adam_every", [1, 3, 7])
+def test_the_head_is_untied_where_a_cycle_of_adam_begins(adam_every):
+    for steps, untie_at in itertools.product((1, 4, 10, 21), (0.0, 0.01, 1 / 3, 0.5, 1.0)):
         config = tiny_config(steps=steps, untie_at=untie_at, adam_every=adam_every)
         begins = range(0, 100, adam_every)
         untied = next(step for step in begins if step >= round(untie_at * steps))
@@ -240,9 +231,6 @@ def test_check_leaves_a_run_that_exists_alone(cli, tiny, rich_run, tmp_path):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-# ----- the file
-
-
 MISSING = [
     ("train_gpt", "numpy", "run.sh"),
     ("sample", "fcntl", "WSL"),
@@ -262,22 +250,3 @@ def test_what_cannot_be_imported_is_told_in_one_line(program, module, remedy):
     said = done.stdout + done.stderr
     assert done.returncode in (1, 2) and said.count("\n") == 1, said
     assert module in said and remedy in said
-
-
-@pytest.mark.slow
-def test_importing_the_file_has_no_side_effects(tmp_path):
-    script = """
-import os, signal, sys, threading, numpy, torch
-def state():
-    return (torch.get_rng_state().tolist(), signal.getsignal(signal.SIGTERM), os.getcwd(),
-            threading.active_count(), torch.get_default_dtype(), dict(os.environ))
-before = state()
-import train_gpt
-assert before == state() and not torch.distributed.is_initialized()
-assert "matplotlib" not in sys.modules and "tiktoken" not in sys.modules
-"""
-    variables = {**environment(), "RANK": "0", "WORLD_SIZE": "2", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, timeout=60)
-    assert done.returncode == 0 and done.stdout == done.stderr == b"", done.stderr
-    assert not list(tmp_path.iterdir())
