@@ -98,10 +98,8 @@ def test_gradients_in_bfloat16_are_as_close_as_those_of_the_plain_form():
     *_, wanted_hidden, wanted_head = plain_loss(*inputs)
     *_, plain_hidden, plain_head = plain_loss(*inputs, dtype=torch.bfloat16)
     *_, hidden, head = one_pass(*inputs)
-    for grad, plain, wanted in (
-        (hidden, plain_hidden, wanted_hidden),
-        (head, plain_head, wanted_head),
-    ):
+    of_hidden, of_head = (hidden, plain_hidden, wanted_hidden), (head, plain_head, wanted_head)
+    for grad, plain, wanted in (of_hidden, of_head):
         assert grad.dtype == torch.bfloat16
         error = (grad.double() / 3 - wanted).norm()
         assert error < 1.5 * (plain.double() - wanted).norm() < 0.02 * wanted.norm()
@@ -145,32 +143,26 @@ def test_sampled_rows_are_the_targets_and_others_that_lie_apart(count):
     assert rows.diff().max() < 3 * 50
 
 
-def test_loss_over_sampled_rows_against_its_definition():
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_loss_over_sampled_rows_against_its_definition(is_compiled):
+    """torch 2.13 has compiled other ways to write the counts to wrong losses, without an error."""
     hidden, head, targets, _ = loss_inputs(1.0)
     targets = targets[:, 0] % 30
     start = torch.arange(T) // 40 * 40
-    numbers = 50, torch.tensor([1.0, 0.5]), (30.0, 0.0)
-    loss, losses = train_gpt.summed_loss(hidden, targets, start, head, *numbers)
-    rows, _, counts = train_gpt.sampled_rows(targets, VOCAB, 50)
-    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, head)]
-    logits = 15 * torch.tanh(F.linear(*exact) / 15)
-    normaliser = torch.logsumexp(logits[:, rows] + counts.double().log(), 1)
-    first = normaliser - logits.gather(1, targets[:, None])[:, 0]
-    second = normaliser[:-1] - logits[:-1].gather(1, targets[1:, None])[:, 0]
-    expected = first.sum() + 0.5 * (second * (start[1:] == start[:-1])).sum()
-    torch.testing.assert_close(losses.double(), first, rtol=1e-5, atol=1e-5)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    ours = torch.autograd.grad(loss, (hidden, head))
-    for grad, wanted in zip(ours, torch.autograd.grad(expected, exact), strict=True):
-        assert_close_as_a_whole(grad, wanted, 1e-5)
-
-
-def test_a_compiled_loss_over_sampled_rows_is_the_eager_one():
-    """torch 2.13 has compiled other ways to write the counts to wrong losses, without an error."""
-    hidden, head, targets, _ = loss_inputs(1.0)
-    start = torch.zeros(T)
-    weights = torch.tensor([1.0, 0.5])
-    inputs = hidden, targets[:, 0] % 30, start, head, 40, weights, (23.0, 5.0)
-    compiled = torch.compile(train_gpt.summed_loss, dynamic=False)(*inputs)
-    torch.testing.assert_close(compiled, train_gpt.summed_loss(*inputs), rtol=1e-5, atol=1e-6)
+    summed_loss = train_gpt.summed_loss
+    if is_compiled:
+        summed_loss = torch.compile(summed_loss, dynamic=False)
+    cap = 23.0, 5.0
+    loss, losses = summed_loss(hidden, targets, start, head, 50, torch.tensor([1.0, 0.5]), cap)
+    grads = torch.autograd.grad(loss, (hidden, head))
     torch._dynamo.reset()
+    rows, positions, counts = train_gpt.sampled_rows(targets, VOCAB, 50)
+    both = positions[torch.stack([targets, targets.roll(-1)], 1)]
+    is_same_segment = start == start.roll(-1)
+    weights = torch.stack([torch.ones(T), 0.5 * is_same_segment], 1)
+    inputs = hidden, head[rows], both, weights, cap, counts
+    expected_loss, expected, *expected_grads = plain_loss(*inputs)
+    torch.testing.assert_close(losses.double(), expected[:, 0], rtol=1e-5, atol=1e-5)
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-6)
+    for grad, wanted in zip((grads[0], grads[1][rows]), expected_grads, strict=True):
+        assert_close_as_a_whole(grad, wanted, 1e-5)

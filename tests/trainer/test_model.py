@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.backends.debugging import aot_eager
 
 import helpers
 import train_gpt
@@ -33,13 +34,9 @@ def test_norm_is_torchs_in_float64_and_so_is_its_gradient(dtype, tolerance):
     exact = x.double().requires_grad_()
     expected = F.rms_norm(exact, (32,), eps=torch.finfo(torch.float32).eps)
     y = train_gpt.norm(x.requires_grad_())
-    pairs = [(y, expected)]
-    pairs += zip(
-        torch.autograd.grad(y, x, upstream),
-        torch.autograd.grad(expected, exact, upstream.double()),
-        strict=True,
-    )
-    for actual, wanted in pairs:
+    (grad,) = torch.autograd.grad(y, x, upstream)
+    (expected_grad,) = torch.autograd.grad(expected, exact, upstream.double())
+    for actual, wanted in ((y, expected), (grad, expected_grad)):
         assert actual.dtype == dtype
         assert (actual.double() - wanted).abs().max() <= tolerance * wanted.abs().max()
 
@@ -423,15 +420,6 @@ def test_the_network_against_a_slow_float64_reference(changes, mtp_weights):
     assert slow_losses.std() > 0.1
 
 
-def test_compiled_equals_eager():
-    trainer = helpers.make_trainer(mtp_weights=(1.0, 0.5), **LAYERED)
-    expected = outputs_and_gradients(trainer)
-    trainer.forward = torch.compile(trainer.model, backend="aot_eager", dynamic=False)
-    found = outputs_and_gradients(trainer)
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
-    torch._dynamo.reset()
-
-
 def varlen(q, k, v, bounds, same, longest, also, scale, window_size):
     """Attention within segments, as FlashAttention has it: none is longer than it is told."""
     place = torch.arange(len(q))
@@ -445,14 +433,14 @@ def varlen(q, k, v, bounds, same, longest, also, scale, window_size):
 
 
 def test_one_graph_serves_all_windows(monkeypatch):
-    """One of training, of four stages with other windows and segments, and one of evaluation. The
-    losses are those of blocked attention."""
+    """One of training, of four stages with other windows and segments, and one of evaluation.
+    Losses and gradients are those of blocked attention without a compiler."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     config = helpers.tiny_config(val_windows=(96, 192), **LAYERED)
     rows = zip((32, 48, 64, 80), (96, 112, 160, 176), (64, 100, 128, 250), strict=True)
     stages = [
-        {"start": number / 4, "windows": (short, long), "document_cap": cap}
-        for number, (short, long, cap) in enumerate(rows)
+        {"start": i / 4, "windows": (short, long), "document_cap": cap, "mtp_weights": (1.0, 0.5)}
+        for i, (short, long, cap) in enumerate(rows)
     ]
     config = dataclasses.replace(config, stages=stages)
     traced = []
@@ -461,7 +449,7 @@ def test_one_graph_serves_all_windows(monkeypatch):
 
     def count(graph, example):
         traced.append(graph)
-        return graph
+        return aot_eager(graph, example)
 
     def losses_of(config):
         trainer = Trainer(config, Runtime("cpu"))
@@ -469,7 +457,7 @@ def test_one_graph_serves_all_windows(monkeypatch):
         micro_batch, ngram = helpers.read(trainer, tokens)
         losses = [training_pass(trainer, step, micro_batch, ngram)[1] for step in range(4)]
         losses += [trainer.score(step, tokens, 0)[0] for step in range(5)]
-        return torch.stack(losses)
+        return torch.stack(losses), outputs_and_gradients(trainer)
 
     expected = losses_of(config)
     monkeypatch.setattr(train_gpt, "choose_attention", lambda *_: (VarlenAttention(), "varlen"))
@@ -478,7 +466,7 @@ def test_one_graph_serves_all_windows(monkeypatch):
     with torch.compiler.config.patch(dynamic_sources=""):
         found = losses_of(dataclasses.replace(config, compile=True))
     torch._dynamo.reset()
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
     assert len(traced) == 2
 
 
