@@ -171,13 +171,13 @@ def test_a_resumed_run_ends_bitwise_the_same(world_size, run_of, tmp_path):
         assert run.losses(key) == pytest.approx(run_of(1).losses(key), abs=1e-4)
 
 
-# ----- bad input
-
 BAD_INPUT = [
     ({"unfreeze_rank_ratio": 0.99}, ["32", "nothing is protected"]),
     ({"unfreeze_rank_ratio": 0.05, "head_dim": 4}, ["0 of", "8 directions", "nothing learns"]),
     ({"ngram_lr": 0.1}, ["ngram_lr=0.1", "--ngram-lr 0"]),
     ({"init_from": ""}, ["--init-from", "./run.sh english"]),
+    ({"track": "english"}, ["track english has no init_from"]),
+    ({"matrix_update": "moun"}, ["matrix_update=moun: must be one of adam, muon"]),
     ({"init_from": "nowhere"}, ["--init-from nowhere", "no checkpoint"]),
     ({"vocab_size": 384}, ["track english, with vocab_size=257", "384", "--vocab-size"]),
     ({"data": "gone/verse"}, ["gone/verse/manifest.json: no such file", "by --data"]),

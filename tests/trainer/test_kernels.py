@@ -105,11 +105,10 @@ def test_loss_and_gradients_are_those_of_the_plain_form(cap, scale, stood_for, c
 
 def test_gradients_in_bfloat16_are_as_close_as_those_of_the_plain_form():
     inputs = *loss_inputs(1.0, torch.bfloat16), (23.0, 5.0)
-    *_, wanted_hidden, wanted_head = plain_loss(*inputs)
-    *_, plain_hidden, plain_head = plain_loss(*inputs, dtype=torch.bfloat16)
-    *_, hidden, head = one_pass(*inputs)
-    of_hidden, of_head = (hidden, plain_hidden, wanted_hidden), (head, plain_head, wanted_head)
-    for grad, plain, wanted in (of_hidden, of_head):
+    _, _, *exact = plain_loss(*inputs)
+    _, _, *rough = plain_loss(*inputs, dtype=torch.bfloat16)
+    _, _, *grads = one_pass(*inputs)
+    for grad, plain, wanted in zip(grads, rough, exact, strict=True):
         assert grad.dtype == torch.bfloat16
         error = (grad.double() / 3 - wanted).norm()
         assert error < 1.5 * (plain.double() - wanted).norm() < 0.02 * wanted.norm()

@@ -46,11 +46,7 @@ def outputs_and_gradients(trainer):
     return [*outputs, *torch.autograd.grad(outputs[0], [*weights, ngram])]
 
 
-SEGMENTS = {
-    "one document": [0],
-    "many": [0, 1, 2, 30, 63, 64, 65, 127, 190, 255],
-    "aligned": [0, 64, 128],
-}
+SEGMENTS = [[0], [0, 1, 2, 30, 63, 64, 65, 127, 190, 255], [0, 64, 128]]
 POSITIONS = 256
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention needs CUDA")
 
@@ -65,7 +61,7 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAtte
 )
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("size", [16, 48, 64, 96, 320])
-@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize("segments", SEGMENTS, ids=str)
 def test_attention_is_torchs(segments, size, count, back_end, device, dtype, tolerance):
     """And its gradients, in float64 on the CPU, with `count` positions a token."""
     generator = torch.Generator().manual_seed(0)
@@ -347,12 +343,7 @@ def slow_training_loss(log_probabilities, document, tokens, mtp_weights):
 
 
 NETWORKS = {
-    "three heads": {
-        "layers": layers_of(
-            4, value_embedding=(0, 3), shifted_keys=(0, 1, 3), exclusive=(0, 1), skip={3: 1}
-        ),
-        "model_dim": 48,
-    },
+    "three heads": {"layers": layers_of(4, **{**KINDS, "paired_heads": ()}), "model_dim": 48},
     "no value embeddings": {
         "layers": layers_of(4, **{**KINDS, "value_embedding": ()}, feeds_last=(0,))
     },
@@ -370,13 +361,8 @@ NETWORKS = {
 @pytest.mark.parametrize("mtp_weights", [(1.0,), (0.7, 0.4, 0.2)])
 @pytest.mark.parametrize("changes", NETWORKS.values(), ids=NETWORKS)
 def test_the_network_against_a_slow_float64_reference(changes, mtp_weights):
-    values = {
-        "micro_batch_tokens": 128,
-        "logit_cap": (5.0, 0.0),
-        "mtp_weights": mtp_weights,
-        "ngram_orders": (2, 3),
-    }
-    config = helpers.tiny_config(**{**values, **changes})
+    values = {"micro_batch_tokens": 128, "logit_cap": (5.0, 0.0), "ngram_orders": (2, 3)}
+    config = helpers.tiny_config(**{**values, **changes}, mtp_weights=mtp_weights)
     (later,) = config.stages
     stages = dataclasses.replace(later, windows=(16, 32)), dataclasses.replace(later, start=0.25)
     trainer = Trainer(dataclasses.replace(config, stages=stages), Runtime("cpu"))

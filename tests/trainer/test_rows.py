@@ -11,18 +11,6 @@ from helpers import EOT
 ROWS = 2**31 - 1  # a table of so many rows hardly ever gives two keys the same one
 
 
-def small_alphabet(count, letters, longest):
-    """The `letters` highest ids, among which n-grams recur, in documents of 1 to `longest` tokens;
-    in one where that is None."""
-    rng = np.random.default_rng(letters)
-    tokens = rng.integers(2**16 - letters, 2**16, size=count).astype(np.uint16)
-    if longest:
-        starts = np.cumsum(rng.integers(1, longest + 1, size=count))
-        tokens[starts[starts < count]] = EOT
-    tokens[0] = EOT
-    return tokens
-
-
 def slow_gram(tokens, at, n):
     """The last n tokens at a position, or fewer where its document begins later."""
     start = helpers.documents_of(tokens[: at + 1])[at]
@@ -65,13 +53,17 @@ def assert_found(passage, positions, config):
 @pytest.mark.parametrize("orders", [(2, 3, 5), (7, 2), (32, 12, 4)], ids=str)
 def test_rows_and_copies_against_a_search(orders, reach):
     """In passages that begin and end anywhere in a document. A span of a passage may copy from all
-    of its document that stands before it."""
+    of its document that stands before it. Tokens are a few of the highest, so that n-grams recur,
+    in documents of 1 to `longest` tokens."""
     past = {"ngram_orders": orders[:2], "copy_orders": orders, "copy_reach": reach}
     config = helpers.tiny_config(ngram_rows=ROWS, **past)
     count = 0
-    for letters, longest in ((1, 90), (2, 60), (3, 400), (4, 1), (3, None)):
-        tokens = small_alphabet(500, letters, longest)
-        scattered = np.random.default_rng(letters).permutation(500)[:100].tolist()
+    for letters, longest in ((1, 90), (2, 60), (3, 400), (4, 1), (3, 10**9)):
+        rng = np.random.default_rng(letters)
+        tokens = rng.integers(2**16 - letters, 2**16, size=500).astype(np.uint16)
+        starts = np.cumsum(rng.integers(1, longest + 1, size=500))
+        tokens[[0, *starts[starts < 500]]] = EOT
+        scattered = rng.permutation(500)[:100].tolist()
         passage = helpers.passage_of([*tokens, 1], [(at, at + 1) for at in scattered])
         count += assert_found(passage, scattered, config)
         whole = train_gpt.contiguous_passage(tokens, EOT, 70, 200)
