@@ -1,8 +1,7 @@
-"""Fields, tracks, schedules and the command line: what words become, what is refused and in which
-words, `--check`; importing the file does nothing."""
+"""Fields, tracks, schedules and the command line: what words become, what is refused, `--check`."""
 
 import dataclasses
-import functools
+import itertools
 import shlex
 import shutil
 import subprocess
@@ -14,49 +13,39 @@ import torch
 
 import ranks
 import train_gpt
-from helpers import ROOT, arguments, environment, refusal, tiny_config
+from helpers import ROOT, arguments, refusal, tiny_config
 from train_gpt import TRACKS, ConfigError, Layer, Stage
 
 ENGLISH = TRACKS["english"]
 
 
-def parsed(text, track="english"):
-    """(Config, overrides) of a command line of a track."""
-    words = ["--track", track, *shlex.split(text)]
+def parsed(text):
+    """(Config, overrides) of a command line of the track english."""
+    words = ["--track", "english", *shlex.split(text)]
     config = train_gpt.config_from(train_gpt.parse_command_line(words))
     return config, train_gpt.overrides_of(config)
 
 
-# ----- from words to values
-
 PARSED = [
-    ("--steps 7", "steps", 7),
     ("--steps=6 --steps 7", "steps", 7),
     ("--matrix-lr 1e-3", "matrix_lr", 1e-3),
     ("--run-of 12:100/100:7", "run_of", "12:100/100:7"),
-    ("--compile False", "compile", False),
     ("--compile TRUE", "compile", True),
     ("--copy-orders 2", "copy_orders", (2,)),
     ("--copy-orders '()'", "copy_orders", ()),
     ("--ngram-orders 2,3", "ngram_orders", (2, 3)),
     ("--layers \"({'skip': 0}, {'skip': 1})\"", "layers", (Layer(), Layer(skip=1))),
-    # A field of a stage is an option for all stages.
-    ("--document-cap 64", "document_cap", 64),
-    ("--mtp-weights '1, 0.5, 0.1'", "mtp_weights", (1, 0.5, 0.1)),
 ]
 
 
 @pytest.mark.parametrize("text, name, value", PARSED, ids=[row[0] for row in PARSED])
 def test_words_become_values_of_their_fields(text, name, value):
-    track = TRACKS["fineweb"]
-    config, _ = parsed(text, track.track)
-    if hasattr(Stage, name):
-        value = tuple(dataclasses.replace(stage, **{name: value}) for stage in track.stages)
-        name = "stages"
+    config, _ = parsed(text)
     assert getattr(config, name) == value and type(getattr(config, name)) is type(value)
 
 
 def test_rows_of_stages_take_what_they_lack_from_the_defaults():
+    """A field of a stage is an option for all stages."""
     rows = "({'start': 0, 'micro_batches': 4}, {'start': 0.5, 'windows': (64, 128)})"
     config, overrides = parsed(f'--stages "{rows}" --lr-mul 0.5')
     assert config.stages == (
@@ -89,50 +78,36 @@ def test_the_default_track_is_fineweb_where_it_can_run(has_cuda, has_shards, tmp
     assert train_gpt.config_from({}).track == expected
 
 
-# ----- what is refused: the message holds the name, the value, and the limits or the remedy
-
+# What is refused; the message holds the name, the value, and the limits or the remedy.
 REFUSED = [
-    # words that are no options
     ("--micro-batch-token 256", "--micro-batch-token 256", "see --help"),
     ("--track nano", "--track nano: no such track; there are fineweb, english"),
-    ("--steps", "--steps", "expected one argument"),
-    ("steps 5", "steps 5", "see --help"),
-    # values of another type
     ("--steps 1e3", "--steps", "'1e3'", "int"),
     ("--compile maybe", "--compile", "maybe", "true or false"),
-    ("--compile 1", "compile=(1,)", "type of True"),
     ("--windows '(64'", "--windows", "(64: ", "(1, 2)"),
     ("--windows 64", "stages[0].windows=(64,)", "type of (128, 384)"),
-    ("--windows '(64, 64.0)'", "stages[0].windows=(64, 64.0)", "type of (128, 384)"),
     ("--cooldown True", "cooldown=True", "type of (0."),
     ("--copy-orders \"('a',)\"", "copy_orders=('a',)", "type of (2, 3, 5, 8)"),
-    # limits of one field
     ("--adam-lr nan", "adam_lr=nan", "1e-30 to 1e+30"),
     ("--device tpu", "device='tpu'", "auto|cpu|cuda"),
     ("--run-id ../x", "run_id='../x'", "must match"),
-    # fields of a stage, and rows of stages
     ("--mtp-weights '()'", "mtp_weights=()", "one or more"),
     ("--softmax-rows 1023", "softmax_rows=1023", "0, or at least micro_batch_tokens=1024"),
     ("--stages '()'", "starts []", "must begin at 0"),
     ("--stages 4", "stages: rows have the fields of a Stage"),
     ("--stages \"({}, {'start': 0.5}, {'start': 0.2})\"", "[0.0, 0.5, 0.2]", "then rise"),
     ("--stages \"({}, {'start': 0.5, 'micro_batches': '4'})\"", "stages[1].micro_batches='4'"),
-    # rows of layers
-    ("--layers '()'", "layers", "one or more"),
     ("--layers \"({'is_short': True},)\"", "layers", "is_short"),
     ("--layers \"({}, {'skip': 2})\"", "layers[1]: skip=2: no layer is so far before"),
     ("--layers \"({'attends': False, 'exclusive': True},)\"", "layers[0]", "no attention"),
     ("--layers \"({'feeds_last': True},)\"", "layers", "the last has no feeds_last"),
-    # several fields
     ("--model-dim 128 --head-dim 24", "model_dim=128", "multiple of head_dim=24"),
     ("--model-dim 96", "layers[0]: paired_heads: 3 heads make no pairs"),
     ("--val-tokens 1000", "val_tokens=1000", "multiple of val_batch_tokens=4096"),
     ("--save-every 4 --adam-every 3", "save_every=4", "multiple of adam_every=3"),
     ("--resume auto", "resume=auto", "--run-id"),
-    # what is not there
     ("--resume never", "--resume never: no checkpoint in"),
-    ("--track fineweb --device cpu", "fineweb10B/manifest.json: no such file", "data/fineweb.py"),
-    ("--data nowhere", "nowhere/manifest.json: no such file", "data/text.py", "--data"),
+    ("--data nowhere", "nowhere/manifest.json: no such file", "data/fineweb.py", "--data"),
 ]
 
 
@@ -146,7 +121,6 @@ def test_a_refusal_is_one_line_with_value_and_limits_and_nothing_is_written(
 
 
 def test_numbers_beyond_their_limits_are_refused():
-    """Each number of a run, a stage and a layer has limits."""
     for values in (ENGLISH, Stage(), Layer()):
         for field in dataclasses.fields(values):
             low, high, unit, _ = field.metadata["limits"]
@@ -159,27 +133,12 @@ def test_numbers_beyond_their_limits_are_refused():
                     train_gpt.check_fields(dataclasses.replace(values, **{field.name: value}))
 
 
-def test_what_is_refused_once_the_model_is_built_leaves_nothing(cli, tiny, tmp_path):
-    line = refusal(cli(**{**tiny, "matrix_update": "moun"}))
-    assert "matrix_update=moun: must be one of adam, muon" in line
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_field_of_another_scripts_track_is_refused():
-    """It is an option wherever that script is imported, for all tracks."""
-    with pytest.raises(ConfigError, match="track english has no init_from"):
-        train_gpt.config_from({"track": "english", "init_from": "mine"})
-
-
 def test_ranks_agree_on_what_is_drawn(tiny, tmp_path):
     """Each rank draws a seed and a name of its own."""
     run = ranks.train(tmp_path, {**tiny, "steps": 1, "seed": -1}, world_size=2)
     assert run.code == 0, run.stdout + run.stderr
     (folder,) = (tmp_path / "logs").iterdir()
     assert f"run:{folder.name} " in run.stdout and (folder / "log.txt").exists()
-
-
-# ----- schedules of whole runs: what follows from them, against a plain loop over the steps
 
 
 def test_training_tokens_are_those_of_a_loop_over_the_steps():
@@ -200,34 +159,22 @@ def test_training_tokens_are_those_of_a_loop_over_the_steps():
         assert train_gpt.training_tokens(config) == until
 
 
-@pytest.mark.parametrize("adam_every", [1, 2, 3, 7])
-@pytest.mark.parametrize("steps", [1, 4, 10, 21])
-def test_the_head_is_untied_where_a_cycle_of_adam_begins(steps, adam_every):
-    for untie_at in (0.0, 0.01, 0.25, 1 / 3, 0.5, 0.9, 1.0):
+@pytest.mark.parametrize("adam_every", [1, 3, 7])
+def test_the_head_is_untied_where_a_cycle_of_adam_begins(adam_every):
+    for steps, untie_at in itertools.product((1, 4, 10, 21), (0.0, 0.01, 1 / 3, 0.5, 1.0)):
         config = tiny_config(steps=steps, untie_at=untie_at, adam_every=adam_every)
         begins = range(0, 100, adam_every)
         untied = next(step for step in begins if step >= round(untie_at * steps))
         assert train_gpt.untie_step(config) == untied
 
 
-# ----- a check that stops before the first step
-
-
 def test_check_only_looks(cli, tiny, tmp_path, monkeypatch):
-    runs = []  # as another script's way to build on this one
-
-    class OwnRun(train_gpt.Run):
-        def __init__(self, *words):
-            super().__init__(*words)
-            runs.append(self)
-
     monkeypatch.setattr(train_gpt, "warm_up", lambda *_: pytest.fail("a check trains"))
-    run = cli("--check", **tiny, main=functools.partial(train_gpt.main, run_class=OwnRun))
+    run = cli("--check", **tiny)
     assert run.code == 0 and run.lines[-1] == "check:ok"
     for word in ("run:", "data:", "backends:attention=sdpa", "size: "):
         assert run.stdout.count(word) == 1, word
     assert not list(tmp_path.iterdir())
-    assert len(runs) == 1 and runs[0].config.seed == 1
 
 
 def test_check_leaves_a_run_that_exists_alone(cli, tiny, rich_run, tmp_path):
@@ -238,9 +185,6 @@ def test_check_leaves_a_run_that_exists_alone(cli, tiny, rich_run, tmp_path):
         run = cli("--check", *words)
         assert run.code == 0 and run.lines[-1] == "check:ok"
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-# ----- the file
 
 
 MISSING = [
@@ -262,22 +206,3 @@ def test_what_cannot_be_imported_is_told_in_one_line(program, module, remedy):
     said = done.stdout + done.stderr
     assert done.returncode in (1, 2) and said.count("\n") == 1, said
     assert module in said and remedy in said
-
-
-@pytest.mark.slow
-def test_importing_the_file_has_no_side_effects(tmp_path):
-    script = """
-import os, signal, sys, threading, numpy, torch
-def state():
-    return (torch.get_rng_state().tolist(), signal.getsignal(signal.SIGTERM), os.getcwd(),
-            threading.active_count(), torch.get_default_dtype(), dict(os.environ))
-before = state()
-import train_gpt
-assert before == state() and not torch.distributed.is_initialized()
-assert "matplotlib" not in sys.modules and "tiktoken" not in sys.modules
-"""
-    variables = {**environment(), "RANK": "0", "WORLD_SIZE": "2", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, timeout=60)
-    assert done.returncode == 0 and done.stdout == done.stderr == b"", done.stderr
-    assert not list(tmp_path.iterdir())

@@ -16,30 +16,26 @@ import train_gpt
 from helpers import EOT
 from train_gpt import ConfigError, NgramTable, Runtime, TrainLoader, open_corpus
 
-# ----- shards
-
-
-def test_a_corpus_joins_its_validation_shards(tmp_path):
-    folder = helpers.make_corpus(tmp_path / "corpus", shards=3)
-    extra = helpers.byte_documents(300)
-    helpers.write_shard(folder / "tiny_val_000001.bin", extra)
-    helpers.with_manifest(folder)
-    corpus = open_corpus(helpers.tiny_config(data=str(folder), val_tokens=4096))
-    assert len(corpus.shards) == 3
-    assert corpus.val.tolist() == (helpers.byte_documents(4000, seed=99) + extra)[:4097]
-
 
 def test_a_corpus_of_the_users_own_is_read_as_often_as_needed(tmp_path):
-    """Of its validation text what fills passes is scored, unless the user names a number."""
-    folder = helpers.make_corpus(tmp_path / "corpus", train_tokens=30_000, val_tokens=9000)
+    """Of the text of its validation shards what fills passes is scored, unless the user names a
+    number."""
+    folder = helpers.make_corpus(tmp_path / "corpus", train_tokens=30_000, val_tokens=8000)
+    extra = helpers.byte_documents(1000)
+    helpers.write_shard(folder / "tiny_val_000001.bin", extra)
+    helpers.with_manifest(folder)
     given = {"track": "english", "data": str(folder)}
     config = train_gpt.config_from(given)
-    assert config.val_tokens == 8192
+    corpus = open_corpus(config)
+    assert corpus.val.tolist() == (helpers.byte_documents(8000, seed=99) + extra)[: 8192 + 1]
     whole = 2 * (14_999 // 1024 * 1024)  # the last token of a shard is only a target
-    assert open_corpus(config).passes == math.ceil(train_gpt.training_tokens(config) / whole)
+    assert corpus.passes == math.ceil(train_gpt.training_tokens(config) / whole)
     assert train_gpt.config_from(given | {"val_tokens": 4096}).val_tokens == 4096
     with pytest.raises(ConfigError, match="9,000 validation tokens, val_tokens=12,288"):
         open_corpus(train_gpt.config_from(given | {"val_tokens": 12_288}))
+    assert train_gpt.config_from(given | {"vocab_size": 300}).vocab_size == 300
+    with pytest.raises(ConfigError, match="its documents do not start with eot_token=255"):
+        open_corpus(dataclasses.replace(config, eot_token=255))
 
 
 def test_a_track_takes_one_pass_over_its_own_corpus(tmp_path, monkeypatch):
@@ -68,15 +64,9 @@ def change_token(path):
     path.write_bytes(content)
 
 
-def exchange(folder):
-    contents = [(folder / name).read_bytes() for name in (SECOND, TRAIN)]
-    for name, content in zip((TRAIN, SECOND), contents, strict=True):
-        (folder / name).write_bytes(content)
-
-
-# What is done to a good corpus, and what the message must say. Afterwards the manifest is made to
-# agree with what is wrong.
+# What is done to a good corpus, whose manifest is then made to agree; what the message must say.
 DAMAGE = {
+    "short": (lambda folder: helpers.make_corpus(folder, 200), ["one pass over", "has 0 tokens"]),
     "truncated": (shard(TRAIN, [EOT] * 95, count=100), ["[20240520, 1, 95] would fit", "build"]),
     "magic": (shard(TRAIN, [EOT] * 100, magic=20240801), [TRAIN, "20240801", "[20240520, 1, 100]"]),
     "no tokens": (shard(TRAIN, []), [TRAIN, "[20240520, 1, 0]"]),
@@ -84,11 +74,10 @@ DAMAGE = {
     "no train": (lambda folder: [(folder / name).unlink() for name in (TRAIN, SECOND)], ["--data"]),
     "few val": (shard(VAL, helpers.byte_documents(1024)), ["1,024", "--val-tokens"]),
 }
-# The same, where the manifest stays as it was built, or is what is wrong.
+# The same, where the manifest stays as it was built.
 SHA256 = "sha256 is not the manifest's"
 NOT_AS_BUILT = {
     "one token changed": (lambda folder: change_token(folder / TRAIN), [TRAIN, SHA256]),
-    "shards exchanged": (exchange, [TRAIN, SHA256]),
     "no training shard": (lambda folder: (folder / TRAIN).unlink(), [TRAIN, "no such file"]),
 }
 
@@ -107,24 +96,16 @@ def test_a_damaged_corpus_ends_in_one_line_and_status_2(damage, cli, tiny, tmp_p
 
 def test_files_that_are_nobodys_data(tmp_path):
     """macOS writes a file of another kind beside each one on a foreign disk; and what a manifest
-    does not name is none of its corpus."""
-    folder = helpers.make_corpus(tmp_path / "corpus")
-    config = helpers.tiny_config(data=str(folder))
-    before = open_corpus(config)
-    (folder / f"._{TRAIN}").write_bytes(b"Mac OS X")
-    helpers.write_shard(folder / "tiny_train_000009.bin", [EOT] * 300)
-    helpers.write_shard(folder / "a_val_000000.bin", [EOT] * 9000)
-    after = open_corpus(config)
-    assert after.shards == before.shards and np.array_equal(after.val, before.val)
-
-
-def test_a_name_that_has_both_splits_is_of_the_last_one(tmp_path):
+    does not name is none of its corpus. A name that has both splits is of the last one."""
     folder = helpers.make_corpus(tmp_path / "corpus")
     config = helpers.tiny_config(data=str(folder))
     before = open_corpus(config)
     for path in folder.glob("*.bin"):
         path.rename(folder / f"my_val_{path.name}")
     helpers.with_manifest(folder)
+    (folder / f"._my_val_{TRAIN}").write_bytes(b"Mac OS X")
+    helpers.write_shard(folder / "tiny_train_000009.bin", [EOT] * 300)
+    helpers.write_shard(folder / "a_val_000000.bin", [EOT] * 9000)
     after = open_corpus(config)
     assert [shard.sha256 for shard in after.shards] == [shard.sha256 for shard in before.shards]
     assert np.array_equal(after.val, before.val)
@@ -162,7 +143,6 @@ UNREADABLE = [
     ({"vocab_size": "257"}, "'<' not supported"),
     ({"eot_token": 7}, "eot_token is not the last id of vocab_size=257"),
     ({"token_bytes": [1] * 100}, "token_bytes are not 257 numbers"),
-    ({"token_bytes": [-1] * 257}, "-1 out of bounds"),
 ]
 
 
@@ -176,15 +156,6 @@ def test_a_manifest_of_no_corpus_is_refused(content, words, corpus, tmp_path):
         open_corpus(helpers.tiny_config(data=str(tmp_path)))
 
 
-def test_the_vocabulary_comes_with_the_corpus(corpus):
-    given = {"track": "english", "data": str(corpus)}
-    config = train_gpt.config_from(given)
-    assert (config.tokenizer, config.vocab_size, config.eot_token) == ("bytes", 384, 256)
-    assert train_gpt.config_from({**given, "vocab_size": 300}).vocab_size == 300
-    with pytest.raises(ConfigError, match="its documents do not start with eot_token=255"):
-        open_corpus(helpers.tiny_config(data=str(corpus), eot_token=255))
-
-
 def test_every_shard_that_a_run_reaches_is_checked_and_no_other(tmp_path):
     folder = helpers.make_corpus(tmp_path / "corpus", train_tokens=14 * 500, shards=14)
     config = helpers.tiny_config(steps=5, data=str(folder))
@@ -192,30 +163,23 @@ def test_every_shard_that_a_run_reaches_is_checked_and_no_other(tmp_path):
     open_corpus(dataclasses.replace(config, steps=6))  # it takes the twelve ahead of that one
     with pytest.raises(ConfigError, match="tiny_train_000012.bin: its sha256"):
         open_corpus(dataclasses.replace(config, steps=7))
-    for shard in (6, 7, 8):
-        tokens = [*helpers.byte_documents(490), *range(300, 310)]
-        helpers.write_shard(folder / f"tiny_train_{shard:06d}.bin", tokens)
+    tokens = [*helpers.byte_documents(490), *range(300, 310)]
+    helpers.write_shard(folder / "tiny_train_000006.bin", tokens)
     helpers.with_manifest(folder)
     with pytest.raises(ConfigError, match="tiny_train_000006.bin: token id 309"):
         open_corpus(config)
 
 
-def test_a_shard_of_less_than_a_micro_batch_is_no_text_to_train_on(tmp_path):
-    folder = helpers.make_corpus(tmp_path / "corpus", train_tokens=200, shards=1)
-    with pytest.raises(ConfigError, match="one pass over the shards has 0 tokens"):
-        open_corpus(helpers.tiny_config(data=str(folder)))
-
-
-# ----- the loader; the tokens of `countable` shards are all different, so that a token tells its
-# ----- position
+# ----- the loader
 
 GPT2_EOT = 50256
 
 
-def countable(tokens, first=0, seed=0, longest=300):
-    """A shard of `tokens` tokens, of which the n-th is first + n, but for document starts."""
+def countable(tokens, first=0, longest=300):
+    """A shard in which a token tells its position: the n-th is first + n, but for document
+    starts."""
     shard = np.arange(first, first + tokens, dtype=np.uint16)
-    starts = np.cumsum(np.random.default_rng(seed).integers(20, longest, size=tokens))
+    starts = np.cumsum(np.random.default_rng(0).integers(20, longest, size=tokens))
     shard[0] = GPT2_EOT
     shard[starts[starts < tokens - 2]] = GPT2_EOT
     return shard
@@ -227,18 +191,11 @@ def positions(micro_batch, first=0):
     return np.where(inputs == GPT2_EOT, targets - 1, inputs) - first
 
 
-def loader_config(rows=None, **changes):
-    """A Config for countable shards, with four micro-batches a step.
-
-    rows: {start: {field: value}} of a schedule's rows, where it has several.
-    """
-    ids = {"vocab_size": 50304, "eot_token": 50256}
-    values = {**helpers.TINY, **ids, "micro_batches": 4, **changes}
-    if rows:
-        for name in set().union(*rows.values()):
-            values.pop(name, None)
-        values["stages"] = tuple({"start": start, **row} for start, row in rows.items())
-    return train_gpt.with_values(train_gpt.TRACKS["english"], values)
+def loader_config(field="micro_batches", schedule=(), **changes):
+    """A Config for countable shards; schedule: {start of a stage: its value of the field}."""
+    if schedule:
+        changes["stages"] = [{"start": start, field: schedule[start]} for start in schedule]
+    return helpers.tiny_config(vocab_size=50304, eot_token=GPT2_EOT, **changes)
 
 
 def load_all(config, shards, first_step=0):
@@ -250,14 +207,13 @@ def load_all(config, shards, first_step=0):
 
 
 def test_an_epoch_covers_each_shard_exactly_once():
-    firsts = (0, 10_000, 20_000)
-    lengths = (5000, 4001, 3333)
+    firsts = 0, 10_000, 20_000
+    lengths = 5000, 4001, 3333
     shards = [countable(*it) for it in zip(lengths, firsts, strict=True)]
     shards[1][0] = 10_000  # begins inside a document
     counts = [(length - 1) // 256 for length in lengths]
     # Pieces of the second cap, which the first one splits further.
-    caps = {0.0: {"document_cap": 50}, 0.3: {"document_cap": 300}}
-    config = loader_config(caps, steps=sum(counts), micro_batches=1)
+    config = loader_config("document_cap", {0: 50, 0.3: 300}, steps=sum(counts), micro_batches=1)
     stream = (batch for each in load_all(config, shards) for batch in each.passes)
     for shard, count, first in zip(shards, counts, firsts, strict=True):
         micro_batches = list(itertools.islice(stream, count))
@@ -288,18 +244,17 @@ def test_the_order_depends_on_the_seed_and_the_epoch_alone():
 def segments(micro_batch):
     """[(start, end)] of the segments, after a comparison of segment_start and segment_bounds."""
     start = micro_batch.segment_start.numpy()
-    length = len(start)
-    first = np.flatnonzero(start == np.arange(length))
-    assert first[0] == 0 and (np.diff(start) >= 0).all() and np.isin(start, first).all()
     bounds = micro_batch.segment_bounds.numpy()
-    assert np.array_equal(bounds[: len(first)], first) and (bounds[len(first) :] == length).all()
-    assert bounds[-1] == length
-    return list(itertools.pairwise([*first, length]))
+    first, lengths = np.unique(start, return_counts=True)
+    assert np.array_equal(start, np.repeat(first, lengths)) and first[0] == 0
+    filled = np.append(first, [len(start)] * (len(bounds) - len(first)))
+    assert np.array_equal(bounds, filled) and bounds[-1] == len(start)
+    return list(zip(first, first + lengths, strict=True))
 
 
 def test_segments_respect_the_cap_in_force_and_never_join_documents():
-    caps = {0.0: 64, 0.5: 160, 0.75: 100}
-    config = loader_config({start: {"document_cap": cap} for start, cap in caps.items()}, steps=8)
+    caps = {0: 64, 0.5: 160, 0.75: 100}
+    config = loader_config("document_cap", caps, steps=8, micro_batches=4)
     longest = []
     for step, batch in enumerate(load_all(config, [countable(12_000, longest=600)])):
         lengths = []
@@ -317,8 +272,7 @@ def test_segments_respect_the_cap_in_force_and_never_join_documents():
 def test_a_stream_goes_on_from_any_step():
     """In later passes, too, and over a shard that fills no micro-batch."""
     shards = [countable(1100, longest=900), countable(200), countable(1500, 10_000, longest=900)]
-    rows = {0.0: {"micro_batches": 2}, 0.5: {"micro_batches": 3}}
-    config = loader_config(rows, steps=8, document_cap=150)
+    config = loader_config("micro_batches", {0: 2, 0.5: 3}, steps=8, document_cap=150)
     whole = load_all(config, shards)
     assert [batch.tokens // 256 for batch in whole] == [2] * 4 + [3] * 4
     for step in range(1, config.steps):
@@ -326,17 +280,3 @@ def test_a_stream_goes_on_from_any_step():
         for one, other in zip(rest, whole[step:], strict=True):
             helpers.assert_bitwise(one.passes, other.passes)
             helpers.assert_bitwise(vars(one.rows), vars(other.rows))
-
-
-@pytest.mark.parametrize("steps, opened", [(10, [0]), (11, [0, 1]), (20, [0, 1]), (21, [0, 1, 2])])
-def test_a_shard_is_opened_once_and_only_if_it_is_read(steps, opened, monkeypatch):
-    """Of ten micro-batches each."""
-    seen, honest = [], TrainLoader.open_shard
-
-    def recorded(loader, number):
-        seen.append(number)
-        return honest(loader, number)
-
-    monkeypatch.setattr(TrainLoader, "open_shard", recorded)
-    load_all(loader_config(steps=steps, micro_batches=1), [countable(2600), countable(2600)])
-    assert seen == opened

@@ -25,11 +25,7 @@ def assert_close_as_a_whole(actual, expected, tolerance):
 
 
 def loss_inputs(scale, dtype=torch.float32):
-    """Hidden states, head, targets and weights.
-
-    Some positions have a target twice or three times, some weights are 0, and of some positions all
-    are.
-    """
+    """Hidden states, head, targets, some of which are the same, and weights, some of them 0."""
     targets = torch.randint(VOCAB, (T, AHEAD), generator=torch.Generator().manual_seed(1))
     targets[::5, 1] = targets[::5, 0]
     targets[::7, 2] = targets[::7, 0]
@@ -41,8 +37,7 @@ def loss_inputs(scale, dtype=torch.float32):
 
 
 def plain_loss(hidden, head, targets, weights, cap, counts=None, dtype=torch.float64):
-    """(Weighted sum of losses, losses (T, K), gradients of the sum) by torch's own
-    cross-entropy."""
+    """(weighted sum of losses, losses (T, K), gradients of the sum) by torch's cross-entropy."""
     leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (hidden, head)]
     top, shift = cap
     products = F.linear(*leaves)
@@ -63,7 +58,19 @@ def one_pass(hidden, head, targets, weights, cap, counts=None):
     return loss, losses, *torch.autograd.grad(3 * loss, (hidden, head))
 
 
-@pytest.mark.parametrize("chunk", [1000, 64])
+class Largest(TorchDispatchMode):
+    """Notes how many values the largest tensor has that torch makes."""
+
+    values = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.values = max(self.values, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("chunk", [T, 64])
 @pytest.mark.parametrize(
     "cap, scale, stood_for",
     [
@@ -75,7 +82,8 @@ def one_pass(hidden, head, targets, weights, cap, counts=None):
     ],
 )
 def test_loss_and_gradients_are_those_of_the_plain_form(cap, scale, stood_for, chunk, monkeypatch):
-    """The last rows of the head, which are no targets, may stand for several of their kind."""
+    """The last rows of the head, which are no targets, may stand for several of their kind. Logits
+    exist of a few tokens at a time: of a micro-batch of fineweb's they would take 3 GiB."""
     monkeypatch.setitem(train_gpt.LOSS_CHUNK, "cpu", chunk)
     *states, targets, weights = loss_inputs(scale)
     counts = None
@@ -83,7 +91,9 @@ def test_loss_and_gradients_are_those_of_the_plain_form(cap, scale, stood_for, c
         targets %= 30
         counts = torch.where(torch.arange(VOCAB) < 30, 1.0, stood_for)
     inputs = *states, targets, weights, cap, counts
-    loss, losses, *grads = one_pass(*inputs)
+    with Largest() as largest:
+        loss, losses, *grads = one_pass(*inputs)
+    assert largest.values == chunk * VOCAB > T * DIM
     expected_loss, expected, *expected_grads = plain_loss(*inputs)
     torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(losses.double(), expected[:, 0], rtol=1e-5, atol=2e-5)
@@ -95,41 +105,13 @@ def test_loss_and_gradients_are_those_of_the_plain_form(cap, scale, stood_for, c
 
 def test_gradients_in_bfloat16_are_as_close_as_those_of_the_plain_form():
     inputs = *loss_inputs(1.0, torch.bfloat16), (23.0, 5.0)
-    *_, wanted_hidden, wanted_head = plain_loss(*inputs)
-    *_, plain_hidden, plain_head = plain_loss(*inputs, dtype=torch.bfloat16)
-    *_, hidden, head = one_pass(*inputs)
-    for grad, plain, wanted in (
-        (hidden, plain_hidden, wanted_hidden),
-        (head, plain_head, wanted_head),
-    ):
+    _, _, *exact = plain_loss(*inputs)
+    _, _, *rough = plain_loss(*inputs, dtype=torch.bfloat16)
+    _, _, *grads = one_pass(*inputs)
+    for grad, plain, wanted in zip(grads, rough, exact, strict=True):
         assert grad.dtype == torch.bfloat16
         error = (grad.double() / 3 - wanted).norm()
         assert error < 1.5 * (plain.double() - wanted).norm() < 0.02 * wanted.norm()
-
-
-class Largest(TorchDispatchMode):
-    """Notes how many values the largest tensor has that torch makes."""
-
-    values = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, (tuple, list)) else [made]:
-            if isinstance(tensor, torch.Tensor):
-                self.values = max(self.values, tensor.numel())
-        return made
-
-
-def test_logits_exist_of_a_few_tokens_at_a_time(monkeypatch):
-    """Of all of a micro-batch of fineweb's they would take 3 GiB, and as much again for each loss
-    weight of a token further ahead."""
-    monkeypatch.setitem(train_gpt.LOSS_CHUNK, "cpu", 64)
-    with Largest() as largest:
-        one_pass(*loss_inputs(1.0), (30.0, 0.0))
-    assert largest.values == 64 * VOCAB > T * DIM
-
-
-# ----- a softmax over some of the vocabulary
 
 
 @pytest.mark.parametrize("count", [40, 55, VOCAB])
@@ -145,32 +127,26 @@ def test_sampled_rows_are_the_targets_and_others_that_lie_apart(count):
     assert rows.diff().max() < 3 * 50
 
 
-def test_loss_over_sampled_rows_against_its_definition():
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_loss_over_sampled_rows_against_its_definition(is_compiled):
+    """torch 2.13 has compiled other ways to write the counts to wrong losses, without an error."""
     hidden, head, targets, _ = loss_inputs(1.0)
     targets = targets[:, 0] % 30
     start = torch.arange(T) // 40 * 40
-    numbers = 50, torch.tensor([1.0, 0.5]), (30.0, 0.0)
-    loss, losses = train_gpt.summed_loss(hidden, targets, start, head, *numbers)
-    rows, _, counts = train_gpt.sampled_rows(targets, VOCAB, 50)
-    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, head)]
-    logits = 15 * torch.tanh(F.linear(*exact) / 15)
-    normaliser = torch.logsumexp(logits[:, rows] + counts.double().log(), 1)
-    first = normaliser - logits.gather(1, targets[:, None])[:, 0]
-    second = normaliser[:-1] - logits[:-1].gather(1, targets[1:, None])[:, 0]
-    expected = first.sum() + 0.5 * (second * (start[1:] == start[:-1])).sum()
-    torch.testing.assert_close(losses.double(), first, rtol=1e-5, atol=1e-5)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    ours = torch.autograd.grad(loss, (hidden, head))
-    for grad, wanted in zip(ours, torch.autograd.grad(expected, exact), strict=True):
-        assert_close_as_a_whole(grad, wanted, 1e-5)
-
-
-def test_a_compiled_loss_over_sampled_rows_is_the_eager_one():
-    """torch 2.13 has compiled other ways to write the counts to wrong losses, without an error."""
-    hidden, head, targets, _ = loss_inputs(1.0)
-    start = torch.zeros(T)
-    weights = torch.tensor([1.0, 0.5])
-    inputs = hidden, targets[:, 0] % 30, start, head, 40, weights, (23.0, 5.0)
-    compiled = torch.compile(train_gpt.summed_loss, dynamic=False)(*inputs)
-    torch.testing.assert_close(compiled, train_gpt.summed_loss(*inputs), rtol=1e-5, atol=1e-6)
+    summed_loss = train_gpt.summed_loss
+    if is_compiled:
+        summed_loss = torch.compile(summed_loss, dynamic=False)
+    cap = 23.0, 5.0
+    loss, losses = summed_loss(hidden, targets, start, head, 50, torch.tensor([1.0, 0.5]), cap)
+    grads = torch.autograd.grad(loss, (hidden, head))
     torch._dynamo.reset()
+    rows, positions, counts = train_gpt.sampled_rows(targets, VOCAB, 50)
+    both = positions[torch.stack([targets, targets.roll(-1)], 1)]
+    is_same_segment = start == start.roll(-1)
+    weights = torch.stack([torch.ones(T), 0.5 * is_same_segment], 1)
+    inputs = hidden, head[rows], both, weights, cap, counts
+    expected_loss, expected, *expected_grads = plain_loss(*inputs)
+    torch.testing.assert_close(losses.double(), expected[:, 0], rtol=1e-5, atol=1e-5)
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-6)
+    for grad, wanted in zip((grads[0], grads[1][rows]), expected_grads, strict=True):
+        assert_close_as_a_whole(grad, wanted, 1e-5)

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.backends.debugging import aot_eager
 
 import helpers
 import train_gpt
 from helpers import EOT, FEEDING, KINDS, LAYERED, layers_of
-from train_gpt import GPT, BlockedAttention, Runtime, Trainer, VarlenAttention
+from train_gpt import BlockedAttention, Runtime, Trainer, VarlenAttention
 
 
 def training_pass(trainer, step, micro_batch, ngram):
@@ -23,9 +24,6 @@ def training_pass(trainer, step, micro_batch, ngram):
     return trainer.forward_pass(step, phase, loss_weights, micro_batch, ngram)
 
 
-# ----- norm
-
-
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_norm_is_torchs_in_float64_and_so_is_its_gradient(dtype, tolerance):
     x, upstream = (torch.randn(7, 3, 32).to(dtype) for _ in range(2))
@@ -33,13 +31,9 @@ def test_norm_is_torchs_in_float64_and_so_is_its_gradient(dtype, tolerance):
     exact = x.double().requires_grad_()
     expected = F.rms_norm(exact, (32,), eps=torch.finfo(torch.float32).eps)
     y = train_gpt.norm(x.requires_grad_())
-    pairs = [(y, expected)]
-    pairs += zip(
-        torch.autograd.grad(y, x, upstream),
-        torch.autograd.grad(expected, exact, upstream.double()),
-        strict=True,
-    )
-    for actual, wanted in pairs:
+    (grad,) = torch.autograd.grad(y, x, upstream)
+    (expected_grad,) = torch.autograd.grad(expected, exact, upstream.double())
+    for actual, wanted in ((y, expected), (grad, expected_grad)):
         assert actual.dtype == dtype
         assert (actual.double() - wanted).abs().max() <= tolerance * wanted.abs().max()
 
@@ -52,16 +46,8 @@ def outputs_and_gradients(trainer):
     return [*outputs, *torch.autograd.grad(outputs[0], [*weights, ngram])]
 
 
-# ----- attention
-
-SEGMENTS = {
-    "one document": [0],
-    "many": [0, 1, 2, 30, 63, 64, 65, 127, 190, 255],
-    "aligned": [0, 64, 128],
-}
+SEGMENTS = [[0], [0, 1, 2, 30, 63, 64, 65, 127, 190, 255], [0, 64, 128]]
 POSITIONS = 256
-
-
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention needs CUDA")
 
 
@@ -75,7 +61,7 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAtte
 )
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("size", [16, 48, 64, 96, 320])
-@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize("segments", SEGMENTS, ids=str)
 def test_attention_is_torchs(segments, size, count, back_end, device, dtype, tolerance):
     """And its gradients, in float64 on the CPU, with `count` positions a token."""
     generator = torch.Generator().manual_seed(0)
@@ -83,10 +69,10 @@ def test_attention_is_torchs(segments, size, count, back_end, device, dtype, tol
     inputs = [each.requires_grad_() for each in drawn]  # q, k, v and the result's gradient
     starts = np.array([start for start in segments if count * start < POSITIONS])
     first = np.repeat(starts, np.diff([*starts, POSITIONS // count]))
-    bounds = torch.full((20,), POSITIONS // count, dtype=torch.int32)
-    bounds[: len(starts)] = torch.from_numpy(starts)
+    bounds = np.append(starts, [POSITIONS // count] * 10)
     micro_batch = SimpleNamespace(
-        segment_start=torch.from_numpy(first).int().to(device), segment_bounds=bounds.to(device)
+        segment_start=torch.tensor(first, dtype=torch.int32, device=device),
+        segment_bounds=torch.tensor(bounds, dtype=torch.int32, device=device),
     )
     phase = train_gpt.training_phase(helpers.tiny_config(), 0)._replace(max_segment=POSITIONS)
     mask = back_end.mask(micro_batch, size, count, phase, dtype)
@@ -104,9 +90,6 @@ def test_attention_is_torchs(segments, size, count, back_end, device, dtype, tol
     for actual, exact in zip(outputs, wanted, strict=True):
         error = (actual.double().cpu() - exact).abs().max()
         assert error <= tolerance * max(1, exact.abs().max())
-
-
-# ----- rotary embedding
 
 
 def slow_rotary(head_dim, windows):
@@ -139,13 +122,10 @@ def test_rotary_tables_against_a_slow_reference(windows):
 # ----- initialisation
 
 
-def gpt_of(**changes):
-    return GPT(helpers.tiny_config(**changes), BlockedAttention())
-
-
 @pytest.mark.parametrize("untie_at, is_tied", [(0.0, False), (0.1, False), (0.25, True)])
 def test_the_embedding_starts_as_the_head_only_where_it_is_tied_to_it(untie_at, is_tied):
-    model = gpt_of(untie_at=untie_at)  # a tenth of four steps is none
+    # A tenth of four steps is none.
+    model = helpers.make_trainer(random_weights=False, untie_at=untie_at).model
     assert torch.equal(model.embed, model.head) == is_tied
     assert model.embed.std().item() == pytest.approx(0.005 if is_tied else 0.7, rel=0.1)
 
@@ -164,16 +144,16 @@ def test_every_block_is_the_identity_at_the_start_and_learns_at_once(changes):
         assert grad[1::2].flatten(1).any(1).all()
 
 
-@pytest.mark.parametrize("model_dim, heads", [(64, 4), (48, 3)])
-def test_half_of_a_shifted_layers_keys_begin_as_queries(model_dim, heads):
-    model = gpt_of(layers=layers_of(4, shifted_keys=(0, 3)), model_dim=model_dim)
-    weights = model.query_key.detach().reshape(4, 2, heads, 16, model_dim)
+def test_half_of_a_shifted_layers_keys_begin_as_queries():
+    layers = layers_of(4, shifted_keys=(0, 3))
+    model = helpers.make_trainer(random_weights=False, layers=layers, model_dim=48).model
+    weights = model.query_key.detach().reshape(4, 2, 3, 16, 48)
     turning, still = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
     for layer, (queries, keys) in enumerate(weights):
         is_shifted = layer in (0, 3)
         assert torch.equal(keys[:, still], queries[:, still]) == is_shifted
         assert keys[:, turning].any().item() == (not is_shifted)
-        assert queries.std().item() == pytest.approx(0.6 / model_dim**0.5, rel=0.1)
+        assert queries.std().item() == pytest.approx(0.6 / 48**0.5, rel=0.1)
 
 
 # ----- the whole network
@@ -244,9 +224,6 @@ class SlowGPT:
         a, b = np.split(x, 2)
         return np.concatenate([a * c + b * s, b * c - a * s])
 
-    def value_embeddings(self, layer, inputs):
-        return self.part("value_embed", "value_embedding", layer)[inputs]
-
     def gate_mlp(self, x, up, down):
         """What each token's x decides by a gate MLP of these matrices."""
         wanted = x @ up.T
@@ -271,7 +248,7 @@ class SlowGPT:
         value, output = self.part("value_output", "attends", layer)
         q, k, v = ((rms(x) @ matrix.T).reshape(shape) for matrix in (query, key, value))
         if row.value_embedding:
-            own = self.value_embeddings(layer, inputs)
+            own = self.part("value_embed", "value_embedding", layer)[inputs]
             read = np.concatenate([rms(x)[:, :6], own[:, :6]], axis=1)
             v = v + self.gates("value_gate", "value_embedding", layer, read) * own.reshape(shape)
         v = v + np.reshape(addend, shape)
@@ -320,10 +297,8 @@ class SlowGPT:
         feeding = config.layers_with("feeds_last")
         for layer, row in enumerate(config.layers):
             if row.decides_gates:
-                up, down = (
-                    self.part(f"gate_{n}", "decides_gates", layer)[0] for n in ("up", "down")
-                )
-                gates = self.gate_mlp(x, up, down)
+                parts = (self.part(f"gate_{n}", "decides_gates", layer) for n in ("up", "down"))
+                gates = self.gate_mlp(x, *(part[0] for part in parts))
             if row.skip:
                 x = x + self.part("skip_scale", "skip", layer) * left[layer - row.skip]
             x = weights["residual_scale"][layer] * x + weights["embed_scale"][layer] * embedded
@@ -346,8 +321,8 @@ class SlowGPT:
             left[layer] = x
         x = x + 2 * sigmoid(x[:, :12] @ weights["ngram_gate"][-1])[:, None] * ngram
         if feeding:
-            first = config.layers_with("value_embedding")[:1]
-            states += [self.value_embeddings(layer, inputs) for layer in first]
+            for layer in config.layers_with("value_embedding")[:1]:
+                states.append(self.part("value_embed", "value_embedding", layer)[inputs])
             x = x + self.mixture(x, 1, states)
         if config.copy_orders:
             shares = rms(x)[:, :12] @ weights["copy_gate"].T
@@ -368,25 +343,16 @@ def slow_training_loss(log_probabilities, document, tokens, mtp_weights):
 
 
 NETWORKS = {
-    "layered": {
-        "layers": layers_of(4, **KINDS, decides_gates=(0,)),
-        "mlp_reach": 2,
-        "head_dim": 8,
-    },
-    "three heads": {
-        "layers": layers_of(
-            4, value_embedding=(0, 3), shifted_keys=(0, 1, 3), exclusive=(0, 1), skip={3: 1}
-        ),
-        "model_dim": 48,
-    },
+    "three heads": {"layers": layers_of(4, **{**KINDS, "paired_heads": ()}), "model_dim": 48},
     "no value embeddings": {
-        "layers": layers_of(4, **{**KINDS, "value_embedding": ()}, feeds_last=(0,)),
+        "layers": layers_of(4, **{**KINDS, "value_embedding": ()}, feeds_last=(0,))
     },
     "fineweb's kinds": {
         "layers": layers_of(
             5, mlp_only=(2,), **{**KINDS, **FEEDING, "paired_heads": (1, 4), "feeds_last": (0, 2)}
         ),
         "mlp_reach": 3,
+        "head_dim": 8,
         "logit_cap": (9.0, 2.0),
     },
 }
@@ -395,13 +361,8 @@ NETWORKS = {
 @pytest.mark.parametrize("mtp_weights", [(1.0,), (0.7, 0.4, 0.2)])
 @pytest.mark.parametrize("changes", NETWORKS.values(), ids=NETWORKS)
 def test_the_network_against_a_slow_float64_reference(changes, mtp_weights):
-    values = {
-        "micro_batch_tokens": 128,
-        "logit_cap": (5.0, 0.0),
-        "mtp_weights": mtp_weights,
-        "ngram_orders": (2, 3),
-    }
-    config = helpers.tiny_config(**{**values, **changes})
+    values = {"micro_batch_tokens": 128, "logit_cap": (5.0, 0.0), "ngram_orders": (2, 3)}
+    config = helpers.tiny_config(**{**values, **changes}, mtp_weights=mtp_weights)
     (later,) = config.stages
     stages = dataclasses.replace(later, windows=(16, 32)), dataclasses.replace(later, start=0.25)
     trainer = Trainer(dataclasses.replace(config, stages=stages), Runtime("cpu"))
@@ -423,15 +384,6 @@ def test_the_network_against_a_slow_float64_reference(changes, mtp_weights):
     assert slow_losses.std() > 0.1
 
 
-def test_compiled_equals_eager():
-    trainer = helpers.make_trainer(mtp_weights=(1.0, 0.5), **LAYERED)
-    expected = outputs_and_gradients(trainer)
-    trainer.forward = torch.compile(trainer.model, backend="aot_eager", dynamic=False)
-    found = outputs_and_gradients(trainer)
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
-    torch._dynamo.reset()
-
-
 def varlen(q, k, v, bounds, same, longest, also, scale, window_size):
     """Attention within segments, as FlashAttention has it: none is longer than it is told."""
     place = torch.arange(len(q))
@@ -445,14 +397,14 @@ def varlen(q, k, v, bounds, same, longest, also, scale, window_size):
 
 
 def test_one_graph_serves_all_windows(monkeypatch):
-    """One of training, of four stages with other windows and segments, and one of evaluation. The
-    losses are those of blocked attention."""
+    """One of training, of four stages with other windows and segments, and one of evaluation.
+    Losses and gradients are those of blocked attention without a compiler."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     config = helpers.tiny_config(val_windows=(96, 192), **LAYERED)
     rows = zip((32, 48, 64, 80), (96, 112, 160, 176), (64, 100, 128, 250), strict=True)
     stages = [
-        {"start": number / 4, "windows": (short, long), "document_cap": cap}
-        for number, (short, long, cap) in enumerate(rows)
+        {"start": i / 4, "windows": (short, long), "document_cap": cap, "mtp_weights": (1.0, 0.5)}
+        for i, (short, long, cap) in enumerate(rows)
     ]
     config = dataclasses.replace(config, stages=stages)
     traced = []
@@ -461,7 +413,7 @@ def test_one_graph_serves_all_windows(monkeypatch):
 
     def count(graph, example):
         traced.append(graph)
-        return graph
+        return aot_eager(graph, example)
 
     def losses_of(config):
         trainer = Trainer(config, Runtime("cpu"))
@@ -469,7 +421,7 @@ def test_one_graph_serves_all_windows(monkeypatch):
         micro_batch, ngram = helpers.read(trainer, tokens)
         losses = [training_pass(trainer, step, micro_batch, ngram)[1] for step in range(4)]
         losses += [trainer.score(step, tokens, 0)[0] for step in range(5)]
-        return torch.stack(losses)
+        return torch.stack(losses), outputs_and_gradients(trainer)
 
     expected = losses_of(config)
     monkeypatch.setattr(train_gpt, "choose_attention", lambda *_: (VarlenAttention(), "varlen"))
@@ -478,7 +430,7 @@ def test_one_graph_serves_all_windows(monkeypatch):
     with torch.compiler.config.patch(dynamic_sources=""):
         found = losses_of(dataclasses.replace(config, compile=True))
     torch._dynamo.reset()
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
     assert len(traced) == 2
 
 

@@ -3,7 +3,6 @@
 import base64
 import dataclasses
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 import sample
 import train_gpt
-from helpers import EOT, content_of, make_corpus, make_trainer, refusal
+from helpers import EOT, content_of, make_corpus, make_trainer, refusal, tiny_config
 
 
 @pytest.fixture
@@ -25,24 +24,19 @@ def path(rich_run):
     return rich_run.folder / "checkpoint.pt"
 
 
-def test_eval_reproduces_the_losses_of_a_run(rich_run, path, use):
-    """On the way and at its end."""
+def test_eval_reproduces_the_losses_of_a_run(rich_run, path, use, tmp_path, monkeypatch):
+    """By its id, folder or file; on the way and at its end. A corpus with less text to validate on,
+    or to train on, is scored as far as it goes."""
     loss, sha = float(rich_run.result["val_loss"]), rich_run.result["val_sha256"]
-    run = use("--checkpoint", path, "--eval")
-    assert run.stdout == f"eval val_loss:{loss:.5f} val_tokens:1024 val_sha256:{sha}\n"
-    run = use("--checkpoint", rich_run.folder / "step_000010.pt", "--eval", "--device", "cpu")
-    assert run.stdout.startswith(f"eval val_loss:{rich_run.val_losses[10]:.5f} ")
-
-
-def test_a_run_is_named_by_id_folder_or_file(rich_run, path, use, tmp_path, monkeypatch):
-    """And a corpus with less text to validate on, or to train on, is scored as far as it goes."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "mine").symlink_to(rich_run.folder)
     make_corpus(tmp_path / "small", train_tokens=4_000, val_tokens=600, shards=1)
-    expected = use("--checkpoint", path, "--eval").stdout
-    for name in ("mine", "logs/mine", "~/logs/mine", "~/logs/mine/checkpoint.pt"):
-        assert use("--checkpoint", name, "--eval").stdout == expected != ""
+    for name in (path, "mine", "logs/mine", "~/logs/mine", "~/logs/mine/checkpoint.pt"):
+        run = use("--checkpoint", name, "--eval")
+        assert run.stdout == f"eval val_loss:{loss:.5f} val_tokens:1024 val_sha256:{sha}\n"
+    run = use("--checkpoint", rich_run.folder / "step_000010.pt", "--eval", "--device", "cpu")
+    assert run.stdout.startswith(f"eval val_loss:{rich_run.val_losses[10]:.5f} ")
     assert " val_tokens:512 " in use("--checkpoint", "mine", "--eval", "--data", "~/small").stdout
     none = make_corpus(tmp_path / "none", val_tokens=100)
     assert "add text" in refusal(use("--checkpoint", "mine", "--eval", "--data", none))
@@ -51,12 +45,10 @@ def test_a_run_is_named_by_id_folder_or_file(rich_run, path, use, tmp_path, monk
 def test_a_corpus_that_was_built_again_is_refused_unless_it_is_named(rich_run, use, tmp_path):
     """As is one that has been moved; what is named is scored, whatever it is."""
     corpus = make_corpus(tmp_path / "corpus")
-    folder = tmp_path / "run"
-    shutil.copytree(rich_run.folder, folder)
-    content = torch.load(folder / "checkpoint.pt", weights_only=True)
+    content = rich_run.checkpoint()
     content["config"]["data"] = str(corpus)
-    train_gpt.save_checkpoint(folder / "checkpoint.pt", content)
-    words = ["--checkpoint", folder / "checkpoint.pt", "--eval"]
+    train_gpt.save_checkpoint(tmp_path / "checkpoint.pt", content)
+    words = ["--checkpoint", tmp_path / "checkpoint.pt", "--eval"]
     honest = use(*words)
     assert honest.code == 0, honest.stdout
     make_corpus(corpus, val_tokens=5_000)
@@ -65,11 +57,9 @@ def test_a_corpus_that_was_built_again_is_refused_unless_it_is_named(rich_run, u
     assert use(*words, "--data", corpus).stdout == honest.stdout  # its first tokens are the same
     corpus.rename(tmp_path / "moved")
     assert str(corpus) in refusal(use(*words))
-    assert use(*words, "--data", tmp_path / "moved").code == 0
 
 
 def test_a_vocabulary_that_is_not_the_models_is_refused(path, use, tmp_path):
-    content = train_gpt.find_checkpoint(path)["config"]
     vocabulary = b"".join(b"%b %d\n" % (base64.b64encode(bytes([i])), i) for i in range(256))
     (tmp_path / "v.tiktoken").write_bytes(vocabulary)
     sha256 = train_gpt.file_sha256(tmp_path / "v.tiktoken")
@@ -77,11 +67,10 @@ def test_a_vocabulary_that_is_not_the_models_is_refused(path, use, tmp_path):
     manifest = {"vocab_size": 301, "eot_token": 300, "shards": [], "vocabulary": row}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert f"--data {tmp_path}" in refusal(use("--checkpoint", path, "--data", tmp_path))
-    config = dataclasses.replace(content, data=str(tmp_path), tokenizer="v.tiktoken")
+    config = tiny_config(data=str(tmp_path), tokenizer="v.tiktoken")
     assert sample.tokenizer_of(config).eot_token == 256
-    larger = dataclasses.replace(config, vocab_size=384, eot_token=300)
     with pytest.raises(train_gpt.ConfigError, match="another number of pieces"):
-        sample.tokenizer_of(larger)
+        sample.tokenizer_of(dataclasses.replace(config, vocab_size=384, eot_token=300))
     known = train_gpt.read_manifest(tmp_path)["sha256"]
     assert sample.tokenizer_of(config, known).eot_token == 256
     with pytest.raises(train_gpt.ConfigError, match="it was built again.*name with --data"):
@@ -126,16 +115,16 @@ def test_sample_continues_a_prompt(prompt, use, tmp_path):
 
 def test_samples_and_top_k(path, use):
     """The seeds of several samples follow each other, and the likeliest token is the top one."""
-    words = ["--checkpoint", path, "--tokens", 12, "--temperature", 1.5]
 
     def drawn(*more):
+        words = ["--checkpoint", path, "--tokens", 12, "--temperature", 1.5]
         return use(*words, *more).stdout
 
     singles = [drawn("--prompt", "def é(", "--seed", seed) for seed in (4, 5)]
     assert singles[0] != singles[1]
     expected = "".join(f"--- sample {i} of 2\n{one}" for i, one in enumerate(singles, start=1))
     assert drawn("--prompt", "def é(", "--seed", 4, "--samples", 2) == expected
-    likeliest = use("--checkpoint", path, "--tokens", 12, "--temperature", 0).stdout
+    likeliest = drawn("--temperature", 0)
     assert drawn("--top-k", 1) == likeliest not in (drawn(), drawn("--top-k", 5))
     assert drawn("--temperature", 1e-300) == likeliest
 
@@ -165,27 +154,13 @@ def test_a_model_that_predicts_nothing_finite_is_refused(task, use, tmp_path, co
     assert "finite" in line or "nan" in line
 
 
-# ----- bad input
-
-BAD_WORDS = [
-    "--checkpoint",
-    "--checkpoint nowhere.pt",
-    "--samples 0",
-    "--top-k -1",
-    "--temperature inf",
-    "--seed -1",
-]
-
-
-@pytest.mark.parametrize("words", BAD_WORDS)
-def test_bad_words_end_in_one_line_and_status_2(words, use, tmp_path):
-    assert words in refusal(use("--checkpoint", "x.pt", *words.split()))
+@pytest.mark.parametrize("words", ["--checkpoint x.pt", "--samples 0", "--temperature inf"])
+def test_bad_words_end_in_one_line_and_status_2(words, use):
+    assert words in refusal(use("--checkpoint", "nowhere.pt", *words.split()))
     assert "--prompt" in refusal(use("--checkpoint", "x.pt", "--prompt", "x", "--eval"))
-    assert not list(tmp_path.iterdir())
 
 
 def test_ids_that_no_token_has_are_never_next():
-    """A vocabulary is filled up to a round size."""
     tokens = np.array([EOT, *b"to be or not to be"], np.uint16)
     logits = sample.next_token_logits(make_trainer(vocab_size=384), 4, tokens)
     assert logits.shape == (EOT + 1,)
