@@ -402,8 +402,7 @@ def loss_weights_at(config, step):
     for stage in config.stages:
         weights = [*stage.mtp_weights, *[0.0] * count]
         rows.append(weights[:count])
-    columns = zip(*rows, strict=True)
-    return tuple(np.interp(step, starts, column) for column in columns)
+    return tuple(np.interp(step, starts, column) for column in zip(*rows, strict=True))
 
 
 def micro_batches_of_pass(config, step, runtime):
@@ -859,6 +858,8 @@ class TrainLoader:
 
 # 4. Layers =======================================================================================
 
+NORM_EPS = torch.finfo(torch.float32).eps
+
 
 class NormOnCPU(torch.autograd.Function):
     """norm(), by few passes over memory: torch's own takes several times as long on a CPU."""
@@ -875,9 +876,6 @@ class NormOnCPU(torch.autograd.Function):
         y, scale = ctx.saved_tensors
         along = (grad * y).mean(-1, keepdim=True)
         return ((grad - along * y) * scale).to(grad.dtype)
-
-
-NORM_EPS = torch.finfo(torch.float32).eps
 
 
 def norm(x):
@@ -2704,10 +2702,8 @@ def with_values(config, values):
     for name, value in values.items():
         is_known = name in vars(config) or hasattr(Stage, name)
         require(is_known, f"track {config.track} has no {name}")
-        if hasattr(Stage, name):
-            of_stages[name] = value
-        else:
-            changes[name] = value
+        place = of_stages if hasattr(Stage, name) else changes
+        place[name] = value
     changes["stages"] = as_rows(Stage, changes["stages"], **of_stages)
     return dataclasses.replace(config, **changes)
 
