@@ -93,7 +93,7 @@ def trained(tmp_path_factory):
     """A folder with a corpus in pieces of words, and what a run on it left at a kill."""
     root = tmp_path_factory.mktemp("trained")
     vocabulary = helpers.ROOT / "data" / "english1024.tiktoken"
-    texts = [str(helpers.ROOT / page) for page in ("README.md", "records/NOTES.md")]
+    texts = [str(path) for path in helpers.ROOT.glob("*/*.md")]
     words = ["--tokenizer", str(vocabulary), "--out", str(root / "corpus")]
     assert data_text.main([*texts, *words]) == 0
     run = ranks.train(root, {**RUN, "save_every": 2, "run_id": "run"})
