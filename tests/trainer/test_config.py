@@ -44,8 +44,7 @@ def test_words_become_values_of_their_fields(text, name, value):
     assert getattr(config, name) == value and type(getattr(config, name)) is type(value)
 
 
-def test_rows_of_stages_take_what_they_lack_from_the_defaults():
-    """A field of a stage is an option for all stages."""
+def test_a_field_of_a_stage_is_an_option_for_all_stages():
     rows = "({'start': 0, 'micro_batches': 4}, {'start': 0.5, 'windows': (64, 128)})"
     config, overrides = parsed(f'--stages "{rows}" --lr-mul 0.5')
     assert config.stages == (

@@ -1,5 +1,4 @@
-"""continual.py: what a projected update may not touch, on which ranks, and whole runs that start
-from another."""
+"""continual.py: what a projected update may not touch, and whole runs that start from another."""
 
 import functools
 import shutil
@@ -23,9 +22,6 @@ EACH_WORLD_SIZE = pytest.mark.parametrize(
 ON_RANKS = {"main": continual.main, "before": ranks.share_out}
 
 
-# ----- frozen directions
-
-
 def test_what_may_move_is_rounded():
     cases = [(1000, 0.9, 100), (768, 0.25, 576), (10, 0.29, 7), (10, 1.0, 0), (3, 0.5, 1)]
     assert all(frozen_count(rank, ratio) == frozen for rank, ratio, frozen in cases)
@@ -46,9 +42,6 @@ def test_updates_leave_the_top_directions_alone(shape, count):
     expected = (rows - u @ u.mT) @ update.double() @ (columns - v.mT @ v)
     once = project_update(update.clone(), left, right)
     torch.testing.assert_close(once.double(), expected, atol=1e-5, rtol=1e-5)
-
-
-# ----- whole runs
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,4 @@
-"""From a token to its rows of the table and its copies, against slow references with Python's
-integers."""
+"""A token's rows of the table and its copies, against slow references with Python's integers."""
 
 import numpy as np
 import pytest

@@ -57,6 +57,7 @@ def test_a_corpus_that_was_built_again_is_refused_unless_it_is_named(rich_run, u
     assert use(*words, "--data", corpus).stdout == honest.stdout  # its first tokens are the same
     corpus.rename(tmp_path / "moved")
     assert str(corpus) in refusal(use(*words))
+    assert use(*words, "--data", tmp_path / "moved").code == 0
 
 
 def test_a_vocabulary_that_is_not_the_models_is_refused(path, use, tmp_path):
