@@ -1,7 +1,6 @@
 """Go on with a trained model in a second domain, and keep what it knows of the first.
 
     python continual.py --init-from RUN [--key value ...]   RUN: a run, or a checkpoint file
-    python continual.py --init-from RUN --check             everything but the steps
     python continual.py --resume RUN                        go on with a run of this track
     torchrun --nproc_per_node=8 continual.py ...            on several processes, as train_gpt.py
 

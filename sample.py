@@ -1,9 +1,7 @@
 """Use a trained model: continue a prompt, or score the validation tokens.
 
     python sample.py --checkpoint RUN --prompt "A word that" --samples 3 --top-k 40
-    python sample.py --checkpoint RUN --prompt "$(cat FILE)"
     python sample.py --checkpoint RUN --eval
-    python sample.py --help
 
 RUN is the id of a run, its folder, or a checkpoint of any track.
 """
@@ -82,10 +80,9 @@ def evaluation(trainer, content, data=None):
     if not data:
         message = f"{config.data}: the corpus is not the one that the run has read"
         corpus.require_same(content["data"], message)
-    val = corpus.val
-    loss = trainer.evaluate(content["step"], val)
+    loss = trainer.evaluate(content["step"], corpus.val)
     require(math.isfinite(loss), f"the validation loss is {loss}: use another checkpoint")
-    val_sha256 = train_gpt.validation_hash(val)
+    val_sha256 = train_gpt.validation_hash(corpus.val)
     return f"eval val_loss:{loss:.5f} val_tokens:{config.val_tokens} val_sha256:{val_sha256}"
 
 

@@ -127,8 +127,9 @@ def check_fields(values, where=""):
         if low is not None:
             is_within = all(low <= number <= high for number in numbers)
             require(is_within, shown, f"must be {low:,} to {high:,}")
-        is_multiple = unit is None or not any(number % unit for number in numbers)
-        require(is_multiple, shown, f"must be a multiple of {unit}")
+        if unit is not None:
+            is_multiple = all(number % unit == 0 for number in numbers)
+            require(is_multiple, shown, f"must be a multiple of {unit}")
         is_text = str(value).isprintable() and re.fullmatch(form, str(value), re.ASCII)
         require(is_text, shown, f"must match {form}, and be printable")
 
@@ -402,7 +403,8 @@ def loss_weights_at(config, step):
     for stage in config.stages:
         weights = [*stage.mtp_weights, *[0.0] * count]
         rows.append(weights[:count])
-    return tuple(np.interp(step, starts, column) for column in zip(*rows, strict=True))
+    columns = zip(*rows, strict=True)
+    return tuple(np.interp(step, starts, column) for column in columns)
 
 
 def micro_batches_of_pass(config, step, runtime):
@@ -700,6 +702,8 @@ def copies(passage, config):
     for column, order in enumerate(config.copy_orders):
         keys = ngram_keys(text, position, depth[token] - back, order) + segment
         by_key = np.argsort(keys, kind="stable")
+        # Neighbours with one key are occurrences of one n-gram: the later one copies what followed
+        # the earlier one.
         earlier = by_key[:-1]
         later = by_key[1:]
         is_copy = (keys[earlier] == keys[later]) & (later - earlier <= config.copy_reach)
@@ -826,7 +830,8 @@ class TrainLoader:
         position = pieces[piece] + place - begins[piece]
         start = np.maximum(begins[piece] - place[0], 0)
         start += (index - start) // cap * cap
-        return Passage(text, position, depth_of(position, documents), start)
+        depth = depth_of(position, documents)
+        return Passage(text, position, depth, start)
 
     def make_batch(self, step):
         """Assemble this rank's part of a step, in the thread; a rank may have no micro-batch."""
@@ -2702,8 +2707,10 @@ def with_values(config, values):
     for name, value in values.items():
         is_known = name in vars(config) or hasattr(Stage, name)
         require(is_known, f"track {config.track} has no {name}")
-        place = of_stages if hasattr(Stage, name) else changes
-        place[name] = value
+        if hasattr(Stage, name):
+            of_stages[name] = value
+        else:
+            changes[name] = value
     changes["stages"] = as_rows(Stage, changes["stages"], **of_stages)
     return dataclasses.replace(config, **changes)
 
@@ -3010,8 +3017,9 @@ class Run:
 
     def check_room(self):
         """Raise ConfigError where the disk that will be written has no room for checkpoints."""
-        groups = self.trainer.optimizer.groups
-        size = sum(tensor.nbytes for group in groups for tensor in group.tensors().values())
+        size = 0
+        for group in self.trainer.optimizer.groups:
+            size += sum(tensor.nbytes for tensor in group.tensors().values())
         # Two on the way stay while the next is written; a resumed run may have them already.
         held = len([*self.folder.glob("step_*.pt")])
         count = max(1, 3 - held) if self.config.save_every else 1

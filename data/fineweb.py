@@ -8,8 +8,6 @@ The shards are those of Keller Jordan's speedrun, 100M tokens each, in llm.c's f
 client downloads them, but does not look at what has arrived. So each shard is compared here with
 the sha256 that the hub states for it, and takes its final name only when it is right. The next
 call fetches what is missing or damaged. HF_TOKEN is honoured.
-
-Exit status: 0 done, 1 network, hub or disk failed, 2 something in the call to correct.
 """
 
 import argparse
@@ -130,13 +128,12 @@ def main(argv=None):
     """Command line. Raises SystemExit with the exit status where something goes wrong."""
     parser = argparse.ArgumentParser(description="Download FineWeb-10B as GPT-2 token shards.")
     add = parser.add_argument
-    shards_help = f"training shards of 100M tokens, 1 to {TRAIN_SHARDS} (default: 9)"
-    add("shards", nargs="?", metavar="SHARDS", type=int, default=9, help=shards_help)
+    add("shards", nargs="?", type=int, default=9, help=f"of training, 1 to {TRAIN_SHARDS} (9)")
     add("--out", type=Path, default=FOLDER, help="folder of the corpus (default: data/fineweb10B)")
     arguments = parser.parse_args(argv)
     arguments.out = arguments.out.expanduser().absolute()
     if not 1 <= arguments.shards <= TRAIN_SHARDS:
-        parser.error(f"SHARDS {arguments.shards} must be between 1 and {TRAIN_SHARDS}")
+        parser.error(f"shards {arguments.shards} must be between 1 and {TRAIN_SHARDS}")
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(arguments.out / ".lock"):  # a second call waits for the first

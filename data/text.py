@@ -18,8 +18,6 @@ every machine. If --tokenizer names a vocabulary file, in tiktoken's form, a cop
 
 All text is held once, in one buffer, and tokenized in pieces. Exit status: 0 done, 1 disk or memory
 full, 2 something in the call to correct; stderr says what.
-
-Contents: own text -> English -> split -> tokens -> shards -> command line.
 """
 
 import argparse
