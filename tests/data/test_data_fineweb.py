@@ -2,7 +2,6 @@
 
 import hashlib
 import http.server
-import json
 import os
 import resource
 import subprocess
@@ -150,16 +149,6 @@ def test_another_commit_or_validation_shard_is_refused(hub, call, tmp_path, monk
 
 
 FOREIGN = {"source": "another", "shards": [{"file": TWO, "sha256": SHA256[ONE]}]}
-
-
-@pytest.mark.parametrize("manifest", ["[]", "{", json.dumps(FOREIGN)])
-def test_shards_that_no_manifest_knows_are_compared_with_the_hub(hub, call, tmp_path, manifest):
-    (tmp_path / "manifest.json").write_text(manifest)
-    (tmp_path / ONE).write_bytes(FILES[ONE])
-    (tmp_path / TWO).write_bytes(FILES[ONE])
-    assert call(hub.url, tmp_path, "2") == (0, "")
-    assert hub.downloads == [TWO, VAL]
-    check_folder(tmp_path, ONE, TWO, VAL)
 
 
 def test_a_killed_call_is_completed_by_the_next(hub, call, tmp_path):

@@ -9,7 +9,6 @@ import operator
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -22,10 +21,7 @@ import helpers
 import ranks
 import train_gpt
 from helpers import EARLY, EOT, LAYERED, tiny_config
-from records.log import parse_log
 from train_gpt import Stage
-
-draw_plot = train_gpt.plot  # the `cli` fixture replaces it
 
 
 # ----- schedules
@@ -90,22 +86,6 @@ def only(kind, lines):
     """The one line of that kind."""
     (line,) = (line for line in lines if re.match(rf"{kind}\b", line))
     return line
-
-
-def test_a_records_log_has_the_form_that_the_records_tool_reads(tiny, cli, monkeypatch):
-    """records/forms.toml has the form of each line, and what is kept of it."""
-    neutral = ("seed", "device", "log_every")
-    values = {key: value for key, value in tiny.items() if key not in neutral} | {"val_every": 2}
-    monkeypatch.setitem(train_gpt.TRACKS, "english", tiny_config(**values))
-    own = {"track": "english", "device": "cpu", "log_every": 1, "run_of": "1:3/8:2"}
-    run = cli(**own, run_id="third", seed=5)
-    log = parse_log(run.folder / "log.txt", helpers.TRAINER.read_text())
-    assert (log.batch, log.counter, log.declared, log.start, log.seed) == (1, 3, 8, 2, 5)
-    assert log.config["steps"] == 4 and log.torch == torch.__version__
-    assert log.tokens == 4 * 2 * 256 and log.memory_mib > 50 and log.cpu_time_ms > 0
-    assert log.speed == pytest.approx(1000 * log.tokens / log.train_time_ms, rel=0.1)
-    run = cli(**own, run_id="other", steps=3)
-    assert run.code == 0 and 'overrides:{"steps": 3}' in run.lines and "batch:" not in run.stdout
 
 
 def test_the_log_of_a_run_makes_it_reproducible(rich_run, rich, corpus):
@@ -444,17 +424,3 @@ def test_a_run_goes_on_when_the_console_is_gone(handler, code, tiny, tmp_path):
     run = ranks.train(tmp_path, {**tiny, "run_id": "alone", "save_every": 4}, before=before)
     assert run.code == code
     assert run.log[-1].startswith("status:interrupted" if code else "status:ok ")
-
-
-# ----- the plot at the end
-
-
-@pytest.mark.parametrize("can_draw", [True, False])
-def test_the_status_names_the_plot_where_there_is_one(can_draw, tiny, cli, monkeypatch):
-    """A plot that fails, as where a package is absent, ends nothing."""
-    monkeypatch.setattr(train_gpt, "plot", draw_plot)
-    picture = SimpleNamespace(plot_run=lambda folder: folder / "loss.png") if can_draw else None
-    monkeypatch.setitem(sys.modules, "records.picture", picture)
-    run = cli(**{**tiny, "steps": 1, "run_id": "drawn"})
-    assert run.code == 0 and run.log[-1] == run.lines[-1]
-    assert run.lines[-1].endswith(" plot:logs/drawn/loss.png" if can_draw else "log.txt")

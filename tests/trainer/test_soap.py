@@ -272,32 +272,6 @@ def walk(optimizer, steps, size=1e-3):
     return optimizer
 
 
-@pytest.mark.parametrize("kind", ["soap", "kl_soap"])
-@pytest.mark.parametrize("limit", [32, 64])
-def test_the_first_step_with_bases_is_adams(limit, kind):
-    """The momentum begins with the bases, as the second moment does: the step has an RMS of 1 in
-    Adam's units, as a first step of Adam must. A momentum that knew of one gradient more would meet
-    a moment that may be next to 0 in any entry: with one basis the RMS would be 30 and the largest
-    entry 500 here, and thousands of times that in large banks."""
-    optimizer = banks_of(kind, one_sided_above=limit)
-    weights = cases.params_of(optimizer)["mlp"]
-    before = weights.clone()
-    assert torch.equal(cases.params_of(walk(optimizer, [0]))["mlp"], before)
-    walk(optimizer, [1])
-    moved = (weights - before) * 32**0.5 / optimizer.matrices.lr
-    sizes = moved.square().mean((-2, -1)).sqrt()
-    torch.testing.assert_close(sizes, torch.ones(4), atol=1e-3, rtol=0)
-    assert moved.abs().max() < 8
-
-
-def test_before_there_are_bases_soap_muon_is_muon():
-    muon, soap_muon = (
-        cases.params_of(walk(banks_of(kind), [0]))["mlp"] for kind in ("muon", "soap_muon")
-    )
-    torch.testing.assert_close(soap_muon, muon)
-    assert not torch.equal(muon, cases.params_of(banks_of("muon"))["mlp"])
-
-
 @EACH_RULE
 def test_bases_follow_the_factors_in_turn(kind):
     """At first all bases are exact; then matrix i steps where (step - i) divides by basis_every,
