@@ -23,7 +23,6 @@ import train_gpt
 from helpers import EARLY, EOT, LAYERED, tiny_config
 from train_gpt import Stage
 
-
 # ----- schedules
 
 SCHEDULE = (
@@ -34,8 +33,7 @@ SCHEDULE = (
 
 
 def test_schedules_are_functions_of_the_step():
-    """Validation has the windows of training, and at the end its own, which YaRN, that follows
-    training, does not know. A loss weight moves in a line to that of the next stage."""
+    """Validation has its own windows at the end alone. Loss weights move in lines."""
     numbers = {"steps": 10, "cooldown": (0.5, 1.0), "final_lr": 0.1, "val_windows": (64, 128)}
     config = tiny_config(stages=SCHEDULE, **numbers)
     steps = range(10)
@@ -407,8 +405,7 @@ def test_warm_up_is_interrupted_between_phases(monkeypatch):
 
 @pytest.mark.parametrize("handler, code", [(signal.SIG_IGN, 0), (signal.SIG_DFL, 130)])
 def test_a_run_goes_on_when_the_console_is_gone(handler, code, tiny, tmp_path):
-    """As behind `| head -1`, and in a terminal that is closed, which sends SIGHUP, too: under nohup
-    that is ignored."""
+    """As behind `| head -1`, and in a terminal that is closed; nohup ignores its SIGHUP."""
 
     def hang_up():
         here, there = os.pipe()
