@@ -1,7 +1,4 @@
-"""What the benchmarks share.
-
-Contents: command lines -> corpora -> runs and ranks -> machine and code -> output.
-"""
+"""What the benchmarks share: command lines, corpora, runs and ranks, machine and code, output."""
 
 import argparse
 import contextlib

@@ -8,9 +8,7 @@ whole pass. The text is ASCII, so a byte is a character, and losses are in nats 
 
 `ours` is the CPU's track with the changes of ARMS, which have not been tuned since the index of
 training text left. `plain GPT` is plain_gpt.py at the sizes of nanoGPT's quick start on a CPU.
-Seconds are processor time of one thread, so that other work on the machine hardly changes them:
-they are of training alone. A call goes on where the last one stopped, and begins no run once its
-minutes are over.
+Seconds are processor time of one thread, of training alone. A call goes on where the last stopped.
 
 Results: benchmarks/results/peers.{json,md}. The last line is
 `tinyshakespeare quick_start_ratio:<r> below_a100:<seconds> seeds:<n>`: how many times as long as

@@ -44,7 +44,7 @@ def test_a_tuning_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
         ends.append([{**run, "fastest_step": 0} for run in content["runs"]])
         content["runs"] = content["runs"][:3]
         (tmp_path / "plain_gpt.json").write_text(json.dumps(content))
-    assert ends[0] == ends[1] and len(ends[0]) == 1 + 5
+    assert ends[0] == ends[1] and len(ends[0]) == 1 + 2 + 5
 
 
 def test_the_plain_gpt_stops_where_its_smoothed_loss_is_no_higher():
