@@ -80,8 +80,8 @@ def test_turns_replace_those_of_the_call_before(tmp_path, monkeypatch, capsys):
 
     def train(folder, run_id, words, world_size, script):
         calls.append(words)
-        (folder / "log.txt").write_text("final val_loss:2.94000 train_time:25000ms tokens:1\n")
-        return folder
+        (tmp_path / "log.txt").write_text("final val_loss:2.94000 train_time:25000ms tokens:1\n")
+        return tmp_path
 
     monkeypatch.setattr(common, "train", train)
 
