@@ -94,12 +94,12 @@ def test_ranks_that_see_different_corpora_are_refused(tiny, tmp_path, monkeypatc
     for rank in ("0", "1"):
         make_corpus(tmp_path / rank / "c", train_tokens=60_000 + 1000 * int(rank))
     run = ranks.train(tmp_path, {**tiny, "data": "c"}, world_size=2, before=before)
-    assert run.code == 2 and "c: another rank has another corpus there" in run.stdout + run.stderr
+    assert run.code in (1, 2)  # 1: the other rank may have lost this one meanwhile
+    assert "c: another rank has another corpus there" in run.stdout + run.stderr
 
 
 @pytest.mark.slow
 def test_two_nodes_train_as_one(rich, rich_run_of, tmp_path):
-    """Two launchers, which find each other as those of two machines do."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
