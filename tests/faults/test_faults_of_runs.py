@@ -53,7 +53,7 @@ def test_where_a_rank_dies_the_others_end(rank, tiny, tmp_path, monkeypatch):
     run = ranks.train(tmp_path, values, world_size=3, before=before)
     assert run.code == 3 and time.monotonic() - began < 50
     for survivor in {1, 2} - {rank}:
-        told = rf"rank {survivor}: status:error (Runtime|DistNetwork)Error: "  # by a peer, the store
+        told = rf"rank {survivor}: status:error (Runtime|DistNetwork)Error: "
         assert re.search(told, run.stderr)
     if rank:
         assert run.log[-1] == run.lines[-1] and run.log[-2].startswith("step:2/100 ")
