@@ -702,8 +702,7 @@ def copies(passage, config):
     for column, order in enumerate(config.copy_orders):
         keys = ngram_keys(text, position, depth[token] - back, order) + segment
         by_key = np.argsort(keys, kind="stable")
-        # Neighbours with one key are occurrences of one n-gram: the later one copies what followed
-        # the earlier one.
+        # Of two neighbours with the same key, the later one copies what followed the earlier one.
         earlier = by_key[:-1]
         later = by_key[1:]
         is_copy = (keys[earlier] == keys[later]) & (later - earlier <= config.copy_reach)
@@ -867,7 +866,7 @@ NORM_EPS = torch.finfo(torch.float32).eps
 
 
 class NormOnCPU(torch.autograd.Function):
-    """norm(), by few passes over memory: torch's own takes several times as long on a CPU."""
+    """norm() in few passes over memory. On a CPU torch's own takes several times as long."""
 
     @staticmethod
     def forward(ctx, x):
@@ -977,10 +976,11 @@ class BlockedAttention:
         block, size = mask.shape[2:]
 
         def reached(x):
-            """(blocks, heads, size, dim): what each block reaches, zeros before the first."""
+            """(blocks, heads, size, dim): what each block reaches, zeros before the first. The
+            gradient of these slices is a copy; that of unfold is slow on a CPU."""
             blocks = F.pad(x, (0, 0, 0, 0, size - block, 0)).unflatten(0, (-1, block))
-            shifts = range(size // block)
-            parts = [blocks[low : low + length // block] for low in shifts]
+            count = length // block
+            parts = [blocks[low : low + count] for low in range(size // block)]
             return torch.cat(parts, dim=1).transpose(1, 2)
 
         queries = q.view(-1, block, heads, dim).transpose(1, 2)
@@ -1505,20 +1505,20 @@ class Hyper(NamedTuple):
     dtype: torch.dtype  # of products
 
 
-ROUNDING = 1e-5  # gradients so far below those beside them are nothing else
+ROUNDING = 1e-5  # below this share of the RMS beside it, a gradient is taken for rounding
 
 
 def adam_update(weight, grad, state, hyper):
     """Adam (Kingma & Ba 2015) with cautious weight decay, in place; float32, of one shape.
 
-    In place of an epsilon, values whose gradients are rounding wait: at the start some scalars have
-    no others, and full steps of these would depend on the order in which floats are added."""
+    There is no epsilon. Values whose gradients are rounding do not step: at the start some scalars
+    have no others, and their steps would depend on the order in which floats are added."""
     beta1, beta2 = hyper.betas
     state["first"].lerp_(grad, 1 - beta1)
     state["second"].lerp_(grad.square(), 1 - beta2)
     first = state["first"] / (1 - beta1**hyper.count)
     second = state["second"] / (1 - beta2**hyper.count)
-    # Over each matrix, each row of an embedding, all of a vector: so ranks that share out agree.
+    # The mean is over a matrix, a row of an embedding or a vector; no two ranks share one of these.
     axes = range(1, second.ndim) or (0,)
     root = second.sqrt()
     is_rounding = root <= ROUNDING * second.mean(tuple(axes), keepdim=True).sqrt()
