@@ -353,6 +353,7 @@ class Tokenizer(NamedTuple):
             "vocab_size": len(self.pieces),
             "eot_token": self.eot_token,
             "token_bytes": [len(piece) for piece in self.pieces],
+            # No trainer reads it any more, but records name the sha256 of manifests that have it.
             "prefix_tokens": prefix_tokens(self.pieces),
         }
 
