@@ -245,7 +245,8 @@ def main(argv=None):
     argv = list(sys.argv[1:] if argv is None else argv)
     if {"--help", "-h"} & set(argv):
         print(__doc__)
-    if not any(word.partition("=")[0] == "--resume" for word in argv):
+    words = " ".join(argv).replace("=", " ")
+    if "--resume" not in words or "--resume auto" in words:  # else the checkpoint has its track
         argv = ["--track", "continual", *argv]
     return train_gpt.main(argv, ContinualRun)
 

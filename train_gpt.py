@@ -123,13 +123,9 @@ def check_fields(values, where=""):
         shown = f"{where}{field.name}={value!r}"
         low, high, unit, form = field.metadata["limits"]
         require(has_type(value, field.type), shown, f"must be of the type of {field.default}")
-        numbers = value if isinstance(value, tuple) else (value,)
-        if low is not None:
-            is_within = all(low <= number <= high for number in numbers)
-            require(is_within, shown, f"must be {low:,} to {high:,}")
-        if unit is not None:
-            is_multiple = all(number % unit == 0 for number in numbers)
-            require(is_multiple, shown, f"must be a multiple of {unit}")
+        for number in value if isinstance(value, tuple) else (value,):
+            require(low is None or low <= number <= high, shown, f"must be {low} to {high}")
+            require(unit is None or number % unit == 0, shown, f"must be a multiple of {unit}")
         is_text = str(value).isprintable() and re.fullmatch(form, str(value), re.ASCII)
         require(is_text, shown, f"must match {form}, and be printable")
 
@@ -244,7 +240,7 @@ class Config:
     logit_cap: Pair = knob((23.0, 5.0), "(a, b): logits are a sigmoid((z + b) / 7.5)", 0, 70)
     # --- table
     ngram_orders: Orders = knob((2, 3), "orders of hashed n-grams", 2, 32)
-    # They take 12 GiB over all ranks, and by record #92's sizes gain about 0.005 nats over 2^21.
+    # They take 12 GiB over all ranks; by record #92's sizes they should gain 0.005 nats over 2^21.
     ngram_rows: int = knob(2**22, "rows of the table, for all columns", 1, 2**31 - 1)
     copy_orders: Orders = knob((2, 3, 5, 8), "orders of copies from the document", 2, 32)
     copy_reach: int = knob(2048, "tokens that copies look back", *SIZE)
@@ -262,7 +258,7 @@ class Config:
     ngram_floor: float = knob(0.2, "a row slows down below this gradient RMS", *POSITIVE)
     # --- evaluation
     val_tokens: int = knob(10_485_760, "validation tokens that are scored", 1, 10**9)
-    val_sha256: str = knob("", "sha256 of those tokens and the next (uint16); empty: not compared")
+    val_sha256: str = knob("", "sha256 of those tokens and the next (uint16), which boards compare")
     val_batch_tokens: int = knob(65536, "validation tokens of a forward pass", *PASS)
     val_windows: Windows = knob((768, 2560), "windows of the final validation", 16, 65536, 16)
     val_every: int = knob(250, "validate every so many steps (untimed); 0: at the end", *SIZE)
@@ -316,6 +312,9 @@ class Config:
             require(is_even, where, f"paired_heads: {heads} heads make no pairs")
             kinds = layer.value_embedding, layer.shifted_keys, layer.paired_heads, layer.exclusive
             require(layer.attends or not any(kinds), where, "has no attention to change")
+        # Slopes are divided by the cap.
+        cap_is_positive = self.logit_cap[0] > 0
+        require(cap_is_positive, f"logit_cap={self.logit_cap}", "must begin above 0")
         is_closed = self.layers and not self.layers[-1].feeds_last
         require(is_closed, "layers", "must be one or more, and the last has no feeds_last")
         require(self.resume != "auto" or self.run_id, "resume=auto", "needs --run-id")
@@ -339,7 +338,7 @@ TRACKS = {
         tokenizer="english1024.tiktoken",
         vocab_size=1024,
         eot_token=1023,
-        steps=162,
+        steps=156,
         micro_batch_tokens=1024,
         micro_batches_a_pass=4,
         stages=(
@@ -371,7 +370,7 @@ TRACKS = {
         adam_every=1,
         embed_lr=2.0,
         embed_scale_lr=5.0,
-        ngram_lr=0.3,
+        ngram_lr=0.4,
         val_tokens=262_144,
         val_sha256="cdf79be5415e8fdfa3e67f5e38a2d95a0db7abc021b652193350bc2f69c021f1",
         val_batch_tokens=4096,
@@ -672,8 +671,8 @@ def ngram_rows(passage, config):
     """Rows (T, C) int32 in [0, ngram_rows) of the table and signs (T, C) float32, for the n-grams
     that end at the tokens of a Passage.
 
-    Each order has rows of its own. The sign is one more bit of the hash: two n-grams that share a
-    row push it apart half of the time (count-sketch's trick).
+    Each order has a hash of its own. The sign is one more bit of it: two n-grams that share a row
+    push it apart half of the time (count-sketch's trick).
     """
     text, position, depth, _ = passage
     mixed = np.empty((len(position), len(config.ngram_orders)), np.uint64)
@@ -967,8 +966,7 @@ class BlockedAttention:
         key = query[:, :1] - window + reach
         first = torch.maximum(start.view(-1, block, 1), query - window + 1)
         is_visible = (key >= first) & (key <= query)
-        bias = torch.zeros(is_visible.shape, dtype=dtype, device=device)
-        return bias.masked_fill_(~is_visible, -math.inf)[:, None]
+        return torch.where(is_visible, 0.0, -math.inf).to(dtype)[:, None]
 
     def attend(self, q, k, v, mask, scale):
         """Attention of q, k, v (n, heads, head_dim), n a multiple of the block: the same shape."""
@@ -1059,7 +1057,7 @@ def gate(x, weight):
 
 # Tokens whose logits exist at a time: on a CPU those of more leave its cache, and on a GPU those of
 # fewer are more kernels to compile and to launch.
-LOSS_CHUNK = {"cpu": 256, "cuda": 8192}
+LOSS_CHUNK = {"cpu": 128, "cuda": 8192}
 CAP_WIDTH = 7.5  # of the sigmoid that caps logits
 SPREAD = 2654435769  # 2^32 over the golden ratio: multiples of it lie far from each other
 
@@ -1067,8 +1065,8 @@ SPREAD = 2654435769  # 2^32 over the golden ratio: multiples of it lie far from 
 class CappedCrossEntropy(torch.autograd.Function):
     """Cross-entropy of soft-capped logits, and its gradients, in one pass over the logits.
 
-    With the gap g of a product z of hidden state and head, see cap_gap(),
-        loss at target t  =  ln sum_v exp(-g_v) + g_t
+    With the capped logits' distances d <= 0 from the cap, see below_cap(),
+        loss at target t  =  ln sum_v exp(d_v) - d_t
     So no maximum is needed, and gradients times the sum can be written before the sum is known:
     dividing rows by it commutes with the products that follow. The targets' columns are corrected
     afterwards.
@@ -1094,22 +1092,23 @@ class CappedCrossEntropy(torch.autograd.Function):
             x = hidden[chunk]
             target = targets[chunk]
             product = x @ head.T
-            gap = cap_gap(product, cap)
-            exp_logits = torch.exp(-gap)
+            below = below_cap(product, cap)
+            exp_logits = torch.exp(below)
             if counts is not None:
                 exp_logits = exp_logits * counts
             sum_exp = exp_logits.sum(1, keepdim=True)
-            # From the product, which is stored anyway; compiled code never stores the gaps.
-            target_gap = cap_gap(product.gather(1, target), cap)
-            losses.append(sum_exp.log() + target_gap)
+            # From the product, which is stored anyway; compiled code never stores the distances.
+            target_below = below_cap(product.gather(1, target), cap)
+            losses.append(sum_exp.log() - target_below)
             if needs_grad:
                 weight = weights[chunk]
                 target_weight = (is_same[chunk] * weight[:, None]).sum(-1)
                 scale = weight.sum(1, keepdim=True) / sum_exp
                 part = target_weight / scale.clamp_min(1e-30)
-                target_grad = (torch.exp(-target_gap) - part) * cap_slope(target_gap, top)
-                grad = exp_logits.mul_(cap_slope(gap, top)).to(x.dtype)
+                target_grad = (torch.exp(target_below) - part) * cap_slope(target_below, top)
+                grad = exp_logits.mul_(cap_slope(below, top)).to(x.dtype)
                 grad.scatter_(1, target, target_grad.to(x.dtype))
+                scale = scale / -CAP_WIDTH  # of the slopes: a factor of rows costs no pass
                 hidden_grads.append(((grad @ head) * scale).to(x.dtype))
                 head_grad = torch.addmm(head_grad, grad.T, (x * scale).to(x.dtype))
         losses = torch.cat(losses)
@@ -1125,17 +1124,17 @@ class CappedCrossEntropy(torch.autograd.Function):
         return *grads, None, None, None, None
 
 
-def cap_gap(products, cap):
-    """top - logits, float32, in (0, top). A logit is top sigmoid((z + shift) / CAP_WIDTH) of the
+def below_cap(products, cap):
+    """logits - top, float32, in (-top, 0). A logit is top sigmoid((z + shift) / CAP_WIDTH) of the
     product z of a hidden state and a row of the head."""
     top, shift = cap
-    scaled = (products.float() + shift).mul_(-1 / CAP_WIDTH)
-    return scaled.sigmoid_().mul_(top)
+    scaled = torch.rsub(products.float(), -shift / CAP_WIDTH, alpha=1 / CAP_WIDTH)
+    return scaled.sigmoid_().mul_(-top)
 
 
-def cap_slope(gap, top):
-    """The derivative of a capped logit by its product."""
-    return (top - gap).mul_(gap).div_(top * CAP_WIDTH)
+def cap_slope(below, top):
+    """-CAP_WIDTH times the derivative of a capped logit by its product: d + d^2 / top."""
+    return torch.addcmul(below, below, below, value=1 / top)
 
 
 def sampled_rows(targets, vocab, count):
@@ -1470,7 +1469,7 @@ class GPT(nn.Module):
     def logits(self, hidden):
         """Soft-capped logits (n, vocab_size), float32, of hidden states (n, model_dim)."""
         cap = self.config.logit_cap
-        return cap[0] - cap_gap(F.linear(hidden, self.head), cap)
+        return cap[0] + below_cap(F.linear(hidden, self.head), cap)
 
     def forward(self, micro_batch, ngram, phase, loss_weights, rotary):
         """(training loss, summed over tokens; losses (T,) of the next token; hidden states)."""
@@ -1535,9 +1534,9 @@ def adagrad_rows_update(table, second, rows, grads, lr, floor):
     It forgets: a rare row's steps shrink from `lr` on as Adagrad's do, and a frequent one's no
     further than to lr * sqrt(1 - ROW_MEMORY), so that it goes on to learn in a long run.
 
-    second: (n,), the sum of each row's mean squared gradients. grads: (u, dim), sums over tokens.
-    floor: a gradient RMS that is added to the moment: a row that is new where tokens are predicted
-    well should hardly move.
+    second: (n,), the fading sum of each row's mean squared gradients. grads: (u, dim), sums over
+    tokens. floor: a gradient RMS that is added to the moment: a row that is new where tokens are
+    predicted well should hardly move.
     """
     moment = ROW_MEMORY * second[rows] + grads.square().mean(1)
     second[rows] = moment
@@ -2132,7 +2131,7 @@ def group_equal(ids):
 def sum_groups(values, positions, offsets, signs=None):
     """Sums (u, d) float32 of the rows of values (n, d) that `group_equal` has put together: in a
     fixed order, and without atomics."""
-    return F.embedding_bag(positions, values.float(), offsets, mode="sum", per_sample_weights=signs)
+    return F.embedding_bag(positions, values, offsets, mode="sum", per_sample_weights=signs)
 
 
 def plan_rows(rows, signs, config, runtime, group, name):
@@ -2238,20 +2237,20 @@ class NgramTable(Group):
     def reduce(self, step):
         """Sum the step's gradients by row, and start to push them to the rows' owners."""
         plan = self.plan
-        none = self.weight.new_empty(0, self.config.model_dim)
-        grads = torch.cat([none, *self.grads])
+        grads = torch.cat([self.weight[:0], *self.grads])
         sums = sum_groups(grads, plan.token, plan.offsets, plan.token_signs)
         self.grads = []
         return self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)
 
     def update(self, step, lr_mul, pending):
         """Update the rows that are owned here. Losses are summed, not averaged: a row learns from
-        its own tokens, however many others the step has."""
+        its own tokens, however many others the step has. Its rate follows no schedule: Adagrad
+        slows each row down by itself."""
         sums, work = pending
         wait(work)
         if self.plan.merge:
             sums = sum_groups(sums, *self.plan.merge)
-        lr = self.config.ngram_lr * lr_mul
+        lr = self.config.ngram_lr
         # As the gradient falls with the width; so, from 64 to 512 channels, new rows make first
         # steps of one size (records/NOTES.md, 2026-11-25).
         floor = self.config.ngram_floor * (64 / self.config.model_dim) ** 0.75
@@ -2766,8 +2765,10 @@ def parse_command_line(argv):
     for values in (*TRACKS.values(), Stage()):  # another script's track may have fields of its own
         fields |= {field.name: field for field in dataclasses.fields(values)}
     del fields["start"]
+    shown = next((TRACKS[word] for word in argv if word in TRACKS), Config())
     for name, field in fields.items():
-        default = "" if name in ("stages", "layers") else f" [{field.default}]"
+        default = f" [{getattr(shown, name, field.default)}]"
+        default = "" if name in ("stages", "layers") else default
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=field.type if field.type in (int, float, str) else parse_literal,
@@ -2850,14 +2851,12 @@ def find_checkpoint(run, key="resume"):
     problem = f"no checkpoint in {Path('logs', run)}; name a run that has saved one"
     for path in filter(Path.is_file, paths):
         try:
-            beside = path.with_suffix(".sha256")
-            is_whole = beside.is_file() and file_sha256(path).encode() in beside.read_bytes()
+            is_whole = file_sha256(path).encode() in path.with_suffix(".sha256").read_bytes()
             require(is_whole, "damaged: its sha256 is not the one beside it")
             content = torch.load(path, map_location="cpu", weights_only=True)
-            values = content["config"]
-            track = values["track"]
+            track = content["config"]["track"]
             require(track in TRACKS, f"track {track}", "use the script that it began with")
-            config = type(TRACKS[track])(**values)
+            config = type(TRACKS[track])(**content["config"])
             is_same = content["rows"] == row_fingerprint(config)
             require(is_same, "another version of the script has made it")
             return {**content, "config": config, "folder": path.parent}
@@ -3066,8 +3065,7 @@ class Run:
             from records import gates
         except ImportError:
             return None
-        step = self.config.steps
-        return gates.check_gates(self.trainer, step, self.corpus.val, reported, state_digest)
+        return gates.check_gates(self.trainer, self.step, self.corpus.val, reported, state_digest)
 
     def log_result(self, loss):
         """Log what came of a run, of its validation loss and of the gates. Raises RuntimeError
@@ -3083,8 +3081,8 @@ class Run:
         if verdict:
             passed = verdict.passed
             log.line(verdict.line())
-        sizes = self.corpus.manifest["token_bytes"] or [0] * config.vocab_size
-        val_bytes = int(np.array(sizes)[self.corpus.val[1:]].sum())  # 0: not known
+        sizes = np.array(self.corpus.manifest["token_bytes"])
+        val_bytes = int(sizes[self.corpus.val[1:]].sum())  # 0: not known
         bits = loss * config.val_tokens / math.log(2)
         log.line(f"bits_per_byte:{bits / (val_bytes or math.nan):.5f} val_bytes:{val_bytes}")
         gates = [f" {name}:{'ok' if is_passed else 'FAILED'}" for name, is_passed in passed.items()]

@@ -129,10 +129,9 @@ def dense(name):
             for column in range(ORDERS):
                 signed = signs[:, column, None].double() * token_grads
                 grads.index_add_(0, ids[:, column], signed)
-        lr = config.ngram_lr * (1 - 0.1 * step)
         second = kept * second + grads.square().mean(1)
         floor = config.ngram_floor * (64 / config.model_dim) ** 0.75
-        weight -= lr * grads / (second + floor**2).sqrt()[:, None]
+        weight -= config.ngram_lr * grads / (second + floor**2).sqrt()[:, None]
         history.append(weight.clone())
     return torch.stack(history), second
 
