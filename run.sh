@@ -3,9 +3,9 @@
 # ./run.sh TRACK --help                list every key with its default
 # ./run.sh TRACK --check               check device, data, memory and disk without a step
 # ./run.sh test [pytest arguments]     run the tests that protect results; with --all all of them
-# A call first makes what is missing: .venv with requirements.txt, and the track's data. A run has
-# one rank a GPU, or one a core. PYTHON=/path/to/python chooses the Python (3.11 or newer) of a new
-# .venv. Set-up and data report to stderr; stdout and the exit status are the trainer's own.
+# A call first makes what is missing: .venv with requirements.txt, and the track's data. 1, 2, 4 or
+# 8 ranks have a GPU or a core each, and equal shares of a step. PYTHON=/path/to/python chooses the
+# Python (3.11 or newer) of a new .venv. Set-up and data report to stderr, the trainer to stdout.
 if [ -z "${BASH_VERSION:-}" ]; then exec bash "$0" "$@"; fi # sh run.sh
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
