@@ -206,9 +206,7 @@ class Config:
         ),
         "rows of the schedule; fields of a stage are options, too, for all stages",
     )
-    cooldown: Pair = knob(
-        (234 / 1194, 1174 / 1194), "fractions of the steps between which rates fall", 0, 1
-    )
+    cooldown: Pair = knob((234 / 1194, 1174 / 1194), "rates fall between these fractions", 0, 1)
     final_lr: float = knob(0.3, "factor of the rates at the end of the cooldown", 0, 1)
     # Record #92 reports 0.020 nats for the mean and the high final_lr together.
     mean_share: float = knob(0.25, "last share of the steps, over which weights are averaged", 0, 1)
@@ -865,26 +863,30 @@ NORM_EPS = torch.finfo(torch.float32).eps
 
 
 class NormOnCPU(torch.autograd.Function):
-    """norm() in few passes over memory. On a CPU torch's own takes several times as long."""
+    """norm() of float32 in few passes over memory: torch's takes several times as long on a CPU.
+
+    It casts nothing: torch 2.11 compiles a Function that ends with a cast to the same type into one
+    whose gradient is zero.
+    """
 
     @staticmethod
     def forward(ctx, x):
-        scale = (x.float().square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
+        scale = (x.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
         y = x * scale
         ctx.save_for_backward(y, scale)
-        return y.to(x.dtype)
+        return y
 
     @staticmethod
     def backward(ctx, grad):
         y, scale = ctx.saved_tensors
         along = (grad * y).mean(-1, keepdim=True)
-        return ((grad - along * y) * scale).to(grad.dtype)
+        return (grad - along * y) * scale
 
 
 def norm(x):
     """RMSNorm over the last axis, without weights."""
     if x.device.type == "cpu":
-        return NormOnCPU.apply(x)
+        return NormOnCPU.apply(x.float()).to(x.dtype)
     return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
 
@@ -981,10 +983,8 @@ class BlockedAttention:
             parts = [blocks[low : low + count] for low in range(size // block)]
             return torch.cat(parts, dim=1).transpose(1, 2)
 
-        queries = q.view(-1, block, heads, dim).transpose(1, 2)
-        y = F.scaled_dot_product_attention(
-            queries, reached(k), reached(v), attn_mask=mask, scale=scale
-        )
+        q = q.view(-1, block, heads, dim).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, reached(k), reached(v), attn_mask=mask, scale=scale)
         return y.transpose(1, 2).reshape(length, heads, dim)
 
 

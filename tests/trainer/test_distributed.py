@@ -207,15 +207,16 @@ def test_six_steps_do_not_depend_on_the_world_size(world_size, is_shared_out, re
     passes = {2: [2, 5], 3: [2, 2, 1], 4: [1, 1, 1, 1]}[world_size]
     assert alone["passes"][0] == 11 and [result["passes"][0] for result in results] == passes
     for result in results:
-        assert result["val"] == pytest.approx(alone["val"], abs=1e-6)
+        assert result["val"] == pytest.approx(alone["val"], abs=1e-5)
         assert_bitwise(result["model"], results[0]["model"])
         assert_bitwise(result["table"], results[0]["table"])
     torch.testing.assert_close(results[0]["table"], alone["table"], atol=1e-4, rtol=1e-4)
     for name, weight in alone["model"].items():
         rate = 75 if name == "value_embed" else 5  # times that of other parameters, at most
         found = results[0]["model"][name]
-        # A hundred-and-fiftieth of a full step of Adam.
-        torch.testing.assert_close(found, weight, atol=1e-4 * rate, rtol=2e-4)
+        # A hundred-and-fiftieth of a step of Adam, but where a gradient at the edge of ROUNDING waits.
+        is_far = (found - weight).abs() > 1e-4 * rate + 2e-4 * weight.abs()
+        assert is_far.float().mean() <= 1e-4
 
 
 # ----- whole runs
