@@ -214,7 +214,7 @@ def test_six_steps_do_not_depend_on_the_world_size(world_size, is_shared_out, re
     for name, weight in alone["model"].items():
         rate = 75 if name == "value_embed" else 5  # times that of other parameters, at most
         found = results[0]["model"][name]
-        # A hundred-and-fiftieth of a step of Adam, but where a gradient at the edge of ROUNDING waits.
+        # A hundred-and-fiftieth of a step of Adam; but a gradient at the edge of ROUNDING may wait.
         is_far = (found - weight).abs() > 1e-4 * rate + 2e-4 * weight.abs()
         assert is_far.float().mean() <= 1e-4
 
