@@ -350,7 +350,7 @@ TRACKS = {
         tokenizer="english1024.tiktoken",
         vocab_size=1024,
         eot_token=1023,
-        steps=152,
+        steps=156,
         micro_batch_tokens=1024,
         micro_batches_a_pass=4,
         stages=(
@@ -909,9 +909,31 @@ class TrainLoader:
 # 4. Layers =======================================================================================
 
 
+class NormOnCPU(torch.autograd.Function):
+    """norm(), by few passes over memory: torch's own takes several times as long on a CPU."""
+
+    @staticmethod
+    def forward(ctx, x):
+        scale = (x.float().square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, scale = ctx.saved_tensors
+        along = (grad * y).mean(-1, keepdim=True)
+        return ((grad - along * y) * scale).to(grad.dtype)
+
+
+NORM_EPS = torch.finfo(torch.float32).eps
+
+
 def norm(x):
     """RMSNorm over the last axis, without weights."""
-    return F.rms_norm(x, (x.size(-1),), eps=torch.finfo(torch.float32).eps)
+    if x.device.type == "cpu":
+        return NormOnCPU.apply(x)
+    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
 
 def rotary_tables(length, head_dim, scale, long_windows, device, dtype):
@@ -942,7 +964,7 @@ def rotary_tables(length, head_dim, scale, long_windows, device, dtype):
 def rotate(x, cos, sin):
     """Rotate the channel pairs of x (T, heads, head_dim) by the angles of their positions, whose
     cosines and sines are those of rotary_tables."""
-    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    swapped = x.roll(x.size(-1) // 2, -1)
     return x * cos + swapped * sin
 
 
@@ -992,8 +1014,7 @@ class BlockedAttention:
         key = query[:, :1] - window + reach
         first = torch.maximum(start.view(-1, block, 1), query - window + 1)
         is_visible = (key >= first) & (key <= query)
-        bias = torch.zeros(is_visible.shape, dtype=dtype, device=device)
-        return bias.masked_fill_(~is_visible, -math.inf)[:, None]
+        return torch.where(is_visible, 0.0, -math.inf).to(dtype)[:, None]
 
     def attend(self, q, k, v, mask, scale):
         """Attention of q, k, v (n, heads, head_dim), n a multiple of the block: the same shape."""
@@ -1002,8 +1023,10 @@ class BlockedAttention:
 
         def reached(x):
             """(blocks, heads, size, dim): what each block reaches, zeros before the first."""
-            padded = F.pad(x, (0, 0, 0, 0, size - block, 0))
-            return padded.unfold(0, size, block).transpose(-1, -2)
+            blocks = F.pad(x, (0, 0, 0, 0, size - block, 0)).unflatten(0, (-1, block))
+            shifts = range(size // block)
+            parts = [blocks[low : low + length // block] for low in shifts]
+            return torch.cat(parts, dim=1).transpose(1, 2)
 
         queries = q.view(-1, block, heads, dim).transpose(1, 2)
         y = F.scaled_dot_product_attention(
@@ -1093,7 +1116,7 @@ def gate(x, weight):
 
 # Tokens whose logits exist at a time: on a CPU those of more leave its cache, and on a GPU those of
 # fewer are more kernels to compile and to launch.
-LOSS_CHUNK = {"cpu": 256, "cuda": 8192}
+LOSS_CHUNK = {"cpu": 128, "cuda": 8192}
 CAP_WIDTH = 7.5  # of the sigmoid that caps logits
 SPREAD = 2654435769  # 2^32 over the golden ratio: multiples of it lie far from each other
 
@@ -1101,8 +1124,8 @@ SPREAD = 2654435769  # 2^32 over the golden ratio: multiples of it lie far from 
 class CappedCrossEntropy(torch.autograd.Function):
     """Cross-entropy of soft-capped logits, and its gradients, in one pass over the logits.
 
-    With the gap g of a product z of hidden state and head, see cap_gap(),
-        loss at target t  =  ln sum_v exp(-g_v) + g_t
+    With the capped logits' distances d <= 0 from the cap, see below_cap(),
+        loss at target t  =  ln sum_v exp(d_v) - d_t
     So no maximum is needed, and gradients times the sum can be written before the sum is known:
     dividing rows by it commutes with the products that follow. The targets' columns are corrected
     afterwards.
@@ -1127,21 +1150,21 @@ class CappedCrossEntropy(torch.autograd.Function):
             x = hidden[chunk]
             target = targets[chunk]
             product = x @ head.T
-            gap = cap_gap(product, cap)
-            exp_logits = gap.neg().exp_()
+            below = below_cap(product, cap)
+            exp_logits = torch.exp(below)
             if counts is not None:
                 exp_logits = exp_logits * counts
             sum_exp = exp_logits.sum(1, keepdim=True)
-            # From the product, which is stored anyway; compiled code never stores the gaps.
-            target_gap = cap_gap(product.gather(1, target), cap)
-            losses.append(sum_exp.log() + target_gap)
+            # From the product, which is stored anyway; compiled code never stores the distances.
+            target_below = below_cap(product.gather(1, target), cap)
+            losses.append(sum_exp.log() - target_below)
             if needs_grad:
                 weight = weights[chunk]
                 target_weight = (is_same[chunk] * weight[:, None]).sum(-1)
                 scale = weight.sum(1, keepdim=True) / sum_exp
                 part = target_weight / scale.clamp_min(1e-30)
-                target_grad = (torch.exp(-target_gap) - part) * cap_slope(target_gap, top)
-                grad = exp_logits.mul_(cap_slope(gap, top)).to(x.dtype)
+                target_grad = (torch.exp(target_below) - part) * cap_slope(target_below, top)
+                grad = exp_logits.mul_(cap_slope(below, top)).to(x.dtype)
                 grad.scatter_(1, target, target_grad.to(x.dtype))
                 hidden_grads.append(((grad @ head) * scale).to(x.dtype))
                 head_grad = torch.addmm(head_grad, grad.T, (x * scale).to(x.dtype))
@@ -1154,21 +1177,21 @@ class CappedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream, _):
-        grads = [grad * upstream for grad in ctx.saved_tensors]
+        grads = [grad * (upstream / -CAP_WIDTH) for grad in ctx.saved_tensors]
         return *grads, None, None, None, None, None
 
 
-def cap_gap(products, cap):
-    """By how much soft-capped logits, top sigmoid((z + shift) / CAP_WIDTH), of products z of hidden
-    states and head are below their cap `top`: float32, in (0, top)."""
+def below_cap(products, cap):
+    """logits - top, float32, in (-top, 0). A logit is top sigmoid((z + shift) / CAP_WIDTH) of the
+    product z of a hidden state and a row of the head."""
     top, shift = cap
-    scaled = (products.float() + shift).mul_(-1 / CAP_WIDTH)
-    return scaled.sigmoid_().mul_(top)
+    scaled = torch.rsub(products.float(), -shift / CAP_WIDTH, alpha=1 / CAP_WIDTH)
+    return scaled.sigmoid_().mul_(-top)
 
 
-def cap_slope(gap, top):
-    """The derivative of a capped logit by its product."""
-    return (top - gap).mul_(gap).div_(top * CAP_WIDTH)
+def cap_slope(below, top):
+    """-CAP_WIDTH times the derivative of a capped logit by its product: d + d^2 / top."""
+    return torch.addcmul(below, below, below, value=1 / top)
 
 
 def sampled_rows(targets, vocab, count):
@@ -1519,7 +1542,7 @@ class GPT(nn.Module):
     def logits(self, hidden):
         """Soft-capped logits (n, vocab_size), float32, of hidden states (n, model_dim)."""
         cap = self.config.logit_cap
-        return cap[0] - cap_gap(F.linear(hidden, self.head), cap)
+        return cap[0] + below_cap(F.linear(hidden, self.head), cap)
 
     def forward(self, micro_batch, ngram, phase, loss_weights, prefixes, rotary):
         """(training loss, summed over tokens; losses (T,) of the next token; hidden states)."""
