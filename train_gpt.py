@@ -1333,8 +1333,7 @@ class GPT(nn.Module):
     def embedding(self, micro_batch, is_first):
         """Each token's embedding with a gated share of the one before it in its segment."""
         x = F.embedding(micro_batch.inputs, self.embed)
-        first_channels = x[:, :GATE_DIM]
-        share = torch.sigmoid(F.linear(first_channels, self.smear_gate))
+        share = torch.sigmoid(F.linear(x[:, :GATE_DIM], self.smear_gate))
         share = share.masked_fill(is_first[:, None], 0)
         before = F.pad(x, (0, 0, 1, -1))
         return norm(x + self.smear_scale[0] * share * before)
@@ -2851,7 +2850,8 @@ def find_checkpoint(run, key="resume"):
     problem = f"no checkpoint in {Path('logs', run)}; name a run that has saved one"
     for path in filter(Path.is_file, paths):
         try:
-            is_whole = file_sha256(path).encode() in path.with_suffix(".sha256").read_bytes()
+            beside = path.with_suffix(".sha256")
+            is_whole = beside.is_file() and file_sha256(path).encode() in beside.read_bytes()
             require(is_whole, "damaged: its sha256 is not the one beside it")
             content = torch.load(path, map_location="cpu", weights_only=True)
             track = content["config"]["track"]

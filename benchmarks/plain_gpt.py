@@ -2,7 +2,7 @@
 
     python benchmarks/plain_gpt.py [--minutes 60]                            tunes it
     python benchmarks/plain_gpt.py --turns 3 [--script FILE] [--corpus DIR]  times it beside ours
-    python benchmarks/plain_gpt.py --curve                                   for the first page
+    python benchmarks/plain_gpt.py --curve                                   its losses, after turns
 
 The model has learned positions, LayerNorm, biases, GELU, and a head tied to the embedding, as
 nanoGPT trains it (Karpathy 2022): random windows, AdamW, a clipped gradient, a linear warm-up and
@@ -366,12 +366,11 @@ def seconds_to_loss(training, loss):
 
 def record_curve(folder, final):
     """Repeat the plain GPT's long run, and write its losses at their seconds: the first page draws
-    them beside the newest record. It writes as it goes. A step's seconds are the mean of those that
-    are timed first, so that later work on the machine changes no figure."""
-    corpus = Corpus(ENGLISH)
-    setting = run_of(final).setting
-    step_seconds = seconds_of_steps(setting, final["steps"], corpus) / final["steps"]
-    training = Training(setting, final["seed"], final["steps"], corpus)
+    them beside the newest record. It writes as it goes. A step's seconds are the mean of those in
+    the turns, so that other work on the machine changes no figure."""
+    turns = json.loads((folder / "plain_turns.json").read_text())["turns"][ENGLISH.name]
+    step_seconds = statistics.mean(turn["plain_seconds"] for turn in turns) / final["steps"]
+    training = Training(run_of(final).setting, final["seed"], final["steps"], Corpus(ENGLISH))
     curve = {"environment": common.environment("cpu"), "seconds": [], "loss": []}
     for steps, _, loss in looks_at(training):
         curve["seconds"].append(round(steps * step_seconds, 1))
