@@ -151,7 +151,7 @@ class Stage:
     micro_batches: int = knob(8, "micro-batches of a step, which the ranks share", 1, 65536)
     document_cap: int = knob(896, "tokens of a document that attention sees at once", 1, 65536)
     windows: Windows = knob((128, 384), "attention windows: short, long", *WINDOW)
-    lr_mul: float = knob(1.0, "factor of all learning rates, ahead of the cooldown", *POSITIVE)
+    lr_mul: float = knob(1.0, "factor of all rates but the table's, before the cooldown", *POSITIVE)
     mtp_weights: tuple[float, ...] = knob((1.0,), "loss weights of the tokens to come", *SIZE)
     softmax_rows: int = knob(0, "rows of training's softmax, a sample; 0: all of them", *SIZE)
 
@@ -252,7 +252,7 @@ class Config:
     embed_lr: float = knob(1.0, "rate of embedding and head, as a multiple of adam_lr", *POSITIVE)
     embed_scale_lr: float = knob(0.1, "rate of embed_scale, as a multiple of adam_lr", *POSITIVE)
     adam_every: int = knob(2, "Adam steps every k-th step, on the sum of gradients", *OFTEN)
-    ngram_lr: float = knob(0.15, "row-wise Adagrad's rate of the table; 0: frozen", *NOT_NEGATIVE)
+    ngram_lr: float = knob(0.15, "the table's constant rate (Adagrad); 0: frozen", *NOT_NEGATIVE)
     ngram_floor: float = knob(0.2, "a row slows down below this gradient RMS", *POSITIVE)
     # --- evaluation
     val_tokens: int = knob(10_485_760, "validation tokens that are scored", 1, 10**9)
@@ -310,7 +310,7 @@ class Config:
             require(is_even, where, f"paired_heads: {heads} heads make no pairs")
             kinds = layer.value_embedding, layer.shifted_keys, layer.paired_heads, layer.exclusive
             require(layer.attends or not any(kinds), where, "has no attention to change")
-        # Slopes are divided by the cap.
+        # cap_slope divides by the cap.
         cap_is_positive = self.logit_cap[0] > 0
         require(cap_is_positive, f"logit_cap={self.logit_cap}", "must begin above 0")
         is_closed = self.layers and not self.layers[-1].feeds_last
@@ -1108,7 +1108,7 @@ class CappedCrossEntropy(torch.autograd.Function):
                 target_grad = (torch.exp(target_below) - part) * cap_slope(target_below, top)
                 grad = exp_logits.mul_(cap_slope(below, top)).to(x.dtype)
                 grad.scatter_(1, target, target_grad.to(x.dtype))
-                scale = scale / -CAP_WIDTH  # of the slopes: a factor of rows costs no pass
+                scale = scale / -CAP_WIDTH  # cap_slope's: no pass over logits
                 hidden_grads.append(((grad @ head) * scale).to(x.dtype))
                 head_grad = torch.addmm(head_grad, grad.T, (x * scale).to(x.dtype))
         losses = torch.cat(losses)
@@ -2766,8 +2766,8 @@ def parse_command_line(argv):
     del fields["start"]
     shown = next((TRACKS[word] for word in argv if word in TRACKS), Config())
     for name, field in fields.items():
-        default = f" [{getattr(shown, name, field.default)}]"
-        default = "" if name in ("stages", "layers") else default
+        value = getattr(shown, name, "by stage")
+        default = "" if name in ("stages", "layers") else f" [{value}]"
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=field.type if field.type in (int, float, str) else parse_literal,

@@ -368,7 +368,10 @@ def record_curve(folder, final):
     """Repeat the plain GPT's long run, and write its losses at their seconds: the first page draws
     them beside the newest record. It writes as it goes. A step's seconds are the mean of those in
     the turns, so that other work on the machine changes no figure."""
-    turns = json.loads((folder / "plain_turns.json").read_text())["turns"][ENGLISH.name]
+    path = folder / "plain_turns.json"
+    if not path.is_file():
+        sys.exit(f"error: {path}: no such file; call this with --turns 3 first")
+    turns = json.loads(path.read_text())["turns"][ENGLISH.name]
     step_seconds = statistics.mean(turn["plain_seconds"] for turn in turns) / final["steps"]
     training = Training(run_of(final).setting, final["seed"], final["steps"], Corpus(ENGLISH))
     curve = {"environment": common.environment("cpu"), "seconds": [], "loss": []}

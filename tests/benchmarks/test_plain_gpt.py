@@ -95,6 +95,10 @@ def test_turns_replace_those_of_the_call_before(tmp_path, monkeypatch, capsys):
     assert calls[-1] == ["--track", common.TRACK.track, "--device", "cpu", "--seed", "2"]
     content = json.loads((tmp_path / "plain_turns.json").read_text())["turns"]
     assert [turn["plain_loss"] for turn in content["english"]] == pytest.approx([2.95, 2.95])
+    monkeypatch.setattr(plain_gpt, "looks_at", lambda training: [(250, 7.0, 4.5), (500, 9.0, 4.0)])
+    plain_gpt.main(["--curve", "--results", str(tmp_path)])
+    curve = json.loads((tmp_path / "plain_curve.json").read_text())
+    assert (curve["seconds"], curve["loss"]) == ([25.0, 50.0], [4.5, 4.0])
     verse = ["--corpus", "data/verse"]
     monkeypatch.setattr(plain_gpt, "seconds_to_loss", lambda training, loss: (50.0 * training, 2.9))
     assert last_line("--turns", "2", *verse) == "verse factor:3.00 low:2.00 high:4.00 turns:2"

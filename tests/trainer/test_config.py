@@ -91,6 +91,7 @@ REFUSED = [
     ("--device tpu", "device='tpu'", "auto|cpu|cuda"),
     ("--run-id ../x", "run_id='../x'", "must match"),
     ("--mtp-weights '()'", "mtp_weights=()", "one or more"),
+    ("--logit-cap '(0, 5)'", "logit_cap=(0", "above 0"),
     ("--softmax-rows 1023", "softmax_rows=1023", "0, or at least micro_batch_tokens=1024"),
     ("--stages '()'", "starts []", "must begin at 0"),
     ("--stages 4", "stages: rows have the fields of a Stage"),
@@ -117,6 +118,12 @@ def test_a_refusal_is_one_line_with_value_and_limits_and_nothing_is_written(
     line = refusal(cli("--track", "english", *shlex.split(text)))
     assert all(part in line for part in parts) and line.isprintable(), line
     assert not list(tmp_path.iterdir())
+
+
+def test_help_shows_the_values_of_the_track_that_is_named(capsys):
+    with pytest.raises(SystemExit):
+        train_gpt.parse_command_line(["--track", "english", "--help"])
+    assert f"schedule [{ENGLISH.steps}]" in capsys.readouterr().out
 
 
 def test_numbers_beyond_their_limits_are_refused():

@@ -206,6 +206,12 @@ def test_a_resumed_run_wants_the_checkpoint_that_it_started_from(values, base, g
     assert "--init-from base: no checkpoint" in helpers.refusal(go_on(resume="second"))
 
 
+def test_a_first_call_may_go_on_with_what_is_not_there_yet(values, go_on):
+    own = {name: value for name, value in values.items() if name != "track"}
+    run = go_on(**{**own, "steps": 2, "val_every": 0, "resume": "auto"})
+    assert run.code == 0, run.stdout + run.stderr
+
+
 def test_each_script_knows_its_own_runs(run_of, base, go_on, cli, monkeypatch):
     assert "train_gpt.py" in helpers.refusal(go_on(f"--resume={base.folder}/step_000020.pt"))
     checkpoint = run_of(1).folder / "step_000005.pt"
