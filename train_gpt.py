@@ -1108,7 +1108,7 @@ class CappedCrossEntropy(torch.autograd.Function):
                 target_grad = (torch.exp(target_below) - part) * cap_slope(target_below, top)
                 grad = exp_logits.mul_(cap_slope(below, top)).to(x.dtype)
                 grad.scatter_(1, target, target_grad.to(x.dtype))
-                scale = scale / -CAP_WIDTH  # cap_slope's: no pass over logits
+                scale = scale / -CAP_WIDTH  # which cap_slope leaves out
                 hidden_grads.append(((grad @ head) * scale).to(x.dtype))
                 head_grad = torch.addmm(head_grad, grad.T, (x * scale).to(x.dtype))
         losses = torch.cat(losses)
