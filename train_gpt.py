@@ -2061,19 +2061,20 @@ class SmallGroup(ParameterGroup):
 
     def __init__(self, config, members, runtime):
         params = list(members.values())
-        sizes = torch.tensor([param.numel() for param in params])
+        sizes = [param.numel() for param in params]
         rules = [param.rule for param in params]
         values = [param.data for param in params]
         vector = nn.Parameter(end_to_end(values, runtime.device))
         # Each number of its Rule is a vector, too.
-        rows = torch.tensor([(rule.lr_mul, rule.decay, *rule.betas) for rule in rules])
-        columns = rows.repeat_interleave(sizes, 0).T.contiguous()
-        lr_mul, decay, beta1, beta2 = columns.to(runtime.device)
+        rows = [(rule.lr_mul, rule.decay, *rule.betas) for rule in rules]
+        columns = np.repeat(np.array(rows, np.float32).T, sizes, axis=1)
+        lr_mul, decay, beta1, beta2 = to_device(columns, runtime.device)
         vector.rule = Rule("small", lr_mul, decay, (beta1, beta2))
         super().__init__("small", config, {"small": vector}, runtime)
         self.members = members
-        self.state["small"]["master"] = vector.data
-        self.parts = vector.data.split(sizes.tolist())
+        # A copy: torch.compile refuses an update of two tensors that share their memory.
+        self.state["small"]["master"] = vector.data.clone()
+        self.parts = vector.data.split(sizes)
 
     def gradients(self, step):
         grads = [gradient(param) for param in self.members.values()]
@@ -2764,7 +2765,8 @@ def parse_command_line(argv):
     for values in (*TRACKS.values(), Stage()):  # another script's track may have fields of its own
         fields |= {field.name: field for field in dataclasses.fields(values)}
     del fields["start"]
-    shown = next((TRACKS[word] for word in argv if word in TRACKS), Config())
+    named = [word.removeprefix("--track=") for word in argv]
+    shown = next((TRACKS[word] for word in named if word in TRACKS), Config())
     for name, field in fields.items():
         value = getattr(shown, name, "by stage")
         default = "" if name in ("stages", "layers") else f" [{value}]"

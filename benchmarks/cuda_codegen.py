@@ -1,22 +1,26 @@
-"""What an H100 would run for a training step of fineweb: kernels and bytes.
+"""What an H100 would run in a run of fineweb: kernels, bytes, and what it costs to compile them.
 
     python -m venv .cache/cuda_venv                          once: 5 GB, with the versions pinned
     .cache/cuda_venv/bin/pip install torch===2.13.0 numpy
-    .cache/cuda_venv/bin/python benchmarks/cuda_codegen.py [--step 0]
+    .cache/cuda_venv/bin/python benchmarks/cuda_codegen.py
 
-It needs torch's build for CUDA, and no GPU. The forward and backward pass of a micro-batch and the
-updates of the parameters are traced with tensors that have no content. torch.compile's CUDA code
-for them is written for sm_90, never run: so there are no times. `Triton` and `other` are launches;
-the latter are those of cuBLAS, FlashAttention and torch itself. `GB` is what Triton's kernels read
-and write (Inductor's own count), without matrix products and attention; `bound` is the time that an
-H100's memory takes for it. What an update does outside of compiled code is not counted. Results:
-benchmarks/results/cuda_codegen.{json,md}. The last line is of both passes together.
+It needs torch's build for CUDA, and no GPU. One rank of eight makes the passes that the trainer's
+warm_up makes, with tensors that have no content. torch.compile's CUDA code for them is written for
+sm_90, never run: so there are no times of a GPU. `graphs` are those compiled anew for a row, and
+the other figures are of these. `Triton` and `other` are launches; the latter are those of cuBLAS,
+FlashAttention and torch itself. `GB` is what Triton's kernels read and write (Inductor's own
+count), without matrix products and attention; `bound` is the time that an H100's memory takes for
+it. What an update does outside of compiled code is not counted. `seconds` are this processor's,
+for tracing and for writing the code, without Triton's compiler.
+Results: benchmarks/results/cuda_codegen.{json,md}. The last line is of stage 1 and of all graphs.
 """
 
 import copy
 import dataclasses
+import functools
 import re
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -208,56 +212,94 @@ def read_graph(code):
 # ----- what is measured
 
 
-def passes(config, step):
-    """[(what, code)]: forward and backward pass of one micro-batch, of fake tensors."""
-    generator = Generator()
-    length, dtype = config.micro_batch_tokens, config.torch_dtype
-    back_end = train_gpt.VarlenAttention()
-    model = train_gpt.GPT(config, back_end)
-    micro_batch = train_gpt.MicroBatch(
-        inputs=torch.empty(length, dtype=torch.int32),
-        targets=torch.empty(length, dtype=torch.int64),
-        segment_start=torch.empty(length, dtype=torch.int32),
-        segment_bounds=torch.empty(train_gpt.SEGMENT_ROOM, dtype=torch.int32),
-        guesses=torch.empty(length, len(config.copy_orders), dtype=torch.int32),
-    )
-    ngram = torch.empty(length, config.model_dim, dtype=dtype, requires_grad=True)
-    windows = train_gpt.long_windows_until(config, step)
-    phase = train_gpt.training_phase(config, step)
-    rotary = train_gpt.rotary_tables(2 * length, config.head_dim, windows, "cpu", dtype)
-    torch.compiler.config.dynamic_sources = train_gpt.ANY_SIZE
-    forward = generator.compile(model, dynamic=False, fullgraph=True)
-    weights = torch.empty(len(train_gpt.loss_weights_at(config, step)))
-    loss, *_ = forward(micro_batch, ngram, phase, weights, rotary)
-    torch.autograd.grad(loss, [*model.parameters(), ngram], allow_unused=True)
-    return list(zip(("forward", "backward"), generator.graphs, strict=True))
+class Passes:
+    """The model of a rank of eight, and its passes over tensors without content."""
+
+    rank = 0
+    world_size = 8
+
+    def __init__(self, config, generator):
+        self.config = config
+        self.model = train_gpt.GPT(config, train_gpt.VarlenAttention())
+        torch.compiler.config.dynamic_sources = train_gpt.ANY_SIZE
+        self.forward = generator.compile(self.model, dynamic=False, fullgraph=True)
+
+    def make(self, step, length, phase, loss_weights):
+        """(summed loss, rows of n-grams) of a pass over `length` tokens before a step."""
+        config = self.config
+        dtype = config.torch_dtype
+        room = max(train_gpt.SEGMENT_ROOM, length // 128)
+        micro_batch = train_gpt.MicroBatch(
+            inputs=torch.empty(length, dtype=torch.int32),
+            targets=torch.empty(length, dtype=torch.int64),
+            segment_start=torch.empty(length, dtype=torch.int32),
+            segment_bounds=torch.empty(room, dtype=torch.int32),
+            guesses=torch.empty(length, len(config.copy_orders), dtype=torch.int32),
+        )
+        ngram = torch.empty(length, config.model_dim, dtype=dtype, requires_grad=True)
+        windows = train_gpt.long_windows_until(config, step)
+        rotary = train_gpt.rotary_tables(2 * length, config.head_dim, windows, "cpu", dtype)
+        weights = torch.empty(len(loss_weights))
+        loss, *_ = self.forward(micro_batch, ngram, phase, weights, rotary)
+        return loss, ngram
+
+    def train(self, step):
+        config = self.config
+        count = train_gpt.micro_batches_of_pass(config, step, self)
+        phase = train_gpt.training_phase(config, step)
+        weights = train_gpt.loss_weights_at(config, step)
+        loss, ngram = self.make(step, count * config.micro_batch_tokens, phase, weights)
+        torch.autograd.grad(loss, [*self.model.parameters(), ngram], allow_unused=True)
+
+    @torch.no_grad()
+    def validate(self, step):
+        length = self.config.val_batch_tokens
+        self.make(step, length, train_gpt.evaluation_phase(self.config, step, length), (1.0,))
 
 
-def updates(config, step):
-    """[code]: the updates of all parameters but the table's, at world size 1."""
-    generator = Generator()
+def update(config, generator):
+    """Update all parameters but the table's, at world size 1."""
     torch.compile = generator.compile
     try:
-        runtime = train_gpt.Runtime("cpu")
         model = train_gpt.GPT(config, train_gpt.BlockedAttention())
-        for group in train_gpt.Optimizer(config, model, None, runtime).parameter_groups:
+        optimizer = train_gpt.Optimizer(config, model, None, train_gpt.Runtime("cpu"))
+        step = config.adam_every - 1  # at which all parameters are due
+        for group in optimizer.parameter_groups:
             group.take_step = train_gpt.compiled_updates()
-            group.receive(group.update(step, 1.0, group.reduce(step)))
+            group.receive(step, group.update(step, 1.0, group.reduce(step)))
     finally:
         torch.compile = torch_compile
-    return generator.graphs
 
 
-def measure(config, step):
-    """{"forward" | "backward" | "updates": figures}, as read_graph has them."""
-    due = step + config.adam_every - 1  # a step at which all parameters are due
-    with FakeTensorMode():
-        parts = {what: [code] for what, code in passes(config, step)}
-        parts["updates"] = updates(config, due)
+def measure(config):
+    """{what: figures}: those of read_graph, graphs, processor seconds."""
+    generator = Generator()
+    starts = {train_gpt.stage_at(config, step): step for step in reversed(range(config.steps))}
+    starts = sorted(starts.values())
     figures = {}
-    for what, graphs in parts.items():
-        read = [read_graph(code) for code in graphs]
-        figures[what] = {name: sum(one[name] for one in read) for name in read[0]}
+    with FakeTensorMode():
+        passes = Passes(config, generator)
+        calls = {f"stage {n}": (passes.train, step) for n, step in enumerate(starts, 1)}
+        calls["the last step"] = passes.train, config.steps - 1
+        calls |= {f"validation in stage {n}": (passes.validate, s) for n, s in enumerate(starts, 1)}
+        calls["validation at the end"] = passes.validate, config.steps
+        calls["updates"] = functools.partial(update, config), generator
+        for what, (work, argument) in calls.items():
+            generator.graphs.clear()
+            began = time.process_time()
+            work(argument)
+            figures[what] = {"graphs": len(generator.graphs), **sums_of(generator.graphs)}
+            figures[what]["seconds"] = time.process_time() - began
+            print(what, figures[what], flush=True)
+    return figures
+
+
+def sums_of(graphs):
+    """What read_graph says of graphs, summed."""
+    figures = dict.fromkeys(("triton", "other", "gigabytes"), 0)
+    for code in graphs:
+        for name, value in read_graph(code).items():
+            figures[name] += value
     return figures
 
 
@@ -266,27 +308,30 @@ def report(figures):
     rows = []
     for what, figure in figures.items():
         bound = 1000 * figure["gigabytes"] * 1e9 / BYTES_PER_S
-        sizes = [f"{figure['gigabytes']:.2f}", f"{bound:.2f}"]
-        rows.append([what, figure["triton"], figure["other"], *sizes])
-    header = ["", "Triton", "other", "GB", "bound, ms"]
-    both = figures["forward"], figures["backward"]
-    launches = sum(one["triton"] + one["other"] for one in both)
-    line = f"gigabytes:{sum(one['gigabytes'] for one in both):.2f} kernels:{launches}"
+        sizes = [f"{figure['gigabytes']:.2f}", f"{bound:.2f}", f"{figure['seconds']:.0f}"]
+        rows.append([what, figure["graphs"], figure["triton"], figure["other"], *sizes])
+    header = ["", "graphs", "Triton", "other", "GB", "bound, ms", "seconds"]
+    first = figures["stage 1"]
+    launches = first["triton"] + first["other"]
+    graphs = sum(figure["graphs"] for figure in figures.values())
+    seconds = sum(figure["seconds"] for figure in figures.values())
+    line = f"gigabytes:{first['gigabytes']:.2f} kernels:{launches} "
+    line += f"graphs:{graphs} seconds:{seconds:.0f}"
     return f"{common.markdown_table(header, rows)}\n\n`{line}`", line
 
 
 def main(argv=None):
-    arguments = common.parser(__doc__, step=0).parse_args(argv)
+    arguments = common.parser(__doc__).parse_args(argv)
     if not torch.version.cuda:
         remedy = "take its build for CUDA, as the top of this file says"
         sys.exit(f"error: torch {torch.__version__} has no CUDA; {remedy}")
     pretend_h100()
     train_gpt.LOSS_CHUNK["cpu"] = train_gpt.LOSS_CHUNK["cuda"]  # where tensors of no content are
     config = dataclasses.replace(train_gpt.TRACKS["fineweb"], seed=1)
-    figures = measure(config, arguments.step)
+    figures = measure(config)
     page, line = report(figures)
-    sizes = f"{len(config.layers)} layers, {config.micro_batch_tokens:,} tokens"
-    text = f"The track fineweb at step {arguments.step}, {sizes}:\n\n{page}"
+    tokens = f"{config.micro_batch_tokens:,} tokens a micro-batch"
+    text = f"The track fineweb, {len(config.layers)} layers, {tokens}:\n\n{page}"
     data = {"config": dataclasses.asdict(config), "figures": figures}
     common.write_results(arguments.results, "cuda_codegen", common.environment("cpu"), data, text)
     print(f"{text}\n{line}")

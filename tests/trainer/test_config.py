@@ -120,9 +120,10 @@ def test_a_refusal_is_one_line_with_value_and_limits_and_nothing_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_help_shows_the_values_of_the_track_that_is_named(capsys):
+@pytest.mark.parametrize("words", [["--track", "english"], ["--track=english"]])
+def test_help_shows_the_values_of_the_track_that_is_named(words, capsys):
     with pytest.raises(SystemExit):
-        train_gpt.parse_command_line(["--track", "english", "--help"])
+        train_gpt.parse_command_line([*words, "--help"])
     assert f"schedule [{ENGLISH.steps}]" in capsys.readouterr().out
 
 
