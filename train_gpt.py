@@ -1940,9 +1940,7 @@ class ParameterGroup(Group):
             self.lr_muls[key] = param.rule.lr_mul
             if isinstance(param.rule.lr_mul, Tensor):
                 self.lr_muls[key] = self.own(key, param.rule.lr_mul.to(param.device))
-        self.take_step = take_step
-        if config.compile and runtime.device.type == "cuda":
-            self.take_step = compiled_updates()
+        self.take_step = compiled_updates() if config.compile else take_step
 
     def new_state(self, part):
         """What the rule keeps of this rank's part of a parameter, at its start."""
