@@ -245,6 +245,7 @@ class Config:
     # --- optimizer
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of UPDATE_RULES")
     matrix_lr: float = knob(0.023, "RMS of a matrix' step times sqrt(columns)", *POSITIVE)
+    momentum: float = knob(0.95, "Muon's momentum between rise and fall, from and to 0.85", 0, 0.999)
     matrix_decay: float = knob(1.2, "cautious decay of matrices, times lr squared", *NOT_NEGATIVE)
     basis_every: int = knob(10, "soap rules: steps between new eigenbases", *OFTEN)
     one_sided_above: int = knob(1024, "soap rules: a larger side has no eigenbasis", *SIZE)
@@ -396,12 +397,9 @@ def loss_weights_at(config, step):
     stage, which move in a line towards the next stage's."""
     count = len(stage_at(config, step).mtp_weights)
     starts = [stage.start * config.steps for stage in config.stages]
-    rows = []
-    for stage in config.stages:
-        weights = [*stage.mtp_weights, *[0.0] * count]
-        rows.append(weights[:count])
-    columns = zip(*rows, strict=True)
-    return tuple(np.interp(step, starts, column) for column in columns)
+    rows = [stage.mtp_weights for stage in config.stages]
+    columns = itertools.zip_longest(*rows, fillvalue=0.0)
+    return tuple(np.interp(step, starts, column) for column in columns)[:count]
 
 
 def micro_batches_of_pass(config, step, runtime):
@@ -419,19 +417,14 @@ def training_tokens(config, until=None):
 
 def lr_multiplier(config, step):
     """The stage's factor, then a linear fall to final_lr in the cooldown."""
-    begin, end = (fraction * config.steps for fraction in config.cooldown)
-    left = (end - step) / max(1.0, end - begin)
-    left = min(1.0, max(0.0, left))
-    peak = stage_at(config, step).lr_mul
-    return config.final_lr + (peak - config.final_lr) * left
+    edges = [share * config.steps for share in config.cooldown]
+    return float(np.interp(step, edges, (stage_at(config, step).lr_mul, config.final_lr)))
 
 
 def momentum_at(config, step):
     """Muon's momentum: a linear rise, a plateau, and a linear fall at the end."""
-    rise = max(1.0, 300 / 1285 * config.steps)
-    fall = max(1.0, 50 / 1285 * config.steps)
-    share = min(1.0, step / rise, (config.steps - step) / fall)
-    return 0.85 + (0.95 - 0.85) * share
+    edges = 0, 300 / 1285, 1235 / 1285, 1  # as shares of the steps
+    return float(np.interp(step / config.steps, edges, (0.85, config.momentum, config.momentum, 0.85)))
 
 
 def untie_step(config):
@@ -800,12 +793,10 @@ class TrainLoader:
         text = self.shards[opened % len(self.shards)].read()
         documents = documents_of(text, config.eot_token)
         edges = [*documents.tolist(), len(text) - 1]  # the last token is only a target
-        pieces = []
-        for start, end in itertools.pairwise(edges):
-            pieces += range(start, end, cap)
-        lengths = np.diff([*pieces, edges[-1]])
+        pieces = np.concatenate([np.arange(*span, cap) for span in itertools.pairwise(edges)])
+        lengths = np.diff(pieces, append=edges[-1])
         order = np.random.default_rng([config.seed, opened]).permutation(len(pieces))
-        pieces = np.array(pieces)[order]
+        pieces = pieces[order]
         lengths = lengths[order]
         return text, documents, pieces, np.cumsum(lengths) - lengths
 
@@ -1406,7 +1397,7 @@ class GPT(nn.Module):
     def hidden(self, micro_batch, ngram, phase, rotary):
         """Final hidden states (T, model_dim), normalised.
 
-        ngram: (T, model_dim), from NgramTable.summed, or None. rotary: what rotary_tables returns.
+        ngram: (T, model_dim), from NgramTable.summed. rotary: what rotary_tables returns.
         """
         config = self.config
         start = micro_batch.segment_start
@@ -1430,8 +1421,7 @@ class GPT(nn.Module):
             if layer.skip:
                 x = x + part["skip_scale"] * outputs[number - layer.skip]
             x = self.residual_scale[number] * x + self.embed_scale[number] * embedded
-            if ngram is not None:
-                x = x + gate(x, self.ngram_gate[number : number + 1]) * ngram
+            x = x + gate(x, self.ngram_gate[number : number + 1]) * ngram
             if number in (0, last):
                 states.append(x)
             mixture = None
@@ -1455,15 +1445,10 @@ class GPT(nn.Module):
             if layer.feeds_last:
                 states.append(x)
         states += [part["value_embedding"] for part in parts if "value_embed" in part][:1]
-        return norm(self.after_layers(x, micro_batch, ngram, states))
-
-    def after_layers(self, x, micro_batch, ngram, states):
-        """The output x (T, model_dim) of the last layer, with what is added after it."""
-        if ngram is not None:
-            x = x + gate(x, self.ngram_gate[-1:]) * ngram
+        x = x + gate(x, self.ngram_gate[-1:]) * ngram
         if self.feeding:
             x = x + self.mixtures(x, 1, states, count=1)[0]
-        return x + self.copied(x, micro_batch)
+        return norm(x + self.copied(x, micro_batch))
 
     def logits(self, hidden):
         """Soft-capped logits (n, vocab_size), float32, of hidden states (n, model_dim)."""
@@ -2225,10 +2210,10 @@ class NgramTable(Group):
         return values
 
     def summed(self, slots, signs, values):
-        """The sum of each token's signed rows: (T, model_dim), a leaf in the compute dtype; None
+        """The sum of each token's signed rows: (T, model_dim), a leaf in the compute dtype; zeros
         without a table. slots, signs: (T, C), of a RowPlan whose values these are."""
         if not self.config.ngram_orders:
-            return None
+            return values.new_zeros(len(slots), values.size(1), dtype=self.config.torch_dtype)
         summed = F.embedding_bag(slots, values, mode="sum", per_sample_weights=signs)
         return summed.to(self.config.torch_dtype).requires_grad_(not self.is_frozen)
 
@@ -2337,7 +2322,7 @@ class Trainer:
             ngram = self.table.summed(own_slots, own_signs, values)
             loss, losses, _ = self.forward_pass(step, phase, loss_weights, micro_batch, ngram)
             loss.backward()
-            if ngram is not None and ngram.requires_grad:
+            if ngram.requires_grad:
                 self.table.grads.append(ngram.grad)
             loss_sum = loss_sum + losses.sum()
         return loss_sum
