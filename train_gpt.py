@@ -35,6 +35,7 @@ import datetime
 import functools
 import hashlib
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -245,7 +246,7 @@ class Config:
     # --- optimizer
     matrix_update: str = knob("muon", "rule of the hidden matrices, a row of UPDATE_RULES")
     matrix_lr: float = knob(0.023, "RMS of a matrix' step times sqrt(columns)", *POSITIVE)
-    momentum: float = knob(0.95, "Muon's momentum between rise and fall, from and to 0.85", 0, 0.999)
+    momentum: float = knob(0.95, "Muon's momentum, which rises from 0.85 and falls to it", 0, 0.999)
     matrix_decay: float = knob(1.2, "cautious decay of matrices, times lr squared", *NOT_NEGATIVE)
     basis_every: int = knob(10, "soap rules: steps between new eigenbases", *OFTEN)
     one_sided_above: int = knob(1024, "soap rules: a larger side has no eigenbasis", *SIZE)
@@ -424,7 +425,8 @@ def lr_multiplier(config, step):
 def momentum_at(config, step):
     """Muon's momentum: a linear rise, a plateau, and a linear fall at the end."""
     edges = 0, 300 / 1285, 1235 / 1285, 1  # as shares of the steps
-    return float(np.interp(step / config.steps, edges, (0.85, config.momentum, config.momentum, 0.85)))
+    values = 0.85, config.momentum, config.momentum, 0.85
+    return float(np.interp(step / config.steps, edges, values))
 
 
 def untie_step(config):
@@ -436,14 +438,15 @@ def untie_step(config):
 
 class Phase(NamedTuple):
     """What the compiled model depends on. Each new value is compiled anew, but for VarlenAttention,
-    with which one graph holds for all numbers of ANY_SIZE."""
+    with which one graph holds for all sizes that ANY_SIZE names."""
 
     windows: tuple  # tokens that attention sees, in short and in long layers
     max_segment: int  # tokens of the longest segment that attention sees at once
     softmax_rows: int = 0  # rows of the vocabulary in the softmax; 0: all
 
 
-ANY_SIZE = r"L\['phase'\]\.(windows|max_segment)"  # as torch.compile calls them
+# As torch.compile calls them.
+ANY_SIZE = r"L\['(phase'\]\.(windows|max_segment)|micro_batch'\]\.segment_bounds)"
 
 
 def training_phase(config, step):
@@ -640,9 +643,6 @@ MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
 HASH_POWERS = np.uint64(pow(MIX, -1, 2**64)) ** np.arange(33, dtype=np.uint64)
 NO_TOKEN = 2**16 - 1  # no token's id
 PREFETCH = 4  # steps that the loader's thread works ahead
-# Segments that fit into a pass at least. Where there are more, and more than one in 128 tokens, the
-# model is compiled anew. FineWeb has at most 56 in 16,384 tokens (modded-nanogpt, 2026-03-22).
-SEGMENT_ROOM = 128
 
 
 def ngram_keys(text, position, depth, order):
@@ -716,7 +716,7 @@ class MicroBatch(NamedTuple):
     inputs: Tensor  # (T,) int32 token ids
     targets: Tensor  # (T,) int64 next token ids
     segment_start: Tensor  # (T,) int32: index in [0, T) at which the token's segment starts
-    segment_bounds: Tensor  # (S,) int32: where segments start, then T as often as there is room
+    segment_bounds: Tensor  # (S + 1,) int32: where the S segments start, then T
     guesses: Tensor  # (T, G) int32: of the next token, see copies()
 
 
@@ -748,11 +748,8 @@ def make_pass(passages, config, device):
         starts.append(passage.start + number * len(passage.start))
         guesses.append(copies(passage, config))
     start = np.concatenate(starts, dtype=np.int32)
-    length = len(start)
-    first = np.flatnonzero(start == np.arange(length))
-    room = max(SEGMENT_ROOM, length // 128, 1 << len(first).bit_length())
-    bounds = np.full(room, length, np.int32)  # behind the last segment are empty ones
-    bounds[: len(first)] = first
+    first = np.flatnonzero(start == np.arange(len(start)))
+    bounds = np.append(first, len(start)).astype(np.int32)
     return MicroBatch(
         inputs=to_device(np.concatenate(inputs, dtype=np.int32), device),
         targets=to_device(np.concatenate(targets, dtype=np.int64), device),
@@ -989,8 +986,10 @@ class VarlenAttention:
         from torch.nn.attention.varlen import varlen_attn
 
         self.varlen_attn = varlen_attn
-        # FlashAttention 3 would split keys, as blocks are few: partial sums, a second kernel.
-        self.options = {"num_splits": 1} if is_fa3 else {}
+        # FlashAttention 3 would split keys, as blocks are few: partial sums, a second kernel. Torch
+        # 2.11 does not let us choose.
+        can_choose = "num_splits" in inspect.signature(varlen_attn).parameters
+        self.options = {"num_splits": 1} if is_fa3 and can_choose else {}
 
     def mask(self, micro_batch, window, positions, phase, dtype):
         """(bounds of the segments, the longest one, the window), in positions."""
@@ -2064,8 +2063,8 @@ class SmallGroup(ParameterGroup):
         return {"small": end_to_end(grads, self.runtime.device)}
 
     def receive(self, step, pending):
-        copies = [param.data.view(-1) for param in self.members.values()]
-        torch._foreach_copy_(copies, self.parts)
+        for param, part in zip(self.members.values(), self.parts, strict=True):
+            param.data.view(-1).copy_(part)
 
 
 # A rank holds the rows that it owns, a range of the table. The loader's thread plans a step ahead
@@ -2568,10 +2567,11 @@ class Runtime:
         unit = 2**20 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
 
-    def close(self, has_failed=False):
+    def close(self):
+        """End the process group together with the other ranks. A rank that has failed does not call
+        it, since NCCL would wait for the others' collectives: torchrun ends them when it exits."""
         if dist.is_initialized():
-            if not has_failed:
-                dist.barrier()
+            dist.barrier()
             dist.destroy_process_group()
 
 
@@ -2838,7 +2838,7 @@ def find_checkpoint(run, key="resume"):
             beside = path.with_suffix(".sha256")
             is_whole = beside.is_file() and file_sha256(path).encode() in beside.read_bytes()
             require(is_whole, "damaged: its sha256 is not the one beside it")
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             track = content["config"]["track"]
             require(track in TRACKS, f"track {track}", "use the script that it began with")
             config = type(TRACKS[track])(**content["config"])
@@ -3175,7 +3175,6 @@ def main(argv=None, run_class=None):
     run_class: another script's subclass of Run, which it trains.
     """
     log = Log(is_main=os.environ.get("RANK", "0") == "0")
-    runtime = None
     listen_for_signals()
     try:
         given = parse_command_line(sys.argv[1:] if argv is None else argv)
@@ -3195,8 +3194,6 @@ def main(argv=None, run_class=None):
             log.line(f"status:{words}")
         if not log.is_main:
             print(f"rank {os.environ['RANK']}: status:{words}", file=sys.stderr, flush=True)
-        if runtime is not None:
-            runtime.close(has_failed=True)
         return status
     finally:
         if log.file is not None:

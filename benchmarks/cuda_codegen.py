@@ -228,12 +228,11 @@ class Passes:
         """(summed loss, rows of n-grams) of a pass over `length` tokens before a step."""
         config = self.config
         dtype = config.torch_dtype
-        room = max(train_gpt.SEGMENT_ROOM, length // 128)
         micro_batch = train_gpt.MicroBatch(
             inputs=torch.empty(length, dtype=torch.int32),
             targets=torch.empty(length, dtype=torch.int64),
             segment_start=torch.empty(length, dtype=torch.int32),
-            segment_bounds=torch.empty(room, dtype=torch.int32),
+            segment_bounds=torch.empty(length // 400, dtype=torch.int32),
             guesses=torch.empty(length, len(config.copy_orders), dtype=torch.int32),
         )
         ngram = torch.empty(length, config.model_dim, dtype=dtype, requires_grad=True)

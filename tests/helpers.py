@@ -341,7 +341,7 @@ def randomise(trainer, seed=0):
 
 def read(trainer, tokens):
     """The MicroBatch of the first tokens, as many as a training micro-batch has, and its summed
-    rows (None without a table)."""
+    rows."""
     length = trainer.config.micro_batch_tokens
     table = trainer.table
     passage = train_gpt.contiguous_passage(np.asarray(tokens, np.uint16), EOT, 0, length)

@@ -247,8 +247,7 @@ def segments(micro_batch):
     bounds = micro_batch.segment_bounds.numpy()
     first, lengths = np.unique(start, return_counts=True)
     assert np.array_equal(start, np.repeat(first, lengths)) and first[0] == 0
-    filled = np.append(first, [len(start)] * (len(bounds) - len(first)))
-    assert np.array_equal(bounds, filled) and bounds[-1] == len(start)
+    assert np.array_equal(bounds, [*first, len(start)])
     return list(zip(first, first + lengths, strict=True))
 
 

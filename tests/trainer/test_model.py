@@ -397,7 +397,7 @@ def varlen(q, k, v, bounds, same, longest, also, scale, window_size):
 
 
 def test_one_graph_serves_all_windows(monkeypatch):
-    """One of training, of four stages with other windows and segments, and one of evaluation.
+    """One of training, of four stages with other windows and other segments, and one of evaluation.
     Losses and gradients are those of blocked attention without a compiler."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     config = helpers.tiny_config(val_windows=(96, 192), **LAYERED)
@@ -408,8 +408,10 @@ def test_one_graph_serves_all_windows(monkeypatch):
     ]
     config = dataclasses.replace(config, stages=stages)
     traced = []
-    tokens = (np.arange(300) % 61).astype(np.uint16)
-    tokens[::40] = EOT
+    place = np.arange(300)
+    texts = [
+        np.where(place % gap, place % 61, EOT).astype(np.uint16) for gap in (40, 25, 60, 9, 299)
+    ]
 
     def count(graph, example):
         traced.append(graph)
@@ -418,9 +420,9 @@ def test_one_graph_serves_all_windows(monkeypatch):
     def losses_of(config):
         trainer = Trainer(config, Runtime("cpu"))
         helpers.randomise(trainer, 0)
-        micro_batch, ngram = helpers.read(trainer, tokens)
-        losses = [training_pass(trainer, step, micro_batch, ngram)[1] for step in range(4)]
-        losses += [trainer.score(step, tokens, 0)[0] for step in range(5)]
+        read = [helpers.read(trainer, text) for text in texts[:4]]
+        losses = [training_pass(trainer, step, *inputs)[1] for step, inputs in enumerate(read)]
+        losses += [trainer.score(step, text, 0)[0] for step, text in enumerate(texts)]
         return torch.stack(losses), outputs_and_gradients(trainer)
 
     expected = losses_of(config)
