@@ -338,7 +338,7 @@ TRACKS = {
         tokenizer="english1024.tiktoken",
         vocab_size=1024,
         eot_token=1023,
-        steps=156,
+        steps=146,
         micro_batch_tokens=1024,
         micro_batches_a_pass=4,
         stages=(
@@ -366,6 +366,7 @@ TRACKS = {
         ngram_rows=2**20,
         copy_orders=(2, 4),
         matrix_lr=0.025,
+        momentum=0.9,
         adam_lr=0.018,
         adam_every=1,
         embed_lr=2.0,
@@ -374,7 +375,7 @@ TRACKS = {
         val_tokens=262_144,
         val_sha256="cdf79be5415e8fdfa3e67f5e38a2d95a0db7abc021b652193350bc2f69c021f1",
         val_batch_tokens=4096,
-        val_windows=(64, 256),
+        val_windows=(64, 160),
         val_every=0,
         target_loss=2.954,
         dtype="float32",
@@ -2368,10 +2369,10 @@ class Trainer:
 def state_digest(trainer):
     """Bytes that tell whether any bit has changed in the tensors that a step changes on this rank.
 
-    They are sums, each of 2^18 words times random odd numbers, one a place: a change of one word
+    They are sums, each of 2^22 words times random odd numbers, one a place: a change of one word
     always changes its sum. The device works them out, so that no gigabytes travel.
     """
-    odd = 2 * np.random.default_rng(0).integers(2**62, size=2**18) + 1
+    odd = 2 * np.random.default_rng(0).integers(2**62, size=2**22) + 1
     odd = to_device(odd, trainer.runtime.device)
     sums = []
     for group in trainer.optimizer.groups:

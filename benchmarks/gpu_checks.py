@@ -164,6 +164,32 @@ def take(training, first, count):
     return torch.stack(losses).tolist(), [1000 * seconds / count for seconds in times]
 
 
+def gradients(training, batch, forward):
+    """{parameter: its gradient} of a batch at the weights as they are, by one form of the model."""
+    trainer = training.trainer
+    trainer.forward = forward
+    trainer.accumulate(0, batch)
+    params = trainer.model.named_parameters()
+    found = {name: param.grad.float() for name, param in params if param.grad is not None}
+    found["ngram_table"] = torch.cat(trainer.table.grads).float()
+    trainer.model.zero_grad()
+    trainer.table.grads.clear()
+    return found
+
+
+def compare_with_plain(training, note):
+    """Compare gradients of compiled code with those of the same model in eager code. Those of small
+    parameters are sums that cancel, so only large ones are judged."""
+    compiled = training.trainer.forward
+    batch = training.loader.next_batch()
+    plain = gradients(training, batch, training.trainer.model)
+    for name, grad in gradients(training, batch, compiled).items():
+        exact = plain[name]
+        apart = ((grad - exact).norm() / exact.norm().clamp_min(1e-30)).item()
+        is_near = apart < 0.05 if grad.numel() > 10_000 else None
+        note(f"gradient of {name}, compiled less eager", apart, ok=is_near)
+
+
 def profile_steps(training, note):
     """Take ten steps to warm up and ten timed ones, and note where the time goes."""
     device = training.runtime.device
@@ -179,12 +205,15 @@ def profile_steps(training, note):
         training.trainer.accumulate(step, training.loader.next_batch())
         update = functools.partial(training.trainer.optimizer.step, step, 1.0)
         note(f"ms of the optimizer alone, {kind}", 1000 * common.timed(update, device)[0])
+    compare_with_plain(training, note)
     with torch.profiler.profile() as profile:
         take(training, 22, 2)
     place = getattr(torch.autograd.DeviceType, device.type.upper())
     key = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
-    events = [event for event in profile.key_averages() if event.device_type == place]
-    kernels = {event.key: getattr(event, key) / 2000 for event in events}
+    kernels = {}
+    for event in profile.key_averages():
+        if event.device_type == place and not event.is_user_annotation:
+            kernels[event.key] = getattr(event, key) / 2000
     for kind, pattern in KINDS.items():
         spent = sum(kernels[name] for name in kernels if re.search(pattern, name))
         note(f"ms a step, {kind}", spent)
@@ -205,6 +234,7 @@ def check_profile(arguments, report):
         config = module.with_values(module.TRACKS["fineweb"], values)
         with contextlib.closing(common.Training(config, module)) as training:
             profile_steps(training, report.note)
+        del training  # its memory counts in the next one's peak
 
 
 CALLS = {"whole": check_whole, "profile": check_profile}

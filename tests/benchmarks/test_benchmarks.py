@@ -1,5 +1,6 @@
 """The benchmarks' logic on tiny shapes: they measure what they say, and leave their results."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 import torch
 
+import train_gpt
 from benchmarks import common, cuda_codegen, gpu_checks, ngram_exchange, projection, qr
 from helpers import ROOT
 
@@ -50,6 +52,17 @@ def test_the_whole_trainer_passes_with_every_part(text, tmp_path, monkeypatch):
     assert len(found) == 15 and {verdict for _, verdict, _ in found} == {"ok"}
 
 
+def test_gradients_that_are_compiled_wrong_fail(text):
+    values = {"track": "english", **train_gpt.vocabulary_of(text), "data": text, "seed": 1}
+    config = train_gpt.with_values(train_gpt.TRACKS["english"], values)
+    found = {}
+    with contextlib.closing(common.Training(config)) as training:
+        model = training.trainer.model
+        training.trainer.forward = lambda *read: (1.1 * model(*read)[0], *model(*read)[1:])
+        gpu_checks.compare_with_plain(training, lambda item, value, ok: found.update({item: ok}))
+    assert {*found.values()} == {False, None}
+
+
 LINE = "step:{}/16 train_loss:{} lr_mul:1.000 train_time:{}0ms step_avg:1\n"
 
 
@@ -89,6 +102,8 @@ def test_a_profile_has_all_times_of_two_checkouts(text, tmp_path):
     assert status == 0, rows
     losses = [row for row in rows if row[0].startswith("loss")]
     assert losses[0] == losses[1] and losses[0][1] == "ok"
+    apart = [value for item, _, value in rows if item.endswith("compiled less eager")]
+    assert len(apart) > 20 and {*apart} == {"0"}
     for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
         times = {item: float(value) for item, _, value in half if item.startswith("ms ")}
         host, loader = times["ms a step of the host"], times["ms a step of the loader"]
