@@ -32,6 +32,7 @@ import bisect
 import contextlib
 import dataclasses
 import datetime
+import difflib
 import functools
 import hashlib
 import importlib.util
@@ -49,7 +50,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -96,25 +97,34 @@ def require(condition, where, problem="", remedy=""):
 
 
 def one_line(error):
-    """An error's message on one printable line. A long one is cut in its middle."""
+    """What an error says, on one printable line; of a long text the beginning and the end."""
     text = ascii(str(error))[1:-1]
     return text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
 
 
+def nearest(name, names):
+    """A question that names the nearest of some names."""
+    close = difflib.get_close_matches(name, names, 1, cutoff=0.0)
+    return f"did you mean {close[0]}?" if close else ""
+
+
 def knob(default, help_text, low=None, high=None, unit=None, form=".*"):
-    """A field with its default, its line of --help and its limits: numbers, also those in a tuple,
-    are `low` to `high` and multiples of `unit`, and text matches the regular expression `form`."""
+    """A field: its default, its line of --help, and what it may hold. Its numbers, also those in a
+    tuple, are `low` to `high` and multiples of `unit`; as text it matches the expression `form`."""
     metadata = {"help": help_text, "limits": (low, high, unit, form)}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def has_type(value, kind):
-    """Whether a value has the type of a field. An int may stand for a float."""
-    kinds = get_args(kind)
-    if kinds:  # a tuple, whose parts are all of one type
-        is_tuple = type(value) is tuple and (... in kinds or len(value) == len(kinds))
-        return is_tuple and all(has_type(part, kinds[0]) for part in value)
-    return type(value) is kind or (kind is float and type(value) is int)
+    """Whether a value is of a type such as float, which an int is, too, or tuple[int, ...]."""
+    parts = get_args(kind)
+    if not parts:
+        return type(value) is kind or (kind is float and type(value) is int)
+    if type(value) is not tuple:
+        return False
+    if parts[-1] is ...:
+        parts = parts[:1] * len(value)
+    return len(value) == len(parts) and all(map(has_type, value, parts))
 
 
 def check_fields(values, where=""):
@@ -124,9 +134,12 @@ def check_fields(values, where=""):
         shown = f"{where}{field.name}={value!r}"
         low, high, unit, form = field.metadata["limits"]
         require(has_type(value, field.type), shown, f"must be of the type of {field.default}")
-        for number in value if isinstance(value, tuple) else (value,):
-            require(low is None or low <= number <= high, shown, f"must be {low} to {high}")
-            require(unit is None or number % unit == 0, shown, f"must be a multiple of {unit}")
+        numbers = value if isinstance(value, tuple) else (value,)
+        if low is not None:
+            is_within = all(low <= number <= high for number in numbers)
+            require(is_within, shown, f"must be {low:,} to {high:,}")
+        is_multiple = unit is None or not any(number % unit for number in numbers)
+        require(is_multiple, shown, f"must be a multiple of {unit}")
         is_text = str(value).isprintable() and re.fullmatch(form, str(value), re.ASCII)
         require(is_text, shown, f"must match {form}, and be printable")
 
@@ -152,8 +165,9 @@ class Stage:
     micro_batches: int = knob(8, "micro-batches of a step, which the ranks share", 1, 65536)
     document_cap: int = knob(896, "tokens of a document that attention sees at once", 1, 65536)
     windows: Windows = knob((128, 384), "attention windows: short, long", *WINDOW)
-    lr_mul: float = knob(1.0, "factor of all rates but the table's, before the cooldown", *POSITIVE)
+    lr_mul: float = knob(1.0, "factor of all learning rates, ahead of the cooldown", *POSITIVE)
     mtp_weights: tuple[float, ...] = knob((1.0,), "loss weights of the tokens to come", *SIZE)
+    prefix_weight: float = knob(0.0, "loss weight of the next token's prefix", 0, 1)
     softmax_rows: int = knob(0, "rows of training's softmax, a sample; 0: all of them", *SIZE)
 
 
@@ -167,14 +181,14 @@ class Layer:
     shifted_keys: bool = knob(False, "half of each key is that of the token before")
     paired_heads: bool = knob(False, "pairs of heads see each other's keys and values")
     exclusive: bool = knob(False, "its outputs leave out shares of the tokens' own values")
-    skip: int = knob(0, "it adds the output of the layer so many before; 0: none", 0, 64)
-    decides_gates: bool = knob(False, "each token decides the gates of heads anew before it")
-    feeds_attention: bool = knob(False, "attention of later layers reads its output")
-    feeds_last: bool = knob(False, "the last layer mixes in its output")
+    skip: int = knob(0, "it also reads what left the layer so many before; 0: none", 0, 64)
+    decides_gates: bool = knob(False, "ahead of it, each token decides the gates of heads anew")
+    feeds_attention: bool = knob(False, "attention of later layers reads what leaves it")
+    feeds_last: bool = knob(False, "the last layer mixes in what leaves it")
 
 
 def as_rows(kind, rows, **changes):
-    """A tuple of objects of a kind, made of these or of dicts of their fields, with changes."""
+    """Rows of a track's table, objects of a kind or dicts of its fields, with some other values."""
     try:
         rows = [kind(**row) if isinstance(row, dict) else row for row in rows]
         return tuple(dataclasses.replace(row, **changes) for row in rows)
@@ -185,8 +199,8 @@ def as_rows(kind, rows, **changes):
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All values of a run. The defaults are those of the track fineweb: records/NOTES.md has their
-    sources, and none has been tuned on a GPU. Raises ConfigError."""
+    """All values of a run; the defaults are the track fineweb's. records/NOTES.md has the sources
+    of its numbers, none of which has been tuned on a GPU. Raises ConfigError."""
 
     # --- data
     track: str = knob("fineweb", "name of the track that these values belong to")
@@ -199,19 +213,19 @@ class Config:
     micro_batch_tokens: int = knob(16384, "tokens of a micro-batch", *PASS)
     micro_batches_a_pass: int = knob(3, "the most micro-batches of a forward pass", 1, 65536)
     stages: tuple[Stage, ...] = knob(
-        (  # start, micro-batches, cap, (short, long) windows, rate, weights of tokens, softmax
-            Stage(0.0, 8, 896, (128, 384), 1.0, (1.0, 0.5, 0.25), 16384),
-            Stage(320 / 1194, 16, 2048, (384, 896), 1.52, (1.0, 0.5), 16384),
-            Stage(681 / 1194, 24, 2560, (640, 1408), 1.73, (1.0,), 16384),
+        (  # start, micro-batches, cap, (short, long) windows, rate, weights: tokens, prefix; rows
+            Stage(0.0, 8, 896, (128, 384), 1.0, (1.0, 0.5, 0.25), 0.25, 16384),
+            Stage(320 / 1194, 16, 2048, (384, 896), 1.52, (1.0, 0.5), 0.25, 16384),
+            Stage(681 / 1194, 24, 2560, (640, 1408), 1.73, (1.0,), 0.0, 16384),
             Stage(1174 / 1194, 8, 2560, (768, 1664)),
         ),
         "rows of the schedule; fields of a stage are options, too, for all stages",
     )
-    cooldown: Pair = knob((234 / 1194, 1174 / 1194), "rates fall between these fractions", 0, 1)
+    cooldown: Pair = knob((234 / 1194, 1174 / 1194), "fractions where rates fall", 0, 1)
     final_lr: float = knob(0.3, "factor of the rates at the end of the cooldown", 0, 1)
-    # Record #92 reports 0.020 nats for the mean and the high final_lr together.
-    mean_share: float = knob(0.25, "last share of the steps, over which weights are averaged", 0, 1)
-    untie_at: float = knob(1174 / 1194, "fraction at which head and embedding part", 0, 1)
+    # With the mean and the high final_lr beside it 0.020 nats, on record #92's word alone.
+    mean_share: float = knob(0.25, "last share of the steps, whose weights' mean counts", 0, 1)
+    untie_at: float = knob(1174 / 1194, "where head and embedding part; 0: apart", 0, 1)
     # --- model
     model_dim: int = knob(768, "width of the residual stream", GATE_DIM, 65536)
     head_dim: int = knob(128, "width of an attention head", 4, 65536, 4)
@@ -233,13 +247,13 @@ class Config:
         "rows of the model, a transformer block each",
     )
     mlp_reach: int = knob(3, "tokens before its own that an MLP reads; 0: none", 0, 16)
-    value_std: float = knob(0.25, "initial std of the value matrices, times sqrt(model_dim)", 0, 1)
-    output_std: float = knob(0.5, "the same of the output matrices of attention", 0, 1)
+    value_std: float = knob(0.25, "std of values' matrices at first, times sqrt(width)", 0, 1)
+    output_std: float = knob(0.5, "likewise, of the projections behind attention", 0, 1)
     attention_scale: float = knob(0.1, "factor of scores ahead of the softmax", *POSITIVE)
-    logit_cap: Pair = knob((23.0, 5.0), "(a, b): logits are a sigmoid((z + b) / 7.5)", 0, 70)
+    logit_cap: Pair = knob((23.0, 5.0), "(a, b) of a sigmoid((z + b) / 7.5)", 0, 70)
     # --- table
     ngram_orders: Orders = knob((2, 3), "orders of hashed n-grams", 2, 32)
-    # They take 12 GiB over all ranks; by record #92's sizes they should gain 0.005 nats over 2^21.
+    # 12 GiB over all ranks: about 0.005 nats less than 2^21 rows have, by record #92's sizes.
     ngram_rows: int = knob(2**22, "rows of the table, for all columns", 1, 2**31 - 1)
     copy_orders: Orders = knob((2, 3, 5, 8), "orders of copies from the document", 2, 32)
     copy_reach: int = knob(2048, "tokens that copies look back", *SIZE)
@@ -251,14 +265,14 @@ class Config:
     basis_every: int = knob(10, "soap rules: steps between new eigenbases", *OFTEN)
     one_sided_above: int = knob(1024, "soap rules: a larger side has no eigenbasis", *SIZE)
     adam_lr: float = knob(0.008, "rate of embeddings, head and scalars under Adam", *POSITIVE)
-    embed_lr: float = knob(1.0, "rate of embedding and head, as a multiple of adam_lr", *POSITIVE)
-    embed_scale_lr: float = knob(0.1, "rate of embed_scale, as a multiple of adam_lr", *POSITIVE)
+    embed_lr: float = knob(1.0, "rate of embedding and head, times adam_lr", *POSITIVE)
+    embed_scale_lr: float = knob(0.1, "rate of embed_scale, times adam_lr", *POSITIVE)
     adam_every: int = knob(2, "Adam steps every k-th step, on the sum of gradients", *OFTEN)
-    ngram_lr: float = knob(0.15, "the table's constant rate (Adagrad); 0: frozen", *NOT_NEGATIVE)
+    ngram_lr: float = knob(0.15, "row-wise Adagrad's rate of the table; 0: frozen", *NOT_NEGATIVE)
     ngram_floor: float = knob(0.2, "a row slows down below this gradient RMS", *POSITIVE)
     # --- evaluation
     val_tokens: int = knob(10_485_760, "validation tokens that are scored", 1, 10**9)
-    val_sha256: str = knob("", "sha256 of those tokens and the next (uint16), which boards compare")
+    val_sha256: str = knob("", "sha256 of those tokens and the next (uint16); empty: not compared")
     val_batch_tokens: int = knob(65536, "validation tokens of a forward pass", *PASS)
     val_windows: Windows = knob((768, 2560), "windows of the final validation", 16, 65536, 16)
     val_every: int = knob(250, "validate every so many steps (untimed); 0: at the end", *SIZE)
@@ -273,7 +287,7 @@ class Config:
     seed: int = knob(-1, "seed of weights and data order; -1: drawn", -1, 2**63 - 1)
     device: str = knob("auto", "where it computes", form="auto|cpu|cuda")
     dtype: str = knob("bfloat16", "of matrices and activations", form="bfloat16|float32")
-    attention: str = knob("auto", "back end of attention", form="auto|sdpa")
+    attention: str = knob("auto", "back end of attention", form="auto|sdpa|varlen")
     compile: bool = knob(True, "compile the model with torch.compile")
 
     def __post_init__(self):
@@ -285,25 +299,25 @@ class Config:
         check_fields(self)
         self.check_together()
 
+    def require(self, name, condition, problem):
+        """Refuse the value that a field has, unless the condition holds."""
+        require(condition, f"{name}={getattr(self, name)}", problem)
+
     def check_together(self):
         """Check what depends on several fields, where a run would fail obscurely, or go wrong."""
         starts = [stage.start for stage in self.stages]
         is_rising = starts == sorted({0, *starts})
         require(is_rising, f"stages: starts {starts} must begin at 0, and then rise")
         for stage in self.stages:
-            require(stage.mtp_weights, "mtp_weights=()", "must be one or more")
-            rows = stage.softmax_rows  # among which is each token of a micro-batch
-            least = self.micro_batch_tokens
-            message = f"must be 0, or at least micro_batch_tokens={least}"
-            require(rows == 0 or rows >= least, f"softmax_rows={rows}", message)
-        is_inside = self.eot_token < self.vocab_size
-        require(is_inside, f"vocab_size={self.vocab_size}", "must be above eot_token")
+            count = len(stage.mtp_weights)
+            require(0 < count <= 16, f"{count} mtp_weights", "must be 1 to 16")
+        self.require("vocab_size", self.eot_token < self.vocab_size, "must be above eot_token")
         units = {"model_dim": "head_dim", "val_tokens": "val_batch_tokens"}
         units["save_every"] = "adam_every"
         for name, unit in units.items():
-            value = getattr(self, name)
             size = getattr(self, unit)
-            require(value % size == 0, f"{name}={value}", f"must be a multiple of {unit}={size}")
+            is_multiple = getattr(self, name) % size == 0
+            self.require(name, is_multiple, f"must be a multiple of {unit}={size}")
         heads = self.model_dim // self.head_dim
         for number, layer in enumerate(self.layers):
             where = f"layers[{number}]"
@@ -312,12 +326,10 @@ class Config:
             require(is_even, where, f"paired_heads: {heads} heads make no pairs")
             kinds = layer.value_embedding, layer.shifted_keys, layer.paired_heads, layer.exclusive
             require(layer.attends or not any(kinds), where, "has no attention to change")
-        # cap_slope divides by the cap.
-        cap_is_positive = self.logit_cap[0] > 0
-        require(cap_is_positive, f"logit_cap={self.logit_cap}", "must begin above 0")
         is_closed = self.layers and not self.layers[-1].feeds_last
         require(is_closed, "layers", "must be one or more, and the last has no feeds_last")
-        require(self.resume != "auto" or self.run_id, "resume=auto", "needs --run-id")
+        is_named = self.resume != "auto" or self.run_id
+        self.require("resume", is_named, "needs --run-id")
 
     @property
     def torch_dtype(self):
@@ -331,14 +343,15 @@ class Config:
 
 TRACKS = {
     "fineweb": Config(),
-    # fineweb's recipe at small scale, for a CPU: a twelfth of its channels, and four layers.
+    # fineweb's recipe at small scale, for a CPU: a twelfth of its channels, four layers, and a small
+    # vocabulary.
     "english": Config(
         track="english",
         data="data/english",
         tokenizer="english1024.tiktoken",
         vocab_size=1024,
         eot_token=1023,
-        steps=156,
+        steps=146,
         micro_batch_tokens=1024,
         micro_batches_a_pass=4,
         stages=(
@@ -366,6 +379,7 @@ TRACKS = {
         ngram_rows=2**20,
         copy_orders=(2, 4),
         matrix_lr=0.025,
+        momentum=0.9,
         adam_lr=0.018,
         adam_every=1,
         embed_lr=2.0,
@@ -374,7 +388,7 @@ TRACKS = {
         val_tokens=262_144,
         val_sha256="cdf79be5415e8fdfa3e67f5e38a2d95a0db7abc021b652193350bc2f69c021f1",
         val_batch_tokens=4096,
-        val_windows=(64, 256),
+        val_windows=(64, 160),
         val_every=0,
         target_loss=2.954,
         dtype="float32",
@@ -394,18 +408,20 @@ def stage_at(config, step):
 
 
 def loss_weights_at(config, step):
-    """The loss weights at a step, of the next token, the second-next, and so on: those of the
-    stage, which move in a line towards the next stage's."""
+    """The loss weights at a step, of the next token, the second-next, ..., and of the next one's
+    prefix: those of the stage, which move in a line towards the next stage's."""
     count = len(stage_at(config, step).mtp_weights)
+    rows = []
+    for stage in config.stages:
+        weights = [*stage.mtp_weights, *[0.0] * count][:count]
+        rows.append([*weights, stage.prefix_weight])
     starts = [stage.start * config.steps for stage in config.stages]
-    rows = [stage.mtp_weights for stage in config.stages]
-    columns = itertools.zip_longest(*rows, fillvalue=0.0)
-    return tuple(np.interp(step, starts, column) for column in columns)[:count]
+    return tuple(np.interp(step, starts, column) for column in zip(*rows, strict=True))
 
 
 def micro_batches_of_pass(config, step, runtime):
-    """Micro-batches of each forward pass of a rank: as many as micro_batches_a_pass allows, but the
-    same number in all passes of a step, since each number is compiled anew."""
+    """How many micro-batches each pass of a rank reads at a step: as many as it may, but the same
+    number in all of the step, since each number is compiled anew."""
     own = len(range(runtime.rank, stage_at(config, step).micro_batches, runtime.world_size))
     return max(count for count in range(1, config.micro_batches_a_pass + 1) if own % count == 0)
 
@@ -418,43 +434,62 @@ def training_tokens(config, until=None):
 
 def lr_multiplier(config, step):
     """The stage's factor, then a linear fall to final_lr in the cooldown."""
-    edges = [share * config.steps for share in config.cooldown]
-    return float(np.interp(step, edges, (stage_at(config, step).lr_mul, config.final_lr)))
+    begin, end = config.cooldown
+    left = (end * config.steps - step) / max(1.0, (end - begin) * config.steps)
+    peak = stage_at(config, step).lr_mul
+    return config.final_lr + (peak - config.final_lr) * min(1.0, max(0.0, left))
 
 
 def momentum_at(config, step):
     """Muon's momentum: a linear rise, a plateau, and a linear fall at the end."""
-    edges = 0, 300 / 1285, 1235 / 1285, 1  # as shares of the steps
-    values = 0.85, config.momentum, config.momentum, 0.85
-    return float(np.interp(step / config.steps, edges, values))
+    risen = step / max(1.0, 300 / 1285 * config.steps)
+    left = (config.steps - step) / max(1.0, 50 / 1285 * config.steps)
+    return 0.85 + (config.momentum - 0.85) * min(1.0, risen, left)
 
 
 def untie_step(config):
-    """The first step that updates head and embedding apart; before it their weights are equal. A
-    cycle of Adam begins there, so that the gradients of a cycle are of one model."""
+    """The step from which on head and embedding learn apart: their weights are equal before it. It
+    starts a cycle of Adam's, whose summed gradients belong to one model."""
     cycles = math.ceil(round(config.untie_at * config.steps) / config.adam_every)
     return cycles * config.adam_every
 
 
+@functools.cache
+def as_size(number):
+    """A tensor of that size, which compiled code takes as any: it holds for other numbers, too."""
+    tensor = torch.empty(number, dtype=torch.int8)
+    torch._dynamo.mark_dynamic(tensor, 0)
+    return tensor
+
+
 class Phase(NamedTuple):
-    """What the compiled model depends on. Each new value is compiled anew, but for VarlenAttention,
-    with which one graph holds for all sizes that ANY_SIZE names."""
+    """What the compiled model depends on: each new value is compiled anew, but for numbers that
+    came as sizes of tensors."""
 
     windows: tuple  # tokens that attention sees, in short and in long layers
     max_segment: int  # tokens of the longest segment that attention sees at once
+    targets: int = 1  # that a position predicts: the next token, the second-next, ...
+    has_prefix: bool = False  # whether it predicts the prefix of the next one, too
     softmax_rows: int = 0  # rows of the vocabulary in the softmax; 0: all
 
+    def as_sizes(self):
+        """The same with its windows and its longest segment as sizes of tensors."""
+        windows = tuple(map(as_size, self.windows))
+        return self._replace(windows=windows, max_segment=as_size(self.max_segment))
 
-# As torch.compile calls them.
-ANY_SIZE = r"L\['(phase'\]\.(windows|max_segment)|micro_batch'\]\.segment_bounds)"
+    def as_numbers(self):
+        """The inverse of as_sizes."""
+        windows = tuple(window.size(0) for window in self.windows)
+        return Phase(windows, self.max_segment.size(0), *self[2:])
 
 
 def training_phase(config, step):
     """The Phase of a training step."""
     stage = stage_at(config, step)
     longest = min(stage.document_cap, config.micro_batch_tokens)
+    targets = len(stage.mtp_weights)
     rows = stage.softmax_rows if stage.softmax_rows < config.vocab_size else 0
-    return Phase(stage.windows, longest, rows)
+    return Phase(stage.windows, longest, targets, stage.prefix_weight > 0, rows)
 
 
 def evaluation_phase(config, step, length):
@@ -477,25 +512,29 @@ BUILD = "build it with data/text.py or data/fineweb.py, or name another folder b
 
 
 class Shard(NamedTuple):
-    """A file of tokens in llm.c's format."""
+    """A file of tokens in llm.c's format, as the run found it."""
 
     path: Path
     sha256: str  # by the manifest
     count: int  # of its tokens
+    stamp: tuple  # its size and the time of its last change
 
     def read(self):
-        """Its tokens, uint16. Raises ConfigError where the file is not the manifest's."""
-        content = np.fromfile(self.path, np.uint8)
-        is_same = hashlib.sha256(content).hexdigest() == self.sha256
-        remedy = f"bring it back, and --resume a run that this has ended; or {BUILD}"
-        require(is_same, self.path, "its sha256 is not the manifest's", remedy)
-        return content[4 * HEADER_INTS :].view("<u2")
+        """Its tokens, uint16. Raises ConfigError where the file has changed meanwhile."""
+        found = self.path.stat()
+        is_same = (found.st_size, found.st_mtime_ns) == self.stamp
+        remedy = "bring the corpus back and go on with --resume, or start another run"
+        require(is_same, self.path, "is not the file that the run began with", remedy)
+        return np.fromfile(self.path, "<u2", offset=4 * HEADER_INTS)
 
     def checked(self, config):
-        """Its tokens, after a check of their ids. Raises ConfigError."""
+        """Its tokens, once they are those of the manifest and of the vocabulary."""
         tokens = self.read()
-        message = f"token id {tokens.max()} is beyond the vocabulary's eot_token={config.eot_token}"
-        require(tokens.max() <= config.eot_token, self.path, message, "leave --eot-token out")
+        largest = int(tokens.max())
+        message = f"token id {largest} is beyond the vocabulary's eot_token={config.eot_token}"
+        require(largest <= config.eot_token, self.path, message, "leave --eot-token out")
+        is_whole = file_sha256(self.path) == self.sha256
+        require(is_whole, self.path, "its sha256 is not the manifest's", BUILD)
         return tokens
 
 
@@ -505,28 +544,28 @@ def file_sha256(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def open_shard(path, sha256):
-    """The Shard of a file, which should have this sha256. Raises ConfigError where it is none."""
+def open_shard(path, sha256=None):
+    """The Shard of a file. Raises ConfigError where it is none."""
     require(path.is_file(), path, "no such file", BUILD)
-    count = (path.stat().st_size - 4 * HEADER_INTS) // 2
+    found = path.stat()
+    count = (found.st_size - 4 * HEADER_INTS) // 2
     header = np.fromfile(path, "<i4", 3).tolist()
     due = [*SHARD_KIND, count]
     message = f"its header is {header}, and {due} would fit its size"
     require(header == due and count > 0, path, message, BUILD)
-    return Shard(path, sha256, count)
+    return Shard(path, sha256, count, (found.st_size, found.st_mtime_ns))
 
 
-def open_split(config, manifest, split):
+def open_split(folder, manifest, split):
     """The Shards of a split, in the order of their names. Raises ConfigError."""
-    folder = Path(config.data).absolute()
-    names = sorted(name for name in manifest["shards"] if re.search(f"_{split}_[^_]*$", name))
+    names = sorted(name for name in manifest["shards"] if f"_{split}_" in name)
     require(names, folder, f"no *_{split}_*.bin shards", BUILD)
     return [open_shard(folder / name, manifest["shards"][name]) for name in names]
 
 
 def read_manifest(folder):
-    """The manifest.json of a corpus, with its own sha256 and its shards as {file name: sha256}. The
-    corpus is what it names. Raises ConfigError."""
+    """What a corpus says of itself, with its own sha256 and its shards as {file name: sha256}. A
+    file that it does not name is none of the corpus. Raises ConfigError."""
     path = Path(folder, "manifest.json").absolute()
     require(path.is_file(), path, "no such file", BUILD)
     try:
@@ -536,29 +575,41 @@ def read_manifest(folder):
         size = manifest["vocab_size"]
         is_last = 1 < size < 2**16 and manifest["eot_token"] == size - 1
         require(is_last, f"eot_token is not the last id of vocab_size={size}, below 65535")
-        token_bytes = manifest.get("token_bytes", [0] * size)  # 0: not known
-        manifest["token_bytes"] = np.array(token_bytes, np.uint16).tolist()
-        require(len(token_bytes) == size, f"token_bytes are not {size} numbers")
+        for name in ("token_bytes", "prefix_tokens"):  # empty where they are not known
+            manifest[name] = np.array(manifest.get(name, []), np.uint16).tolist()
+            require(len(manifest[name]) in (0, size), f"{name} are not {size} numbers")
     except Exception as error:  # odd content raises many types
         raise ConfigError(f"{path}: cannot be read ({one_line(error)}); {BUILD}") from None
     return {**manifest, "sha256": hashlib.sha256(content).hexdigest(), "shards": shards}
 
 
 def vocabulary_of(folder):
-    """{field of Config: value} of a corpus' vocabulary. Tensor cores like multiples of 128."""
+    """{field: value} of a corpus' vocabulary, in multiples of 128, as tensor cores like."""
     manifest = read_manifest(folder)
-    return {
-        "tokenizer": str(manifest.get("tokenizer", "own")),
-        "vocab_size": 128 * math.ceil(manifest["vocab_size"] / 128),
-        "eot_token": manifest["eot_token"],
-    }
+    size = 128 * math.ceil(manifest["vocab_size"] / 128)
+    name = str(manifest.get("tokenizer", "own"))
+    return {"tokenizer": name, "vocab_size": size, "eot_token": manifest["eot_token"]}
 
 
 def fitting_val_tokens(config):
-    """val_tokens, or, of a smaller validation split, what fills batches of val_batch_tokens."""
-    shards = open_split(config, read_manifest(config.data), "val")
+    """val_tokens, or of a smaller validation split the largest multiple of val_batch_tokens."""
+    folder = Path(config.data).absolute()
+    shards = open_split(folder, read_manifest(folder), "val")
     passes = (sum(shard.count for shard in shards) - 1) // config.val_batch_tokens
     return min(config.val_tokens, max(1, passes) * config.val_batch_tokens)
+
+
+def prefix_tokens(config):
+    """(vocab_size,) int64: the longest token that a token begins with, by the corpus' manifest; its
+    own id where there is none, or where no loss asks for it. Raises ConfigError."""
+    prefixes = np.arange(config.vocab_size)
+    if any(stage.prefix_weight > 0 for stage in config.stages):
+        known = read_manifest(config.data)["prefix_tokens"]
+        is_there = known and max(known) <= config.eot_token
+        message = f"needs prefix_tokens, which the manifest of {config.data} does not have"
+        require(is_there, "prefix_weight", message, "build it again, or --prefix-weight 0")
+        prefixes[: len(known)] = known
+    return prefixes
 
 
 class Corpus(NamedTuple):
@@ -570,7 +621,7 @@ class Corpus(NamedTuple):
     passes: int  # over the shards that training takes
 
     def require_same(self, sha256, message):
-        """Raise ConfigError unless the manifest has this sha256, which a checkpoint names."""
+        """Refuse a corpus whose manifest is not that of a checkpoint, which has this sha256."""
         remedy = "bring that one back, or name its place by --data"
         require(self.manifest["sha256"] == sha256, message, remedy=remedy)
 
@@ -579,15 +630,15 @@ def open_corpus(config):
     """Open and check all shards that a run needs. Raises ConfigError where they do not suit it."""
     folder = Path(config.data).absolute()
     manifest = read_manifest(folder)
-    message = f"its documents do not start with eot_token={config.eot_token}"
-    require(manifest["eot_token"] == config.eot_token, folder, message, "leave --eot-token out")
+    eot_token = manifest["eot_token"]
+    message = f"documents start with {eot_token}, and not with eot_token={config.eot_token}"
+    require(eot_token == config.eot_token, folder, message, "leave --eot-token out")
     needed = config.val_tokens + 1
-    shards = open_split(config, manifest, "val")
-    parts = [shard.checked(config)[:needed] for shard in shards]
+    parts = [shard.checked(config)[:needed] for shard in open_split(folder, manifest, "val")]
     val = np.concatenate(parts)[:needed]
     message = f"{len(val):,} validation tokens, val_tokens={config.val_tokens:,} takes one more"
     require(len(val) == needed, folder, message, "lower --val-tokens, or add text to validate on")
-    shards = open_split(config, manifest, "train")
+    shards = open_split(folder, manifest, "train")
     needed = training_tokens(config)
     length = config.micro_batch_tokens
     held = 0  # tokens that fill micro-batches
@@ -614,9 +665,14 @@ class Passage(NamedTuple):
     depth: Any  # (T,) int64: how many tokens of its document stand before each
     start: Any  # (T,) int64: the index in [0, T) at which the token's attention segment starts
 
+    @property
+    def targets(self):
+        """The next tokens, (T,)."""
+        return self.text[self.position + 1]
+
 
 def documents_of(text, eot_token):
-    """The positions at which documents start. The first tokens are of a document, too."""
+    """The positions at which documents start; tokens before the first mark are one, too."""
     return np.union1d([0], np.flatnonzero(text == eot_token))
 
 
@@ -628,28 +684,29 @@ def depth_of(position, documents):
 def contiguous_passage(text, eot_token, low, length):
     """The Passage of `length` tokens from `low` on, whose segments are its documents."""
     position = np.arange(low, low + length)
-    documents = documents_of(text[: low + length], eot_token)
-    depth = depth_of(position, documents)
-    start = np.maximum(position - low - depth, 0)
-    return Passage(text, position, depth, start)
+    depth = depth_of(position, documents_of(text[: low + length], eot_token))
+    return Passage(text, position, depth, start=np.maximum(np.arange(length) - depth, 0))
 
 
 # 3. Inputs =======================================================================================
-# The model reads three things of a token: its id; rows of a table, one for each order n, which a
-# hash of the last n tokens (an n-gram) selects; and copies, which are guesses at the next token.
+# What the model reads of a token: its id; for each order n the row of the table that a hash of the
+# last n tokens, an n-gram, names; and copies, guesses at the next token (see GPT.copied).
 
 TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)
 MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
 HASH_POWERS = np.uint64(pow(MIX, -1, 2**64)) ** np.arange(33, dtype=np.uint64)
 NO_TOKEN = 2**16 - 1  # no token's id
 PREFETCH = 4  # steps that the loader's thread works ahead
+# A pass has room for so many segments, or for one in 128 tokens, or, at the price of a compilation,
+# for the next power of two. FineWeb has at most 56 in 16,384 (modded-nanogpt, 2026-03-22).
+SEGMENT_ROOM = 128
 
 
 def ngram_keys(text, position, depth, order):
     """Hash keys (t,) uint64 of the n-grams of `order` tokens that end at positions (t,) of a text.
 
-    A key is a polynomial of the tokens' random numbers modulo 2^64 (Karp & Rabin 1987). depth (t,):
-    how many tokens of the document stand before each; where these are too few, n-grams are shorter.
+    A key is a polynomial of the tokens' random numbers modulo 2^64 (Karp & Rabin 1987). Where fewer
+    tokens of the document stand before, depth (t,), it is that of the shorter n-gram.
     """
     keys = np.zeros(len(position), np.uint64)
     for back in range(order):
@@ -662,8 +719,8 @@ def ngram_rows(passage, config):
     """Rows (T, C) int32 in [0, ngram_rows) of the table and signs (T, C) float32, for the n-grams
     that end at the tokens of a Passage.
 
-    Each order has a hash of its own. The sign is one more bit of it: two n-grams that share a row
-    push it apart half of the time (count-sketch's trick).
+    Each order has rows of its own. The sign is one more bit of the hash: two n-grams that share a
+    row push it apart half of the time (count-sketch's trick).
     """
     text, position, depth, _ = passage
     mixed = np.empty((len(position), len(config.ngram_orders)), np.uint64)
@@ -681,42 +738,40 @@ def copies(passage, config):
     what followed the last earlier occurrence of the last n tokens in the same document, at most
     `copy_reach` tokens back. NO_TOKEN where there is none."""
     text, position, depth, start = passage
-    index = np.arange(len(start))
-    # Each segment is searched with what its document has within reach before it.
-    count = 1 + (start == index) * np.minimum(depth, config.copy_reach)
+    index = np.arange(len(position))
+    # Before each segment stands what its document has within reach.
+    count = 1 + np.where(start == index, np.minimum(depth, config.copy_reach), 0)
     token = np.repeat(index, count)
     back = np.cumsum(count)[token] - 1 - np.arange(len(token))  # from the passage's token
     position = position[token] - back
-    segment = start[token].astype(np.uint64) * MIX
+    depth = depth[token] - back
+    segment = start[token]
     guesses = np.full((len(token), len(config.copy_orders)), NO_TOKEN, np.int32)
     for column, order in enumerate(config.copy_orders):
-        keys = ngram_keys(text, position, depth[token] - back, order) + segment
+        keys = ngram_keys(text, position, depth, order)
         by_key = np.argsort(keys, kind="stable")
-        # Of two neighbours with the same key, the later one copies what followed the earlier one.
-        earlier = by_key[:-1]
-        later = by_key[1:]
-        is_copy = (keys[earlier] == keys[later]) & (later - earlier <= config.copy_reach)
-        followed = position[earlier[is_copy]]
-        guesses[later[is_copy], column] = text[followed + 1]
+        earlier, later = by_key[:-1], by_key[1:]
+        is_copy = (keys[earlier] == keys[later]) & (segment[earlier] == segment[later])
+        is_copy &= later - earlier <= config.copy_reach
+        guesses[later[is_copy], column] = text[position[earlier[is_copy]] + 1]
     return guesses[back == 0]
 
 
 def row_fingerprint(config):
     """A hash of the rows of a fixed text: a table means nothing under another hash function."""
     text = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
-    passage = contiguous_passage(text, config.eot_token, 0, 99)
-    rows, signs = ngram_rows(passage, config)
+    rows, signs = ngram_rows(contiguous_passage(text, config.eot_token, 0, 99), config)
     return hashlib.sha256(rows.tobytes() + signs.tobytes()).hexdigest()
 
 
 class MicroBatch(NamedTuple):
-    """The T tokens of one forward pass, on the model's device: one Passage, or several of them end
-    to end."""
+    """The T tokens that one forward pass reads, on the model's device: in training those of one
+    passage, or of several, end to end."""
 
     inputs: Tensor  # (T,) int32 token ids
     targets: Tensor  # (T,) int64 next token ids
     segment_start: Tensor  # (T,) int32: index in [0, T) at which the token's segment starts
-    segment_bounds: Tensor  # (S + 1,) int32: where the S segments start, then T
+    segment_bounds: Tensor  # (S,) int32: where segments start, then T as often as there is room
     guesses: Tensor  # (T, G) int32: of the next token, see copies()
 
 
@@ -738,25 +793,27 @@ def to_device(array, device):
 
 def make_pass(passages, config, device):
     """The MicroBatch that reads these passages end to end."""
-    inputs = []
-    targets = []
-    starts = []
-    guesses = []
-    for number, passage in enumerate(passages):
-        inputs.append(passage.text[passage.position])
-        targets.append(passage.text[passage.position + 1])
-        starts.append(passage.start + number * len(passage.start))
-        guesses.append(copies(passage, config))
-    start = np.concatenate(starts, dtype=np.int32)
-    first = np.flatnonzero(start == np.arange(len(start)))
-    bounds = np.append(first, len(start)).astype(np.int32)
-    return MicroBatch(
-        inputs=to_device(np.concatenate(inputs, dtype=np.int32), device),
-        targets=to_device(np.concatenate(targets, dtype=np.int64), device),
-        segment_start=to_device(start, device),
-        segment_bounds=to_device(bounds, device),
-        guesses=to_device(np.concatenate(guesses), device),
-    )
+    inputs = np.concatenate([each.text[each.position] for each in passages])
+    targets = np.concatenate([each.targets for each in passages])
+    starts = [each.start + number * len(each.start) for number, each in enumerate(passages)]
+    start = np.concatenate(starts).astype(np.int32)
+    length = len(inputs)
+    first = np.flatnonzero(start == np.arange(length))
+    room = max(SEGMENT_ROOM, length // 128, 1 << len(first).bit_length())
+    bounds = np.full(room, length, np.int32)  # behind the last segment are empty ones
+    bounds[: len(first)] = first
+    guesses = np.concatenate([copies(each, config) for each in passages])
+    arrays = inputs.astype(np.int32), targets.astype(np.int64), start, bounds, guesses
+    return MicroBatch(*(to_device(array, device) for array in arrays))
+
+
+def require_room_in_softmax(passage, stage):
+    """Refuse a micro-batch whose targets and their prefixes, which all take part in the sampled
+    softmax, may leave it no row to stand for the rest of the vocabulary."""
+    most = len(np.unique(passage.targets)) * (2 if stage.prefix_weight else 1)
+    message = f"a micro-batch has up to {most} different targets and prefixes"
+    remedy = "raise it, or 0 for the whole vocabulary"
+    require(most < stage.softmax_rows, f"softmax_rows={stage.softmax_rows}", message, remedy)
 
 
 class TrainLoader:
@@ -774,32 +831,34 @@ class TrainLoader:
         self.step = first_step  # the next one to assemble
         length = config.micro_batch_tokens
         self.number = training_tokens(config, first_step) // length  # of its first micro-batch
+        self.last = training_tokens(config) // length - 1
         counts = [(shard.count - 1) // length for shard in shards]
-        self.edges = [0, *itertools.accumulate(counts)]  # of the shards, in micro-batches
-        self.open = functools.lru_cache(1)(self.open_shard)
-        self.open(self.place_of(self.number)[0])  # ahead of the clock
+        # Of the shards, in micro-batches of one pass.
+        self.edges = list(itertools.accumulate(counts, initial=0))
+        self.opener = ThreadPoolExecutor(1)
+        submit = functools.partial(self.opener.submit, self.open_shard)
+        self.open = functools.lru_cache(2)(submit)  # the shard that is read, and the next one
+        self.open(self.place_of(min(self.number, self.last))[0]).result()  # ahead of the clock
         self.ahead = deque()
         sys.setswitchinterval(1e-4)  # seconds that the thread may keep the others waiting
         self.thread = ThreadPoolExecutor(1, initializer=table.runtime.use_device)
 
     def open_shard(self, opened):
-        """Open the shard that comes after `opened` others. Returns its text; where documents start;
-        where pieces start, in shuffled order; and where each begins once they stand end to end."""
+        """Open the shard that follows so many. Returns its text, where documents start there, where
+        pieces start there, shuffled, and where each begins when they are laid end to end."""
         config = self.config
         cap = max(stage.document_cap for stage in config.stages)
         text = self.shards[opened % len(self.shards)].read()
         documents = documents_of(text, config.eot_token)
         edges = [*documents.tolist(), len(text) - 1]  # the last token is only a target
-        pieces = np.concatenate([np.arange(*span, cap) for span in itertools.pairwise(edges)])
-        lengths = np.diff(pieces, append=edges[-1])
+        pieces = [low for start, end in itertools.pairwise(edges) for low in range(start, end, cap)]
         order = np.random.default_rng([config.seed, opened]).permutation(len(pieces))
-        pieces = pieces[order]
-        lengths = lengths[order]
-        return text, documents, pieces, np.cumsum(lengths) - lengths
+        lengths = np.diff([*pieces, edges[-1]])[order]
+        return text, documents, np.array(pieces)[order], np.cumsum(lengths) - lengths
 
     def place_of(self, number):
-        """Where the micro-batch of this number is: (how many shards are opened before its own, how
-        many micro-batches are read before it in its shard)."""
+        """(how many shards are opened before, how many micro-batches of the shard are read before)
+        the micro-batch of this number."""
         passes, rest = divmod(number, self.edges[-1])
         index = bisect.bisect(self.edges, rest) - 1
         return passes * len(self.shards) + index, rest - self.edges[index]
@@ -807,15 +866,16 @@ class TrainLoader:
     def passage(self, number, cap):
         """The Passage of a micro-batch, with segments of at most `cap` tokens."""
         opened, read = self.place_of(number)
-        text, documents, pieces, begins = self.open(opened)
+        text, documents, pieces, begins = self.open(opened).result()
+        half = self.edges[-1] // (2 * len(self.shards))  # of a shard: the next one is opened ahead
+        self.open(self.place_of(min(number + half, self.last))[0])
         index = np.arange(self.config.micro_batch_tokens)
         place = read * len(index) + index  # where the pieces lie end to end
         piece = np.searchsorted(begins, place, side="right") - 1
         position = pieces[piece] + place - begins[piece]
         start = np.maximum(begins[piece] - place[0], 0)
         start += (index - start) // cap * cap
-        depth = depth_of(position, documents)
-        return Passage(text, position, depth, start)
+        return Passage(text, position, depth_of(position, documents), start)
 
     def make_batch(self, step):
         """Assemble this rank's part of a step, in the thread; a rank may have no micro-batch."""
@@ -826,67 +886,67 @@ class TrainLoader:
         self.number = numbers.stop
         own = numbers[runtime.rank :: runtime.world_size]
         passages = [self.passage(number, stage.document_cap) for number in own]
-        count = micro_batches_of_pass(config, step, runtime)
-        passes = []
-        for low in range(0, len(passages), count):
-            passes.append(make_pass(passages[low : low + count], config, runtime.device))
+        if 0 < stage.softmax_rows < config.vocab_size:
+            for passage in passages:
+                require_room_in_softmax(passage, stage)
         rows = self.table.look_up(passages, runtime.loader_group)
+        count = micro_batches_of_pass(config, step, runtime)
+        parts = [passages[low : low + count] for low in range(0, len(passages), count)]
+        passes = [make_pass(part, config, runtime.device) for part in parts]
         return Batch(passes, rows, tokens=len(numbers) * config.micro_batch_tokens)
 
     def next_batch(self):
-        """The Batch of the next step, or None after the last. Raises what the thread has raised."""
+        """The next step's Batch, None behind the last one; raises what the thread has raised."""
         while len(self.ahead) < PREFETCH and self.step < self.config.steps:
             self.ahead.append(self.thread.submit(self.make_batch, self.step))
             self.step += 1
         return self.ahead.popleft().result() if self.ahead else None
 
     def close(self):
-        """End the thread: inside torch it would abort a process that ends."""
+        """End the threads: one inside torch would abort a process that ends."""
         self.thread.shutdown(cancel_futures=True)
+        self.opener.shutdown()
 
 
 # 4. Layers =======================================================================================
 
-NORM_EPS = torch.finfo(torch.float32).eps
-
 
 class NormOnCPU(torch.autograd.Function):
-    """norm() of float32 in few passes over memory: torch's takes several times as long on a CPU.
-
-    It casts nothing: torch 2.11 compiles a Function that ends with a cast to the same type into one
-    whose gradient is zero.
-    """
+    """norm(), by few passes over memory: torch's own takes several times as long on a CPU."""
 
     @staticmethod
     def forward(ctx, x):
-        scale = (x.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
+        scale = (x.float().square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
         y = x * scale
         ctx.save_for_backward(y, scale)
-        return y
+        return y.to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad):
         y, scale = ctx.saved_tensors
         along = (grad * y).mean(-1, keepdim=True)
-        return (grad - along * y) * scale
+        return ((grad - along * y) * scale).to(grad.dtype)
+
+
+NORM_EPS = torch.finfo(torch.float32).eps
 
 
 def norm(x):
     """RMSNorm over the last axis, without weights."""
     if x.device.type == "cpu":
-        return NormOnCPU.apply(x.float()).to(x.dtype)
+        return NormOnCPU.apply(x)
     return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
 
-def rotary_tables(length, head_dim, long_windows, device, dtype):
-    """Rotary position embedding: (cos, sin), each (length, 1, head_dim): of the first channels of
-    all pairs, then of the second ones, whose sines have the other sign.
+def rotary_tables(length, head_dim, scale, long_windows, device, dtype):
+    """Rotary position embedding: (cos, sin, softmax scale), tables of (length, 1, head_dim): of the
+    first channels of all pairs, then of the second ones, whose sines have the other sign.
 
     Half of the channel pairs rotate, by 1 to 1/1024 radians a token. For each change of the long
     window, which is one of long_windows, YaRN (Peng et al. 2023) slows the pairs that turn less
     than once in the old window by old/new, leaves those that turn over 32 times, and multiplies
-    scores by 0.2 ln(new/old) + 1: queries and keys by its root. Angles are float64, so that late
-    positions are exact.
+    scores by 0.2 ln(new/old) + 1: queries and keys by its root, so that the scale stays. Angles are
+    float64, so that late positions are exact.
     """
     root = 1.0
     pairs = head_dim // 2
@@ -900,7 +960,7 @@ def rotary_tables(length, head_dim, long_windows, device, dtype):
     angle = torch.arange(length, dtype=torch.float64)[:, None, None] * speed
     cos = root * torch.cat([angle.cos(), angle.cos()], dim=-1)
     sin = root * torch.cat([angle.sin(), -angle.sin()], dim=-1)
-    return cos.to(device, dtype), sin.to(device, dtype)
+    return cos.to(device, dtype), sin.to(device, dtype), scale
 
 
 def rotate(x, cos, sin):
@@ -911,8 +971,8 @@ def rotate(x, cos, sin):
 
 
 def shifted(k, is_first):
-    """Keys (T, heads, head_dim) with the channels that do not rotate from the token before, or 0
-    where is_first (T,). With them one layer finds what has followed a token before (modded-nanogpt,
+    """Keys (T, heads, head_dim) whose channels that do not rotate are those of the token before,
+    or 0 where is_first (T,). So one layer finds what followed a token earlier (modded-nanogpt,
     record of 2025-12-14)."""
     turning, still = k.unflatten(-1, (2, 2, -1)).unbind(-2)  # of each half of the channel pairs
     still = F.pad(still, (0, 0, 0, 0, 0, 0, 1, -1)).masked_fill(is_first[:, None, None, None], 0)
@@ -964,15 +1024,16 @@ class BlockedAttention:
         block, size = mask.shape[2:]
 
         def reached(x):
-            """(blocks, heads, size, dim): what each block reaches, zeros before the first. The
-            gradient of these slices is a copy; that of unfold is slow on a CPU."""
+            """(blocks, heads, size, dim): what each block reaches, zeros before the first."""
             blocks = F.pad(x, (0, 0, 0, 0, size - block, 0)).unflatten(0, (-1, block))
-            count = length // block
-            parts = [blocks[low : low + count] for low in range(size // block)]
+            shifts = range(size // block)
+            parts = [blocks[low : low + length // block] for low in shifts]
             return torch.cat(parts, dim=1).transpose(1, 2)
 
-        q = q.view(-1, block, heads, dim).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, reached(k), reached(v), attn_mask=mask, scale=scale)
+        queries = q.view(-1, block, heads, dim).transpose(1, 2)
+        y = F.scaled_dot_product_attention(
+            queries, reached(k), reached(v), attn_mask=mask, scale=scale
+        )
         return y.transpose(1, 2).reshape(length, heads, dim)
 
 
@@ -986,10 +1047,9 @@ class VarlenAttention:
         from torch.nn.attention.varlen import varlen_attn
 
         self.varlen_attn = varlen_attn
-        # FlashAttention 3 would split keys, as blocks are few: partial sums, a second kernel. Torch
-        # 2.11 does not let us choose.
-        can_choose = "num_splits" in inspect.signature(varlen_attn).parameters
-        self.options = {"num_splits": 1} if is_fa3 and can_choose else {}
+        # FlashAttention 3 would split keys, as there are few blocks: partial sums, a second kernel.
+        has_splits = is_fa3 and "num_splits" in inspect.signature(varlen_attn).parameters
+        self.options = {"num_splits": 1} if has_splits else {}
 
     def mask(self, micro_batch, window, positions, phase, dtype):
         """(bounds of the segments, the longest one, the window), in positions."""
@@ -1003,11 +1063,17 @@ class VarlenAttention:
 
 
 def choose_attention(config, device):
-    """The back end of attention, and its description for the log."""
+    """Resolve Config.attention. Returns (back end, its description for the log)."""
     capability = (0, 0)
-    if device.type == "cuda" and config.dtype == "bfloat16":
+    if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-    if config.attention == "sdpa" or capability < (8, 0):
+    has_varlen = importlib.util.find_spec("torch.nn.attention.varlen")
+    is_able = has_varlen and capability >= (8, 0) and config.dtype == "bfloat16"
+    needs = "needs bfloat16, compute capability 8.0 and torch.nn.attention.varlen"
+    words = f"{needs}, and has {config.dtype}, {capability} and torch {torch.__version__}"
+    is_met = is_able or config.attention != "varlen"
+    require(is_met, "attention=varlen", words, "use --attention sdpa")
+    if config.attention == "sdpa" or not is_able:
         return BlockedAttention(), "sdpa"
     if capability[0] != 9 or not importlib.util.find_spec("flash_attn_interface"):
         return VarlenAttention(), "varlen-FA2"
@@ -1025,6 +1091,11 @@ def convolved(x, kernel, position):
         before = F.pad(share * x, (0, 0, back, -back))
         total = total + before.masked_fill((position < back)[:, None], 0)
     return total
+
+
+def mlp(x, up, down):
+    """The ReLU^2 MLP of x (T, dim); up and down (mlp_dim, dim)."""
+    return F.relu(F.linear(x, up)).square() @ down
 
 
 GATE_MLP_DIM = 64  # hidden width
@@ -1063,14 +1134,13 @@ class CappedCrossEntropy(torch.autograd.Function):
 
     hidden (T, dim); head (V, dim); targets (T, K) int64: K tokens that a position predicts, and
     weights (T, K) of their losses; counts (V,) or None: how many rows of the vocabulary each row of
-    head stands for, 1 for targets; cap: Config.logit_cap. Returns (the weighted sum of losses;
-    losses (T,) of the first targets, detached).
+    head stands for, 1 for targets; cap: Config.logit_cap; needs_grad: whether gradients will be
+    asked for. Returns (the weighted sum of losses; losses (T,) of the first targets, detached).
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, weights, counts, cap):
+    def forward(ctx, hidden, head, targets, weights, counts, cap, needs_grad):
         top = cap[0]
-        needs_grad = ctx.needs_input_grad[0]
         # Where a position has one target twice, both places get the sum of their weights.
         is_same = targets[:, :, None] == targets[:, None]
         losses = []
@@ -1098,7 +1168,6 @@ class CappedCrossEntropy(torch.autograd.Function):
                 target_grad = (torch.exp(target_below) - part) * cap_slope(target_below, top)
                 grad = exp_logits.mul_(cap_slope(below, top)).to(x.dtype)
                 grad.scatter_(1, target, target_grad.to(x.dtype))
-                scale = scale / -CAP_WIDTH  # which cap_slope leaves out
                 hidden_grads.append(((grad @ head) * scale).to(x.dtype))
                 head_grad = torch.addmm(head_grad, grad.T, (x * scale).to(x.dtype))
         losses = torch.cat(losses)
@@ -1110,8 +1179,8 @@ class CappedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream, _):
-        grads = [grad * upstream for grad in ctx.saved_tensors]
-        return *grads, None, None, None, None
+        grads = [grad * (upstream / -CAP_WIDTH) for grad in ctx.saved_tensors]
+        return *grads, None, None, None, None, None
 
 
 def below_cap(products, cap):
@@ -1128,8 +1197,8 @@ def cap_slope(below, top):
 
 
 def sampled_rows(targets, vocab, count):
-    """Choose `count` rows of the vocabulary, at least T, for a softmax: all targets (T,), and
-    others, spread over the ids in an order that depends on the targets.
+    """Choose `count` rows of the vocabulary for a softmax: all targets (T,), of which fewer than
+    `count` may differ, and others, spread over the ids in an order that depends on the targets.
 
     Returns (rows (count,) int64, rising; positions (vocab,): the place of each chosen row among
     them, meaningless for the others; counts (count,) float32: how many rows of the vocabulary each
@@ -1148,27 +1217,34 @@ def sampled_rows(targets, vocab, count):
     return rows, positions, counts
 
 
-def summed_loss(hidden, targets, segment_start, head, softmax_rows, loss_weights, cap):
+def summed_loss(hidden, targets, segment_start, head, phase, loss_weights, prefixes, cap):
     """(training loss, weighted and summed over tokens; losses (T,) of the next token).
 
-    targets, segment_start: (T,), of a MicroBatch. softmax_rows: see Phase. loss_weights: float32,
-    of the next token, the second-next, and so on.
+    targets, segment_start: (T,), of a MicroBatch. loss_weights: float32, of the next token, the
+    second-next, ..., and of a prefix. prefixes: (V,) the id of each token's prefix, or its own.
     """
+    prefix = prefixes[targets]
     counts = None
-    if softmax_rows:
-        rows, positions, counts = sampled_rows(targets, len(head), softmax_rows)
+    if phase.softmax_rows:
+        present = torch.cat([targets, prefix]) if phase.has_prefix else targets
+        rows, positions, counts = sampled_rows(present, len(head), phase.softmax_rows)
         head = head.index_select(0, rows)
         targets = positions[targets]
+        prefix = positions[prefix]
     predicted = []
     weights = []
-    for ahead, weight in enumerate(loss_weights):
+    for ahead in range(phase.targets):
         # A position also predicts the token `ahead` behind its target, within its segment.
         is_same_segment = segment_start[ahead:] == segment_start[: len(hidden) - ahead]
         predicted.append(targets.roll(-ahead))
-        weights.append(F.pad(is_same_segment * weight, (0, ahead)))
+        weights.append(F.pad(is_same_segment * loss_weights[ahead], (0, ahead)))
+    if phase.has_prefix:
+        predicted.append(prefix)
+        weights.append((prefix != targets) * loss_weights[phase.targets])
     predicted = torch.stack(predicted, 1)
     weights = torch.stack(weights, 1)
-    return CappedCrossEntropy.apply(hidden, head, predicted, weights, counts, cap)
+    needs_grad = torch.is_grad_enabled()
+    return CappedCrossEntropy.apply(hidden, head, predicted, weights, counts, cap, needs_grad)
 
 
 # 6. Model ========================================================================================
@@ -1182,21 +1258,21 @@ class Rule:
     sign.
     """
 
-    group: str = "small"  # small | embeddings | matrices
+    group: str  # small | embeddings | matrices
     lr_mul: float | Tensor = 1.0  # times the group's rate; a tensor (k, 1, 1): of a bank's matrices
     decay: float = 0.0  # times matrix_decay for matrices, else the weight decay itself
     betas: tuple = (0.9, 0.99)  # Muon and SOAP-Muon read the second; the first follows a schedule
 
 
-def ruled(values, **rule):
+def ruled(values, *rule, **numbers):
     """A parameter with these values that carries its Rule, by which the optimizer steps it."""
     param = nn.Parameter(values)
-    param.rule = Rule(**rule)
+    param.rule = Rule(*rule, **numbers)
     return param
 
 
-# Parameters that only layers with some field of Layer have, by this field. Along their first axis
-# they are cut into equal parts, one a layer.
+# Parameters of which some layers have a part, in equal parts along the first axis, by the field of
+# Layer that is set in these.
 PARTS = {
     "attends": ("query_key", "value_output"),
     "value_embedding": ("value_embed", "value_gate"),
@@ -1230,20 +1306,22 @@ class GPT(nn.Module):
 
         def gates(*shape, lr_mul=1.0):
             zeros = torch.zeros(*shape, GATE_DIM, dtype=config.torch_dtype)
-            return ruled(zeros, lr_mul=lr_mul)
+            return ruled(zeros, "small", lr_mul=lr_mul)
 
         def gate_mlps(count, outputs):
             """Matrices up and down of MLPs with so many outputs, which are 0 at first."""
             up = drawn(count, GATE_MLP_DIM, dim, std=(3 * dim) ** -0.5)
             down = up.new_zeros(count, outputs, GATE_MLP_DIM)
-            return [ruled(matrices, lr_mul=0.25) for matrices in (up, down)]
+            return [ruled(matrices, "small", lr_mul=0.25) for matrices in (up, down)]
 
+        embed = drawn(vocab, dim, std=0.7)
+        head = drawn(vocab, dim, std=0.005)
+        # Where they part later, they are equal at first, at the head's scale.
+        embed = head.clone() if untie_step(config) else embed
         embeddings = functools.partial(ruled, group="embeddings")
         of_tokens = {"lr_mul": config.embed_lr, "decay": 0.75, "betas": (0.5, 0.95)}
-        self.embed = embeddings(drawn(vocab, dim, std=0.7), **of_tokens)
-        self.head = embeddings(drawn(vocab, dim, std=0.005), **of_tokens)
-        if untie_step(config):  # they are equal until then
-            self.embed.data.copy_(self.head.data)
+        self.embed = embeddings(embed, **of_tokens)
+        self.head = embeddings(head, **of_tokens)
         heads = dim // config.head_dim
         width = dim if heads % 2 else 2 * config.head_dim
         std = 0.6 / math.sqrt(dim)
@@ -1270,34 +1348,38 @@ class GPT(nn.Module):
         value_embed = drawn(value_layers * vocab, dim, std=0.01)
         self.value_embed = embeddings(value_embed, lr_mul=75.0, decay=1.875, betas=(0.75, 0.95))
         self.value_gate = gates(value_layers, heads)
-        self.exclusive_gate = gates(len(config.layers_with("exclusive")), heads)
+        if exclusive := config.layers_with("exclusive"):
+            self.exclusive_gate = gates(len(exclusive), heads)
         self.smear_gate = gates(1, lr_mul=0.01)
-        self.smear_scale = ruled(torch.zeros(1), lr_mul=5.0)
-        self.residual_scale = ruled(torch.ones(layers), lr_mul=5.0, betas=(0.9, 0.95))
+        self.smear_scale = ruled(torch.zeros(1), "small", lr_mul=5.0)
+        self.residual_scale = ruled(torch.ones(layers), "small", lr_mul=5.0, betas=(0.9, 0.95))
         # They multiply what attention and MLP add, and step by twice the matrices' rate: five times
         # Adam's, as others have it, was too much on english.
         lr_mul = 2 * config.matrix_lr / config.adam_lr
-        self.output_scale = ruled(torch.ones(layers, 2), lr_mul=lr_mul)
-        self.embed_scale = ruled(torch.zeros(layers), lr_mul=config.embed_scale_lr)
-        kernels = torch.zeros(layers, config.mlp_reach, dim, dtype=config.torch_dtype)
-        self.mlp_kernel = ruled(kernels, lr_mul=3.0)
-        self.ngram_gate = gates(layers + 1)  # before each layer and before the head
-        self.copy_scale = ruled(torch.zeros(len(config.copy_orders)), lr_mul=20.0)
-        self.copy_gate = gates(len(config.copy_orders), lr_mul=0.1)
-        skips = torch.full((len(config.layers_with("skip")),), 0.1)
-        self.skip_scale = ruled(skips, lr_mul=5.0)
+        self.output_scale = ruled(torch.ones(layers, 2), "small", lr_mul=lr_mul)
+        self.embed_scale = ruled(torch.zeros(layers), "small", lr_mul=config.embed_scale_lr)
+        if config.mlp_reach:
+            kernels = torch.zeros(layers, config.mlp_reach, dim, dtype=config.torch_dtype)
+            self.mlp_kernel = ruled(kernels, "small", lr_mul=3.0)
+        if config.ngram_orders:
+            self.ngram_gate = gates(layers + 1)  # before each layer and before the head
+        if config.copy_orders:
+            self.copy_scale = ruled(torch.zeros(len(config.copy_orders)), "small", lr_mul=20.0)
+            self.copy_gate = gates(len(config.copy_orders), lr_mul=0.1)
+        if skips := config.layers_with("skip"):
+            self.skip_scale = ruled(torch.full((len(skips),), 0.1), "small", lr_mul=5.0)
         self.feeding = len(config.layers_with("feeds_last"))
         if self.feeding:
             shares = 2 * (self.feeding + 2)  # of states, for two sums: see mixtures()
             bias = torch.zeros(2, shares)
             bias[1, self.feeding] = -0.5 / GATE_MLP_SCALE  # the last of them, behind the last layer
             self.dense_up, self.dense_down = gate_mlps(2, shares)
-            self.dense_bias = ruled(bias, lr_mul=0.25)
-        deciding = len(config.layers_with("decides_gates"))
-        self.gate_up, self.gate_down = gate_mlps(deciding, layers * heads)
+            self.dense_bias = ruled(bias, "small", lr_mul=0.25)
+        if deciding := config.layers_with("decides_gates"):
+            self.gate_up, self.gate_down = gate_mlps(len(deciding), layers * heads)
 
     def parts(self):
-        """Each layer's part of the parameters in PARTS: [{name: part}]. Parameters are split at
+        """What each layer has of the parameters in PARTS: [{name: its part}]. They are split at
         once, since the gradient of an index is as large as what was indexed."""
         parts = [{} for _ in self.config.layers]
         for field, names in PARTS.items():
@@ -1329,12 +1411,13 @@ class GPT(nn.Module):
         return norm(x + self.smear_scale[0] * share * before)
 
     def copied(self, x, micro_batch):
-        """The sum of the head's rows of each token's copies, (T, model_dim), each weighted by its
-        order and by x (T, model_dim)."""
+        """The weighted sum of the head's rows of each token's copies, (T, model_dim). A weight is
+        that of the copy's order, and what x (T, model_dim) adds to it."""
         is_there = micro_batch.guesses < NO_TOKEN
         # Where there is no copy, the current token has weight 0: no row is read by all tokens.
         token = micro_batch.guesses.where(is_there, micro_batch.inputs[:, None])
         weights = self.copy_scale + F.linear(norm(x)[:, :GATE_DIM], self.copy_gate)
+        # No bag of rows: on CUDA that has no gradient by its weights in bfloat16, and is slower.
         rows = F.embedding(token, norm(self.head))
         return ((weights * is_there)[..., None] * rows).sum(1).to(x.dtype)
 
@@ -1347,7 +1430,7 @@ class GPT(nn.Module):
         """
         config = self.config
         layer = config.layers[number]
-        cos, sin = rotary
+        cos, sin, scale = rotary
         heads = config.model_dim // config.head_dim
         value, output = part["value_output"].unbind()
         x_normed = norm(x)
@@ -1371,7 +1454,7 @@ class GPT(nn.Module):
             qk = in_pairs(qk)
             seen = in_pairs(v)
         q, k = rotate(qk, cos[: len(qk)], sin[: len(qk)]).chunk(2, dim=1)
-        y = self.back_end.attend(q, k, seen, mask, config.attention_scale)
+        y = self.back_end.attend(q, k, seen, mask, scale)
         if layer.paired_heads:
             y = out_of_pairs(y)
         if layer.exclusive:
@@ -1379,7 +1462,7 @@ class GPT(nn.Module):
             y = exclusive_attention(y, v, share[..., None])
         if gates is not None:
             y = y * (1 + gates)[..., None]
-        # Scaling the last matrix scales what is added, with less to read and keep.
+        # To scale its last matrix scales what a sublayer adds, with less to read and keep.
         return F.linear(y.flatten(1), self.output_scale[number, 0] * output)
 
     def mixtures(self, x, place, states, count):
@@ -1396,7 +1479,7 @@ class GPT(nn.Module):
     def hidden(self, micro_batch, ngram, phase, rotary):
         """Final hidden states (T, model_dim), normalised.
 
-        ngram: (T, model_dim), from NgramTable.summed. rotary: what rotary_tables returns.
+        ngram: (T, model_dim), from NgramTable.summed, or None. rotary: what rotary_tables returns.
         """
         config = self.config
         start = micro_batch.segment_start
@@ -1414,13 +1497,14 @@ class GPT(nn.Module):
         gates = [None] * len(parts)
         for number, (layer, part) in enumerate(zip(config.layers, parts, strict=True)):
             if layer.decides_gates:
-                # Gates of all layers, until the next layer that decides.
+                # Of all layers, but only those up to the next that decides will read them.
                 gates = gate_mlp(x, part["gate_up"], part["gate_down"])
                 gates = gates.unflatten(1, (len(parts), -1)).unbind(1)
             if layer.skip:
                 x = x + part["skip_scale"] * outputs[number - layer.skip]
             x = self.residual_scale[number] * x + self.embed_scale[number] * embedded
-            x = x + gate(x, self.ngram_gate[number : number + 1]) * ngram
+            if ngram is not None:
+                x = x + gate(x, self.ngram_gate[number : number + 1]) * ngram
             if number in (0, last):
                 states.append(x)
             mixture = None
@@ -1435,44 +1519,53 @@ class GPT(nn.Module):
                 own = gates[number]
                 x = x + self.attention(read, number, part, mixture, own, is_first, rotary, mask)
             up, down = mlps[number]
-            read = convolved(norm(x), self.mlp_kernel[number], position)
-            hidden = F.relu(F.linear(read, up)).square()
-            x = x + hidden @ (self.output_scale[number, 1] * down)
+            x_normed = norm(x)
+            if config.mlp_reach:
+                x_normed = convolved(x_normed, self.mlp_kernel[number], position)
+            x = x + mlp(x_normed, up, self.output_scale[number, 1] * down)
             outputs.append(x)
             if layer.feeds_attention:
                 shared = x
             if layer.feeds_last:
                 states.append(x)
         states += [part["value_embedding"] for part in parts if "value_embed" in part][:1]
-        x = x + gate(x, self.ngram_gate[-1:]) * ngram
+        return norm(self.after_layers(x, micro_batch, ngram, states))
+
+    def after_layers(self, x, micro_batch, ngram, states):
+        """What leaves the last layer, x (T, model_dim), with all that is added behind it."""
+        if ngram is not None:
+            x = x + gate(x, self.ngram_gate[-1:]) * ngram
         if self.feeding:
             x = x + self.mixtures(x, 1, states, count=1)[0]
-        return norm(x + self.copied(x, micro_batch))
+        if self.config.copy_orders:
+            x = x + self.copied(x, micro_batch)
+        return x
 
     def logits(self, hidden):
         """Soft-capped logits (n, vocab_size), float32, of hidden states (n, model_dim)."""
         cap = self.config.logit_cap
         return cap[0] + below_cap(F.linear(hidden, self.head), cap)
 
-    def forward(self, micro_batch, ngram, phase, loss_weights, rotary):
+    def forward(self, micro_batch, ngram, phase, loss_weights, prefixes, rotary):
         """(training loss, summed over tokens; losses (T,) of the next token; hidden states)."""
+        if isinstance(phase.max_segment, Tensor):
+            phase = phase.as_numbers()
         hidden = self.hidden(micro_batch, ngram, phase, rotary)
-        rows = phase.softmax_rows
-        cap = self.config.logit_cap
         # A sampled softmax is of one micro-batch, however many the pass has.
-        length = self.config.micro_batch_tokens if rows else len(hidden)
+        length = self.config.micro_batch_tokens if phase.softmax_rows else len(hidden)
         read = hidden, micro_batch.targets, micro_batch.segment_start
-        parts = [tensor.split(length) for tensor in read]
-        total = 0.0
-        losses = []
-        for part in zip(*parts, strict=True):
-            loss, next_losses = summed_loss(*part, self.head, rows, loss_weights, cap)
-            total = total + loss
-            losses.append(next_losses)
-        return total, torch.cat(losses), hidden.detach()
+        parts = zip(*(tensor.split(length) for tensor in read), strict=True)
+        cap = self.config.logit_cap
+        sums, losses = zip(
+            *(summed_loss(*part, self.head, phase, loss_weights, prefixes, cap) for part in parts),
+            strict=True,
+        )
+        return sum(sums), torch.cat(losses), hidden.detach()
 
 
 # 7. Update rules =================================================================================
+
+
 # A rule changes weight and state {key: tensor} in place. UPDATE_RULES, below, has a row for each.
 
 
@@ -1487,20 +1580,20 @@ class Hyper(NamedTuple):
     dtype: torch.dtype  # of products
 
 
-ROUNDING = 1e-5  # below this share of the RMS beside it, a gradient is taken for rounding
+ROUNDING = 1e-5  # gradients so far below those beside them are nothing else
 
 
 def adam_update(weight, grad, state, hyper):
     """Adam (Kingma & Ba 2015) with cautious weight decay, in place; float32, of one shape.
 
-    There is no epsilon. Values whose gradients are rounding do not step: at the start some scalars
-    have no others, and their steps would depend on the order in which floats are added."""
+    In place of an epsilon, values whose gradients are rounding wait: at the start some scalars have
+    no others, and full steps of these would depend on the order in which floats are added."""
     beta1, beta2 = hyper.betas
     state["first"].lerp_(grad, 1 - beta1)
     state["second"].lerp_(grad.square(), 1 - beta2)
     first = state["first"] / (1 - beta1**hyper.count)
     second = state["second"] / (1 - beta2**hyper.count)
-    # The mean is over a matrix, a row of an embedding or a vector; no two ranks share one of these.
+    # Over each matrix, each row of an embedding, all of a vector: so ranks that share out agree.
     axes = range(1, second.ndim) or (0,)
     root = second.sqrt()
     is_rounding = root <= ROUNDING * second.mean(tuple(axes), keepdim=True).sqrt()
@@ -1517,9 +1610,9 @@ def adagrad_rows_update(table, second, rows, grads, lr, floor):
     It forgets: a rare row's steps shrink from `lr` on as Adagrad's do, and a frequent one's no
     further than to lr * sqrt(1 - ROW_MEMORY), so that it goes on to learn in a long run.
 
-    second: (n,), the fading sum of each row's mean squared gradients. grads: (u, dim), sums over
-    tokens. floor: a gradient RMS that is added to the moment: a row that is new where tokens are
-    predicted well should hardly move.
+    second: (n,), the sum of each row's mean squared gradients. grads: (u, dim), sums over tokens.
+    floor: a gradient RMS that is added to the moment: a row that is new where tokens are predicted
+    well should hardly move.
     """
     moment = ROW_MEMORY * second[rows] + grads.square().mean(1)
     second[rows] = moment
@@ -1607,13 +1700,12 @@ class Side(NamedTuple):
     axis: int
     factor: Tensor  # (k, s, s), symmetric, zero until the first gradient
     basis: Tensor  # (k, s, s), orthonormal columns, the largest eigenvalue's first
-    moment: Tensor  # (k, m, n), of gradients in the eigenbasis
 
 
 def eigen_sides(state):
     """The sides of a bank that have an eigenbasis: none, one or both."""
     return [
-        Side(axis, state[f"{key}_factor"], state[f"{key}_basis"], state["moment"])
+        Side(axis, state[f"{key}_factor"], state[f"{key}_basis"])
         for key, axis in (("row", -2), ("column", -1))
         if f"{key}_factor" in state
     ]
@@ -1621,26 +1713,28 @@ def eigen_sides(state):
 
 def turned(x, sides, back=False):
     """Matrices (k, m, n) turned from the parameters' basis to the eigenbasis, or back."""
-    for side in sides:
-        turn = side.basis if back else side.basis.mT
-        x = turn @ x if side.axis == -2 else x @ turn.mT
+    for axis, _, basis in sides:
+        turn = basis if back else basis.mT
+        x = turn @ x if axis == -2 else x @ turn.mT
     return x
 
 
 def has_basis(state):
     """(k, 1, 1): 1.0 once a matrix has had a gradient that its bases could follow, else 0.0."""
-    sides = eigen_sides(state)
-    if not sides:
-        return torch.ones_like(state["moment"][:, :1, :1])
-    trace = sides[0].factor.diagonal(dim1=-2, dim2=-1).sum(-1)  # both sides have it, or none
-    return (trace > 0)[:, None, None].float()
+    known = torch.ones_like(state["moment"][:, :1, :1])
+    for side in eigen_sides(state):
+        trace = side.factor.diagonal(dim1=-2, dim2=-1).sum(-1)
+        known = known * (trace > 0)[:, None, None]
+    return known
 
 
 def soap_update(weight, grad, state, hyper):
-    """SOAP: Adam in the eigenbasis, times 1 / sqrt(n), so that a rate means what it does for Muon.
+    """SOAP: Adam in the eigenbasis, then cautious decay.
 
-    A matrix' first gradient goes into the factors alone, as in the authors' code: in the momentum
-    it would meet the second moment of another one, which makes steps of any size.
+    It is scaled by 1 / sqrt(n), so that a rate means what it does for Muon. A matrix without bases
+    only decays, and its first gradient goes into the factors alone, as in the authors' code: in the
+    momentum it would meet the second moment of one other gradient, at up to thousands of times the
+    step that Adam can make.
     """
     sides = eigen_sides(state)
     known = has_basis(state)
@@ -1649,8 +1743,8 @@ def soap_update(weight, grad, state, hyper):
     count = state["count"]
     beta1, beta2 = hyper.betas
     count.add_(known)
-    momentum.lerp_(grad, (1 - beta1) * known)
-    moment.lerp_(turned(grad, sides).square(), (1 - beta2) * known)
+    momentum.add_((grad - momentum) * ((1 - beta1) * known))
+    moment.add_((turned(grad, sides).square() - moment) * ((1 - beta2) * known))
     first = turned(momentum, sides) / (1 - beta1**count).clamp_min(1e-8)
     second = moment / (1 - beta2**count).clamp_min(1e-8)
     update = turned(first * second.clamp_min(1e-16).rsqrt() * known, sides, back=True)
@@ -1666,7 +1760,7 @@ def soap_muon_update(weight, grad, state, hyper):
     state["momentum"].lerp_(grad, 1 - hyper.momentum)
     direction = grad.lerp(state["momentum"], hyper.momentum)
     rotated = turned(direction, sides)
-    moment.lerp_(rotated.square(), (1 - FACTOR_BETA) * known)
+    moment.add_((rotated.square() - moment) * ((1 - FACTOR_BETA) * known))
     whitened = turned(rotated * moment.clamp_min(1e-16).rsqrt(), sides, back=True)
     orthogonal_step(weight, torch.where(known > 0, whitened, direction), state, hyper)
 
@@ -1694,7 +1788,7 @@ def update_factors(grad, sides, is_kl):
     """Take gradients (k, m, n) into the factors of their sides, in place.
 
     is_kl: KL-Shampoo's estimate (Lin et al. 2025): each side's gradient is first whitened by the
-    other side's factor. Its eigenvalues are divided by their mean: only the product of both
+    other side's factor. Its eigenvalues are taken over their mean: only the product of both
     factors' scales means something, and the split between the two would drift.
     """
     products = []
@@ -1714,9 +1808,9 @@ def cholesky_qr_step(product, bases, largest):
     """Orthonormalise product = factor @ bases, all (k, s, s): batched, and without a host sync.
 
     With B = basesᵀ factor bases = RᵀR and R Rᵀ = SᵀS, the result is bases Rᵀ S⁻¹: an LR step
-    (Rutishauser) on the scaled factor, which squares no condition number. Two Newton-Schulz steps
-    follow. largest (k,): the factors' largest eigenvalues. Returns (the new bases, whether they are
-    orthonormal (k,)).
+    (Rutishauser) on the scaled factor, which squares no condition number, and two Newton-Schulz
+    steps behind it. largest (k,): the factors' largest eigenvalues. Returns (the new bases,
+    is_good (k,): whether they are orthonormal).
     """
     scaled = product / largest[:, None, None].clamp_min(1e-38) + DAMPING * bases
     upper, failed = torch.linalg.cholesky_ex(bases.mT @ scaled, upper=True)
@@ -1733,10 +1827,12 @@ def cholesky_qr_step(product, bases, largest):
 def eigenbasis_step(factors, bases, method):
     """Bring orthonormal bases (k, s, s) closer to the eigenvectors of symmetric factors (k, s, s).
 
-    Both are float32. Columns are sorted by falling Rayleigh quotient first. Method `eigh` finds
-    the eigenvectors themselves; on CUDA the host waits for the device. `cholesky` takes one step of
-    orthogonal iteration, the Q of factor @ basis. Returns (bases, order (k, s) that sorted the old
-    columns). Where a factor is zero, not finite or nearly singular, the old basis stays, sorted.
+    Both are float32. Columns are sorted by falling Rayleigh quotient first. Methods:
+      eigh      the eigenvectors themselves; on CUDA the host waits for the device
+      cholesky  one step of orthogonal iteration, the Q of factor @ basis: cholesky_qr_step
+    Returns (bases, order (k, s) that sorted the old columns, is_rejected (k,)). Where a factor is
+    not finite or too close to singular, that matrix keeps its old basis, sorted. A zero factor also
+    keeps it, but does not count as rejected.
     """
     product = factors @ bases
     spectrum = (bases * product).sum(-2)
@@ -1753,25 +1849,28 @@ def eigenbasis_step(factors, bases, method):
     else:
         new, is_orthonormal = cholesky_qr_step(product, old, largest)
         is_good = is_good & is_orthonormal
-    return torch.where(is_good[:, None, None], new, old), order
+    is_rejected = ~is_good & (spectrum != 0).any(-1)
+    return torch.where(is_good[:, None, None], new, old), order, is_rejected
 
 
 def refresh_eigenbases(banks, method):
-    """Take one eigenbasis_step with all sides of banks' states, in one batch for each size."""
+    """One eigenbasis_step, a batch a size, for all sides of banks' states, in place."""
     by_size = {}
     for state in banks:
         for side in eigen_sides(state):
-            by_size.setdefault(side.basis.size(-1), []).append(side)
-    for sides in by_size.values():
-        factors = torch.cat([side.factor for side in sides])
-        bases = torch.cat([side.basis for side in sides])
-        counts = [len(side.basis) for side in sides]
-        bases, orders = eigenbasis_step(factors, bases, method)
-        stepped = zip(sides, bases.split(counts), orders.split(counts), strict=True)
-        for side, basis, order in stepped:
+            if len(side.basis):
+                by_size.setdefault(side.basis.size(-1), []).append((state, side))
+    for members in by_size.values():
+        factors = torch.cat([side.factor for _, side in members])
+        bases = torch.cat([side.basis for _, side in members])
+        counts = [len(side.basis) for _, side in members]
+        new, order, _ = eigenbasis_step(factors, bases, method)
+        stepped = new.split(counts), order.split(counts)
+        for (state, side), basis, order in zip(members, *stepped, strict=True):
             side.basis.copy_(basis)
             index = order[:, :, None] if side.axis == -2 else order[:, None]
-            side.moment.copy_(side.moment.gather(side.axis, index.expand_as(side.moment)))
+            moment = state["moment"]
+            moment.copy_(moment.gather(side.axis, index.expand_as(moment)))
 
 
 # 8. Parameter groups =============================================================================
@@ -1785,61 +1884,30 @@ class Group:
         reduce(step)                   start to sum their gradients over ranks
         update(step, lr_mul, pending)  wait for the sums, update, start to send the new values
         receive(step, pending)         take over what other ranks have sent
+    `tensors()` are all that a step changes on this rank, by name; `size()` counts the group's
+    values; `full_state()` is what a checkpoint keeps of it, whatever the world size, and `load`
+    takes that back.
     """
 
     every = 1  # steps between updates
     is_frozen = False
     is_shared_out = True  # or else every rank updates all of it
 
-    def __init__(self, name, config, runtime):
-        self.name = name
-        self.config = config
-        self.runtime = runtime
-        self.counts = {}  # {parameter: length of its first axis, along which ranks share it}
-        self.state = {}  # {parameter: {key: tensor of this rank's part}}, which is saved
-        self.members = {}  # {name: parameter of the model}
-
     def is_due(self, step):
         """Whether the group is updated at a step: every k-th, and the run's last."""
         is_last = step + 1 == self.config.steps
         return not self.is_frozen and ((step + 1) % self.every == 0 or is_last)
 
-    def owned_range(self, name):
-        """The range of a parameter's first axis that this rank updates."""
-        count = self.counts[name]
-        return self.runtime.owned_range(count) if self.is_shared_out else (0, count)
+    def updates_after(self, step):
+        """How many updates the group has had behind a step."""
+        return math.ceil((step + 1) / self.every)
 
-    def own(self, name, tensor):
-        """This rank's part of a tensor that has the parameter's first axis."""
-        low, high = self.owned_range(name)
-        return tensor[low:high]
+    def size(self):
+        return sum(param.numel() for param in self.params.values())
 
-    def tensors(self):
-        """{name: tensor} of all that a step changes on this rank."""
-        found = {}
-        for name, state in self.state.items():
-            found.update({f"{name}.{key}": value for key, value in state.items()})
-        for name, param in self.members.items():
-            found[f"{name}.param"] = param.data
-            if param.grad is not None:  # it waits for the group's next step
-                found[f"{name}.grad"] = param.grad
-        return found
-
-    def full_state(self):
-        """The state of whole parameters on rank 0; all ranks must call it."""
-        if not self.is_shared_out:
-            return self.state
-        gather = self.runtime.gather_on_main
-        return {
-            name: {key: gather(part, self.counts[name]) for key, part in state.items()}
-            for name, state in self.state.items()
-        }
-
-    def load(self, full):
-        """The inverse of full_state, at any world size."""
-        for name, state in self.state.items():
-            for key, value in state.items():
-                value.copy_(self.own(name, full[name][key]))
+    def touched(self):
+        """The tensors that a step changes, each with the index of what it changes there."""
+        return [(tensor, ...) for tensor in self.tensors().values()]
 
 
 def take_step(update, part, grad, state, hyper):
@@ -1873,8 +1941,8 @@ def state_shape(key, shape):
     return shape
 
 
-# Ranks share out a group of more values than this. Every rank updates all of a smaller one, which
-# takes one collective; to share it out takes two for each parameter, and more time.
+# Values of a group above which ranks share it out. Each rank updates all of a smaller one, which
+# takes one collective; to share it out takes two for each parameter, and they cost more than that.
 SHARE_ABOVE = 2**22
 
 
@@ -1883,9 +1951,11 @@ def gradient(param):
     return torch.zeros_like(param) if param.grad is None else param.grad
 
 
-def end_to_end(tensors, device):
-    """All values of some tensors as one vector (n,) float32."""
-    return torch.cat([torch.zeros(0, device=device), *(tensor.flatten() for tensor in tensors)])
+def tensors_of(params):
+    """Parameters {name: parameter} and the gradients that wait there, by name."""
+    tensors = {f"{name}.param": param.data for name, param in params.items()}
+    waiting = {name: param.grad for name, param in params.items() if param.grad is not None}
+    return tensors | {f"{name}.grad": grad for name, grad in waiting.items()}
 
 
 class ParameterGroup(Group):
@@ -1899,11 +1969,11 @@ class ParameterGroup(Group):
     """
 
     def __init__(self, name, config, params, runtime):
-        super().__init__(name, config, runtime)
-        self.params = params  # {name: what the rule updates}
-        self.members = params
-        self.size = sum(param.numel() for param in params.values())
-        is_large = self.size > SHARE_ABOVE and name != "small"
+        self.name = name
+        self.config = config
+        self.runtime = runtime
+        self.params = params  # {name: parameter}
+        is_large = self.size() > SHARE_ABOVE and name != "small"
         self.is_shared_out = is_large and runtime.world_size > 1
         self.lr = config.adam_lr
         self.decay = 1.0
@@ -1912,26 +1982,36 @@ class ParameterGroup(Group):
         if name == "matrices":
             rule = config.matrix_update
             names = ", ".join(UPDATE_RULES)
-            require(rule in UPDATE_RULES, f"matrix_update={rule}", f"must be one of {names}")
+            config.require("matrix_update", rule in UPDATE_RULES, f"must be one of {names}")
             self.lr = config.matrix_lr
             self.decay = config.matrix_decay
             self.every = 1
         self.rule = UPDATE_RULES[rule]
+        self.state = {}  # what the rule keeps of this rank's part: {name: {key: tensor}}
         self.lr_muls = {}
         for key, param in params.items():
-            self.counts[key] = len(param)
             self.state[key] = self.new_state(self.own(key, param.data))
             self.lr_muls[key] = param.rule.lr_mul
             if isinstance(param.rule.lr_mul, Tensor):
                 self.lr_muls[key] = self.own(key, param.rule.lr_mul.to(param.device))
-        self.take_step = compiled_updates() if config.compile else take_step
+        self.take_step = take_step
+        if config.compile and runtime.device.type == "cuda":
+            self.take_step = compiled_updates()
+
+    def owned_range(self, name):
+        """The range of a parameter's first axis that this rank updates."""
+        count = len(self.params[name])
+        return self.runtime.owned_range(count) if self.is_shared_out else (0, count)
+
+    def own(self, name, tensor):
+        """This rank's part of a tensor that has the parameter's first axis."""
+        low, high = self.owned_range(name)
+        return tensor[low:high]
 
     def new_state(self, part):
         """What the rule keeps of this rank's part of a parameter, at its start."""
         device = part.device
-        keeps = list(self.rule.keeps)
-        if self.config.mean_share > 0:
-            keeps.append("mean")
+        keeps = (*self.rule.keeps, *["mean"] * (self.config.mean_share > 0))
         state = {key: torch.zeros(state_shape(key, part.shape), device=device) for key in keeps}
         if part.dtype != torch.float32:
             state["master"] = part.float()
@@ -1949,26 +2029,27 @@ class ParameterGroup(Group):
         the head's, and the embedding follows the head's weights and state."""
         return "embed" in self.params and step < untie_step(self.config)
 
-    def gradients(self, step):
-        """{name: gradient (like the parameter)}, summed over this rank's passes."""
+    def reduce(self, step):
         grads = {name: gradient(param) for name, param in self.params.items()}
         if self.is_tied(step):
             grads["head"] = grads["head"] + grads.pop("embed")
-        return grads
-
-    def reduce(self, step):
-        grads = self.gradients(step)
+            self.params["embed"].grad = None
         if self.is_shared_out:
             scatter = self.runtime.reduce_scatter
             return [(name, *scatter(grad, name)) for name, grad in grads.items()]
-        work = None
-        if self.runtime.world_size > 1:  # all of them in one collective
-            bucket = end_to_end(grads.values(), self.runtime.device)
-            work = self.runtime.all_reduce(bucket, self.name)
-            sums = bucket.split([grad.numel() for grad in grads.values()])
-            for name, summed in zip(grads, sums, strict=True):
-                grads[name] = summed.view_as(grads[name])
-        return [(name, grad, work) for name, grad in grads.items()]
+        return self.reduce_all(grads)
+
+    def reduce_all(self, grads):
+        """Start to sum gradients {name: tensor} over ranks, all of them in one collective."""
+        if self.runtime.world_size == 1:
+            return [(name, grad, None) for name, grad in grads.items()]
+        bucket = end_to_end(grads.values(), self.runtime.device)
+        work = self.runtime.all_reduce(bucket, self.name)
+        parts = bucket.split([grad.numel() for grad in grads.values()])
+        return [
+            (name, part.view_as(grad), work)
+            for (name, grad), part in zip(grads.items(), parts, strict=True)
+        ]
 
     def update(self, step, lr_mul, pending):
         travelling = []
@@ -1976,10 +2057,11 @@ class ParameterGroup(Group):
         rate = self.lr * lr_mul
         for name, grad, work in pending:
             wait(work)
-            grads[name] = grad.float()
             param = self.params[name]
+            param.grad = None
+            grads[name] = grad.float()
             hyper = Hyper(
-                count=math.ceil((step + 1) / self.every),
+                count=self.updates_after(step),
                 lr=rate * self.lr_muls[name],
                 decay=rate * self.decay * param.rule.decay,
                 momentum=momentum_at(self.config, step),
@@ -1991,14 +2073,12 @@ class ParameterGroup(Group):
             self.follow_mean(step, part, self.state[name])
             if self.is_shared_out:
                 travelling.append((name, *self.runtime.gather_ranges(param.data, name)))
-        for param in self.members.values():
-            param.grad = None
         if self.rule.has_bases:
             self.follow_gradients(step, grads)  # while the new weights travel
         return travelling
 
     def follow_mean(self, step, part, state):
-        """Update the running mean of the weights of the last `length` steps. After the run's last
+        """Move the running mean of the last weights, those of `length` steps; behind the run's last
         step the weights go half of the way there (modded-nanogpt, record of 2026-09-28)."""
         config = self.config
         length = round(config.mean_share * config.steps)
@@ -2013,8 +2093,8 @@ class ParameterGroup(Group):
             part.copy_(weight)
 
     def follow_gradients(self, step, grads):
-        """Take the gradients into the factors, and refresh the bases of every k-th matrix, in turn;
-        in the first steps those of all matrices."""
+        """Take the gradients into the factors, and refresh the bases of the matrices whose turn it
+        is; with the first gradients it is everybody's."""
         is_early = step < EIGH_STEPS
         every = 1 if is_early else self.config.basis_every
         banks = []
@@ -2036,35 +2116,89 @@ class ParameterGroup(Group):
             for key, value in self.state["embed"].items():
                 value.copy_(self.state["head"][key])
 
+    def tensors(self):
+        found = tensors_of(self.params)
+        for name, state in self.state.items():
+            found.update({f"{name}.{key}": value for key, value in state.items()})
+        return found
+
+    def full_state(self):
+        """{name: {key: tensor of the whole parameter}} on rank 0, whatever the world size; all
+        ranks must call it."""
+        return {
+            name: {key: self.whole(name, part) for key, part in state.items()}
+            for name, state in self.state.items()
+        }
+
+    def whole(self, name, part):
+        """What the parts of all ranks make up, on rank 0."""
+        if not self.is_shared_out:
+            return part
+        return self.runtime.gather_on_main(part, len(self.params[name]))
+
+    def load(self, state):
+        for name, own in self.state.items():
+            for key, value in own.items():
+                value.copy_(self.own(name, state[name][key]))
+
+    def reset_masters(self):
+        """Take the float32 weights over from the parameters."""
+        for name, state in self.state.items():
+            if "master" in state:
+                state["master"].copy_(self.own(name, self.params[name].data))
+
+
+def end_to_end(tensors, device):
+    """All values of some tensors as one vector (n,) float32."""
+    return torch.cat([torch.zeros(0, device=device), *(tensor.flatten() for tensor in tensors)])
+
+
+def joint_rule(params, device):
+    """The Rule of parameters that stand end to end: each of its numbers is a vector (n,)."""
+    sizes = torch.tensor([param.numel() for param in params], dtype=torch.int64)
+    rules = [param.rule for param in params]
+
+    def spread(numbers):
+        return torch.tensor(numbers).repeat_interleave(sizes).to(device)
+
+    return Rule(
+        "small",
+        lr_mul=spread([rule.lr_mul for rule in rules]),
+        decay=spread([rule.decay for rule in rules]),
+        betas=tuple(spread([rule.betas[number] for rule in rules]) for number in (0, 1)),
+    )
+
 
 class SmallGroup(ParameterGroup):
     """Gates, scales and other small parameters. End to end they are one float32 vector, of which
     the model has copies."""
 
     def __init__(self, config, members, runtime):
-        params = list(members.values())
-        sizes = [param.numel() for param in params]
-        rules = [param.rule for param in params]
-        values = [param.data for param in params]
+        self.members = members  # {name: parameter of the model}
+        self.is_frozen = not members
+        values = [param.detach() for param in members.values()]
         vector = nn.Parameter(end_to_end(values, runtime.device))
-        # Each number of its Rule is a vector, too.
-        rows = [(rule.lr_mul, rule.decay, *rule.betas) for rule in rules]
-        columns = np.repeat(np.array(rows, np.float32).T, sizes, axis=1)
-        lr_mul, decay, beta1, beta2 = to_device(columns, runtime.device)
-        vector.rule = Rule("small", lr_mul, decay, (beta1, beta2))
+        vector.rule = joint_rule(members.values(), runtime.device)
         super().__init__("small", config, {"small": vector}, runtime)
-        self.members = members
-        # A copy: torch.compile refuses an update of two tensors that share their memory.
-        self.state["small"]["master"] = vector.data.clone()
-        self.parts = vector.data.split(sizes)
+        self.state["small"]["master"] = vector.data
+        parts = vector.data.split([value.numel() for value in values])
+        self.parts = [part.view_as(value) for part, value in zip(parts, values, strict=True)]
 
-    def gradients(self, step):
+    def reduce(self, step):
         grads = [gradient(param) for param in self.members.values()]
-        return {"small": end_to_end(grads, self.runtime.device)}
+        return self.reduce_all({"small": end_to_end(grads, self.runtime.device)})
 
     def receive(self, step, pending):
-        for param, part in zip(self.members.values(), self.parts, strict=True):
-            param.data.view(-1).copy_(part)
+        torch._foreach_copy_([param.data for param in self.members.values()], self.parts)
+        for param in self.members.values():
+            param.grad = None
+
+    def tensors(self):
+        return tensors_of(self.members) | self.state["small"]
+
+    def reset_masters(self):
+        values = [param.detach() for param in self.members.values()]
+        self.params["small"].data.copy_(end_to_end(values, self.runtime.device))
 
 
 # A rank holds the rows that it owns, a range of the table. The loader's thread plans a step ahead
@@ -2078,8 +2212,9 @@ class SmallGroup(ParameterGroup):
 class RowPlan:
     """The rows that a rank reads in a step, and the routes of their values and gradients.
 
-    This rank's N = T C pairs of token and order read U distinct rows. All ranks together read R
-    rows of this rank's range, V distinct ones. At world size 1 U, R and V are the same.
+    This rank's N = T C pairs of token and order read U distinct rows. All ranks read R rows of this
+    rank's range, V distinct ones. At world size 1 these are the same rows, and there is nothing to
+    merge.
     """
 
     slots: Tensor  # (T, C) int32: where a token's rows stand among the values that travel here
@@ -2092,7 +2227,6 @@ class RowPlan:
     send: list  # how many of the U rows each rank owns: their order is that of their ids
     receive: list  # how many of `asked` each rank reads
     merge: tuple  # positions in `asked` of owned[0], then owned[1], ... (R,); offsets (V,); int32
-    pulled: tuple | None = None  # (values, work) of the U rows, once they are on their way
 
 
 def group_equal(ids):
@@ -2113,7 +2247,7 @@ def group_equal(ids):
 def sum_groups(values, positions, offsets, signs=None):
     """Sums (u, d) float32 of the rows of values (n, d) that `group_equal` has put together: in a
     fixed order, and without atomics."""
-    return F.embedding_bag(positions, values, offsets, mode="sum", per_sample_weights=signs)
+    return F.embedding_bag(positions, values.float(), offsets, mode="sum", per_sample_weights=signs)
 
 
 def plan_rows(rows, signs, config, runtime, group, name):
@@ -2125,6 +2259,9 @@ def plan_rows(rows, signs, config, runtime, group, name):
     """
     world_size = runtime.world_size
     distinct, order, offsets = group_equal(rows.ravel())
+    last = config.ngram_rows - 1
+    is_inside = not len(distinct) or 0 <= distinct[0] <= distinct[-1] <= last
+    require(is_inside, f"n-gram rows leave the table's range 0 to {last}; correct ngram_rows")
 
     def exchange(array, send, receive):
         tensor = torch.from_numpy(array.astype(np.int32))
@@ -2163,76 +2300,86 @@ def plan_rows(rows, signs, config, runtime, group, name):
 class NgramTable(Group):
     """This rank's rows of the table, their optimizer state, and all that travels of them.
 
-    Autograd never sees the table: `summed` adds the rows of each token, and `grads` takes the
-    gradients of these sums.
+    Autograd never sees the table: `summed` adds the rows of each token, and `accumulate` is given
+    the gradients of these sums.
     """
 
+    name = "ngram_table"
+
     def __init__(self, config, runtime):
-        super().__init__("ngram_table", config, runtime)
+        self.config = config
+        self.runtime = runtime
         self.is_frozen = not config.ngram_orders or config.ngram_lr == 0
-        self.counts["rows"] = config.ngram_rows if config.ngram_orders else 0
-        self.size = self.counts["rows"] * config.model_dim
-        low, high = self.owned_range("rows")
-        self.second = torch.zeros(high - low, device=runtime.device)
-        self.weight = self.second.new_zeros(high - low, config.model_dim)
-        self.state["rows"] = {"weight": self.weight, "second": self.second}
+        self.rows = config.ngram_rows if config.ngram_orders else 0
+        self.low, self.high = runtime.owned_range(self.rows)
+        self.second = torch.zeros(self.high - self.low, device=runtime.device)
+        self.weight = self.second.new_zeros(len(self.second), config.model_dim)
         self.grads = []  # of the step's passes, (T, model_dim) each
-        self.plan = None  # whose rows were read last
+        self.plan = None  # of the step at hand, or of the next one once its rows are on their way
+        self.pulled = None  # (values, work) of its rows
         self.upcoming = None  # the plan whose rows are pulled once this step has updated them
 
     def look_up(self, passages, group=None, name="ngram_indices"):
         """The RowPlan of a rank's passages, one a micro-batch; all ranks must call it together."""
-        rows = [np.empty((0, len(self.config.ngram_orders)), np.int32)]
-        signs = [np.empty((0, len(self.config.ngram_orders)), np.float32)]
+        config = self.config
+        rows = [np.empty((0, len(config.ngram_orders)), np.int32)]
+        signs = [np.empty((0, len(config.ngram_orders)), np.float32)]
         for passage in passages:
-            own_rows, own_signs = ngram_rows(passage, self.config)
+            own_rows, own_signs = ngram_rows(passage, config)
             rows.append(own_rows)
             signs.append(own_signs)
-        rows = np.concatenate(rows)
-        signs = np.concatenate(signs)
-        return plan_rows(rows, signs, self.config, self.runtime, group, name)
+        read = np.concatenate(rows), np.concatenate(signs)
+        return plan_rows(*read, config, self.runtime, group, name)
 
-    def start_pull(self, plan, name="ngram_table"):
-        """Start to bring the rows of a plan here."""
-        plan.pulled = self.weight, None
-        if self.runtime.world_size > 1:
-            rows = self.weight[plan.asked]
-            plan.pulled = self.runtime.all_to_all(rows, plan.receive, plan.send, name)
+    def fetch(self, plan, name):
+        """Start to bring the rows of a plan here: (values (n, model_dim) float32, work)."""
+        if self.runtime.world_size == 1:
+            return self.weight, None
+        rows = self.weight[plan.asked]
+        return self.runtime.all_to_all(rows, plan.receive, plan.send, name)
 
-    def values_of(self, plan, name="ngram_table"):
-        """The values (n, model_dim), float32, that the slots of a plan point into."""
-        self.plan = plan
-        if plan.pulled is None:
-            self.start_pull(plan, name)
-        values, work = plan.pulled
+    def start_pull(self, plan):
+        """Start to bring the rows of a training step here, unless they are on their way."""
+        if plan is not self.plan:
+            self.plan = plan
+            self.pulled = self.fetch(plan, self.name)
+
+    def values_of(self, plan):
+        """The values (n, model_dim), float32, that the slots of a training step point into."""
+        self.start_pull(plan)
+        values, work = self.pulled
         wait(work)
         return values
 
     def summed(self, slots, signs, values):
-        """The sum of each token's signed rows: (T, model_dim), a leaf in the compute dtype; zeros
+        """The sum of each token's signed rows: (T, model_dim), a leaf in the compute dtype; None
         without a table. slots, signs: (T, C), of a RowPlan whose values these are."""
         if not self.config.ngram_orders:
-            return values.new_zeros(len(slots), values.size(1), dtype=self.config.torch_dtype)
+            return None
         summed = F.embedding_bag(slots, values, mode="sum", per_sample_weights=signs)
         return summed.to(self.config.torch_dtype).requires_grad_(not self.is_frozen)
+
+    def accumulate(self, grad):
+        """Keep the gradient (T, model_dim) of the next pass' summed loss."""
+        self.grads.append(grad)
 
     def reduce(self, step):
         """Sum the step's gradients by row, and start to push them to the rows' owners."""
         plan = self.plan
-        grads = torch.cat([self.weight[:0], *self.grads])
+        none = self.weight.new_empty(0, self.config.model_dim)
+        grads = torch.cat([none, *self.grads])
         sums = sum_groups(grads, plan.token, plan.offsets, plan.token_signs)
         self.grads = []
-        return self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)
+        return [self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)]
 
     def update(self, step, lr_mul, pending):
         """Update the rows that are owned here. Losses are summed, not averaged: a row learns from
-        its own tokens, however many others the step has. Its rate follows no schedule: Adagrad
-        slows each row down by itself."""
-        sums, work = pending
+        its own tokens, however many others the step has."""
+        ((sums, work),) = pending
         wait(work)
         if self.plan.merge:
             sums = sum_groups(sums, *self.plan.merge)
-        lr = self.config.ngram_lr
+        lr = self.config.ngram_lr  # no schedule: Adagrad slows each row down
         # As the gradient falls with the width; so, from 64 to 512 channels, new rows make first
         # steps of one size (records/NOTES.md, 2026-11-25).
         floor = self.config.ngram_floor * (64 / self.config.model_dim) ** 0.75
@@ -2242,6 +2389,27 @@ class NgramTable(Group):
 
     def receive(self, step, pending):
         """Nothing to take over: the rows that others have updated are pulled when they are read."""
+
+    def size(self):
+        return self.rows * self.config.model_dim
+
+    def touched(self):
+        """As Group.touched, of the step at hand: the table is too large for a copy."""
+        return [(self.weight, self.plan.owned), (self.second, self.plan.owned)]
+
+    def tensors(self):
+        return {"weight": self.weight, "second": self.second}
+
+    def full_state(self):
+        """The whole table on the host of rank 0; all ranks must call it."""
+        return {
+            name: self.runtime.gather_on_main(tensor.cpu(), self.rows)
+            for name, tensor in self.tensors().items()
+        }
+
+    def load(self, state):
+        self.weight.copy_(state["weight"][self.low : self.high])
+        self.second.copy_(state["second"][self.low : self.high])
 
 
 class Optimizer:
@@ -2254,7 +2422,11 @@ class Optimizer:
     def __init__(self, config, model, table, runtime):
         members = {"small": {}, "embeddings": {}, "matrices": {}}
         for name, param in model.named_parameters():
-            members[param.rule.group][name] = param  # an error where ruled() has not made it
+            rule = getattr(param, "rule", None)
+            is_ruled = rule is not None and rule.group in members
+            groups = ", ".join(members)
+            require(is_ruled, f"no rule for {name}: make it with ruled(), in one group of {groups}")
+            members[rule.group][name] = param
         small = SmallGroup(config, members["small"], runtime)
         embeddings = ParameterGroup("embeddings", config, members["embeddings"], runtime)
         self.matrices = ParameterGroup("matrices", config, members["matrices"], runtime)
@@ -2264,11 +2436,12 @@ class Optimizer:
     def step(self, step, lr_mul):
         """Update all groups that are due at a step."""
         due = [group for group in self.groups if group.is_due(step)]
-        pending = {group: group.reduce(step) for group in due}
-        for group in due:
-            pending[group] = group.update(step, lr_mul, pending[group])
-        for group in due:
-            group.receive(step, pending[group])
+        reduced = [group.reduce(step) for group in due]
+        updated = []
+        for group, pending in zip(due, reduced, strict=True):
+            updated.append(group.update(step, lr_mul, pending))
+        for group, pending in zip(due, updated, strict=True):
+            group.receive(step, pending)
 
 
 # 9. Trainer ======================================================================================
@@ -2286,26 +2459,31 @@ class Trainer:
         self.model = GPT(config, back_end).to(runtime.device)
         self.table = NgramTable(config, runtime)
         self.optimizer = Optimizer(config, self.model, self.table, runtime)
+        self.compile_name = "inductor" if config.compile else "off"
         self.forward = self.model
         if config.compile:
             # A phase is two graphs, and torch's default limit is 8; never eager in silence.
             torch._dynamo.config.recompile_limit = 64
             torch._dynamo.config.fail_on_recompile_limit_hit = True
-            if isinstance(back_end, VarlenAttention):
-                torch.compiler.config.dynamic_sources = ANY_SIZE
             self.forward = torch.compile(self.model, dynamic=False)
         self.rotary_tables = functools.cache(rotary_tables)
+        self.prefixes = to_device(prefix_tokens(config), runtime.device)
 
     def forward_pass(self, step, phase, loss_weights, micro_batch, ngram):
-        """What GPT.forward returns for a MicroBatch and its summed rows, in a phase of the run."""
+        """What GPT.forward returns for a MicroBatch and its summed rows, in a phase of the run.
+
+        loss_weights: of as many targets a position as the phase has, and of a prefix.
+        """
         positions = 2 * len(micro_batch.inputs)  # of paired heads
         config = self.config
         device = self.runtime.device
         windows = long_windows_until(config, step)
-        dim = config.head_dim
-        rotary = self.rotary_tables(positions, dim, windows, device, config.torch_dtype)
+        shape = positions, config.head_dim, config.attention_scale
+        rotary = self.rotary_tables(*shape, windows, device, config.torch_dtype)
         weights = to_device(np.array(loss_weights, np.float32), device)
-        return self.forward(micro_batch, ngram, phase, weights, rotary)
+        if isinstance(self.model.back_end, VarlenAttention):
+            phase = phase.as_sizes()
+        return self.forward(micro_batch, ngram, phase, weights, self.prefixes, rotary)
 
     def accumulate(self, step, batch):
         """Add up the gradients of this rank's passes, autograd's in the parameters' `grad`. Returns
@@ -2315,14 +2493,13 @@ class Trainer:
         loss_weights = loss_weights_at(self.config, step)
         loss_sum = torch.zeros((), device=self.runtime.device)
         lengths = [len(micro_batch.inputs) for micro_batch in batch.passes]
-        slots = batch.rows.slots.split(lengths)
-        signs = batch.rows.signs.split(lengths)
-        for micro_batch, own_slots, own_signs in zip(batch.passes, slots, signs, strict=True):
-            ngram = self.table.summed(own_slots, own_signs, values)
+        read = batch.rows.slots.split(lengths), batch.rows.signs.split(lengths)
+        for micro_batch, slots, signs in zip(batch.passes, *read, strict=True):
+            ngram = self.table.summed(slots, signs, values)
             loss, losses, _ = self.forward_pass(step, phase, loss_weights, micro_batch, ngram)
             loss.backward()
-            if ngram.requires_grad:
-                self.table.grads.append(ngram.grad)
+            if ngram is not None and ngram.requires_grad:
+                self.table.accumulate(ngram.grad)
             loss_sum = loss_sum + losses.sum()
         return loss_sum
 
@@ -2336,6 +2513,14 @@ class Trainer:
         self.optimizer.step(step, lr_multiplier(self.config, step))
         return loss_sum
 
+    def read(self, passage):
+        """(MicroBatch, its summed rows) of a Passage outside training."""
+        plan = self.table.look_up([passage], name="validation")
+        values, work = self.table.fetch(plan, "validation")
+        wait(work)
+        micro_batch = make_pass([passage], self.config, self.runtime.device)
+        return micro_batch, self.table.summed(plan.slots, plan.signs, values)
+
     @torch.no_grad()
     def score(self, step, tokens, low, length=None):
         """(losses (length,), hidden states (length, model_dim)) of `length` tokens from `low` on,
@@ -2343,43 +2528,50 @@ class Trainer:
         together. records/gates.py calls it, too."""
         length = length or self.config.val_batch_tokens
         passage = contiguous_passage(tokens, self.config.eot_token, low, length)
-        plan = self.table.look_up([passage], name="validation")
-        values = self.table.values_of(plan, "validation")
-        ngram = self.table.summed(plan.slots, plan.signs, values)
-        micro_batch = make_pass([passage], self.config, self.runtime.device)
+        micro_batch, ngram = self.read(passage)
         phase = evaluation_phase(self.config, step, length)
         _, losses, hidden = self.forward_pass(step, phase, (1.0,), micro_batch, ngram)
         return losses, hidden
 
     def evaluate(self, step, val):
         """Mean loss over the validation tokens, in nats per token; ranks share the passes."""
+
+        def summed(number):
+            losses, _ = self.score(step, val, number * self.config.val_batch_tokens)
+            return losses.double().sum()
+
+        return self.sum_over_passes(summed).item() / self.config.val_tokens
+
+    def sum_over_passes(self, function):
+        """The sum over all ranks of function(number), a tensor, for as many numbers as the
+        validation tokens take passes."""
         runtime = self.runtime
-        length = self.config.val_batch_tokens
-        count = self.config.val_tokens // length
-        total = torch.zeros((), dtype=torch.float64, device=runtime.device)
+        count = self.config.val_tokens // self.config.val_batch_tokens
+        total = 0.0
         for number in range(runtime.rank, count + runtime.rank, runtime.world_size):
             # Ranks without a last pass make one again, at weight 0: reading rows takes all of them.
-            losses, _ = self.score(step, val, min(number, count - 1) * length)
-            total += losses.double().sum() * (number < count)
+            total = total + function(min(number, count - 1)) * (number < count)
         wait(runtime.all_reduce(total, "validation"))
-        return total.item() / self.config.val_tokens
+        return total
 
 
 def state_digest(trainer):
-    """Bytes that tell whether any bit has changed in the tensors that a step changes on this rank.
+    """A hash of all tensors that a step changes on this rank: equal digests, equal bits.
 
-    They are sums, each of 2^18 words times random odd numbers, one a place: a change of one word
-    always changes its sum. The device works them out, so that no gigabytes travel.
+    It is made of sums, each of 2^18 words times random odd numbers, one a place: a change of one
+    word always changes its sum. They are worked out on the device, so that no gigabytes travel.
     """
-    odd = 2 * np.random.default_rng(0).integers(2**62, size=2**18) + 1
-    odd = to_device(odd, trainer.runtime.device)
+    odd = 2 * torch.randint(2**62, (2**18,), generator=torch.Generator().manual_seed(0)) + 1
+    odd = odd.to(trainer.runtime.device)
     sums = []
     for group in trainer.optimizer.groups:
         for tensor in group.tensors().values():
             words = tensor.contiguous().view(-1)
             words = words.view(torch.int32 if words.element_size() == 4 else torch.int16)
             sums += [(chunk * odd[: len(chunk)]).sum() for chunk in words.split(len(odd))]
-    return torch.stack(sums).cpu().numpy().tobytes() + torch.get_rng_state().numpy().tobytes()
+    digest = hashlib.sha256(torch.get_rng_state().numpy())
+    digest.update(torch.stack(sums).cpu().numpy())
+    return digest.hexdigest()
 
 
 def warm_up(trainer, first_step=0, tell=lambda text: None):
@@ -2387,7 +2579,6 @@ def warm_up(trainer, first_step=0, tell=lambda text: None):
     run at `first_step`, and tell how long each one takes. Then put the state back: digests prove
     that it is bitwise what it was."""
     config = trainer.config
-    runtime = trainer.runtime
     table = trainer.table
     before = state_digest(trainer)
     rng_state = torch.get_rng_state()
@@ -2396,40 +2587,44 @@ def warm_up(trainer, first_step=0, tell=lambda text: None):
     tokens[0] = config.eot_token
     passage = contiguous_passage(tokens, config.eot_token, 0, config.micro_batch_tokens)
 
-    def training(step):
-        # A pass of one passage again and again: it reads the same rows, whatever their number.
-        passages = [passage] * micro_batches_of_pass(config, step, runtime)
-        micro_batch = make_pass(passages, config, runtime.device)
-        trainer.step(step, Batch([micro_batch], table.look_up(passages), tokens=0))
+    def batch_of(count):
+        """One pass of one passage, `count` times: it reads the same rows, whatever the count."""
+        passages = [passage] * count
+        micro_batch = make_pass(passages, config, trainer.runtime.device)
+        return Batch([micro_batch], table.look_up(passages), tokens=len(micro_batch.inputs))
 
-    def validation(step):
-        trainer.score(step, tokens, 0)
-
-    rows = table.look_up([passage]).owned  # what changes of the table; a copy would be too large
-    kept = []
-    for group in trainer.optimizer.groups:
-        index = rows if group is table else ...
-        kept += [(tensor, index, tensor[index].clone()) for tensor in group.tensors().values()]
-    ahead = range(first_step, config.steps)
-    firsts = {stage_at(config, step): step for step in reversed(ahead)}.values()  # of each stage
-    # At the last step all groups are updated.
-    calls = [(training, step) for step in sorted({*firsts, *ahead[-1:]})]
-    calls += [(validation, step) for step in firsts if config.val_every]
-    calls.append((validation, config.steps))
-    # Where code is compiled, the second call is the first without compilation.
-    for work, step in calls * (2 if config.compile else 1):
+    def timed(name, function, *words):
         stop_if_interrupted()
         began = time.perf_counter()
-        work(step)
-        runtime.synchronize()
-        tell(f"warm-up: {work.__name__} at step {step} took {time.perf_counter() - began:.1f} s")
+        function(*words)
+        trainer.runtime.synchronize()
+        tell(f"warm-up: {name} took {time.perf_counter() - began:.1f} s")
+
+    table.start_pull(batch_of(1).rows)
+    touched = itertools.chain(*(group.touched() for group in trainer.optimizer.groups))
+    kept = [(tensor, index, tensor[index].clone()) for tensor, index in touched]
+    ahead = range(first_step, config.steps)
+    every = config.val_every or config.steps
+    validated = [step for step in ahead[1:] if step % every == 0]
+    # The first of each stage; and the last, at which all groups are updated.
+    steps = {stage_at(config, step): step for step in reversed(ahead)}
+    steps = sorted({*steps.values(), *ahead[-1:]})
+    validations = {stage_at(config, step): step for step in reversed(validated)}
+    validations = [*validations.values(), config.steps]
+    # Where code is compiled, the second call is the first without compilation.
+    calls = 2 if config.compile else 1
+    for step in steps * calls:
+        batch = batch_of(micro_batches_of_pass(config, step, trainer.runtime))
+        timed(f"step {step}", trainer.step, step, batch)
+    for step in validations * calls:
+        timed(f"validation at step {step}", trainer.score, step, tokens, 0)
     trainer.model.zero_grad()
     for tensor, index, values in kept:
         tensor[index] = values
     torch.set_rng_state(rng_state)
     if state_digest(trainer) != before:
         raise RuntimeError("the state after warm-up is not bitwise the state before it")
-    runtime.ledger.clear()
+    trainer.runtime.ledger.clear()
 
 
 # 10. Runtime ======================================================================================
@@ -2444,32 +2639,26 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 class Runtime:
     """This process among its peers: rank, world size, device, and the collectives.
 
-    Collectives are asynchronous and return work for `wait`. `ledger` counts the bytes that this
-    rank has sent in training steps, by (collective, name).
+    Collectives are asynchronous and return work for `wait`; at world size 1 each returns its
+    argument and no work. `ledger` holds what this rank has sent in training steps:
+    [bytes, messages] by (collective, name).
     """
 
     def __init__(self, device="auto"):
-        try:  # a cluster may have set some of these for another program
-            self.rank = int(os.environ.get("RANK", 0))
-            self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-            local_rank = int(os.environ.get("LOCAL_RANK", 0))
-            if self.world_size > 1:
-                self.store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
-        except ValueError as error:
-            remedy = "start ranks by run.sh or torchrun, or unset RANK, LOCAL_RANK and WORLD_SIZE"
-            raise ConfigError(f"{one_line(error)}; {remedy}") from None
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.peers = self.world_size - 1
         self.is_main = self.rank == 0
-        self.ledger = Counter()
-        self.device = choose_device(device, local_rank)
+        self.ledger = {}
+        self.device = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
         self.use_device()
         self.loader_group = None
         if self.world_size > 1:
             self.connect()
 
     def use_device(self):
-        """Make the device current in the calling thread. On a CPU an operation gets one thread:
-        more of them would spin while they wait for each other."""
+        """Make the device the calling thread's own; on a CPU, one thread an operation: those of
+        this size lose to threads that spin while they wait for each other."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         elif "OMP_NUM_THREADS" not in os.environ:
@@ -2477,81 +2666,101 @@ class Runtime:
 
     def connect(self):
         """Join the process group; the loader's thread, which keeps another order, gets its own."""
+        store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             # torchrun's store outlives a restart, and still has the addresses of the dead. Nodes
             # do not count restarts alike, so several of them need a store of their own (README).
-            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self.store = dist.PrefixStore(restarts, self.store)
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        self.store = store
         options = {"timeout": TIMEOUT, "world_size": self.world_size, "rank": self.rank}
         if self.device.type == "cuda":
             # With its device NCCL connects here, not at its first call.
             options |= {"backend": "cpu:gloo,cuda:nccl", "device_id": self.device}
-        dist.init_process_group(**{"backend": "gloo", **options}, store=self.store)
+        dist.init_process_group(**{"backend": "gloo", **options}, store=store)
         self.loader_group = dist.new_group(timeout=TIMEOUT, backend="gloo")
         dist.monitored_barrier(self.loader_group, TIMEOUT)  # none leaves while others connect
 
     def agree(self, key, value):
-        """The value that the first rank to call has under a key, on all ranks; of JSON's types."""
+        """The value (of JSON) that the rank which comes first has under a key."""
         if self.world_size == 1:
             return value
         return json.loads(self.store.compare_set(key, "", json.dumps(value)))
+
+    def agreed_stop(self, step):
+        """The step before which all ranks end once a signal has reached one of them, else None.
+        It is two prefetch windows ahead, so that no rank has passed it."""
+        if self.world_size == 1:
+            return step if INTERRUPTED.is_set() else None
+        if INTERRUPTED.is_set() or self.store.check(["stop"]):
+            return self.agree("stop", step + 2 * PREFETCH)
+        return None
 
     def owned_range(self, count):
         """The range [low, high) of `count` units that this rank owns; the last may own fewer."""
         chunk = math.ceil(count / self.world_size)
         return min(self.rank * chunk, count), min((self.rank + 1) * chunk, count)
 
-    def record_sent(self, collective, name, tensor, size):
-        """Enter into the ledger that `size` bytes of a tensor are about to be sent."""
+    def record_sent(self, collective, name, tensor, messages, size):
+        """Enter into the ledger messages about to be sent from a tensor, of `size` bytes in all."""
         assert tensor.is_contiguous(), f"{name}: a collective of a strided tensor is silently wrong"
-        if name not in ("validation", "checkpoint"):  # which are no part of a step
-            self.ledger[collective, name] += size
+        if name in ("validation", "checkpoint"):  # which are no part of a step
+            return
+        entry = self.ledger.setdefault((collective, name), [0, 0])
+        entry[0] += size
+        entry[1] += messages
 
     def all_reduce(self, tensor, name):
-        """Sum in place over ranks; returns work, none at world size 1."""
+        """Sum in place over ranks; returns work."""
         if self.world_size == 1:
             return None
-        size = 2 * self.peers * tensor.nbytes // self.world_size
-        self.record_sent("all_reduce", name, tensor, size)
+        messages = 2 * self.peers
+        size = messages * tensor.nbytes // self.world_size
+        self.record_sent("all_reduce", name, tensor, messages, size)
         return dist.all_reduce(tensor, async_op=True)
 
     def reduce_scatter(self, tensor, name):
         """Sum tensor (count, ...) over ranks. Returns (the sums of this rank's range, work)."""
+        if self.world_size == 1:
+            return tensor, None
         low, high = self.owned_range(len(tensor))
         chunk = math.ceil(len(tensor) / self.world_size)
         whole = padded(tensor, chunk * self.world_size)
         part = tensor.new_empty(chunk, *tensor.shape[1:])
-        self.record_sent("reduce_scatter", name, whole, self.peers * part.nbytes)
+        self.record_sent("reduce_scatter", name, whole, self.peers, self.peers * part.nbytes)
         return part[: high - low], reduce_scatter(part, whole, async_op=True)
 
     def gather_ranges(self, tensor, name):
-        """Fill a tensor (count, ...) with the range that each rank owns. Returns (the tensor; where
-        ranges are uneven, a longer one that begins with its values; work)."""
+        """Fill a tensor (count, ...), of which each rank has the range that it owns. Returns (the
+        tensor itself, or, where ranges are uneven, one that begins with its values; work)."""
+        if self.world_size == 1:
+            return tensor, None
         low, high = self.owned_range(len(tensor))
         chunk = math.ceil(len(tensor) / self.world_size)
         whole = tensor
         if len(tensor) % self.world_size:
             whole = tensor.new_empty(chunk * self.world_size, *tensor.shape[1:])
         part = padded(tensor[low:high], chunk)
-        self.record_sent("all_gather", name, whole, self.peers * part.nbytes)
+        self.record_sent("all_gather", name, whole, self.peers, self.peers * part.nbytes)
         return whole, all_gather(whole, part, async_op=True)
 
-    def gather_on_main(self, part, count):
-        """The ranges of all ranks, `count` units, on the host of rank 0; nothing on the others."""
+    def gather_on_main(self, part, count, name="checkpoint"):
+        """Join the ranks' owned ranges of `count` units on rank 0; the others get none of them."""
+        # What pads the last ranges lies behind all units.
         chunk = math.ceil(count / self.world_size)
         send = [chunk, *[0] * self.peers]
         receive = [chunk * self.is_main] * self.world_size
-        whole, work = self.all_to_all(padded(part.cpu(), chunk), send, receive, "checkpoint")
+        whole, work = self.all_to_all(padded(part, chunk), send, receive, name)
         wait(work)
-        return whole[:count]  # padding is at the end
+        return whole[:count]
 
     def all_to_all(self, tensor, send, receive, name, group=None):
         """Send the first send[0] rows of a tensor to rank 0, and so on. Returns (receive[r] rows of
-        each rank r, work); at world size 1 the tensor itself and no work."""
+        each rank r, work)."""
         if self.world_size == 1:
             return tensor, None
-        size = (sum(send) - send[self.rank]) * tensor[:1].nbytes
-        self.record_sent("all_to_all", name, tensor, size)
+        sent = [count for rank, count in enumerate(send) if rank != self.rank and count]
+        row_size = math.prod(tensor.shape[1:]) * tensor.element_size()
+        self.record_sent("all_to_all", name, tensor, len(sent), sum(sent) * row_size)
         out = tensor.new_empty(sum(receive), *tensor.shape[1:])
         work = dist.all_to_all_single(out, tensor, receive, send, group=group, async_op=True)
         return out, work
@@ -2564,14 +2773,14 @@ class Runtime:
         """Peak memory of this rank in MiB: of the GPU's allocator, or of the process."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) // 2**20
-        unit = 2**20 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
+        # It is in bytes on macOS, and in KiB on Linux.
+        unit = 2**20 if sys.platform == "darwin" else 2**10
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
 
-    def close(self):
-        """End the process group together with the other ranks. A rank that has failed does not call
-        it, since NCCL would wait for the others' collectives: torchrun ends them when it exits."""
+    def close(self, has_failed=False):
         if dist.is_initialized():
-            dist.barrier()
+            if not has_failed:
+                dist.barrier()
             dist.destroy_process_group()
 
 
@@ -2580,7 +2789,7 @@ class Clock:
 
     def __init__(self, runtime, total=0.0, processor=0.0):
         self.runtime = runtime
-        self.total = total  # while the clock runs, less the time at which it was started
+        self.total = total
         self.processor = processor
         self.is_running = False
 
@@ -2618,11 +2827,14 @@ def choose_device(name, local_rank):
     """The torch.device of the process of this number on its machine. Raises ConfigError."""
     count = torch.cuda.device_count()
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    has_gpus = count > 0 or (os.path.exists("/proc/driver/nvidia") and not is_hidden)
-    if name == "cpu" or (name == "auto" and not has_gpus):
+    if name == "auto" and count == 0 and not is_hidden:
+        problem = f"torch {torch.__version__} sees no GPU behind the NVIDIA driver of this machine"
+        remedy = "update the driver, which may be too old for this torch, or add --device cpu"
+        require(not os.path.exists("/proc/driver/nvidia"), f"device={name}", problem, remedy)
+    if name == "cpu" or (name == "auto" and count == 0):
         return torch.device("cpu")
     problem = f"torch {torch.__version__} sees {count} GPUs, process {local_rank} has none"
-    remedy = "start one process a GPU, update a driver that is too old, or add --device cpu"
+    remedy = "start one process a GPU (--nproc-per-node), or add --device cpu"
     require(local_rank < count, f"device={name}", problem, remedy)
     return torch.device("cuda", local_rank)
 
@@ -2646,8 +2858,8 @@ def git_state():
 
 
 def listen_for_signals():
-    """Let the first signal end the run after the step at hand, and another one, over a second
-    later, at once. A thread hears it: the main one may wait for other ranks, or for memory."""
+    """The first signal ends the run behind the step at hand. Another one, over a second later, ends
+    it at once, by a thread: the main one may wait for other ranks, or for memory."""
     INTERRUPTED.clear()
     received, sent = os.pipe()
     os.set_blocking(sent, False)
@@ -2676,24 +2888,29 @@ def stop_if_interrupted():
 
 # 11. A run's life =================================================================================
 
-# Fields that do not say what is computed: a run with other values of these may still be a record.
+# They say where a run computes and how it is watched, not what: with other values than the track's
+# it may still be a record.
 NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume", "run_of"}
-# Fields that may change when a run is resumed: its corpus may have moved.
+# What a run that goes on may have anew: its corpus may have moved.
 RESUMED_FIELDS = {"data", "device", "log_every", "save_every", "resume"}
+
+
+def default_track():
+    """(name of the track to run where none is named, the reason in words)."""
+    if not torch.cuda.is_available():
+        return "english", "torch sees no CUDA device"
+    if not any(Path(TRACKS["fineweb"].data).glob("[!.]*_train_*.bin")):
+        return "english", f"no shards in {TRACKS['fineweb'].data}"
+    return "fineweb", "CUDA and FineWeb's shards are present"
 
 
 def with_values(config, values):
     """The Config with other values, those of a Stage's fields in all stages."""
-    changes = {"stages": config.stages}
-    of_stages = {}
-    for name, value in values.items():
-        is_known = name in vars(config) or hasattr(Stage, name)
-        require(is_known, f"track {config.track} has no {name}")
-        if hasattr(Stage, name):
-            of_stages[name] = value
-        else:
-            changes[name] = value
-    changes["stages"] = as_rows(Stage, changes["stages"], **of_stages)
+    of_stages = {name: values[name] for name in vars(Stage()).keys() & values}
+    changes = {name: value for name, value in values.items() if name not in of_stages}
+    unknown = ", ".join(changes.keys() - vars(config))
+    require(not unknown, f"track {config.track} has no {unknown}")
+    changes["stages"] = as_rows(Stage, changes.get("stages", config.stages), **of_stages)
     return dataclasses.replace(config, **changes)
 
 
@@ -2705,12 +2922,9 @@ def overrides_of(config):
 
 
 def config_from(given):
-    """The Config of a track and the values given on the command line. Without a track it is fineweb
-    where CUDA and its shards are, else english."""
-    shards = Path(TRACKS["fineweb"].data).glob("[!.]*_train_*.bin")
-    default = "fineweb" if torch.cuda.is_available() and any(shards) else "english"
-    name = given.get("track", default)
-    require(name in TRACKS, f"--track {name}", "no such track", f"there are {', '.join(TRACKS)}")
+    """The Config of a track and the values given on the command line."""
+    name = given.get("track", default_track()[0])
+    require(name in TRACKS, f"--track {name}", "no such track", nearest(name, TRACKS))
     track = TRACKS[name]
     data = given.get("data", track.data)
     if data == track.data:
@@ -2729,7 +2943,7 @@ def parse_literal(text):
     try:
         value = ast.literal_eval(text.title() if text.lower() in ("true", "false") else text)
         str(value)  # raises for integers that are too long to be quoted
-    except Exception:  # of many types
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         expected = "expected true or false, or a tuple such as (1, 2)"
         raise argparse.ArgumentTypeError(f"{text}: {expected}") from None
     return value if isinstance(value, (tuple, bool)) else (value,)
@@ -2748,18 +2962,19 @@ def parse_command_line(argv):
     for values in (*TRACKS.values(), Stage()):  # another script's track may have fields of its own
         fields |= {field.name: field for field in dataclasses.fields(values)}
     del fields["start"]
-    named = [word.removeprefix("--track=") for word in argv]
-    shown = next((TRACKS[word] for word in named if word in TRACKS), Config())
     for name, field in fields.items():
-        value = getattr(shown, name, "by stage")
-        default = "" if name in ("stages", "layers") else f" [{value}]"
+        default = "" if name in ("stages", "layers") else f" [{field.default}]"
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=field.type if field.type in (int, float, str) else parse_literal,
             metavar="",
             help=f"{field.metadata['help']}{default}".replace("%", "%%"),
         )
-    return vars(parser.parse_args(argv))
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        hint = nearest(unknown[0].partition("=")[0], parser._option_string_actions)
+        raise ConfigError(f"{unknown[0]}: no such key; {hint} Arguments come as --key value")
+    return vars(given)
 
 
 class Log:
@@ -2771,30 +2986,27 @@ class Log:
 
     def open(self, folder, is_new, may_replace):
         """Begin a folder's log.txt with the script's source, or go on with it. Returns whether it
-        begins. may_replace: whether a new run may replace one that has not completed. Raises
-        ConfigError, also where another process writes the log."""
+        begins. Raises ConfigError where it is another run's, or another process writes it."""
         if not self.is_main:
             return False
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "log.txt"
-        is_file = path.is_file() or not path.exists()  # to open a pipe would wait for its writer
+        is_free = not is_new or may_replace or not path.exists()
+        require(is_free, f"{folder} exists", remedy=f"change --run-id, or --resume {folder.name}")
+        is_file = path.is_file() or not path.exists()
         require(is_file, path, "is no regular file", "move it away")
         file = open(path, "a", buffering=1, encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"{path}: another process writes this run; wait for it") from None
-        written = path.read_bytes()
-        may_replace = may_replace and b"\nstatus:ok " not in written
-        is_free = not is_new or may_replace or not written
-        require(is_free, f"{folder} exists", remedy=f"change --run-id, or --resume {folder.name}")
         self.file = file
-        kept = 0 if is_new else written.rfind(b"\n") + 1  # a kill may have torn the last line
-        file.truncate(kept)
-        if not kept:
+        written = b"" if is_new else path.read_bytes()
+        file.truncate(written.rfind(b"\n") + 1)  # a kill may have torn the last line
+        if not written:
             source = Path(__file__).read_text("utf-8")
             file.write(source.rstrip("\n") + "\n===== END OF CODE =====\n")
-        return not kept
+        return not written
 
     def line(self, text, on_console=True, in_file=True):
         """One event, a line: to the file, and to the console."""
@@ -2809,16 +3021,19 @@ class Log:
             self.file.write(text + "\n")
 
 
-def save_checkpoint(path, content):
-    """Write `content` (nested dicts of tensors and plain types), and the file's sha256 beside it.
-    What was there stays until the new file is whole. Raises OSError."""
+# ----- checkpoints
+
+
+@contextlib.contextmanager
+def atomic_file(path):
+    """A temporary file that becomes `path` when the block ends well: whatever happens, what was
+    there stays. Raises OSError."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
-            torch.save(content, file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        path.with_suffix(".sha256").write_text(f"{file_sha256(temporary)}  {path.name}\n")
         temporary.replace(path)
     except (OSError, RuntimeError) as error:  # torch's zip writer reports a failed write so
         raise OSError(f"{path}: not written: {one_line(error)}") from error
@@ -2826,9 +3041,24 @@ def save_checkpoint(path, content):
         temporary.unlink(missing_ok=True)
 
 
+def save_checkpoint(path, content):
+    """Write `content` (nested dicts of tensors and plain types), and the file's sha256 beside it,
+    atomically. Raises FloatingPointError rather than keep what is not finite."""
+    for keys, values in pytree.tree_leaves_with_path(content):
+        if isinstance(values, Tensor) and values.numel():
+            # aminmax makes no copy of a table, as isfinite would.
+            is_finite = all(map(math.isfinite, values.aminmax()))
+            if not is_finite:
+                raise FloatingPointError(f"checkpoint{pytree.keystr(keys)} is not finite")
+    with atomic_file(path) as file:
+        torch.save(content, file)
+        file.flush()
+        path.with_suffix(".sha256").write_text(f"{file_sha256(file.name)}  {path.name}\n")
+
+
 def find_checkpoint(run, key="resume"):
-    """The content of a checkpoint, with its Config and its folder: of a file, or the newest sound
-    one of a run, by its id or its folder. Raises ConfigError."""
+    """The content of a checkpoint file, or of the newest sound checkpoint of a run, which its id or
+    its folder names, with its Config and its folder. Raises ConfigError."""
     paths = [Path(run)]
     for folder in (Path("logs", run), Path(run)):
         paths += [folder / "checkpoint.pt", *sorted(folder.glob("step_*.pt"), reverse=True)]
@@ -2838,10 +3068,11 @@ def find_checkpoint(run, key="resume"):
             beside = path.with_suffix(".sha256")
             is_whole = beside.is_file() and file_sha256(path).encode() in beside.read_bytes()
             require(is_whole, "damaged: its sha256 is not the one beside it")
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            track = content["config"]["track"]
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            values = content["config"]
+            track = values["track"]
             require(track in TRACKS, f"track {track}", "use the script that it began with")
-            config = type(TRACKS[track])(**content["config"])
+            config = type(TRACKS[track])(**values)
             is_same = content["rows"] == row_fingerprint(config)
             require(is_same, "another version of the script has made it")
             return {**content, "config": config, "folder": path.parent}
@@ -2866,10 +3097,10 @@ def restore(trainer, content):
 def resumed(given):
     """(Config, the content of the checkpoint that --resume names, or None) of given values."""
     run = given.get("resume", "")
-    if run == "auto":
+    is_auto = run == "auto"
+    if is_auto:
         run = given.get("run_id", "")
-        run = run if any(Path("logs", run).glob("[!.]*.pt")) else ""
-    if not run:
+    if not run or (is_auto and not any(Path("logs", run).glob("*.pt"))):
         return config_from(given), None
     content = find_checkpoint(run)
     saved = content["config"]
@@ -2881,17 +3112,23 @@ def resumed(given):
     return config, content
 
 
+# ----- the run
+
+
 class Run:
     """A run between its opening and its result."""
 
-    def __init__(self, config, checkpoint, runtime, log, is_check):
-        """Check all that a run needs, build it, and open its log unless it is only checked. With
-        the content of a checkpoint it goes on from there. Raises ConfigError."""
+    # What a checkpoint would have of a run ahead of its first step.
+    START = {"step": 0, "seconds": [0.0, 0.0], "sent": {}}
+
+    def __init__(self, config, checkpoint, runtime, log):
+        """Look at all that a run needs, and build it. It goes on from a checkpoint's content unless
+        that is None. Raises ConfigError."""
         seed = config.seed if config.seed >= 0 else int.from_bytes(os.urandom(4), "little")
         run_id = config.run_id or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.urandom(2).hex()}"
         seed, run_id = runtime.agree("run", [seed, run_id])  # what is drawn is so for all ranks
         config = dataclasses.replace(config, seed=seed, run_id=run_id)
-        content = checkpoint or {"step": 0, "seconds": [0.0, 0.0]}
+        content = checkpoint or self.START
         step = runtime.agree("step", content["step"])
         problem = f"step {content['step']} here, {step} on another node"
         require(step == content["step"], "--resume", problem, "all must share logs/")
@@ -2899,8 +3136,6 @@ class Run:
         self.runtime = runtime
         self.log = log
         self.corpus = open_corpus(config)
-        data = runtime.agree("data", self.corpus.manifest["sha256"])
-        self.corpus.require_same(data, f"{config.data}: another rank has another corpus there")
         self.val_sets = {"val_loss": self.corpus.val}  # validation tokens by the name of their loss
         torch.manual_seed(seed)
         self.trainer = Trainer(config, runtime)
@@ -2915,14 +3150,8 @@ class Run:
         self.clock = Clock(runtime, *content["seconds"])
         self.loss_sum = 0.0  # of the steps since the last logged one, on this rank
         self.loss_tokens = 0  # of these steps, on all ranks
+        self.sent = content["sent"]  # by rank 0 in earlier processes, as Runtime.ledger has it
         self.unsaved = None  # why the last checkpoint is not there
-        self.check_room()
-        is_new = checkpoint is None
-        if is_check or log.open(self.folder, is_new, may_replace=config.resume == "auto"):
-            self.write_header()
-        if not is_new:
-            where = f"step:{step}/{config.steps} world_size:{runtime.world_size}"
-            log.line(f"resumed:{run_id} {where}")
 
     def is_due(self, every):
         """Whether the steps done are a multiple of `every` (0: never), and steps are left."""
@@ -2933,10 +3162,8 @@ class Run:
         said = " ".join(f"{name}:{loss:.5f}" for name, loss in losses.items())
         took = 1000 * self.clock.seconds()
         average = took / max(1, self.step)
-        self.log.line(
-            f"step:{self.step}/{self.config.steps} {said}{words} "
-            f"train_time:{took:.0f}ms step_avg:{average:.2f}ms"
-        )
+        times = f"train_time:{took:.0f}ms step_avg:{average:.2f}ms"
+        self.log.line(f"step:{self.step}/{self.config.steps} {said}{words} {times}")
         if not all(map(math.isfinite, losses.values())):
             raise FloatingPointError(f"{said} at step {self.step}")
 
@@ -2973,6 +3200,7 @@ class Run:
             "groups": {group.name: group.full_state() for group in self.trainer.optimizer.groups},
             "rng": torch.get_rng_state(),
             "seconds": [self.clock.total, self.clock.processor],
+            "sent": self.runtime.ledger,
         }
         if not self.log.is_main:
             return
@@ -2983,41 +3211,37 @@ class Run:
             old.with_suffix(".sha256").unlink(missing_ok=True)
 
     def end_if_asked(self):
-        """Raise KeyboardInterrupt once a signal has reached a rank, at a step that all ranks agree
-        on, and after a save if the run saves at all."""
-        runtime = self.runtime
-        is_alone = runtime.world_size == 1
-        if not INTERRUPTED.is_set() and (is_alone or not runtime.store.check(["stop"])):
+        """Raise KeyboardInterrupt where a signal has come, after a save if the run saves at all."""
+        if not self.config.save_every:
+            stop_if_interrupted()
             return
-        # No rank is two prefetch windows ahead of another.
-        stop = runtime.agree("stop", self.step if is_alone else self.step + 2 * PREFETCH)
+        stop = self.runtime.agreed_stop(self.step)
         # Between Adam's steps gradients wait, and they are not saved.
-        if self.step < stop or self.step % self.config.adam_every:
-            return
-        if self.config.save_every and self.step:
-            with self.clock.stopped():
-                self.save()
-        raise KeyboardInterrupt
+        if stop is not None and self.step >= stop and self.step % self.config.adam_every == 0:
+            if self.step:
+                with self.clock.stopped():
+                    self.save()
+            raise KeyboardInterrupt
 
     def check_room(self):
-        """Raise ConfigError where the disk that will be written has no room for checkpoints."""
-        size = 0
-        for group in self.trainer.optimizer.groups:
-            size += sum(tensor.nbytes for tensor in group.tensors().values())
-        # Two on the way stay while the next is written; a resumed run may have them already.
-        held = len([*self.folder.glob("step_*.pt")])
-        count = max(1, 3 - held) if self.config.save_every else 1
-        needed = count * size * self.runtime.world_size / 2**30  # the parts of all ranks
-        path = self.folder.absolute()  # logs/ may be a link to another disk
-        folder = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
-        require(folder.is_dir(), folder, "is no folder, or a link to none", "mount its disk")
+        """Say what memory and disk a run takes. Raises ConfigError where the disk is too small."""
+        groups = self.trainer.optimizer.groups
+        size = sum(tensor.nbytes for group in groups for tensor in group.tensors().values())
+        state = size / 2**30
+        # A checkpoint has the parts of all ranks. Two on the way stay while the next is written.
+        needed = 3 * state * self.runtime.world_size
+        folder = self.folder
+        while not folder.is_dir():  # logs/ may be a link to another disk
+            folder = folder.parent
         free = shutil.disk_usage(folder).free / 2**30
-        words = f"new checkpoints take {needed:.2f} GiB at most, {free:.2f} GiB are free"
-        require(needed < free, f"the disk of {folder}", words, "make room")
+        words = f"checkpoints take {needed:.2f} GiB at most, {free:.2f} GiB are free"
+        require(needed < free, f"the disk of {folder.absolute()}", words, "make room")
+        self.log.line(f"memory of weights and state: {state:.2f} GiB a rank; disk: {words}")
 
     def write_header(self):
         """Log what makes the run reproducible: machine, configuration, data, back ends."""
         config = self.config
+        trainer = self.trainer
         log = self.log
         commit, is_dirty = git_state()
         triton = getattr(sys.modules.get("triton"), "__version__", "none")
@@ -3034,13 +3258,15 @@ class Run:
             log.line("overrides:" + json.dumps(overrides))
         elif config.run_of:
             log.line("batch:{} counter:{} start:{}".format(*config.run_of.split(":")))
+        data = self.corpus.manifest["sha256"]
+        shards = "unknown" if data == "none" else "ok"
         log.line(
-            f"data:{self.corpus.manifest['sha256']} shards:ok passes:{self.corpus.passes} "
-            f"backends:attention={self.trainer.attention_name},matmul=torch-{config.dtype},"
-            f"compile={'inductor' if config.compile else 'off'}"
+            f"data:{data} shards:{shards} passes:{self.corpus.passes} "
+            f"backends:attention={trainer.attention_name},matmul=torch-{config.dtype},"
+            f"compile={trainer.compile_name}"
         )
-        groups = self.trainer.optimizer.groups
-        log.line("size: " + " ".join(f"{group.name}={group.size:,}" for group in groups))
+        sizes = " ".join(f"{group.name}={group.size():,}" for group in trainer.optimizer.groups)
+        log.line(f"size: {sizes}")
         log.line("===== START =====")
 
     def check_validity(self, reported):
@@ -3050,40 +3276,67 @@ class Run:
             from records import gates
         except ImportError:
             return None
-        return gates.check_gates(self.trainer, self.step, self.corpus.val, reported, state_digest)
+        step = self.config.steps
+        return gates.check_gates(self.trainer, step, self.corpus.val, reported, state_digest)
 
-    def log_result(self, loss):
-        """Log what came of a run, of its validation loss and of the gates. Raises RuntimeError
-        where a gate has failed."""
+    def write_result(self, losses, verdict):
+        """Log and write what came of a run. Raises RuntimeError where a gate has failed."""
         config = self.config
         log = self.log
-        verdict = self.check_validity(loss)
-        since = " since resume" * (self.first_step > 0)
-        steps = config.steps - self.first_step  # of this process
-        sent = [f" {'/'.join(key)}={size / steps:.0f}" for key, size in self.runtime.ledger.items()]
-        log.line(f"comms: sent_bytes per step{since}{''.join(sent) or ' none=0'}")
-        passed = {}
+        tokens = training_tokens(config)
+        sizes = self.corpus.manifest.get("token_bytes", [0] * config.vocab_size)
+        val_bytes = int(np.array(sizes)[self.corpus.val[1:]].sum())  # 0: not known
+        bits = losses["val_loss"] * config.val_tokens / math.log(2)
+        passed = verdict.passed if verdict else {}
+        result = {
+            **losses,
+            "train_time_ms": 1000 * self.clock.seconds(),
+            "cpu_time_ms": 1000 * self.clock.processor,
+            "tokens": tokens,
+            "tokens_per_s": tokens / self.clock.seconds(),
+            "peak_memory_mib": self.runtime.peak_memory_mib(),
+            "sent_per_step": {  # by this rank: [bytes, messages]
+                "/".join(key): [count / config.steps for count in entry]
+                for key, entry in self.runtime.ledger.items()
+            },
+            "validity": passed or "unchecked",
+            "val_sha256": validation_hash(self.corpus.val),
+            "config": dataclasses.asdict(config),
+        }
+        sent = [f"{key}={size:.0f}({n:g})" for key, (size, n) in result["sent_per_step"].items()]
+        log.line(f"comms: sent_bytes per step (messages) {' '.join(sent) or 'none=0(0)'}")
         if verdict:
-            passed = verdict.passed
             log.line(verdict.line())
-        sizes = np.array(self.corpus.manifest["token_bytes"])
-        val_bytes = int(sizes[self.corpus.val[1:]].sum())  # 0: not known
-        bits = loss * config.val_tokens / math.log(2)
         log.line(f"bits_per_byte:{bits / (val_bytes or math.nan):.5f} val_bytes:{val_bytes}")
         gates = [f" {name}:{'ok' if is_passed else 'FAILED'}" for name, is_passed in passed.items()]
         validity = f"validity:{''.join(gates) or 'unchecked'}"
-        sha256 = validation_hash(self.corpus.val)
-        log.line(f"{validity} val_tokens:{config.val_tokens} val_sha256:{sha256}")
-        tokens = training_tokens(config)
-        seconds = self.clock.seconds()
-        log.line(
-            f"final val_loss:{loss:.5f} train_time:{1000 * seconds:.0f}ms tokens:{tokens} "
-            f"peak_memory:{self.runtime.peak_memory_mib()}MiB{since} "
-            f"tokens_per_s:{tokens / seconds:.0f} cpu_time:{1000 * self.clock.processor:.0f}ms"
+        log.line(f"{validity} val_tokens:{config.val_tokens} val_sha256:{result['val_sha256']}")
+        final = (
+            "final val_loss:{val_loss:.5f} train_time:{train_time_ms:.0f}ms tokens:{tokens} "
+            "peak_memory:{peak_memory_mib}MiB{since} tokens_per_s:{tokens_per_s:.0f} "
+            "cpu_time:{cpu_time_ms:.0f}ms"
         )
+        log.line(final.format(**result, since=" since resume" * (self.first_step > 0)))
+        if log.is_main:
+            with atomic_file(self.folder / "result.json") as file:
+                file.write((json.dumps(result, indent=1) + "\n").encode())
         if not all(passed.values()):
             reason = "the model sees what it must not, or its losses are no distribution's"
             raise RuntimeError(f"{reason}: {validity}")
+
+
+def open_run(config, checkpoint, runtime, log, is_check):
+    """Build a run, take it up again where a checkpoint's content is given, and open its log unless
+    it is only checked. Raises ConfigError."""
+    run = Run(config, checkpoint, runtime, log)
+    run.check_room()
+    may_replace = config.resume == "auto" and not (run.folder / "result.json").exists()
+    if is_check or log.open(run.folder, checkpoint is None, may_replace):
+        run.write_header()
+    if checkpoint is not None:
+        where = f"step:{run.step}/{config.steps} world_size:{runtime.world_size}"
+        log.line(f"resumed:{run.config.run_id} {where}")
+    return run
 
 
 def plot(folder):
@@ -3106,7 +3359,7 @@ ENDINGS = (  # what can end a program, the exit status, and what the status line
 
 def ending_of(error):
     """(exit status, words of the status line) of a program that an error has ended; prints the
-    traceback of an error in the script."""
+    traceback of one that nobody but the script can put right."""
     said = one_line(error)
     # On a CPU torch raises a RuntimeError, which only its words tell from others.
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in said:
@@ -3134,17 +3387,19 @@ def train(run):
     trainer = run.trainer
     clock = run.clock
     warm_up(trainer, run.first_step, functools.partial(run.log.line, in_file=False))
+    run.runtime.ledger.update(run.sent)
     loader = TrainLoader(config, run.corpus.shards, trainer.table, run.first_step)
     clock.switch()
     with contextlib.closing(loader):
         batch = loader.next_batch()
         for step in range(run.first_step, config.steps):
             run.end_if_asked()
-            upcoming = loader.next_batch()  # None behind the last step
+            is_last = step + 1 == config.steps
+            upcoming = None if is_last else loader.next_batch()
             run.loss_sum += trainer.step(step, batch, upcoming).double()
             run.loss_tokens += batch.tokens
             run.step = step + 1
-            if upcoming is None or run.is_due(config.log_every):
+            if is_last or run.is_due(config.log_every):
                 run.log_training()
             if run.is_due(config.val_every):
                 with clock.stopped():
@@ -3158,30 +3413,40 @@ def train(run):
     if run.first_step < config.steps:  # else it is what the run was resumed from
         try:
             run.save("checkpoint.pt")
-        except OSError as error:  # told behind the result, which needs no checkpoint
+        except OSError as error:  # told once the result, which needs no checkpoint, is written
             run.unsaved = error
+            run.log.line(f"note: {one_line(error)}; goes on to its result")
     stop_if_interrupted()
-    loss = run.validate()["val_loss"]
+    losses = run.validate()
+    verdict = run.check_validity(losses["val_loss"])
     stop_if_interrupted()
-    run.log_result(loss)
-    words = f"run:{config.run_id} val_loss:{loss:.5f}"
+    run.write_result(losses, verdict)
+    words = f"run:{config.run_id} val_loss:{losses['val_loss']:.5f}"
     drawn = plot(run.folder) if run.log.is_main else ""
     return f"{words} train_time:{clock.seconds():.1f}s log:{run.folder}/log.txt{drawn}"
 
 
-def main(argv=None, run_class=None):
+def main(argv=None, extend=None):
     """Returns the exit status: 0 complete, 1 failed on the way, 2 bad input, 130 interrupted.
 
-    run_class: another script's subclass of Run, which it trains.
+    extend: another script's way to build on this one: given the Config, it returns a function that
+    prepares the Run before it is warmed up.
     """
     log = Log(is_main=os.environ.get("RANK", "0") == "0")
+    runtime = None
     listen_for_signals()
     try:
         given = parse_command_line(sys.argv[1:] if argv is None else argv)
         is_check = given.pop("check", False)
+        if "track" not in given and "resume" not in given:
+            given["track"], reason = default_track()
+            log.line(f"track {given['track']} by default: {reason}")
         config, checkpoint = resumed(given)
+        prepare = extend(config) if extend else None
         runtime = Runtime(config.device)
-        run = (run_class or Run)(config, checkpoint, runtime, log, is_check)
+        run = open_run(config, checkpoint, runtime, log, is_check)
+        if prepare is not None:
+            prepare(run)
         words = "check:ok" if is_check else f"status:ok {train(run)}"
         runtime.close()
         if run.unsaved is not None:
@@ -3194,6 +3459,8 @@ def main(argv=None, run_class=None):
             log.line(f"status:{words}")
         if not log.is_main:
             print(f"rank {os.environ['RANK']}: status:{words}", file=sys.stderr, flush=True)
+        if runtime is not None:
+            runtime.close(has_failed=True)
         return status
     finally:
         if log.file is not None:
