@@ -1,0 +1,3471 @@
+"""Train a GPT to a target validation loss as fast as this machine allows, in one file.
+
+    python train_gpt.py                            one process, on one GPU or one core of a CPU
+    torchrun --nproc_per_node=8 train_gpt.py       one a GPU or a core (several nodes: see README)
+    python train_gpt.py --track english --check    everything but the steps: would this run start?
+    python train_gpt.py --help                     every field of the configuration
+
+Without --track it takes `fineweb` where CUDA and FineWeb's shards are, else `english`.
+
+Chapters, in reading order:
+     1. Configuration     every number of a run with its check, the tracks, the schedules
+     2. Tokens            shards of a corpus, and passages of documents
+     3. Inputs            rows of the table, copies, micro-batches, a loader that works ahead
+     4. Layers            norm, rotary positions, attention, MLP
+     5. Loss              cross-entropy in one pass, over the vocabulary or a sample of it
+     6. Model             the GPT, and the rule of each of its parameters
+     7. Update rules      Adam, Adagrad, Muon, SOAP and its relatives, eigenbases by batched QR
+     8. Parameter groups  who reduces, updates and sends what, rows of the table included
+     9. Trainer           forward and backward pass, one step, evaluation, warm-up
+    10. Runtime           ranks, devices, clock, collectives that count their bytes
+    11. A run's life      command line, log, checkpoints, opening, result, how errors end it
+    12. The run           the steps
+
+A step's global batch is a fixed list of micro-batches. Rank r of W takes every W-th of them, if
+there are so many. So all world sizes see the same tokens, and they take the same step up to the
+order in which floats are added.
+"""
+
+import argparse
+import ast
+import bisect
+import contextlib
+import dataclasses
+import datetime
+import difflib
+import functools
+import hashlib
+import importlib.util
+import inspect
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+# torch reads these once. Large tensors on the CPU go into huge pages, and on a GPU buffers of ever
+# new sizes, as the rows of a step are, grow in place.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+# Compiled graphs that hold our own autograd function, the loss, may be cached, too.
+os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
+
+try:
+    import fcntl
+    import resource
+
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+    from torch import distributed as dist
+    from torch.utils import _pytree as pytree
+except ImportError as error:  # Windows has no fcntl
+    remedy = "./run.sh installs all of it into .venv; Windows is not supported: call it in WSL"
+    print(f"status:error {error}; {remedy}")
+    sys.exit(2)
+
+# 1. Configuration ================================================================================
+
+ATTENTION_BLOCK = 64  # at most: queries of a block share their keys, in the back end `sdpa`
+GATE_DIM = 12  # gates read the first few channels of the residual stream
+
+
+class ConfigError(ValueError):
+    """Something the user can put right: the message holds the value, the limits and the remedy."""
+
+
+def require(condition, where, problem="", remedy=""):
+    """Raise ConfigError, `where: problem; remedy`, unless the condition holds."""
+    if not condition:
+        message = ": ".join(str(part) for part in (where, problem) if part)
+        raise ConfigError("; ".join(part for part in (message, remedy) if part))
+
+
+def one_line(error):
+    """What an error says, on one printable line; of a long text the beginning and the end."""
+    text = ascii(str(error))[1:-1]
+    return text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
+
+
+def nearest(name, names):
+    """A question that names the nearest of some names."""
+    close = difflib.get_close_matches(name, names, 1, cutoff=0.0)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def knob(default, help_text, low=None, high=None, unit=None, form=".*"):
+    """A field: its default, its line of --help, and what it may hold. Its numbers, also those in a
+    tuple, are `low` to `high` and multiples of `unit`; as text it matches the expression `form`."""
+    metadata = {"help": help_text, "limits": (low, high, unit, form)}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def has_type(value, kind):
+    """Whether a value is of a type such as float, which an int is, too, or tuple[int, ...]."""
+    parts = get_args(kind)
+    if not parts:
+        return type(value) is kind or (kind is float and type(value) is int)
+    if type(value) is not tuple:
+        return False
+    if parts[-1] is ...:
+        parts = parts[:1] * len(value)
+    return len(value) == len(parts) and all(map(has_type, value, parts))
+
+
+def check_fields(values, where=""):
+    """Check the type and the limits of each field of a dataclass. Raises ConfigError."""
+    for field in dataclasses.fields(values):
+        value = getattr(values, field.name)
+        shown = f"{where}{field.name}={value!r}"
+        low, high, unit, form = field.metadata["limits"]
+        require(has_type(value, field.type), shown, f"must be of the type of {field.default}")
+        numbers = value if isinstance(value, tuple) else (value,)
+        if low is not None:
+            is_within = all(low <= number <= high for number in numbers)
+            require(is_within, shown, f"must be {low:,} to {high:,}")
+        is_multiple = unit is None or not any(number % unit for number in numbers)
+        require(is_multiple, shown, f"must be a multiple of {unit}")
+        is_text = str(value).isprintable() and re.fullmatch(form, str(value), re.ASCII)
+        require(is_text, shown, f"must match {form}, and be printable")
+
+
+Pair = tuple[float, float]
+Orders = tuple[int, ...]
+Windows = tuple[int, int]  # a short and a long one
+OFTEN = 1, 999_999
+SIZE = 0, 10**9
+PASS = ATTENTION_BLOCK, 2**24, ATTENTION_BLOCK
+WINDOW = 16, 65536, 16
+POSITIVE = 1e-30, 1e30
+NOT_NEGATIVE = 0, 1e30
+RUN_ID = r"(\w[\w.+=@-]{0,99})?"
+RUN_OF = r"(\d{1,9}:\d{1,9}/\d{1,9}:\d{1,9})?"  # as `python -m records run` writes it
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of a track's schedule: what holds from the fraction `start` of the steps on."""
+
+    start: float = knob(0.0, "fraction of the steps at which the stage begins", 0, 1)
+    micro_batches: int = knob(8, "micro-batches of a step, which the ranks share", 1, 65536)
+    document_cap: int = knob(896, "tokens of a document that attention sees at once", 1, 65536)
+    windows: Windows = knob((128, 384), "attention windows: short, long", *WINDOW)
+    lr_mul: float = knob(1.0, "factor of all learning rates, ahead of the cooldown", *POSITIVE)
+    mtp_weights: tuple[float, ...] = knob((1.0,), "loss weights of the tokens to come", *SIZE)
+    prefix_weight: float = knob(0.0, "loss weight of the next token's prefix", 0, 1)
+    softmax_rows: int = knob(0, "rows of training's softmax, a sample; 0: all of them", *SIZE)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One row of a track's model: a transformer block, and what it does beyond a plain one."""
+
+    attends: bool = knob(True, "it has attention, else only an MLP")
+    is_long: bool = knob(False, "it attends through the long window, else through the short one")
+    value_embedding: bool = knob(False, "its values have embeddings of their tokens added")
+    shifted_keys: bool = knob(False, "half of each key is that of the token before")
+    paired_heads: bool = knob(False, "pairs of heads see each other's keys and values")
+    exclusive: bool = knob(False, "its outputs leave out shares of the tokens' own values")
+    skip: int = knob(0, "it also reads what left the layer so many before; 0: none", 0, 64)
+    decides_gates: bool = knob(False, "ahead of it, each token decides the gates of heads anew")
+    feeds_attention: bool = knob(False, "attention of later layers reads what leaves it")
+    feeds_last: bool = knob(False, "the last layer mixes in what leaves it")
+
+
+def as_rows(kind, rows, **changes):
+    """Rows of a track's table, objects of a kind or dicts of its fields, with some other values."""
+    try:
+        rows = [kind(**row) if isinstance(row, dict) else row for row in rows]
+        return tuple(dataclasses.replace(row, **changes) for row in rows)
+    except TypeError as error:
+        name = kind.__name__
+        raise ConfigError(f"{name.lower()}s: rows have the fields of a {name} ({error})") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All values of a run; the defaults are the track fineweb's. records/NOTES.md has the sources
+    of its numbers, none of which has been tuned on a GPU. Raises ConfigError."""
+
+    # --- data
+    track: str = knob("fineweb", "name of the track that these values belong to")
+    data: str = knob("data/fineweb10B", "folder of *_train_*.bin, *_val_*.bin and manifest.json")
+    tokenizer: str = knob("gpt2", "what token ids mean; the corpus' manifest says it")
+    vocab_size: int = knob(50304, "rows of embedding and head; likewise", 2, 65536)
+    eot_token: int = knob(50256, "the largest id, with which documents start; likewise", 1, 65535)
+    # --- schedule
+    steps: int = knob(1194, "optimizer steps, the length of every schedule", *OFTEN)
+    micro_batch_tokens: int = knob(16384, "tokens of a micro-batch", *PASS)
+    micro_batches_a_pass: int = knob(3, "the most micro-batches of a forward pass", 1, 65536)
+    stages: tuple[Stage, ...] = knob(
+        (  # start, micro-batches, cap, (short, long) windows, rate, weights: tokens, prefix; rows
+            Stage(0.0, 8, 896, (128, 384), 1.0, (1.0, 0.5, 0.25), 0.25, 16384),
+            Stage(320 / 1194, 16, 2048, (384, 896), 1.52, (1.0, 0.5), 0.25, 16384),
+            Stage(681 / 1194, 24, 2560, (640, 1408), 1.73, (1.0,), 0.0, 16384),
+            Stage(1174 / 1194, 8, 2560, (768, 1664)),
+        ),
+        "rows of the schedule; fields of a stage are options, too, for all stages",
+    )
+    cooldown: Pair = knob((234 / 1194, 1174 / 1194), "fractions where rates fall", 0, 1)
+    final_lr: float = knob(0.3, "factor of the rates at the end of the cooldown", 0, 1)
+    # With the mean and the high final_lr beside it 0.020 nats, on record #92's word alone.
+    mean_share: float = knob(0.25, "last share of the steps, whose weights' mean counts", 0, 1)
+    untie_at: float = knob(1174 / 1194, "where head and embedding part; 0: apart", 0, 1)
+    # --- model
+    model_dim: int = knob(768, "width of the residual stream", GATE_DIM, 65536)
+    head_dim: int = knob(128, "width of an attention head", 4, 65536, 4)
+    mlp_dim: int = knob(3072, "hidden width of the ReLU^2 MLP", 1, 2**20)
+    layers: tuple[Layer, ...] = knob(
+        (
+            Layer(paired_heads=True, decides_gates=True),
+            Layer(value_embedding=True, exclusive=True),
+            Layer(value_embedding=True, paired_heads=True),
+            Layer(is_long=True, shifted_keys=True, exclusive=True, feeds_last=True),
+            Layer(exclusive=True, decides_gates=True),
+            Layer(paired_heads=True),
+            Layer(attends=False, skip=3),
+            Layer(exclusive=True, feeds_attention=True, feeds_last=True),
+            Layer(value_embedding=True, decides_gates=True),
+            Layer(value_embedding=True, paired_heads=True),
+            Layer(is_long=True, value_embedding=True, shifted_keys=True),
+        ),
+        "rows of the model, a transformer block each",
+    )
+    mlp_reach: int = knob(3, "tokens before its own that an MLP reads; 0: none", 0, 16)
+    value_std: float = knob(0.25, "std of values' matrices at first, times sqrt(width)", 0, 1)
+    output_std: float = knob(0.5, "likewise, of the projections behind attention", 0, 1)
+    attention_scale: float = knob(0.1, "factor of scores ahead of the softmax", *POSITIVE)
+    logit_cap: Pair = knob((23.0, 5.0), "(a, b) of a sigmoid((z + b) / 7.5)", 0, 70)
+    # --- table
+    ngram_orders: Orders = knob((2, 3), "orders of hashed n-grams", 2, 32)
+    # 12 GiB over all ranks: about 0.005 nats less than 2^21 rows have, by record #92's sizes.
+    ngram_rows: int = knob(2**22, "rows of the table, for all columns", 1, 2**31 - 1)
+    copy_orders: Orders = knob((2, 3, 5, 8), "orders of copies from the document", 2, 32)
+    copy_reach: int = knob(2048, "tokens that copies look back", *SIZE)
+    # --- optimizer
+    matrix_update: str = knob("muon", "rule of the hidden matrices, a row of UPDATE_RULES")
+    matrix_lr: float = knob(0.023, "RMS of a matrix' step times sqrt(columns)", *POSITIVE)
+    momentum: float = knob(0.95, "Muon's momentum, which rises from 0.85 and falls to it", 0, 0.999)
+    matrix_decay: float = knob(1.2, "cautious decay of matrices, times lr squared", *NOT_NEGATIVE)
+    basis_every: int = knob(10, "soap rules: steps between new eigenbases", *OFTEN)
+    one_sided_above: int = knob(1024, "soap rules: a larger side has no eigenbasis", *SIZE)
+    adam_lr: float = knob(0.008, "rate of embeddings, head and scalars under Adam", *POSITIVE)
+    embed_lr: float = knob(1.0, "rate of embedding and head, times adam_lr", *POSITIVE)
+    embed_scale_lr: float = knob(0.1, "rate of embed_scale, times adam_lr", *POSITIVE)
+    adam_every: int = knob(2, "Adam steps every k-th step, on the sum of gradients", *OFTEN)
+    ngram_lr: float = knob(0.15, "row-wise Adagrad's rate of the table; 0: frozen", *NOT_NEGATIVE)
+    ngram_floor: float = knob(0.2, "a row slows down below this gradient RMS", *POSITIVE)
+    # --- evaluation
+    val_tokens: int = knob(10_485_760, "validation tokens that are scored", 1, 10**9)
+    val_sha256: str = knob("", "sha256 of those tokens and the next (uint16); empty: not compared")
+    val_batch_tokens: int = knob(65536, "validation tokens of a forward pass", *PASS)
+    val_windows: Windows = knob((768, 2560), "windows of the final validation", 16, 65536, 16)
+    val_every: int = knob(250, "validate every so many steps (untimed); 0: at the end", *SIZE)
+    target_loss: float = knob(3.28, "the target, in nats a token; 0: none", *NOT_NEGATIVE)
+    # --- bookkeeping
+    log_every: int = knob(20, "log the training loss every so many steps", *OFTEN)
+    save_every: int = knob(0, "steps between checkpoints, of which two are kept; 0: none", *SIZE)
+    run_id: str = knob("", "folder under logs/; empty: drawn from date and time", form=RUN_ID)
+    resume: str = knob("", "run id or checkpoint to go on with; auto: --run-id, if it is there")
+    run_of: str = knob("", "BATCH:COUNTER/RUNS:START, the run's place in a record", form=RUN_OF)
+    # --- machine
+    seed: int = knob(-1, "seed of weights and data order; -1: drawn", -1, 2**63 - 1)
+    device: str = knob("auto", "where it computes", form="auto|cpu|cuda")
+    dtype: str = knob("bfloat16", "of matrices and activations", form="bfloat16|float32")
+    attention: str = knob("auto", "back end of attention", form="auto|sdpa|varlen")
+    compile: bool = knob(True, "compile the model with torch.compile")
+
+    def __post_init__(self):
+        for name, kind in (("stages", Stage), ("layers", Layer)):
+            rows = as_rows(kind, getattr(self, name))
+            object.__setattr__(self, name, rows)
+            for number, row in enumerate(rows):
+                check_fields(row, f"{name}[{number}].")
+        check_fields(self)
+        self.check_together()
+
+    def require(self, name, condition, problem):
+        """Refuse the value that a field has, unless the condition holds."""
+        require(condition, f"{name}={getattr(self, name)}", problem)
+
+    def check_together(self):
+        """Check what depends on several fields, where a run would fail obscurely, or go wrong."""
+        starts = [stage.start for stage in self.stages]
+        is_rising = starts == sorted({0, *starts})
+        require(is_rising, f"stages: starts {starts} must begin at 0, and then rise")
+        for stage in self.stages:
+            count = len(stage.mtp_weights)
+            require(0 < count <= 16, f"{count} mtp_weights", "must be 1 to 16")
+        self.require("vocab_size", self.eot_token < self.vocab_size, "must be above eot_token")
+        units = {"model_dim": "head_dim", "val_tokens": "val_batch_tokens"}
+        units["save_every"] = "adam_every"
+        for name, unit in units.items():
+            size = getattr(self, unit)
+            is_multiple = getattr(self, name) % size == 0
+            self.require(name, is_multiple, f"must be a multiple of {unit}={size}")
+        heads = self.model_dim // self.head_dim
+        for number, layer in enumerate(self.layers):
+            where = f"layers[{number}]"
+            require(layer.skip <= number, where, f"skip={layer.skip}: no layer is so far before")
+            is_even = not layer.paired_heads or heads % 2 == 0
+            require(is_even, where, f"paired_heads: {heads} heads make no pairs")
+            kinds = layer.value_embedding, layer.shifted_keys, layer.paired_heads, layer.exclusive
+            require(layer.attends or not any(kinds), where, "has no attention to change")
+        is_closed = self.layers and not self.layers[-1].feeds_last
+        require(is_closed, "layers", "must be one or more, and the last has no feeds_last")
+        is_named = self.resume != "auto" or self.run_id
+        self.require("resume", is_named, "needs --run-id")
+
+    @property
+    def torch_dtype(self):
+        """The type of matrices and activations."""
+        return getattr(torch, self.dtype)
+
+    def layers_with(self, field):
+        """Numbers of the layers where this field of their row is set."""
+        return [number for number, layer in enumerate(self.layers) if getattr(layer, field)]
+
+
+TRACKS = {
+    "fineweb": Config(),
+    # fineweb's recipe at small scale, for a CPU: a twelfth of its channels, four layers, and a small
+    # vocabulary.
+    "english": Config(
+        track="english",
+        data="data/english",
+        tokenizer="english1024.tiktoken",
+        vocab_size=1024,
+        eot_token=1023,
+        steps=146,
+        micro_batch_tokens=1024,
+        micro_batches_a_pass=4,
+        stages=(
+            Stage(0.0, 2, 512, (64, 128)),
+            Stage(0.25, 4, 512, (64, 128), 1.2),
+            Stage(0.6, 8, 512, (64, 128), 1.4),
+        ),
+        cooldown=(0.25, 1.0),
+        untie_at=0.0,
+        model_dim=64,
+        layers=(
+            Layer(value_embedding=True, paired_heads=True, feeds_last=True),
+            Layer(is_long=True, shifted_keys=True, feeds_attention=True, feeds_last=True),
+            Layer(paired_heads=True),
+            Layer(is_long=True, value_embedding=True, shifted_keys=True, skip=3),
+        ),
+        head_dim=32,
+        mlp_dim=64,
+        mlp_reach=0,
+        value_std=0.6,
+        output_std=0.0,  # every block starts as the identity
+        attention_scale=0.24,
+        logit_cap=(30.0, 0.0),
+        ngram_orders=(2, 3, 4),
+        ngram_rows=2**20,
+        copy_orders=(2, 4),
+        matrix_lr=0.025,
+        momentum=0.9,
+        adam_lr=0.018,
+        adam_every=1,
+        embed_lr=2.0,
+        embed_scale_lr=5.0,
+        ngram_lr=0.4,
+        val_tokens=262_144,
+        val_sha256="cdf79be5415e8fdfa3e67f5e38a2d95a0db7abc021b652193350bc2f69c021f1",
+        val_batch_tokens=4096,
+        val_windows=(64, 160),
+        val_every=0,
+        target_loss=2.954,
+        dtype="float32",
+        compile=False,  # compiling takes longer than the run
+    ),
+}
+
+
+def stages_until(config, step):
+    """The Stages that have begun at a step."""
+    return [stage for stage in config.stages if stage.start * config.steps <= step]
+
+
+def stage_at(config, step):
+    """The Stage that is in force at a step."""
+    return stages_until(config, step)[-1]
+
+
+def loss_weights_at(config, step):
+    """The loss weights at a step, of the next token, the second-next, ..., and of the next one's
+    prefix: those of the stage, which move in a line towards the next stage's."""
+    count = len(stage_at(config, step).mtp_weights)
+    rows = []
+    for stage in config.stages:
+        weights = [*stage.mtp_weights, *[0.0] * count][:count]
+        rows.append([*weights, stage.prefix_weight])
+    starts = [stage.start * config.steps for stage in config.stages]
+    return tuple(np.interp(step, starts, column) for column in zip(*rows, strict=True))
+
+
+def micro_batches_of_pass(config, step, runtime):
+    """How many micro-batches each pass of a rank reads at a step: as many as it may, but the same
+    number in all of the step, since each number is compiled anew."""
+    own = len(range(runtime.rank, stage_at(config, step).micro_batches, runtime.world_size))
+    return max(count for count in range(1, config.micro_batches_a_pass + 1) if own % count == 0)
+
+
+def training_tokens(config, until=None):
+    """How many tokens the steps before `until` train on, or all steps."""
+    steps = range(config.steps)[:until]
+    return sum(stage_at(config, step).micro_batches for step in steps) * config.micro_batch_tokens
+
+
+def lr_multiplier(config, step):
+    """The stage's factor, then a linear fall to final_lr in the cooldown."""
+    begin, end = config.cooldown
+    left = (end * config.steps - step) / max(1.0, (end - begin) * config.steps)
+    peak = stage_at(config, step).lr_mul
+    return config.final_lr + (peak - config.final_lr) * min(1.0, max(0.0, left))
+
+
+def momentum_at(config, step):
+    """Muon's momentum: a linear rise, a plateau, and a linear fall at the end."""
+    risen = step / max(1.0, 300 / 1285 * config.steps)
+    left = (config.steps - step) / max(1.0, 50 / 1285 * config.steps)
+    return 0.85 + (config.momentum - 0.85) * min(1.0, risen, left)
+
+
+def untie_step(config):
+    """The step from which on head and embedding learn apart: their weights are equal before it. It
+    starts a cycle of Adam's, whose summed gradients belong to one model."""
+    cycles = math.ceil(round(config.untie_at * config.steps) / config.adam_every)
+    return cycles * config.adam_every
+
+
+@functools.cache
+def as_size(number):
+    """A tensor of that size, which compiled code takes as any: it holds for other numbers, too."""
+    tensor = torch.empty(number, dtype=torch.int8)
+    torch._dynamo.mark_dynamic(tensor, 0)
+    return tensor
+
+
+class Phase(NamedTuple):
+    """What the compiled model depends on: each new value is compiled anew, but for numbers that
+    came as sizes of tensors."""
+
+    windows: tuple  # tokens that attention sees, in short and in long layers
+    max_segment: int  # tokens of the longest segment that attention sees at once
+    targets: int = 1  # that a position predicts: the next token, the second-next, ...
+    has_prefix: bool = False  # whether it predicts the prefix of the next one, too
+    softmax_rows: int = 0  # rows of the vocabulary in the softmax; 0: all
+
+    def as_sizes(self):
+        """The same with its windows and its longest segment as sizes of tensors."""
+        windows = tuple(map(as_size, self.windows))
+        return self._replace(windows=windows, max_segment=as_size(self.max_segment))
+
+    def as_numbers(self):
+        """The inverse of as_sizes."""
+        windows = tuple(window.size(0) for window in self.windows)
+        return Phase(windows, self.max_segment.size(0), *self[2:])
+
+
+def training_phase(config, step):
+    """The Phase of a training step."""
+    stage = stage_at(config, step)
+    longest = min(stage.document_cap, config.micro_batch_tokens)
+    targets = len(stage.mtp_weights)
+    rows = stage.softmax_rows if stage.softmax_rows < config.vocab_size else 0
+    return Phase(stage.windows, longest, targets, stage.prefix_weight > 0, rows)
+
+
+def evaluation_phase(config, step, length):
+    """The Phase of a forward pass over `length` tokens outside training, before a step."""
+    windows = config.val_windows if step == config.steps else stage_at(config, step).windows
+    return Phase(windows, length)
+
+
+def long_windows_until(config, step):
+    """The long windows that training has used until a step, in order: what YaRN needs to know."""
+    used = [stage.windows[-1] for stage in stages_until(config, min(step, config.steps - 1))]
+    return tuple(window for window, _ in itertools.groupby(used))
+
+
+# 2. Tokens =======================================================================================
+
+SHARD_KIND = [20240520, 1]  # magic number and version, before the count of tokens
+HEADER_INTS = 256
+BUILD = "build it with data/text.py or data/fineweb.py, or name another folder by --data"
+
+
+class Shard(NamedTuple):
+    """A file of tokens in llm.c's format, as the run found it."""
+
+    path: Path
+    sha256: str  # by the manifest
+    count: int  # of its tokens
+    stamp: tuple  # its size and the time of its last change
+
+    def read(self):
+        """Its tokens, uint16. Raises ConfigError where the file has changed meanwhile."""
+        found = self.path.stat()
+        is_same = (found.st_size, found.st_mtime_ns) == self.stamp
+        remedy = "bring the corpus back and go on with --resume, or start another run"
+        require(is_same, self.path, "is not the file that the run began with", remedy)
+        return np.fromfile(self.path, "<u2", offset=4 * HEADER_INTS)
+
+    def checked(self, config):
+        """Its tokens, once they are those of the manifest and of the vocabulary."""
+        tokens = self.read()
+        largest = int(tokens.max())
+        message = f"token id {largest} is beyond the vocabulary's eot_token={config.eot_token}"
+        require(largest <= config.eot_token, self.path, message, "leave --eot-token out")
+        is_whole = file_sha256(self.path) == self.sha256
+        require(is_whole, self.path, "its sha256 is not the manifest's", BUILD)
+        return tokens
+
+
+def file_sha256(path):
+    """The sha256 of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def open_shard(path, sha256=None):
+    """The Shard of a file. Raises ConfigError where it is none."""
+    require(path.is_file(), path, "no such file", BUILD)
+    found = path.stat()
+    count = (found.st_size - 4 * HEADER_INTS) // 2
+    header = np.fromfile(path, "<i4", 3).tolist()
+    due = [*SHARD_KIND, count]
+    message = f"its header is {header}, and {due} would fit its size"
+    require(header == due and count > 0, path, message, BUILD)
+    return Shard(path, sha256, count, (found.st_size, found.st_mtime_ns))
+
+
+def open_split(folder, manifest, split):
+    """The Shards of a split, in the order of their names. Raises ConfigError."""
+    names = sorted(name for name in manifest["shards"] if f"_{split}_" in name)
+    require(names, folder, f"no *_{split}_*.bin shards", BUILD)
+    return [open_shard(folder / name, manifest["shards"][name]) for name in names]
+
+
+def read_manifest(folder):
+    """What a corpus says of itself, with its own sha256 and its shards as {file name: sha256}. A
+    file that it does not name is none of the corpus. Raises ConfigError."""
+    path = Path(folder, "manifest.json").absolute()
+    require(path.is_file(), path, "no such file", BUILD)
+    try:
+        content = path.read_bytes()
+        manifest = json.loads(content)
+        shards = {str(row["file"]): str(row["sha256"]) for row in manifest["shards"]}
+        size = manifest["vocab_size"]
+        is_last = 1 < size < 2**16 and manifest["eot_token"] == size - 1
+        require(is_last, f"eot_token is not the last id of vocab_size={size}, below 65535")
+        for name in ("token_bytes", "prefix_tokens"):  # empty where they are not known
+            manifest[name] = np.array(manifest.get(name, []), np.uint16).tolist()
+            require(len(manifest[name]) in (0, size), f"{name} are not {size} numbers")
+    except Exception as error:  # odd content raises many types
+        raise ConfigError(f"{path}: cannot be read ({one_line(error)}); {BUILD}") from None
+    return {**manifest, "sha256": hashlib.sha256(content).hexdigest(), "shards": shards}
+
+
+def vocabulary_of(folder):
+    """{field: value} of a corpus' vocabulary, in multiples of 128, as tensor cores like."""
+    manifest = read_manifest(folder)
+    size = 128 * math.ceil(manifest["vocab_size"] / 128)
+    name = str(manifest.get("tokenizer", "own"))
+    return {"tokenizer": name, "vocab_size": size, "eot_token": manifest["eot_token"]}
+
+
+def fitting_val_tokens(config):
+    """val_tokens, or of a smaller validation split the largest multiple of val_batch_tokens."""
+    folder = Path(config.data).absolute()
+    shards = open_split(folder, read_manifest(folder), "val")
+    passes = (sum(shard.count for shard in shards) - 1) // config.val_batch_tokens
+    return min(config.val_tokens, max(1, passes) * config.val_batch_tokens)
+
+
+def prefix_tokens(config):
+    """(vocab_size,) int64: the longest token that a token begins with, by the corpus' manifest; its
+    own id where there is none, or where no loss asks for it. Raises ConfigError."""
+    prefixes = np.arange(config.vocab_size)
+    if any(stage.prefix_weight > 0 for stage in config.stages):
+        known = read_manifest(config.data)["prefix_tokens"]
+        is_there = known and max(known) <= config.eot_token
+        message = f"needs prefix_tokens, which the manifest of {config.data} does not have"
+        require(is_there, "prefix_weight", message, "build it again, or --prefix-weight 0")
+        prefixes[: len(known)] = known
+    return prefixes
+
+
+class Corpus(NamedTuple):
+    """The corpus of a run, as it was when the run was opened."""
+
+    manifest: dict  # see read_manifest
+    shards: list  # the training Shards
+    val: Any  # (val_tokens + 1,) uint16: the first tokens of the validation split
+    passes: int  # over the shards that training takes
+
+    def require_same(self, sha256, message):
+        """Refuse a corpus whose manifest is not that of a checkpoint, which has this sha256."""
+        remedy = "bring that one back, or name its place by --data"
+        require(self.manifest["sha256"] == sha256, message, remedy=remedy)
+
+
+def open_corpus(config):
+    """Open and check all shards that a run needs. Raises ConfigError where they do not suit it."""
+    folder = Path(config.data).absolute()
+    manifest = read_manifest(folder)
+    eot_token = manifest["eot_token"]
+    message = f"documents start with {eot_token}, and not with eot_token={config.eot_token}"
+    require(eot_token == config.eot_token, folder, message, "leave --eot-token out")
+    needed = config.val_tokens + 1
+    parts = [shard.checked(config)[:needed] for shard in open_split(folder, manifest, "val")]
+    val = np.concatenate(parts)[:needed]
+    message = f"{len(val):,} validation tokens, val_tokens={config.val_tokens:,} takes one more"
+    require(len(val) == needed, folder, message, "lower --val-tokens, or add text to validate on")
+    shards = open_split(folder, manifest, "train")
+    needed = training_tokens(config)
+    length = config.micro_batch_tokens
+    held = 0  # tokens that fill micro-batches
+    for shard in shards:
+        if held < needed:  # the run gets here
+            shard.checked(config)
+        held += (shard.count - 1) // length * length
+    message = f"one pass over the shards has {held:,} tokens, the schedule takes {needed:,}"
+    is_own = config.data != TRACKS[config.track].data  # the user's: it is read as often as needed
+    require(0 < held and (is_own or needed <= held), folder, message, "lower --steps, or add text")
+    return Corpus(manifest, shards, val, passes=math.ceil(needed / held))
+
+
+def validation_hash(val):
+    """The sha256 of validation tokens, uint16."""
+    return hashlib.sha256(val.tobytes()).hexdigest()
+
+
+class Passage(NamedTuple):
+    """The T tokens of a micro-batch, where they stand in a text."""
+
+    text: Any  # (L,) uint16: documents, each of which starts with eot_token
+    position: Any  # (T,) int64, in the text
+    depth: Any  # (T,) int64: how many tokens of its document stand before each
+    start: Any  # (T,) int64: the index in [0, T) at which the token's attention segment starts
+
+    @property
+    def targets(self):
+        """The next tokens, (T,)."""
+        return self.text[self.position + 1]
+
+
+def documents_of(text, eot_token):
+    """The positions at which documents start; tokens before the first mark are one, too."""
+    return np.union1d([0], np.flatnonzero(text == eot_token))
+
+
+def depth_of(position, documents):
+    """How many tokens of its document stand before each position."""
+    return position - documents[np.searchsorted(documents, position, side="right") - 1]
+
+
+def contiguous_passage(text, eot_token, low, length):
+    """The Passage of `length` tokens from `low` on, whose segments are its documents."""
+    position = np.arange(low, low + length)
+    depth = depth_of(position, documents_of(text[: low + length], eot_token))
+    return Passage(text, position, depth, start=np.maximum(np.arange(length) - depth, 0))
+
+
+# 3. Inputs =======================================================================================
+# What the model reads of a token: its id; for each order n the row of the table that a hash of the
+# last n tokens, an n-gram, names; and copies, guesses at the next token (see GPT.copied).
+
+TOKEN_HASH = np.random.default_rng(20240520).integers(0, 2**64, size=2**16, dtype=np.uint64)
+MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
+HASH_POWERS = np.uint64(pow(MIX, -1, 2**64)) ** np.arange(33, dtype=np.uint64)
+NO_TOKEN = 2**16 - 1  # no token's id
+PREFETCH = 4  # steps that the loader's thread works ahead
+# A pass has room for so many segments, or for one in 128 tokens, or, at the price of a compilation,
+# for the next power of two. FineWeb has at most 56 in 16,384 (modded-nanogpt, 2026-03-22).
+SEGMENT_ROOM = 128
+
+
+def ngram_keys(text, position, depth, order):
+    """Hash keys (t,) uint64 of the n-grams of `order` tokens that end at positions (t,) of a text.
+
+    A key is a polynomial of the tokens' random numbers modulo 2^64 (Karp & Rabin 1987). Where fewer
+    tokens of the document stand before, depth (t,), it is that of the shorter n-gram.
+    """
+    keys = np.zeros(len(position), np.uint64)
+    for back in range(order):
+        term = TOKEN_HASH[text[position - back]] * HASH_POWERS[back]
+        keys += np.where(back <= depth, term, np.uint64(0))
+    return keys
+
+
+def ngram_rows(passage, config):
+    """Rows (T, C) int32 in [0, ngram_rows) of the table and signs (T, C) float32, for the n-grams
+    that end at the tokens of a Passage.
+
+    Each order has rows of its own. The sign is one more bit of the hash: two n-grams that share a
+    row push it apart half of the time (count-sketch's trick).
+    """
+    text, position, depth, _ = passage
+    mixed = np.empty((len(position), len(config.ngram_orders)), np.uint64)
+    for column, order in enumerate(config.ngram_orders):
+        mixed[:, column] = ngram_keys(text, position, depth, order) + TOKEN_HASH[column]
+    mixed = (mixed ^ (mixed >> 29)) * MIX
+    mixed ^= mixed >> 32
+    rows = (mixed & 0xFFFFFFFF) * config.ngram_rows >> 32
+    signs = (mixed >> 40 & 1).astype(np.float32) * 2 - 1
+    return rows.astype(np.int32), signs
+
+
+def copies(passage, config):
+    """Guesses (T, G) int32 at the token that follows each token of a Passage, one for each order n:
+    what followed the last earlier occurrence of the last n tokens in the same document, at most
+    `copy_reach` tokens back. NO_TOKEN where there is none."""
+    text, position, depth, start = passage
+    index = np.arange(len(position))
+    # Before each segment stands what its document has within reach.
+    count = 1 + np.where(start == index, np.minimum(depth, config.copy_reach), 0)
+    token = np.repeat(index, count)
+    back = np.cumsum(count)[token] - 1 - np.arange(len(token))  # from the passage's token
+    position = position[token] - back
+    depth = depth[token] - back
+    segment = start[token]
+    guesses = np.full((len(token), len(config.copy_orders)), NO_TOKEN, np.int32)
+    for column, order in enumerate(config.copy_orders):
+        keys = ngram_keys(text, position, depth, order)
+        by_key = np.argsort(keys, kind="stable")
+        earlier, later = by_key[:-1], by_key[1:]
+        is_copy = (keys[earlier] == keys[later]) & (segment[earlier] == segment[later])
+        is_copy &= later - earlier <= config.copy_reach
+        guesses[later[is_copy], column] = text[position[earlier[is_copy]] + 1]
+    return guesses[back == 0]
+
+
+def row_fingerprint(config):
+    """A hash of the rows of a fixed text: a table means nothing under another hash function."""
+    text = np.random.default_rng(0).integers(0, 4, 100).astype(np.uint16)
+    rows, signs = ngram_rows(contiguous_passage(text, config.eot_token, 0, 99), config)
+    return hashlib.sha256(rows.tobytes() + signs.tobytes()).hexdigest()
+
+
+class MicroBatch(NamedTuple):
+    """The T tokens that one forward pass reads, on the model's device: in training those of one
+    passage, or of several, end to end."""
+
+    inputs: Tensor  # (T,) int32 token ids
+    targets: Tensor  # (T,) int64 next token ids
+    segment_start: Tensor  # (T,) int32: index in [0, T) at which the token's segment starts
+    segment_bounds: Tensor  # (S,) int32: where segments start, then T as often as there is room
+    guesses: Tensor  # (T, G) int32: of the next token, see copies()
+
+
+class Batch(NamedTuple):
+    """One rank's part of a step."""
+
+    passes: list  # the MicroBatch of each of its forward passes
+    rows: Any  # RowPlan of the rows of the table that they read
+    tokens: int  # of the step, on all ranks
+
+
+def to_device(array, device):
+    """Copy a numpy array to the device; on CUDA through pinned memory, and without a sync."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
+
+
+def make_pass(passages, config, device):
+    """The MicroBatch that reads these passages end to end."""
+    inputs = np.concatenate([each.text[each.position] for each in passages])
+    targets = np.concatenate([each.targets for each in passages])
+    starts = [each.start + number * len(each.start) for number, each in enumerate(passages)]
+    start = np.concatenate(starts).astype(np.int32)
+    length = len(inputs)
+    first = np.flatnonzero(start == np.arange(length))
+    room = max(SEGMENT_ROOM, length // 128, 1 << len(first).bit_length())
+    bounds = np.full(room, length, np.int32)  # behind the last segment are empty ones
+    bounds[: len(first)] = first
+    guesses = np.concatenate([copies(each, config) for each in passages])
+    arrays = inputs.astype(np.int32), targets.astype(np.int64), start, bounds, guesses
+    return MicroBatch(*(to_device(array, device) for array in arrays))
+
+
+def require_room_in_softmax(passage, stage):
+    """Refuse a micro-batch whose targets and their prefixes, which all take part in the sampled
+    softmax, may leave it no row to stand for the rest of the vocabulary."""
+    most = len(np.unique(passage.targets)) * (2 if stage.prefix_weight else 1)
+    message = f"a micro-batch has up to {most} different targets and prefixes"
+    remedy = "raise it, or 0 for the whole vocabulary"
+    require(most < stage.softmax_rows, f"softmax_rows={stage.softmax_rows}", message, remedy)
+
+
+class TrainLoader:
+    """Deterministic stream of steps, which a thread assembles ahead.
+
+    Documents are cut into pieces of at most the largest document cap. A shard's pieces are shuffled
+    by the seed and laid end to end into micro-batches; what fills none at a shard's end is dropped.
+    A smaller cap at a step splits pieces further. So a micro-batch depends on its number alone.
+    """
+
+    def __init__(self, config, shards, table, first_step=0):
+        self.config = config
+        self.shards = shards
+        self.table = table
+        self.step = first_step  # the next one to assemble
+        length = config.micro_batch_tokens
+        self.number = training_tokens(config, first_step) // length  # of its first micro-batch
+        self.last = training_tokens(config) // length - 1
+        counts = [(shard.count - 1) // length for shard in shards]
+        # Of the shards, in micro-batches of one pass.
+        self.edges = list(itertools.accumulate(counts, initial=0))
+        self.opener = ThreadPoolExecutor(1)
+        submit = functools.partial(self.opener.submit, self.open_shard)
+        self.open = functools.lru_cache(2)(submit)  # the shard that is read, and the next one
+        self.open(self.place_of(min(self.number, self.last))[0]).result()  # ahead of the clock
+        self.ahead = deque()
+        sys.setswitchinterval(1e-4)  # seconds that the thread may keep the others waiting
+        self.thread = ThreadPoolExecutor(1, initializer=table.runtime.use_device)
+
+    def open_shard(self, opened):
+        """Open the shard that follows so many. Returns its text, where documents start there, where
+        pieces start there, shuffled, and where each begins when they are laid end to end."""
+        config = self.config
+        cap = max(stage.document_cap for stage in config.stages)
+        text = self.shards[opened % len(self.shards)].read()
+        documents = documents_of(text, config.eot_token)
+        edges = [*documents.tolist(), len(text) - 1]  # the last token is only a target
+        pieces = [low for start, end in itertools.pairwise(edges) for low in range(start, end, cap)]
+        order = np.random.default_rng([config.seed, opened]).permutation(len(pieces))
+        lengths = np.diff([*pieces, edges[-1]])[order]
+        return text, documents, np.array(pieces)[order], np.cumsum(lengths) - lengths
+
+    def place_of(self, number):
+        """(how many shards are opened before, how many micro-batches of the shard are read before)
+        the micro-batch of this number."""
+        passes, rest = divmod(number, self.edges[-1])
+        index = bisect.bisect(self.edges, rest) - 1
+        return passes * len(self.shards) + index, rest - self.edges[index]
+
+    def passage(self, number, cap):
+        """The Passage of a micro-batch, with segments of at most `cap` tokens."""
+        opened, read = self.place_of(number)
+        text, documents, pieces, begins = self.open(opened).result()
+        half = self.edges[-1] // (2 * len(self.shards))  # of a shard: the next one is opened ahead
+        self.open(self.place_of(min(number + half, self.last))[0])
+        index = np.arange(self.config.micro_batch_tokens)
+        place = read * len(index) + index  # where the pieces lie end to end
+        piece = np.searchsorted(begins, place, side="right") - 1
+        position = pieces[piece] + place - begins[piece]
+        start = np.maximum(begins[piece] - place[0], 0)
+        start += (index - start) // cap * cap
+        return Passage(text, position, depth_of(position, documents), start)
+
+    def make_batch(self, step):
+        """Assemble this rank's part of a step, in the thread; a rank may have no micro-batch."""
+        config = self.config
+        runtime = self.table.runtime
+        stage = stage_at(config, step)
+        numbers = range(self.number, self.number + stage.micro_batches)
+        self.number = numbers.stop
+        own = numbers[runtime.rank :: runtime.world_size]
+        passages = [self.passage(number, stage.document_cap) for number in own]
+        if 0 < stage.softmax_rows < config.vocab_size:
+            for passage in passages:
+                require_room_in_softmax(passage, stage)
+        rows = self.table.look_up(passages, runtime.loader_group)
+        count = micro_batches_of_pass(config, step, runtime)
+        parts = [passages[low : low + count] for low in range(0, len(passages), count)]
+        passes = [make_pass(part, config, runtime.device) for part in parts]
+        return Batch(passes, rows, tokens=len(numbers) * config.micro_batch_tokens)
+
+    def next_batch(self):
+        """The next step's Batch, None behind the last one; raises what the thread has raised."""
+        while len(self.ahead) < PREFETCH and self.step < self.config.steps:
+            self.ahead.append(self.thread.submit(self.make_batch, self.step))
+            self.step += 1
+        return self.ahead.popleft().result() if self.ahead else None
+
+    def close(self):
+        """End the threads: one inside torch would abort a process that ends."""
+        self.thread.shutdown(cancel_futures=True)
+        self.opener.shutdown()
+
+
+# 4. Layers =======================================================================================
+
+
+class NormOnCPU(torch.autograd.Function):
+    """norm(), by few passes over memory: torch's own takes several times as long on a CPU."""
+
+    @staticmethod
+    def forward(ctx, x):
+        scale = (x.float().square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, scale = ctx.saved_tensors
+        along = (grad * y).mean(-1, keepdim=True)
+        return ((grad - along * y) * scale).to(grad.dtype)
+
+
+NORM_EPS = torch.finfo(torch.float32).eps
+
+
+def norm(x):
+    """RMSNorm over the last axis, without weights."""
+    if x.device.type == "cpu":
+        return NormOnCPU.apply(x)
+    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+
+
+def rotary_tables(length, head_dim, scale, long_windows, device, dtype):
+    """Rotary position embedding: (cos, sin, softmax scale), tables of (length, 1, head_dim): of the
+    first channels of all pairs, then of the second ones, whose sines have the other sign.
+
+    Half of the channel pairs rotate, by 1 to 1/1024 radians a token. For each change of the long
+    window, which is one of long_windows, YaRN (Peng et al. 2023) slows the pairs that turn less
+    than once in the old window by old/new, leaves those that turn over 32 times, and multiplies
+    scores by 0.2 ln(new/old) + 1: queries and keys by its root, so that the scale stays. Angles are
+    float64, so that late positions are exact.
+    """
+    root = 1.0
+    pairs = head_dim // 2
+    turning = (1 / 1024) ** torch.linspace(0, 1, pairs // 2, dtype=torch.float64)
+    speed = F.pad(turning, (0, pairs - pairs // 2))
+    for old, new in itertools.pairwise(long_windows):
+        turns = old * speed / (2 * math.pi)
+        kept = ((turns - 1) / 31).clamp(0, 1)
+        speed = speed * (old / new + kept * (1 - old / new))
+        root = root * (0.2 * math.log(new / old) + 1) ** 0.5
+    angle = torch.arange(length, dtype=torch.float64)[:, None, None] * speed
+    cos = root * torch.cat([angle.cos(), angle.cos()], dim=-1)
+    sin = root * torch.cat([angle.sin(), -angle.sin()], dim=-1)
+    return cos.to(device, dtype), sin.to(device, dtype), scale
+
+
+def rotate(x, cos, sin):
+    """Rotate the channel pairs of x (T, heads, head_dim) by the angles of their positions, whose
+    cosines and sines are those of rotary_tables."""
+    swapped = x.roll(x.size(-1) // 2, -1)
+    return x * cos + swapped * sin
+
+
+def shifted(k, is_first):
+    """Keys (T, heads, head_dim) whose channels that do not rotate are those of the token before,
+    or 0 where is_first (T,). So one layer finds what followed a token earlier (modded-nanogpt,
+    record of 2025-12-14)."""
+    turning, still = k.unflatten(-1, (2, 2, -1)).unbind(-2)  # of each half of the channel pairs
+    still = F.pad(still, (0, 0, 0, 0, 0, 0, 1, -1)).masked_fill(is_first[:, None, None, None], 0)
+    return torch.stack([turning, still], dim=-2).flatten(-3)
+
+
+def in_pairs(x):
+    """Heads (T, heads, dim) as (2 T, heads / 2, dim): for each token one of a pair, then the other.
+    So each sees the keys of both (modded-nanogpt, record of 2026-01-07)."""
+    return x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(0, 1)
+
+
+def out_of_pairs(y):
+    """The inverse of in_pairs."""
+    return y.unflatten(0, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
+def exclusive_attention(y, v, share):
+    """Outputs of attention (T, heads, dim) less a share (T, heads, 1) of their part along v, the
+    token's own value, which the residual stream has anyway (XSA, arXiv 2603.09078)."""
+    along = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
+    return y - share * along * v
+
+
+class BlockedAttention:
+    """Back end `sdpa`: softmax attention on any device, in time linear in T.
+
+    A block of queries attends to the keys of its own and of the preceding blocks that the window
+    reaches. In layers with paired heads a token has two positions.
+    """
+
+    def mask(self, micro_batch, window, positions, phase, dtype):
+        """What is added to scores, (blocks, 1, block, window + block): 0 where query i sees key j,
+        max(its segment's start, i - window + 1) <= j <= i, else -inf. A block's keys start `window`
+        positions before its queries."""
+        start = (positions * micro_batch.segment_start).repeat_interleave(positions)
+        block = math.gcd(window, ATTENTION_BLOCK)
+        device = start.device
+        query = torch.arange(len(start), dtype=torch.int32, device=device).view(-1, block, 1)
+        reach = torch.arange(window + block, dtype=torch.int32, device=device)
+        key = query[:, :1] - window + reach
+        first = torch.maximum(start.view(-1, block, 1), query - window + 1)
+        is_visible = (key >= first) & (key <= query)
+        return torch.where(is_visible, 0.0, -math.inf).to(dtype)[:, None]
+
+    def attend(self, q, k, v, mask, scale):
+        """Attention of q, k, v (n, heads, head_dim), n a multiple of the block: the same shape."""
+        length, heads, dim = q.shape
+        block, size = mask.shape[2:]
+
+        def reached(x):
+            """(blocks, heads, size, dim): what each block reaches, zeros before the first."""
+            blocks = F.pad(x, (0, 0, 0, 0, size - block, 0)).unflatten(0, (-1, block))
+            shifts = range(size // block)
+            parts = [blocks[low : low + length // block] for low in shifts]
+            return torch.cat(parts, dim=1).transpose(1, 2)
+
+        queries = q.view(-1, block, heads, dim).transpose(1, 2)
+        y = F.scaled_dot_product_attention(
+            queries, reached(k), reached(v), attn_mask=mask, scale=scale
+        )
+        return y.transpose(1, 2).reshape(length, heads, dim)
+
+
+class VarlenAttention:
+    """Back end `varlen`: FlashAttention over packed segments (CUDA, half precision).
+
+    For each head and segment its grid has a block for every 128 tokens of the longest segment.
+    """
+
+    def __init__(self, is_fa3=False):
+        from torch.nn.attention.varlen import varlen_attn
+
+        self.varlen_attn = varlen_attn
+        # FlashAttention 3 would split keys, as there are few blocks: partial sums, a second kernel.
+        has_splits = is_fa3 and "num_splits" in inspect.signature(varlen_attn).parameters
+        self.options = {"num_splits": 1} if has_splits else {}
+
+    def mask(self, micro_batch, window, positions, phase, dtype):
+        """(bounds of the segments, the longest one, the window), in positions."""
+        return positions * micro_batch.segment_bounds, positions * phase.max_segment, window
+
+    def attend(self, q, k, v, mask, scale):
+        bounds, longest, window = mask
+        both = bounds, bounds, longest, longest  # of queries and of keys
+        sides = window - 1, 0
+        return self.varlen_attn(q, k, v, *both, scale=scale, window_size=sides, **self.options)
+
+
+def choose_attention(config, device):
+    """Resolve Config.attention. Returns (back end, its description for the log)."""
+    capability = (0, 0)
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+    has_varlen = importlib.util.find_spec("torch.nn.attention.varlen")
+    is_able = has_varlen and capability >= (8, 0) and config.dtype == "bfloat16"
+    needs = "needs bfloat16, compute capability 8.0 and torch.nn.attention.varlen"
+    words = f"{needs}, and has {config.dtype}, {capability} and torch {torch.__version__}"
+    is_met = is_able or config.attention != "varlen"
+    require(is_met, "attention=varlen", words, "use --attention sdpa")
+    if config.attention == "sdpa" or not is_able:
+        return BlockedAttention(), "sdpa"
+    if capability[0] != 9 or not importlib.util.find_spec("flash_attn_interface"):
+        return VarlenAttention(), "varlen-FA2"
+    torch.nn.attention.activate_flash_attention_impl("FA3")
+    return VarlenAttention(is_fa3=True), "varlen-FA3"
+
+
+def convolved(x, kernel, position):
+    """Each token of x (T, dim) plus shares of those before it in its segment: a Canon layer
+    (Allen-Zhu 2025, arXiv 2512.17351). kernel: (reach, dim), the shares of the last token, of the
+    one before that, and so on. position: (T,), of each token in its segment."""
+    total = x
+    for back, share in enumerate(kernel, start=1):
+        # Multiplied before it is shifted, so that the gradient needs nothing but x.
+        before = F.pad(share * x, (0, 0, back, -back))
+        total = total + before.masked_fill((position < back)[:, None], 0)
+    return total
+
+
+def mlp(x, up, down):
+    """The ReLU^2 MLP of x (T, dim); up and down (mlp_dim, dim)."""
+    return F.relu(F.linear(x, up)).square() @ down
+
+
+GATE_MLP_DIM = 64  # hidden width
+GATE_MLP_SCALE = 0.1  # of its outputs
+
+
+def gate_mlp(x, up, down):
+    """A small MLP, with which each token of x (T, model_dim) decides n gates or shares, (T, n): up
+    (GATE_MLP_DIM, model_dim), down (n, GATE_MLP_DIM)."""
+    return GATE_MLP_SCALE * F.linear(F.gelu(F.linear(x, up)), down)
+
+
+def gate(x, weight):
+    """Learned gates in (0, 2), 1 at the start: (T, n), from the first channels of x (T, model_dim);
+    weight (n, GATE_DIM)."""
+    return 2 * torch.sigmoid(F.linear(x[:, :GATE_DIM], weight))
+
+
+# 5. Loss =========================================================================================
+
+# Tokens whose logits exist at a time: on a CPU those of more leave its cache, and on a GPU those of
+# fewer are more kernels to compile and to launch.
+LOSS_CHUNK = {"cpu": 128, "cuda": 8192}
+CAP_WIDTH = 7.5  # of the sigmoid that caps logits
+SPREAD = 2654435769  # 2^32 over the golden ratio: multiples of it lie far from each other
+
+
+class CappedCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of soft-capped logits, and its gradients, in one pass over the logits.
+
+    With the capped logits' distances d <= 0 from the cap, see below_cap(),
+        loss at target t  =  ln sum_v exp(d_v) - d_t
+    So no maximum is needed, and gradients times the sum can be written before the sum is known:
+    dividing rows by it commutes with the products that follow. The targets' columns are corrected
+    afterwards.
+
+    hidden (T, dim); head (V, dim); targets (T, K) int64: K tokens that a position predicts, and
+    weights (T, K) of their losses; counts (V,) or None: how many rows of the vocabulary each row of
+    head stands for, 1 for targets; cap: Config.logit_cap; needs_grad: whether gradients will be
+    asked for. Returns (the weighted sum of losses; losses (T,) of the first targets, detached).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, head, targets, weights, counts, cap, needs_grad):
+        top = cap[0]
+        # Where a position has one target twice, both places get the sum of their weights.
+        is_same = targets[:, :, None] == targets[:, None]
+        losses = []
+        hidden_grads = []
+        head_grad = torch.zeros_like(head) if needs_grad else None
+        length = LOSS_CHUNK[hidden.device.type]
+        for low in range(0, len(hidden), length):
+            chunk = slice(low, low + length)
+            x = hidden[chunk]
+            target = targets[chunk]
+            product = x @ head.T
+            below = below_cap(product, cap)
+            exp_logits = torch.exp(below)
+            if counts is not None:
+                exp_logits = exp_logits * counts
+            sum_exp = exp_logits.sum(1, keepdim=True)
+            # From the product, which is stored anyway; compiled code never stores the distances.
+            target_below = below_cap(product.gather(1, target), cap)
+            losses.append(sum_exp.log() - target_below)
+            if needs_grad:
+                weight = weights[chunk]
+                target_weight = (is_same[chunk] * weight[:, None]).sum(-1)
+                scale = weight.sum(1, keepdim=True) / sum_exp
+                part = target_weight / scale.clamp_min(1e-30)
+                target_grad = (torch.exp(target_below) - part) * cap_slope(target_below, top)
+                grad = exp_logits.mul_(cap_slope(below, top)).to(x.dtype)
+                grad.scatter_(1, target, target_grad.to(x.dtype))
+                hidden_grads.append(((grad @ head) * scale).to(x.dtype))
+                head_grad = torch.addmm(head_grad, grad.T, (x * scale).to(x.dtype))
+        losses = torch.cat(losses)
+        if needs_grad:
+            ctx.save_for_backward(torch.cat(hidden_grads), head_grad)
+        first = losses[:, 0].clone()
+        ctx.mark_non_differentiable(first)
+        return (losses * weights).sum(), first
+
+    @staticmethod
+    def backward(ctx, upstream, _):
+        grads = [grad * (upstream / -CAP_WIDTH) for grad in ctx.saved_tensors]
+        return *grads, None, None, None, None, None
+
+
+def below_cap(products, cap):
+    """logits - top, float32, in (-top, 0). A logit is top sigmoid((z + shift) / CAP_WIDTH) of the
+    product z of a hidden state and a row of the head."""
+    top, shift = cap
+    scaled = torch.rsub(products.float(), -shift / CAP_WIDTH, alpha=1 / CAP_WIDTH)
+    return scaled.sigmoid_().mul_(-top)
+
+
+def cap_slope(below, top):
+    """-CAP_WIDTH times the derivative of a capped logit by its product: d + d^2 / top."""
+    return torch.addcmul(below, below, below, value=1 / top)
+
+
+def sampled_rows(targets, vocab, count):
+    """Choose `count` rows of the vocabulary for a softmax: all targets (T,), of which fewer than
+    `count` may differ, and others, spread over the ids in an order that depends on the targets.
+
+    Returns (rows (count,) int64, rising; positions (vocab,): the place of each chosen row among
+    them, meaningless for the others; counts (count,) float32: how many rows of the vocabulary each
+    one stands for, so that the sum of exponentials is right on average).
+    """
+    ids = torch.arange(vocab, device=targets.device)
+    is_target = torch.zeros_like(ids).index_fill(0, targets, 1)
+    turn = (ids + targets.sum()) * SPREAD % 2**31
+    rows = (turn + is_target * 2**31).topk(count).indices.sort().values
+    positions = torch.zeros_like(ids).scatter(0, rows, ids[:count])
+    distinct_targets = is_target.sum()
+    share = (vocab - distinct_targets) / (count - distinct_targets).clamp_min(1)
+    # A buffer of its own: compiled code would work out torch.where again for every logit. It must
+    # be repeat: torch 2.13 compiles expand to wrong counts here, without an error.
+    counts = share.repeat(count).index_fill(0, positions[targets], 1.0)
+    return rows, positions, counts
+
+
+def summed_loss(hidden, targets, segment_start, head, phase, loss_weights, prefixes, cap):
+    """(training loss, weighted and summed over tokens; losses (T,) of the next token).
+
+    targets, segment_start: (T,), of a MicroBatch. loss_weights: float32, of the next token, the
+    second-next, ..., and of a prefix. prefixes: (V,) the id of each token's prefix, or its own.
+    """
+    prefix = prefixes[targets]
+    counts = None
+    if phase.softmax_rows:
+        present = torch.cat([targets, prefix]) if phase.has_prefix else targets
+        rows, positions, counts = sampled_rows(present, len(head), phase.softmax_rows)
+        head = head.index_select(0, rows)
+        targets = positions[targets]
+        prefix = positions[prefix]
+    predicted = []
+    weights = []
+    for ahead in range(phase.targets):
+        # A position also predicts the token `ahead` behind its target, within its segment.
+        is_same_segment = segment_start[ahead:] == segment_start[: len(hidden) - ahead]
+        predicted.append(targets.roll(-ahead))
+        weights.append(F.pad(is_same_segment * loss_weights[ahead], (0, ahead)))
+    if phase.has_prefix:
+        predicted.append(prefix)
+        weights.append((prefix != targets) * loss_weights[phase.targets])
+    predicted = torch.stack(predicted, 1)
+    weights = torch.stack(weights, 1)
+    needs_grad = torch.is_grad_enabled()
+    return CappedCrossEntropy.apply(hidden, head, predicted, weights, counts, cap, needs_grad)
+
+
+# 6. Model ========================================================================================
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which group steps a parameter, and with which numbers; most of these are modded-nanogpt's.
+
+    Decay is by the group's rate times the parameter's, and only where update and weight agree in
+    sign.
+    """
+
+    group: str  # small | embeddings | matrices
+    lr_mul: float | Tensor = 1.0  # times the group's rate; a tensor (k, 1, 1): of a bank's matrices
+    decay: float = 0.0  # times matrix_decay for matrices, else the weight decay itself
+    betas: tuple = (0.9, 0.99)  # Muon and SOAP-Muon read the second; the first follows a schedule
+
+
+def ruled(values, *rule, **numbers):
+    """A parameter with these values that carries its Rule, by which the optimizer steps it."""
+    param = nn.Parameter(values)
+    param.rule = Rule(*rule, **numbers)
+    return param
+
+
+# Parameters of which some layers have a part, in equal parts along the first axis, by the field of
+# Layer that is set in these.
+PARTS = {
+    "attends": ("query_key", "value_output"),
+    "value_embedding": ("value_embed", "value_gate"),
+    "exclusive": ("exclusive_gate",),
+    "skip": ("skip_scale",),
+    "decides_gates": ("gate_up", "gate_down"),
+}
+
+
+class GPT(nn.Module):
+    """Decoder-only transformer over packed documents.
+
+    Three banks hold its matrices, so that updates are batched: `query_key` (n, m * head_dim,
+    model_dim) has q and k of each layer that attends, cut into groups of m heads, which are one
+    matrix each to Muon: pairs, or all heads where their number is odd; `value_output` (2 * such
+    layers, model_dim, model_dim) has v and o; `mlp` (2 * layers, mlp_dim, model_dim) has up and the
+    transpose of down.
+    """
+
+    def __init__(self, config, back_end):
+        super().__init__()
+        self.config = config
+        self.back_end = back_end
+        dim = config.model_dim
+        layers = len(config.layers)
+        vocab = config.vocab_size
+        generator = torch.Generator().manual_seed(config.seed)
+
+        def drawn(*shape, std):
+            return (torch.randn(*shape, generator=generator) * std).to(config.torch_dtype)
+
+        def gates(*shape, lr_mul=1.0):
+            zeros = torch.zeros(*shape, GATE_DIM, dtype=config.torch_dtype)
+            return ruled(zeros, "small", lr_mul=lr_mul)
+
+        def gate_mlps(count, outputs):
+            """Matrices up and down of MLPs with so many outputs, which are 0 at first."""
+            up = drawn(count, GATE_MLP_DIM, dim, std=(3 * dim) ** -0.5)
+            down = up.new_zeros(count, outputs, GATE_MLP_DIM)
+            return [ruled(matrices, "small", lr_mul=0.25) for matrices in (up, down)]
+
+        embed = drawn(vocab, dim, std=0.7)
+        head = drawn(vocab, dim, std=0.005)
+        # Where they part later, they are equal at first, at the head's scale.
+        embed = head.clone() if untie_step(config) else embed
+        embeddings = functools.partial(ruled, group="embeddings")
+        of_tokens = {"lr_mul": config.embed_lr, "decay": 0.75, "betas": (0.5, 0.95)}
+        self.embed = embeddings(embed, **of_tokens)
+        self.head = embeddings(head, **of_tokens)
+        heads = dim // config.head_dim
+        width = dim if heads % 2 else 2 * config.head_dim
+        std = 0.6 / math.sqrt(dim)
+        attending = config.layers_with("attends")
+        query_key = drawn(2 * len(attending) * dim // width, width, dim, std=std)
+        # By layer, q or k, head, side of a pair of channels, and whether the pair rotates or not.
+        channels = query_key.view(len(attending), 2, heads, 2, 2, -1, dim)
+        for number in config.layers_with("shifted_keys"):
+            # Half of a key is of the token before. It begins as that token's query, and the other
+            # half as zero: from the first step a token attends to what followed its like.
+            queries, keys = channels[attending.index(number)]
+            keys[:, :, 0] = 0
+            keys[:, :, 1] = queries[:, :, 1]
+        value_output = drawn(2 * len(attending), dim, dim, std=1 / math.sqrt(dim))
+        mlps = drawn(2 * layers, config.mlp_dim, dim, std=std)
+        value_output[::2] *= config.value_std
+        value_output[1::2] *= config.output_std
+        mlps[1::2] = 0
+        matrices = functools.partial(ruled, group="matrices", decay=1.0, betas=(0.9, 0.9))
+        self.query_key = matrices(query_key)
+        self.value_output = matrices(value_output)
+        self.mlp = matrices(mlps, lr_mul=torch.tensor([1.0, 2.0]).repeat(layers)[:, None, None])
+        value_layers = len(config.layers_with("value_embedding"))
+        value_embed = drawn(value_layers * vocab, dim, std=0.01)
+        self.value_embed = embeddings(value_embed, lr_mul=75.0, decay=1.875, betas=(0.75, 0.95))
+        self.value_gate = gates(value_layers, heads)
+        if exclusive := config.layers_with("exclusive"):
+            self.exclusive_gate = gates(len(exclusive), heads)
+        self.smear_gate = gates(1, lr_mul=0.01)
+        self.smear_scale = ruled(torch.zeros(1), "small", lr_mul=5.0)
+        self.residual_scale = ruled(torch.ones(layers), "small", lr_mul=5.0, betas=(0.9, 0.95))
+        # They multiply what attention and MLP add, and step by twice the matrices' rate: five times
+        # Adam's, as others have it, was too much on english.
+        lr_mul = 2 * config.matrix_lr / config.adam_lr
+        self.output_scale = ruled(torch.ones(layers, 2), "small", lr_mul=lr_mul)
+        self.embed_scale = ruled(torch.zeros(layers), "small", lr_mul=config.embed_scale_lr)
+        if config.mlp_reach:
+            kernels = torch.zeros(layers, config.mlp_reach, dim, dtype=config.torch_dtype)
+            self.mlp_kernel = ruled(kernels, "small", lr_mul=3.0)
+        if config.ngram_orders:
+            self.ngram_gate = gates(layers + 1)  # before each layer and before the head
+        if config.copy_orders:
+            self.copy_scale = ruled(torch.zeros(len(config.copy_orders)), "small", lr_mul=20.0)
+            self.copy_gate = gates(len(config.copy_orders), lr_mul=0.1)
+        if skips := config.layers_with("skip"):
+            self.skip_scale = ruled(torch.full((len(skips),), 0.1), "small", lr_mul=5.0)
+        self.feeding = len(config.layers_with("feeds_last"))
+        if self.feeding:
+            shares = 2 * (self.feeding + 2)  # of states, for two sums: see mixtures()
+            bias = torch.zeros(2, shares)
+            bias[1, self.feeding] = -0.5 / GATE_MLP_SCALE  # the last of them, behind the last layer
+            self.dense_up, self.dense_down = gate_mlps(2, shares)
+            self.dense_bias = ruled(bias, "small", lr_mul=0.25)
+        if deciding := config.layers_with("decides_gates"):
+            self.gate_up, self.gate_down = gate_mlps(len(deciding), layers * heads)
+
+    def parts(self):
+        """What each layer has of the parameters in PARTS: [{name: its part}]. They are split at
+        once, since the gradient of an index is as large as what was indexed."""
+        parts = [{} for _ in self.config.layers]
+        for field, names in PARTS.items():
+            numbers = self.config.layers_with(field)
+            for name in names if numbers else ():
+                chunks = getattr(self, name).chunk(len(numbers))
+                for number, chunk in zip(numbers, chunks, strict=True):
+                    parts[number][name] = chunk.squeeze(0)
+        return parts
+
+    def masks(self, micro_batch, phase):
+        """{(is_long, paired_heads): the back end's mask} for each kind of layers that attend."""
+        masks = {}
+        for layer in self.config.layers:
+            kind = layer.is_long, layer.paired_heads
+            if layer.attends and kind not in masks:
+                window = phase.windows[-1 if layer.is_long else 0]
+                positions = 2 if layer.paired_heads else 1
+                dtype = self.config.torch_dtype
+                masks[kind] = self.back_end.mask(micro_batch, window, positions, phase, dtype)
+        return masks
+
+    def embedding(self, micro_batch, is_first):
+        """Each token's embedding with a gated share of the one before it in its segment."""
+        x = F.embedding(micro_batch.inputs, self.embed)
+        share = torch.sigmoid(F.linear(x[:, :GATE_DIM], self.smear_gate))
+        share = share.masked_fill(is_first[:, None], 0)
+        before = F.pad(x, (0, 0, 1, -1))
+        return norm(x + self.smear_scale[0] * share * before)
+
+    def copied(self, x, micro_batch):
+        """The weighted sum of the head's rows of each token's copies, (T, model_dim). A weight is
+        that of the copy's order, and what x (T, model_dim) adds to it."""
+        is_there = micro_batch.guesses < NO_TOKEN
+        # Where there is no copy, the current token has weight 0: no row is read by all tokens.
+        token = micro_batch.guesses.where(is_there, micro_batch.inputs[:, None])
+        weights = self.copy_scale + F.linear(norm(x)[:, :GATE_DIM], self.copy_gate)
+        # No bag of rows: on CUDA that has no gradient by its weights in bfloat16, and is slower.
+        rows = F.embedding(token, norm(self.head))
+        return ((weights * is_there)[..., None] * rows).sum(1).to(x.dtype)
+
+    def attention(self, x, number, part, mixture, gates, is_first, rotary, mask):
+        """What attention of a layer adds to the residual stream, as it reads x (T, model_dim).
+
+        part: what the layer has of the parameters, and value_embedding (T, model_dim). mixture (T,
+        model_dim), or None, is added to the values. gates: (T, heads), or None; each token scales
+        each head's output by 1 + its own.
+        """
+        config = self.config
+        layer = config.layers[number]
+        cos, sin, scale = rotary
+        heads = config.model_dim // config.head_dim
+        value, output = part["value_output"].unbind()
+        x_normed = norm(x)
+        weights = torch.cat([part["query_key"].flatten(0, 1), value])
+        qkv = F.linear(x_normed, weights).view(len(x), -1, config.head_dim)
+        qk, v = qkv.split([2 * heads, heads], dim=1)
+        if layer.value_embedding:
+            embedding = part["value_embedding"]
+            half = GATE_DIM // 2
+            read = torch.cat([x_normed[:, :half], embedding[:, :half]], dim=1)
+            share = gate(read, part["value_gate"])[..., None]
+            v = v + share * embedding.view_as(v)
+        if mixture is not None:
+            v = v + mixture.view_as(v)
+        qk = norm(qk)  # of all heads, queries before keys
+        if layer.shifted_keys:
+            q, k = qk.chunk(2, dim=1)
+            qk = torch.cat([q, shifted(k, is_first)], dim=1)
+        seen = v
+        if layer.paired_heads:
+            qk = in_pairs(qk)
+            seen = in_pairs(v)
+        q, k = rotate(qk, cos[: len(qk)], sin[: len(qk)]).chunk(2, dim=1)
+        y = self.back_end.attend(q, k, seen, mask, scale)
+        if layer.paired_heads:
+            y = out_of_pairs(y)
+        if layer.exclusive:
+            share = gate(x, part["exclusive_gate"]) - 1
+            y = exclusive_attention(y, v, share[..., None])
+        if gates is not None:
+            y = y * (1 + gates)[..., None]
+        # To scale its last matrix scales what a sublayer adds, with less to read and keep.
+        return F.linear(y.flatten(1), self.output_scale[number, 0] * output)
+
+    def mixtures(self, x, place, states, count):
+        """`count` sums of states (T, model_dim), with shares that each token's x decides: the dense
+        connections of MUDD (Xiao et al. 2025), ahead of the last layer (place 0) or behind it."""
+        shares = gate_mlp(x, self.dense_up[place], self.dense_down[place])
+        shares = shares + GATE_MLP_SCALE * self.dense_bias[place].to(x.dtype)
+        sums = []
+        for part in shares.split(len(states), dim=1)[:count]:
+            terms = zip(part.split(1, dim=1), states, strict=True)
+            sums.append(sum(share * state for share, state in terms))
+        return sums
+
+    def hidden(self, micro_batch, ngram, phase, rotary):
+        """Final hidden states (T, model_dim), normalised.
+
+        ngram: (T, model_dim), from NgramTable.summed, or None. rotary: what rotary_tables returns.
+        """
+        config = self.config
+        start = micro_batch.segment_start
+        position = torch.arange(len(start), device=start.device) - start
+        is_first = position == 0
+        masks = self.masks(micro_batch, phase)
+        parts = self.parts()
+        last = len(parts) - 1
+        mlps = self.mlp.unflatten(0, (-1, 2)).unbind()
+        embedded = self.embedding(micro_batch, is_first)
+        x = embedded
+        outputs = []  # of the layers so far
+        states = []  # that the last layer mixes
+        shared = None  # what attention reads, in the place of the residual stream
+        gates = [None] * len(parts)
+        for number, (layer, part) in enumerate(zip(config.layers, parts, strict=True)):
+            if layer.decides_gates:
+                # Of all layers, but only those up to the next that decides will read them.
+                gates = gate_mlp(x, part["gate_up"], part["gate_down"])
+                gates = gates.unflatten(1, (len(parts), -1)).unbind(1)
+            if layer.skip:
+                x = x + part["skip_scale"] * outputs[number - layer.skip]
+            x = self.residual_scale[number] * x + self.embed_scale[number] * embedded
+            if ngram is not None:
+                x = x + gate(x, self.ngram_gate[number : number + 1]) * ngram
+            if number in (0, last):
+                states.append(x)
+            mixture = None
+            if self.feeding and number == last:
+                mixture, addend = self.mixtures(x, 0, states, count=2)
+                x = x + addend
+            if layer.value_embedding:
+                part["value_embedding"] = F.embedding(micro_batch.inputs, part["value_embed"])
+            if layer.attends:
+                read = x if shared is None else shared
+                mask = masks[layer.is_long, layer.paired_heads]
+                own = gates[number]
+                x = x + self.attention(read, number, part, mixture, own, is_first, rotary, mask)
+            up, down = mlps[number]
+            x_normed = norm(x)
+            if config.mlp_reach:
+                x_normed = convolved(x_normed, self.mlp_kernel[number], position)
+            x = x + mlp(x_normed, up, self.output_scale[number, 1] * down)
+            outputs.append(x)
+            if layer.feeds_attention:
+                shared = x
+            if layer.feeds_last:
+                states.append(x)
+        states += [part["value_embedding"] for part in parts if "value_embed" in part][:1]
+        return norm(self.after_layers(x, micro_batch, ngram, states))
+
+    def after_layers(self, x, micro_batch, ngram, states):
+        """What leaves the last layer, x (T, model_dim), with all that is added behind it."""
+        if ngram is not None:
+            x = x + gate(x, self.ngram_gate[-1:]) * ngram
+        if self.feeding:
+            x = x + self.mixtures(x, 1, states, count=1)[0]
+        if self.config.copy_orders:
+            x = x + self.copied(x, micro_batch)
+        return x
+
+    def logits(self, hidden):
+        """Soft-capped logits (n, vocab_size), float32, of hidden states (n, model_dim)."""
+        cap = self.config.logit_cap
+        return cap[0] + below_cap(F.linear(hidden, self.head), cap)
+
+    def forward(self, micro_batch, ngram, phase, loss_weights, prefixes, rotary):
+        """(training loss, summed over tokens; losses (T,) of the next token; hidden states)."""
+        if isinstance(phase.max_segment, Tensor):
+            phase = phase.as_numbers()
+        hidden = self.hidden(micro_batch, ngram, phase, rotary)
+        # A sampled softmax is of one micro-batch, however many the pass has.
+        length = self.config.micro_batch_tokens if phase.softmax_rows else len(hidden)
+        read = hidden, micro_batch.targets, micro_batch.segment_start
+        parts = zip(*(tensor.split(length) for tensor in read), strict=True)
+        cap = self.config.logit_cap
+        sums, losses = zip(
+            *(summed_loss(*part, self.head, phase, loss_weights, prefixes, cap) for part in parts),
+            strict=True,
+        )
+        return sum(sums), torch.cat(losses), hidden.detach()
+
+
+# 7. Update rules =================================================================================
+
+
+# A rule changes weight and state {key: tensor} in place. UPDATE_RULES, below, has a row for each.
+
+
+class Hyper(NamedTuple):
+    """The numbers of one update. Where updates are compiled, all but dtype are tensors."""
+
+    count: Any  # of updates so far, this one included
+    lr: Any
+    decay: Any  # of an agreeing weight, over lr
+    momentum: Any
+    betas: Any
+    dtype: torch.dtype  # of products
+
+
+ROUNDING = 1e-5  # gradients so far below those beside them are nothing else
+
+
+def adam_update(weight, grad, state, hyper):
+    """Adam (Kingma & Ba 2015) with cautious weight decay, in place; float32, of one shape.
+
+    In place of an epsilon, values whose gradients are rounding wait: at the start some scalars have
+    no others, and full steps of these would depend on the order in which floats are added."""
+    beta1, beta2 = hyper.betas
+    state["first"].lerp_(grad, 1 - beta1)
+    state["second"].lerp_(grad.square(), 1 - beta2)
+    first = state["first"] / (1 - beta1**hyper.count)
+    second = state["second"] / (1 - beta2**hyper.count)
+    # Over each matrix, each row of an embedding, all of a vector: so ranks that share out agree.
+    axes = range(1, second.ndim) or (0,)
+    root = second.sqrt()
+    is_rounding = root <= ROUNDING * second.mean(tuple(axes), keepdim=True).sqrt()
+    update = (first / root).masked_fill(is_rounding, 0.0)
+    cautious_step(weight, update, hyper.lr, hyper.decay)
+
+
+ROW_MEMORY = 0.98  # what a row's moment keeps of itself at each of its updates
+
+
+def adagrad_rows_update(table, second, rows, grads, lr, floor):
+    """Row-wise Adagrad on distinct rows (u,) of the table (n, dim), in place, at their cost alone.
+
+    It forgets: a rare row's steps shrink from `lr` on as Adagrad's do, and a frequent one's no
+    further than to lr * sqrt(1 - ROW_MEMORY), so that it goes on to learn in a long run.
+
+    second: (n,), the sum of each row's mean squared gradients. grads: (u, dim), sums over tokens.
+    floor: a gradient RMS that is added to the moment: a row that is new where tokens are predicted
+    well should hardly move.
+    """
+    moment = ROW_MEMORY * second[rows] + grads.square().mean(1)
+    second[rows] = moment
+    steps = grads * (-lr * (moment + floor * floor).rsqrt())[:, None]
+    # On a CPU this takes a third of the time of table[rows] += steps, for the same bits.
+    table.scatter_add_(0, rows[:, None].expand_as(steps), steps)
+
+
+# Polar Express (Amsel et al. 2025): the composed odd polynomials that bring singular values in
+# [1e-3, 1] closest to 1 in five steps; coefficients by the paper's method, with a cushion of 0.02
+# and a safety factor of 2 % (theirs is 1 %).
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+def polar_express(matrices, dtype):
+    """Approximate polar factor of a batch (k, m, n), float32: singular values near 1; 0 stays 0.
+
+    Products are in `dtype`.
+    """
+    if matrices.size(-2) > matrices.size(-1):
+        return polar_express(matrices.mT, dtype).mT
+    x = matrices.to(dtype)
+    size = x.float().norm(dim=(-2, -1), keepdim=True)
+    # If the norm overflows, NaN ends the run: a step of zero would go unnoticed.
+    size = size.where(size.isfinite(), torch.nan)
+    x = x / (size * 1.02 + 1e-12).to(dtype)
+    for a, b, c in POLAR_EXPRESS:
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.float()
+
+
+def cautious_step(weight, update, lr, decay):
+    """Step against `update` in place, with weight decay only where both agree in sign."""
+    is_agreed = update * weight > 0
+    weight.sub_(lr * (update + decay * weight * is_agreed))
+
+
+def orthogonal_step(weight, direction, state, hyper):
+    """Muon's step along `direction` (k, m, n).
+
+    Orthogonalisation; then NorMuon's scaling (Li et al. 2025), which divides each row, or column of
+    a wide matrix, by its running RMS, at unchanged Frobenius norm; then cautious decay. The rate
+    grows with sqrt(m / n) of tall matrices, so that the RMS of a step is lr / sqrt(n).
+    """
+    update = polar_express(direction, hyper.dtype)
+    rows, columns = update.shape[-2:]
+    norm_before = update.norm(dim=(-2, -1), keepdim=True)
+    mean_square = update.square().mean(-1 if rows >= columns else -2, keepdim=True)
+    state["row_square"].lerp_(mean_square, 1 - hyper.betas[1])
+    update = update * state["row_square"].clamp_min(1e-10).rsqrt()
+    norm_after = update.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10)
+    update = update * (norm_before / norm_after)
+    lr = hyper.lr * max(1.0, rows / columns) ** 0.5
+    cautious_step(weight, update, lr, hyper.decay)
+
+
+def muon_update(weight, grad, state, hyper):
+    """Muon (Jordan et al. 2024): Nesterov momentum, then an orthogonal step."""
+    state["momentum"].lerp_(grad, 1 - hyper.momentum)
+    direction = grad.lerp(state["momentum"], hyper.momentum)
+    orthogonal_step(weight, direction, state, hyper)
+
+
+# SOAP (Vyas et al. 2024) and its relatives keep, for the rows and for the columns of a matrix G, a
+# Kronecker factor (the running mean of G Gᵀ, of Gᵀ G) and a basis that follows the factor's
+# eigenvectors. Momentum stays in the parameters' own basis; only the second moment lives in the
+# eigenbasis, and is permuted with it.
+FACTOR_BETA = 0.9  # of the factors, and of SOAP-Muon's second moment
+KL_FLOOR = 1e-3  # eigenvalues below this share of their mean are taken to be it
+EIGH_STEPS = 3  # refreshes by eigh: zero-initialised projections give no gradient before step 2
+DAMPING = 3e-6  # added to a factor before Cholesky, as a share of its largest eigenvalue
+
+
+class Side(NamedTuple):
+    """The rows (axis -2) or the columns (axis -1) of a bank of k matrices."""
+
+    axis: int
+    factor: Tensor  # (k, s, s), symmetric, zero until the first gradient
+    basis: Tensor  # (k, s, s), orthonormal columns, the largest eigenvalue's first
+
+
+def eigen_sides(state):
+    """The sides of a bank that have an eigenbasis: none, one or both."""
+    return [
+        Side(axis, state[f"{key}_factor"], state[f"{key}_basis"])
+        for key, axis in (("row", -2), ("column", -1))
+        if f"{key}_factor" in state
+    ]
+
+
+def turned(x, sides, back=False):
+    """Matrices (k, m, n) turned from the parameters' basis to the eigenbasis, or back."""
+    for axis, _, basis in sides:
+        turn = basis if back else basis.mT
+        x = turn @ x if axis == -2 else x @ turn.mT
+    return x
+
+
+def has_basis(state):
+    """(k, 1, 1): 1.0 once a matrix has had a gradient that its bases could follow, else 0.0."""
+    known = torch.ones_like(state["moment"][:, :1, :1])
+    for side in eigen_sides(state):
+        trace = side.factor.diagonal(dim1=-2, dim2=-1).sum(-1)
+        known = known * (trace > 0)[:, None, None]
+    return known
+
+
+def soap_update(weight, grad, state, hyper):
+    """SOAP: Adam in the eigenbasis, then cautious decay.
+
+    It is scaled by 1 / sqrt(n), so that a rate means what it does for Muon. A matrix without bases
+    only decays, and its first gradient goes into the factors alone, as in the authors' code: in the
+    momentum it would meet the second moment of one other gradient, at up to thousands of times the
+    step that Adam can make.
+    """
+    sides = eigen_sides(state)
+    known = has_basis(state)
+    momentum = state["momentum"]
+    moment = state["moment"]
+    count = state["count"]
+    beta1, beta2 = hyper.betas
+    count.add_(known)
+    momentum.add_((grad - momentum) * ((1 - beta1) * known))
+    moment.add_((turned(grad, sides).square() - moment) * ((1 - beta2) * known))
+    first = turned(momentum, sides) / (1 - beta1**count).clamp_min(1e-8)
+    second = moment / (1 - beta2**count).clamp_min(1e-8)
+    update = turned(first * second.clamp_min(1e-16).rsqrt() * known, sides, back=True)
+    cautious_step(weight, update / update.size(-1) ** 0.5, hyper.lr, hyper.decay)
+
+
+def soap_muon_update(weight, grad, state, hyper):
+    """SOAP-Muon: Muon of a momentum that is divided, in the eigenbasis, by the root of its own
+    second moment."""
+    sides = eigen_sides(state)
+    known = has_basis(state)
+    moment = state["moment"]
+    state["momentum"].lerp_(grad, 1 - hyper.momentum)
+    direction = grad.lerp(state["momentum"], hyper.momentum)
+    rotated = turned(direction, sides)
+    moment.add_((rotated.square() - moment) * ((1 - FACTOR_BETA) * known))
+    whitened = turned(rotated * moment.clamp_min(1e-16).rsqrt(), sides, back=True)
+    orthogonal_step(weight, torch.where(known > 0, whitened, direction), state, hyper)
+
+
+class UpdateRule(NamedTuple):
+    """An update rule, and the state that it needs: see ParameterGroup.new_state."""
+
+    update: Callable
+    keeps: tuple
+    has_bases: bool = False  # eigenbases, which follow the gradients after each update
+    is_kl: bool = False  # whether their factors are KL-Shampoo's
+
+
+UPDATE_RULES = {
+    "adam": UpdateRule(adam_update, ("first", "second")),
+    "muon": UpdateRule(muon_update, ("momentum", "row_square")),
+    "soap": UpdateRule(soap_update, ("momentum", "moment", "count"), has_bases=True),
+    "soap_muon": UpdateRule(soap_muon_update, ("momentum", "row_square", "moment"), has_bases=True),
+    # Weights step before the bases follow, as in github.com/yorkerlin/KL-Methods, optim/kl_opt.py.
+    "kl_soap": UpdateRule(soap_update, ("momentum", "moment", "count"), has_bases=True, is_kl=True),
+}
+
+
+def update_factors(grad, sides, is_kl):
+    """Take gradients (k, m, n) into the factors of their sides, in place.
+
+    is_kl: KL-Shampoo's estimate (Lin et al. 2025): each side's gradient is first whitened by the
+    other side's factor. Its eigenvalues are taken over their mean: only the product of both
+    factors' scales means something, and the split between the two would drift.
+    """
+    products = []
+    for side, other in zip(sides, reversed(sides), strict=True):
+        half = grad if side.axis == -2 else grad.mT
+        if is_kl and other is not side:
+            spectrum = (other.basis * (other.factor @ other.basis)).sum(-2)
+            mean = spectrum.mean(-1, keepdim=True)
+            spectrum = torch.where(mean > 0, spectrum / mean, 1.0).clamp_min(KL_FLOOR)
+            half = half @ other.basis * spectrum.rsqrt()[:, None]
+        products.append(half @ half.mT / half.size(-1))
+    for side, product in zip(sides, products, strict=True):
+        side.factor.lerp_(product, 1 - FACTOR_BETA)
+
+
+def cholesky_qr_step(product, bases, largest):
+    """Orthonormalise product = factor @ bases, all (k, s, s): batched, and without a host sync.
+
+    With B = basesᵀ factor bases = RᵀR and R Rᵀ = SᵀS, the result is bases Rᵀ S⁻¹: an LR step
+    (Rutishauser) on the scaled factor, which squares no condition number, and two Newton-Schulz
+    steps behind it. largest (k,): the factors' largest eigenvalues. Returns (the new bases,
+    is_good (k,): whether they are orthonormal).
+    """
+    scaled = product / largest[:, None, None].clamp_min(1e-38) + DAMPING * bases
+    upper, failed = torch.linalg.cholesky_ex(bases.mT @ scaled, upper=True)
+    second_upper, failed_again = torch.linalg.cholesky_ex(upper @ upper.mT, upper=True)
+    solved = torch.linalg.solve_triangular(second_upper, upper.mT, upper=True, left=False)
+    new = bases @ solved
+    for _ in range(2):
+        new = 1.5 * new - 0.5 * new @ (new.mT @ new)
+    error = new.mT @ new - torch.eye(new.size(-1), device=new.device)
+    is_orthonormal = error.abs().amax((-2, -1)) < 1e-4
+    return new, (failed + failed_again == 0) & is_orthonormal
+
+
+def eigenbasis_step(factors, bases, method):
+    """Bring orthonormal bases (k, s, s) closer to the eigenvectors of symmetric factors (k, s, s).
+
+    Both are float32. Columns are sorted by falling Rayleigh quotient first. Methods:
+      eigh      the eigenvectors themselves; on CUDA the host waits for the device
+      cholesky  one step of orthogonal iteration, the Q of factor @ basis: cholesky_qr_step
+    Returns (bases, order (k, s) that sorted the old columns, is_rejected (k,)). Where a factor is
+    not finite or too close to singular, that matrix keeps its old basis, sorted. A zero factor also
+    keeps it, but does not count as rejected.
+    """
+    product = factors @ bases
+    spectrum = (bases * product).sum(-2)
+    spectrum, order = spectrum.sort(descending=True, stable=True)
+    columns = order[:, None].expand_as(bases)
+    old = bases.gather(-1, columns)
+    product = product.gather(-1, columns)
+    largest = spectrum[:, 0]
+    is_good = spectrum.isfinite().all(-1) & (largest > 0)
+    if method == "eigh":
+        identity = torch.eye(bases.size(-1), device=bases.device)
+        safe = torch.where(is_good[:, None, None], factors, identity)  # eigh raises on NaN
+        new = torch.linalg.eigh(safe).eigenvectors.flip(-1)
+    else:
+        new, is_orthonormal = cholesky_qr_step(product, old, largest)
+        is_good = is_good & is_orthonormal
+    is_rejected = ~is_good & (spectrum != 0).any(-1)
+    return torch.where(is_good[:, None, None], new, old), order, is_rejected
+
+
+def refresh_eigenbases(banks, method):
+    """One eigenbasis_step, a batch a size, for all sides of banks' states, in place."""
+    by_size = {}
+    for state in banks:
+        for side in eigen_sides(state):
+            if len(side.basis):
+                by_size.setdefault(side.basis.size(-1), []).append((state, side))
+    for members in by_size.values():
+        factors = torch.cat([side.factor for _, side in members])
+        bases = torch.cat([side.basis for _, side in members])
+        counts = [len(side.basis) for _, side in members]
+        new, order, _ = eigenbasis_step(factors, bases, method)
+        stepped = new.split(counts), order.split(counts)
+        for (state, side), basis, order in zip(members, *stepped, strict=True):
+            side.basis.copy_(basis)
+            index = order[:, :, None] if side.axis == -2 else order[:, None]
+            moment = state["moment"]
+            moment.copy_(moment.gather(side.axis, index.expand_as(moment)))
+
+
+# 8. Parameter groups =============================================================================
+
+
+class Group:
+    """Parameters that step, travel and are saved together.
+
+    Optimizer.step takes all groups that are due through three calls, each of which gets what the
+    one before it has returned:
+        reduce(step)                   start to sum their gradients over ranks
+        update(step, lr_mul, pending)  wait for the sums, update, start to send the new values
+        receive(step, pending)         take over what other ranks have sent
+    `tensors()` are all that a step changes on this rank, by name; `size()` counts the group's
+    values; `full_state()` is what a checkpoint keeps of it, whatever the world size, and `load`
+    takes that back.
+    """
+
+    every = 1  # steps between updates
+    is_frozen = False
+    is_shared_out = True  # or else every rank updates all of it
+
+    def is_due(self, step):
+        """Whether the group is updated at a step: every k-th, and the run's last."""
+        is_last = step + 1 == self.config.steps
+        return not self.is_frozen and ((step + 1) % self.every == 0 or is_last)
+
+    def updates_after(self, step):
+        """How many updates the group has had behind a step."""
+        return math.ceil((step + 1) / self.every)
+
+    def size(self):
+        return sum(param.numel() for param in self.params.values())
+
+    def touched(self):
+        """The tensors that a step changes, each with the index of what it changes there."""
+        return [(tensor, ...) for tensor in self.tensors().values()]
+
+
+def take_step(update, part, grad, state, hyper):
+    """Update this rank's part of a parameter in place; a narrow one has a float32 master."""
+    weight = state.get("master", part)
+    update(weight, grad, state, hyper)
+    if weight is not part:
+        part.copy_(weight)
+
+
+def compiled_updates():
+    """take_step as a handful of kernels. All numbers of an update are tensors on the CPU, so that
+    a schedule of any of them recompiles nothing."""
+    step = torch.compile(take_step, dynamic=False)
+
+    def call(update, part, grad, state, hyper):
+        *numbers, dtype = hyper
+        hyper = Hyper(*pytree.tree_map(torch.as_tensor, numbers), dtype)
+        step(update, part, grad, state, hyper)
+
+    return call
+
+
+def state_shape(key, shape):
+    """The shape of what a rule keeps under a key for a part of a parameter: mostly its own."""
+    if key == "count":
+        return shape[0], 1, 1
+    if key == "row_square":  # of a wide matrix: of its columns
+        count, rows, columns = shape
+        return (count, rows, 1) if rows >= columns else (count, 1, columns)
+    return shape
+
+
+# Values of a group above which ranks share it out. Each rank updates all of a smaller one, which
+# takes one collective; to share it out takes two for each parameter, and they cost more than that.
+SHARE_ABOVE = 2**22
+
+
+def gradient(param):
+    """The gradient of the losses summed since the parameter's last update; 0 where it has none."""
+    return torch.zeros_like(param) if param.grad is None else param.grad
+
+
+def tensors_of(params):
+    """Parameters {name: parameter} and the gradients that wait there, by name."""
+    tensors = {f"{name}.param": param.data for name, param in params.items()}
+    waiting = {name: param.grad for name, param in params.items() if param.grad is not None}
+    return tensors | {f"{name}.grad": grad for name, grad in waiting.items()}
+
+
+class ParameterGroup(Group):
+    """Parameters of the model under one update rule.
+
+    Nothing divides the sums of gradients by the tokens of a step: where a batch grows, gradients
+    grow, too, and Adam's steps are longer until its second moment has followed.
+
+    Ranks share each parameter of a large group out along its first axis, whole matrices of a bank:
+    every rank holds all of it, and updates the range that it owns.
+    """
+
+    def __init__(self, name, config, params, runtime):
+        self.name = name
+        self.config = config
+        self.runtime = runtime
+        self.params = params  # {name: parameter}
+        is_large = self.size() > SHARE_ABOVE and name != "small"
+        self.is_shared_out = is_large and runtime.world_size > 1
+        self.lr = config.adam_lr
+        self.decay = 1.0
+        self.every = config.adam_every
+        rule = "adam"
+        if name == "matrices":
+            rule = config.matrix_update
+            names = ", ".join(UPDATE_RULES)
+            config.require("matrix_update", rule in UPDATE_RULES, f"must be one of {names}")
+            self.lr = config.matrix_lr
+            self.decay = config.matrix_decay
+            self.every = 1
+        self.rule = UPDATE_RULES[rule]
+        self.state = {}  # what the rule keeps of this rank's part: {name: {key: tensor}}
+        self.lr_muls = {}
+        for key, param in params.items():
+            self.state[key] = self.new_state(self.own(key, param.data))
+            self.lr_muls[key] = param.rule.lr_mul
+            if isinstance(param.rule.lr_mul, Tensor):
+                self.lr_muls[key] = self.own(key, param.rule.lr_mul.to(param.device))
+        self.take_step = take_step
+        if config.compile and runtime.device.type == "cuda":
+            self.take_step = compiled_updates()
+
+    def owned_range(self, name):
+        """The range of a parameter's first axis that this rank updates."""
+        count = len(self.params[name])
+        return self.runtime.owned_range(count) if self.is_shared_out else (0, count)
+
+    def own(self, name, tensor):
+        """This rank's part of a tensor that has the parameter's first axis."""
+        low, high = self.owned_range(name)
+        return tensor[low:high]
+
+    def new_state(self, part):
+        """What the rule keeps of this rank's part of a parameter, at its start."""
+        device = part.device
+        keeps = (*self.rule.keeps, *["mean"] * (self.config.mean_share > 0))
+        state = {key: torch.zeros(state_shape(key, part.shape), device=device) for key in keeps}
+        if part.dtype != torch.float32:
+            state["master"] = part.float()
+        if self.rule.has_bases:
+            count = len(part)
+            for side, size in zip(("row", "column"), part.shape[1:], strict=True):
+                if size <= self.config.one_sided_above:
+                    identity = torch.eye(size, device=device)
+                    state[f"{side}_factor"] = torch.zeros(count, size, size, device=device)
+                    state[f"{side}_basis"] = identity.repeat(count, 1, 1)
+        return state
+
+    def is_tied(self, step):
+        """Whether a step updates head and embedding as one: the embedding's gradient is added to
+        the head's, and the embedding follows the head's weights and state."""
+        return "embed" in self.params and step < untie_step(self.config)
+
+    def reduce(self, step):
+        grads = {name: gradient(param) for name, param in self.params.items()}
+        if self.is_tied(step):
+            grads["head"] = grads["head"] + grads.pop("embed")
+            self.params["embed"].grad = None
+        if self.is_shared_out:
+            scatter = self.runtime.reduce_scatter
+            return [(name, *scatter(grad, name)) for name, grad in grads.items()]
+        return self.reduce_all(grads)
+
+    def reduce_all(self, grads):
+        """Start to sum gradients {name: tensor} over ranks, all of them in one collective."""
+        if self.runtime.world_size == 1:
+            return [(name, grad, None) for name, grad in grads.items()]
+        bucket = end_to_end(grads.values(), self.runtime.device)
+        work = self.runtime.all_reduce(bucket, self.name)
+        parts = bucket.split([grad.numel() for grad in grads.values()])
+        return [
+            (name, part.view_as(grad), work)
+            for (name, grad), part in zip(grads.items(), parts, strict=True)
+        ]
+
+    def update(self, step, lr_mul, pending):
+        travelling = []
+        grads = {}
+        rate = self.lr * lr_mul
+        for name, grad, work in pending:
+            wait(work)
+            param = self.params[name]
+            param.grad = None
+            grads[name] = grad.float()
+            hyper = Hyper(
+                count=self.updates_after(step),
+                lr=rate * self.lr_muls[name],
+                decay=rate * self.decay * param.rule.decay,
+                momentum=momentum_at(self.config, step),
+                betas=param.rule.betas,
+                dtype=self.config.torch_dtype,
+            )
+            part = self.own(name, param.data)
+            self.take_step(self.rule.update, part, grads[name], self.state[name], hyper)
+            self.follow_mean(step, part, self.state[name])
+            if self.is_shared_out:
+                travelling.append((name, *self.runtime.gather_ranges(param.data, name)))
+        if self.rule.has_bases:
+            self.follow_gradients(step, grads)  # while the new weights travel
+        return travelling
+
+    def follow_mean(self, step, part, state):
+        """Move the running mean of the last weights, those of `length` steps; behind the run's last
+        step the weights go half of the way there (modded-nanogpt, record of 2026-09-28)."""
+        config = self.config
+        length = round(config.mean_share * config.steps)
+        done = step + 1 - (config.steps - length)  # of these steps
+        if done <= 0:
+            return
+        weight = state.get("master", part)
+        kept = (1 - 2 / (length + 1)) ** self.every if done > self.every else 0.0
+        state["mean"].lerp_(weight, 1 - kept)
+        if step + 1 == config.steps:
+            weight.lerp_(state["mean"], 0.5)
+            part.copy_(weight)
+
+    def follow_gradients(self, step, grads):
+        """Take the gradients into the factors, and refresh the bases of the matrices whose turn it
+        is; with the first gradients it is everybody's."""
+        is_early = step < EIGH_STEPS
+        every = 1 if is_early else self.config.basis_every
+        banks = []
+        for name, grad in grads.items():
+            state = self.state[name]
+            update_factors(grad, eigen_sides(state), self.rule.is_kl)
+            turn = (step - self.owned_range(name)[0]) % every
+            banks.append({key: value[turn::every] for key, value in state.items()})
+        refresh_eigenbases(banks, "eigh" if is_early else "cholesky")
+
+    def receive(self, step, pending):
+        for name, whole, work in pending:
+            wait(work)
+            param = self.params[name]
+            if len(whole) > len(param):
+                param.data.copy_(whole[: len(param)])
+        if self.is_tied(step):
+            self.params["embed"].data.copy_(self.params["head"].data)
+            for key, value in self.state["embed"].items():
+                value.copy_(self.state["head"][key])
+
+    def tensors(self):
+        found = tensors_of(self.params)
+        for name, state in self.state.items():
+            found.update({f"{name}.{key}": value for key, value in state.items()})
+        return found
+
+    def full_state(self):
+        """{name: {key: tensor of the whole parameter}} on rank 0, whatever the world size; all
+        ranks must call it."""
+        return {
+            name: {key: self.whole(name, part) for key, part in state.items()}
+            for name, state in self.state.items()
+        }
+
+    def whole(self, name, part):
+        """What the parts of all ranks make up, on rank 0."""
+        if not self.is_shared_out:
+            return part
+        return self.runtime.gather_on_main(part, len(self.params[name]))
+
+    def load(self, state):
+        for name, own in self.state.items():
+            for key, value in own.items():
+                value.copy_(self.own(name, state[name][key]))
+
+    def reset_masters(self):
+        """Take the float32 weights over from the parameters."""
+        for name, state in self.state.items():
+            if "master" in state:
+                state["master"].copy_(self.own(name, self.params[name].data))
+
+
+def end_to_end(tensors, device):
+    """All values of some tensors as one vector (n,) float32."""
+    return torch.cat([torch.zeros(0, device=device), *(tensor.flatten() for tensor in tensors)])
+
+
+def joint_rule(params, device):
+    """The Rule of parameters that stand end to end: each of its numbers is a vector (n,)."""
+    sizes = torch.tensor([param.numel() for param in params], dtype=torch.int64)
+    rules = [param.rule for param in params]
+
+    def spread(numbers):
+        return torch.tensor(numbers).repeat_interleave(sizes).to(device)
+
+    return Rule(
+        "small",
+        lr_mul=spread([rule.lr_mul for rule in rules]),
+        decay=spread([rule.decay for rule in rules]),
+        betas=tuple(spread([rule.betas[number] for rule in rules]) for number in (0, 1)),
+    )
+
+
+class SmallGroup(ParameterGroup):
+    """Gates, scales and other small parameters. End to end they are one float32 vector, of which
+    the model has copies."""
+
+    def __init__(self, config, members, runtime):
+        self.members = members  # {name: parameter of the model}
+        self.is_frozen = not members
+        values = [param.detach() for param in members.values()]
+        vector = nn.Parameter(end_to_end(values, runtime.device))
+        vector.rule = joint_rule(members.values(), runtime.device)
+        super().__init__("small", config, {"small": vector}, runtime)
+        self.state["small"]["master"] = vector.data
+        parts = vector.data.split([value.numel() for value in values])
+        self.parts = [part.view_as(value) for part, value in zip(parts, values, strict=True)]
+
+    def reduce(self, step):
+        grads = [gradient(param) for param in self.members.values()]
+        return self.reduce_all({"small": end_to_end(grads, self.runtime.device)})
+
+    def receive(self, step, pending):
+        torch._foreach_copy_([param.data for param in self.members.values()], self.parts)
+        for param in self.members.values():
+            param.grad = None
+
+    def tensors(self):
+        return tensors_of(self.members) | self.state["small"]
+
+    def reset_masters(self):
+        values = [param.detach() for param in self.members.values()]
+        self.params["small"].data.copy_(end_to_end(values, self.runtime.device))
+
+
+# A rank holds the rows that it owns, a range of the table. The loader's thread plans a step ahead
+# of it, on the CPU: which rows are read, who owns them, and at which slot a row will stand among
+# the values that travel here. The values are pulled before the step; the gradients of each row are
+# summed here and pushed back to its owner, who sums and updates. So no row travels twice, and a row
+# that is owned here never does. At world size 1 it is the plain table.
+
+
+@dataclass
+class RowPlan:
+    """The rows that a rank reads in a step, and the routes of their values and gradients.
+
+    This rank's N = T C pairs of token and order read U distinct rows. All ranks read R rows of this
+    rank's range, V distinct ones. At world size 1 these are the same rows, and there is nothing to
+    merge.
+    """
+
+    slots: Tensor  # (T, C) int32: where a token's rows stand among the values that travel here
+    signs: Tensor  # (T, C) float32 of +-1
+    token: Tensor  # (N,) int32: tokens that read the first of the U rows, then the second, ...
+    offsets: Tensor  # (U,) int32: where in `token` those of each row begin
+    token_signs: Tensor  # (N,) float32: the signs, in the order of `token`
+    owned: Tensor  # (V,) int64, rising: the rows to update, counted from the range's start
+    asked: Tensor  # (R,) int64, rank after rank: the rows to send, counted likewise
+    send: list  # how many of the U rows each rank owns: their order is that of their ids
+    receive: list  # how many of `asked` each rank reads
+    merge: tuple  # positions in `asked` of owned[0], then owned[1], ... (R,); offsets (V,); int32
+
+
+def group_equal(ids):
+    """Group integers (n,) from 0 to 2^31 - 1. Returns the distinct ones, rising, (u,); int32
+    positions (n,) of the first one's occurrences, then of the second's, and so on; and where in
+    these each begins, (u,) int32."""
+    # Of 16 bits numpy does a radix sort: two take a quarter of the time of its sort of 32.
+    order = np.argsort(ids.astype(np.uint16), kind="stable")
+    upper = (ids >> 16).astype(np.uint16)
+    order = order[np.argsort(upper[order], kind="stable")]
+    ordered = ids[order]
+    is_first = np.ones(len(ids), bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    offsets = np.flatnonzero(is_first)
+    return ordered[offsets], order.astype(np.int32), offsets.astype(np.int32)
+
+
+def sum_groups(values, positions, offsets, signs=None):
+    """Sums (u, d) float32 of the rows of values (n, d) that `group_equal` has put together: in a
+    fixed order, and without atomics."""
+    return F.embedding_bag(positions, values.float(), offsets, mode="sum", per_sample_weights=signs)
+
+
+def plan_rows(rows, signs, config, runtime, group, name):
+    """Build the RowPlan of a step, together with all ranks.
+
+    rows, signs: (T, C) of this rank's tokens, of all its passes. group: the process group of the
+    calling thread. name: for the ledger. Counts and indices travel here, ahead of the values, whose
+    sizes both sides then know.
+    """
+    world_size = runtime.world_size
+    distinct, order, offsets = group_equal(rows.ravel())
+    last = config.ngram_rows - 1
+    is_inside = not len(distinct) or 0 <= distinct[0] <= distinct[-1] <= last
+    require(is_inside, f"n-gram rows leave the table's range 0 to {last}; correct ngram_rows")
+
+    def exchange(array, send, receive):
+        tensor = torch.from_numpy(array.astype(np.int32))
+        out, work = runtime.all_to_all(tensor, send, receive, name, group)
+        wait(work)
+        return out.numpy()
+
+    owners = distinct // math.ceil(config.ngram_rows / world_size)
+    send = np.bincount(owners, minlength=world_size)
+    receive = exchange(send, [1] * world_size, [1] * world_size).tolist()
+    asked = exchange(distinct, send.tolist(), receive).astype(np.int64)
+    asked -= runtime.owned_range(config.ngram_rows)[0]
+    owned = asked
+    merge = ()
+    slots = rows
+    if world_size > 1:
+        owned, *merge = group_equal(asked)
+        slots = np.zeros(rows.size, np.int32)
+        counts = np.diff(np.append(offsets, len(order)))
+        slots[order] = np.repeat(np.arange(len(distinct), dtype=np.int32), counts)
+    there = functools.partial(to_device, device=runtime.device)
+    return RowPlan(
+        slots=there(slots.reshape(rows.shape)),
+        signs=there(signs),
+        token=there(order // max(1, rows.shape[1])),
+        offsets=there(offsets),
+        token_signs=there(signs.ravel()[order]),
+        owned=there(owned),
+        asked=there(asked),
+        send=send.tolist(),
+        receive=receive,
+        merge=tuple(map(there, merge)),
+    )
+
+
+class NgramTable(Group):
+    """This rank's rows of the table, their optimizer state, and all that travels of them.
+
+    Autograd never sees the table: `summed` adds the rows of each token, and `accumulate` is given
+    the gradients of these sums.
+    """
+
+    name = "ngram_table"
+
+    def __init__(self, config, runtime):
+        self.config = config
+        self.runtime = runtime
+        self.is_frozen = not config.ngram_orders or config.ngram_lr == 0
+        self.rows = config.ngram_rows if config.ngram_orders else 0
+        self.low, self.high = runtime.owned_range(self.rows)
+        self.second = torch.zeros(self.high - self.low, device=runtime.device)
+        self.weight = self.second.new_zeros(len(self.second), config.model_dim)
+        self.grads = []  # of the step's passes, (T, model_dim) each
+        self.plan = None  # of the step at hand, or of the next one once its rows are on their way
+        self.pulled = None  # (values, work) of its rows
+        self.upcoming = None  # the plan whose rows are pulled once this step has updated them
+
+    def look_up(self, passages, group=None, name="ngram_indices"):
+        """The RowPlan of a rank's passages, one a micro-batch; all ranks must call it together."""
+        config = self.config
+        rows = [np.empty((0, len(config.ngram_orders)), np.int32)]
+        signs = [np.empty((0, len(config.ngram_orders)), np.float32)]
+        for passage in passages:
+            own_rows, own_signs = ngram_rows(passage, config)
+            rows.append(own_rows)
+            signs.append(own_signs)
+        read = np.concatenate(rows), np.concatenate(signs)
+        return plan_rows(*read, config, self.runtime, group, name)
+
+    def fetch(self, plan, name):
+        """Start to bring the rows of a plan here: (values (n, model_dim) float32, work)."""
+        if self.runtime.world_size == 1:
+            return self.weight, None
+        rows = self.weight[plan.asked]
+        return self.runtime.all_to_all(rows, plan.receive, plan.send, name)
+
+    def start_pull(self, plan):
+        """Start to bring the rows of a training step here, unless they are on their way."""
+        if plan is not self.plan:
+            self.plan = plan
+            self.pulled = self.fetch(plan, self.name)
+
+    def values_of(self, plan):
+        """The values (n, model_dim), float32, that the slots of a training step point into."""
+        self.start_pull(plan)
+        values, work = self.pulled
+        wait(work)
+        return values
+
+    def summed(self, slots, signs, values):
+        """The sum of each token's signed rows: (T, model_dim), a leaf in the compute dtype; None
+        without a table. slots, signs: (T, C), of a RowPlan whose values these are."""
+        if not self.config.ngram_orders:
+            return None
+        summed = F.embedding_bag(slots, values, mode="sum", per_sample_weights=signs)
+        return summed.to(self.config.torch_dtype).requires_grad_(not self.is_frozen)
+
+    def accumulate(self, grad):
+        """Keep the gradient (T, model_dim) of the next pass' summed loss."""
+        self.grads.append(grad)
+
+    def reduce(self, step):
+        """Sum the step's gradients by row, and start to push them to the rows' owners."""
+        plan = self.plan
+        none = self.weight.new_empty(0, self.config.model_dim)
+        grads = torch.cat([none, *self.grads])
+        sums = sum_groups(grads, plan.token, plan.offsets, plan.token_signs)
+        self.grads = []
+        return [self.runtime.all_to_all(sums, plan.send, plan.receive, self.name)]
+
+    def update(self, step, lr_mul, pending):
+        """Update the rows that are owned here. Losses are summed, not averaged: a row learns from
+        its own tokens, however many others the step has."""
+        ((sums, work),) = pending
+        wait(work)
+        if self.plan.merge:
+            sums = sum_groups(sums, *self.plan.merge)
+        lr = self.config.ngram_lr  # no schedule: Adagrad slows each row down
+        # As the gradient falls with the width; so, from 64 to 512 channels, new rows make first
+        # steps of one size (records/NOTES.md, 2026-11-25).
+        floor = self.config.ngram_floor * (64 / self.config.model_dim) ** 0.75
+        adagrad_rows_update(self.weight, self.second, self.plan.owned, sums, lr, floor)
+        if self.upcoming is not None:
+            self.start_pull(self.upcoming)  # while the matrices are updated
+
+    def receive(self, step, pending):
+        """Nothing to take over: the rows that others have updated are pulled when they are read."""
+
+    def size(self):
+        return self.rows * self.config.model_dim
+
+    def touched(self):
+        """As Group.touched, of the step at hand: the table is too large for a copy."""
+        return [(self.weight, self.plan.owned), (self.second, self.plan.owned)]
+
+    def tensors(self):
+        return {"weight": self.weight, "second": self.second}
+
+    def full_state(self):
+        """The whole table on the host of rank 0; all ranks must call it."""
+        return {
+            name: self.runtime.gather_on_main(tensor.cpu(), self.rows)
+            for name, tensor in self.tensors().items()
+        }
+
+    def load(self, state):
+        self.weight.copy_(state["weight"][self.low : self.high])
+        self.second.copy_(state["second"][self.low : self.high])
+
+
+class Optimizer:
+    """All groups, in the one order in which their communication is started and waited for.
+
+    The small ones come first, so that no small transfer queues behind a large one, and updates hide
+    the transfers of the groups behind them.
+    """
+
+    def __init__(self, config, model, table, runtime):
+        members = {"small": {}, "embeddings": {}, "matrices": {}}
+        for name, param in model.named_parameters():
+            rule = getattr(param, "rule", None)
+            is_ruled = rule is not None and rule.group in members
+            groups = ", ".join(members)
+            require(is_ruled, f"no rule for {name}: make it with ruled(), in one group of {groups}")
+            members[rule.group][name] = param
+        small = SmallGroup(config, members["small"], runtime)
+        embeddings = ParameterGroup("embeddings", config, members["embeddings"], runtime)
+        self.matrices = ParameterGroup("matrices", config, members["matrices"], runtime)
+        self.parameter_groups = [small, embeddings, self.matrices]
+        self.groups = [small, embeddings, table, self.matrices]
+
+    def step(self, step, lr_mul):
+        """Update all groups that are due at a step."""
+        due = [group for group in self.groups if group.is_due(step)]
+        reduced = [group.reduce(step) for group in due]
+        updated = []
+        for group, pending in zip(due, reduced, strict=True):
+            updated.append(group.update(step, lr_mul, pending))
+        for group, pending in zip(due, updated, strict=True):
+            group.receive(step, pending)
+
+
+# 9. Trainer ======================================================================================
+
+
+class Trainer:
+    """Model, table, optimizer and compiled forward pass of one run: what training, evaluation and
+    sampling share."""
+
+    def __init__(self, config, runtime):
+        self.config = config
+        self.runtime = runtime
+        torch.set_float32_matmul_precision("highest")
+        back_end, self.attention_name = choose_attention(config, runtime.device)
+        self.model = GPT(config, back_end).to(runtime.device)
+        self.table = NgramTable(config, runtime)
+        self.optimizer = Optimizer(config, self.model, self.table, runtime)
+        self.compile_name = "inductor" if config.compile else "off"
+        self.forward = self.model
+        if config.compile:
+            # A phase is two graphs, and torch's default limit is 8; never eager in silence.
+            torch._dynamo.config.recompile_limit = 64
+            torch._dynamo.config.fail_on_recompile_limit_hit = True
+            self.forward = torch.compile(self.model, dynamic=False)
+        self.rotary_tables = functools.cache(rotary_tables)
+        self.prefixes = to_device(prefix_tokens(config), runtime.device)
+
+    def forward_pass(self, step, phase, loss_weights, micro_batch, ngram):
+        """What GPT.forward returns for a MicroBatch and its summed rows, in a phase of the run.
+
+        loss_weights: of as many targets a position as the phase has, and of a prefix.
+        """
+        positions = 2 * len(micro_batch.inputs)  # of paired heads
+        config = self.config
+        device = self.runtime.device
+        windows = long_windows_until(config, step)
+        shape = positions, config.head_dim, config.attention_scale
+        rotary = self.rotary_tables(*shape, windows, device, config.torch_dtype)
+        weights = to_device(np.array(loss_weights, np.float32), device)
+        if isinstance(self.model.back_end, VarlenAttention):
+            phase = phase.as_sizes()
+        return self.forward(micro_batch, ngram, phase, weights, self.prefixes, rotary)
+
+    def accumulate(self, step, batch):
+        """Add up the gradients of this rank's passes, autograd's in the parameters' `grad`. Returns
+        the summed losses, 0-dim."""
+        values = self.table.values_of(batch.rows)
+        phase = training_phase(self.config, step)
+        loss_weights = loss_weights_at(self.config, step)
+        loss_sum = torch.zeros((), device=self.runtime.device)
+        lengths = [len(micro_batch.inputs) for micro_batch in batch.passes]
+        read = batch.rows.slots.split(lengths), batch.rows.signs.split(lengths)
+        for micro_batch, slots, signs in zip(batch.passes, *read, strict=True):
+            ngram = self.table.summed(slots, signs, values)
+            loss, losses, _ = self.forward_pass(step, phase, loss_weights, micro_batch, ngram)
+            loss.backward()
+            if ngram is not None and ngram.requires_grad:
+                self.table.accumulate(ngram.grad)
+            loss_sum = loss_sum + losses.sum()
+        return loss_sum
+
+    def step(self, step, batch, upcoming=None):
+        """One optimizer step. Returns this rank's summed losses, 0-dim.
+
+        upcoming: the next step's Batch, whose rows are pulled as soon as this one has updated them.
+        """
+        loss_sum = self.accumulate(step, batch)
+        self.table.upcoming = None if upcoming is None else upcoming.rows
+        self.optimizer.step(step, lr_multiplier(self.config, step))
+        return loss_sum
+
+    def read(self, passage):
+        """(MicroBatch, its summed rows) of a Passage outside training."""
+        plan = self.table.look_up([passage], name="validation")
+        values, work = self.table.fetch(plan, "validation")
+        wait(work)
+        micro_batch = make_pass([passage], self.config, self.runtime.device)
+        return micro_batch, self.table.summed(plan.slots, plan.signs, values)
+
+    @torch.no_grad()
+    def score(self, step, tokens, low, length=None):
+        """(losses (length,), hidden states (length, model_dim)) of `length` tokens from `low` on,
+        val_batch_tokens unless told otherwise, by the model before a step. All ranks must call it
+        together. records/gates.py calls it, too."""
+        length = length or self.config.val_batch_tokens
+        passage = contiguous_passage(tokens, self.config.eot_token, low, length)
+        micro_batch, ngram = self.read(passage)
+        phase = evaluation_phase(self.config, step, length)
+        _, losses, hidden = self.forward_pass(step, phase, (1.0,), micro_batch, ngram)
+        return losses, hidden
+
+    def evaluate(self, step, val):
+        """Mean loss over the validation tokens, in nats per token; ranks share the passes."""
+
+        def summed(number):
+            losses, _ = self.score(step, val, number * self.config.val_batch_tokens)
+            return losses.double().sum()
+
+        return self.sum_over_passes(summed).item() / self.config.val_tokens
+
+    def sum_over_passes(self, function):
+        """The sum over all ranks of function(number), a tensor, for as many numbers as the
+        validation tokens take passes."""
+        runtime = self.runtime
+        count = self.config.val_tokens // self.config.val_batch_tokens
+        total = 0.0
+        for number in range(runtime.rank, count + runtime.rank, runtime.world_size):
+            # Ranks without a last pass make one again, at weight 0: reading rows takes all of them.
+            total = total + function(min(number, count - 1)) * (number < count)
+        wait(runtime.all_reduce(total, "validation"))
+        return total
+
+
+def state_digest(trainer):
+    """A hash of all tensors that a step changes on this rank: equal digests, equal bits.
+
+    It is made of sums, each of 2^18 words times random odd numbers, one a place: a change of one
+    word always changes its sum. They are worked out on the device, so that no gigabytes travel.
+    """
+    odd = 2 * torch.randint(2**62, (2**18,), generator=torch.Generator().manual_seed(0)) + 1
+    odd = odd.to(trainer.runtime.device)
+    sums = []
+    for group in trainer.optimizer.groups:
+        for tensor in group.tensors().values():
+            words = tensor.contiguous().view(-1)
+            words = words.view(torch.int32 if words.element_size() == 4 else torch.int16)
+            sums += [(chunk * odd[: len(chunk)]).sum() for chunk in words.split(len(odd))]
+    digest = hashlib.sha256(torch.get_rng_state().numpy())
+    digest.update(torch.stack(sums).cpu().numpy())
+    return digest.hexdigest()
+
+
+def warm_up(trainer, first_step=0, tell=lambda text: None):
+    """Compile and run, on synthetic tokens, each kind of step and of validation that is ahead of a
+    run at `first_step`, and tell how long each one takes. Then put the state back: digests prove
+    that it is bitwise what it was."""
+    config = trainer.config
+    table = trainer.table
+    before = state_digest(trainer)
+    rng_state = torch.get_rng_state()
+    length = max(config.micro_batch_tokens, config.val_batch_tokens)
+    tokens = np.random.default_rng(0).integers(0, config.eot_token, length + 1).astype(np.uint16)
+    tokens[0] = config.eot_token
+    passage = contiguous_passage(tokens, config.eot_token, 0, config.micro_batch_tokens)
+
+    def batch_of(count):
+        """One pass of one passage, `count` times: it reads the same rows, whatever the count."""
+        passages = [passage] * count
+        micro_batch = make_pass(passages, config, trainer.runtime.device)
+        return Batch([micro_batch], table.look_up(passages), tokens=len(micro_batch.inputs))
+
+    def timed(name, function, *words):
+        stop_if_interrupted()
+        began = time.perf_counter()
+        function(*words)
+        trainer.runtime.synchronize()
+        tell(f"warm-up: {name} took {time.perf_counter() - began:.1f} s")
+
+    table.start_pull(batch_of(1).rows)
+    touched = itertools.chain(*(group.touched() for group in trainer.optimizer.groups))
+    kept = [(tensor, index, tensor[index].clone()) for tensor, index in touched]
+    ahead = range(first_step, config.steps)
+    every = config.val_every or config.steps
+    validated = [step for step in ahead[1:] if step % every == 0]
+    # The first of each stage; and the last, at which all groups are updated.
+    steps = {stage_at(config, step): step for step in reversed(ahead)}
+    steps = sorted({*steps.values(), *ahead[-1:]})
+    validations = {stage_at(config, step): step for step in reversed(validated)}
+    validations = [*validations.values(), config.steps]
+    # Where code is compiled, the second call is the first without compilation.
+    calls = 2 if config.compile else 1
+    for step in steps * calls:
+        batch = batch_of(micro_batches_of_pass(config, step, trainer.runtime))
+        timed(f"step {step}", trainer.step, step, batch)
+    for step in validations * calls:
+        timed(f"validation at step {step}", trainer.score, step, tokens, 0)
+    trainer.model.zero_grad()
+    for tensor, index, values in kept:
+        tensor[index] = values
+    torch.set_rng_state(rng_state)
+    if state_digest(trainer) != before:
+        raise RuntimeError("the state after warm-up is not bitwise the state before it")
+    trainer.runtime.ledger.clear()
+
+
+# 10. Runtime ======================================================================================
+
+TIMEOUT = datetime.timedelta(minutes=10)  # for which ranks wait for each other
+INTERRUPTED = threading.Event()  # by a signal: the run ends where it looks next
+# torch 2.13 has renamed these two, and warns of the old names.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Runtime:
+    """This process among its peers: rank, world size, device, and the collectives.
+
+    Collectives are asynchronous and return work for `wait`; at world size 1 each returns its
+    argument and no work. `ledger` holds what this rank has sent in training steps:
+    [bytes, messages] by (collective, name).
+    """
+
+    def __init__(self, device="auto"):
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.peers = self.world_size - 1
+        self.is_main = self.rank == 0
+        self.ledger = {}
+        self.device = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+        self.use_device()
+        self.loader_group = None
+        if self.world_size > 1:
+            self.connect()
+
+    def use_device(self):
+        """Make the device the calling thread's own; on a CPU, one thread an operation: those of
+        this size lose to threads that spin while they wait for each other."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        elif "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)
+
+    def connect(self):
+        """Join the process group; the loader's thread, which keeps another order, gets its own."""
+        store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+            # torchrun's store outlives a restart, and still has the addresses of the dead. Nodes
+            # do not count restarts alike, so several of them need a store of their own (README).
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        self.store = store
+        options = {"timeout": TIMEOUT, "world_size": self.world_size, "rank": self.rank}
+        if self.device.type == "cuda":
+            # With its device NCCL connects here, not at its first call.
+            options |= {"backend": "cpu:gloo,cuda:nccl", "device_id": self.device}
+        dist.init_process_group(**{"backend": "gloo", **options}, store=store)
+        self.loader_group = dist.new_group(timeout=TIMEOUT, backend="gloo")
+        dist.monitored_barrier(self.loader_group, TIMEOUT)  # none leaves while others connect
+
+    def agree(self, key, value):
+        """The value (of JSON) that the rank which comes first has under a key."""
+        if self.world_size == 1:
+            return value
+        return json.loads(self.store.compare_set(key, "", json.dumps(value)))
+
+    def agreed_stop(self, step):
+        """The step before which all ranks end once a signal has reached one of them, else None.
+        It is two prefetch windows ahead, so that no rank has passed it."""
+        if self.world_size == 1:
+            return step if INTERRUPTED.is_set() else None
+        if INTERRUPTED.is_set() or self.store.check(["stop"]):
+            return self.agree("stop", step + 2 * PREFETCH)
+        return None
+
+    def owned_range(self, count):
+        """The range [low, high) of `count` units that this rank owns; the last may own fewer."""
+        chunk = math.ceil(count / self.world_size)
+        return min(self.rank * chunk, count), min((self.rank + 1) * chunk, count)
+
+    def record_sent(self, collective, name, tensor, messages, size):
+        """Enter into the ledger messages about to be sent from a tensor, of `size` bytes in all."""
+        assert tensor.is_contiguous(), f"{name}: a collective of a strided tensor is silently wrong"
+        if name in ("validation", "checkpoint"):  # which are no part of a step
+            return
+        entry = self.ledger.setdefault((collective, name), [0, 0])
+        entry[0] += size
+        entry[1] += messages
+
+    def all_reduce(self, tensor, name):
+        """Sum in place over ranks; returns work."""
+        if self.world_size == 1:
+            return None
+        messages = 2 * self.peers
+        size = messages * tensor.nbytes // self.world_size
+        self.record_sent("all_reduce", name, tensor, messages, size)
+        return dist.all_reduce(tensor, async_op=True)
+
+    def reduce_scatter(self, tensor, name):
+        """Sum tensor (count, ...) over ranks. Returns (the sums of this rank's range, work)."""
+        if self.world_size == 1:
+            return tensor, None
+        low, high = self.owned_range(len(tensor))
+        chunk = math.ceil(len(tensor) / self.world_size)
+        whole = padded(tensor, chunk * self.world_size)
+        part = tensor.new_empty(chunk, *tensor.shape[1:])
+        self.record_sent("reduce_scatter", name, whole, self.peers, self.peers * part.nbytes)
+        return part[: high - low], reduce_scatter(part, whole, async_op=True)
+
+    def gather_ranges(self, tensor, name):
+        """Fill a tensor (count, ...), of which each rank has the range that it owns. Returns (the
+        tensor itself, or, where ranges are uneven, one that begins with its values; work)."""
+        if self.world_size == 1:
+            return tensor, None
+        low, high = self.owned_range(len(tensor))
+        chunk = math.ceil(len(tensor) / self.world_size)
+        whole = tensor
+        if len(tensor) % self.world_size:
+            whole = tensor.new_empty(chunk * self.world_size, *tensor.shape[1:])
+        part = padded(tensor[low:high], chunk)
+        self.record_sent("all_gather", name, whole, self.peers, self.peers * part.nbytes)
+        return whole, all_gather(whole, part, async_op=True)
+
+    def gather_on_main(self, part, count, name="checkpoint"):
+        """Join the ranks' owned ranges of `count` units on rank 0; the others get none of them."""
+        # What pads the last ranges lies behind all units.
+        chunk = math.ceil(count / self.world_size)
+        send = [chunk, *[0] * self.peers]
+        receive = [chunk * self.is_main] * self.world_size
+        whole, work = self.all_to_all(padded(part, chunk), send, receive, name)
+        wait(work)
+        return whole[:count]
+
+    def all_to_all(self, tensor, send, receive, name, group=None):
+        """Send the first send[0] rows of a tensor to rank 0, and so on. Returns (receive[r] rows of
+        each rank r, work)."""
+        if self.world_size == 1:
+            return tensor, None
+        sent = [count for rank, count in enumerate(send) if rank != self.rank and count]
+        row_size = math.prod(tensor.shape[1:]) * tensor.element_size()
+        self.record_sent("all_to_all", name, tensor, len(sent), sum(sent) * row_size)
+        out = tensor.new_empty(sum(receive), *tensor.shape[1:])
+        work = dist.all_to_all_single(out, tensor, receive, send, group=group, async_op=True)
+        return out, work
+
+    def synchronize(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def peak_memory_mib(self):
+        """Peak memory of this rank in MiB: of the GPU's allocator, or of the process."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) // 2**20
+        # It is in bytes on macOS, and in KiB on Linux.
+        unit = 2**20 if sys.platform == "darwin" else 2**10
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
+
+    def close(self, has_failed=False):
+        if dist.is_initialized():
+            if not has_failed:
+                dist.barrier()
+            dist.destroy_process_group()
+
+
+class Clock:
+    """Seconds of training, and those of its processor."""
+
+    def __init__(self, runtime, total=0.0, processor=0.0):
+        self.runtime = runtime
+        self.total = total
+        self.processor = processor
+        self.is_running = False
+
+    def switch(self):
+        """Start the clock, or stop it, once the device has done its work."""
+        self.runtime.synchronize()
+        sign = 1 if self.is_running else -1
+        self.total += sign * time.perf_counter()
+        self.processor += sign * time.process_time()
+        self.is_running = not self.is_running
+
+    def seconds(self):
+        return self.total + time.perf_counter() * self.is_running
+
+    @contextlib.contextmanager
+    def stopped(self):
+        self.switch()
+        yield
+        self.switch()
+
+
+def padded(tensor, count):
+    """A tensor (n, ...) with zeros behind it, (count, ...); the tensor itself if it is so long."""
+    if len(tensor) == count:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(count - len(tensor), *tensor.shape[1:])])
+
+
+def wait(work):
+    if work is not None:
+        work.wait()
+
+
+def choose_device(name, local_rank):
+    """The torch.device of the process of this number on its machine. Raises ConfigError."""
+    count = torch.cuda.device_count()
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if name == "auto" and count == 0 and not is_hidden:
+        problem = f"torch {torch.__version__} sees no GPU behind the NVIDIA driver of this machine"
+        remedy = "update the driver, which may be too old for this torch, or add --device cpu"
+        require(not os.path.exists("/proc/driver/nvidia"), f"device={name}", problem, remedy)
+    if name == "cpu" or (name == "auto" and count == 0):
+        return torch.device("cpu")
+    problem = f"torch {torch.__version__} sees {count} GPUs, process {local_rank} has none"
+    remedy = "start one process a GPU (--nproc-per-node), or add --device cpu"
+    require(local_rank < count, f"device={name}", problem, remedy)
+    return torch.device("cuda", local_rank)
+
+
+def device_name(device):
+    """The GPU's name, or the processor's with the number of its cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, IndexError):  # Linux, where the first is often empty
+        name = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)[0]
+    return f"{name} x{os.cpu_count()}"
+
+
+def git_state():
+    """(commit sha, 1 if tracked files differ from it else 0); ("none", 0) without git."""
+    command = "git describe --always --dirty --abbrev=40 --exclude='*'"
+    options = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
+    said = subprocess.run(command, shell=True, **options).stdout.strip()
+    return said.removesuffix("-dirty") or "none", int(said.endswith("-dirty"))
+
+
+def listen_for_signals():
+    """The first signal ends the run behind the step at hand. Another one, over a second later, ends
+    it at once, by a thread: the main one may wait for other ranks, or for memory."""
+    INTERRUPTED.clear()
+    received, sent = os.pipe()
+    os.set_blocking(sent, False)
+    signal.set_wakeup_fd(sent)  # the system's handler writes there, whatever Python does
+
+    def watch():
+        os.read(received, 1)
+        INTERRUPTED.set()
+        first = time.monotonic()
+        with contextlib.suppress(OSError):  # of a console that is gone
+            os.write(2, b"interrupted: ends after the step at hand; again: at once\n")
+        while time.monotonic() - first < 1:  # a launcher sends on what its ranks have got, too
+            (number,) = os.read(received, 1)
+        os._exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, frame: None)
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def stop_if_interrupted():
+    if INTERRUPTED.is_set():
+        raise KeyboardInterrupt
+
+
+# 11. A run's life =================================================================================
+
+# They say where a run computes and how it is watched, not what: with other values than the track's
+# it may still be a record.
+NEUTRAL_FIELDS = {"seed", "device", "log_every", "save_every", "run_id", "resume", "run_of"}
+# What a run that goes on may have anew: its corpus may have moved.
+RESUMED_FIELDS = {"data", "device", "log_every", "save_every", "resume"}
+
+
+def default_track():
+    """(name of the track to run where none is named, the reason in words)."""
+    if not torch.cuda.is_available():
+        return "english", "torch sees no CUDA device"
+    if not any(Path(TRACKS["fineweb"].data).glob("[!.]*_train_*.bin")):
+        return "english", f"no shards in {TRACKS['fineweb'].data}"
+    return "fineweb", "CUDA and FineWeb's shards are present"
+
+
+def with_values(config, values):
+    """The Config with other values, those of a Stage's fields in all stages."""
+    of_stages = {name: values[name] for name in vars(Stage()).keys() & values}
+    changes = {name: value for name, value in values.items() if name not in of_stages}
+    unknown = ", ".join(changes.keys() - vars(config))
+    require(not unknown, f"track {config.track} has no {unknown}")
+    changes["stages"] = as_rows(Stage, changes.get("stages", config.stages), **of_stages)
+    return dataclasses.replace(config, **changes)
+
+
+def overrides_of(config):
+    """{field: value} of what differs from the values of the config's track and is not neutral."""
+    own = dataclasses.asdict(TRACKS[config.track])
+    values = dataclasses.asdict(config).items()
+    return {k: value for k, value in values if value != own[k] and k not in NEUTRAL_FIELDS}
+
+
+def config_from(given):
+    """The Config of a track and the values given on the command line."""
+    name = given.get("track", default_track()[0])
+    require(name in TRACKS, f"--track {name}", "no such track", nearest(name, TRACKS))
+    track = TRACKS[name]
+    data = given.get("data", track.data)
+    if data == track.data:
+        return with_values(track, given)
+    config = with_values(track, {**vocabulary_of(data), **given})
+    return with_values(config, {"val_tokens": fitting_val_tokens(config), **given})
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ConfigError(f"{message}; see --help")
+
+
+def parse_literal(text):
+    """The value of a tuple or a truth value; a number alone is a tuple of one."""
+    try:
+        value = ast.literal_eval(text.title() if text.lower() in ("true", "false") else text)
+        str(value)  # raises for integers that are too long to be quoted
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        expected = "expected true or false, or a tuple such as (1, 2)"
+        raise argparse.ArgumentTypeError(f"{text}: {expected}") from None
+    return value if isinstance(value, (tuple, bool)) else (value,)
+
+
+def parse_command_line(argv):
+    """{field: value} of what the command line names. Raises ConfigError."""
+    parser = Parser(
+        usage="train_gpt.py [--key value ...]",
+        description=f"Tracks: {', '.join(TRACKS)}.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--check", action="store_true", help="everything but the steps")
+    fields = {}
+    for values in (*TRACKS.values(), Stage()):  # another script's track may have fields of its own
+        fields |= {field.name: field for field in dataclasses.fields(values)}
+    del fields["start"]
+    for name, field in fields.items():
+        default = "" if name in ("stages", "layers") else f" [{field.default}]"
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=field.type if field.type in (int, float, str) else parse_literal,
+            metavar="",
+            help=f"{field.metadata['help']}{default}".replace("%", "%%"),
+        )
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        hint = nearest(unknown[0].partition("=")[0], parser._option_string_actions)
+        raise ConfigError(f"{unknown[0]}: no such key; {hint} Arguments come as --key value")
+    return vars(given)
+
+
+class Log:
+    """The run's log.txt and console lines; silent on every rank but 0."""
+
+    def __init__(self, is_main):
+        self.is_main = is_main
+        self.file = None
+
+    def open(self, folder, is_new, may_replace):
+        """Begin a folder's log.txt with the script's source, or go on with it. Returns whether it
+        begins. Raises ConfigError where it is another run's, or another process writes it."""
+        if not self.is_main:
+            return False
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "log.txt"
+        is_free = not is_new or may_replace or not path.exists()
+        require(is_free, f"{folder} exists", remedy=f"change --run-id, or --resume {folder.name}")
+        is_file = path.is_file() or not path.exists()
+        require(is_file, path, "is no regular file", "move it away")
+        file = open(path, "a", buffering=1, encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{path}: another process writes this run; wait for it") from None
+        self.file = file
+        written = b"" if is_new else path.read_bytes()
+        file.truncate(written.rfind(b"\n") + 1)  # a kill may have torn the last line
+        if not written:
+            source = Path(__file__).read_text("utf-8")
+            file.write(source.rstrip("\n") + "\n===== END OF CODE =====\n")
+        return not written
+
+    def line(self, text, on_console=True, in_file=True):
+        """One event, a line: to the file, and to the console."""
+        if not self.is_main:
+            return
+        if on_console:
+            try:
+                print(text, flush=True)
+            except OSError:  # the console is gone, which ends no run; Python would write once more
+                sys.stdout = open(os.devnull, "w")
+        if in_file and self.file is not None:
+            self.file.write(text + "\n")
+
+
+# ----- checkpoints
+
+
+@contextlib.contextmanager
+def atomic_file(path):
+    """A temporary file that becomes `path` when the block ends well: whatever happens, what was
+    there stays. Raises OSError."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:  # torch's zip writer reports a failed write so
+        raise OSError(f"{path}: not written: {one_line(error)}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_checkpoint(path, content):
+    """Write `content` (nested dicts of tensors and plain types), and the file's sha256 beside it,
+    atomically. Raises FloatingPointError rather than keep what is not finite."""
+    for keys, values in pytree.tree_leaves_with_path(content):
+        if isinstance(values, Tensor) and values.numel():
+            # aminmax makes no copy of a table, as isfinite would.
+            is_finite = all(map(math.isfinite, values.aminmax()))
+            if not is_finite:
+                raise FloatingPointError(f"checkpoint{pytree.keystr(keys)} is not finite")
+    with atomic_file(path) as file:
+        torch.save(content, file)
+        file.flush()
+        path.with_suffix(".sha256").write_text(f"{file_sha256(file.name)}  {path.name}\n")
+
+
+def find_checkpoint(run, key="resume"):
+    """The content of a checkpoint file, or of the newest sound checkpoint of a run, which its id or
+    its folder names, with its Config and its folder. Raises ConfigError."""
+    paths = [Path(run)]
+    for folder in (Path("logs", run), Path(run)):
+        paths += [folder / "checkpoint.pt", *sorted(folder.glob("step_*.pt"), reverse=True)]
+    problem = f"no checkpoint in {Path('logs', run)}; name a run that has saved one"
+    for path in filter(Path.is_file, paths):
+        try:
+            beside = path.with_suffix(".sha256")
+            is_whole = beside.is_file() and file_sha256(path).encode() in beside.read_bytes()
+            require(is_whole, "damaged: its sha256 is not the one beside it")
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            values = content["config"]
+            track = values["track"]
+            require(track in TRACKS, f"track {track}", "use the script that it began with")
+            config = type(TRACKS[track])(**values)
+            is_same = content["rows"] == row_fingerprint(config)
+            require(is_same, "another version of the script has made it")
+            return {**content, "config": config, "folder": path.parent}
+        except Exception as error:  # torch raises several types for a damaged file
+            problem = f"{path}: cannot be read ({type(error).__name__}: {one_line(error)})"
+            print(f"note: {problem}", file=sys.stderr)
+    raise ConfigError(f"--{key} {run}: {problem}")
+
+
+def restore(trainer, content):
+    """Take over weights, optimizer state and random numbers. Raises ConfigError."""
+    try:
+        trainer.model.load_state_dict(content["model"])
+        for group in trainer.optimizer.groups:
+            group.load(content["groups"][group.name])
+        torch.set_rng_state(content["rng"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        words = f"the checkpoint is not of this model: {one_line(error)}"
+        raise ConfigError(f"{words}; use the script of its run") from None
+
+
+def resumed(given):
+    """(Config, the content of the checkpoint that --resume names, or None) of given values."""
+    run = given.get("resume", "")
+    is_auto = run == "auto"
+    if is_auto:
+        run = given.get("run_id", "")
+    if not run or (is_auto and not any(Path("logs", run).glob("*.pt"))):
+        return config_from(given), None
+    content = find_checkpoint(run)
+    saved = content["config"]
+    config = with_values(saved, {**given, "resume": saved.resume})
+    for name in vars(saved).keys() - RESUMED_FIELDS:
+        is_same = getattr(config, name) == getattr(saved, name)
+        key = f"--{name.replace('_', '-')} {getattr(config, name)}"
+        require(is_same, key, "the run to resume keeps what it has", "leave the key out")
+    return config, content
+
+
+# ----- the run
+
+
+class Run:
+    """A run between its opening and its result."""
+
+    # What a checkpoint would have of a run ahead of its first step.
+    START = {"step": 0, "seconds": [0.0, 0.0], "sent": {}}
+
+    def __init__(self, config, checkpoint, runtime, log):
+        """Look at all that a run needs, and build it. It goes on from a checkpoint's content unless
+        that is None. Raises ConfigError."""
+        seed = config.seed if config.seed >= 0 else int.from_bytes(os.urandom(4), "little")
+        run_id = config.run_id or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.urandom(2).hex()}"
+        seed, run_id = runtime.agree("run", [seed, run_id])  # what is drawn is so for all ranks
+        config = dataclasses.replace(config, seed=seed, run_id=run_id)
+        content = checkpoint or self.START
+        step = runtime.agree("step", content["step"])
+        problem = f"step {content['step']} here, {step} on another node"
+        require(step == content["step"], "--resume", problem, "all must share logs/")
+        self.config = config
+        self.runtime = runtime
+        self.log = log
+        self.corpus = open_corpus(config)
+        self.val_sets = {"val_loss": self.corpus.val}  # validation tokens by the name of their loss
+        torch.manual_seed(seed)
+        self.trainer = Trainer(config, runtime)
+        self.folder = Path("logs", run_id)
+        if checkpoint is not None:
+            message = f"{config.data}/manifest.json is not the one that the run began with"
+            self.corpus.require_same(content["data"], f"--resume: {message}")
+            restore(self.trainer, content)
+            self.folder = content["folder"]
+        self.first_step = step  # of this process; later than 0 where it has resumed the run
+        self.step = step  # how many are done
+        self.clock = Clock(runtime, *content["seconds"])
+        self.loss_sum = 0.0  # of the steps since the last logged one, on this rank
+        self.loss_tokens = 0  # of these steps, on all ranks
+        self.sent = content["sent"]  # by rank 0 in earlier processes, as Runtime.ledger has it
+        self.unsaved = None  # why the last checkpoint is not there
+
+    def is_due(self, every):
+        """Whether the steps done are a multiple of `every` (0: never), and steps are left."""
+        return every > 0 and self.step % every == 0 and self.step < self.config.steps
+
+    def log_losses(self, losses, words=""):
+        """Log losses of the model as it stands, which must be finite, with five decimals."""
+        said = " ".join(f"{name}:{loss:.5f}" for name, loss in losses.items())
+        took = 1000 * self.clock.seconds()
+        average = took / max(1, self.step)
+        times = f"train_time:{took:.0f}ms step_avg:{average:.2f}ms"
+        self.log.line(f"step:{self.step}/{self.config.steps} {said}{words} {times}")
+        if not all(map(math.isfinite, losses.values())):
+            raise FloatingPointError(f"{said} at step {self.step}")
+
+    def log_training(self):
+        """Log the mean loss of the training steps since the last logged one."""
+        wait(self.runtime.all_reduce(self.loss_sum, "training loss"))
+        losses = {"train_loss": self.loss_sum.item() / self.loss_tokens}
+        lr_mul = lr_multiplier(self.config, self.step - 1)
+        self.log_losses(losses, f" lr_mul:{lr_mul:.3f}")
+        self.loss_sum = 0.0
+        self.loss_tokens = 0
+
+    def validate(self):
+        """Log the validation losses by name, and return them. The clock stands still."""
+        before = state_digest(self.trainer)
+        val_sets = self.val_sets.items()
+        losses = {name: self.trainer.evaluate(self.step, val) for name, val in val_sets}
+        if state_digest(self.trainer) != before:
+            raise RuntimeError("validation has changed the state of the run")
+        self.log_losses(losses)
+        return losses
+
+    def save(self, name=None):
+        """Write a checkpoint, and keep the newest two of those on the way. All ranks call it
+        together; the clock stands still."""
+        if self.loss_tokens:
+            self.log_training()  # a checkpoint holds no losses
+        content = {
+            "step": self.step,
+            "config": dataclasses.asdict(self.config),
+            "rows": row_fingerprint(self.config),
+            "data": self.corpus.manifest["sha256"],
+            "model": self.trainer.model.state_dict(),
+            "groups": {group.name: group.full_state() for group in self.trainer.optimizer.groups},
+            "rng": torch.get_rng_state(),
+            "seconds": [self.clock.total, self.clock.processor],
+            "sent": self.runtime.ledger,
+        }
+        if not self.log.is_main:
+            return
+        name = name or f"step_{self.step:06d}.pt"
+        save_checkpoint(self.folder / name, content)
+        for old in sorted(self.folder.glob("step_*.pt"))[:-2]:
+            old.unlink()
+            old.with_suffix(".sha256").unlink(missing_ok=True)
+
+    def end_if_asked(self):
+        """Raise KeyboardInterrupt where a signal has come, after a save if the run saves at all."""
+        if not self.config.save_every:
+            stop_if_interrupted()
+            return
+        stop = self.runtime.agreed_stop(self.step)
+        # Between Adam's steps gradients wait, and they are not saved.
+        if stop is not None and self.step >= stop and self.step % self.config.adam_every == 0:
+            if self.step:
+                with self.clock.stopped():
+                    self.save()
+            raise KeyboardInterrupt
+
+    def check_room(self):
+        """Say what memory and disk a run takes. Raises ConfigError where the disk is too small."""
+        groups = self.trainer.optimizer.groups
+        size = sum(tensor.nbytes for group in groups for tensor in group.tensors().values())
+        state = size / 2**30
+        # A checkpoint has the parts of all ranks. Two on the way stay while the next is written.
+        needed = 3 * state * self.runtime.world_size
+        folder = self.folder
+        while not folder.is_dir():  # logs/ may be a link to another disk
+            folder = folder.parent
+        free = shutil.disk_usage(folder).free / 2**30
+        words = f"checkpoints take {needed:.2f} GiB at most, {free:.2f} GiB are free"
+        require(needed < free, f"the disk of {folder.absolute()}", words, "make room")
+        self.log.line(f"memory of weights and state: {state:.2f} GiB a rank; disk: {words}")
+
+    def write_header(self):
+        """Log what makes the run reproducible: machine, configuration, data, back ends."""
+        config = self.config
+        trainer = self.trainer
+        log = self.log
+        commit, is_dirty = git_state()
+        triton = getattr(sys.modules.get("triton"), "__version__", "none")
+        log.line(
+            f"run:{config.run_id} track:{config.track} commit:{commit} dirty:{is_dirty} "
+            f"code_sha256:{file_sha256(__file__)} seed:{config.seed} "
+            f"world_size:{self.runtime.world_size} device:{device_name(self.runtime.device)} "
+            f"torch:{torch.__version__} cuda:{torch.version.cuda or 'none'} triton:{triton} "
+            f"started:{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
+        )
+        log.line("config:" + json.dumps(dataclasses.asdict(config)), on_console=False)
+        overrides = overrides_of(config)
+        if overrides:
+            log.line("overrides:" + json.dumps(overrides))
+        elif config.run_of:
+            log.line("batch:{} counter:{} start:{}".format(*config.run_of.split(":")))
+        data = self.corpus.manifest["sha256"]
+        shards = "unknown" if data == "none" else "ok"
+        log.line(
+            f"data:{data} shards:{shards} passes:{self.corpus.passes} "
+            f"backends:attention={trainer.attention_name},matmul=torch-{config.dtype},"
+            f"compile={trainer.compile_name}"
+        )
+        sizes = " ".join(f"{group.name}={group.size():,}" for group in trainer.optimizer.groups)
+        log.line(f"size: {sizes}")
+        log.line("===== START =====")
+
+    def check_validity(self, reported):
+        """The Verdict of the gates in records/gates.py on the loss that the run reports; None where
+        the trainer stands alone, without the repository: such a run is no record."""
+        try:
+            from records import gates
+        except ImportError:
+            return None
+        step = self.config.steps
+        return gates.check_gates(self.trainer, step, self.corpus.val, reported, state_digest)
+
+    def write_result(self, losses, verdict):
+        """Log and write what came of a run. Raises RuntimeError where a gate has failed."""
+        config = self.config
+        log = self.log
+        tokens = training_tokens(config)
+        sizes = self.corpus.manifest.get("token_bytes", [0] * config.vocab_size)
+        val_bytes = int(np.array(sizes)[self.corpus.val[1:]].sum())  # 0: not known
+        bits = losses["val_loss"] * config.val_tokens / math.log(2)
+        passed = verdict.passed if verdict else {}
+        result = {
+            **losses,
+            "train_time_ms": 1000 * self.clock.seconds(),
+            "cpu_time_ms": 1000 * self.clock.processor,
+            "tokens": tokens,
+            "tokens_per_s": tokens / self.clock.seconds(),
+            "peak_memory_mib": self.runtime.peak_memory_mib(),
+            "sent_per_step": {  # by this rank: [bytes, messages]
+                "/".join(key): [count / config.steps for count in entry]
+                for key, entry in self.runtime.ledger.items()
+            },
+            "validity": passed or "unchecked",
+            "val_sha256": validation_hash(self.corpus.val),
+            "config": dataclasses.asdict(config),
+        }
+        sent = [f"{key}={size:.0f}({n:g})" for key, (size, n) in result["sent_per_step"].items()]
+        log.line(f"comms: sent_bytes per step (messages) {' '.join(sent) or 'none=0(0)'}")
+        if verdict:
+            log.line(verdict.line())
+        log.line(f"bits_per_byte:{bits / (val_bytes or math.nan):.5f} val_bytes:{val_bytes}")
+        gates = [f" {name}:{'ok' if is_passed else 'FAILED'}" for name, is_passed in passed.items()]
+        validity = f"validity:{''.join(gates) or 'unchecked'}"
+        log.line(f"{validity} val_tokens:{config.val_tokens} val_sha256:{result['val_sha256']}")
+        final = (
+            "final val_loss:{val_loss:.5f} train_time:{train_time_ms:.0f}ms tokens:{tokens} "
+            "peak_memory:{peak_memory_mib}MiB{since} tokens_per_s:{tokens_per_s:.0f} "
+            "cpu_time:{cpu_time_ms:.0f}ms"
+        )
+        log.line(final.format(**result, since=" since resume" * (self.first_step > 0)))
+        if log.is_main:
+            with atomic_file(self.folder / "result.json") as file:
+                file.write((json.dumps(result, indent=1) + "\n").encode())
+        if not all(passed.values()):
+            reason = "the model sees what it must not, or its losses are no distribution's"
+            raise RuntimeError(f"{reason}: {validity}")
+
+
+def open_run(config, checkpoint, runtime, log, is_check):
+    """Build a run, take it up again where a checkpoint's content is given, and open its log unless
+    it is only checked. Raises ConfigError."""
+    run = Run(config, checkpoint, runtime, log)
+    run.check_room()
+    may_replace = config.resume == "auto" and not (run.folder / "result.json").exists()
+    if is_check or log.open(run.folder, checkpoint is None, may_replace):
+        run.write_header()
+    if checkpoint is not None:
+        where = f"step:{run.step}/{config.steps} world_size:{runtime.world_size}"
+        log.line(f"resumed:{run.config.run_id} {where}")
+    return run
+
+
+def plot(folder):
+    """The status line's word for a plot of the run, which the records package draws if it can."""
+    with contextlib.suppress(Exception):
+        from records.picture import plot_run
+
+        return f" plot:{plot_run(folder)}"
+    return ""
+
+
+ENDINGS = (  # what can end a program, the exit status, and what the status line says of it
+    (KeyboardInterrupt, 130, "interrupted"),
+    (ConfigError, 2, "error {said}"),
+    (FloatingPointError, 1, "nan {said}; start another run with a lower learning rate"),
+    (MemoryError, 1, "oom {said}; lower micro_batches_a_pass, micro_batch_tokens or ngram_rows"),
+    (OSError, 1, "error {said}; check the path, and that the disk is not full"),
+)
+
+
+def ending_of(error):
+    """(exit status, words of the status line) of a program that an error has ended; prints the
+    traceback of one that nobody but the script can put right."""
+    said = one_line(error)
+    # On a CPU torch raises a RuntimeError, which only its words tell from others.
+    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in said:
+        error = MemoryError(said)
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        error = ConfigError("")
+        said += f"; go without the compiler by --compile false, or delete its cache, {cache_dir()}"
+    for kinds, status, words in ENDINGS:
+        if isinstance(error, kinds):
+            return status, words.format(said=said)
+    if INTERRUPTED.is_set():
+        return 130, "interrupted"  # another rank has ended first, and collectives fail here
+    traceback.print_exception(error)
+    return 1, f"error {type(error).__name__}: {said}"
+
+
+# 12. The run ======================================================================================
+
+
+def train(run):
+    """One whole run, from its warm-up to its result. Returns what the status line says of it."""
+    config = run.config
+    trainer = run.trainer
+    clock = run.clock
+    warm_up(trainer, run.first_step, functools.partial(run.log.line, in_file=False))
+    run.runtime.ledger.update(run.sent)
+    loader = TrainLoader(config, run.corpus.shards, trainer.table, run.first_step)
+    clock.switch()
+    with contextlib.closing(loader):
+        batch = loader.next_batch()
+        for step in range(run.first_step, config.steps):
+            run.end_if_asked()
+            is_last = step + 1 == config.steps
+            upcoming = None if is_last else loader.next_batch()
+            run.loss_sum += trainer.step(step, batch, upcoming).double()
+            run.loss_tokens += batch.tokens
+            run.step = step + 1
+            if is_last or run.is_due(config.log_every):
+                run.log_training()
+            if run.is_due(config.val_every):
+                with clock.stopped():
+                    run.validate()
+            if run.is_due(config.save_every):
+                with clock.stopped():
+                    run.save()
+            batch = upcoming
+    clock.switch()
+
+    if run.first_step < config.steps:  # else it is what the run was resumed from
+        try:
+            run.save("checkpoint.pt")
+        except OSError as error:  # told once the result, which needs no checkpoint, is written
+            run.unsaved = error
+            run.log.line(f"note: {one_line(error)}; goes on to its result")
+    stop_if_interrupted()
+    losses = run.validate()
+    verdict = run.check_validity(losses["val_loss"])
+    stop_if_interrupted()
+    run.write_result(losses, verdict)
+    words = f"run:{config.run_id} val_loss:{losses['val_loss']:.5f}"
+    drawn = plot(run.folder) if run.log.is_main else ""
+    return f"{words} train_time:{clock.seconds():.1f}s log:{run.folder}/log.txt{drawn}"
+
+
+def main(argv=None, extend=None):
+    """Returns the exit status: 0 complete, 1 failed on the way, 2 bad input, 130 interrupted.
+
+    extend: another script's way to build on this one: given the Config, it returns a function that
+    prepares the Run before it is warmed up.
+    """
+    log = Log(is_main=os.environ.get("RANK", "0") == "0")
+    runtime = None
+    listen_for_signals()
+    try:
+        given = parse_command_line(sys.argv[1:] if argv is None else argv)
+        is_check = given.pop("check", False)
+        if "track" not in given and "resume" not in given:
+            given["track"], reason = default_track()
+            log.line(f"track {given['track']} by default: {reason}")
+        config, checkpoint = resumed(given)
+        prepare = extend(config) if extend else None
+        runtime = Runtime(config.device)
+        run = open_run(config, checkpoint, runtime, log, is_check)
+        if prepare is not None:
+            prepare(run)
+        words = "check:ok" if is_check else f"status:ok {train(run)}"
+        runtime.close()
+        if run.unsaved is not None:
+            raise run.unsaved
+        log.line(words)
+        return 0
+    except (KeyboardInterrupt, Exception) as error:
+        status, words = ending_of(error)
+        with contextlib.suppress(OSError):  # the disk may be full; the console has the status
+            log.line(f"status:{words}")
+        if not log.is_main:
+            print(f"rank {os.environ['RANK']}: status:{words}", file=sys.stderr, flush=True)
+        if runtime is not None:
+            runtime.close(has_failed=True)
+        return status
+    finally:
+        if log.file is not None:
+            log.file.close()  # its lock, too: an error's traceback may hold the run for long
+
+
+if __name__ == "__main__":
+    sys.exit(main())
