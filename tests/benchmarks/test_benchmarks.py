@@ -53,14 +53,14 @@ def test_the_whole_trainer_passes_with_every_part(text, tmp_path, monkeypatch):
 
 
 def test_gradients_that_are_compiled_wrong_fail(text):
-    values = {"track": "english", **train_gpt.vocabulary_of(text), "data": text, "seed": 1}
+    values = {"data": text, "val_tokens": 4096, "seed": 1}
     config = train_gpt.with_values(train_gpt.TRACKS["english"], values)
     found = {}
     with contextlib.closing(common.Training(config)) as training:
         model = training.trainer.model
         training.trainer.forward = lambda *read: (1.1 * model(*read)[0], *model(*read)[1:])
         gpu_checks.compare_with_plain(training, lambda item, value, ok: found.update({item: ok}))
-    assert {*found.values()} == {False, None}
+    assert found["gradient of head, compiled less eager"] is False
 
 
 LINE = "step:{}/16 train_loss:{} lr_mul:1.000 train_time:{}0ms step_avg:1\n"
