@@ -1,11 +1,13 @@
 """What a run asks of its GPUs, on probes of torch's that tell of machines that are not here."""
 
 import importlib.util
+import inspect
 import os
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.varlen import varlen_attn
 
 import train_gpt
 from helpers import passage_of, tiny_config
@@ -95,7 +97,10 @@ def test_flash_attention_is_for_bfloat16_on_cuda(
     is_third = expected.endswith("FA3")
     assert description == expected and activated == ["FA3"] * is_third
     assert isinstance(back_end, train_gpt.BlockedAttention) == (expected == "sdpa")
-    assert getattr(back_end, "options", {}) == ({"num_splits": 1} if is_third else {})
+    has_choice = "num_splits" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
+    assert getattr(back_end, "options", {}) == (
+        {"num_splits": 1} if is_third and has_choice else {}
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2])
