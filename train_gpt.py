@@ -2569,8 +2569,8 @@ class Runtime:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
 
     def close(self):
-        """End the process group together with the other ranks. A rank that has failed does not call
-        it, since NCCL would wait for the others' collectives: torchrun ends them when it exits."""
+        """End the process group together with the other ranks. A rank that has failed exits without
+        it, since NCCL would wait for collectives that the other ranks cannot finish."""
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
