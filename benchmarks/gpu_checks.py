@@ -228,13 +228,15 @@ def check_profile(arguments, report):
     values |= {"steps": 100, "untie_at": 1.0, "cooldown": (1.0, 1.0)}
     for path in filter(None, (train_gpt.__file__, arguments.beside)):
         report.line(path)
+        if arguments.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         spec = importlib.util.spec_from_file_location("profiled", path)
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         config = module.with_values(module.TRACKS["fineweb"], values)
         with contextlib.closing(common.Training(config, module)) as training:
             profile_steps(training, report.note)
-        del training  # its memory counts in the next one's peak
+        del training  # or its memory would count in the next one's peak
 
 
 CALLS = {"whole": check_whole, "profile": check_profile}
